@@ -1,0 +1,33 @@
+"""Out-of-core streamed matrix products: ``C = alpha op(A) @ op(B) + beta C`` for zarr arrays that fit neither
+the GPU's memory nor the host's.
+
+>>> import oocgemm
+>>> result = oocgemm.matmul([[1.0, 2.0]], [[3.0], [4.0]], backend="host")
+>>> result.out
+array([[11.]])
+"""
+
+from oocgemm.api import Result, gemm, matmul, plan
+from oocgemm.errors import BackendError, BudgetError, ExecutionError, InputError, OocGemmError
+from oocgemm.plan import Plan, TileShape
+from oocgemm.timeline import Report, Timeline, read_log, report
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BackendError",
+    "BudgetError",
+    "ExecutionError",
+    "InputError",
+    "OocGemmError",
+    "Plan",
+    "Report",
+    "Result",
+    "TileShape",
+    "Timeline",
+    "gemm",
+    "matmul",
+    "plan",
+    "read_log",
+    "report",
+]

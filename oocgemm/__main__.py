@@ -1,0 +1,5 @@
+"""``python -m oocgemm``."""
+
+from oocgemm.cli import main
+
+main()

@@ -1,0 +1,52 @@
+"""Backends by name. Which one `auto` means is found without importing cupy."""
+
+import importlib.util
+from pathlib import Path
+
+from oocgemm.backends.base import Backend, Session
+from oocgemm.errors import BackendError
+
+__all__ = ["NAMES", "Backend", "Session", "missing_for_cuda", "open_backend", "resolve"]
+
+NAMES = ("auto", "cuda", "host")
+KERNELS = ("auto", "cublas", "tiled", "blas")
+
+
+def missing_for_cuda() -> str | None:
+    """What keeps the cuda backend from working here, and the remedy; None if nothing is seen to."""
+    if not any(Path(node).exists() for node in ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")):
+        return "no NVIDIA device is visible"
+    if importlib.util.find_spec("cupy") is None:
+        return "an NVIDIA device is there but cupy is not: pip install 'oocgemm[cuda13]' (or [cuda12])"
+    return None
+
+
+def resolve(name: str) -> str:
+    """`cuda` or `host` for a name; `auto` is cuda where a device and cupy are seen. Touches no device."""
+    if name not in NAMES:
+        raise BackendError(f"unknown backend {name!r}: choose one of {', '.join(NAMES)}")
+    if name == "auto":
+        return "host" if missing_for_cuda() else "cuda"
+    return name
+
+
+def open_backend(name: str, device: int = 0) -> Backend:
+    """The backend of that name. `auto` falls back to host where no device answers; `cuda` raises then."""
+    chosen = resolve(name)
+    if chosen == "cuda":
+        missing = missing_for_cuda()
+        if missing:
+            raise BackendError(f"the cuda backend cannot run: {missing}; --backend host runs without a GPU")
+        try:
+            from oocgemm.backends.cuda import CudaBackend
+
+            return CudaBackend(device)
+        except ImportError as error:
+            if name != "auto":
+                raise BackendError(f"cupy is installed but cannot be imported: {error}") from error
+        except BackendError:
+            if name != "auto":
+                raise
+    from oocgemm.backends.host import HostBackend
+
+    return HostBackend()

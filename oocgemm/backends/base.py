@@ -1,0 +1,114 @@
+"""What a backend is: something that holds slots and runs operations on streams.
+
+The executor derives waits and hands them over as tokens; a backend makes its streams honour them. Nothing
+else about an accelerator is visible outside its backend.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from oocgemm.plan import DTYPES, GemmProblem, Op, Operation, Plan, Slot, Tier
+from oocgemm.plan.cost import DEVICE_ALIGNMENT, slot_bytes
+from oocgemm.plan.tiling import round_up
+
+Array = NDArray[Any]
+
+
+class Token(Protocol):
+    """An operation that was issued, perhaps not done yet."""
+
+    def synchronize(self) -> None:
+        """Block the calling thread until the operation is done; raise if it failed."""
+
+    def interval(self) -> tuple[int, int]:
+        """Start and end, in nanoseconds of `time.perf_counter_ns`. Only after `synchronize`."""
+
+
+@dataclass(frozen=True, slots=True)
+class DoneToken:
+    """An operation that ran in the thread that submitted it: done before there is a token."""
+
+    start: int
+    end: int
+
+    def synchronize(self) -> None:
+        return
+
+    def interval(self) -> tuple[int, int]:
+        return self.start, self.end
+
+
+class Session(Protocol):
+    """A backend at work on one plan: its arena is allocated, its streams exist."""
+
+    def worker(self, stream: str) -> AbstractContextManager[None]:
+        """Prepares the calling thread to issue the operations of one stream."""
+
+    def submit(self, operation: Operation, host: Array | None, after: Sequence[Token]) -> Token:
+        """Issue one operation of a device lane once those in `after` are done.
+
+        `host` is the host end of an Upload or a Download, contiguous, in stored orientation.
+        """
+
+    def device_bytes(self) -> int:
+        """Bytes of device memory held, the arena and library workspaces."""
+
+    def close(self) -> None:
+        """Wait for what is in flight, then release everything."""
+
+
+class Backend(Protocol):
+    """A kind of machine that can run plans."""
+
+    name: str
+
+    def free_memory(self) -> int:
+        """Bytes of device memory that could be allocated now."""
+
+    def describe(self) -> dict[str, str]:
+        """Device, library versions and kernel, for headers and reports."""
+
+    def open(self, plan: Plan, host_arena: Array, kernel: str) -> Session:
+        """Allocate the device arena, make the host arena (bytes) ready for copies, create the streams."""
+
+
+def stored_shape(operation: Operation, problem: GemmProblem) -> tuple[int, int]:
+    """Shape of the operation's block as it is stored, op() undone."""
+    (r0, r1), (c0, c1) = operation.block
+    rows, cols = r1 - r0, c1 - c0
+    op = {"A": problem.trans_a, "B": problem.trans_b}.get(operation.operand, Op.N)
+    return (cols, rows) if op.swaps else (rows, cols)
+
+
+def device_offsets(plan: Plan) -> tuple[dict[Slot, int], int]:
+    """Offset of each device slot in the arena, and the arena's bytes, cast room at its end included."""
+    return slot_offsets(plan, "device", DEVICE_ALIGNMENT)
+
+
+def slot_offsets(plan: Plan, tier: str, alignment: int) -> tuple[dict[Slot, int], int]:
+    """Offsets of the slots of a tier, one after the other."""
+    sizes = slot_bytes(plan.problem, plan.tile, plan.slots.strip)
+    offsets: dict[Slot, int] = {}
+    end = 0
+    for operand in "CABD" if tier == "device" else "ABC":
+        for index in range(plan.slots.count(Tier(tier), operand)):
+            offsets[Slot(Tier(tier), operand, index)] = end
+            end = round_up(end + sizes[tier, operand], alignment)
+    return offsets, end
+
+
+def step_scalars(problem: GemmProblem, first: bool) -> tuple[complex, complex]:
+    """(alpha, beta) of one Multiply: beta belongs to the first of a tile, and to Finish where there is one."""
+    if problem.finishes:
+        return 1.0, 0.0 if first else 1.0
+    return problem.alpha, problem.beta if first else 1.0
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """The NumPy dtype of one of ours."""
+    return np.dtype(DTYPES[name].name)

@@ -1,0 +1,144 @@
+"""The host backend: NumPy's BLAS multiplies, threads are the streams, plain memory is the device.
+
+It runs the same schedules with the same hazards as a GPU, so that everything can be tested without one, and
+it is of use in its own right: products of arrays on disk within a hard memory budget.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from time import perf_counter_ns
+from typing import Any
+
+import numpy as np
+
+from oocgemm.backends.base import (
+    Array,
+    DoneToken,
+    Token,
+    device_offsets,
+    numpy_dtype,
+    step_scalars,
+    stored_shape,
+)
+from oocgemm.backends.blas import blas_name, gemm
+from oocgemm.backends.memory import allocate, available_memory
+from oocgemm.errors import BackendError
+from oocgemm.plan import Kind, Operation, Plan, Region
+
+
+class HostSession:
+    """Slots in plain memory; operations run in the thread that submits them."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._problem = plan.problem
+        self._offsets, size = device_offsets(plan)
+        self._tile_cols = plan.grid.cols
+        cast = plan.footprint.device["reserve"] - plan.machine.device_reserve
+        self._arena = allocate(size + cast)
+        self._cast = self._arena[size : size + cast]
+
+    @contextmanager
+    def worker(self, stream: str) -> Iterator[None]:
+        yield
+
+    def submit(self, operation: Operation, host: Array | None, after: Sequence[Token]) -> DoneToken:
+        for token in after:
+            token.synchronize()
+        start = perf_counter_ns()
+        match operation.kind:
+            case Kind.UPLOAD:
+                assert host is not None
+                np.copyto(self._uploaded(operation), host, casting="no")
+            case Kind.DOWNLOAD:
+                assert host is not None
+                np.copyto(host, self._rows(operation, operation.reads[0]), casting="no")
+            case Kind.MULTIPLY:
+                self._multiply(operation)
+            case Kind.FINISH:
+                self._finish(operation)
+            case _:
+                raise AssertionError(f"{operation} is not for a device")
+        return DoneToken(start, perf_counter_ns())
+
+    def device_bytes(self) -> int:
+        return self._arena.nbytes
+
+    def close(self) -> None:
+        del self._arena, self._cast
+
+    def _uploaded(self, operation: Operation) -> Array:
+        region = operation.writes[0]
+        if region.slot.operand in ("C", "D"):
+            return self._rows(operation, region)
+        return self._panel(region, operation.operand, stored_shape(operation, self._problem))
+
+    def _panel(self, region: Region, operand: str, shape: tuple[int, int]) -> Array:
+        dtype = numpy_dtype(self._problem.a_dtype if operand == "A" else self._problem.b_dtype)
+        return self._view(self._offsets[region.slot], shape, dtype)
+
+    def _rows(self, operation: Operation, region: Region) -> Array:
+        """Rows of a tile (C) or of a finished strip (D): as wide as the tile's valid columns."""
+        cols = operation.n[1] - operation.n[0]
+        name = self._problem.acc_dtype if region.slot.operand == "C" else self._problem.c_dtype
+        dtype = numpy_dtype(name)
+        offset = self._offsets[region.slot] + region.start * cols * dtype.itemsize
+        return self._view(offset, (region.stop - region.start, cols), dtype)
+
+    def _view(self, offset: int, shape: tuple[int, int], dtype: np.dtype[Any]) -> Array:
+        size = shape[0] * shape[1] * dtype.itemsize
+        return self._arena[offset : offset + size].view(dtype).reshape(shape)
+
+    def _multiply(self, op: Operation) -> None:
+        problem = self._problem
+        alpha, beta = step_scalars(problem, op.first)
+        c = self._rows(op, op.writes[0])
+        m, n, k = (span[1] - span[0] for span in (op.m, op.n, op.k))
+        if k == 0:
+            empty = np.empty((m, 0), c.dtype)
+            gemm(problem.trans_a, problem.trans_b, alpha, empty, empty, beta, c)
+            return
+        a = self._panel(op.reads[0], "A", (k, m) if problem.trans_a.swaps else (m, k))
+        b = self._panel(op.reads[1], "B", (n, k) if problem.trans_b.swaps else (k, n))
+        if self._cast.size:
+            a, b = self._in_accumulator_dtype(a, b)
+        gemm(problem.trans_a, problem.trans_b, alpha, a, b, beta, c)
+
+    def _in_accumulator_dtype(self, a: Array, b: Array) -> tuple[Array, Array]:
+        dtype = numpy_dtype(self._problem.acc_dtype)
+        room = self._cast.view(dtype)
+        wide_a = room[: a.size].reshape(a.shape)
+        wide_b = room[a.size : a.size + b.size].reshape(b.shape)
+        np.copyto(wide_a, a)
+        np.copyto(wide_b, b)
+        return wide_a, wide_b
+
+    def _finish(self, op: Operation) -> None:
+        accumulator, finished = self._rows(op, op.reads[0]), self._rows(op, op.writes[0])
+        problem = self._problem
+        scalar = accumulator.dtype.type
+        for row in range(accumulator.shape[0]):  # by row: no temporary of the strip's size
+            value = scalar(problem.alpha) * accumulator[row]
+            if problem.reads_c:
+                value += scalar(problem.beta) * finished[row]
+            with np.errstate(over="ignore"):  # beyond float16's range is inf, as in BLAS
+                finished[row] = value
+
+
+class HostBackend:
+    """NumPy on the processor's own memory."""
+
+    name = "host"
+
+    def free_memory(self) -> int:
+        return available_memory()
+
+    def describe(self) -> dict[str, str]:
+        return {"device": f"{os.cpu_count()} cores", "numpy": np.__version__, "blas": blas_name()}
+
+    def open(self, plan: Plan, host_arena: Array, kernel: str) -> HostSession:
+        if kernel not in ("auto", "blas"):
+            raise BackendError(
+                f"the host backend has no kernel {kernel!r}: pass --kernel auto or --backend cuda"
+            )
+        return HostSession(plan)

@@ -1,0 +1,219 @@
+"""The command line: run, plan, report, info."""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import click
+
+from oocgemm import __version__, api, backends, stores
+from oocgemm.display import print_info, print_plan, print_report, progress_display
+from oocgemm.errors import BudgetError, ExecutionError, InputError, OocGemmError
+from oocgemm.timeline import read_log, report
+
+EXIT_FAILED, EXIT_USAGE, EXIT_BUDGET, EXIT_INTERRUPTED = 1, 2, 3, 130
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class _Scalar(click.ParamType[complex]):
+    name = "number"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> complex:
+        if isinstance(value, int | float | complex):
+            return value
+        try:
+            number = complex(str(value).replace("i", "j").replace(" ", ""))
+        except ValueError:
+            self.fail(f"{value!r} is not a number", param, ctx)
+        return number.real if number.imag == 0 else number
+
+
+class _Chunks(click.ParamType[tuple[int, int]]):
+    name = "RxC"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, int]:
+        if isinstance(value, tuple):
+            return value
+        parts = str(value).lower().split("x")
+        if len(parts) != 2 or not all(p.isdigit() and int(p) for p in parts):
+            self.fail(f"{value!r} is not a chunk shape: write ROWSxCOLUMNS, such as 1024x1024", param, ctx)
+        return int(parts[0]), int(parts[1])
+
+
+_PROBLEM = (
+    click.option("--alpha", type=_Scalar(), default=1.0, help="Factor of op(A) op(B).  [default: 1]"),
+    click.option("--beta", type=_Scalar(), default=0.0, help="Factor of the old C.  [default: 0]"),
+    click.option("--transpose-a", is_flag=True, help="Multiply by the transpose of A."),
+    click.option("--transpose-b", is_flag=True, help="Multiply by the transpose of B."),
+    click.option("--adjoint-a", is_flag=True, help="Multiply by the conjugate transpose of A."),
+    click.option("--adjoint-b", is_flag=True, help="Multiply by the conjugate transpose of B."),
+    click.option(
+        "--backend",
+        type=click.Choice(backends.NAMES),
+        default="auto",
+        show_default=True,
+        help="Where to multiply; auto is cuda where a device answers.",
+    ),
+    click.option("--device-memory", metavar="SIZE", help="Bound on device memory, such as 2GiB."),
+    click.option("--host-memory", metavar="SIZE", help="Bound on host memory for staging, such as 8GiB."),
+    click.option("--tile", metavar="WxHxR", help="Tile of C (w x h) and panel depth r, by hand."),
+    click.option("--chunks", type=_Chunks(), help="Chunks of a new C.  [default: about 8 MiB]"),
+    click.option(
+        "--compressor", type=click.Choice(stores.COMPRESSORS), help="Compressor of a new C.  [default: none]"
+    ),
+    click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout."),
+)
+
+
+def _options(*options: Callable[[F], F]) -> Callable[[F], F]:
+    def apply(function: F) -> F:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return apply
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="oocgemm")
+@click.option("--debug", is_flag=True, help="Show tracebacks.")
+def cli(debug: bool) -> None:
+    """Matrix products of zarr arrays larger than memory: C = alpha op(A) op(B) + beta C."""
+
+
+@cli.command()
+@click.argument("a")
+@click.argument("b")
+@click.argument("c")
+@_options(*_PROBLEM)
+@click.option("--device", type=click.IntRange(min=0), default=0, show_default=True, help="CUDA device.")
+@click.option(
+    "--kernel",
+    type=click.Choice(backends.KERNELS),
+    default="auto",
+    show_default=True,
+    help="What multiplies: cublas or tiled (cuda), blas (host).",
+)
+@click.option("--timeline", type=click.Path(dir_okay=False), help="Log every operation to this file.")
+@click.option("--overwrite", is_flag=True, help="Replace the contents of a C that exists.")
+@click.option("--quiet", is_flag=True, help="Print nothing but errors.")
+def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> None:
+    """Multiply the arrays at A and B into C: zarr arrays, or .npy files."""
+    live = not quiet and not as_json
+    if options["backend"] == "auto" and live:
+        missing = backends.missing_for_cuda()
+        if missing and "pip install" in missing:
+            click.echo(f"Note: running on the host; {missing}", err=True)
+    with progress_display(live and sys.stderr.isatty()) as progress:
+        result = api.gemm(a, b, c, progress=progress, **_transposes(options))
+    if as_json:
+        _print_json(
+            {
+                "c": c,
+                "plan": result.plan.to_dict(),
+                "report": result.report.to_dict(),
+                "backend": result.timeline.header["backend"],
+                "timeline": options["timeline"],
+            }
+        )
+    elif not quiet:
+        print_report(result.report, result.timeline)
+        click.echo(f"\nC: {Path(c) if '://' not in c else c}")
+        if options["timeline"]:
+            click.echo(f"Timeline: {options['timeline']}  (oocgemm report {options['timeline']})")
+
+
+@cli.command()
+@click.argument("a")
+@click.argument("b")
+@click.argument("c", required=False)
+@_options(*_PROBLEM)
+@click.option("--explain", is_flag=True, help="Say what else was considered, and why this was chosen.")
+def plan(a: str, b: str, c: str | None, as_json: bool, explain: bool, **options: Any) -> None:
+    """Show how a product would be run, without touching a GPU or writing anything."""
+    planned = api.plan(a, b, c, **_transposes(options))
+    if as_json:
+        _print_json(planned.to_dict() | ({"considered": planned.explain()} if explain else {}))
+    else:
+        print_plan(planned, explain)
+
+
+@cli.command(name="report")
+@click.argument("timeline", type=click.Path())
+@click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object.")
+def report_command(timeline: str, as_json: bool) -> None:
+    """Show how much of the copying a run has hidden behind compute, from its timeline."""
+    recorded = read_log(timeline)
+    figures = report(recorded)
+    if as_json:
+        _print_json(figures.to_dict())
+    else:
+        print_report(figures, recorded)
+
+
+@cli.command()
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def info(as_json: bool) -> None:
+    """Show devices, versions, what is missing and how to get it."""
+    found = api.info()
+    if as_json:
+        _print_json(found)
+    else:
+        print_info(found)
+
+
+def _transposes(options: dict[str, Any]) -> dict[str, Any]:
+    """--transpose-x and --adjoint-x as trans_x."""
+    for side in "ab":
+        transpose, adjoint = options.pop(f"transpose_{side}"), options.pop(f"adjoint_{side}")
+        if transpose and adjoint:
+            raise click.UsageError(f"--transpose-{side} and --adjoint-{side} exclude each other")
+        options[f"trans_{side}"] = "C" if adjoint else "T" if transpose else "N"
+    return options
+
+
+def _print_json(value: object) -> None:
+    click.echo(json.dumps(value, indent=2))
+
+
+def main() -> NoReturn:
+    """Entry point: errors become one line and an exit code."""
+    debug = "--debug" in sys.argv[1:] or bool(os.environ.get("OOCGEMM_DEBUG"))
+    # Wherever it stands on the line.
+    arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
+    code = 0
+    try:
+        code = cli.main(args=arguments, prog_name="oocgemm", standalone_mode=False) or 0
+    except click.ClickException as error:
+        error.show()
+        code = EXIT_USAGE
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("Interrupted.", err=True)
+        code = EXIT_INTERRUPTED
+    except OocGemmError as error:
+        if debug:
+            raise
+        click.echo(f"Error: {error}", err=True)
+        code = _exit_code(error)
+    except MemoryError:
+        if debug:
+            raise
+        click.echo("Error: out of host memory: pass a smaller --host-memory", err=True)
+        code = EXIT_FAILED
+    sys.exit(code)
+
+
+def _exit_code(error: OocGemmError) -> int:
+    if isinstance(error, BudgetError):
+        return EXIT_BUDGET
+    return (
+        EXIT_USAGE if isinstance(error, InputError) and not isinstance(error, ExecutionError) else EXIT_FAILED
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""What the command line shows: plans, reports and progress, drawn with rich."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from oocgemm.plan import Plan
+from oocgemm.timeline import Report, Span, Timeline, gantt
+from oocgemm.units import format_size, format_time
+
+LINKS = ("read", "h2d", "d2h", "write")
+GANTT_WIDTH = 72
+
+
+def _console() -> Console:
+    # Piped output is not cut to a terminal's width.
+    return Console(width=None if sys.stdout.isatty() else 110, highlight=False)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column(columns[0])
+    for column in columns[1:]:
+        table.add_column(column, justify="right")
+    return table
+
+
+def print_plan(plan: Plan, explain: bool = False) -> None:
+    """A plan: what it computes, tile and slots, memory, traffic, predicted times."""
+    out = _console()
+    problem, tile, slots = plan.problem, plan.tile, plan.slots
+    down, across = plan.grid.shape
+    out.print(
+        f"[bold]C[/] {problem.m} x {problem.n}  =  {_scalar(problem.alpha)}op(A) {problem.m} x {problem.k}  @  "
+        f"op(B) {problem.k} x {problem.n}"
+        + (f"  +  {_scalar(problem.beta)}C" if problem.reads_c else "")
+        + f"   {problem.a_dtype}, {problem.flops:.3g} flops"
+    )
+    out.print(
+        f"[bold]tile[/] {tile.w} x {tile.h}, panels {tile.r} deep: {down} x {across} tiles, "
+        f"{plan.grid.steps} steps each, {plan.steps} in all"
+    )
+    out.print(
+        f"[bold]slots[/] device: C {slots.c}, A {slots.a}, B {slots.b}; host: A {slots.host_a}, "
+        f"B {slots.host_b}, C {slots.host_c} strips of {slots.strip} rows; {plan.candidate.io_threads} I/O threads"
+    )
+    out.print()
+    memory = _table("memory", "holds", "budget", "of which")
+    for tier, held, total, budget in (
+        ("device", plan.footprint.device, plan.footprint.device_total, plan.budgets.device),
+        ("host", plan.footprint.host, plan.footprint.host_total, plan.budgets.host),
+    ):
+        parts = ", ".join(f"{name} {format_size(size)}" for name, size in held.items() if size)
+        memory.add_row(tier, format_size(total), format_size(budget), parts)
+    out.print(memory)
+    out.print()
+    traffic = _table("link", "bytes", "each once", "least possible", "ratio", "predicted")
+    for link in LINKS:
+        least = plan.least[link]
+        ratio = f"{plan.traffic[link] / least:.2f}" if least else "-"
+        seconds = format_time(plan.prediction.lanes[link])
+        sizes = (format_size(x[link]) for x in (plan.traffic, plan.required, plan.least))
+        traffic.add_row(link, *sizes, ratio, seconds)
+    traffic.add_row("compute", "", "", "", "", format_time(plan.prediction.lanes["compute"]))
+    out.print(traffic)
+    for operand, factor in plan.amplification.items():
+        if factor > 1.005:
+            out.print(f"reading {operand} decodes {factor:.2f} times its bytes: its chunks straddle panels")
+    prediction = plan.prediction
+    out.print()
+    out.print(
+        f"[bold]predicted[/] {format_time(prediction.total)}, bound by [bold]{prediction.bottleneck}[/] "
+        f"(start-up {format_time(prediction.start_up)}, bubbles {format_time(prediction.bubbles)}, "
+        f"tail {format_time(prediction.tail)})"
+    )
+    calibrated = "calibrated" if plan.machine.calibrated else "not calibrated: times are rough"
+    out.print(f"rates: {escape(plan.machine.name)}, {calibrated}")
+    if explain:
+        _print_considered(out, plan)
+
+
+def _print_considered(out: Console, plan: Plan) -> None:
+    out.print()
+    table = _table(
+        "considered", "C slots", "predicted", "compute", "h2d", "read", "write", "bubbles", "why not"
+    )
+    for row in plan.explain():
+        lanes = row["lanes"]
+        times = (format_time(lanes[lane]) for lane in ("compute", "h2d", "read", "write"))
+        table.add_row(
+            *(row["tile"], str(row["c_slots"]), format_time(row["total"]), *times),
+            *(format_time(row["bubbles"]), row["why"]),
+        )
+    out.print(table)
+
+
+def print_report(report: Report, timeline: Timeline) -> None:
+    """The figures of a run and its Gantt picture."""
+    out = _console()
+    rate = f", {report.flop_rate / 1e12:.3g} TFLOP/s" if report.flop_rate else ""
+    out.print(f"[bold]T[/] {format_time(report.wall)}{rate}")
+    out.print(
+        f"[bold]compute share[/] {_percent(report.compute_share)}   "
+        f"[bold]copy overlap[/] {_percent(report.copy_overlap)}   "
+        f"[bold]storage overlap[/] {_percent(report.storage_overlap)}   "
+        f"[bold]efficiency[/] {_percent(report.efficiency)}"
+        + ("" if report.efficiency is not None else " (needs calibrated rates)")
+    )
+    causes = sorted(report.exposed.items(), key=lambda item: -item[1])
+    parts = ", ".join(f"{cause} {format_time(seconds)}" for cause, seconds in causes)
+    total = sum(report.exposed.values())
+    out.print(f"[bold]exposed[/] {format_time(total)}: {parts or 'nothing'}")
+    out.print()
+    table = _table("lane", "busy", "operations", "bytes", "rate", "required", "least possible")
+    for lane, _ in gantt(timeline, 1):
+        figures = report.lanes[lane]
+        moved = figures["bytes"]
+        rate = f"{moved / figures['busy'] / 1e9:.3g} GB/s" if moved and figures["busy"] else ""
+        if lane == "compute" and figures["busy"]:
+            rate = f"{report.flops / figures['busy'] / 1e12:.3g} TFLOP/s"
+        link = report.traffic.get(lane, {})
+        bounds = (format_size(link[x]) if link.get(x) is not None else "" for x in ("required", "least"))  # type: ignore[arg-type]
+        size = format_size(moved) if moved else ""
+        table.add_row(
+            lane, format_time(figures["busy"]), str(round(figures["operations"])), size, rate, *bounds
+        )
+    out.print(table)
+    out.print()
+    for lane, picture in gantt(timeline, GANTT_WIDTH):
+        out.print(f"{lane:>8} │{picture}│", soft_wrap=True)
+    ticks = f"0{format_time(report.wall):>{GANTT_WIDTH - 1}}"
+    out.print(f"{'':>8}  {ticks}", soft_wrap=True)
+
+
+def print_info(found: dict[str, Any]) -> None:
+    """What there is to work with, and what is missing."""
+    out = _console()
+    for section, values in found.items():
+        if isinstance(values, dict):
+            out.print(f"[bold]{section}[/]")
+            for name, value in values.items():
+                out.print(f"  {name:<12} {escape(str(value))}", soft_wrap=True)
+        else:
+            out.print(f"[bold]{section}[/]  {escape(str(values))}", soft_wrap=True)
+
+
+@contextmanager
+def progress_display(enabled: bool) -> Iterator[Callable[[Plan], Callable[[Span], None]] | None]:
+    """A progress bar on stderr: tiles, TFLOP/s, GB/s of each link, time left."""
+    if not enabled:
+        yield None
+        return
+    bar = Progress(
+        TextColumn("{task.fields[tiles]}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%  {task.fields[rates]}"),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+
+    def begin(plan: Plan) -> Callable[[Span], None]:
+        down, across = plan.grid.shape
+        tiles = down * across
+        # Work is counted in flops; where there are none (k = 0), in bytes written.
+        total = plan.problem.flops or plan.traffic["write"]
+        task = bar.add_task("run", total=total, tiles=f"tile 0/{tiles}", rates="")
+        started = perf_counter()
+        shown = started
+        moved = dict.fromkeys(LINKS, 0)
+        flops = written = 0
+
+        def step(span: Span) -> None:
+            nonlocal shown, flops, written
+            flops += span.flops
+            if span.lane in moved:
+                moved[span.lane] += span.bytes
+            written = moved["write"]
+            now = perf_counter()
+            if now - shown < 0.1:
+                return
+            shown = now
+            seconds = now - started
+            rates = "  ".join(f"{link} {size / seconds / 1e9:.1f}" for link, size in moved.items())
+            done = tiles * written // max(1, plan.traffic["write"])
+            bar.update(
+                task,
+                completed=flops if plan.problem.flops else written,
+                tiles=f"tile {min(done + 1, tiles)}/{tiles}",
+                rates=f"{flops / seconds / 1e12:.3g} TFLOP/s  {rates} GB/s",
+            )
+
+        return step
+
+    with bar:
+        yield begin
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f}%"
+
+
+def _scalar(value: complex) -> str:
+    return "" if value == 1 else f"{value:g} "

@@ -1,0 +1,32 @@
+"""Every error that oocgemm raises on purpose. Each message names the thing, the numbers and the remedy."""
+
+
+class OocGemmError(Exception):
+    """Base of all errors of this package."""
+
+
+class InputError(OocGemmError):
+    """An operand, an output or an option that cannot be used as it is."""
+
+
+class BudgetError(OocGemmError):
+    """A memory budget that cannot hold the smallest plan.
+
+    `least` is the number of bytes that would do, where one number says it.
+    """
+
+    def __init__(self, message: str, *, least: int | None = None) -> None:
+        super().__init__(message)
+        self.least = least
+
+
+class BackendError(OocGemmError):
+    """A backend, device, kernel or library that is asked for and does not answer."""
+
+
+class ExecutionError(OocGemmError):
+    """A run that failed on its way; the message names the operation and what it was working on."""
+
+
+class ScheduleError(OocGemmError):
+    """A schedule that breaks one of its invariants: always a defect of the planner."""

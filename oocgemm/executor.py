@@ -1,0 +1,196 @@
+"""Runs a schedule: one queue and thread a stream, waits derived as the operations go by.
+
+The calling thread walks the schedule in program order, derives what each operation waits for, and puts it on
+the queue of its stream. A stream's thread takes its operations in order, blocks until those they wait for
+have been *issued*, and issues them: a host lane does the work, a device lane hands it to the backend, which
+makes its own streams wait. Since every wait is for an operation earlier in program order, and all earlier
+ones are on their queues, the earliest unfinished operation can always go on: nothing can deadlock.
+
+The first failure anywhere stops the run: whatever waits for a failed operation is cancelled, nothing new
+starts, all threads are joined, and the first error is raised.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from queue import Queue
+from time import perf_counter_ns
+
+from oocgemm.backends.base import DoneToken, Session, Token
+from oocgemm.errors import ExecutionError
+from oocgemm.plan import Kind, Lane, Operation, Plan
+from oocgemm.plan.hazards import HazardTracker
+from oocgemm.staging import Staging
+from oocgemm.timeline import Span
+
+QUEUE_DEPTH = 32
+# Two threads on a store lane keep its pool busy from the end of one panel into the next.
+STORE_WORKERS = 2
+
+Progress = Callable[[Span], None]
+
+
+@dataclass(slots=True, eq=False)
+class Completion:
+    """An operation on its way: posted with a token when issued, or cancelled."""
+
+    number: int
+    token: Token | None = None
+    event: threading.Event = field(default_factory=threading.Event)
+
+    def issued(self) -> Token:
+        """The token, once there is one. Raises `_Cancelled` if there never will be."""
+        self.event.wait()
+        if self.token is None:
+            raise _Cancelled
+        return self.token
+
+
+class _Cancelled(Exception):  # noqa: N818 - not an error: the end of work that another error has stopped
+    """This operation will not run, because an earlier one failed."""
+
+
+_Item = tuple[Operation, Sequence[Completion], Completion]
+
+
+class Run:
+    """One execution of a plan's schedule on a backend session and its staging."""
+
+    def __init__(
+        self, plan: Plan, session: Session, staging: Staging, origin_ns: int, progress: Progress | None = None
+    ) -> None:
+        self._plan = plan
+        self._session = session
+        self._staging = staging
+        self._origin = origin_ns
+        self._progress = progress
+        self._queues: dict[str, Queue[_Item | None]] = {}
+        self._threads: list[threading.Thread] = []
+        self._workers: dict[str, int] = {}
+        self._issued: Queue[_Item | None] = Queue()
+        self._error: BaseException | None = None
+        self._failing = threading.Lock()
+        self.spans: list[Span] = []
+
+    def execute(self) -> None:
+        """Run everything; returns when the last operation is done. Raises the first error."""
+        collector = threading.Thread(target=self._collect, name="oocgemm-timeline")
+        collector.start()
+        try:
+            self._dispatch()
+        except BaseException as error:  # an interrupt, most likely: stop like any other failure
+            self._fail(error)
+        finally:
+            for stream, queue in self._queues.items():
+                for _ in range(self._workers[stream]):
+                    queue.put(None)
+            for thread in self._threads:
+                thread.join()
+            self._issued.put(None)
+            collector.join()
+        if self._error is not None:
+            raise self._error
+
+    def _dispatch(self) -> None:
+        tracker: HazardTracker[Completion] = HazardTracker()
+        for number, operation in enumerate(self._plan.schedule()):
+            if self._error is not None:
+                return
+            completion = Completion(number)
+            waits = tracker.admit(operation, completion)
+            self._queue(operation).put((operation, waits, completion))
+
+    def _queue(self, operation: Operation) -> "Queue[_Item | None]":
+        """The queue of the operation's stream, its threads started on first use."""
+        stream = operation.stream
+        if stream not in self._queues:
+            on_store = operation.lane in (Lane.READ, Lane.WRITE)
+            workers = STORE_WORKERS if on_store and self._plan.candidate.io_threads > 1 else 1
+            self._queues[stream] = Queue(QUEUE_DEPTH)
+            self._workers[stream] = workers
+            for index in range(workers):
+                thread = threading.Thread(
+                    target=self._work, args=(stream, on_store), name=f"oocgemm-{stream}-{index}"
+                )
+                self._threads.append(thread)
+                thread.start()
+        return self._queues[stream]
+
+    def _work(self, stream: str, on_store: bool) -> None:
+        queue = self._queues[stream]
+        context: AbstractContextManager[None] = nullcontext() if on_store else self._session.worker(stream)
+        perform = self._transfer if on_store else self._submit
+        try:
+            with context:
+                while (item := queue.get()) is not None:
+                    self._step(item, perform)
+        except BaseException as error:  # the context itself: no device, say
+            self._fail(error)
+            while (item := queue.get()) is not None:
+                item[2].event.set()
+
+    def _step(self, item: _Item, perform: Callable[[Operation, list[Token]], Token]) -> None:
+        operation, waits, completion = item
+        try:
+            tokens = [wait.issued() for wait in waits]
+            if self._error is None:
+                completion.token = perform(operation, tokens)
+        except _Cancelled:
+            pass
+        except BaseException as error:
+            self._fail(_placed(error, operation))
+        if completion.token is not None:
+            self._issued.put(item)
+        completion.event.set()
+
+    def _transfer(self, operation: Operation, tokens: list[Token]) -> Token:
+        for token in tokens:
+            token.synchronize()
+        start = perf_counter_ns()
+        self._staging.transfer(operation)
+        return DoneToken(start, perf_counter_ns())
+
+    def _submit(self, operation: Operation, tokens: list[Token]) -> Token:
+        host = None
+        if operation.kind is Kind.UPLOAD:
+            host = self._staging.view(operation.reads[0].slot, operation)
+        elif operation.kind is Kind.DOWNLOAD:
+            host = self._staging.view(operation.writes[0].slot, operation)
+        return self._session.submit(operation, host, tokens)
+
+    def _collect(self) -> None:
+        """Turn finished operations into spans, apart from the threads that issue."""
+        while (item := self._issued.get()) is not None:
+            operation, waits, completion = item
+            assert completion.token is not None
+            try:
+                completion.token.synchronize()
+                start, end = completion.token.interval()
+            except BaseException as error:
+                self._fail(_placed(error, operation))
+                continue
+            span = Span.of(
+                completion.number,
+                operation,
+                start - self._origin,
+                end - self._origin,
+                (wait.number for wait in waits),
+            )
+            self.spans.append(span)
+            if self._progress is not None:
+                self._progress(span)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._failing:
+            if self._error is None:
+                self._error = error
+
+
+def _placed(error: BaseException, operation: Operation) -> BaseException:
+    """An error that says which operation it stopped; interrupts stay what they are."""
+    if not isinstance(error, Exception):
+        return error
+    placed = ExecutionError(f"{operation}: {error or type(error).__name__}")
+    placed.__cause__ = error
+    return placed

@@ -1,0 +1,146 @@
+"""Derives every wait of a schedule from what its operations read and write, and checks schedules.
+
+For two operations in program order that touch overlapping regions of a slot, the later one waits
+
+- RAW: reads what the earlier one wrote,
+- WAR: overwrites what the earlier one still reads,
+- WAW: overwrites what the earlier one writes.
+
+That is all there is: no wait is written by hand anywhere in this project.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Generic, TypeVar
+
+from oocgemm.errors import ScheduleError
+from oocgemm.plan.schedule import Kind, Operation, Region, Schedule, Slot, Tier
+from oocgemm.plan.tiling import Span
+
+T = TypeVar("T")
+
+# Streams whose operations run one after the other in program order. Reads and writes of the stores need not.
+IN_ORDER = frozenset({"h2d", "h2d-c", "compute", "d2h"})
+
+
+@dataclass(slots=True)
+class _Access(Generic[T]):
+    region: Region
+    token: T
+    stream: str
+    writes: bool
+
+    def overtaken_by(self, region: Region, stream: str) -> bool:
+        """Whether a read of `region` on `stream` ends after this read, so that waiting for it is enough."""
+        return not self.writes and self.stream == stream and _covers(region, self.region)
+
+
+class HazardTracker(Generic[T]):
+    """Walks a schedule in program order and says which earlier operations each one must wait for.
+
+    Operations are represented by tokens of the caller's choice: indices in tests, completions in the
+    executor, finishing times in the simulation. It remembers, for each slot, the accesses that nothing has
+    overwritten or overtaken since: its memory is bounded by the slots.
+    """
+
+    def __init__(self) -> None:
+        self._accesses: defaultdict[Slot, list[_Access[T]]] = defaultdict(list)
+
+    def admit(self, operation: Operation, token: T) -> list[T]:
+        """Tokens of the earlier operations that this one must wait for, in program order."""
+        waits: list[T] = []
+        for region in operation.reads:
+            for access in self._accesses[region.slot]:
+                if access.writes and access.region.overlaps(region):
+                    waits.append(access.token)
+        for region in operation.writes:
+            for access in self._accesses[region.slot]:
+                if access.region.overlaps(region) and access.token not in waits:
+                    waits.append(access.token)
+        stream = operation.stream
+        for region in operation.reads:
+            kept = self._accesses[region.slot]
+            if stream in IN_ORDER:
+                kept = [a for a in kept if not a.overtaken_by(region, stream)]
+            self._accesses[region.slot] = [*kept, _Access(region, token, stream, writes=False)]
+        for region in operation.writes:
+            kept = [a for a in self._accesses[region.slot] if not _covers(region, a.region)]
+            self._accesses[region.slot] = [*kept, _Access(region, token, stream, writes=True)]
+        return waits
+
+
+def _covers(outer: Region, inner: Region) -> bool:
+    return outer.start <= inner.start and inner.stop <= outer.stop
+
+
+def waits_of(operations: Iterable[Operation]) -> list[tuple[Operation, list[int]]]:
+    """Every operation with the indices of those it waits for. For tests and pictures: it is all in memory."""
+    tracker: HazardTracker[int] = HazardTracker()
+    return [(operation, tracker.admit(operation, index)) for index, operation in enumerate(operations)]
+
+
+def verify(schedule: Schedule) -> None:
+    """Check in program order that every operation finds what it needs, and that C comes out whole.
+
+    Follows symbolically what each slot holds: an Upload must find in its host slot the block that it names, a
+    Multiply the panels of its tile and step and an accumulator with all earlier steps, a Write every step.
+    Together with the derived waits, which make any legal order equivalent to program order, this proves the
+    schedule. Raises `ScheduleError`.
+    """
+    held: dict[Slot, object] = {}
+    sums: dict[Slot, tuple[object, set[int]]] = {}
+    written: dict[Span, list[Span]] = defaultdict(list)
+    steps = schedule.grid.steps
+    for op in schedule:
+        for region in (*op.reads, *op.writes):
+            _require(region.slot.index < schedule.slots.count(region.slot.tier, region.slot.operand), op)
+        block = (op.operand, op.block)
+        match op.kind:
+            case Kind.READ:
+                held[op.writes[0].slot] = block
+            case Kind.UPLOAD:
+                _require(held.get(op.reads[0].slot) == block, op)
+                if op.operand != "C" or op.writes[0].slot.operand == "D":
+                    held[op.writes[0].slot] = block
+            case Kind.MULTIPLY:
+                target = op.writes[0].slot
+                for region in op.reads:
+                    if region.slot.operand in ("A", "B"):
+                        expected = {"A": (op.m, op.k), "B": (op.k, op.n)}[region.slot.operand]
+                        _require(held.get(region.slot) == (region.slot.operand, expected), op)
+                if op.first:
+                    sums[target] = (op.tile, set())
+                tile, done = sums[target]
+                _require(tile == op.tile and op.step not in done, op)
+                done.add(op.step)
+            case Kind.FINISH | Kind.DOWNLOAD:
+                for region in op.reads:
+                    if region.slot.operand == "C" and region.slot.tier is Tier.DEVICE:
+                        _require(sums.get(region.slot) == (op.tile, set(range(steps))), op)
+                held[op.writes[0].slot] = ("C", op.block)
+            case Kind.WRITE:
+                _require(held.get(op.reads[0].slot) == block, op)
+                written[op.n].append(op.m)
+            case _:
+                raise ScheduleError(f"no rule for {op}")
+    expected_area = sum(_area(schedule, tile) for tile in schedule.tiles)
+    area = sum((n[1] - n[0]) * (m[1] - m[0]) for n, spans in written.items() for m in spans)
+    disjoint = all(a[1] <= b[0] for spans in written.values() for a, b in _pairs(sorted(spans)))
+    if area != expected_area or not disjoint:
+        raise ScheduleError(f"{area} elements of C are written instead of {expected_area}, or some twice")
+
+
+def _require(condition: bool, op: Operation) -> None:
+    if not condition:
+        raise ScheduleError(f"{op}: a slot it uses does not hold what it needs")
+
+
+def _area(schedule: Schedule, tile: tuple[int, int]) -> int:
+    (m0, m1), (n0, n1) = schedule.grid.rows(tile[0]), schedule.grid.cols(tile[1])
+    return (m1 - m0) * (n1 - n0)
+
+
+def _pairs(spans: list[Span]) -> Iterable[tuple[Span, Span]]:
+    return pairwise(spans)

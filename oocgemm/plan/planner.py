@@ -1,0 +1,425 @@
+"""Chooses tile, panel depth and slots: enumerate, score in closed form, simulate the best few, choose.
+
+Traffic falls with the tile's extents, so the tile takes nearly all of the device memory and panels are only
+as deep as the kernel and the copies want: ``c w h + 2 r (w + h) <= M``. Extents are enumerated as *counts* of
+tiles down and across, which gives tiles of equal size; for each depth and count down, the fewest tiles across
+that fit are tried, and a few more.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from math import isqrt, lcm
+from typing import Any
+
+from oocgemm.errors import BudgetError, InputError
+from oocgemm.plan.cost import (
+    Candidate,
+    Footprint,
+    Layouts,
+    MachineModel,
+    Prediction,
+    amplification,
+    footprint,
+    least_bytes,
+    predict,
+    required_bytes,
+    scratch_bytes,
+)
+from oocgemm.plan.problem import GemmProblem
+from oocgemm.plan.schedule import Schedule, Slots
+from oocgemm.plan.simulate import simulate
+from oocgemm.plan.tiling import TileGrid, TileShape, ceil_div, round_up
+from oocgemm.plan.traversal import snake
+from oocgemm.units import format_size, format_time
+
+STRIP_BYTES = 32 << 20  # a drained strip: long enough for the link, short enough to start writing early
+SIMULATED_STEPS = 600
+CHUNK_BYTES = 8 << 20  # of a new C: cheap to allocate again and again, long enough for a disk
+DEPTHS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192)
+MAX_PANEL_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """Hard upper bounds, in bytes, of what a run holds on the device and on the host."""
+
+    device: int
+    host: int
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A candidate with what it is predicted to take."""
+
+    candidate: Candidate
+    prediction: Prediction
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a product will be run: everything decided, nothing done."""
+
+    problem: GemmProblem
+    layouts: Layouts
+    budgets: Budgets
+    machine: MachineModel
+    candidate: Candidate
+    considered: tuple[Scored, ...] = ()
+
+    @property
+    def tile(self) -> TileShape:
+        return self.candidate.tile
+
+    @property
+    def slots(self) -> Slots:
+        return self.candidate.slots
+
+    @property
+    def grid(self) -> TileGrid:
+        return TileGrid.of(self.problem, self.tile)
+
+    @property
+    def steps(self) -> int:
+        """Multiplications in all."""
+        down, across = self.grid.shape
+        return down * across * self.grid.steps
+
+    @cached_property
+    def footprint(self) -> Footprint:
+        return footprint(self.problem, self.candidate, self.layouts, self.machine)
+
+    @cached_property
+    def traffic(self) -> dict[str, int]:
+        """Exact bytes over each link."""
+        return self.schedule().traffic()
+
+    @cached_property
+    def required(self) -> dict[str, int]:
+        """Bytes over each link if every element crossed it once."""
+        return required_bytes(self.problem)
+
+    @cached_property
+    def least(self) -> dict[str, int]:
+        """Fewest bytes over each link that these budgets allow any schedule; for storage, host and device
+        memory count together."""
+        once = self.required
+        return {
+            "read": least_bytes(self.problem, self.budgets.device + self.budgets.host),
+            "h2d": least_bytes(self.problem, self.budgets.device),
+            "d2h": once["d2h"],
+            "write": once["write"],
+        }
+
+    @cached_property
+    def prediction(self) -> Prediction:
+        return predict(self.problem, self.candidate, self.layouts, self.machine, self.traffic)
+
+    @cached_property
+    def amplification(self) -> dict[str, float]:
+        """Read amplification: bytes of the chunks touched over bytes wanted."""
+        return amplification(self.problem, self.tile, self.layouts)
+
+    def schedule(self) -> Schedule:
+        return Schedule(self.problem, self.grid, snake(*self.grid.shape), self.slots)
+
+    def explain(self) -> list[dict[str, Any]]:
+        """The best few candidates of different tile shapes, the chosen one first, with what each falls short in."""
+        chosen = next((s for s in self.considered if s.candidate == self.candidate), None)
+        rows = [chosen] if chosen else []
+        rows += [s for s in self.considered if s is not chosen]
+        return [
+            {
+                "tile": str(s.candidate.tile),
+                "c_slots": s.candidate.slots.c,
+                "total": s.prediction.total,
+                "lanes": dict(s.prediction.lanes),
+                "bubbles": s.prediction.bubbles,
+                "why": "chosen" if s is chosen else _falls_short(s.prediction, rows[0].prediction),
+            }
+            for s in rows
+        ]
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain data, for ``--json`` and the header of a timeline."""
+        prediction = self.prediction
+        problem = asdict(self.problem)
+        problem |= {name: _number(problem[name]) for name in ("alpha", "beta")}
+        return {
+            "problem": problem,
+            "flops": self.problem.flops,
+            "tile": asdict(self.tile),
+            "tiles": list(self.grid.shape),
+            "steps": self.steps,
+            "slots": asdict(self.slots),
+            "io_threads": self.candidate.io_threads,
+            "budget": asdict(self.budgets),
+            "footprint": {
+                "device": dict(self.footprint.device) | {"total": self.footprint.device_total},
+                "host": dict(self.footprint.host) | {"total": self.footprint.host_total},
+            },
+            "traffic": self.traffic,
+            "required": self.required,
+            "least": self.least,
+            "read_amplification": self.amplification,
+            "machine": self.machine.name,
+            "calibrated": self.machine.calibrated,
+            "predicted_seconds": dict(prediction.lanes)
+            | {
+                "start_up": prediction.start_up,
+                "bubbles": prediction.bubbles,
+                "tail": prediction.tail,
+                "total": prediction.total,
+            },
+            "bottleneck": prediction.bottleneck,
+        }
+
+
+def make_plan(
+    problem: GemmProblem,
+    budgets: Budgets,
+    machine: MachineModel,
+    layouts: Layouts | None = None,
+    tile: TileShape | None = None,
+) -> Plan:
+    """The plan predicted to be fastest within the budgets; with `tile`, the best for that tile shape.
+
+    `layouts` are in the orientation of op(X). Raises `BudgetError` if nothing fits, with the least that would,
+    and `InputError` if `tile` cuts chunks of C in two.
+    """
+    layouts = layouts or Layouts()
+    io_threads = _io_threads(problem, budgets, machine, layouts)
+    if tile is not None:
+        _check_alignment(problem, layouts, tile)
+        shapes = [(tile.w, tile.h, tile.r)]
+    elif problem.m == 0 or problem.n == 0:
+        shapes = [(1, 1, 1)]  # nothing to do, and that takes a plan too
+    else:
+        shapes = list(_shapes(problem, budgets, machine, layouts))
+    scored = []
+    for w, h, r in shapes:
+        several = w < problem.m or h < problem.n
+        for c in (1, 2) if several else (1,):
+            for slots in _slot_choices(problem, layouts, machine, w, h, c):
+                candidate = Candidate(TileShape(w, h, r), slots, io_threads)
+                if _fits(footprint(problem, candidate, layouts, machine), budgets):
+                    scored.append(Scored(candidate, predict(problem, candidate, layouts, machine)))
+                    break
+    if not scored:
+        raise _budget_error(problem, budgets, machine, layouts, tile, io_threads)
+    # Of equals the simpler: fewer accumulators, shallower panels.
+    scored.sort(key=lambda s: (s.prediction.total, s.candidate.slots.c, s.candidate.tile.r))
+    best = _simulated_best(problem, machine, layouts, scored[:4])
+    return Plan(problem, layouts, budgets, machine, best.candidate, tuple(_varied(scored)))
+
+
+def chunks_for(problem: GemmProblem, tile: TileShape) -> tuple[int, int]:
+    """Chunks for a new C: about `CHUNK_BYTES` each, near square, dividing the tile wherever tiles meet."""
+    elements = CHUNK_BYTES // problem.itemsizes["C"]
+    rows = _dividing(isqrt(elements), tile.w, problem.m)
+    return rows, _dividing(max(1, elements // rows), tile.h, problem.n)
+
+
+def _dividing(target: int, nominal: int, extent: int) -> int:
+    """The chunk extent nearest to `target` that divides `nominal`, or any where one tile spans `extent`."""
+    if nominal >= extent:
+        return max(1, ceil_div(extent, max(1, round(extent / target))))
+    divisors = [d for q in range(1, isqrt(nominal) + 1) if nominal % q == 0 for d in (q, nominal // q)]
+    return min(divisors, key=lambda d: (max(d / target, target / d), d))
+
+
+def _io_threads(problem: GemmProblem, budgets: Budgets, machine: MachineModel, layouts: Layouts) -> int:
+    """As many as the machine wants, but scratch for decoding takes at most half of the host budget."""
+    threads = machine.io_threads
+    while threads > 1 and scratch_bytes(layouts, problem.reads_c, threads) > budgets.host // 2:
+        threads -= 1
+    scratch = scratch_bytes(layouts, problem.reads_c, threads)
+    if scratch + machine.host_reserve >= budgets.host:
+        least = scratch + machine.host_reserve
+        raise BudgetError(
+            f"host memory {format_size(budgets.host)} cannot hold the decoding of one chunk "
+            f"({format_size(scratch)} of {format_size(least)} needed at the least): "
+            "raise --host-memory or rechunk the operands into smaller chunks",
+            least=least,
+        )
+    return threads
+
+
+def _fits(held: Footprint, budgets: Budgets) -> bool:
+    return held.device_total <= budgets.device and held.host_total <= budgets.host
+
+
+def _alignments(problem: GemmProblem, layouts: Layouts) -> tuple[tuple[int, int], tuple[int, int]]:
+    """What tile extents must be multiples of (chunks of C), and what they had better be (those of A and B too)."""
+    must = layouts.c.write_chunk
+    wish = lcm(must[0], layouts.a.read_chunk[0]), lcm(must[1], layouts.b.read_chunk[1])
+    return must, wish
+
+
+def _shapes(
+    problem: GemmProblem, budgets: Budgets, machine: MachineModel, layouts: Layouts
+) -> Iterator[tuple[int, int, int]]:
+    must, wish = _alignments(problem, layouts)
+    seen = set()
+    for r in _depths(problem, layouts):
+        for w in _extents(problem.m, must[0], wish[0], _counts(problem.m)):
+            for c in (1, 2):
+                most = _widest(problem, budgets, machine, w, r, c)
+                fewest = ceil_div(problem.n, most) if most > 0 else 0
+                if fewest == 0:
+                    continue
+                for h in _extents(problem.n, must[1], wish[1], range(fewest, fewest + 3)):
+                    if (w, h, r) not in seen:
+                        seen.add((w, h, r))
+                        yield w, h, r
+
+
+def _depths(problem: GemmProblem, layouts: Layouts) -> list[int]:
+    """Panel depths worth trying: round numbers, multiples of the chunks along k, and all of k."""
+    k = max(1, problem.depth)
+    chunk_a, chunk_b = layouts.a.read_chunk[1], layouts.b.read_chunk[0]
+    units = {chunk_a, chunk_b, lcm(chunk_a, chunk_b)}
+    depths = {*DEPTHS, k, *(unit * times for unit in units for times in (1, 2, 3, 4, 6, 8))}
+    return sorted(d for d in depths if d <= k and (d >= 16 or d == k))
+
+
+def _counts(extent: int) -> Iterator[int]:
+    """How many tiles to cut an extent into: every count up to 32, then ever sparser."""
+    count = 1
+    while count <= extent:
+        yield count
+        count = count + 1 if count < 32 else ceil_div(count * 9, 8)
+
+
+def _extents(extent: int, must: int, wish: int, counts: Iterator[int] | range) -> list[int]:
+    """Equal tile extents for each count, aligned as they must be, and as one would wish."""
+    found = set()
+    for count in counts:
+        even = ceil_div(extent, max(count, 1))
+        for unit in (must, wish):
+            aligned = round_up(max(even, 1), unit)
+            found.add(extent if aligned >= extent else aligned)
+    return sorted(e for e in found if e > 0)
+
+
+def _widest(problem: GemmProblem, budgets: Budgets, machine: MachineModel, w: int, r: int, c: int) -> int:
+    """The widest tile that device memory allows beside c accumulators of w rows and panels of depth r."""
+    sizes = problem.itemsizes
+    r = min(r, problem.depth)
+    free = budgets.device - machine.device_reserve - 2 * w * r * sizes["A"]
+    return max(0, min(problem.n, free // (c * w * sizes["acc"] + 2 * r * sizes["B"])))
+
+
+def _slot_choices(
+    problem: GemmProblem, layouts: Layouts, machine: MachineModel, w: int, h: int, c: int
+) -> Iterator[Slots]:
+    """Slots for a tile shape, the best first: a third host slot rides out jitter where cores are not short, one
+    alone would have reading and uploading take turns."""
+    unit = layouts.c.write_chunk[0]
+    row_bytes = max(1, min(h, problem.n) * problem.itemsizes["C"])
+    strips = sorted(
+        {min(round_up(max(1, size // row_bytes), unit), w) for size in (STRIP_BYTES, 1 << 20, 1)},
+        reverse=True,
+    )
+    finish = 2 if problem.finishes else 0
+    for host in (2, 1) if machine.shares_cores else (3, 2, 1):
+        for rows in strips:
+            yield Slots(c=c, host_a=host, host_b=host, host_c=min(host, 2), finish=finish, strip=rows)
+
+
+def _simulated_best(
+    problem: GemmProblem, machine: MachineModel, layouts: Layouts, scored: Sequence[Scored]
+) -> Scored:
+    """The best of a few by walking their schedules, where these are short enough to walk."""
+
+    def seconds(s: Scored) -> float:
+        grid = TileGrid.of(problem, s.candidate.tile)
+        schedule = Schedule(problem, grid, snake(*grid.shape), s.candidate.slots)
+        read_rate = min(machine.store_rate(layouts.a), machine.store_rate(layouts.b))
+        return simulate(schedule, problem, machine, read_rate)
+
+    def steps(s: Scored) -> int:
+        grid = TileGrid.of(problem, s.candidate.tile)
+        return grid.shape[0] * grid.shape[1] * grid.steps
+
+    if machine.shares_cores or any(steps(s) > SIMULATED_STEPS for s in scored):
+        return scored[0]
+    return min(scored, key=seconds)
+
+
+def _varied(scored: Sequence[Scored], most: int = 6) -> Iterator[Scored]:
+    """The best few that differ in tile shape, for explanations."""
+    shapes: set[TileShape] = set()
+    for s in scored:
+        if s.candidate.tile not in shapes:
+            shapes.add(s.candidate.tile)
+            yield s
+        if len(shapes) == most:
+            return
+
+
+def _check_alignment(problem: GemmProblem, layouts: Layouts, tile: TileShape) -> None:
+    if min(tile.w, tile.h, tile.r) < 1:
+        raise InputError(f"tile {tile} has an extent below 1")
+    chunk = layouts.c.write_chunk
+    for name, extent, nominal, unit in (
+        ("w", problem.m, tile.w, chunk[0]),
+        ("h", problem.n, tile.h, chunk[1]),
+    ):
+        if nominal < extent and nominal % unit:
+            raise InputError(
+                f"tile {tile}: {name} = {nominal} would cut chunks of C ({chunk[0]} x {chunk[1]}) in two, and two "
+                f"tiles must not write one chunk: make {name} a multiple of {unit}"
+            )
+
+
+def _budget_error(
+    problem: GemmProblem,
+    budgets: Budgets,
+    machine: MachineModel,
+    layouts: Layouts,
+    tile: TileShape | None,
+    io_threads: int,
+) -> BudgetError:
+    """Says which budget is too small, and the least that would do."""
+    must, _ = _alignments(problem, layouts)
+    smallest = tile or TileShape(
+        min(problem.m, round_up(16, must[0])),
+        min(problem.n, round_up(16, must[1])),
+        min(max(1, problem.depth), 16),
+    )
+    strip = min(must[0], smallest.w)
+    slots = Slots(host_a=1, host_b=1, host_c=1, finish=2 if problem.finishes else 0, strip=strip)
+    held = footprint(problem, Candidate(smallest, slots, io_threads), layouts, machine)
+    what = f"the plan of tile {tile}" if tile else "the smallest plan"
+    remedy = "or pass a smaller --tile" if tile else "or give C smaller chunks"
+    for name, budget, least in (
+        ("device", budgets.device, held.device_total),
+        ("host", budgets.host, held.host_total),
+    ):
+        if least > budget:
+            if must == (1, 1) and not tile:
+                remedy = "or use smaller chunks in A and B" if name == "host" else "or another backend"
+            return BudgetError(
+                f"{name} memory {format_size(budget)} cannot hold {what} ({format_size(least)}, {least} bytes): "
+                f"raise --{name}-memory {remedy}",
+                least=least,
+            )
+    raise AssertionError(f"the smallest plan fits, yet none was found: {problem} in {budgets}")
+
+
+def _falls_short(other: Prediction, best: Prediction) -> str:
+    """Where a candidate loses most time against the chosen one."""
+    parts = {lane: other.lanes[lane] - best.lanes[lane] for lane in best.lanes}
+    parts |= {
+        "start-up": other.start_up - best.start_up,
+        "bubbles": other.bubbles - best.bubbles,
+        "tail": other.tail - best.tail,
+    }
+    worst = max(parts, key=lambda part: parts[part])
+    return f"{worst} +{format_time(parts[worst])}" if parts[worst] > 1e-6 else "no better"
+
+
+def _number(value: complex) -> float | list[float]:
+    """A scalar as JSON holds it: complex ones as [real, imaginary]."""
+    return [value.real, value.imag] if isinstance(value, complex) else value

@@ -1,0 +1,90 @@
+"""What is to be computed: ``C = alpha * op(A) @ op(B) + beta * C``, by sizes and dtypes alone."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+
+class Op(StrEnum):
+    """What is done to an operand before it is multiplied; BLAS's letters."""
+
+    N = "N"
+    T = "T"
+    C = "C"
+
+    @property
+    def swaps(self) -> bool:
+        """Whether rows of the stored array are columns of op(X)."""
+        return self is not Op.N
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """An element type: its NumPy name, bytes, and what the product is accumulated in."""
+
+    name: str
+    itemsize: int
+    accumulator: str
+    is_complex: bool = False
+
+
+DTYPES = {
+    d.name: d
+    for d in (
+        DType("float16", 2, "float32"),
+        DType("float32", 4, "float32"),
+        DType("float64", 8, "float64"),
+        DType("complex64", 8, "complex64", is_complex=True),
+        DType("complex128", 16, "complex128", is_complex=True),
+    )
+}
+
+
+@dataclass(frozen=True)
+class GemmProblem:
+    """``C (m x n) = alpha * op(A) (m x k) @ op(B) (k x n) + beta * C``.
+
+    The dtypes of a, b, the accumulator and c are kept apart, so that wider accumulators and results fit in.
+    """
+
+    m: int
+    n: int
+    k: int
+    a_dtype: str
+    b_dtype: str
+    acc_dtype: str
+    c_dtype: str
+    alpha: complex = 1.0
+    beta: complex = 0.0
+    trans_a: Op = Op.N
+    trans_b: Op = Op.N
+
+    @property
+    def depth(self) -> int:
+        """The extent along k that is really multiplied: as in BLAS, alpha = 0 never reads A and B."""
+        return 0 if self.alpha == 0 else self.k
+
+    @property
+    def reads_c(self) -> bool:
+        """beta = 0 never reads C."""
+        return self.beta != 0
+
+    @property
+    def finishes(self) -> bool:
+        """Whether a Finish must turn the accumulator into C's dtype (and then applies alpha and beta too)."""
+        return self.acc_dtype != self.c_dtype
+
+    @property
+    def flops(self) -> int:
+        """Real floating-point operations of the whole product."""
+        return self.step_flops(self.m, self.n, self.depth)
+
+    def step_flops(self, m: int, n: int, k: int) -> int:
+        """Real floating-point operations of an m x n x k part of it."""
+        return (8 if DTYPES[self.acc_dtype].is_complex else 2) * m * n * k
+
+    @cached_property
+    def itemsizes(self) -> dict[str, int]:
+        """Bytes an element of A, B, C as stored, and of the accumulator."""
+        names = {"A": self.a_dtype, "B": self.b_dtype, "C": self.c_dtype, "acc": self.acc_dtype}
+        return {operand: DTYPES[name].itemsize for operand, name in names.items()}

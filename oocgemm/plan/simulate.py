@@ -1,0 +1,47 @@
+"""Runs a schedule on a virtual clock: what a plan would take if every operation took its modelled time.
+
+The waits are those of the run, derived by the same tracker; its tokens are the times at which operations end.
+"""
+
+from collections.abc import Iterable
+
+from oocgemm.plan.cost import MachineModel, multiply_seconds
+from oocgemm.plan.hazards import HazardTracker
+from oocgemm.plan.problem import GemmProblem
+from oocgemm.plan.schedule import Kind, Operation
+
+
+def duration(operation: Operation, problem: GemmProblem, machine: MachineModel, read_rate: float) -> float:
+    """Modelled seconds of one operation."""
+    match operation.kind:
+        case Kind.READ:
+            return operation.bytes / read_rate
+        case Kind.UPLOAD:
+            return operation.bytes / machine.h2d + machine.copy_latency
+        case Kind.DOWNLOAD:
+            return operation.bytes / machine.d2h + machine.copy_latency
+        case Kind.WRITE:
+            return operation.bytes / machine.write
+        case Kind.MULTIPLY:
+            w, h, r = (s[1] - s[0] for s in (operation.m, operation.n, operation.k))
+            seconds = multiply_seconds(problem, machine, operation.flops, w, h, r) if r else 0.0
+            return seconds + machine.step_latency
+        case _:
+            return machine.step_latency
+
+
+def simulate(
+    operations: Iterable[Operation], problem: GemmProblem, machine: MachineModel, read_rate: float
+) -> float:
+    """Seconds until the last operation ends, streams running side by side."""
+    tracker: HazardTracker[list[float]] = HazardTracker()
+    stream_free: dict[str, float] = {}
+    end = 0.0
+    for operation in operations:
+        done = [0.0]
+        start = max((t[0] for t in tracker.admit(operation, done)), default=0.0)
+        start = max(start, stream_free.get(operation.stream, 0.0))
+        done[0] = start + duration(operation, problem, machine, read_rate)
+        stream_free[operation.stream] = done[0]
+        end = max(end, done[0])
+    return end

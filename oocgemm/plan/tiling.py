@@ -1,0 +1,134 @@
+"""How the product is cut: tiles of C, panels of op(A) and op(B), and how they lie on the chunks of the arrays.
+
+A *nominal* extent is what a slot is made for; a *valid* extent is what the matrix has there. They differ at
+the far edges only:
+
+           h        h     (valid < h)
+        +--------+--------+---+
+      w |  (0,0) |  (0,1) |   |
+        +--------+--------+---+     rows(i) = [i w, min((i + 1) w, m))
+      w |  (1,0) |  (1,1) |   |
+        +--------+--------+---+
+        +--------+--------+---+     valid < w
+"""
+
+from dataclasses import dataclass, replace
+
+from oocgemm.plan.problem import GemmProblem, Op
+
+Span = tuple[int, int]
+Tile = tuple[int, int]
+
+
+def ceil_div(a: int, b: int) -> int:
+    """The least integer not below a / b.
+
+    >>> ceil_div(7, 3), ceil_div(6, 3), ceil_div(0, 3)
+    (3, 2, 0)
+    """
+    return -(-a // b)
+
+
+def round_up(a: int, b: int) -> int:
+    """The least multiple of b not below a.
+
+    >>> round_up(7, 3), round_up(6, 3)
+    (9, 6)
+    """
+    return ceil_div(a, b) * b
+
+
+@dataclass(frozen=True, slots=True)
+class TileShape:
+    """Nominal extents: a tile of C is w x h, a panel of op(A) is w x r, a panel of op(B) is r x h."""
+
+    w: int
+    h: int
+    r: int
+
+    def __str__(self) -> str:
+        return f"{self.w}x{self.h}x{self.r}"
+
+
+@dataclass(frozen=True, slots=True)
+class TileGrid:
+    """The tiles and steps of a problem of m x n x k elements (k being the depth really multiplied)."""
+
+    m: int
+    n: int
+    k: int
+    tile: TileShape
+
+    @classmethod
+    def of(cls, problem: GemmProblem, tile: TileShape) -> "TileGrid":
+        return cls(problem.m, problem.n, problem.depth, tile)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Tiles down and across."""
+        return ceil_div(self.m, self.tile.w), ceil_div(self.n, self.tile.h)
+
+    @property
+    def steps(self) -> int:
+        """Steps in a tile. At least one: where k = 0 a step of no depth leaves beta * C."""
+        return max(1, ceil_div(self.k, self.tile.r))
+
+    def rows(self, i: int) -> Span:
+        """Valid rows of C in tile row i."""
+        return i * self.tile.w, min((i + 1) * self.tile.w, self.m)
+
+    def cols(self, j: int) -> Span:
+        """Valid columns of C in tile column j."""
+        return j * self.tile.h, min((j + 1) * self.tile.h, self.n)
+
+    def depth(self, p: int) -> Span:
+        """Valid extent along k of step p."""
+        return p * self.tile.r, min((p + 1) * self.tile.r, self.k)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a stored array lies on its store, in the orientation of op(X).
+
+    `read_chunk` is what a reader opens at a time; unless `partial_reads`, the whole of it is read and decoded
+    whatever part is wanted. `write_chunk` is what one writer must own: a chunk, or a shard. `decode_bytes` is
+    the host memory that reading one chunk takes beside its destination, `encode_bytes` that of writing one.
+    """
+
+    read_chunk: tuple[int, int] = (1, 1)
+    write_chunk: tuple[int, int] = (1, 1)
+    partial_reads: bool = True
+    decode_bytes: int = 0
+    encode_bytes: int = 0
+    in_memory: bool = False
+
+    def oriented(self, op: Op) -> "Layout":
+        """The same in the orientation of op(X)."""
+        if not op.swaps:
+            return self
+        return replace(self, read_chunk=self.read_chunk[::-1], write_chunk=self.write_chunk[::-1])
+
+    def cover(self, extents: Span, panel: Span) -> float:
+        """Read amplification: bytes read and decoded over bytes wanted, panels of that shape being read."""
+        if self.partial_reads:
+            return 1.0
+        return cover_ratio(extents[0], panel[0], self.read_chunk[0]) * cover_ratio(
+            extents[1], panel[1], self.read_chunk[1]
+        )
+
+
+def cover_ratio(extent: int, panel: int, chunk: int) -> float:
+    """How much longer than `extent` are the chunks that its panels touch: read amplification along one axis.
+
+    >>> cover_ratio(100, 10, 5), cover_ratio(100, 10, 20), cover_ratio(90, 30, 20)
+    (1.0, 2.0, 1.2222222222222223)
+    """
+    if extent == 0 or chunk == 1 or panel % chunk == 0:
+        return 1.0
+    count = ceil_div(extent, panel)
+    sampled = min(count, 4096)
+    covered = 0
+    for i in range(sampled):
+        lo, hi = i * panel, min((i + 1) * panel, extent)
+        covered += min(round_up(hi, chunk), extent) - lo // chunk * chunk
+    return covered / min(sampled * panel, extent)

@@ -1,0 +1,81 @@
+"""The host tier: slots in one block of memory, and the threads that fill them from stores and empty them."""
+
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+from oocgemm.backends.base import Array, numpy_dtype, slot_offsets, stored_shape
+from oocgemm.backends.memory import allocate
+from oocgemm.errors import ExecutionError
+from oocgemm.plan import Kind, Op, Operation, Plan, Slot
+from oocgemm.plan.cost import HOST_ALIGNMENT
+from oocgemm.plan.tiling import Span
+from oocgemm.stores import Matrix, pieces
+
+# Parts of this size keep all threads busy on one panel, at little cost a part.
+PIECE_BYTES = 4 << 20
+
+
+class Staging:
+    """Host slots of a plan, and reading and writing through them.
+
+    At most `plan.candidate.io_threads` chunks are decoded or encoded at a time, which bounds the scratch.
+    """
+
+    def __init__(self, plan: Plan, operands: Mapping[str, Matrix]) -> None:
+        self._plan = plan
+        self._operands = operands
+        self._offsets, size = slot_offsets(plan, "host", HOST_ALIGNMENT)
+        self.arena = allocate(size)
+        self._threads = plan.candidate.io_threads
+        self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="oocgemm-io")
+
+    def view(self, slot: Slot, operation: Operation) -> Array:
+        """The part of a host slot that an operation's block fills, in stored orientation."""
+        problem = self._plan.problem
+        name = {"A": problem.a_dtype, "B": problem.b_dtype}.get(slot.operand, problem.c_dtype)
+        dtype = numpy_dtype(name)
+        rows, cols = stored_shape(operation, problem)
+        start = self._offsets[slot]
+        return self.arena[start : start + rows * cols * dtype.itemsize].view(dtype).reshape(rows, cols)
+
+    def transfer(self, operation: Operation) -> None:
+        """Do a Read (store -> slot) or a Write (slot -> store), all threads on its chunks."""
+        reading = operation.kind is Kind.READ
+        matrix = self._operands[operation.operand]
+        slot = (operation.writes if reading else operation.reads)[0].slot
+        view = self.view(slot, operation)
+        problem = self._plan.problem
+        op = {"A": problem.trans_a, "B": problem.trans_b}.get(operation.operand, Op.N)
+        rows, cols = operation.block[::-1] if op.swaps else operation.block
+        chunk = matrix.layout.read_chunk if reading else matrix.layout.write_chunk
+        least = max(1, PIECE_BYTES // matrix.dtype.itemsize)
+        if chunk == (1, 1):
+            chunk = max(1, -(-least // max(1, cols[1] - cols[0]))), max(1, cols[1] - cols[0])
+        act = matrix.read if reading else matrix.write
+
+        def part(r: Span, c: Span) -> None:
+            try:
+                act(r, c, view[r[0] - rows[0] : r[1] - rows[0], c[0] - cols[0] : c[1] - cols[0]])
+            except ExecutionError:
+                raise
+            except Exception as error:
+                verb = "reading" if reading else "writing"
+                where = f"{matrix.name}[{r[0]}:{r[1]}, {c[0]}:{c[1]}]"
+                raise ExecutionError(f"{verb} {where}: {type(error).__name__}: {error}") from error
+
+        self._run([self._pool.submit(part, r, c) for r, c in pieces(rows, cols, chunk, least)])
+
+    def close(self) -> None:
+        """Join the threads; the memory goes when its last view does."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    @staticmethod
+    def _run(futures: list[Future[None]]) -> None:
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            wait(futures)
+            raise

@@ -1,0 +1,159 @@
+"""Stores: everything that can be an operand or a result. Opening decides; nothing is written before `create`."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from oocgemm.errors import InputError
+from oocgemm.plan import GemmProblem, Layout
+from oocgemm.plan.planner import CHUNK_BYTES
+from oocgemm.stores.arrays import ArrayMatrix, create_npy, open_npy
+from oocgemm.stores.base import Array, Matrix, pieces
+
+__all__ = [
+    "COMPRESSORS",
+    "Array",
+    "Matrix",
+    "Output",
+    "check_apart",
+    "check_compressor",
+    "create_output",
+    "exists",
+    "is_path",
+    "new_layout",
+    "open_matrix",
+    "pieces",
+    "same_place",
+]
+
+COMPRESSORS = ("none", "zstd", "blosc-lz4", "blosc-zstd", "gzip")
+
+
+@dataclass(frozen=True)
+class Output:
+    """A result that was created, and how to take it away again if the run fails."""
+
+    matrix: Matrix
+    discard: Callable[[], None]
+
+
+def is_path(value: object) -> bool:
+    """Whether a value names a place rather than being an array."""
+    return isinstance(value, str | os.PathLike)
+
+
+def exists(path: str) -> bool:
+    """Whether there is anything at a path or URL."""
+    if "://" not in path:
+        return os.path.lexists(path)
+    from oocgemm.stores.zarr_store import remote_exists
+
+    return remote_exists(path)
+
+
+def check_compressor(name: str) -> None:
+    """Raises `InputError` for a compressor that is not known."""
+    if name not in COMPRESSORS:
+        raise InputError(f"unknown compressor {name!r}: choose one of {', '.join(COMPRESSORS)}")
+
+
+def new_layout(
+    place: Any, problem: GemmProblem, chunks: tuple[int, int] | None, compressor: str | None
+) -> Layout:
+    """Layout that a result created at `place` will have. Without `chunks` they are cut to suit the plan."""
+    if place is None or os.fspath(place).endswith(".npy"):
+        return Layout(in_memory=place is None)
+    if chunks is not None and min(chunks) < 1:
+        raise InputError(f"chunks of {chunks[0]} x {chunks[1]}: extents must be at least 1")
+    itemsize = problem.itemsizes["C"]
+    size = (
+        chunks[0] * chunks[1] * itemsize if chunks else min(2 * CHUNK_BYTES, problem.m * problem.n * itemsize)
+    )
+    copies = 1 if compressor in (None, "none") else 3
+    return Layout(write_chunk=chunks or (1, 1), encode_bytes=copies * size)
+
+
+def open_matrix(name: str, source: Any, *, writable: bool = False) -> Matrix:
+    """An operand or an existing result: a path or URL (.npy, else zarr), a zarr array, anything array-like.
+
+    Raises `InputError`, naming what is wrong and what would do.
+    """
+    if is_path(source):
+        path = os.fspath(source)
+        local = Path(path)
+        if "://" not in path and not local.exists():
+            raise InputError(f"{name}: there is nothing at {path}")
+        if path.endswith(".npy"):
+            return open_npy(name, local, writable=writable)
+        from oocgemm.stores.zarr_store import open_zarr
+
+        return open_zarr(name, path, writable=writable)
+    if type(source).__module__.split(".")[0] == "zarr":
+        from oocgemm.stores.zarr_store import wrap_zarr
+
+        return wrap_zarr(name, source)
+    array = source if isinstance(source, np.ndarray) else np.asarray(source)
+    if writable and not (isinstance(source, np.ndarray) and source.flags.writeable):
+        raise InputError(f"{name} cannot be written to: pass a writable ndarray, a zarr array or a path")
+    return ArrayMatrix(name, array)
+
+
+def create_output(
+    name: str,
+    path: str,
+    shape: tuple[int, int],
+    dtype: np.dtype[Any],
+    chunks: tuple[int, int],
+    compressor: str | None,
+) -> Output:
+    """A new result at a path: .npy by that ending, else zarr."""
+    parent = Path(path).absolute().parent
+    if "://" not in path and not os.access(_nearest(parent), os.W_OK):
+        raise InputError(f"{name}: cannot write to {parent}: it is read-only for this user")
+    if path.endswith(".npy"):
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            return Output(
+                create_npy(name, Path(path), shape, dtype), lambda: Path(path).unlink(missing_ok=True)
+            )
+        except OSError as error:
+            raise InputError(f"{name}: cannot create {path}: {error}") from error
+    from oocgemm.stores.zarr_store import create_zarr, remove_zarr
+
+    created = create_zarr(name, path, shape, dtype, chunks, compressor)
+    return Output(created, lambda: remove_zarr(created))
+
+
+def check_apart(name: str, path: str, operand: Matrix) -> None:
+    """Refuse to create something at a path inside an operand's own folder."""
+    if "://" in path:
+        return
+    folder = Path(path).absolute().parent
+    for parent in (folder, *folder.parents):
+        if parent.exists():
+            status = parent.stat()
+            if ("file", status.st_dev, status.st_ino) in operand.identities():
+                raise InputError(
+                    f"{name} at {path} would lie inside {operand.name}: give it a place of its own"
+                )
+
+
+def same_place(one: Matrix, other: Matrix) -> bool:
+    """Whether two matrices share memory or files, by whatever path they were reached."""
+    if (
+        isinstance(one, ArrayMatrix)
+        and isinstance(other, ArrayMatrix)
+        and np.may_share_memory(one.array, other.array)
+    ):
+        return True
+    return not one.identities().isdisjoint(other.identities())
+
+
+def _nearest(folder: Path) -> Path:
+    while not folder.exists():
+        folder = folder.parent
+    return folder

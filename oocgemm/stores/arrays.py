@@ -1,0 +1,78 @@
+"""NumPy arrays, memory maps and .npy files as matrices."""
+
+import mmap
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from oocgemm.errors import InputError
+from oocgemm.plan import Layout
+from oocgemm.plan.tiling import Span
+from oocgemm.stores.base import Array, checked
+
+
+class ArrayMatrix:
+    """Memory, mapped or not: read and written by plain copies."""
+
+    def __init__(self, name: str, array: Array, path: str | None = None) -> None:
+        self.shape, self.dtype = checked(name, array.shape, array.dtype)
+        self.name = name
+        self.array = array
+        self._path = path
+        self.layout = Layout(in_memory=path is None)
+
+    def read(self, rows: Span, cols: Span, out: Array) -> None:
+        np.copyto(out, self.array[slice(*rows), slice(*cols)], casting="equiv")
+
+    def write(self, rows: Span, cols: Span, data: Array) -> None:
+        np.copyto(self.array[slice(*rows), slice(*cols)], data, casting="equiv")
+
+    def describe(self) -> dict[str, object]:
+        kind = "npy" if self._path else "memory"
+        return {"store": kind, "path": self._path, "shape": list(self.shape), "dtype": self.dtype.name}
+
+    def identities(self) -> set[object]:
+        mapped = _mapped_file(self.array)
+        return {mapped} if mapped else set()
+
+
+def open_npy(name: str, path: Path, *, writable: bool = False) -> ArrayMatrix:
+    """A .npy file, mapped. Raises `InputError` if it is none."""
+    try:
+        array = np.load(path, mmap_mode="r+" if writable else "r", allow_pickle=False)
+    except (ValueError, OSError, EOFError) as error:
+        if path.exists() and path.stat().st_size and _is_empty_npy(path):
+            array = np.load(path, allow_pickle=False)  # nothing to map
+        else:
+            raise InputError(f"{name}: {path} cannot be opened as a .npy file: {error}") from error
+    return ArrayMatrix(name, array, str(path))
+
+
+def create_npy(name: str, path: Path, shape: tuple[int, int], dtype: np.dtype[Any]) -> ArrayMatrix:
+    """A new .npy file of that shape, mapped for writing."""
+    if 0 in shape:
+        np.save(path, np.empty(shape, dtype))
+        return ArrayMatrix(name, np.empty(shape, dtype), str(path))
+    array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
+    return ArrayMatrix(name, array, str(path))
+
+
+def _is_empty_npy(path: Path) -> bool:
+    try:
+        return bool(np.load(path, allow_pickle=False).size == 0)
+    except (ValueError, OSError, EOFError):
+        return False
+
+
+def _mapped_file(array: Any) -> object | None:
+    """Device and inode of the file that an array is mapped from, if any."""
+    base = array
+    while base is not None and not isinstance(base, mmap.mmap):
+        filename = getattr(base, "filename", None)
+        if isinstance(base, np.memmap) and filename is not None:
+            status = os.stat(filename)
+            return ("file", status.st_dev, status.st_ino)
+        base = getattr(base, "base", None)
+    return None

@@ -1,0 +1,67 @@
+"""What a store is: a matrix of which any block can be read into a slot, or written from one."""
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from oocgemm.errors import InputError
+from oocgemm.plan import DTYPES, Layout
+from oocgemm.plan.tiling import Span
+
+Array = NDArray[Any]
+
+
+class Matrix(Protocol):
+    """A two-dimensional array, as it is stored (op() is not applied here)."""
+
+    name: str
+    shape: tuple[int, int]
+    dtype: np.dtype[Any]
+    layout: Layout
+
+    def read(self, rows: Span, cols: Span, out: Array) -> None:
+        """Fill `out` (of the block's shape and this matrix's dtype) with the block. Threads may call it side
+        by side."""
+
+    def write(self, rows: Span, cols: Span, data: Array) -> None:
+        """Store `data` as the block. Threads may call it side by side for blocks that share no write chunk."""
+
+    def describe(self) -> dict[str, object]:
+        """What it is, for the header of a timeline."""
+
+    def identities(self) -> set[object]:
+        """What it occupies: two matrices that share an identity may share memory or files."""
+
+
+def checked(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[tuple[int, int], np.dtype[Any]]:
+    """Shape and native dtype of an operand that can be multiplied. Raises `InputError` for any other."""
+    if len(shape) != 2:
+        hint = "reshape it to (1, n) or (n, 1)" if len(shape) == 1 else "multiply its matrices one by one"
+        raise InputError(f"{name} has {len(shape)} dimensions, a product needs 2: {hint}")
+    if dtype.name not in DTYPES:
+        raise InputError(
+            f"{name} is of dtype {dtype}, supported are {', '.join(DTYPES)}: convert it to one of these"
+        )
+    return (int(shape[0]), int(shape[1])), dtype.newbyteorder("=")
+
+
+def pieces(rows: Span, cols: Span, chunk: tuple[int, int], least: int) -> Iterator[tuple[Span, Span]]:
+    """Cut a block along chunk borders into parts of at least `least` elements (but for the last of a row).
+
+    >>> list(pieces((0, 4), (1, 7), (2, 3), 1))[:2]
+    [((0, 2), (1, 3)), ((0, 2), (3, 6))]
+    """
+    for r0, r1 in _cuts(rows, chunk[0], 1):
+        wide = max(1, -(-least // ((r1 - r0) * chunk[1])))
+        for c0, c1 in _cuts(cols, chunk[1], wide):
+            yield (r0, r1), (c0, c1)
+
+
+def _cuts(span: Span, chunk: int, chunks_each: int) -> Iterator[Span]:
+    start, stop = span
+    while start < stop:
+        end = min(stop, (start // chunk + chunks_each) * chunk)
+        yield start, end
+        start = end

@@ -1,0 +1,125 @@
+"""Uncompressed chunks of local zarr arrays, read and written as the plain files they are.
+
+zarr reads a chunk into fresh memory and copies it from there, all copies of a process in one thread. For a
+chunk that is stored as it lies in memory, the file can be mapped and copied straight into the slot, from as
+many threads as there are. Files are unmapped chunk by chunk, so that mapped pages do not pile up.
+"""
+
+import contextlib
+import mmap
+import os
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from oocgemm.errors import ExecutionError
+from oocgemm.plan.tiling import Span
+from oocgemm.stores.base import Array
+
+
+@dataclass(frozen=True)
+class RawChunks:
+    """A regular grid of raw chunk files. `dtype` carries the stored byte order."""
+
+    root: Path
+    key: Callable[[tuple[int, int]], str]
+    shape: tuple[int, int]
+    chunk: tuple[int, int]
+    dtype: np.dtype[Any]
+    order: Literal["C", "F"]
+    fill: Any
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of a chunk file; chunks at the edges are stored whole."""
+        return self.chunk[0] * self.chunk[1] * self.dtype.itemsize
+
+    def read(self, rows: Span, cols: Span, out: Array) -> None:
+        """Copy a block into `out`."""
+        for i, (r0, r1) in _chunks(rows, self.chunk[0]):
+            for j, (c0, c1) in _chunks(cols, self.chunk[1]):
+                target = out[r0 - rows[0] : r1 - rows[0], c0 - cols[0] : c1 - cols[0]]
+                top, left = i * self.chunk[0], j * self.chunk[1]
+                self._read_chunk((i, j), slice(r0 - top, r1 - top), slice(c0 - left, c1 - left), target)
+
+    def write(self, rows: Span, cols: Span, data: Array) -> None:
+        """Write a block that covers whole chunks (but for those cut by the matrix's own edges), each file
+        written beside its place and renamed into it."""
+        for i, (r0, r1) in _chunks(rows, self.chunk[0]):
+            for j, (c0, c1) in _chunks(cols, self.chunk[1]):
+                part = data[r0 - rows[0] : r1 - rows[0], c0 - cols[0] : c1 - cols[0]]
+                self._write_chunk((i, j), part)
+
+    def covers_chunks(self, rows: Span, cols: Span) -> bool:
+        """Whether a block begins and ends at chunk borders or at the matrix's edges."""
+        return all(
+            start % chunk == 0 and (stop % chunk == 0 or stop == extent)
+            for (start, stop), chunk, extent in zip((rows, cols), self.chunk, self.shape, strict=True)
+        )
+
+    def _read_chunk(self, index: tuple[int, int], rows: slice, cols: slice, out: Array) -> None:
+        path = self.root / self.key(index)
+        try:
+            descriptor = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            out[...] = self.fill  # zarr's meaning of a chunk that is not there
+            return
+        try:
+            size = os.fstat(descriptor).st_size
+            if size != self.chunk_bytes:
+                raise ExecutionError(
+                    f"chunk {self.key(index)} in {self.root} has {size} bytes instead of {self.chunk_bytes}: "
+                    "it is damaged or cut short"
+                )
+            with mmap.mmap(descriptor, size, prot=mmap.PROT_READ) as mapped:
+                chunk = np.frombuffer(mapped, self.dtype).reshape(self.chunk, order=self.order)
+                np.copyto(out, chunk[rows, cols], casting="equiv")
+                del chunk  # the map cannot be closed while it is looked at
+        finally:
+            os.close(descriptor)
+
+    def _write_chunk(self, index: tuple[int, int], part: Array) -> None:
+        path = self.root / self.key(index)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if part.shape != self.chunk:
+            whole = np.full(self.chunk, self.fill, self.dtype)
+            whole[: part.shape[0], : part.shape[1]] = part
+            part = whole
+        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
+        try:
+            with open(temporary, "wb", buffering=0) as file:
+                _write_rows(file.fileno(), part)
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+
+
+_MOST_BUFFERS = min(1024, os.sysconf("SC_IOV_MAX"))
+
+
+def _write_rows(descriptor: int, part: Array) -> None:
+    """Write an array row by row with gathering writes: no copy, however its rows lie in the slot."""
+    rows = part.shape[0]
+    for start in range(0, rows, _MOST_BUFFERS):
+        views = [memoryview(row).cast("B") for row in part[start : start + _MOST_BUFFERS]]
+        while views:
+            written = os.writev(descriptor, views)
+            while views and written >= len(views[0]):
+                written -= len(views.pop(0))
+            if views and written:
+                views[0] = views[0][written:]
+
+
+def _chunks(span: Span, chunk: int) -> list[tuple[int, Span]]:
+    """Chunk numbers that a span touches, with the part of the span in each."""
+    start, stop = span
+    return [
+        (i, (max(start, i * chunk), min(stop, (i + 1) * chunk)))
+        for i in range(start // chunk, -(-stop // chunk))
+    ]

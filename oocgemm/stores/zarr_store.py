@@ -1,0 +1,210 @@
+"""zarr arrays (formats 2 and 3) as matrices. The only module that knows zarr."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zarr
+from zarr.abc.store import Store
+from zarr.codecs import BytesCodec
+from zarr.core.buffer.cpu import NDBuffer
+from zarr.storage import LocalStore
+
+from oocgemm.errors import ExecutionError, InputError
+from oocgemm.plan import Layout
+from oocgemm.plan.tiling import Span
+from oocgemm.stores.base import Array, checked
+from oocgemm.stores.direct import RawChunks
+
+
+class ZarrMatrix:
+    """A zarr array. Raw local chunks go past zarr, all else through it, always into the given memory."""
+
+    def __init__(self, name: str, array: "zarr.Array[Any]") -> None:
+        self.shape, self.dtype = checked(name, array.shape, array.dtype)
+        self.name = name
+        self.array = array
+        self._raw = _raw_chunks(array)
+        chunk = (max(1, int(array.chunks[0])), max(1, int(array.chunks[1])))
+        shards = array.shards or chunk
+        shard = (max(1, int(shards[0])), max(1, int(shards[1])))
+        size = self.dtype.itemsize
+        self.layout = Layout(
+            read_chunk=chunk,
+            write_chunk=shard,
+            partial_reads=self._raw is not None,
+            # Through zarr a thread holds a chunk as stored and as decoded.
+            decode_bytes=0 if self._raw else 2 * chunk[0] * chunk[1] * size,
+            encode_bytes=(1 if self._raw else 3) * shard[0] * shard[1] * size,
+        )
+
+    def read(self, rows: Span, cols: Span, out: Array) -> None:
+        if out.dtype != self.dtype:
+            raise ExecutionError(
+                f"{self.name} is of dtype {self.dtype} and is read into a slot of {out.dtype}"
+            )
+        if self._raw:
+            self._raw.read(rows, cols, out)
+            return
+        selection = slice(*rows), slice(*cols)
+        target = NDBuffer(out)  # type: ignore[arg-type]  # its protocol is narrower than ndarray
+        self.array.get_basic_selection(selection, out=target)
+
+    def write(self, rows: Span, cols: Span, data: Array) -> None:
+        if self._raw and self._raw.covers_chunks(rows, cols) and self._raw.dtype == data.dtype:
+            self._raw.write(rows, cols, data)
+        else:
+            self.array.set_basic_selection((slice(*rows), slice(*cols)), data)
+
+    def describe(self) -> dict[str, object]:
+        metadata = self.array.metadata
+        codecs = getattr(metadata, "codecs", None)
+        if codecs is None:
+            compressor = getattr(metadata, "compressor", None)
+            codecs = (compressor,) if compressor else ()
+        return {
+            "store": f"zarr v{metadata.zarr_format}",
+            "path": str(self.array.store_path),
+            "shape": list(self.shape),
+            "dtype": self.dtype.name,
+            "chunks": list(self.array.chunks),
+            "shards": list(self.array.shards) if self.array.shards else None,
+            "codecs": [type(codec).__name__ for codec in codecs],
+            "direct": self._raw is not None,
+        }
+
+    def identities(self) -> set[object]:
+        folder = _folder(self.array)
+        if folder is None:
+            return {("store", id(self.array.store), self.array.path), str(self.array.store_path)}
+        return folder_identity(folder)
+
+
+def folder_identity(folder: Path) -> set[object]:
+    """Identity of a local array: the folder it lives in, by whatever path."""
+    status = os.stat(folder)
+    return {("file", status.st_dev, status.st_ino)}
+
+
+def open_zarr(name: str, path: str, *, writable: bool = False) -> ZarrMatrix:
+    """The array at a path or URL. Raises `InputError` if there is none."""
+    try:
+        found = zarr.open(path, mode="r+" if writable else "r")
+    except Exception as error:  # zarr and its stores raise of every kind
+        raise InputError(f"{name}: no zarr array at {path}: {_reason(error)}") from error
+    return wrap_zarr(name, found, path)
+
+
+def wrap_zarr(name: str, found: Any, path: str = "") -> ZarrMatrix:
+    """An open zarr array as a matrix. Raises `InputError` for a group."""
+    if isinstance(found, zarr.Group):
+        arrays = ", ".join(sorted(found.array_keys())) or "none"
+        raise InputError(
+            f"{name}: {path or found.store_path} is a zarr group, not an array (arrays in it: {arrays})"
+        )
+    return ZarrMatrix(name, found)
+
+
+def is_zarr_array(value: object) -> bool:
+    """Whether an object is a zarr array or group."""
+    return isinstance(value, zarr.Array | zarr.Group)
+
+
+def create_zarr(
+    name: str,
+    path: str,
+    shape: tuple[int, int],
+    dtype: np.dtype[Any],
+    chunks: tuple[int, int],
+    compressor: str | None,
+) -> ZarrMatrix:
+    """A new array, uncompressed unless a compressor is named. Raises `InputError` if it cannot be made."""
+    try:
+        array = zarr.create_array(
+            path,
+            shape=shape,
+            dtype=dtype,
+            chunks=chunks,
+            compressors=_compressor(compressor),
+            filters=None,
+            fill_value=0,
+        )
+    except Exception as error:
+        raise InputError(f"{name}: cannot create a zarr array at {path}: {_reason(error)}") from error
+    return ZarrMatrix(name, array)
+
+
+def remove_zarr(matrix: ZarrMatrix) -> None:
+    """Take away an array that this process created and did not finish."""
+    folder = _folder(matrix.array)
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def remote_exists(url: str) -> bool:
+    """Whether there is a zarr array or group at a URL."""
+    try:
+        zarr.open(url, mode="r")
+    except (FileNotFoundError, KeyError):
+        return False
+    except Exception as error:
+        raise InputError(f"cannot look at {url}: {_reason(error)}") from error
+    return True
+
+
+def _compressor(name: str | None) -> Any:
+    from zarr.codecs import BloscCodec, GzipCodec, ZstdCodec
+
+    match name:
+        case None | "none":
+            return None
+        case "zstd":
+            return ZstdCodec(level=1)
+        case "gzip":
+            return GzipCodec(level=1)
+        case "blosc-lz4":
+            return BloscCodec(cname="lz4", clevel=3, shuffle="shuffle")
+        case _:
+            return BloscCodec(cname="zstd", clevel=1, shuffle="shuffle")
+
+
+def _reason(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return text[0] if text else type(error).__name__
+
+
+def _folder(array: "zarr.Array[Any]") -> Path | None:
+    store: Store = array.store
+    return Path(store.root) / array.path if isinstance(store, LocalStore) else None
+
+
+def _raw_chunks(array: "zarr.Array[Any]") -> RawChunks | None:
+    """How to reach the chunks as plain files, if they are stored raw on a local disk."""
+    folder = _folder(array)
+    if folder is None or 0 in array.shape or array.shards:
+        return None
+    metadata = array.metadata
+    stored = np.dtype(array.dtype)
+    if metadata.zarr_format == 2:
+        if metadata.compressor is not None or metadata.filters:
+            return None
+        order = metadata.order
+    else:
+        codecs = metadata.codecs
+        if len(codecs) != 1 or not isinstance(codecs[0], BytesCodec):
+            return None
+        endian = codecs[0].endian
+        if endian is not None:
+            stored = stored.newbyteorder("<" if endian.value == "little" else ">")
+        order = "C"
+    return RawChunks(
+        root=folder,
+        key=metadata.encode_chunk_key,
+        shape=(int(array.shape[0]), int(array.shape[1])),
+        chunk=(int(array.chunks[0]), int(array.chunks[1])),
+        dtype=stored,
+        order=order,
+        fill=array.fill_value if array.fill_value is not None else 0,
+    )

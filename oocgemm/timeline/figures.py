@@ -1,0 +1,209 @@
+"""The figures of a run, from its timeline alone.
+
+|X| is the length of the union of the intervals of lanes X.
+
+- compute share    |compute| / T, compute = Multiply
+- copy overlap     |copy and compute| / |copy|, copy = h2d and d2h
+- storage overlap  |storage and compute| / |storage|, storage = read, decode, encode, write
+- exposed time     T - |compute|, every instant of it given to a cause; the causes add up to it exactly
+- traffic          bytes crossed per link, beside those required and the least possible for the budget
+- efficiency       the longest of the least times of kernel and links, by calibrated rates, over T
+
+A ratio over nothing is None.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from oocgemm.timeline.spans import Span, Timeline
+
+Interval = tuple[int, int]
+
+COPY = ("h2d", "d2h")
+STORAGE = ("read", "decode", "encode", "write")
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same instants as disjoint intervals in order.
+
+    >>> union([(5, 7), (0, 3), (2, 4), (9, 9)])
+    [(0, 4), (5, 7)]
+    """
+    merged: list[Interval] = []
+    for start, end in sorted(i for i in intervals if i[0] < i[1]):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def length(intervals: Iterable[Interval]) -> int:
+    """Summed lengths of disjoint intervals."""
+    return sum(end - start for start, end in intervals)
+
+
+def intersection(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
+    """Instants in both of two unions.
+
+    >>> intersection([(0, 4), (6, 9)], [(3, 7)])
+    [(3, 4), (6, 7)]
+    """
+    found, i, j = [], 0, 0
+    while i < len(one) and j < len(other):
+        start, end = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
+        if start < end:
+            found.append((start, end))
+        if one[i][1] < other[j][1]:
+            i += 1
+        else:
+            j += 1
+    return found
+
+
+@dataclass(frozen=True)
+class Report:
+    """The figures of one device. Times in seconds; ratios between 0 and 1, or None over nothing."""
+
+    wall: float
+    compute: float
+    compute_share: float | None
+    copy_overlap: float | None
+    storage_overlap: float | None
+    exposed: dict[str, float]
+    lanes: dict[str, dict[str, float]]
+    traffic: dict[str, dict[str, int | None]]
+    flops: int
+    flop_rate: float | None
+    efficiency: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def report(timeline: Timeline, device: int = 0) -> Report:
+    """All figures of a timeline."""
+    spans = [s for s in timeline.spans if s.device == device]
+    lanes: defaultdict[str, list[Interval]] = defaultdict(list)
+    moved: defaultdict[str, int] = defaultdict(int)
+    for span in spans:
+        lanes[span.lane].append((span.start, span.end))
+        moved[span.lane] += span.bytes
+    multiplies = [s for s in spans if s.kind == "multiply"]
+    compute = union((s.start, s.end) for s in multiplies)
+    wall = timeline.wall
+    flops = sum(s.flops for s in multiplies)
+    return Report(
+        wall=wall / 1e9,
+        compute=length(compute) / 1e9,
+        compute_share=_ratio(length(compute), wall),
+        copy_overlap=_overlap([i for lane in COPY for i in lanes[lane]], compute),
+        storage_overlap=_overlap([i for lane in STORAGE for i in lanes[lane]], compute),
+        exposed={cause: ns / 1e9 for cause, ns in exposed(spans, wall).items()},
+        lanes={
+            lane: {"busy": length(union(intervals)) / 1e9, "operations": len(intervals), "bytes": moved[lane]}
+            for lane, intervals in lanes.items()
+            if intervals
+        },
+        traffic=_traffic(timeline, moved),
+        flops=flops,
+        flop_rate=_ratio(flops, wall / 1e9),
+        efficiency=_efficiency(timeline, flops),
+    )
+
+
+def exposed(spans: Sequence[Span], wall: int) -> dict[str, int]:
+    """Nanoseconds outside all Multiplies, by cause; they add up to T - |compute| exactly.
+
+    For each gap before a Multiply, the chain of the predecessors that ended last is followed back through the
+    gap: each instant belongs to the operation of that chain which was running, or else to ``issue``. What is
+    uncovered before the first Multiply is ``start-up``; all after the last is ``tail``.
+    """
+    by_id = {s.id: s for s in spans}
+    before = _stream_predecessors(spans)
+    multiplies = sorted((s for s in spans if s.kind == "multiply"), key=lambda s: (s.start, s.end))
+    causes: defaultdict[str, int] = defaultdict(int)
+    if not multiplies:
+        return {"tail": wall} if wall else {}
+    covered_until = 0
+    for number, span in enumerate(multiplies):
+        if span.start > covered_until:
+            rest = "start-up" if number == 0 else "issue"
+            _blame(span, (covered_until, span.start), rest, by_id, before, causes)
+        covered_until = max(covered_until, span.end)
+    causes["tail"] += max(0, wall - covered_until)
+    return {cause: ns for cause, ns in causes.items() if ns}
+
+
+def _blame(
+    span: Span,
+    gap: Interval,
+    rest: str,
+    by_id: dict[int, Span],
+    before: dict[int, int],
+    causes: defaultdict[str, int],
+) -> None:
+    """Share a gap among the chain of operations that the span waited for."""
+    start, cursor = gap
+    current = span
+    while cursor > start:
+        candidates = [by_id[i] for i in (*current.waits, before.get(current.id, -1)) if i in by_id]
+        latest = max(candidates, key=lambda s: s.end, default=None)
+        if latest is None or latest.end <= start:
+            break
+        if latest.end < cursor:
+            causes[rest] += cursor - latest.end
+            cursor = latest.end
+        begin = max(start, min(latest.start, cursor))
+        causes[_cause(latest)] += cursor - begin
+        cursor = begin
+        current = latest
+    causes[rest] += cursor - start
+
+
+def _cause(span: Span) -> str:
+    return "accumulator" if span.lane == "d2h" else span.lane
+
+
+def _stream_predecessors(spans: Sequence[Span]) -> dict[int, int]:
+    """For each span the one issued before it on its stream."""
+    latest: dict[str, int] = {}
+    found: dict[int, int] = {}
+    for span in sorted(spans, key=lambda s: s.id):
+        if span.stream in latest:
+            found[span.id] = latest[span.stream]
+        latest[span.stream] = span.id
+    return found
+
+
+def _overlap(intervals: list[Interval], compute: Sequence[Interval]) -> float | None:
+    merged = union(intervals)
+    return _ratio(length(intersection(merged, compute)), length(merged))
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole > 0 else None
+
+
+def _traffic(timeline: Timeline, moved: dict[str, int]) -> dict[str, dict[str, int | None]]:
+    plan = timeline.header.get("plan", {})
+    return {
+        link: {
+            "bytes": moved.get(link, 0),
+            "required": plan.get("required", {}).get(link),
+            "least": plan.get("least", {}).get(link),
+        }
+        for link in ("read", "h2d", "d2h", "write")
+    }
+
+
+def _efficiency(timeline: Timeline, flops: int) -> float | None:
+    rates = timeline.header.get("rates")
+    if not rates or not timeline.wall:
+        return None
+    least = timeline.header.get("plan", {}).get("least", {})
+    times = [flops / rates["kernel"]] if rates.get("kernel") else []
+    times += [least[link] / rates[link] for link in least if rates.get(link)]
+    return max(times) / (timeline.wall / 1e9) if times else None

@@ -1,0 +1,64 @@
+"""Sizes and rates between people and programs: ``"8GiB"`` <-> bytes."""
+
+import re
+
+from oocgemm.errors import InputError
+
+_FACTORS = {
+    "": 1,
+    "B": 1,
+    **{p + "IB": 1024 ** (i + 1) for i, p in enumerate("KMGTP")},
+    **{p + "B": 1000 ** (i + 1) for i, p in enumerate("KMGTP")},
+    **{p: 1024 ** (i + 1) for i, p in enumerate("KMGTP")},
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes from a size: an integer, or a number with B, KB, KiB, MB, MiB, ... (a bare K, M, G is binary).
+
+    Raises `InputError` if it does not parse or is not positive.
+
+    >>> parse_size("2GiB"), parse_size("1.5 MB"), parse_size("64k"), parse_size(4096)
+    (2147483648, 1500000, 65536, 4096)
+    """
+    if isinstance(text, int):
+        size = text
+    else:
+        match = _SIZE.fullmatch(text)
+        factor = _FACTORS.get(match[2].upper()) if match else None
+        if match is None or factor is None:
+            raise InputError(
+                f"cannot read {text!r} as a size: write a number and a unit, such as 512MiB or 2GiB"
+            )
+        size = int(float(match[1]) * factor)
+    if size <= 0:
+        raise InputError(f"a size must be positive, not {text!r}")
+    return size
+
+
+def format_size(size: float) -> str:
+    """A size in binary units, with three significant digits.
+
+    >>> format_size(2147483648), format_size(1000), format_size(1.5 * 2**20)
+    ('2 GiB', '1000 B', '1.5 MiB')
+    """
+    units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
+    value, unit = float(size), units.pop(0)
+    while abs(value) >= 1024 and units:
+        value, unit = value / 1024, units.pop(0)
+    return f"{value:.4g} {unit}" if abs(value) >= 1000 else f"{value:.3g} {unit}"
+
+
+def format_time(seconds: float) -> str:
+    """A duration, with the unit that suits it.
+
+    >>> format_time(0.0042), format_time(12.34), format_time(3725)
+    ('4.2 ms', '12.3 s', '1:02:05')
+    """
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    whole = round(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
