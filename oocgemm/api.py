@@ -3,6 +3,7 @@
 import os
 import platform
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -14,7 +15,7 @@ import numpy as np
 from oocgemm import backends, stores
 from oocgemm.backends.base import numpy_dtype
 from oocgemm.backends.memory import available_memory
-from oocgemm.errors import BackendError, InputError
+from oocgemm.errors import BackendError, ExecutionError, InputError
 from oocgemm.executor import Progress, Run
 from oocgemm.plan import (
     DTYPES,
@@ -25,7 +26,6 @@ from oocgemm.plan import (
     Op,
     Plan,
     TileShape,
-    chunks_for,
     default_model,
     make_plan,
 )
@@ -133,16 +133,20 @@ def gemm(
     """
     origin = perf_counter_ns()
     started = time()
-    if timeline is not None and not Path(timeline).absolute().parent.is_dir():
-        raise InputError(f"the timeline's folder {Path(timeline).absolute().parent} does not exist")
+    if timeline is not None:
+        _check_log(timeline)
+    a, b, c = (stores.located(*operand) for operand in (("A", a), ("B", b), ("C", c)))
     engine = backends.open_backend(backend, device)
     budgets = _budgets(engine.name, device_memory, host_memory, engine.free_memory)
     job = _prepare(
         *(a, b, c, alpha, beta, trans_a, trans_b, engine.name, budgets, tile, chunks, compressor, overwrite)
     )
+    if timeline is not None:
+        _check_log_apart(os.fsdecode(timeline), job, c)
     plan = job.plan
     output = _output(job, c, chunks, compressor)
     staging = session = None
+    failed = False
     try:
         staging = Staging(plan, {"A": job.a, "B": job.b, "C": output.matrix})
         session = engine.open(plan, staging.arena, kernel)
@@ -150,13 +154,16 @@ def gemm(
         run.execute()
         wall = perf_counter_ns() - origin
     except BaseException:
-        output.discard()
+        failed = True
         raise
     finally:
-        if session is not None:
-            session.close()
-        if staging is not None:
-            staging.close()
+        with ExitStack() as cleanup:  # all of it, whatever part of it fails
+            if failed:
+                cleanup.callback(output.discard)
+            if staging is not None:
+                cleanup.callback(staging.close)
+            if session is not None:
+                cleanup.callback(session.close)
     recorded = Timeline(
         tuple(sorted(run.spans, key=lambda s: s.id)),
         wall,
@@ -170,7 +177,12 @@ def gemm(
         },
     )
     if timeline is not None:
-        write_log(timeline, recorded)
+        try:
+            write_log(timeline, recorded)
+        except OSError as error:
+            raise ExecutionError(
+                f"C is done, but its timeline cannot be written to {timeline}: {error.strerror}"
+            ) from error
     return Result(getattr(output.matrix, "array", None), plan, report(recorded), recorded)
 
 
@@ -196,6 +208,7 @@ def plan(
     Since no device is asked how much of its memory is free, the cuda backend needs `device_memory` here.
     """
     name = backends.resolve(backend)
+    a, b, c = (stores.located(*operand) for operand in (("A", a), ("B", b), ("C", c)))
 
     def free() -> int:
         if name == "cuda":
@@ -250,7 +263,7 @@ def _prepare(
     for operand in (left, right):
         if existing is not None and stores.same_place(existing, operand):
             raise InputError(
-                f"C is the same array as {operand.name}, which would be overwritten while it is still read: "
+                f"C is the same array as {operand.name} or overlaps it, which would be overwritten while it is still read: "
                 "give C a place of its own"
             )
         if existing is None and stores.is_path(c):
@@ -266,6 +279,23 @@ def _prepare(
     )
     machine = _model(backend)
     return _Job(left, right, existing, make_plan(problem, budgets, machine, layouts, _tile(tile)))
+
+
+def _check_log(timeline: str | os.PathLike[str]) -> None:
+    path = Path(timeline).absolute()
+    if not path.parent.is_dir():
+        raise InputError(f"the timeline's folder {path.parent} does not exist")
+    if path.is_dir():
+        raise InputError(f"the timeline's path {path} is a folder: give the path of a file")
+
+
+def _check_log_apart(timeline: str, job: _Job, c: Any) -> None:
+    """Refuse to log over an operand or the result."""
+    for matrix in (job.a, job.b, job.c):
+        if matrix is not None:
+            stores.check_apart("the timeline", timeline, matrix)
+    if stores.is_path(c) and os.path.realpath(timeline) == os.path.realpath(c):
+        raise InputError(f"the timeline at {timeline} would lie in C: give it a place of its own")
 
 
 def _problem(a: Matrix, b: Matrix, alpha: complex, beta: complex, trans_a: Op, trans_b: Op) -> GemmProblem:
@@ -285,7 +315,10 @@ def _problem(a: Matrix, b: Matrix, alpha: complex, beta: complex, trans_a: Op, t
 
 
 def _scalar(name: str, value: complex, allow_complex: bool) -> complex:
-    number = complex(value)
+    try:
+        number = complex(value if np.ndim(value) == 0 else "an array")
+    except (TypeError, ValueError, OverflowError):
+        raise InputError(f"{name} = {value!r} is not a number") from None
     if allow_complex:
         return number
     if number.imag != 0:
@@ -305,8 +338,8 @@ def _op(name: str, value: Transpose) -> Op:
 def _tile(value: TileShape | str | None) -> TileShape | None:
     if value is None or isinstance(value, TileShape):
         return value
-    parts = value.lower().split("x")
-    if len(parts) != 3 or not all(p.strip().isdigit() for p in parts) or any(int(p) == 0 for p in parts):
+    parts = str(value).lower().split("x")
+    if len(parts) != 3 or not all(p.strip().isdecimal() and int(p) for p in parts):
         raise InputError(f"cannot read {value!r} as a tile: write WxHxR, such as 8192x8192x512")
     return TileShape(*(int(p) for p in parts))
 
@@ -345,9 +378,7 @@ def _output(job: _Job, c: Any, chunks: tuple[int, int] | None, compressor: str |
             )
         return Output(stores.open_matrix("C", np.empty(shape, dtype), writable=True), lambda: None)
     place = os.fspath(c)
-    return stores.create_output(
-        "C", place, shape, dtype, chunks or chunks_for(problem, job.plan.tile), compressor
-    )
+    return stores.create_output("C", place, shape, dtype, job.plan.chunks, compressor)
 
 
 def _budgets(

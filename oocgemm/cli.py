@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -11,7 +13,7 @@ import click
 
 from oocgemm import __version__, api, backends, stores
 from oocgemm.display import print_info, print_plan, print_report, progress_display
-from oocgemm.errors import BudgetError, ExecutionError, InputError, OocGemmError
+from oocgemm.errors import BudgetError, InputError, OocGemmError
 from oocgemm.timeline import read_log, report
 
 EXIT_FAILED, EXIT_USAGE, EXIT_BUDGET, EXIT_INTERRUPTED = 1, 2, 3, 130
@@ -26,7 +28,7 @@ class _Scalar(click.ParamType[complex]):
         if isinstance(value, int | float | complex):
             return value
         try:
-            number = complex(str(value).replace("i", "j").replace(" ", ""))
+            number = complex(re.sub("i$", "j", str(value).replace(" ", "")))
         except ValueError:
             self.fail(f"{value!r} is not a number", param, ctx)
         return number.real if number.imag == 0 else number
@@ -39,7 +41,7 @@ class _Chunks(click.ParamType[tuple[int, int]]):
         if isinstance(value, tuple):
             return value
         parts = str(value).lower().split("x")
-        if len(parts) != 2 or not all(p.isdigit() and int(p) for p in parts):
+        if len(parts) != 2 or not all(p.isdecimal() and int(p) for p in parts):
             self.fail(f"{value!r} is not a chunk shape: write ROWSxCOLUMNS, such as 1024x1024", param, ctx)
         return int(parts[0]), int(parts[1])
 
@@ -104,6 +106,8 @@ def cli(debug: bool) -> None:
 def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> None:
     """Multiply the arrays at A and B into C: zarr arrays, or .npy files."""
     live = not quiet and not as_json
+    if options["backend"] == "host":
+        stores.load_zarr()
     if options["backend"] == "auto" and live:
         missing = backends.missing_for_cuda()
         if missing and "pip install" in missing:
@@ -135,6 +139,7 @@ def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> N
 @click.option("--explain", is_flag=True, help="Say what else was considered, and why this was chosen.")
 def plan(a: str, b: str, c: str | None, as_json: bool, explain: bool, **options: Any) -> None:
     """Show how a product would be run, without touching a GPU or writing anything."""
+    stores.load_zarr()
     planned = api.plan(a, b, c, **_transposes(options))
     if as_json:
         _print_json(planned.to_dict() | ({"considered": planned.explain()} if explain else {}))
@@ -188,31 +193,38 @@ def main() -> NoReturn:
     code = 0
     try:
         code = cli.main(args=arguments, prog_name="oocgemm", standalone_mode=False) or 0
-    except click.ClickException as error:
+    except click.exceptions.NoArgsIsHelpError as error:
         error.show()
+        code = EXIT_USAGE
+    except click.ClickException as error:
+        context = getattr(error, "ctx", None)
+        hint = f" ({context.command_path} --help says more)" if context else ""
+        _complain(f"{error.format_message().rstrip('.')}{hint}")
         code = EXIT_USAGE
     except (click.Abort, KeyboardInterrupt):
         click.echo("Interrupted.", err=True)
         code = EXIT_INTERRUPTED
-    except OocGemmError as error:
+    except (OocGemmError, MemoryError) as error:
         if debug:
-            raise
-        click.echo(f"Error: {error}", err=True)
+            traceback.print_exc()
+        out_of_memory = "out of host memory: pass a smaller --host-memory"
+        _complain(out_of_memory if isinstance(error, MemoryError) else str(error))
         code = _exit_code(error)
-    except MemoryError:
-        if debug:
-            raise
-        click.echo("Error: out of host memory: pass a smaller --host-memory", err=True)
+    except BrokenPipeError:  # whoever read stdout has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = EXIT_FAILED
     sys.exit(code)
 
 
-def _exit_code(error: OocGemmError) -> int:
+def _complain(message: str) -> None:
+    """An error, on one line whatever it quotes."""
+    click.echo(f"Error: {' '.join(message.splitlines())}", err=True)
+
+
+def _exit_code(error: Exception) -> int:
     if isinstance(error, BudgetError):
         return EXIT_BUDGET
-    return (
-        EXIT_USAGE if isinstance(error, InputError) and not isinstance(error, ExecutionError) else EXIT_FAILED
-    )
+    return EXIT_USAGE if isinstance(error, InputError) else EXIT_FAILED
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ have been *issued*, and issues them: a host lane does the work, a device lane ha
 makes its own streams wait. Since every wait is for an operation earlier in program order, and all earlier
 ones are on their queues, the earliest unfinished operation can always go on: nothing can deadlock.
 
-The first failure anywhere stops the run: whatever waits for a failed operation is cancelled, nothing new
+The first failure anywhere, an interrupt included, stops the run: whatever waits for a failed operation is cancelled, nothing new
 starts, all threads are joined, and the first error is raised.
 """
 
@@ -65,9 +65,7 @@ class Run:
         self._staging = staging
         self._origin = origin_ns
         self._progress = progress
-        self._queues: dict[str, Queue[_Item | None]] = {}
-        self._threads: list[threading.Thread] = []
-        self._workers: dict[str, int] = {}
+        self._streams: dict[str, tuple[Queue[_Item | None], list[threading.Thread]]] = {}
         self._issued: Queue[_Item | None] = Queue()
         self._error: BaseException | None = None
         self._failing = threading.Lock()
@@ -81,16 +79,26 @@ class Run:
             self._dispatch()
         except BaseException as error:  # an interrupt, most likely: stop like any other failure
             self._fail(error)
-        finally:
-            for stream, queue in self._queues.items():
-                for _ in range(self._workers[stream]):
-                    queue.put(None)
-            for thread in self._threads:
-                thread.join()
-            self._issued.put(None)
-            collector.join()
+        # Slots are released after this: no thread may be left, whatever interrupts the waiting.
+        for queue, threads in self._streams.values():
+            for _ in threads:
+                self._insist(queue.put, None)
+            for thread in threads:
+                self._insist(thread.join)
+        self._insist(self._issued.put, None)
+        self._insist(collector.join)
         if self._error is not None:
             raise self._error
+
+    def _insist(self, act: Callable[..., object], *arguments: object) -> None:
+        """Do one step of stopping, even if interrupted on the way; the interrupt counts as the run's failure."""
+        while True:
+            try:
+                act(*arguments)
+            except BaseException as error:
+                self._fail(error)
+            else:
+                return
 
     def _dispatch(self) -> None:
         tracker: HazardTracker[Completion] = HazardTracker()
@@ -104,21 +112,22 @@ class Run:
     def _queue(self, operation: Operation) -> "Queue[_Item | None]":
         """The queue of the operation's stream, its threads started on first use."""
         stream = operation.stream
-        if stream not in self._queues:
+        if stream not in self._streams:
             on_store = operation.lane in (Lane.READ, Lane.WRITE)
             workers = STORE_WORKERS if on_store and self._plan.candidate.io_threads > 1 else 1
-            self._queues[stream] = Queue(QUEUE_DEPTH)
-            self._workers[stream] = workers
+            # Deep enough for a whole tile to drain or load while the next one is being issued.
+            strips = -(-self._plan.tile.w // self._plan.slots.strip)
+            queue: Queue[_Item | None] = Queue(QUEUE_DEPTH + 2 * strips)
+            threads: list[threading.Thread] = []
+            self._streams[stream] = queue, threads
             for index in range(workers):
-                thread = threading.Thread(
-                    target=self._work, args=(stream, on_store), name=f"oocgemm-{stream}-{index}"
-                )
-                self._threads.append(thread)
+                name = f"oocgemm-{stream}-{index}"
+                thread = threading.Thread(target=self._work, args=(stream, queue, on_store), name=name)
                 thread.start()
-        return self._queues[stream]
+                threads.append(thread)
+        return self._streams[stream][0]
 
-    def _work(self, stream: str, on_store: bool) -> None:
-        queue = self._queues[stream]
+    def _work(self, stream: str, queue: "Queue[_Item | None]", on_store: bool) -> None:
         context: AbstractContextManager[None] = nullcontext() if on_store else self._session.worker(stream)
         perform = self._transfer if on_store else self._submit
         try:
@@ -167,19 +176,13 @@ class Run:
             try:
                 completion.token.synchronize()
                 start, end = completion.token.interval()
+                times = start - self._origin, end - self._origin
+                span = Span.of(completion.number, operation, *times, (wait.number for wait in waits))
+                self.spans.append(span)
+                if self._progress is not None:
+                    self._progress(span)
             except BaseException as error:
                 self._fail(_placed(error, operation))
-                continue
-            span = Span.of(
-                completion.number,
-                operation,
-                start - self._origin,
-                end - self._origin,
-                (wait.number for wait in waits),
-            )
-            self.spans.append(span)
-            if self._progress is not None:
-                self._progress(span)
 
     def _fail(self, error: BaseException) -> None:
         with self._failing:

@@ -12,7 +12,7 @@ from oocgemm.plan.tiling import Span
 from oocgemm.stores import Matrix, pieces
 
 # Parts of this size keep all threads busy on one panel, at little cost a part.
-PIECE_BYTES = 4 << 20
+PIECE_BYTES = 8 << 20
 
 
 class Staging:
@@ -47,8 +47,10 @@ class Staging:
         problem = self._plan.problem
         op = {"A": problem.trans_a, "B": problem.trans_b}.get(operation.operand, Op.N)
         rows, cols = operation.block[::-1] if op.swaps else operation.block
-        chunk = matrix.layout.read_chunk if reading else matrix.layout.write_chunk
-        least = max(1, PIECE_BYTES // matrix.dtype.itemsize)
+        chunk = matrix.layout.read_chunk if reading else matrix.layout.write_chunk  # as stored, not oriented
+        # Through zarr one chunk at a time, which is what the scratch is reckoned for.
+        one = matrix.layout.decode_bytes if reading else matrix.layout.encode_bytes
+        least = 1 if one else max(1, PIECE_BYTES // matrix.dtype.itemsize)
         if chunk == (1, 1):
             chunk = max(1, -(-least // max(1, cols[1] - cols[0]))), max(1, cols[1] - cols[0])
         act = matrix.read if reading else matrix.write

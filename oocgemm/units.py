@@ -1,6 +1,7 @@
 """Sizes and rates between people and programs: ``"8GiB"`` <-> bytes."""
 
 import re
+from fractions import Fraction
 
 from oocgemm.errors import InputError
 
@@ -11,13 +12,14 @@ _FACTORS = {
     **{p + "B": 1000 ** (i + 1) for i, p in enumerate("KMGTP")},
     **{p: 1024 ** (i + 1) for i, p in enumerate("KMGTP")},
 }
-_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*(\d{1,30}(?:\.\d{0,30})?|\.\d{1,30})\s*([a-z]*)\s*", re.IGNORECASE | re.ASCII)
+_LARGEST = 2**63
 
 
 def parse_size(text: str | int) -> int:
     """Bytes from a size: an integer, or a number with B, KB, KiB, MB, MiB, ... (a bare K, M, G is binary).
 
-    Raises `InputError` if it does not parse or is not positive.
+    Raises `InputError` if it does not parse, is not positive, or is more than any machine has.
 
     >>> parse_size("2GiB"), parse_size("1.5 MB"), parse_size("64k"), parse_size(4096)
     (2147483648, 1500000, 65536, 4096)
@@ -25,15 +27,17 @@ def parse_size(text: str | int) -> int:
     if isinstance(text, int):
         size = text
     else:
-        match = _SIZE.fullmatch(text)
+        match = _SIZE.fullmatch(str(text))
         factor = _FACTORS.get(match[2].upper()) if match else None
         if match is None or factor is None:
             raise InputError(
                 f"cannot read {text!r} as a size: write a number and a unit, such as 512MiB or 2GiB"
             )
-        size = int(float(match[1]) * factor)
+        size = int(Fraction(match[1]) * factor)
     if size <= 0:
         raise InputError(f"a size must be positive, not {text!r}")
+    if size >= _LARGEST:
+        raise InputError("a size must be below 8 EiB")
     return size
 
 

@@ -9,11 +9,13 @@ import ctypes
 import re
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from typing import Any
 
 import numpy as np
 
 from oocgemm.backends.base import Array
+from oocgemm.errors import BackendError
 from oocgemm.plan import Op
 
 _LETTERS = {"float32": "s", "float64": "d", "complex64": "c", "complex128": "z"}
@@ -40,20 +42,16 @@ def gemm(trans_a: Op, trans_b: Op, alpha: complex, a: Array, b: Array, beta: com
 def numpy_gemm(trans_a: Op, trans_b: Op, alpha: complex, a: Array, b: Array, beta: complex, c: Array) -> None:
     """The same with NumPy alone, in blocks so that temporaries stay small."""
     left, right = _view(trans_a, a), _view(trans_b, b)
-    m, n = c.shape
     scalar = c.dtype.type
-    for i in range(0, m, _BLOCK):
-        rows = left[i : i + _BLOCK]
+    _scale(beta, c)
+    for i, j, p in product(*(range(0, extent, _BLOCK) for extent in (*c.shape, left.shape[1]))):
+        rows, cols = left[i : i + _BLOCK, p : p + _BLOCK], right[p : p + _BLOCK, j : j + _BLOCK]
         rows = rows.conj() if trans_a is Op.C else rows
-        for j in range(0, n, _BLOCK):
-            cols = right[:, j : j + _BLOCK]
-            cols = cols.conj() if trans_b is Op.C else cols
-            target = c[i : i + _BLOCK, j : j + _BLOCK]
-            product = rows @ cols
-            if alpha != 1:
-                product *= scalar(alpha)
-            _scale(beta, target)
-            target += product
+        cols = cols.conj() if trans_b is Op.C else cols
+        part = rows @ cols
+        if alpha != 1:
+            part *= scalar(alpha)
+        c[i : i + _BLOCK, j : j + _BLOCK] += part
 
 
 def _view(trans: Op, x: Array) -> Array:
@@ -133,6 +131,10 @@ def _cblas_gemm() -> Gemm | None:
     def call(trans_a: Op, trans_b: Op, alpha: complex, a: Array, b: Array, beta: complex, c: Array) -> None:
         m, n = c.shape
         k = a.shape[0] if trans_a.swaps else a.shape[1]
+        if integer is ctypes.c_int32 and max(m, n, k, a.shape[1], b.shape[1]) >= 2**31:
+            raise BackendError(
+                f"this BLAS counts in 32 bits, too few for {m} x {n} x {k}: pass a smaller --tile"
+            )
         scalars: list[Any] = [alpha, beta]
         if c.dtype.kind == "c":
             held = [np.array(value, c.dtype) for value in scalars]

@@ -40,15 +40,19 @@ _C_TYPES = {
 class _Clock:
     """Brings times of the device to the host's clock, by events whose host time is known."""
 
-    def __init__(self) -> None:
-        self._stream = cupy.cuda.Stream(non_blocking=True)
-        self._anchor()
-
-    def at(self, event: Any) -> int:
-        """Host time of a recorded event that is done, in nanoseconds."""
-        if perf_counter_ns() - self._time > REANCHOR_NS:
+    def __init__(self, device: Any) -> None:
+        self._device = device
+        with device:
+            self._stream = cupy.cuda.Stream(non_blocking=True)
             self._anchor()
-        return self._time + int(cupy.cuda.get_elapsed_time(self._event, event) * 1e6)
+
+    def between(self, start: Any, end: Any) -> tuple[int, int]:
+        """Host times of two recorded events that are done, in nanoseconds. One thread at a time."""
+        if perf_counter_ns() - self._time > REANCHOR_NS:
+            with self._device:
+                self._anchor()
+        first, last = (int(cupy.cuda.get_elapsed_time(self._event, e) * 1e6) for e in (start, end))
+        return self._time + first, self._time + last
 
     def _anchor(self) -> None:
         best = None
@@ -79,7 +83,7 @@ class CudaToken:
         self.end.synchronize()
 
     def interval(self) -> tuple[int, int]:
-        return self._clock.at(self._start), self._clock.at(self.end)
+        return self._clock.between(self._start, self.end)
 
 
 class CudaSession:
@@ -98,7 +102,7 @@ class CudaSession:
                 self._pinned = _pin(host_arena, plan.machine.io_threads)
                 self._blas = cublas.create()
                 self._streams = {name: cupy.cuda.Stream(non_blocking=True) for name in STREAMS}
-                self._clock = _Clock()
+                self._clock = _Clock(self._device)
                 self._module = _Module(device, plan)
                 self._held = free_before - runtime.memGetInfo()[0]
             except BaseException:
@@ -138,40 +142,37 @@ class CudaSession:
         return int(self._held)
 
     def close(self) -> None:
+        releases = (
+            (runtime.deviceSynchronize, ()),
+            (cublas.destroy, (self._blas,) if self._blas else None),
+            (runtime.hostUnregister, (self._pinned,) if self._pinned else None),
+            (runtime.free, (self._arena,) if self._arena else None),
+        )
+        self._arena = self._pinned = self._blas = 0
         with self._device:
-            with suppress(
-                runtime.CUDARuntimeError
-            ):  # after a failed launch every call fails; release all the same
-                runtime.deviceSynchronize()
-            if self._blas:
-                cublas.destroy(self._blas)
-            if self._pinned:
-                runtime.hostUnregister(self._pinned)
-            if self._arena:
-                runtime.free(self._arena)
-            self._arena = self._pinned = self._blas = 0
+            for release, arguments in releases:
+                if arguments is not None:
+                    # After a failed launch every call fails: release all the same.
+                    with suppress(Exception):
+                        release(*arguments)
 
     def _copy(self, op: Operation, host: Array, stream: Any) -> None:
         uploading = op.kind is Kind.UPLOAD
-        device = self._address(op, (op.writes if uploading else op.reads)[0])
+        device = self._address((op.writes if uploading else op.reads)[0])
         source, target = (host.ctypes.data, device) if uploading else (device, host.ctypes.data)
         kind = runtime.memcpyHostToDevice if uploading else runtime.memcpyDeviceToHost
         runtime.memcpyAsync(target, source, host.nbytes, kind, stream.ptr)
 
-    def _address(self, op: Operation, region: Region) -> int:
-        """Where a region begins: tiles and strips are as wide as the tile's valid columns."""
-        operand = region.slot.operand
-        if operand in ("A", "B"):
-            return self._arena + self._offsets[region.slot]
-        itemsize = self._problem.itemsizes["acc" if operand == "C" else "C"]
-        cols = op.n[1] - op.n[0]
-        return self._arena + self._offsets[region.slot] + region.start * cols * itemsize
+    def _address(self, region: Region) -> int:
+        """Where a region begins."""
+        held = {"C": "acc", "D": "C"}.get(region.slot.operand, region.slot.operand)
+        return self._arena + self._offsets[region.slot] + region.start * self._problem.itemsizes[held]
 
     def _multiply(self, op: Operation) -> None:
         m, n, k = (span[1] - span[0] for span in (op.m, op.n, op.k))
-        a = self._address(op, op.reads[0]) if k else 0
-        b = self._address(op, op.reads[1]) if k else 0
-        c = self._address(op, op.writes[0])
+        a = self._address(op.reads[0]) if k else 0
+        b = self._address(op.reads[1]) if k else 0
+        c = self._address(op.writes[0])
         scalars = step_scalars(self._problem, op.first)
         if k == 0 or self._kernel == "tiled":
             self._module.tiled(m, n, k, scalars, a, b, c)
@@ -196,7 +197,7 @@ class CudaSession:
 
     def _finish(self, op: Operation) -> None:
         elements = (op.m[1] - op.m[0]) * (op.n[1] - op.n[0])
-        self._module.finish(elements, self._address(op, op.reads[0]), self._address(op, op.writes[0]))
+        self._module.finish(elements, self._address(op.reads[0]), self._address(op.writes[0]))
 
 
 class _Module:

@@ -79,11 +79,10 @@ class HostSession:
 
     def _rows(self, operation: Operation, region: Region) -> Array:
         """Rows of a tile (C) or of a finished strip (D): as wide as the tile's valid columns."""
-        cols = operation.n[1] - operation.n[0]
+        rows, cols = (span[1] - span[0] for span in (operation.m, operation.n))
         name = self._problem.acc_dtype if region.slot.operand == "C" else self._problem.c_dtype
         dtype = numpy_dtype(name)
-        offset = self._offsets[region.slot] + region.start * cols * dtype.itemsize
-        return self._view(offset, (region.stop - region.start, cols), dtype)
+        return self._view(self._offsets[region.slot] + region.start * dtype.itemsize, (rows, cols), dtype)
 
     def _view(self, offset: int, shape: tuple[int, int], dtype: np.dtype[Any]) -> Array:
         size = shape[0] * shape[1] * dtype.itemsize

@@ -1,7 +1,7 @@
 """Plans: pure decisions. Standard library only; no I/O, no clock, no array library."""
 
 from oocgemm.plan.cost import Candidate, Layouts, MachineModel, Prediction, default_model
-from oocgemm.plan.planner import Budgets, Plan, chunks_for, make_plan
+from oocgemm.plan.planner import Budgets, Plan, make_plan
 from oocgemm.plan.problem import DTYPES, DType, GemmProblem, Op
 from oocgemm.plan.schedule import Kind, Lane, Operation, Region, Schedule, Slot, Slots, Tier
 from oocgemm.plan.tiling import Layout, TileGrid, TileShape
@@ -28,7 +28,6 @@ __all__ = [
     "Tier",
     "TileGrid",
     "TileShape",
-    "chunks_for",
     "default_model",
     "make_plan",
 ]

@@ -40,6 +40,7 @@ class MachineModel:
     h2d: float
     d2h: float
     read: float
+    read_scattered: float
     decode: float
     memory: float
     write: float
@@ -54,11 +55,13 @@ class MachineModel:
     casts_panels: bool = False
     calibrated: bool = False
 
-    def store_rate(self, layout: Layout) -> float:
-        """Bytes per second at which an array of that layout is read."""
+    def store_rate(self, layout: Layout, panel: tuple[int, int]) -> float:
+        """Bytes per second at which panels of that shape are read from an array of that layout."""
         if layout.in_memory:
             return self.memory
-        return self.decode if layout.decode_bytes else self.read
+        if layout.decode_bytes:
+            return self.decode
+        return self.read_scattered if layout.scatters(panel) else self.read
 
 
 def default_model(backend: str, cores: int) -> MachineModel:
@@ -76,10 +79,11 @@ def default_model(backend: str, cores: int) -> MachineModel:
             h2d=55e9,
             d2h=55e9,
             read=min(40e9, 3.5e9 * cores),
+            read_scattered=min(10e9, 1.5e9 * cores),
             decode=min(3e9, 1.2e9 * cores),
-            memory=min(60e9, 8e9 * cores),
+            memory=min(38e9, 4e9 * cores),
             write=3e9,
-            io_threads=min(16, cores),
+            io_threads=min(12, cores),  # more of them are slower: memory is the limit then
             device_reserve=64 << 20,  # cuBLAS's handle and its workspace (32 MiB on Hopper)
             host_reserve=1 << 20,
         )
@@ -96,6 +100,7 @@ def default_model(backend: str, cores: int) -> MachineModel:
         h2d=10e9,
         d2h=10e9,
         read=6e9,
+        read_scattered=5e9,
         decode=1.2e9,
         memory=10e9,
         write=1.5e9,
@@ -286,7 +291,8 @@ def predict(
     strips = tiles * ceil_div(w, slots.strip)
     amplified = amplification(problem, tile, layouts)
     read_rate = min(
-        machine.store_rate(layouts.a) / amplified["A"], machine.store_rate(layouts.b) / amplified["B"]
+        machine.store_rate(layouts.a, (w, r)) / amplified["A"],
+        machine.store_rate(layouts.b, (r, h)) / amplified["B"],
     )
     write_rate = machine.memory if layouts.c.in_memory else machine.write
     lanes = {

@@ -81,18 +81,19 @@ def waits_of(operations: Iterable[Operation]) -> list[tuple[Operation, list[int]
     return [(operation, tracker.admit(operation, index)) for index, operation in enumerate(operations)]
 
 
-def verify(schedule: Schedule) -> None:
+def verify(schedule: Schedule, chunks: tuple[int, int] = (1, 1)) -> None:
     """Check in program order that every operation finds what it needs, and that C comes out whole.
 
     Follows symbolically what each slot holds: an Upload must find in its host slot the block that it names, a
-    Multiply the panels of its tile and step and an accumulator with all earlier steps, a Write every step.
+    Multiply the panels of its tile and step and an accumulator with all earlier steps, a Write every step. No two
+    Writes may share one of C's `chunks`.
     Together with the derived waits, which make any legal order equivalent to program order, this proves the
     schedule. Raises `ScheduleError`.
     """
     held: dict[Slot, object] = {}
     sums: dict[Slot, tuple[object, set[int]]] = {}
     written: dict[Span, list[Span]] = defaultdict(list)
-    steps = schedule.grid.steps
+    steps, extents = schedule.grid.steps, (schedule.grid.m, schedule.grid.n)
     for op in schedule:
         for region in (*op.reads, *op.writes):
             _require(region.slot.index < schedule.slots.count(region.slot.tier, region.slot.operand), op)
@@ -123,6 +124,8 @@ def verify(schedule: Schedule) -> None:
             case Kind.WRITE:
                 _require(held.get(op.reads[0].slot) == block, op)
                 written[op.n].append(op.m)
+                for (start, stop), chunk, extent in zip(op.block, chunks, extents, strict=True):
+                    _require(start % chunk == 0 and (stop % chunk == 0 or stop == extent), op)
             case _:
                 raise ScheduleError(f"no rule for {op}")
     expected_area = sum(_area(schedule, tile) for tile in schedule.tiles)

@@ -6,9 +6,9 @@ tiles down and across, which gives tiles of equal size; for each depth and count
 that fit are tried, and a few more.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import isqrt, lcm
 from typing import Any
 
@@ -34,10 +34,11 @@ from oocgemm.plan.traversal import snake
 from oocgemm.units import format_size, format_time
 
 STRIP_BYTES = 32 << 20  # a drained strip: long enough for the link, short enough to start writing early
-SIMULATED_STEPS = 600
+SIMULATED = 1500  # operations: some 10 us each
 CHUNK_BYTES = 8 << 20  # of a new C: cheap to allocate again and again, long enough for a disk
 DEPTHS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192)
-MAX_PANEL_BYTES = 1 << 30
+BINS = 4
+STRIPS = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,11 @@ class Plan:
         """Multiplications in all."""
         down, across = self.grid.shape
         return down * across * self.grid.steps
+
+    @property
+    def chunks(self) -> tuple[int, int]:
+        """Chunks (or shards) of C; no two tiles and no two strips share one."""
+        return c_chunks(self.problem, self.layouts, self.tile)
 
     @cached_property
     def footprint(self) -> Footprint:
@@ -150,6 +156,7 @@ class Plan:
             "flops": self.problem.flops,
             "tile": asdict(self.tile),
             "tiles": list(self.grid.shape),
+            "chunks": list(self.chunks),
             "steps": self.steps,
             "slots": asdict(self.slots),
             "io_threads": self.candidate.io_threads,
@@ -188,44 +195,72 @@ def make_plan(
     and `InputError` if `tile` cuts chunks of C in two.
     """
     layouts = layouts or Layouts()
-    io_threads = _io_threads(problem, budgets, machine, layouts)
     if tile is not None:
         _check_alignment(problem, layouts, tile)
-        shapes = [(tile.w, tile.h, tile.r)]
-    elif problem.m == 0 or problem.n == 0:
-        shapes = [(1, 1, 1)]  # nothing to do, and that takes a plan too
+        shapes = [tile]
     else:
-        shapes = list(_shapes(problem, budgets, machine, layouts))
-    scored = []
-    for w, h, r in shapes:
-        several = w < problem.m or h < problem.n
-        for c in (1, 2) if several else (1,):
-            for slots in _slot_choices(problem, layouts, machine, w, h, c):
-                candidate = Candidate(TileShape(w, h, r), slots, io_threads)
-                if _fits(footprint(problem, candidate, layouts, machine), budgets):
-                    scored.append(Scored(candidate, predict(problem, candidate, layouts, machine)))
-                    break
+        shapes = [*_shapes(problem, budgets, machine, layouts), _smallest(problem, layouts)]
+    wanted = _io_threads(problem, budgets, machine, layouts)
+    scored = _scored(problem, budgets, machine, layouts, shapes, wanted)
+    if not scored:  # fewer threads leave more for slots
+        scored = _scored(problem, budgets, machine, layouts, shapes, 1)
     if not scored:
-        raise _budget_error(problem, budgets, machine, layouts, tile, io_threads)
+        raise _budget_error(problem, budgets, machine, layouts, tile)
     # Of equals the simpler: fewer accumulators, shallower panels.
     scored.sort(key=lambda s: (s.prediction.total, s.candidate.slots.c, s.candidate.tile.r))
     best = _simulated_best(problem, machine, layouts, scored[:4])
-    return Plan(problem, layouts, budgets, machine, best.candidate, tuple(_varied(scored)))
+    return Plan(problem, layouts, budgets, machine, best.candidate, tuple(_varied([best, *scored])))
 
 
-def chunks_for(problem: GemmProblem, tile: TileShape) -> tuple[int, int]:
-    """Chunks for a new C: about `CHUNK_BYTES` each, near square, dividing the tile wherever tiles meet."""
+def _scored(
+    problem: GemmProblem,
+    budgets: Budgets,
+    machine: MachineModel,
+    layouts: Layouts,
+    shapes: Iterable[TileShape],
+    io_threads: int,
+) -> list[Scored]:
+    """Every shape with the best slots that fit, with one accumulator and with two."""
+    scored = []
+    for tile in shapes:
+        several = tile.w < problem.m or tile.h < problem.n
+        for c in (1, 2) if several else (1,):
+            for slots in _slot_choices(problem, layouts, machine, tile, c):
+                candidate = Candidate(tile, slots, io_threads)
+                if _fits(footprint(problem, candidate, layouts, machine), budgets):
+                    scored.append(Scored(candidate, predict(problem, candidate, layouts, machine)))
+                    break
+    return scored
+
+
+def _smallest(problem: GemmProblem, layouts: Layouts) -> TileShape:
+    """The smallest tile that is ever used."""
+    must = layouts.c.write_chunk
+    return TileShape(
+        max(1, min(problem.m, round_up(16, must[0]))),
+        max(1, min(problem.n, round_up(16, must[1]))),
+        max(1, min(problem.depth, 16)),
+    )
+
+
+def c_chunks(problem: GemmProblem, layouts: Layouts, tile: TileShape) -> tuple[int, int]:
+    """Chunks of C: as they are, or for a new C about `CHUNK_BYTES` each and never more than twice that, near
+    square, dividing the tile wherever tiles meet."""
+    if not layouts.c.free_chunks:
+        return layouts.c.write_chunk
     elements = CHUNK_BYTES // problem.itemsizes["C"]
     rows = _dividing(isqrt(elements), tile.w, problem.m)
     return rows, _dividing(max(1, elements // rows), tile.h, problem.n)
 
 
+@lru_cache(4096)
 def _dividing(target: int, nominal: int, extent: int) -> int:
-    """The chunk extent nearest to `target` that divides `nominal`, or any where one tile spans `extent`."""
+    """The chunk extent near `target` and at most sqrt(2) times it that divides `nominal`; any such where one
+    tile spans `extent`."""
     if nominal >= extent:
-        return max(1, ceil_div(extent, max(1, round(extent / target))))
+        return max(1, ceil_div(extent, max(1, ceil_div(extent, target))))
     divisors = [d for q in range(1, isqrt(nominal) + 1) if nominal % q == 0 for d in (q, nominal // q)]
-    return min(divisors, key=lambda d: (max(d / target, target / d), d))
+    return max(d for d in divisors if d * d <= 2 * target * target)
 
 
 def _io_threads(problem: GemmProblem, budgets: Budgets, machine: MachineModel, layouts: Layouts) -> int:
@@ -233,15 +268,6 @@ def _io_threads(problem: GemmProblem, budgets: Budgets, machine: MachineModel, l
     threads = machine.io_threads
     while threads > 1 and scratch_bytes(layouts, problem.reads_c, threads) > budgets.host // 2:
         threads -= 1
-    scratch = scratch_bytes(layouts, problem.reads_c, threads)
-    if scratch + machine.host_reserve >= budgets.host:
-        least = scratch + machine.host_reserve
-        raise BudgetError(
-            f"host memory {format_size(budgets.host)} cannot hold the decoding of one chunk "
-            f"({format_size(scratch)} of {format_size(least)} needed at the least): "
-            "raise --host-memory or rechunk the operands into smaller chunks",
-            least=least,
-        )
     return threads
 
 
@@ -249,29 +275,42 @@ def _fits(held: Footprint, budgets: Budgets) -> bool:
     return held.device_total <= budgets.device and held.host_total <= budgets.host
 
 
-def _alignments(problem: GemmProblem, layouts: Layouts) -> tuple[tuple[int, int], tuple[int, int]]:
-    """What tile extents must be multiples of (chunks of C), and what they had better be (those of A and B too)."""
-    must = layouts.c.write_chunk
-    wish = lcm(must[0], layouts.a.read_chunk[0]), lcm(must[1], layouts.b.read_chunk[1])
-    return must, wish
+def _alignments(problem: GemmProblem, layouts: Layouts) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What tile extents along m and along n may be multiples of: the chunks of C, which they must be (or for a new
+    C a number that gives it good ones), and what suits reading A or B as well."""
+    units = []
+    for extent, must, wish in (
+        (problem.m, layouts.c.write_chunk[0], layouts.a.read_chunk[0]),
+        (problem.n, layouts.c.write_chunk[1], layouts.b.read_chunk[1]),
+    ):
+        unit = 128 if layouts.c.free_chunks and extent > 1024 else must
+        units.append(tuple(dict.fromkeys((unit, lcm(unit, wish)))))
+    return units[0], units[1]
 
 
 def _shapes(
     problem: GemmProblem, budgets: Budgets, machine: MachineModel, layouts: Layouts
-) -> Iterator[tuple[int, int, int]]:
-    must, wish = _alignments(problem, layouts)
-    seen = set()
+) -> Iterator[TileShape]:
+    """Tile shapes worth scoring. For each depth, and one accumulator or two, shapes are binned by area; of each
+    of the largest bins the one that moves least is kept: larger moves less, smaller starts and ends sooner."""
+    units_m, units_n = _alignments(problem, layouts)
+    extents_m = _extents(problem.m, units_m, _counts(problem.m))
     for r in _depths(problem, layouts):
-        for w in _extents(problem.m, must[0], wish[0], _counts(problem.m)):
-            for c in (1, 2):
+        for c in (1, 2):
+            bins: dict[int, tuple[float, int, int]] = {}
+            for w in extents_m:
                 most = _widest(problem, budgets, machine, w, r, c)
                 fewest = ceil_div(problem.n, most) if most > 0 else 0
-                if fewest == 0:
-                    continue
-                for h in _extents(problem.n, must[1], wish[1], range(fewest, fewest + 3)):
-                    if (w, h, r) not in seen:
-                        seen.add((w, h, r))
-                        yield w, h, r
+                for h in _extents(problem.n, units_n, range(fewest, fewest + 2) if fewest else ()):
+                    if h > most:
+                        continue
+                    moved = ceil_div(problem.n, h) / problem.n + ceil_div(problem.m, w) / problem.m
+                    best = bins.get((w * h).bit_length())
+                    if best is None or (moved, h) < best[:2]:
+                        bins[(w * h).bit_length()] = moved, h, w
+            for area in sorted(bins, reverse=True)[:BINS]:
+                _, h, w = bins[area]
+                yield TileShape(w, h, r)
 
 
 def _depths(problem: GemmProblem, layouts: Layouts) -> list[int]:
@@ -291,14 +330,13 @@ def _counts(extent: int) -> Iterator[int]:
         count = count + 1 if count < 32 else ceil_div(count * 9, 8)
 
 
-def _extents(extent: int, must: int, wish: int, counts: Iterator[int] | range) -> list[int]:
-    """Equal tile extents for each count, aligned as they must be, and as one would wish."""
+def _extents(extent: int, units: Sequence[int], counts: Iterable[int]) -> list[int]:
+    """Equal tile extents for each count, aligned to each of the units."""
     found = set()
     for count in counts:
         even = ceil_div(extent, max(count, 1))
-        for unit in (must, wish):
-            aligned = round_up(max(even, 1), unit)
-            found.add(extent if aligned >= extent else aligned)
+        for unit in units:
+            found.add(min(extent, round_up(max(even, 1), unit)))
     return sorted(e for e in found if e > 0)
 
 
@@ -311,16 +349,16 @@ def _widest(problem: GemmProblem, budgets: Budgets, machine: MachineModel, w: in
 
 
 def _slot_choices(
-    problem: GemmProblem, layouts: Layouts, machine: MachineModel, w: int, h: int, c: int
+    problem: GemmProblem, layouts: Layouts, machine: MachineModel, tile: TileShape, c: int
 ) -> Iterator[Slots]:
     """Slots for a tile shape, the best first: a third host slot rides out jitter where cores are not short, one
     alone would have reading and uploading take turns."""
-    unit = layouts.c.write_chunk[0]
-    row_bytes = max(1, min(h, problem.n) * problem.itemsizes["C"])
-    strips = sorted(
-        {min(round_up(max(1, size // row_bytes), unit), w) for size in (STRIP_BYTES, 1 << 20, 1)},
-        reverse=True,
-    )
+    unit = c_chunks(problem, layouts, tile)[0]
+    row_bytes = max(1, min(tile.h, problem.n) * problem.itemsizes["C"])
+    # Few strips a tile, since each is several operations; fewer rows where memory is short.
+    wanted = max(STRIP_BYTES // row_bytes, ceil_div(tile.w, STRIPS), 1)
+    sizes = (wanted, STRIP_BYTES // row_bytes, (1 << 20) // row_bytes, 1)
+    strips = sorted({min(round_up(max(1, rows), unit), tile.w) for rows in sizes}, reverse=True)
     finish = 2 if problem.finishes else 0
     for host in (2, 1) if machine.shares_cores else (3, 2, 1):
         for rows in strips:
@@ -335,14 +373,18 @@ def _simulated_best(
     def seconds(s: Scored) -> float:
         grid = TileGrid.of(problem, s.candidate.tile)
         schedule = Schedule(problem, grid, snake(*grid.shape), s.candidate.slots)
-        read_rate = min(machine.store_rate(layouts.a), machine.store_rate(layouts.b))
+        tile = s.candidate.tile
+        read_rate = min(
+            machine.store_rate(layouts.a, (tile.w, tile.r)), machine.store_rate(layouts.b, (tile.r, tile.h))
+        )
         return simulate(schedule, problem, machine, read_rate)
 
-    def steps(s: Scored) -> int:
+    def operations(s: Scored) -> int:
         grid = TileGrid.of(problem, s.candidate.tile)
-        return grid.shape[0] * grid.shape[1] * grid.steps
+        strips = ceil_div(s.candidate.tile.w, s.candidate.slots.strip)
+        return grid.shape[0] * grid.shape[1] * (5 * grid.steps + 4 * strips)
 
-    if machine.shares_cores or any(steps(s) > SIMULATED_STEPS for s in scored):
+    if machine.shares_cores or any(operations(s) > SIMULATED for s in scored):
         return scored[0]
     return min(scored, key=seconds)
 
@@ -379,33 +421,27 @@ def _budget_error(
     machine: MachineModel,
     layouts: Layouts,
     tile: TileShape | None,
-    io_threads: int,
 ) -> BudgetError:
     """Says which budget is too small, and the least that would do."""
-    must, _ = _alignments(problem, layouts)
-    smallest = tile or TileShape(
-        min(problem.m, round_up(16, must[0])),
-        min(problem.n, round_up(16, must[1])),
-        min(max(1, problem.depth), 16),
-    )
-    strip = min(must[0], smallest.w)
+    smallest = tile or _smallest(problem, layouts)
+    strip = min(c_chunks(problem, layouts, smallest)[0], smallest.w)
     slots = Slots(host_a=1, host_b=1, host_c=1, finish=2 if problem.finishes else 0, strip=strip)
-    held = footprint(problem, Candidate(smallest, slots, io_threads), layouts, machine)
+    held = footprint(problem, Candidate(smallest, slots), layouts, machine)
     what = f"the plan of tile {tile}" if tile else "the smallest plan"
-    remedy = "or pass a smaller --tile" if tile else "or give C smaller chunks"
-    for name, budget, least in (
-        ("device", budgets.device, held.device_total),
-        ("host", budgets.host, held.host_total),
-    ):
-        if least > budget:
-            if must == (1, 1) and not tile:
-                remedy = "or use smaller chunks in A and B" if name == "host" else "or another backend"
-            return BudgetError(
-                f"{name} memory {format_size(budget)} cannot hold {what} ({format_size(least)}, {least} bytes): "
-                f"raise --{name}-memory {remedy}",
-                least=least,
-            )
-    raise AssertionError(f"the smallest plan fits, yet none was found: {problem} in {budgets}")
+    if held.device_total > budgets.device:
+        name, budget, least = "device", budgets.device, held.device_total
+        remedy = "pass a smaller --tile" if tile else "give C smaller chunks, if it has large ones"
+    else:
+        name, budget, least = "host", budgets.host, held.host_total
+        remedy = "pass a smaller --tile" if tile else "rechunk the operands into smaller chunks"
+    detail = f"{least} bytes"
+    if name == "host" and held.host["scratch"]:
+        detail += f", {format_size(held.host['scratch'])} of it to decode or encode a chunk"
+    return BudgetError(
+        f"{name} memory {format_size(budget)} cannot hold {what} ({format_size(least)}: {detail}): "
+        f"raise --{name}-memory or {remedy}",
+        least=least,
+    )
 
 
 def _falls_short(other: Prediction, best: Prediction) -> str:

@@ -61,8 +61,9 @@ class GemmProblem:
 
     @property
     def depth(self) -> int:
-        """The extent along k that is really multiplied: as in BLAS, alpha = 0 never reads A and B."""
-        return 0 if self.alpha == 0 else self.k
+        """The extent along k that is really multiplied: as in BLAS, alpha = 0 never reads A and B; nor does a C
+        that is empty."""
+        return 0 if self.alpha == 0 or 0 in (self.m, self.n) else self.k
 
     @property
     def reads_c(self) -> bool:

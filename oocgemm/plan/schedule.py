@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from oocgemm.plan.problem import GemmProblem
-from oocgemm.plan.replacement import SlotCache
+from oocgemm.plan.replacement import NEVER, SlotCache, State
 from oocgemm.plan.tiling import Span, Tile, TileGrid
 from oocgemm.plan.traversal import NextUse, step_order
 
@@ -80,7 +80,8 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Rows [start, stop) of a slot: the unit that hazards are derived on."""
+    """Elements [start, stop) of a slot: what hazards are derived on. Elements, not rows: tiles of different
+    widths take turns in a slot, and a row of one is not where that row of the other was."""
 
     slot: Slot
     start: int
@@ -166,6 +167,55 @@ class _Placed:
     read: bool
 
 
+class _Placing:
+    """Follows which panel is in which slot, tile by tile, on both tiers."""
+
+    def __init__(self, tiles: Sequence[Tile], steps: int, slots: Slots) -> None:
+        self._tiles = tiles
+        self._steps = steps
+        self._next_use = NextUse(tiles, steps)
+        self._device = SlotCache(slots.a), SlotCache(slots.b)
+        self._host = SlotCache(slots.host_a), SlotCache(slots.host_b)
+
+    def steps(self, position: int) -> Iterator[tuple[int, _Placed, _Placed]]:
+        """The steps of tile number `position` in order, with the places of their panels; tiles in order too."""
+        for step in step_order(self._tiles[position], self._steps):
+            yield step, self._place(0, position, step), self._place(1, position, step)
+
+    def _place(self, axis: int, position: int, step: int) -> _Placed:
+        key = self._tiles[position][axis], step
+        use = self._next_use(axis, position, step)
+        slot, hit = self._device[axis].acquire(key, use)
+        if hit:
+            return _Placed(slot, upload=False, host_slot=0, read=False)
+        host_slot, on_host = self._host[axis].acquire(key, use)
+        return _Placed(slot, upload=True, host_slot=host_slot, read=not on_host)
+
+    def contents(self, position: int) -> tuple[State, ...]:
+        """What the slots hold, seen from a tile."""
+        tile, first = self._tiles[position], position * self._steps
+        return tuple(
+            cache.state(tile[axis], first)
+            for pair in (self._device, self._host)
+            for axis, cache in enumerate(pair)
+        )
+
+    def state(self, position: int) -> object:
+        """All that decides which panels tile number `position` loads."""
+        forwards = step_order(self._tiles[position], self._steps).step > 0
+        first = position * self._steps
+        later = (self._next_use(axis, position, 0) for axis in (0, 1))
+        return self.contents(position), forwards, *(use if use == NEVER else use - first for use in later)
+
+    def restore(self, contents: tuple[State, ...], position: int) -> None:
+        """Put the slots into a state that was seen from another tile."""
+        tile, first = self._tiles[position], position * self._steps
+        states = iter(contents)
+        for pair in (self._device, self._host):
+            for axis, cache in enumerate(pair):
+                cache.restore(next(states), tile[axis], first)
+
+
 @dataclass(frozen=True)
 class Schedule:
     """The operations of a run over `tiles` in that order: re-iterable, made as it is read, in memory
@@ -178,14 +228,15 @@ class Schedule:
 
     def __iter__(self) -> Iterator[Operation]:
         strips_done = 0
-        for position, (tile, panels) in enumerate(self._placements()):
+        placing = _Placing(self.tiles, self.grid.steps, self.slots)
+        for position, tile in enumerate(self.tiles):
             strips = list(self._strips(tile))
             c_slot = Slot(Tier.DEVICE, "C", position % self.slots.c)
             loads_first = self.problem.reads_c and not self.problem.finishes
             if loads_first:
                 for number, rows in enumerate(strips, strips_done):
                     yield from self._load_c(tile, rows, number, c_slot, whole_tile=True)
-            for order, (step, a, b) in enumerate(panels):
+            for order, (step, a, b) in enumerate(placing.steps(position)):
                 yield from self._load_panel("A", tile, step, a)
                 yield from self._load_panel("B", tile, step, b)
                 yield self._multiply(tile, step, a, b, c_slot, first=order == 0)
@@ -196,51 +247,38 @@ class Schedule:
     def traffic(self) -> dict[str, int]:
         """Exact bytes that cross each link over the whole schedule: read, h2d, d2h, write.
 
-        Counts what `__iter__` would yield, without making the operations.
+        Counts what `__iter__` would yield, without making the operations. Tiles that find the slots in the same
+        state, seen from where they are, load the same panels: each state is walked through once.
         """
         sizes = self.problem.itemsizes
         total = dict.fromkeys(("read", "h2d", "d2h", "write"), 0)
         depths = [k1 - k0 for k0, k1 in (self.grid.depth(p) for p in range(self.grid.steps))]
-        for tile, panels in self._placements():
+        placing = _Placing(self.tiles, self.grid.steps, self.slots)
+        known: dict[object, tuple[tuple[int, ...], tuple[State, ...]]] = {}
+        for position, tile in enumerate(self.tiles):
+            before = placing.state(position)
+            if before in known:
+                loads, after = known[before]
+                placing.restore(after, position)
+            else:
+                panels = list(placing.steps(position))
+                loads = (
+                    sum(depths[step] for step, a, _ in panels if a.upload),
+                    sum(depths[step] for step, a, _ in panels if a.read),
+                    sum(depths[step] for step, _, b in panels if b.upload),
+                    sum(depths[step] for step, _, b in panels if b.read),
+                )
+                known[before] = loads, placing.contents(position)
+            a_up, a_read, b_up, b_read = loads
             m, n = _length(self.grid.rows(tile[0])), _length(self.grid.cols(tile[1]))
-            a_read = a_up = b_read = b_up = 0
-            for step, a, b in panels:
-                depth = depths[step]
-                a_up += depth * a.upload
-                a_read += depth * a.read
-                b_up += depth * b.upload
-                b_read += depth * b.read
-            total["read"] += m * a_read * sizes["A"] + n * b_read * sizes["B"]
             total["h2d"] += m * a_up * sizes["A"] + n * b_up * sizes["B"]
+            total["read"] += m * a_read * sizes["A"] + n * b_read * sizes["B"]
             c_bytes = m * n * sizes["C"]
             for lane in ("read", "h2d") if self.problem.reads_c else ():
                 total[lane] += c_bytes
             total["d2h"] += c_bytes
             total["write"] += c_bytes
         return total
-
-    def _placements(self) -> Iterator[tuple[Tile, Iterator[tuple[int, _Placed, _Placed]]]]:
-        """Each tile with the place of its panels, step by step; to be consumed in order."""
-        counts, steps = self.slots, self.grid.steps
-        next_use = NextUse(self.tiles, steps)
-        device = SlotCache(counts.a), SlotCache(counts.b)
-        host = SlotCache(counts.host_a), SlotCache(counts.host_b)
-
-        def place(axis: int, position: int, tile: Tile, step: int) -> _Placed:
-            key = tile[axis], step
-            use = next_use(axis, position, step)
-            slot, hit = device[axis].acquire(key, use)
-            if hit:
-                return _Placed(slot, upload=False, host_slot=0, read=False)
-            host_slot, on_host = host[axis].acquire(key, use)
-            return _Placed(slot, upload=True, host_slot=host_slot, read=not on_host)
-
-        def steps_of(position: int, tile: Tile) -> Iterator[tuple[int, _Placed, _Placed]]:
-            for step in step_order(tile, steps):
-                yield step, place(0, position, tile, step), place(1, position, tile, step)
-
-        for position, tile in enumerate(self.tiles):
-            yield tile, steps_of(position, tile)
 
     def _strips(self, tile: Tile) -> Iterator[Span]:
         m0, m1 = self.grid.rows(tile[0])
@@ -254,10 +292,10 @@ class Schedule:
         nothing = (0, 0)
         m = self.grid.rows(tile[0]) if operand == "A" else nothing
         n = self.grid.cols(tile[1]) if operand == "B" else nothing
-        rows, other = (m, m) if operand == "A" else (k, n)
-        size = _length(k) * _length(other) * self.problem.itemsizes[operand]
-        host = _whole(Tier.HOST, operand, placed.host_slot, rows)
-        device = _whole(Tier.DEVICE, operand, placed.device_slot, rows)
+        elements = _length(k) * _length(m if operand == "A" else n)
+        size = elements * self.problem.itemsizes[operand]
+        host = Region(Slot(Tier.HOST, operand, placed.host_slot), 0, elements)
+        device = Region(Slot(Tier.DEVICE, operand, placed.device_slot), 0, elements)
         if placed.read:
             yield Operation(Kind.READ, operand, tile, step, (), (host,), m, n, k, size)
         yield Operation(Kind.UPLOAD, operand, tile, step, (host,), (device,), m, n, k, size)
@@ -266,13 +304,13 @@ class Schedule:
         self, tile: Tile, step: int, a: _Placed, b: _Placed, c_slot: Slot, *, first: bool
     ) -> Operation:
         m, n, k = self.grid.rows(tile[0]), self.grid.cols(tile[1]), self.grid.depth(step)
-        c = Region(c_slot, 0, _length(m))
+        c = Region(c_slot, 0, _length(m) * _length(n))
         keeps_old = not first or (self.problem.reads_c and not self.problem.finishes)
         panels: tuple[Region, ...] = ()
         if k[0] < k[1]:
             panels = (
-                _whole(Tier.DEVICE, "A", a.device_slot, m),
-                _whole(Tier.DEVICE, "B", b.device_slot, k),
+                Region(Slot(Tier.DEVICE, "A", a.device_slot), 0, _length(m) * _length(k)),
+                Region(Slot(Tier.DEVICE, "B", b.device_slot), 0, _length(k) * _length(n)),
             )
         return Operation(
             Kind.MULTIPLY,
@@ -293,19 +331,17 @@ class Schedule:
     ) -> Iterator[Operation]:
         """Read and upload a strip of C into rows of the tile's accumulator, or into a slot of its own."""
         n, size, host = self._strip_parts(tile, rows, number)
-        top = rows[0] - self.grid.rows(tile[0])[0] if whole_tile else 0
-        target = Region(slot, top, top + _length(rows))
+        target = self._in_tile(slot, tile, rows) if whole_tile else Region(slot, 0, host.stop)
         yield Operation(Kind.READ, "C", tile, 0, (), (host,), rows, n, bytes=size)
         yield Operation(Kind.UPLOAD, "C", tile, 0, (host,), (target,), rows, n, bytes=size)
 
     def _drain(self, tile: Tile, rows: Span, number: int, c_slot: Slot) -> Iterator[Operation]:
         """Bring a strip of the finished accumulator to the store."""
         n, size, host = self._strip_parts(tile, rows, number)
-        top = rows[0] - self.grid.rows(tile[0])[0]
-        source = Region(c_slot, top, top + _length(rows))
+        source = self._in_tile(c_slot, tile, rows)
         last = self.grid.steps - 1
         if self.problem.finishes:
-            finished = Region(Slot(Tier.DEVICE, "D", number % self.slots.finish), 0, _length(rows))
+            finished = Region(Slot(Tier.DEVICE, "D", number % self.slots.finish), 0, host.stop)
             if self.problem.reads_c:
                 yield from self._load_c(tile, rows, number, finished.slot, whole_tile=False)
             inputs = (source, finished) if self.problem.reads_c else (source,)
@@ -317,13 +353,15 @@ class Schedule:
     def _strip_parts(self, tile: Tile, rows: Span, number: int) -> tuple[Span, int, Region]:
         """Columns, bytes and host slot of strip `number` of the run."""
         n = self.grid.cols(tile[1])
-        size = _length(rows) * _length(n) * self.problem.itemsizes["C"]
-        return n, size, Region(Slot(Tier.HOST, "C", number % self.slots.host_c), 0, _length(rows))
+        elements = _length(rows) * _length(n)
+        host = Region(Slot(Tier.HOST, "C", number % self.slots.host_c), 0, elements)
+        return n, elements * self.problem.itemsizes["C"], host
+
+    def _in_tile(self, slot: Slot, tile: Tile, rows: Span) -> Region:
+        """Some rows of the tile that an accumulator holds."""
+        top, cols = self.grid.rows(tile[0])[0], _length(self.grid.cols(tile[1]))
+        return Region(slot, (rows[0] - top) * cols, (rows[1] - top) * cols)
 
 
 def _length(span: Span) -> int:
     return span[1] - span[0]
-
-
-def _whole(tier: Tier, operand: str, index: int, rows: Span) -> Region:
-    return Region(Slot(tier, operand, index), 0, _length(rows))

@@ -13,6 +13,7 @@ the far edges only:
 """
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from oocgemm.plan.problem import GemmProblem, Op
 
@@ -91,8 +92,10 @@ class Layout:
     """How a stored array lies on its store, in the orientation of op(X).
 
     `read_chunk` is what a reader opens at a time; unless `partial_reads`, the whole of it is read and decoded
-    whatever part is wanted. `write_chunk` is what one writer must own: a chunk, or a shard. `decode_bytes` is
-    the host memory that reading one chunk takes beside its destination, `encode_bytes` that of writing one.
+    whatever part is wanted. `write_chunk` is what one writer must own: a chunk, or a shard; with `free_chunks`
+    the array is yet to be created and the planner chooses. `decode_bytes` is the host memory that reading one
+    chunk takes beside its destination, `encode_bytes` that of writing one. Elements along axis `contiguous`
+    lie side by side.
     """
 
     read_chunk: tuple[int, int] = (1, 1)
@@ -101,12 +104,24 @@ class Layout:
     decode_bytes: int = 0
     encode_bytes: int = 0
     in_memory: bool = False
+    free_chunks: bool = False
+    contiguous: int = 1
 
     def oriented(self, op: Op) -> "Layout":
         """The same in the orientation of op(X)."""
         if not op.swaps:
             return self
-        return replace(self, read_chunk=self.read_chunk[::-1], write_chunk=self.write_chunk[::-1])
+        return replace(
+            self,
+            read_chunk=self.read_chunk[::-1],
+            write_chunk=self.write_chunk[::-1],
+            contiguous=1 - self.contiguous,
+        )
+
+    def scatters(self, panel: Span) -> bool:
+        """Whether panels of that shape take parts of the rows of raw chunks, which cannot be read in one go."""
+        chunk, extent = self.read_chunk[self.contiguous], panel[self.contiguous]
+        return self.partial_reads and not self.in_memory and extent % chunk != 0
 
     def cover(self, extents: Span, panel: Span) -> float:
         """Read amplification: bytes read and decoded over bytes wanted, panels of that shape being read."""
@@ -117,6 +132,7 @@ class Layout:
         )
 
 
+@lru_cache(4096)  # candidates share extents
 def cover_ratio(extent: int, panel: int, chunk: int) -> float:
     """How much longer than `extent` are the chunks that its panels touch: read amplification along one axis.
 
@@ -126,7 +142,7 @@ def cover_ratio(extent: int, panel: int, chunk: int) -> float:
     if extent == 0 or chunk == 1 or panel % chunk == 0:
         return 1.0
     count = ceil_div(extent, panel)
-    sampled = min(count, 4096)
+    sampled = min(count, 512)
     covered = 0
     for i in range(sampled):
         lo, hi = i * panel, min((i + 1) * panel, extent)

@@ -7,6 +7,7 @@ in the sequence: a run over any part of the tiles sums every element in the same
 
 from collections.abc import Iterator, Sequence
 
+from oocgemm.plan.replacement import NEVER
 from oocgemm.plan.tiling import Tile
 
 
@@ -43,10 +44,10 @@ class NextUse:
 
     def __call__(self, axis: int, position: int, step: int) -> int:
         """First use, after tile number `position`, of the panel `step` of that tile's row (axis 0, a panel of
-        op(A)) or column (axis 1, a panel of op(B)); beyond the end of the run if there is none."""
+        op(A)) or column (axis 1, a panel of op(B)); NEVER if there is none."""
         later = self._after[axis][position]
         if later >= len(self._tiles):
-            return len(self._tiles) * self._steps
+            return NEVER
         order = step_order(self._tiles[later], self._steps)
         return later * self._steps + (step if order.step > 0 else self._steps - 1 - step)
 

@@ -1,6 +1,7 @@
 """Stores: everything that can be an operand or a result. Opening decides; nothing is written before `create`."""
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,8 @@ __all__ = [
     "create_output",
     "exists",
     "is_path",
+    "load_zarr",
+    "located",
     "new_layout",
     "open_matrix",
     "pieces",
@@ -46,13 +49,41 @@ def is_path(value: object) -> bool:
     return isinstance(value, str | os.PathLike)
 
 
+def located(name: str, source: Any) -> Any:
+    """The path or URL that a value names, a file:// URL as the path in it; any other value as it is.
+
+    Raises `InputError` for what can be no path: the empty one would be the folder that the process runs in.
+    """
+    if not is_path(source):
+        return source
+    path = os.fsdecode(source).removeprefix("file://")
+    if not path or "\0" in path:
+        raise InputError(f"{name}: {path!r} is not a path")
+    return path
+
+
 def exists(path: str) -> bool:
-    """Whether there is anything at a path or URL."""
+    """Whether there is anything at a path or URL; also at what a path with ``..`` would come to be."""
     if "://" not in path:
-        return os.path.lexists(path)
+        return os.path.lexists(path) or os.path.lexists(os.path.realpath(path))
     from oocgemm.stores.zarr_store import remote_exists
 
     return remote_exists(path)
+
+
+def load_zarr() -> None:
+    """Import zarr with cupy hidden from it: it would import cupy wherever that is installed, which takes seconds.
+
+    For programs only, not for the library: in this process zarr will offer no buffers on the GPU.
+    """
+    hidden = "cupy" not in sys.modules
+    if hidden:
+        sys.modules["cupy"] = None  # type: ignore[assignment]  # how an import is made to fail
+    try:
+        from oocgemm.stores import zarr_store  # noqa: F401
+    finally:
+        if hidden:
+            del sys.modules["cupy"]
 
 
 def check_compressor(name: str) -> None:
@@ -66,15 +97,24 @@ def new_layout(
 ) -> Layout:
     """Layout that a result created at `place` will have. Without `chunks` they are cut to suit the plan."""
     if place is None or os.fspath(place).endswith(".npy"):
+        if chunks or compressor not in (None, "none"):
+            kind = "an ndarray" if place is None else "a .npy file"
+            raise InputError(
+                f"C is to be {kind}: chunks and compressor are for a zarr array, give C such a path"
+            )
         return Layout(in_memory=place is None)
-    if chunks is not None and min(chunks) < 1:
-        raise InputError(f"chunks of {chunks[0]} x {chunks[1]}: extents must be at least 1")
+    if chunks is not None and not (
+        isinstance(chunks, tuple | list)
+        and len(chunks) == 2
+        and all(isinstance(extent, int | np.integer) and extent > 0 for extent in chunks)
+    ):
+        raise InputError(f"chunks = {chunks!r}: write (rows, columns), integers of at least 1")
     itemsize = problem.itemsizes["C"]
     size = (
         chunks[0] * chunks[1] * itemsize if chunks else min(2 * CHUNK_BYTES, problem.m * problem.n * itemsize)
     )
     copies = 1 if compressor in (None, "none") else 3
-    return Layout(write_chunk=chunks or (1, 1), encode_bytes=copies * size)
+    return Layout(write_chunk=chunks or (1, 1), free_chunks=chunks is None, encode_bytes=copies * size)
 
 
 def open_matrix(name: str, source: Any, *, writable: bool = False) -> Matrix:
@@ -84,19 +124,26 @@ def open_matrix(name: str, source: Any, *, writable: bool = False) -> Matrix:
     """
     if is_path(source):
         path = os.fspath(source)
-        local = Path(path)
-        if "://" not in path and not local.exists():
+        if "://" not in path and not os.path.exists(path):
             raise InputError(f"{name}: there is nothing at {path}")
         if path.endswith(".npy"):
-            return open_npy(name, local, writable=writable)
+            return open_npy(name, Path(path), writable=writable)
         from oocgemm.stores.zarr_store import open_zarr
 
         return open_zarr(name, path, writable=writable)
     if type(source).__module__.split(".")[0] == "zarr":
         from oocgemm.stores.zarr_store import wrap_zarr
 
-        return wrap_zarr(name, source)
-    array = source if isinstance(source, np.ndarray) else np.asarray(source)
+        return wrap_zarr(name, source, writable=writable)
+    if isinstance(source, np.ma.MaskedArray):
+        raise InputError(f"{name} is a masked array: say what stands for what is masked, with .filled(value)")
+    try:
+        array = source if isinstance(source, np.ndarray) else np.asarray(source)
+    except Exception as error:  # whatever the object's own conversion raises
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise InputError(
+            f"{name}: {type(source).__name__} cannot be turned into an array: {reason}"
+        ) from error
     if writable and not (isinstance(source, np.ndarray) and source.flags.writeable):
         raise InputError(f"{name} cannot be written to: pass a writable ndarray, a zarr array or a path")
     return ArrayMatrix(name, array)
@@ -120,7 +167,7 @@ def create_output(
             return Output(
                 create_npy(name, Path(path), shape, dtype), lambda: Path(path).unlink(missing_ok=True)
             )
-        except OSError as error:
+        except (OSError, ValueError, OverflowError) as error:
             raise InputError(f"{name}: cannot create {path}: {error}") from error
     from oocgemm.stores.zarr_store import create_zarr, remove_zarr
 
@@ -129,31 +176,32 @@ def create_output(
 
 
 def check_apart(name: str, path: str, operand: Matrix) -> None:
-    """Refuse to create something at a path inside an operand's own folder."""
+    """Refuse to create something at an operand's own path, or in its folder."""
     if "://" in path:
         return
-    folder = Path(path).absolute().parent
-    for parent in (folder, *folder.parents):
-        if parent.exists():
+    place = Path(os.path.realpath(path))
+    for parent in (place, *place.parents):
+        if os.path.exists(parent):
             status = parent.stat()
             if ("file", status.st_dev, status.st_ino) in operand.identities():
-                raise InputError(
-                    f"{name} at {path} would lie inside {operand.name}: give it a place of its own"
-                )
+                raise InputError(f"{name} at {path} would lie in {operand.name}: give it a place of its own")
 
 
 def same_place(one: Matrix, other: Matrix) -> bool:
     """Whether two matrices share memory or files, by whatever path they were reached."""
-    if (
-        isinstance(one, ArrayMatrix)
-        and isinstance(other, ArrayMatrix)
-        and np.may_share_memory(one.array, other.array)
-    ):
+    if isinstance(one, ArrayMatrix) and isinstance(other, ArrayMatrix) and _overlap(one.array, other.array):
         return True
     return not one.identities().isdisjoint(other.identities())
 
 
+def _overlap(one: Array, other: Array) -> bool:
+    try:
+        return bool(np.shares_memory(one, other, max_work=100_000))  # type: ignore[arg-type]  # its stub knows the extremes only
+    except np.exceptions.TooHardError:
+        return True
+
+
 def _nearest(folder: Path) -> Path:
-    while not folder.exists():
+    while not os.path.exists(folder):
         folder = folder.parent
     return folder

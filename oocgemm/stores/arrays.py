@@ -41,21 +41,32 @@ class ArrayMatrix:
 def open_npy(name: str, path: Path, *, writable: bool = False) -> ArrayMatrix:
     """A .npy file, mapped. Raises `InputError` if it is none."""
     try:
-        array = np.load(path, mmap_mode="r+" if writable else "r", allow_pickle=False)
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        if writable and isinstance(array, np.ndarray):  # not at once: that would lengthen a file cut short
+            array = np.load(path, mmap_mode="r+", allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
         if path.exists() and path.stat().st_size and _is_empty_npy(path):
             array = np.load(path, allow_pickle=False)  # nothing to map
         else:
             raise InputError(f"{name}: {path} cannot be opened as a .npy file: {error}") from error
+    if not isinstance(array, np.ndarray):  # np.load opens archives by their content
+        array.close()
+        raise InputError(f"{name}: {path} cannot be opened as a .npy file: it is an archive of arrays")
     return ArrayMatrix(name, array, str(path))
 
 
 def create_npy(name: str, path: Path, shape: tuple[int, int], dtype: np.dtype[Any]) -> ArrayMatrix:
-    """A new .npy file of that shape, mapped for writing."""
-    if 0 in shape:
-        np.save(path, np.empty(shape, dtype))
-        return ArrayMatrix(name, np.empty(shape, dtype), str(path))
-    array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
+    """A new .npy file of that shape, mapped for writing; nothing is left of one that cannot be made."""
+    open(path, "xb").close()
+    try:
+        if 0 in shape:
+            array = np.empty(shape, dtype)
+            np.save(path, array)
+        else:
+            array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
+    except BaseException:
+        path.unlink()
+        raise
     return ArrayMatrix(name, array, str(path))
 
 
@@ -72,7 +83,10 @@ def _mapped_file(array: Any) -> object | None:
     while base is not None and not isinstance(base, mmap.mmap):
         filename = getattr(base, "filename", None)
         if isinstance(base, np.memmap) and filename is not None:
-            status = os.stat(filename)
+            try:
+                status = os.stat(filename)
+            except OSError:  # no path leads to it any more
+                return None
             return ("file", status.st_dev, status.st_ino)
         base = getattr(base, "base", None)
     return None

@@ -38,7 +38,7 @@ class Matrix(Protocol):
 def checked(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[tuple[int, int], np.dtype[Any]]:
     """Shape and native dtype of an operand that can be multiplied. Raises `InputError` for any other."""
     if len(shape) != 2:
-        hint = "reshape it to (1, n) or (n, 1)" if len(shape) == 1 else "multiply its matrices one by one"
+        hint = "multiply its matrices one by one" if len(shape) > 2 else "reshape it to (1, n) or (n, 1)"
         raise InputError(f"{name} has {len(shape)} dimensions, a product needs 2: {hint}")
     if dtype.name not in DTYPES:
         raise InputError(

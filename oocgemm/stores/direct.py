@@ -1,8 +1,9 @@
 """Uncompressed chunks of local zarr arrays, read and written as the plain files they are.
 
 zarr reads a chunk into fresh memory and copies it from there, all copies of a process in one thread. For a
-chunk that is stored as it lies in memory, the file can be mapped and copied straight into the slot, from as
-many threads as there are. Files are unmapped chunk by chunk, so that mapped pages do not pile up.
+chunk that is stored as it lies in memory, the file's rows are read straight into the slot, from as many
+threads as there are; where only part of each row is wanted, or bytes must be swapped or transposed, the file is
+mapped and copied from. Files are unmapped chunk by chunk, so that mapped pages do not pile up.
 """
 
 import contextlib
@@ -54,12 +55,9 @@ class RawChunks:
                 part = data[r0 - rows[0] : r1 - rows[0], c0 - cols[0] : c1 - cols[0]]
                 self._write_chunk((i, j), part)
 
-    def covers_chunks(self, rows: Span, cols: Span) -> bool:
-        """Whether a block begins and ends at chunk borders or at the matrix's edges."""
-        return all(
-            start % chunk == 0 and (stop % chunk == 0 or stop == extent)
-            for (start, stop), chunk, extent in zip((rows, cols), self.chunk, self.shape, strict=True)
-        )
+    def takes(self, dtype: np.dtype[Any]) -> bool:
+        """Whether elements are stored as they lie in memory, so that they can be written as they are."""
+        return (self.dtype, self.order) == (dtype, "C")
 
     def _read_chunk(self, index: tuple[int, int], rows: slice, cols: slice, out: Array) -> None:
         path = self.root / self.key(index)
@@ -75,6 +73,10 @@ class RawChunks:
                     f"chunk {self.key(index)} in {self.root} has {size} bytes instead of {self.chunk_bytes}: "
                     "it is damaged or cut short"
                 )
+            whole_rows = cols == slice(0, self.chunk[1]) and out.strides[1] == out.itemsize
+            if whole_rows and (self.dtype, self.order) == (out.dtype, "C"):
+                _read_rows(descriptor, rows.start * self.chunk[1] * out.itemsize, out)
+                return
             with mmap.mmap(descriptor, size, prot=mmap.PROT_READ) as mapped:
                 chunk = np.frombuffer(mapped, self.dtype).reshape(self.chunk, order=self.order)
                 np.copyto(out, chunk[rows, cols], casting="equiv")
@@ -103,17 +105,36 @@ class RawChunks:
 _MOST_BUFFERS = min(1024, os.sysconf("SC_IOV_MAX"))
 
 
+def _read_rows(descriptor: int, offset: int, out: Array) -> None:
+    """Read consecutive rows with scattering reads, wherever they lie in the slot."""
+    for start in range(0, out.shape[0], _MOST_BUFFERS):
+        views = [memoryview(row).cast("B") for row in out[start : start + _MOST_BUFFERS]]
+        while views:
+            count = os.preadv(descriptor, views, offset)
+            if count == 0:
+                raise ExecutionError("a chunk file was cut short while it was read")
+            offset += count
+            _advance(views, count)
+
+
+def _advance(views: list[memoryview], count: int) -> None:
+    """Drop the first `count` bytes of a list of buffers."""
+    done = 0
+    while done < len(views) and count >= len(views[done]):
+        count -= len(views[done])
+        done += 1
+    del views[:done]
+    if views and count:
+        views[0] = views[0][count:]
+
+
 def _write_rows(descriptor: int, part: Array) -> None:
     """Write an array row by row with gathering writes: no copy, however its rows lie in the slot."""
     rows = part.shape[0]
     for start in range(0, rows, _MOST_BUFFERS):
         views = [memoryview(row).cast("B") for row in part[start : start + _MOST_BUFFERS]]
         while views:
-            written = os.writev(descriptor, views)
-            while views and written >= len(views[0]):
-                written -= len(views.pop(0))
-            if views and written:
-                views[0] = views[0][written:]
+            _advance(views, os.writev(descriptor, views))
 
 
 def _chunks(span: Span, chunk: int) -> list[tuple[int, Span]]:

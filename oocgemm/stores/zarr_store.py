@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ class ZarrMatrix:
         self.name = name
         self.array = array
         self._raw = _raw_chunks(array)
+        self._writes_raw = self._raw is not None and self._raw.takes(self.dtype)
         chunk = (max(1, int(array.chunks[0])), max(1, int(array.chunks[1])))
         shards = array.shards or chunk
         shard = (max(1, int(shards[0])), max(1, int(shards[1])))
@@ -37,7 +39,8 @@ class ZarrMatrix:
             partial_reads=self._raw is not None,
             # Through zarr a thread holds a chunk as stored and as decoded.
             decode_bytes=0 if self._raw else 2 * chunk[0] * chunk[1] * size,
-            encode_bytes=(1 if self._raw else 3) * shard[0] * shard[1] * size,
+            # and to write one, its elements, what they are encoded to, and the bytes that go out.
+            encode_bytes=(1 if self._writes_raw else 3) * shard[0] * shard[1] * size,
         )
 
     def read(self, rows: Span, cols: Span, out: Array) -> None:
@@ -53,10 +56,23 @@ class ZarrMatrix:
         self.array.get_basic_selection(selection, out=target)
 
     def write(self, rows: Span, cols: Span, data: Array) -> None:
-        if self._raw and self._raw.covers_chunks(rows, cols) and self._raw.dtype == data.dtype:
+        if not self._owns(rows, cols):
+            raise ExecutionError(
+                f"{self.name}[{rows[0]}:{rows[1]}, {cols[0]}:{cols[1]}] shares chunks with other writers"
+            )
+        if self._raw is not None and self._writes_raw:
             self._raw.write(rows, cols, data)
         else:
             self.array.set_basic_selection((slice(*rows), slice(*cols)), data)
+
+    def _owns(self, rows: Span, cols: Span) -> bool:
+        """Whether a block consists of whole write chunks (or what the matrix's edges leave of them)."""
+        return all(
+            start % chunk == 0 and (stop % chunk == 0 or stop == extent)
+            for (start, stop), chunk, extent in zip(
+                (rows, cols), self.layout.write_chunk, self.shape, strict=True
+            )
+        )
 
     def describe(self) -> dict[str, object]:
         metadata = self.array.metadata
@@ -92,18 +108,21 @@ def open_zarr(name: str, path: str, *, writable: bool = False) -> ZarrMatrix:
     """The array at a path or URL. Raises `InputError` if there is none."""
     try:
         found = zarr.open(path, mode="r+" if writable else "r")
+    except FileNotFoundError as error:
+        raise InputError(f"{name}: no zarr array at {path}: it holds no zarr metadata") from error
     except Exception as error:  # zarr and its stores raise of every kind
         raise InputError(f"{name}: no zarr array at {path}: {_reason(error)}") from error
     return wrap_zarr(name, found, path)
 
 
-def wrap_zarr(name: str, found: Any, path: str = "") -> ZarrMatrix:
-    """An open zarr array as a matrix. Raises `InputError` for a group."""
+def wrap_zarr(name: str, found: Any, path: str = "", *, writable: bool = False) -> ZarrMatrix:
+    """An open zarr array as a matrix. Raises `InputError` for a group, or if it was opened for reading only."""
     if isinstance(found, zarr.Group):
-        arrays = ", ".join(sorted(found.array_keys())) or "none"
         raise InputError(
-            f"{name}: {path or found.store_path} is a zarr group, not an array (arrays in it: {arrays})"
+            f"{name}: {path or found.store_path} is a zarr group, not an array{_members(_folder(found))}"
         )
+    if writable and found.read_only:
+        raise InputError(f"{name} was opened for reading only: open it with mode='r+'")
     return ZarrMatrix(name, found)
 
 
@@ -132,6 +151,9 @@ def create_zarr(
             fill_value=0,
         )
     except Exception as error:
+        if "://" not in path:
+            with suppress(OSError):  # a folder left without its metadata, and no other
+                os.rmdir(path)
         raise InputError(f"{name}: cannot create a zarr array at {path}: {_reason(error)}") from error
     return ZarrMatrix(name, array)
 
@@ -172,10 +194,22 @@ def _compressor(name: str | None) -> Any:
 
 def _reason(error: BaseException) -> str:
     text = str(error).strip().splitlines()
+    if isinstance(error, KeyError | TypeError | AttributeError):  # metadata of a form zarr does not expect
+        return f"its metadata cannot be read ({': '.join([type(error).__name__, *text[:1]])})"
     return text[0] if text else type(error).__name__
 
 
-def _folder(array: "zarr.Array[Any]") -> Path | None:
+def _members(folder: Path | None) -> str:
+    """What there is in a local group, found without opening any of it."""
+    if folder is None:
+        return ""
+    names = sorted(
+        p.name for p in folder.iterdir() if any((p / m).exists() for m in ("zarr.json", ".zarray"))
+    )
+    return f"; give one of those in it: {', '.join(names)}" if names else ""
+
+
+def _folder(array: "zarr.Array[Any] | zarr.Group") -> Path | None:
     store: Store = array.store
     return Path(store.root) / array.path if isinstance(store, LocalStore) else None
 
@@ -195,9 +229,9 @@ def _raw_chunks(array: "zarr.Array[Any]") -> RawChunks | None:
         codecs = metadata.codecs
         if len(codecs) != 1 or not isinstance(codecs[0], BytesCodec):
             return None
-        endian = codecs[0].endian
+        endian = codecs[0].endian  # a string or, before zarr 3.4, an enumeration
         if endian is not None:
-            stored = stored.newbyteorder("<" if endian.value == "little" else ">")
+            stored = stored.newbyteorder("<" if getattr(endian, "value", endian) == "little" else ">")
         order = "C"
     return RawChunks(
         root=folder,

@@ -90,9 +90,9 @@ def read_log(path: str | os.PathLike[str]) -> Timeline:
                     spans.append(_span(dict(zip(names, row, strict=True))))
     except OSError as error:
         raise InputError(f"cannot read the timeline {path}: {error.strerror}") from error
-    except (ValueError, KeyError, UnicodeDecodeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path} is not a whole timeline: {error}") from error
-    if footer is None or footer.get("spans") != len(spans):
+    if footer is None or footer.get("spans") != len(spans) or "wall_ns" not in footer:
         raise InputError(f"{path} is cut short: it ends after {len(spans)} spans")
     return Timeline(tuple(spans), footer["wall_ns"], header)
 

@@ -1,0 +1,65 @@
+"""The command line as tests call it, and folders as they compare them."""
+
+import io
+import json
+import os
+import sys
+import threading
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from oocgemm import cli
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a command leaves: its exit code and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+    def json(self) -> dict[str, Any]:
+        """The one JSON object on stdout; anything beside it is an error."""
+        value = json.loads(self.out)
+        assert isinstance(value, dict)
+        return value
+
+
+def command(*arguments: str | Path) -> Finished:
+    """`oocgemm ARGUMENTS`, by its entry point in this process. An exception that gets out of it, gets out."""
+    out, err = io.StringIO(), io.StringIO()
+    argv = ["oocgemm", *map(str, arguments)]
+    code: object = None
+    with patch.object(sys, "argv", argv), redirect_stdout(out), redirect_stderr(err):
+        try:
+            cli.main()
+        except SystemExit as stop:
+            code = stop.code
+    assert isinstance(code, int)
+    return Finished(code, out.getvalue(), err.getvalue())
+
+
+def run(*arguments: str | Path) -> Finished:
+    """`oocgemm run` on the host."""
+    return command("run", "--backend", "host", *arguments)
+
+
+def contents(folder: Path) -> dict[str, object]:
+    """Everything below a folder: bytes of files, targets of links, and which folders there are."""
+    found: dict[str, object] = {}
+    for place in sorted(folder.rglob("*")):
+        name = str(place.relative_to(folder))
+        if place.is_symlink():
+            found[name] = "link to " + os.readlink(place)
+        else:
+            found[name] = place.read_bytes() if place.is_file() else "folder"
+    return found
+
+
+def own_threads() -> list[str]:
+    """Names of the threads of runs that are still there."""
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("oocgemm")]

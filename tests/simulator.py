@@ -1,0 +1,122 @@
+"""A schedule run by nothing but NumPy, in random legal order, on slots full of poison.
+
+Operations start and end as separate events, interleaved at random. An operation may start once those that it
+waits for have ended and, on a stream that runs in order, once its predecessor has. What it writes is poisoned
+when it starts and filled when it ends; what it reads must be the same at both. A wait too few therefore shows
+as poison in C, or as an input that changed under a running operation.
+"""
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from oocgemm.backends.base import step_scalars
+from oocgemm.plan import Kind, Operation, Region, Schedule, Slot
+from oocgemm.plan.hazards import IN_ORDER, waits_of
+from tests.problems import Array
+
+POISON = np.nan
+
+
+@dataclass
+class Simulator:
+    """op(A), op(B) and C as plain float64 matrices; C is updated in place."""
+
+    schedule: Schedule
+    a: Array
+    b: Array
+    c: Array
+
+    def run(self, seed: int, drop_wait: int | None = None) -> None:
+        """Run everything in an order drawn from `seed`. `drop_wait` leaves out one of the waits, counted over
+        all: what a defect in the derivation would do."""
+        pick = random.Random(seed)
+        planned = waits_of(self.schedule)
+        if drop_wait is not None:
+            self._drop(planned, drop_wait)
+        self._slots: dict[Slot, Array] = {}
+        ended: set[int] = set()
+        running: dict[int, list[Array]] = {}
+        waiting = list(range(len(planned)))
+        before = self._predecessors(planned)
+        while waiting or running:
+            ready = [
+                i
+                for i in waiting[:60]
+                if ended.issuperset(planned[i][1]) and (before[i] is None or before[i] in ended)
+            ]
+            number = pick.choice([*ready, *running])
+            operation = planned[number][0]
+            if number in running:
+                self._end(operation, running.pop(number))
+                ended.add(number)
+            else:
+                waiting.remove(number)
+                running[number] = self._start(operation)
+
+    @staticmethod
+    def _drop(planned: list[tuple[Operation, list[int]]], which: int) -> None:
+        for _, waits in planned:
+            if which < len(waits):
+                del waits[which]
+                return
+            which -= len(waits)
+
+    @staticmethod
+    def _predecessors(planned: list[tuple[Operation, list[int]]]) -> list[int | None]:
+        latest: dict[str, int] = {}
+        found: list[int | None] = []
+        for number, (operation, _) in enumerate(planned):
+            in_order = operation.stream in IN_ORDER
+            found.append(latest.get(operation.stream) if in_order else None)
+            latest[operation.stream] = number
+        return found
+
+    def _region(self, region: Region) -> Array:
+        """Elements of a flat slot, as hazards count them."""
+        most = max(*self.a.shape, *self.b.shape) + 1
+        slot = self._slots.setdefault(region.slot, np.full(most * most, POISON))
+        return slot[region.start : region.stop]
+
+    def _start(self, op: Operation) -> list[Array]:
+        inputs = [self._region(region).copy() for region in op.reads]
+        for region in op.writes:
+            self._region(region)[...] = POISON
+        return inputs
+
+    def _end(self, op: Operation, inputs: list[Array]) -> None:
+        own = {(w.slot, w.start, w.stop) for w in op.writes}
+        for region, before in zip(op.reads, inputs, strict=True):
+            if (region.slot, region.start, region.stop) not in own:
+                np.testing.assert_array_equal(self._region(region), before, err_msg=f"changed under {op}")
+        (r0, r1), (c0, c1) = op.block
+        match op.kind:
+            case Kind.READ:
+                source = {"A": self.a, "B": self.b, "C": self.c}[op.operand]
+                self._region(op.writes[0])[...] = source[r0:r1, c0:c1].ravel()
+            case Kind.UPLOAD | Kind.DOWNLOAD:
+                self._region(op.writes[0])[...] = inputs[0]
+            case Kind.WRITE:
+                self.c[r0:r1, c0:c1] = inputs[0].reshape(r1 - r0, c1 - c0)
+            case Kind.MULTIPLY:
+                self._multiply(op, inputs)
+            case Kind.FINISH:
+                problem = self.schedule.problem
+                value = problem.alpha * inputs[0]
+                if problem.reads_c:
+                    value = value + problem.beta * inputs[1]
+                self._region(op.writes[0])[...] = np.real(value)
+            case _:
+                raise AssertionError(op)
+
+    def _multiply(self, op: Operation, inputs: list[Array]) -> None:
+        m, n, k = (span[1] - span[0] for span in (op.m, op.n, op.k))
+        alpha, beta = step_scalars(self.schedule.problem, op.first)
+        value: Any = np.zeros((m, n))
+        if k:
+            value = alpha * (inputs[0].reshape(m, k) @ inputs[1].reshape(k, n))
+        if beta != 0:
+            value = value + beta * inputs[-1].reshape(m, n)
+        self._region(op.writes[0])[...] = np.real(value).ravel()

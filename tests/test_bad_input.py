@@ -1,0 +1,358 @@
+"""Bad input ends in one line that names what is wrong and in the right exit code; nothing is written, nothing lost."""
+
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zarr
+
+import oocgemm
+from oocgemm import BackendError, InputError
+from oocgemm.cli import EXIT_BUDGET, EXIT_FAILED, EXIT_USAGE
+from tests.backends_here import CUDA
+from tests.command import Finished, command, contents, own_threads, run
+
+A, B = np.arange(96.0).reshape(12, 8), np.arange(80.0).reshape(8, 10)
+SQUARE = np.arange(64.0).reshape(8, 8)
+UNSUPPORTED = ("int32", "int64", "uint8", "bool", "U3", "S4", "M8[ns]")
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with good operands and with all that is mistaken for one."""
+    folder = tmp_path_factory.mktemp("everything")
+    raw: dict[str, Any] = {"chunks": (4, 4), "compressors": None}
+    for name, array in (("a", A), ("b", B), ("square", SQUARE), ("c", A @ B)):
+        zarr.create_array(folder / name, data=array, **raw)
+        np.save(folder / f"{name}.npy", array)
+    (folder / "c-short.npy").write_bytes((folder / "c.npy").read_bytes()[:200])
+    zarr.create_array(folder / "a-zstd", data=A, chunks=(4, 4))
+    zarr.create_array(folder / "vector", data=A[0])
+    zarr.create_array(folder / "cube", data=A[None])
+    np.save(folder / "vector.npy", A[0])
+    np.save(folder / "number.npy", np.float64(3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # zarr has no final specification of strings
+        for dtype in UNSUPPORTED:
+            values = A.astype("int64").astype(dtype)
+            zarr.create_array(folder / f"a-{dtype}", data=values)
+            np.save(folder / f"a-{dtype}.npy", values)
+    zarr.create_array(folder / "a-float32", data=A.astype("float32"))
+    zarr.create_array(folder / "c-float32", data=(A @ B).astype("float32"))
+    np.save(folder / "records.npy", np.zeros((12, 8), [("x", "f8")]))
+    np.save(folder / "objects.npy", np.array([[None]]), allow_pickle=True)
+    with open(folder / "archive.npy", "wb") as file:
+        np.savez(file, A)
+    zarr.create_group(folder / "group")
+    zarr.create_array(folder / "group" / "inner", data=A)
+    (folder / "group" / "stray").write_text("no part of the group")
+    (folder / "empty").mkdir()
+    (folder / "plain").write_text("text")
+    for name, text in (
+        ("garbage", b"{nope"),
+        ("list", b"[]"),
+        ("bytes", b"\xff\xfe\x00"),
+        ("half", b'{"zarr_format": 3, "node_type": "array"}'),
+    ):
+        (folder / name).mkdir()
+        (folder / name / "zarr.json").write_bytes(text)
+    whole = (folder / "a.npy").read_bytes()
+    (folder / "short.npy").write_bytes(whole[:200])
+    (folder / "header.npy").write_bytes(whole[:20])
+    (folder / "nothing.npy").write_bytes(b"")
+    (folder / "text.npy").write_text("no numbers\n" * 20)
+    for link, target in (("link", "square"), ("link.npy", "square.npy"), ("dangling", "nowhere")):
+        (folder / link).symlink_to(target)
+    return folder
+
+
+@pytest.fixture
+def here(everything: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of `everything` to work in."""
+    monkeypatch.delenv("OOCGEMM_DEBUG", raising=False)
+    folder = tmp_path / "here"
+    shutil.copytree(everything, folder, symlinks=True)
+    os.link(folder / "square.npy", folder / "hard.npy")
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def assert_one_line(done: Finished, code: int, part: str) -> None:
+    assert (done.code, done.out, done.err.count("\n")) == (code, "", 1), done.err
+    assert done.err.startswith("Error: ")
+    assert part in done.err
+
+
+# What is no operand, and what the error says of it.
+OPERANDS = {
+    "vector": "has 1 dimensions, a product needs 2: reshape",
+    "vector.npy": "has 1 dimensions",
+    "number.npy": "has 0 dimensions",
+    "cube": "has 3 dimensions, a product needs 2: multiply its matrices one by one",
+    "group": "group is a zarr group, not an array; give one of those in it: inner",
+    "missing": "there is nothing at missing",
+    "missing.npy": "there is nothing at missing.npy",
+    "plain/below": "there is nothing at plain/below",
+    "dangling": "there is nothing at dangling",
+    "": "'' is not a path",
+    "empty": "no zarr array at empty: it holds no zarr metadata",
+    ".": "no zarr array at .: it holds no zarr metadata",
+    "plain": "no zarr array at plain",
+    "a/c": "no zarr array at a/c",
+    "garbage": "no zarr array at garbage",
+    "list": "no zarr array at list: its metadata cannot be read",
+    "bytes": "no zarr array at bytes",
+    "half": "no zarr array at half: its metadata cannot be read",
+    "short.npy": "short.npy cannot be opened as a .npy file",
+    "header.npy": "header.npy cannot be opened as a .npy file",
+    "nothing.npy": "nothing.npy cannot be opened as a .npy file",
+    "text.npy": "text.npy cannot be opened as a .npy file",
+    "objects.npy": "objects.npy cannot be opened as a .npy file",
+    "archive.npy": "archive.npy cannot be opened as a .npy file: it is an archive",
+    "records.npy": "is of dtype [('x', '<f8')], supported are float16",
+    "a-float32": "A is of dtype float32 and B of float64: convert one of them",
+    "square": "op(A) is 8 x 8 and op(B) is 12 x 8",
+} | {f"a-{dtype}{end}": "supported are float16" for dtype in UNSUPPORTED for end in ("", ".npy")}
+
+
+@pytest.mark.parametrize(("operand", "part"), OPERANDS.items(), ids=OPERANDS)
+def test_what_is_no_operand_is_named(here: Path, operand: str, part: str) -> None:
+    before = contents(here)
+    other = "a" if operand == "square" else "b"
+    assert_one_line(run(operand, other, "new"), EXIT_USAGE, part)
+    with pytest.raises(InputError) as raised:
+        oocgemm.matmul(operand, other, out="new", backend="host")
+    assert part in str(raised.value)
+    assert contents(here) == before
+
+
+@pytest.mark.parametrize("operand", ["missing", "group", "cube", "a-int32.npy", "short.npy"])
+def test_either_operand_may_be_the_bad_one(here: Path, operand: str) -> None:
+    before = contents(here)
+    assert_one_line(run("b", operand, "new"), EXIT_USAGE, "B")
+    assert_one_line(command("plan", "b", operand, "--backend", "host"), EXIT_USAGE, "B")
+    assert contents(here) == before
+
+
+SAME, EXISTS = "C is the same array as ", "C exists at "
+# A, B and C; options; what the error says.
+RESULTS = {
+    "C is A": ("square square.npy square", "--overwrite", SAME + "A"),
+    "C is B": ("square.npy square square", "--overwrite", SAME + "B"),
+    "C is A, and read": ("square square.npy square", "--beta 1", SAME + "A"),
+    "C is A by a relative path": ("square square.npy ../here/./square", "--overwrite", SAME + "A"),
+    "C is A by a trailing slash": ("square square.npy square/", "--overwrite", SAME + "A"),
+    "C is A by a link": ("square square.npy link", "--overwrite", SAME + "A"),
+    "A is C by a link": ("link square.npy square", "--overwrite", SAME + "A"),
+    "C is A as a .npy file": ("square.npy square square.npy", "--overwrite", SAME + "A"),
+    "C is A by a link to a .npy file": ("square.npy square link.npy", "--overwrite", SAME + "A"),
+    "C is A by a hard link": ("square.npy square hard.npy", "--overwrite", SAME + "A"),
+    "C in A": ("a b a/new", "", "C at a/new would lie in A"),
+    "C deep in A": ("a b a/c/0/new.npy", "", "would lie in A"),
+    "C in B": ("a b b/new", "", "C at b/new would lie in B"),
+    "C in A by way of nothing": ("a b missing/../a/new", "", "would lie in A"),
+    "C in A by way of a link": ("link square link/new", "", "would lie in A"),
+    "C exists as zarr": ("a b c", "", EXISTS + "c: pass --overwrite"),
+    "C exists as .npy": ("a b c.npy", "", EXISTS + "c.npy"),
+    "C is a plain file": ("a b plain", "--overwrite", "no zarr array at plain"),
+    "C is an empty folder": ("a b empty", "--overwrite", "no zarr array at empty"),
+    "C is a folder of other things": ("a b .", "--overwrite", "no zarr array at ."),
+    "C is a group": ("a b group", "--overwrite", "is a zarr group"),
+    "C is damaged": ("a b garbage", "--overwrite", "no zarr array at garbage"),
+    "C is a cut .npy file": ("a b c-short.npy", "--overwrite", "cannot be opened"),
+    "C is a text": ("a b text.npy", "--overwrite", "cannot be opened"),
+    "C is a link to nothing": ("a b dangling", "--overwrite", "nothing at dangling"),
+    "C is the folder a path comes back to": ("a b missing/..", "--overwrite", "nothing at missing/.."),
+    "C is an empty path": ("a b ", "--overwrite", "'' is not a path"),
+    "C is of another shape": ("a b square", "--overwrite", "C exists with shape (8, 8)"),
+    "C is of another shape, and read": ("a b square.npy", "--beta 1", "C exists with shape (8, 8)"),
+    "C is of another dtype": ("a b c-float32", "--overwrite", "dtype float32, the product has"),
+    "C is of no dtype to multiply": ("a b a-int32", "--overwrite", "C is of dtype int32"),
+    "C is a vector": ("a b vector", "--overwrite", "C has 1 dimensions"),
+    "C is to be read and is not there": ("a b new", "--beta 1", "beta = 1.0 needs an existing C"),
+    "C is to be read by nan": ("a b new.npy", "--beta nan", "beta = nan needs an existing C"),
+    "C exists, and is to have chunks": ("a b c", "--overwrite --chunks 4x4", "C exists: --chunks"),
+    "C exists, and is to be compressed": ("a b c", "--overwrite --compressor zstd", "C exists: --chunks"),
+    "C below a file": ("a b plain/new", "", "plain/new"),
+    "C below a file, as .npy": ("a b plain/new.npy", "", "plain/new.npy"),
+    "C where nothing can be made": ("a b /proc/new", "", "cannot create a zarr array at /proc/new"),
+    "C where no file can be made": ("a b /proc/new.npy", "", "cannot create /proc/new.npy"),
+    "C of a name too long": (f"a b {'c' * 300}", "", "File name too long"),
+    "a .npy file has no chunks": ("a b new.npy", "--chunks 4x4", "C is to be a .npy file"),
+    "a .npy file has no compressor": ("a b new.npy", "--compressor zstd", "C is to be a .npy file"),
+}
+
+
+@pytest.mark.parametrize(("places", "options", "part"), RESULTS.values(), ids=RESULTS)
+def test_a_place_that_cannot_take_c_is_left_alone(here: Path, places: str, options: str, part: str) -> None:
+    before = contents(here)
+    assert_one_line(run(*places.split(" "), *options.split()), EXIT_USAGE, part)
+    assert contents(here) == before
+
+
+# Options, exit code, and what the error says.
+OPTIONS: dict[str, tuple[int, str]] = {
+    "--alpha three": (EXIT_USAGE, "'--alpha': 'three' is not a number"),
+    "--alpha 1+2j": (EXIT_USAGE, "alpha = (1+2j) is complex, but the operands are real"),
+    "--beta 1,5": (EXIT_USAGE, "'--beta': '1,5' is not a number"),
+    "--device-memory lots": (EXIT_USAGE, "cannot read 'lots' as a size"),
+    "--device-memory 2XiB": (EXIT_USAGE, "cannot read '2XiB' as a size"),
+    "--device-memory 1e9": (EXIT_USAGE, "cannot read '1e9' as a size"),
+    "--device-memory -5": (EXIT_USAGE, "cannot read '-5' as a size"),
+    "--device-memory 0": (EXIT_USAGE, "a size must be positive"),
+    "--device-memory 0.2": (EXIT_USAGE, "a size must be positive"),
+    "--host-memory ²": (EXIT_USAGE, "cannot read '²' as a size"),
+    "--host-memory 0KiB": (EXIT_USAGE, "a size must be positive"),
+    "--host-memory 99999PiB": (EXIT_USAGE, "a size must be below"),
+    f"--host-memory {'9' * 400}": (EXIT_USAGE, "as a size"),
+    "--device-memory 1": (EXIT_BUDGET, "device memory 1 B cannot hold"),
+    "--host-memory 1": (EXIT_BUDGET, "host memory 1 B cannot hold"),
+    "--tile 4x4x4 --device-memory 1KiB": (EXIT_BUDGET, "tile 4x4x4"),
+    "--tile big": (EXIT_USAGE, "cannot read 'big' as a tile"),
+    "--tile 4x4": (EXIT_USAGE, "cannot read '4x4' as a tile"),
+    "--tile 4x4x4x4": (EXIT_USAGE, "as a tile"),
+    "--tile 4xx4": (EXIT_USAGE, "as a tile"),
+    "--tile 0x4x4": (EXIT_USAGE, "as a tile"),
+    "--tile -4x4x4": (EXIT_USAGE, "as a tile"),
+    "--tile 4x4x1.5": (EXIT_USAGE, "as a tile"),
+    "--tile ²x4x4": (EXIT_USAGE, "as a tile"),
+    "--tile 3x4x4 --chunks 2x2": (EXIT_USAGE, "make w a multiple of 2"),
+    "--tile 4x3x4 --chunks 2x2": (EXIT_USAGE, "make h a multiple of 2"),
+    "--chunks 4": (EXIT_USAGE, "'--chunks': '4' is not a chunk shape"),
+    "--chunks 0x4": (EXIT_USAGE, "is not a chunk shape"),
+    "--chunks 4x-4": (EXIT_USAGE, "is not a chunk shape"),
+    "--chunks ²x4": (EXIT_USAGE, "is not a chunk shape"),
+    "--chunks 999999999x999999999": (EXIT_BUDGET, "host memory"),
+    "--compressor zip": (EXIT_USAGE, "'--compressor': 'zip' is not one of"),
+    "--backend gpu": (EXIT_USAGE, "'--backend': 'gpu' is not one of"),
+    "--kernel fast": (EXIT_USAGE, "'--kernel': 'fast' is not one of"),
+    "--kernel tiled": (EXIT_FAILED, "the host backend has no kernel 'tiled'"),
+    "--device -1": (EXIT_USAGE, "'--device'"),
+    "--transpose-a --adjoint-a": (EXIT_USAGE, "--transpose-a and --adjoint-a exclude each other"),
+    "--transpose-b --adjoint-b": (EXIT_USAGE, "--transpose-b and --adjoint-b exclude each other"),
+    "--transpose-a": (EXIT_USAGE, "op(A) is 8 x 12 and op(B) is 8 x 10"),
+    "--nonsense": (EXIT_USAGE, "No such option"),
+    "too many": (EXIT_USAGE, "unexpected extra argument"),
+    "--timeline missing/log": (EXIT_USAGE, "folder"),
+    "--timeline plain/log": (EXIT_USAGE, "folder"),
+    "--timeline empty": (EXIT_USAGE, "is a directory"),
+    "--timeline a.npy": (EXIT_USAGE, "the timeline at a.npy would lie in A"),
+    "--timeline b/zarr.json": (EXIT_USAGE, "the timeline at b/zarr.json would lie in B"),
+    "--timeline new": (EXIT_USAGE, "the timeline at new would lie in C"),
+    "--timeline ./new": (EXIT_USAGE, "the timeline at ./new would lie in C"),
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "part"), [(o, *e) for o, e in OPTIONS.items()], ids=[o[:40] for o in OPTIONS]
+)
+def test_a_bad_option_is_named(here: Path, options: str, code: int, part: str) -> None:
+    before = contents(here)
+    assert_one_line(run("a.npy", "b", "new", *options.split()), code, part)
+    assert contents(here) == before
+
+
+def test_a_bad_option_of_plan_is_named() -> None:
+    assert_one_line(command("plan"), EXIT_USAGE, "Missing argument 'A'")
+    assert_one_line(command("plain"), EXIT_USAGE, "No such command 'plain'")
+
+
+@pytest.mark.skipif(CUDA, reason="a CUDA device answers here")
+def test_cuda_without_a_device_says_what_runs_without(here: Path) -> None:
+    before = contents(here)
+    assert_one_line(
+        run("a", "b", "new", "--backend", "cuda"), EXIT_FAILED, "--backend host runs without a GPU"
+    )
+    with pytest.raises(BackendError):
+        oocgemm.matmul(A, B, backend="cuda")
+    assert contents(here) == before
+
+
+def _no_zstd(chunk: Path) -> None:
+    chunk.write_bytes(b"\0" * chunk.stat().st_size)
+
+
+def _cut(chunk: Path) -> None:
+    chunk.write_bytes(chunk.read_bytes()[:50])
+
+
+def _empty(chunk: Path) -> None:
+    chunk.write_bytes(b"")
+
+
+@pytest.mark.parametrize("result", ["new", "new.npy"])
+@pytest.mark.parametrize(
+    ("operand", "damage", "parts"),
+    [
+        pytest.param("a-zstd", _no_zstd, ("tile (1, 0), step 1", "A[4:8, 4:8]"), id="zstd that is none"),
+        pytest.param("a-zstd", _cut, ("tile (1, 0), step 1", "A[4:8, 4:8]"), id="zstd cut short"),
+        pytest.param("a-zstd", _empty, ("tile (1, 0), step 1", "A[4:8, 4:8]"), id="zstd of no bytes"),
+        pytest.param("a", _cut, ("tile (1, 0), step 1", "chunk c/1/1 in a has 50 bytes"), id="raw cut short"),
+        pytest.param(
+            "a", _empty, ("tile (1, 0), step 1", "chunk c/1/1 in a has 0 bytes"), id="raw of no bytes"
+        ),
+    ],
+)
+def test_a_damaged_chunk_fails_the_run_and_takes_its_c_away(
+    here: Path, operand: str, damage: Callable[[Path], None], parts: tuple[str, ...], result: str
+) -> None:
+    damage(here / operand / "c" / "1" / "1")
+    before = contents(here)
+    done = run(operand, "b", result, "--tile", "4x10x4")
+    for part in parts:
+        assert_one_line(done, EXIT_FAILED, part)
+    assert own_threads() == []
+    assert contents(here) == before
+
+
+def test_a_failing_run_leaves_a_c_that_was_there(here: Path) -> None:
+    _cut(here / "a" / "c" / "0" / "0")
+    before = contents(here)
+    assert_one_line(run("a", "b", "c", "--overwrite"), EXIT_FAILED, "chunk c/0/0")
+    assert contents(here) == before
+    assert own_threads() == []
+
+
+def test_a_timeline_that_cannot_be_written_costs_no_product(here: Path) -> None:
+    assert_one_line(
+        run("a", "b", "new", "--timeline", "/proc/log"), EXIT_FAILED, "C is done, but its timeline"
+    )
+    np.testing.assert_array_equal(zarr.open_array(here / "new")[:], A @ B)
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    "place", ["missing", "plain", "empty", "a.npy", "a/zarr.json", "nothing.npy", "text.npy"]
+)
+def test_report_refuses_what_is_no_timeline(place: str) -> None:
+    assert_one_line(command("report", place), EXIT_USAGE, place)
+    assert_one_line(command("report", place, "--json"), EXIT_USAGE, place)
+
+
+def test_report_refuses_a_timeline_cut_anywhere(here: Path) -> None:
+    assert run("a", "b", "new", "--tile", "4x10x4", "--timeline", "log").code == 0
+    whole = (here / "log").read_bytes()
+    # Without its last line end it is still whole.
+    for length in (0, 1, 100, *range(whole.index(b"\n"), len(whole) - 1, 7)):
+        (here / "cut").write_bytes(whole[:length])
+        assert_one_line(command("report", "cut"), EXIT_USAGE, "cut")
+    (here / "cut").write_bytes(whole[:-1])
+    assert command("report", "cut").code == 0
+
+
+@pytest.mark.parametrize(
+    "line", ["5", "null", '"text"', "[]", "[1, 2]", "{}", '{"spans": 0}', "]"], ids=lambda line: line
+)
+def test_report_refuses_rows_that_are_no_spans(here: Path, line: str) -> None:
+    assert run("a", "b", "new", "--timeline", "log").code == 0
+    header = (here / "log").read_text().splitlines()[0]
+    (here / "odd").write_text(f"{header}\n{line}\n")
+    assert_one_line(command("report", "odd"), EXIT_USAGE, "odd")
+    (here / "odd").write_text(json.dumps(json.loads(header) | {"version": 99}) + f"\n{line}\n")
+    assert_one_line(command("report", "odd"), EXIT_USAGE, "version 99")

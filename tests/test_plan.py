@@ -1,0 +1,194 @@
+"""Plans: what is chosen fits, moves no less than it must, and says why."""
+
+import json
+import time
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from oocgemm.errors import BudgetError, InputError
+from oocgemm.plan import (
+    DTYPES,
+    Budgets,
+    GemmProblem,
+    Layout,
+    Layouts,
+    Op,
+    Plan,
+    TileShape,
+    default_model,
+    make_plan,
+)
+from oocgemm.plan.cost import least_bytes
+from oocgemm.plan.hazards import verify
+from oocgemm.plan.planner import CHUNK_BYTES
+
+GIB = 1 << 30
+MIB = 1 << 20
+
+
+def problem(m: int, n: int, k: int, dtype: str = "float64", beta: float = 0) -> GemmProblem:
+    d = DTYPES[dtype]
+    return GemmProblem(m, n, k, d.name, d.name, d.accumulator, d.name, 1.0, beta, Op.N, Op.N)
+
+
+EXTENTS = st.one_of(st.integers(0, 3), st.integers(1, 3000), st.sampled_from([4096, 10_007, 100_000]))
+CHUNKS = st.tuples(st.integers(1, 600), st.integers(1, 600))
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layouts:
+    def one() -> Layout:
+        chunk = draw(CHUNKS)
+        raw = draw(st.booleans())
+        scratch = 0 if raw else 2 * 8 * chunk[0] * chunk[1]
+        return Layout(read_chunk=chunk, write_chunk=chunk, partial_reads=raw, decode_bytes=scratch)
+
+    c = Layout(free_chunks=True, encode_bytes=CHUNK_BYTES) if draw(st.booleans()) else one()
+    return Layouts(one(), one(), c)
+
+
+@given(
+    *(EXTENTS, EXTENTS, EXTENTS, st.sampled_from(list(DTYPES)), st.sampled_from([0, 1]), layouts()),
+    *(st.integers(1 * MIB, 600 * MIB), st.integers(1 * MIB, 600 * MIB), st.sampled_from(["cuda", "host"])),
+)
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_a_plan_fits_its_budgets_or_says_what_would_do(
+    m: int, n: int, k: int, dtype: str, beta: int, on: Layouts, device: int, host: int, backend: str
+) -> None:
+    p, machine = problem(m, n, k, dtype, beta), default_model(backend, 2)
+    budgets = Budgets(device, host)
+    for _ in range(6):  # each refusal names one budget that is too small; raising it must help
+        try:
+            plan = make_plan(p, budgets, machine, on)
+            break
+        except BudgetError as error:
+            assert error.least is not None
+            short = "device" if str(error).startswith("device") else "host"
+            assert error.least > getattr(budgets, short)
+            budgets = (
+                Budgets(error.least, budgets.host)
+                if short == "device"
+                else Budgets(budgets.device, error.least)
+            )
+    else:
+        pytest.fail("a budget raised to what the message asks for is refused again")
+    assert plan.footprint.device_total <= budgets.device
+    assert plan.footprint.host_total <= budgets.host
+    if plan.steps <= 200_000:
+        assert all(plan.traffic[link] >= plan.least[link] for link in plan.traffic)
+    if plan.steps <= 2000:
+        verify(plan.schedule(), plan.chunks)
+        json.dumps(plan.to_dict())
+
+
+def test_tiles_take_the_memory_and_panels_are_thin() -> None:
+    plan = make_plan(problem(100_000, 100_000, 100_000), Budgets(8 * GIB, 8 * GIB), default_model("cuda", 16))
+    accumulators = plan.slots.c * plan.tile.w * plan.tile.h * 8
+    assert accumulators > 0.5 * plan.budgets.device
+    assert plan.traffic["h2d"] < 2 * plan.least["h2d"]
+
+
+@pytest.mark.parametrize(
+    ("case", "device", "why"),
+    [
+        (problem(24_576, 24_576, 24_576), 3 * GIB, "the usual square one"),
+        (problem(400_000, 400_000, 400_000, "float32"), 1 * GIB, "100,000 steps and more"),
+        (problem(1_000_000, 1_000_000, 768, "float32"), 8 * GIB, "all pairs of embeddings"),
+        (problem(1, 7, 10**8), 1 * GIB, "a dot product"),
+    ],
+)
+def test_planning_is_quick(case: GemmProblem, device: int, why: str) -> None:
+    make_plan(case, Budgets(device, 8 * GIB), default_model("cuda", 16))
+    started = time.process_time()
+    plan = make_plan(case, Budgets(device, 8 * GIB), default_model("cuda", 16))
+    assert plan.traffic["h2d"] > 0
+    # Ten times what it takes: against planning that grows with the steps, not a measurement.
+    assert time.process_time() - started < 10
+
+
+def test_the_lower_bound_holds_for_a_brute_force_oracle() -> None:
+    """No schedule of square-ish tiles with thin panels moves less than the bound says, for any tile at all."""
+    p = problem(60, 50, 40)
+    for memory in (200, 800, 3000, 20_000):
+        elements = memory // 8
+        best = min(
+            (p.m * p.k * -(-p.n // h) + p.k * p.n * -(-p.m // w)) * 8
+            for w in range(1, p.m + 1)
+            for h in range(1, p.n + 1)
+            if w * h + w + h <= elements
+        )
+        assert least_bytes(p, memory) <= best
+
+
+@pytest.mark.parametrize("beta", [0, 1])
+def test_what_fits_is_moved_once(beta: int) -> None:
+    p, tile = problem(2000, 2000, 2000, beta=beta), TileShape(2000, 2000, 500)
+    plan = make_plan(p, Budgets(4 * GIB, 4 * GIB), default_model("cuda", 16), tile=tile)
+    assert plan.traffic == plan.required
+
+
+def test_tiles_and_strips_never_share_a_chunk_of_c() -> None:
+    for chunk in ((1000, 700), (333, 4096)):
+        on = Layouts(c=Layout(write_chunk=chunk, encode_bytes=8 * chunk[0] * chunk[1]))
+        plan = make_plan(
+            problem(9001, 9001, 3000), Budgets(300 * MIB, 300 * MIB), default_model("cuda", 4), on
+        )
+        verify(plan.schedule(), chunk)
+
+
+def test_a_new_c_gets_chunks_that_divide_the_tile() -> None:
+    on = Layouts(c=Layout(free_chunks=True, encode_bytes=2 * CHUNK_BYTES))
+    plan = make_plan(
+        problem(30_000, 30_000, 3000), Budgets(800 * MIB, 800 * MIB), default_model("cuda", 4), on
+    )
+    rows, cols = plan.chunks
+    assert plan.tile.w >= plan.problem.m or plan.tile.w % rows == 0
+    assert plan.tile.h >= plan.problem.n or plan.tile.h % cols == 0
+    assert CHUNK_BYTES / 8 <= rows * cols * 8 <= CHUNK_BYTES * 4
+
+
+def test_panels_follow_the_chunks_of_compressed_operands() -> None:
+    on = Layouts(*(Layout(read_chunk=(1000, 1000), partial_reads=False, decode_bytes=16_000_000),) * 2)
+    plan = make_plan(
+        problem(20_000, 20_000, 20_000), Budgets(2 * GIB, 8 * GIB), default_model("cuda", 16), on
+    )
+    assert plan.tile.r % 1000 == 0
+    assert all(factor < 1.1 for factor in plan.amplification.values())
+
+
+def test_a_tile_given_by_hand_is_kept_or_refused() -> None:
+    p, machine = problem(1000, 1000, 1000), default_model("host", 2)
+    assert make_plan(p, Budgets(GIB, GIB), machine, tile=TileShape(300, 200, 70)).tile == TileShape(
+        300, 200, 70
+    )
+    with pytest.raises(BudgetError, match="tile 300x200x70"):
+        make_plan(p, Budgets(16 * MIB + MIB // 2, GIB), machine, tile=TileShape(300, 200, 70))
+    with pytest.raises(InputError, match="multiple of 64"):
+        make_plan(
+            p, Budgets(GIB, GIB), machine, Layouts(c=Layout(write_chunk=(64, 64))), TileShape(300, 128, 70)
+        )
+
+
+def test_a_chunk_too_large_to_decode_is_refused_with_the_remedy() -> None:
+    on = Layouts(a=Layout(read_chunk=(8192, 8192), partial_reads=False, decode_bytes=GIB))
+    with pytest.raises(BudgetError, match="rechunk"):
+        make_plan(problem(9000, 9000, 9000), Budgets(GIB, GIB // 2), default_model("cuda", 16), on)
+
+
+def test_explanations_name_what_each_candidate_loses() -> None:
+    plan = make_plan(problem(24_576, 24_576, 24_576), Budgets(3 * GIB, 8 * GIB), default_model("cuda", 16))
+    rows: list[dict[str, Any]] = plan.explain()
+    assert rows[0]["why"] == "chosen"
+    assert rows[0]["tile"] == str(plan.tile)
+    assert len(rows) > 2
+    assert all(row["why"] for row in rows)
+
+
+def test_a_plan_is_the_same_every_time() -> None:
+    def once() -> Plan:
+        return make_plan(problem(5000, 7000, 3000), Budgets(GIB, GIB), default_model("cuda", 16))
+
+    assert once() == once()

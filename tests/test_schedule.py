@@ -1,0 +1,202 @@
+"""Schedules: every wait is derived, and no legal order of events can break the result."""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from oocgemm.errors import ScheduleError
+from oocgemm.plan import GemmProblem, Kind, Op, Schedule, Slots, TileGrid, TileShape
+from oocgemm.plan.hazards import HazardTracker, verify, waits_of
+from oocgemm.plan.replacement import NEVER, SlotCache
+from oocgemm.plan.traversal import NextUse, snake, step_order
+from tests.problems import integers
+from tests.simulator import Simulator
+
+
+def problem(
+    m: int, n: int, k: int, *, alpha: float = 1, beta: float = 0, finishes: bool = False
+) -> GemmProblem:
+    stored = "float16" if finishes else "float64"
+    accumulated = "float32" if finishes else "float64"
+    return GemmProblem(m, n, k, stored, stored, accumulated, stored, alpha, beta, Op.N, Op.N)
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    p = problem(
+        *(draw(st.integers(1, 9)), draw(st.integers(1, 9)), draw(st.integers(0, 9))),
+        alpha=draw(st.sampled_from([1, 2])),
+        beta=draw(st.sampled_from([0, 1, 3])),
+        finishes=draw(st.booleans()),
+    )
+    grid = TileGrid.of(p, TileShape(*(draw(st.integers(1, 5)) for _ in range(3))))
+    tiles = list(snake(*grid.shape))
+    if draw(st.booleans()):  # any sequence of distinct tiles is a traversal
+        tiles = draw(st.permutations(tiles))[: draw(st.integers(1, len(tiles)))]
+    counts = st.integers(1, 4)
+    slots = Slots(
+        *(draw(st.integers(2, 4)), draw(st.integers(2, 4)), draw(st.integers(1, 3))),
+        *(draw(counts), draw(counts), draw(st.integers(1, 3))),
+        finish=draw(st.integers(1, 2)) if p.finishes else 0,
+        strip=draw(st.integers(1, 5)),
+    )
+    return Schedule(p, grid, tiles, slots)
+
+
+def operands(schedule: Schedule, seed: int) -> tuple[Any, Any, Any]:
+    p = schedule.problem
+    rng = np.random.default_rng(seed)
+    shapes = (p.m, p.k), (p.k, p.n), (p.m, p.n)
+    a, b, c = (integers(rng, shape, "float64") for shape in shapes)
+    return a, b, c if p.reads_c else np.full((p.m, p.n), np.nan)
+
+
+def expected(schedule: Schedule, a: Any, b: Any, c: Any) -> Any:
+    p, out = schedule.problem, c.copy()
+    for tile in schedule.tiles:
+        rows, cols = slice(*schedule.grid.rows(tile[0])), slice(*schedule.grid.cols(tile[1]))
+        value = p.alpha * (a[rows] @ b[:, cols])
+        out[rows, cols] = value + p.beta * c[rows, cols] if p.reads_c else value
+    return out
+
+
+@given(schedule=schedules(), seed=st.integers(0, 2**16))
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_no_legal_order_breaks_a_schedule(schedule: Schedule, seed: int) -> None:
+    verify(schedule)
+    a, b, c = operands(schedule, seed)
+    right = expected(schedule, a, b, c)
+    Simulator(schedule, a, b, c).run(seed)
+    np.testing.assert_array_equal(c, right)
+
+
+def test_the_simulator_notices_a_wait_left_out() -> None:
+    """The test above can fail: of the waits left out one by one, those that matter are caught in some order."""
+    p = problem(4, 4, 6, beta=1)
+    grid = TileGrid.of(p, TileShape(2, 2, 2))
+    schedule = Schedule(p, grid, snake(*grid.shape), Slots(strip=1))
+    total = sum(len(waits) for _, waits in waits_of(schedule))
+    caught = 0
+    for wait in range(total):
+        for seed in range(12):
+            a, b, c = operands(schedule, seed)
+            right = expected(schedule, a, b, c)
+            try:
+                Simulator(schedule, a, b, c).run(seed, drop_wait=wait)
+                np.testing.assert_array_equal(c, right)
+            except AssertionError:
+                caught += 1
+                break
+    # The rest are implied by other waits or by the order of a stream.
+    assert caught > total / 4
+
+
+@given(schedule=schedules())
+@settings(max_examples=200, deadline=None)
+def test_traffic_is_what_the_operations_move(schedule: Schedule) -> None:
+    moved = dict.fromkeys(("read", "h2d", "d2h", "write"), 0)
+    for operation in schedule:
+        if operation.bytes:
+            moved[operation.lane.value] += operation.bytes
+    assert schedule.traffic() == moved
+
+
+@given(schedule=schedules())
+@settings(max_examples=100, deadline=None)
+def test_a_schedule_can_be_read_again(schedule: Schedule) -> None:
+    assert list(schedule) == list(schedule)
+
+
+def test_a_schedule_is_made_as_it_is_read() -> None:
+    p = problem(10**7, 10**7, 10**9)
+    grid = TileGrid.of(p, TileShape(10**4, 10**4, 100))
+    schedule = Schedule(p, grid, snake(*grid.shape), Slots(strip=100))
+    tracker: HazardTracker[int] = HazardTracker()
+    for number, operation in enumerate(itertools.islice(schedule, 20_000)):
+        waits = tracker.admit(operation, number)
+        assert len(waits) <= 16
+    assert sum(len(a) for a in tracker._accesses.values()) < 500
+
+
+@pytest.mark.parametrize(
+    ("slots", "why"),
+    [
+        (Slots(a=1), "one A slot: the next panel must wait for the multiplication"),
+        (Slots(host_a=1), "one host slot: the next read must wait for the upload"),
+        (Slots(c=1), "one accumulator: the next tile must wait for the download"),
+    ],
+)
+def test_slots_that_are_short_show_as_waits_not_as_errors(slots: Slots, why: str) -> None:
+    p = problem(6, 6, 6)
+    grid = TileGrid.of(p, TileShape(3, 3, 2))
+    schedule = Schedule(p, grid, snake(*grid.shape), slots)
+    verify(schedule)
+    a, b, c = operands(schedule, 1)
+    Simulator(schedule, a, b, c).run(1)
+    np.testing.assert_array_equal(c, a @ b)
+
+
+def test_verify_refuses_strips_that_share_a_chunk() -> None:
+    p = problem(8, 8, 4)
+    grid = TileGrid.of(p, TileShape(8, 8, 4))
+    schedule = Schedule(p, grid, snake(*grid.shape), Slots(strip=3))
+    verify(schedule, chunks=(3, 8))
+    with pytest.raises(ScheduleError, match="write C"):
+        verify(schedule, chunks=(2, 8))
+
+
+def test_copies_of_the_next_panels_do_not_wait_for_the_multiplication() -> None:
+    """The five-buffer scheme: while C0 += A0 B0 runs, A1 and B1 are loaded."""
+    p = problem(4, 4, 8)
+    grid = TileGrid.of(p, TileShape(4, 4, 2))
+    planned = waits_of(Schedule(p, grid, snake(*grid.shape), Slots()))
+    kinds = [operation.kind for operation, _ in planned]
+    multiplies = [i for i, kind in enumerate(kinds) if kind is Kind.MULTIPLY]
+    for operation, waits in planned:
+        if operation.kind is Kind.UPLOAD and operation.step >= 1:
+            behind = [multiplies.index(w) for w in waits if w in multiplies]
+            assert all(step <= operation.step - 2 for step in behind)
+
+
+def test_a_panel_that_is_there_is_not_loaded_again() -> None:
+    # k fits one panel: A's panel serves a whole row of tiles, and at the turns B's is there already.
+    p = problem(6, 9, 2)
+    grid = TileGrid.of(p, TileShape(3, 3, 2))
+    schedule = Schedule(p, grid, snake(*grid.shape), Slots())
+    uploads = [o.operand for o in schedule if o.kind is Kind.UPLOAD]
+    assert uploads.count("A") == 2
+    assert uploads.count("B") == 4
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=60), st.integers(2, 5))
+def test_replacement_never_evicts_what_the_latest_step_uses(keys: list[int], count: int) -> None:
+    cache = SlotCache(count)
+    where: dict[int, int] = {}
+    latest = None
+    for position, key in enumerate(keys):
+        later = next((p for p in range(position + 1, len(keys)) if keys[p] == key), NEVER)
+        slot, hit = cache.acquire((0, key), later)
+        assert hit == (where.get(slot) == key)
+        assert not (latest == slot and not hit)
+        where = {s: k for s, k in where.items() if s != slot} | {slot: key}
+        latest = slot
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.randoms())
+def test_next_use_is_the_first_later_one(rows: int, cols: int, steps: int, random: Any) -> None:
+    tiles = list(snake(rows, cols))
+    random.shuffle(tiles)
+    assume(tiles)
+    next_use = NextUse(tiles, steps)
+    order = [(t, step) for t in tiles for step in step_order(t, steps)]
+    for position, tile in enumerate(tiles):
+        for axis, step in itertools.product((0, 1), range(steps)):
+            start = (position + 1) * steps
+            uses = [
+                p for p in range(start, len(order)) if order[p][0][axis] == tile[axis] and order[p][1] == step
+            ]
+            assert next_use(axis, position, step) == (uses[0] if uses else NEVER)
