@@ -149,7 +149,7 @@ def gemm(
     failed = False
     try:
         staging = Staging(plan, {"A": job.a, "B": job.b, "C": output.matrix})
-        session = engine.open(plan, staging.arena, kernel)
+        session = engine.open(plan, kernel)
         run = Run(plan, session, staging, origin, progress(plan) if progress else None)
         run.execute()
         wall = perf_counter_ns() - origin

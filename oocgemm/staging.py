@@ -1,6 +1,6 @@
 """The host tier: slots in one block of memory, and the threads that fill them from stores and empty them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from oocgemm.backends.base import Array, numpy_dtype, slot_offsets, stored_shape
@@ -11,14 +11,15 @@ from oocgemm.plan.cost import HOST_ALIGNMENT
 from oocgemm.plan.tiling import Span
 from oocgemm.stores import Matrix, pieces
 
-# Parts of this size keep all threads busy on one panel, at little cost a part.
-PIECE_BYTES = 8 << 20
+# Parts of a block are at most this large, and smaller where all threads would not get two of them else.
+PIECE_BYTES = 4 << 20
+LEAST_PIECE_BYTES = 1 << 20
 
 
 class Staging:
     """Host slots of a plan, and reading and writing through them.
 
-    At most `plan.candidate.io_threads` chunks are decoded or encoded at a time, which bounds the scratch.
+    At most `plan.candidate.io_threads` chunks are decoded at a time and as many encoded, which bounds the scratch.
     """
 
     def __init__(self, plan: Plan, operands: Mapping[str, Matrix]) -> None:
@@ -27,7 +28,9 @@ class Staging:
         self._offsets, size = slot_offsets(plan, "host", HOST_ALIGNMENT)
         self.arena = allocate(size)
         self._threads = plan.candidate.io_threads
-        self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="oocgemm-io")
+        # Apart, so that reading ahead never queues behind writing.
+        self._readers = ThreadPoolExecutor(self._threads, thread_name_prefix="oocgemm-reader")
+        self._writers = ThreadPoolExecutor(self._threads, thread_name_prefix="oocgemm-writer")
 
     def view(self, slot: Slot, operation: Operation) -> Array:
         """The part of a host slot that an operation's block fills, in stored orientation."""
@@ -47,12 +50,6 @@ class Staging:
         problem = self._plan.problem
         op = {"A": problem.trans_a, "B": problem.trans_b}.get(operation.operand, Op.N)
         rows, cols = operation.block[::-1] if op.swaps else operation.block
-        chunk = matrix.layout.read_chunk if reading else matrix.layout.write_chunk  # as stored, not oriented
-        # Through zarr one chunk at a time, which is what the scratch is reckoned for.
-        one = matrix.layout.decode_bytes if reading else matrix.layout.encode_bytes
-        least = 1 if one else max(1, PIECE_BYTES // matrix.dtype.itemsize)
-        if chunk == (1, 1):
-            chunk = max(1, -(-least // max(1, cols[1] - cols[0]))), max(1, cols[1] - cols[0])
         act = matrix.read if reading else matrix.write
 
         def part(r: Span, c: Span) -> None:
@@ -65,11 +62,32 @@ class Staging:
                 where = f"{matrix.name}[{r[0]}:{r[1]}, {c[0]}:{c[1]}]"
                 raise ExecutionError(f"{verb} {where}: {type(error).__name__}: {error}") from error
 
-        self._run([self._pool.submit(part, r, c) for r, c in pieces(rows, cols, chunk, least)])
+        pool = self._readers if reading else self._writers
+        parts = self._parts(matrix, rows, cols, reading)
+        self._run([pool.submit(part, r, c) for r, c in parts])
+
+    def _parts(self, matrix: Matrix, rows: Span, cols: Span, reading: bool) -> Iterator[tuple[Span, Span]]:
+        """A block (as stored) cut into what the threads do one by one."""
+        layout = matrix.layout
+        height, width = layout.read_chunk if reading else layout.write_chunk
+        if layout.decode_bytes if reading else layout.encode_bytes:
+            # Through zarr one chunk at a time, which is what the scratch is reckoned for.
+            return pieces(rows, cols, (height, width), 1)
+        itemsize = matrix.dtype.itemsize
+        size = (rows[1] - rows[0]) * (cols[1] - cols[0]) * itemsize
+        wanted = max(LEAST_PIECE_BYTES, min(PIECE_BYTES, size // (2 * self._threads))) // itemsize
+        if layout.in_memory or (height, width) == (1, 1):
+            width = cols[1] - cols[0]
+            height = max(1, wanted // width)
+        elif reading:  # a chunk can be read in parts, which must not straddle chunks
+            count = max(1, height * width // wanted)
+            height = next(h for h in range(-(-height // count), height + 1) if height % h == 0)
+        return pieces(rows, cols, (height, width), wanted)
 
     def close(self) -> None:
         """Join the threads; the memory goes when its last view does."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        for pool in (self._readers, self._writers):
+            pool.shutdown(wait=True, cancel_futures=True)
 
     @staticmethod
     def _run(futures: list[Future[None]]) -> None:

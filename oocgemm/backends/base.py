@@ -52,7 +52,8 @@ class Session(Protocol):
     def submit(self, operation: Operation, host: Array | None, after: Sequence[Token]) -> Token:
         """Issue one operation of a device lane once those in `after` are done.
 
-        `host` is the host end of an Upload or a Download, contiguous, in stored orientation.
+        `host` is the host end of an Upload or a Download: the start of a host slot, contiguous, in stored
+        orientation.
         """
 
     def device_bytes(self) -> int:
@@ -73,8 +74,8 @@ class Backend(Protocol):
     def describe(self) -> dict[str, str]:
         """Device, library versions and kernel, for headers and reports."""
 
-    def open(self, plan: Plan, host_arena: Array, kernel: str) -> Session:
-        """Allocate the device arena, make the host arena (bytes) ready for copies, create the streams."""
+    def open(self, plan: Plan, kernel: str) -> Session:
+        """Allocate the device arena and create the streams."""
 
 
 def stored_shape(operation: Operation, problem: GemmProblem) -> tuple[int, int]:

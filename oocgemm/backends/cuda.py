@@ -4,8 +4,8 @@ Copies go between the arena and pinned host slots on streams of their own. Waits
 waits of streams on events; no thread waits for the device on the way from one step to the next.
 """
 
+import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from time import perf_counter_ns
 from typing import Any
@@ -19,6 +19,7 @@ from oocgemm.backends.base import Array, Token, device_offsets, step_scalars
 from oocgemm.backends.sources import kernel_folder, kernel_source
 from oocgemm.errors import BackendError
 from oocgemm.plan import Kind, Op, Operation, Plan, Region
+from oocgemm.plan.cost import slot_bytes
 from oocgemm.units import format_size
 
 STREAMS = ("h2d", "h2d-c", "compute", "d2h")
@@ -89,17 +90,20 @@ class CudaToken:
 class CudaSession:
     """An arena on one device, its streams, and what runs on them."""
 
-    def __init__(self, device: int, plan: Plan, host_arena: Array, kernel: str) -> None:
+    def __init__(self, device: int, plan: Plan, kernel: str) -> None:
         self._device = cupy.cuda.Device(device)
         self._problem = plan.problem
         self._kernel = kernel
-        self._arena = self._pinned = self._blas = 0
+        self._arena = self._blas = 0
+        self._pinned: dict[int, int] = {}
+        self._pinning = threading.Lock()
+        sizes = slot_bytes(plan.problem, plan.tile, plan.slots.strip)
+        self._host_slot_bytes = {operand: size for (tier, operand), size in sizes.items() if tier == "host"}
         with self._device:
             free_before = runtime.memGetInfo()[0]
             try:
                 self._offsets, size = device_offsets(plan)
                 self._arena = _allocate(size)
-                self._pinned = _pin(host_arena, plan.machine.io_threads)
                 self._blas = cublas.create()
                 self._streams = {name: cupy.cuda.Stream(non_blocking=True) for name in STREAMS}
                 self._clock = _Clock(self._device)
@@ -145,10 +149,11 @@ class CudaSession:
         releases = (
             (runtime.deviceSynchronize, ()),
             (cublas.destroy, (self._blas,) if self._blas else None),
-            (runtime.hostUnregister, (self._pinned,) if self._pinned else None),
+            *((runtime.hostUnregister, (address,)) for address in self._pinned),
             (runtime.free, (self._arena,) if self._arena else None),
         )
-        self._arena = self._pinned = self._blas = 0
+        self._arena = self._blas = 0
+        self._pinned = {}
         with self._device:
             for release, arguments in releases:
                 if arguments is not None:
@@ -156,8 +161,25 @@ class CudaSession:
                     with suppress(Exception):
                         release(*arguments)
 
+    def _pin(self, address: int, operand: str) -> None:
+        """Lock the pages of a host slot when it is first used. An Upload finds them touched, by all the threads
+        that have read the panel, and locking touched pages is cheap."""
+        with self._pinning:
+            if address in self._pinned:
+                return
+            size = self._host_slot_bytes[operand]
+            try:
+                runtime.hostRegister(address, size, 0)
+            except runtime.CUDARuntimeError as error:
+                raise BackendError(
+                    f"the system refuses to lock {format_size(size)} of host memory ({error}): "
+                    "pass a smaller --host-memory, or raise ulimit -l"
+                ) from error
+            self._pinned[address] = size
+
     def _copy(self, op: Operation, host: Array, stream: Any) -> None:
         uploading = op.kind is Kind.UPLOAD
+        self._pin(host.ctypes.data, op.operand)
         device = self._address((op.writes if uploading else op.reads)[0])
         source, target = (host.ctypes.data, device) if uploading else (device, host.ctypes.data)
         kind = runtime.memcpyHostToDevice if uploading else runtime.memcpyDeviceToHost
@@ -293,10 +315,10 @@ class CudaBackend:
             "driver": str(runtime.driverGetVersion()),
         }
 
-    def open(self, plan: Plan, host_arena: Array, kernel: str) -> CudaSession:
+    def open(self, plan: Plan, kernel: str) -> CudaSession:
         if kernel not in ("auto", "cublas", "tiled"):
             raise BackendError(f"the cuda backend has no kernel {kernel!r}: choose cublas or tiled")
-        return CudaSession(self._device, plan, host_arena, kernel)
+        return CudaSession(self._device, plan, kernel)
 
 
 def _allocate(size: int) -> int:
@@ -307,24 +329,3 @@ def _allocate(size: int) -> int:
         raise BackendError(
             f"the device refuses {format_size(size)}, {format_size(free)} are free: pass a smaller --device-memory"
         ) from error
-
-
-def _pin(arena: Array, threads: int) -> int:
-    """Lock the host arena's pages for copies by the device; touched by all threads first, which is most of it."""
-    if arena.size == 0:
-        return 0
-    part = -(-arena.size // threads)
-
-    def touch(start: int) -> None:
-        arena[start : start + part : 4096] = 0
-
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(touch, range(0, arena.size, part)))
-    try:
-        runtime.hostRegister(arena.ctypes.data, arena.nbytes, 0)
-    except runtime.CUDARuntimeError as error:
-        raise BackendError(
-            f"the system refuses to lock {format_size(arena.nbytes)} of host memory ({error}): "
-            "pass a smaller --host-memory, or raise ulimit -l"
-        ) from error
-    return int(arena.ctypes.data)

@@ -135,7 +135,7 @@ class HostBackend:
     def describe(self) -> dict[str, str]:
         return {"device": f"{os.cpu_count()} cores", "numpy": np.__version__, "blas": blas_name()}
 
-    def open(self, plan: Plan, host_arena: Array, kernel: str) -> HostSession:
+    def open(self, plan: Plan, kernel: str) -> HostSession:
         if kernel not in ("auto", "blas"):
             raise BackendError(
                 f"the host backend has no kernel {kernel!r}: pass --kernel auto or --backend cuda"

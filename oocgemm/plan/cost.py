@@ -81,9 +81,9 @@ def default_model(backend: str, cores: int) -> MachineModel:
             read=min(40e9, 3.5e9 * cores),
             read_scattered=min(10e9, 1.5e9 * cores),
             decode=min(3e9, 1.2e9 * cores),
-            memory=min(38e9, 4e9 * cores),
+            memory=min(50e9, 6e9 * cores),
             write=3e9,
-            io_threads=min(12, cores),  # more of them are slower: memory is the limit then
+            io_threads=min(8, cores),  # more of them are slower: memory is the limit then
             device_reserve=64 << 20,  # cuBLAS's handle and its workspace (32 MiB on Hopper)
             host_reserve=1 << 20,
         )
@@ -164,9 +164,10 @@ def slot_bytes(problem: GemmProblem, tile: TileShape, strip: int) -> dict[tuple[
 
 
 def scratch_bytes(layouts: Layouts, reads_c: bool, io_threads: int) -> int:
-    """Host memory that decoding and encoding take beside the slots: each thread works on one chunk."""
+    """Host memory that decoding and encoding take beside the slots: as many threads read as write, each of them
+    works on one chunk."""
     decode = max(layouts.a.decode_bytes, layouts.b.decode_bytes, layouts.c.decode_bytes if reads_c else 0)
-    return io_threads * max(decode, layouts.c.encode_bytes)
+    return io_threads * (decode + layouts.c.encode_bytes)
 
 
 def footprint(

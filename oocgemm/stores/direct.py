@@ -1,9 +1,8 @@
 """Uncompressed chunks of local zarr arrays, read and written as the plain files they are.
 
-zarr reads a chunk into fresh memory and copies it from there, all copies of a process in one thread. For a
-chunk that is stored as it lies in memory, the file's rows are read straight into the slot, from as many
-threads as there are; where only part of each row is wanted, or bytes must be swapped or transposed, the file is
-mapped and copied from. Files are unmapped chunk by chunk, so that mapped pages do not pile up.
+zarr reads a chunk into fresh memory and copies it from there, all copies of a process in one thread. A chunk
+that is stored as it lies in memory can be mapped and copied straight into the slot, from as many threads as
+there are. Files are unmapped chunk by chunk, so that mapped pages do not pile up.
 """
 
 import contextlib
@@ -73,10 +72,6 @@ class RawChunks:
                     f"chunk {self.key(index)} in {self.root} has {size} bytes instead of {self.chunk_bytes}: "
                     "it is damaged or cut short"
                 )
-            whole_rows = cols == slice(0, self.chunk[1]) and out.strides[1] == out.itemsize
-            if whole_rows and (self.dtype, self.order) == (out.dtype, "C"):
-                _read_rows(descriptor, rows.start * self.chunk[1] * out.itemsize, out)
-                return
             with mmap.mmap(descriptor, size, prot=mmap.PROT_READ) as mapped:
                 chunk = np.frombuffer(mapped, self.dtype).reshape(self.chunk, order=self.order)
                 np.copyto(out, chunk[rows, cols], casting="equiv")
@@ -103,18 +98,6 @@ class RawChunks:
 
 
 _MOST_BUFFERS = min(1024, os.sysconf("SC_IOV_MAX"))
-
-
-def _read_rows(descriptor: int, offset: int, out: Array) -> None:
-    """Read consecutive rows with scattering reads, wherever they lie in the slot."""
-    for start in range(0, out.shape[0], _MOST_BUFFERS):
-        views = [memoryview(row).cast("B") for row in out[start : start + _MOST_BUFFERS]]
-        while views:
-            count = os.preadv(descriptor, views, offset)
-            if count == 0:
-                raise ExecutionError("a chunk file was cut short while it was read")
-            offset += count
-            _advance(views, count)
 
 
 def _advance(views: list[memoryview], count: int) -> None:
