@@ -137,6 +137,9 @@ def gemm(
         _check_log(timeline)
     a, b, c = (stores.located(*operand) for operand in (("A", a), ("B", b), ("C", c)))
     engine = backends.open_backend(backend, device)
+    if kernel not in backends.KERNELS[engine.name]:
+        names = ", ".join(backends.KERNELS[engine.name])
+        raise InputError(f"the {engine.name} backend has no kernel {kernel!r}: choose one of {names}")
     budgets = _budgets(engine.name, device_memory, host_memory, engine.free_memory)
     job = _prepare(
         *(a, b, c, alpha, beta, trans_a, trans_b, engine.name, budgets, tile, chunks, compressor, overwrite)
@@ -153,6 +156,7 @@ def gemm(
         run = Run(plan, session, staging, origin, progress(plan) if progress else None)
         run.execute()
         wall = perf_counter_ns() - origin
+        held = {"device": session.device_bytes(), "host": staging.arena.nbytes}
     except BaseException:
         failed = True
         raise
@@ -172,6 +176,7 @@ def gemm(
             "plan": plan.to_dict(),
             "backend": {"name": engine.name, "kernel": kernel} | engine.describe(),
             "operands": {"A": job.a.describe(), "B": job.b.describe(), "C": output.matrix.describe()},
+            "held": held,
             "machine": _machine(),
             "versions": _versions(),
         },

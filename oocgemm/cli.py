@@ -95,7 +95,7 @@ def cli(debug: bool) -> None:
 @click.option("--device", type=click.IntRange(min=0), default=0, show_default=True, help="CUDA device.")
 @click.option(
     "--kernel",
-    type=click.Choice(backends.KERNELS),
+    type=click.Choice(sorted({k for kernels in backends.KERNELS.values() for k in kernels})),
     default="auto",
     show_default=True,
     help="What multiplies: cublas or tiled (cuda), blas (host).",

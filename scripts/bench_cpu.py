@@ -131,7 +131,8 @@ def bench(
             difference = np.abs(np.asarray(result.out[:200]) - c[:200])
             largest = float((difference / bound).max())
             same = bool(np.allclose(np.asarray(result.out[-500:]), c[-500:], rtol=1e-6, atol=1e-6))
-            assert largest <= 1 and same, "the result is wrong"
+            assert largest <= 1, "the result is wrong"
+            assert same, "the result is wrong"
         else:
             samples["in_core"].append(in_core)
             samples["oocgemm"].append(result.report.wall)

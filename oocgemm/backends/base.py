@@ -57,7 +57,7 @@ class Session(Protocol):
         """
 
     def device_bytes(self) -> int:
-        """Bytes of device memory held, the arena and library workspaces."""
+        """Bytes of device memory that this session has taken, as measured: the arena and library workspaces."""
 
     def close(self) -> None:
         """Wait for what is in flight, then release everything."""

@@ -62,7 +62,8 @@ def _scale(beta: complex, c: Array) -> None:
     if beta == 0:
         c[...] = 0
     elif beta != 1:
-        c *= c.dtype.type(beta)
+        with np.errstate(all="ignore"):  # infinities and NaNs go through silently, as in BLAS
+            c *= c.dtype.type(beta)
 
 
 @cache

@@ -100,7 +100,7 @@ class CudaSession:
         sizes = slot_bytes(plan.problem, plan.tile, plan.slots.strip)
         self._host_slot_bytes = {operand: size for (tier, operand), size in sizes.items() if tier == "host"}
         with self._device:
-            free_before = runtime.memGetInfo()[0]
+            self._free_before = runtime.memGetInfo()[0]
             try:
                 self._offsets, size = device_offsets(plan)
                 self._arena = _allocate(size)
@@ -108,7 +108,6 @@ class CudaSession:
                 self._streams = {name: cupy.cuda.Stream(non_blocking=True) for name in STREAMS}
                 self._clock = _Clock(self._device)
                 self._module = _Module(device, plan)
-                self._held = free_before - runtime.memGetInfo()[0]
             except BaseException:
                 self.close()
                 raise
@@ -143,7 +142,8 @@ class CudaSession:
         return CudaToken(self._clock, name, start, end)
 
     def device_bytes(self) -> int:
-        return int(self._held)
+        with self._device:
+            return int(self._free_before - runtime.memGetInfo()[0])
 
     def close(self) -> None:
         releases = (
@@ -316,8 +316,6 @@ class CudaBackend:
         }
 
     def open(self, plan: Plan, kernel: str) -> CudaSession:
-        if kernel not in ("auto", "cublas", "tiled"):
-            raise BackendError(f"the cuda backend has no kernel {kernel!r}: choose cublas or tiled")
         return CudaSession(self._device, plan, kernel)
 
 

@@ -23,7 +23,6 @@ from oocgemm.backends.base import (
 )
 from oocgemm.backends.blas import blas_name, gemm
 from oocgemm.backends.memory import allocate, available_memory
-from oocgemm.errors import BackendError
 from oocgemm.plan import Kind, Operation, Plan, Region
 
 
@@ -115,12 +114,12 @@ class HostSession:
     def _finish(self, op: Operation) -> None:
         accumulator, finished = self._rows(op, op.reads[0]), self._rows(op, op.writes[0])
         problem = self._problem
-        scalar = accumulator.dtype.type
-        for row in range(accumulator.shape[0]):  # by row: no temporary of the strip's size
-            value = scalar(problem.alpha) * accumulator[row]
-            if problem.reads_c:
-                value += scalar(problem.beta) * finished[row]
-            with np.errstate(over="ignore"):  # beyond float16's range is inf, as in BLAS
+        with np.errstate(all="ignore"):  # infinities and NaNs go through silently, as in BLAS
+            alpha, beta = (accumulator.dtype.type(value) for value in (problem.alpha, problem.beta))
+            for row in range(accumulator.shape[0]):  # by row: no temporary of the strip's size
+                value = alpha * accumulator[row]
+                if problem.reads_c:
+                    value += beta * finished[row]
                 finished[row] = value
 
 
@@ -136,8 +135,4 @@ class HostBackend:
         return {"device": f"{os.cpu_count()} cores", "numpy": np.__version__, "blas": blas_name()}
 
     def open(self, plan: Plan, kernel: str) -> HostSession:
-        if kernel not in ("auto", "blas"):
-            raise BackendError(
-                f"the host backend has no kernel {kernel!r}: pass --kernel auto or --backend cuda"
-            )
         return HostSession(plan)

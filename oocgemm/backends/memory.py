@@ -16,7 +16,7 @@ def allocate(size: int) -> Array:
     """`size` bytes, page-aligned, on huge pages where the system has them (first touch is several times
     cheaper), returned to the system when the last view of them goes."""
     try:
-        block = mmap.mmap(-1, max(size, 1))
+        block = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError, OverflowError) as error:
         raise BackendError(f"the system refuses {format_size(size)} of host memory: {error}") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):

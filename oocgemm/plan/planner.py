@@ -9,7 +9,7 @@ that fit are tried, and a few more.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
-from math import isqrt, lcm
+from math import isfinite, isqrt, lcm
 from typing import Any
 
 from oocgemm.errors import BudgetError, InputError
@@ -456,6 +456,12 @@ def _falls_short(other: Prediction, best: Prediction) -> str:
     return f"{worst} +{format_time(parts[worst])}" if parts[worst] > 1e-6 else "no better"
 
 
-def _number(value: complex) -> float | list[float]:
-    """A scalar as JSON holds it: complex ones as [real, imaginary]."""
-    return [value.real, value.imag] if isinstance(value, complex) else value
+def _number(value: complex) -> float | str | list[float | str]:
+    """A scalar as JSON holds it: complex ones as [real, imaginary], NaN and infinities as text."""
+    if isinstance(value, complex):
+        return [_real(value.real), _real(value.imag)]
+    return _real(value)
+
+
+def _real(value: float) -> float | str:
+    return value if isfinite(value) else str(value)

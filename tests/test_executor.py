@@ -1,0 +1,168 @@
+"""The executor: failures anywhere stop everything, name the place, and leave nothing behind."""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zarr
+
+import oocgemm
+from oocgemm.backends.base import Token
+from oocgemm.backends.host import HostSession
+from oocgemm.errors import ExecutionError
+from oocgemm.plan import Kind, Operation, Plan, TileShape
+from oocgemm.stores.arrays import ArrayMatrix
+from oocgemm.timeline import Span
+
+A = np.ones((40, 30))
+B = np.ones((30, 50))
+
+
+@pytest.mark.parametrize("kind", [Kind.UPLOAD, Kind.MULTIPLY, Kind.DOWNLOAD])
+@pytest.mark.parametrize("after", [0, 5])
+def test_a_failing_device_operation_stops_the_run(
+    kind: Kind, after: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    right, seen = HostSession.submit, 0
+
+    def failing(self: HostSession, operation: Operation, host: Any, tokens: Any) -> Token:
+        nonlocal seen
+        if operation.kind is kind:
+            seen += 1
+            if seen > after:
+                raise RuntimeError("the launch failed")
+        return right(self, operation, host, tokens)
+
+    monkeypatch.setattr(HostSession, "submit", failing)
+    threads = threading.active_count()
+    with pytest.raises(
+        ExecutionError, match=rf"{kind} \w\[\d+:\d+, \d+:\d+\] of tile \(\d, \d\).*the launch failed"
+    ):
+        oocgemm.matmul(A, B, out=tmp_path / "C.zarr", tile="10x10x10", backend="host")
+    assert threading.active_count() == threads
+    assert not (tmp_path / "C.zarr").exists()
+
+
+@pytest.mark.parametrize("method", ["read", "write"])
+def test_a_failing_store_stops_the_run(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right: Callable[..., None] = getattr(ArrayMatrix, method)
+
+    def failing(self: ArrayMatrix, rows: Any, cols: Any, data: Any) -> None:
+        if rows[0] >= 20 or cols[0] >= 20:
+            raise OSError(28, "No space left on device")
+        right(self, rows, cols, data)
+
+    monkeypatch.setattr(ArrayMatrix, method, failing)
+    threads = threading.active_count()
+    with pytest.raises(ExecutionError, match="No space left on device"):
+        oocgemm.matmul(A, B, tile="10x10x10", backend="host")
+    assert threading.active_count() == threads
+
+
+def test_the_first_error_is_the_one_that_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(self: ArrayMatrix, rows: Any, cols: Any, out: Any) -> None:
+        raise OSError("first" if (rows[0], cols[0]) == (0, 0) else "later")
+
+    monkeypatch.setattr(ArrayMatrix, "read", failing)
+    with pytest.raises(ExecutionError, match="first"):
+        oocgemm.matmul(A, B, tile="40x50x30", backend="host")
+
+
+def test_a_failing_progress_callback_fails_the_run() -> None:
+    def begin(plan: Plan) -> Callable[[Span], None]:
+        def step(span: Span) -> None:
+            raise ValueError("no more")
+
+        return step
+
+    with pytest.raises(ExecutionError, match="no more"):
+        oocgemm.matmul(A, B, tile="10x10x10", backend="host", progress=begin)
+
+
+def test_interrupts_while_stopping_leave_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    right, joins = threading.Thread.join, 0
+
+    def interrupted(self: threading.Thread, timeout: float | None = None) -> None:
+        nonlocal joins
+        if self.name.startswith("oocgemm-") and threading.current_thread() is threading.main_thread():
+            joins += 1
+            if joins in (1, 3):
+                raise KeyboardInterrupt
+        right(self, timeout)
+
+    monkeypatch.setattr(threading.Thread, "join", interrupted)
+    threads = threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        oocgemm.matmul(A, B, tile="10x10x10", backend="host")
+    assert threading.active_count() == threads
+
+
+def test_strips_of_tiles_of_different_widths_do_not_overwrite_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A narrow tile and a wide one take turns in an accumulator, and slow writes keep the old one in it."""
+    right = ArrayMatrix.write
+
+    def slow(self: ArrayMatrix, rows: Any, cols: Any, data: Any) -> None:
+        time.sleep(0.005)
+        right(self, rows, cols, data)
+
+    monkeypatch.setattr(ArrayMatrix, "write", slow)
+    monkeypatch.setattr("oocgemm.plan.planner.STRIP_BYTES", 1)
+    monkeypatch.setattr("oocgemm.plan.planner.STRIPS", 20)
+    rng = np.random.default_rng(0)
+    a, b = rng.integers(-3, 4, (120, 40)).astype(float), rng.integers(-3, 4, (40, 130)).astype(float)
+    c = rng.integers(-3, 4, (120, 130)).astype(float)
+    expected = a @ b + c
+    oocgemm.gemm(a, b, c, beta=1, backend="host", tile=TileShape(100, 100, 20))
+    np.testing.assert_array_equal(c, expected)
+
+
+@pytest.mark.parametrize("compressor", ["none", "zstd"])
+def test_a_new_c_written_in_many_strips_is_whole(
+    compressor: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("oocgemm.plan.planner.STRIP_BYTES", 1)
+    monkeypatch.setattr("oocgemm.plan.planner.CHUNK_BYTES", 8 * 64)
+    monkeypatch.setattr("oocgemm.api._model", _four_threads)
+    a, b = np.arange(70.0 * 60).reshape(70, 60) % 7, np.arange(60.0 * 90).reshape(60, 90) % 5
+    for tile in ("70x90x20", "32x48x20", "37x41x20"):
+        place = tmp_path / f"{tile}.zarr"
+        result = oocgemm.matmul(a, b, out=place, tile=tile, compressor=compressor, backend="host")
+        assert result.plan.tile.w > result.plan.slots.strip
+        np.testing.assert_array_equal(zarr.open_array(place)[:], a @ b)  # type: ignore[arg-type]
+
+
+def _four_threads(backend: str) -> Any:
+    from dataclasses import replace
+
+    from oocgemm.plan import default_model
+
+    return replace(default_model(backend, 2), io_threads=4)
+
+
+def test_a_chunk_file_cut_short_under_a_run_is_an_error_not_a_crash(tmp_path: Path) -> None:
+    array = zarr.create_array(tmp_path / "A", data=A, chunks=(10, 10), compressors=None)
+    assert isinstance(array, zarr.Array)
+    (tmp_path / "A" / "c" / "2" / "1").write_bytes(b"\0" * 99)
+    with pytest.raises(ExecutionError, match="99 bytes instead of 800"):
+        oocgemm.matmul(tmp_path / "A", B, backend="host")
+
+
+def test_chunk_files_are_renamed_into_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replaced = []
+    right = os.replace
+
+    def replace(source: Any, target: Any) -> None:
+        replaced.append(target)
+        right(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+    oocgemm.matmul(A, B, out=tmp_path / "C", backend="host")
+    assert replaced
+    assert not list((tmp_path / "C").rglob("*.partial"))

@@ -1,0 +1,134 @@
+"""The figures of a report are those the definitions give, and the exposed time adds up exactly."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oocgemm.errors import InputError
+from oocgemm.timeline import Span, Timeline, gantt, read_log, report, write_log
+from oocgemm.timeline.figures import exposed, intersection, length, union
+
+
+def span(
+    number: int, kind: str, lane: str, start: int, end: int, *waits: int, size: int = 0, flops: int = 0
+) -> Span:
+    return Span(number, kind, "A", lane, lane, 0, (0, 0), 0, start, end, size, flops, waits)
+
+
+# read 0-10, upload 10-14, multiply 15-40; the next read 10-44 is late: upload 44-50, multiply 50-70; then out.
+RUN = (
+    span(0, "read", "read", 0, 10, size=100),
+    span(1, "upload", "h2d", 10, 14, 0, size=100),
+    span(2, "multiply", "compute", 15, 40, 1, flops=1000),
+    span(3, "read", "read", 10, 44, size=100),
+    span(4, "upload", "h2d", 44, 50, 3, size=100),
+    span(5, "multiply", "compute", 50, 70, 4, 2, flops=1000),
+    span(6, "download", "d2h", 70, 80, 5, size=50),
+    span(7, "write", "write", 80, 90, 6, size=50),
+)
+
+
+def test_the_figures_of_a_run_worked_out_by_hand() -> None:
+    figures = report(Timeline(RUN, 100))
+    assert figures.compute == pytest.approx(45e-9)
+    assert figures.compute_share == pytest.approx(0.45)
+    assert figures.copy_overlap == 0  # h2d 10-14 and 44-50, d2h 70-80: all beside compute
+    assert figures.storage_overlap == pytest.approx(25 / 54)  # read 0-44, write 80-90; 15-40 is hidden
+    assert figures.exposed == {
+        "start-up": pytest.approx(1e-9),  # 14-15, nothing ran
+        "read": pytest.approx(14e-9),  # 0-10 and 40-44
+        "h2d": pytest.approx(10e-9),  # 10-14 and 44-50
+        "tail": pytest.approx(30e-9),
+    }
+    assert figures.flop_rate == pytest.approx(2000 / 100e-9)
+    assert figures.efficiency is None  # nothing was calibrated
+
+
+def test_waiting_for_the_accumulator_is_named_so() -> None:
+    spans = (
+        span(0, "multiply", "compute", 0, 10),
+        span(1, "download", "d2h", 10, 18, 0),
+        span(2, "multiply", "compute", 20, 30, 1),
+    )
+    assert exposed(spans, 30) == {"accumulator": 8, "issue": 2}
+
+
+def test_a_chain_is_followed_back_through_what_blocked_it() -> None:
+    """The upload waited for its slot, the slot for a write: the write is to blame, not the upload."""
+    spans = (
+        span(0, "multiply", "compute", 0, 10),
+        span(1, "write", "write", 5, 30),
+        span(2, "download", "d2h", 30, 35, 1),
+        span(3, "multiply", "compute", 36, 50, 2),
+    )
+    assert exposed(spans, 50) == {"write": 20, "accumulator": 5, "issue": 1}
+
+
+def test_ratios_over_nothing_are_none() -> None:
+    empty = report(Timeline((), 0))
+    assert empty.compute_share is None
+    assert empty.copy_overlap is None
+    assert report(Timeline((), 50)).exposed == {"tail": pytest.approx(50e-9)}
+
+
+@st.composite
+def timelines(draw: st.DrawFn) -> Timeline:
+    lanes = {"read": "read", "upload": "h2d", "multiply": "compute", "download": "d2h", "write": "write"}
+    spans = []
+    for number in range(draw(st.integers(0, 25))):
+        kind = draw(st.sampled_from(sorted(lanes)))
+        start = draw(st.integers(0, 1000))
+        waits = draw(st.lists(st.integers(0, max(0, number - 1)), max_size=3)) if number else []
+        spans.append(span(number, kind, lanes[kind], start, start + draw(st.integers(0, 200)), *waits))
+    return Timeline(tuple(spans), max((s.end for s in spans), default=0) + draw(st.integers(0, 50)))
+
+
+@given(timelines())
+def test_exposed_time_and_compute_add_up_to_the_whole(timeline: Timeline) -> None:
+    compute = union((s.start, s.end) for s in timeline.spans if s.kind == "multiply")
+    causes = exposed(timeline.spans, timeline.wall)
+    assert all(ns > 0 for ns in causes.values())
+    assert sum(causes.values()) + length(compute) == timeline.wall
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60))),
+    st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60))),
+)
+def test_unions_and_intersections_are_those_of_sets(
+    one: list[tuple[int, int]], other: list[tuple[int, int]]
+) -> None:
+    def instants(intervals: list[tuple[int, int]]) -> set[int]:
+        return {t for start, end in intervals for t in range(start, end)}
+
+    assert instants(union(one)) == instants(one)
+    assert length(union(one)) == len(instants(one))
+    assert instants(intersection(union(one), union(other))) == instants(one) & instants(other)
+
+
+@given(timelines())
+def test_a_log_reads_back_as_it_was_written(
+    tmp_path_factory: pytest.TempPathFactory, timeline: Timeline
+) -> None:
+    path = tmp_path_factory.mktemp("log") / "run.jsonl"
+    write_log(path, timeline)
+    again = read_log(path)
+    assert (again.spans, again.wall) == (timeline.spans, timeline.wall)
+    assert report(again) == report(timeline)
+
+
+def test_a_log_of_another_version_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    write_log(path, Timeline(RUN, 100))
+    path.write_text(path.read_text().replace('"version": 1', '"version": 9', 1))
+    with pytest.raises(InputError, match="version 9"):
+        read_log(path)
+
+
+def test_the_gantt_picture_shades_by_share() -> None:
+    lanes = dict(gantt(Timeline(RUN, 100), width=10))
+    assert list(lanes) == ["read", "h2d", "compute", "d2h", "write"]
+    assert lanes["read"] == "████▃     "
+    assert lanes["write"] == "        █ "

@@ -1,0 +1,51 @@
+"""A wheel carries the kernels, and so does an editable install: one resolver finds them."""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from oocgemm.backends.sources import kernel_folder, kernel_source
+from oocgemm.errors import BackendError
+
+TOP = Path(__file__).resolve().parent.parent
+
+
+def test_the_source_tree_has_its_kernels() -> None:
+    assert "extern" in kernel_source("tiled")
+    with pytest.raises(BackendError, match="there are finish, tiled"):
+        kernel_source("nonsense")
+
+
+@pytest.mark.slow
+def test_an_installed_wheel_has_its_kernels(tmp_path: Path) -> None:
+    pytest.importorskip("build")
+    pytest.importorskip("hatchling")
+    subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(TOP)],
+        check=True,
+        capture_output=True,
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    site = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(site)  # what an installer does with a wheel of pure Python
+    code = "from oocgemm.backends.sources import *; print(kernel_folder()); kernel_source('tiled')"
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        check=True,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(site)},
+    )
+    assert Path(found.stdout.strip()) == site / "oocgemm" / "_kernels"
+    assert {p.name for p in (TOP / "kernels").glob("*.cu*")} == {
+        p.name for p in (site / "oocgemm/_kernels").iterdir()
+    }
+
+
+def test_every_kernel_says_how_it_works() -> None:
+    for path in kernel_folder().glob("*.cu"):
+        assert path.read_text().startswith(f"// {path.stem}: ")
