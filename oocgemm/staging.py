@@ -11,8 +11,9 @@ from oocgemm.plan.cost import HOST_ALIGNMENT
 from oocgemm.plan.tiling import Span
 from oocgemm.stores import Matrix, pieces
 
-# Parts of a block are at most this large, and smaller where all threads would not get two of them else.
-PIECE_BYTES = 4 << 20
+# A block is cut into a part for each thread, within these bounds: handing out a part takes the interpreter tens of
+# microseconds, in which no other thread can begin or end one.
+PIECE_BYTES = 16 << 20
 LEAST_PIECE_BYTES = 1 << 20
 
 
@@ -75,7 +76,7 @@ class Staging:
             return pieces(rows, cols, (height, width), 1)
         itemsize = matrix.dtype.itemsize
         size = (rows[1] - rows[0]) * (cols[1] - cols[0]) * itemsize
-        wanted = max(LEAST_PIECE_BYTES, min(PIECE_BYTES, size // (2 * self._threads))) // itemsize
+        wanted = max(LEAST_PIECE_BYTES, min(PIECE_BYTES, size // self._threads)) // itemsize
         if layout.in_memory or (height, width) == (1, 1):
             width = cols[1] - cols[0]
             height = max(1, wanted // width)

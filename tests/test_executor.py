@@ -12,10 +12,12 @@ import pytest
 import zarr
 
 import oocgemm
+from oocgemm import api
 from oocgemm.backends.base import Token
 from oocgemm.backends.host import HostSession
 from oocgemm.errors import ExecutionError
 from oocgemm.plan import Kind, Operation, Plan, TileShape
+from oocgemm.plan import planner
 from oocgemm.stores.arrays import ArrayMatrix
 from oocgemm.timeline import Span
 
@@ -113,8 +115,8 @@ def test_strips_of_tiles_of_different_widths_do_not_overwrite_each_other(
         right(self, rows, cols, data)
 
     monkeypatch.setattr(ArrayMatrix, "write", slow)
-    monkeypatch.setattr("oocgemm.plan.planner.STRIP_BYTES", 1)
-    monkeypatch.setattr("oocgemm.plan.planner.STRIPS", 20)
+    monkeypatch.setattr(planner, "STRIP_BYTES", 1)
+    monkeypatch.setattr(planner, "STRIPS", 20)
     rng = np.random.default_rng(0)
     a, b = rng.integers(-3, 4, (120, 40)).astype(float), rng.integers(-3, 4, (40, 130)).astype(float)
     c = rng.integers(-3, 4, (120, 130)).astype(float)
@@ -127,15 +129,15 @@ def test_strips_of_tiles_of_different_widths_do_not_overwrite_each_other(
 def test_a_new_c_written_in_many_strips_is_whole(
     compressor: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("oocgemm.plan.planner.STRIP_BYTES", 1)
-    monkeypatch.setattr("oocgemm.plan.planner.CHUNK_BYTES", 8 * 64)
-    monkeypatch.setattr("oocgemm.api._model", _four_threads)
+    monkeypatch.setattr(planner, "STRIP_BYTES", 1)
+    monkeypatch.setattr(planner, "CHUNK_BYTES", 8 * 64)
+    monkeypatch.setattr(api, "_model", _four_threads)
     a, b = np.arange(70.0 * 60).reshape(70, 60) % 7, np.arange(60.0 * 90).reshape(60, 90) % 5
     for tile in ("70x90x20", "32x48x20", "37x41x20"):
         place = tmp_path / f"{tile}.zarr"
         result = oocgemm.matmul(a, b, out=place, tile=tile, compressor=compressor, backend="host")
         assert result.plan.tile.w > result.plan.slots.strip
-        np.testing.assert_array_equal(zarr.open_array(place)[:], a @ b)  # type: ignore[arg-type]
+        np.testing.assert_array_equal(zarr.open_array(place)[:], a @ b)
 
 
 def _four_threads(backend: str) -> Any:

@@ -72,7 +72,7 @@ def default_model(backend: str, cores: int) -> MachineModel:
             kernels={
                 "float16": KernelRate(600e12, 300),
                 "float32": KernelRate(53e12, 180),
-                "float64": KernelRate(55e12, 45),
+                "float64": KernelRate(57e12, 45),
                 "complex64": KernelRate(50e12, 90),
                 "complex128": KernelRate(55e12, 25),
             },

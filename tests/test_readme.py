@@ -1,0 +1,24 @@
+"""The README tells the truth: its numbers are those of the results files, its options exist."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from oocgemm.cli import cli
+
+TOP = Path(__file__).resolve().parent.parent
+
+
+def test_tables_and_outputs_are_those_of_the_results_files() -> None:
+    subprocess.run([sys.executable, str(TOP / "scripts" / "readme.py"), "--check"], check=True)
+
+
+def test_every_option_and_command_named_exists() -> None:
+    text = (TOP / "README.md").read_text()
+    known = {opt for command in cli.commands.values() for parameter in command.params for opt in parameter.opts}
+    outside = {"--no-setup"}  # of scripts/test
+    named = set(re.findall(r"--[a-z][a-z-]+", text)) - outside
+    assert named
+    assert named <= known
+    assert set(re.findall(r"`oocgemm (\w+)", text)) <= set(cli.commands)
