@@ -48,8 +48,14 @@ def print_plan(plan: Plan, explain: bool = False) -> None:
         f"{plan.grid.steps} steps each, {plan.steps} in all"
     )
     out.print(
-        f"[bold]slots[/] device: C {slots.c}, A {slots.a}, B {slots.b}; host: A {slots.host_a}, "
-        f"B {slots.host_b}, C {slots.host_c} strips of {slots.strip} rows; {plan.candidate.io_threads} I/O threads"
+        f"[bold]slots[/] device: C {slots.c}, A {slots.a}, B {slots.b}; "
+        + (
+            "none on the host, which is the device; "
+            if slots.unified
+            else f"host: A {slots.host_a}, B {slots.host_b}, "
+        )
+        + f"{'' if slots.unified else f'C {slots.host_c} '}strips of {slots.strip} rows; "
+        f"{plan.candidate.io_threads} I/O threads"
     )
     out.print()
     memory = _table("memory", "holds", "budget", "of which")

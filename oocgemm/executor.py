@@ -19,7 +19,7 @@ from time import perf_counter_ns
 
 from oocgemm.backends.base import DoneToken, Session, Token
 from oocgemm.errors import ExecutionError
-from oocgemm.plan import Kind, Lane, Operation, Plan
+from oocgemm.plan import Kind, Lane, Operation, Plan, Tier
 from oocgemm.plan.hazards import HazardTracker
 from oocgemm.staging import Staging
 from oocgemm.timeline import Span
@@ -156,8 +156,14 @@ class Run:
     def _transfer(self, operation: Operation, tokens: list[Token]) -> Token:
         for token in tokens:
             token.synchronize()
+        region = (operation.writes if operation.kind is Kind.READ else operation.reads)[0]
+        # Where device and host memory are one, the slots of the device are read into and written from.
+        on_host = region.slot.tier is Tier.HOST
+        view = (
+            self._staging.view(region.slot, operation) if on_host else self._session.view(operation, region)
+        )
         start = perf_counter_ns()
-        self._staging.transfer(operation)
+        self._staging.transfer(operation, view)
         return DoneToken(start, perf_counter_ns())
 
     def _submit(self, operation: Operation, tokens: list[Token]) -> Token:

@@ -42,12 +42,11 @@ class Staging:
         start = self._offsets[slot]
         return self.arena[start : start + rows * cols * dtype.itemsize].view(dtype).reshape(rows, cols)
 
-    def transfer(self, operation: Operation) -> None:
-        """Do a Read (store -> slot) or a Write (slot -> store), all threads on its chunks."""
+    def transfer(self, operation: Operation, view: Array) -> None:
+        """Do a Read (store -> slot) or a Write (slot -> store), all threads on its chunks. `view` is the slot, shaped
+        as the block is stored."""
         reading = operation.kind is Kind.READ
         matrix = self._operands[operation.operand]
-        slot = (operation.writes if reading else operation.reads)[0].slot
-        view = self.view(slot, operation)
         problem = self._plan.problem
         op = {"A": problem.trans_a, "B": problem.trans_b}.get(operation.operand, Op.N)
         rows, cols = operation.block[::-1] if op.swaps else operation.block

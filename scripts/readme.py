@@ -80,7 +80,9 @@ def filled(text: str) -> str:
     }
     for name, block in blocks.items():
         begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
-        text = re.sub(f"{begin}.*?{end}", lambda _, b=block, x=begin, y=end: f"{x}\n{b}\n{y}", text, flags=re.DOTALL)
+        text = re.sub(
+            f"{begin}.*?{end}", lambda _, b=block, x=begin, y=end: f"{x}\n{b}\n{y}", text, flags=re.DOTALL
+        )
     return text
 
 

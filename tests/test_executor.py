@@ -12,14 +12,13 @@ import pytest
 import zarr
 
 import oocgemm
-from oocgemm import api
 from oocgemm.backends.base import Token
 from oocgemm.backends.host import HostSession
 from oocgemm.errors import ExecutionError
-from oocgemm.plan import Kind, Operation, Plan, TileShape
-from oocgemm.plan import planner
+from oocgemm.plan import Kind, Operation, Plan, TileShape, planner
 from oocgemm.stores.arrays import ArrayMatrix
 from oocgemm.timeline import Span
+from tests.backends_here import staged
 
 A = np.ones((40, 30))
 B = np.ones((30, 50))
@@ -42,8 +41,11 @@ def test_a_failing_device_operation_stops_the_run(
 
     monkeypatch.setattr(HostSession, "submit", failing)
     threads = threading.active_count()
-    with pytest.raises(
-        ExecutionError, match=rf"{kind} \w\[\d+:\d+, \d+:\d+\] of tile \(\d, \d\).*the launch failed"
+    with (
+        staged(),
+        pytest.raises(
+            ExecutionError, match=rf"{kind} \w\[\d+:\d+, \d+:\d+\] of tile \(\d, \d\).*the launch failed"
+        ),
     ):
         oocgemm.matmul(A, B, out=tmp_path / "C.zarr", tile="10x10x10", backend="host")
     assert threading.active_count() == threads
@@ -121,7 +123,8 @@ def test_strips_of_tiles_of_different_widths_do_not_overwrite_each_other(
     a, b = rng.integers(-3, 4, (120, 40)).astype(float), rng.integers(-3, 4, (40, 130)).astype(float)
     c = rng.integers(-3, 4, (120, 130)).astype(float)
     expected = a @ b + c
-    oocgemm.gemm(a, b, c, beta=1, backend="host", tile=TileShape(100, 100, 20))
+    with staged():
+        oocgemm.gemm(a, b, c, beta=1, backend="host", tile=TileShape(100, 100, 20))
     np.testing.assert_array_equal(c, expected)
 
 
@@ -131,21 +134,13 @@ def test_a_new_c_written_in_many_strips_is_whole(
 ) -> None:
     monkeypatch.setattr(planner, "STRIP_BYTES", 1)
     monkeypatch.setattr(planner, "CHUNK_BYTES", 8 * 64)
-    monkeypatch.setattr(api, "_model", _four_threads)
     a, b = np.arange(70.0 * 60).reshape(70, 60) % 7, np.arange(60.0 * 90).reshape(60, 90) % 5
     for tile in ("70x90x20", "32x48x20", "37x41x20"):
         place = tmp_path / f"{tile}.zarr"
-        result = oocgemm.matmul(a, b, out=place, tile=tile, compressor=compressor, backend="host")
+        with staged(io_threads=4):
+            result = oocgemm.matmul(a, b, out=place, tile=tile, compressor=compressor, backend="host")
         assert result.plan.tile.w > result.plan.slots.strip
         np.testing.assert_array_equal(zarr.open_array(place)[:], a @ b)
-
-
-def _four_threads(backend: str) -> Any:
-    from dataclasses import replace
-
-    from oocgemm.plan import default_model
-
-    return replace(default_model(backend, 2), io_threads=4)
 
 
 def test_a_chunk_file_cut_short_under_a_run_is_an_error_not_a_crash(tmp_path: Path) -> None:

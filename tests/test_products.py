@@ -1,6 +1,7 @@
 """Whole runs give what NumPy gives, bit for bit on small integers, on every backend and kernel."""
 
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import oocgemm
 from oocgemm.backends.blas import numpy_gemm
 from oocgemm.errors import InputError
 from oocgemm.plan import Op
-from tests.backends_here import BACKENDS, ENGINES
+from tests.backends_here import BACKENDS, ENGINES, staged
 from tests.problems import DTYPES, applied, assert_same, integers, reference, stored
 
 SCALARS = st.sampled_from([0, 1, -1, 2])
@@ -43,7 +44,9 @@ def test_any_product_is_exact(engine: tuple[str, str], data: st.DataObject) -> N
     if beta == 0:
         c[...] = np.nan  # must never be read
     options: dict[str, Any] = {"tile": tile, "backend": backend, "kernel": kernel}
-    result = oocgemm.gemm(a, b, c, alpha=alpha, beta=beta, trans_a=op_a, trans_b=op_b, **options)
+    with staged() if backend == "host-staged" else nullcontext():
+        options["backend"] = backend.removesuffix("-staged")
+        result = oocgemm.gemm(a, b, c, alpha=alpha, beta=beta, trans_a=op_a, trans_b=op_b, **options)
     assert result.out is c
     assert_same(c, expected)
     crossed = {link: moved["bytes"] for link, moved in result.report.traffic.items()}
@@ -69,10 +72,10 @@ def test_any_chunking_and_budget_is_exact(
     device = (16 << 20) + data.draw(st.sampled_from([12_000, 40_000, 400_000]))
     host = (8 << 20) + data.draw(st.sampled_from([60_000, 200_000, 2_000_000]))
     options: dict[str, Any] = {"trans_a": op_a, "trans_b": op_b, "backend": "host", "overwrite": True}
+    options |= {"device_memory": device, "host_memory": host, "beta": beta}
     try:
-        result = oocgemm.gemm(
-            *(folder / name for name in "ABC"), beta=beta, device_memory=device, host_memory=host, **options
-        )
+        with staged(data.draw(st.integers(1, 4))) if data.draw(st.booleans()) else nullcontext():
+            result = oocgemm.gemm(*(folder / name for name in "ABC"), **options)
     except oocgemm.BudgetError as error:
         assert error.least is not None
         assert error.least > min(device, host)

@@ -16,7 +16,9 @@ def test_tables_and_outputs_are_those_of_the_results_files() -> None:
 
 def test_every_option_and_command_named_exists() -> None:
     text = (TOP / "README.md").read_text()
-    known = {opt for command in cli.commands.values() for parameter in command.params for opt in parameter.opts}
+    known = {
+        opt for command in cli.commands.values() for parameter in command.params for opt in parameter.opts
+    }
     outside = {"--no-setup"}  # of scripts/test
     named = set(re.findall(r"--[a-z][a-z-]+", text)) - outside
     assert named

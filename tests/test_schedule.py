@@ -38,9 +38,9 @@ def schedules(draw: st.DrawFn) -> Schedule:
     if draw(st.booleans()):  # any sequence of distinct tiles is a traversal
         tiles = draw(st.permutations(tiles))[: draw(st.integers(1, len(tiles)))]
     counts = st.integers(1, 4)
+    host = draw(st.one_of(st.just((0, 0, 0)), st.tuples(counts, counts, st.integers(1, 3))))
     slots = Slots(
-        *(draw(st.integers(2, 4)), draw(st.integers(2, 4)), draw(st.integers(1, 3))),
-        *(draw(counts), draw(counts), draw(st.integers(1, 3))),
+        *(draw(st.integers(2, 4)), draw(st.integers(2, 4)), draw(st.integers(1, 3)), *host),
         finish=draw(st.integers(1, 2)) if p.finishes else 0,
         strip=draw(st.integers(1, 5)),
     )

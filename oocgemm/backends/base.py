@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from oocgemm.plan import DTYPES, GemmProblem, Op, Operation, Plan, Slot, Tier
+from oocgemm.plan import DTYPES, GemmProblem, Op, Operation, Plan, Region, Slot, Tier
 from oocgemm.plan.cost import DEVICE_ALIGNMENT, slot_bytes
 from oocgemm.plan.tiling import round_up
 
@@ -55,6 +55,9 @@ class Session(Protocol):
         `host` is the host end of an Upload or a Download: the start of a host slot, contiguous, in stored
         orientation.
         """
+
+    def view(self, operation: Operation, region: Region) -> Array:
+        """A region of a device slot as host memory, in stored orientation; only where the two are one memory."""
 
     def device_bytes(self) -> int:
         """Bytes of device memory that this session has taken, as measured: the arena and library workspaces."""

@@ -141,6 +141,9 @@ class CudaSession:
         end.record(stream)
         return CudaToken(self._clock, name, start, end)
 
+    def view(self, operation: Operation, region: Region) -> Array:
+        raise AssertionError(f"{operation}: device memory is not host memory here")
+
     def device_bytes(self) -> int:
         with self._device:
             return int(self._free_before - runtime.memGetInfo()[0])

@@ -48,7 +48,7 @@ class HostSession:
         match operation.kind:
             case Kind.UPLOAD:
                 assert host is not None
-                np.copyto(self._uploaded(operation), host, casting="no")
+                np.copyto(self.view(operation, operation.writes[0]), host, casting="no")
             case Kind.DOWNLOAD:
                 assert host is not None
                 np.copyto(host, self._rows(operation, operation.reads[0]), casting="no")
@@ -66,8 +66,7 @@ class HostSession:
     def close(self) -> None:
         del self._arena, self._cast
 
-    def _uploaded(self, operation: Operation) -> Array:
-        region = operation.writes[0]
+    def view(self, operation: Operation, region: Region) -> Array:
         if region.slot.operand in ("C", "D"):
             return self._rows(operation, region)
         return self._panel(region, operation.operand, stored_shape(operation, self._problem))

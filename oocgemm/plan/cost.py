@@ -47,9 +47,10 @@ class MachineModel:
     copy_latency: float = 10e-6
     step_latency: float = 10e-6
     write_latency: float = 200e-6
-    arena_seconds_per_byte: float = 0.07 / 2**30
+    arena_seconds_per_byte: float = 0.03 / 2**30
     io_threads: int = 1
     shares_cores: bool = False
+    unified: bool = False
     device_reserve: int = 0
     host_reserve: int = 0
     casts_panels: bool = False
@@ -72,7 +73,7 @@ def default_model(backend: str, cores: int) -> MachineModel:
             kernels={
                 "float16": KernelRate(600e12, 300),
                 "float32": KernelRate(53e12, 180),
-                "float64": KernelRate(57e12, 45),
+                "float64": KernelRate(58e12, 70),
                 "complex64": KernelRate(50e12, 90),
                 "complex128": KernelRate(55e12, 25),
             },
@@ -81,7 +82,8 @@ def default_model(backend: str, cores: int) -> MachineModel:
             read=min(40e9, 3.5e9 * cores),
             read_scattered=min(10e9, 1.5e9 * cores),
             decode=min(3e9, 1.2e9 * cores),
-            memory=min(50e9, 6e9 * cores),
+            memory=min(36e9, 4.5e9 * cores),
+            step_latency=60e-6,
             write=3e9,
             io_threads=min(8, cores),  # more of them are slower: memory is the limit then
             device_reserve=64 << 20,  # cuBLAS's handle and its workspace (32 MiB on Hopper)
@@ -92,10 +94,10 @@ def default_model(backend: str, cores: int) -> MachineModel:
         name=f"host defaults ({cores} cores)",
         kernels={
             "float16": KernelRate(2 * fp64, 60),
-            "float32": KernelRate(2 * fp64, 8),
-            "float64": KernelRate(fp64, 4),
-            "complex64": KernelRate(2 * fp64, 4),
-            "complex128": KernelRate(fp64, 2),
+            "float32": KernelRate(2 * fp64, 20),
+            "float64": KernelRate(fp64, 10),
+            "complex64": KernelRate(2 * fp64, 10),
+            "complex128": KernelRate(fp64, 5),
         },
         h2d=10e9,
         d2h=10e9,
@@ -107,6 +109,7 @@ def default_model(backend: str, cores: int) -> MachineModel:
         arena_seconds_per_byte=0.6 / 2**30,
         io_threads=max(1, cores // 4),
         shares_cores=True,
+        unified=True,
         device_reserve=(8 << 20) * cores,  # packing buffers of the BLAS, as measured with OpenBLAS
         host_reserve=8 << 20,
         casts_panels=True,
@@ -267,6 +270,8 @@ def closed_traffic(problem: GemmProblem, grid: TileGrid, slots: Slots) -> dict[s
     c = problem.m * problem.n * sizes["C"]
     a_times = 1 if grid.steps < slots.a or grid.steps == 1 else across
     up = a * a_times + b * down + (c if problem.reads_c else 0)
+    if slots.unified:
+        return {"read": up, "h2d": 0, "d2h": 0, "write": c}
     return {"read": up, "h2d": up, "d2h": c, "write": c}
 
 
@@ -298,7 +303,7 @@ def predict(
     write_rate = machine.memory if layouts.c.in_memory else machine.write
     lanes = {
         "read": traffic["read"] / read_rate,
-        "h2d": traffic["h2d"] / machine.h2d + 2 * steps * machine.copy_latency,
+        "h2d": traffic["h2d"] / machine.h2d + (0 if slots.unified else 2 * steps * machine.copy_latency),
         "compute": multiply_seconds(problem, machine, problem.flops, w, h, r) + steps * machine.step_latency,
         "d2h": traffic["d2h"] / machine.d2h,
         "write": traffic["write"] / write_rate + strips * machine.write_latency,
@@ -307,19 +312,21 @@ def predict(
     tile_bytes = w * h * sizes["C"]
     slots_held = footprint(problem, candidate, layouts, machine)
     start_up = (
-        slots_held.host_total * machine.arena_seconds_per_byte
+        (slots_held.host_total + (slots_held.device_total if slots.unified else 0))
+        * machine.arena_seconds_per_byte
         + panels / read_rate
-        + panels / machine.h2d
+        + (0 if slots.unified else panels / machine.h2d)
         + (tile_bytes / read_rate if problem.reads_c else 0)
     )
     # With one accumulator the next tile waits until this one has left (and C, if needed, has come).
-    hand_over = tile_bytes / machine.d2h + (tile_bytes / machine.h2d if problem.reads_c else 0)
+    leaving = write_rate if slots.unified else machine.d2h
+    hand_over = tile_bytes / leaving + (tile_bytes / machine.h2d if problem.reads_c else 0)
     bubbles = (tiles - 1) * hand_over if slots.c == 1 else 0.0
     tail = tile_bytes / min(machine.d2h, write_rate)
     if machine.shares_cores:
-        busy = sum(lanes.values())  # every copy takes its time from the cores that multiply
+        busy = sum(lanes.values()) + bubbles  # every copy takes its time from the cores that multiply
     else:
-        serial = lanes["read"] + lanes["h2d"] if min(slots.host_a, slots.host_b) == 1 else 0.0
+        serial = lanes["read"] + lanes["h2d"] if 1 in (slots.host_a, slots.host_b) else 0.0
         busy = max(lanes["compute"] + bubbles, serial, *lanes.values())
         # Lanes hide behind the longest one, but never wholly: jitter, shared memory bandwidth, a wrong model.
         busy += UNHIDDEN * (sum(lanes.values()) - max(lanes.values()))

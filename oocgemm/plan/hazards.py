@@ -100,7 +100,12 @@ def verify(schedule: Schedule, chunks: tuple[int, int] = (1, 1)) -> None:
         block = (op.operand, op.block)
         match op.kind:
             case Kind.READ:
-                held[op.writes[0].slot] = block
+                if (
+                    op.operand != "C"
+                    or op.writes[0].slot.operand != "C"
+                    or op.writes[0].slot.tier is Tier.HOST
+                ):
+                    held[op.writes[0].slot] = block
             case Kind.UPLOAD:
                 _require(held.get(op.reads[0].slot) == block, op)
                 if op.operand != "C" or op.writes[0].slot.operand == "D":
@@ -122,7 +127,11 @@ def verify(schedule: Schedule, chunks: tuple[int, int] = (1, 1)) -> None:
                         _require(sums.get(region.slot) == (op.tile, set(range(steps))), op)
                 held[op.writes[0].slot] = ("C", op.block)
             case Kind.WRITE:
-                _require(held.get(op.reads[0].slot) == block, op)
+                source = op.reads[0].slot
+                if source.tier is Tier.DEVICE and source.operand == "C":
+                    _require(sums.get(source) == (op.tile, set(range(steps))), op)
+                else:
+                    _require(held.get(source) == block, op)
                 written[op.n].append(op.m)
                 for (start, stop), chunk, extent in zip(op.block, chunks, extents, strict=True):
                     _require(start % chunk == 0 and (stop % chunk == 0 or stop == extent), op)

@@ -103,7 +103,8 @@ class Plan:
     @cached_property
     def required(self) -> dict[str, int]:
         """Bytes over each link if every element crossed it once."""
-        return required_bytes(self.problem)
+        required = required_bytes(self.problem)
+        return required | {"h2d": 0, "d2h": 0} if self.slots.unified else required
 
     @cached_property
     def least(self) -> dict[str, int]:
@@ -112,7 +113,7 @@ class Plan:
         once = self.required
         return {
             "read": least_bytes(self.problem, self.budgets.device + self.budgets.host),
-            "h2d": least_bytes(self.problem, self.budgets.device),
+            "h2d": 0 if self.slots.unified else least_bytes(self.problem, self.budgets.device),
             "d2h": once["d2h"],
             "write": once["write"],
         }
@@ -357,10 +358,10 @@ def _slot_choices(
     row_bytes = max(1, min(tile.h, problem.n) * problem.itemsizes["C"])
     # Few strips a tile, since each is several operations; fewer rows where memory is short.
     wanted = max(STRIP_BYTES // row_bytes, ceil_div(tile.w, STRIPS), 1)
-    sizes = (wanted, STRIP_BYTES // row_bytes, (1 << 20) // row_bytes, 1)
+    sizes = (wanted, STRIP_BYTES // row_bytes, STRIP_BYTES // 32 // row_bytes, 1)
     strips = sorted({min(round_up(max(1, rows), unit), tile.w) for rows in sizes}, reverse=True)
     finish = 2 if problem.finishes else 0
-    for host in (2, 1) if machine.shares_cores else (3, 2, 1):
+    for host in (0,) if machine.unified else (2, 1) if machine.shares_cores else (3, 2, 1):
         for rows in strips:
             yield Slots(c=c, host_a=host, host_b=host, host_c=host, finish=finish, strip=rows)
 
@@ -425,7 +426,8 @@ def _budget_error(
     """Says which budget is too small, and the least that would do."""
     smallest = tile or _smallest(problem, layouts)
     strip = min(c_chunks(problem, layouts, smallest)[0], smallest.w)
-    slots = Slots(host_a=1, host_b=1, host_c=1, finish=2 if problem.finishes else 0, strip=strip)
+    host = 0 if machine.unified else 1
+    slots = Slots(host_a=host, host_b=host, host_c=host, finish=2 if problem.finishes else 0, strip=strip)
     held = footprint(problem, Candidate(smallest, slots), layouts, machine)
     what = f"the plan of tile {tile}" if tile else "the smallest plan"
     if held.device_total > budgets.device:

@@ -138,7 +138,8 @@ class Operation:
 class Slots:
     """How many slots of each kind, and how many rows of a tile drain at a time.
 
-    The five buffers of Liang et al. are c = 1, a = b = 2.
+    The five buffers of Liang et al. are c = 1, a = b = 2. No host slots at all mean that device and host memory are
+    one: panels are read straight into the device's slots and tiles written straight from them.
     """
 
     a: int = 2
@@ -149,6 +150,11 @@ class Slots:
     host_c: int = 2
     finish: int = 0
     strip: int = 1
+
+    @property
+    def unified(self) -> bool:
+        """Whether there is nothing to copy between host and device."""
+        return self.host_a == self.host_b == self.host_c == 0
 
     def count(self, tier: Tier, operand: str) -> int:
         """Slots of an operand on a tier."""
@@ -175,7 +181,7 @@ class _Placing:
         self._steps = steps
         self._next_use = NextUse(tiles, steps)
         self._device = SlotCache(slots.a), SlotCache(slots.b)
-        self._host = SlotCache(slots.host_a), SlotCache(slots.host_b)
+        self._host = () if slots.unified else (SlotCache(slots.host_a), SlotCache(slots.host_b))
 
     def steps(self, position: int) -> Iterator[tuple[int, _Placed, _Placed]]:
         """The steps of tile number `position` in order, with the places of their panels; tiles in order too."""
@@ -188,6 +194,8 @@ class _Placing:
         slot, hit = self._device[axis].acquire(key, use)
         if hit:
             return _Placed(slot, upload=False, host_slot=0, read=False)
+        if not self._host:
+            return _Placed(slot, upload=True, host_slot=0, read=True)
         host_slot, on_host = self._host[axis].acquire(key, use)
         return _Placed(slot, upload=True, host_slot=host_slot, read=not on_host)
 
@@ -278,6 +286,8 @@ class Schedule:
                 total[lane] += c_bytes
             total["d2h"] += c_bytes
             total["write"] += c_bytes
+        if self.slots.unified:
+            total["h2d"] = total["d2h"] = 0
         return total
 
     def _strips(self, tile: Tile) -> Iterator[Span]:
@@ -294,8 +304,11 @@ class Schedule:
         n = self.grid.cols(tile[1]) if operand == "B" else nothing
         elements = _length(k) * _length(m if operand == "A" else n)
         size = elements * self.problem.itemsizes[operand]
-        host = Region(Slot(Tier.HOST, operand, placed.host_slot), 0, elements)
         device = Region(Slot(Tier.DEVICE, operand, placed.device_slot), 0, elements)
+        if self.slots.unified:
+            yield Operation(Kind.READ, operand, tile, step, (), (device,), m, n, k, size)
+            return
+        host = Region(Slot(Tier.HOST, operand, placed.host_slot), 0, elements)
         if placed.read:
             yield Operation(Kind.READ, operand, tile, step, (), (host,), m, n, k, size)
         yield Operation(Kind.UPLOAD, operand, tile, step, (host,), (device,), m, n, k, size)
@@ -332,6 +345,9 @@ class Schedule:
         """Read and upload a strip of C into rows of the tile's accumulator, or into a slot of its own."""
         n, size, host = self._strip_parts(tile, rows, number)
         target = self._in_tile(slot, tile, rows) if whole_tile else Region(slot, 0, host.stop)
+        if self.slots.unified:
+            yield Operation(Kind.READ, "C", tile, 0, (), (target,), rows, n, bytes=size)
+            return
         yield Operation(Kind.READ, "C", tile, 0, (), (host,), rows, n, bytes=size)
         yield Operation(Kind.UPLOAD, "C", tile, 0, (host,), (target,), rows, n, bytes=size)
 
@@ -347,6 +363,9 @@ class Schedule:
             inputs = (source, finished) if self.problem.reads_c else (source,)
             yield Operation(Kind.FINISH, "D", tile, last, inputs, (finished,), rows, n)
             source = finished
+        if self.slots.unified:
+            yield Operation(Kind.WRITE, "C", tile, last, (source,), (), rows, n, bytes=size)
+            return
         yield Operation(Kind.DOWNLOAD, "C", tile, last, (source,), (host,), rows, n, bytes=size)
         yield Operation(Kind.WRITE, "C", tile, last, (host,), (), rows, n, bytes=size)
 
@@ -354,7 +373,7 @@ class Schedule:
         """Columns, bytes and host slot of strip `number` of the run."""
         n = self.grid.cols(tile[1])
         elements = _length(rows) * _length(n)
-        host = Region(Slot(Tier.HOST, "C", number % self.slots.host_c), 0, elements)
+        host = Region(Slot(Tier.HOST, "C", number % max(1, self.slots.host_c)), 0, elements)
         return n, elements * self.problem.itemsizes["C"], host
 
     def _in_tile(self, slot: Slot, tile: Tile, rows: Span) -> Region:
