@@ -73,7 +73,7 @@ def default_model(backend: str, cores: int) -> MachineModel:
             kernels={
                 "float16": KernelRate(600e12, 300),
                 "float32": KernelRate(53e12, 180),
-                "float64": KernelRate(58e12, 70),
+                "float64": KernelRate(59e12, 90),
                 "complex64": KernelRate(50e12, 90),
                 "complex128": KernelRate(55e12, 25),
             },
@@ -84,7 +84,7 @@ def default_model(backend: str, cores: int) -> MachineModel:
             decode=min(3e9, 1.2e9 * cores),
             memory=min(36e9, 4.5e9 * cores),
             step_latency=60e-6,
-            write=3e9,
+            write=1.6e9,
             io_threads=min(8, cores),  # more of them are slower: memory is the limit then
             device_reserve=64 << 20,  # cuBLAS's handle and its workspace (32 MiB on Hopper)
             host_reserve=1 << 20,

@@ -34,7 +34,7 @@ from oocgemm.plan.traversal import snake
 from oocgemm.units import format_size, format_time
 
 STRIP_BYTES = 32 << 20  # a drained strip: long enough for the link, short enough to start writing early
-SIMULATED = 1500  # operations: some 10 us each
+SIMULATED = 300  # operations: some 10 us each, for each of a few plans
 CHUNK_BYTES = 8 << 20  # of a new C: cheap to allocate again and again, long enough for a disk
 DEPTHS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192)
 BINS = 4
