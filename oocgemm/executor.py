@@ -10,6 +10,7 @@ The first failure anywhere, an interrupt included, stops the run: whatever waits
 starts, all threads are joined, and the first error is raised.
 """
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -25,6 +26,9 @@ from oocgemm.staging import Staging
 from oocgemm.timeline import Span
 
 QUEUE_DEPTH = 32
+# How long a thread may keep the interpreter from one that has ended a copy and wants the next, in seconds. Python's own
+# 5 ms is longer than a step.
+SWITCH_INTERVAL = 0.2e-3
 # Two threads on a store lane keep its pool busy from the end of one panel into the next.
 STORE_WORKERS = 2
 
@@ -74,6 +78,8 @@ class Run:
     def execute(self) -> None:
         """Run everything; returns when the last operation is done. Raises the first error."""
         collector = threading.Thread(target=self._collect, name="oocgemm-timeline")
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(min(interval, SWITCH_INTERVAL))
         collector.start()
         try:
             self._dispatch()
@@ -87,6 +93,7 @@ class Run:
                 self._insist(thread.join)
         self._insist(self._issued.put, None)
         self._insist(collector.join)
+        sys.setswitchinterval(interval)
         if self._error is not None:
             raise self._error
 

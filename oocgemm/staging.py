@@ -9,7 +9,7 @@ from oocgemm.errors import ExecutionError
 from oocgemm.plan import Kind, Op, Operation, Plan, Slot
 from oocgemm.plan.cost import HOST_ALIGNMENT
 from oocgemm.plan.tiling import Span
-from oocgemm.stores import Matrix, pieces
+from oocgemm.stores import BATCH_BYTES, Matrix, pieces
 
 # A block is cut into a part for each thread, within these bounds: handing out a part takes the interpreter tens of
 # microseconds, in which no other thread can begin or end one.
@@ -68,12 +68,12 @@ class Staging:
 
     def _parts(self, matrix: Matrix, rows: Span, cols: Span, reading: bool) -> Iterator[tuple[Span, Span]]:
         """A block (as stored) cut into what the threads do one by one."""
-        layout = matrix.layout
+        layout, itemsize = matrix.layout, matrix.dtype.itemsize
         height, width = layout.read_chunk if reading else layout.write_chunk
         if layout.decode_bytes if reading else layout.encode_bytes:
-            # Through zarr one chunk at a time, which is what the scratch is reckoned for.
-            return pieces(rows, cols, (height, width), 1)
-        itemsize = matrix.dtype.itemsize
+            # Through zarr one chunk at a time or a batch of small ones, which is what the scratch is reckoned for.
+            batch = BATCH_BYTES if height * width * itemsize < BATCH_BYTES else 1
+            return pieces(rows, cols, (height, width), -(-batch // itemsize))
         size = (rows[1] - rows[0]) * (cols[1] - cols[0]) * itemsize
         wanted = max(LEAST_PIECE_BYTES, min(PIECE_BYTES, size // self._threads)) // itemsize
         if layout.in_memory or (height, width) == (1, 1):

@@ -232,7 +232,7 @@ OPTIONS: dict[str, tuple[int, str]] = {
     "--compressor zip": (EXIT_USAGE, "'--compressor': 'zip' is not one of"),
     "--backend gpu": (EXIT_USAGE, "'--backend': 'gpu' is not one of"),
     "--kernel fast": (EXIT_USAGE, "'--kernel': 'fast' is not one of"),
-    "--kernel tiled": (EXIT_FAILED, "the host backend has no kernel 'tiled'"),
+    "--kernel tiled": (EXIT_USAGE, "the host backend has no kernel 'tiled'"),
     "--device -1": (EXIT_USAGE, "'--device'"),
     "--transpose-a --adjoint-a": (EXIT_USAGE, "--transpose-a and --adjoint-a exclude each other"),
     "--transpose-b --adjoint-b": (EXIT_USAGE, "--transpose-b and --adjoint-b exclude each other"),

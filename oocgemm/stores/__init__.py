@@ -13,9 +13,10 @@ from oocgemm.errors import InputError
 from oocgemm.plan import GemmProblem, Layout
 from oocgemm.plan.planner import CHUNK_BYTES
 from oocgemm.stores.arrays import ArrayMatrix, create_npy, open_npy
-from oocgemm.stores.base import Array, Matrix, pieces
+from oocgemm.stores.base import BATCH_BYTES, Array, Matrix, pieces
 
 __all__ = [
+    "BATCH_BYTES",
     "COMPRESSORS",
     "Array",
     "Matrix",

@@ -12,6 +12,9 @@ from oocgemm.plan.tiling import Span
 
 Array = NDArray[Any]
 
+# Smaller chunks are read and written several at a time: each call to zarr costs a fraction of a millisecond.
+BATCH_BYTES = 1 << 20
+
 
 class Matrix(Protocol):
     """A two-dimensional array, as it is stored (op() is not applied here)."""
@@ -48,14 +51,18 @@ def checked(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[tu
 
 
 def pieces(rows: Span, cols: Span, chunk: tuple[int, int], least: int) -> Iterator[tuple[Span, Span]]:
-    """Cut a block along chunk borders into parts of at least `least` elements (but for the last of a row).
+    """Cut a block along chunk borders into parts of at least `least` elements, where there are as many.
 
     >>> list(pieces((0, 4), (1, 7), (2, 3), 1))[:2]
     [((0, 2), (1, 3)), ((0, 2), (3, 6))]
+    >>> list(pieces((0, 8), (0, 6), (2, 3), 20))
+    [((0, 4), (0, 6)), ((4, 8), (0, 6))]
     """
-    for r0, r1 in _cuts(rows, chunk[0], 1):
-        wide = max(1, -(-least // ((r1 - r0) * chunk[1])))
-        for c0, c1 in _cuts(cols, chunk[1], wide):
+    chunk_row = chunk[0] * max(1, cols[1] - cols[0])
+    wide = -(-least // (chunk[0] * chunk[1]))
+    tall = max(1, -(-least // chunk_row)) if chunk_row < least else 1
+    for r0, r1 in _cuts(rows, chunk[0], tall):
+        for c0, c1 in _cuts(cols, chunk[1], max(1, wide)):
             yield (r0, r1), (c0, c1)
 
 

@@ -16,8 +16,14 @@ from zarr.storage import LocalStore
 from oocgemm.errors import ExecutionError, InputError
 from oocgemm.plan import Layout
 from oocgemm.plan.tiling import Span
-from oocgemm.stores.base import Array, checked
+from oocgemm.stores.base import BATCH_BYTES, Array, checked
 from oocgemm.stores.direct import RawChunks
+
+
+def _at_a_time(chunk: tuple[int, int], itemsize: int) -> int:
+    """Bytes of the chunks that one call of zarr works on: one chunk, or a batch of small ones and one more."""
+    size = chunk[0] * chunk[1] * itemsize
+    return size if size >= BATCH_BYTES else BATCH_BYTES + size
 
 
 class ZarrMatrix:
@@ -38,9 +44,9 @@ class ZarrMatrix:
             write_chunk=shard,
             partial_reads=self._raw is not None,
             # Through zarr a thread holds a chunk as stored and as decoded.
-            decode_bytes=0 if self._raw else 2 * chunk[0] * chunk[1] * size,
+            decode_bytes=0 if self._raw else 2 * _at_a_time(chunk, size),
             # and to write one, its elements, what they are encoded to, and the bytes that go out.
-            encode_bytes=(1 if self._writes_raw else 3) * shard[0] * shard[1] * size,
+            encode_bytes=shard[0] * shard[1] * size if self._writes_raw else 3 * _at_a_time(shard, size),
         )
 
     def read(self, rows: Span, cols: Span, out: Array) -> None:
