@@ -363,7 +363,14 @@ def _slot_choices(
     finish = 2 if problem.finishes else 0
     for host in (0,) if machine.unified else (2, 1) if machine.shares_cores else (3, 2, 1):
         for rows in strips:
-            yield Slots(c=c, host_a=host, host_b=host, host_c=host, finish=finish, strip=rows)
+            yield Slots(
+                c=c,
+                host_a=host,
+                host_b=host,
+                host_c=2 * host if host > 1 else host,
+                finish=finish,
+                strip=rows,
+            )
 
 
 def _simulated_best(
