@@ -29,8 +29,8 @@ QUEUE_DEPTH = 32
 # How long a thread may keep the interpreter from one that has ended a copy and wants the next, in seconds. Python's own
 # 5 ms is longer than a step.
 SWITCH_INTERVAL = 0.2e-3
-# Several threads on a store lane keep its pool busy from the end of one panel into the next.
-STORE_WORKERS = 3
+# Two threads on a store lane keep its pool busy from the end of one panel into the next.
+STORE_WORKERS = 2
 
 Progress = Callable[[Span], None]
 
