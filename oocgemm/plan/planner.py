@@ -367,7 +367,7 @@ def _slot_choices(
                 c=c,
                 host_a=host,
                 host_b=host,
-                host_c=2 * host if host > 1 else host,
+                host_c=host,
                 finish=finish,
                 strip=rows,
             )
