@@ -29,7 +29,7 @@ def sample():
     global peak
     while not done.wait(0.002):
         peak = max(peak, held())
-thread = threading.Thread(target=sample)
+thread = threading.Thread(target=sample, daemon=True)
 thread.start()
 if arguments:
     oocgemm.gemm(**arguments)
@@ -65,8 +65,8 @@ def operands(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("raw", "24MiB", "24MiB", {}, "raw chunks are mapped, not read"),
         ("raw", "40MiB", "40MiB", {"trans_a": "T", "beta": 0}, "transposed on the fly"),
         ("zstd", "24MiB", "32MiB", {}, "decoding takes scratch"),
-        ("small", "24MiB", "24MiB", {}, "many chunks a panel"),
-        ("zstd", "32MiB", "32MiB", {"compressor": "zstd"}, "encoding takes scratch"),
+        ("small", "24MiB", "32MiB", {}, "many chunks a panel"),
+        ("zstd", "32MiB", "96MiB", {"compressor": "zstd"}, "encoding takes scratch"),
         ("half", "32MiB", "24MiB", {}, "panels are cast to float32"),
     ],
 )
