@@ -86,7 +86,8 @@ def default_model(backend: str, cores: int) -> MachineModel:
             step_latency=60e-6,
             write=1.6e9,
             io_threads=min(8, cores),  # more of them are slower: memory is the limit then
-            device_reserve=80 << 20,  # cuBLAS: its handle, kernels and workspace; 72 MiB seen on an H200
+            device_reserve=80
+            << 20,  # cuBLAS: its handle, kernels and workspace; more than 64 MiB seen on an H200
             host_reserve=1 << 20,
         )
     fp64 = 55e9 * cores
