@@ -12,15 +12,15 @@ starts, all threads are joined, and the first error is raised.
 
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import Queue
 from time import perf_counter_ns
 
-from oocgemm.backends.base import DoneToken, Session, Token
+from oocgemm.backends.base import Array, DoneToken, Session, Token
 from oocgemm.errors import ExecutionError
-from oocgemm.plan import Kind, Lane, Operation, Plan, Tier
+from oocgemm.plan import Kind, Operation, Plan, Tier
 from oocgemm.plan.hazards import HazardTracker
 from oocgemm.staging import Staging
 from oocgemm.timeline import Span
@@ -49,6 +49,11 @@ class Completion:
         if self.token is None:
             raise _Cancelled
         return self.token
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedToken(DoneToken):
+    """A Read that had nothing to copy: the panel is uploaded from where it is."""
 
 
 class _Cancelled(Exception):  # noqa: N818 - not an error: the end of work that another error has stopped
@@ -82,6 +87,8 @@ class Run:
         sys.setswitchinterval(min(interval, SWITCH_INTERVAL))
         collector.start()
         try:
+            if self._plan.locked:
+                self._session.lock_ahead(self._staging.locked_arrays(), self._needed())
             self._dispatch()
         except BaseException as error:  # an interrupt, most likely: stop like any other failure
             self._fail(error)
@@ -120,7 +127,7 @@ class Run:
         """The queue of the operation's stream, its threads started on first use."""
         stream = operation.stream
         if stream not in self._streams:
-            on_store = operation.lane in (Lane.READ, Lane.WRITE)
+            on_store = operation.kind in (Kind.READ, Kind.WRITE)
             workers = STORE_WORKERS if on_store and self._plan.candidate.io_threads > 1 else 1
             # Deep enough for a whole tile to drain or load while the next one is being issued.
             strips = -(-self._plan.tile.w // self._plan.slots.strip)
@@ -163,7 +170,14 @@ class Run:
     def _transfer(self, operation: Operation, tokens: list[Token]) -> Token:
         for token in tokens:
             token.synchronize()
-        region = (operation.writes if operation.kind is Kind.READ else operation.reads)[0]
+        reading = operation.kind is Kind.READ
+        region = (operation.writes if reading else operation.reads)[0]
+        if reading and operation.operand in self._plan.locked:
+            block = self._staging.stand_in(operation)
+            in_place = self._session.reaches(block)
+            self._staging.take(region.slot, block if in_place else None)
+            if in_place:
+                return SkippedToken(now := perf_counter_ns(), now)
         # Where device and host memory are one, the slots of the device are read into and written from.
         on_host = region.slot.tier is Tier.HOST
         view = (
@@ -172,6 +186,12 @@ class Run:
         start = perf_counter_ns()
         self._staging.transfer(operation, view)
         return DoneToken(start, perf_counter_ns())
+
+    def _needed(self) -> Iterator[Array]:
+        """Blocks of the operands in memory that are to be uploaded from where they are, in the order of their use."""
+        for operation in self._plan.schedule():
+            if operation.kind is Kind.READ and operation.operand in self._plan.locked:
+                yield self._staging.stand_in(operation)
 
     def _submit(self, operation: Operation, tokens: list[Token]) -> Token:
         host = None
@@ -190,6 +210,8 @@ class Run:
                 completion.token.synchronize()
                 start, end = completion.token.interval()
                 times = start - self._origin, end - self._origin
+                if isinstance(completion.token, SkippedToken):
+                    operation = replace(operation, bytes=0)
                 span = Span.of(completion.number, operation, *times, (wait.number for wait in waits))
                 self.spans.append(span)
                 if self._progress is not None:

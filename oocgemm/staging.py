@@ -9,7 +9,7 @@ from oocgemm.errors import ExecutionError
 from oocgemm.plan import Kind, Op, Operation, Plan, Slot
 from oocgemm.plan.cost import HOST_ALIGNMENT
 from oocgemm.plan.tiling import Span
-from oocgemm.stores import BATCH_BYTES, Matrix, pieces
+from oocgemm.stores import BATCH_BYTES, ArrayMatrix, Matrix, pieces
 
 # A block is cut into a part for each thread, within these bounds: handing out a part takes the interpreter tens of
 # microseconds, in which no other thread can begin or end one.
@@ -28,13 +28,34 @@ class Staging:
         self._operands = operands
         self._offsets, size = slot_offsets(plan, "host", HOST_ALIGNMENT)
         self.arena = allocate(size)
+        self._stand_ins: dict[Slot, Array] = {}
         self._threads = plan.candidate.io_threads
         # Apart, so that reading ahead never queues behind writing.
         self._readers = ThreadPoolExecutor(self._threads, thread_name_prefix="oocgemm-reader")
         self._writers = ThreadPoolExecutor(self._threads, thread_name_prefix="oocgemm-writer")
 
+    def stand_in(self, operation: Operation) -> Array:
+        """The block of an operand in memory that a Read would copy."""
+        matrix = self._operands[operation.operand]
+        assert isinstance(matrix, ArrayMatrix)
+        return matrix.block(*self._stored(operation))
+
+    def locked_arrays(self) -> list[Array]:
+        """The caller's arrays of which blocks may stand in for host slots."""
+        matrices = [self._operands[operand] for operand in sorted(self._plan.locked)]
+        return [matrix.array for matrix in matrices if isinstance(matrix, ArrayMatrix)]
+
+    def take(self, slot: Slot, block: Array | None) -> None:
+        """Have a host slot stand for a block in the caller's memory, or (None) for itself again."""
+        if block is not None:
+            self._stand_ins[slot] = block
+        else:
+            self._stand_ins.pop(slot, None)
+
     def view(self, slot: Slot, operation: Operation) -> Array:
-        """The part of a host slot that an operation's block fills, in stored orientation."""
+        """The part of a host slot that an operation's block fills, in stored orientation; or what stands in for it."""
+        if slot in self._stand_ins:
+            return self._stand_ins[slot]
         problem = self._plan.problem
         name = {"A": problem.a_dtype, "B": problem.b_dtype}.get(slot.operand, problem.c_dtype)
         dtype = numpy_dtype(name)
@@ -47,9 +68,7 @@ class Staging:
         as the block is stored."""
         reading = operation.kind is Kind.READ
         matrix = self._operands[operation.operand]
-        problem = self._plan.problem
-        op = {"A": problem.trans_a, "B": problem.trans_b}.get(operation.operand, Op.N)
-        rows, cols = operation.block[::-1] if op.swaps else operation.block
+        rows, cols = self._stored(operation)
         act = matrix.read if reading else matrix.write
 
         def part(r: Span, c: Span) -> None:
@@ -65,6 +84,13 @@ class Staging:
         pool = self._readers if reading else self._writers
         parts = self._parts(matrix, rows, cols, reading)
         self._run([pool.submit(part, r, c) for r, c in parts])
+
+    def _stored(self, operation: Operation) -> tuple[Span, Span]:
+        """Rows and columns of an operation's block as the operand is stored, op() undone."""
+        problem = self._plan.problem
+        op = {"A": problem.trans_a, "B": problem.trans_b}.get(operation.operand, Op.N)
+        rows, cols = operation.block
+        return (cols, rows) if op.swaps else (rows, cols)
 
     def _parts(self, matrix: Matrix, rows: Span, cols: Span, reading: bool) -> Iterator[tuple[Span, Span]]:
         """A block (as stored) cut into what the threads do one by one."""

@@ -116,7 +116,9 @@ class Simulator:
         alpha, beta = step_scalars(self.schedule.problem, op.first)
         value: Any = np.zeros((m, n))
         if k:
-            value = alpha * (inputs[0].reshape(m, k) @ inputs[1].reshape(k, n))
+            top, bottom = self.schedule.grid.rows(op.tile[0])
+            panel = inputs[0].reshape(bottom - top, k)[op.m[0] - top : op.m[1] - top]
+            value = alpha * (panel @ inputs[1].reshape(k, n))
         if beta != 0:
             value = value + beta * inputs[-1].reshape(m, n)
         self._region(op.writes[0])[...] = np.real(value).ravel()

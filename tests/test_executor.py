@@ -15,13 +15,18 @@ import oocgemm
 from oocgemm.backends.base import Token
 from oocgemm.backends.host import HostSession
 from oocgemm.errors import ExecutionError
-from oocgemm.plan import Kind, Operation, Plan, TileShape, planner
+from oocgemm.plan import Kind, Operation, Plan, TileShape
 from oocgemm.stores.arrays import ArrayMatrix
 from oocgemm.timeline import Span
 from tests.backends_here import staged
 
 A = np.ones((40, 30))
 B = np.ones((30, 50))
+
+
+def own_threads() -> int:
+    """Threads of this project: zarr keeps some of its own."""
+    return sum(thread.name.startswith("oocgemm") for thread in threading.enumerate())
 
 
 @pytest.mark.parametrize("kind", [Kind.UPLOAD, Kind.MULTIPLY, Kind.DOWNLOAD])
@@ -40,7 +45,7 @@ def test_a_failing_device_operation_stops_the_run(
         return right(self, operation, host, tokens)
 
     monkeypatch.setattr(HostSession, "submit", failing)
-    threads = threading.active_count()
+    threads = own_threads()
     with (
         staged(),
         pytest.raises(
@@ -48,7 +53,7 @@ def test_a_failing_device_operation_stops_the_run(
         ),
     ):
         oocgemm.matmul(A, B, out=tmp_path / "C.zarr", tile="10x10x10", backend="host")
-    assert threading.active_count() == threads
+    assert own_threads() == threads
     assert not (tmp_path / "C.zarr").exists()
 
 
@@ -62,10 +67,10 @@ def test_a_failing_store_stops_the_run(method: str, monkeypatch: pytest.MonkeyPa
         right(self, rows, cols, data)
 
     monkeypatch.setattr(ArrayMatrix, method, failing)
-    threads = threading.active_count()
+    threads = own_threads()
     with pytest.raises(ExecutionError, match="No space left on device"):
         oocgemm.matmul(A, B, tile="10x10x10", backend="host")
-    assert threading.active_count() == threads
+    assert own_threads() == threads
 
 
 def test_the_first_error_is_the_one_that_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,10 +105,10 @@ def test_interrupts_while_stopping_leave_no_thread(monkeypatch: pytest.MonkeyPat
         right(self, timeout)
 
     monkeypatch.setattr(threading.Thread, "join", interrupted)
-    threads = threading.active_count()
+    threads = own_threads()
     with pytest.raises(KeyboardInterrupt):
         oocgemm.matmul(A, B, tile="10x10x10", backend="host")
-    assert threading.active_count() == threads
+    assert own_threads() == threads
 
 
 def test_strips_of_tiles_of_different_widths_do_not_overwrite_each_other(
@@ -117,8 +122,8 @@ def test_strips_of_tiles_of_different_widths_do_not_overwrite_each_other(
         right(self, rows, cols, data)
 
     monkeypatch.setattr(ArrayMatrix, "write", slow)
-    monkeypatch.setattr(planner, "STRIP_BYTES", 1)
-    monkeypatch.setattr(planner, "STRIPS", 20)
+    monkeypatch.setattr(candidates, "STRIP_BYTES", 1)
+    monkeypatch.setattr(candidates, "STRIPS", 20)
     rng = np.random.default_rng(0)
     a, b = rng.integers(-3, 4, (120, 40)).astype(float), rng.integers(-3, 4, (40, 130)).astype(float)
     c = rng.integers(-3, 4, (120, 130)).astype(float)
@@ -132,8 +137,8 @@ def test_strips_of_tiles_of_different_widths_do_not_overwrite_each_other(
 def test_a_new_c_written_in_many_strips_is_whole(
     compressor: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(planner, "STRIP_BYTES", 1)
-    monkeypatch.setattr(planner, "CHUNK_BYTES", 8 * 64)
+    monkeypatch.setattr(candidates, "STRIP_BYTES", 1)
+    monkeypatch.setattr(candidates, "CHUNK_BYTES", 8 * 64)
     a, b = np.arange(70.0 * 60).reshape(70, 60) % 7, np.arange(60.0 * 90).reshape(60, 90) % 5
     for tile in ("70x90x20", "32x48x20", "37x41x20"):
         place = tmp_path / f"{tile}.zarr"

@@ -20,9 +20,9 @@ from oocgemm.plan import (
     default_model,
     make_plan,
 )
+from oocgemm.plan.candidates import CHUNK_BYTES
 from oocgemm.plan.cost import least_bytes
 from oocgemm.plan.hazards import verify
-from oocgemm.plan.planner import CHUNK_BYTES
 from oocgemm.plan.replacement import SlotCache
 
 GIB = 1 << 30
@@ -85,7 +85,7 @@ def test_a_plan_fits_its_budgets_or_says_what_would_do(
 
 
 def test_tiles_take_the_memory_and_panels_are_thin() -> None:
-    plan = make_plan(problem(100_000, 100_000, 100_000), Budgets(8 * GIB, 8 * GIB), default_model("cuda", 16))
+    plan = make_plan(problem(100_000, 100_000, 900_000), Budgets(8 * GIB, 8 * GIB), default_model("cuda", 16))
     accumulators = plan.slots.c * plan.tile.w * plan.tile.h * 8
     assert accumulators > 0.3 * plan.budgets.device
     assert plan.traffic["h2d"] < 2.2 * plan.least["h2d"]

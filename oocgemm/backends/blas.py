@@ -108,6 +108,12 @@ def _library() -> tuple[ctypes.CDLL, str, str, str] | None:
     return None
 
 
+def _leading(x: Array) -> int:
+    """Elements from one row to the next, which for a part of a panel are more than the row has."""
+    apart = int(x.strides[0]) // x.itemsize if x.shape[0] > 1 else 0
+    return max(1, int(x.shape[1]), apart)
+
+
 @cache
 def _cblas_gemm() -> Gemm | None:
     found = _library()
@@ -142,7 +148,7 @@ def _cblas_gemm() -> Gemm | None:
             scalars = [value.ctypes.data for value in held]
         functions[c.dtype.name](
             *(_ROW_MAJOR, _TRANS[trans_a], _TRANS[trans_b], m, n, k, scalars[0]),
-            *(a.ctypes.data, a.shape[1], b.ctypes.data, b.shape[1], scalars[1], c.ctypes.data, n),
+            *(a.ctypes.data, _leading(a), b.ctypes.data, _leading(b), scalars[1], c.ctypes.data, n),
         )
 
     return call

@@ -5,7 +5,7 @@ waits of streams on events; no thread waits for the device on the way from one s
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from time import perf_counter_ns
 from typing import Any
@@ -16,6 +16,7 @@ from cupy.cuda import nvrtc, runtime
 from cupy_backends.cuda.libs import cublas
 
 from oocgemm.backends.base import Array, Token, device_offsets, step_scalars
+from oocgemm.backends.pages import PageLocker, straight_copies
 from oocgemm.backends.sources import kernel_folder, kernel_source
 from oocgemm.errors import BackendError
 from oocgemm.plan import Kind, Op, Operation, Plan, Region
@@ -93,10 +94,12 @@ class CudaSession:
     def __init__(self, device: int, plan: Plan, kernel: str) -> None:
         self._device = cupy.cuda.Device(device)
         self._problem = plan.problem
+        self._tile_rows = plan.grid.rows
         self._kernel = kernel
         self._arena = self._blas = 0
         self._pinned: dict[int, int] = {}
         self._pinning = threading.Lock()
+        self._locker: PageLocker | None = None
         sizes = slot_bytes(plan.problem, plan.tile, plan.slots.strip)
         self._host_slot_bytes = {operand: size for (tier, operand), size in sizes.items() if tier == "host"}
         with self._device:
@@ -144,6 +147,17 @@ class CudaSession:
     def view(self, operation: Operation, region: Region) -> Array:
         raise AssertionError(f"{operation}: device memory is not host memory here")
 
+    def lock_ahead(self, arrays: Sequence[Array], blocks: Iterable[Array]) -> None:
+        def register(address: int, size: int) -> None:
+            with self._device:
+                runtime.hostRegister(address, size, 0)
+
+        self._locker = PageLocker(arrays, register, runtime.hostUnregister)
+        self._locker.start(blocks)
+
+    def reaches(self, block: Array) -> bool:
+        return self._locker is not None and self._locker.reaches(block)
+
     def device_bytes(self) -> int:
         with self._device:
             return int(self._free_before - runtime.memGetInfo()[0])
@@ -151,18 +165,18 @@ class CudaSession:
     def close(self) -> None:
         releases = (
             (runtime.deviceSynchronize, ()),
-            (cublas.destroy, (self._blas,) if self._blas else None),
+            *(((self._locker.close, ()),) if self._locker else ()),
+            *(((cublas.destroy, (self._blas,)),) if self._blas else ()),
             *((runtime.hostUnregister, (address,)) for address in self._pinned),
-            (runtime.free, (self._arena,) if self._arena else None),
+            *(((runtime.free, (self._arena,)),) if self._arena else ()),
         )
         self._arena = self._blas = 0
+        self._locker = None
         self._pinned = {}
         with self._device:
             for release, arguments in releases:
-                if arguments is not None:
-                    # After a failed launch every call fails: release all the same.
-                    with suppress(Exception):
-                        release(*arguments)
+                with suppress(Exception):  # after a failed launch every call fails: release all the same
+                    release(*arguments)
 
     def _pin(self, address: int, operand: str) -> None:
         """Lock the pages of a host slot when it is first used. An Upload finds them touched, by all the threads
@@ -182,8 +196,16 @@ class CudaSession:
 
     def _copy(self, op: Operation, host: Array, stream: Any) -> None:
         uploading = op.kind is Kind.UPLOAD
-        self._pin(host.ctypes.data, op.operand)
         device = self._address((op.writes if uploading else op.reads)[0])
+        if self._locker is not None and self._locker.owns(host.ctypes.data):
+            first, last = host.ctypes.data, host[-1, -1:].ctypes.data
+            for at, offset, width, rows in straight_copies(host, self._locker.borders(first, last)):
+                pitch = host.strides[0]
+                runtime.memcpy2DAsync(
+                    device + offset, width, at, pitch, width, rows, runtime.memcpyHostToDevice, stream.ptr
+                )
+            return
+        self._pin(host.ctypes.data, op.operand)
         source, target = (host.ctypes.data, device) if uploading else (device, host.ctypes.data)
         kind = runtime.memcpyHostToDevice if uploading else runtime.memcpyDeviceToHost
         runtime.memcpyAsync(target, source, host.nbytes, kind, stream.ptr)
@@ -195,17 +217,22 @@ class CudaSession:
 
     def _multiply(self, op: Operation) -> None:
         m, n, k = (span[1] - span[0] for span in (op.m, op.n, op.k))
-        a = self._address(op.reads[0]) if k else 0
+        top, bottom = self._tile_rows(op.tile[0])
+        swaps = self._problem.trans_a.swaps
+        lda = bottom - top if swaps else k
+        # A strip begins at a row of its panel of op(A).
+        skipped = (op.m[0] - top) * (1 if swaps else k) * self._problem.itemsizes["A"]
+        a = self._address(op.reads[0]) + skipped if k else 0
         b = self._address(op.reads[1]) if k else 0
         c = self._address(op.writes[0])
         scalars = step_scalars(self._problem, op.first)
         if k == 0 or self._kernel == "tiled":
-            self._module.tiled(m, n, k, scalars, a, b, c)
+            self._module.tiled(m, n, k, scalars, a, lda, b, c)
         else:
-            self._cublas(m, n, k, scalars, a, b, c)
+            self._cublas(m, n, k, scalars, a, lda, b, c)
 
     def _cublas(
-        self, m: int, n: int, k: int, scalars: tuple[complex, complex], a: int, b: int, c: int
+        self, m: int, n: int, k: int, scalars: tuple[complex, complex], a: int, lda: int, b: int, c: int
     ) -> None:
         """Row-major C is column-major C^T = op(B)^T op(A)^T: operands swap places, their flags stay."""
         problem = self._problem
@@ -214,7 +241,7 @@ class CudaSession:
             *(self._blas, _CUBLAS_OPS[problem.trans_b], _CUBLAS_OPS[problem.trans_a], n, m, k),
             alpha.ctypes.data,
             *(b, _CUDA_TYPES[problem.b_dtype], k if problem.trans_b.swaps else n),
-            *(a, _CUDA_TYPES[problem.a_dtype], m if problem.trans_a.swaps else k),
+            *(a, _CUDA_TYPES[problem.a_dtype], lda),
             beta.ctypes.data,
             *(c, _CUDA_TYPES[problem.acc_dtype], n),
             *(_COMPUTE_TYPES[problem.acc_dtype], -1),
@@ -235,9 +262,11 @@ class _Module:
         self._functions: dict[str, Any] = {}
         self.tile = 16
 
-    def tiled(self, m: int, n: int, k: int, scalars: tuple[complex, complex], a: int, b: int, c: int) -> None:
+    def tiled(
+        self, m: int, n: int, k: int, scalars: tuple[complex, complex], a: int, lda: int, b: int, c: int
+    ) -> None:
         problem = self._problem
-        a_strides = (1, m) if problem.trans_a.swaps else (k, 1)
+        a_strides = (1, lda) if problem.trans_a.swaps else (lda, 1)
         b_strides = (1, k) if problem.trans_b.swaps else (n, 1)
         (ar, ai), (br, bi) = ((complex(s).real, complex(s).imag) for s in scalars)
         grid = -(-n // self.tile), min(65535, -(-m // self.tile)), 1

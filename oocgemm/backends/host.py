@@ -5,7 +5,7 @@ it is of use in its own right: products of arrays on disk within a hard memory b
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter_ns
 from typing import Any
@@ -32,7 +32,7 @@ class HostSession:
     def __init__(self, plan: Plan) -> None:
         self._problem = plan.problem
         self._offsets, size = device_offsets(plan)
-        self._tile_cols = plan.grid.cols
+        self._tile_rows = plan.grid.rows
         cast = plan.footprint.device["reserve"] - plan.machine.device_reserve
         self._arena = allocate(size + cast)
         self._cast = self._arena[size : size + cast]
@@ -59,6 +59,12 @@ class HostSession:
             case _:
                 raise AssertionError(f"{operation} is not for a device")
         return DoneToken(start, perf_counter_ns())
+
+    def lock_ahead(self, arrays: Sequence[Array], blocks: Iterable[Array]) -> None:
+        return
+
+    def reaches(self, block: Array) -> bool:
+        return True
 
     def device_bytes(self) -> int:
         return self._arena.nbytes
@@ -95,7 +101,11 @@ class HostSession:
             empty = np.empty((m, 0), c.dtype)
             gemm(problem.trans_a, problem.trans_b, alpha, empty, empty, beta, c)
             return
-        a = self._panel(op.reads[0], "A", (k, m) if problem.trans_a.swaps else (m, k))
+        top, bottom = self._tile_rows(op.tile[0])
+        rows = slice(op.m[0] - top, op.m[1] - top)  # of the panel: all, or a strip
+        whole = bottom - top
+        a = self._panel(op.reads[0], "A", (k, whole) if problem.trans_a.swaps else (whole, k))
+        a = a[:, rows] if problem.trans_a.swaps else a[rows]
         b = self._panel(op.reads[1], "B", (n, k) if problem.trans_b.swaps else (k, n))
         if self._cast.size:
             a, b = self._in_accumulator_dtype(a, b)

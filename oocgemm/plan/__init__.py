@@ -1,10 +1,14 @@
 """Plans: pure decisions. Standard library only; no I/O, no clock, no array library."""
 
-from oocgemm.plan.cost import Candidate, Layouts, MachineModel, Prediction, default_model
-from oocgemm.plan.planner import Budgets, Plan, make_plan
+from oocgemm.plan.candidates import Budgets
+from oocgemm.plan.cost import Candidate, Layouts, MachineModel, default_model
+from oocgemm.plan.planner import Plan, make_plan
+from oocgemm.plan.predict import Prediction
 from oocgemm.plan.problem import DTYPES, DType, GemmProblem, Op
-from oocgemm.plan.schedule import Kind, Lane, Operation, Region, Schedule, Slot, Slots, Tier
+from oocgemm.plan.schedule import Kind, Lane, Operation, Schedule
+from oocgemm.plan.slots import Region, Slot, Slots, Tier
 from oocgemm.plan.tiling import Layout, TileGrid, TileShape
+from oocgemm.plan.traversal import Traversal
 
 __all__ = [
     "DTYPES",
@@ -28,6 +32,7 @@ __all__ = [
     "Tier",
     "TileGrid",
     "TileShape",
+    "Traversal",
     "default_model",
     "make_plan",
 ]

@@ -1,23 +1,17 @@
-"""What a plan costs: bytes each tier must hold, bytes each link must carry, seconds each lane takes.
-
-Everything here is closed form, so that a planner can score thousands of candidates; `oocgemm.plan.simulate`
-walks the real schedule of the few best.
-"""
+"""What a machine does and what a plan holds: rates, bytes on each tier, least bytes over each link."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import sqrt
 
 from oocgemm.plan.problem import GemmProblem
-from oocgemm.plan.schedule import Slots
-from oocgemm.plan.tiling import Layout, TileGrid, TileShape, ceil_div, round_up
+from oocgemm.plan.slots import Slots
+from oocgemm.plan.tiling import Layout, TileShape, round_up
+from oocgemm.plan.traversal import ROW_BY_ROW, Traversal
 
 # Slots start on these boundaries: what cuBLAS and direct I/O want.
 DEVICE_ALIGNMENT = 512
 HOST_ALIGNMENT = 4096
-# The share of a hidden lane's time that is taken to show all the same: it makes the planner prefer less traffic
-# among plans that a perfect overlap would make equal.
-UNHIDDEN = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +45,7 @@ class MachineModel:
     io_threads: int = 1
     shares_cores: bool = False
     unified: bool = False
+    locks: bool = False
     device_reserve: int = 0
     host_reserve: int = 0
     casts_panels: bool = False
@@ -85,6 +80,7 @@ def default_model(backend: str, cores: int) -> MachineModel:
             memory=min(36e9, 4.5e9 * cores),
             step_latency=60e-6,
             write=1.6e9,
+            locks=True,
             io_threads=min(8, cores),  # more of them are slower: memory is the limit then
             device_reserve=80
             << 20,  # cuBLAS: its handle, kernels and workspace; more than 64 MiB seen on an H200
@@ -123,6 +119,7 @@ class Candidate:
 
     tile: TileShape
     slots: Slots
+    traversal: Traversal = ROW_BY_ROW
     io_threads: int = 1
 
 
@@ -235,110 +232,3 @@ def required_bytes(problem: GemmProblem) -> dict[str, int]:
         + (c_bytes if problem.reads_c else 0)
     )
     return {"read": up, "h2d": up, "d2h": c_bytes, "write": c_bytes}
-
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """Seconds: busy time of each lane, and how they add up."""
-
-    lanes: Mapping[str, float]
-    start_up: float
-    bubbles: float
-    tail: float
-    total: float
-
-    @property
-    def bottleneck(self) -> str:
-        """The lane that is busy longest."""
-        return max(self.lanes, key=lambda lane: self.lanes[lane])
-
-
-def amplification(problem: GemmProblem, tile: TileShape, layouts: Layouts) -> dict[str, float]:
-    """Bytes of the chunks touched over bytes wanted, for reads of A and B."""
-    return {
-        "A": layouts.a.cover((problem.m, problem.depth), (tile.w, tile.r)),
-        "B": layouts.b.cover((problem.depth, problem.n), (tile.r, tile.h)),
-    }
-
-
-def closed_traffic(problem: GemmProblem, grid: TileGrid, slots: Slots) -> dict[str, int]:
-    """Bytes over each link in closed form: every tile loads its panels, unless all panels of a strip fit its
-    slots. Never below what the schedule really moves, which reuses panels at turns."""
-    down, across = grid.shape
-    sizes = problem.itemsizes
-    a = problem.m * problem.depth * sizes["A"]
-    b = problem.depth * problem.n * sizes["B"]
-    c = problem.m * problem.n * sizes["C"]
-    a_times = 1 if grid.steps < slots.a or grid.steps == 1 else across
-    up = a * a_times + b * down + (c if problem.reads_c else 0)
-    if slots.unified:
-        return {"read": up, "h2d": 0, "d2h": 0, "write": c}
-    return {"read": up, "h2d": up, "d2h": c, "write": c}
-
-
-def predict(
-    problem: GemmProblem,
-    candidate: Candidate,
-    layouts: Layouts,
-    machine: MachineModel,
-    traffic: Mapping[str, int] | None = None,
-) -> Prediction:
-    """Seconds a candidate takes, in closed form."""
-    tile, slots = candidate.tile, candidate.slots
-    grid = TileGrid.of(problem, tile)
-    down, across = grid.shape
-    tiles = down * across
-    if tiles == 0:
-        return Prediction(dict.fromkeys(("read", "h2d", "compute", "d2h", "write"), 0.0), 0, 0, 0, 0)
-    if traffic is None:
-        traffic = closed_traffic(problem, grid, slots)
-    w, h, r = min(tile.w, problem.m), min(tile.h, problem.n), min(tile.r, problem.depth)
-    sizes = problem.itemsizes
-    steps = tiles * grid.steps
-    strips = tiles * ceil_div(w, slots.strip)
-    amplified = amplification(problem, tile, layouts)
-    read_rate = min(
-        machine.store_rate(layouts.a, (w, r)) / amplified["A"],
-        machine.store_rate(layouts.b, (r, h)) / amplified["B"],
-    )
-    write_rate = machine.memory if layouts.c.in_memory else machine.write
-    lanes = {
-        "read": traffic["read"] / read_rate,
-        "h2d": traffic["h2d"] / machine.h2d + (0 if slots.unified else 2 * steps * machine.copy_latency),
-        "compute": multiply_seconds(problem, machine, problem.flops, w, h, r) + steps * machine.step_latency,
-        "d2h": traffic["d2h"] / machine.d2h,
-        "write": traffic["write"] / write_rate + strips * machine.write_latency,
-    }
-    panels = w * r * sizes["A"] + r * h * sizes["B"]
-    tile_bytes = w * h * sizes["C"]
-    slots_held = footprint(problem, candidate, layouts, machine)
-    start_up = (
-        (slots_held.host_total + (slots_held.device_total if slots.unified else 0))
-        * machine.arena_seconds_per_byte
-        + panels / read_rate
-        + (0 if slots.unified else panels / machine.h2d)
-        + (tile_bytes / read_rate if problem.reads_c else 0)
-    )
-    # With one accumulator the next tile waits until this one has left (and C, if needed, has come).
-    leaving = write_rate if slots.unified else machine.d2h
-    hand_over = tile_bytes / leaving + (tile_bytes / machine.h2d if problem.reads_c else 0)
-    bubbles = (tiles - 1) * hand_over if slots.c == 1 else 0.0
-    tail = tile_bytes / min(machine.d2h, write_rate)
-    if machine.shares_cores:
-        busy = sum(lanes.values()) + bubbles  # every copy takes its time from the cores that multiply
-    else:
-        serial = lanes["read"] + lanes["h2d"] if 1 in (slots.host_a, slots.host_b) else 0.0
-        busy = max(lanes["compute"] + bubbles, serial, *lanes.values())
-        # Lanes hide behind the longest one, but never wholly: jitter, shared memory bandwidth, a wrong model.
-        busy += UNHIDDEN * (sum(lanes.values()) - max(lanes.values()))
-    return Prediction(lanes, start_up, bubbles, tail, start_up + busy + tail)
-
-
-def multiply_seconds(
-    problem: GemmProblem, machine: MachineModel, flops: float, w: int, h: int, r: int
-) -> float:
-    """Time of products of w x h x r blocks with that many flops in all."""
-    if flops == 0:
-        return 0.0
-    rate = machine.kernels[problem.a_dtype]
-    return flops / rate.peak * (1 + rate.half_depth / r) * (1 + 32 / w) * (1 + 32 / h)

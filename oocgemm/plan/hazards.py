@@ -10,14 +10,15 @@ That is all there is: no wait is written by hand anywhere in this project.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Generic, TypeVar
 
 from oocgemm.errors import ScheduleError
-from oocgemm.plan.schedule import Kind, Operation, Region, Schedule, Slot, Tier
-from oocgemm.plan.tiling import Span
+from oocgemm.plan.schedule import Kind, Operation, Schedule
+from oocgemm.plan.slots import Region, Slot, Tier
+from oocgemm.plan.tiling import Span, Tile
 
 T = TypeVar("T")
 
@@ -91,7 +92,7 @@ def verify(schedule: Schedule, chunks: tuple[int, int] = (1, 1)) -> None:
     schedule. Raises `ScheduleError`.
     """
     held: dict[Slot, object] = {}
-    sums: dict[Slot, tuple[object, set[int]]] = {}
+    sums: dict[Slot, dict[Span, tuple[Tile, set[int]]]] = defaultdict(dict)
     written: dict[Span, list[Span]] = defaultdict(list)
     steps, extents = schedule.grid.steps, (schedule.grid.m, schedule.grid.n)
     for op in schedule:
@@ -114,22 +115,24 @@ def verify(schedule: Schedule, chunks: tuple[int, int] = (1, 1)) -> None:
                 target = op.writes[0].slot
                 for region in op.reads:
                     if region.slot.operand in ("A", "B"):
-                        expected = {"A": (op.m, op.k), "B": (op.k, op.n)}[region.slot.operand]
+                        whole = schedule.grid.rows(op.tile[0])
+                        expected = {"A": (whole, op.k), "B": (op.k, op.n)}[region.slot.operand]
                         _require(held.get(region.slot) == (region.slot.operand, expected), op)
-                if op.first:
-                    sums[target] = (op.tile, set())
-                tile, done = sums[target]
-                _require(tile == op.tile and op.step not in done, op)
-                done.add(op.step)
+                for strip in _strips_in(schedule, op):
+                    if op.first:
+                        sums[target][strip] = op.tile, set()
+                    tile, done = sums[target].get(strip, (None, set()))
+                    _require(tile == op.tile and op.step not in done, op)
+                    done.add(op.step)
             case Kind.FINISH | Kind.DOWNLOAD:
                 for region in op.reads:
                     if region.slot.operand == "C" and region.slot.tier is Tier.DEVICE:
-                        _require(sums.get(region.slot) == (op.tile, set(range(steps))), op)
+                        _require(sums[region.slot].get(op.m) == (op.tile, set(range(steps))), op)
                 held[op.writes[0].slot] = ("C", op.block)
             case Kind.WRITE:
                 source = op.reads[0].slot
                 if source.tier is Tier.DEVICE and source.operand == "C":
-                    _require(sums.get(source) == (op.tile, set(range(steps))), op)
+                    _require(sums[source].get(op.m) == (op.tile, set(range(steps))), op)
                 else:
                     _require(held.get(source) == block, op)
                 written[op.n].append(op.m)
@@ -147,6 +150,13 @@ def verify(schedule: Schedule, chunks: tuple[int, int] = (1, 1)) -> None:
 def _require(condition: bool, op: Operation) -> None:
     if not condition:
         raise ScheduleError(f"{op}: a slot it uses does not hold what it needs")
+
+
+def _strips_in(schedule: Schedule, op: Operation) -> Iterator[Span]:
+    """The strips that a Multiply adds to: one, or all of its tile."""
+    size = schedule.slots.strip
+    for start in range(op.m[0], op.m[1], size):
+        yield start, min(start + size, op.m[1])
 
 
 def _area(schedule: Schedule, tile: tuple[int, int]) -> int:

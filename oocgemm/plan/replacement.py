@@ -2,28 +2,36 @@
 
 The future being known, the slot to give up is the one whose panel is used furthest ahead (Belady, 1966:
 *A study of replacement algorithms for a virtual-storage computer*), with one restriction that streaming
-needs: never the slot that the latest step uses, since the copy into it would wait for that step and nothing
-would overlap. With two slots this is exactly the alternation of the five-buffer scheme.
+needs: no slot of the steps that run together now, and not that of the latest step either if another can be
+had, since the copy into it would wait for that step and nothing would overlap. With two slots this is exactly
+the alternation of the five-buffer scheme.
 """
+
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
 
 # The next use of a panel that is not used again.
 NEVER = 1 << 62
 
 # A panel: the tile row or column it belongs to, and its step along k.
 Panel = tuple[int, int]
-# Contents of a cache seen from a tile: for each slot the panel and its next use, relative to the tile's row or
-# column and to the tile's first step (or that it is never used again); and the slot used latest.
-State = tuple[tuple[tuple[int, int, int] | None, ...], int]
 
 
 class SlotCache:
     """The contents of `count` slots of one operand on one tier, in program order."""
 
     def __init__(self, count: int) -> None:
+        self._count = count
         self._keys: list[Panel | None] = [None] * count
         self._next_use = [0] * count
+        self._used = [
+            -1
+        ] * count  # when a slot was used last: of equals the one left alone longest is given up
+        self._clock = 0
         self._where: dict[Panel, int] = {}
-        self._latest = -1
+        self._held: list[int] = []  # slots of the steps being placed
+        self._latest: list[int] = []  # slots of the steps placed before them
+        self._heap: list[tuple[int, int, int]] = []
 
     def acquire(self, key: Panel, next_use: int) -> tuple[int, bool]:
         """The slot for panel `key`, whose use after this one is at `next_use`, and whether it is there already."""
@@ -37,38 +45,67 @@ class SlotCache:
             self._keys[slot] = key
             self._where[key] = slot
         self._next_use[slot] = next_use
-        self._latest = slot
+        self._used[slot] = self._clock
+        self._clock += 1
+        heappush(self._heap, (-next_use, self._used[slot], slot))
+        self._held.append(slot)
         return slot, hit
 
-    def state(self, row: int, position: int) -> State:
-        """The contents relative to a tile's row (or column) and the position of its first step."""
-        slots = tuple(
-            None
-            if key is None
-            else (0, -1, NEVER)
-            if use == NEVER
-            else (key[0] - row, key[1], use - position)
-            for key, use in zip(self._keys, self._next_use, strict=True)
-        )
-        return slots, self._latest
+    def postpone(self, key: Panel, next_use: int) -> None:
+        """Panel `key`, if it is here, was not needed after all: another tier had it."""
+        slot = self._where.get(key)
+        if slot is not None:
+            self._next_use[slot] = next_use
+            heappush(self._heap, (-next_use, self._used[slot], slot))
 
-    def restore(self, state: State, row: int, position: int) -> None:
-        """Take over contents that were seen from another tile as if they had been seen from this one."""
-        slots, self._latest = state
-        self._keys = [
-            None if s is None else (-1, slot) if s[2] == NEVER else (s[0] + row, s[1])
-            for slot, s in enumerate(slots)
-        ]
-        self._next_use = [0 if s is None else NEVER if s[2] == NEVER else s[2] + position for s in slots]
+    def advance(self) -> None:
+        """The steps placed since the last call run together; others come now."""
+        self._latest, self._held = self._held, []
+
+    def live(self) -> list[tuple[int, Panel]]:
+        """The panels that are used again, each with when, soonest first."""
+        pairs = zip(self._next_use, self._keys, strict=True)
+        return sorted((use, key) for use, key in pairs if key is not None and use != NEVER)
+
+    def latest(self) -> list[Panel | None]:
+        """The panels that the latest steps used; None for one that is not used again."""
+        return [self._keys[slot] if self._next_use[slot] != NEVER else None for slot in self._latest]
+
+    def refill(self, live: Sequence[tuple[int, Panel]], latest: Sequence[Panel | None]) -> None:
+        """Take over such contents, in slots of any order."""
+        dead = self._count - len(live)
+        self._keys = [*(key for _, key in live), *((-1, slot) for slot in range(dead))]
+        self._next_use = [*(use for use, _ in live), *([NEVER] * dead)]
         self._where = {key: slot for slot, key in enumerate(self._keys) if key is not None}
+        self._used = list(range(-self._count, 0))
+        self._clock = 0
+        unused = iter(range(len(live), self._count))
+        self._latest = [next(unused) if key is None else self._where[key] for key in latest]
+        self._heap = [(-self._next_use[slot], self._used[slot], slot) for slot in range(self._count)]
+        heapify(self._heap)
 
     def _victim(self) -> int:
-        best, best_use = 0, -1
-        for slot, key in enumerate(self._keys):
-            if slot == self._latest and len(self._keys) > 1:
-                continue
-            if key is None:
+        if len(self._where) < self._count:
+            return len(self._where)  # they fill in order
+        for avoided in ((*self._held, *self._latest), (*self._held, *self._latest[-1:]), self._held):
+            slot = self._furthest(avoided)
+            if slot is not None:
                 return slot
-            if self._next_use[slot] > best_use:
-                best, best_use = slot, self._next_use[slot]
-        return best
+        return self._held[0]  # a single slot: every step waits for the one before
+
+    def _furthest(self, avoided: Sequence[int]) -> int | None:
+        """The slot used furthest ahead that is not to be avoided."""
+        if len(set(avoided)) >= self._count:
+            return None
+        passed, found = [], None
+        while found is None:
+            entry = heappop(self._heap)
+            use, used, slot = entry
+            if self._used[slot] != used or -use != self._next_use[slot]:
+                continue  # used again since
+            passed.append(entry)
+            if slot not in avoided:
+                found = slot
+        for entry in passed[:-1]:
+            heappush(self._heap, entry)
+        return found

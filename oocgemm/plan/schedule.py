@@ -4,12 +4,17 @@ A schedule is the *sequential* program of the run, in the order one would write 
 
     for each tile (i, j):
         [load C]                                       beta != 0
-        for each step p:
+        for each step p but the last few:
             Read A(i,p) -> host slot    Upload A -> A0 or A1
             Read B(p,j) -> host slot    Upload B -> B0 or B1
             Multiply  C0 += A_p B_p
+        Read, Upload the panels of the last `drain` steps
         for each strip of rows of C0:
+            Multiply  C0[strip] += A_p[strip] B_p      for each of these steps
             [Finish]  Download -> host slot  Write     Finish: accumulator wider than C
+
+The last steps go strip by strip, so that a strip leaves while the next is multiplied, and with one accumulator
+the first steps of the tile that follows go strip by strip too, into the strips that have left.
 
 All overlap follows from two things: operations of different streams do not wait for one another, and the
 waits that remain are derived from the regions each operation reads and writes (`oocgemm.plan.hazards`).
@@ -20,17 +25,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from oocgemm.plan.placing import Loads, Placed, Placing
 from oocgemm.plan.problem import GemmProblem
-from oocgemm.plan.replacement import NEVER, SlotCache, State
+from oocgemm.plan.slots import Region, Slot, Slots, Tier
 from oocgemm.plan.tiling import Span, Tile, TileGrid
-from oocgemm.plan.traversal import NextUse, step_order
-
-
-class Tier(StrEnum):
-    """Where a slot is."""
-
-    HOST = "host"
-    DEVICE = "device"
+from oocgemm.plan.traversal import step_order
 
 
 class Kind(StrEnum):
@@ -49,9 +48,11 @@ class Lane(StrEnum):
     """Where an operation runs; the lanes of the report."""
 
     READ = "read"
+    DECODE = "decode"
     H2D = "h2d"
     COMPUTE = "compute"
     D2H = "d2h"
+    ENCODE = "encode"
     WRITE = "write"
 
 
@@ -65,30 +66,7 @@ LANES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """A buffer: A and B hold a panel, C a tile (device) or a strip of one (host), D a finished strip (device)."""
-
-    tier: Tier
-    operand: str
-    index: int
-    device: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.tier}:{self.operand}{self.index}"
-
-
-@dataclass(frozen=True, slots=True)
-class Region:
-    """Elements [start, stop) of a slot: what hazards are derived on. Elements, not rows: tiles of different
-    widths take turns in a slot, and a row of one is not where that row of the other was."""
-
-    slot: Slot
-    start: int
-    stop: int
-
-    def overlaps(self, other: "Region") -> bool:
-        return self.slot == other.slot and self.start < other.stop and other.start < self.stop
+_CODED = {Lane.READ: Lane.DECODE, Lane.WRITE: Lane.ENCODE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +74,10 @@ class Operation:
     """One copy or one computation.
 
     `m`, `n`, `k` are the spans of the problem it concerns: m and k for a panel of op(A), k and n for one of
-    op(B), m and n for a tile of C or a strip of it, all three for a Multiply. `first` marks the Multiply that
-    begins a tile, the one that applies beta. `bytes` cross the lane's link, `flops` are done.
+    op(B), m and n for a tile of C or a strip of it, all three for a Multiply (whose m may be a strip of the rows
+    that its panel of op(A) holds). `first` marks the Multiply that
+    begins a tile, the one that applies beta. `coded` marks a Read or a Write through a codec, which is what takes
+    its time. `bytes` cross the lane's link, `flops` are done.
     """
 
     kind: Kind
@@ -112,11 +92,13 @@ class Operation:
     bytes: int = 0
     flops: int = 0
     first: bool = False
+    coded: bool = False
     device: int = 0
 
     @property
     def lane(self) -> Lane:
-        return LANES[self.kind]
+        lane = LANES[self.kind]
+        return _CODED.get(lane, lane) if self.coded else lane
 
     @property
     def stream(self) -> str:
@@ -134,168 +116,74 @@ class Operation:
         return f"{self.kind} {self.operand}[{r0}:{r1}, {c0}:{c1}] of tile {self.tile}, step {self.step}"
 
 
-@dataclass(frozen=True, slots=True)
-class Slots:
-    """How many slots of each kind, and how many rows of a tile drain at a time.
-
-    The five buffers of Liang et al. are c = 1, a = b = 2. No host slots at all mean that device and host memory are
-    one: panels are read straight into the device's slots and tiles written straight from them.
-    """
-
-    a: int = 2
-    b: int = 2
-    c: int = 1
-    host_a: int = 2
-    host_b: int = 2
-    host_c: int = 2
-    finish: int = 0
-    strip: int = 1
-
-    @property
-    def unified(self) -> bool:
-        """Whether there is nothing to copy between host and device."""
-        return self.host_a == self.host_b == self.host_c == 0
-
-    def count(self, tier: Tier, operand: str) -> int:
-        """Slots of an operand on a tier."""
-        if tier is Tier.HOST:
-            return {"A": self.host_a, "B": self.host_b, "C": self.host_c}.get(operand, 0)
-        return {"A": self.a, "B": self.b, "C": self.c, "D": self.finish}[operand]
-
-
-@dataclass(frozen=True, slots=True)
-class _Placed:
-    """Where a panel is for a step, and whether it had to be loaded on the way."""
-
-    device_slot: int
-    upload: bool
-    host_slot: int
-    read: bool
-
-
-class _Placing:
-    """Follows which panel is in which slot, tile by tile, on both tiers."""
-
-    def __init__(self, tiles: Sequence[Tile], steps: int, slots: Slots) -> None:
-        self._tiles = tiles
-        self._steps = steps
-        self._next_use = NextUse(tiles, steps)
-        self._device = SlotCache(slots.a), SlotCache(slots.b)
-        self._host = () if slots.unified else (SlotCache(slots.host_a), SlotCache(slots.host_b))
-
-    def steps(self, position: int) -> Iterator[tuple[int, _Placed, _Placed]]:
-        """The steps of tile number `position` in order, with the places of their panels; tiles in order too."""
-        for step in step_order(self._tiles[position], self._steps):
-            yield step, self._place(0, position, step), self._place(1, position, step)
-
-    def _place(self, axis: int, position: int, step: int) -> _Placed:
-        key = self._tiles[position][axis], step
-        use = self._next_use(axis, position, step)
-        slot, hit = self._device[axis].acquire(key, use)
-        if hit:
-            return _Placed(slot, upload=False, host_slot=0, read=False)
-        if not self._host:
-            return _Placed(slot, upload=True, host_slot=0, read=True)
-        host_slot, on_host = self._host[axis].acquire(key, use)
-        return _Placed(slot, upload=True, host_slot=host_slot, read=not on_host)
-
-    def contents(self, position: int) -> tuple[State, ...]:
-        """What the slots hold, seen from a tile."""
-        tile, first = self._tiles[position], position * self._steps
-        return tuple(
-            cache.state(tile[axis], first)
-            for pair in (self._device, self._host)
-            for axis, cache in enumerate(pair)
-        )
-
-    def state(self, position: int) -> object:
-        """All that decides which panels tile number `position` loads."""
-        forwards = step_order(self._tiles[position], self._steps).step > 0
-        first = position * self._steps
-        later = (self._next_use(axis, position, 0) for axis in (0, 1))
-        return self.contents(position), forwards, *(use if use == NEVER else use - first for use in later)
-
-    def restore(self, contents: tuple[State, ...], position: int) -> None:
-        """Put the slots into a state that was seen from another tile."""
-        tile, first = self._tiles[position], position * self._steps
-        states = iter(contents)
-        for pair in (self._device, self._host):
-            for axis, cache in enumerate(pair):
-                cache.restore(next(states), tile[axis], first)
-
-
 @dataclass(frozen=True)
 class Schedule:
     """The operations of a run over `tiles` in that order: re-iterable, made as it is read, in memory
-    proportional to slots and tiles, never to steps."""
+    proportional to slots and tiles, never to steps. Operands in `coded` go through a codec."""
 
     problem: GemmProblem
     grid: TileGrid
     tiles: Sequence[Tile]
     slots: Slots
+    coded: frozenset[str] = frozenset()
 
     def __iter__(self) -> Iterator[Operation]:
         strips_done = 0
-        placing = _Placing(self.tiles, self.grid.steps, self.slots)
+        placing = Placing(self.tiles, self.grid.steps, self.slots)
         for position, tile in enumerate(self.tiles):
-            strips = list(self._strips(tile))
-            c_slot = Slot(Tier.DEVICE, "C", position % self.slots.c)
-            loads_first = self.problem.reads_c and not self.problem.finishes
-            if loads_first:
-                for number, rows in enumerate(strips, strips_done):
-                    yield from self._load_c(tile, rows, number, c_slot, whole_tile=True)
-            for order, (step, a, b) in enumerate(placing.steps(position)):
-                yield from self._load_panel("A", tile, step, a)
-                yield from self._load_panel("B", tile, step, b)
-                yield self._multiply(tile, step, a, b, c_slot, first=order == 0)
-            for number, rows in enumerate(strips, strips_done):
-                yield from self._drain(tile, rows, number, c_slot)
+            strips = list(enumerate(self._strips(tile), strips_done))
             strips_done += len(strips)
+            c_slot = Slot(Tier.DEVICE, "C", position % self.slots.c)
+            if self.problem.reads_c and not self.problem.finishes:
+                for number, rows in strips:
+                    yield from self._load_c(tile, rows, number, c_slot, whole_tile=True)
+            left = self.grid.steps
+            begins = step_order(tile, left)[0]
+            by_strips = False
+            for by_strips, group in placing.groups(position):
+                left -= len(group)
+                for step, a, b in group:
+                    yield from self._load_panel("A", tile, step, a)
+                    yield from self._load_panel("B", tile, step, b)
+                for number, rows in strips if by_strips else [(0, self.grid.rows(tile[0]))]:
+                    for step, a, b in group:
+                        yield self._multiply(tile, rows, step, a, b, c_slot, first=step == begins)
+                    if by_strips and not left:
+                        yield from self._drain(tile, rows, number, c_slot)
+            if not by_strips:
+                for number, rows in strips:
+                    yield from self._drain(tile, rows, number, c_slot)
 
-    def traffic(self) -> dict[str, int]:
-        """Exact bytes that cross each link over the whole schedule: read, h2d, d2h, write.
+    def loads(self) -> Loads:
+        """Exact bytes of the panels that `__iter__` would load, without making the operations."""
+        depths = [_length(self.grid.depth(p)) for p in range(self.grid.steps)]
+        total = [0, 0, 0, 0]
+        loaded = Placing(self.tiles, self.grid.steps, self.slots).loads(depths)
+        for (i, j), ((a_up, a_read), (b_up, b_read)) in zip(self.tiles, loaded, strict=True):
+            m, n = _length(self.grid.rows(i)), _length(self.grid.cols(j))
+            for index, elements in enumerate((m * a_up, n * b_up, m * a_read, n * b_read)):
+                total[index] += elements
+        a, b = self.problem.itemsizes["A"], self.problem.itemsizes["B"]
+        return Loads(total[0] * a, total[1] * b, total[2] * a, total[3] * b)
 
-        Counts what `__iter__` would yield, without making the operations. Tiles that find the slots in the same
-        state, seen from where they are, load the same panels: each state is walked through once.
-        """
-        sizes = self.problem.itemsizes
-        total = dict.fromkeys(("read", "h2d", "d2h", "write"), 0)
-        depths = [k1 - k0 for k0, k1 in (self.grid.depth(p) for p in range(self.grid.steps))]
-        placing = _Placing(self.tiles, self.grid.steps, self.slots)
-        known: dict[object, tuple[tuple[int, ...], tuple[State, ...]]] = {}
-        for position, tile in enumerate(self.tiles):
-            before = placing.state(position)
-            if before in known:
-                loads, after = known[before]
-                placing.restore(after, position)
-            else:
-                panels = list(placing.steps(position))
-                loads = (
-                    sum(depths[step] for step, a, _ in panels if a.upload),
-                    sum(depths[step] for step, a, _ in panels if a.read),
-                    sum(depths[step] for step, _, b in panels if b.upload),
-                    sum(depths[step] for step, _, b in panels if b.read),
-                )
-                known[before] = loads, placing.contents(position)
-            a_up, a_read, b_up, b_read = loads
-            m, n = _length(self.grid.rows(tile[0])), _length(self.grid.cols(tile[1]))
-            total["h2d"] += m * a_up * sizes["A"] + n * b_up * sizes["B"]
-            total["read"] += m * a_read * sizes["A"] + n * b_read * sizes["B"]
-            c_bytes = m * n * sizes["C"]
-            for lane in ("read", "h2d") if self.problem.reads_c else ():
-                total[lane] += c_bytes
-            total["d2h"] += c_bytes
-            total["write"] += c_bytes
+    def traffic(self, loads: Loads | None = None) -> dict[str, int]:
+        """Exact bytes that cross each link over the whole schedule: read, h2d, d2h, write."""
+        loads = loads or self.loads()
+        c = self.problem.itemsizes["C"] * sum(
+            _length(self.grid.rows(i)) * _length(self.grid.cols(j)) for i, j in self.tiles
+        )
+        c_in = c if self.problem.reads_c else 0
+        read, up = int(loads.a_read + loads.b_read) + c_in, int(loads.a_up + loads.b_up) + c_in
         if self.slots.unified:
-            total["h2d"] = total["d2h"] = 0
-        return total
+            return {"read": read, "h2d": 0, "d2h": 0, "write": c}
+        return {"read": read, "h2d": up, "d2h": c, "write": c}
 
     def _strips(self, tile: Tile) -> Iterator[Span]:
         m0, m1 = self.grid.rows(tile[0])
         for start in range(m0, m1, self.slots.strip):
             yield start, min(start + self.slots.strip, m1)
 
-    def _load_panel(self, operand: str, tile: Tile, step: int, placed: _Placed) -> Iterator[Operation]:
+    def _load_panel(self, operand: str, tile: Tile, step: int, placed: Placed) -> Iterator[Operation]:
         k = self.grid.depth(step)
         if not placed.upload or k[0] == k[1]:
             return
@@ -304,20 +192,21 @@ class Schedule:
         n = self.grid.cols(tile[1]) if operand == "B" else nothing
         elements = _length(k) * _length(m if operand == "A" else n)
         size = elements * self.problem.itemsizes[operand]
+        coded = operand in self.coded
         device = Region(Slot(Tier.DEVICE, operand, placed.device_slot), 0, elements)
         if self.slots.unified:
-            yield Operation(Kind.READ, operand, tile, step, (), (device,), m, n, k, size)
+            yield Operation(Kind.READ, operand, tile, step, (), (device,), m, n, k, size, coded=coded)
             return
         host = Region(Slot(Tier.HOST, operand, placed.host_slot), 0, elements)
         if placed.read:
-            yield Operation(Kind.READ, operand, tile, step, (), (host,), m, n, k, size)
+            yield Operation(Kind.READ, operand, tile, step, (), (host,), m, n, k, size, coded=coded)
         yield Operation(Kind.UPLOAD, operand, tile, step, (host,), (device,), m, n, k, size)
 
     def _multiply(
-        self, tile: Tile, step: int, a: _Placed, b: _Placed, c_slot: Slot, *, first: bool
+        self, tile: Tile, rows: Span, step: int, a: Placed, b: Placed, c_slot: Slot, *, first: bool
     ) -> Operation:
         m, n, k = self.grid.rows(tile[0]), self.grid.cols(tile[1]), self.grid.depth(step)
-        c = Region(c_slot, 0, _length(m) * _length(n))
+        c = self._in_tile(c_slot, tile, rows)
         keeps_old = not first or (self.problem.reads_c and not self.problem.finishes)
         panels: tuple[Region, ...] = ()
         if k[0] < k[1]:
@@ -332,10 +221,10 @@ class Schedule:
             step,
             (*panels, c) if keeps_old else panels,
             (c,),
-            m,
+            rows,
             n,
             k,
-            flops=self.problem.step_flops(_length(m), _length(n), _length(k)),
+            flops=self.problem.step_flops(_length(rows), _length(n), _length(k)),
             first=first,
         )
 
@@ -345,10 +234,11 @@ class Schedule:
         """Read and upload a strip of C into rows of the tile's accumulator, or into a slot of its own."""
         n, size, host = self._strip_parts(tile, rows, number)
         target = self._in_tile(slot, tile, rows) if whole_tile else Region(slot, 0, host.stop)
+        coded = "C" in self.coded
         if self.slots.unified:
-            yield Operation(Kind.READ, "C", tile, 0, (), (target,), rows, n, bytes=size)
+            yield Operation(Kind.READ, "C", tile, 0, (), (target,), rows, n, bytes=size, coded=coded)
             return
-        yield Operation(Kind.READ, "C", tile, 0, (), (host,), rows, n, bytes=size)
+        yield Operation(Kind.READ, "C", tile, 0, (), (host,), rows, n, bytes=size, coded=coded)
         yield Operation(Kind.UPLOAD, "C", tile, 0, (host,), (target,), rows, n, bytes=size)
 
     def _drain(self, tile: Tile, rows: Span, number: int, c_slot: Slot) -> Iterator[Operation]:
@@ -363,11 +253,12 @@ class Schedule:
             inputs = (source, finished) if self.problem.reads_c else (source,)
             yield Operation(Kind.FINISH, "D", tile, last, inputs, (finished,), rows, n)
             source = finished
+        coded = "C" in self.coded
         if self.slots.unified:
-            yield Operation(Kind.WRITE, "C", tile, last, (source,), (), rows, n, bytes=size)
+            yield Operation(Kind.WRITE, "C", tile, last, (source,), (), rows, n, bytes=size, coded=coded)
             return
         yield Operation(Kind.DOWNLOAD, "C", tile, last, (source,), (host,), rows, n, bytes=size)
-        yield Operation(Kind.WRITE, "C", tile, last, (host,), (), rows, n, bytes=size)
+        yield Operation(Kind.WRITE, "C", tile, last, (host,), (), rows, n, bytes=size, coded=coded)
 
     def _strip_parts(self, tile: Tile, rows: Span, number: int) -> tuple[Span, int, Region]:
         """Columns, bytes and host slot of strip `number` of the run."""

@@ -5,23 +5,39 @@ The waits are those of the run, derived by the same tracker; its tokens are the 
 
 from collections.abc import Iterable
 
-from oocgemm.plan.cost import MachineModel, multiply_seconds
+from oocgemm.plan.cost import Layouts, MachineModel
 from oocgemm.plan.hazards import HazardTracker
+from oocgemm.plan.predict import multiply_seconds
 from oocgemm.plan.problem import GemmProblem
 from oocgemm.plan.schedule import Kind, Operation
 
 
-def duration(operation: Operation, problem: GemmProblem, machine: MachineModel, read_rate: float) -> float:
+def _rates(operation: Operation, layouts: Layouts, machine: MachineModel, locked: frozenset[str]) -> float:
+    """Bytes per second of a Read or a Write."""
+    if operation.operand in locked:
+        return float("inf")
+    if operation.kind is Kind.WRITE:
+        return machine.memory if layouts.c.in_memory else machine.write
+    (r0, r1), (c0, c1) = operation.block
+    layout = {"A": layouts.a, "B": layouts.b, "C": layouts.c}[operation.operand]
+    return machine.store_rate(layout, (r1 - r0, c1 - c0))
+
+
+def duration(
+    operation: Operation,
+    problem: GemmProblem,
+    machine: MachineModel,
+    layouts: Layouts,
+    locked: frozenset[str],
+) -> float:
     """Modelled seconds of one operation."""
     match operation.kind:
-        case Kind.READ:
-            return operation.bytes / read_rate
+        case Kind.READ | Kind.WRITE:
+            return operation.bytes / _rates(operation, layouts, machine, locked)
         case Kind.UPLOAD:
             return operation.bytes / machine.h2d + machine.copy_latency
         case Kind.DOWNLOAD:
             return operation.bytes / machine.d2h + machine.copy_latency
-        case Kind.WRITE:
-            return operation.bytes / machine.write
         case Kind.MULTIPLY:
             w, h, r = (s[1] - s[0] for s in (operation.m, operation.n, operation.k))
             seconds = multiply_seconds(problem, machine, operation.flops, w, h, r) if r else 0.0
@@ -31,7 +47,11 @@ def duration(operation: Operation, problem: GemmProblem, machine: MachineModel, 
 
 
 def simulate(
-    operations: Iterable[Operation], problem: GemmProblem, machine: MachineModel, read_rate: float
+    operations: Iterable[Operation],
+    problem: GemmProblem,
+    machine: MachineModel,
+    layouts: Layouts,
+    locked: frozenset[str] = frozenset(),
 ) -> float:
     """Seconds until the last operation ends, streams running side by side."""
     tracker: HazardTracker[list[float]] = HazardTracker()
@@ -41,7 +61,7 @@ def simulate(
         done = [0.0]
         start = max((t[0] for t in tracker.admit(operation, done)), default=0.0)
         start = max(start, stream_free.get(operation.stream, 0.0))
-        done[0] = start + duration(operation, problem, machine, read_rate)
+        done[0] = start + duration(operation, problem, machine, layouts, locked)
         stream_free[operation.stream] = done[0]
         end = max(end, done[0])
     return end

@@ -94,8 +94,9 @@ class Layout:
     `read_chunk` is what a reader opens at a time; unless `partial_reads`, the whole of it is read and decoded
     whatever part is wanted. `write_chunk` is what one writer must own: a chunk, or a shard; with `free_chunks`
     the array is yet to be created and the planner chooses. `decode_bytes` is the host memory that reading one
-    chunk takes beside its destination, `encode_bytes` that of writing one. Elements along axis `contiguous`
-    lie side by side.
+    chunk takes beside its destination, `encode_bytes` that of writing one, and `encodes` says that a codec has
+    work to do then. Elements along axis `contiguous` lie side by side. Pages of an array that is `lockable` can be
+    locked, so that a device copies straight from and to it.
     """
 
     read_chunk: tuple[int, int] = (1, 1)
@@ -103,7 +104,9 @@ class Layout:
     partial_reads: bool = True
     decode_bytes: int = 0
     encode_bytes: int = 0
+    encodes: bool = False
     in_memory: bool = False
+    lockable: bool = False
     free_chunks: bool = False
     contiguous: int = 1
 

@@ -1,27 +1,61 @@
 """The order in which tiles and steps are visited.
 
-Rows of tiles are walked as a snake, and k runs backwards on every other tile, so that at each turn the
-panels just used are used again. The direction of k hangs on the tile's coordinates alone, never on its place
+Tiles are walked as a snake, and k runs backwards on every other tile, so that at each turn the panels just
+used are used again. The direction of k hangs on the tile's coordinates alone, never on its place
 in the sequence: a run over any part of the tiles sums every element in the same order.
 """
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from oocgemm.plan.replacement import NEVER
 from oocgemm.plan.tiling import Tile
 
 
-def snake(tile_rows: int, tile_cols: int) -> tuple[Tile, ...]:
-    """All tiles, row by row, every other row from the right.
+@dataclass(frozen=True, slots=True)
+class Traversal:
+    """How the tiles are walked: in bands of `band` tile rows (axis 0) or tile columns (axis 1).
 
-    >>> snake(2, 3)
-    ((0, 0), (0, 1), (0, 2), (1, 2), (1, 1), (1, 0))
+    Within a band the *other* axis is the slow one. A band of one tile row is a plain snake along the row: its
+    panels of op(A) are used by one tile after another, and those of op(B) come round again with the next
+    row. Wider bands suit a memory that holds the panels of several rows: op(B) then comes round once a band.
     """
-    return tuple(
-        (i, j)
-        for i in range(tile_rows)
-        for j in (range(tile_cols) if i % 2 == 0 else range(tile_cols - 1, -1, -1))
-    )
+
+    axis: int = 0
+    band: int = 1
+
+    def __str__(self) -> str:
+        if self.band == 1:
+            return "row by row" if self.axis == 0 else "column by column"
+        return f"bands of {self.band} {'rows' if self.axis == 0 else 'columns'}"
+
+
+ROW_BY_ROW = Traversal()
+
+
+def walk(traversal: Traversal, tile_rows: int, tile_cols: int) -> tuple[Tile, ...]:
+    """All tiles, each next to the one before.
+
+    >>> walk(Traversal(), 2, 3)
+    ((0, 0), (0, 1), (0, 2), (1, 2), (1, 1), (1, 0))
+    >>> walk(Traversal(axis=1), 2, 2)
+    ((0, 0), (1, 0), (1, 1), (0, 1))
+    >>> walk(Traversal(band=2), 2, 3)
+    ((0, 0), (1, 0), (1, 1), (0, 1), (0, 2), (1, 2))
+    """
+    if traversal.axis == 1:
+        return tuple((i, j) for j, i in walk(Traversal(0, traversal.band), tile_cols, tile_rows))
+    tiles: list[Tile] = []
+    cols_forwards = rows_forwards = True
+    for top in range(0, tile_rows, traversal.band):
+        rows = range(top, min(top + traversal.band, tile_rows))
+        for j in range(tile_cols) if cols_forwards else reversed(range(tile_cols)):
+            tiles.extend((i, j) for i in (rows if rows_forwards else reversed(rows)))
+            rows_forwards = not rows_forwards
+        cols_forwards, rows_forwards = not cols_forwards, True
+    return tuple(tiles)
 
 
 def step_order(tile: Tile, steps: int) -> range:
@@ -35,28 +69,27 @@ def step_order(tile: Tile, steps: int) -> range:
 
 
 class NextUse:
-    """When a panel is used next, the whole future being known: positions counted in steps of the run."""
+    """When a panel of op(A) (axis 0) or op(B) (axis 1) is used next, the whole future being known: positions counted
+    in steps of the run."""
 
-    def __init__(self, tiles: Sequence[Tile], steps: int) -> None:
-        self._steps = steps
+    def __init__(self, tiles: Sequence[Tile], steps: int, axis: int) -> None:
         self._tiles = tiles
-        self._after: tuple[list[int], list[int]] = (list(_next_with(tiles, 0)), list(_next_with(tiles, 1)))
+        self._steps = steps
+        self._positions: defaultdict[int, list[int]] = defaultdict(list)
+        for position, tile in enumerate(tiles):
+            self._positions[tile[axis]].append(position)
 
-    def __call__(self, axis: int, position: int, step: int) -> int:
-        """First use, after tile number `position`, of the panel `step` of that tile's row (axis 0, a panel of
-        op(A)) or column (axis 1, a panel of op(B)); NEVER if there is none."""
-        later = self._after[axis][position]
-        if later >= len(self._tiles):
+    def tile(self, row: int, position: int) -> int | None:
+        """The next tile after tile number `position` that is in a tile row (or column)."""
+        positions = self._positions[row]
+        index = bisect_right(positions, position)
+        return positions[index] if index < len(positions) else None
+
+    def __call__(self, row: int, step: int, position: int) -> int:
+        """First use, after tile number `position`, of the panel `step` of a tile row (or column); NEVER if there is
+        none."""
+        later = self.tile(row, position)
+        if later is None:
             return NEVER
-        order = step_order(self._tiles[later], self._steps)
-        return later * self._steps + (step if order.step > 0 else self._steps - 1 - step)
-
-
-def _next_with(tiles: Sequence[Tile], axis: int) -> Iterator[int]:
-    """For each tile the position of the next one with the same row (axis 0) or column (axis 1)."""
-    seen: dict[int, int] = {}
-    found = [0] * len(tiles)
-    for position in range(len(tiles) - 1, -1, -1):
-        found[position] = seen.get(tiles[position][axis], len(tiles))
-        seen[tiles[position][axis]] = position
-    return iter(found)
+        forwards = step_order(self._tiles[later], self._steps).step > 0
+        return later * self._steps + (step if forwards else self._steps - 1 - step)

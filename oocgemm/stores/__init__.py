@@ -11,7 +11,7 @@ import numpy as np
 
 from oocgemm.errors import InputError
 from oocgemm.plan import GemmProblem, Layout
-from oocgemm.plan.planner import CHUNK_BYTES
+from oocgemm.plan.candidates import CHUNK_BYTES
 from oocgemm.stores.arrays import ArrayMatrix, create_npy, open_npy
 from oocgemm.stores.base import BATCH_BYTES, Array, Matrix, pieces
 
@@ -19,6 +19,7 @@ __all__ = [
     "BATCH_BYTES",
     "COMPRESSORS",
     "Array",
+    "ArrayMatrix",
     "Matrix",
     "Output",
     "check_apart",

@@ -1,0 +1,382 @@
+"""Enumerates the ways to run a product that are worth scoring.
+
+Traffic falls with the tile's extents, so the tile takes nearly all of the device memory and panels are only
+as deep as the kernel and the copies want: ``c w h + 2 r (w + h) <= M``. Extents are enumerated as *counts* of
+tiles down and across, which gives tiles of equal size; for each depth and count down, the fewest tiles across
+that fit are tried, and one more, both with panels that stream and with all panels of a tile row (or column)
+kept. What memory is left then goes to more slots.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import isqrt, lcm
+
+from oocgemm.plan.cost import Candidate, Layouts, MachineModel, cast_bytes, scratch_bytes, slot_bytes
+from oocgemm.plan.predict import multiply_seconds
+from oocgemm.plan.problem import GemmProblem
+from oocgemm.plan.slots import Slots
+from oocgemm.plan.tiling import TileShape, ceil_div, round_up
+from oocgemm.plan.traversal import Traversal
+
+STRIP_BYTES = 32 << 20  # a drained strip: long enough for the link, short enough to start writing early
+STRIPS = 24
+CHUNK_BYTES = 8 << 20  # of a new C: cheap to allocate again and again, long enough for a disk
+DEPTHS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192)
+BEST_DEPTHS = 4
+BINS = 4
+MOST_DRAIN = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """Hard upper bounds, in bytes, of what a run holds on the device and on the host."""
+
+    device: int
+    host: int
+
+
+def candidates(
+    problem: GemmProblem,
+    budgets: Budgets,
+    machine: MachineModel,
+    layouts: Layouts,
+    tile: TileShape | None,
+    io_threads: int,
+) -> Iterator[Candidate]:
+    """Candidates that fit the budgets; with `tile`, for that tile shape only."""
+    shapes = [(tile, 1), (tile, 2)] if tile else _shapes(problem, budgets, machine, layouts)
+    none = True
+    for shape, c in dict.fromkeys(shapes):
+        several = shape.w < problem.m or shape.h < problem.n
+        for axis in (0, 1) if several else (0,):
+            if several or c == 1:
+                found = list(_with_slots(problem, budgets, machine, layouts, shape, c, axis, io_threads))
+                none = none and not found
+                yield from found
+    if none and tile is None:
+        least = smallest(problem, layouts)
+        yield from _with_slots(problem, budgets, machine, layouts, least, 1, 0, io_threads)
+
+
+def _with_slots(
+    problem: GemmProblem,
+    budgets: Budgets,
+    machine: MachineModel,
+    layouts: Layouts,
+    tile: TileShape,
+    c: int,
+    axis: int,
+    io_threads: int,
+) -> Iterator[Candidate]:
+    """The tile with as many slots as fit: what a tile leaves over keeps panels for the tiles that follow."""
+    base = _least_slots(problem, budgets, machine, layouts, tile, c, io_threads)
+    if base is None:
+        return
+    size = slot_bytes(problem, tile, base.strip)
+    down, across = ceil_div(problem.m, tile.w), ceil_div(problem.n, tile.h)
+    steps = max(1, ceil_div(problem.depth, tile.r))
+    free = budgets.device - device_bytes(problem, machine, tile, base, size)
+    base = _draining(problem, machine, tile, base, axis, steps, free, size)
+    free = budgets.device - device_bytes(problem, machine, tile, base, size)
+    host_free = (
+        0 if machine.unified else budgets.host - host_bytes(problem, machine, layouts, base, io_threads, size)
+    )
+    for band in _bands(problem, layouts, tile, axis, steps, free if machine.unified else host_free, size):
+        traversal = Traversal(axis, band)
+        a, b = _filled(
+            base.a, base.b, free, size["device", "A"], size["device", "B"], down, across, steps, traversal
+        )
+        host_a, host_b = base.host_a, base.host_b
+        if not machine.unified and not (layouts.a.in_memory and layouts.b.in_memory):
+            yield Candidate(
+                tile, replace(base, a=a, b=b, host_a=host_a, host_b=host_b), traversal, io_threads=io_threads
+            )
+            sizes = size["host", "A"], size["host", "B"]
+            host_a, host_b = _filled(host_a, host_b, host_free, *sizes, down, across, steps, traversal)
+        yield Candidate(
+            tile, replace(base, a=a, b=b, host_a=host_a, host_b=host_b), traversal, io_threads=io_threads
+        )
+
+
+def _filled(
+    a: int,
+    b: int,
+    free: int,
+    a_size: int,
+    b_size: int,
+    down: int,
+    across: int,
+    steps: int,
+    traversal: Traversal,
+) -> tuple[int, int]:
+    """Slots of A and B when what is free goes first to the operand whose panels come round soonest."""
+    if traversal.axis == 1:
+        b, a = _filled(b, a, free, b_size, a_size, across, down, steps, Traversal(0, traversal.band))
+        return a, b
+    band = min(traversal.band, down)
+    # The other column of a band needs its panels sooner than the row does.
+    wanted = [("a", band * steps), ("b", across * steps)]
+    if band > 1:
+        wanted.insert(0, ("b", steps))
+    for operand, most in wanted:
+        if operand == "a" and across > 1 and a_size:
+            more = max(0, min(most - a, free // a_size))
+            a, free = a + more, free - more * a_size
+        elif operand == "b" and down > 1 and b_size:
+            more = max(0, min(most - b, free // b_size))
+            b, free = b + more, free - more * b_size
+    return a, b
+
+
+def _bands(
+    problem: GemmProblem,
+    layouts: Layouts,
+    tile: TileShape,
+    axis: int,
+    steps: int,
+    free: int,
+    size: dict[tuple[str, str], int],
+) -> list[int]:
+    """One row (or column) at a time, and the widest bands of which all panels fit into what is free."""
+    rows = ceil_div(problem.m, tile.w) if axis == 0 else ceil_div(problem.n, tile.h)
+    kept, passing = ("A", "B") if axis == 0 else ("B", "A")
+    fits = (free // max(1, steps) - size["host", passing]) // max(1, size["host", kept])
+    if fits < 2 or rows < 2:
+        return [1]
+    return [1, ceil_div(rows, ceil_div(rows, fits))]
+
+
+def device_bytes(
+    problem: GemmProblem,
+    machine: MachineModel,
+    tile: TileShape,
+    slots: Slots,
+    size: dict[tuple[str, str], int],
+) -> int:
+    """Device memory that these slots take, and what is set aside there."""
+    return (
+        slots.c * size["device", "C"]
+        + slots.a * size["device", "A"]
+        + slots.b * size["device", "B"]
+        + slots.finish * size["device", "D"]
+        + machine.device_reserve
+        + cast_bytes(problem, tile, machine)
+    )
+
+
+def host_bytes(
+    problem: GemmProblem,
+    machine: MachineModel,
+    layouts: Layouts,
+    slots: Slots,
+    io_threads: int,
+    size: dict[tuple[str, str], int],
+) -> int:
+    """Host memory that these slots and the scratch of so many threads take."""
+    return (
+        slots.host_a * size["host", "A"]
+        + slots.host_b * size["host", "B"]
+        + slots.host_c * size["host", "C"]
+        + scratch_bytes(layouts, problem.reads_c, io_threads)
+        + machine.host_reserve
+    )
+
+
+def _least_slots(
+    problem: GemmProblem,
+    budgets: Budgets,
+    machine: MachineModel,
+    layouts: Layouts,
+    tile: TileShape,
+    c: int,
+    io_threads: int,
+) -> Slots | None:
+    """Two panels of each operand, and on the host three where they fit: the third rides out jitter, one alone would
+    have reading and uploading take turns."""
+    unit = c_chunks(problem, layouts, tile)[0]
+    row_bytes = max(1, min(tile.h, problem.n) * problem.itemsizes["C"])
+    # Few strips a tile, since each is several operations; fewer rows where memory is short.
+    wanted = max(STRIP_BYTES // row_bytes, ceil_div(tile.w, STRIPS), 1)
+    sizes = (wanted, STRIP_BYTES // row_bytes, STRIP_BYTES // 32 // row_bytes, 1)
+    strips = sorted({min(round_up(max(1, rows), unit), tile.w) for rows in sizes}, reverse=True)
+    finish = 2 if problem.finishes else 0
+    for host in (0,) if machine.unified else (2, 1) if machine.shares_cores else (3, 2, 1):
+        for rows in strips:
+            slots = Slots(2, 2, c, host, host, host, finish, rows, 1, machine.unified)
+            size = slot_bytes(problem, tile, rows)
+            if (
+                device_bytes(problem, machine, tile, slots, size) <= budgets.device
+                and host_bytes(problem, machine, layouts, slots, io_threads, size) <= budgets.host
+            ):
+                return slots
+    return None
+
+
+def _draining(
+    problem: GemmProblem,
+    machine: MachineModel,
+    tile: TileShape,
+    base: Slots,
+    axis: int,
+    steps: int,
+    free: int,
+    size: dict[tuple[str, str], int],
+) -> Slots:
+    """As many steps strip by strip as hide the tile's leaving, and the slots for their panels, where they fit."""
+    w, h, r = min(tile.w, problem.m), min(tile.h, problem.n), min(tile.r, problem.depth)
+    flops = problem.step_flops(w, h, r)
+    if not flops:
+        return base
+    step = multiply_seconds(problem, machine, flops, w, h, r) + machine.step_latency
+    leaving = w * h * problem.itemsizes["C"] / (machine.write if base.unified else machine.d2h)
+    several = w < problem.m or h < problem.n
+    # With one accumulator the first steps of the next tile hide a part too.
+    wanted = min(steps, MOST_DRAIN, int(leaving / step / (2 if base.c == 1 and several else 1)) + 1)
+    for drain in range(wanted, 1, -1):
+        kept = drain + 1 if several else drain
+        changing = 2 * drain if base.c == 1 and several else kept
+        a, b = (kept, changing) if axis == 0 else (changing, kept)
+        if (a - base.a) * size["device", "A"] + (b - base.b) * size["device", "B"] <= free:
+            return replace(base, a=max(a, base.a), b=max(b, base.b), drain=drain)
+    return base
+
+
+def smallest(problem: GemmProblem, layouts: Layouts) -> TileShape:
+    """The smallest tile that is ever used."""
+    must = layouts.c.write_chunk
+    return TileShape(
+        max(1, min(problem.m, round_up(16, must[0]))),
+        max(1, min(problem.n, round_up(16, must[1]))),
+        max(1, min(problem.depth, 16)),
+    )
+
+
+def c_chunks(problem: GemmProblem, layouts: Layouts, tile: TileShape) -> tuple[int, int]:
+    """Chunks of C: as they are, or for a new C about `CHUNK_BYTES` each and never more than twice that, near
+    square, dividing the tile wherever tiles meet."""
+    if not layouts.c.free_chunks:
+        return layouts.c.write_chunk
+    elements = CHUNK_BYTES // problem.itemsizes["C"]
+    rows = _dividing(isqrt(elements), tile.w, problem.m)
+    return rows, _dividing(max(1, elements // rows), tile.h, problem.n)
+
+
+@lru_cache(4096)
+def _dividing(target: int, nominal: int, extent: int) -> int:
+    """The chunk extent near `target` and at most sqrt(2) times it that divides `nominal`; any such where one
+    tile spans `extent`."""
+    if nominal >= extent:
+        return max(1, ceil_div(extent, max(1, ceil_div(extent, target))))
+    divisors = [d for q in range(1, isqrt(nominal) + 1) if nominal % q == 0 for d in (q, nominal // q)]
+    return max(d for d in divisors if d * d <= 2 * target * target)
+
+
+def io_threads(problem: GemmProblem, budgets: Budgets, machine: MachineModel, layouts: Layouts) -> int:
+    """As many as the machine wants, but scratch for decoding takes at most half of the host budget."""
+    threads = machine.io_threads
+    while threads > 1 and scratch_bytes(layouts, problem.reads_c, threads) > budgets.host // 2:
+        threads -= 1
+    return threads
+
+
+def _alignments(problem: GemmProblem, layouts: Layouts) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What tile extents along m and along n may be multiples of: the chunks of C, which they must be (or a
+    number that suits the kernel and gives a new C good chunks), and what suits reading A or B as well."""
+    units = []
+    for extent, must, wish in (
+        (problem.m, layouts.c.write_chunk[0], layouts.a.read_chunk[0]),
+        (problem.n, layouts.c.write_chunk[1], layouts.b.read_chunk[1]),
+    ):
+        unit = 128 if must == 1 and extent > 1024 else must
+        units.append(tuple(dict.fromkeys((unit, lcm(unit, wish)))))
+    return units[0], units[1]
+
+
+def _shapes(
+    problem: GemmProblem, budgets: Budgets, machine: MachineModel, layouts: Layouts
+) -> Iterator[tuple[TileShape, int]]:
+    """Tile shapes worth scoring, with the accumulators they leave room for. For each depth, and one accumulator or
+    two, shapes are binned by area; of each of the largest bins the one that moves least is kept: larger moves
+    less, smaller starts and ends sooner."""
+    units_m, units_n = _alignments(problem, layouts)
+    m, n, k = problem.m, problem.n, max(1, problem.depth)
+    sizes = problem.itemsizes
+    a, b, acc = sizes["A"], sizes["B"], sizes["acc"]
+    memory = budgets.device - machine.device_reserve
+    extents_m = _extents(m, units_m, _counts(m))
+    for r in _depths(problem, machine, layouts, memory):
+        for c in (1, 2):
+            bins: dict[tuple[int, int], tuple[float, int, int]] = {}
+            for w in extents_m:
+                down = ceil_div(m, w)
+                for kept in range(3):  # panels of neither operand, of A's row, of B's column
+                    a_held = w * k * a if kept == 1 else 2 * w * r * a
+                    b_held = k * b if kept == 2 else 2 * r * b
+                    most = min(n, (memory - a_held) // (c * w * acc + b_held))
+                    if most < 1:
+                        continue
+                    fewest = ceil_div(n, most)
+                    for h in _extents(n, units_n, (fewest, fewest + 1)):
+                        if h > most:
+                            continue
+                        across = ceil_div(n, h)
+                        moved = m * a * (1 if kept == 1 else across) + n * b * (1 if kept == 2 else down)
+                        area = kept, (w * h).bit_length()
+                        best = bins.get(area)
+                        if best is None or (moved, h) < best[:2]:
+                            bins[area] = moved, h, w
+            for kept in range(3):
+                for area in sorted((x for x in bins if x[0] == kept), reverse=True)[
+                    : BINS if kept == 0 else 2
+                ]:
+                    _, h, w = bins[area]
+                    yield TileShape(w, h, r), c
+
+
+def _depths(problem: GemmProblem, machine: MachineModel, layouts: Layouts, memory: int) -> list[int]:
+    """Panel depths worth trying: of round numbers, multiples of the chunks along k, and all of k, those with which a
+    square tile that fills the memory would be fastest."""
+    k = max(1, problem.depth)
+    chunk_a, chunk_b = layouts.a.read_chunk[1], layouts.b.read_chunk[0]
+    units = {chunk_a, chunk_b, lcm(chunk_a, chunk_b)}
+    multiples = {unit * times for unit in units for times in (1, 2, 3, 4, 6, 8)}
+    depths = sorted(d for d in {*DEPTHS, k, *multiples} if d <= k and (d >= 16 or d == k))
+
+    def seconds(r: int) -> float:
+        itemsize = max(problem.itemsizes.values())
+        side = isqrt(4 * r * r + max(1, memory // itemsize)) - 2 * r  # side^2 + 4 r side = memory
+        if side < 1:
+            return float("inf")
+        w, h = (
+            max(1, min(extent, max(1, side // chunk) * chunk))
+            for extent, chunk in ((problem.m, layouts.a.read_chunk[0]), (problem.n, layouts.b.read_chunk[1]))
+        )
+        compute = multiply_seconds(problem, machine, problem.flops, w, h, r)
+        moved = problem.m * problem.n * k * itemsize * (1 / w + 1 / h)
+        link = min(machine.store_rate(layouts.a, (w, r)), machine.store_rate(layouts.b, (r, h)))
+        copied = moved / (link if machine.unified else min(link, machine.h2d))
+        steps = ceil_div(problem.m, w) * ceil_div(problem.n, h) * ceil_div(k, r)
+        cover = max(layouts.a.cover((problem.m, k), (w, r)), layouts.b.cover((k, problem.n), (r, h)))
+        return max(compute, copied * cover) + 0.1 * (compute + copied * cover) + steps * machine.step_latency
+
+    ranked = sorted(depths, key=seconds)
+    return sorted(ranked[:BEST_DEPTHS])
+
+
+def _counts(extent: int) -> Iterator[int]:
+    """How many tiles to cut an extent into: every count up to 32, then ever sparser."""
+    count = 1
+    while count <= extent:
+        yield count
+        count = count + 1 if count < 32 else ceil_div(count * 9, 8)
+
+
+def _extents(extent: int, units: Sequence[int], counts: Iterable[int]) -> list[int]:
+    """Equal tile extents for each count, aligned to each of the units."""
+    found = set()
+    for count in counts:
+        even = ceil_div(extent, max(count, 1))
+        for unit in units:
+            found.add(min(extent, round_up(max(even, 1), unit)))
+    return sorted(e for e in found if e > 0)

@@ -1,0 +1,173 @@
+"""Follows which panel is in which slot while the tiles and their steps go by."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from oocgemm.plan.replacement import NEVER, Panel, SlotCache
+from oocgemm.plan.slots import Slots
+from oocgemm.plan.tiling import Tile
+from oocgemm.plan.traversal import NextUse, step_order
+
+
+def step_groups(
+    order: Sequence[int], slots: Slots, *, first: bool, last: bool
+) -> Iterator[tuple[bool, Sequence[int]]]:
+    """The steps of a tile in groups that are loaded together; True marks those that go strip by strip.
+
+    `first` and `last` tell the tiles of a run that nothing leaves before or is multiplied after. With a second
+    accumulator a tile leaves while the next is multiplied, and only the last one must hurry.
+    """
+    most = min(slots.drain, slots.a, slots.b)  # the panels of a group are there at once
+    tail = min(most, len(order)) if slots.c == 1 or last else 0
+    stop = len(order) - tail
+    head = min(most, stop) if slots.c == 1 and not first else 0
+    if head:
+        yield True, order[:head]
+    for step in order[head:stop]:
+        yield False, (step,)
+    if tail:
+        yield True, order[stop:]
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where a panel is for a step, and whether it had to be loaded on the way."""
+
+    device_slot: int
+    upload: bool
+    host_slot: int
+    read: bool
+
+
+Step = tuple[int, Placed, Placed]
+
+
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """Bytes of panels that a run loads: over the link to the device (`up`) and from the stores (`read`)."""
+
+    a_up: float
+    b_up: float
+    a_read: float
+    b_read: float
+
+
+# What the slots of an operand hold, on each tier, seen from a tile: the panels that are used again, soonest first, and
+# those of the latest steps, tile rows (or columns) counted from the tile's own.
+Contents = tuple[tuple[tuple[Panel, ...], tuple[Panel | None, ...]], ...]
+
+
+class Panels:
+    """Follows the panels of one operand through its slots on both tiers."""
+
+    def __init__(self, tiles: Sequence[Tile], steps: int, axis: int, device: int, host: int | None) -> None:
+        self._tiles = tiles
+        self._steps = steps
+        self._axis = axis
+        self._next_use = NextUse(tiles, steps, axis)
+        self._tiers = [SlotCache(count) for count in (device, host) if count is not None]
+
+    def place(self, position: int, step: int) -> Placed:
+        """Where the panel of a step of tile number `position` goes."""
+        row = self._tiles[position][self._axis]
+        use = self._next_use(row, step, position)
+        slot, hit = self._tiers[0].acquire((row, step), use)
+        if hit:
+            for cache in self._tiers[1:]:
+                cache.postpone((row, step), use)
+            return Placed(slot, upload=False, host_slot=0, read=False)
+        if len(self._tiers) == 1:
+            return Placed(slot, upload=True, host_slot=0, read=True)
+        host_slot, on_host = self._tiers[1].acquire((row, step), use)
+        return Placed(slot, upload=True, host_slot=host_slot, read=not on_host)
+
+    def advance(self) -> None:
+        """The steps placed since the last call run together; others come now."""
+        for cache in self._tiers:
+            cache.advance()
+
+    def contents(self, position: int) -> Contents:
+        """What the slots hold, seen from tile number `position`."""
+        own = self._tiles[position][self._axis]
+        return tuple(
+            (
+                tuple((row - own, step) for _, (row, step) in cache.live()),
+                tuple(None if key is None else (key[0] - own, key[1]) for key in cache.latest()),
+            )
+            for cache in self._tiers
+        )
+
+    def refill(self, contents: Contents, position: int) -> None:
+        """Take over contents seen from another tile after it, as if seen from tile number `position` after it."""
+        own = self._tiles[position][self._axis]
+        for cache, (live, latest) in zip(self._tiers, contents, strict=True):
+            panels = [(row + own, step) for row, step in live]
+            cache.refill(
+                [(self._next_use(row, step, position), (row, step)) for row, step in panels],
+                [None if key is None else (key[0] + own, key[1]) for key in latest],
+            )
+
+    def situation(self, position: int) -> object:
+        """All that decides which panels tile number `position` loads, and what its slots hold then. Of the next uses
+        only the order counts, and where among them the tile's own panels come next."""
+        row = self._tiles[position][self._axis]
+        later = self._next_use.tile(row, position)
+        directions = [
+            t is not None and step_order(self._tiles[t], self._steps).step > 0 for t in (position, later)
+        ]
+        first = NEVER if later is None else later * self._steps
+        sooner = [sum(use < first for use, _ in cache.live()) for cache in self._tiers]
+        return self.contents(position), *directions, later is None, *sooner
+
+
+class Placing:
+    """Follows which panel is in which slot, tile by tile, on both tiers."""
+
+    def __init__(self, tiles: Sequence[Tile], steps: int, slots: Slots) -> None:
+        self._tiles = tiles
+        self._steps = steps
+        self._slots = slots
+        host_a, host_b = (None, None) if slots.unified else (slots.host_a, slots.host_b)
+        self._a = Panels(tiles, steps, 0, slots.a, host_a)
+        self._b = Panels(tiles, steps, 1, slots.b, host_b)
+
+    def groups(self, position: int) -> Iterator[tuple[bool, list[Step]]]:
+        """The steps of tile number `position` with the places of their panels, as `step_groups` gives them. Tiles
+        must be asked for in order."""
+        for by_strips, steps in self._step_groups(position):
+            yield by_strips, [(s, self._a.place(position, s), self._b.place(position, s)) for s in steps]
+            self._a.advance()
+            self._b.advance()
+
+    def loads(self, depths: Sequence[int]) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+        """For each tile the depth of the panels of op(A), and of op(B), that are uploaded and that are read.
+
+        Tiles that find the slots in the same situation, seen from where they are, load the same panels: each
+        situation is walked through once.
+        """
+        known: tuple[dict[object, tuple[tuple[int, int], Contents]], ...] = ({}, {})
+        for position in range(len(self._tiles)):
+            ends = position == 0, position == len(self._tiles) - 1
+            loaded = []
+            for panels, seen in zip((self._a, self._b), known, strict=True):
+                situation = panels.situation(position), ends
+                if situation in seen:
+                    found, after = seen[situation]
+                    panels.refill(after, position)
+                else:
+                    up = read = 0
+                    for _, steps in self._step_groups(position):
+                        for step in steps:
+                            placed = panels.place(position, step)
+                            up += depths[step] if placed.upload else 0
+                            read += depths[step] if placed.read else 0
+                        panels.advance()
+                    found = up, read
+                    seen[situation] = found, panels.contents(position)
+                loaded.append(found)
+            yield loaded[0], loaded[1]
+
+    def _step_groups(self, position: int) -> Iterator[tuple[bool, Sequence[int]]]:
+        order = step_order(self._tiles[position], self._steps)
+        first, last = position == 0, position == len(self._tiles) - 1
+        return step_groups(order, self._slots, first=first, last=last)

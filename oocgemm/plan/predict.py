@@ -1,0 +1,198 @@
+"""How long a candidate takes, in closed form, so that a planner can score thousands of them.
+
+`oocgemm.plan.simulate` walks the real schedule of the few best.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from oocgemm.plan.cost import Candidate, Layouts, MachineModel
+from oocgemm.plan.placing import Loads
+from oocgemm.plan.problem import GemmProblem
+from oocgemm.plan.slots import Slots
+from oocgemm.plan.tiling import TileGrid, TileShape, ceil_div
+from oocgemm.plan.traversal import Traversal
+
+# The share of a hidden lane's time that is taken to show all the same: it makes the planner prefer less traffic
+# among plans that a perfect overlap would make equal.
+UNHIDDEN = 0.1
+LANES = ("read", "decode", "h2d", "compute", "d2h", "encode", "write")
+# Operands in memory are copied through host slots as long as these copies take no larger share of the kernel's time.
+STAGED = 0.6
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Seconds: busy time of each lane, and how they add up.
+
+    Of operands in memory those in `locked` are copied to the device from where they are, their pages being locked on
+    the way: staging them in host slots would hold up the kernel.
+    """
+
+    lanes: Mapping[str, float]
+    start_up: float
+    bubbles: float
+    tail: float
+    total: float
+    locked: frozenset[str] = frozenset()
+
+    @property
+    def bottleneck(self) -> str:
+        """The lane that is busy longest."""
+        return max(self.lanes, key=lambda lane: self.lanes[lane])
+
+
+def amplification(problem: GemmProblem, tile: TileShape, layouts: Layouts) -> dict[str, float]:
+    """Bytes of the chunks touched over bytes wanted, for reads of A and B."""
+    return {
+        "A": layouts.a.cover((problem.m, problem.depth), (tile.w, tile.r)),
+        "B": layouts.b.cover((problem.depth, problem.n), (tile.r, tile.h)),
+    }
+
+
+def closed_loads(problem: GemmProblem, grid: TileGrid, slots: Slots, traversal: Traversal) -> Loads:
+    """About what `Schedule.loads` counts: the share of a panel's next uses that its slots bridge."""
+    down, across = grid.shape
+    a = problem.m * problem.depth * problem.itemsizes["A"]
+    b = problem.depth * problem.n * problem.itemsizes["B"]
+    a_up, b_up = _tier_loads(down, across, grid.steps, slots.a, slots.b, traversal)
+    if slots.unified:
+        return Loads(a * a_up, b * b_up, a * a_up, b * b_up)
+    a_read, b_read = _tier_loads(down, across, grid.steps, slots.host_a, slots.host_b, traversal)
+    return Loads(a * a_up, b * b_up, a * min(a_up, a_read), b * min(b_up, b_read))
+
+
+def _tier_loads(
+    down: int, across: int, steps: int, a_slots: int, b_slots: int, traversal: Traversal
+) -> tuple[float, float]:
+    """How many times over op(A) and op(B) are loaded into that many slots."""
+    if traversal.axis == 1:
+        b, a = _tier_loads(across, down, steps, b_slots, a_slots, Traversal(0, traversal.band))
+        return a, b
+    band = min(traversal.band, down)
+    bands = ceil_div(down, band)
+    # A row comes round again after the other rows of its band; a column after each row of the band, and then
+    # after all the other columns.
+    a = 1 + (across - 1) * (1 - _bridged(a_slots, band * steps))
+    b = 1 + (bands - 1) * (1 - _bridged(b_slots, across * steps))
+    return a, b + bands * (band - 1) * (1 - _bridged(b_slots, steps))
+
+
+def _bridged(slots: int, panels: int) -> float:
+    """Share of that many panels, used in turn there and back, that are still there when their turn comes again."""
+    return 1.0 if slots >= panels else max(0, slots - 2) / panels
+
+
+def multiply_seconds(
+    problem: GemmProblem, machine: MachineModel, flops: float, w: int, h: int, r: int
+) -> float:
+    """Time of products of w x h x r blocks with that many flops in all."""
+    if flops == 0:
+        return 0.0
+    rate = machine.kernels[problem.a_dtype]
+    return flops / rate.peak * (1 + rate.half_depth / r) * (1 + 32 / w) * (1 + 32 / h)
+
+
+def predict(
+    problem: GemmProblem,
+    candidate: Candidate,
+    layouts: Layouts,
+    machine: MachineModel,
+    loads: Loads | None = None,
+) -> Prediction:
+    """Seconds a candidate takes; with `loads` from exactly these."""
+    tile, slots = candidate.tile, candidate.slots
+    grid = TileGrid.of(problem, tile)
+    tiles = grid.shape[0] * grid.shape[1]
+    if tiles == 0:
+        return Prediction(dict.fromkeys(LANES, 0.0), 0, 0, 0, 0)
+    loads = loads or closed_loads(problem, grid, slots, candidate.traversal)
+    lanes, locked, first = _lanes(problem, candidate, layouts, machine, grid, loads)
+    w, h, r = _extents(problem, tile)
+    sizes = problem.itemsizes
+    panel_a, panel_b, tile_bytes = w * r * sizes["A"], r * h * sizes["B"], w * h * sizes["C"]
+    held = slots.host_a * panel_a + slots.host_b * panel_b
+    if slots.unified:
+        held += slots.c * w * h * sizes["acc"]
+    start_up = held * machine.arena_seconds_per_byte + first
+    # What leaves strip by strip hides behind the steps that go strip by strip: the last of this tile and, with one
+    # accumulator, the first of the next.
+    strips = ceil_div(w, slots.strip)
+    write_rate = machine.memory if layouts.c.in_memory else machine.write
+    leaving = tile_bytes / (write_rate if slots.unified else machine.d2h)
+    if problem.reads_c:
+        leaving += tile_bytes / machine.h2d
+    drain = min(slots.drain, slots.a, slots.b, grid.steps) * lanes["compute"] / (tiles * grid.steps)
+    bubbles = 0.0
+    if slots.c == 1 and tiles > 1:
+        shown = max(leaving - 2 * drain, leaving / strips)
+        # Panels that find no free slot before the tile has ended come late.
+        changing, panel = (slots.b, panel_b) if candidate.traversal.axis == 0 else (slots.a, panel_a)
+        late = max(0, 2 * min(slots.drain, grid.steps) - changing) * panel
+        bubbles = (tiles - 1) * (shown + late / (machine.read if slots.unified else machine.h2d))
+    out = tile_bytes / write_rate
+    tail = max(out - drain, out / strips)
+    if machine.shares_cores:
+        busy = sum(lanes.values()) + bubbles  # every copy takes its time from the cores that multiply
+    else:
+        serial = lanes["read"] + lanes["h2d"] if 1 in (slots.host_a, slots.host_b) else 0.0
+        busy = max(lanes["compute"] + bubbles, serial, *lanes.values())
+        # Lanes hide behind the longest one, but never wholly: jitter, shared memory bandwidth, a wrong model.
+        busy += UNHIDDEN * (sum(lanes.values()) - max(lanes.values()))
+    return Prediction(lanes, start_up, bubbles, tail, start_up + busy + tail, locked)
+
+
+def _lanes(
+    problem: GemmProblem,
+    candidate: Candidate,
+    layouts: Layouts,
+    machine: MachineModel,
+    grid: TileGrid,
+    loads: Loads,
+) -> tuple[dict[str, float], frozenset[str], float]:
+    """Seconds that each lane is busy, the operands to lock for it, and seconds until the first panels are there."""
+    slots, (w, h, r) = candidate.slots, _extents(problem, candidate.tile)
+    down, across = grid.shape
+    steps = down * across * grid.steps
+    sizes = problem.itemsizes
+    lanes = dict.fromkeys(LANES, 0.0)
+    lanes["compute"] = (
+        multiply_seconds(problem, machine, problem.flops, w, h, r) + steps * machine.step_latency
+    )
+    lockable: list[tuple[bool, str, float]] = []
+    first = 0.0
+    panels = (
+        ("A", layouts.a, loads.a_read, (w, r), (problem.m, problem.depth)),
+        ("B", layouts.b, loads.b_read, (r, h), (problem.depth, problem.n)),
+    )
+    for operand, layout, read, panel, extents in panels:
+        rate = machine.store_rate(layout, panel) / layout.cover(extents, panel)
+        lanes["decode" if layout.decode_bytes else "read"] += read / rate
+        if layout.lockable and machine.locks:
+            # Rows that run along k come band by band as the steps do; of the others a tile row is needed at once.
+            lockable.append((layout.contiguous != (operand == "B"), operand, read / rate))
+        panel_bytes = panel[0] * panel[1] * sizes[operand]
+        first += panel_bytes / rate + (0 if slots.unified else panel_bytes / machine.h2d)
+    c_bytes = problem.m * problem.n * sizes["C"]
+    c_in = c_bytes if problem.reads_c else 0
+    if c_in:
+        seconds = c_in / machine.store_rate(layouts.c, (w, h))
+        lanes["decode" if layouts.c.decode_bytes else "read"] += seconds
+        first += seconds / (down * across)
+    strips = down * across * ceil_div(w, slots.strip)
+    lanes["encode" if layouts.c.encodes else "write"] = (
+        c_bytes / (machine.memory if layouts.c.in_memory else machine.write) + strips * machine.write_latency
+    )
+    locked = frozenset[str]()
+    for _, operand, seconds in sorted(lockable):
+        if lanes["read"] > STAGED * lanes["compute"]:
+            locked |= {operand}
+            lanes["read"] = max(0.0, lanes["read"] - seconds)
+    if not slots.unified:
+        lanes["h2d"] = (loads.a_up + loads.b_up + c_in) / machine.h2d + 2 * steps * machine.copy_latency
+        lanes["d2h"] = c_bytes / machine.d2h
+    return lanes, locked, first
+
+
+def _extents(problem: GemmProblem, tile: TileShape) -> tuple[int, int, int]:
+    return min(tile.w, problem.m), min(tile.h, problem.n), min(tile.r, problem.depth)

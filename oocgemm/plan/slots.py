@@ -1,0 +1,63 @@
+"""Slots: the buffers of a run, on both tiers, and regions of them."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Tier(StrEnum):
+    """Where a slot is."""
+
+    HOST = "host"
+    DEVICE = "device"
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A buffer: A and B hold a panel, C a tile (device) or a strip of one (host), D a finished strip (device)."""
+
+    tier: Tier
+    operand: str
+    index: int
+    device: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.tier}:{self.operand}{self.index}"
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Elements [start, stop) of a slot: what hazards are derived on. Elements, not rows: tiles of different
+    widths take turns in a slot, and a row of one is not where that row of the other was."""
+
+    slot: Slot
+    start: int
+    stop: int
+
+    def overlaps(self, other: "Region") -> bool:
+        return self.slot == other.slot and self.start < other.stop and other.start < self.stop
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """How many slots of each kind, how many rows of a tile drain at a time, and over how many steps.
+
+    The five buffers of Liang et al. are c = 1, a = b = 2. `unified` means that device and host memory are one: there
+    are no host slots, panels are read straight into the device's slots and tiles written straight from them.
+    """
+
+    a: int = 2
+    b: int = 2
+    c: int = 1
+    host_a: int = 2
+    host_b: int = 2
+    host_c: int = 2
+    finish: int = 0
+    strip: int = 1
+    drain: int = 1
+    unified: bool = False
+
+    def count(self, tier: Tier, operand: str) -> int:
+        """Slots of an operand on a tier."""
+        if tier is Tier.HOST:
+            return {"A": self.host_a, "B": self.host_b, "C": self.host_c}.get(operand, 0)
+        return {"A": self.a, "B": self.b, "C": self.c, "D": self.finish}[operand]
