@@ -12,13 +12,13 @@ starts, all threads are joined, and the first error is raised.
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from queue import Queue
 from time import perf_counter_ns
 
-from oocgemm.backends.base import Array, DoneToken, Session, Token
+from oocgemm.backends.base import DoneToken, Session, Token
 from oocgemm.errors import ExecutionError
 from oocgemm.plan import Kind, Operation, Plan, Tier
 from oocgemm.plan.hazards import HazardTracker
@@ -49,11 +49,6 @@ class Completion:
         if self.token is None:
             raise _Cancelled
         return self.token
-
-
-@dataclass(frozen=True, slots=True)
-class SkippedToken(DoneToken):
-    """A Read that had nothing to copy: the panel is uploaded from where it is."""
 
 
 class _Cancelled(Exception):  # noqa: N818 - not an error: the end of work that another error has stopped
@@ -87,8 +82,6 @@ class Run:
         sys.setswitchinterval(min(interval, SWITCH_INTERVAL))
         collector.start()
         try:
-            if self._plan.locked:
-                self._session.lock_ahead(self._staging.locked_arrays(), self._needed())
             self._dispatch()
         except BaseException as error:  # an interrupt, most likely: stop like any other failure
             self._fail(error)
@@ -172,12 +165,6 @@ class Run:
             token.synchronize()
         reading = operation.kind is Kind.READ
         region = (operation.writes if reading else operation.reads)[0]
-        if reading and operation.operand in self._plan.locked:
-            block = self._staging.stand_in(operation)
-            in_place = self._session.reaches(block)
-            self._staging.take(region.slot, block if in_place else None)
-            if in_place:
-                return SkippedToken(now := perf_counter_ns(), now)
         # Where device and host memory are one, the slots of the device are read into and written from.
         on_host = region.slot.tier is Tier.HOST
         view = (
@@ -186,12 +173,6 @@ class Run:
         start = perf_counter_ns()
         self._staging.transfer(operation, view)
         return DoneToken(start, perf_counter_ns())
-
-    def _needed(self) -> Iterator[Array]:
-        """Blocks of the operands in memory that are to be uploaded from where they are, in the order of their use."""
-        for operation in self._plan.schedule():
-            if operation.kind is Kind.READ and operation.operand in self._plan.locked:
-                yield self._staging.stand_in(operation)
 
     def _submit(self, operation: Operation, tokens: list[Token]) -> Token:
         host = None
@@ -210,8 +191,6 @@ class Run:
                 completion.token.synchronize()
                 start, end = completion.token.interval()
                 times = start - self._origin, end - self._origin
-                if isinstance(completion.token, SkippedToken):
-                    operation = replace(operation, bytes=0)
                 span = Span.of(completion.number, operation, *times, (wait.number for wait in waits))
                 self.spans.append(span)
                 if self._progress is not None:

@@ -9,7 +9,7 @@ from oocgemm.errors import ExecutionError
 from oocgemm.plan import Kind, Op, Operation, Plan, Slot
 from oocgemm.plan.cost import HOST_ALIGNMENT
 from oocgemm.plan.tiling import Span
-from oocgemm.stores import BATCH_BYTES, ArrayMatrix, Matrix, pieces
+from oocgemm.stores import BATCH_BYTES, Matrix, pieces
 
 # A block is cut into a part for each thread, within these bounds: handing out a part takes the interpreter tens of
 # microseconds, in which no other thread can begin or end one.
@@ -28,34 +28,13 @@ class Staging:
         self._operands = operands
         self._offsets, size = slot_offsets(plan, "host", HOST_ALIGNMENT)
         self.arena = allocate(size)
-        self._stand_ins: dict[Slot, Array] = {}
         self._threads = plan.candidate.io_threads
         # Apart, so that reading ahead never queues behind writing.
         self._readers = ThreadPoolExecutor(self._threads, thread_name_prefix="oocgemm-reader")
         self._writers = ThreadPoolExecutor(self._threads, thread_name_prefix="oocgemm-writer")
 
-    def stand_in(self, operation: Operation) -> Array:
-        """The block of an operand in memory that a Read would copy."""
-        matrix = self._operands[operation.operand]
-        assert isinstance(matrix, ArrayMatrix)
-        return matrix.block(*self._stored(operation))
-
-    def locked_arrays(self) -> list[Array]:
-        """The caller's arrays of which blocks may stand in for host slots."""
-        matrices = [self._operands[operand] for operand in sorted(self._plan.locked)]
-        return [matrix.array for matrix in matrices if isinstance(matrix, ArrayMatrix)]
-
-    def take(self, slot: Slot, block: Array | None) -> None:
-        """Have a host slot stand for a block in the caller's memory, or (None) for itself again."""
-        if block is not None:
-            self._stand_ins[slot] = block
-        else:
-            self._stand_ins.pop(slot, None)
-
     def view(self, slot: Slot, operation: Operation) -> Array:
-        """The part of a host slot that an operation's block fills, in stored orientation; or what stands in for it."""
-        if slot in self._stand_ins:
-            return self._stand_ins[slot]
+        """The part of a host slot that an operation's block fills, in stored orientation."""
         problem = self._plan.problem
         name = {"A": problem.a_dtype, "B": problem.b_dtype}.get(slot.operand, problem.c_dtype)
         dtype = numpy_dtype(name)

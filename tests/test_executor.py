@@ -15,7 +15,7 @@ import oocgemm
 from oocgemm.backends.base import Token
 from oocgemm.backends.host import HostSession
 from oocgemm.errors import ExecutionError
-from oocgemm.plan import Kind, Operation, Plan, TileShape
+from oocgemm.plan import Kind, Operation, Plan, TileShape, candidates
 from oocgemm.stores.arrays import ArrayMatrix
 from oocgemm.timeline import Span
 from tests.backends_here import staged

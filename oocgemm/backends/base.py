@@ -4,7 +4,7 @@ The executor derives waits and hands them over as tokens; a backend makes its st
 else about an accelerator is visible outside its backend.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -53,14 +53,8 @@ class Session(Protocol):
         """Issue one operation of a device lane once those in `after` are done.
 
         `host` is the host end of an Upload or a Download: the start of a host slot, contiguous, in stored
-        orientation; or of an Upload a block that this session `reaches`.
+        orientation.
         """
-
-    def lock_ahead(self, arrays: Sequence[Array], blocks: Iterable[Array]) -> None:
-        """Begin to make blocks of the caller's arrays fit for Uploads as they are, in the order given."""
-
-    def reaches(self, block: Array) -> bool:
-        """Whether a block of these arrays can be uploaded as it is by now; it stays so."""
 
     def view(self, operation: Operation, region: Region) -> Array:
         """A region of a device slot as host memory, in stored orientation; only where the two are one memory."""

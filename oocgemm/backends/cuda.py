@@ -5,7 +5,7 @@ waits of streams on events; no thread waits for the device on the way from one s
 """
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from time import perf_counter_ns
 from typing import Any
@@ -16,7 +16,6 @@ from cupy.cuda import nvrtc, runtime
 from cupy_backends.cuda.libs import cublas
 
 from oocgemm.backends.base import Array, Token, device_offsets, step_scalars
-from oocgemm.backends.pages import PageLocker, straight_copies
 from oocgemm.backends.sources import kernel_folder, kernel_source
 from oocgemm.errors import BackendError
 from oocgemm.plan import Kind, Op, Operation, Plan, Region
@@ -99,7 +98,6 @@ class CudaSession:
         self._arena = self._blas = 0
         self._pinned: dict[int, int] = {}
         self._pinning = threading.Lock()
-        self._locker: PageLocker | None = None
         sizes = slot_bytes(plan.problem, plan.tile, plan.slots.strip)
         self._host_slot_bytes = {operand: size for (tier, operand), size in sizes.items() if tier == "host"}
         with self._device:
@@ -147,17 +145,6 @@ class CudaSession:
     def view(self, operation: Operation, region: Region) -> Array:
         raise AssertionError(f"{operation}: device memory is not host memory here")
 
-    def lock_ahead(self, arrays: Sequence[Array], blocks: Iterable[Array]) -> None:
-        def register(address: int, size: int) -> None:
-            with self._device:
-                runtime.hostRegister(address, size, 0)
-
-        self._locker = PageLocker(arrays, register, runtime.hostUnregister)
-        self._locker.start(blocks)
-
-    def reaches(self, block: Array) -> bool:
-        return self._locker is not None and self._locker.reaches(block)
-
     def device_bytes(self) -> int:
         with self._device:
             return int(self._free_before - runtime.memGetInfo()[0])
@@ -165,13 +152,11 @@ class CudaSession:
     def close(self) -> None:
         releases = (
             (runtime.deviceSynchronize, ()),
-            *(((self._locker.close, ()),) if self._locker else ()),
             *(((cublas.destroy, (self._blas,)),) if self._blas else ()),
             *((runtime.hostUnregister, (address,)) for address in self._pinned),
             *(((runtime.free, (self._arena,)),) if self._arena else ()),
         )
         self._arena = self._blas = 0
-        self._locker = None
         self._pinned = {}
         with self._device:
             for release, arguments in releases:
@@ -197,14 +182,6 @@ class CudaSession:
     def _copy(self, op: Operation, host: Array, stream: Any) -> None:
         uploading = op.kind is Kind.UPLOAD
         device = self._address((op.writes if uploading else op.reads)[0])
-        if self._locker is not None and self._locker.owns(host.ctypes.data):
-            first, last = host.ctypes.data, host[-1, -1:].ctypes.data
-            for at, offset, width, rows in straight_copies(host, self._locker.borders(first, last)):
-                pitch = host.strides[0]
-                runtime.memcpy2DAsync(
-                    device + offset, width, at, pitch, width, rows, runtime.memcpyHostToDevice, stream.ptr
-                )
-            return
         self._pin(host.ctypes.data, op.operand)
         source, target = (host.ctypes.data, device) if uploading else (device, host.ctypes.data)
         kind = runtime.memcpyHostToDevice if uploading else runtime.memcpyDeviceToHost

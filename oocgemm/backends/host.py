@@ -5,7 +5,7 @@ it is of use in its own right: products of arrays on disk within a hard memory b
 """
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter_ns
 from typing import Any
@@ -59,12 +59,6 @@ class HostSession:
             case _:
                 raise AssertionError(f"{operation} is not for a device")
         return DoneToken(start, perf_counter_ns())
-
-    def lock_ahead(self, arrays: Sequence[Array], blocks: Iterable[Array]) -> None:
-        return
-
-    def reaches(self, block: Array) -> bool:
-        return True
 
     def device_bytes(self) -> int:
         return self._arena.nbytes

@@ -45,7 +45,6 @@ class MachineModel:
     io_threads: int = 1
     shares_cores: bool = False
     unified: bool = False
-    locks: bool = False
     device_reserve: int = 0
     host_reserve: int = 0
     casts_panels: bool = False
@@ -80,7 +79,6 @@ def default_model(backend: str, cores: int) -> MachineModel:
             memory=min(36e9, 4.5e9 * cores),
             step_latency=60e-6,
             write=1.6e9,
-            locks=True,
             io_threads=min(8, cores),  # more of them are slower: memory is the limit then
             device_reserve=80
             << 20,  # cuBLAS: its handle, kernels and workspace; more than 64 MiB seen on an H200

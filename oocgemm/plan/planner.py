@@ -60,11 +60,6 @@ class Plan:
         return self.candidate.tile
 
     @property
-    def locked(self) -> frozenset[str]:
-        """Operands in memory that are copied to the device from where they are."""
-        return self.prediction.locked
-
-    @property
     def slots(self) -> Slots:
         return self.candidate.slots
 
@@ -158,7 +153,6 @@ class Plan:
             "steps": self.steps,
             "slots": asdict(self.slots),
             "traversal": str(self.candidate.traversal),
-            "locked": sorted(self.locked),
             "io_threads": self.candidate.io_threads,
             "budget": asdict(self.budgets),
             "footprint": {
@@ -210,7 +204,7 @@ def make_plan(
 
 
 def _rank(s: Scored) -> tuple[float, int, int, int]:
-    """Of equals the simpler: fewer accumulators, shallower panels, less memory locked for longer."""
+    """Of equals the simpler: fewer accumulators, shallower panels, less pinned memory."""
     slots = s.candidate.slots
     return s.prediction.total, slots.c, s.candidate.tile.r, slots.host_a + slots.host_b
 
@@ -239,7 +233,7 @@ def _walked(
         effort -= SIMULATED * len(schedule.tiles) * (5 * schedule.grid.steps + 4 * strips)
         if effort < 0:
             break
-        timed.append((simulate(schedule, problem, machine, layouts, s.prediction.locked), number))
+        timed.append((simulate(schedule, problem, machine, layouts), number))
     return exact[min(timed)[1]] if timed else exact[0]
 
 

@@ -17,24 +17,17 @@ from oocgemm.plan.traversal import Traversal
 # among plans that a perfect overlap would make equal.
 UNHIDDEN = 0.1
 LANES = ("read", "decode", "h2d", "compute", "d2h", "encode", "write")
-# Operands in memory are copied through host slots as long as these copies take no larger share of the kernel's time.
-STAGED = 0.6
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Seconds: busy time of each lane, and how they add up.
-
-    Of operands in memory those in `locked` are copied to the device from where they are, their pages being locked on
-    the way: staging them in host slots would hold up the kernel.
-    """
+    """Seconds: busy time of each lane, and how they add up."""
 
     lanes: Mapping[str, float]
     start_up: float
     bubbles: float
     tail: float
     total: float
-    locked: frozenset[str] = frozenset()
 
     @property
     def bottleneck(self) -> str:
@@ -107,7 +100,7 @@ def predict(
     if tiles == 0:
         return Prediction(dict.fromkeys(LANES, 0.0), 0, 0, 0, 0)
     loads = loads or closed_loads(problem, grid, slots, candidate.traversal)
-    lanes, locked, first = _lanes(problem, candidate, layouts, machine, grid, loads)
+    lanes, first = _lanes(problem, candidate, layouts, machine, grid, loads)
     w, h, r = _extents(problem, tile)
     sizes = problem.itemsizes
     panel_a, panel_b, tile_bytes = w * r * sizes["A"], r * h * sizes["B"], w * h * sizes["C"]
@@ -139,7 +132,7 @@ def predict(
         busy = max(lanes["compute"] + bubbles, serial, *lanes.values())
         # Lanes hide behind the longest one, but never wholly: jitter, shared memory bandwidth, a wrong model.
         busy += UNHIDDEN * (sum(lanes.values()) - max(lanes.values()))
-    return Prediction(lanes, start_up, bubbles, tail, start_up + busy + tail, locked)
+    return Prediction(lanes, start_up, bubbles, tail, start_up + busy + tail)
 
 
 def _lanes(
@@ -149,8 +142,8 @@ def _lanes(
     machine: MachineModel,
     grid: TileGrid,
     loads: Loads,
-) -> tuple[dict[str, float], frozenset[str], float]:
-    """Seconds that each lane is busy, the operands to lock for it, and seconds until the first panels are there."""
+) -> tuple[dict[str, float], float]:
+    """Seconds that each lane is busy, and seconds until the first panels are there."""
     slots, (w, h, r) = candidate.slots, _extents(problem, candidate.tile)
     down, across = grid.shape
     steps = down * across * grid.steps
@@ -159,7 +152,6 @@ def _lanes(
     lanes["compute"] = (
         multiply_seconds(problem, machine, problem.flops, w, h, r) + steps * machine.step_latency
     )
-    lockable: list[tuple[bool, str, float]] = []
     first = 0.0
     panels = (
         ("A", layouts.a, loads.a_read, (w, r), (problem.m, problem.depth)),
@@ -168,9 +160,6 @@ def _lanes(
     for operand, layout, read, panel, extents in panels:
         rate = machine.store_rate(layout, panel) / layout.cover(extents, panel)
         lanes["decode" if layout.decode_bytes else "read"] += read / rate
-        if layout.lockable and machine.locks:
-            # Rows that run along k come band by band as the steps do; of the others a tile row is needed at once.
-            lockable.append((layout.contiguous != (operand == "B"), operand, read / rate))
         panel_bytes = panel[0] * panel[1] * sizes[operand]
         first += panel_bytes / rate + (0 if slots.unified else panel_bytes / machine.h2d)
     c_bytes = problem.m * problem.n * sizes["C"]
@@ -183,15 +172,10 @@ def _lanes(
     lanes["encode" if layouts.c.encodes else "write"] = (
         c_bytes / (machine.memory if layouts.c.in_memory else machine.write) + strips * machine.write_latency
     )
-    locked = frozenset[str]()
-    for _, operand, seconds in sorted(lockable):
-        if lanes["read"] > STAGED * lanes["compute"]:
-            locked |= {operand}
-            lanes["read"] = max(0.0, lanes["read"] - seconds)
     if not slots.unified:
         lanes["h2d"] = (loads.a_up + loads.b_up + c_in) / machine.h2d + 2 * steps * machine.copy_latency
         lanes["d2h"] = c_bytes / machine.d2h
-    return lanes, locked, first
+    return lanes, first
 
 
 def _extents(problem: GemmProblem, tile: TileShape) -> tuple[int, int, int]:

@@ -12,10 +12,8 @@ from oocgemm.plan.problem import GemmProblem
 from oocgemm.plan.schedule import Kind, Operation
 
 
-def _rates(operation: Operation, layouts: Layouts, machine: MachineModel, locked: frozenset[str]) -> float:
+def _rates(operation: Operation, layouts: Layouts, machine: MachineModel) -> float:
     """Bytes per second of a Read or a Write."""
-    if operation.operand in locked:
-        return float("inf")
     if operation.kind is Kind.WRITE:
         return machine.memory if layouts.c.in_memory else machine.write
     (r0, r1), (c0, c1) = operation.block
@@ -28,12 +26,11 @@ def duration(
     problem: GemmProblem,
     machine: MachineModel,
     layouts: Layouts,
-    locked: frozenset[str],
 ) -> float:
     """Modelled seconds of one operation."""
     match operation.kind:
         case Kind.READ | Kind.WRITE:
-            return operation.bytes / _rates(operation, layouts, machine, locked)
+            return operation.bytes / _rates(operation, layouts, machine)
         case Kind.UPLOAD:
             return operation.bytes / machine.h2d + machine.copy_latency
         case Kind.DOWNLOAD:
@@ -51,7 +48,6 @@ def simulate(
     problem: GemmProblem,
     machine: MachineModel,
     layouts: Layouts,
-    locked: frozenset[str] = frozenset(),
 ) -> float:
     """Seconds until the last operation ends, streams running side by side."""
     tracker: HazardTracker[list[float]] = HazardTracker()
@@ -61,7 +57,7 @@ def simulate(
         done = [0.0]
         start = max((t[0] for t in tracker.admit(operation, done)), default=0.0)
         start = max(start, stream_free.get(operation.stream, 0.0))
-        done[0] = start + duration(operation, problem, machine, layouts, locked)
+        done[0] = start + duration(operation, problem, machine, layouts)
         stream_free[operation.stream] = done[0]
         end = max(end, done[0])
     return end

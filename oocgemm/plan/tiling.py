@@ -95,8 +95,7 @@ class Layout:
     whatever part is wanted. `write_chunk` is what one writer must own: a chunk, or a shard; with `free_chunks`
     the array is yet to be created and the planner chooses. `decode_bytes` is the host memory that reading one
     chunk takes beside its destination, `encode_bytes` that of writing one, and `encodes` says that a codec has
-    work to do then. Elements along axis `contiguous` lie side by side. Pages of an array that is `lockable` can be
-    locked, so that a device copies straight from and to it.
+    work to do then. Elements along axis `contiguous` lie side by side.
     """
 
     read_chunk: tuple[int, int] = (1, 1)
@@ -106,7 +105,6 @@ class Layout:
     encode_bytes: int = 0
     encodes: bool = False
     in_memory: bool = False
-    lockable: bool = False
     free_chunks: bool = False
     contiguous: int = 1
 

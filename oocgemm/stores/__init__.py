@@ -19,7 +19,6 @@ __all__ = [
     "BATCH_BYTES",
     "COMPRESSORS",
     "Array",
-    "ArrayMatrix",
     "Matrix",
     "Output",
     "check_apart",

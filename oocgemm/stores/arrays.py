@@ -21,17 +21,13 @@ class ArrayMatrix:
         self.name = name
         self.array = array
         self._path = path
-        self.layout = Layout(in_memory=path is None, lockable=path is None and _lockable(array))
+        self.layout = Layout(in_memory=path is None)
 
     def read(self, rows: Span, cols: Span, out: Array) -> None:
         np.copyto(out, self.array[slice(*rows), slice(*cols)], casting="equiv")
 
     def write(self, rows: Span, cols: Span, data: Array) -> None:
         np.copyto(self.array[slice(*rows), slice(*cols)], data, casting="equiv")
-
-    def block(self, rows: Span, cols: Span) -> Array:
-        """The block where it is, uncopied."""
-        return self.array[slice(*rows), slice(*cols)]
 
     def describe(self) -> dict[str, object]:
         kind = "npy" if self._path else "memory"
@@ -79,15 +75,6 @@ def _is_empty_npy(path: Path) -> bool:
         return bool(np.load(path, allow_pickle=False).size == 0)
     except (ValueError, OSError, EOFError):
         return False
-
-
-def _lockable(array: Array) -> bool:
-    """Whether a device could copy straight from and to an array: rows of native numbers side by side, in memory that is
-    no mapped file's."""
-    rows_lie_together = array.shape[1] <= 1 or array.strides[1] == array.itemsize
-    pitch = array.strides[0]
-    forwards = array.shape[0] <= 1 or array.shape[1] * array.itemsize <= pitch < 2**31  # what CUDA takes
-    return rows_lie_together and forwards and array.dtype.isnative and _mapped_file(array) is None
 
 
 def _mapped_file(array: Any) -> object | None:
