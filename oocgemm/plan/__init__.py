@@ -1,6 +1,7 @@
 """Plans: pure decisions. Standard library only; no I/O, no clock, no array library."""
 
-from oocgemm.plan.cost import Candidate, Layouts, MachineModel, Prediction, default_model
+from oocgemm.plan.cost import Candidate, Layouts, Prediction
+from oocgemm.plan.machine import KernelRate, MachineModel, default_model
 from oocgemm.plan.planner import Budgets, Plan, make_plan
 from oocgemm.plan.problem import DTYPES, DType, GemmProblem, Op
 from oocgemm.plan.schedule import Kind, Lane, Operation, Region, Schedule, Slot, Slots, Tier
@@ -12,6 +13,7 @@ __all__ = [
     "Candidate",
     "DType",
     "GemmProblem",
+    "KernelRate",
     "Kind",
     "Lane",
     "Layout",
