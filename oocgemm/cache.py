@@ -47,6 +47,19 @@ def machine_key() -> str:
     return hashlib.sha256("|".join(map(str, parts)).encode()).hexdigest()[:12]
 
 
+def file_system(path: str | os.PathLike[str]) -> str:
+    """An id of the file system that a path is on, or would be."""
+    place = Path(path).absolute()
+    while not os.path.exists(place):
+        place = place.parent
+    return device_id(os.stat(place).st_dev)
+
+
+def device_id(number: int) -> str:
+    """A file system as an id, by the device number in the status of its files."""
+    return f"{os.major(number)}:{os.minor(number)}"
+
+
 def path_of(calibration: Calibration) -> Path:
     """The file of a calibration; another of the same machine, backend and device has the same."""
     device = re.sub(r"[^a-z0-9]+", "-", calibration.device.lower()).strip("-")

@@ -1,7 +1,14 @@
 """Plans: pure decisions. Standard library only; no I/O, no clock, no array library."""
 
 from oocgemm.plan.cost import Candidate, Layouts, Prediction
-from oocgemm.plan.machine import KernelRate, MachineModel, default_model
+from oocgemm.plan.machine import (
+    Calibration,
+    KernelRate,
+    MachineModel,
+    StoreRates,
+    default_model,
+    fit_line,
+)
 from oocgemm.plan.planner import Budgets, Plan, make_plan
 from oocgemm.plan.problem import DTYPES, DType, GemmProblem, Op
 from oocgemm.plan.schedule import Kind, Lane, Operation, Region, Schedule, Slot, Slots, Tier
@@ -10,6 +17,7 @@ from oocgemm.plan.tiling import Layout, TileGrid, TileShape
 __all__ = [
     "DTYPES",
     "Budgets",
+    "Calibration",
     "Candidate",
     "DType",
     "GemmProblem",
@@ -27,9 +35,11 @@ __all__ = [
     "Schedule",
     "Slot",
     "Slots",
+    "StoreRates",
     "Tier",
     "TileGrid",
     "TileShape",
     "default_model",
+    "fit_line",
     "make_plan",
 ]

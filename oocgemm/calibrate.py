@@ -1,0 +1,413 @@
+"""Measures what a machine does: kernels, links, memory and storage.
+
+All of it goes through the engine's own pieces, a session and a staging, with operations made by hand: so that what
+is measured is what runs get, and no device needs code of its own here.
+"""
+
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from datetime import date
+from functools import partial
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from oocgemm import backends, cache, stores
+from oocgemm.backends import Backend
+from oocgemm.backends.base import Array, Token
+from oocgemm.backends.memory import allocate, available_memory
+from oocgemm.errors import BackendError, InputError
+from oocgemm.plan import (
+    DTYPES,
+    Budgets,
+    Calibration,
+    Candidate,
+    GemmProblem,
+    KernelRate,
+    Kind,
+    Layouts,
+    MachineModel,
+    Operation,
+    Plan,
+    Region,
+    Slot,
+    Slots,
+    StoreRates,
+    Tier,
+    TileShape,
+    default_model,
+    fit_line,
+)
+from oocgemm.plan.cost import multiply_seconds
+from oocgemm.plan.tiling import Span
+from oocgemm.staging import Staging
+from oocgemm.stores import Matrix
+
+_TILE = (0, 0)
+_FREE_SHARE = 0.5  # of the memory that is free
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much is measured on, and for how long: tiles of `side` squared with panels of these depths, copies of these
+    many rows of the `block`, and for each measurement so many seconds (storage three times that)."""
+
+    side: int
+    depths: tuple[int, ...]
+    block: tuple[int, int]
+    copies: tuple[int, ...]
+    seconds: float
+
+
+# Tiles that saturate the kernel, and a block well above the processor's caches: 256 MiB in float64.
+SIZES = {
+    "cuda": Sizes(8192, (256, 512, 1024, 2048, 4096), (8192, 4096), (32, 128, 512, 2048, 8192), 0.3),
+    "host": Sizes(2048, (64, 128, 256, 512, 1024), (8192, 4096), (), 0.3),
+}
+
+
+def calibrate(
+    backend: str = "auto",
+    device: int = 0,
+    path: str | os.PathLike[str] | None = None,
+    *,
+    sizes: Sizes | None = None,
+    say: Callable[[str], None] = lambda doing: None,
+) -> Calibration:
+    """Measure this machine, in under a minute; nothing else should run on it meanwhile.
+
+    Args:
+        backend: "cuda", "host", or "auto": cuda where a device answers.
+        device: number of the CUDA device.
+        path: the folder whose storage is measured, by files that are taken away again; None for the current one.
+        sizes: how much is measured on; None for what suits the backend.
+        say: called with what is being measured.
+
+    Returns:
+        A `Calibration`: flop/s, bytes per second, seconds. It is not kept: `oocgemm.cache.save` does that.
+
+    Raises:
+        InputError: a folder that cannot be written to.
+        BackendError: no such device, or not the memory to measure in.
+        ExecutionError: a disk that fails or is full.
+    """
+    started = perf_counter()
+    folder = Path.cwd() if path is None else Path(path)
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise InputError(
+            f"storage cannot be measured in {folder}: give a folder that can be written to with --path"
+        )
+    engine = backends.open_backend(backend, device)
+    machine = default_model(engine.name, len(os.sched_getaffinity(0)))
+    sizes = sizes or SIZES[engine.name]
+    rows, cols = sizes.block
+    rows = max(1, min(rows, available_memory() // (64 * cols)))  # four blocks are held at a time, at most
+    sizes = replace(sizes, block=(rows, cols), copies=tuple(c for c in sizes.copies if c <= rows))
+    source = _numbers(sizes.block)
+    kernels, samples = _kernels(engine, machine, sizes, say)
+    rates, copies = _links(engine, machine, sizes, source, say)
+    storage, decode = _storage(machine, folder, sizes, source, say)
+    return Calibration(
+        machine=cache.machine_key(),
+        backend=engine.name,
+        device=backends.identity(engine),
+        date=date.today().isoformat(),
+        kernels=kernels,
+        rates=rates | {"decode": decode},
+        stores={cache.file_system(folder): storage},
+        samples={
+            "kernels": samples,
+            "copies": copies,
+            "path": str(folder.absolute()),
+            "seconds": perf_counter() - started,
+        },
+    )
+
+
+class _Bench:
+    """A session and its staging, with a slot for each panel and for one tile, and operations on them."""
+
+    def __init__(
+        self, engine: Backend, machine: MachineModel, dtype: str, tile: TileShape, a: Matrix | None = None
+    ) -> None:
+        self.plan = _plan(machine, dtype, tile)
+        self._cleanup = ExitStack()
+        self.staging = Staging(self.plan, {"A": a} if a else {})
+        self._cleanup.callback(self.staging.close)
+        try:
+            self.session = engine.open(self.plan, "auto")
+        except BaseException:
+            self._cleanup.close()
+            raise
+        self._cleanup.callback(self.session.close)
+
+    def __enter__(self) -> "_Bench":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._cleanup.close()
+
+    def multiply(self, depth: int, *, first: bool = False) -> Operation:
+        """The whole tile, by panels of that depth."""
+        tile, problem = self.plan.tile, self.plan.problem
+        a, b = _device("A", tile.w * depth), _device("B", depth * tile.h)
+        c, spans = _device("C", tile.w * tile.h), ((0, tile.w), (0, tile.h), (0, depth))
+        reads, flops = (a, b) if first else (a, b, c), problem.step_flops(tile.w, tile.h, depth)
+        return Operation(Kind.MULTIPLY, "C", _TILE, 0, reads, (c,), *spans, flops=flops, first=first)
+
+    def load(self, kind: Kind, operand: str, rows: int | None = None) -> Operation:
+        """A Read or an Upload of a panel, or of the first rows of one."""
+        tile, itemsize = self.plan.tile, self.plan.problem.itemsizes[operand]
+        height, width = (tile.w, tile.r) if operand == "A" else (tile.r, tile.h)
+        return _moving(kind, operand, (0, rows or height), (0, width), itemsize)
+
+    def download(self, rows: int) -> Operation:
+        """A Download of the first rows of the tile."""
+        itemsize = self.plan.problem.itemsizes["C"]
+        return _moving(Kind.DOWNLOAD, "C", (0, rows), (0, self.plan.tile.h), itemsize)
+
+    def slot(self, operation: Operation) -> Array:
+        """What a Read fills: the device's slot where that is memory, else the host's."""
+        if self.plan.slots.unified:
+            return self.session.view(operation, operation.writes[0])
+        return self.staging.view(Slot(Tier.HOST, operation.operand, 0), operation)
+
+    def intervals(self, *operations: Operation) -> list[tuple[int, int]]:
+        """Issue operations one after the other; when each began and ended, in nanoseconds."""
+        tokens = [self._submit(operation) for operation in operations]
+        for token in tokens:
+            token.synchronize()
+        return [token.interval() for token in tokens]
+
+    def seconds(self, operation: Operation) -> float:
+        """What an operation takes on a device that is kept busy: were it idle, the time until the work arrives
+        would be counted in."""
+        if self.plan.slots.unified:
+            return _length(self.intervals(operation)[0])
+        return median(_length(interval) for interval in self.intervals(*[operation] * 4)[1:])
+
+    def fill(self, operand: str, numbers: Array) -> None:
+        """Put numbers into a panel: how fast a device multiplies depends on what it multiplies."""
+        slot = self.slot(self.load(Kind.READ, operand)).reshape(-1)
+        for start in range(0, slot.size, numbers.size):
+            slot[start : start + numbers.size] = numbers[: slot.size - start]
+        if not self.plan.slots.unified:
+            self.intervals(self.load(Kind.UPLOAD, operand))
+
+    def _submit(self, operation: Operation) -> Token:
+        host = None
+        if operation.kind in (Kind.UPLOAD, Kind.DOWNLOAD):
+            host = self.staging.view(Slot(Tier.HOST, operation.operand, 0), operation)
+        with self.session.worker(operation.stream):
+            return self.session.submit(operation, host, ())
+
+
+def _kernels(
+    engine: Backend, machine: MachineModel, sizes: Sizes, say: Callable[[str], None]
+) -> tuple[dict[str, KernelRate], dict[str, dict[int, float]]]:
+    """Rates of the multiplication by dtype: as fitted, and in flop/s by panel depth."""
+    numbers = _numbers((64, 1024)).reshape(-1)
+    fitted, samples = {}, {}
+    for dtype in DTYPES:
+        rates: dict[int, float] = {}
+        with _Bench(engine, machine, dtype, _fitting(engine, machine, dtype, sizes)) as bench:
+            for operand in "AB":
+                bench.fill(operand, numbers.astype(dtype))
+            bench.intervals(bench.multiply(sizes.depths[0], first=True))  # whatever C held is gone
+            for depth in sizes.depths:
+                operation = bench.multiply(depth)
+                if len(rates) >= 2 and operation.flops > 4 * sizes.seconds * max(rates.values()):
+                    break  # a slow machine: two depths make a line
+                say(f"{dtype}, panels {depth} deep")
+                rates[depth] = operation.flops / _typical(partial(bench.seconds, operation), sizes.seconds)
+            samples[dtype] = rates
+            fitted[dtype] = KernelRate.fitted(_whole(bench.plan, rates))
+    return fitted, samples
+
+
+def _whole(plan: Plan, rates: Mapping[int, float]) -> dict[int, float]:
+    """Rates as they would be on a tile without end: the model accounts for the extents of tiles by itself."""
+    tile, dtype = plan.tile, plan.problem.a_dtype
+    ideal = replace(plan.machine, kernels={dtype: KernelRate(1.0, 0.0)})
+    loss = multiply_seconds(plan.problem, ideal, 1.0, tile.w, tile.h, tile.r)
+    return {depth: rate * loss for depth, rate in rates.items()}
+
+
+def _fitting(engine: Backend, machine: MachineModel, dtype: str, sizes: Sizes) -> TileShape:
+    """The tile to multiply on: smaller where memory is short. Raises `BackendError` where there is next to none."""
+    side, free = sizes.side, engine.free_memory()
+    while True:
+        tile = TileShape(side, side, sizes.depths[-1])
+        if _plan(machine, dtype, tile).footprint.device_total <= _FREE_SHARE * free:
+            return tile
+        if side < 64:
+            raise BackendError(f"{free} bytes of free memory are too few to calibrate in: free some of it")
+        side //= 2
+
+
+def _links(
+    engine: Backend, machine: MachineModel, sizes: Sizes, source: Array, say: Callable[[str], None]
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Copies within memory, and over the links where there are any; what the first use of memory costs."""
+    say("memory")
+    (rows, cols), matrix = sizes.block, stores.open_matrix("A", source)
+    tile, first_use, again = TileShape(rows, cols, cols), [], []
+    for _ in range(3):
+        with _Bench(engine, machine, "float64", tile, matrix) as bench:
+            before, after = (_fill_seconds(bench) for _ in range(2))
+            first_use.append(max(0.0, before - after) / source.nbytes)
+            read = bench.load(Kind.READ, "A")
+            again.append(_typical(partial(_wall, bench.staging, read, bench.slot(read)), sizes.seconds))
+    rates = {"arena_seconds_per_byte": median(first_use), "memory": source.nbytes / median(again)}
+    if machine.unified:
+        return rates | {"h2d": rates["memory"], "d2h": rates["memory"]}, {}
+    samples: dict[str, Any] = {}
+    with _Bench(engine, machine, "float64", tile) as bench:
+        latencies = []
+        for link in ("h2d", "d2h"):
+            say(link)
+            points = []
+            for height in sizes.copies:
+                copy = bench.load(Kind.UPLOAD, "A", height) if link == "h2d" else bench.download(height)
+                points.append((copy.bytes, _typical(partial(bench.seconds, copy), sizes.seconds)))
+            latency, per_byte = fit_line(points)
+            latencies.append(latency)
+            rates[link] = 1 / per_byte
+            samples[link] = {str(size): size / seconds for size, seconds in points}
+        rates["copy_latency"] = max(latencies)
+        say("h2d and d2h at once")
+        both = [bench.load(Kind.UPLOAD, "A"), bench.download(rows)] * 4
+        seconds = _typical(lambda: _span(bench.intervals(*both)), sizes.seconds)
+        samples["both ways"] = sum(copy.bytes for copy in both) / seconds
+    return rates, samples
+
+
+def _fill_seconds(bench: _Bench) -> float:
+    """Seconds to bring a panel from memory onto the device."""
+    started = perf_counter()
+    read = bench.load(Kind.READ, "A")
+    bench.staging.transfer(read, bench.slot(read))
+    if not bench.plan.slots.unified:
+        bench.intervals(bench.load(Kind.UPLOAD, "A"))
+    return perf_counter() - started
+
+
+def _storage(
+    machine: MachineModel, folder: Path, sizes: Sizes, source: Array, say: Callable[[str], None]
+) -> tuple[StoreRates, float]:
+    """Rates of the file system at a folder, and bytes a second that all cores decode."""
+    data = source.reshape(2 * source.shape[0], -1)
+    rows, cols = data.shape
+    side, cores = max(1, cols // 2), len(os.sched_getaffinity(0))
+    room = allocate(data.nbytes).view(data.dtype).reshape(data.shape)
+    place = tempfile.TemporaryDirectory(prefix=".oocgemm-calibrate-", dir=folder)
+    with place, ExitStack() as cleanup:
+
+        def array(name: str, compressor: str, threads: int) -> Staging:
+            where = os.path.join(place.name, name)
+            matrix = stores.create_output(
+                name, where, data.shape, data.dtype, (side, side), compressor
+            ).matrix
+            plan = _plan(replace(machine, io_threads=threads), "float64", TileShape(rows, cols, cols))
+            staging = Staging(plan, {"A": matrix, "C": matrix})
+            cleanup.callback(staging.close)
+            return staging
+
+        def rate(staging: Staging, columns: Span = (0, cols), *, cold: bool = False) -> float:
+            operation = _moving(Kind.READ, "A", (0, rows), columns, data.itemsize)
+
+            def once() -> float:
+                if cold:
+                    _evict(Path(place.name))
+                return _wall(staging, operation, room[:, : columns[1] - columns[0]])
+
+            return operation.bytes / _typical(once, 3 * sizes.seconds)
+
+        fill = _moving(Kind.WRITE, "C", (0, rows), (0, cols), data.itemsize)
+        raw, packed = array("raw", "none", machine.io_threads), array("packed", "zstd", cores)
+        say(f"writing in {folder}")
+        write = fill.bytes / _typical(partial(_wall, raw, fill, data), 3 * sizes.seconds)
+        say(f"reading in {folder}")
+        cold, read = rate(raw, cold=True), rate(raw)
+        scattered = rate(raw, (side // 2, side // 2 + side))  # half of the columns of each chunk
+        say("decoding zstd")
+        _wall(packed, fill, data)
+        decode = rate(packed)
+    return StoreRates(read=read, read_scattered=scattered, read_cold=cold, write=write), decode
+
+
+def _evict(folder: Path) -> None:
+    """Have the system forget the contents of files, as far as it will."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)  # what is not on disk cannot be forgotten
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)
+
+
+def _plan(machine: MachineModel, dtype: str, tile: TileShape) -> Plan:
+    """One tile and one step, in one slot each."""
+    kind = DTYPES[dtype]
+    problem = GemmProblem(tile.w, tile.h, tile.r, dtype, dtype, kind.accumulator, dtype)
+    host = 0 if machine.unified else 1
+    slots = Slots(a=1, b=1, c=1, host_a=host, host_b=host, host_c=host, strip=tile.w)
+    available = available_memory()
+    candidate = Candidate(tile, slots, machine.io_threads)
+    return Plan(problem, Layouts(), Budgets(available, available), machine, candidate)
+
+
+def _device(operand: str, elements: int) -> Region:
+    return Region(Slot(Tier.DEVICE, operand, 0), 0, elements)
+
+
+def _moving(kind: Kind, operand: str, rows: Span, cols: Span, itemsize: int) -> Operation:
+    """A copy of a block between the first slots of an operand, or between one of them and its store."""
+    elements = (rows[1] - rows[0]) * (cols[1] - cols[0])
+    region, nothing = (_device(operand, elements),), (0, 0)
+    reads, writes = ((), region) if kind in (Kind.READ, Kind.UPLOAD) else (region, ())
+    m, n, k = {"A": (rows, nothing, cols), "B": (nothing, cols, rows)}.get(operand, (rows, cols, nothing))
+    return Operation(kind, operand, _TILE, 0, reads, writes, m, n, k, elements * itemsize)
+
+
+def _numbers(shape: tuple[int, int]) -> Array:
+    """Numbers as measurements are: normal, of limited resolution, so that they can be compressed somewhat."""
+    count = shape[0] * shape[1]
+    some = np.round(np.random.default_rng(0).standard_normal(min(count, 1 << 20)) * 64) / 64
+    return np.resize(some, count).reshape(shape)
+
+
+def _wall(staging: Staging, operation: Operation, view: Array) -> float:
+    started = perf_counter()
+    staging.transfer(operation, view)
+    return perf_counter() - started
+
+
+def _typical(act: Callable[[], float], limit: float) -> float:
+    """The median of what `act` returns, done again and again for `limit` seconds. The first time warms up, and counts
+    only if it took that long by itself."""
+    started = perf_counter()
+    samples = [act()]
+    if perf_counter() - started > limit:
+        return samples[0]
+    samples.clear()
+    while not samples or perf_counter() - started < limit:
+        samples.append(act())
+    return median(samples)
+
+
+def _length(interval: tuple[int, int]) -> float:
+    return (interval[1] - interval[0]) / 1e9
+
+
+def _span(intervals: Sequence[tuple[int, int]]) -> float:
+    """Seconds from the first beginning to the last end."""
+    return (max(end for _, end in intervals) - min(start for start, _ in intervals)) / 1e9
