@@ -210,7 +210,7 @@ class _Bench:
 
 def _kernels(
     engine: Backend, machine: MachineModel, sizes: Sizes, say: Callable[[str], None]
-) -> tuple[dict[str, KernelRate], dict[str, dict[int, float]]]:
+) -> tuple[dict[str, KernelRate], dict[str, dict[str, float]]]:
     """Rates of the multiplication by dtype: as fitted, and in flop/s by panel depth."""
     numbers = _numbers((64, 1024)).reshape(-1)
     fitted, samples = {}, {}
@@ -226,7 +226,7 @@ def _kernels(
                     break  # a slow machine: two depths make a line
                 say(f"{dtype}, panels {depth} deep")
                 rates[depth] = operation.flops / _typical(partial(bench.seconds, operation), sizes.seconds)
-            samples[dtype] = rates
+            samples[dtype] = {str(depth): rate for depth, rate in rates.items()}
             fitted[dtype] = KernelRate.fitted(_whole(bench.plan, rates))
     return fitted, samples
 
