@@ -96,7 +96,7 @@ def save(calibration: Calibration) -> Path:
 
 def load(backend: str, device: str | None) -> tuple[Calibration | None, str]:
     """The calibration of a device of this machine, of the one last calibrated if that is None; and a note on files
-    that had to be ignored, with the remedy. Never raises."""
+    that had to be ignored. Never raises."""
     key, notes = machine_key(), []
     for path in _newest(f"{key}-{backend}-*.json"):
         try:
@@ -105,7 +105,7 @@ def load(backend: str, device: str | None) -> tuple[Calibration | None, str]:
                 raise ValueError("it is of another machine")
         except (OSError, ValueError, RecursionError) as error:
             reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
-            notes.append(f"{path} is ignored ({reason}), `oocgemm calibrate` replaces it")
+            notes.append(f"{path} is ignored: {reason}")
             continue
         if device in (None, found.device):
             return found, ""
