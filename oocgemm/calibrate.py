@@ -278,7 +278,8 @@ def _links(
                 points.append((copy.bytes, _typical(partial(bench.seconds, copy), sizes.seconds)))
             latency, per_byte = fit_line(points)
             latencies.append(latency)
-            rates[link] = 1 / per_byte
+            # Copies too short to tell give no slope.
+            rates[link] = 1 / per_byte if per_byte else max(size / seconds for size, seconds in points)
             samples[link] = {str(size): size / seconds for size, seconds in points}
         rates["copy_latency"] = max(latencies)
         say("h2d and d2h at once")
@@ -405,7 +406,7 @@ def _typical(act: Callable[[], float], limit: float) -> float:
 
 
 def _length(interval: tuple[int, int]) -> float:
-    return (interval[1] - interval[0]) / 1e9
+    return max(1, interval[1] - interval[0]) / 1e9
 
 
 def _span(intervals: Sequence[tuple[int, int]]) -> float:

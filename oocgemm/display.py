@@ -123,13 +123,13 @@ def print_report(report: Report, timeline: Timeline) -> None:
         f"[bold]efficiency[/] {_percent(report.efficiency)}"
         + ("" if report.efficiency is not None else " (needs `oocgemm calibrate`)")
     )
-    plan = timeline.header.get("plan", {})
-    if "machine" in plan:
-        out.print(_machine_model(plan["machine"], plan.get("calibrated", False)), soft_wrap=True)
     causes = sorted(report.exposed.items(), key=lambda item: -item[1])
     parts = ", ".join(f"{cause} {format_time(seconds)}" for cause, seconds in causes)
     total = sum(report.exposed.values())
     out.print(f"[bold]exposed[/] {format_time(total)}: {parts or 'nothing'}")
+    plan = timeline.header.get("plan", {})
+    if "machine" in plan:
+        out.print(_machine_model(plan["machine"], plan.get("calibrated", False)), soft_wrap=True)
     out.print()
     table = _table("lane", "busy", "operations", "bytes", "rate", "required", "least possible")
     for lane, _ in gantt(timeline, 1):
