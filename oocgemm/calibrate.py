@@ -20,26 +20,18 @@ import numpy as np
 
 from oocgemm import backends, cache, stores
 from oocgemm.backends import Backend
-from oocgemm.backends.base import Array, Token
+from oocgemm.backends.base import Array
 from oocgemm.backends.memory import allocate, available_memory
 from oocgemm.errors import BackendError, InputError
 from oocgemm.plan import (
     DTYPES,
-    Budgets,
     Calibration,
-    Candidate,
-    GemmProblem,
     KernelRate,
     Kind,
-    Layouts,
     MachineModel,
     Operation,
     Plan,
-    Region,
-    Slot,
-    Slots,
     StoreRates,
-    Tier,
     TileShape,
     default_model,
     fit_line,
@@ -47,9 +39,8 @@ from oocgemm.plan import (
 from oocgemm.plan.cost import multiply_seconds
 from oocgemm.plan.tiling import Span
 from oocgemm.staging import Staging
-from oocgemm.stores import Matrix
+from oocgemm.workbench import Workbench, moving, plan_of
 
-_TILE = (0, 0)
 _FREE_SHARE = 0.5  # of the memory that is free
 
 
@@ -97,7 +88,7 @@ def calibrate(
         BackendError: no such device, or not the memory to measure in.
         ExecutionError: a disk that fails or is full.
     """
-    started = perf_counter()
+    started, others = perf_counter(), _others_seconds()
     folder = Path.cwd() if path is None else Path(path)
     if not (folder.is_dir() and os.access(folder, os.W_OK)):
         raise InputError(
@@ -113,6 +104,7 @@ def calibrate(
     kernels, samples = _kernels(engine, machine, sizes, say)
     rates, copies = _links(engine, machine, sizes, source, say)
     storage, decode = _storage(machine, folder, sizes, source, say)
+    seconds = perf_counter() - started
     return Calibration(
         machine=cache.machine_key(),
         backend=engine.name,
@@ -125,87 +117,10 @@ def calibrate(
             "kernels": samples,
             "copies": copies,
             "path": str(folder.absolute()),
-            "seconds": perf_counter() - started,
+            "seconds": seconds,
+            "cores used by others": round(max(0.0, _others_seconds() - others) / seconds, 2),
         },
     )
-
-
-class _Bench:
-    """A session and its staging, with a slot for each panel and for one tile, and operations on them."""
-
-    def __init__(
-        self, engine: Backend, machine: MachineModel, dtype: str, tile: TileShape, a: Matrix | None = None
-    ) -> None:
-        self.plan = _plan(machine, dtype, tile)
-        self._cleanup = ExitStack()
-        self.staging = Staging(self.plan, {"A": a} if a else {})
-        self._cleanup.callback(self.staging.close)
-        try:
-            self.session = engine.open(self.plan, "auto")
-        except BaseException:
-            self._cleanup.close()
-            raise
-        self._cleanup.callback(self.session.close)
-
-    def __enter__(self) -> "_Bench":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._cleanup.close()
-
-    def multiply(self, depth: int, *, first: bool = False) -> Operation:
-        """The whole tile, by panels of that depth."""
-        tile, problem = self.plan.tile, self.plan.problem
-        a, b = _device("A", tile.w * depth), _device("B", depth * tile.h)
-        c, spans = _device("C", tile.w * tile.h), ((0, tile.w), (0, tile.h), (0, depth))
-        reads, flops = (a, b) if first else (a, b, c), problem.step_flops(tile.w, tile.h, depth)
-        return Operation(Kind.MULTIPLY, "C", _TILE, 0, reads, (c,), *spans, flops=flops, first=first)
-
-    def load(self, kind: Kind, operand: str, rows: int | None = None) -> Operation:
-        """A Read or an Upload of a panel, or of the first rows of one."""
-        tile, itemsize = self.plan.tile, self.plan.problem.itemsizes[operand]
-        height, width = (tile.w, tile.r) if operand == "A" else (tile.r, tile.h)
-        return _moving(kind, operand, (0, rows or height), (0, width), itemsize)
-
-    def download(self, rows: int) -> Operation:
-        """A Download of the first rows of the tile."""
-        itemsize = self.plan.problem.itemsizes["C"]
-        return _moving(Kind.DOWNLOAD, "C", (0, rows), (0, self.plan.tile.h), itemsize)
-
-    def slot(self, operation: Operation) -> Array:
-        """What a Read fills: the device's slot where that is memory, else the host's."""
-        if self.plan.slots.unified:
-            return self.session.view(operation, operation.writes[0])
-        return self.staging.view(Slot(Tier.HOST, operation.operand, 0), operation)
-
-    def intervals(self, *operations: Operation) -> list[tuple[int, int]]:
-        """Issue operations one after the other; when each began and ended, in nanoseconds."""
-        tokens = [self._submit(operation) for operation in operations]
-        for token in tokens:
-            token.synchronize()
-        return [token.interval() for token in tokens]
-
-    def seconds(self, operation: Operation) -> float:
-        """What an operation takes on a device that is kept busy: were it idle, the time until the work arrives
-        would be counted in."""
-        if self.plan.slots.unified:
-            return _length(self.intervals(operation)[0])
-        return median(_length(interval) for interval in self.intervals(*[operation] * 4)[1:])
-
-    def fill(self, operand: str, numbers: Array) -> None:
-        """Put numbers into a panel: how fast a device multiplies depends on what it multiplies."""
-        slot = self.slot(self.load(Kind.READ, operand)).reshape(-1)
-        for start in range(0, slot.size, numbers.size):
-            slot[start : start + numbers.size] = numbers[: slot.size - start]
-        if not self.plan.slots.unified:
-            self.intervals(self.load(Kind.UPLOAD, operand))
-
-    def _submit(self, operation: Operation) -> Token:
-        host = None
-        if operation.kind in (Kind.UPLOAD, Kind.DOWNLOAD):
-            host = self.staging.view(Slot(Tier.HOST, operation.operand, 0), operation)
-        with self.session.worker(operation.stream):
-            return self.session.submit(operation, host, ())
 
 
 def _kernels(
@@ -216,7 +131,7 @@ def _kernels(
     fitted, samples = {}, {}
     for dtype in DTYPES:
         rates: dict[int, float] = {}
-        with _Bench(engine, machine, dtype, _fitting(engine, machine, dtype, sizes)) as bench:
+        with Workbench(engine, machine, dtype, _fitting(engine, machine, dtype, sizes)) as bench:
             for operand in "AB":
                 bench.fill(operand, numbers.astype(dtype))
             bench.intervals(bench.multiply(sizes.depths[0], first=True))  # whatever C held is gone
@@ -244,7 +159,7 @@ def _fitting(engine: Backend, machine: MachineModel, dtype: str, sizes: Sizes) -
     side, free = sizes.side, engine.free_memory()
     while True:
         tile = TileShape(side, side, sizes.depths[-1])
-        if _plan(machine, dtype, tile).footprint.device_total <= _FREE_SHARE * free:
+        if plan_of(machine, dtype, tile).footprint.device_total <= _FREE_SHARE * free:
             return tile
         if side < 64:
             raise BackendError(f"{free} bytes of free memory are too few to calibrate in: free some of it")
@@ -259,7 +174,7 @@ def _links(
     (rows, cols), matrix = sizes.block, stores.open_matrix("A", source)
     tile, first_use, again = TileShape(rows, cols, cols), [], []
     for _ in range(3):
-        with _Bench(engine, machine, "float64", tile, matrix) as bench:
+        with Workbench(engine, machine, "float64", tile, matrix) as bench:
             before, after = (_fill_seconds(bench) for _ in range(2))
             first_use.append(max(0.0, before - after) / source.nbytes)
             read = bench.load(Kind.READ, "A")
@@ -268,7 +183,7 @@ def _links(
     if machine.unified:
         return rates | {"h2d": rates["memory"], "d2h": rates["memory"]}, {}
     samples: dict[str, Any] = {}
-    with _Bench(engine, machine, "float64", tile) as bench:
+    with Workbench(engine, machine, "float64", tile) as bench:
         latencies = []
         for link in ("h2d", "d2h"):
             say(link)
@@ -289,7 +204,7 @@ def _links(
     return rates, samples
 
 
-def _fill_seconds(bench: _Bench) -> float:
+def _fill_seconds(bench: Workbench) -> float:
     """Seconds to bring a panel from memory onto the device."""
     started = perf_counter()
     read = bench.load(Kind.READ, "A")
@@ -315,13 +230,13 @@ def _storage(
             matrix = stores.create_output(
                 name, where, data.shape, data.dtype, (side, side), compressor
             ).matrix
-            plan = _plan(replace(machine, io_threads=threads), "float64", TileShape(rows, cols, cols))
+            plan = plan_of(replace(machine, io_threads=threads), "float64", TileShape(rows, cols, cols))
             staging = Staging(plan, {"A": matrix, "C": matrix})
             cleanup.callback(staging.close)
             return staging
 
         def rate(staging: Staging, columns: Span = (0, cols), *, cold: bool = False) -> float:
-            operation = _moving(Kind.READ, "A", (0, rows), columns, data.itemsize)
+            operation = moving(Kind.READ, "A", (0, rows), columns, data.itemsize)
 
             def once() -> float:
                 if cold:
@@ -330,7 +245,7 @@ def _storage(
 
             return operation.bytes / _typical(once, 3 * sizes.seconds)
 
-        fill = _moving(Kind.WRITE, "C", (0, rows), (0, cols), data.itemsize)
+        fill = moving(Kind.WRITE, "C", (0, rows), (0, cols), data.itemsize)
         raw, packed = array("raw", "none", machine.io_threads), array("packed", "zstd", cores)
         say(f"writing in {folder}")
         write = fill.bytes / _typical(partial(_wall, raw, fill, data), 3 * sizes.seconds)
@@ -355,35 +270,24 @@ def _evict(folder: Path) -> None:
                 os.close(descriptor)
 
 
-def _plan(machine: MachineModel, dtype: str, tile: TileShape) -> Plan:
-    """One tile and one step, in one slot each."""
-    kind = DTYPES[dtype]
-    problem = GemmProblem(tile.w, tile.h, tile.r, dtype, dtype, kind.accumulator, dtype)
-    host = 0 if machine.unified else 1
-    slots = Slots(a=1, b=1, c=1, host_a=host, host_b=host, host_c=host, strip=tile.w)
-    available = available_memory()
-    candidate = Candidate(tile, slots, machine.io_threads)
-    return Plan(problem, Layouts(), Budgets(available, available), machine, candidate)
-
-
-def _device(operand: str, elements: int) -> Region:
-    return Region(Slot(Tier.DEVICE, operand, 0), 0, elements)
-
-
-def _moving(kind: Kind, operand: str, rows: Span, cols: Span, itemsize: int) -> Operation:
-    """A copy of a block between the first slots of an operand, or between one of them and its store."""
-    elements = (rows[1] - rows[0]) * (cols[1] - cols[0])
-    region, nothing = (_device(operand, elements),), (0, 0)
-    reads, writes = ((), region) if kind in (Kind.READ, Kind.UPLOAD) else (region, ())
-    m, n, k = {"A": (rows, nothing, cols), "B": (nothing, cols, rows)}.get(operand, (rows, cols, nothing))
-    return Operation(kind, operand, _TILE, 0, reads, writes, m, n, k, elements * itemsize)
-
-
 def _numbers(shape: tuple[int, int]) -> Array:
     """Numbers as measurements are: normal, of limited resolution, so that they can be compressed somewhat."""
     count = shape[0] * shape[1]
     some = np.round(np.random.default_rng(0).standard_normal(min(count, 1 << 20)) * 64) / 64
     return np.resize(some, count).reshape(shape)
+
+
+def _others_seconds() -> float:
+    """Processor time that other programs have had so far on the cores this one may use, as far as the system says."""
+    busy, cores = 0.0, {f"cpu{number}" for number in os.sched_getaffinity(0)}
+    try:
+        with open("/proc/stat", encoding="utf-8") as file:
+            for name, *ticks in (line.split() for line in file):
+                if name in cores:  # user, nice, system, irq, softirq, steal
+                    busy += sum(int(ticks[i]) for i in (0, 1, 2, 5, 6, 7))
+    except (OSError, IndexError, ValueError):
+        return 0.0
+    return busy / os.sysconf("SC_CLK_TCK") - sum(os.times()[:2])
 
 
 def _wall(staging: Staging, operation: Operation, view: Array) -> float:
@@ -403,10 +307,6 @@ def _typical(act: Callable[[], float], limit: float) -> float:
     while not samples or perf_counter() - started < limit:
         samples.append(act())
     return median(samples)
-
-
-def _length(interval: tuple[int, int]) -> float:
-    return max(1, interval[1] - interval[0]) / 1e9
 
 
 def _span(intervals: Sequence[tuple[int, int]]) -> float:

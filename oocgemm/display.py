@@ -178,6 +178,11 @@ def print_calibration(found: Calibration, path: str) -> None:
         links.add_row(name, f"{rate / 1e9:.3g}")
     out.print(links)
     out.print(f"first use of memory {found.rates['arena_seconds_per_byte'] * 2**30:.3g} s a GiB")
+    others = found.samples["cores used by others"]
+    if others >= 0.2:
+        out.print(
+            f"other programs kept {others:.1f} cores busy: rates are low, calibrate again when they are done"
+        )
     out.print(f"\nstorage: {escape(found.samples['path'])}", soft_wrap=True)
     out.print(f"kept in {escape(path)}", soft_wrap=True)
 
