@@ -443,7 +443,7 @@ def _rates(job: _Job, c: Matrix) -> dict[str, float] | None:
     if not machine.calibrated or (stored and not machine.storage_calibrated):
         return None
     rates = {"kernel": machine.kernels[problem.a_dtype].peak}
-    if not job.plan.slots.unified:
+    if not machine.unified:
         rates |= {"h2d": machine.h2d, "d2h": machine.d2h}
     if any(x.layout.decode_bytes for x in sources):
         rates["decode"] = machine.decode  # how many bytes are read to be decoded is not known

@@ -209,7 +209,7 @@ def _fill_seconds(bench: Workbench) -> float:
     started = perf_counter()
     read = bench.load(Kind.READ, "A")
     bench.staging.transfer(read, bench.slot(read))
-    if not bench.plan.slots.unified:
+    if not bench.plan.machine.unified:
         bench.intervals(bench.load(Kind.UPLOAD, "A"))
     return perf_counter() - started
 

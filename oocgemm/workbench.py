@@ -73,7 +73,7 @@ class Workbench:
 
     def slot(self, operation: Operation) -> Array:
         """What a Read fills: the device's slot where that is memory, else the host's."""
-        if self.plan.slots.unified:
+        if self.plan.machine.unified:
             return self.session.view(operation, operation.writes[0])
         return self.staging.view(Slot(Tier.HOST, operation.operand, 0), operation)
 
@@ -87,7 +87,7 @@ class Workbench:
     def seconds(self, operation: Operation) -> float:
         """What an operation takes on a device that is kept busy: were it idle, the time until the work arrives
         would be counted in."""
-        if self.plan.slots.unified:
+        if self.plan.machine.unified:
             return _length(self.intervals(operation)[0])
         return median(_length(interval) for interval in self.intervals(*[operation] * 4)[1:])
 
@@ -96,7 +96,7 @@ class Workbench:
         slot = self.slot(self.load(Kind.READ, operand)).reshape(-1)
         for start in range(0, slot.size, numbers.size):
             slot[start : start + numbers.size] = numbers[: slot.size - start]
-        if not self.plan.slots.unified:
+        if not self.plan.machine.unified:
             self.intervals(self.load(Kind.UPLOAD, operand))
 
     def _submit(self, operation: Operation) -> Token:
@@ -114,7 +114,7 @@ def plan_of(machine: MachineModel, dtype: str, tile: TileShape) -> Plan:
     host = 0 if machine.unified else 1
     slots = Slots(a=1, b=1, c=1, host_a=host, host_b=host, host_c=host, strip=tile.w)
     available = available_memory()
-    candidate = Candidate(tile, slots, machine.io_threads)
+    candidate = Candidate(tile, slots, io_threads=machine.io_threads)
     return Plan(problem, Layouts(), Budgets(available, available), machine, candidate)
 
 

@@ -22,6 +22,7 @@ from oocgemm.calibrate import SIZES, Sizes, calibrate
 from oocgemm.cli import EXIT_USAGE
 from oocgemm.errors import InputError
 from oocgemm.plan import DTYPES, Calibration, KernelRate, MachineModel, StoreRates, default_model, fit_line
+from tests.backends_here import needs_gpu
 from tests.command import command, contents, own_threads
 
 TINY = Sizes(side=64, depths=(8, 16, 32), block=(64, 64), copies=(1, 8, 64), seconds=0.0)
@@ -264,6 +265,19 @@ def test_links_are_measured_where_there_are_any(here: Path, monkeypatch: pytest.
     assert {"h2d", "d2h", "copy_latency"} <= set(found.rates)
     assert set(found.samples["copies"]) == {"h2d", "d2h", "both ways"}
     assert Calibration.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+
+
+@pytest.mark.parametrize("backend", [pytest.param("cuda", marks=needs_gpu)])
+def test_a_gpu_is_measured_by_the_same_code(here: Path, backend: str) -> None:
+    small = Sizes(side=512, depths=(64, 128, 256), block=(1024, 512), copies=(1, 32, 1024), seconds=0.01)
+    found = calibrate(backend, path=here, sizes=small)
+    assert set(found.kernels) == set(DTYPES)
+    assert set(found.samples["copies"]) == {"h2d", "d2h", "both ways"}
+    cache.save(found)
+    assert found.date in oocgemm.plan("raw", "raw", backend="cuda", device_memory="1GiB").machine.name
+    result = oocgemm.matmul("raw", "raw", out="C", backend="cuda")
+    assert set(result.timeline.header["rates"]) == {"kernel", "read", "h2d", "d2h", "write"}
+    assert result.report.efficiency is not None
 
 
 def test_json_is_the_calibration_and_where_it_is_kept(here: Path) -> None:
