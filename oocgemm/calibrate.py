@@ -259,12 +259,12 @@ def _storage(
 
 
 def _evict(folder: Path) -> None:
-    """Have the system forget the contents of files, as far as it will."""
+    """Have the system forget the contents of files, as far as it will: of those not yet on disk, it begins to write
+    them and forgets them the next time. Waiting for that instead would take as long as other programs write."""
     for path in folder.rglob("*"):
         if path.is_file():
             descriptor = os.open(path, os.O_RDONLY)
             try:
-                os.fsync(descriptor)  # what is not on disk cannot be forgotten
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             finally:
                 os.close(descriptor)
