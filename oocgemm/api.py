@@ -2,9 +2,9 @@
 
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import perf_counter_ns, time
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from oocgemm import backends, stores
+from oocgemm import backends, cache, stores
 from oocgemm.backends.base import numpy_dtype
 from oocgemm.backends.memory import available_memory
 from oocgemm.errors import BackendError, ExecutionError, InputError
@@ -141,8 +141,10 @@ def gemm(
         names = ", ".join(backends.KERNELS[engine.name])
         raise InputError(f"the {engine.name} backend has no kernel {kernel!r}: choose one of {names}")
     budgets = _budgets(engine.name, device_memory, host_memory, engine.free_memory)
+    known = backends.identity(engine)
     job = _prepare(
-        *(a, b, c, alpha, beta, trans_a, trans_b, engine.name, budgets, tile, chunks, compressor, overwrite)
+        *(a, b, c, alpha, beta, trans_a, trans_b, engine.name, known, budgets, tile, chunks, compressor),
+        overwrite,
     )
     if timeline is not None:
         _check_log_apart(os.fsdecode(timeline), job, c)
@@ -177,6 +179,7 @@ def gemm(
             "backend": {"name": engine.name, "kernel": kernel} | engine.describe(),
             "operands": {"A": job.a.describe(), "B": job.b.describe(), "C": output.matrix.describe()},
             "held": held,
+            "rates": _rates(job, output.matrix),
             "machine": _machine(),
             "versions": _versions(),
         },
@@ -223,8 +226,10 @@ def plan(
         return available_memory()
 
     budgets = _budgets(name, device_memory, host_memory, free)
+    # Which GPU it will be is not known: the one last calibrated is meant.
+    known = backends.identity(backends.open_backend(name)) if name == "host" else None
     return _prepare(
-        *(a, b, c, alpha, beta, trans_a, trans_b, name, budgets, tile, chunks, compressor, overwrite)
+        *(a, b, c, alpha, beta, trans_a, trans_b, name, known, budgets, tile, chunks, compressor, overwrite)
     ).plan
 
 
@@ -233,12 +238,17 @@ def info() -> dict[str, Any]:
     found: dict[str, Any] = {"versions": _versions(), "machine": _machine()}
     found["machine"]["memory"] = format_size(found["machine"]["memory"])
     found["machine"]["available"] = format_size(available_memory())
-    found["host backend"] = backends.open_backend("host").describe()
+    host = backends.open_backend("host")
+    found["host backend"] = host.describe() | {"rates": _model("host", backends.identity(host)).name}
     missing = backends.missing_for_cuda()
     if missing is None:
         try:
             cuda = backends.open_backend("cuda")
-            found["cuda backend"] = cuda.describe() | {"free": format_size(cuda.free_memory())}
+            rates = _model("cuda", backends.identity(cuda)).name
+            found["cuda backend"] = cuda.describe() | {
+                "free": format_size(cuda.free_memory()),
+                "rates": rates,
+            }
         except BackendError as error:
             missing = str(error)
     if missing is not None:
@@ -255,6 +265,7 @@ def _prepare(
     trans_a: Transpose,
     trans_b: Transpose,
     backend: str,
+    device: str | None,
     budgets: Budgets,
     tile: TileShape | str | None,
     chunks: tuple[int, int] | None,
@@ -282,7 +293,11 @@ def _prepare(
         right.layout.oriented(problem.trans_b),
         existing.layout if existing is not None else stores.new_layout(c, problem, chunks, compressor),
     )
-    machine = _model(backend)
+    writes = _stored_on(existing) if existing is not None else set()
+    if existing is None and c is not None:
+        writes = {"elsewhere" if "://" in os.fspath(c) else cache.file_system(c)}
+    reads = _stored_on(left, right, existing if problem.reads_c else None)
+    machine = _model(backend, device, reads, writes)
     return _Job(left, right, existing, make_plan(problem, budgets, machine, layouts, _tile(tile)))
 
 
@@ -399,25 +414,53 @@ def _budgets(
     return Budgets(device, host)
 
 
-def _model(backend: str) -> MachineModel:
-    return default_model(backend, len(os.sched_getaffinity(0)))
+def _model(
+    backend: str, device: str | None = None, reads: Collection[str] = (), writes: Collection[str] = ()
+) -> MachineModel:
+    """What is known of the machine: as calibrated for that device and those file systems, or else the defaults."""
+    defaults = default_model(backend, len(os.sched_getaffinity(0)))
+    found, note = cache.load(backend, device)
+    if found is not None:
+        return found.model(defaults, reads, writes)
+    return replace(defaults, name="; ".join(filter(None, (defaults.name, note))))
+
+
+def _stored_on(*matrices: Matrix | None) -> set[str]:
+    """The file systems that matrices lie on, those in memory left out."""
+    found = set()
+    for matrix in matrices:
+        if matrix is not None and not matrix.layout.in_memory:
+            numbers = [i[1] for i in matrix.identities() if isinstance(i, tuple) and i[0] == "file"]
+            found |= {cache.device_id(number) for number in numbers} or {"elsewhere"}
+    return found
+
+
+def _rates(job: _Job, c: Matrix) -> dict[str, float] | None:
+    """Calibrated rates of what a run uses, for its efficiency: flop/s and bytes per second. None if any is unknown."""
+    machine, problem = job.plan.machine, job.plan.problem
+    sources = [job.a, job.b, *([c] if problem.reads_c else [])]
+    stored = [x.layout for x in (*sources, c) if not x.layout.in_memory]
+    if not machine.calibrated or (stored and not machine.storage_calibrated):
+        return None
+    rates = {"kernel": machine.kernels[problem.a_dtype].peak}
+    if not machine.unified:
+        rates |= {"h2d": machine.h2d, "d2h": machine.d2h}
+    if any(x.layout.decode_bytes for x in sources):
+        rates["decode"] = machine.decode  # how many bytes are read to be decoded is not known
+    elif not any(x.layout.in_memory for x in sources):
+        rates["read"] = machine.read
+    if c.describe().get("direct", not c.layout.in_memory):
+        rates["write"] = machine.write
+    return rates
 
 
 def _machine() -> dict[str, Any]:
     return {
         "platform": platform.platform(),
-        "processor": _processor(),
+        "processor": cache.processor(),
         "cores": len(os.sched_getaffinity(0)),
         "memory": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
     }
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor()
 
 
 def _versions() -> dict[str, str]:

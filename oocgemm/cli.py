@@ -1,4 +1,4 @@
-"""The command line: run, plan, report, info."""
+"""The command line: run, plan, report, calibrate, info."""
 
 import json
 import os
@@ -11,8 +11,9 @@ from typing import Any, NoReturn, TypeVar
 
 import click
 
-from oocgemm import __version__, api, backends, stores
-from oocgemm.display import print_info, print_plan, print_report, progress_display
+from oocgemm import __version__, api, backends, cache, stores
+from oocgemm.calibrate import calibrate as measure
+from oocgemm.display import doing, print_calibration, print_info, print_plan, print_report, progress_display
 from oocgemm.errors import BudgetError, InputError, OocGemmError
 from oocgemm.timeline import read_log, report
 
@@ -158,6 +159,39 @@ def report_command(timeline: str, as_json: bool) -> None:
         _print_json(figures.to_dict())
     else:
         print_report(figures, recorded)
+
+
+@cli.command()
+@click.option(
+    "--backend",
+    type=click.Choice(backends.NAMES),
+    default="auto",
+    show_default=True,
+    help="What to measure; auto is cuda where a device answers.",
+)
+@click.option("--device", type=click.IntRange(min=0), default=0, show_default=True, help="CUDA device.")
+@click.option(
+    "--path",
+    metavar="DIR",
+    type=click.Path(),
+    help="Folder whose storage is measured, with temporary files of some 500 MiB.  [default: the current one]",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def calibrate(backend: str, device: int, path: str | None, as_json: bool) -> None:
+    """Measure this machine, in under a minute, for plans and reports to use.
+
+    Kernels, links and memory, and the storage at a folder: run it once more for each file system that operands lie
+    on. The figures are kept in the user's cache directory, or in $OOCGEMM_CACHE. Nothing else should run meanwhile.
+    """
+    if backends.resolve(backend) == "host":
+        stores.load_zarr()
+    with doing(sys.stderr.isatty() and not as_json) as say:
+        found = measure(backend, device, path, say=say)
+    kept = cache.save(found)
+    if as_json:
+        _print_json(found.to_dict() | {"kept": str(kept)})
+    else:
+        print_calibration(found, str(kept))
 
 
 @cli.command()

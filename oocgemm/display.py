@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from oocgemm.plan import Plan
+from oocgemm.plan import Calibration, Plan
 from oocgemm.timeline import Report, Span, Timeline, gantt
 from oocgemm.units import format_size, format_time
 
@@ -86,10 +86,14 @@ def print_plan(plan: Plan, explain: bool = False) -> None:
         f"(start-up {format_time(prediction.start_up)}, bubbles {format_time(prediction.bubbles)}, "
         f"tail {format_time(prediction.tail)})"
     )
-    calibrated = "calibrated" if plan.machine.calibrated else "not calibrated: times are rough"
-    out.print(f"rates: {escape(plan.machine.name)}, {calibrated}")
+    out.print(_machine_model(plan.machine.name, plan.machine.calibrated), soft_wrap=True)
     if explain:
         _print_considered(out, plan)
+
+
+def _machine_model(name: str, calibrated: bool) -> str:
+    remedy = "" if calibrated else ": times are rough, run `oocgemm calibrate` for this machine"
+    return f"machine model: {escape(name)}{remedy}"
 
 
 def _print_considered(out: Console, plan: Plan) -> None:
@@ -117,12 +121,15 @@ def print_report(report: Report, timeline: Timeline) -> None:
         f"[bold]copy overlap[/] {_percent(report.copy_overlap)}   "
         f"[bold]storage overlap[/] {_percent(report.storage_overlap)}   "
         f"[bold]efficiency[/] {_percent(report.efficiency)}"
-        + ("" if report.efficiency is not None else " (needs calibrated rates)")
+        + ("" if report.efficiency is not None else " (needs `oocgemm calibrate`)")
     )
     causes = sorted(report.exposed.items(), key=lambda item: -item[1])
     parts = ", ".join(f"{cause} {format_time(seconds)}" for cause, seconds in causes)
     total = sum(report.exposed.values())
     out.print(f"[bold]exposed[/] {format_time(total)}: {parts or 'nothing'}")
+    plan = timeline.header.get("plan", {})
+    if "machine" in plan:
+        out.print(_machine_model(plan["machine"], plan.get("calibrated", False)), soft_wrap=True)
     out.print()
     table = _table("lane", "busy", "operations", "bytes", "rate", "required", "least possible")
     for lane, _ in gantt(timeline, 1):
@@ -145,6 +152,46 @@ def print_report(report: Report, timeline: Timeline) -> None:
     out.print(f"{'':>8}  {ticks}", soft_wrap=True)
 
 
+def print_calibration(found: Calibration, path: str) -> None:
+    """What was measured of a machine, and where it is kept."""
+    out = _console()
+    out.print(f"[bold]{escape(found.device)}[/] ({found.backend}), {found.samples['seconds']:.0f} s\n")
+    measured: dict[str, dict[str, float]] = found.samples["kernels"]
+    depths = sorted({int(depth) for rates in measured.values() for depth in rates})
+    kernels = _table("TFLOP/s, panels deep", *map(str, depths), "fitted peak", "halved at")
+    for dtype, rates in measured.items():
+        fit = found.kernels[dtype]
+        shown = (f"{rates[str(d)] / 1e12:.3g}" if str(d) in rates else "" for d in depths)
+        kernels.add_row(dtype, *shown, f"{fit.peak / 1e12:.3g}", f"{fit.half_depth:.3g}")
+    out.print(kernels)
+    out.print()
+    rates = {name: found.rates[name] for name in ("memory", "decode")}
+    for link, by_size in found.samples["copies"].items():
+        if isinstance(by_size, dict):
+            rates |= {f"{link}, {format_size(int(size))}": rate for size, rate in by_size.items()}
+            rates[f"{link}, fitted"] = found.rates[link]
+        else:
+            rates[f"{link}"] = by_size
+    rates |= dict(zip(("read", "read in parts", "read cold", "write"), _latest_store(found), strict=True))
+    links = _table("link", "GB/s")
+    for name, rate in rates.items():
+        links.add_row(name, f"{rate / 1e9:.3g}")
+    out.print(links)
+    out.print(f"first use of memory {found.rates['arena_seconds_per_byte'] * 2**30:.3g} s a GiB")
+    others = found.samples["cores used by others"]
+    if others >= 0.2:
+        out.print(
+            f"other programs kept {others:.1f} cores busy: rates are low, calibrate again when they are done"
+        )
+    out.print(f"\nstorage: {escape(found.samples['path'])}", soft_wrap=True)
+    out.print(f"kept in {escape(path)}", soft_wrap=True)
+
+
+def _latest_store(found: Calibration) -> tuple[float, ...]:
+    store = list(found.stores.values())[-1]
+    return store.read, store.read_scattered, store.read_cold, store.write
+
+
 def print_info(found: dict[str, Any]) -> None:
     """What there is to work with, and what is missing."""
     out = _console()
@@ -155,6 +202,16 @@ def print_info(found: dict[str, Any]) -> None:
                 out.print(f"  {name:<12} {escape(str(value))}", soft_wrap=True)
         else:
             out.print(f"[bold]{section}[/]  {escape(str(values))}", soft_wrap=True)
+
+
+@contextmanager
+def doing(enabled: bool) -> Iterator[Callable[[str], None]]:
+    """A line on stderr that says what is being done."""
+    if not enabled:
+        yield lambda what: None
+        return
+    with Console(stderr=True).status("") as status:
+        yield lambda what: status.update(escape(what))
 
 
 @contextmanager

@@ -37,7 +37,7 @@ ENGINES = [
 def staged(io_threads: int = 1) -> Iterator[None]:
     """The host backend with host slots and copies to a device, as a GPU has them."""
 
-    def model(backend: str) -> MachineModel:
+    def model(backend: str, *known: object) -> MachineModel:
         return replace(default_model(backend, 2), unified=False, io_threads=io_threads)
 
     with patch.object(api, "_model", model):

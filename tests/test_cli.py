@@ -207,7 +207,7 @@ def test_info_says_what_there_is_and_what_is_missing() -> None:
 
 def test_help_and_version_are_no_errors() -> None:
     assert command("--version").out == f"oocgemm, version {oocgemm.__version__}\n"
-    for name in ("run", "plan", "report", "info"):
+    for name in ("run", "plan", "report", "calibrate", "info"):
         assert name in command("--help").out
         assert command(name, "-h").code == 0
     assert command().code == EXIT_USAGE

@@ -1,5 +1,6 @@
 """The figures of a report are those the definitions give, and the exposed time adds up exactly."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,32 @@ def test_the_figures_of_a_run_worked_out_by_hand() -> None:
     }
     assert figures.flop_rate == pytest.approx(2000 / 100e-9)
     assert figures.efficiency is None  # nothing was calibrated
+
+
+@pytest.mark.parametrize(
+    ("rates", "seconds", "why"),
+    [
+        ({"kernel": 5e10}, 40e-9, "2000 flops at 50 Gflop/s"),
+        ({"kernel": 5e10, "read": 2e9, "write": 1e9}, 50e-9, "100 bytes at least are read at 2 GB/s"),
+        ({"kernel": 5e10, "h2d": 1e9, "d2h": 1e12}, 80e-9, "80 bytes at least go up at 1 GB/s"),
+        ({"kernel": 5e10, "decode": 2e9}, 75e-9, "100 bytes of A are read, in chunks half as large again"),
+        (None, None, "never calibrated"),
+    ],
+)
+def test_efficiency_is_the_longest_least_time_over_the_whole(
+    rates: dict[str, float] | None, seconds: float | None, why: str
+) -> None:
+    operands = [replace(RUN[0], operand="A"), *RUN[1:3], replace(RUN[3], operand="B"), *RUN[4:]]
+    plan = {"least": {"read": 100, "h2d": 80, "d2h": 0, "write": 30}, "read_amplification": {"A": 1.5}}
+    header = {"rates": rates, "plan": plan, "operands": {"A": {"direct": False}, "B": {"direct": True}}}
+    efficiency = report(Timeline(tuple(operands), 100, header)).efficiency
+    assert efficiency == (None if seconds is None else pytest.approx(seconds / 100e-9)), why
+
+
+def test_a_lane_that_decodes_says_how_much() -> None:
+    decoding = span(8, "read", "decode", 5, 9, size=300)
+    header = {"rates": {"decode": 5e9}, "operands": {"A": {"direct": False}}}
+    assert report(Timeline((*RUN, decoding), 100, header)).efficiency == pytest.approx(0.6)
 
 
 def test_waiting_for_the_accumulator_is_named_so() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from oocgemm.backends.base import Backend, Session
 from oocgemm.errors import BackendError
 
-__all__ = ["NAMES", "Backend", "Session", "missing_for_cuda", "open_backend", "resolve"]
+__all__ = ["NAMES", "Backend", "Session", "identity", "missing_for_cuda", "open_backend", "resolve"]
 
 NAMES = ("auto", "cuda", "host")
 # What multiplies on each backend; auto is the fastest of them.
@@ -51,3 +51,9 @@ def open_backend(name: str, device: int = 0) -> Backend:
     from oocgemm.backends.host import HostBackend
 
     return HostBackend()
+
+
+def identity(engine: Backend) -> str:
+    """What the rates of a backend belong to: its device, and the library that multiplies where it could be another."""
+    described = engine.describe()
+    return ", ".join(described[part] for part in ("device", "blas") if part in described)

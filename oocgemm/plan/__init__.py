@@ -1,7 +1,15 @@
 """Plans: pure decisions. Standard library only; no I/O, no clock, no array library."""
 
 from oocgemm.plan.candidates import Budgets
-from oocgemm.plan.cost import Candidate, Layouts, MachineModel, default_model
+from oocgemm.plan.cost import Candidate, Layouts
+from oocgemm.plan.machine import (
+    Calibration,
+    KernelRate,
+    MachineModel,
+    StoreRates,
+    default_model,
+    fit_line,
+)
 from oocgemm.plan.planner import Plan, make_plan
 from oocgemm.plan.predict import Prediction
 from oocgemm.plan.problem import DTYPES, DType, GemmProblem, Op
@@ -13,9 +21,11 @@ from oocgemm.plan.traversal import Traversal
 __all__ = [
     "DTYPES",
     "Budgets",
+    "Calibration",
     "Candidate",
     "DType",
     "GemmProblem",
+    "KernelRate",
     "Kind",
     "Lane",
     "Layout",
@@ -29,10 +39,12 @@ __all__ = [
     "Schedule",
     "Slot",
     "Slots",
+    "StoreRates",
     "Tier",
     "TileGrid",
     "TileShape",
     "Traversal",
     "default_model",
+    "fit_line",
     "make_plan",
 ]

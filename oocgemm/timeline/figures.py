@@ -7,9 +7,10 @@
 - storage overlap  |storage and compute| / |storage|, storage = read, decode, encode, write
 - exposed time     T - |compute|, every instant of it given to a cause; the causes add up to it exactly
 - traffic          bytes crossed per link, beside those required and the least possible for the budget
-- efficiency       the longest of the least times of kernel and links, by calibrated rates, over T
+- efficiency       the longest of flops / kernel rate, least bytes / rate of each link and bytes decoded / rate of
+                   decoding, over T, by the calibrated rates in the header: those of what the run uses
 
-A ratio over nothing is None.
+A ratio over nothing, or over rates never calibrated, is None.
 """
 
 from collections import defaultdict
@@ -110,7 +111,7 @@ def report(timeline: Timeline, device: int = 0) -> Report:
         traffic=_traffic(timeline, moved),
         flops=flops,
         flop_rate=_ratio(flops, wall / 1e9),
-        efficiency=_efficiency(timeline, flops),
+        efficiency=_efficiency(timeline, spans, flops),
     )
 
 
@@ -199,11 +200,25 @@ def _traffic(timeline: Timeline, moved: dict[str, int]) -> dict[str, dict[str, i
     }
 
 
-def _efficiency(timeline: Timeline, flops: int) -> float | None:
+def _efficiency(timeline: Timeline, spans: Sequence[Span], flops: int) -> float | None:
     rates = timeline.header.get("rates")
     if not rates or not timeline.wall:
         return None
     least = timeline.header.get("plan", {}).get("least", {})
-    times = [flops / rates["kernel"]] if rates.get("kernel") else []
-    times += [least[link] / rates[link] for link in least if rates.get(link)]
-    return max(times) / (timeline.wall / 1e9) if times else None
+    work = {"kernel": flops, **least, "decode": _decoded(timeline, spans)}
+    seconds: float = max(work[part] / rate for part, rate in rates.items() if part in work)
+    return seconds / (timeline.wall / 1e9)
+
+
+def _decoded(timeline: Timeline, spans: Sequence[Span]) -> float:
+    """Bytes decoded: those of the lane, or where reading decodes on its way, of the chunks that reads have touched."""
+    lane = sum(span.bytes for span in spans if span.lane == "decode")
+    if lane:
+        return lane
+    operands = timeline.header.get("operands", {})
+    touched = timeline.header.get("plan", {}).get("read_amplification", {})
+    return sum(
+        span.bytes * float(touched.get(span.operand, 1.0))
+        for span in spans
+        if span.lane == "read" and operands.get(span.operand, {}).get("direct") is False
+    )

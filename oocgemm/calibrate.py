@@ -1,0 +1,314 @@
+"""Measures what a machine does: kernels, links, memory and storage.
+
+All of it goes through the engine's own pieces, a session and a staging, with operations made by hand: so that what
+is measured is what runs get, and no device needs code of its own here.
+"""
+
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from datetime import date
+from functools import partial
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from oocgemm import backends, cache, stores
+from oocgemm.backends import Backend
+from oocgemm.backends.base import Array
+from oocgemm.backends.memory import allocate, available_memory
+from oocgemm.errors import BackendError, InputError
+from oocgemm.plan import (
+    DTYPES,
+    Calibration,
+    KernelRate,
+    Kind,
+    MachineModel,
+    Operation,
+    Plan,
+    StoreRates,
+    TileShape,
+    default_model,
+    fit_line,
+)
+from oocgemm.plan.predict import multiply_seconds
+from oocgemm.plan.tiling import Span
+from oocgemm.staging import Staging
+from oocgemm.workbench import Workbench, moving, plan_of
+
+_FREE_SHARE = 0.5  # of the memory that is free
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much is measured on, and for how long: tiles of `side` squared with panels of these depths, copies of these
+    many rows of the `block`, and for each measurement so many seconds (storage three times that)."""
+
+    side: int
+    depths: tuple[int, ...]
+    block: tuple[int, int]
+    copies: tuple[int, ...]
+    seconds: float
+
+
+# Tiles that saturate the kernel, and a block well above the processor's caches: 256 MiB in float64.
+SIZES = {
+    "cuda": Sizes(8192, (256, 512, 1024, 2048, 4096), (8192, 4096), (32, 128, 512, 2048, 8192), 0.3),
+    "host": Sizes(2048, (64, 128, 256, 512, 1024), (8192, 4096), (), 0.3),
+}
+
+
+def calibrate(
+    backend: str = "auto",
+    device: int = 0,
+    path: str | os.PathLike[str] | None = None,
+    *,
+    sizes: Sizes | None = None,
+    say: Callable[[str], None] = lambda doing: None,
+) -> Calibration:
+    """Measure this machine, in under a minute; nothing else should run on it meanwhile.
+
+    Args:
+        backend: "cuda", "host", or "auto": cuda where a device answers.
+        device: number of the CUDA device.
+        path: the folder whose storage is measured, by files that are taken away again; None for the current one.
+        sizes: how much is measured on; None for what suits the backend.
+        say: called with what is being measured.
+
+    Returns:
+        A `Calibration`: flop/s, bytes per second, seconds. It is not kept: `oocgemm.cache.save` does that.
+
+    Raises:
+        InputError: a folder that cannot be written to.
+        BackendError: no such device, or not the memory to measure in.
+        ExecutionError: a disk that fails or is full.
+    """
+    started, others = perf_counter(), _others_seconds()
+    folder = Path.cwd() if path is None else Path(path)
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise InputError(
+            f"storage cannot be measured in {folder}: give a folder that can be written to with --path"
+        )
+    engine = backends.open_backend(backend, device)
+    machine = default_model(engine.name, len(os.sched_getaffinity(0)))
+    sizes = sizes or SIZES[engine.name]
+    rows, cols = sizes.block
+    rows = max(1, min(rows, available_memory() // (64 * cols)))  # four blocks are held at a time, at most
+    sizes = replace(sizes, block=(rows, cols), copies=tuple(c for c in sizes.copies if c <= rows))
+    source = _numbers(sizes.block)
+    kernels, samples = _kernels(engine, machine, sizes, say)
+    rates, copies = _links(engine, machine, sizes, source, say)
+    storage, decode = _storage(machine, folder, sizes, source, say)
+    seconds = perf_counter() - started
+    return Calibration(
+        machine=cache.machine_key(),
+        backend=engine.name,
+        device=backends.identity(engine),
+        date=date.today().isoformat(),
+        kernels=kernels,
+        rates=rates | {"decode": decode},
+        stores={cache.file_system(folder): storage},
+        samples={
+            "kernels": samples,
+            "copies": copies,
+            "path": str(folder.absolute()),
+            "seconds": seconds,
+            "cores used by others": round(max(0.0, _others_seconds() - others) / seconds, 2),
+        },
+    )
+
+
+def _kernels(
+    engine: Backend, machine: MachineModel, sizes: Sizes, say: Callable[[str], None]
+) -> tuple[dict[str, KernelRate], dict[str, dict[str, float]]]:
+    """Rates of the multiplication by dtype: as fitted, and in flop/s by panel depth."""
+    numbers = _numbers((64, 1024)).reshape(-1)
+    fitted, samples = {}, {}
+    for dtype in DTYPES:
+        rates: dict[int, float] = {}
+        with Workbench(engine, machine, dtype, _fitting(engine, machine, dtype, sizes)) as bench:
+            for operand in "AB":
+                bench.fill(operand, numbers.astype(dtype))
+            bench.intervals(bench.multiply(sizes.depths[0], first=True))  # whatever C held is gone
+            for depth in sizes.depths:
+                operation = bench.multiply(depth)
+                if len(rates) >= 2 and operation.flops > 4 * sizes.seconds * max(rates.values()):
+                    break  # a slow machine: two depths make a line
+                say(f"{dtype}, panels {depth} deep")
+                rates[depth] = operation.flops / _typical(partial(bench.seconds, operation), sizes.seconds)
+            samples[dtype] = {str(depth): rate for depth, rate in rates.items()}
+            fitted[dtype] = KernelRate.fitted(_whole(bench.plan, rates))
+    return fitted, samples
+
+
+def _whole(plan: Plan, rates: Mapping[int, float]) -> dict[int, float]:
+    """Rates as they would be on a tile without end: the model accounts for the extents of tiles by itself."""
+    tile, dtype = plan.tile, plan.problem.a_dtype
+    ideal = replace(plan.machine, kernels={dtype: KernelRate(1.0, 0.0)})
+    loss = multiply_seconds(plan.problem, ideal, 1.0, tile.w, tile.h, tile.r)
+    return {depth: rate * loss for depth, rate in rates.items()}
+
+
+def _fitting(engine: Backend, machine: MachineModel, dtype: str, sizes: Sizes) -> TileShape:
+    """The tile to multiply on: smaller where memory is short. Raises `BackendError` where there is next to none."""
+    side, free = sizes.side, engine.free_memory()
+    while True:
+        tile = TileShape(side, side, sizes.depths[-1])
+        if plan_of(machine, dtype, tile).footprint.device_total <= _FREE_SHARE * free:
+            return tile
+        if side < 64:
+            raise BackendError(f"{free} bytes of free memory are too few to calibrate in: free some of it")
+        side //= 2
+
+
+def _links(
+    engine: Backend, machine: MachineModel, sizes: Sizes, source: Array, say: Callable[[str], None]
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Copies within memory, and over the links where there are any; what the first use of memory costs."""
+    say("memory")
+    (rows, cols), matrix = sizes.block, stores.open_matrix("A", source)
+    tile, first_use, again = TileShape(rows, cols, cols), [], []
+    for _ in range(3):
+        with Workbench(engine, machine, "float64", tile, matrix) as bench:
+            before, after = (_fill_seconds(bench) for _ in range(2))
+            first_use.append(max(0.0, before - after) / source.nbytes)
+            read = bench.load(Kind.READ, "A")
+            again.append(_typical(partial(_wall, bench.staging, read, bench.slot(read)), sizes.seconds))
+    rates = {"arena_seconds_per_byte": median(first_use), "memory": source.nbytes / median(again)}
+    if machine.unified:
+        return rates | {"h2d": rates["memory"], "d2h": rates["memory"]}, {}
+    samples: dict[str, Any] = {}
+    with Workbench(engine, machine, "float64", tile) as bench:
+        latencies = []
+        for link in ("h2d", "d2h"):
+            say(link)
+            points = []
+            for height in sizes.copies:
+                copy = bench.load(Kind.UPLOAD, "A", height) if link == "h2d" else bench.download(height)
+                points.append((copy.bytes, _typical(partial(bench.seconds, copy), sizes.seconds)))
+            latency, per_byte = fit_line(points)
+            latencies.append(latency)
+            # Copies too short to tell give no slope.
+            rates[link] = 1 / per_byte if per_byte else max(size / seconds for size, seconds in points)
+            samples[link] = {str(size): size / seconds for size, seconds in points}
+        rates["copy_latency"] = max(latencies)
+        say("h2d and d2h at once")
+        both = [bench.load(Kind.UPLOAD, "A"), bench.download(rows)] * 4
+        seconds = _typical(lambda: _span(bench.intervals(*both)), sizes.seconds)
+        samples["both ways"] = sum(copy.bytes for copy in both) / seconds
+    return rates, samples
+
+
+def _fill_seconds(bench: Workbench) -> float:
+    """Seconds to bring a panel from memory onto the device."""
+    started = perf_counter()
+    read = bench.load(Kind.READ, "A")
+    bench.staging.transfer(read, bench.slot(read))
+    if not bench.plan.machine.unified:
+        bench.intervals(bench.load(Kind.UPLOAD, "A"))
+    return perf_counter() - started
+
+
+def _storage(
+    machine: MachineModel, folder: Path, sizes: Sizes, source: Array, say: Callable[[str], None]
+) -> tuple[StoreRates, float]:
+    """Rates of the file system at a folder, and bytes a second that all cores decode."""
+    data = source.reshape(2 * source.shape[0], -1)
+    rows, cols = data.shape
+    side, cores = max(1, cols // 2), len(os.sched_getaffinity(0))
+    room = allocate(data.nbytes).view(data.dtype).reshape(data.shape)
+    place = tempfile.TemporaryDirectory(prefix=".oocgemm-calibrate-", dir=folder)
+    with place, ExitStack() as cleanup:
+
+        def array(name: str, compressor: str, threads: int) -> Staging:
+            where = os.path.join(place.name, name)
+            matrix = stores.create_output(
+                name, where, data.shape, data.dtype, (side, side), compressor
+            ).matrix
+            plan = plan_of(replace(machine, io_threads=threads), "float64", TileShape(rows, cols, cols))
+            staging = Staging(plan, {"A": matrix, "C": matrix})
+            cleanup.callback(staging.close)
+            return staging
+
+        def rate(staging: Staging, columns: Span = (0, cols), *, cold: bool = False) -> float:
+            operation = moving(Kind.READ, "A", (0, rows), columns, data.itemsize)
+
+            def once() -> float:
+                if cold:
+                    _evict(Path(place.name))
+                return _wall(staging, operation, room[:, : columns[1] - columns[0]])
+
+            return operation.bytes / _typical(once, 3 * sizes.seconds)
+
+        fill = moving(Kind.WRITE, "C", (0, rows), (0, cols), data.itemsize)
+        raw, packed = array("raw", "none", machine.io_threads), array("packed", "zstd", cores)
+        say(f"writing in {folder}")
+        write = fill.bytes / _typical(partial(_wall, raw, fill, data), 3 * sizes.seconds)
+        say(f"reading in {folder}")
+        cold, read = rate(raw, cold=True), rate(raw)
+        scattered = rate(raw, (side // 2, side // 2 + side))  # half of the columns of each chunk
+        say("decoding zstd")
+        _wall(packed, fill, data)
+        decode = rate(packed)
+    return StoreRates(read=read, read_scattered=scattered, read_cold=cold, write=write), decode
+
+
+def _evict(folder: Path) -> None:
+    """Have the system forget the contents of files, as far as it will: of those not yet on disk, it begins to write
+    them and forgets them the next time. Waiting for that instead would take as long as other programs write."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)
+
+
+def _numbers(shape: tuple[int, int]) -> Array:
+    """Numbers as measurements are: normal, of limited resolution, so that they can be compressed somewhat."""
+    count = shape[0] * shape[1]
+    some = np.round(np.random.default_rng(0).standard_normal(min(count, 1 << 20)) * 64) / 64
+    return np.resize(some, count).reshape(shape)
+
+
+def _others_seconds() -> float:
+    """Processor time that other programs have had so far on the cores this one may use, as far as the system says."""
+    busy, cores = 0.0, {f"cpu{number}" for number in os.sched_getaffinity(0)}
+    try:
+        with open("/proc/stat", encoding="utf-8") as file:
+            for name, *ticks in (line.split() for line in file):
+                if name in cores:  # user, nice, system, irq, softirq, steal
+                    busy += sum(int(ticks[i]) for i in (0, 1, 2, 5, 6, 7))
+    except (OSError, IndexError, ValueError):
+        return 0.0
+    return busy / os.sysconf("SC_CLK_TCK") - sum(os.times()[:2])
+
+
+def _wall(staging: Staging, operation: Operation, view: Array) -> float:
+    started = perf_counter()
+    staging.transfer(operation, view)
+    return perf_counter() - started
+
+
+def _typical(act: Callable[[], float], limit: float) -> float:
+    """The median of what `act` returns, done again and again for `limit` seconds. The first time warms up, and counts
+    only if it took that long by itself."""
+    started = perf_counter()
+    samples = [act()]
+    if perf_counter() - started > limit:
+        return samples[0]
+    samples.clear()
+    while not samples or perf_counter() - started < limit:
+        samples.append(act())
+    return median(samples)
+
+
+def _span(intervals: Sequence[tuple[int, int]]) -> float:
+    """Seconds from the first beginning to the last end."""
+    return (max(end for _, end in intervals) - min(start for start, _ in intervals)) / 1e9

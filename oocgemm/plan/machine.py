@@ -1,0 +1,243 @@
+"""What the planner believes of a machine: rates of the multiplication, of each link and of storage.
+
+There are defaults, and there is what `oocgemm calibrate` has measured, which takes their place where it is known.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from math import isfinite
+from typing import Any
+
+from oocgemm.plan.problem import DTYPES
+from oocgemm.plan.tiling import Layout
+
+# Of a calibration as JSON.
+FORMAT = "oocgemm-calibration"
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class KernelRate:
+    """Speed of the multiplication of one dtype: `peak` flop/s, halved at panels `half_depth` deep.
+
+    C is read and written in device memory once a step, so thin panels are slower: peak / (1 + half_depth / r).
+    """
+
+    peak: float
+    half_depth: float
+
+    @classmethod
+    def fitted(cls, rates: Mapping[int, float]) -> "KernelRate":
+        """The one that comes nearest to measured flop/s by panel depth: 1 / rate is a line in 1 / r.
+
+        >>> KernelRate.fitted({64: 50.0, 192: 75.0})
+        KernelRate(peak=100.0, half_depth=64.0)
+        """
+        # A peak far above all that was seen would be an accident of noise.
+        least = 0.25 / max(rates.values())
+        inverse, slope = fit_line([(1 / r, 1 / rate) for r, rate in rates.items()], least)
+        return cls(float(f"{1 / inverse:.6g}"), float(f"{slope / inverse:.6g}"))
+
+
+@dataclass(frozen=True)
+class MachineModel:
+    """What the planner believes of a machine. Bytes, bytes per second, seconds, flop/s."""
+
+    name: str
+    kernels: Mapping[str, KernelRate]
+    h2d: float
+    d2h: float
+    read: float
+    read_scattered: float
+    decode: float
+    memory: float
+    write: float
+    copy_latency: float = 10e-6
+    step_latency: float = 10e-6
+    write_latency: float = 200e-6
+    arena_seconds_per_byte: float = 0.03 / 2**30
+    io_threads: int = 1
+    shares_cores: bool = False
+    unified: bool = False
+    device_reserve: int = 0
+    host_reserve: int = 0
+    casts_panels: bool = False
+    calibrated: bool = False
+    storage_calibrated: bool = False
+
+    def store_rate(self, layout: Layout, panel: tuple[int, int]) -> float:
+        """Bytes per second at which panels of that shape are read from an array of that layout."""
+        if layout.in_memory:
+            return self.memory
+        if layout.decode_bytes:
+            return self.decode
+        return self.read_scattered if layout.scatters(panel) else self.read
+
+
+def default_model(backend: str, cores: int) -> MachineModel:
+    """Uncalibrated figures: an H200 behind PCIe 5 for ``cuda``, AVX-512 cores for ``host``."""
+    if backend == "cuda":
+        return MachineModel(
+            name="cuda defaults (H200, PCIe 5 x16)",
+            kernels={
+                "float16": KernelRate(600e12, 300),
+                "float32": KernelRate(53e12, 180),
+                "float64": KernelRate(59e12, 90),
+                "complex64": KernelRate(50e12, 90),
+                "complex128": KernelRate(55e12, 25),
+            },
+            h2d=55e9,
+            d2h=55e9,
+            read=min(40e9, 3.5e9 * cores),
+            read_scattered=min(10e9, 1.5e9 * cores),
+            decode=min(3e9, 1.2e9 * cores),
+            memory=min(36e9, 4.5e9 * cores),
+            step_latency=60e-6,
+            write=1.6e9,
+            io_threads=min(8, cores),  # more of them are slower: memory is the limit then
+            device_reserve=80
+            << 20,  # cuBLAS: its handle, kernels and workspace; more than 64 MiB seen on an H200
+            host_reserve=1 << 20,
+        )
+    fp64 = 55e9 * cores
+    return MachineModel(
+        name=f"host defaults ({cores} cores)",
+        kernels={
+            "float16": KernelRate(2 * fp64, 60),
+            "float32": KernelRate(2 * fp64, 20),
+            "float64": KernelRate(fp64, 10),
+            "complex64": KernelRate(2 * fp64, 10),
+            "complex128": KernelRate(fp64, 5),
+        },
+        h2d=10e9,
+        d2h=10e9,
+        read=6e9,
+        read_scattered=5e9,
+        decode=1.2e9,
+        memory=10e9,
+        write=1.5e9,
+        arena_seconds_per_byte=0.6 / 2**30,
+        io_threads=max(1, cores // 4),
+        shares_cores=True,
+        unified=True,
+        device_reserve=(8 << 20) * cores,  # packing buffers of the BLAS, as measured with OpenBLAS
+        host_reserve=8 << 20,
+        casts_panels=True,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StoreRates:
+    """Bytes per second of one file system: raw chunks read whole, in parts of their rows, and from the disk itself,
+    and written. `read` and `read_scattered` are those of files that the page cache holds."""
+
+    read: float
+    read_scattered: float
+    read_cold: float
+    write: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was measured of a machine, and what it was fitted from.
+
+    `rates` are fields of `MachineModel` by name; `stores` the rates of file systems by an id of theirs, the latest
+    measured last; `samples` are for people. What is not measured stays as the program's defaults have it.
+    """
+
+    machine: str
+    backend: str
+    device: str
+    date: str
+    kernels: Mapping[str, KernelRate]
+    rates: Mapping[str, float]
+    stores: Mapping[str, StoreRates] = field(default_factory=dict)
+    samples: Mapping[str, Any] = field(default_factory=dict)
+
+    def model(
+        self, defaults: MachineModel, reads: Collection[str] = (), writes: Collection[str] = ()
+    ) -> MachineModel:
+        """The model of this machine for a run that reads from and writes to these file systems. One that was never
+        measured is taken for one like that measured last, and the model says so."""
+        name = f"{self.device}, calibrated on {self.date}"
+        measured_rates: dict[str, Any] = dict(self.rates)
+        if self.stores:
+            latest = list(self.stores.values())[-1]
+            sources = [self.stores.get(system, latest) for system in reads] or [latest]
+            targets = [self.stores.get(system, latest) for system in writes] or [latest]
+            measured_rates |= {
+                "read": min(s.read for s in sources),
+                "read_scattered": min(s.read_scattered for s in sources),
+                "write": min(s.write for s in targets),
+            }
+        measured = all(system in self.stores for system in (*reads, *writes))
+        if not measured:
+            name += "; not so the storage: oocgemm calibrate --path DIR"
+        return replace(
+            defaults,
+            name=name,
+            kernels={**defaults.kernels, **self.kernels},
+            calibrated=True,
+            storage_calibrated=measured,
+            **measured_rates,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return {"format": FORMAT, "version": VERSION} | asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Any) -> "Calibration":
+        """What `to_dict` gave. Raises `ValueError` for anything else."""
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise ValueError("it is no calibration")
+        if data.get("version") != VERSION:
+            raise ValueError(f"it has version {data.get('version')!r}, this program reads {VERSION}")
+        try:
+            texts = {name: str(data[name]) for name in ("machine", "backend", "device", "date")}
+            kernels = {d: KernelRate(**_numbers(rate)) for d, rate in data["kernels"].items()}
+            stores = {system: StoreRates(**_numbers(rate)) for system, rate in data["stores"].items()}
+            rates, samples = _numbers(data["rates"]), dict(data["samples"])
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"it is not whole: {error}") from error
+        known = {f.name for f in fields(MachineModel) if f.type is float}
+        unknown = (rates.keys() - known) | (kernels.keys() - DTYPES.keys())
+        if unknown or any(rate.peak <= 0 for rate in kernels.values()):
+            raise ValueError(f"it has rates that cannot be: {', '.join(sorted(unknown)) or 'a peak of 0'}")
+        return cls(**texts, kernels=kernels, rates=rates, stores=stores, samples=samples)
+
+
+def _numbers(data: Mapping[str, Any]) -> dict[str, float]:
+    """Finite numbers by name; none is negative, and only costs may be 0."""
+    may_be_0 = ("half_depth", "copy_latency", "arena_seconds_per_byte")
+    for name, value in data.items():
+        number = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+        if not number or value < 0 or (value == 0 and name not in may_be_0):
+            raise ValueError(f"{name} = {value!r} is no rate")
+    return {name: float(value) for name, value in data.items()}
+
+
+def fit_line(points: Sequence[tuple[float, float]], least: float = 0.0) -> tuple[float, float]:
+    """(intercept, slope) of the line through points of positive y with the least squared relative errors, the
+    intercept not below `least` and the slope not below 0.
+
+    >>> [round(x, 9) for x in fit_line([(0.0, 1.0), (1.0, 3.0), (2.0, 5.0)])]
+    [1.0, 2.0]
+    >>> fit_line([(1.0, 3.0), (2.0, 3.0), (3.0, 3.0)])
+    (3.0, 0.0)
+    """
+    # Both coordinates over y: the line is to come out at 1 everywhere.
+    ones = [1 / y for _, y in points]
+    xs = [x / y for x, y in points]
+    s11, s1x, sxx = (
+        sum(a * b for a, b in zip(p, q, strict=True)) for p, q in ((ones, ones), (ones, xs), (xs, xs))
+    )
+    determinant = s11 * sxx - s1x * s1x
+    if determinant > 1e-12 * s11 * sxx:
+        slope = (s11 * sum(xs) - s1x * sum(ones)) / determinant
+        intercept = (sum(ones) - slope * s1x) / s11
+        if slope >= 0 and intercept >= least:
+            return intercept, slope
+        if slope >= 0:
+            return least, max(0.0, (sum(xs) - least * s1x) / sxx)
+    return max(least, sum(ones) / s11), 0.0

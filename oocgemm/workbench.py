@@ -1,0 +1,135 @@
+"""A session and a staging without a schedule: operations made by hand, one after the other, each of them timed."""
+
+from contextlib import ExitStack
+from statistics import median
+
+from oocgemm.backends import Backend
+from oocgemm.backends.base import Array, Token
+from oocgemm.backends.memory import available_memory
+from oocgemm.plan import (
+    DTYPES,
+    Budgets,
+    Candidate,
+    GemmProblem,
+    Kind,
+    Layouts,
+    MachineModel,
+    Operation,
+    Plan,
+    Region,
+    Slot,
+    Slots,
+    Tier,
+    TileShape,
+)
+from oocgemm.plan.tiling import Span
+from oocgemm.staging import Staging
+from oocgemm.stores import Matrix
+
+_TILE = (0, 0)
+
+
+class Workbench:
+    """A session and its staging, with a slot for each panel and for one tile, and operations on them."""
+
+    def __init__(
+        self, engine: Backend, machine: MachineModel, dtype: str, tile: TileShape, a: Matrix | None = None
+    ) -> None:
+        self.plan = plan_of(machine, dtype, tile)
+        self._cleanup = ExitStack()
+        self.staging = Staging(self.plan, {"A": a} if a else {})
+        self._cleanup.callback(self.staging.close)
+        try:
+            self.session = engine.open(self.plan, "auto")
+        except BaseException:
+            self._cleanup.close()
+            raise
+        self._cleanup.callback(self.session.close)
+
+    def __enter__(self) -> "Workbench":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._cleanup.close()
+
+    def multiply(self, depth: int, *, first: bool = False) -> Operation:
+        """The whole tile, by panels of that depth."""
+        tile, problem = self.plan.tile, self.plan.problem
+        a, b = _device("A", tile.w * depth), _device("B", depth * tile.h)
+        c, spans = _device("C", tile.w * tile.h), ((0, tile.w), (0, tile.h), (0, depth))
+        reads, flops = (a, b) if first else (a, b, c), problem.step_flops(tile.w, tile.h, depth)
+        return Operation(Kind.MULTIPLY, "C", _TILE, 0, reads, (c,), *spans, flops=flops, first=first)
+
+    def load(self, kind: Kind, operand: str, rows: int | None = None) -> Operation:
+        """A Read or an Upload of a panel, or of the first rows of one."""
+        tile, itemsize = self.plan.tile, self.plan.problem.itemsizes[operand]
+        height, width = (tile.w, tile.r) if operand == "A" else (tile.r, tile.h)
+        return moving(kind, operand, (0, rows or height), (0, width), itemsize)
+
+    def download(self, rows: int) -> Operation:
+        """A Download of the first rows of the tile."""
+        itemsize = self.plan.problem.itemsizes["C"]
+        return moving(Kind.DOWNLOAD, "C", (0, rows), (0, self.plan.tile.h), itemsize)
+
+    def slot(self, operation: Operation) -> Array:
+        """What a Read fills: the device's slot where that is memory, else the host's."""
+        if self.plan.machine.unified:
+            return self.session.view(operation, operation.writes[0])
+        return self.staging.view(Slot(Tier.HOST, operation.operand, 0), operation)
+
+    def intervals(self, *operations: Operation) -> list[tuple[int, int]]:
+        """Issue operations one after the other; when each began and ended, in nanoseconds."""
+        tokens = [self._submit(operation) for operation in operations]
+        for token in tokens:
+            token.synchronize()
+        return [token.interval() for token in tokens]
+
+    def seconds(self, operation: Operation) -> float:
+        """What an operation takes on a device that is kept busy: were it idle, the time until the work arrives
+        would be counted in."""
+        if self.plan.machine.unified:
+            return _length(self.intervals(operation)[0])
+        return median(_length(interval) for interval in self.intervals(*[operation] * 4)[1:])
+
+    def fill(self, operand: str, numbers: Array) -> None:
+        """Put numbers into a panel: how fast a device multiplies depends on what it multiplies."""
+        slot = self.slot(self.load(Kind.READ, operand)).reshape(-1)
+        for start in range(0, slot.size, numbers.size):
+            slot[start : start + numbers.size] = numbers[: slot.size - start]
+        if not self.plan.machine.unified:
+            self.intervals(self.load(Kind.UPLOAD, operand))
+
+    def _submit(self, operation: Operation) -> Token:
+        host = None
+        if operation.kind in (Kind.UPLOAD, Kind.DOWNLOAD):
+            host = self.staging.view(Slot(Tier.HOST, operation.operand, 0), operation)
+        with self.session.worker(operation.stream):
+            return self.session.submit(operation, host, ())
+
+
+def plan_of(machine: MachineModel, dtype: str, tile: TileShape) -> Plan:
+    """One tile and one step, in one slot each."""
+    kind = DTYPES[dtype]
+    problem = GemmProblem(tile.w, tile.h, tile.r, dtype, dtype, kind.accumulator, dtype)
+    host = 0 if machine.unified else 1
+    slots = Slots(a=1, b=1, c=1, host_a=host, host_b=host, host_c=host, strip=tile.w, unified=machine.unified)
+    available = available_memory()
+    candidate = Candidate(tile, slots, io_threads=machine.io_threads)
+    return Plan(problem, Layouts(), Budgets(available, available), machine, candidate)
+
+
+def _device(operand: str, elements: int) -> Region:
+    return Region(Slot(Tier.DEVICE, operand, 0), 0, elements)
+
+
+def moving(kind: Kind, operand: str, rows: Span, cols: Span, itemsize: int) -> Operation:
+    """A copy of a block between the first slots of an operand, or between one of them and its store."""
+    elements = (rows[1] - rows[0]) * (cols[1] - cols[0])
+    region, nothing = (_device(operand, elements),), (0, 0)
+    reads, writes = ((), region) if kind in (Kind.READ, Kind.UPLOAD) else (region, ())
+    m, n, k = {"A": (rows, nothing, cols), "B": (nothing, cols, rows)}.get(operand, (rows, cols, nothing))
+    return Operation(kind, operand, _TILE, 0, reads, writes, m, n, k, elements * itemsize)
+
+
+def _length(interval: tuple[int, int]) -> float:
+    return max(1, interval[1] - interval[0]) / 1e9

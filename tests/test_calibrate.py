@@ -1,0 +1,307 @@
+"""Calibration: what is measured is fitted right, kept, found again, and used; what cannot be read is ignored."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zarr
+from hypothesis import given
+from hypothesis import strategies as st
+
+import oocgemm
+from oocgemm import backends, cache
+from oocgemm import calibrate as module
+from oocgemm.calibrate import SIZES, Sizes, calibrate
+from oocgemm.cli import EXIT_USAGE
+from oocgemm.errors import InputError
+from oocgemm.plan import DTYPES, Calibration, KernelRate, MachineModel, StoreRates, default_model, fit_line
+from tests.backends_here import needs_gpu
+from tests.command import command, contents, own_threads
+
+TINY = Sizes(side=64, depths=(8, 16, 32), block=(64, 64), copies=(1, 8, 64), seconds=0.0)
+STORES = {"8:1": StoreRates(4e9, 3e9, 2e9, 1e9), "8:2": StoreRates(8e9, 2e9, 1e9, 5e8)}
+MEASURED = Calibration(
+    machine="another",
+    backend="cuda",
+    device="NVIDIA H200",
+    date="2026-11-21",
+    kernels={"float64": KernelRate(5.3e13, 80.5), "float32": KernelRate(5.1e13, 0.0)},
+    rates={"h2d": 5.5e10, "d2h": 5.4e10, "memory": 3e10, "decode": 9e9, "arena_seconds_per_byte": 0.0},
+    stores=STORES,
+    samples={"kernels": {"float64": {"256": 4.6e13}}, "copies": {}, "path": "/data", "seconds": 30.5},
+)
+
+positive = st.floats(1e-12, 1e15)
+rates = st.builds(StoreRates, positive, positive, positive, positive)
+calibrations = st.builds(
+    Calibration,
+    *(st.text(), st.text(), st.text(), st.text()),
+    st.dictionaries(st.sampled_from(list(DTYPES)), st.builds(KernelRate, positive, st.floats(0, 1e6))),
+    st.dictionaries(st.sampled_from(["h2d", "d2h", "memory", "decode"]), positive),
+    st.dictionaries(st.text(), rates),
+)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to work in with two small matrices, and an empty cache beside it."""
+    monkeypatch.setenv("OOCGEMM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setitem(SIZES, "host", TINY)
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    zarr.create_array("raw", data=np.eye(40), chunks=(10, 10), compressors=None)
+    zarr.create_array("zstd", data=np.eye(40), chunks=(10, 10))
+    return work
+
+
+def known(**changes: Any) -> Calibration:
+    """`MEASURED` as if it were of this machine."""
+    return replace(MEASURED, machine=cache.machine_key(), **changes)
+
+
+@given(st.floats(1e9, 1e15), st.floats(0, 2000), st.sets(st.integers(16, 8192), min_size=2))
+def test_a_fit_recovers_the_rate_it_was_made_from(peak: float, half_depth: float, depths: set[int]) -> None:
+    deepest = max(depths)
+    fitted = KernelRate.fitted({r: peak / (1 + half_depth / r) for r in depths})
+    if half_depth < 3 * deepest:  # a peak of more than four times what was seen is not believed
+        apart = 1 / min(depths) - 1 / deepest
+        assert fitted.peak == pytest.approx(peak, rel=1e-3 if apart > 1e-4 else 0.5)
+    for r in depths:
+        assert fitted.peak / (1 + fitted.half_depth / r) == pytest.approx(
+            peak / (1 + half_depth / r), rel=0.1
+        )
+
+
+@given(st.lists(st.tuples(st.floats(0, 1e9), st.floats(1e-6, 1e3)), min_size=1))
+def test_a_line_never_falls_nor_begins_below_its_least(points: list[tuple[float, float]]) -> None:
+    intercept, slope = fit_line(points)
+    assert intercept >= 0
+    assert slope >= 0
+
+
+@given(calibrations)
+def test_a_calibration_reads_back_as_it_was_written(calibration: Calibration) -> None:
+    assert Calibration.from_dict(json.loads(json.dumps(calibration.to_dict()))) == calibration
+
+
+def _without(key: str) -> Callable[[dict[str, Any]], Any]:
+    return lambda data: {name: value for name, value in data.items() if name != key}
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        pytest.param(lambda data: [], id="no object"),
+        pytest.param(lambda data: data | {"format": "x"}, id="another format"),
+        pytest.param(lambda data: data | {"version": 2}, id="a later version"),
+        pytest.param(lambda data: data | {"kernels": []}, id="kernels of another type"),
+        pytest.param(lambda data: data | {"kernels": {"float64": {"peak": 1}}}, id="half a rate"),
+        pytest.param(lambda data: data | {"kernels": {"int8": {"peak": 1, "half_depth": 0}}}, id="no dtype"),
+        pytest.param(lambda data: data | {"rates": {"h2d": 0}}, id="a rate of zero"),
+        pytest.param(lambda data: data | {"rates": {"h2d": "fast"}}, id="a rate in words"),
+        pytest.param(lambda data: data | {"rates": {"h2d": float("nan")}}, id="no number"),
+        pytest.param(lambda data: data | {"rates": {"io_threads": 3}}, id="no rate"),
+        pytest.param(lambda data: data | {"machine": "another"}, id="another machine"),
+        *(pytest.param(_without(key), id=f"no {key}") for key in ("machine", "kernels", "stores", "samples")),
+    ],
+)
+@pytest.mark.usefixtures("here")
+def test_a_file_that_is_no_calibration_of_this_machine_is_ignored(spoil: Callable[[Any], Any]) -> None:
+    path = cache.save(known())
+    assert cache.load("cuda", None)[0] == known()
+    path.write_text(json.dumps(spoil(known().to_dict())))
+    found, note = cache.load("cuda", None)
+    assert found is None
+    assert str(path) in note
+    shown = command("plan", "raw", "raw", "--backend", "cuda", "--device-memory", "1GiB")
+    assert (shown.code, shown.err) == (0, "")
+    assert f"{path} is ignored" in shown.out
+    assert "run `oocgemm calibrate`" in shown.out
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[" * 100_000])
+@pytest.mark.usefixtures("here")
+def test_a_damaged_file_is_ignored_and_replaced(content: bytes) -> None:
+    path = cache.save(known())
+    path.write_bytes(content)
+    assert cache.load("cuda", None)[0] is None
+    assert cache.save(known()) == path
+    assert cache.load("cuda", None) == (known(), "")
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.usefixtures("here")
+def test_each_device_has_its_own() -> None:
+    assert cache.load("cuda", None) == (None, "")
+    cache.save(known())
+    later = known(device="NVIDIA L4")
+    newest = cache.save(later)
+    os.utime(newest, ns=(2**62, 2**62))
+    assert cache.load("cuda", "NVIDIA H200")[0] == known()
+    assert cache.load("cuda", None)[0] == later
+    assert cache.load("cuda", "NVIDIA A100")[0] is None
+    assert cache.load("host", None)[0] is None
+
+
+@pytest.mark.usefixtures("here")
+def test_file_systems_measured_before_are_kept() -> None:
+    cache.save(known())
+    again = StoreRates(1e9, 1e9, 1e9, 1e9)
+    cache.save(known(stores={"8:1": again}))
+    found, _ = cache.load("cuda", None)
+    assert found is not None
+    assert list(found.stores.items()) == [("8:2", STORES["8:2"]), ("8:1", again)]
+
+
+def test_a_cache_that_cannot_be_written_says_what_would_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("OOCGEMM_CACHE", str(tmp_path / "file"))
+    assert cache.load("cuda", None) == (None, "")
+    with pytest.raises(InputError, match="OOCGEMM_CACHE"):
+        cache.save(known())
+
+
+@pytest.mark.parametrize(
+    ("reads", "writes", "read", "write", "measured"),
+    [
+        ((), (), 8e9, 5e8, True),
+        (("8:1",), ("8:2",), 4e9, 5e8, True),
+        (("8:1", "8:2"), ("8:1",), 4e9, 1e9, True),
+        (("8:9",), ("8:1",), 8e9, 1e9, False),  # taken to be like the one measured last
+    ],
+)
+def test_storage_rates_are_those_of_the_file_systems_used(
+    reads: tuple[str, ...], writes: tuple[str, ...], read: float, write: float, measured: bool
+) -> None:
+    model = MEASURED.model(default_model("cuda", 16), reads, writes)
+    assert (model.read, model.write, model.storage_calibrated) == (read, write, measured)
+    assert ("--path" in model.name) is not measured
+    assert model.calibrated
+
+
+def test_what_is_not_measured_is_as_by_default() -> None:
+    defaults = default_model("cuda", 16)
+    model = MEASURED.model(defaults)
+    assert model.kernels["float64"] == MEASURED.kernels["float64"]
+    assert model.kernels["complex64"] == defaults.kernels["complex64"]
+    assert (model.h2d, model.device_reserve) == (MEASURED.rates["h2d"], defaults.device_reserve)
+
+
+def test_a_calibration_is_used_by_plans_runs_and_info(here: Path) -> None:
+    before = contents(here)
+    rough = command("plan", "raw", "raw", "--backend", "host").out
+    assert "host defaults" in rough
+    assert "run `oocgemm calibrate`" in rough
+    assert oocgemm.matmul("raw", "raw", backend="host").report.efficiency is None
+
+    shown = command("calibrate", "--backend", "host")
+    assert (shown.code, shown.err) == (0, "")
+    (kept,) = (here.parent / "cache").iterdir()
+    for part in (*DTYPES, "memory", "decode", "read cold", "write", str(here), str(kept)):
+        assert part in shown.out.replace("\n", "")
+    assert contents(here) == before  # what it wrote is gone
+    assert not own_threads()
+
+    found = Calibration.from_dict(json.loads(kept.read_text()))
+    assert set(found.kernels) == set(DTYPES)
+    assert found.backend == "host"
+    plan = oocgemm.plan("raw", "raw", backend="host")
+    assert plan.machine.kernels == found.kernels
+    assert plan.machine.read == found.stores[cache.file_system(here)].read
+    assert f"calibrated on {found.date}" in command("plan", "raw", "raw", "--backend", "host").out
+    assert f"calibrated on {found.date}" in command("info").out
+    ran = command("run", "raw", "raw", "C", "--backend", "host", "--timeline", "log")
+    assert f"calibrated on {found.date}" in ran.out
+    assert "efficiency - " not in ran.out
+    assert command("report", "log", "--json").json()["efficiency"] > 0
+
+
+@pytest.mark.parametrize(
+    ("operand", "out", "expected"),
+    [
+        ("raw", "C", {"kernel", "read", "write"}),
+        ("zstd", "C", {"kernel", "decode", "write"}),
+        ("zstd", None, {"kernel", "decode"}),
+        (np.eye(40), None, {"kernel"}),
+    ],
+)
+@pytest.mark.usefixtures("here")
+def test_only_what_a_run_uses_counts_for_its_efficiency(
+    operand: Any, out: str | None, expected: set[str]
+) -> None:
+    cache.save(known(backend="host", device=_host(), stores={cache.file_system("raw"): STORES["8:1"]}))
+    result = oocgemm.matmul(operand, operand, out=out, backend="host")
+    assert set(result.timeline.header["rates"]) == expected
+    assert result.report.efficiency is not None
+
+
+@pytest.mark.usefixtures("here")
+def test_storage_that_was_never_measured_leaves_no_efficiency() -> None:
+    cache.save(known(backend="host", device=_host()))
+    on_disk, in_memory = (oocgemm.matmul(x, x, backend="host") for x in ("raw", np.eye(40)))
+    assert on_disk.report.efficiency is None
+    assert "--path" in on_disk.plan.machine.name
+    assert in_memory.report.efficiency is not None
+
+
+def test_links_are_measured_where_there_are_any(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the host, by copies to and from a device as a GPU has them."""
+
+    def staged(backend: str, cores: int) -> MachineModel:
+        return replace(default_model(backend, cores), unified=False)
+
+    monkeypatch.setattr(module, "default_model", staged)
+    found = calibrate("host", path=here)
+    assert {"h2d", "d2h", "copy_latency"} <= set(found.rates)
+    assert set(found.samples["copies"]) == {"h2d", "d2h", "both ways"}
+    assert Calibration.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+
+
+@pytest.mark.parametrize("backend", [pytest.param("cuda", marks=needs_gpu)])
+def test_a_gpu_is_measured_by_the_same_code(here: Path, backend: str) -> None:
+    small = Sizes(side=512, depths=(64, 128, 256), block=(1024, 512), copies=(1, 32, 1024), seconds=0.01)
+    found = calibrate(backend, path=here, sizes=small)
+    assert set(found.kernels) == set(DTYPES)
+    assert set(found.samples["copies"]) == {"h2d", "d2h", "both ways"}
+    cache.save(found)
+    assert found.date in oocgemm.plan("raw", "raw", backend="cuda", device_memory="1GiB").machine.name
+    result = oocgemm.matmul("raw", "raw", out="C", backend="cuda")
+    assert set(result.timeline.header["rates"]) == {"kernel", "read", "h2d", "d2h", "write"}
+    assert result.report.efficiency is not None
+
+
+def test_json_is_the_calibration_and_where_it_is_kept(here: Path) -> None:
+    found = command("calibrate", "--backend", "host", "--path", here, "--json").json()
+    assert Path(found.pop("kept")).is_file()
+    assert Calibration.from_dict(found).samples["path"] == str(here)
+
+
+@pytest.mark.usefixtures("here")
+def test_a_folder_that_is_not_there_is_refused() -> None:
+    done = command("calibrate", "--backend", "host", "--path", "nowhere")
+    assert (done.code, done.err.count("\n")) == (EXIT_USAGE, 1)
+    assert "--path" in done.err
+
+
+@pytest.mark.usefixtures("here")
+def test_a_calibrated_plan_for_a_gpu_leaves_cupy_out() -> None:
+    cache.save(known())
+    code = "import sys; from oocgemm.cli import cli; cli(standalone_mode=False); print('cupy' in sys.modules)"
+    plan = ("plan", "raw", "raw", "--backend", "cuda", "--device-memory", "1GiB")
+    done = subprocess.run([sys.executable, "-c", code, *plan], check=True, capture_output=True, text=True)
+    assert "NVIDIA H200, calibrated on 2026-11-21" in done.stdout
+    assert done.stdout.endswith("False\n")
+
+
+def _host() -> str:
+    return backends.identity(backends.open_backend("host"))
