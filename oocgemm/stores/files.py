@@ -1,0 +1,221 @@
+"""Local files: reading rows of them into given memory, mapping them, and putting new ones in place.
+
+Bytes that lie in the file as they shall lie in memory are read row by row into their destination by one system
+call, which beats mapping them: no page faults, no shared page tables between threads. Files that the page cache
+does not hold, and will not keep, are read past it: that takes a fifth of the processor time and the same memory.
+"""
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import threading
+import uuid
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from oocgemm.stores.base import Array
+
+# Addresses, offsets and lengths of direct I/O are multiples of this; of a page where we choose them ourselves.
+SECTOR = 512
+PAGE = 4096
+# Less is not worth the questions that have to be asked first.
+LEAST_DIRECT = 1 << 20
+# Segments that one call may take, and the length under which a mapped copy is faster than so many of them.
+SEGMENTS = 1024
+LEAST_SEGMENT = 4096
+
+O_DIRECT: int = getattr(os, "O_DIRECT", 0)
+_own = threading.local()
+
+
+def scratch(size: int) -> Array:
+    """`size` bytes of memory, page-aligned, of the calling thread: the same at its next call."""
+    held: Array | None = getattr(_own, "scratch", None)
+    if held is None or held.size < size:
+        _own.scratch = held = None  # first, so that both are never there together
+        rounded = -(-max(size, 1) // PAGE) * PAGE
+        block = mmap.mmap(-1, rounded, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        _own.scratch = held = np.frombuffer(block, np.uint8)
+    return held[:size]
+
+
+class OpenFile:
+    """A file open for reading, `size` bytes long. Raises `FileNotFoundError`, `OSError`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.descriptor = os.open(path, os.O_RDONLY)
+        self.size = os.fstat(self.descriptor).st_size
+
+    def __enter__(self) -> "OpenFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self.descriptor)
+
+    def mapped(self, offset: int, length: int) -> Array:
+        """Bytes of the file as they lie in the page cache, mapped for as long as they are looked at.
+
+        They are asked for at once, since whoever maps them will go through them all.
+        """
+        if length == 0:
+            return np.empty(0, np.uint8)
+        start = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        view = mmap.mmap(self.descriptor, offset + length - start, prot=mmap.PROT_READ, offset=start)
+        if length >= LEAST_DIRECT and hasattr(mmap, "MADV_WILLNEED"):
+            with contextlib.suppress(OSError):  # advice only
+                view.madvise(mmap.MADV_WILLNEED)
+        return np.frombuffer(view, np.uint8, length, offset - start)
+
+    def read(self, offset: int, out: Array, *, past_cache: bool) -> None:
+        """Fill `out`, whose rows are contiguous each, with as many bytes from `offset` on.
+
+        With `past_cache` what the page cache does not hold is read past it, where the file system, the offset and
+        the place of the rows in memory allow. Raises `OSError` if the file ends before.
+        """
+        rows = _segments(out)
+        done = 0
+        if past_cache and O_DIRECT and out.nbytes >= LEAST_DIRECT and offset % SECTOR == 0:
+            direct = _sectors(rows)
+            if direct and not self._resident(offset, out.nbytes):
+                done = self._read_past_cache(direct, offset)
+        elif out.nbytes >= LEAST_DIRECT and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self.descriptor, offset, out.nbytes, os.POSIX_FADV_WILLNEED)
+        done = _fill(self.descriptor, rows, offset, done)
+        if done < out.nbytes:
+            raise OSError(errno.EIO, f"ends {out.nbytes - done} bytes too early", str(self.path))
+
+    def _read_past_cache(self, rows: list[Array], offset: int) -> int:
+        """Bytes that could be read so: none of them where the file system refuses."""
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY | O_DIRECT)
+        except OSError as error:
+            if error.errno == errno.EINVAL:
+                return 0
+            raise
+        try:
+            return _fill(descriptor, rows, offset)
+        except OSError as error:
+            if error.errno == errno.EINVAL:
+                return 0
+            raise
+        finally:
+            os.close(descriptor)
+
+    def _resident(self, offset: int, length: int) -> bool:
+        """Whether the page cache holds at least half of a part of the file. Asking does not change it."""
+        if _mincore is None:
+            return True
+        start = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        size = offset + length - start
+        view = mmap.mmap(self.descriptor, size, prot=mmap.PROT_READ, offset=start)
+        pages = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
+        address = np.frombuffer(view, np.uint8).ctypes.data
+        if _mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), pages.ctypes.data_as(ctypes.c_void_p)):
+            return True
+        return 2 * int(np.count_nonzero(pages & 1)) >= pages.size
+
+
+def publish(path: Path, data: Array, size: int) -> None:
+    """A new file at `path`, of the first `size` bytes of the rows of `data`: whole or not at all.
+
+    Where `data` goes on to the end of the sector, and lies on sectors, the file is written past the page cache.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
+    try:
+        _write(temporary, data, size)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def padded(size: int) -> int:
+    """`size` rounded up to what can be written past the page cache."""
+    return -(-size // PAGE) * PAGE
+
+
+def lies_on_sectors(data: Array) -> bool:
+    """Whether rows can be written past the page cache from where they lie."""
+    if data.size == 0 or data.strides[-1] != data.itemsize:
+        return False
+    direct = _sectors(_segments(data))
+    return sum(row.nbytes for row in direct) == data.nbytes
+
+
+def _write(path: Path, data: Array, size: int) -> None:
+    """Past the page cache where the file system can: that leaves the processor to those who compute, and memory to
+    those who read."""
+    rows = _segments(data)
+    past_cache = O_DIRECT if lies_on_sectors(data) else 0
+    for extra in (past_cache, 0) if past_cache else (0,):
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | extra, 0o666)
+        except OSError as error:
+            if extra and error.errno == errno.EINVAL:
+                continue
+            raise
+        try:
+            done = 0
+            while done < data.nbytes:
+                done += os.pwritev(descriptor, _after(rows, done), done)
+            os.ftruncate(descriptor, size)
+            return
+        except OSError as error:
+            if not (extra and error.errno == errno.EINVAL):
+                raise
+        finally:
+            os.close(descriptor)
+
+
+def _segments(data: Array) -> list[Array]:
+    """The rows of an array as bytes; one segment if they follow on one another."""
+    if data.flags.c_contiguous:
+        return [data.reshape(-1).view(np.uint8)]
+    return list(data.view(np.uint8))
+
+
+def _sectors(rows: list[Array]) -> list[Array]:
+    """The leading part of the rows that direct I/O can take: whole sectors, all but the last row in full."""
+    if rows[0].ctypes.data % SECTOR:
+        return []
+    if len(rows) == 1:
+        whole = rows[0].nbytes // SECTOR * SECTOR
+        return [rows[0][:whole]] if whole else []
+    stride = rows[1].ctypes.data - rows[0].ctypes.data
+    return rows if stride % SECTOR == 0 and rows[0].nbytes % SECTOR == 0 else []
+
+
+def _after(rows: list[Array], done: int) -> list[Any]:
+    """What one call takes of rows of one length, their first `done` bytes being done."""
+    whole, part = divmod(done, rows[0].nbytes)
+    rest = rows[whole : whole + SEGMENTS]
+    return [rest[0][part:], *rest[1:]] if part else rest
+
+
+def _fill(descriptor: int, rows: list[Array], offset: int, done: int = 0) -> int:
+    """Read into rows of one length, whose first `done` bytes are done; how many are then, fewer than they hold only
+    at the end of the file."""
+    total = len(rows) * rows[0].nbytes
+    while done < total:
+        got = os.preadv(descriptor, _after(rows, done), offset + done)
+        if got == 0:
+            break
+        done += got
+    return done
+
+
+def _library() -> Any:
+    try:
+        return ctypes.CDLL(None).mincore
+    except (AttributeError, OSError, TypeError):  # a system without it
+        return None
+
+
+_mincore = _library()
