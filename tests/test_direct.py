@@ -1,5 +1,7 @@
 """Chunks that are read and written past zarr: always what zarr itself reads, and what it can read."""
 
+import errno
+import fcntl
 import struct
 import threading
 from collections.abc import Callable
@@ -282,17 +284,56 @@ def test_reading_past_the_page_cache_gives_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: tuple[int, int], resident: bool, why: str
 ) -> None:
     monkeypatch.setattr(files.OpenFile, "_resident", lambda *_: resident)
-    monkeypatch.setattr("oocgemm.stores.zarr_store.CACHED_SHARE", 0)
     values = np.random.default_rng(0).standard_normal((1100, 1100))
     array = zarr.create_array(tmp_path / "A", data=values, chunks=chunk, compressors=None)
-    matrix = ZarrMatrix("A", array)
-    assert matrix.direct is not None
-    assert matrix.direct.past_cache
     for cols in ((0, 1100), (0, chunk[1])):
+        matrix = ZarrMatrix("A", array)
         out = files.scratch(1100 * 1100 * 8).view("f8")[: 1100 * cols[1]].reshape(1100, cols[1])
-        out[...] = np.nan
-        matrix.read((0, 1100), cols, out)
-        np.testing.assert_array_equal(out, values[:, : cols[1]])
+        for _ in ("past the cache", "through it"):
+            out[...] = np.nan
+            matrix.read((0, 1100), cols, out)
+            np.testing.assert_array_equal(out, values[:, : cols[1]])
+
+
+@pytest.mark.parametrize("error", [errno.EINVAL, errno.EOPNOTSUPP])
+def test_systems_that_cannot_read_past_the_page_cache_read_through_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    place, data = tmp_path / "file", np.random.default_rng(0).bytes(1 << 21)
+    place.write_bytes(data)
+    preadv = files._fill
+
+    def refuse(descriptor: int, rows: Any, offset: int, done: int = 0, flags: int = 0) -> int:
+        if flags or fcntl.fcntl(descriptor, fcntl.F_GETFL) & files.O_DIRECT:
+            raise OSError(errno.EINVAL if not flags else error, "no")
+        return preadv(descriptor, rows, offset, done, flags)
+
+    monkeypatch.setattr(files.OpenFile, "_resident", lambda *_: False)
+    monkeypatch.setattr(files, "_fill", refuse)
+    out = files.scratch(1 << 21)
+    out[...] = 0
+    with files.OpenFile(place) as file:
+        file.read(0, out, past_cache=True)
+    assert out.tobytes() == data
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0.5, [True, False, False]), (0, [True, True, True])])
+def test_what_is_read_again_is_cached_if_it_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float, expected: list[bool]
+) -> None:
+    monkeypatch.setattr("oocgemm.stores.zarr_store.CACHED_SHARE", share)
+    asked: list[bool] = []
+    read = files.OpenFile.read
+
+    def note(file: files.OpenFile, offset: int, out: Any, *, past_cache: bool) -> None:
+        asked.append(past_cache)
+        read(file, offset, out, past_cache=past_cache)
+
+    monkeypatch.setattr(files.OpenFile, "read", note)
+    matrix = ZarrMatrix("A", zarr.create_array(tmp_path / "A", data=np.eye(8), compressors=None))
+    for _ in expected:
+        matrix.read((0, 8), (0, 8), np.empty((8, 8)))
+    assert asked == expected
 
 
 def test_asking_what_is_in_the_page_cache_is_answered(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ there are. In a shard the chunks lie in one file, which an index at its start or
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -48,8 +48,9 @@ class Shards:
 class DirectChunks:
     """A regular grid of chunks in files of their own, or in shards.
 
-    `past_cache` reads what is not in the page cache in a way that leaves it out of there: right for an array that
-    would not stay there until it is read again.
+    What is read for the first time is read past the page cache, which costs the least and leaves the cache to others.
+    What comes to be read again is kept there from then on if `worth_caching`: the disk is read twice at most for an
+    array that fits in memory, however often a run comes back to it.
     """
 
     root: Path
@@ -59,7 +60,8 @@ class DirectChunks:
     encoding: Encoding
     fill: Any
     shards: Shards | None = None
-    past_cache: bool = False
+    worth_caching: bool = True
+    _seen: set[tuple[tuple[int, int], int]] = field(default_factory=set, compare=False, repr=False)
 
     @property
     def chunk_bytes(self) -> int:
@@ -132,7 +134,10 @@ class DirectChunks:
         row = width * itemsize
         straight = encoding.in_place and out.shape[1] == width and out.strides[1] == itemsize
         if straight and (out.flags.c_contiguous or row >= LEAST_SEGMENT):
-            file.read(offset + wanted[0].start * row, out, past_cache=self.past_cache)
+            start = offset + wanted[0].start * row
+            again = (number, start) in self._seen
+            self._seen.add((number, start))
+            file.read(start, out, past_cache=not (again and self.worth_caching))
             return
         # Only the lines that are wanted are mapped: rows, or columns where these are what lies side by side.
         lines, line = (wanted[0], row) if encoding.order == "C" else (wanted[1], height * itemsize)

@@ -21,7 +21,7 @@ from oocgemm.stores.direct import DirectChunks, Shards
 from oocgemm.stores.encoding import from_v2, from_v3
 
 # Arrays larger than this part of the machine's memory would push each other out of the page cache before they are
-# read again: filling it with them would only cost time.
+# read again.
 CACHED_SHARE = 0.5
 
 
@@ -267,7 +267,7 @@ def _direct_chunks(array: "zarr.Array[Any]") -> DirectChunks | None:
         encoding=encoding,
         fill=array.fill_value if array.fill_value is not None else 0,
         shards=shards,
-        past_cache=array.nbytes > CACHED_SHARE * _memory(),
+        worth_caching=array.nbytes <= CACHED_SHARE * _memory(),
     )
 
 
