@@ -26,6 +26,7 @@ from zarr.codecs import (
 
 from oocgemm.errors import ExecutionError
 from oocgemm.stores import files
+from oocgemm.stores.arrays import ArrayMatrix, open_npy
 from oocgemm.stores.zarr_store import ZarrMatrix
 from tests.problems import DTYPES
 
@@ -361,3 +362,19 @@ def test_scratch_is_used_again_and_grows() -> None:
     first = files.scratch(100)
     assert files.scratch(50).ctypes.data == first.ctypes.data
     assert files.scratch(1 << 20).size == 1 << 20
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("cols", [(0, 700), (100, 300), (699, 700)])
+def test_blocks_of_mapped_files_are_what_numpy_reads(
+    tmp_path: Path, order: Any, cols: tuple[int, int]
+) -> None:
+    values = np.random.default_rng(0).standard_normal((600, 700))
+    np.save(tmp_path / "A.npy", np.asarray(values, order=order))
+    for matrix in (
+        open_npy("A", tmp_path / "A.npy"),
+        ArrayMatrix("A", np.load(tmp_path / "A.npy", mmap_mode="r")[::-1][::-1]),
+    ):
+        out = np.empty((500, cols[1] - cols[0]))
+        matrix.read((77, 577), cols, out)
+        np.testing.assert_array_equal(out, values[77:577, slice(*cols)])
