@@ -1,8 +1,8 @@
 """Local files: reading rows of them into given memory, mapping them, and putting new ones in place.
 
 Bytes that lie in the file as they shall lie in memory are read row by row into their destination by one system
-call, which beats mapping them: no page faults, no shared page tables between threads. Files that the page cache
-does not hold, and will not keep, are read past it: that takes a fifth of the processor time and the same memory.
+call, which measured faster than mapping each file anew and copying from there. What the page cache does not hold,
+and need not keep, is read past it: filling the cache can take more processor time than the disk takes time.
 """
 
 import contextlib
