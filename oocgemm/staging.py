@@ -75,8 +75,8 @@ class Staging:
         """A block (as stored) cut into what the threads do one by one."""
         layout, itemsize = matrix.layout, matrix.dtype.itemsize
         height, width = layout.read_chunk if reading else layout.write_chunk
-        if layout.decode_bytes if reading else layout.encode_bytes:
-            # Through zarr one chunk at a time or a batch of small ones, which is what the scratch is reckoned for.
+        if not layout.partial_reads if reading else layout.encode_bytes:
+            # Whole chunks, one at a time or a batch of small ones, which is what the scratch is reckoned for.
             batch = BATCH_BYTES if height * width * itemsize < BATCH_BYTES else 1
             return pieces(rows, cols, (height, width), -(-batch // itemsize))
         size = (rows[1] - rows[0]) * (cols[1] - cols[0]) * itemsize

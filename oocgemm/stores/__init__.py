@@ -14,6 +14,7 @@ from oocgemm.plan import GemmProblem, Layout
 from oocgemm.plan.candidates import CHUNK_BYTES
 from oocgemm.stores.arrays import ArrayMatrix, create_npy, open_npy
 from oocgemm.stores.base import BATCH_BYTES, Array, Matrix, pieces
+from oocgemm.stores.files import padded
 
 __all__ = [
     "BATCH_BYTES",
@@ -114,8 +115,13 @@ def new_layout(
     size = (
         chunks[0] * chunks[1] * itemsize if chunks else min(2 * CHUNK_BYTES, problem.m * problem.n * itemsize)
     )
-    copies = 1 if compressor in (None, "none") else 3
-    return Layout(write_chunk=chunks or (1, 1), free_chunks=chunks is None, encode_bytes=copies * size)
+    encodes = compressor not in (None, "none")
+    return Layout(
+        write_chunk=chunks or (1, 1),
+        free_chunks=chunks is None,
+        encode_bytes=(3 if encodes else 1) * padded(size),
+        encodes=encodes,
+    )
 
 
 def open_matrix(name: str, source: Any, *, writable: bool = False) -> Matrix:

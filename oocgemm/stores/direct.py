@@ -1,144 +1,186 @@
-"""Uncompressed chunks of local zarr arrays, read and written as the plain files they are.
+"""Chunks of local zarr arrays, read and written past zarr: by the calling thread, into and from the memory it gives.
 
-zarr reads a chunk into fresh memory and copies it from there, all copies of a process in one thread. A chunk
-that is stored as it lies in memory can be mapped and copied straight into the slot, from as many threads as
-there are. Files are unmapped chunk by chunk, so that mapped pages do not pile up.
+zarr reads a chunk into fresh memory and copies it from there, all copies of a process in one thread. Here raw
+chunks are read straight to where they shall lie, and compressed ones are decompressed straight to there where they
+fill contiguous memory, otherwise into memory that the thread uses again and again; each by as many threads as
+there are. In a shard the chunks lie in one file, which an index at its start or end leads to.
 """
 
-import contextlib
-import errno
-import mmap
-import os
-import threading
-import uuid
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NoReturn
 
 import numpy as np
 
 from oocgemm.errors import ExecutionError
 from oocgemm.plan.tiling import Span
 from oocgemm.stores.base import Array
+from oocgemm.stores.encoding import CHECKSUM_BYTES, Encoding, checked_content
+from oocgemm.stores.files import LEAST_SEGMENT, OpenFile, publish
+
+_NOWHERE = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
-class RawChunks:
-    """A regular grid of raw chunk files. `dtype` carries the stored byte order."""
+class Shards:
+    """How chunks lie in shards: `chunks` down and across in each, found by an index of (offset, length)."""
+
+    chunks: tuple[int, int]
+    at_end: bool = True
+    dtype: np.dtype[Any] = np.dtype("<u8")  # noqa: RUF009  # a dtype cannot be changed
+    checksum: bool = True
+
+    @property
+    def index_bytes(self) -> int:
+        return 16 * self.chunks[0] * self.chunks[1] + CHECKSUM_BYTES * self.checksum
+
+    def index(self, file: OpenFile) -> Array:
+        """Offset and length of every chunk in a shard. Raises `ValueError` if it is damaged."""
+        if file.size < self.index_bytes:
+            raise ValueError(f"has {file.size} bytes, its index alone takes {self.index_bytes}")
+        stored = file.mapped(file.size - self.index_bytes if self.at_end else 0, self.index_bytes)
+        content = checked_content(stored) if self.checksum else stored
+        return content.view(self.dtype).reshape(*self.chunks, 2)
+
+
+@dataclass(frozen=True)
+class DirectChunks:
+    """A regular grid of chunks in files of their own, or in shards.
+
+    What is read for the first time is read past the page cache, which costs the least and leaves the cache to others.
+    What comes to be read again is kept there from then on if `worth_caching`: the disk is read twice at most for an
+    array that fits in memory, however often a run comes back to it.
+    """
 
     root: Path
     key: Callable[[tuple[int, int]], str]
     shape: tuple[int, int]
     chunk: tuple[int, int]
-    dtype: np.dtype[Any]
-    order: Literal["C", "F"]
+    encoding: Encoding
     fill: Any
+    shards: Shards | None = None
+    worth_caching: bool = True
+    _seen: set[tuple[tuple[int, int], int]] = field(default_factory=set, compare=False, repr=False)
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of a chunk file; chunks at the edges are stored whole."""
-        return self.chunk[0] * self.chunk[1] * self.dtype.itemsize
+        """Bytes of a chunk's elements; chunks at the edges are stored whole."""
+        return self.chunk[0] * self.chunk[1] * self.encoding.dtype.itemsize
 
     def read(self, rows: Span, cols: Span, out: Array) -> None:
-        """Copy a block into `out`."""
-        for i, (r0, r1) in _chunks(rows, self.chunk[0]):
-            for j, (c0, c1) in _chunks(cols, self.chunk[1]):
-                target = out[r0 - rows[0] : r1 - rows[0], c0 - cols[0] : c1 - cols[0]]
-                top, left = i * self.chunk[0], j * self.chunk[1]
-                self._read_chunk((i, j), slice(r0 - top, r1 - top), slice(c0 - left, c1 - left), target)
+        """Read a block into `out`. Raises `ExecutionError`, naming the file, for chunks that are damaged."""
+        across = self.shards.chunks if self.shards else (1, 1)
+        extents = self.chunk[0] * across[0], self.chunk[1] * across[1]
+        for number, block in _cut((rows, cols), extents):
+            target = _part(out, (rows, cols), block)
+            try:
+                file = OpenFile(self.root / self.key(number))
+            except FileNotFoundError:
+                target[...] = self.fill  # zarr's meaning of a chunk that is not there
+                continue
+            with file:
+                self._read_file(number, file, block, target)
 
     def write(self, rows: Span, cols: Span, data: Array) -> None:
         """Write a block that covers whole chunks (but for those cut by the matrix's own edges), each file
         written beside its place and renamed into it."""
-        for i, (r0, r1) in _chunks(rows, self.chunk[0]):
-            for j, (c0, c1) in _chunks(cols, self.chunk[1]):
-                part = data[r0 - rows[0] : r1 - rows[0], c0 - cols[0] : c1 - cols[0]]
-                self._write_chunk((i, j), part)
+        for number, block in _cut((rows, cols), self.chunk):
+            part = _part(data, (rows, cols), block)
+            stored, size = self.encoding.encode(part, self.chunk, self.fill)
+            publish(self.root / self.key(number), stored, size)
 
-    def takes(self, dtype: np.dtype[Any]) -> bool:
-        """Whether elements are stored as they lie in memory, so that they can be written as they are."""
-        return (self.dtype, self.order) == (dtype, "C")
-
-    def _read_chunk(self, index: tuple[int, int], rows: slice, cols: slice, out: Array) -> None:
-        path = self.root / self.key(index)
+    def _read_file(
+        self, number: tuple[int, int], file: OpenFile, block: tuple[Span, Span], out: Array
+    ) -> None:
         try:
-            descriptor = os.open(path, os.O_RDONLY)
-        except FileNotFoundError:
-            out[...] = self.fill  # zarr's meaning of a chunk that is not there
+            index = self.shards.index(file) if self.shards else None
+        except ValueError as error:
+            self._damaged(number, f"is a shard that {error}", error)
+        for chunk, part in _cut(block, self.chunk):
+            target = _part(out, block, part)
+            offset, length = 0, file.size
+            if index is not None and self.shards:
+                place = index[chunk[0] % self.shards.chunks[0], chunk[1] % self.shards.chunks[1]]
+                offset, length = int(place[0]), int(place[1])
+                if offset == length == _NOWHERE:
+                    target[...] = self.fill
+                    continue
+                if offset + length > file.size:
+                    self._damaged(
+                        number, f"has {file.size} bytes, of which it has a chunk end at {offset + length}"
+                    )
+            (r0, r1), (c0, c1) = part
+            top, left = chunk[0] * self.chunk[0], chunk[1] * self.chunk[1]
+            wanted = slice(r0 - top, r1 - top), slice(c0 - left, c1 - left)
+            if self.encoding.raw:
+                self._read_raw(number, file, offset, length, wanted, target)
+            else:
+                self._decode(number, file.mapped(offset, length), wanted, target)
+
+    def _read_raw(
+        self,
+        number: tuple[int, int],
+        file: OpenFile,
+        offset: int,
+        length: int,
+        wanted: tuple[slice, slice],
+        out: Array,
+    ) -> None:
+        if length != self.chunk_bytes:
+            self._damaged(number, f"has {length} bytes instead of {self.chunk_bytes}")
+        encoding, (height, width) = self.encoding, self.chunk
+        itemsize = encoding.dtype.itemsize
+        row = width * itemsize
+        straight = encoding.in_place and out.shape[1] == width and out.strides[1] == itemsize
+        if straight and (out.flags.c_contiguous or row >= LEAST_SEGMENT):
+            start = offset + wanted[0].start * row
+            again = (number, start) in self._seen
+            self._seen.add((number, start))
+            file.read(start, out, past_cache=not (again and self.worth_caching))
             return
+        # Only the lines that are wanted are mapped: rows, or columns where these are what lies side by side.
+        lines, line = (wanted[0], row) if encoding.order == "C" else (wanted[1], height * itemsize)
+        stored = file.mapped(offset + lines.start * line, (lines.stop - lines.start) * line).view(
+            encoding.dtype
+        )
+        if encoding.order == "C":
+            block = stored.reshape(-1, width)[:, wanted[1]]
+        else:
+            block = stored.reshape(-1, height).T[wanted[0]]
+        np.copyto(out, block, casting="equiv")
+
+    def _decode(
+        self, number: tuple[int, int], stored: Array, wanted: tuple[slice, slice], out: Array
+    ) -> None:
+        into = out if out.shape == self.chunk and out.flags.c_contiguous else None
         try:
-            size = os.fstat(descriptor).st_size
-            if size != self.chunk_bytes:
-                raise ExecutionError(
-                    f"chunk {self.key(index)} in {self.root} has {size} bytes instead of {self.chunk_bytes}: "
-                    "it is damaged or cut short"
-                )
-            with mmap.mmap(descriptor, size, prot=mmap.PROT_READ) as mapped:
-                chunk = np.frombuffer(mapped, self.dtype).reshape(self.chunk, order=self.order)
-                np.copyto(out, chunk[rows, cols], casting="equiv")
-                del chunk  # the map cannot be closed while it is looked at
-        finally:
-            os.close(descriptor)
+            elements = self.encoding.decode(stored, self.chunk, into)
+        except Exception as error:  # compressors raise of every kind
+            self._damaged(number, f"cannot be decoded: {error}", error)
+        if elements is not into:
+            np.copyto(out, elements[wanted], casting="equiv")
 
-    def _write_chunk(self, index: tuple[int, int], part: Array) -> None:
-        path = self.root / self.key(index)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        buffer = _bounce_buffer(self.chunk_bytes)
-        whole = np.frombuffer(buffer, self.dtype, self.chunk[0] * self.chunk[1]).reshape(self.chunk)
-        if part.shape != self.chunk:
-            whole[...] = self.fill
-        whole[: part.shape[0], : part.shape[1]] = part
-        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
-        try:
-            _write_file(temporary, buffer, self.chunk_bytes)
-            os.replace(temporary, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-            raise
+    def _damaged(self, number: tuple[int, int], how: str, error: Exception | None = None) -> NoReturn:
+        raise ExecutionError(
+            f"chunk {self.key(number)} in {self.root} {how}: it is damaged or cut short"
+        ) from error
 
 
-# Addresses and lengths of direct I/O are multiples of this.
-_SECTOR = 4096
-_bounce = threading.local()
+def _cut(
+    block: tuple[Span, Span], chunk: tuple[int, int]
+) -> Iterator[tuple[tuple[int, int], tuple[Span, Span]]]:
+    """Numbers of the chunks that a block touches, with the part of the block in each."""
+    for i, rows in _chunks(block[0], chunk[0]):
+        for j, cols in _chunks(block[1], chunk[1]):
+            yield (i, j), (rows, cols)
 
 
-def _bounce_buffer(size: int) -> mmap.mmap:
-    """An aligned buffer of the calling thread, of at least `size` bytes, used again for its next chunk."""
-    rounded = -(-size // _SECTOR) * _SECTOR
-    buffer: mmap.mmap | None = getattr(_bounce, "buffer", None)
-    if buffer is None or len(buffer) < rounded:
-        buffer = mmap.mmap(-1, rounded, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        _bounce.buffer = buffer
-    return buffer
-
-
-def _write_file(path: Path, buffer: mmap.mmap, size: int) -> None:
-    """A new file of the buffer's first `size` bytes, past the page cache where the file system can: that leaves
-    the processor to those who compute, and memory to those who read."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-    for direct in (getattr(os, "O_DIRECT", 0), 0):
-        try:
-            descriptor = os.open(path, flags | direct, 0o666)
-        except OSError as error:
-            if direct and error.errno == errno.EINVAL:
-                continue
-            raise
-        try:
-            length = -(-size // _SECTOR) * _SECTOR if direct else size
-            done = 0
-            with memoryview(buffer) as view:
-                while done < length:
-                    with view[done:length] as rest:
-                        done += os.write(descriptor, rest)
-            os.ftruncate(descriptor, size)
-            return
-        except OSError as error:
-            if not (direct and error.errno == errno.EINVAL):
-                raise
-        finally:
-            os.close(descriptor)
+def _part(array: Array, block: tuple[Span, Span], part: tuple[Span, Span]) -> Array:
+    """The part of a block's array."""
+    (top, _), (left, _) = block
+    (r0, r1), (c0, c1) = part
+    return array[r0 - top : r1 - top, c0 - left : c1 - left]
 
 
 def _chunks(span: Span, chunk: int) -> list[tuple[int, Span]]:

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import numpy as np
 import zarr
 from zarr.abc.store import Store
-from zarr.codecs import BytesCodec
 from zarr.core.buffer.cpu import NDBuffer
 from zarr.storage import LocalStore
 
@@ -17,7 +17,12 @@ from oocgemm.errors import ExecutionError, InputError
 from oocgemm.plan import Layout
 from oocgemm.plan.tiling import Span
 from oocgemm.stores.base import BATCH_BYTES, Array, checked
-from oocgemm.stores.direct import RawChunks
+from oocgemm.stores.direct import DirectChunks, Shards
+from oocgemm.stores.encoding import from_v2, from_v3
+
+# Arrays larger than this part of the machine's memory would push each other out of the page cache before they are
+# read again.
+CACHED_SHARE = 0.5
 
 
 def _at_a_time(chunk: tuple[int, int], itemsize: int) -> int:
@@ -27,26 +32,33 @@ def _at_a_time(chunk: tuple[int, int], itemsize: int) -> int:
 
 
 class ZarrMatrix:
-    """A zarr array. Raw local chunks go past zarr, all else through it, always into the given memory."""
+    """A zarr array. Local chunks of the usual kinds go past zarr, all else through it, always into the given memory."""
 
     def __init__(self, name: str, array: "zarr.Array[Any]") -> None:
         self.shape, self.dtype = checked(name, array.shape, array.dtype)
         self.name = name
         self.array = array
-        self._raw = _raw_chunks(array)
-        self._writes_raw = self._raw is not None and self._raw.takes(self.dtype)
+        self.direct = _direct_chunks(array)
+        self._writes_directly = self.direct is not None and self.direct.shards is None
         chunk = (max(1, int(array.chunks[0])), max(1, int(array.chunks[1])))
         shards = array.shards or chunk
         shard = (max(1, int(shards[0])), max(1, int(shards[1])))
         size = self.dtype.itemsize
+        # Through zarr a thread holds a chunk as stored and as decoded,
+        decode_bytes = 2 * _at_a_time(chunk, size)
+        # and to write one, its elements, what they are encoded to, and the bytes that go out.
+        encode_bytes = 3 * _at_a_time(shard, size)
+        if self.direct:
+            decode_bytes = self.direct.encoding.decode_bytes(self.direct.chunk_bytes)
+            if self._writes_directly:
+                encode_bytes = self.direct.encoding.encode_bytes(self.direct.chunk_bytes)
         self.layout = Layout(
             read_chunk=chunk,
             write_chunk=shard,
-            partial_reads=self._raw is not None,
-            # Through zarr a thread holds a chunk as stored and as decoded.
-            decode_bytes=0 if self._raw else 2 * _at_a_time(chunk, size),
-            # and to write one, its elements, what they are encoded to, and the bytes that go out.
-            encode_bytes=shard[0] * shard[1] * size if self._writes_raw else 3 * _at_a_time(shard, size),
+            partial_reads=self.direct is not None and self.direct.encoding.raw,
+            decode_bytes=decode_bytes,
+            encode_bytes=encode_bytes,
+            encodes=not (self._writes_directly and self.direct and self.direct.encoding.raw),
         )
 
     def read(self, rows: Span, cols: Span, out: Array) -> None:
@@ -54,8 +66,8 @@ class ZarrMatrix:
             raise ExecutionError(
                 f"{self.name} is of dtype {self.dtype} and is read into a slot of {out.dtype}"
             )
-        if self._raw:
-            self._raw.read(rows, cols, out)
+        if self.direct:
+            self.direct.read(rows, cols, out)
             return
         selection = slice(*rows), slice(*cols)
         target = NDBuffer(out)  # type: ignore[arg-type]  # its protocol is narrower than ndarray
@@ -66,8 +78,8 @@ class ZarrMatrix:
             raise ExecutionError(
                 f"{self.name}[{rows[0]}:{rows[1]}, {cols[0]}:{cols[1]}] shares chunks with other writers"
             )
-        if self._raw is not None and self._writes_raw:
-            self._raw.write(rows, cols, data)
+        if self.direct is not None and self._writes_directly:
+            self.direct.write(rows, cols, data)
         else:
             self.array.set_basic_selection((slice(*rows), slice(*cols)), data)
 
@@ -94,7 +106,7 @@ class ZarrMatrix:
             "chunks": list(self.array.chunks),
             "shards": list(self.array.shards) if self.array.shards else None,
             "codecs": [type(codec).__name__ for codec in codecs],
-            "direct": self._raw is not None,
+            "direct": self.direct is not None,
         }
 
     def identities(self) -> set[object]:
@@ -220,31 +232,51 @@ def _folder(array: "zarr.Array[Any] | zarr.Group") -> Path | None:
     return Path(store.root) / array.path if isinstance(store, LocalStore) else None
 
 
-def _raw_chunks(array: "zarr.Array[Any]") -> RawChunks | None:
-    """How to reach the chunks as plain files, if they are stored raw on a local disk."""
+def _direct_chunks(array: "zarr.Array[Any]") -> DirectChunks | None:
+    """How to reach the chunks past zarr, if they are local and of a kind that is understood."""
     folder = _folder(array)
-    if folder is None or 0 in array.shape or array.shards:
+    if folder is None or 0 in array.shape:
         return None
     metadata = array.metadata
-    stored = np.dtype(array.dtype)
+    stated = metadata.to_dict()
+    dtype, shards = np.dtype(array.dtype), None
     if metadata.zarr_format == 2:
-        if metadata.compressor is not None or metadata.filters:
-            return None
-        order = metadata.order
+        encoding = from_v2(stated, dtype)
     else:
-        codecs = metadata.codecs
-        if len(codecs) != 1 or not isinstance(codecs[0], BytesCodec):
-            return None
-        endian = codecs[0].endian  # a string or, before zarr 3.4, an enumeration
-        if endian is not None:
-            stored = stored.newbyteorder("<" if getattr(endian, "value", endian) == "little" else ">")
-        order = "C"
-    return RawChunks(
+        codecs = _configurations(stated["codecs"])
+        if [codec["name"] for codec in codecs] == ["sharding_indexed"]:
+            shard = array.shards or array.chunks
+            settings = codecs[0]["configuration"]
+            codecs = _configurations(settings["codecs"])
+            index = from_v3(_configurations(settings["index_codecs"]), np.dtype("u8"))
+            if index is None or index.compressor is not None or index.order != "C":
+                return None
+            shards = Shards(
+                chunks=(shard[0] // array.chunks[0], shard[1] // array.chunks[1]),
+                at_end=settings["index_location"] == "end",
+                dtype=index.dtype,
+                checksum=index.checksum,
+            )
+        encoding = from_v3(codecs, dtype)
+    if encoding is None:
+        return None
+    return DirectChunks(
         root=folder,
         key=metadata.encode_chunk_key,
         shape=(int(array.shape[0]), int(array.shape[1])),
         chunk=(int(array.chunks[0]), int(array.chunks[1])),
-        dtype=stored,
-        order=order,
+        encoding=encoding,
         fill=array.fill_value if array.fill_value is not None else 0,
+        shards=shards,
+        worth_caching=array.nbytes <= CACHED_SHARE * _memory(),
     )
+
+
+def _configurations(codecs: Any) -> list[dict[str, Any]]:
+    """Codecs as the specification writes them."""
+    return [dict(codec if isinstance(codec, Mapping) else codec.to_dict()) for codec in codecs]
+
+
+def _memory() -> int:
+    """Bytes of memory that the machine has."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,218 @@
+"""How the elements of a chunk became the bytes in its file, and the way back.
+
+Both formats come to the same few steps, the middle and last of which may be missing:
+
+    elements -> order and byte order -> compressor -> checksum at the end -> bytes
+
+Metadata is taken as the JSON of the specification. What is not understood gives None; zarr then does the work.
+"""
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import google_crc32c
+import numcodecs
+import numpy as np
+
+from oocgemm.stores.base import Array
+from oocgemm.stores.files import lies_on_sectors, padded, scratch
+
+# Compressors that are called on their own; each gives back just what it was given.
+_KNOWN = ("zstd", "blosc", "lz4", "gzip", "zlib", "bz2", "lzma")
+# Those which say how much they will give, and take the memory to give it in.
+_INTO_MEMORY = ("zstd", "blosc", "lz4")
+CHECKSUM_BYTES = 4
+# A checksum is taken in parts of this size, since no other thread of the interpreter runs meanwhile.
+_CHECKSUM_PART = 1 << 20
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """The bytes of a chunk. `dtype` carries the stored byte order, `order` says which elements are neighbours."""
+
+    dtype: np.dtype[Any]
+    order: Literal["C", "F"] = "C"
+    compressor: Any = None
+    checksum: bool = False
+
+    @property
+    def raw(self) -> bool:
+        """Whether the bytes are the elements and nothing else, so that any part can be read on its own."""
+        return self.compressor is None and not self.checksum
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the elements, once decompressed, lie as in a C-contiguous array of this machine."""
+        return self.order == "C" and self.dtype.isnative
+
+    def decode_bytes(self, size: int) -> int:
+        """Memory that decoding a chunk of `size` bytes takes beside its destination."""
+        if self.compressor is None:
+            return 0
+        # Python's own modules return fresh bytes, gathered from parts where they do not know how many there will be.
+        return size if self.compressor.codec_id in (*_INTO_MEMORY, "gzip", "zlib") else 2 * size
+
+    def encode_bytes(self, size: int) -> int:
+        """Memory that encoding a chunk of `size` bytes and writing it out takes beside its source."""
+        # Raw: as it lies in the file. Compressed: that, the compressor's room for the worst case, and what it returns.
+        return padded(size + CHECKSUM_BYTES * self.checksum) * (1 if self.compressor is None else 3)
+
+    def decode(self, stored: Array, shape: tuple[int, int], into: Array | None) -> Array:
+        """The elements of a chunk, from its bytes: in `into` if that is given and could be used, a C-contiguous
+        array of the chunk's shape; otherwise in memory that is good until this thread's next call.
+
+        Raises `ValueError` and whatever the compressor raises.
+        """
+        if self.checksum:
+            stored = checked_content(stored)
+        size = shape[0] * shape[1] * self.dtype.itemsize
+        if self.compressor is None:
+            elements = stored
+        elif self.compressor.codec_id in _INTO_MEMORY and _decoded_size(self.compressor, stored) == size:
+            direct = into is not None and self.in_place
+            elements = into.reshape(-1).view(np.uint8) if into is not None and direct else scratch(size)
+            self.compressor.decode(stored, out=elements)
+            if into is not None and direct:
+                return into
+        else:
+            elements = _decoded(self.compressor, stored, size)
+        if elements.nbytes != size:
+            raise ValueError(f"{elements.nbytes} bytes instead of {size}")
+        return elements.view(self.dtype).reshape(shape, order=self.order)
+
+    def encode(self, part: Array, shape: tuple[int, int], fill: Any) -> tuple[Array, int]:
+        """The bytes of a chunk of which `part` is the upper left, the rest being filled.
+
+        Returns them in memory that can be written past the page cache, which may be that of `part` and goes on for
+        as long as that takes, and their number. They are good until this thread's next call.
+        """
+        size = shape[0] * shape[1] * self.dtype.itemsize
+        as_it_is = part.shape == shape and self.in_place
+        if as_it_is and self.raw and lies_on_sectors(part):
+            return part, size
+        if as_it_is and self.compressor is not None and part.flags.c_contiguous:
+            elements = part
+        else:
+            memory = scratch(padded(size + CHECKSUM_BYTES * self.checksum))
+            elements = memory[:size].view(self.dtype).reshape(shape, order=self.order)
+            if part.shape != shape:
+                elements[...] = fill
+            elements[: part.shape[0], : part.shape[1]] = part
+        if self.compressor is not None:
+            encoded = np.frombuffer(self.compressor.encode(elements.reshape(-1, order=self.order)), np.uint8)
+            size = encoded.nbytes
+            memory = scratch(padded(size + CHECKSUM_BYTES * self.checksum))
+            memory[:size] = encoded
+        if self.checksum:
+            memory[size : size + CHECKSUM_BYTES] = np.frombuffer(_checksum(memory[:size]), np.uint8)
+            size += CHECKSUM_BYTES
+        return memory[: padded(size)], size
+
+
+def from_v2(metadata: Mapping[str, Any], dtype: np.dtype[Any]) -> Encoding | None:
+    """The encoding of an array of format 2, `dtype` carrying its byte order."""
+    if metadata.get("filters") or metadata.get("order") not in ("C", "F"):
+        return None
+    config = metadata.get("compressor")
+    if config is None:
+        return Encoding(dtype, metadata["order"])
+    if not isinstance(config, Mapping):
+        config = config.get_config()
+    if config.get("id") not in _KNOWN:
+        return None
+    return Encoding(dtype, metadata["order"], numcodecs.get_codec(dict(config)))
+
+
+def from_v3(codecs: Sequence[Mapping[str, Any]], dtype: np.dtype[Any]) -> Encoding | None:
+    """The encoding that a chain of codecs of format 3 comes to, for elements of `dtype`."""
+    order: Literal["C", "F"] = "C"
+    names = [codec["name"] for codec in codecs]
+    if names[:1] == ["transpose"]:
+        match list(codecs[0]["configuration"]["order"]):
+            case [0, 1]:
+                pass
+            case [1, 0]:
+                order = "F"
+            case _:
+                return None
+        codecs, names = codecs[1:], names[1:]
+    if names[:1] != ["bytes"]:
+        return None
+    endian = codecs[0].get("configuration", {}).get("endian", "little")
+    dtype = dtype.newbyteorder(">" if endian == "big" else "<")
+    compressor = None
+    if len(names) > 1 and names[1] != "crc32c":
+        compressor = _v3_compressor(names[1], codecs[1].get("configuration", {}))
+        if compressor is None:
+            return None
+        names = [names[0], *names[2:]]
+    if names[1:] not in ([], ["crc32c"]):
+        return None
+    return Encoding(dtype, order, compressor, checksum=names[1:] == ["crc32c"])
+
+
+def _v3_compressor(name: str, settings: Mapping[str, Any]) -> Any:
+    match name:
+        case "zstd":
+            return numcodecs.Zstd(level=settings["level"], checksum=settings.get("checksum", False))
+        case "gzip":
+            return numcodecs.GZip(level=settings["level"])
+        case "blosc":
+            shuffle = ("noshuffle", "shuffle", "bitshuffle").index(settings["shuffle"])
+            # The size of an element need not be told: it is that of the array which is encoded.
+            return numcodecs.Blosc(settings["cname"], settings["clevel"], shuffle, settings["blocksize"])
+    return None
+
+
+def _decoded_size(compressor: Any, stored: Array) -> int | None:
+    """Bytes that a compressed chunk says it holds, if it says so. Raises `ValueError` if it is cut short: the
+    compressors trust what it says."""
+    head = stored[:18].tobytes()
+    match compressor.codec_id:
+        case "blosc":
+            if len(head) < 16 or int.from_bytes(head[12:16], "little") > stored.nbytes:
+                raise ValueError(f"blosc data of {stored.nbytes} bytes is cut short")
+            return int.from_bytes(head[4:8], "little")
+        case "lz4":
+            return int.from_bytes(head[:4], "little")
+        case "zstd" if len(head) > 5 and head[:4] == b"\x28\xb5\x2f\xfd":
+            flags = head[4]
+            single, width = bool(flags & 0x20), (0, 2, 4, 8)[flags >> 6]
+            width = width or int(single)
+            if not width:
+                return None
+            start = 5 + (0 if single else 1) + (0, 1, 2, 4)[flags & 3]
+            size = int.from_bytes(head[start : start + width], "little")
+            return size + 256 if width == 2 else size
+    return None
+
+
+def _decoded(compressor: Any, stored: Array, size: int) -> Array:
+    """What a compressor makes of bytes that do not say how much it will be."""
+    if compressor.codec_id == "gzip":
+        # Unlike the codec's own way through a file object, this knows how much room to take.
+        data = zlib.decompress(stored.data, 31, size + 1)
+        if len(data) == size:
+            return np.frombuffer(data, np.uint8)
+    elif compressor.codec_id == "zlib":
+        return np.frombuffer(zlib.decompress(stored.data, 15, size + 1), np.uint8)
+    return np.frombuffer(compressor.decode(stored), np.uint8)
+
+
+def checked_content(stored: Array) -> Array:
+    """Bytes without the checksum at their end. Raises `ValueError` if it is not theirs."""
+    if stored.nbytes < CHECKSUM_BYTES:
+        raise ValueError(f"{stored.nbytes} bytes hold no checksum")
+    content = stored[:-CHECKSUM_BYTES]
+    if _checksum(content) != stored[-CHECKSUM_BYTES:].tobytes():
+        raise ValueError("its checksum (crc32c) is not that of its content")
+    return content
+
+
+def _checksum(content: Array) -> bytes:
+    value = 0
+    for start in range(0, content.nbytes, _CHECKSUM_PART):
+        value = google_crc32c.extend(value, content[start : start + _CHECKSUM_PART])
+    return value.to_bytes(CHECKSUM_BYTES, "little")

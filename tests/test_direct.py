@@ -1,0 +1,380 @@
+"""Chunks that are read and written past zarr: always what zarr itself reads, and what it can read."""
+
+import errno
+import fcntl
+import struct
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numcodecs
+import numpy as np
+import pytest
+import zarr
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from zarr.codecs import (
+    BloscCodec,
+    BytesCodec,
+    Crc32cCodec,
+    GzipCodec,
+    ShardingCodec,
+    TransposeCodec,
+    ZstdCodec,
+)
+
+from oocgemm.errors import ExecutionError
+from oocgemm.stores import files
+from oocgemm.stores.arrays import ArrayMatrix, open_npy
+from oocgemm.stores.zarr_store import ZarrMatrix
+from tests.problems import DTYPES
+
+V2_COMPRESSORS: list[Any] = [
+    None,
+    numcodecs.Zstd(level=1),
+    numcodecs.Blosc(cname="lz4"),
+    numcodecs.Blosc(cname="zstd", shuffle=2),
+    numcodecs.GZip(level=1),
+    numcodecs.LZ4(),
+    numcodecs.Zlib(level=1),
+    numcodecs.BZ2(level=1),
+    numcodecs.LZMA(),
+]
+V3_COMPRESSORS: list[Any] = [
+    None,
+    ZstdCodec(level=1),
+    ZstdCodec(level=1, checksum=True),
+    BloscCodec(cname="lz4"),
+    BloscCodec(cname="blosclz", shuffle="noshuffle"),
+    GzipCodec(level=1),
+]
+EVERYTHING = settings(
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+
+
+def draw_array(data: st.DataObject, place: Path, **fixed: Any) -> "zarr.Array[Any]":
+    """An empty array of a layout that was drawn."""
+    draw = data.draw
+    chunks = draw(st.tuples(st.integers(1, 9), st.integers(1, 9)))
+    dtype = np.dtype(draw(st.sampled_from(DTYPES)))
+    options: dict[str, Any] = {
+        "shape": draw(st.tuples(st.integers(1, 30), st.integers(1, 30))),
+        "chunks": chunks,
+        "dtype": dtype,
+        "fill_value": draw(st.sampled_from([0, 3, float("nan"), float("inf")])),
+        "zarr_format": draw(st.sampled_from([2, 3])),
+    }
+    options |= fixed
+    if options["zarr_format"] == 2:
+        options["dtype"] = dtype.newbyteorder(draw(st.sampled_from("<>")))
+        options["compressors"] = draw(st.sampled_from(V2_COMPRESSORS))
+        options["order"] = draw(st.sampled_from("CF"))
+        return zarr.create_array(place, **options)
+    codecs = [draw(st.sampled_from(V3_COMPRESSORS)), Crc32cCodec() if draw(st.booleans()) else None]
+    turned = draw(st.sampled_from([None, (0, 1), (1, 0)]))
+    endian = BytesCodec(endian=draw(st.sampled_from(["little", "big"])))
+    filters = [TransposeCodec(order=turned)] if turned else []
+    compressors = [codec for codec in codecs if codec]
+    if draw(st.booleans()) and "chunks" not in fixed:
+        inner = tuple(c * draw(st.integers(1, 3)) for c in chunks)
+        options["chunks"] = inner
+        options["serializer"] = ShardingCodec(
+            chunk_shape=chunks,
+            codecs=[*filters, endian, *compressors],
+            index_codecs=draw(
+                st.sampled_from([[BytesCodec(), Crc32cCodec()], [BytesCodec()], [BytesCodec(endian="big")]])
+            ),
+            index_location=draw(st.sampled_from(["start", "end"])),
+        )
+        return zarr.create_array(place, compressors=None, **options)
+    return zarr.create_array(place, filters=filters, serializer=endian, compressors=compressors, **options)
+
+
+def draw_block(data: st.DataObject, shape: tuple[int, ...]) -> list[tuple[int, int]]:
+    def span(extent: int) -> tuple[int, int]:
+        one, other = data.draw(st.integers(0, extent)), data.draw(st.integers(0, extent))
+        return min(one, other), max(one, other)
+
+    return [span(extent) for extent in shape]
+
+
+@EVERYTHING
+@given(data=st.data())
+def test_any_block_of_any_layout_is_what_zarr_reads(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    array = draw_array(data, tmp_path_factory.mktemp("read") / "A")
+    values = data.draw(st.integers(0, 2**32).map(np.random.default_rng)).integers(-9, 9, array.shape)
+    # Some chunks are never written, and zarr leaves those away that hold but the fill value.
+    rows = draw_block(data, array.shape[:1])[0]
+    array[slice(*rows)] = values[slice(*rows)]
+    matrix = ZarrMatrix("A", array)
+    assert matrix.direct is not None
+    for _ in range(3):
+        rows, cols = draw_block(data, array.shape)
+        room = np.full((30, 40), 7, matrix.dtype)
+        left = data.draw(st.integers(0, 9))
+        out = room[: rows[1] - rows[0], left : left + cols[1] - cols[0]]
+        if data.draw(st.booleans()):
+            out = np.ascontiguousarray(out)
+        matrix.read(rows, cols, out)
+        np.testing.assert_array_equal(out, array[slice(*rows), slice(*cols)])
+
+
+@EVERYTHING
+@given(data=st.data())
+def test_zarr_reads_what_was_written_past_it(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    array = draw_array(data, tmp_path_factory.mktemp("write") / "C")
+    matrix = ZarrMatrix("C", array)
+    rng = data.draw(st.integers(0, 2**32).map(np.random.default_rng))
+    values = rng.integers(-9, 9, array.shape).astype(matrix.dtype)
+    height, width = matrix.layout.write_chunk
+    for top in range(0, array.shape[0], 2 * height):
+        for left in range(0, array.shape[1], width):
+            rows = top, min(top + 2 * height, array.shape[0])
+            cols = left, min(left + width, array.shape[1])
+            part = values[slice(*rows), slice(*cols)]
+            matrix.write(rows, cols, part if data.draw(st.booleans()) else np.asfortranarray(part))
+    np.testing.assert_array_equal(zarr.open_array(array.store_path.store, mode="r")[:], values)
+    out = np.empty_like(values)
+    matrix.read((0, array.shape[0]), (0, array.shape[1]), out)
+    np.testing.assert_array_equal(out, values)
+    leftovers = [p.name for p in Path(str(matrix.describe()["path"])[7:]).rglob(".*.partial")]
+    assert leftovers == []
+
+
+@pytest.mark.filterwarnings("ignore:Combining a `sharding_indexed` codec")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"zarr_format": 2, "compressors": None, "filters": [numcodecs.Shuffle(8)]},
+        {"zarr_format": 2, "compressors": None, "filters": [numcodecs.Delta("f8")]},
+        {"chunks": (8, 8), "serializer": ShardingCodec(chunk_shape=(4, 4)), "compressors": [GzipCodec()]},
+        {"compressors": [ZstdCodec(), GzipCodec()]},
+        {"compressors": [Crc32cCodec(), ZstdCodec()]},
+    ],
+)
+def test_what_is_not_understood_is_left_to_zarr(tmp_path: Path, options: dict[str, Any]) -> None:
+    values = np.arange(130.0).reshape(13, 10)
+    array = zarr.create_array(tmp_path / "A", shape=(13, 10), dtype="f8", **{"chunks": (4, 4)} | options)
+    matrix = ZarrMatrix("A", array)
+    assert matrix.direct is None
+    matrix.write((0, 13), (0, 10), values)
+    out = np.empty((7, 5))
+    matrix.read((2, 9), (3, 8), out)
+    np.testing.assert_array_equal(out, values[2:9, 3:8])
+
+
+def _cut(stored: bytes) -> bytes:
+    return stored[: len(stored) // 2]
+
+
+def _longer(stored: bytes) -> bytes:
+    return stored + bytes(8)
+
+
+def _flipped(stored: bytes) -> bytes:
+    middle = len(stored) // 2
+    return stored[:middle] + bytes([stored[middle] ^ 255]) + stored[middle + 1 :]
+
+
+def _empty(stored: bytes) -> bytes:
+    return b""
+
+
+def _zeros(stored: bytes) -> bytes:
+    return bytes(len(stored))
+
+
+def _shorter_content(stored: bytes) -> bytes:
+    return bytes(numcodecs.GZip().encode(np.zeros(3)))
+
+
+def _wrong_offset(stored: bytes) -> bytes:
+    return struct.pack("<QQ", len(stored), 512) + stored[16:]
+
+
+CRC = Crc32cCodec()
+PLAIN_INDEX = ShardingCodec(
+    chunk_shape=(8, 8), codecs=[BytesCodec()], index_codecs=[BytesCodec()], index_location="start"
+)
+SHARD = ShardingCodec(chunk_shape=(8, 8), codecs=[BytesCodec()])
+
+
+@pytest.mark.parametrize(
+    ("options", "damage"),
+    [
+        ({"compressors": None}, _cut),
+        ({"compressors": None}, _longer),
+        ({"compressors": [CRC]}, _cut),
+        ({"compressors": [CRC]}, _flipped),
+        ({"compressors": [CRC]}, _empty),
+        ({"compressors": [ZstdCodec()]}, _cut),
+        ({"compressors": [ZstdCodec()]}, _zeros),
+        ({"compressors": [ZstdCodec(checksum=True)]}, _flipped),
+        ({"compressors": [ZstdCodec(), CRC]}, _flipped),
+        ({"compressors": [BloscCodec(cname="lz4")]}, _cut),
+        ({"compressors": [BloscCodec(cname="lz4")]}, _empty),
+        ({"compressors": [BloscCodec(cname="lz4")]}, _zeros),
+        ({"compressors": [GzipCodec()]}, _cut),
+        ({"compressors": [GzipCodec()]}, _flipped),
+        ({"compressors": [GzipCodec()]}, _empty),
+        ({"compressors": [GzipCodec()]}, _shorter_content),
+        ({"zarr_format": 2, "compressors": numcodecs.LZ4()}, _cut),
+        ({"zarr_format": 2, "compressors": numcodecs.LZ4()}, _empty),
+        ({"zarr_format": 2, "compressors": numcodecs.Zlib()}, _cut),
+        ({"zarr_format": 2, "compressors": numcodecs.BZ2()}, _empty),
+        ({"zarr_format": 2, "compressors": numcodecs.BZ2()}, _zeros),
+        ({"zarr_format": 2, "compressors": numcodecs.LZMA()}, _cut),
+        ({"compressors": None, "serializer": SHARD, "chunks": (16, 16)}, _cut),
+        ({"compressors": None, "serializer": SHARD, "chunks": (16, 16)}, _empty),
+        ({"compressors": None, "serializer": SHARD, "chunks": (16, 16)}, _longer),
+        ({"compressors": None, "serializer": PLAIN_INDEX, "chunks": (16, 16)}, _wrong_offset),
+    ],
+)
+def test_a_damaged_chunk_is_an_error_that_names_its_file(
+    tmp_path: Path, options: dict[str, Any], damage: Callable[[bytes], bytes]
+) -> None:
+    array = zarr.create_array(tmp_path / "A", shape=(16, 16), dtype="f8", **{"chunks": (8, 8)} | options)
+    array[:] = np.random.default_rng(0).standard_normal((16, 16))
+    matrix = ZarrMatrix("A", array)
+    assert matrix.direct is not None
+    key = matrix.direct.key((0, 0))
+    chunk = tmp_path / "A" / key
+    chunk.write_bytes(damage(chunk.read_bytes()))
+    with pytest.raises(ExecutionError, match=f"chunk {key} in .*A .*damaged or cut short"):
+        matrix.read((0, 16), (0, 16), np.empty((16, 16)))
+
+
+@pytest.mark.parametrize("options", [{}, {"order": "F"}, {"compressors": numcodecs.Zstd()}])
+def test_threads_read_side_by_side(tmp_path: Path, options: dict[str, Any]) -> None:
+    values = np.random.default_rng(0).standard_normal((400, 300))
+    array = zarr.create_array(
+        tmp_path / "A", data=values, chunks=(50, 60), zarr_format=2, **{"compressors": None} | options
+    )
+    matrix, out = ZarrMatrix("A", array), np.empty_like(values)
+
+    def read(first: int) -> None:
+        for top in range(first, 400, 100):
+            matrix.read((top, top + 25), (0, 300), out[top : top + 25])
+
+    threads = [threading.Thread(target=read, args=(first,)) for first in (0, 25, 50, 75)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    np.testing.assert_array_equal(out, values)
+
+
+@pytest.mark.parametrize("resident", [False, True])
+@pytest.mark.parametrize(
+    ("chunk", "why"),
+    [
+        ((512, 512), "every row on whole sectors"),
+        ((300, 1000), "rows that are not"),
+        ((1001, 1001), "an odd number of bytes, the last of them no whole sector"),
+    ],
+)
+def test_reading_past_the_page_cache_gives_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: tuple[int, int], resident: bool, why: str
+) -> None:
+    monkeypatch.setattr(files.OpenFile, "_resident", lambda *_: resident)
+    values = np.random.default_rng(0).standard_normal((1100, 1100))
+    array = zarr.create_array(tmp_path / "A", data=values, chunks=chunk, compressors=None)
+    for cols in ((0, 1100), (0, chunk[1])):
+        matrix = ZarrMatrix("A", array)
+        out = files.scratch(1100 * 1100 * 8).view("f8")[: 1100 * cols[1]].reshape(1100, cols[1])
+        for _ in ("past the cache", "through it"):
+            out[...] = np.nan
+            matrix.read((0, 1100), cols, out)
+            np.testing.assert_array_equal(out, values[:, : cols[1]])
+
+
+@pytest.mark.parametrize("error", [errno.EINVAL, errno.EOPNOTSUPP])
+def test_systems_that_cannot_read_past_the_page_cache_read_through_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    place, data = tmp_path / "file", np.random.default_rng(0).bytes(1 << 21)
+    place.write_bytes(data)
+    preadv = files._fill
+
+    def refuse(descriptor: int, rows: Any, offset: int, done: int = 0, flags: int = 0) -> int:
+        if flags or fcntl.fcntl(descriptor, fcntl.F_GETFL) & files.O_DIRECT:
+            raise OSError(errno.EINVAL if not flags else error, "no")
+        return preadv(descriptor, rows, offset, done, flags)
+
+    monkeypatch.setattr(files.OpenFile, "_resident", lambda *_: False)
+    monkeypatch.setattr(files, "_fill", refuse)
+    out = files.scratch(1 << 21)
+    out[...] = 0
+    with files.OpenFile(place) as file:
+        file.read(0, out, past_cache=True)
+    assert out.tobytes() == data
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0.5, [True, False, False]), (0, [True, True, True])])
+def test_what_is_read_again_is_cached_if_it_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float, expected: list[bool]
+) -> None:
+    monkeypatch.setattr("oocgemm.stores.zarr_store.CACHED_SHARE", share)
+    asked: list[bool] = []
+    read = files.OpenFile.read
+
+    def note(file: files.OpenFile, offset: int, out: Any, *, past_cache: bool) -> None:
+        asked.append(past_cache)
+        read(file, offset, out, past_cache=past_cache)
+
+    monkeypatch.setattr(files.OpenFile, "read", note)
+    matrix = ZarrMatrix("A", zarr.create_array(tmp_path / "A", data=np.eye(8), compressors=None))
+    for _ in expected:
+        matrix.read((0, 8), (0, 8), np.empty((8, 8)))
+    assert asked == expected
+
+
+def test_asking_what_is_in_the_page_cache_is_answered(tmp_path: Path) -> None:
+    place = tmp_path / "file"
+    place.write_bytes(bytes(1 << 20))
+    with files.OpenFile(place) as file:
+        file.mapped(0, 1 << 20).sum()
+        assert file._resident(4096, 1 << 19)
+
+
+def test_rows_of_any_number_and_place_are_filled(tmp_path: Path) -> None:
+    place = tmp_path / "file"
+    values = np.arange(3000 * 7, dtype="u2").reshape(3000, 7)
+    place.write_bytes(b"head" + values.tobytes())
+    with files.OpenFile(place) as file:
+        out = np.zeros((3000, 9), "u2")
+        file.read(4, out[:, 1:8], past_cache=True)
+        np.testing.assert_array_equal(out[:, 1:8], values)
+        assert not out[:, [0, 8]].any()
+        with pytest.raises(OSError, match="ends 4 bytes too early"):
+            file.read(8, out[:, 1:8], past_cache=False)
+
+
+def test_scratch_is_used_again_and_grows() -> None:
+    first = files.scratch(100)
+    assert files.scratch(50).ctypes.data == first.ctypes.data
+    assert files.scratch(1 << 20).size == 1 << 20
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("cols", [(0, 700), (100, 300), (699, 700)])
+def test_blocks_of_mapped_files_are_what_numpy_reads(
+    tmp_path: Path, order: Any, cols: tuple[int, int]
+) -> None:
+    values = np.random.default_rng(0).standard_normal((600, 700))
+    np.save(tmp_path / "A.npy", np.asarray(values, order=order))
+    for matrix in (
+        open_npy("A", tmp_path / "A.npy"),
+        ArrayMatrix("A", np.load(tmp_path / "A.npy", mmap_mode="r")[::-1][::-1]),
+    ):
+        out = np.empty((500, cols[1] - cols[0]))
+        matrix.read((77, 577), cols, out)
+        np.testing.assert_array_equal(out, values[77:577, slice(*cols)])
