@@ -157,6 +157,7 @@ def gemm(
         session = engine.open(plan, kernel)
         run = Run(plan, session, staging, origin, progress(plan) if progress else None)
         run.execute()
+        output.matrix.sync()
         wall = perf_counter_ns() - origin
         held = {"device": session.device_bytes(), "host": staging.arena.nbytes}
     except BaseException:

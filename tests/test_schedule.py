@@ -33,7 +33,9 @@ def schedules(draw: st.DrawFn) -> Schedule:
         beta=draw(st.sampled_from([0, 1, 3])),
         finishes=draw(st.booleans()),
     )
-    grid = TileGrid.of(p, TileShape(*(draw(st.integers(1, 5)) for _ in range(3))))
+    tile = TileShape(*(draw(st.integers(1, 5)) for _ in range(3)))
+    ramps = [r for r in (0, 1, 2) if tile.r % 2**r == 0 and (r == 0 or p.depth > tile.r)]
+    grid = TileGrid.of(p, tile, draw(st.sampled_from(ramps)))
     traversal = Traversal(draw(st.integers(0, 1)), draw(st.integers(1, 3)))
     tiles = list(walk(traversal, *grid.shape))
     if draw(st.booleans()):  # any sequence of distinct tiles is a traversal

@@ -77,7 +77,7 @@ def _with_slots(
     down, across = ceil_div(problem.m, tile.w), ceil_div(problem.n, tile.h)
     steps = max(1, ceil_div(problem.depth, tile.r))
     free = budgets.device - device_bytes(problem, machine, tile, base, size)
-    base = _draining(problem, machine, tile, base, axis, steps, free, size)
+    base = _draining(problem, machine, layouts, tile, base, axis, steps, free, size)
     free = budgets.device - device_bytes(problem, machine, tile, base, size)
     host_free = (
         0 if machine.unified else budgets.host - host_bytes(problem, machine, layouts, base, io_threads, size)
@@ -216,6 +216,7 @@ def _least_slots(
 def _draining(
     problem: GemmProblem,
     machine: MachineModel,
+    layouts: Layouts,
     tile: TileShape,
     base: Slots,
     axis: int,
@@ -229,7 +230,8 @@ def _draining(
     if not flops:
         return base
     step = multiply_seconds(problem, machine, flops, w, h, r) + machine.step_latency
-    leaving = w * h * problem.itemsizes["C"] / (machine.write if base.unified else machine.d2h)
+    into_memory = min(machine.memory, machine.d2h) if layouts.c.in_memory else machine.d2h
+    leaving = w * h * problem.itemsizes["C"] / (machine.write if base.unified else into_memory)
     several = w < problem.m or h < problem.n
     # With one accumulator the first steps of the next tile hide a part too.
     wanted = min(steps, MOST_DRAIN, int(leaving / step / (2 if base.c == 1 and several else 1)) + 1)
@@ -273,8 +275,11 @@ def _dividing(target: int, nominal: int, extent: int) -> int:
 
 
 def io_threads(problem: GemmProblem, budgets: Budgets, machine: MachineModel, layouts: Layouts) -> int:
-    """As many as the machine wants, but scratch for decoding takes at most half of the host budget."""
-    threads = machine.io_threads
+    """As many as copying wants, or all cores where there is work for codecs; but scratch for these takes at most half of
+    the host budget."""
+    read = (layouts.a, layouts.b, layouts.c) if problem.reads_c else (layouts.a, layouts.b)
+    codecs = layouts.c.encodes or any(layout.decode_bytes for layout in read)
+    threads = max(machine.io_threads, machine.cores) if codecs else machine.io_threads
     while threads > 1 and scratch_bytes(layouts, problem.reads_c, threads) > budgets.host // 2:
         threads -= 1
     return threads

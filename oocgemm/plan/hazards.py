@@ -19,6 +19,7 @@ from oocgemm.errors import ScheduleError
 from oocgemm.plan.schedule import Kind, Operation, Schedule
 from oocgemm.plan.slots import Region, Slot, Tier
 from oocgemm.plan.tiling import Span, Tile
+from oocgemm.plan.traversal import step_order
 
 T = TypeVar("T")
 
@@ -94,8 +95,9 @@ def verify(schedule: Schedule, chunks: tuple[int, int] = (1, 1)) -> None:
     held: dict[Slot, object] = {}
     sums: dict[Slot, dict[Span, tuple[Tile, set[int]]]] = defaultdict(dict)
     written: dict[Span, list[Span]] = defaultdict(list)
-    steps, extents = schedule.grid.steps, (schedule.grid.m, schedule.grid.n)
+    grid, extents = schedule.grid, (schedule.grid.m, schedule.grid.n)
     for op in schedule:
+        steps = set(step_order(op.tile, grid.steps, grid.ramp))
         for region in (*op.reads, *op.writes):
             _require(region.slot.index < schedule.slots.count(region.slot.tier, region.slot.operand), op)
         block = (op.operand, op.block)
@@ -127,12 +129,12 @@ def verify(schedule: Schedule, chunks: tuple[int, int] = (1, 1)) -> None:
             case Kind.FINISH | Kind.DOWNLOAD:
                 for region in op.reads:
                     if region.slot.operand == "C" and region.slot.tier is Tier.DEVICE:
-                        _require(sums[region.slot].get(op.m) == (op.tile, set(range(steps))), op)
+                        _require(sums[region.slot].get(op.m) == (op.tile, steps), op)
                 held[op.writes[0].slot] = ("C", op.block)
             case Kind.WRITE:
                 source = op.reads[0].slot
                 if source.tier is Tier.DEVICE and source.operand == "C":
-                    _require(sums[source].get(op.m) == (op.tile, set(range(steps))), op)
+                    _require(sums[source].get(op.m) == (op.tile, steps), op)
                 else:
                     _require(held.get(source) == block, op)
                 written[op.n].append(op.m)

@@ -57,6 +57,7 @@ class MachineModel:
     write_latency: float = 200e-6
     arena_seconds_per_byte: float = 0.03 / 2**30
     io_threads: int = 1
+    cores: int = 1
     shares_cores: bool = False
     unified: bool = False
     device_reserve: int = 0
@@ -94,6 +95,7 @@ def default_model(backend: str, cores: int) -> MachineModel:
             memory=min(36e9, 4.5e9 * cores),
             step_latency=60e-6,
             write=1.6e9,
+            cores=cores,
             io_threads=min(8, cores),  # more of them are slower: memory is the limit then
             device_reserve=80
             << 20,  # cuBLAS: its handle, kernels and workspace; more than 64 MiB seen on an H200
@@ -117,6 +119,7 @@ def default_model(backend: str, cores: int) -> MachineModel:
         memory=10e9,
         write=1.5e9,
         arena_seconds_per_byte=0.6 / 2**30,
+        cores=cores,
         io_threads=max(1, cores // 4),
         shares_cores=True,
         unified=True,

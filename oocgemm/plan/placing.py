@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from oocgemm.plan.replacement import NEVER, Panel, SlotCache
 from oocgemm.plan.slots import Slots
 from oocgemm.plan.tiling import Tile
-from oocgemm.plan.traversal import NextUse, step_order
+from oocgemm.plan.traversal import NextUse, forwards, step_order
 
 
 def step_groups(
@@ -112,9 +112,7 @@ class Panels:
         only the order counts, and where among them the tile's own panels come next."""
         row = self._tiles[position][self._axis]
         later = self._next_use.tile(row, position)
-        directions = [
-            t is not None and step_order(self._tiles[t], self._steps).step > 0 for t in (position, later)
-        ]
+        directions = [t is not None and forwards(self._tiles[t]) for t in (position, later)]
         first = NEVER if later is None else later * self._steps
         sooner = [sum(use < first for use, _ in cache.live()) for cache in self._tiers]
         return self.contents(position), *directions, later is None, *sooner
@@ -123,9 +121,10 @@ class Panels:
 class Placing:
     """Follows which panel is in which slot, tile by tile, on both tiers."""
 
-    def __init__(self, tiles: Sequence[Tile], steps: int, slots: Slots) -> None:
+    def __init__(self, tiles: Sequence[Tile], steps: int, slots: Slots, ramp: int = 0) -> None:
         self._tiles = tiles
         self._steps = steps
+        self._ramp = ramp
         self._slots = slots
         host_a, host_b = (None, None) if slots.unified else (slots.host_a, slots.host_b)
         self._a = Panels(tiles, steps, 0, slots.a, host_a)
@@ -147,7 +146,7 @@ class Placing:
         """
         known: tuple[dict[object, tuple[tuple[int, int], Contents]], ...] = ({}, {})
         for position in range(len(self._tiles)):
-            ends = position == 0, position == len(self._tiles) - 1
+            ends = position == 0, position == len(self._tiles) - 1, self._tiles[position] == (0, 0)
             loaded = []
             for panels, seen in zip((self._a, self._b), known, strict=True):
                 situation = panels.situation(position), ends
@@ -168,6 +167,6 @@ class Placing:
             yield loaded[0], loaded[1]
 
     def _step_groups(self, position: int) -> Iterator[tuple[bool, Sequence[int]]]:
-        order = step_order(self._tiles[position], self._steps)
+        order = step_order(self._tiles[position], self._steps, self._ramp)
         first, last = position == 0, position == len(self._tiles) - 1
         return step_groups(order, self._slots, first=first, last=last)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from math import isfinite
+from math import isfinite, lcm
 from typing import Any
 
 from oocgemm.errors import BudgetError, InputError
@@ -23,7 +23,7 @@ from oocgemm.plan.problem import GemmProblem
 from oocgemm.plan.schedule import Schedule
 from oocgemm.plan.simulate import simulate
 from oocgemm.plan.slots import Slots
-from oocgemm.plan.tiling import TileGrid, TileShape, ceil_div
+from oocgemm.plan.tiling import TileGrid, TileShape, ceil_div, ramp_of
 from oocgemm.plan.traversal import walk
 from oocgemm.units import format_size, format_time
 
@@ -65,7 +65,7 @@ class Plan:
 
     @property
     def grid(self) -> TileGrid:
-        return TileGrid.of(self.problem, self.tile)
+        return _grid(self.problem, self.layouts, self.machine, self.tile)
 
     @property
     def steps(self) -> int:
@@ -120,7 +120,7 @@ class Plan:
         return amplification(self.problem, self.tile, self.layouts)
 
     def schedule(self) -> Schedule:
-        return _schedule(self.problem, self.layouts, self.candidate)
+        return _schedule(self.problem, self.layouts, self.machine, self.candidate)
 
     def explain(self) -> list[dict[str, Any]]:
         """The best few candidates of different tile shapes, the chosen one first, with what each falls short in."""
@@ -217,7 +217,7 @@ def _walked(
     effort = min(LONGEST, EFFORT * scored[0].prediction.total)
     exact: list[Scored] = []
     for s in scored[:FINALISTS]:
-        schedule = _schedule(problem, layouts, s.candidate)
+        schedule = _schedule(problem, layouts, machine, s.candidate)
         effort -= COUNTED * len(schedule.tiles) * schedule.grid.steps
         if effort < 0:
             break
@@ -228,7 +228,7 @@ def _walked(
         return exact[0] if exact else scored[0]
     timed: list[tuple[float, int]] = []
     for number, s in enumerate(exact):
-        schedule = _schedule(problem, layouts, s.candidate)
+        schedule = _schedule(problem, layouts, machine, s.candidate)
         strips = ceil_div(s.candidate.tile.w, s.candidate.slots.strip)
         effort -= SIMULATED * len(schedule.tiles) * (5 * schedule.grid.steps + 4 * strips)
         if effort < 0:
@@ -237,8 +237,18 @@ def _walked(
     return exact[min(timed)[1]] if timed else exact[0]
 
 
-def _schedule(problem: GemmProblem, layouts: Layouts, candidate: Candidate) -> Schedule:
-    grid = TileGrid.of(problem, candidate.tile)
+def _grid(problem: GemmProblem, layouts: Layouts, machine: MachineModel, tile: TileShape) -> TileGrid:
+    """The tiles and steps; where copies run beside the kernel the first steps are thin."""
+    if machine.shares_cores:
+        return TileGrid.of(problem, tile)
+    unit = lcm(layouts.a.read_chunk[1], layouts.b.read_chunk[0])
+    return TileGrid.of(problem, tile, ramp_of(problem.depth, tile.r, unit))
+
+
+def _schedule(
+    problem: GemmProblem, layouts: Layouts, machine: MachineModel, candidate: Candidate
+) -> Schedule:
+    grid = _grid(problem, layouts, machine, candidate.tile)
     coded = {"A": layouts.a.decode_bytes, "B": layouts.b.decode_bytes, "C": layouts.c.encodes}
     return Schedule(
         problem,

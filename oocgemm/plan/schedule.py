@@ -129,7 +129,7 @@ class Schedule:
 
     def __iter__(self) -> Iterator[Operation]:
         strips_done = 0
-        placing = Placing(self.tiles, self.grid.steps, self.slots)
+        placing = Placing(self.tiles, self.grid.steps, self.slots, self.grid.ramp)
         for position, tile in enumerate(self.tiles):
             strips = list(enumerate(self._strips(tile), strips_done))
             strips_done += len(strips)
@@ -137,8 +137,8 @@ class Schedule:
             if self.problem.reads_c and not self.problem.finishes:
                 for number, rows in strips:
                     yield from self._load_c(tile, rows, number, c_slot, whole_tile=True)
-            left = self.grid.steps
-            begins = step_order(tile, left)[0]
+            order = step_order(tile, self.grid.steps, self.grid.ramp)
+            left, begins = len(order), order[0]
             by_strips = False
             for by_strips, group in placing.groups(position):
                 left -= len(group)
@@ -156,9 +156,9 @@ class Schedule:
 
     def loads(self) -> Loads:
         """Exact bytes of the panels that `__iter__` would load, without making the operations."""
-        depths = [_length(self.grid.depth(p)) for p in range(self.grid.steps)]
+        depths = [_length(self.grid.depth(p)) for p in range(self.grid.steps + self.grid.ramp + 1)]
         total = [0, 0, 0, 0]
-        loaded = Placing(self.tiles, self.grid.steps, self.slots).loads(depths)
+        loaded = Placing(self.tiles, self.grid.steps, self.slots, self.grid.ramp).loads(depths)
         for (i, j), ((a_up, a_read), (b_up, b_read)) in zip(self.tiles, loaded, strict=True):
             m, n = _length(self.grid.rows(i)), _length(self.grid.cols(j))
             for index, elements in enumerate((m * a_up, n * b_up, m * a_read, n * b_read)):

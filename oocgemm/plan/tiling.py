@@ -17,6 +17,10 @@ from functools import lru_cache
 
 from oocgemm.plan.problem import GemmProblem, Op
 
+# The thinnest first step: half as deep twice over, and deep enough for a kernel to be worth starting.
+RAMP = 2
+THINNEST = 256
+
 Span = tuple[int, int]
 Tile = tuple[int, int]
 
@@ -53,16 +57,21 @@ class TileShape:
 
 @dataclass(frozen=True, slots=True)
 class TileGrid:
-    """The tiles and steps of a problem of m x n x k elements (k being the depth really multiplied)."""
+    """The tiles and steps of a problem of m x n x k elements (k being the depth really multiplied).
+
+    With a `ramp` tile (0, 0), which the others wait for, has 1 + ramp thin steps in place of step 0, each as deep as
+    all before it: thin panels are there sooner, so that the kernel begins sooner. They are numbered from `steps` on.
+    """
 
     m: int
     n: int
     k: int
     tile: TileShape
+    ramp: int = 0
 
     @classmethod
-    def of(cls, problem: GemmProblem, tile: TileShape) -> "TileGrid":
-        return cls(problem.m, problem.n, problem.depth, tile)
+    def of(cls, problem: GemmProblem, tile: TileShape, ramp: int = 0) -> "TileGrid":
+        return cls(problem.m, problem.n, problem.depth, tile, ramp)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -84,7 +93,18 @@ class TileGrid:
 
     def depth(self, p: int) -> Span:
         """Valid extent along k of step p."""
-        return p * self.tile.r, min((p + 1) * self.tile.r, self.k)
+        if p < self.steps:
+            return p * self.tile.r, min((p + 1) * self.tile.r, self.k)
+        thin = p - self.steps
+        return (self.tile.r >> (self.ramp - thin + 1) if thin else 0), self.tile.r >> (self.ramp - thin)
+
+
+def ramp_of(k: int, r: int, unit: int) -> int:
+    """How often r can be halved, twice at most, so that thin steps are whole multiples of `unit` and not too thin."""
+    halvings = 0
+    while halvings < RAMP and k > r and (r >> halvings) % (2 * unit) == 0 and r >> (halvings + 1) >= THINNEST:
+        halvings += 1
+    return halvings
 
 
 @dataclass(frozen=True, slots=True)

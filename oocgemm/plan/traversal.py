@@ -58,14 +58,22 @@ def walk(traversal: Traversal, tile_rows: int, tile_cols: int) -> tuple[Tile, ..
     return tuple(tiles)
 
 
-def step_order(tile: Tile, steps: int) -> range:
-    """The steps of a tile in the order they run.
+def forwards(tile: Tile) -> bool:
+    """Whether k runs forwards in a tile."""
+    return sum(tile) % 2 == 0
+
+
+def step_order(tile: Tile, steps: int, ramp: int = 0) -> Sequence[int]:
+    """The steps of a tile in the order they run; with a `ramp` those of tile (0, 0) begin with thin ones.
 
     >>> list(step_order((0, 0), 3)), list(step_order((0, 1), 3))
     ([0, 1, 2], [2, 1, 0])
+    >>> step_order((0, 0), 3, ramp=1)
+    (3, 4, 1, 2)
     """
-    i, j = tile
-    return range(steps) if (i + j) % 2 == 0 else range(steps - 1, -1, -1)
+    if not forwards(tile):
+        return range(steps - 1, -1, -1)
+    return (*range(steps, steps + ramp + 1), *range(1, steps)) if ramp and tile == (0, 0) else range(steps)
 
 
 class NextUse:
@@ -89,7 +97,7 @@ class NextUse:
         """First use, after tile number `position`, of the panel `step` of a tile row (or column); NEVER if there is
         none."""
         later = self.tile(row, position)
-        if later is None:
+        if later is None or step >= self._steps:  # thin steps are of one tile only
             return NEVER
-        forwards = step_order(self._tiles[later], self._steps).step > 0
-        return later * self._steps + (step if forwards else self._steps - 1 - step)
+        ahead = step if forwards(self._tiles[later]) else self._steps - 1 - step
+        return later * self._steps + ahead

@@ -38,6 +38,10 @@ class ArrayMatrix:
     def write(self, rows: Span, cols: Span, data: Array) -> None:
         np.copyto(self.array[slice(*rows), slice(*cols)], data, casting="equiv")
 
+    def sync(self) -> None:
+        if isinstance(self.array, np.memmap):
+            self.array.flush()
+
     def describe(self) -> dict[str, object]:
         kind = "npy" if self._path else "memory"
         return {"store": kind, "path": self._path, "shape": list(self.shape), "dtype": self.dtype.name}

@@ -31,6 +31,9 @@ class Matrix(Protocol):
     def write(self, rows: Span, cols: Span, data: Array) -> None:
         """Store `data` as the block. Threads may call it side by side for blocks that share no write chunk."""
 
+    def sync(self) -> None:
+        """Have the system bring all that was written to the disk, as far as it has one. Raises `OSError`."""
+
     def describe(self) -> dict[str, object]:
         """What it is, for the header of a timeline."""
 

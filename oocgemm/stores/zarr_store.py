@@ -19,6 +19,7 @@ from oocgemm.plan.tiling import Span
 from oocgemm.stores.base import BATCH_BYTES, Array, checked
 from oocgemm.stores.direct import DirectChunks, Shards
 from oocgemm.stores.encoding import from_v2, from_v3
+from oocgemm.stores.files import sync_folder
 
 # Arrays larger than this part of the machine's memory would push each other out of the page cache before they are
 # read again.
@@ -82,6 +83,11 @@ class ZarrMatrix:
             self.direct.write(rows, cols, data)
         else:
             self.array.set_basic_selection((slice(*rows), slice(*cols)), data)
+
+    def sync(self) -> None:
+        folder = _folder(self.array)
+        if folder is not None:
+            sync_folder(folder)
 
     def _owns(self, rows: Span, cols: Span) -> bool:
         """Whether a block consists of whole write chunks (or what the matrix's edges leave of them)."""
