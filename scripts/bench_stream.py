@@ -1,26 +1,29 @@
 #!/usr/bin/env python
-"""Streamed products on a GPU against the same product in-core in cuBLAS, all in one run.
+"""Products of NumPy arrays in host memory against the same in-core in cuBLAS and against peers, all in one run.
 
-Contenders, interleaved: in-core cuBLAS (operands and result on the device), `oocgemm.matmul` from NumPy arrays
-in host memory, and `oocgemm.matmul` from zarr to zarr. Every result is checked against in-core, element by
-element, with the bound k eps (|A| |B|). Raw samples go to a JSON file.
+Contenders, interleaved: in-core cuBLAS (operands and result on the device), `oocgemm.matmul`, a plain synchronous
+loop of CuPy calls over the tiles of the same plan, and cuBLASXt at several block sizes, with pageable arrays and
+with arrays pinned beforehand (which is not timed, and no budget binds cuBLASXt). Every result is checked against
+in-core. Raw samples go to a JSON file, a key a case; cases of other invocations are kept.
 """
 
+import ctypes
 import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import click
 import cupy
 import numpy as np
-import zarr
+from cupy.cuda import runtime
 
 import oocgemm
+from oocgemm.plan import Plan
+
+BLOCKS = (1024, 2048, 4096, 8192, 16384)
+XT_DEFAULT = 2048  # cuBLASXt's own block size
 
 
 def in_core_seconds(a: cupy.ndarray, b: cupy.ndarray, out: cupy.ndarray) -> float:
@@ -38,125 +41,181 @@ def touch(size: int = 4 << 30) -> None:
     np.empty(size, np.uint8)[::4096] = 0
 
 
-def worst_error(c: np.ndarray | zarr.Array, reference: cupy.ndarray, bound: cupy.ndarray) -> float:
+class CublasXt:
+    """cuBLASXt through ctypes, from the library that CuPy has loaded."""
+
+    def __init__(self, dtype: str) -> None:
+        with open("/proc/self/maps", encoding="utf-8") as maps:
+            paths = {line.split(maxsplit=5)[5].strip() for line in maps if "libcublas.so" in line}
+        self._library = ctypes.CDLL(min(paths))
+        self._handle = ctypes.c_void_p()
+        self._check(self._library.cublasXtCreate(ctypes.byref(self._handle)))
+        devices = (ctypes.c_int * 1)(0)
+        self._check(self._library.cublasXtDeviceSelect(self._handle, 1, devices))
+        self._gemm = getattr(self._library, {"float32": "cublasXtSgemm", "float64": "cublasXtDgemm"}[dtype])
+        self._scalar = {"float32": ctypes.c_float, "float64": ctypes.c_double}[dtype]
+
+    def seconds(self, a: Any, b: Any, c: Any, block: int) -> float:
+        """a @ b into c, row-major: to a column-major library that is b^T and a^T in turn."""
+        self._check(self._library.cublasXtSetBlockDim(self._handle, block))
+        one, zero = self._scalar(1), self._scalar(0)
+        (m, k), n = a.shape, b.shape[1]
+        started = time.perf_counter()
+        self._check(
+            self._gemm(
+                *(self._handle, 0, 0, ctypes.c_size_t(n), ctypes.c_size_t(m), ctypes.c_size_t(k)),
+                *(ctypes.byref(one), ctypes.c_void_p(b.ctypes.data), ctypes.c_size_t(n)),
+                *(ctypes.c_void_p(a.ctypes.data), ctypes.c_size_t(k)),
+                *(ctypes.byref(zero), ctypes.c_void_p(c.ctypes.data), ctypes.c_size_t(n)),
+            )
+        )
+        runtime.deviceSynchronize()
+        return time.perf_counter() - started
+
+    def close(self) -> None:
+        self._check(self._library.cublasXtDestroy(self._handle))
+
+    @staticmethod
+    def _check(status: int) -> None:
+        if status:
+            raise RuntimeError(f"cuBLASXt returns {status}")
+
+
+def loop_seconds(a: Any, b: Any, c: Any, plan: Plan) -> float:
+    """What is written by hand: for each tile, for each panel pair, copy, multiply, wait; the same tiles as ours."""
+    tile, grid = plan.tile, plan.grid
+    started = time.perf_counter()
+    for i in range(grid.shape[0]):
+        for j in range(grid.shape[1]):
+            rows, cols = slice(*grid.rows(i)), slice(*grid.cols(j))
+            total = cupy.zeros((rows.stop - rows.start, cols.stop - cols.start), a.dtype)
+            for p in range(0, a.shape[1], tile.r):
+                left = cupy.asarray(a[rows, p : p + tile.r])
+                right = cupy.asarray(b[p : p + tile.r, cols])
+                total += left @ right
+            c[rows, cols] = total.get()
+            del total
+    return time.perf_counter() - started
+
+
+def worst_error(c: Any, reference: cupy.ndarray, bound: cupy.ndarray) -> float:
     """Largest |dC| / (k eps |A| |B|); NaN counts as infinite."""
     worst = 0.0
     for row in range(0, c.shape[0], 4096):
         block = cupy.asarray(c[row : row + 4096])
         ratio = cupy.abs(block - reference[row : row + 4096]) / bound[row : row + 4096]
-        value = float(cupy.where(cupy.isnan(ratio), cupy.inf, ratio).max())
-        worst = max(worst, value)
+        worst = max(worst, float(cupy.where(cupy.isnan(ratio), cupy.inf, ratio).max()))
     return worst
 
 
 @click.command()
 @click.option("--size", default=24576, show_default=True)
-@click.option("--dtype", default="float64", show_default=True)
+@click.option("--dtype", default="float64", show_default=True, type=click.Choice(["float32", "float64"]))
 @click.option("--device-memory", default="3GiB", show_default=True)
 @click.option("--host-memory", default="8GiB", show_default=True)
-@click.option("--chunk", default=2048, show_default=True)
 @click.option("--repeats", default=5, show_default=True)
 @click.option(
-    "--folder", type=click.Path(), default=None, help="Where the zarr arrays go.  [default: temporary]"
+    "--xt-repeats", default=2, show_default=True, help="Runs of cuBLASXt a block size; 0: leave it out."
 )
+@click.option("--loop/--no-loop", default=True, help="The plain loop of CuPy calls.")
 @click.option("--output", type=click.Path(), default="scripts/results/bench_stream.json", show_default=True)
-@click.option("--timeline", type=click.Path(), default=None, help="Keep the timeline of the last zarr run.")
+@click.option("--timeline", type=click.Path(), default=None, help="Keep the timeline of the last run.")
 def main(
     size: int,
     dtype: str,
     device_memory: str,
     host_memory: str,
-    chunk: int,
     repeats: int,
-    folder: str | None,
+    xt_repeats: int,
+    loop: bool,
     output: str,
     timeline: str | None,
 ) -> None:
-    work = Path(folder or tempfile.mkdtemp(prefix="oocgemm-bench-"))
     rng = cupy.random.default_rng(0)
-    device_a, device_b = (rng.standard_normal((size, size), dtype="float64").astype(dtype) for _ in range(2))
-    reference = cupy.empty_like(device_a)
-    in_core_seconds(device_a, device_b, reference)
-    epsilon = float(np.finfo(dtype).eps)
-    bound = size * epsilon * (cupy.abs(device_a) @ cupy.abs(device_b))
+    device_a, device_b = (cupy.empty((size, size), dtype) for _ in range(2))
+    for row in range(0, size, 2048):
+        for x in (device_a, device_b):
+            x[row : row + 2048] = rng.standard_normal(x[row : row + 2048].shape, dtype=dtype)
     a, b = device_a.get(), device_b.get()
     c = np.zeros_like(a)
-    for name, array in (("A", a), ("B", b)):
-        target = zarr.create_array(
-            work / f"{name}.zarr", shape=array.shape, dtype=dtype, chunks=(chunk, chunk), compressors=None
-        )
-        target[:] = array
     scratch = cupy.empty_like(device_a)
+    in_core_seconds(device_a, device_b, scratch)
+    samples: dict[str, list[float]] = {"in_core": [], "oocgemm": [], "oocgemm_call": []}
+    shares: list[float | None] = []
     options = {"device_memory": device_memory, "host_memory": host_memory, "backend": "cuda"}
-    samples: dict[str, list[float]] = {"in_core": [], "numpy": [], "zarr": []}
-    shares: dict[str, list[float | None]] = {"numpy": [], "zarr": []}
-    errors: dict[str, float] = {}
+
+    def ours() -> oocgemm.Result:
+        touch()
+        started = time.perf_counter()
+        result = oocgemm.matmul(a, b, out=c, timeline=timeline, **options)
+        samples["oocgemm_call"].append(time.perf_counter() - started)
+        samples["oocgemm"].append(result.report.wall)
+        shares.append(result.report.compute_share)
+        return result
+
     for repeat in range(repeats + 1):
-        in_core = in_core_seconds(device_a, device_b, scratch)
+        samples["in_core"].append(in_core_seconds(device_a, device_b, scratch))
         c[...] = np.nan
-        touch()
-        from_numpy = oocgemm.matmul(a, b, out=c, **options)
-        touch()
-        from_zarr = oocgemm.matmul(
-            work / "A.zarr",
-            work / "B.zarr",
-            out=work / "C.zarr",
-            overwrite=repeat > 0,
-            timeline=timeline,
-            **options,
-        )
-        for name, seconds, result in (
-            ("in_core", in_core, None),
-            ("numpy", from_numpy.report.wall, from_numpy),
-            ("zarr", from_zarr.report.wall, from_zarr),
-        ):
-            warm_up = repeat == 0
-            if not warm_up:
-                samples[name].append(seconds)
-            if result is not None and not warm_up:
-                shares[name].append(result.report.compute_share)
-            print(f"{'warm-up ' if warm_up else ''}{name:8} {seconds:.4f} s", flush=True)
+        result = ours()
+        print(f"in-core {samples['in_core'][-1]:.4f} s, oocgemm {samples['oocgemm'][-1]:.4f} s", flush=True)
         if repeat == 0:
-            errors = {
-                "numpy": worst_error(c, reference, bound),
-                "zarr": worst_error(from_zarr.out, reference, bound),
-            }
-            print("worst error over its bound:", errors, flush=True)
-    process = time.perf_counter()
-    subprocess.run(
-        [sys.executable, "-m", "oocgemm", "run", str(work / "A.zarr"), str(work / "B.zarr"), str(work / "D.zarr"),
-         "--device-memory", device_memory, "--host-memory", host_memory, "--backend", "cuda", "--quiet"],
-        check=True,
-    )  # fmt: skip
-    process = time.perf_counter() - process
+            epsilon = float(np.finfo(dtype).eps)
+            bound = size * epsilon * (cupy.abs(device_a) @ cupy.abs(device_b))
+            error = worst_error(c, scratch, bound)
+            del bound
+            print(f"worst error over its bound {error:.2e}", flush=True)
+            assert error <= 1, "the result is wrong"
+            for kept in (*samples.values(), shares):
+                kept.clear()
+    if loop:
+        for _ in range(2):
+            samples.setdefault("cupy_loop", []).append(loop_seconds(a, b, c, result.plan))
+        print(f"loop {samples['cupy_loop']}", flush=True)
+        cupy.get_default_memory_pool().free_all_blocks()
+    if xt_repeats:
+        peers(a, b, c, dtype, xt_repeats, samples)
     median = {name: statistics.median(values) for name, values in samples.items()}
-    flops = 2 * size**3
+    header = result.timeline.header
     found = {
-        "what": f"{size}^3 {dtype}, device memory {device_memory}, host memory {host_memory}, chunks {chunk}",
-        "machine": from_zarr.timeline.header["machine"] | from_zarr.timeline.header["backend"],
-        "versions": from_zarr.timeline.header["versions"],
-        "plan": {"numpy": str(from_numpy.plan.tile), "zarr": str(from_zarr.plan.tile)},
-        "slots": {"numpy": from_numpy.plan.to_dict()["slots"], "zarr": from_zarr.plan.to_dict()["slots"]},
+        "what": f"{size}^3 {dtype}, device memory {device_memory}, host memory {host_memory}",
+        "machine": header["machine"] | header["backend"],
+        "versions": header["versions"],
+        "plan": result.plan.to_dict(),
         "samples_seconds": samples,
-        "compute_share": shares,
         "median_seconds": median,
-        "tflops": {name: flops / seconds / 1e12 for name, seconds in median.items()},
-        "of_in_core": {name: median["in_core"] / median[name] for name in ("numpy", "zarr")},
-        "worst_error_over_bound": errors,
-        "process_seconds": process,
-        "report": {"numpy": from_numpy.report.to_dict(), "zarr": from_zarr.report.to_dict()},
+        "compute_share": shares,
+        "of_in_core": median["in_core"] / median["oocgemm"],
+        "of_in_core_samples": [x / y for x, y in zip(samples["in_core"], samples["oocgemm"], strict=True)],
+        "times_xt": {name: value / median["oocgemm"] for name, value in median.items() if "xt" in name},
+        "worst_error_over_bound": error,
+        "report": result.report.to_dict(),
     }
-    Path(output).parent.mkdir(parents=True, exist_ok=True)
-    Path(output).write_text(json.dumps(found, indent=1) + "\n")
+    path = Path(output)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    cases = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(cases | {f"{dtype} {size}": found}, indent=1) + "\n")
+    brief = ("of_in_core", "of_in_core_samples", "median_seconds", "times_xt")
+    print(json.dumps({key: found[key] for key in brief}, indent=1))
+    print({cause: round(s * 1e3, 1) for cause, s in result.report.exposed.items()}, result.plan.tile)
     print(
-        json.dumps(
-            {k: found[k] for k in ("plan", "median_seconds", "tflops", "of_in_core", "process_seconds")}
-        )
+        {lane: (round(v["busy"], 3), round(v["bytes"] / 1e9, 2)) for lane, v in result.report.lanes.items()}
     )
-    print(json.dumps(found["report"]))
-    assert max(errors.values()) <= 1, "a result is wrong"
-    if folder is None:
-        os.system(f"rm -rf {work}")
+
+
+def peers(a: Any, b: Any, c: Any, dtype: str, repeats: int, samples: dict[str, list[float]]) -> None:
+    xt = CublasXt(dtype)
+    for pinned in (False, True):
+        for x in (a, b, c) if pinned else ():
+            runtime.hostRegister(x.ctypes.data, x.nbytes, 0)
+        for block in BLOCKS:
+            name = f"xt {block} {'pinned' if pinned else 'pageable'}"
+            # The first run, which brings the library up, is kept off; so is what is slow beyond interest.
+            times = [xt.seconds(a, b, c, block) for _ in range(repeats + (block == BLOCKS[0] and not pinned))]
+            samples[name] = times[-repeats:]
+            print(name, samples[name], flush=True)
+        for x in (a, b, c) if pinned else ():
+            runtime.hostUnregister(x.ctypes.data)
+    xt.close()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,310 @@
+#!/usr/bin/env python
+"""Products from zarr to zarr on a GPU, a case each:
+
+- zarr     24576^3 float64 in 3 GiB, page cache warm, against in-core cuBLAS
+- beyond   32768 x 524288 x 32768 float64 in 8 GiB: operands of 128 GiB each, larger than GPU, host and disk. Their
+           chunk files are hard links to a few dozen distinct ones, so that they fit the disk and the page cache
+- cold     a product bound by the disk, page cache empty, against reading its operands' files once
+- codecs   zstd and blosc operands, against decoding them alone with all cores
+
+Each is checked against cuBLAS, repeated, and written with raw samples into a JSON file, a key a case.
+"""
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import click
+import cupy
+import numpy as np
+import zarr
+
+from oocgemm import stores
+from oocgemm.staging import PIECE_BYTES
+
+CORES = len(os.sched_getaffinity(0))
+
+
+def in_core_seconds(m: int, n: int, k: int, times: int) -> float:
+    """cuBLAS, operands on the device: that many rank-k updates of an m x n result, in sequence."""
+    a, b = cupy.ones((m, k)), cupy.ones((k, n))
+    rng = cupy.random.default_rng(0)
+    for x in (a, b):
+        for row in range(0, x.shape[0], 2048):
+            x[row : row + 2048] = rng.standard_normal(x[row : row + 2048].shape)
+    c = cupy.empty((m, n))
+    cupy.matmul(a, b, out=c)
+    start, end = cupy.cuda.Event(), cupy.cuda.Event()
+    start.record()
+    for _ in range(times):
+        cupy.matmul(a, b, out=c)
+    end.record()
+    end.synchronize()
+    seconds = float(cupy.cuda.get_elapsed_time(start, end)) / 1e3
+    del a, b, c
+    cupy.get_default_memory_pool().free_all_blocks()
+    return seconds
+
+
+def run(a: Path, b: Path, c: Path, *options: str, timeline: Path | None = None) -> dict[str, Any]:
+    """`oocgemm run` as a process: its JSON, and the seconds of the whole process."""
+    shutil.rmtree(c, ignore_errors=True)
+    command = [sys.executable, "-m", "oocgemm", "run", str(a), str(b), str(c), "--json", "--backend", "cuda"]
+    command += [*options, *(["--timeline", str(timeline)] if timeline else [])]
+    started = time.perf_counter()
+    out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    process = time.perf_counter() - started
+    found: dict[str, Any] = json.loads(out)
+    found["process_seconds"] = process
+    report = found["report"]
+    print(
+        f"  T {report['wall']:.3f} s, process {process:.3f} s, compute share {report['compute_share']:.3f}",
+        {cause: round(s, 3) for cause, s in report["exposed"].items()},
+        {lane: (round(v["busy"], 2), round(v["bytes"] / 1e9, 1)) for lane, v in report["lanes"].items()},
+        found["plan"]["tile"], found["plan"]["slots"], found["plan"]["traversal"], flush=True,
+    )  # fmt: skip
+    return found
+
+
+def summary(runs: list[dict[str, Any]], what: str, **more: Any) -> dict[str, Any]:
+    last = runs[-1]
+    return {
+        "what": what,
+        "backend": last["backend"],
+        "plan": last["plan"],
+        "report": last["report"],
+        "samples_seconds": [r["report"]["wall"] for r in runs],
+        "process_seconds": [r["process_seconds"] for r in runs],
+        "compute_share": [r["report"]["compute_share"] for r in runs],
+        "median_seconds": statistics.median(r["report"]["wall"] for r in runs),
+    } | more
+
+
+def random_zarr(path: Path, shape: tuple[int, int], chunk: int, seed: int, codec: Any = None) -> None:
+    """Random numbers; for a codec with few bits each, so that they can be compressed."""
+    array = zarr.create_array(path, shape=shape, dtype="float64", chunks=(chunk, chunk), compressors=codec)
+    rng = np.random.default_rng(seed)
+
+    def fill(row: int) -> None:
+        block = rng.spawn(1)[0].standard_normal((chunk, shape[1]))
+        array[row : row + chunk] = np.round(block * 64) if codec else block
+
+    with ThreadPoolExecutor(CORES) as pool:
+        list(pool.map(fill, range(0, shape[0], chunk)))
+
+
+def linked_zarr(path: Path, shape: tuple[int, int], chunk: int, distinct: int, seed: int) -> None:
+    """An array whose chunk (i, j) is a hard link to number (i * 7 + j * 3) % distinct of so many files."""
+    zarr.create_array(path, shape=shape, dtype="float64", chunks=(chunk, chunk), compressors=None)
+    down, across = shape[0] // chunk, shape[1] // chunk
+    rng = np.random.default_rng(seed)
+    originals = [path / f".original-{i}" for i in range(distinct)]
+    for original in originals:
+        rng.standard_normal((chunk, chunk)).tofile(original)
+    for i in range(down):
+        (path / "c" / str(i)).mkdir(parents=True)
+        for j in range(across):
+            os.link(originals[(i * 7 + j * 3) % distinct], path / "c" / str(i) / str(j))
+
+
+def block_error(a: Path, b: Path, c: Path, chunk: int, at: tuple[int, int]) -> float:
+    """Largest |dC| / (k eps |A| |B|) over a chunk of C, computed anew from the operands' chunk files."""
+    k = zarr.open_array(a, mode="r").shape[1]
+
+    def load(path: Path, i: int, j: int) -> cupy.ndarray:
+        return cupy.asarray(np.fromfile(path / "c" / str(i) / str(j)).reshape(chunk, chunk))
+
+    total, bound = cupy.zeros((chunk, chunk)), cupy.zeros((chunk, chunk))
+    for p in range(k // chunk):
+        left, right = load(a, at[0], p), load(b, p, at[1])
+        total += left @ right
+        bound += cupy.abs(left) @ cupy.abs(right)
+    (r, s) = (x * chunk for x in at)
+    found = cupy.asarray(zarr.open_array(c, mode="r")[r : r + chunk, s : s + chunk])
+    ratio = cupy.abs(found - total) / (k * np.finfo("float64").eps * bound)
+    return float(cupy.where(cupy.isnan(ratio), cupy.inf, ratio).max())
+
+
+def chunk_files(*arrays: Path) -> list[Path]:
+    return [p for array in arrays for p in array.rglob("*") if p.is_file() and p.name != "zarr.json"]
+
+
+def evict(files: list[Path]) -> None:
+    """Have the page cache forget these files."""
+    for path in files:
+        with open(path, "rb+") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def disk_seconds(files: list[Path], threads: int) -> float:
+    """Reading files once, past the page cache, in pieces of 16 MiB: what the disk can do."""
+    import mmap
+
+    def read(path: Path) -> None:
+        buffer = mmap.mmap(-1, PIECE_BYTES)
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        while os.readv(descriptor, [buffer]) == PIECE_BYTES:
+            pass
+        os.close(descriptor)
+
+    started = time.perf_counter()
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(read, files))
+    return time.perf_counter() - started
+
+
+def decode_seconds(*arrays: Path) -> float:
+    """Decoding every chunk of arrays once, on all cores, through the stores alone."""
+    matrices = [stores.open_matrix("X", str(path)) for path in arrays]
+    height, width = matrices[0].layout.read_chunk
+    places = [
+        (matrix, (r, r + height), (s, s + width))
+        for matrix in matrices
+        for r in range(0, matrix.shape[0], height)
+        for s in range(0, matrix.shape[1], width)
+    ]
+    outs = [np.ones((height, width)) for _ in range(CORES)]
+
+    def work(number: int) -> None:
+        for matrix, rows, cols in places[number::CORES]:
+            matrix.read(rows, cols, outs[number])
+
+    started = time.perf_counter()
+    with ThreadPoolExecutor(CORES) as pool:
+        list(pool.map(work, range(CORES)))
+    return time.perf_counter() - started
+
+
+def zarr_case(work: Path, repeats: int, size: int) -> dict[str, Any]:
+    a, b, c = (work / f"{name}.zarr" for name in "ABC")
+    for seed, path in enumerate((a, b)):
+        random_zarr(path, (size, size), 2048, seed)
+    core, runs = [], []
+    for _ in range(repeats):
+        core.append(in_core_seconds(size, size, size, 1))
+        runs.append(run(a, b, c, "--device-memory", "3GiB", "--host-memory", "8GiB"))
+    error = max(block_error(a, b, c, 2048, at) for at in ((0, 0), (size // 2048 - 1, 3)))
+    return summary(
+        runs, f"{size}^3 float64, device memory 3GiB", in_core_seconds=core, worst_error_over_bound=error
+    )
+
+
+def beyond_case(work: Path, repeats: int, size: int) -> dict[str, Any]:
+    a, b, c = (work / f"{name}.zarr" for name in "ABC")
+    k, distinct = 16 * size, 48
+    linked_zarr(a, (size, k), 2048, distinct, 1)
+    linked_zarr(b, (k, size), 2048, distinct, 2)
+    core, runs = [], []
+    for repeat in range(repeats):
+        core.append(in_core_seconds(size, size, size // 2, 32))
+        print(f"in-core, the same flops: {core[-1]:.3f} s", flush=True)
+        timeline = work.parent / "beyond.jsonl" if repeat == repeats - 1 else None
+        runs.append(run(a, b, c, "--device-memory", "8GiB", "--host-memory", "24GiB", timeline=timeline))
+    last = size // 2048 - 1
+    error = max(block_error(a, b, c, 2048, at) for at in ((0, 0), (last, last), (last // 2, 1)))
+    ratios = [r["report"]["wall"] / x for r, x in zip(runs, core, strict=True)]
+    what = f"{size} x {k} x {size} float64, device memory 8GiB, host memory 24GiB; chunk files hard-linked to {distinct}"
+    return summary(runs, what, in_core_seconds=core, over_in_core=ratios, worst_error_over_bound=error)
+
+
+def cold_case(work: Path, repeats: int, size: int) -> dict[str, Any]:
+    a, b, c = (work / f"{name}.zarr" for name in "ABC")
+    random_zarr(a, (size // 2, 2 * size), 2048, 1)
+    random_zarr(b, (2 * size, 2048), 2048, 2)
+    files, alone, runs = chunk_files(a, b), [], []
+    size_read = sum(path.stat().st_size for path in files)
+    for _ in range(repeats):
+        evict(files)
+        alone.append(min(disk_seconds(files, 4), disk_seconds(files, 16)))
+        print(f"disk alone {alone[-1]:.3f} s, {size_read / alone[-1] / 1e9:.2f} GB/s", flush=True)
+        evict(files)
+        runs.append(run(a, b, c, "--device-memory", "8GiB", "--host-memory", "8GiB"))
+    error = block_error(a, b, c, 2048, (1, 0))
+    ratios = [r["report"]["wall"] / x for r, x in zip(runs, alone, strict=True)]
+    what = f"{size // 2} x {2 * size} x 2048 float64, page cache empty"
+    return summary(runs, what, disk_alone_seconds=alone, over_disk=ratios, worst_error_over_bound=error)
+
+
+def codecs_case(work: Path, repeats: int, size: int) -> dict[str, Any]:
+    from zarr.codecs import BloscCodec, ZstdCodec
+
+    found: dict[str, Any] = {}
+    for name, codec in (
+        ("zstd", ZstdCodec(level=1)),
+        ("blosc-lz4", BloscCodec(cname="lz4", clevel=3, shuffle="shuffle")),
+    ):
+        a, b, c = (work / f"{name}-{operand}.zarr" for operand in "ABC")
+        for seed, path in enumerate((a, b)):
+            random_zarr(path, (size, size), 1024, seed, codec)
+        alone, runs = [], []
+        for _ in range(repeats):
+            alone.append(decode_seconds(a, b))
+            print(
+                f"{name}: decoding alone {alone[-1]:.3f} s, {16 * size**2 / alone[-1] / 1e9:.2f} GB/s",
+                flush=True,
+            )
+            runs.append(run(a, b, c, "--device-memory", "20GiB", "--host-memory", "8GiB"))
+        ratios = [x / r["report"]["wall"] for r, x in zip(runs, alone, strict=True)]
+        decoded = runs[-1]["report"]["lanes"]["decode"]["bytes"] / (16 * size**2)
+        found[name] = summary(
+            runs,
+            f"{size}^3 float64, {name}",
+            decode_alone_seconds=alone,
+            of_decode=ratios,
+            decoded_times=decoded,
+        )
+    return found
+
+
+CASES = {
+    "zarr": (zarr_case, 24576),
+    "beyond": (beyond_case, 32768),
+    "cold": (cold_case, 32768),
+    "codecs": (codecs_case, 16384),
+}
+
+
+@click.command()
+@click.argument("cases", nargs=-1, type=click.Choice(list(CASES)))
+@click.option("--folder", type=click.Path(path_type=Path), default=Path("bench-disk"), show_default=True)
+@click.option("--repeats", default=3, show_default=True)
+@click.option("--size", type=int, default=None, help="Smaller or larger than the case's own.")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    default=Path("scripts/results/bench_disk.json"),
+    show_default=True,
+)
+def main(cases: tuple[str, ...], folder: Path, repeats: int, size: int | None, output: Path) -> None:
+    for name in cases or CASES:
+        case, usual = CASES[name]
+        shutil.rmtree(folder / name, ignore_errors=True)
+        (folder / name).mkdir(parents=True)
+        print(name, flush=True)
+        found = case(folder / name, repeats, size or usual)
+        shutil.rmtree(folder / name)
+        known = json.loads(output.read_text()) if output.exists() else {}
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(known | {name: found}, indent=1) + "\n")
+        keys = (
+            "median_seconds",
+            "in_core_seconds",
+            "over_in_core",
+            "over_disk",
+            "of_decode",
+            "worst_error_over_bound",
+        )
+        for part in found.values() if name == "codecs" else (found,):
+            print({key: part[key] for key in keys if key in part}, flush=True)
+
+
+if __name__ == "__main__":
+    main()
