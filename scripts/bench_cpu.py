@@ -5,7 +5,8 @@ Each product runs in a process of its own (`cpu_contenders.py`) on the same arra
 the start of BLAS threads and a small product to warm up come before. Contenders take turns; a round has each of them
 once, and ratios are taken within rounds. The files of the operands are put out of the page cache before a cold run and
 read into it before a warm one. NumPy has its operands in memory and leaves C there; the others write C, all but this
-project into the page cache. Memory is what the process takes above what it had when ready, sampled from outside.
+project into the page cache. Memory is what the process takes above what it had at the start, sampled from outside. How
+long the cores worked for other processes meanwhile is noted: a round in which that is much is worth little.
 
 Results go into one file, a key a case; rounds of a later invocation are added to those that are there. Peers that are
 not installed are left out, and the output says so: pip install --group bench.
@@ -70,6 +71,15 @@ def anonymous_bytes(process: int) -> int:
     return total
 
 
+def busy_elsewhere(process: int) -> float:
+    """Seconds that the cores have worked for others than a process and its ended children, since some time ago."""
+    ticks = [int(value) for value in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
+    user, nice, system, _, _, irq, softirq, steal = ticks[:8]
+    own = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[11:15]
+    all_ticks = user + nice + system + irq + softirq + steal
+    return (all_ticks - sum(map(int, own))) / os.sysconf("SC_CLK_TCK")
+
+
 def run(name: str, cold: bool, folder: Path, case: Case, settings: dict[str, str]) -> dict[str, Any]:
     """One product of one contender: seconds, peak memory above that when ready, and what it tells."""
     place = folder.parent / "C"
@@ -85,7 +95,11 @@ def run(name: str, cold: bool, folder: Path, case: Case, settings: dict[str, str
         assert process.stdout is not None
         process.stdout.readline()  # ready
         set_cache(folder, cold)
+        with contextlib.suppress(BrokenPipeError):
+            print("go", file=process.stdin, flush=True)
+        process.stdout.readline()  # start
         base = peak = anonymous_bytes(process.pid)
+        elsewhere = -busy_elsewhere(process.pid)
 
         def sample() -> None:
             nonlocal peak
@@ -94,9 +108,8 @@ def run(name: str, cold: bool, folder: Path, case: Case, settings: dict[str, str
 
         sampler = threading.Thread(target=sample)
         sampler.start()
-        with contextlib.suppress(BrokenPipeError):
-            print("go", file=process.stdin, flush=True)
         process.stdout.readline()  # done
+        elsewhere += busy_elsewhere(process.pid)
         finished.set()
         sampler.join()
         last = process.stdout.readline()
@@ -106,7 +119,8 @@ def run(name: str, cold: bool, folder: Path, case: Case, settings: dict[str, str
     if process.returncode:
         raise click.ClickException(f"{name} failed")
     found: dict[str, Any] = json.loads(last)
-    return found | {"base_mib": base / 2**20, "peak_mib": (peak - base) / 2**20}
+    memory = {"base_mib": base / 2**20, "peak_mib": (peak - base) / 2**20}
+    return found | memory | {"busy_elsewhere_seconds": elsewhere}
 
 
 def spread(values: list[float], digits: str = ".3f") -> str:
@@ -192,7 +206,7 @@ def main(
             for name, state in turns[first:] + turns[:first]:
                 found = one[label(name, state)] = run(name, state, folder, case, told)
                 which = f"round {number - discard + 1}" if number >= discard else "not counted"
-                figures = f"{found['seconds']:.3f} s, {found['peak_mib']:.0f} MiB"
+                figures = f"{found['seconds']:.3f} s, {found['peak_mib']:.0f} MiB, cores busy elsewhere {found['busy_elsewhere_seconds']:.2f} s"
                 click.echo(f"{which}: {label(name, state)} {figures}")
             if number < discard:
                 continue
