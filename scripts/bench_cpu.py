@@ -188,6 +188,8 @@ def main(
     for name in [peer for peer in PEERS if peer in chosen and peer not in versions()]:
         click.echo(f"{name} is left out: it is not installed (pip install --group bench)")
         chosen.remove(name)
+    if not chosen:
+        return
     states = (False, True) if cold is None else (cold,)
     # The in-core product reads nothing: its cache is neither.
     turns = [(name, state) for name in chosen for state in (states if name != "in-core" else (False,))]

@@ -82,7 +82,7 @@ def on_cores(cases: dict[str, Any]) -> list[str]:
         versions = ", ".join(
             f"{name} {found['versions'][name]}" for name in found["versions"] if name != "oocgemm"
         )
-        (blas,) = {one["in-core"]["blas"] for one in rounds if "in-core" in one}
+        blas = ", ".join(sorted({one[name]["blas"] for one in rounds for name in one}))
         lines += [
             f"{machine['cores']} cores ({machine['processor']}), no GPU; {key.replace(' ', ', ')}, chunks {case['chunk']}, "
             f"from zarr to zarr in {found['budget_mib']:.0f} MiB (device {case['device']}, host {case['host']}); "
