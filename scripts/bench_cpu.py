@@ -138,7 +138,7 @@ def summary(rounds: list[Round]) -> Iterator[str]:
             seconds = spread([one[name]["seconds"] for one in having])
             both = [one for one in having if "in-core" in one]
             of_in_core = spread([one["in-core"]["seconds"] / one[name]["seconds"] for one in both])
-            peak = max(one[name]["peak_mib"] for one in having)
+            peak = max(one[name].get("peak_mib", 0) for one in having)
             yield f"{name:18} {seconds:24} s  of in-core {of_in_core:20}  peak {peak:5.0f} MiB  runs {len(having)}"
 
 

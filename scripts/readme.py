@@ -103,8 +103,9 @@ def on_cores(cases: dict[str, Any]) -> list[str]:
                 ratios = [one["in-core"]["seconds"] / one[state]["seconds"] for one in both]
                 cells += [spread(own) if own else "", ratio(ratios) if ratios else ""]
             cells += [""] * (4 - len(cells))
-            peak = max(one["peak_mib"] for one in samples)
-            lines.append(f"| {title} | {' | '.join(cells)} | {peak:.0f} MiB |")
+            peaks = [one["peak_mib"] for one in samples if "peak_mib" in one]
+            cells.append(f"{max(peaks):.0f} MiB" if peaks else "")
+            lines.append(f"| {title} | {' | '.join(cells)} |")
         lines.append("")
     return [
         *lines,
