@@ -9,7 +9,7 @@ import os
 import sys
 from typing import NoReturn
 
-from oocgemm import cli
+from oocgemm import backends, cli
 from oocgemm.backends.blas import CHOICE, better_family
 
 # The others multiply nothing.
@@ -18,9 +18,15 @@ MULTIPLYING = {"run", "calibrate", "info"}
 
 def main() -> NoReturn:
     """Entry point."""
-    if CHOICE not in os.environ and MULTIPLYING & set(sys.argv[1:]):
+    if CHOICE not in os.environ and MULTIPLYING & set(sys.argv[1:]) and _on_host():
         _choose_kernels()
     cli.main()
+
+
+def _on_host() -> bool:
+    """Whether the processor will do the multiplying, as far as the command line says."""
+    words = {word.removeprefix("--backend=") for word in sys.argv[1:]}
+    return backends.resolve(next((name for name in ("cuda", "host") if name in words), "auto")) == "host"
 
 
 def _choose_kernels() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from oocgemm.backends import resolve
 from oocgemm.backends.blas import AVX512_FLAGS, CHOICE, better_family, blas_name
 
 # The command with a processor and an OpenBLAS that are told to it, and a start that is only printed.
@@ -28,6 +29,7 @@ entry.cli.main = lambda: print("as it is")
 entry.main()
 """
 OLD = {"get_corename": "Haswell", "get_config": "OpenBLAS 0.3.31 DYNAMIC_ARCH NO_AFFINITY Haswell"}
+RUN = ["run", "--backend", "host"]
 ANEW, AS_IT_IS = "started anew with SkylakeX\n", "as it is\n"
 ZEN5 = "fma avx2 sha_ni avx512_bf16 " + " ".join(sorted(AVX512_FLAGS))
 
@@ -35,19 +37,20 @@ ZEN5 = "fma avx2 sha_ni avx512_bf16 " + " ".join(sorted(AVX512_FLAGS))
 @pytest.mark.parametrize(
     ("flags", "answers", "arguments", "environment", "out", "notes"),
     [
-        pytest.param(ZEN5, OLD, ["run", "a"], {}, ANEW, 1, id="AVX2 kernels on a processor with AVX-512"),
-        pytest.param(ZEN5, OLD, ["run", "--quiet"], {}, ANEW, 0, id="quiet"),
-        pytest.param(ZEN5, OLD, ["info", "--json"], {}, ANEW, 0, id="json"),
-        pytest.param(ZEN5, OLD, ["plan", "a", "b"], {}, AS_IT_IS, 0, id="nothing is multiplied"),
-        pytest.param(ZEN5, OLD, ["run"], {CHOICE: "Haswell"}, AS_IT_IS, 0, id="the user has chosen"),
-        pytest.param("fma avx2", OLD, ["run"], {}, AS_IT_IS, 0, id="no AVX-512"),
-        pytest.param("avx2 avx512f avx512cd", OLD, ["run"], {}, AS_IT_IS, 0, id="too little of AVX-512"),
-        pytest.param(ZEN5, OLD | {"get_corename": "SkylakeX"}, ["run"], {}, AS_IT_IS, 0, id="well picked"),
         pytest.param(
-            ZEN5, OLD | {"get_config": "Haswell"}, ["run"], {}, AS_IT_IS, 0, id="one family built in"
+            ZEN5, OLD, ["run", "--backend=host"], {}, ANEW, 1, id="AVX2 kernels on a processor with AVX-512"
         ),
-        pytest.param(ZEN5, {}, ["run"], {}, AS_IT_IS, 0, id="another BLAS"),
-        pytest.param(None, OLD, ["run"], {}, AS_IT_IS, 0, id="a processor that is not known"),
+        pytest.param(ZEN5, OLD, [*RUN, "--quiet"], {}, ANEW, 0, id="quiet"),
+        pytest.param(ZEN5, OLD, [*RUN, "--json"], {}, ANEW, 0, id="json"),
+        pytest.param(ZEN5, OLD, ["run", "--backend", "cuda"], {}, AS_IT_IS, 0, id="on a GPU"),
+        pytest.param(ZEN5, OLD, ["plan", "a", "b"], {}, AS_IT_IS, 0, id="nothing is multiplied"),
+        pytest.param(ZEN5, OLD, RUN, {CHOICE: "Haswell"}, AS_IT_IS, 0, id="the user has chosen"),
+        pytest.param("fma avx2", OLD, RUN, {}, AS_IT_IS, 0, id="no AVX-512"),
+        pytest.param("avx2 avx512f avx512cd", OLD, RUN, {}, AS_IT_IS, 0, id="too little of AVX-512"),
+        pytest.param(ZEN5, OLD | {"get_corename": "SkylakeX"}, RUN, {}, AS_IT_IS, 0, id="well picked"),
+        pytest.param(ZEN5, OLD | {"get_config": "Haswell"}, RUN, {}, AS_IT_IS, 0, id="one family built in"),
+        pytest.param(ZEN5, {}, RUN, {}, AS_IT_IS, 0, id="another BLAS"),
+        pytest.param(None, OLD, RUN, {}, AS_IT_IS, 0, id="a processor that is not known"),
     ],
 )
 def test_the_command_line_gives_the_better_kernels(
@@ -75,6 +78,21 @@ def test_the_command_line_gives_the_better_kernels(
 
 
 @pytest.mark.skipif("openblas" not in blas_name(), reason="needs OpenBLAS")
+def test_the_new_start_has_the_chosen_kernels() -> None:
+    code = (
+        "from oocgemm import __main__ as entry; entry._on_host = lambda: True; "
+        "entry.better_family = lambda: ('Nehalem', 'Haswell'); entry.main()"
+    )
+    clean = {name: value for name, value in os.environ.items() if name != CHOICE}
+    done = subprocess.run(
+        [sys.executable, "-c", code, "info"], env=clean, capture_output=True, text=True, check=True
+    )
+    assert f"{CHOICE}=Haswell" in done.stdout
+    assert done.stderr.startswith(f"Note: {CHOICE}=Haswell, as this processor has AVX-512")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif("openblas" not in blas_name(), reason="needs OpenBLAS")
 @pytest.mark.parametrize("environment", [{}, {CHOICE: "Haswell"}])
 def test_what_multiplies_in_the_end_is_said(environment: dict[str, str]) -> None:
     clean = {name: value for name, value in os.environ.items() if name != CHOICE}
@@ -86,7 +104,8 @@ def test_what_multiplies_in_the_end_is_said(environment: dict[str, str]) -> None
         check=True,
     )
     chosen = environment.get(CHOICE)
-    if CHOICE not in os.environ and chosen is None and (better := better_family()):
+    better = better_family() if resolve("auto") == "host" and CHOICE not in os.environ else None
+    if chosen is None and better:
         assert len(done.stderr.splitlines()) == 1
         chosen = better[1]
     else:
