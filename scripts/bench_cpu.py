@@ -80,9 +80,18 @@ def busy_elsewhere(process: int) -> float:
     return (all_ticks - sum(map(int, own))) / os.sysconf("SC_CLK_TCK")
 
 
+def remove(*places: Path) -> None:
+    """Whatever is there."""
+    for place in places:
+        if place.exists():
+            (shutil.rmtree if place.is_dir() else os.unlink)(place)
+
+
 def run(name: str, cold: bool, folder: Path, case: Case, settings: dict[str, str]) -> dict[str, Any]:
     """One product of one contender: seconds, peak memory above that when ready, and what it tells."""
     place = folder.parent / "C"
+    leavings = (place, folder.parent / "cubed")
+    remove(*leavings)  # of a run that was killed
     arguments = {"contender": name, "case": asdict(case), "operands": str(folder), "place": str(place)}
     line = [
         sys.executable,
@@ -113,9 +122,7 @@ def run(name: str, cold: bool, folder: Path, case: Case, settings: dict[str, str
         finished.set()
         sampler.join()
         last = process.stdout.readline()
-    for rest in (place, folder.parent / "cubed"):
-        if rest.exists():
-            (shutil.rmtree if rest.is_dir() else os.unlink)(rest)
+    remove(*leavings)
     if process.returncode:
         raise click.ClickException(f"{name} failed")
     found: dict[str, Any] = json.loads(last)

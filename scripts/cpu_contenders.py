@@ -42,12 +42,17 @@ class Case:
     def budget(self) -> int:
         return parse_size(self.device) + parse_size(self.host)
 
-    def block(self, held: int) -> int:
-        """Side of the largest square blocks, of whole chunks and dividing all extents, of which so many fit the budget."""
+    def blocks(self, held: int) -> tuple[int, int, int]:
+        """Of each extent the largest part, in whole chunks and dividing it, so that so many blocks fit the budget."""
         most = int((self.budget / held / np.dtype(self.dtype).itemsize) ** 0.5)
-        counts = [extent // self.chunk for extent in (self.m, self.k, self.n)]
-        sides = [c * self.chunk for c in range(1, max(counts) + 1) if all(x % c == 0 for x in counts)]
-        return max([side for side in sides if side <= most], default=self.chunk)
+
+        def part(extent: int) -> int:
+            count = extent // self.chunk
+            return self.chunk * max(
+                c for c in range(1, count + 1) if count % c == 0 and c * self.chunk <= most
+            )
+
+        return part(self.m), part(self.k), part(self.n)
 
 
 @dataclass
@@ -117,15 +122,15 @@ def command(job: Job) -> Callable[[], None]:
 
 
 def dask(job: Job) -> Callable[[], None]:
-    """dask.array, on blocks of several chunks. One thread with all of BLAS's, which is faster here than one BLAS thread
-    in each of several."""
+    """dask.array, on blocks of several chunks; one at a time with all of BLAS's threads. `--set dask=threads`: several."""
     import dask
     from dask import array
 
-    side = job.case.block(held=int(job.settings.get("dask_held", 6)))
+    m, k, n = job.case.blocks(held=int(job.settings.get("dask_held", 6)))
 
     def product() -> None:
-        a, b = (array.from_zarr(place, chunks=(side, side)) for place in job.zarrs)
+        left, right = job.zarrs
+        a, b = array.from_zarr(left, chunks=(m, k)), array.from_zarr(right, chunks=(k, n))
         with dask.config.set(scheduler=job.settings.get("dask", "synchronous")):
             (a @ b).to_zarr(job.new_zarr())
 
@@ -144,13 +149,11 @@ def cubed(job: Job) -> Callable[[], None]:
         executor_name=job.settings.get("cubed", "single-threaded"),
         zarr_compressor=None,
     )
-    side = job.case.block(held=int(job.settings.get("cubed_held", 10)))
+    m, k, n = job.case.blocks(held=int(job.settings.get("cubed_held", 10)))
 
     def product() -> None:
-        a, b = (
-            cubed.from_zarr(place, spec=spec).rechunk((side, side))  # type: ignore[attr-defined]
-            for place in job.zarrs
-        )
+        a, b = (cubed.from_zarr(place, spec=spec) for place in job.zarrs)
+        a, b = a.rechunk((m, k)), b.rechunk((k, n))
         cubed.to_zarr(array_api.matmul(a, b), str(job.place))
 
     return product
