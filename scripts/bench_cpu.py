@@ -36,7 +36,7 @@ from oocgemm.api import info
 TOP = Path(__file__).resolve().parent
 PEERS = ("dask", "cubed", "blosc2")
 PACKAGES = ("oocgemm", "numpy", "zarr", *PEERS)
-SAMPLING_SECONDS = 0.05  # seldom, as each sample takes its time from the cores
+SAMPLING_SECONDS = 0.2  # each sample takes its time from the cores
 Round = dict[str, dict[str, Any]]  # by label: a contender, ", cold" added where it is
 
 
