@@ -102,6 +102,7 @@ def library(job: Job) -> Callable[[], None]:
             backend="host",
             device_memory=job.case.device,
             host_memory=job.case.host,
+            tile=job.settings.get("tile"),
             timeline=job.settings.get("timeline"),
         )
         job.told.update(plan=str(result.plan.tile), report=result.report.to_dict())
