@@ -1,165 +1,238 @@
 #!/usr/bin/env python
-"""The host backend, from zarr to zarr within a memory budget, against NumPy's in-core `A @ B`, in one run.
+"""Products from zarr to zarr within a memory budget: this project, dask, cubed and blosc2 beside NumPy's in-core `A @ B`.
 
-Both are timed from call to result in one process with one BLAS, interleaved, after a warm-up. The peak of
-anonymous memory is measured in processes of their own: one that runs the product, one that only imports.
+Each product runs in a process of its own (`cpu_contenders.py`) on the same arrays on disk, and only it is timed: imports,
+the start of BLAS threads and a small product to warm up come before. Contenders take turns; a round has each of them
+once, and ratios are taken within rounds. The files of the operands are put out of the page cache before a cold run and
+read into it before a warm one. NumPy has its operands in memory and leaves C there; the others write C, all but this
+project into the page cache. Memory is what the process takes above what it had at the start, sampled from outside. How
+long the cores worked for other processes meanwhile is noted: a round in which that is much is worth little.
+
+Results go into one file, a key a case; rounds of a later invocation are added to those that are there. Peers that are
+not installed are left out, and the output says so: pip install --group bench.
 """
 
+import contextlib
 import json
+import os
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
-import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import click
-import numpy as np
-import zarr
+from cpu_contenders import CONTENDERS, Case, make_operands
 
-import oocgemm
-from oocgemm.backends.blas import blas_name
-from oocgemm.units import parse_size
+from oocgemm.api import info
 
-
-def anonymous_bytes() -> int:
-    """Memory of this process that is not mapped files."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("the kernel does not report RssAnon")
+TOP = Path(__file__).resolve().parent
+PEERS = ("dask", "cubed", "blosc2")
+PACKAGES = ("oocgemm", "numpy", "zarr", *PEERS)
+SAMPLING_SECONDS = 0.2  # each sample takes its time from the cores
+Round = dict[str, dict[str, Any]]  # by label: a contender, ", cold" added where it is
 
 
-def peak_of(arguments: list[str]) -> int:
-    """Peak of anonymous memory of a process that calls the library with these arguments, sampled all along."""
-    command = [sys.executable, __file__, "--measure", json.dumps(arguments)]
-    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+def label(name: str, cold: bool) -> str:
+    return f"{name}, cold" if cold else name
 
 
-def measure(arguments: list[str]) -> None:
-    peak, done = anonymous_bytes(), threading.Event()
+LABELS = [label(name, cold) for name in CONTENDERS for cold in (False, True)]
 
-    def sample() -> None:
-        nonlocal peak
-        while not done.wait(0.005):
-            peak = max(peak, anonymous_bytes())
 
-    sampler = threading.Thread(target=sample)
-    sampler.start()
-    if arguments:
-        a, b, c, device, host = arguments
-        oocgemm.matmul(a, b, out=c, device_memory=device, host_memory=host, backend="host", overwrite=True)
-    done.set()
-    sampler.join()
-    print(max(peak, anonymous_bytes()))
+def set_cache(folder: Path, cold: bool) -> None:
+    """Every file below a folder out of the page cache, or into it."""
+    os.sync()
+    for path in filter(Path.is_file, folder.rglob("*")):
+        with path.open("rb", buffering=0) as file:
+            if cold:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            else:
+                while file.read(8 << 20):
+                    pass
+
+
+def anonymous_bytes(process: int) -> int:
+    """Memory of a process and its children that is not mapped files."""
+    total = 0
+    with contextlib.suppress(OSError):  # it may end at any moment
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+        total = sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+        for task in Path(f"/proc/{process}/task").iterdir():
+            total += sum(anonymous_bytes(int(one)) for one in (task / "children").read_text().split())
+    return total
+
+
+def busy_elsewhere(process: int) -> float:
+    """Seconds that the cores have worked for others than a process and its ended children, since some time ago."""
+    ticks = [int(value) for value in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
+    user, nice, system, _, _, irq, softirq, steal = ticks[:8]
+    own = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[11:15]
+    all_ticks = user + nice + system + irq + softirq + steal
+    return (all_ticks - sum(map(int, own))) / os.sysconf("SC_CLK_TCK")
+
+
+def remove(*places: Path) -> None:
+    """Whatever is there."""
+    for place in places:
+        if place.exists():
+            (shutil.rmtree if place.is_dir() else os.unlink)(place)
+
+
+def run(name: str, cold: bool, folder: Path, case: Case, settings: dict[str, str]) -> dict[str, Any]:
+    """One product of one contender: seconds, peak memory above that when ready, and what it tells."""
+    place = folder.parent / "C"
+    leavings = (place, folder.parent / "cubed")
+    remove(*leavings)  # of a run that was killed
+    arguments = {"contender": name, "case": asdict(case), "operands": str(folder), "place": str(place)}
+    line = [
+        sys.executable,
+        str(TOP / "cpu_contenders.py"),
+        json.dumps(arguments | {"settings": settings}),
+    ]
+    finished = threading.Event()
+    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdout.readline()  # ready
+        set_cache(folder, cold)
+        with contextlib.suppress(BrokenPipeError):
+            print("go", file=process.stdin, flush=True)
+        process.stdout.readline()  # start
+        base = peak = anonymous_bytes(process.pid)
+        elsewhere = -busy_elsewhere(process.pid)
+
+        def sample() -> None:
+            nonlocal peak
+            while not finished.wait(SAMPLING_SECONDS):
+                peak = max(peak, anonymous_bytes(process.pid))
+
+        sampler = threading.Thread(target=sample)
+        sampler.start()
+        process.stdout.readline()  # done
+        elsewhere += busy_elsewhere(process.pid)
+        finished.set()
+        sampler.join()
+        last = process.stdout.readline()
+    remove(*leavings)
+    if process.returncode:
+        raise click.ClickException(f"{name} failed")
+    found: dict[str, Any] = json.loads(last)
+    memory = {"base_mib": base / 2**20, "peak_mib": (peak - base) / 2**20}
+    return found | memory | {"busy_elsewhere_seconds": elsewhere}
+
+
+def spread(values: list[float], digits: str = ".3f") -> str:
+    """Median (least-most)."""
+    if not values:
+        return "-"
+    return f"{statistics.median(values):{digits}} ({min(values):{digits}}-{max(values):{digits}})"
+
+
+def summary(rounds: list[Round]) -> Iterator[str]:
+    """A line for each contender: seconds, speed as a part of in-core's within rounds, peak memory."""
+    for name in LABELS:
+        having = [one for one in rounds if name in one]
+        if having:
+            seconds = spread([one[name]["seconds"] for one in having])
+            both = [one for one in having if "in-core" in one]
+            of_in_core = spread([one["in-core"]["seconds"] / one[name]["seconds"] for one in both])
+            peak = max(one[name].get("peak_mib", 0) for one in having)
+            yield f"{name:18} {seconds:24} s  of in-core {of_in_core:20}  peak {peak:5.0f} MiB  runs {len(having)}"
+
+
+def versions() -> dict[str, str]:
+    found = {"python": sys.version.split()[0]}
+    for package in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
 
 
 @click.command()
-@click.option("--size", default=12000, show_default=True)
-@click.option("--dtype", default="float64", show_default=True)
-@click.option("--chunk", default=1000, show_default=True)
+@click.option("--size", default="12000x12000x12000", show_default=True, metavar="MxKxN")
+@click.option("--dtype", type=click.Choice(["float64", "float32"]), default="float64", show_default=True)
+@click.option("--chunk", default=1000, show_default=True, help="Side of the stored chunks.")
 @click.option("--device-memory", default="960MiB", show_default=True)
 @click.option("--host-memory", default="64MiB", show_default=True)
-@click.option("--repeats", default=3, show_default=True)
-@click.option("--output", type=click.Path(), default="scripts/results/bench_cpu.json", show_default=True)
-@click.option("--timeline", type=click.Path(), default=None, help="Keep the timeline of the last run.")
-@click.option("--measure", "child", default=None, hidden=True)
+@click.option(
+    "--contender", "names", multiple=True, type=click.Choice(list(CONTENDERS)), help="[default: all]"
+)
+@click.option("--cold/--warm", default=None, help="State of the page cache.  [default: each in turn]")
+@click.option("--rounds", default=3, show_default=True)
+@click.option("--discard", default=1, show_default=True, help="Rounds before those, not counted.")
+@click.option("--fresh", is_flag=True, help="Forget the rounds of this case that the results file has.")
+@click.option("--data", type=click.Path(), help="Keep the operands in this folder for the next time.")
+@click.option("--output", type=click.Path(), default=str(TOP / "results" / "bench_cpu.json"))
+@click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="Told to the contenders.")
 def main(
-    size: int,
+    size: str,
     dtype: str,
     chunk: int,
     device_memory: str,
     host_memory: str,
-    repeats: int,
+    names: tuple[str, ...],
+    cold: bool | None,
+    rounds: int,
+    discard: int,
+    fresh: bool,
+    data: str | None,
     output: str,
-    timeline: str | None,
-    child: str | None,
+    settings: tuple[str, ...],
 ) -> None:
-    if child is not None:
-        measure(json.loads(child))
+    m, k, n = (int(extent) for extent in size.split("x"))
+    case = Case(m, k, n, dtype, chunk, device_memory, host_memory)
+    told = dict(setting.split("=", 1) for setting in settings)
+    chosen = list(names or CONTENDERS)
+    for name in [peer for peer in PEERS if peer in chosen and peer not in versions()]:
+        click.echo(f"{name} is left out: it is not installed (pip install --group bench)")
+        chosen.remove(name)
+    if not chosen:
         return
-    with tempfile.TemporaryDirectory(prefix="oocgemm-bench-", dir=".") as folder:
-        found = bench(Path(folder), size, dtype, chunk, device_memory, host_memory, repeats, timeline)
-    Path(output).parent.mkdir(parents=True, exist_ok=True)
-    Path(output).write_text(json.dumps(found, indent=1) + "\n")
-    keys = ("plan", "median_seconds", "of_in_core", "ratios", "peak_over_imports_mib", "budget_mib")
-    print(json.dumps({key: found[key] for key in keys}, indent=1))
-
-
-def bench(
-    work: Path,
-    size: int,
-    dtype: str,
-    chunk: int,
-    device_memory: str,
-    host_memory: str,
-    repeats: int,
-    timeline: str | None,
-) -> dict[str, Any]:
-    rng = np.random.default_rng(0)
-    places = [str(work / name) for name in ("A.zarr", "B.zarr", "C.zarr")]
-    operands = []
-    for place in places[:2]:
-        matrix = rng.standard_normal((size, size)).astype(dtype)
-        array = zarr.create_array(
-            place, shape=matrix.shape, dtype=dtype, chunks=(chunk, chunk), compressors=None
-        )
-        array[:] = matrix
-        operands.append(matrix)
-    a, b = operands
-    samples: dict[str, list[float]] = {"in_core": [], "oocgemm": []}
-    for repeat in range(repeats + 1):
-        started = time.perf_counter()
-        c = a @ b
-        in_core = time.perf_counter() - started
-        started = time.perf_counter()
-        result = oocgemm.matmul(
-            *places[:2],
-            out=places[2],
-            backend="host",
-            device_memory=device_memory,
-            host_memory=host_memory,
-            overwrite=repeat > 0,
-            timeline=timeline,
-        )
-        call = time.perf_counter() - started
-        print(f"in-core {in_core:.2f} s, oocgemm {result.report.wall:.2f} s (call {call:.2f} s)", flush=True)
-        if repeat == 0:
-            bound = size * np.finfo(dtype).eps * (np.abs(a[:200]) @ np.abs(b))
-            difference = np.abs(np.asarray(result.out[:200]) - c[:200])
-            largest = float((difference / bound).max())
-            same = bool(np.allclose(np.asarray(result.out[-500:]), c[-500:], rtol=1e-6, atol=1e-6))
-            assert largest <= 1, "the result is wrong"
-            assert same, "the result is wrong"
-        else:
-            samples["in_core"].append(in_core)
-            samples["oocgemm"].append(result.report.wall)
-        del c
-    report = result.report
-    del a, b, operands
-    imports = peak_of([])
-    peak = peak_of([*places, device_memory, host_memory])
-    median = {name: statistics.median(values) for name, values in samples.items()}
-    pairs = zip(samples["in_core"], samples["oocgemm"], strict=True)
-    return {
-        "what": f"{size}^3 {dtype}, device {device_memory} and host {host_memory}, chunks {chunk}, page cache warm",
-        "machine": result.timeline.header["machine"],
-        "versions": result.timeline.header["versions"],
-        "blas": blas_name(),
-        "plan": str(result.plan.tile),
-        "slots": result.plan.to_dict()["slots"],
-        "samples_seconds": samples,
-        "median_seconds": median,
-        "of_in_core": median["in_core"] / median["oocgemm"],
-        "ratios": [one / other for one, other in pairs],
-        "budget_mib": (parse_size(device_memory) + parse_size(host_memory)) / 2**20,
-        "peak_over_imports_mib": (peak - imports) / 2**20,
-        "imports_mib": imports / 2**20,
-        "largest_error_over_bound": largest,
-        "report": report.to_dict(),
-    }
+    states = (False, True) if cold is None else (cold,)
+    # The in-core product reads nothing: its cache is neither.
+    turns = [(name, state) for name in chosen for state in (states if name != "in-core" else (False,))]
+    record = Path(output)
+    cases = json.loads(record.read_text())["cases"] if record.exists() else {}
+    key = f"{size} {dtype}"
+    done: list[Round] = [] if fresh or key not in cases else cases[key]["rounds"]
+    with contextlib.ExitStack() as stack:
+        top = data or stack.enter_context(tempfile.TemporaryDirectory(prefix="oocgemm-bench-", dir="."))
+        folder = Path(top).absolute() / key.replace(" ", "-")
+        folder.mkdir(parents=True, exist_ok=True)
+        make_operands(folder, case, converted="blosc2" in chosen)
+        for number in range(discard + rounds):
+            one: Round = {}
+            first = number % len(turns)  # who goes first changes from round to round
+            for name, state in turns[first:] + turns[:first]:
+                found = one[label(name, state)] = run(name, state, folder, case, told)
+                which = f"round {number - discard + 1}" if number >= discard else "not counted"
+                figures = f"{found['seconds']:.3f} s, {found['peak_mib']:.0f} MiB, cores busy elsewhere {found['busy_elsewhere_seconds']:.2f} s"
+                click.echo(f"{which}: {label(name, state)} {figures}")
+            if number < discard:
+                continue
+            done.append(one)
+            cases[key] = {
+                "case": asdict(case),
+                "budget_mib": case.budget / 2**20,
+                "machine": info()["machine"],
+                "versions": versions(),
+                "date": str(datetime.now(UTC).date()),
+                "rounds": done,
+            }
+            record.parent.mkdir(parents=True, exist_ok=True)
+            record.write_text(json.dumps({"cases": cases}, indent=1) + "\n")
+    click.echo(f"\n{key}; median (least-most):")
+    for line in summary(done):
+        click.echo(line)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ def spread(samples: list[float]) -> str:
 
 
 def measured() -> str:
-    gpu, cpu = load("bench_stream.json"), load("bench_cpu.json")
+    gpu = load("bench_stream.json")
     lines = [
         f"One {gpu['machine']['device']}, {gpu['machine']['cores']} cores; {gpu['what']}. Median (least-most) of "
         f"{len(gpu['samples_seconds']['in_core'])} runs, interleaved:",
@@ -59,17 +59,64 @@ def measured() -> str:
         f"{written['bytes'] / written['busy'] / 1e9:.2f} GB/s, past the page cache, is what that machine's disk takes. The whole "
         f"process `oocgemm run` took {gpu['process_seconds']:.2f} s.",
         "",
-        f"Two cores ({cpu['machine']['processor']}), no GPU; {cpu['what']}; BLAS: {cpu['blas']}:",
-        "",
-        "| product | T | of in-core |",
-        "| --- | --- | --- |",
-        f"| NumPy in-core, `A @ B` | {spread(cpu['samples_seconds']['in_core'])} | 1 |",
-        f"| `oocgemm`, zarr to zarr | {spread(cpu['samples_seconds']['oocgemm'])} | {cpu['of_in_core']:.3f} |",
-        "",
-        f"Peak memory was {cpu['peak_over_imports_mib']:.0f} MiB above that of a process that only imports; the budget was "
-        f"{cpu['budget_mib']:.0f} MiB.",
+        *on_cores(load("bench_cpu.json")["cases"]),
     ]
     return "\n".join(lines)
+
+
+CONTENDERS = {
+    "in-core": "NumPy in-core, `A @ B`",
+    "oocgemm": "`oocgemm.matmul`",
+    "oocgemm run": "`oocgemm run`, the whole process",
+    "dask": "dask.array",
+    "cubed": "cubed",
+    "blosc2": "python-blosc2, its own format",
+}
+
+
+def on_cores(cases: dict[str, Any]) -> list[str]:
+    """A table for each case of `bench_cpu.py`: a row a contender."""
+    lines: list[str] = []
+    for key, found in cases.items():
+        case, rounds, machine = found["case"], found["rounds"], found["machine"]
+        versions = ", ".join(
+            f"{name} {found['versions'][name]}" for name in found["versions"] if name != "oocgemm"
+        )
+        blas = ", ".join(sorted({one[name]["blas"] for one in rounds for name in one}))
+        lines += [
+            f"{machine['cores']} cores ({machine['processor']}), no GPU; {key.replace(' ', ', ')}, chunks {case['chunk']}, "
+            f"from zarr to zarr in {found['budget_mib']:.0f} MiB (device {case['device']}, host {case['host']}); "
+            f"BLAS: {blas}; {versions}:",
+            "",
+            "| product | T, page cache warm | of in-core | T, cold | of in-core | memory |",
+            "| --- | --- | --- | --- | --- | --- |",
+        ]
+        for name, title in CONTENDERS.items():
+            states = [name] if name == "in-core" else [name, f"{name}, cold"]
+            samples = [one[state] for one in rounds for state in states if state in one]
+            if not samples:
+                continue
+            cells = []
+            for state in states:
+                own = [one[state]["seconds"] for one in rounds if state in one]
+                both = [one for one in rounds if state in one and "in-core" in one]
+                ratios = [one["in-core"]["seconds"] / one[state]["seconds"] for one in both]
+                cells += [spread(own) if own else "", ratio(ratios) if ratios else ""]
+            cells += [""] * (4 - len(cells))
+            peaks = [one["peak_mib"] for one in samples if "peak_mib" in one]
+            cells.append(f"{max(peaks):.0f} MiB" if peaks else "")
+            lines.append(f"| {title} | {' | '.join(cells)} |")
+        lines.append("")
+    return [
+        *lines,
+        "T is the median (least-most) of runs that took turns, the rest ratios of the runs of one round and the most memory seen.",
+    ]
+
+
+def ratio(values: list[float]) -> str:
+    ordered = sorted(values)
+    middle = (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
+    return f"{middle:.3f} ({ordered[0]:.3f}-{ordered[-1]:.3f})"
 
 
 def filled(text: str) -> str:

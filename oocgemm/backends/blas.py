@@ -6,10 +6,12 @@ libraries and called through ctypes (which releases the GIL). Where none is foun
 """
 
 import ctypes
+import os
 import re
 from collections.abc import Callable
 from functools import cache
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,10 @@ from oocgemm.plan import Op
 _LETTERS = {"float32": "s", "float64": "d", "complex64": "c", "complex128": "z"}
 _TRANS = {Op.N: 111, Op.T: 112, Op.C: 113}
 _ROW_MAJOR = 101
+# What sets OpenBLAS's kernel family, when it is loaded.
+CHOICE = "OPENBLAS_CORETYPE"
+AVX512_FAMILIES = {"SkylakeX", "Cooperlake", "SapphireRapids"}
+AVX512_FLAGS = {"avx512f", "avx512dq", "avx512bw", "avx512vl", "avx512cd"}  # what SkylakeX's kernels use
 _BLOCK = 1024  # NumPy's fallback: temporaries of this side, 8 MiB in float64
 
 Gemm = Callable[[Op, Op, complex, Array, Array, complex, Array], None]
@@ -72,14 +78,40 @@ def blas_name() -> str:
     found = _library()
     if found is None:
         return "numpy"
-    library, path, prefix, suffix = found
-    name = re.sub(r"-[0-9a-f]{8,}|\.so.*", "", path.rsplit("/", 1)[-1])
+    name = re.sub(r"-[0-9a-f]{8,}|\.so.*", "", found[1].rsplit("/", 1)[-1])
+    family = _ask("get_corename")
+    asked = os.environ.get(CHOICE)
+    return f"{name} ({family}{f', {CHOICE}={asked}' if asked else ''})" if family else name
+
+
+def better_family(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, str] | None:
+    """The kernel family that OpenBLAS has picked, and the one that suits this processor better: it tells processors by
+    number, and takes those newer than itself for old ones. None where it has picked well, or cannot be told otherwise.
+
+    Which family it is to be can only be said before the library is loaded, by `CHOICE` in the environment.
+    """
+    picked = _ask("get_corename")
+    if picked is None or picked in AVX512_FAMILIES or "DYNAMIC_ARCH" not in (_ask("get_config") or ""):
+        return None
     try:
-        core = getattr(library, f"{prefix.removesuffix('cblas_')}openblas_get_corename{suffix}")
-    except AttributeError:
-        return name
-    core.restype = ctypes.c_char_p
-    return f"{name} ({core().decode()})"
+        flags = next(line for line in cpuinfo.read_text().splitlines() if line.startswith("flags"))
+    except (OSError, StopIteration):
+        return None
+    return (picked, "SkylakeX") if set(flags.split()) >= AVX512_FLAGS else None
+
+
+def _ask(question: str) -> str | None:
+    """What OpenBLAS answers to one of its `openblas_get_...`; None from another library."""
+    found = _library()
+    if found is None:
+        return None
+    library, _, prefix, suffix = found
+    function = getattr(library, f"{prefix.removesuffix('cblas_')}openblas_{question}{suffix}", None)
+    if function is None:
+        return None
+    function.restype = ctypes.c_char_p
+    answer: bytes = function()
+    return answer.decode()
 
 
 @cache
