@@ -7,7 +7,7 @@ from oocgemm.backends.base import Array, numpy_dtype, slot_offsets, stored_shape
 from oocgemm.backends.memory import allocate
 from oocgemm.errors import ExecutionError
 from oocgemm.plan import Kind, Op, Operation, Plan, Slot
-from oocgemm.plan.cost import HOST_ALIGNMENT
+from oocgemm.plan.cost import HOST_ALIGNMENT, slot_bytes
 from oocgemm.plan.tiling import Span
 from oocgemm.stores import BATCH_BYTES, Matrix, pieces
 
@@ -15,6 +15,7 @@ from oocgemm.stores import BATCH_BYTES, Matrix, pieces
 # microseconds, in which no other thread can begin or end one.
 PIECE_BYTES = 16 << 20
 LEAST_PIECE_BYTES = 1 << 20
+PAGE = 4096
 
 
 class Staging:
@@ -28,13 +29,26 @@ class Staging:
         self._operands = operands
         self._offsets, size = slot_offsets(plan, "host", HOST_ALIGNMENT)
         self.arena = allocate(size)
+        self._c_bytes = slot_bytes(plan.problem, plan.tile, plan.slots.strip)["host", "C"]
         self._threads = plan.candidate.io_threads
         # Apart, so that reading ahead never queues behind writing.
         self._readers = ThreadPoolExecutor(self._threads, thread_name_prefix="oocgemm-reader")
         self._writers = ThreadPoolExecutor(self._threads, thread_name_prefix="oocgemm-writer")
+        # Panels touch their slots as they are read. Those of C are first written to by the device, which is slow on
+        # memory that the system has yet to find.
+        self._touched = {
+            slot: self._writers.submit(self._touch, start)
+            for slot, start in self._offsets.items()
+            if slot.operand == "C"
+        }
+
+    def _touch(self, start: int) -> None:
+        self.arena[start : start + self._c_bytes : PAGE] = 0
 
     def view(self, slot: Slot, operation: Operation) -> Array:
         """The part of a host slot that an operation's block fills, in stored orientation."""
+        if slot in self._touched:
+            self._touched[slot].result()
         problem = self._plan.problem
         name = {"A": problem.a_dtype, "B": problem.b_dtype}.get(slot.operand, problem.c_dtype)
         dtype = numpy_dtype(name)

@@ -7,6 +7,7 @@ waits of streams on events; no thread waits for the device on the way from one s
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from time import perf_counter_ns
 from typing import Any
 
@@ -19,7 +20,8 @@ from oocgemm.backends.base import Array, Token, device_offsets, step_scalars
 from oocgemm.backends.sources import kernel_folder, kernel_source
 from oocgemm.errors import BackendError
 from oocgemm.plan import Kind, Op, Operation, Plan, Region
-from oocgemm.plan.cost import slot_bytes
+from oocgemm.plan.cost import HOST_ALIGNMENT
+from oocgemm.plan.tiling import round_up
 from oocgemm.units import format_size
 
 STREAMS = ("h2d", "h2d-c", "compute", "d2h")
@@ -96,10 +98,8 @@ class CudaSession:
         self._tile_rows = plan.grid.rows
         self._kernel = kernel
         self._arena = self._blas = 0
-        self._pinned: dict[int, int] = {}
+        self._pinned: dict[int, list[int]] = {}
         self._pinning = threading.Lock()
-        sizes = slot_bytes(plan.problem, plan.tile, plan.slots.strip)
-        self._host_slot_bytes = {operand: size for (tier, operand), size in sizes.items() if tier == "host"}
         with self._device:
             self._free_before = runtime.memGetInfo()[0]
             try:
@@ -153,7 +153,7 @@ class CudaSession:
         releases = (
             (runtime.deviceSynchronize, ()),
             *(((cublas.destroy, (self._blas,)),) if self._blas else ()),
-            *((runtime.hostUnregister, (address,)) for address in self._pinned),
+            *((runtime.hostUnregister, (at,)) for borders in self._pinned.values() for at in borders[:-1]),
             *(((runtime.free, (self._arena,)),) if self._arena else ()),
         )
         self._arena = self._blas = 0
@@ -163,29 +163,36 @@ class CudaSession:
                 with suppress(Exception):  # after a failed launch every call fails: release all the same
                     release(*arguments)
 
-    def _pin(self, address: int, operand: str) -> None:
-        """Lock the pages of a host slot when it is first used. An Upload finds them touched, by all the threads
-        that have read the panel, and locking touched pages is cheap."""
+    def _pin(self, address: int, size: int) -> list[int]:
+        """Lock the pages of a host slot as far as it is used, and say where one locked range ends and another begins.
+
+        An Upload finds them touched, by all the threads that have read the panel: locking touched pages is cheap,
+        and of pages untouched ten times as dear.
+        """
         with self._pinning:
-            if address in self._pinned:
-                return
-            size = self._host_slot_bytes[operand]
-            try:
-                runtime.hostRegister(address, size, 0)
-            except runtime.CUDARuntimeError as error:
-                raise BackendError(
-                    f"the system refuses to lock {format_size(size)} of host memory ({error}): "
-                    "pass a smaller --host-memory, or raise ulimit -l"
-                ) from error
-            self._pinned[address] = size
+            borders = self._pinned.setdefault(address, [address])
+            more = round_up(address + size, HOST_ALIGNMENT) - borders[-1]
+            if more > 0:
+                try:
+                    runtime.hostRegister(borders[-1], more, 0)
+                except runtime.CUDARuntimeError as error:
+                    raise BackendError(
+                        f"the system refuses to lock {format_size(more)} of host memory ({error}): "
+                        "pass a smaller --host-memory, or raise ulimit -l"
+                    ) from error
+                borders.append(borders[-1] + more)
+            return borders
 
     def _copy(self, op: Operation, host: Array, stream: Any) -> None:
         uploading = op.kind is Kind.UPLOAD
         device = self._address((op.writes if uploading else op.reads)[0])
-        self._pin(host.ctypes.data, op.operand)
-        source, target = (host.ctypes.data, device) if uploading else (device, host.ctypes.data)
+        start = host.ctypes.data
         kind = runtime.memcpyHostToDevice if uploading else runtime.memcpyDeviceToHost
-        runtime.memcpyAsync(target, source, host.nbytes, kind, stream.ptr)
+        for begin, end in pairwise(self._pin(start, host.nbytes)):  # a copy must not cross a border
+            size = min(end, start + host.nbytes) - begin
+            if size > 0:
+                ends = (device + begin - start, begin) if uploading else (begin, device + begin - start)
+                runtime.memcpyAsync(*ends, size, kind, stream.ptr)
 
     def _address(self, region: Region) -> int:
         """Where a region begins."""
