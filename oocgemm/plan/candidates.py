@@ -233,8 +233,8 @@ def _draining(
     into_memory = min(machine.memory, machine.d2h) if layouts.c.in_memory else machine.d2h
     leaving = w * h * problem.itemsizes["C"] / (machine.write if base.unified else into_memory)
     several = w < problem.m or h < problem.n
-    # With one accumulator the first steps of the next tile hide a part too.
-    wanted = min(steps, MOST_DRAIN, int(leaving / step / (2 if base.c == 1 and several else 1)) + 1)
+    # Between two tiles half as many would do with one accumulator, but nothing follows on the last one.
+    wanted = min(steps, MOST_DRAIN, int(leaving / step) + 1)
     for drain in range(wanted, 1, -1):
         kept = drain + 1 if several else drain
         changing = 2 * drain if base.c == 1 and several else kept

