@@ -21,6 +21,7 @@ from oocgemm.plan.traversal import Traversal
 
 STRIP_BYTES = 32 << 20  # a drained strip: long enough for the link, short enough to start writing early
 STRIPS = 24
+STAGED_STRIPS = 10  # each is several operations to issue
 CHUNK_BYTES = 8 << 20  # of a new C: cheap to allocate again and again, long enough for a disk
 DEPTHS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192)
 BEST_DEPTHS = 4
@@ -45,9 +46,10 @@ def candidates(
     io_threads: int,
 ) -> Iterator[Candidate]:
     """Candidates that fit the budgets; with `tile`, for that tile shape only."""
-    shapes = [(tile, 1), (tile, 2)] if tile else _shapes(problem, budgets, machine, layouts)
+    shapes = [(tile, 2)] if tile else _shapes(problem, budgets, machine, layouts)
     none = True
-    for shape, c in dict.fromkeys(shapes):
+    # What two accumulators fit into leaves more for panels with one.
+    for shape, c in dict.fromkeys((shape, c) for shape, most in shapes for c in range(1, most + 1)):
         several = shape.w < problem.m or shape.h < problem.n
         for axis in (0, 1) if several else (0,):
             if several or c == 1:
@@ -82,6 +84,9 @@ def _with_slots(
     host_free = (
         0 if machine.unified else budgets.host - host_bytes(problem, machine, layouts, base, io_threads, size)
     )
+    if not machine.unified and not layouts.c.in_memory:
+        base = _with_room(problem, machine, tile, base, steps, host_free // 2, size)
+        host_free = budgets.host - host_bytes(problem, machine, layouts, base, io_threads, size)
     for band in _bands(problem, layouts, tile, axis, steps, free if machine.unified else host_free, size):
         traversal = Traversal(axis, band)
         a, b = _filled(
@@ -97,6 +102,29 @@ def _with_slots(
         yield Candidate(
             tile, replace(base, a=a, b=b, host_a=host_a, host_b=host_b), traversal, io_threads=io_threads
         )
+
+
+def _with_room(
+    problem: GemmProblem,
+    machine: MachineModel,
+    tile: TileShape,
+    base: Slots,
+    steps: int,
+    free: int,
+    size: dict[tuple[str, str], int],
+) -> Slots:
+    """Host slots for a whole tile of C, where they fit and it takes so long to come about that a slower store can
+    take it in the meantime: the device then goes on at once."""
+    w, h, r = min(tile.w, problem.m), min(tile.h, problem.n), min(tile.r, problem.depth)
+    seconds = steps * multiply_seconds(problem, machine, problem.step_flops(w, h, r), w, h, r)
+    more = ceil_div(w, base.strip) + 1 - base.host_c
+    if (
+        more <= 0
+        or more * size["host", "C"] > free
+        or seconds < w * h * problem.itemsizes["C"] / machine.write
+    ):
+        return base
+    return replace(base, host_c=base.host_c + more)
 
 
 def _filled(
@@ -144,7 +172,8 @@ def _bands(
     fits = (free // max(1, steps) - size["host", passing]) // max(1, size["host", kept])
     if fits < 2 or rows < 2:
         return [1]
-    return [1, ceil_div(rows, ceil_div(rows, fits))]
+    band = ceil_div(rows, ceil_div(rows, fits))
+    return [1, band] if band < rows else [1]  # all rows in one band are the columns one by one
 
 
 def device_bytes(
@@ -197,7 +226,7 @@ def _least_slots(
     unit = c_chunks(problem, layouts, tile)[0]
     row_bytes = max(1, min(tile.h, problem.n) * problem.itemsizes["C"])
     # Few strips a tile, since each is several operations; fewer rows where memory is short.
-    wanted = max(STRIP_BYTES // row_bytes, ceil_div(tile.w, STRIPS), 1)
+    wanted = max(STRIP_BYTES // row_bytes, ceil_div(tile.w, STRIPS if machine.unified else STAGED_STRIPS), 1)
     sizes = (wanted, STRIP_BYTES // row_bytes, STRIP_BYTES // 32 // row_bytes, 1)
     strips = sorted({min(round_up(max(1, rows), unit), tile.w) for rows in sizes}, reverse=True)
     finish = 2 if problem.finishes else 0
@@ -233,12 +262,9 @@ def _draining(
     into_memory = min(machine.memory, machine.d2h) if layouts.c.in_memory else machine.d2h
     leaving = w * h * problem.itemsizes["C"] / (machine.write if base.unified else into_memory)
     several = w < problem.m or h < problem.n
-    # Between two tiles half as many would do with one accumulator, but nothing follows on the last one.
     wanted = min(steps, MOST_DRAIN, int(leaving / step) + 1)
     for drain in range(wanted, 1, -1):
-        kept = drain + 1 if several else drain
-        changing = 2 * drain if base.c == 1 and several else kept
-        a, b = (kept, changing) if axis == 0 else (changing, kept)
+        a = b = drain + 1 if several else drain
         if (a - base.a) * size["device", "A"] + (b - base.b) * size["device", "B"] <= free:
             return replace(base, a=max(a, base.a), b=max(b, base.b), drain=drain)
     return base

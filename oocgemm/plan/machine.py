@@ -96,7 +96,7 @@ def default_model(backend: str, cores: int) -> MachineModel:
             read=min(40e9, 3.5e9 * cores),
             read_scattered=min(10e9, 1.5e9 * cores),
             decode=min(3e9, 1.2e9 * cores),
-            memory=min(36e9, 4.5e9 * cores),
+            memory=min(33e9, 4.2e9 * cores),
             half_width=128,
             step_latency=60e-6,
             write=1.6e9,

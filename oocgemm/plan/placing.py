@@ -15,12 +15,14 @@ def step_groups(
     """The steps of a tile in groups that are loaded together; True marks those that go strip by strip.
 
     `first` and `last` tell the tiles of a run that nothing leaves before or is multiplied after. With a second
-    accumulator a tile leaves while the next is multiplied, and only the last one must hurry.
+    accumulator a tile leaves while the next is multiplied, and only the last one must hurry; with one, half of the
+    steps that the last tile takes will do, since the next tile's first steps hide the other half.
     """
     most = min(slots.drain, slots.a, slots.b)  # the panels of a group are there at once
-    tail = min(most, len(order)) if slots.c == 1 or last else 0
+    between = -(-most // 2) if slots.c == 1 else 0
+    tail = min(most if last else between, len(order))
     stop = len(order) - tail
-    head = min(most, stop) if slots.c == 1 and not first else 0
+    head = 0 if first else min(between, stop)
     if head:
         yield True, order[:head]
     for step in order[head:stop]:

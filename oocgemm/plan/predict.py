@@ -110,7 +110,7 @@ def predict(
     w, h, r = _extents(problem, tile)
     sizes = problem.itemsizes
     panel_a, panel_b, tile_bytes = w * r * sizes["A"], r * h * sizes["B"], w * h * sizes["C"]
-    held = slots.host_a * panel_a + slots.host_b * panel_b
+    held = slots.host_a * panel_a + slots.host_b * panel_b + slots.host_c * slots.strip * h * sizes["C"]
     if slots.unified:
         held += slots.c * w * h * sizes["acc"]
     start_up = held * machine.arena_seconds_per_byte + first
@@ -118,20 +118,26 @@ def predict(
     # accumulator, the first of the next.
     strips = ceil_div(w, slots.strip)
     write_rate = machine.memory if layouts.c.in_memory else machine.write
-    leaving = tile_bytes / (write_rate if slots.unified else machine.d2h)
+    # It leaves the device as fast as the link goes if the host has room for all of it.
+    roomy = not slots.unified and slots.host_c >= strips
+    leaving = tile_bytes / (
+        machine.d2h if roomy else write_rate if slots.unified else min(machine.d2h, write_rate)
+    )
     if problem.reads_c:
         leaving += tile_bytes / machine.h2d
-    drain = min(slots.drain, slots.a, slots.b, grid.steps) * lanes["compute"] / (tiles * grid.steps)
+    step = lanes["compute"] / (tiles * grid.steps)
+    drain = min(slots.drain, slots.a, slots.b, grid.steps)
     bubbles = 0.0
     if slots.c == 1 and tiles > 1:
-        shown = max(leaving - 2 * drain, leaving / strips)
+        between = ceil_div(drain, 2)
+        shown = max(leaving - 2 * between * step, leaving / strips)
         # Panels that find no free slot before the tile has ended come late.
         changing, panel = (slots.b, panel_b) if candidate.traversal.axis == 0 else (slots.a, panel_a)
-        late = max(0, 2 * min(slots.drain, grid.steps) - changing) * panel
+        late = max(0, 2 * between - changing) * panel
         bubbles = (tiles - 1) * (shown + late / (machine.read if slots.unified else machine.h2d))
     bubbles += _bursts(problem, candidate, layouts, machine, grid, loads, lanes["compute"] / tiles)
     out = tile_bytes / write_rate
-    tail = max(out - drain, out / strips)
+    tail = max(out - drain * step, out / strips)
     if machine.shares_cores:
         busy = sum(lanes.values()) + bubbles  # every copy takes its time from the cores that multiply
     else:

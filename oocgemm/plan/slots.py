@@ -39,7 +39,8 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """How many slots of each kind, how many rows of a tile drain at a time, and over how many steps.
+    """How many slots of each kind, how many rows of a tile drain at a time, and over how many steps
+    the last tile does.
 
     The five buffers of Liang et al. are c = 1, a = b = 2. `unified` means that device and host memory are one: there
     are no host slots, panels are read straight into the device's slots and tiles written straight from them.
