@@ -29,8 +29,10 @@ QUEUE_DEPTH = 32
 # How long a thread may keep the interpreter from one that has ended a copy and wants the next, in seconds. Python's own
 # 5 ms is longer than a step.
 SWITCH_INTERVAL = 0.2e-3
-# Two threads on a store lane keep its pool busy from the end of one panel into the next.
+# Two threads on a store lane keep its pool busy from the end of one panel into the next; panels of compressed chunks
+# have fewer parts, of more work each.
 STORE_WORKERS = 2
+CODEC_WORKERS = 4
 
 Progress = Callable[[Span], None]
 
@@ -121,7 +123,8 @@ class Run:
         stream = operation.stream
         if stream not in self._streams:
             on_store = operation.kind in (Kind.READ, Kind.WRITE)
-            workers = STORE_WORKERS if on_store and self._plan.candidate.io_threads > 1 else 1
+            side_by_side = CODEC_WORKERS if operation.coded else STORE_WORKERS
+            workers = side_by_side if on_store and self._plan.candidate.io_threads > 1 else 1
             # Deep enough for a whole tile to drain or load while the next one is being issued.
             strips = -(-self._plan.tile.w // self._plan.slots.strip)
             queue: Queue[_Item | None] = Queue(QUEUE_DEPTH + 2 * strips)
