@@ -82,6 +82,11 @@ def summary(runs: list[dict[str, Any]], what: str, **more: Any) -> dict[str, Any
         "report": last["report"],
         "samples_seconds": [r["report"]["wall"] for r in runs],
         "process_seconds": [r["process_seconds"] for r in runs],
+        # From the start of the interpreter to the first multiplication, and what the process does after the run.
+        "start_up_seconds": [
+            r["process_seconds"] - r["report"]["wall"] + r["report"]["exposed"].get("start-up", 0.0)
+            for r in runs
+        ],
         "compute_share": [r["report"]["compute_share"] for r in runs],
         "median_seconds": statistics.median(r["report"]["wall"] for r in runs),
     } | more

@@ -32,36 +32,76 @@ def spread(samples: list[float]) -> str:
 
 
 def measured() -> str:
-    gpu = load("bench_stream.json")
+    return "\n".join(
+        [*on_gpu(), "", *from_disk(), "", *on_cores(load("bench_cpu.json")["cases"]), "", *traffic()]
+    )
+
+
+def on_gpu() -> list[str]:
+    """A table of the cases of `bench_stream.py`."""
+    cases = load("bench_stream.json")
+    machine = next(iter(cases.values()))["machine"]
     lines = [
-        f"One {gpu['machine']['device']}, {gpu['machine']['cores']} cores; {gpu['what']}. Median (least-most) of "
-        f"{len(gpu['samples_seconds']['in_core'])} runs, interleaved:",
+        f"One {machine['device']}, {machine['cores']} cores; NumPy arrays in host memory, medians (least-most) of runs that "
+        "took turns:",
         "",
-        "| product | T | TFLOP/s | of in-core | compute share |",
-        "| --- | --- | --- | --- | --- |",
+        "| product | in-core cuBLAS | `oocgemm.matmul`, T | of in-core | compute share | cuBLASXt, best block | at its default | loop of CuPy calls |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    names = {
-        "in_core": "in-core cuBLAS, all on the device",
-        "numpy": "`matmul` of NumPy arrays",
-        "zarr": "`matmul`, zarr to zarr",
+    for case in cases.values():
+        samples, median, times = case["samples_seconds"], case["median_seconds"], case["times_xt"]
+        best = min(times, key=lambda name: times[name], default="")
+        usual = "xt 2048 pageable"
+        shares = sorted(case["compute_share"])
+        cells = [
+            case["what"],
+            spread(samples["in_core"]),
+            spread(samples["oocgemm"]),
+            ratio(case["of_in_core_samples"]),
+            f"{shares[len(shares) // 2]:.3f}",
+            f"{median[best]:.3g} s ({best.removeprefix('xt ')}), {times[best]:.2f} times" if best else "",
+            f"{median[usual]:.3g} s, {times[usual]:.1f} times" if usual in median else "",
+            f"{median['cupy_loop']:.3g} s, {median['cupy_loop'] / median['oocgemm']:.1f} times"
+            if "cupy_loop" in median
+            else "",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def from_disk() -> list[str]:
+    """A table of the cases of `bench_disk.py`."""
+    cases = load("bench_disk.json")
+    flat = [case for name in cases for case in (cases[name].values() if name == "codecs" else [cases[name]])]
+    lines = [
+        "From zarr to zarr on the same kind of machine, `oocgemm run`, C synced to disk:",
+        "",
+        "| product | T | whole process | compute share | beside it | ratio |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    beside = {
+        "over_in_core": ("in_core_seconds", "in-core cuBLAS, same flops", "T {} times"),
+        "over_disk": ("disk_alone_seconds", "reading the operands once", "T {} times"),
+        "of_decode": ("decode_alone_seconds", "decoding alone, all cores", "{} of its rate"),
     }
-    for key, name in names.items():
-        share = gpu["compute_share"].get(key)
-        middle = f"{sorted(share)[len(share) // 2]:.2f}" if share else ""
-        ratio = f"{gpu['of_in_core'][key]:.2f}" if key in gpu["of_in_core"] else "1"
-        lines.append(
-            f"| {name} | {spread(gpu['samples_seconds'][key])} | {gpu['tflops'][key]:.1f} | {ratio} | {middle} |"
-        )
-    written = gpu["report"]["zarr"]["lanes"]["write"]
-    lines += [
-        "",
-        f"From zarr to zarr the run is bound by writing C: {written['bytes'] / 1e9:.2f} GB at "
-        f"{written['bytes'] / written['busy'] / 1e9:.2f} GB/s, past the page cache, is what that machine's disk takes. The whole "
-        f"process `oocgemm run` took {gpu['process_seconds']:.2f} s.",
-        "",
-        *on_cores(load("bench_cpu.json")["cases"]),
-    ]
-    return "\n".join(lines)
+    for case in flat:
+        share = sorted(case["compute_share"])
+        key = next((key for key in beside if key in case), None)
+        against, how = "", ""
+        if key:
+            seconds, what, form = beside[key]
+            against, how = f"{what}: {spread(case[seconds])}", form.format(ratio(case[key]))
+        elif "in_core_seconds" in case:
+            against = f"in-core cuBLAS: {spread(case['in_core_seconds'])}"
+        cells = [case["what"], spread(case["samples_seconds"]), spread(case["process_seconds"])]
+        lines.append(f"| {' | '.join([*cells, f'{share[len(share) // 2]:.3f}', against, how])} |")
+    return lines
+
+
+def traffic() -> list[str]:
+    """What `bench_traffic.py` found."""
+    found = load("bench_traffic.json")
+    return [str(line) for line in found.get("readme", [])]
 
 
 CONTENDERS = {

@@ -16,6 +16,8 @@ from oocgemm.plan.traversal import Traversal
 # Two lanes of equal length take longer than one by 2^(1/8), 9%; one two thirds as long adds half a percent. That is
 # what was seen on an H200, and it makes the planner prefer less traffic among plans that a perfect overlap would make equal.
 CLOSENESS = 8
+# Share of the time of a Write past the page cache that a core has to do with it.
+WRITING = 0.25
 LANES = ("read", "decode", "h2d", "compute", "d2h", "encode", "write")
 
 
@@ -139,7 +141,8 @@ def predict(
     out = tile_bytes / write_rate
     tail = max(out - drain * step, out / strips)
     if machine.shares_cores:
-        busy = sum(lanes.values()) + bubbles  # every copy takes its time from the cores that multiply
+        # Every copy takes its time from the cores that multiply; a disk that is written to does most of it itself.
+        busy = sum(lanes.values()) - (1 - WRITING) * lanes["write"] + bubbles
     else:
         serial = lanes["read"] + lanes["h2d"] if 1 in (slots.host_a, slots.host_b) else 0.0
         # Lanes hide behind the longest one; one nearly as long disturbs it, by jitter and on the memory they share.
