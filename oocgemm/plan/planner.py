@@ -217,10 +217,11 @@ def _walked(
     effort = min(LONGEST, EFFORT * scored[0].prediction.total)
     exact: list[Scored] = []
     for s in scored[:FINALISTS]:
-        schedule = _schedule(problem, layouts, s.candidate)
-        effort -= COUNTED * len(schedule.tiles) * schedule.grid.steps
-        if effort < 0:
+        grid = TileGrid.of(problem, s.candidate.tile)
+        effort -= COUNTED * grid.shape[0] * grid.shape[1] * grid.steps
+        if effort < 0:  # before the tiles are even listed: they can be millions
             break
+        schedule = _schedule(problem, layouts, s.candidate)
         prediction = predict(problem, s.candidate, layouts, machine, schedule.loads())
         exact.append(Scored(s.candidate, prediction))
     exact.sort(key=_rank)
