@@ -153,6 +153,7 @@ def _moved(c: Case, w: Any, h: Any, across: Any, band: int, a_slots: Any, b_slot
     a_held, b_held = a_slots * (w * c.r * size), b_slots * (h * c.r * size)
     heights = [(whole, min(band * int(w), c.m)), (1, c.m - whole * band * int(w))]
     a_found = sum(count * np.minimum(a_held, max(0, rows) * c.k * size) for count, rows in heights)
+    a_found = np.minimum(a_found, a_once)
     columns = (across - 1) * np.minimum(b_held, c.k * h * size)
     columns = columns + np.minimum(b_held, c.k * (c.n - (across - 1) * h) * size)
     b_found = (down - bands) * columns + (bands - 1) * np.minimum(b_held, b_once)

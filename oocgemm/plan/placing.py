@@ -65,7 +65,9 @@ class Panels:
         self._steps = steps
         self._axis = axis
         self._next_use = NextUse(tiles, steps, axis)
-        self._tiers = [SlotCache(count) for count in (device, host) if count is not None]
+        counts = [count for count in (device, host) if count is not None]
+        self.slots = sum(counts)
+        self._tiers = [SlotCache(count) for count in counts]
 
     def place(self, position: int, step: int) -> Placed:
         """Where the panel of a step of tile number `position` goes."""
@@ -181,11 +183,15 @@ class Placing:
         depths: Sequence[int],
         known: dict[object, tuple[tuple[int, int], Contents]],
     ) -> tuple[int, int]:
-        situation = panels.situation(position), position == 0, position == len(self._tiles) - 1
-        if situation in known:
-            found, after = known[situation]
-            panels.refill(after, position)
-            return found
+        # Many slots take longer to look at than a few steps to walk through.
+        memoised = panels.slots <= 4 * len(depths)
+        situation: object = None
+        if memoised:
+            situation = panels.situation(position), position == 0, position == len(self._tiles) - 1
+            if situation in known:
+                found, after = known[situation]
+                panels.refill(after, position)
+                return found
         up = read = 0
         for _, steps in self._step_groups(position):
             for step in steps:
@@ -193,7 +199,8 @@ class Placing:
                 up += depths[step] if placed.upload else 0
                 read += depths[step] if placed.read else 0
             panels.advance()
-        known[situation] = (up, read), panels.contents(position)
+        if memoised:
+            known[situation] = (up, read), panels.contents(position)
         return up, read
 
     def _step_groups(self, position: int) -> Iterator[tuple[bool, Sequence[int]]]:
