@@ -83,7 +83,13 @@ def _by_rows(c: Case, best: float) -> tuple[float, int, int, int]:
         for band in bands[bands > 1] if kept.any() else ():
             some = h[kept]
             several = _loads(
-                c, w, some, across[kept], int(band), free[kept], None if host_free is None else host_free[kept]
+                c,
+                w,
+                some,
+                across[kept],
+                int(band),
+                free[kept],
+                None if host_free is None else host_free[kept],
             )
             at = int(np.argmin(several))
             if several[at] < found[0]:
@@ -104,7 +110,9 @@ def _floor(c: Case, w: Any, h: Any, across: Any, down: int, free: Any, host_free
     if host_free is not None:
         held = np.maximum(held, host_free + c.r * (w + h) * c.itemsize)
     a, b = c.m * c.k * c.itemsize, c.k * c.n * c.itemsize
-    return a + b + (across - 1) * np.maximum(0, a - down * held) + (down - 1) * np.maximum(0, b - across * held)
+    return (
+        a + b + (across - 1) * np.maximum(0, a - down * held) + (down - 1) * np.maximum(0, b - across * held)
+    )
 
 
 def _loads(c: Case, w: Any, h: Any, across: Any, band: int, free: Any, host_free: Any) -> Any:

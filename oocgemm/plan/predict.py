@@ -10,12 +10,13 @@ from oocgemm.plan.cost import Candidate, Layouts, MachineModel
 from oocgemm.plan.placing import Loads
 from oocgemm.plan.problem import GemmProblem
 from oocgemm.plan.slots import Slots
-from oocgemm.plan.tiling import TileGrid, TileShape, ceil_div
+from oocgemm.plan.tiling import TileGrid, TileShape, ceil_div, round_up
 from oocgemm.plan.traversal import Traversal
 
 # The share of a hidden lane's time that is taken to show all the same: it makes the planner prefer less traffic
 # among plans that a perfect overlap would make equal.
 UNHIDDEN = 0.1
+BLOCK = 128  # of C, that cuBLAS's kernels work on at a time
 LANES = ("read", "decode", "h2d", "compute", "d2h", "encode", "write")
 
 
@@ -72,8 +73,9 @@ def _tier_loads(
 
 
 def _bridged(slots: int, panels: int) -> float:
-    """Share of that many panels, used in turn there and back, that are still there when their turn comes again."""
-    return 1.0 if slots >= panels else max(0, slots - 2) / panels
+    """Share of that many panels, used in turn there and back, that are still there when their turn comes again: each
+    turn begins with the slots full of what comes first."""
+    return min(1.0, slots / panels)
 
 
 def multiply_seconds(
@@ -152,6 +154,8 @@ def _lanes(
     lanes["compute"] = (
         multiply_seconds(problem, machine, problem.flops, w, h, r) + steps * machine.step_latency
     )
+    if not machine.shares_cores:  # a GPU multiplies in blocks, the last of them as long as the others
+        lanes["compute"] *= round_up(w, BLOCK) / w * round_up(h, BLOCK) / h if w * h > BLOCK * BLOCK else 1.0
     first = 0.0
     panels = (
         ("A", layouts.a, loads.a_read, (w, r), (problem.m, problem.depth)),
