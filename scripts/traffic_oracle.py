@@ -64,36 +64,26 @@ def _by_rows(c: Case, best: float) -> tuple[float, int, int, int]:
     """The best walk in bands of rows, if it beats `best`."""
     h = extents(c.n)
     across = -(-c.n // h)
+    widths = extents(c.m)
     found = best, 0, 0, 0
-    rows = []
-    for w in extents(c.m):
-        free, host_free = _free(c, w, h)
-        fits = free >= 0 if host_free is None else (free >= 0) & (host_free >= 0)
-        if not fits.any():
-            continue
-        one = _loads(c, w, h, across, 1, free, host_free)
-        at = int(np.argmin(np.where(fits, one, np.inf)))
-        if one[at] < found[0]:
-            found = float(one[at]), int(w), int(h[at]), 1
-        rows.append((w, fits, free, host_free))
-    for w, fits, free, host_free in rows:
-        down = -(-c.m // int(w))
-        bands = extents(down)
-        kept = (_floor(c, w, h, across, down, free, host_free) < found[0]) & fits
-        for band in bands[bands > 1] if kept.any() else ():
-            some = h[kept]
-            several = _loads(
-                c,
-                w,
-                some,
-                across[kept],
-                int(band),
-                free[kept],
-                None if host_free is None else host_free[kept],
-            )
-            at = int(np.argmin(several))
-            if several[at] < found[0]:
-                found = float(several[at]), int(w), int(some[at]), int(band)
+    # Every so many widths first: what they reach spares looking closely at most others.
+    coarse = widths[:: max(1, len(widths) // 32)]
+    for banded, some in ((False, coarse), (False, widths), (True, coarse), (True, widths)):
+        for w in map(int, some):
+            down = -(-c.m // w)
+            free, host_free = _free(c, w, h)
+            fits = np.flatnonzero(free >= 0 if host_free is None else (free >= 0) & (host_free >= 0))
+            bands = extents(down) if banded else np.ones(1, np.int64)
+            floor = _floor(c, w, h[fits], across[fits], bands[:, None])
+            at_band, at = np.nonzero(floor < found[0])
+            if not len(at):
+                continue
+            at, band = fits[at], bands[at_band]
+            host = None if host_free is None else host_free[at]
+            moved = _loads(c, w, h[at], across[at], band, free[at], host)
+            least = int(np.argmin(moved))
+            if moved[least] < found[0]:
+                found = float(moved[least]), w, int(h[at[least]]), int(band[least])
     return found
 
 
@@ -104,18 +94,27 @@ def _free(c: Case, w: Any, h: Any) -> tuple[Any, Any]:
     return c.device - w * h * c.itemsize - 2 * pair, host
 
 
-def _floor(c: Case, w: Any, h: Any, across: Any, down: int, free: Any, host_free: Any) -> Any:
-    """What no order of tiles at all can beat: no tile finds more than all that is held."""
-    held = free + 2 * c.r * (w + h) * c.itemsize
-    if host_free is not None:
-        held = np.maximum(held, host_free + c.r * (w + h) * c.itemsize)
-    a, b = c.m * c.k * c.itemsize, c.k * c.n * c.itemsize
-    return (
-        a + b + (across - 1) * np.maximum(0, a - down * held) + (down - 1) * np.maximum(0, b - across * held)
-    )
+def _floor(c: Case, w: int, h: Any, across: Any, band: Any) -> Any:
+    """What cannot be beaten even if all memory held panels, cut as finely as one likes."""
+    size = c.itemsize
+    a, b, down = c.m * c.k * size, c.k * c.n * size, -(-c.m // w)
+    bands = -(-down // band)
+    held = c.device - w * h * size + (0 if c.host is None else c.host)
+    # What may be kept, by how much a byte of it saves: a band of A, a column of B, and all of B.
+    row = np.minimum(np.minimum(band * w, c.m) * c.k * size, a), (across - 1) * bands
+    column = np.minimum(c.k * h * size, b), (down - bands) * across + bands - 1
+    whole = np.maximum(0, b - column[0]), bands - 1
+    found: Any = 0
+    for order in ((row, column, whole), (column, row, whole), (column, whole, row)):
+        left, saved = held, 0
+        for most, slope in order:
+            kept = np.minimum(left, most)
+            left, saved = left - kept, saved + kept * slope
+        found = np.maximum(found, saved)
+    return np.maximum(a + b, across * a + down * b - found)
 
 
-def _loads(c: Case, w: Any, h: Any, across: Any, band: int, free: Any, host_free: Any) -> Any:
+def _loads(c: Case, w: int, h: Any, across: Any, band: Any, free: Any, host_free: Any) -> Any:
     """Bytes of panels over the link, at best over the ways to deal out what is free on each tier."""
     least: Any = np.inf
     steps = -(-c.k // c.r)
@@ -130,7 +129,7 @@ def _loads(c: Case, w: Any, h: Any, across: Any, band: int, free: Any, host_free
 
 
 def _deals(
-    c: Case, w: Any, h: Any, across: Any, band: int, steps: int, free: Any, base: int
+    c: Case, w: int, h: Any, across: Any, band: Any, steps: int, free: Any, base: int
 ) -> list[tuple[Any, Any]]:
     """Slots of A and B: what is free goes to a band's A, a column's B and all of B, in each possible order. Each
     slot of one of these saves the same as the next, so that no other division saves more (but for the parts of a
@@ -151,16 +150,16 @@ def _deals(
     return deals
 
 
-def _moved(c: Case, w: Any, h: Any, across: Any, band: int, a_slots: Any, b_slots: Any) -> Any:
+def _moved(c: Case, w: int, h: Any, across: Any, band: Any, a_slots: Any, b_slots: Any) -> Any:
     """Bytes loaded into that many slots when nothing that can be found again is loaded again."""
     size = c.itemsize
-    down = -(-c.m // int(w))
-    whole, rest = divmod(down, band)
+    down = -(-c.m // w)
+    whole, rest = np.divmod(down, band)
     bands = whole + (rest > 0)
     a_once, b_once = c.m * c.k * size, c.k * c.n * size
     a_held, b_held = a_slots * (w * c.r * size), b_slots * (h * c.r * size)
-    heights = [(whole, min(band * int(w), c.m)), (1, c.m - whole * band * int(w))]
-    a_found = sum(count * np.minimum(a_held, max(0, rows) * c.k * size) for count, rows in heights)
+    heights = [(whole, np.minimum(band * w, c.m)), (1, np.maximum(0, c.m - whole * band * w))]
+    a_found = sum(count * np.minimum(a_held, rows * c.k * size) for count, rows in heights)
     a_found = np.minimum(a_found, a_once)
     columns = (across - 1) * np.minimum(b_held, c.k * h * size)
     columns = columns + np.minimum(b_held, c.k * (c.n - (across - 1) * h) * size)
