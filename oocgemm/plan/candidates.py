@@ -21,7 +21,7 @@ from oocgemm.plan.traversal import Traversal
 
 STRIP_BYTES = 32 << 20  # a drained strip: long enough for the link, short enough to start writing early
 STRIPS = 24
-HOST_SHARE = 100  # a strip takes at most one part in so many of the host budget, where one row does
+HOST_SHARE = 400  # a strip takes at most one part in so many of the host budget, where one row does
 CHUNK_BYTES = 8 << 20  # of a new C: cheap to allocate again and again, long enough for a disk
 DEPTHS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192)
 BEST_DEPTHS = 4
@@ -325,7 +325,9 @@ def _shapes(
     chunk_b = 1 if layouts.b.partial_reads else layouts.b.read_chunk[1]
     cut = chunk_a > 1 or chunk_b > 1
     memory = budgets.device - machine.device_reserve
-    extents_m = _extents(m, units_m, _counts(m))
+    # Narrower tiles would leave most of the memory empty, were they as long as C and all panels of B kept.
+    narrowest = min(m, memory // (16 * (n * acc + k * b)))
+    extents_m = [w for w in _extents(m, units_m, _counts(m)) if w >= narrowest]
     depths = _depths(problem, machine, layouts, memory)
     if not machine.unified and not (layouts.a.in_memory and layouts.b.in_memory):
         yield from ((shape, 1) for shape in _reading_shapes(problem, budgets, machine, layouts, depths))
@@ -341,7 +343,7 @@ def _shapes(
                     if most < 1:
                         continue
                     fewest = ceil_div(n, most)
-                    for h in _extents(n, units_n, (fewest, fewest + 1)):
+                    for h in _next_extents(n, units_n, fewest):
                         if h > most:
                             continue
                         across = ceil_div(n, h)
@@ -358,9 +360,11 @@ def _shapes(
                         if best is None or (moved, h) < best[:2]:
                             bins[area] = moved, h, w
             for kept in range(3):
-                for area in sorted((x for x in bins if x[0] == kept), reverse=True)[
-                    : BINS if kept == 0 else 2
-                ]:
+                areas = sorted((x for x in bins if x[0] == kept), reverse=True)
+                best_areas = areas[: BINS if kept == 0 else 2]
+                if areas:  # a small tile may be what leaves room for panels
+                    best_areas.append(min(areas, key=lambda x: bins[x][0]))
+                for area in dict.fromkeys(best_areas):
                     _, h, w = bins[area]
                     yield TileShape(w, h, r), c
 
@@ -386,7 +390,7 @@ def _reading_shapes(
                 if most < 1:
                     continue
                 fewest = ceil_div(n, most)
-                for h in _extents(n, units_n, (fewest, fewest + 1)):
+                for h in _next_extents(n, units_n, fewest):
                     if h > most:
                         continue
                     across = ceil_div(n, h)
@@ -455,6 +459,11 @@ def _counts(extent: int) -> Iterator[int]:
     while count <= extent:
         yield count
         count = count + 1 if count < 32 else ceil_div(count * 9, 8)
+
+
+@lru_cache(4096)  # depths share counts
+def _next_extents(extent: int, units: tuple[int, ...], fewest: int) -> list[int]:
+    return _extents(extent, units, (fewest, fewest + 1))
 
 
 def _extents(extent: int, units: Sequence[int], counts: Iterable[int]) -> list[int]:

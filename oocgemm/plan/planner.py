@@ -33,7 +33,7 @@ COUNTED, SIMULATED = (
     4e-6,
     15e-6,
 )  # seconds to count the loads of a step, to run an operation on the virtual clock
-FINALISTS = 8
+FINALISTS = 6
 
 
 @dataclass(frozen=True)
