@@ -342,10 +342,7 @@ def _shapes(
                     most = min(n, (memory - a_held) // (c * w * acc + b_held))
                     if most < 1:
                         continue
-                    fewest = ceil_div(n, most)
-                    for h in _next_extents(n, units_n, fewest):
-                        if h > most:
-                            continue
+                    for h in _long_extents(n, units_n, most):
                         across = ceil_div(n, h)
                         free = memory - c * w * h * acc - 2 * r * (w * a + h * b)
                         # What is free keeps panels of a row for the next tile, or of a column.
@@ -389,10 +386,7 @@ def _reading_shapes(
             for most in {min(n, (memory - x) // (w * acc + 2 * r * b)) for x in held}:
                 if most < 1:
                     continue
-                fewest = ceil_div(n, most)
-                for h in _next_extents(n, units_n, fewest):
-                    if h > most:
-                        continue
+                for h in _long_extents(n, units_n, most):
                     across = ceil_div(n, h)
                     free = memory - w * h * acc
                     stays = host * 0.97 - 3 * r * (w * a + h * b)
@@ -458,12 +452,17 @@ def _counts(extent: int) -> Iterator[int]:
     count = 1
     while count <= extent:
         yield count
-        count = count + 1 if count < 32 else ceil_div(count * 9, 8)
+        count = count + 1 if count < 32 else ceil_div(count * 33, 32)
 
 
 @lru_cache(4096)  # depths share counts
-def _next_extents(extent: int, units: tuple[int, ...], fewest: int) -> list[int]:
-    return _extents(extent, units, (fewest, fewest + 1))
+def _long_extents(extent: int, units: tuple[int, ...], most: int) -> list[int]:
+    """Tile extents that are not above `most`: in as few tiles as can be and in one more, and as long as can be."""
+    fewest = ceil_div(extent, most)
+    found = {x for x in _extents(extent, units, (fewest, fewest + 1)) if x <= most}
+    if not found:
+        found = {most // unit * unit for unit in units} - {0}
+    return sorted(found)
 
 
 def _extents(extent: int, units: Sequence[int], counts: Iterable[int]) -> list[int]:

@@ -29,11 +29,9 @@ from oocgemm.units import format_size, format_time
 
 # Planning may take this share of the time a run is predicted to take, and no more seconds than that.
 EFFORT, LONGEST = 0.004, 0.5
-COUNTED, SIMULATED = (
-    4e-6,
-    15e-6,
-)  # seconds to count the loads of a step, to run an operation on the virtual clock
-FINALISTS = 6
+# Seconds to count the loads of a step, to run an operation on the virtual clock.
+COUNTED, SIMULATED = 10e-6, 15e-6
+FINALISTS = 4
 
 
 @dataclass(frozen=True)
@@ -218,8 +216,10 @@ def _walked(
     exact: list[Scored] = []
     for s in scored[:FINALISTS]:
         grid = TileGrid.of(problem, s.candidate.tile)
-        effort -= COUNTED * grid.shape[0] * grid.shape[1] * grid.steps
-        if effort < 0:  # before the tiles are even listed: they can be millions
+        cost = COUNTED * grid.shape[0] * grid.shape[1] * grid.steps
+        effort -= cost
+        # Before the tiles are even listed, which can be millions; and one alone would have nothing to be held against.
+        if effort < 0 or (not exact and effort < cost):
             break
         schedule = _schedule(problem, layouts, s.candidate)
         prediction = predict(problem, s.candidate, layouts, machine, schedule.loads())
