@@ -1,6 +1,10 @@
 """Plans: what is chosen fits, moves no less than it must, and says why."""
 
+import importlib
+import itertools
 import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +20,11 @@ from oocgemm.plan import (
     Layouts,
     Op,
     Plan,
+    Schedule,
+    Slots,
+    TileGrid,
     TileShape,
+    Traversal,
     default_model,
     make_plan,
 )
@@ -24,6 +32,11 @@ from oocgemm.plan.candidates import CHUNK_BYTES
 from oocgemm.plan.cost import least_bytes
 from oocgemm.plan.hazards import verify
 from oocgemm.plan.replacement import SlotCache
+from oocgemm.plan.traversal import walk
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+bench_traffic: Any = importlib.import_module("bench_traffic")
+traffic_oracle: Any = importlib.import_module("traffic_oracle")
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -119,6 +132,48 @@ def test_the_lower_bound_holds_for_a_brute_force_oracle() -> None:
             if w * h + w + h <= elements
         )
         assert least_bytes(p, memory) <= best
+
+
+def fewest_by_simulation(p: GemmProblem, r: int, memory: int) -> float:
+    """Fewest bytes of panels uploaded, of all tilings, walks and divisions of the memory into slots, each simulated."""
+    best = float("inf")
+    for down, across in itertools.product(range(1, p.m + 1), range(1, p.n + 1)):
+        tile = TileShape(-(-p.m // down), -(-p.n // across), r)
+        grid = TileGrid.of(p, tile)
+        free = memory // 8 - tile.w * tile.h
+        for axis, a in itertools.product((0, 1), range(2, max(2, free // (tile.w * r)) + 1)):
+            b = (free - a * tile.w * r) // (tile.h * r)
+            if b < 2 or a > grid.shape[0] * grid.steps + 2:
+                continue
+            for band in range(1, grid.shape[axis] + 1):
+                tiles = walk(Traversal(axis, band), *grid.shape)
+                loads = Schedule(p, grid, tiles, Slots(a, b, host_a=1, host_b=1)).loads()
+                best = min(best, loads.a_up + loads.b_up)
+    return best
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "memory"),
+    [(6, 6, 6, 200), (6, 7, 5, 300), (7, 5, 8, 400), (4, 9, 3, 240), (8, 3, 4, 250), (6, 6, 12, 420)],
+)
+def test_the_oracle_of_the_traffic_benchmark_is_what_simulation_finds(
+    m: int, n: int, k: int, memory: int
+) -> None:
+    least, _ = traffic_oracle.least_panels(traffic_oracle.Case(m, n, k, 8, 1, memory))
+    found = fewest_by_simulation(problem(m, n, k), 1, memory)
+    assert 0.93 * found <= least <= found
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k"),
+    [(4096, 4096, 4096), (10_007, 10_009, 10_037), (2048, 100_003, 8192), (32_768, 32_768, 1024)],
+)
+@pytest.mark.parametrize("link", ["h2d", "read", "unified"])
+def test_traffic_is_near_the_least_that_a_search_finds(m: int, n: int, k: int, link: str) -> None:
+    on = bench_traffic.machine(link)
+    plan = make_plan(problem(m, n, k), Budgets(256 * MIB, GIB), on)
+    least, _ = bench_traffic.oracle(plan, link)
+    assert plan.traffic["h2d" if link == "h2d" else "read"] <= 1.02 * least
 
 
 @pytest.mark.parametrize("beta", [0, 1])

@@ -13,15 +13,18 @@ from functools import lru_cache
 from math import isqrt, lcm
 
 from oocgemm.plan.cost import Candidate, Layouts, MachineModel, cast_bytes, scratch_bytes, slot_bytes
-from oocgemm.plan.predict import multiply_seconds
+from oocgemm.plan.predict import closed_loads, multiply_seconds
 from oocgemm.plan.problem import GemmProblem
 from oocgemm.plan.slots import Slots
-from oocgemm.plan.tiling import TileShape, ceil_div, round_up
+from oocgemm.plan.tiling import TileGrid, TileShape, ceil_div, cover_ratio, round_up
 from oocgemm.plan.traversal import Traversal
 
 STRIP_BYTES = 32 << 20  # a drained strip: long enough for the link, short enough to start writing early
 STRIPS = 24
 STAGED_STRIPS = 10  # each is several operations to issue
+HOST_SHARE = (
+    400  # where panels can be kept on the host, a strip takes at most one part in so many of its budget
+)
 CHUNK_BYTES = 8 << 20  # of a new C: cheap to allocate again and again, long enough for a disk
 DEPTHS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192)
 BEST_DEPTHS = 4
@@ -87,21 +90,28 @@ def _with_slots(
     if not machine.unified and not layouts.c.in_memory:
         base = _with_room(problem, machine, tile, base, steps, host_free // 2, size)
         host_free = budgets.host - host_bytes(problem, machine, layouts, base, io_threads, size)
+    reads = not machine.unified and not (layouts.a.in_memory and layouts.b.in_memory)
+    grid = TileGrid.of(problem, tile)
+    device, host = ((size[tier, "A"], size[tier, "B"]) for tier in ("device", "host"))
     for band in _bands(problem, layouts, tile, axis, steps, free if machine.unified else host_free, size):
         traversal = Traversal(axis, band)
-        a, b = _filled(
-            base.a, base.b, free, size["device", "A"], size["device", "B"], down, across, steps, traversal
-        )
-        host_a, host_b = base.host_a, base.host_b
-        if not machine.unified and not (layouts.a.in_memory and layouts.b.in_memory):
-            yield Candidate(
-                tile, replace(base, a=a, b=b, host_a=host_a, host_b=host_b), traversal, io_threads=io_threads
-            )
-            sizes = size["host", "A"], size["host", "B"]
-            host_a, host_b = _filled(host_a, host_b, host_free, *sizes, down, across, steps, traversal)
-        yield Candidate(
-            tile, replace(base, a=a, b=b, host_a=host_a, host_b=host_b), traversal, io_threads=io_threads
-        )
+        a, b = _filled(base.a, base.b, free, *device, down, across, steps, traversal)
+        slots = replace(base, a=a, b=b)
+        yield Candidate(tile, slots, traversal, io_threads=io_threads)
+        if not reads:
+            continue
+        # Each tier may serve either operand first: what one of them keeps need not be kept by the other.
+        least = float("inf")
+        for on_device, on_host in ((False, False), (False, True), (True, False)):
+            a, b = _filled(base.a, base.b, free, *device, down, across, steps, traversal, on_device)
+            sizes = base.host_a, base.host_b, host_free, *host
+            host_a, host_b = _filled(*sizes, down, across, steps, traversal, on_host)
+            dealt = replace(base, a=a, b=b, host_a=host_a, host_b=host_b)
+            loads = closed_loads(problem, grid, dealt, traversal)
+            up, read = (loads.a_up + loads.b_up) / machine.h2d, (loads.a_read + loads.b_read) / machine.read
+            if max(up, read) + min(up, read) / 10 < least:
+                least, slots = max(up, read) + min(up, read) / 10, dealt
+        yield Candidate(tile, slots, traversal, io_threads=io_threads)
 
 
 def _with_room(
@@ -137,16 +147,21 @@ def _filled(
     across: int,
     steps: int,
     traversal: Traversal,
+    passing_first: bool = False,
 ) -> tuple[int, int]:
-    """Slots of A and B when what is free goes first to the operand whose panels come round soonest."""
+    """Slots of A and B when what is free goes first to the operand whose panels come round soonest, or else to the
+    one that passes by."""
     if traversal.axis == 1:
-        b, a = _filled(b, a, free, b_size, a_size, across, down, steps, Traversal(0, traversal.band))
+        rows = Traversal(0, traversal.band)
+        b, a = _filled(b, a, free, b_size, a_size, across, down, steps, rows, passing_first)
         return a, b
     band = min(traversal.band, down)
     # The other column of a band needs its panels sooner than the row does.
     wanted = [("a", band * steps), ("b", across * steps)]
     if band > 1:
         wanted.insert(0, ("b", steps))
+    if passing_first:
+        wanted.reverse()
     for operand, most in wanted:
         if operand == "a" and across > 1 and a_size:
             more = max(0, min(most - a, free // a_size))
@@ -227,8 +242,10 @@ def _least_slots(
     row_bytes = max(1, min(tile.h, problem.n) * problem.itemsizes["C"])
     # Few strips a tile, since each is several operations; fewer rows where memory is short.
     wanted = max(STRIP_BYTES // row_bytes, ceil_div(tile.w, STRIPS if machine.unified else STAGED_STRIPS), 1)
+    keeps = not machine.unified and not (layouts.a.in_memory and layouts.b.in_memory)
+    share = max(1, budgets.host // HOST_SHARE // row_bytes) if keeps else tile.w
     sizes = (wanted, STRIP_BYTES // row_bytes, STRIP_BYTES // 32 // row_bytes, 1)
-    strips = sorted({min(round_up(max(1, rows), unit), tile.w) for rows in sizes}, reverse=True)
+    strips = sorted({min(round_up(max(1, min(rows, share)), unit), tile.w) for rows in sizes}, reverse=True)
     finish = 2 if problem.finishes else 0
     for host in (0,) if machine.unified else (2, 1) if machine.shares_cores else (3, 2, 1):
         for rows in strips:
@@ -320,7 +337,10 @@ def _alignments(problem: GemmProblem, layouts: Layouts) -> tuple[tuple[int, ...]
         (problem.n, layouts.c.write_chunk[1], layouts.b.read_chunk[1]),
     ):
         unit = 128 if must == 1 and extent > 1024 else must
-        units.append(tuple(dict.fromkeys((unit, lcm(unit, wish)))))
+        # A new C wants chunks that divide its tiles.
+        fine = unit if layouts.c.free_chunks else min(unit, lcm(must, 8))
+        suits = wish if must == 1 and 128 <= wish < extent else lcm(unit, wish)
+        units.append(tuple(dict.fromkeys((unit, fine, suits))))
     return units[0], units[1]
 
 
@@ -334,9 +354,18 @@ def _shapes(
     m, n, k = problem.m, problem.n, max(1, problem.depth)
     sizes = problem.itemsizes
     a, b, acc = sizes["A"], sizes["B"], sizes["acc"]
+    a_bytes, b_bytes = m * k * a, k * n * b
+    chunk_a = 1 if layouts.a.partial_reads else layouts.a.read_chunk[0]
+    chunk_b = 1 if layouts.b.partial_reads else layouts.b.read_chunk[1]
+    cut = chunk_a > 1 or chunk_b > 1
     memory = budgets.device - machine.device_reserve
-    extents_m = _extents(m, units_m, _counts(m))
-    for r in _depths(problem, machine, layouts, memory):
+    # Narrower tiles would leave most of the memory empty, were they as long as C and all panels of B kept.
+    narrowest = min(m, memory // (16 * (n * acc + k * b)))
+    extents_m = [w for w in _extents(m, units_m, _counts(m)) if w >= narrowest]
+    depths = _depths(problem, machine, layouts, memory)
+    if not machine.unified and not (layouts.a.in_memory and layouts.b.in_memory):
+        yield from ((shape, 1) for shape in _reading_shapes(problem, budgets, machine, layouts, depths))
+    for r in depths:
         for c in (1, 2):
             bins: dict[tuple[int, int], tuple[float, int, int]] = {}
             for w in extents_m:
@@ -347,22 +376,79 @@ def _shapes(
                     most = min(n, (memory - a_held) // (c * w * acc + b_held))
                     if most < 1:
                         continue
-                    fewest = ceil_div(n, most)
-                    for h in _extents(n, units_n, (fewest, fewest + 1)):
-                        if h > most:
-                            continue
+                    for h in _long_extents(n, units_n, most):
                         across = ceil_div(n, h)
-                        moved = m * a * (1 if kept == 1 else across) + n * b * (1 if kept == 2 else down)
+                        free = memory - c * w * h * acc - 2 * r * (w * a + h * b)
+                        # What is free keeps panels of a row for the next tile, or of a column.
+                        found = max(
+                            (across - 1) * min(a_bytes, free * down), (down - 1) * min(b_bytes, free * across)
+                        )
+                        moved = float(across * a_bytes + down * b_bytes - found)
+                        if cut:
+                            moved *= max(cover_ratio(m, w, chunk_a), cover_ratio(n, h, chunk_b))
                         area = kept, (w * h).bit_length()
                         best = bins.get(area)
                         if best is None or (moved, h) < best[:2]:
                             bins[area] = moved, h, w
             for kept in range(3):
-                for area in sorted((x for x in bins if x[0] == kept), reverse=True)[
-                    : BINS if kept == 0 else 2
-                ]:
+                areas = sorted((x for x in bins if x[0] == kept), reverse=True)
+                best_areas = areas[: BINS if kept == 0 else 2]
+                if areas:  # a small tile may be what leaves room for panels
+                    best_areas.append(min(areas, key=lambda x: bins[x][0]))
+                for area in dict.fromkeys(best_areas):
                     _, h, w = bins[area]
                     yield TileShape(w, h, r), c
+
+
+def _reading_shapes(
+    problem: GemmProblem, budgets: Budgets, machine: MachineModel, layouts: Layouts, depths: Sequence[int]
+) -> Iterator[TileShape]:
+    """Shapes with which least is read where host memory keeps panels: the best two for each depth."""
+    m, n, k = problem.m, problem.n, max(1, problem.depth)
+    sizes = problem.itemsizes
+    a, b, acc = sizes["A"], sizes["B"], sizes["acc"]
+    a_bytes, b_bytes = m * k * a, k * n * b
+    memory, host = budgets.device - machine.device_reserve, budgets.host - machine.host_reserve
+    units_m, units_n = _alignments(problem, layouts)
+    units_m, units_n = units_m[-2:], units_n[-2:]
+    extents_m = _extents(m, units_m, [count for count in _counts(m) if count <= 48])
+    for r in depths:
+        scored: dict[TileShape, tuple[float, int]] = {}
+        for w in extents_m:
+            down = ceil_div(m, w)
+            held = (2 * w * r * a, memory // 2, w * k * a)  # by panels of A
+            for most in {min(n, (memory - x) // (w * acc + 2 * r * b)) for x in held}:
+                if most < 1:
+                    continue
+                for h in _long_extents(n, units_n, most):
+                    across = ceil_div(n, h)
+                    free = memory - w * h * acc
+                    stays = host * 0.97 - 3 * r * (w * a + h * b)
+                    row, column = (w * k * a, down, a_bytes), (k * h * b, across, b_bytes)
+                    read = min(
+                        _read(*row, *column, free, stays),
+                        _read(*column, *row, free, stays),
+                    )
+                    scored[TileShape(w, h, r)] = read, -w * h
+        yield from sorted(scored, key=lambda shape: scored[shape])[:2]
+
+
+def _read(
+    row: int, down: int, a_bytes: int, column: int, across: int, b_bytes: int, device: float, host: float
+) -> float:
+    """Bytes read by a walk along rows of that many bytes of panels, at best over who keeps what."""
+    least = float("inf")
+    for keeps, other in ((device, host), (host, device), (host, max(device, host - row))):
+        kept, passing = min(max(0.0, keeps), row), min(max(0.0, other), b_bytes)
+        first = a_bytes * across - (across - 1) * down * kept
+        least = min(least, first + b_bytes * down - (down - 1) * passing)
+        band = max(1, int(keeps // row))
+        if band > 1 and keeps == host:
+            rest = max(device, host - band * row)
+            bands = ceil_div(down, band)
+            again = (down - bands) * max(0.0, b_bytes - across * min(rest, column))
+            least = min(least, a_bytes + bands * b_bytes + again)
+    return least
 
 
 def _depths(problem: GemmProblem, machine: MachineModel, layouts: Layouts, memory: int) -> list[int]:
@@ -400,7 +486,17 @@ def _counts(extent: int) -> Iterator[int]:
     count = 1
     while count <= extent:
         yield count
-        count = count + 1 if count < 32 else ceil_div(count * 9, 8)
+        count = count + 1 if count < 32 else ceil_div(count * 33, 32)
+
+
+@lru_cache(4096)  # depths share counts
+def _long_extents(extent: int, units: tuple[int, ...], most: int) -> list[int]:
+    """Tile extents that are not above `most`: in as few tiles as can be and in one more, and as long as can be."""
+    fewest = ceil_div(extent, most)
+    found = {x for x in _extents(extent, units, (fewest, fewest + 1)) if x <= most}
+    if not found:
+        found = {most // unit * unit for unit in units} - {0}
+    return sorted(found)
 
 
 def _extents(extent: int, units: Sequence[int], counts: Iterable[int]) -> list[int]:

@@ -67,7 +67,9 @@ class Panels:
         self._steps = steps
         self._axis = axis
         self._next_use = NextUse(tiles, steps, axis)
-        self._tiers = [SlotCache(count) for count in (device, host) if count is not None]
+        counts = [count for count in (device, host) if count is not None]
+        self.slots = sum(counts)
+        self._tiers = [SlotCache(count) for count in counts]
 
     def place(self, position: int, step: int) -> Placed:
         """Where the panel of a step of tile number `position` goes."""
@@ -143,32 +145,109 @@ class Placing:
     def loads(self, depths: Sequence[int]) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
         """For each tile the depth of the panels of op(A), and of op(B), that are uploaded and that are read.
 
-        Tiles that find the slots in the same situation, seen from where they are, load the same panels: each
-        situation is walked through once.
+        Stretches of tiles that find the slots as another such stretch did load the same panels, and so do tiles that
+        find the slots in the same situation, seen from where they are: each is walked through once.
         """
-        known: tuple[dict[object, tuple[tuple[int, int], Contents]], ...] = ({}, {})
-        for position in range(len(self._tiles)):
+        stretches = Stretches(self._tiles)
+        yield from zip(
+            self._operand_loads(self._a, depths, stretches),
+            self._operand_loads(self._b, depths, stretches),
+            strict=True,
+        )
+
+    def _operand_loads(
+        self, panels: Panels, depths: Sequence[int], stretches: "Stretches"
+    ) -> Iterator[tuple[int, int]]:
+        """For each tile the depth of one operand's panels that are uploaded and that are read."""
+        tiles: dict[object, tuple[tuple[int, int], Contents]] = {}
+        known: dict[object, tuple[list[tuple[int, int]], Contents, Contents]] = {}
+        if not self._tiles:
+            return
+        seen, passed = panels.contents(0), None
+        for number, (start, stop) in enumerate(stretches.spans):
+            corner = (0, 0) in self._tiles[start:stop]  # which may have a ramp
+            key = seen, start == 0, corner, stretches.shape(number), stretches.shape(number + 1)
+            if key in known:
+                loaded, passed, seen = known[key]
+            else:
+                if passed is not None:
+                    panels.refill(passed, start - 1)
+                loaded = [self._tile_loads(panels, x, depths, tiles) for x in range(start, stop)]
+                after, seen = panels.contents(stop - 1), panels.contents(min(stop, len(self._tiles) - 1))
+                known[key] = loaded, after, seen
+                passed = None
+            yield from loaded
+
+    def _tile_loads(
+        self,
+        panels: Panels,
+        position: int,
+        depths: Sequence[int],
+        known: dict[object, tuple[tuple[int, int], Contents]],
+    ) -> tuple[int, int]:
+        # Many slots take longer to look at than a few steps to walk through.
+        memoised = panels.slots <= 4 * len(depths)
+        situation: object = None
+        if memoised:
             ends = position == 0, position == len(self._tiles) - 1, self._tiles[position] == (0, 0)
-            loaded = []
-            for panels, seen in zip((self._a, self._b), known, strict=True):
-                situation = panels.situation(position), ends
-                if situation in seen:
-                    found, after = seen[situation]
-                    panels.refill(after, position)
-                else:
-                    up = read = 0
-                    for _, steps in self._step_groups(position):
-                        for step in steps:
-                            placed = panels.place(position, step)
-                            up += depths[step] if placed.upload else 0
-                            read += depths[step] if placed.read else 0
-                        panels.advance()
-                    found = up, read
-                    seen[situation] = found, panels.contents(position)
-                loaded.append(found)
-            yield loaded[0], loaded[1]
+            situation = panels.situation(position), ends
+            if situation in known:
+                found, after = known[situation]
+                panels.refill(after, position)
+                return found
+        up = read = 0
+        for _, steps in self._step_groups(position):
+            for step in steps:
+                placed = panels.place(position, step)
+                up += depths[step] if placed.upload else 0
+                read += depths[step] if placed.read else 0
+            panels.advance()
+        if memoised:
+            known[situation] = (up, read), panels.contents(position)
+        return up, read
 
     def _step_groups(self, position: int) -> Iterator[tuple[bool, Sequence[int]]]:
         order = step_order(self._tiles[position], self._steps, self._ramp)
         first, last = position == 0, position == len(self._tiles) - 1
         return step_groups(order, self._slots, first=first, last=last)
+
+
+class Stretches:
+    """Cuts a sequence of tiles where tile rows (or columns) are done with for good, and tells which pieces are alike:
+    the same but for where they begin, each over all the columns (or rows)."""
+
+    def __init__(self, tiles: Sequence[Tile]) -> None:
+        self._tiles = tiles
+        self._shapes: dict[object, int] = {}
+        self._known: dict[int, int] = {}
+        cuts = [(axis, self._cuts(axis)) for axis in (0, 1)]
+        self._axis, stops = max(cuts, key=lambda cut: len(cut[1]))
+        spans = list(zip([0, *stops], stops, strict=False))
+        crossed = len({tile[1 - self._axis] for tile in tiles})
+        if any(len({tile[1 - self._axis] for tile in tiles[a:b]}) < crossed for a, b in spans):
+            spans = [(0, len(tiles))] if tiles else []
+        self.spans = spans
+
+    def _cuts(self, axis: int) -> list[int]:
+        last = {tile[axis]: position for position, tile in enumerate(self._tiles)}
+        reach, stops = -1, []
+        for position, tile in enumerate(self._tiles):
+            reach = max(reach, last[tile[axis]])
+            if reach == position:
+                stops.append(position + 1)
+        return stops
+
+    def shape(self, number: int) -> int:
+        """The same for stretches that are alike; -1 past the last."""
+        if number >= len(self.spans):
+            return -1
+        if number not in self._known:
+            start, stop = self.spans[number]
+            base = self._tiles[start][self._axis]
+            if self._axis == 0:
+                relative = tuple((i - base, j) for i, j in self._tiles[start:stop])
+            else:
+                relative = tuple((i, j - base) for i, j in self._tiles[start:stop])
+            # The direction of k hangs on where a stretch begins.
+            self._known[number] = self._shapes.setdefault((base % 2, relative), len(self._shapes))
+        return self._known[number]

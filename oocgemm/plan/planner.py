@@ -29,11 +29,9 @@ from oocgemm.units import format_size, format_time
 
 # Planning may take this share of the time a run is predicted to take, and no more seconds than that.
 EFFORT, LONGEST = 0.004, 0.5
-COUNTED, SIMULATED = (
-    4e-6,
-    15e-6,
-)  # seconds to count the loads of a step, to run an operation on the virtual clock
-FINALISTS = 8
+# Seconds to count the loads of a step, to run an operation on the virtual clock.
+COUNTED, SIMULATED = 10e-6, 15e-6
+FINALISTS = 4
 
 
 @dataclass(frozen=True)
@@ -217,10 +215,13 @@ def _walked(
     effort = min(LONGEST, EFFORT * scored[0].prediction.total)
     exact: list[Scored] = []
     for s in scored[:FINALISTS]:
-        schedule = _schedule(problem, layouts, machine, s.candidate)
-        effort -= COUNTED * len(schedule.tiles) * schedule.grid.steps
-        if effort < 0:
+        grid = TileGrid.of(problem, s.candidate.tile)
+        cost = COUNTED * grid.shape[0] * grid.shape[1] * grid.steps
+        effort -= cost
+        # Before the tiles are even listed, which can be millions; and one alone would have nothing to be held against.
+        if effort < 0 or (not exact and effort < cost):
             break
+        schedule = _schedule(problem, layouts, machine, s.candidate)
         prediction = predict(problem, s.candidate, layouts, machine, schedule.loads())
         exact.append(Scored(s.candidate, prediction))
     exact.sort(key=_rank)

@@ -10,7 +10,7 @@ from oocgemm.plan.cost import Candidate, Layouts, MachineModel
 from oocgemm.plan.placing import Loads
 from oocgemm.plan.problem import GemmProblem
 from oocgemm.plan.slots import Slots
-from oocgemm.plan.tiling import TileGrid, TileShape, ceil_div
+from oocgemm.plan.tiling import TileGrid, TileShape, ceil_div, round_up
 from oocgemm.plan.traversal import Traversal
 
 # Two lanes of equal length take longer than one by 2^(1/8), 9%; one two thirds as long adds half a percent. That is
@@ -18,6 +18,7 @@ from oocgemm.plan.traversal import Traversal
 CLOSENESS = 8
 # Share of the time of a Write past the page cache that a core has to do with it.
 WRITING = 0.25
+BLOCK = 128  # of C, that cuBLAS's kernels work on at a time
 LANES = ("read", "decode", "h2d", "compute", "d2h", "encode", "write")
 
 
@@ -74,8 +75,9 @@ def _tier_loads(
 
 
 def _bridged(slots: int, panels: int) -> float:
-    """Share of that many panels, used in turn there and back, that are still there when their turn comes again."""
-    return 1.0 if slots >= panels else max(0, slots - 2) / panels
+    """Share of that many panels, used in turn there and back, that are still there when their turn comes again: each
+    turn begins with the slots full of what comes first."""
+    return min(1.0, slots / panels)
 
 
 def multiply_seconds(
@@ -198,6 +200,8 @@ def _lanes(
     lanes["compute"] = (
         multiply_seconds(problem, machine, problem.flops, w, h, r) + steps * machine.step_latency
     )
+    if not machine.shares_cores:  # a GPU multiplies in blocks, the last of them as long as the others
+        lanes["compute"] *= round_up(w, BLOCK) / w * round_up(h, BLOCK) / h if w * h > BLOCK * BLOCK else 1.0
     first = 0.0
     panels = (
         ("A", layouts.a, loads.a_read, (w, r), (problem.m, problem.depth)),

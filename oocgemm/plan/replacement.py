@@ -69,7 +69,8 @@ class SlotCache:
 
     def latest(self) -> list[Panel | None]:
         """The panels that the latest steps used; None for one that is not used again."""
-        return [self._keys[slot] if self._next_use[slot] != NEVER else None for slot in self._latest]
+        slots = list(dict.fromkeys(reversed(self._latest)))[::-1]  # steps may have had to share a slot
+        return [self._keys[slot] if self._next_use[slot] != NEVER else None for slot in slots]
 
     def refill(self, live: Sequence[tuple[int, Panel]], latest: Sequence[Panel | None]) -> None:
         """Take over such contents, in slots of any order."""

@@ -1,0 +1,207 @@
+#!/usr/bin/env python
+"""Bytes that plans move, against the least possible and against the best that a search finds. Needs no hardware.
+
+The planner chooses by time. To be asked for least traffic it is given machines on which one link is slow and
+all else is as good as free. The oracle (`traffic_oracle.py`) searches at the step depth that the plan chose.
+"""
+
+import json
+import statistics
+import time
+from collections import defaultdict
+from dataclasses import asdict, dataclass, replace
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import click
+from traffic_oracle import Case, least_panels
+
+from oocgemm.plan import (
+    DTYPES,
+    Budgets,
+    GemmProblem,
+    KernelRate,
+    MachineModel,
+    Op,
+    Plan,
+    default_model,
+    make_plan,
+)
+
+MIB, GIB = 1 << 20, 1 << 30
+FREE = 1e18
+SHAPES = {
+    "square": [(1 << 10,) * 3, (1 << 12,) * 3, (1 << 14,) * 3, (24576,) * 3, (1 << 16,) * 3, (1 << 18,) * 3],
+    "wide": [(1 << 11, 1 << 17, 1 << 13), (1 << 13, 1 << 20, 1 << 13)],
+    "tall": [(1 << 17, 1 << 11, 1 << 13), (1 << 20, 1 << 13, 1 << 13)],
+    "thin k": [(1 << 15, 1 << 15, 1 << 10), (1 << 17, 1 << 17, 1 << 10)],
+    "thick k": [(1 << 12, 1 << 12, 1 << 20), (1 << 15, 1 << 15, 1 << 19)],
+    "primes": [(1009, 1013, 1019), (10007, 10009, 10037), (99991, 50021, 30011), (10007, 200003, 5003)],
+}
+BUDGETS = [(128 * MIB, 128 * MIB), (256 * MIB, 2 * GIB), (GIB, GIB), (3 * GIB, 8 * GIB), (8 * GIB, 64 * GIB)]
+# Plans of more steps than this are not walked operation by operation.
+WALKED = 3000
+TARGET, NEAR = 1.02, 1.10
+
+
+def machine(kind: str) -> MachineModel:
+    """A machine that has one slow link."""
+    base = default_model("host" if kind == "unified" else "cuda", 16)
+    links = dict.fromkeys(("h2d", "d2h", "read", "read_scattered", "decode", "memory", "write"), FREE)
+    if kind == "h2d":
+        links["h2d"] = 1e9
+    else:
+        links |= {"read": 1e9, "read_scattered": 1e9}
+    free = dict.fromkeys(("copy_latency", "step_latency", "write_latency", "arena_seconds_per_byte"), 0.0)
+    # Depths as a kernel would want them, were it not so fast that it takes no time.
+    kernels = {name: KernelRate(1e22, rate.half_depth) for name, rate in base.kernels.items()}
+    return replace(base, name=f"slow {kind}", kernels=kernels, **links, **free)
+
+
+def problem(m: int, n: int, k: int, dtype: str, beta: float) -> GemmProblem:
+    d = DTYPES[dtype]
+    return GemmProblem(m, n, k, d.name, d.name, d.accumulator, d.name, 1.0, beta, Op.N, Op.N)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One plan on one link."""
+
+    shape: str
+    m: int
+    n: int
+    k: int
+    beta: float
+    device: int
+    host: int
+    machine: str
+    link: str
+    tile: str
+    traversal: str
+    slots: dict[str, Any]
+    steps: int
+    bytes: int
+    least: int
+    oracle: int
+    oracle_tiling: dict[str, int]
+    near_least: bool  # in the regime in which the plan is to come near the lower bound
+    walked: int | None  # bytes of the schedule's operations on that link
+    planning_seconds: float
+
+    @property
+    def over_oracle(self) -> float:
+        return self.bytes / self.oracle
+
+    @property
+    def over_least(self) -> float:
+        return self.bytes / self.least
+
+
+def oracle(plan: Plan, kind: str) -> tuple[int, dict[str, int]]:
+    """Fewest bytes over the slow link at the plan's depth."""
+    p, size = plan.problem, plan.problem.itemsizes["A"]
+    r = min(plan.tile.r, p.depth)
+    device = plan.budgets.device - plan.machine.device_reserve
+    host = plan.budgets.host - plan.machine.host_reserve if kind == "read" else None
+    panels, how = least_panels(Case(p.m, p.n, p.depth, size, r, device, host))
+    return int(panels) + (p.m * p.n * size if p.reads_c else 0), how
+
+
+def measure(
+    shape: str, extents: tuple[int, int, int], beta: float, budgets: Budgets, kind: str, cache: dict[Any, Any]
+) -> Row:
+    p, link = problem(*extents, "float64", beta), "h2d" if kind == "h2d" else "read"
+    on = machine(kind)
+    started = time.perf_counter()
+    plan = make_plan(p, budgets, on)
+    seconds = time.perf_counter() - started
+    key = extents, budgets, kind, plan.tile.r
+    if key not in cache:
+        found, how = oracle(replace(plan, problem=replace(p, beta=0)), kind)
+        cache[key] = found, how
+    found, how = cache[key]
+    found += p.m * p.n * 8 if beta else 0
+    memory = (budgets.device + (budgets.host if kind == "read" else 0)) / 8
+    near = min(p.m, p.n) >= 8 * sqrt(memory) and plan.tile.r <= 0.02 * sqrt(memory)
+    walked = None
+    if plan.steps <= WALKED:
+        lane = {"h2d": "h2d", "read": "read"}[link]
+        walked = sum(op.bytes for op in plan.schedule() if op.lane.value == lane)
+    return Row(
+        *(shape, *extents, beta, budgets.device, budgets.host, kind, link),
+        *(str(plan.tile), str(plan.candidate.traversal), asdict(plan.slots), plan.steps),
+        *(plan.traffic[link], plan.least[link], found, how, near, walked, seconds),
+    )
+
+
+def summary(rows: list[Row]) -> dict[str, Any]:
+    """Largest and median ratios for each machine, and the worst rows."""
+    by_kind = defaultdict(list)
+    for row in rows:
+        by_kind[row.machine].append(row)
+    out: dict[str, Any] = {}
+    for kind, some in by_kind.items():
+        ratios = [row.over_oracle for row in some]
+        near = [row for row in some if row.near_least]
+        out[kind] = {
+            "plans": len(some),
+            "over_oracle": {"max": max(ratios), "median": statistics.median(ratios)},
+            "above_target": sum(ratio > TARGET for ratio in ratios),
+            "near_least": {
+                "plans": len(near),
+                "over_least_max": max((row.over_least for row in near), default=None),
+                "oracle_over_least_max": max((row.oracle / row.least for row in near), default=None),
+            },
+            "planning_seconds_max": max(row.planning_seconds for row in some),
+        }
+    walked = [row for row in rows if row.walked is not None]
+    out["announced"] = {
+        "walked": len(walked),
+        "moved_otherwise": sum(row.walked != row.bytes for row in walked),
+    }
+    return out
+
+
+def print_table(rows: list[Row]) -> None:
+    heads = f"{'shape':8}{'m':>8}{'n':>8}{'k':>8} beta {'device':>7}{'host':>7} {'machine':8}"
+    print(heads + f"{'GB':>9}{'/oracle':>9}{'/least':>8}  tile, walk / oracle's")
+    for x in rows:
+        gib = [f"{size / GIB:.3g}G" for size in (x.device, x.host)]
+        mark = " <--" if x.over_oracle > TARGET else ""
+        print(
+            f"{x.shape:8}{x.m:8}{x.n:8}{x.k:8}{x.beta:5} {gib[0]:>7}{gib[1]:>7} {x.machine:8}{x.bytes / 1e9:9.4g}"
+            f"{x.over_oracle:9.4f}{x.over_least:8.3f}  {x.tile}, {x.traversal} / {x.oracle_tiling}{mark}"
+        )
+
+
+@click.command()
+@click.option("--output", type=click.Path(path_type=Path), default="scripts/results/bench_traffic.json")
+@click.option("--machines", default="h2d,read,unified", show_default=True)
+@click.option("--only", default="", help="Only these shapes, by name.")
+@click.option("--betas", default="0,1", show_default=True)
+def main(output: Path, machines: str, only: str, betas: str) -> None:
+    """Plans over a grid of shapes and budgets; writes a table and a JSON file."""
+    rows: list[Row] = []
+    cache: dict[Any, Any] = {}
+    started = time.perf_counter()
+    for shape, sizes in SHAPES.items():
+        if only and shape not in only.split(","):
+            continue
+        for extents in sizes:
+            for device, host in BUDGETS:
+                for kind in machines.split(","):
+                    if kind == "unified" and device < 256 * MIB:
+                        continue  # what the host's BLAS sets aside leaves nothing
+                    for beta in map(float, betas.split(",")):
+                        rows.append(measure(shape, extents, beta, Budgets(device, host), kind, cache))
+    print_table(rows)
+    result = {"summary": summary(rows), "seconds": time.perf_counter() - started}
+    print(json.dumps(result, indent=2))
+    if not only:
+        raw = [asdict(row) | {"over_oracle": row.over_oracle, "over_least": row.over_least} for row in rows]
+        output.write_text(json.dumps(result | {"rows": raw}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
