@@ -49,6 +49,8 @@ def amplification(problem: GemmProblem, tile: TileShape, layouts: Layouts) -> di
 def closed_loads(problem: GemmProblem, grid: TileGrid, slots: Slots, traversal: Traversal) -> Loads:
     """About what `Schedule.loads` counts: the share of a panel's next uses that its slots bridge."""
     down, across = grid.shape
+    if down * across == 0:
+        return Loads(0, 0, 0, 0)
     a = problem.m * problem.depth * problem.itemsizes["A"]
     b = problem.depth * problem.n * problem.itemsizes["B"]
     a_up, b_up = _tier_loads(down, across, grid.steps, slots.a, slots.b, traversal)
