@@ -26,6 +26,7 @@ CHUNK_BYTES = 8 << 20  # of a new C: cheap to allocate again and again, long eno
 DEPTHS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192)
 BEST_DEPTHS = 4
 BINS = 4
+THIN = 16  # of a tile that leaves the memory to the panels of a row (or column)
 MOST_DRAIN = 16
 
 
@@ -327,7 +328,8 @@ def _shapes(
     memory = budgets.device - machine.device_reserve
     # Narrower tiles would leave most of the memory empty, were they as long as C and all panels of B kept.
     narrowest = min(m, memory // (16 * (n * acc + k * b)))
-    extents_m = [w for w in _extents(m, units_m, _counts(m)) if w >= narrowest]
+    thin_m, thin_n = (min(x, round_up(THIN, min(unit))) for x, unit in ((m, units_m), (n, units_n)))
+    extents_m = sorted({thin_m, *(w for w in _extents(m, units_m, _counts(m)) if w >= narrowest)})
     depths = _depths(problem, machine, layouts, memory)
     if not machine.unified and not (layouts.a.in_memory and layouts.b.in_memory):
         yield from ((shape, 1) for shape in _reading_shapes(problem, budgets, machine, layouts, depths))
@@ -342,12 +344,16 @@ def _shapes(
                     most = min(n, (memory - a_held) // (c * w * acc + b_held))
                     if most < 1:
                         continue
-                    for h in _long_extents(n, units_n, most):
+                    extents_n = _long_extents(n, units_n, most)
+                    for h in (*extents_n, thin_n) if kept == 1 and thin_n < most else extents_n:
                         across = ceil_div(n, h)
                         free = memory - c * w * h * acc - 2 * r * (w * a + h * b)
                         # What is free keeps panels of a row for the next tile, or of a column.
+                        row, column = min(free, w * k * a), min(free, k * h * b)
                         found = max(
-                            (across - 1) * min(a_bytes, free * down), (down - 1) * min(b_bytes, free * across)
+                            (across - 1) * min(a_bytes, free * down) + (down - 1) * min(b_bytes, free - row),
+                            (down - 1) * min(b_bytes, free * across)
+                            + (across - 1) * min(a_bytes, free - column),
                         )
                         moved = float(across * a_bytes + down * b_bytes - found)
                         if cut:
