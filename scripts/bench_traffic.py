@@ -9,6 +9,7 @@ import json
 import statistics
 import time
 from collections import defaultdict
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from math import sqrt
 from pathlib import Path
@@ -108,31 +109,35 @@ def oracle(plan: Plan, kind: str) -> tuple[int, dict[str, int]]:
     return int(panels) + (p.m * p.n * size if p.reads_c else 0), how
 
 
-def measure(
-    shape: str, extents: tuple[int, int, int], beta: float, budgets: Budgets, kind: str, cache: dict[Any, Any]
-) -> Row:
-    p, link = problem(*extents, "float64", beta), "h2d" if kind == "h2d" else "read"
-    on = machine(kind)
-    started = time.perf_counter()
-    plan = make_plan(p, budgets, on)
-    seconds = time.perf_counter() - started
-    key = extents, budgets, kind, plan.tile.r
-    if key not in cache:
-        found, how = oracle(replace(plan, problem=replace(p, beta=0)), kind)
-        cache[key] = found, how
-    found, how = cache[key]
-    found += p.m * p.n * 8 if beta else 0
-    memory = (budgets.device + (budgets.host if kind == "read" else 0)) / 8
-    near = min(p.m, p.n) >= 8 * sqrt(memory) and plan.tile.r <= 0.02 * sqrt(memory)
-    walked = None
-    if plan.steps <= WALKED:
-        lane = {"h2d": "h2d", "read": "read"}[link]
-        walked = sum(op.bytes for op in plan.schedule() if op.lane.value == lane)
-    return Row(
-        *(shape, *extents, beta, budgets.device, budgets.host, kind, link),
-        *(str(plan.tile), str(plan.candidate.traversal), asdict(plan.slots), plan.steps),
-        *(plan.traffic[link], plan.least[link], found, how, near, walked, seconds),
-    )
+def measure(case: tuple[str, tuple[int, int, int], tuple[int, int], str]) -> list[Row]:
+    """Plans of one product within one pair of budgets, with beta 0 and 1."""
+    shape, extents, memories, kind = case
+    budgets, on, link = Budgets(*memories), machine(kind), "h2d" if kind == "h2d" else "read"
+    known: dict[int, tuple[int, dict[str, int]]] = {}
+    rows = []
+    for beta in (0.0, 1.0):
+        p = problem(*extents, "float64", beta)
+        started = time.perf_counter()
+        plan = make_plan(p, budgets, on)
+        seconds = time.perf_counter() - started
+        r = plan.tile.r
+        if r not in known:
+            known[r] = oracle(replace(plan, problem=replace(p, beta=0)), kind)
+        found, how = known[r]
+        found += p.m * p.n * 8 if beta else 0
+        memory = (budgets.device + (budgets.host if kind == "read" else 0)) / 8
+        near = min(p.m, p.n) >= 8 * sqrt(memory) and r <= 0.02 * sqrt(memory)
+        walked = None
+        if plan.steps <= WALKED:
+            walked = sum(op.bytes for op in plan.schedule() if op.lane.value == link)
+        rows.append(
+            Row(
+                *(shape, *extents, beta, *memories, kind, link),
+                *(str(plan.tile), str(plan.candidate.traversal), asdict(plan.slots), plan.steps),
+                *(plan.traffic[link], plan.least[link], found, how, near, walked, seconds),
+            )
+        )
+    return rows
 
 
 def summary(rows: list[Row]) -> dict[str, Any]:
@@ -179,22 +184,22 @@ def print_table(rows: list[Row]) -> None:
 @click.option("--output", type=click.Path(path_type=Path), default="scripts/results/bench_traffic.json")
 @click.option("--machines", default="h2d,read,unified", show_default=True)
 @click.option("--only", default="", help="Only these shapes, by name.")
-@click.option("--betas", default="0,1", show_default=True)
-def main(output: Path, machines: str, only: str, betas: str) -> None:
+@click.option("--processes", default=2, show_default=True)
+def main(output: Path, machines: str, only: str, processes: int) -> None:
     """Plans over a grid of shapes and budgets; writes a table and a JSON file."""
-    rows: list[Row] = []
-    cache: dict[Any, Any] = {}
     started = time.perf_counter()
-    for shape, sizes in SHAPES.items():
-        if only and shape not in only.split(","):
-            continue
-        for extents in sizes:
-            for device, host in BUDGETS:
-                for kind in machines.split(","):
-                    if kind == "unified" and device < 256 * MIB:
-                        continue  # what the host's BLAS sets aside leaves nothing
-                    for beta in map(float, betas.split(",")):
-                        rows.append(measure(shape, extents, beta, Budgets(device, host), kind, cache))
+    cases = [
+        (shape, extents, memories, kind)
+        for shape, sizes in SHAPES.items()
+        if not only or shape in only.split(",")
+        for extents in sizes
+        for memories in BUDGETS
+        for kind in machines.split(",")
+        # What the host's BLAS sets aside leaves nothing of little memory.
+        if kind != "unified" or memories[0] >= 256 * MIB
+    ]
+    with ProcessPoolExecutor(processes) as pool:
+        rows = [row for found in pool.map(measure, cases) for row in found]
     print_table(rows)
     result = {"summary": summary(rows), "seconds": time.perf_counter() - started}
     print(json.dumps(result, indent=2))

@@ -1,0 +1,216 @@
+"""Tile shapes worth scoring.
+
+Traffic falls with the tile's extents, so the tile takes nearly all of the device memory and panels are only
+as deep as the kernel and the copies want: ``c w h + 2 r (w + h) <= M``. Extents are enumerated as *counts* of
+tiles down and across, which gives tiles of equal size; for each depth and count down, the fewest tiles across
+that fit are tried, and one more, both with panels that stream and with all panels of a tile row (or column)
+kept.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from math import isqrt, lcm
+
+from oocgemm.plan.cost import Layouts, MachineModel
+from oocgemm.plan.predict import multiply_seconds
+from oocgemm.plan.problem import GemmProblem
+from oocgemm.plan.tiling import TileShape, ceil_div, cover_ratio, round_up
+
+DEPTHS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192)
+BEST_DEPTHS = 4
+BINS = 4
+THIN = 16  # of a tile that leaves the memory to the panels of a row (or column)
+
+
+def _alignments(problem: GemmProblem, layouts: Layouts) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What tile extents along m and along n may be multiples of: the chunks of C, which they must be (or a
+    number that suits the kernel and gives a new C good chunks), and what suits reading A or B as well."""
+    units = []
+    for extent, must, wish in (
+        (problem.m, layouts.c.write_chunk[0], layouts.a.read_chunk[0]),
+        (problem.n, layouts.c.write_chunk[1], layouts.b.read_chunk[1]),
+    ):
+        unit = 128 if must == 1 and extent > 1024 else must
+        # A new C wants chunks that divide its tiles.
+        fine = unit if layouts.c.free_chunks else min(unit, lcm(must, 8))
+        suits = wish if must == 1 and 128 <= wish < extent else lcm(unit, wish)
+        units.append(tuple(dict.fromkeys((unit, fine, suits))))
+    return units[0], units[1]
+
+
+def shapes(
+    problem: GemmProblem, device: int, host: int, machine: MachineModel, layouts: Layouts
+) -> Iterator[tuple[TileShape, int]]:
+    """Tile shapes worth scoring, with the accumulators they leave room for. For each depth, and one accumulator or
+    two, shapes are binned by area; of each of the largest bins the one that moves least is kept: larger moves
+    less, smaller starts and ends sooner."""
+    if 0 in (problem.m, problem.n):
+        return
+    units_m, units_n = _alignments(problem, layouts)
+    m, n, k = problem.m, problem.n, max(1, problem.depth)
+    sizes = problem.itemsizes
+    a, b, acc = sizes["A"], sizes["B"], sizes["acc"]
+    a_bytes, b_bytes = m * k * a, k * n * b
+    chunk_a = 1 if layouts.a.partial_reads else layouts.a.read_chunk[0]
+    chunk_b = 1 if layouts.b.partial_reads else layouts.b.read_chunk[1]
+    cut = chunk_a > 1 or chunk_b > 1
+    memory = device - machine.device_reserve
+    # Narrower tiles would leave most of the memory empty, were they as long as C and all panels of B kept.
+    narrowest = min(m, memory // (16 * (n * acc + k * b)))
+    thin_m, thin_n = (min(x, round_up(THIN, min(unit))) for x, unit in ((m, units_m), (n, units_n)))
+    extents_m = sorted({thin_m, *(w for w in _extents(m, units_m, _counts(m)) if w >= narrowest)})
+    depths = _depths(problem, machine, layouts, memory)
+    if not machine.unified and not (layouts.a.in_memory and layouts.b.in_memory):
+        yield from (
+            (shape, 1)
+            for shape in _reading_shapes(problem, memory, host - machine.host_reserve, layouts, depths)
+        )
+    for r in depths:
+        for c in (1, 2):
+            bins: dict[tuple[int, int], tuple[float, int, int]] = {}
+            for w in extents_m:
+                down = ceil_div(m, w)
+                for kept in range(3):  # panels of neither operand, of A's row, of B's column
+                    a_held = w * k * a if kept == 1 else 2 * w * r * a
+                    b_held = k * b if kept == 2 else 2 * r * b
+                    most = min(n, (memory - a_held) // (c * w * acc + b_held))
+                    if most < 1:
+                        continue
+                    extents_n = _long_extents(n, units_n, most)
+                    for h in (*extents_n, thin_n) if kept == 1 and thin_n < most else extents_n:
+                        across = ceil_div(n, h)
+                        free = memory - c * w * h * acc - 2 * r * (w * a + h * b)
+                        # What is free keeps panels of a row for the next tile, or of a column.
+                        row, column = min(free, w * k * a), min(free, k * h * b)
+                        found = max(
+                            (across - 1) * min(a_bytes, free * down) + (down - 1) * min(b_bytes, free - row),
+                            (down - 1) * min(b_bytes, free * across)
+                            + (across - 1) * min(a_bytes, free - column),
+                        )
+                        moved = float(across * a_bytes + down * b_bytes - found)
+                        if cut:
+                            moved *= max(cover_ratio(m, w, chunk_a), cover_ratio(n, h, chunk_b))
+                        area = kept, (w * h).bit_length()
+                        best = bins.get(area)
+                        if best is None or (moved, h) < best[:2]:
+                            bins[area] = moved, h, w
+            for kept in range(3):
+                areas = sorted((x for x in bins if x[0] == kept), reverse=True)
+                best_areas = areas[: BINS if kept == 0 else 2]
+                if areas:  # a small tile may be what leaves room for panels
+                    best_areas.append(min(areas, key=lambda x: bins[x][0]))
+                for area in dict.fromkeys(best_areas):
+                    _, h, w = bins[area]
+                    yield TileShape(w, h, r), c
+
+
+def _reading_shapes(
+    problem: GemmProblem,
+    memory: int,
+    host: int,
+    layouts: Layouts,
+    depths: Sequence[int],
+) -> Iterator[TileShape]:
+    """Shapes with which least is read where host memory keeps panels: the best two for each depth."""
+    m, n, k = problem.m, problem.n, max(1, problem.depth)
+    sizes = problem.itemsizes
+    a, b, acc = sizes["A"], sizes["B"], sizes["acc"]
+    a_bytes, b_bytes = m * k * a, k * n * b
+    units_m, units_n = _alignments(problem, layouts)
+    units_m, units_n = units_m[-2:], units_n[-2:]
+    extents_m = _extents(m, units_m, [count for count in _counts(m) if count <= 48])
+    for r in depths:
+        scored: dict[TileShape, tuple[float, int]] = {}
+        for w in extents_m:
+            down = ceil_div(m, w)
+            held = (2 * w * r * a, memory // 2, w * k * a)  # by panels of A
+            for most in {min(n, (memory - x) // (w * acc + 2 * r * b)) for x in held}:
+                if most < 1:
+                    continue
+                for h in _long_extents(n, units_n, most):
+                    across = ceil_div(n, h)
+                    free = memory - w * h * acc
+                    stays = host * 0.97 - 3 * r * (w * a + h * b)
+                    row, column = (w * k * a, down, a_bytes), (k * h * b, across, b_bytes)
+                    read = min(
+                        _read(*row, *column, free, stays),
+                        _read(*column, *row, free, stays),
+                    )
+                    scored[TileShape(w, h, r)] = read, -w * h
+        yield from sorted(scored, key=lambda shape: scored[shape])[:2]
+
+
+def _read(
+    row: int, down: int, a_bytes: int, column: int, across: int, b_bytes: int, device: float, host: float
+) -> float:
+    """Bytes read by a walk along rows of that many bytes of panels, at best over who keeps what."""
+    least = float("inf")
+    for keeps, other in ((device, host), (host, device), (host, max(device, host - row))):
+        kept, passing = min(max(0.0, keeps), row), min(max(0.0, other), b_bytes)
+        first = a_bytes * across - (across - 1) * down * kept
+        least = min(least, first + b_bytes * down - (down - 1) * passing)
+        band = max(1, int(keeps // row))
+        if band > 1 and keeps == host:
+            rest = max(device, host - band * row)
+            bands = ceil_div(down, band)
+            again = (down - bands) * max(0.0, b_bytes - across * min(rest, column))
+            least = min(least, a_bytes + bands * b_bytes + again)
+    return least
+
+
+def _depths(problem: GemmProblem, machine: MachineModel, layouts: Layouts, memory: int) -> list[int]:
+    """Panel depths worth trying: of round numbers, multiples of the chunks along k, and all of k, those with which a
+    square tile that fills the memory would be fastest."""
+    k = max(1, problem.depth)
+    chunk_a, chunk_b = layouts.a.read_chunk[1], layouts.b.read_chunk[0]
+    units = {chunk_a, chunk_b, lcm(chunk_a, chunk_b)}
+    multiples = {unit * times for unit in units for times in (1, 2, 3, 4, 6, 8)}
+    depths = sorted(d for d in {*DEPTHS, k, *multiples} if d <= k and (d >= 16 or d == k))
+
+    def seconds(r: int) -> float:
+        itemsize = max(problem.itemsizes.values())
+        side = isqrt(4 * r * r + max(1, memory // itemsize)) - 2 * r  # side^2 + 4 r side = memory
+        if side < 1:
+            return float("inf")
+        w, h = (
+            max(1, min(extent, max(1, side // chunk) * chunk))
+            for extent, chunk in ((problem.m, layouts.a.read_chunk[0]), (problem.n, layouts.b.read_chunk[1]))
+        )
+        compute = multiply_seconds(problem, machine, problem.flops, w, h, r)
+        moved = problem.m * problem.n * k * itemsize * (1 / w + 1 / h)
+        link = min(machine.store_rate(layouts.a, (w, r)), machine.store_rate(layouts.b, (r, h)))
+        copied = moved / (link if machine.unified else min(link, machine.h2d))
+        steps = ceil_div(problem.m, w) * ceil_div(problem.n, h) * ceil_div(k, r)
+        cover = max(layouts.a.cover((problem.m, k), (w, r)), layouts.b.cover((k, problem.n), (r, h)))
+        return max(compute, copied * cover) + 0.1 * (compute + copied * cover) + steps * machine.step_latency
+
+    ranked = sorted(depths, key=seconds)
+    return sorted(ranked[:BEST_DEPTHS])
+
+
+def _counts(extent: int) -> Iterator[int]:
+    """How many tiles to cut an extent into: every count up to 32, then ever sparser."""
+    count = 1
+    while count <= extent:
+        yield count
+        count = count + 1 if count < 32 else ceil_div(count * 33, 32)
+
+
+@lru_cache(4096)  # depths share counts
+def _long_extents(extent: int, units: tuple[int, ...], most: int) -> list[int]:
+    """Tile extents that are not above `most`: in as few tiles as can be and in one more, and as long as can be."""
+    fewest = ceil_div(extent, most)
+    found = {x for x in _extents(extent, units, (fewest, fewest + 1)) if x <= most}
+    if not found:
+        found = {most // unit * unit for unit in units} - {0}
+    return sorted(found)
+
+
+def _extents(extent: int, units: Sequence[int], counts: Iterable[int]) -> list[int]:
+    """Equal tile extents for each count, aligned to each of the units."""
+    found = set()
+    for count in counts:
+        even = ceil_div(extent, max(count, 1))
+        for unit in units:
+            found.add(min(extent, round_up(max(even, 1), unit)))
+    return sorted(e for e in found if e > 0)
