@@ -23,7 +23,7 @@ import oocgemm
 from oocgemm.plan import Plan
 
 BLOCKS = (1024, 2048, 4096, 8192, 16384)
-XT_DEFAULT = 2048  # cuBLASXt's own block size
+SLOW = 2048  # blocks up to this size are run once
 
 
 def in_core_seconds(a: cupy.ndarray, b: cupy.ndarray, out: cupy.ndarray) -> float:
@@ -205,16 +205,23 @@ def main(
 def peers(a: Any, b: Any, c: Any, dtype: str, repeats: int, samples: dict[str, list[float]]) -> None:
     xt = CublasXt(dtype)
     for pinned in (False, True):
+        started = time.perf_counter()
         for x in (a, b, c) if pinned else ():
             runtime.hostRegister(x.ctypes.data, x.nbytes, 0)
+        pinning = time.perf_counter() - started
         for block in BLOCKS:
             name = f"xt {block} {'pinned' if pinned else 'pageable'}"
             # The first run, which brings the library up, is kept off; so is what is slow beyond interest.
-            times = [xt.seconds(a, b, c, block) for _ in range(repeats + (block == BLOCKS[0] and not pinned))]
-            samples[name] = times[-repeats:]
+            warm_up = block == BLOCKS[0] and not pinned
+            times = [xt.seconds(a, b, c, block) for _ in range((1 if block <= SLOW else repeats) + warm_up)]
+            samples[name] = times[warm_up:]
             print(name, samples[name], flush=True)
+        started = time.perf_counter()
         for x in (a, b, c) if pinned else ():
             runtime.hostUnregister(x.ctypes.data)
+        if pinned:  # what the contender did not have to pay
+            samples["pinning"] = [pinning + time.perf_counter() - started]
+            print("pinning and letting go", samples["pinning"], flush=True)
     xt.close()
 
 

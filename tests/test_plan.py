@@ -27,6 +27,7 @@ from oocgemm.plan import (
     Traversal,
     default_model,
     make_plan,
+    planner,
 )
 from oocgemm.plan.candidates import CHUNK_BYTES
 from oocgemm.plan.cost import least_bytes
@@ -242,6 +243,7 @@ def test_explanations_name_what_each_candidate_loses() -> None:
 
 def test_a_plan_is_the_same_every_time() -> None:
     def once() -> Plan:
+        planner._planned.cache_clear()
         return make_plan(problem(5000, 7000, 3000), Budgets(GIB, GIB), default_model("cuda", 16))
 
     assert once() == once()

@@ -47,7 +47,7 @@ class MachineModel:
     """
 
     name: str
-    kernels: Mapping[str, KernelRate]
+    kernels: Mapping[str, KernelRate] = field(hash=False)
     h2d: float
     d2h: float
     read: float

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import isfinite, lcm
 from typing import Any
 
@@ -184,9 +184,16 @@ def make_plan(
     """The plan predicted to be fastest within the budgets; with `tile`, the best for that tile shape.
 
     `layouts` are in the orientation of op(X). Raises `BudgetError` if nothing fits, with the least that would,
-    and `InputError` if `tile` cuts chunks of C in two.
+    and `InputError` if `tile` cuts chunks of C in two. Asked the same again, it answers from memory: planning takes
+    some milliseconds, and so may the product.
     """
-    layouts = layouts or Layouts()
+    return _planned(problem, budgets, machine, layouts or Layouts(), tile)
+
+
+@lru_cache(64)
+def _planned(
+    problem: GemmProblem, budgets: Budgets, machine: MachineModel, layouts: Layouts, tile: TileShape | None
+) -> Plan:
     if tile is not None:
         _check_alignment(problem, layouts, tile)
     wanted = io_threads(problem, budgets, machine, layouts)
