@@ -128,10 +128,14 @@ def predict(
     out = tile_bytes / write_rate
     tail = max(out - drain, out / strips)
     if machine.shares_cores:
-        busy = sum(lanes.values()) + bubbles  # every copy takes its time from the cores that multiply
+        # Every copy takes its time from the cores that multiply, that of the first panels too.
+        busy = sum(lanes.values()) + bubbles - first
     else:
         serial = lanes["read"] + lanes["h2d"] if 1 in (slots.host_a, slots.host_b) else 0.0
-        busy = max(lanes["compute"] + bubbles, serial, *lanes.values())
+        # What comes before the first multiplication holds up all lanes but those that bring it.
+        bringing = max(lanes["read"], lanes["decode"], lanes["h2d"], serial)
+        others = [lanes[lane] for lane in ("d2h", "encode", "write")]
+        busy = max(lanes["compute"] + bubbles, bringing - first, *others)
         # Lanes hide behind the longest one, but never wholly: jitter, shared memory bandwidth, a wrong model.
         busy += UNHIDDEN * (sum(lanes.values()) - max(lanes.values()))
     return Prediction(lanes, start_up, bubbles, tail, start_up + busy + tail)

@@ -123,7 +123,9 @@ def _reading_shapes(
         for w in extents_m:
             down = ceil_div(m, w)
             held = (2 * w * r * a, memory // 2, w * k * a)  # by panels of A
-            for most in {min(n, (memory - x) // (w * acc + 2 * r * b)) for x in held}:
+            limits = {min(n, (memory - x) // (w * acc + 2 * r * b)) for x in held}
+            limits.add(min(n, (memory - 2 * w * r * a) // (w * acc + k * b)))  # the device keeps a column
+            for most in limits:
                 if most < 1:
                     continue
                 for h in _long_extents(n, units_n, most):
