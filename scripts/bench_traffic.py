@@ -56,7 +56,7 @@ def machine(kind: str) -> MachineModel:
         links |= {"read": 1e9, "read_scattered": 1e9}
     free = dict.fromkeys(("copy_latency", "write_latency", "arena_seconds_per_byte"), 0.0)
     # A step costs as good as nothing, lest there be millions where thousands move as little.
-    free["step_latency"] = 2e-8
+    free["step_latency"] = 1e-7
     # Depths as a kernel would want them, were it not so fast that it takes no time.
     kernels = {name: KernelRate(1e22, rate.half_depth) for name, rate in base.kernels.items()}
     return replace(base, name=f"slow {kind}", kernels=kernels, **links, **free)
