@@ -54,7 +54,9 @@ def machine(kind: str) -> MachineModel:
         links["h2d"] = 1e9
     else:
         links |= {"read": 1e9, "read_scattered": 1e9}
-    free = dict.fromkeys(("copy_latency", "step_latency", "write_latency", "arena_seconds_per_byte"), 0.0)
+    free = dict.fromkeys(("copy_latency", "write_latency", "arena_seconds_per_byte"), 0.0)
+    # A step costs as good as nothing, lest there be millions where thousands move as little.
+    free["step_latency"] = 1e-7
     # Depths as a kernel would want them, were it not so fast that it takes no time.
     kernels = {name: KernelRate(1e22, rate.half_depth) for name, rate in base.kernels.items()}
     return replace(base, name=f"slow {kind}", kernels=kernels, **links, **free)
@@ -89,6 +91,7 @@ class Row:
     near_least: bool  # in the regime in which the plan is to come near the lower bound
     walked: int | None  # bytes of the schedule's operations on that link
     planning_seconds: float
+    seconds: float  # in all, the search for the oracle included
 
     @property
     def over_oracle(self) -> float:
@@ -119,7 +122,7 @@ def measure(case: tuple[str, tuple[int, int, int], tuple[int, int], str]) -> lis
         p = problem(*extents, "float64", beta)
         started = time.perf_counter()
         plan = make_plan(p, budgets, on)
-        seconds = time.perf_counter() - started
+        planning = time.perf_counter() - started
         r = plan.tile.r
         if r not in known:
             known[r] = oracle(replace(plan, problem=replace(p, beta=0)), kind)
@@ -134,7 +137,8 @@ def measure(case: tuple[str, tuple[int, int, int], tuple[int, int], str]) -> lis
             Row(
                 *(shape, *extents, beta, *memories, kind, link),
                 *(str(plan.tile), str(plan.candidate.traversal), asdict(plan.slots), plan.steps),
-                *(plan.traffic[link], plan.least[link], found, how, near, walked, seconds),
+                *(plan.traffic[link], plan.least[link], found, how, near, walked, planning),
+                seconds=time.perf_counter() - started,
             )
         )
     return rows
@@ -168,15 +172,21 @@ def summary(rows: list[Row]) -> dict[str, Any]:
     return out
 
 
-def print_table(rows: list[Row]) -> None:
-    heads = f"{'shape':8}{'m':>8}{'n':>8}{'k':>8} beta {'device':>7}{'host':>7} {'machine':8}"
-    print(heads + f"{'GB':>9}{'/oracle':>9}{'/least':>8}  tile, walk / oracle's")
+HEADS = (
+    f"{'shape':8}{'m':>8}{'n':>8}{'k':>8} beta {'device':>7}{'host':>7} {'machine':8}"
+    f"{'GB':>9}{'/oracle':>9}{'/least':>8}  seconds; tile, walk / oracle's"
+)
+
+
+def print_rows(rows: list[Row]) -> None:
     for x in rows:
         gib = [f"{size / GIB:.3g}G" for size in (x.device, x.host)]
         mark = " <--" if x.over_oracle > TARGET else ""
         print(
             f"{x.shape:8}{x.m:8}{x.n:8}{x.k:8}{x.beta:5} {gib[0]:>7}{gib[1]:>7} {x.machine:8}{x.bytes / 1e9:9.4g}"
-            f"{x.over_oracle:9.4f}{x.over_least:8.3f}  {x.tile}, {x.traversal} / {x.oracle_tiling}{mark}"
+            f"{x.over_oracle:9.4f}{x.over_least:8.3f} {x.seconds:8.1f}; {x.tile}, {x.traversal} / "
+            f"{x.oracle_tiling}{mark}",
+            flush=True,
         )
 
 
@@ -188,6 +198,7 @@ def print_table(rows: list[Row]) -> None:
 def main(output: Path, machines: str, only: str, processes: int) -> None:
     """Plans over a grid of shapes and budgets; writes a table and a JSON file."""
     started = time.perf_counter()
+    print(HEADS)
     cases = [
         (shape, extents, memories, kind)
         for shape, sizes in SHAPES.items()
@@ -198,9 +209,11 @@ def main(output: Path, machines: str, only: str, processes: int) -> None:
         # What the host's BLAS sets aside leaves nothing of little memory.
         if kind != "unified" or memories[0] >= 256 * MIB
     ]
+    rows: list[Row] = []
     with ProcessPoolExecutor(processes) as pool:
-        rows = [row for found in pool.map(measure, cases) for row in found]
-    print_table(rows)
+        for found in pool.map(measure, cases):
+            print_rows(found)
+            rows += found
     result = {"summary": summary(rows), "seconds": time.perf_counter() - started}
     print(json.dumps(result, indent=2))
     if not only:

@@ -20,11 +20,12 @@ from oocgemm.plan.traversal import Traversal
 STRIP_BYTES = 32 << 20  # a drained strip: long enough for the link, short enough to start writing early
 STRIPS = 24
 STAGED_STRIPS = 10  # each is several operations to issue
-HOST_SHARE = (
-    400  # where panels can be kept on the host, a strip takes at most one part in so many of its budget
-)
+# Where panels can be kept on the host, a strip takes at most one part in so many of its budget.
+HOST_SHARE = 400
 CHUNK_BYTES = 8 << 20  # of a new C: cheap to allocate again and again, long enough for a disk
 MOST_DRAIN = 16
+# What is kept first, on the device and on the host.
+PAIRS = (("soonest", "soonest"), ("soonest", "passing"), ("passing", "soonest"), ("soonest", "band"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,25 +89,25 @@ def _with_slots(
     reads = down * across > 0 and not machine.unified and not (layouts.a.in_memory and layouts.b.in_memory)
     grid = TileGrid.of(problem, tile)
     device, host = ((size[tier, "A"], size[tier, "B"]) for tier in ("device", "host"))
-    for band in _bands(problem, layouts, tile, axis, steps, free if machine.unified else host_free, size):
+    found: list[tuple[float, int, Candidate]] = []
+    room = free if machine.unified else host_free
+    for band in _bands(problem, tile, axis, steps, room, size, spills=reads):
         traversal = Traversal(axis, band)
         a, b = _filled(base.a, base.b, free, *device, down, across, steps, traversal)
-        slots = replace(base, a=a, b=b)
-        yield Candidate(tile, slots, traversal, io_threads=io_threads)
+        yield Candidate(tile, replace(base, a=a, b=b), traversal, io_threads=io_threads)
         if not reads:
             continue
         # Each tier may serve either operand first: what one of them keeps need not be kept by the other.
-        least = float("inf")
-        for on_device, on_host in ((False, False), (False, True), (True, False)):
+        for on_device, on_host in PAIRS if band > 1 else PAIRS[:3]:
             a, b = _filled(base.a, base.b, free, *device, down, across, steps, traversal, on_device)
             sizes = base.host_a, base.host_b, host_free, *host
             host_a, host_b = _filled(*sizes, down, across, steps, traversal, on_host)
             dealt = replace(base, a=a, b=b, host_a=host_a, host_b=host_b)
             loads = closed_loads(problem, grid, dealt, traversal)
             up, read = (loads.a_up + loads.b_up) / machine.h2d, (loads.a_read + loads.b_read) / machine.read
-            if max(up, read) + min(up, read) / 10 < least:
-                least, slots = max(up, read) + min(up, read) / 10, dealt
-        yield Candidate(tile, slots, traversal, io_threads=io_threads)
+            least = max(up, read) + min(up, read) / 10
+            found.append((least, len(found), Candidate(tile, dealt, traversal, io_threads=io_threads)))
+    yield from (candidate for _, _, candidate in sorted(found)[:2])
 
 
 def _with_room(
@@ -142,20 +143,20 @@ def _filled(
     across: int,
     steps: int,
     traversal: Traversal,
-    passing_first: bool = False,
+    first: str = "soonest",
 ) -> tuple[int, int]:
-    """Slots of A and B when what is free goes first to the operand whose panels come round soonest, or else to the
-    one that passes by."""
+    """Slots of A and B when what is free goes first to the panels that come round soonest, or else to those of the
+    operand that passes by, or those of a whole band."""
     if traversal.axis == 1:
         rows = Traversal(0, traversal.band)
-        b, a = _filled(b, a, free, b_size, a_size, across, down, steps, rows, passing_first)
+        b, a = _filled(b, a, free, b_size, a_size, across, down, steps, rows, first)
         return a, b
     band = min(traversal.band, down)
     # The other column of a band needs its panels sooner than the row does.
     wanted = [("a", band * steps), ("b", across * steps)]
     if band > 1:
-        wanted.insert(0, ("b", steps))
-    if passing_first:
+        wanted.insert(1 if first == "band" else 0, ("b", steps))
+    if first == "passing":
         wanted.reverse()
     for operand, most in wanted:
         if operand == "a" and across > 1 and a_size:
@@ -169,21 +170,27 @@ def _filled(
 
 def _bands(
     problem: GemmProblem,
-    layouts: Layouts,
     tile: TileShape,
     axis: int,
     steps: int,
     free: int,
     size: dict[tuple[str, str], int],
+    *,
+    spills: bool,
 ) -> list[int]:
-    """One row (or column) at a time, and the widest bands of which all panels fit into what is free."""
+    """One row (or column) at a time, and the widest bands of which all panels fit into what is free; where another
+    tier has room too, bands that do not fit quite."""
     rows = ceil_div(problem.m, tile.w) if axis == 0 else ceil_div(problem.n, tile.h)
     kept, passing = ("A", "B") if axis == 0 else ("B", "A")
-    fits = (free // max(1, steps) - size["host", passing]) // max(1, size["host", kept])
-    if fits < 2 or rows < 2:
-        return [1]
-    band = ceil_div(rows, ceil_div(rows, fits))
-    return [1, band] if band < rows else [1]  # all rows in one band are the columns one by one
+    panels = max(1, size["host", kept])
+    row = free // max(1, steps)
+    # Beside a column of the other operand's, and alone, where the device keeps such a column; and a band more than fits.
+    fewest = {max(1, ceil_div(rows, max(1, x // panels))) for x in (row - size["host", passing], row)}
+    if not spills:
+        fewest = {max(fewest)}
+    else:
+        fewest |= {max(1, min(fewest) - 1)}
+    return sorted({1, *(ceil_div(rows, count) for count in fewest)}) if rows > 1 else [1]
 
 
 def device_bytes(

@@ -145,14 +145,16 @@ def predict(
     out = tile_bytes / write_rate
     tail = max(out - drain * step, out / strips)
     if machine.shares_cores:
-        # Every copy takes its time from the cores that multiply; a disk that is written to does most of it itself.
-        busy = sum(lanes.values()) - (1 - WRITING) * lanes["write"] + bubbles
+        # Every copy takes its time from the cores that multiply, that of the first panels too; a disk that is written to
+        # does most of it itself.
+        busy = sum(lanes.values()) - (1 - WRITING) * lanes["write"] + bubbles - first
     else:
         serial = lanes["read"] + lanes["h2d"] if 1 in (slots.host_a, slots.host_b) else 0.0
-        # Lanes hide behind the longest one; one nearly as long disturbs it, by jitter and on the memory they share.
-        held_up = (
-            lanes | {"compute": lanes["compute"] + bubbles, "read": max(lanes["read"], serial)}
-        ).values()
+        # What comes before the first multiplication holds up all lanes but those that bring it. Lanes hide behind the
+        # longest one; one nearly as long disturbs it, by jitter and on the memory they share.
+        bringing = {"read": max(lanes["read"], serial), "decode": lanes["decode"], "h2d": lanes["h2d"]}
+        eased = {lane: max(0.0, seconds - first) for lane, seconds in bringing.items()}
+        held_up = (lanes | eased | {"compute": lanes["compute"] + bubbles}).values()
         longest = max(held_up) or 1.0
         busy = longest * sum((seconds / longest) ** CLOSENESS for seconds in held_up) ** (1 / CLOSENESS)
     return Prediction(lanes, start_up, bubbles, tail, start_up + busy + tail)

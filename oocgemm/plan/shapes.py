@@ -19,6 +19,7 @@ from oocgemm.plan.tiling import TileShape, ceil_div, cover_ratio, round_up
 DEPTHS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192)
 BEST_DEPTHS = 4
 BINS = 4
+MOST_THIN = 1 << 17  # steps with such tiles
 THIN = 16  # of a tile that leaves the memory to the panels of a row (or column)
 
 
@@ -79,6 +80,8 @@ def shapes(
                     extents_n = _long_extents(n, units_n, most)
                     for h in (*extents_n, thin_n) if kept == 1 and thin_n < most else extents_n:
                         across = ceil_div(n, h)
+                        if (thin_m == w < m or thin_n == h < n) and down * across * k > r * MOST_THIN:
+                            continue
                         free = memory - c * w * h * acc - 2 * r * (w * a + h * b)
                         # What is free keeps panels of a row for the next tile, or of a column.
                         row, column = min(free, w * k * a), min(free, k * h * b)
@@ -124,7 +127,9 @@ def _reading_shapes(
         for w in extents_m:
             down = ceil_div(m, w)
             held = (2 * w * r * a, memory // 2, w * k * a)  # by panels of A
-            for most in {min(n, (memory - x) // (w * acc + 2 * r * b)) for x in held}:
+            limits = {min(n, (memory - x) // (w * acc + 2 * r * b)) for x in held}
+            limits.add(min(n, (memory - 2 * w * r * a) // (w * acc + k * b)))  # the device keeps a column
+            for most in limits:
                 if most < 1:
                     continue
                 for h in _long_extents(n, units_n, most):
