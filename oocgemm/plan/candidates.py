@@ -19,11 +19,17 @@ from oocgemm.plan.traversal import Traversal
 
 STRIP_BYTES = 32 << 20  # a drained strip: long enough for the link, short enough to start writing early
 STRIPS = 24
-HOST_SHARE = 400  # a strip takes at most one part in so many of the host budget, where one row does
+HOST_SHARE = 800  # a strip takes at most one part in so many of the host budget, where one row does
 CHUNK_BYTES = 8 << 20  # of a new C: cheap to allocate again and again, long enough for a disk
 MOST_DRAIN = 16
 # What is kept first, on the device and on the host.
-PAIRS = (("soonest", "soonest"), ("soonest", "passing"), ("passing", "soonest"), ("soonest", "band"))
+PAIRS = (
+    ("soonest", "soonest"),
+    ("soonest", "passing"),
+    ("passing", "soonest"),
+    ("soonest", "band"),
+    ("passing", "band"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,8 +223,9 @@ def _least_slots(
     row_bytes = max(1, min(tile.h, problem.n) * problem.itemsizes["C"])
     # Few strips a tile, since each is several operations; fewer rows where memory is short.
     wanted = max(STRIP_BYTES // row_bytes, ceil_div(tile.w, STRIPS), 1)
-    # Host memory is for panels first: a strip takes no more of it than that share.
-    share = max(1, budgets.host // HOST_SHARE // row_bytes)
+    # Host memory is for the panels it keeps first: a strip takes no more of it than that share.
+    keeps = not machine.unified and not (layouts.a.in_memory and layouts.b.in_memory)
+    share = max(1, budgets.host // HOST_SHARE // row_bytes) if keeps else wanted
     sizes = (wanted, STRIP_BYTES // row_bytes, STRIP_BYTES // 32 // row_bytes, 1)
     strips = sorted({min(round_up(max(1, min(rows, share)), unit), tile.w) for rows in sizes}, reverse=True)
     finish = 2 if problem.finishes else 0
