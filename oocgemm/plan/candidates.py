@@ -25,7 +25,13 @@ HOST_SHARE = 400
 CHUNK_BYTES = 8 << 20  # of a new C: cheap to allocate again and again, long enough for a disk
 MOST_DRAIN = 16
 # What is kept first, on the device and on the host.
-PAIRS = (("soonest", "soonest"), ("soonest", "passing"), ("passing", "soonest"), ("soonest", "band"))
+PAIRS = (
+    ("soonest", "soonest"),
+    ("soonest", "passing"),
+    ("passing", "soonest"),
+    ("soonest", "band"),
+    ("passing", "band"),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from oocgemm.units import format_size, format_time
 # Planning may take this share of the time a run is predicted to take, and no more seconds than that.
 EFFORT, LONGEST = 0.004, 0.5
 # Seconds to count the loads of a step, to run an operation on the virtual clock.
-COUNTED, SIMULATED = 10e-6, 15e-6
+COUNTED, SIMULATED = 20e-6, 15e-6
 FINALISTS = 4
 
 

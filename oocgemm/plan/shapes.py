@@ -18,7 +18,7 @@ from oocgemm.plan.tiling import TileShape, ceil_div, cover_ratio, round_up
 
 DEPTHS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192)
 BEST_DEPTHS = 4
-BINS = 4
+BINS = 3
 MOST_THIN = 1 << 17  # steps with such tiles
 THIN = 16  # of a tile that leaves the memory to the panels of a row (or column)
 
@@ -99,7 +99,7 @@ def shapes(
                             bins[area] = moved, h, w
             for kept in range(3):
                 areas = sorted((x for x in bins if x[0] == kept), reverse=True)
-                best_areas = areas[: BINS if kept == 0 else 2]
+                best_areas = areas[: BINS if kept == 0 else 1]
                 if areas:  # a small tile may be what leaves room for panels
                     best_areas.append(min(areas, key=lambda x: bins[x][0]))
                 for area in dict.fromkeys(best_areas):
@@ -154,12 +154,14 @@ def _read(
         kept, passing = min(max(0.0, keeps), row), min(max(0.0, other), b_bytes)
         first = a_bytes * across - (across - 1) * down * kept
         least = min(least, first + b_bytes * down - (down - 1) * passing)
-        band = max(1, int(keeps // row))
-        if band > 1 and keeps == host:
-            rest = max(device, host - band * row)
-            bands = ceil_div(down, band)
-            again = (down - bands) * max(0.0, b_bytes - across * min(rest, column))
-            least = min(least, a_bytes + bands * b_bytes + again)
+        if keeps == host and down > 1 and keeps > row:
+            fewest = ceil_div(down, int(keeps // row))
+            for bands in {fewest, max(1, fewest - 1)}:  # and a band more rows than fits
+                band = ceil_div(down, bands)
+                rest = min(max(device, host - band * row), column)
+                again = (down - bands) * max(0.0, b_bytes - across * max(0.0, rest))
+                spilt = (across - 1) * max(0.0, a_bytes - bands * keeps)
+                least = min(least, a_bytes + spilt + bands * b_bytes + again)
     return least
 
 
@@ -198,7 +200,7 @@ def _counts(extent: int) -> Iterator[int]:
     count = 1
     while count <= extent:
         yield count
-        count = count + 1 if count < 32 else ceil_div(count * 33, 32)
+        count = count + 1 if count < 32 else ceil_div(count * 25, 24)
 
 
 @lru_cache(4096)  # depths share counts
