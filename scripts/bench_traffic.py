@@ -11,7 +11,7 @@ import time
 from collections import defaultdict
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from math import sqrt
+from math import prod, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -196,7 +196,7 @@ def print_rows(rows: list[Row]) -> None:
 @click.option("--only", default="", help="Only these shapes, by name.")
 @click.option("--processes", default=2, show_default=True)
 def main(output: Path, machines: str, only: str, processes: int) -> None:
-    """Plans over a grid of shapes and budgets; writes a table and a JSON file."""
+    """Plans over a grid of shapes and budgets, small products first; writes a table and a JSON file."""
     started = time.perf_counter()
     print(HEADS)
     cases = [
@@ -209,16 +209,24 @@ def main(output: Path, machines: str, only: str, processes: int) -> None:
         # What the host's BLAS sets aside leaves nothing of little memory.
         if kind != "unified" or memories[0] >= 256 * MIB
     ]
+    cases.sort(key=lambda case: prod(case[1]))
     rows: list[Row] = []
+    grid = {"shapes": only or "all", "machines": machines, "cases": len(cases)}
     with ProcessPoolExecutor(processes) as pool:
-        for found in pool.map(measure, cases):
+        for done, found in enumerate(pool.map(measure, cases), 1):
             print_rows(found)
             rows += found
-    result = {"summary": summary(rows), "seconds": time.perf_counter() - started}
+            # Written as it grows: the largest cases take the longest.
+            result = grid | {
+                "cases_done": done,
+                "summary": summary(rows),
+                "seconds": time.perf_counter() - started,
+            }
+            raw = [
+                asdict(row) | {"over_oracle": row.over_oracle, "over_least": row.over_least} for row in rows
+            ]
+            output.write_text(json.dumps(result | {"rows": raw}, indent=1) + "\n")
     print(json.dumps(result, indent=2))
-    if not only:
-        raw = [asdict(row) | {"over_oracle": row.over_oracle, "over_least": row.over_least} for row in rows]
-        output.write_text(json.dumps(result | {"rows": raw}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
