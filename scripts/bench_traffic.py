@@ -46,8 +46,8 @@ WALKED = 3000
 TARGET, NEAR = 1.02, 1.10
 
 
-def machine(kind: str) -> MachineModel:
-    """A machine that has one slow link."""
+def machine(kind: str, p: GemmProblem) -> MachineModel:
+    """A machine that has one slow link: 1 GB/s."""
     base = default_model("host" if kind == "unified" else "cuda", 16)
     links = dict.fromkeys(("h2d", "d2h", "read", "read_scattered", "decode", "memory", "write"), FREE)
     if kind == "h2d":
@@ -55,8 +55,9 @@ def machine(kind: str) -> MachineModel:
     else:
         links |= {"read": 1e9, "read_scattered": 1e9}
     free = dict.fromkeys(("copy_latency", "write_latency", "arena_seconds_per_byte"), 0.0)
-    # A step costs as good as nothing, lest there be millions where thousands move as little.
-    free["step_latency"] = 1e-7
+    # A million steps take a hundredth of the time of the operands' bytes, lest there be as many where a few move as
+    # little.
+    free["step_latency"] = 1e-8 * (p.m + p.n) * p.k * p.itemsizes["A"] / 1e9
     # Depths as a kernel would want them, were it not so fast that it takes no time.
     kernels = {name: KernelRate(1e22, rate.half_depth) for name, rate in base.kernels.items()}
     return replace(base, name=f"slow {kind}", kernels=kernels, **links, **free)
@@ -115,7 +116,8 @@ def oracle(plan: Plan, kind: str) -> tuple[int, dict[str, int]]:
 def measure(case: tuple[str, tuple[int, int, int], tuple[int, int], str]) -> list[Row]:
     """Plans of one product within one pair of budgets, with beta 0 and 1."""
     shape, extents, memories, kind = case
-    budgets, on, link = Budgets(*memories), machine(kind), "h2d" if kind == "h2d" else "read"
+    budgets, link = Budgets(*memories), "h2d" if kind == "h2d" else "read"
+    on = machine(kind, problem(*extents, "float64", 0))
     known: dict[int, tuple[int, dict[str, int]]] = {}
     rows = []
     for beta in (0.0, 1.0):

@@ -43,6 +43,9 @@ class Placed:
 
 Step = tuple[int, Placed, Placed]
 
+# Panels in the situations that counting remembers, about 100 bytes each and each several times.
+MOST_REMEMBERED = 300_000
+
 
 @dataclass(frozen=True, slots=True)
 class Loads:
@@ -174,6 +177,8 @@ class Placing:
                     panels.refill(passed, start - 1)
                 loaded = [self._tile_loads(panels, x, depths, tiles) for x in range(start, stop)]
                 after, seen = panels.contents(stop - 1), panels.contents(min(stop, len(self._tiles) - 1))
+                if len(known) * panels.slots > MOST_REMEMBERED:
+                    known.clear()
                 known[key] = loaded, after, seen
                 passed = None
             yield from loaded
@@ -203,6 +208,8 @@ class Placing:
                 read += depths[step] if placed.read else 0
             panels.advance()
         if memoised:
+            if len(known) * panels.slots > MOST_REMEMBERED:
+                known.clear()
             known[situation] = (up, read), panels.contents(position)
         return up, read
 
