@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeVar
 
 import click
 
-from oocgemm import __version__, api, backends, cache, stores
+from oocgemm import __version__, api, backends, cache, stores, system
 from oocgemm.calibrate import calibrate as measure
 from oocgemm.display import doing, print_calibration, print_info, print_plan, print_report, progress_display
 from oocgemm.errors import BudgetError, InputError, OocGemmError
@@ -198,7 +198,7 @@ def calibrate(backend: str, device: int, path: str | None, as_json: bool) -> Non
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def info(as_json: bool) -> None:
     """Show devices, versions, what is missing and how to get it."""
-    found = api.info()
+    found = system.info()
     if as_json:
         _print_json(found)
     else:
