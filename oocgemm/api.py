@@ -103,7 +103,7 @@ def gemm(
     if timeline is not None:
         job.check_log(timeline)
     a, b, c = (stores.located(*operand) for operand in (("A", a), ("B", b), ("C", c)))
-    backends.load(backend)
+    backends.load(backend, device)
     stores.load(a, b, c)
     origin = perf_counter_ns()
     started = time()

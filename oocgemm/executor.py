@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from queue import Queue
 from time import perf_counter_ns
 
-from oocgemm.backends.base import DoneToken, Session, Token
+from oocgemm.backends.base import Array, DoneToken, Session, Token
 from oocgemm.errors import ExecutionError
 from oocgemm.plan import Kind, Operation, Plan, Tier
 from oocgemm.plan.hazards import HazardTracker
@@ -170,19 +170,21 @@ class Run:
         region = (operation.writes if reading else operation.reads)[0]
         # Where device and host memory are one, the slots of the device are read into and written from.
         on_host = region.slot.tier is Tier.HOST
-        view = (
-            self._staging.view(region.slot, operation) if on_host else self._session.view(operation, region)
+        columns = (
+            self._staging.columns(region.slot, operation)
+            if on_host
+            else [self._session.view(operation, region)]
         )
         start = perf_counter_ns()
-        self._staging.transfer(operation, view)
+        self._staging.transfer(operation, columns)
         return DoneToken(start, perf_counter_ns())
 
     def _submit(self, operation: Operation, tokens: list[Token]) -> Token:
-        host = None
+        host: list[Array] = []
         if operation.kind is Kind.UPLOAD:
-            host = self._staging.view(operation.reads[0].slot, operation)
+            host = self._staging.columns(operation.reads[0].slot, operation)
         elif operation.kind is Kind.DOWNLOAD:
-            host = self._staging.view(operation.writes[0].slot, operation)
+            host = self._staging.columns(operation.writes[0].slot, operation)
         return self._session.submit(operation, host, tokens)
 
     def _collect(self) -> None:

@@ -1,7 +1,9 @@
 """The host tier: slots in one block of memory, and the threads that fill them from stores and empty them."""
 
-from collections.abc import Iterator, Mapping
+from bisect import bisect
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import accumulate
 
 from oocgemm.backends.base import Array, numpy_dtype, slot_offsets, stored_shape
 from oocgemm.backends.memory import allocate
@@ -45,28 +47,54 @@ class Staging:
     def _touch(self, start: int) -> None:
         self.arena[start : start + self._c_bytes : PAGE] = 0
 
-    def view(self, slot: Slot, operation: Operation) -> Array:
-        """The part of a host slot that an operation's block fills, in stored orientation."""
+    def columns(self, slot: Slot, operation: Operation) -> list[Array]:
+        """The part of a host slot that an operation's block fills, in stored orientation: its columns in groups, each a
+        contiguous array.
+
+        A chunk that has to be decoded whole goes straight to its place in a group as wide as itself.
+        """
         if slot in self._touched:
             self._touched[slot].result()
         problem = self._plan.problem
         name = {"A": problem.a_dtype, "B": problem.b_dtype}.get(slot.operand, problem.c_dtype)
         dtype = numpy_dtype(name)
-        rows, cols = stored_shape(operation, problem)
+        height, width = stored_shape(operation, problem)
         start = self._offsets[slot]
-        return self.arena[start : start + rows * cols * dtype.itemsize].view(dtype).reshape(rows, cols)
+        held = self.arena[start : start + height * width * dtype.itemsize].view(dtype)
+        return [
+            held[height * c0 : height * c1].reshape(height, c1 - c0) for c0, c1 in self._groups(operation)
+        ]
 
-    def transfer(self, operation: Operation, view: Array) -> None:
-        """Do a Read (store -> slot) or a Write (slot -> store), all threads on its chunks. `view` is the slot, shaped
-        as the block is stored."""
+    def _groups(self, operation: Operation) -> list[Span]:
+        """Columns of an operation's block as the operand is stored, counted from its first, in groups."""
+        _, (first, last) = self._stored(operation)
+        if operation.operand != "C":
+            problem, layouts = self._plan.problem, self._plan.layouts
+            is_a = operation.operand == "A"
+            layout = layouts.a if is_a else layouts.b
+            height, width = layout.oriented(problem.trans_a if is_a else problem.trans_b).read_chunk
+            if (
+                not layout.partial_reads
+                and height * width * problem.itemsizes[operation.operand] >= BATCH_BYTES
+            ):
+                cuts = pieces((0, 1), (first, last), (1, width), 1)
+                return [(c0 - first, c1 - first) for _, (c0, c1) in cuts]
+        return [(0, last - first)]
+
+    def transfer(self, operation: Operation, columns: Sequence[Array]) -> None:
+        """Do a Read (store -> slot) or a Write (slot -> store), all threads on its chunks. `columns` is the slot, shaped
+        as the block is stored, in groups of columns."""
         reading = operation.kind is Kind.READ
         matrix = self._operands[operation.operand]
         rows, cols = self._stored(operation)
         act = matrix.read if reading else matrix.write
+        starts = list(accumulate((group.shape[1] for group in columns[:-1]), initial=cols[0]))
 
         def part(r: Span, c: Span) -> None:
+            group = bisect(starts, c[0]) - 1
+            left = starts[group]
             try:
-                act(r, c, view[r[0] - rows[0] : r[1] - rows[0], c[0] - cols[0] : c[1] - cols[0]])
+                act(r, c, columns[group][r[0] - rows[0] : r[1] - rows[0], c[0] - left : c[1] - left])
             except ExecutionError:
                 raise
             except Exception as error:

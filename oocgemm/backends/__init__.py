@@ -33,11 +33,11 @@ def resolve(name: str) -> str:
     return name
 
 
-def load(name: str) -> None:
-    """Import what the backend of that name needs, if it can be: imports are no part of a run's time."""
+def load(name: str, device: int = 0) -> None:
+    """Import what the backend of that name needs, if it can be, and wake its device: neither is part of a run's time."""
     if resolve(name) == "cuda" and not missing_for_cuda():
         with suppress(ImportError):  # open_backend says so, or takes another
-            importlib.import_module("oocgemm.backends.cuda")
+            importlib.import_module("oocgemm.backends.cuda").wake(device)
 
 
 def open_backend(name: str, device: int = 0) -> Backend:

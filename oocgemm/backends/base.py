@@ -49,11 +49,11 @@ class Session(Protocol):
     def worker(self, stream: str) -> AbstractContextManager[None]:
         """Prepares the calling thread to issue the operations of one stream."""
 
-    def submit(self, operation: Operation, host: Array | None, after: Sequence[Token]) -> Token:
+    def submit(self, operation: Operation, host: Sequence[Array], after: Sequence[Token]) -> Token:
         """Issue one operation of a device lane once those in `after` are done.
 
-        `host` is the host end of an Upload or a Download: the start of a host slot, contiguous, in stored
-        orientation.
+        `host` is the host end of an Upload or a Download, in stored orientation: groups of columns, each contiguous,
+        one after the other from the start of a host slot.
         """
 
     def view(self, operation: Operation, region: Region) -> Array:

@@ -119,7 +119,7 @@ class CudaSession:
         with self._device, self._streams[stream]:
             yield
 
-    def submit(self, operation: Operation, host: Array | None, after: Sequence[Token]) -> CudaToken:
+    def submit(self, operation: Operation, host: Sequence[Array], after: Sequence[Token]) -> CudaToken:
         name = operation.stream
         stream = self._streams[name]
         for token in after:
@@ -131,7 +131,6 @@ class CudaSession:
         start.record(stream)
         match operation.kind:
             case Kind.UPLOAD | Kind.DOWNLOAD:
-                assert host is not None
                 self._copy(operation, host, stream)
             case Kind.MULTIPLY:
                 self._multiply(operation)
@@ -163,36 +162,51 @@ class CudaSession:
                 with suppress(Exception):  # after a failed launch every call fails: release all the same
                     release(*arguments)
 
-    def _pin(self, address: int, size: int) -> list[int]:
-        """Lock the pages of a host slot as far as it is used, and say where one locked range ends and another begins.
+    def _pin(self, address: int, size: int, whole: bool) -> list[int]:
+        """Lock the pages of a host slot as far as it is used, and say where one locked range ends and another begins;
+        if `whole`, there is but one.
 
         An Upload finds them touched, by all the threads that have read the panel: locking touched pages is cheap,
         and of pages untouched ten times as dear.
         """
         with self._pinning:
             borders = self._pinned.setdefault(address, [address])
-            more = round_up(address + size, HOST_ALIGNMENT) - borders[-1]
-            if more > 0:
+            end = round_up(address + size, HOST_ALIGNMENT)
+            if end > borders[-1]:
+                if (
+                    whole
+                ):  # what was locked before is in use no more, or the slot could not have been filled again
+                    for start in borders[:-1]:
+                        runtime.hostUnregister(start)
+                    del borders[1:]
                 try:
-                    runtime.hostRegister(borders[-1], more, 0)
+                    runtime.hostRegister(borders[-1], end - borders[-1], 0)
                 except runtime.CUDARuntimeError as error:
                     raise BackendError(
-                        f"the system refuses to lock {format_size(more)} of host memory ({error}): "
+                        f"the system refuses to lock {format_size(end - borders[-1])} of host memory ({error}): "
                         "pass a smaller --host-memory, or raise ulimit -l"
                     ) from error
-                borders.append(borders[-1] + more)
+                borders.append(end)
             return borders
 
-    def _copy(self, op: Operation, host: Array, stream: Any) -> None:
+    def _copy(self, op: Operation, host: Sequence[Array], stream: Any) -> None:
         uploading = op.kind is Kind.UPLOAD
         device = self._address((op.writes if uploading else op.reads)[0])
-        start = host.ctypes.data
+        start, size = host[0].ctypes.data, sum(group.nbytes for group in host)
         kind = runtime.memcpyHostToDevice if uploading else runtime.memcpyDeviceToHost
-        for begin, end in pairwise(self._pin(start, host.nbytes)):  # a copy must not cross a border
-            size = min(end, start + host.nbytes) - begin
-            if size > 0:
+        borders = self._pin(start, size, whole=len(host) > 1)
+        if len(host) > 1:
+            row = sum(group.strides[0] for group in host)
+            for group in host:
+                place, width = group.ctypes.data, group.strides[0]
+                runtime.memcpy2DAsync(device, row, place, width, width, len(group), kind, stream.ptr)
+                device += width
+            return
+        for begin, end in pairwise(borders):  # a copy must not cross a border
+            part = min(end, start + size) - begin
+            if part > 0:
                 ends = (device + begin - start, begin) if uploading else (begin, device + begin - start)
-                runtime.memcpyAsync(*ends, size, kind, stream.ptr)
+                runtime.memcpyAsync(*ends, part, kind, stream.ptr)
 
     def _address(self, region: Region) -> int:
         """Where a region begins."""
@@ -299,6 +313,19 @@ def compile_kernel(name: str, arch: str, options: Sequence[str]) -> bytes:
         raise BackendError(f"kernel {name} does not compile for {arch}: {error}\n{log}") from error
     finally:
         nvrtc.destroyProgram(program)
+
+
+def wake(device: int) -> None:
+    """Begin to create the context, which takes a fifth of a second, beside whatever the caller does next."""
+
+    def create() -> None:
+        with (
+            suppress(runtime.CUDARuntimeError),
+            cupy.cuda.Device(device),
+        ):  # whoever opens the backend is told
+            runtime.free(0)
+
+    threading.Thread(target=create, name="oocgemm-wake", daemon=True).start()
 
 
 class CudaBackend:

@@ -41,17 +41,15 @@ class HostSession:
     def worker(self, stream: str) -> Iterator[None]:
         yield
 
-    def submit(self, operation: Operation, host: Array | None, after: Sequence[Token]) -> DoneToken:
+    def submit(self, operation: Operation, host: Sequence[Array], after: Sequence[Token]) -> DoneToken:
         for token in after:
             token.synchronize()
         start = perf_counter_ns()
         match operation.kind:
             case Kind.UPLOAD:
-                assert host is not None
-                np.copyto(self.view(operation, operation.writes[0]), host, casting="no")
+                np.concatenate(host, axis=1, out=self.view(operation, operation.writes[0]), casting="no")
             case Kind.DOWNLOAD:
-                assert host is not None
-                np.copyto(host, self._rows(operation, operation.reads[0]), casting="no")
+                np.copyto(host[0], self._rows(operation, operation.reads[0]), casting="no")
             case Kind.MULTIPLY:
                 self._multiply(operation)
             case Kind.FINISH:
