@@ -125,8 +125,10 @@ def _with_room(
     free: int,
     size: dict[tuple[str, str], int],
 ) -> Slots:
-    """Host slots for a whole tile of C, where they fit and it takes so long to come about that a slower store can
-    take it in the meantime: the device then goes on at once."""
+    """Host slots for a whole tile of C, where they fit, the store is slower than the link, and the next tile takes so
+    long that the store can take this one in the meantime: the device then goes on at once."""
+    if machine.write >= machine.d2h:
+        return base
     w, h, r = min(tile.w, problem.m), min(tile.h, problem.n), min(tile.r, problem.depth)
     seconds = steps * multiply_seconds(problem, machine, problem.step_flops(w, h, r), w, h, r)
     more = ceil_div(w, base.strip) + 1 - base.host_c

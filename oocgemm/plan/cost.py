@@ -25,6 +25,7 @@ class Candidate:
     slots: Slots
     traversal: Traversal = ROW_BY_ROW
     io_threads: int = 1
+    ramp: int = 0
 
 
 @dataclass(frozen=True, slots=True)

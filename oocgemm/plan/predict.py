@@ -151,12 +151,13 @@ def predict(
     else:
         serial = lanes["read"] + lanes["h2d"] if 1 in (slots.host_a, slots.host_b) else 0.0
         # What comes before the first multiplication holds up all lanes but those that bring it. Lanes hide behind the
-        # longest one; one nearly as long disturbs it, by jitter and on the memory they share.
+        # longest one; one nearly as long disturbs it, by jitter and on the memory they share. Bubbles hide where the
+        # kernel waits for a longer lane anyway.
         bringing = {"read": max(lanes["read"], serial), "decode": lanes["decode"], "h2d": lanes["h2d"]}
-        eased = {lane: max(0.0, seconds - first) for lane, seconds in bringing.items()}
-        held_up = (lanes | eased | {"compute": lanes["compute"] + bubbles}).values()
-        longest = max(held_up) or 1.0
-        busy = longest * sum((seconds / longest) ** CLOSENESS for seconds in held_up) ** (1 / CLOSENESS)
+        held_up = lanes | {lane: max(0.0, seconds - first) for lane, seconds in bringing.items()}
+        longest = max(held_up.values()) or 1.0
+        busy = longest * sum((x / longest) ** CLOSENESS for x in held_up.values()) ** (1 / CLOSENESS)
+        busy += max(0.0, lanes["compute"] + bubbles - longest)
     return Prediction(lanes, start_up, bubbles, tail, start_up + busy + tail)
 
 
