@@ -31,7 +31,7 @@ from oocgemm.plan import (
 )
 
 MIB, GIB = 1 << 20, 1 << 30
-FREE = 1e18
+SLOW, FREE = 1e9, 1e18
 SHAPES = {
     "square": [(1 << 10,) * 3, (1 << 12,) * 3, (1 << 14,) * 3, (24576,) * 3, (1 << 16,) * 3, (1 << 18,) * 3],
     "wide": [(1 << 11, 1 << 17, 1 << 13), (1 << 13, 1 << 20, 1 << 13)],
@@ -51,13 +51,13 @@ def machine(kind: str, p: GemmProblem) -> MachineModel:
     base = default_model("host" if kind == "unified" else "cuda", 16)
     links = dict.fromkeys(("h2d", "d2h", "read", "read_scattered", "decode", "memory", "write"), FREE)
     if kind == "h2d":
-        links["h2d"] = 1e9
+        links["h2d"] = SLOW
     else:
-        links |= {"read": 1e9, "read_scattered": 1e9}
+        links |= {"read": SLOW, "read_scattered": SLOW}
     free = dict.fromkeys(("copy_latency", "write_latency", "arena_seconds_per_byte"), 0.0)
     # A million steps take a hundredth of the time of the operands' bytes, lest there be as many where a few move as
     # little.
-    free["step_latency"] = 1e-8 * (p.m + p.n) * p.k * p.itemsizes["A"] / 1e9
+    free["step_latency"] = 1e-8 * (p.m + p.n) * p.k * p.itemsizes["A"] / SLOW
     # Depths as a kernel would want them, were it not so fast that it takes no time.
     kernels = {name: KernelRate(1e22, rate.half_depth) for name, rate in base.kernels.items()}
     return replace(base, name=f"slow {kind}", kernels=kernels, **links, **free)
@@ -104,13 +104,17 @@ class Row:
 
 
 def oracle(plan: Plan, kind: str) -> tuple[int, dict[str, int]]:
-    """Fewest bytes over the slow link at the plan's depth."""
-    p, size = plan.problem, plan.problem.itemsizes["A"]
+    """Fewest bytes over the slow link at the plan's depth, in as many steps as the plan's or so many that they take a
+    hundredth of the time that its panels take: what moves less but takes longer is no better."""
+    p, size, on = plan.problem, plan.problem.itemsizes["A"], plan.machine
     r = min(plan.tile.r, p.depth)
-    device = plan.budgets.device - plan.machine.device_reserve
-    host = plan.budgets.host - plan.machine.host_reserve if kind == "read" else None
-    panels, how = least_panels(Case(p.m, p.n, p.depth, size, r, device, host))
-    return int(panels) + (p.m * p.n * size if p.reads_c else 0), how
+    device = plan.budgets.device - on.device_reserve
+    host = plan.budgets.host - on.host_reserve if kind == "read" else None
+    c_bytes = p.m * p.n * size if p.reads_c else 0
+    panels = plan.traffic["h2d" if kind == "h2d" else "read"] - c_bytes
+    most = max(plan.steps, panels / SLOW / on.step_latency / 100)
+    least, how = least_panels(Case(p.m, p.n, p.depth, size, r, device, host, most))
+    return int(least) + c_bytes, how
 
 
 def measure(case: tuple[str, tuple[int, int, int], tuple[int, int], str]) -> list[Row]:
@@ -118,7 +122,6 @@ def measure(case: tuple[str, tuple[int, int, int], tuple[int, int], str]) -> lis
     shape, extents, memories, kind = case
     budgets, link = Budgets(*memories), "h2d" if kind == "h2d" else "read"
     on = machine(kind, problem(*extents, "float64", 0))
-    known: dict[int, tuple[int, dict[str, int]]] = {}
     rows = []
     for beta in (0.0, 1.0):
         p = problem(*extents, "float64", beta)
@@ -126,10 +129,7 @@ def measure(case: tuple[str, tuple[int, int, int], tuple[int, int], str]) -> lis
         plan = make_plan(p, budgets, on)
         planning = time.perf_counter() - started
         r = plan.tile.r
-        if r not in known:
-            known[r] = oracle(replace(plan, problem=replace(p, beta=0)), kind)
-        found, how = known[r]
-        found += p.m * p.n * 8 if beta else 0
+        found, how = oracle(plan, kind)
         memory = (budgets.device + (budgets.host if kind == "read" else 0)) / 8
         near = min(p.m, p.n) >= 8 * sqrt(memory) and r <= 0.02 * sqrt(memory)
         walked = None
