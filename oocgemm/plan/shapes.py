@@ -19,7 +19,6 @@ from oocgemm.plan.tiling import TileShape, ceil_div, cover_ratio, round_up
 DEPTHS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192)
 BEST_DEPTHS = 4
 BINS = 3
-MOST_THIN = 1 << 17  # steps with such tiles
 THIN = 16  # of a tile that leaves the memory to the panels of a row (or column)
 
 
@@ -67,6 +66,8 @@ def shapes(
             for shape in _reading_shapes(problem, memory, host - machine.host_reserve, layouts, depths)
         )
     for r in depths:
+        # What the slowest link would move while the steps of a tile are issued.
+        per_tile = ceil_div(k, r) * machine.step_latency * _link(machine, layouts, (m, n, r))
         for c in (1, 2):
             bins: dict[tuple[int, int], tuple[float, int, int]] = {}
             for w in extents_m:
@@ -80,8 +81,6 @@ def shapes(
                     extents_n = _long_extents(n, units_n, most)
                     for h in (*extents_n, thin_n) if kept == 1 and thin_n < most else extents_n:
                         across = ceil_div(n, h)
-                        if (thin_m == w < m or thin_n == h < n) and down * across * k > r * MOST_THIN:
-                            continue
                         free = memory - c * w * h * acc - 2 * r * (w * a + h * b)
                         # What is free keeps panels of a row for the next tile, or of a column.
                         row, column = min(free, w * k * a), min(free, k * h * b)
@@ -93,6 +92,7 @@ def shapes(
                         moved = float(across * a_bytes + down * b_bytes - found)
                         if cut:
                             moved *= max(cover_ratio(m, w, chunk_a), cover_ratio(n, h, chunk_b))
+                        moved += down * across * per_tile
                         area = kept, (w * h).bit_length()
                         best = bins.get(area)
                         if best is None or (moved, h) < best[:2]:
@@ -185,14 +185,20 @@ def _depths(problem: GemmProblem, machine: MachineModel, layouts: Layouts, memor
         )
         compute = multiply_seconds(problem, machine, problem.flops, w, h, r)
         moved = problem.m * problem.n * k * itemsize * (1 / w + 1 / h)
-        link = min(machine.store_rate(layouts.a, (w, r)), machine.store_rate(layouts.b, (r, h)))
-        copied = moved / (link if machine.unified else min(link, machine.h2d))
+        copied = moved / _link(machine, layouts, (w, h, r))
         steps = ceil_div(problem.m, w) * ceil_div(problem.n, h) * ceil_div(k, r)
         cover = max(layouts.a.cover((problem.m, k), (w, r)), layouts.b.cover((k, problem.n), (r, h)))
         return max(compute, copied * cover) + 0.1 * (compute + copied * cover) + steps * machine.step_latency
 
     ranked = sorted(depths, key=seconds)
     return sorted(ranked[:BEST_DEPTHS])
+
+
+def _link(machine: MachineModel, layouts: Layouts, panels: tuple[int, int, int]) -> float:
+    """Bytes per second of the slowest link that panels of those w, h and r cross."""
+    w, h, r = panels
+    stores = min(machine.store_rate(layouts.a, (w, r)), machine.store_rate(layouts.b, (r, h)))
+    return stores if machine.unified else min(stores, machine.h2d)
 
 
 def _counts(extent: int) -> Iterator[int]:
