@@ -66,22 +66,24 @@ def shapes(
             for shape in _reading_shapes(problem, memory, host - machine.host_reserve, layouts, depths)
         )
     for r in depths:
+        whole = round_up(k, r)  # as slots take it
         # What the slowest link would move while the steps of a tile are issued.
-        per_tile = ceil_div(k, r) * machine.step_latency * _link(machine, layouts, (m, n, r))
+        per_tile = whole // r * machine.step_latency * _link(machine, layouts, (m, n, r))
         for c in (1, 2):
             bins: dict[tuple[int, int], tuple[float, int, int]] = {}
             for w in extents_m:
                 down = ceil_div(m, w)
                 for kept in range(3):  # panels of neither operand, of A's row, of B's column
-                    a_held = w * k * a if kept == 1 else 2 * w * r * a
-                    b_held = k * b if kept == 2 else 2 * r * b
+                    a_held = w * whole * a if kept == 1 else 2 * w * r * a
+                    b_held = whole * b if kept == 2 else 2 * r * b
                     most = min(n, (memory - a_held) // (c * w * acc + b_held))
                     if most < 1:
                         continue
                     extents_n = _long_extents(n, units_n, most)
                     for h in (*extents_n, thin_n) if kept == 1 and thin_n < most else extents_n:
                         across = ceil_div(n, h)
-                        free = memory - c * w * h * acc - 2 * r * (w * a + h * b)
+                        free = memory - c * w * h * acc
+                        free -= 2 * r * ((kept != 1) * w * a + (kept != 2) * h * b)
                         # What is free keeps panels of a row for the next tile, or of a column.
                         row, column = min(free, w * k * a), min(free, k * h * b)
                         found = max(
