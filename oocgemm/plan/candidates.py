@@ -7,6 +7,7 @@ either tier.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 from math import isqrt
 
 from oocgemm.plan.cost import Candidate, Layouts, MachineModel, extents, footprint, scratch_bytes, slot_bytes
@@ -22,6 +23,8 @@ STRIPS = 24
 STAGED_STRIPS = 10  # each is several operations to issue
 # Where panels can be kept on the host, a strip takes at most one part in so many of its budget.
 HOST_SHARE = 400
+# Beside a store so much slower than the link, reading and uploading may take turns if that spares memory for panels.
+FAR_SLOWER = 10
 CHUNK_BYTES = 8 << 20  # of a new C: cheap to allocate again and again, long enough for a disk
 MOST_DRAIN = 16
 # What is kept first, on the device and on the host.
@@ -86,10 +89,15 @@ def _with_slots(
         base = _with_room(problem, machine, tile, base, steps, host_free // 2, size)
     free, host_free = _free(problem, budgets, machine, layouts, tile, base, io_threads)
     reads = down * across > 0 and _keeps_on_host(machine, layouts)
+    bases = [(base, host_free)]
+    if reads and FAR_SLOWER * machine.read <= machine.h2d:
+        strip = min(base.strip, round_up(ceil_div(base.strip, 4), c_chunks(problem, layouts, tile)[0]))
+        lean = replace(base, host_a=1, host_b=1, host_c=1, strip=strip)
+        bases.append((lean, _free(problem, budgets, machine, layouts, tile, lean, io_threads)[1]))
     device, host = ((size[tier, "A"], size[tier, "B"]) for tier in ("device", "host"))
     room = free if machine.unified else host_free
     for axis in (0, 1) if down * across > 1 else (0,):
-        found: list[tuple[float, int, Candidate]] = []
+        found: list[tuple[float, bool, int, Candidate]] = []
         for band in _bands(problem, tile, axis, steps, room, size, spills=reads):
             traversal = Traversal(axis, band)
             a, b = _filled(base.a, base.b, free, *device, down, across, steps, traversal)
@@ -97,19 +105,22 @@ def _with_slots(
             if not reads:
                 continue
             # Each tier may serve either operand first: what one of them keeps need not be kept by the other.
-            for on_device, on_host in PAIRS if band > 1 else PAIRS[:3]:
+            for (least, spare), (on_device, on_host) in product(bases, PAIRS if band > 1 else PAIRS[:3]):
                 a, b = _filled(base.a, base.b, free, *device, down, across, steps, traversal, on_device)
-                sizes = base.host_a, base.host_b, host_free, *host
+                sizes = least.host_a, least.host_b, spare, *host
                 host_a, host_b = _filled(*sizes, down, across, steps, traversal, on_host)
-                dealt = replace(base, a=a, b=b, host_a=host_a, host_b=host_b)
+                dealt = replace(least, a=a, b=b, host_a=host_a, host_b=host_b)
                 loads = closed_loads(problem, grid, dealt, traversal)
                 up, read = (
                     (loads.a_up + loads.b_up) / machine.h2d,
                     (loads.a_read + loads.b_read) / machine.read,
                 )
-                least = max(up, read) + min(up, read) / 10
-                found.append((least, len(found), Candidate(tile, dealt, traversal, io_threads)))
-        yield from (candidate for _, _, candidate in sorted(found)[:2])
+                turns = least is not base
+                seconds = 1.01 * (up + read) if turns else max(up, read) + min(up, read) / 10
+                found.append((seconds, turns, len(found), Candidate(tile, dealt, traversal, io_threads)))
+        found.sort()
+        # One slot only where that moves less.
+        yield from (candidate for _, turns, _, candidate in found[:2] if turns <= found[0][1])
 
 
 def _with_room(
@@ -225,8 +236,8 @@ def _least_slots(
     c: int,
     io_threads: int,
 ) -> Slots | None:
-    """Two panels of each operand, and on the host three where they fit: the third rides out jitter, one alone would
-    have reading and uploading take turns."""
+    """Two panels of each operand, and on the host as many as fit: a third rides out jitter, one alone has reading and
+    uploading take turns."""
     unit = c_chunks(problem, layouts, tile)[0]
     row_bytes = max(1, min(tile.h, problem.n) * problem.itemsizes["C"])
     # Few strips a tile, since each is several operations; fewer rows where memory is short.

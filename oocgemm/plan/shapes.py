@@ -19,6 +19,7 @@ from oocgemm.plan.tiling import TileShape, ceil_div, cover_ratio, round_up
 DEPTHS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192)
 BEST_DEPTHS = 4
 BINS = 3
+EVERY = 32
 THIN = 16  # of a tile that leaves the memory to the panels of a row (or column)
 
 
@@ -107,6 +108,11 @@ def shapes(
                 for area in dict.fromkeys(best_areas):
                     _, h, w = bins[area]
                     yield TileShape(w, h, r), c
+                    if (
+                        area[0] == 0 and ceil_div(m, w) > EVERY
+                    ):  # between the counts tried something wider may fit
+                        most = (memory - 2 * r * h * b) // (c * h * acc + 2 * r * a)
+                        yield TileShape(max(w, *_long_extents(m, units_m, most)), h, r), c
 
 
 def _reading_shapes(
@@ -204,11 +210,11 @@ def _link(machine: MachineModel, layouts: Layouts, panels: tuple[int, int, int])
 
 
 def _counts(extent: int) -> Iterator[int]:
-    """How many tiles to cut an extent into: every count up to 32, then ever sparser."""
+    """How many tiles to cut an extent into: every count up to `EVERY`, then ever sparser."""
     count = 1
     while count <= extent:
         yield count
-        count = count + 1 if count < 32 else ceil_div(count * 25, 24)
+        count = count + 1 if count < EVERY else ceil_div(count * 25, 24)
 
 
 @lru_cache(4096)  # depths share counts
