@@ -105,17 +105,15 @@ def _with_slots(
             if not reads:
                 continue
             # Each tier may serve either operand first: what one of them keeps need not be kept by the other.
-            for (least, spare), (on_device, on_host) in product(bases, PAIRS if band > 1 else PAIRS[:3]):
+            for (fewest, spare), (on_device, on_host) in product(bases, PAIRS if band > 1 else PAIRS[:3]):
                 a, b = _filled(base.a, base.b, free, *device, down, across, steps, traversal, on_device)
-                sizes = least.host_a, least.host_b, spare, *host
+                sizes = fewest.host_a, fewest.host_b, spare, *host
                 host_a, host_b = _filled(*sizes, down, across, steps, traversal, on_host)
-                dealt = replace(least, a=a, b=b, host_a=host_a, host_b=host_b)
+                dealt = replace(fewest, a=a, b=b, host_a=host_a, host_b=host_b)
                 loads = closed_loads(problem, grid, dealt, traversal)
-                up, read = (
-                    (loads.a_up + loads.b_up) / machine.h2d,
-                    (loads.a_read + loads.b_read) / machine.read,
-                )
-                turns = least is not base
+                up = (loads.a_up + loads.b_up) / machine.h2d
+                read = (loads.a_read + loads.b_read) / machine.read
+                turns = fewest is not base
                 seconds = 1.01 * (up + read) if turns else max(up, read) + min(up, read) / 10
                 found.append((seconds, turns, len(found), Candidate(tile, dealt, traversal, io_threads)))
         found.sort()

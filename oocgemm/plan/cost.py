@@ -25,7 +25,7 @@ class Candidate:
     slots: Slots
     traversal: Traversal = ROW_BY_ROW
     io_threads: int = 1
-    ramp: int = 0
+    ramp: int = 0  # of the grid
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from oocgemm.plan.tiling import TileShape, ceil_div, cover_ratio, round_up
 DEPTHS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192)
 BEST_DEPTHS = 4
 BINS = 3
-EVERY = 32
+EVERY = 32  # count of tiles is tried
 THIN = 16  # of a tile that leaves the memory to the panels of a row (or column)
 
 
@@ -108,9 +108,8 @@ def shapes(
                 for area in dict.fromkeys(best_areas):
                     _, h, w = bins[area]
                     yield TileShape(w, h, r), c
-                    if (
-                        area[0] == 0 and ceil_div(m, w) > EVERY
-                    ):  # between the counts tried something wider may fit
+                    # Between the counts tried something wider may fit.
+                    if area[0] == 0 and ceil_div(m, w) > EVERY:
                         most = (memory - 2 * r * h * b) // (c * h * acc + 2 * r * a)
                         yield TileShape(max(w, *_long_extents(m, units_m, most)), h, r), c
 
