@@ -1,7 +1,7 @@
 """Chooses how to run a product: enumerate, score in closed form, walk the schedules of the best few, choose."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
 from math import isfinite, lcm
 from typing import Any
@@ -63,7 +63,7 @@ class Plan:
 
     @property
     def grid(self) -> TileGrid:
-        return _grid(self.problem, self.layouts, self.machine, self.tile)
+        return _grid(self.problem, self.candidate)
 
     @property
     def steps(self) -> int:
@@ -118,7 +118,7 @@ class Plan:
         return amplification(self.problem, self.tile, self.layouts)
 
     def schedule(self) -> Schedule:
-        return _schedule(self.problem, self.layouts, self.machine, self.candidate)
+        return _schedule(self.problem, self.layouts, self.candidate)
 
     def explain(self) -> list[dict[str, Any]]:
         """The best few candidates of different tile shapes, the chosen one first, with what each falls short in."""
@@ -204,8 +204,20 @@ def _planned(
         raise _budget_error(problem, budgets, machine, layouts, tile)
     scored = [Scored(candidate, predict(problem, candidate, layouts, machine)) for candidate in found]
     scored.sort(key=_rank)
+    scored[:FINALISTS] = [_ramped(problem, machine, layouts, s) for s in scored[:FINALISTS]]
     best = _walked(problem, machine, layouts, scored)
     return Plan(problem, layouts, budgets, machine, best.candidate, tuple(_varied([best, *scored])))
+
+
+def _ramped(problem: GemmProblem, machine: MachineModel, layouts: Layouts, s: Scored) -> Scored:
+    """With thin first steps, lest the kernel wait long for the first panels, where it runs beside the copies and takes
+    longest. A copying lane that takes longer begins at once anyway, and would carry the thin panels once more when the
+    whole ones are used again."""
+    if machine.shares_cores or s.prediction.bottleneck != "compute":
+        return s
+    unit = lcm(layouts.a.read_chunk[1], layouts.b.read_chunk[0])
+    ramp = ramp_of(problem.depth, s.candidate.tile.r, unit)
+    return replace(s, candidate=replace(s.candidate, ramp=ramp))
 
 
 def _rank(s: Scored) -> tuple[float, int, int, int]:
@@ -228,7 +240,7 @@ def _walked(
         # Before the tiles are even listed, which can be millions; and one alone would have nothing to be held against.
         if effort < 0 or (not exact and effort < cost):
             break
-        schedule = _schedule(problem, layouts, machine, s.candidate)
+        schedule = _schedule(problem, layouts, s.candidate)
         prediction = predict(problem, s.candidate, layouts, machine, schedule.loads())
         exact.append(Scored(s.candidate, prediction))
     exact.sort(key=_rank)
@@ -236,7 +248,7 @@ def _walked(
         return exact[0] if exact else scored[0]
     timed: list[tuple[float, int]] = []
     for number, s in enumerate(exact):
-        schedule = _schedule(problem, layouts, machine, s.candidate)
+        schedule = _schedule(problem, layouts, s.candidate)
         strips = ceil_div(s.candidate.tile.w, s.candidate.slots.strip)
         effort -= SIMULATED * len(schedule.tiles) * (5 * schedule.grid.steps + 4 * strips)
         if effort < 0:
@@ -245,18 +257,12 @@ def _walked(
     return exact[min(timed)[1]] if timed else exact[0]
 
 
-def _grid(problem: GemmProblem, layouts: Layouts, machine: MachineModel, tile: TileShape) -> TileGrid:
-    """The tiles and steps; where copies run beside the kernel the first steps are thin."""
-    if machine.shares_cores:
-        return TileGrid.of(problem, tile)
-    unit = lcm(layouts.a.read_chunk[1], layouts.b.read_chunk[0])
-    return TileGrid.of(problem, tile, ramp_of(problem.depth, tile.r, unit))
+def _grid(problem: GemmProblem, candidate: Candidate) -> TileGrid:
+    return TileGrid.of(problem, candidate.tile, candidate.ramp)
 
 
-def _schedule(
-    problem: GemmProblem, layouts: Layouts, machine: MachineModel, candidate: Candidate
-) -> Schedule:
-    grid = _grid(problem, layouts, machine, candidate.tile)
+def _schedule(problem: GemmProblem, layouts: Layouts, candidate: Candidate) -> Schedule:
+    grid = _grid(problem, candidate)
     coded = {"A": layouts.a.decode_bytes, "B": layouts.b.decode_bytes, "C": layouts.c.encodes}
     return Schedule(
         problem,
