@@ -4,12 +4,16 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter_ns, time
+from traceback import clear_frames
+from types import TracebackType
 from typing import Any
 
 from oocgemm import backends, job, stores, system
+from oocgemm.backends import Backend, Session
 from oocgemm.backends.memory import available_memory
-from oocgemm.errors import ExecutionError, InputError
+from oocgemm.errors import ExecutionError, InputError, OutOfMemoryError
 from oocgemm.executor import Progress, Run
 from oocgemm.job import Size, Transpose
 from oocgemm.plan import Op, Plan, TileShape
@@ -97,7 +101,8 @@ def gemm(
     Raises:
         InputError: operands, output or options that cannot be used. Nothing was written.
         BudgetError: a budget that cannot hold the smallest plan; its message and `least` say what would do.
-        BackendError: no such device, kernel or library.
+        BackendError: no such device, kernel or library; `OutOfMemoryError` where others hold the memory that the
+            budgets allow. Nothing was written.
         ExecutionError: the run failed; an output that it had created is taken away again.
     """
     if timeline is not None:
@@ -111,37 +116,34 @@ def gemm(
     if kernel not in backends.KERNELS[engine.name]:
         names = ", ".join(backends.KERNELS[engine.name])
         raise InputError(f"the {engine.name} backend has no kernel {kernel!r}: choose one of {names}")
-    budgets = job.budgets(engine.name, device_memory, host_memory, engine.free_memory)
     known = backends.identity(engine)
-    work = job.prepare(
-        *(a, b, c, alpha, beta, trans_a, trans_b, engine.name, known, budgets, tile, chunks, compressor),
-        overwrite=overwrite,
-    )
-    if timeline is not None:
-        job.check_log_apart(os.fsdecode(timeline), work, c)
-    plan = work.plan
-    output = job.create_output(work, c, chunks, compressor)
-    staging = session = None
-    failed = False
-    try:
+
+    def prepare() -> job.Job:
+        budgets = job.budgets(engine.name, device_memory, host_memory, engine.free_memory)
+        work = job.prepare(
+            *(a, b, c, alpha, beta, trans_a, trans_b, engine.name, known, budgets, tile, chunks, compressor),
+            overwrite=overwrite,
+        )
+        if timeline is not None:
+            job.check_log_apart(os.fsdecode(timeline), work, c)
+        return work
+
+    with ExitStack() as cleanup:  # all of it, whatever part of it fails
+        work, session = _opened(engine, kernel, prepare)
+        cleanup.callback(session.close)
+        plan = work.plan
+        output = job.create_output(work, c, chunks, compressor)
+        cleanup.push(partial(_give_up, output))
         staging = Staging(plan, {"A": work.a, "B": work.b, "C": output.matrix})
-        session = engine.open(plan, kernel)
+        cleanup.callback(staging.close)
         run = Run(plan, session, staging, origin, progress(plan) if progress else None)
         run.execute()
-        output.matrix.sync()
+        try:
+            output.matrix.sync()
+        except OSError as error:
+            raise ExecutionError(f"C cannot be brought to the disk: {error}") from error
         wall = perf_counter_ns() - origin
         held = {"device": session.device_bytes(), "host": staging.arena.nbytes}
-    except BaseException:
-        failed = True
-        raise
-    finally:
-        with ExitStack() as cleanup:  # all of it, whatever part of it fails
-            if failed:
-                cleanup.callback(output.discard)
-            if staging is not None:
-                cleanup.callback(staging.close)
-            if session is not None:
-                cleanup.callback(session.close)
     recorded = Timeline(
         tuple(sorted(run.spans, key=lambda s: s.id)),
         wall,
@@ -151,6 +153,7 @@ def gemm(
             "backend": {"name": engine.name, "kernel": kernel} | engine.describe(),
             "operands": {"A": work.a.describe(), "B": work.b.describe(), "C": output.matrix.describe()},
             "held": held,
+            "retried": staging.retried,
             "rates": job.rates(work, output.matrix),
             "machine": system.machine(),
             "versions": system.versions(),
@@ -164,6 +167,32 @@ def gemm(
                 f"C is done, but its timeline cannot be written to {timeline}: {error.strerror}"
             ) from error
     return Result(getattr(output.matrix, "array", None), plan, report(recorded), recorded)
+
+
+def _opened(engine: Backend, kernel: str, prepare: Callable[[], job.Job]) -> tuple[job.Job, Session]:
+    """A plan and the device memory for it. Others may take memory between the asking for what is free and the
+    taking: then everything is planned once more, which helps where the budgets are ours to choose."""
+    for last in (False, True):
+        work = prepare()
+        try:
+            job.check_memory(work.plan)
+            return work, engine.open(work.plan, kernel)
+        except OutOfMemoryError:
+            if last:
+                raise
+    raise AssertionError
+
+
+def _give_up(
+    output: stores.Output, kind: object, error: BaseException | None, trace: TracebackType | None
+) -> None:
+    """After a failure: take away an output that was created, and free the slots that the frames of the failure look
+    into, which would be kept for as long as it is."""
+    if kind is not None:
+        output.discard()
+    while error is not None:
+        clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def plan(

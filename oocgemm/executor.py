@@ -80,9 +80,9 @@ class Run:
     def execute(self) -> None:
         """Run everything; returns when the last operation is done. Raises the first error."""
         collector = threading.Thread(target=self._collect, name="oocgemm-timeline")
+        _start(collector)
         interval = sys.getswitchinterval()
         sys.setswitchinterval(min(interval, SWITCH_INTERVAL))
-        collector.start()
         try:
             self._dispatch()
         except BaseException as error:  # an interrupt, most likely: stop like any other failure
@@ -133,7 +133,7 @@ class Run:
             for index in range(workers):
                 name = f"oocgemm-{stream}-{index}"
                 thread = threading.Thread(target=self._work, args=(stream, queue, on_store), name=name)
-                thread.start()
+                _start(thread)
                 threads.append(thread)
         return self._streams[stream][0]
 
@@ -205,6 +205,14 @@ class Run:
         with self._failing:
             if self._error is None:
                 self._error = error
+        self._staging.stop()
+
+
+def _start(thread: threading.Thread) -> None:
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise ExecutionError(f"the system refuses the thread {thread.name}: {error}") from error
 
 
 def _placed(error: BaseException, operation: Operation) -> BaseException:

@@ -11,7 +11,7 @@ import numpy as np
 from oocgemm import cache, stores, system
 from oocgemm.backends.base import numpy_dtype
 from oocgemm.backends.memory import available_memory
-from oocgemm.errors import InputError
+from oocgemm.errors import InputError, OutOfMemoryError
 from oocgemm.plan import DTYPES, Budgets, GemmProblem, Layouts, Op, Plan, TileShape, make_plan
 from oocgemm.stores import Matrix, Output
 from oocgemm.units import format_size, parse_size
@@ -93,6 +93,20 @@ def rates(job: Job, c: Matrix) -> dict[str, float] | None:
     if c.describe().get("direct", not c.layout.in_memory):
         known["write"] = machine.write
     return known
+
+
+def check_memory(plan: Plan) -> None:
+    """Refuse a plan that takes more of the host's memory than there is: the system may grant it, and end the process
+    (or another) once it is used. Raises `OutOfMemoryError`."""
+    held = {"--host-memory": plan.footprint.host_total}
+    if plan.machine.unified:
+        held["--device-memory"] = plan.footprint.device_total
+    free = available_memory()
+    if sum(held.values()) > free:
+        raise OutOfMemoryError(
+            f"the plan takes {format_size(sum(held.values()))} of host memory, {format_size(free)} are available: pass "
+            f"a smaller {max(held, key=lambda option: held[option])}"
+        )
 
 
 def check_log(timeline: str | os.PathLike[str]) -> None:
@@ -180,6 +194,7 @@ def _existing_output(c: Any, problem: GemmProblem, overwrite: bool) -> Matrix | 
 def create_output(job: Job, c: Any, chunks: tuple[int, int] | None, compressor: str | None) -> Output:
     """C, created now if it does not exist."""
     if job.c is not None:
+        stores.reserve(job.c)
         return Output(job.c, lambda: None)
     problem = job.plan.problem
     shape, dtype = (problem.m, problem.n), numpy_dtype(problem.c_dtype)

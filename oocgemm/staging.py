@@ -2,20 +2,23 @@
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from threading import Event
 
-from oocgemm.backends.base import Array, numpy_dtype, slot_offsets, stored_shape
+from oocgemm.backends.base import numpy_dtype, slot_offsets, stored_shape
 from oocgemm.backends.memory import allocate
 from oocgemm.errors import ExecutionError
 from oocgemm.plan import Kind, Op, Operation, Plan, Slot
 from oocgemm.plan.cost import HOST_ALIGNMENT, slot_bytes
 from oocgemm.plan.tiling import Span
-from oocgemm.stores import BATCH_BYTES, Matrix, pieces
+from oocgemm.stores import BATCH_BYTES, Array, Matrix, pieces, transient
 
 # A block is cut into a part for each thread, within these bounds: handing out a part takes the interpreter tens of
 # microseconds, in which no other thread can begin or end one.
 PIECE_BYTES = 16 << 20
 LEAST_PIECE_BYTES = 1 << 20
 PAGE = 4096
+# A read that fails in a way that may pass is tried again after so many seconds each: 12 in all.
+RETRY_AFTER = (0.1, 0.3, 0.9, 2.7, 8.1)
 
 
 class Staging:
@@ -31,16 +34,23 @@ class Staging:
         self.arena = allocate(size)
         self._c_bytes = slot_bytes(plan.problem, plan.tile, plan.slots.strip)["host", "C"]
         self._threads = plan.candidate.io_threads
+        self._stopped = Event()
+        # What each read that was tried again had failed of.
+        self.retried: list[str] = []
         # Apart, so that reading ahead never queues behind writing.
         self._readers = ThreadPoolExecutor(self._threads, thread_name_prefix="oocgemm-reader")
         self._writers = ThreadPoolExecutor(self._threads, thread_name_prefix="oocgemm-writer")
         # Panels touch their slots as they are read. Those of C are first written to by the device, which is slow on
         # memory that the system has yet to find.
-        self._touched = {
-            slot: self._writers.submit(self._touch, start)
-            for slot, start in self._offsets.items()
-            if slot.operand == "C"
-        }
+        try:
+            self._touched = {
+                slot: self._writers.submit(self._touch, start)
+                for slot, start in self._offsets.items()
+                if slot.operand == "C"
+            }
+        except RuntimeError as error:
+            self.close()
+            raise ExecutionError(f"the system refuses a thread for writing: {error}") from error
 
     def _touch(self, start: int) -> None:
         self.arena[start : start + self._c_bytes : PAGE] = 0
@@ -62,21 +72,41 @@ class Staging:
         reading = operation.kind is Kind.READ
         matrix = self._operands[operation.operand]
         rows, cols = self._stored(operation)
-        act = matrix.read if reading else matrix.write
 
         def part(r: Span, c: Span) -> None:
+            block = view[r[0] - rows[0] : r[1] - rows[0], c[0] - cols[0] : c[1] - cols[0]]
             try:
-                act(r, c, view[r[0] - rows[0] : r[1] - rows[0], c[0] - cols[0] : c[1] - cols[0]])
+                if reading:
+                    self._read(matrix, r, c, block)
+                else:
+                    matrix.write(r, c, block)
             except ExecutionError:
                 raise
             except Exception as error:
                 verb = "reading" if reading else "writing"
-                where = f"{matrix.name}[{r[0]}:{r[1]}, {c[0]}:{c[1]}]"
-                raise ExecutionError(f"{verb} {where}: {type(error).__name__}: {error}") from error
+                raise ExecutionError(
+                    f"{verb} {_place(matrix, r, c)}: {type(error).__name__}: {error}"
+                ) from error
 
         pool = self._readers if reading else self._writers
         parts = self._parts(matrix, rows, cols, reading)
         self._run([pool.submit(part, r, c) for r, c in parts])
+
+    def _read(self, matrix: Matrix, rows: Span, cols: Span, out: Array) -> None:
+        """Read a block, anew after failures that may pass, until the run is stopped."""
+        for after in RETRY_AFTER:
+            try:
+                return matrix.read(rows, cols, out)
+            except Exception as error:
+                if not transient(error) or self._stopped.is_set():
+                    raise
+                self.retried.append(f"{_place(matrix, rows, cols)}: {type(error).__name__}: {error}")
+                self._stopped.wait(after)
+        return matrix.read(rows, cols, out)
+
+    def stop(self) -> None:
+        """Wait for no read any more: those that fail from here on are not tried again."""
+        self._stopped.set()
 
     def _stored(self, operation: Operation) -> tuple[Span, Span]:
         """Rows and columns of an operation's block as the operand is stored, op() undone."""
@@ -105,8 +135,10 @@ class Staging:
 
     def close(self) -> None:
         """Join the threads; the memory goes when its last view does."""
+        self.stop()
         for pool in (self._readers, self._writers):
             pool.shutdown(wait=True, cancel_futures=True)
+        self.arena = self.arena[:0].copy()
 
     @staticmethod
     def _run(futures: list[Future[None]]) -> None:
@@ -118,3 +150,7 @@ class Staging:
                 future.cancel()
             wait(futures)
             raise
+
+
+def _place(matrix: Matrix, rows: Span, cols: Span) -> str:
+    return f"{matrix.name}[{rows[0]}:{rows[1]}, {cols[0]}:{cols[1]}]"

@@ -13,7 +13,7 @@ from oocgemm.errors import InputError
 from oocgemm.plan import GemmProblem, Layout
 from oocgemm.plan.candidates import CHUNK_BYTES
 from oocgemm.stores.arrays import ArrayMatrix, create_npy, open_npy
-from oocgemm.stores.base import BATCH_BYTES, Array, Matrix, pieces
+from oocgemm.stores.base import BATCH_BYTES, Array, Matrix, pieces, transient
 from oocgemm.stores.files import padded
 
 __all__ = [
@@ -33,7 +33,9 @@ __all__ = [
     "new_layout",
     "open_matrix",
     "pieces",
+    "reserve",
     "same_place",
+    "transient",
 ]
 
 COMPRESSORS = ("none", "zstd", "blosc-lz4", "blosc-zstd", "gzip")
@@ -187,6 +189,15 @@ def create_output(
 
     created = create_zarr(name, path, shape, dtype, chunks, compressor)
     return Output(created, lambda: remove_zarr(created))
+
+
+def reserve(matrix: Matrix) -> None:
+    """Have the disk hold room for all of an existing result. Raises `InputError` if it has not as much."""
+    if isinstance(matrix, ArrayMatrix):
+        try:
+            matrix.reserve()
+        except OSError as error:
+            raise InputError(f"{matrix.name}: the disk refuses room for all of its file: {error}") from error
 
 
 def check_apart(name: str, path: str, operand: Matrix) -> None:

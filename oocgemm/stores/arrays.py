@@ -27,15 +27,18 @@ class ArrayMatrix:
         self.array = array
         self._path = path
         self._map = _map_under(array)
+        self._file_bytes = self._map.size() if self._map is not None else 0
         self.layout = Layout(in_memory=path is None)
 
     def read(self, rows: Span, cols: Span, out: Array) -> None:
+        self._check_length()
         block = self.array[slice(*rows), slice(*cols)]
         if self._map is not None:
             _ask_for(self._map, block)
         np.copyto(out, block, casting="equiv")
 
     def write(self, rows: Span, cols: Span, data: Array) -> None:
+        self._check_length()
         np.copyto(self.array[slice(*rows), slice(*cols)], data, casting="equiv")
 
     def sync(self) -> None:
@@ -49,6 +52,19 @@ class ArrayMatrix:
     def identities(self) -> set[object]:
         mapped = _mapped_file(self.array)
         return {mapped} if mapped else set()
+
+    def reserve(self) -> None:
+        """Have the disk hold room for all of a mapped file: in a hole of it a disk found full would end the process
+        (SIGBUS), where it is an `OSError` here. Other threads must not write meanwhile."""
+        if self._map is not None and isinstance(self.array, np.memmap) and self.array.filename is not None:
+            with open(self.array.filename, "r+b") as file:
+                os.posix_fallocate(file.fileno(), 0, self._file_bytes)
+
+    def _check_length(self) -> None:
+        """Raises `EOFError` for a mapped file that has been cut short. Should that happen while a block is copied, the
+        system ends the process (SIGBUS)."""
+        if self._map is not None and (size := self._map.size()) < self._file_bytes:
+            raise EOFError(f"the file has been cut short, from {self._file_bytes} bytes to {size}")
 
 
 def open_npy(name: str, path: Path, *, writable: bool = False) -> ArrayMatrix:
@@ -77,10 +93,12 @@ def create_npy(name: str, path: Path, shape: tuple[int, int], dtype: np.dtype[An
             np.save(path, array)
         else:
             array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
+        matrix = ArrayMatrix(name, array, str(path))
+        matrix.reserve()
     except BaseException:
         path.unlink()
         raise
-    return ArrayMatrix(name, array, str(path))
+    return matrix
 
 
 def _is_empty_npy(path: Path) -> bool:

@@ -1,5 +1,6 @@
 """What a store is: a matrix of which any block can be read into a slot, or written from one."""
 
+import errno
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -12,6 +13,11 @@ from oocgemm.plan.tiling import Span
 
 Array = NDArray[Any]
 
+# What a disk or a server may get over; anything else comes back however often one tries.
+_TRANSIENT = {
+    *(errno.EIO, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.ESTALE),
+    *(errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.ENETRESET, errno.ENOTCONN),
+}
 # Smaller chunks are read and written several at a time: each call to zarr costs a fraction of a millisecond.
 BATCH_BYTES = 1 << 20
 
@@ -39,6 +45,17 @@ class Matrix(Protocol):
 
     def identities(self) -> set[object]:
         """What it occupies: two matrices that share an identity may share memory or files."""
+
+
+def transient(error: BaseException) -> bool:
+    """Whether reading may well succeed if tried again.
+
+    Clients of remote stores have classes of their own for a connection that broke; they name them alike.
+    """
+    if isinstance(error, OSError) and error.errno in _TRANSIENT:
+        return True
+    names = " ".join(kind.__name__ for kind in type(error).__mro__)
+    return any(word in names for word in ("Connect", "Disconnect", "Timeout"))
 
 
 def checked(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[tuple[int, int], np.dtype[Any]]:
