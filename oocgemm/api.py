@@ -1,5 +1,6 @@
 """The library: matmul, gemm and plan on arrays that need not fit anywhere."""
 
+import gc
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -186,13 +187,15 @@ def _opened(engine: Backend, kernel: str, prepare: Callable[[], job.Job]) -> tup
 def _give_up(
     output: stores.Output, kind: object, error: BaseException | None, trace: TracebackType | None
 ) -> None:
-    """After a failure: take away an output that was created, and free the slots that the frames of the failure look
-    into, which would be kept for as long as it is."""
-    if kind is not None:
-        output.discard()
+    """After a failure: take away an output that was created, and let go of the slots, which would be kept for as long
+    as the failure is: the frames it went through look into them."""
+    if kind is None:
+        return
+    output.discard()
     while error is not None:
         clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
+    gc.collect()  # failures that were not the first
 
 
 def plan(

@@ -132,7 +132,8 @@ def print_report(report: Report, timeline: Timeline) -> None:
         out.print(_machine_model(plan["machine"], plan.get("calibrated", False)), soft_wrap=True)
     if retried := timeline.header.get("retried"):
         out.print(
-            f"{len(retried)} reads failed and were tried again, the last {escape(retried[-1])}", soft_wrap=True
+            f"tried again {len(retried)} times what had failed, at last {escape(retried[-1])}",
+            soft_wrap=True,
         )
     out.print()
     table = _table("lane", "busy", "operations", "bytes", "rate", "required", "least possible")

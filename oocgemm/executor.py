@@ -96,8 +96,12 @@ class Run:
         self._insist(self._issued.put, None)
         self._insist(collector.join)
         sys.setswitchinterval(interval)
-        if self._error is not None:
-            raise self._error
+        first, self._error = self._error, None
+        if first is not None:
+            try:
+                raise first
+            finally:
+                del first  # or it would keep itself, and all that its frames look into
 
     def _insist(self, act: Callable[..., object], *arguments: object) -> None:
         """Do one step of stopping, even if interrupted on the way; the interrupt counts as the run's failure."""

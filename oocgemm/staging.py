@@ -72,37 +72,37 @@ class Staging:
         reading = operation.kind is Kind.READ
         matrix = self._operands[operation.operand]
         rows, cols = self._stored(operation)
-
-        def part(r: Span, c: Span) -> None:
-            block = view[r[0] - rows[0] : r[1] - rows[0], c[0] - cols[0] : c[1] - cols[0]]
-            try:
-                if reading:
-                    self._read(matrix, r, c, block)
-                else:
-                    matrix.write(r, c, block)
-            except ExecutionError:
-                raise
-            except Exception as error:
-                verb = "reading" if reading else "writing"
-                raise ExecutionError(
-                    f"{verb} {_place(matrix, r, c)}: {type(error).__name__}: {error}"
-                ) from error
-
-        pool = self._readers if reading else self._writers
+        pool, act = (self._readers, self._read) if reading else (self._writers, self._write)
         parts = self._parts(matrix, rows, cols, reading)
-        self._run([pool.submit(part, r, c) for r, c in parts])
+        # No closure over the slot: that would outlive a failure in its traceback.
+        self._run(
+            [
+                pool.submit(
+                    act, matrix, r, c, view[r[0] - rows[0] : r[1] - rows[0], c[0] - cols[0] : c[1] - cols[0]]
+                )
+                for r, c in parts
+            ]
+        )
 
     def _read(self, matrix: Matrix, rows: Span, cols: Span, out: Array) -> None:
-        """Read a block, anew after failures that may pass, until the run is stopped."""
-        for after in RETRY_AFTER:
+        """Read a block, and again after failures that may pass, until the run is stopped."""
+        waits = iter(RETRY_AFTER)
+        while True:
             try:
                 return matrix.read(rows, cols, out)
             except Exception as error:
-                if not transient(error) or self._stopped.is_set():
-                    raise
-                self.retried.append(f"{_place(matrix, rows, cols)}: {type(error).__name__}: {error}")
-                self._stopped.wait(after)
-        return matrix.read(rows, cols, out)
+                failed = _placed("reading", matrix, rows, cols, error)
+                after = None if self._stopped.is_set() or not transient(error) else next(waits, None)
+                if after is None:
+                    raise failed from error
+            self.retried.append(str(failed))
+            self._stopped.wait(after)
+
+    def _write(self, matrix: Matrix, rows: Span, cols: Span, data: Array) -> None:
+        try:
+            matrix.write(rows, cols, data)
+        except Exception as error:
+            raise _placed("writing", matrix, rows, cols, error) from error
 
     def stop(self) -> None:
         """Wait for no read any more: those that fail from here on are not tried again."""
@@ -152,5 +152,7 @@ class Staging:
             raise
 
 
-def _place(matrix: Matrix, rows: Span, cols: Span) -> str:
-    return f"{matrix.name}[{rows[0]}:{rows[1]}, {cols[0]}:{cols[1]}]"
+def _placed(verb: str, matrix: Matrix, rows: Span, cols: Span, error: Exception) -> ExecutionError:
+    """An error that says where it struck."""
+    what = str(error) if isinstance(error, ExecutionError) else f"{type(error).__name__}: {error}"
+    return ExecutionError(f"{verb} {matrix.name}[{rows[0]}:{rows[1]}, {cols[0]}:{cols[1]}]: {what}")

@@ -57,8 +57,10 @@ class OpenFile:
     def __enter__(self) -> "OpenFile":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         os.close(self.descriptor)
+        if isinstance(error, OSError) and error.filename is None:  # what failed was told its descriptor only
+            error.filename = str(self.path)
 
     def mapped(self, offset: int, length: int) -> Array:
         """Bytes of the file as they lie in the page cache, mapped for as long as they are looked at.
