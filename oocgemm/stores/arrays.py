@@ -1,5 +1,6 @@
 """NumPy arrays, memory maps and .npy files as matrices."""
 
+import errno
 import mmap
 import os
 from contextlib import suppress
@@ -58,6 +59,9 @@ class ArrayMatrix:
         (SIGBUS), where it is an `OSError` here. Other threads must not write meanwhile."""
         if self._map is not None and isinstance(self.array, np.memmap) and self.array.filename is not None:
             with open(self.array.filename, "r+b") as file:
+                status, disk = os.fstat(file.fileno()), os.fstatvfs(file.fileno())
+                if self._file_bytes - 512 * status.st_blocks > disk.f_bavail * disk.f_frsize:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # before all that is left is taken
                 os.posix_fallocate(file.fileno(), 0, self._file_bytes)
 
     def _check_length(self) -> None:
@@ -73,7 +77,7 @@ def open_npy(name: str, path: Path, *, writable: bool = False) -> ArrayMatrix:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
         if writable and isinstance(array, np.ndarray):  # not at once: that would lengthen a file cut short
             array = np.load(path, mmap_mode="r+", allow_pickle=False)
-    except (ValueError, OSError, EOFError) as error:
+    except Exception as error:  # NumPy's reader of headers raises of every kind
         if path.exists() and path.stat().st_size and _is_empty_npy(path):
             array = np.load(path, allow_pickle=False)  # nothing to map
         else:
@@ -104,7 +108,7 @@ def create_npy(name: str, path: Path, shape: tuple[int, int], dtype: np.dtype[An
 def _is_empty_npy(path: Path) -> bool:
     try:
         return bool(np.load(path, allow_pickle=False).size == 0)
-    except (ValueError, OSError, EOFError):
+    except Exception:
         return False
 
 
