@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from time import perf_counter_ns, time
 from typing import Any
 
-from oocgemm import backends, job, stores, system
+from oocgemm import backends, job, stores, system, target
 from oocgemm.backends.memory import available_memory
 from oocgemm.errors import ExecutionError, InputError
 from oocgemm.executor import Progress, Run
 from oocgemm.job import Size, Transpose
 from oocgemm.plan import Op, Plan, TileShape
 from oocgemm.staging import Staging
-from oocgemm.timeline import Report, Timeline, report, write_log
+from oocgemm.timeline import Report, Span, Timeline, report, write_log
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ def gemm(
     chunks: tuple[int, int] | None = None,
     compressor: str | None = None,
     overwrite: bool = False,
+    resume: bool = False,
     timeline: str | os.PathLike[str] | None = None,
     progress: Callable[[Plan], Progress] | None = None,
 ) -> Result:
@@ -88,6 +89,8 @@ def gemm(
         tile: "WxHxR" to choose the tile (w x h) and panel depth (r) by hand.
         chunks, compressor: for a new zarr array; chunks near 8 MiB that divide the tile, and none.
         overwrite: allow a path that holds a matching array already.
+        resume: go on with the run that has not ended at `c`, a local path, and was called with the same arguments; begin
+            one if there is none, and do nothing if it has ended. Budgets may differ, and be less.
         timeline: path of a log of every operation, for `oocgemm report`.
         progress: called with the plan; returns what is called with every finished operation.
 
@@ -98,7 +101,8 @@ def gemm(
         InputError: operands, output or options that cannot be used. Nothing was written.
         BudgetError: a budget that cannot hold the smallest plan; its message and `least` say what would do.
         BackendError: no such device, kernel or library.
-        ExecutionError: the run failed; an output that it had created is taken away again.
+        ExecutionError: the run failed. A C at a local path stays, with a journal to `resume` from, once one tile of it is
+            done; one that was created is taken away again before that.
     """
     if timeline is not None:
         job.check_log(timeline)
@@ -116,42 +120,23 @@ def gemm(
     work = job.prepare(
         *(a, b, c, alpha, beta, trans_a, trans_b, engine.name, known, budgets, tile, chunks, compressor),
         overwrite=overwrite,
+        resume=resume,
+        arithmetic={"backend": engine.name, "kernel": kernel},
     )
     if timeline is not None:
         job.check_log_apart(os.fsdecode(timeline), work, c)
     plan = work.plan
-    output = job.create_output(work, c, chunks, compressor)
-    staging = session = None
-    failed = False
-    try:
-        staging = Staging(plan, {"A": work.a, "B": work.b, "C": output.matrix})
-        session = engine.open(plan, kernel)
-        run = Run(plan, session, staging, origin, progress(plan) if progress else None)
-        run.execute()
-        output.matrix.sync()
-        wall = perf_counter_ns() - origin
-        held = {"device": session.device_bytes(), "host": staging.arena.nbytes}
-    except BaseException:
-        failed = True
-        raise
-    finally:
-        with ExitStack() as cleanup:  # all of it, whatever part of it fails
-            if failed:
-                cleanup.callback(output.discard)
-            if staging is not None:
-                cleanup.callback(staging.close)
-            if session is not None:
-                cleanup.callback(session.close)
+    done = _execute(work, c, engine, kernel, origin, progress)
     recorded = Timeline(
-        tuple(sorted(run.spans, key=lambda s: s.id)),
-        wall,
+        tuple(sorted(done.spans, key=lambda s: s.id)),
+        done.wall,
         {
             "started": started,
             "plan": plan.to_dict(),
             "backend": {"name": engine.name, "kernel": kernel} | engine.describe(),
-            "operands": {"A": work.a.describe(), "B": work.b.describe(), "C": output.matrix.describe()},
-            "held": held,
-            "rates": job.rates(work, output.matrix),
+            "operands": {"A": work.a.describe(), "B": work.b.describe(), "C": done.matrix.describe()},
+            "held": done.held,
+            "rates": job.rates(work, done.matrix),
             "machine": system.machine(),
             "versions": system.versions(),
         },
@@ -163,7 +148,58 @@ def gemm(
             raise ExecutionError(
                 f"C is done, but its timeline cannot be written to {timeline}: {error.strerror}"
             ) from error
-    return Result(getattr(output.matrix, "array", None), plan, report(recorded), recorded)
+    return Result(getattr(done.matrix, "array", None), plan, report(recorded), recorded)
+
+
+@dataclass(frozen=True)
+class _Done:
+    """What a run has come to: C, the spans of its operations, its time in nanoseconds, bytes held on each tier."""
+
+    matrix: stores.Matrix
+    spans: list[Span]
+    wall: int
+    held: dict[str, int]
+
+
+def _execute(
+    work: job.Job,
+    c: Any,
+    engine: backends.Backend,
+    kernel: str,
+    origin: int,
+    progress: Callable[[Plan], Progress] | None,
+) -> _Done:
+    """Run what is planned, from the creation of C until it is durable; nothing of it is left but C and its journal."""
+    plan = work.plan
+    output = target.open_target(work, c)
+    staging = session = None
+    begun = failed = False
+    spans: list[Span] = []
+    held = {"device": 0, "host": 0}
+    try:
+        if plan.steps:  # nothing is left of a run that has ended
+            staging = Staging(plan, {"A": work.a, "B": work.b, "C": output.matrix})
+            session = engine.open(plan, kernel)
+            watch = progress(plan) if progress else None
+            run = Run(plan, session, staging, origin, watch, output.finished)
+            begun = True
+            run.execute()
+            spans = run.spans
+            held = {"device": session.device_bytes(), "host": staging.arena.nbytes}
+        output.seal()
+        return _Done(output.matrix, spans, perf_counter_ns() - origin, held)
+    except BaseException:
+        failed = True
+        raise
+    finally:
+        with ExitStack() as cleanup:  # all of it, whatever part of it fails
+            cleanup.callback(output.close)
+            if failed:
+                cleanup.callback(output.abandon, begun=begun)
+            if staging is not None:
+                cleanup.callback(staging.close)
+            if session is not None:
+                cleanup.callback(session.close)
 
 
 def plan(
@@ -203,4 +239,6 @@ def plan(
     return job.prepare(
         *(a, b, c, alpha, beta, trans_a, trans_b, name, known, budgets, tile, chunks, compressor),
         overwrite=overwrite,
+        resume=None,
+        arithmetic={},
     ).plan

@@ -103,6 +103,7 @@ def cli(debug: bool) -> None:
 )
 @click.option("--timeline", type=click.Path(dir_okay=False), help="Log every operation to this file.")
 @click.option("--overwrite", is_flag=True, help="Replace the contents of a C that exists.")
+@click.option("--resume", is_flag=True, help="Go on with an unfinished run of the same command.")
 @click.option("--quiet", is_flag=True, help="Print nothing but errors.")
 def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> None:
     """Multiply the arrays at A and B into C: zarr arrays, or .npy files."""
