@@ -172,8 +172,8 @@ def _execute(
     """Run what is planned, from the creation of C until it is durable; nothing of it is left but C and its journal."""
     plan = work.plan
     output = target.open_target(work, c)
-    staging = session = None
-    begun = failed = False
+    staging = session = run = None
+    failed = False
     spans: list[Span] = []
     held = {"device": 0, "host": 0}
     try:
@@ -182,7 +182,6 @@ def _execute(
             session = engine.open(plan, kernel)
             watch = progress(plan) if progress else None
             run = Run(plan, session, staging, origin, watch, output.finished)
-            begun = True
             run.execute()
             spans = run.spans
             held = {"device": session.device_bytes(), "host": staging.arena.nbytes}
@@ -195,7 +194,7 @@ def _execute(
         with ExitStack() as cleanup:  # all of it, whatever part of it fails
             cleanup.callback(output.close)
             if failed:
-                cleanup.callback(output.abandon, begun=begun)
+                cleanup.callback(output.abandon, written=run is not None and run.wrote)
             if staging is not None:
                 cleanup.callback(staging.close)
             if session is not None:

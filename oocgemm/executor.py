@@ -88,6 +88,7 @@ class Run:
         self._error: BaseException | None = None
         self._failing = threading.Lock()
         self.spans: list[Span] = []
+        self.wrote = False  # whether a Write was begun
 
     def execute(self) -> None:
         """Run everything; returns when the last operation is done. Raises the first error."""
@@ -185,6 +186,7 @@ class Run:
         view = (
             self._staging.view(region.slot, operation) if on_host else self._session.view(operation, region)
         )
+        self.wrote = self.wrote or not reading
         start = perf_counter_ns()
         self._staging.transfer(operation, view)
         token = DoneToken(start, perf_counter_ns())

@@ -76,6 +76,8 @@ def read(folder: Path) -> Record | None:
         content = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        raise InputError(f"C: cannot look for a journal at {path}: {error.strerror}") from error
     lines = content.split(b"\n")
     entries = [_parsed(line) for line in lines[:-1]]
     whole = entries.index(None) if None in entries else len(entries)

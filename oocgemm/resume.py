@@ -1,6 +1,7 @@
 """What an earlier run has left at C, and whether it is the one that is asked for now. Nothing here writes."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -78,14 +79,22 @@ def look(c: Any, *, resume: bool, overwrite: bool, reads_c: bool) -> Earlier | N
     if record is None:
         return Earlier(folder, None, resumed=False)
     if record.complete is None and not resume and (reads_c or not overwrite):
-        down, across = record.header["tiles"]
-        how_far = f"{len(record.done | record.committed)} of {down * across} tiles done"
         anew = f"remove C and {folder}" if reads_c else "--overwrite"
         raise InputError(
-            f"C is the result of an unfinished run, {how_far}: pass --resume to go on with it, or {anew} to begin anew"
+            f"C is the result of an unfinished run, {_share(record)}: pass --resume to go on with it, or {anew} to begin anew"
         )
     gone = record.complete is not None and not stores.place(folder).exists()
     return Earlier(folder, record, resumed=resume and not gone)
+
+
+def how_far(c: Any) -> str:
+    """What is left of a run at C that has been stopped, in a sentence; nothing if there is nothing to go on with."""
+    folder = stores.sidecar(stores.located("C", c))
+    with suppress(InputError):
+        record = read(folder) if folder is not None else None
+        if record is not None and record.complete is None:
+            return f"{_share(record)}: the same command with --resume goes on with the others"
+    return ""
 
 
 def check_whole(*operands: Matrix) -> None:
@@ -152,6 +161,11 @@ def check_same(
         and cast(Durable, c).stamp() != record.complete["content"]
     ):
         raise InputError(f"C has changed since the run begun {begun} completed it: drop --resume to run anew")
+
+
+def _share(record: Record) -> str:
+    down, across = record.header["tiles"]
+    return f"{len(record.done | record.committed)} of {down * across} tiles are done"
 
 
 def _differences(then: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:

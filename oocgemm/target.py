@@ -30,9 +30,9 @@ class Target(Protocol):
     def seal(self) -> None:
         """All of C is written: see that it is durable, and that it says so."""
 
-    def abandon(self, *, begun: bool) -> None:
-        """The run has failed, at its first operation or later if `begun`. What can be gone on with stays, and what
-        would only be in the way goes."""
+    def abandon(self, *, written: bool) -> None:
+        """The run has failed, with some of C `written` or nothing of it. What can be gone on with stays, and what would
+        only be in the way goes."""
 
     def close(self) -> None:
         """Let go of what is held, at the very end."""
@@ -59,9 +59,9 @@ class Plain:
         self.matrix.sync()
         self.matrix.set_finished(True)
 
-    def abandon(self, *, begun: bool) -> None:
+    def abandon(self, *, written: bool) -> None:
         self._discard()
-        if not begun:
+        if not written:
             self.matrix.set_finished(True)
 
     def close(self) -> None:
@@ -82,7 +82,8 @@ class Kept:
         try:
             self._journal = Journal(earlier.folder)
         except OSError as error:
-            raise InputError(f"C: cannot keep a journal in {earlier.folder}: {error.strerror}") from error
+            what = f"create {c}" if self._creates else f"keep a journal in {earlier.folder}"
+            raise InputError(f"C: cannot {what}: {error.strerror}") from error
         if self._journal.record != earlier.record:
             self._journal.close()
             raise InputError(f"another run was at C just now, by the journal in {earlier.folder}: try again")
@@ -90,7 +91,7 @@ class Kept:
         try:
             self._open(work, c)
         except BaseException:
-            self.abandon(begun=False)
+            self.abandon(written=False)
             self.close()
             raise
         self._keeper = Keeper(self._journal, self.matrix, work.plan.grid, redo=self._redo)
@@ -134,12 +135,12 @@ class Kept:
             self._journal.complete({"content": self.matrix.stamp()})
             shutil.rmtree(self._earlier.folder / REDO, ignore_errors=True)
 
-    def abandon(self, *, begun: bool) -> None:
+    def abandon(self, *, written: bool) -> None:
         kept = 0
         if self._keeper is not None:
             self._keeper.stop()
             kept = self._keeper.kept
-        if self._earlier.resumed or kept or (begun and not (self._creates or self._redo)):
+        if self._earlier.resumed or kept or (written and not (self._creates or self._redo)):
             return  # there is something to go on with, or C is neither old nor new
         with suppress(OSError):
             if not self._creates:
