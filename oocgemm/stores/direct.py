@@ -62,10 +62,14 @@ class DirectChunks:
     shards: Shards | None = None
     worth_caching: bool = True
     _seen: set[tuple[tuple[int, int], int]] = field(default_factory=set, compare=False, repr=False)
-    # When each folder of chunks was last modified, as this began: while that stays, no chunk has vanished.
+    # Whether nobody writes to it meanwhile. Then, when each of its folders was last modified, as this began: while that
+    # stays, no chunk has vanished.
+    at_rest: bool = False
     _modified: dict[Path, int | None] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        if not self.at_rest:
+            return
         folders = self._folders((0, 0))
         if folders[0] != self._folders((1, 0))[0]:  # a folder a row of chunks
             folders += [folder for folder in folders[1].glob("*") if folder.is_dir()]
@@ -97,7 +101,6 @@ class DirectChunks:
     def write(self, rows: Span, cols: Span, data: Array) -> None:
         """Write a block that covers whole chunks (but for those cut by the matrix's own edges), each file
         written beside its place and renamed into it."""
-        self._modified.clear()  # from here on we modify them
         for number, block in _cut((rows, cols), self.chunk):
             part = _part(data, (rows, cols), block)
             stored, size = self.encoding.encode(part, self.chunk, self.fill)
@@ -181,9 +184,9 @@ class DirectChunks:
 
     def _check_never_there(self, number: tuple[int, int]) -> None:
         """Raises `ExecutionError` for a missing chunk that may have been there when the array was opened."""
-        before = self._modified.copy()
-        changed = before and any(modified(folder) != before.get(folder) for folder in self._folders(number))
-        if changed and self._modified:  # still: it was none of our own writing
+        if self.at_rest and any(
+            modified(folder) != self._modified.get(folder) for folder in self._folders(number)
+        ):
             raise ExecutionError(
                 f"chunk {self.key(number)} is missing in {self.root}, where files have come or gone since it was opened: "
                 "leave operands as they are while a run reads them"
