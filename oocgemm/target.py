@@ -90,11 +90,11 @@ class Kept:
         self._keeper: Keeper | None = None
         try:
             self._open(work, c)
+            self._keeper = Keeper(self._journal, self.matrix, work.plan.grid, redo=self._redo)
         except BaseException:
             self.abandon(written=False)
             self.close()
             raise
-        self._keeper = Keeper(self._journal, self.matrix, work.plan.grid, redo=self._redo)
 
     def _open(self, work: Job, c: Any) -> None:
         """C as it is to be written to, the journal saying so first."""
@@ -108,8 +108,8 @@ class Kept:
             created = job.create_output(work, c, folder=earlier.folder)
             self.matrix = cast(Durable, created.matrix)
         else:
-            stores.reserve(work.c)
             self.matrix = cast(Durable, work.c)
+            stores.reserve(self.matrix)
         if earlier.complete:
             return
         if earlier.resumed:

@@ -76,8 +76,8 @@ def faulty_stores(**faults: Fault) -> Iterator[None]:
     def open_matrix(name: str, source: Any, **options: Any) -> Any:
         return wrapped(name, opening(name, source, **options))
 
-    def create_output(name: str, *rest: Any) -> Output:
-        output = creating(name, *rest)
+    def create_output(name: str, *rest: Any, **options: Any) -> Output:
+        output = creating(name, *rest, **options)
         return Output(wrapped(name, output.matrix), output.discard)
 
     with (

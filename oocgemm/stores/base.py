@@ -71,6 +71,8 @@ def checked(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[tu
     if len(shape) != 2:
         hint = "multiply its matrices one by one" if len(shape) > 2 else "reshape it to (1, n) or (n, 1)"
         raise InputError(f"{name} has {len(shape)} dimensions, a product needs 2: {hint}")
+    if shape[0] * shape[1] >= 2**60:
+        raise InputError(f"{name} says that it is {shape[0]} x {shape[1]}, more than any machine can address")
     if dtype.name not in DTYPES:
         raise InputError(
             f"{name} is of dtype {dtype}, supported are {', '.join(DTYPES)}: convert it to one of these"

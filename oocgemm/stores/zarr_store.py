@@ -221,7 +221,7 @@ def open_zarr(name: str, path: str, *, writable: bool = False) -> ZarrMatrix:
         raise InputError(f"{name}: no zarr array at {path}: it holds no zarr metadata") from error
     except Exception as error:  # zarr and its stores raise of every kind
         raise InputError(f"{name}: no zarr array at {path}: {_reason(error)}") from error
-    return wrap_zarr(name, found, path)
+    return wrap_zarr(name, found, path, writable=writable)
 
 
 def wrap_zarr(name: str, found: Any, path: str = "", *, writable: bool = False) -> ZarrMatrix:
@@ -361,7 +361,7 @@ def _direct_chunks(array: "zarr.Array[Any]", at_rest: bool) -> DirectChunks | No
         fill=array.fill_value if array.fill_value is not None else 0,
         shards=shards,
         at_rest=at_rest,
-        worth_caching=array.nbytes <= CACHED_SHARE * _memory(),
+        worth_caching=array.shape[0] * array.shape[1] * dtype.itemsize <= CACHED_SHARE * _memory(),
     )
 
 
