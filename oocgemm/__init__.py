@@ -8,7 +8,14 @@ array([[11.]])
 """
 
 from oocgemm.api import Result, gemm, matmul, plan
-from oocgemm.errors import BackendError, BudgetError, ExecutionError, InputError, OocGemmError
+from oocgemm.errors import (
+    BackendError,
+    BudgetError,
+    ExecutionError,
+    InputError,
+    OocGemmError,
+    OutOfMemoryError,
+)
 from oocgemm.plan import Plan, TileShape
 from oocgemm.timeline import Report, Timeline, read_log, report
 
@@ -20,6 +27,7 @@ __all__ = [
     "ExecutionError",
     "InputError",
     "OocGemmError",
+    "OutOfMemoryError",
     "Plan",
     "Report",
     "Result",

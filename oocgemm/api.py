@@ -1,20 +1,23 @@
 """The library: matmul, gemm and plan on arrays that need not fit anywhere."""
 
+import gc
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from time import perf_counter_ns, time
+from traceback import clear_frames
 from typing import Any
 
-from oocgemm import backends, job, stores, system
+from oocgemm import backends, job, stores, system, target
+from oocgemm.backends import Backend, Session
 from oocgemm.backends.memory import available_memory
-from oocgemm.errors import ExecutionError, InputError
+from oocgemm.errors import ExecutionError, InputError, OutOfMemoryError
 from oocgemm.executor import Progress, Run
 from oocgemm.job import Size, Transpose
 from oocgemm.plan import Op, Plan, TileShape
 from oocgemm.staging import Staging
-from oocgemm.timeline import Report, Timeline, report, write_log
+from oocgemm.timeline import Report, Span, Timeline, report, write_log
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,7 @@ def gemm(
     chunks: tuple[int, int] | None = None,
     compressor: str | None = None,
     overwrite: bool = False,
+    resume: bool = False,
     timeline: str | os.PathLike[str] | None = None,
     progress: Callable[[Plan], Progress] | None = None,
 ) -> Result:
@@ -88,6 +92,8 @@ def gemm(
         tile: "WxHxR" to choose the tile (w x h) and panel depth (r) by hand.
         chunks, compressor: for a new zarr array; chunks near 8 MiB that divide the tile, and none.
         overwrite: allow a path that holds a matching array already.
+        resume: go on with the run that has not ended at `c`, a local path, and was called with the same arguments; begin
+            one if there is none, and do nothing if it has ended. Budgets may differ, and be less.
         timeline: path of a log of every operation, for `oocgemm report`.
         progress: called with the plan; returns what is called with every finished operation.
 
@@ -97,8 +103,10 @@ def gemm(
     Raises:
         InputError: operands, output or options that cannot be used. Nothing was written.
         BudgetError: a budget that cannot hold the smallest plan; its message and `least` say what would do.
-        BackendError: no such device, kernel or library.
-        ExecutionError: the run failed; an output that it had created is taken away again.
+        BackendError: no such device, kernel or library; `OutOfMemoryError` where others hold the memory that the
+            budgets allow. Nothing was written.
+        ExecutionError: the run failed. A C at a local path stays, with a journal to `resume` from, once one tile of it is
+            done; one that was created is taken away again before that.
     """
     if timeline is not None:
         job.check_log(timeline)
@@ -111,47 +119,34 @@ def gemm(
     if kernel not in backends.KERNELS[engine.name]:
         names = ", ".join(backends.KERNELS[engine.name])
         raise InputError(f"the {engine.name} backend has no kernel {kernel!r}: choose one of {names}")
-    budgets = job.budgets(engine.name, device_memory, host_memory, engine.free_memory)
     known = backends.identity(engine)
-    work = job.prepare(
-        *(a, b, c, alpha, beta, trans_a, trans_b, engine.name, known, budgets, tile, chunks, compressor),
-        overwrite=overwrite,
-    )
-    if timeline is not None:
-        job.check_log_apart(os.fsdecode(timeline), work, c)
+
+    def prepare() -> job.Job:
+        budgets = job.budgets(engine.name, device_memory, host_memory, engine.free_memory)
+        work = job.prepare(
+            *(a, b, c, alpha, beta, trans_a, trans_b, engine.name, known, budgets, tile, chunks, compressor),
+            overwrite=overwrite,
+            resume=resume,
+            arithmetic={"backend": engine.name, "kernel": kernel},
+        )
+        if timeline is not None:
+            job.check_log_apart(os.fsdecode(timeline), work, c)
+        return work
+
+    work, session = _opened(engine, kernel, prepare)
     plan = work.plan
-    output = job.create_output(work, c, chunks, compressor)
-    staging = session = None
-    failed = False
-    try:
-        staging = Staging(plan, {"A": work.a, "B": work.b, "C": output.matrix})
-        session = engine.open(plan, kernel)
-        run = Run(plan, session, staging, origin, progress(plan) if progress else None)
-        run.execute()
-        output.matrix.sync()
-        wall = perf_counter_ns() - origin
-        held = {"device": session.device_bytes(), "host": staging.arena.nbytes}
-    except BaseException:
-        failed = True
-        raise
-    finally:
-        with ExitStack() as cleanup:  # all of it, whatever part of it fails
-            if failed:
-                cleanup.callback(output.discard)
-            if staging is not None:
-                cleanup.callback(staging.close)
-            if session is not None:
-                cleanup.callback(session.close)
+    done = _execute(work, c, session, origin, progress)
     recorded = Timeline(
-        tuple(sorted(run.spans, key=lambda s: s.id)),
-        wall,
+        tuple(sorted(done.spans, key=lambda s: s.id)),
+        done.wall,
         {
             "started": started,
             "plan": plan.to_dict(),
             "backend": {"name": engine.name, "kernel": kernel} | engine.describe(),
-            "operands": {"A": work.a.describe(), "B": work.b.describe(), "C": output.matrix.describe()},
-            "held": held,
-            "rates": job.rates(work, output.matrix),
+            "operands": {"A": work.a.describe(), "B": work.b.describe(), "C": done.matrix.describe()},
+            "held": done.held,
+            "retried": done.retried,
+            "rates": job.rates(work, done.matrix),
             "machine": system.machine(),
             "versions": system.versions(),
         },
@@ -163,7 +158,91 @@ def gemm(
             raise ExecutionError(
                 f"C is done, but its timeline cannot be written to {timeline}: {error.strerror}"
             ) from error
-    return Result(getattr(output.matrix, "array", None), plan, report(recorded), recorded)
+    return Result(getattr(done.matrix, "array", None), plan, report(recorded), recorded)
+
+
+@dataclass(frozen=True)
+class _Done:
+    """What a run has come to: C, the spans of its operations, its time in nanoseconds, bytes held on each tier, and what
+    each read that was tried again had failed of."""
+
+    matrix: stores.Matrix
+    spans: list[Span]
+    wall: int
+    held: dict[str, int]
+    retried: list[str]
+
+
+def _execute(
+    work: job.Job,
+    c: Any,
+    session: Session | None,
+    origin: int,
+    progress: Callable[[Plan], Progress] | None,
+) -> _Done:
+    """Run what is planned, from the creation of C until it is durable; nothing of it is left but C and its journal, the
+    session closed too. There is none where nothing is left of a run that has ended."""
+    plan = work.plan
+    output = staging = run = None
+    failed: BaseException | None = None
+    spans: list[Span] = []
+    held, retried = {"device": 0, "host": 0}, []
+    try:
+        output = target.open_target(work, c)
+        if session is not None:
+            staging = Staging(plan, {"A": work.a, "B": work.b, "C": output.matrix})
+            watch = progress(plan) if progress else None
+            run = Run(plan, session, staging, origin, watch, output.finished)
+            run.execute()
+            spans, retried = run.spans, staging.retried
+            held = {"device": session.device_bytes(), "host": staging.arena.nbytes}
+        output.seal()
+        return _Done(output.matrix, spans, perf_counter_ns() - origin, held, retried)
+    except OSError as error:
+        failed = ExecutionError(f"C cannot be brought to the disk: {error}")
+        raise failed from error
+    except BaseException as error:
+        failed = error
+        raise
+    finally:
+        with ExitStack() as cleanup:  # all of it, whatever part of it fails
+            cleanup.callback(_let_go, failed)
+            if session is not None:
+                cleanup.callback(session.close)
+            if output is not None:
+                cleanup.callback(output.close)
+                if failed is not None:
+                    cleanup.callback(output.abandon, written=run is not None and run.wrote)
+            if staging is not None:
+                cleanup.callback(staging.close)
+            del failed  # it would keep itself
+
+
+def _opened(engine: Backend, kernel: str, prepare: Callable[[], job.Job]) -> tuple[job.Job, Session | None]:
+    """A plan and the device memory for it, before anything is written. Others may take memory between the asking for
+    what is free and the taking: then everything is planned once more, which helps where the budgets are ours to choose.
+    """
+    for last in (False, True):
+        work = prepare()
+        if not work.plan.steps:
+            break
+        try:
+            job.check_memory(work.plan)
+            return work, engine.open(work.plan, kernel)
+        except OutOfMemoryError:
+            if last:
+                raise
+    return work, None
+
+
+def _let_go(failure: BaseException | None) -> None:
+    """Free the slots, which would be kept for as long as a failure is: the frames that it went through look into them."""
+    if failure is None:
+        return
+    while failure is not None:
+        clear_frames(failure.__traceback__)
+        failure = failure.__cause__
+    gc.collect()  # failures that were not the first
 
 
 def plan(
@@ -203,4 +282,6 @@ def plan(
     return job.prepare(
         *(a, b, c, alpha, beta, trans_a, trans_b, name, known, budgets, tile, chunks, compressor),
         overwrite=overwrite,
+        resume=None,
+        arithmetic={},
     ).plan

@@ -130,6 +130,11 @@ def print_report(report: Report, timeline: Timeline) -> None:
     plan = timeline.header.get("plan", {})
     if "machine" in plan:
         out.print(_machine_model(plan["machine"], plan.get("calibrated", False)), soft_wrap=True)
+    if retried := timeline.header.get("retried"):
+        out.print(
+            f"tried again {len(retried)} times what had failed, at last {escape(retried[-1])}",
+            soft_wrap=True,
+        )
     out.print()
     table = _table("lane", "busy", "operations", "bytes", "rate", "required", "least possible")
     for lane, _ in gantt(timeline, 1):

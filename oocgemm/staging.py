@@ -4,20 +4,23 @@ from bisect import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import accumulate
+from threading import Event
 
-from oocgemm.backends.base import Array, numpy_dtype, slot_offsets, stored_shape
+from oocgemm.backends.base import numpy_dtype, slot_offsets, stored_shape
 from oocgemm.backends.memory import allocate
 from oocgemm.errors import ExecutionError
 from oocgemm.plan import Kind, Op, Operation, Plan, Slot
 from oocgemm.plan.cost import HOST_ALIGNMENT, slot_bytes
 from oocgemm.plan.tiling import Span
-from oocgemm.stores import BATCH_BYTES, Matrix, pieces
+from oocgemm.stores import BATCH_BYTES, Array, Matrix, pieces, transient
 
 # A block is cut into a part for each thread, within these bounds: handing out a part takes the interpreter tens of
 # microseconds, in which no other thread can begin or end one.
 PIECE_BYTES = 16 << 20
 LEAST_PIECE_BYTES = 1 << 20
 PAGE = 4096
+# A read that fails in a way that may pass is tried again after so many seconds each: 12 in all.
+RETRY_AFTER = (0.1, 0.3, 0.9, 2.7, 8.1)
 
 
 class Staging:
@@ -33,16 +36,23 @@ class Staging:
         self.arena = allocate(size)
         self._c_bytes = slot_bytes(plan.problem, plan.tile, plan.slots.strip)["host", "C"]
         self._threads = plan.candidate.io_threads
+        self._stopped = Event()
+        # What each read that was tried again had failed of.
+        self.retried: list[str] = []
         # Apart, so that reading ahead never queues behind writing.
         self._readers = ThreadPoolExecutor(self._threads, thread_name_prefix="oocgemm-reader")
         self._writers = ThreadPoolExecutor(self._threads, thread_name_prefix="oocgemm-writer")
         # Panels touch their slots as they are read. Those of C are first written to by the device, which is slow on
         # memory that the system has yet to find.
-        self._touched = {
-            slot: self._writers.submit(self._touch, start)
-            for slot, start in self._offsets.items()
-            if slot.operand == "C"
-        }
+        try:
+            self._touched = {
+                slot: self._writers.submit(self._touch, start)
+                for slot, start in self._offsets.items()
+                if slot.operand == "C"
+            }
+        except RuntimeError as error:
+            self.close()
+            raise ExecutionError(f"the system refuses a thread for writing: {error}") from error
 
     def _touch(self, start: int) -> None:
         self.arena[start : start + self._c_bytes : PAGE] = 0
@@ -87,24 +97,41 @@ class Staging:
         reading = operation.kind is Kind.READ
         matrix = self._operands[operation.operand]
         rows, cols = self._stored(operation)
-        act = matrix.read if reading else matrix.write
+        pool, act = (self._readers, self._read) if reading else (self._writers, self._write)
         starts = list(accumulate((group.shape[1] for group in columns[:-1]), initial=cols[0]))
 
-        def part(r: Span, c: Span) -> None:
+        def place(r: Span, c: Span) -> Array:
             group = bisect(starts, c[0]) - 1
-            left = starts[group]
-            try:
-                act(r, c, columns[group][r[0] - rows[0] : r[1] - rows[0], c[0] - left : c[1] - left])
-            except ExecutionError:
-                raise
-            except Exception as error:
-                verb = "reading" if reading else "writing"
-                where = f"{matrix.name}[{r[0]}:{r[1]}, {c[0]}:{c[1]}]"
-                raise ExecutionError(f"{verb} {where}: {type(error).__name__}: {error}") from error
+            return columns[group][
+                r[0] - rows[0] : r[1] - rows[0], c[0] - starts[group] : c[1] - starts[group]
+            ]
 
-        pool = self._readers if reading else self._writers
         parts = self._parts(matrix, rows, cols, reading)
-        self._run([pool.submit(part, r, c) for r, c in parts])
+        self._run([pool.submit(act, matrix, r, c, place(r, c)) for r, c in parts])
+
+    def _read(self, matrix: Matrix, rows: Span, cols: Span, out: Array) -> None:
+        """Read a block, and again after failures that may pass, until the run is stopped."""
+        waits = iter(RETRY_AFTER)
+        while True:
+            try:
+                return matrix.read(rows, cols, out)
+            except Exception as error:
+                failed = _placed("reading", matrix, rows, cols, error)
+                after = None if self._stopped.is_set() or not transient(error) else next(waits, None)
+                if after is None:
+                    raise failed from error
+            self.retried.append(str(failed))
+            self._stopped.wait(after)
+
+    def _write(self, matrix: Matrix, rows: Span, cols: Span, data: Array) -> None:
+        try:
+            matrix.write(rows, cols, data)
+        except Exception as error:
+            raise _placed("writing", matrix, rows, cols, error) from error
+
+    def stop(self) -> None:
+        """Wait for no read any more: those that fail from here on are not tried again."""
+        self._stopped.set()
 
     def _stored(self, operation: Operation) -> tuple[Span, Span]:
         """Rows and columns of an operation's block as the operand is stored, op() undone."""
@@ -133,8 +160,10 @@ class Staging:
 
     def close(self) -> None:
         """Join the threads; the memory goes when its last view does."""
+        self.stop()
         for pool in (self._readers, self._writers):
             pool.shutdown(wait=True, cancel_futures=True)
+        self.arena = self.arena[:0].copy()
 
     @staticmethod
     def _run(futures: list[Future[None]]) -> None:
@@ -146,3 +175,9 @@ class Staging:
                 future.cancel()
             wait(futures)
             raise
+
+
+def _placed(verb: str, matrix: Matrix, rows: Span, cols: Span, error: Exception) -> ExecutionError:
+    """An error that says where it struck."""
+    what = str(error) if isinstance(error, ExecutionError) else f"{type(error).__name__}: {error}"
+    return ExecutionError(f"{verb} {matrix.name}[{rows[0]}:{rows[1]}, {cols[0]}:{cols[1]}]: {what}")

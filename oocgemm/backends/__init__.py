@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from oocgemm.backends.base import Backend, Session
-from oocgemm.errors import BackendError
+from oocgemm.errors import BackendError, OutOfMemoryError
 
 __all__ = ["NAMES", "Backend", "Session", "identity", "missing_for_cuda", "open_backend", "resolve"]
 
@@ -54,8 +54,8 @@ def open_backend(name: str, device: int = 0) -> Backend:
         except ImportError as error:
             if name != "auto":
                 raise BackendError(f"cupy is installed but cannot be imported: {error}") from error
-        except BackendError:
-            if name != "auto":
+        except BackendError as error:
+            if name != "auto" or isinstance(error, OutOfMemoryError):
                 raise
     from oocgemm.backends.host import HostBackend
 

@@ -18,13 +18,14 @@ from cupy_backends.cuda.libs import cublas
 
 from oocgemm.backends.base import Array, Token, device_offsets, step_scalars
 from oocgemm.backends.sources import kernel_folder, kernel_source
-from oocgemm.errors import BackendError
+from oocgemm.errors import BackendError, OutOfMemoryError
 from oocgemm.plan import Kind, Op, Operation, Plan, Region
 from oocgemm.plan.cost import HOST_ALIGNMENT
 from oocgemm.plan.tiling import round_up
 from oocgemm.units import format_size
 
 STREAMS = ("h2d", "h2d-c", "compute", "d2h")
+_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 REANCHOR_NS = 2_000_000_000  # float32 milliseconds stay finer than a microsecond for this long
 
 # cublasGemmEx: cudaDataType of each dtype, and cublasComputeType of each accumulator.
@@ -109,6 +110,13 @@ class CudaSession:
                 self._streams = {name: cupy.cuda.Stream(non_blocking=True) for name in STREAMS}
                 self._clock = _Clock(self._device)
                 self._module = _Module(device, plan)
+            except (runtime.CUDARuntimeError, cublas.CUBLASError) as error:
+                free = runtime.memGetInfo()[0]
+                self.close()
+                raise OutOfMemoryError(
+                    f"the device refuses what the kernels take beside the buffers ({error}), {format_size(free)} are "
+                    "free: pass a smaller --device-memory"
+                ) from error
             except BaseException:
                 self.close()
                 raise
@@ -343,6 +351,11 @@ class CudaBackend:
             with cupy.cuda.Device(device):
                 runtime.free(0)  # creates the context, which no budget covers
         except runtime.CUDARuntimeError as error:
+            if error.status == _OUT_OF_MEMORY:
+                raise OutOfMemoryError(
+                    f"other processes hold so much of CUDA device {device}'s memory that it cannot even be opened: "
+                    "wait for them, or pass another --device"
+                ) from error
             raise BackendError(f"no CUDA device answers: {error}") from error
 
     def free_memory(self) -> int:
@@ -367,6 +380,6 @@ def _allocate(size: int) -> int:
         return int(runtime.malloc(max(size, 1)))
     except runtime.CUDARuntimeError as error:
         free = runtime.memGetInfo()[0]
-        raise BackendError(
+        raise OutOfMemoryError(
             f"the device refuses {format_size(size)}, {format_size(free)} are free: pass a smaller --device-memory"
         ) from error

@@ -23,7 +23,7 @@ from oocgemm.plan.problem import GemmProblem
 from oocgemm.plan.schedule import Schedule
 from oocgemm.plan.simulate import simulate
 from oocgemm.plan.slots import Slots
-from oocgemm.plan.tiling import TileGrid, TileShape, ceil_div, ramp_of
+from oocgemm.plan.tiling import Tile, TileGrid, TileShape, ceil_div, ramp_of
 from oocgemm.plan.traversal import walk
 from oocgemm.units import format_size, format_time
 
@@ -44,7 +44,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a product will be run: everything decided, nothing done."""
+    """How a product will be run: everything decided, nothing done, but for the tiles in `done` if it is resumed."""
 
     problem: GemmProblem
     layouts: Layouts
@@ -52,6 +52,7 @@ class Plan:
     machine: MachineModel
     candidate: Candidate
     considered: tuple[Scored, ...] = ()
+    done: frozenset[Tile] = frozenset()
 
     @property
     def tile(self) -> TileShape:
@@ -69,7 +70,12 @@ class Plan:
     def steps(self) -> int:
         """Multiplications in all."""
         down, across = self.grid.shape
-        return down * across * self.grid.steps
+        return (down * across - len(self.done)) * self.grid.steps
+
+    def tile_bytes(self, tile: Tile) -> int:
+        """Bytes of a tile of C, as it is stored."""
+        (top, bottom), (left, right) = self.grid.rows(tile[0]), self.grid.cols(tile[1])
+        return (bottom - top) * (right - left) * self.problem.itemsizes["C"]
 
     @property
     def chunks(self) -> tuple[int, int]:
@@ -118,7 +124,7 @@ class Plan:
         return amplification(self.problem, self.tile, self.layouts)
 
     def schedule(self) -> Schedule:
-        return _schedule(self.problem, self.layouts, self.candidate)
+        return _schedule(self.problem, self.layouts, self.candidate, self.done)
 
     def explain(self) -> list[dict[str, Any]]:
         """The best few candidates of different tile shapes, the chosen one first, with what each falls short in."""
@@ -188,6 +194,42 @@ def make_plan(
     some milliseconds, and so may the product.
     """
     return _planned(problem, budgets, machine, layouts or Layouts(), tile)
+
+
+def continued(
+    problem: GemmProblem,
+    budgets: Budgets,
+    machine: MachineModel,
+    layouts: Layouts,
+    candidate: Candidate,
+    done: frozenset[Tile],
+) -> Plan:
+    """The plan of a run that goes on as `candidate` with the tiles that are not done. Where the budgets are less than they
+    were it keeps fewer panels; what the bits hang on stays. Raises `BudgetError` if that does not fit either."""
+    slots = candidate.slots
+    together = max(2, min(slots.drain, slots.a, slots.b))  # panels of the steps that go strip by strip
+    fewer = replace(
+        slots,
+        a=min(slots.a, together),
+        b=min(slots.b, together),
+        host_a=min(slots.host_a, 2),
+        host_b=min(slots.host_b, 2),
+        host_c=min(slots.host_c, 2),
+    )
+    least = replace(candidate, slots=fewer, io_threads=1)
+    for tried in (candidate, replace(candidate, slots=fewer), least):
+        plan = Plan(problem, layouts, budgets, machine, tried, done=done)
+        held = plan.footprint
+        if (held.device_total <= budgets.device and held.host_total <= budgets.host) or plan.steps == 0:
+            return plan
+    name, least_bytes, budget = "device", held.device_total, budgets.device
+    if held.device_total <= budgets.device:
+        name, least_bytes, budget = "host", held.host_total, budgets.host
+    raise BudgetError(
+        f"{name} memory {format_size(budget)} cannot hold the plan that the run was begun with ({format_size(least_bytes)}: "
+        f"{least_bytes} bytes): raise --{name}-memory",
+        least=least_bytes,
+    )
 
 
 @lru_cache(64)
@@ -261,15 +303,19 @@ def _grid(problem: GemmProblem, candidate: Candidate) -> TileGrid:
     return TileGrid.of(problem, candidate.tile, candidate.ramp)
 
 
-def _schedule(problem: GemmProblem, layouts: Layouts, candidate: Candidate) -> Schedule:
+def _schedule(
+    problem: GemmProblem, layouts: Layouts, candidate: Candidate, done: frozenset[Tile] = frozenset()
+) -> Schedule:
     grid = _grid(problem, candidate)
     coded = {"A": layouts.a.decode_bytes, "B": layouts.b.decode_bytes, "C": layouts.c.encodes}
+    tiles = walk(candidate.traversal, *grid.shape)
     return Schedule(
         problem,
         grid,
-        walk(candidate.traversal, *grid.shape),
+        [tile for tile in tiles if tile not in done] if done else tiles,
         candidate.slots,
         frozenset(operand for operand in coded if coded[operand]),
+        tiles[-1] if tiles else None,
     )
 
 
