@@ -24,6 +24,7 @@ from oocgemm.plan import Kind, Operation, Plan, Tier
 from oocgemm.plan.hazards import HazardTracker
 from oocgemm.plan.tiling import Tile
 from oocgemm.staging import Staging
+from oocgemm.threads import start
 from oocgemm.timeline import Span
 
 QUEUE_DEPTH = 32
@@ -93,7 +94,7 @@ class Run:
     def execute(self) -> None:
         """Run everything; returns when the last operation is done. Raises the first error."""
         collector = threading.Thread(target=self._collect, name="oocgemm-timeline")
-        _start(collector)
+        start(collector)
         interval = sys.getswitchinterval()
         sys.setswitchinterval(min(interval, SWITCH_INTERVAL))
         try:
@@ -150,7 +151,7 @@ class Run:
             for index in range(workers):
                 name = f"oocgemm-{stream}-{index}"
                 thread = threading.Thread(target=self._work, args=(stream, queue, on_store), name=name)
-                _start(thread)
+                start(thread)
                 threads.append(thread)
         return self._streams[stream][0]
 
@@ -242,13 +243,6 @@ class Run:
             if self._error is None:
                 self._error = error
         self._staging.stop()
-
-
-def _start(thread: threading.Thread) -> None:
-    try:
-        thread.start()
-    except RuntimeError as error:
-        raise ExecutionError(f"the system refuses the thread {thread.name}: {error}") from error
 
 
 def _placed(error: BaseException, operation: Operation) -> BaseException:

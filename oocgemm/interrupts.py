@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from oocgemm.threads import start
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # How long a run may take to stop by itself, in seconds. The system then has to take its memory back, which takes time too.
 PATIENCE = 1.2
@@ -54,9 +56,9 @@ def stopping(farewell: Callable[[], None]) -> Iterator[None]:
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     watcher = threading.Thread(target=watch, name="oocgemm-signals", daemon=True)
+    start(watcher)
     before = {s: signal.signal(s, interrupt) for s in SIGNALS}
     old = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    watcher.start()
     try:
         yield
     finally:

@@ -51,6 +51,7 @@ from oocgemm.errors import ExecutionError, InputError
 from oocgemm.plan import TileGrid
 from oocgemm.plan.tiling import Tile
 from oocgemm.stores.durable import Durable, sync_path
+from oocgemm.threads import start
 
 FORMAT = 1
 JOURNAL, LOCK, REDO = "journal", "lock", "redo"
@@ -187,7 +188,7 @@ class Keeper:
         self.kept = 0
         self._thread = threading.Thread(target=self._work, name="oocgemm-journal")
         try:
-            self._thread.start()
+            start(self._thread)
         except RuntimeError as error:
             raise ExecutionError(f"the system refuses the thread {self._thread.name}: {error}") from error
 
