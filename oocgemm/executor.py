@@ -22,6 +22,7 @@ from oocgemm.backends.base import DoneToken, Session, Token
 from oocgemm.errors import ExecutionError
 from oocgemm.plan import Kind, Operation, Plan, Tier
 from oocgemm.plan.hazards import HazardTracker
+from oocgemm.plan.tiling import Tile
 from oocgemm.staging import Staging
 from oocgemm.timeline import Span
 
@@ -64,13 +65,24 @@ class Run:
     """One execution of a plan's schedule on a backend session and its staging."""
 
     def __init__(
-        self, plan: Plan, session: Session, staging: Staging, origin_ns: int, progress: Progress | None = None
+        self,
+        plan: Plan,
+        session: Session,
+        staging: Staging,
+        origin_ns: int,
+        progress: Progress | None = None,
+        finished: Callable[[Tile], None] | None = None,
     ) -> None:
+        """`finished` is called for each tile when all of it is written (not synced), by the thread that wrote the last
+        of it, once a tile; what it raises fails the run."""
         self._plan = plan
         self._session = session
         self._staging = staging
         self._origin = origin_ns
         self._progress = progress
+        self._finished = finished
+        self._unwritten: dict[Tile, int] = {}  # bytes, of tiles that have been written in part
+        self._writing = threading.Lock()
         self._streams: dict[str, tuple[Queue[_Item | None], list[threading.Thread]]] = {}
         self._issued: Queue[_Item | None] = Queue()
         self._error: BaseException | None = None
@@ -175,7 +187,23 @@ class Run:
         )
         start = perf_counter_ns()
         self._staging.transfer(operation, view)
-        return DoneToken(start, perf_counter_ns())
+        token = DoneToken(start, perf_counter_ns())
+        if self._finished is not None and not reading:
+            self._count(operation)
+        return token
+
+    def _count(self, write: Operation) -> None:
+        """Note what a Write has written, and say so when that was the last of its tile."""
+        tile = write.tile
+        with self._writing:
+            left = self._unwritten.pop(tile, None)
+            if left is None:
+                left = self._plan.tile_bytes(tile)
+            left -= write.bytes
+            if left:
+                self._unwritten[tile] = left
+        if left == 0 and self._finished is not None:
+            self._finished(tile)
 
     def _submit(self, operation: Operation, tokens: list[Token]) -> Token:
         host = None

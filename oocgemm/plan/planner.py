@@ -23,7 +23,7 @@ from oocgemm.plan.problem import GemmProblem
 from oocgemm.plan.schedule import Schedule
 from oocgemm.plan.simulate import simulate
 from oocgemm.plan.slots import Slots
-from oocgemm.plan.tiling import TileGrid, TileShape, ceil_div, ramp_of
+from oocgemm.plan.tiling import Tile, TileGrid, TileShape, ceil_div, ramp_of
 from oocgemm.plan.traversal import walk
 from oocgemm.units import format_size, format_time
 
@@ -44,7 +44,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a product will be run: everything decided, nothing done."""
+    """How a product will be run: everything decided, nothing done, but for the tiles in `done` if it is resumed."""
 
     problem: GemmProblem
     layouts: Layouts
@@ -52,6 +52,7 @@ class Plan:
     machine: MachineModel
     candidate: Candidate
     considered: tuple[Scored, ...] = ()
+    done: frozenset[Tile] = frozenset()
 
     @property
     def tile(self) -> TileShape:
@@ -69,7 +70,12 @@ class Plan:
     def steps(self) -> int:
         """Multiplications in all."""
         down, across = self.grid.shape
-        return down * across * self.grid.steps
+        return (down * across - len(self.done)) * self.grid.steps
+
+    def tile_bytes(self, tile: Tile) -> int:
+        """Bytes of a tile of C, as it is stored."""
+        (top, bottom), (left, right) = self.grid.rows(tile[0]), self.grid.cols(tile[1])
+        return (bottom - top) * (right - left) * self.problem.itemsizes["C"]
 
     @property
     def chunks(self) -> tuple[int, int]:
@@ -118,7 +124,7 @@ class Plan:
         return amplification(self.problem, self.tile, self.layouts)
 
     def schedule(self) -> Schedule:
-        return _schedule(self.problem, self.layouts, self.machine, self.candidate)
+        return _schedule(self.problem, self.layouts, self.machine, self.candidate, self.done)
 
     def explain(self) -> list[dict[str, Any]]:
         """The best few candidates of different tile shapes, the chosen one first, with what each falls short in."""
@@ -254,16 +260,22 @@ def _grid(problem: GemmProblem, layouts: Layouts, machine: MachineModel, tile: T
 
 
 def _schedule(
-    problem: GemmProblem, layouts: Layouts, machine: MachineModel, candidate: Candidate
+    problem: GemmProblem,
+    layouts: Layouts,
+    machine: MachineModel,
+    candidate: Candidate,
+    done: frozenset[Tile] = frozenset(),
 ) -> Schedule:
     grid = _grid(problem, layouts, machine, candidate.tile)
     coded = {"A": layouts.a.decode_bytes, "B": layouts.b.decode_bytes, "C": layouts.c.encodes}
+    tiles = walk(candidate.traversal, *grid.shape)
     return Schedule(
         problem,
         grid,
-        walk(candidate.traversal, *grid.shape),
+        [tile for tile in tiles if tile not in done] if done else tiles,
         candidate.slots,
         frozenset(operand for operand in coded if coded[operand]),
+        tiles[-1] if tiles else None,
     )
 
 
