@@ -3,18 +3,22 @@
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter_ns, time
 from typing import Any
 
 from oocgemm import backends, job, stores, system
+from oocgemm.backends import Session
 from oocgemm.backends.memory import available_memory
+from oocgemm.checks import Checks
 from oocgemm.errors import ExecutionError, InputError
 from oocgemm.executor import Progress, Run
 from oocgemm.job import Size, Transpose
 from oocgemm.plan import Op, Plan, TileShape
 from oocgemm.staging import Staging
-from oocgemm.timeline import Report, Timeline, report, write_log
+from oocgemm.timeline import Report, Span, Timeline, report, write_log
+
+SEED = 20261  # of the signs that checksums are taken with; any will do
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,7 @@ def gemm(
     chunks: tuple[int, int] | None = None,
     compressor: str | None = None,
     overwrite: bool = False,
+    verify: bool = False,
     timeline: str | os.PathLike[str] | None = None,
     progress: Callable[[Plan], Progress] | None = None,
 ) -> Result:
@@ -88,6 +93,8 @@ def gemm(
         tile: "WxHxR" to choose the tile (w x h) and panel depth (r) by hand.
         chunks, compressor: for a new zarr array; chunks near 8 MiB that divide the tile, and none.
         overwrite: allow a path that holds a matching array already.
+        verify: hold every tile against checksums of the panels it is made from (`oocgemm.checks`) before it is written,
+            and compute once more what differs. Costs a few percent at most.
         timeline: path of a log of every operation, for `oocgemm report`.
         progress: called with the plan; returns what is called with every finished operation.
 
@@ -116,6 +123,7 @@ def gemm(
     work = job.prepare(
         *(a, b, c, alpha, beta, trans_a, trans_b, engine.name, known, budgets, tile, chunks, compressor),
         overwrite=overwrite,
+        checked=verify,
     )
     if timeline is not None:
         job.check_log_apart(os.fsdecode(timeline), work, c)
@@ -126,8 +134,7 @@ def gemm(
     try:
         staging = Staging(plan, {"A": work.a, "B": work.b, "C": output.matrix})
         session = engine.open(plan, kernel)
-        run = Run(plan, session, staging, origin, progress(plan) if progress else None)
-        run.execute()
+        spans, checked = _execute(plan, session, staging, origin, progress(plan) if progress else None)
         output.matrix.sync()
         wall = perf_counter_ns() - origin
         held = {"device": session.device_bytes(), "host": staging.arena.nbytes}
@@ -143,7 +150,7 @@ def gemm(
             if session is not None:
                 cleanup.callback(session.close)
     recorded = Timeline(
-        tuple(sorted(run.spans, key=lambda s: s.id)),
+        tuple(sorted(spans, key=lambda s: s.id)),
         wall,
         {
             "started": started,
@@ -151,6 +158,7 @@ def gemm(
             "backend": {"name": engine.name, "kernel": kernel} | engine.describe(),
             "operands": {"A": work.a.describe(), "B": work.b.describe(), "C": output.matrix.describe()},
             "held": held,
+            "checks": checked,
             "rates": job.rates(work, output.matrix),
             "machine": system.machine(),
             "versions": system.versions(),
@@ -164,6 +172,35 @@ def gemm(
                 f"C is done, but its timeline cannot be written to {timeline}: {error.strerror}"
             ) from error
     return Result(getattr(output.matrix, "array", None), plan, report(recorded), recorded)
+
+
+def _execute(
+    plan: Plan, session: Session, staging: Staging, origin: int, progress: Progress | None
+) -> tuple[list[Span], dict[str, Any] | None]:
+    """Run a plan; where its problem is checked, once more for the tiles of which strips have failed."""
+    spans: list[Span] = []
+    checks = Checks(plan, SEED) if plan.problem.checked else None
+    run = Run(plan, session, staging, origin, progress, checks=checks)
+    run.execute()
+    spans = run.spans
+    if checks is None:
+        return spans, None
+    figures = checks.figures()
+    if checks.failed:
+        failing = {tile for tile, _ in checks.failed}
+        some = replace(plan, done=plan.done | (frozenset(plan.schedule().tiles) - failing))
+        again = Checks(some, SEED + 1, checks.failed)
+        run = Run(some, session, staging, origin, progress, checks=again, first=len(spans))
+        run.execute()
+        spans += run.spans
+        again.complain()
+        for name, value in again.figures().items():
+            figures[name] += value
+    figures |= {
+        "tiles": len(plan.schedule().tiles),
+        "recomputed": [list(tile) for tile in sorted({tile for tile, _ in checks.failed})],
+    }
+    return spans, figures
 
 
 def plan(

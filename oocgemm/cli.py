@@ -102,6 +102,9 @@ def cli(debug: bool) -> None:
     help="What multiplies: cublas or tiled (cuda), blas (host).",
 )
 @click.option("--timeline", type=click.Path(dir_okay=False), help="Log every operation to this file.")
+@click.option(
+    "--verify", is_flag=True, help="Check every tile against checksums of its panels, and redo what differs."
+)
 @click.option("--overwrite", is_flag=True, help="Replace the contents of a C that exists.")
 @click.option("--quiet", is_flag=True, help="Print nothing but errors.")
 def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> None:

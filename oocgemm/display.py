@@ -127,6 +127,8 @@ def print_report(report: Report, timeline: Timeline) -> None:
     parts = ", ".join(f"{cause} {format_time(seconds)}" for cause, seconds in causes)
     total = sum(report.exposed.values())
     out.print(f"[bold]exposed[/] {format_time(total)}: {parts or 'nothing'}")
+    if report.checks:
+        _print_checks(out, report.checks)
     plan = timeline.header.get("plan", {})
     if "machine" in plan:
         out.print(_machine_model(plan["machine"], plan.get("calibrated", False)), soft_wrap=True)
@@ -150,6 +152,18 @@ def print_report(report: Report, timeline: Timeline) -> None:
         out.print(f"{lane:>8} │{picture}│", soft_wrap=True)
     ticks = f"0{format_time(report.wall):>{GANTT_WIDTH - 1}}"
     out.print(f"{'':>8}  {ticks}", soft_wrap=True)
+
+
+def _print_checks(out: Console, checks: dict[str, Any]) -> None:
+    redone = checks["recomputed"]
+    which = ", ".join(f"({i}, {j})" for i, j in redone[:5]) + (", ..." if len(redone) > 5 else "")
+    out.print(
+        f"[bold]checked[/] {checks['tiles']} tiles in {checks['blocks']} blocks"
+        + (f", {checks['undecided']} of them for Inf and NaN only" if checks["undecided"] else "")
+        + f"; recomputed {len(redone)}{f': tiles {which}' if redone else ''}; "
+        + f"took {_percent(checks['core_share'])} of the cores' time",
+        soft_wrap=True,
+    )
 
 
 def print_calibration(found: Calibration, path: str) -> None:

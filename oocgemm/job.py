@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +46,12 @@ def prepare(
     compressor: str | None,
     *,
     overwrite: bool,
+    checked: bool = False,
 ) -> Job:
     """Open and check everything, and plan. Writes nothing."""
     left, right = stores.open_matrix("A", a), stores.open_matrix("B", b)
     problem = _problem(left, right, alpha, beta, _op("trans_a", trans_a), _op("trans_b", trans_b))
+    problem = replace(problem, checked=checked)
     existing = _existing_output(c, problem, overwrite)
     for operand in (left, right):
         if existing is not None and stores.same_place(existing, operand):

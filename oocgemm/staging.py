@@ -1,6 +1,6 @@
 """The host tier: slots in one block of memory, and the threads that fill them from stores and empty them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from oocgemm.backends.base import Array, numpy_dtype, slot_offsets, stored_shape
@@ -56,17 +56,22 @@ class Staging:
         start = self._offsets[slot]
         return self.arena[start : start + rows * cols * dtype.itemsize].view(dtype).reshape(rows, cols)
 
-    def transfer(self, operation: Operation, view: Array) -> None:
+    def transfer(
+        self, operation: Operation, view: Array, look: Callable[[Span, Span, Array], None] | None = None
+    ) -> None:
         """Do a Read (store -> slot) or a Write (slot -> store), all threads on its chunks. `view` is the slot, shaped
-        as the block is stored."""
+        as the block is stored. `look` is shown each part, as it is stored, by the thread that has read it."""
         reading = operation.kind is Kind.READ
         matrix = self._operands[operation.operand]
         rows, cols = self._stored(operation)
         act = matrix.read if reading else matrix.write
 
         def part(r: Span, c: Span) -> None:
+            piece = view[r[0] - rows[0] : r[1] - rows[0], c[0] - cols[0] : c[1] - cols[0]]
             try:
-                act(r, c, view[r[0] - rows[0] : r[1] - rows[0], c[0] - cols[0] : c[1] - cols[0]])
+                act(r, c, piece)
+                if look is not None:
+                    look(r, c, piece)
             except ExecutionError:
                 raise
             except Exception as error:

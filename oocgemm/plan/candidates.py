@@ -7,8 +7,9 @@ either tier.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import isqrt
+from math import ceil, isqrt
 
+from oocgemm.plan.checking import check_bytes, panel_check_bytes
 from oocgemm.plan.cost import Candidate, Layouts, MachineModel, cast_bytes, scratch_bytes, slot_bytes
 from oocgemm.plan.predict import closed_loads, multiply_seconds
 from oocgemm.plan.problem import GemmProblem
@@ -83,18 +84,25 @@ def _with_slots(
     size = slot_bytes(problem, tile, base.strip)
     down, across = ceil_div(problem.m, tile.w), ceil_div(problem.n, tile.h)
     steps = max(1, ceil_div(problem.depth, tile.r))
-    free = budgets.device - device_bytes(problem, machine, tile, base, size)
-    base = _draining(problem, machine, layouts, tile, base, axis, steps, free, size)
-    free = budgets.device - device_bytes(problem, machine, tile, base, size)
-    host_free = (
-        0 if machine.unified else budgets.host - host_bytes(problem, machine, layouts, base, io_threads, size)
-    )
+    checks = panel_check_bytes(problem, tile, base.strip)
+
+    def left(slots: Slots) -> tuple[int, int]:
+        """What these slots leave of the device and of the host, where checksums of what fills the device find room."""
+        device = budgets.device - device_bytes(problem, machine, tile, slots, size)
+        host = budgets.host - host_bytes(problem, machine, layouts, tile, slots, io_threads, size)
+        share = max(check / max(1, size["device", x]) for x, check in zip("AB", checks, strict=True))
+        if share:
+            device = min(device, int(host / share))
+        return device, host - ceil(device * share)
+
+    base = _draining(problem, machine, layouts, tile, base, axis, steps, left(base)[0], size)
     if not machine.unified and not layouts.c.in_memory:
-        base = _with_room(problem, machine, tile, base, steps, host_free // 2, size)
-        host_free = budgets.host - host_bytes(problem, machine, layouts, base, io_threads, size)
+        base = _with_room(problem, machine, tile, base, steps, left(base)[1] // 2, size)
+    free, host_free = left(base)
     reads = down * across > 0 and not machine.unified and not (layouts.a.in_memory and layouts.b.in_memory)
     grid = TileGrid.of(problem, tile)
-    device, host = ((size[tier, "A"], size[tier, "B"]) for tier in ("device", "host"))
+    device = size["device", "A"], size["device", "B"]
+    host = size["host", "A"] + checks[0], size["host", "B"] + checks[1]
     found: list[tuple[float, int, Candidate]] = []
     room = free if machine.unified else host_free
     for band in _bands(problem, tile, axis, steps, room, size, spills=reads):
@@ -221,6 +229,7 @@ def host_bytes(
     problem: GemmProblem,
     machine: MachineModel,
     layouts: Layouts,
+    tile: TileShape,
     slots: Slots,
     io_threads: int,
     size: dict[tuple[str, str], int],
@@ -231,6 +240,7 @@ def host_bytes(
         + slots.host_b * size["host", "B"]
         + slots.host_c * size["host", "C"]
         + scratch_bytes(layouts, problem.reads_c, io_threads)
+        + check_bytes(problem, tile, slots, io_threads)
         + machine.host_reserve
     )
 
@@ -261,7 +271,7 @@ def _least_slots(
             size = slot_bytes(problem, tile, rows)
             if (
                 device_bytes(problem, machine, tile, slots, size) <= budgets.device
-                and host_bytes(problem, machine, layouts, slots, io_threads, size) <= budgets.host
+                and host_bytes(problem, machine, layouts, tile, slots, io_threads, size) <= budgets.host
             ):
                 return slots
     return None

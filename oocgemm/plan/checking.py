@@ -49,7 +49,13 @@ def check_bytes(problem: GemmProblem, tile: TileShape, slots: Slots, io_threads:
     wide = _wide(problem)
     tiles = (slots.c + 1) * down * across * (2 * wide + 16)
     widened = 0 if problem.itemsizes["A"] == wide else (io_threads + 2) * WIDENED * wide
-    return (slots.a + slots.host_a) * a + (slots.b + slots.host_b) * b + tiles + 8 * (problem.m + problem.n) + widened
+    return (
+        (slots.a + slots.host_a) * a
+        + (slots.b + slots.host_b) * b
+        + tiles
+        + 8 * (problem.m + problem.n)
+        + widened
+    )
 
 
 def _blocks(problem: GemmProblem, tile: TileShape, strip: int) -> tuple[int, int, int]:

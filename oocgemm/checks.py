@@ -1,0 +1,372 @@
+"""Tiles of C held against checksums of the panels that they were made from: algorithm-based fault tolerance.
+
+After Huang and Abraham, *Algorithm-based fault tolerance for matrix operations* (1984). With random signs x on the
+rows of a block of C and y on its columns,
+
+    x^T C y  =  alpha sum_p (x^T A_p) (B_p y)  +  beta x^T C0 y
+
+The sums x^T A_p and B_p y are taken by the threads that read a panel, as its pieces arrive, and follow the panel from
+slot to slot as the schedule says. Nothing of the right-hand side comes from a slot after that: what happens to a panel
+there, to an accumulator or to a strip on its way out makes the two sides differ. A strip is judged before it is written,
+from the memory that it is written from. What was read wrongly is beyond this: `oocgemm verify` reads all again.
+
+The two sides may differ by rounding. `oocgemm.bounds.sum_error` bounds the error of an element of C relative to
+|A| |B|, n being the length of the longest chain of additions: the depth of a panel and the number of panels. So the
+errors R of a block have a 2-norm of at most that times the sum over the panels of |A_p| |B_p| (Frobenius norms of their
+parts in the block), and for storing in a narrower dtype the unit roundoff times |C|. Signs being random, R adds up to
+more than T |R| with a probability below exp(-T / e) whatever it is (moments of a Rademacher chaos), and in truth far
+more rarely, since rounding errors are a small part of their bounds. A tile that fails is computed again and judged with
+other signs. Errors below the bound pass: an error in one element is found if it is larger.
+
+An Inf or NaN in a row of op(A) or a column of op(B) must be one in all of that row or column of C, and no other may be
+there unless a sum could have overflowed. In blocks that hold any only this is checked.
+"""
+
+import threading
+from bisect import bisect_right
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from itertools import groupby, pairwise
+from time import perf_counter_ns
+from typing import Any
+
+import numpy as np
+
+from oocgemm.backends.base import Array, numpy_dtype
+from oocgemm.bounds import DOUBLE, gamma, growth, norms, roundoff, signs, sum_error, wide_dtype
+from oocgemm.errors import ExecutionError
+from oocgemm.plan import Kind, Op, Operation, Plan, Slot
+from oocgemm.plan.checking import SIDE, WIDENED, borders
+from oocgemm.plan.tiling import Span, Tile
+from oocgemm.staging import Staging
+from oocgemm.timeline.figures import length, union
+
+T = 8
+
+Strip = tuple[Tile, Span]
+
+
+@dataclass
+class Sums:
+    """Checksums of a panel as it is read: for every block along its summed axis the signed sums, one a depth, and the
+    2-norm; and which of its rows (or columns) hold an Inf or a NaN, if any does."""
+
+    begin: tuple[int, int]
+    axis: int
+    conjugate: bool
+    signs: Array
+    borders: list[int]
+    sums: Array
+    norms: Array
+    broken: Array | None = None
+    bare: bool = False  # without norms
+    _adding: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, rows: Span, cols: Span, piece: Array) -> None:
+        """Take in a piece, in stored orientation, its spans those of the stored matrix."""
+        if self.axis == 1:
+            rows, cols, piece = cols, rows, piece.T
+        top, left = rows[0] - self.begin[0], cols[0] - self.begin[1]
+        for first, blocks, offset in runs(piece, top, self.borders):
+            count, size, _ = blocks.shape
+            x = self.signs[top + offset : top + offset + count * size].reshape(count, size)
+            for groups, wide, where in widened(blocks):
+                with np.errstate(all="ignore"):
+                    sums = np.einsum("gi,gij->gj", x[groups], wide)
+                    # Along what lies side by side.
+                    parts = 0 if self.bare else norms(norms(wide, axis=1 if self.axis else 2))
+                target = slice(first + groups.start, first + groups.stop)
+                at = slice(left + where.start, left + where.stop)
+                with self._adding, np.errstate(all="ignore"):
+                    self.sums[target, at] += sums.conj() if self.conjugate else sums
+                    self.norms[target] = np.hypot(self.norms[target], parts)
+                if not np.isfinite(sums).all():
+                    self._note(top + offset + groups.start * size, wide)
+
+    def _note(self, top: int, wide: Array) -> None:
+        count, size, _ = wide.shape
+        found = ~np.isfinite(wide).all(axis=2).reshape(-1)
+        with self._adding:
+            if self.broken is None:
+                self.broken = np.zeros(self.borders[-1], bool)
+            self.broken[top : top + count * size] |= found
+
+
+@dataclass
+class TileSums:
+    """What a tile is held against: for each of its blocks the sum that it must have, the bound of its norm, both
+    for the product and for the old C; and the rows and columns that are not finite."""
+
+    rows: list[int]
+    cols: list[int]
+    product: Array
+    norm: Array
+    old: Array
+    old_norm: Array
+    broken: tuple[Array, Array, Array]
+    unjudged: int
+
+
+class Checks:
+    """The checks of one run. With `only`, of these strips, all others being right and not to be written again."""
+
+    def __init__(self, plan: Plan, seed: int, only: Collection[Strip] | None = None) -> None:
+        self._plan = plan
+        self._problem = problem = plan.problem
+        self._only = only
+        self._wide = wide_dtype(numpy_dtype(problem.acc_dtype))
+        self._signs = signs(seed, 0, problem.m), signs(seed, 1, problem.n)
+        self._panels: dict[Slot, Sums] = {}
+        self._tiles: dict[Tile, TileSums] = {}
+        self._tolerance = _Tolerance(plan)
+        self._busy: list[tuple[int, int]] = []
+        self.failed: dict[Strip, float] = {}
+        self.blocks = self.undecided = 0
+
+    def transfer(self, staging: Staging, operation: Operation, view: Array) -> bool:
+        """Do a Read and take checksums of it, or judge a strip and, if it is right, do its Write. Returns whether the
+        strip is as it should be in the store."""
+        if operation.kind is Kind.READ:
+            self._read(staging, operation, view)
+            return True
+        strip = operation.tile, operation.m
+        if self._only is not None and strip not in self._only:
+            return True
+        start = perf_counter_ns()
+        excess = self._judge(operation, view)
+        self._busy.append((start, perf_counter_ns()))
+        if excess is not None:
+            self.failed[strip] = excess
+            return False
+        staging.transfer(operation, view)
+        return True
+
+    def submit(self, operation: Operation) -> None:
+        """Follow an operation of the device as it is issued: a panel goes from slot to slot, or is multiplied."""
+        if operation.kind is Kind.UPLOAD and operation.operand != "C":
+            self._panels[operation.writes[0].slot] = self._panels[operation.reads[0].slot]
+        elif operation.kind is Kind.MULTIPLY and operation.k[0] < operation.k[1]:
+            start = perf_counter_ns()
+            a, b = (self._panels[region.slot] for region in operation.reads[:2])
+            tile = self._tile(operation.tile)
+            rows = self._blocks(tile, operation)
+            with np.errstate(all="ignore"):
+                tile.product[rows] += a.sums[rows] @ b.sums.T
+                tile.norm[rows] += np.outer(a.norms[rows], b.norms)
+            for held, found in zip(tile.broken[:2], (a.broken, b.broken), strict=True):
+                if found is not None:
+                    held[:] |= found
+            self._busy.append((start, perf_counter_ns()))
+
+    def figures(self) -> dict[str, Any]:
+        """What was checked and what it cost: seconds of any thread, and seconds in which any thread was at it."""
+        return {
+            "blocks": self.blocks,
+            "undecided": self.undecided,
+            "thread_seconds": sum(end - start for start, end in self._busy) / 1e9,
+            "seconds": length(union(self._busy)) / 1e9,
+        }
+
+    def complain(self) -> None:
+        """Raise `ExecutionError` for a strip that has failed."""
+        for (tile, rows), excess in sorted(self.failed.items()):
+            (left, right), others = self._plan.grid.cols(tile[1]), len(self.failed) - 1
+            more = f" and {others} more" if others else ""
+            raise ExecutionError(
+                f"C[{rows[0]}:{rows[1]}, {left}:{right}] of tile {tile}{more} differs from its checksums, {excess:.3g} times "
+                "more than rounding allows, twice in a row: the device, the memory or the BLAS computes wrong results"
+            )
+
+    def _read(self, staging: Staging, operation: Operation, view: Array) -> None:
+        region = operation.writes[0]
+        sums = self._old(operation) if operation.operand == "C" else self._panel(operation)
+        if operation.operand != "C":
+            self._panels.pop(region.slot, None)  # its panel is being overwritten
+
+        def look(rows: Span, cols: Span, piece: Array) -> None:
+            start = perf_counter_ns()
+            sums.add(rows, cols, piece)
+            self._busy.append((start, perf_counter_ns()))
+
+        staging.transfer(operation, view, look)
+        if operation.operand != "C":
+            self._panels[region.slot] = sums
+            return
+        tile = self._tile(operation.tile)
+        rows = self._blocks(tile, operation)
+        y = self._signs[1][slice(*operation.n)]
+        with np.errstate(all="ignore"):
+            tile.old[rows] = np.add.reduceat(sums.sums * y, tile.cols[:-1], axis=1)
+        tile.old_norm[rows] = sums.norms[:, None]
+        if sums.broken is not None:
+            tile.broken[2][tile.rows[rows.start] : tile.rows[rows.stop]] = sums.broken
+
+    def _panel(self, operation: Operation) -> Sums:
+        """Empty checksums of a panel of op(A) or op(B)."""
+        on_a = operation.operand == "A"
+        op = self._problem.trans_a if on_a else self._problem.trans_b
+        span, k = operation.m if on_a else operation.n, operation.k
+        extent = span[1] - span[0]
+        cuts = borders(extent, self._plan.slots.strip if on_a else extent)
+        return self._empty(
+            (span[0], k[0]),
+            int(on_a == op.swaps),
+            op is Op.C,
+            self._signs[not on_a][slice(*span)],
+            cuts,
+            k[1] - k[0],
+        )
+
+    def _old(self, operation: Operation) -> Sums:
+        """Empty checksums of a strip of C."""
+        (top, bottom), (left, right) = operation.block
+        cuts = borders(bottom - top, self._plan.slots.strip)
+        return self._empty((top, left), 0, False, self._signs[0][top:bottom], cuts, right - left)
+
+    def _empty(
+        self, begin: tuple[int, int], axis: int, conjugate: bool, x: Array, cuts: list[int], depth: int
+    ) -> Sums:
+        count = len(cuts) - 1
+        return Sums(begin, axis, conjugate, x, cuts, np.zeros((count, depth), self._wide), np.zeros(count))
+
+    def _tile(self, tile: Tile) -> TileSums:
+        """The sums of a tile, begun when it first appears."""
+        if tile not in self._tiles:
+            height, width = (b - a for a, b in (self._plan.grid.rows(tile[0]), self._plan.grid.cols(tile[1])))
+            rows, cols = borders(height, self._plan.slots.strip), borders(width, width)
+            shape = len(rows) - 1, len(cols) - 1
+            broken = np.zeros(height, bool), np.zeros(width, bool), np.zeros(height, bool)
+            sums, bounds = [np.zeros(shape, self._wide) for _ in "CO"], [np.zeros(shape) for _ in "CO"]
+            begun = TileSums(rows, cols, sums[0], bounds[0], sums[1], bounds[1], broken, height)
+            return self._tiles.setdefault(tile, begun)  # whichever thread came first
+        return self._tiles[tile]
+
+    def _blocks(self, tile: TileSums, operation: Operation) -> slice:
+        """The blocks of a tile, down, that an operation's rows are cut into."""
+        top = self._plan.grid.rows(operation.tile[0])[0]
+        first, last = (tile.rows.index(row - top) for row in operation.m)
+        return slice(first, last)
+
+    def _judge(self, operation: Operation, view: Array) -> float | None:
+        """None if a strip is right; otherwise how many times its worst block is over its bound."""
+        tile = self._tile(operation.tile)
+        rows = self._blocks(tile, operation)
+        found = self._old(operation)
+        found.bare = not self._problem.finishes
+        found.add(operation.m, operation.n, view)
+        y = self._signs[1][slice(*operation.n)]
+        with np.errstate(all="ignore"):
+            sums = np.add.reduceat(found.sums * y, tile.cols[:-1], axis=1)
+            elements = np.outer(np.diff(tile.rows)[rows], np.diff(tile.cols))
+            expected, bound = self._tolerance(tile, rows, elements, found.norms[:, None])
+            off = np.abs(sums - expected)
+            right = off <= bound
+            decided = np.isfinite(sums) & np.isfinite(expected) & np.isfinite(bound)
+            if not decided.all():
+                right = np.where(decided, right, self._pattern(operation, view, tile, rows, found))
+            excess = np.where(decided & (bound > 0), off / bound, np.inf)
+        self.blocks += right.size
+        self.undecided += int((right & ~decided).sum())
+        tile.unjudged -= operation.m[1] - operation.m[0]
+        if not tile.unjudged:
+            del self._tiles[operation.tile]
+        return None if right.all() else float(excess[~right].max())
+
+    def _pattern(self, operation: Operation, view: Array, tile: TileSums, rows: slice, found: Sums) -> Array:
+        """For the blocks of a strip whether Inf and NaN are where they must be, and only where they may be."""
+        top, bottom = tile.rows[rows.start], tile.rows[rows.stop]
+        a, b, old = tile.broken[0][top:bottom], tile.broken[1], tile.broken[2][top:bottom]
+        overflow, too_large = self._tolerance.may_overflow(tile, rows)
+        down, across = np.diff(tile.rows)[rows], np.diff(tile.cols)
+        right = np.ones(overflow.shape, bool)
+        for i, height in enumerate(down):
+            part = slice(int(down[:i].sum()), int(down[:i].sum() + height))
+            there, infinite = ~np.isfinite(view[part]), np.isinf(view[part])
+            spoiled = a[part, None] | b
+            must = spoiled & self._tolerance.multiplies
+            may = spoiled | old[part, None] | np.repeat(overflow[i], across)
+            may |= infinite & np.repeat(too_large[i], across)
+            wrong = (there & ~may) | (must & ~there)
+            right[i] = ~np.logical_or.reduceat(wrong.any(axis=0), tile.cols[:-1])
+        return right
+
+
+class _Tolerance:
+    """What the sum of a block may be off by."""
+
+    def __init__(self, plan: Plan) -> None:
+        problem, grid = plan.problem, plan.grid
+        accumulator = numpy_dtype(problem.acc_dtype)
+        limits, stored = np.finfo(accumulator), np.finfo(numpy_dtype(problem.c_dtype))
+        depth, panels = min(plan.tile.r, problem.depth), grid.steps + grid.ramp
+        factor = growth(accumulator.name)
+        # Each panel's product is summed, scaled and added; a few more for alpha, beta and their own rounding.
+        self._relative = sum_error(factor * (depth + 2 * panels + 8), roundoff(accumulator.name))
+        self._stored = roundoff(problem.c_dtype) if problem.finishes else 0.0
+        # The sums are not exact either: over the rows and columns of a block, on both sides, and over k.
+        self._own = gamma(factor * (depth + panels + 4 * SIDE + 8), DOUBLE)
+        with np.errstate(all="ignore"):
+            self._alpha = complex(accumulator.type(problem.alpha))
+            self._beta = complex(accumulator.type(problem.beta)) if problem.reads_c else 0j
+        if accumulator.kind != "c":
+            self._alpha, self._beta = self._alpha.real, self._beta.real
+        underflow = (problem.depth + 2) * (1 + abs(self._alpha) + abs(self._beta)) * float(limits.tiny)
+        self._least = underflow + (float(stored.smallest_subnormal) if problem.finishes else 0.0)
+        # An alpha that its dtype has no number for but 0 leaves A and B out.
+        self.multiplies = self._alpha != 0
+        self._most = float(limits.max) / 16, float(stored.max) * 0.99
+        self._reads_c = problem.reads_c
+
+    def __call__(self, tile: TileSums, rows: slice, elements: Array, found: Array) -> tuple[Array, Array]:
+        """The sums that blocks must have, and what they may be off by; `found` are norms of what C has there."""
+        expected = self._alpha * tile.product[rows]
+        norm = abs(self._alpha) * tile.norm[rows]
+        if self._reads_c:
+            expected = expected + self._beta * tile.old[rows]
+            norm = norm + abs(self._beta) * tile.old_norm[rows]
+        root = np.sqrt(elements)
+        spread = np.minimum(T, root)
+        rounding = spread * (self._relative * norm + self._stored * found)
+        return expected, rounding + self._own * root * norm + elements * self._least
+
+    def may_overflow(self, tile: TileSums, rows: slice) -> tuple[Array, Array]:
+        """The blocks in which a sum could have left the range of its dtype, so that an Inf or NaN says nothing; and those
+        in which an element could have left that of C's, so that an Inf does."""
+        product = tile.norm[rows]
+        scaled = abs(self._alpha) * product
+        if self._reads_c:
+            scaled = scaled + abs(self._beta) * tile.old_norm[rows]
+        most, most_stored = self._most
+        return ~((product < most) & (scaled < most)), ~(scaled < most_stored)
+
+
+def runs(piece: Array, top: int, cuts: list[int]) -> Iterator[tuple[int, Array, int]]:
+    """A piece whose first row is row `top` of a panel, cut where blocks begin: the number of the first block, several
+    of the same height as one array (blocks, rows, columns), and where they begin in the piece."""
+    stop = top + piece.shape[0]
+    first = bisect_right(cuts, top) - 1
+    inner = [b for b in cuts[first + 1 :] if b < stop]
+    inside = [top, *inner, stop]
+    heights = [b - a for a, b in pairwise(inside)]
+    at = 0
+    for height, group in groupby(heights):
+        count = len(list(group))
+        end = at + count * height
+        yield first, piece[at:end].reshape(count, height, piece.shape[1]), at
+        first, at = first + count, end
+
+
+def widened(blocks: Array) -> Iterator[tuple[slice, Array, slice]]:
+    """Blocks in double precision, as many at a time as stay in a cache: which blocks, their elements, which columns."""
+    wide = wide_dtype(blocks.dtype)
+    count, size, width = blocks.shape
+    if blocks.dtype == wide:
+        yield slice(0, count), blocks, slice(0, width)
+        return
+    across = max(1, min(width, WIDENED // size))
+    several = max(1, WIDENED // (size * across))
+    for first in range(0, count, several):
+        groups = slice(first, min(first + several, count))
+        for left in range(0, width, across):
+            cols = slice(left, min(left + across, width))
+            yield groups, blocks[groups, :, cols].astype(wide, order="K"), cols
