@@ -44,20 +44,28 @@ def growth(dtype: str) -> float:
     return 4.0 if np.dtype(dtype).kind == "c" else 1.0
 
 
-def norms(x: Array, axis: int = -1) -> Array:
-    """2-norms of a double-precision array along an axis, safe from overflow and underflow; NaN or Inf where it holds
-    either."""
-    with np.errstate(all="ignore"):
-        x = np.moveaxis(x, axis, -1)
-        squares = np.vecdot(x, x).real
-        found = np.sqrt(squares)
-        unsafe = ~((squares > SMALLEST) & (squares < LARGEST))
-        if unsafe.any():
-            part = x[unsafe]
-            most = np.abs(part).max(axis=-1, initial=0)
-            scaled = part / np.where(most > 0, most, 1)[:, None]
-            found[unsafe] = most * np.sqrt(np.vecdot(scaled, scaled).real)
-    return np.asarray(found)
+def norms(x: Array) -> Array:
+    """2-norms of a double-precision array along its last axis, safe from overflow and underflow; NaN or Inf where it
+    holds either."""
+    most = np.abs(x).max(axis=-1, initial=0)
+    scaled = x / np.where(most > 0, most, 1)[..., None]
+    return np.asarray(most * np.sqrt(np.vecdot(scaled, scaled).real))
+
+
+def block_norms(blocks: Array) -> Array:
+    """Frobenius norms of double-precision blocks (number, rows, columns), likewise; columns should lie side by side."""
+    flat = blocks.view(np.float64) if blocks.dtype.kind == "c" else blocks
+    squares = np.vecdot(flat, flat).sum(axis=-1)
+    if squares.min() > SMALLEST and squares.max() < LARGEST:
+        return np.asarray(np.sqrt(squares))
+    return norms(norms(blocks))
+
+
+def signed(x: Array, blocks: Array) -> Array:
+    """For each of some double-precision blocks (number, rows, columns) the sum of its rows times the signs x."""
+    if blocks.dtype.kind == "c":  # in parts: NumPy would make the signs complex first
+        return np.einsum("gi,gij->gj", x, blocks.real) + 1j * np.einsum("gi,gij->gj", x, blocks.imag)
+    return np.asarray(np.einsum("gi,gij->gj", x, blocks))
 
 
 def signs(seed: int, axis: int, extent: int) -> Array:

@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 
 from oocgemm.backends.base import Array, numpy_dtype
-from oocgemm.bounds import DOUBLE, gamma, growth, norms, roundoff, signs, sum_error, wide_dtype
+from oocgemm.bounds import DOUBLE, block_norms, gamma, growth, roundoff, signed, signs, sum_error, wide_dtype
 from oocgemm.errors import ExecutionError
 from oocgemm.plan import Kind, Op, Operation, Plan, Slot
 from oocgemm.plan.checking import SIDE, WIDENED, borders
@@ -59,7 +59,7 @@ class Sums:
     sums: Array
     norms: Array
     broken: Array | None = None
-    bare: bool = False  # without norms
+    bare: bool = False  # the signed sums alone
     _adding: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, rows: Span, cols: Span, piece: Array) -> None:
@@ -67,21 +67,22 @@ class Sums:
         if self.axis == 1:
             rows, cols, piece = cols, rows, piece.T
         top, left = rows[0] - self.begin[0], cols[0] - self.begin[1]
-        for first, blocks, offset in runs(piece, top, self.borders):
-            count, size, _ = blocks.shape
-            x = self.signs[top + offset : top + offset + count * size].reshape(count, size)
-            for groups, wide, where in widened(blocks):
-                with np.errstate(all="ignore"):
-                    sums = np.einsum("gi,gij->gj", x[groups], wide)
+        with np.errstate(all="ignore"):
+            for first, blocks, offset in runs(piece, top, self.borders):
+                count, size, _ = blocks.shape
+                x = self.signs[top + offset : top + offset + count * size].reshape(count, size)
+                for groups, wide, where in widened(blocks):
+                    sums = signed(x[groups], wide)
+                    target = slice(first + groups.start, first + groups.stop)
+                    at = slice(left + where.start, left + where.stop)
                     # Along what lies side by side.
-                    parts = 0 if self.bare else norms(norms(wide, axis=1 if self.axis else 2))
-                target = slice(first + groups.start, first + groups.stop)
-                at = slice(left + where.start, left + where.stop)
-                with self._adding, np.errstate(all="ignore"):
-                    self.sums[target, at] += sums.conj() if self.conjugate else sums
-                    self.norms[target] = np.hypot(self.norms[target], parts)
-                if not np.isfinite(sums).all():
-                    self._note(top + offset + groups.start * size, wide)
+                    parts = None if self.bare else block_norms(wide.swapaxes(1, 2) if self.axis else wide)
+                    with self._adding:
+                        self.sums[target, at] += sums.conj() if self.conjugate else sums
+                        if parts is not None:
+                            self.norms[target] = np.hypot(self.norms[target], parts)
+                    if parts is not None and not np.isfinite(parts).all():
+                        self._note(top + offset + groups.start * size, wide)
 
     def _note(self, top: int, wide: Array) -> None:
         count, size, _ = wide.shape
