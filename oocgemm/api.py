@@ -3,12 +3,11 @@
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import perf_counter_ns, time
 from typing import Any
 
-from oocgemm import backends, job, stores, system
-from oocgemm.backends import Session
+from oocgemm import backends, job, stores, system, target
 from oocgemm.backends.memory import available_memory
 from oocgemm.checks import Checks
 from oocgemm.errors import ExecutionError, InputError
@@ -71,6 +70,7 @@ def gemm(
     chunks: tuple[int, int] | None = None,
     compressor: str | None = None,
     overwrite: bool = False,
+    resume: bool = False,
     verify: bool = False,
     timeline: str | os.PathLike[str] | None = None,
     progress: Callable[[Plan], Progress] | None = None,
@@ -93,6 +93,8 @@ def gemm(
         tile: "WxHxR" to choose the tile (w x h) and panel depth (r) by hand.
         chunks, compressor: for a new zarr array; chunks near 8 MiB that divide the tile, and none.
         overwrite: allow a path that holds a matching array already.
+        resume: go on with the run that has not ended at `c`, a local path, and was called with the same arguments; begin
+            one if there is none, and do nothing if it has ended. Budgets may differ, and be less.
         verify: hold every tile against checksums of the panels it is made from (`oocgemm.checks`) before it is written,
             and compute once more what differs. Costs a few percent at most.
         timeline: path of a log of every operation, for `oocgemm report`.
@@ -105,7 +107,8 @@ def gemm(
         InputError: operands, output or options that cannot be used. Nothing was written.
         BudgetError: a budget that cannot hold the smallest plan; its message and `least` say what would do.
         BackendError: no such device, kernel or library.
-        ExecutionError: the run failed; an output that it had created is taken away again.
+        ExecutionError: the run failed. A C at a local path stays, with a journal to `resume` from, once one tile of it is
+            done; one that was created is taken away again before that.
     """
     if timeline is not None:
         job.check_log(timeline)
@@ -123,43 +126,25 @@ def gemm(
     work = job.prepare(
         *(a, b, c, alpha, beta, trans_a, trans_b, engine.name, known, budgets, tile, chunks, compressor),
         overwrite=overwrite,
+        resume=resume,
+        arithmetic={"backend": engine.name, "kernel": kernel},
         checked=verify,
     )
     if timeline is not None:
         job.check_log_apart(os.fsdecode(timeline), work, c)
     plan = work.plan
-    output = job.create_output(work, c, chunks, compressor)
-    staging = session = None
-    failed = False
-    try:
-        staging = Staging(plan, {"A": work.a, "B": work.b, "C": output.matrix})
-        session = engine.open(plan, kernel)
-        spans, checked = _execute(plan, session, staging, origin, progress(plan) if progress else None)
-        output.matrix.sync()
-        wall = perf_counter_ns() - origin
-        held = {"device": session.device_bytes(), "host": staging.arena.nbytes}
-    except BaseException:
-        failed = True
-        raise
-    finally:
-        with ExitStack() as cleanup:  # all of it, whatever part of it fails
-            if failed:
-                cleanup.callback(output.discard)
-            if staging is not None:
-                cleanup.callback(staging.close)
-            if session is not None:
-                cleanup.callback(session.close)
+    done = _execute(work, c, engine, kernel, origin, progress)
     recorded = Timeline(
-        tuple(sorted(spans, key=lambda s: s.id)),
-        wall,
+        tuple(sorted(done.spans, key=lambda s: s.id)),
+        done.wall,
         {
             "started": started,
             "plan": plan.to_dict(),
             "backend": {"name": engine.name, "kernel": kernel} | engine.describe(),
-            "operands": {"A": work.a.describe(), "B": work.b.describe(), "C": output.matrix.describe()},
-            "held": held,
-            "checks": checked,
-            "rates": job.rates(work, output.matrix),
+            "operands": {"A": work.a.describe(), "B": work.b.describe(), "C": done.matrix.describe()},
+            "held": done.held,
+            "checks": done.checks,
+            "rates": job.rates(work, done.matrix),
             "machine": system.machine(),
             "versions": system.versions(),
         },
@@ -171,36 +156,67 @@ def gemm(
             raise ExecutionError(
                 f"C is done, but its timeline cannot be written to {timeline}: {error.strerror}"
             ) from error
-    return Result(getattr(output.matrix, "array", None), plan, report(recorded), recorded)
+    return Result(getattr(done.matrix, "array", None), plan, report(recorded), recorded)
+
+
+@dataclass(frozen=True)
+class _Done:
+    """What a run has come to: C, the spans of its operations, its time in nanoseconds, bytes held on each tier."""
+
+    matrix: stores.Matrix
+    spans: list[Span]
+    wall: int
+    held: dict[str, int]
+    checks: dict[str, Any] | None
 
 
 def _execute(
-    plan: Plan, session: Session, staging: Staging, origin: int, progress: Progress | None
-) -> tuple[list[Span], dict[str, Any] | None]:
-    """Run a plan; where its problem is checked, once more for the tiles of which strips have failed."""
+    work: job.Job,
+    c: Any,
+    engine: backends.Backend,
+    kernel: str,
+    origin: int,
+    progress: Callable[[Plan], Progress] | None,
+) -> _Done:
+    """Run what is planned, from the creation of C until it is durable; nothing of it is left but C and its journal."""
+    plan = work.plan
+    output = target.open_target(work, c)
+    staging = session = run = checks = again = None
+    failed = False
     spans: list[Span] = []
-    checks = Checks(plan, SEED) if plan.problem.checked else None
-    run = Run(plan, session, staging, origin, progress, checks=checks)
-    run.execute()
-    spans = run.spans
-    if checks is None:
-        return spans, None
-    figures = checks.figures()
-    if checks.failed:
-        failing = {tile for tile, _ in checks.failed}
-        some = replace(plan, done=plan.done | (frozenset(plan.schedule().tiles) - failing))
-        again = Checks(some, SEED + 1, checks.failed)
-        run = Run(some, session, staging, origin, progress, checks=again, first=len(spans))
-        run.execute()
-        spans += run.spans
-        again.complain()
-        for name, value in again.figures().items():
-            figures[name] += value
-    figures |= {
-        "tiles": len(plan.schedule().tiles),
-        "recomputed": [list(tile) for tile in sorted({tile for tile, _ in checks.failed})],
-    }
-    return spans, figures
+    held = {"device": 0, "host": 0}
+    try:
+        if plan.steps:  # nothing is left of a run that has ended
+            staging = Staging(plan, {"A": work.a, "B": work.b, "C": output.matrix})
+            session = engine.open(plan, kernel)
+            watch = progress(plan) if progress else None
+            checks = Checks(plan, SEED) if plan.problem.checked else None
+            run = Run(plan, session, staging, origin, watch, output.finished, checks)
+            run.execute()
+            spans = run.spans
+            if checks is not None and checks.failed:
+                some = checks.failing()
+                again = Checks(some, SEED + 1, checks.failed)
+                repair = Run(some, session, staging, origin, watch, output.finished, again, len(spans))
+                repair.execute()
+                spans += repair.spans
+                again.complain()
+            held = {"device": session.device_bytes(), "host": staging.arena.nbytes}
+        output.seal()
+        found = checks.figures(again) if checks is not None else None
+        return _Done(output.matrix, spans, perf_counter_ns() - origin, held, found)
+    except BaseException:
+        failed = True
+        raise
+    finally:
+        with ExitStack() as cleanup:  # all of it, whatever part of it fails
+            cleanup.callback(output.close)
+            if failed:
+                cleanup.callback(output.abandon, written=run is not None and run.wrote)
+            if staging is not None:
+                cleanup.callback(staging.close)
+            if session is not None:
+                cleanup.callback(session.close)
 
 
 def plan(
@@ -240,4 +256,6 @@ def plan(
     return job.prepare(
         *(a, b, c, alpha, beta, trans_a, trans_b, name, known, budgets, tile, chunks, compressor),
         overwrite=overwrite,
+        resume=None,
+        arithmetic={},
     ).plan

@@ -64,7 +64,8 @@ def block_norms(blocks: Array) -> Array:
 def signed(x: Array, blocks: Array) -> Array:
     """For each of some double-precision blocks (number, rows, columns) the sum of its rows times the signs x."""
     if blocks.dtype.kind == "c":  # in parts: NumPy would make the signs complex first
-        return np.asarray(np.einsum("gi,gij->gj", x, blocks.real)) + 1j * np.einsum("gi,gij->gj", x, blocks.imag)
+        real, imaginary = (np.einsum("gi,gij->gj", x, part) for part in (blocks.real, blocks.imag))
+        return np.asarray(real + 1j * imaginary)
     return np.asarray(np.einsum("gi,gij->gj", x, blocks))
 
 

@@ -25,7 +25,7 @@ there unless a sum could have overflowed. In blocks that hold any only this is c
 import threading
 from bisect import bisect_right
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 from time import perf_counter_ns
 from typing import Any
@@ -159,13 +159,23 @@ class Checks:
                     held[:] |= found
             self._busy.append((start, perf_counter_ns()))
 
-    def figures(self) -> dict[str, Any]:
-        """What was checked and what it cost: seconds of any thread, and seconds in which any thread was at it."""
+    def failing(self) -> Plan:
+        """The plan of the tiles of which strips have failed."""
+        tiles = {tile for tile, _ in self.failed}
+        return replace(self._plan, done=self._plan.done | (set(self._plan.schedule().tiles) - tiles))
+
+    def figures(self, again: "Checks | None" = None) -> dict[str, Any]:
+        """What was checked, what of it computed `again` and checked, and what that cost: seconds in which any thread
+        was at it, and seconds of all threads."""
+        runs = [self] if again is None else [self, again]
+        busy = [interval for checks in runs for interval in checks._busy]
         return {
-            "blocks": self.blocks,
-            "undecided": self.undecided,
-            "thread_seconds": sum(end - start for start, end in self._busy) / 1e9,
-            "seconds": length(union(self._busy)) / 1e9,
+            "tiles": len(self._plan.schedule().tiles),
+            "blocks": sum(checks.blocks for checks in runs),
+            "undecided": sum(checks.undecided for checks in runs),
+            "recomputed": sorted({tile for tile, _ in self.failed}),
+            "seconds": length(union(busy)) / 1e9,
+            "thread_seconds": length(busy) / 1e9,
         }
 
     def complain(self) -> None:

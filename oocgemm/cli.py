@@ -11,10 +11,11 @@ from typing import Any, NoReturn, TypeVar
 
 import click
 
-from oocgemm import __version__, api, backends, cache, stores, system
+from oocgemm import __version__, api, backends, cache, resume, stores, system
 from oocgemm.calibrate import calibrate as measure
 from oocgemm.display import doing, print_calibration, print_info, print_plan, print_report, progress_display
-from oocgemm.errors import BudgetError, InputError, OocGemmError
+from oocgemm.errors import BackendError, BudgetError, ExecutionError, InputError, OocGemmError
+from oocgemm.interrupts import Interrupted, stopping
 from oocgemm.timeline import read_log, report
 
 EXIT_FAILED, EXIT_USAGE, EXIT_BUDGET, EXIT_INTERRUPTED = 1, 2, 3, 130
@@ -106,6 +107,7 @@ def cli(debug: bool) -> None:
     "--verify", is_flag=True, help="Check every tile against checksums of its panels, and redo what differs."
 )
 @click.option("--overwrite", is_flag=True, help="Replace the contents of a C that exists.")
+@click.option("--resume", is_flag=True, help="Go on with an unfinished run of the same command.")
 @click.option("--quiet", is_flag=True, help="Print nothing but errors.")
 def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> None:
     """Multiply the arrays at A and B into C: zarr arrays, or .npy files."""
@@ -116,8 +118,15 @@ def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> N
         missing = backends.missing_for_cuda()
         if missing and "pip install" in missing:
             click.echo(f"Note: running on the host; {missing}", err=True)
-    with progress_display(live and sys.stderr.isatty()) as progress:
-        result = api.gemm(a, b, c, progress=progress, **_transposes(options))
+    try:
+        with (
+            stopping(lambda: _interrupted(resume.how_far(c))),
+            progress_display(live and sys.stderr.isatty()) as progress,
+        ):
+            result = api.gemm(a, b, c, progress=progress, **_transposes(options))
+    except (ExecutionError, BackendError, MemoryError, KeyboardInterrupt) as error:
+        error.add_note(resume.how_far(c))
+        raise
     if as_json:
         _print_json(
             {
@@ -238,19 +247,29 @@ def main() -> NoReturn:
         hint = f" ({context.command_path} --help says more)" if context else ""
         _complain(f"{error.format_message().rstrip('.')}{hint}")
         code = EXIT_USAGE
-    except (click.Abort, KeyboardInterrupt):
-        click.echo("Interrupted.", err=True)
-        code = EXIT_INTERRUPTED
+    except (click.Abort, KeyboardInterrupt) as error:
+        cause = error.__cause__ or error
+        _interrupted(_notes(cause))
+        code = cause.code if isinstance(cause, Interrupted) else EXIT_INTERRUPTED
     except (OocGemmError, MemoryError) as error:
         if debug:
             traceback.print_exc()
         out_of_memory = "out of host memory: pass a smaller --host-memory"
-        _complain(out_of_memory if isinstance(error, MemoryError) else str(error))
+        message = out_of_memory if isinstance(error, MemoryError) else str(error)
+        _complain(". ".join(filter(None, (message, _notes(error)))))
         code = _exit_code(error)
     except BrokenPipeError:  # whoever read stdout has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = EXIT_FAILED
     sys.exit(code)
+
+
+def _interrupted(note: str) -> None:
+    click.echo(" ".join(filter(None, ("Interrupted.", note))), err=True)
+
+
+def _notes(error: BaseException) -> str:
+    return " ".join(getattr(error, "__notes__", ()))
 
 
 def _complain(message: str) -> None:

@@ -94,6 +94,7 @@ class Run:
         self._error: BaseException | None = None
         self._failing = threading.Lock()
         self.spans: list[Span] = []
+        self.wrote = False  # whether a Write was begun
 
     def execute(self) -> None:
         """Run everything; returns when the last operation is done. Raises the first error."""
@@ -191,6 +192,7 @@ class Run:
         view = (
             self._staging.view(region.slot, operation) if on_host else self._session.view(operation, region)
         )
+        self.wrote = self.wrote or not reading
         start = perf_counter_ns()
         right = True
         if self._checks is None:

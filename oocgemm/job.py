@@ -12,7 +12,8 @@ from oocgemm import cache, stores, system
 from oocgemm.backends.base import numpy_dtype
 from oocgemm.backends.memory import available_memory
 from oocgemm.errors import InputError
-from oocgemm.plan import DTYPES, Budgets, GemmProblem, Layouts, Op, Plan, TileShape, make_plan
+from oocgemm.plan import DTYPES, Budgets, GemmProblem, Layouts, Op, Plan, TileShape, continued, make_plan
+from oocgemm.resume import Earlier, check_same, check_whole, identify, look
 from oocgemm.stores import Matrix, Output
 from oocgemm.units import format_size, parse_size
 
@@ -22,12 +23,16 @@ Transpose = Op | str | bool
 
 @dataclass(frozen=True)
 class Job:
-    """Everything known before anything is done."""
+    """Everything known before anything is done: `c` is None if it is to be created, `earlier` where no journal is kept,
+    which `identity` is for."""
 
     a: Matrix
     b: Matrix
     c: Matrix | None
     plan: Plan
+    compressor: str | None
+    earlier: Earlier | None
+    identity: dict[str, Any]
 
 
 def prepare(
@@ -46,13 +51,29 @@ def prepare(
     compressor: str | None,
     *,
     overwrite: bool,
+    resume: bool | None,
+    arithmetic: dict[str, str],
     checked: bool = False,
 ) -> Job:
-    """Open and check everything, and plan. Writes nothing."""
+    """Open and check everything, and plan. Writes nothing. `resume` is None if nothing is to be run. `arithmetic` names
+    what multiplies, as far as bits hang on it."""
     left, right = stores.open_matrix("A", a), stores.open_matrix("B", b)
     problem = _problem(left, right, alpha, beta, _op("trans_a", trans_a), _op("trans_b", trans_b))
     problem = replace(problem, checked=checked)
-    existing = _existing_output(c, problem, overwrite)
+    earlier, identity = None, {}
+    if resume is not None:
+        check_whole(left, right)
+        earlier = look(c, resume=resume, overwrite=overwrite, reads_c=problem.reads_c)
+    resumed = earlier if earlier is not None and earlier.resumed else None
+    existing = _existing_output(c, problem, overwrite, earlier)
+    shape = _tile(tile)
+    if earlier is not None:
+        identity = identify(problem, left, right, existing, arithmetic)
+    if resumed is not None:
+        check_same(resumed, identity, existing, shape, chunks, compressor)
+        chunks, compressor = (None, None) if existing is not None else _as_begun(c, resumed)
+    elif resume is not None and existing is not None and problem.reads_c:
+        check_whole(existing)
     for operand in (left, right):
         if existing is not None and stores.same_place(existing, operand):
             raise InputError(
@@ -75,7 +96,16 @@ def prepare(
         writes = {"elsewhere" if "://" in os.fspath(c) else cache.file_system(c)}
     reads = system.stored_on(left, right, existing if problem.reads_c else None)
     machine = system.model(backend, device, reads, writes)
-    return Job(left, right, existing, make_plan(problem, budgets, machine, layouts, _tile(tile)))
+    if resumed is not None:
+        plan = continued(problem, budgets, machine, layouts, resumed.candidate, resumed.done)
+        if plan.grid.ramp != resumed.header["ramp"]:
+            version = resumed.header["version"]
+            raise InputError(
+                f"this version cuts panels otherwise than oocgemm {version}: finish the run with that one"
+            )
+    else:
+        plan = make_plan(problem, budgets, machine, layouts, shape)
+    return Job(left, right, existing, plan, compressor, earlier, identity)
 
 
 def rates(job: Job, c: Matrix) -> dict[str, float] | None:
@@ -160,27 +190,39 @@ def _tile(value: TileShape | str | None) -> TileShape | None:
     return TileShape(*(int(p) for p in parts))
 
 
-def _existing_output(c: Any, problem: GemmProblem, overwrite: bool) -> Matrix | None:
+def _existing_output(c: Any, problem: GemmProblem, overwrite: bool, earlier: Earlier | None) -> Matrix | None:
     """The array at C if there is one, checked against the problem."""
-    if c is None or (stores.is_path(c) and not stores.exists(os.fspath(c))):
+    if earlier is not None and earlier.anew:
+        return None
+    resumed = earlier is not None and earlier.resumed
+    if c is None or (stores.is_path(c) and not resumed and not stores.exists(os.fspath(c))):
         if problem.reads_c:
             where = "and none is given" if c is None else f"and there is nothing at {c}"
             raise InputError(f"beta = {problem.beta} needs an existing C, {where}")
         return None
-    matrix = stores.open_matrix("C", c, writable=True)
+    folder = earlier.folder if earlier is not None and resumed else None
+    matrix = stores.open_matrix("C", c, writable=True, folder=folder)
     wanted = (problem.m, problem.n), numpy_dtype(problem.c_dtype)
     if (matrix.shape, matrix.dtype) != wanted:
         raise InputError(
             f"C exists with shape {matrix.shape} and dtype {matrix.dtype}, the product has shape {wanted[0]} and "
             f"dtype {wanted[1]}: give another place"
         )
-    if stores.is_path(c) and not overwrite and not problem.reads_c:
+    if stores.is_path(c) and not overwrite and not problem.reads_c and not resumed:
         raise InputError(f"C exists at {c}: pass --overwrite to replace its contents, or give another place")
     return matrix
 
 
-def create_output(job: Job, c: Any, chunks: tuple[int, int] | None, compressor: str | None) -> Output:
-    """C, created now if it does not exist."""
+def _as_begun(c: Any, earlier: Earlier) -> tuple[tuple[int, int] | None, str | None]:
+    """Chunks and compressor of a C that an earlier run was to create."""
+    if os.fspath(c).endswith(".npy"):
+        return None, None
+    rows, cols = map(int, earlier.header["given"]["chunks"].split("x"))
+    return (rows, cols), earlier.header["given"]["compressor"]
+
+
+def create_output(job: Job, c: Any, folder: Path | None = None) -> Output:
+    """C, created now if it does not exist; `folder` is that of its journal."""
     if job.c is not None:
         return Output(job.c, lambda: None)
     problem = job.plan.problem
@@ -194,7 +236,7 @@ def create_output(job: Job, c: Any, chunks: tuple[int, int] | None, compressor: 
             )
         return Output(stores.open_matrix("C", np.empty(shape, dtype), writable=True), lambda: None)
     place = os.fspath(c)
-    return stores.create_output("C", place, shape, dtype, job.plan.chunks, compressor)
+    return stores.create_output("C", place, shape, dtype, job.plan.chunks, job.compressor, folder=folder)
 
 
 def budgets(

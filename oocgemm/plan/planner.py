@@ -1,7 +1,7 @@
 """Chooses how to run a product: enumerate, score in closed form, walk the schedules of the best few, choose."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
 from math import isfinite, lcm
 from typing import Any
@@ -194,6 +194,42 @@ def make_plan(
     some milliseconds, and so may the product.
     """
     return _planned(problem, budgets, machine, layouts or Layouts(), tile)
+
+
+def continued(
+    problem: GemmProblem,
+    budgets: Budgets,
+    machine: MachineModel,
+    layouts: Layouts,
+    candidate: Candidate,
+    done: frozenset[Tile],
+) -> Plan:
+    """The plan of a run that goes on as `candidate` with the tiles that are not done. Where the budgets are less than they
+    were it keeps fewer panels; what the bits hang on stays. Raises `BudgetError` if that does not fit either."""
+    slots = candidate.slots
+    together = max(2, min(slots.drain, slots.a, slots.b))  # panels of the steps that go strip by strip
+    fewer = replace(
+        slots,
+        a=min(slots.a, together),
+        b=min(slots.b, together),
+        host_a=min(slots.host_a, 2),
+        host_b=min(slots.host_b, 2),
+        host_c=min(slots.host_c, 2),
+    )
+    least = replace(candidate, slots=fewer, io_threads=1)
+    for tried in (candidate, replace(candidate, slots=fewer), least):
+        plan = Plan(problem, layouts, budgets, machine, tried, done=done)
+        held = plan.footprint
+        if (held.device_total <= budgets.device and held.host_total <= budgets.host) or plan.steps == 0:
+            return plan
+    name, least_bytes, budget = "device", held.device_total, budgets.device
+    if held.device_total <= budgets.device:
+        name, least_bytes, budget = "host", held.host_total, budgets.host
+    raise BudgetError(
+        f"{name} memory {format_size(budget)} cannot hold the plan that the run was begun with ({format_size(least_bytes)}: "
+        f"{least_bytes} bytes): raise --{name}-memory",
+        least=least_bytes,
+    )
 
 
 @lru_cache(64)

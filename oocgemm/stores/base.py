@@ -34,6 +34,14 @@ class Matrix(Protocol):
     def sync(self) -> None:
         """Have the system bring all that was written to the disk, as far as it has one. Raises `OSError`."""
 
+    def set_finished(self, finished: bool) -> None:
+        """Have it say of itself, durably, that it is the result of a run that has not ended, or that it is not; as far
+        as there is a place to say it."""
+
+    def fingerprint(self) -> dict[str, object] | None:
+        """Where it is, what it is, and what stands for its content, to tell later whether it is still the same; None
+        for memory."""
+
     def describe(self) -> dict[str, object]:
         """What it is, for the header of a timeline."""
 

@@ -154,17 +154,6 @@ def publish(path: Path, data: Array, size: int) -> None:
         raise
 
 
-def sync_folder(folder: Path) -> None:
-    """Have the system bring a folder and all that is in it to the disk: contents and names. Raises `OSError`."""
-    for place, _, names in os.walk(folder):
-        for path in (*(os.path.join(place, name) for name in names), place):
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-
-
 def padded(size: int) -> int:
     """`size` rounded up to what can be written past the page cache."""
     return -(-size // PAGE) * PAGE
