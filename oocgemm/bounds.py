@@ -8,16 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from oocgemm.backends.base import Array
+from oocgemm.backends.base import Array, numpy_dtype
+from oocgemm.plan import GemmProblem
 
 # Squares between these lose nothing to underflow and overflow that matters.
 SMALLEST, LARGEST = 1e-270, 1e290
 DOUBLE = 2.0**-53
-
-
-def roundoff(dtype: str) -> float:
-    """Unit roundoff of a dtype, or of the parts of a complex one."""
-    return float(np.finfo(dtype).eps) / 2
+T = 8
 
 
 def gamma(n: float, u: float) -> float:
@@ -39,9 +36,50 @@ def sum_error(n: float, u: float) -> float:
     return min(gamma(n, u), 6 * float(np.sqrt(n)) * u)
 
 
-def growth(dtype: str) -> float:
-    """How much more the products of a dtype's elements err than real ones: complex ones are four, added up."""
-    return 4.0 if np.dtype(dtype).kind == "c" else 1.0
+class Rounding:
+    """What sums of a product's elements, taken with random signs, may be off by, and what its scalars really are.
+
+    Each element of C is a `chain` of so many additions and the sums are one of `own` more, in double precision.
+
+    The errors R of some elements have a 2-norm of at most the bound of one times the norm of |A| |B| there. Signs being
+    random, R adds up to more than T |R| with a probability below exp(-T / e) whatever it is, signs on rows and columns
+    both (moments of a Rademacher chaos), or 2 exp(-T^2 / 2) with signs on columns only (Hoeffding); and in truth far more
+    rarely, since rounding errors are a small part of their bounds.
+    """
+
+    alpha: complex
+    beta: complex
+
+    def __init__(self, problem: GemmProblem, chain: int, own: int) -> None:
+        accumulator = numpy_dtype(problem.acc_dtype)
+        limits, stored = np.finfo(accumulator), np.finfo(numpy_dtype(problem.c_dtype))
+        # Products of complex numbers are four, added up.
+        factor = 4 if accumulator.kind == "c" else 1
+        self._relative = sum_error(factor * (chain + 8), float(limits.eps) / 2)
+        self._own = sum_error(factor * (own + 8), DOUBLE)
+        self._stored = float(stored.eps) / 2 if problem.finishes else 0.0
+        with np.errstate(all="ignore"):
+            self.alpha, self.beta = (accumulator.type(x).item() for x in (problem.alpha, problem.beta))
+        # An alpha that its dtype has no number for but 0 leaves A and B out.
+        self.multiplies = self.alpha != 0
+        underflow = (problem.depth + 2) * (1 + abs(self.alpha) + abs(self.beta)) * float(limits.tiny)
+        self._least = underflow + (float(stored.smallest_subnormal) if problem.finishes else 0.0)
+        self._most, self._most_stored = float(limits.max) / 16, float(stored.max) * 0.99
+
+    def norm(self, product: Array, old: Array) -> Array:
+        """Norms of |alpha| |A| |B| + |beta| |C0| from those of |A| |B| and of the old C."""
+        return np.asarray(abs(self.alpha) * product + (abs(self.beta) * old if self.beta else 0))
+
+    def tolerance(self, norm: Array, stored: Array, elements: Array | float) -> Array:
+        """What sums over so many `elements` may be off by, their norms being `norm` and that of C there `stored`."""
+        root = np.sqrt(elements)
+        rounding = np.minimum(T, root) * (self._relative * norm + self._stored * stored)
+        return np.asarray(rounding + self._own * root * norm + elements * self._least)
+
+    def may_overflow(self, product: Array, norm: Array) -> tuple[Array, Array]:
+        """Where a sum could have left the range of its dtype, so that an Inf or NaN says nothing; and where an element
+        could have left that of C's, so that an Inf does."""
+        return ~((product < self._most) & (norm < self._most)), ~(norm < self._most_stored)
 
 
 def norms(x: Array) -> Array:

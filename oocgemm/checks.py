@@ -10,13 +10,10 @@ slot to slot as the schedule says. Nothing of the right-hand side comes from a s
 there, to an accumulator or to a strip on its way out makes the two sides differ. A strip is judged before it is written,
 from the memory that it is written from. What was read wrongly is beyond this: `oocgemm verify` reads all again.
 
-The two sides may differ by rounding. `oocgemm.bounds.sum_error` bounds the error of an element of C relative to
-|A| |B|, n being the length of the longest chain of additions: the depth of a panel and the number of panels. So the
-errors R of a block have a 2-norm of at most that times the sum over the panels of |A_p| |B_p| (Frobenius norms of their
-parts in the block), and for storing in a narrower dtype the unit roundoff times |C|. Signs being random, R adds up to
-more than T |R| with a probability below exp(-T / e) whatever it is (moments of a Rademacher chaos), and in truth far
-more rarely, since rounding errors are a small part of their bounds. A tile that fails is computed again and judged with
-other signs. Errors below the bound pass: an error in one element is found if it is larger.
+The two sides may differ by rounding, as `oocgemm.bounds` reckons it for the longest chain of additions, the depth of a
+panel and the number of panels. The norm of |A| |B| in a block is at most the sum over the panels of |A_p| |B_p|,
+Frobenius norms of their parts in the block. A tile that fails is computed again and judged with other signs. Errors below
+the bound pass; an error in a single element is found if it is larger, whatever the signs.
 
 An Inf or NaN in a row of op(A) or a column of op(B) must be one in all of that row or column of C, and no other may be
 there unless a sum could have overflowed. In blocks that hold any only this is checked.
@@ -33,15 +30,13 @@ from typing import Any
 import numpy as np
 
 from oocgemm.backends.base import Array, numpy_dtype
-from oocgemm.bounds import DOUBLE, block_norms, gamma, growth, roundoff, signed, signs, sum_error, wide_dtype
+from oocgemm.bounds import Rounding, block_norms, signed, signs, wide_dtype
 from oocgemm.errors import ExecutionError
 from oocgemm.plan import Kind, Op, Operation, Plan, Slot
 from oocgemm.plan.checking import SIDE, WIDENED, borders
 from oocgemm.plan.tiling import Span, Tile
 from oocgemm.staging import Staging
 from oocgemm.timeline.figures import length, union
-
-T = 8
 
 Strip = tuple[Tile, Span]
 
@@ -119,7 +114,10 @@ class Checks:
         self._signs = signs(seed, 0, problem.m), signs(seed, 1, problem.n)
         self._panels: dict[Slot, Sums] = {}
         self._tiles: dict[Tile, TileSums] = {}
-        self._tolerance = _Tolerance(plan)
+        depth, panels = min(plan.tile.r, problem.depth), plan.grid.steps + plan.grid.ramp
+        # Each panel's product is summed, scaled and added. The checksums go over the rows and columns of a block, on
+        # both sides, and over k.
+        self._rounding = Rounding(problem, depth + 2 * panels, depth + panels + 4 * SIDE)
         self._busy: list[tuple[int, int]] = []
         self.failed: dict[Strip, float] = {}
         self.blocks = self.undecided = 0
@@ -269,12 +267,15 @@ class Checks:
         with np.errstate(all="ignore"):
             sums = np.add.reduceat(found.sums * y, tile.cols[:-1], axis=1)
             elements = np.outer(np.diff(tile.rows)[rows], np.diff(tile.cols))
-            expected, bound = self._tolerance(tile, rows, elements, found.norms[:, None])
+            norm = self._rounding.norm(tile.norm[rows], tile.old_norm[rows])
+            bound = self._rounding.tolerance(norm, found.norms[:, None], elements)
+            expected = self._rounding.alpha * tile.product[rows] + self._rounding.beta * tile.old[rows]
             off = np.abs(sums - expected)
             right = off <= bound
             decided = np.isfinite(sums) & np.isfinite(expected) & np.isfinite(bound)
             if not decided.all():
-                right = np.where(decided, right, self._pattern(operation, view, tile, rows, found))
+                overflow = self._rounding.may_overflow(tile.norm[rows], norm)
+                right = np.where(decided, right, self._pattern(view, tile, rows, *overflow))
             excess = np.where(decided & (bound > 0), off / bound, np.inf)
         self.blocks += right.size
         self.undecided += int((right & ~decided).sum())
@@ -283,72 +284,22 @@ class Checks:
             del self._tiles[operation.tile]
         return None if right.all() else float(excess[~right].max())
 
-    def _pattern(self, operation: Operation, view: Array, tile: TileSums, rows: slice, found: Sums) -> Array:
+    def _pattern(self, view: Array, tile: TileSums, rows: slice, overflow: Array, too_large: Array) -> Array:
         """For the blocks of a strip whether Inf and NaN are where they must be, and only where they may be."""
         top, bottom = tile.rows[rows.start], tile.rows[rows.stop]
         a, b, old = tile.broken[0][top:bottom], tile.broken[1], tile.broken[2][top:bottom]
-        overflow, too_large = self._tolerance.may_overflow(tile, rows)
         down, across = np.diff(tile.rows)[rows], np.diff(tile.cols)
         right = np.ones(overflow.shape, bool)
         for i, height in enumerate(down):
             part = slice(int(down[:i].sum()), int(down[:i].sum() + height))
             there, infinite = ~np.isfinite(view[part]), np.isinf(view[part])
             spoiled = a[part, None] | b
-            must = spoiled & self._tolerance.multiplies
+            must = spoiled & self._rounding.multiplies
             may = spoiled | old[part, None] | np.repeat(overflow[i], across)
             may |= infinite & np.repeat(too_large[i], across)
             wrong = (there & ~may) | (must & ~there)
             right[i] = ~np.logical_or.reduceat(wrong.any(axis=0), tile.cols[:-1])
         return right
-
-
-class _Tolerance:
-    """What the sum of a block may be off by."""
-
-    def __init__(self, plan: Plan) -> None:
-        problem, grid = plan.problem, plan.grid
-        accumulator = numpy_dtype(problem.acc_dtype)
-        limits, stored = np.finfo(accumulator), np.finfo(numpy_dtype(problem.c_dtype))
-        depth, panels = min(plan.tile.r, problem.depth), grid.steps + grid.ramp
-        factor = growth(accumulator.name)
-        # Each panel's product is summed, scaled and added; a few more for alpha, beta and their own rounding.
-        self._relative = sum_error(factor * (depth + 2 * panels + 8), roundoff(accumulator.name))
-        self._stored = roundoff(problem.c_dtype) if problem.finishes else 0.0
-        # The sums are not exact either: over the rows and columns of a block, on both sides, and over k.
-        self._own = gamma(factor * (depth + panels + 4 * SIDE + 8), DOUBLE)
-        with np.errstate(all="ignore"):
-            self._alpha = complex(accumulator.type(problem.alpha))
-            self._beta = complex(accumulator.type(problem.beta)) if problem.reads_c else 0j
-        if accumulator.kind != "c":
-            self._alpha, self._beta = self._alpha.real, self._beta.real
-        underflow = (problem.depth + 2) * (1 + abs(self._alpha) + abs(self._beta)) * float(limits.tiny)
-        self._least = underflow + (float(stored.smallest_subnormal) if problem.finishes else 0.0)
-        # An alpha that its dtype has no number for but 0 leaves A and B out.
-        self.multiplies = self._alpha != 0
-        self._most = float(limits.max) / 16, float(stored.max) * 0.99
-        self._reads_c = problem.reads_c
-
-    def __call__(self, tile: TileSums, rows: slice, elements: Array, found: Array) -> tuple[Array, Array]:
-        """The sums that blocks must have, and what they may be off by; `found` are norms of what C has there."""
-        expected = self._alpha * tile.product[rows]
-        norm = abs(self._alpha) * tile.norm[rows]
-        if self._reads_c:
-            expected = expected + self._beta * tile.old[rows]
-            norm = norm + abs(self._beta) * tile.old_norm[rows]
-        root = np.sqrt(elements)
-        spread = np.minimum(T, root)
-        rounding = spread * (self._relative * norm + self._stored * found)
-        return expected, rounding + self._own * root * norm + elements * self._least
-
-    def may_overflow(self, tile: TileSums, rows: slice) -> tuple[Array, Array]:
-        """The blocks in which a sum could have left the range of its dtype, so that an Inf or NaN says nothing; and those
-        in which an element could have left that of C's, so that an Inf does."""
-        product = tile.norm[rows]
-        scaled = abs(self._alpha) * product
-        if self._reads_c:
-            scaled = scaled + abs(self._beta) * tile.old_norm[rows]
-        most, most_stored = self._most
-        return ~((product < most) & (scaled < most)), ~(scaled < most_stored)
 
 
 def runs(piece: Array, top: int, cuts: list[int]) -> Iterator[tuple[int, Array, int]]:
