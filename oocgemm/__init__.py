@@ -11,6 +11,7 @@ from oocgemm.api import Result, gemm, matmul, plan
 from oocgemm.errors import BackendError, BudgetError, ExecutionError, InputError, OocGemmError
 from oocgemm.plan import Plan, TileShape
 from oocgemm.timeline import Report, Timeline, read_log, report
+from oocgemm.verify import Verification, verify
 
 __version__ = "0.1.0"
 
@@ -25,9 +26,11 @@ __all__ = [
     "Result",
     "TileShape",
     "Timeline",
+    "Verification",
     "gemm",
     "matmul",
     "plan",
     "read_log",
     "report",
+    "verify",
 ]

@@ -64,7 +64,7 @@ class Rounding:
         self.multiplies = self.alpha != 0
         underflow = (problem.depth + 2) * (1 + abs(self.alpha) + abs(self.beta)) * float(limits.tiny)
         self._least = underflow + (float(stored.smallest_subnormal) if problem.finishes else 0.0)
-        self._most, self._most_stored = float(limits.max) / 16, float(stored.max) * 0.99
+        self.most, self._most_stored = float(limits.max) / 16, float(stored.max) * 0.99
 
     def norm(self, product: Array, old: Array) -> Array:
         """Norms of |alpha| |A| |B| + |beta| |C0| from those of |A| |B| and of the old C."""
@@ -79,7 +79,7 @@ class Rounding:
     def may_overflow(self, product: Array, norm: Array) -> tuple[Array, Array]:
         """Where a sum could have left the range of its dtype, so that an Inf or NaN says nothing; and where an element
         could have left that of C's, so that an Inf does."""
-        return ~((product < self._most) & (norm < self._most)), ~(norm < self._most_stored)
+        return ~((product < self.most) & (norm < self.most)), ~(norm < self._most_stored)
 
 
 def norms(x: Array) -> Array:

@@ -14,6 +14,7 @@ from rich.table import Table
 from oocgemm.plan import Calibration, Plan
 from oocgemm.timeline import Report, Span, Timeline, gantt
 from oocgemm.units import format_size, format_time
+from oocgemm.verify import Verification
 
 LINKS = ("read", "h2d", "d2h", "write")
 GANTT_WIDTH = 72
@@ -152,6 +153,25 @@ def print_report(report: Report, timeline: Timeline) -> None:
         out.print(f"{lane:>8} │{picture}│", soft_wrap=True)
     ticks = f"0{format_time(report.wall):>{GANTT_WIDTH - 1}}"
     out.print(f"{'':>8}  {ticks}", soft_wrap=True)
+
+
+def print_verification(found: Verification) -> None:
+    """What `verify` has found, and what that is worth."""
+    out = _console()
+    out.print(
+        f"[bold]C is {'right' if found.right else 'wrong'}[/]: {found.vectors} random vectors on {found.groups} "
+        f"groups of columns, the worst sum off by {found.excess:.2g} of its tolerance",
+        soft_wrap=True,
+    )
+    if found.right:
+        out.print(
+            f"A row that is wrong within a group is missed with a probability of at most {100 * found.missed:.2g}%, unless "
+            f"by less than rounding; a single element off by more than {2 * found.tolerance:.2g} is never missed",
+            soft_wrap=True,
+        )
+    out.print(
+        f"{format_size(found.bytes)} in {format_time(found.seconds)}, {found.bytes / found.seconds / 1e9:.3g} GB/s"
+    )
 
 
 def _print_checks(out: Console, checks: dict[str, Any]) -> None:
