@@ -85,9 +85,10 @@ class Rounding:
 def norms(x: Array) -> Array:
     """2-norms of a double-precision array along its last axis, safe from overflow and underflow; NaN or Inf where it
     holds either."""
-    most = np.abs(x).max(axis=-1, initial=0)
-    scaled = x / np.where(most > 0, most, 1)[..., None]
-    return np.asarray(most * np.sqrt(np.vecdot(scaled, scaled).real))
+    sizes = np.abs(x)
+    most = sizes.max(axis=-1, initial=0)
+    scaled = sizes / np.where(most > 0, most, 1)[..., None]
+    return np.asarray(most * np.sqrt(np.vecdot(scaled, scaled)))
 
 
 def block_norms(blocks: Array) -> Array:

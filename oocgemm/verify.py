@@ -278,7 +278,7 @@ class _Check:
         self._pool = pool
         self._random = np.random.default_rng(seed)
         self._wide = wide_dtype(numpy_dtype(problem.acc_dtype))
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # for multiplying too: the BLAS has threads of its own
         self.bytes = 0
 
     def run(self, x: _Operands, cols: Span, size: int) -> _Found:
@@ -323,9 +323,9 @@ class _Check:
                     found[slice(*cols)] |= ~finite.all(axis=0)
                 return
             for group, inside, part in _parts(cuts, cols, block):
-                product, size = part @ y[inside], _row_norms(part)
+                size = _row_norms(part)
                 with self._lock:
-                    sums[at, _vectors(group)] += product
+                    sums[at, _vectors(group)] += part @ y[inside]
                     norms[at, group] = np.hypot(norms[at, group], size)
 
         self._each(x, (0, k), (cuts[0], cuts[-1]), act)
@@ -342,10 +342,10 @@ class _Check:
             broken = None
             if not finite.all():
                 broken, block = ~finite.all(axis=1), np.where(finite, block, 0)
-            product, size = block @ sums[slice(*cols)], np.abs(block) @ norms[slice(*cols)]
+            sizes = np.abs(block)
             with self._lock:
-                wanted[slice(*rows)] += product
-                bound[slice(*rows)] += size
+                wanted[slice(*rows)] += block @ sums[slice(*cols)]
+                bound[slice(*rows)] += sizes @ norms[slice(*cols)]
                 if broken is not None:
                     spoiled[slice(*rows)] |= broken
 
@@ -385,14 +385,13 @@ class _Check:
                     may = [which[at, group, None] for which in overflow]
                     part, part_before, bad, lost = _without(part, part_before, spoils, rounding, *may)
                     lost = np.logical_or.reduce(lost & ~spoiled[1][inside], 1)
-                sums, size, size_before = part @ y[inside], _row_norms(part), None
-                if part_before is not None:
-                    sums = sums - rounding.beta * (part_before @ y[inside])
-                    size_before = _row_norms(part_before)
+                size = _row_norms(part)
+                size_before = None if part_before is None else _row_norms(part_before)
                 with self._lock:
-                    off[at, _vectors(group)] += sums
+                    off[at, _vectors(group)] += part @ y[inside]
                     stored[at, group] = np.hypot(stored[at, group], size)
-                    if size_before is not None:
+                    if part_before is not None and size_before is not None:
+                        off[at, _vectors(group)] -= rounding.beta * (part_before @ y[inside])
                         old[at, group] = np.hypot(old[at, group], size_before)
                     if bad is not None:
                         wrong[at, group] |= bad
@@ -414,7 +413,8 @@ class _Check:
 
         def one(block: tuple[Span, Span]) -> int:
             read = x.read(*block)
-            act(*block, read)
+            with np.errstate(all="ignore"):
+                act(*block, read)
             return read.size
 
         done = sum(self._pool.map(one, x.blocks(rows, cols)))

@@ -1,5 +1,6 @@
 """`oocgemm verify`: right results pass whatever made them, wrong ones are found and told where."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ EXTENTS = st.one_of(st.integers(1, 40), st.sampled_from([130, 257]))
 
 
 @given(data=st.data())
-@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 def test_what_is_right_passes(data: st.DataObject) -> None:
     m, n, k = (data.draw(EXTENTS, label) for label in "mnk")
     dtype = data.draw(st.sampled_from(DTYPES))
@@ -45,7 +46,7 @@ def test_what_is_right_passes(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(data=st.data())
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 def test_a_wrong_element_is_found_where_it_is(dtype: str, data: st.DataObject) -> None:
     m, n, k = (data.draw(EXTENTS, label) for label in "mnk")
     op_a, op_b = (data.draw(st.sampled_from(list(Op))) for _ in "AB")
@@ -57,7 +58,7 @@ def test_a_wrong_element_is_found_where_it_is(dtype: str, data: st.DataObject) -
     c = (exact if np.dtype(dtype).kind == "c" else exact.real).astype(dtype)
     i, j = int(rng.integers(m)), int(rng.integers(n))
     off = data.draw(st.sampled_from([1, np.nan, np.inf]), "off by")
-    c[i, j] += off if dtype != "float16" else off * 32
+    c[i, j] += off * {"float16": 32, "complex64": 8}.get(dtype, 1)  # above rounding
     found = oocgemm.verify(a, b, c, beta=beta, c_before=before, trans_a=op_a, trans_b=op_b)
     assert not found.right
     assert (found.rows, found.cols, found.wrong_rows) == ((i, i + 1), (j, j + 1), 1)
@@ -111,7 +112,7 @@ def test_a_chunk_of_zeros_is_found(tmp_path: Path) -> None:
 def test_each_operand_is_read_once_in_bounded_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(5)
     a, b = rng.standard_normal((700, 900)), rng.standard_normal((900, 800))
-    monkeypatch.setattr("oocgemm.verify.PIECE", 10_000)
+    monkeypatch.setattr(sys.modules["oocgemm.verify"], "PIECE", 10_000)  # oocgemm.verify is the function
     right, largest = ArrayMatrix.read, 0
 
     def read(self: ArrayMatrix, rows: Any, cols: Any, out: Array) -> None:
