@@ -26,20 +26,16 @@ CHUNK = 1024
 
 
 def filled(rng: np.random.Generator, n: int, dtype: str) -> Any:
-    x = np.empty((n, n), dtype)
-    for top in range(0, n, 1024):
-        x[top : top + 1024] = rng.standard_normal(
-            (min(1024, n - top), n), np.float32 if dtype == "float32" else None
-        )
+    """Normal random numbers, drawn once for some rows and shifted for the others."""
+    x, drawn = np.empty((n, n), dtype), rng.standard_normal((CHUNK, n)).astype(dtype)
+    for top in range(0, n, CHUNK):
+        x[top : top + CHUNK] = np.roll(drawn, top + 1, axis=1)[: n - top]
     return x
 
 
 def stored(folder: Path, name: str, x: Any) -> Path:
-    array = zarr.create_array(
-        folder / name, shape=x.shape, dtype=x.dtype, chunks=(CHUNK, CHUNK), compressors=None
-    )
-    for top in range(0, len(x), CHUNK):
-        array[top : top + CHUNK] = x[top : top + CHUNK]
+    options: dict[str, Any] = {"chunks": (CHUNK, CHUNK), "compressors": None, "overwrite": True}
+    zarr.create_array(folder / name, data=x, **options)
     return folder / name
 
 
