@@ -18,6 +18,7 @@ from oocgemm.errors import (
 )
 from oocgemm.plan import Plan, TileShape
 from oocgemm.timeline import Report, Timeline, read_log, report
+from oocgemm.verify import Verification, verify
 
 __version__ = "0.1.0"
 
@@ -33,9 +34,11 @@ __all__ = [
     "Result",
     "TileShape",
     "Timeline",
+    "Verification",
     "gemm",
     "matmul",
     "plan",
     "read_log",
     "report",
+    "verify",
 ]

@@ -12,12 +12,15 @@ from typing import Any
 from oocgemm import backends, job, stores, system, target
 from oocgemm.backends import Backend, Session
 from oocgemm.backends.memory import available_memory
+from oocgemm.checks import Checks
 from oocgemm.errors import ExecutionError, InputError, OutOfMemoryError
 from oocgemm.executor import Progress, Run
 from oocgemm.job import Size, Transpose
 from oocgemm.plan import Op, Plan, TileShape
 from oocgemm.staging import Staging
 from oocgemm.timeline import Report, Span, Timeline, report, write_log
+
+SEED = 20261  # of the signs that checksums are taken with; any will do
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ def gemm(
     compressor: str | None = None,
     overwrite: bool = False,
     resume: bool = False,
+    verify: bool = False,
     timeline: str | os.PathLike[str] | None = None,
     progress: Callable[[Plan], Progress] | None = None,
 ) -> Result:
@@ -94,6 +98,8 @@ def gemm(
         overwrite: allow a path that holds a matching array already.
         resume: go on with the run that has not ended at `c`, a local path, and was called with the same arguments; begin
             one if there is none, and do nothing if it has ended. Budgets may differ, and be less.
+        verify: hold every tile against checksums of the panels it is made from (`oocgemm.checks`) before it is written,
+            and compute once more what differs. Costs a few percent at most.
         timeline: path of a log of every operation, for `oocgemm report`.
         progress: called with the plan; returns what is called with every finished operation.
 
@@ -128,6 +134,7 @@ def gemm(
             overwrite=overwrite,
             resume=resume,
             arithmetic={"backend": engine.name, "kernel": kernel},
+            checked=verify,
         )
         if timeline is not None:
             job.check_log_apart(os.fsdecode(timeline), work, c)
@@ -146,6 +153,7 @@ def gemm(
             "operands": {"A": work.a.describe(), "B": work.b.describe(), "C": done.matrix.describe()},
             "held": done.held,
             "retried": done.retried,
+            "checks": done.checks,
             "rates": job.rates(work, done.matrix),
             "machine": system.machine(),
             "versions": system.versions(),
@@ -171,6 +179,7 @@ class _Done:
     wall: int
     held: dict[str, int]
     retried: list[str]
+    checks: dict[str, Any] | None
 
 
 def _execute(
@@ -183,7 +192,7 @@ def _execute(
     """Run what is planned, from the creation of C until it is durable; nothing of it is left but C and its journal, the
     session closed too. There is none where nothing is left of a run that has ended."""
     plan = work.plan
-    output = staging = run = None
+    output = staging = run = checks = again = None
     failed: BaseException | None = None
     spans: list[Span] = []
     held, retried = {"device": 0, "host": 0}, []
@@ -192,12 +201,21 @@ def _execute(
         if session is not None:
             staging = Staging(plan, {"A": work.a, "B": work.b, "C": output.matrix})
             watch = progress(plan) if progress else None
-            run = Run(plan, session, staging, origin, watch, output.finished)
+            checks = Checks(plan, SEED) if plan.problem.checked else None
+            run = Run(plan, session, staging, origin, watch, output.finished, checks)
             run.execute()
             spans, retried = run.spans, staging.retried
+            if checks is not None and checks.failed:
+                some = checks.failing()
+                again = Checks(some, SEED + 1, checks.failed)
+                repair = Run(some, session, staging, origin, watch, output.finished, again, len(spans))
+                repair.execute()
+                spans += repair.spans
+                again.complain()
             held = {"device": session.device_bytes(), "host": staging.arena.nbytes}
         output.seal()
-        return _Done(output.matrix, spans, perf_counter_ns() - origin, held, retried)
+        found = checks.figures(again) if checks is not None else None
+        return _Done(output.matrix, spans, perf_counter_ns() - origin, held, retried, found)
     except OSError as error:
         failed = ExecutionError(f"C cannot be brought to the disk: {error}")
         raise failed from error

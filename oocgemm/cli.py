@@ -1,4 +1,4 @@
-"""The command line: run, plan, report, calibrate, info."""
+"""The command line: run, plan, verify, report, calibrate, info."""
 
 import json
 import os
@@ -13,10 +13,19 @@ import click
 
 from oocgemm import __version__, api, backends, cache, resume, stores, system
 from oocgemm.calibrate import calibrate as measure
-from oocgemm.display import doing, print_calibration, print_info, print_plan, print_report, progress_display
+from oocgemm.display import (
+    doing,
+    print_calibration,
+    print_info,
+    print_plan,
+    print_report,
+    print_verification,
+    progress_display,
+)
 from oocgemm.errors import BackendError, BudgetError, ExecutionError, InputError, OocGemmError
 from oocgemm.interrupts import Interrupted, stopping
 from oocgemm.timeline import read_log, report
+from oocgemm.verify import verify as check_product
 
 EXIT_FAILED, EXIT_USAGE, EXIT_BUDGET, EXIT_INTERRUPTED = 1, 2, 3, 130
 
@@ -48,13 +57,17 @@ class _Chunks(click.ParamType[tuple[int, int]]):
         return int(parts[0]), int(parts[1])
 
 
-_PROBLEM = (
+_PRODUCT = (
     click.option("--alpha", type=_Scalar(), default=1.0, help="Factor of op(A) op(B).  [default: 1]"),
     click.option("--beta", type=_Scalar(), default=0.0, help="Factor of the old C.  [default: 0]"),
     click.option("--transpose-a", is_flag=True, help="Multiply by the transpose of A."),
     click.option("--transpose-b", is_flag=True, help="Multiply by the transpose of B."),
     click.option("--adjoint-a", is_flag=True, help="Multiply by the conjugate transpose of A."),
     click.option("--adjoint-b", is_flag=True, help="Multiply by the conjugate transpose of B."),
+)
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+_PROBLEM = (
+    *_PRODUCT,
     click.option(
         "--backend",
         type=click.Choice(backends.NAMES),
@@ -69,7 +82,7 @@ _PROBLEM = (
     click.option(
         "--compressor", type=click.Choice(stores.COMPRESSORS), help="Compressor of a new C.  [default: none]"
     ),
-    click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout."),
+    _JSON,
 )
 
 
@@ -103,6 +116,9 @@ def cli(debug: bool) -> None:
     help="What multiplies: cublas or tiled (cuda), blas (host).",
 )
 @click.option("--timeline", type=click.Path(dir_okay=False), help="Log every operation to this file.")
+@click.option(
+    "--verify", is_flag=True, help="Check every tile against checksums of its panels, and redo what differs."
+)
 @click.option("--overwrite", is_flag=True, help="Replace the contents of a C that exists.")
 @click.option("--resume", is_flag=True, help="Go on with an unfinished run of the same command.")
 @click.option("--quiet", is_flag=True, help="Print nothing but errors.")
@@ -155,6 +171,32 @@ def plan(a: str, b: str, c: str | None, as_json: bool, explain: bool, **options:
         _print_json(planned.to_dict() | ({"considered": planned.explain()} if explain else {}))
     else:
         print_plan(planned, explain)
+
+
+@cli.command()
+@click.argument("a")
+@click.argument("b")
+@click.argument("c")
+@_options(*_PRODUCT, _JSON)
+@click.option("--c-before", metavar="PATH", help="What C was before, where beta is not 0.")
+@click.option("--host-memory", metavar="SIZE", help="Bound on memory, such as 8GiB.")
+@click.option(
+    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the random vectors."
+)
+def verify(a: str, b: str, c: str, as_json: bool, **options: Any) -> None:
+    """Tell whether C is the product of A and B, but for rounding, by Freivalds' check: each is read once.
+
+    Exits with 1 if it is not, and says where.
+    """
+    stores.load_zarr()
+    found = check_product(a, b, c, **_transposes(options))
+    if as_json:
+        _print_json(found.to_dict())
+    else:
+        print_verification(found)
+    if not found.right:
+        _complain(f"C at {c} {found.complaint}")
+        click.get_current_context().exit(EXIT_FAILED)
 
 
 @cli.command(name="report")

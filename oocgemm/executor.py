@@ -19,6 +19,7 @@ from queue import Queue
 from time import perf_counter_ns
 
 from oocgemm.backends.base import Array, DoneToken, Session, Token
+from oocgemm.checks import Checks
 from oocgemm.errors import ExecutionError
 from oocgemm.plan import Kind, Operation, Plan, Tier
 from oocgemm.plan.hazards import HazardTracker
@@ -73,15 +74,20 @@ class Run:
         origin_ns: int,
         progress: Progress | None = None,
         finished: Callable[[Tile], None] | None = None,
+        checks: Checks | None = None,
+        first: int = 0,
     ) -> None:
         """`finished` is called for each tile when all of it is written (not synced), by the thread that wrote the last
-        of it, once a tile; what it raises fails the run."""
+        of it, once a tile; what it raises fails the run. With `checks` strips that fail them are not written.
+        Operations are numbered from `first` on."""
         self._plan = plan
         self._session = session
         self._staging = staging
         self._origin = origin_ns
         self._progress = progress
         self._finished = finished
+        self._checks = checks
+        self._first = first
         self._unwritten: dict[Tile, int] = {}  # bytes, of tiles that have been written in part
         self._writing = threading.Lock()
         self._streams: dict[str, tuple[Queue[_Item | None], list[threading.Thread]]] = {}
@@ -129,7 +135,7 @@ class Run:
 
     def _dispatch(self) -> None:
         tracker: HazardTracker[Completion] = HazardTracker()
-        for number, operation in enumerate(self._plan.schedule()):
+        for number, operation in enumerate(self._plan.schedule(), self._first):
             if self._error is not None:
                 return
             completion = Completion(number)
@@ -195,9 +201,13 @@ class Run:
         )
         self.wrote = self.wrote or not reading
         start = perf_counter_ns()
-        self._staging.transfer(operation, columns)
+        right = True
+        if self._checks is None:
+            self._staging.transfer(operation, columns)
+        else:
+            right = self._checks.transfer(self._staging, operation, columns)
         token = DoneToken(start, perf_counter_ns())
-        if self._finished is not None and not reading:
+        if self._finished is not None and not reading and right:
             self._count(operation)
         return token
 
@@ -220,6 +230,8 @@ class Run:
             host = self._staging.columns(operation.reads[0].slot, operation)
         elif operation.kind is Kind.DOWNLOAD:
             host = self._staging.columns(operation.writes[0].slot, operation)
+        if self._checks is not None:
+            self._checks.submit(operation)
         return self._session.submit(operation, host, tokens)
 
     def _collect(self) -> None:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +53,12 @@ def prepare(
     overwrite: bool,
     resume: bool | None,
     arithmetic: dict[str, str],
+    checked: bool = False,
 ) -> Job:
     """Open and check everything, and plan. Writes nothing. `resume` is None if nothing is to be run. `arithmetic` names
     what multiplies, as far as bits hang on it."""
     left, right = stores.open_matrix("A", a), stores.open_matrix("B", b)
-    problem = _problem(left, right, alpha, beta, _op("trans_a", trans_a), _op("trans_b", trans_b))
+    problem = replace(problem_of(left, right, alpha, beta, trans_a, trans_b), checked=checked)
     earlier, identity = None, {}
     if resume is not None:
         check_whole(left, right)
@@ -156,7 +157,11 @@ def check_log_apart(timeline: str, job: Job, c: Any) -> None:
         raise InputError(f"the timeline at {timeline} would lie in C: give it a place of its own")
 
 
-def _problem(a: Matrix, b: Matrix, alpha: complex, beta: complex, trans_a: Op, trans_b: Op) -> GemmProblem:
+def problem_of(
+    a: Matrix, b: Matrix, alpha: complex, beta: complex, trans_a: Transpose, trans_b: Transpose
+) -> GemmProblem:
+    """What is to be computed of two operands. Raises `InputError` if they do not go together."""
+    trans_a, trans_b = _op("trans_a", trans_a), _op("trans_b", trans_b)
     if a.dtype != b.dtype:
         raise InputError(f"A is of dtype {a.dtype} and B of {b.dtype}: convert one of them")
     m, k = a.shape[::-1] if trans_a.swaps else a.shape

@@ -118,7 +118,7 @@ def identify(
     """What a run computes, from what and by what: two runs of one identity and one plan give the same bits."""
     kept = c.fingerprint() if c is not None else None
     return {
-        "problem": {name: str(value) for name, value in asdict(problem).items()},
+        "problem": {name: str(value) for name, value in asdict(problem).items() if name != "checked"},
         "arithmetic": arithmetic,
         "operands": {"A": a.fingerprint(), "B": b.fingerprint()},
         "C": kept["metadata"] if kept is not None else None,

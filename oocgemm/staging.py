@@ -1,8 +1,9 @@
 """The host tier: slots in one block of memory, and the threads that fill them from stores and empty them."""
 
 from bisect import bisect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from itertools import accumulate
 from threading import Event
 
@@ -21,6 +22,9 @@ LEAST_PIECE_BYTES = 1 << 20
 PAGE = 4096
 # A read that fails in a way that may pass is tried again after so many seconds each: 12 in all.
 RETRY_AFTER = (0.1, 0.3, 0.9, 2.7, 8.1)
+
+# Is shown a block, by its rows and columns, and what was read.
+Look = Callable[[Span, Span, Array], None]
 
 
 class Staging:
@@ -91,13 +95,14 @@ class Staging:
                 return [(c0 - first, c1 - first) for _, (c0, c1) in cuts]
         return [(0, last - first)]
 
-    def transfer(self, operation: Operation, columns: Sequence[Array]) -> None:
+    def transfer(self, operation: Operation, columns: Sequence[Array], look: Look | None = None) -> None:
         """Do a Read (store -> slot) or a Write (slot -> store), all threads on its chunks. `columns` is the slot, shaped
-        as the block is stored, in groups of columns."""
+        as the block is stored, in groups of columns. `look` is shown each part, as it is stored, by the thread that has
+        read it."""
         reading = operation.kind is Kind.READ
         matrix = self._operands[operation.operand]
         rows, cols = self._stored(operation)
-        pool, act = (self._readers, self._read) if reading else (self._writers, self._write)
+        pool, act = (self._readers, partial(self._read, look)) if reading else (self._writers, self._write)
         starts = list(accumulate((group.shape[1] for group in columns[:-1]), initial=cols[0]))
 
         def place(r: Span, c: Span) -> Array:
@@ -109,12 +114,13 @@ class Staging:
         parts = self._parts(matrix, rows, cols, reading)
         self._run([pool.submit(act, matrix, r, c, place(r, c)) for r, c in parts])
 
-    def _read(self, matrix: Matrix, rows: Span, cols: Span, out: Array) -> None:
+    def _read(self, look: Look | None, matrix: Matrix, rows: Span, cols: Span, out: Array) -> None:
         """Read a block, and again after failures that may pass, until the run is stopped."""
         waits = iter(RETRY_AFTER)
         while True:
             try:
-                return matrix.read(rows, cols, out)
+                matrix.read(rows, cols, out)
+                break
             except Exception as error:
                 failed = _placed("reading", matrix, rows, cols, error)
                 after = None if self._stopped.is_set() or not transient(error) else next(waits, None)
@@ -122,6 +128,8 @@ class Staging:
                     raise failed from error
             self.retried.append(str(failed))
             self._stopped.wait(after)
+        if look is not None:
+            look(rows, cols, out)
 
     def _write(self, matrix: Matrix, rows: Span, cols: Span, data: Array) -> None:
         try:

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
-from math import isqrt
+from math import ceil, isqrt
 
+from oocgemm.plan.checking import panel_check_bytes
 from oocgemm.plan.cost import Candidate, Layouts, MachineModel, extents, footprint, scratch_bytes, slot_bytes
 from oocgemm.plan.predict import closed_loads, multiply_seconds
 from oocgemm.plan.problem import GemmProblem
@@ -94,7 +95,7 @@ def _with_slots(
         strip = min(base.strip, round_up(ceil_div(base.strip, 16), c_chunks(problem, layouts, tile)[0]))
         lean = replace(base, host_a=1, host_b=1, host_c=1, strip=strip)
         bases.append((lean, _free(problem, budgets, machine, layouts, tile, lean, io_threads)[1]))
-    device, host = ((size[tier, "A"], size[tier, "B"]) for tier in ("device", "host"))
+    device = size["device", "A"], size["device", "B"]
     room = free if machine.unified else host_free
     for axis in (0, 1) if down * across > 1 else (0,):
         found: list[tuple[float, bool, int, Candidate]] = []
@@ -107,6 +108,8 @@ def _with_slots(
             # Each tier may serve either operand first: what one of them keeps need not be kept by the other.
             for (fewest, spare), (on_device, on_host) in product(bases, PAIRS if band > 1 else PAIRS[:3]):
                 a, b = _filled(base.a, base.b, free, *device, down, across, steps, traversal, on_device)
+                checks = panel_check_bytes(problem, tile, fewest.strip)
+                host = size["host", "A"] + checks[0], size["host", "B"] + checks[1]
                 sizes = fewest.host_a, fewest.host_b, spare, *host
                 host_a, host_b = _filled(*sizes, down, across, steps, traversal, on_host)
                 dealt = replace(fewest, a=a, b=b, host_a=host_a, host_b=host_b)
@@ -220,9 +223,16 @@ def _free(
     slots: Slots,
     io_threads: int,
 ) -> tuple[int, int]:
-    """Bytes that the device and the host have left beside these slots and all else."""
+    """Bytes that the device and the host have left beside these slots and all else, the checksums included of panels
+    that fill what the device has left."""
     held = footprint(problem, Candidate(tile, slots, io_threads=io_threads), layouts, machine)
-    return budgets.device - held.device_total, budgets.host - held.host_total
+    device, host = budgets.device - held.device_total, budgets.host - held.host_total
+    size, checks = slot_bytes(problem, tile, slots.strip), panel_check_bytes(problem, tile, slots.strip)
+    share = max(check / max(1, size["device", x]) for x, check in zip("AB", checks, strict=True))
+    if share and min(device, host) > 0:
+        device = min(device, int(host / share))
+        host -= ceil(device * share)
+    return device, host
 
 
 def _least_slots(

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import sqrt
 
+from oocgemm.plan.checking import check_bytes
 from oocgemm.plan.machine import KernelRate, MachineModel, default_model
 from oocgemm.plan.problem import GemmProblem
 from oocgemm.plan.slots import Slots
@@ -99,6 +100,7 @@ def footprint(
         "B": slots.host_b * size["host", "B"],
         "C": slots.host_c * size["host", "C"],
         "scratch": scratch_bytes(layouts, problem.reads_c, candidate.io_threads),
+        "checks": check_bytes(problem, tile, slots, candidate.io_threads),
         "reserve": machine.host_reserve,
     }
     return Footprint(device, host)

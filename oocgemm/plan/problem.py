@@ -42,7 +42,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class GemmProblem:
-    """``C (m x n) = alpha * op(A) (m x k) @ op(B) (k x n) + beta * C``.
+    """``C (m x n) = alpha * op(A) (m x k) @ op(B) (k x n) + beta * C``, each tile `checked` against checksums or not.
 
     The dtypes of a, b, the accumulator and c are kept apart, so that wider accumulators and results fit in.
     """
@@ -58,6 +58,7 @@ class GemmProblem:
     beta: complex = 0.0
     trans_a: Op = Op.N
     trans_b: Op = Op.N
+    checked: bool = False
 
     @property
     def depth(self) -> int:
