@@ -161,7 +161,6 @@ RESULTS = {
     "C exists as zarr": ("a b c", "", EXISTS + "c: pass --overwrite"),
     "C exists as .npy": ("a b c.npy", "", EXISTS + "c.npy"),
     "C is a plain file": ("a b plain", "--overwrite", "no zarr array at plain"),
-    "C is an empty folder": ("a b empty", "--overwrite", "no zarr array at empty"),
     "C is a folder of other things": ("a b .", "--overwrite", "no zarr array at ."),
     "C is a group": ("a b group", "--overwrite", "is a zarr group"),
     "C is damaged": ("a b garbage", "--overwrite", "no zarr array at garbage"),

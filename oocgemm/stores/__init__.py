@@ -75,11 +75,11 @@ def located(name: str, source: Any) -> Any:
 
 
 def exists(path: str) -> bool:
-    """Whether there is anything at a path or URL; also at what a path with ``..`` would come to be. A journal's folder
-    alone, of a run that was killed as it began, is nothing."""
+    """Whether there is anything at a path or URL; also at what a path with ``..`` would come to be. A folder that is
+    empty but for that of a journal, where a run was killed as it began, is nothing."""
     if "://" not in path:
         with suppress(OSError):
-            if os.listdir(path) == [SIDECAR]:
+            if set(os.listdir(path)) <= {SIDECAR}:
                 return False
         return os.path.lexists(path) or os.path.lexists(os.path.realpath(path))
     from oocgemm.stores.zarr_store import remote_exists

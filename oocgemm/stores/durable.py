@@ -3,7 +3,7 @@ the old, and a way to tell whether files are still those that were there."""
 
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,15 +41,20 @@ class Durable(Matrix, Protocol):
         """Stands for what the files hold, by their sizes and times of change."""
 
 
-def sync_files(root: Path, names: Iterable[str]) -> None:
+def sync_files(root: Path, names: Collection[str]) -> None:
     """Bring files below `root` to the disk, and the folders that lead to them. A file that is not there has no content
     to lose: chunks of nothing but the fill value may be left out. Raises `OSError`."""
-    folders = {root}
     for name in names:
-        path = root / name
         with suppress(FileNotFoundError):
-            sync_path(path)
-        folders |= {folder for folder in path.parents if root in folder.parents}
+            sync_path(root / name)
+    sync_names(root, names)
+
+
+def sync_names(root: Path, names: Collection[str]) -> None:
+    """Bring the folders that lead to files below `root` to the disk: which files there are, not what they hold."""
+    folders = {root}
+    for parent in {(root / name).parent for name in names}:
+        folders |= {folder for folder in (parent, *parent.parents) if root in folder.parents}
     for folder in sorted(folders, reverse=True):
         if folder.is_dir():
             sync_path(folder)

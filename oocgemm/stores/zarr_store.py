@@ -23,7 +23,7 @@ from oocgemm.plan import Layout
 from oocgemm.plan.tiling import Span
 from oocgemm.stores.base import BATCH_BYTES, Array, checked
 from oocgemm.stores.direct import DirectChunks, Shards
-from oocgemm.stores.durable import spread, stamp, sync_files
+from oocgemm.stores.durable import spread, stamp, sync_files, sync_names
 from oocgemm.stores.encoding import from_v2, from_v3
 
 # Arrays larger than this part of the machine's memory would push each other out of the page cache before they are
@@ -125,7 +125,7 @@ class ZarrMatrix:
             target.parent.mkdir(parents=True, exist_ok=True)
             with suppress(FileNotFoundError):  # it is there already
                 os.replace(self._target / name, target)
-        sync_files(self.folder, names)
+        sync_names(self.folder, names)  # what the files hold was synced before
 
     def set_finished(self, finished: bool) -> None:
         if not finished:
