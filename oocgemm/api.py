@@ -126,7 +126,10 @@ def gemm(
     if timeline is not None:
         job.check_log_apart(os.fsdecode(timeline), work, c)
     plan = work.plan
-    done = _execute(work, c, engine, kernel, origin, progress)
+    try:
+        done = _execute(work, c, engine, kernel, origin, progress)
+    except OSError as error:  # of what is done to C and its journal beside writing tiles
+        raise ExecutionError(f"C cannot be kept: {error}") from error
     recorded = Timeline(
         tuple(sorted(done.spans, key=lambda s: s.id)),
         done.wall,

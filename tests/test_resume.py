@@ -111,7 +111,15 @@ def test_a_failed_run_says_how_far_it_came_and_is_gone_on_with(here: Path, c: st
     again = run("a", "b", c, *options)
     assert (again.code, "2 of 9 tiles are done: pass --resume" in again.err) == (EXIT_USAGE, True)
     resumed = run("a", "b", c, *options, "--resume", "--json")
-    assert (resumed.code, resumed.json()["plan"]["steps"]) == (0, 7 * 3)
+    plan = resumed.json()["plan"]
+    assert (resumed.code, plan["tiles_done_before"], plan["steps"], plan["flops"]) == (
+        0,
+        2,
+        7 * 3,
+        7 * 2 * 4 * 4 * 12,
+    )
+    assert plan["required"]["write"] == 7 * 4 * 4 * 8
+    assert plan["required"]["read"] == (12 * 12 * 2 + (7 * 4 * 4 if beta != "0" else 0)) * 8
     assert stored(c) == stored(right)
     before = contents(here)
     assert run("a", "b", c, *options, "--resume", "--quiet") == Finished(0, "", "")
