@@ -140,18 +140,23 @@ def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> N
     except (ExecutionError, BackendError, MemoryError, KeyboardInterrupt) as error:
         error.add_note(resume.how_far(c))
         raise
+    planned = result.plan
+    if live and planned.done:
+        tiles = planned.grid.shape[0] * planned.grid.shape[1]
+        click.echo(f"Note: {len(planned.done)} of {tiles} tiles were done already", err=True)
     if as_json:
         _print_json(
             {
                 "c": c,
-                "plan": result.plan.to_dict(),
+                "plan": planned.to_dict(),
                 "report": result.report.to_dict(),
                 "backend": result.timeline.header["backend"],
                 "timeline": options["timeline"],
             }
         )
     elif not quiet:
-        print_report(result.report, result.timeline)
+        if planned.steps:
+            print_report(result.report, result.timeline)
         click.echo(f"\nC: {Path(c) if '://' not in c else c}")
         if options["timeline"]:
             click.echo(f"Timeline: {options['timeline']}  (oocgemm report {options['timeline']})")

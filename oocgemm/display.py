@@ -270,10 +270,10 @@ def progress_display(enabled: bool) -> Iterator[Callable[[Plan], Callable[[Span]
 
     def begin(plan: Plan) -> Callable[[Span], None]:
         down, across = plan.grid.shape
-        tiles = down * across
+        tiles, before = down * across, len(plan.done)
         # Work is counted in flops; where there are none (k = 0), in bytes written.
-        total = plan.problem.flops or plan.traffic["write"]
-        task = bar.add_task("run", total=total, tiles=f"tile 0/{tiles}", rates="")
+        total = plan.flops or plan.traffic["write"]
+        task = bar.add_task("run", total=total, tiles=f"tile {before}/{tiles}", rates="")
         started = perf_counter()
         shown = started
         moved = dict.fromkeys(LINKS, 0)
@@ -291,10 +291,10 @@ def progress_display(enabled: bool) -> Iterator[Callable[[Plan], Callable[[Span]
             shown = now
             seconds = now - started
             rates = "  ".join(f"{link} {size / seconds / 1e9:.1f}" for link, size in moved.items())
-            done = tiles * written // max(1, plan.traffic["write"])
+            done = before + (tiles - before) * written // max(1, plan.traffic["write"])
             bar.update(
                 task,
-                completed=flops if plan.problem.flops else written,
+                completed=flops if plan.flops else written,
                 tiles=f"tile {min(done + 1, tiles)}/{tiles}",
                 rates=f"{flops / seconds / 1e12:.3g} TFLOP/s  {rates} GB/s",
             )

@@ -14,7 +14,7 @@ from oocgemm.journal import JOURNAL, LOCK, REDO, Journal, Keeper
 from oocgemm.plan.tiling import Tile
 from oocgemm.resume import Earlier
 from oocgemm.stores import Matrix
-from oocgemm.stores.durable import Durable
+from oocgemm.stores.durable import Durable, sync_path
 
 
 class Target(Protocol):
@@ -122,6 +122,8 @@ class Kept:
                 self.matrix.adopt(plan.grid.rows(tile[0]), plan.grid.cols(tile[1]))
                 self._journal.done(tile)
             shutil.rmtree(redo, ignore_errors=True)  # of tiles that were not committed
+            redo.mkdir()
+            sync_path(earlier.folder)
             self.matrix.redirect(redo)
 
     def finished(self, tile: Tile) -> None:
