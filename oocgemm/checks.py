@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from oocgemm.backends.base import Array, numpy_dtype
-from oocgemm.bounds import Rounding, block_norms, signed, signs, wide_dtype
+from oocgemm.bounds import Rounding, add_product, block_norms, signed, signs, wide_dtype
 from oocgemm.errors import ExecutionError
 from oocgemm.plan import Kind, Op, Operation, Plan, Slot
 from oocgemm.plan.checking import SIDE, WIDENED, borders
@@ -150,7 +150,7 @@ class Checks:
             tile = self._tile(operation.tile)
             rows = self._blocks(tile, operation)
             with np.errstate(all="ignore"):
-                tile.product[rows] += a.sums[rows] @ b.sums.T
+                add_product(tile.product[rows], a.sums[rows], b.sums)
                 tile.norm[rows] += np.outer(a.norms[rows], b.norms)
             for held, found in zip(tile.broken[:2], (a.broken, b.broken), strict=True):
                 if found is not None:
