@@ -92,13 +92,18 @@ def norms(x: Array) -> Array:
     return np.asarray(most * np.sqrt(np.vecdot(scaled, scaled)))
 
 
-def block_norms(blocks: Array) -> Array:
-    """Frobenius norms of double-precision blocks (number, rows, columns), likewise; columns should lie side by side."""
+def block_squares(blocks: Array) -> Array:
+    """Sums of the squares in double-precision blocks (number, rows, columns); columns should lie side by side."""
     flat = blocks.view(np.float64) if blocks.dtype.kind == "c" else blocks
-    squares = np.vecdot(flat, flat).sum(axis=-1)
+    return np.asarray(np.vecdot(flat, flat).sum(axis=-1))
+
+
+def block_norms(blocks: Array, squares: Array) -> Array:
+    """Frobenius norms of blocks by the sums of their squares; by the elements, where squares have left their range. NaN or
+    Inf where a block holds either."""
     if squares.min() > SMALLEST and squares.max() < LARGEST:
         return np.asarray(np.sqrt(squares))
-    return norms(norms(blocks))
+    return norms(norms(blocks.astype(wide_dtype(blocks.dtype), copy=False)))
 
 
 def signed(x: Array, blocks: Array) -> Array:
