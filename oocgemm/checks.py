@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from oocgemm.backends.base import Array, numpy_dtype
-from oocgemm.bounds import Rounding, block_norms, signed, signs, wide_dtype
+from oocgemm.bounds import Rounding, add_product, block_norms, block_squares, signed, signs, wide_dtype
 from oocgemm.errors import ExecutionError
 from oocgemm.plan import Kind, Op, Operation, Plan, Slot
 from oocgemm.plan.checking import SIDE, WIDENED, borders
@@ -39,6 +39,7 @@ from oocgemm.staging import Staging
 from oocgemm.timeline.figures import length, union
 
 Strip = tuple[Tile, Span]
+PART = 1 << 20  # elements of a strip that a thread sums
 
 
 @dataclass
@@ -64,28 +65,30 @@ class Sums:
         top, left = rows[0] - self.begin[0], cols[0] - self.begin[1]
         with np.errstate(all="ignore"):
             for first, blocks, offset in runs(piece, top, self.borders):
-                count, size, _ = blocks.shape
-                x = self.signs[top + offset : top + offset + count * size].reshape(count, size)
+                count, size, width = blocks.shape
+                start = top + offset
+                x = self.signs[start : start + count * size].reshape(count, size)
+                sums, squares = np.empty((count, width), self.sums.dtype), np.zeros(count)
                 for groups, wide, where in widened(blocks):
-                    sums = signed(x[groups], wide)
-                    target = slice(first + groups.start, first + groups.stop)
-                    at = slice(left + where.start, left + where.stop)
-                    # Along what lies side by side.
-                    parts = None if self.bare else block_norms(wide.swapaxes(1, 2) if self.axis else wide)
-                    with self._adding:
-                        self.sums[target, at] += sums.conj() if self.conjugate else sums
-                        if parts is not None:
-                            self.norms[target] = np.hypot(self.norms[target], parts)
-                    if parts is not None and not np.isfinite(parts).all():
-                        self._note(top + offset + groups.start * size, wide)
+                    sums[groups, where] = signed(x[groups], wide)
+                    if not self.bare:  # along what lies side by side
+                        squares[groups] += block_squares(wide.swapaxes(1, 2) if self.axis else wide)
+                target, at = slice(first, first + count), slice(left, left + width)
+                if self.conjugate:
+                    sums = sums.conj()
+                parts = squares if self.bare else block_norms(blocks, squares)
+                with self._adding:
+                    self.sums[target, at] += sums
+                    self.norms[target] = np.hypot(self.norms[target], parts)
+                if not np.isfinite(parts).all():
+                    self._note(start, blocks)
 
-    def _note(self, top: int, wide: Array) -> None:
-        count, size, _ = wide.shape
-        found = ~np.isfinite(wide).all(axis=2).reshape(-1)
+    def _note(self, top: int, blocks: Array) -> None:
+        found = ~np.isfinite(blocks).all(axis=2).reshape(-1)
         with self._adding:
             if self.broken is None:
                 self.broken = np.zeros(self.borders[-1], bool)
-            self.broken[top : top + count * size] |= found
+            self.broken[top : top + len(found)] |= found
 
 
 @dataclass
@@ -133,7 +136,7 @@ class Checks:
             return True
         start = perf_counter_ns()
         (view,) = columns
-        excess = self._judge(operation, view)
+        excess = self._judge(staging, operation, view)
         self._busy.append((start, perf_counter_ns()))
         if excess is not None:
             self.failed[strip] = excess
@@ -151,7 +154,7 @@ class Checks:
             tile = self._tile(operation.tile)
             rows = self._blocks(tile, operation)
             with np.errstate(all="ignore"):
-                tile.product[rows] += a.sums[rows] @ b.sums.T
+                add_product(tile.product[rows], a.sums[rows], b.sums)
                 tile.norm[rows] += np.outer(a.norms[rows], b.norms)
             for held, found in zip(tile.broken[:2], (a.broken, b.broken), strict=True):
                 if found is not None:
@@ -257,13 +260,16 @@ class Checks:
         first, last = (tile.rows.index(row - top) for row in operation.m)
         return slice(first, last)
 
-    def _judge(self, operation: Operation, view: Array) -> float | None:
+    def _judge(self, staging: Staging, operation: Operation, view: Array) -> float | None:
         """None if a strip is right; otherwise how many times its worst block is over its bound."""
         tile = self._tile(operation.tile)
         rows = self._blocks(tile, operation)
         found = self._old(operation)
         found.bare = not self._problem.finishes
-        found.add(operation.m, operation.n, view)
+        top, n = operation.m[0], operation.n
+        size = max(PART // max(1, n[1] - n[0]), 1)
+        parts = [(r, min(r + size, operation.m[1])) for r in range(top, operation.m[1], size)]
+        staging.each(lambda r: found.add(r, n, view[r[0] - top : r[1] - top]), parts)
         y = self._signs[1][slice(*operation.n)]
         with np.errstate(all="ignore"):
             sums = np.add.reduceat(found.sums * y, tile.cols[:-1], axis=1)
@@ -323,13 +329,10 @@ def widened(blocks: Array) -> Iterator[tuple[slice, Array, slice]]:
     """Blocks in double precision, as many at a time as stay in a cache: which blocks, their elements, which columns."""
     wide = wide_dtype(blocks.dtype)
     count, size, width = blocks.shape
-    if blocks.dtype == wide:
-        yield slice(0, count), blocks, slice(0, width)
-        return
     across = max(1, min(width, WIDENED // size))
     several = max(1, WIDENED // (size * across))
     for first in range(0, count, several):
         groups = slice(first, min(first + several, count))
         for left in range(0, width, across):
             cols = slice(left, min(left + across, width))
-            yield groups, blocks[groups, :, cols].astype(wide, order="K"), cols
+            yield groups, blocks[groups, :, cols].astype(wide, order="K", copy=False), cols

@@ -30,7 +30,7 @@ import numpy as np
 from oocgemm import job, stores
 from oocgemm.backends.base import Array, numpy_dtype
 from oocgemm.backends.memory import available_memory
-from oocgemm.bounds import Rounding, block_norms, wide_dtype
+from oocgemm.bounds import Rounding, block_norms, block_squares, wide_dtype
 from oocgemm.errors import BudgetError, InputError
 from oocgemm.job import Size, Transpose
 from oocgemm.plan import GemmProblem, Op
@@ -454,7 +454,9 @@ def _parts(cuts: Sequence[int], cols: Span, block: Array) -> Iterable[tuple[int,
 
 
 def _row_norms(block: Array) -> Array:
-    return block_norms(np.ascontiguousarray(block)[:, None, :])
+    """2-norms of the rows of a double-precision block."""
+    blocks = np.ascontiguousarray(block)[:, None, :]
+    return block_norms(blocks, block_squares(blocks))
 
 
 def _hull(which: Array) -> Span:

@@ -234,6 +234,22 @@ def test_an_error_in_a_tile_is_put_right(
     np.testing.assert_array_equal(c, expected.astype(dtype) if c.dtype.kind == "c" else expected.real)
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_number_where_there_must_be_none_is_an_error(engine: str) -> None:
+    a, b, _ = operands()
+    a[10, 20], b[30, 40] = np.nan, np.inf
+    with np.errstate(all="ignore"):
+        expected = a @ b
+
+    def heal(view: Array) -> None:
+        view[10, 3] = 1
+
+    with tampering(heal, Kind.WRITE, (0, 0), times=1):
+        result = product(engine, a, b, tile="80x100x30")
+    assert checked(result)["recomputed"] == [(0, 0)]
+    np.testing.assert_array_equal(result.out, expected)
+
+
 @pytest.mark.parametrize("engine", ENGINES[1:])
 @pytest.mark.parametrize("operand", ["A", "B"])
 def test_a_stale_slot_is_noticed(engine: str, operand: str) -> None:
