@@ -484,6 +484,24 @@ def test_any_log_ends_well(here: Path, log: list[str], data: st.DataObject) -> N
     ended("report", "odd.jsonl", *data.draw(st.sampled_from([[], ["--json"]])))
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *(
+            {"plan": 5},
+            {"plan": {"least": []}},
+            {"plan": {"required": {"read": "x"}}},
+            {"plan": {"machine": 3}},
+        ),
+        *({"rates": {"kernel": 0}}, {"rates": 7}, {"operands": []}, {"operands": {"A": 1}}, {"retried": 3}),
+    ],
+    ids=str,
+)
+def test_a_header_that_says_nonsense_is_refused(here: Path, log: list[str], damage: dict[str, Any]) -> None:
+    (here / "odd.jsonl").write_text("\n".join([json.dumps(json.loads(log[0]) | damage), *log[1:]]))
+    assert "its header is damaged" in ended("report", "odd.jsonl").err
+
+
 # The same in processes of their own.
 
 
