@@ -224,7 +224,6 @@ def _execute(
         raise
     finally:
         with ExitStack() as cleanup:  # all of it, whatever part of it fails
-            cleanup.callback(_let_go, failed)
             if session is not None:
                 cleanup.callback(session.close)
             if output is not None:
@@ -233,7 +232,9 @@ def _execute(
                     cleanup.callback(output.abandon, written=run is not None and run.wrote)
             if staging is not None:
                 cleanup.callback(staging.close)
-            del failed  # it would keep itself
+        output = staging = run = None
+        _let_go(failed)
+        failed = None  # it would keep itself
 
 
 def _opened(engine: Backend, kernel: str, prepare: Callable[[], job.Job]) -> tuple[job.Job, Session | None]:

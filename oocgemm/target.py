@@ -77,6 +77,8 @@ class Kept:
         self._earlier = earlier
         self._creates = work.c is None
         self._redo = work.plan.problem.reads_c
+        if work.c is not None:
+            self.matrix = cast(Durable, work.c)
         if self._creates:
             stores.check_writable("C", os.fspath(c))
         try:
@@ -108,8 +110,7 @@ class Kept:
             created = job.create_output(work, c, folder=earlier.folder)
             self.matrix = cast(Durable, created.matrix)
         else:
-            self.matrix = cast(Durable, work.c)
-            stores.reserve(self.matrix)
+            stores.reserve(work.c)
         if earlier.complete:
             return
         if earlier.resumed:
