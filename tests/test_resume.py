@@ -91,7 +91,7 @@ def test_killed_at_random_a_run_comes_to_the_same_bits(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(output.read_text())["host"]
     assert found["kills"] >= 50
-    assert all(sum(case["kills"].values()) for case in found["cases"])
+    assert sum(bool(case["kills"]) for case in found["cases"]) >= 8
     assert {"in a tile", "in a commit"} <= found["phases"].keys()
 
 
