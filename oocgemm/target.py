@@ -75,12 +75,14 @@ class Kept:
 
     def __init__(self, work: Job, earlier: Earlier, c: Any) -> None:
         self._earlier = earlier
-        self._creates = work.c is None
+        self._creates, self._created = work.c is None, False
+        ended = earlier.record is None or earlier.record.complete is not None
+        self._was_whole = work.c is not None and ended and not work.c.describe().get("unfinished")
         self._redo = work.plan.problem.reads_c
-        if work.c is not None:
-            self.matrix = cast(Durable, work.c)
-        if self._creates:
+        if work.c is None:
             stores.check_writable("C", os.fspath(c))
+        else:
+            self.matrix = cast(Durable, work.c)
         try:
             self._journal = Journal(earlier.folder)
         except OSError as error:
@@ -106,9 +108,10 @@ class Kept:
         else:
             self._journal.start(_header(work))
         if work.c is None:
-            stores.clear(earlier.folder, keep=(JOURNAL, LOCK))
-            created = job.create_output(work, c, folder=earlier.folder)
-            self.matrix = cast(Durable, created.matrix)
+            if earlier.anew:
+                stores.clear(earlier.folder, keep=(JOURNAL, LOCK))
+            self.matrix = cast(Durable, job.create_output(work, c, folder=earlier.folder).matrix)
+            self._created = True
         else:
             stores.reserve(work.c)
         if earlier.complete:
@@ -144,14 +147,13 @@ class Kept:
         if self._keeper is not None:
             self._keeper.stop()
             kept = self._keeper.kept
-        if self._earlier.resumed or kept or (written and not (self._creates or self._redo)):
+        untouched = self._creates or (self._was_whole and (self._redo or not written))
+        if self._earlier.resumed or kept or not untouched:
             return  # there is something to go on with, or C is neither old nor new
         with suppress(OSError):
             if not self._creates:
                 self.matrix.set_finished(True)
-                shutil.rmtree(self._earlier.folder)
-            else:
-                stores.clear(self._earlier.folder)
+            stores.clear(self._earlier.folder, c=self._created)
 
     def close(self) -> None:
         self._journal.close()
