@@ -1,6 +1,6 @@
 """The host tier: slots in one block of memory, and the threads that fill them from stores and empty them."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from oocgemm.backends.base import Array, numpy_dtype, slot_offsets, stored_shape
@@ -82,10 +82,6 @@ class Staging:
         pool = self._readers if reading else self._writers
         parts = self._parts(matrix, rows, cols, reading)
         self._run([pool.submit(part, r, c) for r, c in parts])
-
-    def each(self, act: Callable[[Span], None], parts: Iterable[Span]) -> None:
-        """Do something with each of several parts, as many at a time as chunks are written."""
-        self._run([self._writers.submit(act, part) for part in parts])
 
     def _stored(self, operation: Operation) -> tuple[Span, Span]:
         """Rows and columns of an operation's block as the operand is stored, op() undone."""

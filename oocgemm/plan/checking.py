@@ -11,8 +11,8 @@ from oocgemm.plan.tiling import TileShape, ceil_div
 
 # Small blocks find small errors and cost memory, one part in SIDE of the panels.
 SIDE = 128
-# Elements that a thread sums at a time, in double precision: they stay in its cache from one pass to the next.
-WIDENED = 1 << 17
+# Elements that a thread brings to double precision at a time, where operands are narrower.
+WIDENED = 1 << 18
 
 
 def borders(extent: int, strip: int) -> list[int]:
