@@ -333,6 +333,28 @@ def test_blocks_never_reach_over_a_strip(extent: int, strip: int) -> None:
     assert set(range(0, extent, strip)) <= set(cuts)
 
 
+@given(extent=st.integers(1, 2000), strip=st.integers(1, 2000))
+def test_a_strip_is_cut_as_its_tile_is(extent: int, strip: int) -> None:
+    """The last one too, which may be shorter than the others."""
+    cuts = borders(extent, strip)
+    for top in range(0, extent, strip):
+        bottom = min(top + strip, extent)
+        assert borders(bottom - top, strip) == [cut - top for cut in cuts if top <= cut <= bottom]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("beta", [0, 1])
+def test_a_last_strip_that_is_shorter_passes(engine: str, beta: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(candidates, "STRIP_BYTES", 1)
+    monkeypatch.setattr(candidates, "STAGED_STRIPS", 3)
+    monkeypatch.setattr(candidates, "STRIPS", 3)
+    rng = np.random.default_rng(9)
+    a, b, c = (scaled(rng, shape, "float64", "normal") for shape in ((1000, 60), (60, 90), (1000, 90)))
+    result = product(engine, a, b, c, beta=beta, tile="700x90x60")
+    assert 700 % result.plan.slots.strip > 128
+    assert checked(result)["recomputed"] == []
+
+
 @given(extent=st.integers(1, 500), strip=st.integers(1, 300), data=st.data())
 def test_pieces_are_cut_where_blocks_begin(extent: int, strip: int, data: st.DataObject) -> None:
     cuts = borders(extent, strip)
