@@ -312,6 +312,23 @@ def test_a_wrong_strip_never_reaches_the_store(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found[80:, 100:], (a @ b)[80:, 100:])
 
 
+@pytest.mark.parametrize("beta", [0, 1])
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_tile_that_failed_is_left_to_resume(tmp_path: Path, beta: int, verify: bool) -> None:
+    """It is not recorded as done, and the others are."""
+    a, b, c = operands()
+    for name, x in (("A", a), ("B", b), ("C", c)):
+        if name != "C" or beta:
+            zarr.create_array(tmp_path / name, data=x, chunks=(80, 100), compressors=None)
+    paths = [tmp_path / name for name in "ABC"]
+    options: dict[str, Any] = {"beta": beta, "backend": "host", "tile": "80x100x30"}
+    with tampering(one_element, Kind.WRITE, (1, 0), times=2), pytest.raises(ExecutionError, match="twice"):
+        oocgemm.gemm(*paths, verify=True, **options)
+    result = oocgemm.gemm(*paths, resume=True, verify=verify, **options)
+    assert {span.tile for span in result.timeline.spans} == {(1, 0)}
+    np.testing.assert_array_equal(zarr.open_array(paths[2])[:], a @ b + beta * c)
+
+
 def test_without_verify_nothing_is_noticed() -> None:
     """What the other tests rest on: the errors they make are errors."""
     a, b, _ = operands()
