@@ -39,7 +39,6 @@ from oocgemm.staging import Staging
 from oocgemm.timeline.figures import length, union
 
 Strip = tuple[Tile, Span]
-PART = 1 << 20  # elements of a strip that a thread sums
 
 
 @dataclass
@@ -136,7 +135,7 @@ class Checks:
             return True
         start = perf_counter_ns()
         (view,) = columns
-        excess = self._judge(staging, operation, view)
+        excess = self._judge(operation, view)
         self._busy.append((start, perf_counter_ns()))
         if excess is not None:
             self.failed[strip] = excess
@@ -260,16 +259,13 @@ class Checks:
         first, last = (tile.rows.index(row - top) for row in operation.m)
         return slice(first, last)
 
-    def _judge(self, staging: Staging, operation: Operation, view: Array) -> float | None:
+    def _judge(self, operation: Operation, view: Array) -> float | None:
         """None if a strip is right; otherwise how many times its worst block is over its bound."""
         tile = self._tile(operation.tile)
         rows = self._blocks(tile, operation)
         found = self._old(operation)
         found.bare = not self._problem.finishes
-        top, n = operation.m[0], operation.n
-        size = max(PART // max(1, n[1] - n[0]), 1)
-        parts = [(r, min(r + size, operation.m[1])) for r in range(top, operation.m[1], size)]
-        staging.each(lambda r: found.add(r, n, view[r[0] - top : r[1] - top]), parts)
+        found.add(operation.m, operation.n, view)
         y = self._signs[1][slice(*operation.n)]
         with np.errstate(all="ignore"):
             sums = np.add.reduceat(found.sums * y, tile.cols[:-1], axis=1)
@@ -326,13 +322,17 @@ def runs(piece: Array, top: int, cuts: list[int]) -> Iterator[tuple[int, Array, 
 
 
 def widened(blocks: Array) -> Iterator[tuple[slice, Array, slice]]:
-    """Blocks in double precision, as many at a time as stay in a cache: which blocks, their elements, which columns."""
+    """Blocks in double precision: which blocks, their elements, which columns. All at a time if they are in it already,
+    else as many as stay in a cache: each call costs the interpreter, for which all threads queue."""
     wide = wide_dtype(blocks.dtype)
     count, size, width = blocks.shape
+    if blocks.dtype == wide:
+        yield slice(0, count), blocks, slice(0, width)
+        return
     across = max(1, min(width, WIDENED // size))
     several = max(1, WIDENED // (size * across))
     for first in range(0, count, several):
         groups = slice(first, min(first + several, count))
         for left in range(0, width, across):
             cols = slice(left, min(left + across, width))
-            yield groups, blocks[groups, :, cols].astype(wide, order="K", copy=False), cols
+            yield groups, blocks[groups, :, cols].astype(wide, order="K"), cols

@@ -1,7 +1,7 @@
 """The host tier: slots in one block of memory, and the threads that fill them from stores and empty them."""
 
 from bisect import bisect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from itertools import accumulate
@@ -140,10 +140,6 @@ class Staging:
     def stop(self) -> None:
         """Wait for no read any more: those that fail from here on are not tried again."""
         self._stopped.set()
-
-    def each(self, act: Callable[[Span], None], parts: Iterable[Span]) -> None:
-        """Do something with each of several parts, as many at a time as chunks are written."""
-        self._run([self._writers.submit(act, part) for part in parts])
 
     def _stored(self, operation: Operation) -> tuple[Span, Span]:
         """Rows and columns of an operation's block as the operand is stored, op() undone."""

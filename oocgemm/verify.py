@@ -105,8 +105,8 @@ def verify(
         a, b, c: as for `gemm`; c is the result, by whatever program.
         alpha, beta, trans_a, trans_b: as for `gemm`.
         c_before: what C was before; needed if beta is not 0.
-        host_memory: bound on the memory taken, in bytes or as "2GiB"; half of what is available by default. Fewer
-            columns fit into a group with more of it, which lets smaller errors show.
+        host_memory: bound on the memory taken, in bytes or as "2GiB"; half of what is available by default. With more
+            of it groups have fewer columns, which lets smaller errors show.
         seed: of the random signs.
 
     Returns:
@@ -137,7 +137,7 @@ def verify(
     memory = available_memory() // 2 if host_memory is None else parse_size(host_memory)
     size = _group_size(problem, operands, memory, threads)
     with ThreadPoolExecutor(threads, thread_name_prefix="oocgemm-verify") as pool:
-        check = _Check(problem, pool, seed, memory)
+        check = _Check(problem, pool, seed)
         found = check.run(operands, (0, problem.n), size)
         rows = cols = None
         if found.wrong.any():
@@ -273,7 +273,7 @@ class _Found:
 class _Check:
     """The check itself, for a product in either orientation."""
 
-    def __init__(self, problem: GemmProblem, pool: ThreadPoolExecutor, seed: int, memory: int) -> None:
+    def __init__(self, problem: GemmProblem, pool: ThreadPoolExecutor, seed: int) -> None:
         self._problem = problem
         self._pool = pool
         self._random = np.random.default_rng(seed)

@@ -324,8 +324,7 @@ def io_threads(problem: GemmProblem, budgets: Budgets, machine: MachineModel, la
     the host budget."""
     read = (layouts.a, layouts.b, layouts.c) if problem.reads_c else (layouts.a, layouts.b)
     codecs = layouts.c.encodes or any(layout.decode_bytes for layout in read)
-    summed = problem.checked and not machine.shares_cores
-    threads = max(machine.io_threads, machine.cores) if codecs or summed else machine.io_threads
+    threads = max(machine.io_threads, machine.cores) if codecs else machine.io_threads
     while threads > 1 and scratch_bytes(layouts, problem.reads_c, threads) > budgets.host // 2:
         threads -= 1
     return threads
