@@ -151,6 +151,7 @@ class Plan:
             "steps": self.steps,
             "slots": asdict(self.slots),
             "traversal": str(self.candidate.traversal),
+            "walk": asdict(self.candidate.traversal),
             "io_threads": self.candidate.io_threads,
             "budget": asdict(self.budgets),
             "footprint": {
@@ -162,6 +163,8 @@ class Plan:
             "least": self.least,
             "read_amplification": self.amplification,
             "machine": self.machine.name,
+            "model": asdict(self.machine),
+            "layouts": asdict(self.layouts),
             "calibrated": self.machine.calibrated,
             "predicted_seconds": dict(prediction.lanes)
             | {

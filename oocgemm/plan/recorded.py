@@ -1,0 +1,42 @@
+"""A plan back from its plain data, as the header of a timeline keeps it."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from oocgemm.plan.candidates import Budgets
+from oocgemm.plan.cost import Candidate, Layouts
+from oocgemm.plan.machine import KernelRate, MachineModel
+from oocgemm.plan.planner import Plan
+from oocgemm.plan.problem import GemmProblem, Op
+from oocgemm.plan.slots import Slots
+from oocgemm.plan.tiling import Layout, TileShape
+from oocgemm.plan.traversal import Traversal
+
+
+def recorded_plan(data: Mapping[str, Any]) -> Plan | None:
+    """The plan whose `to_dict` this was, but for what else was considered. None for data that do not hold all of it,
+    such as those of another version."""
+    try:
+        problem = dict(data["problem"])
+        problem |= {name: _scalar(problem[name]) for name in ("alpha", "beta")}
+        problem |= {name: Op(problem[name]) for name in ("trans_a", "trans_b")}
+        machine = dict(data["model"])
+        machine["kernels"] = {dtype: KernelRate(**rate) for dtype, rate in machine["kernels"].items()}
+        layouts = {name: _layout(layout) for name, layout in data["layouts"].items()}
+        candidate = Candidate(
+            TileShape(**data["tile"]), Slots(**data["slots"]), Traversal(**data["walk"]), data["io_threads"]
+        )
+        budgets = Budgets(**data["budget"])
+        return Plan(GemmProblem(**problem), Layouts(**layouts), budgets, MachineModel(**machine), candidate)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
+
+
+def _layout(data: Mapping[str, Any]) -> Layout:
+    pairs = {f.name for f in fields(Layout) if f.name.endswith("_chunk")}
+    return Layout(**{name: tuple(value) if name in pairs else value for name, value in data.items()})
+
+
+def _scalar(value: Any) -> complex:
+    return complex(*map(float, value)) if isinstance(value, list) else float(value)
