@@ -35,7 +35,8 @@ def recorded_plan(data: Mapping[str, Any]) -> Plan | None:
 
 def _layout(data: Mapping[str, Any]) -> Layout:
     pairs = {f.name for f in fields(Layout) if f.name.endswith("_chunk")}
-    return Layout(**{name: tuple(value) if name in pairs else value for name, value in data.items()})
+    values: dict[str, Any] = {name: tuple(value) if name in pairs else value for name, value in data.items()}
+    return Layout(**values)
 
 
 def _scalar(value: Any) -> complex:

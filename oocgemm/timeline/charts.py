@@ -45,13 +45,21 @@ def throughput(timeline: Timeline, report: Report) -> str:
         shown = bool(limit) and (measured or limit < 3 * max(found))
         top = 1.05 * max(*found, limit if shown else 0.0)
         steps = "".join(f"V{100 - 100 * rate / top:.2f}h1" for rate in found)
-        line = f'<line x1="0" x2="{BINS}" y1="{100 - 100 * limit / top:.2f}" y2="{100 - 100 * limit / top:.2f}"/>' if shown else ""
+        line = (
+            f'<line x1="0" x2="{BINS}" y1="{100 - 100 * limit / top:.2f}" y2="{100 - 100 * limit / top:.2f}"/>'
+            if shown
+            else ""
+        )
         moved = report.flops if lane == "compute" else report.lanes[lane]["bytes"]
         busy = report.lanes[lane]["busy"]
-        beside = ("calibrated" if measured else "assumed") + f" {format_rate(limit, unit)}" if limit else "never calibrated"
+        beside = (
+            ("calibrated" if measured else "assumed") + f" {format_rate(limit, unit)}"
+            if limit
+            else "never calibrated"
+        )
         charts.append(
             f'<figure class="rate"><figcaption><b><i class="key lane-{lane}"></i>{lane}</b>'
-            f'<span>{format_rate(moved / busy if busy else 0.0, unit)} while busy, {beside}</span></figcaption>'
+            f"<span>{format_rate(moved / busy if busy else 0.0, unit)} while busy, {beside}</span></figcaption>"
             f'<svg class="lane-{lane}" viewBox="0 0 {BINS} 100" preserveAspectRatio="none" role="img" '
             f'aria-label="Rate of {lane} over time, most {format_rate(max(found), unit)}">'
             f'<path d="M0 100{steps}V100Z"/>{line}</svg>'
@@ -77,17 +85,28 @@ def c_grid(timeline: Timeline) -> str:
         y, x = i * tile["w"], j * tile["h"]
         height, width = min(tile["w"], m - y), min(tile["h"], n - x)
         where = f'x="{100 * x / n:.3f}" y="{100 * y / m:.3f}" width="{100 * width / n:.3f}" height="{100 * height / m:.3f}"'
-        cells.append(f'<rect {where} fill="{_colour(end / timeline.wall)}" data-tile="{i},{j}" data-end="{end}"/>')
+        cells.append(
+            f'<rect {where} fill="{_colour(end / timeline.wall)}" data-tile="{i},{j}" data-end="{end}"/>'
+        )
     stops = ",".join(_colour(step / 5) for step in range(6))
     ratio = min(2.5, max(0.4, n / m))
     return (
-        f'<div class="grid"><svg viewBox="0 0 100 100" preserveAspectRatio="none" style="aspect-ratio:{ratio:.3f}" role="img" '
+        f'<div class="grid"><svg viewBox="0 0 100 100" preserveAspectRatio="none" style="aspect-ratio:{ratio:.3f};width:{340 * ratio:.0f}px" role="img" '
         f'aria-label="{len(done)} tiles of C by finishing time">{"".join(cells)}</svg>'
         f'<div class="scale"><span>0</span><i style="background:linear-gradient(90deg,{stops})"></i>'
         f"<span>{format_time(timeline.wall / 1e9)}</span></div></div>"
-        f'<p class="note">{m:,} × {n:,} elements in {len(done)} tiles; the last write of each. Click a tile to see it in the '
-        "timeline.</p>".replace(",", "\u202f", 2)
+        f'<p class="note">{extents(m, n)} elements in {len(done)} tiles; when the last part of each was written. Click a tile '
+        "to see it in the timeline.</p>"
     )
+
+
+def extents(*sizes: int) -> str:
+    """Extents with thin spaces between thousands.
+
+    >>> extents(32768, 512)
+    '32\u202f768 × 512'
+    """
+    return " × ".join(f"{size:,}" for size in sizes).replace(",", "\u202f")
 
 
 def _colour(share: float) -> str:

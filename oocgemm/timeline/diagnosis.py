@@ -21,7 +21,7 @@ COUNTS = 0.1
 PANELS, RESULT, START_UP, ISSUE = "panels", "result", "start-up", "issue"
 DIRECTIONS = {
     **dict.fromkeys(("read", "decode", "h2d", "prepare"), PANELS),
-    **dict.fromkeys(("accumulator", "encode", "write"), RESULT),
+    **dict.fromkeys(("accumulator", "encode", "write", "tail"), RESULT),
 }
 # The lanes of a direction, and what a run that one of them bounds is said to be.
 LINKS = {
@@ -86,11 +86,7 @@ def directions(timeline: Timeline, device: int = 0) -> dict[str, float]:
     first = min((s.start for s in multiplies), default=0)
     costs: defaultdict[str, float] = defaultdict(float)
     for start, end, cause in exposed_intervals(spans, timeline.wall):
-        if cause == "tail":
-            direction = RESULT
-        else:
-            direction = START_UP if end <= first else DIRECTIONS.get(cause, ISSUE)
-        costs[direction] += (end - start) / 1e9
+        costs[START_UP if end <= first else DIRECTIONS.get(cause, ISSUE)] += (end - start) / 1e9
     return dict(costs)
 
 
@@ -114,4 +110,8 @@ def _link(lane: str, header: Mapping[str, Any], figures: Report, busy: float) ->
 
 def _of_calibrated(header: Mapping[str, Any], part: str, rate: float, unit: str = "B") -> str:
     calibrated = (header.get("rates") or {}).get(part)
-    return f", {format_share(rate / calibrated)} of the calibrated {format_rate(calibrated, unit)}" if calibrated else ""
+    return (
+        f", {format_share(rate / calibrated)} of the calibrated {format_rate(calibrated, unit)}"
+        if calibrated
+        else ""
+    )

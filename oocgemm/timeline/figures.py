@@ -199,9 +199,10 @@ def _ratio(part: float, whole: float) -> float | None:
 
 def _traffic(timeline: Timeline, moved: dict[str, int]) -> dict[str, dict[str, int | None]]:
     plan = timeline.header.get("plan", {})
+    through_codec = {"read": "decode", "write": "encode"}
     return {
         link: {
-            "bytes": moved.get(link, 0),
+            "bytes": moved.get(link, 0) + moved.get(through_codec.get(link, ""), 0),
             "required": plan.get("required", {}).get(link),
             "least": plan.get("least", {}).get(link),
         }

@@ -61,10 +61,13 @@ def run_data(timeline: Timeline) -> dict[str, Any]:
         "step": [span.step for span in spans],
         "size": [sizes.of((span.bytes, span.flops)) for span in spans],
         "after": [
-            index - place[b.id] if b and b.end <= spans[index].start else 0 for index, b in enumerate(blockers)
+            index - place[b.id] if b and b.end <= spans[index].start else 0
+            for index, b in enumerate(blockers)
         ],
     }
-    waits = [(start, end - start, causes.of(why)) for start, end, why in exposed_intervals(spans, timeline.wall)]
+    waits = [
+        (start, end - start, causes.of(why)) for start, end, why in exposed_intervals(spans, timeline.wall)
+    ]
     return {
         "wall": timeline.wall,
         "lanes": lanes,

@@ -13,7 +13,7 @@ from typing import Any
 
 from oocgemm.errors import OocGemmError
 from oocgemm.plan import Budgets, KernelRate, Layouts, MachineModel, Plan, make_plan, recorded_plan
-from oocgemm.timeline.diagnosis import Diagnosis
+from oocgemm.timeline.diagnosis import Diagnosis, diagnose
 from oocgemm.timeline.figures import Report, length, union
 from oocgemm.timeline.spans import Timeline
 from oocgemm.units import format_share, format_size, format_time, parse_size
@@ -57,7 +57,9 @@ def fit(timeline: Timeline, figures: Report) -> Fitted | None:
     lanes = plan.prediction.lanes
     # Lanes that run on the same cores slow one another down: together they take the time that any of them is busy.
     together = length(union((s.start, s.end) for s in timeline.spans)) / 1e9
-    crowding = together / sum(lane["busy"] for lane in figures.lanes.values()) if plan.machine.shares_cores else 1.0
+    crowding = (
+        together / sum(lane["busy"] for lane in figures.lanes.values()) if plan.machine.shares_cores else 1.0
+    )
 
     def scale(lane: str) -> float:
         busy = figures.lanes.get(lane, {}).get("busy", 0.0) * crowding
@@ -98,23 +100,34 @@ def remedy(timeline: Timeline, figures: Report, diagnosis: Diagnosis) -> Remedy:
     tried = [(change, plan, fitted.seconds(plan) / now) for change, plan in _changed(timeline, fitted)]
     best = min((ratio for _, _, ratio in tried), default=1.0)
     if 1 - best < WORTH:
-        return Remedy(_advice(diagnosis.bound, timeline), "no other budget, tile or storage is predicted to gain")
+        return Remedy(
+            _advice(diagnosis.bound, timeline), "no other budget, tile or storage is predicted to gain"
+        )
     change, plan, ratio = next(t for t in tried if 1 - t[2] >= NEARLY * (1 - best))
-    return Remedy(change, _effect(fitted.plan, plan), ratio * figures.wall)
+    moved = {link: traffic["bytes"] or 0 for link, traffic in figures.traffic.items()}
+    return Remedy(change, _effect(fitted.plan, plan, moved), ratio * figures.wall)
 
 
 def sentence(remedy: Remedy, wall: float) -> str:
     """A remedy with its gain, for people.
 
-    >>> sentence(Remedy("a host budget of 24 GiB", "cuts reads", 6.0), 8.0)
-    'a host budget of 24 GiB cuts reads: predicted 6 s instead of 8 s (-25%).'
+    >>> sentence(Remedy("A --host-memory of 24GiB", "would cut reads", 6.0), 8.0)
+    'A --host-memory of 24GiB would cut reads: predicted 6 s instead of 8 s, 25% less.'
     """
     if remedy.seconds is None:
         return f"{remedy.change} No gain is predicted: {remedy.why}."
     gain = format_share(1 - remedy.seconds / wall)
-    return (
-        f"{remedy.change} {remedy.why}: predicted {format_time(remedy.seconds)} instead of {format_time(wall)} (-{gain})."
-    )
+    times = f"{format_time(remedy.seconds)} instead of {format_time(wall)}"
+    return f"{remedy.change} {remedy.why}: predicted {times}, {gain} less."
+
+
+def diagnosis_lines(figures: Report, timeline: Timeline, *, advise: bool = False) -> list[str]:
+    """What bounded a run, how near its limit that is and, with `advise`, what to change: a sentence or two each."""
+    found = diagnose(timeline, figures)
+    lines = [found.finding, found.evidence]
+    if advise:
+        lines.append(sentence(remedy(timeline, figures, found), figures.wall))
+    return [line for line in lines if line]
 
 
 def _changed(timeline: Timeline, fitted: Fitted) -> Iterator[tuple[str, Plan]]:
@@ -123,10 +136,10 @@ def _changed(timeline: Timeline, fitted: Fitted) -> Iterator[tuple[str, Plan]]:
     budgets = plan.budgets
     chosen = _planned(fitted, budgets, layouts)
     if chosen is not None and chosen.tile != plan.tile:
-        yield f"--tile {chosen.tile}, what the planner would choose by the rates of this run,", chosen
+        yield f"A --tile of {chosen.tile}, which the planner would choose by the rates of this run,", chosen
     for tier, size in _larger(timeline.header, budgets, unified=fitted.machine.unified):
         if larger := _planned(fitted, replace(budgets, **{tier: size}), layouts):
-            yield f"--{tier}-memory {format_size(size).replace(' ', '')}", larger
+            yield f"A --{tier}-memory of {format_size(size).replace(' ', '')}", larger
     straddled = {
         name: replace(layout, read_chunk=panel)
         for name, layout, panel in (
@@ -142,7 +155,11 @@ def _changed(timeline: Timeline, fitted: Fitted) -> Iterator[tuple[str, Plan]]:
         )
         yield chunks, rechunked
     plain = {n: replace(x, decode_bytes=0) for n, x in (("a", layouts.a), ("b", layouts.b)) if x.decode_bytes}
-    if plain and fitted.machine.storage_calibrated and (stored := _planned(fitted, budgets, replace(layouts, **plain))):
+    if (
+        plain
+        and fitted.machine.storage_calibrated
+        and (stored := _planned(fitted, budgets, replace(layouts, **plain)))
+    ):
         yield f"{' and '.join(n.upper() for n in plain)} stored without compression", stored
     if layouts.c.encodes and fitted.machine.storage_calibrated:
         c = replace(layouts.c, encodes=False, encode_bytes=0)
@@ -175,18 +192,18 @@ def _round(size: int) -> int:
     return -(-size // unit) * unit
 
 
-def _effect(before: Plan, after: Plan) -> str:
+def _effect(before: Plan, after: Plan, moved: Mapping[str, int]) -> str:
     """What a change does to the lane that gains most by it."""
     lanes = before.prediction.lanes
     lane = max(lanes, key=lambda lane: lanes[lane] - after.prediction.lanes[lane])
     link = {"decode": "read", "encode": "write"}.get(lane, lane)
-    old, new = before.traffic.get(link, 0), after.traffic.get(link, 0)
+    old, new = moved.get(link, 0), after.traffic.get(link, 0)
     noun = {"read": "reads", "h2d": "copies to the device"}.get(link)
     if noun and new < old:
-        return f"cuts {noun} from {format_size(old)} to {format_size(new)}"
+        return f"would cut {noun} from {format_size(old)} to {format_size(new)}"
     if lane == "compute":
-        return f"lets the kernel work on tiles of {after.tile}"
-    return f"takes {format_time(max(0.0, lanes[lane] - after.prediction.lanes[lane]))} off {lane}"
+        return f"would let the kernel work on tiles of {after.tile}"
+    return f"would take {format_time(max(0.0, lanes[lane] - after.prediction.lanes[lane]))} off {lane}"
 
 
 ADVICE = {

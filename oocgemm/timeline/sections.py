@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from html import escape
 from typing import Any
 
-from oocgemm.timeline.charts import c_grid, lane_class, stacked_bar, throughput
+from oocgemm.timeline.charts import c_grid, extents, lane_class, stacked_bar, throughput
 from oocgemm.timeline.diagnosis import Diagnosis, diagnose
 from oocgemm.timeline.figures import Report
 from oocgemm.timeline.remedies import Remedy, fit, remedy, sentence
@@ -14,7 +14,12 @@ from oocgemm.timeline.series import lanes_of
 from oocgemm.timeline.spans import Timeline
 from oocgemm.units import format_rate, format_share, format_size, format_time
 
-LINKS = {"read": "storage to host", "h2d": "host to device", "d2h": "device to host", "write": "host to storage"}
+LINKS = {
+    "read": "storage to host",
+    "h2d": "host to device",
+    "d2h": "device to host",
+    "write": "host to storage",
+}
 OPERATORS = {"N": "", "T": "<sup>T</sup>", "C": "<sup>H</sup>"}
 
 
@@ -75,8 +80,8 @@ def _title(runs: Sequence[Run]) -> str:
         name = (
             f"C = {_factor(problem['alpha'])}A{OPERATORS[problem['trans_a']]} B{OPERATORS[problem['trans_b']]}"
             + (f" + {_factor(problem['beta'])}C" if problem["beta"] else "")
-            + f' <span class="shape">{problem["m"]:,} × {problem["n"]:,} × {problem["k"]:,} {problem["a_dtype"]}</span>'
-        ).replace(",", "\u202f")
+            + f' <span class="shape">{extents(problem["m"], problem["n"], problem["k"])} {problem["a_dtype"]}</span>'
+        )
     where = " vs ".join(_where(run.header) for run in runs) if len(runs) > 1 else _where(header)
     return (
         f'<header class="top"><div><p class="brow">oocgemm report</p><h1>{name}</h1><p class="meta">{where}</p></div>'
@@ -140,9 +145,16 @@ def _figures(runs: Sequence[Run]) -> str:
 
 def _exposed(run: Run) -> str:
     wall = run.report.wall
-    parts = {"compute": run.report.compute} | dict(sorted(run.report.exposed.items(), key=lambda part: -part[1]))
+    parts = {"compute": run.report.compute} | dict(
+        sorted(run.report.exposed.items(), key=lambda part: -part[1])
+    )
     rows = [
-        [f'<i class="key {lane_class(cause)}"></i>{escape(cause)}', format_time(seconds), _percent(seconds, wall), WHAT.get(cause, "")]
+        [
+            f'<i class="key {lane_class(cause)}"></i>{escape(cause)}',
+            format_time(seconds),
+            _percent(seconds, wall),
+            WHAT.get(cause, ""),
+        ]
         for cause, seconds in parts.items()
     ]
     return stacked_bar(parts, wall) + table(["", "time", "of T", ""], rows, wide_last=True)
@@ -172,7 +184,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, wide_last: bool
 
     lines = ["".join(cell("td", i, text) for i, text in enumerate(row)) for row in rows]
     top = "".join(cell("th", i, text) for i, text in enumerate(head))
-    return f"<table><thead><tr>{top}</tr></thead><tbody>{''.join(f'<tr>{line}</tr>' for line in lines)}</tbody></table>"
+    kind = ' class="wide"' if wide_last else ""
+    return f"<table{kind}><thead><tr>{top}</tr></thead><tbody>{''.join(f'<tr>{line}</tr>' for line in lines)}</tbody></table>"
 
 
 def _gantt(runs: Sequence[Run]) -> str:
@@ -259,7 +272,11 @@ def _setup(run: Run) -> str:
         row("tile", f"{tile['w']} × {tile['h']}, panels {tile['r']} deep")
         row("grid", f"{down} × {across} tiles, {plan['steps']} steps, {plan.get('traversal', '')}")
     if slots := plan.get("slots"):
-        on_host = "" if slots["unified"] else f"; host C {slots['host_c']}, A {slots['host_a']}, B {slots['host_b']}"
+        on_host = (
+            ""
+            if slots["unified"]
+            else f"; host C {slots['host_c']}, A {slots['host_a']}, B {slots['host_b']}"
+        )
         row("slots", f"device C {slots['c']}, A {slots['a']}, B {slots['b']}{on_host}")
     for tier, held in header.get("held", {}).items():
         row(f"{tier} memory", f"{format_size(held)} of {format_size(plan['budget'][tier])}")
@@ -270,7 +287,10 @@ def _setup(run: Run) -> str:
         row(name, ", ".join(str(part) for part in shown if part))
     backend = header.get("backend", {})
     row("backend", ", ".join(f"{k} {v}" if k != "name" else str(v) for k, v in backend.items()))
-    row("machine", ", ".join(str(header.get("machine", {}).get(k, "")) for k in ("processor", "platform")).strip(", "))
+    row(
+        "machine",
+        ", ".join(str(header.get("machine", {}).get(k, "")) for k in ("processor", "platform")).strip(", "),
+    )
     row("versions", ", ".join(f"{k} {v}" for k, v in header.get("versions", {}).items()))
     lines = "".join(f"<tr><th>{name}</th><td>{value}</td></tr>" for name, value in rows)
     return f'<table class="setup"><tbody>{lines}</tbody></table>'

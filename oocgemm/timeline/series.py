@@ -17,14 +17,16 @@ def lanes_of(spans: Iterable[Span]) -> list[str]:
     return [*(lane for lane in LANES if lane in there), *sorted(there.difference(LANES))]
 
 
-def rows(spans: Sequence[Span]) -> list[int]:
-    """For each span the row of its lane it is drawn in: the first that is free, so that none covers another."""
+def rows(spans: Sequence[Span], *, exact: bool = False) -> list[int]:
+    """For each span the row of its lane it is drawn in: the first that is free, so that none covers another. Clocks of
+    devices are not exact: unless `exact`, what overlaps by a little counts as one after the other."""
     free: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
     found = [0] * len(spans)
     for index in sorted(range(len(spans)), key=lambda i: (spans[i].start, spans[i].end)):
         span = spans[index]
         ends = free[span.device, span.lane]
-        row = next((r for r, end in enumerate(ends) if end <= span.start), len(ends))
+        begins = span.start + (0 if exact else (span.end - span.start) // 20)
+        row = next((r for r, end in enumerate(ends) if end <= begins), len(ends))
         ends[row : row + 1] = [span.end]
         found[index] = row
     return found

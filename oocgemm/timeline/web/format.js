@@ -4,7 +4,7 @@ const scaled = (value, units, base) => {
   while (Math.abs(value) >= base * 0.9995 && i < units.length - 1) { value /= base; i += 1; }
   return `${value >= 1000 ? value.toFixed(0) : Number(value.toPrecision(3))} ${units[i]}`;
 };
-const formatTime = (ns) => scaled(ns, ["ns", "µs", "ms", "s"], 1000);
+const formatTime = (ns) => ns === 0 ? "0 s" : scaled(ns, ["ns", "µs", "ms", "s"], 1000);
 const formatSize = (bytes) => scaled(bytes, ["B", "KiB", "MiB", "GiB", "TiB"], 1024);
 const formatRate = (amount, ns, unit) =>
   scaled(ns ? (amount / ns) * 1e9 : 0, ["", "k", "M", "G", "T", "P"].map((p) => `${p}${unit}/s`), 1000);

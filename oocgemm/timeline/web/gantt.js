@@ -167,11 +167,12 @@ class Gantt {
     c.textAlign = "right";
     c.fillStyle = colour("soft");
     c.fillText("waits for", GUTTER - 10, this.waitsTop + WAITS / 2);
+    // Without a least width: the edges of what is narrower than a pixel are blended, and shares stay true.
     for (const [start, length, cause] of this.run.waits) {
       if (start + length < this.view.from || start > this.view.to) continue;
       const name = this.run.causes[cause], left = Math.max(GUTTER, this.x(start));
       c.fillStyle = colour(name === "accumulator" ? "d2h" : name);
-      c.fillRect(left, this.waitsTop, Math.max(0.5, Math.min(this.width, this.x(start + length)) - left), WAITS);
+      c.fillRect(left, this.waitsTop, Math.min(this.width, this.x(start + length)) - left, WAITS);
     }
   }
 

@@ -67,14 +67,14 @@ Object.assign(Gantt.prototype, {
 
   // Title and lines of what is said of a span.
   described(i) {
-    const { spans, kinds, operands, tiles, sizes } = this.run;
+    const { spans, tiles, sizes } = this.run;
     const [bytes, flops] = sizes[spans.size[i]], length = this.end[i] - this.start[i], after = this.blocker(i);
     const lines = [
       ["tile", tiles[spans.tile[i]].join(", ")], ["step", spans.step[i]],
       ["starts", formatTime(this.start[i])], ["takes", formatTime(length)],
     ];
     if (bytes) lines.push(["bytes", formatSize(bytes)], ["rate", formatRate(bytes, length, "B")]);
-    if (flops) lines.push(["flops", flops.toPrecision(3)], ["rate", formatRate(flops, length, "FLOP")]);
+    if (flops) lines.push(["work", scaled(flops, ["", "k", "M", "G", "T", "P"].map((p) => `${p}FLOP`), 1000)], ["rate", formatRate(flops, length, "FLOP")]);
     if (after >= 0) lines.push(["after", `${this.title(after)}, ended ${formatTime(this.start[i] - this.end[after])} before`]);
     return [this.title(i), lines];
   },
