@@ -28,6 +28,8 @@ LINKS = {
     PANELS: {"read": "Storage-bound", "decode": "Decode-bound", "h2d": "PCIe-bound"},
     RESULT: {"d2h": "Download-bound", "encode": "Encode-bound", "write": "Write-bound"},
 }
+# And where no lane of it is there.
+NAMES = {PANELS: "Input-bound", RESULT: "Output-bound", START_UP: "Start-up-bound", ISSUE: "Issue-bound"}
 WAITING = {
     PANELS: "waits for panels of A and B",
     RESULT: "waits for C to leave",
@@ -44,8 +46,8 @@ DOING = {
 class Diagnosis:
     """What bounds a run.
 
-    `bound` is a lane (read, decode, h2d, compute, d2h, encode, write), ``start-up`` or ``issue``, or ``nothing`` where
-    nothing was multiplied; `share` of T is what it costs: the time multiplied, or that waited. `finding` says so in a
+    `bound` is a lane (read, decode, h2d, compute, d2h, encode, write), or a direction that has none (``start-up``,
+    ``issue``), or ``nothing`` where nothing was multiplied; `share` of T is what it costs: the time multiplied, or that waited. `finding` says so in a
     sentence, `evidence` how near the limit that lane is.
     """
 
@@ -72,8 +74,7 @@ def diagnose(timeline: Timeline, figures: Report | None = None) -> Diagnosis:
     lane = max(busy, key=lambda lane: busy[lane], default="")
     what = f"{format_share(share)} of the time {WAITING[worst]}"
     if not lane:
-        name = "Start-up-bound" if worst == START_UP else "Issue-bound"
-        return Diagnosis(worst, share, f"{name}: {what}.", "")
+        return Diagnosis(worst, share, f"{NAMES[worst]}: {what}.", "")
     return Diagnosis(
         lane, share, f"{LINKS[worst][lane]}: {what}.", _link(lane, timeline.header, figures, busy[lane])
     )

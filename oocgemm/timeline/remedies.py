@@ -88,9 +88,8 @@ def fit(timeline: Timeline, figures: Report) -> Fitted | None:
     return Fitted(again, fitted, max(0.0, first - again.prediction.start_up))
 
 
-def remedy(timeline: Timeline, figures: Report, diagnosis: Diagnosis) -> Remedy:
-    """The change that gains most; of those that gain nearly as much the first, in the order of their effort."""
-    fitted = fit(timeline, figures)
+def remedy(timeline: Timeline, figures: Report, diagnosis: Diagnosis, fitted: Fitted | None) -> Remedy:
+    """The change that gains most by the fitted model; of those that gain nearly as much the one of least effort."""
     if fitted is None:
         return Remedy(_advice(diagnosis.bound, timeline), "this log does not hold the plan in full")
     now = fitted.seconds(fitted.plan)
@@ -126,7 +125,7 @@ def diagnosis_lines(figures: Report, timeline: Timeline, *, advise: bool = False
     found = diagnose(timeline, figures)
     lines = [found.finding, found.evidence]
     if advise:
-        lines.append(sentence(remedy(timeline, figures, found), figures.wall))
+        lines.append(sentence(remedy(timeline, figures, found, fit(timeline, figures)), figures.wall))
     return [line for line in lines if line]
 
 
@@ -196,6 +195,8 @@ def _effect(before: Plan, after: Plan, moved: Mapping[str, int]) -> str:
     """What a change does to the lane that gains most by it."""
     lanes = before.prediction.lanes
     lane = max(lanes, key=lambda lane: lanes[lane] - after.prediction.lanes[lane])
+    if not after.prediction.lanes[lane]:
+        return f"would leave nothing to {lane}"
     link = {"decode": "read", "encode": "write"}.get(lane, lane)
     old, new = moved.get(link, 0), after.traffic.get(link, 0)
     noun = {"read": "reads", "h2d": "copies to the device"}.get(link)
@@ -216,6 +217,8 @@ ADVICE = {
     "write": "Put C on faster storage.",
     "start-up": "Larger products, or several in one process, spread the start-up.",
     "issue": "Steps are too short to be issued in time: choose deeper panels with --tile.",
+    "panels": "Keep A and B on faster storage.",
+    "result": "Put C on faster storage.",
     "nothing": "There is nothing to change.",
 }
 

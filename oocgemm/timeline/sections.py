@@ -9,7 +9,7 @@ from typing import Any
 from oocgemm.timeline.charts import c_grid, extents, lane_class, stacked_bar, throughput
 from oocgemm.timeline.diagnosis import Diagnosis, diagnose
 from oocgemm.timeline.figures import Report
-from oocgemm.timeline.remedies import Remedy, fit, remedy, sentence
+from oocgemm.timeline.remedies import Fitted, Remedy, fit, remedy, sentence
 from oocgemm.timeline.series import lanes_of
 from oocgemm.timeline.spans import Timeline
 from oocgemm.units import format_rate, format_share, format_size, format_time
@@ -31,12 +31,14 @@ class Run:
     timeline: Timeline
     report: Report
     diagnosis: Diagnosis
+    fitted: Fitted | None
     remedy: Remedy
 
     @classmethod
     def of(cls, name: str, timeline: Timeline, figures: Report) -> "Run":
         diagnosis = diagnose(timeline, figures)
-        return cls(name, timeline, figures, diagnosis, remedy(timeline, figures, diagnosis))
+        fitted = fit(timeline, figures)
+        return cls(name, timeline, figures, diagnosis, fitted, remedy(timeline, figures, diagnosis, fitted))
 
     @property
     def header(self) -> Mapping[str, Any]:
@@ -231,8 +233,6 @@ def _traffic(run: Run) -> str:
 
 def _predicted(run: Run) -> str:
     predicted: dict[str, float] = run.header.get("plan", {}).get("predicted_seconds", {})
-    fitted = fit(run.timeline, run.report)
-    again = fitted.plan.prediction if fitted else None
     rows = []
     for lane in lanes_of(run.timeline.spans):
         measured = run.report.lanes.get(lane, {}).get("busy", 0.0)
@@ -241,7 +241,7 @@ def _predicted(run: Run) -> str:
         [
             "<b>T</b>",
             *_compared(predicted.get("total"), run.report.wall),
-            format_time(fitted.seconds(fitted.plan)) if fitted and again else "-",
+            format_time(run.fitted.seconds(run.fitted.plan)) if run.fitted else "-",
         ]
     )
     model = escape(str(run.header.get("plan", {}).get("machine", "unknown")))
