@@ -160,7 +160,7 @@ def test_no_gain_is_made_up() -> None:
 def test_advice_keeps_to_the_memory_that_there_is() -> None:
     plan = virtual_plan(CUBE, SMALL, machine(h2d=4e9))
     run = run_of(plan)
-    header = run.header | {"backend": {"memory": "1 GiB"}, "machine": {"memory": GIB}}
+    header = dict(run.header) | {"backend": {"memory": "1 GiB"}, "machine": {"memory": GIB}}
     assert advice(run).seconds is not None
     assert "-memory" not in advice(Timeline(run.spans, run.wall, header)).change
 
@@ -174,7 +174,7 @@ def test_operands_in_chunks_that_straddle_panels_are_said_to_be_better_rechunked
     plan = virtual_plan(size, Budgets(GIB // 4, GIB), model, layouts=layouts)
     run = run_of(plan)
     assert plan.amplification["A"] > 1.5
-    header = run.header | {"backend": {}, "machine": {}}  # no budget can be raised
+    header = dict(run.header) | {"backend": {}, "machine": {}}  # no budget can be raised
     found = advice(Timeline(run.spans, run.wall, header))
     assert "A stored in chunks that divide" in found.change
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -197,7 +198,7 @@ def test_the_trace_has_a_track_a_lane_and_arrows_from_loads_to_uses(run: Timelin
         tracks.setdefault(e["tid"], []).append((e["ts"], e["ts"] + e["dur"], e["name"]))
     for track in tracks.values():
         track.sort()
-        assert all(a[1] <= b[0] + 1e-3 for a, b in zip(track, track[1:], strict=False))
+        assert all(a[1] <= b[0] + 1e-3 for a, b in pairwise(track))
 
     def bound(e: dict[str, Any]) -> str:
         (name,) = (name for start, end, name in tracks[e["tid"]] if start < e["ts"] < end)
