@@ -167,13 +167,28 @@ class Gantt {
     c.textAlign = "right";
     c.fillStyle = colour("soft");
     c.fillText("waits for", GUTTER - 10, this.waitsTop + WAITS / 2);
-    // Without a least width: the edges of what is narrower than a pixel are blended, and shares stay true.
+    const names = this.run.causes, fills = names.map((name) => colour(name === "accumulator" ? "d2h" : name));
+    const shares = names.map(() => 0), bottom = this.waitsTop + WAITS;
+    let column = -1;
+    // What is narrower than a pixel is summed up a column at a time, one cause on the other by their shares.
+    const flush = () => {
+      let y = bottom;
+      shares.forEach((share, cause) => {
+        if (share < 0.01) { shares[cause] = 0; return; }
+        c.fillStyle = fills[cause];
+        c.fillRect(column, (y -= share * WAITS), 1, share * WAITS);
+        shares[cause] = 0;
+      });
+    };
     for (const [start, length, cause] of this.run.waits) {
       if (start + length < this.view.from || start > this.view.to) continue;
-      const name = this.run.causes[cause], left = Math.max(GUTTER, this.x(start));
-      c.fillStyle = colour(name === "accumulator" ? "d2h" : name);
-      c.fillRect(left, this.waitsTop, Math.min(this.width, this.x(start + length)) - left, WAITS);
+      const left = Math.max(GUTTER, this.x(start)), right = Math.min(this.width, this.x(start + length));
+      if (Math.floor(left) !== column) { flush(); column = Math.floor(left); }
+      if (right - left < 1) { shares[cause] += right - left; continue; }
+      c.fillStyle = fills[cause];
+      c.fillRect(left, this.waitsTop, right - left, WAITS);
     }
+    flush();
   }
 
   paintHovered(c) {

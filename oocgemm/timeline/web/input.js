@@ -71,7 +71,7 @@ Object.assign(Gantt.prototype, {
     const [bytes, flops] = sizes[spans.size[i]], length = this.end[i] - this.start[i], after = this.blocker(i);
     const lines = [
       ["tile", tiles[spans.tile[i]].join(", ")], ["step", spans.step[i]],
-      ["starts", formatTime(this.start[i])], ["takes", formatTime(length)],
+      ["starts", `${(this.start[i] / 1e9).toFixed(6)} s`], ["takes", formatTime(length)],
     ];
     if (bytes) lines.push(["bytes", formatSize(bytes)], ["rate", formatRate(bytes, length, "B")]);
     if (flops) lines.push(["work", scaled(flops, ["", "k", "M", "G", "T", "P"].map((p) => `${p}FLOP`), 1000)], ["rate", formatRate(flops, length, "FLOP")]);
