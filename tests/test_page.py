@@ -160,6 +160,22 @@ def test_two_runs_stand_side_by_side(run: Timeline) -> None:
     assert [one["wall"] for one in data] == [run.wall, 2 * run.wall]
 
 
+@pytest.mark.parametrize(
+    ("alpha", "beta", "shown"),
+    [
+        (1.0, 0.0, "C = A B<sup>T</sup> <span"),
+        (0.5, 1.0, "C = 0.5 A B<sup>T</sup> + C <span"),
+        ([1.0, 0.0], [0.0, 0.0], "C = A B<sup>T</sup> <span"),
+        ([1.0, -2.0], "nan", "C = (1-2j) A B<sup>T</sup> + nan C <span"),
+    ],
+)
+def test_the_title_is_the_product(run: Timeline, alpha: object, beta: object, shown: str) -> None:
+    plan = run.header["plan"]
+    problem = plan["problem"] | {"alpha": alpha, "beta": beta, "trans_b": "T"}
+    header = dict(run.header) | {"plan": plan | {"problem": problem}}
+    assert f"<h1>{shown}" in page([("x", Timeline(run.spans, run.wall, header))])
+
+
 def test_a_run_without_anything_has_a_page_and_a_picture() -> None:
     for empty in (Timeline((), 0), Timeline((), 10), Timeline(tuple(made([(0, 5)])), 5)):
         assert Elements(page([("empty", empty)])).open == []
@@ -259,3 +275,15 @@ def test_what_cannot_be_written_is_refused(log: Path, tmp_path: Path) -> None:
         assert refused.code == EXIT_USAGE
         assert part in refused.err
     assert log.read_bytes() == before
+
+
+def test_reads_side_by_side_have_tracks_of_their_own() -> None:
+    """Two threads read at once, the one a little longer than the other's start: neither waits for the other."""
+    run = Timeline(tuple(made([(0, 1000), (990, 1000), (1500, 300)])), 2000)
+    file = io.StringIO()
+    write_trace(file, run)
+    events = json.loads(file.getvalue())["traceEvents"]
+    assert [e["args"]["name"] for e in events if e["name"] == "thread_name"] == ["read", "read 2"]
+    assert len({e["tid"] for e in events if e["ph"] == "X"}) == 2
+    assert run_data(run)["spans"]["after"] == [0, 0, 0]
+    assert run_data(run)["spans"]["row"] == [0, 0, 1]

@@ -30,7 +30,7 @@ FAULTS = """(() => {
     if (!node.data.trim()) continue;
     const range = document.createRange();
     range.selectNodeContents(node);
-    const holder = node.parentElement.closest("td, th, dd, dt, figcaption, .card, .figures > div, .tools, header") ;
+    const holder = node.parentElement.closest("td, th, dd, dt, figcaption, .card, .figures > div, .tools, .legend, header") ;
     const box = holder.getBoundingClientRect();
     for (const r of range.getClientRects()) {
       if (!r.width) continue;

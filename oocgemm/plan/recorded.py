@@ -19,7 +19,7 @@ def recorded_plan(data: Mapping[str, Any]) -> Plan | None:
     such as those of another version."""
     try:
         problem = dict(data["problem"])
-        problem |= {name: _scalar(problem[name]) for name in ("alpha", "beta")}
+        problem |= {name: recorded_scalar(problem[name]) for name in ("alpha", "beta")}
         problem |= {name: Op(problem[name]) for name in ("trans_a", "trans_b")}
         machine = dict(data["model"])
         machine["kernels"] = {dtype: KernelRate(**rate) for dtype, rate in machine["kernels"].items()}
@@ -39,5 +39,6 @@ def _layout(data: Mapping[str, Any]) -> Layout:
     return Layout(**values)
 
 
-def _scalar(value: Any) -> complex:
+def recorded_scalar(value: Any) -> complex:
+    """alpha or beta from plain data: a number, a text such as "nan", or a pair of parts."""
     return complex(*map(float, value)) if isinstance(value, list) else float(value)

@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 from html import escape
 from typing import Any
 
+from oocgemm.plan.recorded import recorded_scalar
 from oocgemm.timeline.charts import c_grid, extents, lane_class, stacked_bar, throughput
 from oocgemm.timeline.diagnosis import Diagnosis, diagnose
 from oocgemm.timeline.figures import Report
@@ -79,9 +80,10 @@ def _title(runs: Sequence[Run]) -> str:
     problem = plan.get("problem")
     name = "Matrix product"
     if problem and len({heading(run.header) for run in runs}) == 1:
+        alpha, beta = (recorded_scalar(problem[name]) for name in ("alpha", "beta"))
         name = (
-            f"C = {_factor(problem['alpha'])}A{OPERATORS[problem['trans_a']]} B{OPERATORS[problem['trans_b']]}"
-            + (f" + {_factor(problem['beta'])}C" if problem["beta"] else "")
+            f"C = {_factor(alpha)}A{OPERATORS[problem['trans_a']]} B{OPERATORS[problem['trans_b']]}"
+            + (f" + {_factor(beta)}C" if beta else "")
             + f' <span class="shape">{extents(problem["m"], problem["n"], problem["k"])} {problem["a_dtype"]}</span>'
         )
     where = " vs ".join(_where(run.header) for run in runs) if len(runs) > 1 else _where(header)
@@ -101,8 +103,9 @@ def _where(header: Mapping[str, Any]) -> str:
     return escape(" · ".join(part for part in parts if part))
 
 
-def _factor(value: Any) -> str:
-    return "" if value == 1 else f"{escape(str(value))} "
+def _factor(scalar: complex) -> str:
+    number = complex(scalar)
+    return "" if number == 1 else f"({number:g}) " if number.imag else f"{number.real:g} "
 
 
 def _each(runs: Sequence[Run], section: Callable[[Run], str], kind: str = "") -> str:
@@ -142,7 +145,16 @@ def _figures(runs: Sequence[Run]) -> str:
         f"<div><dt>{name}</dt>{''.join(f'<dd>{value[i]}</dd>' for value in values)}<dd class='what'>{what}</dd></div>"
         for i, (name, what) in enumerate(rows)
     )
-    return f'<dl class="figures">{tiles}</dl>'
+    note = ""
+    if len(runs) > 1:
+        first, *others = runs
+        said = ", ".join(
+            f"{escape(run.name)}, which took {run.report.wall / first.report.wall:.3g} times as long"
+            for run in others
+            if first.report.wall
+        )
+        note = f'<p class="note legend">Above {escape(first.name)}; below, in blue, {said}.</p>'
+    return f'<div><dl class="figures">{tiles}</dl>{note}</div>'
 
 
 def _exposed(run: Run) -> str:
