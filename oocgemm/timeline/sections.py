@@ -149,11 +149,11 @@ def _figures(runs: Sequence[Run]) -> str:
     if len(runs) > 1:
         first, *others = runs
         said = ", ".join(
-            f"{escape(run.name)}, which took {run.report.wall / first.report.wall:.3g} times as long"
+            f"{escape(run.name)}, T {run.report.wall / first.report.wall:.2f} times as long"
             for run in others
             if first.report.wall
         )
-        note = f'<p class="note legend">Above {escape(first.name)}; below, in blue, {said}.</p>'
+        note = f'<p class="note legend">Above: {escape(first.name)}. Below, in blue: {said}.</p>'
     return f'<div><dl class="figures">{tiles}</dl>{note}</div>'
 
 
