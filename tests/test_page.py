@@ -82,8 +82,9 @@ def test_the_page_is_complete_in_itself(run: Timeline) -> None:
     "name", ["</script><script>alert(1)</script>", "<!--style-->", "<img src=x onerror=1>", 'é & "x" \'']
 )
 def test_names_and_paths_cannot_break_the_page(run: Timeline, name: str) -> None:
-    header = dict(run.header) | {"operands": {"A": {"path": name}}, "backend": {"device": name}}
-    spans = tuple(replace(s, operand=name) for s in run.spans[:20])
+    plan = run.header["plan"] | {"problem": run.header["plan"]["problem"] | {"a_dtype": name}}
+    header = dict(run.header) | {"plan": plan, "operands": {"A": {"path": name}}, "backend": {"device": name}}
+    spans = tuple(replace(s, operand=name, lane=name if s.id % 3 else s.lane) for s in run.spans[:20])
     text = page([(name, Timeline(spans, run.wall, header)), (name, run)])
     elements = Elements(text)
     assert elements.open == []

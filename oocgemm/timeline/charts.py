@@ -16,7 +16,7 @@ MOST_TILES = 10_000
 
 def lane_class(cause: str) -> str:
     """The style of a lane or of a cause of waiting."""
-    return "lane-d2h" if cause == "accumulator" else f"lane-{cause}"
+    return "lane-d2h" if cause == "accumulator" else f"lane-{escape(cause)}"
 
 
 def stacked_bar(parts: Mapping[str, float], whole: float) -> str:
@@ -58,10 +58,10 @@ def throughput(timeline: Timeline, report: Report) -> str:
             else "never calibrated"
         )
         charts.append(
-            f'<figure class="rate"><figcaption><b><i class="key lane-{lane}"></i>{lane}</b>'
+            f'<figure class="rate"><figcaption><b><i class="key {lane_class(lane)}"></i>{escape(lane)}</b>'
             f"<span>{format_rate(moved / busy if busy else 0.0, unit)} while busy, {beside}</span></figcaption>"
-            f'<svg class="lane-{lane}" viewBox="0 0 {BINS} 100" preserveAspectRatio="none" role="img" '
-            f'aria-label="Rate of {lane} over time, most {format_rate(max(found), unit)}">'
+            f'<svg class="{lane_class(lane)}" viewBox="0 0 {BINS} 100" preserveAspectRatio="none" role="img" '
+            f'aria-label="Rate of {escape(lane)} over time, most {format_rate(max(found), unit)}">'
             f'<path d="M0 100{steps}V100Z"/>{line}</svg>'
             f'<div class="axis"><span>0</span><span>most {format_rate(max(found), unit)}</span>'
             f"<span>{format_time(timeline.wall / 1e9)}</span></div></figure>"

@@ -91,7 +91,8 @@ def fit(timeline: Timeline, figures: Report) -> Fitted | None:
 def remedy(timeline: Timeline, figures: Report, diagnosis: Diagnosis, fitted: Fitted | None) -> Remedy:
     """The change that gains most by the fitted model; of those that gain nearly as much the one of least effort."""
     if fitted is None:
-        return Remedy(_advice(diagnosis.bound, timeline), "this log does not hold the plan in full")
+        why = "this log does not hold the plan in full" if figures.compute else "there are no rates to go by"
+        return Remedy(_advice(diagnosis.bound, timeline), why)
     now = fitted.seconds(fitted.plan)
     if abs(now / figures.wall - 1) > TRUSTED:
         why = f"the cost model at this run's rates gives {format_time(now)} for it, too far off to ask for gains"

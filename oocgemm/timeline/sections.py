@@ -84,7 +84,7 @@ def _title(runs: Sequence[Run]) -> str:
         name = (
             f"C = {_factor(alpha)}A{OPERATORS[problem['trans_a']]} B{OPERATORS[problem['trans_b']]}"
             + (f" + {_factor(beta)}C" if beta else "")
-            + f' <span class="shape">{extents(problem["m"], problem["n"], problem["k"])} {problem["a_dtype"]}</span>'
+            + f' <span class="shape">{extents(problem["m"], problem["n"], problem["k"])} {escape(problem["a_dtype"])}</span>'
         )
     where = " vs ".join(_where(run.header) for run in runs) if len(runs) > 1 else _where(header)
     return (
@@ -248,7 +248,7 @@ def _predicted(run: Run) -> str:
     rows = []
     for lane in lanes_of(run.timeline.spans):
         measured = run.report.lanes.get(lane, {}).get("busy", 0.0)
-        rows.append([lane, *_compared(predicted.get(lane), measured), ""])
+        rows.append([escape(lane), *_compared(predicted.get(lane), measured), ""])
     rows.append(
         [
             "<b>T</b>",
