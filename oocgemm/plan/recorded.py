@@ -8,7 +8,7 @@ from oocgemm.plan.candidates import Budgets
 from oocgemm.plan.cost import Candidate, Layouts
 from oocgemm.plan.machine import KernelRate, MachineModel
 from oocgemm.plan.planner import Plan
-from oocgemm.plan.problem import GemmProblem, Op
+from oocgemm.plan.problem import DTYPES, GemmProblem, Op
 from oocgemm.plan.slots import Slots
 from oocgemm.plan.tiling import Layout, TileShape
 from oocgemm.plan.traversal import Traversal
@@ -23,6 +23,8 @@ def recorded_plan(data: Mapping[str, Any]) -> Plan | None:
         problem |= {name: Op(problem[name]) for name in ("trans_a", "trans_b")}
         machine = dict(data["model"])
         machine["kernels"] = {dtype: KernelRate(**rate) for dtype, rate in machine["kernels"].items()}
+        if not {problem[name] for name in ("a_dtype", "b_dtype", "acc_dtype", "c_dtype")} <= DTYPES.keys():
+            return None
         layouts = {name: _layout(layout) for name, layout in data["layouts"].items()}
         candidate = Candidate(
             TileShape(**data["tile"]), Slots(**data["slots"]), Traversal(**data["walk"]), data["io_threads"]
