@@ -90,7 +90,11 @@ def test_names_and_paths_cannot_break_the_page(run: Timeline, name: str) -> None
     assert elements.open == []
     assert {attrs.get("id") for tag, attrs in elements.found if tag == "script"} == {"data", None}
     assert len([tag for tag, _ in elements.found if tag == "script"]) == 2
-    assert not [attrs for _, attrs in elements.found if "onerror" in attrs]
+    names = {attribute for _, attributes in elements.found for attribute in attributes}
+    assert "onerror" not in names
+    assert all(re.fullmatch("[a-z][a-z0-9-]*", attribute) for attribute in names), (
+        names
+    )  # no quote ended a value
 
 
 def spans_of(data: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
