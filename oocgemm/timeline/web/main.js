@@ -45,7 +45,11 @@ addEventListener("beforeprint", () => { onScreen = document.documentElement.data
 addEventListener("afterprint", () => { setTheme(onScreen); recolour(); });
 
 const range = document.getElementById("range");
-const say = () => { range.textContent = `${formatTime(view.from)} to ${formatTime(view.to)}`; };
+const say = () => {
+  // As many digits as the ends of the window need to differ by a hundredth of it.
+  const digits = Math.min(9, Math.max(0, 2 - Math.floor(Math.log10(view.length / 1e9))));
+  range.textContent = `${(view.from / 1e9).toFixed(digits)} to ${(view.to / 1e9).toFixed(digits)} s`;
+};
 view.listeners.push(say);
 say();
 const zooms = { in: () => view.zoom(2), out: () => view.zoom(0.5), all: () => view.all() };
