@@ -176,7 +176,7 @@ class Plan:
             "steps": self.steps,
             "slots": asdict(self.slots),
             "traversal": str(self.candidate.traversal),
-            "io_threads": self.candidate.io_threads,
+            "candidate": asdict(self.candidate),
             "budget": asdict(self.budgets),
             "footprint": {
                 "device": dict(self.footprint.device) | {"total": self.footprint.device_total},
@@ -187,6 +187,8 @@ class Plan:
             "least": self.least,
             "read_amplification": self.amplification,
             "machine": self.machine.name,
+            "model": asdict(self.machine),
+            "layouts": asdict(self.layouts),
             "calibrated": self.machine.calibrated,
             "predicted_seconds": dict(prediction.lanes)
             | {
