@@ -13,6 +13,7 @@ from typing import Any
 
 from oocgemm.errors import OocGemmError
 from oocgemm.plan import Budgets, KernelRate, Layouts, MachineModel, Plan, make_plan, recorded_plan
+from oocgemm.plan.simulate import simulate
 from oocgemm.timeline.diagnosis import Diagnosis, diagnose
 from oocgemm.timeline.figures import Report, length, union
 from oocgemm.timeline.spans import Timeline
@@ -22,6 +23,8 @@ from oocgemm.units import format_share, format_size, format_time, parse_size
 WORTH, NEARLY = 0.03, 0.8
 # How far from the run the fitted model may be and still be asked.
 TRUSTED = 0.25
+# Steps of plans that are simulated, at about 0.1 ms each.
+MOST_SIMULATED = 4000
 # Share of the memory there is that a budget may be raised to.
 USABLE = {"device": 0.9, "host": 0.7}
 
@@ -45,8 +48,11 @@ class Fitted:
     start_up: float
 
     def seconds(self, plan: Plan) -> float:
-        """Predicted T of a plan made with the fitted model."""
-        return plan.prediction.total + self.start_up
+        """Predicted T of a plan made with the fitted model: its schedule on a virtual clock, or in closed form if that
+        would take long."""
+        if plan.steps > MOST_SIMULATED:
+            return plan.prediction.total + self.start_up
+        return simulate(plan.schedule(), plan.problem, plan.machine, plan.layouts) + self.start_up
 
 
 def fit(timeline: Timeline, figures: Report) -> Fitted | None:
