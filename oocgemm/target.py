@@ -112,10 +112,10 @@ class Kept:
                 stores.clear(earlier.folder, keep=(JOURNAL, LOCK))
             self.matrix = cast(Durable, job.create_output(work, c, folder=earlier.folder).matrix)
             self._created = True
-        else:
-            stores.reserve(work.c)
         if earlier.complete:
             return
+        if work.c is not None:
+            stores.reserve(work.c)
         if earlier.resumed:
             self.matrix.sweep()
         self.matrix.set_finished(False)
