@@ -350,10 +350,11 @@ def stored(here: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
     shutil.rmtree(here / "stored")
 
 
-def product_of(stored: Path, *options: str) -> Any:
-    """The product with B, or nothing if it is refused."""
+def product_of(stored: Path, *options: str, must: bool = False) -> Any:
+    """The product with B, or nothing if it is refused, which it must not be if that is said."""
     (stored.parent / "new.npy").unlink(missing_ok=True)
     done = ended("run", stored.name, "b.npy", "new.npy", "--backend", "host", *options)
+    assert done.code == 0 or not must, done
     if done.code == 0:
         return np.load(stored.parent / "new.npy")
     assert not (stored.parent / "new.npy").exists()
@@ -444,7 +445,7 @@ def test_any_npy_file_ends_well(here: Path, data: st.DataObject) -> None:
     else:
         content = garbled(data, whole[: data.draw(st.sampled_from([20, 128, 10_000]))]) + whole[128:]
     (here / "odd.npy").write_bytes(content)
-    product = product_of(here / "odd.npy")
+    product = product_of(here / "odd.npy", must=content == whole)
     if content == whole:
         np.testing.assert_array_equal(product, A @ B)
 
