@@ -1,0 +1,291 @@
+"""The ladder of GEMM kernels as data: what each of them multiplies, how it is compiled, and how it is launched.
+
+Adding a kernel is one file in `kernels/` and one `Kernel` here. Nothing here touches a device or imports cupy, so that
+plans, tests and tuners can enumerate kernels without one.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from oocgemm.errors import InputError
+from oocgemm.plan import DTYPES, Op
+
+Params = Mapping[str, int]
+
+# C++ types of the dtypes, see kernels/scalar.cuh.
+C_TYPES = {
+    "int8": "signed char",
+    "int32": "int",
+    "float16": "half_t",
+    "bfloat16": "bfloat_t",
+    "float32": "float",
+    "float64": "double",
+    "complex64": "complex_t<float>",
+    "complex128": "complex_t<double>",
+}
+OP_CODES = {Op.N: 0, Op.T: 1, Op.C: 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What kernels ask of a device: its compute capability, how many multiprocessors it has, and the bytes of shared
+    memory that one block may have."""
+
+    capability: tuple[int, int] = (9, 0)
+    processors: int = 132
+    shared_bytes: int = 227 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One product on a device: C (m x n) = alpha op(A) @ op(B) + beta C, row-major.
+
+    `a`, `b` and `c` are device addresses; leading dimensions are in elements. A and B are of `dtype`, C is of the dtype
+    that it is accumulated in. `compute` is "native", or the reduced precision that the caller allows.
+    """
+
+    dtype: str
+    op_a: Op
+    op_b: Op
+    m: int
+    n: int
+    k: int
+    alpha: complex
+    a: int
+    lda: int
+    b: int
+    ldb: int
+    beta: complex
+    c: int
+    ldc: int
+    compute: str = "native"
+    device: Device = Device()
+
+    @property
+    def accumulator(self) -> str:
+        """The dtype of C."""
+        return DTYPES[self.dtype].accumulator
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How a kernel is started: blocks, threads of a block, and bytes of dynamic shared memory a block."""
+
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMap:
+    """What the copy engine of sm_90 is told of a stored matrix: cuTensorMapEncodeTiled's arguments, for two dimensions.
+
+    `extents` and `box` are (inner, outer), in elements; `pitch` is the bytes from one row to the next; `swizzle` the
+    bytes that are permuted, 0, 32, 64 or 128.
+    """
+
+    dtype: str
+    address: int
+    extents: tuple[int, int]
+    pitch: int
+    box: tuple[int, int]
+    swizzle: int
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """An entry of the ladder. A rung may have several, of which the first that fits a call is taken.
+
+    Args:
+        name: the rung, as in `--kernel NAME`.
+        source: the file's stem, `kernels/SOURCE.cu`.
+        dtypes: stored dtypes it multiplies.
+        variants: its parameters, as macros of the source; the first is the default.
+        launch: how a call is launched.
+        entry: the function's name where it is not the file's.
+        compute: what it computes in: "native" or a reduced precision.
+        archs: targets it is compiled for in the tests: it runs on these and, an "a" target apart, on later ones.
+        refuses: why it cannot do a call, or None: the alignment that a copy engine asks for, a size that is too large.
+        parts: the calls that a call is made of, where it is launched more than once.
+        maps: the tensor maps that come before the arguments, for A and for B.
+        instruction: what its machine code must contain.
+        model: per multiply-add, words read from global memory and from shared memory by a thread.
+    """
+
+    name: str
+    source: str
+    dtypes: tuple[str, ...]
+    variants: tuple[Params, ...]
+    launch: Callable[[Call, Params], Launch]
+    entry: str = ""
+    compute: tuple[str, ...] = ("native",)
+    archs: tuple[str, ...] = ("sm_80", "sm_90a", "sm_100")
+    refuses: Callable[[Call, Params], str | None] = lambda call, params: None
+    parts: Callable[[Call, Params], Iterator[Call]] = lambda call, params: iter((call,))
+    maps: Callable[[Call, Params], tuple[TensorMap, TensorMap]] | None = None
+    instruction: str | None = None
+
+    def target(self, device: Device) -> str | None:
+        """The architecture to compile for to run on a device; None if it does not run there."""
+        major, minor = device.capability
+        own = f"sm_{major}{minor}"
+        if f"{own}a" in self.archs:
+            return f"{own}a"
+        floors = [int(arch[3:]) for arch in self.archs if arch[3:].isdecimal()]
+        return own if floors and 10 * major + minor >= min(floors) else None
+
+    def refusal(self, call: Call, params: Params | None = None) -> str | None:
+        """Why this entry cannot do a call; None if it can."""
+        if call.dtype not in self.dtypes:
+            return f"it multiplies {', '.join(self.dtypes)}, not {call.dtype}"
+        if call.compute not in self.compute:
+            return f"it computes in {', '.join(self.compute)} precision, not {call.compute}"
+        if self.target(call.device) is None:
+            major, minor = call.device.capability
+            return f"it needs {' or '.join(self.archs)}, and the device is of compute capability {major}.{minor}"
+        return self.refuses(call, params or self.variants[0])
+
+
+def options(dtype: str, op_a: Op, op_b: Op, params: Params) -> tuple[str, ...]:
+    """What the compiler is told of a variant."""
+    macros = {
+        "OOC_STORED": C_TYPES[dtype],
+        "OOC_ACCUMULATED": C_TYPES[DTYPES[dtype].accumulator],
+        "OOC_OP_A": OP_CODES[op_a],
+        "OOC_OP_B": OP_CODES[op_b],
+    }
+    return tuple(f"-D{macro}={value}" for macro, value in {**macros, **params}.items())
+
+
+def names() -> tuple[str, ...]:
+    """The rungs, from the bottom."""
+    return tuple(dict.fromkeys(kernel.name for kernel in LADDER))
+
+
+def choose(name: str, call: Call, params: Params | None = None) -> Kernel:
+    """The first entry of a rung that can do a call. Raises `InputError` with the reasons if none can."""
+    reasons = []
+    for kernel in LADDER:
+        if kernel.name == name:
+            refusal = kernel.refusal(call, params)
+            if refusal is None:
+                return kernel
+            reasons.append(refusal)
+    raise InputError(f"kernel {name} cannot do this product: {'; or '.join(dict.fromkeys(reasons))}")
+
+
+def _blocks(extent: int, tile: int) -> int:
+    return -(-extent // tile)
+
+
+def _by_tiles(rows: str, cols: str, threads: Callable[[Params], int]) -> Callable[[Call, Params], Launch]:
+    """A block a tile of C, counted along one dimension; rows and columns of a tile are named parameters."""
+
+    def launch(call: Call, params: Params) -> Launch:
+        tiles = _blocks(call.m, params[rows]) * _blocks(call.n, params[cols])
+        return Launch((tiles, 1, 1), (threads(params), 1, 1))
+
+    return launch
+
+
+def _naive(call: Call, params: Params) -> Launch:
+    x, y = params["BLOCK_X"], params["BLOCK_Y"]
+    return Launch((_blocks(call.n, x), _blocks(call.m, y), 1), (x, y, 1))
+
+
+def _naive_refuses(call: Call, params: Params) -> str | None:
+    most = 65535 * params["BLOCK_Y"]
+    return f"its grid has at most {most} rows and C has {call.m}: use naive_grid" if call.m > most else None
+
+
+def _cover(call: Call, params: Params) -> Iterator[Call]:
+    """Products of submatrices that cover C."""
+    stored, accumulated = (DTYPES[name].itemsize for name in (call.dtype, call.accumulator))
+    for i in range(0, call.m, params["COVER_M"]):
+        for j in range(0, call.n, params["COVER_N"]):
+            yield replace(
+                call,
+                m=min(params["COVER_M"], call.m - i),
+                n=min(params["COVER_N"], call.n - j),
+                a=call.a + i * (1 if call.op_a.swaps else call.lda) * stored,
+                b=call.b + j * (call.ldb if call.op_b.swaps else 1) * stored,
+                c=call.c + (i * call.ldc + j) * accumulated,
+            )
+
+
+def _single_block_bytes(call: Call) -> int:
+    return (call.m + call.n) * call.k * DTYPES[call.accumulator].itemsize
+
+
+def _single_block(call: Call, params: Params) -> Launch:
+    return Launch((1, 1, 1), (params["THREADS"], 1, 1), _single_block_bytes(call))
+
+
+def _single_block_refuses(call: Call, params: Params) -> str | None:
+    needed, most = _single_block_bytes(call), call.device.shared_bytes
+    if needed <= most:
+        return None
+    return (
+        f"it holds op(A) {call.m} x {call.k} and op(B) {call.k} x {call.n}, {needed} bytes, in one block's shared "
+        f"memory, which is {most}: pass a --tile such as 64x64x64"
+    )
+
+
+_ALL = ("float32", "float64", "float16", "complex64", "complex128")
+
+LADDER: tuple[Kernel, ...] = (
+    Kernel(
+        name="naive",
+        source="naive",
+        dtypes=_ALL,
+        variants=tuple({"BLOCK_X": x, "BLOCK_Y": y} for x, y in ((32, 8), (8, 8), (16, 16), (32, 32))),
+        launch=_naive,
+        refuses=_naive_refuses,
+    ),
+    Kernel(
+        name="naive_grid",
+        source="naive_grid",
+        dtypes=_ALL,
+        variants=({"COVER_M": 32768, "COVER_N": 32768, "BLOCK_X": 32, "BLOCK_Y": 8},),
+        launch=_naive,
+        parts=_cover,
+    ),
+    Kernel(
+        name="single_block",
+        source="single_block",
+        dtypes=_ALL,
+        variants=({"THREADS": 1024}, {"THREADS": 256}),
+        launch=_single_block,
+        refuses=_single_block_refuses,
+    ),
+    Kernel(
+        name="tiled",
+        source="tiled",
+        dtypes=_ALL,
+        variants=({"TILE": 16}, {"TILE": 8}, {"TILE": 32}),
+        launch=_by_tiles("TILE", "TILE", lambda p: p["TILE"] ** 2),
+    ),
+    Kernel(
+        name="register",
+        source="register",
+        entry="register_kernel",
+        dtypes=_ALL,
+        variants=tuple({"TILE": 32, "RESULTS": results} for results in (8, 1, 2, 4, 16, 32)),
+        launch=_by_tiles("TILE", "TILE", lambda p: p["TILE"] ** 2 // p["RESULTS"]),
+    ),
+    Kernel(
+        name="liang_normal",
+        source="liang_normal",
+        dtypes=_ALL,
+        variants=({"W": 32, "H": 64, "R": 16, "THREADS": 512},),
+        launch=_by_tiles("W", "H", lambda p: p["THREADS"]),
+    ),
+    Kernel(
+        name="liang_opt",
+        source="liang_opt",
+        dtypes=_ALL,
+        variants=({"W": 16, "H": 64, "R": 16},),
+        launch=_by_tiles("W", "H", lambda p: p["H"]),
+    ),
+    # simt, tensor: entries are added here.
+)
