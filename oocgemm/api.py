@@ -14,6 +14,7 @@ import numpy as np
 
 from oocgemm import backends, cache, stores
 from oocgemm.backends.base import numpy_dtype
+from oocgemm.backends.ladder import check_plan
 from oocgemm.backends.memory import available_memory
 from oocgemm.errors import BackendError, ExecutionError, InputError
 from oocgemm.executor import Progress, Run
@@ -112,7 +113,8 @@ def gemm(
         trans_a, trans_b: "N" (or False), "T" (or True), "C" for the conjugate transpose; done on the fly.
         backend: "cuda", "host", or "auto": cuda where a device answers.
         device: number of the CUDA device.
-        kernel: "cublas" or "tiled" on cuda, "blas" on host, "auto" for the fastest.
+        kernel: "cublas" or a rung of `oocgemm.backends.ladder` on cuda, "blas" on host; "auto" for the fastest that
+            `oocgemm tune` has measured, cuBLAS where it has measured nothing.
         device_memory: hard bound on device memory, in bytes or as "2GiB"; 90% of what is free by default.
             On the host backend this is memory too: it holds the five buffers.
         host_memory: hard bound on host memory for staging; half of what is available by default.
@@ -139,15 +141,14 @@ def gemm(
     origin = perf_counter_ns()
     started = time()
     engine = backends.open_backend(backend, device)
-    if kernel not in backends.KERNELS[engine.name]:
-        names = ", ".join(backends.KERNELS[engine.name])
-        raise InputError(f"the {engine.name} backend has no kernel {kernel!r}: choose one of {names}")
+    backends.check_kernel(engine.name, kernel)
     budgets = _budgets(engine.name, device_memory, host_memory, engine.free_memory)
     known = backends.identity(engine)
     job = _prepare(
         *(a, b, c, alpha, beta, trans_a, trans_b, engine.name, known, budgets, tile, chunks, compressor),
         overwrite,
     )
+    engine.check(job.plan, kernel)
     if timeline is not None:
         _check_log_apart(os.fsdecode(timeline), job, c)
     plan = job.plan
@@ -207,6 +208,7 @@ def plan(
     trans_a: Transpose = Op.N,
     trans_b: Transpose = Op.N,
     backend: str = "auto",
+    kernel: str = "auto",
     device_memory: Size | None = None,
     host_memory: Size | None = None,
     tile: TileShape | str | None = None,
@@ -219,6 +221,7 @@ def plan(
     Since no device is asked how much of its memory is free, the cuda backend needs `device_memory` here.
     """
     name = backends.resolve(backend)
+    backends.check_kernel(name, kernel)
     a, b, c = (stores.located(*operand) for operand in (("A", a), ("B", b), ("C", c)))
 
     def free() -> int:
@@ -231,9 +234,11 @@ def plan(
     budgets = _budgets(name, device_memory, host_memory, free)
     # Which GPU it will be is not known: the one last calibrated is meant.
     known = backends.identity(backends.open_backend(name)) if name == "host" else None
-    return _prepare(
+    planned = _prepare(
         *(a, b, c, alpha, beta, trans_a, trans_b, name, known, budgets, tile, chunks, compressor, overwrite)
     ).plan
+    check_plan(kernel, planned)
+    return planned
 
 
 def info() -> dict[str, Any]:

@@ -61,6 +61,13 @@ _PROBLEM = (
         show_default=True,
         help="Where to multiply; auto is cuda where a device answers.",
     ),
+    click.option(
+        "--kernel",
+        type=click.Choice(list(dict.fromkeys(k for kernels in backends.KERNELS.values() for k in kernels))),
+        default="auto",
+        show_default=True,
+        help="What multiplies: blas on the host; on cuda cublas or a rung of our ladder, auto for the fastest measured.",
+    ),
     click.option("--device-memory", metavar="SIZE", help="Bound on device memory, such as 2GiB."),
     click.option("--host-memory", metavar="SIZE", help="Bound on host memory for staging, such as 8GiB."),
     click.option("--tile", metavar="WxHxR", help="Tile of C (w x h) and panel depth r, by hand."),
@@ -94,13 +101,6 @@ def cli(debug: bool) -> None:
 @click.argument("c")
 @_options(*_PROBLEM)
 @click.option("--device", type=click.IntRange(min=0), default=0, show_default=True, help="CUDA device.")
-@click.option(
-    "--kernel",
-    type=click.Choice(sorted({k for kernels in backends.KERNELS.values() for k in kernels})),
-    default="auto",
-    show_default=True,
-    help="What multiplies: cublas or tiled (cuda), blas (host).",
-)
 @click.option("--timeline", type=click.Path(dir_okay=False), help="Log every operation to this file.")
 @click.option("--overwrite", is_flag=True, help="Replace the contents of a C that exists.")
 @click.option("--quiet", is_flag=True, help="Print nothing but errors.")

@@ -22,7 +22,9 @@ def _wheel(*parts: str) -> Path:
 
 @cache
 def _library() -> ctypes.CDLL:
-    ctypes.CDLL(str(_wheel("lib", "libnvrtc-builtins.so.13.0")))  # it would look for it on the system's path only
+    ctypes.CDLL(
+        str(_wheel("lib", "libnvrtc-builtins.so.13.0"))
+    )  # it would look for it on the system's path only
     return ctypes.CDLL(str(_wheel("lib", "libnvrtc.so.13")))
 
 
@@ -68,9 +70,7 @@ class Resources:
 def resources(cubin: Path, entry: str) -> Resources:
     """What machine code takes, by cuobjdump."""
     text = _run("cuobjdump", "-res-usage", str(cubin))
-    found = re.search(
-        rf"Function {entry}:\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", text
-    )
+    found = re.search(rf"Function {entry}:\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", text)
     assert found, text
     registers, stack, shared, local = map(int, found.groups())
     return Resources(registers, stack, local, shared)

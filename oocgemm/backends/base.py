@@ -77,6 +77,9 @@ class Backend(Protocol):
     def describe(self) -> dict[str, str]:
         """Device, library versions and kernel, for headers and reports."""
 
+    def check(self, plan: Plan, kernel: str) -> None:
+        """Raise `InputError` if a kernel cannot do the steps of a plan on this device. Allocates nothing."""
+
     def open(self, plan: Plan, kernel: str) -> Session:
         """Allocate the device arena and create the streams."""
 

@@ -137,5 +137,8 @@ class HostBackend:
     def describe(self) -> dict[str, str]:
         return {"device": f"{os.cpu_count()} cores", "numpy": np.__version__, "blas": blas_name()}
 
+    def check(self, plan: Plan, kernel: str) -> None:
+        return
+
     def open(self, plan: Plan, kernel: str) -> HostSession:
         return HostSession(plan)

@@ -6,9 +6,10 @@ plans, tests and tuners can enumerate kernels without one.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 
 from oocgemm.errors import InputError
-from oocgemm.plan import DTYPES, Op
+from oocgemm.plan import DTYPES, Op, Plan
 
 Params = Mapping[str, int]
 
@@ -31,9 +32,12 @@ class Device:
     """What kernels ask of a device: its compute capability, how many multiprocessors it has, and the bytes of shared
     memory that one block may have."""
 
-    capability: tuple[int, int] = (9, 0)
-    processors: int = 132
-    shared_bytes: int = 227 << 10
+    capability: tuple[int, int]
+    processors: int
+    shared_bytes: int
+
+
+H200 = Device((9, 0), 132, 227 << 10)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +63,7 @@ class Call:
     c: int
     ldc: int
     compute: str = "native"
-    device: Device = Device()
+    device: Device = H200
 
     @property
     def accumulator(self) -> str:
@@ -78,17 +82,17 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class TensorMap:
-    """What the copy engine of sm_90 is told of a stored matrix: cuTensorMapEncodeTiled's arguments, for two dimensions.
+    """What the copy engine of sm_90 is told of a stored matrix: the arguments of cuTensorMapEncodeTiled.
 
-    `extents` and `box` are (inner, outer), in elements; `pitch` is the bytes from one row to the next; `swizzle` the
-    bytes that are permuted, 0, 32, 64 or 128.
+    `extents` and `box` are in elements, the innermost dimension first; `pitches` the bytes between neighbours along
+    each dimension but the innermost, multiples of 16; `swizzle` the bytes that are permuted, 0, 32, 64 or 128.
     """
 
     dtype: str
     address: int
-    extents: tuple[int, int]
-    pitch: int
-    box: tuple[int, int]
+    extents: tuple[int, ...]
+    pitches: tuple[int, ...]
+    box: tuple[int, ...]
     swizzle: int
 
 
@@ -109,7 +113,6 @@ class Kernel:
         parts: the calls that a call is made of, where it is launched more than once.
         maps: the tensor maps that come before the arguments, for A and for B.
         instruction: what its machine code must contain.
-        model: per multiply-add, words read from global memory and from shared memory by a thread.
     """
 
     name: str
@@ -142,7 +145,9 @@ class Kernel:
             return f"it computes in {', '.join(self.compute)} precision, not {call.compute}"
         if self.target(call.device) is None:
             major, minor = call.device.capability
-            return f"it needs {' or '.join(self.archs)}, and the device is of compute capability {major}.{minor}"
+            return (
+                f"it needs {' or '.join(self.archs)}, and the device is of compute capability {major}.{minor}"
+            )
         return self.refuses(call, params or self.variants[0])
 
 
@@ -172,6 +177,21 @@ def choose(name: str, call: Call, params: Params | None = None) -> Kernel:
                 return kernel
             reasons.append(refusal)
     raise InputError(f"kernel {name} cannot do this product: {'; or '.join(dict.fromkeys(reasons))}")
+
+
+def check_plan(name: str, plan: Plan, device: Device = H200) -> None:
+    """Raise `InputError` if a rung cannot do the steps of a plan: those of whole tiles and panels, and of the last ones.
+    What is no rung, such as cuBLAS, can do any. The device is an H200 where none is known."""
+    if name not in names():
+        return
+    problem, tile = plan.problem, plan.tile
+    extents = ((problem.m, tile.w), (problem.n, tile.h), (problem.depth, tile.r))
+    sizes = [{min(extent, nominal), extent % nominal or nominal} for extent, nominal in extents]
+    for m, n, k in product(*sizes):
+        lda, ldb = (m if problem.trans_a.swaps else k), (k if problem.trans_b.swaps else n)
+        shape = problem.a_dtype, problem.trans_a, problem.trans_b, m, n, k
+        if k:
+            choose(name, Call(*shape, 1.0, 0, lda, 0, ldb, 1.0, 0, n, device=device))
 
 
 def _blocks(extent: int, tile: int) -> int:

@@ -1,0 +1,57 @@
+"""What multiplies on a CUDA device: cuBLAS or a rung of our ladder, chosen call by call."""
+
+from cupy.cuda import runtime
+from cupy_backends.cuda.libs import cublas
+
+from oocgemm.backends import cublas as blas
+from oocgemm.backends import tuning
+from oocgemm.backends.ladder import Call, Kernel, Params, choose
+from oocgemm.backends.launch import Kernels
+from oocgemm.errors import InputError
+
+
+class Multiplier:
+    """cuBLAS and our kernels on one device, launched on cupy's current stream. `kernel` is a rung, "cublas" or "auto"."""
+
+    def __init__(self, device: int, kernel: str = "auto") -> None:
+        self.kernels = Kernels(device)
+        self._kernel = kernel
+        self._tuning = tuning.load(device_name(device))
+        self._blas = cublas.create()
+
+    def close(self) -> None:
+        """Release cuBLAS."""
+        if self._blas:
+            cublas.destroy(self._blas)
+        self._blas = 0
+
+    def multiply(self, call: Call) -> None:
+        """C = alpha op(A) @ op(B) + beta C."""
+        name, params = self._tuning.choice(self._kernel, call.dtype, call.compute, (call.m, call.n, call.k))
+        if call.k == 0:
+            name, params = "tiled", None  # C = beta C, which cuBLAS may not take
+        if name != tuning.CUBLAS:
+            try:
+                return self.run(*chosen(name, call, params), call)
+            except InputError:
+                if self._kernel != "auto":
+                    raise
+        return self.run(None, {}, call)
+
+    def run(self, kernel: Kernel | None, params: Params, call: Call) -> None:
+        """The same by one entry of the ladder, or by cuBLAS if that is None."""
+        if kernel is None:
+            blas.gemm(self._blas, call)
+        else:
+            self.kernels.multiply(kernel, call, params)
+
+
+def chosen(name: str, call: Call, params: Params | None) -> tuple[Kernel, Params]:
+    """The entry of a rung for a call, and its parameters: those given if they are of that entry, or its default."""
+    kernel = choose(name, call)
+    return kernel, params if params in kernel.variants else kernel.variants[0]
+
+
+def device_name(device: int) -> str:
+    """The name of a GPU."""
+    return str(runtime.getDeviceProperties(device)["name"].decode())
