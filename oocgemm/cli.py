@@ -1,4 +1,4 @@
-"""The command line: run, plan, report, calibrate, info."""
+"""The command line: run, plan, report, calibrate, bench, tune, info."""
 
 import json
 import os
@@ -6,15 +6,27 @@ import re
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import click
 
-from oocgemm import __version__, api, backends, cache, stores
+from oocgemm import __version__, api, backends, bench, cache, stores
+from oocgemm.backends import ladder, tuning
 from oocgemm.calibrate import calibrate as measure
-from oocgemm.display import doing, print_calibration, print_info, print_plan, print_report, progress_display
+from oocgemm.display import (
+    doing,
+    print_bench,
+    print_calibration,
+    print_info,
+    print_plan,
+    print_report,
+    print_tuning,
+    progress_display,
+)
 from oocgemm.errors import BudgetError, InputError, OocGemmError
+from oocgemm.plan import DTYPES
 from oocgemm.timeline import read_log, report
 
 EXIT_FAILED, EXIT_USAGE, EXIT_BUDGET, EXIT_INTERRUPTED = 1, 2, 3, 130
@@ -45,6 +57,16 @@ class _Chunks(click.ParamType[tuple[int, int]]):
         if len(parts) != 2 or not all(p.isdecimal() and int(p) for p in parts):
             self.fail(f"{value!r} is not a chunk shape: write ROWSxCOLUMNS, such as 1024x1024", param, ctx)
         return int(parts[0]), int(parts[1])
+
+
+class _Size(click.ParamType[tuple[int, int, int]]):
+    name = "MxNxK"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, int, int]:
+        parts = str(value).lower().split("x")
+        if len(parts) != 3 or not all(p.isdecimal() and int(p) for p in parts):
+            self.fail(f"{value!r} is not a product: write MxNxK, such as 4096x4096x1024", param, ctx)
+        return int(parts[0]), int(parts[1]), int(parts[2])
 
 
 _PROBLEM = (
@@ -192,6 +214,77 @@ def calibrate(backend: str, device: int, path: str | None, as_json: bool) -> Non
         _print_json(found.to_dict() | {"kept": str(kept)})
     else:
         print_calibration(found, str(kept))
+
+
+@cli.group(name="bench")
+def bench_group() -> None:
+    """Measure parts of oocgemm by themselves."""
+
+
+_DEVICE = click.option(
+    "--device", type=click.IntRange(min=0), default=0, show_default=True, help="CUDA device."
+)
+_DTYPES = click.option(
+    "--dtype", "dtypes", multiple=True, type=click.Choice(list(DTYPES)), help="May be repeated."
+)
+
+
+@bench_group.command(name="kernels")
+@_options(_DEVICE, _DTYPES)
+@click.option(
+    "--kernel", "kernels", multiple=True, type=click.Choice(ladder.names()), help="May be repeated."
+)
+@click.option(
+    "--size", "shapes", multiple=True, type=_Size(), help="Product MxNxK, may be repeated.  [default: many]"
+)
+@click.option(
+    "--seconds", type=click.FloatRange(min=0), default=0.05, show_default=True, help="For each measurement."
+)
+@click.option(
+    "--limit",
+    type=click.FloatRange(min=0),
+    default=1.0,
+    show_default=True,
+    help="Seconds that one product may take.",
+)
+@click.option("--svg", type=click.Path(dir_okay=False), help="Draw square products to this file.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, with all variants.")
+def bench_kernels(as_json: bool, svg: str | None, **options: Any) -> None:
+    """Time our kernels beside cuBLAS, which takes turns with them.
+
+    Square products from 8 to 16384, odd and thin ones and the engine's updates of a 12288 x 12288 tile, on random
+    numbers; the median of several samples.
+    """
+    given = {name: value for name, value in options.items() if value != ()}
+    with doing(sys.stderr.isatty() and not as_json) as say:
+        result = bench.bench_kernels(**given, say=say)
+    if svg is not None:
+        try:
+            Path(svg).write_text(bench.chart(result), encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"the picture cannot be written to {svg}: {error.strerror}") from error
+    if as_json:
+        _print_json(result)
+    else:
+        print_bench(result, bench.best_rows(result))
+
+
+@cli.command()
+@_options(_DEVICE, _DTYPES)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def tune(device: int, dtypes: tuple[str, ...], as_json: bool) -> None:
+    """Find the fastest of our kernels and parameters on this GPU, for --kernel auto and the rungs named.
+
+    For each dtype, on a large square product, on an update as the engine makes it, and on a thin one. What is found is
+    kept in the user's cache directory, or in $OOCGEMM_CACHE. Nothing else should run meanwhile.
+    """
+    with doing(sys.stderr.isatty() and not as_json) as say:
+        found = bench.tune(device=device, dtypes=dtypes or tuple(DTYPES), say=say)
+    kept = str(tuning.save(found))
+    if as_json:
+        _print_json(asdict(found) | {"kept": kept})
+    else:
+        print_tuning(found, kept)
 
 
 @cli.command()

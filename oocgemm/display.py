@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from oocgemm.backends.tuning import Tuning
 from oocgemm.plan import Calibration, Plan
 from oocgemm.timeline import Report, Span, Timeline, gantt
 from oocgemm.units import format_size, format_time
@@ -272,3 +273,43 @@ def _percent(share: float | None) -> str:
 
 def _scalar(value: complex) -> str:
     return "" if value == 1 else f"{value:g} "
+
+
+def print_bench(result: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Rungs beside cuBLAS: a table for each dtype, of the fastest variant of each rung."""
+    out = _console()
+    out.print(f"[bold]{escape(result['device'])}[/], clock at most {result['max clock'] or '-'} MHz")
+    columns = "GFLOP/s", "of peak", "of cuBLAS", "flop/byte", "sectors in", "out", "conflicts", "occupancy"
+    for dtype in dict.fromkeys(row["dtype"] for row in rows):
+        table = _table(f"\n{dtype}", "kernel", *columns)
+        last = None
+        for row in (row for row in rows if row["dtype"] == dtype):
+            shape = "x".join(map(str, row["shape"])) + (" beta 1" if row["beta"] else "")
+            variant = ",".join(map(str, row["params"].values()))
+            numbers = (
+                row.get(x)
+                for x in ("intensity", "load sectors", "store sectors", "bank conflicts", "occupancy")
+            )
+            table.add_row(
+                "" if shape == last else shape,
+                row["kernel"] + (f" {variant}" if variant else ""),
+                f"{row['flops'] / 1e9:.4g}",
+                *("" if share is None else f"{share:.3f}" for share in (row["of peak"], row["of cublas"])),
+                *("" if number is None else f"{number:.3g}" for number in numbers),
+            )
+            last = shape
+        out.print(table)
+    out.print("\nflop/byte, sectors of 32 bytes and bank conflicts: counted on paper, before caches")
+
+
+def print_tuning(tuning: Tuning, path: str) -> None:
+    """Rates of the rungs by dtype and class of shapes, the fastest first."""
+    out = _console()
+    table = _table("dtype", "class", "kernel", "TFLOP/s", "parameters")
+    for dtype, classes in tuning.rungs.items():
+        for name, found in classes.items():
+            for rung, best in sorted(found.items(), key=lambda item: -item[1].rate):
+                params = " ".join(f"{key}={value}" for key, value in best.params.items())
+                table.add_row(dtype, name, rung, f"{best.rate / 1e12:.4g}", params)
+    out.print(table)
+    out.print(f"\nkept in {path}")

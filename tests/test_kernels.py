@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from oocgemm.backends import compile as compiling
 from oocgemm.backends import ladder, sources
 from oocgemm.backends.compile import compiled
-from oocgemm.backends.ladder import H200, LADDER, Call, Device, Kernel, options
+from oocgemm.backends.ladder import H200, LADDER, Call, Device, Kernel, Params, options
 from oocgemm.backends.sources import kernel_folder
 from oocgemm.errors import BackendError, InputError
 from oocgemm.plan import Op
@@ -34,9 +34,13 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def check_code(kernel: Kernel, arch: str, macros: Sequence[str], folder: Path) -> None:
+def check_code(
+    kernel: Kernel, arch: str, dtype: str, ops: tuple[Op, Op], params: Params, folder: Path
+) -> None:
     """Compile and fail on local memory, which is where registers are spilled to, and on a missing instruction."""
-    cubin = folder / "code.cubin"
+    if kernel.refuses(call(256, 256, 256, dtype, ops), params) is not None:
+        return
+    macros, cubin = options(kernel, dtype, *ops, params), folder / "code.cubin"
     cubin.write_bytes(compiled(Nvrtc(), kernel.source, arch, macros))
     taken = resources(cubin, kernel.entry or kernel.source)
     assert (taken.stack, taken.local) == (0, 0), f"{kernel.source} for {arch} with {macros} spills: {taken}"
@@ -47,25 +51,33 @@ def check_code(kernel: Kernel, arch: str, macros: Sequence[str], folder: Path) -
         )
 
 
+def call(
+    m: int, n: int, k: int, dtype: str = "float64", ops: tuple[Op, Op] = (Op.N, Op.N), **more: object
+) -> Call:
+    lda, ldb = (m if ops[0].swaps else k), (k if ops[1].swaps else n)
+    made = Call(dtype, *ops, m, n, k, 1.0, 0, lda, 0, ldb, 0.0, 0, n)
+    return replace(made, **more)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(("kernel", "arch"), ENTRIES)
 def test_every_variant_compiles_without_spills(kernel: Kernel, arch: str, tmp_path: Path) -> None:
     for params in kernel.variants:
-        check_code(kernel, arch, options(kernel.dtypes[0], Op.N, Op.T, params), tmp_path)
+        check_code(kernel, arch, kernel.dtypes[0], (Op.N, Op.T), params, tmp_path)
     for dtype in kernel.dtypes:
-        check_code(kernel, arch, options(dtype, Op.N, Op.N, kernel.variants[0]), tmp_path)
+        check_code(kernel, arch, dtype, (Op.N, Op.N), kernel.variants[0], tmp_path)
     if arch == max(kernel.archs):
         for ops in OP_PAIRS:
-            check_code(kernel, arch, options(kernel.dtypes[-1], *ops, kernel.variants[0]), tmp_path)
+            check_code(kernel, arch, kernel.dtypes[-1], ops, kernel.variants[0], tmp_path)
 
 
 def test_the_check_sees_a_spill_and_a_missing_instruction(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel = next(kernel for kernel in LADDER if kernel.name == "register")
-    macros = options("float64", Op.N, Op.N, {"TILE": 32, "RESULTS": 16})
-    check_code(replace(kernel, instruction="DFMA"), "sm_90a", macros, tmp_path)
+    variant = "float64", (Op.N, Op.N), {"TILE": 32, "RESULTS": 16}
+    check_code(replace(kernel, instruction="DFMA"), "sm_90a", *variant, tmp_path)
     with pytest.raises(AssertionError, match="has no DMMA"):
-        check_code(replace(kernel, instruction="DMMA"), "sm_90a", macros, tmp_path)
+        check_code(replace(kernel, instruction="DMMA"), "sm_90a", *variant, tmp_path)
     source = edited_kernels(tmp_path, monkeypatch) / "register.cu"
     text = source.read_text(encoding="utf-8")
     crowded = text.replace(
@@ -74,7 +86,7 @@ def test_the_check_sees_a_spill_and_a_missing_instruction(
     assert crowded != text
     source.write_text(crowded, encoding="utf-8")
     with pytest.raises(AssertionError, match="spills"):
-        check_code(kernel, "sm_90a", macros, tmp_path)
+        check_code(kernel, "sm_90a", *variant, tmp_path)
 
 
 def edited_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -93,7 +105,7 @@ def test_finish_compiles_where_c_is_narrower_than_its_accumulator() -> None:
 
 def test_parameters_that_cannot_be_say_why() -> None:
     with pytest.raises(BackendError) as caught:
-        compiled(Nvrtc(), "tiled", "sm_80", options("float32", Op.N, Op.N, {"TILE": 33}))
+        compiled(Nvrtc(), "tiled", "sm_80", ("-DTILE=33", *options(LADDER[0], "float32", Op.N, Op.N, {})))
     message = str(caught.value)
     assert "kernel tiled does not compile for sm_80" in message
     assert "a block has at most 1024 threads" in message
@@ -150,21 +162,16 @@ def test_a_cache_that_cannot_be_written_to_is_done_without(
     assert compiler.calls == 2
 
 
-def call(
-    m: int, n: int, k: int, dtype: str = "float64", ops: tuple[Op, Op] = (Op.N, Op.N), **more: object
-) -> Call:
-    lda, ldb = (m if ops[0].swaps else k), (k if ops[1].swaps else n)
-    made = Call(dtype, *ops, m, n, k, 1.0, 0, lda, 0, ldb, 0.0, 0, n)
-    return replace(made, **more)  # type: ignore[arg-type]
-
-
 def test_names_are_the_rungs_and_each_has_its_source() -> None:
     assert len(ladder.names()) == len(set(ladder.names())) >= 7
     for kernel in LADDER:
         text = (kernel_folder() / f"{kernel.source}.cu").read_text(encoding="utf-8")
-        assert f" {kernel.entry or kernel.source}(" in text or f"ENTRY {kernel.source}" in text
+        assert f" {kernel.entry or kernel.source}(" in text or f"ENTRY {kernel.source}" in text, kernel.source
         assert all(dict(variant).keys() == dict(kernel.variants[0]).keys() for variant in kernel.variants)
-        assert all(f"#define {name} " in text or f"{name} " in text for name in kernel.variants[0])
+        assert all(
+            f"#define {name} " in text + (kernel_folder() / "naive.cu").read_text()
+            for name in kernel.variants[0]
+        )
 
 
 def test_an_entry_is_compiled_for_the_device_at_hand() -> None:
@@ -178,8 +185,14 @@ def test_the_first_entry_that_fits_is_taken(monkeypatch: pytest.MonkeyPatch) -> 
     fast = replace(LADDER[0], name="x", refuses=lambda call, params: "lda is odd" if call.lda % 2 else None)
     slow = replace(LADDER[0], name="x", dtypes=("float32",))
     monkeypatch.setattr(ladder, "LADDER", (fast, slow))
-    assert ladder.choose("x", call(4, 4, 4, "float32")) is fast
-    assert ladder.choose("x", call(4, 4, 3, "float32")) is slow
+    assert ladder.choose("x", call(4, 4, 4, "float32")) == (fast, fast.variants[0])
+    assert ladder.choose("x", call(4, 4, 3, "float32")) == (slow, slow.variants[0])
+    other = {"BLOCK_X": 1, "BLOCK_Y": 1}  # as a tuner may have found
+    slow = replace(slow, variants=(*slow.variants, other))
+    monkeypatch.setattr(ladder, "LADDER", (fast, slow))
+    assert ladder.choose("x", call(4, 4, 4, "float32"), other) == (slow, other)
+    assert ladder.choose("x", call(4, 4, 4, "float64"), other) == (fast, fast.variants[0])
+    assert ladder.choose("x", call(4, 4, 4, "float64"), {"GONE": 1}) == (fast, fast.variants[0])
     with pytest.raises(
         InputError, match="kernel x cannot do this product: lda is odd; or it multiplies float32, not"
     ):

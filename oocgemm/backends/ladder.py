@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
+from oocgemm.backends.model import Access, conflicts, stores, tiles_sectors, warps_sectors
 from oocgemm.errors import InputError
 from oocgemm.plan import DTYPES, Op, Plan
 
@@ -111,8 +112,10 @@ class Kernel:
         archs: targets it is compiled for in the tests: it runs on these and, an "a" target apart, on later ones.
         refuses: why it cannot do a call, or None: the alignment that a copy engine asks for, a size that is too large.
         parts: the calls that a call is made of, where it is launched more than once.
+        macros: what the source is told beside its parameters, by stored dtype and op() of A and B.
         maps: the tensor maps that come before the arguments, for A and for B.
         instruction: what its machine code must contain.
+        model: what its accesses cost on paper, where they have been counted.
     """
 
     name: str
@@ -125,8 +128,10 @@ class Kernel:
     archs: tuple[str, ...] = ("sm_80", "sm_90a", "sm_100")
     refuses: Callable[[Call, Params], str | None] = lambda call, params: None
     parts: Callable[[Call, Params], Iterator[Call]] = lambda call, params: iter((call,))
+    macros: Callable[[str, Op, Op], Mapping[str, object]] = lambda dtype, op_a, op_b: {}
     maps: Callable[[Call, Params], tuple[TensorMap, TensorMap]] | None = None
     instruction: str | None = None
+    model: Callable[[Call, Params], Access] | None = None
 
     def target(self, device: Device) -> str | None:
         """The architecture to compile for to run on a device; None if it does not run there."""
@@ -137,7 +142,7 @@ class Kernel:
         floors = [int(arch[3:]) for arch in self.archs if arch[3:].isdecimal()]
         return own if floors and 10 * major + minor >= min(floors) else None
 
-    def refusal(self, call: Call, params: Params | None = None) -> str | None:
+    def refusal(self, call: Call, params: Params) -> str | None:
         """Why this entry cannot do a call; None if it can."""
         if call.dtype not in self.dtypes:
             return f"it multiplies {', '.join(self.dtypes)}, not {call.dtype}"
@@ -148,18 +153,20 @@ class Kernel:
             return (
                 f"it needs {' or '.join(self.archs)}, and the device is of compute capability {major}.{minor}"
             )
-        return self.refuses(call, params or self.variants[0])
+        return self.refuses(call, params)
 
 
-def options(dtype: str, op_a: Op, op_b: Op, params: Params) -> tuple[str, ...]:
+def options(kernel: Kernel, dtype: str, op_a: Op, op_b: Op, params: Params) -> tuple[str, ...]:
     """What the compiler is told of a variant."""
     macros = {
         "OOC_STORED": C_TYPES[dtype],
         "OOC_ACCUMULATED": C_TYPES[DTYPES[dtype].accumulator],
         "OOC_OP_A": OP_CODES[op_a],
         "OOC_OP_B": OP_CODES[op_b],
+        **kernel.macros(dtype, op_a, op_b),
+        **params,
     }
-    return tuple(f"-D{macro}={value}" for macro, value in {**macros, **params}.items())
+    return tuple(f"-D{macro}={value}" for macro, value in macros.items())
 
 
 def names() -> tuple[str, ...]:
@@ -167,15 +174,17 @@ def names() -> tuple[str, ...]:
     return tuple(dict.fromkeys(kernel.name for kernel in LADDER))
 
 
-def choose(name: str, call: Call, params: Params | None = None) -> Kernel:
-    """The first entry of a rung that can do a call. Raises `InputError` with the reasons if none can."""
-    reasons = []
-    for kernel in LADDER:
-        if kernel.name == name:
-            refusal = kernel.refusal(call, params)
-            if refusal is None:
-                return kernel
-            reasons.append(refusal)
+def choose(name: str, call: Call, wanted: Params | None = None) -> tuple[Kernel, Params]:
+    """The entry of a rung for a call, and its parameters: the entry that has the parameters wanted if it can do the call,
+    else the first that can, with its default ones. Raises `InputError` with the reasons if none can."""
+    entries = [kernel for kernel in LADDER if kernel.name == name]
+    candidates = [(kernel, wanted) for kernel in entries if wanted is not None and wanted in kernel.variants]
+    reasons: list[str] = []
+    for kernel, params in (*candidates, *((kernel, kernel.variants[0]) for kernel in entries)):
+        refusal = kernel.refusal(call, params)
+        if refusal is None:
+            return kernel, params
+        reasons.append(refusal)
     raise InputError(f"kernel {name} cannot do this product: {'; or '.join(dict.fromkeys(reasons))}")
 
 
@@ -206,6 +215,49 @@ def _by_tiles(rows: str, cols: str, threads: Callable[[Params], int]) -> Callabl
         return Launch((tiles, 1, 1), (threads(params), 1, 1))
 
     return launch
+
+
+def _tile_model(
+    rows: str, cols: str, depth: str, reads: Callable[[Params], tuple[Callable[[int], int], ...]]
+) -> Callable[[Call, Params], Access]:
+    """Of a kernel that copies parts of A (rows x depth) and B (depth x cols) to shared memory, stored as they lie; `reads`
+    are its accesses to it, writes along the columns of a transposed part are added."""
+
+    def model(call: Call, params: Params) -> Access:
+        stored, accumulated = (DTYPES[name].itemsize for name in (call.dtype, call.accumulator))
+        r, c, d = params[rows], params[cols], params[depth]
+        loaded = tiles_sectors(call.m, call.n, call.k, stored, r, c)
+        old, new = stores(call.m, call.n, accumulated, reads=call.beta != 0)
+        writes: list[Callable[[int], int]] = []
+        if call.op_a.swaps:
+            writes.append(lambda lane: lane % r * (d + 1) + lane // r)
+        if call.op_b.swaps:
+            writes.append(lambda lane: lane % d * (c + 1) + lane // d)
+        return Access(loaded + old, new, conflicts(accumulated, *reads(params), *writes))
+
+    return model
+
+
+def _naive_model(call: Call, params: Params) -> Access:
+    stored, accumulated = (DTYPES[name].itemsize for name in (call.dtype, call.accumulator))
+    loaded = warps_sectors(call.m, call.n, call.k, stored, params["BLOCK_X"])
+    old, new = stores(call.m, call.n, accumulated, reads=call.beta != 0)
+    return Access(loaded + old, new)
+
+
+def _liang_opt_model(call: Call, params: Params) -> Access:
+    """A is shared by the block, B is read by each thread for itself, once for W rows."""
+    return _tile_model("W", "H", "R", lambda p: (lambda lane: 0,))(replace(call, op_b=Op.N), params)
+
+
+def _single_block_model(call: Call, params: Params) -> Access:
+    stored, accumulated = (DTYPES[name].itemsize for name in (call.dtype, call.accumulator))
+    loaded = tiles_sectors(call.m, call.n, call.k, stored, max(1, call.m), max(1, call.n))
+    old, new = stores(call.m, call.n, accumulated, reads=call.beta != 0)
+    n, k = max(1, call.n), call.k
+    return Access(
+        loaded + old, new, conflicts(accumulated, lambda lane: lane // n * k, lambda lane: lane % n)
+    )
 
 
 def _naive(call: Call, params: Params) -> Launch:
@@ -261,6 +313,7 @@ LADDER: tuple[Kernel, ...] = (
         variants=tuple({"BLOCK_X": x, "BLOCK_Y": y} for x, y in ((32, 8), (8, 8), (16, 16), (32, 32))),
         launch=_naive,
         refuses=_naive_refuses,
+        model=_naive_model,
     ),
     Kernel(
         name="naive_grid",
@@ -269,6 +322,7 @@ LADDER: tuple[Kernel, ...] = (
         variants=({"COVER_M": 32768, "COVER_N": 32768, "BLOCK_X": 32, "BLOCK_Y": 8},),
         launch=_naive,
         parts=_cover,
+        model=_naive_model,
     ),
     Kernel(
         name="single_block",
@@ -277,6 +331,7 @@ LADDER: tuple[Kernel, ...] = (
         variants=({"THREADS": 1024}, {"THREADS": 256}),
         launch=_single_block,
         refuses=_single_block_refuses,
+        model=_single_block_model,
     ),
     Kernel(
         name="tiled",
@@ -284,6 +339,12 @@ LADDER: tuple[Kernel, ...] = (
         dtypes=_ALL,
         variants=({"TILE": 16}, {"TILE": 8}, {"TILE": 32}),
         launch=_by_tiles("TILE", "TILE", lambda p: p["TILE"] ** 2),
+        model=_tile_model(
+            "TILE",
+            "TILE",
+            "TILE",
+            lambda p: (lambda lane: lane // p["TILE"] * p["TILE"], lambda lane: lane % p["TILE"]),
+        ),
     ),
     Kernel(
         name="register",
@@ -292,6 +353,7 @@ LADDER: tuple[Kernel, ...] = (
         dtypes=_ALL,
         variants=tuple({"TILE": 32, "RESULTS": results} for results in (8, 1, 2, 4, 16, 32)),
         launch=_by_tiles("TILE", "TILE", lambda p: p["TILE"] ** 2 // p["RESULTS"]),
+        model=_tile_model("TILE", "TILE", "TILE", lambda p: (lambda lane: lane,)),
     ),
     Kernel(
         name="liang_normal",
@@ -299,6 +361,7 @@ LADDER: tuple[Kernel, ...] = (
         dtypes=_ALL,
         variants=({"W": 32, "H": 64, "R": 16, "THREADS": 512},),
         launch=_by_tiles("W", "H", lambda p: p["THREADS"]),
+        model=_tile_model("W", "H", "R", lambda p: (lambda lane: lane,)),
     ),
     Kernel(
         name="liang_opt",
@@ -306,6 +369,7 @@ LADDER: tuple[Kernel, ...] = (
         dtypes=_ALL,
         variants=({"W": 16, "H": 64, "R": 16},),
         launch=_by_tiles("W", "H", lambda p: p["H"]),
+        model=_liang_opt_model,
     ),
     # simt, tensor: entries are added here.
 )

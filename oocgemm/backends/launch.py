@@ -12,10 +12,9 @@ from oocgemm.backends.compile import compiled
 from oocgemm.backends.ladder import C_TYPES, Call, Device, Kernel, Params, TensorMap, options
 from oocgemm.errors import BackendError
 
-_STATIC_SHARED = 48 << 10  # a block gets more only if its function asks for it
 _MAP_BYTES = 128
 # cuTensorMapEncodeTiled's enumerations, cuda.h.
-_MAP_TYPES = {"float16": 6, "float32": 7, "float64": 8, "bfloat16": 9}
+_MAP_TYPES = {"float16": 6, "float32": 7, "float64": 8, "bfloat16": 9, "tf32": 11}
 _MAP_SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 _MAP_L2_PROMOTION = 3  # 256 bytes
 
@@ -67,15 +66,15 @@ class Kernels:
         if key not in self._functions:
             arch = kernel.target(self.device)
             assert arch is not None, "a kernel is called that refuses the device"
-            macros = options(call.dtype, call.op_a, call.op_b, params)
+            macros = options(kernel, call.dtype, call.op_a, call.op_b, params)
             function = self._load(kernel.source, kernel.entry or kernel.source, arch, macros)
-            if kernel.launch(call, params).shared > _STATIC_SHARED:
-                static = driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function.ptr)
-                driver.funcSetAttribute(
-                    function.ptr,
-                    driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                    self.device.shared_bytes - static,
-                )
+            # Beyond 48 KiB a block has only what its function has asked for.
+            static = driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function.ptr)
+            driver.funcSetAttribute(
+                function.ptr,
+                driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                self.device.shared_bytes - static,
+            )
             self._functions[key] = function
         return self._functions[key]
 

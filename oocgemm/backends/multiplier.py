@@ -32,7 +32,7 @@ class Multiplier:
             name, params = "tiled", None  # C = beta C, which cuBLAS may not take
         if name != tuning.CUBLAS:
             try:
-                return self.run(*chosen(name, call, params), call)
+                return self.run(*choose(name, call, params), call)
             except InputError:
                 if self._kernel != "auto":
                     raise
@@ -44,12 +44,6 @@ class Multiplier:
             blas.gemm(self._blas, call)
         else:
             self.kernels.multiply(kernel, call, params)
-
-
-def chosen(name: str, call: Call, params: Params | None) -> tuple[Kernel, Params]:
-    """The entry of a rung for a call, and its parameters: those given if they are of that entry, or its default."""
-    kernel = choose(name, call)
-    return kernel, params if params in kernel.variants else kernel.variants[0]
 
 
 def device_name(device: int) -> str:
