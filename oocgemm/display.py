@@ -20,9 +20,9 @@ LINKS = ("read", "h2d", "d2h", "write")
 GANTT_WIDTH = 72
 
 
-def _console() -> Console:
+def _console(width: int = 110) -> Console:
     # Piped output is not cut to a terminal's width.
-    return Console(width=None if sys.stdout.isatty() else 110, highlight=False)
+    return Console(width=None if sys.stdout.isatty() else width, highlight=False)
 
 
 def _table(*columns: str) -> Table:
@@ -277,29 +277,39 @@ def _scalar(value: complex) -> str:
 
 def print_bench(result: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     """Rungs beside cuBLAS: a table for each dtype, of the fastest variant of each rung."""
-    out = _console()
+    out = _console(132)
     out.print(f"[bold]{escape(result['device'])}[/], clock at most {result['max clock'] or '-'} MHz")
-    columns = "GFLOP/s", "of peak", "of cuBLAS", "flop/byte", "sectors in", "out", "conflicts", "occupancy"
+    columns = "GFLOP/s", "of peak", "of cuBLAS", "flop/byte", "loads", "stores", "conflicts", "occupancy"
+    variants: dict[str, set[tuple[int, ...]]] = {}
+    for row in result["rows"]:
+        variants.setdefault(row["kernel"], set()).add(tuple(row["params"].values()))
     for dtype in dict.fromkeys(row["dtype"] for row in rows):
         table = _table(f"\n{dtype}", "kernel", *columns)
+        for column in table.columns[:2]:
+            column.no_wrap, column.justify = True, "left"
         last = None
         for row in (row for row in rows if row["dtype"] == dtype):
             shape = "x".join(map(str, row["shape"])) + (" beta 1" if row["beta"] else "")
-            variant = ",".join(map(str, row["params"].values()))
+            variant = (
+                " " + ",".join(map(str, row["params"].values())) if len(variants[row["kernel"]]) > 1 else ""
+            )
             numbers = (
                 row.get(x)
                 for x in ("intensity", "load sectors", "store sectors", "bank conflicts", "occupancy")
             )
             table.add_row(
                 "" if shape == last else shape,
-                row["kernel"] + (f" {variant}" if variant else ""),
+                row["kernel"] + variant,
                 f"{row['flops'] / 1e9:.4g}",
                 *("" if share is None else f"{share:.3f}" for share in (row["of peak"], row["of cublas"])),
                 *("" if number is None else f"{number:.3g}" for number in numbers),
             )
             last = shape
         out.print(table)
-    out.print("\nflop/byte, sectors of 32 bytes and bank conflicts: counted on paper, before caches")
+    out.print(
+        "\nflop/byte, loads and stores (sectors of 32 bytes) and bank conflicts are counted on paper, before caches; "
+        "small products measure the launch"
+    )
 
 
 def print_tuning(tuning: Tuning, path: str) -> None:

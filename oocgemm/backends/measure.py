@@ -17,7 +17,7 @@ from oocgemm.backends.multiplier import Multiplier, device_name
 from oocgemm.plan import DTYPES, Op
 
 _BLOCK = 1_000_003  # random numbers, repeated; no power of 2, so that rows differ
-_SAMPLES = 25  # at most
+_LEAST_SAMPLES, _SAMPLES = 3, 25
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +105,16 @@ class Stopwatch:
     def compare(
         self, contenders: Sequence[tuple[Kernel | None, Params]], call: Call, seconds: float
     ) -> list[Timing]:
-        """Time contenders (cuBLAS is None) that take turns, for about so many seconds each."""
+        """Time contenders (cuBLAS is None) that take turns, for about so many seconds each and three times at least.
+
+        Launching takes some microseconds of the host: of a shorter product that is what is measured.
+        """
         times = []
         for contender in contenders:
             self.seconds(*contender, call)  # loads code
             once = max(self.seconds(*contender, call), 1e-6)
             times.append((max(1, min(100, int(1e-3 / once))), once))  # a sample of a millisecond or more
-        rounds = [max(1, min(_SAMPLES, int(seconds / (n * once)))) for n, once in times]
+        rounds = [max(_LEAST_SAMPLES, min(_SAMPLES, int(seconds / (n * once)))) for n, once in times]
         samples: list[list[float]] = [[] for _ in contenders]
         clocks: list[list[int]] = [[] for _ in contenders]
         for turn in range(max(rounds, default=0)):
