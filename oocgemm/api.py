@@ -19,8 +19,10 @@ from oocgemm.backends.memory import available_memory
 from oocgemm.errors import BackendError, ExecutionError, InputError
 from oocgemm.executor import Progress, Run
 from oocgemm.plan import (
+    COMPUTES,
     DTYPES,
     Budgets,
+    DType,
     GemmProblem,
     Layouts,
     MachineModel,
@@ -93,6 +95,8 @@ def gemm(
     backend: str = "auto",
     device: int = 0,
     kernel: str = "auto",
+    compute: str = "native",
+    out_dtype: Any = None,
     device_memory: Size | None = None,
     host_memory: Size | None = None,
     tile: TileShape | str | None = None,
@@ -115,6 +119,10 @@ def gemm(
         device: number of the CUDA device.
         kernel: "cublas" or a rung of `oocgemm.backends.ladder` on cuda, "blas" on host; "auto" for the fastest that
             `oocgemm tune` has measured, cuBLAS where it has measured nothing.
+        compute: "native", or for float32 operands "tf32" or "bf16": on cuda they may be rounded to 11 or 8 bits before
+            they are multiplied, which is faster and less exact; sums stay float32.
+        out_dtype: C's dtype: the operands', as by default, or the one that their product is accumulated in, which is
+            float32 for float16.
         device_memory: hard bound on device memory, in bytes or as "2GiB"; 90% of what is free by default.
             On the host backend this is memory too: it holds the five buffers.
         host_memory: hard bound on host memory for staging; half of what is available by default.
@@ -146,7 +154,7 @@ def gemm(
     known = backends.identity(engine)
     job = _prepare(
         *(a, b, c, alpha, beta, trans_a, trans_b, engine.name, known, budgets, tile, chunks, compressor),
-        overwrite,
+        *(overwrite, compute, out_dtype),
     )
     engine.check(job.plan, kernel)
     if timeline is not None:
@@ -209,6 +217,8 @@ def plan(
     trans_b: Transpose = Op.N,
     backend: str = "auto",
     kernel: str = "auto",
+    compute: str = "native",
+    out_dtype: Any = None,
     device_memory: Size | None = None,
     host_memory: Size | None = None,
     tile: TileShape | str | None = None,
@@ -235,9 +245,13 @@ def plan(
     # Which GPU it will be is not known: the one last calibrated is meant.
     known = backends.identity(backends.open_backend(name)) if name == "host" else None
     planned = _prepare(
-        *(a, b, c, alpha, beta, trans_a, trans_b, name, known, budgets, tile, chunks, compressor, overwrite)
+        *(a, b, c, alpha, beta, trans_a, trans_b, name, known, budgets, tile, chunks, compressor, overwrite),
+        *(compute, out_dtype),
     ).plan
-    check_plan(kernel, planned)
+    if name == "cuda":
+        check_plan(kernel, planned)
+    else:
+        backends.open_backend(name).check(planned, kernel)
     return planned
 
 
@@ -279,10 +293,13 @@ def _prepare(
     chunks: tuple[int, int] | None,
     compressor: str | None,
     overwrite: bool,
+    compute: str,
+    out_dtype: Any,
 ) -> _Job:
     """Open and check everything, and plan. Writes nothing."""
     left, right = stores.open_matrix("A", a), stores.open_matrix("B", b)
-    problem = _problem(left, right, alpha, beta, _op("trans_a", trans_a), _op("trans_b", trans_b))
+    ops = _op("trans_a", trans_a), _op("trans_b", trans_b)
+    problem = _problem(left, right, alpha, beta, *ops, compute, out_dtype)
     existing = _existing_output(c, problem, overwrite)
     for operand in (left, right):
         if existing is not None and stores.same_place(existing, operand):
@@ -326,7 +343,16 @@ def _check_log_apart(timeline: str, job: _Job, c: Any) -> None:
         raise InputError(f"the timeline at {timeline} would lie in C: give it a place of its own")
 
 
-def _problem(a: Matrix, b: Matrix, alpha: complex, beta: complex, trans_a: Op, trans_b: Op) -> GemmProblem:
+def _problem(
+    a: Matrix,
+    b: Matrix,
+    alpha: complex,
+    beta: complex,
+    trans_a: Op,
+    trans_b: Op,
+    compute: str,
+    out_dtype: Any,
+) -> GemmProblem:
     if a.dtype != b.dtype:
         raise InputError(f"A is of dtype {a.dtype} and B of {b.dtype}: convert one of them")
     m, k = a.shape[::-1] if trans_a.swaps else a.shape
@@ -338,8 +364,27 @@ def _problem(a: Matrix, b: Matrix, alpha: complex, beta: complex, trans_a: Op, t
         )
     dtype = DTYPES[a.dtype.name]
     alpha, beta = (_scalar(*s, dtype.is_complex) for s in (("alpha", alpha), ("beta", beta)))
-    names = dtype.name, dtype.name, dtype.accumulator, dtype.name
-    return GemmProblem(m, n, k, *names, alpha, beta, trans_a, trans_b)
+    names = dtype.name, dtype.name, dtype.accumulator, _out_dtype(out_dtype, dtype)
+    if dtype.name not in COMPUTES.get(compute, ()):
+        fitting = ", ".join(name for name, dtypes in COMPUTES.items() if dtype.name in dtypes)
+        raise InputError(f"{dtype.name} operands cannot be computed in {compute!r}: choose among {fitting}")
+    return GemmProblem(m, n, k, *names, alpha, beta, trans_a, trans_b, compute)
+
+
+def _out_dtype(given: Any, operands: DType) -> str:
+    """C's dtype by name."""
+    if given is None:
+        return operands.name
+    try:
+        name = str(np.dtype(given).name)
+    except TypeError:
+        name = str(given)
+    possible = dict.fromkeys((operands.name, operands.accumulator))
+    if name not in possible:
+        raise InputError(
+            f"C cannot be of dtype {name} where the operands are of {operands.name}: choose among {', '.join(possible)}"
+        )
+    return name
 
 
 def _scalar(name: str, value: complex, allow_complex: bool) -> complex:
@@ -448,6 +493,8 @@ def _rates(job: _Job, c: Matrix) -> dict[str, float] | None:
     machine, problem = job.plan.machine, job.plan.problem
     sources = [job.a, job.b, *([c] if problem.reads_c else [])]
     stored = [x.layout for x in (*sources, c) if not x.layout.in_memory]
+    if problem.compute != "native":
+        return None  # the kernel's rate is that of native precision
     if not machine.calibrated or (stored and not machine.storage_calibrated):
         return None
     rates = {"kernel": machine.kernels[problem.a_dtype].peak}

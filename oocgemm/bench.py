@@ -11,7 +11,7 @@ from oocgemm.backends import tuning
 from oocgemm.backends.ladder import LADDER, Call, Kernel, Params, names
 from oocgemm.backends.tuning import CUBLAS, Measured, Tuning
 from oocgemm.errors import InputError
-from oocgemm.plan import DTYPES
+from oocgemm.plan import COMPUTES, DTYPES
 
 if TYPE_CHECKING:
     from oocgemm.backends.measure import Product, Stopwatch
@@ -28,8 +28,8 @@ SHAPES: tuple[Shape, ...] = (*((n, n, n) for n in SQUARES), *ODD, *THIN, *UPDATE
 
 # Flops a clock and multiprocessor at the fastest unit for each precision, from the vendor's architecture papers.
 _FLOPS_A_CLOCK = {
-    (8, 0): {"float64": 128, "float32": 128, "tf32": 1024, "float16": 2048, "bfloat16": 2048},
-    (9, 0): {"float64": 256, "float32": 256, "tf32": 2048, "float16": 4096, "bfloat16": 4096},
+    (8, 0): {"float64": 128, "float32": 128, "tf32": 1024, "bf16": 2048, "float16": 2048, "bfloat16": 2048},
+    (9, 0): {"float64": 256, "float32": 256, "tf32": 2048, "bf16": 4096, "float16": 4096, "bfloat16": 4096},
 }
 
 
@@ -37,6 +37,7 @@ def bench_kernels(
     *,
     device: int = 0,
     dtypes: Sequence[str] = ("float32", "float64"),
+    compute: str = "native",
     kernels: Sequence[str] = (),
     shapes: Sequence[Shape] = SHAPES,
     seconds: float = 0.05,
@@ -47,7 +48,7 @@ def bench_kernels(
 
     Args:
         device: number of the CUDA device.
-        dtypes, kernels, shapes: what is measured; every rung where none is named. A shape whose k is short beside m and
+        dtypes, compute, kernels, shapes: what is measured; every rung where none is named. A shape whose k is short beside m and
             n is measured as the engine's update, with beta = 1.
         seconds: for each variant and shape, about.
         limit: a variant that would take longer than this for one product, by its best rate so far, is left out.
@@ -62,16 +63,18 @@ def bench_kernels(
     """
     _known("kernel", kernels, names())
     _known("dtype", dtypes, tuple(DTYPES))
+    for dtype in dtypes:
+        _known(f"precision of {dtype}", [compute], [c for c, having in COMPUTES.items() if dtype in having])
     rows: list[dict[str, Any]] = []
     with _stopwatch(device) as watch:
         facts = watch.multiplier.kernels.device
         clock = watch.clocks.most()
         for dtype in dtypes:
-            peak = _peak(facts.capability, facts.processors, clock, dtype)
+            peak = _peak(facts.capability, facts.processors, clock, dtype if compute == "native" else compute)
             best: dict[Any, float] = {}
             for shape in shapes:
                 say(f"{dtype}, {'x'.join(map(str, shape))}")
-                product = _product(dtype, shape)
+                product = _product(dtype, compute, shape)
                 with watch.operands(product) as call:
                     fitting = [c for c in _contenders(kernels, call) if _worth(c, product.flops, best, limit)]
                     timed = watch.compare(fitting, call, seconds)
@@ -81,7 +84,7 @@ def bench_kernels(
                         best[_key(contender)] = max(rate, best.get(_key(contender), 0.0))
                         rows.append(
                             {
-                                "dtype": dtype,
+                                "dtype": tuning.measured_as(dtype, compute),
                                 "shape": shape,
                                 "beta": product.beta,
                                 "kernel": contender[0].name if contender[0] else CUBLAS,
@@ -122,15 +125,18 @@ def tune(
     _known("dtype", dtypes, tuple(DTYPES))
     rungs: dict[str, dict[str, dict[str, Measured]]] = {}
     with _stopwatch(device) as watch:
-        for dtype in dtypes:
-            small = _product(dtype, (1024, 1024, 1024))
+        pairs = [
+            (dtype, compute) for compute, having in COMPUTES.items() for dtype in dtypes if dtype in having
+        ]
+        for dtype, compute in pairs:
+            small = _product(dtype, compute, (1024, 1024, 1024))
             with watch.operands(small) as call:
                 contenders = _contenders((), call)
                 timed = watch.compare(contenders, call, seconds / 10)
                 first = {_key(c): t.seconds for c, t in zip(contenders, timed, strict=True)}
             for name, shape in (classes or tuning.CLASSES).items():
-                say(f"{dtype}, {name}")
-                product = _product(dtype, shape)
+                say(f"{tuning.measured_as(dtype, compute)}, {name}")
+                product = _product(dtype, compute, shape)
                 with watch.operands(product) as call:
                     slowest = 10 * min(first.values())
                     fitting = [c for c in _contenders((), call) if first.get(_key(c), slowest) <= slowest]
@@ -140,7 +146,7 @@ def tune(
                         rung, rate = kernel.name if kernel else CUBLAS, product.flops / timing.seconds
                         if rung not in found or rate > found[rung].rate:
                             found[rung] = Measured(rate, dict(params))
-                rungs.setdefault(tuning.measured_as(dtype, "native"), {})[name] = found
+                rungs.setdefault(tuning.measured_as(dtype, compute), {})[name] = found
         return Tuning(watch.name, date.today().isoformat(), rungs)
 
 
@@ -151,10 +157,11 @@ def _stopwatch(device: int) -> "Stopwatch":
     return Stopwatch(device)
 
 
-def _product(dtype: str, shape: Shape) -> "Product":
+def _product(dtype: str, compute: str, shape: Shape) -> "Product":
     from oocgemm.backends.measure import Product
 
-    return Product(*shape, dtype, beta=1.0 if tuning.shape_class(*shape) == "update" else 0.0)
+    beta = 1.0 if tuning.shape_class(*shape) == "update" else 0.0
+    return Product(*shape, dtype, beta=beta, compute=compute)
 
 
 def _known(what: str, given: Sequence[str], known: Sequence[str]) -> None:

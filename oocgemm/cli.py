@@ -26,7 +26,7 @@ from oocgemm.display import (
     progress_display,
 )
 from oocgemm.errors import BudgetError, InputError, OocGemmError
-from oocgemm.plan import DTYPES
+from oocgemm.plan import COMPUTES, DTYPES
 from oocgemm.timeline import read_log, report
 
 EXIT_FAILED, EXIT_USAGE, EXIT_BUDGET, EXIT_INTERRUPTED = 1, 2, 3, 130
@@ -89,6 +89,18 @@ _PROBLEM = (
         default="auto",
         show_default=True,
         help="What multiplies: blas on the host; on cuda cublas or a rung of our ladder, auto for the fastest measured.",
+    ),
+    click.option(
+        "--compute",
+        type=click.Choice(list(COMPUTES)),
+        default="native",
+        show_default=True,
+        help="What float32 operands may be rounded to on cuda: faster, and less exact.",
+    ),
+    click.option(
+        "--out-dtype",
+        metavar="DTYPE",
+        help="Wider dtype of C, float32 for float16.  [default: the operands']",
     ),
     click.option("--device-memory", metavar="SIZE", help="Bound on device memory, such as 2GiB."),
     click.option("--host-memory", metavar="SIZE", help="Bound on host memory for staging, such as 8GiB."),

@@ -42,7 +42,10 @@ def print_plan(plan: Plan, explain: bool = False) -> None:
         f"[bold]C[/] {problem.m} x {problem.n}  =  {_scalar(problem.alpha)}op(A) {problem.m} x {problem.k}  @  "
         f"op(B) {problem.k} x {problem.n}"
         + (f"  +  {_scalar(problem.beta)}C" if problem.reads_c else "")
-        + f"   {problem.a_dtype}, {problem.flops:.3g} flops"
+        + f"   {problem.a_dtype}"
+        + ("" if problem.c_dtype == problem.a_dtype else f" into {problem.c_dtype}")
+        + ("" if problem.compute == "native" else f" by {problem.compute}")
+        + f", {problem.flops:.3g} flops"
     )
     out.print(
         f"[bold]tile[/] {tile.w} x {tile.h}, panels {tile.r} deep: {down} x {across} tiles, "

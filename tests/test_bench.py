@@ -17,6 +17,7 @@ from oocgemm.errors import BackendError, InputError
 from oocgemm.plan import Op
 from tests.backends_here import CUDA, needs_gpu
 from tests.command import command, contents
+from tests.gemm_cases import assert_close, random_case
 from tests.test_kernels import call
 
 RESULTS = Path(__file__).parent.parent / "scripts" / "results"
@@ -214,3 +215,15 @@ def test_a_plan_takes_a_kernel_that_can_do_its_steps(tmp_path: Path, monkeypatch
     given = "plan", "A.npy", "B.npy", "--backend", "cuda", "--device-memory", "1GiB", "--kernel"
     assert command(*given, "single_block", "--tile", "64x64x64").code == 0
     assert all(command(*given, name).code == 0 for name in ladder.names() if name != "single_block")
+
+
+def test_the_bound_on_errors_lets_neither_nan_nor_a_wrong_element_pass() -> None:
+    case = random_case(np.random.default_rng(7), "float32", (Op.T, Op.N), (20, 30, 40))
+    exact = case.alpha * (case.a.T.astype(float) @ case.b.astype(float)) + case.beta * case.c
+    good = exact.astype(np.float32)
+    assert_close(good, case)
+    for wrong in (np.nan, np.inf, good[3, 4] + 1e-3):
+        bad = good.copy()
+        bad[3, 4] = wrong
+        with pytest.raises(AssertionError, match=r"at \(.*3.*, .*4.*\): .* off by"):
+            assert_close(bad, case)

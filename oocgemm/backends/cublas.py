@@ -9,8 +9,9 @@ from oocgemm.plan import Op
 
 # cudaDataType of each dtype.
 _TYPES = {"float16": 2, "float32": 0, "float64": 1, "complex64": 4, "complex128": 5}
-# cublasComputeType by accumulator, and in the reduced precisions that only float32 operands have.
+# cublasComputeType_t: by accumulator, and CUBLAS_COMPUTE_32F_FAST_TF32 and _FAST_16BF.
 _COMPUTE_TYPES = {"float32": 68, "float64": 70, "complex64": 68, "complex128": 70}
+_REDUCED_COMPUTE_TYPES = {"tf32": 77, "bf16": 75}
 _OPS = {Op.N: 0, Op.T: 1, Op.C: 2}
 
 
@@ -28,5 +29,5 @@ def gemm(handle: int, call: Call) -> None:
         *(call.a, _TYPES[call.dtype], call.lda),
         beta.ctypes.data,
         *(call.c, _TYPES[accumulator], call.ldc),
-        *(_COMPUTE_TYPES[accumulator], -1),
+        *(_REDUCED_COMPUTE_TYPES.get(call.compute, _COMPUTE_TYPES[accumulator]), -1),
     )

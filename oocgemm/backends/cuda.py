@@ -198,8 +198,8 @@ class CudaSession:
         problem = self._problem
         alpha, beta = step_scalars(problem, op.first)
         kind = problem.a_dtype, problem.trans_a, problem.trans_b
-        ldb, device = k if problem.trans_b.swaps else n, self._multiplier.kernels.device
-        self._multiplier.multiply(Call(*kind, m, n, k, alpha, a, lda, b, ldb, beta, c, n, device=device))
+        ldb, how = k if problem.trans_b.swaps else n, (problem.compute, self._multiplier.kernels.device)
+        self._multiplier.multiply(Call(*kind, m, n, k, alpha, a, lda, b, ldb, beta, c, n, *how))
 
     def _finish(self, op: Operation) -> None:
         problem = self._problem

@@ -23,6 +23,7 @@ from oocgemm.backends.base import (
 )
 from oocgemm.backends.blas import blas_name, gemm
 from oocgemm.backends.memory import allocate, available_memory
+from oocgemm.errors import InputError
 from oocgemm.plan import Kind, Operation, Plan, Region
 
 
@@ -138,7 +139,11 @@ class HostBackend:
         return {"device": f"{os.cpu_count()} cores", "numpy": np.__version__, "blas": blas_name()}
 
     def check(self, plan: Plan, kernel: str) -> None:
-        return
+        compute = plan.problem.compute
+        if compute != "native":
+            raise InputError(
+                f"the host backend computes in native precision, not {compute}: leave --compute out"
+            )
 
     def open(self, plan: Plan, kernel: str) -> HostSession:
         return HostSession(plan)

@@ -200,7 +200,7 @@ def check_plan(name: str, plan: Plan, device: Device = H200) -> None:
         lda, ldb = (m if problem.trans_a.swaps else k), (k if problem.trans_b.swaps else n)
         shape = problem.a_dtype, problem.trans_a, problem.trans_b, m, n, k
         if k:
-            choose(name, Call(*shape, 1.0, 0, lda, 0, ldb, 1.0, 0, n, device=device))
+            choose(name, Call(*shape, 1.0, 0, lda, 0, ldb, 1.0, 0, n, problem.compute, device))
 
 
 def _blocks(extent: int, tile: int) -> int:

@@ -1,5 +1,7 @@
 """What multiplies on a CUDA device: cuBLAS or a rung of our ladder, chosen call by call."""
 
+from dataclasses import replace
+
 from cupy.cuda import runtime
 from cupy_backends.cuda.libs import cublas
 
@@ -29,7 +31,8 @@ class Multiplier:
         """C = alpha op(A) @ op(B) + beta C."""
         name, params = self._tuning.choice(self._kernel, call.dtype, call.compute, (call.m, call.n, call.k))
         if call.k == 0:
-            name, params = "tiled", None  # C = beta C, which cuBLAS may not take
+            # C = beta C, which cuBLAS may not take; nothing is multiplied, in whatever precision.
+            name, params, call = "tiled", None, replace(call, compute="native")
         if name != tuning.CUBLAS:
             try:
                 return self.run(*choose(name, call, params), call)

@@ -12,13 +12,14 @@ from oocgemm.plan.machine import (
 )
 from oocgemm.plan.planner import Plan, make_plan
 from oocgemm.plan.predict import Prediction
-from oocgemm.plan.problem import DTYPES, DType, GemmProblem, Op
+from oocgemm.plan.problem import COMPUTES, DTYPES, DType, GemmProblem, Op
 from oocgemm.plan.schedule import Kind, Lane, Operation, Schedule
 from oocgemm.plan.slots import Region, Slot, Slots, Tier
 from oocgemm.plan.tiling import Layout, TileGrid, TileShape
 from oocgemm.plan.traversal import Traversal
 
 __all__ = [
+    "COMPUTES",
     "DTYPES",
     "Budgets",
     "Calibration",

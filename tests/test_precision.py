@@ -1,0 +1,101 @@
+"""Wider results and reduced precisions: only where asked for, and only where they can be had."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zarr
+
+import oocgemm
+from oocgemm.errors import InputError
+from oocgemm.plan import Op
+from tests.backends_here import BACKENDS, needs_gpu
+from tests.command import command, contents
+from tests.gemm_cases import ROUNDOFF, assert_close, random_case
+from tests.problems import integers, reference
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("beta", [0, 2])
+def test_float16_operands_give_a_float32_c_where_asked(backend: str, beta: int) -> None:
+    rng = np.random.default_rng(1)
+    a, b = integers(rng, (40, 900), "float16"), integers(rng, (70, 900), "float16", most=60)
+    c = integers(rng, (40, 70), "float32", most=2000) if beta else np.full((40, 70), np.nan, np.float32)
+    old = c.copy()
+    options: dict[str, Any] = {
+        "trans_b": "T",
+        "alpha": 0.5,
+        "beta": beta,
+        "backend": backend,
+        "tile": "32x32x100",
+    }
+    oocgemm.gemm(a, b, c, out_dtype="float32", **options)
+    expected = reference(0.5, Op.N, a, Op.T, b, beta, old).real
+    np.testing.assert_array_equal(c, expected)
+    assert (expected != expected.astype(np.float16)).any()  # float16 would not have held it
+    made = oocgemm.gemm(a, b, out_dtype=np.float32, trans_b="T", backend=backend).out
+    assert made.dtype == np.float32
+    assert oocgemm.gemm(a, b, trans_b="T", backend=backend).out.dtype == np.float16
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "said"),
+    [
+        (
+            "float32",
+            {"out_dtype": "float16"},
+            "C cannot be of dtype float16 where the operands are of float32",
+        ),
+        ("float16", {"out_dtype": "float64"}, "choose among float16, float32"),
+        ("float64", {"out_dtype": "number"}, "C cannot be of dtype number"),
+        (
+            "float64",
+            {"compute": "tf32"},
+            "float64 operands cannot be computed in 'tf32': choose among native",
+        ),
+        ("float32", {"compute": "fp8"}, "cannot be computed in 'fp8': choose among native, tf32, bf16"),
+        ("float32", {"compute": "tf32"}, "the host backend computes in native precision, not tf32"),
+    ],
+)
+def test_what_cannot_be_is_refused(dtype: str, options: dict[str, Any], said: str, tmp_path: Path) -> None:
+    x = np.ones((4, 4), dtype)
+    for act in (oocgemm.gemm, oocgemm.plan):
+        with pytest.raises(InputError, match=said):
+            act(x, x, tmp_path / "C.zarr", backend="host", **options)
+    assert contents(tmp_path) == {}
+
+
+def test_the_command_takes_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    np.save("A.npy", np.full((30, 30), 50, np.float16))
+    done = command(
+        "run", "A.npy", "A.npy", "C.zarr", "--backend", "host", "--out-dtype", "float32", "--quiet"
+    )
+    assert (done.code, done.err) == (0, "")
+    written = zarr.open_array("C.zarr")
+    assert written.dtype == np.float32
+    np.testing.assert_array_equal(written[:], np.full((30, 30), 75000))  # more than float16 can hold
+    np.save("A.npy", np.ones((30, 30), np.float32))
+    planned = command(
+        "plan", "A.npy", "A.npy", "--backend", "cuda", "--device-memory", "1GiB", "--compute", "tf32"
+    )
+    assert planned.code == 0
+    assert "float32 by tf32" in planned.out
+    refused = command("run", "A.npy", "A.npy", "D.zarr", "--backend", "host", "--compute", "bf16")
+    assert (refused.code, len(refused.err.splitlines())) == (2, 1)
+    assert not Path("D.zarr").exists()
+
+
+@pytest.mark.parametrize("compute", [pytest.param(name, marks=needs_gpu) for name in ROUNDOFF])
+def test_reduced_precision_is_within_its_bound_and_never_by_itself(compute: str) -> None:
+    case = random_case(np.random.default_rng(2), "float32", (Op.N, Op.N), (300, 260, 515))
+    results = {}
+    for name in ("native", compute):
+        out = case.c.copy()
+        oocgemm.gemm(case.a, case.b, out, alpha=case.alpha, beta=case.beta, backend="cuda", compute=name)
+        assert_close(out, case, name)
+        results[name] = out
+    exact = case.alpha * (case.a.astype(float) @ case.b.astype(float)) + case.beta * case.c
+    errors = {name: float(np.abs(out - exact).max()) for name, out in results.items()}
+    assert errors[compute] > 10 * errors["native"]
