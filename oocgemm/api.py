@@ -109,8 +109,8 @@ def gemm(
     """``C = alpha op(A) @ op(B) + beta C``, streamed through bounded memory.
 
     Args:
-        a, b: two-dimensional operands of one dtype (float16, float32, float64, complex64 or complex128): zarr
-            arrays, ndarrays, memory maps, or paths of zarr arrays or .npy files. op(A) is m x k, op(B) k x n.
+        a, b: two-dimensional operands of one dtype (float16, float32, float64, complex64 or complex128, in memory
+            also ml_dtypes' bfloat16): zarr arrays, ndarrays, memory maps, or paths of zarr arrays or .npy files. op(A) is m x k, op(B) k x n.
         c: where C goes, and with beta != 0 where it comes from: an m x n array, or a path. A path with nothing
             there is created (zarr, or .npy by that ending). None for a new ndarray.
         alpha, beta: scalars; beta = 0 never reads C, alpha = 0 never reads A and B. Real for real dtypes.
@@ -122,7 +122,7 @@ def gemm(
         compute: "native", or for float32 operands "tf32" or "bf16": on cuda they may be rounded to 11 or 8 bits before
             they are multiplied, which is faster and less exact; sums stay float32.
         out_dtype: C's dtype: the operands', as by default, or the one that their product is accumulated in, which is
-            float32 for float16.
+            float32 for float16 and bfloat16.
         device_memory: hard bound on device memory, in bytes or as "2GiB"; 90% of what is free by default.
             On the host backend this is memory too: it holds the five buffers.
         host_memory: hard bound on host memory for staging; half of what is available by default.
@@ -301,6 +301,10 @@ def _prepare(
     ops = _op("trans_a", trans_a), _op("trans_b", trans_b)
     problem = _problem(left, right, alpha, beta, *ops, compute, out_dtype)
     existing = _existing_output(c, problem, overwrite)
+    if existing is None and c is not None and problem.c_dtype == "bfloat16":
+        raise InputError(
+            f"C at {os.fspath(c)} cannot hold bfloat16: pass out_dtype='float32' (--out-dtype float32), or an array"
+        )
     for operand in (left, right):
         if existing is not None and stores.same_place(existing, operand):
             raise InputError(

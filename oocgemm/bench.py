@@ -110,12 +110,19 @@ def bench_kernels(
 def tune(
     *,
     device: int = 0,
-    dtypes: Sequence[str] = tuple(DTYPES),
+    dtypes: Sequence[str] = (),
     seconds: float = 0.1,
     classes: dict[str, Shape] | None = None,
     say: Say = lambda doing: None,
 ) -> Tuning:
     """Time every rung and variant on a product of each class of shapes. The result is not kept: `tuning.save` does that.
+
+    Args:
+        device: number of the CUDA device.
+        dtypes: what is measured; all that NumPy has here where none is named.
+        seconds: for each variant and product, about.
+        classes: the products; `tuning.CLASSES` where none are given.
+        say: called with what is being measured.
 
     What is more than ten times as slow as the best on a small product is not tried on the large one.
 

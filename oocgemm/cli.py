@@ -291,7 +291,7 @@ def tune(device: int, dtypes: tuple[str, ...], as_json: bool) -> None:
     kept in the user's cache directory, or in $OOCGEMM_CACHE. Nothing else should run meanwhile.
     """
     with doing(sys.stderr.isatty() and not as_json) as say:
-        found = bench.tune(device=device, dtypes=dtypes or tuple(DTYPES), say=say)
+        found = bench.tune(device=device, dtypes=dtypes, say=say)
     kept = str(tuning.save(found))
     if as_json:
         _print_json(asdict(found) | {"kept": kept})

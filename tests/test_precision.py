@@ -1,5 +1,6 @@
 """Wider results and reduced precisions: only where asked for, and only where they can be had."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import zarr
 
 import oocgemm
+from oocgemm.backends.base import numpy_dtype
 from oocgemm.errors import InputError
 from oocgemm.plan import Op
 from tests.backends_here import BACKENDS, needs_gpu
@@ -18,9 +20,10 @@ from tests.problems import integers, reference
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("beta", [0, 2])
-def test_float16_operands_give_a_float32_c_where_asked(backend: str, beta: int) -> None:
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_narrow_operands_give_a_float32_c_where_asked(dtype: str, beta: int, backend: str) -> None:
     rng = np.random.default_rng(1)
-    a, b = integers(rng, (40, 900), "float16"), integers(rng, (70, 900), "float16", most=60)
+    a, b = integers(rng, (40, 900), dtype), integers(rng, (70, 900), dtype, most=60)
     c = integers(rng, (40, 70), "float32", most=2000) if beta else np.full((40, 70), np.nan, np.float32)
     old = c.copy()
     options: dict[str, Any] = {
@@ -33,10 +36,14 @@ def test_float16_operands_give_a_float32_c_where_asked(backend: str, beta: int) 
     oocgemm.gemm(a, b, c, out_dtype="float32", **options)
     expected = reference(0.5, Op.N, a, Op.T, b, beta, old).real
     np.testing.assert_array_equal(c, expected)
-    assert (expected != expected.astype(np.float16)).any()  # float16 would not have held it
+    assert (expected != expected.astype(a.dtype)).any()  # the operands' dtype would not have held it
     made = oocgemm.gemm(a, b, out_dtype=np.float32, trans_b="T", backend=backend).out
     assert made.dtype == np.float32
-    assert oocgemm.gemm(a, b, trans_b="T", backend=backend).out.dtype == np.float16
+    narrow = oocgemm.gemm(a, b, c.astype(a.dtype), trans_b="T", backend=backend, tile="32x32x100").out
+    np.testing.assert_array_equal(
+        narrow, reference(1, Op.N, a, Op.T, b, 0, None).real.astype(np.float32).astype(a.dtype)
+    )
+    assert narrow.dtype == a.dtype
 
 
 @pytest.mark.parametrize(
@@ -64,6 +71,20 @@ def test_what_cannot_be_is_refused(dtype: str, options: dict[str, Any], said: st
         with pytest.raises(InputError, match=said):
             act(x, x, tmp_path / "C.zarr", backend="host", **options)
     assert contents(tmp_path) == {}
+
+
+def test_bfloat16_lives_in_memory_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = np.ones((4, 4), numpy_dtype("bfloat16"))
+    for name in ("C.zarr", "C.npy"):
+        with pytest.raises(InputError, match=r"C at .* cannot hold bfloat16: .*out_dtype='float32'"):
+            oocgemm.matmul(x, x, out=tmp_path / name, backend="host")
+        assert contents(tmp_path) == {}
+        wide = oocgemm.gemm(x, x, tmp_path / name, out_dtype="float32", backend="host", overwrite=True)
+        np.testing.assert_array_equal(wide.out[:], np.full((4, 4), 4))
+        shutil.rmtree(tmp_path / name) if name == "C.zarr" else (tmp_path / name).unlink()
+    monkeypatch.setattr("oocgemm.backends.base.importlib.util.find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"ml_dtypes: pip install 'oocgemm\[bfloat16\]'"):
+        numpy_dtype("bfloat16")
 
 
 def test_the_command_takes_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,8 @@ The executor derives waits and hands them over as tokens; a backend makes its st
 else about an accelerator is visible outside its backend.
 """
 
+import importlib
+import importlib.util
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from oocgemm.errors import InputError
 from oocgemm.plan import DTYPES, GemmProblem, Op, Operation, Plan, Region, Slot, Tier
 from oocgemm.plan.cost import DEVICE_ALIGNMENT, slot_bytes
 from oocgemm.plan.tiling import round_up
@@ -116,6 +119,16 @@ def step_scalars(problem: GemmProblem, first: bool) -> tuple[complex, complex]:
     return problem.alpha, problem.beta if first else 1.0
 
 
+def known_dtypes() -> list[str]:
+    """The dtypes that NumPy has here: bfloat16 only with ml_dtypes."""
+    missing = importlib.util.find_spec("ml_dtypes") is None
+    return [name for name in DTYPES if not (missing and name == "bfloat16")]
+
+
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The NumPy dtype of one of ours."""
+    """The NumPy dtype of one of ours. Raises `InputError` for bfloat16 where ml_dtypes, which brings it, is missing."""
+    if name == "bfloat16":
+        if name not in known_dtypes():
+            raise InputError("bfloat16 needs the package ml_dtypes: pip install 'oocgemm[bfloat16]'")
+        importlib.import_module("ml_dtypes")  # teaches NumPy the name
     return np.dtype(DTYPES[name].name)

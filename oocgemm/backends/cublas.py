@@ -8,7 +8,7 @@ from oocgemm.backends.ladder import Call
 from oocgemm.plan import Op
 
 # cudaDataType of each dtype.
-_TYPES = {"float16": 2, "float32": 0, "float64": 1, "complex64": 4, "complex128": 5}
+_TYPES = {"float16": 2, "bfloat16": 14, "float32": 0, "float64": 1, "complex64": 4, "complex128": 5}
 # cublasComputeType_t: by accumulator, and CUBLAS_COMPUTE_32F_FAST_TF32 and _FAST_16BF.
 _COMPUTE_TYPES = {"float32": 68, "float64": 70, "complex64": 68, "complex128": 70}
 _REDUCED_COMPUTE_TYPES = {"tf32": 77, "bf16": 75}

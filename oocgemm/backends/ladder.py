@@ -16,8 +16,6 @@ Params = Mapping[str, int]
 
 # C++ types of the dtypes, see kernels/scalar.cuh.
 C_TYPES = {
-    "int8": "signed char",
-    "int32": "int",
     "float16": "half_t",
     "bfloat16": "bfloat_t",
     "float32": "float",
@@ -303,7 +301,7 @@ def _single_block_refuses(call: Call, params: Params) -> str | None:
     )
 
 
-_ALL = ("float32", "float64", "float16", "complex64", "complex128")
+_ALL = ("float32", "float64", "float16", "bfloat16", "complex64", "complex128")
 
 LADDER: tuple[Kernel, ...] = (
     Kernel(

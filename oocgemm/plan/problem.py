@@ -32,6 +32,7 @@ DTYPES = {
     d.name: d
     for d in (
         DType("float16", 2, "float32"),
+        DType("bfloat16", 2, "float32"),  # ml_dtypes' in NumPy
         DType("float32", 4, "float32"),
         DType("float64", 8, "float64"),
         DType("complex64", 8, "complex64", is_complex=True),
