@@ -36,7 +36,7 @@ _FLOPS_A_CLOCK = {
 def bench_kernels(
     *,
     device: int = 0,
-    dtypes: Sequence[str] = ("float32", "float64"),
+    dtypes: Sequence[str] = (),
     compute: str = "native",
     kernels: Sequence[str] = (),
     shapes: Sequence[Shape] = SHAPES,
@@ -48,7 +48,8 @@ def bench_kernels(
 
     Args:
         device: number of the CUDA device.
-        dtypes, compute, kernels, shapes: what is measured; every rung where none is named. A shape whose k is short beside m and
+        dtypes, compute, kernels, shapes: what is measured; float32 and float64 where no dtype is named, as far as they
+            have that precision, and every rung where none is. A shape whose k is short beside m and
             n is measured as the engine's update, with beta = 1.
         seconds: for each variant and shape, about.
         limit: a variant that would take longer than this for one product, by its best rate so far, is left out.
@@ -63,7 +64,8 @@ def bench_kernels(
     """
     _known("kernel", kernels, names())
     _known("dtype", dtypes, tuple(DTYPES))
-    for dtype in dtypes:
+    dtypes = dtypes or [dtype for dtype in ("float32", "float64") if dtype in COMPUTES.get(compute, ())]
+    for dtype in dtypes or ("float32",):
         _known(f"precision of {dtype}", [compute], [c for c, having in COMPUTES.items() if dtype in having])
     rows: list[dict[str, Any]] = []
     with _stopwatch(device) as watch:

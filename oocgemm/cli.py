@@ -244,6 +244,9 @@ _DTYPES = click.option(
 @bench_group.command(name="kernels")
 @_options(_DEVICE, _DTYPES)
 @click.option(
+    "--compute", type=click.Choice(list(COMPUTES)), default="native", show_default=True, help="Precision."
+)
+@click.option(
     "--kernel", "kernels", multiple=True, type=click.Choice(ladder.names()), help="May be repeated."
 )
 @click.option(

@@ -51,6 +51,7 @@ class Kernels:
 
     def __init__(self, device: int) -> None:
         self.device = describe_device(device)
+        self._most_threads = runtime.getDeviceProperties(device)["maxThreadsPerMultiProcessor"]
         self._functions: dict[tuple[object, ...], Any] = {}
 
     def multiply(self, kernel: Kernel, call: Call, params: Params) -> None:
@@ -104,12 +105,13 @@ class Kernels:
             *(real(beta.real), real(beta.imag), pointer(result)),
         )
 
-    def blocks_per_processor(self, kernel: Kernel, call: Call, params: Params) -> int:
-        """How many blocks of a launch one multiprocessor holds at a time."""
+    def occupancy(self, kernel: Kernel, call: Call, params: Params) -> float:
+        """The part of the threads that a multiprocessor can hold which blocks of a launch fill."""
         launch = kernel.launch(call, params)
-        x, y, z = launch.block
+        threads = launch.block[0] * launch.block[1] * launch.block[2]
         function = self.function(kernel, call, params)
-        return int(driver.occupancyMaxActiveBlocksPerMultiprocessor(function.ptr, x * y * z, launch.shared))
+        blocks = driver.occupancyMaxActiveBlocksPerMultiprocessor(function.ptr, threads, launch.shared)
+        return float(blocks * threads / self._most_threads)
 
     def registers(self, kernel: Kernel, call: Call, params: Params) -> int:
         """Registers of a thread."""
