@@ -211,15 +211,9 @@ def _counted(watch: "Stopwatch", contender: Contender, call: Call, product: "Pro
     kernel, params = contender
     if kernel is None:
         return {}
-    x, y, z = kernel.launch(call, params).block
-    kernels = watch.multiplier.kernels
-    blocks = kernels.blocks_per_processor(kernel, call, params)
     found: dict[str, Any] = {
-        "registers": kernels.registers(kernel, call, params),
-        "blocks": blocks,
-        "occupancy": min(
-            1.0, blocks * x * y * z / 2048
-        ),  # threads that a multiprocessor of sm_80 and sm_90 holds
+        "registers": watch.multiplier.kernels.registers(kernel, call, params),
+        "occupancy": watch.multiplier.kernels.occupancy(kernel, call, params),
     }
     if kernel.model is not None:
         access = kernel.model(call, params)
