@@ -110,7 +110,8 @@ def gemm(
 
     Args:
         a, b: two-dimensional operands of one dtype (float16, float32, float64, complex64 or complex128, in memory
-            also ml_dtypes' bfloat16): zarr arrays, ndarrays, memory maps, or paths of zarr arrays or .npy files. op(A) is m x k, op(B) k x n.
+            also ml_dtypes' bfloat16): zarr arrays, ndarrays, memory maps, or paths of zarr arrays or .npy files.
+            op(A) is m x k, op(B) k x n.
         c: where C goes, and with beta != 0 where it comes from: an m x n array, or a path. A path with nothing
             there is created (zarr, or .npy by that ending). None for a new ndarray.
         alpha, beta: scalars; beta = 0 never reads C, alpha = 0 never reads A and B. Real for real dtypes.

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from oocgemm.backends.ladder import LADDER, Kernel, Params, options
+from oocgemm.backends.ladder import LADDER, Kernel, Params, arguments, options
 from oocgemm.backends.sources import kernel_folder
 from oocgemm.plan import Op
 from tests.gemm_cases import Array, Case, integer_case, triple_loop
@@ -28,22 +28,6 @@ RUNGS = [
 SHIM = Path(__file__).parent / "lockstep.hpp"
 # All sizes at once are no multiple of any tile, so that every edge of each is met; a k of one step, of more, and of none.
 SHAPES = ((37, 70, 19), (33, 65, 35), (3, 5, 0))
-
-
-class Arguments(ctypes.Structure):
-    """`gemm_arguments` of kernels/gemm.cuh, apart from the one that launches use."""
-
-    _fields_ = (
-        *((name, ctypes.c_longlong) for name in ("m", "n", "k")),
-        *((name, ctypes.c_double) for name in ("alpha_re", "alpha_im", "beta_re", "beta_im")),
-        *(
-            ("a", ctypes.c_void_p),
-            ("lda", ctypes.c_longlong),
-            ("b", ctypes.c_void_p),
-            ("ldb", ctypes.c_longlong),
-        ),
-        *(("c", ctypes.c_void_p), ("ldc", ctypes.c_longlong)),
-    )
 
 
 def built(kernel: Kernel, params: Params, dtype: str, ops: tuple[Op, Op], folder: Path) -> Any:
@@ -68,12 +52,8 @@ def product(run: Any, kernel: Kernel, params: Params, case: Case) -> Array:
     )  # fmt: skip
     for part in kernel.parts(whole, params):
         launch = kernel.launch(part, params)
-        scalars = part.alpha.real, part.alpha.imag, part.beta.real, part.beta.imag
-        arguments = Arguments(
-            part.m, part.n, part.k, *scalars, part.a, part.lda, part.b, part.ldb, part.c, part.ldc
-        )
         sizes = (ctypes.c_uint * 3)(*launch.grid), (ctypes.c_uint * 3)(*launch.block)
-        run(ctypes.byref(arguments), *sizes)
+        run(ctypes.byref(arguments(part)), *sizes)
     return c
 
 

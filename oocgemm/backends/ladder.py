@@ -4,6 +4,7 @@ Adding a kernel is one file in `kernels/` and one `Kernel` here. Nothing here to
 plans, tests and tuners can enumerate kernels without one.
 """
 
+import ctypes
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
@@ -68,6 +69,25 @@ class Call:
     def accumulator(self) -> str:
         """The dtype of C."""
         return DTYPES[self.dtype].accumulator
+
+
+class Arguments(ctypes.Structure):
+    """`gemm_arguments` of kernels/gemm.cuh."""
+
+    _fields_ = (
+        *((name, ctypes.c_longlong) for name in ("m", "n", "k")),
+        *((name, ctypes.c_double) for name in ("alpha_re", "alpha_im", "beta_re", "beta_im")),
+        *(field for x in "abc" for field in ((x, ctypes.c_void_p), (f"ld{x}", ctypes.c_longlong))),
+    )
+
+
+def arguments(call: Call) -> Arguments:
+    """A call as kernels take it."""
+    alpha, beta = complex(call.alpha), complex(call.beta)
+    return Arguments(
+        *(call.m, call.n, call.k, alpha.real, alpha.imag, beta.real, beta.imag),
+        *(call.a, call.lda, call.b, call.ldb, call.c, call.ldc),
+    )
 
 
 @dataclass(frozen=True, slots=True)

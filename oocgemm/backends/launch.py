@@ -9,7 +9,7 @@ import cupy
 from cupy.cuda import driver, nvrtc, runtime
 
 from oocgemm.backends.compile import compiled
-from oocgemm.backends.ladder import C_TYPES, Call, Device, Kernel, Params, TensorMap, options
+from oocgemm.backends.ladder import C_TYPES, Call, Device, Kernel, Params, TensorMap, arguments, options
 from oocgemm.errors import BackendError
 
 _MAP_BYTES = 128
@@ -17,16 +17,6 @@ _MAP_BYTES = 128
 _MAP_TYPES = {"float16": 6, "float32": 7, "float64": 8, "bfloat16": 9, "tf32": 11}
 _MAP_SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 _MAP_L2_PROMOTION = 3  # 256 bytes
-
-
-class Arguments(ctypes.Structure):
-    """`gemm_arguments` of kernels/gemm.cuh."""
-
-    _fields_ = (
-        *((name, ctypes.c_longlong) for name in ("m", "n", "k")),
-        *((name, ctypes.c_double) for name in ("alpha_re", "alpha_im", "beta_re", "beta_im")),
-        *(field for x in "abc" for field in ((x, ctypes.c_void_p), (f"ld{x}", ctypes.c_longlong))),
-    )
 
 
 class _Nvrtc:
@@ -59,7 +49,7 @@ class Kernels:
         for part in kernel.parts(call, params):
             function, launch = self.function(kernel, call, params), kernel.launch(part, params)
             maps = [_encoded(described) for described in kernel.maps(part, params)] if kernel.maps else []
-            _start(function, launch.grid, launch.block, launch.shared, *maps, _arguments(part))
+            _start(function, launch.grid, launch.block, launch.shared, *maps, arguments(part))
 
     def function(self, kernel: Kernel, call: Call, params: Params) -> Any:
         """The function that does a call, allowed as much shared memory as a block can have."""
@@ -129,14 +119,6 @@ def describe_device(device: int) -> Device:
     found = runtime.getDeviceProperties(device)
     capability = found["major"], found["minor"]
     return Device(capability, found["multiProcessorCount"], found["sharedMemPerBlockOptin"])
-
-
-def _arguments(call: Call) -> Arguments:
-    alpha, beta = complex(call.alpha), complex(call.beta)
-    return Arguments(
-        *(call.m, call.n, call.k, alpha.real, alpha.imag, beta.real, beta.imag),
-        *(call.a, call.lda, call.b, call.ldb, call.c, call.ldc),
-    )
 
 
 def _start(function: Any, grid: Sequence[int], block: Sequence[int], shared: int, *values: Any) -> None:
