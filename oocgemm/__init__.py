@@ -8,9 +8,17 @@ array([[11.]])
 """
 
 from oocgemm.api import Result, gemm, matmul, plan
-from oocgemm.errors import BackendError, BudgetError, ExecutionError, InputError, OocGemmError
+from oocgemm.errors import (
+    BackendError,
+    BudgetError,
+    ExecutionError,
+    InputError,
+    OocGemmError,
+    OutOfMemoryError,
+)
 from oocgemm.plan import Plan, TileShape
 from oocgemm.timeline import Report, Timeline, read_log, report
+from oocgemm.verify import Verification, verify
 
 __version__ = "0.1.0"
 
@@ -20,14 +28,17 @@ __all__ = [
     "ExecutionError",
     "InputError",
     "OocGemmError",
+    "OutOfMemoryError",
     "Plan",
     "Report",
     "Result",
     "TileShape",
     "Timeline",
+    "Verification",
     "gemm",
     "matmul",
     "plan",
     "read_log",
     "report",
+    "verify",
 ]

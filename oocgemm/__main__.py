@@ -13,7 +13,7 @@ from oocgemm import backends, cli
 from oocgemm.backends.blas import CHOICE, better_family
 
 # The others multiply nothing.
-MULTIPLYING = {"run", "calibrate", "info"}
+MULTIPLYING = {"run", "verify", "calibrate", "info"}
 
 
 def main() -> NoReturn:

@@ -207,7 +207,7 @@ def _fill_seconds(bench: Workbench) -> float:
     """Seconds to bring a panel from memory onto the device."""
     started = perf_counter()
     read = bench.load(Kind.READ, "A")
-    bench.staging.transfer(read, bench.slot(read))
+    bench.staging.transfer(read, [bench.slot(read)])
     if not bench.plan.machine.unified:
         bench.intervals(bench.load(Kind.UPLOAD, "A"))
     return perf_counter() - started
@@ -291,7 +291,7 @@ def _others_seconds() -> float:
 
 def _wall(staging: Staging, operation: Operation, view: Array) -> float:
     started = perf_counter()
-    staging.transfer(operation, view)
+    staging.transfer(operation, [view])
     return perf_counter() - started
 
 

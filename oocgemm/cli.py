@@ -1,4 +1,4 @@
-"""The command line: run, plan, report, calibrate, bench, tune, info."""
+"""The command line: run, plan, verify, report, calibrate, bench, tune, info."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar
 
 import click
 
-from oocgemm import __version__, api, backends, bench, cache, stores
+from oocgemm import __version__, api, backends, bench, cache, resume, stores, system
 from oocgemm.backends import ladder, tuning
 from oocgemm.calibrate import calibrate as measure
 from oocgemm.display import (
@@ -23,11 +23,14 @@ from oocgemm.display import (
     print_plan,
     print_report,
     print_tuning,
+    print_verification,
     progress_display,
 )
-from oocgemm.errors import BudgetError, InputError, OocGemmError
+from oocgemm.errors import BackendError, BudgetError, ExecutionError, InputError, OocGemmError
+from oocgemm.interrupts import Interrupted, stopping
 from oocgemm.plan import COMPUTES, DTYPES
 from oocgemm.timeline import read_log, report
+from oocgemm.verify import verify as check_product
 
 EXIT_FAILED, EXIT_USAGE, EXIT_BUDGET, EXIT_INTERRUPTED = 1, 2, 3, 130
 
@@ -69,13 +72,24 @@ class _Size(click.ParamType[tuple[int, int, int]]):
         return int(parts[0]), int(parts[1]), int(parts[2])
 
 
-_PROBLEM = (
+_PRODUCT = (
     click.option("--alpha", type=_Scalar(), default=1.0, help="Factor of op(A) op(B).  [default: 1]"),
     click.option("--beta", type=_Scalar(), default=0.0, help="Factor of the old C.  [default: 0]"),
     click.option("--transpose-a", is_flag=True, help="Multiply by the transpose of A."),
     click.option("--transpose-b", is_flag=True, help="Multiply by the transpose of B."),
     click.option("--adjoint-a", is_flag=True, help="Multiply by the conjugate transpose of A."),
     click.option("--adjoint-b", is_flag=True, help="Multiply by the conjugate transpose of B."),
+    click.option(
+        "--compute",
+        type=click.Choice(list(COMPUTES)),
+        default="native",
+        show_default=True,
+        help="What float32 operands may be rounded to on cuda: faster, and less exact.",
+    ),
+)
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+_PROBLEM = (
+    *_PRODUCT,
     click.option(
         "--backend",
         type=click.Choice(backends.NAMES),
@@ -91,13 +105,6 @@ _PROBLEM = (
         help="What multiplies: blas on the host; on cuda cublas or a rung of our ladder, auto for the fastest measured.",
     ),
     click.option(
-        "--compute",
-        type=click.Choice(list(COMPUTES)),
-        default="native",
-        show_default=True,
-        help="What float32 operands may be rounded to on cuda: faster, and less exact.",
-    ),
-    click.option(
         "--out-dtype",
         metavar="DTYPE",
         help="Wider dtype of C, float32 for float16.  [default: the operands']",
@@ -109,7 +116,7 @@ _PROBLEM = (
     click.option(
         "--compressor", type=click.Choice(stores.COMPRESSORS), help="Compressor of a new C.  [default: none]"
     ),
-    click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout."),
+    _JSON,
 )
 
 
@@ -136,7 +143,11 @@ def cli(debug: bool) -> None:
 @_options(*_PROBLEM)
 @click.option("--device", type=click.IntRange(min=0), default=0, show_default=True, help="CUDA device.")
 @click.option("--timeline", type=click.Path(dir_okay=False), help="Log every operation to this file.")
+@click.option(
+    "--verify", is_flag=True, help="Check every tile against checksums of its panels, and redo what differs."
+)
 @click.option("--overwrite", is_flag=True, help="Replace the contents of a C that exists.")
+@click.option("--resume", is_flag=True, help="Go on with an unfinished run of the same command.")
 @click.option("--quiet", is_flag=True, help="Print nothing but errors.")
 def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> None:
     """Multiply the arrays at A and B into C: zarr arrays, or .npy files."""
@@ -147,8 +158,15 @@ def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> N
         missing = backends.missing_for_cuda()
         if missing and "pip install" in missing:
             click.echo(f"Note: running on the host; {missing}", err=True)
-    with progress_display(live and sys.stderr.isatty()) as progress:
-        result = api.gemm(a, b, c, progress=progress, **_transposes(options))
+    try:
+        with (
+            stopping(lambda: _interrupted(resume.how_far(c))),
+            progress_display(live and sys.stderr.isatty()) as progress,
+        ):
+            result = api.gemm(a, b, c, progress=progress, **_transposes(options))
+    except (ExecutionError, BackendError, MemoryError, KeyboardInterrupt) as error:
+        error.add_note(resume.how_far(c))
+        raise
     if as_json:
         _print_json(
             {
@@ -180,6 +198,32 @@ def plan(a: str, b: str, c: str | None, as_json: bool, explain: bool, **options:
         _print_json(planned.to_dict() | ({"considered": planned.explain()} if explain else {}))
     else:
         print_plan(planned, explain)
+
+
+@cli.command()
+@click.argument("a")
+@click.argument("b")
+@click.argument("c")
+@_options(*_PRODUCT, _JSON)
+@click.option("--c-before", metavar="PATH", help="What C was before, where beta is not 0.")
+@click.option("--host-memory", metavar="SIZE", help="Bound on memory, such as 8GiB.")
+@click.option(
+    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the random vectors."
+)
+def verify(a: str, b: str, c: str, as_json: bool, **options: Any) -> None:
+    """Tell whether C is the product of A and B, but for rounding, by Freivalds' check: each is read once.
+
+    Exits with 1 if it is not, and says where.
+    """
+    stores.load_zarr()
+    found = check_product(a, b, c, **_transposes(options))
+    if as_json:
+        _print_json(found.to_dict())
+    else:
+        print_verification(found)
+    if not found.right:
+        _complain(f"C at {c} {found.complaint}")
+        click.get_current_context().exit(EXIT_FAILED)
 
 
 @cli.command(name="report")
@@ -306,7 +350,7 @@ def tune(device: int, dtypes: tuple[str, ...], as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def info(as_json: bool) -> None:
     """Show devices, versions, what is missing and how to get it."""
-    found = api.info()
+    found = system.info()
     if as_json:
         _print_json(found)
     else:
@@ -343,19 +387,29 @@ def main() -> NoReturn:
         hint = f" ({context.command_path} --help says more)" if context else ""
         _complain(f"{error.format_message().rstrip('.')}{hint}")
         code = EXIT_USAGE
-    except (click.Abort, KeyboardInterrupt):
-        click.echo("Interrupted.", err=True)
-        code = EXIT_INTERRUPTED
+    except (click.Abort, KeyboardInterrupt) as error:
+        cause = error.__cause__ or error
+        _interrupted(_notes(cause))
+        code = cause.code if isinstance(cause, Interrupted) else EXIT_INTERRUPTED
     except (OocGemmError, MemoryError) as error:
         if debug:
             traceback.print_exc()
         out_of_memory = "out of host memory: pass a smaller --host-memory"
-        _complain(out_of_memory if isinstance(error, MemoryError) else str(error))
+        message = out_of_memory if isinstance(error, MemoryError) else str(error)
+        _complain(". ".join(filter(None, (message, _notes(error)))))
         code = _exit_code(error)
     except BrokenPipeError:  # whoever read stdout has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = EXIT_FAILED
     sys.exit(code)
+
+
+def _interrupted(note: str) -> None:
+    click.echo(" ".join(filter(None, ("Interrupted.", note))), err=True)
+
+
+def _notes(error: BaseException) -> str:
+    return " ".join(getattr(error, "__notes__", ()))
 
 
 def _complain(message: str) -> None:

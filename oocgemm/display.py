@@ -15,6 +15,7 @@ from oocgemm.backends.tuning import Tuning
 from oocgemm.plan import Calibration, Plan
 from oocgemm.timeline import Report, Span, Timeline, gantt
 from oocgemm.units import format_size, format_time
+from oocgemm.verify import Verification
 
 LINKS = ("read", "h2d", "d2h", "write")
 GANTT_WIDTH = 72
@@ -131,9 +132,16 @@ def print_report(report: Report, timeline: Timeline) -> None:
     parts = ", ".join(f"{cause} {format_time(seconds)}" for cause, seconds in causes)
     total = sum(report.exposed.values())
     out.print(f"[bold]exposed[/] {format_time(total)}: {parts or 'nothing'}")
+    if report.checks:
+        _print_checks(out, report.checks)
     plan = timeline.header.get("plan", {})
     if "machine" in plan:
         out.print(_machine_model(plan["machine"], plan.get("calibrated", False)), soft_wrap=True)
+    if retried := timeline.header.get("retried"):
+        out.print(
+            f"tried again {len(retried)} times what had failed, at last {escape(retried[-1])}",
+            soft_wrap=True,
+        )
     out.print()
     table = _table("lane", "busy", "operations", "bytes", "rate", "required", "least possible")
     for lane, _ in gantt(timeline, 1):
@@ -154,6 +162,37 @@ def print_report(report: Report, timeline: Timeline) -> None:
         out.print(f"{lane:>8} │{picture}│", soft_wrap=True)
     ticks = f"0{format_time(report.wall):>{GANTT_WIDTH - 1}}"
     out.print(f"{'':>8}  {ticks}", soft_wrap=True)
+
+
+def print_verification(found: Verification) -> None:
+    """What `verify` has found, and what that is worth."""
+    out = _console()
+    out.print(
+        f"[bold]C is {'right' if found.right else 'wrong'}[/]: {found.vectors} random vectors on {found.groups} "
+        f"groups of columns, the worst sum off by {found.excess:.2g} of its tolerance",
+        soft_wrap=True,
+    )
+    if found.right:
+        out.print(
+            f"A row that is wrong within a group is missed with a probability of at most {100 * found.missed:.2g}%, unless "
+            f"by less than rounding; a single element off by more than {2 * found.tolerance:.2g} is never missed",
+            soft_wrap=True,
+        )
+    out.print(
+        f"{format_size(found.bytes)} in {format_time(found.seconds)}, {found.bytes / found.seconds / 1e9:.3g} GB/s"
+    )
+
+
+def _print_checks(out: Console, checks: dict[str, Any]) -> None:
+    redone = checks["recomputed"]
+    which = ", ".join(f"({i}, {j})" for i, j in redone[:5]) + (", ..." if len(redone) > 5 else "")
+    out.print(
+        f"[bold]checked[/] {checks['tiles']} tiles in {checks['blocks']} blocks"
+        + (f", {checks['undecided']} of them for Inf and NaN only" if checks["undecided"] else "")
+        + f"; recomputed {len(redone)}{f': tiles {which}' if redone else ''}; "
+        + f"took {_percent(checks['core_share'])} of the cores' time",
+        soft_wrap=True,
+    )
 
 
 def print_calibration(found: Calibration, path: str) -> None:

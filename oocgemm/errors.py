@@ -24,6 +24,10 @@ class BackendError(OocGemmError):
     """A backend, device, kernel or library that is asked for and does not answer."""
 
 
+class OutOfMemoryError(BackendError):
+    """Memory that a plan is to hold and that the device or the host does not have now."""
+
+
 class ExecutionError(OocGemmError):
     """A run that failed on its way; the message names the operation and what it was working on."""
 

@@ -18,11 +18,14 @@ from dataclasses import dataclass, field
 from queue import Queue
 from time import perf_counter_ns
 
-from oocgemm.backends.base import DoneToken, Session, Token
+from oocgemm.backends.base import Array, DoneToken, Session, Token
+from oocgemm.checks import Checks
 from oocgemm.errors import ExecutionError
 from oocgemm.plan import Kind, Operation, Plan, Tier
 from oocgemm.plan.hazards import HazardTracker
+from oocgemm.plan.tiling import Tile
 from oocgemm.staging import Staging
+from oocgemm.threads import start
 from oocgemm.timeline import Span
 
 QUEUE_DEPTH = 32
@@ -64,25 +67,42 @@ class Run:
     """One execution of a plan's schedule on a backend session and its staging."""
 
     def __init__(
-        self, plan: Plan, session: Session, staging: Staging, origin_ns: int, progress: Progress | None = None
+        self,
+        plan: Plan,
+        session: Session,
+        staging: Staging,
+        origin_ns: int,
+        progress: Progress | None = None,
+        finished: Callable[[Tile], None] | None = None,
+        checks: Checks | None = None,
+        first: int = 0,
     ) -> None:
+        """`finished` is called for each tile when all of it is written (not synced), by the thread that wrote the last
+        of it, once a tile; what it raises fails the run. With `checks` strips that fail them are not written.
+        Operations are numbered from `first` on."""
         self._plan = plan
         self._session = session
         self._staging = staging
         self._origin = origin_ns
         self._progress = progress
+        self._finished = finished
+        self._checks = checks
+        self._first = first
+        self._unwritten: dict[Tile, int] = {}  # bytes, of tiles that have been written in part
+        self._writing = threading.Lock()
         self._streams: dict[str, tuple[Queue[_Item | None], list[threading.Thread]]] = {}
         self._issued: Queue[_Item | None] = Queue()
         self._error: BaseException | None = None
         self._failing = threading.Lock()
         self.spans: list[Span] = []
+        self.wrote = False  # whether a Write was begun
 
     def execute(self) -> None:
         """Run everything; returns when the last operation is done. Raises the first error."""
         collector = threading.Thread(target=self._collect, name="oocgemm-timeline")
+        start(collector)
         interval = sys.getswitchinterval()
         sys.setswitchinterval(min(interval, SWITCH_INTERVAL))
-        collector.start()
         try:
             self._dispatch()
         except BaseException as error:  # an interrupt, most likely: stop like any other failure
@@ -96,8 +116,12 @@ class Run:
         self._insist(self._issued.put, None)
         self._insist(collector.join)
         sys.setswitchinterval(interval)
-        if self._error is not None:
-            raise self._error
+        first, self._error = self._error, None
+        if first is not None:
+            try:
+                raise first
+            finally:
+                del first  # or it would keep itself, and all that its frames look into
 
     def _insist(self, act: Callable[..., object], *arguments: object) -> None:
         """Do one step of stopping, even if interrupted on the way; the interrupt counts as the run's failure."""
@@ -111,7 +135,7 @@ class Run:
 
     def _dispatch(self) -> None:
         tracker: HazardTracker[Completion] = HazardTracker()
-        for number, operation in enumerate(self._plan.schedule()):
+        for number, operation in enumerate(self._plan.schedule(), self._first):
             if self._error is not None:
                 return
             completion = Completion(number)
@@ -133,7 +157,7 @@ class Run:
             for index in range(workers):
                 name = f"oocgemm-{stream}-{index}"
                 thread = threading.Thread(target=self._work, args=(stream, queue, on_store), name=name)
-                thread.start()
+                start(thread)
                 threads.append(thread)
         return self._streams[stream][0]
 
@@ -170,19 +194,44 @@ class Run:
         region = (operation.writes if reading else operation.reads)[0]
         # Where device and host memory are one, the slots of the device are read into and written from.
         on_host = region.slot.tier is Tier.HOST
-        view = (
-            self._staging.view(region.slot, operation) if on_host else self._session.view(operation, region)
+        columns = (
+            self._staging.columns(region.slot, operation)
+            if on_host
+            else [self._session.view(operation, region)]
         )
+        self.wrote = self.wrote or not reading
         start = perf_counter_ns()
-        self._staging.transfer(operation, view)
-        return DoneToken(start, perf_counter_ns())
+        right = True
+        if self._checks is None:
+            self._staging.transfer(operation, columns)
+        else:
+            right = self._checks.transfer(self._staging, operation, columns)
+        token = DoneToken(start, perf_counter_ns())
+        if self._finished is not None and not reading and right:
+            self._count(operation)
+        return token
+
+    def _count(self, write: Operation) -> None:
+        """Note what a Write has written, and say so when that was the last of its tile."""
+        tile = write.tile
+        with self._writing:
+            left = self._unwritten.pop(tile, None)
+            if left is None:
+                left = self._plan.tile_bytes(tile)
+            left -= write.bytes
+            if left:
+                self._unwritten[tile] = left
+        if left == 0 and self._finished is not None:
+            self._finished(tile)
 
     def _submit(self, operation: Operation, tokens: list[Token]) -> Token:
-        host = None
+        host: list[Array] = []
         if operation.kind is Kind.UPLOAD:
-            host = self._staging.view(operation.reads[0].slot, operation)
+            host = self._staging.columns(operation.reads[0].slot, operation)
         elif operation.kind is Kind.DOWNLOAD:
-            host = self._staging.view(operation.writes[0].slot, operation)
+            host = self._staging.columns(operation.writes[0].slot, operation)
+        if self._checks is not None:
+            self._checks.submit(operation)
         return self._session.submit(operation, host, tokens)
 
     def _collect(self) -> None:
@@ -205,6 +254,7 @@ class Run:
         with self._failing:
             if self._error is None:
                 self._error = error
+        self._staging.stop()
 
 
 def _placed(error: BaseException, operation: Operation) -> BaseException:

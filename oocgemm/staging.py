@@ -1,21 +1,30 @@
 """The host tier: slots in one block of memory, and the threads that fill them from stores and empty them."""
 
-from collections.abc import Iterator, Mapping
+from bisect import bisect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
+from itertools import accumulate
+from threading import Event
 
-from oocgemm.backends.base import Array, numpy_dtype, slot_offsets, stored_shape
+from oocgemm.backends.base import numpy_dtype, slot_offsets, stored_shape
 from oocgemm.backends.memory import allocate
 from oocgemm.errors import ExecutionError
 from oocgemm.plan import Kind, Op, Operation, Plan, Slot
 from oocgemm.plan.cost import HOST_ALIGNMENT, slot_bytes
 from oocgemm.plan.tiling import Span
-from oocgemm.stores import BATCH_BYTES, Matrix, pieces
+from oocgemm.stores import BATCH_BYTES, Array, Matrix, pieces, transient
 
 # A block is cut into a part for each thread, within these bounds: handing out a part takes the interpreter tens of
 # microseconds, in which no other thread can begin or end one.
 PIECE_BYTES = 16 << 20
 LEAST_PIECE_BYTES = 1 << 20
 PAGE = 4096
+# A read that fails in a way that may pass is tried again after so many seconds each: 12 in all.
+RETRY_AFTER = (0.1, 0.3, 0.9, 2.7, 8.1)
+
+# Is shown a block, by its rows and columns, and what was read.
+Look = Callable[[Span, Span, Array], None]
 
 
 class Staging:
@@ -31,52 +40,106 @@ class Staging:
         self.arena = allocate(size)
         self._c_bytes = slot_bytes(plan.problem, plan.tile, plan.slots.strip)["host", "C"]
         self._threads = plan.candidate.io_threads
+        self._stopped = Event()
+        # What each read that was tried again had failed of.
+        self.retried: list[str] = []
         # Apart, so that reading ahead never queues behind writing.
         self._readers = ThreadPoolExecutor(self._threads, thread_name_prefix="oocgemm-reader")
         self._writers = ThreadPoolExecutor(self._threads, thread_name_prefix="oocgemm-writer")
         # Panels touch their slots as they are read. Those of C are first written to by the device, which is slow on
         # memory that the system has yet to find.
-        self._touched = {
-            slot: self._writers.submit(self._touch, start)
-            for slot, start in self._offsets.items()
-            if slot.operand == "C"
-        }
+        try:
+            self._touched = {
+                slot: self._writers.submit(self._touch, start)
+                for slot, start in self._offsets.items()
+                if slot.operand == "C"
+            }
+        except RuntimeError as error:
+            self.close()
+            raise ExecutionError(f"the system refuses a thread for writing: {error}") from error
 
     def _touch(self, start: int) -> None:
         self.arena[start : start + self._c_bytes : PAGE] = 0
 
-    def view(self, slot: Slot, operation: Operation) -> Array:
-        """The part of a host slot that an operation's block fills, in stored orientation."""
+    def columns(self, slot: Slot, operation: Operation) -> list[Array]:
+        """The part of a host slot that an operation's block fills, in stored orientation: its columns in groups, each a
+        contiguous array.
+
+        A chunk that has to be decoded whole goes straight to its place in a group as wide as itself.
+        """
         if slot in self._touched:
             self._touched[slot].result()
         problem = self._plan.problem
         name = {"A": problem.a_dtype, "B": problem.b_dtype}.get(slot.operand, problem.c_dtype)
         dtype = numpy_dtype(name)
-        rows, cols = stored_shape(operation, problem)
+        height, width = stored_shape(operation, problem)
         start = self._offsets[slot]
-        return self.arena[start : start + rows * cols * dtype.itemsize].view(dtype).reshape(rows, cols)
+        held = self.arena[start : start + height * width * dtype.itemsize].view(dtype)
+        return [
+            held[height * c0 : height * c1].reshape(height, c1 - c0) for c0, c1 in self._groups(operation)
+        ]
 
-    def transfer(self, operation: Operation, view: Array) -> None:
-        """Do a Read (store -> slot) or a Write (slot -> store), all threads on its chunks. `view` is the slot, shaped
-        as the block is stored."""
+    def _groups(self, operation: Operation) -> list[Span]:
+        """Columns of an operation's block as the operand is stored, counted from its first, in groups."""
+        _, (first, last) = self._stored(operation)
+        if operation.operand != "C":
+            problem, layouts = self._plan.problem, self._plan.layouts
+            is_a = operation.operand == "A"
+            layout = layouts.a if is_a else layouts.b
+            height, width = layout.oriented(problem.trans_a if is_a else problem.trans_b).read_chunk
+            if (
+                not layout.partial_reads
+                and height * width * problem.itemsizes[operation.operand] >= BATCH_BYTES
+            ):
+                cuts = pieces((0, 1), (first, last), (1, width), 1)
+                return [(c0 - first, c1 - first) for _, (c0, c1) in cuts]
+        return [(0, last - first)]
+
+    def transfer(self, operation: Operation, columns: Sequence[Array], look: Look | None = None) -> None:
+        """Do a Read (store -> slot) or a Write (slot -> store), all threads on its chunks. `columns` is the slot, shaped
+        as the block is stored, in groups of columns. `look` is shown each part, as it is stored, by the thread that has
+        read it."""
         reading = operation.kind is Kind.READ
         matrix = self._operands[operation.operand]
         rows, cols = self._stored(operation)
-        act = matrix.read if reading else matrix.write
+        pool, act = (self._readers, partial(self._read, look)) if reading else (self._writers, self._write)
+        starts = list(accumulate((group.shape[1] for group in columns[:-1]), initial=cols[0]))
 
-        def part(r: Span, c: Span) -> None:
-            try:
-                act(r, c, view[r[0] - rows[0] : r[1] - rows[0], c[0] - cols[0] : c[1] - cols[0]])
-            except ExecutionError:
-                raise
-            except Exception as error:
-                verb = "reading" if reading else "writing"
-                where = f"{matrix.name}[{r[0]}:{r[1]}, {c[0]}:{c[1]}]"
-                raise ExecutionError(f"{verb} {where}: {type(error).__name__}: {error}") from error
+        def place(r: Span, c: Span) -> Array:
+            group = bisect(starts, c[0]) - 1
+            return columns[group][
+                r[0] - rows[0] : r[1] - rows[0], c[0] - starts[group] : c[1] - starts[group]
+            ]
 
-        pool = self._readers if reading else self._writers
         parts = self._parts(matrix, rows, cols, reading)
-        self._run([pool.submit(part, r, c) for r, c in parts])
+        self._run([pool.submit(act, matrix, r, c, place(r, c)) for r, c in parts])
+
+    def _read(self, look: Look | None, matrix: Matrix, rows: Span, cols: Span, out: Array) -> None:
+        """Read a block, and again after failures that may pass, until the run is stopped."""
+        waits = iter(RETRY_AFTER)
+        while True:
+            try:
+                matrix.read(rows, cols, out)
+                break
+            except Exception as error:
+                failed = _placed("reading", matrix, rows, cols, error)
+                after = None if self._stopped.is_set() or not transient(error) else next(waits, None)
+                if after is None:
+                    raise failed from error
+            self.retried.append(str(failed))
+            self._stopped.wait(after)
+        if look is not None:
+            look(rows, cols, out)
+
+    def _write(self, matrix: Matrix, rows: Span, cols: Span, data: Array) -> None:
+        try:
+            matrix.write(rows, cols, data)
+        except Exception as error:
+            raise _placed("writing", matrix, rows, cols, error) from error
+
+    def stop(self) -> None:
+        """Wait for no read any more: those that fail from here on are not tried again."""
+        self._stopped.set()
 
     def _stored(self, operation: Operation) -> tuple[Span, Span]:
         """Rows and columns of an operation's block as the operand is stored, op() undone."""
@@ -105,8 +168,10 @@ class Staging:
 
     def close(self) -> None:
         """Join the threads; the memory goes when its last view does."""
+        self.stop()
         for pool in (self._readers, self._writers):
             pool.shutdown(wait=True, cancel_futures=True)
+        self.arena = self.arena[:0].copy()
 
     @staticmethod
     def _run(futures: list[Future[None]]) -> None:
@@ -118,3 +183,9 @@ class Staging:
                 future.cancel()
             wait(futures)
             raise
+
+
+def _placed(verb: str, matrix: Matrix, rows: Span, cols: Span, error: Exception) -> ExecutionError:
+    """An error that says where it struck."""
+    what = str(error) if isinstance(error, ExecutionError) else f"{type(error).__name__}: {error}"
+    return ExecutionError(f"{verb} {matrix.name}[{rows[0]}:{rows[1]}, {cols[0]}:{cols[1]}]: {what}")

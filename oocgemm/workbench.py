@@ -75,7 +75,7 @@ class Workbench:
         """What a Read fills: the device's slot where that is memory, else the host's."""
         if self.plan.machine.unified:
             return self.session.view(operation, operation.writes[0])
-        return self.staging.view(Slot(Tier.HOST, operation.operand, 0), operation)
+        return self.staging.columns(Slot(Tier.HOST, operation.operand, 0), operation)[0]
 
     def intervals(self, *operations: Operation) -> list[tuple[int, int]]:
         """Issue operations one after the other; when each began and ended, in nanoseconds."""
@@ -100,9 +100,9 @@ class Workbench:
             self.intervals(self.load(Kind.UPLOAD, operand))
 
     def _submit(self, operation: Operation) -> Token:
-        host = None
+        host: list[Array] = []
         if operation.kind in (Kind.UPLOAD, Kind.DOWNLOAD):
-            host = self.staging.view(Slot(Tier.HOST, operation.operand, 0), operation)
+            host = self.staging.columns(Slot(Tier.HOST, operation.operand, 0), operation)
         with self.session.worker(operation.stream):
             return self.session.submit(operation, host, ())
 

@@ -31,7 +31,7 @@ from typing import Any
 import click
 from cpu_contenders import CONTENDERS, Case, make_operands
 
-from oocgemm.api import info
+from oocgemm.system import info
 
 TOP = Path(__file__).resolve().parent
 PEERS = ("dask", "cubed", "blosc2")

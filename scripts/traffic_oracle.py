@@ -16,7 +16,7 @@ Everything else must be loaded. Walks that turn back attain this (tests hold it 
 simulated), so that it is the oracle's figure, not a mere estimate, wherever a band is one row.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,8 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Case:
-    """A product in elements of one size, `r` the depth of a panel; memories in bytes, net of what is set aside."""
+    """A product in elements of one size, `r` the depth of a panel; memories in bytes, net of what is set aside; the
+    most steps that are let count."""
 
     m: int
     n: int
@@ -36,11 +37,12 @@ class Case:
     r: int
     device: int
     host: int | None = None  # of the link from the stores; None for that to the device
+    most_steps: float = float("inf")
 
     @property
     def flipped(self) -> "Case":
         """The same with A and B changing places."""
-        return Case(self.n, self.m, self.k, self.itemsize, self.r, self.device, self.host)
+        return replace(self, m=self.n, n=self.m)
 
 
 def extents(extent: int) -> NDArray[np.int64]:
@@ -72,7 +74,8 @@ def _by_rows(c: Case, best: float) -> tuple[float, int, int, int]:
         for w in map(int, some):
             down = -(-c.m // w)
             free, host_free = _free(c, w, h)
-            fits = np.flatnonzero(free >= 0 if host_free is None else (free >= 0) & (host_free >= 0))
+            fits = (free >= 0) & (down * across * -(-c.k // c.r) <= c.most_steps)
+            fits = np.flatnonzero(fits if host_free is None else fits & (host_free >= 0))
             bands = extents(down) if banded else np.ones(1, np.int64)
             floor = _floor(c, w, h[fits], across[fits], bands[:, None])
             at_band, at = np.nonzero(floor < found[0])

@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 
-from oocgemm import api, backends
+from oocgemm import backends, system
 from oocgemm.errors import BackendError
 from oocgemm.plan import MachineModel, default_model
 
@@ -40,5 +40,5 @@ def staged(io_threads: int = 1) -> Iterator[None]:
     def model(backend: str, *known: object) -> MachineModel:
         return replace(default_model(backend, 2), unified=False, io_threads=io_threads)
 
-    with patch.object(api, "_model", model):
+    with patch.object(system, "model", model):
         yield

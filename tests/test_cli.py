@@ -2,10 +2,8 @@
 
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -319,36 +317,3 @@ def test_cupy_stays_out_even_where_it_is_installed(here: Path, code: str) -> Non
     assert not (here / "imported").exists()
     assert "ImportError" in _process("-c", "import cupy", PYTHONPATH=str(here / "site")).stderr
     assert (here / "imported").exists()  # so the trap works
-
-
-@pytest.mark.parametrize(
-    ("extent", "tile"),
-    [
-        pytest.param(2000, "50x50x50", id="while operations are being issued"),
-        pytest.param(5000, "5000x5000x500", id="while the last ones run"),
-    ],
-)
-def test_an_interrupt_ends_a_run_and_takes_its_c_away(tmp_path: Path, extent: int, tile: str) -> None:
-    operand, result = tmp_path / "a.npy", tmp_path / "c.npy"
-    np.lib.format.open_memmap(
-        operand, mode="w+", dtype=np.float64, shape=(extent, extent)
-    )  # zeros take no room
-    arguments = ["run", operand, operand, result, "--backend", "host", "--tile", tile]
-    with subprocess.Popen(
-        [sys.executable, "-m", "oocgemm", *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},
-    ) as process:
-        try:
-            deadline = time.monotonic() + 30
-            while not result.exists() and time.monotonic() < deadline:
-                time.sleep(0.01)
-            time.sleep(0.2)
-            process.send_signal(signal.SIGINT)
-            out, err = process.communicate(timeout=10)
-        finally:
-            process.kill()
-    assert (process.returncode, out, err.splitlines()[-1]) == (EXIT_INTERRUPTED, "", "Interrupted.")
-    assert [p.name for p in tmp_path.iterdir()] == ["a.npy"]

@@ -354,7 +354,7 @@ def test_rows_of_any_number_and_place_are_filled(tmp_path: Path) -> None:
         file.read(4, out[:, 1:8], past_cache=True)
         np.testing.assert_array_equal(out[:, 1:8], values)
         assert not out[:, [0, 8]].any()
-        with pytest.raises(OSError, match="ends 4 bytes too early"):
+        with pytest.raises(EOFError, match="ends 4 bytes too early"):
             file.read(8, out[:, 1:8], past_cache=False)
 
 

@@ -4,6 +4,7 @@ import threading
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -12,9 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import oocgemm
+from oocgemm import staging
 from oocgemm.backends.blas import numpy_gemm
 from oocgemm.errors import InputError
 from oocgemm.plan import Op
+from oocgemm.stores.encoding import Encoding
 from tests.backends_here import BACKENDS, ENGINES, staged
 from tests.problems import DTYPES, applied, assert_same, integers, reference, stored
 
@@ -100,6 +103,38 @@ def _store(path: Path, array: np.ndarray[Any, Any], data: st.DataObject) -> None
     elif kind == "v2-F":
         options["order"] = "F"
     zarr.create_array(path, data=array, chunks=chunks, zarr_format=int(kind[1]), **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("tile", ["32x48x24", "20x13x17"])  # along chunk borders, and across them
+@pytest.mark.parametrize("op", list(Op))
+def test_panels_of_compressed_chunks_are_exact_and_decoded_in_place(
+    engine: tuple[str, str], tile: str, op: Op, tmp_path: Path
+) -> None:
+    rng = np.random.default_rng(5)
+    m, n, k = 61, 70, 90
+    for name, shape in (("A", stored(op, m, k)), ("B", stored(op, k, n))):
+        zarr.create_array(tmp_path / name, data=integers(rng, shape, "float32"), chunks=(8, 8))
+    a, b = (zarr.open_array(tmp_path / name)[:] for name in "AB")
+    in_place: list[bool] = []
+
+    def decode(self: Encoding, stored: Any, shape: tuple[int, int], into: Any) -> Any:
+        in_place.append(into is not None)
+        return plainly(self, stored, shape, into)
+
+    backend, kernel = engine
+    plainly = Encoding.decode
+    with (
+        staged(2) if backend == "host-staged" else nullcontext(),
+        patch.object(staging, "BATCH_BYTES", 1),
+        patch.object(Encoding, "decode", decode),
+    ):
+        options = {"backend": backend.removesuffix("-staged"), "kernel": kernel, "tile": tile}
+        result = oocgemm.matmul(tmp_path / "A", tmp_path / "B", trans_a=op, trans_b=op, **options)
+    assert_same(result.out, reference(1, op, a, op, b, 0, None))  # type: ignore[arg-type]
+    if not result.plan.machine.unified and tile == "32x48x24":
+        # All but the chunks that are cut by the matrices' own edges.
+        assert sum(in_place) / len(in_place) > 0.7
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

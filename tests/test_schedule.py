@@ -1,6 +1,7 @@
 """Schedules: every wait is derived, and no legal order of events can break the result."""
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -50,7 +51,8 @@ def schedules(draw: st.DrawFn) -> Schedule:
         finish=draw(st.integers(1, 2)) if p.finishes else 0,
         strip=draw(st.integers(1, 5)),
     )
-    return Schedule(p, grid, tiles, slots)
+    last = draw(st.sampled_from([None, walk(traversal, *grid.shape)[-1]]))
+    return Schedule(p, grid, tiles, slots, last=last)
 
 
 def operands(schedule: Schedule, seed: int) -> tuple[Any, Any, Any]:
@@ -115,6 +117,26 @@ def test_traffic_is_what_the_operations_move(schedule: Schedule) -> None:
 @settings(max_examples=100, deadline=None)
 def test_a_schedule_can_be_read_again(schedule: Schedule) -> None:
     assert list(schedule) == list(schedule)
+
+
+@given(schedule=schedules(), random=st.randoms())
+@settings(max_examples=200, deadline=None)
+def test_what_is_left_of_a_run_is_multiplied_as_it_would_have_been(schedule: Schedule, random: Any) -> None:
+    """In the same order, in blocks of the same shape: a resumed run gives the same bits."""
+
+    def multiplications(s: Schedule) -> dict[tuple[int, int], list[object]]:
+        found: dict[tuple[int, int], list[object]] = {tile: [] for tile in s.tiles}
+        for o in s:
+            if o.kind is Kind.MULTIPLY:
+                found[o.tile].append((o.step, o.m, o.n, o.k, o.first, len(o.reads)))
+        return found
+
+    whole = replace(schedule, tiles=walk(Traversal(), *schedule.grid.shape), last=None)
+    left = [tile for tile in whole.tiles if random.random() < 0.5]
+    part = replace(whole, tiles=left, last=whole.tiles[-1])
+    verify(part)
+    expected = multiplications(whole)
+    assert multiplications(part) == {tile: expected[tile] for tile in left}
 
 
 def test_a_schedule_is_made_as_it_is_read() -> None:

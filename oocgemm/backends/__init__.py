@@ -7,7 +7,7 @@ from pathlib import Path
 
 from oocgemm.backends import ladder
 from oocgemm.backends.base import Backend, Session
-from oocgemm.errors import BackendError, InputError
+from oocgemm.errors import BackendError, InputError, OutOfMemoryError
 
 __all__ = [
     "NAMES",
@@ -50,11 +50,11 @@ def check_kernel(backend: str, kernel: str) -> None:
         raise InputError(f"the {backend} backend has no kernel {kernel!r}: choose one of {names}")
 
 
-def load(name: str) -> None:
-    """Import what the backend of that name needs, if it can be: imports are no part of a run's time."""
+def load(name: str, device: int = 0) -> None:
+    """Import what the backend of that name needs, if it can be, and wake its device: neither is part of a run's time."""
     if resolve(name) == "cuda" and not missing_for_cuda():
         with suppress(ImportError):  # open_backend says so, or takes another
-            importlib.import_module("oocgemm.backends.cuda")
+            importlib.import_module("oocgemm.backends.cuda").wake(device)
 
 
 def open_backend(name: str, device: int = 0) -> Backend:
@@ -71,8 +71,8 @@ def open_backend(name: str, device: int = 0) -> Backend:
         except ImportError as error:
             if name != "auto":
                 raise BackendError(f"cupy is installed but cannot be imported: {error}") from error
-        except BackendError:
-            if name != "auto":
+        except BackendError as error:
+            if name != "auto" or isinstance(error, OutOfMemoryError):
                 raise
     from oocgemm.backends.host import HostBackend
 

@@ -52,15 +52,18 @@ class Session(Protocol):
     def worker(self, stream: str) -> AbstractContextManager[None]:
         """Prepares the calling thread to issue the operations of one stream."""
 
-    def submit(self, operation: Operation, host: Array | None, after: Sequence[Token]) -> Token:
+    def submit(self, operation: Operation, host: Sequence[Array], after: Sequence[Token]) -> Token:
         """Issue one operation of a device lane once those in `after` are done.
 
-        `host` is the host end of an Upload or a Download: the start of a host slot, contiguous, in stored
-        orientation.
+        `host` is the host end of an Upload or a Download, in stored orientation: groups of columns, each contiguous,
+        one after the other from the start of a host slot.
         """
 
     def view(self, operation: Operation, region: Region) -> Array:
         """A region of a device slot as host memory, in stored orientation; only where the two are one memory."""
+
+    def multiplied_by(self) -> list[str]:
+        """The kernels that have multiplied so far."""
 
     def device_bytes(self) -> int:
         """Bytes of device memory that this session has taken, as measured: the arena and library workspaces."""
@@ -82,6 +85,9 @@ class Backend(Protocol):
 
     def check(self, plan: Plan, kernel: str) -> None:
         """Raise `InputError` if a kernel cannot do the steps of a plan on this device. Allocates nothing."""
+
+    def arithmetic(self, problem: GemmProblem, kernel: str) -> str:
+        """What `kernel` stands for with such a problem, as far as the bits of C hang on it."""
 
     def open(self, plan: Plan, kernel: str) -> Session:
         """Allocate the device arena and create the streams."""
@@ -117,6 +123,13 @@ def step_scalars(problem: GemmProblem, first: bool) -> tuple[complex, complex]:
     if problem.finishes:
         return 1.0, 0.0 if first else 1.0
     return problem.alpha, problem.beta if first else 1.0
+
+
+def limits_of(name: str) -> Any:
+    """`numpy.finfo` of one of our dtypes, bfloat16 too."""
+    if name == "bfloat16":
+        return importlib.import_module("ml_dtypes").finfo(name)
+    return np.finfo(numpy_dtype(name))
 
 
 def known_dtypes() -> list[str]:

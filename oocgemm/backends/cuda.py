@@ -13,18 +13,21 @@ from typing import Any
 
 import cupy
 from cupy.cuda import runtime
+from cupy_backends.cuda.libs import cublas
 
+from oocgemm.backends import tuning
 from oocgemm.backends.base import Array, Token, device_offsets, step_scalars
 from oocgemm.backends.ladder import Call, check_plan
 from oocgemm.backends.launch import describe_device
-from oocgemm.backends.multiplier import Multiplier
-from oocgemm.errors import BackendError
-from oocgemm.plan import Kind, Operation, Plan, Region
+from oocgemm.backends.multiplier import Multiplier, device_name
+from oocgemm.errors import BackendError, OutOfMemoryError
+from oocgemm.plan import GemmProblem, Kind, Operation, Plan, Region
 from oocgemm.plan.cost import HOST_ALIGNMENT
 from oocgemm.plan.tiling import round_up
 from oocgemm.units import format_size
 
 STREAMS = ("h2d", "h2d-c", "compute", "d2h")
+_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 REANCHOR_NS = 2_000_000_000  # float32 milliseconds stay finer than a microsecond for this long
 
 
@@ -89,12 +92,19 @@ class CudaSession:
         self._pinning = threading.Lock()
         with self._device:
             self._free_before = runtime.memGetInfo()[0]
-            self._multiplier = Multiplier(device, kernel)
             try:
+                self._multiplier = Multiplier(device, kernel)
                 self._offsets, size = device_offsets(plan)
                 self._arena = _allocate(size)
                 self._streams = {name: cupy.cuda.Stream(non_blocking=True) for name in STREAMS}
                 self._clock = _Clock(self._device)
+            except (runtime.CUDARuntimeError, cublas.CUBLASError) as error:
+                free = runtime.memGetInfo()[0]
+                self.close()
+                raise OutOfMemoryError(
+                    f"the device refuses what the kernels take beside the buffers ({error}), {format_size(free)} are "
+                    "free: pass a smaller --device-memory"
+                ) from error
             except BaseException:
                 self.close()
                 raise
@@ -105,7 +115,7 @@ class CudaSession:
         with self._device, self._streams[stream]:
             yield
 
-    def submit(self, operation: Operation, host: Array | None, after: Sequence[Token]) -> CudaToken:
+    def submit(self, operation: Operation, host: Sequence[Array], after: Sequence[Token]) -> CudaToken:
         name = operation.stream
         stream = self._streams[name]
         for token in after:
@@ -117,7 +127,6 @@ class CudaSession:
         start.record(stream)
         match operation.kind:
             case Kind.UPLOAD | Kind.DOWNLOAD:
-                assert host is not None
                 self._copy(operation, host, stream)
             case Kind.MULTIPLY:
                 self._multiply(operation)
@@ -131,6 +140,9 @@ class CudaSession:
     def view(self, operation: Operation, region: Region) -> Array:
         raise AssertionError(f"{operation}: device memory is not host memory here")
 
+    def multiplied_by(self) -> list[str]:
+        return sorted(self._multiplier.used)
+
     def device_bytes(self) -> int:
         with self._device:
             return int(self._free_before - runtime.memGetInfo()[0])
@@ -138,7 +150,7 @@ class CudaSession:
     def close(self) -> None:
         releases = (
             (runtime.deviceSynchronize, ()),
-            (self._multiplier.close, ()),
+            (lambda: self._multiplier.close(), ()),  # noqa: PLW0108  it may not have come to be
             *((runtime.hostUnregister, (at,)) for borders in self._pinned.values() for at in borders[:-1]),
             *(((runtime.free, (self._arena,)),) if self._arena else ()),
         )
@@ -149,36 +161,51 @@ class CudaSession:
                 with suppress(Exception):  # after a failed launch every call fails: release all the same
                     release(*arguments)
 
-    def _pin(self, address: int, size: int) -> list[int]:
-        """Lock the pages of a host slot as far as it is used, and say where one locked range ends and another begins.
+    def _pin(self, address: int, size: int, whole: bool) -> list[int]:
+        """Lock the pages of a host slot as far as it is used, and say where one locked range ends and another begins;
+        if `whole`, there is but one.
 
         An Upload finds them touched, by all the threads that have read the panel: locking touched pages is cheap,
         and of pages untouched ten times as dear.
         """
         with self._pinning:
             borders = self._pinned.setdefault(address, [address])
-            more = round_up(address + size, HOST_ALIGNMENT) - borders[-1]
-            if more > 0:
+            end = round_up(address + size, HOST_ALIGNMENT)
+            if end > borders[-1]:
+                if (
+                    whole
+                ):  # what was locked before is in use no more, or the slot could not have been filled again
+                    for start in borders[:-1]:
+                        runtime.hostUnregister(start)
+                    del borders[1:]
                 try:
-                    runtime.hostRegister(borders[-1], more, 0)
+                    runtime.hostRegister(borders[-1], end - borders[-1], 0)
                 except runtime.CUDARuntimeError as error:
                     raise BackendError(
-                        f"the system refuses to lock {format_size(more)} of host memory ({error}): "
+                        f"the system refuses to lock {format_size(end - borders[-1])} of host memory ({error}): "
                         "pass a smaller --host-memory, or raise ulimit -l"
                     ) from error
-                borders.append(borders[-1] + more)
+                borders.append(end)
             return borders
 
-    def _copy(self, op: Operation, host: Array, stream: Any) -> None:
+    def _copy(self, op: Operation, host: Sequence[Array], stream: Any) -> None:
         uploading = op.kind is Kind.UPLOAD
         device = self._address((op.writes if uploading else op.reads)[0])
-        start = host.ctypes.data
+        start, size = host[0].ctypes.data, sum(group.nbytes for group in host)
         kind = runtime.memcpyHostToDevice if uploading else runtime.memcpyDeviceToHost
-        for begin, end in pairwise(self._pin(start, host.nbytes)):  # a copy must not cross a border
-            size = min(end, start + host.nbytes) - begin
-            if size > 0:
+        borders = self._pin(start, size, whole=len(host) > 1)
+        if len(host) > 1:
+            row = sum(group.strides[0] for group in host)
+            for group in host:
+                place, width = group.ctypes.data, group.strides[0]
+                runtime.memcpy2DAsync(device, row, place, width, width, len(group), kind, stream.ptr)
+                device += width
+            return
+        for begin, end in pairwise(borders):  # a copy must not cross a border
+            part = min(end, start + size) - begin
+            if part > 0:
                 ends = (device + begin - start, begin) if uploading else (begin, device + begin - start)
-                runtime.memcpyAsync(*ends, size, kind, stream.ptr)
+                runtime.memcpyAsync(*ends, part, kind, stream.ptr)
 
     def _address(self, region: Region) -> int:
         """Where a region begins."""
@@ -209,6 +236,19 @@ class CudaSession:
         self._multiplier.kernels.finish(dtypes, scalars, elements, source, result)
 
 
+def wake(device: int) -> None:
+    """Begin to create the context, which takes a fifth of a second, beside whatever the caller does next."""
+
+    def create() -> None:
+        with (
+            suppress(runtime.CUDARuntimeError),
+            cupy.cuda.Device(device),
+        ):  # whoever opens the backend is told
+            runtime.free(0)
+
+    threading.Thread(target=create, name="oocgemm-wake", daemon=True).start()
+
+
 class CudaBackend:
     """One NVIDIA device."""
 
@@ -224,6 +264,11 @@ class CudaBackend:
             with cupy.cuda.Device(device):
                 runtime.free(0)  # creates the context, which no budget covers
         except runtime.CUDARuntimeError as error:
+            if error.status == _OUT_OF_MEMORY:
+                raise OutOfMemoryError(
+                    f"other processes hold so much of CUDA device {device}'s memory that it cannot even be opened: "
+                    "wait for them, or pass another --device"
+                ) from error
             raise BackendError(f"no CUDA device answers: {error}") from error
 
     def free_memory(self) -> int:
@@ -242,6 +287,10 @@ class CudaBackend:
     def check(self, plan: Plan, kernel: str) -> None:
         check_plan(kernel, plan, describe_device(self._device))
 
+    def arithmetic(self, problem: GemmProblem, kernel: str) -> str:
+        known = tuning.load(device_name(self._device))
+        return known.describe(kernel, problem.a_dtype, problem.compute)
+
     def open(self, plan: Plan, kernel: str) -> CudaSession:
         return CudaSession(self._device, plan, kernel)
 
@@ -251,6 +300,6 @@ def _allocate(size: int) -> int:
         return int(runtime.malloc(max(size, 1)))
     except runtime.CUDARuntimeError as error:
         free = runtime.memGetInfo()[0]
-        raise BackendError(
+        raise OutOfMemoryError(
             f"the device refuses {format_size(size)}, {format_size(free)} are free: pass a smaller --device-memory"
         ) from error

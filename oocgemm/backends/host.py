@@ -24,7 +24,7 @@ from oocgemm.backends.base import (
 from oocgemm.backends.blas import blas_name, gemm
 from oocgemm.backends.memory import allocate, available_memory
 from oocgemm.errors import InputError
-from oocgemm.plan import Kind, Operation, Plan, Region
+from oocgemm.plan import GemmProblem, Kind, Operation, Plan, Region
 
 
 class HostSession:
@@ -42,17 +42,15 @@ class HostSession:
     def worker(self, stream: str) -> Iterator[None]:
         yield
 
-    def submit(self, operation: Operation, host: Array | None, after: Sequence[Token]) -> DoneToken:
+    def submit(self, operation: Operation, host: Sequence[Array], after: Sequence[Token]) -> DoneToken:
         for token in after:
             token.synchronize()
         start = perf_counter_ns()
         match operation.kind:
             case Kind.UPLOAD:
-                assert host is not None
-                np.copyto(self.view(operation, operation.writes[0]), host, casting="no")
+                np.concatenate(host, axis=1, out=self.view(operation, operation.writes[0]), casting="no")
             case Kind.DOWNLOAD:
-                assert host is not None
-                np.copyto(host, self._rows(operation, operation.reads[0]), casting="no")
+                np.copyto(host[0], self._rows(operation, operation.reads[0]), casting="no")
             case Kind.MULTIPLY:
                 self._multiply(operation)
             case Kind.FINISH:
@@ -60,6 +58,9 @@ class HostSession:
             case _:
                 raise AssertionError(f"{operation} is not for a device")
         return DoneToken(start, perf_counter_ns())
+
+    def multiplied_by(self) -> list[str]:
+        return ["blas"]
 
     def device_bytes(self) -> int:
         return self._arena.nbytes
@@ -144,6 +145,9 @@ class HostBackend:
             raise InputError(
                 f"the host backend computes in native precision, not {compute}: leave --compute out"
             )
+
+    def arithmetic(self, problem: GemmProblem, kernel: str) -> str:
+        return "blas"
 
     def open(self, plan: Plan, kernel: str) -> HostSession:
         return HostSession(plan)

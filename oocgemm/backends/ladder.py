@@ -151,6 +151,11 @@ class Kernel:
     instruction: str | None = None
     model: Callable[[Call, Params], Access] | None = None
 
+    @property
+    def label(self) -> str:
+        """The rung, and its source where it has several."""
+        return self.name if self.name == self.source else f"{self.name} ({self.source})"
+
     def target(self, device: Device) -> str | None:
         """The architecture to compile for to run on a device; None if it does not run there."""
         major, minor = device.capability

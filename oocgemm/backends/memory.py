@@ -8,8 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from oocgemm.backends.base import Array
-from oocgemm.errors import BackendError
+from oocgemm.errors import OutOfMemoryError
 from oocgemm.units import format_size
+
+GROUP = Path("/sys/fs/cgroup")  # as a container sees its own control group
 
 
 def allocate(size: int) -> Array:
@@ -18,7 +20,10 @@ def allocate(size: int) -> Array:
     try:
         block = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError, OverflowError) as error:
-        raise BackendError(f"the system refuses {format_size(size)} of host memory: {error}") from error
+        raise OutOfMemoryError(
+            f"the system refuses {format_size(size)} of host memory ({error}), {format_size(available_memory())} are "
+            "available: pass a smaller --host-memory, and on the host backend a smaller --device-memory"
+        ) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without huge pages is only slower
             block.madvise(mmap.MADV_HUGEPAGE)
@@ -35,8 +40,14 @@ def available_memory() -> int:
     except OSError:
         return available
     try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = Path("/sys/fs/cgroup/memory.current").read_text().strip()
+        limit = (GROUP / "memory.max").read_text().strip()
+        used = int((GROUP / "memory.current").read_text())
+        parts = dict(line.split() for line in (GROUP / "memory.stat").read_text().splitlines())
     except OSError:
         return available
-    return available if limit == "max" else max(0, min(available, int(limit) - int(used)))
+    if limit == "max":
+        return available
+    cached = int(parts.get("active_file", 0)) + int(
+        parts.get("inactive_file", 0)
+    )  # given up when others want it
+    return max(0, min(available, int(limit) - used + cached))

@@ -18,6 +18,7 @@ class Multiplier:
     def __init__(self, device: int, kernel: str = "auto") -> None:
         self.kernels = Kernels(device)
         self._kernel = kernel
+        self.used: set[str] = set()  # what has multiplied
         self._tuning = tuning.load(device_name(device))
         self._blas = cublas.create()
 
@@ -44,8 +45,10 @@ class Multiplier:
     def run(self, kernel: Kernel | None, params: Params, call: Call) -> None:
         """The same by one entry of the ladder, or by cuBLAS if that is None."""
         if kernel is None:
+            self.used.add(tuning.CUBLAS)
             blas.gemm(self._blas, call)
         else:
+            self.used.add(kernel.label)
             self.kernels.multiply(kernel, call, params)
 
 

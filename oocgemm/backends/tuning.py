@@ -55,6 +55,17 @@ class Tuning:
             kernel = max(found, key=lambda name: found[name].rate, default=CUBLAS)
         return kernel, found[kernel].params if kernel in found else None
 
+    def describe(self, kernel: str, dtype: str, compute: str) -> str:
+        """What `choice` answers for every class, in words: two that are alike give the same bits."""
+        said: dict[str, list[str]] = {}
+        for name, shape in CLASSES.items():
+            rung, params = self.choice(kernel, dtype, compute, shape)
+            chosen = " ".join((rung, *(f"{key}={value}" for key, value in (params or {}).items())))
+            said.setdefault(chosen, []).append(name)
+        if len(said) == 1:
+            return next(iter(said))
+        return ", ".join(f"{chosen} for {' and '.join(classes)}" for chosen, classes in said.items())
+
 
 def measured_as(dtype: str, compute: str) -> str:
     """The key that a dtype's measurements stand under."""

@@ -10,7 +10,7 @@ from oocgemm.plan.machine import (
     default_model,
     fit_line,
 )
-from oocgemm.plan.planner import Plan, make_plan
+from oocgemm.plan.planner import Plan, continued, make_plan
 from oocgemm.plan.predict import Prediction
 from oocgemm.plan.problem import COMPUTES, DTYPES, DType, GemmProblem, Op
 from oocgemm.plan.schedule import Kind, Lane, Operation, Schedule
@@ -45,6 +45,7 @@ __all__ = [
     "TileGrid",
     "TileShape",
     "Traversal",
+    "continued",
     "default_model",
     "fit_line",
     "make_plan",

@@ -7,9 +7,11 @@ either tier.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import isqrt
+from itertools import product
+from math import ceil, isqrt
 
-from oocgemm.plan.cost import Candidate, Layouts, MachineModel, cast_bytes, scratch_bytes, slot_bytes
+from oocgemm.plan.checking import panel_check_bytes
+from oocgemm.plan.cost import Candidate, Layouts, MachineModel, extents, footprint, scratch_bytes, slot_bytes
 from oocgemm.plan.predict import closed_loads, multiply_seconds
 from oocgemm.plan.problem import GemmProblem
 from oocgemm.plan.shapes import shapes
@@ -22,6 +24,8 @@ STRIPS = 24
 STAGED_STRIPS = 10  # each is several operations to issue
 # Where panels can be kept on the host, a strip takes at most one part in so many of its budget.
 HOST_SHARE = 400
+# Beside a store so much slower than the link, reading and uploading may take turns if that spares memory for panels.
+FAR_SLOWER = 10
 CHUNK_BYTES = 8 << 20  # of a new C: cheap to allocate again and again, long enough for a disk
 MOST_DRAIN = 16
 # What is kept first, on the device and on the host.
@@ -55,15 +59,13 @@ def candidates(
     none = True
     # What two accumulators fit into leaves more for panels with one.
     for shape, c in dict.fromkeys((shape, c) for shape, most in tried for c in range(1, most + 1)):
-        several = shape.w < problem.m or shape.h < problem.n
-        for axis in (0, 1) if several else (0,):
-            if several or c == 1:
-                found = list(_with_slots(problem, budgets, machine, layouts, shape, c, axis, io_threads))
-                none = none and not found
-                yield from found
+        if c == 1 or shape.w < problem.m or shape.h < problem.n:
+            for candidate in _with_slots(problem, budgets, machine, layouts, shape, c, io_threads):
+                none = False
+                yield candidate
     if none and tile is None:
         least = smallest(problem, layouts)
-        yield from _with_slots(problem, budgets, machine, layouts, least, 1, 0, io_threads)
+        yield from _with_slots(problem, budgets, machine, layouts, least, 1, io_threads)
 
 
 def _with_slots(
@@ -73,7 +75,6 @@ def _with_slots(
     layouts: Layouts,
     tile: TileShape,
     c: int,
-    axis: int,
     io_threads: int,
 ) -> Iterator[Candidate]:
     """The tile with as many slots as fit: what a tile leaves over keeps panels for the tiles that follow."""
@@ -81,39 +82,46 @@ def _with_slots(
     if base is None:
         return
     size = slot_bytes(problem, tile, base.strip)
-    down, across = ceil_div(problem.m, tile.w), ceil_div(problem.n, tile.h)
-    steps = max(1, ceil_div(problem.depth, tile.r))
-    free = budgets.device - device_bytes(problem, machine, tile, base, size)
-    base = _draining(problem, machine, layouts, tile, base, axis, steps, free, size)
-    free = budgets.device - device_bytes(problem, machine, tile, base, size)
-    host_free = (
-        0 if machine.unified else budgets.host - host_bytes(problem, machine, layouts, base, io_threads, size)
-    )
+    grid = TileGrid.of(problem, tile)
+    (down, across), steps = grid.shape, grid.steps
+    free, host_free = _free(problem, budgets, machine, layouts, tile, base, io_threads)
+    base = _draining(problem, machine, layouts, tile, base, steps, free, size)
     if not machine.unified and not layouts.c.in_memory:
         base = _with_room(problem, machine, tile, base, steps, host_free // 2, size)
-        host_free = budgets.host - host_bytes(problem, machine, layouts, base, io_threads, size)
-    reads = down * across > 0 and not machine.unified and not (layouts.a.in_memory and layouts.b.in_memory)
-    grid = TileGrid.of(problem, tile)
-    device, host = ((size[tier, "A"], size[tier, "B"]) for tier in ("device", "host"))
-    found: list[tuple[float, int, Candidate]] = []
+    free, host_free = _free(problem, budgets, machine, layouts, tile, base, io_threads)
+    reads = down * across > 0 and _keeps_on_host(machine, layouts)
+    bases = [(base, host_free)]
+    if reads and FAR_SLOWER * machine.read <= machine.h2d:
+        strip = min(base.strip, round_up(ceil_div(base.strip, 16), c_chunks(problem, layouts, tile)[0]))
+        lean = replace(base, host_a=1, host_b=1, host_c=1, strip=strip)
+        bases.append((lean, _free(problem, budgets, machine, layouts, tile, lean, io_threads)[1]))
+    device = size["device", "A"], size["device", "B"]
     room = free if machine.unified else host_free
-    for band in _bands(problem, tile, axis, steps, room, size, spills=reads):
-        traversal = Traversal(axis, band)
-        a, b = _filled(base.a, base.b, free, *device, down, across, steps, traversal)
-        yield Candidate(tile, replace(base, a=a, b=b), traversal, io_threads=io_threads)
-        if not reads:
-            continue
-        # Each tier may serve either operand first: what one of them keeps need not be kept by the other.
-        for on_device, on_host in PAIRS if band > 1 else PAIRS[:3]:
-            a, b = _filled(base.a, base.b, free, *device, down, across, steps, traversal, on_device)
-            sizes = base.host_a, base.host_b, host_free, *host
-            host_a, host_b = _filled(*sizes, down, across, steps, traversal, on_host)
-            dealt = replace(base, a=a, b=b, host_a=host_a, host_b=host_b)
-            loads = closed_loads(problem, grid, dealt, traversal)
-            up, read = (loads.a_up + loads.b_up) / machine.h2d, (loads.a_read + loads.b_read) / machine.read
-            least = max(up, read) + min(up, read) / 10
-            found.append((least, len(found), Candidate(tile, dealt, traversal, io_threads=io_threads)))
-    yield from (candidate for _, _, candidate in sorted(found)[:2])
+    for axis in (0, 1) if down * across > 1 else (0,):
+        found: list[tuple[float, bool, int, Candidate]] = []
+        for band in _bands(problem, tile, axis, steps, room, size, spills=reads):
+            traversal = Traversal(axis, band)
+            a, b = _filled(base.a, base.b, free, *device, down, across, steps, traversal)
+            yield Candidate(tile, replace(base, a=a, b=b), traversal, io_threads)
+            if not reads:
+                continue
+            # Each tier may serve either operand first: what one of them keeps need not be kept by the other.
+            for (fewest, spare), (on_device, on_host) in product(bases, PAIRS if band > 1 else PAIRS[:3]):
+                a, b = _filled(base.a, base.b, free, *device, down, across, steps, traversal, on_device)
+                checks = panel_check_bytes(problem, tile, fewest.strip)
+                host = size["host", "A"] + checks[0], size["host", "B"] + checks[1]
+                sizes = fewest.host_a, fewest.host_b, spare, *host
+                host_a, host_b = _filled(*sizes, down, across, steps, traversal, on_host)
+                dealt = replace(fewest, a=a, b=b, host_a=host_a, host_b=host_b)
+                loads = closed_loads(problem, grid, dealt, traversal)
+                up = (loads.a_up + loads.b_up) / machine.h2d
+                read = (loads.a_read + loads.b_read) / machine.read
+                turns = fewest is not base
+                seconds = 1.01 * (up + read) if turns else max(up, read) + min(up, read) / 10
+                found.append((seconds, turns, len(found), Candidate(tile, dealt, traversal, io_threads)))
+        found.sort()
+        # One slot only where that moves less.
+        yield from (candidate for _, turns, _, candidate in found[:2] if turns <= found[0][1])
 
 
 def _with_room(
@@ -125,9 +133,11 @@ def _with_room(
     free: int,
     size: dict[tuple[str, str], int],
 ) -> Slots:
-    """Host slots for a whole tile of C, where they fit and it takes so long to come about that a slower store can
-    take it in the meantime: the device then goes on at once."""
-    w, h, r = min(tile.w, problem.m), min(tile.h, problem.n), min(tile.r, problem.depth)
+    """Host slots for a whole tile of C, where they fit, the store is slower than the link, and the next tile takes so
+    long that the store can take this one in the meantime: the device then goes on at once."""
+    if machine.write >= machine.d2h:
+        return base
+    w, h, r = extents(problem, tile)
     seconds = steps * multiply_seconds(problem, machine, problem.step_flops(w, h, r), w, h, r)
     more = ceil_div(w, base.strip) + 1 - base.host_c
     if (
@@ -199,40 +209,30 @@ def _bands(
     return sorted({1, *(ceil_div(rows, count) for count in fewest)}) if rows > 1 else [1]
 
 
-def device_bytes(
-    problem: GemmProblem,
-    machine: MachineModel,
-    tile: TileShape,
-    slots: Slots,
-    size: dict[tuple[str, str], int],
-) -> int:
-    """Device memory that these slots take, and what is set aside there."""
-    return (
-        slots.c * size["device", "C"]
-        + slots.a * size["device", "A"]
-        + slots.b * size["device", "B"]
-        + slots.finish * size["device", "D"]
-        + machine.device_reserve
-        + cast_bytes(problem, tile, machine)
-    )
+def _keeps_on_host(machine: MachineModel, layouts: Layouts) -> bool:
+    """Whether panels that the host keeps spare reading them again."""
+    return not machine.unified and not (layouts.a.in_memory and layouts.b.in_memory)
 
 
-def host_bytes(
+def _free(
     problem: GemmProblem,
+    budgets: Budgets,
     machine: MachineModel,
     layouts: Layouts,
+    tile: TileShape,
     slots: Slots,
     io_threads: int,
-    size: dict[tuple[str, str], int],
-) -> int:
-    """Host memory that these slots and the scratch of so many threads take."""
-    return (
-        slots.host_a * size["host", "A"]
-        + slots.host_b * size["host", "B"]
-        + slots.host_c * size["host", "C"]
-        + scratch_bytes(layouts, problem.reads_c, io_threads)
-        + machine.host_reserve
-    )
+) -> tuple[int, int]:
+    """Bytes that the device and the host have left beside these slots and all else, the checksums included of panels
+    that fill what the device has left."""
+    held = footprint(problem, Candidate(tile, slots, io_threads=io_threads), layouts, machine)
+    device, host = budgets.device - held.device_total, budgets.host - held.host_total
+    size, checks = slot_bytes(problem, tile, slots.strip), panel_check_bytes(problem, tile, slots.strip)
+    share = max(check / max(1, size["device", x]) for x, check in zip("AB", checks, strict=True))
+    if share and min(device, host) > 0:
+        device = min(device, int(host / share))
+        host -= ceil(device * share)
+    return device, host
 
 
 def _least_slots(
@@ -244,25 +244,20 @@ def _least_slots(
     c: int,
     io_threads: int,
 ) -> Slots | None:
-    """Two panels of each operand, and on the host three where they fit: the third rides out jitter, one alone would
-    have reading and uploading take turns."""
+    """Two panels of each operand, and on the host as many as fit: a third rides out jitter, one alone has reading and
+    uploading take turns."""
     unit = c_chunks(problem, layouts, tile)[0]
     row_bytes = max(1, min(tile.h, problem.n) * problem.itemsizes["C"])
     # Few strips a tile, since each is several operations; fewer rows where memory is short.
     wanted = max(STRIP_BYTES // row_bytes, ceil_div(tile.w, STRIPS if machine.unified else STAGED_STRIPS), 1)
-    keeps = not machine.unified and not (layouts.a.in_memory and layouts.b.in_memory)
-    share = max(1, budgets.host // HOST_SHARE // row_bytes) if keeps else tile.w
+    share = max(1, budgets.host // HOST_SHARE // row_bytes) if _keeps_on_host(machine, layouts) else tile.w
     sizes = (wanted, STRIP_BYTES // row_bytes, STRIP_BYTES // 32 // row_bytes, 1)
     strips = sorted({min(round_up(max(1, min(rows, share)), unit), tile.w) for rows in sizes}, reverse=True)
     finish = 2 if problem.finishes else 0
     for host in (0,) if machine.unified else (2, 1) if machine.shares_cores else (3, 2, 1):
         for rows in strips:
             slots = Slots(2, 2, c, host, host, host, finish, rows, 1, machine.unified)
-            size = slot_bytes(problem, tile, rows)
-            if (
-                device_bytes(problem, machine, tile, slots, size) <= budgets.device
-                and host_bytes(problem, machine, layouts, slots, io_threads, size) <= budgets.host
-            ):
+            if min(_free(problem, budgets, machine, layouts, tile, slots, io_threads)) >= 0:
                 return slots
     return None
 
@@ -273,13 +268,12 @@ def _draining(
     layouts: Layouts,
     tile: TileShape,
     base: Slots,
-    axis: int,
     steps: int,
     free: int,
     size: dict[tuple[str, str], int],
 ) -> Slots:
     """As many steps strip by strip as hide the tile's leaving, and the slots for their panels, where they fit."""
-    w, h, r = min(tile.w, problem.m), min(tile.h, problem.n), min(tile.r, problem.depth)
+    w, h, r = extents(problem, tile)
     flops = problem.step_flops(w, h, r)
     if not flops:
         return base

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import sqrt
 
+from oocgemm.plan.checking import check_bytes
 from oocgemm.plan.machine import KernelRate, MachineModel, default_model
 from oocgemm.plan.problem import GemmProblem
 from oocgemm.plan.slots import Slots
@@ -25,6 +26,7 @@ class Candidate:
     slots: Slots
     traversal: Traversal = ROW_BY_ROW
     io_threads: int = 1
+    ramp: int = 0  # of the grid
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +54,14 @@ class Footprint:
         return sum(self.host.values())
 
 
+def extents(problem: GemmProblem, tile: TileShape) -> tuple[int, int, int]:
+    """Valid w, h and r of the largest tile."""
+    return min(tile.w, problem.m), min(tile.h, problem.n), min(tile.r, problem.depth)
+
+
 def slot_bytes(problem: GemmProblem, tile: TileShape, strip: int) -> dict[tuple[str, str], int]:
     """Bytes of one slot by tier and operand, aligned."""
-    w, h, r = min(tile.w, problem.m), min(tile.h, problem.n), min(tile.r, problem.depth)
+    w, h, r = extents(problem, tile)
     sizes = problem.itemsizes
     strip = min(strip, w)
     return {
@@ -93,6 +100,7 @@ def footprint(
         "B": slots.host_b * size["host", "B"],
         "C": slots.host_c * size["host", "C"],
         "scratch": scratch_bytes(layouts, problem.reads_c, candidate.io_threads),
+        "checks": check_bytes(problem, tile, slots, candidate.io_threads),
         "reserve": machine.host_reserve,
     }
     return Footprint(device, host)
@@ -102,7 +110,7 @@ def cast_bytes(problem: GemmProblem, tile: TileShape, machine: MachineModel) -> 
     """Room for one panel pair in the accumulator's dtype, where the backend has no mixed product."""
     if not machine.casts_panels or problem.a_dtype == problem.acc_dtype:
         return 0
-    w, h, r = min(tile.w, problem.m), min(tile.h, problem.n), min(tile.r, problem.depth)
+    w, h, r = extents(problem, tile)
     return round_up((w + h) * r * problem.itemsizes["acc"], DEVICE_ALIGNMENT)
 
 

@@ -14,7 +14,7 @@ def step_groups(
 ) -> Iterator[tuple[bool, Sequence[int]]]:
     """The steps of a tile in groups that are loaded together; True marks those that go strip by strip.
 
-    `first` and `last` tell the tiles of a run that nothing leaves before or is multiplied after. With a second
+    `first` and `last` tell the tiles of a product that nothing leaves before or is multiplied after. With a second
     accumulator a tile leaves while the next is multiplied, and only the last one must hurry; with one, half of the
     steps that the last tile takes will do, since the next tile's first steps hide the other half.
     """
@@ -126,10 +126,17 @@ class Panels:
 
 
 class Placing:
-    """Follows which panel is in which slot, tile by tile, on both tiers."""
+    """Follows which panel is in which slot, tile by tile, on both tiers.
 
-    def __init__(self, tiles: Sequence[Tile], steps: int, slots: Slots, ramp: int = 0) -> None:
+    How the steps of a tile are grouped hangs on its coordinates alone, as their order does: a strip may be summed in
+    another way than a whole tile, and a run over what is left of the tiles shall give the same bits.
+    """
+
+    def __init__(
+        self, tiles: Sequence[Tile], steps: int, slots: Slots, ramp: int = 0, last: Tile | None = None
+    ) -> None:
         self._tiles = tiles
+        self._last = last if last is not None or not tiles else tiles[-1]
         self._steps = steps
         self._ramp = ramp
         self._slots = slots
@@ -194,8 +201,8 @@ class Placing:
         memoised = panels.slots <= 4 * len(depths)
         situation: object = None
         if memoised:
-            ends = position == 0, position == len(self._tiles) - 1, self._tiles[position] == (0, 0)
-            situation = panels.situation(position), ends
+            tile = self._tiles[position]
+            situation = panels.situation(position), position == 0, tile == (0, 0), tile == self._last
             if situation in known:
                 found, after = known[situation]
                 panels.refill(after, position)
@@ -214,9 +221,9 @@ class Placing:
         return up, read
 
     def _step_groups(self, position: int) -> Iterator[tuple[bool, Sequence[int]]]:
-        order = step_order(self._tiles[position], self._steps, self._ramp)
-        first, last = position == 0, position == len(self._tiles) - 1
-        return step_groups(order, self._slots, first=first, last=last)
+        tile = self._tiles[position]
+        order = step_order(tile, self._steps, self._ramp)
+        return step_groups(order, self._slots, first=tile == (0, 0), last=tile == self._last)
 
 
 class Stretches:

@@ -1,7 +1,7 @@
 """Chooses how to run a product: enumerate, score in closed form, walk the schedules of the best few, choose."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
 from math import isfinite, lcm
 from typing import Any
@@ -23,7 +23,7 @@ from oocgemm.plan.problem import GemmProblem
 from oocgemm.plan.schedule import Schedule
 from oocgemm.plan.simulate import simulate
 from oocgemm.plan.slots import Slots
-from oocgemm.plan.tiling import TileGrid, TileShape, ceil_div, ramp_of
+from oocgemm.plan.tiling import Tile, TileGrid, TileShape, ceil_div, ramp_of
 from oocgemm.plan.traversal import walk
 from oocgemm.units import format_size, format_time
 
@@ -44,7 +44,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a product will be run: everything decided, nothing done."""
+    """How a product will be run: everything decided, nothing done, but for the tiles in `done` if it is resumed."""
 
     problem: GemmProblem
     layouts: Layouts
@@ -52,6 +52,7 @@ class Plan:
     machine: MachineModel
     candidate: Candidate
     considered: tuple[Scored, ...] = ()
+    done: frozenset[Tile] = frozenset()
 
     @property
     def tile(self) -> TileShape:
@@ -63,13 +64,18 @@ class Plan:
 
     @property
     def grid(self) -> TileGrid:
-        return _grid(self.problem, self.layouts, self.machine, self.tile)
+        return _grid(self.problem, self.candidate)
 
     @property
     def steps(self) -> int:
         """Multiplications in all."""
         down, across = self.grid.shape
-        return down * across * self.grid.steps
+        return (down * across - len(self.done)) * self.grid.steps
+
+    def tile_bytes(self, tile: Tile) -> int:
+        """Bytes of a tile of C, as it is stored."""
+        (top, bottom), (left, right) = self.grid.rows(tile[0]), self.grid.cols(tile[1])
+        return (bottom - top) * (right - left) * self.problem.itemsizes["C"]
 
     @property
     def chunks(self) -> tuple[int, int]:
@@ -118,7 +124,7 @@ class Plan:
         return amplification(self.problem, self.tile, self.layouts)
 
     def schedule(self) -> Schedule:
-        return _schedule(self.problem, self.layouts, self.machine, self.candidate)
+        return _schedule(self.problem, self.layouts, self.candidate, self.done)
 
     def explain(self) -> list[dict[str, Any]]:
         """The best few candidates of different tile shapes, the chosen one first, with what each falls short in."""
@@ -190,6 +196,42 @@ def make_plan(
     return _planned(problem, budgets, machine, layouts or Layouts(), tile)
 
 
+def continued(
+    problem: GemmProblem,
+    budgets: Budgets,
+    machine: MachineModel,
+    layouts: Layouts,
+    candidate: Candidate,
+    done: frozenset[Tile],
+) -> Plan:
+    """The plan of a run that goes on as `candidate` with the tiles that are not done. Where the budgets are less than they
+    were it keeps fewer panels; what the bits hang on stays. Raises `BudgetError` if that does not fit either."""
+    slots = candidate.slots
+    together = max(2, min(slots.drain, slots.a, slots.b))  # panels of the steps that go strip by strip
+    fewer = replace(
+        slots,
+        a=min(slots.a, together),
+        b=min(slots.b, together),
+        host_a=min(slots.host_a, 2),
+        host_b=min(slots.host_b, 2),
+        host_c=min(slots.host_c, 2),
+    )
+    least = replace(candidate, slots=fewer, io_threads=1)
+    for tried in (candidate, replace(candidate, slots=fewer), least):
+        plan = Plan(problem, layouts, budgets, machine, tried, done=done)
+        held = plan.footprint
+        if (held.device_total <= budgets.device and held.host_total <= budgets.host) or plan.steps == 0:
+            return plan
+    name, least_bytes, budget = "device", held.device_total, budgets.device
+    if held.device_total <= budgets.device:
+        name, least_bytes, budget = "host", held.host_total, budgets.host
+    raise BudgetError(
+        f"{name} memory {format_size(budget)} cannot hold the plan that the run was begun with ({format_size(least_bytes)}: "
+        f"{least_bytes} bytes): raise --{name}-memory",
+        least=least_bytes,
+    )
+
+
 @lru_cache(64)
 def _planned(
     problem: GemmProblem, budgets: Budgets, machine: MachineModel, layouts: Layouts, tile: TileShape | None
@@ -204,8 +246,20 @@ def _planned(
         raise _budget_error(problem, budgets, machine, layouts, tile)
     scored = [Scored(candidate, predict(problem, candidate, layouts, machine)) for candidate in found]
     scored.sort(key=_rank)
+    scored[:FINALISTS] = [_ramped(problem, machine, layouts, s) for s in scored[:FINALISTS]]
     best = _walked(problem, machine, layouts, scored)
     return Plan(problem, layouts, budgets, machine, best.candidate, tuple(_varied([best, *scored])))
+
+
+def _ramped(problem: GemmProblem, machine: MachineModel, layouts: Layouts, s: Scored) -> Scored:
+    """With thin first steps, lest the kernel wait long for the first panels, where it runs beside the copies and takes
+    longest. A copying lane that takes longer begins at once anyway, and would carry the thin panels once more when the
+    whole ones are used again."""
+    if machine.shares_cores or s.prediction.bottleneck != "compute":
+        return s
+    unit = lcm(layouts.a.read_chunk[1], layouts.b.read_chunk[0])
+    ramp = ramp_of(problem.depth, s.candidate.tile.r, unit)
+    return replace(s, candidate=replace(s.candidate, ramp=ramp))
 
 
 def _rank(s: Scored) -> tuple[float, int, int, int]:
@@ -228,7 +282,7 @@ def _walked(
         # Before the tiles are even listed, which can be millions; and one alone would have nothing to be held against.
         if effort < 0 or (not exact and effort < cost):
             break
-        schedule = _schedule(problem, layouts, machine, s.candidate)
+        schedule = _schedule(problem, layouts, s.candidate)
         prediction = predict(problem, s.candidate, layouts, machine, schedule.loads())
         exact.append(Scored(s.candidate, prediction))
     exact.sort(key=_rank)
@@ -236,7 +290,7 @@ def _walked(
         return exact[0] if exact else scored[0]
     timed: list[tuple[float, int]] = []
     for number, s in enumerate(exact):
-        schedule = _schedule(problem, layouts, machine, s.candidate)
+        schedule = _schedule(problem, layouts, s.candidate)
         strips = ceil_div(s.candidate.tile.w, s.candidate.slots.strip)
         effort -= SIMULATED * len(schedule.tiles) * (5 * schedule.grid.steps + 4 * strips)
         if effort < 0:
@@ -245,25 +299,23 @@ def _walked(
     return exact[min(timed)[1]] if timed else exact[0]
 
 
-def _grid(problem: GemmProblem, layouts: Layouts, machine: MachineModel, tile: TileShape) -> TileGrid:
-    """The tiles and steps; where copies run beside the kernel the first steps are thin."""
-    if machine.shares_cores:
-        return TileGrid.of(problem, tile)
-    unit = lcm(layouts.a.read_chunk[1], layouts.b.read_chunk[0])
-    return TileGrid.of(problem, tile, ramp_of(problem.depth, tile.r, unit))
+def _grid(problem: GemmProblem, candidate: Candidate) -> TileGrid:
+    return TileGrid.of(problem, candidate.tile, candidate.ramp)
 
 
 def _schedule(
-    problem: GemmProblem, layouts: Layouts, machine: MachineModel, candidate: Candidate
+    problem: GemmProblem, layouts: Layouts, candidate: Candidate, done: frozenset[Tile] = frozenset()
 ) -> Schedule:
-    grid = _grid(problem, layouts, machine, candidate.tile)
+    grid = _grid(problem, candidate)
     coded = {"A": layouts.a.decode_bytes, "B": layouts.b.decode_bytes, "C": layouts.c.encodes}
+    tiles = walk(candidate.traversal, *grid.shape)
     return Schedule(
         problem,
         grid,
-        walk(candidate.traversal, *grid.shape),
+        [tile for tile in tiles if tile not in done] if done else tiles,
         candidate.slots,
         frozenset(operand for operand in coded if coded[operand]),
+        tiles[-1] if tiles else None,
     )
 
 

@@ -5,12 +5,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 
-from oocgemm.plan.cost import Candidate, Layouts, MachineModel
+from oocgemm.plan.cost import Candidate, Layouts, MachineModel, extents
 from oocgemm.plan.placing import Loads
 from oocgemm.plan.problem import GemmProblem
 from oocgemm.plan.slots import Slots
-from oocgemm.plan.tiling import TileGrid, TileShape, ceil_div, round_up
+from oocgemm.plan.tiling import Layout, Span, TileGrid, TileShape, ceil_div, round_up
 from oocgemm.plan.traversal import Traversal
 
 # Two lanes of equal length take longer than one by 2^(1/12), 6%; one four fifths as long adds half a percent. That is about
@@ -112,10 +113,12 @@ def predict(
     if tiles == 0:
         return Prediction(dict.fromkeys(LANES, 0.0), 0, 0, 0, 0)
     loads = loads or closed_loads(problem, grid, slots, candidate.traversal)
-    lanes, first = _lanes(problem, candidate, layouts, machine, grid, loads)
-    w, h, r = _extents(problem, tile)
+    streams = _streams(problem, tile, slots, layouts, machine, loads)
+    lanes, first = _lanes(problem, candidate, layouts, machine, grid, loads, streams)
+    panel_a, panel_b = (s.panel for s in streams)
+    w, h, _ = extents(problem, tile)
     sizes = problem.itemsizes
-    panel_a, panel_b, tile_bytes = w * r * sizes["A"], r * h * sizes["B"], w * h * sizes["C"]
+    tile_bytes = w * h * sizes["C"]
     held = slots.host_a * panel_a + slots.host_b * panel_b + slots.host_c * slots.strip * h * sizes["C"]
     if slots.unified:
         held += slots.c * w * h * sizes["acc"]
@@ -141,7 +144,7 @@ def predict(
         changing, panel = (slots.b, panel_b) if candidate.traversal.axis == 0 else (slots.a, panel_a)
         late = max(0, 2 * between - changing) * panel
         bubbles = (tiles - 1) * (shown + late / (machine.read if slots.unified else machine.h2d))
-    bubbles += _bursts(problem, candidate, layouts, machine, grid, loads, lanes["compute"] / tiles)
+    bubbles += _bursts(streams, machine, grid.steps, lanes["compute"] / tiles)
     out = tile_bytes / write_rate
     tail = max(out - drain * step, out / strips)
     if machine.shares_cores:
@@ -151,40 +154,61 @@ def predict(
     else:
         serial = lanes["read"] + lanes["h2d"] if 1 in (slots.host_a, slots.host_b) else 0.0
         # What comes before the first multiplication holds up all lanes but those that bring it. Lanes hide behind the
-        # longest one; one nearly as long disturbs it, by jitter and on the memory they share.
+        # longest one; one nearly as long disturbs it, by jitter and on the memory they share. Bubbles hide where the
+        # kernel waits for a longer lane anyway.
         bringing = {"read": max(lanes["read"], serial), "decode": lanes["decode"], "h2d": lanes["h2d"]}
-        eased = {lane: max(0.0, seconds - first) for lane, seconds in bringing.items()}
-        held_up = (lanes | eased | {"compute": lanes["compute"] + bubbles}).values()
-        longest = max(held_up) or 1.0
-        busy = longest * sum((seconds / longest) ** CLOSENESS for seconds in held_up) ** (1 / CLOSENESS)
+        held_up = lanes | {lane: max(0.0, seconds - first) for lane, seconds in bringing.items()}
+        longest = max(held_up.values()) or 1.0
+        busy = longest * sum((x / longest) ** CLOSENESS for x in held_up.values()) ** (1 / CLOSENESS)
+        busy += max(0.0, lanes["compute"] + bubbles - longest)
     return Prediction(lanes, start_up, bubbles, tail, start_up + busy + tail)
 
 
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    """How the panels of op(A) or op(B) come in, in bytes and bytes per second."""
+
+    lane: str
+    rate: float
+    read: float  # in all
+    panel: int
+    strip: int  # the panels of a tile
+    slots: int
+
+
+def _streams(
+    problem: GemmProblem, tile: TileShape, slots: Slots, layouts: Layouts, machine: MachineModel, loads: Loads
+) -> tuple[_Stream, _Stream]:
+    (w, h, r), k = extents(problem, tile), problem.depth
+
+    def stream(
+        layout: Layout, whole: Span, panel: Span, strip: Span, size: int, read: float, held: int
+    ) -> _Stream:
+        rate = machine.store_rate(layout, panel) / layout.cover(whole, panel)
+        lane = "decode" if layout.decode_bytes else "read"
+        return _Stream(lane, rate, read, prod(panel) * size, prod(strip) * size, held)
+
+    a, b = problem.itemsizes["A"], problem.itemsizes["B"]
+    return (
+        stream(layouts.a, (problem.m, k), (w, r), (w, k), a, loads.a_read, slots.a),
+        stream(layouts.b, (k, problem.n), (r, h), (k, h), b, loads.b_read, slots.b),
+    )
+
+
 def _bursts(
-    problem: GemmProblem,
-    candidate: Candidate,
-    layouts: Layouts,
-    machine: MachineModel,
-    grid: TileGrid,
-    loads: Loads,
-    tile_seconds: float,
+    streams: tuple[_Stream, _Stream], machine: MachineModel, steps: int, tile_seconds: float
 ) -> float:
     """Seconds by which loads come too late although lanes are long enough on the whole: the first tile loads all its
     panels while it runs, and so does a later one whose kept panels change; these can begin a tile ahead."""
     if machine.shares_cores:
         return 0.0
-    w, h, r = _extents(problem, candidate.tile)
-    k, slots = problem.depth, candidate.slots
-    strips = []
-    for layout, elements, panel, read, held in (
-        (layouts.a, w * k * problem.itemsizes["A"], (w, r), loads.a_read, slots.a),
-        (layouts.b, k * h * problem.itemsizes["B"], (r, h), loads.b_read, slots.b),
-    ):
-        seconds = elements / min(machine.store_rate(layout, panel), machine.h2d)
-        changes = read / elements - 1 if elements and held >= grid.steps > 1 else 0
-        strips.append((seconds, changes))
-    late = max(0.0, sum(seconds for seconds, _ in strips) - tile_seconds)
-    return late + sum(max(0.0, seconds - 2 * tile_seconds) * changes for seconds, changes in strips)
+    first = again = 0.0
+    for s in streams:
+        seconds = s.strip / min(s.rate, machine.h2d)
+        first += seconds
+        if s.strip and s.slots >= steps > 1:
+            again += max(0.0, seconds - 2 * tile_seconds) * (s.read / s.strip - 1)
+    return max(0.0, first - tile_seconds) + again
 
 
 def _lanes(
@@ -194,12 +218,12 @@ def _lanes(
     machine: MachineModel,
     grid: TileGrid,
     loads: Loads,
+    streams: tuple[_Stream, _Stream],
 ) -> tuple[dict[str, float], float]:
     """Seconds that each lane is busy, and seconds until the first panels are there."""
-    slots, (w, h, r) = candidate.slots, _extents(problem, candidate.tile)
+    slots, (w, h, r) = candidate.slots, extents(problem, candidate.tile)
     down, across = grid.shape
     steps = down * across * grid.steps
-    sizes = problem.itemsizes
     lanes = dict.fromkeys(LANES, 0.0)
     lanes["compute"] = (
         multiply_seconds(problem, machine, problem.flops, w, h, r) + steps * machine.step_latency
@@ -207,16 +231,10 @@ def _lanes(
     if not machine.shares_cores:  # a GPU multiplies in blocks, the last of them as long as the others
         lanes["compute"] *= round_up(w, BLOCK) / w * round_up(h, BLOCK) / h if w * h > BLOCK * BLOCK else 1.0
     first = 0.0
-    panels = (
-        ("A", layouts.a, loads.a_read, (w, r), (problem.m, problem.depth)),
-        ("B", layouts.b, loads.b_read, (r, h), (problem.depth, problem.n)),
-    )
-    for operand, layout, read, panel, extents in panels:
-        rate = machine.store_rate(layout, panel) / layout.cover(extents, panel)
-        lanes["decode" if layout.decode_bytes else "read"] += read / rate
-        panel_bytes = panel[0] * panel[1] * sizes[operand]
-        first += panel_bytes / rate + (0 if slots.unified else panel_bytes / machine.h2d)
-    c_bytes = problem.m * problem.n * sizes["C"]
+    for s in streams:
+        lanes[s.lane] += s.read / s.rate
+        first += s.panel / s.rate + (0 if slots.unified else s.panel / machine.h2d)
+    c_bytes = problem.m * problem.n * problem.itemsizes["C"]
     c_in = c_bytes if problem.reads_c else 0
     if c_in:
         seconds = c_in / machine.store_rate(layouts.c, (w, h))
@@ -230,7 +248,3 @@ def _lanes(
         lanes["h2d"] = (loads.a_up + loads.b_up + c_in) / machine.h2d + 2 * steps * machine.copy_latency
         lanes["d2h"] = c_bytes / machine.d2h
     return lanes, first
-
-
-def _extents(problem: GemmProblem, tile: TileShape) -> tuple[int, int, int]:
-    return min(tile.w, problem.m), min(tile.h, problem.n), min(tile.r, problem.depth)

@@ -47,7 +47,7 @@ COMPUTES = {"native": tuple(DTYPES), "tf32": ("float32",), "bf16": ("float32",)}
 
 @dataclass(frozen=True)
 class GemmProblem:
-    """``C (m x n) = alpha * op(A) (m x k) @ op(B) (k x n) + beta * C``.
+    """``C (m x n) = alpha * op(A) (m x k) @ op(B) (k x n) + beta * C``, each tile `checked` against checksums or not.
 
     The dtypes of a, b, the accumulator and c are kept apart, so that wider accumulators and results fit in. `compute`
     is one of `COMPUTES`: what float32 operands may be rounded to before they are multiplied.
@@ -65,6 +65,7 @@ class GemmProblem:
     trans_a: Op = Op.N
     trans_b: Op = Op.N
     compute: str = "native"
+    checked: bool = False
 
     @property
     def depth(self) -> int:

@@ -119,17 +119,19 @@ class Operation:
 @dataclass(frozen=True)
 class Schedule:
     """The operations of a run over `tiles` in that order: re-iterable, made as it is read, in memory
-    proportional to slots and tiles, never to steps. Operands in `coded` go through a codec."""
+    proportional to slots and tiles, never to steps. Operands in `coded` go through a codec. `last` is the tile that
+    ends the whole product, where `tiles` are a part of it only."""
 
     problem: GemmProblem
     grid: TileGrid
     tiles: Sequence[Tile]
     slots: Slots
     coded: frozenset[str] = frozenset()
+    last: Tile | None = None
 
     def __iter__(self) -> Iterator[Operation]:
         strips_done = 0
-        placing = Placing(self.tiles, self.grid.steps, self.slots, self.grid.ramp)
+        placing = self._placing()
         for position, tile in enumerate(self.tiles):
             strips = list(enumerate(self._strips(tile), strips_done))
             strips_done += len(strips)
@@ -158,7 +160,7 @@ class Schedule:
         """Exact bytes of the panels that `__iter__` would load, without making the operations."""
         depths = [_length(self.grid.depth(p)) for p in range(self.grid.steps + self.grid.ramp + 1)]
         total = [0, 0, 0, 0]
-        loaded = Placing(self.tiles, self.grid.steps, self.slots, self.grid.ramp).loads(depths)
+        loaded = self._placing().loads(depths)
         for (i, j), ((a_up, a_read), (b_up, b_read)) in zip(self.tiles, loaded, strict=True):
             m, n = _length(self.grid.rows(i)), _length(self.grid.cols(j))
             for index, elements in enumerate((m * a_up, n * b_up, m * a_read, n * b_read)):
@@ -177,6 +179,9 @@ class Schedule:
         if self.slots.unified:
             return {"read": read, "h2d": 0, "d2h": 0, "write": c}
         return {"read": read, "h2d": up, "d2h": c, "write": c}
+
+    def _placing(self) -> Placing:
+        return Placing(self.tiles, self.grid.steps, self.slots, self.grid.ramp, self.last)
 
     def _strips(self, tile: Tile) -> Iterator[Span]:
         m0, m1 = self.grid.rows(tile[0])

@@ -19,7 +19,7 @@ from oocgemm.plan.tiling import TileShape, ceil_div, cover_ratio, round_up
 DEPTHS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192)
 BEST_DEPTHS = 4
 BINS = 3
-MOST_THIN = 1 << 17  # steps with such tiles
+EVERY = 32  # count of tiles is tried
 THIN = 16  # of a tile that leaves the memory to the panels of a row (or column)
 
 
@@ -67,22 +67,24 @@ def shapes(
             for shape in _reading_shapes(problem, memory, host - machine.host_reserve, layouts, depths)
         )
     for r in depths:
+        whole = round_up(k, r)  # as slots take it
+        # What the slowest link would move while the steps of a tile are issued.
+        per_tile = whole // r * machine.step_latency * _link(machine, layouts, (m, n, r))
         for c in (1, 2):
             bins: dict[tuple[int, int], tuple[float, int, int]] = {}
             for w in extents_m:
                 down = ceil_div(m, w)
                 for kept in range(3):  # panels of neither operand, of A's row, of B's column
-                    a_held = w * k * a if kept == 1 else 2 * w * r * a
-                    b_held = k * b if kept == 2 else 2 * r * b
+                    a_held = w * whole * a if kept == 1 else 2 * w * r * a
+                    b_held = whole * b if kept == 2 else 2 * r * b
                     most = min(n, (memory - a_held) // (c * w * acc + b_held))
                     if most < 1:
                         continue
                     extents_n = _long_extents(n, units_n, most)
                     for h in (*extents_n, thin_n) if kept == 1 and thin_n < most else extents_n:
                         across = ceil_div(n, h)
-                        if (thin_m == w < m or thin_n == h < n) and down * across * k > r * MOST_THIN:
-                            continue
-                        free = memory - c * w * h * acc - 2 * r * (w * a + h * b)
+                        free = memory - c * w * h * acc
+                        free -= 2 * r * ((kept != 1) * w * a + (kept != 2) * h * b)
                         # What is free keeps panels of a row for the next tile, or of a column.
                         row, column = min(free, w * k * a), min(free, k * h * b)
                         found = max(
@@ -93,6 +95,7 @@ def shapes(
                         moved = float(across * a_bytes + down * b_bytes - found)
                         if cut:
                             moved *= max(cover_ratio(m, w, chunk_a), cover_ratio(n, h, chunk_b))
+                        moved += down * across * per_tile
                         area = kept, (w * h).bit_length()
                         best = bins.get(area)
                         if best is None or (moved, h) < best[:2]:
@@ -105,6 +108,10 @@ def shapes(
                 for area in dict.fromkeys(best_areas):
                     _, h, w = bins[area]
                     yield TileShape(w, h, r), c
+                    # Between the counts tried something wider may fit.
+                    if area[0] == 0 and ceil_div(m, w) > EVERY:
+                        most = (memory - 2 * r * h * b) // (c * h * acc + 2 * r * a)
+                        yield TileShape(max(w, *_long_extents(m, units_m, most)), h, r), c
 
 
 def _reading_shapes(
@@ -185,8 +192,7 @@ def _depths(problem: GemmProblem, machine: MachineModel, layouts: Layouts, memor
         )
         compute = multiply_seconds(problem, machine, problem.flops, w, h, r)
         moved = problem.m * problem.n * k * itemsize * (1 / w + 1 / h)
-        link = min(machine.store_rate(layouts.a, (w, r)), machine.store_rate(layouts.b, (r, h)))
-        copied = moved / (link if machine.unified else min(link, machine.h2d))
+        copied = moved / _link(machine, layouts, (w, h, r))
         steps = ceil_div(problem.m, w) * ceil_div(problem.n, h) * ceil_div(k, r)
         cover = max(layouts.a.cover((problem.m, k), (w, r)), layouts.b.cover((k, problem.n), (r, h)))
         return max(compute, copied * cover) + 0.1 * (compute + copied * cover) + steps * machine.step_latency
@@ -195,12 +201,19 @@ def _depths(problem: GemmProblem, machine: MachineModel, layouts: Layouts, memor
     return sorted(ranked[:BEST_DEPTHS])
 
 
+def _link(machine: MachineModel, layouts: Layouts, panels: tuple[int, int, int]) -> float:
+    """Bytes per second of the slowest link that panels of those w, h and r cross."""
+    w, h, r = panels
+    stores = min(machine.store_rate(layouts.a, (w, r)), machine.store_rate(layouts.b, (r, h)))
+    return stores if machine.unified else min(stores, machine.h2d)
+
+
 def _counts(extent: int) -> Iterator[int]:
-    """How many tiles to cut an extent into: every count up to 32, then ever sparser."""
+    """How many tiles to cut an extent into: every count up to `EVERY`, then ever sparser."""
     count = 1
     while count <= extent:
         yield count
-        count = count + 1 if count < 32 else ceil_div(count * 25, 24)
+        count = count + 1 if count < EVERY else ceil_div(count * 25, 24)
 
 
 @lru_cache(4096)  # depths share counts

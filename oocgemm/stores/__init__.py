@@ -1,8 +1,10 @@
 """Stores: everything that can be an operand or a result. Opening decides; nothing is written before `create`."""
 
 import os
+import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,8 @@ from oocgemm.errors import InputError
 from oocgemm.plan import GemmProblem, Layout
 from oocgemm.plan.candidates import CHUNK_BYTES
 from oocgemm.stores.arrays import ArrayMatrix, create_npy, open_npy
-from oocgemm.stores.base import BATCH_BYTES, Array, Matrix, pieces
+from oocgemm.stores.base import BATCH_BYTES, Array, Matrix, pieces, transient
+from oocgemm.stores.durable import DATA, SIDECAR
 from oocgemm.stores.files import padded
 
 __all__ = [
@@ -24,6 +27,8 @@ __all__ = [
     "Output",
     "check_apart",
     "check_compressor",
+    "check_writable",
+    "clear",
     "create_output",
     "exists",
     "is_path",
@@ -33,7 +38,11 @@ __all__ = [
     "new_layout",
     "open_matrix",
     "pieces",
+    "place",
+    "reserve",
     "same_place",
+    "sidecar",
+    "transient",
 ]
 
 COMPRESSORS = ("none", "zstd", "blosc-lz4", "blosc-zstd", "gzip")
@@ -66,12 +75,55 @@ def located(name: str, source: Any) -> Any:
 
 
 def exists(path: str) -> bool:
-    """Whether there is anything at a path or URL; also at what a path with ``..`` would come to be."""
+    """Whether there is anything at a path or URL; also at what a path with ``..`` would come to be. A folder that is
+    empty but for that of a journal, where a run was killed as it began, is nothing."""
     if "://" not in path:
+        with suppress(OSError):
+            if set(os.listdir(path)) <= {SIDECAR}:
+                return False
         return os.path.lexists(path) or os.path.lexists(os.path.realpath(path))
     from oocgemm.stores.zarr_store import remote_exists
 
     return remote_exists(path)
+
+
+def sidecar(source: Any) -> Path | None:
+    """The folder that keeps the journal of a run whose C this is; None for memory, and for stores elsewhere."""
+    if is_path(source):
+        path = os.fspath(source)
+        if "://" in path:
+            return None
+        if path.endswith(".npy"):
+            return Path(os.path.realpath(path) + SIDECAR)
+        return None if os.path.isfile(path) else Path(path) / SIDECAR
+    if type(source).__module__.split(".")[0] == "zarr":
+        from oocgemm.stores.zarr_store import local_folder
+
+        folder = local_folder(source)
+        return None if folder is None else folder / SIDECAR
+    return None
+
+
+def place(folder: Path) -> Path:
+    """The C of a journal's folder."""
+    return folder.parent if folder.name == SIDECAR else folder.with_name(folder.name.removesuffix(SIDECAR))
+
+
+def clear(folder: Path, keep: Collection[str] = ()) -> None:
+    """Take away a C that a run has created, and of its journal's folder all but the files to `keep`."""
+    inside = place(folder) == folder.parent
+    found = [path for path in folder.iterdir() if path.name not in keep]
+    if inside:
+        found += [path for path in folder.parent.iterdir() if path != folder]
+    for path in found:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    if not keep:
+        for empty in (folder, folder.parent) if inside else (folder,):
+            with suppress(OSError):
+                empty.rmdir()
 
 
 def load(*operands: Any) -> None:
@@ -131,13 +183,16 @@ def new_layout(
     )
 
 
-def open_matrix(name: str, source: Any, *, writable: bool = False) -> Matrix:
-    """An operand or an existing result: a path or URL (.npy, else zarr), a zarr array, anything array-like.
+def open_matrix(name: str, source: Any, *, writable: bool = False, folder: Path | None = None) -> Matrix:
+    """An operand or an existing result: a path or URL (.npy, else zarr), a zarr array, anything array-like. With the
+    `folder` of its journal, one that a run has created and not finished.
 
     Raises `InputError`, naming what is wrong and what would do.
     """
     if is_path(source):
         path = os.fspath(source)
+        if folder is not None and (folder / DATA).exists():
+            return open_npy(name, folder / DATA, writable=writable, place=Path(path))
         if "://" not in path and not os.path.exists(path):
             raise InputError(f"{name}: there is nothing at {path}")
         if path.endswith(".npy"):
@@ -170,23 +225,40 @@ def create_output(
     dtype: np.dtype[Any],
     chunks: tuple[int, int],
     compressor: str | None,
+    *,
+    folder: Path | None = None,
 ) -> Output:
-    """A new result at a path: .npy by that ending, else zarr."""
+    """A new result at a path: .npy by that ending, else zarr. With the `folder` of a journal a .npy file is written there,
+    and goes to its path when it is finished."""
+    check_writable(name, path)
     parent = Path(path).absolute().parent
-    if "://" not in path and not os.access(_nearest(parent), os.W_OK):
-        raise InputError(f"{name}: cannot write to {parent}: it is read-only for this user")
     if path.endswith(".npy"):
         try:
             parent.mkdir(parents=True, exist_ok=True)
-            return Output(
-                create_npy(name, Path(path), shape, dtype), lambda: Path(path).unlink(missing_ok=True)
-            )
+            at = Path(path) if folder is None else folder / DATA
+            return Output(create_npy(name, at, shape, dtype, Path(path)), lambda: at.unlink(missing_ok=True))
         except (OSError, ValueError, OverflowError) as error:
             raise InputError(f"{name}: cannot create {path}: {error}") from error
     from oocgemm.stores.zarr_store import create_zarr, remove_zarr
 
     created = create_zarr(name, path, shape, dtype, chunks, compressor)
     return Output(created, lambda: remove_zarr(created))
+
+
+def reserve(matrix: Matrix) -> None:
+    """Have the disk hold room for all of an existing result. Raises `InputError` if it has not as much."""
+    if isinstance(matrix, ArrayMatrix):
+        try:
+            matrix.reserve()
+        except OSError as error:
+            raise InputError(f"{matrix.name}: the disk refuses room for all of its file: {error}") from error
+
+
+def check_writable(name: str, path: str) -> None:
+    """Raises `InputError` where nothing can be created."""
+    parent = Path(path).absolute().parent
+    if "://" not in path and not os.access(_nearest(parent), os.W_OK):
+        raise InputError(f"{name}: cannot write to {parent}: it is read-only for this user")
 
 
 def check_apart(name: str, path: str, operand: Matrix) -> None:

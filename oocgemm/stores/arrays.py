@@ -1,7 +1,9 @@
 """NumPy arrays, memory maps and .npy files as matrices."""
 
+import errno
 import mmap
 import os
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,8 @@ from oocgemm.errors import InputError
 from oocgemm.plan import Layout
 from oocgemm.plan.tiling import Span
 from oocgemm.stores.base import Array, checked
+from oocgemm.stores.durable import saved_block, saved_blocks, stamp, sync_files, sync_path
+from oocgemm.stores.files import publish
 
 # Blocks of mapped files are asked for beforehand if they span so many bytes, and no more times their own size.
 LEAST_ASKED = 1 << 20
@@ -19,28 +23,88 @@ SPARSEST = 16
 
 
 class ArrayMatrix:
-    """Memory, mapped or not: read and written by plain copies."""
+    """Memory, mapped or not: read and written by plain copies. One at a `path` is durable (`stores.durable`); where it
+    is created it may have another `place` to go to when it is finished."""
 
-    def __init__(self, name: str, array: Array, path: str | None = None) -> None:
+    def __init__(self, name: str, array: Array, path: str | None = None, place: Path | None = None) -> None:
         self.shape, self.dtype = checked(name, array.shape, array.dtype)
         self.name = name
         self.array = array
         self._path = path
+        self._place = place
+        self._redirected: Path | None = None
         self._map = _map_under(array)
+        self._file_bytes = self._map.size() if self._map is not None else 0
         self.layout = Layout(in_memory=path is None)
 
     def read(self, rows: Span, cols: Span, out: Array) -> None:
+        self._check_length()
         block = self.array[slice(*rows), slice(*cols)]
         if self._map is not None:
             _ask_for(self._map, block)
         np.copyto(out, block, casting="equiv")
 
     def write(self, rows: Span, cols: Span, data: Array) -> None:
+        self._check_length()
+        if self._redirected is not None:
+            publish(saved_block(self._redirected, rows, cols), data, data.nbytes)
+            return
         np.copyto(self.array[slice(*rows), slice(*cols)], data, casting="equiv")
 
     def sync(self) -> None:
         if isinstance(self.array, np.memmap):
             self.array.flush()
+
+    def redirect(self, folder: Path) -> None:
+        self._redirected = folder
+
+    def sync_block(self, rows: Span, cols: Span) -> None:
+        if self._redirected is not None:
+            blocks = saved_blocks(self._redirected, rows, cols)
+            sync_files(self._redirected, [path.name for path, _, _ in blocks])
+        else:
+            self._sync_file()
+
+    def adopt(self, rows: Span, cols: Span) -> None:
+        assert self._redirected is not None
+        blocks = saved_blocks(self._redirected, rows, cols)
+        for path, r, c in blocks:
+            saved = np.fromfile(path, self.array.dtype).reshape(r[1] - r[0], c[1] - c[0])
+            np.copyto(self.array[slice(*r), slice(*c)], saved)
+        self._sync_file()
+        for path, _, _ in blocks:
+            path.unlink()
+
+    def set_finished(self, finished: bool) -> None:
+        if not finished or self._path is None or self._place is None:
+            return
+        self._sync_file()
+        os.replace(self._path, self._place)
+        sync_path(self._place.parent)
+        self._path = str(self._place)
+        if isinstance(self.array, np.memmap):  # which knows the file it is mapped from by name
+            self.array = np.load(self._place, mmap_mode="r+")
+
+    def sweep(self) -> None:
+        pass
+
+    def stamp(self) -> str:
+        assert self._path is not None
+        return stamp([Path(self._path)])
+
+    def fingerprint(self) -> dict[str, object] | None:
+        if self._path is None:
+            return None
+        order = "columns" if self.array.flags.f_contiguous and not self.array.flags.c_contiguous else "rows"
+        said = f"{self.shape} {self.array.dtype.str} by {order}"
+        return {"path": os.path.realpath(self._path), "metadata": said, "content": self.stamp()}
+
+    def _sync_file(self) -> None:
+        assert self._path is not None
+        if sys.platform != "linux":
+            self.sync()
+        # Of what was written to a map too, and without keeping the interpreter, as flushing the map does.
+        sync_path(Path(self._path))
 
     def describe(self) -> dict[str, object]:
         kind = "npy" if self._path else "memory"
@@ -50,14 +114,30 @@ class ArrayMatrix:
         mapped = _mapped_file(self.array)
         return {mapped} if mapped else set()
 
+    def reserve(self) -> None:
+        """Have the disk hold room for all of a mapped file: in a hole of it a disk found full would end the process
+        (SIGBUS), where it is an `OSError` here. Other threads must not write meanwhile."""
+        if self._map is not None and isinstance(self.array, np.memmap) and self.array.filename is not None:
+            with open(self.array.filename, "r+b") as file:
+                status, disk = os.fstat(file.fileno()), os.fstatvfs(file.fileno())
+                if self._file_bytes - 512 * status.st_blocks > disk.f_bavail * disk.f_frsize:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # before all that is left is taken
+                os.posix_fallocate(file.fileno(), 0, self._file_bytes)
 
-def open_npy(name: str, path: Path, *, writable: bool = False) -> ArrayMatrix:
-    """A .npy file, mapped. Raises `InputError` if it is none."""
+    def _check_length(self) -> None:
+        """Raises `EOFError` for a mapped file that has been cut short. Should that happen while a block is copied, the
+        system ends the process (SIGBUS)."""
+        if self._map is not None and (size := self._map.size()) < self._file_bytes:
+            raise EOFError(f"the file has been cut short, from {self._file_bytes} bytes to {size}")
+
+
+def open_npy(name: str, path: Path, *, writable: bool = False, place: Path | None = None) -> ArrayMatrix:
+    """A .npy file, mapped, that goes to `place` when it is finished. Raises `InputError` if it is none."""
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
         if writable and isinstance(array, np.ndarray):  # not at once: that would lengthen a file cut short
             array = np.load(path, mmap_mode="r+", allow_pickle=False)
-    except (ValueError, OSError, EOFError) as error:
+    except Exception as error:  # NumPy's reader of headers raises of every kind
         if path.exists() and path.stat().st_size and _is_empty_npy(path):
             array = np.load(path, allow_pickle=False)  # nothing to map
         else:
@@ -65,11 +145,14 @@ def open_npy(name: str, path: Path, *, writable: bool = False) -> ArrayMatrix:
     if not isinstance(array, np.ndarray):  # np.load opens archives by their content
         array.close()
         raise InputError(f"{name}: {path} cannot be opened as a .npy file: it is an archive of arrays")
-    return ArrayMatrix(name, array, str(path))
+    return ArrayMatrix(name, array, str(path), place)
 
 
-def create_npy(name: str, path: Path, shape: tuple[int, int], dtype: np.dtype[Any]) -> ArrayMatrix:
-    """A new .npy file of that shape, mapped for writing; nothing is left of one that cannot be made."""
+def create_npy(
+    name: str, path: Path, shape: tuple[int, int], dtype: np.dtype[Any], place: Path | None = None
+) -> ArrayMatrix:
+    """A new .npy file of that shape, mapped for writing; nothing is left of one that cannot be made. It goes to `place`
+    when it is finished."""
     open(path, "xb").close()
     try:
         if 0 in shape:
@@ -77,16 +160,18 @@ def create_npy(name: str, path: Path, shape: tuple[int, int], dtype: np.dtype[An
             np.save(path, array)
         else:
             array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
+        matrix = ArrayMatrix(name, array, str(path), place)
+        matrix.reserve()
     except BaseException:
         path.unlink()
         raise
-    return ArrayMatrix(name, array, str(path))
+    return matrix
 
 
 def _is_empty_npy(path: Path) -> bool:
     try:
         return bool(np.load(path, allow_pickle=False).size == 0)
-    except (ValueError, OSError, EOFError):
+    except Exception:
         return False
 
 

@@ -1,5 +1,6 @@
 """What a store is: a matrix of which any block can be read into a slot, or written from one."""
 
+import errno
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -12,6 +13,11 @@ from oocgemm.plan.tiling import Span
 
 Array = NDArray[Any]
 
+# What a disk or a server may get over; anything else comes back however often one tries.
+_TRANSIENT = {
+    *(errno.EIO, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.ESTALE),
+    *(errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.ENETRESET, errno.ENOTCONN),
+}
 # Smaller chunks are read and written several at a time: each call to zarr costs a fraction of a millisecond.
 BATCH_BYTES = 1 << 20
 
@@ -34,6 +40,14 @@ class Matrix(Protocol):
     def sync(self) -> None:
         """Have the system bring all that was written to the disk, as far as it has one. Raises `OSError`."""
 
+    def set_finished(self, finished: bool) -> None:
+        """Have it say of itself, durably, that it is the result of a run that has not ended, or that it is not; as far
+        as there is a place to say it."""
+
+    def fingerprint(self) -> dict[str, object] | None:
+        """Where it is, what it is, and what stands for its content, to tell later whether it is still the same; None
+        for memory."""
+
     def describe(self) -> dict[str, object]:
         """What it is, for the header of a timeline."""
 
@@ -41,11 +55,24 @@ class Matrix(Protocol):
         """What it occupies: two matrices that share an identity may share memory or files."""
 
 
+def transient(error: BaseException) -> bool:
+    """Whether reading may well succeed if tried again.
+
+    Clients of remote stores have classes of their own for a connection that broke; they name them alike.
+    """
+    if isinstance(error, OSError) and error.errno in _TRANSIENT:
+        return True
+    names = " ".join(kind.__name__ for kind in type(error).__mro__)
+    return any(word in names for word in ("Connect", "Disconnect", "Timeout"))
+
+
 def checked(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[tuple[int, int], np.dtype[Any]]:
     """Shape and native dtype of an operand that can be multiplied. Raises `InputError` for any other."""
     if len(shape) != 2:
         hint = "multiply its matrices one by one" if len(shape) > 2 else "reshape it to (1, n) or (n, 1)"
         raise InputError(f"{name} has {len(shape)} dimensions, a product needs 2: {hint}")
+    if shape[0] * shape[1] >= 2**60:
+        raise InputError(f"{name} says that it is {shape[0]} x {shape[1]}, more than any machine can address")
     if dtype.name not in DTYPES:
         raise InputError(
             f"{name} is of dtype {dtype}, supported are {', '.join(DTYPES)}: convert it to one of these"

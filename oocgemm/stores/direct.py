@@ -17,7 +17,7 @@ from oocgemm.errors import ExecutionError
 from oocgemm.plan.tiling import Span
 from oocgemm.stores.base import Array
 from oocgemm.stores.encoding import CHECKSUM_BYTES, Encoding, checked_content
-from oocgemm.stores.files import LEAST_SEGMENT, OpenFile, publish
+from oocgemm.stores.files import LEAST_SEGMENT, OpenFile, modified, publish
 
 _NOWHERE = (1 << 64) - 1
 
@@ -62,6 +62,18 @@ class DirectChunks:
     shards: Shards | None = None
     worth_caching: bool = True
     _seen: set[tuple[tuple[int, int], int]] = field(default_factory=set, compare=False, repr=False)
+    # Whether nobody writes to it meanwhile. Then, when each of its folders was last modified, as this began: while that
+    # stays, no chunk has vanished.
+    at_rest: bool = False
+    _modified: dict[Path, int | None] = field(default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.at_rest:
+            return
+        folders = self._folders((0, 0))
+        if folders[0] != self._folders((1, 0))[0]:  # a folder a row of chunks
+            folders += [folder for folder in folders[1].glob("*") if folder.is_dir()]
+        self._modified.update({folder: modified(folder) for folder in folders})
 
     @property
     def chunk_bytes(self) -> int:
@@ -77,10 +89,14 @@ class DirectChunks:
             try:
                 file = OpenFile(self.root / self.key(number))
             except FileNotFoundError:
+                self._check_never_there(number)
                 target[...] = self.fill  # zarr's meaning of a chunk that is not there
                 continue
             with file:
-                self._read_file(number, file, block, target)
+                try:
+                    self._read_file(number, file, block, target)
+                except EOFError as error:
+                    self._damaged(number, str(error), error)
 
     def write(self, rows: Span, cols: Span, data: Array) -> None:
         """Write a block that covers whole chunks (but for those cut by the matrix's own edges), each file
@@ -160,6 +176,21 @@ class DirectChunks:
             self._damaged(number, f"cannot be decoded: {error}", error)
         if elements is not into:
             np.copyto(out, elements[wanted], casting="equiv")
+
+    def _folders(self, number: tuple[int, int]) -> list[Path]:
+        """The folder that a chunk's file lies in, and those above it within the array."""
+        parents = list((self.root / self.key(number)).parents)
+        return parents[: parents.index(self.root) + 1]
+
+    def _check_never_there(self, number: tuple[int, int]) -> None:
+        """Raises `ExecutionError` for a missing chunk that may have been there when the array was opened."""
+        if self.at_rest and any(
+            modified(folder) != self._modified.get(folder) for folder in self._folders(number)
+        ):
+            raise ExecutionError(
+                f"chunk {self.key(number)} is missing in {self.root}, where files have come or gone since it was opened: "
+                "leave operands as they are while a run reads them"
+            )
 
     def _damaged(self, number: tuple[int, int], how: str, error: Exception | None = None) -> NoReturn:
         raise ExecutionError(

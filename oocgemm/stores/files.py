@@ -57,13 +57,16 @@ class OpenFile:
     def __enter__(self) -> "OpenFile":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         os.close(self.descriptor)
+        if isinstance(error, OSError) and error.filename is None:  # what failed was told its descriptor only
+            error.filename = str(self.path)
 
     def mapped(self, offset: int, length: int) -> Array:
         """Bytes of the file as they lie in the page cache, mapped for as long as they are looked at.
 
-        They are asked for at once, since whoever maps them will go through them all.
+        They are asked for at once, since whoever maps them will go through them all. Raises `EOFError` if the file
+        ends before; should it be cut short while it is looked at, the system ends the process (SIGBUS).
         """
         if length == 0:
             return np.empty(0, np.uint8)
@@ -76,14 +79,17 @@ class OpenFile:
     def _map(self, offset: int, length: int) -> tuple[mmap.mmap, int]:
         """A map that has a part of the file in it, and how many bytes before it."""
         start = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-        view = mmap.mmap(self.descriptor, offset + length - start, prot=mmap.PROT_READ, offset=start)
+        try:
+            view = mmap.mmap(self.descriptor, offset + length - start, prot=mmap.PROT_READ, offset=start)
+        except ValueError as error:  # which looks at the size once more
+            raise EOFError(f"ends before byte {offset + length}") from error
         return view, offset - start
 
     def read(self, offset: int, out: Array, *, past_cache: bool) -> None:
         """Fill `out`, whose rows are contiguous each, with as many bytes from `offset` on.
 
         With `past_cache` what the page cache does not hold is read past it, by DMA to where it belongs if that lies
-        on sectors, otherwise in a way that leaves nothing there; as far as the system knows how. Raises `OSError` if
+        on sectors, otherwise in a way that leaves nothing there; as far as the system knows how. Raises `EOFError` if
         the file ends before.
         """
         done = flags = 0
@@ -106,7 +112,7 @@ class OpenFile:
                 raise
             done = _fill(self.descriptor, rows, offset, done)
         if done < out.nbytes:
-            raise OSError(errno.EIO, f"ends {out.nbytes - done} bytes too early", str(self.path))
+            raise EOFError(f"ends {out.nbytes - done} bytes too early")
 
     def _read_past_cache(self, rows: list[Array], offset: int) -> int:
         """Bytes that could be read so: none of them where the file system refuses."""
@@ -154,15 +160,12 @@ def publish(path: Path, data: Array, size: int) -> None:
         raise
 
 
-def sync_folder(folder: Path) -> None:
-    """Have the system bring a folder and all that is in it to the disk: contents and names. Raises `OSError`."""
-    for place, _, names in os.walk(folder):
-        for path in (*(os.path.join(place, name) for name in names), place):
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+def modified(folder: Path) -> int | None:
+    """When names in a folder last came or went, in nanoseconds; None if it is not there."""
+    try:
+        return os.stat(folder).st_mtime_ns
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
 def padded(size: int) -> int:

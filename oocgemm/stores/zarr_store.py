@@ -1,9 +1,14 @@
 """zarr arrays (formats 2 and 3) as matrices. The only module that knows zarr."""
 
+import hashlib
+import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +23,18 @@ from oocgemm.plan import Layout
 from oocgemm.plan.tiling import Span
 from oocgemm.stores.base import BATCH_BYTES, Array, checked
 from oocgemm.stores.direct import DirectChunks, Shards
+from oocgemm.stores.durable import spread, stamp, sync_files, sync_names
 from oocgemm.stores.encoding import from_v2, from_v3
-from oocgemm.stores.files import sync_folder
 
 # Arrays larger than this part of the machine's memory would push each other out of the page cache before they are
 # read again.
 CACHED_SHARE = 0.5
+# The attribute by which an array says that it is the result of a run that has not ended.
+ATTRIBUTE = "oocgemm"
+# What a process that was killed leaves of a file that it was writing, here or in zarr.
+PARTIAL = re.compile(r"\.[0-9a-f]{32}\.partial$")
+# Files of an array's metadata, in either format.
+METADATA = ("zarr.json", ".zarray", ".zattrs")
 
 
 def _at_a_time(chunk: tuple[int, int], itemsize: int) -> int:
@@ -35,11 +46,14 @@ def _at_a_time(chunk: tuple[int, int], itemsize: int) -> int:
 class ZarrMatrix:
     """A zarr array. Local chunks of the usual kinds go past zarr, all else through it, always into the given memory."""
 
-    def __init__(self, name: str, array: "zarr.Array[Any]") -> None:
+    def __init__(self, name: str, array: "zarr.Array[Any]", *, at_rest: bool = False) -> None:
+        """With `at_rest` nobody may write to it meanwhile: chunks that vanish are noticed."""
         self.shape, self.dtype = checked(name, array.shape, array.dtype)
         self.name = name
         self.array = array
-        self.direct = _direct_chunks(array)
+        self.direct = _direct_chunks(array, at_rest)
+        # Through what it is written, and the folder that it goes to.
+        self._writer, self._written, self._target = self.direct, array, local_folder(array)
         self._writes_directly = self.direct is not None and self.direct.shards is None
         chunk = (max(1, int(array.chunks[0])), max(1, int(array.chunks[1])))
         shards = array.shards or chunk
@@ -79,15 +93,84 @@ class ZarrMatrix:
             raise ExecutionError(
                 f"{self.name}[{rows[0]}:{rows[1]}, {cols[0]}:{cols[1]}] shares chunks with other writers"
             )
-        if self.direct is not None and self._writes_directly:
-            self.direct.write(rows, cols, data)
+        if self._writer is not None and self._writes_directly:
+            self._writer.write(rows, cols, data)
         else:
-            self.array.set_basic_selection((slice(*rows), slice(*cols)), data)
+            self._written.set_basic_selection((slice(*rows), slice(*cols)), data)
 
     def sync(self) -> None:
-        folder = _folder(self.array)
+        """Nothing: a local array is synced block by block."""
+
+    def redirect(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._target = folder
+        if self._writer is not None and self._writes_directly:
+            self._writer = replace(self._writer, root=folder)
+            return
+        for name in METADATA:
+            if (self.folder / name).exists():
+                shutil.copyfile(self.folder / name, folder / name)
+        # All chunks: one left out would leave the old one in its place.
+        self._written = zarr.open_array(folder, mode="r+", config={"write_empty_chunks": True})
+
+    def sync_block(self, rows: Span, cols: Span) -> None:
+        assert self._target is not None
+        sync_files(self._target, self._names(rows, cols))
+
+    def adopt(self, rows: Span, cols: Span) -> None:
+        assert self._target is not None
+        names = self._names(rows, cols)
+        for name in names:
+            target = self.folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with suppress(FileNotFoundError):  # it is there already
+                os.replace(self._target / name, target)
+        sync_names(self.folder, names)  # what the files hold was synced before
+
+    def set_finished(self, finished: bool) -> None:
+        if not finished:
+            self.array.attrs[ATTRIBUTE] = {"complete": False}
+        elif ATTRIBUTE in self.array.attrs:
+            del self.array.attrs[ATTRIBUTE]
+        folder = local_folder(self.array)
         if folder is not None:
-            sync_folder(folder)
+            sync_files(folder, METADATA)
+
+    def sweep(self) -> None:
+        for folder, _, names in os.walk(self.folder):
+            for name in names:
+                if PARTIAL.search(name):
+                    os.unlink(os.path.join(folder, name))
+
+    def stamp(self) -> str:
+        grid = (
+            -(-extent // chunk) for extent, chunk in zip(self.shape, self.layout.write_chunk, strict=True)
+        )
+        key = self.array.metadata.encode_chunk_key
+        return stamp(self.folder / key(number) for number in spread(*grid))
+
+    def fingerprint(self) -> dict[str, object]:
+        said = dict(self.array.metadata.to_dict())
+        said.pop("attributes", None)
+        digest = hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:32]
+        folder = local_folder(self.array)
+        place = str(self.array.store_path) if folder is None else os.path.realpath(folder)
+        return {"path": place, "metadata": digest, "content": "" if folder is None else self.stamp()}
+
+    @property
+    def folder(self) -> Path:
+        """Where a local array is."""
+        folder = local_folder(self.array)
+        assert folder is not None
+        return folder
+
+    def _names(self, rows: Span, cols: Span) -> list[str]:
+        """Files of the chunks, or shards, that a block of them consists of, below the array's folder."""
+        numbers = (
+            range(span[0] // chunk, -(-span[1] // chunk))
+            for span, chunk in zip((rows, cols), self.layout.write_chunk, strict=True)
+        )
+        return [self.array.metadata.encode_chunk_key(number) for number in product(*numbers)]
 
     def _owns(self, rows: Span, cols: Span) -> bool:
         """Whether a block consists of whole write chunks (or what the matrix's edges leave of them)."""
@@ -104,7 +187,9 @@ class ZarrMatrix:
         if codecs is None:
             compressor = getattr(metadata, "compressor", None)
             codecs = (compressor,) if compressor else ()
+        said = self.array.attrs.get(ATTRIBUTE)
         return {
+            "unfinished": isinstance(said, Mapping) and said.get("complete") is False,
             "store": f"zarr v{metadata.zarr_format}",
             "path": str(self.array.store_path),
             "shape": list(self.shape),
@@ -116,7 +201,7 @@ class ZarrMatrix:
         }
 
     def identities(self) -> set[object]:
-        folder = _folder(self.array)
+        folder = local_folder(self.array)
         if folder is None:
             return {("store", id(self.array.store), self.array.path), str(self.array.store_path)}
         return folder_identity(folder)
@@ -136,18 +221,18 @@ def open_zarr(name: str, path: str, *, writable: bool = False) -> ZarrMatrix:
         raise InputError(f"{name}: no zarr array at {path}: it holds no zarr metadata") from error
     except Exception as error:  # zarr and its stores raise of every kind
         raise InputError(f"{name}: no zarr array at {path}: {_reason(error)}") from error
-    return wrap_zarr(name, found, path)
+    return wrap_zarr(name, found, path, writable=writable)
 
 
 def wrap_zarr(name: str, found: Any, path: str = "", *, writable: bool = False) -> ZarrMatrix:
     """An open zarr array as a matrix. Raises `InputError` for a group, or if it was opened for reading only."""
     if isinstance(found, zarr.Group):
         raise InputError(
-            f"{name}: {path or found.store_path} is a zarr group, not an array{_members(_folder(found))}"
+            f"{name}: {path or found.store_path} is a zarr group, not an array{_members(local_folder(found))}"
         )
     if writable and found.read_only:
         raise InputError(f"{name} was opened for reading only: open it with mode='r+'")
-    return ZarrMatrix(name, found)
+    return ZarrMatrix(name, found, at_rest=not writable)
 
 
 def is_zarr_array(value: object) -> bool:
@@ -173,6 +258,7 @@ def create_zarr(
             compressors=_compressor(compressor),
             filters=None,
             fill_value=0,
+            attributes={ATTRIBUTE: {"complete": False}},
         )
     except Exception as error:
         if "://" not in path:
@@ -184,7 +270,7 @@ def create_zarr(
 
 def remove_zarr(matrix: ZarrMatrix) -> None:
     """Take away an array that this process created and did not finish."""
-    folder = _folder(matrix.array)
+    folder = local_folder(matrix.array)
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -233,14 +319,14 @@ def _members(folder: Path | None) -> str:
     return f"; give one of those in it: {', '.join(names)}" if names else ""
 
 
-def _folder(array: "zarr.Array[Any] | zarr.Group") -> Path | None:
+def local_folder(array: "zarr.Array[Any] | zarr.Group") -> Path | None:
     store: Store = array.store
     return Path(store.root) / array.path if isinstance(store, LocalStore) else None
 
 
-def _direct_chunks(array: "zarr.Array[Any]") -> DirectChunks | None:
+def _direct_chunks(array: "zarr.Array[Any]", at_rest: bool) -> DirectChunks | None:
     """How to reach the chunks past zarr, if they are local and of a kind that is understood."""
-    folder = _folder(array)
+    folder = local_folder(array)
     if folder is None or 0 in array.shape:
         return None
     metadata = array.metadata
@@ -274,7 +360,8 @@ def _direct_chunks(array: "zarr.Array[Any]") -> DirectChunks | None:
         encoding=encoding,
         fill=array.fill_value if array.fill_value is not None else 0,
         shards=shards,
-        worth_caching=array.nbytes <= CACHED_SHARE * _memory(),
+        at_rest=at_rest,
+        worth_caching=array.shape[0] * array.shape[1] * dtype.itemsize <= CACHED_SHARE * _memory(),
     )
 
 

@@ -66,7 +66,12 @@ def intersection(one: Sequence[Interval], other: Sequence[Interval]) -> list[Int
 
 @dataclass(frozen=True)
 class Report:
-    """The figures of one device. Times in seconds; ratios between 0 and 1, or None over nothing."""
+    """The figures of one device. Times in seconds; ratios between 0 and 1, or None over nothing.
+
+    `checks` of a verified run: how many tiles and blocks of them were checked, how many blocks held an Inf or a NaN and
+    were only looked at for these (`undecided`), which tiles were `recomputed`, the seconds in which any thread was
+    checking, those of all threads together, and both as a share: of T, and of T on every core.
+    """
 
     wall: float
     compute: float
@@ -79,6 +84,7 @@ class Report:
     flops: int
     flop_rate: float | None
     efficiency: float | None
+    checks: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -112,6 +118,7 @@ def report(timeline: Timeline, device: int = 0) -> Report:
         flops=flops,
         flop_rate=_ratio(flops, wall / 1e9),
         efficiency=_efficiency(timeline, spans, flops),
+        checks=_checks(timeline),
     )
 
 
@@ -197,6 +204,17 @@ def _traffic(timeline: Timeline, moved: dict[str, int]) -> dict[str, dict[str, i
             "least": plan.get("least", {}).get(link),
         }
         for link in ("read", "h2d", "d2h", "write")
+    }
+
+
+def _checks(timeline: Timeline) -> dict[str, Any] | None:
+    found = timeline.header.get("checks")
+    if found is None:
+        return None
+    wall, cores = timeline.wall / 1e9, timeline.header.get("machine", {}).get("cores", 1)
+    return dict(found) | {
+        "share": _ratio(found["seconds"], wall),
+        "core_share": _ratio(found["thread_seconds"], wall * cores),
     }
 
 

@@ -1,0 +1,317 @@
+"""What a call asks for, checked and planned: everything that is known before anything is done."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from oocgemm import cache, stores, system
+from oocgemm.backends.base import numpy_dtype
+from oocgemm.backends.memory import available_memory
+from oocgemm.errors import InputError, OutOfMemoryError
+from oocgemm.plan import (
+    COMPUTES,
+    DTYPES,
+    Budgets,
+    DType,
+    GemmProblem,
+    Layouts,
+    Op,
+    Plan,
+    TileShape,
+    continued,
+    make_plan,
+)
+from oocgemm.resume import Earlier, check_same, check_whole, identify, look
+from oocgemm.stores import Matrix, Output
+from oocgemm.units import format_size, parse_size
+
+Size = int | str
+Transpose = Op | str | bool
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything known before anything is done: `c` is None if it is to be created, `earlier` where no journal is kept,
+    which `identity` is for."""
+
+    a: Matrix
+    b: Matrix
+    c: Matrix | None
+    plan: Plan
+    compressor: str | None
+    earlier: Earlier | None
+    identity: dict[str, Any]
+
+
+def prepare(
+    a: Any,
+    b: Any,
+    c: Any,
+    alpha: complex,
+    beta: complex,
+    trans_a: Transpose,
+    trans_b: Transpose,
+    backend: str,
+    device: str | None,
+    budgets: Budgets,
+    tile: TileShape | str | None,
+    chunks: tuple[int, int] | None,
+    compressor: str | None,
+    *,
+    overwrite: bool,
+    resume: bool | None,
+    arithmetic: Callable[[GemmProblem], dict[str, str]] = lambda problem: {},
+    checked: bool = False,
+    compute: str = "native",
+    out_dtype: Any = None,
+) -> Job:
+    """Open and check everything, and plan. Writes nothing. `resume` is None if nothing is to be run. `arithmetic` names
+    what multiplies such a problem, as far as bits hang on it."""
+    left, right = stores.open_matrix("A", a), stores.open_matrix("B", b)
+    problem = problem_of(left, right, alpha, beta, trans_a, trans_b, compute, out_dtype)
+    problem = replace(problem, checked=checked)
+    earlier, identity = None, {}
+    if resume is not None:
+        check_whole(left, right)
+        earlier = look(c, resume=resume, overwrite=overwrite, reads_c=problem.reads_c)
+    resumed = earlier if earlier is not None and earlier.resumed else None
+    existing = _existing_output(c, problem, overwrite, earlier)
+    if existing is None and c is not None and problem.c_dtype == "bfloat16":
+        raise InputError(
+            f"C at {os.fspath(c)} cannot hold bfloat16: pass out_dtype='float32' (--out-dtype float32), or an array"
+        )
+    shape = _tile(tile)
+    if earlier is not None:
+        identity = identify(problem, left, right, existing, arithmetic(problem))
+    if resumed is not None:
+        check_same(resumed, identity, existing, shape, chunks, compressor)
+        chunks, compressor = (None, None) if existing is not None else _as_begun(c, resumed)
+    elif resume is not None and existing is not None and problem.reads_c:
+        check_whole(existing)
+    for operand in (left, right):
+        if existing is not None and stores.same_place(existing, operand):
+            raise InputError(
+                f"C is the same array as {operand.name} or overlaps it, which would be overwritten while it is still read: "
+                "give C a place of its own"
+            )
+        if existing is None and stores.is_path(c):
+            stores.check_apart("C", os.fspath(c), operand)
+    if compressor is not None:
+        stores.check_compressor(compressor)
+    if existing is not None and (chunks or compressor):
+        raise InputError("C exists: --chunks and --compressor are for an array that is to be created")
+    layouts = Layouts(
+        left.layout.oriented(problem.trans_a),
+        right.layout.oriented(problem.trans_b),
+        existing.layout if existing is not None else stores.new_layout(c, problem, chunks, compressor),
+    )
+    writes = system.stored_on(existing) if existing is not None else set()
+    if existing is None and c is not None:
+        writes = {"elsewhere" if "://" in os.fspath(c) else cache.file_system(c)}
+    reads = system.stored_on(left, right, existing if problem.reads_c else None)
+    machine = system.model(backend, device, reads, writes)
+    if resumed is not None:
+        plan = continued(problem, budgets, machine, layouts, resumed.candidate, resumed.done)
+        if plan.grid.ramp != resumed.header["ramp"]:
+            version = resumed.header["version"]
+            raise InputError(
+                f"this version cuts panels otherwise than oocgemm {version}: finish the run with that one"
+            )
+    else:
+        plan = make_plan(problem, budgets, machine, layouts, shape)
+    return Job(left, right, existing, plan, compressor, earlier, identity)
+
+
+def rates(job: Job, c: Matrix) -> dict[str, float] | None:
+    """Calibrated rates of what a run uses, for its efficiency: flop/s and bytes per second. None if any is unknown."""
+    machine, problem = job.plan.machine, job.plan.problem
+    sources = [job.a, job.b, *([c] if problem.reads_c else [])]
+    stored = [x.layout for x in (*sources, c) if not x.layout.in_memory]
+    if problem.compute != "native":
+        return None  # the kernel's rate is that of native precision
+    if not machine.calibrated or (stored and not machine.storage_calibrated):
+        return None
+    known = {"kernel": machine.kernels[problem.a_dtype].peak}
+    if not machine.unified:
+        known |= {"h2d": machine.h2d, "d2h": machine.d2h}
+    if any(x.layout.decode_bytes for x in sources):
+        known["decode"] = machine.decode  # how many bytes are read to be decoded is not known
+    elif not any(x.layout.in_memory for x in sources):
+        known["read"] = machine.read
+    if c.describe().get("direct", not c.layout.in_memory):
+        known["write"] = machine.write
+    return known
+
+
+def check_memory(plan: Plan) -> None:
+    """Refuse a plan that takes more of the host's memory than there is: the system may grant it, and end the process
+    (or another) once it is used. Raises `OutOfMemoryError`."""
+    held = {"--host-memory": plan.footprint.host_total}
+    if plan.machine.unified:
+        held["--device-memory"] = plan.footprint.device_total
+    free = available_memory()
+    if sum(held.values()) > free:
+        raise OutOfMemoryError(
+            f"the plan takes {format_size(sum(held.values()))} of host memory, {format_size(free)} are available: pass "
+            f"a smaller {max(held, key=lambda option: held[option])}"
+        )
+
+
+def check_log(timeline: str | os.PathLike[str]) -> None:
+    path = Path(timeline).absolute()
+    if not path.parent.is_dir():
+        raise InputError(f"the timeline's folder {path.parent} does not exist")
+    if path.is_dir():
+        raise InputError(f"the timeline's path {path} is a folder: give the path of a file")
+
+
+def check_log_apart(timeline: str, job: Job, c: Any) -> None:
+    """Refuse to log over an operand or the result."""
+    for matrix in (job.a, job.b, job.c):
+        if matrix is not None:
+            stores.check_apart("the timeline", timeline, matrix)
+    if stores.is_path(c) and os.path.realpath(timeline) == os.path.realpath(c):
+        raise InputError(f"the timeline at {timeline} would lie in C: give it a place of its own")
+
+
+def problem_of(
+    a: Matrix,
+    b: Matrix,
+    alpha: complex,
+    beta: complex,
+    trans_a: Transpose,
+    trans_b: Transpose,
+    compute: str = "native",
+    out_dtype: Any = None,
+) -> GemmProblem:
+    """What is to be computed of two operands. Raises `InputError` if they do not go together."""
+    trans_a, trans_b = _op("trans_a", trans_a), _op("trans_b", trans_b)
+    if a.dtype != b.dtype:
+        raise InputError(f"A is of dtype {a.dtype} and B of {b.dtype}: convert one of them")
+    m, k = a.shape[::-1] if trans_a.swaps else a.shape
+    k_b, n = b.shape[::-1] if trans_b.swaps else b.shape
+    if k != k_b:
+        raise InputError(
+            f"shapes do not match: op(A) is {m} x {k} and op(B) is {k_b} x {n}; the columns of op(A) must be as "
+            "many as the rows of op(B)"
+        )
+    dtype = DTYPES[a.dtype.name]
+    alpha, beta = (_scalar(*s, dtype.is_complex) for s in (("alpha", alpha), ("beta", beta)))
+    names = dtype.name, dtype.name, dtype.accumulator, _out_dtype(out_dtype, dtype)
+    if dtype.name not in COMPUTES.get(compute, ()):
+        fitting = ", ".join(name for name, dtypes in COMPUTES.items() if dtype.name in dtypes)
+        raise InputError(f"{dtype.name} operands cannot be computed in {compute!r}: choose among {fitting}")
+    return GemmProblem(m, n, k, *names, alpha, beta, trans_a, trans_b, compute)
+
+
+def _out_dtype(given: Any, operands: DType) -> str:
+    """C's dtype by name."""
+    if given is None:
+        return operands.name
+    try:
+        name = str(np.dtype(given).name)
+    except TypeError:
+        name = str(given)
+    possible = dict.fromkeys((operands.name, operands.accumulator))
+    if name not in possible:
+        raise InputError(
+            f"C cannot be of dtype {name} where the operands are of {operands.name}: choose among {', '.join(possible)}"
+        )
+    return name
+
+
+def _scalar(name: str, value: complex, allow_complex: bool) -> complex:
+    try:
+        number = complex(value if np.ndim(value) == 0 else "an array")
+    except (TypeError, ValueError, OverflowError):
+        raise InputError(f"{name} = {value!r} is not a number") from None
+    if allow_complex:
+        return number
+    if number.imag != 0:
+        raise InputError(f"{name} = {value} is complex, but the operands are real")
+    return number.real
+
+
+def _op(name: str, value: Transpose) -> Op:
+    if isinstance(value, bool):
+        return Op.T if value else Op.N
+    try:
+        return Op(value)
+    except ValueError:
+        raise InputError(f"{name} = {value!r}: write 'N', 'T' or 'C'") from None
+
+
+def _tile(value: TileShape | str | None) -> TileShape | None:
+    if value is None or isinstance(value, TileShape):
+        return value
+    parts = str(value).lower().split("x")
+    if len(parts) != 3 or not all(p.strip().isdecimal() and int(p) for p in parts):
+        raise InputError(f"cannot read {value!r} as a tile: write WxHxR, such as 8192x8192x512")
+    return TileShape(*(int(p) for p in parts))
+
+
+def _existing_output(c: Any, problem: GemmProblem, overwrite: bool, earlier: Earlier | None) -> Matrix | None:
+    """The array at C if there is one, checked against the problem."""
+    if earlier is not None and earlier.anew:
+        return None
+    resumed = earlier is not None and earlier.resumed
+    if c is None or (stores.is_path(c) and not resumed and not stores.exists(os.fspath(c))):
+        if problem.reads_c:
+            where = "and none is given" if c is None else f"and there is nothing at {c}"
+            raise InputError(f"beta = {problem.beta} needs an existing C, {where}")
+        return None
+    folder = earlier.folder if earlier is not None and resumed else None
+    matrix = stores.open_matrix("C", c, writable=True, folder=folder)
+    wanted = (problem.m, problem.n), numpy_dtype(problem.c_dtype)
+    if (matrix.shape, matrix.dtype) != wanted:
+        raise InputError(
+            f"C exists with shape {matrix.shape} and dtype {matrix.dtype}, the product has shape {wanted[0]} and "
+            f"dtype {wanted[1]}: give another place"
+        )
+    if stores.is_path(c) and not overwrite and not problem.reads_c and not resumed:
+        raise InputError(f"C exists at {c}: pass --overwrite to replace its contents, or give another place")
+    return matrix
+
+
+def _as_begun(c: Any, earlier: Earlier) -> tuple[tuple[int, int] | None, str | None]:
+    """Chunks and compressor of a C that an earlier run was to create."""
+    if os.fspath(c).endswith(".npy"):
+        return None, None
+    rows, cols = map(int, earlier.header["given"]["chunks"].split("x"))
+    return (rows, cols), earlier.header["given"]["compressor"]
+
+
+def create_output(job: Job, c: Any, folder: Path | None = None) -> Output:
+    """C, created now if it does not exist; `folder` is that of its journal."""
+    if job.c is not None:
+        stores.reserve(job.c)
+        return Output(job.c, lambda: None)
+    problem = job.plan.problem
+    shape, dtype = (problem.m, problem.n), numpy_dtype(problem.c_dtype)
+    if c is None:
+        size = problem.m * problem.n * dtype.itemsize
+        if size > available_memory():
+            raise InputError(
+                f"C is {format_size(size)}, more than the {format_size(available_memory())} of memory there is: "
+                "give a path for it"
+            )
+        return Output(stores.open_matrix("C", np.empty(shape, dtype), writable=True), lambda: None)
+    place = os.fspath(c)
+    return stores.create_output("C", place, shape, dtype, job.plan.chunks, job.compressor, folder=folder)
+
+
+def budgets(
+    backend: str, device_memory: Size | None, host_memory: Size | None, free: Callable[[], int]
+) -> Budgets:
+    """The budgets as given, or shares of what is free now."""
+    on_host = backend == "host"
+    if device_memory is not None:
+        device = parse_size(device_memory)
+    else:
+        device = free() * 3 // 8 if on_host else free() * 9 // 10
+    host = available_memory() // (8 if on_host else 2) if host_memory is None else parse_size(host_memory)
+    return Budgets(device, host)

@@ -1,0 +1,283 @@
+"""The journal of a run: what it is about, and which tiles of C are done for good.
+
+It lies in a folder of its own with C (`stores.sidecar`) and is a file of lines, each a JSON object behind its
+checksum. A line is on the disk before anything is done that relies on it, so that only the last can be torn, and a torn
+one is as good as not written::
+
+    run       the header: what is computed from what, and the plan; put in place whole, by renaming
+    commit    a tile, beta != 0 only: its new content is whole on the disk, beside C
+    done      a tile: its new content is in C, on the disk
+    complete  the last: C is whole
+
+What a run does, in this order; `->` is a sync of what was done before it::
+
+    lock the folder; header ->                                     nothing of C was touched yet
+    create C, or mark it as unfinished ->                          its attributes say so
+    for each tile, beta = 0:     write chunks to C -> done ->
+    for each tile, beta != 0:    write chunks to redo/ -> commit -> bring them to C -> done ->
+    take the mark off C ->
+    complete ->
+
+With beta = 0 a tile may be written any number of times, so one that is not done is computed again. With beta != 0 the
+new tile is computed from the old one, so the old one stays as it is until the new one is safe: killed before the commit,
+the tile is computed again from what C holds; after it, the rest of the new content is brought to C (chunk files are renamed,
+blocks of a .npy file copied; those already there are there, and copying once more changes nothing) and the old one is
+not needed any more. Either way it is applied once. What else may be found, and what it means:
+
+    no journal                     no run has begun here; a folder without one is removed, or used
+    header, no C or half of it     C was being created: it is created anew
+    tiles done, C marked           go on with the others
+    all done, C marked or not      take the mark off, and complete
+
+The lock is the system's (flock) on a file in that folder: it ends with the process that holds it, however that ends.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import threading
+import time
+import warnings
+import zlib
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from oocgemm.errors import ExecutionError, InputError
+from oocgemm.plan import TileGrid
+from oocgemm.plan.tiling import Tile
+from oocgemm.stores.durable import Durable, sync_path
+from oocgemm.threads import start
+
+FORMAT = 1
+JOURNAL, LOCK, REDO = "journal", "lock", "redo"
+# A lock that is held for an instant, by one who only looks, is waited for.
+TRIES, PAUSE = 5, 0.02
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a journal says. `committed` tiles are not done; `complete` is None while tiles may be missing."""
+
+    header: dict[str, Any]
+    done: frozenset[Tile]
+    committed: frozenset[Tile]
+    complete: dict[str, Any] | None
+    length: int  # bytes of the whole lines
+
+
+def read(folder: Path) -> Record | None:
+    """The journal in a folder, if there is one. Raises `InputError` for one that is damaged."""
+    path = folder / JOURNAL
+    try:
+        content = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise InputError(f"C: cannot look for a journal at {path}: {error.strerror}") from error
+    lines = content.split(b"\n")
+    entries = [_parsed(line) for line in lines[:-1]]
+    whole = entries.index(None) if None in entries else len(entries)
+    if whole == 0 or any(entry is not None for entry in entries[whole:]):
+        raise InputError(
+            f"the journal {path} is damaged in line {whole + 1}: C cannot be trusted; remove C and {folder}"
+        )
+    known = [entry for entry in entries[:whole] if entry is not None]
+    header = known[0].get("run", {})
+    if header.get("format") != FORMAT:
+        raise InputError(
+            f"the journal {path} is of format {header.get('format')}, this version reads {FORMAT}: finish the run with "
+            f"the version that began it, oocgemm {header.get('version')}"
+        )
+    done = frozenset(_tile(entry["done"]) for entry in known if "done" in entry)
+    committed = frozenset(_tile(entry["commit"]) for entry in known if "commit" in entry)
+    complete = next((entry["complete"] for entry in known if "complete" in entry), None)
+    length = sum(len(line) + 1 for line in lines[:whole])
+    return Record(header, done, committed - done, complete, length)
+
+
+def owner(folder: Path) -> str | None:
+    """The living process that runs with the journal in a folder, if any."""
+    try:
+        descriptor = os.open(folder / LOCK, os.O_RDONLY)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return os.read(descriptor, 200).decode(errors="replace").strip()
+    except OSError:  # a file system without locks
+        return None
+    finally:
+        os.close(descriptor)
+    return None
+
+
+class Journal:
+    """The journal in a folder, locked and open for what is to be added. Raises `InputError` where another run has it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._lock: int | None = _lock(folder)
+        self._file: int | None = None
+        try:
+            self.record = read(folder)
+        except BaseException:
+            self.close()
+            raise
+
+    def start(self, header: dict[str, Any]) -> None:
+        """Begin anew, in place of what there was."""
+        path, new = self.folder / JOURNAL, self.folder / f"{JOURNAL}.new"
+        self._file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        self._append({"run": {"format": FORMAT} | header})
+        os.replace(new, path)
+        for folder in (self.folder, *self.folder.parents[:2]):
+            with suppress(PermissionError):  # one that may not be listed
+                sync_path(folder)
+
+    def resume(self) -> None:
+        """Go on behind the last whole line."""
+        assert self.record is not None
+        self._file = os.open(self.folder / JOURNAL, os.O_WRONLY)
+        os.ftruncate(self._file, self.record.length)
+        os.lseek(self._file, 0, os.SEEK_END)
+
+    def commit(self, tile: Tile) -> None:
+        """The tile's new content is on the disk, beside C."""
+        self._append({"commit": tile})
+
+    def done(self, tile: Tile) -> None:
+        """The tile's new content is on the disk, in C."""
+        self._append({"done": tile})
+
+    def complete(self, said: dict[str, Any]) -> None:
+        """C is whole, and on the disk."""
+        self._append({"complete": said})
+
+    def close(self) -> None:
+        """Let go of it."""
+        for descriptor in (self._file, self._lock):
+            if descriptor is not None:
+                os.close(descriptor)
+        self._file = self._lock = None
+
+    def _append(self, entry: dict[str, Any]) -> None:
+        assert self._file is not None
+        text = json.dumps(entry, separators=(",", ":")).encode()
+        line = memoryview(b"%08x %s\n" % (zlib.crc32(text), text))
+        while line:
+            line = line[os.write(self._file, line) :]
+        os.fdatasync(self._file)
+
+
+class Keeper:
+    """Brings finished tiles to the disk and records them, in a thread of its own while others are computed."""
+
+    def __init__(self, journal: Journal, matrix: Durable, grid: TileGrid, *, redo: bool) -> None:
+        self._journal = journal
+        self._matrix = matrix
+        self._grid = grid
+        self._redo = redo
+        self._queue: SimpleQueue[Tile | None] = SimpleQueue()
+        self._error: BaseException | None = None
+        self.kept = 0
+        self._thread = threading.Thread(target=self._work, name="oocgemm-journal")
+        try:
+            start(self._thread)
+        except RuntimeError as error:
+            raise ExecutionError(f"the system refuses the thread {self._thread.name}: {error}") from error
+
+    def finished(self, tile: Tile) -> None:
+        """A tile is written as far as its writer is concerned. Raises what keeping an earlier one has failed with."""
+        if self._error is not None:
+            raise self._error
+        self._queue.put(tile)
+
+    def close(self) -> None:
+        """Wait until all tiles are recorded. Raises what that has failed with."""
+        self.stop()
+        if self._error is not None:
+            raise self._error
+
+    def stop(self) -> None:
+        """The same, but raises nothing."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def keep(self, tile: Tile) -> None:
+        """Make one tile durable, and record it."""
+        block = self._grid.rows(tile[0]), self._grid.cols(tile[1])
+        self._matrix.sync_block(*block)
+        if self._redo:
+            self._journal.commit(tile)
+            self.kept += 1
+            self._matrix.adopt(*block)
+        self._journal.done(tile)
+        self.kept += not self._redo
+
+    def _work(self) -> None:
+        while (tile := self._queue.get()) is not None:
+            if self._error is None:
+                try:
+                    self.keep(tile)
+                except OSError as error:
+                    self._error = ExecutionError(f"bringing tile {tile} of C to the disk: {error}")
+                except BaseException as error:
+                    self._error = error
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    """A line's object; None if it is not whole."""
+    checksum, _, text = line.partition(b" ")
+    if checksum != b"%08x" % zlib.crc32(text):
+        return None
+    try:
+        entry = json.loads(text)
+    except ValueError:
+        return None
+    return entry if isinstance(entry, dict) else None
+
+
+def _tile(entry: list[int]) -> Tile:
+    return entry[0], entry[1]
+
+
+def _lock(folder: Path) -> int:
+    """A descriptor that holds the folder's lock."""
+    path, holder = folder / LOCK, "it has only just begun"
+    for attempt in range(TRIES):
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except FileNotFoundError:  # another run takes the folder away
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.exists(path) and os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+                return descriptor
+        except BlockingIOError:
+            holder = os.read(descriptor, 200).decode(errors="replace").strip()
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                os.close(descriptor)
+                raise
+            warnings.warn(
+                f"{folder} is on a file system without locks: let no other run write C", stacklevel=2
+            )
+            return descriptor
+        os.close(descriptor)
+        if attempt < TRIES - 1:
+            time.sleep(PAUSE)
+    raise InputError(busy(folder, holder))
+
+
+def busy(folder: Path, holder: str) -> str:
+    """What is said to a second run on one C."""
+    return f"another run is writing C ({holder}, which holds {folder / LOCK}): wait for it, or stop it"

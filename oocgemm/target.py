@@ -1,0 +1,172 @@
+"""Where a run writes to, from its begin to its end: C in local files, with a journal, or any other C, without."""
+
+import os
+import shutil
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Any, Protocol, cast
+
+from oocgemm import job, stores, system
+from oocgemm.errors import InputError
+from oocgemm.job import Job
+from oocgemm.journal import JOURNAL, LOCK, REDO, Journal, Keeper
+from oocgemm.plan.tiling import Tile
+from oocgemm.resume import Earlier
+from oocgemm.stores import Matrix
+from oocgemm.stores.durable import Durable
+
+
+class Target(Protocol):
+    """A C that is being written."""
+
+    @property
+    def matrix(self) -> Matrix:
+        """C."""
+
+    def finished(self, tile: Tile) -> None:
+        """A tile is written, though perhaps not durable yet."""
+
+    def seal(self) -> None:
+        """All of C is written: see that it is durable, and that it says so."""
+
+    def abandon(self, *, written: bool) -> None:
+        """The run has failed, with some of C `written` or nothing of it. What can be gone on with stays, and what would
+        only be in the way goes."""
+
+    def close(self) -> None:
+        """Let go of what is held, at the very end."""
+
+
+def open_target(work: Job, c: Any) -> Target:
+    """C as a run writes to it, created now if it does not exist. Raises `InputError` if that cannot be."""
+    return Plain(work, c) if work.earlier is None else Kept(work, work.earlier, c)
+
+
+class Plain:
+    """A C without a journal: memory, or a store elsewhere."""
+
+    def __init__(self, work: Job, c: Any) -> None:
+        output = job.create_output(work, c)
+        self.matrix = output.matrix
+        self._discard = output.discard
+        self.matrix.set_finished(False)
+
+    def finished(self, tile: Tile) -> None:
+        pass
+
+    def seal(self) -> None:
+        self.matrix.sync()
+        self.matrix.set_finished(True)
+
+    def abandon(self, *, written: bool) -> None:
+        self._discard()
+        if not written:
+            self.matrix.set_finished(True)
+
+    def close(self) -> None:
+        pass
+
+
+class Kept:
+    """A C in local files, with a journal: see `oocgemm.journal` for the order of things."""
+
+    matrix: Durable
+
+    def __init__(self, work: Job, earlier: Earlier, c: Any) -> None:
+        self._earlier = earlier
+        self._creates = work.c is None
+        self._redo = work.plan.problem.reads_c
+        if self._creates:
+            stores.check_writable("C", os.fspath(c))
+        try:
+            self._journal = Journal(earlier.folder)
+        except OSError as error:
+            what = f"create {c}" if self._creates else f"keep a journal in {earlier.folder}"
+            raise InputError(f"C: cannot {what}: {error.strerror}") from error
+        if self._journal.record != earlier.record:
+            self._journal.close()
+            raise InputError(f"another run was at C just now, by the journal in {earlier.folder}: try again")
+        self._keeper: Keeper | None = None
+        try:
+            self._open(work, c)
+            self._keeper = Keeper(self._journal, self.matrix, work.plan.grid, redo=self._redo)
+        except BaseException:
+            self.abandon(written=False)
+            self.close()
+            raise
+
+    def _open(self, work: Job, c: Any) -> None:
+        """C as it is to be written to, the journal saying so first."""
+        earlier, plan = self._earlier, work.plan
+        if earlier.resumed:
+            self._journal.resume()
+        else:
+            self._journal.start(_header(work))
+        if work.c is None:
+            stores.clear(earlier.folder, keep=(JOURNAL, LOCK))
+            created = job.create_output(work, c, folder=earlier.folder)
+            self.matrix = cast(Durable, created.matrix)
+        else:
+            self.matrix = cast(Durable, work.c)
+            stores.reserve(self.matrix)
+        if earlier.complete:
+            return
+        if earlier.resumed:
+            self.matrix.sweep()
+        self.matrix.set_finished(False)
+        if self._redo:
+            redo = earlier.folder / REDO
+            self.matrix.redirect(redo)
+            for tile in earlier.committed:
+                self.matrix.adopt(plan.grid.rows(tile[0]), plan.grid.cols(tile[1]))
+                self._journal.done(tile)
+            shutil.rmtree(redo, ignore_errors=True)  # of tiles that were not committed
+            self.matrix.redirect(redo)
+
+    def finished(self, tile: Tile) -> None:
+        assert self._keeper is not None
+        self._keeper.finished(tile)
+
+    def seal(self) -> None:
+        assert self._keeper is not None
+        self._keeper.close()
+        if not self._earlier.complete:
+            self.matrix.set_finished(True)
+            self._journal.complete({"content": self.matrix.stamp()})
+            shutil.rmtree(self._earlier.folder / REDO, ignore_errors=True)
+
+    def abandon(self, *, written: bool) -> None:
+        kept = 0
+        if self._keeper is not None:
+            self._keeper.stop()
+            kept = self._keeper.kept
+        if self._earlier.resumed or kept or (written and not (self._creates or self._redo)):
+            return  # there is something to go on with, or C is neither old nor new
+        with suppress(OSError):
+            if not self._creates:
+                self.matrix.set_finished(True)
+                shutil.rmtree(self._earlier.folder)
+            else:
+                stores.clear(self._earlier.folder)
+
+    def close(self) -> None:
+        self._journal.close()
+
+
+def _header(work: Job) -> dict[str, Any]:
+    plan = work.plan
+    return {
+        "version": system.versions()["oocgemm"],
+        "begun": datetime.now(UTC).isoformat(timespec="seconds"),
+        "identity": work.identity,
+        "given": {
+            "tile": str(plan.tile),
+            "chunks": "x".join(map(str, plan.chunks)),
+            "compressor": work.compressor or "none",
+        },
+        "candidate": asdict(plan.candidate),
+        "ramp": plan.grid.ramp,
+        "tiles": list(plan.grid.shape),
+        "created": work.c is None,
+    }

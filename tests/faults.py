@@ -1,0 +1,229 @@
+"""Faults on demand: stores and backends that fail at a chosen call, are slow, or take and give a little at a time; and
+what must not be left behind when a run fails of one."""
+
+import os
+import subprocess
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from oocgemm import backends, staging, stores
+from oocgemm.backends import host, memory
+from oocgemm.backends.base import Backend, Session, Token
+from oocgemm.plan import Operation, Plan
+from oocgemm.plan.tiling import Span
+from oocgemm.stores import Matrix, Output
+from tests.command import own_threads
+from tests.problems import Array
+
+
+@dataclass
+class Fault:
+    """Strikes call number `first`, counted from 1, and so many more; every call takes `delay` seconds more."""
+
+    error: BaseException | None = None
+    first: int = 1
+    times: int = 1 << 30
+    delay: float = 0.0
+    calls: int = 0
+    counting: Any = field(default_factory=threading.Lock, repr=False)
+
+    def strike(self) -> None:
+        with self.counting:
+            self.calls += 1
+            struck = self.first <= self.calls < self.first + self.times
+        if self.delay:
+            time.sleep(self.delay * (self.calls % 3))
+        if struck and self.error is not None:
+            raise copy(self.error)  # one that is kept, by tests, keeps what its frames look into
+
+
+class FaultyMatrix:
+    """A matrix whose reads and writes may fail."""
+
+    def __init__(self, matrix: Matrix, read: Fault | None, write: Fault | None) -> None:
+        self._matrix, self._read, self._write = matrix, read, write
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._matrix, name)
+
+    def read(self, rows: Span, cols: Span, out: Array) -> None:
+        if self._read:
+            self._read.strike()
+        self._matrix.read(rows, cols, out)
+
+    def write(self, rows: Span, cols: Span, data: Array) -> None:
+        if self._write:
+            self._write.strike()
+        self._matrix.write(rows, cols, data)
+
+
+@contextmanager
+def faulty_stores(**faults: Fault) -> Iterator[None]:
+    """Operands with faults, by names such as `read_A` and `write_C`."""
+    opening, creating = stores.open_matrix, stores.create_output
+
+    def wrapped(name: str, matrix: Matrix) -> Any:
+        return FaultyMatrix(matrix, faults.get(f"read_{name}"), faults.get(f"write_{name}"))
+
+    def open_matrix(name: str, source: Any, **options: Any) -> Any:
+        return wrapped(name, opening(name, source, **options))
+
+    def create_output(name: str, *rest: Any, **options: Any) -> Output:
+        output = creating(name, *rest, **options)
+        return Output(wrapped(name, output.matrix), output.discard)
+
+    with (
+        patch.object(stores, "open_matrix", open_matrix),
+        patch.object(stores, "create_output", create_output),
+    ):
+        yield
+
+
+class FaultyToken:
+    """An operation that was issued and fails on its way, as those of a device do."""
+
+    def __init__(self, token: Token, fault: Fault) -> None:
+        self._token, self._fault = token, fault
+
+    def synchronize(self) -> None:
+        self._fault.strike()
+        self._token.synchronize()
+
+    def interval(self) -> tuple[int, int]:
+        return self._token.interval()
+
+
+class FaultySession:
+    """A session whose operations may fail, by kind, when issued or (`late`) once they run."""
+
+    def __init__(self, session: Session, faults: dict[str, Fault], late: bool) -> None:
+        self._session, self._faults, self._late = session, faults, late
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+    def submit(self, operation: Operation, data: Sequence[Array], after: Sequence[Token]) -> Token:
+        fault = self._faults.get(operation.kind.value)
+        if fault and not self._late:
+            fault.strike()
+        token = self._session.submit(operation, data, after)
+        return FaultyToken(token, fault) if fault and self._late else token
+
+
+class FaultyBackend:
+    """A backend that may fail to open, and whose sessions may fail; `free` is what it says is free, call by call."""
+
+    def __init__(self, backend: Backend, faults: dict[str, Fault], late: bool, free: list[int]) -> None:
+        self._backend, self._faults, self._late, self._free = backend, faults, late, free
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def free_memory(self) -> int:
+        return self._free.pop(0) if self._free else self._backend.free_memory()
+
+    def open(self, plan: Plan, kernel: str) -> Any:
+        if fault := self._faults.get("open"):
+            fault.strike()
+        return FaultySession(self._backend.open(plan, kernel), self._faults, self._late)
+
+
+@contextmanager
+def faulty_backend(late: bool = False, free: Sequence[int] = (), /, **faults: Fault) -> Iterator[None]:
+    """Backends with faults at `open`, or at the operations of a kind such as `upload`."""
+    opening = backends.open_backend
+
+    def open_backend(name: str, device: int = 0) -> Any:
+        return FaultyBackend(opening(name, device), faults, late, list(free))
+
+    with patch.object(backends, "open_backend", open_backend):
+        yield
+
+
+@contextmanager
+def bytewise(most: int) -> Iterator[None]:
+    """The system reads and writes at most so many bytes a call, as it may."""
+
+    def limited(buffers: Sequence[Any]) -> list[Any]:
+        taken, room = [], most
+        for buffer in buffers:
+            part = memoryview(buffer).cast("B")[:room]
+            taken.append(part)
+            room -= len(part)
+            if not room:
+                break
+        return taken
+
+    def preadv(descriptor: int, buffers: Sequence[Any], offset: int, flags: int = 0) -> int:
+        return reading(descriptor, limited(buffers), offset, flags)
+
+    def pwritev(descriptor: int, buffers: Sequence[Any], offset: int, flags: int = 0) -> int:
+        return writing(descriptor, limited(buffers), offset, flags)
+
+    reading, writing = os.preadv, os.pwritev
+    with patch.object(os, "preadv", preadv), patch.object(os, "pwritev", pwritev):
+        yield
+
+
+@contextmanager
+def nothing_left(folder: Path) -> Iterator[None]:
+    """What a run takes it gives back: threads, memory of slots, and descriptors and maps of files in a folder."""
+    arenas: list[weakref.ref[Any]] = []
+    allocating = memory.allocate
+
+    def allocate(size: int) -> Array:
+        arena = allocating(size)
+        arenas.append(weakref.ref(_underlying(arena)))
+        return arena
+
+    before = _open_files(folder)
+    with patch.object(staging, "allocate", allocate), patch.object(host, "allocate", allocate):
+        yield
+    assert own_threads() == []
+    assert _open_files(folder) == before
+    assert [arena for arena in arenas if arena() is not None] == []
+
+
+def _underlying(array: Any) -> Any:
+    """What an array's memory belongs to."""
+    while isinstance(array, memoryview) or getattr(array, "base", None) is not None:
+        array = array.obj if isinstance(array, memoryview) else array.base
+    return array
+
+
+def _open_files(folder: Path) -> tuple[int, list[str]]:
+    """How many descriptors there are, and which maps of files in a folder."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return len(os.listdir("/proc/self/fd")), sorted(
+        line.split(maxsplit=5)[5] for line in maps if str(folder) in line
+    )
+
+
+@contextmanager
+def small_disk(place: Path, size: int) -> Iterator[Callable[[], None]]:
+    """A disk of so many bytes at a new folder, and what turns it read-only. Raises `PermissionError` where this process
+    may mount none."""
+    place.mkdir()
+    options = f"size={size}"
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)], check=False, capture_output=True
+    ).returncode:
+        raise PermissionError("this process may mount nothing")
+    try:
+        yield lambda: _remount(place)
+    finally:
+        subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+def _remount(place: Path) -> None:
+    command = ["mount", "-o", "remount,ro", str(place)]
+    while subprocess.run(command, check=False, capture_output=True).returncode:
+        time.sleep(0.001)  # busy: a file is being written

@@ -1,0 +1,365 @@
+"""`verify=True`: what goes wrong between reading and writing is found and put right; what is right is let pass."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import zarr
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import oocgemm
+from oocgemm.backends.base import DoneToken
+from oocgemm.backends.host import HostSession
+from oocgemm.checks import Checks, runs
+from oocgemm.errors import ExecutionError
+from oocgemm.plan import Kind, Op, Operation, candidates
+from oocgemm.plan.checking import borders
+from oocgemm.staging import Staging
+from tests.backends_here import CUDA, needs_gpu, staged
+from tests.problems import DTYPES, Array, integers, reference, stored
+
+ENGINES = [
+    pytest.param("host"),
+    pytest.param("host-staged"),
+    pytest.param("cuda", marks=needs_gpu),
+]
+
+
+def product(engine: str, a: Array, b: Array, c: Array | None = None, **options: Any) -> oocgemm.Result:
+    with staged() if engine == "host-staged" else nullcontext():
+        return oocgemm.gemm(a, b, c, backend=engine.removesuffix("-staged"), verify=True, **options)
+
+
+def checked(result: oocgemm.Result) -> dict[str, Any]:
+    found = result.report.checks
+    assert found is not None
+    return dict(found)
+
+
+# What is right
+
+
+def scaled(rng: np.random.Generator, shape: tuple[int, int], dtype: str, kind: str) -> Array:
+    """A matrix whose elements are of all sizes that its dtype has, or of one, or none."""
+    x = rng.standard_normal(shape)
+    limits = np.finfo(dtype)
+    with np.errstate(all="ignore"):
+        if kind == "wide":
+            x *= 10.0 ** rng.uniform(np.log10(limits.tiny), np.log10(limits.max), shape)
+        elif kind == "large":
+            x *= float(limits.max) / 100
+        elif kind == "small":
+            x *= float(limits.tiny)
+        elif kind == "root":
+            x *= float(limits.tiny) ** 0.5
+        elif kind == "constant":
+            x[...] = 0.1
+        elif kind == "zero":
+            x[...] = 0
+        elif kind == "rows":
+            x *= 10.0 ** rng.uniform(np.log10(limits.tiny) / 2, np.log10(limits.max) / 2, (shape[0], 1))
+        return (x if np.dtype(dtype).kind != "c" else x + 1j * x[::-1]).astype(dtype)
+
+
+KINDS = ("normal", "wide", "large", "small", "root", "constant", "zero", "rows")
+EXTENTS = st.one_of(st.integers(1, 40), st.sampled_from([130, 257, 300]))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@given(data=st.data())
+@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+def test_what_is_right_passes(engine: str, data: st.DataObject) -> None:
+    m, n, k = (data.draw(EXTENTS, label) for label in "mnk")
+    dtype = data.draw(st.sampled_from(DTYPES))
+    op_a, op_b = (data.draw(st.sampled_from(list(Op))) for _ in "AB")
+    large = 1e300 if dtype in ("float64", "complex128") else 1e30
+    alpha = data.draw(st.sampled_from([1, 0, -2.5, 1e-300, large]), "alpha")
+    beta = data.draw(st.sampled_from([0, 1, -0.3]), "beta")
+    kinds = [data.draw(st.sampled_from(KINDS), f"kind of {x}") for x in "ABC"]
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    shapes = stored(op_a, m, k), stored(op_b, k, n), (m, n)
+    a, b, c = (scaled(rng, shape, dtype, kind) for shape, kind in zip(shapes, kinds, strict=True))
+    for x in (a, b, c):
+        for value in data.draw(st.lists(st.sampled_from([np.nan, np.inf, -np.inf]), max_size=2)):
+            x[rng.integers(x.shape[0]), rng.integers(x.shape[1])] = value
+    tile = data.draw(st.none() | st.builds("{}x{}x{}".format, *(st.integers(10, 200),) * 3), "tile")
+    result = product(engine, a, b, c, alpha=alpha, beta=beta, trans_a=op_a, trans_b=op_b, tile=tile)
+    found = checked(result)
+    assert found["recomputed"] == []
+    assert found["blocks"] > 0
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ordinary_numbers_are_decided(engine: str, dtype: str) -> None:
+    rng = np.random.default_rng(1)
+    a, b, c = (scaled(rng, (300, 300), dtype, "normal") for _ in "ABC")
+    found = checked(product(engine, a, b, c, alpha=0.5, beta=2, tile="150x200x64"))
+    assert found["undecided"] == 0
+    assert found["tiles"] == 4
+
+
+# What is wrong
+
+
+def tampering(change: Callable[[Array], None], kind: Kind, tile: tuple[int, int], times: int) -> Any:
+    """Change what an operation of a tile has left in memory, so many times: on the device a Multiply's sums before they
+    go anywhere, on the host a strip before it is written."""
+    left = times
+
+    def of(operation: Operation) -> bool:
+        nonlocal left
+        if operation.kind is kind and operation.tile == tile and left:
+            left -= 1
+            return True
+        return False
+
+    if kind is Kind.WRITE:
+        right = Checks.transfer
+
+        def transfer(self: Checks, staging: Staging, operation: Operation, columns: Sequence[Array]) -> bool:
+            if of(operation):
+                change(columns[0])
+            return right(self, staging, operation, columns)
+
+        return patch.object(Checks, "transfer", transfer)
+    return _on_device(of, change)
+
+
+@contextmanager
+def _on_device(of: Callable[[Operation], bool], change: Callable[[Array], None]) -> Iterator[None]:
+    """After the operations that are meant, change what they have written to the device."""
+    on_host = HostSession.submit
+
+    def submit(self: HostSession, operation: Operation, host: Any, after: Any) -> DoneToken:
+        token = on_host(self, operation, host, after)
+        if of(operation):
+            change(self.view(operation, operation.writes[0]))
+        return token
+
+    with patch.object(HostSession, "submit", submit):
+        if not CUDA:
+            yield
+            return
+        import cupy
+
+        from oocgemm.backends.cuda import CudaSession
+
+        on_cuda = CudaSession.submit
+
+        def submit_on_cuda(self: CudaSession, operation: Operation, host: Any, after: Any) -> Any:
+            token = on_cuda(self, operation, host, after)
+            if of(operation):
+                token.synchronize()
+                region = operation.writes[0]
+                problem = self._problem
+                name = problem.acc_dtype if region.slot.operand == "C" else problem.a_dtype
+                held = np.empty(region.stop - region.start, name)
+                address = self._address(region)
+                cupy.cuda.runtime.memcpy(held.ctypes.data, address, held.nbytes, 2)
+                change(held.reshape(1, -1))
+                cupy.cuda.runtime.memcpy(address, held.ctypes.data, held.nbytes, 1)
+            return token
+
+        with patch.object(CudaSession, "submit", submit_on_cuda):
+            yield
+
+
+def one_element(view: Array) -> None:
+    view[view.shape[0] // 2, view.shape[1] // 3] += 1
+
+
+def one_element_much(view: Array) -> None:
+    view[view.shape[0] // 2, view.shape[1] // 3] += 64
+
+
+def one_nan(view: Array) -> None:
+    view[-1, -1] = np.nan
+
+
+def one_infinity(view: Array) -> None:
+    view[0, 0] = np.inf
+
+
+def swapped(view: Array) -> None:
+    view[...] = view[:, ::-1].copy()
+
+
+FAULTS = [
+    pytest.param(one_element, Kind.MULTIPLY, id="an element of the accumulator"),
+    pytest.param(one_element, Kind.WRITE, id="an element of a strip on the host"),
+    pytest.param(one_nan, Kind.MULTIPLY, id="a NaN in the accumulator"),
+    pytest.param(one_infinity, Kind.WRITE, id="an infinity in a strip"),
+    pytest.param(swapped, Kind.UPLOAD, id="a panel in another order"),
+]
+
+
+def operands(dtype: str = "float64") -> tuple[Array, Array, Array]:
+    rng = np.random.default_rng(7)
+    return integers(rng, (150, 90), dtype), integers(rng, (90, 160), dtype), integers(rng, (150, 160), dtype)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("change", "kind"), FAULTS)
+@pytest.mark.parametrize("dtype", ["float64", "float32", "complex128", "float16"])
+@pytest.mark.parametrize("beta", [0, 1])
+def test_an_error_in_a_tile_is_put_right(
+    engine: str,
+    change: Callable[[Array], None],
+    kind: Kind,
+    dtype: str,
+    beta: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if engine == "host" and kind is Kind.UPLOAD:
+        pytest.skip("nothing is uploaded where the device is the host")
+    monkeypatch.setattr(candidates, "STRIP_BYTES", 1)
+    monkeypatch.setattr(candidates, "STAGED_STRIPS", 4)  # some strips of the tile are right, and written
+    monkeypatch.setattr(candidates, "STRIPS", 4)
+    a, b, c = operands(dtype)
+    expected = reference(1, Op.N, a, Op.N, b, beta, c)
+    if dtype == "float16" and change is one_element:
+        change = one_element_much  # rounding alone leaves some units in the sum of a block
+    with tampering(change, kind, (1, 1), times=1):
+        result = product(engine, a, b, c, beta=beta, tile="80x100x30")
+    assert result.plan.slots.strip < result.plan.tile.w
+    # A panel is multiplied in other tiles too.
+    assert checked(result)["recomputed"] == ([(1, 0), (1, 1)] if kind is Kind.UPLOAD else [(1, 1)])
+    np.testing.assert_array_equal(c, expected.astype(dtype) if c.dtype.kind == "c" else expected.real)
+
+
+@pytest.mark.parametrize("engine", ENGINES[1:])
+@pytest.mark.parametrize("operand", ["A", "B"])
+def test_a_stale_slot_is_noticed(engine: str, operand: str) -> None:
+    """An upload that never happens leaves in the slot what was there before."""
+    a, b, _ = operands()
+    left = 1
+
+    def stale(right: Callable[..., Any]) -> Callable[..., Any]:
+        def submit(self: Any, operation: Operation, host: Any, after: Any) -> Any:
+            nonlocal left
+            if operation.kind is Kind.UPLOAD and (operation.operand, operation.step) == (operand, 2) and left:
+                left -= 1
+                for token in after:
+                    token.synchronize()
+                return DoneToken(1, 2)
+            return right(self, operation, host, after)
+
+        return submit
+
+    session: Any = HostSession
+    if engine == "cuda":
+        from oocgemm.backends.cuda import CudaSession as session  # noqa: N813
+    with patch.object(session, "submit", stale(session.submit)):
+        result = product(engine, a, b, tile="150x160x30")
+    assert checked(result)["recomputed"] == [(0, 0)]
+    np.testing.assert_array_equal(result.out, a @ b)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_error_that_comes_again_ends_the_run(engine: str, tmp_path: Path) -> None:
+    a, b, _ = operands()
+    with (
+        tampering(one_element, Kind.WRITE, (1, 1), times=2),
+        pytest.raises(
+            ExecutionError, match=r"C\[80:150, 100:160\] of tile \(1, 1\) differs from its checksums"
+        ),
+    ):
+        product(engine, a, b, tile="80x100x30")
+    with (
+        tampering(one_element, Kind.MULTIPLY, (1, 1), times=10**6),
+        pytest.raises(ExecutionError, match="twice"),
+    ):
+        product(engine, a, b, tile="80x100x30")
+
+
+def test_a_wrong_strip_never_reaches_the_store(tmp_path: Path) -> None:
+    a, b, _ = operands()
+    with tampering(one_element, Kind.WRITE, (0, 0), times=2), pytest.raises(ExecutionError):
+        oocgemm.gemm(
+            a,
+            b,
+            zarr.create_array(tmp_path / "C", shape=(150, 160), dtype="f8", chunks=(80, 100)),
+            backend="host",
+            verify=True,
+            tile="80x100x30",
+        )
+    found = zarr.open_array(tmp_path / "C")[:]
+    assert isinstance(found, np.ndarray)
+    np.testing.assert_array_equal(found[:80, :100], 0)
+    np.testing.assert_array_equal(found[80:, 100:], (a @ b)[80:, 100:])
+
+
+def test_without_verify_nothing_is_noticed() -> None:
+    """What the other tests rest on: the errors they make are errors."""
+    a, b, _ = operands()
+    with _on_device(lambda o: o.kind is Kind.MULTIPLY and o.tile == (0, 0), one_element):
+        result = oocgemm.matmul(a, b, backend="host", tile="80x100x30")
+    assert result.report.checks is None
+    assert (result.out != a @ b).any()
+
+
+# Memory and blocks
+
+
+@given(extent=st.integers(1, 2000), strip=st.integers(1, 2000))
+def test_blocks_never_reach_over_a_strip(extent: int, strip: int) -> None:
+    cuts = borders(extent, strip)
+    assert cuts[0] == 0
+    assert cuts[-1] == extent
+    assert all(0 < b - a <= 128 for a, b in pairwise(cuts))
+    assert set(range(0, extent, strip)) <= set(cuts)
+
+
+@given(extent=st.integers(1, 500), strip=st.integers(1, 300), data=st.data())
+def test_pieces_are_cut_where_blocks_begin(extent: int, strip: int, data: st.DataObject) -> None:
+    cuts = borders(extent, strip)
+    top = data.draw(st.integers(0, extent - 1))
+    stop = data.draw(st.integers(top + 1, extent))
+    piece = np.arange(top, stop)[:, None] * np.ones(2)
+    found: list[Array] = []
+    for first, blocks, offset in runs(piece, top, cuts):
+        assert np.shares_memory(blocks, piece)
+        for number, block in enumerate(blocks, first):
+            assert cuts[number] <= block.min()
+            assert block.max() < cuts[number + 1]
+        assert blocks[0, 0, 0] == top + offset
+        found += list(blocks)
+    np.testing.assert_array_equal(np.concatenate(found), piece)
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_checksums_are_within_the_plan(data: st.DataObject) -> None:
+    """What the checksums really take, at most what the footprint says of them."""
+    m, n, k = (data.draw(st.integers(50, 400)) for _ in "mnk")
+    most = 0
+    right = Checks.submit
+
+    def submit(self: Checks, operation: Operation) -> None:
+        nonlocal most
+        right(self, operation)
+        sums = {id(x): x.sums.nbytes + x.norms.nbytes for x in list(self._panels.values())}
+        tiles = ([x.product, x.norm, x.old, x.old_norm] for x in list(self._tiles.values()))
+        most = max(most, sum(sums.values()) + sum(x.nbytes for tile in tiles for x in tile))
+
+    dtype = data.draw(st.sampled_from(DTYPES))
+    a, b = np.ones((m, k), dtype), np.ones((k, n), dtype)
+    with patch.object(Checks, "submit", submit):
+        result = product(
+            data.draw(st.sampled_from(["host", "host-staged"])),
+            a,
+            b,
+            tile="64x80x40",
+            device_memory="40MiB",
+            host_memory="40MiB",
+        )
+    footprint = result.plan.footprint
+    assert 0 < most + 8 * (m + n) <= footprint.host["checks"]
+    assert footprint.host_total <= result.plan.budgets.host

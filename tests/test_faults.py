@@ -1,0 +1,646 @@
+"""Whatever fails under a run ends it with an error that says what, where and why, and nothing is left behind."""
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numcodecs
+import numpy as np
+import pytest
+import zarr
+from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, ShardingCodec, ZstdCodec
+from zarr.storage import MemoryStore, WrapperStore
+
+import oocgemm
+from oocgemm import ExecutionError, InputError, OocGemmError, OutOfMemoryError, job, resume, staging
+from oocgemm.backends import memory
+from oocgemm.cli import EXIT_FAILED, EXIT_USAGE
+from oocgemm.plan import Plan
+from tests.backends_here import staged
+from tests.command import run
+from tests.faults import Fault, bytewise, faulty_backend, faulty_stores, nothing_left, small_disk
+
+M, N, K, CHUNK = 40, 50, 30, 10
+_rng = np.random.default_rng(0)
+A, B = (_rng.integers(-3, 4, shape).astype(float) for shape in ((M, K), (K, N)))
+PRODUCT = A @ B
+TILE = "20x20x10"
+# What holds A, by the way it is read: past zarr in the first ones, through it in "filtered".
+STORES: dict[str, dict[str, Any]] = {
+    "raw": {"compressors": None},
+    "zstd": {"compressors": ZstdCodec(checksum=True)},
+    "blosc": {"compressors": BloscCodec(cname="lz4")},
+    "crc32c": {"compressors": Crc32cCodec()},
+    "shards": {
+        "chunks": (20, 10),
+        "serializer": ShardingCodec(chunk_shape=(10, 10), codecs=[BytesCodec()]),
+        "compressors": None,
+    },
+    "filtered": {"zarr_format": 2, "filters": [numcodecs.Delta("f8")], "compressors": numcodecs.Zstd()},
+}
+DIRECT = [kind for kind in STORES if kind != "filtered"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _zarr_has_its_threads() -> None:
+    """And the descriptors that these hold."""
+    zarr.ones((1,))[:]
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "RETRY_AFTER", (0.01,) * 3)
+
+
+@pytest.fixture(params=STORES)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def a(tmp_path: Path, kind: str) -> Path:
+    """A, stored in a way."""
+    return store(tmp_path / "A", kind)
+
+
+def store(place: Path, kind: str, values: Any = A) -> Path:
+    options = {"chunks": (CHUNK, CHUNK)} | STORES[kind]
+    zarr.create_array(place, shape=values.shape, dtype="f8", **options)[:] = values
+    return place
+
+
+def chunk(a: Path) -> Path:
+    """A chunk file of A, in its second row of tiles."""
+    return next(place for place in (a / "c" / "2" / "1", a / "c" / "1" / "1", a / "2.1") if place.is_file())
+
+
+def multiply(folder: Path, a: Any, b: Any = B, **options: Any) -> oocgemm.Result:
+    """A @ B into a new array in a folder."""
+    return oocgemm.gemm(a, b, folder / "C", **({"backend": "host", "tile": TILE} | options))
+
+
+def failure(folder: Path, a: Any, b: Any = B, **options: Any) -> str:
+    """What the error says that a product fails with, nothing else being left of it."""
+    with nothing_left(folder):
+        try:
+            multiply(folder, a, b, **options)
+        except OocGemmError as error:
+            said = str(error)
+        else:
+            pytest.fail("nothing failed")
+    assert_not_whole(folder / "C")
+    return said
+
+
+def assert_not_whole(c: Path) -> None:
+    """There is no C, or one that says that it is the result of a run that has not ended, which can be gone on with."""
+    if c.exists():
+        assert zarr.open_array(c).attrs["oocgemm"] == {"complete": False}
+        assert "with --resume" in resume.how_far(c)
+        with pytest.raises(InputError, match="A is the result of an unfinished run"):
+            oocgemm.matmul(c, np.eye(zarr.open_array(c).shape[1]), backend="host")
+
+
+def once_planned(act: Callable[[], object]) -> Callable[[Plan], Callable[[object], None]]:
+    """A `progress` that does something between planning and the first read."""
+
+    def progress(plan: Plan) -> Callable[[object], None]:
+        act()
+        return lambda span: None
+
+    return progress
+
+
+# Files.
+
+
+def _cut(place: Path) -> None:
+    os.truncate(place, place.stat().st_size // 2)
+
+
+def _garbage(place: Path) -> None:
+    content = bytearray(place.read_bytes())
+    content[len(content) // 2] ^= 255
+    content[:4] = b"\xff" * 4
+    place.write_bytes(content)
+
+
+def _longer(place: Path) -> None:
+    place.write_bytes(place.read_bytes() + b"\0" * 8)
+
+
+def _folder(place: Path) -> None:
+    place.unlink()
+    place.mkdir()
+
+
+def _no_end(place: Path) -> None:
+    place.unlink()
+    place.symlink_to(place)
+
+
+DAMAGES = (_cut, _garbage, _folder, _no_end)
+
+
+# Raw chunks carry nothing to check them by, and zarr takes what is no file for a chunk that is not there.
+UNSEEN = {("raw", _garbage), ("filtered", _folder)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "damage"),
+    [(kind, damage) for kind in STORES for damage in DAMAGES if (kind, damage) not in UNSEEN],
+    indirect=["kind"],
+)
+@pytest.mark.parametrize("when", ["before", "once planned"])
+def test_a_damaged_file_is_named(
+    tmp_path: Path, a: Path, kind: str, damage: Callable[[Path], None], when: str
+) -> None:
+    if (kind, damage) == ("shards", _garbage):
+        damage = _garbage_index
+    options = {}
+    if when == "before":
+        damage(chunk(a))
+    else:
+        options["progress"] = once_planned(lambda: damage(chunk(a)))
+    said = failure(tmp_path, a, **options)
+    assert "of tile (1, " in said
+    assert "A[20:" in said
+    if kind != "filtered":
+        assert chunk_name(a) in said
+
+
+def _garbage_index(place: Path) -> None:
+    content = bytearray(place.read_bytes())
+    content[-10] ^= 255
+    place.write_bytes(content)
+
+
+def chunk_name(a: Path) -> str:
+    return "c/1/1" if (a / "c" / "1").is_dir() and not (a / "c" / "2").is_dir() else "c/2/1"
+
+
+@pytest.mark.parametrize("kind", DIRECT, indirect=True)
+@pytest.mark.parametrize("part", ["chunk", "row", "all"])
+def test_a_file_that_vanishes_under_a_run_is_not_taken_for_the_fill_value(
+    tmp_path: Path, a: Path, part: str
+) -> None:
+    place = {"chunk": chunk(a), "row": chunk(a).parent, "all": a}[part]
+
+    def vanish() -> None:
+        place.unlink() if part == "chunk" else shutil.rmtree(place)
+
+    said = failure(tmp_path, a, progress=once_planned(vanish))
+    assert "is missing in" in said
+    assert str(a) in said
+
+
+@pytest.mark.parametrize("kind", DIRECT, indirect=True)
+def test_a_chunk_that_has_never_been_there_is_the_fill_value(tmp_path: Path, a: Path) -> None:
+    chunk(a).unlink()
+    expected = zarr.open_array(a)[:] @ B
+    np.testing.assert_array_equal(multiply(tmp_path, a).out[:], expected)
+
+
+def test_chunks_of_c_that_come_by_the_run_are_no_sign_of_others_gone(tmp_path: Path) -> None:
+    zarr.create_array(tmp_path / "C", shape=(M, N), dtype="f8", chunks=(CHUNK, CHUNK), compressors=None)
+    result = multiply(tmp_path, A, beta=1)
+    np.testing.assert_array_equal(result.out[:], PRODUCT)
+
+
+@pytest.mark.parametrize("name", ["A", "B", "C"])
+def test_a_mapped_file_that_is_cut_short_under_a_run_is_an_error_and_no_crash(
+    tmp_path: Path, name: str
+) -> None:
+    for place, values in (("A", A), ("B", B), ("C", PRODUCT)):
+        np.save(tmp_path / f"{place}.npy", values)
+    operands = [tmp_path / f"{place}.npy" for place in "ABC"]
+
+    def cut() -> None:
+        os.truncate(tmp_path / f"{name}.npy", 512)
+
+    with nothing_left(tmp_path):
+        try:
+            oocgemm.gemm(*operands, beta=1, backend="host", tile=TILE, progress=once_planned(cut))
+        except ExecutionError as error:
+            said = str(error)
+    assert f"reading {name}[0:" in said
+    assert "cut short, from" in said
+
+
+# Reading again.
+
+PASSING: list[Exception] = [
+    *(
+        OSError(number, os.strerror(number))
+        for number in (errno.EIO, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR, errno.ESTALE)
+    ),
+    ConnectionResetError(errno.ECONNRESET, "reset"),
+    ConnectionRefusedError("refused"),
+    TimeoutError("too late"),
+    type("ServerDisconnectedError", (Exception,), {})("gone"),
+]
+LASTING: list[Exception] = [
+    *(
+        OSError(number, os.strerror(number))
+        for number in (errno.ENOENT, errno.EACCES, errno.EROFS, errno.EMFILE, errno.ENOMEM)
+    ),
+    EOFError("ends too early"),
+    ValueError("cannot be decoded"),
+    RuntimeError("error during blosc decompression: -1"),
+    MemoryError("none left"),
+]
+
+
+@pytest.mark.parametrize("error", PASSING, ids=repr)
+def test_a_failure_that_passes_costs_nothing_but_time(tmp_path: Path, error: Exception) -> None:
+    fault = Fault(error, first=4, times=3)
+    with nothing_left(tmp_path):
+        with faulty_stores(read_A=fault):
+            result = multiply(tmp_path, A)
+        np.testing.assert_array_equal(result.out[:], PRODUCT)
+        assert len(result.timeline.header["retried"]) == 3
+        assert all("A[" in where and str(error) in where for where in result.timeline.header["retried"])
+        del result
+
+
+def test_a_failure_that_does_not_pass_is_tried_as_often_as_stated(tmp_path: Path) -> None:
+    fault = Fault(OSError(errno.EIO, "Input/output error"), first=1)
+    with faulty_stores(read_B=fault), staged():
+        said = failure(tmp_path, A, tile=f"{M}x{N}x{K}")
+    assert fault.calls == 1 + len(staging.RETRY_AFTER)
+    assert (
+        "read B[0:30, 0:50] of tile (0, 0), step 0: reading B[0:30, 0:50]: OSError: [Errno 5] Input/output"
+        in said
+    )
+
+
+@pytest.mark.parametrize("error", LASTING, ids=repr)
+def test_a_failure_that_lasts_is_not_tried_again(tmp_path: Path, error: Exception) -> None:
+    fault = Fault(error, first=2)
+    with faulty_stores(read_A=fault):
+        said = failure(tmp_path, A, np.eye(K), tile=f"20x{K}x{K}")
+    assert fault.calls == 2
+    assert "reading A[20:40, 0:30]" in said
+    assert str(error) in said
+
+
+@pytest.mark.parametrize("error", [*PASSING[:1], *LASTING[:1]], ids=repr)
+def test_writes_are_not_tried_again(tmp_path: Path, error: Exception) -> None:
+    fault = Fault(error, first=2)
+    with faulty_stores(write_C=fault), staged():
+        said = failure(tmp_path, A, tile=f"20x{N}x{K}", chunks=(20, N))
+    assert fault.calls == 2
+    assert "tile (1, 0)" in said
+    assert "writing C[20:40, 0:50]" in said
+
+
+@pytest.mark.timeout(60)
+def test_a_run_that_stops_waits_for_no_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "RETRY_AFTER", (1000.0,))
+    waiting = Fault(OSError(errno.EIO, "passing"), times=1)
+    ending = Fault(PermissionError(errno.EACCES, "lasting"), delay=0.1)
+    with faulty_stores(read_A=waiting, read_B=ending), staged(2):
+        assert "lasting" in failure(tmp_path, A)
+    assert waiting.calls <= 2
+
+
+@pytest.mark.timeout(60)
+def test_an_interrupt_ends_the_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "RETRY_AFTER", (1000.0,))
+    waiting = Fault(OSError(errno.EIO, "passing"), times=1)
+    threading.Timer(0.3, os.kill, (os.getpid(), 2)).start()
+    with nothing_left(tmp_path), faulty_stores(read_A=waiting):
+        try:
+            multiply(tmp_path, A)
+        except KeyboardInterrupt:
+            pass
+        else:
+            pytest.fail("it went on")
+
+
+class Flaky(WrapperStore[MemoryStore]):
+    """A store far away, to which the connection breaks now and then."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        super().__init__(store)
+        self.gets = 0
+
+    async def get(self, key: str, *rest: Any, **options: Any) -> Any:
+        self.gets += "/" in key
+        if self.gets % 5 == 4:
+            raise ConnectionResetError("the connection broke")
+        return await super().get(key, *rest, **options)
+
+
+def test_a_connection_that_breaks_is_made_again(tmp_path: Path) -> None:
+    flaky = Flaky(MemoryStore())
+    a = zarr.create_array(flaky, shape=A.shape, dtype="f8", chunks=(CHUNK, CHUNK))
+    a[:] = A
+    flaky.gets = 0
+    result = multiply(tmp_path, a)
+    np.testing.assert_array_equal(result.out[:], PRODUCT)
+    assert result.timeline.header["retried"]
+
+
+def test_a_report_tells_of_reads_that_were_tried_again(tmp_path: Path) -> None:
+    np.save(tmp_path / "A.npy", A)
+    np.save(tmp_path / "B.npy", B)
+    with faulty_stores(read_A=Fault(TimeoutError("too late"), times=2)):
+        done = run(tmp_path / "A.npy", tmp_path / "B.npy", tmp_path / "C")
+    assert done.code == 0
+    assert "tried again 2 times what had failed, at last reading A[" in done.out
+    assert "TimeoutError: too late" in done.out
+
+
+# A little at a time, and late.
+
+
+@pytest.mark.parametrize("most", [1, 1000])
+def test_a_system_that_reads_and_writes_little_at_a_time_gives_the_same(
+    tmp_path: Path, a: Path, most: int
+) -> None:
+    b = store(tmp_path / "B", "raw", B)
+    with bytewise(most):
+        result = multiply(tmp_path, a, b)
+    np.testing.assert_array_equal(result.out[:], PRODUCT)
+
+
+@pytest.mark.parametrize("most", [1, 700_001, 1 << 20])
+def test_little_at_a_time_past_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    monkeypatch.setattr("oocgemm.stores.files.OpenFile._resident", lambda *_: False)
+    rows = 512 if most > 1 else 1
+    values = np.random.default_rng(0).standard_normal((rows, 512))
+    monkeypatch.setattr("oocgemm.stores.files.LEAST_DIRECT", 4096)
+    a = zarr.create_array(tmp_path / "A", data=values, chunks=(rows, 512), compressors=None)
+    with bytewise(most):
+        oocgemm.matmul(tmp_path / "A", np.eye(512), out=tmp_path / "C", chunks=(rows, 512), backend="host")
+    np.testing.assert_array_equal(zarr.open_array(tmp_path / "C")[:], a[:])
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_whatever_is_slow_the_product_is_right(tmp_path: Path, late: bool) -> None:
+    zarr.create_array(tmp_path / "C", data=PRODUCT, chunks=(CHUNK, CHUNK))
+    slow = {name: Fault(delay=0.004) for name in ("read_A", "read_B", "read_C", "write_C")}
+    busy = {name: Fault(delay=0.002) for name in ("upload", "multiply", "download")}
+    with nothing_left(tmp_path):
+        with faulty_stores(**slow), faulty_backend(late, **busy), staged(2):
+            multiply(tmp_path, A, beta=2)
+        np.testing.assert_array_equal(zarr.open_array(tmp_path / "C")[:], 3 * PRODUCT)
+
+
+# The backend.
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("first", [1, 4])
+@pytest.mark.parametrize("operation", ["upload", "multiply", "download"])
+def test_a_device_that_fails_names_the_operation(
+    tmp_path: Path, operation: str, first: int, late: bool
+) -> None:
+    fault = Fault(RuntimeError("cudaErrorLaunchFailure: unspecified launch failure"), first=first)
+    with faulty_backend(late, **{operation: fault}), staged():
+        said = failure(tmp_path, A)
+    assert late or said.startswith(operation)  # else what waited for it may be the first to notice
+    assert "of tile (" in said
+    assert "cudaErrorLaunchFailure" in said
+
+
+def test_a_backend_that_cannot_be_opened_leaves_nothing(tmp_path: Path) -> None:
+    with faulty_backend(open=Fault(oocgemm.BackendError("no such kernel here"))):
+        assert failure(tmp_path, A) == "no such kernel here"
+
+
+def refused() -> OutOfMemoryError:
+    return OutOfMemoryError("the device refuses 90 MiB, 40 MiB are free: pass a smaller --device-memory")
+
+
+def test_memory_that_others_have_taken_meanwhile_is_planned_without(tmp_path: Path) -> None:
+    free = [96 << 20, 48 << 20]
+    with nothing_left(tmp_path):
+        with faulty_backend(False, free, open=Fault(refused(), times=1)):
+            result = multiply(tmp_path, A, tile=None)
+        assert result.plan.budgets.device == 48 * 3 / 8 * 2**20
+        np.testing.assert_array_equal(result.out[:], PRODUCT)
+        del result
+
+
+def test_a_budget_that_the_device_does_not_have_is_refused(tmp_path: Path) -> None:
+    fault = Fault(refused())
+    with faulty_backend(open=fault):
+        said = failure(tmp_path, A, device_memory="96MiB")
+    assert said == str(refused())
+
+
+# The host's memory, and threads.
+
+
+@pytest.mark.parametrize("unified", [True, False])
+def test_a_plan_for_more_memory_than_there_is_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unified: bool
+) -> None:
+    monkeypatch.setattr(job, "available_memory", lambda: 100_000)
+    budgets = {"device_memory": "64MiB", "host_memory": "64MiB"}
+    a = np.ones((200, 200))
+    if unified:
+        said = failure(tmp_path, a, a, tile="200x200x200", **budgets)
+        assert "smaller --device-memory" in said
+    else:
+        with staged():
+            said = failure(tmp_path, a, a, tile="200x200x200", **budgets)
+        assert "smaller --host-memory" in said
+    assert "97.7 KiB are available" in said
+
+
+def test_what_a_container_caches_can_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "GROUP", tmp_path)
+    (tmp_path / "memory.max").write_text("100000000\n")
+    (tmp_path / "memory.current").write_text("90000000\n")
+    (tmp_path / "memory.stat").write_text("anon 30000000\ninactive_file 40000000\nactive_file 20000000\n")
+    assert memory.available_memory() == 70_000_000
+
+
+def test_memory_that_the_system_refuses_is_one_line(tmp_path: Path) -> None:
+    for name in "AB":
+        np.save(tmp_path / f"{name}.npy", np.ones((2000, 2000)))
+    code = (
+        "import resource, sys, numpy, oocgemm.cli, oocgemm.stores, oocgemm.backends.host;"
+        "oocgemm.stores.load_zarr(); numpy.ones((64, 64)) @ numpy.ones((64, 64));"
+        "size = int(open('/proc/self/statm').read().split()[0]) * 4096;"
+        "resource.setrlimit(resource.RLIMIT_AS, (size + (int(sys.argv.pop(1)) << 20),) * 2); oocgemm.cli.main()"
+    )
+    for room in (5, 40, 75, 95, 110):
+        command = [
+            sys.executable,
+            "-c",
+            code,
+            str(room),
+            "run",
+            "A.npy",
+            "B.npy",
+            "C.zarr",
+            "--backend",
+            "host",
+        ]
+        budgets = ["--device-memory", "80MiB", "--host-memory", "32MiB"]
+        done = subprocess.run([*command, *budgets], check=False, cwd=tmp_path, capture_output=True, text=True)
+        # An operand that cannot even be mapped is taken for one that cannot be used.
+        assert done.returncode in (EXIT_FAILED, EXIT_USAGE), (room, done.stderr)
+        assert done.stderr.count("\n") == 1, (room, done.stderr)
+        assert done.stderr.startswith("Error: ")
+        assert not (tmp_path / "C.zarr").exists()
+
+
+@pytest.mark.parametrize("first", range(1, 9, 2))
+def test_a_thread_that_cannot_be_started_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int
+) -> None:
+    right, fault = threading.Thread.start, Fault(RuntimeError("can't start new thread"), first=first)
+
+    def start(self: threading.Thread) -> None:
+        if self.name.startswith("oocgemm"):
+            fault.strike()
+        right(self)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    interval = sys.getswitchinterval()
+    with staged(2):
+        assert "can't start new thread" in failure(tmp_path, A)
+    assert sys.getswitchinterval() == interval
+
+
+def test_an_error_that_is_kept_keeps_no_slots(tmp_path: Path) -> None:
+    kept = []
+    with nothing_left(tmp_path), faulty_stores(read_A=Fault(ValueError("wrong"), first=3)):
+        try:
+            multiply(tmp_path, A)
+        except ExecutionError as error:
+            kept.append(error)
+    assert kept[0].__traceback__ is not None
+
+
+# The disk that C goes to.
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[tuple[Path, Callable[[], None]]]:
+    try:
+        with small_disk(tmp_path / "disk", 400 << 10) as turn_read_only:
+            yield tmp_path / "disk", turn_read_only
+    except PermissionError as error:
+        pytest.skip(str(error))
+
+
+LARGE = np.arange(256.0 * 16).reshape(256, 16) % 7  # its product with its transpose takes 512 KiB
+NOISE = np.random.default_rng(0).standard_normal((256, 16))
+CS: dict[str, dict[str, Any]] = {
+    "raw": {"compressors": None},
+    "zstd": {},
+    "shards": {"shards": (64, 64)},
+    "v2": {"zarr_format": 2, "filters": [numcodecs.Delta("f8")]},
+}
+
+
+@pytest.mark.parametrize("compressor", ["none", "zstd"])
+def test_a_disk_that_is_full_ends_the_run(disk: tuple[Path, Any], compressor: str) -> None:
+    said = failure(
+        disk[0], NOISE, NOISE, trans_b="T", tile="64x64x16", chunks=(32, 32), compressor=compressor
+    )
+    assert "writing C[" in said
+    assert "No space left on device" in said
+
+
+@pytest.mark.parametrize("kind", CS)
+def test_a_disk_that_is_full_ends_a_run_over_a_c_that_is_there(disk: tuple[Path, Any], kind: str) -> None:
+    c = disk[0] / "C"
+    zarr.create_array(c, shape=(256, 256), dtype="f8", **({"chunks": (32, 32)} | CS[kind]))
+    with nothing_left(disk[0]):
+        try:
+            oocgemm.gemm(NOISE, NOISE, c, trans_b="T", tile="64x64x16", backend="host", overwrite=True)
+        except ExecutionError as error:
+            said = str(error)
+    assert "writing C[" in said
+    assert "No space left on device" in said
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_disk_that_is_full_has_no_room_for_a_mapped_file(disk: tuple[Path, Any], there: bool) -> None:
+    c = disk[0] / "C.npy"
+    if there:  # as a hole
+        np.lib.format.open_memmap(c, mode="w+", dtype="f8", shape=(256, 256)).flush()
+    before = sorted(disk[0].iterdir())
+    with nothing_left(disk[0]), pytest.raises(InputError, match="No space left on device"):
+        oocgemm.gemm(NOISE, NOISE, c, trans_b="T", backend="host", overwrite=there)
+    assert sorted(disk[0].iterdir()) == before
+
+
+def test_a_disk_that_is_read_only_is_refused(disk: tuple[Path, Callable[[], None]]) -> None:
+    folder, turn_read_only = disk
+    multiply(folder, A)
+    np.save(folder / "C.npy", PRODUCT)
+    turn_read_only()
+    for name in ("new", "new.npy", "C", "C.npy"):
+        with nothing_left(folder), pytest.raises(InputError, match=r"[Rr]ead-only"):
+            oocgemm.gemm(A, B, folder / name, backend="host", overwrite=True)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT])
+@pytest.mark.parametrize("call", ["pwritev", "replace", "fsync", "open"])
+def test_a_disk_that_fails_at_any_call_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
+) -> None:
+    right, c = getattr(os, call), str(tmp_path / "C")
+    fault = Fault(OSError(number, os.strerror(number)), first=1 if call == "fsync" else 3)
+
+    def failing(target: Any, *rest: Any, **options: Any) -> Any:
+        path = os.readlink(f"/proc/self/fd/{target}") if isinstance(target, int) else os.fspath(target)
+        if path.startswith(c) and (call != "open" or rest[0] & os.O_WRONLY):
+            fault.strike()
+        return right(target, *rest, **options)
+
+    monkeypatch.setattr(os, call, failing)
+    said = failure(tmp_path, A)
+    assert "to the disk: " in said or "writing C[" in said
+    assert os.strerror(number) in said
+
+
+def test_a_timeline_that_finds_the_disk_full_says_so(disk: tuple[Path, Any]) -> None:
+    (disk[0] / "filler").write_bytes(b"\0" * (399 << 10))
+    with (
+        nothing_left(disk[0]),
+        pytest.raises(ExecutionError, match="C is done, but its timeline cannot be written"),
+    ):
+        oocgemm.gemm(A, B, backend="host", tile="4x4x4", timeline=disk[0] / "log")
+
+
+# The command line, in processes of their own.
+
+
+def test_the_command_ends_in_one_line(tmp_path: Path) -> None:
+    a, b = store(tmp_path / "A", "zstd"), store(tmp_path / "B", "raw", B)
+    _garbage(chunk(a))
+    command = [
+        sys.executable,
+        "-m",
+        "oocgemm",
+        "run",
+        a,
+        b,
+        tmp_path / "C",
+        "--backend",
+        "host",
+        "--tile",
+        TILE,
+    ]
+    done = subprocess.run(list(map(str, command)), check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (EXIT_FAILED, "", 1), done.stderr
+    assert "A[20:" in done.stderr
+    assert "chunk c/2/1" in done.stderr
+    assert_not_whole(tmp_path / "C")

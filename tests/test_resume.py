@@ -1,0 +1,337 @@
+"""What is done stays done: runs are killed, go on, and come to the same bits; what does not belong together is refused."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import zarr
+
+import oocgemm
+from oocgemm import stores
+from oocgemm.cli import EXIT_FAILED, EXIT_USAGE
+from oocgemm.errors import ExecutionError, InputError
+from oocgemm.journal import JOURNAL, Journal, Keeper, read
+from oocgemm.plan import Budgets, GemmProblem, Layouts, Slots, TileShape, continued, default_model, make_plan
+from oocgemm.plan.tiling import Tile
+from tests.command import Finished, contents, own_threads, run
+from tests.crash_points import CASES
+
+TOP = Path(__file__).resolve().parent.parent
+TILE = ("--tile", "4x4x4")
+RNG = np.random.default_rng(5)
+A, B, C = (RNG.standard_normal((12, 12)) for _ in range(3))
+KINDS = ("c", "c.npy")
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name, array in (("a", A), ("b", B), ("old", C)):
+        zarr.create_array(name, data=array, chunks=(4, 4), compressors=None)
+        np.save(name, array)
+    return tmp_path
+
+
+@contextmanager
+def failing_after(tiles: int) -> Iterator[None]:
+    """Runs fail when that many tiles are done."""
+    right, seen = Keeper.keep, 0
+
+    def keep(self: Keeper, tile: Tile) -> None:
+        nonlocal seen
+        seen += 1
+        if seen > tiles:
+            raise OSError(5, "Input/output error")
+        right(self, tile)
+
+    with patch.object(Keeper, "keep", keep):
+        yield
+
+
+def unfinished(c: str, *options: str, tiles: int = 2) -> Finished:
+    with failing_after(tiles):
+        done = run("a", "b", c, *TILE, *options)
+    assert (done.code, own_threads()) == (EXIT_FAILED, [])
+    return done
+
+
+def stored(c: str) -> bytes:
+    return bytes(np.load(c).data if c.endswith(".npy") else np.asarray(zarr.open_array(c, mode="r")[:]).data)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_may_end_before_any_step(case: str, tmp_path: Path) -> None:
+    """And the one that goes on with it, too."""
+    line = [sys.executable, "-m", "tests.crash_points", case, str(tmp_path / "runs")]
+    (tmp_path / "runs").mkdir()
+    done = subprocess.run(line, cwd=TOP, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= 15
+
+
+@pytest.mark.slow
+def test_killed_at_random_a_run_comes_to_the_same_bits(tmp_path: Path) -> None:
+    output = tmp_path / "torture.json"
+    line = [sys.executable, str(TOP / "scripts" / "torture.py"), "--kills", "50", "--output", str(output)]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(output.read_text())["host"]
+    assert found["kills"] >= 50
+    assert all(sum(case["kills"].values()) for case in found["cases"])
+    assert {"in a tile", "in a commit"} <= found["phases"].keys()
+
+
+@pytest.mark.parametrize("beta", ["0", "0.5"])
+@pytest.mark.parametrize("c", KINDS)
+def test_a_failed_run_says_how_far_it_came_and_is_gone_on_with(here: Path, c: str, beta: str) -> None:
+    options = (*TILE, "--beta", beta)
+    right = f"right-{c}"
+    if beta != "0":
+        for name in (c, right):
+            old = here / f"old{Path(name).suffix}"
+            (shutil.copytree if old.is_dir() else shutil.copyfile)(old, name)
+    assert run("a", "b", right, *options).code == 0
+    done = unfinished(c, *options)
+    assert "2 of 9 tiles are done: the same command with --resume goes on" in done.err
+    if c == "c":
+        assert zarr.open_array(c, mode="r").attrs["oocgemm"] == {"complete": False}
+    else:
+        assert beta != "0" or not Path(c).exists()
+    again = run("a", "b", c, *options)
+    assert (again.code, "2 of 9 tiles are done: pass --resume" in again.err) == (EXIT_USAGE, True)
+    resumed = run("a", "b", c, *options, "--resume", "--json")
+    assert (resumed.code, resumed.json()["plan"]["steps"]) == (0, 7 * 3)
+    assert stored(c) == stored(right)
+    before = contents(here)
+    assert run("a", "b", c, *options, "--resume", "--quiet") == Finished(0, "", "")
+    assert contents(here) == before
+
+
+DIFFERENCES = {
+    "alpha is 2.0 now and was 1.0": ("a", "b", "--alpha", "2"),
+    "beta is 0.25 now and was 0.5": ("a", "b", "--beta", "0.25"),
+    "trans_a is T now and was N": ("a", "b", "--transpose-a"),
+    "kernel is blas now and was auto": ("a", "b", "--kernel", "blas"),
+    "tile is 8x4x4 now and was 4x4x4": ("a", "b", "--tile", "8x4x4"),
+    "/old now and was at": ("old", "b"),
+    "A is at ": ("a.npy", "b"),
+    "B is at ": ("a", "b.npy"),
+}
+
+
+@pytest.mark.parametrize("part", DIFFERENCES)
+def test_another_problem_is_refused_with_the_difference(here: Path, part: str) -> None:
+    zarr.create_array("c", data=C, chunks=(4, 4))
+    unfinished("c", "--beta", "0.5")
+    before = contents(here)
+    a, b, *options = DIFFERENCES[part]
+    beta = () if "--beta" in options else ("--beta", "0.5")
+    done = run(a, b, "c", *beta, *options, "--resume")
+    assert (done.code, done.out, done.err.count("\n")) == (EXIT_USAGE, "", 1)
+    assert part in done.err
+    assert contents(here) == before
+    assert (
+        run("a", "b", "c", "--beta", "0.5", "--resume", "--quiet").code == 0
+    )  # what is not said is as it was
+
+
+@pytest.mark.parametrize("operand", ["a", "a.npy"])
+def test_operands_that_changed_are_refused(here: Path, operand: str) -> None:
+    with failing_after(2):
+        assert run(operand, "b", "c", *TILE).code == EXIT_FAILED
+    path = here / operand if operand.endswith(".npy") else here / "a" / "c" / "1" / "1"
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
+    done = run(operand, "b", "c", *TILE, "--resume")
+    assert "A has changed since, in its content" in done.err
+    assert done.code == EXIT_USAGE
+
+
+def test_a_c_that_changed_since_it_was_completed_is_not_taken_for_done(here: Path) -> None:
+    assert run("a", "b", "c", *TILE).code == 0
+    (here / "c" / "c" / "0" / "0").write_bytes(bytes(128))
+    assert "C has changed since" in run("a", "b", "c", *TILE, "--resume").err
+
+
+def test_a_torn_last_line_is_not_written_and_a_damaged_one_is_refused(here: Path) -> None:
+    unfinished("c", tiles=3)
+    path = here / "c" / ".oocgemm" / JOURNAL
+    whole = path.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    assert len(lines) == 4
+    for length in range(len(lines[-1])):
+        path.write_bytes(b"".join(lines[:3]) + lines[3][:length])
+        record = read(path.parent)
+        assert record is not None
+        assert (len(record.done), record.length) == (2, len(b"".join(lines[:3])))
+    path.write_bytes(b"".join([*lines[:2], b"0" * 8 + lines[2][8:], lines[3]]))
+    done = run("a", "b", "c", *TILE, "--resume")
+    assert (done.code, "is damaged in line 3" in done.err) == (EXIT_USAGE, True)
+    path.write_bytes(b"".join(lines[:3]) + lines[3][:-3])
+    assert run("a", "b", "c", *TILE, "--resume").code == 0
+    np.testing.assert_allclose(np.asarray(zarr.open_array("c", mode="r")[:]), A @ B)
+
+
+@pytest.mark.parametrize("c", KINDS)
+def test_a_second_run_is_refused_while_the_first_lives(here: Path, c: str) -> None:
+    unfinished(c)
+    folder = stores.sidecar(c)
+    assert folder is not None
+    held = Journal(folder)
+    try:
+        for options in ((), ("--resume",), ("--overwrite",)):
+            done = run("a", "b", c, *TILE, *options)
+            assert (done.code, done.out) == (EXIT_USAGE, "")
+            assert f"another run is writing C (process {os.getpid()} on " in done.err
+    finally:
+        held.close()
+    assert run("a", "b", c, *TILE, "--resume").code == 0  # the lock's file is there still
+
+
+@pytest.mark.parametrize("c", KINDS)
+def test_an_unfinished_c_is_no_operand(here: Path, c: str) -> None:
+    if c.endswith(".npy"):
+        np.save(c, C)  # overwritten in place
+    unfinished(c, *(("--overwrite",) if c.endswith(".npy") else ()))
+    for operands in ((c, "b"), ("a", c)):
+        done = run(*operands, "new")
+        assert (done.code, "is the result of an unfinished run" in done.err) == (EXIT_USAGE, True)
+    assert not Path("new").exists()
+
+
+def test_an_unfinished_c_that_has_lost_its_journal_is_not_added_to(here: Path) -> None:
+    unfinished("c")
+    for path in (here / "c" / ".oocgemm").iterdir():
+        path.unlink()
+    assert "C is the result of an unfinished run" in run("a", "b", "c", "--beta", "1").err
+    assert "pass --overwrite" in run("a", "b", "c", "--resume").err
+    assert run("a", "b", "c", "--overwrite").code == 0
+
+
+@pytest.mark.parametrize("c", KINDS)
+def test_overwriting_begins_anew_but_not_where_old_values_are_needed(here: Path, c: str) -> None:
+    unfinished(c)
+    assert run("a", "b", c, "--tile", "4x4x12", "--alpha", "2", "--overwrite").code == 0
+    assert run("a", "b", "right", "--tile", "4x4x12", "--alpha", "2").code == 0
+    assert stored(c) == stored("right")
+    unfinished(c, "--beta", "0.5")
+    done = run("a", "b", c, *TILE, "--beta", "0.5", "--overwrite")
+    assert (done.code, "pass --resume to go on with it, or remove C" in done.err) == (EXIT_USAGE, True)
+
+
+@pytest.mark.parametrize("c", KINDS)
+@pytest.mark.parametrize("beta", ["0", "0.5"])
+def test_a_run_that_fails_before_a_tile_is_done_leaves_nothing(here: Path, c: str, beta: str) -> None:
+    if beta != "0":
+        zarr.create_array("c", data=C, chunks=(4, 4), compressors=None)
+        np.save("c.npy", C)
+    before = contents(here)
+    unfinished(c, "--beta", beta, tiles=0)
+    assert contents(here) == before
+
+
+def test_what_is_in_memory_cannot_be_resumed(here: Path) -> None:
+    with pytest.raises(InputError, match="only a run with C at a local path"):
+        oocgemm.matmul("a", "b", backend="host", resume=True)
+    with failing_after(2), pytest.raises(ExecutionError):
+        oocgemm.matmul(A, "b", out="c", tile="4x4x4", backend="host")
+    with pytest.raises(InputError, match="A is or was in memory"):
+        oocgemm.matmul(A, "b", out="c", tile="4x4x4", backend="host", resume=True)
+
+
+def test_a_zarr_array_in_a_group_is_resumed_and_the_group_stays_readable(here: Path) -> None:
+    group = zarr.create_group("group")
+    c = group.create_array("c", shape=(12, 12), chunks=(4, 4), dtype="float64", attributes={"kept": 1})
+    with failing_after(2), pytest.raises(ExecutionError):
+        oocgemm.gemm("a", "b", c, tile="4x4x4", backend="host")
+    assert [name for name, _ in zarr.open_group("group").members()] == ["c"]
+    oocgemm.gemm("a", "b", c, tile="4x4x4", backend="host", resume=True)
+    found = zarr.open_array("group/c", mode="r")
+    np.testing.assert_allclose(np.asarray(found[:]), A @ B)
+    assert dict(found.attrs) == {"kept": 1}
+
+
+def test_with_less_memory_a_run_goes_on_with_fewer_panels() -> None:
+    problem = GemmProblem(64, 64, 640, "float64", "float64", "float64", "float64")
+    machine = default_model("cuda", 2)
+    roomy = make_plan(problem, Budgets(1 << 30, 1 << 30), machine, Layouts(), TileShape(16, 16, 16))
+    done = frozenset({(0, 0), (0, 1)})
+
+    def again(device: int) -> Slots:
+        budgets = Budgets(device, 1 << 30)
+        plan = continued(problem, budgets, machine, Layouts(), roomy.candidate, done)
+        assert plan.footprint.device_total <= device
+        assert (plan.tile, plan.slots.strip, plan.slots.c) == (roomy.tile, roomy.slots.strip, roomy.slots.c)
+        assert (0, 0) not in plan.schedule().tiles
+        most = [min(s.drain, s.a, s.b) for s in (plan.slots, roomy.slots)]
+        assert most[0] == most[1]  # of which the shape of the strips hangs
+        return plan.slots
+
+    assert again(1 << 30) == roomy.slots
+    held = roomy.footprint.device_total
+    assert again(held - 1).a < roomy.slots.a
+    with pytest.raises(oocgemm.BudgetError, match="the plan that the run was begun with"):
+        again(held // 8)
+
+
+STUCK = """
+import time
+from oocgemm.backends.host import HostSession
+from oocgemm.cli import main
+HostSession._multiply = lambda *arguments: time.sleep(600)
+main()
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("stuck", [False, True], ids=["between operations", "amid a long one"])
+def test_a_signal_ends_a_run_in_good_time(here: Path, number: int, code: int, stuck: bool) -> None:
+    array = np.lib.format.open_memmap("large.npy", mode="w+", dtype=np.float64, shape=(2000, 2000))
+    del array  # zeros take no room
+    start = [sys.executable, *(("-c", STUCK) if stuck else ("-m", "oocgemm"))]
+    arguments = [
+        "run",
+        "large.npy",
+        "large.npy",
+        "c",
+        "--backend",
+        "host",
+        "--tile",
+        "50x50x50",
+        "--chunks",
+        "50x50",
+    ]
+    journal = here / "c" / ".oocgemm" / JOURNAL
+    with subprocess.Popen(
+        [*start, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(TOP)},
+    ) as process:
+        try:
+            deadline = time.monotonic() + 60
+            lines = 1 if stuck else 3
+            while time.monotonic() < deadline and process.poll() is None:
+                if journal.exists() and journal.read_bytes().count(b"\n") >= lines:
+                    break
+                time.sleep(0.01)
+            time.sleep(0.2)
+            process.send_signal(number)
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert (process.returncode, out) == (code, ""), err
+    last = err.splitlines()[-1]
+    assert last.startswith("Interrupted. ")
+    assert last.endswith("of 1600 tiles are done: the same command with --resume goes on with the others")
