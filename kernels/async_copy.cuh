@@ -1,0 +1,156 @@
+// async_copy.cuh: panels of op(A) and op(B) on their way from device memory into shared memory, by cp.async (sm_80).
+//
+// A panel is `depth` along k by `width` along mn (rows of op(A), columns of op(B)). It is copied in units of WIDE
+// values along whichever of the two is contiguous in memory:
+//
+//   K_CONTIGUOUS   across = mn, along = k     (A as stored, B transposed)
+//   otherwise      across = k,  along = mn    (A transposed, B as stored)
+//
+// THREADS threads cover ALONG units by ACROSS rows in one pass, and as many passes as the panel needs. What lies past
+// the matrix's edge is filled with zeros and never read.
+#pragma once
+
+__device__ inline unsigned shared_address(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
+__device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING>
+__device__ inline void await_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
+
+// Copies BYTES (4, 8 or 16) if `wanted`.
+template <int BYTES>
+__device__ inline void copy_async(unsigned to, const void* from, bool wanted) {
+    if constexpr (BYTES == 16)  // past the L1 cache: nothing is read twice by one multiprocessor
+        asm volatile(
+            "{.reg .pred p; setp.ne.b32 p, %3, 0; @p cp.async.cg.shared.global.L2::128B [%0], [%1], %2;}" ::"r"(to),
+            "l"(from), "n"(BYTES), "r"(static_cast<int>(wanted))
+            : "memory");
+    else
+        asm volatile(
+            "{.reg .pred p; setp.ne.b32 p, %3, 0; @p cp.async.ca.shared.global.L2::128B [%0], [%1], %2;}" ::"r"(to),
+            "l"(from), "n"(BYTES), "r"(static_cast<int>(wanted))
+            : "memory");
+}
+
+// Copies the first `valid` of BYTES bytes and fills up with zeros; reads nothing where `valid` is 0.
+template <int BYTES>
+__device__ inline void copy_async_filled(unsigned to, const void* from, int valid) {
+    if constexpr (BYTES == 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(BYTES), "r"(valid)
+                     : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(BYTES), "r"(valid)
+                     : "memory");
+}
+
+// PLACE::offset(mn, k) says where a value goes inside the panel. It must be linear in steps of whole passes.
+template <typename T, typename PLACE, int DEPTH, int WIDTH, bool K_CONTIGUOUS, int WIDE, int ALONG, int THREADS>
+struct panel_copy {
+    static constexpr int ACROSS = THREADS / ALONG;
+    static constexpr int PASSES_ALONG = (K_CONTIGUOUS ? DEPTH : WIDTH) / (ALONG * WIDE);
+    static constexpr int PASSES_ACROSS = (K_CONTIGUOUS ? WIDTH : DEPTH) / ACROSS;
+    static constexpr int COPIES = PASSES_ALONG * PASSES_ACROSS;
+    static constexpr int BYTES = WIDE * sizeof(T);
+    static_assert(ALONG * ACROSS == THREADS, "a pass takes every thread");
+    static_assert(PASSES_ALONG * ALONG * WIDE == (K_CONTIGUOUS ? DEPTH : WIDTH), "passes must fit along the panel");
+    static_assert(PASSES_ACROSS * ACROSS == (K_CONTIGUOUS ? WIDTH : DEPTH), "passes must fit across the panel");
+
+    const char* from;   // this thread's first unit of the next panel
+    long long row;      // bytes from a row to the next that this thread copies
+    long long advance;  // bytes from a panel to the next
+    unsigned to;        // this thread's first unit inside the panel
+
+    __device__ static int along() { return static_cast<int>(threadIdx.x) % ALONG * WIDE; }
+    __device__ static int across() { return static_cast<int>(threadIdx.x) / ALONG; }
+
+    __device__ explicit panel_copy(long long ld)
+        : from(nullptr),
+          row(ACROSS * ld * static_cast<long long>(sizeof(T))),
+          advance(DEPTH * (K_CONTIGUOUS ? 1 : ld) * static_cast<long long>(sizeof(T))),
+          to(K_CONTIGUOUS ? PLACE::offset(across(), along()) : PLACE::offset(along(), across())) {}
+
+    // The next panel is the first one of the rows or columns from `first` on.
+    __device__ void aim(const T* matrix, long long ld, long long first) {
+        from = reinterpret_cast<const char*>(
+            matrix + (K_CONTIGUOUS ? (first + across()) * ld + along() : across() * ld + first + along()));
+    }
+
+    __device__ static constexpr unsigned step(int copy) {
+        const int l = copy / PASSES_ACROSS * ALONG * WIDE, r = copy % PASSES_ACROSS * ACROSS;
+        return K_CONTIGUOUS ? PLACE::step(r, l) : PLACE::step(l, r);
+    }
+
+    __device__ const char* source(int copy) const {
+        return from + copy / PASSES_ACROSS * (ALONG * BYTES) + copy % PASSES_ACROSS * row;
+    }
+
+    // One copy of a panel that lies wholly inside its matrix.
+    __device__ void copy_inside(unsigned panel, int copy, bool wanted) const {
+        copy_async<BYTES>(panel + to + step(copy), source(copy), wanted);
+    }
+
+    // All of a panel of which only mn_left by k_left values lie inside the matrix.
+    __device__ void copy_edge(unsigned panel, int mn_left, int k_left) const {
+        const int along_left = (K_CONTIGUOUS ? k_left : mn_left) - along();
+        const int across_left = (K_CONTIGUOUS ? mn_left : k_left) - across();
+#pragma unroll 1  // seldom run, and registers are short
+        for (int copy = 0; copy < COPIES; ++copy) {
+            const int values = along_left - copy / PASSES_ACROSS * (ALONG * WIDE);
+            const int valid = values <= 0 ? 0 : values < WIDE ? values : WIDE;
+            const bool there = copy % PASSES_ACROSS * ACROSS < across_left;
+            copy_async_filled<BYTES>(panel + to + step(copy), source(copy), there ? valid * sizeof(T) : 0);
+        }
+    }
+};
+
+// Both operands' panels, in order: along k through each tile of C that this block computes.
+template <typename T, typename COPY_A, typename COPY_B>
+struct panel_stream {
+    const gemm_arguments& g;
+    unsigned tile, tiles, panel;  // panel: along k
+    int m_left, n_left;           // at most a whole tile
+    COPY_A a;
+    COPY_B b;
+
+    __device__ explicit panel_stream(const gemm_arguments& arguments, unsigned tile_count)
+        : g(arguments), tile(blockIdx.x), tiles(g.k > 0 ? tile_count : 0), a(g.lda), b(g.ldb) {
+        aim();
+    }
+
+    __device__ void aim() {
+        const tile_place at = tile_of(tile, tiles_along(g.m, BLOCK_M), tiles_along(g.n, BLOCK_N), BAND);
+        const long long top = static_cast<long long>(at.row) * BLOCK_M, left = static_cast<long long>(at.column) * BLOCK_N;
+        m_left = at_most(g.m - top, BLOCK_M);
+        n_left = at_most(g.n - left, BLOCK_N);
+        panel = 0;
+        a.aim(static_cast<const T*>(g.a), g.lda, top);
+        b.aim(static_cast<const T*>(g.b), g.ldb, left);
+    }
+
+    __device__ bool inside() const {
+        return tile < tiles && m_left == BLOCK_M && n_left == BLOCK_N && panel < static_cast<unsigned>(g.k / BLOCK_K);
+    }
+
+    // Part `part` of `parts` of the next panels, where they lie inside; else the first part brings all.
+    __device__ void copy(unsigned panel_a, unsigned panel_b, int part, int parts) const {
+        const bool whole = inside();
+#pragma unroll
+        for (int c = 0; c < COPY_A::COPIES; ++c)
+            if (c * parts / COPY_A::COPIES == part) a.copy_inside(panel_a, c, whole);
+#pragma unroll
+        for (int c = 0; c < COPY_B::COPIES; ++c)
+            if (c * parts / COPY_B::COPIES == part) b.copy_inside(panel_b, c, whole);
+        if (part == 0 && !whole && tile < tiles) {
+            const int k_left = at_most(g.k - static_cast<long long>(panel) * BLOCK_K, BLOCK_K);
+            a.copy_edge(panel_a, m_left, k_left);
+            b.copy_edge(panel_b, n_left, k_left);
+        }
+    }
+
+    __device__ void advance() {
+        a.from += a.advance;
+        b.from += b.advance;
+        if (++panel == tiles_along(g.k, BLOCK_K)) {
+            tile += gridDim.x;
+            if (tile < tiles) aim();
+        }
+    }
+};
