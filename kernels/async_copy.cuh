@@ -41,6 +41,32 @@ __device__ inline void copy_async_filled(unsigned to, const void* from, int vali
                      : "memory");
 }
 
+// A barrier in two halves: a warp that arrives goes on, and waits for the others only where it needs them. Between
+// the halves warps may drift apart, so that they do not all stand still together. Phases are counted by their parity.
+__device__ inline void barrier_make(unsigned barrier, int warps) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(warps) : "memory");
+}
+__device__ inline void barrier_arrive(unsigned barrier) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) asm volatile("{.reg .b64 s; mbarrier.arrive.shared.b64 s, [%0];}" ::"r"(barrier) : "memory");
+}
+__device__ inline void barrier_wait(unsigned barrier, unsigned parity) {
+    unsigned done;
+    do {
+#if __CUDA_ARCH__ >= 900  // sleeps a while before it answers no
+        asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+                     : "=r"(done)
+                     : "r"(barrier), "r"(parity)
+                     : "memory");
+#else
+        asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+                     : "=r"(done)
+                     : "r"(barrier), "r"(parity)
+                     : "memory");
+#endif
+    } while (!done);
+}
+
 // PLACE::offset(mn, k) says where a value goes inside the panel. It must be linear in steps of whole passes.
 template <typename T, typename PLACE, int DEPTH, int WIDTH, bool K_CONTIGUOUS, int WIDE, int ALONG, int THREADS>
 struct panel_copy {
@@ -91,18 +117,25 @@ struct panel_copy {
     __device__ void copy_edge(unsigned panel, int mn_left, int k_left) const {
         const int along_left = (K_CONTIGUOUS ? k_left : mn_left) - along();
         const int across_left = (K_CONTIGUOUS ? mn_left : k_left) - across();
+        const char* at = from;
+        unsigned into = panel + to;
 #pragma unroll 1  // seldom run, and registers are short
-        for (int copy = 0; copy < COPIES; ++copy) {
-            const int values = along_left - copy / PASSES_ACROSS * (ALONG * WIDE);
-            const int valid = values <= 0 ? 0 : values < WIDE ? values : WIDE;
-            const bool there = copy % PASSES_ACROSS * ACROSS < across_left;
-            copy_async_filled<BYTES>(panel + to + step(copy), source(copy), there ? valid * sizeof(T) : 0);
+        for (int l = 0; l < PASSES_ALONG; ++l) {
+            const int values = along_left - l * (ALONG * WIDE), valid = (values <= 0 ? 0 : values < WIDE ? values : WIDE) * sizeof(T);
+#pragma unroll 1
+            for (int r = 0; r < PASSES_ACROSS; ++r) {
+                copy_async_filled<BYTES>(into, at, r * ACROSS < across_left ? valid : 0);
+                at += row;
+                into += step(1);
+            }
+            at += ALONG * BYTES - PASSES_ACROSS * row;
+            into = panel + to + step((l + 1) * PASSES_ACROSS);
         }
     }
 };
 
-// Both operands' panels, in order: along k through each tile of C that this block computes.
-template <typename T, typename COPY_A, typename COPY_B>
+// ROLLED copies in loops that need few registers.
+template <typename T, typename COPY_A, typename COPY_B, bool ROLLED>
 struct panel_stream {
     const gemm_arguments& g;
     unsigned tile, tiles, panel;  // panel: along k
@@ -131,7 +164,7 @@ struct panel_stream {
 
     // Part `part` of `parts` of the next panels, where they lie inside; else the first part brings all.
     __device__ void copy(unsigned panel_a, unsigned panel_b, int part, int parts) const {
-        const bool whole = inside();
+        const bool whole = !ROLLED && inside();
 #pragma unroll
         for (int c = 0; c < COPY_A::COPIES; ++c)
             if (c * parts / COPY_A::COPIES == part) a.copy_inside(panel_a, c, whole);

@@ -36,6 +36,12 @@
 #define BAND 8
 #define RESIDENT 1
 #endif
+#ifndef ORDER
+#define ORDER 0
+#endif
+#ifndef SPLIT
+#define SPLIT 1
+#endif
 #ifndef PREFETCH_C
 #define PREFETCH_C 1
 #endif
@@ -51,6 +57,7 @@ constexpr int WARPS_N = BLOCK_N / WARP_N, THREADS = BLOCK_M / WARP_M * WARPS_N *
 constexpr int PITCH_A = simt_pitch(BLOCK_M, SIZE), PITCH_B = simt_pitch(BLOCK_N, SIZE);  // bytes
 constexpr int PANEL_A = BLOCK_K * PITCH_A, STAGE = PANEL_A + BLOCK_K * PITCH_B;
 constexpr bool A_K = OOC_OP_A == 0, B_K = OOC_OP_B != 0;  // k is contiguous
+constexpr int FIRST_COPY = SPLIT ? BLOCK_K / 2 - 1 : 0;  // the k at which copies start
 
 static_assert(sizeof(OOC_STORED) == sizeof(OOC_ACCUMULATED), "fp32 or fp64, accumulated as stored");
 static_assert(LANES_M == 4 || LANES_M == 8, "4 x 8 or 8 x 4 lanes");
@@ -58,8 +65,8 @@ static_assert(THREAD_M % CHUNK == 0 && THREAD_N % CHUNK == 0, "shared memory is 
 static_assert(BLOCK_M % WARP_M == 0 && BLOCK_N % WARP_N == 0, "warps divide the tile");
 static_assert(BLOCK_K % 8 == 0, "eight ks are turned together");
 static_assert(THREADS <= 1024, "a block has at most 1024 threads");
-static_assert(STAGES >= 2, "one panel is read while another is filled");
-static_assert(SPREAD < BLOCK_K, "copies are issued before the last k of a panel");
+static_assert(STAGES >= 2 + SPLIT, "one panel is read while another is filled");
+static_assert(FIRST_COPY + SPREAD < BLOCK_K, "copies are issued before the last k of a panel");
 static_assert(STAGES * STAGE * RESIDENT <= 227 * 1024, "shared memory of a multiprocessor (sm_90)");
 
 struct alignas(16) chunk {
@@ -103,7 +110,7 @@ __device__ inline void run(const gemm_arguments& g, char* shared) {
     const int first_n = warp % WARPS_N * WARP_N + lane_column(lane, LANES_M) * CHUNK;
     const bool keeps_old = g.beta_re != 0;
 
-    panel_stream<T, copy_a, copy_b> stream(g, tiles);
+    panel_stream<T, copy_a, copy_b, false> stream(g, tiles);
     const unsigned stages = shared_address(shared);
 #pragma unroll 1
     for (int s = 0; s < STAGES - 1; ++s) {
@@ -111,8 +118,18 @@ __device__ inline void run(const gemm_arguments& g, char* shared) {
         stream.advance();
         commit_copies();
     }
+#if SPLIT
+    __shared__ unsigned long long read_barrier;
+    const unsigned barrier = shared_address(&read_barrier);
+    unsigned parity = 0;
+    if (threadIdx.x == 0) barrier_make(barrier, THREADS / 32);
+    await_copies<STAGES - 3>();
+    __syncthreads();
+    barrier_arrive(barrier);
+#else
     await_copies<STAGES - 2>();
     __syncthreads();
+#endif
 
     T a[2][THREAD_M], b[2][THREAD_N];
     int reading = 0, filling = (STAGES - 1) * STAGE;  // offsets of stages
@@ -153,24 +170,47 @@ __device__ inline void run(const gemm_arguments& g, char* shared) {
         for (unsigned panel = tiles_along(g.k, BLOCK_K); panel > 0; --panel) {
 #pragma unroll
             for (int k = 0; k < BLOCK_K; ++k) {
+#if SPLIT
+                if (k == FIRST_COPY) {  // every warp has read the last panel and has copied its part of the next
+                    barrier_wait(barrier, parity);
+                    parity ^= 1;
+                }
+#endif
                 if (k == BLOCK_K - 1) {  // every value of this panel is read: on to the next
                     stream.advance();
                     commit_copies();
+#if SPLIT
+                    await_copies<STAGES - 3>();
+                    barrier_arrive(barrier);
+#else
                     await_copies<STAGES - 2>();
                     __syncthreads();
+#endif
                     filling = reading;
                     reading = reading == (STAGES - 1) * STAGE ? 0 : reading + STAGE;
-                } else if (k < SPREAD) {
-                    stream.copy(stages + filling, stages + filling + PANEL_A, k, SPREAD);
+                } else if (k >= FIRST_COPY && k < FIRST_COPY + SPREAD) {
+                    stream.copy(stages + filling, stages + filling + PANEL_A, k - FIRST_COPY, SPREAD);
                 }
                 load((k + 1) % 2, (k + 1) % BLOCK_K);
 #pragma unroll
-                for (int i = 0; i < THREAD_M; ++i)
-#pragma unroll
-                    for (int j = 0; j < THREAD_N; ++j) {
-                        const int jj = i % 2 ? THREAD_N - 1 - j : j;  // there and back: b's last value is used again
-                        sums[i][jj] += a[k % 2][i] * b[k % 2][jj];
-                    }
+                for (int e = 0; e < THREAD_M * THREAD_N; ++e) {
+#if ORDER == 0
+                    const int i = e / THREAD_N, j = i % 2 ? THREAD_N - 1 - e % THREAD_N : e % THREAD_N;
+#elif ORDER == 1
+                    const int j = e / THREAD_M, i = j % 2 ? THREAD_M - 1 - e % THREAD_M : e % THREAD_M;
+#elif ORDER == 2
+                    const int q = e / 4, r = e % 4, i = q / (THREAD_N / 2) * 2 + r / 2, j = q % (THREAD_N / 2) * 2 + (r / 2 ^ r % 2);
+#elif ORDER == 3
+                    const int q = e / 2, j = q / THREAD_M * 2 + (e % 2 ^ q % 2), i = q % THREAD_M;
+#elif ORDER == 4
+                    const int q = e / 2, i = q / THREAD_N * 2 + (e % 2 ^ q % 2), j = q % THREAD_N;
+#elif ORDER == 5
+                    const int i = e / THREAD_N, j = e % THREAD_N;
+#elif ORDER == 6
+                    const int j = e / THREAD_M, i = e % THREAD_M;
+#endif
+                    sums[i][j] += a[k % 2][i] * b[k % 2][j];
+                }
             }
         }
 

@@ -42,6 +42,9 @@
 #define BAND 8
 #define RESIDENT 1
 #endif
+#ifndef SPLIT
+#define SPLIT 1
+#endif
 #ifndef PREFETCH_C
 #define PREFETCH_C 1
 #endif
@@ -58,6 +61,7 @@ constexpr bool A_K = OOC_OP_A == 0, B_K = OOC_OP_B != 0;                       /
 constexpr int HALVES = MMA_K == 16 ? 2 : 1;  // quads along k that one step multiplies
 constexpr int GROUPS_X = WARP_X / 16, GROUPS_Y = WARP_Y / 16;
 constexpr int STEPS_K = BLOCK_K / (8 * HALVES), STEPS = STEPS_K * GROUPS_X;
+constexpr int FIRST_COPY = SPLIT ? STEPS / 2 : 0;  // the step at which copies start
 
 static_assert(MMA_K == 16 || MMA_K == 8 || MMA_K == 4, "m16n8k16, m16n8k8 or m8n8k4");
 #ifdef __CUDA_ARCH__
@@ -67,7 +71,7 @@ static_assert(WARP_X % 16 == 0 && WARP_Y % 16 == 0, "a quad covers 16 rows or co
 static_assert(BLOCK_X % WARP_X == 0 && BLOCK_Y % WARP_Y == 0, "warps divide the tile");
 static_assert(BLOCK_K % 16 == 0, "a row of a panel with k contiguous fills the 128 bytes of all banks");
 static_assert(THREADS <= 1024 && THREADS % 128 == 0, "a pass of copies covers whole runs of eight chunks");
-static_assert(STAGES >= 2, "one panel is read while another is filled");
+static_assert(STAGES >= 2 + SPLIT, "one panel is read while another is filled");
 static_assert(STEPS % 2 == 0, "fragments of X alternate between two buffers");
 static_assert(STAGES * STAGE * RESIDENT <= 227 * 1024, "shared memory of a multiprocessor (sm_90)");
 
@@ -171,7 +175,8 @@ __device__ inline void store_pair(double* to, pair values, int left, bool wide) 
 template <bool K, bool IS_Y, int WIDTH, int ALIGNED>
 struct matrix_copy_of {
     static constexpr int WIDE = K == IS_Y ? ALIGNED : 1;  // turned on the way: value by value
-    static constexpr int ALONG = K ? (BLOCK_K / WIDE < 16 ? BLOCK_K / WIDE : 16) : THREADS / 8;
+    // a pass takes 16 rows across Y's turned panels, 8 across X's: as many as their exchanges of bits span
+    static constexpr int ALONG = K ? (BLOCK_K / WIDE < 16 ? BLOCK_K / WIDE : 16) : THREADS / (IS_Y ? 16 : 8);
     using place = typename choice<IS_Y, place_y, place_x>::type;
     using type = panel_copy<double, place, BLOCK_K, WIDTH, K, WIDE, ALONG, THREADS>;
 };
@@ -188,7 +193,7 @@ __device__ inline void run(const gemm_arguments& g, char* shared) {
     const int warp_x = warp / WARPS_Y * WARP_X, warp_y = warp % WARPS_Y * WARP_Y;
     const bool keeps_old = g.beta_re != 0;
 
-    panel_stream<double, copy_a, copy_b> stream(g, tiles);
+    panel_stream<double, copy_a, copy_b, WIDE == 1> stream(g, tiles);
     const unsigned stages = shared_address(shared);
 #pragma unroll 1
     for (int s = 0; s < STAGES - 1; ++s) {
@@ -196,8 +201,18 @@ __device__ inline void run(const gemm_arguments& g, char* shared) {
         stream.advance();
         commit_copies();
     }
+#if SPLIT
+    __shared__ unsigned long long read_barrier;
+    const unsigned barrier = shared_address(&read_barrier);
+    unsigned parity = 0;
+    if (threadIdx.x == 0) barrier_make(barrier, THREADS / 32);
+    await_copies<STAGES - 3>();
+    __syncthreads();
+    barrier_arrive(barrier);
+#else
     await_copies<STAGES - 2>();
     __syncthreads();
+#endif
 
     quad x[2][HALVES], y[GROUPS_Y][HALVES];
     int reading = 0, filling = (STAGES - 1) * STAGE;  // offsets of stages
@@ -234,15 +249,26 @@ __device__ inline void run(const gemm_arguments& g, char* shared) {
 #pragma unroll
             for (int step = 0; step < STEPS; ++step) {
                 const int group = step % GROUPS_X, step_k = step / GROUPS_X;
-                if (step == STEPS - 1) {  // every fragment of this panel is read: on to the next
+#if SPLIT
+                if (step == FIRST_COPY) {  // every warp has read the last panel and has copied its part of the next
+                    barrier_wait(barrier, parity);
+                    parity ^= 1;
+                }
+#endif
+                if (step == STEPS - 1) {  // every value of this panel is read: on to the next
                     stream.advance();
                     commit_copies();
+#if SPLIT
+                    await_copies<STAGES - 3>();
+                    barrier_arrive(barrier);
+#else
                     await_copies<STAGES - 2>();
                     __syncthreads();
+#endif
                     filling = reading;
                     reading = reading == (STAGES - 1) * STAGE ? 0 : reading + STAGE;
-                } else {
-                    stream.copy(stages + filling, stages + filling + PANEL_A, step, STEPS - 1);
+                } else if (step >= FIRST_COPY) {
+                    stream.copy(stages + filling, stages + filling + PANEL_A, step - FIRST_COPY, STEPS - 1 - FIRST_COPY);
                 }
                 load_x(x[(step + 1) % 2], (group + 1) % GROUPS_X, (step + 1) / GROUPS_X % STEPS_K);
 #pragma unroll

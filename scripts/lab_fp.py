@@ -94,23 +94,27 @@ def tensor(block: tuple[int, int, int], warp: tuple[int, int], mma: int, stages:
 SIMT_F32 = Kernel(
     "simt", "simt", ("float32",), ("sm_80", "sm_90a", "sm_100"),
     (
-        simt((128, 256, 16), (8, 16), 8, 4),
-        simt((128, 256, 16), (8, 16), 4, 4),
-        simt((128, 256, 8), (8, 16), 8, 4, SPREAD=1),
-        simt((128, 256, 8), (8, 16), 4, 6, SPREAD=1),
         simt((256, 128, 16), (16, 8), 4, 4),
-        simt((256, 128, 8), (16, 8), 4, 4, SPREAD=1),
-        simt((256, 128, 16), (8, 16), 8, 4),
-        simt((128, 128, 16), (8, 16), 8, 4, RESIDENT=2),
-        simt((128, 128, 8), (8, 16), 8, 4, RESIDENT=2, SPREAD=1),
-        simt((128, 128, 16), (8, 16), 4, 4, RESIDENT=2),
-        simt((128, 128, 8), (8, 8), 8, 4, RESIDENT=2, SPREAD=1),
-        simt((128, 128, 8), (8, 8), 4, 4, RESIDENT=1, SPREAD=1),
-        simt((128, 256, 16), (8, 16), 8, 4, PERSISTENT=0),
-        simt((128, 128, 16), (8, 16), 8, 4, RESIDENT=2, PERSISTENT=0),
-        simt((128, 128, 8), (8, 16), 8, 4, RESIDENT=2, SPREAD=1, PERSISTENT=0),
-        simt((128, 256, 16), (8, 16), 8, 4, SPREAD=7),
-        simt((128, 256, 32), (8, 16), 8, 3),
+        simt((256, 128, 16), (16, 8), 4, 4, SPLIT=0),
+        simt((256, 128, 16), (16, 8), 4, 4, PERSISTENT=0),
+        simt((256, 128, 16), (16, 8), 8, 4),
+        simt((256, 128, 8), (16, 8), 4, 5, SPREAD=1),
+        simt((256, 128, 8), (16, 8), 4, 5, SPREAD=1, ORDER=5),
+        simt((256, 128, 32), (16, 8), 4, 4),
+        simt((256, 128, 16), (16, 8), 4, 4, ORDER=1),
+        simt((256, 128, 16), (16, 8), 4, 4, ORDER=3),
+        simt((256, 128, 16), (16, 8), 4, 4, ORDER=5),
+        simt((256, 128, 16), (16, 8), 4, 4, ORDER=6),
+        simt((256, 128, 16), (16, 8), 4, 4, BAND=4),
+        simt((256, 128, 16), (16, 8), 4, 4, BAND=16),
+        simt((128, 256, 16), (8, 16), 8, 4, BAND=16),
+        simt((128, 256, 16), (8, 16), 8, 4, BAND=16, SPLIT=0),
+        simt((128, 256, 16), (8, 16), 8, 4, BAND=16, ORDER=1),
+        simt((128, 256, 16), (8, 16), 8, 4, BAND=16, ORDER=3),
+        simt((128, 256, 16), (8, 16), 8, 4, BAND=16, ORDER=6),
+        simt((128, 256, 8), (8, 16), 8, 5, BAND=16, ORDER=6, SPREAD=1),
+        simt((128, 128, 16), (8, 16), 8, 4, RESIDENT=2, BAND=16),
+        simt((128, 128, 16), (16, 8), 4, 4, RESIDENT=2, BAND=16),
     ),
     simt_launch, tile_limit, "FFMA",
 )
@@ -122,22 +126,22 @@ SIMT_F64 = Kernel(
 TENSOR_F64 = Kernel(
     "tensor", "tensor_f64", ("float64",), ("sm_80", "sm_90a", "sm_100"),
     (
-        tensor((128, 128, 16), (64, 32), 16, 4),
         tensor((128, 128, 16), (64, 32), 8, 4),
-        tensor((128, 128, 16), (64, 32), 4, 4),
-        tensor((128, 128, 16), (32, 64), 16, 4),
-        tensor((128, 128, 16), (64, 32), 16, 6),
-        tensor((128, 128, 32), (64, 32), 16, 3),
-        tensor((128, 128, 16), (64, 32), 16, 4, PERSISTENT=0),
-        tensor((128, 128, 16), (64, 32), 16, 4, BAND=16),
-        tensor((128, 128, 16), (64, 32), 16, 4, BAND=4),
-        tensor((256, 64, 16), (64, 32), 16, 4),
-        tensor((64, 256, 16), (64, 32), 16, 4),
-        tensor((128, 64, 16), (64, 32), 16, 4, RESIDENT=2),
-        tensor((64, 128, 16), (64, 32), 16, 4, RESIDENT=2),
+        tensor((128, 128, 16), (64, 32), 8, 4, SPLIT=0),
+        tensor((128, 128, 16), (64, 32), 8, 4, PERSISTENT=0),
+        tensor((128, 128, 16), (64, 32), 8, 4, PREFETCH_C=0),
+        tensor((128, 128, 16), (64, 32), 16, 4),
+        tensor((64, 128, 16), (64, 32), 8, 4, RESIDENT=2, PERSISTENT=0),
+        tensor((64, 128, 16), (64, 32), 8, 4, RESIDENT=2),
+        tensor((64, 128, 16), (64, 32), 8, 4, RESIDENT=2, PERSISTENT=0, BAND=16),
+        tensor((64, 128, 16), (64, 32), 8, 4, RESIDENT=2, PERSISTENT=0, SPLIT=0),
+        tensor((64, 128, 16), (64, 32), 8, 4, RESIDENT=2, PERSISTENT=0, PREFETCH_C=0),
+        tensor((128, 64, 16), (64, 32), 8, 4, RESIDENT=2, PERSISTENT=0),
         tensor((64, 128, 16), (64, 32), 16, 4, RESIDENT=2, PERSISTENT=0),
-        tensor((128, 128, 16), (32, 32), 16, 4),
-        tensor((128, 128, 16), (32, 32), 8, 4),
+        tensor((128, 128, 32), (64, 32), 8, 3),
+        tensor((128, 128, 16), (64, 32), 8, 6),
+        tensor((128, 128, 16), (64, 32), 8, 4, BAND=16),
+        tensor((256, 64, 16), (64, 32), 8, 4),
     ),
     tensor_launch, tile_limit, "DMMA",
 )  # fmt: skip
@@ -223,13 +227,18 @@ def run(folder: Path, out: Path, seconds: float, shapes: str) -> None:  # noqa: 
     import cupy
     import numpy as np
     from cupy.cuda import runtime
-    from cupy_backends.cuda.api import driver
     from cupy_backends.cuda.libs import cublas
 
     started = time.monotonic()
     results: dict[str, Any] = {"device": runtime.getDeviceProperties(0)["name"].decode(), "checks": {}, "times": {}}
     multiprocessors = runtime.getDeviceProperties(0)["multiProcessorCount"]
+    cuda = ctypes.CDLL("libcuda.so.1")
+    runtime.free(0)  # makes the context
     functions: dict[str, Any] = {}
+
+    def good(status: int) -> None:
+        if status:
+            raise RuntimeError(f"the CUDA driver answers {status}")
 
     def save() -> None:
         out.write_text(json.dumps(results, indent=1) + "\n")
@@ -237,64 +246,63 @@ def run(folder: Path, out: Path, seconds: float, shapes: str) -> None:  # noqa: 
     def function(kernel: Kernel, dtype: str, p: Params, ops: tuple[int, int], shared: int) -> Any:
         name = cubin_name(kernel, dtype, p, ops)
         if name not in functions:
-            module = cupy.cuda.function.Module()
-            module.load((folder / name).read_bytes())
-            functions[name] = module.get_function(kernel.source if kernel.source == "simt" else "tensor_f64")
-            driver.funcSetAttribute(functions[name].ptr, 8, shared)  # MAX_DYNAMIC_SHARED_SIZE_BYTES
+            module, entry = ctypes.c_void_p(), ctypes.c_void_p()
+            good(cuda.cuModuleLoadData(ctypes.byref(module), (folder / name).read_bytes()))
+            good(cuda.cuModuleGetFunction(ctypes.byref(entry), module, kernel.source.encode()))
+            good(cuda.cuFuncSetAttribute(entry, 8, shared))  # the most dynamic shared memory
+            functions[name] = entry
         return functions[name]
 
     def launch(kernel: Kernel, p: Params, call: Call, alpha: float, beta: float, a: int, lda: int, b: int, ldb: int, c: int, ldc: int) -> None:
         where, block, shared = kernel.launch(call, p)
         arguments = Arguments(call.m, call.n, call.k, alpha, 0, beta, 0, a, lda, b, ldb, c, ldc)
-        packed = np.frombuffer(bytes(arguments), np.dtype((np.void, ctypes.sizeof(arguments))))[0]
-        function(kernel, call.dtype, p, (call.op_a, call.op_b), shared)(where, block, (packed,), shared_mem=shared)
+        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
+        entry = function(kernel, call.dtype, p, (call.op_a, call.op_b), shared)
+        good(cuda.cuLaunchKernel(entry, *where, *block, shared, None, parameters, None))
 
+    host_rng = np.random.default_rng(1)
     rng = cupy.random.default_rng(1)
 
     def placed(rows: int, columns: int, pad: int, shift: int, dtype: str, integers: bool) -> tuple[Any, Any]:
         """A matrix inside a buffer of NaN, and the whole buffer."""
-        buffer = cupy.full(rows * (columns + pad) + shift + 64, cupy.nan, dtype)
+        buffer = np.full(rows * (columns + pad) + shift + 64, np.nan, dtype)
         inner = buffer[shift : shift + rows * (columns + pad)].reshape(rows, columns + pad)[:, :columns]
-        values = rng.integers(-4, 5, (rows, columns)).astype(dtype) if integers else rng.standard_normal((rows, columns))
-        inner[...] = values.astype(dtype)
+        inner[...] = host_rng.integers(-4, 5, (rows, columns)) if integers else host_rng.standard_normal((rows, columns))
         return inner, buffer
 
     def check(kernel: Kernel, p: Params, ops: tuple[int, int], shape: tuple[int, int, int], pad: tuple[int, int, int], shift: tuple[int, int, int], alpha: float, beta: float, integers: bool) -> str | None:
-        dtype = kernel.dtypes[0]
+        dtype, size = kernel.dtypes[0], SIZES[kernel.dtypes[0]]
         m, n, k = shape
         a, abuf = placed(*((m, k) if ops[0] == 0 else (k, m)), pad[0], shift[0], dtype, integers)
         b, bbuf = placed(*((k, n) if ops[1] == 0 else (n, k)), pad[1], shift[1], dtype, integers)
         c, cbuf = placed(m, n, pad[2], shift[2], dtype, integers)
-        size = SIZES[dtype]
         at, bt = (a if ops[0] == 0 else a.T).astype("float64"), (b if ops[1] == 0 else b.T).astype("float64")
-        old = c.astype("float64") if beta else cupy.zeros((m, n))
+        old = c.astype("float64") if beta else np.zeros((m, n))
         expected = alpha * (at @ bt) + beta * old
-        bound = 0.0 if integers else (
-            abs(alpha) * (abs(at) @ abs(bt)) + abs(beta * old)) * (2 * (k + 4) * float(np.finfo(dtype).eps)
-        )
+        bound: Any = 0.0
+        if not integers:
+            bound = (abs(alpha) * (abs(at) @ abs(bt)) + abs(beta * old)) * (2 * (k + 4) * float(np.finfo(dtype).eps))
         if not beta:
-            c[...] = cupy.nan
-        outside = cupy.isnan(cbuf).copy()
-        mask = cupy.zeros(cbuf.shape, bool)
-        ldc = n + pad[2]
-        mask[shift[2] : shift[2] + m * ldc].reshape(m, ldc)[:, :n] = True
+            c[...] = np.nan
+        device = [cupy.asarray(x) for x in (abuf, bbuf, cbuf)]
+        ap, bp, cp = (x.data.ptr + s * size for x, s in zip(device, shift, strict=True))
         call = Call(dtype, m, n, k, *ops, multiprocessors)
-        launch(kernel, p, call, alpha, beta, abuf.data.ptr + shift[0] * size, a.shape[1] + pad[0], bbuf.data.ptr + shift[1] * size, b.shape[1] + pad[1], cbuf.data.ptr + shift[2] * size, ldc)
-        cupy.cuda.get_current_stream().synchronize()
-        wrong = ~(abs(c.astype("float64") - expected) <= bound)
-        if bool(wrong.any()):
-            where = [int(x[0]) for x in cupy.nonzero(wrong)]
-            return f"{int(wrong.sum())} of {m * n} wrong, first at {where}: {float(c[tuple(where)])} not {float(expected[tuple(where)])}"
-        del outside
-        if not bool((cupy.isnan(cbuf) | mask).all()):
-            return "wrote outside C"
-        return None
+        launch(kernel, p, call, alpha, beta, ap, a.shape[1] + pad[0], bp, b.shape[1] + pad[1], cp, n + pad[2])
+        back = device[2].get()
+        inner = back[shift[2] : shift[2] + m * (n + pad[2])].reshape(m, n + pad[2])[:, :n]
+        wrong = ~(abs(inner.astype("float64") - expected) <= bound)
+        if wrong.any():
+            where = tuple(int(x[0]) for x in np.nonzero(wrong))
+            return f"{int(wrong.sum())} of {m * n} wrong, first at {where}: {float(inner[where])} not {float(expected[where])}"
+        inner[...] = np.nan
+        return None if np.isnan(back).all() else "wrote outside C"
 
     # 1. correctness
+    checked = KERNELS_HERE if seconds else ()
     small = [(1, 1, 1), (1, 300, 5), (257, 1, 33), (3, 5, 0), (128, 128, 16), (129, 255, 17), (64, 64, 1), (200, 136, 100), (130, 260, 48), (513, 770, 129), (2, 3, 1000), (383, 129, 31), (1, 1, 4097)]
     layouts = [((0, 0, 0), (0, 0, 0)), ((4, 8, 4), (0, 0, 0)), ((1, 3, 5), (1, 2, 3)), ((0, 2, 1), (0, 0, 1))]
     scalars = [(1.0, 0.0), (2.0, -3.0)]
-    for kernel in KERNELS_HERE:
+    for kernel in checked:
         for number, p in enumerate(kernel.variants):
             failures, done = [], 0
             for ops in CHECKED_OPS:
@@ -360,6 +368,8 @@ def run(folder: Path, out: Path, seconds: float, shapes: str) -> None:  # noqa: 
         times: dict[str, list[float]] = {name: [] for name in actions}
         for action in actions.values():
             action()
+        if rounds == 0:
+            return
         for turn in range(rounds):
             order = list(actions)
             for name in order if turn % 2 else reversed(order):
@@ -400,12 +410,19 @@ def run(folder: Path, out: Path, seconds: float, shapes: str) -> None:  # noqa: 
         table = results["times"][key]
         return sorted(contestants, key=lambda c: -table[c[0]]["tflops"])[:count]
 
+    if seconds == 0:  # one launch each, for a profiler
+        for kernel in (TENSOR_F64, SIMT_F32):
+            compare(kernel.dtypes[0], (8192, 8192, 8192), 0.0, [(label(kernel.variants[0]), kernel, kernel.variants[0])], 0)
+        watcher.terminate()
+        return
     for kernel in (TENSOR_F64, SIMT_F32):
         dtype = kernel.dtypes[0]
         everyone = [(f"{kernel.name} {label(p)}", kernel, p) for p in kernel.variants]
         everyone = [c for c in everyone if not results["checks"][f"{kernel.source} {dtype} {label(c[2])}"]["failures"] or shapes == "all"]
-        compare(dtype, (8192, 8192, 8192), 0.0, everyone, 3)
-        best = top(f"{dtype} 8192x8192x8192 ops 00 beta 0", everyone, 5)
+        compare(dtype, (8192, 8192, 8192), 0.0, everyone, 4)
+        compare(dtype, (12288, 12288, 1024), 1.0, everyone, 4)
+        best = top(f"{dtype} 8192x8192x8192 ops 00 beta 0", everyone, 3)
+        best += [c for c in top(f"{dtype} 12288x12288x1024 ops 00 beta 1", everyone, 3) if c not in best]
         sustained(dtype, None, {})
         for _, k, p in best[:2]:
             sustained(dtype, k, p)
