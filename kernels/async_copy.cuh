@@ -87,17 +87,13 @@ struct panel_copy {
     __device__ static int along() { return static_cast<int>(threadIdx.x) % ALONG * WIDE; }
     __device__ static int across() { return static_cast<int>(threadIdx.x) / ALONG; }
 
-    __device__ explicit panel_copy(long long ld)
-        : from(nullptr),
+    // The first panel is that of the rows or columns from `first` on.
+    __device__ panel_copy(const T* matrix, long long ld, long long first)
+        : from(reinterpret_cast<const char*>(
+              matrix + (K_CONTIGUOUS ? (first + across()) * ld + along() : across() * ld + first + along()))),
           row(ACROSS * ld * static_cast<long long>(sizeof(T))),
           advance(DEPTH * (K_CONTIGUOUS ? 1 : ld) * static_cast<long long>(sizeof(T))),
           to(K_CONTIGUOUS ? PLACE::offset(across(), along()) : PLACE::offset(along(), across())) {}
-
-    // The next panel is the first one of the rows or columns from `first` on.
-    __device__ void aim(const T* matrix, long long ld, long long first) {
-        from = reinterpret_cast<const char*>(
-            matrix + (K_CONTIGUOUS ? (first + across()) * ld + along() : across() * ld + first + along()));
-    }
 
     __device__ static constexpr unsigned step(int copy) {
         const int l = copy / PASSES_ACROSS * ALONG * WIDE, r = copy % PASSES_ACROSS * ACROSS;
@@ -134,45 +130,36 @@ struct panel_copy {
     }
 };
 
-// ROLLED copies in loops that need few registers.
+// Both operands' panels for one tile of C, in order along k. ROLLED copies in loops that need few registers.
 template <typename T, typename COPY_A, typename COPY_B, bool ROLLED>
 struct panel_stream {
-    const gemm_arguments& g;
-    unsigned tile, tiles, panel;  // panel: along k
-    int m_left, n_left;           // at most a whole tile
+    unsigned panel, panels, inside;  // the next, how many there are, and how many lie wholly inside their matrices
+    int m_left, n_left, k_last;      // what lies inside: at most a whole tile, and of the last panel along k
     COPY_A a;
     COPY_B b;
 
-    __device__ explicit panel_stream(const gemm_arguments& arguments, unsigned tile_count)
-        : g(arguments), tile(blockIdx.x), tiles(g.k > 0 ? tile_count : 0), a(g.lda), b(g.ldb) {
-        aim();
-    }
-
-    __device__ void aim() {
-        const tile_place at = tile_of(tile, tiles_along(g.m, BLOCK_M), tiles_along(g.n, BLOCK_N), BAND);
-        const long long top = static_cast<long long>(at.row) * BLOCK_M, left = static_cast<long long>(at.column) * BLOCK_N;
-        m_left = at_most(g.m - top, BLOCK_M);
-        n_left = at_most(g.n - left, BLOCK_N);
-        panel = 0;
-        a.aim(static_cast<const T*>(g.a), g.lda, top);
-        b.aim(static_cast<const T*>(g.b), g.ldb, left);
-    }
-
-    __device__ bool inside() const {
-        return tile < tiles && m_left == BLOCK_M && n_left == BLOCK_N && panel < static_cast<unsigned>(g.k / BLOCK_K);
+    __device__ panel_stream(const gemm_arguments& g, tile_corner at)
+        : panel(0),
+          panels(tiles_along(g.k, BLOCK_K)),
+          m_left(at_most(g.m - at.top, BLOCK_M)),
+          n_left(at_most(g.n - at.left, BLOCK_N)),
+          k_last(static_cast<int>(g.k % BLOCK_K)),
+          a(static_cast<const T*>(g.a), g.lda, at.top),
+          b(static_cast<const T*>(g.b), g.ldb, at.left) {
+        inside = !ROLLED && m_left == BLOCK_M && n_left == BLOCK_N ? panels - (k_last != 0) : 0;
     }
 
     // Part `part` of `parts` of the next panels, where they lie inside; else the first part brings all.
     __device__ void copy(unsigned panel_a, unsigned panel_b, int part, int parts) const {
-        const bool whole = !ROLLED && inside();
+        const bool whole = panel < inside;
 #pragma unroll
         for (int c = 0; c < COPY_A::COPIES; ++c)
             if (c * parts / COPY_A::COPIES == part) a.copy_inside(panel_a, c, whole);
 #pragma unroll
         for (int c = 0; c < COPY_B::COPIES; ++c)
             if (c * parts / COPY_B::COPIES == part) b.copy_inside(panel_b, c, whole);
-        if (part == 0 && !whole && tile < tiles) {
-            const int k_left = at_most(g.k - static_cast<long long>(panel) * BLOCK_K, BLOCK_K);
+        if (part == 0 && !whole && panel < panels) {
+            const int k_left = panel == panels - 1 && k_last != 0 ? k_last : BLOCK_K;
             a.copy_edge(panel_a, m_left, k_left);
             b.copy_edge(panel_b, n_left, k_left);
         }
@@ -181,9 +168,6 @@ struct panel_stream {
     __device__ void advance() {
         a.from += a.advance;
         b.from += b.advance;
-        if (++panel == tiles_along(g.k, BLOCK_K)) {
-            tile += gridDim.x;
-            if (tile < tiles) aim();
-        }
+        ++panel;
     }
 };

@@ -4,6 +4,9 @@
 // k runs along the product, mn along the rows of op(A) or the columns of op(B). All offsets are in bytes.
 #pragma once
 
+constexpr int at_most(long long x, int limit) { return x < limit ? static_cast<int>(x) : limit; }
+constexpr unsigned tiles_along(long long extent, int tile) { return static_cast<unsigned>((extent + tile - 1) / tile); }
+
 // The tile of C that comes `index`th. Tiles are taken in bands of `band` tile rows, down each column of a band first,
 // so that the tiles in flight at one time form a near square, whose panels of A and B are shared in the L2 cache.
 // 32 bits suffice: 2^31 tiles of C would not fit any memory.
@@ -15,8 +18,13 @@ constexpr tile_place tile_of(unsigned index, unsigned rows, unsigned columns, un
     const unsigned height = rows - first < band ? rows - first : band;
     return {first + within % height, within / height};
 }
-constexpr unsigned tiles_along(long long extent, int tile) { return static_cast<unsigned>((extent + tile - 1) / tile); }
-constexpr int at_most(long long x, int limit) { return x < limit ? static_cast<int>(x) : limit; }
+struct tile_corner {
+    long long top, left;
+};
+constexpr tile_corner corner_of(unsigned index, long long m, long long n, int block_m, int block_n, int band) {
+    const tile_place at = tile_of(index, tiles_along(m, block_m), tiles_along(n, block_n), band);
+    return {static_cast<long long>(at.row) * block_m, static_cast<long long>(at.column) * block_n};
+}
 
 // Shared memory answers eight lanes at a time where each takes 16 bytes (a "chunk"); the eight must lie in different
 // eighths of the 128 bytes that the 32 banks span.

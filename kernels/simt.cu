@@ -13,9 +13,6 @@
 // panels STAGES - 1 ahead. Panels always lie mn contiguous in shared memory (layout.cuh); those that are stored k
 // contiguous are turned while they are copied, value by value.
 //
-// A block walks over tiles blockIdx.x, blockIdx.x + gridDim.x, ...; the copies of the next tile start while the last
-// one is computed and written.
-//
 // Parameters
 //   BLOCK_M, BLOCK_N, BLOCK_K   tile of C and depth of a panel
 //   THREAD_M, THREAD_N          sums a thread holds
@@ -39,9 +36,6 @@
 #ifndef ORDER
 #define ORDER 0
 #endif
-#ifndef SPLIT
-#define SPLIT 1
-#endif
 #ifndef PREFETCH_C
 #define PREFETCH_C 1
 #endif
@@ -57,7 +51,7 @@ constexpr int WARPS_N = BLOCK_N / WARP_N, THREADS = BLOCK_M / WARP_M * WARPS_N *
 constexpr int PITCH_A = simt_pitch(BLOCK_M, SIZE), PITCH_B = simt_pitch(BLOCK_N, SIZE);  // bytes
 constexpr int PANEL_A = BLOCK_K * PITCH_A, STAGE = PANEL_A + BLOCK_K * PITCH_B;
 constexpr bool A_K = OOC_OP_A == 0, B_K = OOC_OP_B != 0;  // k is contiguous
-constexpr int FIRST_COPY = SPLIT ? BLOCK_K / 2 - 1 : 0;  // the k at which copies start
+constexpr int FIRST_COPY = BLOCK_K / 2 - 1;  // the k at which copies start
 
 static_assert(sizeof(OOC_STORED) == sizeof(OOC_ACCUMULATED), "fp32 or fp64, accumulated as stored");
 static_assert(LANES_M == 4 || LANES_M == 8, "4 x 8 or 8 x 4 lanes");
@@ -65,7 +59,7 @@ static_assert(THREAD_M % CHUNK == 0 && THREAD_N % CHUNK == 0, "shared memory is 
 static_assert(BLOCK_M % WARP_M == 0 && BLOCK_N % WARP_N == 0, "warps divide the tile");
 static_assert(BLOCK_K % 8 == 0, "eight ks are turned together");
 static_assert(THREADS <= 1024, "a block has at most 1024 threads");
-static_assert(STAGES >= 2 + SPLIT, "one panel is read while another is filled");
+static_assert(STAGES >= 3, "one panel is read, one is at hand and one is being filled");
 static_assert(FIRST_COPY + SPREAD < BLOCK_K, "copies are issued before the last k of a panel");
 static_assert(STAGES * STAGE * RESIDENT <= 227 * 1024, "shared memory of a multiprocessor (sm_90)");
 
@@ -104,13 +98,13 @@ __device__ inline void run(const gemm_arguments& g, char* shared) {
     using copy_a = panel_copy<T, placed<PITCH_A>, BLOCK_K, BLOCK_M, A_K, WIDE_A, A_K ? 8 : THREADS / 8, THREADS>;
     using copy_b = panel_copy<T, placed<PITCH_B>, BLOCK_K, BLOCK_N, B_K, WIDE_B, B_K ? 8 : THREADS / 8, THREADS>;
 
-    const unsigned rows = tiles_along(g.m, BLOCK_M), columns = tiles_along(g.n, BLOCK_N), tiles = rows * columns;
+    const tile_corner at = corner_of(blockIdx.x, g.m, g.n, BLOCK_M, BLOCK_N, BAND);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int first_m = warp / WARPS_N * WARP_M + lane_row(lane, LANES_M) * CHUNK;
     const int first_n = warp % WARPS_N * WARP_N + lane_column(lane, LANES_M) * CHUNK;
     const bool keeps_old = g.beta_re != 0;
 
-    panel_stream<T, copy_a, copy_b, false> stream(g, tiles);
+    panel_stream<T, copy_a, copy_b, false> stream(g, at);
     const unsigned stages = shared_address(shared);
 #pragma unroll 1
     for (int s = 0; s < STAGES - 1; ++s) {
@@ -118,7 +112,6 @@ __device__ inline void run(const gemm_arguments& g, char* shared) {
         stream.advance();
         commit_copies();
     }
-#if SPLIT
     __shared__ unsigned long long read_barrier;
     const unsigned barrier = shared_address(&read_barrier);
     unsigned parity = 0;
@@ -126,10 +119,6 @@ __device__ inline void run(const gemm_arguments& g, char* shared) {
     await_copies<STAGES - 3>();
     __syncthreads();
     barrier_arrive(barrier);
-#else
-    await_copies<STAGES - 2>();
-    __syncthreads();
-#endif
 
     T a[2][THREAD_M], b[2][THREAD_N];
     int reading = 0, filling = (STAGES - 1) * STAGE;  // offsets of stages
@@ -151,105 +140,84 @@ __device__ inline void run(const gemm_arguments& g, char* shared) {
     };
     load(0, 0);
 
-    for (unsigned tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
 #if PREFETCH_C
-        if (keeps_old) {  // so that the old C waits in the L2 cache when the sums are done
-            constexpr int LINE = 128 / SIZE;
-            const tile_place at = tile_of(tile, rows, columns, BAND);
-            const long long top = static_cast<long long>(at.row) * BLOCK_M, left = static_cast<long long>(at.column) * BLOCK_N;
-            int first = threadIdx.x;
-            asm volatile("" : "+r"(first));  // found again for each tile, not kept in registers
-            for (int line = first; line < BLOCK_M * (BLOCK_N / LINE); line += THREADS) {
-                const long long i = top + line / (BLOCK_N / LINE), j = left + line % (BLOCK_N / LINE) * LINE;
-                if (i < g.m && j < g.n)
-                    asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const T*>(g.c) + i * g.ldc + j));
-            }
+    if (keeps_old)
+        for (int line = threadIdx.x; line < BLOCK_M * (BLOCK_N * SIZE / 128); line += THREADS) {
+            const long long i = at.top + line / (BLOCK_N * SIZE / 128), j = at.left + line % (BLOCK_N * SIZE / 128) * (128 / SIZE);
+            if (i < g.m && j < g.n)
+                asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const T*>(g.c) + i * g.ldc + j));
         }
 #endif
-        T sums[THREAD_M][THREAD_N] = {};
-        for (unsigned panel = tiles_along(g.k, BLOCK_K); panel > 0; --panel) {
+    T sums[THREAD_M][THREAD_N] = {};
+    for (unsigned panel = stream.panels; panel > 0; --panel) {
 #pragma unroll
-            for (int k = 0; k < BLOCK_K; ++k) {
-#if SPLIT
-                if (k == FIRST_COPY) {  // every warp has read the last panel and has copied its part of the next
-                    barrier_wait(barrier, parity);
-                    parity ^= 1;
-                }
-#endif
-                if (k == BLOCK_K - 1) {  // every value of this panel is read: on to the next
-                    stream.advance();
-                    commit_copies();
-#if SPLIT
-                    await_copies<STAGES - 3>();
-                    barrier_arrive(barrier);
-#else
-                    await_copies<STAGES - 2>();
-                    __syncthreads();
-#endif
-                    filling = reading;
-                    reading = reading == (STAGES - 1) * STAGE ? 0 : reading + STAGE;
-                } else if (k >= FIRST_COPY && k < FIRST_COPY + SPREAD) {
-                    stream.copy(stages + filling, stages + filling + PANEL_A, k - FIRST_COPY, SPREAD);
-                }
-                load((k + 1) % 2, (k + 1) % BLOCK_K);
+        for (int k = 0; k < BLOCK_K; ++k) {
+            if (k == FIRST_COPY) {  // every warp has read the last panel and has copied its part of the next
+                barrier_wait(barrier, parity);
+                parity ^= 1;
+            }
+            if (k == BLOCK_K - 1) {  // every value of this panel is read: on to the next
+                stream.advance();
+                commit_copies();
+                await_copies<STAGES - 3>();
+                barrier_arrive(barrier);
+                filling = reading;
+                reading = reading == (STAGES - 1) * STAGE ? 0 : reading + STAGE;
+            } else if (k >= FIRST_COPY && k < FIRST_COPY + SPREAD) {
+                stream.copy(stages + filling, stages + filling + PANEL_A, k - FIRST_COPY, SPREAD);
+            }
+            load((k + 1) % 2, (k + 1) % BLOCK_K);
 #pragma unroll
-                for (int e = 0; e < THREAD_M * THREAD_N; ++e) {
+            for (int e = 0; e < THREAD_M * THREAD_N; ++e) {
 #if ORDER == 0
-                    const int i = e / THREAD_N, j = i % 2 ? THREAD_N - 1 - e % THREAD_N : e % THREAD_N;
+                const int i = e / THREAD_N, j = i % 2 ? THREAD_N - 1 - e % THREAD_N : e % THREAD_N;
 #elif ORDER == 1
-                    const int j = e / THREAD_M, i = j % 2 ? THREAD_M - 1 - e % THREAD_M : e % THREAD_M;
+                const int j = e / THREAD_M, i = j % 2 ? THREAD_M - 1 - e % THREAD_M : e % THREAD_M;
 #elif ORDER == 2
-                    const int q = e / 4, r = e % 4, i = q / (THREAD_N / 2) * 2 + r / 2, j = q % (THREAD_N / 2) * 2 + (r / 2 ^ r % 2);
+                const int q = e / 4, r = e % 4, i = q / (THREAD_N / 2) * 2 + r / 2, j = q % (THREAD_N / 2) * 2 + (r / 2 ^ r % 2);
 #elif ORDER == 3
-                    const int q = e / 2, j = q / THREAD_M * 2 + (e % 2 ^ q % 2), i = q % THREAD_M;
+                const int q = e / 2, j = q / THREAD_M * 2 + (e % 2 ^ q % 2), i = q % THREAD_M;
 #elif ORDER == 4
-                    const int q = e / 2, i = q / THREAD_N * 2 + (e % 2 ^ q % 2), j = q % THREAD_N;
+                const int q = e / 2, i = q / THREAD_N * 2 + (e % 2 ^ q % 2), j = q % THREAD_N;
 #elif ORDER == 5
-                    const int i = e / THREAD_N, j = e % THREAD_N;
+                const int i = e / THREAD_N, j = e % THREAD_N;
 #elif ORDER == 6
-                    const int j = e / THREAD_M, i = e % THREAD_M;
+                const int j = e / THREAD_M, i = e % THREAD_M;
 #endif
-                    sums[i][j] += a[k % 2][i] * b[k % 2][j];
-                }
+                sums[i][j] += a[k % 2][i] * b[k % 2][j];
             }
         }
+    }
 
-        int lane_again = threadIdx.x;
-        asm volatile("" : "+r"(tile), "+r"(lane_again));  // what follows is found again, not kept in registers
-        const int in_m = lane_again / 32 / WARPS_N * WARP_M + lane_row(lane_again % 32, LANES_M) * CHUNK;
-        const int in_n = lane_again / 32 % WARPS_N * WARP_N + lane_column(lane_again % 32, LANES_M) * CHUNK;
-        const tile_place at = tile_of(tile, rows, columns, BAND);
-        const long long top = static_cast<long long>(at.row) * BLOCK_M, left = static_cast<long long>(at.column) * BLOCK_N;
-        const int m_left = at_most(g.m - top, BLOCK_M), n_left = at_most(g.n - left, BLOCK_N);
-        T* const c = static_cast<T*>(g.c) + top * g.ldc + left + in_n;
-        const bool wide = (reinterpret_cast<unsigned long long>(g.c) | static_cast<unsigned long long>(g.ldc) * SIZE) % 16 == 0;
-        const T alpha = static_cast<T>(g.alpha_re), beta = static_cast<T>(g.beta_re);
+    const int m_left = stream.m_left, n_left = stream.n_left - first_n;
+    T* const c = static_cast<T*>(g.c) + at.top * g.ldc + at.left + first_n;
+    const bool wide = (reinterpret_cast<unsigned long long>(g.c) | static_cast<unsigned long long>(g.ldc) * SIZE) % 16 == 0;
+    const T alpha = static_cast<T>(g.alpha_re), beta = static_cast<T>(g.beta_re);
 #pragma unroll
-        for (int i0 = 0; i0 < THREAD_M; i0 += 2) {
-            chunk old[2][THREAD_N / CHUNK];
-            if (keeps_old) {  // all loads of two rows before their first store
-#pragma unroll
-                for (int e = 0; e < 2; ++e)
-#pragma unroll
-                    for (int q = 0; q < THREAD_N / CHUNK; ++q) {
-                        const int row = in_m + (i0 + e) / CHUNK * LANES_M * CHUNK + (i0 + e) % CHUNK, j = q * LANES_N * CHUNK;
-                        if (row < m_left) old[e][q] = load_chunk(c + row * g.ldc + j, n_left - in_n - j, wide);
-                    }
-            }
+    for (int i0 = 0; i0 < THREAD_M; i0 += 2) {
+        chunk old[2][THREAD_N / CHUNK];
+        if (keeps_old) {  // all loads of two rows before their first store
 #pragma unroll
             for (int e = 0; e < 2; ++e)
 #pragma unroll
                 for (int q = 0; q < THREAD_N / CHUNK; ++q) {
-                    const int row = in_m + (i0 + e) / CHUNK * LANES_M * CHUNK + (i0 + e) % CHUNK, j = q * LANES_N * CHUNK;
-                    chunk values;
-#pragma unroll
-                    for (int v = 0; v < CHUNK; ++v) {
-                        values.x[v] = alpha * sums[i0 + e][q * CHUNK + v];
-                        if (keeps_old) values.x[v] += beta * old[e][q].x[v];
-                    }
-                    if (row < m_left) store_chunk(c + row * g.ldc + j, values, n_left - in_n - j, wide);
+                    const int row = first_m + (i0 + e) / CHUNK * LANES_M * CHUNK + (i0 + e) % CHUNK, j = q * LANES_N * CHUNK;
+                    if (row < m_left) old[e][q] = load_chunk(c + row * g.ldc + j, n_left - j, wide);
                 }
         }
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+#pragma unroll
+            for (int q = 0; q < THREAD_N / CHUNK; ++q) {
+                const int row = first_m + (i0 + e) / CHUNK * LANES_M * CHUNK + (i0 + e) % CHUNK, j = q * LANES_N * CHUNK;
+                chunk values;
+#pragma unroll
+                for (int v = 0; v < CHUNK; ++v) {
+                    values.x[v] = alpha * sums[i0 + e][q * CHUNK + v];
+                    if (keeps_old) values.x[v] += beta * old[e][q].x[v];
+                }
+                if (row < m_left) store_chunk(c + row * g.ldc + j, values, n_left - j, wide);
+            }
     }
 }
 

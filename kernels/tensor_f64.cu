@@ -20,9 +20,6 @@
 // ks. With B as stored X is B and the product is turned (C^T = B^T A^T), else X is A. So A and B both as stored, or both
 // transposed, are copied 16 bytes at a time; otherwise one of the two is turned while it is copied, value by value.
 //
-// A block walks over tiles blockIdx.x, blockIdx.x + gridDim.x, ...; the copies of the next tile start while the last
-// one is computed and written, so that a grid of one block a multiprocessor never drains its pipeline.
-//
 // Parameters
 //   BLOCK_M, BLOCK_N, BLOCK_K   tile of C and depth of a panel
 //   WARP_X, WARP_Y              a warp's part of the tile, WARP_X rows of X by WARP_Y columns of Y: WARP_X * WARP_Y / 16
@@ -42,12 +39,6 @@
 #define BAND 8
 #define RESIDENT 1
 #endif
-#ifndef SPLIT
-#define SPLIT 1
-#endif
-#ifndef PREFETCH_C
-#define PREFETCH_C 1
-#endif
 #include "gemm.cuh"
 #include "layout.cuh"
 #include "async_copy.cuh"
@@ -61,7 +52,7 @@ constexpr bool A_K = OOC_OP_A == 0, B_K = OOC_OP_B != 0;                       /
 constexpr int HALVES = MMA_K == 16 ? 2 : 1;  // quads along k that one step multiplies
 constexpr int GROUPS_X = WARP_X / 16, GROUPS_Y = WARP_Y / 16;
 constexpr int STEPS_K = BLOCK_K / (8 * HALVES), STEPS = STEPS_K * GROUPS_X;
-constexpr int FIRST_COPY = SPLIT ? STEPS / 2 : 0;  // the step at which copies start
+constexpr int FIRST_COPY = STEPS / 2;  // the step at which copies start
 
 static_assert(MMA_K == 16 || MMA_K == 8 || MMA_K == 4, "m16n8k16, m16n8k8 or m8n8k4");
 #ifdef __CUDA_ARCH__
@@ -71,7 +62,7 @@ static_assert(WARP_X % 16 == 0 && WARP_Y % 16 == 0, "a quad covers 16 rows or co
 static_assert(BLOCK_X % WARP_X == 0 && BLOCK_Y % WARP_Y == 0, "warps divide the tile");
 static_assert(BLOCK_K % 16 == 0, "a row of a panel with k contiguous fills the 128 bytes of all banks");
 static_assert(THREADS <= 1024 && THREADS % 128 == 0, "a pass of copies covers whole runs of eight chunks");
-static_assert(STAGES >= 2 + SPLIT, "one panel is read while another is filled");
+static_assert(STAGES >= 3, "one panel is read, one is at hand and one is being filled");
 static_assert(STEPS % 2 == 0, "fragments of X alternate between two buffers");
 static_assert(STAGES * STAGE * RESIDENT <= 227 * 1024, "shared memory of a multiprocessor (sm_90)");
 
@@ -188,12 +179,12 @@ __device__ inline void run(const gemm_arguments& g, char* shared) {
     using copy_a = matrix_copy<A_K, TURNED, BLOCK_M, WIDE>;
     using copy_b = matrix_copy<B_K, !TURNED, BLOCK_N, WIDE>;
 
-    const unsigned rows = tiles_along(g.m, BLOCK_M), columns = tiles_along(g.n, BLOCK_N), tiles = rows * columns;
-    const int warp = threadIdx.x / 32;
+    const tile_corner at = corner_of(blockIdx.x, g.m, g.n, BLOCK_M, BLOCK_N, BAND);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int warp_x = warp / WARPS_Y * WARP_X, warp_y = warp % WARPS_Y * WARP_Y;
     const bool keeps_old = g.beta_re != 0;
 
-    panel_stream<double, copy_a, copy_b, WIDE == 1> stream(g, tiles);
+    panel_stream<double, copy_a, copy_b, WIDE == 1> stream(g, at);
     const unsigned stages = shared_address(shared);
 #pragma unroll 1
     for (int s = 0; s < STAGES - 1; ++s) {
@@ -201,7 +192,6 @@ __device__ inline void run(const gemm_arguments& g, char* shared) {
         stream.advance();
         commit_copies();
     }
-#if SPLIT
     __shared__ unsigned long long read_barrier;
     const unsigned barrier = shared_address(&read_barrier);
     unsigned parity = 0;
@@ -209,10 +199,6 @@ __device__ inline void run(const gemm_arguments& g, char* shared) {
     await_copies<STAGES - 3>();
     __syncthreads();
     barrier_arrive(barrier);
-#else
-    await_copies<STAGES - 2>();
-    __syncthreads();
-#endif
 
     quad x[2][HALVES], y[GROUPS_Y][HALVES];
     int reading = 0, filling = (STAGES - 1) * STAGE;  // offsets of stages
@@ -230,98 +216,72 @@ __device__ inline void run(const gemm_arguments& g, char* shared) {
 #pragma unroll
     for (int p = 0; p < GROUPS_Y; ++p) load_y(y[p], p, 0);
 
-    for (unsigned tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-#if PREFETCH_C
-        if (keeps_old) {  // so that the old C waits in the L2 cache when the sums are done
-            const tile_place at = tile_of(tile, rows, columns, BAND);
-            const long long top = static_cast<long long>(at.row) * BLOCK_M, left = static_cast<long long>(at.column) * BLOCK_N;
-            int first = threadIdx.x;
-            asm volatile("" : "+r"(first));  // found again for each tile, not kept in registers
-            for (int line = first; line < BLOCK_M * (BLOCK_N / 16); line += THREADS) {
-                const long long i = top + line / (BLOCK_N / 16), j = left + line % (BLOCK_N / 16) * 16;
-                if (i < g.m && j < g.n)
-                    asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const double*>(g.c) + i * g.ldc + j));
+    double sums[GROUPS_X][2 * GROUPS_Y][4] = {};
+    for (unsigned panel = stream.panels; panel > 0; --panel) {
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+            const int group = step % GROUPS_X, step_k = step / GROUPS_X;
+            if (step == FIRST_COPY) {  // every warp has read the last panel and has copied its part of the next
+                barrier_wait(barrier, parity);
+                parity ^= 1;
+            }
+            if (step == STEPS - 1) {  // every value of this panel is read: on to the next
+                stream.advance();
+                commit_copies();
+                await_copies<STAGES - 3>();
+                barrier_arrive(barrier);
+                filling = reading;
+                reading = reading == (STAGES - 1) * STAGE ? 0 : reading + STAGE;
+            } else if (step >= FIRST_COPY) {
+                stream.copy(stages + filling, stages + filling + PANEL_A, step - FIRST_COPY, STEPS - 1 - FIRST_COPY);
+            }
+            load_x(x[(step + 1) % 2], (group + 1) % GROUPS_X, (step + 1) / GROUPS_X % STEPS_K);
+#pragma unroll
+            for (int p = 0; p < GROUPS_Y; ++p) {
+                multiply(sums[group][2 * p], x[step % 2], y[p], 0);
+                multiply(sums[group][2 * p + 1], x[step % 2], y[p], 1);
+                if (group == GROUPS_X - 1) load_y(y[p], p, (step_k + 1) % STEPS_K);
             }
         }
-#endif
-        double sums[GROUPS_X][2 * GROUPS_Y][4] = {};
-        for (unsigned panel = tiles_along(g.k, BLOCK_K); panel > 0; --panel) {
-#pragma unroll
-            for (int step = 0; step < STEPS; ++step) {
-                const int group = step % GROUPS_X, step_k = step / GROUPS_X;
-#if SPLIT
-                if (step == FIRST_COPY) {  // every warp has read the last panel and has copied its part of the next
-                    barrier_wait(barrier, parity);
-                    parity ^= 1;
-                }
-#endif
-                if (step == STEPS - 1) {  // every value of this panel is read: on to the next
-                    stream.advance();
-                    commit_copies();
-#if SPLIT
-                    await_copies<STAGES - 3>();
-                    barrier_arrive(barrier);
-#else
-                    await_copies<STAGES - 2>();
-                    __syncthreads();
-#endif
-                    filling = reading;
-                    reading = reading == (STAGES - 1) * STAGE ? 0 : reading + STAGE;
-                } else if (step >= FIRST_COPY) {
-                    stream.copy(stages + filling, stages + filling + PANEL_A, step - FIRST_COPY, STEPS - 1 - FIRST_COPY);
-                }
-                load_x(x[(step + 1) % 2], (group + 1) % GROUPS_X, (step + 1) / GROUPS_X % STEPS_K);
-#pragma unroll
-                for (int p = 0; p < GROUPS_Y; ++p) {
-                    multiply(sums[group][2 * p], x[step % 2], y[p], 0);
-                    multiply(sums[group][2 * p + 1], x[step % 2], y[p], 1);
-                    if (group == GROUPS_X - 1) load_y(y[p], p, (step_k + 1) % STEPS_K);
-                }
-            }
-        }
+    }
 
-        // sums[i][2 p + j][2 r + s] is row 16 i + 2 g + r of X by column 16 p + 4 t + 2 s + j of Y.
-        int lane = threadIdx.x % 32;
-        asm volatile("" : "+r"(tile), "+r"(lane));  // what follows is found again, not kept in registers meanwhile
-        const tile_place at = tile_of(tile, rows, columns, BAND);
-        const long long top = static_cast<long long>(at.row) * BLOCK_M, left = static_cast<long long>(at.column) * BLOCK_N;
-        const int m_left = at_most(g.m - top, BLOCK_M), n_left = at_most(g.n - left, BLOCK_N);
-        double* const c = static_cast<double*>(g.c) + top * g.ldc + left;
-        const bool wide = (reinterpret_cast<unsigned long long>(g.c) | static_cast<unsigned long long>(g.ldc) * 8) % 16 == 0;
-        const int in_x = warp_x + 2 * (lane / 4), in_y = warp_y + 4 * (lane % 4);
-        // Pair e of row group i: two neighbours in a row of C.
-        constexpr int PAIRS = 4 * GROUPS_Y;
-        auto place = [&](int i, int e, int& row, int& column) {
-            row = TURNED ? in_y + e / 4 * 16 + e % 4 : in_x + 16 * i + e % 2;
-            column = TURNED ? in_x + 16 * i : in_y + e / 4 * 16 + e / 2 % 2 * 2;
-        };
+    // sums[i][2 p + j][2 r + s] is row 16 i + 2 g + r of X by column 16 p + 4 t + 2 s + j of Y.
+    const int m_left = stream.m_left, n_left = stream.n_left;
+    double* const c = static_cast<double*>(g.c) + at.top * g.ldc + at.left;
+    const bool wide = (reinterpret_cast<unsigned long long>(g.c) | static_cast<unsigned long long>(g.ldc) * 8) % 16 == 0;
+    const int in_x = warp_x + 2 * (lane / 4), in_y = warp_y + 4 * (lane % 4);
+    // Pair e of row group i: two neighbours in a row of C.
+    constexpr int PAIRS = 4 * GROUPS_Y;
+    auto place = [&](int i, int e, int& row, int& column) {
+        row = TURNED ? in_y + e / 4 * 16 + e % 4 : in_x + 16 * i + e % 2;
+        column = TURNED ? in_x + 16 * i : in_y + e / 4 * 16 + e / 2 % 2 * 2;
+    };
 #pragma unroll
-        for (int i = 0; i < GROUPS_X; ++i) {
-            pair old[PAIRS];
-            int row, column;
-            if (keeps_old) {  // all loads before the first store
-#pragma unroll
-                for (int e = 0; e < PAIRS; ++e) {
-                    place(i, e, row, column);
-                    if (row < m_left) old[e] = load_pair(c + row * g.ldc + column, n_left - column, wide);
-                }
-            }
+    for (int i = 0; i < GROUPS_X; ++i) {
+        pair old[PAIRS];
+        int row, column;
+        if (keeps_old) {  // all loads before the first store
 #pragma unroll
             for (int e = 0; e < PAIRS; ++e) {
-                const int p = e / 4;
-                pair values;
-                if (TURNED)
-                    values = {sums[i][2 * p + e % 2][e / 2 % 2], sums[i][2 * p + e % 2][2 + e / 2 % 2]};
-                else
-                    values = {sums[i][2 * p][e % 2 * 2 + e / 2 % 2], sums[i][2 * p + 1][e % 2 * 2 + e / 2 % 2]};
-#pragma unroll
-                for (int v = 0; v < 2; ++v) {
-                    values.x[v] *= g.alpha_re;
-                    if (keeps_old) values.x[v] += g.beta_re * old[e].x[v];
-                }
                 place(i, e, row, column);
-                if (row < m_left) store_pair(c + row * g.ldc + column, values, n_left - column, wide);
+                if (row < m_left) old[e] = load_pair(c + row * g.ldc + column, n_left - column, wide);
             }
+        }
+#pragma unroll
+        for (int e = 0; e < PAIRS; ++e) {
+            const int p = e / 4;
+            pair values;
+            if (TURNED)
+                values = {sums[i][2 * p + e % 2][e / 2 % 2], sums[i][2 * p + e % 2][2 + e / 2 % 2]};
+            else
+                values = {sums[i][2 * p][e % 2 * 2 + e / 2 % 2], sums[i][2 * p + 1][e % 2 * 2 + e / 2 % 2]};
+#pragma unroll
+            for (int v = 0; v < 2; ++v) {
+                values.x[v] *= g.alpha_re;
+                if (keeps_old) values.x[v] += g.beta_re * old[e].x[v];
+            }
+            place(i, e, row, column);
+            if (row < m_left) store_pair(c + row * g.ldc + column, values, n_left - column, wide);
         }
     }
 }
