@@ -130,8 +130,8 @@ struct panel_copy {
     }
 };
 
-// Both operands' panels for one tile of C, in order along k. ROLLED copies in loops that need few registers.
-template <typename T, typename COPY_A, typename COPY_B, bool ROLLED>
+// Both operands' panels for one tile of C, in order along k.
+template <typename T, typename COPY_A, typename COPY_B>
 struct panel_stream {
     unsigned panel, panels, inside;  // the next, how many there are, and how many lie wholly inside their matrices
     int m_left, n_left, k_last;      // what lies inside: at most a whole tile, and of the last panel along k
@@ -146,7 +146,7 @@ struct panel_stream {
           k_last(static_cast<int>(g.k % BLOCK_K)),
           a(static_cast<const T*>(g.a), g.lda, at.top),
           b(static_cast<const T*>(g.b), g.ldb, at.left) {
-        inside = !ROLLED && m_left == BLOCK_M && n_left == BLOCK_N ? panels - (k_last != 0) : 0;
+        inside = m_left == BLOCK_M && n_left == BLOCK_N ? panels - (k_last != 0) : 0;
     }
 
     // Part `part` of `parts` of the next panels, where they lie inside; else the first part brings all.

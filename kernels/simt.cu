@@ -104,7 +104,7 @@ __device__ inline void run(const gemm_arguments& g, char* shared) {
     const int first_n = warp % WARPS_N * WARP_N + lane_column(lane, LANES_M) * CHUNK;
     const bool keeps_old = g.beta_re != 0;
 
-    panel_stream<T, copy_a, copy_b, false> stream(g, at);
+    panel_stream<T, copy_a, copy_b> stream(g, at);
     const unsigned stages = shared_address(shared);
 #pragma unroll 1
     for (int s = 0; s < STAGES - 1; ++s) {

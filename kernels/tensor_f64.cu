@@ -184,7 +184,7 @@ __device__ inline void run(const gemm_arguments& g, char* shared) {
     const int warp_x = warp / WARPS_Y * WARP_X, warp_y = warp % WARPS_Y * WARP_Y;
     const bool keeps_old = g.beta_re != 0;
 
-    panel_stream<double, copy_a, copy_b, WIDE == 1> stream(g, at);
+    panel_stream<double, copy_a, copy_b> stream(g, at);
     const unsigned stages = shared_address(shared);
 #pragma unroll 1
     for (int s = 0; s < STAGES - 1; ++s) {

@@ -38,7 +38,6 @@ class Call:
     k: int
     op_a: int = 0
     op_b: int = 0
-    multiprocessors: int = 132
 
 
 @dataclass(frozen=True)
@@ -59,9 +58,7 @@ def tiles(call: Call, p: Params) -> int:
 
 
 def grid(call: Call, p: Params) -> tuple[int, int, int]:
-    """One block a tile, or where PERSISTENT as many as run at one time, each walking over tiles."""
-    count = tiles(call, p)
-    return (min(count, call.multiprocessors * p["RESIDENT"]) if p.get("PERSISTENT", 1) else count), 1, 1
+    return tiles(call, p), 1, 1
 
 
 def simt_launch(call: Call, p: Params) -> tuple[tuple[int, int, int], tuple[int, int, int], int]:
@@ -94,54 +91,44 @@ def tensor(block: tuple[int, int, int], warp: tuple[int, int], mma: int, stages:
 SIMT_F32 = Kernel(
     "simt", "simt", ("float32",), ("sm_80", "sm_90a", "sm_100"),
     (
-        simt((256, 128, 16), (16, 8), 4, 4),
-        simt((256, 128, 16), (16, 8), 4, 4, SPLIT=0),
-        simt((256, 128, 16), (16, 8), 4, 4, PERSISTENT=0),
-        simt((256, 128, 16), (16, 8), 8, 4),
-        simt((256, 128, 8), (16, 8), 4, 5, SPREAD=1),
+        simt((128, 256, 8), (8, 16), 8, 5, BAND=16, ORDER=6, SPREAD=1, ALL_OPS=1),
+        simt((256, 128, 8), (16, 8), 4, 5, SPREAD=1, ALL_OPS=1),
+        simt((128, 256, 8), (8, 16), 8, 8, BAND=16, ORDER=6, SPREAD=1),
+        simt((128, 256, 8), (8, 16), 8, 5, BAND=16, ORDER=0, SPREAD=1),
+        simt((128, 256, 8), (8, 16), 8, 5, BAND=16, ORDER=1, SPREAD=1),
+        simt((128, 256, 8), (8, 16), 8, 5, BAND=16, ORDER=3, SPREAD=1),
+        simt((128, 256, 8), (8, 16), 8, 5, BAND=8, ORDER=6, SPREAD=1),
+        simt((128, 256, 8), (8, 16), 4, 5, BAND=16, ORDER=6, SPREAD=1),
+        simt((128, 256, 8), (8, 16), 8, 5, BAND=16, ORDER=6, SPREAD=1, PREFETCH_C=0),
+        simt((256, 128, 8), (16, 8), 4, 5, SPREAD=1, ORDER=1),
+        simt((256, 128, 8), (16, 8), 4, 5, SPREAD=1, ORDER=3),
         simt((256, 128, 8), (16, 8), 4, 5, SPREAD=1, ORDER=5),
-        simt((256, 128, 32), (16, 8), 4, 4),
-        simt((256, 128, 16), (16, 8), 4, 4, ORDER=1),
-        simt((256, 128, 16), (16, 8), 4, 4, ORDER=3),
-        simt((256, 128, 16), (16, 8), 4, 4, ORDER=5),
-        simt((256, 128, 16), (16, 8), 4, 4, ORDER=6),
-        simt((256, 128, 16), (16, 8), 4, 4, BAND=4),
-        simt((256, 128, 16), (16, 8), 4, 4, BAND=16),
-        simt((128, 256, 16), (8, 16), 8, 4, BAND=16),
-        simt((128, 256, 16), (8, 16), 8, 4, BAND=16, SPLIT=0),
-        simt((128, 256, 16), (8, 16), 8, 4, BAND=16, ORDER=1),
-        simt((128, 256, 16), (8, 16), 8, 4, BAND=16, ORDER=3),
+        simt((256, 128, 8), (16, 8), 4, 5, SPREAD=1, ORDER=6),
         simt((128, 256, 16), (8, 16), 8, 4, BAND=16, ORDER=6),
-        simt((128, 256, 8), (8, 16), 8, 5, BAND=16, ORDER=6, SPREAD=1),
-        simt((128, 128, 16), (8, 16), 8, 4, RESIDENT=2, BAND=16),
-        simt((128, 128, 16), (16, 8), 4, 4, RESIDENT=2, BAND=16),
+        simt((128, 128, 8), (8, 16), 8, 5, BAND=16, ORDER=6, SPREAD=1, RESIDENT=2),
+        simt((128, 128, 8), (16, 8), 4, 5, BAND=16, SPREAD=1, RESIDENT=2),
     ),
     simt_launch, tile_limit, "FFMA",
 )
 SIMT_F64 = Kernel(
     "simt", "simt", ("float64",), ("sm_80", "sm_90a", "sm_100"),
-    (simt((128, 64, 8), (8, 8), 8, 4, SPREAD=1, RESIDENT=1), simt((64, 64, 8), (4, 8), 8, 4, SPREAD=1)),
+    (simt((128, 64, 8), (8, 8), 8, 4, SPREAD=1), simt((128, 128, 8), (8, 8), 8, 4, SPREAD=1, ORDER=6)),
     simt_launch, tile_limit, "DFMA",
 )
 TENSOR_F64 = Kernel(
     "tensor", "tensor_f64", ("float64",), ("sm_80", "sm_90a", "sm_100"),
     (
+        tensor((64, 128, 16), (64, 32), 16, 4, RESIDENT=2, BAND=16, ALL_OPS=1),
+        tensor((128, 128, 16), (64, 32), 16, 4, ALL_OPS=1),
+        tensor((64, 128, 16), (64, 32), 8, 4, RESIDENT=2, BAND=16),
+        tensor((64, 128, 16), (64, 32), 16, 3, RESIDENT=2, BAND=16),
+        tensor((64, 128, 16), (64, 32), 16, 4, RESIDENT=2, BAND=8),
+        tensor((64, 128, 16), (64, 32), 16, 4, RESIDENT=2, BAND=32),
+        tensor((128, 64, 16), (64, 32), 16, 4, RESIDENT=2, BAND=8),
+        tensor((128, 64, 16), (64, 32), 8, 4, RESIDENT=2, BAND=8),
+        tensor((128, 128, 16), (64, 32), 16, 6),
+        tensor((128, 128, 16), (64, 32), 16, 4, BAND=16),
         tensor((128, 128, 16), (64, 32), 8, 4),
-        tensor((128, 128, 16), (64, 32), 8, 4, SPLIT=0),
-        tensor((128, 128, 16), (64, 32), 8, 4, PERSISTENT=0),
-        tensor((128, 128, 16), (64, 32), 8, 4, PREFETCH_C=0),
-        tensor((128, 128, 16), (64, 32), 16, 4),
-        tensor((64, 128, 16), (64, 32), 8, 4, RESIDENT=2, PERSISTENT=0),
-        tensor((64, 128, 16), (64, 32), 8, 4, RESIDENT=2),
-        tensor((64, 128, 16), (64, 32), 8, 4, RESIDENT=2, PERSISTENT=0, BAND=16),
-        tensor((64, 128, 16), (64, 32), 8, 4, RESIDENT=2, PERSISTENT=0, SPLIT=0),
-        tensor((64, 128, 16), (64, 32), 8, 4, RESIDENT=2, PERSISTENT=0, PREFETCH_C=0),
-        tensor((128, 64, 16), (64, 32), 8, 4, RESIDENT=2, PERSISTENT=0),
-        tensor((64, 128, 16), (64, 32), 16, 4, RESIDENT=2, PERSISTENT=0),
-        tensor((128, 128, 32), (64, 32), 8, 3),
-        tensor((128, 128, 16), (64, 32), 8, 6),
-        tensor((128, 128, 16), (64, 32), 8, 4, BAND=16),
-        tensor((256, 64, 16), (64, 32), 8, 4),
     ),
     tensor_launch, tile_limit, "DMMA",
 )  # fmt: skip
@@ -150,11 +137,12 @@ CHECKED_OPS = ((0, 0), (0, 1), (1, 0), (1, 1))
 
 
 def label(p: Params) -> str:
+    p = {key: value for key, value in p.items() if key != "ALL_OPS"}
     return "_".join(f"{''.join(w[0] for w in key.split('_'))}{key.split('_')[-1][:2]}{value}" for key, value in p.items())
 
 
 def cubin_name(kernel: Kernel, dtype: str, p: Params, ops: tuple[int, int]) -> str:
-    compiled = {key: value for key, value in p.items() if key != "PERSISTENT"}
+    compiled = {key: value for key, value in p.items() if key != "ALL_OPS"}
     return f"{kernel.source}-{dtype}-{ops[0]}{ops[1]}-{label(compiled)}.cubin"
 
 
@@ -169,7 +157,7 @@ def nvrtc_library() -> Any:
 
 def options(dtype: str, p: Params, ops: tuple[int, int], arch: str) -> list[str]:
     macros = {"OOC_STORED": TYPES[dtype], "OOC_ACCUMULATED": TYPES[dtype], "OOC_OP_A": ops[0], "OOC_OP_B": ops[1]}
-    macros |= {key: value for key, value in p.items() if key != "PERSISTENT"}
+    macros |= {key: value for key, value in p.items() if key != "ALL_OPS"}
     return [f"-arch={arch}", "-std=c++17", f"-I{KERNELS}", "-default-device", *(f"-D{k}={v}" for k, v in macros.items())]
 
 
@@ -231,7 +219,6 @@ def run(folder: Path, out: Path, seconds: float, shapes: str) -> None:  # noqa: 
 
     started = time.monotonic()
     results: dict[str, Any] = {"device": runtime.getDeviceProperties(0)["name"].decode(), "checks": {}, "times": {}}
-    multiprocessors = runtime.getDeviceProperties(0)["multiProcessorCount"]
     cuda = ctypes.CDLL("libcuda.so.1")
     runtime.free(0)  # makes the context
     functions: dict[str, Any] = {}
@@ -286,7 +273,7 @@ def run(folder: Path, out: Path, seconds: float, shapes: str) -> None:  # noqa: 
             c[...] = np.nan
         device = [cupy.asarray(x) for x in (abuf, bbuf, cbuf)]
         ap, bp, cp = (x.data.ptr + s * size for x, s in zip(device, shift, strict=True))
-        call = Call(dtype, m, n, k, *ops, multiprocessors)
+        call = Call(dtype, m, n, k, *ops)
         launch(kernel, p, call, alpha, beta, ap, a.shape[1] + pad[0], bp, b.shape[1] + pad[1], cp, n + pad[2])
         back = device[2].get()
         inner = back[shift[2] : shift[2] + m * (n + pad[2])].reshape(m, n + pad[2])[:, :n]
@@ -355,7 +342,7 @@ def run(folder: Path, out: Path, seconds: float, shapes: str) -> None:  # noqa: 
 
     def compare(dtype: str, shape: tuple[int, int, int], beta: float, contestants: list[tuple[str, Kernel, Params]], rounds: int, ops: tuple[int, int] = (0, 0)) -> None:
         m, n, k = shape
-        call = Call(dtype, m, n, k, *ops, multiprocessors)
+        call = Call(dtype, m, n, k, *ops)
         a = rng.standard_normal(m * k, dtype=dtype)
         b = rng.standard_normal(k * n, dtype=dtype)
         c = rng.standard_normal(m * n, dtype=dtype)
@@ -386,7 +373,7 @@ def run(folder: Path, out: Path, seconds: float, shapes: str) -> None:  # noqa: 
 
     def sustained(dtype: str, kernel: Kernel | None, p: Params, length: float = 1.5) -> None:
         n = 8192
-        call = Call(dtype, n, n, n, 0, 0, multiprocessors)
+        call = Call(dtype, n, n, n)
         a, b, c = (rng.standard_normal(n * n, dtype=dtype) for _ in range(3))
         data = (a.data.ptr, n, b.data.ptr, n, c.data.ptr, n)
         begin, count = time.monotonic(), 0
@@ -428,11 +415,11 @@ def run(folder: Path, out: Path, seconds: float, shapes: str) -> None:  # noqa: 
             sustained(dtype, k, p)
         for shape, beta in [((12288, 12288, 512), 1.0), ((12288, 12288, 1024), 1.0), ((12288, 12288, 2048), 1.0), ((4096, 4096, 4096), 0.0), ((8192, 8192, 8192), 0.0), ((16384, 16384, 16384), 0.0)]:
             if time.monotonic() - started < seconds:
-                compare(dtype, shape, beta, best, 3 if shape[2] > 9000 else 9)
-        first = [(f"{kernel.name} {label(kernel.variants[0])}", kernel, kernel.variants[0])]
+                compare(dtype, shape, beta, best, 5 if shape[2] > 9000 else 11)
+        first = [c for c in everyone if c[2].get("ALL_OPS")]
         for ops in CHECKED_OPS[1:]:
             if time.monotonic() - started < seconds:
-                compare(dtype, (8192, 8192, 8192), 0.0, first, 5, ops)
+                compare(dtype, (8192, 8192, 8192), 0.0, first, 7, ops)
         for shape in ((8191, 8191, 8191), (8190, 8190, 8190), (8200, 8200, 8200), (1024, 1024, 16384), (12288, 1024, 1024)):
             if time.monotonic() - started < seconds:
                 compare(dtype, shape, 0.0, best[:2], 5)
