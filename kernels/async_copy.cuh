@@ -41,6 +41,15 @@ __device__ inline void copy_async_filled(unsigned to, const void* from, int vali
                      : "memory");
 }
 
+// Brings a tile of C, of which rows x columns lie inside, into the L2 cache, so that it waits there when the sums are done.
+template <int THREADS, int WIDTH, typename T>
+__device__ inline void prefetch_tile(const T* c, long long ldc, int rows, int columns) {
+    constexpr int LINE = 128 / sizeof(T), LINES = WIDTH / LINE;
+    for (int i = threadIdx.x / LINES; i < rows; i += THREADS / LINES)
+        if (threadIdx.x % LINES * LINE < columns)
+            asm volatile("prefetch.global.L2 [%0];" ::"l"(c + i * ldc + threadIdx.x % LINES * LINE));
+}
+
 // A barrier in two halves: a warp that arrives goes on, and waits for the others only where it needs them. Between
 // the halves warps may drift apart, so that they do not all stand still together. Phases are counted by their parity.
 __device__ inline void barrier_make(unsigned barrier, int warps) {

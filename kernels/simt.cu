@@ -18,26 +18,18 @@
 //   THREAD_M, THREAD_N          sums a thread holds
 //   LANES_M                     rows of lanes in a warp: 4 or 8
 //   STAGES                      panels in shared memory: STAGES * (BLOCK_M + BLOCK_N + 8) * BLOCK_K * 4 bytes in fp32
-//   SPREAD                      parts in which the copies of a panel are issued, a part a k
 //   BAND                        tile rows that are walked together (layout.cuh)
 //   RESIDENT                    blocks that share a multiprocessor
 #ifndef BLOCK_M
 #define BLOCK_M 128
 #define BLOCK_N 256
-#define BLOCK_K 16
+#define BLOCK_K 8
 #define THREAD_M 8
 #define THREAD_N 16
 #define LANES_M 8
-#define STAGES 4
-#define SPREAD 2
-#define BAND 8
+#define STAGES 5
+#define BAND 16
 #define RESIDENT 1
-#endif
-#ifndef ORDER
-#define ORDER 0
-#endif
-#ifndef PREFETCH_C
-#define PREFETCH_C 1
 #endif
 #include "gemm.cuh"
 #include "layout.cuh"
@@ -51,7 +43,7 @@ constexpr int WARPS_N = BLOCK_N / WARP_N, THREADS = BLOCK_M / WARP_M * WARPS_N *
 constexpr int PITCH_A = simt_pitch(BLOCK_M, SIZE), PITCH_B = simt_pitch(BLOCK_N, SIZE);  // bytes
 constexpr int PANEL_A = BLOCK_K * PITCH_A, STAGE = PANEL_A + BLOCK_K * PITCH_B;
 constexpr bool A_K = OOC_OP_A == 0, B_K = OOC_OP_B != 0;  // k is contiguous
-constexpr int FIRST_COPY = BLOCK_K / 2 - 1;  // the k at which copies start
+constexpr int FIRST_COPY = BLOCK_K / 2 - 1;  // the k at which copies are issued
 
 static_assert(sizeof(OOC_STORED) == sizeof(OOC_ACCUMULATED), "fp32 or fp64, accumulated as stored");
 static_assert(LANES_M == 4 || LANES_M == 8, "4 x 8 or 8 x 4 lanes");
@@ -60,7 +52,6 @@ static_assert(BLOCK_M % WARP_M == 0 && BLOCK_N % WARP_N == 0, "warps divide the 
 static_assert(BLOCK_K % 8 == 0, "eight ks are turned together");
 static_assert(THREADS <= 1024, "a block has at most 1024 threads");
 static_assert(STAGES >= 3, "one panel is read, one is at hand and one is being filled");
-static_assert(FIRST_COPY + SPREAD < BLOCK_K, "copies are issued before the last k of a panel");
 static_assert(STAGES * STAGE * RESIDENT <= 227 * 1024, "shared memory of a multiprocessor (sm_90)");
 
 struct alignas(16) chunk {
@@ -140,14 +131,8 @@ __device__ inline void run(const gemm_arguments& g, char* shared) {
     };
     load(0, 0);
 
-#if PREFETCH_C
-    if (keeps_old)
-        for (int line = threadIdx.x; line < BLOCK_M * (BLOCK_N * SIZE / 128); line += THREADS) {
-            const long long i = at.top + line / (BLOCK_N * SIZE / 128), j = at.left + line % (BLOCK_N * SIZE / 128) * (128 / SIZE);
-            if (i < g.m && j < g.n)
-                asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const T*>(g.c) + i * g.ldc + j));
-        }
-#endif
+    T* const c = static_cast<T*>(g.c) + at.top * g.ldc + at.left;
+    if (keeps_old) prefetch_tile<THREADS, BLOCK_N>(c, g.ldc, stream.m_left, stream.n_left);
     T sums[THREAD_M][THREAD_N] = {};
     for (unsigned panel = stream.panels; panel > 0; --panel) {
 #pragma unroll
@@ -163,34 +148,21 @@ __device__ inline void run(const gemm_arguments& g, char* shared) {
                 barrier_arrive(barrier);
                 filling = reading;
                 reading = reading == (STAGES - 1) * STAGE ? 0 : reading + STAGE;
-            } else if (k >= FIRST_COPY && k < FIRST_COPY + SPREAD) {
-                stream.copy(stages + filling, stages + filling + PANEL_A, k - FIRST_COPY, SPREAD);
+            } else if (k == FIRST_COPY) {
+                stream.copy(stages + filling, stages + filling + PANEL_A, 0, 1);
             }
             load((k + 1) % 2, (k + 1) % BLOCK_K);
 #pragma unroll
-            for (int e = 0; e < THREAD_M * THREAD_N; ++e) {
-#if ORDER == 0
-                const int i = e / THREAD_N, j = i % 2 ? THREAD_N - 1 - e % THREAD_N : e % THREAD_N;
-#elif ORDER == 1
-                const int j = e / THREAD_M, i = j % 2 ? THREAD_M - 1 - e % THREAD_M : e % THREAD_M;
-#elif ORDER == 2
-                const int q = e / 4, r = e % 4, i = q / (THREAD_N / 2) * 2 + r / 2, j = q % (THREAD_N / 2) * 2 + (r / 2 ^ r % 2);
-#elif ORDER == 3
-                const int q = e / 2, j = q / THREAD_M * 2 + (e % 2 ^ q % 2), i = q % THREAD_M;
-#elif ORDER == 4
-                const int q = e / 2, i = q / THREAD_N * 2 + (e % 2 ^ q % 2), j = q % THREAD_N;
-#elif ORDER == 5
-                const int i = e / THREAD_N, j = e % THREAD_N;
-#elif ORDER == 6
-                const int j = e / THREAD_M, i = e % THREAD_M;
-#endif
-                sums[i][j] += a[k % 2][i] * b[k % 2][j];
-            }
+            for (int j = 0; j < THREAD_N; ++j)
+#pragma unroll
+                for (int e = 0; e < THREAD_M; ++e) {
+                    const int i = j % 2 ? THREAD_M - 1 - e : e;  // there and back: one operand of two stays the same
+                    sums[i][j] += a[k % 2][i] * b[k % 2][j];
+                }
         }
     }
 
     const int m_left = stream.m_left, n_left = stream.n_left - first_n;
-    T* const c = static_cast<T*>(g.c) + at.top * g.ldc + at.left + first_n;
     const bool wide = (reinterpret_cast<unsigned long long>(g.c) | static_cast<unsigned long long>(g.ldc) * SIZE) % 16 == 0;
     const T alpha = static_cast<T>(g.alpha_re), beta = static_cast<T>(g.beta_re);
 #pragma unroll
@@ -202,7 +174,7 @@ __device__ inline void run(const gemm_arguments& g, char* shared) {
 #pragma unroll
                 for (int q = 0; q < THREAD_N / CHUNK; ++q) {
                     const int row = first_m + (i0 + e) / CHUNK * LANES_M * CHUNK + (i0 + e) % CHUNK, j = q * LANES_N * CHUNK;
-                    if (row < m_left) old[e][q] = load_chunk(c + row * g.ldc + j, n_left - j, wide);
+                    if (row < m_left) old[e][q] = load_chunk(c + row * g.ldc + first_n + j, n_left - j, wide);
                 }
         }
 #pragma unroll
@@ -216,7 +188,7 @@ __device__ inline void run(const gemm_arguments& g, char* shared) {
                     values.x[v] = alpha * sums[i0 + e][q * CHUNK + v];
                     if (keeps_old) values.x[v] += beta * old[e][q].x[v];
                 }
-                if (row < m_left) store_chunk(c + row * g.ldc + j, values, n_left - j, wide);
+                if (row < m_left) store_chunk(c + row * g.ldc + first_n + j, values, n_left - j, wide);
             }
     }
 }

@@ -29,15 +29,15 @@
 //   BAND                        tile rows that are walked together (layout.cuh)
 //   RESIDENT                    blocks that share a multiprocessor
 #ifndef BLOCK_M
-#define BLOCK_M 128
+#define BLOCK_M 64
 #define BLOCK_N 128
 #define BLOCK_K 16
 #define WARP_X 64
 #define WARP_Y 32
-#define MMA_K 16
+#define MMA_K 8
 #define STAGES 4
-#define BAND 8
-#define RESIDENT 1
+#define BAND 16
+#define RESIDENT 2
 #endif
 #include "gemm.cuh"
 #include "layout.cuh"
@@ -166,8 +166,11 @@ __device__ inline void store_pair(double* to, pair values, int left, bool wide) 
 template <bool K, bool IS_Y, int WIDTH, int ALIGNED>
 struct matrix_copy_of {
     static constexpr int WIDE = K == IS_Y ? ALIGNED : 1;  // turned on the way: value by value
-    // a pass takes 16 rows across Y's turned panels, 8 across X's: as many as their exchanges of bits span
-    static constexpr int ALONG = K ? (BLOCK_K / WIDE < 16 ? BLOCK_K / WIDE : 16) : THREADS / (IS_Y ? 16 : 8);
+    static constexpr int UNITS_K = BLOCK_K / WIDE < 16 ? BLOCK_K / WIDE : 16;
+    static constexpr int ALONG = K ? (IS_Y || UNITS_K * 16 <= THREADS ? UNITS_K : THREADS / 16) : THREADS / (IS_Y ? 16 : 8);
+    static constexpr int STEP_MN = K ? THREADS / ALONG : ALONG * WIDE, STEP_K = K ? ALONG * WIDE : THREADS / ALONG;
+    static_assert(STEP_MN % (IS_Y ? 4 : 16) == 0, "a pass must leave alone the bits of mn that take part in an exchange");
+    static_assert(STEP_K % (IS_Y ? 16 : 8) == 0, "a pass must leave alone the bits of k that take part in an exchange");
     using place = typename choice<IS_Y, place_y, place_x>::type;
     using type = panel_copy<double, place, BLOCK_K, WIDTH, K, WIDE, ALONG, THREADS>;
 };
@@ -216,6 +219,8 @@ __device__ inline void run(const gemm_arguments& g, char* shared) {
 #pragma unroll
     for (int p = 0; p < GROUPS_Y; ++p) load_y(y[p], p, 0);
 
+    double* const c = static_cast<double*>(g.c) + at.top * g.ldc + at.left;
+    if (keeps_old) prefetch_tile<THREADS, BLOCK_N>(c, g.ldc, stream.m_left, stream.n_left);
     double sums[GROUPS_X][2 * GROUPS_Y][4] = {};
     for (unsigned panel = stream.panels; panel > 0; --panel) {
 #pragma unroll
@@ -247,7 +252,6 @@ __device__ inline void run(const gemm_arguments& g, char* shared) {
 
     // sums[i][2 p + j][2 r + s] is row 16 i + 2 g + r of X by column 16 p + 4 t + 2 s + j of Y.
     const int m_left = stream.m_left, n_left = stream.n_left;
-    double* const c = static_cast<double*>(g.c) + at.top * g.ldc + at.left;
     const bool wide = (reinterpret_cast<unsigned long long>(g.c) | static_cast<unsigned long long>(g.ldc) * 8) % 16 == 0;
     const int in_x = warp_x + 2 * (lane / 4), in_y = warp_y + 4 * (lane % 4);
     // Pair e of row group i: two neighbours in a row of C.
