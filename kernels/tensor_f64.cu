@@ -9,16 +9,16 @@
 //
 // The instruction multiplies a row operand X (16 rows) by a column operand Y (8 columns) over MMA_K ks. Which rows,
 // columns and ks these are is free, as long as both operands agree. They are chosen so that a lane reads two
-// neighbouring values at a time, 16 bytes, without bank conflicts. Of 16 rows (or columns) and 8 ks lane (g, t) = (lane / 4, lane % 4) holds a "quad",
-// rows 2g and 2g + 1 at k = 2t and 2t + 1:
+// neighbouring values at a time, 16 bytes, without bank conflicts. Of 16 rows (or columns) and 8 ks
+// lane (g, t) = (lane / 4, lane % 4) holds a "quad", rows 2g and 2g + 1 at k = 2t and 2t + 1:
 //
 //   instruction's row    g, g + 8       rows 2g, 2g + 1 of 16
 //   instruction's column c of tile j    column 2c + j of 16 (two tiles of 8)
 //   instruction's k      t, t + 4       k = 2t, 2t + 1 of 8
 //
 // The registers of a quad of X must lie row by row, those of Y k by k: X is kept with its rows contiguous, Y with its
-// ks. With B as stored X is B and the product is turned (C^T = B^T A^T), else X is A. So A and B both as stored, or both
-// transposed, are copied 16 bytes at a time; otherwise one of the two is turned while it is copied, value by value.
+// ks. With B as stored X is B and the product is turned (C^T = B^T A^T), else X is A. So A and B both as stored, or
+// both transposed, are copied 16 bytes at a time; otherwise one of the two is turned on the way, value by value.
 //
 // Parameters
 //   BLOCK_M, BLOCK_N, BLOCK_K   tile of C and depth of a panel

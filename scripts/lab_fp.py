@@ -1,7 +1,7 @@
 """A laboratory for kernels/simt.cu and kernels/tensor_f64.cu: compile variants, check them, time them beside cuBLAS.
 
-    python scripts/lab_fp.py build FOLDER           with the NVRTC wheel, no GPU
-    python scripts/lab_fp.py run FOLDER OUT.json    with cupy, on a GPU; --seconds bounds it
+python scripts/lab_fp.py build FOLDER           with the NVRTC wheel, no GPU
+python scripts/lab_fp.py run FOLDER OUT.json    with cupy, on a GPU; --seconds bounds it
 """
 
 import argparse
@@ -77,7 +77,9 @@ def tile_limit(call: Call, p: Params) -> str | None:
     return None if tiles(call, p) < 2**31 else "more than 2^31 tiles"
 
 
-def simt(block: tuple[int, int, int], thread: tuple[int, int], lanes: int, stages: int, **more: int) -> Params:
+def simt(
+    block: tuple[int, int, int], thread: tuple[int, int], lanes: int, stages: int, **more: int
+) -> Params:
     names = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "THREAD_M", "THREAD_N", "LANES_M", "STAGES")
     defaults = {"BAND": 16, "RESIDENT": 1}
     return dict(zip(names, (*block, *thread, lanes, stages), strict=True)) | defaults | more
@@ -89,17 +91,27 @@ def tensor(block: tuple[int, int, int], warp: tuple[int, int], mma: int, stages:
 
 
 SIMT_F32 = Kernel(
-    "simt", "simt", ("float32",), ("sm_80", "sm_90a", "sm_100"),
+    "simt",
+    "simt",
+    ("float32",),
+    ("sm_80", "sm_90a", "sm_100"),
     (
         simt((128, 256, 8), (8, 16), 8, 5, ALL_OPS=1),
         simt((128, 128, 8), (8, 16), 8, 5, RESIDENT=2, ALL_OPS=1),
     ),
-    simt_launch, tile_limit, "FFMA",
+    simt_launch,
+    tile_limit,
+    "FFMA",
 )
 SIMT_F64 = Kernel(
-    "simt", "simt", ("float64",), ("sm_80", "sm_90a", "sm_100"),
+    "simt",
+    "simt",
+    ("float64",),
+    ("sm_80", "sm_90a", "sm_100"),
     (simt((64, 64, 8), (4, 8), 8, 4),),
-    simt_launch, tile_limit, "DFMA",
+    simt_launch,
+    tile_limit,
+    "DFMA",
 )
 TENSOR_F64 = Kernel(
     "tensor", "tensor_f64", ("float64",), ("sm_90a",),
@@ -123,7 +135,9 @@ CHECKED_OPS = ((0, 0), (0, 1), (1, 0), (1, 1))
 
 def label(p: Params) -> str:
     p = {key: value for key, value in p.items() if key != "ALL_OPS"}
-    return "_".join(f"{''.join(w[0] for w in key.split('_'))}{key.split('_')[-1][:2]}{value}" for key, value in p.items())
+    return "_".join(
+        f"{''.join(w[0] for w in key.split('_'))}{key.split('_')[-1][:2]}{value}" for key, value in p.items()
+    )
 
 
 def cubin_name(kernel: Kernel, dtype: str, p: Params, ops: tuple[int, int]) -> str:
@@ -141,9 +155,20 @@ def nvrtc_library() -> Any:
 
 
 def options(dtype: str, p: Params, ops: tuple[int, int], arch: str) -> list[str]:
-    macros = {"OOC_STORED": TYPES[dtype], "OOC_ACCUMULATED": TYPES[dtype], "OOC_OP_A": ops[0], "OOC_OP_B": ops[1]}
+    macros = {
+        "OOC_STORED": TYPES[dtype],
+        "OOC_ACCUMULATED": TYPES[dtype],
+        "OOC_OP_A": ops[0],
+        "OOC_OP_B": ops[1],
+    }
     macros |= {key: value for key, value in p.items() if key != "ALL_OPS"}
-    return [f"-arch={arch}", "-std=c++17", f"-I{KERNELS}", "-default-device", *(f"-D{k}={v}" for k, v in macros.items())]
+    return [
+        f"-arch={arch}",
+        "-std=c++17",
+        f"-I{KERNELS}",
+        "-default-device",
+        *(f"-D{k}={v}" for k, v in macros.items()),
+    ]
 
 
 def compile_cubin(library: Any, source: str, arguments: list[str]) -> bytes:
@@ -176,8 +201,12 @@ def build(folder: Path, arch: str) -> None:
 
     def one(item: tuple[str, tuple[Kernel, Params, tuple[int, int]]]) -> tuple[str, str]:
         name, (kernel, p, ops) = item
-        (folder / name).write_bytes(compile_cubin(library, kernel.source, options(kernel.dtypes[0], p, ops, arch)))
-        usage = subprocess.run([tools / "cuobjdump", "-res-usage", folder / name], capture_output=True, text=True, check=True)
+        (folder / name).write_bytes(
+            compile_cubin(library, kernel.source, options(kernel.dtypes[0], p, ops, arch))
+        )
+        usage = subprocess.run(
+            [tools / "cuobjdump", "-res-usage", folder / name], capture_output=True, text=True, check=True
+        )
         registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", usage.stdout)[0]
         return name, f"{registers} registers, {stack} bytes of stack"
 
@@ -204,7 +233,11 @@ def run(folder: Path, out: Path, seconds: float, shapes: str) -> None:  # noqa: 
     from cupy_backends.cuda.libs import cublas
 
     started = time.monotonic()
-    results: dict[str, Any] = {"device": runtime.getDeviceProperties(0)["name"].decode(), "checks": {}, "times": {}}
+    results: dict[str, Any] = {
+        "device": runtime.getDeviceProperties(0)["name"].decode(),
+        "checks": {},
+        "times": {},
+    }
     cuda = ctypes.CDLL("libcuda.so.1")
     runtime.free(0)  # makes the context
     functions: dict[str, Any] = {}
@@ -226,7 +259,19 @@ def run(folder: Path, out: Path, seconds: float, shapes: str) -> None:  # noqa: 
             functions[name] = entry
         return functions[name]
 
-    def launch(kernel: Kernel, p: Params, call: Call, alpha: float, beta: float, a: int, lda: int, b: int, ldb: int, c: int, ldc: int) -> None:
+    def launch(
+        kernel: Kernel,
+        p: Params,
+        call: Call,
+        alpha: float,
+        beta: float,
+        a: int,
+        lda: int,
+        b: int,
+        ldb: int,
+        c: int,
+        ldc: int,
+    ) -> None:
         where, block, shared = kernel.launch(call, p)
         arguments = Arguments(call.m, call.n, call.k, alpha, 0, beta, 0, a, lda, b, ldb, c, ldc)
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
@@ -240,10 +285,24 @@ def run(folder: Path, out: Path, seconds: float, shapes: str) -> None:  # noqa: 
         """A matrix inside a buffer of NaN, and the whole buffer."""
         buffer = np.full(rows * (columns + pad) + shift + 64, np.nan, dtype)
         inner = buffer[shift : shift + rows * (columns + pad)].reshape(rows, columns + pad)[:, :columns]
-        inner[...] = host_rng.integers(-4, 5, (rows, columns)) if integers else host_rng.standard_normal((rows, columns))
+        inner[...] = (
+            host_rng.integers(-4, 5, (rows, columns))
+            if integers
+            else host_rng.standard_normal((rows, columns))
+        )
         return inner, buffer
 
-    def check(kernel: Kernel, p: Params, ops: tuple[int, int], shape: tuple[int, int, int], pad: tuple[int, int, int], shift: tuple[int, int, int], alpha: float, beta: float, integers: bool) -> str | None:
+    def check(
+        kernel: Kernel,
+        p: Params,
+        ops: tuple[int, int],
+        shape: tuple[int, int, int],
+        pad: tuple[int, int, int],
+        shift: tuple[int, int, int],
+        alpha: float,
+        beta: float,
+        integers: bool,
+    ) -> str | None:
         dtype, size = kernel.dtypes[0], SIZES[kernel.dtypes[0]]
         m, n, k = shape
         a, abuf = placed(*((m, k) if ops[0] == 0 else (k, m)), pad[0], shift[0], dtype, integers)
@@ -254,7 +313,9 @@ def run(folder: Path, out: Path, seconds: float, shapes: str) -> None:  # noqa: 
         expected = alpha * (at @ bt) + beta * old
         bound: Any = 0.0
         if not integers:
-            bound = (abs(alpha) * (abs(at) @ abs(bt)) + abs(beta * old)) * (2 * (k + 4) * float(np.finfo(dtype).eps))
+            bound = (abs(alpha) * (abs(at) @ abs(bt)) + abs(beta * old)) * (
+                2 * (k + 4) * float(np.finfo(dtype).eps)
+            )
         if not beta:
             c[...] = np.nan
         device = [cupy.asarray(x) for x in (abuf, bbuf, cbuf)]
@@ -272,7 +333,21 @@ def run(folder: Path, out: Path, seconds: float, shapes: str) -> None:  # noqa: 
 
     # 1. correctness
     checked = KERNELS_HERE if seconds else ()
-    small = [(1, 1, 1), (1, 300, 5), (257, 1, 33), (3, 5, 0), (128, 128, 16), (129, 255, 17), (64, 64, 1), (200, 136, 100), (130, 260, 48), (513, 770, 129), (2, 3, 1000), (383, 129, 31), (1, 1, 4097)]
+    small = [
+        (1, 1, 1),
+        (1, 300, 5),
+        (257, 1, 33),
+        (3, 5, 0),
+        (128, 128, 16),
+        (129, 255, 17),
+        (64, 64, 1),
+        (200, 136, 100),
+        (130, 260, 48),
+        (513, 770, 129),
+        (2, 3, 1000),
+        (383, 129, 31),
+        (1, 1, 4097),
+    ]
     layouts = [((0, 0, 0), (0, 0, 0)), ((4, 8, 4), (0, 0, 0)), ((1, 3, 5), (1, 2, 3)), ((0, 2, 1), (0, 0, 1))]
     scalars = [(1.0, 0.0), (2.0, -3.0)]
     for kernel in checked:
@@ -281,7 +356,11 @@ def run(folder: Path, out: Path, seconds: float, shapes: str) -> None:  # noqa: 
             for ops in CHECKED_OPS:
                 if not (folder / cubin_name(kernel, kernel.dtypes[0], p, ops)).exists():
                     continue
-                every = itertools.product(small, layouts, scalars) if number == 0 else zip(small, itertools.cycle(layouts), itertools.cycle(scalars), strict=False)
+                every = (
+                    itertools.product(small, layouts, scalars)
+                    if number == 0
+                    else zip(small, itertools.cycle(layouts), itertools.cycle(scalars), strict=False)
+                )
                 for shape, (pad, shift), (alpha, beta) in every:
                     try:
                         error = check(kernel, p, ops, shape, pad, shift, alpha, beta, True)
@@ -297,7 +376,10 @@ def run(folder: Path, out: Path, seconds: float, shapes: str) -> None:  # noqa: 
                     done += 1
                     if error:
                         failures.append(f"{ops} {shape} normal: {error}")
-            results["checks"][f"{kernel.source} {kernel.dtypes[0]} {label(p)}"] = {"done": done, "failures": failures}
+            results["checks"][f"{kernel.source} {kernel.dtypes[0]} {label(p)}"] = {
+                "done": done,
+                "failures": failures,
+            }
             if failures:
                 print("WRONG", kernel.source, p, *failures[:3], sep="\n   ", flush=True)
         print(f"checked {kernel.source} {kernel.dtypes[0]}, {time.monotonic() - started:.0f} s", flush=True)
@@ -309,14 +391,39 @@ def run(folder: Path, out: Path, seconds: float, shapes: str) -> None:  # noqa: 
         ["nvidia-smi", "--query-gpu=clocks.sm,power.draw,temperature.gpu,clocks_event_reasons.active", "--format=csv,noheader,nounits", "-lms", "100"],
         stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
-    threading.Thread(target=lambda: [samples.append((time.monotonic(), line.strip())) for line in watcher.stdout or ()], daemon=True).start()
+    threading.Thread(
+        target=lambda: [samples.append((time.monotonic(), line.strip())) for line in watcher.stdout or ()],
+        daemon=True,
+    ).start()
     handle = cublas.create()
     types, computes = {"float32": 0, "float64": 1}, {"float32": 68, "float64": 70}
 
-    def cublas_gemm(call: Call, alpha: float, beta: float, a: int, lda: int, b: int, ldb: int, c: int, ldc: int) -> None:
+    def cublas_gemm(
+        call: Call, alpha: float, beta: float, a: int, lda: int, b: int, ldb: int, c: int, ldc: int
+    ) -> None:
         al, be = (np.array(x, call.dtype) for x in (alpha, beta))
         t = types[call.dtype]
-        cublas.gemmEx(handle, min(call.op_b, 1), min(call.op_a, 1), call.n, call.m, call.k, al.ctypes.data, b, t, ldb, a, t, lda, be.ctypes.data, c, t, ldc, computes[call.dtype], -1)
+        cublas.gemmEx(
+            handle,
+            min(call.op_b, 1),
+            min(call.op_a, 1),
+            call.n,
+            call.m,
+            call.k,
+            al.ctypes.data,
+            b,
+            t,
+            ldb,
+            a,
+            t,
+            lda,
+            be.ctypes.data,
+            c,
+            t,
+            ldc,
+            computes[call.dtype],
+            -1,
+        )
 
     def once(action: Callable[[], None]) -> float:
         start, end = cupy.cuda.Event(), cupy.cuda.Event()
@@ -326,7 +433,14 @@ def run(folder: Path, out: Path, seconds: float, shapes: str) -> None:  # noqa: 
         end.synchronize()
         return float(cupy.cuda.get_elapsed_time(start, end)) * 1e-3
 
-    def compare(dtype: str, shape: tuple[int, int, int], beta: float, contestants: list[tuple[str, Kernel, Params]], rounds: int, ops: tuple[int, int] = (0, 0)) -> None:
+    def compare(
+        dtype: str,
+        shape: tuple[int, int, int],
+        beta: float,
+        contestants: list[tuple[str, Kernel, Params]],
+        rounds: int,
+        ops: tuple[int, int] = (0, 0),
+    ) -> None:
         m, n, k = shape
         call = Call(dtype, m, n, k, *ops)
         a = rng.standard_normal(m * k, dtype=dtype)
@@ -349,7 +463,14 @@ def run(folder: Path, out: Path, seconds: float, shapes: str) -> None:  # noqa: 
                 times[name].append(once(actions[name]))
         base = statistics.median(times["cublas"])
         flops = 2.0 * m * n * k
-        table = {name: {"tflops": flops / statistics.median(t) / 1e12, "ratio": base / statistics.median(t), "spread": (max(t) - min(t)) / statistics.median(t)} for name, t in times.items()}
+        table = {
+            name: {
+                "tflops": flops / statistics.median(t) / 1e12,
+                "ratio": base / statistics.median(t),
+                "spread": (max(t) - min(t)) / statistics.median(t),
+            }
+            for name, t in times.items()
+        }
         key = f"{dtype} {m}x{n}x{k} ops {ops[0]}{ops[1]} beta {beta:g}"
         results["times"][key] = table
         print(key, f"[{time.monotonic() - started:.0f} s]")
@@ -365,7 +486,15 @@ def run(folder: Path, out: Path, seconds: float, shapes: str) -> None:  # noqa: 
         begin, count = time.monotonic(), 0
         spent = 0.0
         while time.monotonic() - begin < length:
-            spent += once(lambda: [launch(kernel, p, call, 1, 0, *data) if kernel else cublas_gemm(call, 1, 0, *data) for _ in range(4)] and None)
+            spent += once(
+                lambda: (
+                    [
+                        launch(kernel, p, call, 1, 0, *data) if kernel else cublas_gemm(call, 1, 0, *data)
+                        for _ in range(4)
+                    ]
+                    and None
+                )
+            )
             count += 4
         seen = [line.split(", ") for at, line in samples if begin + 0.5 < at < time.monotonic()]
         row = {
@@ -379,19 +508,31 @@ def run(folder: Path, out: Path, seconds: float, shapes: str) -> None:  # noqa: 
         print("sustained", name, row, flush=True)
         save()
 
-    def top(key: str, contestants: list[tuple[str, Kernel, Params]], count: int) -> list[tuple[str, Kernel, Params]]:
+    def top(
+        key: str, contestants: list[tuple[str, Kernel, Params]], count: int
+    ) -> list[tuple[str, Kernel, Params]]:
         table = results["times"][key]
         return sorted(contestants, key=lambda c: -table[c[0]]["tflops"])[:count]
 
     if seconds == 0:  # one launch each, for a profiler
         for kernel in (TENSOR_F64, SIMT_F32):
-            compare(kernel.dtypes[0], (8192, 8192, 8192), 0.0, [(label(kernel.variants[0]), kernel, kernel.variants[0])], 0)
+            compare(
+                kernel.dtypes[0],
+                (8192, 8192, 8192),
+                0.0,
+                [(label(kernel.variants[0]), kernel, kernel.variants[0])],
+                0,
+            )
         watcher.terminate()
         return
     for kernel in (TENSOR_F64, SIMT_F32):
         dtype = kernel.dtypes[0]
         everyone = [(f"{kernel.name} {label(p)}", kernel, p) for p in kernel.variants]
-        everyone = [c for c in everyone if not results["checks"][f"{kernel.source} {dtype} {label(c[2])}"]["failures"] or shapes == "all"]
+        everyone = [
+            c
+            for c in everyone
+            if not results["checks"][f"{kernel.source} {dtype} {label(c[2])}"]["failures"] or shapes == "all"
+        ]
         compare(dtype, (8192, 8192, 8192), 0.0, everyone, 4)
         compare(dtype, (12288, 12288, 1024), 1.0, everyone, 4)
         best = top(f"{dtype} 8192x8192x8192 ops 00 beta 0", everyone, 4)
@@ -399,24 +540,41 @@ def run(folder: Path, out: Path, seconds: float, shapes: str) -> None:  # noqa: 
         sustained(dtype, None, {})
         for _, k, p in best[:2]:
             sustained(dtype, k, p)
-        for shape, beta in [((12288, 12288, 512), 1.0), ((12288, 12288, 1024), 1.0), ((12288, 12288, 2048), 1.0), ((4096, 4096, 4096), 0.0), ((8192, 8192, 8192), 0.0), ((16384, 16384, 16384), 0.0)]:
+        for shape, beta in [
+            ((12288, 12288, 512), 1.0),
+            ((12288, 12288, 1024), 1.0),
+            ((12288, 12288, 2048), 1.0),
+            ((4096, 4096, 4096), 0.0),
+            ((8192, 8192, 8192), 0.0),
+            ((16384, 16384, 16384), 0.0),
+        ]:
             if time.monotonic() - started < seconds:
                 compare(dtype, shape, beta, best, 5 if shape[2] > 9000 else 11)
         first = [c for c in everyone if c[2].get("ALL_OPS")]
         for ops in CHECKED_OPS[1:]:
             if time.monotonic() - started < seconds:
                 compare(dtype, (8192, 8192, 8192), 0.0, first, 7, ops)
-        for shape in ((8191, 8191, 8191), (8190, 8190, 8190), (8200, 8200, 8200), (1024, 1024, 16384), (12288, 1024, 1024)):
+        for shape in (
+            (8191, 8191, 8191),
+            (8190, 8190, 8190),
+            (8200, 8200, 8200),
+            (1024, 1024, 16384),
+            (12288, 1024, 1024),
+        ):
             if time.monotonic() - started < seconds:
                 compare(dtype, shape, 0.0, best[:2], 5)
-    compare("float64", (4096, 4096, 4096), 0.0, [(f"simt {label(p)}", SIMT_F64, p) for p in SIMT_F64.variants], 3)
+    compare(
+        "float64", (4096, 4096, 4096), 0.0, [(f"simt {label(p)}", SIMT_F64, p) for p in SIMT_F64.variants], 3
+    )
     watcher.terminate()
     results["seconds"] = time.monotonic() - started
     save()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("mode", choices=("build", "run"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("out", type=Path, nargs="?")
