@@ -20,12 +20,12 @@ constexpr int ROW_BYTES = 128;
 // Byte offset in a slab of byte `byte` (0 to 127) of row `row`.
 constexpr int swizzled(int row, int byte) { return row * ROW_BYTES + (byte ^ (row % 8) * 16); }
 
-// A wgmma descriptor of an operand in slabs, all but its address, which is added as (address >> 4). Bits 16-29: bytes / 16
-// from a slab to the next along the rows (not K-major only); bits 32-45: bytes / 16 from eight rows of the slab to the next
-// eight; bits 62-63: 1 is the 128-byte swizzle.
-constexpr unsigned long long slab_descriptor(bool k_major, int depth) {
+// A wgmma descriptor of an operand in slabs. Bits 0-13: address / 16; bits 16-29: bytes / 16 from a slab to the next along
+// the rows (not K-major only); bits 32-45: bytes / 16 from eight rows of the slab to the next eight; bits 62-63: 1 is the
+// 128-byte swizzle. Above bit 17 an address of a cluster's shared memory names the block, which a descriptor must not hold.
+constexpr unsigned long long slab_descriptor(unsigned address, bool k_major, int depth) {
     const unsigned long long leading = k_major ? 1 : depth * ROW_BYTES / 16, stride = 8 * ROW_BYTES / 16;
-    return leading << 16 | stride << 32 | 1ull << 62;
+    return (address & 0x3ffff) >> 4 | leading << 16 | stride << 32 | 1ull << 62;
 }
 
 // Bytes from one k-step of a wgmma to the next in a k-block: a step is 32 bytes of k.

@@ -10,6 +10,8 @@
 //
 //      full[s]   one arrival (the producer's) and the bytes of the stage
 //      empty[s]  an arrival by each consumer warp that reads the stage, in every block of the cluster
+//      turns[w]  an arrival by each warp of the other consumer, when it has waited for its last stage (OOC_TEAM = 1): a wait
+//                by parity is only sound for a consumer that is less than two rounds through the stages away
 //
 // A cluster of two blocks takes two tiles of one Y: each block brings half of Y and the copy engine writes it to both, so that
 // of a 256 x 256 square 512 rows cross from the L2 where two blocks alone would bring 768. A stage is refilled when both have read it.
@@ -29,7 +31,7 @@
 //   OOC_GROUP     tiles along X that are taken together (layout.cuh)
 //   OOC_REDUCE    1: where beta = 1 the L2 adds to C, so that C is never read by a multiprocessor (subnormal sums become 0)
 //   OOC_PREFETCH  1: ask the L2 for C ahead of reading it
-// Launch: min(blocks that fit at once, tiles) rounded to clusters, 384 threads, OOC_STAGES * STAGE_BYTES + 1024 + 16 * OOC_STAGES bytes.
+// Launch: min(blocks that fit at once, tiles) rounded to clusters, 384 threads, SHARED_BYTES.
 // Maps: for X and Y each, box (128 bytes, R), 128-byte swizzle; R is the rows brought at once if K-major, else the depth of a k-block.
 // m, n and k are 1 to 2^31 - 1.
 #include "gemm.cuh"
@@ -55,7 +57,8 @@ static_assert(!TF32 || Y_K_MAJOR, "tf32 wgmma reads Y K-major only: transposed A
 static_assert(BLOCKS * OOC_MMA_N <= 256, "a thread holds OOC_M_BLOCKS * OOC_MMA_N / 2 sums, and 128 leave room for little else");
 static_assert(TEAM == 1 || TEAM == 2, "there are two consumers");
 static_assert(CLUSTER == 1 || CLUSTER == 2, "Y is brought in as many parts, each a whole number of slabs");
-static_assert(STAGES >= 2 && STAGES * (STAGE_BYTES + 16) + 1024 <= 232448, "227 KiB of shared memory are a block's at most");
+constexpr int SHARED_BYTES = STAGES * (STAGE_BYTES + 16) + 16 + 1024;  // stages, their barriers, turns, alignment
+static_assert(STAGES >= 2 && SHARED_BYTES <= 232448, "227 KiB of shared memory are a block's at most");
 static_assert(TILE_X <= 256, "a box of the copy engine is at most 256 rows high");
 
 struct position {
@@ -235,7 +238,7 @@ extern "C" __global__ void
         tensor_wgmma(const __grid_constant__ tensor_map map_a, const __grid_constant__ tensor_map map_b, const gemm_arguments g) {
     extern __shared__ unsigned char memory[];
     const unsigned stages = (shared_address(memory) + 1023) / 1024 * 1024;  // slabs begin at multiples of 1024
-    const unsigned full = stages + STAGES * STAGE_BYTES, empty = full + 8 * STAGES;
+    const unsigned full = stages + STAGES * STAGE_BYTES, empty = full + 8 * STAGES, turns = empty + 8 * STAGES;
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, threadIdx.x / 32, 0) % 4;
     const int lane = threadIdx.x % 32;
 
@@ -250,6 +253,8 @@ extern "C" __global__ void
             barrier_init(full + 8 * s, 1);
             barrier_init(empty + 8 * s, RELEASES);
         }
+        barrier_init(turns, 4);
+        barrier_init(turns + 8, 4);
         barrier_init_done();
     }
     if (CLUSTER > 1) cluster_barrier();
@@ -292,14 +297,20 @@ extern "C" __global__ void
             if (CLUSTER == 1 && lane == 0) barrier_arrive(empty + 8 * stage);
             if (CLUSTER > 1 && lane < CLUSTER) barrier_arrive_at(empty + 8 * stage, lane);
         };
-        const unsigned long long x_base = slab_descriptor(X_K_MAJOR, DEPTH), y_base = slab_descriptor(Y_K_MAJOR, DEPTH);
-        unsigned t = blockIdx.x / CLUSTER;
+        // 64 rows are as many bytes in either layout: 64 rows of a slab, or a slab as deep as 64 rows.
+        const unsigned long long x_base = slab_descriptor(stages + part * ROW_BYTES, X_K_MAJOR, DEPTH);
+        const unsigned long long y_base = slab_descriptor(stages + X_BYTES, Y_K_MAJOR, DEPTH);
+        unsigned t = blockIdx.x / CLUSTER, turn = consumer == 0;  // parity
         if (TEAM == 1 && consumer == 1) {
             t += clusters;
             p.advance(k_blocks);
         }
         for (; t < tiles; t += clusters * (3 - TEAM)) {
             float d[BLOCKS][TILE_Y / 2];
+            if (TEAM == 1) {
+                barrier_wait(turns + 8 * consumer, turn);
+                turn ^= 1;
+            }
             int before = 0;  // the stage that wgmmas in flight may still read
             if constexpr (X_IN_REGISTERS) {
                 // One group of wgmmas a k-step: while two are in flight, the fragments of the next step are read.
@@ -314,7 +325,7 @@ extern "C" __global__ void
                 read(0);
 #pragma unroll 1
                 for (unsigned kb = 0; kb < k_blocks; ++kb) {
-                    const unsigned long long y = y_base + ((stages + p.stage * STAGE_BYTES + X_BYTES) >> 4);
+                    const unsigned long long y = y_base + (p.stage * STAGE_BYTES >> 4);
 #pragma unroll
                     for (int s = 0; s < STEPS; ++s) {
                         wgmma_fence();
@@ -337,9 +348,7 @@ extern "C" __global__ void
 #pragma unroll 1
                 for (unsigned kb = 0; kb < k_blocks; ++kb) {
                     barrier_wait(full + 8 * p.stage, p.phase);
-                    // 64 rows are as many bytes in either layout: 64 rows of a slab, or a slab as deep as 64 rows.
-                    const unsigned at = stages + p.stage * STAGE_BYTES;
-                    const unsigned long long x = x_base + ((at + part * ROW_BYTES) >> 4), y = y_base + ((at + X_BYTES) >> 4);
+                    const unsigned long long x = x_base + (p.stage * STAGE_BYTES >> 4), y = y_base + (p.stage * STAGE_BYTES >> 4);
                     wgmma_fence();
 #pragma unroll
                     for (int s = 0; s < STEPS; ++s)
@@ -357,6 +366,7 @@ extern "C" __global__ void
                     p.advance(1);
                 }
             }
+            if (TEAM == 1 && lane == 0) barrier_arrive(turns + 8 * (1 - consumer));
             wgmma_wait<0>();
             settle(d);
             release(before);

@@ -72,7 +72,7 @@ class Wgmma:
 
     @classmethod
     def shared_bytes(cls, params: Params) -> int:
-        return params["STAGES"] * (sum(cls.tile(params)) * 128 + 16) + 1024
+        return params["STAGES"] * (sum(cls.tile(params)) * 128 + 16) + 16 + 1024
 
     @classmethod
     def misfit(cls, call: Call) -> str:
@@ -523,7 +523,7 @@ def run(folder: Path, out: Path, seconds: float) -> None:
     def checked(key: str) -> tuple[str, list[dict[str, Any]], str]:
         try:
             done = subprocess.run(
-                [sys.executable, __file__, "check", str(folder), key], capture_output=True, text=True, timeout=seconds / 2, check=False
+                [sys.executable, __file__, "check", str(folder), key], capture_output=True, text=True, timeout=50, check=False
             )
             text, error = done.stdout, done.stderr[-600:]
         except subprocess.TimeoutExpired as late:
