@@ -29,11 +29,12 @@
 //   OOC_STAGES    k-blocks in shared memory
 //   OOC_CLUSTER   blocks that share Y: 1 | 2
 //   OOC_GROUP     tiles along X that are taken together (layout.cuh)
-//   OOC_REDUCE    1: where beta = 1 the L2 adds to C, so that C is never read by a multiprocessor (subnormal sums become 0)
+//   OOC_REDUCE    from this k on, where beta = 1, the L2 adds to C, which no multiprocessor then reads (subnormal sums become 0)
 //   OOC_PREFETCH  1: ask the L2 for C ahead of reading it
 // Launch: min(blocks that fit at once, tiles) rounded to clusters, 384 threads, SHARED_BYTES.
 // Maps: for X and Y each, box (128 bytes, R), 128-byte swizzle; R is the rows brought at once if K-major, else the depth of a k-block.
 // m, n and k are 1 to 2^31 - 1.
+#include "epilogue.cuh"
 #include "gemm.cuh"
 #include "hopper.cuh"
 #include "layout.cuh"
@@ -122,12 +123,6 @@ __device__ inline void settle(float (&d)[BLOCKS][OOC_MMA_N / 2]) {
         for (int i = 0; i < OOC_MMA_N / 2; ++i) asm volatile("" : "+f"(d[b][i])::"memory");
 }
 
-// Two lanes that differ in `mask` hold pairs p and q each; the even one gets four of p in a row, the odd one four of q.
-__device__ inline float4 exchange(float p0, float p1, float q0, float q1, bool odd, int mask) {
-    const float r0 = __shfl_xor_sync(~0u, odd ? p0 : q0, mask), r1 = __shfl_xor_sync(~0u, odd ? p1 : q1, mask);
-    return odd ? make_float4(r0, r1, q0, q1) : make_float4(p0, p1, r0, r1);
-}
-
 __device__ inline void add_in_l2(float* p, float4 v) {
     asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
 }
@@ -159,10 +154,9 @@ struct writer {
     }
     __device__ float4 run(const float (&d)[BLOCKS][TILE_Y / 2], int line, int r) const {
         const float* e = SWAP ? d[r] + line * 4 : d[line / 2] + r * 8 + line % 2 * 2;
-        const float4 v = SWAP ? exchange(e[0], e[2], e[1], e[3], lane / 4 & 1, 4) : exchange(e[0], e[1], e[4], e[5], lane & 1, 1);
-        return make_float4(alpha * v.x, alpha * v.y, alpha * v.z, alpha * v.w);
+        return scaled(alpha, SWAP ? exchange(e[0], e[2], e[1], e[3], lane / 4 & 1, 4) : exchange(e[0], e[1], e[4], e[5], lane & 1, 1));
     }
-    // Calls write(run, line, its pointer), line by line. The pointer is hidden from the compiler, which else computes the
+    // Calls write(line, its pointer) for each line. The pointer is hidden from the compiler, which else computes the
     // addresses of all lines ahead and keeps them in more registers than there are.
     template <typename Write>
     __device__ void each_line(const Write& write) const {
@@ -174,13 +168,13 @@ struct writer {
             p += line_gap(line) * ldc;
         }
     }
-    __device__ void write_inner(const float (&d)[BLOCKS][TILE_Y / 2]) const {
+    __device__ void write_inner(const float (&d)[BLOCKS][TILE_Y / 2], bool reduce) const {
         if (beta == 0)
             each_line([&](int line, float* p) {
 #pragma unroll
                 for (int r = 0; r < RUNS; ++r) *reinterpret_cast<float4*>(p + r * RUN_GAP) = run(d, line, r);
             });
-        else if (OOC_REDUCE && beta == 1)
+        else if (reduce)
             each_line([&](int line, float* p) {
 #pragma unroll
                 for (int r = 0; r < RUNS; ++r) add_in_l2(p + r * RUN_GAP, run(d, line, r));
@@ -201,9 +195,8 @@ struct writer {
                 if (i >= BATCH) {
                     const int j = i - BATCH;
                     if (j % RUNS == 0) asm volatile("" : "+l"(to)::"memory");
-                    const float4 v = run(d, j / RUNS, j % RUNS), o = old[j / BATCH % 2][j % BATCH];
                     *reinterpret_cast<float4*>(to + j % RUNS * RUN_GAP) =
-                        make_float4(beta * o.x + v.x, beta * o.y + v.y, beta * o.z + v.z, beta * o.w + v.w);
+                        added(run(d, j / RUNS, j % RUNS), beta, old[j / BATCH % 2][j % BATCH]);
                     if (j % RUNS == RUNS - 1) to += line_gap(j / RUNS) * ldc;
                 }
             }
@@ -216,14 +209,7 @@ struct writer {
             for (int r = 0; r < RUNS; ++r) {
                 asm volatile("" : "+r"(down), "+r"(right)::"memory");
                 const float4 v = run(d, line, r);
-                const float values[4] = {v.x, v.y, v.z, v.w};
-                if (down > 0)
-#pragma unroll
-                    for (int e = 0; e < 4; ++e)
-                        if (r * RUN_GAP + e < right) {
-                            float* const at = p + r * RUN_GAP + e;
-                            *at = beta == 0 ? values[e] : beta * *at + values[e];
-                        }
+                write_some(p + r * RUN_GAP, v, beta, down > 0 ? right - r * RUN_GAP : 0);
             }
             down -= line_gap(line);
         });
@@ -376,7 +362,7 @@ extern "C" __global__ void
             const int x = (tile.row * CLUSTER + rank) * TILE_X, y = tile.column * TILE_Y;
             const bool inner = x + TILE_X <= (SWAP ? n : m) && y + TILE_Y <= (SWAP ? m : n);
             const writer w(g, x + part, y);
-            if (inner && aligned) w.write_inner(d);
+            if (inner && aligned) w.write_inner(d, g.k >= OOC_REDUCE && g.beta_re == 1);
             else w.write_edge(d, m, n);
         }
     }

@@ -118,23 +118,90 @@ class Wgmma:
             )
         return made
 
-    base = {"MMA_N": 256, "M_BLOCKS": 1, "TEAM": 2, "STAGES": 4, "CLUSTER": 2, "GROUP": 8, "REDUCE": 1, "PREFETCH": 1}
+    # REDUCE is the k from which the L2 adds: at 512 reading C is faster for 16-bit operands, never for tf32.
+    NEVER = 2**31 - 1
+    base = {"MMA_N": 256, "M_BLOCKS": 1, "TEAM": 2, "STAGES": 4, "CLUSTER": 2, "GROUP": 8, "REDUCE": 1024, "PREFETCH": 1}
+    own = base | {"TEAM": 1, "M_BLOCKS": 2, "MMA_N": 128, "STAGES": 6}  # each consumer has tiles of its own
     variants: dict[str, Params] = {
         "coop": base,
-        "noreduce": base | {"REDUCE": 0},
-        "noprefetch": base | {"PREFETCH": 0},
-        "plain": base | {"REDUCE": 0, "PREFETCH": 0},
         "alone": base | {"CLUSTER": 1},
-        "group4": base | {"GROUP": 4},
-        "group16": base | {"GROUP": 16},
-        "pp128": base | {"TEAM": 1, "M_BLOCKS": 2, "MMA_N": 128, "STAGES": 6},
-        "pp256": base | {"TEAM": 1, "STAGES": 5},
-        "tall": base | {"M_BLOCKS": 2, "MMA_N": 128},
+        "aloneadd": base | {"CLUSTER": 1, "REDUCE": 1},
+        "alone16": base | {"CLUSTER": 1, "REDUCE": 1, "GROUP": 16},
+        "own": own,
+        "own7": own | {"STAGES": 7},
+        "own5": own | {"GROUP": 5},
+        "own16": own | {"GROUP": 16},
+        "ownadd": own | {"REDUCE": 1},
+        "ownread": own | {"REDUCE": NEVER},
+        "ownalone": own | {"CLUSTER": 1},
+        "ownplain": own | {"PREFETCH": 0, "REDUCE": NEVER},
+        "wide": base | {"TEAM": 1, "STAGES": 5, "REDUCE": NEVER},
         "small": base | {"MMA_N": 128, "STAGES": 6},
     }
 
 
-KINDS: dict[str, Any] = {"wgmma": Wgmma}
+class Mma:
+    """tensor_mma: sm_80 and later, any call."""
+
+    source = "tensor_mma"
+    archs = ("sm_80", "sm_90a", "sm_100")
+    instruction = "HMMA"
+    threads = 256
+
+    @staticmethod
+    def unit(params: Params, item: int) -> int:
+        """Elements that addresses and rows of A and B must be multiples of."""
+        return max(1, params["COPY"] // item)
+
+    @staticmethod
+    def shared_bytes(params: Params) -> int:
+        return params["STAGES"] * (params["TILE_M"] + params["TILE_N"]) * 128
+
+    @classmethod
+    def misfit(cls, call: Call) -> str:
+        return ""  # with the COPY that copy_bytes says
+
+    @staticmethod
+    def copy_bytes(call: Call) -> int:
+        """The largest COPY that a call's operands allow."""
+        together = call.a | call.b | call.lda * call.item | call.ldb * call.item
+        return next(size for size in (16, 4, 2) if together % size == 0)
+
+    @classmethod
+    def launch(cls, call: Call, params: Params, processors: int) -> tuple[int, int, int]:
+        tiles = ceil_div(call.m, params["TILE_M"]) * ceil_div(call.n, params["TILE_N"])
+        return tiles, cls.threads, cls.shared_bytes(params)
+
+    @classmethod
+    def maps(cls, call: Call, params: Params) -> list[dict[str, Any]]:
+        return []
+
+    base = {"TILE_M": 128, "TILE_N": 128, "WARPS_M": 2, "STAGES": 3, "COPY": 16, "GROUP": 8, "RESIDENT": 1}
+    variants: dict[str, Params] = {
+        "std": base,
+        "two": base | {"RESIDENT": 2},
+        "big": base | {"TILE_N": 256},
+        "any4": base | {"COPY": 4},
+        "any2": base | {"COPY": 2},
+    }
+
+
+KINDS: dict[str, Any] = {"wgmma": Wgmma, "mma": Mma}
+NN, ALL = ((0, 0),), ((0, 0), (0, 1), (1, 0), (1, 1))
+
+# Which variants are built for which formats and operations.
+MATRIX: tuple[tuple[str, tuple[str, ...], tuple[str, ...], tuple[tuple[int, int], ...]], ...] = (
+    ("wgmma", ("coop", "own"), ("bf16", "f16"), ALL),
+    ("wgmma", ("alone", "own7", "own5", "own16", "ownadd", "ownread", "ownalone", "ownplain", "wide", "small"), ("bf16",), NN),
+    ("wgmma", ("coop", "alone", "small"), ("tf32",), NN),
+    ("wgmma", ("aloneadd", "alone16"), ("tf32",), ((0, 0), (0, 1), (1, 1))),
+    ("wgmma", ("own",), ("tf32",), ((0, 1),)),
+    ("mma", ("std",), ("bf16", "f16", "tf32"), ALL),
+    ("mma", ("any2",), ("bf16",), ALL),
+    ("mma", ("any4",), ("tf32",), ALL),
+    ("mma", ("two", "big"), ("bf16", "tf32"), NN),
+    ("mma", ("any4", "any2"), ("f16",), NN),
+)
 
 
 @dataclass(frozen=True)
@@ -166,19 +233,13 @@ def parse(key: str) -> Config:
 
 
 def configs() -> list[Config]:
-    made = []
-    for form in FORMATS:
-        for op_a in (0, 1):
-            for op_b in (0, 1):
-                if form == "tf32" and (op_a, op_b) == (1, 0):
-                    continue
-                names = ["coop"]
-                if (op_a, op_b) == (0, 0) and form != "f16":
-                    names = list(Wgmma.variants)
-                elif form != "f16" or (op_a, op_b) == (0, 0):
-                    names += ["pp128"]
-                made += [Config("wgmma", name, form, op_a, op_b) for name in names]
-    return made
+    return [
+        Config(kind, variant, form, *ops)
+        for kind, variants, forms, operations in MATRIX
+        for variant in variants
+        for form in forms
+        for ops in operations
+    ]
 
 
 # --- build -------------------------------------------------------------------------------------------------------------
@@ -318,7 +379,7 @@ def stored(x: Any, form: str, ld: int, shift: int = 0) -> tuple[Any, Any, int]:
 
 SHAPES = (
     (1, 1, 1), (1, 1, 64), (128, 256, 64), (256, 128, 32), (256, 256, 256), (257, 511, 129), (64, 8, 4096), (1000, 700, 333),
-    (1, 3000, 77), (3000, 1, 77), (513, 2047, 1), (4096, 4096, 200), (5000, 3700, 100), (2100, 9000, 513), (300, 300, 8000),
+    (1, 3000, 77), (3000, 1, 77), (513, 2047, 1), (4096, 4096, 200), (5000, 3700, 100), (2100, 9000, 513), (300, 300, 8000), (130, 70, 0),
 )  # fmt: skip
 SCALARS = ((1.0, 0.0), (1.0, 1.0), (2.0, -1.0), (-0.5, 0.25))
 
@@ -334,6 +395,8 @@ def check(folder: Path, key: str) -> None:
     random = cupy.random.default_rng(hash(key) % 2**32)
     for index, (m, n, k) in enumerate(getattr(kernel.kind, "shapes", SHAPES)):
         for kind, (alpha, beta) in (*(("integers", s) for s in SCALARS), ("normal", (1.0, 0.0)), ("positive", (1.0, 0.0))):
+            if k == 0 and kind != "integers":
+                continue
             if kind == "integers":
                 a, b = (random.integers(-4, 5, shape).astype(cupy.float32) for shape in ((m, k), (k, n)))
             else:
@@ -498,20 +561,18 @@ def time_all(folder: Path, out: Path, seconds: float, plan: list[tuple[Problem, 
 def timing_plan(passed: set[str]) -> list[tuple[Problem, list[str]]]:
     made: list[tuple[Problem, list[str]]] = []
 
-    def add(form: str, op_a: int, op_b: int, m: int, n: int, k: int, beta: float, keep: Any) -> None:
-        found = [c.key for c in configs() if (c.format, c.op_a, c.op_b) == (form, op_a, op_b) and keep(c) and c.key in passed]
-        if found:
-            made.append(((form, op_a, op_b, m, n, k, beta), found))
+    def add(form: str, op_a: int, op_b: int, m: int, n: int, k: int, beta: float, leave_out: tuple[str, ...] = ()) -> None:
+        found = [c for c in configs() if (c.format, c.op_a, c.op_b) == (form, op_a, op_b) and c.key in passed]
+        made.append(((form, op_a, op_b, m, n, k, beta), [c.key for c in found if c.variant not in leave_out]))
 
-    squares = {"coop", "alone", "group4", "group16", "pp128", "pp256", "tall", "small"}
-    ranks = {"coop", "noreduce", "noprefetch", "plain", "alone", "pp128", "pp256", "tall", "small"}
+    slow = ("any4", "any2", "std", "two", "big")
     for form in ("bf16", "tf32", "f16"):
         for size in (8192, 16384, 4096):
-            add(form, 0, 0, size, size, size, 0.0, lambda c: c.variant in squares)
+            add(form, 0, 0, size, size, size, 0.0, ("ownadd", "ownread", "ownplain", "alone16", *(slow if size > 8192 else ())))
         for rank in (512, 1024, 2048):
-            add(form, 0, 0, 12288, 12288, rank, 1.0, lambda c: c.variant in ranks)
+            add(form, 0, 0, 12288, 12288, rank, 1.0, slow)
         for ops in ((0, 1), (1, 0), (1, 1)):
-            add(form, *ops, 8192, 8192, 8192, 0.0, lambda c: True)
+            add(form, *ops, 8192, 8192, 8192, 0.0)
     return made
 
 
