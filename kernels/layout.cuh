@@ -20,6 +20,12 @@ constexpr int ROW_BYTES = 128;
 // Byte offset in a slab of byte `byte` (0 to 127) of row `row`.
 constexpr int swizzled(int row, int byte) { return row * ROW_BYTES + (byte ^ (row % 8) * 16); }
 
+// Byte offset in an operand's slabs of the element in row x of C's rows or columns, k-th of the k-block.
+constexpr int element_offset(bool k_major, int x, int k, int item) {
+    const int depth = ROW_BYTES / item;
+    return k_major ? swizzled(x, k * item) : swizzled(x / depth * depth + k, x % depth * item);
+}
+
 // A wgmma descriptor of an operand in slabs. Bits 0-13: address / 16; bits 16-29: bytes / 16 from a slab to the next along
 // the rows (not K-major only); bits 32-45: bytes / 16 from eight rows of the slab to the next eight; bits 62-63: 1 is the
 // 128-byte swizzle. Above bit 17 an address of a cluster's shared memory names the block, which a descriptor must not hold.

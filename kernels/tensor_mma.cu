@@ -98,17 +98,17 @@ template <bool K_MAJOR, bool IS_A>
 __device__ inline void load_fragment(unsigned operand, int row, int step, int lane, unsigned (&r)[4]) {
     if constexpr (K_MAJOR) {
         const int line = IS_A ? lane % 16 : lane % 8 + lane / 16 * 8, half = IS_A ? lane / 16 : lane / 8 % 2;
-        load_matrices(operand + swizzled(row + line, step * 32 + half * 16), r);
+        load_matrices(operand + element_offset(true, row + line, (step * 32 + half * 16) / ITEM, ITEM), r);
     } else if constexpr (!TF32) {
         const int k = step * 16 + (IS_A ? lane % 8 + lane / 16 * 8 : lane % 16), x = row + (IS_A ? lane / 8 % 2 : lane / 16) * 8;
-        load_matrices_turned(operand + swizzled(x / DEPTH * DEPTH + k, x % DEPTH * ITEM), r);
+        load_matrices_turned(operand + element_offset(false, x, k, ITEM), r);
     } else {
         // Lanes with odd q load the high k first: then 32 lanes read 32 different banks.
         const int g = lane / 4, q = lane % 4, odd = q & 1, k = step * 8 + q + 4 * odd;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int x = row + g + 8 * i, line = x / DEPTH * DEPTH, byte = x % DEPTH * ITEM;
-            const unsigned u = load_word(operand + swizzled(line + k, byte)), v = load_word(operand + swizzled(line + (k ^ 4), byte));
+            const int x = row + g + 8 * i;
+            const unsigned u = load_word(operand + element_offset(false, x, k, ITEM)), v = load_word(operand + element_offset(false, x, k ^ 4, ITEM));
             r[IS_A ? i : 2 * i] = odd ? v : u;
             r[IS_A ? i + 2 : 2 * i + 1] = odd ? u : v;
         }

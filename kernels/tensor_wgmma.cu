@@ -98,10 +98,9 @@ __device__ inline void prefetch(const float* p) { asm volatile("prefetch.global.
 struct fragment_reader {
     int low, high, odd;  // offsets in a stage of X
     __device__ fragment_reader(int row, int g, int q) {
-        const int column = row + 2 * g, slab = column / DEPTH * SLAB_BYTES, byte = column % DEPTH * ITEM;
         odd = q & 1;
-        low = slab + swizzled(q + 4 * odd, byte);
-        high = slab + swizzled((q + 4 * odd) ^ 4, byte);
+        low = element_offset(false, row + 2 * g, q + 4 * odd, ITEM);
+        high = element_offset(false, row + 2 * g, (q + 4 * odd) ^ 4, ITEM);
     }
     __device__ void read(unsigned x, int step, unsigned (&f)[4]) const {
         unsigned u0, u1, v0, v1;

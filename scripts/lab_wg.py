@@ -1,6 +1,6 @@
 """Laboratory for kernels/tensor_wgmma.cu and kernels/tensor_mma.cu: build, check, time. Not part of the package.
 
-    lab_wg.py build FOLDER              compile every configuration with the NVRTC wheel (no GPU), report spills
+    lab_wg.py build FOLDER [ARCH...]    compile every configuration with the NVRTC wheel (no GPU), report spills
     lab_wg.py run FOLDER OUT SECONDS    on a device: check each configuration in a process of its own, time those that pass
 """
 
@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -119,23 +119,30 @@ class Wgmma:
         return made
 
     # REDUCE is the k from which the L2 adds: at 512 reading C is faster for 16-bit operands, never for tf32.
-    NEVER = 2**31 - 1
     base = {"MMA_N": 256, "M_BLOCKS": 1, "TEAM": 2, "STAGES": 4, "CLUSTER": 2, "GROUP": 8, "REDUCE": 1024, "PREFETCH": 1}
-    own = base | {"TEAM": 1, "M_BLOCKS": 2, "MMA_N": 128, "STAGES": 6}  # each consumer has tiles of its own
+    formats: tuple[str, ...] = ("f16", "bf16")
     variants: dict[str, Params] = {
         "coop": base,
         "alone": base | {"CLUSTER": 1},
-        "aloneadd": base | {"CLUSTER": 1, "REDUCE": 1},
-        "alone16": base | {"CLUSTER": 1, "REDUCE": 1, "GROUP": 16},
-        "own": own,
-        "own7": own | {"STAGES": 7},
-        "own5": own | {"GROUP": 5},
-        "own16": own | {"GROUP": 16},
-        "ownadd": own | {"REDUCE": 1},
-        "ownread": own | {"REDUCE": NEVER},
-        "ownalone": own | {"CLUSTER": 1},
-        "ownplain": own | {"PREFETCH": 0, "REDUCE": NEVER},
-        "wide": base | {"TEAM": 1, "STAGES": 5, "REDUCE": NEVER},
+        # Each consumer has tiles of its own: better at small k and 4096, worse at 16384.
+        "own": base | {"TEAM": 1, "M_BLOCKS": 2, "MMA_N": 128, "STAGES": 7, "REDUCE": 1},
+        "ownread": base | {"TEAM": 1, "M_BLOCKS": 2, "MMA_N": 128, "STAGES": 7},
+        "wide": base | {"TEAM": 1, "STAGES": 5},
+        "wideread": base | {"TEAM": 1, "STAGES": 5, "REDUCE": 2**31 - 1},
+        "small": base | {"MMA_N": 128, "STAGES": 6},
+    }
+
+
+class WgmmaTf32(Wgmma):
+    """The same for tf32."""
+
+    formats = ("tf32",)
+    base = Wgmma.base | {"CLUSTER": 1, "REDUCE": 1}
+    variants = {
+        "alone": base,
+        "coop": base | {"CLUSTER": 2},
+        "alone4": base | {"GROUP": 4},
+        "noprefetch": base | {"PREFETCH": 0},
         "small": base | {"MMA_N": 128, "STAGES": 6},
     }
 
@@ -186,20 +193,21 @@ class Mma:
     }
 
 
-KINDS: dict[str, Any] = {"wgmma": Wgmma, "mma": Mma}
+KINDS: dict[str, Any] = {"wgmma": Wgmma, "wgmma32": WgmmaTf32, "mma": Mma}
 NN, ALL = ((0, 0),), ((0, 0), (0, 1), (1, 0), (1, 1))
 
 # Which variants are built for which formats and operations.
 MATRIX: tuple[tuple[str, tuple[str, ...], tuple[str, ...], tuple[tuple[int, int], ...]], ...] = (
     ("wgmma", ("coop", "own"), ("bf16", "f16"), ALL),
-    ("wgmma", ("alone", "own7", "own5", "own16", "ownadd", "ownread", "ownalone", "ownplain", "wide", "small"), ("bf16",), NN),
-    ("wgmma", ("coop", "alone", "small"), ("tf32",), NN),
-    ("wgmma", ("aloneadd", "alone16"), ("tf32",), ((0, 0), (0, 1), (1, 1))),
-    ("wgmma", ("own",), ("tf32",), ((0, 1),)),
+    ("wgmma", ("wide",), ("bf16", "f16"), NN),
+    ("wgmma", ("alone", "ownread", "wideread", "small"), ("bf16",), NN),
+    ("wgmma32", ("alone", "coop"), ("tf32",), ((0, 0), (0, 1), (1, 1))),
+    ("wgmma32", ("alone4", "noprefetch", "small"), ("tf32",), NN),
     ("mma", ("std",), ("bf16", "f16", "tf32"), ALL),
     ("mma", ("any2",), ("bf16",), ALL),
     ("mma", ("any4",), ("tf32",), ALL),
-    ("mma", ("two", "big"), ("bf16", "tf32"), NN),
+    ("mma", ("two",), ("bf16", "tf32"), NN),
+    ("mma", ("big",), ("bf16",), NN),
     ("mma", ("any4", "any2"), ("f16",), NN),
 )
 
@@ -212,7 +220,6 @@ class Config:
     op_a: int
     op_b: int
     arch: str = "sm_90a"
-    extra: tuple[str, ...] = field(default=())
 
     @property
     def key(self) -> str:
@@ -232,13 +239,15 @@ def parse(key: str) -> Config:
     return Config(kind, variant, form, "nt".index(ops[0]), "nt".index(ops[1]), arch)
 
 
-def configs() -> list[Config]:
+def configs(archs: tuple[str, ...] = ("sm_90a",)) -> list[Config]:
     return [
-        Config(kind, variant, form, *ops)
+        Config(kind, variant, form, *ops, arch)
         for kind, variants, forms, operations in MATRIX
         for variant in variants
         for form in forms
         for ops in operations
+        for arch in archs
+        if arch in KINDS[kind].archs
     ]
 
 
@@ -284,10 +293,10 @@ def compile_one(config: Config, folder: Path) -> dict[str, Any]:
     return figures
 
 
-def build(folder: Path) -> None:
+def build(folder: Path, archs: tuple[str, ...]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(2) as pool:
-        made = configs()
+        made = configs(archs)
         for config, figures in zip(made, pool.map(lambda c: compile_one(c, folder), made), strict=True):
             print(config.key, json.dumps(figures), flush=True)
             (folder / f"{config.key}.json").write_text(json.dumps(figures))
@@ -344,7 +353,7 @@ class Kernel:
         array = (ctypes.c_void_p * len(pointers))(*pointers)
 
         def launch() -> None:
-            assert maps and given  # keep them
+            assert given.m == call.m and len(maps) < 3  # keeps them alive
             stream = ctypes.c_void_p(cupy.cuda.get_current_stream().ptr)
             self._must(self.driver.cuLaunchKernel(self.function, grid, 1, 1, threads, 1, 1, shared, stream, array, None))
 
@@ -393,7 +402,7 @@ def check(folder: Path, key: str) -> None:
     item = FORMATS[config.format][1]
     unit = kernel.kind.unit(config.params, item) if hasattr(kernel.kind, "unit") else 16 // item
     random = cupy.random.default_rng(hash(key) % 2**32)
-    for index, (m, n, k) in enumerate(getattr(kernel.kind, "shapes", SHAPES)):
+    for index, (m, n, k) in enumerate(SHAPES[: int(os.environ.get("LAB_SHAPES", "99"))]):
         for kind, (alpha, beta) in (*(("integers", s) for s in SCALARS), ("normal", (1.0, 0.0)), ("positive", (1.0, 0.0))):
             if k == 0 and kind != "integers":
                 continue
@@ -567,19 +576,20 @@ def timing_plan(passed: set[str]) -> list[tuple[Problem, list[str]]]:
 
     slow = ("any4", "any2", "std", "two", "big")
     for form in ("bf16", "tf32", "f16"):
-        for size in (8192, 16384, 4096):
-            add(form, 0, 0, size, size, size, 0.0, ("ownadd", "ownread", "ownplain", "alone16", *(slow if size > 8192 else ())))
+        for size in (8192, 16384, 4096, 2048):
+            add(form, 0, 0, size, size, size, 0.0, ("ownread", "wideread", "noprefetch", *(slow if size > 8192 else ())))
         for rank in (512, 1024, 2048):
-            add(form, 0, 0, 12288, 12288, rank, 1.0, slow)
+            add(form, 0, 0, 12288, 12288, rank, 1.0, slow if rank != 1024 else ("any4", "any2", "big"))
         for ops in ((0, 1), (1, 0), (1, 1)):
             add(form, *ops, 8192, 8192, 8192, 0.0)
+        add(form, 0, 0, 5000, 7000, 3000, 1.0, slow)
     return made
 
 
 def run(folder: Path, out: Path, seconds: float) -> None:
     began = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
-    keys = [c.key for c in configs() if c.arch == "sm_90a"]
+    keys = [c.key for c in configs()]
 
     def checked(key: str) -> tuple[str, list[dict[str, Any]], str]:
         try:
@@ -592,7 +602,7 @@ def run(folder: Path, out: Path, seconds: float) -> None:
         return key, [json.loads(line) for line in text.splitlines() if line.startswith("{")], error
 
     passed, report = set(), {}
-    with ThreadPoolExecutor(8) as pool:
+    with ThreadPoolExecutor(14) as pool:
         for key, lines, error in pool.map(checked, keys):
             bad = [line for line in lines if line.get("good") is False]
             finished = any(line.get("done") for line in lines)
@@ -616,8 +626,8 @@ def run(folder: Path, out: Path, seconds: float) -> None:
 def main() -> None:
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
     match sys.argv[1:]:
-        case ["build", folder]:
-            build(Path(folder))
+        case ["build", folder, *archs]:
+            build(Path(folder), tuple(archs) or ("sm_90a",))
         case ["check", folder, key]:
             check(Path(folder), key)
         case ["time", folder, out, seconds, *keys]:
