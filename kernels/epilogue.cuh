@@ -15,10 +15,25 @@ __device__ inline float4 added(float4 v, float beta, float4 old) {
     return make_float4(beta * old.x + v.x, beta * old.y + v.y, beta * old.z + v.z, beta * old.w + v.w);
 }
 
-// One run at p, of which only the first `valid` elements are C's. beta = 0 does not read.
-__device__ inline void write_some(float* p, float4 v, float beta, int valid) {
-    const float values[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-    for (int e = 0; e < 4; ++e)
-        if (e < valid) p[e] = beta == 0 ? values[e] : beta * p[e] + values[e];
+// One run at p. Unless it is WHOLE, only the first `valid` of its elements are C's, and p is at a multiple of 16 if `aligned`.
+template <bool WHOLE>
+__device__ inline float4 load_run(const float* p, int valid, bool aligned) {
+    if (WHOLE || (aligned && valid >= 4)) return *reinterpret_cast<const float4*>(p);
+    float4 v = make_float4(0, 0, 0, 0);
+    if (valid > 0) v.x = p[0];
+    if (valid > 1) v.y = p[1];
+    if (valid > 2) v.z = p[2];
+    if (valid > 3) v.w = p[3];
+    return v;
+}
+template <bool WHOLE>
+__device__ inline void store_run(float* p, float4 v, int valid, bool aligned) {
+    if (WHOLE || (aligned && valid >= 4)) {
+        *reinterpret_cast<float4*>(p) = v;
+        return;
+    }
+    if (valid > 0) p[0] = v.x;
+    if (valid > 1) p[1] = v.y;
+    if (valid > 2) p[2] = v.z;
+    if (valid > 3) p[3] = v.w;
 }

@@ -51,7 +51,6 @@ constexpr bool X_IN_REGISTERS = TF32 && !X_K_MAJOR;
 constexpr int BLOCKS = OOC_M_BLOCKS, TEAM = OOC_TEAM, STAGES = OOC_STAGES, CLUSTER = OOC_CLUSTER, CONSUMERS = 2;
 constexpr int TILE_X = 64 * BLOCKS * TEAM, TILE_Y = OOC_MMA_N;
 constexpr int X_BYTES = TILE_X * ROW_BYTES, Y_BYTES = TILE_Y * ROW_BYTES, STAGE_BYTES = X_BYTES + Y_BYTES;
-constexpr int SLAB_BYTES = DEPTH * ROW_BYTES;  // of an operand that is not K-major
 constexpr int RELEASES = 4 * TEAM * CLUSTER;   // arrivals that make a stage empty: warps that read it
 
 static_assert(!TF32 || Y_K_MAJOR, "tf32 wgmma reads Y K-major only: transposed A with B as stored is for tensor_mma");
@@ -133,85 +132,73 @@ constexpr int RUN_GAP = SWAP ? 64 : 16;                                         
 struct writer {
     float* c;
     long long ldc;
-    int row, column, lane;  // of this thread's first run
+    int down, right, lane;  // rows and columns of C from this thread's first run on
     float alpha, beta;
+    bool aligned;
 
     __device__ writer(const gemm_arguments& g, int x, int y) {
         const int thread = threadIdx.x % 128, warp = thread / 32;
         lane = thread % 32;
         const int q = lane % 4, r = lane / 4;
-        row = SWAP ? y + 2 * q + (r & 1) : x + 16 * warp + (X_IN_REGISTERS ? 2 * r : r);
-        column = SWAP ? x + 16 * warp + 4 * (r >> 1) : y + 8 * (q & 1) + 4 * (q >> 1);
+        const int row = SWAP ? y + 2 * q + (r & 1) : x + 16 * warp + (X_IN_REGISTERS ? 2 * r : r);
+        const int column = SWAP ? x + 16 * warp + 4 * (r >> 1) : y + 8 * (q & 1) + 4 * (q >> 1);
         ldc = g.ldc;
         c = static_cast<float*>(g.c) + row * ldc + column;
+        down = static_cast<int>(g.m) - row, right = static_cast<int>(g.n) - column;
         alpha = static_cast<float>(g.alpha_re), beta = static_cast<float>(g.beta_re);
+        aligned = reinterpret_cast<unsigned long long>(g.c) % 16 == 0 && g.ldc % 4 == 0;
     }
-    // Rows of C from line to line + 1.
-    __device__ static int line_gap(int line) {
-        constexpr int near = X_IN_REGISTERS ? 1 : 8;
-        return SWAP ? 8 : line % 2 == 0 ? near : 64 - near;
-    }
+    // Rows of C from the first line to another.
+    __device__ static int line_row(int line) { return SWAP ? line * 8 : line / 2 * 64 + line % 2 * (X_IN_REGISTERS ? 1 : 8); }
     __device__ float4 run(const float (&d)[BLOCKS][TILE_Y / 2], int line, int r) const {
         const float* e = SWAP ? d[r] + line * 4 : d[line / 2] + r * 8 + line % 2 * 2;
         return scaled(alpha, SWAP ? exchange(e[0], e[2], e[1], e[3], lane / 4 & 1, 4) : exchange(e[0], e[1], e[4], e[5], lane & 1, 1));
     }
-    // Calls write(line, its pointer) for each line. The pointer is hidden from the compiler, which else computes the
-    // addresses of all lines ahead and keeps them in more registers than there are.
-    template <typename Write>
-    __device__ void each_line(const Write& write) const {
-        float* p = c;
-#pragma unroll
-        for (int line = 0; line < LINES; ++line) {
-            asm volatile("" : "+l"(p)::"memory");
-            write(line, p);
-            p += line_gap(line) * ldc;
+    // Goes to where run i begins, i counting through the lines, from run i - 1. The pointer is hidden from the compiler, which
+    // else computes the addresses of all lines ahead and keeps them in more registers than there are.
+    template <typename Pointer>
+    __device__ void go_to(Pointer& p, int i) const {
+        if (i % RUNS > 0) {
+            p += RUN_GAP;
+            return;
         }
+        if (i > 0) p += (line_row(i / RUNS) - line_row(i / RUNS - 1)) * ldc - (RUNS - 1) * RUN_GAP;
+        asm volatile("" : "+l"(p)::"memory");
     }
-    __device__ void write_inner(const float (&d)[BLOCKS][TILE_Y / 2], bool reduce) const {
-        if (beta == 0)
-            each_line([&](int line, float* p) {
+    // EDGE: the tile may reach over C's edge, or C is not aligned.
+    template <bool EDGE>
+    __device__ void write(const float (&d)[BLOCKS][TILE_Y / 2], bool reduce) const {
+        constexpr int ALL = LINES * RUNS, BATCH = 8;  // BATCH runs of C are on their way while those before them are added to
+        const auto valid = [&](int i) { return down > line_row(i / RUNS) ? right - i % RUNS * RUN_GAP : 0; };
+        float* to = c;
+        if (beta == 0) {
 #pragma unroll
-                for (int r = 0; r < RUNS; ++r) *reinterpret_cast<float4*>(p + r * RUN_GAP) = run(d, line, r);
-            });
-        else if (reduce)
-            each_line([&](int line, float* p) {
+            for (int i = 0; i < ALL; ++i) {
+                go_to(to, i);
+                store_run<!EDGE>(to, run(d, i / RUNS, i % RUNS), valid(i), aligned);
+            }
+        } else if (!EDGE && reduce) {
 #pragma unroll
-                for (int r = 0; r < RUNS; ++r) add_in_l2(p + r * RUN_GAP, run(d, line, r));
-            });
-        else {
-            // BATCH runs of C are on their way while those before them are added to.
-            constexpr int ALL = LINES * RUNS, BATCH = ALL < 8 ? ALL : 8;
-            const float *from = c;
-            float* to = c;
-            float4 old[2][BATCH];
+            for (int i = 0; i < ALL; ++i) {
+                go_to(to, i);
+                add_in_l2(to, run(d, i / RUNS, i % RUNS));
+            }
+        } else {
+            const float* from = c;
+            float4 old[2 * BATCH];
 #pragma unroll
             for (int i = 0; i < ALL + BATCH; ++i) {
                 if (i < ALL) {
-                    if (i % RUNS == 0) asm volatile("" : "+l"(from)::"memory");
-                    old[i / BATCH % 2][i % BATCH] = *reinterpret_cast<const float4*>(from + i % RUNS * RUN_GAP);
-                    if (i % RUNS == RUNS - 1) from += line_gap(i / RUNS) * ldc;
+                    go_to(from, i);
+                    old[i % (2 * BATCH)] = load_run<!EDGE>(from, valid(i), aligned);
                 }
                 if (i >= BATCH) {
                     const int j = i - BATCH;
-                    if (j % RUNS == 0) asm volatile("" : "+l"(to)::"memory");
-                    *reinterpret_cast<float4*>(to + j % RUNS * RUN_GAP) =
-                        added(run(d, j / RUNS, j % RUNS), beta, old[j / BATCH % 2][j % BATCH]);
-                    if (j % RUNS == RUNS - 1) to += line_gap(j / RUNS) * ldc;
+                    go_to(to, j);
+                    store_run<!EDGE>(to, added(run(d, j / RUNS, j % RUNS), beta, old[j % (2 * BATCH)]), valid(j), aligned);
                 }
             }
         }
-    }
-    __device__ void write_edge(const float (&d)[BLOCKS][TILE_Y / 2], int m, int n) const {
-        int down = m - row, right = n - column;  // rows and columns of C from here on
-        each_line([&](int line, float* p) {
-#pragma unroll
-            for (int r = 0; r < RUNS; ++r) {
-                asm volatile("" : "+r"(down), "+r"(right)::"memory");
-                const float4 v = run(d, line, r);
-                write_some(p + r * RUN_GAP, v, beta, down > 0 ? right - r * RUN_GAP : 0);
-            }
-            down -= line_gap(line);
-        });
     }
 };
 
@@ -277,7 +264,6 @@ extern "C" __global__ void
     } else {
         more_registers<232>();
         const int consumer = warpgroup - 1, part = TEAM == 2 ? consumer * 64 * BLOCKS : 0;
-        const bool aligned = reinterpret_cast<unsigned long long>(g.c) % 16 == 0 && g.ldc % 4 == 0;
         const auto release = [&](int stage) {
             if (CLUSTER == 1 && lane == 0) barrier_arrive(empty + 8 * stage);
             if (CLUSTER > 1 && lane < CLUSTER) barrier_arrive_at(empty + 8 * stage, lane);
@@ -361,8 +347,8 @@ extern "C" __global__ void
             const int x = (tile.row * CLUSTER + rank) * TILE_X, y = tile.column * TILE_Y;
             const bool inner = x + TILE_X <= (SWAP ? n : m) && y + TILE_Y <= (SWAP ? m : n);
             const writer w(g, x + part, y);
-            if (inner && aligned) w.write_inner(d, g.k >= OOC_REDUCE && g.beta_re == 1);
-            else w.write_edge(d, m, n);
+            if (inner && w.aligned) w.write<false>(d, g.k >= OOC_REDUCE && g.beta_re == 1);
+            else w.write<true>(d, false);
         }
     }
     if (CLUSTER > 1) cluster_barrier();  // no block leaves while another may still write to its shared memory

@@ -124,11 +124,9 @@ class Wgmma:
     variants: dict[str, Params] = {
         "coop": base,
         "alone": base | {"CLUSTER": 1},
-        # Each consumer has tiles of its own: better at small k and 4096, worse at 16384.
+        # Each consumer has tiles of its own: better at small k, worse at 16384.
         "own": base | {"TEAM": 1, "M_BLOCKS": 2, "MMA_N": 128, "STAGES": 7, "REDUCE": 1},
-        "ownread": base | {"TEAM": 1, "M_BLOCKS": 2, "MMA_N": 128, "STAGES": 7},
         "wide": base | {"TEAM": 1, "STAGES": 5},
-        "wideread": base | {"TEAM": 1, "STAGES": 5, "REDUCE": 2**31 - 1},
         "small": base | {"MMA_N": 128, "STAGES": 6},
     }
 
@@ -137,12 +135,10 @@ class WgmmaTf32(Wgmma):
     """The same for tf32."""
 
     formats = ("tf32",)
-    base = Wgmma.base | {"CLUSTER": 1, "REDUCE": 1}
+    base = Wgmma.base | {"CLUSTER": 1, "REDUCE": 1, "GROUP": 4}
     variants = {
         "alone": base,
-        "coop": base | {"CLUSTER": 2},
-        "alone4": base | {"GROUP": 4},
-        "noprefetch": base | {"PREFETCH": 0},
+        "coop": base | {"CLUSTER": 2, "GROUP": 8},
         "small": base | {"MMA_N": 128, "STAGES": 6},
     }
 
@@ -153,7 +149,6 @@ class Mma:
     source = "tensor_mma"
     archs = ("sm_80", "sm_90a", "sm_100")
     instruction = "HMMA"
-    threads = 256
 
     @staticmethod
     def unit(params: Params, item: int) -> int:
@@ -177,38 +172,47 @@ class Mma:
     @classmethod
     def launch(cls, call: Call, params: Params, processors: int) -> tuple[int, int, int]:
         tiles = ceil_div(call.m, params["TILE_M"]) * ceil_div(call.n, params["TILE_N"])
-        return tiles, cls.threads, cls.shared_bytes(params)
+        return tiles, 32 * params["WARPS"], cls.shared_bytes(params)
 
     @classmethod
     def maps(cls, call: Call, params: Params) -> list[dict[str, Any]]:
         return []
 
-    base = {"TILE_M": 128, "TILE_N": 128, "WARPS_M": 2, "STAGES": 3, "COPY": 16, "GROUP": 8, "RESIDENT": 1}
+    base = {"TILE_M": 128, "TILE_N": 128, "WARPS": 8, "WARPS_M": 2, "STAGES": 3, "COPY": 16, "GROUP": 8, "RESIDENT": 1}
+    formats: tuple[str, ...] = ("f16", "bf16")
     variants: dict[str, Params] = {
+        "four": base | {"WARPS": 4, "RESIDENT": 2},
         "std": base,
-        "two": base | {"RESIDENT": 2},
         "big": base | {"TILE_N": 256},
+        "pair": base | {"TILE_N": 64, "WARPS": 4, "RESIDENT": 2},
         "any4": base | {"COPY": 4},
         "any2": base | {"COPY": 2},
     }
 
 
-KINDS: dict[str, Any] = {"wgmma": Wgmma, "wgmma32": WgmmaTf32, "mma": Mma}
+class MmaTf32(Mma):
+    """The same for tf32."""
+
+    formats = ("tf32",)
+    variants = {name: Mma.variants[name] for name in ("std", "pair", "any4")}
+
+
+KINDS: dict[str, Any] = {"wgmma": Wgmma, "wgmma32": WgmmaTf32, "mma": Mma, "mma32": MmaTf32}
 NN, ALL = ((0, 0),), ((0, 0), (0, 1), (1, 0), (1, 1))
 
 # Which variants are built for which formats and operations.
 MATRIX: tuple[tuple[str, tuple[str, ...], tuple[str, ...], tuple[tuple[int, int], ...]], ...] = (
     ("wgmma", ("coop", "own"), ("bf16", "f16"), ALL),
     ("wgmma", ("wide",), ("bf16", "f16"), NN),
-    ("wgmma", ("alone", "ownread", "wideread", "small"), ("bf16",), NN),
-    ("wgmma32", ("alone", "coop"), ("tf32",), ((0, 0), (0, 1), (1, 1))),
-    ("wgmma32", ("alone4", "noprefetch", "small"), ("tf32",), NN),
-    ("mma", ("std",), ("bf16", "f16", "tf32"), ALL),
+    ("wgmma", ("alone", "small"), ("bf16",), NN),
+    ("wgmma32", ("alone",), ("tf32",), ((0, 0), (0, 1), (1, 1))),
+    ("wgmma32", ("coop", "small"), ("tf32",), NN),
+    ("mma", ("four", "std"), ("bf16",), NN),
+    ("mma", ("big", "pair"), ("bf16",), ALL),
+    ("mma", ("pair",), ("f16",), ALL),
     ("mma", ("any2",), ("bf16",), ALL),
-    ("mma", ("any4",), ("tf32",), ALL),
-    ("mma", ("two",), ("bf16", "tf32"), NN),
-    ("mma", ("big",), ("bf16",), NN),
-    ("mma", ("any4", "any2"), ("f16",), NN),
+    ("mma", ("any2", "any4"), ("f16",), NN),
+    ("mma32", ("std", "pair", "any4"), ("tf32",), ALL),
 )
 
 
@@ -574,15 +578,21 @@ def timing_plan(passed: set[str]) -> list[tuple[Problem, list[str]]]:
         found = [c for c in configs() if (c.format, c.op_a, c.op_b) == (form, op_a, op_b) and c.key in passed]
         made.append(((form, op_a, op_b, m, n, k, beta), [c.key for c in found if c.variant not in leave_out]))
 
-    slow = ("any4", "any2", "std", "two", "big")
+    slow = ("any4", "any2", "std", "four", "big", "pair")
     for form in ("bf16", "tf32", "f16"):
         for size in (8192, 16384, 4096, 2048):
-            add(form, 0, 0, size, size, size, 0.0, ("ownread", "wideread", "noprefetch", *(slow if size > 8192 else ())))
+            add(form, 0, 0, size, size, size, 0.0, slow)
         for rank in (512, 1024, 2048):
-            add(form, 0, 0, 12288, 12288, rank, 1.0, slow if rank != 1024 else ("any4", "any2", "big"))
+            add(form, 0, 0, 12288, 12288, rank, 1.0, slow)
         for ops in ((0, 1), (1, 0), (1, 1)):
-            add(form, *ops, 8192, 8192, 8192, 0.0)
+            add(form, *ops, 8192, 8192, 8192, 0.0, slow)
         add(form, 0, 0, 5000, 7000, 3000, 1.0, slow)
+    fast = ("coop", "own", "wide", "alone", "small")
+    for form in ("bf16", "tf32", "f16"):
+        for ops in ALL:
+            add(form, *ops, 8192, 8192, 8192, 0.0, (*fast, "any4", "any2"))
+        add(form, 0, 0, 12288, 12288, 1024, 1.0, (*fast, "any4", "any2"))
+        add(form, 0, 0, 4096, 4096, 4096, 1.0, (*fast, "std", "big", "pair", "four"))
     return made
 
 
