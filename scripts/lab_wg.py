@@ -1,7 +1,8 @@
+# ruff: noqa: RUF012, PLR0915, PT018
 """Laboratory for kernels/tensor_wgmma.cu and kernels/tensor_mma.cu: build, check, time. Not part of the package.
 
-    lab_wg.py build FOLDER [ARCH...]    compile every configuration with the NVRTC wheel (no GPU), report spills
-    lab_wg.py run FOLDER OUT SECONDS    on a device: check each configuration in a process of its own, time those that pass
+lab_wg.py build FOLDER [ARCH...]    compile every configuration with the NVRTC wheel (no GPU), report spills
+lab_wg.py run FOLDER OUT SECONDS    on a device: check each configuration in a process of its own, time those that pass
 """
 
 from __future__ import annotations
@@ -26,7 +27,11 @@ Params = dict[str, int]
 
 # --- the entries, as data ------------------------------------------------------------------------------------------------
 
-FORMATS = {"tf32": ("float32", 4, 11), "f16": ("float16", 2, 6), "bf16": ("bfloat16", 2, 9)}  # dtype, bytes, type of a map
+FORMATS = {
+    "tf32": ("float32", 4, 11),
+    "f16": ("float16", 2, 6),
+    "bf16": ("bfloat16", 2, 9),
+}  # dtype, bytes, type of a map
 
 
 @dataclass(frozen=True)
@@ -119,7 +124,16 @@ class Wgmma:
         return made
 
     # REDUCE is the k from which the L2 adds: at 512 reading C is faster for 16-bit operands, never for tf32.
-    base = {"MMA_N": 256, "M_BLOCKS": 1, "TEAM": 2, "STAGES": 4, "CLUSTER": 2, "GROUP": 8, "REDUCE": 1024, "PREFETCH": 1}
+    base = {
+        "MMA_N": 256,
+        "M_BLOCKS": 1,
+        "TEAM": 2,
+        "STAGES": 4,
+        "CLUSTER": 2,
+        "GROUP": 8,
+        "REDUCE": 1024,
+        "PREFETCH": 1,
+    }
     formats: tuple[str, ...] = ("f16", "bf16")
     variants: dict[str, Params] = {
         "coop": base,
@@ -178,13 +192,23 @@ class Mma:
     def maps(cls, call: Call, params: Params) -> list[dict[str, Any]]:
         return []
 
-    base = {"TILE_M": 128, "TILE_N": 128, "WARPS": 8, "WARPS_M": 2, "STAGES": 3, "COPY": 16, "GROUP": 8, "RESIDENT": 1}
+    base = {
+        "TILE_M": 128,
+        "TILE_N": 128,
+        "WARPS": 8,
+        "WARPS_M": 2,
+        "STAGES": 3,
+        "COPY": 16,
+        "GROUP": 8,
+        "RESIDENT": 1,
+    }
     formats: tuple[str, ...] = ("f16", "bf16")
     variants: dict[str, Params] = {
-        "four": base | {"WARPS": 4, "RESIDENT": 2},
-        "std": base,
-        "big": base | {"TILE_N": 256},
         "pair": base | {"TILE_N": 64, "WARPS": 4, "RESIDENT": 2},
+        "std": base,
+        # 64 x 64 a warp: faster (0.49 of cuBLAS against 0.42 at 8192), but 24 bytes spill where A is transposed and B is not.
+        "four": base | {"WARPS": 4, "RESIDENT": 2},
+        "big": base | {"TILE_N": 256},
         "any4": base | {"COPY": 4},
         "any2": base | {"COPY": 2},
     }
@@ -257,7 +281,10 @@ def configs(archs: tuple[str, ...] = ("sm_90a",)) -> list[Config]:
 
 # --- build -------------------------------------------------------------------------------------------------------------
 
-_SITE = Path(sys.prefix) / f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages/nvidia/cu13"
+_SITE = (
+    Path(sys.prefix)
+    / f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages/nvidia/cu13"
+)
 
 
 def compile_one(config: Config, folder: Path) -> dict[str, Any]:
@@ -268,8 +295,17 @@ def compile_one(config: Config, folder: Path) -> dict[str, Any]:
     program = ctypes.c_void_p()
     text = (KERNELS / f"{source}.cu").read_bytes()
     assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, f"{source}.cu".encode(), 0, None, None) == 0
-    options = [f"-arch={config.arch}", "-std=c++17", f"-I{KERNELS}", "-default-device", "--ptxas-options=-v", *config.options()]
-    failed = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*(o.encode() for o in options)))
+    options = [
+        f"-arch={config.arch}",
+        "-std=c++17",
+        f"-I{KERNELS}",
+        "-default-device",
+        "--ptxas-options=-v",
+        *config.options(),
+    ]
+    failed = nvrtc.nvrtcCompileProgram(
+        program, len(options), (ctypes.c_char_p * len(options))(*(o.encode() for o in options))
+    )
     size = ctypes.c_size_t()
     nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
     log = ctypes.create_string_buffer(size.value)
@@ -282,7 +318,9 @@ def compile_one(config: Config, folder: Path) -> dict[str, Any]:
     nvrtc.nvrtcGetCUBIN(program, code)
     path = folder / f"{config.key}.cubin"
     path.write_bytes(code.raw)
-    sass = subprocess.run([_SITE / "bin/nvdisasm", "-c", path], capture_output=True, text=True, check=True).stdout
+    sass = subprocess.run(
+        [_SITE / "bin/nvdisasm", "-c", path], capture_output=True, text=True, check=True
+    ).stdout
     wanted = KINDS[config.kind].instruction
     figures = {
         "registers": int(re.findall(r"Used (\d+) registers", said)[-1]),
@@ -351,7 +389,9 @@ class Kernel:
         import cupy
 
         grid, threads, shared = self.kind.launch(call, self.params, self.processors)
-        given = Arguments(call.m, call.n, call.k, alpha, 0, beta, 0, call.a, call.lda, call.b, call.ldb, call.c, call.ldc)
+        given = Arguments(
+            call.m, call.n, call.k, alpha, 0, beta, 0, call.a, call.lda, call.b, call.ldb, call.c, call.ldc
+        )
         maps = [self._map(spec) for spec in self.kind.maps(call, self.params)]
         pointers = [*(at for _, at in maps), ctypes.addressof(given)]
         array = (ctypes.c_void_p * len(pointers))(*pointers)
@@ -359,7 +399,11 @@ class Kernel:
         def launch() -> None:
             assert given.m == call.m and len(maps) < 3  # keeps them alive
             stream = ctypes.c_void_p(cupy.cuda.get_current_stream().ptr)
-            self._must(self.driver.cuLaunchKernel(self.function, grid, 1, 1, threads, 1, 1, shared, stream, array, None))
+            self._must(
+                self.driver.cuLaunchKernel(
+                    self.function, grid, 1, 1, threads, 1, 1, shared, stream, array, None
+                )
+            )
 
         return launch
 
@@ -380,13 +424,17 @@ def stored(x: Any, form: str, ld: int, shift: int = 0) -> tuple[Any, Any, int]:
 
     rows, columns = x.shape
     item = FORMATS[form][1]
-    buffer = cupy.full(rows * ld + shift + 64, 0x7FC0 if item == 2 else cupy.nan, cupy.uint16 if item == 2 else cupy.float32)
+    buffer = cupy.full(
+        rows * ld + shift + 64, 0x7FC0 if item == 2 else cupy.nan, cupy.uint16 if item == 2 else cupy.float32
+    )
     if form == "f16":
         buffer = buffer.view(cupy.float16)
         buffer[:] = cupy.nan
     view = buffer[shift : shift + rows * ld].reshape(rows, ld)[:, :columns]
     view[:] = to_bf16(x) if form == "bf16" else x
-    back = (view.astype(cupy.uint32) << 16).view(cupy.float32) if form == "bf16" else view.astype(cupy.float32)
+    back = (
+        (view.astype(cupy.uint32) << 16).view(cupy.float32) if form == "bf16" else view.astype(cupy.float32)
+    )
     return buffer, back, buffer.data.ptr + shift * item
 
 
@@ -407,7 +455,11 @@ def check(folder: Path, key: str) -> None:
     unit = kernel.kind.unit(config.params, item) if hasattr(kernel.kind, "unit") else 16 // item
     random = cupy.random.default_rng(hash(key) % 2**32)
     for index, (m, n, k) in enumerate(SHAPES[: int(os.environ.get("LAB_SHAPES", "99"))]):
-        for kind, (alpha, beta) in (*(("integers", s) for s in SCALARS), ("normal", (1.0, 0.0)), ("positive", (1.0, 0.0))):
+        for kind, (alpha, beta) in (
+            *(("integers", s) for s in SCALARS),
+            ("normal", (1.0, 0.0)),
+            ("positive", (1.0, 0.0)),
+        ):
             if k == 0 and kind != "integers":
                 continue
             if kind == "integers":
@@ -420,35 +472,60 @@ def check(folder: Path, key: str) -> None:
             a_stored, b_stored = (a.T if config.op_a else a), (b.T if config.op_b else b)
             lda, ldb = (ceil_div(x.shape[1], unit) * unit + unit * (index % 3) for x in (a_stored, b_stored))
             ldc = ceil_div(n, 4) * 4 + (index % 3 == 1)
-            keep_a, a_back, a_at = stored(cupy.ascontiguousarray(a_stored), config.format, lda, unit * (index % 2))
-            keep_b, b_back, b_at = stored(cupy.ascontiguousarray(b_stored), config.format, ldb, unit * (index % 2))
+            keep_a, a_back, a_at = stored(
+                cupy.ascontiguousarray(a_stored), config.format, lda, unit * (index % 2)
+            )
+            keep_b, b_back, b_at = stored(
+                cupy.ascontiguousarray(b_stored), config.format, ldb, unit * (index % 2)
+            )
             c = cupy.full(m * ldc + 8, -12345.0, cupy.float32)
             view = c[4 : 4 + m * ldc].reshape(m, ldc)
             view[:, :n] = cupy.nan if beta == 0 else old
-            call = Call(config.format, config.op_a, config.op_b, m, n, k, lda, ldb, ldc, a_at, b_at, c.data.ptr + 16)
+            call = Call(
+                config.format, config.op_a, config.op_b, m, n, k, lda, ldb, ldc, a_at, b_at, c.data.ptr + 16
+            )
             reason = kernel.kind.misfit(call)
             if reason:
                 print(json.dumps({"shape": (m, n, k), "skipped": reason}), flush=True)
                 continue
             kernel.prepare(call, alpha, beta)()
             cupy.cuda.runtime.deviceSynchronize()
-            left, right = ((x.T if op else x).astype(cupy.float64) for x, op in ((a_back, config.op_a), (b_back, config.op_b)))
+            left, right = (
+                (x.T if op else x).astype(cupy.float64)
+                for x, op in ((a_back, config.op_a), (b_back, config.op_b))
+            )
             want = alpha * (left @ right) + (beta * old if beta else 0)
             got = view[:, :n].astype(cupy.float64)
-            outside = bool((c[:4] == -12345).all() and (c[4 + m * ldc :] == -12345).all() and (view[:, n:] == -12345).all())
-            line: dict[str, Any] = {"shape": (m, n, k), "kind": kind, "ld": (lda, ldb, ldc), "scalars": (alpha, beta)}
+            outside = bool(
+                (c[:4] == -12345).all()
+                and (c[4 + m * ldc :] == -12345).all()
+                and (view[:, n:] == -12345).all()
+            )
+            line: dict[str, Any] = {
+                "shape": (m, n, k),
+                "kind": kind,
+                "ld": (lda, ldb, ldc),
+                "scalars": (alpha, beta),
+            }
             if kind == "integers":
                 good = bool((got == want).all())
                 if not good:
                     bad = cupy.argwhere(~(got == want))
                     line |= {"wrong": int(bad.shape[0]), "first": bad[0].tolist(), "last": bad[-1].tolist()}
-                    line |= {"got": float(got[tuple(bad[0].tolist())]), "want": float(want[tuple(bad[0].tolist())])}
+                    line |= {
+                        "got": float(got[tuple(bad[0].tolist())]),
+                        "want": float(want[tuple(bad[0].tolist())]),
+                    }
             else:
                 scale = abs(left) @ abs(right)
                 error = abs(got - want) / scale
                 bound = (4 * k * 2.0**-23) + (2.1 * 2.0**-11 if config.format == "tf32" else 0)
                 good = bool((error <= bound).all())
-                line |= {"error": float(error.max()), "bias": float(((got - want) / scale).mean()), "bound": bound}
+                line |= {
+                    "error": float(error.max()),
+                    "bias": float(((got - want) / scale).mean()),
+                    "bound": bound,
+                }
             line["good"] = good and outside
             if not outside:
                 line["outside"] = "written"
@@ -488,17 +565,20 @@ class Clock:
     """Samples the SM clock and the power beside the runs."""
 
     def __init__(self) -> None:
-        import pynvml
+        import pynvml  # type: ignore[import-not-found, unused-ignore]
 
         pynvml.nvmlInit()
-        self.nvml, self.device, self.samples = pynvml, pynvml.nvmlDeviceGetHandleByIndex(0), []
+        self.nvml, self.device = pynvml, pynvml.nvmlDeviceGetHandleByIndex(0)
+        self.samples: list[tuple[float, int, float]] = []
         self.stop = threading.Event()
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
         while not self.stop.wait(0.02):
             clock = self.nvml.nvmlDeviceGetClockInfo(self.device, 1)
-            self.samples.append((time.perf_counter(), clock, self.nvml.nvmlDeviceGetPowerUsage(self.device) / 1000))
+            self.samples.append(
+                (time.perf_counter(), clock, self.nvml.nvmlDeviceGetPowerUsage(self.device) / 1000)
+            )
 
     def between(self, start: float, end: float) -> dict[str, float]:
         inside = [s for s in self.samples if start <= s[0] <= end]
@@ -527,7 +607,20 @@ def time_all(folder: Path, out: Path, seconds: float, plan: list[tuple[Problem, 
             x = random.standard_normal(shape, dtype=cupy.float32)
             operands.append(to_bf16(x) if form == "bf16" else x.astype(cupy.float16) if form == "f16" else x)
         c = cupy.zeros((m, n), cupy.float32)
-        call = Call(form, op_a, op_b, m, n, k, shape_a[1], shape_b[1], n, operands[0].data.ptr, operands[1].data.ptr, c.data.ptr)
+        call = Call(
+            form,
+            op_a,
+            op_b,
+            m,
+            n,
+            k,
+            shape_a[1],
+            shape_b[1],
+            n,
+            operands[0].data.ptr,
+            operands[1].data.ptr,
+            c.data.ptr,
+        )
         runs = {"cublas": cublas.prepare(call, 1.0, beta)}
         for key in keys:
             if key not in kernels:
@@ -565,7 +658,10 @@ def time_all(folder: Path, out: Path, seconds: float, plan: list[tuple[Problem, 
             }  # fmt: skip
             rows.append(row)
             short = name if name == "cublas" else "-".join(name.split("-")[:2])
-            print(f"{form:5}{row['ops']} {m:6}{n:6}{k:6} b{beta:.0f} {short:18}{row['tflops']:7.1f} {row['ratio']:.3f} {row['sm_mhz']} {row['watts']}", flush=True)
+            print(
+                f"{form:5}{row['ops']} {m:6}{n:6}{k:6} b{beta:.0f} {short:18}{row['tflops']:7.1f} {row['ratio']:.3f} {row['sm_mhz']} {row['watts']}",
+                flush=True,
+            )
         del operands, c, runs, call
         out.write_text(json.dumps({"timings": rows}, indent=1))
     clock.stop.set()
@@ -574,7 +670,9 @@ def time_all(folder: Path, out: Path, seconds: float, plan: list[tuple[Problem, 
 def timing_plan(passed: set[str]) -> list[tuple[Problem, list[str]]]:
     made: list[tuple[Problem, list[str]]] = []
 
-    def add(form: str, op_a: int, op_b: int, m: int, n: int, k: int, beta: float, leave_out: tuple[str, ...] = ()) -> None:
+    def add(
+        form: str, op_a: int, op_b: int, m: int, n: int, k: int, beta: float, leave_out: tuple[str, ...] = ()
+    ) -> None:
         found = [c for c in configs() if (c.format, c.op_a, c.op_b) == (form, op_a, op_b) and c.key in passed]
         made.append(((form, op_a, op_b, m, n, k, beta), [c.key for c in found if c.variant not in leave_out]))
 
@@ -604,7 +702,11 @@ def run(folder: Path, out: Path, seconds: float) -> None:
     def checked(key: str) -> tuple[str, list[dict[str, Any]], str]:
         try:
             done = subprocess.run(
-                [sys.executable, __file__, "check", str(folder), key], capture_output=True, text=True, timeout=50, check=False
+                [sys.executable, __file__, "check", str(folder), key],
+                capture_output=True,
+                text=True,
+                timeout=50,
+                check=False,
             )
             text, error = done.stdout, done.stderr[-600:]
         except subprocess.TimeoutExpired as late:
@@ -619,16 +721,31 @@ def run(folder: Path, out: Path, seconds: float) -> None:
             if finished and not bad:
                 passed.add(key)
             errors = [line["error"] for line in lines if "error" in line]
-            biases = [line["bias"] for line in lines if line.get("kind") == "positive" and line["shape"][2] > 50]
+            biases = [
+                line["bias"] for line in lines if line.get("kind") == "positive" and line["shape"][2] > 50
+            ]
             report[key] = {
                 "passed": key in passed, "cases": len(lines) - 1, "worst": max(errors, default=None), "bad": bad[:4],
                 "bias": max(biases, key=abs, default=None), "stderr": "" if finished else error, "skipped": sum("skipped" in x for x in lines),
             }  # fmt: skip
-            print(key, "ok" if key in passed else "FAILED", {k: v for k, v in report[key].items() if v}, flush=True)
+            print(
+                key,
+                "ok" if key in passed else "FAILED",
+                {k: v for k, v in report[key].items() if v},
+                flush=True,
+            )
     print(f"checks took {time.monotonic() - began:.0f} s", flush=True)
     (out / "checks.json").write_text(json.dumps(report, indent=1))
     left = seconds - (time.monotonic() - began)
-    arguments = [sys.executable, __file__, "time", str(folder), str(out / "timings.json"), str(left - 15), *sorted(passed)]
+    arguments = [
+        sys.executable,
+        __file__,
+        "time",
+        str(folder),
+        str(out / "timings.json"),
+        str(left - 15),
+        *sorted(passed),
+    ]
     if passed and left > 20:
         subprocess.run(arguments, timeout=left, check=False)
 
