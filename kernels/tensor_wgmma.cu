@@ -1,6 +1,6 @@
 // tensor_wgmma: C = alpha op(A) @ op(B) + beta C on the tensor cores of sm_90a, operands fp16, bf16 or tf32, sums in float32.
 //
-// The product is computed as D (X rows by Y columns) = X Y: X is op(A) and Y is op(B), or, if OOC_SWAP, X is op(B)^T and Y is
+// The product is computed as D (X rows by Y columns) = X Y: X is op(A) and Y is op(B), or, if SWAP, X is op(B)^T and Y is
 // op(A)^T and D is C^T. A block computes tiles of TILE_X by TILE_Y, one after the other, with three warpgroups:
 //
 //   producer        one warp asks the copy engine for k-blocks of X and Y, STAGES ahead, across tiles; it also asks the L2 for
@@ -17,8 +17,8 @@
 // of a 256 x 256 square 512 rows cross from the L2 where two blocks alone would bring 768. A stage is refilled when both have read it.
 //
 // wgmma reads 16-bit operands from shared memory in either layout, but tf32 only K-major. The tf32 operand that is not K-major
-// becomes X, and is read by the consumers into registers (load_fragments), from where wgmma takes it; that is why NN needs
-// OOC_SWAP: A is K-major and becomes Y, B is not and becomes X. Where neither is K-major (op(A) = A^T, op(B) = B) this kernel
+// becomes X, and is read by the consumers into registers (fragment_reader), from where wgmma takes it; that is why NN needs
+// SWAP: A is K-major and becomes Y, B is not and becomes X. Where neither is K-major (op(A) = A^T, op(B) = B) this kernel
 // does not serve. The copy engine rounds float32 to tf32 on its way (the maps' type is TFLOAT32): no instruction is spent on it.
 //
 // Parameters (macros), beside OOC_OP_A and OOC_OP_B (0 as stored, 1 or 2 transposed):
