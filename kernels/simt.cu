@@ -18,7 +18,7 @@
 //   THREAD_M, THREAD_N          sums a thread holds
 //   LANES_M                     rows of lanes in a warp: 4 or 8
 //   STAGES                      panels in shared memory: STAGES * (BLOCK_M + BLOCK_N + 8) * BLOCK_K * 4 bytes in fp32
-//   BAND                        tile rows that are walked together (layout.cuh)
+//   GROUP                       tile rows that are walked together (layout.cuh)
 //   RESIDENT                    blocks that share a multiprocessor
 #ifndef BLOCK_M
 #define BLOCK_M 128
@@ -28,7 +28,7 @@
 #define THREAD_N 16
 #define LANES_M 8
 #define STAGES 5
-#define BAND 16
+#define GROUP 16
 #define RESIDENT 1
 #endif
 #include "gemm.cuh"
@@ -89,7 +89,7 @@ __device__ inline void run(const gemm_arguments& g, char* shared) {
     using copy_a = panel_copy<T, placed<PITCH_A>, BLOCK_K, BLOCK_M, A_K, WIDE_A, A_K ? 8 : THREADS / 8, THREADS>;
     using copy_b = panel_copy<T, placed<PITCH_B>, BLOCK_K, BLOCK_N, B_K, WIDE_B, B_K ? 8 : THREADS / 8, THREADS>;
 
-    const tile_corner at = corner_of(blockIdx.x, g.m, g.n, BLOCK_M, BLOCK_N, BAND);
+    const tile_corner at = corner_of(blockIdx.x, g.m, g.n, BLOCK_M, BLOCK_N, GROUP);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int first_m = warp / WARPS_N * WARP_M + lane_row(lane, LANES_M) * CHUNK;
     const int first_n = warp % WARPS_N * WARP_N + lane_column(lane, LANES_M) * CHUNK;

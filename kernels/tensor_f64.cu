@@ -26,7 +26,7 @@
 //                               registers a thread hold its sums
 //   MMA_K                       16 or 8: m16n8k16, m16n8k8 (sm_90 and later); 4: m8n8k4 (sm_80 and later)
 //   STAGES                      panels in shared memory: STAGES * (BLOCK_M + BLOCK_N) * BLOCK_K * 8 bytes
-//   BAND                        tile rows that are walked together (layout.cuh)
+//   GROUP                       tile rows that are walked together (layout.cuh)
 //   RESIDENT                    blocks that share a multiprocessor
 #ifndef BLOCK_M
 #define BLOCK_M 64
@@ -36,7 +36,7 @@
 #define WARP_Y 32
 #define MMA_K 8
 #define STAGES 4
-#define BAND 16
+#define GROUP 16
 #define RESIDENT 2
 #endif
 #include "gemm.cuh"
@@ -182,7 +182,7 @@ __device__ inline void run(const gemm_arguments& g, char* shared) {
     using copy_a = matrix_copy<A_K, TURNED, BLOCK_M, WIDE>;
     using copy_b = matrix_copy<B_K, !TURNED, BLOCK_N, WIDE>;
 
-    const tile_corner at = corner_of(blockIdx.x, g.m, g.n, BLOCK_M, BLOCK_N, BAND);
+    const tile_corner at = corner_of(blockIdx.x, g.m, g.n, BLOCK_M, BLOCK_N, GROUP);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int warp_x = warp / WARPS_Y * WARP_X, warp_y = warp % WARPS_Y * WARP_Y;
     const bool keeps_old = g.beta_re != 0;

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from oocgemm import backends
 from oocgemm.backends import tuning
-from oocgemm.backends.ladder import LADDER, Call, Kernel, Params, names
+from oocgemm.backends.kernel import Call, Kernel, Params
+from oocgemm.backends.ladder import LADDER, names
 from oocgemm.backends.tuning import CUBLAS, Measured, Tuning
 from oocgemm.errors import InputError
 from oocgemm.plan import COMPUTES, DTYPES

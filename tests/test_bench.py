@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from oocgemm import bench
 from oocgemm.backends import ladder, model, tuning
+from oocgemm.backends.kernel import Kernel
 from oocgemm.backends.tuning import CUBLAS, Measured, Tuning
 from oocgemm.errors import BackendError, InputError
 from oocgemm.plan import Op
@@ -29,7 +30,7 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def rung(name: str) -> ladder.Kernel:
+def rung(name: str) -> Kernel:
     return next(kernel for kernel in ladder.LADDER if kernel.name == name)
 
 

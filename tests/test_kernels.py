@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -13,14 +14,16 @@ from hypothesis import strategies as st
 from oocgemm.backends import compile as compiling
 from oocgemm.backends import ladder, sources
 from oocgemm.backends.compile import compiled
-from oocgemm.backends.ladder import H200, LADDER, Call, Device, Kernel, Params, options
+from oocgemm.backends.kernel import H200, Call, Device, Kernel, Params, options
+from oocgemm.backends.ladder import LADDER
 from oocgemm.backends.sources import kernel_folder
 from oocgemm.errors import BackendError, InputError
-from oocgemm.plan import Op
+from oocgemm.plan import DTYPES, Op
 from tests.gemm_cases import OP_PAIRS
 from tests.nvrtc import Nvrtc, instructions, resources
 from tests.problems import applied, integers, stored
 
+REAL_PAIRS = [(op_a, op_b) for op_a in (Op.N, Op.T) for op_b in (Op.N, Op.T)]
 ENTRIES = [
     pytest.param(kernel, arch, id=f"{kernel.name}-{kernel.source}-{arch}")
     for kernel in LADDER
@@ -66,7 +69,9 @@ def test_every_variant_compiles_without_spills(kernel: Kernel, arch: str, tmp_pa
     for dtype in kernel.dtypes:
         check_code(kernel, arch, dtype, (Op.N, Op.N), kernel.variants[0], tmp_path)
     if arch == max(kernel.archs):
-        for ops in OP_PAIRS:
+        # Of real numbers the conjugate transpose is the transpose.
+        pairs = OP_PAIRS if DTYPES[kernel.dtypes[-1]].is_complex else [*REAL_PAIRS, (Op.C, Op.C)]
+        for ops in pairs:
             check_code(kernel, arch, kernel.dtypes[-1], ops, kernel.variants[0], tmp_path)
 
 
@@ -211,6 +216,53 @@ def test_kernels_say_what_they_cannot_do() -> None:
     assert ladder.choose("single_block", call(largest - 1, 1, 1, "complex128"))
     with pytest.raises(InputError, match=f"op.A. {largest} x 1 and op.B. 1 x 1, {(largest + 1) * 16} bytes"):
         ladder.choose("single_block", call(largest, 1, 1, "complex128"))
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
+@pytest.mark.parametrize(
+    ("rung", "dtype", "compute"),
+    [
+        *(("simt", dtype, "native") for dtype in ("float32", "float64")),
+        *(("tensor", dtype, "native") for dtype in ("float64", "float16", "bfloat16")),
+        ("tensor", "float32", "tf32"),
+    ],
+)
+def test_some_entry_of_a_fast_rung_takes_any_call(
+    rung: str, dtype: str, compute: str, capability: tuple[int, int]
+) -> None:
+    device, item = (
+        Device(capability, 100, 163 << 10 if capability[0] == 8 else 227 << 10),
+        DTYPES[dtype].itemsize,
+    )
+    for ops in REAL_PAIRS:
+        for shape, address in (((1, 1, 1), item), ((4096, 4096, 4096), 256), ((7, 1 << 33, 0), 256)):
+            kernel, params = ladder.choose(
+                rung, call(*shape, dtype, ops, a=address, b=2 * item, compute=compute, device=device)
+            )
+            assert kernel.launch(call(*shape, dtype, ops), params).grid[0] > 0
+    whole = call(4096, 4096, 4096, dtype, a=256, b=512, compute=compute, device=device)
+    taken, _ = ladder.choose(rung, whole)
+    if rung == "tensor" and dtype != "float64":
+        assert taken.source == ("tensor_wgmma" if capability == (9, 0) else "tensor_mma")
+
+
+def test_what_the_copy_engine_is_told_covers_the_operands() -> None:
+    for kernel in (kernel for kernel in LADDER if kernel.maps is not None):
+        for dtype, ops, params in product(kernel.dtypes, REAL_PAIRS, kernel.variants):
+            wanted = call(520, 264, 136, dtype, ops, compute=kernel.compute[0], device=H200)
+            if kernel.refusal(wanted, params) is not None:
+                continue
+            assert kernel.maps is not None
+            item, launch = DTYPES[dtype].itemsize, kernel.launch(wanted, params)
+            assert launch.grid[0] % params["CLUSTER"] == 0
+            assert launch.grid[0] <= H200.processors
+            for told, op, shape in zip(
+                kernel.maps(wanted, params), ops, ((520, 136), (136, 264)), strict=True
+            ):
+                assert told.extents == stored(op, *shape)[::-1]
+                assert told.pitches == (told.extents[0] * item,)
+                assert (told.box[0] * item, told.swizzle) == (128, 128)
+                assert told.box[1] <= 256
 
 
 @given(data=st.data())

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from oocgemm.backends.ladder import LADDER, Kernel, Params, arguments, options
+from oocgemm.backends.kernel import Kernel, Params, arguments, options
+from oocgemm.backends.ladder import LADDER
 from oocgemm.backends.sources import kernel_folder
 from oocgemm.plan import Op
 from tests.gemm_cases import Array, Case, integer_case, triple_loop

@@ -4,7 +4,7 @@ import numpy as np
 from cupy_backends.cuda.libs import cublas
 
 from oocgemm.backends.base import numpy_dtype
-from oocgemm.backends.ladder import Call
+from oocgemm.backends.kernel import Call
 from oocgemm.plan import Op
 
 # cudaDataType of each dtype.

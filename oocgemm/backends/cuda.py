@@ -17,7 +17,8 @@ from cupy_backends.cuda.libs import cublas
 
 from oocgemm.backends import tuning
 from oocgemm.backends.base import Array, Token, device_offsets, step_scalars
-from oocgemm.backends.ladder import Call, check_plan
+from oocgemm.backends.kernel import Call
+from oocgemm.backends.ladder import check_plan
 from oocgemm.backends.launch import describe_device
 from oocgemm.backends.multiplier import Multiplier, device_name
 from oocgemm.errors import BackendError, OutOfMemoryError

@@ -9,7 +9,7 @@ import cupy
 from cupy.cuda import driver, nvrtc, runtime
 
 from oocgemm.backends.compile import compiled
-from oocgemm.backends.ladder import C_TYPES, Call, Device, Kernel, Params, TensorMap, arguments, options
+from oocgemm.backends.kernel import C_TYPES, Call, Device, Kernel, Params, TensorMap, arguments, options
 from oocgemm.errors import BackendError
 
 _MAP_BYTES = 128

@@ -12,7 +12,7 @@ import numpy as np
 from cupy.cuda import runtime
 
 from oocgemm.backends.base import numpy_dtype
-from oocgemm.backends.ladder import Call, Kernel, Params
+from oocgemm.backends.kernel import Call, Kernel, Params
 from oocgemm.backends.multiplier import Multiplier, device_name
 from oocgemm.plan import DTYPES, Op
 

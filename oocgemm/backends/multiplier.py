@@ -7,7 +7,8 @@ from cupy_backends.cuda.libs import cublas
 
 from oocgemm.backends import cublas as blas
 from oocgemm.backends import tuning
-from oocgemm.backends.ladder import Call, Kernel, Params, choose
+from oocgemm.backends.kernel import Call, Kernel, Params
+from oocgemm.backends.ladder import choose
 from oocgemm.backends.launch import Kernels
 from oocgemm.errors import InputError
 

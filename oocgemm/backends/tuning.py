@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from oocgemm import cache
-from oocgemm.backends.ladder import LADDER, Params
+from oocgemm.backends.kernel import Params
+from oocgemm.backends.ladder import LADDER
 from oocgemm.errors import InputError
 
 FORMAT = "oocgemm-tuning"

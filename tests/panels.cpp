@@ -1,5 +1,5 @@
-// Checks kernels/layout.cuh on the CPU: each map one to one, no bank conflicts, and the offsets that tensor_f64.cu
-// forms by hand the same. g++ -std=c++17 -I kernels scripts/lab_layout.cpp && ./a.out  prints what is wrong, then ok.
+// Checks the panels of kernels/layout.cuh on the CPU: each map one to one, no bank conflicts, and the offsets that
+// tensor_f64.cu forms by hand the same. Prints what is wrong, then ok.
 #include <cstdio>
 #include <set>
 
@@ -57,17 +57,6 @@ int main() {
         }
         expect(lanes.size() == 32 && *lanes.rbegin() == 31, "lanes are not one to one");
     }
-    for (unsigned rows : {1, 5, 8, 13, 40})
-        for (unsigned columns : {1, 7, 16})
-            for (unsigned band : {1, 8, 16}) {
-                std::set<unsigned> tiles;
-                for (unsigned i = 0; i < rows * columns; ++i) {
-                    const tile_place at = tile_of(i, rows, columns, band);
-                    expect(at.row < rows && at.column < columns, "tile outside C");
-                    tiles.insert(at.row * columns + at.column);
-                }
-                expect(tiles.size() == rows * columns, "tile_of is not one to one");
-            }
     if (!wrong) std::puts("ok");
     return wrong != 0;
 }
