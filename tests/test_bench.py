@@ -212,7 +212,7 @@ def test_a_command_says_what_is_wrong_in_one_line(
 def test_a_plan_takes_a_kernel_that_can_do_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("A.npy", "B.npy"):
-        np.save(name, np.ones((300, 300), "float32"))
+        np.save(name, np.ones((300, 300)))
     given = "plan", "A.npy", "B.npy", "--backend", "cuda", "--device-memory", "1GiB", "--kernel"
     assert command(*given, "single_block", "--tile", "64x64x64").code == 0
     assert all(command(*given, name).code == 0 for name in ladder.names() if name != "single_block")
