@@ -10,6 +10,7 @@ import zarr
 
 import oocgemm
 from oocgemm.backends.base import numpy_dtype
+from oocgemm.backends.tuning import Measured, Tuning
 from oocgemm.errors import InputError
 from oocgemm.plan import Op
 from tests.backends_here import BACKENDS, needs_gpu
@@ -120,3 +121,30 @@ def test_reduced_precision_is_within_its_bound_and_never_by_itself(compute: str)
     exact = case.alpha * (case.a.astype(float) @ case.b.astype(float)) + case.beta * case.c
     errors = {name: float(np.abs(out - exact).max()) for name, out in results.items()}
     assert errors[compute] > 10 * errors["native"]
+
+
+def test_products_of_bfloat16_are_checked_and_verified() -> None:
+    case = random_case(np.random.default_rng(3), "bfloat16", (Op.N, Op.N), (60, 50, 70))
+    for out_dtype in (None, "float32"):
+        result = oocgemm.gemm(case.a, case.b, out_dtype=out_dtype, backend="host", verify=True)
+        assert result.timeline.header["checks"]["recomputed"] == []
+        assert result.timeline.header["backend"]["multiplied by"] == ["blas"]
+        assert oocgemm.verify(case.a, case.b, result.out).right
+        result.out[3, 4] += 100
+        assert not oocgemm.verify(case.a, case.b, result.out).right
+
+
+def test_an_identity_says_what_was_tuned() -> None:
+    small, large = {"TILE": 16}, {"TILE": 32}
+    tuned = {
+        "square": {"cublas": Measured(2.0), "tiled": Measured(1.0, small)},
+        "update": {"tiled": Measured(3.0, large)},
+    }
+    tuning = Tuning("GPU", "", {"float32": tuned})
+    assert tuning.describe("auto", "float64", "native") == "cublas"
+    assert (
+        tuning.describe("auto", "float32", "native") == "cublas for square and thin, tiled TILE=32 for update"
+    )
+    assert tuning.describe("naive", "float32", "native") == "naive"
+    said = tuning.describe("tiled", "float32", "native")
+    assert said == "tiled TILE=16 for square, tiled TILE=32 for update, tiled for thin"
