@@ -108,7 +108,8 @@ def gemm(
         resume: go on with the run that has not ended at `c`, a local path, and was called with the same arguments; begin
             one if there is none, and do nothing if it has ended. Budgets may differ, and be less.
         verify: hold every tile against checksums of the panels it is made from (`oocgemm.checks`) before it is written,
-            and compute once more what differs. Costs a few percent at most.
+            and compute once more what differs. The processor passes over each panel once more when it is read, which
+            shows in the run's time where a GPU is fed faster than that.
         timeline: path of a log of every operation, for `oocgemm report`.
         progress: called with the plan; returns what is called with every finished operation.
 
@@ -240,7 +241,6 @@ def _execute(
         raise
     finally:
         with ExitStack() as cleanup:  # all of it, whatever part of it fails
-            cleanup.callback(_let_go, failed)
             if session is not None:
                 cleanup.callback(session.close)
             if output is not None:
@@ -249,7 +249,9 @@ def _execute(
                     cleanup.callback(output.abandon, written=run is not None and run.wrote)
             if staging is not None:
                 cleanup.callback(staging.close)
-            del failed  # it would keep itself
+        output = staging = run = None
+        _let_go(failed)
+        failed = None  # it would keep itself
 
 
 def _opened(engine: Backend, kernel: str, prepare: Callable[[], job.Job]) -> tuple[job.Job, Session | None]:

@@ -14,6 +14,7 @@ from oocgemm.plan import GemmProblem
 # Squares between these lose nothing to underflow and overflow that matters.
 SMALLEST, LARGEST = 1e-270, 1e290
 DOUBLE = 2.0**-53
+ONE_THREAD = 1 << 18  # multiplications that OpenBLAS does in one thread
 T = 8
 # What one operand may be off by, relatively, when it is rounded, or cut off, to a reduced precision.
 OPERANDS = {"native": 0.0, "tf32": 2.0**-10, "bf16": 2.0**-7}
@@ -95,13 +96,18 @@ def norms(x: Array) -> Array:
     return np.asarray(most * np.sqrt(np.vecdot(scaled, scaled)))
 
 
-def block_norms(blocks: Array) -> Array:
-    """Frobenius norms of double-precision blocks (number, rows, columns), likewise; columns should lie side by side."""
+def block_squares(blocks: Array) -> Array:
+    """Sums of the squares in double-precision blocks (number, rows, columns); columns should lie side by side."""
     flat = blocks.view(np.float64) if blocks.dtype.kind == "c" else blocks
-    squares = np.vecdot(flat, flat).sum(axis=-1)
+    return np.asarray(np.vecdot(flat, flat).sum(axis=-1))
+
+
+def block_norms(blocks: Array, squares: Array) -> Array:
+    """Frobenius norms of blocks by the sums of their squares; by the elements, where squares have left their range. NaN or
+    Inf where a block holds either."""
     if squares.min() > SMALLEST and squares.max() < LARGEST:
         return np.asarray(np.sqrt(squares))
-    return norms(norms(blocks))
+    return norms(norms(blocks.astype(wide_dtype(blocks.dtype), copy=False)))
 
 
 def signed(x: Array, blocks: Array) -> Array:
@@ -110,6 +116,17 @@ def signed(x: Array, blocks: Array) -> Array:
         real, imaginary = (np.einsum("gi,gij->gj", x, part) for part in (blocks.real, blocks.imag))
         return np.asarray(real + 1j * imaginary)
     return np.asarray(np.einsum("gi,gij->gj", x, blocks))
+
+
+def add_product(c: Array, a: Array, b: Array) -> None:
+    """``c += a @ b.T``, in parts for which the BLAS takes no second thread: its threads would wait for one another where
+    all cores are busy, many times longer than the product takes."""
+    deep = max(1, ONE_THREAD // (8 * max(1, len(b))))
+    for left in range(0, a.shape[1], deep):
+        part = b[:, left : left + deep]
+        down = max(1, ONE_THREAD // part.size)
+        for top in range(0, len(a), down):
+            c[top : top + down] += a[top : top + down, left : left + deep] @ part.T
 
 
 def signs(seed: int, axis: int, extent: int) -> Array:

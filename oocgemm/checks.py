@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from oocgemm.backends.base import Array, numpy_dtype
-from oocgemm.bounds import Rounding, block_norms, signed, signs, wide_dtype
+from oocgemm.bounds import Rounding, add_product, block_norms, block_squares, signed, signs, wide_dtype
 from oocgemm.errors import ExecutionError
 from oocgemm.plan import Kind, Op, Operation, Plan, Slot
 from oocgemm.plan.checking import SIDE, WIDENED, borders
@@ -64,28 +64,30 @@ class Sums:
         top, left = rows[0] - self.begin[0], cols[0] - self.begin[1]
         with np.errstate(all="ignore"):
             for first, blocks, offset in runs(piece, top, self.borders):
-                count, size, _ = blocks.shape
-                x = self.signs[top + offset : top + offset + count * size].reshape(count, size)
+                count, size, width = blocks.shape
+                start = top + offset
+                x = self.signs[start : start + count * size].reshape(count, size)
+                sums, squares = np.empty((count, width), self.sums.dtype), np.zeros(count)
                 for groups, wide, where in widened(blocks):
-                    sums = signed(x[groups], wide)
-                    target = slice(first + groups.start, first + groups.stop)
-                    at = slice(left + where.start, left + where.stop)
-                    # Along what lies side by side.
-                    parts = None if self.bare else block_norms(wide.swapaxes(1, 2) if self.axis else wide)
-                    with self._adding:
-                        self.sums[target, at] += sums.conj() if self.conjugate else sums
-                        if parts is not None:
-                            self.norms[target] = np.hypot(self.norms[target], parts)
-                    if parts is not None and not np.isfinite(parts).all():
-                        self._note(top + offset + groups.start * size, wide)
+                    sums[groups, where] = signed(x[groups], wide)
+                    if not self.bare:  # along what lies side by side
+                        squares[groups] += block_squares(wide.swapaxes(1, 2) if self.axis else wide)
+                target, at = slice(first, first + count), slice(left, left + width)
+                if self.conjugate:
+                    sums = sums.conj()
+                parts = squares if self.bare else block_norms(blocks, squares)
+                with self._adding:
+                    self.sums[target, at] += sums
+                    self.norms[target] = np.hypot(self.norms[target], parts)
+                if not np.isfinite(parts).all():
+                    self._note(start, blocks)
 
-    def _note(self, top: int, wide: Array) -> None:
-        count, size, _ = wide.shape
-        found = ~np.isfinite(wide).all(axis=2).reshape(-1)
+    def _note(self, top: int, blocks: Array) -> None:
+        found = ~np.isfinite(blocks).all(axis=2).reshape(-1)
         with self._adding:
             if self.broken is None:
                 self.broken = np.zeros(self.borders[-1], bool)
-            self.broken[top : top + count * size] |= found
+            self.broken[top : top + len(found)] |= found
 
 
 @dataclass
@@ -151,7 +153,7 @@ class Checks:
             tile = self._tile(operation.tile)
             rows = self._blocks(tile, operation)
             with np.errstate(all="ignore"):
-                tile.product[rows] += a.sums[rows] @ b.sums.T
+                add_product(tile.product[rows], a.sums[rows], b.sums)
                 tile.norm[rows] += np.outer(a.norms[rows], b.norms)
             for held, found in zip(tile.broken[:2], (a.broken, b.broken), strict=True):
                 if found is not None:
@@ -320,7 +322,8 @@ def runs(piece: Array, top: int, cuts: list[int]) -> Iterator[tuple[int, Array, 
 
 
 def widened(blocks: Array) -> Iterator[tuple[slice, Array, slice]]:
-    """Blocks in double precision, as many at a time as stay in a cache: which blocks, their elements, which columns."""
+    """Blocks in double precision: which blocks, their elements, which columns. All at a time if they are in it already,
+    else as many as stay in a cache: each call costs the interpreter, for which all threads queue."""
     wide = wide_dtype(blocks.dtype)
     count, size, width = blocks.shape
     if blocks.dtype == wide:

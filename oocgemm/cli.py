@@ -12,13 +12,14 @@ from typing import Any, NoReturn, TypeVar
 
 import click
 
-from oocgemm import __version__, api, backends, bench, cache, resume, stores, system
+from oocgemm import __version__, api, backends, bench, cache, exports, resume, stores, system
 from oocgemm.backends import ladder, tuning
 from oocgemm.calibrate import calibrate as measure
 from oocgemm.display import (
     doing,
     print_bench,
     print_calibration,
+    print_comparison,
     print_info,
     print_plan,
     print_report,
@@ -167,18 +168,23 @@ def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> N
     except (ExecutionError, BackendError, MemoryError, KeyboardInterrupt) as error:
         error.add_note(resume.how_far(c))
         raise
+    planned = result.plan
+    if live and planned.done:
+        tiles = planned.grid.shape[0] * planned.grid.shape[1]
+        click.echo(f"Note: {len(planned.done)} of {tiles} tiles were done already", err=True)
     if as_json:
         _print_json(
             {
                 "c": c,
-                "plan": result.plan.to_dict(),
+                "plan": planned.to_dict(),
                 "report": result.report.to_dict(),
                 "backend": result.timeline.header["backend"],
                 "timeline": options["timeline"],
             }
         )
     elif not quiet:
-        print_report(result.report, result.timeline)
+        if planned.steps:
+            print_report(result.report, result.timeline)
         click.echo(f"\nC: {Path(c) if '://' not in c else c}")
         if options["timeline"]:
             click.echo(f"Timeline: {options['timeline']}  (oocgemm report {options['timeline']})")
@@ -228,15 +234,30 @@ def verify(a: str, b: str, c: str, as_json: bool, **options: Any) -> None:
 
 @cli.command(name="report")
 @click.argument("timeline", type=click.Path())
+@click.argument("other", type=click.Path(), required=False)
+@click.option("--html", type=click.Path(dir_okay=False), help="Write a page with charts, complete in itself.")
+@click.option("--svg", type=click.Path(dir_okay=False), help="Write the Gantt chart as SVG.")
+@click.option("--png", type=click.Path(dir_okay=False), help="Write the Gantt chart as PNG.")
+@click.option("--trace", type=click.Path(dir_okay=False), help="Write a trace for Perfetto.")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object.")
-def report_command(timeline: str, as_json: bool) -> None:
-    """Show how much of the copying a run has hidden behind compute, from its timeline."""
-    recorded = read_log(timeline)
-    figures = report(recorded)
+def report_command(timeline: str, other: str | None, as_json: bool, **outputs: str | None) -> None:
+    """Show what bounded a run, what to change, and how much of the copying was hidden behind compute.
+
+    With the timeline of another run the two are compared, as text, as JSON and on the page.
+    """
+    logs = [timeline, *([other] if other else [])]
+    recorded = [read_log(log) for log in logs]
+    figures = [report(one) for one in recorded]
+    written = exports.export(logs, recorded, outputs)
     if as_json:
-        _print_json(figures.to_dict())
+        _print_json(figures[0].to_dict() if len(logs) == 1 else {"runs": [f.to_dict() for f in figures]})
+        return
+    if len(logs) == 1:
+        print_report(figures[0], recorded[0], advise=True)
     else:
-        print_report(figures, recorded)
+        print_comparison(logs, figures, recorded)
+    for what, path in written:
+        click.echo(f"{what}: {path}")
 
 
 @cli.command()

@@ -1,7 +1,7 @@
 """What the command line shows: plans, reports and progress, drawn with rich."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
@@ -13,7 +13,7 @@ from rich.table import Table
 
 from oocgemm.backends.tuning import Tuning
 from oocgemm.plan import Calibration, Plan
-from oocgemm.timeline import Report, Span, Timeline, gantt
+from oocgemm.timeline import Report, Span, Timeline, diagnosis_lines, gantt
 from oocgemm.units import format_size, format_time
 from oocgemm.verify import Verification
 
@@ -116,9 +116,12 @@ def _print_considered(out: Console, plan: Plan) -> None:
     out.print(table)
 
 
-def print_report(report: Report, timeline: Timeline) -> None:
-    """The figures of a run and its Gantt picture."""
+def print_report(report: Report, timeline: Timeline, *, advise: bool = False) -> None:
+    """What bounded a run, its figures and its Gantt picture; with `advise` what to change, which takes plans to be made."""
     out = _console()
+    for text in diagnosis_lines(report, timeline, advise=advise):
+        out.print(escape(text))
+    out.print()
     rate = f", {report.flop_rate / 1e12:.3g} TFLOP/s" if report.flop_rate else ""
     out.print(f"[bold]T[/] {format_time(report.wall)}{rate}")
     out.print(
@@ -193,6 +196,34 @@ def _print_checks(out: Console, checks: dict[str, Any]) -> None:
         + f"took {_percent(checks['core_share'])} of the cores' time",
         soft_wrap=True,
     )
+
+
+def print_comparison(names: Sequence[str], reports: Sequence[Report], timelines: Sequence[Timeline]) -> None:
+    """Two runs side by side."""
+    out = _console()
+    for name, report, timeline in zip(names, reports, timelines, strict=True):
+        out.print(
+            f"[bold]{escape(name)}[/]  {escape(' '.join(diagnosis_lines(report, timeline)))}", soft_wrap=True
+        )
+    out.print()
+    table = _table("", *map(escape, names), "change")
+    first, second = reports
+    table.add_row("T", format_time(first.wall), format_time(second.wall), _change(first.wall, second.wall))
+    for name in ("compute_share", "copy_overlap", "storage_overlap", "efficiency"):
+        shares = [getattr(report, name) for report in reports]
+        table.add_row(name.replace("_", " "), *map(_percent, shares), "")
+    for cause in dict.fromkeys(cause for report in reports for cause in report.exposed):
+        seconds = [report.exposed.get(cause, 0.0) for report in reports]
+        table.add_row(f"exposed, {cause}", *map(format_time, seconds), _change(*seconds))
+    for link in LINKS:
+        moved = [report.traffic[link]["bytes"] or 0 for report in reports]
+        if any(moved):
+            table.add_row(f"bytes, {link}", *map(format_size, moved), _change(*moved))
+    out.print(table)
+
+
+def _change(old: float, new: float) -> str:
+    return f"{100 * (new / old - 1):+.1f}%" if old else ""
 
 
 def print_calibration(found: Calibration, path: str) -> None:
@@ -274,10 +305,10 @@ def progress_display(enabled: bool) -> Iterator[Callable[[Plan], Callable[[Span]
 
     def begin(plan: Plan) -> Callable[[Span], None]:
         down, across = plan.grid.shape
-        tiles = down * across
+        tiles, before = down * across, len(plan.done)
         # Work is counted in flops; where there are none (k = 0), in bytes written.
-        total = plan.problem.flops or plan.traffic["write"]
-        task = bar.add_task("run", total=total, tiles=f"tile 0/{tiles}", rates="")
+        total = plan.flops or plan.traffic["write"]
+        task = bar.add_task("run", total=total, tiles=f"tile {before}/{tiles}", rates="")
         started = perf_counter()
         shown = started
         moved = dict.fromkeys(LINKS, 0)
@@ -295,10 +326,10 @@ def progress_display(enabled: bool) -> Iterator[Callable[[Plan], Callable[[Span]
             shown = now
             seconds = now - started
             rates = "  ".join(f"{link} {size / seconds / 1e9:.1f}" for link, size in moved.items())
-            done = tiles * written // max(1, plan.traffic["write"])
+            done = before + (tiles - before) * written // max(1, plan.traffic["write"])
             bar.update(
                 task,
-                completed=flops if plan.problem.flops else written,
+                completed=flops if plan.flops else written,
                 tiles=f"tile {min(done + 1, tiles)}/{tiles}",
                 rates=f"{flops / seconds / 1e12:.3g} TFLOP/s  {rates} GB/s",
             )

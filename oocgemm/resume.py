@@ -9,7 +9,8 @@ from typing import Any, cast
 from oocgemm import stores
 from oocgemm.errors import InputError
 from oocgemm.journal import Record, busy, owner, read
-from oocgemm.plan import Candidate, GemmProblem, Slots, TileShape, Traversal
+from oocgemm.plan import Candidate, GemmProblem, TileShape
+from oocgemm.plan.recorded import recorded_candidate
 from oocgemm.plan.tiling import Tile
 from oocgemm.stores import Matrix
 from oocgemm.stores.durable import Durable
@@ -44,9 +45,7 @@ class Earlier:
     @property
     def candidate(self) -> Candidate:
         """The plan's decisions, as they were taken."""
-        said = self.header["candidate"]
-        tile, slots = TileShape(**said["tile"]), Slots(**said["slots"])
-        return Candidate(tile, slots, Traversal(**said["traversal"]), said["io_threads"], said["ramp"])
+        return recorded_candidate(self.header["candidate"])
 
     @property
     def committed(self) -> frozenset[Tile]:

@@ -69,7 +69,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    found = {"python": platform.python_version(), "oocgemm": "unknown"}
     for package in ("oocgemm", "numpy", "zarr", "cupy-cuda13x", "cupy-cuda12x"):
         try:
             found[package] = version(package)

@@ -14,7 +14,7 @@ from oocgemm.journal import JOURNAL, LOCK, REDO, Journal, Keeper
 from oocgemm.plan.tiling import Tile
 from oocgemm.resume import Earlier
 from oocgemm.stores import Matrix
-from oocgemm.stores.durable import Durable
+from oocgemm.stores.durable import Durable, sync_path
 
 
 class Target(Protocol):
@@ -75,10 +75,14 @@ class Kept:
 
     def __init__(self, work: Job, earlier: Earlier, c: Any) -> None:
         self._earlier = earlier
-        self._creates = work.c is None
+        self._creates, self._created = work.c is None, False
+        ended = earlier.record is None or earlier.record.complete is not None
+        self._was_whole = work.c is not None and ended and not work.c.describe().get("unfinished")
         self._redo = work.plan.problem.reads_c
-        if self._creates:
+        if work.c is None:
             stores.check_writable("C", os.fspath(c))
+        else:
+            self.matrix = cast(Durable, work.c)
         try:
             self._journal = Journal(earlier.folder)
         except OSError as error:
@@ -104,14 +108,14 @@ class Kept:
         else:
             self._journal.start(_header(work))
         if work.c is None:
-            stores.clear(earlier.folder, keep=(JOURNAL, LOCK))
-            created = job.create_output(work, c, folder=earlier.folder)
-            self.matrix = cast(Durable, created.matrix)
-        else:
-            self.matrix = cast(Durable, work.c)
-            stores.reserve(self.matrix)
+            if earlier.anew:
+                stores.clear(earlier.folder, keep=(JOURNAL, LOCK))
+            self.matrix = cast(Durable, job.create_output(work, c, folder=earlier.folder).matrix)
+            self._created = True
         if earlier.complete:
             return
+        if work.c is not None:
+            stores.reserve(work.c)
         if earlier.resumed:
             self.matrix.sweep()
         self.matrix.set_finished(False)
@@ -122,6 +126,8 @@ class Kept:
                 self.matrix.adopt(plan.grid.rows(tile[0]), plan.grid.cols(tile[1]))
                 self._journal.done(tile)
             shutil.rmtree(redo, ignore_errors=True)  # of tiles that were not committed
+            redo.mkdir()
+            sync_path(earlier.folder)
             self.matrix.redirect(redo)
 
     def finished(self, tile: Tile) -> None:
@@ -141,14 +147,13 @@ class Kept:
         if self._keeper is not None:
             self._keeper.stop()
             kept = self._keeper.kept
-        if self._earlier.resumed or kept or (written and not (self._creates or self._redo)):
+        untouched = self._creates or (self._was_whole and (self._redo or not written))
+        if self._earlier.resumed or kept or not untouched:
             return  # there is something to go on with, or C is neither old nor new
         with suppress(OSError):
             if not self._creates:
                 self.matrix.set_finished(True)
-                shutil.rmtree(self._earlier.folder)
-            else:
-                stores.clear(self._earlier.folder)
+            stores.clear(self._earlier.folder, c=self._created)
 
     def close(self) -> None:
         self._journal.close()

@@ -66,3 +66,27 @@ def format_time(seconds: float) -> str:
         return f"{seconds:.3g} s"
     whole = round(seconds)
     return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
+
+
+def format_rate(rate: float, unit: str = "B") -> str:
+    """Units per second, with three significant digits and a decimal prefix.
+
+    >>> format_rate(54.23e9), format_rate(5.2e13, "FLOP"), format_rate(0)
+    ('54.2 GB/s', '52 TFLOP/s', '0 B/s')
+    """
+    prefixes = ["", "k", "M", "G", "T", "P"]
+    value, prefix = float(rate), prefixes.pop(0)
+    while abs(value) >= 999.5 and prefixes:
+        value, prefix = value / 1000, prefixes.pop(0)
+    return f"{value:.3g} {prefix}{unit}/s"
+
+
+def format_share(share: float | None) -> str:
+    """A share in percent; a dash for None.
+
+    >>> format_share(0.314), format_share(0.0432), format_share(None)
+    ('31%', '4.3%', '-')
+    """
+    if share is None:
+        return "-"
+    return f"{100 * share:.1f}%" if share < 0.0995 else f"{100 * share:.0f}%"

@@ -32,9 +32,8 @@ def spread(samples: list[float]) -> str:
 
 
 def measured() -> str:
-    return "\n".join(
-        [*on_gpu(), "", *from_disk(), "", *on_cores(load("bench_cpu.json")["cases"]), "", *traffic()]
-    )
+    tables = on_gpu(), from_disk(), on_cores(load("bench_cpu.json")["cases"]), trusted(), traffic()
+    return "\n\n".join("\n".join(lines) for lines in tables)
 
 
 def on_gpu() -> list[str]:
@@ -95,6 +94,26 @@ def from_disk() -> list[str]:
             against = f"in-core cuBLAS: {spread(case['in_core_seconds'])}"
         cells = [case["what"], spread(case["samples_seconds"]), spread(case["process_seconds"])]
         lines.append(f"| {' | '.join([*cells, f'{share[len(share) // 2]:.3f}', against, how])} |")
+    return lines
+
+
+def trusted() -> list[str]:
+    """A table of the cases of `bench_verify.py`."""
+    lines = [
+        "T with a journal and with `--verify` over T without, runs that took turns:",
+        "",
+        "| product | on | rounds | with | least | median | most |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for case in load("bench_verify.json").values():
+        on = (
+            case["machine"]["device"]
+            if case["machine"]["name"] == "cuda"
+            else f"{case['machine']['cores']} cores"
+        )
+        for name, over in case["over_plain"].items():
+            cells = [case["what"], on, str(len(case["samples_seconds"][name])), name]
+            lines.append(f"| {' | '.join([*cells, *(f'{over[x]:.2f}' for x in ('min', 'median', 'max'))])} |")
     return lines
 
 

@@ -234,6 +234,22 @@ def test_an_error_in_a_tile_is_put_right(
     np.testing.assert_array_equal(c, expected.astype(dtype) if c.dtype.kind == "c" else expected.real)
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_number_where_there_must_be_none_is_an_error(engine: str) -> None:
+    a, b, _ = operands()
+    a[10, 20], b[30, 40] = np.nan, np.inf
+    with np.errstate(all="ignore"):
+        expected = a @ b
+
+    def heal(view: Array) -> None:
+        view[10, 3] = 1
+
+    with tampering(heal, Kind.WRITE, (0, 0), times=1):
+        result = product(engine, a, b, tile="80x100x30")
+    assert checked(result)["recomputed"] == [(0, 0)]
+    np.testing.assert_array_equal(result.out, expected)
+
+
 @pytest.mark.parametrize("engine", ENGINES[1:])
 @pytest.mark.parametrize("operand", ["A", "B"])
 def test_a_stale_slot_is_noticed(engine: str, operand: str) -> None:
@@ -296,6 +312,23 @@ def test_a_wrong_strip_never_reaches_the_store(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found[80:, 100:], (a @ b)[80:, 100:])
 
 
+@pytest.mark.parametrize("beta", [0, 1])
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_tile_that_failed_is_left_to_resume(tmp_path: Path, beta: int, verify: bool) -> None:
+    """It is not recorded as done, and the others are."""
+    a, b, c = operands()
+    for name, x in (("A", a), ("B", b), ("C", c)):
+        if name != "C" or beta:
+            zarr.create_array(tmp_path / name, data=x, chunks=(80, 100), compressors=None)
+    paths = [tmp_path / name for name in "ABC"]
+    options: dict[str, Any] = {"beta": beta, "backend": "host", "tile": "80x100x30"}
+    with tampering(one_element, Kind.WRITE, (1, 0), times=2), pytest.raises(ExecutionError, match="twice"):
+        oocgemm.gemm(*paths, verify=True, **options)
+    result = oocgemm.gemm(*paths, resume=True, verify=verify, **options)
+    assert {span.tile for span in result.timeline.spans} == {(1, 0)}
+    np.testing.assert_array_equal(zarr.open_array(paths[2])[:], a @ b + beta * c)
+
+
 def test_without_verify_nothing_is_noticed() -> None:
     """What the other tests rest on: the errors they make are errors."""
     a, b, _ = operands()
@@ -315,6 +348,28 @@ def test_blocks_never_reach_over_a_strip(extent: int, strip: int) -> None:
     assert cuts[-1] == extent
     assert all(0 < b - a <= 128 for a, b in pairwise(cuts))
     assert set(range(0, extent, strip)) <= set(cuts)
+
+
+@given(extent=st.integers(1, 2000), strip=st.integers(1, 2000))
+def test_a_strip_is_cut_as_its_tile_is(extent: int, strip: int) -> None:
+    """The last one too, which may be shorter than the others."""
+    cuts = borders(extent, strip)
+    for top in range(0, extent, strip):
+        bottom = min(top + strip, extent)
+        assert borders(bottom - top, strip) == [cut - top for cut in cuts if top <= cut <= bottom]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("beta", [0, 1])
+def test_a_last_strip_that_is_shorter_passes(engine: str, beta: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(candidates, "STRIP_BYTES", 1)
+    monkeypatch.setattr(candidates, "STAGED_STRIPS", 3)
+    monkeypatch.setattr(candidates, "STRIPS", 3)
+    rng = np.random.default_rng(9)
+    a, b, c = (scaled(rng, shape, "float64", "normal") for shape in ((1000, 60), (60, 90), (1000, 90)))
+    result = product(engine, a, b, c, beta=beta, tile="700x90x60")
+    assert 700 % result.plan.slots.strip > 128
+    assert checked(result)["recomputed"] == []
 
 
 @given(extent=st.integers(1, 500), strip=st.integers(1, 300), data=st.data())

@@ -7,8 +7,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numcodecs
 import numpy as np
@@ -476,7 +478,7 @@ def test_memory_that_the_system_refuses_is_one_line(tmp_path: Path) -> None:
         "size = int(open('/proc/self/statm').read().split()[0]) * 4096;"
         "resource.setrlimit(resource.RLIMIT_AS, (size + (int(sys.argv.pop(1)) << 20),) * 2); oocgemm.cli.main()"
     )
-    for room in (5, 40, 75, 95, 110):
+    for room in (40, 75, 95, 110):
         command = [
             sys.executable,
             "-c",
@@ -618,6 +620,62 @@ def test_a_timeline_that_finds_the_disk_full_says_so(disk: tuple[Path, Any]) -> 
         pytest.raises(ExecutionError, match="C is done, but its timeline cannot be written"),
     ):
         oocgemm.gemm(A, B, backend="host", tile="4x4x4", timeline=disk[0] / "log")
+
+
+# Going on afterwards.
+
+
+@contextmanager
+def faulty_call(name: str, fault: Fault) -> Iterator[None]:
+    right = getattr(os, name)
+
+    def failing(*arguments: Any, **options: Any) -> Any:
+        fault.strike()
+        return right(*arguments, **options)
+
+    with patch.object(os, name, failing):
+        yield
+
+
+STRIKES: dict[str, Callable[[Fault], Any]] = {
+    "reading A": lambda fault: faulty_stores(read_A=fault),
+    "reading C": lambda fault: faulty_stores(read_C=fault),
+    "writing C": lambda fault: faulty_stores(write_C=fault),
+    "a launch": lambda fault: faulty_backend(multiply=fault),
+    "a launch, later": lambda fault: faulty_backend(True, multiply=fault),
+    "a sync": lambda fault: faulty_call("fsync", fault),
+    "a name": lambda fault: faulty_call("replace", fault),
+}
+
+
+@pytest.mark.parametrize("name", ["raw", "zstd", "shards", "C.npy"])
+@pytest.mark.parametrize("beta", [0, 1])
+@pytest.mark.parametrize("strikes", STRIKES)
+def test_a_run_that_has_failed_can_be_gone_on_with(
+    tmp_path: Path, strikes: str, beta: int, name: str
+) -> None:
+    a, b = store(tmp_path / "A", "raw"), store(tmp_path / "B", "zstd", B)
+    c = tmp_path / "C"
+    if name == "C.npy":
+        c = tmp_path / name
+        np.save(c, PRODUCT)
+    else:
+        store(c, name, PRODUCT)
+    options: dict[str, Any] = {"beta": beta, "backend": "host", "tile": TILE, "overwrite": True}
+    failed = 0
+    for first in (1, 4, 3, 9, 20):  # each time some of it gets done
+        with nothing_left(tmp_path), STRIKES[strikes](Fault(OSError(errno.EDQUOT, "no more"), first=first)):
+            try:
+                oocgemm.gemm(a, b, c, resume=failed > 0, **options)
+            except OocGemmError as error:
+                assert "no more" in str(error)
+                failed += 1
+            else:
+                break
+    assert failed or (strikes, beta) == ("reading C", 0)
+    oocgemm.gemm(a, b, c, resume=True, **options)
+    found = np.load(c) if name == "C.npy" else zarr.open_array(c)[:]
+    np.testing.assert_array_equal(found, PRODUCT * (1 + beta))
 
 
 # The command line, in processes of their own.

@@ -196,14 +196,16 @@ def lines(draw: st.DrawFn) -> list[str]:
     if name in ("run", "plan") and draw(st.booleans()):  # or hardly any would get far
         places = [draw(st.sampled_from(good)) for good in (["a", "a.npy"], ["b", "b.npy"], ["new", "new.npy", "c", "c.npy"])]  # fmt: skip
     words = list(places)
-    for option in draw(st.lists(st.sampled_from(list(OPTIONS)[:-4]), max_size=5)):
+    for option in draw(st.lists(st.sampled_from(list(OPTIONS)[:-4]), max_size=3, unique=True)):
         values = OPTIONS[option]
+        if values is not None and draw(st.booleans()):
+            values = values[:2]  # good ones: or hardly any line would get far
         piece = [option] if values is None else [option, draw(st.sampled_from(values))]
         if len(piece) == 2 and draw(st.integers(0, 3)) == 0:
             piece = ["=".join(piece)]
-        words[draw(st.integers(0, len(words))) :][:0] = piece
-        words += piece
-    match draw(st.integers(0, 9)):
+        at = draw(st.sampled_from([0, len(words)]))
+        words[at:at] = piece
+    match draw(st.integers(0, 15)):
         case 0:
             words.insert(draw(st.integers(0, len(words))), draw(st.sampled_from(list(OPTIONS))))
         case 1 if words:
@@ -220,7 +222,7 @@ def lines(draw: st.DrawFn) -> list[str]:
 def test_any_command_line_ends_well(here: Path, words: list[str]) -> None:
     _fresh(here)
     with patch.object(cli, "measure", side_effect=BackendError("nothing is measured here")):
-        ended(*words)
+        ended(*(word.replace("\0", "") for word in words))  # which no system hands over
 
 
 def _fresh(here: Path) -> None:
@@ -480,6 +482,24 @@ def test_any_log_ends_well(here: Path, log: list[str], data: st.DataObject) -> N
         content = garbled(data, content)
     (here / "odd.jsonl").write_bytes(content)
     ended("report", "odd.jsonl", *data.draw(st.sampled_from([[], ["--json"]])))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *(
+            {"plan": 5},
+            {"plan": {"least": []}},
+            {"plan": {"required": {"read": "x"}}},
+            {"plan": {"machine": 3}},
+        ),
+        *({"rates": {"kernel": 0}}, {"rates": 7}, {"operands": []}, {"operands": {"A": 1}}, {"retried": 3}),
+    ],
+    ids=str,
+)
+def test_a_header_that_says_nonsense_is_refused(here: Path, log: list[str], damage: dict[str, Any]) -> None:
+    (here / "odd.jsonl").write_text("\n".join([json.dumps(json.loads(log[0]) | damage), *log[1:]]))
+    assert "its header is damaged" in ended("report", "odd.jsonl").err
 
 
 # The same in processes of their own.

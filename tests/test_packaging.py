@@ -1,4 +1,4 @@
-"""A wheel carries the kernels, and so does an editable install: one resolver finds them."""
+"""A wheel carries the kernels and the parts of the page, and so does an editable install: one resolver finds each."""
 
 import subprocess
 import sys
@@ -20,7 +20,7 @@ def test_the_source_tree_has_its_kernels() -> None:
 
 
 @pytest.mark.slow
-def test_an_installed_wheel_has_its_kernels(tmp_path: Path) -> None:
+def test_an_installed_wheel_has_its_kernels_and_its_page(tmp_path: Path) -> None:
     pytest.importorskip("build")
     pytest.importorskip("hatchling")
     subprocess.run(
@@ -31,7 +31,10 @@ def test_an_installed_wheel_has_its_kernels(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)  # what an installer does with a wheel of pure Python
-    code = "from oocgemm.backends.sources import *; print(kernel_folder()); kernel_source('tiled')"
+    code = (
+        "from oocgemm.backends.sources import *; print(kernel_folder()); kernel_source('tiled'); "
+        "from oocgemm.timeline.page import *; page([('', Timeline((), 1))])"
+    )
     found = subprocess.run(
         [sys.executable, "-c", code],
         check=True,
@@ -44,6 +47,8 @@ def test_an_installed_wheel_has_its_kernels(tmp_path: Path) -> None:
     assert {p.name for p in (TOP / "kernels").glob("*.cu*")} == {
         p.name for p in (site / "oocgemm/_kernels").iterdir()
     }
+    web = Path("oocgemm/timeline/web")
+    assert {p.name for p in (TOP / web).iterdir()} == {p.name for p in (site / web).iterdir()}
 
 
 def test_every_kernel_says_how_it_works() -> None:

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,8 +19,9 @@ import zarr
 
 import oocgemm
 from oocgemm import stores
+from oocgemm.backends.host import HostBackend
 from oocgemm.cli import EXIT_FAILED, EXIT_USAGE
-from oocgemm.errors import ExecutionError, InputError
+from oocgemm.errors import BackendError, ExecutionError, InputError
 from oocgemm.journal import JOURNAL, Journal, Keeper, read
 from oocgemm.plan import Budgets, GemmProblem, Layouts, Slots, TileShape, continued, default_model, make_plan
 from oocgemm.plan.tiling import Tile
@@ -71,11 +73,12 @@ def stored(c: str) -> bytes:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_a_run_may_end_before_any_step(case: str, tmp_path: Path) -> None:
+def test_a_run_may_end_before_any_step(case: str) -> None:
     """And the one that goes on with it, too."""
-    line = [sys.executable, "-m", "tests.crash_points", case, str(tmp_path / "runs")]
-    (tmp_path / "runs").mkdir()
-    done = subprocess.run(line, cwd=TOP, capture_output=True, text=True, check=False)
+    in_memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # where a sync takes no time
+    with tempfile.TemporaryDirectory(dir=in_memory) as work:
+        line = [sys.executable, "-m", "tests.crash_points", case, work]
+        done = subprocess.run(line, cwd=TOP, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) >= 15
 
@@ -88,7 +91,7 @@ def test_killed_at_random_a_run_comes_to_the_same_bits(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(output.read_text())["host"]
     assert found["kills"] >= 50
-    assert all(sum(case["kills"].values()) for case in found["cases"])
+    assert sum(bool(case["kills"]) for case in found["cases"]) >= 8
     assert {"in a tile", "in a commit"} <= found["phases"].keys()
 
 
@@ -111,7 +114,15 @@ def test_a_failed_run_says_how_far_it_came_and_is_gone_on_with(here: Path, c: st
     again = run("a", "b", c, *options)
     assert (again.code, "2 of 9 tiles are done: pass --resume" in again.err) == (EXIT_USAGE, True)
     resumed = run("a", "b", c, *options, "--resume", "--json")
-    assert (resumed.code, resumed.json()["plan"]["steps"]) == (0, 7 * 3)
+    plan = resumed.json()["plan"]
+    assert (resumed.code, plan["tiles_done_before"], plan["steps"], plan["flops"]) == (
+        0,
+        2,
+        7 * 3,
+        7 * 2 * 4 * 4 * 12,
+    )
+    assert plan["required"]["write"] == 7 * 4 * 4 * 8
+    assert plan["required"]["read"] == (12 * 12 * 2 + (7 * 4 * 4 if beta != "0" else 0)) * 8
     assert stored(c) == stored(right)
     before = contents(here)
     assert run("a", "b", c, *options, "--resume", "--quiet") == Finished(0, "", "")
@@ -238,6 +249,37 @@ def test_a_run_that_fails_before_a_tile_is_done_leaves_nothing(here: Path, c: st
     before = contents(here)
     unfinished(c, "--beta", beta, tiles=0)
     assert contents(here) == before
+
+
+def test_an_unfinished_c_does_not_become_whole_by_a_run_that_fails_at_once(here: Path) -> None:
+    zarr.create_array("c", data=C, chunks=(4, 4), compressors=None)
+    unfinished("c", "--overwrite")
+    with patch.object(HostBackend, "open", side_effect=BackendError("no room")):
+        assert run("a", "b", "c", "--overwrite").code == EXIT_FAILED
+    assert zarr.open_array("c", mode="r").attrs["oocgemm"] == {"complete": False}
+    assert "unfinished run" in run("a", "c", "new").err
+
+
+@pytest.mark.parametrize("c", ["c", "c.npy"])
+def test_what_another_has_put_at_c_meanwhile_is_left_alone(here: Path, c: str) -> None:
+    right = Journal.start
+
+    def late(self: Journal, header: dict[str, object]) -> None:
+        right(self, header)
+        if c == "c":
+            zarr.create_array("c", data=C, chunks=(4, 4), compressors=None)
+        else:
+            np.save("c.npy", C)
+
+    with patch.object(Journal, "start", late):
+        done = run("a", "b", c, *TILE)
+    assert done.code == (EXIT_USAGE if c == "c" else EXIT_FAILED)  # a file takes its name at the end
+    assert stored(c) == bytes(C.data)
+    if c == "c.npy":
+        assert "something else was put at its place; it is in" in done.err
+        Path(c).unlink()
+        assert run("a", "b", c, "--resume").code == 0
+        np.testing.assert_allclose(np.load(c), A @ B)
 
 
 def test_what_is_in_memory_cannot_be_resumed(here: Path) -> None:

@@ -13,6 +13,7 @@ from oocgemm.plan.machine import (
 from oocgemm.plan.planner import Plan, continued, make_plan
 from oocgemm.plan.predict import Prediction
 from oocgemm.plan.problem import COMPUTES, DTYPES, DType, GemmProblem, Op
+from oocgemm.plan.recorded import recorded_plan
 from oocgemm.plan.schedule import Kind, Lane, Operation, Schedule
 from oocgemm.plan.slots import Region, Slot, Slots, Tier
 from oocgemm.plan.tiling import Layout, TileGrid, TileShape
@@ -49,4 +50,5 @@ __all__ = [
     "default_model",
     "fit_line",
     "make_plan",
+    "recorded_plan",
 ]

@@ -16,12 +16,13 @@ WIDENED = 1 << 18
 
 
 def borders(extent: int, strip: int) -> list[int]:
-    """Where the blocks of a tile begin along one axis, and the end; strips are cut evenly.
+    """Where the blocks of a tile begin along one axis, and the end. Strips are cut evenly, a shorter last one as the
+    others, so that a strip alone is cut as it is in its tile.
 
-    >>> borders(500, 200), borders(3, 128)
-    ([0, 100, 200, 300, 400, 500], [0, 3])
+    >>> borders(500, 200), borders(450, 200), borders(3, 128)
+    ([0, 100, 200, 300, 400, 500], [0, 100, 200, 300, 400, 450], [0, 3])
     """
-    strip = max(1, min(strip, extent))
+    strip = max(1, strip)
     size = ceil_div(strip, ceil_div(strip, SIDE))
     return [0, *(b for top in range(0, extent, strip) for b in _inside(top, min(top + strip, extent), size))]
 

@@ -114,8 +114,22 @@ def cast_bytes(problem: GemmProblem, tile: TileShape, machine: MachineModel) -> 
     return round_up((w + h) * r * problem.itemsizes["acc"], DEVICE_ALIGNMENT)
 
 
-def least_bytes(problem: GemmProblem, memory: int) -> int:
-    """Fewest bytes that any schedule must bring into a fast memory of that many bytes.
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What of C a run computes: so many elements, which lie in so many rows and columns."""
+
+    rows: int
+    cols: int
+    elements: int
+
+
+def whole(problem: GemmProblem) -> Part:
+    """All of it."""
+    return Part(problem.m, problem.n, problem.m * problem.n)
+
+
+def least_bytes(problem: GemmProblem, memory: int, part: Part | None = None) -> int:
+    """Fewest bytes that any schedule must bring into a fast memory of that many bytes, for a part of C.
 
     With M elements of it, each operand read at least once:
 
@@ -123,24 +137,28 @@ def least_bytes(problem: GemmProblem, memory: int) -> int:
     - otherwise: max(m k + k n + m n, 2 m n k / sqrt(M) - 2 M)
 
     after Smith, Lowery, Langou and van de Geijn, *A tight I/O lower bound for matrix multiplication* (2019).
-    M counts elements of the narrowest dtype involved, so that the bound holds for mixed dtypes too.
+    M counts elements of the narrowest dtype involved, so that the bound holds for mixed dtypes too. For a part of C, m n
+    is its elements, and m k and k n are of the rows and columns that it lies in.
     """
-    m, n, k = problem.m, problem.n, problem.depth
+    part = part or whole(problem)
     sizes = problem.itemsizes
     narrowest = min(sizes.values())
     elements = max(1, memory // narrowest)
-    once = required_bytes(problem)["h2d"]
-    streaming = 2 * m * n * k / sqrt(elements) - 2 * elements - (0 if problem.reads_c else m * n)
+    once = required_bytes(problem, part)["h2d"]
+    streaming = 2 * part.elements * problem.depth / sqrt(elements) - 2 * elements
+    if not problem.reads_c:
+        streaming -= part.elements
     return max(once, int(streaming * narrowest))
 
 
-def required_bytes(problem: GemmProblem) -> dict[str, int]:
-    """Bytes each link carries if every element crosses it once."""
+def required_bytes(problem: GemmProblem, part: Part | None = None) -> dict[str, int]:
+    """Bytes each link carries if every element that a part of C takes crosses it once."""
+    part = part or whole(problem)
     sizes = problem.itemsizes
-    c_bytes = problem.m * problem.n * sizes["C"]
+    c_bytes = part.elements * sizes["C"]
     up = (
-        problem.m * problem.depth * sizes["A"]
-        + problem.depth * problem.n * sizes["B"]
+        part.rows * problem.depth * sizes["A"]
+        + problem.depth * part.cols * sizes["B"]
         + (c_bytes if problem.reads_c else 0)
     )
     return {"read": up, "h2d": up, "d2h": c_bytes, "write": c_bytes}

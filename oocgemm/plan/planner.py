@@ -13,9 +13,11 @@ from oocgemm.plan.cost import (
     Footprint,
     Layouts,
     MachineModel,
+    Part,
     footprint,
     least_bytes,
     required_bytes,
+    whole,
 )
 from oocgemm.plan.placing import Loads
 from oocgemm.plan.predict import Prediction, amplification, predict
@@ -23,7 +25,7 @@ from oocgemm.plan.problem import GemmProblem
 from oocgemm.plan.schedule import Schedule
 from oocgemm.plan.simulate import simulate
 from oocgemm.plan.slots import Slots
-from oocgemm.plan.tiling import Tile, TileGrid, TileShape, ceil_div, ramp_of
+from oocgemm.plan.tiling import Span, Tile, TileGrid, TileShape, ceil_div, ramp_of
 from oocgemm.plan.traversal import walk
 from oocgemm.units import format_size, format_time
 
@@ -66,6 +68,21 @@ class Plan:
     def grid(self) -> TileGrid:
         return _grid(self.problem, self.candidate)
 
+    @cached_property
+    def part(self) -> Part:
+        """What of C is computed: that is left, if the run is resumed."""
+        if not self.done:
+            return whole(self.problem)
+        tiles = self.schedule().tiles
+        rows = {i: _length(self.grid.rows(i)) for i, _ in tiles}
+        cols = {j: _length(self.grid.cols(j)) for _, j in tiles}
+        return Part(sum(rows.values()), sum(cols.values()), sum(rows[i] * cols[j] for i, j in tiles))
+
+    @property
+    def flops(self) -> int:
+        """Real floating-point operations of that."""
+        return self.problem.step_flops(1, self.part.elements, self.problem.depth)
+
     @property
     def steps(self) -> int:
         """Multiplications in all."""
@@ -74,8 +91,9 @@ class Plan:
 
     def tile_bytes(self, tile: Tile) -> int:
         """Bytes of a tile of C, as it is stored."""
-        (top, bottom), (left, right) = self.grid.rows(tile[0]), self.grid.cols(tile[1])
-        return (bottom - top) * (right - left) * self.problem.itemsizes["C"]
+        return (
+            _length(self.grid.rows(tile[0])) * _length(self.grid.cols(tile[1])) * self.problem.itemsizes["C"]
+        )
 
     @property
     def chunks(self) -> tuple[int, int]:
@@ -99,7 +117,7 @@ class Plan:
     @cached_property
     def required(self) -> dict[str, int]:
         """Bytes over each link if every element crossed it once."""
-        required = required_bytes(self.problem)
+        required = required_bytes(self.problem, self.part)
         return required | {"h2d": 0, "d2h": 0} if self.slots.unified else required
 
     @cached_property
@@ -108,8 +126,8 @@ class Plan:
         memory count together."""
         once = self.required
         return {
-            "read": least_bytes(self.problem, self.budgets.device + self.budgets.host),
-            "h2d": 0 if self.slots.unified else least_bytes(self.problem, self.budgets.device),
+            "read": least_bytes(self.problem, self.budgets.device + self.budgets.host, self.part),
+            "h2d": 0 if self.slots.unified else least_bytes(self.problem, self.budgets.device, self.part),
             "d2h": once["d2h"],
             "write": once["write"],
         }
@@ -150,14 +168,15 @@ class Plan:
         problem |= {name: _number(problem[name]) for name in ("alpha", "beta")}
         return {
             "problem": problem,
-            "flops": self.problem.flops,
+            "flops": self.flops,
             "tile": asdict(self.tile),
             "tiles": list(self.grid.shape),
+            "tiles_done_before": len(self.done),
             "chunks": list(self.chunks),
             "steps": self.steps,
             "slots": asdict(self.slots),
             "traversal": str(self.candidate.traversal),
-            "io_threads": self.candidate.io_threads,
+            "candidate": asdict(self.candidate),
             "budget": asdict(self.budgets),
             "footprint": {
                 "device": dict(self.footprint.device) | {"total": self.footprint.device_total},
@@ -168,6 +187,8 @@ class Plan:
             "least": self.least,
             "read_amplification": self.amplification,
             "machine": self.machine.name,
+            "model": asdict(self.machine),
+            "layouts": asdict(self.layouts),
             "calibrated": self.machine.calibrated,
             "predicted_seconds": dict(prediction.lanes)
             | {
@@ -392,6 +413,10 @@ def _falls_short(other: Prediction, best: Prediction) -> str:
     }
     worst = max(parts, key=lambda part: parts[part])
     return f"{worst} +{format_time(parts[worst])}" if parts[worst] > 1e-6 else "no better"
+
+
+def _length(span: Span) -> int:
+    return span[1] - span[0]
 
 
 def _number(value: complex) -> float | str | list[float | str]:

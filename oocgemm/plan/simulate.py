@@ -12,13 +12,17 @@ from oocgemm.plan.problem import GemmProblem
 from oocgemm.plan.schedule import Kind, Operation
 
 
-def _rates(operation: Operation, layouts: Layouts, machine: MachineModel) -> float:
-    """Bytes per second of a Read or a Write."""
+def _rate(operation: Operation, problem: GemmProblem, layouts: Layouts, machine: MachineModel) -> float:
+    """Bytes per second of a Read, what is read beside them counted as time, or of a Write."""
     if operation.kind is Kind.WRITE:
         return machine.memory if layouts.c.in_memory else machine.write
     (r0, r1), (c0, c1) = operation.block
-    layout = {"A": layouts.a, "B": layouts.b, "C": layouts.c}[operation.operand]
-    return machine.store_rate(layout, (r1 - r0, c1 - c0))
+    m, n, k = problem.m, problem.n, problem.depth
+    layout, whole = {"A": (layouts.a, (m, k)), "B": (layouts.b, (k, n)), "C": (layouts.c, (m, n))}[
+        operation.operand
+    ]
+    panel = r1 - r0, c1 - c0
+    return machine.store_rate(layout, panel) / layout.cover(whole, panel)
 
 
 def duration(
@@ -30,7 +34,7 @@ def duration(
     """Modelled seconds of one operation."""
     match operation.kind:
         case Kind.READ | Kind.WRITE:
-            return operation.bytes / _rates(operation, layouts, machine)
+            return operation.bytes / _rate(operation, problem, layouts, machine)
         case Kind.UPLOAD:
             return operation.bytes / machine.h2d + machine.copy_latency
         case Kind.DOWNLOAD:

@@ -109,11 +109,12 @@ def place(folder: Path) -> Path:
     return folder.parent if folder.name == SIDECAR else folder.with_name(folder.name.removesuffix(SIDECAR))
 
 
-def clear(folder: Path, keep: Collection[str] = ()) -> None:
-    """Take away a C that a run has created, and of its journal's folder all but the files to `keep`."""
+def clear(folder: Path, keep: Collection[str] = (), *, c: bool = True) -> None:
+    """Take away what is in a journal's folder, all but the files to `keep`, and with `c` the C that its run has
+    created."""
     inside = place(folder) == folder.parent
     found = [path for path in folder.iterdir() if path.name not in keep]
-    if inside:
+    if inside and c:
         found += [path for path in folder.parent.iterdir() if path != folder]
     for path in found:
         if path.is_dir() and not path.is_symlink():

@@ -79,7 +79,7 @@ class ArrayMatrix:
         if not finished or self._path is None or self._place is None:
             return
         self._sync_file()
-        os.replace(self._path, self._place)
+        _name(Path(self._path), self._place)
         sync_path(self._place.parent)
         self._path = str(self._place)
         if isinstance(self.array, np.memmap):  # which knows the file it is mapped from by name
@@ -166,6 +166,15 @@ def create_npy(
         path.unlink()
         raise
     return matrix
+
+
+def _name(path: Path, place: Path) -> None:
+    """Give a finished file its name, unless another file has got it meanwhile. Raises `OSError`."""
+    if path != place and place.exists():
+        raise FileExistsError(
+            errno.EEXIST, f"something else was put at its place; it is in {path}", str(place)
+        )
+    os.replace(path, place)
 
 
 def _is_empty_npy(path: Path) -> bool:

@@ -232,6 +232,10 @@ def wrap_zarr(name: str, found: Any, path: str = "", *, writable: bool = False) 
         )
     if writable and found.read_only:
         raise InputError(f"{name} was opened for reading only: open it with mode='r+'")
+    if not isinstance(found.metadata.attributes, Mapping):
+        raise InputError(
+            f"{name}: no zarr array at {path}: its metadata cannot be read (attributes are no object)"
+        )
     return ZarrMatrix(name, found, at_rest=not writable)
 
 

@@ -1,7 +1,22 @@
 """Timelines: what ran when, the figures that say how much of the copying was hidden, and pictures of it."""
 
+from oocgemm.timeline.diagnosis import Diagnosis, diagnose
 from oocgemm.timeline.figures import Report, report
 from oocgemm.timeline.gantt import gantt
+from oocgemm.timeline.remedies import Remedy, diagnosis_lines, remedy
 from oocgemm.timeline.spans import Span, Timeline, read_log, write_log
 
-__all__ = ["Report", "Span", "Timeline", "gantt", "read_log", "report", "write_log"]
+__all__ = [
+    "Diagnosis",
+    "Remedy",
+    "Report",
+    "Span",
+    "Timeline",
+    "diagnose",
+    "diagnosis_lines",
+    "gantt",
+    "read_log",
+    "remedy",
+    "report",
+    "write_log",
+]

@@ -21,6 +21,7 @@ from typing import Any
 from oocgemm.timeline.spans import Span, Timeline
 
 Interval = tuple[int, int]
+Wait = tuple[int, int, str]
 
 COPY = ("h2d", "d2h")
 STORAGE = ("read", "decode", "encode", "write")
@@ -123,59 +124,67 @@ def report(timeline: Timeline, device: int = 0) -> Report:
 
 
 def exposed(spans: Sequence[Span], wall: int) -> dict[str, int]:
-    """Nanoseconds outside all Multiplies, by cause; they add up to T - |compute| exactly.
+    """Nanoseconds outside all Multiplies, by cause; they add up to T - |compute| exactly."""
+    causes: defaultdict[str, int] = defaultdict(int)
+    for start, end, cause in exposed_intervals(spans, wall):
+        causes[cause] += end - start
+    return dict(causes)
+
+
+def exposed_intervals(spans: Sequence[Span], wall: int) -> list[Wait]:
+    """The instants outside all Multiplies and what each is given to, as intervals (start, end, cause) in order.
 
     For each gap before a Multiply, the chain of the predecessors that ended last is followed back through the
     gap: each instant belongs to the operation of that chain which was running, or else to ``issue``. What is
     uncovered before the first Multiply is ``start-up``; all after the last is ``tail``.
     """
     by_id = {s.id: s for s in spans}
-    before = _stream_predecessors(spans)
-    multiplies = sorted((s for s in spans if s.kind == "multiply"), key=lambda s: (s.start, s.end))
-    causes: defaultdict[str, int] = defaultdict(int)
-    if not multiplies:
-        return {"tail": wall} if wall else {}
+    before = stream_predecessors(spans)
+    found: list[Wait] = []
     covered_until = 0
-    for number, span in enumerate(multiplies):
+    rest = "start-up"
+    for span in sorted((s for s in spans if s.kind == "multiply"), key=lambda s: (s.start, s.end)):
         if span.start > covered_until:
-            rest = "start-up" if number == 0 else "issue"
-            _blame(span, (covered_until, span.start), rest, by_id, before, causes)
+            found += reversed(_blamed(span, (covered_until, span.start), rest, by_id, before))
         covered_until = max(covered_until, span.end)
-    causes["tail"] += max(0, wall - covered_until)
-    return {cause: ns for cause, ns in causes.items() if ns}
+        rest = "issue"
+    found.append((covered_until, wall, "tail"))
+    return [wait for wait in found if wait[0] < wait[1]]
 
 
-def _blame(
-    span: Span,
-    gap: Interval,
-    rest: str,
-    by_id: dict[int, Span],
-    before: dict[int, int],
-    causes: defaultdict[str, int],
-) -> None:
-    """Share a gap among the chain of operations that the span waited for."""
+def _blamed(
+    span: Span, gap: Interval, rest: str, by_id: dict[int, Span], before: dict[int, int]
+) -> list[Wait]:
+    """A gap shared among the chain of operations that the span waited for, from its end back to its start."""
     start, cursor = gap
+    found: list[Wait] = []
     current = span
     while cursor > start:
-        candidates = [by_id[i] for i in (*current.waits, before.get(current.id, -1)) if i in by_id]
-        latest = max(candidates, key=lambda s: s.end, default=None)
+        latest = last_of(current, by_id, before)
         if latest is None or latest.end <= start:
             break
         if latest.end < cursor:
-            causes[rest] += cursor - latest.end
+            found.append((latest.end, cursor, rest))
             cursor = latest.end
         begin = max(start, min(latest.start, cursor))
-        causes[_cause(latest)] += cursor - begin
+        found.append((begin, cursor, _cause(latest)))
         cursor = begin
         current = latest
-    causes[rest] += cursor - start
+    found.append((start, cursor, rest))
+    return found
+
+
+def last_of(span: Span, by_id: dict[int, Span], before: dict[int, int]) -> Span | None:
+    """What ended last of all that a span had to wait for, its predecessor on the stream included."""
+    candidates = [by_id[i] for i in (*span.waits, before.get(span.id, -1)) if i in by_id]
+    return max(candidates, key=lambda s: s.end, default=None)
 
 
 def _cause(span: Span) -> str:
     return "accumulator" if span.lane == "d2h" else span.lane
 
 
-def _stream_predecessors(spans: Sequence[Span]) -> dict[int, int]:
+def stream_predecessors(spans: Sequence[Span]) -> dict[int, int]:
     """For each span the one issued before it on its stream."""
     latest: dict[str, int] = {}
     found: dict[int, int] = {}
@@ -197,9 +206,10 @@ def _ratio(part: float, whole: float) -> float | None:
 
 def _traffic(timeline: Timeline, moved: dict[str, int]) -> dict[str, dict[str, int | None]]:
     plan = timeline.header.get("plan", {})
+    through_codec = {"read": "decode", "write": "encode"}
     return {
         link: {
-            "bytes": moved.get(link, 0),
+            "bytes": moved.get(link, 0) + moved.get(through_codec.get(link, ""), 0),
             "required": plan.get("required", {}).get(link),
             "least": plan.get("least", {}).get(link),
         }

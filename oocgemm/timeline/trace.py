@@ -1,0 +1,69 @@
+"""The timeline as a trace for Perfetto or chrome://tracing: a track a lane, arrows along the flow of data.
+
+The format is Chrome's trace events in JSON: complete events (X) on a thread a lane, flows (s, f) between them. Events of
+one track may not overlap, so operations that ran side by side on a lane get further tracks beside it.
+"""
+
+import json
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+from oocgemm.timeline.series import FLOW, lanes_of, rows
+from oocgemm.timeline.spans import Span, Timeline
+
+
+def write_trace(file: TextIO, timeline: Timeline) -> None:
+    """Write a trace, an event a line."""
+    file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
+    separator = ""
+    for event in _events(timeline):
+        file.write(separator + json.dumps(event, separators=(",", ":")))
+        separator = ",\n"
+    file.write("\n]}\n")
+
+
+def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    spans = timeline.spans
+    lanes = lanes_of(spans)
+    row = dict(zip((span.id for span in spans), rows(spans, exact=True), strict=True))
+    by_id = {span.id: span for span in spans}
+
+    def track(span: Span) -> dict[str, int]:
+        # Room for as many operations side by side as there are spans.
+        return {"pid": span.device, "tid": lanes.index(span.lane) * (len(spans) + 1) + row[span.id]}
+
+    named: set[tuple[int, int]] = set()
+    flows = 0
+    for span in spans:
+        place = track(span)
+        key = place["pid"], place["tid"]
+        if key not in named:
+            named.add(key)
+            name = span.lane if not row[span.id] else f"{span.lane} {row[span.id] + 1}"
+            yield {"ph": "M", "name": "process_name", **place, "args": {"name": f"device {span.device}"}}
+            yield {"ph": "M", "name": "thread_name", **place, "args": {"name": name}}
+            yield {"ph": "M", "name": "thread_sort_index", **place, "args": {"sort_index": place["tid"]}}
+        facts = {
+            "tile": f"{span.tile[0]},{span.tile[1]}",
+            "step": span.step,
+            "bytes": span.bytes,
+            "flops": span.flops,
+        }
+        what = span.kind if span.kind == "multiply" else f"{span.kind} {span.operand}"
+        times = {"ts": span.start / 1e3, "dur": (span.end - span.start) / 1e3}
+        yield {"ph": "X", "name": what, "cat": span.lane, **times, **place, "args": facts}
+        for number in span.waits:
+            source = by_id.get(number)
+            if source is None or not _feeds(source, span):
+                continue
+            flows += 1
+            arrow = {"name": "data", "cat": "flow", "id": flows}
+            # Inside the slices that they bind to, whatever their ends round to.
+            yield {"ph": "s", **arrow, "ts": (source.start + source.end) / 2e3, **track(source)}
+            yield {"ph": "f", "bp": "e", **arrow, "ts": (span.start + span.end) / 2e3, **place}
+
+
+def _feeds(source: Span, span: Span) -> bool:
+    """Whether what a span waited for brings what it uses, and does not merely free a slot."""
+    order = {kind: place for place, kind in enumerate(FLOW)}
+    return order.get(source.kind, -1) < order.get(span.kind, -1)

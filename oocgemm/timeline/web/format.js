@@ -1,0 +1,17 @@
+// Numbers with units, as the tables beside have them.
+const scaled = (value, units, base) => {
+  let i = 0;
+  while (Math.abs(value) >= base * 0.9995 && i < units.length - 1) { value /= base; i += 1; }
+  return `${value >= 1000 ? value.toFixed(0) : Number(value.toPrecision(3))} ${units[i]}`;
+};
+const formatTime = (ns) => ns === 0 ? "0 s" : scaled(ns, ["ns", "µs", "ms", "s"], 1000);
+const formatSize = (bytes) => scaled(bytes, ["B", "KiB", "MiB", "GiB", "TiB"], 1024);
+const formatRate = (amount, ns, unit) =>
+  scaled(ns ? (amount / ns) * 1e9 : 0, ["", "k", "M", "G", "T", "P"].map((p) => `${p}${unit}/s`), 1000);
+const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+
+// Steps between marks on an axis: 1, 2 or 5 of a power of ten, no closer than `least`.
+const niceStep = (least) => {
+  const power = 10 ** Math.floor(Math.log10(least));
+  return [1, 2, 5, 10].map((f) => f * power).find((step) => step >= least * 0.9999);
+};

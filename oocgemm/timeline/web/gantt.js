@@ -1,0 +1,272 @@
+// The Gantt chart of a run on a canvas: a line a lane, what waits for what under the compute lane, an overview below.
+const GUTTER = 84, AXIS = 24, ROW = 22, SIDE_BY_SIDE = 12, GAP = 6, WAITS = 10, OVERVIEW_LANE = 5;
+
+class Gantt {
+  constructor(run, element, view, tip) {
+    Object.assign(this, { run, view, tip, hovered: -1 });
+    this.canvas = element.querySelector(".lanes");
+    this.overview = element.querySelector(".overview");
+    this.unpack();
+    this.layOut();
+    this.draw = oncePerFrame(() => this.paint());
+    view.listeners.push(this.draw);
+    this.listen();
+    this.resize();
+    new ResizeObserver(() => this.resize()).observe(element);
+  }
+
+  unpack() {
+    const { spans, lanes } = this.run, n = spans.start.length;
+    this.start = new Float64Array(n);
+    this.end = new Float64Array(n);
+    for (let i = 0, t = 0; i < n; i += 1) {
+      t += spans.start[i];
+      this.start[i] = t;
+      this.end[i] = t + spans.length[i];
+    }
+    // Rows of each lane: spans of one row never overlap, so that both ends are in order.
+    this.rows = lanes.map(() => []);
+    for (let i = 0; i < n; i += 1) (this.rows[spans.lane[i]][spans.row[i]] ??= []).push(i);
+  }
+
+  layOut() {
+    let y = AXIS;
+    this.tops = this.rows.map((rows, lane) => {
+      const top = y;
+      y += (rows.length === 1 ? ROW : rows.length * SIDE_BY_SIDE) + GAP;
+      if (this.run.lanes[lane] === "compute") { this.waitsTop = y - 2; y += WAITS + GAP; }
+      return top;
+    });
+    this.height = y;
+    this.rowHeight = this.rows.map((rows) => (rows.length === 1 ? ROW : SIDE_BY_SIDE - 1));
+  }
+
+  resize() {
+    const ratio = window.devicePixelRatio || 1, width = this.canvas.parentElement.clientWidth;
+    const heights = [[this.canvas, this.height], [this.overview, this.run.lanes.length * OVERVIEW_LANE + 6]];
+    for (const [canvas, height] of heights) {
+      canvas.width = Math.round(width * ratio);
+      canvas.height = Math.round(height * ratio);
+      canvas.style.height = `${height}px`;
+      canvas.getContext("2d").setTransform(ratio, 0, 0, ratio, 0, 0);
+    }
+    this.width = width;
+    this.small = null;
+    this.paint();
+  }
+
+  x(t) { return GUTTER + ((t - this.view.from) / this.view.length) * (this.width - GUTTER); }
+  time(x) { return this.view.from + ((x - GUTTER) / (this.width - GUTTER)) * this.view.length; }
+  y(i) {
+    const { lane, row } = this.run.spans;
+    return this.tops[lane[i]] + row[i] * SIDE_BY_SIDE;
+  }
+
+  paint() {
+    const c = this.canvas.getContext("2d"), { lanes } = this.run;
+    c.clearRect(0, 0, this.width, this.height);
+    c.font = "11px system-ui, 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif";
+    c.textBaseline = "middle";
+    this.paintAxis(c);
+    lanes.forEach((lane, number) => {
+      const rows = this.rows[number], height = this.rowHeight[number], top = this.tops[number];
+      c.fillStyle = colour("track");
+      rows.forEach((_, row) => c.fillRect(GUTTER, top + row * SIDE_BY_SIDE, this.width - GUTTER, height));
+      c.fillStyle = colour("ink");
+      c.textAlign = "right";
+      c.fillText(lane, GUTTER - 10, top + (height + (rows.length - 1) * SIDE_BY_SIDE) / 2 + 0.5);
+      c.fillStyle = colour(lane);
+      rows.forEach((indices, row) => this.paintRow(c, indices, top + row * SIDE_BY_SIDE, height));
+    });
+    this.paintWaits(c);
+    if (this.hovered >= 0) this.paintHovered(c);
+    this.paintOverview();
+  }
+
+  paintAxis(c) {
+    const step = niceStep((this.view.length * 90) / (this.width - GUTTER));
+    c.textAlign = "center";
+    for (let t = Math.ceil(this.view.from / step) * step; t <= this.view.to; t += step) {
+      const x = this.x(t);
+      c.fillStyle = colour("rule");
+      c.fillRect(Math.round(x), AXIS - 6, 1, this.height);
+      c.fillStyle = colour("soft");
+      const text = this.mark(t, step), half = c.measureText(text).width / 2;
+      c.fillText(text, Math.min(Math.max(x, GUTTER + half), this.width - half - 1), 9);
+    }
+  }
+
+  // A time with as many digits as neighbouring marks need to differ.
+  mark(t, step) {
+    const [unit, name] = step >= 1e8 ? [1e9, "s"] : step >= 1e5 ? [1e6, "ms"] : [1e3, "µs"];
+    return `${(t / unit).toFixed(Math.max(0, -Math.floor(Math.log10(step / unit) + 1e-9)))} ${name}`;
+  }
+
+  // Spans narrower than a pixel are summed up a pixel column at a time: what is drawn is bounded by the width.
+  paintRow(c, indices, y, height) {
+    const { from, to } = this.view, scale = (this.width - GUTTER) / this.view.length;
+    let column = -1, covered = 0;
+    const flush = () => {
+      if (covered > 0) {
+        c.globalAlpha = 0.25 + 0.75 * Math.min(1, covered);
+        c.fillRect(column, y, 1, height);
+      }
+      covered = 0;
+    };
+    for (let at = this.firstEndingAfter(indices, from); at < indices.length; at += 1) {
+      const i = indices[at];
+      if (this.start[i] > to) break;
+      const left = Math.max(GUTTER, GUTTER + (this.start[i] - from) * scale);
+      const right = Math.min(this.width, GUTTER + (this.end[i] - from) * scale);
+      if (right - left >= 1.5) {
+        flush();
+        c.globalAlpha = this.shade(i);
+        c.fillRect(left, y, right - left - (right - left > 4 ? 1 : 0), height);
+        if (right - left > 46 && height > 10) this.label(c, i, left, right, y + height / 2);
+      } else {
+        if (Math.floor(left) !== column) { flush(); column = Math.floor(left); }
+        covered += right - left;
+      }
+    }
+    flush();
+    c.globalAlpha = 1;
+  }
+
+  firstEndingAfter(indices, t) {
+    let low = 0, high = indices.length;
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (this.end[indices[middle]] < t) low = middle + 1; else high = middle;
+    }
+    return low;
+  }
+
+  // B is lighter than A, and of the multiplications those of every other tile.
+  shade(i) {
+    const { operand, kind, tile } = this.run.spans;
+    if (this.run.kinds[kind[i]] === "multiply") return tile[i] % 2 ? 0.78 : 1;
+    return { A: 1, B: 0.66 }[this.run.operands[operand[i]]] ?? 0.85;
+  }
+
+  label(c, i, left, right, y) {
+    const { spans, operands, kinds, tiles } = this.run, [row, column] = tiles[spans.tile[i]];
+    const operand = operands[spans.operand[i]], step = spans.step[i];
+    const text = kinds[spans.kind[i]] === "multiply" ? `${row},${column} · ${step}`
+      : operand === "A" ? `A ${row} · ${step}` : operand === "B" ? `B ${column} · ${step}` : `C ${row},${column}`;
+    if (c.measureText(text).width > right - left - 8) return;
+    const fill = c.fillStyle;
+    c.globalAlpha = 1;
+    c.fillStyle = colour("on-lane");
+    c.textAlign = "left";
+    c.fillText(text, left + 4, y + 0.5);
+    c.fillStyle = fill;
+  }
+
+  paintWaits(c) {
+    if (this.waitsTop === undefined) return;
+    c.textAlign = "right";
+    c.fillStyle = colour("soft");
+    c.fillText("waits for", GUTTER - 10, this.waitsTop + WAITS / 2);
+    const names = this.run.causes, fills = names.map((name) => colour(name === "accumulator" ? "d2h" : name));
+    const shares = names.map(() => 0), bottom = this.waitsTop + WAITS;
+    let column = -1;
+    // What is narrower than a pixel is summed up a column at a time, one cause on the other by their shares.
+    const flush = () => {
+      let y = bottom;
+      shares.forEach((share, cause) => {
+        if (share < 0.01) { shares[cause] = 0; return; }
+        c.fillStyle = fills[cause];
+        c.fillRect(column, (y -= share * WAITS), 1, share * WAITS);
+        shares[cause] = 0;
+      });
+    };
+    for (const [start, length, cause] of this.run.waits) {
+      if (start + length < this.view.from || start > this.view.to) continue;
+      const left = Math.max(GUTTER, this.x(start)), right = Math.min(this.width, this.x(start + length));
+      if (Math.floor(left) !== column) { flush(); column = Math.floor(left); }
+      if (right - left < 1) { shares[cause] += right - left; continue; }
+      c.fillStyle = fills[cause];
+      c.fillRect(left, this.waitsTop, right - left, WAITS);
+    }
+    flush();
+  }
+
+  paintHovered(c) {
+    const after = this.blocker(this.hovered);
+    c.strokeStyle = colour("ink");
+    c.lineWidth = 1.5;
+    for (const i of after < 0 ? [this.hovered] : [after, this.hovered]) {
+      const left = Math.max(GUTTER, this.x(this.start[i])), right = Math.min(this.width - 1, this.x(this.end[i]));
+      const height = this.rowHeight[this.run.spans.lane[i]];
+      if (right >= GUTTER) c.strokeRect(left, this.y(i), Math.max(2, right - left), height);
+    }
+    if (after < 0) return;
+    const middle = (i) => this.y(i) + this.rowHeight[this.run.spans.lane[i]] / 2;
+    c.beginPath();
+    c.setLineDash([3, 2]);
+    c.moveTo(Math.max(GUTTER, this.x(this.end[after])), middle(after));
+    c.lineTo(Math.max(GUTTER, this.x(this.start[this.hovered])), middle(this.hovered));
+    c.stroke();
+    c.setLineDash([]);
+  }
+
+  blocker(i) {
+    const back = this.run.spans.after[i];
+    return back > 0 ? i - back : -1;
+  }
+
+  paintOverview() {
+    const c = this.overview.getContext("2d"), height = this.run.lanes.length * OVERVIEW_LANE + 6;
+    this.small ??= this.smallPicture();
+    c.clearRect(0, 0, this.width, height);
+    c.drawImage(this.small, 0, 0, this.width, height);
+    const scale = (this.width - GUTTER) / this.view.whole;
+    const left = GUTTER + this.view.from * scale, right = GUTTER + this.view.to * scale;
+    c.fillStyle = colour("card");
+    c.globalAlpha = 0.65;
+    c.fillRect(GUTTER, 0, left - GUTTER, height);
+    c.fillRect(right, 0, this.width - right, height);
+    c.globalAlpha = 1;
+    c.strokeStyle = colour("accent");
+    c.lineWidth = 1.5;
+    c.strokeRect(left + 0.75, 0.75, Math.max(3, right - left - 1.5), height - 1.5);
+  }
+
+  smallPicture() {
+    const picture = document.createElement("canvas");
+    picture.width = this.overview.width;
+    picture.height = this.overview.height;
+    const c = picture.getContext("2d"), shown = this.view;
+    c.setTransform(this.overview.getContext("2d").getTransform());
+    this.view = { from: 0, to: shown.whole, length: shown.whole };
+    this.run.lanes.forEach((lane, number) => {
+      c.fillStyle = colour(lane);
+      for (const indices of this.rows[number]) this.paintRow(c, indices, 3 + number * OVERVIEW_LANE, OVERVIEW_LANE - 1);
+    });
+    this.view = shown;
+    return picture;
+  }
+
+  recolour() { this.small = null; this.paint(); }
+
+  // The span at a point of the canvas, within two pixels, or -1.
+  spanAt(x, y) {
+    if (x < GUTTER) return -1;
+    for (let lane = 0; lane < this.rows.length; lane += 1) {
+      for (let row = 0; row < this.rows[lane].length; row += 1) {
+        const top = this.tops[lane] + row * SIDE_BY_SIDE;
+        if (y < top || y >= top + this.rowHeight[lane]) continue;
+        const indices = this.rows[lane][row], t = this.time(x), near = (2 * this.view.length) / this.width;
+        const i = indices[this.firstEndingAfter(indices, t - near)];
+        return i !== undefined && this.start[i] <= t + near ? i : -1;
+      }
+    }
+    return -1;
+  }
+
+  waitAt(x, y) {
+    if (this.waitsTop === undefined || x < GUTTER || y < this.waitsTop || y >= this.waitsTop + WAITS) return null;
+    const t = this.time(x);
+    return this.run.waits.find(([start, length]) => start <= t && t < start + length) ?? null;
+  }
+}

@@ -1,0 +1,86 @@
+// What a Gantt chart does with pointer, wheel and keys.
+Object.assign(Gantt.prototype, {
+  listen() {
+    const canvas = this.canvas;
+    let held = null;
+    canvas.addEventListener("pointerdown", (event) => {
+      held = event.clientX;
+      canvas.setPointerCapture(event.pointerId);
+      canvas.classList.add("dragged");
+    });
+    canvas.addEventListener("pointermove", (event) => {
+      if (held !== null) {
+        this.view.pan(((held - event.clientX) / (this.width - GUTTER)) * this.view.length);
+        held = event.clientX;
+      } else {
+        this.hover(event);
+      }
+    });
+    for (const name of ["pointerup", "pointercancel"]) {
+      canvas.addEventListener(name, () => { held = null; canvas.classList.remove("dragged"); });
+    }
+    canvas.addEventListener("pointerleave", () => this.leave());
+    canvas.addEventListener("dblclick", (event) => this.view.zoom(4, this.time(event.offsetX)));
+    canvas.addEventListener("wheel", (event) => {
+      // A plain wheel scrolls the page.
+      const sideways = event.shiftKey ? event.deltaX || event.deltaY : event.deltaX;
+      if (event.ctrlKey || event.metaKey) this.view.zoom(Math.exp(-event.deltaY / 300), this.time(event.offsetX));
+      else if (Math.abs(sideways) > Math.abs(event.shiftKey ? 0 : event.deltaY)) this.view.pan((sideways / this.width) * this.view.length);
+      else return;
+      event.preventDefault();
+    }, { passive: false });
+    canvas.addEventListener("keydown", (event) => {
+      const acts = {
+        ArrowLeft: () => this.view.pan(-this.view.length / 8), ArrowRight: () => this.view.pan(this.view.length / 8),
+        "+": () => this.view.zoom(1.5), "=": () => this.view.zoom(1.5), "-": () => this.view.zoom(1 / 1.5), 0: () => this.view.all(),
+      };
+      if (!acts[event.key] || event.ctrlKey || event.metaKey) return;
+      acts[event.key]();
+      event.preventDefault();
+    });
+    let dragging = false;
+    const centre = (event) => {
+      const t = ((event.offsetX - GUTTER) / (this.width - GUTTER)) * this.view.whole;
+      this.view.show(t - this.view.length / 2, t + this.view.length / 2);
+    };
+    this.overview.addEventListener("pointerdown", (event) => {
+      dragging = true;
+      this.overview.setPointerCapture(event.pointerId);
+      centre(event);
+    });
+    this.overview.addEventListener("pointermove", (event) => { if (dragging) centre(event); });
+    this.overview.addEventListener("pointerup", () => { dragging = false; });
+  },
+
+  hover(event) {
+    const i = this.spanAt(event.offsetX, event.offsetY), wait = i < 0 ? this.waitAt(event.offsetX, event.offsetY) : null;
+    if (i !== this.hovered) { this.hovered = i; this.draw(); }
+    if (i >= 0) this.tip.show(event, ...this.described(i));
+    else if (wait) this.tip.show(event, `Waits: ${this.run.causes[wait[2]]}`, [["from", formatTime(wait[0])], ["for", formatTime(wait[1])]]);
+    else this.tip.hide();
+  },
+
+  leave() {
+    this.tip.hide();
+    if (this.hovered >= 0) { this.hovered = -1; this.draw(); }
+  },
+
+  // Title and lines of what is said of a span.
+  described(i) {
+    const { spans, tiles, sizes } = this.run;
+    const [bytes, flops] = sizes[spans.size[i]], length = this.end[i] - this.start[i], after = this.blocker(i);
+    const lines = [
+      ["tile", tiles[spans.tile[i]].join(", ")], ["step", spans.step[i]],
+      ["starts", `${(this.start[i] / 1e9).toFixed(6)} s`], ["takes", formatTime(length)],
+    ];
+    if (bytes) lines.push(["bytes", formatSize(bytes)], ["rate", formatRate(bytes, length, "B")]);
+    if (flops) lines.push(["work", scaled(flops, ["", "k", "M", "G", "T", "P"].map((p) => `${p}FLOP`), 1000)], ["rate", formatRate(flops, length, "FLOP")]);
+    if (after >= 0) lines.push(["after", `${this.title(after)}, ended ${formatTime(this.start[i] - this.end[after])} before`]);
+    return [this.title(i), lines];
+  },
+
+  title(i) {
+    const { spans, kinds, operands } = this.run, kind = kinds[spans.kind[i]];
+    return `${kind} ${kind === "multiply" ? "" : operands[spans.operand[i]]}`.trim();
+  },
+});

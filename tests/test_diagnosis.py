@@ -1,0 +1,196 @@
+"""A run is said to be bound by what bounds it, and advice promises what the cost model and the virtual clock give."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from oocgemm.plan import Budgets, Layout, Layouts, TileShape, recorded_plan
+from oocgemm.timeline import Span, Timeline, diagnose, diagnosis_lines, remedy, report
+from oocgemm.timeline.remedies import TRUSTED, Remedy, fit
+
+from .virtual_runs import CHUNKS, GIB, machine, run_of, virtual_plan
+
+CUBE = 16384, 16384, 16384
+SMALL = Budgets(GIB, GIB)
+
+
+def span(number: int, kind: str, lane: str, start: int, end: int, *waits: int, size: int = 100) -> Span:
+    flops = 1000 if kind == "multiply" else 0
+    return Span(number, kind, "A", lane, lane, 0, (0, 0), 0, start, end, 0 if flops else size, flops, waits)
+
+
+def first(lane: str = "read") -> tuple[Span, Span]:
+    """A panel and its multiplication, 0 to 100."""
+    return span(0, "read", lane, 0, 4), span(1, "multiply", "compute", 4, 100, 0)
+
+
+def advice(timeline: Timeline) -> Remedy:
+    figures = report(timeline)
+    return remedy(timeline, figures, diagnose(timeline, figures), fit(timeline, figures))
+
+
+@pytest.mark.parametrize(
+    ("bound", "spans", "wall"),
+    [
+        ("compute", first(), 102),
+        (
+            "read",
+            (*first(), span(2, "read", "read", 10, 150), span(3, "multiply", "compute", 150, 240, 2)),
+            240,
+        ),
+        (
+            "decode",
+            (*first(), span(2, "read", "decode", 10, 150), span(3, "multiply", "compute", 150, 240, 2)),
+            240,
+        ),
+        (
+            "h2d",  # the panel was read long before
+            (*first(), span(2, "upload", "h2d", 10, 150, 0), span(3, "multiply", "compute", 150, 240, 2)),
+            240,
+        ),
+        (
+            "read",  # the copy is what ended last, but it waited for a longer read
+            (
+                *first(),
+                span(2, "read", "read", 10, 120),
+                span(3, "upload", "h2d", 120, 170, 2),
+                span(4, "multiply", "compute", 170, 260, 3),
+            ),
+            260,
+        ),
+        (
+            "d2h",
+            (*first(), span(2, "download", "d2h", 100, 140, 1), span(3, "multiply", "compute", 140, 230, 2)),
+            230,
+        ),
+        (
+            "write",
+            (*first(), span(2, "write", "write", 100, 140, 1), span(3, "multiply", "compute", 140, 230, 2)),
+            230,
+        ),
+        ("write", (*first(), span(2, "write", "write", 100, 140, 1)), 140),
+        ("encode", (*first(), span(2, "write", "encode", 100, 140, 1)), 140),
+        ("start-up", (span(0, "read", "read", 30, 60), span(1, "multiply", "compute", 60, 100, 0)), 100),
+        ("issue", (*first(), span(2, "multiply", "compute", 150, 240, 1)), 240),
+        ("nothing", (span(0, "read", "read", 0, 10),), 100),
+        ("nothing", (), 0),
+    ],
+)
+def test_a_run_is_bound_by(bound: str, spans: tuple[Span, ...], wall: int) -> None:
+    found = diagnose(Timeline(spans, wall))
+    assert found.bound == bound, found
+    assert found.finding.endswith(".")
+    assert 0 <= found.share <= 1
+
+
+def test_the_finding_and_the_evidence_have_the_figures() -> None:
+    spans = (*first(), span(2, "read", "read", 10, 150), span(3, "multiply", "compute", 150, 240, 2))
+    header = {"rates": {"read": 2e9}, "plan": {"least": {"read": 100}}}
+    found = diagnose(Timeline(spans, 240, header))
+    assert found.share == pytest.approx(50 / 240)
+    assert found.finding == "Storage-bound: 21% of the time waits for panels of A and B."
+    assert found.evidence == (
+        "Reading is the slowest link: busy 60% of the time at 1.39 GB/s, 69% of the calibrated 2 GB/s; it moved 200 B, "
+        "2.00 times the least possible."
+    )
+
+
+@pytest.mark.parametrize(
+    ("slow", "bound"),
+    [
+        ({"read": 4e9, "read_scattered": 4e9}, "read"),
+        ({"h2d": 4e9}, "h2d"),
+        ({}, "compute"),
+        ({"write": 5e8}, "write"),
+        ({"decode": 1e9}, "decode"),
+    ],
+)
+def test_a_planned_run_is_bound_by_the_link_that_is_made_slow(slow: dict[str, float], bound: str) -> None:
+    coded = replace(CHUNKS, a=Layout((512, 512), partial_reads=False, decode_bytes=1 << 21))
+    deep, layouts = (16384, 16384, 32768), coded if bound == "decode" else CHUNKS
+    plan = virtual_plan(deep, Budgets(4 * GIB, GIB), machine(**slow), layouts=layouts)
+    assert diagnose(run_of(plan)).bound == bound
+
+
+@pytest.mark.parametrize("slow", [{"read": 4e9, "read_scattered": 4e9}, {"h2d": 4e9}, {"read": 8e9}])
+def test_following_the_advice_gains_what_it_promised(slow: dict[str, float]) -> None:
+    """The plan was made for the machine of the defaults and ran on one with a slower link."""
+    usual, real = machine(), machine(**slow)
+    planned = virtual_plan(CUBE, Budgets(GIB // 2, GIB // 2), usual)
+    before = run_of(replace(planned, machine=real), believed=usual)
+    found = advice(before)
+    assert found.seconds is not None, found
+    words = found.change.replace("MiB", "M").replace("GiB", "G").split()
+    option, value = words[1], words[3].rstrip(",")
+    budgets = planned.budgets
+    if option == "--tile":
+        after = virtual_plan(CUBE, budgets, real, TileShape(*map(int, value.split("x"))))
+    else:
+        size = int(float(value[:-1]) * {"M": 1 << 20, "G": GIB}[value[-1]])
+        tier = option.removeprefix("--").removesuffix("-memory")
+        after = virtual_plan(CUBE, replace(budgets, **{tier: size}), real)
+    promised = before.wall / 1e9 - found.seconds
+    gained = (before.wall - run_of(after).wall) / 1e9
+    assert promised > 0
+    assert gained == pytest.approx(promised, rel=0.2)
+
+
+def test_the_fitted_model_gives_back_the_time_of_a_run_that_the_plan_misjudged() -> None:
+    plan = virtual_plan(CUBE, SMALL, machine())
+    slower = run_of(replace(plan, machine=machine(read=6e9, h2d=10e9)), believed=plan.machine, jitter=0.2)
+    fitted = fit(slower, report(slower))
+    assert fitted is not None
+    assert plan.prediction.total < 0.7 * slower.wall / 1e9
+    assert fitted.seconds(fitted.plan) == pytest.approx(slower.wall / 1e9, rel=0.15)
+    assert fitted.machine.h2d == pytest.approx(10e9, rel=0.2)
+
+
+def test_no_gain_is_made_up() -> None:
+    plan = virtual_plan(CUBE, Budgets(64 * GIB, 64 * GIB), machine())
+    run = run_of(plan)
+    assert advice(run).seconds is None  # all of it fits already
+    older = Timeline(run.spans, run.wall, {"plan": {"tile": run.header["plan"]["tile"]}})
+    assert advice(older).why == "this log does not hold the plan in full"
+    later = Timeline(run.spans, round(run.wall * (1 + 2 * TRUSTED)), run.header)
+    assert "too far off" in advice(later).why
+    assert advice(Timeline((), 100)).seconds is None
+
+
+def test_advice_keeps_to_the_memory_that_there_is() -> None:
+    plan = virtual_plan(CUBE, SMALL, machine(h2d=4e9))
+    run = run_of(plan)
+    header = dict(run.header) | {"backend": {"memory": "1 GiB"}, "machine": {"memory": GIB}}
+    assert advice(run).seconds is not None
+    assert "-memory" not in advice(Timeline(run.spans, run.wall, header)).change
+
+
+def test_operands_in_chunks_that_straddle_panels_are_said_to_be_better_rechunked() -> None:
+    across = Layout((16384, 64), partial_reads=False, decode_bytes=8 << 20)
+    layouts = Layouts(across, Layout((512, 512)), Layout(write_chunk=(512, 512)))
+    size = 16384, 4096, 16384
+    # What storage gives without a codec is not known.
+    model = replace(machine(decode=4e9), storage_calibrated=False)
+    plan = virtual_plan(size, Budgets(GIB // 4, GIB), model, layouts=layouts)
+    run = run_of(plan)
+    assert plan.amplification["A"] > 1.5
+    header = dict(run.header) | {"backend": {}, "machine": {}}  # no budget can be raised
+    found = advice(Timeline(run.spans, run.wall, header))
+    assert "A stored in chunks that divide" in found.change
+
+
+def test_a_plan_comes_back_from_its_header() -> None:
+    plan = virtual_plan(CUBE, SMALL, machine())
+    again = recorded_plan(json.loads(json.dumps(plan.to_dict())))
+    assert again == replace(plan, considered=())
+    assert recorded_plan({"problem": {}}) is None
+
+
+def test_the_text_report_says_the_same() -> None:
+    run = run_of(virtual_plan(CUBE, SMALL, machine(read=4e9, read_scattered=4e9)))
+    figures = report(run)
+    found = diagnose(run)
+    assert diagnosis_lines(figures, run) == [found.finding, found.evidence]
+    advised = diagnosis_lines(figures, run, advise=True)
+    assert advised[:2] == [found.finding, found.evidence]
+    assert "predicted" in advised[2]

@@ -1,0 +1,302 @@
+"""The page in a headless Chromium: it can be read at usual widths, zoomed, hovered over, switched, printed, and is quick."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from oocgemm.plan import Budgets
+from oocgemm.timeline import Span, Timeline
+from oocgemm.timeline.page import page
+
+from .browser import Page, browser, find_browser
+from .virtual_runs import GIB, machine, run_of, virtual_plan
+
+PROGRAM = find_browser()
+pytestmark = [
+    pytest.mark.skipif(
+        PROGRAM is None,
+        reason="no Chromium is on the PATH: install chromium-headless-shell or chromium, or set OOCGEMM_BROWSER",
+    ),
+    pytest.mark.slow,
+]
+
+# Texts that leave their box, texts that lie on one another, and boxes wider than the window.
+FAULTS = """(() => {
+  const found = [], texts = [];
+  if (document.documentElement.scrollWidth > innerWidth) found.push(`the page is ${document.documentElement.scrollWidth} wide`);
+  const walker = document.createTreeWalker(document.querySelector("main"), NodeFilter.SHOW_TEXT);
+  for (let node; (node = walker.nextNode()); ) {
+    if (!node.data.trim()) continue;
+    const range = document.createRange();
+    range.selectNodeContents(node);
+    const holder = node.parentElement.closest("td, th, dd, dt, figcaption, .card, .figures > div, .tools, .legend, header") ;
+    const box = holder.getBoundingClientRect();
+    for (const r of range.getClientRects()) {
+      if (!r.width) continue;
+      if (r.left < box.left - 1 || r.right > box.right + 1 || r.top < box.top - 2 || r.bottom > box.bottom + 2)
+        found.push(`"${node.data.trim().slice(0, 40)}" leaves its ${holder.tagName}`);
+      texts.push([r, node.data.trim().slice(0, 40)]);
+    }
+  }
+  texts.forEach(([a, one], i) => texts.slice(i + 1).forEach(([b, other]) => {
+    const across = Math.min(a.right, b.right) - Math.max(a.left, b.left);
+    const down = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
+    if (across > 1 && down > 3) found.push(`"${one}" lies on "${other}"`);
+  }));
+  const cards = [...document.querySelectorAll("main > *")].map((e) => e.getBoundingClientRect());
+  cards.forEach((a, i) => cards.slice(i + 1).forEach((b) => {
+    if (Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1 && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 1)
+      found.push("sections lie on one another");
+  }));
+  return found;
+})()"""
+
+
+@pytest.fixture(scope="module")
+def shown() -> Iterator[Page]:
+    assert PROGRAM is not None
+    with browser(PROGRAM) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("pages")
+
+
+@pytest.fixture(scope="module")
+def one(folder: Path) -> Path:
+    run = run_of(virtual_plan((8192, 8192, 8192), Budgets(GIB // 4, GIB), machine(h2d=8e9)), jitter=0.3)
+    long_name = "/data/" + "a-long-folder-name/" * 6 + "run.jsonl"
+    backend = run.header["backend"] | {"device": "NVIDIA GH200 480GB with a name that is rather long"}
+    run = Timeline(run.spans, run.wall, dict(run.header) | {"backend": backend})
+    (folder / "one.html").write_text(page([(long_name, run)]))
+    slower = Timeline(run.spans, round(1.3 * run.wall), run.header)
+    (folder / "two.html").write_text(page([(long_name, run), ("b.jsonl", slower)]))
+    return folder / "one.html"
+
+
+def made(count: int) -> Timeline:
+    """That many spans on five lanes, at the pace of a long run."""
+    spans = []
+    lanes = (
+        ("read", "read"),
+        ("upload", "h2d"),
+        ("multiply", "compute"),
+        ("download", "d2h"),
+        ("write", "write"),
+    )
+    for n in range(count):
+        kind, lane = lanes[n % 5]
+        start = n // 5 * 1_000_000 + n % 5 * 150_000
+        spans.append(
+            Span(
+                n,
+                kind,
+                "AB"[n % 2],
+                lane,
+                lane,
+                0,
+                (n // 5000, 0),
+                n % 5000,
+                start,
+                start + 900_000,
+                1 << 23,
+                1000,
+            )
+        )
+    return Timeline(tuple(spans), spans[-1].end)
+
+
+def complaints(shown: Page) -> list[object]:
+    """What the browser has complained of or loaded since it was last asked."""
+    kinds = ("Runtime.exceptionThrown", "Log.entryAdded", "Runtime.consoleAPICalled")
+    found: list[object] = [e for e in shown.events if e.get("method") in kinds]
+    asked = [
+        e["params"]["request"]["url"] for e in shown.events if e.get("method") == "Network.requestWillBeSent"
+    ]
+    shown.events.clear()
+    return found + [url for url in asked if not url.startswith("file:")]
+
+
+def view(shown: Page) -> tuple[float, float]:
+    start, end = shown.js("[view.from, view.to]")
+    return start, end
+
+
+def place(shown: Page, x: float = 0.5, lane: str = "compute") -> tuple[float, float]:
+    """A point of the window on a lane of the first chart, at a share of the time shown."""
+    left, top = shown.js(
+        "(() => { const g = gantts[0]; g.canvas.scrollIntoView({block: 'center'}); const r = g.canvas.getBoundingClientRect();"
+        f"return [r.left + GUTTER + {x} * (g.width - GUTTER), r.top + g.tops[g.run.lanes.indexOf('{lane}')] + 5]; }})()"
+    )
+    return left, top
+
+
+@pytest.mark.parametrize("name", ["one", "two"])
+@pytest.mark.parametrize("width", [1440, 1024, 700])
+def test_nothing_overlaps_or_overflows(shown: Page, one: Path, name: str, width: int) -> None:
+    for theme in ("light", "dark"):
+        shown.open(one.with_name(f"{name}.html"), width=width, theme=theme)
+        assert shown.js(FAULTS) == []
+        assert complaints(shown) == []
+
+
+def test_hovering_says_what_a_span_was(shown: Page, one: Path) -> None:
+    shown.open(one)
+    span = shown.js("(() => { const g = gantts[0]; const i = g.rows[g.run.lanes.indexOf('h2d')][0][3];"
+        "view.show(g.start[i] - 2e6, g.end[i] + 2e6); return [g.start[i], g.end[i], g.run.sizes[g.run.spans.size[i]][0],"
+        "g.run.tiles[g.run.spans.tile[i]].join(', '), g.run.spans.step[i]]; })()")  # fmt: skip
+    start, end, size, tile, step = span
+    shown.painted()
+    assert shown.js("document.getElementById('tip').hidden")
+    left, right = view(shown)
+    shown.mouse("mouseMoved", *place(shown, ((start + end) / 2 - left) / (right - left), "h2d"))
+    shown.painted()
+    lines = shown.js(
+        "[...document.querySelectorAll('#tip > *')].map((e) => e.innerText.replace(/\\s+/g, ' '))"
+    )
+    assert lines[0].startswith("Upload ")
+    said = dict(line.split(" ", 1) for line in lines[1:])
+    assert said["tile"] == tile
+    assert said["step"] == str(step)
+    assert said["bytes"] == shown.js(f"formatSize({size})")
+    assert said["rate"] == f"{size / (end - start):.3g} GB/s"
+    assert "ended" in said["after"]
+    inside = shown.js("(() => { const r = document.getElementById('tip').getBoundingClientRect();"
+        "return r.left >= 0 && r.top >= 0 && r.right <= innerWidth && r.bottom <= innerHeight; })()")  # fmt: skip
+    assert inside
+    shown.mouse("mouseMoved", 5, 5)
+    assert shown.js("document.getElementById('tip').hidden")
+
+
+def test_zooming_keeps_the_time_under_the_pointer(shown: Page, one: Path) -> None:
+    shown.open(one)
+    whole = view(shown)
+    x, y = place(shown, 0.25)
+    at = whole[1] * 0.25
+    for _ in range(3):
+        shown.mouse("mouseWheel", x, y, deltaX=0, deltaY=-300, modifiers=2)
+    zoomed = view(shown)
+    assert zoomed[1] - zoomed[0] < (whole[1] - whole[0]) / 10
+    assert (at - zoomed[0]) / (zoomed[1] - zoomed[0]) == pytest.approx(0.25, abs=0.01)
+    length = zoomed[1] - zoomed[0]
+    shown.drag(place(shown, 0.75), place(shown, 0.25))
+    panned = view(shown)
+    assert panned[0] - zoomed[0] == pytest.approx(length / 2, rel=0.02)
+    assert panned[1] - panned[0] == pytest.approx(length)
+    for key, text in (("ArrowRight", ""), ("+", "+"), ("-", "-"), ("0", "0")):
+        before = view(shown)
+        shown.js("gantts[0].canvas.focus()")
+        shown.call("Input.dispatchKeyEvent", type="keyDown", key=key, text=text)
+        assert view(shown) != before, key
+    assert view(shown) == whole
+
+
+def test_a_plain_wheel_scrolls_the_page(shown: Page, one: Path) -> None:
+    shown.open(one, height=500)
+    x, y = place(shown)
+    before, whole = shown.js("scrollY"), view(shown)
+    shown.mouse("mouseWheel", x, y, deltaX=0, deltaY=200)
+    for _ in range(30):
+        shown.painted()
+    assert shown.js("scrollY") != before
+    assert view(shown) == whole
+
+
+def test_buttons_the_overview_and_tiles_of_c_move_the_view(shown: Page, one: Path) -> None:
+    shown.open(one)
+    whole = view(shown)
+    shown.js("document.querySelector('[data-zoom=in]').click()")
+    half = view(shown)
+    assert half[1] - half[0] == pytest.approx(whole[1] / 2)
+    assert shown.js("document.getElementById('range').textContent").count(" to ") == 1
+    x, y = shown.js(
+        "(() => { gantts[0].overview.scrollIntoView(); const r = gantts[0].overview.getBoundingClientRect(); return [r.right - 3, r.top + 8]; })()"
+    )
+    shown.click(x, y)
+    assert view(shown)[1] == whole[1]
+    shown.js("document.querySelector('[data-zoom=all]').click()")
+    assert view(shown) == whole
+    end = shown.js("(() => { const cell = document.querySelector('.grid rect'); cell.dispatchEvent(new MouseEvent('click',"
+        "{bubbles: true})); return Number(cell.dataset.end); })()")  # fmt: skip
+    assert view(shown)[1] == end
+    assert view(shown) != whole
+
+
+def test_the_theme_follows_the_reader_and_can_be_switched(shown: Page, one: Path) -> None:
+    ground = "getComputedStyle(document.body).backgroundColor"
+    ink = "(() => { const g = gantts[0]; return [...g.canvas.getContext('2d').getImageData(g.canvas.width - 3, 40, 1, 1).data].join(); })()"
+    shown.open(one, theme="light")
+    light = shown.js(ground), shown.js(ink)
+    shown.js("document.getElementById('theme').click()")
+    dark = shown.js(ground), shown.js(ink)
+    assert light[0] != dark[0]
+    assert light[1] != dark[1]
+    assert shown.js("document.getElementById('theme').textContent") == "Light"
+    shown.open(one, theme="dark")
+    assert (shown.js(ground), shown.js(ink)) == dark
+    shown.prefer("light")
+    shown.painted()
+    assert shown.js(ground) == light[0]
+
+
+def test_it_is_printed_on_white_and_stays_as_it_was(shown: Page, one: Path) -> None:
+    shown.open(one, theme="dark")
+    shown.js(
+        "addEventListener('beforeprint', () => { window.printed = document.documentElement.dataset.theme; })"
+    )
+    printed = shown.pdf()
+    assert printed.startswith(b"%PDF")
+    assert shown.js("window.printed") == "light"
+    assert shown.js("document.documentElement.dataset.theme") == "dark"
+    shown.call("Emulation.setEmulatedMedia", media="print")
+    assert shown.js("getComputedStyle(document.querySelector('.tools')).display") == "none"
+
+
+def test_two_runs_are_looked_at_through_one_window(shown: Page, one: Path) -> None:
+    shown.open(one.with_name("two.html"))
+    assert shown.js("gantts.length") == 2
+    shown.js("view.zoom(3)")
+    shown.painted()
+    assert shown.js("gantts.every((g) => g.view === view && g.x(view.from) === GUTTER)")
+
+
+def test_a_hundred_thousand_spans_are_drawn_in_bounded_work(shown: Page, folder: Path) -> None:
+    """What is drawn is bounded by the width of the chart, and time grows no faster than the spans do."""
+    medians = {}
+    shown.events.clear()
+    for count in (10_000, 100_000):
+        path = folder / f"{count}.html"
+        path.write_text(page([("run.jsonl", made(count))]))
+        shown.open(path)
+        first = shown.js("performance.getEntriesByType('navigation')[0].loadEventEnd")
+        longest, median = shown.js("""(() => {
+          const times = [];
+          for (let i = 0; i < 25; i += 1) {
+            view.zoom(i % 2 ? 0.9 : 1.1);
+            const start = performance.now();
+            gantts[0].paint();
+            times.push(performance.now() - start);
+          }
+          times.sort((a, b) => a - b);
+          return [times.at(-1), times[12]];
+        })()""")
+        medians[count] = median
+        print(
+            f"{count} spans: drawn after {first:.0f} ms, a frame {median:.1f} ms, the longest {longest:.1f} ms"
+        )
+        drawn = shown.js("""(() => {
+          let calls = 0;
+          const fill = CanvasRenderingContext2D.prototype.fillRect;
+          CanvasRenderingContext2D.prototype.fillRect = function (...box) { calls += 1; fill.apply(this, box); };
+          view.all();
+          gantts[0].paint();
+          CanvasRenderingContext2D.prototype.fillRect = fill;
+          return calls / gantts[0].width;
+        })()""")
+        # Five lanes, some rows each, and a cause of waiting a column; not 100,000 spans.
+        assert drawn < 5 * 2 + 5
+    assert medians[100_000] < 40 * max(medians[10_000], 0.5)
+    assert complaints(shown) == []

@@ -1,0 +1,82 @@
+"""Timelines of runs that never were: a plan's schedule on a virtual clock, every operation taking its modelled time."""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+from oocgemm.plan import (
+    Budgets,
+    GemmProblem,
+    Layout,
+    Layouts,
+    MachineModel,
+    Plan,
+    TileShape,
+    default_model,
+    make_plan,
+)
+from oocgemm.plan.hazards import HazardTracker
+from oocgemm.plan.simulate import duration
+from oocgemm.timeline import Span, Timeline
+
+GIB = 1 << 30
+CHUNKS = Layouts(Layout((512, 512)), Layout((512, 512)), Layout(write_chunk=(512, 512)))
+
+
+def machine(**rates: float) -> MachineModel:
+    """A GPU that has been calibrated, beside fast storage, with some rates of its own."""
+    rates = {"write": 20e9} | rates
+    model = replace(default_model("cuda", 16), calibrated=True, storage_calibrated=True, name="a virtual GPU")
+    return replace(model, **rates)  # type: ignore[arg-type]
+
+
+def virtual_plan(
+    size: tuple[int, int, int],
+    budgets: Budgets,
+    model: MachineModel,
+    tile: TileShape | None = None,
+    layouts: Layouts = CHUNKS,
+) -> Plan:
+    m, n, k = size
+    names = "float64", "float64", "float64", "float64"
+    return make_plan(GemmProblem(m, n, k, *names), budgets, model, layouts, tile)
+
+
+def run_of(plan: Plan, believed: MachineModel | None = None, jitter: float = 0.0) -> Timeline:
+    """What a plan takes on its machine, or one that the plan was made for while believing in another: the header says so."""
+    real, start_up = plan.machine, 5_000_000
+    tracker: HazardTracker[list[int]] = HazardTracker()
+    free: dict[str, int] = {}
+    spans = []
+    chance = random.Random(0)
+    for number, operation in enumerate(plan.schedule()):
+        done = [0, number]
+        waits = tracker.admit(operation, done)
+        start = max([start_up, free.get(operation.stream, 0), *(wait[0] for wait in waits)])
+        seconds = duration(operation, plan.problem, real, plan.layouts) * (1 + jitter * chance.random())
+        done[0] = free[operation.stream] = start + max(1, round(seconds * 1e9))
+        spans.append(Span.of(number, operation, start, done[0], (wait[1] for wait in waits)))
+    header = header_of(replace(plan, machine=believed or real))
+    return Timeline(tuple(spans), max(span.end for span in spans), header)
+
+
+def header_of(plan: Plan) -> dict[str, Any]:
+    """What the API writes before a run's spans."""
+    model = plan.machine
+    kernel = model.kernels[plan.problem.a_dtype].peak
+    return {
+        "started": 1_790_000_000.0,
+        "plan": plan.to_dict(),
+        "backend": {"name": "cuda", "kernel": "auto", "device": "virtual GPU", "memory": "140 GiB"},
+        "operands": {x: {"store": "zarr v3", "path": f"file:///data/{x}.zarr"} for x in "ABC"},
+        "held": {"device": plan.footprint.device_total, "host": plan.footprint.host_total},
+        "rates": {
+            "kernel": kernel,
+            "h2d": model.h2d,
+            "d2h": model.d2h,
+            "read": model.read,
+            "write": model.write,
+        },
+        "machine": {"processor": "none", "platform": "paper", "memory": 128 * GIB},
+        "versions": {"oocgemm": "0"},
+    }
