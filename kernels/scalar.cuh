@@ -2,13 +2,17 @@
 //
 // A kernel is compiled once a dtype with two macros:
 //
-//   OOC_STORED       half_t | float | double | complex_t<float> | complex_t<double>
-//   OOC_ACCUMULATED  float  | double | complex_t<float> | complex_t<double>      (half_t accumulates in float)
+//   OOC_STORED       half_t | bfloat_t | float | double | complex_t<float> | complex_t<double> | signed char
+//   OOC_ACCUMULATED  float             | float | double | complex_t<float> | complex_t<double> | int
 //
 // No CUDA header is needed, so that NVRTC alone compiles everything here.
 #pragma once
 
 struct half_t {
+    unsigned short bits;
+};
+
+struct bfloat_t {
     unsigned short bits;
 };
 
@@ -22,10 +26,15 @@ __device__ inline float widen(half_t x) {
     asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
     return y;
 }
+__device__ inline float widen(bfloat_t x) { return __uint_as_float(static_cast<unsigned>(x.bits) << 16); }
 template <typename T>
 __device__ inline T widen(T x) { return x; }
 
 __device__ inline void narrow(float x, half_t& y) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x)); }
+__device__ inline void narrow(float x, bfloat_t& y) {  // to the nearest, ties to even; NaN stays NaN
+    const unsigned bits = __float_as_uint(x);
+    y.bits = static_cast<unsigned short>(x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fff);
+}
 template <typename T>
 __device__ inline void narrow(T x, T& y) { y = x; }
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from oocgemm import backends, job, stores, system, target
 from oocgemm.backends import Backend, Session
+from oocgemm.backends.ladder import check_plan
 from oocgemm.backends.memory import available_memory
 from oocgemm.checks import Checks
 from oocgemm.errors import ExecutionError, InputError, OutOfMemoryError
@@ -67,6 +68,8 @@ def gemm(
     backend: str = "auto",
     device: int = 0,
     kernel: str = "auto",
+    compute: str = "native",
+    out_dtype: Any = None,
     device_memory: Size | None = None,
     host_memory: Size | None = None,
     tile: TileShape | str | None = None,
@@ -81,15 +84,21 @@ def gemm(
     """``C = alpha op(A) @ op(B) + beta C``, streamed through bounded memory.
 
     Args:
-        a, b: two-dimensional operands of one dtype (float16, float32, float64, complex64 or complex128): zarr
-            arrays, ndarrays, memory maps, or paths of zarr arrays or .npy files. op(A) is m x k, op(B) k x n.
+        a, b: two-dimensional operands of one dtype (float16, float32, float64, complex64 or complex128, in memory
+            also ml_dtypes' bfloat16): zarr arrays, ndarrays, memory maps, or paths of zarr arrays or .npy files.
+            op(A) is m x k, op(B) k x n.
         c: where C goes, and with beta != 0 where it comes from: an m x n array, or a path. A path with nothing
             there is created (zarr, or .npy by that ending). None for a new ndarray.
         alpha, beta: scalars; beta = 0 never reads C, alpha = 0 never reads A and B. Real for real dtypes.
         trans_a, trans_b: "N" (or False), "T" (or True), "C" for the conjugate transpose; done on the fly.
         backend: "cuda", "host", or "auto": cuda where a device answers.
         device: number of the CUDA device.
-        kernel: "cublas" or "tiled" on cuda, "blas" on host, "auto" for the fastest.
+        kernel: "cublas" or a rung of `oocgemm.backends.ladder` on cuda, "blas" on host; "auto" for the fastest that
+            `oocgemm tune` has measured, cuBLAS where it has measured nothing.
+        compute: "native", or for float32 operands "tf32" or "bf16": on cuda they may be rounded to 11 or 8 bits before
+            they are multiplied, which is faster and less exact; sums stay float32.
+        out_dtype: C's dtype: the operands', as by default, or the one that their product is accumulated in, which is
+            float32 for float16 and bfloat16.
         device_memory: hard bound on device memory, in bytes or as "2GiB"; 90% of what is free by default.
             On the host backend this is memory too: it holds the five buffers.
         host_memory: hard bound on host memory for staging; half of what is available by default.
@@ -123,9 +132,7 @@ def gemm(
     origin = perf_counter_ns()
     started = time()
     engine = backends.open_backend(backend, device)
-    if kernel not in backends.KERNELS[engine.name]:
-        names = ", ".join(backends.KERNELS[engine.name])
-        raise InputError(f"the {engine.name} backend has no kernel {kernel!r}: choose one of {names}")
+    backends.check_kernel(engine.name, kernel)
     known = backends.identity(engine)
 
     def prepare() -> job.Job:
@@ -134,9 +141,15 @@ def gemm(
             *(a, b, c, alpha, beta, trans_a, trans_b, engine.name, known, budgets, tile, chunks, compressor),
             overwrite=overwrite,
             resume=resume,
-            arithmetic={"backend": engine.name, "kernel": kernel},
+            arithmetic=lambda problem: {
+                "backend": engine.name,
+                "kernel": engine.arithmetic(problem, kernel),
+            },
             checked=verify,
+            compute=compute,
+            out_dtype=out_dtype,
         )
+        engine.check(work.plan, kernel)
         if timeline is not None:
             job.check_log_apart(os.fsdecode(timeline), work, c)
         return work
@@ -150,7 +163,8 @@ def gemm(
         {
             "started": started,
             "plan": plan.to_dict(),
-            "backend": {"name": engine.name, "kernel": kernel} | engine.describe(),
+            "backend": {"name": engine.name, "kernel": kernel, "multiplied by": done.multiplied_by}
+            | engine.describe(),
             "operands": {"A": work.a.describe(), "B": work.b.describe(), "C": done.matrix.describe()},
             "held": done.held,
             "retried": done.retried,
@@ -172,8 +186,8 @@ def gemm(
 
 @dataclass(frozen=True)
 class _Done:
-    """What a run has come to: C, the spans of its operations, its time in nanoseconds, bytes held on each tier, and what
-    each read that was tried again had failed of."""
+    """What a run has come to: C, the spans of its operations, its time in nanoseconds, bytes held on each tier, what
+    each read that was tried again had failed of, what came of checks, and which kernels multiplied."""
 
     matrix: stores.Matrix
     spans: list[Span]
@@ -181,6 +195,7 @@ class _Done:
     held: dict[str, int]
     retried: list[str]
     checks: dict[str, Any] | None
+    multiplied_by: list[str]
 
 
 def _execute(
@@ -196,7 +211,7 @@ def _execute(
     output = staging = run = checks = again = None
     failed: BaseException | None = None
     spans: list[Span] = []
-    held, retried = {"device": 0, "host": 0}, []
+    held, retried, kernels = {"device": 0, "host": 0}, [], []
     try:
         output = target.open_target(work, c)
         if session is not None:
@@ -214,9 +229,10 @@ def _execute(
                 spans += repair.spans
                 again.complain()
             held = {"device": session.device_bytes(), "host": staging.arena.nbytes}
+            kernels = session.multiplied_by()
         output.seal()
         found = checks.figures(again) if checks is not None else None
-        return _Done(output.matrix, spans, perf_counter_ns() - origin, held, retried, found)
+        return _Done(output.matrix, spans, perf_counter_ns() - origin, held, retried, found, kernels)
     except OSError as error:
         failed = ExecutionError(f"C cannot be brought to the disk: {error}")
         raise failed from error
@@ -275,6 +291,9 @@ def plan(
     trans_a: Transpose = Op.N,
     trans_b: Transpose = Op.N,
     backend: str = "auto",
+    kernel: str = "auto",
+    compute: str = "native",
+    out_dtype: Any = None,
     device_memory: Size | None = None,
     host_memory: Size | None = None,
     tile: TileShape | str | None = None,
@@ -287,6 +306,7 @@ def plan(
     Since no device is asked how much of its memory is free, the cuda backend needs `device_memory` here.
     """
     name = backends.resolve(backend)
+    backends.check_kernel(name, kernel)
     a, b, c = (stores.located(*operand) for operand in (("A", a), ("B", b), ("C", c)))
 
     def free() -> int:
@@ -299,9 +319,15 @@ def plan(
     budgets = job.budgets(name, device_memory, host_memory, free)
     # Which GPU it will be is not known: the one last calibrated is meant.
     known = backends.identity(backends.open_backend(name)) if name == "host" else None
-    return job.prepare(
+    planned = job.prepare(
         *(a, b, c, alpha, beta, trans_a, trans_b, name, known, budgets, tile, chunks, compressor),
         overwrite=overwrite,
         resume=None,
-        arithmetic={},
+        compute=compute,
+        out_dtype=out_dtype,
     ).plan
+    if name == "cuda":
+        check_plan(kernel, planned)
+    else:
+        backends.open_backend(name).check(planned, kernel)
+    return planned

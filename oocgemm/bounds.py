@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from oocgemm.backends.base import Array, numpy_dtype
+from oocgemm.backends.base import Array, limits_of, numpy_dtype
 from oocgemm.plan import GemmProblem
 
 # Squares between these lose nothing to underflow and overflow that matters.
@@ -16,6 +16,8 @@ SMALLEST, LARGEST = 1e-270, 1e290
 DOUBLE = 2.0**-53
 ONE_THREAD = 1 << 18  # multiplications that OpenBLAS does in one thread
 T = 8
+# What one operand may be off by, relatively, when it is rounded, or cut off, to a reduced precision.
+OPERANDS = {"native": 0.0, "tf32": 2.0**-10, "bf16": 2.0**-7}
 
 
 def gamma(n: float, u: float) -> float:
@@ -53,10 +55,12 @@ class Rounding:
 
     def __init__(self, problem: GemmProblem, chain: int, own: int) -> None:
         accumulator = numpy_dtype(problem.acc_dtype)
-        limits, stored = np.finfo(accumulator), np.finfo(numpy_dtype(problem.c_dtype))
+        limits, stored = np.finfo(accumulator), limits_of(problem.c_dtype)
         # Products of complex numbers are four, added up.
         factor = 4 if accumulator.kind == "c" else 1
-        self._relative = sum_error(factor * (chain + 8), float(limits.eps) / 2)
+        self._relative = (
+            sum_error(factor * (chain + 8), float(limits.eps) / 2) + 2 * OPERANDS[problem.compute]
+        )
         self._own = sum_error(factor * (own + 8), DOUBLE)
         self._stored = float(stored.eps) / 2 if problem.finishes else 0.0
         with np.errstate(all="ignore"):

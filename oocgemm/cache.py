@@ -77,21 +77,26 @@ def save(calibration: Calibration) -> Path:
         kept = {system: rates for system, rates in old.stores.items() if system not in calibration.stores}
         calibration = replace(calibration, stores=kept | dict(calibration.stores))
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-            try:
-                json.dump(calibration.to_dict(), file, indent=1)
-                file.close()
-                os.replace(file.name, path)  # so that who reads it finds a whole one
-            except BaseException:
-                os.unlink(file.name)
-                raise
+        write_whole(path, json.dumps(calibration.to_dict(), indent=1).encode())
     except OSError as error:
         raise InputError(
             f"the calibration cannot be kept at {path}: {error.strerror}; set OOCGEMM_CACHE to a folder that can be "
             "written to"
         ) from error
     return path
+
+
+def write_whole(path: Path, contents: bytes) -> None:
+    """Write a file, its folders too, so that who reads it finds all of it or none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("wb", dir=path.parent, delete=False) as file:
+        try:
+            file.write(contents)
+            file.close()
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
 
 
 def load(backend: str, device: str | None) -> tuple[Calibration | None, str]:

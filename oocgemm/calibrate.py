@@ -20,11 +20,10 @@ import numpy as np
 
 from oocgemm import backends, cache, stores
 from oocgemm.backends import Backend
-from oocgemm.backends.base import Array
+from oocgemm.backends.base import Array, known_dtypes, numpy_dtype
 from oocgemm.backends.memory import allocate, available_memory
 from oocgemm.errors import BackendError, InputError
 from oocgemm.plan import (
-    DTYPES,
     Calibration,
     KernelRate,
     Kind,
@@ -129,11 +128,11 @@ def _kernels(
     """Rates of the multiplication by dtype: as fitted, and in flop/s by panel depth."""
     numbers = _numbers((64, 1024)).reshape(-1)
     fitted, samples = {}, {}
-    for dtype in DTYPES:
+    for dtype in known_dtypes():
         rates: dict[int, float] = {}
         with Workbench(engine, machine, dtype, _fitting(engine, machine, dtype, sizes)) as bench:
             for operand in "AB":
-                bench.fill(operand, numbers.astype(dtype))
+                bench.fill(operand, numbers.astype(numpy_dtype(dtype)))
             bench.intervals(bench.multiply(sizes.depths[0], first=True))  # whatever C held is gone
             for depth in sizes.depths:
                 operation = bench.multiply(depth)

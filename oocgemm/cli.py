@@ -1,4 +1,4 @@
-"""The command line: run, plan, verify, report, calibrate, info."""
+"""The command line: run, plan, verify, report, calibrate, bench, tune, info."""
 
 import json
 import os
@@ -6,25 +6,30 @@ import re
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import click
 
-from oocgemm import __version__, api, backends, cache, exports, resume, stores, system
+from oocgemm import __version__, api, backends, bench, cache, exports, resume, stores, system
+from oocgemm.backends import ladder, tuning
 from oocgemm.calibrate import calibrate as measure
 from oocgemm.display import (
     doing,
+    print_bench,
     print_calibration,
     print_comparison,
     print_info,
     print_plan,
     print_report,
+    print_tuning,
     print_verification,
     progress_display,
 )
 from oocgemm.errors import BackendError, BudgetError, ExecutionError, InputError, OocGemmError
 from oocgemm.interrupts import Interrupted, stopping
+from oocgemm.plan import COMPUTES, DTYPES
 from oocgemm.timeline import read_log, report
 from oocgemm.verify import verify as check_product
 
@@ -58,6 +63,16 @@ class _Chunks(click.ParamType[tuple[int, int]]):
         return int(parts[0]), int(parts[1])
 
 
+class _Size(click.ParamType[tuple[int, int, int]]):
+    name = "MxNxK"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, int, int]:
+        parts = str(value).lower().split("x")
+        if len(parts) != 3 or not all(p.isdecimal() and int(p) for p in parts):
+            self.fail(f"{value!r} is not a product: write MxNxK, such as 4096x4096x1024", param, ctx)
+        return int(parts[0]), int(parts[1]), int(parts[2])
+
+
 _PRODUCT = (
     click.option("--alpha", type=_Scalar(), default=1.0, help="Factor of op(A) op(B).  [default: 1]"),
     click.option("--beta", type=_Scalar(), default=0.0, help="Factor of the old C.  [default: 0]"),
@@ -65,6 +80,13 @@ _PRODUCT = (
     click.option("--transpose-b", is_flag=True, help="Multiply by the transpose of B."),
     click.option("--adjoint-a", is_flag=True, help="Multiply by the conjugate transpose of A."),
     click.option("--adjoint-b", is_flag=True, help="Multiply by the conjugate transpose of B."),
+    click.option(
+        "--compute",
+        type=click.Choice(list(COMPUTES)),
+        default="native",
+        show_default=True,
+        help="What float32 operands may be rounded to on cuda: faster, and less exact.",
+    ),
 )
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 _PROBLEM = (
@@ -75,6 +97,18 @@ _PROBLEM = (
         default="auto",
         show_default=True,
         help="Where to multiply; auto is cuda where a device answers.",
+    ),
+    click.option(
+        "--kernel",
+        type=click.Choice(list(dict.fromkeys(k for kernels in backends.KERNELS.values() for k in kernels))),
+        default="auto",
+        show_default=True,
+        help="What multiplies: blas on the host; on cuda cublas or a rung of our ladder, auto for the fastest measured.",
+    ),
+    click.option(
+        "--out-dtype",
+        metavar="DTYPE",
+        help="Wider dtype of C, float32 for float16.  [default: the operands']",
     ),
     click.option("--device-memory", metavar="SIZE", help="Bound on device memory, such as 2GiB."),
     click.option("--host-memory", metavar="SIZE", help="Bound on host memory for staging, such as 8GiB."),
@@ -109,13 +143,6 @@ def cli(debug: bool) -> None:
 @click.argument("c")
 @_options(*_PROBLEM)
 @click.option("--device", type=click.IntRange(min=0), default=0, show_default=True, help="CUDA device.")
-@click.option(
-    "--kernel",
-    type=click.Choice(sorted({k for kernels in backends.KERNELS.values() for k in kernels})),
-    default="auto",
-    show_default=True,
-    help="What multiplies: cublas or tiled (cuda), blas (host).",
-)
 @click.option("--timeline", type=click.Path(dir_okay=False), help="Log every operation to this file.")
 @click.option(
     "--verify", is_flag=True, help="Check every tile against checksums of its panels, and redo what differs."
@@ -264,6 +291,80 @@ def calibrate(backend: str, device: int, path: str | None, as_json: bool) -> Non
         _print_json(found.to_dict() | {"kept": str(kept)})
     else:
         print_calibration(found, str(kept))
+
+
+@cli.group(name="bench")
+def bench_group() -> None:
+    """Measure parts of oocgemm by themselves."""
+
+
+_DEVICE = click.option(
+    "--device", type=click.IntRange(min=0), default=0, show_default=True, help="CUDA device."
+)
+_DTYPES = click.option(
+    "--dtype", "dtypes", multiple=True, type=click.Choice(list(DTYPES)), help="May be repeated."
+)
+
+
+@bench_group.command(name="kernels")
+@_options(_DEVICE, _DTYPES)
+@click.option(
+    "--compute", type=click.Choice(list(COMPUTES)), default="native", show_default=True, help="Precision."
+)
+@click.option(
+    "--kernel", "kernels", multiple=True, type=click.Choice(ladder.names()), help="May be repeated."
+)
+@click.option(
+    "--size", "shapes", multiple=True, type=_Size(), help="Product MxNxK, may be repeated.  [default: many]"
+)
+@click.option(
+    "--seconds", type=click.FloatRange(min=0), default=0.05, show_default=True, help="For each measurement."
+)
+@click.option(
+    "--limit",
+    type=click.FloatRange(min=0),
+    default=1.0,
+    show_default=True,
+    help="Seconds that one product may take.",
+)
+@click.option("--svg", type=click.Path(dir_okay=False), help="Draw square products to this file.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, with all variants.")
+def bench_kernels(as_json: bool, svg: str | None, **options: Any) -> None:
+    """Time our kernels beside cuBLAS, which takes turns with them.
+
+    Square products from 8 to 16384, odd and thin ones and the engine's updates of a 12288 x 12288 tile, on random
+    numbers; the median of several samples.
+    """
+    given = {name: value for name, value in options.items() if value != ()}
+    with doing(sys.stderr.isatty() and not as_json) as say:
+        result = bench.bench_kernels(**given, say=say)
+    if svg is not None:
+        try:
+            Path(svg).write_text(bench.chart(result), encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"the picture cannot be written to {svg}: {error.strerror}") from error
+    if as_json:
+        _print_json(result)
+    else:
+        print_bench(result, bench.best_rows(result))
+
+
+@cli.command()
+@_options(_DEVICE, _DTYPES)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def tune(device: int, dtypes: tuple[str, ...], as_json: bool) -> None:
+    """Find the fastest of our kernels and parameters on this GPU, for --kernel auto and the rungs named.
+
+    For each dtype, on a large square product, on an update as the engine makes it, and on a thin one. What is found is
+    kept in the user's cache directory, or in $OOCGEMM_CACHE. Nothing else should run meanwhile.
+    """
+    with doing(sys.stderr.isatty() and not as_json) as say:
+        found = bench.tune(device=device, dtypes=dtypes, say=say)
+    kept = str(tuning.save(found))
+    if as_json:
+        _print_json(asdict(found) | {"kept": kept})
+    else:
+        print_tuning(found, kept)
 
 
 @cli.command()

@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from oocgemm.backends.tuning import Tuning
 from oocgemm.plan import Calibration, Plan
 from oocgemm.timeline import Report, Span, Timeline, diagnosis_lines, gantt
 from oocgemm.units import format_size, format_time
@@ -20,9 +21,9 @@ LINKS = ("read", "h2d", "d2h", "write")
 GANTT_WIDTH = 72
 
 
-def _console() -> Console:
+def _console(width: int = 110) -> Console:
     # Piped output is not cut to a terminal's width.
-    return Console(width=None if sys.stdout.isatty() else 110, highlight=False)
+    return Console(width=None if sys.stdout.isatty() else width, highlight=False)
 
 
 def _table(*columns: str) -> Table:
@@ -42,7 +43,10 @@ def print_plan(plan: Plan, explain: bool = False) -> None:
         f"[bold]C[/] {problem.m} x {problem.n}  =  {_scalar(problem.alpha)}op(A) {problem.m} x {problem.k}  @  "
         f"op(B) {problem.k} x {problem.n}"
         + (f"  +  {_scalar(problem.beta)}C" if problem.reads_c else "")
-        + f"   {problem.a_dtype}, {problem.flops:.3g} flops"
+        + f"   {problem.a_dtype}"
+        + ("" if problem.c_dtype == problem.a_dtype else f" into {problem.c_dtype}")
+        + ("" if problem.compute == "native" else f" by {problem.compute}")
+        + f", {problem.flops:.3g} flops"
     )
     out.print(
         f"[bold]tile[/] {tile.w} x {tile.h}, panels {tile.r} deep: {down} x {across} tiles, "
@@ -342,3 +346,53 @@ def _percent(share: float | None) -> str:
 
 def _scalar(value: complex) -> str:
     return "" if value == 1 else f"{value:g} "
+
+
+def print_bench(result: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Rungs beside cuBLAS: a table for each dtype, of the fastest variant of each rung."""
+    out = _console(132)
+    out.print(f"[bold]{escape(result['device'])}[/], clock at most {result['max clock'] or '-'} MHz")
+    columns = "GFLOP/s", "of peak", "of cuBLAS", "flop/byte", "loads", "stores", "conflicts", "occupancy"
+    variants: dict[str, set[tuple[int, ...]]] = {}
+    for row in result["rows"]:
+        variants.setdefault(row["kernel"], set()).add(tuple(row["params"].values()))
+    for dtype in dict.fromkeys(row["dtype"] for row in rows):
+        table = _table(f"\n{dtype}", "kernel", *columns)
+        for column in table.columns[:2]:
+            column.no_wrap, column.justify = True, "left"
+        last = None
+        for row in (row for row in rows if row["dtype"] == dtype):
+            shape = "x".join(map(str, row["shape"])) + (" beta 1" if row["beta"] else "")
+            variant = (
+                " " + ",".join(map(str, row["params"].values())) if len(variants[row["kernel"]]) > 1 else ""
+            )
+            numbers = (
+                row.get(x)
+                for x in ("intensity", "load sectors", "store sectors", "bank conflicts", "occupancy")
+            )
+            table.add_row(
+                "" if shape == last else shape,
+                row["kernel"] + variant,
+                f"{row['flops'] / 1e9:.4g}",
+                *("" if share is None else f"{share:.3f}" for share in (row["of peak"], row["of cublas"])),
+                *("" if number is None else f"{number:.3g}" for number in numbers),
+            )
+            last = shape
+        out.print(table)
+    out.print(
+        "\nflop/byte, loads and stores (sectors of 32 bytes) and bank conflicts are counted on paper, before caches; "
+        "small products measure the launch"
+    )
+
+
+def print_tuning(tuning: Tuning, path: str) -> None:
+    """Rates of the rungs by dtype and class of shapes, the fastest first."""
+    out = _console()
+    table = _table("dtype", "class", "kernel", "TFLOP/s", "parameters")
+    for dtype, classes in tuning.rungs.items():
+        for name, found in classes.items():
+            for rung, best in sorted(found.items(), key=lambda item: -item[1].rate):
+                params = " ".join(f"{key}={value}" for key, value in best.params.items())
+                table.add_row(dtype, name, rung, f"{best.rate / 1e12:.4g}", params)
+    out.print(table)
+    out.print(f"\nkept in {path}")

@@ -12,7 +12,19 @@ from oocgemm import cache, stores, system
 from oocgemm.backends.base import numpy_dtype
 from oocgemm.backends.memory import available_memory
 from oocgemm.errors import InputError, OutOfMemoryError
-from oocgemm.plan import DTYPES, Budgets, GemmProblem, Layouts, Op, Plan, TileShape, continued, make_plan
+from oocgemm.plan import (
+    COMPUTES,
+    DTYPES,
+    Budgets,
+    DType,
+    GemmProblem,
+    Layouts,
+    Op,
+    Plan,
+    TileShape,
+    continued,
+    make_plan,
+)
 from oocgemm.resume import Earlier, check_same, check_whole, identify, look
 from oocgemm.stores import Matrix, Output
 from oocgemm.units import format_size, parse_size
@@ -52,22 +64,29 @@ def prepare(
     *,
     overwrite: bool,
     resume: bool | None,
-    arithmetic: dict[str, str],
+    arithmetic: Callable[[GemmProblem], dict[str, str]] = lambda problem: {},
     checked: bool = False,
+    compute: str = "native",
+    out_dtype: Any = None,
 ) -> Job:
     """Open and check everything, and plan. Writes nothing. `resume` is None if nothing is to be run. `arithmetic` names
-    what multiplies, as far as bits hang on it."""
+    what multiplies such a problem, as far as bits hang on it."""
     left, right = stores.open_matrix("A", a), stores.open_matrix("B", b)
-    problem = replace(problem_of(left, right, alpha, beta, trans_a, trans_b), checked=checked)
+    problem = problem_of(left, right, alpha, beta, trans_a, trans_b, compute, out_dtype)
+    problem = replace(problem, checked=checked)
     earlier, identity = None, {}
     if resume is not None:
         check_whole(left, right)
         earlier = look(c, resume=resume, overwrite=overwrite, reads_c=problem.reads_c)
     resumed = earlier if earlier is not None and earlier.resumed else None
     existing = _existing_output(c, problem, overwrite, earlier)
+    if existing is None and c is not None and problem.c_dtype == "bfloat16":
+        raise InputError(
+            f"C at {os.fspath(c)} cannot hold bfloat16: pass out_dtype='float32' (--out-dtype float32), or an array"
+        )
     shape = _tile(tile)
     if earlier is not None:
-        identity = identify(problem, left, right, existing, arithmetic)
+        identity = identify(problem, left, right, existing, arithmetic(problem))
     if resumed is not None:
         check_same(resumed, identity, existing, shape, chunks, compressor)
         chunks, compressor = (None, None) if existing is not None else _as_begun(c, resumed)
@@ -112,6 +131,8 @@ def rates(job: Job, c: Matrix) -> dict[str, float] | None:
     machine, problem = job.plan.machine, job.plan.problem
     sources = [job.a, job.b, *([c] if problem.reads_c else [])]
     stored = [x.layout for x in (*sources, c) if not x.layout.in_memory]
+    if problem.compute != "native":
+        return None  # the kernel's rate is that of native precision
     if not machine.calibrated or (stored and not machine.storage_calibrated):
         return None
     known = {"kernel": machine.kernels[problem.a_dtype].peak}
@@ -158,7 +179,14 @@ def check_log_apart(timeline: str, job: Job, c: Any) -> None:
 
 
 def problem_of(
-    a: Matrix, b: Matrix, alpha: complex, beta: complex, trans_a: Transpose, trans_b: Transpose
+    a: Matrix,
+    b: Matrix,
+    alpha: complex,
+    beta: complex,
+    trans_a: Transpose,
+    trans_b: Transpose,
+    compute: str = "native",
+    out_dtype: Any = None,
 ) -> GemmProblem:
     """What is to be computed of two operands. Raises `InputError` if they do not go together."""
     trans_a, trans_b = _op("trans_a", trans_a), _op("trans_b", trans_b)
@@ -173,8 +201,27 @@ def problem_of(
         )
     dtype = DTYPES[a.dtype.name]
     alpha, beta = (_scalar(*s, dtype.is_complex) for s in (("alpha", alpha), ("beta", beta)))
-    names = dtype.name, dtype.name, dtype.accumulator, dtype.name
-    return GemmProblem(m, n, k, *names, alpha, beta, trans_a, trans_b)
+    names = dtype.name, dtype.name, dtype.accumulator, _out_dtype(out_dtype, dtype)
+    if dtype.name not in COMPUTES.get(compute, ()):
+        fitting = ", ".join(name for name, dtypes in COMPUTES.items() if dtype.name in dtypes)
+        raise InputError(f"{dtype.name} operands cannot be computed in {compute!r}: choose among {fitting}")
+    return GemmProblem(m, n, k, *names, alpha, beta, trans_a, trans_b, compute)
+
+
+def _out_dtype(given: Any, operands: DType) -> str:
+    """C's dtype by name."""
+    if given is None:
+        return operands.name
+    try:
+        name = str(np.dtype(given).name)
+    except TypeError:
+        name = str(given)
+    possible = dict.fromkeys((operands.name, operands.accumulator))
+    if name not in possible:
+        raise InputError(
+            f"C cannot be of dtype {name} where the operands are of {operands.name}: choose among {', '.join(possible)}"
+        )
+    return name
 
 
 def _scalar(name: str, value: complex, allow_complex: bool) -> complex:

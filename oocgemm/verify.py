@@ -2,7 +2,7 @@
 
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import isfinite
 from time import perf_counter
 from typing import Any
@@ -73,6 +73,7 @@ def verify(
     c_before: Any = None,
     trans_a: Transpose = Op.N,
     trans_b: Transpose = Op.N,
+    compute: str = "native",
     host_memory: Size | None = None,
     seed: int = 0,
 ) -> Verification:
@@ -80,7 +81,7 @@ def verify(
 
     Args:
         a, b, c: as for `gemm`; c is the result, by whatever program.
-        alpha, beta, trans_a, trans_b: as for `gemm`.
+        alpha, beta, trans_a, trans_b, compute: as for `gemm`.
         c_before: what C was before; needed if beta is not 0.
         host_memory: bound on the memory taken, in bytes or as "2GiB"; half of what is available by default. With more
             of it groups have fewer columns, which lets smaller errors show.
@@ -101,7 +102,9 @@ def verify(
     left, right, result, before = matrices
     if left is None or right is None or result is None:
         raise InputError("A, B and C are all needed")
-    problem = job.problem_of(left, right, alpha, beta, trans_a, trans_b)
+    problem = job.problem_of(left, right, alpha, beta, trans_a, trans_b, compute)
+    if result.dtype == numpy_dtype(problem.acc_dtype):
+        problem = replace(problem, c_dtype=problem.acc_dtype)
     _check(problem, result, before)
     check_whole(*(x for x in matrices if x is not None))
     threads = max(1, min(THREADS, len(os.sched_getaffinity(0))))

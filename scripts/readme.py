@@ -195,6 +195,29 @@ def on_cores(cases: dict[str, Any]) -> list[str]:
     ]
 
 
+def kernels() -> str:
+    """A table of the rungs on square products of 4096, from `oocgemm bench kernels --json`, a column a dtype."""
+    result, side = load("bench_kernels.json"), [4096] * 3
+    rows = [row for row in result["rows"] if row["shape"] == side]
+    dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
+    rates: dict[tuple[str, str, str], float] = {
+        (row["kernel"], " ".join(map(str, row["params"].values())), row["dtype"]): row["flops"]
+        for row in rows
+    }
+    lines = [
+        f"TFLOP/s on one {result['device']}, square products of {side[0]}:",
+        "",
+        f"| kernel | parameters | {' | '.join(dtypes)} |",
+        f"| --- | --- |{' --- |' * len(dtypes)}",
+    ]
+    for kernel, params in dict.fromkeys((kernel, params) for kernel, params, _ in rates):
+        cells = [
+            f"{rates[kernel, params, d] / 1e12:.3g}" if (kernel, params, d) in rates else "" for d in dtypes
+        ]
+        lines.append(f"| {kernel} | {params} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def ratio(values: list[float]) -> str:
     ordered = sorted(values)
     middle = (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
@@ -206,6 +229,7 @@ def filled(text: str) -> str:
         "plan": fenced("plan.txt"),
         "report": fenced("report.txt"),
         "measured": measured(),
+        "kernels": kernels(),
     }
     for name, block in blocks.items():
         begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from oocgemm.backends.base import numpy_dtype
 from oocgemm.plan import Op
 
 Array = NDArray[Any]
@@ -15,9 +16,9 @@ DTYPES = ("float16", "float32", "float64", "complex64", "complex128")
 def integers(rng: np.random.Generator, shape: tuple[int, int], dtype: str, most: int = 3) -> Array:
     """A matrix of small integers (Gaussian integers for complex dtypes), exact in any dtype."""
     values = rng.integers(-most, most + 1, shape).astype(np.float64)
-    if np.dtype(dtype).kind == "c":
+    if numpy_dtype(dtype).kind == "c":
         return (values + 1j * rng.integers(-most, most + 1, shape)).astype(dtype)
-    return values.astype(dtype)
+    return values.astype(numpy_dtype(dtype))
 
 
 def applied(op: Op, x: Array) -> Array:

@@ -3,7 +3,10 @@
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+import click
 
 from oocgemm.cli import cli
 
@@ -14,11 +17,18 @@ def test_tables_and_outputs_are_those_of_the_results_files() -> None:
     subprocess.run([sys.executable, str(TOP / "scripts" / "readme.py"), "--check"], check=True)
 
 
+def options(command: click.Command) -> Iterator[str]:
+    """The options of a command and of those below it."""
+    for parameter in command.params:
+        yield from parameter.opts
+    if isinstance(command, click.Group):
+        for below in command.commands.values():
+            yield from options(below)
+
+
 def test_every_option_and_command_named_exists() -> None:
     text = (TOP / "README.md").read_text()
-    known = {
-        opt for command in cli.commands.values() for parameter in command.params for opt in parameter.opts
-    }
+    known = set(options(cli))
     outside = {"--no-setup", "--group"}  # of scripts/test, of pip
     named = set(re.findall(r"--[a-z][a-z-]+", text)) - outside
     assert named

@@ -133,12 +133,23 @@ DIFFERENCES = {
     "alpha is 2.0 now and was 1.0": ("a", "b", "--alpha", "2"),
     "beta is 0.25 now and was 0.5": ("a", "b", "--beta", "0.25"),
     "trans_a is T now and was N": ("a", "b", "--transpose-a"),
-    "kernel is blas now and was auto": ("a", "b", "--kernel", "blas"),
     "tile is 8x4x4 now and was 4x4x4": ("a", "b", "--tile", "8x4x4"),
     "/old now and was at": ("old", "b"),
     "A is at ": ("a.npy", "b"),
     "B is at ": ("a", "b.npy"),
 }
+
+
+def test_auto_is_the_kernel_that_it_stands_for(here: Path) -> None:
+    unfinished("c")
+    assert run("a", "b", "c", "--kernel", "blas", "--resume").code == 0
+
+
+def test_another_kernel_is_refused(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unfinished("c")
+    monkeypatch.setattr("oocgemm.backends.host.HostBackend.arithmetic", lambda self, problem, kernel: "tiled")
+    done = run("a", "b", "c", "--resume")
+    assert (done.code, "kernel is tiled now and was blas" in done.err) == (EXIT_USAGE, True)
 
 
 @pytest.mark.parametrize("part", DIFFERENCES)

@@ -5,14 +5,24 @@ import importlib.util
 from contextlib import suppress
 from pathlib import Path
 
+from oocgemm.backends import ladder
 from oocgemm.backends.base import Backend, Session
-from oocgemm.errors import BackendError, OutOfMemoryError
+from oocgemm.errors import BackendError, InputError, OutOfMemoryError
 
-__all__ = ["NAMES", "Backend", "Session", "identity", "missing_for_cuda", "open_backend", "resolve"]
+__all__ = [
+    "NAMES",
+    "Backend",
+    "Session",
+    "check_kernel",
+    "identity",
+    "missing_for_cuda",
+    "open_backend",
+    "resolve",
+]
 
 NAMES = ("auto", "cuda", "host")
 # What multiplies on each backend; auto is the fastest of them.
-KERNELS = {"cuda": ("auto", "cublas", "tiled"), "host": ("auto", "blas")}
+KERNELS = {"cuda": ("auto", "cublas", *ladder.names()), "host": ("auto", "blas")}
 
 
 def missing_for_cuda() -> str | None:
@@ -31,6 +41,13 @@ def resolve(name: str) -> str:
     if name == "auto":
         return "host" if missing_for_cuda() else "cuda"
     return name
+
+
+def check_kernel(backend: str, kernel: str) -> None:
+    """Raise `InputError` for a kernel that a backend has not."""
+    if kernel not in KERNELS[backend]:
+        names = ", ".join(KERNELS[backend])
+        raise InputError(f"the {backend} backend has no kernel {kernel!r}: choose one of {names}")
 
 
 def load(name: str, device: int = 0) -> None:

@@ -4,6 +4,8 @@ The executor derives waits and hands them over as tokens; a backend makes its st
 else about an accelerator is visible outside its backend.
 """
 
+import importlib
+import importlib.util
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from oocgemm.errors import InputError
 from oocgemm.plan import DTYPES, GemmProblem, Op, Operation, Plan, Region, Slot, Tier
 from oocgemm.plan.cost import DEVICE_ALIGNMENT, slot_bytes
 from oocgemm.plan.tiling import round_up
@@ -59,6 +62,9 @@ class Session(Protocol):
     def view(self, operation: Operation, region: Region) -> Array:
         """A region of a device slot as host memory, in stored orientation; only where the two are one memory."""
 
+    def multiplied_by(self) -> list[str]:
+        """The kernels that have multiplied so far."""
+
     def device_bytes(self) -> int:
         """Bytes of device memory that this session has taken, as measured: the arena and library workspaces."""
 
@@ -76,6 +82,12 @@ class Backend(Protocol):
 
     def describe(self) -> dict[str, str]:
         """Device, library versions and kernel, for headers and reports."""
+
+    def check(self, plan: Plan, kernel: str) -> None:
+        """Raise `InputError` if a kernel cannot do the steps of a plan on this device. Allocates nothing."""
+
+    def arithmetic(self, problem: GemmProblem, kernel: str) -> str:
+        """What `kernel` stands for with such a problem, as far as the bits of C hang on it."""
 
     def open(self, plan: Plan, kernel: str) -> Session:
         """Allocate the device arena and create the streams."""
@@ -113,6 +125,23 @@ def step_scalars(problem: GemmProblem, first: bool) -> tuple[complex, complex]:
     return problem.alpha, problem.beta if first else 1.0
 
 
+def limits_of(name: str) -> Any:
+    """`numpy.finfo` of one of our dtypes, bfloat16 too."""
+    if name == "bfloat16":
+        return importlib.import_module("ml_dtypes").finfo(name)
+    return np.finfo(numpy_dtype(name))
+
+
+def known_dtypes() -> list[str]:
+    """The dtypes that NumPy has here: bfloat16 only with ml_dtypes."""
+    missing = importlib.util.find_spec("ml_dtypes") is None
+    return [name for name in DTYPES if not (missing and name == "bfloat16")]
+
+
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The NumPy dtype of one of ours."""
+    """The NumPy dtype of one of ours. Raises `InputError` for bfloat16 where ml_dtypes, which brings it, is missing."""
+    if name == "bfloat16":
+        if name not in known_dtypes():
+            raise InputError("bfloat16 needs the package ml_dtypes: pip install 'oocgemm[bfloat16]'")
+        importlib.import_module("ml_dtypes")  # teaches NumPy the name
     return np.dtype(DTYPES[name].name)

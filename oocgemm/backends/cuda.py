@@ -1,4 +1,4 @@
-"""The CUDA backend: cupy's streams and events, one arena, cuBLAS or our own kernels. The only user of cupy.
+"""The CUDA backend: cupy's streams and events, one arena, cuBLAS or our own kernels.
 
 Copies go between the arena and pinned host slots on streams of their own. Waits between operations become
 waits of streams on events; no thread waits for the device on the way from one step to the next.
@@ -12,14 +12,17 @@ from time import perf_counter_ns
 from typing import Any
 
 import cupy
-import numpy as np
-from cupy.cuda import nvrtc, runtime
+from cupy.cuda import runtime
 from cupy_backends.cuda.libs import cublas
 
+from oocgemm.backends import tuning
 from oocgemm.backends.base import Array, Token, device_offsets, step_scalars
-from oocgemm.backends.sources import kernel_folder, kernel_source
+from oocgemm.backends.kernel import Call
+from oocgemm.backends.ladder import check_plan
+from oocgemm.backends.launch import describe_device
+from oocgemm.backends.multiplier import Multiplier, device_name
 from oocgemm.errors import BackendError, OutOfMemoryError
-from oocgemm.plan import Kind, Op, Operation, Plan, Region
+from oocgemm.plan import GemmProblem, Kind, Operation, Plan, Region
 from oocgemm.plan.cost import HOST_ALIGNMENT
 from oocgemm.plan.tiling import round_up
 from oocgemm.units import format_size
@@ -27,18 +30,6 @@ from oocgemm.units import format_size
 STREAMS = ("h2d", "h2d-c", "compute", "d2h")
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 REANCHOR_NS = 2_000_000_000  # float32 milliseconds stay finer than a microsecond for this long
-
-# cublasGemmEx: cudaDataType of each dtype, and cublasComputeType of each accumulator.
-_CUDA_TYPES = {"float16": 2, "float32": 0, "float64": 1, "complex64": 4, "complex128": 5}
-_COMPUTE_TYPES = {"float32": 68, "float64": 70, "complex64": 68, "complex128": 70}
-_CUBLAS_OPS = {Op.N: 0, Op.T: 1, Op.C: 2}
-_C_TYPES = {
-    "float16": "half_t",
-    "float32": "float",
-    "float64": "double",
-    "complex64": "complex_t<float>",
-    "complex128": "complex_t<double>",
-}
 
 
 class _Clock:
@@ -97,19 +88,17 @@ class CudaSession:
         self._device = cupy.cuda.Device(device)
         self._problem = plan.problem
         self._tile_rows = plan.grid.rows
-        self._kernel = kernel
-        self._arena = self._blas = 0
+        self._arena = 0
         self._pinned: dict[int, list[int]] = {}
         self._pinning = threading.Lock()
         with self._device:
             self._free_before = runtime.memGetInfo()[0]
             try:
+                self._multiplier = Multiplier(device, kernel)
                 self._offsets, size = device_offsets(plan)
                 self._arena = _allocate(size)
-                self._blas = cublas.create()
                 self._streams = {name: cupy.cuda.Stream(non_blocking=True) for name in STREAMS}
                 self._clock = _Clock(self._device)
-                self._module = _Module(device, plan)
             except (runtime.CUDARuntimeError, cublas.CUBLASError) as error:
                 free = runtime.memGetInfo()[0]
                 self.close()
@@ -152,6 +141,9 @@ class CudaSession:
     def view(self, operation: Operation, region: Region) -> Array:
         raise AssertionError(f"{operation}: device memory is not host memory here")
 
+    def multiplied_by(self) -> list[str]:
+        return sorted(self._multiplier.used)
+
     def device_bytes(self) -> int:
         with self._device:
             return int(self._free_before - runtime.memGetInfo()[0])
@@ -159,11 +151,11 @@ class CudaSession:
     def close(self) -> None:
         releases = (
             (runtime.deviceSynchronize, ()),
-            *(((cublas.destroy, (self._blas,)),) if self._blas else ()),
+            (lambda: self._multiplier.close(), ()),  # noqa: PLW0108  it may not have come to be
             *((runtime.hostUnregister, (at,)) for borders in self._pinned.values() for at in borders[:-1]),
             *(((runtime.free, (self._arena,)),) if self._arena else ()),
         )
-        self._arena = self._blas = 0
+        self._arena = 0
         self._pinned = {}
         with self._device:
             for release, arguments in releases:
@@ -231,96 +223,18 @@ class CudaSession:
         a = self._address(op.reads[0]) + skipped if k else 0
         b = self._address(op.reads[1]) if k else 0
         c = self._address(op.writes[0])
-        scalars = step_scalars(self._problem, op.first)
-        if k == 0 or self._kernel == "tiled":
-            self._module.tiled(m, n, k, scalars, a, lda, b, c)
-        else:
-            self._cublas(m, n, k, scalars, a, lda, b, c)
-
-    def _cublas(
-        self, m: int, n: int, k: int, scalars: tuple[complex, complex], a: int, lda: int, b: int, c: int
-    ) -> None:
-        """Row-major C is column-major C^T = op(B)^T op(A)^T: operands swap places, their flags stay."""
         problem = self._problem
-        alpha, beta = (np.array(value, problem.acc_dtype) for value in scalars)
-        cublas.gemmEx(
-            *(self._blas, _CUBLAS_OPS[problem.trans_b], _CUBLAS_OPS[problem.trans_a], n, m, k),
-            alpha.ctypes.data,
-            *(b, _CUDA_TYPES[problem.b_dtype], k if problem.trans_b.swaps else n),
-            *(a, _CUDA_TYPES[problem.a_dtype], lda),
-            beta.ctypes.data,
-            *(c, _CUDA_TYPES[problem.acc_dtype], n),
-            *(_COMPUTE_TYPES[problem.acc_dtype], -1),
-        )
+        alpha, beta = step_scalars(problem, op.first)
+        kind = problem.a_dtype, problem.trans_a, problem.trans_b
+        ldb, how = k if problem.trans_b.swaps else n, (problem.compute, self._multiplier.kernels.device)
+        self._multiplier.multiply(Call(*kind, m, n, k, alpha, a, lda, b, ldb, beta, c, n, *how))
 
     def _finish(self, op: Operation) -> None:
-        elements = (op.m[1] - op.m[0]) * (op.n[1] - op.n[0])
-        self._module.finish(elements, self._address(op.reads[0]), self._address(op.writes[0]))
-
-
-class _Module:
-    """Our kernels for one problem's dtypes, compiled when first called."""
-
-    def __init__(self, device: int, plan: Plan) -> None:
-        self._problem = plan.problem
-        properties = runtime.getDeviceProperties(device)
-        self._arch = f"sm_{properties['major']}{properties['minor']}"
-        self._functions: dict[str, Any] = {}
-        self.tile = 16
-
-    def tiled(
-        self, m: int, n: int, k: int, scalars: tuple[complex, complex], a: int, lda: int, b: int, c: int
-    ) -> None:
         problem = self._problem
-        a_strides = (1, lda) if problem.trans_a.swaps else (lda, 1)
-        b_strides = (1, k) if problem.trans_b.swaps else (n, 1)
-        (ar, ai), (br, bi) = ((complex(s).real, complex(s).imag) for s in scalars)
-        grid = -(-n // self.tile), min(65535, -(-m // self.tile)), 1
-        self._launch(
-            "tiled",
-            grid,
-            (self.tile, self.tile, 1),
-            *(np.int64(m), np.int64(n), np.int64(k), np.float64(ar), np.float64(ai)),
-            *(np.int64(a), np.int64(a_strides[0]), np.int64(a_strides[1]), np.int32(problem.trans_a is Op.C)),
-            *(np.int64(b), np.int64(b_strides[0]), np.int64(b_strides[1]), np.int32(problem.trans_b is Op.C)),
-            *(np.float64(br), np.float64(bi), np.int64(c), np.int64(n)),
-        )
-
-    def finish(self, elements: int, accumulator: int, result: int) -> None:
-        alpha, beta = complex(self._problem.alpha), complex(self._problem.beta)
-        grid = min(4096, -(-elements // 256)), 1, 1
-        self._launch(
-            "finish",
-            grid,
-            (256, 1, 1),
-            *(np.int64(elements), np.float64(alpha.real), np.float64(alpha.imag), np.int64(accumulator)),
-            *(np.float64(beta.real), np.float64(beta.imag), np.int64(result)),
-        )
-
-    def _launch(self, name: str, grid: tuple[int, ...], block: tuple[int, ...], *args: Any) -> None:
-        if name not in self._functions:
-            stored = self._problem.c_dtype if name == "finish" else self._problem.a_dtype
-            defines = {"OOC_STORED": stored, "OOC_ACCUMULATED": self._problem.acc_dtype}
-            options = [f"-D{macro}={_C_TYPES[dtype]}" for macro, dtype in defines.items()]
-            module = cupy.cuda.function.Module()
-            module.load(compile_kernel(name, self._arch, options))
-            self._functions[name] = module.get_function(name)
-        self._functions[name](grid, block, args)
-
-
-def compile_kernel(name: str, arch: str, options: Sequence[str]) -> bytes:
-    """Machine code of one of our kernels. Raises `BackendError` with the compiler's log."""
-    program = nvrtc.createProgram(kernel_source(name), f"{name}.cu", (), ())
-    try:
-        nvrtc.compileProgram(
-            program, (f"-arch={arch}", "-std=c++17", f"-I{kernel_folder()}", "-default-device", *options)
-        )
-        return bytes(nvrtc.getCUBIN(program))
-    except nvrtc.NVRTCError as error:
-        log = nvrtc.getProgramLog(program)
-        raise BackendError(f"kernel {name} does not compile for {arch}: {error}\n{log}") from error
-    finally:
-        nvrtc.destroyProgram(program)
+        elements = (op.m[1] - op.m[0]) * (op.n[1] - op.n[0])
+        dtypes, scalars = (problem.acc_dtype, problem.c_dtype), (problem.alpha, problem.beta)
+        source, result = self._address(op.reads[0]), self._address(op.writes[0])
+        self._multiplier.kernels.finish(dtypes, scalars, elements, source, result)
 
 
 def wake(device: int) -> None:
@@ -370,6 +284,13 @@ class CudaBackend:
             "cuda": str(runtime.runtimeGetVersion()),
             "driver": str(runtime.driverGetVersion()),
         }
+
+    def check(self, plan: Plan, kernel: str) -> None:
+        check_plan(kernel, plan, describe_device(self._device))
+
+    def arithmetic(self, problem: GemmProblem, kernel: str) -> str:
+        known = tuning.load(device_name(self._device))
+        return known.describe(kernel, problem.a_dtype, problem.compute)
 
     def open(self, plan: Plan, kernel: str) -> CudaSession:
         return CudaSession(self._device, plan, kernel)

@@ -23,7 +23,8 @@ from oocgemm.backends.base import (
 )
 from oocgemm.backends.blas import blas_name, gemm
 from oocgemm.backends.memory import allocate, available_memory
-from oocgemm.plan import Kind, Operation, Plan, Region
+from oocgemm.errors import InputError
+from oocgemm.plan import GemmProblem, Kind, Operation, Plan, Region
 
 
 class HostSession:
@@ -57,6 +58,9 @@ class HostSession:
             case _:
                 raise AssertionError(f"{operation} is not for a device")
         return DoneToken(start, perf_counter_ns())
+
+    def multiplied_by(self) -> list[str]:
+        return ["blas"]
 
     def device_bytes(self) -> int:
         return self._arena.nbytes
@@ -134,6 +138,16 @@ class HostBackend:
 
     def describe(self) -> dict[str, str]:
         return {"device": f"{os.cpu_count()} cores", "numpy": np.__version__, "blas": blas_name()}
+
+    def check(self, plan: Plan, kernel: str) -> None:
+        compute = plan.problem.compute
+        if compute != "native":
+            raise InputError(
+                f"the host backend computes in native precision, not {compute}: leave --compute out"
+            )
+
+    def arithmetic(self, problem: GemmProblem, kernel: str) -> str:
+        return "blas"
 
     def open(self, plan: Plan, kernel: str) -> HostSession:
         return HostSession(plan)

@@ -12,7 +12,7 @@ from oocgemm.plan.machine import (
 )
 from oocgemm.plan.planner import Plan, continued, make_plan
 from oocgemm.plan.predict import Prediction
-from oocgemm.plan.problem import DTYPES, DType, GemmProblem, Op
+from oocgemm.plan.problem import COMPUTES, DTYPES, DType, GemmProblem, Op
 from oocgemm.plan.recorded import recorded_plan
 from oocgemm.plan.schedule import Kind, Lane, Operation, Schedule
 from oocgemm.plan.slots import Region, Slot, Slots, Tier
@@ -20,6 +20,7 @@ from oocgemm.plan.tiling import Layout, TileGrid, TileShape
 from oocgemm.plan.traversal import Traversal
 
 __all__ = [
+    "COMPUTES",
     "DTYPES",
     "Budgets",
     "Calibration",

@@ -86,6 +86,7 @@ def default_model(backend: str, cores: int) -> MachineModel:
             name="cuda defaults (H200, PCIe 5 x16)",
             kernels={
                 "float16": KernelRate(600e12, 300),
+                "bfloat16": KernelRate(600e12, 300),
                 "float32": KernelRate(54.9e12, 70),
                 "float64": KernelRate(58e12, 25),
                 "complex64": KernelRate(50e12, 90),
@@ -111,6 +112,7 @@ def default_model(backend: str, cores: int) -> MachineModel:
         name=f"host defaults ({cores} cores)",
         kernels={
             "float16": KernelRate(2 * fp64, 60),
+            "bfloat16": KernelRate(2 * fp64, 60),
             "float32": KernelRate(2 * fp64, 6),
             "float64": KernelRate(fp64, 3),
             "complex64": KernelRate(2 * fp64, 10),

@@ -32,6 +32,7 @@ DTYPES = {
     d.name: d
     for d in (
         DType("float16", 2, "float32"),
+        DType("bfloat16", 2, "float32"),  # ml_dtypes' in NumPy
         DType("float32", 4, "float32"),
         DType("float64", 8, "float64"),
         DType("complex64", 8, "complex64", is_complex=True),
@@ -40,11 +41,16 @@ DTYPES = {
 }
 
 
+# The precisions that a product may be computed in, and the dtypes that have each.
+COMPUTES = {"native": tuple(DTYPES), "tf32": ("float32",), "bf16": ("float32",)}
+
+
 @dataclass(frozen=True)
 class GemmProblem:
     """``C (m x n) = alpha * op(A) (m x k) @ op(B) (k x n) + beta * C``, each tile `checked` against checksums or not.
 
-    The dtypes of a, b, the accumulator and c are kept apart, so that wider accumulators and results fit in.
+    The dtypes of a, b, the accumulator and c are kept apart, so that wider accumulators and results fit in. `compute`
+    is one of `COMPUTES`: what float32 operands may be rounded to before they are multiplied.
     """
 
     m: int
@@ -58,6 +64,7 @@ class GemmProblem:
     beta: complex = 0.0
     trans_a: Op = Op.N
     trans_b: Op = Op.N
+    compute: str = "native"
     checked: bool = False
 
     @property

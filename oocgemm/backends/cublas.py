@@ -1,0 +1,33 @@
+"""cuBLAS by cublasGemmEx, on the ladder's calls."""
+
+import numpy as np
+from cupy_backends.cuda.libs import cublas
+
+from oocgemm.backends.base import numpy_dtype
+from oocgemm.backends.kernel import Call
+from oocgemm.plan import Op
+
+# cudaDataType of each dtype.
+_TYPES = {"float16": 2, "bfloat16": 14, "float32": 0, "float64": 1, "complex64": 4, "complex128": 5}
+# cublasComputeType_t: by accumulator, and CUBLAS_COMPUTE_32F_FAST_TF32 and _FAST_16BF.
+_COMPUTE_TYPES = {"float32": 68, "float64": 70, "complex64": 68, "complex128": 70}
+_REDUCED_COMPUTE_TYPES = {"tf32": 77, "bf16": 75}
+_OPS = {Op.N: 0, Op.T: 1, Op.C: 2}
+
+
+def gemm(handle: int, call: Call) -> None:
+    """C = alpha op(A) @ op(B) + beta C on cupy's current stream; k > 0.
+
+    Row-major C is column-major C^T = op(B)^T op(A)^T: operands swap places, their flags stay.
+    """
+    accumulator = call.accumulator
+    alpha, beta = (np.array(value, numpy_dtype(accumulator)) for value in (call.alpha, call.beta))
+    cublas.gemmEx(
+        *(handle, _OPS[call.op_b], _OPS[call.op_a], call.n, call.m, call.k),
+        alpha.ctypes.data,
+        *(call.b, _TYPES[call.dtype], call.ldb),
+        *(call.a, _TYPES[call.dtype], call.lda),
+        beta.ctypes.data,
+        *(call.c, _TYPES[accumulator], call.ldc),
+        *(_REDUCED_COMPUTE_TYPES.get(call.compute, _COMPUTE_TYPES[accumulator]), -1),
+    )

@@ -1,0 +1,58 @@
+"""What multiplies on a CUDA device: cuBLAS or a rung of our ladder, chosen call by call."""
+
+from dataclasses import replace
+
+from cupy.cuda import runtime
+from cupy_backends.cuda.libs import cublas
+
+from oocgemm.backends import cublas as blas
+from oocgemm.backends import tuning
+from oocgemm.backends.kernel import Call, Kernel, Params
+from oocgemm.backends.ladder import choose
+from oocgemm.backends.launch import Kernels
+from oocgemm.errors import InputError
+
+
+class Multiplier:
+    """cuBLAS and our kernels on one device, launched on cupy's current stream. `kernel` is a rung, "cublas" or "auto"."""
+
+    def __init__(self, device: int, kernel: str = "auto") -> None:
+        self.kernels = Kernels(device)
+        self._kernel = kernel
+        self.used: set[str] = set()  # what has multiplied
+        self._tuning = tuning.load(device_name(device))
+        self._blas = cublas.create()
+
+    def close(self) -> None:
+        """Release cuBLAS."""
+        if self._blas:
+            cublas.destroy(self._blas)
+        self._blas = 0
+
+    def multiply(self, call: Call) -> None:
+        """C = alpha op(A) @ op(B) + beta C."""
+        name, params = self._tuning.choice(self._kernel, call.dtype, call.compute, (call.m, call.n, call.k))
+        if call.k == 0:
+            # C = beta C, which cuBLAS may not take; nothing is multiplied, in whatever precision.
+            name, params, call = "tiled", None, replace(call, compute="native")
+        if name != tuning.CUBLAS:
+            try:
+                return self.run(*choose(name, call, params), call)
+            except InputError:
+                if self._kernel != "auto":
+                    raise
+        return self.run(None, {}, call)
+
+    def run(self, kernel: Kernel | None, params: Params, call: Call) -> None:
+        """The same by one entry of the ladder, or by cuBLAS if that is None."""
+        if kernel is None:
+            self.used.add(tuning.CUBLAS)
+            blas.gemm(self._blas, call)
+        else:
+            self.used.add(kernel.label)
+            self.kernels.multiply(kernel, call, params)
+
+
+def device_name(device: int) -> str:
+    """The name of a GPU."""
+    return str(runtime.getDeviceProperties(device)["name"].decode())

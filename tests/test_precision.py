@@ -1,0 +1,150 @@
+"""Wider results and reduced precisions: only where asked for, and only where they can be had."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zarr
+
+import oocgemm
+from oocgemm.backends.base import numpy_dtype
+from oocgemm.backends.tuning import Measured, Tuning
+from oocgemm.errors import InputError
+from oocgemm.plan import Op
+from tests.backends_here import BACKENDS, needs_gpu
+from tests.command import command, contents
+from tests.gemm_cases import ROUNDOFF, assert_close, random_case
+from tests.problems import integers, reference
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("beta", [0, 2])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_narrow_operands_give_a_float32_c_where_asked(dtype: str, beta: int, backend: str) -> None:
+    rng = np.random.default_rng(1)
+    a, b = integers(rng, (40, 900), dtype), integers(rng, (70, 900), dtype, most=60)
+    c = integers(rng, (40, 70), "float32", most=2000) if beta else np.full((40, 70), np.nan, np.float32)
+    old = c.copy()
+    options: dict[str, Any] = {
+        "trans_b": "T",
+        "alpha": 0.5,
+        "beta": beta,
+        "backend": backend,
+        "tile": "32x32x100",
+    }
+    oocgemm.gemm(a, b, c, out_dtype="float32", **options)
+    expected = reference(0.5, Op.N, a, Op.T, b, beta, old).real
+    np.testing.assert_array_equal(c, expected)
+    assert (expected != expected.astype(a.dtype)).any()  # the operands' dtype would not have held it
+    made = oocgemm.gemm(a, b, out_dtype=np.float32, trans_b="T", backend=backend).out
+    assert made.dtype == np.float32
+    narrow = oocgemm.gemm(a, b, c.astype(a.dtype), trans_b="T", backend=backend, tile="32x32x100").out
+    np.testing.assert_array_equal(
+        narrow, reference(1, Op.N, a, Op.T, b, 0, None).real.astype(np.float32).astype(a.dtype)
+    )
+    assert narrow.dtype == a.dtype
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "said"),
+    [
+        (
+            "float32",
+            {"out_dtype": "float16"},
+            "C cannot be of dtype float16 where the operands are of float32",
+        ),
+        ("float16", {"out_dtype": "float64"}, "choose among float16, float32"),
+        ("float64", {"out_dtype": "number"}, "C cannot be of dtype number"),
+        (
+            "float64",
+            {"compute": "tf32"},
+            "float64 operands cannot be computed in 'tf32': choose among native",
+        ),
+        ("float32", {"compute": "fp8"}, "cannot be computed in 'fp8': choose among native, tf32, bf16"),
+        ("float32", {"compute": "tf32"}, "the host backend computes in native precision, not tf32"),
+    ],
+)
+def test_what_cannot_be_is_refused(dtype: str, options: dict[str, Any], said: str, tmp_path: Path) -> None:
+    x = np.ones((4, 4), dtype)
+    for act in (oocgemm.gemm, oocgemm.plan):
+        with pytest.raises(InputError, match=said):
+            act(x, x, tmp_path / "C.zarr", backend="host", **options)
+    assert contents(tmp_path) == {}
+
+
+def test_bfloat16_lives_in_memory_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = np.ones((4, 4), numpy_dtype("bfloat16"))
+    for name in ("C.zarr", "C.npy"):
+        with pytest.raises(InputError, match=r"C at .* cannot hold bfloat16: .*out_dtype='float32'"):
+            oocgemm.matmul(x, x, out=tmp_path / name, backend="host")
+        assert contents(tmp_path) == {}
+        wide = oocgemm.gemm(x, x, tmp_path / name, out_dtype="float32", backend="host", overwrite=True)
+        np.testing.assert_array_equal(wide.out[:], np.full((4, 4), 4))
+        shutil.rmtree(tmp_path / name) if name == "C.zarr" else (tmp_path / name).unlink()
+    monkeypatch.setattr("oocgemm.backends.base.importlib.util.find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"ml_dtypes: pip install 'oocgemm\[bfloat16\]'"):
+        numpy_dtype("bfloat16")
+
+
+def test_the_command_takes_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    np.save("A.npy", np.full((30, 30), 50, np.float16))
+    done = command(
+        "run", "A.npy", "A.npy", "C.zarr", "--backend", "host", "--out-dtype", "float32", "--quiet"
+    )
+    assert (done.code, done.err) == (0, "")
+    written = zarr.open_array("C.zarr")
+    assert written.dtype == np.float32
+    np.testing.assert_array_equal(written[:], np.full((30, 30), 75000))  # more than float16 can hold
+    np.save("A.npy", np.ones((30, 30), np.float32))
+    planned = command(
+        "plan", "A.npy", "A.npy", "--backend", "cuda", "--device-memory", "1GiB", "--compute", "tf32"
+    )
+    assert planned.code == 0
+    assert "float32 by tf32" in planned.out
+    refused = command("run", "A.npy", "A.npy", "D.zarr", "--backend", "host", "--compute", "bf16")
+    assert (refused.code, len(refused.err.splitlines())) == (2, 1)
+    assert not Path("D.zarr").exists()
+
+
+@pytest.mark.parametrize("compute", [pytest.param(name, marks=needs_gpu) for name in ROUNDOFF])
+def test_reduced_precision_is_within_its_bound_and_never_by_itself(compute: str) -> None:
+    case = random_case(np.random.default_rng(2), "float32", (Op.N, Op.N), (300, 260, 515))
+    results = {}
+    for name in ("native", compute):
+        out = case.c.copy()
+        oocgemm.gemm(case.a, case.b, out, alpha=case.alpha, beta=case.beta, backend="cuda", compute=name)
+        assert_close(out, case, name)
+        results[name] = out
+    exact = case.alpha * (case.a.astype(float) @ case.b.astype(float)) + case.beta * case.c
+    errors = {name: float(np.abs(out - exact).max()) for name, out in results.items()}
+    assert errors[compute] > 10 * errors["native"]
+
+
+def test_products_of_bfloat16_are_checked_and_verified() -> None:
+    case = random_case(np.random.default_rng(3), "bfloat16", (Op.N, Op.N), (60, 50, 70))
+    for out_dtype in (None, "float32"):
+        result = oocgemm.gemm(case.a, case.b, out_dtype=out_dtype, backend="host", verify=True)
+        assert result.timeline.header["checks"]["recomputed"] == []
+        assert result.timeline.header["backend"]["multiplied by"] == ["blas"]
+        assert oocgemm.verify(case.a, case.b, result.out).right
+        result.out[3, 4] += 100
+        assert not oocgemm.verify(case.a, case.b, result.out).right
+
+
+def test_an_identity_says_what_was_tuned() -> None:
+    small, large = {"TILE": 16}, {"TILE": 32}
+    tuned = {
+        "square": {"cublas": Measured(2.0), "tiled": Measured(1.0, small)},
+        "update": {"tiled": Measured(3.0, large)},
+    }
+    tuning = Tuning("GPU", "", {"float32": tuned})
+    assert tuning.describe("auto", "float64", "native") == "cublas"
+    assert (
+        tuning.describe("auto", "float32", "native") == "cublas for square and thin, tiled TILE=32 for update"
+    )
+    assert tuning.describe("naive", "float32", "native") == "naive"
+    said = tuning.describe("tiled", "float32", "native")
+    assert said == "tiled TILE=16 for square, tiled TILE=32 for update, tiled for thin"
