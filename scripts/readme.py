@@ -215,7 +215,44 @@ def kernels() -> str:
             f"{rates[kernel, params, d] / 1e12:.3g}" if (kernel, params, d) in rates else "" for d in dtypes
         ]
         lines.append(f"| {kernel} | {params} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *fast_kernels()])
+
+
+# Square products, and updates of a result of 12288 x 12288 (beta 1) by panels of some depth.
+FAST_SHAPES = [(n, n, n, 0) for n in (4096, 8192, 16384)] + [(12288, 12288, r, 1) for r in (512, 1024, 2048)]
+
+
+def fast_kernels() -> list[str]:
+    """A table of what `simt` and `tensor` reach of cuBLAS, default variants, each kernel launched by itself."""
+    plain, hopper = load("kernels_fp.json"), load("kernels_wg.json")
+    wide = {
+        (row["format"], row["kernel"], *row["shape"], row["beta"]): row["ratio"]
+        for row in hopper["timings"]
+        if row["ops"] == "nn"
+    }
+    rows: list[tuple[str, list[float | None]]] = []
+    for rung, dtype in (("simt", "float32"), ("tensor", "float64")):
+        found = [plain["times"][f"{dtype} {m}x{n}x{k} ops 00 beta {beta}"] for m, n, k, beta in FAST_SHAPES]
+        default = next(key for one in found for key in one if key.startswith(rung))
+        rows.append((f"`{rung}`, {dtype}", [one.get(default, {}).get("ratio") for one in found]))
+    for name, form, kernel in (
+        ("float16", "f16", "wgmma-coop"),
+        ("bfloat16", "bf16", "wgmma-coop"),
+        ("tf32", "tf32", "wgmma32-alone"),
+    ):
+        ratios = [wide[(form, kernel, m, n, k, float(beta))] for m, n, k, beta in FAST_SHAPES]
+        rows.append((f"`tensor`, {name}", ratios))
+    titles = [f"{n}^3" if m == k else f"12288^2, k = {k}" for m, n, k, _ in FAST_SHAPES]
+    return [
+        f"`simt` and `tensor` over cuBLAS on one {plain['device']}, medians of runs that took turns, each kernel launched by itself:",
+        "",
+        f"| kernel | {' | '.join(titles)} |",
+        f"| --- |{' --- |' * len(titles)}",
+        *(
+            f"| {name} | {' | '.join(f'{ratio:.2f}' if ratio else '' for ratio in ratios)} |"
+            for name, ratios in rows
+        ),
+    ]
 
 
 def ratio(values: list[float]) -> str:
