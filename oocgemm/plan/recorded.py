@@ -1,8 +1,9 @@
 """A plan back from its plain data, as the header of a timeline keeps it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import Any
+from math import isfinite
+from typing import Any, TypeVar
 
 from oocgemm.plan.candidates import Budgets
 from oocgemm.plan.cost import Candidate, Layouts
@@ -13,35 +14,57 @@ from oocgemm.plan.slots import Slots
 from oocgemm.plan.tiling import Layout, TileShape
 from oocgemm.plan.traversal import Traversal
 
+T = TypeVar("T")
+
 
 def recorded_plan(data: Mapping[str, Any]) -> Plan | None:
     """The plan whose `to_dict` this was, but for what else was considered. None for data that do not hold all of it,
-    such as those of another version."""
+    such as those of another version, or that no plan can have written."""
     try:
-        problem = dict(data["problem"])
-        problem |= {name: recorded_scalar(problem[name]) for name in ("alpha", "beta")}
-        problem |= {name: Op(problem[name]) for name in ("trans_a", "trans_b")}
-        machine = dict(data["model"])
-        machine["kernels"] = {dtype: KernelRate(**rate) for dtype, rate in machine["kernels"].items()}
+        problem = data["problem"]
+        made: dict[str, Any] = {name: recorded_scalar(problem[name]) for name in ("alpha", "beta")}
+        made |= {name: Op(problem[name]) for name in ("trans_a", "trans_b")}
         if not {problem[name] for name in ("a_dtype", "b_dtype", "acc_dtype", "c_dtype")} <= DTYPES.keys():
             return None
-        layouts = {name: _layout(layout) for name, layout in data["layouts"].items()}
-        candidate, budgets = recorded_candidate(data["candidate"]), Budgets(**data["budget"])
-        return Plan(GemmProblem(**problem), Layouts(**layouts), budgets, MachineModel(**machine), candidate)
-    except (KeyError, TypeError, ValueError, AttributeError):
+        kernels = {dtype: _typed(KernelRate, rate) for dtype, rate in data["model"]["kernels"].items()}
+        plan = Plan(
+            _typed(GemmProblem, problem, **made),
+            Layouts(**{name: _layout(layout) for name, layout in data["layouts"].items()}),
+            _typed(Budgets, data["budget"]),
+            _typed(MachineModel, data["model"], kernels=kernels),
+            recorded_candidate(data["candidate"]),
+        )
+        # What is in order by itself may still not go together; the cheap question first.
+        fits = list(plan.grid.shape) == data["tiles"] and plan.steps == data["steps"]
+        return plan if fits and plan.prediction.total == data["predicted_seconds"]["total"] else None
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, IndexError):
         return None
 
 
 def recorded_candidate(data: Mapping[str, Any]) -> Candidate:
     """A candidate back from its plain data, as `asdict` gives them. Raises `KeyError` or `TypeError` for others."""
-    made = {"tile": TileShape(**data["tile"]), "slots": Slots(**data["slots"])}
-    return Candidate(**dict(data) | made | {"traversal": Traversal(**data["traversal"])})
+    made = {"tile": _typed(TileShape, data["tile"]), "slots": _typed(Slots, data["slots"])}
+    return _typed(Candidate, data, **made, traversal=_typed(Traversal, data["traversal"]))
 
 
 def _layout(data: Mapping[str, Any]) -> Layout:
-    pairs = {f.name for f in fields(Layout) if f.name.endswith("_chunk")}
-    values: dict[str, Any] = {name: tuple(value) if name in pairs else value for name, value in data.items()}
-    return Layout(**values)
+    pairs = {f.name: tuple(data[f.name]) for f in fields(Layout) if f.name.endswith("_chunk")}
+    if any(list(map(type, pair)) != [int, int] for pair in pairs.values()):
+        raise TypeError("extents of chunks are pairs of integers")
+    return _typed(Layout, data, **pairs)
+
+
+def _typed(kind: Callable[..., T], data: Mapping[str, Any], **made: Any) -> T:
+    """A dataclass from plain data, some of it `made` already. Raises `TypeError` if a number, text or flag is none."""
+    values = dict(data) | made
+    for field in fields(kind):  # type: ignore[arg-type]  # a dataclass is what is called
+        value = values.get(field.name)
+        if field.name in made or field.name not in values:
+            continue
+        allowed = (int, float) if field.type is float else (field.type,)
+        if type(value) not in allowed or (isinstance(value, float) and not isfinite(value)):
+            raise TypeError(f"{field.name} is {value!r}")
+    return kind(**values)
 
 
 def recorded_scalar(value: Any) -> complex:
