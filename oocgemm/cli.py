@@ -1,35 +1,28 @@
 """The command line: run, plan, verify, report, calibrate, bench, tune, info."""
 
-import json
 import os
 import re
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import click
 
-from oocgemm import __version__, api, backends, bench, cache, exports, resume, stores, system
-from oocgemm.backends import ladder, tuning
-from oocgemm.calibrate import calibrate as measure
+from oocgemm import __version__, api, backends, exports, measuring, resume, stores, system
 from oocgemm.display import (
-    doing,
-    print_bench,
-    print_calibration,
     print_comparison,
     print_info,
     print_plan,
     print_report,
-    print_tuning,
     print_verification,
     progress_display,
 )
 from oocgemm.errors import BackendError, BudgetError, ExecutionError, InputError, OocGemmError
 from oocgemm.interrupts import Interrupted, stopping
-from oocgemm.plan import COMPUTES, DTYPES
+from oocgemm.measuring import print_json, taking
+from oocgemm.plan import COMPUTES
 from oocgemm.timeline import read_log, report
 from oocgemm.verify import verify as check_product
 
@@ -61,16 +54,6 @@ class _Chunks(click.ParamType[tuple[int, int]]):
         if len(parts) != 2 or not all(p.isdecimal() and int(p) for p in parts):
             self.fail(f"{value!r} is not a chunk shape: write ROWSxCOLUMNS, such as 1024x1024", param, ctx)
         return int(parts[0]), int(parts[1])
-
-
-class _Size(click.ParamType[tuple[int, int, int]]):
-    name = "MxNxK"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, int, int]:
-        parts = str(value).lower().split("x")
-        if len(parts) != 3 or not all(p.isdecimal() and int(p) for p in parts):
-            self.fail(f"{value!r} is not a product: write MxNxK, such as 4096x4096x1024", param, ctx)
-        return int(parts[0]), int(parts[1]), int(parts[2])
 
 
 _PRODUCT = (
@@ -121,15 +104,6 @@ _PROBLEM = (
 )
 
 
-def _options(*options: Callable[[F], F]) -> Callable[[F], F]:
-    def apply(function: F) -> F:
-        for option in reversed(options):
-            function = option(function)
-        return function
-
-    return apply
-
-
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="oocgemm")
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
@@ -141,7 +115,7 @@ def cli(debug: bool) -> None:
 @click.argument("a")
 @click.argument("b")
 @click.argument("c")
-@_options(*_PROBLEM)
+@taking(*_PROBLEM)
 @click.option("--device", type=click.IntRange(min=0), default=0, show_default=True, help="CUDA device.")
 @click.option("--timeline", type=click.Path(dir_okay=False), help="Log every operation to this file.")
 @click.option(
@@ -173,7 +147,7 @@ def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> N
         tiles = planned.grid.shape[0] * planned.grid.shape[1]
         click.echo(f"Note: {len(planned.done)} of {tiles} tiles were done already", err=True)
     if as_json:
-        _print_json(
+        print_json(
             {
                 "c": c,
                 "plan": planned.to_dict(),
@@ -194,14 +168,14 @@ def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> N
 @click.argument("a")
 @click.argument("b")
 @click.argument("c", required=False)
-@_options(*_PROBLEM)
+@taking(*_PROBLEM)
 @click.option("--explain", is_flag=True, help="Say what else was considered, and why this was chosen.")
 def plan(a: str, b: str, c: str | None, as_json: bool, explain: bool, **options: Any) -> None:
     """Show how a product would be run, without touching a GPU or writing anything."""
     stores.load_zarr()
     planned = api.plan(a, b, c, **_transposes(options))
     if as_json:
-        _print_json(planned.to_dict() | ({"considered": planned.explain()} if explain else {}))
+        print_json(planned.to_dict() | ({"considered": planned.explain()} if explain else {}))
     else:
         print_plan(planned, explain)
 
@@ -210,7 +184,7 @@ def plan(a: str, b: str, c: str | None, as_json: bool, explain: bool, **options:
 @click.argument("a")
 @click.argument("b")
 @click.argument("c")
-@_options(*_PRODUCT, _JSON)
+@taking(*_PRODUCT, _JSON)
 @click.option("--c-before", metavar="PATH", help="What C was before, where beta is not 0.")
 @click.option("--host-memory", metavar="SIZE", help="Bound on memory, such as 8GiB.")
 @click.option(
@@ -224,7 +198,7 @@ def verify(a: str, b: str, c: str, as_json: bool, **options: Any) -> None:
     stores.load_zarr()
     found = check_product(a, b, c, **_transposes(options))
     if as_json:
-        _print_json(found.to_dict())
+        print_json(found.to_dict())
     else:
         print_verification(found)
     if not found.right:
@@ -250,7 +224,7 @@ def report_command(timeline: str, other: str | None, as_json: bool, **outputs: s
     figures = [report(one) for one in recorded]
     written = exports.export(logs, recorded, outputs)
     if as_json:
-        _print_json(figures[0].to_dict() if len(logs) == 1 else {"runs": [f.to_dict() for f in figures]})
+        print_json(figures[0].to_dict() if len(logs) == 1 else {"runs": [f.to_dict() for f in figures]})
         return
     if len(logs) == 1:
         print_report(figures[0], recorded[0], advise=True)
@@ -260,111 +234,8 @@ def report_command(timeline: str, other: str | None, as_json: bool, **outputs: s
         click.echo(f"{what}: {path}")
 
 
-@cli.command()
-@click.option(
-    "--backend",
-    type=click.Choice(backends.NAMES),
-    default="auto",
-    show_default=True,
-    help="What to measure; auto is cuda where a device answers.",
-)
-@click.option("--device", type=click.IntRange(min=0), default=0, show_default=True, help="CUDA device.")
-@click.option(
-    "--path",
-    metavar="DIR",
-    type=click.Path(),
-    help="Folder whose storage is measured, with temporary files of some 500 MiB.  [default: the current one]",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def calibrate(backend: str, device: int, path: str | None, as_json: bool) -> None:
-    """Measure this machine, in under a minute, for plans and reports to use.
-
-    Kernels, links and memory, and the storage at a folder: run it once more for each file system that operands lie
-    on. The figures are kept in the user's cache directory, or in $OOCGEMM_CACHE. Nothing else should run meanwhile.
-    """
-    if backends.resolve(backend) == "host":
-        stores.load_zarr()
-    with doing(sys.stderr.isatty() and not as_json) as say:
-        found = measure(backend, device, path, say=say)
-    kept = cache.save(found)
-    if as_json:
-        _print_json(found.to_dict() | {"kept": str(kept)})
-    else:
-        print_calibration(found, str(kept))
-
-
-@cli.group(name="bench")
-def bench_group() -> None:
-    """Measure parts of oocgemm by themselves."""
-
-
-_DEVICE = click.option(
-    "--device", type=click.IntRange(min=0), default=0, show_default=True, help="CUDA device."
-)
-_DTYPES = click.option(
-    "--dtype", "dtypes", multiple=True, type=click.Choice(list(DTYPES)), help="May be repeated."
-)
-
-
-@bench_group.command(name="kernels")
-@_options(_DEVICE, _DTYPES)
-@click.option(
-    "--compute", type=click.Choice(list(COMPUTES)), default="native", show_default=True, help="Precision."
-)
-@click.option(
-    "--kernel", "kernels", multiple=True, type=click.Choice(ladder.names()), help="May be repeated."
-)
-@click.option(
-    "--size", "shapes", multiple=True, type=_Size(), help="Product MxNxK, may be repeated.  [default: many]"
-)
-@click.option(
-    "--seconds", type=click.FloatRange(min=0), default=0.05, show_default=True, help="For each measurement."
-)
-@click.option(
-    "--limit",
-    type=click.FloatRange(min=0),
-    default=1.0,
-    show_default=True,
-    help="Seconds that one product may take.",
-)
-@click.option("--svg", type=click.Path(dir_okay=False), help="Draw square products to this file.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, with all variants.")
-def bench_kernels(as_json: bool, svg: str | None, **options: Any) -> None:
-    """Time our kernels beside cuBLAS, which takes turns with them.
-
-    Square products from 8 to 16384, odd and thin ones and the engine's updates of a 12288 x 12288 tile, on random
-    numbers; the median of several samples.
-    """
-    given = {name: value for name, value in options.items() if value != ()}
-    with doing(sys.stderr.isatty() and not as_json) as say:
-        result = bench.bench_kernels(**given, say=say)
-    if svg is not None:
-        try:
-            Path(svg).write_text(bench.chart(result), encoding="utf-8")
-        except OSError as error:
-            raise InputError(f"the picture cannot be written to {svg}: {error.strerror}") from error
-    if as_json:
-        _print_json(result)
-    else:
-        print_bench(result, bench.best_rows(result))
-
-
-@cli.command()
-@_options(_DEVICE, _DTYPES)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def tune(device: int, dtypes: tuple[str, ...], as_json: bool) -> None:
-    """Find the fastest of our kernels and parameters on this GPU, for --kernel auto and the rungs named.
-
-    For each dtype, on a large square product, on an update as the engine makes it, and on a thin one. What is found is
-    kept in the user's cache directory, or in $OOCGEMM_CACHE. Nothing else should run meanwhile.
-    """
-    with doing(sys.stderr.isatty() and not as_json) as say:
-        found = bench.tune(device=device, dtypes=dtypes, say=say)
-    kept = str(tuning.save(found))
-    if as_json:
-        _print_json(asdict(found) | {"kept": kept})
-    else:
-        print_tuning(found, kept)
+for command in (measuring.calibrate, measuring.bench_group, measuring.tune):
+    cli.add_command(command)
 
 
 @cli.command()
@@ -373,7 +244,7 @@ def info(as_json: bool) -> None:
     """Show devices, versions, what is missing and how to get it."""
     found = system.info()
     if as_json:
-        _print_json(found)
+        print_json(found)
     else:
         print_info(found)
 
@@ -386,10 +257,6 @@ def _transposes(options: dict[str, Any]) -> dict[str, Any]:
             raise click.UsageError(f"--transpose-{side} and --adjoint-{side} exclude each other")
         options[f"trans_{side}"] = "C" if adjoint else "T" if transpose else "N"
     return options
-
-
-def _print_json(value: object) -> None:
-    click.echo(json.dumps(value, indent=2))
 
 
 def main() -> NoReturn:

@@ -317,3 +317,14 @@ def test_cupy_stays_out_even_where_it_is_installed(here: Path, code: str) -> Non
     assert not (here / "imported").exists()
     assert "ImportError" in _process("-c", "import cupy", PYTHONPATH=str(here / "site")).stderr
     assert (here / "imported").exists()  # so the trap works
+
+
+def test_shells_can_complete_commands_without_zarr_or_cupy() -> None:
+    environment = {"COMP_WORDS": "oocgemm cal", "COMP_CWORD": "1"}
+    asked = _process("-m", "oocgemm", _OOCGEMM_COMPLETE="bash_complete", **environment)
+    assert (asked.returncode, asked.stdout) == (0, "plain,calibrate\n")
+    assert "_oocgemm_completion" in _process("-m", "oocgemm", _OOCGEMM_COMPLETE="bash_source").stdout
+    loaded = "import atexit, sys; atexit.register(lambda: print({'zarr', 'cupy'} & set(sys.modules), file=sys.stderr)); "
+    code = loaded + "from oocgemm.__main__ import main; main()"
+    slow = _process("-c", code, _OOCGEMM_COMPLETE="bash_complete", **environment)
+    assert slow.stderr == "set()\n"

@@ -146,14 +146,24 @@ def test_the_fitted_model_gives_back_the_time_of_a_run_that_the_plan_misjudged()
     assert fitted.machine.h2d == pytest.approx(10e9, rel=0.2)
 
 
+def test_what_passes_outside_all_operations_stays_as_it_is() -> None:
+    run = run_of(virtual_plan(CUBE, SMALL, machine(read=4e9, read_scattered=4e9)))
+    idle = round(0.5 * run.wall)
+    slow = Timeline(run.spans, run.wall + idle, run.header)
+    before, after = advice(run).seconds, advice(slow).seconds
+    assert before is not None
+    assert after == pytest.approx(before + idle / 1e9, rel=0.02)
+
+
 def test_no_gain_is_made_up() -> None:
     plan = virtual_plan(CUBE, Budgets(64 * GIB, 64 * GIB), machine())
     run = run_of(plan)
     assert advice(run).seconds is None  # all of it fits already
     older = Timeline(run.spans, run.wall, {"plan": {"tile": run.header["plan"]["tile"]}})
     assert advice(older).why == "this log does not hold the plan in full"
-    later = Timeline(run.spans, round(run.wall * (1 + 2 * TRUSTED)), run.header)
-    assert "too far off" in advice(later).why
+    lost, half = round(run.wall * 2 * TRUSTED), run.wall // 2  # in the midst of the run, on nothing
+    late = [replace(s, start=s.start + lost, end=s.end + lost) if s.start > half else s for s in run.spans]
+    assert "too far off" in advice(Timeline(tuple(late), run.wall + lost, run.header)).why
     assert advice(Timeline((), 100)).seconds is None
 
 

@@ -261,6 +261,26 @@ def test_explanations_name_what_each_candidate_loses() -> None:
     assert all(row["why"] for row in rows)
 
 
+@pytest.mark.parametrize(
+    ("backend", "size", "budgets"),
+    [
+        ("cuda", 24_576, Budgets(2 * GIB, 8 * GIB)),  # all of it hides behind writing
+        ("host", 12_000, Budgets(960 * MIB, 64 * MIB)),
+    ],
+)
+def test_of_plans_that_the_model_cannot_tell_apart_the_one_with_least_to_do_is_taken(
+    backend: str, size: int, budgets: Budgets
+) -> None:
+    stored = Layout((1000, 1000))
+    layouts = Layouts(stored, stored, Layout(free_chunks=True))
+    plan = make_plan(problem(size, size, size, "float32"), budgets, default_model(backend, 2), layouts)
+    chosen, *others = (s.prediction for s in plan.considered)
+    fastest = min(other.total for other in (chosen, *others))
+    assert chosen.total <= 1.011 * fastest
+    assert any(other.total < chosen.total for other in others)
+    assert all(other.serial >= chosen.serial for other in others if other.total <= 1.009 * fastest)
+
+
 def test_a_plan_is_the_same_every_time() -> None:
     def once() -> Plan:
         planner._planned.cache_clear()

@@ -10,7 +10,8 @@ from oocgemm.plan.machine import (
     default_model,
     fit_line,
 )
-from oocgemm.plan.planner import Plan, continued, make_plan
+from oocgemm.plan.plan import Plan
+from oocgemm.plan.planner import continued, make_plan
 from oocgemm.plan.predict import Prediction
 from oocgemm.plan.problem import COMPUTES, DTYPES, DType, GemmProblem, Op
 from oocgemm.plan.recorded import recorded_plan

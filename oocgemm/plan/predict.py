@@ -38,6 +38,11 @@ class Prediction:
         """The lane that is busy longest."""
         return max(self.lanes, key=lambda lane: self.lanes[lane])
 
+    @property
+    def serial(self) -> float:
+        """Seconds if nothing overlapped: all that the machine has to do, and all that it waits."""
+        return sum(self.lanes.values()) + self.start_up + self.bubbles + self.tail
+
 
 def amplification(problem: GemmProblem, tile: TileShape, layouts: Layouts) -> dict[str, float]:
     """Bytes of the chunks touched over bytes wanted, for reads of A and B."""

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from oocgemm.plan.candidates import Budgets
 from oocgemm.plan.cost import Candidate, Layouts
 from oocgemm.plan.machine import KernelRate, MachineModel
-from oocgemm.plan.planner import Plan
+from oocgemm.plan.plan import Plan
 from oocgemm.plan.problem import DTYPES, GemmProblem, Op
 from oocgemm.plan.slots import Slots
 from oocgemm.plan.tiling import Layout, TileShape

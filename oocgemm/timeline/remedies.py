@@ -1,7 +1,7 @@
 """What to change, and what it would gain, by the planner's own cost model.
 
 The model of the plan is first fitted to the run: the rate of each lane becomes the one at which the lane took as long as
-it did, and what passed before the first Multiply beyond the model's start-up is added to every prediction. Then plans are
+it did, and what passed outside all operations is added to every prediction. Then plans are
 made anew with one thing changed: larger budgets, within the memory of the machine; A and B in chunks that fit their
 panels; operands or C stored without compression. A gain is the ratio of two such predictions, applied to the time that
 the run took. Where the fitted model does not give back that time, it is not asked for gains.
@@ -41,18 +41,34 @@ class Remedy:
 
 @dataclass(frozen=True)
 class Fitted:
-    """A run's plan and the machine model at the rates of the run."""
+    """A run's plan and the machine model at the rates of the run; `outside` are the seconds before its first operation
+    and after its last, `beyond` those after its last, and before its first Multiply, that the closed form does not
+    account for."""
 
     plan: Plan
     machine: MachineModel
-    start_up: float
+    outside: float
+    beyond: float
 
-    def seconds(self, plan: Plan) -> float:
+    def seconds(self, plan: Plan, *, closed: bool | None = None) -> float:
         """Predicted T of a plan made with the fitted model: its schedule on a virtual clock, or in closed form if that
         would take long."""
-        if plan.steps > MOST_SIMULATED:
-            return plan.prediction.total + self.start_up
-        return simulate(plan.schedule(), plan.problem, plan.machine, plan.layouts) + self.start_up
+        if plan.steps > MOST_SIMULATED if closed is None else closed:
+            return plan.prediction.total + self.beyond
+        # What the run held was paid for in the times that were measured; more of it costs more.
+        more = _slots_bytes(plan) - _slots_bytes(self.plan)
+        seconds = simulate(plan.schedule(), plan.problem, plan.machine, plan.layouts)
+        return seconds + self.outside + max(0.0, more * plan.machine.arena_seconds_per_byte)
+
+    def ratio(self, plan: Plan) -> float:
+        """Predicted T of a plan over that of the run's own, both predicted in the same way."""
+        closed = max(plan.steps, self.plan.steps) > MOST_SIMULATED
+        return self.seconds(plan, closed=closed) / self.seconds(self.plan, closed=closed)
+
+
+def _slots_bytes(plan: Plan) -> int:
+    """Bytes of host memory that are used for the first time."""
+    return plan.footprint.host_total + (plan.footprint.device_total if plan.machine.unified else 0)
 
 
 def fit(timeline: Timeline, figures: Report) -> Fitted | None:
@@ -91,7 +107,10 @@ def fit(timeline: Timeline, figures: Report) -> Fitted | None:
     )
     first = min(s.start for s in timeline.spans if s.kind == "multiply") / 1e9
     again = replace(plan, machine=fitted)
-    return Fitted(again, fitted, max(0.0, first - again.prediction.start_up))
+    begun, ended = min(s.start for s in timeline.spans), max(s.end for s in timeline.spans)
+    closing = max(0, timeline.wall - ended) / 1e9
+    beyond = max(0.0, first - again.prediction.start_up) + closing
+    return Fitted(again, fitted, begun / 1e9 + closing, beyond)
 
 
 def remedy(timeline: Timeline, figures: Report, diagnosis: Diagnosis, fitted: Fitted | None) -> Remedy:
@@ -103,7 +122,7 @@ def remedy(timeline: Timeline, figures: Report, diagnosis: Diagnosis, fitted: Fi
     if abs(now / figures.wall - 1) > TRUSTED:
         why = f"the cost model at this run's rates gives {format_time(now)} for it, too far off to ask for gains"
         return Remedy(_advice(diagnosis.bound, timeline), why)
-    tried = [(change, plan, fitted.seconds(plan) / now) for change, plan in _changed(timeline, fitted)]
+    tried = [(change, plan, fitted.ratio(plan)) for change, plan in _changed(timeline, fitted)]
     best = min((ratio for _, _, ratio in tried), default=1.0)
     if 1 - best < WORTH:
         return Remedy(

@@ -52,10 +52,9 @@ def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
         what = span.kind if span.kind == "multiply" else f"{span.kind} {span.operand}"
         times = {"ts": span.start / 1e3, "dur": (span.end - span.start) / 1e3}
         yield {"ph": "X", "name": what, "cat": span.lane, **times, **place, "args": facts}
-        for number in span.waits:
-            source = by_id.get(number)
-            if source is None or not _feeds(source, span):
-                continue
+        # A panel that does not fill its slot leaves the rest of the one before it there: the later one is what is used.
+        sources = (by_id[number] for number in sorted(span.waits) if number in by_id)
+        for source in {(s.kind, s.operand): s for s in sources if _feeds(s, span)}.values():
             flows += 1
             arrow = {"name": "data", "cat": "flow", "id": flows}
             # Inside the slices that they bind to, whatever their ends round to.

@@ -1,0 +1,149 @@
+"""The commands that measure: calibrate, bench, tune; and what they share with the others."""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from oocgemm import backends, bench, cache, stores
+from oocgemm.backends import ladder, tuning
+from oocgemm.calibrate import calibrate as measure
+from oocgemm.display import doing, print_bench, print_calibration, print_tuning
+from oocgemm.errors import InputError
+from oocgemm.plan import COMPUTES, DTYPES
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def taking(*options: Callable[[F], F]) -> Callable[[F], F]:
+    def apply(function: F) -> F:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return apply
+
+
+def print_json(value: object) -> None:
+    click.echo(json.dumps(value, indent=2))
+
+
+class Size(click.ParamType[tuple[int, int, int]]):
+    name = "MxNxK"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, int, int]:
+        parts = str(value).lower().split("x")
+        if len(parts) != 3 or not all(p.isdecimal() and int(p) for p in parts):
+            self.fail(f"{value!r} is not a product: write MxNxK, such as 4096x4096x1024", param, ctx)
+        return int(parts[0]), int(parts[1]), int(parts[2])
+
+
+@click.command()
+@click.option(
+    "--backend",
+    type=click.Choice(backends.NAMES),
+    default="auto",
+    show_default=True,
+    help="What to measure; auto is cuda where a device answers.",
+)
+@click.option("--device", type=click.IntRange(min=0), default=0, show_default=True, help="CUDA device.")
+@click.option(
+    "--path",
+    metavar="DIR",
+    type=click.Path(),
+    help="Folder whose storage is measured, with temporary files of some 500 MiB.  [default: the current one]",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def calibrate(backend: str, device: int, path: str | None, as_json: bool) -> None:
+    """Measure this machine, in under a minute, for plans and reports to use.
+
+    Kernels, links and memory, and the storage at a folder: run it once more for each file system that operands lie
+    on. The figures are kept in the user's cache directory, or in $OOCGEMM_CACHE. Nothing else should run meanwhile.
+    """
+    if backends.resolve(backend) == "host":
+        stores.load_zarr()
+    with doing(sys.stderr.isatty() and not as_json) as say:
+        found = measure(backend, device, path, say=say)
+    kept = cache.save(found)
+    if as_json:
+        print_json(found.to_dict() | {"kept": str(kept)})
+    else:
+        print_calibration(found, str(kept))
+
+
+@click.group(name="bench")
+def bench_group() -> None:
+    """Measure parts of oocgemm by themselves."""
+
+
+_DEVICE = click.option(
+    "--device", type=click.IntRange(min=0), default=0, show_default=True, help="CUDA device."
+)
+_DTYPES = click.option(
+    "--dtype", "dtypes", multiple=True, type=click.Choice(list(DTYPES)), help="May be repeated."
+)
+
+
+@bench_group.command(name="kernels")
+@taking(_DEVICE, _DTYPES)
+@click.option(
+    "--compute", type=click.Choice(list(COMPUTES)), default="native", show_default=True, help="Precision."
+)
+@click.option(
+    "--kernel", "kernels", multiple=True, type=click.Choice(ladder.names()), help="May be repeated."
+)
+@click.option(
+    "--size", "shapes", multiple=True, type=Size(), help="Product MxNxK, may be repeated.  [default: many]"
+)
+@click.option(
+    "--seconds", type=click.FloatRange(min=0), default=0.05, show_default=True, help="For each measurement."
+)
+@click.option(
+    "--limit",
+    type=click.FloatRange(min=0),
+    default=1.0,
+    show_default=True,
+    help="Seconds that one product may take.",
+)
+@click.option("--svg", type=click.Path(dir_okay=False), help="Draw square products to this file.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, with all variants.")
+def bench_kernels(as_json: bool, svg: str | None, **options: Any) -> None:
+    """Time our kernels beside cuBLAS, which takes turns with them.
+
+    Square products from 8 to 16384, odd and thin ones and the engine's updates of a 12288 x 12288 tile, on random
+    numbers; the median of several samples.
+    """
+    given = {name: value for name, value in options.items() if value != ()}
+    with doing(sys.stderr.isatty() and not as_json) as say:
+        result = bench.bench_kernels(**given, say=say)
+    if svg is not None:
+        try:
+            Path(svg).write_text(bench.chart(result), encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"the picture cannot be written to {svg}: {error.strerror}") from error
+    if as_json:
+        print_json(result)
+    else:
+        print_bench(result, bench.best_rows(result))
+
+
+@click.command()
+@taking(_DEVICE, _DTYPES)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def tune(device: int, dtypes: tuple[str, ...], as_json: bool) -> None:
+    """Find the fastest of our kernels and parameters on this GPU, for --kernel auto and the rungs named.
+
+    For each dtype, on a large square product, on an update as the engine makes it, and on a thin one. What is found is
+    kept in the user's cache directory, or in $OOCGEMM_CACHE. Nothing else should run meanwhile.
+    """
+    with doing(sys.stderr.isatty() and not as_json) as say:
+        found = bench.tune(device=device, dtypes=dtypes, say=say)
+    kept = str(tuning.save(found))
+    if as_json:
+        print_json(asdict(found) | {"kept": kept})
+    else:
+        print_tuning(found, kept)

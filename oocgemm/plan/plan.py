@@ -1,0 +1,241 @@
+"""A plan: everything decided about a product, and what that comes to."""
+
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from math import isfinite
+from typing import Any
+
+from oocgemm.plan.candidates import Budgets, c_chunks
+from oocgemm.plan.cost import (
+    Candidate,
+    Footprint,
+    Layouts,
+    MachineModel,
+    Part,
+    footprint,
+    least_bytes,
+    required_bytes,
+    whole,
+)
+from oocgemm.plan.placing import Loads
+from oocgemm.plan.predict import Prediction, amplification, predict
+from oocgemm.plan.problem import GemmProblem
+from oocgemm.plan.schedule import Schedule
+from oocgemm.plan.slots import Slots
+from oocgemm.plan.tiling import Span, Tile, TileGrid, TileShape
+from oocgemm.plan.traversal import walk
+from oocgemm.units import format_time
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A candidate with what it is predicted to take."""
+
+    candidate: Candidate
+    prediction: Prediction
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a product will be run: everything decided, nothing done, but for the tiles in `done` if it is resumed."""
+
+    problem: GemmProblem
+    layouts: Layouts
+    budgets: Budgets
+    machine: MachineModel
+    candidate: Candidate
+    considered: tuple[Scored, ...] = ()
+    done: frozenset[Tile] = frozenset()
+
+    @property
+    def tile(self) -> TileShape:
+        return self.candidate.tile
+
+    @property
+    def slots(self) -> Slots:
+        return self.candidate.slots
+
+    @property
+    def grid(self) -> TileGrid:
+        return _grid(self.problem, self.candidate)
+
+    @cached_property
+    def part(self) -> Part:
+        """What of C is computed: that is left, if the run is resumed."""
+        if not self.done:
+            return whole(self.problem)
+        tiles = self.schedule().tiles
+        rows = {i: _length(self.grid.rows(i)) for i, _ in tiles}
+        cols = {j: _length(self.grid.cols(j)) for _, j in tiles}
+        return Part(sum(rows.values()), sum(cols.values()), sum(rows[i] * cols[j] for i, j in tiles))
+
+    @property
+    def flops(self) -> int:
+        """Real floating-point operations of that."""
+        return self.problem.step_flops(1, self.part.elements, self.problem.depth)
+
+    @property
+    def steps(self) -> int:
+        """Multiplications in all."""
+        down, across = self.grid.shape
+        return (down * across - len(self.done)) * self.grid.steps
+
+    def tile_bytes(self, tile: Tile) -> int:
+        """Bytes of a tile of C, as it is stored."""
+        return (
+            _length(self.grid.rows(tile[0])) * _length(self.grid.cols(tile[1])) * self.problem.itemsizes["C"]
+        )
+
+    @property
+    def chunks(self) -> tuple[int, int]:
+        """Chunks (or shards) of C; no two tiles and no two strips share one."""
+        return c_chunks(self.problem, self.layouts, self.tile)
+
+    @cached_property
+    def footprint(self) -> Footprint:
+        return footprint(self.problem, self.candidate, self.layouts, self.machine)
+
+    @cached_property
+    def loads(self) -> Loads:
+        """Exact bytes of the panels loaded."""
+        return self.schedule().loads()
+
+    @cached_property
+    def traffic(self) -> dict[str, int]:
+        """Exact bytes over each link."""
+        return self.schedule().traffic(self.loads)
+
+    @cached_property
+    def required(self) -> dict[str, int]:
+        """Bytes over each link if every element crossed it once."""
+        required = required_bytes(self.problem, self.part)
+        return required | {"h2d": 0, "d2h": 0} if self.slots.unified else required
+
+    @cached_property
+    def least(self) -> dict[str, int]:
+        """Fewest bytes over each link that these budgets allow any schedule; for storage, host and device
+        memory count together."""
+        once = self.required
+        return {
+            "read": least_bytes(self.problem, self.budgets.device + self.budgets.host, self.part),
+            "h2d": 0 if self.slots.unified else least_bytes(self.problem, self.budgets.device, self.part),
+            "d2h": once["d2h"],
+            "write": once["write"],
+        }
+
+    @cached_property
+    def prediction(self) -> Prediction:
+        return predict(self.problem, self.candidate, self.layouts, self.machine, self.loads)
+
+    @cached_property
+    def amplification(self) -> dict[str, float]:
+        """Read amplification: bytes of the chunks touched over bytes wanted."""
+        return amplification(self.problem, self.tile, self.layouts)
+
+    def schedule(self) -> Schedule:
+        return schedule_of(self.problem, self.layouts, self.candidate, self.done)
+
+    def explain(self) -> list[dict[str, Any]]:
+        """The best few candidates of different tile shapes, the chosen one first, with what each falls short in."""
+        chosen = next((s for s in self.considered if s.candidate == self.candidate), None)
+        rows = [chosen] if chosen else []
+        rows += [s for s in self.considered if s is not chosen]
+        return [
+            {
+                "tile": str(s.candidate.tile),
+                "c_slots": s.candidate.slots.c,
+                "total": s.prediction.total,
+                "lanes": dict(s.prediction.lanes),
+                "bubbles": s.prediction.bubbles,
+                "why": "chosen" if s is chosen else _falls_short(s.prediction, rows[0].prediction),
+            }
+            for s in rows
+        ]
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain data, for ``--json`` and the header of a timeline."""
+        prediction = self.prediction
+        problem = asdict(self.problem)
+        problem |= {name: _number(problem[name]) for name in ("alpha", "beta")}
+        return {
+            "problem": problem,
+            "flops": self.flops,
+            "tile": asdict(self.tile),
+            "tiles": list(self.grid.shape),
+            "tiles_done_before": len(self.done),
+            "chunks": list(self.chunks),
+            "steps": self.steps,
+            "slots": asdict(self.slots),
+            "traversal": str(self.candidate.traversal),
+            "candidate": asdict(self.candidate),
+            "budget": asdict(self.budgets),
+            "footprint": {
+                "device": dict(self.footprint.device) | {"total": self.footprint.device_total},
+                "host": dict(self.footprint.host) | {"total": self.footprint.host_total},
+            },
+            "traffic": self.traffic,
+            "required": self.required,
+            "least": self.least,
+            "read_amplification": self.amplification,
+            "machine": self.machine.name,
+            "model": asdict(self.machine),
+            "layouts": asdict(self.layouts),
+            "calibrated": self.machine.calibrated,
+            "predicted_seconds": dict(prediction.lanes)
+            | {
+                "start_up": prediction.start_up,
+                "bubbles": prediction.bubbles,
+                "tail": prediction.tail,
+                "total": prediction.total,
+            },
+            "bottleneck": prediction.bottleneck,
+        }
+
+
+def _grid(problem: GemmProblem, candidate: Candidate) -> TileGrid:
+    return TileGrid.of(problem, candidate.tile, candidate.ramp)
+
+
+def schedule_of(
+    problem: GemmProblem, layouts: Layouts, candidate: Candidate, done: frozenset[Tile] = frozenset()
+) -> Schedule:
+    grid = _grid(problem, candidate)
+    coded = {"A": layouts.a.decode_bytes, "B": layouts.b.decode_bytes, "C": layouts.c.encodes}
+    tiles = walk(candidate.traversal, *grid.shape)
+    return Schedule(
+        problem,
+        grid,
+        [tile for tile in tiles if tile not in done] if done else tiles,
+        candidate.slots,
+        frozenset(operand for operand in coded if coded[operand]),
+        tiles[-1] if tiles else None,
+    )
+
+
+def _falls_short(other: Prediction, best: Prediction) -> str:
+    """Where a candidate loses most time against the chosen one."""
+    parts = {lane: other.lanes[lane] - best.lanes[lane] for lane in best.lanes}
+    parts |= {
+        "start-up": other.start_up - best.start_up,
+        "bubbles": other.bubbles - best.bubbles,
+        "tail": other.tail - best.tail,
+    }
+    worst = max(parts, key=lambda part: parts[part])
+    why = f"{worst} +{format_time(parts[worst])}" if parts[worst] > 1e-6 else "no better"
+    # The planner's choice is not always the fastest predicted.
+    return f"as good as equal, {why}" if other.total < best.total else why
+
+
+def _length(span: Span) -> int:
+    return span[1] - span[0]
+
+
+def _number(value: complex) -> float | str | list[float | str]:
+    """A scalar as JSON holds it: complex ones as [real, imaginary], NaN and infinities as text."""
+    if isinstance(value, complex):
+        return [_real(value.real), _real(value.imag)]
+    return _real(value)
+
+
+def _real(value: float) -> float | str:
+    return value if isfinite(value) else str(value)
