@@ -25,10 +25,10 @@ from oocgemm.display import (
     print_report,
     print_tuning,
     print_verification,
-    progress_display,
 )
 from oocgemm.errors import BackendError, BudgetError, ExecutionError, InputError, OocGemmError
 from oocgemm.interrupts import Interrupted, stopping
+from oocgemm.live import progress_display
 from oocgemm.plan import COMPUTES, DTYPES
 from oocgemm.timeline import read_log, report
 from oocgemm.verify import verify as check_product
@@ -162,7 +162,7 @@ def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> N
     try:
         with (
             stopping(lambda: _interrupted(resume.how_far(c))),
-            progress_display(live and sys.stderr.isatty()) as progress,
+            progress_display(live) as progress,
         ):
             result = api.gemm(a, b, c, progress=progress, **_transposes(options))
     except (ExecutionError, BackendError, MemoryError, KeyboardInterrupt) as error:
