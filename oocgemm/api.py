@@ -141,16 +141,20 @@ def gemm(
     a, b, c = (stores.located(*operand) for operand in (("A", a), ("B", b), ("C", c)))
     backends.load(backend, device)
     stores.load(a, b, c)
+    # These are for the log alone, and no part of T.
+    known: dict[str, Any] = {"machine": system.machine(), "versions": system.versions()}
     origin = perf_counter_ns()
     started = time()
     engine = backends.open_backend(backend, device)
     backends.check_kernel(engine.name, kernel)
-    known = backends.identity(engine)
+    device_known = backends.identity(engine)
+    known |= {"started": started, "backend": {"name": engine.name, "kernel": kernel} | engine.describe()}
 
     def prepare() -> job.Job:
         budgets = job.budgets(engine.name, device_memory, host_memory, engine.free_memory)
         work = job.prepare(
-            *(a, b, c, alpha, beta, trans_a, trans_b, engine.name, known, budgets, tile, chunks, compressor),
+            *(a, b, c, alpha, beta, trans_a, trans_b, engine.name, device_known),
+            *(budgets, tile, chunks, compressor),
             overwrite=overwrite,
             resume=resume,
             arithmetic=lambda problem: {
@@ -167,14 +171,7 @@ def gemm(
         return work
 
     work, session = _opened(engine, kernel, prepare)
-    known_before = {
-        "started": started,
-        "plan": work.plan.to_dict(),
-        "backend": {"name": engine.name, "kernel": kernel} | engine.describe(),
-        "machine": system.machine(),
-        "versions": system.versions(),
-    }
-    matrix, log = _execute(work, c, session, origin, known_before, timeline, progress)
+    matrix, log = _execute(work, c, session, origin, known, timeline, progress)
     if log.failure is not None:
         raise ExecutionError(
             f"C is done, but its timeline cannot be written to {timeline}: {log.failure.strerror}"
@@ -187,20 +184,21 @@ def _execute(
     c: Any,
     session: Session | None,
     origin: int,
-    header: dict[str, Any],
+    known: dict[str, Any],
     path: str | os.PathLike[str] | None,
     progress: Callable[[Plan], Observer] | None,
 ) -> tuple[stores.Matrix, Recorder]:
     """Run what is planned, from the creation of C until it is durable, and record that; returns C and the record.
     Nothing else is left of the run but C's journal, the session closed too. There is none where nothing is left of a run
-    that has ended. `header` is what is known before, for the log at `path`."""
+    that has ended. `known` is what the log at `path`, if there is one, says besides."""
     plan = work.plan
     output = staging = run = checks = again = log = None
     failed: BaseException | None = None
     held, retried, kernels = {"device": 0, "host": 0}, [], []
     try:
         output = target.open_target(work, c)
-        header |= {
+        header = known | {
+            "plan": plan.to_dict(),
             "operands": {"A": work.a.describe(), "B": work.b.describe(), "C": output.matrix.describe()},
             "rates": job.rates(work, output.matrix),
         }
@@ -222,7 +220,7 @@ def _execute(
             kernels = session.multiplied_by()
         output.seal()
         facts = {
-            "backend": header["backend"] | {"multiplied by": kernels},
+            "backend": known["backend"] | {"multiplied by": kernels},
             "held": held,
             "retried": retried,
             "checks": checks.figures(again) if checks is not None else None,

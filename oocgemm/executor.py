@@ -77,9 +77,9 @@ class Run:
         checks: Checks | None = None,
         first: int = 0,
     ) -> None:
-        """`observe` is called with every operation that has ended, by one thread, in the order in which that is noticed;
-        what it raises fails the run. `finished` is called for each tile when all of it is written (not synced), by the thread that wrote the last
-        of it, once a tile; what it raises fails the run. With `checks` strips that fail them are not written.
+        """`observe` is called with every operation that has ended, by one thread, in the order in which that is noticed.
+        `finished` is called for each tile when all of it is written (not synced), by the thread that wrote the last of
+        it, once a tile. What either raises fails the run. With `checks` strips that fail them are not written.
         Operations are numbered from `first` on."""
         self._plan = plan
         self._session = session

@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oocgemm.errors import InputError
+from oocgemm.plan import Budgets, TileShape
 from oocgemm.timeline import Recorder, Span, Timeline, gantt, log, read_log, report
 from oocgemm.timeline.figures import exposed, intersection, length, union
 
-from .virtual_runs import write_log
+from .virtual_runs import machine, run_of, virtual_plan, write_log
 
 
 def span(
@@ -195,6 +196,16 @@ def test_a_log_grows_as_the_run_goes_on_and_takes_little_memory(
     recorder.close()
     assert read_log(tmp_path / "run.jsonl") == recorder.timeline()
     assert len(recorder.timeline().spans) == recorder.spans
+
+
+def test_a_hundred_thousand_steps_take_less_than_50_mb(tmp_path: Path) -> None:
+    """Panels that are all loaded, and most of them read anew: no step has more operations."""
+    size, tile = (8 * 512, 8 * 512, 25 * 512), TileShape(512, 512, 512)
+    plan = virtual_plan(size, Budgets(92 << 20, 64 << 20), machine(), tile)
+    timeline = run_of(plan)
+    assert sum(span.kind == "upload" for span in timeline.spans) > 1.8 * plan.steps
+    write_log(tmp_path / "run.jsonl", timeline)
+    assert 100_000 * (tmp_path / "run.jsonl").stat().st_size / plan.steps < 40e6  # numbers grow longer
 
 
 def test_a_slow_run_is_in_its_log_within_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
