@@ -127,7 +127,7 @@ def print_report(report: Report, timeline: Timeline, *, advise: bool = False) ->
         f"[bold]copy overlap[/] {_percent(report.copy_overlap)}   "
         f"[bold]storage overlap[/] {_percent(report.storage_overlap)}   "
         f"[bold]efficiency[/] {_percent(report.efficiency)}"
-        + ("" if report.efficiency is not None else " (needs `oocgemm calibrate`)")
+        + ("" if report.efficiency is not None or report.unfinished else " (needs `oocgemm calibrate`)")
     )
     causes = sorted(report.exposed.items(), key=lambda item: -item[1])
     parts = ", ".join(f"{cause} {format_time(seconds)}" for cause, seconds in causes)
