@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from time import perf_counter_ns, time
 from traceback import clear_frames
 from typing import Any
@@ -15,11 +16,11 @@ from oocgemm.backends.ladder import check_plan
 from oocgemm.backends.memory import available_memory
 from oocgemm.checks import Checks
 from oocgemm.errors import ExecutionError, InputError, OutOfMemoryError
-from oocgemm.executor import Progress, Run
+from oocgemm.executor import Observer, Run
 from oocgemm.job import Size, Transpose
 from oocgemm.plan import Op, Plan, TileShape
 from oocgemm.staging import Staging
-from oocgemm.timeline import Report, Span, Timeline, report, write_log
+from oocgemm.timeline import Recorder, Report, Span, Timeline, report
 
 SEED = 20261  # of the signs that checksums are taken with; any will do
 
@@ -28,13 +29,23 @@ SEED = 20261  # of the signs that checksums are taken with; any will do
 class Result:
     """What a run leaves: the product, how it was planned, and what happened.
 
-    `out` is the array that holds C: the given one, an ndarray, or the zarr array or memory map at its path.
+    `out` is the array that holds C: the given one, an ndarray, or the zarr array or memory map at its path. `log` is what
+    was recorded; it becomes a timeline, and that a report, when one is asked for.
     """
 
     out: Any
     plan: Plan
-    report: Report
-    timeline: Timeline
+    log: Recorder
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Every operation of the run, some 500 bytes each."""
+        return self.log.timeline()
+
+    @cached_property
+    def report(self) -> Report:
+        """The figures of the run."""
+        return report(self.timeline)
 
 
 def matmul(a: Any, b: Any, /, *, out: Any = None, **options: Any) -> Result:
@@ -79,7 +90,7 @@ def gemm(
     resume: bool = False,
     verify: bool = False,
     timeline: str | os.PathLike[str] | None = None,
-    progress: Callable[[Plan], Progress] | None = None,
+    progress: Callable[[Plan], Observer] | None = None,
 ) -> Result:
     """``C = alpha op(A) @ op(B) + beta C``, streamed through bounded memory.
 
@@ -110,7 +121,8 @@ def gemm(
         verify: hold every tile against checksums of the panels it is made from (`oocgemm.checks`) before it is written,
             and compute once more what differs. The processor passes over each panel once more when it is read, which
             shows in the run's time where a GPU is fed faster than that.
-        timeline: path of a log of every operation, for `oocgemm report`.
+        timeline: path of a log of every operation, for `oocgemm report`. It is written as the run goes on, and tells of
+            as much of a run that has not ended.
         progress: called with the plan; returns what is called with every finished operation.
 
     Returns:
@@ -129,16 +141,20 @@ def gemm(
     a, b, c = (stores.located(*operand) for operand in (("A", a), ("B", b), ("C", c)))
     backends.load(backend, device)
     stores.load(a, b, c)
+    # These are for the log alone, and no part of T.
+    known: dict[str, Any] = {"machine": system.machine(), "versions": system.versions()}
     origin = perf_counter_ns()
     started = time()
     engine = backends.open_backend(backend, device)
     backends.check_kernel(engine.name, kernel)
-    known = backends.identity(engine)
+    device_known = backends.identity(engine)
+    known |= {"started": started, "backend": {"name": engine.name, "kernel": kernel} | engine.describe()}
 
     def prepare() -> job.Job:
         budgets = job.budgets(engine.name, device_memory, host_memory, engine.free_memory)
         work = job.prepare(
-            *(a, b, c, alpha, beta, trans_a, trans_b, engine.name, known, budgets, tile, chunks, compressor),
+            *(a, b, c, alpha, beta, trans_a, trans_b, engine.name, device_known),
+            *(budgets, tile, chunks, compressor),
             overwrite=overwrite,
             resume=resume,
             arithmetic=lambda problem: {
@@ -155,47 +171,12 @@ def gemm(
         return work
 
     work, session = _opened(engine, kernel, prepare)
-    plan = work.plan
-    done = _execute(work, c, session, origin, progress)
-    recorded = Timeline(
-        tuple(sorted(done.spans, key=lambda s: s.id)),
-        done.wall,
-        {
-            "started": started,
-            "plan": plan.to_dict(),
-            "backend": {"name": engine.name, "kernel": kernel, "multiplied by": done.multiplied_by}
-            | engine.describe(),
-            "operands": {"A": work.a.describe(), "B": work.b.describe(), "C": done.matrix.describe()},
-            "held": done.held,
-            "retried": done.retried,
-            "checks": done.checks,
-            "rates": job.rates(work, done.matrix),
-            "machine": system.machine(),
-            "versions": system.versions(),
-        },
-    )
-    if timeline is not None:
-        try:
-            write_log(timeline, recorded)
-        except OSError as error:
-            raise ExecutionError(
-                f"C is done, but its timeline cannot be written to {timeline}: {error.strerror}"
-            ) from error
-    return Result(getattr(done.matrix, "array", None), plan, report(recorded), recorded)
-
-
-@dataclass(frozen=True)
-class _Done:
-    """What a run has come to: C, the spans of its operations, its time in nanoseconds, bytes held on each tier, what
-    each read that was tried again had failed of, what came of checks, and which kernels multiplied."""
-
-    matrix: stores.Matrix
-    spans: list[Span]
-    wall: int
-    held: dict[str, int]
-    retried: list[str]
-    checks: dict[str, Any] | None
-    multiplied_by: list[str]
+    matrix, log = _execute(work, c, session, origin, known, timeline, progress)
+    if log.failure is not None:
+        raise ExecutionError(
+            f"C is done, but its timeline cannot be written to {timeline}: {log.failure.strerror}"
+        ) from log.failure
+    return Result(getattr(matrix, "array", None), work.plan, log)
 
 
 def _execute(
@@ -203,36 +184,49 @@ def _execute(
     c: Any,
     session: Session | None,
     origin: int,
-    progress: Callable[[Plan], Progress] | None,
-) -> _Done:
-    """Run what is planned, from the creation of C until it is durable; nothing of it is left but C and its journal, the
-    session closed too. There is none where nothing is left of a run that has ended."""
+    known: dict[str, Any],
+    path: str | os.PathLike[str] | None,
+    progress: Callable[[Plan], Observer] | None,
+) -> tuple[stores.Matrix, Recorder]:
+    """Run what is planned, from the creation of C until it is durable, and record that; returns C and the record.
+    Nothing else is left of the run but C's journal, the session closed too. There is none where nothing is left of a run
+    that has ended. `known` is what the log at `path`, if there is one, says besides."""
     plan = work.plan
-    output = staging = run = checks = again = None
+    output = staging = run = checks = again = log = None
     failed: BaseException | None = None
-    spans: list[Span] = []
     held, retried, kernels = {"device": 0, "host": 0}, [], []
     try:
         output = target.open_target(work, c)
+        header = known | {
+            "plan": plan.to_dict(),
+            "operands": {"A": work.a.describe(), "B": work.b.describe(), "C": output.matrix.describe()},
+            "rates": job.rates(work, output.matrix),
+        }
+        log = _begun(header, path)
         if session is not None:
             staging = Staging(plan, {"A": work.a, "B": work.b, "C": output.matrix})
-            watch = progress(plan) if progress else None
+            observe = _observer(log, progress(plan) if progress else None)
             checks = Checks(plan, SEED) if plan.problem.checked else None
-            run = Run(plan, session, staging, origin, watch, output.finished, checks)
+            run = Run(plan, session, staging, origin, observe, output.finished, checks)
             run.execute()
-            spans, retried = run.spans, staging.retried
+            retried = staging.retried
             if checks is not None and checks.failed:
                 some = checks.failing()
                 again = Checks(some, SEED + 1, checks.failed)
-                repair = Run(some, session, staging, origin, watch, output.finished, again, len(spans))
+                repair = Run(some, session, staging, origin, observe, output.finished, again, log.spans)
                 repair.execute()
-                spans += repair.spans
                 again.complain()
             held = {"device": session.device_bytes(), "host": staging.arena.nbytes}
             kernels = session.multiplied_by()
         output.seal()
-        found = checks.figures(again) if checks is not None else None
-        return _Done(output.matrix, spans, perf_counter_ns() - origin, held, retried, found, kernels)
+        facts = {
+            "backend": known["backend"] | {"multiplied by": kernels},
+            "held": held,
+            "retried": retried,
+            "checks": checks.figures(again) if checks is not None else None,
+        }
+        log.finish(perf_counter_ns() - origin, facts)
+        return output.matrix, log
     except OSError as error:
         failed = ExecutionError(f"C cannot be brought to the disk: {error}")
         raise failed from error
@@ -241,6 +235,8 @@ def _execute(
         raise
     finally:
         with ExitStack() as cleanup:  # all of it, whatever part of it fails
+            if log is not None:
+                cleanup.callback(log.close)
             if session is not None:
                 cleanup.callback(session.close)
             if output is not None:
@@ -252,6 +248,24 @@ def _execute(
         output = staging = run = None
         _let_go(failed)
         failed = None  # it would keep itself
+
+
+def _begun(header: dict[str, Any], path: str | os.PathLike[str] | None) -> Recorder:
+    try:
+        return Recorder(header, path)
+    except OSError as error:
+        raise InputError(f"the timeline cannot be written to {path}: {error.strerror}") from error
+
+
+def _observer(log: Recorder, watch: Observer | None) -> Observer:
+    """Tells the log, and whoever watches, of every operation that has ended."""
+
+    def observe(span: Span) -> None:
+        log.add(span)
+        if watch is not None:
+            watch(span)
+
+    return observe
 
 
 def _opened(engine: Backend, kernel: str, prepare: Callable[[], job.Job]) -> tuple[job.Job, Session | None]:

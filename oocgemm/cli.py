@@ -17,10 +17,10 @@ from oocgemm.display import (
     print_plan,
     print_report,
     print_verification,
-    progress_display,
 )
 from oocgemm.errors import BackendError, BudgetError, ExecutionError, InputError, OocGemmError
 from oocgemm.interrupts import Interrupted, stopping
+from oocgemm.live import progress_display
 from oocgemm.measuring import print_json, taking
 from oocgemm.plan import COMPUTES
 from oocgemm.timeline import read_log, report
@@ -136,7 +136,7 @@ def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> N
     try:
         with (
             stopping(lambda: _interrupted(resume.how_far(c))),
-            progress_display(live and sys.stderr.isatty()) as progress,
+            progress_display(live) as progress,
         ):
             result = api.gemm(a, b, c, progress=progress, **_transposes(options))
     except (ExecutionError, BackendError, MemoryError, KeyboardInterrupt) as error:

@@ -1,19 +1,17 @@
-"""What the command line shows: plans, reports and progress, drawn with rich."""
+"""What the command line shows: plans and reports, drawn with rich."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from time import perf_counter
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from oocgemm.backends.tuning import Tuning
 from oocgemm.plan import Calibration, Plan
-from oocgemm.timeline import Report, Span, Timeline, diagnosis_lines, gantt
+from oocgemm.timeline import Report, Timeline, diagnosis_lines, gantt
 from oocgemm.units import format_size, format_time
 from oocgemm.verify import Verification
 
@@ -129,7 +127,7 @@ def print_report(report: Report, timeline: Timeline, *, advise: bool = False) ->
         f"[bold]copy overlap[/] {_percent(report.copy_overlap)}   "
         f"[bold]storage overlap[/] {_percent(report.storage_overlap)}   "
         f"[bold]efficiency[/] {_percent(report.efficiency)}"
-        + ("" if report.efficiency is not None else " (needs `oocgemm calibrate`)")
+        + ("" if report.efficiency is not None or report.unfinished else " (needs `oocgemm calibrate`)")
     )
     causes = sorted(report.exposed.items(), key=lambda item: -item[1])
     parts = ", ".join(f"{cause} {format_time(seconds)}" for cause, seconds in causes)
@@ -286,58 +284,6 @@ def doing(enabled: bool) -> Iterator[Callable[[str], None]]:
         return
     with Console(stderr=True).status("") as status:
         yield lambda what: status.update(escape(what))
-
-
-@contextmanager
-def progress_display(enabled: bool) -> Iterator[Callable[[Plan], Callable[[Span], None]] | None]:
-    """A progress bar on stderr: tiles, TFLOP/s, GB/s of each link, time left."""
-    if not enabled:
-        yield None
-        return
-    bar = Progress(
-        TextColumn("{task.fields[tiles]}"),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f}%  {task.fields[rates]}"),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
-
-    def begin(plan: Plan) -> Callable[[Span], None]:
-        down, across = plan.grid.shape
-        tiles, before = down * across, len(plan.done)
-        # Work is counted in flops; where there are none (k = 0), in bytes written.
-        total = plan.flops or plan.traffic["write"]
-        task = bar.add_task("run", total=total, tiles=f"tile {before}/{tiles}", rates="")
-        started = perf_counter()
-        shown = started
-        moved = dict.fromkeys(LINKS, 0)
-        flops = written = 0
-
-        def step(span: Span) -> None:
-            nonlocal shown, flops, written
-            flops += span.flops
-            if span.lane in moved:
-                moved[span.lane] += span.bytes
-            written = moved["write"]
-            now = perf_counter()
-            if now - shown < 0.1:
-                return
-            shown = now
-            seconds = now - started
-            rates = "  ".join(f"{link} {size / seconds / 1e9:.1f}" for link, size in moved.items())
-            done = before + (tiles - before) * written // max(1, plan.traffic["write"])
-            bar.update(
-                task,
-                completed=flops if plan.flops else written,
-                tiles=f"tile {min(done + 1, tiles)}/{tiles}",
-                rates=f"{flops / seconds / 1e12:.3g} TFLOP/s  {rates} GB/s",
-            )
-
-        return step
-
-    with bar:
-        yield begin
 
 
 def _percent(share: float | None) -> str:

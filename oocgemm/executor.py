@@ -37,7 +37,7 @@ SWITCH_INTERVAL = 0.2e-3
 STORE_WORKERS = 2
 CODEC_WORKERS = 4
 
-Progress = Callable[[Span], None]
+Observer = Callable[[Span], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -72,19 +72,20 @@ class Run:
         session: Session,
         staging: Staging,
         origin_ns: int,
-        progress: Progress | None = None,
+        observe: Observer,
         finished: Callable[[Tile], None] | None = None,
         checks: Checks | None = None,
         first: int = 0,
     ) -> None:
-        """`finished` is called for each tile when all of it is written (not synced), by the thread that wrote the last
-        of it, once a tile; what it raises fails the run. With `checks` strips that fail them are not written.
+        """`observe` is called with every operation that has ended, by one thread, in the order in which that is noticed.
+        `finished` is called for each tile when all of it is written (not synced), by the thread that wrote the last of
+        it, once a tile. What either raises fails the run. With `checks` strips that fail them are not written.
         Operations are numbered from `first` on."""
         self._plan = plan
         self._session = session
         self._staging = staging
         self._origin = origin_ns
-        self._progress = progress
+        self._observe = observe
         self._finished = finished
         self._checks = checks
         self._first = first
@@ -94,7 +95,6 @@ class Run:
         self._issued: Queue[_Item | None] = Queue()
         self._error: BaseException | None = None
         self._failing = threading.Lock()
-        self.spans: list[Span] = []
         self.wrote = False  # whether a Write was begun
 
     def execute(self) -> None:
@@ -243,10 +243,7 @@ class Run:
                 completion.token.synchronize()
                 start, end = completion.token.interval()
                 times = start - self._origin, end - self._origin
-                span = Span.of(completion.number, operation, *times, (wait.number for wait in waits))
-                self.spans.append(span)
-                if self._progress is not None:
-                    self._progress(span)
+                self._observe(Span.of(completion.number, operation, *times, (wait.number for wait in waits)))
             except BaseException as error:
                 self._fail(_placed(error, operation))
 

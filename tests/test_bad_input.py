@@ -326,10 +326,17 @@ def test_a_failing_run_leaves_a_c_that_was_there(here: Path) -> None:
     assert own_threads() == []
 
 
-def test_a_timeline_that_cannot_be_written_costs_no_product(here: Path) -> None:
-    assert_one_line(
-        run("a", "b", "new", "--timeline", "/proc/log"), EXIT_FAILED, "C is done, but its timeline"
-    )
+def test_a_timeline_that_cannot_be_begun_is_refused(here: Path) -> None:
+    before = contents(here)
+    refused = run("a", "b", "new", "--timeline", "/proc/log")
+    assert_one_line(refused, EXIT_USAGE, "the timeline cannot be written to /proc/log")
+    assert contents(here) == before
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no disk that is always full")
+def test_a_timeline_that_cannot_be_gone_on_with_costs_no_product(here: Path) -> None:
+    done = run("a", "b", "new", "--timeline", "/dev/full")
+    assert_one_line(done, EXIT_FAILED, "C is done, but its timeline cannot be written to /dev/full: No space")
     np.testing.assert_array_equal(zarr.open_array(here / "new")[:], A @ B)
 
 
@@ -342,15 +349,27 @@ def test_report_refuses_what_is_no_timeline(place: str) -> None:
     assert_one_line(command("report", place, "--json"), EXIT_USAGE, place)
 
 
-def test_report_refuses_a_timeline_cut_anywhere(here: Path) -> None:
+def test_report_refuses_a_timeline_cut_in_its_header_and_says_of_others_that_they_are_cut(here: Path) -> None:
     assert run("a", "b", "new", "--tile", "4x10x4", "--timeline", "log").code == 0
     whole = (here / "log").read_bytes()
-    # Without its last line end it is still whole.
-    for length in (0, 1, 100, *range(whole.index(b"\n"), len(whole) - 1, 7)):
+    header = whole.index(b"\n")
+    for length in (0, 1, 100, header - 1):
         (here / "cut").write_bytes(whole[:length])
         assert_one_line(command("report", "cut"), EXIT_USAGE, "cut")
-    (here / "cut").write_bytes(whole[:-1])
-    assert command("report", "cut").code == 0
+    # Without its last line end it is still whole.
+    for length in (*range(header, len(whole) - 1, 101), len(whole) - 2, len(whole) - 1):
+        (here / "cut").write_bytes(whole[:length])
+        shown = command("report", "cut")
+        assert shown.code == 0
+        assert shown.out.startswith("Unfinished") == (length < len(whole) - 1)
+
+
+def test_a_run_that_fails_leaves_its_timeline(here: Path) -> None:
+    _cut(here / "a" / "c" / "1" / "1")
+    assert run("a", "b", "new", "--tile", "4x10x4", "--timeline", "log").code == EXIT_FAILED
+    shown = command("report", "log", "--json").json()
+    assert shown["unfinished"] is True
+    assert shown["lanes"]["read"]["operations"] > 0
 
 
 @pytest.mark.parametrize(

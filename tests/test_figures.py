@@ -1,5 +1,7 @@
 """The figures of a report are those the definitions give, and the exposed time adds up exactly."""
 
+import json
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,8 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oocgemm.errors import InputError
-from oocgemm.timeline import Span, Timeline, gantt, read_log, report, write_log
+from oocgemm.plan import Budgets, TileShape
+from oocgemm.timeline import Recorder, Span, Timeline, gantt, log, read_log, report
 from oocgemm.timeline.figures import exposed, intersection, length, union
+
+from .virtual_runs import machine, run_of, virtual_plan, write_log
 
 
 def span(
@@ -142,14 +147,80 @@ def test_a_log_reads_back_as_it_was_written(
     path = tmp_path_factory.mktemp("log") / "run.jsonl"
     write_log(path, timeline)
     again = read_log(path)
-    assert (again.spans, again.wall) == (timeline.spans, timeline.wall)
+    assert (again.spans, again.wall, again.unfinished) == (timeline.spans, timeline.wall, False)
     assert report(again) == report(timeline)
+
+
+@given(timelines(), st.data())
+def test_a_log_cut_anywhere_reads_as_far_as_it_goes(
+    tmp_path_factory: pytest.TempPathFactory, timeline: Timeline, data: st.DataObject
+) -> None:
+    path = tmp_path_factory.mktemp("log") / "run.jsonl"
+    write_log(path, timeline)
+    whole = path.read_bytes()
+    # Without its last line end it is still whole.
+    cut = data.draw(st.integers(whole.index(b"\n"), len(whole) - 2))
+    path.write_bytes(whole[:cut])
+    read = read_log(path)
+    # Every line that is whole counts. Lines of their own name the lanes.
+    rows = [row for row in map(parsed, whole[:cut].split(b"\n")[1:]) if isinstance(row, list)]
+    assert read.unfinished
+    assert {span.id for span in read.spans} == {row[0] for row in rows}
+    assert set(read.spans) <= set(timeline.spans)
+    assert read.wall == max((span.end for span in read.spans), default=0)
+    assert sum(report(read).exposed.values()) + report(read).compute == pytest.approx(read.wall / 1e9)
+
+
+def parsed(line: bytes) -> object:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
+
+
+def test_a_log_grows_as_the_run_goes_on_and_takes_little_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log, "SOON", 1e9)
+    recorder = Recorder({}, tmp_path / "run.jsonl")
+    tracemalloc.start()
+    for number in range(10 * log.TOGETHER):
+        recorder.add(span(number, "read", "read", 1000 * number, 1000 * number + 900, size=4096))
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    so_far = read_log(tmp_path / "run.jsonl")
+    assert so_far.unfinished
+    assert recorder.spans - len(so_far.spans) < log.TOGETHER
+    assert kept / recorder.spans < 60  # a span alone takes more than 200
+    recorder.finish(10**12, {"held": {}})
+    recorder.close()
+    assert read_log(tmp_path / "run.jsonl") == recorder.timeline()
+    assert len(recorder.timeline().spans) == recorder.spans
+
+
+def test_a_hundred_thousand_steps_take_less_than_50_mb(tmp_path: Path) -> None:
+    """Panels that are all loaded, and most of them read anew: no step has more operations."""
+    size, tile = (8 * 512, 8 * 512, 25 * 512), TileShape(512, 512, 512)
+    plan = virtual_plan(size, Budgets(92 << 20, 64 << 20), machine(), tile)
+    timeline = run_of(plan)
+    assert sum(span.kind == "upload" for span in timeline.spans) > 1.8 * plan.steps
+    write_log(tmp_path / "run.jsonl", timeline)
+    assert 100_000 * (tmp_path / "run.jsonl").stat().st_size / plan.steps < 40e6  # numbers grow longer
+
+
+def test_a_slow_run_is_in_its_log_within_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log, "SOON", 0.0)
+    recorder = Recorder({}, tmp_path / "run.jsonl")
+    for one in RUN:
+        recorder.add(one)
+        assert read_log(tmp_path / "run.jsonl").spans[-1] == one
+    recorder.close()
 
 
 def test_a_log_of_another_version_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     write_log(path, Timeline(RUN, 100))
-    path.write_text(path.read_text().replace('"version": 1', '"version": 9', 1))
+    path.write_text(path.read_text().replace('"version":2', '"version":9', 1))
     with pytest.raises(InputError, match="version 9"):
         read_log(path)
 

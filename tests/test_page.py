@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 
 from oocgemm.cli import EXIT_USAGE
 from oocgemm.plan import Budgets
-from oocgemm.timeline import Span, Timeline, read_log, report, write_log
+from oocgemm.timeline import Span, Timeline, read_log, report
 from oocgemm.timeline.page import page, run_data
 from oocgemm.timeline.series import finished, rates, rows
 from oocgemm.timeline.svg import COLUMNS, svg
 from oocgemm.timeline.trace import write_trace
 
 from .command import command
-from .virtual_runs import GIB, machine, run_of, virtual_plan
+from .virtual_runs import GIB, machine, run_of, virtual_plan, write_log
 
 
 @pytest.fixture(scope="module")
@@ -246,6 +246,27 @@ def test_report_writes_what_it_is_asked_for(log: Path, tmp_path: Path) -> None:
     assert paths["html"].read_text() == page([(str(log), read_log(log))])
     assert paths["svg"].read_text().startswith("<svg")
     json.loads(paths["trace"].read_text())
+
+
+def test_a_run_that_did_not_end_is_shown_as_such(log: Path, tmp_path: Path) -> None:
+    """Its figures are of what was recorded: none of them is held against the whole that was planned."""
+    whole = log.read_bytes()
+    part = tmp_path / "part.jsonl"
+    for share in (0.1, 0.5, 0.95):
+        part.write_bytes(whole[: round(share * len(whole))])
+        shown = command("report", part, "--html", tmp_path / "part.html", "--svg", tmp_path / "part.svg")
+        assert (shown.code, shown.err) == (0, "")
+        assert shown.out.startswith("Unfinished: the run was stopped, or still goes on; this is its first ")
+        assert "log does not hold the run in full" in " ".join(shown.out.split())
+        text = (tmp_path / "part.html").read_text()
+        assert Elements(text).open == []
+        assert "Unfinished: the run was stopped" in text
+        figures = command("report", part, "--json").json()
+        assert figures["unfinished"] is True
+        assert figures["efficiency"] is None
+        assert {link["least"] for link in figures["traffic"].values()} == {None}
+    assert "Unfinished" not in command("report", log).out
+    assert command("report", log, part).out.count("Unfinished") == 1
 
 
 def test_report_compares_two_runs(log: Path, tmp_path: Path) -> None:

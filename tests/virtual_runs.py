@@ -1,5 +1,6 @@
 """Timelines of runs that never were: a plan's schedule on a virtual clock, every operation taking its modelled time."""
 
+import os
 import random
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,7 @@ from oocgemm.plan import (
 )
 from oocgemm.plan.hazards import HazardTracker
 from oocgemm.plan.simulate import duration
-from oocgemm.timeline import Span, Timeline
+from oocgemm.timeline import Recorder, Span, Timeline
 
 GIB = 1 << 30
 CHUNKS = Layouts(Layout((512, 512)), Layout((512, 512)), Layout(write_chunk=(512, 512)))
@@ -58,6 +59,16 @@ def run_of(plan: Plan, believed: MachineModel | None = None, jitter: float = 0.0
         spans.append(Span.of(number, operation, start, done[0], (wait[1] for wait in waits)))
     header = header_of(replace(plan, machine=believed or real))
     return Timeline(tuple(spans), max(span.end for span in spans), header)
+
+
+def write_log(path: str | os.PathLike[str], timeline: Timeline) -> None:
+    """The log of a run that was, without its last line if it did not end."""
+    log = Recorder(timeline.header, path)
+    for span in sorted(timeline.spans, key=lambda span: span.end):
+        log.add(span)
+    if not timeline.unfinished:
+        log.finish(timeline.wall, {})
+    log.close()
 
 
 def header_of(plan: Plan) -> dict[str, Any]:

@@ -3,11 +3,13 @@
 from oocgemm.timeline.diagnosis import Diagnosis, diagnose
 from oocgemm.timeline.figures import Report, report
 from oocgemm.timeline.gantt import gantt
+from oocgemm.timeline.log import Recorder, read_log
 from oocgemm.timeline.remedies import Remedy, diagnosis_lines, remedy
-from oocgemm.timeline.spans import Span, Timeline, read_log, write_log
+from oocgemm.timeline.spans import Span, Timeline
 
 __all__ = [
     "Diagnosis",
+    "Recorder",
     "Remedy",
     "Report",
     "Span",
@@ -18,5 +20,4 @@ __all__ = [
     "read_log",
     "remedy",
     "report",
-    "write_log",
 ]

@@ -95,7 +95,8 @@ def c_grid(timeline: Timeline) -> str:
         f'aria-label="{len(done)} tiles of C by finishing time">{"".join(cells)}</svg>'
         f'<div class="scale"><span>0</span><i style="background:linear-gradient(90deg,{stops})"></i>'
         f"<span>{format_time(timeline.wall / 1e9)}</span></div></div>"
-        f'<p class="note">{extents(m, n)} elements in {len(done)} tiles; when the last part of each was written. Click a tile '
+        f'<p class="note">{extents(m, n)} elements in {len(done)} tiles; when the last part of each was written'
+        f"{', or the last before the log ends' if timeline.unfinished else ''}. Click a tile "
         "to see it in the timeline.</p>"
     )
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from oocgemm.timeline.figures import Report, exposed_intervals, report
 from oocgemm.timeline.spans import Timeline
-from oocgemm.units import format_rate, format_share, format_size
+from oocgemm.units import format_rate, format_share, format_size, format_time
 
 COUNTS = 0.1
 
@@ -77,6 +77,15 @@ def diagnose(timeline: Timeline, figures: Report | None = None) -> Diagnosis:
         return Diagnosis(worst, share, f"{NAMES[worst]}: {what}.", "")
     return Diagnosis(
         lane, share, f"{LINKS[worst][lane]}: {what}.", _link(lane, timeline.header, figures, busy[lane])
+    )
+
+
+def unfinished(figures: Report) -> str:
+    """What is to be said of the log of a run that has not ended."""
+    if not figures.unfinished:
+        return ""
+    return (
+        f"Unfinished: the run was stopped, or still goes on; this is its first {format_time(figures.wall)}."
     )
 
 

@@ -72,6 +72,9 @@ class Report:
     `checks` of a verified run: how many tiles and blocks of them were checked, how many blocks held an Inf or a NaN and
     were only looked at for these (`undecided`), which tiles were `recomputed`, the seconds in which any thread was
     checking, those of all threads together, and both as a share: of T, and of T on every core.
+
+    Of an `unfinished` run `wall` is the time up to the end of its last operation that was recorded; there is no efficiency,
+    and nothing required or least possible, since those are of the whole.
     """
 
     wall: float
@@ -86,6 +89,7 @@ class Report:
     flop_rate: float | None
     efficiency: float | None
     checks: dict[str, Any] | None = None
+    unfinished: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -120,6 +124,7 @@ def report(timeline: Timeline, device: int = 0) -> Report:
         flop_rate=_ratio(flops, wall / 1e9),
         efficiency=_efficiency(timeline, spans, flops),
         checks=_checks(timeline),
+        unfinished=timeline.unfinished,
     )
 
 
@@ -205,7 +210,7 @@ def _ratio(part: float, whole: float) -> float | None:
 
 
 def _traffic(timeline: Timeline, moved: dict[str, int]) -> dict[str, dict[str, int | None]]:
-    plan = timeline.header.get("plan", {})
+    plan = {} if timeline.unfinished else timeline.header.get("plan", {})
     through_codec = {"read": "decode", "write": "encode"}
     return {
         link: {
@@ -230,7 +235,7 @@ def _checks(timeline: Timeline) -> dict[str, Any] | None:
 
 def _efficiency(timeline: Timeline, spans: Sequence[Span], flops: int) -> float | None:
     rates = timeline.header.get("rates")
-    if not rates or not timeline.wall:
+    if not rates or not timeline.wall or timeline.unfinished:
         return None
     least = timeline.header.get("plan", {}).get("least", {})
     work = {"kernel": flops, **least, "decode": _decoded(timeline, spans)}

@@ -14,7 +14,7 @@ from typing import Any
 from oocgemm.errors import OocGemmError
 from oocgemm.plan import Budgets, KernelRate, Layouts, MachineModel, Plan, make_plan, recorded_plan
 from oocgemm.plan.simulate import simulate
-from oocgemm.timeline.diagnosis import Diagnosis, diagnose
+from oocgemm.timeline.diagnosis import Diagnosis, diagnose, unfinished
 from oocgemm.timeline.figures import Report, length, union
 from oocgemm.timeline.spans import Timeline
 from oocgemm.units import format_share, format_size, format_time, parse_size
@@ -72,9 +72,10 @@ def _slots_bytes(plan: Plan) -> int:
 
 
 def fit(timeline: Timeline, figures: Report) -> Fitted | None:
-    """The cost model at the rates of a run. None where the log does not hold its plan or nothing was multiplied."""
+    """The cost model at the rates of a run. None where the log does not hold its plan, or only a part of the run, or
+    nothing was multiplied."""
     plan = recorded_plan(timeline.header.get("plan", {}))
-    if plan is None or not figures.compute:
+    if plan is None or not figures.compute or timeline.unfinished:
         return None
     lanes = plan.prediction.lanes
     # Lanes that run on the same cores slow one another down: together they take the time that any of them is busy.
@@ -117,6 +118,8 @@ def remedy(timeline: Timeline, figures: Report, diagnosis: Diagnosis, fitted: Fi
     """The change that gains most by the fitted model; of those that gain nearly as much the one of least effort."""
     if fitted is None:
         why = "this log does not hold the plan in full" if figures.compute else "there are no rates to go by"
+        if timeline.unfinished:
+            why = "this log does not hold the run in full"
         return Remedy(_advice(diagnosis.bound, timeline), why)
     now = fitted.seconds(fitted.plan)
     if abs(now / figures.wall - 1) > TRUSTED:
@@ -147,9 +150,10 @@ def sentence(remedy: Remedy, wall: float) -> str:
 
 
 def diagnosis_lines(figures: Report, timeline: Timeline, *, advise: bool = False) -> list[str]:
-    """What bounded a run, how near its limit that is and, with `advise`, what to change: a sentence or two each."""
+    """Whether a run ended, what bounded it, how near its limit that is and, with `advise`, what to change: a sentence
+    or two each."""
     found = diagnose(timeline, figures)
-    lines = [found.finding, found.evidence]
+    lines = [unfinished(figures), found.finding, found.evidence]
     if advise:
         lines.append(sentence(remedy(timeline, figures, found, fit(timeline, figures)), figures.wall))
     return [line for line in lines if line]

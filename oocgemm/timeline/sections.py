@@ -8,7 +8,7 @@ from typing import Any
 
 from oocgemm.plan.recorded import recorded_scalar
 from oocgemm.timeline.charts import c_grid, extents, lane_class, stacked_bar, throughput
-from oocgemm.timeline.diagnosis import Diagnosis, diagnose
+from oocgemm.timeline.diagnosis import Diagnosis, diagnose, unfinished
 from oocgemm.timeline.figures import Report
 from oocgemm.timeline.remedies import Fitted, Remedy, fit, remedy, sentence
 from oocgemm.timeline.series import lanes_of
@@ -122,8 +122,9 @@ def _each(runs: Sequence[Run], section: Callable[[Run], str], kind: str = "") ->
 def _verdict(run: Run) -> str:
     finding, _, rest = run.diagnosis.finding.partition(":")
     advice = escape(sentence(run.remedy, run.report.wall))
+    cut = f'<p class="finding">{unfinished(run.report)}</p>' if run.report.unfinished else ""
     return (
-        f'<p class="finding"><strong>{escape(finding)}{":" if rest else ""}</strong>{escape(rest)}</p>'
+        cut + f'<p class="finding"><strong>{escape(finding)}{":" if rest else ""}</strong>{escape(rest)}</p>'
         f"<p>{escape(run.diagnosis.evidence)}</p>"
         f'<p class="remedy">{advice}</p>'
     )
@@ -244,7 +245,9 @@ def _traffic(run: Run) -> str:
 
 
 def _predicted(run: Run) -> str:
-    predicted: dict[str, float] = run.header.get("plan", {}).get("predicted_seconds", {})
+    # What is predicted is the whole run.
+    plan = {} if run.report.unfinished else run.header.get("plan", {})
+    predicted: dict[str, float] = plan.get("predicted_seconds", {})
     rows = []
     for lane in lanes_of(run.timeline.spans):
         measured = run.report.lanes.get(lane, {}).get("busy", 0.0)

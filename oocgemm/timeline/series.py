@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from oocgemm.timeline.figures import length, union
 from oocgemm.timeline.gantt import LANES
 from oocgemm.timeline.spans import Span, Timeline
 
@@ -50,6 +51,14 @@ def rates(spans: Iterable[Span], wall: int, bins: int) -> list[float]:
         for b in range(first + 1, last):
             moved[b] += per_ns * width
     return [amount / width * 1e9 for amount in moved]
+
+
+def utilisation(spans: Sequence[Span], since: int, until: int) -> dict[str, float]:
+    """The share of the time between two instants in which each lane was busy, in the order data flow."""
+    busy: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+    for span in spans:
+        busy[span.lane].append((max(span.start, since), min(span.end, until)))
+    return {lane: length(union(busy[lane])) / max(1, until - since) for lane in lanes_of(spans)}
 
 
 def finished(spans: Iterable[Span]) -> dict[tuple[int, int], int]:

@@ -1,0 +1,100 @@
+"""How far a run is and what holds it up, on stderr: a bar on a terminal, elsewhere a line now and then."""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from time import perf_counter
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from oocgemm.plan import Plan
+from oocgemm.timeline import Span
+from oocgemm.timeline.series import utilisation
+
+LINKS = ("read", "h2d", "d2h", "write")
+# Seconds between two updates, on a terminal and elsewhere.
+SOON, SELDOM = 0.2, 10.0
+# What lanes have been doing is told of this many nanoseconds, and of no more operations than these.
+LATELY, LATEST = 5_000_000_000, 1000
+
+Show = Callable[[float, str, str], None]
+
+
+@contextmanager
+def progress_display(enabled: bool) -> Iterator[Callable[[Plan], Callable[[Span], None]] | None]:
+    """What `gemm` takes as `progress`: tiles done, TFLOP/s and GB/s of each link so far, and of the last seconds how busy
+    each lane was and which of them most: what bounds the run. On a terminal the time left too."""
+    if not enabled:
+        yield None
+        return
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        yield partial(_watch, every=SELDOM, show=partial(_line, console))
+        return
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeRemainingColumn(),
+    )
+    task = bar.add_task("", total=1.0)
+    doing = Text()
+
+    def show(share: float, tiles: str, rates: str) -> None:
+        bar.update(task, completed=share, description=tiles)
+        doing.plain = rates
+
+    with Live(Group(bar, doing), console=console, transient=True):
+        yield partial(_watch, every=SOON, show=show)
+
+
+def _line(console: Console, share: float, tiles: str, rates: str) -> None:
+    console.print(f"{tiles}  {100 * share:.0f}%  {rates}", soft_wrap=True, markup=False)
+
+
+def _watch(plan: Plan, *, every: float, show: Show) -> Callable[[Span], None]:
+    """What is called with every operation that has ended, and shows how far the run is `every` so many seconds."""
+    down, across = plan.grid.shape
+    tiles, before = down * across, len(plan.done)
+    # Work is counted in flops; where there are none (k = 0), in bytes written.
+    total = plan.flops or plan.traffic["write"]
+    started = shown = perf_counter()
+    moved = dict.fromkeys(LINKS, 0)
+    flops = 0
+    recent: deque[Span] = deque(maxlen=LATEST)
+
+    def step(span: Span) -> None:
+        nonlocal shown, flops
+        flops += span.flops
+        if span.lane in moved:
+            moved[span.lane] += span.bytes
+        recent.append(span)
+        now = perf_counter()
+        if now - shown < every:
+            return
+        shown = now
+        seconds = now - started
+        done = before + (tiles - before) * moved["write"] // max(1, plan.traffic["write"])
+        gigabytes = "  ".join(f"{link} {size / seconds / 1e9:.1f}" for link, size in moved.items())
+        show(
+            min(1.0, (flops if plan.flops else moved["write"]) / max(1, total)),
+            f"tile {min(done + 1, tiles)}/{tiles}",
+            f"{flops / seconds / 1e12:.3g} TFLOP/s  {gigabytes} GB/s  |  {_busy(recent)}",
+        )
+
+    return step
+
+
+def _busy(recent: deque[Span]) -> str:
+    """How busy lanes were lately, the busiest named as what bounds the run: the others wait for it."""
+    until = max(span.end for span in recent)
+    # Of what ended before the first that is still known, nothing is.
+    since = max(0, until - LATELY, recent[0].end if len(recent) == LATEST else 0)
+    shares = utilisation([span for span in recent if span.end > since], since, until)
+    busiest = max(shares, key=lambda lane: shares[lane], default="nothing")
+    lanes = "  ".join(f"{lane} {100 * share:.0f}%" for lane, share in shares.items())
+    return f"busy {lanes}  |  bound by {busiest}"

@@ -1,0 +1,122 @@
+#!/usr/bin/env python
+"""What recording costs: a product whose operations are recorded into a log and one whose are not, in turn.
+
+Given are the ratio of each pair's T, and the processor's time that recording the same spans once more takes, over T: what
+recording costs at most, since a thread of its own does it beside the others. Then the size of the log of each.
+"""
+
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import click
+from bench_journal import make
+
+import oocgemm
+from oocgemm import api
+from oocgemm.timeline import Recorder, Timeline
+
+
+class Unrecorded(Recorder):
+    """Takes spans and forgets them."""
+
+    def add(self, span: Any) -> None:
+        self.spans += 1
+
+    def finish(self, wall: int, facts: Any) -> None:
+        self.spans = 0
+        super().finish(wall, facts)
+
+
+def seconds(folder: Path, recorded: bool, options: dict[str, Any]) -> tuple[float, Timeline]:
+    """T of one run, and its timeline."""
+    shutil.rmtree(folder / "C.zarr", ignore_errors=True)
+    os.sync()  # or the first to sync anything pays for that
+    log = folder / "run.jsonl" if recorded else None
+    with patch.object(api, "Recorder", Recorder if recorded else Unrecorded):
+        operands = folder / "A.zarr", folder / "B.zarr", folder / "C.zarr"
+        run = oocgemm.gemm(*operands, timeline=log, **options).timeline
+    return run.wall / 1e9, run
+
+
+def recording(run: Timeline, path: Path) -> float:
+    """Processor's time that it takes to record a run, in seconds."""
+    began = time.process_time()
+    log = Recorder(run.header, path)
+    for span in sorted(run.spans, key=lambda span: span.end):
+        log.add(span)
+    log.finish(run.wall, {})
+    log.close()
+    return time.process_time() - began
+
+
+@click.command()
+@click.option("--backend", type=click.Choice(["host", "cuda"]), default="host", show_default=True)
+@click.option("--size", default="6000x6000x6000", show_default=True, help="MxNxK.")
+@click.option("--chunk", default=1000, show_default=True)
+@click.option("--dtype", default="float64", show_default=True)
+@click.option("--device-memory", default="256MiB", show_default=True)
+@click.option("--host-memory", default="256MiB", show_default=True)
+@click.option("--tile", help="WxHxR.  [default: what the plan chooses]")
+@click.option(
+    "--rounds", default=10, show_default=True, help="Pairs that are measured, after one that is not."
+)
+@click.option(
+    "--work", type=click.Path(path_type=Path), help="Folder for the matrices.  [default: a temporary one]"
+)
+@click.option("--output", type=click.Path(path_type=Path), help="JSON to add the samples to.")
+def main(
+    size: str, chunk: int, dtype: str, rounds: int, work: Path | None, output: Path | None, **options: Any
+) -> None:
+    """Measure pairs of runs, in either order by turns."""
+    m, n, k = map(int, size.split("x"))
+    samples: dict[bool, list[float]] = {True: [], False: []}
+    with tempfile.TemporaryDirectory(dir=work) as temporary:
+        folder = Path(temporary)
+        for seed, (name, rows, cols) in enumerate((("A", m, k), ("B", k, n))):
+            make(folder / f"{name}.zarr", rows, cols, chunk, dtype, seed)
+        for turn in range(rounds + 1):
+            for recorded in (turn % 2 == 0, turn % 2 == 1):
+                taken, run = seconds(folder, recorded, options)
+                if recorded:
+                    kept = run
+                if turn:
+                    samples[recorded].append(taken)
+        again = statistics.median(recording(kept, folder / "again.jsonl") for _ in range(5))
+        log_bytes = (folder / "run.jsonl").stat().st_size
+    ratios = [a / b for a, b in zip(samples[True], samples[False], strict=True)]
+    found = {
+        "with": samples[True],
+        "without": samples[False],
+        "ratios": ratios,
+        "median": statistics.median(ratios),
+        "least_over_least": min(samples[True]) / min(samples[False]),
+        "recording_seconds": again,
+        "share": again / statistics.median(samples[True]),
+        "steps": kept.header["plan"]["steps"],
+        "spans": len(kept.spans),
+        "log_bytes": log_bytes,
+    }
+    click.echo(
+        f"{found['steps']} steps, {found['spans']} spans, {log_bytes} bytes: recorded {statistics.median(samples[True]):.3f} s, "
+        f"not recorded {statistics.median(samples[False]):.3f} s, ratio {found['median']:.4f} "
+        f"({min(ratios):.4f}-{max(ratios):.4f}); recording takes {1e3 * again:.2f} ms, {100 * again / statistics.median(samples[True]):.3f}% of T"
+    )
+    if output is not None:
+        results = json.loads(output.read_text()) if output.exists() else {}
+        results[f"{options['backend']} {size} {dtype} tile = {options['tile']}"] = found | {
+            "chunk": chunk,
+            **options,
+        }
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

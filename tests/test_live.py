@@ -1,0 +1,100 @@
+"""While a run goes on it says how far it is and which lane holds it up, on a terminal and elsewhere."""
+
+import io
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from oocgemm import live
+from oocgemm.plan import Budgets
+from oocgemm.timeline import Span, report
+from oocgemm.timeline.series import utilisation
+
+from .command import run
+from .virtual_runs import GIB, machine, run_of, virtual_plan
+
+
+def shown(rates: dict[str, float]) -> list[tuple[float, str, str]]:
+    """All that is shown of a run on a machine of such rates, a time for every operation."""
+    plan = virtual_plan((4096, 4096, 8192), Budgets(GIB // 8, GIB), machine(**rates))
+    found: list[tuple[float, str, str]] = []
+    step = live._watch(plan, every=0.0, show=lambda *what: found.append(what))
+    for span in sorted(run_of(plan).spans, key=lambda span: span.end):
+        step(span)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("rates", "bound"),
+    [
+        ({"read": 100e9, "h2d": 200e9}, "compute"),
+        ({"h2d": 4e9}, "h2d"),
+        ({"read": 2e9}, "read"),
+        ({"write": 0.2e9}, "write"),
+    ],
+)
+def test_the_lane_that_holds_a_run_up_is_named(rates: dict[str, float], bound: str) -> None:
+    seen = shown(rates)
+    assert seen[len(seen) // 2][2].endswith(f"bound by {bound}")
+
+
+def test_what_is_shown_goes_from_nothing_to_all() -> None:
+    seen = shown({})
+    shares = [share for share, _, _ in seen]
+    assert shares == sorted(shares)
+    assert (shares[0], shares[-1]) == (0.0, 1.0)
+    assert (seen[0][1].split("/")[0], len({tiles for _, tiles, _ in seen}) > 1) == ("tile 1", True)
+
+
+def test_utilisation_of_the_whole_run_is_that_of_its_report() -> None:
+    recorded = run_of(virtual_plan((8192, 8192, 8192), Budgets(GIB // 4, GIB), machine()))
+    figures = report(recorded)
+    shares = utilisation(recorded.spans, 0, recorded.wall)
+    assert shares == {
+        lane: pytest.approx(busy["busy"] / figures.wall) for lane, busy in figures.lanes.items()
+    }
+
+
+def test_utilisation_counts_what_lies_within() -> None:
+    spans = [
+        Span(n, "read", "A", "read", "read", 0, (0, 0), 0, start, end, 0, 0)
+        for n, (start, end) in enumerate([(0, 15), (12, 20), (40, 90)])
+    ]
+    assert utilisation(spans, 10, 50) == {"read": pytest.approx(0.5)}  # 10-20 and 40-50
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in "ab":
+        np.save(tmp_path / f"{name}.npy", np.ones((40, 40)))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.usefixtures("here")
+def test_lines_are_printed_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "SELDOM", 0.0)
+    done = run("a.npy", "b.npy", "c", "--tile", "10x10x10")
+    assert done.code == 0
+    lines = done.err.splitlines()
+    assert all(line.startswith("tile ") and " bound by " in line for line in lines)
+    assert "tile 16/16  100%" in done.err
+    assert "\x1b" not in done.err
+    assert run("a.npy", "b.npy", "d", "--quiet").err == ""
+
+
+@pytest.mark.usefixtures("here")
+def test_a_bar_is_drawn_on_a_terminal_and_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.StringIO()
+    console = partial(Console, file=terminal, force_terminal=True, width=200)
+    monkeypatch.setattr(live, "Console", lambda **_: console())
+    monkeypatch.setattr(live, "SOON", 0.0)
+    done = run("a.npy", "b.npy", "c", "--tile", "10x10x10")
+    assert (done.code, done.err) == (0, "")
+    drawn = terminal.getvalue()
+    assert "bound by " in drawn
+    assert "100%" in drawn
+    assert drawn.endswith("\x1b[2K")  # the last thing done to it is to clear a line
