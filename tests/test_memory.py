@@ -146,7 +146,13 @@ def test_the_host_backend_stays_within_its_budgets(
     ],
 )
 def test_the_cuda_backend_stays_within_its_budgets(
-    operands: Path, tmp_path: Path, operand: str, device: str, host: str, options: dict[str, Any], verify: bool
+    operands: Path,
+    tmp_path: Path,
+    operand: str,
+    device: str,
+    host: str,
+    options: dict[str, Any],
+    verify: bool,
 ) -> None:
     one = operands / "one.npy"
     np.save(one, np.ones((1, 1)))
