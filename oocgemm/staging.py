@@ -167,7 +167,6 @@ class Staging:
 
     def close(self) -> None:
         """Join the threads; the memory goes when its last view does."""
-        self.stop()
         for pool in (self._readers, self._writers):
             pool.shutdown(wait=True, cancel_futures=True)
         self.arena = self.arena[:0].copy()
