@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numcodecs
 import numpy as np
@@ -27,7 +28,7 @@ from zarr.codecs import (
 
 from oocgemm.errors import ExecutionError
 from oocgemm.stores import files
-from oocgemm.stores.arrays import ArrayMatrix, open_npy
+from oocgemm.stores.arrays import ArrayMatrix, create_npy, open_npy
 from oocgemm.stores.zarr_store import ZarrMatrix
 from tests.problems import DTYPES
 
@@ -407,3 +408,14 @@ def test_blocks_of_mapped_files_are_what_numpy_reads(
         out = np.empty((500, cols[1] - cols[0]))
         matrix.read((77, 577), cols, out)
         np.testing.assert_array_equal(out, values[77:577, slice(*cols)])
+
+
+def test_a_file_that_cannot_be_made_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(os, "replace", Mock(side_effect=full))
+    monkeypatch.setattr(ArrayMatrix, "reserve", Mock(side_effect=full))
+    with pytest.raises(OSError, match="No space"):
+        files.publish(tmp_path / "chunk", np.ones((4, 4)), 128)
+    with pytest.raises(OSError, match="No space"):
+        create_npy("C", tmp_path / "C.npy", (4, 4), np.dtype("f8"))
+    assert list(tmp_path.iterdir()) == []

@@ -314,7 +314,7 @@ def ended_early(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_a_run_that_stops_waits_for_no_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    waiting = Fault(OSError(errno.EIO, "passing"), times=1)
+    waiting = Fault(OSError(errno.EIO, "passing"))
     ending = Fault(PermissionError(errno.EACCES, "lasting"), delay=0.1)
     with ended_early(monkeypatch), faulty_stores(read_A=waiting, read_B=ending), staged(2):
         assert "lasting" in failure(tmp_path, A)
