@@ -123,11 +123,10 @@ class Staging:
                 break
             except Exception as error:
                 failed = _placed("reading", matrix, rows, cols, error)
-                after = None if self._stopped.is_set() or not transient(error) else next(waits, None)
-                if after is None:
+                after = next(waits, None) if transient(error) else None
+                if after is None or self._stopped.wait(after):
                     raise failed from error
             self.retried.append(str(failed))
-            self._stopped.wait(after)
         if look is not None:
             look(rows, cols, out)
 
@@ -168,7 +167,6 @@ class Staging:
 
     def close(self) -> None:
         """Join the threads; the memory goes when its last view does."""
-        self.stop()
         for pool in (self._readers, self._writers):
             pool.shutdown(wait=True, cancel_futures=True)
         self.arena = self.arena[:0].copy()

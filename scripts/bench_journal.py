@@ -1,15 +1,16 @@
 #!/usr/bin/env python
-"""What the journal costs: a product with it and without, in turn, C being durable at the end of both.
+"""What a journal costs, and checking every tile with it (`--verify`): the same product from zarr to zarr without either,
+with a journal, and with both, by turns, C being durable at the end of each.
 
-Without it C is written to its place and synced as a whole when all of it is there. T is that of the run; what is given is
-the ratio of each pair's.
+Without a journal C is written to its place and synced as a whole when all of it is there. T is that of the run; what is
+given is the ratio to the run without in the same round, in changing order.
 """
 
-import json
 import os
 import shutil
 import statistics
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,11 +18,16 @@ from unittest.mock import patch
 import click
 import numpy as np
 import zarr
+from keeping import keep
+from keeping import output as output_option
+from keeping import work as work_option
 
 import oocgemm
 from oocgemm import target
 from oocgemm.job import Job
 from oocgemm.stores.durable import Durable
+
+WAYS = ("plain", "journal", "journal and verify")
 
 
 class Unkept(target.Plain):
@@ -39,21 +45,23 @@ def without_journal(work: Job, c: Any) -> target.Target:
 
 
 def make(path: Path, rows: int, cols: int, chunk: int, dtype: str, seed: int) -> None:
-    rng = np.random.default_rng(seed)
+    """Normal random numbers, drawn once for some rows and shifted for the others."""
+    drawn = np.random.default_rng(seed).standard_normal((chunk, cols)).astype(dtype)
     array = zarr.create_array(path, shape=(rows, cols), chunks=(chunk, chunk), dtype=dtype, compressors=None)
     for row in range(0, rows, chunk):
-        array[row : row + chunk] = rng.standard_normal((min(chunk, rows - row), cols)).astype(dtype)
+        array[row : row + chunk] = np.roll(drawn, row // chunk, axis=1)[: rows - row]
 
 
-def seconds(folder: Path, journal: bool, beta: float, options: dict[str, Any]) -> float:
-    """T of one run."""
+def once(folder: Path, way: str, beta: float, options: dict[str, Any]) -> oocgemm.Result:
+    """One run."""
     c = folder / "C.zarr"
     shutil.rmtree(c, ignore_errors=True)
     if beta != 0:
         shutil.copytree(folder / "old.zarr", c)
     os.sync()  # or the first to sync anything pays for that
-    with patch.object(target, "open_target", target.open_target if journal else without_journal):
-        return oocgemm.gemm(folder / "A.zarr", folder / "B.zarr", c, beta=beta, **options).report.wall
+    with patch.object(target, "open_target", without_journal if way == "plain" else target.open_target):
+        a, b, verify = folder / "A.zarr", folder / "B.zarr", "verify" in way
+        return oocgemm.gemm(a, b, c, beta=beta, verify=verify, **options)
 
 
 @click.command()
@@ -64,13 +72,10 @@ def seconds(folder: Path, journal: bool, beta: float, options: dict[str, Any]) -
 @click.option("--device-memory", default="256MiB", show_default=True)
 @click.option("--host-memory", default="256MiB", show_default=True)
 @click.option("--beta", "betas", type=float, multiple=True, default=(0.0, 0.5), show_default=True)
-@click.option(
-    "--rounds", default=5, show_default=True, help="Pairs that are measured, after one that is not."
-)
-@click.option(
-    "--work", type=click.Path(path_type=Path), help="Folder for the matrices.  [default: a temporary one]"
-)
-@click.option("--output", type=click.Path(path_type=Path), help="JSON to add the samples to.")
+@click.option("--rounds", default=5, show_default=True, help="That are measured, after one that is not.")
+@click.option("--seconds", default=3600.0, show_default=True, help="Begin no further round after so long.")
+@work_option
+@output_option
 def main(
     backend: str,
     size: str,
@@ -80,40 +85,49 @@ def main(
     host_memory: str,
     betas: tuple[float, ...],
     rounds: int,
+    seconds: float,
     work: Path | None,
     output: Path | None,
 ) -> None:
-    """Measure pairs of runs, in either order by turns."""
+    """Measure rounds of runs."""
     m, n, k = map(int, size.split("x"))
     options = {"backend": backend, "device_memory": device_memory, "host_memory": host_memory}
     with tempfile.TemporaryDirectory(dir=work) as temporary:
         folder = Path(temporary)
         for seed, (name, rows, cols) in enumerate((("A", m, k), ("B", k, n), ("old", m, n))):
             make(folder / f"{name}.zarr", rows, cols, chunk, dtype, seed)
-        for beta in betas:
-            samples: dict[bool, list[float]] = {True: [], False: []}
-            for turn in range(rounds + 1):
-                for journal in (turn % 2 == 0, turn % 2 == 1):
-                    taken = seconds(folder, journal, beta, options)
-                    if turn:
-                        samples[journal].append(taken)
-            ratios = [a / b for a, b in zip(samples[True], samples[False], strict=True)]
-            found = {
-                "with": samples[True],
-                "without": samples[False],
-                "ratios": ratios,
-                "median": statistics.median(ratios),
-            }
-            click.echo(
-                f"beta = {beta}: with a journal {statistics.median(samples[True]):.3f} s, without "
-                f"{statistics.median(samples[False]):.3f} s, ratio {found['median']:.4f} "
-                f"({min(ratios):.4f}-{max(ratios):.4f})"
-            )
-            if output is not None:
-                kept = json.loads(output.read_text()) if output.exists() else {}
-                kept[f"{backend} {size} {dtype} beta = {beta}"] = found | {"chunk": chunk, **options}
-                output.parent.mkdir(parents=True, exist_ok=True)
-                output.write_text(json.dumps(kept, indent=1) + "\n")
+        started = time.monotonic()
+        samples: dict[float, dict[str, list[float]]] = {beta: {way: [] for way in WAYS} for beta in betas}
+        for turn in range(rounds + 1):
+            if turn > 1 and time.monotonic() - started > seconds:
+                break
+            for beta in betas:
+                for way in WAYS if turn % 2 else WAYS[::-1]:
+                    result = once(folder, way, beta, options)
+                    if turn:  # the first is not counted
+                        samples[beta][way].append(result.report.wall)
+    header = result.timeline.header
+    for beta, taken in samples.items():
+        ratios = {
+            way: [one / plain for one, plain in zip(taken[way], taken["plain"], strict=True)]
+            for way in WAYS[1:]
+        }
+        found = {
+            "what": f"{m} x {n} x {k} {dtype}, beta = {beta:g}, zarr to zarr, device memory {device_memory}, host memory "
+            f"{host_memory}",
+            "chunk": chunk,
+            "machine": header["machine"] | header["backend"],
+            "versions": header["versions"],
+            "samples_seconds": taken,
+            "over_plain": {
+                way: {"min": min(over), "median": statistics.median(over), "max": max(over)}
+                for way, over in ratios.items()
+            },
+        }
+        for way in WAYS:
+            over = f", ratio {found['over_plain'][way]}" if way in ratios else ""
+            click.echo(f"beta = {beta:g}: {way} {statistics.median(taken[way]):.3f} s{over}")
+        keep(output, f"{backend} {size} {dtype} beta = {beta:g}", found)
 
 
 if __name__ == "__main__":

@@ -1,26 +1,22 @@
 #!/usr/bin/env python
-"""What it costs to check every tile (`--verify`) and to keep a journal: the same product with and without, in turns.
+"""What it costs to check every tile (`--verify`): the same product with and without, in turns, of normal random numbers
+in memory. (From disk, with a journal: `bench_journal.py`.)
 
-Operands of normal random numbers, in memory or as zarr arrays of uncompressed chunks. From memory the contenders are a
-plain run and a verified one; from disk a run without a journal, one with, and one with both.
 Ratios are of runs in the same round, in changing order. Samples go to a JSON file, a key a case; cases of other
 invocations are kept.
 """
 
 import json
-import shutil
 import statistics
 import time
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import click
 import numpy as np
-import zarr
+from keeping import keep
 
 import oocgemm
-from oocgemm import stores
 
 CHUNK = 1024
 
@@ -33,47 +29,12 @@ def filled(rng: np.random.Generator, n: int, dtype: str) -> Any:
     return x
 
 
-def stored(folder: Path, name: str, x: Any) -> Path:
-    options: dict[str, Any] = {"chunks": (CHUNK, CHUNK), "compressors": None, "overwrite": True}
-    zarr.create_array(folder / name, data=x, **options)
-    return folder / name
-
-
-class Case:
-    """One product, run in several ways."""
-
-    def __init__(self, n: int, dtype: str, folder: Path | None, options: dict[str, Any]) -> None:
-        rng = np.random.default_rng(0)
-        a, b = filled(rng, n, dtype), filled(rng, n, dtype)
-        self.ways = ("plain", "verify") if folder is None else ("plain", "journal", "journal and verify")
-        self._options = options
-        self._folder = folder
-        self._n, self._dtype = n, dtype
-        self._a: Any
-        self._b: Any
-        self._a, self._b = (a, b) if folder is None else (stored(folder, "A", a), stored(folder, "B", b))
-        self._c = np.zeros((n, n), dtype) if folder is None else None
-
-    def run(self, way: str) -> oocgemm.Result:
-        options = self._options | {"verify": "verify" in way}
-        if self._folder is None:
-            return oocgemm.matmul(self._a, self._b, out=self._c, **options)
-        place = self._folder / "C"
-        shutil.rmtree(place, ignore_errors=True)
-        kept = stores.sidecar if "journal" in way else lambda source: None
-        with patch.object(stores, "sidecar", kept):
-            return oocgemm.matmul(self._a, self._b, out=place, **options)
-
-
 @click.command()
 @click.option("--backend", default="auto", show_default=True)
 @click.option("--size", default=6000, show_default=True)
 @click.option("--dtype", default="float64", show_default=True, type=click.Choice(["float32", "float64"]))
 @click.option("--device-memory", default="600MiB", show_default=True)
 @click.option("--host-memory", default="400MiB", show_default=True)
-@click.option(
-    "--folder", type=click.Path(file_okay=False), help="Zarr to zarr in this folder.  [default: in memory]"
-)
 @click.option("--repeats", default=7, show_default=True)
 @click.option("--seconds", default=600.0, show_default=True, help="Begin no further round after so long.")
 @click.option("--output", type=click.Path(), default="scripts/results/bench_verify.json", show_default=True)
@@ -83,25 +44,22 @@ def main(
     dtype: str,
     device_memory: str,
     host_memory: str,
-    folder: str | None,
     repeats: int,
     seconds: float,
     output: str,
 ) -> None:
     options = {"backend": backend, "device_memory": device_memory, "host_memory": host_memory}
-    place = Path(folder) if folder else None
-    if place is not None:
-        place.mkdir(parents=True, exist_ok=True)
-    case = Case(size, dtype, place, options)
-    samples: dict[str, list[float]] = {way: [] for way in case.ways}
+    rng = np.random.default_rng(0)
+    a, b, c = filled(rng, size, dtype), filled(rng, size, dtype), np.zeros((size, size), dtype)
+    ways = ("plain", "verify")
+    samples: dict[str, list[float]] = {way: [] for way in ways}
     checks: list[dict[str, Any]] = []
     started = time.monotonic()
     for turn in range(repeats + 1):  # the first is not counted
         if turn > 1 and time.monotonic() - started > seconds:
             break
-        order = case.ways if turn % 2 else case.ways[::-1]
-        for way in order:
-            result = case.run(way)
+        for way in ways if turn % 2 else ways[::-1]:
+            result = oocgemm.matmul(a, b, out=c, verify=way == "verify", **options)
             if turn:
                 samples[way].append(result.report.wall)
                 if result.report.checks is not None:
@@ -109,12 +67,11 @@ def main(
             print(f"{way} {result.report.wall:.3f} s", flush=True)
     ratios = {
         way: sorted(with_it / plain for with_it, plain in zip(samples[way], samples["plain"], strict=True))
-        for way in case.ways[1:]
+        for way in ways[1:]
     }
     header = result.timeline.header
     found = {
-        "what": f"{size}^3 {dtype}, {'zarr to zarr' if folder else 'in memory'}, device memory {device_memory}, host memory "
-        f"{host_memory}",
+        "what": f"{size}^3 {dtype}, in memory, device memory {device_memory}, host memory {host_memory}",
         "machine": header["machine"] | header["backend"],
         "versions": header["versions"],
         "plan": result.plan.to_dict(),
@@ -126,11 +83,7 @@ def main(
         "best_over_best": {way: min(samples[way]) / min(samples["plain"]) for way in ratios},
         "checks": checks[-1],
     }
-    path = Path(output)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    cases = json.loads(path.read_text()) if path.exists() else {}
-    key = f"{header['backend']['name']} {dtype} {size} {'zarr' if folder else 'memory'}"
-    path.write_text(json.dumps(cases | {key: found}, indent=1) + "\n")
+    keep(Path(output), f"{header['backend']['name']} {dtype} {size} memory", found)
     print(json.dumps({name: found[name] for name in ("over_plain", "best_over_best", "checks")}, indent=1))
 
 

@@ -98,14 +98,14 @@ def from_disk() -> list[str]:
 
 
 def trusted() -> list[str]:
-    """A table of the cases of `bench_verify.py`."""
+    """A table of the cases of `bench_verify.py` and `bench_journal.py`."""
     lines = [
         "T with a journal and with `--verify` over T without, runs that took turns:",
         "",
         "| product | on | rounds | with | least | median | most |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for case in load("bench_verify.json").values():
+    for case in [*load("bench_verify.json").values(), *load("bench_journal.json").values()]:
         on = (
             case["machine"]["device"]
             if case["machine"]["name"] == "cuda"

@@ -8,7 +8,6 @@ journal said. What comes out is compared with an undisturbed run of the same pla
 nothing. Exits with 1 if any result differs.
 """
 
-import json
 import os
 import random
 import shutil
@@ -18,6 +17,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,13 @@ from typing import Any
 import click
 import numpy as np
 import zarr
+from keeping import keep
+from keeping import output as output_option
+from keeping import work as work_option
 
 from oocgemm import journal, stores
 from oocgemm.backends.blas import CHOICE, better_family
+from oocgemm.plan import default_model
 
 # Chunks across a matrix, and tiles.
 CHUNKS, TILES = 12, 6
@@ -105,6 +109,7 @@ class Torture:
     def __init__(self, case: Case, folder: Path, extent: int, backend: str, rng: random.Random) -> None:
         self.case, self.folder, self.rng = case, folder, rng
         self.kills: Counter[str] = Counter()
+        self.rounds = 0
         suffix = "npy" if case.kind == "npy" else "zarr"
         self.c, self.initial = folder / f"C.{suffix}", folder / f"initial.{suffix}"
         for seed, name in enumerate("AB"):
@@ -114,12 +119,13 @@ class Torture:
         self.environment = environment()
         tile = "x".join(str(extent // parts) for parts in case.tiles)
         itemsize = np.dtype(case.dtype).itemsize
-        memory = f"{max(24 << 20, 3 * extent * extent * itemsize)}"
+        reserve = default_model(backend, len(os.sched_getaffinity(0))).device_reserve
+        memory = reserve + max(8 << 20, 3 * extent * extent * itemsize)
         self.command = [
             *(sys.executable, "-m", "oocgemm", "run"),
             *(str(folder / "A.zarr"), str(folder / "B.zarr"), str(self.c), "--quiet", "--backend", backend),
             *("--tile", tile, "--beta", case.beta, *case.options),
-            *("--device-memory", memory, "--host-memory", str(2 * int(memory))),
+            *("--device-memory", str(memory), "--host-memory", str(2 * memory)),
             *(("--overwrite",) if case.existing and case.beta == "0" else ()),
             *(("--compressor", case.kind) if case.kind == "zstd" and not case.existing else ()),
         ]
@@ -162,8 +168,18 @@ class Torture:
         if process.returncode != 0:
             raise SystemExit(f"{' '.join(process.args)}: exit code {process.returncode}\n{out}{err}")  # type: ignore[arg-type]
 
-    def once(self, most: int) -> int:
-        """Run to the end, killed up to `most` times on the way; how often it was."""
+    def go_on(self, kills: int, until: float) -> None:
+        """Run to the end again and again, until there were so many kills or it is late by the monotonic clock."""
+        while (left := kills - sum(self.kills.values())) > 0 and time.monotonic() < until:
+            self.once(left)
+            self.rounds += 1
+        if self.rounds:
+            self.wait(self.start("--resume"))
+            if content(self.c) != self.right:
+                raise SystemExit(f"{self.case.name}: --resume has changed a C that was complete")
+
+    def once(self, most: int) -> None:
+        """Run to the end, killed up to `most` times on the way."""
         self.fresh()
         kills = 0
         while True:
@@ -178,7 +194,6 @@ class Torture:
             raise SystemExit(
                 f"{self.case.name}: after {kills} kills C differs from that of an undisturbed run"
             )
-        return kills
 
     def kill(self, process: "subprocess.Popen[str]") -> bool:
         """Kill a process at an instant of its life; False if it had ended before."""
@@ -239,64 +254,56 @@ def written(path: Path) -> tuple[int, int]:
 @click.option("--backend", type=click.Choice(["host", "cuda"]), default="host", show_default=True)
 @click.option("--kills", default=200, show_default=True, help="How many at least, over all cases.")
 @click.option("--seconds", default=3600.0, show_default=True, help="No new round begins after that.")
-@click.option("--extent", type=int, help="Rows and columns, a multiple of 12.  [default: 480, cuda 6144]")
+@click.option("--extent", type=int, help="Rows and columns, a multiple of 12.  [default: 480, cuda 1536]")
 @click.option("--case", "numbers", type=int, multiple=True, help="Only these, counted from 0.")
+@click.option("--jobs", default=1, show_default=True, help="Cases that are run side by side.")
 @click.option("--seed", default=2010, show_default=True)
-@click.option(
-    "--work", type=click.Path(path_type=Path), help="Folder for the matrices.  [default: a temporary one]"
-)
-@click.option("--output", type=click.Path(path_type=Path), help="JSON to write what happened to.")
+@work_option
+@output_option
 def main(
     backend: str,
     kills: int,
     seconds: float,
     extent: int | None,
     numbers: Sequence[int],
+    jobs: int,
     seed: int,
     work: Path | None,
     output: Path | None,
 ) -> None:
     """Kill runs until there were enough kills, and check what they come to."""
-    extent = extent or (480 if backend == "host" else 6144)
+    size = extent or (480 if backend == "host" else 1536)
     started = time.monotonic()
     cases = [CASES[number] for number in numbers] or list(CASES)
-    total: Counter[str] = Counter()
-    rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(dir=work) as folder:
-        tortured = []
-        for number, case in enumerate(cases):
-            place = Path(folder) / str(number)
-            place.mkdir()
-            tortured.append((case, Torture(case, place, extent, backend, random.Random(seed + number))))
-        rounds = dict.fromkeys(cases, 0)
-        count = 0
-        while count < kills and time.monotonic() - started < seconds:
-            share = max(1, -(-(kills - count) // len(cases)))
-            for case, torture in tortured:
-                if count < kills and time.monotonic() - started < seconds:
-                    count += torture.once(share)
-                    rounds[case] += 1
-        for case, torture in tortured:
-            if rounds[case]:
-                torture.wait(torture.start("--resume"))
-                if content(torture.c) != torture.right:
-                    raise SystemExit(f"{case.name}: --resume has changed a C that was complete")
-            total.update(torture.kills)
-            rows.append(
-                asdict(case)
-                | {"name": case.name, "rounds": rounds[case], "kills": dict(torture.kills)}
-                | {"seconds": round(torture.seconds, 3)}
-            )
-            click.echo(f"{case.name}: {rounds[case]} times whole, {sum(torture.kills.values())} kills")
-    click.echo(f"{count} kills, every result the same bit for bit:")
+
+    def tortured(number: int, case: Case) -> Torture:
+        place = Path(folder) / str(number)
+        place.mkdir()
+        torture = Torture(case, place, size, backend, random.Random(seed + number))
+        torture.go_on(-(-kills // len(cases)), started + seconds)
+        times = f"{torture.rounds} times whole, {sum(torture.kills.values())} kills"
+        click.echo(f"{case.name}: {times}, {time.monotonic() - started:.0f} s")
+        return torture
+
+    with tempfile.TemporaryDirectory(dir=work) as folder, ThreadPoolExecutor(jobs) as pool:
+        all_of_them = list(pool.map(tortured, range(len(cases)), cases))
+    total = sum((torture.kills for torture in all_of_them), Counter[str]())
+    click.echo(f"{total.total()} kills, every result the same bit for bit:")
     for phase, times in total.most_common():
         click.echo(f"  {times:5}  {phase}")
-    if output is not None:
-        found: dict[str, Any] = {"backend": backend, "extent": extent, "kills": count, "phases": dict(total)}
-        found["cases"] = rows
-        kept = json.loads(output.read_text()) if output.exists() else {}
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(kept | {backend: found}, indent=1) + "\n")
+    found: dict[str, Any] = {
+        "backend": backend,
+        "extent": size,
+        "kills": total.total(),
+        "phases": dict(total),
+    }
+    found["cases"] = [
+        asdict(torture.case)
+        | {"name": torture.case.name, "rounds": torture.rounds, "kills": dict(torture.kills)}
+        | {"seconds": round(torture.seconds, 3)}
+        for torture in all_of_them
+    ]
+    keep(output, backend, found)
 
 
 if __name__ == "__main__":

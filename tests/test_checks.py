@@ -22,7 +22,7 @@ from oocgemm.plan import Kind, Op, Operation, candidates
 from oocgemm.plan.checking import borders
 from oocgemm.staging import Staging
 from tests.backends_here import CUDA, needs_gpu, staged
-from tests.problems import DTYPES, Array, integers, reference, stored
+from tests.problems import DTYPES, Array, drawn_product, integers, reference, scaled
 
 ENGINES = [
     pytest.param("host"),
@@ -45,51 +45,13 @@ def checked(result: oocgemm.Result) -> dict[str, Any]:
 # What is right
 
 
-def scaled(rng: np.random.Generator, shape: tuple[int, int], dtype: str, kind: str) -> Array:
-    """A matrix whose elements are of all sizes that its dtype has, or of one, or none."""
-    x = rng.standard_normal(shape)
-    limits = np.finfo(dtype)
-    with np.errstate(all="ignore"):
-        if kind == "wide":
-            x *= 10.0 ** rng.uniform(np.log10(limits.tiny), np.log10(limits.max), shape)
-        elif kind == "large":
-            x *= float(limits.max) / 100
-        elif kind == "small":
-            x *= float(limits.tiny)
-        elif kind == "root":
-            x *= float(limits.tiny) ** 0.5
-        elif kind == "constant":
-            x[...] = 0.1
-        elif kind == "zero":
-            x[...] = 0
-        elif kind == "rows":
-            x *= 10.0 ** rng.uniform(np.log10(limits.tiny) / 2, np.log10(limits.max) / 2, (shape[0], 1))
-        return (x if np.dtype(dtype).kind != "c" else x + 1j * x[::-1]).astype(dtype)
-
-
-KINDS = ("normal", "wide", "large", "small", "root", "constant", "zero", "rows")
-EXTENTS = st.one_of(st.integers(1, 40), st.sampled_from([130, 257, 300]))
-
-
 @pytest.mark.parametrize("engine", ENGINES)
 @given(data=st.data())
 @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 def test_what_is_right_passes(engine: str, data: st.DataObject) -> None:
-    m, n, k = (data.draw(EXTENTS, label) for label in "mnk")
-    dtype = data.draw(st.sampled_from(DTYPES))
-    op_a, op_b = (data.draw(st.sampled_from(list(Op))) for _ in "AB")
-    large = 1e300 if dtype in ("float64", "complex128") else 1e30
-    alpha = data.draw(st.sampled_from([1, 0, -2.5, 1e-300, large]), "alpha")
-    beta = data.draw(st.sampled_from([0, 1, -0.3]), "beta")
-    kinds = [data.draw(st.sampled_from(KINDS), f"kind of {x}") for x in "ABC"]
-    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
-    shapes = stored(op_a, m, k), stored(op_b, k, n), (m, n)
-    a, b, c = (scaled(rng, shape, dtype, kind) for shape, kind in zip(shapes, kinds, strict=True))
-    for x in (a, b, c):
-        for value in data.draw(st.lists(st.sampled_from([np.nan, np.inf, -np.inf]), max_size=2)):
-            x[rng.integers(x.shape[0]), rng.integers(x.shape[1])] = value
+    a, b, c, options = drawn_product(data)
     tile = data.draw(st.none() | st.builds("{}x{}x{}".format, *(st.integers(10, 200),) * 3), "tile")
-    result = product(engine, a, b, c, alpha=alpha, beta=beta, trans_a=op_a, trans_b=op_b, tile=tile)
+    result = product(engine, a, b, c, tile=tile, **options)
     found = checked(result)
     assert found["recomputed"] == []
     assert found["blocks"] > 0

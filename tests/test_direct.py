@@ -2,11 +2,13 @@
 
 import errno
 import fcntl
+import os
 import struct
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numcodecs
 import numpy as np
@@ -26,7 +28,7 @@ from zarr.codecs import (
 
 from oocgemm.errors import ExecutionError
 from oocgemm.stores import files
-from oocgemm.stores.arrays import ArrayMatrix, open_npy
+from oocgemm.stores.arrays import ArrayMatrix, create_npy, open_npy
 from oocgemm.stores.zarr_store import ZarrMatrix
 from tests.problems import DTYPES
 
@@ -196,6 +198,14 @@ def _shorter_content(stored: bytes) -> bytes:
     return bytes(numcodecs.GZip().encode(np.zeros(3)))
 
 
+def _wrong_checksum(content: bytes) -> bytes:
+    return content[:-1] + bytes([content[-1] ^ 1])
+
+
+def _far_offset(content: bytes) -> bytes:
+    return (1 << 63).to_bytes(8, "little") + content[8:]
+
+
 def _wrong_offset(stored: bytes) -> bytes:
     return struct.pack("<QQ", len(stored), 512) + stored[16:]
 
@@ -235,7 +245,9 @@ SHARD = ShardingCodec(chunk_shape=(8, 8), codecs=[BytesCodec()])
         ({"compressors": None, "serializer": SHARD, "chunks": (16, 16)}, _cut),
         ({"compressors": None, "serializer": SHARD, "chunks": (16, 16)}, _empty),
         ({"compressors": None, "serializer": SHARD, "chunks": (16, 16)}, _longer),
+        ({"compressors": None, "serializer": SHARD, "chunks": (16, 16)}, _wrong_checksum),
         ({"compressors": None, "serializer": PLAIN_INDEX, "chunks": (16, 16)}, _wrong_offset),
+        ({"compressors": None, "serializer": PLAIN_INDEX, "chunks": (16, 16)}, _far_offset),
     ],
 )
 def test_a_damaged_chunk_is_an_error_that_names_its_file(
@@ -249,6 +261,24 @@ def test_a_damaged_chunk_is_an_error_that_names_its_file(
     chunk = tmp_path / "A" / key
     chunk.write_bytes(damage(chunk.read_bytes()))
     with pytest.raises(ExecutionError, match=f"chunk {key} in .*A .*damaged or cut short"):
+        matrix.read((0, 16), (0, 16), np.empty((16, 16)))
+
+
+@pytest.mark.parametrize("compressors", [None, [ZstdCodec()]])
+def test_a_chunk_that_is_cut_once_it_is_open_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compressors: Any
+) -> None:
+    array = zarr.create_array(
+        tmp_path / "A", data=np.ones((16, 16)), chunks=(16, 16), compressors=compressors
+    )
+    matrix, right = ZarrMatrix("A", array), files.OpenFile.__init__
+
+    def cut(self: files.OpenFile, path: Path) -> None:
+        right(self, path)
+        os.truncate(path, 0)
+
+    monkeypatch.setattr(files.OpenFile, "__init__", cut)
+    with pytest.raises(ExecutionError, match=r"chunk c/0/0 in .*A ends .*damaged or cut short"):
         matrix.read((0, 16), (0, 16), np.empty((16, 16)))
 
 
@@ -378,3 +408,14 @@ def test_blocks_of_mapped_files_are_what_numpy_reads(
         out = np.empty((500, cols[1] - cols[0]))
         matrix.read((77, 577), cols, out)
         np.testing.assert_array_equal(out, values[77:577, slice(*cols)])
+
+
+def test_a_file_that_cannot_be_made_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(os, "replace", Mock(side_effect=full))
+    monkeypatch.setattr(ArrayMatrix, "reserve", Mock(side_effect=full))
+    with pytest.raises(OSError, match="No space"):
+        files.publish(tmp_path / "chunk", np.ones((4, 4)), 128)
+    with pytest.raises(OSError, match="No space"):
+        create_npy("C", tmp_path / "C.npy", (4, 4), np.dtype("f8"))
+    assert list(tmp_path.iterdir()) == []

@@ -17,41 +17,62 @@ from oocgemm.units import parse_size
 from tests.backends_here import needs_gpu
 
 MIB = 1 << 20
-# Samples the process's anonymous memory all along a run, and prints its peak.
+# Samples the process's anonymous memory all along a run, and what the device has free beside the CUDA context, and
+# prints the peaks of what is held of both.
 CODE = """
 import json, sys, threading
 import numpy, zarr, oocgemm, oocgemm.stores.zarr_store, oocgemm.backends.host
+arguments = json.loads(sys.argv[1])
+if arguments.get("backend") == "cuda":
+    import cupy
+    cupy.cuda.runtime.free(0)  # makes the context
+    def free():
+        return cupy.cuda.runtime.memGetInfo()[0]
+else:
+    def free():
+        return 0
 def held():
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon"))
-arguments = json.loads(sys.argv[1])
 numpy.ones((64, 64)) @ numpy.ones((64, 64))
-peak, done = held(), threading.Event()
+before = free()
+least, peak, done = before, held(), threading.Event()
 def sample():
-    global peak
+    global least, peak
     while not done.wait(0.002):
-        peak = max(peak, held())
+        least, peak = min(least, free()), max(peak, held())
 thread = threading.Thread(target=sample, daemon=True)
 thread.start()
 if arguments:
     oocgemm.gemm(**arguments)
 done.set()
 thread.join()
-print(max(peak, held()))
+print(max(peak, held()), before - least)
 """
 
 
-def peak(arguments: dict[str, Any]) -> int:
+def peaks(arguments: dict[str, Any]) -> tuple[int, int]:
+    """The most that was held of host memory, all of the process, and of device memory."""
     done = subprocess.run(
         [sys.executable, "-c", CODE, json.dumps(arguments)], check=True, capture_output=True, text=True
     )
-    return int(done.stdout)
+    host, device = map(int, done.stdout.split())
+    return host, device
 
 
 @cache
 def idle() -> int:
     """The peak of a process that multiplies nothing: interpreter, libraries, and BLAS once called."""
-    return peak({})
+    return peaks({})[0]
+
+
+@cache
+def idle_on_device(folder: Path, dtype: str, kernel: str) -> int:
+    """That of a process which multiplies next to nothing on the device: the libraries of CUDA, and what they load."""
+    np.save(folder / f"{dtype}.npy", np.ones((64, 64), dtype))
+    arguments = dict.fromkeys("ab", str(folder / f"{dtype}.npy")) | {"c": str(folder / f"{dtype}-{kernel}")}
+    arguments |= {"backend": "cuda", "kernel": kernel, "device_memory": "100MiB", "host_memory": "8MiB"}
+    return peaks(arguments | {"overwrite": True})[0]
 
 
 @pytest.fixture(scope="module")
@@ -105,8 +126,43 @@ def test_the_host_backend_stays_within_its_budgets(
 ) -> None:
     place = str(operands / operand)
     arguments = {"a": place, "b": place, "c": str(tmp_path / "C"), "backend": "host"}
-    used = peak(arguments | {"device_memory": device, "host_memory": host} | options) - idle()
+    used = peaks(arguments | {"device_memory": device, "host_memory": host} | options)[0] - idle()
     assert used <= parse_size(device) + parse_size(host)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verify", [False, True], ids=["", "verify"])
+@pytest.mark.parametrize(
+    ("operand", "device", "host", "options"),
+    [
+        pytest.param(*case, marks=needs_gpu)
+        for case in (
+            ("raw", "104MiB", "48MiB", {}),
+            ("raw", "88MiB", "48MiB", {"tile": "400x800x200", "kernel": "tiled"}),
+            ("zstd", "128MiB", "96MiB", {"compressor": "zstd", "trans_a": "T"}),
+            ("shards", "104MiB", "96MiB", {"tile": "1200x400x200", "trans_b": "T"}),
+            ("half", "96MiB", "48MiB", {}),
+            ("complex", "128MiB", "64MiB", {"tile": "800x800x200"}),
+            ("raw", "256MiB", "256MiB", {}),
+        )
+    ],
+)
+def test_the_cuda_backend_stays_within_its_budgets(
+    operands: Path,
+    tmp_path: Path,
+    operand: str,
+    device: str,
+    host: str,
+    options: dict[str, Any],
+    verify: bool,
+) -> None:
+    place = str(operands / operand)
+    arguments = {"a": place, "b": place, "c": str(tmp_path / "C"), "backend": "cuda", "verify": verify}
+    on_host, on_device = peaks(arguments | {"device_memory": device, "host_memory": host} | options)
+    assert 0 < on_device <= parse_size(device)
+    idle = idle_on_device(operands, zarr.open_array(place).dtype.name, options.get("kernel", "auto"))
+    print(f"device {on_device / MIB:.1f} MiB, host {(on_host - idle) / MIB:.1f} MiB")
+    assert on_host - idle <= parse_size(host)
 
 
 @pytest.mark.parametrize("kernel", [pytest.param(k, marks=needs_gpu) for k in ("cublas", "tiled")])

@@ -15,30 +15,14 @@ from oocgemm.errors import BudgetError, InputError
 from oocgemm.plan import Op
 from oocgemm.stores.arrays import ArrayMatrix
 from tests.command import command
-from tests.problems import DTYPES, Array, integers, reference, stored
-from tests.test_checks import KINDS, scaled
-
-EXTENTS = st.one_of(st.integers(1, 40), st.sampled_from([130, 257]))
+from tests.problems import DTYPES, EXTENTS, Array, drawn_product, integers, reference, stored
 
 
 @given(data=st.data())
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 def test_what_is_right_passes(data: st.DataObject) -> None:
-    m, n, k = (data.draw(EXTENTS, label) for label in "mnk")
-    dtype = data.draw(st.sampled_from(DTYPES))
-    op_a, op_b = (data.draw(st.sampled_from(list(Op))) for _ in "AB")
-    large = 1e300 if dtype in ("float64", "complex128") else 1e30
-    alpha = data.draw(st.sampled_from([1, 0, -2.5, 1e-300, large]), "alpha")
-    beta = data.draw(st.sampled_from([0, 1, -0.3]), "beta")
-    kinds = [data.draw(st.sampled_from(KINDS), f"kind of {x}") for x in "ABC"]
-    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
-    shapes = stored(op_a, m, k), stored(op_b, k, n), (m, n)
-    a, b, c = (scaled(rng, shape, dtype, kind) for shape, kind in zip(shapes, kinds, strict=True))
-    for x in (a, b, c):
-        for value in data.draw(st.lists(st.sampled_from([np.nan, np.inf, -np.inf]), max_size=2)):
-            x[rng.integers(x.shape[0]), rng.integers(x.shape[1])] = value
+    a, b, c, options = drawn_product(data)
     before = c.copy()
-    options: dict[str, Any] = {"alpha": alpha, "beta": beta, "trans_a": op_a, "trans_b": op_b}
     oocgemm.gemm(a, b, c, backend="host", **options)
     found = oocgemm.verify(a, b, c, c_before=before, seed=data.draw(st.integers(0, 99)), **options)
     assert found.right, found
