@@ -3,18 +3,19 @@
 The model of the plan is first fitted to the run: the rate of each lane becomes the one at which the lane took as long as
 it did, and what passed outside all operations is added to every prediction. Then plans are
 made anew with one thing changed: larger budgets, within the memory of the machine; A and B in chunks that fit their
-panels; operands or C stored without compression. A gain is the ratio of two such predictions, applied to the time that
-the run took. Where the fitted model does not give back that time, it is not asked for gains.
+panels; cuBLAS instead of a slower kernel, where its rate is calibrated. A gain is the ratio of two such predictions,
+applied to the time that the run took. Where the fitted model does not give back that time, it is not asked for gains;
+nor for what rests on rates that this run has not shown, such as those of another storage or codec.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from oocgemm.errors import OocGemmError
 from oocgemm.plan import Budgets, KernelRate, Layouts, MachineModel, Plan, make_plan, recorded_plan
-from oocgemm.plan.simulate import simulate
-from oocgemm.timeline.diagnosis import Diagnosis, diagnose
+from oocgemm.plan.simulate import duration, simulate
+from oocgemm.timeline.diagnosis import Diagnosis, diagnose, in_memory
 from oocgemm.timeline.figures import Report, length, union
 from oocgemm.timeline.spans import Timeline
 from oocgemm.units import format_share, format_size, format_time, parse_size
@@ -32,21 +33,32 @@ USABLE = {"device": 0.9, "host": 0.7}
 @dataclass(frozen=True)
 class Remedy:
     """What to change. `seconds` is the predicted T after it, or None where no gain can be computed; `why` says why
-    not, or what the change does."""
+    not, or what the change does. `settings` are the arguments of `oocgemm.gemm` that make the change, where any do."""
 
     change: str
     why: str
     seconds: float | None = None
+    settings: Mapping[str, int | str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Change:
+    """Something that can be changed: in words, as settings, and the plan after it."""
+
+    words: str
+    plan: Plan
+    settings: Mapping[str, int | str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Fitted:
     """A run's plan and the machine model at the rates of the run; `outside` are the seconds before its first operation
     and after its last, `beyond` those after its last, and before its first Multiply, that the closed form does not
-    account for."""
+    account for. `believed` is the model that the plan was made with."""
 
     plan: Plan
     machine: MachineModel
+    believed: MachineModel
     outside: float
     beyond: float
 
@@ -60,10 +72,15 @@ class Fitted:
         seconds = simulate(plan.schedule(), plan.problem, plan.machine, plan.layouts)
         return seconds + self.outside + max(0.0, more * plan.machine.arena_seconds_per_byte)
 
+    @property
+    def whole(self) -> Plan:
+        """The run's plan for all of the product, where it had gone on with some of it."""
+        return replace(self.plan, done=frozenset())
+
     def ratio(self, plan: Plan) -> float:
-        """Predicted T of a plan over that of the run's own, both predicted in the same way."""
-        closed = max(plan.steps, self.plan.steps) > MOST_SIMULATED
-        return self.seconds(plan, closed=closed) / self.seconds(self.plan, closed=closed)
+        """Predicted T of a plan over that of the run's own, both of the whole product and predicted in the same way."""
+        closed = max(plan.steps, self.whole.steps) > MOST_SIMULATED
+        return self.seconds(plan, closed=closed) / self.seconds(self.whole, closed=closed)
 
 
 def _slots_bytes(plan: Plan) -> int:
@@ -73,10 +90,10 @@ def _slots_bytes(plan: Plan) -> int:
 
 def fit(timeline: Timeline, figures: Report) -> Fitted | None:
     """The cost model at the rates of a run. None where the log does not hold its plan or nothing was multiplied."""
-    plan = recorded_plan(timeline.header.get("plan", {}))
+    plan = recorded_plan(timeline.header.get("plan", {}), {s.tile for s in timeline.spans})
     if plan is None or not figures.compute:
         return None
-    lanes = plan.prediction.lanes
+    lanes = _modelled(plan)
     # Lanes that run on the same cores slow one another down: together they take the time that any of them is busy.
     together = length(union((s.start, s.end) for s in timeline.spans)) / 1e9
     crowding = (
@@ -110,7 +127,17 @@ def fit(timeline: Timeline, figures: Report) -> Fitted | None:
     begun, ended = min(s.start for s in timeline.spans), max(s.end for s in timeline.spans)
     closing = max(0, timeline.wall - ended) / 1e9
     beyond = max(0.0, first - again.prediction.start_up) + closing
-    return Fitted(again, fitted, begun / 1e9 + closing, beyond)
+    return Fitted(again, fitted, machine, begun / 1e9 + closing, beyond)
+
+
+def _modelled(plan: Plan) -> Mapping[str, float]:
+    """Seconds that each lane is busy by the model: of all operations, or in closed form if there are too many."""
+    if plan.steps > MOST_SIMULATED:
+        return plan.prediction.lanes
+    lanes = dict.fromkeys(plan.prediction.lanes, 0.0)
+    for operation in plan.schedule():
+        lanes[operation.lane] += duration(operation, plan.problem, plan.machine, plan.layouts)
+    return lanes
 
 
 def remedy(timeline: Timeline, figures: Report, diagnosis: Diagnosis, fitted: Fitted | None) -> Remedy:
@@ -122,15 +149,16 @@ def remedy(timeline: Timeline, figures: Report, diagnosis: Diagnosis, fitted: Fi
     if abs(now / figures.wall - 1) > TRUSTED:
         why = f"the cost model at this run's rates gives {format_time(now)} for it, too far off to ask for gains"
         return Remedy(_advice(diagnosis.bound, timeline), why)
-    tried = [(change, plan, fitted.ratio(plan)) for change, plan in _changed(timeline, fitted)]
-    best = min((ratio for _, _, ratio in tried), default=1.0)
+    tried = [(change, fitted.ratio(change.plan)) for change in _changed(timeline, fitted)]
+    best = min((ratio for _, ratio in tried), default=1.0)
     if 1 - best < WORTH:
         return Remedy(
             _advice(diagnosis.bound, timeline), "no other budget, tile or storage is predicted to gain"
         )
-    change, plan, ratio = next(t for t in tried if 1 - t[2] >= NEARLY * (1 - best))
+    change, ratio = next(t for t in tried if 1 - t[1] >= NEARLY * (1 - best))
     moved = {link: traffic["bytes"] or 0 for link, traffic in figures.traffic.items()}
-    return Remedy(change, _effect(fitted.plan, plan, moved), ratio * figures.wall)
+    effect = _effect(fitted.whole, change.plan, moved)
+    return Remedy(change.words, effect, ratio * figures.wall, change.settings)
 
 
 def sentence(remedy: Remedy, wall: float) -> str:
@@ -155,16 +183,23 @@ def diagnosis_lines(figures: Report, timeline: Timeline, *, advise: bool = False
     return [line for line in lines if line]
 
 
-def _changed(timeline: Timeline, fitted: Fitted) -> Iterator[tuple[str, Plan]]:
-    """Plans with one thing changed, what is easiest to change first."""
+def _changed(timeline: Timeline, fitted: Fitted) -> Iterator[_Change]:
+    """What can be changed, the easiest first."""
     plan, layouts = fitted.plan, fitted.plan.layouts
-    budgets = plan.budgets
+    budgets, backend = plan.budgets, timeline.header.get("backend", {})
+    believed = fitted.believed
+    if backend.get("kernel") not in (None, "auto", "cublas", "blas") and believed.calibrated:
+        cublas = replace(fitted.machine, kernels=believed.kernels, step_latency=believed.step_latency)
+        if faster := _planned(fitted, budgets, layouts, cublas):
+            yield _Change("--kernel cublas", faster, {"kernel": "cublas"})
     chosen = _planned(fitted, budgets, layouts)
     if chosen is not None and chosen.tile != plan.tile:
-        yield f"A --tile of {chosen.tile}, which the planner would choose by the rates of this run,", chosen
+        words = f"A --tile of {chosen.tile}, which the planner would choose by the rates of this run,"
+        yield _Change(words, chosen, {"tile": str(chosen.tile)})
     for tier, size in _larger(timeline.header, budgets, unified=fitted.machine.unified):
         if larger := _planned(fitted, replace(budgets, **{tier: size}), layouts):
-            yield f"A --{tier}-memory of {format_size(size).replace(' ', '')}", larger
+            words = f"A --{tier}-memory of {format_size(size).replace(' ', '')}"
+            yield _Change(words, larger, {f"{tier}_memory": size})
     straddled = {
         name: replace(layout, read_chunk=panel)
         for name, layout, panel in (
@@ -178,23 +213,14 @@ def _changed(timeline: Timeline, fitted: Fitted) -> Iterator[tuple[str, Plan]]:
             f"{name.upper()} stored in chunks that divide {layout.read_chunk[0]} x {layout.read_chunk[1]}"
             for name, layout in straddled.items()
         )
-        yield chunks, rechunked
-    plain = {n: replace(x, decode_bytes=0) for n, x in (("a", layouts.a), ("b", layouts.b)) if x.decode_bytes}
-    if (
-        plain
-        and fitted.machine.storage_calibrated
-        and (stored := _planned(fitted, budgets, replace(layouts, **plain)))
-    ):
-        yield f"{' and '.join(n.upper() for n in plain)} stored without compression", stored
-    if layouts.c.encodes and fitted.machine.storage_calibrated:
-        c = replace(layouts.c, encodes=False, encode_bytes=0)
-        if written := _planned(fitted, budgets, replace(layouts, c=c)):
-            yield "C written without compression", written
+        yield _Change(chunks, rechunked)
 
 
-def _planned(fitted: Fitted, budgets: Budgets, layouts: Layouts) -> Plan | None:
+def _planned(
+    fitted: Fitted, budgets: Budgets, layouts: Layouts, machine: MachineModel | None = None
+) -> Plan | None:
     try:
-        return make_plan(fitted.plan.problem, budgets, fitted.machine, layouts)
+        return make_plan(fitted.plan.problem, budgets, machine or fitted.machine, layouts)
     except OocGemmError:
         return None
 
@@ -221,22 +247,22 @@ def _effect(before: Plan, after: Plan, moved: Mapping[str, int]) -> str:
     """What a change does to the lane that gains most by it."""
     lanes = before.prediction.lanes
     lane = max(lanes, key=lambda lane: lanes[lane] - after.prediction.lanes[lane])
-    if not after.prediction.lanes[lane]:
-        return f"would leave nothing to {lane}"
+    if lanes[lane] - after.prediction.lanes[lane] < WORTH * before.prediction.total:
+        return "would let operations run side by side that waited for one another"
     link = {"decode": "read", "encode": "write"}.get(lane, lane)
     old, new = moved.get(link, 0), after.traffic.get(link, 0)
     noun = {"read": "reads", "h2d": "copies to the device"}.get(link)
     if noun and new < old:
         return f"would cut {noun} from {format_size(old)} to {format_size(new)}"
     if lane == "compute":
-        return f"would let the kernel work on tiles of {after.tile}"
+        return f"would take multiplying from {format_time(lanes[lane])} to {format_time(after.prediction.lanes[lane])}"
     return f"would take {format_time(max(0.0, lanes[lane] - after.prediction.lanes[lane]))} off {lane}"
 
 
 ADVICE = {
     "compute": "Only a faster kernel or device, or a narrower dtype, would shorten this run.",
     "read": "Keep A and B on faster storage.",
-    "decode": "Store A and B with a faster codec, or on a machine with more cores.",
+    "decode": "Store A and B with a faster codec or none, or take a machine with more cores.",
     "h2d": "Give the device a larger budget, so that larger tiles load fewer panels.",
     "d2h": "Give the host budget room for a whole tile of C.",
     "encode": "Write C with a faster codec, or without one.",
@@ -248,8 +274,13 @@ ADVICE = {
     "nothing": "There is nothing to change.",
 }
 
+ADVICE_IN_MEMORY = {
+    "read": "Give the device a larger budget, so that fewer panels are loaded.",
+    "write": "Only faster host memory, or a narrower dtype, would bring C out sooner.",
+}
+
 
 def _advice(bound: str, timeline: Timeline) -> str:
     if bound == "compute" and timeline.header.get("backend", {}).get("kernel") == "tiled":
         return "The tiled kernel is made to be read: take --kernel cublas."
-    return ADVICE[bound]
+    return ADVICE_IN_MEMORY[bound] if in_memory(bound, timeline.header) else ADVICE[bound]
