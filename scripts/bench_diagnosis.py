@@ -38,8 +38,8 @@ from oocgemm.timeline import diagnose, diagnosis_lines, remedy
 from oocgemm.timeline.remedies import fit
 from oocgemm.units import parse_size
 
-CHUNK = 1024
-EVICTED_EVERY = 0.05  # seconds
+CHUNK = 512
+EVICTED_EVERY = 0.2  # seconds
 WITHIN = 0.2  # a gain was predicted if it is this near
 
 
@@ -57,12 +57,12 @@ class Case:
 
 
 CASES = {
-    "disk": Case((8192, 8192, 16384), "raw", "256MiB", "384MiB", ("read",), cold=True),
-    "decode": Case((8192, 8192, 32768), "zstd", "256MiB", "512MiB", ("decode",)),
-    "pcie": Case((16384, 16384, 16384), "raw", "192MiB", "6GiB", ("h2d",)),
+    "disk": Case((4096, 4096, 8192), "raw", "192MiB", "256MiB", ("read",), cold=True),
+    "decode": Case((4096, 4096, 16384), "zstd", "160MiB", "256MiB", ("decode",)),
+    "pcie": Case((16384, 16384, 8192), "raw", "160MiB", "3GiB", ("h2d",)),
     "kernel": Case((16384, 16384, 16384), "memory", "4GiB", "8GiB", ("compute",), {"kernel": "register"}),
     # C in memory is brought there by two copies, one after the other.
-    "download": Case((32768, 32768, 1024), "memory", "1GiB", "128MiB", ("d2h", "write")),
+    "download": Case((16384, 16384, 1024), "memory", "1GiB", "128MiB", ("d2h", "write")),
     "none": Case((16384, 16384, 49152), "memory", "6GiB", "8GiB", ("compute",)),
 }
 

@@ -121,15 +121,13 @@ def test_following_the_advice_gains_what_it_promised(slow: dict[str, float]) -> 
     before = run_of(replace(planned, machine=real), believed=usual)
     found = advice(before)
     assert found.seconds is not None, found
-    words = found.change.replace("MiB", "M").replace("GiB", "G").split()
-    option, value = words[1], words[3].rstrip(",")
-    budgets = planned.budgets
-    if option == "--tile":
-        after = virtual_plan(CUBE, budgets, real, TileShape(*map(int, value.split("x"))))
-    else:
-        size = int(float(value[:-1]) * {"M": 1 << 20, "G": GIB}[value[-1]])
-        tier = option.removeprefix("--").removesuffix("-memory")
-        after = virtual_plan(CUBE, replace(budgets, **{tier: size}), real)
+    # The planner that is told so still believes what it did.
+    settings = dict(found.settings)
+    tile = TileShape(*map(int, str(settings.pop("tile")).split("x"))) if "tile" in settings else None
+    budgets = replace(
+        planned.budgets, **{x.removesuffix("_memory"): int(size) for x, size in settings.items()}
+    )
+    after = replace(virtual_plan(CUBE, budgets, usual, tile), machine=real)
     promised = before.wall / 1e9 - found.seconds
     gained = (before.wall - run_of(after).wall) / 1e9
     assert promised > 0

@@ -2,7 +2,7 @@
 
 The model of the plan is first fitted to the run: the rate of each lane becomes the one at which the lane took as long as
 it did, and what passed outside all operations is added to every prediction. Then plans are
-made anew with one thing changed: larger budgets, within the memory of the machine; A and B in chunks that fit their
+made anew, as the planner would make them by what it believed then, with one thing changed: larger budgets, within the memory of the machine; A and B in chunks that fit their
 panels; cuBLAS instead of a slower kernel, where its rate is calibrated. A gain is the ratio of two such predictions,
 applied to the time that the run took. Where the fitted model does not give back that time, it is not asked for gains;
 nor for what rests on rates that this run has not shown, such as those of another storage or codec.
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from oocgemm.errors import OocGemmError
-from oocgemm.plan import Budgets, KernelRate, Layouts, MachineModel, Plan, make_plan, recorded_plan
+from oocgemm.plan import Budgets, KernelRate, Layouts, MachineModel, Plan, TileShape, make_plan, recorded_plan
 from oocgemm.plan.simulate import duration, simulate
 from oocgemm.timeline.diagnosis import Diagnosis, diagnose, in_memory
 from oocgemm.timeline.figures import Report, length, union
@@ -100,12 +100,25 @@ def fit(timeline: Timeline, figures: Report) -> Fitted | None:
         together / sum(lane["busy"] for lane in figures.lanes.values()) if plan.machine.shares_cores else 1.0
     )
 
-    def scale(lane: str) -> float:
-        busy = figures.lanes.get(lane, {}).get("busy", 0.0) * crowding
-        return lanes[lane] / busy if busy and lanes.get(lane) else 1.0
-
     machine, layouts = plan.machine, plan.layouts
-    read, write = scale("read"), scale("write")
+
+    def took(lane: str) -> float:
+        return figures.lanes.get(lane, {}).get("busy", 0.0) * crowding
+
+    def scale(lane: str, latency: float = 0.0) -> float:
+        """The rate of a lane over what was believed, the time of latencies being what it is said to be."""
+        busy, modelled = took(lane), lanes.get(lane, 0.0)
+        if 2 * latency < min(busy, modelled):
+            busy, modelled = busy - latency, modelled - latency
+        return modelled / busy if busy and modelled else 1.0
+
+    writes = figures.lanes.get("write", {}).get("operations", 0) * machine.write_latency
+    read, write = scale("read"), scale("write", writes)
+    # Slower storage takes so much longer for every byte, in whole chunks as in parts of them.
+    late = 0.0
+    if 0 < read < 1:
+        covered = _modelled(replace(plan, machine=replace(machine, read=1.0, read_scattered=1.0)))["read"]
+        late = (took("read") - lanes["read"]) / covered if covered else 0.0
     memory = write if layouts.c.in_memory else read if layouts.a.in_memory and layouts.b.in_memory else 1.0
     kernel = scale("compute")
     fitted = replace(
@@ -115,12 +128,12 @@ def fit(timeline: Timeline, figures: Report) -> Fitted | None:
         h2d=machine.h2d * scale("h2d"),
         copy_latency=machine.copy_latency / scale("h2d"),
         d2h=machine.d2h * scale("d2h"),
-        read=machine.read * read,
-        read_scattered=machine.read_scattered * read,
+        read=1 / (1 / machine.read + late) if late else machine.read * read,
+        read_scattered=1 / (1 / machine.read_scattered + late) if late else machine.read_scattered * read,
         decode=machine.decode * scale("decode"),
         memory=machine.memory * memory,
         write=machine.write * write,
-        write_latency=machine.write_latency / write,
+        write_latency=machine.write_latency if 2 * writes < took("write") else machine.write_latency / write,
     )
     first = min(s.start for s in timeline.spans if s.kind == "multiply") / 1e9
     again = replace(plan, machine=fitted)
@@ -190,12 +203,12 @@ def _changed(timeline: Timeline, fitted: Fitted) -> Iterator[_Change]:
     believed = fitted.believed
     if backend.get("kernel") not in (None, "auto", "cublas", "blas") and believed.calibrated:
         cublas = replace(fitted.machine, kernels=believed.kernels, step_latency=believed.step_latency)
-        if faster := _planned(fitted, budgets, layouts, cublas):
-            yield _Change("--kernel cublas", faster, {"kernel": "cublas"})
-    chosen = _planned(fitted, budgets, layouts)
-    if chosen is not None and chosen.tile != plan.tile:
-        words = f"A --tile of {chosen.tile}, which the planner would choose by the rates of this run,"
-        yield _Change(words, chosen, {"tile": str(chosen.tile)})
+        if faster := _planned(fitted, budgets, layouts):
+            yield _Change("--kernel cublas", replace(faster, machine=cublas), {"kernel": "cublas"})
+    best = make_plan(plan.problem, budgets, fitted.machine, layouts).tile
+    if best != plan.tile and (chosen := _planned(fitted, budgets, layouts, best)):
+        words = f"A --tile of {best}, which the planner would choose by the rates of this run,"
+        yield _Change(words, chosen, {"tile": str(best)})
     for tier, size in _larger(timeline.header, budgets, unified=fitted.machine.unified):
         if larger := _planned(fitted, replace(budgets, **{tier: size}), layouts):
             words = f"A --{tier}-memory of {format_size(size).replace(' ', '')}"
@@ -217,12 +230,15 @@ def _changed(timeline: Timeline, fitted: Fitted) -> Iterator[_Change]:
 
 
 def _planned(
-    fitted: Fitted, budgets: Budgets, layouts: Layouts, machine: MachineModel | None = None
+    fitted: Fitted, budgets: Budgets, layouts: Layouts, tile: TileShape | None = None
 ) -> Plan | None:
+    """What the planner would make of it, which goes by what it believes of the machine; to be predicted by what the
+    machine has shown."""
     try:
-        return make_plan(fitted.plan.problem, budgets, machine or fitted.machine, layouts)
+        plan = make_plan(fitted.plan.problem, budgets, fitted.believed, layouts, tile)
     except OocGemmError:
         return None
+    return replace(plan, machine=fitted.machine)
 
 
 def _larger(header: Mapping[str, Any], budgets: Budgets, *, unified: bool) -> Iterator[tuple[str, int]]:
@@ -245,9 +261,9 @@ def _round(size: int) -> int:
 
 def _effect(before: Plan, after: Plan, moved: Mapping[str, int]) -> str:
     """What a change does to the lane that gains most by it."""
-    lanes = before.prediction.lanes
-    lane = max(lanes, key=lambda lane: lanes[lane] - after.prediction.lanes[lane])
-    if lanes[lane] - after.prediction.lanes[lane] < WORTH * before.prediction.total:
+    lanes, later = before.prediction.lanes, after.prediction.lanes
+    lane = max(lanes, key=lambda lane: lanes[lane] - later[lane])
+    if lanes[lane] - later[lane] < WORTH * before.prediction.total:
         return "would let operations run side by side that waited for one another"
     link = {"decode": "read", "encode": "write"}.get(lane, lane)
     old, new = moved.get(link, 0), after.traffic.get(link, 0)
@@ -255,8 +271,8 @@ def _effect(before: Plan, after: Plan, moved: Mapping[str, int]) -> str:
     if noun and new < old:
         return f"would cut {noun} from {format_size(old)} to {format_size(new)}"
     if lane == "compute":
-        return f"would take multiplying from {format_time(lanes[lane])} to {format_time(after.prediction.lanes[lane])}"
-    return f"would take {format_time(max(0.0, lanes[lane] - after.prediction.lanes[lane]))} off {lane}"
+        return f"would take multiplying from {format_time(lanes[lane])} to {format_time(later[lane])}"
+    return f"would take {format_time(lanes[lane] - later[lane])} off {lane}"
 
 
 ADVICE = {
