@@ -205,10 +205,10 @@ def _changed(timeline: Timeline, fitted: Fitted) -> Iterator[_Change]:
         cublas = replace(fitted.machine, kernels=believed.kernels, step_latency=believed.step_latency)
         if faster := _planned(fitted, budgets, layouts):
             yield _Change("--kernel cublas", replace(faster, machine=cublas), {"kernel": "cublas"})
-    best = make_plan(plan.problem, budgets, fitted.machine, layouts).tile
-    if best != plan.tile and (chosen := _planned(fitted, budgets, layouts, best)):
-        words = f"A --tile of {best}, which the planner would choose by the rates of this run,"
-        yield _Change(words, chosen, {"tile": str(best)})
+    best = _planned(fitted, budgets, layouts, by=fitted.machine)
+    if best and best.tile != plan.tile and (chosen := _planned(fitted, budgets, layouts, best.tile)):
+        words = f"A --tile of {best.tile}, which the planner would choose by the rates of this run,"
+        yield _Change(words, chosen, {"tile": str(best.tile)})
     for tier, size in _larger(timeline.header, budgets, unified=fitted.machine.unified):
         if larger := _planned(fitted, replace(budgets, **{tier: size}), layouts):
             words = f"A --{tier}-memory of {format_size(size).replace(' ', '')}"
@@ -230,12 +230,16 @@ def _changed(timeline: Timeline, fitted: Fitted) -> Iterator[_Change]:
 
 
 def _planned(
-    fitted: Fitted, budgets: Budgets, layouts: Layouts, tile: TileShape | None = None
+    fitted: Fitted,
+    budgets: Budgets,
+    layouts: Layouts,
+    tile: TileShape | None = None,
+    by: MachineModel | None = None,
 ) -> Plan | None:
-    """What the planner would make of it, which goes by what it believes of the machine; to be predicted by what the
-    machine has shown."""
+    """What the planner would make of it, by what it believes of the machine or a model of one; to be predicted by what
+    the machine has shown."""
     try:
-        plan = make_plan(fitted.plan.problem, budgets, fitted.believed, layouts, tile)
+        plan = make_plan(fitted.plan.problem, budgets, by or fitted.believed, layouts, tile)
     except OocGemmError:
         return None
     return replace(plan, machine=fitted.machine)
