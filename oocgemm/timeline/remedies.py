@@ -1,10 +1,10 @@
 """What to change, and what it would gain, by the planner's own cost model.
 
 The model of the plan is first fitted to the run: the rate of each lane becomes the one at which the lane took as long as
-it did, and what passed outside all operations is added to every prediction. Then plans are
-made anew, as the planner would make them by what it believed then, with one thing changed: larger budgets, within the memory of the machine; A and B in chunks that fit their
-panels; cuBLAS instead of a slower kernel, where its rate is calibrated. A gain is the ratio of two such predictions,
-applied to the time that the run took. Where the fitted model does not give back that time, it is not asked for gains;
+it did, and what passed outside all operations is added to every prediction. Then plans are made anew with one thing
+changed, as the planner makes them, which goes on believing what it did: larger budgets, within the memory of the
+machine; a tile by hand; A and B in chunks that fit their panels; cuBLAS instead of a slower kernel,
+where its rate is calibrated. A gain is the ratio of two such predictions, applied to the time that the run took. Where the fitted model does not give back that time, it is not asked for gains;
 nor for what rests on rates that this run has not shown, such as those of another storage or codec.
 """
 
@@ -116,7 +116,7 @@ def fit(timeline: Timeline, figures: Report) -> Fitted | None:
     read, write = scale("read"), scale("write", writes)
     # Slower storage takes so much longer for every byte, in whole chunks as in parts of them.
     late = 0.0
-    if 0 < read < 1:
+    if 0 < read < 1 and not (layouts.a.in_memory or layouts.b.in_memory):
         covered = _modelled(replace(plan, machine=replace(machine, read=1.0, read_scattered=1.0)))["read"]
         late = (took("read") - lanes["read"]) / covered if covered else 0.0
     memory = write if layouts.c.in_memory else read if layouts.a.in_memory and layouts.b.in_memory else 1.0
