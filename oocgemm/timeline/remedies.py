@@ -3,9 +3,10 @@
 The model of the plan is first fitted to the run: the rate of each lane becomes the one at which the lane took as long as
 it did, and what passed outside all operations is added to every prediction. Then plans are made anew with one thing
 changed, as the planner makes them, which goes on believing what it did: larger budgets, within the memory of the
-machine; a tile by hand; A and B in chunks that fit their panels; cuBLAS instead of a slower kernel,
-where its rate is calibrated. A gain is the ratio of two such predictions, applied to the time that the run took. Where the fitted model does not give back that time, it is not asked for gains;
-nor for what rests on rates that this run has not shown, such as those of another storage or codec.
+machine; a tile by hand; A and B in chunks that fit their panels; cuBLAS instead of a slower kernel, where its rate is
+calibrated. A gain is the ratio of two such predictions, applied to the time that the run took. Where the fitted model does
+not give back that time, it is not asked for gains; nor for what rests on rates that this run has not shown, such as those
+of another storage or codec.
 """
 
 from collections.abc import Iterator, Mapping
