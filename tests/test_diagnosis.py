@@ -121,15 +121,13 @@ def test_following_the_advice_gains_what_it_promised(slow: dict[str, float]) -> 
     before = run_of(replace(planned, machine=real), believed=usual)
     found = advice(before)
     assert found.seconds is not None, found
-    words = found.change.replace("MiB", "M").replace("GiB", "G").split()
-    option, value = words[1], words[3].rstrip(",")
-    budgets = planned.budgets
-    if option == "--tile":
-        after = virtual_plan(CUBE, budgets, real, TileShape(*map(int, value.split("x"))))
-    else:
-        size = int(float(value[:-1]) * {"M": 1 << 20, "G": GIB}[value[-1]])
-        tier = option.removeprefix("--").removesuffix("-memory")
-        after = virtual_plan(CUBE, replace(budgets, **{tier: size}), real)
+    # The planner that is told so still believes what it did.
+    settings = dict(found.settings)
+    tile = TileShape(*map(int, str(settings.pop("tile")).split("x"))) if "tile" in settings else None
+    budgets = replace(
+        planned.budgets, **{x.removesuffix("_memory"): int(size) for x, size in settings.items()}
+    )
+    after = replace(virtual_plan(CUBE, budgets, usual, tile), machine=real)
     promised = before.wall / 1e9 - found.seconds
     gained = (before.wall - run_of(after).wall) / 1e9
     assert promised > 0
@@ -194,6 +192,47 @@ def test_a_plan_comes_back_from_its_header() -> None:
     again = recorded_plan(json.loads(json.dumps(plan.to_dict())))
     assert again == replace(plan, considered=())
     assert recorded_plan({"problem": {}}) is None
+
+
+def test_a_run_that_went_on_is_advised_by_the_tiles_it_computed() -> None:
+    whole = virtual_plan(CUBE, SMALL, machine(h2d=4e9))
+    done = frozenset([(0, 0), (0, 1)])
+    run = run_of(replace(whole, done=done))
+    computed = frozenset(s.tile for s in run.spans)
+    assert recorded_plan(run.header["plan"], computed) == replace(whole, considered=(), done=done)
+    assert recorded_plan(run.header["plan"], computed - {min(computed)}) is None
+    anew, rest = advice(run_of(whole)), advice(run)
+    assert anew.seconds is not None
+    assert rest.seconds is not None
+    assert rest.settings == anew.settings
+    assert rest.seconds / run.wall == pytest.approx(anew.seconds / run_of(whole).wall, rel=0.05)
+
+
+def test_a_slow_kernel_is_advised_against_where_the_rate_of_cublas_is_calibrated() -> None:
+    plan = virtual_plan(CUBE, Budgets(2 * GIB, 2 * GIB), machine())
+    kernels = {d: replace(rate, peak=rate.peak / 8) for d, rate in plan.machine.kernels.items()}
+    run = run_of(replace(plan, machine=replace(plan.machine, kernels=kernels)), believed=plan.machine)
+    plain = Timeline(run.spans, run.wall, dict(run.header) | {"backend": {"kernel": "tiled"}})
+    found = advice(plain)
+    assert found.settings == {"kernel": "cublas"}
+    assert found.seconds == pytest.approx(run_of(plan).wall / 1e9, rel=0.1)
+    believed = dict(plain.header["plan"]) | {
+        "model": dict(plain.header["plan"]["model"]) | {"calibrated": False}
+    }
+    unknown = Timeline(run.spans, run.wall, dict(plain.header) | {"plan": believed})
+    assert "kernel" not in advice(unknown).settings
+
+
+def test_what_is_in_memory_is_no_storage() -> None:
+    layouts = Layouts(*(Layout(in_memory=True) for _ in "ABC"))
+    size = 16384, 16384, 512
+    run = run_of(virtual_plan(size, Budgets(GIB, GIB), machine(memory=20e9), layouts=layouts))
+    header = dict(run.header) | {"operands": {x: {"store": "memory"} for x in "ABC"}}
+    found = diagnose(Timeline(run.spans, run.wall, header))
+    assert found.bound == "write"
+    assert found.finding.startswith("Download-bound: ")
+    assert found.evidence.startswith("Copying C from the slots")
+    assert diagnose(run).finding.startswith("Write-bound: ")
 
 
 def test_the_text_report_says_the_same() -> None:

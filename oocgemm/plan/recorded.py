@@ -1,7 +1,7 @@
 """A plan back from its plain data, as the header of a timeline keeps it."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Mapping, Set
+from dataclasses import fields, replace
 from math import isfinite
 from typing import Any, TypeVar
 
@@ -11,15 +11,16 @@ from oocgemm.plan.machine import KernelRate, MachineModel
 from oocgemm.plan.plan import Plan
 from oocgemm.plan.problem import DTYPES, GemmProblem, Op
 from oocgemm.plan.slots import Slots
-from oocgemm.plan.tiling import Layout, TileShape
+from oocgemm.plan.tiling import Layout, Tile, TileShape
 from oocgemm.plan.traversal import Traversal
 
 T = TypeVar("T")
 
 
-def recorded_plan(data: Mapping[str, Any]) -> Plan | None:
-    """The plan whose `to_dict` this was, but for what else was considered. None for data that do not hold all of it,
-    such as those of another version, or that no plan can have written."""
+def recorded_plan(data: Mapping[str, Any], computed: Set[Tile] = frozenset()) -> Plan | None:
+    """The plan whose `to_dict` this was, but for what else was considered; of one that went on with a run, the tiles
+    `computed` say which were done before. None for data that do not hold all of it, such as those of another version, or
+    that no plan can have written."""
     try:
         problem = data["problem"]
         made: dict[str, Any] = {name: recorded_scalar(problem[name]) for name in ("alpha", "beta")}
@@ -34,6 +35,12 @@ def recorded_plan(data: Mapping[str, Any]) -> Plan | None:
             _typed(MachineModel, data["model"], kernels=kernels),
             recorded_candidate(data["candidate"]),
         )
+        down, across = plan.grid.shape
+        if before := data["tiles_done_before"]:
+            if down * across - before != len(computed):
+                return None
+            done = {(i, j) for i in range(down) for j in range(across)} - computed
+            plan = replace(plan, done=frozenset(done))
         # What is in order by itself may still not go together; the cheap question first.
         fits = list(plan.grid.shape) == data["tiles"] and plan.steps == data["steps"]
         return plan if fits and plan.prediction.total == data["predicted_seconds"]["total"] else None

@@ -33,8 +33,10 @@ def duration(
 ) -> float:
     """Modelled seconds of one operation."""
     match operation.kind:
-        case Kind.READ | Kind.WRITE:
+        case Kind.READ:
             return operation.bytes / _rate(operation, problem, layouts, machine)
+        case Kind.WRITE:
+            return operation.bytes / _rate(operation, problem, layouts, machine) + machine.write_latency
         case Kind.UPLOAD:
             return operation.bytes / machine.h2d + machine.copy_latency
         case Kind.DOWNLOAD:

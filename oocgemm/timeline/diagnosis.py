@@ -4,7 +4,8 @@ The time outside the multiplications is shared among four directions, by its cau
 that leave late, start-up, and waiting for nothing but being issued. Start-up is here all that passes before the first
 Multiply and the result all that passes after the last, whatever runs then. A direction bounds the run if it costs at
 least `COUNTS` of the time that multiplying takes; otherwise the kernel does. Which link of a direction is to blame, the
-lanes say: it is the one that is busy longest, since the others wait for it.
+lanes say: it is the one that is busy longest, since the others wait for it. Operands and results in memory have the same
+lanes, which copy them there: a C that leaves too slowly is bound by its download, whichever of the two copies is slower.
 """
 
 from collections import defaultdict
@@ -39,6 +40,11 @@ WAITING = {
 DOING = {
     **{"read": "Reading", "decode": "Decoding", "h2d": "Copying to the device"},
     **{"d2h": "Copying from the device", "encode": "Encoding", "write": "Writing"},
+}
+# The same for what is in memory.
+IN_MEMORY = {
+    "read": ("Memory-bound", "Copying A and B into the slots that the device copies from"),
+    "write": ("Download-bound", "Copying C from the slots that the device copies to"),
 }
 
 
@@ -75,8 +81,11 @@ def diagnose(timeline: Timeline, figures: Report | None = None) -> Diagnosis:
     what = f"{format_share(share)} of the time {WAITING[worst]}"
     if not lane:
         return Diagnosis(worst, share, f"{NAMES[worst]}: {what}.", "")
+    name, doing = LINKS[worst][lane], DOING[lane]
+    if in_memory(lane, timeline.header):
+        name, doing = IN_MEMORY[lane]
     return Diagnosis(
-        lane, share, f"{LINKS[worst][lane]}: {what}.", _link(lane, timeline.header, figures, busy[lane])
+        lane, share, f"{name}: {what}.", _link(lane, doing, timeline.header, figures, busy[lane])
     )
 
 
@@ -87,6 +96,13 @@ def unfinished(figures: Report) -> str:
     return (
         f"Unfinished: the run was stopped, or still goes on; this is its first {format_time(figures.wall)}."
     )
+
+
+def in_memory(lane: str, header: Mapping[str, Any]) -> bool:
+    """Whether a lane copies within host memory where it would else read from storage, or write to it."""
+    concerned = {"read": "AB", "write": "C"}.get(lane, "")
+    operands = header.get("operands", {})
+    return bool(concerned) and all(operands.get(x, {}).get("store") == "memory" for x in concerned)
 
 
 def directions(timeline: Timeline, device: int = 0) -> dict[str, float]:
@@ -105,11 +121,11 @@ def _kernel(header: Mapping[str, Any], figures: Report) -> str:
     return f"The kernel ran at {format_rate(rate, 'FLOP')}{_of_calibrated(header, 'kernel', rate, 'FLOP')}."
 
 
-def _link(lane: str, header: Mapping[str, Any], figures: Report, busy: float) -> str:
+def _link(lane: str, doing: str, header: Mapping[str, Any], figures: Report, busy: float) -> str:
     moved = figures.lanes[lane]["bytes"]
     rate = moved / busy if busy else 0.0
     text = (
-        f"{DOING[lane]} is the slowest link: busy {format_share(busy / figures.wall)} of the time at {format_rate(rate)}"
+        f"{doing} is the slowest link: busy {format_share(busy / figures.wall)} of the time at {format_rate(rate)}"
         f"{_of_calibrated(header, lane, rate)}"
     )
     least = figures.traffic.get("read" if lane == "decode" else lane, {}).get("least")

@@ -1,20 +1,22 @@
 """What to change, and what it would gain, by the planner's own cost model.
 
 The model of the plan is first fitted to the run: the rate of each lane becomes the one at which the lane took as long as
-it did, and what passed outside all operations is added to every prediction. Then plans are
-made anew with one thing changed: larger budgets, within the memory of the machine; A and B in chunks that fit their
-panels; operands or C stored without compression. A gain is the ratio of two such predictions, applied to the time that
-the run took. Where the fitted model does not give back that time, it is not asked for gains.
+it did, and what passed outside all operations is added to every prediction. Then plans are made anew with one thing
+changed, as the planner makes them, which goes on believing what it did: larger budgets, within the memory of the
+machine; a tile by hand; A and B in chunks that fit their panels; cuBLAS instead of a slower kernel, where its rate is
+calibrated. A gain is the ratio of two such predictions, applied to the time that the run took. Where the fitted model does
+not give back that time, it is not asked for gains; nor for what rests on rates that this run has not shown, such as those
+of another storage or codec.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from oocgemm.errors import OocGemmError
-from oocgemm.plan import Budgets, KernelRate, Layouts, MachineModel, Plan, make_plan, recorded_plan
-from oocgemm.plan.simulate import simulate
-from oocgemm.timeline.diagnosis import Diagnosis, diagnose, unfinished
+from oocgemm.plan import Budgets, KernelRate, Layouts, MachineModel, Plan, TileShape, make_plan, recorded_plan
+from oocgemm.plan.simulate import duration, simulate
+from oocgemm.timeline.diagnosis import Diagnosis, diagnose, in_memory, unfinished
 from oocgemm.timeline.figures import Report, length, union
 from oocgemm.timeline.spans import Timeline
 from oocgemm.units import format_share, format_size, format_time, parse_size
@@ -32,21 +34,32 @@ USABLE = {"device": 0.9, "host": 0.7}
 @dataclass(frozen=True)
 class Remedy:
     """What to change. `seconds` is the predicted T after it, or None where no gain can be computed; `why` says why
-    not, or what the change does."""
+    not, or what the change does. `settings` are the arguments of `oocgemm.gemm` that make the change, where any do."""
 
     change: str
     why: str
     seconds: float | None = None
+    settings: Mapping[str, int | str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Change:
+    """Something that can be changed: in words, as settings, and the plan after it."""
+
+    words: str
+    plan: Plan
+    settings: Mapping[str, int | str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Fitted:
     """A run's plan and the machine model at the rates of the run; `outside` are the seconds before its first operation
     and after its last, `beyond` those after its last, and before its first Multiply, that the closed form does not
-    account for."""
+    account for. `believed` is the model that the plan was made with."""
 
     plan: Plan
     machine: MachineModel
+    believed: MachineModel
     outside: float
     beyond: float
 
@@ -60,10 +73,15 @@ class Fitted:
         seconds = simulate(plan.schedule(), plan.problem, plan.machine, plan.layouts)
         return seconds + self.outside + max(0.0, more * plan.machine.arena_seconds_per_byte)
 
+    @property
+    def whole(self) -> Plan:
+        """The run's plan for all of the product, where it had gone on with some of it."""
+        return replace(self.plan, done=frozenset())
+
     def ratio(self, plan: Plan) -> float:
-        """Predicted T of a plan over that of the run's own, both predicted in the same way."""
-        closed = max(plan.steps, self.plan.steps) > MOST_SIMULATED
-        return self.seconds(plan, closed=closed) / self.seconds(self.plan, closed=closed)
+        """Predicted T of a plan over that of the run's own, both of the whole product and predicted in the same way."""
+        closed = max(plan.steps, self.whole.steps) > MOST_SIMULATED
+        return self.seconds(plan, closed=closed) / self.seconds(self.whole, closed=closed)
 
 
 def _slots_bytes(plan: Plan) -> int:
@@ -74,22 +92,35 @@ def _slots_bytes(plan: Plan) -> int:
 def fit(timeline: Timeline, figures: Report) -> Fitted | None:
     """The cost model at the rates of a run. None where the log does not hold its plan, or only a part of the run, or
     nothing was multiplied."""
-    plan = recorded_plan(timeline.header.get("plan", {}))
+    plan = recorded_plan(timeline.header.get("plan", {}), {s.tile for s in timeline.spans})
     if plan is None or not figures.compute or timeline.unfinished:
         return None
-    lanes = plan.prediction.lanes
+    lanes = _modelled(plan)
     # Lanes that run on the same cores slow one another down: together they take the time that any of them is busy.
     together = length(union((s.start, s.end) for s in timeline.spans)) / 1e9
     crowding = (
         together / sum(lane["busy"] for lane in figures.lanes.values()) if plan.machine.shares_cores else 1.0
     )
 
-    def scale(lane: str) -> float:
-        busy = figures.lanes.get(lane, {}).get("busy", 0.0) * crowding
-        return lanes[lane] / busy if busy and lanes.get(lane) else 1.0
-
     machine, layouts = plan.machine, plan.layouts
-    read, write = scale("read"), scale("write")
+
+    def took(lane: str) -> float:
+        return figures.lanes.get(lane, {}).get("busy", 0.0) * crowding
+
+    def scale(lane: str, latency: float = 0.0) -> float:
+        """The rate of a lane over what was believed, the time of latencies being what it is said to be."""
+        busy, modelled = took(lane), lanes.get(lane, 0.0)
+        if 2 * latency < min(busy, modelled):
+            busy, modelled = busy - latency, modelled - latency
+        return modelled / busy if busy and modelled else 1.0
+
+    writes = figures.lanes.get("write", {}).get("operations", 0) * machine.write_latency
+    read, write = scale("read"), scale("write", writes)
+    # Slower storage takes so much longer for every byte, in whole chunks as in parts of them.
+    late = 0.0
+    if 0 < read < 1 and not (layouts.a.in_memory or layouts.b.in_memory):
+        covered = _modelled(replace(plan, machine=replace(machine, read=1.0, read_scattered=1.0)))["read"]
+        late = (took("read") - lanes["read"]) / covered if covered else 0.0
     memory = write if layouts.c.in_memory else read if layouts.a.in_memory and layouts.b.in_memory else 1.0
     kernel = scale("compute")
     fitted = replace(
@@ -99,19 +130,29 @@ def fit(timeline: Timeline, figures: Report) -> Fitted | None:
         h2d=machine.h2d * scale("h2d"),
         copy_latency=machine.copy_latency / scale("h2d"),
         d2h=machine.d2h * scale("d2h"),
-        read=machine.read * read,
-        read_scattered=machine.read_scattered * read,
+        read=1 / (1 / machine.read + late) if late else machine.read * read,
+        read_scattered=1 / (1 / machine.read_scattered + late) if late else machine.read_scattered * read,
         decode=machine.decode * scale("decode"),
         memory=machine.memory * memory,
         write=machine.write * write,
-        write_latency=machine.write_latency / write,
+        write_latency=machine.write_latency if 2 * writes < took("write") else machine.write_latency / write,
     )
     first = min(s.start for s in timeline.spans if s.kind == "multiply") / 1e9
     again = replace(plan, machine=fitted)
     begun, ended = min(s.start for s in timeline.spans), max(s.end for s in timeline.spans)
     closing = max(0, timeline.wall - ended) / 1e9
     beyond = max(0.0, first - again.prediction.start_up) + closing
-    return Fitted(again, fitted, begun / 1e9 + closing, beyond)
+    return Fitted(again, fitted, machine, begun / 1e9 + closing, beyond)
+
+
+def _modelled(plan: Plan) -> Mapping[str, float]:
+    """Seconds that each lane is busy by the model: of all operations, or in closed form if there are too many."""
+    if plan.steps > MOST_SIMULATED:
+        return plan.prediction.lanes
+    lanes = dict.fromkeys(plan.prediction.lanes, 0.0)
+    for operation in plan.schedule():
+        lanes[operation.lane] += duration(operation, plan.problem, plan.machine, plan.layouts)
+    return lanes
 
 
 def remedy(timeline: Timeline, figures: Report, diagnosis: Diagnosis, fitted: Fitted | None) -> Remedy:
@@ -125,15 +166,16 @@ def remedy(timeline: Timeline, figures: Report, diagnosis: Diagnosis, fitted: Fi
     if abs(now / figures.wall - 1) > TRUSTED:
         why = f"the cost model at this run's rates gives {format_time(now)} for it, too far off to ask for gains"
         return Remedy(_advice(diagnosis.bound, timeline), why)
-    tried = [(change, plan, fitted.ratio(plan)) for change, plan in _changed(timeline, fitted)]
-    best = min((ratio for _, _, ratio in tried), default=1.0)
+    tried = [(change, fitted.ratio(change.plan)) for change in _changed(timeline, fitted)]
+    best = min((ratio for _, ratio in tried), default=1.0)
     if 1 - best < WORTH:
         return Remedy(
             _advice(diagnosis.bound, timeline), "no other budget, tile or storage is predicted to gain"
         )
-    change, plan, ratio = next(t for t in tried if 1 - t[2] >= NEARLY * (1 - best))
+    change, ratio = next(t for t in tried if 1 - t[1] >= NEARLY * (1 - best))
     moved = {link: traffic["bytes"] or 0 for link, traffic in figures.traffic.items()}
-    return Remedy(change, _effect(fitted.plan, plan, moved), ratio * figures.wall)
+    effect = _effect(fitted.whole, change.plan, moved)
+    return Remedy(change.words, effect, ratio * figures.wall, change.settings)
 
 
 def sentence(remedy: Remedy, wall: float) -> str:
@@ -159,16 +201,23 @@ def diagnosis_lines(figures: Report, timeline: Timeline, *, advise: bool = False
     return [line for line in lines if line]
 
 
-def _changed(timeline: Timeline, fitted: Fitted) -> Iterator[tuple[str, Plan]]:
-    """Plans with one thing changed, what is easiest to change first."""
+def _changed(timeline: Timeline, fitted: Fitted) -> Iterator[_Change]:
+    """What can be changed, the easiest first."""
     plan, layouts = fitted.plan, fitted.plan.layouts
-    budgets = plan.budgets
-    chosen = _planned(fitted, budgets, layouts)
-    if chosen is not None and chosen.tile != plan.tile:
-        yield f"A --tile of {chosen.tile}, which the planner would choose by the rates of this run,", chosen
+    budgets, backend = plan.budgets, timeline.header.get("backend", {})
+    believed = fitted.believed
+    if backend.get("kernel") not in (None, "auto", "cublas", "blas") and believed.calibrated:
+        cublas = replace(fitted.machine, kernels=believed.kernels, step_latency=believed.step_latency)
+        if faster := _planned(fitted, budgets, layouts):
+            yield _Change("--kernel cublas", replace(faster, machine=cublas), {"kernel": "cublas"})
+    best = _planned(fitted, budgets, layouts, by=fitted.machine)
+    if best and best.tile != plan.tile and (chosen := _planned(fitted, budgets, layouts, best.tile)):
+        words = f"A --tile of {best.tile}, which the planner would choose by the rates of this run,"
+        yield _Change(words, chosen, {"tile": str(best.tile)})
     for tier, size in _larger(timeline.header, budgets, unified=fitted.machine.unified):
         if larger := _planned(fitted, replace(budgets, **{tier: size}), layouts):
-            yield f"A --{tier}-memory of {format_size(size).replace(' ', '')}", larger
+            words = f"A --{tier}-memory of {format_size(size).replace(' ', '')}"
+            yield _Change(words, larger, {f"{tier}_memory": size})
     straddled = {
         name: replace(layout, read_chunk=panel)
         for name, layout, panel in (
@@ -182,25 +231,23 @@ def _changed(timeline: Timeline, fitted: Fitted) -> Iterator[tuple[str, Plan]]:
             f"{name.upper()} stored in chunks that divide {layout.read_chunk[0]} x {layout.read_chunk[1]}"
             for name, layout in straddled.items()
         )
-        yield chunks, rechunked
-    plain = {n: replace(x, decode_bytes=0) for n, x in (("a", layouts.a), ("b", layouts.b)) if x.decode_bytes}
-    if (
-        plain
-        and fitted.machine.storage_calibrated
-        and (stored := _planned(fitted, budgets, replace(layouts, **plain)))
-    ):
-        yield f"{' and '.join(n.upper() for n in plain)} stored without compression", stored
-    if layouts.c.encodes and fitted.machine.storage_calibrated:
-        c = replace(layouts.c, encodes=False, encode_bytes=0)
-        if written := _planned(fitted, budgets, replace(layouts, c=c)):
-            yield "C written without compression", written
+        yield _Change(chunks, rechunked)
 
 
-def _planned(fitted: Fitted, budgets: Budgets, layouts: Layouts) -> Plan | None:
+def _planned(
+    fitted: Fitted,
+    budgets: Budgets,
+    layouts: Layouts,
+    tile: TileShape | None = None,
+    by: MachineModel | None = None,
+) -> Plan | None:
+    """What the planner would make of it, by what it believes of the machine or a model of one; to be predicted by what
+    the machine has shown."""
     try:
-        return make_plan(fitted.plan.problem, budgets, fitted.machine, layouts)
+        plan = make_plan(fitted.plan.problem, budgets, by or fitted.believed, layouts, tile)
     except OocGemmError:
         return None
+    return replace(plan, machine=fitted.machine)
 
 
 def _larger(header: Mapping[str, Any], budgets: Budgets, *, unified: bool) -> Iterator[tuple[str, int]]:
@@ -223,24 +270,24 @@ def _round(size: int) -> int:
 
 def _effect(before: Plan, after: Plan, moved: Mapping[str, int]) -> str:
     """What a change does to the lane that gains most by it."""
-    lanes = before.prediction.lanes
-    lane = max(lanes, key=lambda lane: lanes[lane] - after.prediction.lanes[lane])
-    if not after.prediction.lanes[lane]:
-        return f"would leave nothing to {lane}"
+    lanes, later = before.prediction.lanes, after.prediction.lanes
+    lane = max(lanes, key=lambda lane: lanes[lane] - later[lane])
+    if lanes[lane] - later[lane] < WORTH * before.prediction.total:
+        return "would let operations run side by side that waited for one another"
     link = {"decode": "read", "encode": "write"}.get(lane, lane)
     old, new = moved.get(link, 0), after.traffic.get(link, 0)
     noun = {"read": "reads", "h2d": "copies to the device"}.get(link)
     if noun and new < old:
         return f"would cut {noun} from {format_size(old)} to {format_size(new)}"
     if lane == "compute":
-        return f"would let the kernel work on tiles of {after.tile}"
-    return f"would take {format_time(max(0.0, lanes[lane] - after.prediction.lanes[lane]))} off {lane}"
+        return f"would take multiplying from {format_time(lanes[lane])} to {format_time(later[lane])}"
+    return f"would take {format_time(lanes[lane] - later[lane])} off {lane}"
 
 
 ADVICE = {
     "compute": "Only a faster kernel or device, or a narrower dtype, would shorten this run.",
     "read": "Keep A and B on faster storage.",
-    "decode": "Store A and B with a faster codec, or on a machine with more cores.",
+    "decode": "Store A and B with a faster codec or none, or take a machine with more cores.",
     "h2d": "Give the device a larger budget, so that larger tiles load fewer panels.",
     "d2h": "Give the host budget room for a whole tile of C.",
     "encode": "Write C with a faster codec, or without one.",
@@ -252,8 +299,13 @@ ADVICE = {
     "nothing": "There is nothing to change.",
 }
 
+ADVICE_IN_MEMORY = {
+    "read": "Give the device a larger budget, so that fewer panels are loaded.",
+    "write": "Only faster host memory, or a narrower dtype, would bring C out sooner.",
+}
+
 
 def _advice(bound: str, timeline: Timeline) -> str:
     if bound == "compute" and timeline.header.get("backend", {}).get("kernel") == "tiled":
         return "The tiled kernel is made to be read: take --kernel cublas."
-    return ADVICE[bound]
+    return ADVICE_IN_MEMORY[bound] if in_memory(bound, timeline.header) else ADVICE[bound]

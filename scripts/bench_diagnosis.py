@@ -1,0 +1,212 @@
+#!/usr/bin/env python
+"""Five runs, each made to be bound by another cause, and what following their diagnosis gains.
+
+Each run's own timeline says what bounds it, what to change and what that gains; the change is made as it is said,
+before and after take turns, and the gain that was promised is held against the one measured:
+
+- disk       raw chunk files that the page cache is made to forget all the while, read several times over
+- decode     zstd chunks, decoded several times over
+- pcie       panels kept in host memory, copied again and again into a small device budget
+- kernel     a plain kernel instead of cuBLAS
+- download   a product of little depth with a large C in memory
+- none       a run that cuBLAS bounds: no gain must be promised
+
+For the kernel a gain is predicted from the calibrated rate: run `oocgemm calibrate` first. Raw samples go to a JSON
+file, a key a case.
+"""
+
+import json
+import shutil
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import zarr
+from bench_cpu import set_cache
+from zarr.codecs import ZstdCodec
+
+import oocgemm
+from oocgemm.timeline import diagnose, diagnosis_lines, remedy
+from oocgemm.timeline.remedies import fit
+from oocgemm.units import parse_size
+
+CHUNK = 512
+EVICTED_EVERY = 0.2  # seconds
+WITHIN = 0.2  # a gain was predicted if it is this near
+
+
+@dataclass(frozen=True)
+class Case:
+    """A product (m, n, k) with operands in "memory", or in chunk files that are "raw" or "zstd"; what bounds it."""
+
+    size: tuple[int, int, int]
+    operands: str
+    device: str
+    host: str
+    bounds: tuple[str, ...]
+    options: dict[str, Any] = field(default_factory=dict)
+    cold: bool = False
+
+
+CASES = {
+    "disk": Case((4096, 4096, 8192), "raw", "192MiB", "256MiB", ("read",), cold=True),
+    "decode": Case((4096, 4096, 16384), "zstd", "160MiB", "256MiB", ("decode",)),
+    "pcie": Case((16384, 16384, 8192), "raw", "160MiB", "3GiB", ("h2d",)),
+    "kernel": Case((16384, 16384, 16384), "memory", "4GiB", "8GiB", ("compute",), {"kernel": "register"}),
+    # C in memory is brought there by two copies, one after the other.
+    "download": Case((16384, 16384, 1024), "memory", "1GiB", "128MiB", ("d2h", "write")),
+    "none": Case((16384, 16384, 49152), "memory", "6GiB", "8GiB", ("compute",)),
+}
+
+
+def operand(folder: Path, name: str, shape: tuple[int, int], kind: str) -> Any:
+    """Random numbers of few bits, so that they can be compressed."""
+
+    def block(row: int, rows: int) -> Any:
+        chance = np.random.default_rng((row, *shape))
+        return chance.integers(-64, 65, (rows, shape[1]), dtype=np.int8).astype(np.float64)
+
+    if kind == "memory":
+        array: Any = np.empty(shape)
+    else:
+        codec = ZstdCodec(level=1) if kind == "zstd" else None
+        chunks = min(CHUNK, shape[0]), min(CHUNK, shape[1])
+        array = zarr.create_array(
+            folder / f"{name}.zarr", shape=shape, dtype="float64", chunks=chunks, compressors=codec
+        )
+
+    def fill(row: int) -> None:
+        rows = min(CHUNK, shape[0] - row)
+        array[row : row + rows] = block(row, rows)
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(fill, range(0, shape[0], CHUNK)))
+    return array
+
+
+@contextmanager
+def forgetting(folder: Path, cold: bool) -> Iterator[None]:
+    """While it lasts the page cache forgets all files of a folder, if they are to be cold."""
+    stopped = threading.Event()
+
+    def forget() -> None:
+        while not stopped.wait(EVICTED_EVERY):
+            set_cache(folder, cold=True)
+
+    thread = threading.Thread(target=forget)
+    if cold:
+        set_cache(folder, cold=True)
+        thread.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        if cold:
+            thread.join()
+
+
+def measure(case: Case, folder: Path, rounds: int, backend: str, shrink: int) -> dict[str, Any]:
+    m, n, k = (max(1, extent // shrink) for extent in case.size)
+    a = operand(folder, "A", (m, k), case.operands)
+    b = operand(folder, "B", (k, n), case.operands)
+    c = np.zeros((m, n))
+    if case.operands != "memory":
+        a, b = str(folder / "A.zarr"), str(folder / "B.zarr")
+    usual = {"device_memory": case.device, "host_memory": case.host, "backend": backend} | case.options
+
+    def run(settings: dict[str, Any]) -> oocgemm.Result:
+        np.empty(parse_size(case.host), np.uint8)[::4096] = 0  # have the machine give its memory before
+        with forgetting(folder, case.cold):
+            return oocgemm.matmul(a, b, out=c, timeline=folder / "run.jsonl", **settings)
+
+    def told(result: oocgemm.Result) -> dict[str, Any]:
+        timeline, figures = result.timeline, result.report
+        diagnosis = diagnose(timeline, figures)
+        fitted = fit(timeline, figures)
+        advised = remedy(timeline, figures, diagnosis, fitted)
+        return {
+            "bound": diagnosis.bound,
+            "lines": diagnosis_lines(figures, timeline, advise=True),
+            "settings": dict(advised.settings),
+            "change": advised.change,
+            "promised": None if advised.seconds is None else 1 - advised.seconds / figures.wall,
+            "modelled_seconds": fitted.seconds(fitted.plan) if fitted else None,
+            "seconds": figures.wall,
+            "lanes": figures.lanes,
+            "exposed": figures.exposed,
+            "plan": {
+                x: result.timeline.header["plan"][x] for x in ("tile", "tiles", "slots", "predicted_seconds")
+            },
+        }
+
+    run(usual)  # not counted: it brings up libraries and memory
+    first = told(run(usual))
+    print(*first["lines"], sep="\n  ", flush=True)
+    print("  ", first["plan"], {x: round(lane["busy"], 3) for x, lane in first["lanes"].items()}, flush=True)
+    before, after, tellings = [], [], [first]
+    changed: dict[str, Any] = {}
+    if first["settings"]:
+        run(usual | first["settings"])
+    for _ in range(rounds):
+        tellings.append(told(run(usual)))
+        before.append(tellings[-1]["seconds"])
+        if first["settings"]:
+            changed = told(run(usual | first["settings"]))
+            after.append(changed["seconds"])
+    gained = 1 - statistics.median(after) / statistics.median(before) if after else None
+    promised = first["promised"]
+    found = {
+        "what": f"{m} x {n} x {k} float64, operands {case.operands}, device {case.device}, host {case.host}",
+        "expected": case.bounds,
+        "bounds": [telling["bound"] for telling in tellings],
+        "right": all(telling["bound"] in case.bounds for telling in tellings),
+        "promised": promised,
+        "promised_in_each": [telling["promised"] for telling in tellings],
+        "gained": gained,
+        "within": abs(gained / promised - 1) <= WITHIN if gained is not None and promised else None,
+        "seconds_before": before,
+        "seconds_after": after,
+        "before": first,
+        "after": changed,
+    }
+    print({x: found[x] for x in ("bounds", "right", "promised_in_each", "gained", "within")}, flush=True)
+    print("  ", before, after, changed.get("plan"), flush=True)
+    print("  ", {x: round(lane["busy"], 3) for x, lane in changed.get("lanes", {}).items()}, flush=True)
+    return found
+
+
+@click.command()
+@click.argument("cases", nargs=-1, type=click.Choice(list(CASES)))
+@click.option("--folder", type=click.Path(path_type=Path), default=Path("bench-diagnosis"), show_default=True)
+@click.option("--rounds", default=3, show_default=True)
+@click.option("--backend", default="cuda", show_default=True)
+@click.option("--shrink", default=1, show_default=True, help="Divides all extents, for a trial.")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    default=Path("scripts/results/bench_diagnosis.json"),
+    show_default=True,
+)
+def main(cases: tuple[str, ...], folder: Path, rounds: int, backend: str, shrink: int, output: Path) -> None:
+    for name in cases or CASES:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        started = time.perf_counter()
+        print(name, flush=True)
+        found = measure(CASES[name], folder, rounds, backend, shrink)
+        shutil.rmtree(folder)
+        print(f"  {time.perf_counter() - started:.0f} s for all of it", flush=True)
+        known = json.loads(output.read_text()) if output.exists() else {}
+        output.write_text(json.dumps(known | {name: found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
