@@ -34,7 +34,7 @@ class HostSession:
         self._problem = plan.problem
         self._offsets, size = device_offsets(plan)
         self._tile_rows = plan.grid.rows
-        cast = plan.footprint.device["reserve"] - plan.machine.device_reserve
+        cast = plan.footprint.device["work"]
         self._arena = allocate(size + cast)
         self._cast = self._arena[size : size + cast]
 

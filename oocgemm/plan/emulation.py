@@ -130,3 +130,43 @@ def least_share(a: Sequence[int], b: Sequence[int], depth: int) -> float:
         right = max((level for at, level in down if at >= stop), default=0.0)
         total += (stop - start) * left * right
     return total / depth
+
+
+STRIP = 4096  # rows of C whose residues are held at a time
+_ROW_FACTS = 16  # bytes
+_VERDICT = 256
+_ALIGNMENT = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Offsets:
+    """Where the parts of a plane slot begin, in bytes, and its size: planes of A and of B, each row `pitch(depth)` bytes,
+    exponents of the scales of rows of A and columns of B (int32), facts about each, and the verdict."""
+
+    a: int
+    b: int
+    a_exponents: int
+    b_exponents: int
+    facts: int
+    verdict: int
+    end: int
+
+
+def pitch(depth: int) -> int:
+    """Bytes of a row of a plane: what int8 products want."""
+    return -(-depth // 16) * 16
+
+
+@lru_cache(64)
+def plane_offsets(planes: int, m: int, n: int, depth: int) -> Offsets:
+    """The parts of a slot for that many planes of an m x depth panel of op(A) and a depth x n panel of op(B)."""
+    row = planes * pitch(depth)
+    at = [0]
+    for size in (m * row, n * row, 4 * m, 4 * n, _ROW_FACTS * (m + n), _VERDICT):
+        at.append(-(-(at[-1] + size) // _ALIGNMENT) * _ALIGNMENT)
+    return Offsets(*at)
+
+
+def work_bytes(planes: int, m: int, n: int) -> int:
+    """Bytes beside the slots to multiply an m x n tile: for a strip of it the residues, and sums of one modulus."""
+    return min(m, STRIP) * pitch(n) * (planes + 4)

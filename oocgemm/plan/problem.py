@@ -92,6 +92,11 @@ class GemmProblem:
         return NUMBERS[self.a_dtype][-1] if self.compute == "emulated" else 0
 
     @property
+    def rate(self) -> str:
+        """The name of the kernel rate that counts."""
+        return f"emulated {self.a_dtype}" if self.planes else self.a_dtype
+
+    @property
     def finishes(self) -> bool:
         """Whether a Finish must turn the accumulator into C's dtype (and then applies alpha and beta too)."""
         return self.acc_dtype != self.c_dtype
