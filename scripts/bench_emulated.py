@@ -48,9 +48,7 @@ def measured(multiplier: Multiplier, dtype: str, shape: tuple[int, int, int]) ->
         number = emulated.prepare(a.data.ptr, b.data.ptr, shape, Op.N, Op.N, slot.data.ptr, offsets)
 
     def multiply() -> None:
-        emulated.multiply(
-            slot.data.ptr, offsets, work.data.ptr, (0, m), shape, number, 1, 1, c.data.ptr, n
-        )
+        emulated.multiply(slot.data.ptr, offsets, work.data.ptr, (0, m), shape, number, 1, 1, c.data.ptr, n)
 
     parts = {"native": lambda: blas.gemm(multiplier._blas, call), "prepare": prepare, "multiply": multiply}
     times: dict[str, list[float]] = {name: [] for name in parts}
@@ -61,9 +59,9 @@ def measured(multiplier: Multiplier, dtype: str, shape: tuple[int, int, int]) ->
                 times[name].append(took)
         if not number:
             return {"dtype": dtype, "shape": shape, "moduli": 0}
-    took = {name: median(values) for name, values in times.items()}
-    ratio = took["native"] / (took["prepare"] + took["multiply"])
-    return {"dtype": dtype, "shape": shape, "moduli": number, "seconds": took, "over_native": ratio}
+    medians = {name: median(values) for name, values in times.items()}
+    ratio = medians["native"] / (medians["prepare"] + medians["multiply"])
+    return {"dtype": dtype, "shape": shape, "moduli": number, "seconds": medians, "over_native": ratio}
 
 
 def main() -> None:

@@ -77,12 +77,12 @@ def multiplied(
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_small_integers_are_exact(multiplier: Any, dtype: str) -> None:
     rng = np.random.default_rng(1)
-    for ops, (m, n, k) in product(
-        product((Op.N, Op.T), repeat=2), ((1, 1, 16), (37, 41, 43), (130, 67, 129), (64, 96, 256))
+    for op_a, op_b, (m, n, k) in product(
+        (Op.N, Op.T), (Op.N, Op.T), ((1, 1, 16), (37, 41, 43), (130, 67, 129), (64, 96, 256))
     ):
         a, b, c = (rng.integers(-9, 10, shape).astype(dtype) for shape in ((m, k), (k, n), (m, n)))
-        stored = (x.T.copy() if op.swaps else x for x, op in zip((a, b), ops, strict=True))
-        number, got, _ = multiplied(multiplier, *stored, ops=ops, scalars=(2, -1), c=c)
+        left, right = (x.T.copy() if op.swaps else x for x, op in zip((a, b), (op_a, op_b), strict=True))
+        number, got, _ = multiplied(multiplier, left, right, (op_a, op_b), scalars=(2, -1), c=c)
         assert number == NUMBERS[dtype][0]
         np.testing.assert_array_equal(got, 2 * (a @ b) - c)
 

@@ -4,10 +4,7 @@ Everything is launched on cupy's current stream, into memory that is handed in; 
 """
 
 import ctypes
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from math import prod
 from typing import Any
 
 import cupy
@@ -15,8 +12,8 @@ import numpy as np
 from cupy.cuda import runtime
 from cupy_backends.cuda.libs import cublas
 
-from oocgemm.backends.kernel import C_TYPES
 from oocgemm.backends.launch import Kernels
+from oocgemm.backends.ozaki import combine_options, split_options
 from oocgemm.plan import Op
 from oocgemm.plan.emulation import LEVELS, NUMBERS, PanelFacts, residues, suffices
 from oocgemm.plan.tiling import round_up
@@ -51,7 +48,14 @@ class Emulated:
         self._alpha, self._beta = np.array(1, np.int32), np.array(0, np.int32)
 
     def prepare(
-        self, a: int, b: int, shape: tuple[int, int, int], trans_a: Op, trans_b: Op, slot: int, offsets: Offsets
+        self,
+        a: int,
+        b: int,
+        shape: tuple[int, int, int],
+        trans_a: Op,
+        trans_b: Op,
+        slot: int,
+        offsets: Offsets,
     ) -> int:
         """Split raw panels of op(A), m x k, and op(B), k x n, into planes; the number of moduli, 0 if none will do.
 
@@ -82,10 +86,10 @@ class Emulated:
             )
             stream.synchronize()
             words = np.frombuffer(self._verdict, np.uint32, VERDICT_BYTES // 4).reshape(2, -1)
-            panels = [_panel_facts(side, k) for side in words]
-            if suffices(*panels, k, _UNIT[self._dtype]):
+            left, right = (_panel_facts(side, k) for side in words)
+            if suffices(left, right, k, _UNIT[self._dtype]):
                 return number
-            if not all(panel.finite for panel in panels):
+            if not (left.finite and right.finite):
                 break
         return 0
 
@@ -151,39 +155,12 @@ def _pointer(address: int) -> ctypes.c_void_p:
     return ctypes.c_void_p(address)
 
 
-@lru_cache
-def split_options(dtype: str, k_major: bool, number: int) -> tuple[str, ...]:
-    """What kernels/ozaki_split.cu is told."""
-    found = residues(number)
-    return (
-        f"-DOOC_STORED={C_TYPES[dtype]}",
-        f"-DOOC_K_MAJOR={int(k_major)}",
-        f"-DOOC_MODULI={_listed(found.moduli)}",
-        f"-DOOC_EXPONENT={found.exponent!r}",
-        f"-DOOC_LEVELS={_listed(LEVELS)}",
-    )
-
-
-@lru_cache
-def combine_options(dtype: str, number: int) -> tuple[str, ...]:
-    """What kernels/ozaki_combine.cu is told."""
-    found = residues(number)
-    return (
-        f"-DOOC_STORED={C_TYPES[dtype]}",
-        f"-DOOC_WEIGHTS={','.join('{' + _listed(parts) + '}' for parts in found.weights)}",
-        f"-DOOC_MODULUS={_listed(found.modulus)}",
-        f"-DOOC_INVERSE={1 / prod(found.moduli)!r}",
-    )
-
-
-def _listed(values: Sequence[float]) -> str:
-    return ",".join(map(repr, values))
-
-
 def _panel_facts(words: Any, depth: int) -> PanelFacts:
     """`verdict` of kernels/ozaki_split.cu."""
     not_finite, inexact, nonzero = map(bool, words[:3])
     if not nonzero:
         return PanelFacts(not not_finite, True, 0.0, 0.0, 0.0, (0,) * len(LEVELS))
     grain, most, least = map(float, np.array([words[3], words[4], ~words[5]], np.uint32).view(np.float32))
-    return PanelFacts(not not_finite, not inexact, grain, most, least, tuple(depth - int(x) for x in words[6:10]))
+    return PanelFacts(
+        not not_finite, not inexact, grain, most, least, tuple(depth - int(x) for x in words[6:10])
+    )
