@@ -1,7 +1,7 @@
 """Launches the ladder's kernels on a device: loads their machine code, makes tensor maps, passes arguments."""
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -94,6 +94,16 @@ class Kernels:
             *(ctypes.c_longlong(elements), real(alpha.real), real(alpha.imag), pointer(source)),
             *(real(beta.real), real(beta.imag), pointer(result)),
         )
+
+    def plain(self, source: str, entry: str, macros: tuple[str, ...]) -> Callable[..., None]:
+        """A kernel that is no rung, of blocks of 256 threads: called with its grid and ctypes values."""
+        key = source, entry, macros
+        if key not in self._functions:
+            major, minor = self.device.capability
+            function = self._load(source, entry, f"sm_{major}{minor}", macros)
+            self._functions[key] = lambda grid, *values: _start(function, grid, (256, 1, 1), 0, *values)
+        found: Callable[..., None] = self._functions[key]
+        return found
 
     def occupancy(self, kernel: Kernel, call: Call, params: Params) -> float:
         """The part of the threads that a multiprocessor can hold which blocks of a launch fill."""

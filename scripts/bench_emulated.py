@@ -1,0 +1,82 @@
+"""In-core steps from int8 products beside cuBLAS, on one GPU: scripts/results/bench_emulated.json."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import cupy
+
+from oocgemm.backends import cublas as blas
+from oocgemm.backends.emulated import STRIP, VERDICT_BYTES, Emulated, Offsets
+from oocgemm.backends.kernel import Call
+from oocgemm.backends.multiplier import Multiplier, device_name
+from oocgemm.plan import Op
+from oocgemm.plan.emulation import NUMBERS
+
+SHAPES = ((8192, 8192, 8192), (16384, 16384, 8192), (16384, 16384, 16384))
+REPEATS = 5
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Of one call on the device."""
+    start, end = cupy.cuda.Event(), cupy.cuda.Event()
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return float(cupy.cuda.get_elapsed_time(start, end)) / 1e3
+
+
+def measured(multiplier: Multiplier, dtype: str, shape: tuple[int, int, int]) -> dict[str, Any]:
+    """Medians of native and emulated steps, taken in turn."""
+    m, n, k = shape
+    most = NUMBERS[dtype][-1]
+    a, b = (cupy.random.standard_normal(s, cupy.float32).astype(dtype) for s in ((m, k), (k, n)))
+    a *= 1 + cupy.random.random(a.shape, cupy.float32) / 3  # all bits of a float64
+    c = cupy.zeros((m, n), dtype)
+    sizes = (most * m * k, most * n * k, 4 * m, 4 * n, 32 * (m + n), VERDICT_BYTES)
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    slot, work = cupy.empty(sum(sizes), cupy.int8), cupy.empty(min(STRIP, m) * n * (most + 4), cupy.int8)
+    emulated, offsets = Emulated(multiplier.kernels, multiplier._blas, dtype), Offsets(*starts)
+    call = Call(dtype, Op.N, Op.N, m, n, k, 1, a.data.ptr, k, b.data.ptr, n, 1, c.data.ptr, n)
+    number = 0
+
+    def prepare() -> None:
+        nonlocal number
+        number = emulated.prepare(a.data.ptr, b.data.ptr, shape, Op.N, Op.N, slot.data.ptr, offsets)
+
+    def multiply() -> None:
+        emulated.multiply(slot.data.ptr, offsets, work.data.ptr, (0, m), shape, number, 1, 1, c.data.ptr, n)
+
+    parts = {"native": lambda: blas.gemm(multiplier._blas, call), "prepare": prepare, "multiply": multiply}
+    times: dict[str, list[float]] = {name: [] for name in parts}
+    for repeat in range(REPEATS + 1):
+        for name, part in parts.items():
+            took = seconds(part)
+            if repeat:
+                times[name].append(took)
+        if not number:
+            return {"dtype": dtype, "shape": shape, "moduli": 0}
+    medians = {name: median(values) for name, values in times.items()}
+    ratio = medians["native"] / (medians["prepare"] + medians["multiply"])
+    return {"dtype": dtype, "shape": shape, "moduli": number, "seconds": medians, "over_native": ratio}
+
+
+def main() -> None:
+    multiplier = Multiplier(0)
+    rows = []
+    with cupy.cuda.Stream(non_blocking=True):
+        for dtype in NUMBERS:
+            for shape in SHAPES:
+                rows.append(measured(multiplier, dtype, shape))
+                cupy.get_default_memory_pool().free_all_blocks()
+                print(rows[-1], flush=True)
+    multiplier.close()
+    text = json.dumps({"device": device_name(0), "repeats": REPEATS, "steps": rows}, indent=1)
+    Path(__file__, "../results/bench_emulated.json").resolve().write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
