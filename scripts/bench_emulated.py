@@ -9,11 +9,10 @@ from typing import Any
 import cupy
 
 from oocgemm.backends import cublas as blas
-from oocgemm.backends.emulated import STRIP, VERDICT_BYTES, Emulated, Offsets
 from oocgemm.backends.kernel import Call
 from oocgemm.backends.multiplier import Multiplier, device_name
 from oocgemm.plan import Op
-from oocgemm.plan.emulation import NUMBERS
+from oocgemm.plan.emulation import NUMBERS, plane_offsets, work_bytes
 
 SHAPES = ((8192, 8192, 8192), (16384, 16384, 8192), (16384, 16384, 16384))
 REPEATS = 5
@@ -36,10 +35,9 @@ def measured(multiplier: Multiplier, dtype: str, shape: tuple[int, int, int]) ->
     a, b = (cupy.random.standard_normal(s, cupy.float32).astype(dtype) for s in ((m, k), (k, n)))
     a *= 1 + cupy.random.random(a.shape, cupy.float32) / 3  # all bits of a float64
     c = cupy.zeros((m, n), dtype)
-    sizes = (most * m * k, most * n * k, 4 * m, 4 * n, 32 * (m + n), VERDICT_BYTES)
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    slot, work = cupy.empty(sum(sizes), cupy.int8), cupy.empty(min(STRIP, m) * n * (most + 4), cupy.int8)
-    emulated, offsets = Emulated(multiplier.kernels, multiplier._blas, dtype), Offsets(*starts)
+    offsets = plane_offsets(most, m, n, k)
+    slot, work = cupy.empty(offsets.end, cupy.int8), cupy.empty(work_bytes(most, m, n), cupy.int8)
+    emulated = multiplier.emulated(dtype)
     call = Call(dtype, Op.N, Op.N, m, n, k, 1, a.data.ptr, k, b.data.ptr, n, 1, c.data.ptr, n)
     number = 0
 

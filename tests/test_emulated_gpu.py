@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from oocgemm.plan import Op
-from oocgemm.plan.emulation import NUMBERS, residues
-from oocgemm.plan.tiling import round_up
+from oocgemm.plan.emulation import NUMBERS, pitch, plane_offsets, residues, work_bytes
 from tests.backends_here import CUDA
 
 pytestmark = [
@@ -41,21 +40,18 @@ def multiplied(
     """Number of moduli, C (C as it was if that is 0), and what lies in the plane slot."""
     import cupy
 
-    from oocgemm.backends.emulated import VERDICT_BYTES, Emulated, Offsets
-
     dtype = a.dtype.name
     m, k = a.shape[::-1] if ops[0].swaps else a.shape
     n = b.shape[0] if ops[1].swaps else b.shape[1]
-    ld, most = round_up(k, 16), NUMBERS[dtype][-1]
-    sizes = (most * m * ld, most * n * ld, 4 * m, 4 * n, 32 * (m + n), VERDICT_BYTES)
-    starts = np.cumsum([0, *(round_up(size, 512) for size in sizes)]).tolist()
-    offsets, slot = Offsets(*starts[:-1]), cupy.full(starts[-1], 77, cupy.int8)
-    work = cupy.full(m * round_up(n, 16) * (most + 4), 77, cupy.int8)
+    most = NUMBERS[dtype][-1]
+    offsets = plane_offsets(most, m, n, k)
+    slot = cupy.full(offsets.end, 77, cupy.int8)
+    work = cupy.full(work_bytes(most, m, n), 77, cupy.int8)
     left, right = cupy.asarray(a), cupy.asarray(b)
     out = cupy.full((m, n + 3), np.nan, dtype)
     if c is not None:
         out[:, :n] = cupy.asarray(c)
-    emulated = Emulated(multiplier.kernels, multiplier._blas, dtype)
+    emulated = multiplier.emulated(dtype)
     with cupy.cuda.Stream(non_blocking=True) as stream:
         cupy.cuda.Device().synchronize()
         number = emulated.prepare(left.data.ptr, right.data.ptr, (m, n, k), *ops, slot.data.ptr, offsets)
@@ -68,7 +64,7 @@ def multiplied(
     assert bool(cupy.isnan(out[:, n:]).all())
     held = slot.get()
     parts = {
-        "a": held[offsets.a :][: number * m * ld].reshape(number, m, ld),
+        "a": held[offsets.a :][: number * m * pitch(k)].reshape(number, m, pitch(k)),
         "exponents": held[offsets.a_exponents :][: 4 * m].view(np.int32),
     }
     return number, out[:, :n].get(), parts

@@ -25,7 +25,7 @@ from oocgemm.backends.multiplier import Multiplier, device_name
 from oocgemm.errors import BackendError, OutOfMemoryError
 from oocgemm.plan import GemmProblem, Kind, Operation, Plan, Region, Slot
 from oocgemm.plan.cost import HOST_ALIGNMENT
-from oocgemm.plan.emulation import Offsets, plane_offsets
+from oocgemm.plan.emulation import Offsets, described, plane_offsets
 from oocgemm.plan.tiling import round_up
 from oocgemm.units import format_size
 
@@ -152,11 +152,7 @@ class CudaSession:
         raise AssertionError(f"{operation}: device memory is not host memory here")
 
     def multiplied_by(self) -> list[str]:
-        emulated = (
-            f"{count} steps of {number} int8 products" if number else f"{count} steps natively"
-            for number, count in sorted(self._steps.items(), reverse=True)
-        )
-        return [*sorted(self._multiplier.used), *emulated]
+        return [*sorted(self._multiplier.used), *described(self._steps)]
 
     def device_bytes(self) -> int:
         with self._device:
@@ -263,7 +259,10 @@ class CudaSession:
             self._emulated.multiply(planes, offsets, work, rows, shape, number, *scalars, c, n)
             return
         kind = problem.a_dtype, problem.trans_a, problem.trans_b
-        ldb, how = k if problem.trans_b.swaps else n, (_NATIVE.get(problem.compute, problem.compute), self._multiplier.kernels.device)
+        ldb, how = (
+            k if problem.trans_b.swaps else n,
+            (_NATIVE.get(problem.compute, problem.compute), self._multiplier.kernels.device),
+        )
         self._multiplier.multiply(Call(*kind, m, n, k, alpha, a, lda, b, ldb, beta, c, n, *how))
 
     def _finish(self, op: Operation) -> None:

@@ -4,7 +4,6 @@ Everything is launched on cupy's current stream, into memory that is handed in; 
 """
 
 import ctypes
-from dataclasses import dataclass
 from typing import Any
 
 import cupy
@@ -15,26 +14,21 @@ from cupy_backends.cuda.libs import cublas
 from oocgemm.backends.launch import Kernels
 from oocgemm.backends.ozaki import combine_options, split_options
 from oocgemm.plan import Op
-from oocgemm.plan.emulation import LEVELS, NUMBERS, PanelFacts, residues, suffices
+from oocgemm.plan.emulation import (
+    LEVELS,
+    NUMBERS,
+    STRIP,
+    UNITS,
+    VERDICT_BYTES,
+    Offsets,
+    PanelFacts,
+    residues,
+    suffices,
+)
 from oocgemm.plan.tiling import round_up
 
-STRIP = 4096  # rows of C that are multiplied and combined together
-VERDICT_BYTES = 256
-_UNIT = {"float64": 2.0**-53, "float32": 2.0**-24}
 _ROWS = 32  # of a block of the splitting kernels
 _INT8, _INT32, _COMPUTE_32I = 3, 10, 72
-
-
-@dataclass(frozen=True, slots=True)
-class Offsets:
-    """Where the parts of a plane slot begin, in bytes, each a multiple of 512."""
-
-    a: int
-    b: int
-    a_exponents: int
-    b_exponents: int
-    facts: int
-    verdict: int
 
 
 class Emulated:
@@ -87,7 +81,7 @@ class Emulated:
             stream.synchronize()
             words = np.frombuffer(self._verdict, np.uint32, VERDICT_BYTES // 4).reshape(2, -1)
             left, right = (_panel_facts(side, k) for side in words)
-            if suffices(left, right, k, _UNIT[self._dtype]):
+            if suffices(left, right, k, UNITS[self._dtype]):
                 return number
             if not (left.finite and right.finite):
                 break

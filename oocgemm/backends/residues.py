@@ -4,10 +4,9 @@ The host has no int8 products worth having: residues are multiplied as float32, 
 exact. This is for being right on small sizes. Panels are scaled and split in `prepare`, once; `multiply` takes the
 product, row strip by row strip.
 
-    room:  planes of A [N][m][ld]  planes of B [N][n][ld]  exponents of A [m], of B [n]  facts of rows, 32 bytes each
+    room:  planes of A [N][m][pitch]  planes of B [N][n][pitch]  exponents of A [m], of B [n]  log2 of norms of rows
 
-N is the most moduli of the dtype, ld the depth rounded up to 16; each part begins on a multiple of 512 bytes. The rows of
-B's planes are columns of op(B), so that both operands lie along k.
+N is the most moduli of the dtype. The rows of B's planes are columns of op(B), so that both operands lie along k.
 """
 
 from dataclasses import dataclass
@@ -17,19 +16,23 @@ from typing import Any
 import numpy as np
 
 from oocgemm.backends.base import Array
-from oocgemm.plan.cost import DEVICE_ALIGNMENT
-from oocgemm.plan.emulation import LEVELS, NUMBERS, PanelFacts, Residues, residues, suffices
-from oocgemm.plan.tiling import round_up
+from oocgemm.plan.emulation import (
+    LEVELS,
+    NUMBERS,
+    UNITS,
+    PanelFacts,
+    Residues,
+    pitch,
+    plane_offsets,
+    residues,
+    suffices,
+)
 
-PLANE_ALIGNMENT = 16  # of a plane's rows
-VERDICT_BYTES = 256  # and for a GPU's facts of the panels
-_ROW_FACTS = 32
 _PIECE = 1 << 16  # elements of a panel that are looked at in one go
 _SIDE = 256  # of a block of C
 _DEPTH = 1 << 10  # products of residues whose sum is exact in float32
 # A row's norm is rounded; elements count that are this little below a level, too.
 _BELOW = 1 - 2.0**-30
-_UNIT = {"float64": 2.0**-53, "float32": 2.0**-24}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,33 +53,23 @@ class Prepared:
     b: Planes
 
 
-def room_bytes(m: int, n: int, depth: int, dtype: str) -> int:
-    """Bytes that the prepared panels of such a product take."""
-    return _offsets(m, n, depth, dtype)[-1] + VERDICT_BYTES
-
-
 def views(room: Array, m: int, n: int, depth: int, dtype: str) -> tuple[Planes, Planes]:
     """What lies in a room, planes of all moduli."""
-    number, across = NUMBERS[dtype][-1], round_up(depth, PLANE_ALIGNMENT)
-    offsets = _offsets(m, n, depth, dtype)
+    number, across = NUMBERS[dtype][-1], pitch(depth)
+    offsets = plane_offsets(number, m, n, depth)
 
-    def at(part: int, shape: tuple[int, ...], kind: type) -> Array:
-        size = int(np.prod(shape)) * np.dtype(kind).itemsize
-        return room[offsets[part] : offsets[part] + size].view(kind).reshape(shape)
+    def at(start: int, shape: tuple[int, ...], kind: type) -> Array:
+        return _of(room[start:], kind, shape)
 
-    norms = at(4, (m + n,), np.float64)
+    norms = at(offsets.facts, (m + n,), np.float64)
     return (
-        Planes(at(0, (number, m, across), np.int8), at(2, (m,), np.int32), norms[:m]),
-        Planes(at(1, (number, n, across), np.int8), at(3, (n,), np.int32), norms[m:]),
+        Planes(
+            at(offsets.a, (number, m, across), np.int8), at(offsets.a_exponents, (m,), np.int32), norms[:m]
+        ),
+        Planes(
+            at(offsets.b, (number, n, across), np.int8), at(offsets.b_exponents, (n,), np.int32), norms[m:]
+        ),
     )
-
-
-def _offsets(m: int, n: int, depth: int, dtype: str) -> list[int]:
-    plane = NUMBERS[dtype][-1] * round_up(depth, PLANE_ALIGNMENT)
-    offsets = [0]
-    for size in (m * plane, n * plane, 4 * m, 4 * n, (m + n) * _ROW_FACTS):
-        offsets.append(round_up(offsets[-1] + size, DEVICE_ALIGNMENT))
-    return offsets
 
 
 def prepare(a: Array, b: Array, room: Array, dtype: str) -> Prepared:
@@ -93,7 +86,7 @@ def prepare(a: Array, b: Array, room: Array, dtype: str) -> Prepared:
         how = residues(number)
         for at, (panel, held) in enumerate(panels):
             seen[at] = split(panel, held, how, seen[at])
-        if suffices(seen[0], seen[1], k, _UNIT[dtype]):
+        if suffices(seen[0], seen[1], k, UNITS[dtype]):
             return Prepared(number, *planes)
     return Prepared(0, *planes)
 
@@ -169,7 +162,7 @@ def workspace_bytes(n: int, depth: int) -> int:
 
 def _workspace(n: int, depth: int) -> tuple[int, int, int, int]:
     """Bytes of: five blocks of C in float64, one in float32, a block of residues of A and one of B in float32."""
-    across, deep = min(_SIDE, n), min(_DEPTH, round_up(depth, PLANE_ALIGNMENT))
+    across, deep = min(_SIDE, n), min(_DEPTH, pitch(depth))
     return 5 * 8 * _SIDE * across, 4 * _SIDE * across, 4 * _SIDE * deep, 4 * across * deep
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from math import sqrt
 
 from oocgemm.plan.checking import check_bytes
-from oocgemm.plan.emulation import plane_offsets, work_bytes
+from oocgemm.plan.emulation import HOST_WORK, plane_offsets, work_bytes
 from oocgemm.plan.machine import KernelRate, MachineModel, default_model
 from oocgemm.plan.problem import GemmProblem
 from oocgemm.plan.slots import Slots
@@ -96,7 +96,7 @@ def footprint(
         "B": slots.b * size["device", "B"],
         "finish": slots.finish * size["device", "D"],
         "planes": slots.planes * size["device", "P"],
-        "work": cast_bytes(problem, tile, machine) + _plane_work(problem, tile),
+        "work": cast_bytes(problem, tile, machine) + _plane_work(problem, tile, machine),
         "reserve": machine.device_reserve,
     }
     host = {
@@ -118,9 +118,11 @@ def cast_bytes(problem: GemmProblem, tile: TileShape, machine: MachineModel) -> 
     return round_up((w + h) * r * problem.itemsizes["acc"], DEVICE_ALIGNMENT)
 
 
-def _plane_work(problem: GemmProblem, tile: TileShape) -> int:
+def _plane_work(problem: GemmProblem, tile: TileShape, machine: MachineModel) -> int:
+    if not problem.planes:
+        return 0
     w, h, _ = extents(problem, tile)
-    return work_bytes(problem.planes, w, h) if problem.planes else 0
+    return HOST_WORK if machine.unified else work_bytes(problem.planes, w, h)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ bound that a native product has, k u (|A||B|) in each element. A step that canno
 natively.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -22,6 +22,7 @@ MODULI = (256, 255, 253, 251, 247, 241, 239, 233, 229, 227, 223, 217, 211, 199, 
 # How many moduli are tried, fewest first: of less a normal product's error would be seen, more than the last do not
 # pay or do not fit into int64.
 NUMBERS = {"float64": (14, 15, 16), "float32": (7, 8, 9)}
+UNITS = {"float64": 2.0**-53, "float32": 2.0**-24}  # roundoff
 MOST_DEPTH = 1 << 17  # so many products of residues fit into int32
 LEAST_DEPTH = 16  # below, rounding the result weighs against k u
 # Elements are counted from these fractions of their row's root mean square up.
@@ -133,8 +134,8 @@ def least_share(a: Sequence[int], b: Sequence[int], depth: int) -> float:
 
 
 STRIP = 4096  # rows of C whose residues are held at a time
-_ROW_FACTS = 16  # bytes
-_VERDICT = 256
+_ROW_FACTS = 32  # bytes
+VERDICT_BYTES = 256  # what a device has to say of two panels
 _ALIGNMENT = 512
 
 
@@ -162,11 +163,26 @@ def plane_offsets(planes: int, m: int, n: int, depth: int) -> Offsets:
     """The parts of a slot for that many planes of an m x depth panel of op(A) and a depth x n panel of op(B)."""
     row = planes * pitch(depth)
     at = [0]
-    for size in (m * row, n * row, 4 * m, 4 * n, _ROW_FACTS * (m + n), _VERDICT):
+    for size in (m * row, n * row, 4 * m, 4 * n, _ROW_FACTS * (m + n), VERDICT_BYTES):
         at.append(-(-(at[-1] + size) // _ALIGNMENT) * _ALIGNMENT)
     return Offsets(*at)
+
+
+HOST_WORK = 6 << 20  # bytes, the same on the host, which multiplies block by block
 
 
 def work_bytes(planes: int, m: int, n: int) -> int:
     """Bytes beside the slots to multiply an m x n tile: for a strip of it the residues, and sums of one modulus."""
     return min(m, STRIP) * pitch(n) * (planes + 4)
+
+
+def described(steps: Mapping[int, int]) -> list[str]:
+    """How many steps used how many moduli, 0 being those that fell back to a native product.
+
+    >>> described({14: 30, 0: 2})
+    ['30 steps by 14 moduli', '2 steps natively']
+    """
+    return [
+        f"{count} steps {f'by {number} moduli' if number else 'natively'}"
+        for number, count in sorted(steps.items(), reverse=True)
+    ]

@@ -118,7 +118,6 @@ def verify(schedule: Schedule, chunks: tuple[int, int] = (1, 1)) -> None:
                     _require(held.get(region.slot) == panel, op)
                 held[op.writes[0].slot] = op.tile, op.step
             case Kind.MULTIPLY:
-                target = op.writes[0].slot
                 for region in op.reads:
                     if region.slot.operand in ("A", "B"):
                         whole = schedule.grid.rows(op.tile[0])
@@ -128,8 +127,8 @@ def verify(schedule: Schedule, chunks: tuple[int, int] = (1, 1)) -> None:
                         _require(held.get(region.slot) == (op.tile, op.step), op)
                 for strip in _strips_in(schedule, op):
                     if op.first:
-                        sums[target][strip] = op.tile, set()
-                    tile, done = sums[target].get(strip, (None, set()))
+                        sums[op.writes[0].slot][strip] = op.tile, set()
+                    tile, done = sums[op.writes[0].slot].get(strip, (None, set()))
                     _require(tile == op.tile and op.step not in done, op)
                     done.add(op.step)
             case Kind.FINISH | Kind.DOWNLOAD:

@@ -222,7 +222,9 @@ class Schedule:
         self, tile: Tile, step: int, a: Placed, b: Placed, planes: Mapping[int, Region]
     ) -> tuple[Region, ...]:
         """The panels of a step, and their residues if it has any."""
-        m, n, k = (_length(x) for x in (self.grid.rows(tile[0]), self.grid.cols(tile[1]), self.grid.depth(step)))
+        m, n, k = (
+            _length(x) for x in (self.grid.rows(tile[0]), self.grid.cols(tile[1]), self.grid.depth(step))
+        )
         if k == 0:
             return ()
         panels = (
