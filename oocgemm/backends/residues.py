@@ -202,13 +202,8 @@ def _multiply_block(
         total[...] = 0
         for start in range(0, depth, _DEPTH):
             part = slice(start, min(start + _DEPTH, depth))
-            x, y = (
-                _of(left, np.float32, a[rank, :, part].shape),
-                _of(right, np.float32, b[rank, :, part].shape),
-            )
-            x[...], y[...] = a[rank, :, part], b[rank, :, part]
-            np.matmul(x, y.T, out=product)
-            total += product
+            x, y = _float32(left, a[rank, :, part]), _float32(right, b[rank, :, part])
+            total += np.matmul(x, y.T, out=product)
         np.multiply(total, 1 / p, out=spare)
         np.rint(spare, out=spare)
         spare *= p
@@ -228,8 +223,15 @@ def _multiply_block(
             np.ldexp(row, -(exponent + exponents[1]), out=row)
         value *= c.dtype.type(alpha)
         if beta != 0:
-            value += np.multiply(c, float(c.dtype.type(beta)), out=spare)
+            value += np.multiply(c, c.dtype.type(beta), out=spare, dtype=np.float64)
         c[...] = value
+
+
+def _float32(space: Array, x: Array) -> Array:
+    """x as float32, at the beginning of a workspace."""
+    narrow = _of(space, np.float32, x.shape)
+    narrow[...] = x
+    return narrow
 
 
 def _of(space: Array, dtype: Any, shape: tuple[int, ...]) -> Array:

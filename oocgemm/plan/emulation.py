@@ -29,6 +29,9 @@ LEAST_DEPTH = 16  # below, rounding the result weighs against k u
 LEVELS = (0.25, 0.5, 1.0, 1.5)
 # The sums of squares of a row are rounded, and so is a': by less than this part of an exponent.
 _MARGIN = 2.0**-10
+# Two where the number is put together of its parts, one each for alpha and for adding to C (or one to float32, of a number
+# in float64); the last is for second orders, and for the norms and counts that the rest is reckoned from.
+_ROUNDINGS = 5
 _LARGEST_RESIDUE = 128
 _MANTISSA = 53
 
@@ -99,8 +102,9 @@ class PanelFacts:
 def suffices(a: PanelFacts, b: PanelFacts, depth: int, unit: float) -> bool:
     """Whether the product of two prepared panels of that depth is as good as a native one, with unit roundoff `unit`.
 
-    Two things are asked. The error is at most k u (|A||B|) in every element, whatever the data: it is at most
-    2^-sA |b|_1 / 2 + 2^-sB |a|_1 / 2 + k 2^-(sA + sB) / 4 and a few roundings of the result. And its standard
+    Two things are asked. The error is at most k u (|A||B|) in every element, whatever the data, and at most 6 sqrt(k) u
+    (|A||B|), the bound that a native product keeps to where its roundings are not of one mind (and that a product is
+    verified by): it is at most 2^-sA |b|_1 / 2 + 2^-sB |a|_1 / 2 + k 2^-(sA + sB) / 4 and `_ROUNDINGS`. And its standard
     deviation, for roundings that know nothing of one another, is at most u/2 of what (|A||B|) is for elements
     that know nothing of one another: what a native product's is about.
     """
@@ -113,7 +117,9 @@ def suffices(a: PanelFacts, b: PanelFacts, depth: int, unit: float) -> bool:
     deviation = sqrt((grain_a**2 + grain_b**2) / 12)
     typical = a.least * b.least / depth
     share = least_share(a.above, b.above, depth)
-    return error <= (depth - 4) * unit * share and deviation <= unit / 2 * typical
+    return (
+        error <= (min(depth, 6 * sqrt(depth)) - _ROUNDINGS) * unit * share and deviation <= unit / 2 * typical
+    )
 
 
 def least_share(a: Sequence[int], b: Sequence[int], depth: int) -> float:
