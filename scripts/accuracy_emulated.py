@@ -10,14 +10,10 @@ implementation of the BLAS*): of rows, of columns, and along k of A by D and B b
 notice and fixed-point schemes do. The reference is summed in extended precision, in parts, for some of the rows.
 """
 
-import json
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import click
 import numpy as np
 from numpy.typing import NDArray
 

@@ -17,19 +17,32 @@ from oocgemm.backends.residues import (
     look,
     multiply,
     prepare,
-    room_bytes,
     split,
     views,
     workspace_bytes,
 )
-from oocgemm.plan.emulation import LEVELS, NUMBERS, PanelFacts, least_share, residues, suffices
+from oocgemm.plan.emulation import (
+    LEVELS,
+    NUMBERS,
+    UNITS,
+    PanelFacts,
+    least_share,
+    plane_offsets,
+    residues,
+    suffices,
+)
 
 Array = NDArray[Any]
 
 DTYPES = ["float64", "float32"]
-UNIT = {"float64": 2.0**-53, "float32": 2.0**-24}
+
 ALL_NUMBERS = list(chain(*NUMBERS.values()))
 GUARD = 77
+
+
+def room_bytes(m: int, n: int, depth: int, dtype: str) -> int:
+    """Bytes of a plane slot."""
+    return plane_offsets(NUMBERS[dtype][-1], m, n, depth).end
 
 
 def prepared(a: Array, b: Array) -> Prepared:
@@ -250,7 +263,7 @@ def test_no_error_is_above_the_bound(panels: tuple[Array, Array]) -> None:
     for i in range(len(wanted)):
         for j in range(len(wanted)):
             off = abs(Fraction(float(made[i, j])) - wanted[i][j])
-            assert off <= Fraction(min(k, 6 * sqrt(k)) * UNIT[a.dtype.name]) * sizes[i][j]
+            assert off <= Fraction(min(k, 6 * sqrt(k)) * UNITS[a.dtype.name]) * sizes[i][j]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -447,7 +460,7 @@ def test_nothing_of_a_panels_size_is_held_beside(dtype: str) -> None:
     finally:
         tracemalloc.stop()
     assert workspace.nbytes < 8 << 20
-    assert np.abs(c - a[100:356] @ b).max() < 2048**2 * UNIT[dtype]
+    assert np.abs(c - a[100:356] @ b).max() < 2048**2 * UNITS[dtype]
 
 
 @pytest.mark.parametrize("number", ALL_NUMBERS)
