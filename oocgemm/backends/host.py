@@ -171,7 +171,9 @@ class HostBackend:
     def check(self, plan: Plan, kernel: str) -> None:
         compute = plan.problem.compute
         if compute not in ("native", "emulated"):
-            raise InputError(f"the host backend does not compute in {compute}: leave --compute out")
+            raise InputError(
+                f"the host backend computes in native precision, not {compute}: leave --compute out"
+            )
 
     def arithmetic(self, problem: GemmProblem, kernel: str) -> str:
         return "blas"
