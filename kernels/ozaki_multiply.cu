@@ -118,9 +118,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128
             const int l = t / plane_tiles, row = (tile.row * CLUSTER + rank) * TILE_X + part + 16 * warp + lane / 4;
             const int column = tile.column * TILE_Y + 8 * (lane % 4);
             const divisor by = DIVISORS.all[l];
-            const auto reduced = [&](int i) { return residue((d[i] >> 16) * by.high + (d[i] & 0xffff), by.p, by.inverse); };
+            const auto reduced = [&](int i) -> unsigned { return residue((d[i] >> 16) * by.high + (d[i] & 0xffff), by.p, by.inverse); };
             const auto packed = [&](int i, int j) {
-                return __byte_perm(__byte_perm(reduced(i), reduced(i + 1), 0x40), __byte_perm(reduced(j), reduced(j + 1), 0x40), 0x5410);
+                const unsigned four[] = {reduced(i), reduced(i + 1), reduced(j), reduced(j + 1)};
+                return four_bytes(four);
             };
 #pragma unroll
             for (int half = 0; half < 2; ++half) {

@@ -28,7 +28,7 @@ from oocgemm.plan.tiling import round_up
 STRIP = 4096  # rows of C that are multiplied and combined together
 VERDICT_BYTES = 256
 _UNIT = {"float64": 2.0**-53, "float32": 2.0**-24}
-_ROWS = 32  # of a block of the splitting kernels
+_ROWS = 16  # of a block of the splitting kernels
 _INT8, _INT32, _COMPUTE_32I = 3, 10, 72
 
 
@@ -74,24 +74,18 @@ class Emulated:
             (a, m, not trans_a.swaps, facts, slot + offsets.a, slot + offsets.a_exponents),
             (b, n, trans_b.swaps, facts + 16 * m, slot + offsets.b, slot + offsets.b_exponents),
         )
-        rows, depth = ctypes.c_int, ctypes.c_longlong
+        whole = ctypes.c_int
         for raw, extent, k_major, fact, _, _ in sides:
             function = self._split("ozaki_facts", k_major, NUMBERS[self._dtype][0])
-            function(_launch(-(-extent // _ROWS)), _pointer(raw), rows(extent), depth(k), _pointer(fact))
+            function(_launch(-(-extent // _ROWS)), _pointer(raw), whole(extent), whole(k), _pointer(fact))
         for number in NUMBERS[self._dtype]:
             verdict, stream = slot + offsets.verdict, cupy.cuda.get_current_stream()
             runtime.memsetAsync(verdict, 0, VERDICT_BYTES, stream.ptr)
             for side, (raw, extent, k_major, fact, planes, exponents) in enumerate(sides):
                 self._split("ozaki_split", k_major, number)(
-                    *(
-                        _launch(-(-extent // _ROWS)),
-                        _pointer(raw),
-                        rows(extent),
-                        depth(k),
-                        depth(ld),
-                        _pointer(fact),
-                    ),
-                    *(_pointer(planes), _pointer(exponents), _pointer(verdict + side * VERDICT_BYTES // 2)),
+                    *(_launch(-(-extent // _ROWS)), _pointer(raw), whole(extent), whole(k), whole(ld)),
+                    *(_pointer(fact), _pointer(planes), _pointer(exponents)),
+                    _pointer(verdict + side * VERDICT_BYTES // 2),
                 )
             runtime.memcpyAsync(
                 self._verdict.ptr, verdict, VERDICT_BYTES, runtime.memcpyDeviceToHost, stream.ptr
