@@ -17,7 +17,7 @@ DOUBLE = 2.0**-53
 ONE_THREAD = 1 << 18  # multiplications that OpenBLAS does in one thread
 T = 8
 # What one operand may be off by, relatively, when it is rounded, or cut off, to a reduced precision.
-OPERANDS = {"native": 0.0, "tf32": 2.0**-10, "bf16": 2.0**-7}
+OPERANDS = {"native": 0.0, "tf32": 2.0**-10, "bf16": 2.0**-7, "emulated": 0.0}
 
 
 def gamma(n: float, u: float) -> float:

@@ -4,6 +4,8 @@
 - zarr     24576^3 float64 in 3 GiB, page cache warm, against in-core cuBLAS
 - beyond   32768 x 524288 x 32768 float64 in 8 GiB: operands of 128 GiB each, larger than GPU, host and disk. Their
            chunk files are hard links to a few dozen distinct ones, so that they fit the disk and the page cache
+- emulated-float64, emulated-float32   the same shape in 48 GiB by --compute emulated, against in-core cuBLAS in native
+           precision
 - cold     a product bound by the disk, page cache empty, against reading its operands' files once
 - codecs   zstd and blosc operands, against decoding them alone with all cores
 
@@ -18,7 +20,9 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +37,14 @@ from oocgemm.staging import PIECE_BYTES
 CORES = len(os.sched_getaffinity(0))
 
 
-def in_core_seconds(m: int, n: int, k: int, times: int) -> float:
+def in_core_seconds(m: int, n: int, k: int, times: int, dtype: str = "float64") -> float:
     """cuBLAS, operands on the device: that many rank-k updates of an m x n result, in sequence."""
-    a, b = cupy.ones((m, k)), cupy.ones((k, n))
+    a, b = cupy.ones((m, k), dtype), cupy.ones((k, n), dtype)
     rng = cupy.random.default_rng(0)
     for x in (a, b):
         for row in range(0, x.shape[0], 2048):
             x[row : row + 2048] = rng.standard_normal(x[row : row + 2048].shape)
-    c = cupy.empty((m, n))
+    c = cupy.empty((m, n), dtype)
     cupy.matmul(a, b, out=c)
     start, end = cupy.cuda.Event(), cupy.cuda.Event()
     start.record()
@@ -107,15 +111,21 @@ def random_zarr(path: Path, shape: tuple[int, int], chunk: int, seed: int, codec
 
 
 def linked_zarr(
-    path: Path, shape: tuple[int, int], chunk: int, distinct: int, seed: int, codec: Any = None
+    path: Path,
+    shape: tuple[int, int],
+    chunk: int,
+    distinct: int,
+    seed: int,
+    codec: Any = None,
+    dtype: str = "float64",
 ) -> None:
     """An array whose chunk (i, j) is a hard link to number (i * 7 + j * 3) % distinct of so many files. For a codec the
     numbers have few bits each, so that they can be compressed."""
-    zarr.create_array(path, shape=shape, dtype="float64", chunks=(chunk, chunk), compressors=codec)
+    zarr.create_array(path, shape=shape, dtype=dtype, chunks=(chunk, chunk), compressors=codec)
     made = zarr.create_array(
         path / ".originals",
         shape=(chunk, distinct * chunk),
-        dtype="float64",
+        dtype=dtype,
         chunks=(chunk, chunk),
         compressors=codec,
     )
@@ -139,7 +149,7 @@ def block_error(a: Path, b: Path, c: Path, chunk: int, at: tuple[int, int]) -> f
     k = arrays[a].shape[1]
 
     def load(path: Path, i: int, j: int) -> cupy.ndarray:
-        return cupy.asarray(arrays[path][i * chunk : (i + 1) * chunk, j * chunk : (j + 1) * chunk])
+        return cupy.asarray(arrays[path][i * chunk : (i + 1) * chunk, j * chunk : (j + 1) * chunk], float)
 
     total, bound = cupy.zeros((chunk, chunk)), cupy.zeros((chunk, chunk))
     for p in range(k // chunk):
@@ -147,8 +157,8 @@ def block_error(a: Path, b: Path, c: Path, chunk: int, at: tuple[int, int]) -> f
         total += left @ right
         bound += cupy.abs(left) @ cupy.abs(right)
     (r, s) = (x * chunk for x in at)
-    found = cupy.asarray(zarr.open_array(c, mode="r")[r : r + chunk, s : s + chunk])
-    ratio = cupy.abs(found - total) / (k * np.finfo("float64").eps * bound)
+    found = cupy.asarray(zarr.open_array(c, mode="r")[r : r + chunk, s : s + chunk], float)
+    ratio = cupy.abs(found - total) / (k * np.finfo(arrays[a].dtype).eps * bound)
     return float(cupy.where(cupy.isnan(ratio), cupy.inf, ratio).max())
 
 
@@ -230,23 +240,31 @@ def zarr_case(work: Path, repeats: int, size: int, *options: str) -> dict[str, A
     )
 
 
-def beyond_case(work: Path, repeats: int, size: int, *options: str) -> dict[str, Any]:
+def beyond_case(
+    work: Path,
+    repeats: int,
+    size: int,
+    *options: str,
+    dtype: str = "float64",
+    memory: tuple[str, str] = ("8GiB", "24GiB"),
+    compute: str = "native",
+) -> dict[str, Any]:
     a, b, c = (work / f"{name}.zarr" for name in "ABC")
     k, distinct = 16 * size, 48
-    linked_zarr(a, (size, k), 2048, distinct, 1)
-    linked_zarr(b, (k, size), 2048, distinct, 2)
+    linked_zarr(a, (size, k), 2048, distinct, 1, dtype=dtype)
+    linked_zarr(b, (k, size), 2048, distinct, 2, dtype=dtype)
+    budgets = "--device-memory", memory[0], "--host-memory", memory[1]
     core, runs = [], []
     for repeat in range(repeats):
-        core.append(in_core_seconds(size, size, size // 2, 32))
+        core.append(in_core_seconds(size, size, size // 2, 32, dtype))
         print(f"in-core, the same flops: {core[-1]:.3f} s", flush=True)
-        timeline = work.parent / "beyond.jsonl" if repeat == repeats - 1 else None
-        runs.append(
-            run(a, b, c, "--device-memory", "8GiB", "--host-memory", "24GiB", *options, timeline=timeline)
-        )
+        timeline = work.parent / f"{work.name}.jsonl" if repeat == repeats - 1 else None
+        runs.append(run(a, b, c, *budgets, "--compute", compute, *options, timeline=timeline))
     last = size // 2048 - 1
     error = max(block_error(a, b, c, 2048, at) for at in ((0, 0), (last, last), (last // 2, 1)))
     ratios = [r["report"]["wall"] / x for r, x in zip(runs, core, strict=True)]
-    what = f"{size} x {k} x {size} float64, device memory 8GiB, host memory 24GiB; chunk files hard-linked to {distinct}"
+    what = f"{size} x {k} x {size} {dtype}, {compute}, device memory {memory[0]}, host memory {memory[1]}"
+    what += f"; chunk files hard-linked to {distinct}"
     return summary(runs, what, in_core_seconds=core, over_in_core=ratios, worst_error_over_bound=error)
 
 
@@ -306,9 +324,16 @@ def codecs_case(work: Path, repeats: int, size: int, *options: str) -> dict[str,
     return found
 
 
-CASES = {
+CASES: dict[str, tuple[Callable[..., dict[str, Any]], int]] = {
     "zarr": (zarr_case, 24576),
     "beyond": (beyond_case, 32768),
+    **{
+        f"emulated-{dtype}": (
+            partial(beyond_case, dtype=dtype, memory=("48GiB", "32GiB"), compute="emulated"),
+            32768,
+        )
+        for dtype in ("float64", "float32")
+    },
     "cold": (cold_case, 32768),
     "codecs": (codecs_case, 4096),
 }

@@ -100,6 +100,8 @@ class Simulator:
                 self._region(op.writes[0])[...] = inputs[0]
             case Kind.WRITE:
                 self.c[r0:r1, c0:c1] = inputs[0].reshape(r1 - r0, c1 - c0)
+            case Kind.PREPARE:
+                self._region(op.writes[0])[...] = _seal(inputs)
             case Kind.MULTIPLY:
                 self._multiply(op, inputs)
             case Kind.FINISH:
@@ -117,8 +119,16 @@ class Simulator:
         value: Any = np.zeros((m, n))
         if k:
             top, bottom = self.schedule.grid.rows(op.tile[0])
+            if self.schedule.slots.planes:  # residues of these very panels
+                assert inputs[2] == _seal(inputs[:2]), f"{op} finds residues of something else"
             panel = inputs[0].reshape(bottom - top, k)[op.m[0] - top : op.m[1] - top]
             value = alpha * (panel @ inputs[1].reshape(k, n))
         if beta != 0:
             value = value + beta * inputs[-1].reshape(m, n)
         self._region(op.writes[0])[...] = np.real(value).ravel()
+
+
+def _seal(panels: list[Array]) -> float:
+    """A number that two panels have and hardly any others."""
+    elements = np.concatenate(panels)
+    return float(elements @ np.sqrt(np.arange(2, 2 + elements.size)))

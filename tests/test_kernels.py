@@ -16,9 +16,11 @@ from oocgemm.backends import ladder, sources
 from oocgemm.backends.compile import compiled
 from oocgemm.backends.kernel import H200, Call, Device, Kernel, Params, options
 from oocgemm.backends.ladder import LADDER
+from oocgemm.backends.ozaki import combine_options, multiply_options, split_options
 from oocgemm.backends.sources import kernel_folder
 from oocgemm.errors import BackendError, InputError
 from oocgemm.plan import DTYPES, Op
+from oocgemm.plan.emulation import NUMBERS
 from tests.gemm_cases import OP_PAIRS
 from tests.nvrtc import Nvrtc, instructions, resources
 from tests.problems import applied, integers, stored
@@ -105,6 +107,25 @@ def edited_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_finish_compiles_where_c_is_narrower_than_its_accumulator() -> None:
     for narrow in ("half_t", "bfloat_t"):
         assert compiled(Nvrtc(), "finish", "sm_80", (f"-DOOC_STORED={narrow}", "-DOOC_ACCUMULATED=float"))
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100"])
+def test_kernels_of_int8_products_compile_without_spills(arch: str, tmp_path: Path) -> None:
+    dtype, cubin = ("float32" if arch == "sm_100" else "float64"), tmp_path / "code.cubin"
+    most = NUMBERS[dtype][-1]
+    fused = (("ozaki_multiply", ("ozaki_multiply",), multiply_options(most)),) if arch == "sm_90a" else ()
+    for source, entries, macros in (
+        ("ozaki_split", ("ozaki_facts", "ozaki_split"), split_options(dtype, arch == "sm_80", most)),
+        ("ozaki_reduce", ("ozaki_reduce",), ()),
+        ("ozaki_combine", ("ozaki_combine",), combine_options(dtype, most)),
+        *fused,
+    ):
+        cubin.write_bytes(compiled(Nvrtc(), source, arch, macros))
+        for entry in entries:
+            taken = resources(cubin, entry)
+            assert (taken.stack, taken.local) == (0, 0), f"{entry} for {arch} spills: {taken}"
+        if source == "ozaki_multiply":
+            assert "IGMMA" in instructions(cubin)
 
 
 def test_parameters_that_cannot_be_say_why() -> None:

@@ -111,7 +111,7 @@ def slot_offsets(plan: Plan, tier: str, alignment: int) -> tuple[dict[Slot, int]
     sizes = slot_bytes(plan.problem, plan.tile, plan.slots.strip)
     offsets: dict[Slot, int] = {}
     end = 0
-    for operand in "CABD" if tier == "device" else "ABC":
+    for operand in "CABDP" if tier == "device" else "ABC":
         for index in range(plan.slots.count(Tier(tier), operand)):
             offsets[Slot(Tier(tier), operand, index)] = end
             end = round_up(end + sizes[tier, operand], alignment)

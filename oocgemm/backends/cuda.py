@@ -5,6 +5,7 @@ waits of streams on events; no thread waits for the device on the way from one s
 """
 
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise
@@ -22,12 +23,14 @@ from oocgemm.backends.ladder import check_plan
 from oocgemm.backends.launch import describe_device
 from oocgemm.backends.multiplier import Multiplier, device_name
 from oocgemm.errors import BackendError, OutOfMemoryError
-from oocgemm.plan import GemmProblem, Kind, Operation, Plan, Region
+from oocgemm.plan import GemmProblem, Kind, Operation, Plan, Region, Slot
 from oocgemm.plan.cost import HOST_ALIGNMENT
+from oocgemm.plan.emulation import Offsets, described, plane_offsets
 from oocgemm.plan.tiling import round_up
 from oocgemm.units import format_size
 
-STREAMS = ("h2d", "h2d-c", "compute", "d2h")
+STREAMS = ("h2d", "h2d-c", "prepare", "compute", "d2h")
+_NATIVE = {"emulated": "native"}  # what multiplies where residues will not do
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 REANCHOR_NS = 2_000_000_000  # float32 milliseconds stay finer than a microsecond for this long
 
@@ -90,13 +93,18 @@ class CudaSession:
         self._tile_rows = plan.grid.rows
         self._arena = 0
         self._pinned: dict[int, list[int]] = {}
+        self._steps: Counter[int] = Counter()  # by number of moduli, 0 for native ones
+        self._moduli: dict[Slot, int] = {}  # that the planes in each slot are of
         self._pinning = threading.Lock()
         with self._device:
             self._free_before = runtime.memGetInfo()[0]
             try:
                 self._multiplier = Multiplier(device, kernel)
+                if self._problem.planes:
+                    self._emulated = self._multiplier.emulated(self._problem.a_dtype)
                 self._offsets, size = device_offsets(plan)
-                self._arena = _allocate(size)
+                self._work = size
+                self._arena = _allocate(size + plan.footprint.device["work"])
                 self._streams = {name: cupy.cuda.Stream(non_blocking=True) for name in STREAMS}
                 self._clock = _Clock(self._device)
             except (runtime.CUDARuntimeError, cublas.CUBLASError) as error:
@@ -129,6 +137,8 @@ class CudaSession:
         match operation.kind:
             case Kind.UPLOAD | Kind.DOWNLOAD:
                 self._copy(operation, host, stream)
+            case Kind.PREPARE:
+                self._prepare(operation)
             case Kind.MULTIPLY:
                 self._multiply(operation)
             case Kind.FINISH:
@@ -142,7 +152,7 @@ class CudaSession:
         raise AssertionError(f"{operation}: device memory is not host memory here")
 
     def multiplied_by(self) -> list[str]:
-        return sorted(self._multiplier.used)
+        return [*sorted(self._multiplier.used), *described(self._steps)]
 
     def device_bytes(self) -> int:
         with self._device:
@@ -213,6 +223,21 @@ class CudaSession:
         held = {"C": "acc", "D": "C"}.get(region.slot.operand, region.slot.operand)
         return self._arena + self._offsets[region.slot] + region.start * self._problem.itemsizes[held]
 
+    def _plane_offsets(self, op: Operation) -> Offsets:
+        top, bottom = self._tile_rows(op.tile[0])
+        return plane_offsets(self._problem.planes, bottom - top, op.n[1] - op.n[0], op.k[1] - op.k[0])
+
+    def _prepare(self, op: Operation) -> None:
+        problem, planes = self._problem, op.writes[0].slot
+        shape = op.m[1] - op.m[0], op.n[1] - op.n[0], op.k[1] - op.k[0]
+        a, b = (self._address(region) for region in op.reads)
+        address = self._arena + self._offsets[planes]
+        number = self._emulated.prepare(
+            a, b, shape, problem.trans_a, problem.trans_b, address, self._plane_offsets(op)
+        )
+        self._moduli[planes] = number
+        self._steps[number] += 1
+
     def _multiply(self, op: Operation) -> None:
         m, n, k = (span[1] - span[0] for span in (op.m, op.n, op.k))
         top, bottom = self._tile_rows(op.tile[0])
@@ -225,8 +250,19 @@ class CudaSession:
         c = self._address(op.writes[0])
         problem = self._problem
         alpha, beta = step_scalars(problem, op.first)
+        number = self._moduli[op.reads[2].slot] if problem.planes and k else 0
+        if number:
+            planes, shape = self._arena + self._offsets[op.reads[2].slot], (bottom - top, n, k)
+            rows, scalars = (op.m[0] - top, op.m[1] - top), (alpha.real, beta.real)
+            work = self._arena + self._work
+            offsets = self._plane_offsets(op)
+            self._emulated.multiply(planes, offsets, work, rows, shape, number, *scalars, c, n)
+            return
         kind = problem.a_dtype, problem.trans_a, problem.trans_b
-        ldb, how = k if problem.trans_b.swaps else n, (problem.compute, self._multiplier.kernels.device)
+        ldb, how = (
+            k if problem.trans_b.swaps else n,
+            (_NATIVE.get(problem.compute, problem.compute), self._multiplier.kernels.device),
+        )
         self._multiplier.multiply(Call(*kind, m, n, k, alpha, a, lda, b, ldb, beta, c, n, *how))
 
     def _finish(self, op: Operation) -> None:

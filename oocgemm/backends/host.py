@@ -5,6 +5,7 @@ it is of use in its own right: products of arrays on disk within a hard memory b
 """
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter_ns
@@ -23,8 +24,10 @@ from oocgemm.backends.base import (
 )
 from oocgemm.backends.blas import blas_name, gemm
 from oocgemm.backends.memory import allocate, available_memory
+from oocgemm.backends.residues import Prepared, multiply, prepare
 from oocgemm.errors import InputError
-from oocgemm.plan import GemmProblem, Kind, Operation, Plan, Region
+from oocgemm.plan import GemmProblem, Kind, Operation, Plan, Region, Slot
+from oocgemm.plan.emulation import described, plane_offsets
 
 
 class HostSession:
@@ -34,7 +37,9 @@ class HostSession:
         self._problem = plan.problem
         self._offsets, size = device_offsets(plan)
         self._tile_rows = plan.grid.rows
-        cast = plan.footprint.device["reserve"] - plan.machine.device_reserve
+        self._prepared: dict[Slot, Prepared] = {}
+        self._steps: Counter[int] = Counter()
+        cast = plan.footprint.device["work"]
         self._arena = allocate(size + cast)
         self._cast = self._arena[size : size + cast]
 
@@ -51,6 +56,8 @@ class HostSession:
                 np.concatenate(host, axis=1, out=self.view(operation, operation.writes[0]), casting="no")
             case Kind.DOWNLOAD:
                 np.copyto(host[0], self._rows(operation, operation.reads[0]), casting="no")
+            case Kind.PREPARE:
+                self._prepare(operation)
             case Kind.MULTIPLY:
                 self._multiply(operation)
             case Kind.FINISH:
@@ -60,7 +67,7 @@ class HostSession:
         return DoneToken(start, perf_counter_ns())
 
     def multiplied_by(self) -> list[str]:
-        return ["blas"]
+        return ["blas", *described(self._steps)]
 
     def device_bytes(self) -> int:
         return self._arena.nbytes
@@ -92,7 +99,7 @@ class HostSession:
         problem = self._problem
         alpha, beta = step_scalars(problem, op.first)
         c = self._rows(op, op.writes[0])
-        m, n, k = (span[1] - span[0] for span in (op.m, op.n, op.k))
+        m, _, k = (span[1] - span[0] for span in (op.m, op.n, op.k))
         if k == 0:
             empty = np.empty((m, 0), c.dtype)
             gemm(problem.trans_a, problem.trans_b, alpha, empty, empty, beta, c)
@@ -100,12 +107,34 @@ class HostSession:
         top, bottom = self._tile_rows(op.tile[0])
         rows = slice(op.m[0] - top, op.m[1] - top)  # of the panel: all, or a strip
         whole = bottom - top
-        a = self._panel(op.reads[0], "A", (k, whole) if problem.trans_a.swaps else (whole, k))
+        a, b = self._panels(op, whole)
         a = a[:, rows] if problem.trans_a.swaps else a[rows]
-        b = self._panel(op.reads[1], "B", (n, k) if problem.trans_b.swaps else (k, n))
-        if self._cast.size:
+        if self._problem.planes:
+            prepared = self._prepared[op.reads[2].slot]
+            if prepared.number:
+                multiply(prepared, rows, alpha.real, beta.real, c, self._cast)
+                return
+        elif self._cast.size:
             a, b = self._in_accumulator_dtype(a, b)
         gemm(problem.trans_a, problem.trans_b, alpha, a, b, beta, c)
+
+    def _panels(self, op: Operation, whole: int) -> tuple[Array, Array]:
+        """The step's panels as they are stored, the one of op(A) with all `whole` rows of the tile."""
+        problem, (n, k) = self._problem, (span[1] - span[0] for span in (op.n, op.k))
+        return (
+            self._panel(op.reads[0], "A", (k, whole) if problem.trans_a.swaps else (whole, k)),
+            self._panel(op.reads[1], "B", (n, k) if problem.trans_b.swaps else (k, n)),
+        )
+
+    def _prepare(self, op: Operation) -> None:
+        problem, slot = self._problem, op.writes[0].slot
+        m, n, k = (span[1] - span[0] for span in (op.m, op.n, op.k))
+        a, b = self._panels(op, m)
+        size = plane_offsets(problem.planes, m, n, k).end
+        room = self._arena[self._offsets[slot] :][:size]
+        a, b = a.T if problem.trans_a.swaps else a, b.T if problem.trans_b.swaps else b
+        self._prepared[slot] = prepare(a, b, room, problem.a_dtype)
+        self._steps[self._prepared[slot].number] += 1
 
     def _in_accumulator_dtype(self, a: Array, b: Array) -> tuple[Array, Array]:
         dtype = numpy_dtype(self._problem.acc_dtype)
@@ -141,7 +170,7 @@ class HostBackend:
 
     def check(self, plan: Plan, kernel: str) -> None:
         compute = plan.problem.compute
-        if compute != "native":
+        if compute not in ("native", "emulated"):
             raise InputError(
                 f"the host backend computes in native precision, not {compute}: leave --compute out"
             )

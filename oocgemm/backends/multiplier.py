@@ -7,6 +7,7 @@ from cupy_backends.cuda.libs import cublas
 
 from oocgemm.backends import cublas as blas
 from oocgemm.backends import tuning
+from oocgemm.backends.emulated import Emulated
 from oocgemm.backends.kernel import Call, Kernel, Params
 from oocgemm.backends.ladder import choose
 from oocgemm.backends.launch import Kernels
@@ -28,6 +29,10 @@ class Multiplier:
         if self._blas:
             cublas.destroy(self._blas)
         self._blas = 0
+
+    def emulated(self, dtype: str) -> Emulated:
+        """What multiplies by residues, with the same kernels and the same cuBLAS."""
+        return Emulated(self.kernels, self._blas, dtype)
 
     def multiply(self, call: Call) -> None:
         """C = alpha op(A) @ op(B) + beta C."""

@@ -256,7 +256,11 @@ def _least_slots(
     finish = 2 if problem.finishes else 0
     for host in (0,) if machine.unified else (2, 1) if machine.shares_cores else (3, 2, 1):
         for rows in strips:
-            slots = Slots(2, 2, c, host, host, host, finish, rows, 1, machine.unified)
+            slots = Slots(
+                *(2, 2, c, host, host, host, finish, rows),
+                planes=2 if problem.planes else 0,
+                unified=machine.unified,
+            )
             if min(_free(problem, budgets, machine, layouts, tile, slots, io_threads)) >= 0:
                 return slots
     return None
@@ -275,7 +279,7 @@ def _draining(
     """As many steps strip by strip as hide the tile's leaving, and the slots for their panels, where they fit."""
     w, h, r = extents(problem, tile)
     flops = problem.step_flops(w, h, r)
-    if not flops:
+    if not flops or problem.planes:  # a panel's residues stay for one step
         return base
     step = multiply_seconds(problem, machine, flops, w, h, r) + machine.step_latency
     into_memory = min(machine.memory, machine.d2h) if layouts.c.in_memory else machine.d2h

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from math import sqrt
 
 from oocgemm.plan.checking import check_bytes
+from oocgemm.plan.emulation import HOST_WORK, plane_offsets, work_bytes
 from oocgemm.plan.machine import KernelRate, MachineModel, default_model
 from oocgemm.plan.problem import GemmProblem
 from oocgemm.plan.slots import Slots
@@ -68,6 +69,7 @@ def slot_bytes(problem: GemmProblem, tile: TileShape, strip: int) -> dict[tuple[
         ("device", "A"): round_up(w * r * sizes["A"], DEVICE_ALIGNMENT),
         ("device", "B"): round_up(r * h * sizes["B"], DEVICE_ALIGNMENT),
         ("device", "C"): round_up(w * h * sizes["acc"], DEVICE_ALIGNMENT),
+        ("device", "P"): plane_offsets(problem.planes, w, h, r).end if problem.planes else 0,
         ("device", "D"): round_up(strip * h * sizes["C"], DEVICE_ALIGNMENT),
         ("host", "A"): round_up(w * r * sizes["A"], HOST_ALIGNMENT),
         ("host", "B"): round_up(r * h * sizes["B"], HOST_ALIGNMENT),
@@ -93,7 +95,9 @@ def footprint(
         "A": slots.a * size["device", "A"],
         "B": slots.b * size["device", "B"],
         "finish": slots.finish * size["device", "D"],
-        "reserve": machine.device_reserve + cast_bytes(problem, tile, machine),
+        "planes": slots.planes * size["device", "P"],
+        "work": cast_bytes(problem, tile, machine) + _plane_work(problem, tile, machine),
+        "reserve": machine.device_reserve,
     }
     host = {
         "A": slots.host_a * size["host", "A"],
@@ -112,6 +116,13 @@ def cast_bytes(problem: GemmProblem, tile: TileShape, machine: MachineModel) -> 
         return 0
     w, h, r = extents(problem, tile)
     return round_up((w + h) * r * problem.itemsizes["acc"], DEVICE_ALIGNMENT)
+
+
+def _plane_work(problem: GemmProblem, tile: TileShape, machine: MachineModel) -> int:
+    if not problem.planes:
+        return 0
+    w, h, _ = extents(problem, tile)
+    return HOST_WORK if machine.unified else work_bytes(problem.planes, w, h)
 
 
 @dataclass(frozen=True, slots=True)

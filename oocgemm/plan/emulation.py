@@ -11,7 +11,7 @@ bound that a native product has, k u (|A||B|) in each element. A step that canno
 natively.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -22,12 +22,16 @@ MODULI = (256, 255, 253, 251, 247, 241, 239, 233, 229, 227, 223, 217, 211, 199, 
 # How many moduli are tried, fewest first: of less a normal product's error would be seen, more than the last do not
 # pay or do not fit into int64.
 NUMBERS = {"float64": (14, 15, 16), "float32": (7, 8, 9)}
+UNITS = {"float64": 2.0**-53, "float32": 2.0**-24}  # roundoff
 MOST_DEPTH = 1 << 17  # so many products of residues fit into int32
 LEAST_DEPTH = 16  # below, rounding the result weighs against k u
 # Elements are counted from these fractions of their row's root mean square up.
 LEVELS = (0.25, 0.5, 1.0, 1.5)
 # The sums of squares of a row are rounded, and so is a': by less than this part of an exponent.
 _MARGIN = 2.0**-10
+# Two where the number is put together of its parts, one each for alpha and for adding to C (or one to float32, of a number
+# in float64); the last is for second orders, and for the norms and counts that the rest is reckoned from.
+_ROUNDINGS = 5
 _LARGEST_RESIDUE = 128
 _MANTISSA = 53
 
@@ -98,8 +102,9 @@ class PanelFacts:
 def suffices(a: PanelFacts, b: PanelFacts, depth: int, unit: float) -> bool:
     """Whether the product of two prepared panels of that depth is as good as a native one, with unit roundoff `unit`.
 
-    Two things are asked. The error is at most k u (|A||B|) in every element, whatever the data: it is at most
-    2^-sA |b|_1 / 2 + 2^-sB |a|_1 / 2 + k 2^-(sA + sB) / 4 and a few roundings of the result. And its standard
+    Two things are asked. The error is at most k u (|A||B|) in every element, whatever the data, and at most 6 sqrt(k) u
+    (|A||B|), the bound that a native product keeps to where its roundings are not of one mind (and that a product is
+    verified by): it is at most 2^-sA |b|_1 / 2 + 2^-sB |a|_1 / 2 + k 2^-(sA + sB) / 4 and `_ROUNDINGS`. And its standard
     deviation, for roundings that know nothing of one another, is at most u/2 of what (|A||B|) is for elements
     that know nothing of one another: what a native product's is about.
     """
@@ -112,7 +117,9 @@ def suffices(a: PanelFacts, b: PanelFacts, depth: int, unit: float) -> bool:
     deviation = sqrt((grain_a**2 + grain_b**2) / 12)
     typical = a.least * b.least / depth
     share = least_share(a.above, b.above, depth)
-    return error <= (depth - 4) * unit * share and deviation <= unit / 2 * typical
+    return (
+        error <= (min(depth, 6 * sqrt(depth)) - _ROUNDINGS) * unit * share and deviation <= unit / 2 * typical
+    )
 
 
 def least_share(a: Sequence[int], b: Sequence[int], depth: int) -> float:
@@ -130,3 +137,58 @@ def least_share(a: Sequence[int], b: Sequence[int], depth: int) -> float:
         right = max((level for at, level in down if at >= stop), default=0.0)
         total += (stop - start) * left * right
     return total / depth
+
+
+STRIP = 4096  # rows of C whose residues are held at a time
+_ROW_FACTS = 32  # bytes
+VERDICT_BYTES = 256  # what a device has to say of two panels
+_ALIGNMENT = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Offsets:
+    """Where the parts of a plane slot begin, in bytes, and its size: planes of A and of B, each row `pitch(depth)` bytes,
+    exponents of the scales of rows of A and columns of B (int32), facts about each, and the verdict."""
+
+    a: int
+    b: int
+    a_exponents: int
+    b_exponents: int
+    facts: int
+    verdict: int
+    end: int
+
+
+def pitch(depth: int) -> int:
+    """Bytes of a row of a plane: what int8 products want."""
+    return -(-depth // 16) * 16
+
+
+@lru_cache(64)
+def plane_offsets(planes: int, m: int, n: int, depth: int) -> Offsets:
+    """The parts of a slot for that many planes of an m x depth panel of op(A) and a depth x n panel of op(B)."""
+    row = planes * pitch(depth)
+    at = [0]
+    for size in (m * row, n * row, 4 * m, 4 * n, _ROW_FACTS * (m + n), VERDICT_BYTES):
+        at.append(-(-(at[-1] + size) // _ALIGNMENT) * _ALIGNMENT)
+    return Offsets(*at)
+
+
+HOST_WORK = 6 << 20  # bytes, the same on the host, which multiplies block by block
+
+
+def work_bytes(planes: int, m: int, n: int) -> int:
+    """Bytes beside the slots to multiply an m x n tile: for a strip of it the residues, and sums of one modulus."""
+    return min(m, STRIP) * pitch(n) * (planes + 4)
+
+
+def described(steps: Mapping[int, int]) -> list[str]:
+    """How many steps used how many moduli, 0 being those that fell back to a native product.
+
+    >>> described({14: 30, 0: 2})
+    ['30 steps by 14 moduli', '2 steps natively']
+    """
+    return [
+        f"{count} steps {f'by {number} moduli' if number else 'natively'}"
+        for number, count in sorted(steps.items(), reverse=True)
+    ]

@@ -24,7 +24,7 @@ from oocgemm.plan.traversal import step_order
 T = TypeVar("T")
 
 # Streams whose operations run one after the other in program order. Reads and writes of the stores need not.
-IN_ORDER = frozenset({"h2d", "h2d-c", "compute", "d2h"})
+IN_ORDER = frozenset({"h2d", "h2d-c", "prepare", "compute", "d2h"})
 
 
 @dataclass(slots=True)
@@ -113,17 +113,22 @@ def verify(schedule: Schedule, chunks: tuple[int, int] = (1, 1)) -> None:
                 _require(held.get(op.reads[0].slot) == block, op)
                 if op.operand != "C" or op.writes[0].slot.operand == "D":
                     held[op.writes[0].slot] = block
+            case Kind.PREPARE:
+                for region, panel in zip(op.reads, (("A", (op.m, op.k)), ("B", (op.k, op.n))), strict=True):
+                    _require(held.get(region.slot) == panel, op)
+                held[op.writes[0].slot] = op.tile, op.step
             case Kind.MULTIPLY:
-                target = op.writes[0].slot
                 for region in op.reads:
                     if region.slot.operand in ("A", "B"):
                         whole = schedule.grid.rows(op.tile[0])
                         expected = {"A": (whole, op.k), "B": (op.k, op.n)}[region.slot.operand]
                         _require(held.get(region.slot) == (region.slot.operand, expected), op)
+                    elif region.slot.operand == "P":
+                        _require(held.get(region.slot) == (op.tile, op.step), op)
                 for strip in _strips_in(schedule, op):
                     if op.first:
-                        sums[target][strip] = op.tile, set()
-                    tile, done = sums[target].get(strip, (None, set()))
+                        sums[op.writes[0].slot][strip] = op.tile, set()
+                    tile, done = sums[op.writes[0].slot].get(strip, (None, set()))
                     _require(tile == op.tile and op.step not in done, op)
                     done.add(op.step)
             case Kind.FINISH | Kind.DOWNLOAD:

@@ -8,9 +8,11 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from math import isfinite
 from typing import Any
 
-from oocgemm.plan.problem import DTYPES
+from oocgemm.plan.problem import COMPUTES, DTYPES
 from oocgemm.plan.tiling import Layout
 
+# What has a kernel rate.
+RATES = {*DTYPES, *(f"emulated {dtype}" for dtype in COMPUTES["emulated"])}
 # Of a calibration as JSON.
 FORMAT = "oocgemm-calibration"
 VERSION = 1
@@ -55,6 +57,7 @@ class MachineModel:
     decode: float
     memory: float
     write: float
+    prepare: float = 500e9  # bytes of raw panels into planes of residues
     half_width: float = 32
     copy_latency: float = 10e-6
     step_latency: float = 10e-6
@@ -91,6 +94,8 @@ def default_model(backend: str, cores: int) -> MachineModel:
                 "float64": KernelRate(58e12, 25),
                 "complex64": KernelRate(50e12, 90),
                 "complex128": KernelRate(55e12, 25),
+                "emulated float32": KernelRate(190e12, 1500),
+                "emulated float64": KernelRate(95e12, 1500),
             },
             h2d=55e9,
             d2h=55e9,
@@ -117,6 +122,8 @@ def default_model(backend: str, cores: int) -> MachineModel:
             "float64": KernelRate(fp64, 3),
             "complex64": KernelRate(2 * fp64, 10),
             "complex128": KernelRate(fp64, 5),
+            "emulated float32": KernelRate(fp64 / 10, 100),
+            "emulated float64": KernelRate(fp64 / 20, 100),
         },
         h2d=10e9,
         d2h=10e9,
@@ -130,6 +137,7 @@ def default_model(backend: str, cores: int) -> MachineModel:
         io_threads=max(1, cores // 4),
         shares_cores=True,
         unified=True,
+        prepare=100e6,
         device_reserve=(8 << 20) * cores,  # packing buffers of the BLAS, as measured with OpenBLAS
         host_reserve=8 << 20,
         casts_panels=True,
@@ -211,7 +219,7 @@ class Calibration:
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"it is not whole: {error}") from error
         known = {f.name for f in fields(MachineModel) if f.type is float}
-        unknown = (rates.keys() - known) | (kernels.keys() - DTYPES.keys())
+        unknown = (rates.keys() - known) | (kernels.keys() - RATES)
         if unknown or any(rate.peak <= 0 for rate in kernels.values()):
             raise ValueError(f"it has rates that cannot be: {', '.join(sorted(unknown)) or 'a peak of 0'}")
         return cls(**texts, kernels=kernels, rates=rates, stores=stores, samples=samples)

@@ -199,6 +199,7 @@ def _budget_error(
         host_c=host,
         finish=2 if problem.finishes else 0,
         strip=strip,
+        planes=2 if problem.planes else 0,
         unified=machine.unified,
     )
     held = footprint(problem, Candidate(shape, slots), layouts, machine)

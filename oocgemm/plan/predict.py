@@ -20,7 +20,7 @@ CLOSENESS = 12
 # Share of the time of a Write past the page cache that a core has to do with it.
 WRITING = 0.25
 BLOCK = 128  # of C, that cuBLAS's kernels work on at a time
-LANES = ("read", "decode", "h2d", "compute", "d2h", "encode", "write")
+LANES = ("read", "decode", "h2d", "prepare", "compute", "d2h", "encode", "write")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def multiply_seconds(
     """Time of products of w x h x r blocks with that many flops in all."""
     if flops == 0:
         return 0.0
-    rate = machine.kernels[problem.a_dtype]
+    rate = machine.kernels[problem.rate]
     return (
         flops
         / rate.peak
@@ -236,6 +236,10 @@ def _lanes(
     if not machine.shares_cores:  # a GPU multiplies in blocks, the last of them as long as the others
         lanes["compute"] *= round_up(w, BLOCK) / w * round_up(h, BLOCK) / h if w * h > BLOCK * BLOCK else 1.0
     first = 0.0
+    if problem.planes:
+        raw = (problem.m * across + problem.n * down) * problem.depth * problem.itemsizes["A"]
+        lanes["prepare"] = raw / machine.prepare + steps * machine.step_latency
+        first = lanes["prepare"] / steps
     for s in streams:
         lanes[s.lane] += s.read / s.rate
         first += s.panel / s.rate + (0 if slots.unified else s.panel / machine.h2d)

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
+from oocgemm.plan.emulation import NUMBERS
+
 
 class Op(StrEnum):
     """What is done to an operand before it is multiplied; BLAS's letters."""
@@ -42,7 +44,12 @@ DTYPES = {
 
 
 # The precisions that a product may be computed in, and the dtypes that have each.
-COMPUTES = {"native": tuple(DTYPES), "tf32": ("float32",), "bf16": ("float32",)}
+COMPUTES = {
+    "native": tuple(DTYPES),
+    "tf32": ("float32",),
+    "bf16": ("float32",),
+    "emulated": ("float32", "float64"),
+}
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,8 @@ class GemmProblem:
     """``C (m x n) = alpha * op(A) (m x k) @ op(B) (k x n) + beta * C``, each tile `checked` against checksums or not.
 
     The dtypes of a, b, the accumulator and c are kept apart, so that wider accumulators and results fit in. `compute`
-    is one of `COMPUTES`: what float32 operands may be rounded to before they are multiplied.
+    is one of `COMPUTES`: what float32 operands may be rounded to before they are multiplied, or "emulated" for exact
+    products of residues (`oocgemm.plan.emulation`).
     """
 
     m: int
@@ -77,6 +85,16 @@ class GemmProblem:
     def reads_c(self) -> bool:
         """beta = 0 never reads C."""
         return self.beta != 0
+
+    @property
+    def planes(self) -> int:
+        """Planes of residues, a byte an element, that a panel may be turned into before it is multiplied."""
+        return NUMBERS[self.a_dtype][-1] if self.compute == "emulated" else 0
+
+    @property
+    def rate(self) -> str:
+        """The name of the kernel rate that counts."""
+        return f"emulated {self.a_dtype}" if self.planes else self.a_dtype
 
     @property
     def finishes(self) -> bool:

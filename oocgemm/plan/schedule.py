@@ -7,6 +7,7 @@ A schedule is the *sequential* program of the run, in the order one would write 
         for each step p but the last few:
             Read A(i,p) -> host slot    Upload A -> A0 or A1
             Read B(p,j) -> host slot    Upload B -> B0 or B1
+            [Prepare  A_p, B_p -> planes of residues]      compute = emulated
             Multiply  C0 += A_p B_p
         Read, Upload the panels of the last `drain` steps
         for each strip of rows of C0:
@@ -21,7 +22,7 @@ waits that remain are derived from the regions each operation reads and writes (
 Nothing here says "wait". An executor, a simulator and a checker consume the same operations.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -50,6 +51,7 @@ class Lane(StrEnum):
     READ = "read"
     DECODE = "decode"
     H2D = "h2d"
+    PREPARE = "prepare"
     COMPUTE = "compute"
     D2H = "d2h"
     ENCODE = "encode"
@@ -59,6 +61,7 @@ class Lane(StrEnum):
 LANES = {
     Kind.READ: Lane.READ,
     Kind.UPLOAD: Lane.H2D,
+    Kind.PREPARE: Lane.PREPARE,
     Kind.MULTIPLY: Lane.COMPUTE,
     Kind.FINISH: Lane.COMPUTE,
     Kind.DOWNLOAD: Lane.D2H,
@@ -74,7 +77,7 @@ class Operation:
     """One copy or one computation.
 
     `m`, `n`, `k` are the spans of the problem it concerns: m and k for a panel of op(A), k and n for one of
-    op(B), m and n for a tile of C or a strip of it, all three for a Multiply (whose m may be a strip of the rows
+    op(B), m and n for a tile of C or a strip of it, all three for a Prepare and a Multiply (whose m may be a strip of the rows
     that its panel of op(A) holds). `first` marks the Multiply that
     begins a tile, the one that applies beta. `coded` marks a Read or a Write through a codec, which is what takes
     its time. `bytes` cross the lane's link, `flops` are done.
@@ -130,7 +133,7 @@ class Schedule:
     last: Tile | None = None
 
     def __iter__(self) -> Iterator[Operation]:
-        strips_done = 0
+        strips_done = prepared = 0
         placing = self._placing()
         for position, tile in enumerate(self.tiles):
             strips = list(enumerate(self._strips(tile), strips_done))
@@ -147,9 +150,17 @@ class Schedule:
                 for step, a, b in group:
                     yield from self._load_panel("A", tile, step, a)
                     yield from self._load_panel("B", tile, step, b)
+                planes: dict[int, Region] = {}
+                for step, a, b in group if self.slots.planes else ():
+                    if _length(self.grid.depth(step)):
+                        slot = Slot(Tier.DEVICE, "P", prepared % self.slots.planes)
+                        planes[step] = Region(slot, 0, 1)
+                        prepared += 1
+                        yield self._prepare(tile, step, a, b, planes[step])
                 for number, rows in strips if by_strips else [(0, self.grid.rows(tile[0]))]:
                     for step, a, b in group:
-                        yield self._multiply(tile, rows, step, a, b, c_slot, first=step == begins)
+                        inputs = self._inputs(tile, step, a, b, planes)
+                        yield self._multiply(tile, rows, step, inputs, c_slot, first=step == begins)
                     if by_strips and not left:
                         yield from self._drain(tile, rows, number, c_slot)
             if not by_strips:
@@ -207,24 +218,39 @@ class Schedule:
             yield Operation(Kind.READ, operand, tile, step, (), (host,), m, n, k, size, coded=coded)
         yield Operation(Kind.UPLOAD, operand, tile, step, (host,), (device,), m, n, k, size)
 
-    def _multiply(
-        self, tile: Tile, rows: Span, step: int, a: Placed, b: Placed, c_slot: Slot, *, first: bool
-    ) -> Operation:
+    def _inputs(
+        self, tile: Tile, step: int, a: Placed, b: Placed, planes: Mapping[int, Region]
+    ) -> tuple[Region, ...]:
+        """The panels of a step, and their residues if it has any."""
+        m, n, k = (
+            _length(x) for x in (self.grid.rows(tile[0]), self.grid.cols(tile[1]), self.grid.depth(step))
+        )
+        if k == 0:
+            return ()
+        panels = (
+            Region(Slot(Tier.DEVICE, "A", a.device_slot), 0, m * k),
+            Region(Slot(Tier.DEVICE, "B", b.device_slot), 0, k * n),
+        )
+        return (*panels, planes[step]) if step in planes else panels
+
+    def _prepare(self, tile: Tile, step: int, a: Placed, b: Placed, planes: Region) -> Operation:
         m, n, k = self.grid.rows(tile[0]), self.grid.cols(tile[1]), self.grid.depth(step)
+        size = (_length(m) + _length(n)) * _length(k) * self.problem.itemsizes["A"]
+        reads = self._inputs(tile, step, a, b, {})
+        return Operation(Kind.PREPARE, "P", tile, step, reads, (planes,), m, n, k, size)
+
+    def _multiply(
+        self, tile: Tile, rows: Span, step: int, inputs: tuple[Region, ...], c_slot: Slot, *, first: bool
+    ) -> Operation:
+        n, k = self.grid.cols(tile[1]), self.grid.depth(step)
         c = self._in_tile(c_slot, tile, rows)
         keeps_old = not first or (self.problem.reads_c and not self.problem.finishes)
-        panels: tuple[Region, ...] = ()
-        if k[0] < k[1]:
-            panels = (
-                Region(Slot(Tier.DEVICE, "A", a.device_slot), 0, _length(m) * _length(k)),
-                Region(Slot(Tier.DEVICE, "B", b.device_slot), 0, _length(k) * _length(n)),
-            )
         return Operation(
             Kind.MULTIPLY,
             "C",
             tile,
             step,
-            (*panels, c) if keeps_old else panels,
+            (*inputs, c) if keeps_old else inputs,
             (c,),
             rows,
             n,

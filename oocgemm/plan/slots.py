@@ -13,7 +13,8 @@ class Tier(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A buffer: A and B hold a panel, C a tile (device) or a strip of one (host), D a finished strip (device)."""
+    """A buffer: A and B hold a panel, C a tile (device) or a strip of one (host), D a finished strip
+    (device), P the residues of a step's panels (device)."""
 
     tier: Tier
     operand: str
@@ -55,10 +56,11 @@ class Slots:
     finish: int = 0
     strip: int = 1
     drain: int = 1
+    planes: int = 0
     unified: bool = False
 
     def count(self, tier: Tier, operand: str) -> int:
         """Slots of an operand on a tier."""
         if tier is Tier.HOST:
             return {"A": self.host_a, "B": self.host_b, "C": self.host_c}.get(operand, 0)
-        return {"A": self.a, "B": self.b, "C": self.c, "D": self.finish}[operand]
+        return {"A": self.a, "B": self.b, "C": self.c, "D": self.finish, "P": self.planes}[operand]
