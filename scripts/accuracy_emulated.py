@@ -41,7 +41,7 @@ def panels(size: Size, dtype: str) -> Iterator[tuple[str, Array, Array]]:
             yield name, a.astype(dtype), b.astype(dtype)
 
 
-def _wide_panels(size: Size) -> Iterator[tuple[str, Array, Array]]:
+def _wide_panels(size: Size) -> Iterator[tuple[str, Array, Array]]:  # noqa: PLR0915  a list of cases
     rng = np.random.default_rng(1)
     left, right = (size.m, size.k), (size.k, size.n)
 

@@ -125,18 +125,13 @@ def split(x: Array, planes: Planes, how: Residues, facts: PanelFacts) -> PanelFa
     planes.exponents[...] = np.where(live, np.floor(how.exponent - np.where(live, planes.norms, 0)), 0)
     exact = True
     with np.errstate(all="ignore"):
-        grain = float(
-            np.exp2(-planes.exponents - planes.norms, where=live, out=np.zeros(live.shape)).max(initial=0)
-        )
+        grain = float(np.exp2(-planes.exponents - planes.norms)[live].max(initial=0))
         for rows in _pieces(x):
             scaled = np.ldexp(x[rows].astype(np.float64, order="C"), planes.exponents[rows, None])
             whole = np.rint(scaled)
-            # What was not 0 and has become 0, or less than 1, is not exact either.
-            exact = (
-                exact
-                and bool((whole == scaled).all())
-                and np.count_nonzero(whole) == np.count_nonzero(x[rows])
-            )
+            # Scaling itself may have made a 0 of what was none.
+            same = np.array_equal(whole, scaled) and np.count_nonzero(whole) == np.count_nonzero(x[rows])
+            exact = exact and bool(same)
             integers = whole.astype(np.int64)
             del scaled, whole
             for plane, p in zip(planes.residues, how.moduli, strict=False):
@@ -174,12 +169,11 @@ def multiply(prepared: Prepared, rows: slice, alpha: float, beta: float, c: Arra
     """
     how = residues(prepared.number)
     first, last, _ = rows.indices(len(prepared.a.exponents))
-    across = min(_SIDE, c.shape[1])
     for top in range(first, last, _SIDE):
-        for left in range(0, c.shape[1], max(1, across)):
-            a, b = slice(top, min(top + _SIDE, last)), slice(left, min(left + across, c.shape[1]))
-            block = c[top - first : top - first + _SIDE, b]
-            _multiply_block(prepared, how, (a, b), alpha, beta, block, workspace)
+        for left in range(0, c.shape[1], _SIDE):
+            down, across = slice(top, min(top + _SIDE, last)), slice(left, left + _SIDE)
+            block = c[top - first : down.stop - first, across]
+            _multiply_block(prepared, how, (down, across), alpha, beta, block, workspace)
 
 
 def _multiply_block(

@@ -98,6 +98,11 @@ class PanelFacts:
     least: float
     above: tuple[int, ...]
 
+    @property
+    def rounded(self) -> float:
+        """Most of 2^-s over the 2-norm of a row that rounding can have changed."""
+        return 0.0 if self.exact else self.grain
+
 
 def suffices(a: PanelFacts, b: PanelFacts, depth: int, unit: float) -> bool:
     """Whether the product of two prepared panels of that depth is as good as a native one, with unit roundoff `unit`.
@@ -110,16 +115,20 @@ def suffices(a: PanelFacts, b: PanelFacts, depth: int, unit: float) -> bool:
     """
     if not (a.finite and b.finite) or not LEAST_DEPTH <= depth <= MOST_DEPTH:
         return False
-    grain_a, grain_b = (0.0 if panel.exact else panel.grain for panel in (a, b))
-    error = (grain_a * b.most + grain_b * a.most) / 2 + depth * grain_a * grain_b / 4
+    error = largest_error(a, b, depth)
     if error == 0:
         return True
-    deviation = sqrt((grain_a**2 + grain_b**2) / 12)
+    deviation = sqrt((a.rounded**2 + b.rounded**2) / 12)
     typical = a.least * b.least / depth
     share = least_share(a.above, b.above, depth)
     return (
         error <= (min(depth, 6 * sqrt(depth)) - _ROUNDINGS) * unit * share and deviation <= unit / 2 * typical
     )
+
+
+def largest_error(a: PanelFacts, b: PanelFacts, depth: int) -> float:
+    """What an element of A'B', scaled back, can be off by at most, over the 2-norms of its row and column."""
+    return (a.rounded * b.most + b.rounded * a.most) / 2 + depth * a.rounded * b.rounded / 4
 
 
 def least_share(a: Sequence[int], b: Sequence[int], depth: int) -> float:

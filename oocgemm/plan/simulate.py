@@ -41,14 +41,12 @@ def duration(
             return operation.bytes / machine.h2d + machine.copy_latency
         case Kind.DOWNLOAD:
             return operation.bytes / machine.d2h + machine.copy_latency
-        case Kind.PREPARE:
-            return operation.bytes / machine.prepare + machine.step_latency
         case Kind.MULTIPLY:
             w, h, r = (s[1] - s[0] for s in (operation.m, operation.n, operation.k))
             seconds = multiply_seconds(problem, machine, operation.flops, w, h, r) if r else 0.0
             return seconds + machine.step_latency
-        case _:
-            return machine.step_latency
+        case _:  # a Prepare, or a Finish, which has no bytes
+            return operation.bytes / machine.prepare + machine.step_latency
 
 
 def simulate(
