@@ -5,7 +5,7 @@
 //   tensor_map   what the host's cuTensorMapEncodeTiled made; copy_box lets the copy engine bring one box of it
 //   wgmma        D (64 x N, registers) += X (64 x k-step) Y (k-step x N) by the 128 threads of a warpgroup, asynchronously
 //
-// Compile-time: OOC_FORMAT (tf32 | f16 | bf16), MMA_N (128 | 256).
+// Compile-time, for wgmma: OOC_FORMAT (tf32 | f16 | bf16), MMA_N (128 | 256).
 #pragma once
 
 #include "ptx.cuh"
@@ -77,6 +77,8 @@ __device__ inline void fewer_registers() { asm volatile("setmaxnreg.dec.sync.ali
 template <int COUNT>
 __device__ inline void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
 
+#ifdef MMA_N
+
 // --- wgmma ------------------------------------------------------------------------------------------------------------
 
 // Registers written by other instructions may now be read by wgmma.
@@ -136,3 +138,5 @@ __device__ inline void wgmma_tf32(float (&d)[MMA_N / 2], const unsigned (&x)[4],
                  : OOC_ACCUMULATORS(d)
                  : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "l"(y), "r"(keep));
 }
+
+#endif
