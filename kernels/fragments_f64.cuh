@@ -104,7 +104,7 @@ __device__ inline void store_pair(double* to, pair values, int left, bool wide) 
 template <bool WHOLE, int GROUPS_X, int GROUPS_Y>
 __device__ inline void write_sums(const double (&sums)[GROUPS_X][2 * GROUPS_Y][4], double* c, const gemm_arguments& g, int rows_left,
                                   int columns_left, bool wide) {
-    constexpr int BATCHES = GROUPS_X * GROUPS_Y, INNER = TURNED ? GROUPS_X : GROUPS_Y, AHEAD = BATCHES < 3 ? BATCHES : 3;
+    constexpr int BATCHES = GROUPS_X * GROUPS_Y, INNER = TURNED ? GROUPS_X : GROUPS_Y, AHEAD = TURNED && Y_K ? 2 : 1;
     const int lane = threadIdx.x % 32, in_x = 2 * (lane / 4), t = lane % 4;
     const int in_y = Y_K ? 2 * (t % 2) + 8 * (t / 2) : 2 * t;
     c += (TURNED ? in_y : in_x) * g.ldc + (TURNED ? in_x : in_y);
