@@ -17,7 +17,7 @@ from oocgemm.backends.multiplier import Multiplier, device_name
 from oocgemm.plan import DTYPES, Op
 
 _BLOCK = 1_000_003  # random numbers, repeated; no power of 2, so that rows differ
-_LEAST_SAMPLES, _SAMPLES = 3, 25
+_LEAST_SAMPLES, _SAMPLES = 5, 25
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class Stopwatch:
     def compare(
         self, contenders: Sequence[tuple[Kernel | None, Params]], call: Call, seconds: float
     ) -> list[Timing]:
-        """Time contenders (cuBLAS is None) that take turns, for about so many seconds each and three times at least.
+        """Time contenders (cuBLAS is None) that take turns, for about so many seconds each and five times at least.
 
         Launching takes some microseconds of the host: of a shorter product that is what is measured.
         """
