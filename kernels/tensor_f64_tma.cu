@@ -183,5 +183,6 @@ extern "C" __global__ void
                 write_sums<false, GROUPS_X, GROUPS_Y>(sums, c, g, m - top, n - left, aligned);
         }
     }
+    __syncwarp();
     if (CLUSTER > 1) cluster_barrier();  // no block leaves while another may still write to its shared memory
 }
