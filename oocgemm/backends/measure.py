@@ -1,6 +1,7 @@
 """Times kernels on a CUDA device: random operands, warmed up, taking turns, with the clock they ran at."""
 
 import ctypes
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -107,6 +108,7 @@ class Stopwatch:
     ) -> list[Timing]:
         """Time contenders (cuBLAS is None) that take turns, for about so many seconds each and five times at least.
 
+        The order changes from turn to turn: a GPU at its power limit is faster after a contender that drew little.
         Launching takes some microseconds of the host: of a shorter product that is what is measured.
         """
         times = []
@@ -118,9 +120,9 @@ class Stopwatch:
         samples: list[list[float]] = [[] for _ in contenders]
         clocks: list[list[int]] = [[] for _ in contenders]
         for turn in range(max(rounds, default=0)):
-            for i, contender in enumerate(contenders):
+            for i in random.Random(turn).sample(range(len(contenders)), len(contenders)):
                 if turn < rounds[i]:
-                    samples[i].append(self.seconds(*contender, call, times[i][0]))
+                    samples[i].append(self.seconds(*contenders[i], call, times[i][0]))
                     clocks[i] += self.clocks.now()
         return [
             Timing(median(found), min(found), max(found), len(found), min(clock, default=None))
