@@ -6,7 +6,7 @@
 //   tensor_map   what the host's cuTensorMapEncodeTiled made; copy_box lets the copy engine bring one box of it
 //   wgmma        D (64 x N, registers) += X (64 x k-step) Y (k-step x N) by the 128 threads of a warpgroup, asynchronously
 //
-// Compile-time: OOC_FORMAT (tf32 | f16 | bf16, with sums in float32; s8, with sums in int32, and OOC_INTEGER_SUMS), MMA_N (128 | 256).
+// Compile-time, for wgmma: OOC_FORMAT (tf32 | f16 | bf16, with sums in float32; s8, with sums in int32, and OOC_INTEGER_SUMS), MMA_N (128 | 256).
 #pragma once
 
 #include "ptx.cuh"
@@ -105,6 +105,8 @@ __device__ inline void fewer_registers() { asm volatile("setmaxnreg.dec.sync.ali
 template <int COUNT>
 __device__ inline void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
 
+#ifdef MMA_N
+
 // --- wgmma ------------------------------------------------------------------------------------------------------------
 
 // Registers written by other instructions may now be read by wgmma.
@@ -182,3 +184,5 @@ __device__ inline void wgmma_8bit(wgmma_sum (&d)[MMA_N / 2], unsigned long long 
                  : OOC_ACCUMULATORS(d)
                  : "l"(x), "l"(y), "r"(keep));
 }
+
+#endif

@@ -138,6 +138,8 @@ def print_report(report: Report, timeline: Timeline, *, advise: bool = False) ->
     plan = timeline.header.get("plan", {})
     if "machine" in plan:
         out.print(_machine_model(plan["machine"], plan.get("calibrated", False)), soft_wrap=True)
+    if kernels := timeline.header.get("backend", {}).get("multiplied by"):
+        out.print(f"multiplied by {escape(', '.join(kernels))}", soft_wrap=True)
     if retried := timeline.header.get("retried"):
         out.print(
             f"tried again {len(retried)} times what had failed, at last {escape(retried[-1])}",

@@ -71,7 +71,7 @@ def on_gpu() -> list[str]:
 def from_disk() -> list[str]:
     """A table of the cases of `bench_disk.py`."""
     cases = load("bench_disk.json")
-    flat = [case for name in cases for case in (cases[name].values() if name == "codecs" else [cases[name]])]
+    flat = [one for case in cases.values() for one in ([case] if "what" in case else case.values())]
     lines = [
         "From zarr to zarr on the same kind of machine, `oocgemm run`, C synced to disk:",
         "",
@@ -82,6 +82,7 @@ def from_disk() -> list[str]:
         "over_in_core": ("in_core_seconds", "in-core cuBLAS, same flops", "T {} times"),
         "over_disk": ("disk_alone_seconds", "reading the operands once", "T {} times"),
         "of_decode": ("decode_alone_seconds", "decoding alone, all cores", "{} of its rate"),
+        "of_cublas": ("cublas_seconds", "the same with cuBLAS", "{} of its rate"),
     }
     for case in flat:
         share = sorted(case["compute_share"])
@@ -219,40 +220,30 @@ def kernels() -> str:
 
 
 # Square products, and updates of a result of 12288 x 12288 (beta 1) by panels of some depth.
-FAST_SHAPES = [(n, n, n, 0) for n in (4096, 8192, 16384)] + [(12288, 12288, r, 1) for r in (512, 1024, 2048)]
+FAST_SHAPES = [[n, n, n] for n in (4096, 8192, 16384)] + [[12288, 12288, r] for r in (512, 1024, 2048)]
 
 
 def fast_kernels() -> list[str]:
-    """A table of what `simt` and `tensor` reach of cuBLAS, default variants, each kernel launched by itself."""
-    plain, hopper = load("kernels_fp.json"), load("kernels_wg.json")
-    wide = {
-        (row["format"], row["kernel"], *row["shape"], row["beta"]): row["ratio"]
-        for row in hopper["timings"]
-        if row["ops"] == "nn"
-    }
-    rows: list[tuple[str, list[float | None]]] = []
-    for rung, dtype in (("simt", "float32"), ("tensor", "float64")):
-        found = [plain["times"][f"{dtype} {m}x{n}x{k} ops 00 beta {beta}"] for m, n, k, beta in FAST_SHAPES]
-        default = next(key for one in found for key in one if key.startswith(rung))
-        rows.append((f"`{rung}`, {dtype}", [one.get(default, {}).get("ratio") for one in found]))
-    for name, form, kernel in (
-        ("float16", "f16", "wgmma-coop"),
-        ("bfloat16", "bf16", "wgmma-coop"),
-        ("tf32", "tf32", "wgmma32-alone"),
-    ):
-        ratios = [wide[(form, kernel, m, n, k, float(beta))] for m, n, k, beta in FAST_SHAPES]
-        rows.append((f"`tensor`, {name}", ratios))
-    titles = [f"{n}^3" if m == k else f"12288^2, k = {k}" for m, n, k, _ in FAST_SHAPES]
-    return [
-        f"`simt` and `tensor` over cuBLAS on one {plain['device']}, medians of runs that took turns, each kernel launched by itself:",
+    """A table of what `simt` and `tensor` reach of cuBLAS, from `oocgemm bench kernels --json` for each dtype."""
+    results = load("kernels_fast.json")["results"]
+    best: dict[tuple[str, str, tuple[int, ...]], dict[str, Any]] = {}
+    for row in (row for result in results for row in result["rows"] if row["kernel"] != "cublas"):
+        key = row["kernel"], row["dtype"], tuple(row["shape"])
+        if key not in best or row["flops"] > best[key]["flops"]:
+            best[key] = row
+    titles = [f"{n}^3" if m == k else f"12288^2, k = {k}" for m, n, k in FAST_SHAPES]
+    lines = [
+        f"`simt` and `tensor` over cuBLAS on one {results[0]['device']}, the best parameters of each, medians of "
+        f"{min(row['samples'] for row in best.values())} to {max(row['samples'] for row in best.values())} samples that took turns:",
         "",
         f"| kernel | {' | '.join(titles)} |",
         f"| --- |{' --- |' * len(titles)}",
-        *(
-            f"| {name} | {' | '.join(f'{ratio:.2f}' if ratio else '' for ratio in ratios)} |"
-            for name, ratios in rows
-        ),
     ]
+    for rung, dtype in dict.fromkeys((rung, dtype) for rung, dtype, _ in best):
+        found = [best.get((rung, dtype, tuple(shape))) for shape in FAST_SHAPES]
+        cells = [f"{row['of cublas']:.3f}" if row else "" for row in found]
+        lines.append(f"| {' | '.join([f'`{rung}`, {dtype}', *cells])} |")
+    return lines
 
 
 def ratio(values: list[float]) -> str:

@@ -119,6 +119,7 @@ def test_run_shows_the_figures_where_c_is_and_what_reads_the_timeline() -> None:
         "copy overlap",
         "storage overlap",
         "exposed",
+        "multiplied by blas",
         "C: new",
         "oocgemm report log",
     ):

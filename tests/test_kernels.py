@@ -262,8 +262,11 @@ def test_some_entry_of_a_fast_rung_takes_any_call(
             assert kernel.launch(call(*shape, dtype, ops), params).grid[0] > 0
     whole = call(4096, 4096, 4096, dtype, a=256, b=512, compute=compute, device=device)
     taken, _ = ladder.choose(rung, whole)
-    if rung == "tensor" and dtype != "float64":
-        assert taken.source == ("tensor_wgmma" if capability == (9, 0) else "tensor_mma")
+    if rung == "tensor":
+        hopper, others = (
+            ("tensor_f64_tma", "tensor_f64") if dtype == "float64" else ("tensor_wgmma", "tensor_mma")
+        )
+        assert taken.source == (hopper if capability == (9, 0) else others)
 
 
 def test_what_the_copy_engine_is_told_covers_the_operands() -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import oocgemm
-from oocgemm.backends import ladder
+from oocgemm.backends import ladder, tuning
 from oocgemm.backends.kernel import Call, Kernel, Params
 from oocgemm.backends.ladder import LADDER
+from oocgemm.backends.tuning import Measured, Tuning
 from oocgemm.plan import DTYPES, Op
 from tests.backends_here import CUDA
 from tests.gemm_cases import (
@@ -177,6 +179,25 @@ def test_a_whole_run_takes_the_kernel_it_is_told(name: str) -> None:
                 )
             assert_same(c, expected)
             assert set(ran) == {name}
+
+
+@pytest.mark.parametrize("fastest", ["register", "cublas"])
+def test_auto_takes_what_was_measured_fastest(
+    fastest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from oocgemm.backends.multiplier import device_name
+
+    monkeypatch.setenv("OOCGEMM_CACHE", str(tmp_path))
+    rungs = {kernel.name: kernel.variants[0] for kernel in LADDER if kernel.name in ("register", "tiled")}
+    measured = {
+        name: Measured(2e12 if name == fastest else 1e12, params)
+        for name, params in {"cublas": {}, **rungs}.items()
+    }
+    tuning.save(Tuning(device_name(0), "", {"float64": dict.fromkeys(tuning.CLASSES, measured)}))
+    a, b = (integers(np.random.default_rng(6), (100, 100), "float64") for _ in "AB")
+    result = oocgemm.gemm(a, b, backend="cuda", kernel="auto")
+    assert result.timeline.header["backend"]["multiplied by"] == [fastest]
+    assert_same(result.out, a @ b)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Times kernels on a CUDA device: random operands, warmed up, taking turns, with the clock they ran at."""
 
 import ctypes
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from oocgemm.backends.multiplier import Multiplier, device_name
 from oocgemm.plan import DTYPES, Op
 
 _BLOCK = 1_000_003  # random numbers, repeated; no power of 2, so that rows differ
-_LEAST_SAMPLES, _SAMPLES = 3, 25
+_LEAST_SAMPLES, _SAMPLES = 5, 25
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +106,9 @@ class Stopwatch:
     def compare(
         self, contenders: Sequence[tuple[Kernel | None, Params]], call: Call, seconds: float
     ) -> list[Timing]:
-        """Time contenders (cuBLAS is None) that take turns, for about so many seconds each and three times at least.
+        """Time contenders (cuBLAS is None) that take turns, for about so many seconds each and five times at least.
 
+        The order changes from turn to turn: a GPU at its power limit is faster after a contender that drew little.
         Launching takes some microseconds of the host: of a shorter product that is what is measured.
         """
         times = []
@@ -118,9 +120,9 @@ class Stopwatch:
         samples: list[list[float]] = [[] for _ in contenders]
         clocks: list[list[int]] = [[] for _ in contenders]
         for turn in range(max(rounds, default=0)):
-            for i, contender in enumerate(contenders):
+            for i in random.Random(turn).sample(range(len(contenders)), len(contenders)):
                 if turn < rounds[i]:
-                    samples[i].append(self.seconds(*contender, call, times[i][0]))
+                    samples[i].append(self.seconds(*contenders[i], call, times[i][0]))
                     clocks[i] += self.clocks.now()
         return [
             Timing(median(found), min(found), max(found), len(found), min(clock, default=None))

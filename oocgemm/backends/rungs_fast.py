@@ -130,6 +130,42 @@ def _wgmma_params(
     return dict(zip(names, (mma_n, m_blocks, team, stages, cluster, group, reduce, 1), strict=True))
 
 
+# --- tensor, float64, by the copy engine -----------------------------------------------------------------------------------
+
+
+def _f64_tma(call: Call, p: Params) -> Launch:
+    tiles = blocks(call.m, p["BLOCK_M"] * p["CLUSTER"]) * blocks(call.n, p["BLOCK_N"])
+    clusters = max(1, min(call.device.processors // p["CLUSTER"], tiles))
+    shared = 2 * p["STAGES"] * ((p["BLOCK_M"] + p["BLOCK_N"]) * 128 + 16) + 16 + 1024
+    return Launch((clusters * p["CLUSTER"], 1, 1), (384, 1, 1), shared)
+
+
+def _f64_tma_refuses(call: Call, p: Params) -> str | None:
+    if call.op_a.swaps and not call.op_b.swaps:
+        return "A transposed with B as stored takes more registers than a thread has: tensor_f64 does it"
+    if not all(0 < extent < _MOST for extent in (call.m, call.n, call.k)):
+        return f"the copy engine takes extents from 1 to {_MOST - 1}"
+    if _alignment(call) % 16:
+        return "the copy engine takes addresses and rows of A and B that are multiples of 16 bytes"
+    return None
+
+
+def _f64_tma_maps(call: Call, p: Params) -> tuple[TensorMap, TensorMap]:
+    def described(address: int, ld: int, k_major: bool, extent: int, rows: int) -> TensorMap:
+        extents = (call.k, extent) if k_major else (extent, call.k)
+        return TensorMap("float64", address, extents, (ld * 8,), (16, rows if k_major else 16), 128)
+
+    return (
+        described(call.a, call.lda, not call.op_a.swaps, call.m, p["BLOCK_M"]),
+        described(call.b, call.ldb, call.op_b.swaps, call.n, p["BLOCK_N"] // p["CLUSTER"]),
+    )
+
+
+def _f64_tma_params(cluster: int, group: int) -> Params:
+    names = "BLOCK_M", "BLOCK_N", "WARP_X", "WARP_Y", "STAGES", "CLUSTER", "GROUP"
+    return dict(zip(names, (64, 128, 64, 32, 4, cluster, group), strict=True))
+
+
 # --- tensor, by mma.sync ------------------------------------------------------------------------------------------------
 
 _mma = _tiled(
@@ -197,6 +233,17 @@ FAST: tuple[Kernel, ...] = (
         launch=_simt,
         refuses=_too_many(_simt),
         instruction="DFMA",
+    ),
+    Kernel(
+        name="tensor",
+        source="tensor_f64_tma",
+        dtypes=("float64",),
+        archs=("sm_90a",),
+        variants=(_f64_tma_params(2, 8),),
+        launch=_f64_tma,
+        refuses=_f64_tma_refuses,
+        maps=_f64_tma_maps,
+        instruction="DMMA",
     ),
     Kernel(
         name="tensor",
