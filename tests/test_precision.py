@@ -148,3 +148,45 @@ def test_an_identity_says_what_was_tuned() -> None:
     assert tuning.describe("naive", "float32", "native") == "naive"
     said = tuning.describe("tiled", "float32", "native")
     assert said == "tiled TILE=16 for square, tiled TILE=32 for update, tiled for thin"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize(("trans_a", "trans_b"), [("N", "N"), ("T", "T"), ("C", "N")])
+def test_products_of_residues_are_exact_where_native_ones_are(
+    dtype: str, trans_a: str, trans_b: str, backend: str
+) -> None:
+    """Over tiles, steps and edges, beside a panel that has to be multiplied natively."""
+    rng = np.random.default_rng(2)
+    shapes = [
+        shape if op == "N" else shape[::-1] for shape, op in (((70, 333), trans_a), ((333, 50), trans_b))
+    ]
+    a, b = (integers(rng, shape, dtype) for shape in shapes)
+    c = integers(rng, (70, 50), dtype)
+    old = c.copy()
+    options: dict[str, Any] = {"trans_a": trans_a, "trans_b": trans_b, "alpha": 0.5, "beta": 2}
+    options |= {"backend": backend, "tile": "32x32x100", "device_memory": "192MiB"}
+    done = oocgemm.gemm(a, b, c, compute="emulated", **options)
+    np.testing.assert_array_equal(c, reference(0.5, Op(trans_a), a, Op(trans_b), b, 2, old).real)
+    # 3 x 2 tiles of 4 steps; integers need no more than the fewest moduli.
+    fewest = {"float64": 14, "float32": 7}[dtype]
+    assert done.timeline.header["backend"]["multiplied by"][-1] == f"24 steps by {fewest} moduli"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_residues_would_not_do_for_is_multiplied_natively(backend: str) -> None:
+    rng = np.random.default_rng(3)
+    a, b = rng.standard_normal((64, 300)), rng.standard_normal((300, 40))
+    a[5, 120] = np.nan
+    a[40, 7] = np.inf
+    options: dict[str, Any] = {"backend": backend, "tile": "32x40x100", "device_memory": "192MiB"}
+    found = oocgemm.gemm(a, b, compute="emulated", **options)
+    native = oocgemm.gemm(a, b, **options).out
+    assert found.timeline.header["backend"]["multiplied by"][-1] == "2 steps natively"
+    np.testing.assert_array_equal(np.isnan(found.out), np.isnan(native))
+    np.testing.assert_array_equal(np.isinf(found.out), np.isinf(native))
+    whole = np.isfinite(native)
+    assert whole.sum() > 2000
+    sizes = np.nan_to_num(np.abs(a), posinf=0) @ np.abs(b)
+    off = np.abs(found.out[whole] - native[whole])
+    assert (off <= 600 * ROUNDOFF["float64"] * sizes[whole]).all()
