@@ -31,7 +31,7 @@ from zarr.codecs import (
     ZstdCodec,
 )
 
-from oocgemm import BackendError, cli
+from oocgemm import BackendError, measuring
 from oocgemm.cli import EXIT_BUDGET, EXIT_FAILED, EXIT_USAGE
 from tests.command import Finished, command, own_threads
 
@@ -221,7 +221,7 @@ def lines(draw: st.DrawFn) -> list[str]:
 @given(words=lines())
 def test_any_command_line_ends_well(here: Path, words: list[str]) -> None:
     _fresh(here)
-    with patch.object(cli, "measure", side_effect=BackendError("nothing is measured here")):
+    with patch.object(measuring, "measure", side_effect=BackendError("nothing is measured here")):
         ended(*(word.replace("\0", "") for word in words))  # which no system hands over
 
 
@@ -499,7 +499,8 @@ def test_any_log_ends_well(here: Path, log: list[str], data: st.DataObject) -> N
     ids=str,
 )
 def test_a_header_that_says_nonsense_is_refused(here: Path, log: list[str], damage: dict[str, Any]) -> None:
-    (here / "odd.jsonl").write_text("\n".join([json.dumps(json.loads(log[0]) | damage), *log[1:]]))
+    ends = (json.dumps(json.loads(line) | damage) for line in (log[0], log[-1]))  # what is said last counts
+    (here / "odd.jsonl").write_text("\n".join([next(ends), *log[1:-1], next(ends)]))
     assert "its header is damaged" in ended("report", "odd.jsonl").err
 
 
