@@ -24,6 +24,7 @@ from oocgemm.backends.base import Array, known_dtypes, numpy_dtype
 from oocgemm.backends.memory import allocate, available_memory
 from oocgemm.errors import BackendError, InputError
 from oocgemm.plan import (
+    RATES,
     Calibration,
     KernelRate,
     Kind,
@@ -100,7 +101,7 @@ def calibrate(
     rows = max(1, min(rows, available_memory() // (64 * cols)))  # four blocks are held at a time, at most
     sizes = replace(sizes, block=(rows, cols), copies=tuple(c for c in sizes.copies if c <= rows))
     source = _numbers(sizes.block)
-    kernels, samples = _kernels(engine, machine, sizes, say)
+    kernels, prepare, samples = _kernels(engine, machine, sizes, say)
     rates, copies = _links(engine, machine, sizes, source, say)
     storage, decode = _storage(machine, folder, sizes, source, say)
     seconds = perf_counter() - started
@@ -110,7 +111,7 @@ def calibrate(
         device=backends.identity(engine),
         date=date.today().isoformat(),
         kernels=kernels,
-        rates=rates | {"decode": decode},
+        rates=rates | {"prepare": prepare, "decode": decode},
         stores={cache.file_system(folder): storage},
         samples={
             "kernels": samples,
@@ -124,41 +125,51 @@ def calibrate(
 
 def _kernels(
     engine: Backend, machine: MachineModel, sizes: Sizes, say: Callable[[str], None]
-) -> tuple[dict[str, KernelRate], dict[str, dict[str, float]]]:
-    """Rates of the multiplication by dtype: as fitted, and in flop/s by panel depth."""
+) -> tuple[dict[str, KernelRate], float, dict[str, dict[str, float]]]:
+    """Rates of the multiplication by what is multiplied and how: as fitted, and in flop/s by panel depth; between them
+    bytes a second of panels that are turned into planes of residues, of the dtype where that is slowest."""
     numbers = _numbers((64, 1024)).reshape(-1)
-    fitted, samples = {}, {}
-    for dtype in known_dtypes():
+    fitted, prepare, samples = {}, [], {}
+    for name, (dtype, compute) in RATES.items():
+        if dtype not in known_dtypes():
+            continue
         rates: dict[int, float] = {}
-        with Workbench(engine, machine, dtype, _fitting(engine, machine, dtype, sizes)) as bench:
+        tile = _fitting(engine, machine, dtype, sizes, compute)
+        with Workbench(engine, machine, dtype, tile, compute=compute) as bench:
             for operand in "AB":
                 bench.fill(operand, numbers.astype(numpy_dtype(dtype)))
-            bench.intervals(bench.multiply(sizes.depths[0], first=True))  # whatever C held is gone
             for depth in sizes.depths:
                 operation = bench.multiply(depth)
                 if len(rates) >= 2 and operation.flops > 4 * sizes.seconds * max(rates.values()):
                     break  # a slow machine: two depths make a line
-                say(f"{dtype}, panels {depth} deep")
+                say(f"{name}, panels {depth} deep")
+                if bench.plan.problem.planes:
+                    split = bench.prepare(depth)
+                    seconds = _typical(partial(bench.seconds, split), sizes.seconds)
+                if not rates:
+                    bench.intervals(bench.multiply(depth, first=True))  # whatever C held is gone
                 rates[depth] = operation.flops / _typical(partial(bench.seconds, operation), sizes.seconds)
-            samples[dtype] = {str(depth): rate for depth, rate in rates.items()}
-            fitted[dtype] = KernelRate.fitted(_whole(bench.plan, rates))
-    return fitted, samples
+            if bench.plan.problem.planes:
+                prepare.append(split.bytes / seconds)  # of the deepest
+            samples[name] = {str(depth): rate for depth, rate in rates.items()}
+            fitted[name] = KernelRate.fitted(_whole(bench.plan, rates))
+    return fitted, min(prepare), samples
 
 
 def _whole(plan: Plan, rates: Mapping[int, float]) -> dict[int, float]:
     """Rates as they would be on a tile without end: the model accounts for the extents of tiles by itself."""
-    tile, dtype = plan.tile, plan.problem.a_dtype
-    ideal = replace(plan.machine, kernels={dtype: KernelRate(1.0, 0.0)})
+    tile = plan.tile
+    ideal = replace(plan.machine, kernels={plan.problem.rate: KernelRate(1.0, 0.0)})
     loss = multiply_seconds(plan.problem, ideal, 1.0, tile.w, tile.h, tile.r)
     return {depth: rate * loss for depth, rate in rates.items()}
 
 
-def _fitting(engine: Backend, machine: MachineModel, dtype: str, sizes: Sizes) -> TileShape:
+def _fitting(engine: Backend, machine: MachineModel, dtype: str, sizes: Sizes, compute: str) -> TileShape:
     """The tile to multiply on: smaller where memory is short. Raises `BackendError` where there is next to none."""
     side, free = sizes.side, engine.free_memory()
     while True:
         tile = TileShape(side, side, sizes.depths[-1])
-        if plan_of(machine, dtype, tile).footprint.device_total <= _FREE_SHARE * free:
+        if plan_of(machine, dtype, tile, compute).footprint.device_total <= _FREE_SHARE * free:
             return tile
         if side < 64:
             raise BackendError(f"{free} bytes of free memory are too few to calibrate in: free some of it")

@@ -131,11 +131,11 @@ def rates(job: Job, c: Matrix) -> dict[str, float] | None:
     machine, problem = job.plan.machine, job.plan.problem
     sources = [job.a, job.b, *([c] if problem.reads_c else [])]
     stored = [x.layout for x in (*sources, c) if not x.layout.in_memory]
-    if problem.compute != "native":
-        return None  # the kernel's rate is that of native precision
+    if problem.compute not in ("native", "emulated"):
+        return None  # the kernel's rate in lower precision is not measured
     if not machine.calibrated or (stored and not machine.storage_calibrated):
         return None
-    known = {"kernel": machine.kernels[problem.a_dtype].peak}
+    known = {"kernel": machine.kernels[problem.rate].peak}
     if not machine.unified:
         known |= {"h2d": machine.h2d, "d2h": machine.d2h}
     if any(x.layout.decode_bytes for x in sources):

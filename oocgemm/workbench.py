@@ -33,9 +33,15 @@ class Workbench:
     """A session and its staging, with a slot for each panel and for one tile, and operations on them."""
 
     def __init__(
-        self, engine: Backend, machine: MachineModel, dtype: str, tile: TileShape, a: Matrix | None = None
+        self,
+        engine: Backend,
+        machine: MachineModel,
+        dtype: str,
+        tile: TileShape,
+        a: Matrix | None = None,
+        compute: str = "native",
     ) -> None:
-        self.plan = plan_of(machine, dtype, tile)
+        self.plan = plan_of(machine, dtype, tile, compute)
         self._cleanup = ExitStack()
         self.staging = Staging(self.plan, {"A": a} if a else {})
         self._cleanup.callback(self.staging.close)
@@ -53,12 +59,23 @@ class Workbench:
         self._cleanup.close()
 
     def multiply(self, depth: int, *, first: bool = False) -> Operation:
-        """The whole tile, by panels of that depth."""
+        """The whole tile, by panels of that depth; where residues are multiplied, after a Prepare of that depth."""
         tile, problem = self.plan.tile, self.plan.problem
-        a, b = _device("A", tile.w * depth), _device("B", depth * tile.h)
         c, spans = _device("C", tile.w * tile.h), ((0, tile.w), (0, tile.h), (0, depth))
-        reads, flops = (a, b) if first else (a, b, c), problem.step_flops(tile.w, tile.h, depth)
+        planes = (_device("P", 1),) if problem.planes else ()
+        reads = (*self._panels(depth), *planes, *(() if first else (c,)))
+        flops = problem.step_flops(tile.w, tile.h, depth)
         return Operation(Kind.MULTIPLY, "C", _TILE, 0, reads, (c,), *spans, flops=flops, first=first)
+
+    def prepare(self, depth: int) -> Operation:
+        """Residues of panels of that depth."""
+        tile, planes = self.plan.tile, (_device("P", 1),)
+        size = (tile.w + tile.h) * depth * self.plan.problem.itemsizes["A"]
+        spans = (0, tile.w), (0, tile.h), (0, depth)
+        return Operation(Kind.PREPARE, "P", _TILE, 0, self._panels(depth), planes, *spans, size)
+
+    def _panels(self, depth: int) -> tuple[Region, Region]:
+        return _device("A", self.plan.tile.w * depth), _device("B", depth * self.plan.tile.h)
 
     def load(self, kind: Kind, operand: str, rows: int | None = None) -> Operation:
         """A Read or an Upload of a panel, or of the first rows of one."""
@@ -107,12 +124,12 @@ class Workbench:
             return self.session.submit(operation, host, ())
 
 
-def plan_of(machine: MachineModel, dtype: str, tile: TileShape) -> Plan:
+def plan_of(machine: MachineModel, dtype: str, tile: TileShape, compute: str = "native") -> Plan:
     """One tile and one step, in one slot each."""
     kind = DTYPES[dtype]
-    problem = GemmProblem(tile.w, tile.h, tile.r, dtype, dtype, kind.accumulator, dtype)
-    host = 0 if machine.unified else 1
-    slots = Slots(a=1, b=1, c=1, host_a=host, host_b=host, host_c=host, strip=tile.w, unified=machine.unified)
+    problem = GemmProblem(tile.w, tile.h, tile.r, dtype, dtype, kind.accumulator, dtype, compute=compute)
+    host, planes = 0 if machine.unified else 1, 1 if problem.planes else 0
+    slots = Slots(1, 1, 1, host, host, host, strip=tile.w, planes=planes, unified=machine.unified)
     available = available_memory()
     candidate = Candidate(tile, slots, io_threads=machine.io_threads)
     return Plan(problem, Layouts(), Budgets(available, available), machine, candidate)

@@ -3,6 +3,7 @@
 from oocgemm.plan.candidates import Budgets
 from oocgemm.plan.cost import Candidate, Layouts
 from oocgemm.plan.machine import (
+    RATES,
     Calibration,
     KernelRate,
     MachineModel,
@@ -23,6 +24,7 @@ from oocgemm.plan.traversal import Traversal
 __all__ = [
     "COMPUTES",
     "DTYPES",
+    "RATES",
     "Budgets",
     "Calibration",
     "Candidate",

@@ -122,7 +122,7 @@ def _plane_work(problem: GemmProblem, tile: TileShape, machine: MachineModel) ->
     if not problem.planes:
         return 0
     w, h, _ = extents(problem, tile)
-    return HOST_WORK if machine.unified else work_bytes(problem.planes, w, h)
+    return HOST_WORK if machine.casts_panels else work_bytes(problem.planes, w, h)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,13 @@ from typing import Any
 from oocgemm.plan.problem import COMPUTES, DTYPES
 from oocgemm.plan.tiling import Layout
 
-# What has a kernel rate.
-RATES = {*DTYPES, *(f"emulated {dtype}" for dtype in COMPUTES["emulated"])}
+# What has a kernel rate: products of a dtype, and how they are computed.
+RATES = {dtype: (dtype, "native") for dtype in DTYPES} | {
+    f"emulated {dtype}": (dtype, "emulated") for dtype in COMPUTES["emulated"]
+}
 # Of a calibration as JSON.
 FORMAT = "oocgemm-calibration"
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +221,7 @@ class Calibration:
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"it is not whole: {error}") from error
         known = {f.name for f in fields(MachineModel) if f.type is float}
-        unknown = (rates.keys() - known) | (kernels.keys() - RATES)
+        unknown = (rates.keys() - known) | (kernels.keys() - RATES.keys())
         if unknown or any(rate.peak <= 0 for rate in kernels.values()):
             raise ValueError(f"it has rates that cannot be: {', '.join(sorted(unknown)) or 'a peak of 0'}")
         return cls(**texts, kernels=kernels, rates=rates, stores=stores, samples=samples)
