@@ -1,8 +1,8 @@
 """cuBLAS by cublasGemmEx, on the ladder's calls."""
 
 import numpy as np
-from cupy_backends.cuda.libs import cublas
 
+from oocgemm.backends import cuda_calls
 from oocgemm.backends.base import numpy_dtype
 from oocgemm.backends.kernel import Call
 from oocgemm.plan import Op
@@ -22,7 +22,7 @@ def gemm(handle: int, call: Call) -> None:
     """
     accumulator = call.accumulator
     alpha, beta = (np.array(value, numpy_dtype(accumulator)) for value in (call.alpha, call.beta))
-    cublas.gemmEx(
+    cuda_calls.gemm_ex(
         *(handle, _OPS[call.op_b], _OPS[call.op_a], call.n, call.m, call.k),
         alpha.ctypes.data,
         *(call.b, _TYPES[call.dtype], call.ldb),

@@ -16,7 +16,7 @@ import cupy
 from cupy.cuda import runtime
 from cupy_backends.cuda.libs import cublas
 
-from oocgemm.backends import tuning
+from oocgemm.backends import cuda_calls, tuning
 from oocgemm.backends.base import Array, Token, device_offsets, step_scalars
 from oocgemm.backends.kernel import Call
 from oocgemm.backends.ladder import check_plan
@@ -69,7 +69,8 @@ class _Clock:
 
 
 class CudaToken:
-    """An operation on a stream, between two events; `issued` is the host's time after the first was recorded."""
+    """An operation on a stream, between two events; `issued` is the host's time when the first of its launches
+    had been made."""
 
     __slots__ = ("_clock", "_issued", "_start", "end", "stream")
 
@@ -84,7 +85,8 @@ class CudaToken:
         self.end.synchronize()
 
     def interval(self) -> tuple[int, int]:
-        # On an idle stream an event is done as soon as it is recorded, before the work that follows has come.
+        # On an idle stream an event is done as soon as it is recorded, before the work that follows has come: a library may
+        # have to load a kernel first.
         start, end = self._clock.host(self._start), self._clock.host(self.end)
         return min(max(start, self._issued), end), end
 
@@ -127,18 +129,19 @@ class CudaSession:
     def submit(self, operation: Operation, host: Sequence[Array], after: Sequence[Token]) -> CudaToken:
         name = operation.stream
         stream = self._streams[name]
-        calls = self._prepared(operation, host, stream)
+        launches = self._prepared(operation, host, stream)
         for token in after:
             if not isinstance(token, CudaToken):
                 token.synchronize()
             elif token.stream != name:
-                stream.wait_event(token.end)
+                cuda_calls.wait(stream, token.end)
         start, end = cupy.cuda.Event(block=True), cupy.cuda.Event(block=True)
-        start.record(stream)
+        cuda_calls.record(start, stream)
+        launches[0]()
         issued = perf_counter_ns()
-        for call in calls:
-            call()
-        end.record(stream)
+        for launch in launches[1:]:
+            launch()
+        cuda_calls.record(end, stream)
         return CudaToken(self._clock, name, start, issued, end)
 
     def view(self, operation: Operation, region: Region) -> Array:
@@ -209,21 +212,21 @@ class CudaSession:
         start, size = host[0].ctypes.data, sum(group.nbytes for group in host)
         kind = runtime.memcpyHostToDevice if uploading else runtime.memcpyDeviceToHost
         borders = self._pin(start, size, whole=len(host) > 1)
-        calls: list[Callable[[], None]] = []
+        launches: list[Callable[[], None]] = []
         if len(host) > 1:
             row = sum(group.strides[0] for group in host)
             for group in host:
                 place, width = group.ctypes.data, group.strides[0]
                 ends = device, row, place, width
-                calls.append(partial(runtime.memcpy2DAsync, *ends, width, len(group), kind, stream.ptr))
+                launches.append(partial(runtime.memcpy2DAsync, *ends, width, len(group), kind, stream.ptr))
                 device += width
-            return calls
+            return launches
         for begin, end in pairwise(borders):  # a copy must not cross a border
             part = min(end, start + size) - begin
             if part > 0:
                 to_from = (device + begin - start, begin) if uploading else (begin, device + begin - start)
-                calls.append(partial(runtime.memcpyAsync, *to_from, part, kind, stream.ptr))
-        return calls
+                launches.append(partial(cuda_calls.copy, *to_from, part, stream))
+        return launches
 
     def _address(self, region: Region) -> int:
         """Where a region begins."""
