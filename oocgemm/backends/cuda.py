@@ -5,7 +5,7 @@ waits of streams on events; no thread waits for the device on the way from one s
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import pairwise
@@ -136,12 +136,7 @@ class CudaSession:
             elif token.stream != name:
                 cuda_calls.wait(stream, token.end)
         start, end = cupy.cuda.Event(block=True), cupy.cuda.Event(block=True)
-        cuda_calls.record(start, stream)
-        launches[0]()
-        issued = perf_counter_ns()
-        for launch in launches[1:]:
-            launch()
-        cuda_calls.record(end, stream)
+        issued = cuda_calls.record_around(launches, start, end, stream)
         return CudaToken(self._clock, name, start, issued, end)
 
     def view(self, operation: Operation, region: Region) -> Array:
@@ -195,37 +190,38 @@ class CudaSession:
                 borders.append(end)
             return borders
 
-    def _prepared(self, op: Operation, host: Sequence[Array], stream: Any) -> list[Callable[[], None]]:
-        """The calls that launch an operation, all that can be done before them done."""
+    def _prepared(self, op: Operation, host: Sequence[Array], stream: Any) -> list[cuda_calls.Launch]:
+        """What launches an operation, all done that can be done before."""
         match op.kind:
             case Kind.UPLOAD | Kind.DOWNLOAD:
                 return self._copies(op, host, stream)
             case Kind.MULTIPLY:
-                return [partial(self._multiplier.multiply, self._product(op))]
+                return [self._multiplier.choose(self._product(op))]
             case Kind.FINISH:
-                return [partial(self._finish, op)]
+                return [cuda_calls.in_python(partial(self._finish, op))]
         raise AssertionError(f"{op} is not for a device")
 
-    def _copies(self, op: Operation, host: Sequence[Array], stream: Any) -> list[Callable[[], None]]:
+    def _copies(self, op: Operation, host: Sequence[Array], stream: Any) -> list[cuda_calls.Launch]:
         uploading = op.kind is Kind.UPLOAD
         device = self._address((op.writes if uploading else op.reads)[0])
         start, size = host[0].ctypes.data, sum(group.nbytes for group in host)
         kind = runtime.memcpyHostToDevice if uploading else runtime.memcpyDeviceToHost
         borders = self._pin(start, size, whole=len(host) > 1)
-        launches: list[Callable[[], None]] = []
+        launches: list[cuda_calls.Launch] = []
         if len(host) > 1:
             row = sum(group.strides[0] for group in host)
             for group in host:
                 place, width = group.ctypes.data, group.strides[0]
                 ends = device, row, place, width
-                launches.append(partial(runtime.memcpy2DAsync, *ends, width, len(group), kind, stream.ptr))
+                copy = partial(runtime.memcpy2DAsync, *ends, width, len(group), kind, stream.ptr)
+                launches.append(cuda_calls.in_python(copy))
                 device += width
             return launches
         for begin, end in pairwise(borders):  # a copy must not cross a border
             part = min(end, start + size) - begin
             if part > 0:
                 to_from = (device + begin - start, begin) if uploading else (begin, device + begin - start)
-                launches.append(partial(cuda_calls.copy, *to_from, part, stream))
+                launches.append(cuda_calls.copy(*to_from, part, stream))
         return launches
 
     def _address(self, region: Region) -> int:

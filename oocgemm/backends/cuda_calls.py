@@ -6,8 +6,10 @@ had and not when the work was done.
 """
 
 import ctypes
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from operator import call
+from time import perf_counter_ns
 from typing import Any
 
 import cupy
@@ -18,9 +20,26 @@ _INT, _SIZE, _AT = ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p
 _UNSIGNED = ctypes.c_uint
 
 
-def record(event: Any, stream: Any) -> None:
-    """Record an event."""
-    driver.check_status(_cuda("cuEventRecord", _AT, _AT)(event.ptr, stream.ptr))
+# A call that is ready to be made, and what raises for a status that it returns. One in Python returns None.
+Launch = tuple[Callable[[], int | None], Callable[[int], None]]
+
+
+def record_around(launches: Sequence[Launch], start: Any, end: Any, stream: Any) -> int:
+    """Record an event, launch, record the other; the host's time in nanoseconds when the first launch had been made.
+
+    One pass in C, so that the interpreter does not change threads in the middle of it, unless a launch is in Python.
+    """
+    record = _cuda("cuEventRecord", _AT, _AT)
+    before, after = (partial(record, event.ptr, stream.ptr) for event in (start, end))
+    (first, _), *others = launches
+    calls: list[Callable[[], Any]] = [before, first, perf_counter_ns, *(each for each, _ in others), after]
+    made: list[Any] = list(map(call, calls))
+    issued: int = made.pop(2)
+    checks = driver.check_status, *(check for _, check in launches), driver.check_status
+    for status, check in zip(made, checks, strict=True):
+        if status:
+            check(status)
+    return issued
 
 
 def wait(stream: Any, event: Any) -> None:
@@ -28,9 +47,15 @@ def wait(stream: Any, event: Any) -> None:
     driver.check_status(_cuda("cuStreamWaitEvent", _AT, _AT, _UNSIGNED)(stream.ptr, event.ptr, 0))
 
 
-def copy(to: int, source: int, size: int, stream: Any) -> None:
-    """Copy bytes, of which the host's are locked."""
-    driver.check_status(_cuda("cuMemcpyAsync", _AT, _AT, _SIZE, _AT)(to, source, size, stream.ptr))
+def copy(to: int, source: int, size: int, stream: Any) -> Launch:
+    """To copy bytes, of which the host's are locked."""
+    made = partial(_cuda("cuMemcpyAsync", _AT, _AT, _SIZE, _AT), to, source, size, stream.ptr)
+    return made, driver.check_status
+
+
+def in_python(made: Callable[[], None]) -> Launch:
+    """A launch that raises by itself."""
+    return made, driver.check_status
 
 
 def launch(
@@ -46,11 +71,11 @@ def launch(
     driver.check_status(status)
 
 
-def gemm_ex(handle: int, *arguments: int) -> None:
+def gemm_ex(handle: int, *arguments: Any) -> Launch:
     """cublasGemmEx on cupy's current stream."""
     library = _cublas(handle)
     cublas.check_status(library.cublasSetStream_v2(handle, cupy.cuda.get_current_stream().ptr))
-    cublas.check_status(library.cublasGemmEx(handle, *arguments))
+    return partial(library.cublasGemmEx, handle, *arguments), cublas.check_status
 
 
 @lru_cache(maxsize=16)
@@ -64,6 +89,18 @@ def _cuda(name: str, *types: Any) -> Any:
 def _cublas(handle: int) -> ctypes.PyDLL:
     library = ctypes.PyDLL(f"libcublas.so.{cublas.getVersion(handle) // 10000}")  # that which cupy has loaded
     library.cublasSetStream_v2.argtypes = [_AT, _AT]
-    matrix = [_AT, _INT, _INT]
-    library.cublasGemmEx.argtypes = [_AT, *[_INT] * 5, _AT, *matrix, *matrix, _AT, *matrix, _INT, _INT]
+    integers: list[Any] = [_INT, _INT]
+    matrix = [_AT, *integers]
+    library.cublasGemmEx.argtypes = [
+        _AT,
+        *integers,
+        *integers,
+        _INT,
+        _AT,
+        *matrix,
+        *matrix,
+        _AT,
+        *matrix,
+        *integers,
+    ]
     return library
