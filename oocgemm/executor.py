@@ -164,8 +164,8 @@ class Run:
 
     def _work(self, stream: str, queue: "Queue[_Item | None]", on_store: bool) -> None:
         context: AbstractContextManager[None] = nullcontext() if on_store else self._session.worker(stream)
-        perform = _marked(self._transfer if on_store else self._submit)
         try:
+            perform = _marked(self._transfer if on_store else self._submit)
             with context:
                 while (item := queue.get()) is not None:
                     self._step(item, perform)

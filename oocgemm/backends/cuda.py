@@ -122,7 +122,7 @@ class CudaSession:
 
     @contextmanager
     def worker(self, stream: str) -> Iterator[None]:
-        # cupy's cuBLAS wrappers launch on the *current* stream, whatever stream their handle was given.
+        # Products and kernels are launched on cupy's current stream.
         with self._device, self._streams[stream]:
             yield
 

@@ -19,7 +19,6 @@ from cupy_backends.cuda.libs import cublas
 _INT, _SIZE, _AT = ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p
 _UNSIGNED = ctypes.c_uint
 
-
 # A call that is ready to be made, and what raises for a status that it returns. One in Python returns None.
 Launch = tuple[Callable[[], int | None], Callable[[int], None]]
 
