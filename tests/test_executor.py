@@ -1,10 +1,13 @@
 """The executor: failures anywhere stop everything, name the place, and leave nothing behind."""
 
 import os
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -169,3 +172,23 @@ def test_chunk_files_are_renamed_into_place(tmp_path: Path, monkeypatch: pytest.
     oocgemm.matmul(A, B, out=tmp_path / "C", backend="host")
     assert replaced
     assert not list((tmp_path / "C").rglob("*.partial"))
+
+
+def test_operations_are_nvtx_ranges_where_that_package_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+
+    @contextmanager
+    def annotate(name: str) -> Iterator[None]:
+        names.append(name)
+        yield
+
+    monkeypatch.setitem(sys.modules, "nvtx", SimpleNamespace(annotate=annotate))
+    with staged():
+        spans = oocgemm.matmul(A, B, tile="10x10x10", backend="host").timeline.spans
+        assert len(names) == len(spans)
+        kinds = sorted((name.split()[0], name.split()[1][0]) for name in names)
+        assert kinds == sorted((span.kind, span.operand) for span in spans)
+        names.clear()
+        monkeypatch.setitem(sys.modules, "nvtx", None)  # as if it were not installed
+        assert np.array_equal(oocgemm.matmul(A, B, tile="10x10x10", backend="host").out, A @ B)
+        assert names == []

@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import pairwise
 from time import perf_counter_ns
 from typing import Any
@@ -16,7 +17,7 @@ import cupy
 from cupy.cuda import runtime
 from cupy_backends.cuda.libs import cublas
 
-from oocgemm.backends import tuning
+from oocgemm.backends import cuda_calls, tuning
 from oocgemm.backends.base import Array, Token, device_offsets, step_scalars
 from oocgemm.backends.kernel import Call
 from oocgemm.backends.ladder import check_plan
@@ -36,44 +37,50 @@ REANCHOR_NS = 2_000_000_000  # float32 milliseconds stay finer than a microsecon
 
 
 class _Clock:
-    """Brings times of the device to the host's clock, by events whose host time is known."""
+    """Brings times of the device to the host's clock, by an event whose host time is known."""
 
     def __init__(self, device: Any) -> None:
         self._device = device
         with device:
             self._stream = cupy.cuda.Stream(non_blocking=True)
-            self._anchor()
+            before, after, self._event = self._probe()
+        self._time = (before + after) // 2
 
-    def between(self, start: Any, end: Any) -> tuple[int, int]:
-        """Host times of two recorded events that are done, in nanoseconds. One thread at a time."""
+    def host(self, event: Any) -> int:
+        """Host time of a recorded event that is done, in nanoseconds. One thread at a time."""
         if perf_counter_ns() - self._time > REANCHOR_NS:
             with self._device:
-                self._anchor()
-        first, last = (int(cupy.cuda.get_elapsed_time(self._event, e) * 1e6) for e in (start, end))
-        return self._time + first, self._time + last
+                before, after, new = self._probe()
+            # Other threads can keep this one from reading the clock for a while: go by the device's own clock as far as
+            # the readings allow.
+            self._time, self._event = min(max(self._at(new), before), after), new
+        return self._at(event)
 
-    def _anchor(self) -> None:
-        best = None
-        for _ in range(5):  # the shortest round trip bounds the error best
+    def _at(self, event: Any) -> int:
+        return self._time + int(cupy.cuda.get_elapsed_time(self._event, event) * 1e6)
+
+    def _probe(self) -> tuple[int, int, Any]:
+        """An event, and host times before and after it."""
+        probes = []
+        for _ in range(5):
             event = cupy.cuda.Event()
             before = perf_counter_ns()
             event.record(self._stream)
             event.synchronize()
-            after = perf_counter_ns()
-            if best is None or after - before < best[0]:
-                best = after - before, event, (before + after) // 2
-        assert best is not None
-        _, self._event, self._time = best
+            probes.append((before, perf_counter_ns(), event))
+        return min(probes, key=lambda probe: probe[1] - probe[0])
 
 
 class CudaToken:
-    """An operation on a stream, between two events."""
+    """An operation on a stream, between two events; `issued` is the host's time when the first of its launches
+    had been made."""
 
-    __slots__ = ("_clock", "_start", "end", "stream")
+    __slots__ = ("_clock", "_issued", "_start", "end", "stream")
 
-    def __init__(self, clock: _Clock, stream: str, start: Any, end: Any) -> None:
+    def __init__(self, clock: _Clock, stream: str, start: Any, issued: int, end: Any) -> None:
         self._clock = clock
         self._start = start
+        self._issued = issued
         self.stream = stream
         self.end = end
 
@@ -81,7 +88,10 @@ class CudaToken:
         self.end.synchronize()
 
     def interval(self) -> tuple[int, int]:
-        return self._clock.between(self._start, self.end)
+        # On an idle stream an event is done as soon as it is recorded, before the work that follows has come: a library may
+        # have to load a kernel first.
+        start, end = self._clock.host(self._start), self._clock.host(self.end)
+        return min(max(start, self._issued), end), end
 
 
 class CudaSession:
@@ -120,33 +130,22 @@ class CudaSession:
 
     @contextmanager
     def worker(self, stream: str) -> Iterator[None]:
-        # cupy's cuBLAS wrappers launch on the *current* stream, whatever stream their handle was given.
+        # Products and kernels are launched on cupy's current stream.
         with self._device, self._streams[stream]:
             yield
 
     def submit(self, operation: Operation, host: Sequence[Array], after: Sequence[Token]) -> CudaToken:
         name = operation.stream
         stream = self._streams[name]
+        launches = self._launches(operation, host, stream)
         for token in after:
             if not isinstance(token, CudaToken):
                 token.synchronize()
             elif token.stream != name:
-                stream.wait_event(token.end)
+                cuda_calls.wait(stream, token.end)
         start, end = cupy.cuda.Event(block=True), cupy.cuda.Event(block=True)
-        start.record(stream)
-        match operation.kind:
-            case Kind.UPLOAD | Kind.DOWNLOAD:
-                self._copy(operation, host, stream)
-            case Kind.PREPARE:
-                self._prepare(operation)
-            case Kind.MULTIPLY:
-                self._multiply(operation)
-            case Kind.FINISH:
-                self._finish(operation)
-            case _:
-                raise AssertionError(f"{operation} is not for a device")
-        end.record(stream)
-        return CudaToken(self._clock, name, start, end)
+        issued = cuda_calls.record_around(launches, start, end, stream)
+        return CudaToken(self._clock, name, start, issued, end)
 
     def view(self, operation: Operation, region: Region) -> Array:
         raise AssertionError(f"{operation}: device memory is not host memory here")
@@ -199,24 +198,41 @@ class CudaSession:
                 borders.append(end)
             return borders
 
-    def _copy(self, op: Operation, host: Sequence[Array], stream: Any) -> None:
+    def _launches(self, op: Operation, host: Sequence[Array], stream: Any) -> list[cuda_calls.Launch]:
+        """What launches an operation, all done that can be done before."""
+        match op.kind:
+            case Kind.UPLOAD | Kind.DOWNLOAD:
+                return self._copies(op, host, stream)
+            case Kind.PREPARE:
+                return [cuda_calls.in_python(partial(self._prepare, op))]
+            case Kind.MULTIPLY:
+                return [self._multiply(op)]
+            case Kind.FINISH:
+                return [cuda_calls.in_python(partial(self._finish, op))]
+        raise AssertionError(f"{op} is not for a device")
+
+    def _copies(self, op: Operation, host: Sequence[Array], stream: Any) -> list[cuda_calls.Launch]:
         uploading = op.kind is Kind.UPLOAD
         device = self._address((op.writes if uploading else op.reads)[0])
         start, size = host[0].ctypes.data, sum(group.nbytes for group in host)
         kind = runtime.memcpyHostToDevice if uploading else runtime.memcpyDeviceToHost
         borders = self._pin(start, size, whole=len(host) > 1)
+        launches: list[cuda_calls.Launch] = []
         if len(host) > 1:
             row = sum(group.strides[0] for group in host)
             for group in host:
                 place, width = group.ctypes.data, group.strides[0]
-                runtime.memcpy2DAsync(device, row, place, width, width, len(group), kind, stream.ptr)
+                ends = device, row, place, width
+                copy = partial(runtime.memcpy2DAsync, *ends, width, len(group), kind, stream.ptr)
+                launches.append(cuda_calls.in_python(copy))
                 device += width
-            return
+            return launches
         for begin, end in pairwise(borders):  # a copy must not cross a border
             part = min(end, start + size) - begin
             if part > 0:
-                ends = (device + begin - start, begin) if uploading else (begin, device + begin - start)
-                runtime.memcpyAsync(*ends, part, kind, stream.ptr)
+                to_from = (device + begin - start, begin) if uploading else (begin, device + begin - start)
+                launches.append(cuda_calls.copy(*to_from, part, stream))
+        return launches
 
     def _address(self, region: Region) -> int:
         """Where a region begins."""
@@ -238,7 +254,7 @@ class CudaSession:
         self._moduli[planes] = number
         self._steps[number] += 1
 
-    def _multiply(self, op: Operation) -> None:
+    def _multiply(self, op: Operation) -> cuda_calls.Launch:
         m, n, k = (span[1] - span[0] for span in (op.m, op.n, op.k))
         top, bottom = self._tile_rows(op.tile[0])
         swaps = self._problem.trans_a.swaps
@@ -256,14 +272,14 @@ class CudaSession:
             rows, scalars = (op.m[0] - top, op.m[1] - top), (alpha.real, beta.real)
             work = self._arena + self._work
             offsets = self._plane_offsets(op)
-            self._emulated.multiply(planes, offsets, work, rows, shape, number, *scalars, c, n)
-            return
+            arguments = planes, offsets, work, rows, shape, number, *scalars, c, n
+            return cuda_calls.in_python(partial(self._emulated.multiply, *arguments))
         kind = problem.a_dtype, problem.trans_a, problem.trans_b
         ldb, how = (
             k if problem.trans_b.swaps else n,
             (_NATIVE.get(problem.compute, problem.compute), self._multiplier.kernels.device),
         )
-        self._multiplier.multiply(Call(*kind, m, n, k, alpha, a, lda, b, ldb, beta, c, n, *how))
+        return self._multiplier.choose(Call(*kind, m, n, k, alpha, a, lda, b, ldb, beta, c, n, *how))
 
     def _finish(self, op: Operation) -> None:
         problem = self._problem

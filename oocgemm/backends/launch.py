@@ -8,6 +8,7 @@ from typing import Any
 import cupy
 from cupy.cuda import driver, nvrtc, runtime
 
+from oocgemm.backends import cuda_calls
 from oocgemm.backends.compile import compiled
 from oocgemm.backends.kernel import C_TYPES, Call, Device, Kernel, Params, TensorMap, arguments, options
 from oocgemm.errors import BackendError
@@ -49,7 +50,9 @@ class Kernels:
         for part in kernel.parts(call, params):
             function, launch = self.function(kernel, call, params), kernel.launch(part, params)
             maps = [_encoded(described) for described in kernel.maps(part, params)] if kernel.maps else []
-            _start(function, launch.grid, launch.block, launch.shared, *maps, arguments(part))
+            cuda_calls.launch(
+                function.ptr, launch.grid, launch.block, launch.shared, (*maps, arguments(part))
+            )
 
     def function(self, kernel: Kernel, call: Call, params: Params) -> Any:
         """The function that does a call, allowed as much shared memory as a block can have."""
@@ -86,14 +89,12 @@ class Kernels:
             self._functions[dtypes] = self._load("finish", "finish", f"sm_{major}{minor}", macros)
         real, pointer = ctypes.c_double, ctypes.c_void_p
         alpha, beta = (complex(scalar) for scalar in scalars)
-        _start(
-            self._functions[dtypes],
-            (min(4096, -(-elements // 256)), 1, 1),
-            (256, 1, 1),
-            0,
+        values = (
             *(ctypes.c_longlong(elements), real(alpha.real), real(alpha.imag), pointer(source)),
             *(real(beta.real), real(beta.imag), pointer(result)),
         )
+        grid = min(4096, -(-elements // 256)), 1, 1
+        cuda_calls.launch(self._functions[dtypes].ptr, grid, (256, 1, 1), 0, values)
 
     def plain(self, source: str, entry: str, macros: tuple[str, ...]) -> Callable[..., None]:
         """A kernel that is no rung, of blocks of 256 threads: called with its grid and ctypes values."""
@@ -101,7 +102,9 @@ class Kernels:
         if key not in self._functions:
             major, minor = self.device.capability
             function = self._load(source, entry, f"sm_{major}{minor}", macros)
-            self._functions[key] = lambda grid, *values: _start(function, grid, (256, 1, 1), 0, *values)
+            self._functions[key] = lambda grid, *values: cuda_calls.launch(
+                function.ptr, grid, (256, 1, 1), 0, values
+            )
         found: Callable[..., None] = self._functions[key]
         return found
 
@@ -129,13 +132,6 @@ def describe_device(device: int) -> Device:
     found = runtime.getDeviceProperties(device)
     capability = found["major"], found["minor"]
     return Device(capability, found["multiProcessorCount"], found["sharedMemPerBlockOptin"])
-
-
-def _start(function: Any, grid: Sequence[int], block: Sequence[int], shared: int, *values: Any) -> None:
-    """Launch with ctypes values as arguments; the driver copies them before it returns."""
-    pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-    stream = cupy.cuda.get_current_stream().ptr
-    driver.launchKernel(function.ptr, *grid, *block, shared, stream, ctypes.addressof(pointers), 0)
 
 
 @lru_cache(maxsize=256)

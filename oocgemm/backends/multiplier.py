@@ -1,12 +1,14 @@
 """What multiplies on a CUDA device: cuBLAS or a rung of our ladder, chosen call by call."""
 
 from dataclasses import replace
+from functools import partial
 
 from cupy.cuda import runtime
 from cupy_backends.cuda.libs import cublas
 
 from oocgemm.backends import cublas as blas
 from oocgemm.backends import tuning
+from oocgemm.backends.cuda_calls import Launch, in_python
 from oocgemm.backends.emulated import Emulated
 from oocgemm.backends.kernel import Call, Kernel, Params
 from oocgemm.backends.ladder import choose
@@ -34,28 +36,33 @@ class Multiplier:
         """What multiplies by residues, with the same kernels and the same cuBLAS."""
         return Emulated(self.kernels, self._blas, dtype)
 
-    def multiply(self, call: Call) -> None:
-        """C = alpha op(A) @ op(B) + beta C."""
+    def choose(self, call: Call) -> Launch:
+        """To do C = alpha op(A) @ op(B) + beta C."""
         name, params = self._tuning.choice(self._kernel, call.dtype, call.compute, (call.m, call.n, call.k))
         if call.k == 0:
             # C = beta C, which cuBLAS may not take; nothing is multiplied, in whatever precision.
             name, params, call = "tiled", None, replace(call, compute="native")
         if name != tuning.CUBLAS:
             try:
-                return self.run(*choose(name, call, params), call)
+                return self.launch(*choose(name, call, params), call)
             except InputError:
                 if self._kernel != "auto":
                     raise
-        return self.run(None, {}, call)
+        return self.launch(None, {}, call)
 
-    def run(self, kernel: Kernel | None, params: Params, call: Call) -> None:
+    def launch(self, kernel: Kernel | None, params: Params, call: Call) -> Launch:
         """The same by one entry of the ladder, or by cuBLAS if that is None."""
         if kernel is None:
             self.used.add(tuning.CUBLAS)
-            blas.gemm(self._blas, call)
-        else:
-            self.used.add(kernel.label)
-            self.kernels.multiply(kernel, call, params)
+            return blas.gemm(self._blas, call)
+        self.used.add(kernel.label)
+        return in_python(partial(self.kernels.multiply, kernel, call, params))
+
+    def run(self, kernel: Kernel | None, params: Params, call: Call) -> None:
+        """Do it."""
+        made, check = self.launch(kernel, params, call)
+        if status := made():
+            check(status)
 
 
 def device_name(device: int) -> str:

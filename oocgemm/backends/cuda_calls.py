@@ -1,0 +1,105 @@
+"""Launches and events, called so that the interpreter's lock is kept.
+
+A call of this kind takes microseconds. Were the lock let go meanwhile, as CuPy does, other threads would take it and keep
+it for a hundred times as long: between a launch and the events on both sides of it, too, which then say when the lock was
+had and not when the work was done.
+"""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from operator import call
+from time import perf_counter_ns
+from typing import Any
+
+import cupy
+from cupy.cuda import driver
+from cupy_backends.cuda.libs import cublas
+
+_INT, _SIZE, _AT = ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p
+_UNSIGNED = ctypes.c_uint
+
+# A call that is ready to be made, and what raises for a status that it returns. One in Python returns None.
+Launch = tuple[Callable[[], int | None], Callable[[int], None]]
+
+
+def record_around(launches: Sequence[Launch], start: Any, end: Any, stream: Any) -> int:
+    """Record an event, launch, record the other; the host's time in nanoseconds when the first launch had been made.
+
+    One pass in C, so that the interpreter does not change threads in the middle of it, unless a launch is in Python.
+    """
+    record = _cuda("cuEventRecord", _AT, _AT)
+    before, after = (partial(record, event.ptr, stream.ptr) for event in (start, end))
+    (first, _), *others = launches
+    calls: list[Callable[[], Any]] = [before, first, perf_counter_ns, *(each for each, _ in others), after]
+    made: list[Any] = list(map(call, calls))
+    issued: int = made.pop(2)
+    checks = driver.check_status, *(check for _, check in launches), driver.check_status
+    for status, check in zip(made, checks, strict=True):
+        if status:
+            check(status)
+    return issued
+
+
+def wait(stream: Any, event: Any) -> None:
+    """Have a stream wait for an event."""
+    driver.check_status(_cuda("cuStreamWaitEvent", _AT, _AT, _UNSIGNED)(stream.ptr, event.ptr, 0))
+
+
+def copy(to: int, source: int, size: int, stream: Any) -> Launch:
+    """To copy bytes, of which the host's are locked."""
+    made = partial(_cuda("cuMemcpyAsync", _AT, _AT, _SIZE, _AT), to, source, size, stream.ptr)
+    return made, driver.check_status
+
+
+def in_python(made: Callable[[], None]) -> Launch:
+    """A launch that raises by itself."""
+    return made, driver.check_status
+
+
+def launch(
+    function: int, grid: Sequence[int], block: Sequence[int], shared: int, values: Sequence[Any]
+) -> None:
+    """Launch on cupy's current stream with ctypes values as arguments; the driver copies them before it returns."""
+    pointers = (_AT * len(values))(*(ctypes.addressof(value) for value in values))
+    types = _AT, *[_UNSIGNED] * 7, _AT, _AT, _AT
+    stream = cupy.cuda.get_current_stream().ptr
+    status = _cuda("cuLaunchKernel", *types)(
+        function, *grid, *block, shared, stream, ctypes.addressof(pointers), None
+    )
+    driver.check_status(status)
+
+
+def gemm_ex(handle: int, *arguments: Any) -> Launch:
+    """cublasGemmEx on cupy's current stream."""
+    library = _cublas(handle)
+    cublas.check_status(library.cublasSetStream_v2(handle, cupy.cuda.get_current_stream().ptr))
+    return partial(library.cublasGemmEx, handle, *arguments), cublas.check_status
+
+
+@lru_cache(maxsize=16)
+def _cuda(name: str, *types: Any) -> Any:
+    found = getattr(ctypes.PyDLL("libcuda.so.1"), name)
+    found.argtypes = types
+    return found
+
+
+@lru_cache(maxsize=16)
+def _cublas(handle: int) -> ctypes.PyDLL:
+    library = ctypes.PyDLL(f"libcublas.so.{cublas.getVersion(handle) // 10000}")  # that which cupy has loaded
+    library.cublasSetStream_v2.argtypes = [_AT, _AT]
+    integers: list[Any] = [_INT, _INT]
+    matrix = [_AT, *integers]
+    library.cublasGemmEx.argtypes = [
+        _AT,
+        *integers,
+        *integers,
+        _INT,
+        _AT,
+        *matrix,
+        *matrix,
+        _AT,
+        *matrix,
+        *integers,
+    ]
+    return library
