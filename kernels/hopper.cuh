@@ -2,10 +2,11 @@
 // 32-bit addresses of the shared window.
 //
 //   barriers     mbarriers in shared memory count arrivals and bytes; a wait names the parity of the phase it waits for
+//   position     a place in a ring of stages, and the parity of the round
 //   tensor_map   what the host's cuTensorMapEncodeTiled made; copy_box lets the copy engine bring one box of it
 //   wgmma        D (64 x N, registers) += X (64 x k-step) Y (k-step x N) by the 128 threads of a warpgroup, asynchronously
 //
-// Compile-time, for wgmma: OOC_FORMAT (tf32 | f16 | bf16), MMA_N (128 | 256).
+// Compile-time, for wgmma: OOC_FORMAT (tf32 | f16 | bf16, with sums in float32; s8, with sums in int32, and OOC_INTEGER_SUMS), MMA_N (128 | 256).
 #pragma once
 
 #include "ptx.cuh"
@@ -45,6 +46,21 @@ __device__ inline void barrier_wait(unsigned barrier, unsigned parity) {
                  "}" ::"r"(barrier), "r"(parity) : "memory");
 }
 
+// Where one is in a ring of COUNT stages.
+template <int COUNT>
+struct position {
+    int stage = 0;
+    unsigned phase = 0;  // parity of the round through the stages
+    __device__ void advance(unsigned blocks) {
+        stage += blocks % COUNT;
+        phase ^= blocks / COUNT & 1;
+        if (stage >= COUNT) {
+            stage -= COUNT;
+            phase ^= 1;
+        }
+    }
+};
+
 __device__ inline unsigned cluster_rank() {
     unsigned rank;
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -70,6 +86,18 @@ __device__ inline void copy_box_to(const tensor_map& map, unsigned to, unsigned 
                  : "memory");
 }
 
+// Both of a box of a matrix that is the z-th of several.
+__device__ inline void copy_box(const tensor_map& map, unsigned to, unsigned barrier, int x, int y, int z) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::
+                     "r"(to), "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier)
+                 : "memory");
+}
+__device__ inline void copy_box_to(const tensor_map& map, unsigned to, unsigned barrier, int x, int y, int z, unsigned short blocks) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+                 " [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to), "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier), "h"(blocks)
+                 : "memory");
+}
+
 // --- registers --------------------------------------------------------------------------------------------------------
 
 template <int COUNT>
@@ -88,9 +116,20 @@ __device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.al
 template <int PENDING>
 __device__ inline void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
 
+#ifdef OOC_INTEGER_SUMS
+using wgmma_sum = int;
+#define OOC_SUM "s32"
+#define OOC_KEPT "+r"
+#else
+using wgmma_sum = float;
+#define OOC_SUM "f32"
+#define OOC_KEPT "+f"
+#endif
+
 // The accumulators are operands %0 to %(N/2 - 1) of the instruction; OOC_AFTER(i) is the i-th operand after them.
 #define OOC_TEN(t) "%" t "0,%" t "1,%" t "2,%" t "3,%" t "4,%" t "5,%" t "6,%" t "7,%" t "8,%" t "9,"
-#define OOC_8(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define OOC_4(d, i) OOC_KEPT(d[i]), OOC_KEPT(d[i + 1]), OOC_KEPT(d[i + 2]), OOC_KEPT(d[i + 3])
+#define OOC_8(d, i) OOC_4(d, i), OOC_4(d, i + 4)
 #define OOC_64(d, i) OOC_8(d, i), OOC_8(d, i + 8), OOC_8(d, i + 16), OOC_8(d, i + 24), OOC_8(d, i + 32), OOC_8(d, i + 40), OOC_8(d, i + 48), OOC_8(d, i + 56)
 #define OOC_SIXTY OOC_TEN("") OOC_TEN("1") OOC_TEN("2") OOC_TEN("3") OOC_TEN("4") OOC_TEN("5")
 #if MMA_N == 256
@@ -114,29 +153,36 @@ __device__ inline void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligne
 #else
 #error "MMA_N is 128 or 256: the operand lists of wgmma are written out for these"
 #endif
-#define OOC_WGMMA(k) "wgmma.mma_async.sync.aligned.m64n" OOC_TEXT(MMA_N) k ".f32." OOC_TEXT(OOC_FORMAT) "." OOC_TEXT(OOC_FORMAT) " " OOC_LIST
+#define OOC_WGMMA(k) "wgmma.mma_async.sync.aligned.m64n" OOC_TEXT(MMA_N) k "." OOC_SUM "." OOC_TEXT(OOC_FORMAT) "." OOC_TEXT(OOC_FORMAT) " " OOC_LIST
 
 // 16-bit operands, k-step 16, either layout of each. `keep` = 0 forgets what d held.
 template <bool X_K_MAJOR, bool Y_K_MAJOR>
-__device__ inline void wgmma_16bit(float (&d)[MMA_N / 2], unsigned long long x, unsigned long long y, int keep) {
+__device__ inline void wgmma_16bit(wgmma_sum (&d)[MMA_N / 2], unsigned long long x, unsigned long long y, int keep) {
     asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, " OOC_P2 ", 0;\n"
                  OOC_WGMMA("k16") ", " OOC_P0 ", " OOC_P1 ", keep, 1, 1, " OOC_P3 ", " OOC_P4 ";\n}"
                  : OOC_ACCUMULATORS(d)
                  : "l"(x), "l"(y), "r"(keep), "n"(!X_K_MAJOR), "n"(!Y_K_MAJOR));
 }
 // tf32, k-step 8, both operands K-major.
-__device__ inline void wgmma_tf32(float (&d)[MMA_N / 2], unsigned long long x, unsigned long long y, int keep) {
+__device__ inline void wgmma_tf32(wgmma_sum (&d)[MMA_N / 2], unsigned long long x, unsigned long long y, int keep) {
     asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, " OOC_P2 ", 0;\n"
                  OOC_WGMMA("k8") ", " OOC_P0 ", " OOC_P1 ", keep, 1, 1;\n}"
                  : OOC_ACCUMULATORS(d)
                  : "l"(x), "l"(y), "r"(keep));
 }
 // The same with X in registers: of warp w, lane 4 g + q, rows 16 w + g and + 8, columns q (x[0], x[1]) and q + 4 (x[2], x[3]).
-__device__ inline void wgmma_tf32(float (&d)[MMA_N / 2], const unsigned (&x)[4], unsigned long long y, int keep) {
+__device__ inline void wgmma_tf32(wgmma_sum (&d)[MMA_N / 2], const unsigned (&x)[4], unsigned long long y, int keep) {
     asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, " OOC_P5 ", 0;\n"
                  OOC_WGMMA("k8") ", {" OOC_P0 ", " OOC_P1 ", " OOC_P2 ", " OOC_P3 "}, " OOC_P4 ", keep, 1, 1;\n}"
                  : OOC_ACCUMULATORS(d)
                  : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "l"(y), "r"(keep));
+}
+// int8, k-step 32, both operands K-major.
+__device__ inline void wgmma_8bit(wgmma_sum (&d)[MMA_N / 2], unsigned long long x, unsigned long long y, int keep) {
+    asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, " OOC_P2 ", 0;\n"
+                 OOC_WGMMA("k32") ", " OOC_P0 ", " OOC_P1 ", keep;\n}"
+                 : OOC_ACCUMULATORS(d)
+                 : "l"(x), "l"(y), "r"(keep));
 }
 
 #endif

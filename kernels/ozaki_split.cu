@@ -9,18 +9,24 @@
 // its complement.
 //
 // Macros: OOC_STORED, OOC_K_MAJOR (1: rows are contiguous along k), OOC_MODULI, OOC_EXPONENT (L), OOC_LEVELS; OOC_COUNT 0 leaves
-// out counting.
+// out counting, to measure what it costs.
 // Launch: a block for ROWS rows, 256 threads.
 #ifndef OOC_COUNT
 #define OOC_COUNT 1
 #endif
 #include "residue.cuh"
 
-constexpr int ROWS = 32, THREADS = 256, DEPTH = 64, RUN = 8;  // a tile of rows by k; consecutive k of a thread
+constexpr int ROWS = 16, THREADS = 256, DEPTH = 128, RUN = 8;  // a tile of rows by k; consecutive k of a thread
 // A run is one place longer in shared memory than its elements; banks differ for those that read, or write, at one time.
 constexpr int PITCH = DEPTH + DEPTH / RUN + (OOC_K_MAJOR ? 0 : 1);
 constexpr int MODULI[] = {OOC_MODULI};
 constexpr int NUMBER = sizeof(MODULI) / sizeof(int);
+// Blocks of a multiprocessor: as many as hide what waits for memory, where they leave registers enough.
+#if __CUDA_ARCH__ == 900
+constexpr int RESIDENT = NUMBER < 15 ? 4 : 2;
+#else
+constexpr int RESIDENT = 2;
+#endif
 constexpr double LEVELS[] = {OOC_LEVELS};
 constexpr double SLACK = 1.0 + 0x1p-30;  // more than the rounding of a norm
 
@@ -42,11 +48,11 @@ __device__ inline double scaled(double x, int e) {
     return x * power(half) * power(e - half);
 }
 
-__device__ inline long long place(int row, long long k, int rows, long long depth) {
-    return OOC_K_MAJOR ? row * depth + k : k * rows + row;
+__device__ inline long long place(int row, int k, int rows, int depth) {
+    return OOC_K_MAJOR ? static_cast<long long>(row) * depth + k : static_cast<long long>(k) * rows + row;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) ozaki_facts(const OOC_STORED* __restrict__ x, int rows, long long depth, row_facts* facts) {
+extern "C" __global__ void __launch_bounds__(THREADS) ozaki_facts(const OOC_STORED* __restrict__ x, int rows, int depth, row_facts* facts) {
     constexpr int LANES = THREADS / ROWS, SHIFT = 600;  // of large and small elements, whose squares would not do
     constexpr double LARGE = 0x1p480, SMALL = 0x1p-480;
     __shared__ double sums[6][THREADS];
@@ -55,20 +61,29 @@ extern "C" __global__ void __launch_bounds__(THREADS) ozaki_facts(const OOC_STOR
     const int row = blockIdx.x * ROWS + i;
     double square[3] = {}, sum[3] = {};
     if (row < rows) {
-#pragma unroll 8
-        for (long long k = lane; k < depth; k += LANES) {
-            const double v = fabs(static_cast<double>(x[place(row, k, rows, depth)]));
-            if (sizeof(OOC_STORED) == 4 || (v <= LARGE && v >= SMALL) || v == 0) {
-                square[1] += v * v;
-                sum[1] += v;
-            } else if (v < SMALL) {
-                const double up = v * 0x1p600;
-                square[2] += up * up;
-                sum[2] += up;
-            } else {  // NaN too
-                const double down = v * 0x1p-600;
-                square[0] += down * down;
-                sum[0] += down;
+        constexpr int BATCH = 8;  // loads that are on their way together
+        for (int k = lane; k < depth; k += BATCH * LANES) {
+            double batch[BATCH];
+#pragma unroll
+            for (int e = 0; e < BATCH; ++e) {
+                const int at = k + e * LANES;
+                batch[e] = at < depth ? fabs(static_cast<double>(x[place(row, at, rows, depth)])) : 0;
+            }
+#pragma unroll
+            for (int e = 0; e < BATCH; ++e) {
+                const double v = batch[e];
+                if (sizeof(OOC_STORED) == 4 || (v <= LARGE && v >= SMALL) || v == 0) {
+                    square[1] += v * v;
+                    sum[1] += v;
+                } else if (v < SMALL) {
+                    const double up = v * 0x1p600;
+                    square[2] += up * up;
+                    sum[2] += up;
+                } else {  // NaN too
+                    const double down = v * 0x1p-600;
+                    square[0] += down * down;
+                    sum[0] += down;
+                }
             }
         }
     }
@@ -100,8 +115,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) ozaki_facts(const OOC_STOR
     facts[blockIdx.x * ROWS + threadIdx.x] = {norm, static_cast<float>(norm > 0 ? one / norm : 0), (1 - kind) * SHIFT};
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) ozaki_split(
-    const OOC_STORED* __restrict__ x, int rows, long long depth, long long ld, const row_facts* __restrict__ facts,
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) ozaki_split(
+    const OOC_STORED* __restrict__ x, int rows, int depth, int ld, const row_facts* __restrict__ facts,
     signed char* __restrict__ planes, int* __restrict__ exponents, verdict* __restrict__ found) {
     __shared__ double tile[ROWS * PITCH];
     __shared__ int counts[ROWS][4];
@@ -119,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) ozaki_split(
     }
     int above[4] = {};
     bool inexact = false;
-    for (long long k0 = 0; k0 < ld; k0 += DEPTH) {
+    for (int k0 = 0; k0 < ld; k0 += DEPTH) {
         __syncthreads();
 #pragma unroll
         for (int e = threadIdx.x; e < ROWS * DEPTH; e += THREADS) {
@@ -128,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) ozaki_split(
             tile[r * PITCH + k + k / RUN] = inside ? static_cast<double>(x[place(top + r, k0 + k, rows, depth)]) : 0.0;
         }
         __syncthreads();
-        int part[3][RUN];  // of 21 bits each, from the lowest
+        unsigned long long lifted[RUN];  // by 2^63
 #pragma unroll
         for (int e = 0; e < RUN; ++e) {
             const double v = tile[i * PITCH + run * (RUN + 1) + e], y = scaled(v, s), whole = rint(y);
@@ -137,23 +152,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) ozaki_split(
 #pragma unroll
                 for (int l = 0; l < 4; ++l) above[l] += fabs(y) >= LEVELS[l] * unit;
             }
-            const long long integer = static_cast<long long>(whole);
-            part[0][e] = static_cast<int>(integer & 0x1fffff);
-            part[1][e] = static_cast<int>(integer >> 21 & 0x1fffff);
-            part[2][e] = static_cast<int>(integer >> 42);
+            lifted[e] = static_cast<unsigned long long>(static_cast<long long>(whole)) ^ 1ull << 63;
         }
-        const long long k = k0 + run * RUN;
+        const int k = k0 + run * RUN;
         if (row < rows && k < ld) {
 #pragma unroll
             for (int l = 0; l < NUMBER; ++l) {
-                const int p = MODULI[l];
-                unsigned bytes[2] = {};
+                unsigned r[RUN];
 #pragma unroll
-                for (int e = 0; e < RUN; ++e) {
-                    const int y = part[2][e] * power_residue(42, p) + part[1][e] * power_residue(21, p) + part[0][e];
-                    bytes[e / 4] |= (residue(y, p, reciprocal(p)) & 0xff) << 8 * (e % 4);
-                }
-                *reinterpret_cast<uint2*>(planes + (static_cast<long long>(l) * rows + row) * ld + k) = {bytes[0], bytes[1]};
+                for (int e = 0; e < RUN; ++e) r[e] = lifted_residue(lifted[e], MODULI[l]);
+                const unsigned low = four_bytes(r), high = four_bytes(r + 4);
+                *reinterpret_cast<uint2*>(planes + (static_cast<long long>(l) * rows + row) * ld + k) = {low, high};
             }
         }
     }

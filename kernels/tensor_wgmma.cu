@@ -71,19 +71,6 @@ constexpr int SHARED_BYTES = STAGES * (STAGE_BYTES + 16) + 16 + 1024;  // stages
 static_assert(STAGES >= 2 && SHARED_BYTES <= 232448, "227 KiB of shared memory are a block's at most");
 static_assert(TILE_X <= 256, "a box of the copy engine is at most 256 rows high");
 
-struct position {
-    int stage = 0;
-    unsigned phase = 0;  // parity of the round through the stages
-    __device__ void advance(unsigned blocks) {
-        stage += blocks % STAGES;
-        phase ^= blocks / STAGES & 1;
-        if (stage >= STAGES) {
-            stage -= STAGES;
-            phase ^= 1;
-        }
-    }
-};
-
 // --- producer ---------------------------------------------------------------------------------------------------------
 
 template <bool K_MAJOR, bool SHARED>
@@ -242,7 +229,7 @@ extern "C" __global__ void
     if (CLUSTER > 1) cluster_barrier();
     else __syncthreads();
 
-    position p;
+    position<STAGES> p;
     if (warpgroup == 0) {
         fewer_registers<40>();
         const tensor_map& map_x = SWAP ? map_b : map_a;

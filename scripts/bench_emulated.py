@@ -1,15 +1,20 @@
 """In-core steps from int8 products beside cuBLAS, on one GPU: scripts/results/bench_emulated.json."""
 
 import json
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import cupy
 
 from oocgemm.backends import cublas as blas
+from oocgemm.backends import emulated as backend
+from oocgemm.backends.emulated import Emulated
 from oocgemm.backends.kernel import Call
+from oocgemm.backends.launch import Kernels
 from oocgemm.backends.multiplier import Multiplier, device_name
 from oocgemm.plan import Op
 from oocgemm.plan.emulation import NUMBERS, plane_offsets, work_bytes
@@ -28,8 +33,42 @@ def seconds(work: Callable[[], object]) -> float:
     return float(cupy.cuda.get_elapsed_time(start, end)) / 1e3
 
 
+class Watched(Kernels):
+    """Kernels with the seconds that each took. `macros`: what splitting is told beside."""
+
+    def __init__(self, device: int, *macros: str) -> None:
+        super().__init__(device)
+        self._macros = macros
+        self.events: dict[str, list[tuple[Any, Any]]] = defaultdict(list)
+
+    def plain(self, source: str, entry: str, macros: tuple[str, ...]) -> Callable[..., None]:
+        function = super().plain(source, entry, macros + self._macros * (source == "ozaki_split"))
+
+        def watched(*values: Any) -> None:
+            start, end = cupy.cuda.Event(), cupy.cuda.Event()
+            start.record()
+            function(*values)
+            end.record()
+            self.events[entry].append((start, end))
+
+        return watched
+
+    def seconds(self) -> dict[str, float]:
+        """Of all launches since the last call, by entry."""
+        cupy.cuda.get_current_stream().synchronize()
+        found = {
+            entry: sum(cupy.cuda.get_elapsed_time(*pair) for pair in pairs) / 1e3
+            for entry, pairs in self.events.items()
+        }
+        self.events.clear()
+        return found
+
+
 def measured(multiplier: Multiplier, dtype: str, shape: tuple[int, int, int]) -> dict[str, Any]:
-    """Medians of native and emulated steps, taken in turn."""
+    """Medians of native and emulated steps, taken in turn; of `unguarded` preparing, whose verdict is not counted for.
+
+    `parts` are those of one more step, kernel by kernel.
+    """
     m, n, k = shape
     most = NUMBERS[dtype][-1]
     a, b = (cupy.random.standard_normal(s, cupy.float32).astype(dtype) for s in ((m, k), (k, n)))
@@ -39,16 +78,27 @@ def measured(multiplier: Multiplier, dtype: str, shape: tuple[int, int, int]) ->
     slot, work = cupy.empty(offsets.end, cupy.int8), cupy.empty(work_bytes(most, m, n), cupy.int8)
     emulated = multiplier.emulated(dtype)
     call = Call(dtype, Op.N, Op.N, m, n, k, 1, a.data.ptr, k, b.data.ptr, n, 1, c.data.ptr, n)
+    watched = Emulated(watching := Watched(0), multiplier._blas, dtype)
+    uncounted = Emulated(Watched(0, "-DOOC_COUNT=0"), multiplier._blas, dtype)
     number = 0
 
-    def prepare() -> None:
+    def prepare(by: Emulated = emulated) -> None:
         nonlocal number
-        number = emulated.prepare(a.data.ptr, b.data.ptr, shape, Op.N, Op.N, slot.data.ptr, offsets)
+        number = by.prepare(a.data.ptr, b.data.ptr, shape, Op.N, Op.N, slot.data.ptr, offsets)
 
-    def multiply() -> None:
-        emulated.multiply(slot.data.ptr, offsets, work.data.ptr, (0, m), shape, number, 1, 1, c.data.ptr, n)
+    def multiply(by: Emulated = emulated) -> None:
+        by.multiply(slot.data.ptr, offsets, work.data.ptr, (0, m), shape, number, 1, 1, c.data.ptr, n)
 
-    parts = {"native": lambda: blas.gemm(multiplier._blas, call), "prepare": prepare, "multiply": multiply}
+    def unguarded() -> None:
+        with patch.object(backend, "suffices", return_value=True):
+            prepare(uncounted)
+
+    parts = {
+        "unguarded": unguarded,
+        "native": lambda: blas.gemm(multiplier._blas, call),
+        "prepare": prepare,
+        "multiply": multiply,
+    }
     times: dict[str, list[float]] = {name: [] for name in parts}
     for repeat in range(REPEATS + 1):
         for name, part in parts.items():
@@ -59,7 +109,14 @@ def measured(multiplier: Multiplier, dtype: str, shape: tuple[int, int, int]) ->
             return {"dtype": dtype, "shape": shape, "moduli": 0}
     medians = {name: median(values) for name, values in times.items()}
     ratio = medians["native"] / (medians["prepare"] + medians["multiply"])
-    return {"dtype": dtype, "shape": shape, "moduli": number, "seconds": medians, "over_native": ratio}
+    for _ in range(2):
+        watching.seconds()
+        prepare(watched)
+        multiply(watched)
+    return {
+        **{"dtype": dtype, "shape": shape, "moduli": number, "seconds": medians, "over_native": ratio},
+        "parts": watching.seconds(),
+    }
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from oocgemm.backends import ladder, sources
 from oocgemm.backends.compile import compiled
 from oocgemm.backends.kernel import H200, Call, Device, Kernel, Params, options
 from oocgemm.backends.ladder import LADDER
-from oocgemm.backends.ozaki import combine_options, split_options
+from oocgemm.backends.ozaki import combine_options, multiply_options, split_options
 from oocgemm.backends.sources import kernel_folder
 from oocgemm.errors import BackendError, InputError
 from oocgemm.plan import DTYPES, Op
@@ -113,15 +113,19 @@ def test_finish_compiles_where_c_is_narrower_than_its_accumulator() -> None:
 def test_kernels_of_int8_products_compile_without_spills(arch: str, tmp_path: Path) -> None:
     dtype, cubin = ("float32" if arch == "sm_100" else "float64"), tmp_path / "code.cubin"
     most = NUMBERS[dtype][-1]
+    fused = (("ozaki_multiply", ("ozaki_multiply",), multiply_options(most)),) if arch == "sm_90a" else ()
     for source, entries, macros in (
         ("ozaki_split", ("ozaki_facts", "ozaki_split"), split_options(dtype, arch == "sm_80", most)),
         ("ozaki_reduce", ("ozaki_reduce",), ()),
         ("ozaki_combine", ("ozaki_combine",), combine_options(dtype, most)),
+        *fused,
     ):
         cubin.write_bytes(compiled(Nvrtc(), source, arch, macros))
         for entry in entries:
             taken = resources(cubin, entry)
             assert (taken.stack, taken.local) == (0, 0), f"{entry} for {arch} spills: {taken}"
+        if source == "ozaki_multiply":
+            assert "IGMMA" in instructions(cubin)
 
 
 def test_parameters_that_cannot_be_say_why() -> None:

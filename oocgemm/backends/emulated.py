@@ -11,8 +11,15 @@ import numpy as np
 from cupy.cuda import runtime
 from cupy_backends.cuda.libs import cublas
 
-from oocgemm.backends.launch import Kernels
-from oocgemm.backends.ozaki import combine_options, split_options
+from oocgemm.backends.kernel import Launch
+from oocgemm.backends.launch import Kernels, encoded
+from oocgemm.backends.ozaki import (
+    combine_options,
+    multiply_launch,
+    multiply_options,
+    planes_map,
+    split_options,
+)
 from oocgemm.plan import Op
 from oocgemm.plan.emulation import (
     LEVELS,
@@ -27,7 +34,7 @@ from oocgemm.plan.emulation import (
 )
 from oocgemm.plan.tiling import round_up
 
-_ROWS = 32  # of a block of the splitting kernels
+_ROWS = 16  # of a block of the splitting kernels
 _INT8, _INT32, _COMPUTE_32I = 3, 10, 72
 
 
@@ -61,19 +68,18 @@ class Emulated:
             (a, m, not trans_a.swaps, facts, slot + offsets.a, slot + offsets.a_exponents),
             (b, n, trans_b.swaps, facts + 16 * m, slot + offsets.b, slot + offsets.b_exponents),
         )
-        rows, depth = ctypes.c_int, ctypes.c_longlong
+        whole = ctypes.c_int
         for raw, extent, k_major, fact, _, _ in sides:
-            grid = -(-extent // _ROWS), 1, 1
             function = self._split("ozaki_facts", k_major, NUMBERS[self._dtype][0])
-            function(grid, _pointer(raw), rows(extent), depth(k), _pointer(fact))
+            function(_launch(-(-extent // _ROWS)), _pointer(raw), whole(extent), whole(k), _pointer(fact))
         for number in NUMBERS[self._dtype]:
             verdict, stream = slot + offsets.verdict, cupy.cuda.get_current_stream()
             runtime.memsetAsync(verdict, 0, VERDICT_BYTES, stream.ptr)
             for side, (raw, extent, k_major, fact, planes, exponents) in enumerate(sides):
-                grid = -(-extent // _ROWS), 1, 1
                 self._split("ozaki_split", k_major, number)(
-                    *(grid, _pointer(raw), rows(extent), depth(k), depth(ld), _pointer(fact)),
-                    *(_pointer(planes), _pointer(exponents), _pointer(verdict + side * VERDICT_BYTES // 2)),
+                    *(_launch(-(-extent // _ROWS)), _pointer(raw), whole(extent), whole(k), whole(ld)),
+                    *(_pointer(fact), _pointer(planes), _pointer(exponents)),
+                    _pointer(verdict + side * VERDICT_BYTES // 2),
                 )
             runtime.memcpyAsync(
                 self._verdict.ptr, verdict, VERDICT_BYTES, runtime.memcpyDeviceToHost, stream.ptr
@@ -110,30 +116,43 @@ class Emulated:
         for top in range(*span, STRIP):
             rows = min(STRIP, span[1] - top)
             plane = rows * pitch
-            sums = work + number * plane
-            for place, modulus in enumerate(residues(number).moduli):
-                left = slot + offsets.a + (place * m + top) * ld
-                right = slot + offsets.b + place * n * ld
-                cublas.gemmEx(
-                    *(self._handle, 1, 0, n, rows, ld, self._alpha.ctypes.data),
-                    *(right, _INT8, ld, left, _INT8, ld),
-                    *(self._beta.ctypes.data, sums, _INT32, pitch, _COMPUTE_32I, -1),
-                )
-                self._reduce(sums, work + place * plane, plane, modulus)
+            left, right = slot + offsets.a + top * ld, slot + offsets.b
+            if self._kernels.device.capability == (9, 0):
+                self._residues(left, right, work, (m, n, ld), rows, number)
+            else:
+                for place, modulus in enumerate(residues(number).moduli):
+                    cublas.gemmEx(
+                        *(self._handle, 1, 0, n, rows, ld, self._alpha.ctypes.data),
+                        *(right + place * n * ld, _INT8, ld, left + place * m * ld, _INT8, ld),
+                        *(self._beta.ctypes.data, work + number * plane, _INT32, pitch, _COMPUTE_32I, -1),
+                    )
+                    self._reduce(work + number * plane, work + place * plane, plane, modulus)
             itemsize = 8 if self._dtype == "float64" else 4
             combine(
-                (-(-n // 1024), rows, 1),
+                _launch(-(-n // 1024), rows),
                 *(_pointer(work), ctypes.c_longlong(pitch), ctypes.c_longlong(plane), ctypes.c_int(n)),
                 *(_pointer(slot + offsets.a_exponents + 4 * top), _pointer(slot + offsets.b_exponents)),
                 *(ctypes.c_double(alpha), ctypes.c_double(beta)),
                 *(_pointer(c + (top - span[0]) * ldc * itemsize), ctypes.c_longlong(ldc)),
             )
 
+    def _residues(
+        self, left: int, right: int, work: int, shape: tuple[int, int, int], rows: int, number: int
+    ) -> None:
+        """Residues of `rows` rows of C in `work`, from planes of a step of shape m, n, ld."""
+        m, n, ld = shape
+        pitch, maps = round_up(n, 16), ((left, rows, m), (right, n, n))
+        self._kernels.plain("ozaki_multiply", "ozaki_multiply", multiply_options(number))(
+            multiply_launch(self._kernels.device, rows, pitch, number),
+            *(encoded(planes_map(at, ld, extent, number, ld * of)) for at, extent, of in maps),
+            *(_pointer(work), ctypes.c_int(rows), ctypes.c_int(pitch), ctypes.c_int(ld)),
+        )
+
     def _reduce(self, sums: int, planes: int, elements: int, modulus: int) -> None:
         high = (2**16 + modulus // 2) % modulus - modulus // 2
         function = self._kernels.plain("ozaki_reduce", "ozaki_reduce", ())
         function(
-            (min(4096, -(-elements // 1024)), 1, 1),
+            _launch(min(4096, -(-elements // 1024))),
             *(_pointer(sums), _pointer(planes), ctypes.c_longlong(elements // 4)),
             *(ctypes.c_int(modulus), ctypes.c_int(-(-(2**38) // modulus)), ctypes.c_int(high)),
         )
@@ -143,6 +162,11 @@ class Emulated:
 
     def _combine(self, number: int) -> Any:
         return self._kernels.plain("ozaki_combine", "ozaki_combine", combine_options(self._dtype, number))
+
+
+def _launch(*grid: int) -> Launch:
+    x, y = (*grid, 1)[:2]
+    return Launch((x, y, 1), (256, 1, 1))
 
 
 def _pointer(address: int) -> ctypes.c_void_p:

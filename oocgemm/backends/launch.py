@@ -15,7 +15,7 @@ from oocgemm.errors import BackendError
 
 _MAP_BYTES = 128
 # cuTensorMapEncodeTiled's enumerations, cuda.h.
-_MAP_TYPES = {"float16": 6, "float32": 7, "float64": 8, "bfloat16": 9, "tf32": 11}
+_MAP_TYPES = {"int8": 0, "float16": 6, "float32": 7, "float64": 8, "bfloat16": 9, "tf32": 11}
 _MAP_SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 _MAP_L2_PROMOTION = 3  # 256 bytes
 
@@ -49,26 +49,19 @@ class Kernels:
         """C = alpha op(A) @ op(B) + beta C by a kernel that does not refuse the call."""
         for part in kernel.parts(call, params):
             function, launch = self.function(kernel, call, params), kernel.launch(part, params)
-            maps = [_encoded(described) for described in kernel.maps(part, params)] if kernel.maps else []
+            maps = [encoded(described) for described in kernel.maps(part, params)] if kernel.maps else []
             cuda_calls.launch(
                 function.ptr, launch.grid, launch.block, launch.shared, (*maps, arguments(part))
             )
 
     def function(self, kernel: Kernel, call: Call, params: Params) -> Any:
-        """The function that does a call, allowed as much shared memory as a block can have."""
+        """The function that does a call."""
         key = kernel.source, call.dtype, call.op_a, call.op_b, *params.values()
         if key not in self._functions:
             arch = kernel.target(self.device)
             assert arch is not None, "a kernel is called that refuses the device"
             macros = options(kernel, call.dtype, call.op_a, call.op_b, params)
             function = self._load(kernel.source, kernel.entry or kernel.source, arch, macros)
-            # Beyond 48 KiB a block has only what its function has asked for.
-            static = driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function.ptr)
-            driver.funcSetAttribute(
-                function.ptr,
-                driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                self.device.shared_bytes - static,
-            )
             self._functions[key] = function
         return self._functions[key]
 
@@ -97,13 +90,14 @@ class Kernels:
         cuda_calls.launch(self._functions[dtypes].ptr, grid, (256, 1, 1), 0, values)
 
     def plain(self, source: str, entry: str, macros: tuple[str, ...]) -> Callable[..., None]:
-        """A kernel that is no rung, of blocks of 256 threads: called with its grid and ctypes values."""
+        """A kernel that is no rung: called with how it is launched and ctypes values."""
         key = source, entry, macros
         if key not in self._functions:
             major, minor = self.device.capability
-            function = self._load(source, entry, f"sm_{major}{minor}", macros)
-            self._functions[key] = lambda grid, *values: cuda_calls.launch(
-                function.ptr, grid, (256, 1, 1), 0, values
+            own = "a" if (major, minor) == (9, 0) else ""
+            function = self._load(source, entry, f"sm_{major}{minor}{own}", macros)
+            self._functions[key] = lambda launch, *values: cuda_calls.launch(
+                function.ptr, launch.grid, launch.block, launch.shared, values
             )
         found: Callable[..., None] = self._functions[key]
         return found
@@ -122,9 +116,18 @@ class Kernels:
         return int(driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_NUM_REGS, function.ptr))
 
     def _load(self, source: str, entry: str, arch: str, macros: Sequence[str]) -> Any:
+        """A function, allowed as much shared memory as a block can have."""
         module = cupy.cuda.function.Module()
         module.load(compiled(_Nvrtc(), source, arch, macros))
-        return module.get_function(entry)
+        function = module.get_function(entry)
+        # Beyond 48 KiB a block has only what its function has asked for.
+        static = driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function.ptr)
+        driver.funcSetAttribute(
+            function.ptr,
+            driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+            self.device.shared_bytes - static,
+        )
+        return function
 
 
 def describe_device(device: int) -> Device:
@@ -135,7 +138,7 @@ def describe_device(device: int) -> Device:
 
 
 @lru_cache(maxsize=256)
-def _encoded(described: TensorMap) -> Any:
+def encoded(described: TensorMap) -> Any:
     """A tensor map as the driver encodes it: 128 bytes, which it wants on a boundary of 64."""
     room = ctypes.create_string_buffer(_MAP_BYTES + 64)
     aligned = -ctypes.addressof(room) % 64
