@@ -20,7 +20,7 @@ from oocgemm.plan.tiling import TileGrid, TileShape, ceil_div, round_up
 from oocgemm.plan.traversal import Traversal
 
 STRIP_BYTES = 32 << 20  # a drained strip: long enough for the link, short enough to start writing early
-STRIPS = 24
+STRIPS = 3  # on the host: the next tile's first step hides the leaving of the last, and only the end shows it
 STAGED_STRIPS = 10  # each is several operations to issue
 # Where panels can be kept on the host, a strip takes at most one part in so many of its budget.
 HOST_SHARE = 400
