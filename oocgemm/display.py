@@ -11,11 +11,12 @@ from rich.table import Table
 
 from oocgemm.backends.tuning import Tuning
 from oocgemm.plan import Calibration, Plan
+from oocgemm.system import LINKS, calibrated_rates
 from oocgemm.timeline import Report, Timeline, diagnosis_lines, gantt
-from oocgemm.units import format_size, format_time
+from oocgemm.units import format_rate, format_size, format_time
 from oocgemm.verify import Verification
 
-LINKS = ("read", "h2d", "d2h", "write")
+TRAFFIC = ("read", "h2d", "d2h", "write")
 GANTT_WIDTH = 72
 
 
@@ -71,7 +72,7 @@ def print_plan(plan: Plan, explain: bool = False) -> None:
     out.print(memory)
     out.print()
     traffic = _table("link", "bytes", "each once", "least possible", "ratio", "predicted")
-    for link in LINKS:
+    for link in TRAFFIC:
         least = plan.least[link]
         ratio = f"{plan.traffic[link] / least:.2f}" if least else "-"
         seconds = format_time(plan.prediction.lanes[link])
@@ -215,7 +216,7 @@ def print_comparison(names: Sequence[str], reports: Sequence[Report], timelines:
     for cause in dict.fromkeys(cause for report in reports for cause in report.exposed):
         seconds = [report.exposed.get(cause, 0.0) for report in reports]
         table.add_row(f"exposed, {cause}", *map(format_time, seconds), _change(*seconds))
-    for link in LINKS:
+    for link in TRAFFIC:
         moved = [report.traffic[link]["bytes"] or 0 for report in reports]
         if any(moved):
             table.add_row(f"bytes, {link}", *map(format_size, moved), _change(*moved))
@@ -232,23 +233,26 @@ def print_calibration(found: Calibration, path: str) -> None:
     out.print(f"[bold]{escape(found.device)}[/] ({found.backend}), {found.samples['seconds']:.0f} s\n")
     measured: dict[str, dict[str, float]] = found.samples["kernels"]
     depths = sorted({int(depth) for rates in measured.values() for depth in rates})
-    kernels = _table("TFLOP/s, panels deep", *map(str, depths), "fitted peak", "halved at")
+    scale, unit = (
+        (1e12, "TFLOP/s") if max(fit.peak for fit in found.kernels.values()) >= 1e12 else (1e9, "GFLOP/s")
+    )
+    kernels = _table(f"{unit}, panels deep", *map(str, depths), "fitted peak", "halved at")
     for dtype, rates in measured.items():
         fit = found.kernels[dtype]
-        shown = (f"{rates[str(d)] / 1e12:.3g}" if str(d) in rates else "" for d in depths)
-        kernels.add_row(dtype, *shown, f"{fit.peak / 1e12:.3g}", f"{fit.half_depth:.3g}")
+        shown = (f"{rates[str(d)] / scale:.3g}" if str(d) in rates else "" for d in depths)
+        kernels.add_row(dtype, *shown, f"{fit.peak / scale:.3g}", f"{fit.half_depth:.3g}")
     out.print(kernels)
     out.print()
-    rates = {name: found.rates[name] for name in ("memory", "decode")}
+    moved: dict[str, float] = {}
     for link, by_size in found.samples["copies"].items():
         if isinstance(by_size, dict):
-            rates |= {f"{link}, {format_size(int(size))}": rate for size, rate in by_size.items()}
-            rates[f"{link}, fitted"] = found.rates[link]
+            moved |= {f"{link}, {format_size(int(size))}": rate for size, rate in by_size.items()}
         else:
-            rates[f"{link}"] = by_size
-    rates |= dict(zip(("read", "read in parts", "read cold", "write"), _latest_store(found), strict=True))
+            moved[link] = by_size
+    for name, rate in calibrated_rates(found).items():
+        moved[LINKS[name] + (", fitted" if name in found.samples["copies"] else "")] = rate
     links = _table("link", "GB/s")
-    for name, rate in rates.items():
+    for name, rate in moved.items():
         links.add_row(name, f"{rate / 1e9:.3g}")
     out.print(links)
     out.print(f"first use of memory {found.rates['arena_seconds_per_byte'] * 2**30:.3g} s a GiB")
@@ -261,21 +265,54 @@ def print_calibration(found: Calibration, path: str) -> None:
     out.print(f"kept in {escape(path)}", soft_wrap=True)
 
 
-def _latest_store(found: Calibration) -> tuple[float, ...]:
-    store = list(found.stores.values())[-1]
-    return store.read, store.read_scattered, store.read_cold, store.write
-
-
 def print_info(found: dict[str, Any]) -> None:
     """What there is to work with, and what is missing."""
     out = _console()
-    for section, values in found.items():
-        if isinstance(values, dict):
-            out.print(f"[bold]{section}[/]")
-            for name, value in values.items():
-                out.print(f"  {name:<12} {escape(str(value))}", soft_wrap=True)
-        else:
-            out.print(f"[bold]{section}[/]  {escape(str(values))}", soft_wrap=True)
+    here, engines = found["machine"], {name: found[f"{name} backend"] for name in ("host", "cuda")}
+    for name, text in {
+        "versions": ", ".join(f"{package} {version}" for package, version in found["versions"].items()),
+        "machine": f"{here['processor']}, {here['cores']} cores, {format_size(here['memory'])} of memory, "
+        f"{format_size(here['available'])} available; {here['platform']}",
+        **{name: _engine(engine) for name, engine in engines.items()},
+    }.items():
+        out.print(f"[bold]{name:<9}[/] {escape(text)}", soft_wrap=True)
+    there = {name: engine for name, engine in engines.items() if "missing" not in engine}
+    out.print()
+    table = _table("rates", *there)
+    for group, unit in (("kernels", "FLOP"), ("links", "B")):
+        for rate in dict.fromkeys(rate for engine in there.values() for rate in engine[group]):
+            cells = (_rate(engine, rate, engine[group].get(rate), unit) for engine in there.values())
+            table.add_row(LINKS.get(rate, rate), *cells)
+    out.print(table)
+    for name, engine in there.items():
+        out.print(f"{name}: {escape(engine['rates'])}", soft_wrap=True)
+    if any(engine["assumed"] for engine in there.values()):
+        out.print("~ assumed, not measured here")
+    if found["missing"]:
+        out.print()
+        table = _table("missing", "for", "command")
+        for column in table.columns:
+            column.justify, column.no_wrap = "left", True
+        for one in found["missing"]:
+            table.add_row(one["what"], one["for"], escape(one["command"]))
+        out.print(table)
+
+
+def _engine(engine: dict[str, Any]) -> str:
+    """A backend in a line: what it runs on, and with what."""
+    if "missing" in engine:
+        return str(engine["missing"])
+    if "blas" in engine:
+        return f"{engine['device']}, BLAS {engine['blas']}"
+    cuda, driver = (f"{int(engine[x]) // 1000}.{int(engine[x]) % 1000 // 10}" for x in ("cuda", "driver"))
+    memory = f"{engine['memory']} of memory, {format_size(engine['free'])} free"
+    return f"{engine['device']}, {memory}; cupy {engine['cupy']}, CUDA {cuda}, driver for CUDA {driver}"
+
+
+def _rate(engine: dict[str, Any], name: str, rate: float | None, unit: str) -> str:
+    if rate is None:
+        return ""
+    return ("~ " if name in engine["assumed"] else "") + format_rate(rate, unit)
 
 
 @contextmanager

@@ -13,8 +13,10 @@ from oocgemm import backends, bench, cache, stores
 from oocgemm.backends import ladder, tuning
 from oocgemm.calibrate import calibrate as measure
 from oocgemm.display import doing, print_bench, print_calibration, print_tuning
-from oocgemm.errors import InputError
+from oocgemm.exports import check_place, writing
+from oocgemm.job import budgets
 from oocgemm.plan import COMPUTES, DTYPES
+from oocgemm.roofline import roofline_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -57,18 +59,26 @@ class Size(click.ParamType[tuple[int, int, int]]):
     type=click.Path(),
     help="Folder whose storage is measured, with temporary files of some 500 MiB.  [default: the current one]",
 )
+@click.option("--svg", type=click.Path(dir_okay=False), help="Draw the machine's roofline to this file.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def calibrate(backend: str, device: int, path: str | None, as_json: bool) -> None:
+def calibrate(backend: str, device: int, path: str | None, svg: str | None, as_json: bool) -> None:
     """Measure this machine, in under a minute, for plans and reports to use.
 
     Kernels, links and memory, and the storage at a folder: run it once more for each file system that operands lie
     on. The figures are kept in the user's cache directory, or in $OOCGEMM_CACHE. Nothing else should run meanwhile.
     """
+    if svg is not None:
+        check_place("--svg", svg)
     if backends.resolve(backend) == "host":
         stores.load_zarr()
     with doing(sys.stderr.isatty() and not as_json) as say:
         found = measure(backend, device, path, say=say)
     kept = cache.save(found)
+    if svg is not None:
+        engine = backends.open_backend(found.backend, device)
+        budget = budgets(engine.name, None, None, engine.free_memory).device
+        with writing("--svg", svg):
+            Path(svg).write_text(roofline_of(found, budget), encoding="utf-8")
     if as_json:
         print_json(found.to_dict() | {"kept": str(kept)})
     else:
@@ -117,14 +127,14 @@ def bench_kernels(as_json: bool, svg: str | None, **options: Any) -> None:
     Square products from 8 to 16384, odd and thin ones and the engine's updates of a 12288 x 12288 tile, on random
     numbers; the median of several samples.
     """
+    if svg is not None:
+        check_place("--svg", svg)
     given = {name: value for name, value in options.items() if value != ()}
     with doing(sys.stderr.isatty() and not as_json) as say:
         result = bench.bench_kernels(**given, say=say)
     if svg is not None:
-        try:
+        with writing("--svg", svg):
             Path(svg).write_text(bench.chart(result), encoding="utf-8")
-        except OSError as error:
-            raise InputError(f"the picture cannot be written to {svg}: {error.strerror}") from error
     if as_json:
         print_json(result)
     else:
