@@ -121,14 +121,14 @@ def print_report(report: Report, timeline: Timeline, *, advise: bool = False) ->
     for text in diagnosis_lines(report, timeline, advise=advise):
         out.print(escape(text))
     out.print()
-    rate = f", {report.flop_rate / 1e12:.3g} TFLOP/s" if report.flop_rate else ""
+    rate = f", {format_rate(report.flop_rate, 'FLOP')}" if report.flop_rate else ""
     out.print(f"[bold]T[/] {format_time(report.wall)}{rate}")
     out.print(
         f"[bold]compute share[/] {_percent(report.compute_share)}   "
         f"[bold]copy overlap[/] {_percent(report.copy_overlap)}   "
         f"[bold]storage overlap[/] {_percent(report.storage_overlap)}   "
         f"[bold]efficiency[/] {_percent(report.efficiency)}"
-        + ("" if report.efficiency is not None or report.unfinished else " (needs `oocgemm calibrate`)")
+        + (" (needs `oocgemm calibrate`)" if _uncalibrated(report, timeline) else "")
     )
     causes = sorted(report.exposed.items(), key=lambda item: -item[1])
     parts = ", ".join(f"{cause} {format_time(seconds)}" for cause, seconds in causes)
@@ -151,9 +151,9 @@ def print_report(report: Report, timeline: Timeline, *, advise: bool = False) ->
     for lane, _ in gantt(timeline, 1):
         figures = report.lanes[lane]
         moved = figures["bytes"]
-        rate = f"{moved / figures['busy'] / 1e9:.3g} GB/s" if moved and figures["busy"] else ""
+        rate = format_rate(moved / figures["busy"]) if moved and figures["busy"] else ""
         if lane == "compute" and figures["busy"]:
-            rate = f"{report.flops / figures['busy'] / 1e12:.3g} TFLOP/s"
+            rate = format_rate(report.flops / figures["busy"], "FLOP")
         link = report.traffic.get(lane, {})
         bounds = (format_size(link[x]) if link.get(x) is not None else "" for x in ("required", "least"))  # type: ignore[arg-type]
         size = format_size(moved) if moved else ""
@@ -166,6 +166,12 @@ def print_report(report: Report, timeline: Timeline, *, advise: bool = False) ->
         out.print(f"{lane:>8} │{picture}│", soft_wrap=True)
     ticks = f"0{format_time(report.wall):>{GANTT_WIDTH - 1}}"
     out.print(f"{'':>8}  {ticks}", soft_wrap=True)
+
+
+def _uncalibrated(report: Report, timeline: Timeline) -> bool:
+    """Whether a calibration would give the run an efficiency: none has that of products that are not native."""
+    compute = timeline.header.get("plan", {}).get("problem", {}).get("compute", "native")
+    return report.efficiency is None and not report.unfinished and compute == "native"
 
 
 def print_verification(found: Verification) -> None:

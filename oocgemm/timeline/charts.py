@@ -80,6 +80,7 @@ def c_grid(timeline: Timeline) -> str:
         return f'<p class="note">{len(done)} tiles are too many to draw.</p>'
     problem, tile = plan["problem"], plan["tile"]
     m, n = problem["m"], problem["n"]
+    tiles = -(-m // tile["w"]) * -(-n // tile["h"])
     cells = []
     for (i, j), end in sorted(done.items()):
         y, x = i * tile["w"], j * tile["h"]
@@ -95,7 +96,7 @@ def c_grid(timeline: Timeline) -> str:
         f'aria-label="{len(done)} tiles of C by finishing time">{"".join(cells)}</svg>'
         f'<div class="scale"><span>0</span><i style="background:linear-gradient(90deg,{stops})"></i>'
         f"<span>{format_time(timeline.wall / 1e9)}</span></div></div>"
-        f'<p class="note">{extents(m, n)} elements in {len(done)} tiles; when the last part of each was written'
+        f'<p class="note">{extents(m, n)} elements in {"" if len(done) == tiles else f"{len(done)} of "}{tiles} tiles; when the last part of each was written'
         f"{', or the last before the log ends' if timeline.unfinished else ''}. Click a tile "
         "to see it in the timeline.</p>"
     )
