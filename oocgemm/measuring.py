@@ -97,7 +97,7 @@ def bench_group() -> None:
 
 
 @bench_group.command(name="kernels")
-@taking(_DEVICE)
+@_DEVICE
 @click.option(
     "--dtype",
     "dtypes",
@@ -162,7 +162,7 @@ def bench_kernels(as_json: bool, svg: str | None, **options: Any) -> None:
 
 
 @click.command()
-@taking(_DEVICE)
+@_DEVICE
 @click.option(
     "--dtype",
     "dtypes",
