@@ -72,13 +72,15 @@ def print_plan(plan: Plan, explain: bool = False) -> None:
     out.print(memory)
     out.print()
     traffic = _table("link", "bytes", "each once", "least possible", "ratio", "predicted")
+    lanes = plan.prediction.lanes
     for link in TRAFFIC:
-        least = plan.least[link]
-        ratio = f"{plan.traffic[link] / least:.2f}" if least else "-"
-        seconds = format_time(plan.prediction.lanes[link])
-        sizes = (format_size(x[link]) for x in (plan.traffic, plan.required, plan.least))
-        traffic.add_row(link, *sizes, ratio, seconds)
-    traffic.add_row("compute", "", "", "", "", format_time(plan.prediction.lanes["compute"]))
+        if plan.traffic[link]:
+            least = plan.least[link]
+            ratio = f"{plan.traffic[link] / least:.2f}" if least else "-"
+            sizes = (format_size(x[link]) for x in (plan.traffic, plan.required, plan.least))
+            traffic.add_row(link, *sizes, ratio, format_time(lanes[link]) if lanes[link] else "")
+    for lane in (lane for lane in lanes if lane not in TRAFFIC and lanes[lane]):
+        traffic.add_row(lane, "", "", "", "", format_time(lanes[lane]))
     out.print(traffic)
     for operand, factor in plan.amplification.items():
         if factor > 1.005:
