@@ -12,7 +12,7 @@ from oocgemm.backends.base import known_dtypes
 from oocgemm.backends.kernel import Call, Kernel, Params
 from oocgemm.backends.ladder import LADDER, names
 from oocgemm.backends.tuning import CUBLAS, Measured, Tuning
-from oocgemm.errors import InputError
+from oocgemm.errors import BackendError, InputError
 from oocgemm.plan import COMPUTES, DTYPES
 
 if TYPE_CHECKING:
@@ -166,7 +166,10 @@ def pairs(dtypes: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _stopwatch(device: int) -> "Stopwatch":
-    backends.open_backend("cuda", device)  # says what is missing
+    missing = backends.missing_for_cuda()
+    if missing:
+        raise BackendError(f"kernels are timed on an NVIDIA GPU: {missing}")
+    backends.open_backend("cuda", device)  # says what else is missing
     from oocgemm.backends.measure import Stopwatch
 
     return Stopwatch(device)

@@ -104,12 +104,11 @@ def _machine_model(name: str, calibrated: bool) -> str:
 
 def _print_considered(out: Console, plan: Plan) -> None:
     out.print()
-    table = _table(
-        "considered", "C slots", "predicted", "compute", "h2d", "read", "write", "bubbles", "why not"
-    )
-    for row in plan.explain():
-        lanes = row["lanes"]
-        times = (format_time(lanes[lane]) for lane in ("compute", "h2d", "read", "write"))
+    rows = plan.explain()
+    lanes = [lane for lane in plan.prediction.lanes if any(row["lanes"][lane] for row in rows)]
+    table = _table("considered", "C slots", "predicted", *lanes, "bubbles", "why not")
+    for row in rows:
+        times = (format_time(row["lanes"][lane]) for lane in lanes)
         table.add_row(
             *(row["tile"], str(row["c_slots"]), format_time(row["total"]), *times),
             *(format_time(row["bubbles"]), row["why"]),
@@ -156,7 +155,9 @@ def print_report(report: Report, timeline: Timeline, *, advise: bool = False) ->
         rate = format_rate(moved / figures["busy"]) if moved and figures["busy"] else ""
         if lane == "compute" and figures["busy"]:
             rate = format_rate(report.flops / figures["busy"], "FLOP")
-        link = report.traffic.get(lane, {})
+        # Of chunks that are decoded on their way, that lane tells what the link has moved.
+        through = {"decode": "read", "encode": "write"}.get(lane, lane)
+        link = report.traffic.get(lane if through in report.lanes else through, {})
         bounds = (format_size(link[x]) if link.get(x) is not None else "" for x in ("required", "least"))  # type: ignore[arg-type]
         size = format_size(moved) if moved else ""
         table.add_row(
@@ -191,7 +192,7 @@ def print_verification(found: Verification) -> None:
             soft_wrap=True,
         )
     out.print(
-        f"{format_size(found.bytes)} in {format_time(found.seconds)}, {found.bytes / found.seconds / 1e9:.3g} GB/s"
+        f"{format_size(found.bytes)} in {format_time(found.seconds)}, {format_rate(found.bytes / found.seconds)}"
     )
 
 
