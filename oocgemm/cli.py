@@ -21,7 +21,7 @@ from oocgemm.display import (
 from oocgemm.errors import BackendError, BudgetError, ExecutionError, InputError, OocGemmError
 from oocgemm.interrupts import Interrupted, stopping
 from oocgemm.live import progress_display
-from oocgemm.measuring import print_json, taking
+from oocgemm.measuring import DEVICE, print_json, taking
 from oocgemm.plan import COMPUTES
 from oocgemm.timeline import read_log, report
 from oocgemm.verify import verify as check_product
@@ -134,9 +134,7 @@ def cli(debug: bool) -> None:
 @click.argument("b")
 @click.argument("c")
 @taking(*_PROBLEM)
-@click.option(
-    "--device", metavar="N", type=click.IntRange(min=0), default=0, show_default=True, help="CUDA device."
-)
+@DEVICE
 @click.option("--timeline", type=click.Path(dir_okay=False), help="Log every operation to this file.")
 @click.option(
     "--verify", is_flag=True, help="Check every tile against checksums of its panels, and redo what differs."

@@ -34,7 +34,7 @@ def print_json(value: object) -> None:
     click.echo(json.dumps(value, indent=2))
 
 
-_DEVICE = click.option(
+DEVICE = click.option(
     "--device", metavar="N", type=click.IntRange(min=0), default=0, show_default=True, help="CUDA device."
 )
 
@@ -57,7 +57,7 @@ class Size(click.ParamType[tuple[int, int, int]]):
     show_default=True,
     help="What to measure; auto is cuda where a device answers.",
 )
-@_DEVICE
+@DEVICE
 @click.option(
     "--path",
     metavar="DIR",
@@ -97,7 +97,7 @@ def bench_group() -> None:
 
 
 @bench_group.command(name="kernels")
-@_DEVICE
+@DEVICE
 @click.option(
     "--dtype",
     "dtypes",
@@ -162,7 +162,7 @@ def bench_kernels(as_json: bool, svg: str | None, **options: Any) -> None:
 
 
 @click.command()
-@_DEVICE
+@DEVICE
 @click.option(
     "--dtype",
     "dtypes",
@@ -174,8 +174,9 @@ def bench_kernels(as_json: bool, svg: str | None, **options: Any) -> None:
 def tune(device: int, dtypes: tuple[str, ...], as_json: bool) -> None:
     """Find the fastest kernels on this GPU, for --kernel auto.
 
-    Of our kernels, with all their parameters, and cuBLAS: for each dtype, on a large square product, on an update as the engine makes it, and on a thin one. What is found is
-    kept in the user's cache directory, or in $OOCGEMM_CACHE. Nothing else should run meanwhile.
+    Of our kernels, with all their parameters, and cuBLAS: for each dtype, on a large square product, on an update as
+    the engine makes it, and on a thin one. What is found is kept in the user's cache directory, or in $OOCGEMM_CACHE.
+    Nothing else should run meanwhile.
     """
     with doing(sys.stderr.isatty() and not as_json) as say:
         found = bench.tune(device=device, dtypes=dtypes, say=say)

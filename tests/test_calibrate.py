@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import pairwise
 from math import log10
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -289,6 +290,29 @@ def test_json_is_the_calibration_and_where_it_is_kept(here: Path) -> None:
     found = command("calibrate", "--backend", "host", "--path", here, "--json").json()
     assert Path(found.pop("kept")).is_file()
     assert Calibration.from_dict(found).samples["path"] == str(here)
+
+
+def test_info_tells_a_gpu_with_what_was_measured_of_it(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an engine that only says what it is."""
+    said = {"device": "NVIDIA H200", "memory": "140 GiB", "cupy": "14.2", "cuda": "13000", "driver": "13020"}
+    gpu = SimpleNamespace(name="cuda", describe=lambda: said, free_memory=lambda: 120 << 30)
+    opened = backends.open_backend
+    monkeypatch.setattr(backends, "missing_for_cuda", lambda: None)
+    monkeypatch.setattr(
+        backends, "open_backend", lambda name, device=0: gpu if name == "cuda" else opened(name)
+    )
+    cache.save(known())
+    found = command("info", "--json").json()["cuda backend"]
+    assert found["free"] == 120 << 30
+    assert found["links"]["h2d"] == MEASURED.rates["h2d"]
+    measured = {*MEASURED.kernels, *MEASURED.rates} & {*found["kernels"], *found["links"]}
+    assert {*found["kernels"], *found["links"]} - set(found["assumed"]) == measured
+    text = " ".join(command("info").out.split())
+    assert "NVIDIA H200, 140 GiB of memory, 120 GiB free; cupy 14.2, CUDA 13.0, driver for CUDA 13.2" in text
+    assert "calibrated on 2026-11-21" in text
+    assert "oocgemm calibrate --backend cuda" in text
+    cache.save(known(stores={cache.file_system("."): STORES["8:1"]}))
+    assert command("info", "--json").json()["cuda backend"]["links"]["read_cold"] == STORES["8:1"].read_cold
 
 
 def test_the_roofline_shows_what_was_measured(here: Path, tmp_path: Path) -> None:
