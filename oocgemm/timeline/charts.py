@@ -41,8 +41,8 @@ def throughput(timeline: Timeline, report: Report) -> str:
             continue
         unit = "FLOP" if lane == "compute" else "B"
         limit, measured = known.get(lane, (0.0, False))
-        # A model that was never calibrated may be far off: such a limit is drawn only where it is of use.
-        shown = bool(limit) and (measured or limit < 3 * max(found))
+        # Under a limit that is far above them, rates could not be seen; and one that was never calibrated may be far off.
+        shown = bool(limit) and limit < (10 if measured else 3) * max(found)
         top = 1.05 * max(*found, limit if shown else 0.0)
         steps = "".join(f"V{100 - 100 * rate / top:.2f}h1" for rate in found)
         line = (
@@ -66,7 +66,7 @@ def throughput(timeline: Timeline, report: Report) -> str:
             f'<div class="axis"><span>0</span><span>most {format_rate(max(found), unit)}</span>'
             f"<span>{format_time(timeline.wall / 1e9)}</span></div></figure>"
         )
-    note = '<p class="note">Broken line: the limit by calibration, or the one that the plan assumed.</p>'
+    note = '<p class="note">Broken line: the limit by calibration, or the one that the plan assumed, where it is not far above.</p>'
     return f'<div class="rates">{"".join(charts)}</div>{note}'
 
 
