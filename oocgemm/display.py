@@ -172,9 +172,9 @@ def print_report(report: Report, timeline: Timeline, *, advise: bool = False) ->
 
 
 def _uncalibrated(report: Report, timeline: Timeline) -> bool:
-    """Whether a calibration would give the run an efficiency: none has that of products that are not native."""
+    """Whether a calibration would give the run an efficiency: none has the rates of what is rounded."""
     compute = timeline.header.get("plan", {}).get("problem", {}).get("compute", "native")
-    return report.efficiency is None and not report.unfinished and compute == "native"
+    return report.efficiency is None and not report.unfinished and compute not in ("tf32", "bf16")
 
 
 def print_verification(found: Verification) -> None:

@@ -12,7 +12,7 @@ from oocgemm.plan import Calibration
 from oocgemm.system import LINKS, calibrated_rates
 from oocgemm.units import format_rate, format_size
 
-WIDTH, HEIGHT = 1010, 550
+WIDTH, HEIGHT = 1040, 550
 LEFT, RIGHT, TOP, BOTTOM = 295, 810, 112, 490
 LINE = 17  # from label to label
 ITEMSIZE = 8  # of the float64 tile that the upper axis tells of

@@ -59,7 +59,10 @@ def _described(engine: Backend) -> dict[str, Any]:
             *calibration.rates,
             *(STORAGE if here in calibration.stores else ()),
         }
-    kernels = {dtype: believed.kernels[dtype].peak for dtype in known_dtypes()}
+    dtypes = known_dtypes()
+    kernels = {
+        name: rate.peak for name, rate in believed.kernels.items() if name.removeprefix("emulated ") in dtypes
+    }
     links = link_rates(believed, calibration.stores.get(here) if calibration else None)
     return engine.describe() | {
         "free": engine.free_memory(),

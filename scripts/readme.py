@@ -7,7 +7,6 @@ usage: scripts/readme.py [--check]    --check: only say whether the README is up
 
 import io
 import json
-import re
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
@@ -15,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from oocgemm.display import print_plan, print_report
-from oocgemm.plan import Budgets, Calibration, GemmProblem, Layout, Layouts, default_model, make_plan
-from oocgemm.roofline import roofline_of
+from oocgemm.plan import Budgets, GemmProblem, Layout, Layouts, default_model, make_plan
+from oocgemm.roofline import roofline
 from oocgemm.stores import new_layout
 from oocgemm.timeline import read_log, report
 
@@ -51,9 +50,8 @@ def reported() -> None:
 
 
 def picture() -> str:
-    """`oocgemm calibrate --svg`, of the calibration that is kept."""
-    kept = load("calibration.json")
-    return roofline_of(Calibration.from_dict(kept["calibration"]), kept["budget"])
+    """`oocgemm calibrate --svg`, of the rates that are kept."""
+    return roofline(**load("roofline.json"))
 
 
 def spread(samples: list[float]) -> str:
@@ -342,9 +340,8 @@ def filled(text: str) -> str:
     }
     for name, block in blocks.items():
         begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
-        text = re.sub(
-            f"{begin}.*?{end}", lambda _, b=block, x=begin, y=end: f"{x}\n{b}\n{y}", text, flags=re.DOTALL
-        )
+        before, _, rest = text.partition(begin)
+        text = f"{before}{begin}\n{block}\n{end}{rest.partition(end)[2]}"
     return text
 
 

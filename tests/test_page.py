@@ -277,7 +277,6 @@ def test_limits_are_those_of_the_arithmetic_and_said_to_be_measured_only_where_t
     plan = run.header["plan"] | {"problem": run.header["plan"]["problem"] | {"compute": "emulated"}}
     emulated = limits(replace(run, header=dict(run.header) | {"plan": plan, "rates": None}))
     assert emulated["compute"] == (model.kernels["emulated float64"].peak, False)
-    assert emulated["prepare"] == (model.prepare, False)
     assert emulated["h2d"] == (model.h2d, True)
     assert emulated["read"] == (model.read, True)
 

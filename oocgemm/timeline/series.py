@@ -77,8 +77,7 @@ def limits(timeline: Timeline) -> dict[str, tuple[float, bool]]:
     problem = timeline.header.get("plan", {}).get("problem", {})
     emulated = "emulated " if problem.get("compute") == "emulated" else ""
     kernel = model.get("kernels", {}).get(f"{emulated}{problem.get('a_dtype')}", {}).get("peak")
-    # Of what is not native, and of making panels ready, nothing is calibrated.
-    measured = {part for part in ("h2d", "d2h", "decode") if model.get("calibrated")}
+    measured = {part for part in ("h2d", "prepare", "d2h", "decode") if model.get("calibrated")}
     measured |= {part for part in ("read", "write") if model.get("storage_calibrated")}
     known: dict[str, tuple[float, bool]] = {}
     for lane, part in ((lane, "kernel" if lane == "compute" else lane) for lane in LANES):
