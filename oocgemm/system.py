@@ -24,6 +24,7 @@ LINKS = {
     "decode": "decode, zstd",
     "memory": "read, memory",
     "h2d": "h2d",
+    "prepare": "prepare, residues",
     "d2h": "d2h",
     "write": "write",
 }

@@ -346,8 +346,8 @@ def filled(text: str) -> str:
 
 
 def main() -> None:
-    readme, roofline = TOP / "README.md", RESULTS / "roofline.svg"
-    made = {readme: filled(readme.read_text()), roofline: picture()}
+    readme, drawn = TOP / "README.md", RESULTS / "roofline.svg"
+    made = {readme: filled(readme.read_text()), drawn: picture()}
     if "--check" in sys.argv[1:]:
         stale = [path.name for path, text in made.items() if not path.exists() or path.read_text() != text]
         sys.exit(f"out of date: {', '.join(stale)}; run scripts/readme.py" if stale else 0)
