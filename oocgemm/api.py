@@ -107,7 +107,8 @@ def gemm(
         kernel: "cublas" or a rung of `oocgemm.backends.ladder` on cuda, "blas" on host; "auto" for the fastest that
             `oocgemm tune` has measured, cuBLAS where it has measured nothing.
         compute: "native", or for float32 operands "tf32" or "bf16": on cuda they may be rounded to 11 or 8 bits before
-            they are multiplied, which is faster and less exact; sums stay float32.
+            they are multiplied, which is faster and less exact; sums stay float32. "emulated", for float64 and float32:
+            by exact products of int8 residues, as accurate as native.
         out_dtype: C's dtype: the operands', as by default, or the one that their product is accumulated in, which is
             float32 for float16 and bfloat16.
         device_memory: hard bound on device memory, in bytes or as "2GiB"; 90% of what is free by default.
