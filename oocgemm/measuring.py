@@ -14,7 +14,7 @@ from oocgemm.backends import ladder, tuning
 from oocgemm.calibrate import calibrate as measure
 from oocgemm.display import doing, print_bench, print_calibration, print_tuning
 from oocgemm.errors import InputError
-from oocgemm.plan import COMPUTES, DTYPES
+from oocgemm.plan import COMPUTES, OPERANDS
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -84,7 +84,7 @@ _DEVICE = click.option(
     "--device", type=click.IntRange(min=0), default=0, show_default=True, help="CUDA device."
 )
 _DTYPES = click.option(
-    "--dtype", "dtypes", multiple=True, type=click.Choice(list(DTYPES)), help="May be repeated."
+    "--dtype", "dtypes", multiple=True, type=click.Choice(OPERANDS), help="May be repeated."
 )
 
 

@@ -110,7 +110,7 @@ class Workbench:
 def plan_of(machine: MachineModel, dtype: str, tile: TileShape) -> Plan:
     """One tile and one step, in one slot each."""
     kind = DTYPES[dtype]
-    problem = GemmProblem(tile.w, tile.h, tile.r, dtype, dtype, kind.accumulator, dtype)
+    problem = GemmProblem(tile.w, tile.h, tile.r, dtype, dtype, kind.accumulator, kind.results[0])
     host = 0 if machine.unified else 1
     slots = Slots(a=1, b=1, c=1, host_a=host, host_b=host, host_c=host, strip=tile.w, unified=machine.unified)
     available = available_memory()

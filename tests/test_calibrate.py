@@ -21,7 +21,7 @@ from oocgemm import calibrate as module
 from oocgemm.calibrate import SIZES, Sizes, calibrate
 from oocgemm.cli import EXIT_USAGE
 from oocgemm.errors import InputError
-from oocgemm.plan import DTYPES, Calibration, KernelRate, MachineModel, StoreRates, default_model, fit_line
+from oocgemm.plan import OPERANDS, Calibration, KernelRate, MachineModel, StoreRates, default_model, fit_line
 from tests.backends_here import needs_gpu
 from tests.command import command, contents, own_threads
 
@@ -43,7 +43,7 @@ rates = st.builds(StoreRates, positive, positive, positive, positive)
 calibrations = st.builds(
     Calibration,
     *(st.text(), st.text(), st.text(), st.text()),
-    st.dictionaries(st.sampled_from(list(DTYPES)), st.builds(KernelRate, positive, st.floats(0, 1e6))),
+    st.dictionaries(st.sampled_from(OPERANDS), st.builds(KernelRate, positive, st.floats(0, 1e6))),
     st.dictionaries(st.sampled_from(["h2d", "d2h", "memory", "decode"]), positive),
     st.dictionaries(st.text(), rates),
 )
@@ -207,13 +207,13 @@ def test_a_calibration_is_used_by_plans_runs_and_info(here: Path) -> None:
     shown = command("calibrate", "--backend", "host")
     assert (shown.code, shown.err) == (0, "")
     (kept,) = (here.parent / "cache").iterdir()
-    for part in (*DTYPES, "memory", "decode", "read cold", "write", str(here), str(kept)):
+    for part in (*OPERANDS, "memory", "decode", "read cold", "write", str(here), str(kept)):
         assert part in shown.out.replace("\n", "")
     assert contents(here) == before  # what it wrote is gone
     assert not own_threads()
 
     found = Calibration.from_dict(json.loads(kept.read_text()))
-    assert set(found.kernels) == set(DTYPES)
+    assert set(found.kernels) == set(OPERANDS)
     assert found.backend == "host"
     plan = oocgemm.plan("raw", "raw", backend="host")
     assert plan.machine.kernels == found.kernels
@@ -271,7 +271,7 @@ def test_links_are_measured_where_there_are_any(here: Path, monkeypatch: pytest.
 def test_a_gpu_is_measured_by_the_same_code(here: Path, backend: str) -> None:
     small = Sizes(side=512, depths=(64, 128, 256), block=(1024, 512), copies=(1, 32, 1024), seconds=0.01)
     found = calibrate(backend, path=here, sizes=small)
-    assert set(found.kernels) == set(DTYPES)
+    assert set(found.kernels) == set(OPERANDS)
     assert set(found.samples["copies"]) == {"h2d", "d2h", "both ways"}
     cache.save(found)
     assert found.date in oocgemm.plan("raw", "raw", backend="cuda", device_memory="1GiB").machine.name

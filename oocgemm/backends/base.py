@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oocgemm.errors import InputError
-from oocgemm.plan import DTYPES, GemmProblem, Op, Operation, Plan, Region, Slot, Tier
+from oocgemm.plan import DTYPES, OPERANDS, GemmProblem, Op, Operation, Plan, Region, Slot, Tier
 from oocgemm.plan.cost import DEVICE_ALIGNMENT, slot_bytes
 from oocgemm.plan.tiling import round_up
 
@@ -133,9 +133,9 @@ def limits_of(name: str) -> Any:
 
 
 def known_dtypes() -> list[str]:
-    """The dtypes that NumPy has here: bfloat16 only with ml_dtypes."""
+    """The dtypes of operands that NumPy has here: bfloat16 only with ml_dtypes."""
     missing = importlib.util.find_spec("ml_dtypes") is None
-    return [name for name in DTYPES if not (missing and name == "bfloat16")]
+    return [name for name in OPERANDS if not (missing and name == "bfloat16")]
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
