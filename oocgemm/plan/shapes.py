@@ -195,7 +195,7 @@ def _depths(problem: GemmProblem, machine: MachineModel, layouts: Layouts, memor
     chunk_a, chunk_b = layouts.a.read_chunk[1], layouts.b.read_chunk[0]
     units = {chunk_a, chunk_b, lcm(chunk_a, chunk_b)}
     multiples = {unit * times for unit in units for times in (1, 2, 3, 4, 6, 8)}
-    most = MOST_DEPTH if problem.planes else integers.MOST_DEPTH if problem.exact else k
+    most = integers.MOST_DEPTH // 16 * 16 if problem.exact else MOST_DEPTH if problem.planes else k
     deepest = min(k, most)
     usual = (*DEPTHS, *DEEPER) if problem.exact else DEPTHS
     depths = sorted(d for d in {*usual, deepest, *multiples} if d <= deepest and (d >= 16 or d == k))
