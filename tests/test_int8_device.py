@@ -120,12 +120,11 @@ def add_up(int8: Any, call: Call) -> None:
     )
 
 
-@pytest.mark.parametrize("op_a", [Op.N, Op.T])
-@pytest.mark.parametrize("op_b", [Op.N, Op.C])
+@pytest.mark.parametrize(("op_a", "op_b"), [(Op.N, Op.C), (Op.T, Op.N)])
 @pytest.mark.parametrize("wide", [False, True])
 def test_products_are_exact_however_operands_lie(int8: Any, op_a: Op, op_b: Op, wide: bool) -> None:
     rng = np.random.default_rng(1)
-    shapes = (21, 70, 65), (16, 32, 48), (1, 1, 1)
+    shapes = (18, 70, 65), (16, 32, 48), (1, 1, 1)
     for (m, n, k), (pad, beta) in product(shapes, ((None, 0), (0, 1), (3, not wide))):
         alpha = 1 if wide or pad else 2
         a, b = numbers(rng, stored(op_a, m, k)), numbers(rng, stored(op_b, k, n))
@@ -156,11 +155,14 @@ def test_products_are_exact_however_operands_lie(int8: Any, op_a: Op, op_b: Op, 
         assert ("int8_pack" in int8.kernels.launched) == (not in_place)
 
 
-@pytest.mark.parametrize("sums", [np.int32, np.float64])
-@pytest.mark.parametrize("c_dtype", ["int32", "int64", "float32", "float64"])
+@pytest.mark.parametrize(
+    ("sums", "c_dtype"),
+    [("int32", "int32"), ("float64", "int32"), ("float64", "int64"), ("float64", "float32")],
+)
 def test_a_strip_is_finished_as_on_the_host(int8: Any, sums: Any, c_dtype: str) -> None:
     rng = np.random.default_rng(2)
-    integer, cases = c_dtype.startswith("int"), [(1, 0, 0), (-3, 2, 5)]
+    integer = c_dtype.startswith("int")
+    cases: list[tuple[float, float, int]] = [(1, 0, 0), (-3, 2, 5)]
     cases += [(1, 1, np.iinfo(c_dtype).max), (1, 1, np.iinfo(c_dtype).min)] if integer else [(0.7, -1.3, 5)]
     ends = []
     for alpha, beta, before in cases:
