@@ -84,9 +84,10 @@ def prepare(
         earlier = look(c, resume=resume, overwrite=overwrite, reads_c=problem.reads_c)
     resumed = earlier if earlier is not None and earlier.resumed else None
     existing = _existing_output(c, problem, overwrite, earlier)
-    if existing is None and c is not None and problem.c_dtype == "bfloat16":
+    if existing is None and c is not None and problem.c_dtype == "bfloat16" and os.fspath(c).endswith(".npy"):
         raise InputError(
-            f"C at {os.fspath(c)} cannot hold bfloat16: pass out_dtype='float32' (--out-dtype float32), or an array"
+            f"C at {os.fspath(c)} cannot hold bfloat16: pass out_dtype='float32' (--out-dtype float32), or the path of a "
+            "zarr array"
         )
     shape = _tile(tile)
     if earlier is not None:

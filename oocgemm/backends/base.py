@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from oocgemm.errors import InputError
+from oocgemm.errors import missing_bfloat16
 from oocgemm.plan import DTYPES, OPERANDS, GemmProblem, Op, Operation, Plan, Region, Slot, Tier
 from oocgemm.plan.cost import DEVICE_ALIGNMENT, slot_bytes
 from oocgemm.plan.tiling import round_up
@@ -142,6 +142,6 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     """The NumPy dtype of one of ours. Raises `InputError` for bfloat16 where ml_dtypes, which brings it, is missing."""
     if name == "bfloat16":
         if name not in known_dtypes():
-            raise InputError("bfloat16 needs the package ml_dtypes: pip install 'oocgemm[bfloat16]'")
+            raise missing_bfloat16()
         importlib.import_module("ml_dtypes")  # teaches NumPy the name
     return np.dtype(DTYPES[name].name)
