@@ -104,7 +104,7 @@ def _without(key: str) -> Callable[[dict[str, Any]], Any]:
         pytest.param(lambda data: data | {"version": 2}, id="a later version"),
         pytest.param(lambda data: data | {"kernels": []}, id="kernels of another type"),
         pytest.param(lambda data: data | {"kernels": {"float64": {"peak": 1}}}, id="half a rate"),
-        pytest.param(lambda data: data | {"kernels": {"int8": {"peak": 1, "half_depth": 0}}}, id="no dtype"),
+        pytest.param(lambda data: data | {"kernels": {"int16": {"peak": 1, "half_depth": 0}}}, id="no dtype"),
         pytest.param(lambda data: data | {"rates": {"h2d": 0}}, id="a rate of zero"),
         pytest.param(lambda data: data | {"rates": {"h2d": "fast"}}, id="a rate in words"),
         pytest.param(lambda data: data | {"rates": {"h2d": float("nan")}}, id="no number"),
