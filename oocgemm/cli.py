@@ -91,7 +91,8 @@ _PROBLEM = (
     click.option(
         "--out-dtype",
         metavar="DTYPE",
-        help="Wider dtype of C, float32 for float16.  [default: the operands']",
+        help="dtype of C: float32 for float16 or bfloat16; int32, int64, float32 or float64 for int8.  "
+        "[default: the operands', int32 for int8]",
     ),
     click.option("--device-memory", metavar="SIZE", help="Bound on device memory, such as 2GiB."),
     click.option("--host-memory", metavar="SIZE", help="Bound on host memory for staging, such as 8GiB."),
