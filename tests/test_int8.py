@@ -1,6 +1,7 @@
 """Products of int8 matrices are exact, or there are none."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,7 @@ def test_half_a_million_variants(backend: str) -> None:
     [
         ("int32", 1, 1, 2**31 - 1, "int32 holds"),
         ("int32", 1, -1, -(2**31) + 1, "int32 holds"),
+        ("int32", -1, 1, -(2**31), "int32 holds"),
         ("int32", 2**31, 0, 0, "int32 holds"),
         ("int64", 2**53 - 1, 0, 0, "can be summed exactly"),
         ("int64", 1, 1, 2**60, "can be summed exactly"),
@@ -255,6 +257,8 @@ def test_a_device_sums_in_int32_what_it_holds() -> None:
         planned = oocgemm.plan(operand, operand, backend="cuda", **options).problem
         assert (planned.acc_dtype, planned.c_dtype) == (held, "int32")
         assert planned.finishes == (held == "float64")
+        assert replace(planned, alpha=2).finishes  # by what sums in int32 could wrap
+        assert replace(planned, beta=1).finishes
         assert oocgemm.plan(operand, operand, backend="host", **options).problem.acc_dtype == "float64"
 
 

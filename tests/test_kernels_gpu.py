@@ -105,7 +105,7 @@ def test_int8_by_cublas_is_exact_however_it_lies(multiplier: Any) -> None:
     for number, (ops, shape, pad) in enumerate(
         itertools.product(OP_PAIRS, [*ODD_SHAPES[:-1], (130, 144, 80), (64, 48, 5000)], (0, 3, None))
     ):
-        case = integer_case(rng, "int8", ops, shape, ((2, 0), (1, -1), (1, 0))[number % 3])
+        case = integer_case(rng, "int8", ops, shape, ((1, 0), (1, -1), (1, 1))[number % 3])
         got = product(multiplier, None, {}, case, pad, "native")
         old = None if case.beta == 0 else case.c
         assert got is not None

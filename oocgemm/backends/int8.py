@@ -28,9 +28,10 @@ _PACKED = 64  # rows, and bytes along k, of a block of int8_pack
 
 
 def gemm(kernels: "Kernels", handle: int, call: Call) -> None:
-    """C int32 = alpha op(A) @ op(B) + beta C, alpha and beta being integers; k > 0. `handle` is of cuBLAS."""
+    """C int32 = op(A) @ op(B) + beta C, beta being an integer; k > 0. `handle` is of cuBLAS."""
+    assert call.alpha == 1, "exact sums are scaled when they are finished"
     call, product = packed(kernels, call), partial(_product, handle)
-    if call.c % _ALIGNMENT or call.ldc % _ALIGNMENT:
+    if call.c % _ALIGNMENT or call.ldc % _ALIGNMENT or call.beta not in (0, 1):
         by_strips(kernels, call, "int32", product)
     else:
         product(call)
@@ -53,7 +54,7 @@ def packed(kernels: "Kernels", call: Call) -> Call:
 
 
 def by_strips(kernels: "Kernels", call: Call, c_dtype: str, product: Callable[[Call], None]) -> None:
-    """C = alpha op(A) @ op(B) + beta C of `packed` operands and a C of any alignment, float64 or int32: strip by strip, by
+    """C = op(A) @ op(B) + beta C of `packed` operands and a C of any alignment, float64 or int32: strip by strip, by
     products in int32 that are added to it."""
     sums, across = call.work + room(call.m, call.n, call.k).sums, pitch(call.n)
     add = kernels.plain("int8_add", "int8_add", (f"-DOOC_ACCUMULATED={C_TYPES[c_dtype]}",))
@@ -91,8 +92,9 @@ def finish(
 
 
 def _product(handle: int, call: Call) -> None:
-    """The same as `gemm`, everything lying as cuBLAS wants it. Row-major C is column-major C^T = op(B)^T op(A)^T."""
-    alpha, beta = (np.array(complex(value).real, np.int32) for value in (call.alpha, call.beta))
+    """The same as `gemm`, everything lying as cuBLAS wants it, and beta 0 or 1. Row-major C is column-major C^T =
+    op(B)^T op(A)^T."""
+    alpha, beta = (np.array(value, np.int32) for value in (1, int(call.beta == 1)))
     cublas.gemmEx(
         *(handle, 1, 0, call.n, call.m, call.k, alpha.ctypes.data),
         *(call.b, _INT8, call.ldb, call.a, _INT8, call.lda),

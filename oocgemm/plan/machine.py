@@ -119,7 +119,7 @@ def default_model(backend: str, cores: int) -> MachineModel:
         kernels={
             "float16": KernelRate(2 * fp64, 60),
             "bfloat16": KernelRate(2 * fp64, 60),
-            "int8": KernelRate(fp64, 30),
+            "int8": KernelRate(fp64, 5),
             "float32": KernelRate(2 * fp64, 6),
             "float64": KernelRate(fp64, 3),
             "complex64": KernelRate(2 * fp64, 10),

@@ -45,8 +45,8 @@ class BFloat16(Float16):
     def to_json(self, zarr_format: Any) -> Any:
         return {"name": NAME, "object_codec_id": None} if zarr_format == 2 else NAME
 
-    def _check_scalar(self, data: object) -> Any:
-        return isinstance(data, self.to_native_dtype().type) or super()._check_scalar(data)
+    def cast_scalar(self, data: object) -> Any:
+        return data if isinstance(data, self.to_native_dtype().type) else super().cast_scalar(data)
 
     def from_json_scalar(self, data: Any, *, zarr_format: Any) -> Any:
         if isinstance(data, str) and data.startswith("0x"):  # its bits
