@@ -134,8 +134,9 @@ def gemm(
         BudgetError: a budget that cannot hold the smallest plan; its message and `least` say what would do.
         BackendError: no such device, kernel or library; `OutOfMemoryError` where others hold the memory that the
             budgets allow. Nothing was written.
-        ExecutionError: the run failed, by a sum of int8 products that C cannot hold among others. A C at a local path stays, with a journal to `resume` from, once one tile of it is
-            done; one that was created is taken away again before that.
+        ExecutionError: the run failed; a sum of int8 products that C cannot hold is one reason. A C at a local path
+            stays, with a journal to `resume` from, once one tile of it is done; one that was created is taken away again
+            before that.
     """
     if timeline is not None:
         job.check_log(timeline)

@@ -120,7 +120,7 @@ def work_room(problem: GemmProblem, tile: TileShape, machine: MachineModel) -> i
     """Bytes beside the slots that a step is multiplied in."""
     w, h, r = extents(problem, tile)
     if problem.planes:
-        return HOST_WORK if machine.unified else work_bytes(problem.planes, w, h)
+        return HOST_WORK if machine.casts_panels else work_bytes(problem.planes, w, h)
     if casts(problem, machine):
         return round_up((w + h) * r * problem.itemsizes["acc"], DEVICE_ALIGNMENT)
     return room(w, h, r).end if problem.exact else 0

@@ -41,9 +41,8 @@ DTYPES = {
         DType("float64", 8, "float64", ("float64",)),
         DType("complex64", 8, "complex64", ("complex64",), is_complex=True),
         DType("complex128", 16, "complex128", ("complex128",), is_complex=True),
-        DType(
-            "int8", 1, "float64", ("int32", "int64", "float32", "float64")
-        ),  # or in int32: plan/integers.py
+        # On a device in int32 where that holds the sums, see plan/integers.py.
+        DType("int8", 1, "float64", ("int32", "int64", "float32", "float64")),
         DType("int32", 4),
         DType("int64", 8),
     )
