@@ -13,7 +13,7 @@ from oocgemm.backends.kernel import Call, Kernel, Params
 from oocgemm.backends.ladder import LADDER, names
 from oocgemm.backends.tuning import CUBLAS, Measured, Tuning
 from oocgemm.errors import BackendError, InputError
-from oocgemm.plan import COMPUTES, DTYPES
+from oocgemm.plan import COMPUTES, OPERANDS
 
 if TYPE_CHECKING:
     from oocgemm.backends.measure import Product, Stopwatch
@@ -32,8 +32,24 @@ SHAPES: tuple[Shape, ...] = (*((n, n, n) for n in SQUARES), *ODD, *THIN, *UPDATE
 
 # Flops a clock and multiprocessor at the fastest unit for each precision, from the vendor's architecture papers.
 _FLOPS_A_CLOCK = {
-    (8, 0): {"float64": 128, "float32": 128, "tf32": 1024, "bf16": 2048, "float16": 2048, "bfloat16": 2048},
-    (9, 0): {"float64": 256, "float32": 256, "tf32": 2048, "bf16": 4096, "float16": 4096, "bfloat16": 4096},
+    (8, 0): {
+        "float64": 128,
+        "float32": 128,
+        "tf32": 1024,
+        "bf16": 2048,
+        "float16": 2048,
+        "bfloat16": 2048,
+        "int8": 4096,
+    },
+    (9, 0): {
+        "float64": 256,
+        "float32": 256,
+        "tf32": 2048,
+        "bf16": 4096,
+        "float16": 4096,
+        "bfloat16": 4096,
+        "int8": 8192,
+    },
 }
 
 
@@ -67,7 +83,7 @@ def bench_kernels(
         InputError: an unknown rung or dtype. BackendError: no device answers.
     """
     _known("kernel", kernels, names())
-    _known("dtype", dtypes, tuple(DTYPES))
+    _known("dtype", dtypes, OPERANDS)
     dtypes = dtypes or [dtype for dtype in ("float32", "float64") if dtype in COMPUTES.get(compute, ())]
     for dtype in dtypes or ("float32",):
         _known(f"precision of {dtype}", [compute], [c for c in PRECISIONS if dtype in COMPUTES[c]])
@@ -135,7 +151,7 @@ def tune(
     Raises:
         InputError: an unknown dtype. BackendError: no device answers.
     """
-    _known("dtype", dtypes, tuple(DTYPES))
+    _known("dtype", dtypes, OPERANDS)
     rungs: dict[str, dict[str, dict[str, Measured]]] = {}
     with _stopwatch(device) as watch:
         for dtype, compute in pairs(dtypes):

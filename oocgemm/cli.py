@@ -92,7 +92,8 @@ _PROBLEM = (
     click.option(
         "--out-dtype",
         metavar="DTYPE",
-        help="Wider dtype of C, float32 for float16.  [default: the operands']",
+        help="dtype of C: float32 for float16 or bfloat16; int32, int64, float32 or float64 for int8.  "
+        "[default: the operands', int32 for int8]",
     ),
     click.option(
         "--device-memory",

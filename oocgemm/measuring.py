@@ -15,7 +15,7 @@ from oocgemm.calibrate import calibrate as measure
 from oocgemm.display import doing, print_bench, print_calibration, print_tuning
 from oocgemm.exports import check_place, writing
 from oocgemm.job import budgets
-from oocgemm.plan import DTYPES
+from oocgemm.plan import OPERANDS
 from oocgemm.roofline import roofline_of
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -102,7 +102,7 @@ def bench_group() -> None:
     "--dtype",
     "dtypes",
     multiple=True,
-    type=click.Choice(list(DTYPES)),
+    type=click.Choice(OPERANDS),
     help="May be repeated.  [default: float32 and float64]",
 )
 @click.option(
@@ -167,7 +167,7 @@ def bench_kernels(as_json: bool, svg: str | None, **options: Any) -> None:
     "--dtype",
     "dtypes",
     multiple=True,
-    type=click.Choice(list(DTYPES)),
+    type=click.Choice(OPERANDS),
     help="May be repeated.  [default: all]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")

@@ -15,7 +15,7 @@ from oocgemm.backends import ladder, model, tuning
 from oocgemm.backends.kernel import Kernel
 from oocgemm.backends.tuning import CUBLAS, Measured, Tuning
 from oocgemm.errors import BackendError, InputError
-from oocgemm.plan import DTYPES, Op
+from oocgemm.plan import OPERANDS, Op
 from tests.backends_here import CUDA, needs_gpu
 from tests.command import command, contents
 from tests.gemm_cases import assert_close, random_case
@@ -163,7 +163,7 @@ def test_unknown_names_are_refused_before_anything_is_measured() -> None:
 
 
 def test_kernels_are_tuned_for_every_dtype_where_none_is_named() -> None:
-    assert set(bench.pairs(())) == {(dtype, "native") for dtype in DTYPES} | {
+    assert set(bench.pairs(())) == {(dtype, "native") for dtype in OPERANDS} | {
         ("float32", "tf32"),
         ("float32", "bf16"),
     }

@@ -26,7 +26,6 @@ from oocgemm.calibrate import SIZES, Sizes, calibrate
 from oocgemm.cli import EXIT_USAGE
 from oocgemm.errors import InputError
 from oocgemm.plan import (
-    DTYPES,
     RATES,
     Calibration,
     KernelRate,
@@ -58,7 +57,7 @@ rates = st.builds(StoreRates, positive, positive, positive, positive)
 calibrations = st.builds(
     Calibration,
     *(st.text(), st.text(), st.text(), st.text()),
-    st.dictionaries(st.sampled_from(list(DTYPES)), st.builds(KernelRate, positive, st.floats(0, 1e6))),
+    st.dictionaries(st.sampled_from(list(RATES)), st.builds(KernelRate, positive, st.floats(0, 1e6))),
     st.dictionaries(st.sampled_from(["h2d", "d2h", "memory", "decode"]), positive),
     st.dictionaries(st.text(), rates),
 )
@@ -119,7 +118,7 @@ def _without(key: str) -> Callable[[dict[str, Any]], Any]:
         pytest.param(lambda data: data | {"version": 3}, id="a later version"),
         pytest.param(lambda data: data | {"kernels": []}, id="kernels of another type"),
         pytest.param(lambda data: data | {"kernels": {"float64": {"peak": 1}}}, id="half a rate"),
-        pytest.param(lambda data: data | {"kernels": {"int8": {"peak": 1, "half_depth": 0}}}, id="no dtype"),
+        pytest.param(lambda data: data | {"kernels": {"int16": {"peak": 1, "half_depth": 0}}}, id="no dtype"),
         pytest.param(lambda data: data | {"rates": {"h2d": 0}}, id="a rate of zero"),
         pytest.param(lambda data: data | {"rates": {"h2d": "fast"}}, id="a rate in words"),
         pytest.param(lambda data: data | {"rates": {"h2d": float("nan")}}, id="no number"),

@@ -6,7 +6,7 @@ from cupy.cuda import runtime
 from cupy_backends.cuda.libs import cublas
 
 from oocgemm.backends import cublas as blas
-from oocgemm.backends import tuning
+from oocgemm.backends import int8, tuning
 from oocgemm.backends.emulated import Emulated
 from oocgemm.backends.kernel import Call, Kernel, Params
 from oocgemm.backends.ladder import choose
@@ -48,11 +48,18 @@ class Multiplier:
                     raise
         return self.run(None, {}, call)
 
+    def accumulate(self, call: Call) -> None:
+        """C float64 = op(A) @ op(B) + beta C of int8 operands; k at most `integers.MOST_DEPTH`."""
+        int8.by_strips(self.kernels, int8.packed(self.kernels, call), "float64", self.multiply)
+
     def run(self, kernel: Kernel | None, params: Params, call: Call) -> None:
         """The same by one entry of the ladder, or by cuBLAS if that is None."""
         if kernel is None:
             self.used.add(tuning.CUBLAS)
-            blas.gemm(self._blas, call)
+            if call.dtype == "int8":
+                int8.gemm(self.kernels, self._blas, call)
+            else:
+                blas.gemm(self._blas, call)
         else:
             self.used.add(kernel.label)
             self.kernels.multiply(kernel, call, params)
