@@ -95,21 +95,23 @@ def gemm(
     """``C = alpha op(A) @ op(B) + beta C``, streamed through bounded memory.
 
     Args:
-        a, b: two-dimensional operands of one dtype (float16, float32, float64, complex64 or complex128, in memory
-            also ml_dtypes' bfloat16): zarr arrays, ndarrays, memory maps, or paths of zarr arrays or .npy files.
+        a, b: two-dimensional operands of one dtype (float16, float32, float64, complex64, complex128, int8 or
+            ml_dtypes' bfloat16): zarr arrays, ndarrays, memory maps, or paths of zarr arrays or .npy files.
             op(A) is m x k, op(B) k x n.
         c: where C goes, and with beta != 0 where it comes from: an m x n array, or a path. A path with nothing
             there is created (zarr, or .npy by that ending). None for a new ndarray.
-        alpha, beta: scalars; beta = 0 never reads C, alpha = 0 never reads A and B. Real for real dtypes.
+        alpha, beta: scalars; beta = 0 never reads C, alpha = 0 never reads A and B. Real for real dtypes,
+            integers below 2^53 for a C of integers.
         trans_a, trans_b: "N" (or False), "T" (or True), "C" for the conjugate transpose; done on the fly.
         backend: "cuda", "host", or "auto": cuda where a device answers.
         device: number of the CUDA device.
         kernel: "cublas" or a rung of `oocgemm.backends.ladder` on cuda, "blas" on host; "auto" for the fastest that
             `oocgemm tune` has measured, cuBLAS where it has measured nothing.
         compute: "native", or for float32 operands "tf32" or "bf16": on cuda they may be rounded to 11 or 8 bits before
-            they are multiplied, which is faster and less exact; sums stay float32.
-        out_dtype: C's dtype: the operands', as by default, or the one that their product is accumulated in, which is
-            float32 for float16 and bfloat16.
+            they are multiplied, which is faster and less exact; sums stay float32. "emulated", for float64 and float32:
+            by exact products of int8 residues, as accurate as native.
+        out_dtype: C's dtype: the operands', as by default, or float32 for float16 and bfloat16. For int8, whose products
+            are exact, int32 by default, int64, float32 or float64.
         device_memory: hard bound on device memory, in bytes or as "2GiB"; 90% of what is free by default.
             On the host backend this is memory too: it holds the five buffers.
         host_memory: hard bound on host memory for staging; half of what is available by default.
@@ -133,8 +135,9 @@ def gemm(
         BudgetError: a budget that cannot hold the smallest plan; its message and `least` say what would do.
         BackendError: no such device, kernel or library; `OutOfMemoryError` where others hold the memory that the
             budgets allow. Nothing was written.
-        ExecutionError: the run failed. A C at a local path stays, with a journal to `resume` from, once one tile of it is
-            done; one that was created is taken away again before that.
+        ExecutionError: the run failed; a sum of int8 products that C cannot hold is one reason. A C at a local path
+            stays, with a journal to `resume` from, once one tile of it is done; one that was created is taken away again
+            before that.
     """
     if timeline is not None:
         job.check_log(timeline)

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from oocgemm import backends
 from oocgemm.backends import tuning
+from oocgemm.backends.base import known_dtypes
 from oocgemm.backends.kernel import Call, Kernel, Params
 from oocgemm.backends.ladder import LADDER, names
 from oocgemm.backends.tuning import CUBLAS, Measured, Tuning
-from oocgemm.errors import InputError
-from oocgemm.plan import COMPUTES, DTYPES
+from oocgemm.errors import BackendError, InputError
+from oocgemm.plan import COMPUTES, OPERANDS
 
 if TYPE_CHECKING:
     from oocgemm.backends.measure import Product, Stopwatch
@@ -21,6 +22,8 @@ Contender = tuple[Kernel | None, Params]
 Say = Callable[[str], None]
 Shape = tuple[int, int, int]
 
+# What kernels compute in: emulated products are none of theirs.
+PRECISIONS = [compute for compute in COMPUTES if compute != "emulated"]
 SQUARES = (8, 32, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 ODD = ((1023, 1025, 1021), (4097, 4095, 4099))
 THIN = ((16384, 16, 4096), (16, 16384, 4096), (4096, 1024, 16384), (1024, 16384, 4096))
@@ -29,8 +32,24 @@ SHAPES: tuple[Shape, ...] = (*((n, n, n) for n in SQUARES), *ODD, *THIN, *UPDATE
 
 # Flops a clock and multiprocessor at the fastest unit for each precision, from the vendor's architecture papers.
 _FLOPS_A_CLOCK = {
-    (8, 0): {"float64": 128, "float32": 128, "tf32": 1024, "bf16": 2048, "float16": 2048, "bfloat16": 2048},
-    (9, 0): {"float64": 256, "float32": 256, "tf32": 2048, "bf16": 4096, "float16": 4096, "bfloat16": 4096},
+    (8, 0): {
+        "float64": 128,
+        "float32": 128,
+        "tf32": 1024,
+        "bf16": 2048,
+        "float16": 2048,
+        "bfloat16": 2048,
+        "int8": 4096,
+    },
+    (9, 0): {
+        "float64": 256,
+        "float32": 256,
+        "tf32": 2048,
+        "bf16": 4096,
+        "float16": 4096,
+        "bfloat16": 4096,
+        "int8": 8192,
+    },
 }
 
 
@@ -64,10 +83,10 @@ def bench_kernels(
         InputError: an unknown rung or dtype. BackendError: no device answers.
     """
     _known("kernel", kernels, names())
-    _known("dtype", dtypes, tuple(DTYPES))
+    _known("dtype", dtypes, OPERANDS)
     dtypes = dtypes or [dtype for dtype in ("float32", "float64") if dtype in COMPUTES.get(compute, ())]
     for dtype in dtypes or ("float32",):
-        _known(f"precision of {dtype}", [compute], [c for c, having in COMPUTES.items() if dtype in having])
+        _known(f"precision of {dtype}", [compute], [c for c in PRECISIONS if dtype in COMPUTES[c]])
     rows: list[dict[str, Any]] = []
     with _stopwatch(device) as watch:
         facts = watch.multiplier.kernels.device
@@ -132,13 +151,10 @@ def tune(
     Raises:
         InputError: an unknown dtype. BackendError: no device answers.
     """
-    _known("dtype", dtypes, tuple(DTYPES))
+    _known("dtype", dtypes, OPERANDS)
     rungs: dict[str, dict[str, dict[str, Measured]]] = {}
     with _stopwatch(device) as watch:
-        pairs = [
-            (dtype, compute) for compute, having in COMPUTES.items() for dtype in dtypes if dtype in having
-        ]
-        for dtype, compute in pairs:
+        for dtype, compute in pairs(dtypes):
             small = _product(dtype, compute, (1024, 1024, 1024))
             with watch.operands(small) as call:
                 contenders = _contenders((), call)
@@ -160,8 +176,16 @@ def tune(
         return Tuning(watch.name, date.today().isoformat(), rungs)
 
 
+def pairs(dtypes: Sequence[str]) -> list[tuple[str, str]]:
+    """What kernels are tuned for: dtypes, all that NumPy has here where none is named, by the precisions they have."""
+    return [(d, c) for c in PRECISIONS for d in dtypes or known_dtypes() if d in COMPUTES[c]]
+
+
 def _stopwatch(device: int) -> "Stopwatch":
-    backends.open_backend("cuda", device)  # says what is missing
+    missing = backends.missing_for_cuda()
+    if missing:
+        raise BackendError(f"kernels are timed on an NVIDIA GPU: {missing}")
+    backends.open_backend("cuda", device)  # says what else is missing
     from oocgemm.backends.measure import Stopwatch
 
     return Stopwatch(device)

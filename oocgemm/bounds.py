@@ -10,6 +10,7 @@ import numpy as np
 
 from oocgemm.backends.base import Array, limits_of, numpy_dtype
 from oocgemm.plan import GemmProblem
+from oocgemm.plan.integers import LIMIT
 
 # Squares between these lose nothing to underflow and overflow that matters.
 SMALLEST, LARGEST = 1e-270, 1e290
@@ -54,12 +55,16 @@ class Rounding:
     beta: complex
 
     def __init__(self, problem: GemmProblem, chain: int, own: int) -> None:
-        accumulator = numpy_dtype(problem.acc_dtype)
-        limits, stored = np.finfo(accumulator), limits_of(problem.c_dtype)
+        # Exact sums are scaled and added to C in float64, whatever they were summed in.
+        accumulator = numpy_dtype("float64" if problem.exact else problem.acc_dtype)
+        self._whole = numpy_dtype(problem.c_dtype).kind == "i"
+        limits = np.finfo(accumulator)
+        stored = limits if self._whole else limits_of(problem.c_dtype)
         # Products of complex numbers are four, added up.
         factor = 4 if accumulator.kind == "c" else 1
         self._relative = (
-            sum_error(factor * (chain + 8), float(limits.eps) / 2) + 2 * OPERANDS[problem.compute]
+            sum_error(factor * ((0 if problem.exact else chain) + 8), float(limits.eps) / 2)
+            + 2 * OPERANDS[problem.compute]
         )
         self._own = sum_error(factor * (own + 8), DOUBLE)
         self._stored = float(stored.eps) / 2 if problem.finishes else 0.0
@@ -76,8 +81,11 @@ class Rounding:
         return np.asarray(abs(self.alpha) * product + (abs(self.beta) * old if self.beta else 0))
 
     def tolerance(self, norm: Array, stored: Array, elements: Array | float) -> Array:
-        """What sums over so many `elements` may be off by, their norms being `norm` and that of C there `stored`."""
+        """What sums over so many `elements` may be off by, their norms being `norm` and that of C there `stored`. Nothing
+        where C is of integers, as long as none of these sums could have rounded itself."""
         root = np.sqrt(elements)
+        if self._whole:
+            return np.where(root * norm < LIMIT / 2, 0.0, self._own * root * norm)
         rounding = np.minimum(T, root) * (self._relative * norm + self._stored * stored)
         return np.asarray(rounding + self._own * root * norm + elements * self._least)
 

@@ -21,7 +21,7 @@ from oocgemm.display import (
 from oocgemm.errors import BackendError, BudgetError, ExecutionError, InputError, OocGemmError
 from oocgemm.interrupts import Interrupted, stopping
 from oocgemm.live import progress_display
-from oocgemm.measuring import print_json, taking
+from oocgemm.measuring import DEVICE, print_json, taking
 from oocgemm.plan import COMPUTES
 from oocgemm.timeline import read_log, report
 from oocgemm.verify import verify as check_product
@@ -68,10 +68,11 @@ _PRODUCT = (
         type=click.Choice(list(COMPUTES)),
         default="native",
         show_default=True,
-        help="What float32 operands may be rounded to on cuda: faster, and less exact.",
+        help="tf32, bf16: float32 operands may be rounded to that, on cuda. emulated: float64 and float32 by exact int8 "
+        "products, as accurate as native.",
     ),
 )
-_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 _PROBLEM = (
     *_PRODUCT,
     click.option(
@@ -86,17 +87,35 @@ _PROBLEM = (
         type=click.Choice(list(dict.fromkeys(k for kernels in backends.KERNELS.values() for k in kernels))),
         default="auto",
         show_default=True,
-        help="What multiplies: blas on the host; on cuda cublas or a rung of our ladder, auto for the fastest measured.",
+        help="What multiplies: blas on the host; on cuda cublas or a kernel of ours, auto the fastest that tune measured.",
     ),
     click.option(
         "--out-dtype",
         metavar="DTYPE",
-        help="Wider dtype of C, float32 for float16.  [default: the operands']",
+        help="dtype of C: float32 for float16 or bfloat16; int32, int64, float32 or float64 for int8.  "
+        "[default: the operands', int32 for int8]",
     ),
-    click.option("--device-memory", metavar="SIZE", help="Bound on device memory, such as 2GiB."),
-    click.option("--host-memory", metavar="SIZE", help="Bound on host memory for staging, such as 8GiB."),
-    click.option("--tile", metavar="WxHxR", help="Tile of C (w x h) and panel depth r, by hand."),
-    click.option("--chunks", type=_Chunks(), help="Chunks of a new C.  [default: about 8 MiB]"),
+    click.option(
+        "--device-memory",
+        metavar="SIZE",
+        help="Bound on device memory, such as 2GiB.  [default: 9/10 of what is free; on host 3/8]",
+    ),
+    click.option(
+        "--host-memory",
+        metavar="SIZE",
+        help="Bound on host memory for staging, such as 8GiB.  [default: 1/2 of what is available; on host 1/8]",
+    ),
+    click.option(
+        "--tile",
+        metavar="WxHxR",
+        help="Tile of C (w x h) and panel depth r, such as 4096x4096x512.  [default: as planned]",
+    ),
+    click.option(
+        "--chunks",
+        type=_Chunks(),
+        metavar="RxC",
+        help="Chunks of a new C, such as 1024x1024.  [default: about 8 MiB]",
+    ),
     click.option(
         "--compressor", type=click.Choice(stores.COMPRESSORS), help="Compressor of a new C.  [default: none]"
     ),
@@ -116,7 +135,7 @@ def cli(debug: bool) -> None:
 @click.argument("b")
 @click.argument("c")
 @taking(*_PROBLEM)
-@click.option("--device", type=click.IntRange(min=0), default=0, show_default=True, help="CUDA device.")
+@DEVICE
 @click.option("--timeline", type=click.Path(dir_okay=False), help="Log every operation to this file.")
 @click.option(
     "--verify", is_flag=True, help="Check every tile against checksums of its panels, and redo what differs."
@@ -125,7 +144,10 @@ def cli(debug: bool) -> None:
 @click.option("--resume", is_flag=True, help="Go on with an unfinished run of the same command.")
 @click.option("--quiet", is_flag=True, help="Print nothing but errors.")
 def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> None:
-    """Multiply the arrays at A and B into C: zarr arrays, or .npy files."""
+    """Multiply A and B into C: paths of zarr arrays or .npy files.
+
+    What is held in memory stays within the two budgets. A run that did not get to its end goes on with --resume.
+    """
     live = not quiet and not as_json
     if options["backend"] == "host":
         stores.load_zarr()
@@ -171,7 +193,10 @@ def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> N
 @taking(*_PROBLEM)
 @click.option("--explain", is_flag=True, help="Say what else was considered, and why this was chosen.")
 def plan(a: str, b: str, c: str | None, as_json: bool, explain: bool, **options: Any) -> None:
-    """Show how a product would be run, without touching a GPU or writing anything."""
+    """Show how a product would be run.
+
+    No GPU is touched, and nothing is written.
+    """
     stores.load_zarr()
     planned = api.plan(a, b, c, **_transposes(options))
     if as_json:
@@ -186,14 +211,23 @@ def plan(a: str, b: str, c: str | None, as_json: bool, explain: bool, **options:
 @click.argument("c")
 @taking(*_PRODUCT, _JSON)
 @click.option("--c-before", metavar="PATH", help="What C was before, where beta is not 0.")
-@click.option("--host-memory", metavar="SIZE", help="Bound on memory, such as 8GiB.")
 @click.option(
-    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the random vectors."
+    "--host-memory",
+    metavar="SIZE",
+    help="Bound on memory, such as 8GiB.  [default: 1/2 of what is available]",
+)
+@click.option(
+    "--seed",
+    metavar="N",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Of the random vectors.",
 )
 def verify(a: str, b: str, c: str, as_json: bool, **options: Any) -> None:
-    """Tell whether C is the product of A and B, but for rounding, by Freivalds' check: each is read once.
+    """Tell whether C is the product of A and B, but for rounding.
 
-    Exits with 1 if it is not, and says where.
+    By Freivalds' check: each array is read once. Exits with 1 if C is wrong, and says where.
     """
     stores.load_zarr()
     found = check_product(a, b, c, **_transposes(options))
@@ -213,11 +247,12 @@ def verify(a: str, b: str, c: str, as_json: bool, **options: Any) -> None:
 @click.option("--svg", type=click.Path(dir_okay=False), help="Write the Gantt chart as SVG.")
 @click.option("--png", type=click.Path(dir_okay=False), help="Write the Gantt chart as PNG.")
 @click.option("--trace", type=click.Path(dir_okay=False), help="Write a trace for Perfetto.")
-@click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object.")
+@_JSON
 def report_command(timeline: str, other: str | None, as_json: bool, **outputs: str | None) -> None:
-    """Show what bounded a run, what to change, and how much of the copying was hidden behind compute.
+    """Show what bounded a run, and what to change.
 
-    With the timeline of another run the two are compared, as text, as JSON and on the page.
+    TIMELINE is what run --timeline wrote. With that of another run the two are compared, as text, as JSON and on the
+    page.
     """
     logs = [timeline, *([other] if other else [])]
     recorded = [read_log(log) for log in logs]
@@ -239,9 +274,13 @@ for command in (measuring.calibrate, measuring.bench_group, measuring.tune):
 
 
 @cli.command()
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@_JSON
 def info(as_json: bool) -> None:
-    """Show devices, versions, what is missing and how to get it."""
+    """Show what is installed, how fast it is, and what is missing.
+
+    Rates are those that plans go by in the current folder: as calibrated, or else assumed. What is missing comes with the
+    command that brings it.
+    """
     found = system.info()
     if as_json:
         print_json(found)

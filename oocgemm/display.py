@@ -11,11 +11,12 @@ from rich.table import Table
 
 from oocgemm.backends.tuning import Tuning
 from oocgemm.plan import Calibration, Plan
+from oocgemm.system import LINKS, calibrated_rates
 from oocgemm.timeline import Report, Timeline, diagnosis_lines, gantt
-from oocgemm.units import format_size, format_time
+from oocgemm.units import format_rate, format_size, format_time
 from oocgemm.verify import Verification
 
-LINKS = ("read", "h2d", "d2h", "write")
+TRAFFIC = ("read", "h2d", "d2h", "write")
 GANTT_WIDTH = 72
 
 
@@ -71,13 +72,15 @@ def print_plan(plan: Plan, explain: bool = False) -> None:
     out.print(memory)
     out.print()
     traffic = _table("link", "bytes", "each once", "least possible", "ratio", "predicted")
-    for link in LINKS:
-        least = plan.least[link]
-        ratio = f"{plan.traffic[link] / least:.2f}" if least else "-"
-        seconds = format_time(plan.prediction.lanes[link])
-        sizes = (format_size(x[link]) for x in (plan.traffic, plan.required, plan.least))
-        traffic.add_row(link, *sizes, ratio, seconds)
-    traffic.add_row("compute", "", "", "", "", format_time(plan.prediction.lanes["compute"]))
+    lanes = plan.prediction.lanes
+    for link in TRAFFIC:
+        if plan.traffic[link]:
+            least = plan.least[link]
+            ratio = f"{plan.traffic[link] / least:.2f}" if least else "-"
+            sizes = (format_size(x[link]) for x in (plan.traffic, plan.required, plan.least))
+            traffic.add_row(link, *sizes, ratio, format_time(lanes[link]) if lanes[link] else "")
+    for lane in (lane for lane in lanes if lane not in TRAFFIC and lanes[lane]):
+        traffic.add_row(lane, "", "", "", "", format_time(lanes[lane]))
     out.print(traffic)
     for operand, factor in plan.amplification.items():
         if factor > 1.005:
@@ -101,12 +104,11 @@ def _machine_model(name: str, calibrated: bool) -> str:
 
 def _print_considered(out: Console, plan: Plan) -> None:
     out.print()
-    table = _table(
-        "considered", "C slots", "predicted", "compute", "h2d", "read", "write", "bubbles", "why not"
-    )
-    for row in plan.explain():
-        lanes = row["lanes"]
-        times = (format_time(lanes[lane]) for lane in ("compute", "h2d", "read", "write"))
+    rows = plan.explain()
+    lanes = [lane for lane in plan.prediction.lanes if any(row["lanes"][lane] for row in rows)]
+    table = _table("considered", "C slots", "predicted", *lanes, "bubbles", "why not")
+    for row in rows:
+        times = (format_time(row["lanes"][lane]) for lane in lanes)
         table.add_row(
             *(row["tile"], str(row["c_slots"]), format_time(row["total"]), *times),
             *(format_time(row["bubbles"]), row["why"]),
@@ -120,14 +122,14 @@ def print_report(report: Report, timeline: Timeline, *, advise: bool = False) ->
     for text in diagnosis_lines(report, timeline, advise=advise):
         out.print(escape(text))
     out.print()
-    rate = f", {report.flop_rate / 1e12:.3g} TFLOP/s" if report.flop_rate else ""
+    rate = f", {format_rate(report.flop_rate, 'FLOP')}" if report.flop_rate else ""
     out.print(f"[bold]T[/] {format_time(report.wall)}{rate}")
     out.print(
         f"[bold]compute share[/] {_percent(report.compute_share)}   "
         f"[bold]copy overlap[/] {_percent(report.copy_overlap)}   "
         f"[bold]storage overlap[/] {_percent(report.storage_overlap)}   "
         f"[bold]efficiency[/] {_percent(report.efficiency)}"
-        + ("" if report.efficiency is not None or report.unfinished else " (needs `oocgemm calibrate`)")
+        + (" (needs `oocgemm calibrate`)" if _uncalibrated(report, timeline) else "")
     )
     causes = sorted(report.exposed.items(), key=lambda item: -item[1])
     parts = ", ".join(f"{cause} {format_time(seconds)}" for cause, seconds in causes)
@@ -150,10 +152,12 @@ def print_report(report: Report, timeline: Timeline, *, advise: bool = False) ->
     for lane, _ in gantt(timeline, 1):
         figures = report.lanes[lane]
         moved = figures["bytes"]
-        rate = f"{moved / figures['busy'] / 1e9:.3g} GB/s" if moved and figures["busy"] else ""
+        rate = format_rate(moved / figures["busy"]) if moved and figures["busy"] else ""
         if lane == "compute" and figures["busy"]:
-            rate = f"{report.flops / figures['busy'] / 1e12:.3g} TFLOP/s"
-        link = report.traffic.get(lane, {})
+            rate = format_rate(report.flops / figures["busy"], "FLOP")
+        # Of chunks that are decoded on their way, that lane tells what the link has moved.
+        through = {"decode": "read", "encode": "write"}.get(lane, lane)
+        link = report.traffic.get(lane if through in report.lanes else through, {})
         bounds = (format_size(link[x]) if link.get(x) is not None else "" for x in ("required", "least"))  # type: ignore[arg-type]
         size = format_size(moved) if moved else ""
         table.add_row(
@@ -165,6 +169,12 @@ def print_report(report: Report, timeline: Timeline, *, advise: bool = False) ->
         out.print(f"{lane:>8} │{picture}│", soft_wrap=True)
     ticks = f"0{format_time(report.wall):>{GANTT_WIDTH - 1}}"
     out.print(f"{'':>8}  {ticks}", soft_wrap=True)
+
+
+def _uncalibrated(report: Report, timeline: Timeline) -> bool:
+    """Whether a calibration would give the run an efficiency: none has the rates of what is rounded."""
+    compute = timeline.header.get("plan", {}).get("problem", {}).get("compute", "native")
+    return report.efficiency is None and not report.unfinished and compute not in ("tf32", "bf16")
 
 
 def print_verification(found: Verification) -> None:
@@ -182,7 +192,7 @@ def print_verification(found: Verification) -> None:
             soft_wrap=True,
         )
     out.print(
-        f"{format_size(found.bytes)} in {format_time(found.seconds)}, {found.bytes / found.seconds / 1e9:.3g} GB/s"
+        f"{format_size(found.bytes)} in {format_time(found.seconds)}, {format_rate(found.bytes / found.seconds)}"
     )
 
 
@@ -215,7 +225,7 @@ def print_comparison(names: Sequence[str], reports: Sequence[Report], timelines:
     for cause in dict.fromkeys(cause for report in reports for cause in report.exposed):
         seconds = [report.exposed.get(cause, 0.0) for report in reports]
         table.add_row(f"exposed, {cause}", *map(format_time, seconds), _change(*seconds))
-    for link in LINKS:
+    for link in TRAFFIC:
         moved = [report.traffic[link]["bytes"] or 0 for report in reports]
         if any(moved):
             table.add_row(f"bytes, {link}", *map(format_size, moved), _change(*moved))
@@ -232,23 +242,26 @@ def print_calibration(found: Calibration, path: str) -> None:
     out.print(f"[bold]{escape(found.device)}[/] ({found.backend}), {found.samples['seconds']:.0f} s\n")
     measured: dict[str, dict[str, float]] = found.samples["kernels"]
     depths = sorted({int(depth) for rates in measured.values() for depth in rates})
-    kernels = _table("TFLOP/s, panels deep", *map(str, depths), "fitted peak", "halved at")
+    scale, unit = (
+        (1e12, "TFLOP/s") if max(fit.peak for fit in found.kernels.values()) >= 1e12 else (1e9, "GFLOP/s")
+    )
+    kernels = _table(f"{unit}, panels deep", *map(str, depths), "fitted peak", "halved at")
     for dtype, rates in measured.items():
         fit = found.kernels[dtype]
-        shown = (f"{rates[str(d)] / 1e12:.3g}" if str(d) in rates else "" for d in depths)
-        kernels.add_row(dtype, *shown, f"{fit.peak / 1e12:.3g}", f"{fit.half_depth:.3g}")
+        shown = (f"{rates[str(d)] / scale:.3g}" if str(d) in rates else "" for d in depths)
+        kernels.add_row(dtype, *shown, f"{fit.peak / scale:.3g}", f"{fit.half_depth:.3g}")
     out.print(kernels)
     out.print()
-    rates = {name: found.rates[name] for name in ("memory", "decode")}
+    moved: dict[str, float] = {}
     for link, by_size in found.samples["copies"].items():
         if isinstance(by_size, dict):
-            rates |= {f"{link}, {format_size(int(size))}": rate for size, rate in by_size.items()}
-            rates[f"{link}, fitted"] = found.rates[link]
+            moved |= {f"{link}, {format_size(int(size))}": rate for size, rate in by_size.items()}
         else:
-            rates[f"{link}"] = by_size
-    rates |= dict(zip(("read", "read in parts", "read cold", "write"), _latest_store(found), strict=True))
+            moved[link] = by_size
+    for name, rate in calibrated_rates(found).items():
+        moved[LINKS[name] + (", fitted" if name in found.samples["copies"] else "")] = rate
     links = _table("link", "GB/s")
-    for name, rate in rates.items():
+    for name, rate in moved.items():
         links.add_row(name, f"{rate / 1e9:.3g}")
     out.print(links)
     out.print(f"first use of memory {found.rates['arena_seconds_per_byte'] * 2**30:.3g} s a GiB")
@@ -261,21 +274,54 @@ def print_calibration(found: Calibration, path: str) -> None:
     out.print(f"kept in {escape(path)}", soft_wrap=True)
 
 
-def _latest_store(found: Calibration) -> tuple[float, ...]:
-    store = list(found.stores.values())[-1]
-    return store.read, store.read_scattered, store.read_cold, store.write
-
-
 def print_info(found: dict[str, Any]) -> None:
     """What there is to work with, and what is missing."""
     out = _console()
-    for section, values in found.items():
-        if isinstance(values, dict):
-            out.print(f"[bold]{section}[/]")
-            for name, value in values.items():
-                out.print(f"  {name:<12} {escape(str(value))}", soft_wrap=True)
-        else:
-            out.print(f"[bold]{section}[/]  {escape(str(values))}", soft_wrap=True)
+    here, engines = found["machine"], {name: found[f"{name} backend"] for name in ("host", "cuda")}
+    for name, text in {
+        "versions": ", ".join(f"{package} {version}" for package, version in found["versions"].items()),
+        "machine": f"{here['processor']}, {here['cores']} cores, {format_size(here['memory'])} of memory, "
+        f"{format_size(here['available'])} available; {here['platform']}",
+        **{name: _engine(engine) for name, engine in engines.items()},
+    }.items():
+        out.print(f"[bold]{name:<9}[/] {escape(text)}", soft_wrap=True)
+    there = {name: engine for name, engine in engines.items() if "missing" not in engine}
+    out.print()
+    table = _table("rates", *there)
+    for group, unit in (("kernels", "FLOP"), ("links", "B")):
+        for rate in dict.fromkeys(rate for engine in there.values() for rate in engine[group]):
+            cells = (_rate(engine, rate, engine[group].get(rate), unit) for engine in there.values())
+            table.add_row(LINKS.get(rate, rate), *cells)
+    out.print(table)
+    for name, engine in there.items():
+        out.print(f"{name}: {escape(engine['rates'])}", soft_wrap=True)
+    if any(engine["assumed"] for engine in there.values()):
+        out.print("~ assumed, not measured here")
+    if found["missing"]:
+        out.print()
+        table = _table("missing", "for", "command")
+        for column in table.columns:
+            column.justify, column.no_wrap = "left", True
+        for one in found["missing"]:
+            table.add_row(one["what"], one["for"], escape(one["command"]))
+        out.print(table)
+
+
+def _engine(engine: dict[str, Any]) -> str:
+    """A backend in a line: what it runs on, and with what."""
+    if "missing" in engine:
+        return str(engine["missing"])
+    if "blas" in engine:
+        return f"{engine['device']}, BLAS {engine['blas']}"
+    cuda, driver = (f"{int(engine[x]) // 1000}.{int(engine[x]) % 1000 // 10}" for x in ("cuda", "driver"))
+    memory = f"{engine['memory']} of memory, {format_size(engine['free'])} free"
+    return f"{engine['device']}, {memory}; cupy {engine['cupy']}, CUDA {cuda}, driver for CUDA {driver}"
+
+
+def _rate(engine: dict[str, Any], name: str, rate: float | None, unit: str) -> str:
+    if rate is None:
+        return ""
+    return ("~ " if name in engine["assumed"] else "") + format_rate(rate, unit)
 
 
 @contextmanager

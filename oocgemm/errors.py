@@ -34,3 +34,8 @@ class ExecutionError(OocGemmError):
 
 class ScheduleError(OocGemmError):
     """A schedule that breaks one of its invariants: always a defect of the planner."""
+
+
+def missing_bfloat16() -> InputError:
+    """What is said where NumPy has no bfloat16."""
+    return InputError("bfloat16 needs the package ml_dtypes: pip install 'oocgemm[bfloat16]'")

@@ -1,7 +1,9 @@
 """Writes what a report can be made into: a page, pictures, a trace."""
 
 import os
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
@@ -35,16 +37,30 @@ def export(
         "trace": lambda file: write_trace(file, timelines[0]),
     }
     for kind, path in wanted.items():
-        try:
+        with writing(f"--{kind}", path):
             if kind == "png":
                 Path(path).write_bytes(_png(svg(timelines[0], logs[0])))
             else:
                 with open(path, "w", encoding="utf-8") as file:
                     makers[kind](file)
-        except OSError as error:
-            raise InputError(f"cannot write --{kind} {path}: {error.strerror}") from error
     names = {"html": "Page", "svg": "Picture", "png": "Picture", "trace": "Trace, for ui.perfetto.dev"}
     return [(names[kind], path) for kind, path in wanted.items()]
+
+
+@contextmanager
+def writing(option: str, path: str) -> Iterator[None]:
+    """What goes wrong with a file of the user's is said as `InputError`, with the option that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"cannot write {option} {path}: {error.strerror}") from error
+
+
+def check_place(option: str, path: str) -> None:
+    """Raise `InputError` where no file can be written: what is to be in it may take a minute to find."""
+    with writing(option, path):
+        folder = os.path.dirname(os.path.abspath(path))
+        tempfile.TemporaryFile(dir=folder).close()
 
 
 def _png(picture: str) -> bytes:

@@ -15,6 +15,7 @@ from oocgemm.errors import InputError, OutOfMemoryError
 from oocgemm.plan import (
     COMPUTES,
     DTYPES,
+    OPERANDS,
     Budgets,
     DType,
     GemmProblem,
@@ -23,6 +24,7 @@ from oocgemm.plan import (
     Plan,
     TileShape,
     continued,
+    integers,
     make_plan,
 )
 from oocgemm.resume import Earlier, check_same, check_whole, identify, look
@@ -74,15 +76,18 @@ def prepare(
     left, right = stores.open_matrix("A", a), stores.open_matrix("B", b)
     problem = problem_of(left, right, alpha, beta, trans_a, trans_b, compute, out_dtype)
     problem = replace(problem, checked=checked)
+    if problem.exact and backend == "cuda" and problem.depth <= integers.MOST_DEPTH:
+        problem = replace(problem, acc_dtype="int32")
     earlier, identity = None, {}
     if resume is not None:
         check_whole(left, right)
         earlier = look(c, resume=resume, overwrite=overwrite, reads_c=problem.reads_c)
     resumed = earlier if earlier is not None and earlier.resumed else None
     existing = _existing_output(c, problem, overwrite, earlier)
-    if existing is None and c is not None and problem.c_dtype == "bfloat16":
+    if existing is None and c is not None and problem.c_dtype == "bfloat16" and os.fspath(c).endswith(".npy"):
         raise InputError(
-            f"C at {os.fspath(c)} cannot hold bfloat16: pass out_dtype='float32' (--out-dtype float32), or an array"
+            f"C at {os.fspath(c)} cannot hold bfloat16: pass out_dtype='float32' (--out-dtype float32), or the path of a "
+            "zarr array"
         )
     shape = _tile(tile)
     if earlier is not None:
@@ -190,6 +195,11 @@ def problem_of(
 ) -> GemmProblem:
     """What is to be computed of two operands. Raises `InputError` if they do not go together."""
     trans_a, trans_b = _op("trans_a", trans_a), _op("trans_b", trans_b)
+    for operand in (a, b):
+        if operand.dtype.name not in OPERANDS:
+            raise InputError(
+                f"{operand.name} is of dtype {operand.dtype}, supported are {', '.join(OPERANDS)}: convert it to one of these"
+            )
     if a.dtype != b.dtype:
         raise InputError(f"A is of dtype {a.dtype} and B of {b.dtype}: convert one of them")
     m, k = a.shape[::-1] if trans_a.swaps else a.shape
@@ -200,39 +210,50 @@ def problem_of(
             "many as the rows of op(B)"
         )
     dtype = DTYPES[a.dtype.name]
-    alpha, beta = (_scalar(*s, dtype.is_complex) for s in (("alpha", alpha), ("beta", beta)))
     names = dtype.name, dtype.name, dtype.accumulator, _out_dtype(out_dtype, dtype)
+    alpha, beta = (_scalar(*s, dtype, names[-1]) for s in (("alpha", alpha), ("beta", beta)))
     if dtype.name not in COMPUTES.get(compute, ()):
         fitting = ", ".join(name for name, dtypes in COMPUTES.items() if dtype.name in dtypes)
         raise InputError(f"{dtype.name} operands cannot be computed in {compute!r}: choose among {fitting}")
-    return GemmProblem(m, n, k, *names, alpha, beta, trans_a, trans_b, compute)
+    problem = GemmProblem(m, n, k, *names, alpha, beta, trans_a, trans_b, compute)
+    if problem.exact and problem.depth > integers.DEEPEST:
+        raise InputError(
+            f"op(A) has {k} columns; sums of more than {integers.DEEPEST} products of int8 numbers may not be exact: multiply "
+            "parts of the operands"
+        )
+    return problem
 
 
 def _out_dtype(given: Any, operands: DType) -> str:
     """C's dtype by name."""
     if given is None:
-        return operands.name
+        return operands.results[0]
     try:
         name = str(np.dtype(given).name)
     except TypeError:
         name = str(given)
-    possible = dict.fromkeys((operands.name, operands.accumulator))
-    if name not in possible:
+    if name not in operands.results:
         raise InputError(
-            f"C cannot be of dtype {name} where the operands are of {operands.name}: choose among {', '.join(possible)}"
+            f"C cannot be of dtype {name} where the operands are of {operands.name}: choose among "
+            f"{', '.join(operands.results)}"
         )
     return name
 
 
-def _scalar(name: str, value: complex, allow_complex: bool) -> complex:
+def _scalar(name: str, value: complex, operands: DType, c_dtype: str) -> complex:
+    """alpha or beta, a number that such operands can be multiplied by into such a C."""
     try:
         number = complex(value if np.ndim(value) == 0 else "an array")
     except (TypeError, ValueError, OverflowError):
         raise InputError(f"{name} = {value!r} is not a number") from None
-    if allow_complex:
+    if operands.is_complex:
         return number
     if number.imag != 0:
         raise InputError(f"{name} = {value} is complex, but the operands are real")
+    if c_dtype.startswith("int") and not (number.real.is_integer() and abs(number) < integers.LIMIT):
+        raise InputError(
+            f"{name} = {value} is no integer below 2^53, and C is of {c_dtype}: pass out_dtype='float64' (--out-dtype float64)"
+        )
     return number.real
 
 

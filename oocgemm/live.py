@@ -14,6 +14,7 @@ from rich.text import Text
 from oocgemm.plan import Plan
 from oocgemm.timeline import Span
 from oocgemm.timeline.series import utilisation
+from oocgemm.units import format_rate
 
 LINKS = ("read", "h2d", "d2h", "write")
 # Seconds between two updates, on a terminal and elsewhere.
@@ -26,7 +27,7 @@ Show = Callable[[float, str, str], None]
 
 @contextmanager
 def progress_display(enabled: bool) -> Iterator[Callable[[Plan], Callable[[Span], None]] | None]:
-    """What `gemm` takes as `progress`: tiles done, TFLOP/s and GB/s of each link so far, and of the last seconds how busy
+    """What `gemm` takes as `progress`: tiles done, flop/s and the rate of each link so far, and of the last seconds how busy
     each lane was and which of them most: what bounds the run. On a terminal the time left too."""
     if not enabled:
         yield None
@@ -79,11 +80,11 @@ def _watch(plan: Plan, *, every: float, show: Show) -> Callable[[Span], None]:
         shown = now
         seconds = now - started
         done = before + (tiles - before) * moved["write"] // max(1, plan.traffic["write"])
-        gigabytes = "  ".join(f"{link} {size / seconds / 1e9:.1f}" for link, size in moved.items())
+        links = "".join(f"  {link} {format_rate(size / seconds)}" for link, size in moved.items() if size)
         show(
             min(1.0, (flops if plan.flops else moved["write"]) / max(1, total)),
             f"tile {min(done + 1, tiles)}/{tiles}",
-            f"{flops / seconds / 1e12:.3g} TFLOP/s  {gigabytes} GB/s  |  {_busy(recent)}",
+            f"{format_rate(flops / seconds, 'FLOP')}{links}  |  {_busy(recent)}",
         )
 
     return step

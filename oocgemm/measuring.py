@@ -13,8 +13,10 @@ from oocgemm import backends, bench, cache, stores
 from oocgemm.backends import ladder, tuning
 from oocgemm.calibrate import calibrate as measure
 from oocgemm.display import doing, print_bench, print_calibration, print_tuning
-from oocgemm.errors import InputError
-from oocgemm.plan import COMPUTES, DTYPES
+from oocgemm.exports import check_place, writing
+from oocgemm.job import budgets
+from oocgemm.plan import OPERANDS
+from oocgemm.roofline import roofline_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -30,6 +32,11 @@ def taking(*options: Callable[[F], F]) -> Callable[[F], F]:
 
 def print_json(value: object) -> None:
     click.echo(json.dumps(value, indent=2))
+
+
+DEVICE = click.option(
+    "--device", metavar="N", type=click.IntRange(min=0), default=0, show_default=True, help="CUDA device."
+)
 
 
 class Size(click.ParamType[tuple[int, int, int]]):
@@ -50,25 +57,34 @@ class Size(click.ParamType[tuple[int, int, int]]):
     show_default=True,
     help="What to measure; auto is cuda where a device answers.",
 )
-@click.option("--device", type=click.IntRange(min=0), default=0, show_default=True, help="CUDA device.")
+@DEVICE
 @click.option(
     "--path",
     metavar="DIR",
     type=click.Path(),
     help="Folder whose storage is measured, with temporary files of some 500 MiB.  [default: the current one]",
 )
+@click.option("--svg", type=click.Path(dir_okay=False), help="Draw the machine's roofline to this file.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def calibrate(backend: str, device: int, path: str | None, as_json: bool) -> None:
-    """Measure this machine, in under a minute, for plans and reports to use.
+def calibrate(backend: str, device: int, path: str | None, svg: str | None, as_json: bool) -> None:
+    """Measure this machine, for plans and reports to use.
 
-    Kernels, links and memory, and the storage at a folder: run it once more for each file system that operands lie
-    on. The figures are kept in the user's cache directory, or in $OOCGEMM_CACHE. Nothing else should run meanwhile.
+    Kernels, links and memory, and the storage at a folder, in under a minute: run it once more for each file system that
+    operands lie on. The figures are kept in the user's cache directory, or in $OOCGEMM_CACHE. Nothing else should run
+    meanwhile.
     """
+    if svg is not None:
+        check_place("--svg", svg)
     if backends.resolve(backend) == "host":
         stores.load_zarr()
     with doing(sys.stderr.isatty() and not as_json) as say:
         found = measure(backend, device, path, say=say)
     kept = cache.save(found)
+    if svg is not None:
+        engine = backends.open_backend(found.backend, device)
+        budget = budgets(engine.name, None, None, engine.free_memory).device
+        with writing("--svg", svg):
+            Path(svg).write_text(roofline_of(found, budget), encoding="utf-8")
     if as_json:
         print_json(found.to_dict() | {"kept": str(kept)})
     else:
@@ -80,30 +96,44 @@ def bench_group() -> None:
     """Measure parts of oocgemm by themselves."""
 
 
-_DEVICE = click.option(
-    "--device", type=click.IntRange(min=0), default=0, show_default=True, help="CUDA device."
-)
-_DTYPES = click.option(
-    "--dtype", "dtypes", multiple=True, type=click.Choice(list(DTYPES)), help="May be repeated."
-)
-
-
 @bench_group.command(name="kernels")
-@taking(_DEVICE, _DTYPES)
+@DEVICE
 @click.option(
-    "--compute", type=click.Choice(list(COMPUTES)), default="native", show_default=True, help="Precision."
+    "--dtype",
+    "dtypes",
+    multiple=True,
+    type=click.Choice(OPERANDS),
+    help="May be repeated.  [default: float32 and float64]",
 )
 @click.option(
-    "--kernel", "kernels", multiple=True, type=click.Choice(ladder.names()), help="May be repeated."
+    "--compute", type=click.Choice(bench.PRECISIONS), default="native", show_default=True, help="Precision."
 )
 @click.option(
-    "--size", "shapes", multiple=True, type=Size(), help="Product MxNxK, may be repeated.  [default: many]"
+    "--kernel",
+    "kernels",
+    multiple=True,
+    type=click.Choice(ladder.names()),
+    help="May be repeated.  [default: all]",
 )
 @click.option(
-    "--seconds", type=click.FloatRange(min=0), default=0.05, show_default=True, help="For each measurement."
+    "--size",
+    "shapes",
+    multiple=True,
+    metavar="MxNxK",
+    type=Size(),
+    help="Product to time, may be repeated.  [default: many]",
+)
+@click.option(
+    "--seconds",
+    metavar="S",
+    type=click.FloatRange(min=0),
+    default=0.05,
+    show_default=True,
+    help="Seconds for each measurement.",
 )
 @click.option(
     "--limit",
+    metavar="S",
     type=click.FloatRange(min=0),
     default=1.0,
     show_default=True,
@@ -117,14 +147,14 @@ def bench_kernels(as_json: bool, svg: str | None, **options: Any) -> None:
     Square products from 8 to 16384, odd and thin ones and the engine's updates of a 12288 x 12288 tile, on random
     numbers; the median of several samples.
     """
+    if svg is not None:
+        check_place("--svg", svg)
     given = {name: value for name, value in options.items() if value != ()}
     with doing(sys.stderr.isatty() and not as_json) as say:
         result = bench.bench_kernels(**given, say=say)
     if svg is not None:
-        try:
+        with writing("--svg", svg):
             Path(svg).write_text(bench.chart(result), encoding="utf-8")
-        except OSError as error:
-            raise InputError(f"the picture cannot be written to {svg}: {error.strerror}") from error
     if as_json:
         print_json(result)
     else:
@@ -132,13 +162,21 @@ def bench_kernels(as_json: bool, svg: str | None, **options: Any) -> None:
 
 
 @click.command()
-@taking(_DEVICE, _DTYPES)
+@DEVICE
+@click.option(
+    "--dtype",
+    "dtypes",
+    multiple=True,
+    type=click.Choice(OPERANDS),
+    help="May be repeated.  [default: all]",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def tune(device: int, dtypes: tuple[str, ...], as_json: bool) -> None:
-    """Find the fastest of our kernels and parameters on this GPU, for --kernel auto and the rungs named.
+    """Find the fastest kernels on this GPU, for --kernel auto.
 
-    For each dtype, on a large square product, on an update as the engine makes it, and on a thin one. What is found is
-    kept in the user's cache directory, or in $OOCGEMM_CACHE. Nothing else should run meanwhile.
+    Of our kernels, with all their parameters, and cuBLAS: for each dtype, on a large square product, on an update as
+    the engine makes it, and on a thin one. What is found is kept in the user's cache directory, or in $OOCGEMM_CACHE.
+    Nothing else should run meanwhile.
     """
     with doing(sys.stderr.isatty() and not as_json) as say:
         found = bench.tune(device=device, dtypes=dtypes, say=say)

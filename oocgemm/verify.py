@@ -2,7 +2,7 @@
 
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from math import isfinite
 from time import perf_counter
 from typing import Any
@@ -15,7 +15,7 @@ from oocgemm.backends.memory import available_memory
 from oocgemm.errors import InputError
 from oocgemm.freivalds import VECTORS, Check, Operands, Oriented, group_size, hull
 from oocgemm.job import Size, Transpose
-from oocgemm.plan import GemmProblem, Op
+from oocgemm.plan import DTYPES, GemmProblem, Op
 from oocgemm.plan.tiling import Span, ceil_div
 from oocgemm.resume import check_whole
 from oocgemm.stores import Matrix
@@ -49,6 +49,8 @@ class Verification:
         if self.rows is None or self.cols is None:
             return "is right"
         far = f"by up to {self.excess:.3g} times what rounding explains"
+        if self.tolerance == 0:
+            far = f"in sums by up to {self.excess:.3g}, where nothing is rounded"
         return (
             f"is wrong in C[{self.rows[0]}:{self.rows[1]}, {self.cols[0]}:{self.cols[1]}]: {self.wrong_rows} rows of it hold "
             f"elements that differ from the product{', ' + far if isfinite(self.excess) else ' by an Inf or NaN'}. Run it "
@@ -102,9 +104,9 @@ def verify(
     left, right, result, before = matrices
     if left is None or right is None or result is None:
         raise InputError("A, B and C are all needed")
-    problem = job.problem_of(left, right, alpha, beta, trans_a, trans_b, compute)
-    if result.dtype == numpy_dtype(problem.acc_dtype):
-        problem = replace(problem, c_dtype=problem.acc_dtype)
+    name = result.dtype.name
+    out_dtype = name if name in DTYPES[left.dtype.name].results else None
+    problem = job.problem_of(left, right, alpha, beta, trans_a, trans_b, compute, out_dtype)
     _check(problem, result, before)
     check_whole(*(x for x in matrices if x is not None))
     threads = max(1, min(THREADS, len(os.sched_getaffinity(0))))

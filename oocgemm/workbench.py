@@ -127,7 +127,8 @@ class Workbench:
 def plan_of(machine: MachineModel, dtype: str, tile: TileShape, compute: str = "native") -> Plan:
     """One tile and one step, in one slot each."""
     kind = DTYPES[dtype]
-    problem = GemmProblem(tile.w, tile.h, tile.r, dtype, dtype, kind.accumulator, dtype, compute=compute)
+    shape = tile.w, tile.h, tile.r
+    problem = GemmProblem(*shape, dtype, dtype, kind.accumulator, kind.results[0], compute=compute)
     host, planes = 0 if machine.unified else 1, 1 if problem.planes else 0
     slots = Slots(1, 1, 1, host, host, host, strip=tile.w, planes=planes, unified=machine.unified)
     available = available_memory()

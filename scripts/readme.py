@@ -1,14 +1,23 @@
 #!/usr/bin/env python
-"""Fills the README's tables and outputs from the files in scripts/results/; nothing there is typed by hand.
+"""Fills the README's tables from the files in scripts/results/, and its outputs and picture from the program itself; nothing
+there is typed by hand.
 
 usage: scripts/readme.py [--check]    --check: only say whether the README is up to date
 """
 
+import io
 import json
-import re
 import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
+
+from oocgemm.display import print_plan, print_report
+from oocgemm.plan import Budgets, GemmProblem, Layout, Layouts, default_model, make_plan
+from oocgemm.roofline import roofline
+from oocgemm.stores import new_layout
+from oocgemm.timeline import read_log, report
 
 TOP = Path(__file__).resolve().parent.parent
 RESULTS = TOP / "scripts" / "results"
@@ -19,9 +28,30 @@ def load(name: str) -> dict[str, Any]:
     return value
 
 
-def fenced(name: str) -> str:
-    """The output of a command, as it was printed."""
-    return "```\n" + (RESULTS / name).read_text().rstrip() + "\n```"
+def fenced(show: Callable[[], None]) -> str:
+    """What a command prints."""
+    with redirect_stdout(io.StringIO()) as printed:
+        show()
+    return "```\n" + "\n".join(line.rstrip() for line in printed.getvalue().rstrip().splitlines()) + "\n```"
+
+
+def plan() -> None:
+    """`oocgemm plan` for a machine that need not be there."""
+    names = "float64", "float64", "float64", "float64"
+    problem, chunks = GemmProblem(32768, 32768, 524288, *names), Layout((2048, 2048))
+    layouts = Layouts(chunks, chunks, new_layout("C.zarr", problem, None, None))
+    print_plan(make_plan(problem, Budgets(8 << 30, 24 << 30), default_model("cuda", 16), layouts))
+
+
+def reported() -> None:
+    """`oocgemm report` of the run whose timeline is kept."""
+    timeline = read_log(RESULTS / "report.jsonl")
+    print_report(report(timeline), timeline, advise=True)
+
+
+def picture() -> str:
+    """`oocgemm calibrate --svg`, of the rates that are kept."""
+    return roofline(**load("roofline.json"))
 
 
 def spread(samples: list[float]) -> str:
@@ -32,7 +62,14 @@ def spread(samples: list[float]) -> str:
 
 
 def measured() -> str:
-    tables = on_gpu(), from_disk(), on_cores(load("bench_cpu.json")["cases"]), trusted(), traffic()
+    tables = (
+        on_gpu(),
+        from_disk(),
+        on_cores(load("bench_cpu.json")["cases"]),
+        trusted(),
+        traffic(),
+        recorded(),
+    )
     return "\n\n".join("\n".join(lines) for lines in tables)
 
 
@@ -157,6 +194,47 @@ CONTENDERS = {
 }
 
 
+def recorded() -> list[str]:
+    """What `bench_recording.py` found."""
+    lines = [
+        "Recording a run to a log, of which a report is made:",
+        "",
+        "| run | steps | log | processor's time over T | T over T unrecorded, median of pairs |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for name, case in load("bench_recording.json").items():
+        cells = [
+            name,
+            str(case["steps"]),
+            f"{case['log_bytes'] / 1e3:.0f} kB",
+            f"{case['share']:.3%}",
+            ratio(case["ratios"]),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def emulated() -> list[str]:
+    """A table of the steps of `bench_emulated.py`: a row a shape, a column a dtype."""
+    found = load("bench_emulated.json")
+    rates = {(tuple(step["shape"]), step["dtype"]): step for step in found["steps"]}
+    dtypes = list(dict.fromkeys(dtype for _, dtype in rates))
+    lines = [
+        f"Speed of one step by residues, preparing included, over that of cuBLAS on one {found['device']}:",
+        "",
+        f"| m x n x k | {' | '.join(dtypes)} |",
+        f"| --- |{' --- |' * len(dtypes)}",
+    ]
+    for shape in dict.fromkeys(shape for shape, _ in rates):
+        steps = [rates.get((shape, dtype)) for dtype in dtypes]
+        cells = [
+            f"{step['over_native']:.2f} ({step['moduli']} moduli)" if step and step["moduli"] else ""
+            for step in steps
+        ]
+        lines.append(f"| {' | '.join([' x '.join(map(str, shape)), *cells])} |")
+    return lines
+
+
 def on_cores(cases: dict[str, Any]) -> list[str]:
     """A table for each case of `bench_cpu.py`: a row a contender."""
     lines: list[str] = []
@@ -254,26 +332,27 @@ def ratio(values: list[float]) -> str:
 
 def filled(text: str) -> str:
     blocks = {
-        "plan": fenced("plan.txt"),
-        "report": fenced("report.txt"),
+        "plan": fenced(plan),
+        "report": fenced(reported),
+        "emulated": "\n".join(emulated()),
         "measured": measured(),
         "kernels": kernels(),
     }
     for name, block in blocks.items():
         begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
-        text = re.sub(
-            f"{begin}.*?{end}", lambda _, b=block, x=begin, y=end: f"{x}\n{b}\n{y}", text, flags=re.DOTALL
-        )
+        before, _, rest = text.partition(begin)
+        text = f"{before}{begin}\n{block}\n{end}{rest.partition(end)[2]}"
     return text
 
 
 def main() -> None:
-    readme = TOP / "README.md"
-    old = readme.read_text()
-    new = filled(old)
+    readme, drawn = TOP / "README.md", RESULTS / "roofline.svg"
+    made = {readme: filled(readme.read_text()), drawn: picture()}
     if "--check" in sys.argv[1:]:
-        sys.exit(0 if old == new else "README.md is out of date: run scripts/readme.py")
-    readme.write_text(new)
+        stale = [path.name for path, text in made.items() if not path.exists() or path.read_text() != text]
+        sys.exit(f"out of date: {', '.join(stale)}; run scripts/readme.py" if stale else 0)
+    for path, text in made.items():
+        path.write_text(text)
 
 
 if __name__ == "__main__":

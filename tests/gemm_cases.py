@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oocgemm.backends.base import numpy_dtype
+from oocgemm.backends.kernel import summed_in
 from oocgemm.plan import DTYPES, Op
 from tests.problems import applied, integers, stored
 
@@ -56,7 +57,7 @@ def integer_case(
     """Small integers, whose product every dtype holds exactly. C is NaN where it must not be read."""
     m, n, k = shape
     a, b = integers(rng, stored(ops[0], m, k), dtype), integers(rng, stored(ops[1], k, n), dtype)
-    c = integers(rng, (m, n), DTYPES[dtype].accumulator)
+    c = integers(rng, (m, n), summed_in(dtype))
     if scalars[1] == 0 and c.dtype.kind in "fc":
         c[...] = np.nan
     return Case(*ops, a, b, c, *scalars)
@@ -75,7 +76,7 @@ def random_case(
         return values.astype(numpy_dtype(name))
 
     a, b = normal(*stored(ops[0], m, k), dtype), normal(*stored(ops[1], k, n), dtype)
-    return Case(*ops, a, b, normal(m, n, DTYPES[dtype].accumulator), 0.7, -1.3)
+    return Case(*ops, a, b, normal(m, n, summed_in(dtype)), 0.7, -1.3)
 
 
 def triple_loop(case: Case) -> Array:

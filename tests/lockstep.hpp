@@ -1,15 +1,21 @@
-// lockstep.hpp: enough of CUDA for g++ to run the plain rungs on a processor. Threads of a block are threads of the
+// lockstep.hpp: enough of CUDA for g++ to run plain kernels on a processor. Threads of a block are threads of the
 // system, which meet at __syncthreads; blocks run one after the other, so that shared memory can be static.
 #include <barrier>
+#include <cmath>
 #include <cstring>
 #include <memory>
 #include <thread>
+#include <utility>
 #include <vector>
 
 struct dim3 {
     unsigned x, y, z;
 };
-inline dim3 blockIdx, gridDim;
+struct int4 {
+    int x, y, z, w;
+};
+inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
+inline dim3 blockIdx, gridDim, blockDim;
 inline thread_local dim3 threadIdx;
 inline std::unique_ptr<std::barrier<>> barrier;
 inline void __syncthreads() { barrier->arrive_and_wait(); }
@@ -35,8 +41,16 @@ inline unsigned __float_as_uint(float value) {
 alignas(16) unsigned char shared[DYNAMIC_SHARED];
 #endif
 
-extern "C" void run(const gemm_arguments* arguments, const unsigned* grid, const unsigned* block) {
+template <typename... A, std::size_t... I>
+void call(void (*kernel)(A...), void* const* arguments, std::index_sequence<I...>) {
+    kernel(*static_cast<A*>(arguments[I])...);
+}
+
+// `arguments` point to each of them, as for the driver.
+template <typename... A>
+void launch(void (*kernel)(A...), void* const* arguments, const unsigned* grid, const unsigned* block) {
     gridDim = {grid[0], grid[1], grid[2]};
+    blockDim = {block[0], block[1], 1};
     for (blockIdx.y = 0; blockIdx.y < grid[1]; ++blockIdx.y)
         for (blockIdx.x = 0; blockIdx.x < grid[0]; ++blockIdx.x) {
             const unsigned count = block[0] * block[1];
@@ -45,8 +59,12 @@ extern "C" void run(const gemm_arguments* arguments, const unsigned* grid, const
             for (unsigned t = 0; t < count; ++t)
                 threads.emplace_back([=] {
                     threadIdx = {t % block[0], t / block[0], 0};
-                    FUNCTION(*arguments);
+                    call(kernel, arguments, std::index_sequence_for<A...>{});
                 });
             for (std::thread& thread : threads) thread.join();
         }
+}
+
+extern "C" void run(void* const* arguments, const unsigned* grid, const unsigned* block) {
+    launch(FUNCTION, arguments, grid, block);
 }

@@ -7,11 +7,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from oocgemm.backends.base import numpy_dtype
+from oocgemm.plan import DTYPES as OPERAND_TYPES
 from oocgemm.plan import Op
 
 Array = NDArray[Any]
 
 DTYPES = ("float16", "float32", "float64", "complex64", "complex128")
+ALL_DTYPES = (*DTYPES, "int8")
 KINDS = ("normal", "wide", "large", "small", "root", "constant", "zero", "rows")
 EXTENTS = st.one_of(st.integers(1, 40), st.sampled_from([130, 257, 300]))
 
@@ -22,6 +24,16 @@ def integers(rng: np.random.Generator, shape: tuple[int, int], dtype: str, most:
     if numpy_dtype(dtype).kind == "c":
         return (values + 1j * rng.integers(-most, most + 1, shape)).astype(dtype)
     return values.astype(numpy_dtype(dtype))
+
+
+def integer_c(rng: np.random.Generator, shape: tuple[int, int], dtype: str) -> Array:
+    """The same, as the C of operands of that dtype."""
+    return integers(rng, shape, OPERAND_TYPES[dtype].results[0])
+
+
+def spoil(c: Array) -> None:
+    """Fill a C that must never be read."""
+    c[...] = np.iinfo(c.dtype).max if c.dtype.kind == "i" else np.nan
 
 
 def applied(op: Op, x: Array) -> Array:

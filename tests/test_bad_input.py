@@ -172,7 +172,7 @@ RESULTS = {
     "C is of another shape": ("a b square", "--overwrite", "C exists with shape (8, 8)"),
     "C is of another shape, and read": ("a b square.npy", "--beta 1", "C exists with shape (8, 8)"),
     "C is of another dtype": ("a b c-float32", "--overwrite", "dtype float32, the product has"),
-    "C is of no dtype to multiply": ("a b a-int32", "--overwrite", "C is of dtype int32"),
+    "C is of no dtype to multiply": ("a b a-uint8", "--overwrite", "C is of dtype uint8"),
     "C is a vector": ("a b vector", "--overwrite", "C has 1 dimensions"),
     "C is to be read and is not there": ("a b new", "--beta 1", "beta = 1.0 needs an existing C"),
     "C is to be read by nan": ("a b new.npy", "--beta nan", "beta = nan needs an existing C"),

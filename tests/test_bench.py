@@ -15,7 +15,7 @@ from oocgemm.backends import ladder, model, tuning
 from oocgemm.backends.kernel import Kernel
 from oocgemm.backends.tuning import CUBLAS, Measured, Tuning
 from oocgemm.errors import BackendError, InputError
-from oocgemm.plan import Op
+from oocgemm.plan import OPERANDS, Op
 from tests.backends_here import CUDA, needs_gpu
 from tests.command import command, contents
 from tests.gemm_cases import assert_close, random_case
@@ -148,7 +148,10 @@ def test_the_fastest_variant_of_each_rung_is_shown() -> None:
 @pytest.mark.skipif(CUDA, reason="a CUDA device answers")
 def test_without_a_gpu_there_is_nothing_to_measure() -> None:
     for measure in (bench.bench_kernels, bench.tune):
-        with pytest.raises(BackendError, match="the cuda backend cannot run"):
+        with pytest.raises(
+            BackendError,
+            match=r"kernels are timed on an NVIDIA GPU: no NVIDIA device|the cuda backend cannot run",
+        ):
             measure()
 
 
@@ -157,6 +160,14 @@ def test_unknown_names_are_refused_before_anything_is_measured() -> None:
         bench.bench_kernels(kernels=["fast"])
     with pytest.raises(InputError, match="there is no dtype 'int7'"):
         bench.tune(dtypes=["int7"])
+
+
+def test_kernels_are_tuned_for_every_dtype_where_none_is_named() -> None:
+    assert set(bench.pairs(())) == {(dtype, "native") for dtype in OPERANDS} | {
+        ("float32", "tf32"),
+        ("float32", "bf16"),
+    }
+    assert bench.pairs(["float64"]) == [("float64", "native")]
 
 
 @pytest.mark.parametrize("mark", [pytest.param(None, marks=needs_gpu)])

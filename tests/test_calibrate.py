@@ -6,13 +6,17 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
+from math import log10
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 import zarr
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import oocgemm
@@ -22,7 +26,6 @@ from oocgemm.calibrate import SIZES, Sizes, calibrate
 from oocgemm.cli import EXIT_USAGE
 from oocgemm.errors import InputError
 from oocgemm.plan import (
-    DTYPES,
     RATES,
     Calibration,
     KernelRate,
@@ -31,6 +34,8 @@ from oocgemm.plan import (
     default_model,
     fit_line,
 )
+from oocgemm.roofline import BOTTOM, LEFT, LINE, roofline
+from oocgemm.units import format_rate
 from tests.backends_here import needs_gpu
 from tests.command import command, contents, own_threads
 
@@ -52,7 +57,7 @@ rates = st.builds(StoreRates, positive, positive, positive, positive)
 calibrations = st.builds(
     Calibration,
     *(st.text(), st.text(), st.text(), st.text()),
-    st.dictionaries(st.sampled_from(list(DTYPES)), st.builds(KernelRate, positive, st.floats(0, 1e6))),
+    st.dictionaries(st.sampled_from(list(RATES)), st.builds(KernelRate, positive, st.floats(0, 1e6))),
     st.dictionaries(st.sampled_from(["h2d", "d2h", "memory", "decode"]), positive),
     st.dictionaries(st.text(), rates),
 )
@@ -113,7 +118,7 @@ def _without(key: str) -> Callable[[dict[str, Any]], Any]:
         pytest.param(lambda data: data | {"version": 3}, id="a later version"),
         pytest.param(lambda data: data | {"kernels": []}, id="kernels of another type"),
         pytest.param(lambda data: data | {"kernels": {"float64": {"peak": 1}}}, id="half a rate"),
-        pytest.param(lambda data: data | {"kernels": {"int8": {"peak": 1, "half_depth": 0}}}, id="no dtype"),
+        pytest.param(lambda data: data | {"kernels": {"int16": {"peak": 1, "half_depth": 0}}}, id="no dtype"),
         pytest.param(lambda data: data | {"rates": {"h2d": 0}}, id="a rate of zero"),
         pytest.param(lambda data: data | {"rates": {"h2d": "fast"}}, id="a rate in words"),
         pytest.param(lambda data: data | {"rates": {"h2d": float("nan")}}, id="no number"),
@@ -216,7 +221,7 @@ def test_a_calibration_is_used_by_plans_runs_and_info(here: Path) -> None:
     shown = command("calibrate", "--backend", "host")
     assert (shown.code, shown.err) == (0, "")
     (kept,) = (here.parent / "cache").iterdir()
-    for part in (*RATES, "memory", "decode", "read cold", "write", str(here), str(kept)):
+    for part in (*RATES, "read, disk", "decode, zstd", "write", str(here), str(kept)):
         assert part in shown.out.replace("\n", "")
     assert contents(here) == before  # what it wrote is gone
     assert not own_threads()
@@ -294,6 +299,87 @@ def test_json_is_the_calibration_and_where_it_is_kept(here: Path) -> None:
     found = command("calibrate", "--backend", "host", "--path", here, "--json").json()
     assert Path(found.pop("kept")).is_file()
     assert Calibration.from_dict(found).samples["path"] == str(here)
+
+
+def test_info_tells_a_gpu_with_what_was_measured_of_it(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an engine that only says what it is."""
+    said = {"device": "NVIDIA H200", "memory": "140 GiB", "cupy": "14.2", "cuda": "13000", "driver": "13020"}
+    gpu = SimpleNamespace(name="cuda", describe=lambda: said, free_memory=lambda: 120 << 30)
+    opened = backends.open_backend
+    monkeypatch.setattr(backends, "missing_for_cuda", lambda: None)
+    monkeypatch.setattr(
+        backends, "open_backend", lambda name, device=0: gpu if name == "cuda" else opened(name)
+    )
+    cache.save(known())
+    found = command("info", "--json").json()["cuda backend"]
+    assert found["free"] == 120 << 30
+    assert found["links"]["h2d"] == MEASURED.rates["h2d"]
+    measured = {*MEASURED.kernels, *MEASURED.rates} & {*found["kernels"], *found["links"]}
+    assert {*found["kernels"], *found["links"]} - set(found["assumed"]) == measured
+    text = " ".join(command("info").out.split())
+    assert "NVIDIA H200, 140 GiB of memory, 120 GiB free; cupy 14.2, CUDA 13.0, driver for CUDA 13.2" in text
+    assert "calibrated on 2026-11-21" in text
+    assert "oocgemm calibrate --backend cuda" in text
+    cache.save(known(stores={cache.file_system("."): STORES["8:1"]}))
+    assert command("info", "--json").json()["cuda backend"]["links"]["read_cold"] == STORES["8:1"].read_cold
+
+
+def test_the_roofline_shows_what_was_measured(here: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "roofline.svg"
+    found = command("calibrate", "--backend", "host", "--svg", picture, "--json").json()
+    shown = [text.text for text in ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}text")]
+    for dtype, rate in found["kernels"].items():
+        assert f"{dtype} {format_rate(rate['peak'], 'FLOP')}" in shown
+    (storage,) = found["stores"].values()
+    for link, rate in (("disk", "read_cold"), ("page cache", "read")):
+        assert f"read, {link} {format_rate(storage[rate])}" in shown
+    assert not any(str(text).startswith("h2d") for text in shown)  # the host is the device
+
+
+def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_measured(here: Path) -> None:
+    done = command("calibrate", "--backend", "host", "--svg", here / "nowhere" / "roofline.svg")
+    assert (done.code, done.out) == (EXIT_USAGE, "")
+    assert "--svg" in done.err
+    assert cache.load("host", None)[0] is None
+
+
+@given(
+    st.dictionaries(st.sampled_from("abcde"), st.floats(1e6, 1e12), min_size=1),
+    st.dictionaries(st.sampled_from("uvwxyz"), st.floats(1e6, 1e15), min_size=1),
+    st.integers(1 << 20, 1 << 45),
+)
+def test_a_roofline_bends_where_link_and_kernel_are_as_fast(
+    links: dict[str, float], roofs: dict[str, float], budget: int
+) -> None:
+    """Read back from the picture by its own axes."""
+    drawn = ElementTree.fromstring(roofline("", links, roofs, budget))
+    across: dict[float, float] = {}
+    up: dict[float, float] = {}
+    for text in drawn.iter("{http://www.w3.org/2000/svg}text"):
+        said, x, y = str(text.text), float(text.get("x", "")), float(text.get("y", ""))
+        if y == BOTTOM + 18:
+            across[x] = log10(float(said.replace("\u202f", "")))
+        if x == 91:
+            number, unit = said.split()
+            up[y - 4] = log10(float(number)) + 3 * " kMGTP".index(unit.removesuffix("FLOP/s") or " ")
+    assume(len(across) > 1 and len(up) > 1)
+
+    def read(ticks: dict[float, float], place: float) -> float:
+        (first, one), *_, (last, other) = ticks.items()
+        return float(10 ** (one + (other - one) * (place - first) / (last - first)))
+
+    paths = [e.get("d", "")[1:].split("L") for e in drawn.iter() if e.get("class") == "link"]
+    ends = [tuple(map(float, path[1].split())) for path in paths]
+    assert len(ends) == len(links)
+    for (x, y), rate in zip(ends, sorted(links.values(), reverse=True), strict=True):
+        assert read(up, y) == pytest.approx(max(roofs.values()), rel=0.02)
+        assert read(across, x) == pytest.approx(max(roofs.values()) / rate, rel=0.02)
+    labels = [
+        float(e.get("y", ""))
+        for e in drawn.iter()
+        if e.get("class") == "over" and e.get("x") == f"{LEFT - 25:.1f}"
+    ]
+    assert all(b - a > LINE - 0.2 for a, b in pairwise(labels))
 
 
 @pytest.mark.usefixtures("here")

@@ -1,5 +1,6 @@
 """The command line, end to end: what each option does, what is printed, and the exit codes."""
 
+import json
 import os
 import re
 import subprocess
@@ -196,12 +197,43 @@ def test_info_says_what_there_is_and_what_is_missing() -> None:
     found = command("info", "--json").json()
     assert found["versions"]["oocgemm"] == oocgemm.__version__
     assert found["machine"]["cores"] == len(os.sched_getaffinity(0))
-    assert found["host backend"]["numpy"] == np.__version__
-    assert {"missing"} == set(found["cuda backend"]) or "free" in found["cuda backend"]
+    host = found["host backend"]
+    assert host["numpy"] == np.__version__
+    assert {"float64", "complex128"} <= set(host["kernels"])
+    assert {"read", "decode", "write"} <= set(host["links"])
+    assert set(host["assumed"]) <= {*host["kernels"], *host["links"]}
+    assert {"missing"} == set(found["cuda backend"]) or found["cuda backend"]["links"]["h2d"] > 0
     shown = command("info")
     assert shown.code == 0
-    for part in ("versions", "machine", "host backend", "cuda backend", np.__version__):
+    for part in ("versions", "machine", "host", "cuda", np.__version__, "read, page cache", "float64"):
         assert part in shown.out
+    for lacking in found["missing"]:
+        assert lacking["command"] in shown.out
+
+
+def test_info_in_an_interpreter_that_lacks_packages_says_how_to_get_them(tmp_path: Path) -> None:
+    """With a driver for CUDA 12, and without cupy, resvg_py and ml_dtypes."""
+    code = (
+        "import ctypes, sys; from pathlib import Path; from unittest.mock import patch\n"
+        "sys.modules |= dict.fromkeys(('cupy', 'resvg_py', 'ml_dtypes'))\n"
+        "class Driver:\n"
+        "    def cuDriverGetVersion(self, version): version._obj.value = 12080; return 0\n"
+        "from oocgemm import cli\n"
+        "with patch.object(ctypes, 'CDLL', lambda name: Driver()), patch.object(Path, 'exists', lambda path: True):\n"
+        "    cli.cli(['info', '--json'])"
+    )
+    environment = os.environ | {"OOCGEMM_CACHE": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment
+    )
+    found = json.loads(done.stdout)
+    commands = {one["what"]: one["command"] for one in found["missing"]}
+    assert commands["cupy"] == "pip install 'oocgemm[cuda12]'"
+    assert commands["cupy"] in found["cuda backend"]["missing"]
+    assert commands["resvg_py"] == "pip install 'oocgemm[png]'"
+    assert commands["ml_dtypes"] == "pip install 'oocgemm[bfloat16]'"
+    assert commands["rates of host"] == "oocgemm calibrate --backend host"
+    assert "bfloat16" not in found["host backend"]["kernels"]
 
 
 def test_help_and_version_are_no_errors() -> None:

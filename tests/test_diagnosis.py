@@ -91,7 +91,7 @@ def test_the_finding_and_the_evidence_have_the_figures() -> None:
     assert found.share == pytest.approx(50 / 240)
     assert found.finding == "Storage-bound: 21% of the time waits for panels of A and B."
     assert found.evidence == (
-        "Reading is the slowest link: busy 60% of the time at 1.39 GB/s, 69% of the calibrated 2 GB/s; it moved 200 B, "
+        "Reading took 60% of the time, at 1.39 GB/s, 69% of the calibrated 2 GB/s; it moved 200 B, "
         "2.00 times the least possible."
     )
 

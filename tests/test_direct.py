@@ -302,7 +302,7 @@ def test_threads_read_side_by_side(tmp_path: Path, options: dict[str, Any]) -> N
     np.testing.assert_array_equal(out, values)
 
 
-@pytest.mark.parametrize("resident", [False, True])
+@pytest.mark.parametrize(("resident", "few"), [(False, 0), (True, 0), (True, 1 << 20)])
 @pytest.mark.parametrize(
     ("chunk", "why"),
     [
@@ -312,8 +312,14 @@ def test_threads_read_side_by_side(tmp_path: Path, options: dict[str, Any]) -> N
     ],
 )
 def test_reading_past_the_page_cache_gives_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: tuple[int, int], resident: bool, why: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    chunk: tuple[int, int],
+    resident: bool,
+    few: int,
+    why: str,
 ) -> None:
+    monkeypatch.setattr(files, "FEW_CORES", few)
     monkeypatch.setattr(files.OpenFile, "_resident", lambda *_: resident)
     values = np.random.default_rng(0).standard_normal((1100, 1100))
     array = zarr.create_array(tmp_path / "A", data=values, chunks=chunk, compressors=None)

@@ -495,6 +495,13 @@ def test_any_log_ends_well(here: Path, log: list[str], data: st.DataObject) -> N
             {"plan": {"machine": 3}},
         ),
         *({"rates": {"kernel": 0}}, {"rates": 7}, {"operands": []}, {"operands": {"A": 1}}, {"retried": 3}),
+        *(
+            {"checks": [1]},
+            {"checks": {"tiles": 1}},
+            {"backend": []},
+            {"machine": "x"},
+            {"machine": {"memory": "x"}},
+        ),
     ],
     ids=str,
 )

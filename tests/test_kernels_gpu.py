@@ -1,5 +1,6 @@
 """Every rung of the ladder on a GPU: exact on small integers, within the bound on random numbers, on any shape."""
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,8 @@ from oocgemm.backends import ladder, tuning
 from oocgemm.backends.kernel import Call, Kernel, Params
 from oocgemm.backends.ladder import LADDER
 from oocgemm.backends.tuning import Measured, Tuning
-from oocgemm.plan import DTYPES, Op
+from oocgemm.plan import OPERANDS, Op
+from oocgemm.plan.integers import room
 from tests.backends_here import CUDA
 from tests.gemm_cases import (
     ODD_SHAPES,
@@ -27,7 +29,7 @@ from tests.gemm_cases import (
     random_case,
     triple_loop,
 )
-from tests.problems import assert_same, integers, reference, stored
+from tests.problems import assert_same, integer_c, integers, reference, stored
 
 pytestmark = [
     pytest.mark.gpu,
@@ -64,10 +66,12 @@ def product(
         return room, inner
 
     (_, a), (_, b), (around, c) = (placed(x) for x in (case.a, case.b, case.c))
+    work = cupy.full(room(*case.shape).end, 77, cupy.int8)
     leading = [x.strides[0] // x.itemsize for x in (a, b, c)]
     call = Call(
         *(case.a.dtype.name, case.op_a, case.op_b, *case.shape, case.alpha, a.data.ptr, leading[0]),
         *(b.data.ptr, leading[1], case.beta, c.data.ptr, leading[2], compute, multiplier.kernels.device),
+        work=work.data.ptr,
     )
     if kernel is not None and kernel.refusal(call, params) is not None:
         return None
@@ -94,6 +98,18 @@ def test_small_integers_are_exact(multiplier: Any, kernel: Kernel) -> None:
                             )
                             done += 1
     assert done
+
+
+def test_int8_by_cublas_is_exact_however_it_lies(multiplier: Any) -> None:
+    rng = np.random.default_rng(7)
+    for number, (ops, shape, pad) in enumerate(
+        itertools.product(OP_PAIRS, [*ODD_SHAPES[:-1], (130, 144, 80), (64, 48, 5000)], (0, 3, None))
+    ):
+        case = integer_case(rng, "int8", ops, shape, ((1, 0), (1, -1), (1, 1))[number % 3])
+        got = product(multiplier, None, {}, case, pad, "native")
+        old = None if case.beta == 0 else case.c
+        assert got is not None
+        assert_same(got, reference(case.alpha, ops[0], case.a, ops[1], case.b, case.beta, old))
 
 
 @pytest.mark.parametrize("kernel", ENTRIES)
@@ -135,7 +151,7 @@ def test_any_shape_is_exact(multiplier: Any, kernel: Kernel, data: st.DataObject
 @pytest.mark.parametrize("kernel", [*ENTRIES, pytest.param(None, id="cublas")])
 def test_random_numbers_are_within_the_bound(multiplier: Any, kernel: Kernel | None) -> None:
     rng = np.random.default_rng(3)
-    for dtype in kernel.dtypes if kernel else DTYPES:
+    for dtype in (dtype for dtype in (kernel.dtypes if kernel else OPERANDS) if dtype != "int8"):
         for shape in ((259, 197, 515), (64, 48, 80)):
             case = random_case(rng, dtype, (Op.N, Op.N), shape)
             for compute in kernel.compute if kernel else ("native",):
@@ -159,12 +175,12 @@ def test_nan_and_infinity_go_where_they_belong(multiplier: Any, kernel: Kernel) 
 def test_a_whole_run_takes_the_kernel_it_is_told(name: str) -> None:
     rng = np.random.default_rng(5)
     entries = [kernel for kernel in LADDER if kernel.name == name and "native" in kernel.compute]
-    for dtype in ("float64", "float32", "float16"):
+    for dtype in ("float64", "float32", "float16", "int8"):
         if not any(dtype in kernel.dtypes for kernel in entries):
             continue
         for op_a, op_b in ((Op.N, Op.N), (Op.T, Op.C)):
             a, b = integers(rng, stored(op_a, 150, 130), dtype), integers(rng, stored(op_b, 130, 170), dtype)
-            c = integers(rng, (150, 170), dtype)
+            c = integer_c(rng, (150, 170), dtype)
             expected = reference(1, op_a, a, op_b, b, 1, c)
             ran: list[str] = []
             with watched(ran):

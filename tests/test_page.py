@@ -20,7 +20,7 @@ from oocgemm.cli import EXIT_USAGE
 from oocgemm.plan import Budgets
 from oocgemm.timeline import Span, Timeline, read_log, report
 from oocgemm.timeline.page import page, run_data
-from oocgemm.timeline.series import finished, rates, rows
+from oocgemm.timeline.series import finished, limits, rates, rows
 from oocgemm.timeline.svg import COLUMNS, svg
 from oocgemm.timeline.trace import write_trace
 
@@ -261,12 +261,24 @@ def test_a_run_that_did_not_end_is_shown_as_such(log: Path, tmp_path: Path) -> N
         text = (tmp_path / "part.html").read_text()
         assert Elements(text).open == []
         assert "Unfinished: the run was stopped" in text
+        assert "wall time until the log ends" in text
         figures = command("report", part, "--json").json()
         assert figures["unfinished"] is True
         assert figures["efficiency"] is None
         assert {link["least"] for link in figures["traffic"].values()} == {None}
     assert "Unfinished" not in command("report", log).out
     assert command("report", log, part).out.count("Unfinished") == 1
+
+
+def test_limits_are_those_of_the_arithmetic_and_said_to_be_measured_only_where_they_were() -> None:
+    model = machine()
+    run = run_of(virtual_plan((2048, 2048, 2048), Budgets(GIB, GIB), model))
+    assert limits(run)["compute"] == (model.kernels["float64"].peak, True)
+    plan = run.header["plan"] | {"problem": run.header["plan"]["problem"] | {"compute": "emulated"}}
+    emulated = limits(replace(run, header=dict(run.header) | {"plan": plan, "rates": None}))
+    assert emulated["compute"] == (model.kernels["emulated float64"].peak, False)
+    assert emulated["h2d"] == (model.h2d, True)
+    assert emulated["read"] == (model.read, True)
 
 
 def test_report_compares_two_runs(log: Path, tmp_path: Path) -> None:

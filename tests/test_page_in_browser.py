@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from oocgemm.plan import Budgets
+from oocgemm.plan import DTYPES, Budgets
+from oocgemm.roofline import roofline
 from oocgemm.timeline import Span, Timeline
 from oocgemm.timeline.page import page
 
@@ -300,3 +301,37 @@ def test_a_hundred_thousand_spans_are_drawn_in_bounded_work(shown: Page, folder:
         assert drawn < 5 * 2 + 5
     assert medians[100_000] < 40 * max(medians[10_000], 0.5)
     assert complaints(shown) == []
+
+
+def test_labels_of_a_roofline_lie_apart_in_light_and_dark(shown: Page, folder: Path) -> None:
+    path = folder / "roofline.svg"
+    links = {
+        "h2d": 5.5e10,
+        "read, page cache": 5.4e10,
+        "read, memory": 5.3e10,
+        "decode, zstd": 3e9,
+        "read, disk": 2e9,
+    }
+    names = (*DTYPES, "emulated float32", "emulated float64")
+    roofs = {name: rate * 1e12 for name, rate in zip(names, (600, 599, 58, 57, 56, 55, 190, 95), strict=True)}
+    path.write_text(roofline("NVIDIA H200, calibrated on 2026-11-21", links, roofs, 1 << 37))
+    grounds = set()
+    for theme in ("light", "dark"):
+        shown.open(path, width=1100, theme=theme)
+        assert (
+            shown.js("""(() => {
+          const drawn = document.documentElement.getBoundingClientRect(), found = [];
+          const texts = [...document.querySelectorAll("text")].map((e) => [e.getBoundingClientRect(), e.textContent]);
+          texts.forEach(([a, one], i) => {
+            if (a.left < drawn.left || a.right > drawn.right || a.bottom > drawn.bottom) found.push(`${one} leaves the picture`);
+            texts.slice(i + 1).forEach(([b, other]) => {
+              const across = Math.min(a.right, b.right) - Math.max(a.left, b.left);
+              if (across > 0 && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 2) found.push(`${one} lies on ${other}`);
+            });
+          });
+          return texts.length ? found : ["there is no text"];
+        })()""")
+            == []
+        )
+        grounds.add(shown.js("getComputedStyle(document.documentElement).backgroundColor"))
+    assert len(grounds) == 2

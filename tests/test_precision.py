@@ -1,6 +1,5 @@
 """Wider results and reduced precisions: only where asked for, and only where they can be had."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,6 @@ import pytest
 import zarr
 
 import oocgemm
-from oocgemm.backends.base import numpy_dtype
 from oocgemm.backends.tuning import Measured, Tuning
 from oocgemm.errors import InputError
 from oocgemm.plan import Op
@@ -72,20 +70,6 @@ def test_what_cannot_be_is_refused(dtype: str, options: dict[str, Any], said: st
         with pytest.raises(InputError, match=said):
             act(x, x, tmp_path / "C.zarr", backend="host", **options)
     assert contents(tmp_path) == {}
-
-
-def test_bfloat16_lives_in_memory_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    x = np.ones((4, 4), numpy_dtype("bfloat16"))
-    for name in ("C.zarr", "C.npy"):
-        with pytest.raises(InputError, match=r"C at .* cannot hold bfloat16: .*out_dtype='float32'"):
-            oocgemm.matmul(x, x, out=tmp_path / name, backend="host")
-        assert contents(tmp_path) == {}
-        wide = oocgemm.gemm(x, x, tmp_path / name, out_dtype="float32", backend="host", overwrite=True)
-        np.testing.assert_array_equal(wide.out[:], np.full((4, 4), 4))
-        shutil.rmtree(tmp_path / name) if name == "C.zarr" else (tmp_path / name).unlink()
-    monkeypatch.setattr("oocgemm.backends.base.importlib.util.find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"ml_dtypes: pip install 'oocgemm\[bfloat16\]'"):
-        numpy_dtype("bfloat16")
 
 
 def test_the_command_takes_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

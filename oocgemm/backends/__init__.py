@@ -1,5 +1,6 @@
 """Backends by name. Which one `auto` means is found without importing cupy."""
 
+import ctypes
 import importlib
 import importlib.util
 from contextlib import suppress
@@ -14,6 +15,7 @@ __all__ = [
     "Backend",
     "Session",
     "check_kernel",
+    "cuda_extra",
     "identity",
     "missing_for_cuda",
     "open_backend",
@@ -27,11 +29,22 @@ KERNELS = {"cuda": ("auto", "cublas", *ladder.names()), "host": ("auto", "blas")
 
 def missing_for_cuda() -> str | None:
     """What keeps the cuda backend from working here, and the remedy; None if nothing is seen to."""
-    if not any(Path(node).exists() for node in ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")):
+    extra = cuda_extra()
+    if extra is None:
         return "no NVIDIA device is visible"
     if importlib.util.find_spec("cupy") is None:
-        return "an NVIDIA device is there but cupy is not: pip install 'oocgemm[cuda13]' (or [cuda12])"
+        return f"an NVIDIA device is there but cupy is not: pip install 'oocgemm[{extra}]'"
     return None
+
+
+def cuda_extra() -> str | None:
+    """The extra of this package that brings cupy for the driver that is installed; None if no device is visible."""
+    if not any(Path(node).exists() for node in ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")):
+        return None
+    version = ctypes.c_int(13000)  # where the driver cannot be asked
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    return "cuda13" if version.value >= 13000 else "cuda12"
 
 
 def resolve(name: str) -> str:

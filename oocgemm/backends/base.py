@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from oocgemm.errors import InputError
-from oocgemm.plan import DTYPES, GemmProblem, Op, Operation, Plan, Region, Slot, Tier
+from oocgemm.errors import missing_bfloat16
+from oocgemm.plan import DTYPES, OPERANDS, GemmProblem, Op, Operation, Plan, Region, Slot, Tier
 from oocgemm.plan.cost import DEVICE_ALIGNMENT, slot_bytes
 from oocgemm.plan.tiling import round_up
 
@@ -133,15 +133,15 @@ def limits_of(name: str) -> Any:
 
 
 def known_dtypes() -> list[str]:
-    """The dtypes that NumPy has here: bfloat16 only with ml_dtypes."""
+    """The dtypes of operands that NumPy has here: bfloat16 only with ml_dtypes."""
     missing = importlib.util.find_spec("ml_dtypes") is None
-    return [name for name in DTYPES if not (missing and name == "bfloat16")]
+    return [name for name in OPERANDS if not (missing and name == "bfloat16")]
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
     """The NumPy dtype of one of ours. Raises `InputError` for bfloat16 where ml_dtypes, which brings it, is missing."""
     if name == "bfloat16":
         if name not in known_dtypes():
-            raise InputError("bfloat16 needs the package ml_dtypes: pip install 'oocgemm[bfloat16]'")
+            raise missing_bfloat16()
         importlib.import_module("ml_dtypes")  # teaches NumPy the name
     return np.dtype(DTYPES[name].name)

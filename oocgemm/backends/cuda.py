@@ -6,7 +6,7 @@ waits of streams on events; no thread waits for the device on the way from one s
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import pairwise
@@ -14,11 +14,13 @@ from time import perf_counter_ns
 from typing import Any
 
 import cupy
+import numpy as np
 from cupy.cuda import runtime
 from cupy_backends.cuda.libs import cublas
 
-from oocgemm.backends import cuda_calls, tuning
+from oocgemm.backends import cuda_calls, int8, tuning
 from oocgemm.backends.base import Array, Token, device_offsets, step_scalars
+from oocgemm.backends.integers import too_large
 from oocgemm.backends.kernel import Call
 from oocgemm.backends.ladder import check_plan
 from oocgemm.backends.launch import describe_device
@@ -75,9 +77,13 @@ class CudaToken:
     """An operation on a stream, between two events; `issued` is the host's time when the first of its launches
     had been made."""
 
-    __slots__ = ("_clock", "_issued", "_start", "end", "stream")
+    __slots__ = ("_check", "_clock", "_issued", "_start", "end", "stream")
 
-    def __init__(self, clock: _Clock, stream: str, start: Any, issued: int, end: Any) -> None:
+    def __init__(
+        self, clock: _Clock, stream: str, start: Any, issued: int, end: Any, check: Callable[[], None] | None
+    ) -> None:
+        """`check` raises if the operation, once it has ended, has failed."""
+        self._check = check
         self._clock = clock
         self._start = start
         self._issued = issued
@@ -86,6 +92,8 @@ class CudaToken:
 
     def synchronize(self) -> None:
         self.end.synchronize()
+        if self._check is not None:
+            self._check()
 
     def interval(self) -> tuple[int, int]:
         # On an idle stream an event is done as soon as it is recorded, before the work that follows has come: a library may
@@ -115,6 +123,9 @@ class CudaSession:
                 self._offsets, size = device_offsets(plan)
                 self._work = size
                 self._arena = _allocate(size + plan.footprint.device["work"])
+                if self._problem.exact:  # a flag for each slot of finished strips
+                    self._flags = cupy.cuda.alloc_pinned_memory(max(1, plan.slots.finish) * 4)
+                    np.frombuffer(self._flags, np.int32)[:] = 0
                 self._streams = {name: cupy.cuda.Stream(non_blocking=True) for name in STREAMS}
                 self._clock = _Clock(self._device)
             except (runtime.CUDARuntimeError, cublas.CUBLASError) as error:
@@ -145,7 +156,8 @@ class CudaSession:
                 cuda_calls.wait(stream, token.end)
         start, end = cupy.cuda.Event(block=True), cupy.cuda.Event(block=True)
         issued = cuda_calls.record_around(launches, start, end, stream)
-        return CudaToken(self._clock, name, start, issued, end)
+        check = partial(self._check, operation) if self._problem.exact else None
+        return CudaToken(self._clock, name, start, issued, end, check)
 
     def view(self, operation: Operation, region: Region) -> Array:
         raise AssertionError(f"{operation}: device memory is not host memory here")
@@ -279,14 +291,33 @@ class CudaSession:
             k if problem.trans_b.swaps else n,
             (_NATIVE.get(problem.compute, problem.compute), self._multiplier.kernels.device),
         )
-        return self._multiplier.choose(Call(*kind, m, n, k, alpha, a, lda, b, ldb, beta, c, n, *how))
+        call = Call(*kind, m, n, k, alpha, a, lda, b, ldb, beta, c, n, *how, self._arena + self._work)
+        if problem.exact and problem.acc_dtype == "float64":
+            return cuda_calls.in_python(partial(self._multiplier.accumulate, call))
+        return self._multiplier.choose(call)
+
+    def _check(self, op: Operation) -> None:
+        """Raises `ExecutionError` if the strip that an operation has finished, or brought to the host, is not what C can
+        hold."""
+        region = op.writes[0] if op.kind is Kind.FINISH else op.reads[0] if op.kind is Kind.DOWNLOAD else None
+        finished = region is not None and region.slot.operand == "D"
+        if region is not None and finished and np.frombuffer(self._flags, np.int32)[region.slot.index]:
+            raise too_large(self._problem.c_dtype)
 
     def _finish(self, op: Operation) -> None:
         problem = self._problem
         elements = (op.m[1] - op.m[0]) * (op.n[1] - op.n[0])
         dtypes, scalars = (problem.acc_dtype, problem.c_dtype), (problem.alpha, problem.beta)
         source, result = self._address(op.reads[0]), self._address(op.writes[0])
-        self._multiplier.kernels.finish(dtypes, scalars, elements, source, result)
+        kernels = self._multiplier.kernels
+        if problem.exact:
+            flag, real = (
+                self._flags.ptr + 4 * op.writes[0].slot.index,
+                (problem.alpha.real, problem.beta.real),
+            )
+            int8.finish(kernels, dtypes, real, elements, source, result, flag)
+        else:
+            kernels.finish(dtypes, scalars, elements, source, result)
 
 
 def wake(device: int) -> None:

@@ -52,6 +52,13 @@ def copy(to: int, source: int, size: int, stream: Any) -> Launch:
     return made, driver.check_status
 
 
+def make(launch: Launch) -> None:
+    """Make one by itself."""
+    made, check = launch
+    if status := made():
+        check(status)
+
+
 def in_python(made: Callable[[], None]) -> Launch:
     """A launch that raises by itself."""
     return made, driver.check_status

@@ -11,7 +11,6 @@ import numpy as np
 from cupy.cuda import runtime
 from cupy_backends.cuda.libs import cublas
 
-from oocgemm.backends.kernel import Launch
 from oocgemm.backends.launch import Kernels, encoded
 from oocgemm.backends.ozaki import (
     combine_options,
@@ -71,13 +70,15 @@ class Emulated:
         whole = ctypes.c_int
         for raw, extent, k_major, fact, _, _ in sides:
             function = self._split("ozaki_facts", k_major, NUMBERS[self._dtype][0])
-            function(_launch(-(-extent // _ROWS)), _pointer(raw), whole(extent), whole(k), _pointer(fact))
+            grid = -(-extent // _ROWS), 1, 1
+            function(grid, _pointer(raw), whole(extent), whole(k), _pointer(fact))
         for number in NUMBERS[self._dtype]:
             verdict, stream = slot + offsets.verdict, cupy.cuda.get_current_stream()
             runtime.memsetAsync(verdict, 0, VERDICT_BYTES, stream.ptr)
             for side, (raw, extent, k_major, fact, planes, exponents) in enumerate(sides):
+                grid = -(-extent // _ROWS), 1, 1
                 self._split("ozaki_split", k_major, number)(
-                    *(_launch(-(-extent // _ROWS)), _pointer(raw), whole(extent), whole(k), whole(ld)),
+                    *(grid, _pointer(raw), whole(extent), whole(k), whole(ld)),
                     *(_pointer(fact), _pointer(planes), _pointer(exponents)),
                     _pointer(verdict + side * VERDICT_BYTES // 2),
                 )
@@ -129,7 +130,7 @@ class Emulated:
                     self._reduce(work + number * plane, work + place * plane, plane, modulus)
             itemsize = 8 if self._dtype == "float64" else 4
             combine(
-                _launch(-(-n // 1024), rows),
+                (-(-n // 1024), rows, 1),
                 *(_pointer(work), ctypes.c_longlong(pitch), ctypes.c_longlong(plane), ctypes.c_int(n)),
                 *(_pointer(slot + offsets.a_exponents + 4 * top), _pointer(slot + offsets.b_exponents)),
                 *(ctypes.c_double(alpha), ctypes.c_double(beta)),
@@ -152,7 +153,7 @@ class Emulated:
         high = (2**16 + modulus // 2) % modulus - modulus // 2
         function = self._kernels.plain("ozaki_reduce", "ozaki_reduce", ())
         function(
-            _launch(min(4096, -(-elements // 1024))),
+            (min(4096, -(-elements // 1024)), 1, 1),
             *(_pointer(sums), _pointer(planes), ctypes.c_longlong(elements // 4)),
             *(ctypes.c_int(modulus), ctypes.c_int(-(-(2**38) // modulus)), ctypes.c_int(high)),
         )
@@ -162,11 +163,6 @@ class Emulated:
 
     def _combine(self, number: int) -> Any:
         return self._kernels.plain("ozaki_combine", "ozaki_combine", combine_options(self._dtype, number))
-
-
-def _launch(*grid: int) -> Launch:
-    x, y = (*grid, 1)[:2]
-    return Launch((x, y, 1), (256, 1, 1))
 
 
 def _pointer(address: int) -> ctypes.c_void_p:

@@ -23,6 +23,7 @@ from oocgemm.backends.base import (
     stored_shape,
 )
 from oocgemm.backends.blas import blas_name, gemm
+from oocgemm.backends.integers import finish
 from oocgemm.backends.memory import allocate, available_memory
 from oocgemm.backends.residues import Prepared, multiply, prepare
 from oocgemm.errors import InputError
@@ -148,6 +149,9 @@ class HostSession:
     def _finish(self, op: Operation) -> None:
         accumulator, finished = self._rows(op, op.reads[0]), self._rows(op, op.writes[0])
         problem = self._problem
+        if problem.exact:
+            finish(accumulator, problem.alpha.real, problem.beta.real, finished)
+            return
         with np.errstate(all="ignore"):  # infinities and NaNs go through silently, as in BLAS
             alpha, beta = (accumulator.dtype.type(value) for value in (problem.alpha, problem.beta))
             for row in range(accumulator.shape[0]):  # by row: no temporary of the strip's size

@@ -17,6 +17,9 @@ C_TYPES = {
     "float64": "double",
     "complex64": "complex_t<float>",
     "complex128": "complex_t<double>",
+    "int8": "signed char",
+    "int32": "int",
+    "int64": "long long",
 }
 OP_CODES = {Op.N: 0, Op.T: 1, Op.C: 2}
 
@@ -39,7 +42,8 @@ class Call:
     """One product on a device: C (m x n) = alpha op(A) @ op(B) + beta C, row-major.
 
     `a`, `b` and `c` are device addresses; leading dimensions are in elements. A and B are of `dtype`, C is of the dtype
-    that it is accumulated in. `compute` is "native", or the reduced precision that the caller allows.
+    that kernels sum in. `compute` is "native", or the reduced precision that the caller allows; `work` is room for what is
+    not in place as cuBLAS wants it, which int8 operands need (plan/integers.py).
     """
 
     dtype: str
@@ -58,11 +62,17 @@ class Call:
     ldc: int
     compute: str = "native"
     device: Device = H200
+    work: int = 0
 
     @property
     def accumulator(self) -> str:
         """The dtype of C."""
-        return DTYPES[self.dtype].accumulator
+        return summed_in(self.dtype)
+
+
+def summed_in(dtype: str) -> str:
+    """What kernels sum products of a dtype in."""
+    return "int32" if dtype == "int8" else DTYPES[dtype].accumulator
 
 
 class Arguments(ctypes.Structure):
@@ -183,7 +193,7 @@ def options(kernel: Kernel, dtype: str, op_a: Op, op_b: Op, params: Params) -> t
     """What the compiler is told of a variant."""
     macros = {
         "OOC_STORED": C_TYPES[dtype],
-        "OOC_ACCUMULATED": C_TYPES[DTYPES[dtype].accumulator],
+        "OOC_ACCUMULATED": C_TYPES[summed_in(dtype)],
         "OOC_OP_A": OP_CODES[op_a],
         "OOC_OP_B": OP_CODES[op_b],
         **kernel.macros(dtype, op_a, op_b),

@@ -10,7 +10,17 @@ from cupy.cuda import driver, nvrtc, runtime
 
 from oocgemm.backends import cuda_calls
 from oocgemm.backends.compile import compiled
-from oocgemm.backends.kernel import C_TYPES, Call, Device, Kernel, Params, TensorMap, arguments, options
+from oocgemm.backends.kernel import (
+    C_TYPES,
+    Call,
+    Device,
+    Kernel,
+    Launch,
+    Params,
+    TensorMap,
+    arguments,
+    options,
+)
 from oocgemm.errors import BackendError
 
 _MAP_BYTES = 128
@@ -90,15 +100,19 @@ class Kernels:
         cuda_calls.launch(self._functions[dtypes].ptr, grid, (256, 1, 1), 0, values)
 
     def plain(self, source: str, entry: str, macros: tuple[str, ...]) -> Callable[..., None]:
-        """A kernel that is no rung: called with how it is launched and ctypes values."""
+        """A kernel that is no rung: called with its grid, if its blocks are of 256 threads, or with how it is launched, and
+        ctypes values."""
         key = source, entry, macros
         if key not in self._functions:
             major, minor = self.device.capability
             own = "a" if (major, minor) == (9, 0) else ""
             function = self._load(source, entry, f"sm_{major}{minor}{own}", macros)
-            self._functions[key] = lambda launch, *values: cuda_calls.launch(
-                function.ptr, launch.grid, launch.block, launch.shared, values
-            )
+
+            def start(how: tuple[int, int, int] | Launch, *values: Any) -> None:
+                launch = how if isinstance(how, Launch) else Launch(how, (256, 1, 1))
+                cuda_calls.launch(function.ptr, launch.grid, launch.block, launch.shared, values)
+
+            self._functions[key] = start
         found: Callable[..., None] = self._functions[key]
         return found
 

@@ -16,6 +16,7 @@ from oocgemm.backends.base import numpy_dtype
 from oocgemm.backends.kernel import Call, Kernel, Params
 from oocgemm.backends.multiplier import Multiplier, device_name
 from oocgemm.plan import DTYPES, Op
+from oocgemm.plan.integers import room
 
 _BLOCK = 1_000_003  # random numbers, repeated; no power of 2, so that rows differ
 _LEAST_SAMPLES, _SAMPLES = 5, 25
@@ -78,15 +79,16 @@ class Stopwatch:
         kind, shape = (product.dtype, product.op_a, product.op_b), (product.m, product.n, product.k)
         facts = product.compute, self.multiplier.kernels.device
         call = Call(*kind, *shape, 1.0, 0, lda, 0, ldb, product.beta, 0, product.n, *facts)
-        elements = product.m * product.k, product.k * product.n, product.m * product.n
-        dtypes = product.dtype, product.dtype, call.accumulator
+        m, n, k = shape
+        work = room(m, n, k).end if product.dtype == "int8" else 0
+        dtypes = product.dtype, product.dtype, call.accumulator, "int8"
         addresses: list[int] = []
         with self._device:
             try:
-                for count, dtype in zip(elements, dtypes, strict=True):
+                for count, dtype in zip((m * k, k * n, m * n, work), dtypes, strict=True):
                     addresses.append(_random(count, numpy_dtype(dtype)))
-                a, b, c = addresses
-                yield replace(call, a=a, b=b, c=c)
+                a, b, c, at = addresses
+                yield replace(call, a=a, b=b, c=c, work=at)
             finally:
                 runtime.deviceSynchronize()
                 for address in addresses:
@@ -164,7 +166,7 @@ def _random(count: int, dtype: np.dtype[Any]) -> int:
     numbers: np.ndarray[Any, Any] = rng.standard_normal(min(count, _BLOCK))
     if dtype.kind == "c":
         numbers = numbers + 1j * rng.standard_normal(numbers.size)
-    block = (numbers * 30).astype(dtype) if dtype.kind == "i" else numbers.astype(dtype)
+    block = (numbers * 20).astype(dtype) if dtype.kind == "i" else numbers.astype(dtype)
     address, filled, size = (
         int(runtime.malloc(max(1, count * dtype.itemsize))),
         block.nbytes,

@@ -7,8 +7,8 @@ from cupy.cuda import runtime
 from cupy_backends.cuda.libs import cublas
 
 from oocgemm.backends import cublas as blas
-from oocgemm.backends import tuning
-from oocgemm.backends.cuda_calls import Launch, in_python
+from oocgemm.backends import int8, tuning
+from oocgemm.backends.cuda_calls import Launch, in_python, make
 from oocgemm.backends.emulated import Emulated
 from oocgemm.backends.kernel import Call, Kernel, Params
 from oocgemm.backends.ladder import choose
@@ -50,19 +50,24 @@ class Multiplier:
                     raise
         return self.launch(None, {}, call)
 
+    def accumulate(self, call: Call) -> None:
+        """C float64 = op(A) @ op(B) + beta C of int8 operands; k at most `integers.MOST_DEPTH`."""
+        packed = int8.packed(self.kernels, call)
+        int8.by_strips(self.kernels, packed, "float64", lambda part: make(self.choose(part)))
+
     def launch(self, kernel: Kernel | None, params: Params, call: Call) -> Launch:
         """The same by one entry of the ladder, or by cuBLAS if that is None."""
-        if kernel is None:
-            self.used.add(tuning.CUBLAS)
-            return blas.gemm(self._blas, call)
-        self.used.add(kernel.label)
-        return in_python(partial(self.kernels.multiply, kernel, call, params))
+        if kernel is not None:
+            self.used.add(kernel.label)
+            return in_python(partial(self.kernels.multiply, kernel, call, params))
+        self.used.add(tuning.CUBLAS)
+        if call.dtype == "int8":
+            return in_python(partial(int8.gemm, self.kernels, self._blas, call))
+        return blas.gemm(self._blas, call)
 
     def run(self, kernel: Kernel | None, params: Params, call: Call) -> None:
         """Do it."""
-        made, check = self.launch(kernel, params, call)
-        if status := made():
-            check(status)
+        make(self.launch(kernel, params, call))
 
 
 def device_name(device: int) -> str:

@@ -104,7 +104,7 @@ def _single_block_refuses(call: Call, params: Params) -> str | None:
     )
 
 
-_ALL = ("float32", "float64", "float16", "bfloat16", "complex64", "complex128")
+_ALL = ("float32", "float64", "float16", "bfloat16", "int8", "complex64", "complex128")
 
 PLAIN: tuple[Kernel, ...] = (
     Kernel(

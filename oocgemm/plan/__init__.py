@@ -14,7 +14,7 @@ from oocgemm.plan.machine import (
 from oocgemm.plan.plan import Plan
 from oocgemm.plan.planner import continued, make_plan
 from oocgemm.plan.predict import Prediction
-from oocgemm.plan.problem import COMPUTES, DTYPES, DType, GemmProblem, Op
+from oocgemm.plan.problem import COMPUTES, DTYPES, OPERANDS, DType, GemmProblem, Op
 from oocgemm.plan.recorded import recorded_plan
 from oocgemm.plan.schedule import Kind, Lane, Operation, Schedule
 from oocgemm.plan.slots import Region, Slot, Slots, Tier
@@ -24,6 +24,7 @@ from oocgemm.plan.traversal import Traversal
 __all__ = [
     "COMPUTES",
     "DTYPES",
+    "OPERANDS",
     "RATES",
     "Budgets",
     "Calibration",

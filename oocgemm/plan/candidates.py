@@ -12,7 +12,7 @@ from math import ceil, isqrt
 
 from oocgemm.plan.checking import panel_check_bytes
 from oocgemm.plan.cost import Candidate, Layouts, MachineModel, extents, footprint, scratch_bytes, slot_bytes
-from oocgemm.plan.predict import closed_loads, multiply_seconds
+from oocgemm.plan.predict import BLOCK, closed_loads, multiply_seconds
 from oocgemm.plan.problem import GemmProblem
 from oocgemm.plan.shapes import shapes
 from oocgemm.plan.slots import Slots
@@ -20,7 +20,7 @@ from oocgemm.plan.tiling import TileGrid, TileShape, ceil_div, round_up
 from oocgemm.plan.traversal import Traversal
 
 STRIP_BYTES = 32 << 20  # a drained strip: long enough for the link, short enough to start writing early
-STRIPS = 24
+STRIPS = 3  # on the host: the next tile's first step hides the leaving of the last, and only the end shows it
 STAGED_STRIPS = 10  # each is several operations to issue
 # Where panels can be kept on the host, a strip takes at most one part in so many of its budget.
 HOST_SHARE = 400
@@ -250,6 +250,8 @@ def _least_slots(
     row_bytes = max(1, min(tile.h, problem.n) * problem.itemsizes["C"])
     # Few strips a tile, since each is several operations; fewer rows where memory is short.
     wanted = max(STRIP_BYTES // row_bytes, ceil_div(tile.w, STRIPS if machine.unified else STAGED_STRIPS), 1)
+    if not machine.shares_cores:  # a GPU multiplies whole blocks
+        wanted = round_up(wanted, BLOCK)
     share = max(1, budgets.host // HOST_SHARE // row_bytes) if _keeps_on_host(machine, layouts) else tile.w
     sizes = (wanted, STRIP_BYTES // row_bytes, STRIP_BYTES // 32 // row_bytes, 1)
     strips = sorted({min(round_up(max(1, min(rows, share)), unit), tile.w) for rows in sizes}, reverse=True)

@@ -6,6 +6,7 @@ from math import sqrt
 
 from oocgemm.plan.checking import check_bytes
 from oocgemm.plan.emulation import HOST_WORK, plane_offsets, work_bytes
+from oocgemm.plan.integers import room
 from oocgemm.plan.machine import KernelRate, MachineModel, default_model
 from oocgemm.plan.problem import GemmProblem
 from oocgemm.plan.slots import Slots
@@ -96,7 +97,7 @@ def footprint(
         "B": slots.b * size["device", "B"],
         "finish": slots.finish * size["device", "D"],
         "planes": slots.planes * size["device", "P"],
-        "work": cast_bytes(problem, tile, machine) + _plane_work(problem, tile, machine),
+        "work": work_room(problem, tile, machine),
         "reserve": machine.device_reserve,
     }
     host = {
@@ -110,19 +111,26 @@ def footprint(
     return Footprint(device, host)
 
 
-def cast_bytes(problem: GemmProblem, tile: TileShape, machine: MachineModel) -> int:
-    """Room for one panel pair in the accumulator's dtype, where the backend has no mixed product."""
-    if not machine.casts_panels or problem.a_dtype == problem.acc_dtype:
-        return 0
+def casts(problem: GemmProblem, machine: MachineModel) -> bool:
+    """Whether panels are brought to the accumulator's dtype to be multiplied: the backend has no mixed product."""
+    return machine.casts_panels and problem.a_dtype != problem.acc_dtype
+
+
+def work_room(problem: GemmProblem, tile: TileShape, machine: MachineModel) -> int:
+    """Bytes beside the slots that a step is multiplied in."""
     w, h, r = extents(problem, tile)
-    return round_up((w + h) * r * problem.itemsizes["acc"], DEVICE_ALIGNMENT)
+    if problem.planes:
+        return HOST_WORK if machine.casts_panels else work_bytes(problem.planes, w, h)
+    if casts(problem, machine):
+        return round_up((w + h) * r * problem.itemsizes["acc"], DEVICE_ALIGNMENT)
+    return room(w, h, r).end if problem.exact else 0
 
 
-def _plane_work(problem: GemmProblem, tile: TileShape, machine: MachineModel) -> int:
-    if not problem.planes:
-        return 0
-    w, h, _ = extents(problem, tile)
-    return HOST_WORK if machine.casts_panels else work_bytes(problem.planes, w, h)
+def panel_room(problem: GemmProblem, machine: MachineModel) -> int:
+    """Bytes that each element of a step's panels takes beside itself: of two steps' residues, or of this step's copy."""
+    if problem.planes:
+        return 2 * problem.planes
+    return problem.itemsizes["acc"] if casts(problem, machine) else int(problem.exact)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from math import isfinite
 from typing import Any
 
-from oocgemm.plan.problem import COMPUTES, DTYPES
+from oocgemm.plan.problem import COMPUTES, OPERANDS
 from oocgemm.plan.tiling import Layout
 
 # What has a kernel rate: products of a dtype, and how they are computed.
-RATES = {dtype: (dtype, "native") for dtype in DTYPES} | {
+RATES = {dtype: (dtype, "native") for dtype in OPERANDS} | {
     f"emulated {dtype}": (dtype, "emulated") for dtype in COMPUTES["emulated"]
 }
 # Of a calibration as JSON.
@@ -92,6 +92,7 @@ def default_model(backend: str, cores: int) -> MachineModel:
             kernels={
                 "float16": KernelRate(600e12, 300),
                 "bfloat16": KernelRate(600e12, 300),
+                "int8": KernelRate(1100e12, 4500),  # sums in float64: each step's are read and added
                 "float32": KernelRate(54.9e12, 70),
                 "float64": KernelRate(58e12, 25),
                 "complex64": KernelRate(50e12, 90),
@@ -120,6 +121,7 @@ def default_model(backend: str, cores: int) -> MachineModel:
         kernels={
             "float16": KernelRate(2 * fp64, 60),
             "bfloat16": KernelRate(2 * fp64, 60),
+            "int8": KernelRate(fp64, 5),
             "float32": KernelRate(2 * fp64, 6),
             "float64": KernelRate(fp64, 3),
             "complex64": KernelRate(2 * fp64, 10),

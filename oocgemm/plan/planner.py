@@ -12,6 +12,7 @@ from math import lcm
 from oocgemm.errors import BudgetError, InputError
 from oocgemm.plan.candidates import Budgets, c_chunks, candidates, io_threads, smallest
 from oocgemm.plan.cost import Candidate, Layouts, MachineModel, footprint
+from oocgemm.plan.integers import MOST_DEPTH
 from oocgemm.plan.plan import Plan, Scored, schedule_of
 from oocgemm.plan.predict import predict
 from oocgemm.plan.problem import GemmProblem
@@ -170,6 +171,11 @@ def _varied(scored: Sequence[Scored], most: int = 6) -> Iterator[Scored]:
 def _check_alignment(problem: GemmProblem, layouts: Layouts, tile: TileShape) -> None:
     if min(tile.w, tile.h, tile.r) < 1:
         raise InputError(f"tile {tile} has an extent below 1")
+    if problem.exact and min(tile.r, problem.depth) > MOST_DEPTH:
+        raise InputError(
+            f"tile {tile}: int32 holds sums of {MOST_DEPTH} products of int8 numbers, and panels would be {tile.r} deep: make "
+            f"r at most {MOST_DEPTH}"
+        )
     chunk = layouts.c.write_chunk
     for name, extent, nominal, unit in (
         ("w", problem.m, tile.w, chunk[0]),

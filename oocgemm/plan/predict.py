@@ -141,9 +141,13 @@ def predict(
         leaving += tile_bytes / machine.h2d
     step = lanes["compute"] / (tiles * grid.steps)
     drain = min(slots.drain, slots.a, slots.b, grid.steps)
+    between = ceil_div(drain, 2) if slots.c == 1 else 0
+    if slots.unified:  # strips are narrower than the tile
+        by_strips = (tiles - 1) * min(2 * between, grid.steps) + drain
+        wider = (1 + machine.half_width / slots.strip) / (1 + machine.half_width / w)
+        lanes["compute"] += by_strips * step * (wider - 1)
     bubbles = 0.0
     if slots.c == 1 and tiles > 1:
-        between = ceil_div(drain, 2)
         shown = max(leaving - 2 * between * step, leaving / strips)
         # Panels that find no free slot before the tile has ended come late.
         changing, panel = (slots.b, panel_b) if candidate.traversal.axis == 0 else (slots.a, panel_a)

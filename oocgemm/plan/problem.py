@@ -22,30 +22,37 @@ class Op(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """An element type: its NumPy name, bytes, and what the product is accumulated in."""
+    """An element type: its NumPy name, bytes, what products of it are accumulated in, and what they can be stored as,
+    that which they are by default first. Nothing where operands cannot be of it."""
 
     name: str
     itemsize: int
-    accumulator: str
+    accumulator: str = ""
+    results: tuple[str, ...] = ()
     is_complex: bool = False
 
 
 DTYPES = {
     d.name: d
     for d in (
-        DType("float16", 2, "float32"),
-        DType("bfloat16", 2, "float32"),  # ml_dtypes' in NumPy
-        DType("float32", 4, "float32"),
-        DType("float64", 8, "float64"),
-        DType("complex64", 8, "complex64", is_complex=True),
-        DType("complex128", 16, "complex128", is_complex=True),
+        DType("float16", 2, "float32", ("float16", "float32")),
+        DType("bfloat16", 2, "float32", ("bfloat16", "float32")),  # ml_dtypes' in NumPy
+        DType("float32", 4, "float32", ("float32",)),
+        DType("float64", 8, "float64", ("float64",)),
+        DType("complex64", 8, "complex64", ("complex64",), is_complex=True),
+        DType("complex128", 16, "complex128", ("complex128",), is_complex=True),
+        # On a device in int32 where that holds the sums, see plan/integers.py.
+        DType("int8", 1, "float64", ("int32", "int64", "float32", "float64")),
+        DType("int32", 4),
+        DType("int64", 8),
     )
 }
-
+# What A and B can be of.
+OPERANDS = tuple(d.name for d in DTYPES.values() if d.results)
 
 # The precisions that a product may be computed in, and the dtypes that have each.
 COMPUTES = {
-    "native": tuple(DTYPES),
+    "native": OPERANDS,
     "tf32": ("float32",),
     "bf16": ("float32",),
     "emulated": ("float32", "float64"),
@@ -97,9 +104,15 @@ class GemmProblem:
         return f"emulated {self.a_dtype}" if self.planes else self.a_dtype
 
     @property
+    def exact(self) -> bool:
+        """Whether the product of op(A) and op(B) is summed without rounding."""
+        return self.a_dtype == "int8"
+
+    @property
     def finishes(self) -> bool:
-        """Whether a Finish must turn the accumulator into C's dtype (and then applies alpha and beta too)."""
-        return self.acc_dtype != self.c_dtype
+        """Whether a Finish must turn the accumulator into C's dtype (and then applies alpha and beta too, which exact
+        sums must not meet before)."""
+        return self.acc_dtype != self.c_dtype or (self.exact and (self.alpha, self.beta) != (1, 0))
 
     @property
     def flops(self) -> int:

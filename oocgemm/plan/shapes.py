@@ -11,13 +11,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from math import isqrt, lcm
 
-from oocgemm.plan.cost import Layouts, MachineModel
-from oocgemm.plan.emulation import MOST_DEPTH, work_bytes
+from oocgemm.plan import integers
+from oocgemm.plan.cost import Layouts, MachineModel, casts, panel_room
+from oocgemm.plan.emulation import MOST_DEPTH, STRIP, work_bytes
 from oocgemm.plan.predict import multiply_seconds
 from oocgemm.plan.problem import GemmProblem
 from oocgemm.plan.tiling import TileShape, ceil_div, cover_ratio, round_up
 
 DEPTHS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192)
+DEEPER = (16384, 32768)  # panels of bytes
 BEST_DEPTHS = 4
 BINS = 3
 EVERY = 32  # count of tiles is tried
@@ -52,7 +54,7 @@ def shapes(
     m, n, k = problem.m, problem.n, max(1, problem.depth)
     sizes = problem.itemsizes
     a, b, acc = sizes["A"], sizes["B"], sizes["acc"]
-    plane = 2 * problem.planes  # bytes that an element of a panel takes beside itself
+    beside = panel_room(problem, machine)
     a_bytes, b_bytes = m * k * a, k * n * b
     chunk_a = 1 if layouts.a.partial_reads else layouts.a.read_chunk[0]
     chunk_b = 1 if layouts.b.partial_reads else layouts.b.read_chunk[1]
@@ -66,7 +68,9 @@ def shapes(
     if not machine.unified and not (layouts.a.in_memory and layouts.b.in_memory):
         yield from (
             (shape, 1)
-            for shape in _reading_shapes(problem, memory, host - machine.host_reserve, layouts, depths)
+            for shape in _reading_shapes(
+                problem, machine, memory, host - machine.host_reserve, layouts, depths
+            )
         )
     for r in depths:
         whole = round_up(k, r)  # as slots take it
@@ -77,15 +81,15 @@ def shapes(
             for w in extents_m:
                 down = ceil_div(m, w)
                 for kept in range(3):  # panels of neither operand, of A's row, of B's column
-                    a_held = (w * whole * a if kept == 1 else 2 * w * r * a) + w * r * plane
-                    b_held = (whole * b if kept == 2 else 2 * r * b) + r * plane + _work(problem, w)
+                    a_held = (w * whole * a if kept == 1 else 2 * w * r * a) + w * r * beside
+                    b_held = (whole * b if kept == 2 else 2 * r * b) + r * beside + _work(problem, machine, w)
                     most = min(n, (memory - a_held) // (c * w * acc + b_held))
                     if most < 1:
                         continue
                     extents_n = _long_extents(n, units_n, most)
                     for h in (*extents_n, thin_n) if kept == 1 and thin_n < most else extents_n:
                         across = ceil_div(n, h)
-                        free = memory - h * (c * w * acc + _work(problem, w)) - (w + h) * r * plane
+                        free = memory - h * (c * w * acc + _work(problem, machine, w)) - (w + h) * r * beside
                         free -= 2 * r * ((kept != 1) * w * a + (kept != 2) * h * b)
                         # What is free keeps panels of a row for the next tile, or of a column.
                         row, column = min(free, w * k * a), min(free, k * h * b)
@@ -112,17 +116,20 @@ def shapes(
                     yield TileShape(w, h, r), c
                     # Between the counts tried something wider may fit.
                     if area[0] == 0 and ceil_div(m, w) > EVERY:
-                        most = (memory - h * r * (2 * b + plane)) // (h * c * acc + r * (2 * a + plane))
+                        most = (memory - h * r * (2 * b + beside)) // (h * c * acc + r * (2 * a + beside))
                         yield TileShape(max(w, *_long_extents(m, units_m, most)), h, r), c
 
 
-def _work(problem: GemmProblem, w: int) -> int:
-    """Bytes for each column of a tile of w rows, for the residues of its elements."""
-    return work_bytes(problem.planes, w, 16) // 16 if problem.planes else 0
+def _work(problem: GemmProblem, machine: MachineModel, w: int) -> int:
+    """Bytes for each column of a tile of w rows, for the residues of its elements or sums of int8 products."""
+    if problem.planes:
+        return work_bytes(problem.planes, w, 16) // 16
+    return 4 * min(w, STRIP) if problem.exact and not casts(problem, machine) else 0
 
 
 def _reading_shapes(
     problem: GemmProblem,
+    machine: MachineModel,
     memory: int,
     host: int,
     layouts: Layouts,
@@ -132,7 +139,7 @@ def _reading_shapes(
     m, n, k = problem.m, problem.n, max(1, problem.depth)
     sizes = problem.itemsizes
     a, b, acc = sizes["A"], sizes["B"], sizes["acc"]
-    plane = 2 * problem.planes
+    beside = panel_room(problem, machine)
     a_bytes, b_bytes = m * k * a, k * n * b
     units_m, units_n = _alignments(problem, layouts)
     units_m, units_n = units_m[-2:], units_n[-2:]
@@ -142,7 +149,7 @@ def _reading_shapes(
         for w in extents_m:
             down = ceil_div(m, w)
             held = (2 * w * r * a, memory // 2, w * k * a)  # by panels of A
-            left, col = memory - w * r * plane, w * acc + r * plane + _work(problem, w)
+            left, col = memory - w * r * beside, w * acc + r * beside + _work(problem, machine, w)
             limits = {min(n, (left - x) // (col + 2 * r * b)) for x in held}
             limits.add(min(n, (left - 2 * w * r * a) // (col + k * b)))  # the device keeps a column
             for most in limits:
@@ -188,13 +195,15 @@ def _depths(problem: GemmProblem, machine: MachineModel, layouts: Layouts, memor
     chunk_a, chunk_b = layouts.a.read_chunk[1], layouts.b.read_chunk[0]
     units = {chunk_a, chunk_b, lcm(chunk_a, chunk_b)}
     multiples = {unit * times for unit in units for times in (1, 2, 3, 4, 6, 8)}
-    deepest = min(k, MOST_DEPTH) if problem.planes else k
-    depths = sorted(d for d in {*DEPTHS, deepest, *multiples} if d <= deepest and (d >= 16 or d == k))
+    most = integers.MOST_DEPTH // 16 * 16 if problem.exact else MOST_DEPTH if problem.planes else k
+    deepest = min(k, most)
+    usual = (*DEPTHS, *DEEPER) if problem.exact else DEPTHS
+    depths = sorted(d for d in {*usual, deepest, *multiples} if d <= deepest and (d >= 16 or d == k))
 
     def seconds(r: int) -> float:
-        itemsize = max(problem.itemsizes.values())
-        deep = r * (itemsize + problem.planes) // itemsize
-        side = isqrt(4 * deep**2 + max(1, memory // itemsize)) - 2 * deep  # side^2 + 4 deep side = memory
+        itemsize, acc = problem.itemsizes["A"], problem.itemsizes["acc"]
+        deep = r * (2 * itemsize + panel_room(problem, machine)) // (2 * acc)
+        side = isqrt(4 * deep**2 + max(1, memory // acc)) - 2 * deep  # side^2 + 4 deep side = memory
         if side < 1:
             return float("inf")
         w, h = (

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oocgemm.errors import InputError
-from oocgemm.plan import DTYPES, Layout
+from oocgemm.plan import DTYPES, OPERANDS, Layout
 from oocgemm.plan.tiling import Span
 
 Array = NDArray[Any]
@@ -74,9 +74,10 @@ def checked(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[tu
     if shape[0] * shape[1] >= 2**60:
         raise InputError(f"{name} says that it is {shape[0]} x {shape[1]}, more than any machine can address")
     if dtype.name not in DTYPES:
-        raise InputError(
-            f"{name} is of dtype {dtype}, supported are {', '.join(DTYPES)}: convert it to one of these"
-        )
+        remedy = "convert it to one of these"
+        if dtype.name == "void16":  # what np.save makes of it
+            remedy += "; bfloat16 that has lost its name is had back by .view(ml_dtypes.bfloat16)"
+        raise InputError(f"{name} is of dtype {dtype}, supported are {', '.join(OPERANDS)}: {remedy}")
     return (int(shape[0]), int(shape[1])), dtype.newbyteorder("=")
 
 

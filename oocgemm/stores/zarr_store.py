@@ -21,11 +21,13 @@ from zarr.storage import LocalStore
 from oocgemm.errors import ExecutionError, InputError
 from oocgemm.plan import Layout
 from oocgemm.plan.tiling import Span
+from oocgemm.stores import bfloat16
 from oocgemm.stores.base import BATCH_BYTES, Array, checked
 from oocgemm.stores.direct import DirectChunks, Shards
 from oocgemm.stores.durable import spread, stamp, sync_files, sync_names
 from oocgemm.stores.encoding import from_v2, from_v3
 
+bfloat16.register()
 # Arrays larger than this part of the machine's memory would push each other out of the page cache before they are
 # read again.
 CACHED_SHARE = 0.5
@@ -217,6 +219,8 @@ def open_zarr(name: str, path: str, *, writable: bool = False) -> ZarrMatrix:
     """The array at a path or URL. Raises `InputError` if there is none."""
     try:
         found = zarr.open(path, mode="r+" if writable else "r")
+    except InputError as error:
+        raise InputError(f"{name} at {path}: {error}") from error
     except FileNotFoundError as error:
         raise InputError(f"{name}: no zarr array at {path}: it holds no zarr metadata") from error
     except Exception as error:  # zarr and its stores raise of every kind

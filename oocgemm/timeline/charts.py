@@ -41,8 +41,8 @@ def throughput(timeline: Timeline, report: Report) -> str:
             continue
         unit = "FLOP" if lane == "compute" else "B"
         limit, measured = known.get(lane, (0.0, False))
-        # A model that was never calibrated may be far off: such a limit is drawn only where it is of use.
-        shown = bool(limit) and (measured or limit < 3 * max(found))
+        # Under a limit that is far above them, rates could not be seen; and one that was never calibrated may be far off.
+        shown = bool(limit) and limit < (10 if measured else 3) * max(found)
         top = 1.05 * max(*found, limit if shown else 0.0)
         steps = "".join(f"V{100 - 100 * rate / top:.2f}h1" for rate in found)
         line = (
@@ -66,7 +66,7 @@ def throughput(timeline: Timeline, report: Report) -> str:
             f'<div class="axis"><span>0</span><span>most {format_rate(max(found), unit)}</span>'
             f"<span>{format_time(timeline.wall / 1e9)}</span></div></figure>"
         )
-    note = '<p class="note">Broken line: the limit by calibration, or the one that the plan assumed.</p>'
+    note = '<p class="note">Broken line: the limit by calibration, or the one that the plan assumed, where it is not far above.</p>'
     return f'<div class="rates">{"".join(charts)}</div>{note}'
 
 
@@ -80,6 +80,7 @@ def c_grid(timeline: Timeline) -> str:
         return f'<p class="note">{len(done)} tiles are too many to draw.</p>'
     problem, tile = plan["problem"], plan["tile"]
     m, n = problem["m"], problem["n"]
+    tiles = -(-m // tile["w"]) * -(-n // tile["h"])
     cells = []
     for (i, j), end in sorted(done.items()):
         y, x = i * tile["w"], j * tile["h"]
@@ -95,7 +96,7 @@ def c_grid(timeline: Timeline) -> str:
         f'aria-label="{len(done)} tiles of C by finishing time">{"".join(cells)}</svg>'
         f'<div class="scale"><span>0</span><i style="background:linear-gradient(90deg,{stops})"></i>'
         f"<span>{format_time(timeline.wall / 1e9)}</span></div></div>"
-        f'<p class="note">{extents(m, n)} elements in {len(done)} tiles; when the last part of each was written'
+        f'<p class="note">{extents(m, n)} elements in {"" if len(done) == tiles else f"{len(done)} of "}{tiles} tiles; when the last part of each was written'
         f"{', or the last before the log ends' if timeline.unfinished else ''}. Click a tile "
         "to see it in the timeline.</p>"
     )

@@ -125,7 +125,7 @@ def _link(lane: str, doing: str, header: Mapping[str, Any], figures: Report, bus
     moved = figures.lanes[lane]["bytes"]
     rate = moved / busy if busy else 0.0
     text = (
-        f"{doing} is the slowest link: busy {format_share(busy / figures.wall)} of the time at {format_rate(rate)}"
+        f"{doing} took {format_share(busy / figures.wall)} of the time, at {format_rate(rate)}"
         f"{_of_calibrated(header, lane, rate)}"
     )
     least = figures.traffic.get("read" if lane == "decode" else lane, {}).get("least")

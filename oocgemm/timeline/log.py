@@ -30,6 +30,8 @@ COLUMNS = (
 # loses no more of its log.
 TOGETHER, SOON = 1000, 1.0
 _LARGEST = 2**63
+# What a checked run says of it, in numbers.
+_CHECKED = ("tiles", "blocks", "undecided", "seconds", "thread_seconds")
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
@@ -182,14 +184,21 @@ def _span(row: list[Any], common: list[tuple[Any, ...]]) -> Span:
 
 def _check(header: Mapping[str, Any]) -> None:
     """Raises `ValueError` for a header whose parts are not what reports take them for."""
-    plan, rates, operands = header.get("plan", {}), header.get("rates") or {}, header.get("operands", {})
-    tables = [plan, rates, operands, *operands.values()] if isinstance(operands, dict) else [None]
-    if all(isinstance(table, dict) for table in tables):
+    tables = [header.get(name, {}) for name in ("plan", "operands", "backend", "machine", "versions")]
+    tables += [header.get(name) or {} for name in ("rates", "checks")]
+    plan, operands, backend, machine, _, rates, checks = tables
+    if all(isinstance(table, dict) for table in tables) and all(
+        isinstance(x, dict) for x in operands.values()
+    ):
         figures = [plan.get(name, {}) for name in ("required", "least", "read_amplification")]
         names, retried = [plan.get("machine", "")], header.get("retried", [])
         if (
             all(isinstance(table, dict) and all(map(_is_number, table.values())) for table in figures)
             and all(_is_number(rate) and rate > 0 for rate in rates.values())
+            and all(_is_number(machine.get(name, 1)) for name in ("cores", "memory"))
+            and all(_is_number(checks.get(name)) for name in _CHECKED if checks)
+            and isinstance(checks.get("recomputed", []), list)
+            and isinstance(backend.get("memory", ""), str)
             and isinstance(retried, list)
             and all(isinstance(name, str) for name in [*names, *retried])
         ):

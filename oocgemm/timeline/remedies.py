@@ -133,6 +133,7 @@ def fit(timeline: Timeline, figures: Report) -> Fitted | None:
         read=1 / (1 / machine.read + late) if late else machine.read * read,
         read_scattered=1 / (1 / machine.read_scattered + late) if late else machine.read_scattered * read,
         decode=machine.decode * scale("decode"),
+        prepare=machine.prepare * scale("prepare"),
         memory=machine.memory * memory,
         write=machine.write * write,
         write_latency=machine.write_latency if 2 * writes < took("write") else machine.write_latency / write,
@@ -279,9 +280,10 @@ def _effect(before: Plan, after: Plan, moved: Mapping[str, int]) -> str:
     noun = {"read": "reads", "h2d": "copies to the device"}.get(link)
     if noun and new < old:
         return f"would cut {noun} from {format_size(old)} to {format_size(new)}"
+    saved = 1 - later[lane] / lanes[lane]
     if lane == "compute":
-        return f"would take multiplying from {format_time(lanes[lane])} to {format_time(later[lane])}"
-    return f"would take {format_time(lanes[lane] - later[lane])} off {lane}"
+        lane = "multiplying"
+    return f"would take {format_share(saved)} off {lane}"
 
 
 ADVICE = {

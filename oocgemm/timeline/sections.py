@@ -131,7 +131,8 @@ def _verdict(run: Run) -> str:
 
 
 def _figures(runs: Sequence[Run]) -> str:
-    rows = [("T", "wall time to the last durable write"), ("Rate", "flops over T")]
+    until = "the log ends" if any(run.report.unfinished for run in runs) else "C is in its place"
+    rows = [("T", f"wall time until {until}"), ("Rate", "flops over T")]
     rows += [("Compute share", "of T in multiplications"), ("Copy overlap", "of copies hidden behind them")]
     rows += [("Storage overlap", "of reads and writes hidden"), ("Efficiency", "of what the machine allows")]
     values = [
@@ -205,7 +206,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, wide_last: bool
 
 def _gantt(runs: Sequence[Run]) -> str:
     keys = (
-        "<span class='hint'>A solid, B and C lighter. Drag to pan, Ctrl + wheel to zoom, hover for details; arrows, +, - and 0 "
+        "<span class='hint'>A solid, B and C paler. Drag to pan, Ctrl + wheel to zoom, hover for details; arrows, +, - and 0 "
         "on the keyboard.</span>"
     )
     tools = (
@@ -293,15 +294,17 @@ def _setup(run: Run) -> str:
             else f"; host C {slots['host_c']}, A {slots['host_a']}, B {slots['host_b']}"
         )
         row("slots", f"device C {slots['c']}, A {slots['a']}, B {slots['b']}{on_host}")
-    for tier, held in header.get("held", {}).items():
-        row(f"{tier} memory", f"{format_size(held)} of {format_size(plan['budget'][tier])}")
+    for tier, held in plan.get("footprint", {}).items():
+        row(f"{tier} memory", f"{format_size(held['total'])} of {format_size(plan['budget'][tier])}")
     for name, operand in header.get("operands", {}).items():
         codecs = ", ".join(operand.get("codecs") or ())
         chunks = " × ".join(map(str, operand.get("chunks") or ()))
         shown = [operand.get("store"), f"chunks {chunks}" if chunks else "", codecs, operand.get("path")]
         row(name, ", ".join(str(part) for part in shown if part))
-    backend = header.get("backend", {})
+    backend = dict(header.get("backend", {}))
+    kernels = ", ".join(backend.pop("multiplied by", ()))
     row("backend", ", ".join(f"{k} {v}" if k != "name" else str(v) for k, v in backend.items()))
+    row("multiplied by", kernels)
     row(
         "machine",
         ", ".join(str(header.get("machine", {}).get(k, "")) for k in ("processor", "platform")).strip(", "),

@@ -74,11 +74,14 @@ def limits(timeline: Timeline) -> dict[str, tuple[float, bool]]:
     """The rate of each lane that a calibration, or else the cost model, knows, and whether it was measured."""
     calibrated = timeline.header.get("rates") or {}
     model: dict[str, Any] = timeline.header.get("plan", {}).get("model", {})
-    dtype = timeline.header.get("plan", {}).get("problem", {}).get("a_dtype")
-    kernel = model.get("kernels", {}).get(dtype, {}).get("peak")
+    problem = timeline.header.get("plan", {}).get("problem", {})
+    emulated = "emulated " if problem.get("compute") == "emulated" else ""
+    kernel = model.get("kernels", {}).get(f"{emulated}{problem.get('a_dtype')}", {}).get("peak")
+    measured = {part for part in ("h2d", "prepare", "d2h", "decode") if model.get("calibrated")}
+    measured |= {part for part in ("read", "write") if model.get("storage_calibrated")}
     known: dict[str, tuple[float, bool]] = {}
     for lane, part in ((lane, "kernel" if lane == "compute" else lane) for lane in LANES):
         rate = calibrated.get(part) or (kernel if part == "kernel" else model.get(part))
         if rate:
-            known[lane] = float(rate), part in calibrated
+            known[lane] = float(rate), part in calibrated or part in measured
     return known

@@ -1,0 +1,301 @@
+"""Products of int8 matrices are exact, or there are none."""
+
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zarr
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import oocgemm
+from oocgemm.errors import ExecutionError, InputError
+from oocgemm.plan import Budgets, GemmProblem, Op, default_model, make_plan
+from oocgemm.plan.integers import DEEPEST, LIMIT, MOST_DEPTH, room
+from tests.backends_here import BACKENDS, ENGINES, staged
+from tests.command import command, contents
+from tests.problems import Array, applied, stored
+
+GENOTYPES = 3  # 0, 1, 2
+
+
+def numbers(rng: np.random.Generator, shape: tuple[int, int]) -> Array:
+    """All that int8 holds, its extremes more often."""
+    x = rng.integers(-128, 128, shape, np.int8)
+    x[rng.random(shape) < 0.2] = -128
+    return x
+
+
+def exact(a: Array, b: Array, op_a: Op = Op.N, op_b: Op = Op.N) -> Array:
+    return np.asarray(applied(op_a, a.astype(np.int64)) @ applied(op_b, b.astype(np.int64)))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@given(data=st.data())
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+def test_any_product_is_that_of_integers(engine: tuple[str, str], data: st.DataObject) -> None:
+    """Over transposes, edges, tiles, scalars and what C is of; in a C that was there."""
+    backend, kernel = engine
+    m, n, k = (data.draw(st.integers(1, 70), x) for x in "mnk")
+    op_a, op_b = (data.draw(st.sampled_from(list(Op))) for _ in "AB")
+    out_dtype = data.draw(st.sampled_from(["int32", "int64", "float32", "float64"]))
+    integer = out_dtype.startswith("int")
+    scalars = st.sampled_from([1, 0, -3, 1000]) if integer else st.sampled_from([1, 0, -0.7, 1 / 3])
+    alpha, beta = data.draw(scalars), data.draw(scalars)
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    a, b = numbers(rng, stored(op_a, m, k)), numbers(rng, stored(op_b, k, n))
+    c = rng.integers(-(2**20), 2**20, (m, n)).astype(out_dtype)
+    expected = alpha * exact(a, b, op_a, op_b) + (
+        beta * c.astype(np.float64 if beta % 1 else np.int64) if beta else 0
+    )
+    if beta == 0:
+        c[...] = np.iinfo(out_dtype).max if integer else np.nan
+    options: dict[str, Any] = {
+        "alpha": alpha,
+        "beta": beta,
+        "trans_a": op_a,
+        "trans_b": op_b,
+        "kernel": kernel,
+    }
+    options["tile"] = data.draw(st.none() | st.builds("{}x{}x{}".format, *(st.integers(1, 75),) * 3))
+    options["out_dtype"] = out_dtype
+    fits = not integer or np.abs(expected).max() <= np.iinfo(out_dtype).max
+    with staged() if backend == "host-staged" else nullcontext():
+        options["backend"] = backend.removesuffix("-staged")
+        if not fits:
+            with pytest.raises(ExecutionError, match="int32 holds"):
+                oocgemm.gemm(a, b, c, **options)
+            return
+        result = oocgemm.gemm(a, b, c, verify=data.draw(st.booleans()), **options)
+    if integer:
+        np.testing.assert_array_equal(c, expected)
+    else:  # sums are exact, and three roundings follow
+        roundoff = float(np.finfo(c.dtype).eps)
+        size = (
+            abs(alpha) * exact(np.abs(a.astype(int)), np.abs(b.astype(int)), op_a, op_b) + abs(beta) * 2.0**20
+        )
+        assert (np.abs(c - expected) <= 2 * roundoff * size).all()
+    assert result.plan.problem.c_dtype == out_dtype
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_c_is_int32_unless_asked_otherwise(backend: str, tmp_path: Path) -> None:
+    x = np.full((4, 5), -128, np.int8)
+    for out in (None, tmp_path / "C.npy", tmp_path / "C.zarr"):
+        made = oocgemm.gemm(x, x, out, trans_b="T", backend=backend).out
+        assert made.dtype == np.int32
+        np.testing.assert_array_equal(made[:], np.full((4, 4), 5 * 2**14))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_int32_holds_to_the_last_and_not_one_more(backend: str) -> None:
+    """The largest sums: of 131071 products, and of one more, on either side of what a device sums in int32."""
+    x = np.full((3, MOST_DEPTH + 1), -128, np.int8)
+    last = x[:, :MOST_DEPTH]
+    most = oocgemm.gemm(last, last, trans_b="T", backend=backend, tile="3x3x50000").out
+    np.testing.assert_array_equal(most, np.full((3, 3), 2**31 - 2**14, np.int32))
+    with pytest.raises(
+        ExecutionError, match=r"more than int32 holds .*out_dtype='int64' \(--out-dtype int64\)"
+    ):
+        oocgemm.gemm(x, x, trans_b="T", backend=backend, tile="3x3x50000")
+    for out_dtype in ("int64", "float64", "float32"):
+        wide = oocgemm.gemm(x, x, trans_b="T", backend=backend, out_dtype=out_dtype, tile="3x3x50000").out
+        np.testing.assert_array_equal(wide, np.full((3, 3), 2**31, out_dtype))
+    x[:, ::2] = 127  # the least
+    least = oocgemm.gemm(x, -(x // 2) * 2 - 1, trans_b="T", backend=backend, out_dtype="int64").out
+    np.testing.assert_array_equal(least, exact(x, -(x // 2) * 2 - 1, op_b=Op.T))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_half_a_million_variants(backend: str) -> None:
+    rng = np.random.default_rng(4)
+    x = rng.integers(0, GENOTYPES, (9, 500_000), np.int8)
+    c = np.ones((9, 9), np.int32)
+    oocgemm.gemm(x, x, c, alpha=-1, beta=-5, trans_b="T", backend=backend, tile="6x9x100000", verify=True)
+    np.testing.assert_array_equal(c, -(x.astype(float) @ x.T.astype(float)) - 5)
+    assert c.min() < -(2**19)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("out_dtype", "alpha", "beta", "before", "said"),
+    [
+        ("int32", 1, 1, 2**31 - 1, "int32 holds"),
+        ("int32", 1, -1, -(2**31) + 1, "int32 holds"),
+        ("int32", -1, 1, -(2**31), "int32 holds"),
+        ("int32", 2**31, 0, 0, "int32 holds"),
+        ("int64", 2**53 - 1, 0, 0, "can be summed exactly"),
+        ("int64", 1, 1, 2**60, "can be summed exactly"),
+    ],
+)
+def test_a_sum_that_c_cannot_hold_ends_the_run(
+    out_dtype: str, alpha: int, beta: int, before: int, said: str, backend: str, tmp_path: Path
+) -> None:
+    a, b = np.ones((40, 30), np.int8), np.zeros((30, 40), np.int8)
+    b[:, 39] = 1  # what is too large is in the last column of tiles
+    old = np.zeros((40, 40), out_dtype)
+    old[:, 39] = before
+    zarr.create_array(tmp_path / "C", data=old, chunks=(20, 20))
+    options: dict[str, Any] = {"alpha": alpha, "beta": beta, "backend": backend, "overwrite": True}
+    with pytest.raises(ExecutionError, match=said) as raised:
+        oocgemm.gemm(a, b, tmp_path / "C", tile="20x20x10", out_dtype=out_dtype, **options)
+    assert "pass out_dtype=" in str(raised.value)
+    wrong = exact(a, b)[:, 39:]
+    written: Any = zarr.open_array(tmp_path / "C")[:, 39:]
+    np.testing.assert_array_equal(written, old[:, 39:])  # no tile of these has been written
+    assert (wrong != written).all() or before
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"alpha": 0.5},
+            r"alpha = 0.5 is no integer below 2\^53, and C is of int32: pass out_dtype='float64'",
+        ),
+        ({"beta": float("nan"), "out_dtype": "int64"}, "beta = nan is no integer"),
+        ({"alpha": 2**53}, "no integer below"),
+        ({"alpha": 1j}, "alpha = 1j is complex"),
+        (
+            {"out_dtype": "int8"},
+            "C cannot be of dtype int8 where the operands are of int8: choose among int32, int64",
+        ),
+        ({"out_dtype": "int16"}, "choose among int32, int64, float32, float64"),
+        ({"compute": "emulated"}, "int8 operands cannot be computed in 'emulated': choose among native"),
+    ],
+)
+def test_what_would_not_be_exact_is_refused(options: dict[str, Any], said: str, tmp_path: Path) -> None:
+    x = np.ones((4, 4), np.int8)
+    for act in (oocgemm.gemm, oocgemm.plan):
+        with pytest.raises(InputError, match=said):
+            act(x, x, tmp_path / "C.zarr", backend="host", **options)
+    assert contents(tmp_path) == {}
+
+
+def test_operands_of_other_integers_are_refused() -> None:
+    for dtype in ("uint8", "int16", "int32", "int64"):
+        x = np.ones((4, 4), dtype)
+        with pytest.raises(
+            InputError, match=f"A is of dtype {dtype}, supported are float16, .*, int8: convert it"
+        ):
+            oocgemm.matmul(x, x, backend="host")
+
+
+@pytest.mark.parametrize("compressor", ["none", "blosc-zstd"])
+def test_the_command_multiplies_genotypes(
+    compressor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of chunks that have a fill value, into chunks that are compressed; read again and verified, whole and in part."""
+    monkeypatch.chdir(tmp_path)
+    x = np.random.default_rng(6).integers(0, GENOTYPES, (50, 400), np.int8)
+    array = zarr.create_array("X", shape=x.shape, chunks=(16, 64), dtype="int8", fill_value=-1)
+    array[:, :300] = x[:, :300]
+    x = np.asarray(array[:])
+    assert (x == -1).any()
+    line = "X", "X", "C", "--transpose-b", "--backend", "host"
+    done = command("run", *line, "--compressor", compressor, "--verify", "--quiet", "--timeline", "log")
+    assert (done.code, done.err) == (0, "")
+    written = zarr.open_array("C", mode="r+")
+    np.testing.assert_array_equal(written[:], exact(x, x, op_b=Op.T))
+    assert command("report", "log").code == 0
+    assert command("verify", *line[:-2]).code == 0
+    written[7, 9] += 1  # type: ignore[operator]
+    found = command("verify", *line[:-2])
+    assert found.code != 0
+    assert "C[7:8, 9:10]" in found.out + found.err
+    assert "in sums by up to 1, where nothing is rounded" in (found.out + found.err).replace("\n", " ")
+    assert "int8 into int32" in command("plan", *line).out
+
+
+def test_a_resumed_run_comes_to_the_same_integers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.test_resume import failing_after
+
+    monkeypatch.chdir(tmp_path)
+    x = numbers(np.random.default_rng(7), (40, 90))
+    np.save("X.npy", x)
+    options: dict[str, Any] = {"trans_b": "T", "backend": "host", "tile": "16x16x32", "out_dtype": "int64"}
+    with failing_after(3), pytest.raises(ExecutionError, match="Input/output"):
+        oocgemm.gemm("X.npy", "X.npy", "C.zarr", **options)
+    with pytest.raises(InputError, match=r"alpha is 2\.0 now and was 1\.0"):
+        oocgemm.gemm("X.npy", "X.npy", "C.zarr", resume=True, alpha=2, **options)
+    result = oocgemm.gemm("X.npy", "X.npy", "C.zarr", resume=True, **options)
+    np.testing.assert_array_equal(result.out[:], exact(x, x, op_b=Op.T))
+
+
+@pytest.mark.parametrize("engine", ENGINES[:2])
+def test_a_sum_that_is_off_by_one_is_computed_again(engine: Any) -> None:
+    """What checksums of floating-point tiles would let pass."""
+    from oocgemm.plan import Kind
+    from tests.test_checks import tampering
+
+    def change(held: Array) -> None:
+        held.reshape(-1)[5] += 1
+
+    rng = np.random.default_rng(8)
+    a, b = numbers(rng, (150, 90)), numbers(rng, (90, 160))
+    with (
+        staged() if engine[0] == "host-staged" else nullcontext(),
+        tampering(change, Kind.MULTIPLY, (1, 0), 1),
+    ):
+        result = oocgemm.gemm(a, b, backend="host", verify=True, tile="80x80x32")
+    assert result.timeline.header["checks"]["recomputed"] == [[1, 0]]
+    np.testing.assert_array_equal(result.out, exact(a, b))
+
+
+def of_int8(m: int, n: int, k: int, acc: str) -> GemmProblem:
+    return GemmProblem(m, n, k, "int8", "int8", acc, "int32")
+
+
+def test_a_device_sums_in_int32_what_it_holds() -> None:
+    x = np.zeros((8, MOST_DEPTH), np.int8)
+    y = np.zeros((8, MOST_DEPTH + 1), np.int8)
+    for operand, held in ((x, "int32"), (y, "float64")):
+        options: dict[str, Any] = {"trans_b": "T", "device_memory": "4GiB"}
+        planned = oocgemm.plan(operand, operand, backend="cuda", **options).problem
+        assert (planned.acc_dtype, planned.c_dtype) == (held, "int32")
+        assert planned.finishes == (held == "float64")
+        assert replace(planned, alpha=2).finishes  # by what sums in int32 could wrap
+        assert replace(planned, beta=1).finishes
+        assert oocgemm.plan(operand, operand, backend="host", **options).problem.acc_dtype == "float64"
+
+
+def test_panels_are_no_deeper_than_int32_holds() -> None:
+    deep = of_int8(1000, 1000, 10 * MOST_DEPTH, "float64")
+    for backend in ("cuda", "host"):
+        plan = make_plan(deep, Budgets(64 << 30, 64 << 30), default_model(backend, 16))
+        assert plan.tile.r <= MOST_DEPTH
+    x = np.zeros((2, MOST_DEPTH + 1), np.int8)
+    with pytest.raises(
+        InputError, match=f"int32 holds sums of {MOST_DEPTH} products .* {MOST_DEPTH + 1} deep"
+    ):
+        oocgemm.gemm(x, x, trans_b="T", backend="host", tile=f"2x2x{MOST_DEPTH + 1}")
+
+
+def test_the_bounds_are_those_of_the_numbers() -> None:
+    largest = (-128) ** 2
+    assert MOST_DEPTH * largest < 2**31 <= (MOST_DEPTH + 1) * largest
+    assert DEEPEST * largest < LIMIT <= (DEEPEST + 1) * largest
+
+
+@pytest.mark.parametrize("gib", [1, 16, 120])
+@pytest.mark.parametrize("backend", ["cuda", "host"])
+def test_genotypes_of_many_samples_are_planned_within_memory(gib: int, backend: str) -> None:
+    """Panels and what they are brought to leave the memory to tiles so large that copies hide."""
+    samples, variants = 100_000, 500_000
+    problem = of_int8(samples, samples, variants, "float64")
+    plan = make_plan(problem, Budgets(gib << 30, 32 << 30), default_model(backend, 16))
+    assert plan.footprint.device_total <= gib << 30
+    least = problem.flops / plan.machine.kernels["int8"].peak, 4 * samples**2 / plan.machine.write
+    assert plan.prediction.total < 1.4 * max(least)
+
+
+def test_the_room_of_a_step_holds_its_parts() -> None:
+    for m, n, k in ((1, 1, 1), (17, 33, 5), (5000, 70, 100)):
+        held = room(m, n, k)
+        assert held.b >= m * k
+        assert held.sums - held.b >= n * k
+        assert held.end - held.sums >= 4 * min(m, 4096) * n
+        assert (held.b % 16, held.sums % 16, held.end % 16) == (0, 0, 0)
