@@ -187,10 +187,7 @@ class Keeper:
         self._error: BaseException | None = None
         self.kept = 0
         self._thread = threading.Thread(target=self._work, name="oocgemm-journal")
-        try:
-            start(self._thread)
-        except RuntimeError as error:
-            raise ExecutionError(f"the system refuses the thread {self._thread.name}: {error}") from error
+        start(self._thread)
 
     def finished(self, tile: Tile) -> None:
         """A tile is written as far as its writer is concerned. Raises what keeping an earlier one has failed with."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import numcodecs
 import numpy as np
@@ -21,7 +21,7 @@ from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, ShardingCodec, Zstd
 from zarr.storage import MemoryStore, WrapperStore
 
 import oocgemm
-from oocgemm import ExecutionError, InputError, OocGemmError, OutOfMemoryError, job, resume, staging
+from oocgemm import ExecutionError, InputError, OocGemmError, OutOfMemoryError, job, resume, staging, stores
 from oocgemm.backends import memory
 from oocgemm.cli import EXIT_FAILED, EXIT_USAGE
 from oocgemm.plan import Plan
@@ -216,9 +216,9 @@ def test_chunks_of_c_that_come_by_the_run_are_no_sign_of_others_gone(tmp_path: P
     np.testing.assert_array_equal(result.out[:], PRODUCT)
 
 
-@pytest.mark.parametrize("name", ["A", "B", "C"])
+@pytest.mark.parametrize(("name", "beta"), [("A", 1), ("B", 1), ("C", 1), ("C", 0)])
 def test_a_mapped_file_that_is_cut_short_under_a_run_is_an_error_and_no_crash(
-    tmp_path: Path, name: str
+    tmp_path: Path, name: str, beta: int
 ) -> None:
     for place, values in (("A", A), ("B", B), ("C", PRODUCT)):
         np.save(tmp_path / f"{place}.npy", values)
@@ -227,12 +227,13 @@ def test_a_mapped_file_that_is_cut_short_under_a_run_is_an_error_and_no_crash(
     def cut() -> None:
         os.truncate(tmp_path / f"{name}.npy", 512)
 
+    options: dict[str, Any] = {"beta": beta, "overwrite": True, "backend": "host", "tile": TILE}
     with nothing_left(tmp_path):
         try:
-            oocgemm.gemm(*operands, beta=1, backend="host", tile=TILE, progress=once_planned(cut))
+            oocgemm.gemm(*operands, **options, progress=once_planned(cut))
         except ExecutionError as error:
             said = str(error)
-    assert f"reading {name}[0:" in said
+    assert f"{'reading' if beta else 'writing'} {name}[0:" in said
     assert "cut short, from" in said
 
 
@@ -378,6 +379,7 @@ def test_a_system_that_reads_and_writes_little_at_a_time_gives_the_same(
     with bytewise(most):
         result = multiply(tmp_path, a, b)
     np.testing.assert_array_equal(result.out[:], PRODUCT)
+    assert multiply(tmp_path, a, b, resume=True).plan.steps == 0  # by its journal
 
 
 @pytest.mark.parametrize("most", [1, 700_001, 1 << 20])
@@ -618,6 +620,57 @@ def test_a_disk_that_fails_at_any_call_ends_the_run(
     said = failure(tmp_path, A)
     assert "to the disk: " in said or "writing C[" in said
     assert os.strerror(number) in said
+
+
+def test_a_tile_that_cannot_be_brought_to_the_disk_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = os.fsync
+
+    def failing(descriptor: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith("C/c/1/1"):
+            raise OSError(errno.EIO, "Input/output error")
+        right(descriptor)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    assert "bringing tile (1, 1) of C to the disk: [Errno 5]" in failure(tmp_path, A, chunks=(20, 20))
+
+
+def test_a_map_that_cannot_be_brought_to_the_disk_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    c = np.lib.format.open_memmap(tmp_path / "C.npy", mode="w+", dtype="f8", shape=(M, N))
+    failing = Mock(side_effect=OSError(errno.EIO, "Input/output error"))
+    monkeypatch.setattr(np.memmap, "flush", failing)
+    with pytest.raises(ExecutionError, match="C cannot be brought to the disk"):
+        oocgemm.gemm(A, B, c, backend="host", tile=TILE)
+
+
+def test_a_c_without_a_journal_says_whether_it_is_whole() -> None:
+    c = zarr.create_array(MemoryStore(), shape=(M, N), dtype="f8", chunks=(CHUNK, CHUNK))
+    options: dict[str, Any] = {"backend": "host", "tile": TILE}
+    marks: list[dict[str, Any]] = []
+
+    def fails(**faults: Fault) -> dict[str, Any]:
+        with faulty_stores(**faults), pytest.raises(ExecutionError):
+            oocgemm.gemm(A, B, c, **options)
+        return dict(c.attrs)
+
+    unfinished = {"oocgemm": {"complete": False}}
+    assert fails(read_A=Fault(ValueError("before anything is written"))) == {}
+    assert fails(write_C=Fault(ValueError("once something is"), first=3)) == unfinished
+    assert fails(read_A=Fault(ValueError("again"))) == unfinished
+    oocgemm.gemm(A, B, c, **options, progress=once_planned(lambda: marks.append(dict(c.attrs))))
+    assert (marks, dict(c.attrs)) == ([unfinished], {})
+
+
+def test_a_c_that_was_created_elsewhere_is_not_whole_before_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stores, "sidecar", lambda c: None)
+    with faulty_stores(read_A=Fault(ValueError("no"))), pytest.raises(ExecutionError):
+        multiply(tmp_path, A)
+    assert zarr.open_array(tmp_path / "C").attrs["oocgemm"] == {"complete": False}
 
 
 def test_a_timeline_that_finds_the_disk_full_says_so(disk: tuple[Path, Any]) -> None:

@@ -129,6 +129,20 @@ def test_a_failed_run_says_how_far_it_came_and_is_gone_on_with(here: Path, c: st
     assert contents(here) == before
 
 
+def test_a_run_stops_once_a_tile_cannot_be_kept(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right, written = Keeper.finished, []
+
+    def finished(self: Keeper, tile: Tile) -> None:
+        written.append(tile)
+        right(self, tile)
+        while self._error is None:
+            time.sleep(0.001)
+
+    monkeypatch.setattr(Keeper, "finished", finished)
+    unfinished("c", tiles=0)
+    assert 1 <= len(written) < 9
+
+
 DIFFERENCES = {
     "alpha is 2.0 now and was 1.0": ("a", "b", "--alpha", "2"),
     "beta is 0.25 now and was 0.5": ("a", "b", "--beta", "0.25"),

@@ -119,9 +119,6 @@ class ArrayMatrix:
         (SIGBUS), where it is an `OSError` here. Other threads must not write meanwhile."""
         if self._map is not None and isinstance(self.array, np.memmap) and self.array.filename is not None:
             with open(self.array.filename, "r+b") as file:
-                status, disk = os.fstat(file.fileno()), os.fstatvfs(file.fileno())
-                if self._file_bytes - 512 * status.st_blocks > disk.f_bavail * disk.f_frsize:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # before all that is left is taken
                 os.posix_fallocate(file.fileno(), 0, self._file_bytes)
 
     def _check_length(self) -> None:
@@ -162,6 +159,7 @@ def create_npy(
             array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
         matrix = ArrayMatrix(name, array, str(path), place)
         matrix.reserve()
+        sync_path(path.parent)  # that it is there; what it holds is synced block by block
     except BaseException:
         path.unlink()
         raise

@@ -272,13 +272,6 @@ def create_zarr(
     return ZarrMatrix(name, array)
 
 
-def remove_zarr(matrix: ZarrMatrix) -> None:
-    """Take away an array that this process created and did not finish."""
-    folder = local_folder(matrix.array)
-    if folder is not None:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def remote_exists(url: str) -> bool:
     """Whether there is a zarr array or group at a URL."""
     try:
