@@ -75,7 +75,7 @@ def read(folder: Path) -> Record | None:
     path = folder / JOURNAL
     try:
         content = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
         return None
     except OSError as error:
         raise InputError(f"C: cannot look for a journal at {path}: {error.strerror}") from error
@@ -104,7 +104,7 @@ def owner(folder: Path) -> str | None:
     """The living process that runs with the journal in a folder, if any."""
     try:
         descriptor = os.open(folder / LOCK, os.O_RDONLY)
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
         return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -119,7 +119,6 @@ class Kept:
             self.matrix.redirect(redo)
             for tile in earlier.committed:
                 self.matrix.adopt(plan.grid.rows(tile[0]), plan.grid.cols(tile[1]))
-                self._journal.done(tile)
             shutil.rmtree(redo, ignore_errors=True)  # of tiles that were not committed
             redo.mkdir()
             sync_path(earlier.folder)

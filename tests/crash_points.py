@@ -114,9 +114,9 @@ def make(folder: Path, inode: int, names: Names, files: Files) -> None:
 
 
 def crash_at(point: int, case: str, folder: Path) -> None:
-    """Run until just before step number `point`, and say what is on the disk then."""
+    """Run until just before step number `point`, or to the end, and say what is on the disk then."""
     lock, passed = threading.Lock(), 0
-    disk = Disk()
+    disk, kept = Disk(), folder.with_name("disk")
     disk.sync_all(folder)
 
     def step(name: str, act: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
@@ -124,7 +124,7 @@ def crash_at(point: int, case: str, folder: Path) -> None:
         with lock:
             passed += 1
             if passed == point:
-                folder.with_name("disk").write_bytes(pickle.dumps(disk))
+                kept.write_bytes(pickle.dumps(disk))
                 os._exit(CRASHED)
         if name in ("fsync", "fdatasync", "replace"):
             return disk.sync(arguments[0], partial(act, *arguments, **named), renames=name == "replace")
@@ -133,11 +133,13 @@ def crash_at(point: int, case: str, folder: Path) -> None:
     for name in STEPS:
         patch.object(os, name, partial(step, name, getattr(os, name))).start()
     multiply(case, folder)
+    kept.write_bytes(pickle.dumps(disk))
 
 
-def check(case: str, folder: Path) -> None:
-    """Go on to the end, and compare with an undisturbed run of the same plan."""
-    multiply(case, folder)
+def check(case: str, folder: Path, ended: bool = False) -> None:
+    """Go on to the end, unless it `ended`, and compare with an undisturbed run of the same plan."""
+    if not ended:
+        multiply(case, folder)
     right = folder.with_name("undisturbed")
     if not right.exists():
         shutil.copytree(folder.with_name("begin"), right)
@@ -189,11 +191,10 @@ def main(case: str, work: Path) -> None:
         if point % 2:
             codes.append(forked(crash_at, 1 + point * 7 % 23, case, folder))
         codes.append(forked(check, case, folder))
-        if not ended:
-            names, files = (disk.names, disk.files) if point % 2 else (now.names, disk.renamed)
-            shutil.rmtree(folder)
-            make(folder, inode, names, files)
-            codes.append(forked(check, case, folder))
+        strict = ended or point % 2
+        shutil.rmtree(folder)
+        make(folder, inode, *((disk.names, disk.files) if strict else (now.names, disk.renamed)))
+        codes.append(forked(check, case, folder, ended))
         assert set(codes) <= {CRASHED, DONE}, f"{case}: crashed before step {point}: {codes}"
         assert codes[-1] == DONE
     print(point - 1)

@@ -78,7 +78,6 @@ class ArrayMatrix:
     def set_finished(self, finished: bool) -> None:
         if not finished or self._path is None or self._place is None:
             return
-        self._sync_file()
         _name(Path(self._path), self._place)
         sync_path(self._place.parent)
         self._path = str(self._place)
@@ -159,7 +158,7 @@ def create_npy(
             array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
         matrix = ArrayMatrix(name, array, str(path), place)
         matrix.reserve()
-        sync_path(path.parent)  # that it is there; what it holds is synced block by block
+        sync_files(path.parent, [path.name])  # what it comes to hold is synced block by block
     except BaseException:
         path.unlink()
         raise
