@@ -419,3 +419,30 @@ def test_a_file_that_cannot_be_made_leaves_nothing(tmp_path: Path, monkeypatch: 
     with pytest.raises(OSError, match="No space"):
         create_npy("C", tmp_path / "C.npy", (4, 4), np.dtype("f8"))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not files.O_DIRECT, reason="there is no way past the page cache")
+@pytest.mark.parametrize("call", ["open", "pwritev"])
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSPC])
+def test_only_where_it_cannot_be_done_otherwise_is_a_file_written_through_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
+) -> None:
+    data = files.scratch(8192)
+    data[...] = np.arange(8192) % 251
+    right, flags = getattr(os, call), []
+
+    def refuse(target: Any, *rest: Any) -> Any:
+        flags.append(rest[0] if call == "open" else fcntl.fcntl(target, fcntl.F_GETFL))
+        if flags[-1] & files.O_DIRECT:
+            raise OSError(number, "no")
+        return right(target, *rest)
+
+    monkeypatch.setattr(os, call, refuse)
+    if number == errno.EINVAL:
+        files.publish(tmp_path / "chunk", data, 8000)
+        assert (tmp_path / "chunk").read_bytes() == data[:8000].tobytes()
+    else:
+        with pytest.raises(OSError, match="no"):
+            files.publish(tmp_path / "chunk", data, 8000)
+        assert list(tmp_path.iterdir()) == []
+    assert len(flags) == (2 if number == errno.EINVAL else 1)

@@ -23,6 +23,7 @@ from zarr.storage import MemoryStore, WrapperStore
 import oocgemm
 from oocgemm import ExecutionError, InputError, OocGemmError, OutOfMemoryError, job, resume, staging, stores
 from oocgemm.backends import memory
+from oocgemm.backends.host import HostSession
 from oocgemm.cli import EXIT_FAILED, EXIT_USAGE
 from oocgemm.plan import Plan
 from tests.backends_here import staged
@@ -391,7 +392,7 @@ def test_little_at_a_time_past_the_page_cache(
     values = np.random.default_rng(0).standard_normal((rows, 512))
     monkeypatch.setattr("oocgemm.stores.files.LEAST_DIRECT", 4096)
     a = zarr.create_array(tmp_path / "A", data=values, chunks=(rows, 512), compressors=None)
-    with bytewise(most):
+    with nothing_left(tmp_path), bytewise(most):
         oocgemm.matmul(tmp_path / "A", np.eye(512), out=tmp_path / "C", chunks=(rows, 512), backend="host")
     np.testing.assert_array_equal(zarr.open_array(tmp_path / "C")[:], a[:])
 
@@ -427,6 +428,22 @@ def test_a_device_that_fails_names_the_operation(
 def test_a_backend_that_cannot_be_opened_leaves_nothing(tmp_path: Path) -> None:
     with faulty_backend(open=Fault(oocgemm.BackendError("no such kernel here"))):
         assert failure(tmp_path, A) == "no such kernel here"
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_stream_that_cannot_be_used_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: bool
+) -> None:
+    @contextmanager
+    def worker(self: HostSession, stream: str) -> Iterator[None]:
+        if begun or stream != "compute":
+            yield
+        if stream == "compute":
+            raise RuntimeError("cudaErrorDevicesUnavailable")
+
+    monkeypatch.setattr(HostSession, "worker", worker)
+    with staged():
+        assert failure(tmp_path, A) == "stream compute: cudaErrorDevicesUnavailable"
 
 
 def refused() -> OutOfMemoryError:

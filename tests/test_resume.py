@@ -214,7 +214,8 @@ def test_a_torn_last_line_is_not_written_and_a_damaged_one_is_refused(here: Path
     done = run("a", "b", "c", *TILE, "--resume")
     assert (done.code, "is damaged in line 3" in done.err) == (EXIT_USAGE, True)
     path.write_bytes(b"".join(lines[:3]) + lines[3][:-3])
-    assert run("a", "b", "c", *TILE, "--resume").code == 0
+    for _ in ("the others", "none"):  # what was torn is gone from the journal
+        assert run("a", "b", "c", *TILE, "--resume").code == 0
     np.testing.assert_allclose(np.asarray(zarr.open_array("c", mode="r")[:]), A @ B)
 
 

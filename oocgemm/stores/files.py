@@ -107,29 +107,23 @@ class OpenFile:
                 done = self._read_past_cache(direct, offset)
         try:
             done = _fill(self.descriptor, rows, offset, done, flags)
-        except OSError as error:
-            if not (flags and error.errno in (errno.EOPNOTSUPP, errno.EINVAL)):
+        except OSError:
+            if not flags:
                 raise
             done = _fill(self.descriptor, rows, offset, done)
         if done < out.nbytes:
             raise EOFError(f"ends {out.nbytes - done} bytes too early")
 
     def _read_past_cache(self, rows: list[Array], offset: int) -> int:
-        """Bytes that could be read so: none of them where the file system refuses."""
-        try:
+        """Bytes that could be read so: none of them where the system refuses. What else is wrong with the file shows when
+        it is read otherwise."""
+        with contextlib.suppress(OSError):
             descriptor = os.open(self.path, os.O_RDONLY | O_DIRECT)
-        except OSError as error:
-            if error.errno == errno.EINVAL:
-                return 0
-            raise
-        try:
-            return _fill(descriptor, rows, offset)
-        except OSError as error:
-            if error.errno == errno.EINVAL:
-                return 0
-            raise
-        finally:
-            os.close(descriptor)
+            try:
+                return _fill(descriptor, rows, offset)
+            finally:
+                os.close(descriptor)
+        return 0
 
     def _resident(self, offset: int, length: int) -> bool:
         """Whether the page cache holds at least half of a part of the file. Asking does not change it."""
