@@ -27,7 +27,7 @@ from zarr.codecs import (
 )
 
 from oocgemm.errors import ExecutionError
-from oocgemm.stores import files
+from oocgemm.stores import encoding, files
 from oocgemm.stores.arrays import ArrayMatrix, create_npy, open_npy
 from oocgemm.stores.zarr_store import ZarrMatrix
 from tests.problems import DTYPES
@@ -262,6 +262,18 @@ def test_a_damaged_chunk_is_an_error_that_names_its_file(
     chunk.write_bytes(damage(chunk.read_bytes()))
     with pytest.raises(ExecutionError, match=f"chunk {key} in .*A .*damaged or cut short"):
         matrix.read((0, 16), (0, 16), np.empty((16, 16)))
+
+
+def test_a_checksum_is_that_of_all_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoding, "_CHECKSUM_PART", 100)
+    values = np.random.default_rng(0).standard_normal((8, 8))
+    array = zarr.create_array(tmp_path / "A", data=values, chunks=(8, 8), compressors=[CRC])
+    matrix, out = ZarrMatrix("A", array), np.empty((8, 8))
+    for _ in ("written by zarr", "and by us"):
+        matrix.read((0, 8), (0, 8), out)
+        np.testing.assert_array_equal(out, values)
+        matrix.write((0, 8), (0, 8), values)
+    np.testing.assert_array_equal(array[:], values)
 
 
 @pytest.mark.parametrize("compressors", [None, [ZstdCodec()]])

@@ -487,12 +487,34 @@ def test_a_plan_for_more_memory_than_there_is_is_refused(
     assert "97.7 KiB are available" in said
 
 
-def test_what_a_container_caches_can_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("limit", "current", "expected"),
+    [
+        ("100000000", "90000000", 70_000_000),  # what is cached can be had
+        ("100000000", "170000000", 0),
+        (str(1 << 60), "0", None),
+        ("max", "0", None),
+        (None, "0", None),
+    ],
+)
+def test_a_container_may_have_less_memory_than_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str | None, current: str, expected: int | None
+) -> None:
     monkeypatch.setattr(memory, "GROUP", tmp_path)
-    (tmp_path / "memory.max").write_text("100000000\n")
-    (tmp_path / "memory.current").write_text("90000000\n")
+    if limit is not None:
+        (tmp_path / "memory.max").write_text(f"{limit}\n")
+    (tmp_path / "memory.current").write_text(f"{current}\n")
     (tmp_path / "memory.stat").write_text("anon 30000000\ninactive_file 40000000\nactive_file 20000000\n")
-    assert memory.available_memory() == 70_000_000
+    if expected is None:
+        assert 0 < memory.available_memory() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    else:
+        assert memory.available_memory() == expected
+
+
+@pytest.mark.parametrize("size", [1 << 55, 1 << 63, 1 << 70])
+def test_more_memory_than_can_be_addressed_is_refused(size: int) -> None:
+    with pytest.raises(OutOfMemoryError, match=r"the system refuses .* pass a smaller --host-memory"):
+        memory.allocate(size)
 
 
 def test_memory_that_the_system_refuses_is_one_line(tmp_path: Path) -> None:
@@ -725,7 +747,7 @@ STRIKES: dict[str, Callable[[Fault], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["raw", "zstd", "shards", "C.npy"])
+@pytest.mark.parametrize("name", ["raw", "shards", "C.npy"])
 @pytest.mark.parametrize("beta", [0, 1])
 @pytest.mark.parametrize("strikes", STRIKES)
 def test_a_run_that_has_failed_can_be_gone_on_with(

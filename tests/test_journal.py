@@ -17,6 +17,7 @@ import zarr
 import oocgemm
 from oocgemm import InputError, journal
 from oocgemm.journal import JOURNAL, LOCK, Journal, read
+from oocgemm.stores.durable import stamp
 from tests.faults import nothing_left
 
 ME = f"process {os.getpid()} on {socket.gethostname()}\n"
@@ -138,3 +139,15 @@ def test_what_is_no_journal_is_refused_and_left(tmp_path: Path, content: bytes |
         read(path.parent)
     with nothing_left(tmp_path), pytest.raises(InputError, match=said):
         Journal(path.parent)
+
+
+def test_a_stamp_tells_files_apart_by_size_time_and_place(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in "ab"]
+    stamps = [stamp(paths)]
+    for content, modified in ((b"x", 1), (b"xy", 1), (b"xy", 2)):
+        paths[0].write_bytes(content)
+        os.utime(paths[0], ns=(0, modified))
+        stamps.append(stamp(paths))
+    paths[0].rename(paths[1])
+    stamps.append(stamp(paths))
+    assert len(set(stamps)) == 5

@@ -107,9 +107,9 @@ def clear(folder: Path, keep: Collection[str] = (), *, c: bool = True) -> None:
         found += [path for path in folder.parent.iterdir() if path != folder]
     for path in found:
         if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
+            shutil.rmtree(path)
         else:
-            path.unlink(missing_ok=True)
+            path.unlink()
     if not keep:
         for empty in (folder, folder.parent) if inside else (folder,):
             with suppress(OSError):

@@ -68,8 +68,6 @@ class OpenFile:
         They are asked for at once, since whoever maps them will go through them all. Raises `EOFError` if the file
         ends before; should it be cut short while it is looked at, the system ends the process (SIGBUS).
         """
-        if length == 0:
-            return np.empty(0, np.uint8)
         view, before = self._map(offset, length)
         if length >= LEAST_DIRECT and hasattr(mmap, "MADV_WILLNEED"):
             with contextlib.suppress(OSError):  # advice only
@@ -155,10 +153,10 @@ def publish(path: Path, data: Array, size: int) -> None:
 
 
 def modified(folder: Path) -> int | None:
-    """When names in a folder last came or went, in nanoseconds; None if it is not there."""
+    """When names in a folder last came or went, in nanoseconds; None if it cannot be looked at."""
     try:
         return os.stat(folder).st_mtime_ns
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError:
         return None
 
 
@@ -182,7 +180,7 @@ def _write(path: Path, data: Array, size: int) -> None:
     past_cache = O_DIRECT if lies_on_sectors(data) else 0
     for extra in (past_cache, 0) if past_cache else (0,):
         try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | extra, 0o666)
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | extra, 0o666)
         except OSError as error:
             if extra and error.errno == errno.EINVAL:
                 continue
