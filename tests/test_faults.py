@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -639,6 +639,35 @@ def test_a_disk_that_is_read_only_is_refused(disk: tuple[Path, Callable[[], None
     for name in ("new", "new.npy", "C", "C.npy"):
         with nothing_left(folder), pytest.raises(InputError, match=r"[Rr]ead-only"):
             oocgemm.gemm(A, B, folder / name, backend="host", overwrite=True)
+
+
+@pytest.mark.parametrize("first", range(1, 40, 3))
+def test_a_run_over_a_disk_that_turns_read_only_can_be_gone_on_with(tmp_path: Path, first: int) -> None:
+    """Nothing can be taken away again then, either."""
+    a, b, c = store(tmp_path / "A", "raw"), store(tmp_path / "B", "raw", B), tmp_path / "C"
+    fault = Fault(OSError(errno.EROFS, os.strerror(errno.EROFS)), first=first)
+
+    def refusing(right: Callable[..., Any]) -> Callable[..., Any]:
+        def act(target: Any, *rest: Any, **options: Any) -> Any:
+            within = options.get("dir_fd", target)
+            path = os.readlink(f"/proc/self/fd/{within}") if isinstance(within, int) else os.fspath(within)
+            if path.startswith(str(c)):
+                fault.strike()
+            return right(target, *rest, **options)
+
+        return act
+
+    calls = ("pwritev", "write", "replace", "unlink", "rmdir", "mkdir", "ftruncate", "fdatasync")
+    with ExitStack() as patches, nothing_left(tmp_path):
+        for name in calls:
+            patches.enter_context(patch.object(os, name, refusing(getattr(os, name))))
+        try:
+            multiply(tmp_path, a, b)
+        except OocGemmError as error:
+            assert os.strerror(errno.EROFS) in str(error)
+        else:
+            assert fault.calls < first
+    np.testing.assert_array_equal(multiply(tmp_path, a, b, resume=True).out[:], PRODUCT)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT])

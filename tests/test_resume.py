@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from unittest.mock import patch
 
@@ -27,6 +27,7 @@ from oocgemm.plan import Budgets, GemmProblem, Layouts, Slots, TileShape, contin
 from oocgemm.plan.tiling import Tile
 from tests.command import Finished, contents, own_threads, run
 from tests.crash_points import CASES
+from tests.faults import Fault, faulty_stores
 
 TOP = Path(__file__).resolve().parent.parent
 TILE = ("--tile", "4x4x4")
@@ -219,6 +220,30 @@ def test_a_torn_last_line_is_not_written_and_a_damaged_one_is_refused(here: Path
     np.testing.assert_allclose(np.asarray(zarr.open_array("c", mode="r")[:]), A @ B)
 
 
+def test_nothing_is_recorded_behind_a_line_that_was_torn(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right, keep, lines = os.write, Keeper.keep, 0
+
+    def write(descriptor: int, data: bytes) -> int:
+        nonlocal lines
+        lines += 1
+        if lines == 3:
+            right(descriptor, data[:9])
+            raise OSError(28, "No space left on device")
+        return right(descriptor, data)
+
+    def late(self: Keeper, tile: Tile) -> None:
+        while lines == 1 and self._queue.qsize() < 5:
+            time.sleep(0.001)
+        keep(self, tile)
+
+    with monkeypatch.context() as patches:
+        patches.setattr(os, "write", write)
+        patches.setattr(Keeper, "keep", late)
+        assert "bringing tile" in run("a", "b", "c", *TILE).err
+    assert run("a", "b", "c", *TILE, "--resume").code == 0
+    np.testing.assert_allclose(np.asarray(zarr.open_array("c", mode="r")[:]), A @ B)
+
+
 @pytest.mark.parametrize("c", KINDS)
 def test_a_second_run_is_refused_while_the_first_lives(here: Path, c: str) -> None:
     unfinished(c)
@@ -277,13 +302,31 @@ def test_a_run_that_fails_before_a_tile_is_done_leaves_nothing(here: Path, c: st
     assert contents(here) == before
 
 
-def test_an_unfinished_c_does_not_become_whole_by_a_run_that_fails_at_once(here: Path) -> None:
+@pytest.mark.parametrize("tiles", [0, 2])
+@pytest.mark.parametrize("c", KINDS)
+def test_a_c_that_is_overwritten_in_part_stays_unfinished(here: Path, c: str, tiles: int) -> None:
+    """Also if no tile was done yet, and after runs that fail before they write."""
     zarr.create_array("c", data=C, chunks=(4, 4), compressors=None)
-    unfinished("c", "--overwrite")
-    with patch.object(HostBackend, "open", side_effect=BackendError("no room")):
-        assert run("a", "b", "c", "--overwrite").code == EXIT_FAILED
-    assert zarr.open_array("c", mode="r").attrs["oocgemm"] == {"complete": False}
-    assert "unfinished run" in run("a", "c", "new").err
+    np.save("c.npy", C)
+    unfinished(c, "--overwrite", tiles=tiles)
+    for fails in (
+        patch.object(HostBackend, "open", side_effect=BackendError("no room")),
+        faulty_stores(read_A=Fault(ValueError("no number"))),
+        nullcontext(),
+    ):
+        assert c != "c" or zarr.open_array("c", mode="r").attrs["oocgemm"] == {"complete": False}
+        assert "unfinished run" in run("a", c, "new").err
+        with fails:
+            code = run("a", "b", c, "--overwrite").code
+    assert code == 0
+
+
+@pytest.mark.parametrize("c", KINDS)
+def test_what_is_done_stays_done_whatever_a_later_run_fails_of(here: Path, c: str) -> None:
+    assert run("a", "b", c, *TILE).code == 0
+    before = contents(here)
+    assert run("a", "b", c, *TILE, "--resume", "--timeline", "/proc/log").code == EXIT_USAGE
+    assert contents(here) == before
 
 
 @pytest.mark.parametrize("c", ["c", "c.npy"])
