@@ -184,7 +184,7 @@ class Keeper:
         self._grid = grid
         self._redo = redo
         self._queue: SimpleQueue[Tile | None] = SimpleQueue()
-        self._error: BaseException | None = None
+        self._error: ExecutionError | None = None
         self.kept = 0
         self._thread = threading.Thread(target=self._work, name="oocgemm-journal")
         start(self._thread)
@@ -222,10 +222,8 @@ class Keeper:
             if self._error is None:
                 try:
                     self.keep(tile)
-                except OSError as error:
-                    self._error = ExecutionError(f"bringing tile {tile} of C to the disk: {error}")
                 except BaseException as error:
-                    self._error = error
+                    self._error = ExecutionError(f"bringing tile {tile} of C to the disk: {error}")
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:

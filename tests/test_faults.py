@@ -690,18 +690,21 @@ def test_a_disk_that_fails_at_any_call_ends_the_run(
     assert os.strerror(number) in said
 
 
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EIO, "Input/output error"), MemoryError("none left")], ids=repr
+)
 def test_a_tile_that_cannot_be_brought_to_the_disk_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    right = os.fsync
+    right, fault = os.fsync, Fault(error)
 
     def failing(descriptor: int) -> None:
         if os.readlink(f"/proc/self/fd/{descriptor}").endswith("C/c/1/1"):
-            raise OSError(errno.EIO, "Input/output error")
+            fault.strike()
         right(descriptor)
 
     monkeypatch.setattr(os, "fsync", failing)
-    assert "bringing tile (1, 1) of C to the disk: [Errno 5]" in failure(tmp_path, A, chunks=(20, 20))
+    assert f"bringing tile (1, 1) of C to the disk: {error}" in failure(tmp_path, A, chunks=(20, 20))
 
 
 def test_a_map_that_cannot_be_brought_to_the_disk_is_an_error(

@@ -17,7 +17,8 @@ import zarr
 import oocgemm
 from oocgemm import InputError, journal
 from oocgemm.journal import JOURNAL, LOCK, Journal, read
-from oocgemm.stores.durable import stamp
+from oocgemm.resume import how_far
+from oocgemm.stores.durable import stamp, sync_path
 from tests.faults import nothing_left
 
 ME = f"process {os.getpid()} on {socket.gethostname()}\n"
@@ -135,10 +136,31 @@ def test_what_is_no_journal_is_refused_and_left(tmp_path: Path, content: bytes |
         with nothing_left(tmp_path), pytest.raises(InputError, match=said):
             multiply(tmp_path / "C", **options)
     assert content is None or path.read_bytes() == content
+    assert how_far(tmp_path / "C") == ""
     with pytest.raises(InputError, match=said):
         read(path.parent)
     with nothing_left(tmp_path), pytest.raises(InputError, match=said):
         Journal(path.parent)
+
+
+def test_a_header_that_a_killed_run_has_left_is_written_over(tmp_path: Path) -> None:
+    folder = tmp_path / "C" / ".oocgemm"
+    folder.mkdir(parents=True)
+    (folder / f"{JOURNAL}.new").write_bytes(b"x" * 10_000)
+    multiply(tmp_path / "C")
+    found = read(folder)
+    assert found is not None
+    assert (len(found.done), found.complete is None) == (4, False)
+
+
+def test_a_folder_that_may_not_be_listed_may_hold_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def sync(path: Path) -> None:
+        if path == tmp_path:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        sync_path(path)
+
+    monkeypatch.setattr("oocgemm.journal.sync_path", sync)
+    np.testing.assert_array_equal(multiply(tmp_path / "C")[:], A @ A)
 
 
 def test_a_stamp_tells_files_apart_by_size_time_and_place(tmp_path: Path) -> None:

@@ -200,6 +200,15 @@ def test_a_c_that_changed_since_it_was_completed_is_not_taken_for_done(here: Pat
     assert "C has changed since" in run("a", "b", "c", *TILE, "--resume").err
 
 
+@pytest.mark.parametrize("c", KINDS)
+def test_a_c_that_was_removed_since_is_made_anew(here: Path, c: str) -> None:
+    assert run("a", "b", c, *TILE).code == 0
+    before = stored(c)
+    Path(c).unlink() if c.endswith(".npy") else shutil.rmtree(c)
+    assert run("a", "b", c, *TILE, "--resume").code == 0
+    assert stored(c) == before
+
+
 def test_a_torn_last_line_is_not_written_and_a_damaged_one_is_refused(here: Path) -> None:
     unfinished("c", tiles=3)
     path = here / "c" / ".oocgemm" / JOURNAL
