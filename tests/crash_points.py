@@ -19,6 +19,8 @@ import numpy as np
 import zarr
 
 import oocgemm
+from oocgemm.journal import read
+from oocgemm.stores import sidecar
 
 STEPS = ("replace", "fsync", "fdatasync", "write", "pwritev", "ftruncate", "unlink", "rmdir", "mkdir")
 CASES = ("new", "new.npy", "in place", "sharded in place", "in place.npy")
@@ -48,11 +50,15 @@ def prepare(case: str, folder: Path) -> None:
         )
 
 
+def c_of(case: str, folder: Path) -> Path:
+    return folder / ("C.npy" if case.endswith(".npy") else "C")
+
+
 def multiply(case: str, folder: Path) -> None:
     oocgemm.gemm(
         folder / "A.npy",
         folder / "B.npy",
-        folder / ("C.npy" if case.endswith(".npy") else "C"),
+        c_of(case, folder),
         beta=0.5 if "in place" in case else 0,
         compressor="zstd" if case == "zstd" else None,
         tile=f"{TILE}x{TILE * 2}x{TILE}",
@@ -140,6 +146,11 @@ def check(case: str, folder: Path, ended: bool = False) -> None:
     """Go on to the end, unless it `ended`, and compare with an undisturbed run of the same plan."""
     if not ended:
         multiply(case, folder)
+    journal = sidecar(c_of(case, folder))
+    assert journal is not None
+    record = read(journal)
+    assert record is not None
+    assert record.complete is not None
     right = folder.with_name("undisturbed")
     if not right.exists():
         shutil.copytree(folder.with_name("begin"), right)

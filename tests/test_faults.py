@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -428,6 +428,17 @@ def test_a_device_that_fails_names_the_operation(
 def test_a_backend_that_cannot_be_opened_leaves_nothing(tmp_path: Path) -> None:
     with faulty_backend(open=Fault(oocgemm.BackendError("no such kernel here"))):
         assert failure(tmp_path, A) == "no such kernel here"
+
+
+@pytest.mark.parametrize("first", [2, 1000])
+def test_a_session_is_closed_however_the_run_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int
+) -> None:
+    close = Mock()
+    monkeypatch.setattr(HostSession, "close", close)
+    with faulty_stores(read_A=Fault(ValueError("no"), first=first)), suppress(ExecutionError):
+        multiply(tmp_path, A)
+    assert close.call_count == 1
 
 
 @pytest.mark.parametrize("begun", [False, True])

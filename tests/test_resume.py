@@ -315,7 +315,7 @@ def test_a_run_that_fails_before_a_tile_is_done_leaves_nothing(here: Path, c: st
 @pytest.mark.parametrize("c", KINDS)
 def test_a_c_that_is_overwritten_in_part_stays_unfinished(here: Path, c: str, tiles: int) -> None:
     """Also if no tile was done yet, and after runs that fail before they write."""
-    zarr.create_array("c", data=C, chunks=(4, 4), compressors=None)
+    zarr.create_array("c", data=C, chunks=(4, 4), compressors=None, attributes={"kept": 1})
     np.save("c.npy", C)
     unfinished(c, "--overwrite", tiles=tiles)
     for fails in (
@@ -328,6 +328,14 @@ def test_a_c_that_is_overwritten_in_part_stays_unfinished(here: Path, c: str, ti
         with fails:
             code = run("a", "b", c, "--overwrite").code
     assert code == 0
+    assert dict(zarr.open_array("c", mode="r").attrs) == {"kept": 1}
+
+
+def test_chunks_that_are_left_out_need_not_come_to_the_disk(here: Path) -> None:
+    zarr.create_array("zero", shape=(12, 12), dtype="f8", chunks=(4, 4))
+    zarr.create_array("c", shape=(12, 12), dtype="f8", chunks=(2, 2), shards=(4, 4))
+    assert run("zero", "b", "c", *TILE, "--overwrite").code == 0
+    assert not (here / "c" / "c").exists()
 
 
 @pytest.mark.parametrize("c", KINDS)
