@@ -122,7 +122,6 @@ class Kept:
             shutil.rmtree(redo, ignore_errors=True)  # of tiles that were not committed
             redo.mkdir()
             sync_path(earlier.folder)
-            self.matrix.redirect(redo)
 
     def finished(self, tile: Tile) -> None:
         assert self._keeper is not None
