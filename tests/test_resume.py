@@ -338,6 +338,14 @@ def test_chunks_that_are_left_out_need_not_come_to_the_disk(here: Path) -> None:
     assert not (here / "c" / "c").exists()
 
 
+@pytest.mark.parametrize("shards", [(4, 4), None])
+def test_a_tile_of_nothing_but_zeros_replaces_the_old_one(here: Path, shards: tuple[int, int] | None) -> None:
+    values = np.arange(144.0).reshape(12, 12)
+    c = zarr.create_array("c", data=-values @ values, chunks=(2, 2), shards=shards)
+    oocgemm.gemm(values, values, here / "c", beta=1, tile="4x4x4", backend="host")
+    np.testing.assert_array_equal(c[:], np.zeros((12, 12)))
+
+
 @pytest.mark.parametrize("c", KINDS)
 def test_what_is_done_stays_done_whatever_a_later_run_fails_of(here: Path, c: str) -> None:
     assert run("a", "b", c, *TILE).code == 0
