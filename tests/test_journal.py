@@ -151,6 +151,7 @@ def test_a_header_that_a_killed_run_has_left_is_written_over(tmp_path: Path) -> 
     found = read(folder)
     assert found is not None
     assert (len(found.done), found.complete is None) == (4, False)
+    assert (folder / JOURNAL).stat().st_size == found.length
 
 
 def test_a_folder_that_may_not_be_listed_may_hold_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
