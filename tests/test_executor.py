@@ -76,16 +76,19 @@ def test_a_failing_store_stops_the_run(method: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_first_error_is_the_one_that_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    right, failed = Run._fail, threading.Event()
+    right, begun, failed = Run._fail, threading.Event(), threading.Event()
 
     def fail(self: Run, error: BaseException) -> None:
         right(self, error)
         failed.set()
 
     def failing(self: ArrayMatrix, rows: Any, cols: Any, out: Any) -> None:
-        if self.name == "B":
-            failed.wait(10)
-        raise OSError("first" if self.name == "A" else "later")
+        if self.name == "A":
+            begun.wait(10)
+            raise OSError("first")
+        begun.set()
+        failed.wait(10)
+        raise OSError("later")
 
     monkeypatch.setattr(Run, "_fail", fail)
     monkeypatch.setattr(ArrayMatrix, "read", failing)
