@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -325,14 +326,18 @@ def test_a_run_that_stops_waits_for_no_read(tmp_path: Path, monkeypatch: pytest.
 
 def test_an_interrupt_ends_the_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waiting = Fault(OSError(errno.EIO, "passing"), times=1)
-    threading.Timer(0.3, os.kill, (os.getpid(), 2)).start()
-    with ended_early(monkeypatch), nothing_left(tmp_path), faulty_stores(read_A=waiting):
-        try:
-            multiply(tmp_path, A)
-        except KeyboardInterrupt:
-            pass
-        else:
-            pytest.fail("it went on")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had it ignored
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        with ended_early(monkeypatch), nothing_left(tmp_path), faulty_stores(read_A=waiting):
+            try:
+                multiply(tmp_path, A)
+            except KeyboardInterrupt:
+                pass
+            else:
+                pytest.fail("it went on")
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class Flaky(WrapperStore[MemoryStore]):

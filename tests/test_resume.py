@@ -471,3 +471,14 @@ def test_a_signal_ends_a_run_in_good_time(here: Path, number: int, code: int, st
     last = err.splitlines()[-1]
     assert last.startswith("Interrupted. ")
     assert last.endswith("of 1600 tiles are done: the same command with --resume goes on with the others")
+
+
+def test_a_link_in_what_is_taken_away_is_taken_away_and_not_what_it_leads_to(tmp_path: Path) -> None:
+    journal, elsewhere = tmp_path / "C.zarr" / ".oocgemm", tmp_path / "elsewhere"
+    for folder in (journal, elsewhere):
+        folder.mkdir(parents=True)
+    (elsewhere / "0").write_bytes(b"chunk")
+    (journal.parent / "c").symlink_to(elsewhere)
+    stores.clear(journal)
+    assert not journal.parent.exists()
+    assert [path.name for path in elsewhere.iterdir()] == ["0"]

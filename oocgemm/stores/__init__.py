@@ -106,7 +106,7 @@ def clear(folder: Path, keep: Collection[str] = (), *, c: bool = True) -> None:
     if inside and c:
         found += [path for path in folder.parent.iterdir() if path != folder]
     for path in found:
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink()
