@@ -237,9 +237,7 @@ def _storage(
 
         def array(name: str, compressor: str, threads: int) -> Staging:
             where = os.path.join(place.name, name)
-            matrix = stores.create_output(
-                name, where, data.shape, data.dtype, (side, side), compressor
-            ).matrix
+            matrix = stores.create_output(name, where, data.shape, data.dtype, (side, side), compressor)
             plan = plan_of(replace(machine, io_threads=threads), "float64", TileShape(rows, cols, cols))
             staging = Staging(plan, {"A": matrix, "C": matrix})
             cleanup.callback(staging.close)

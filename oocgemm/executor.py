@@ -164,14 +164,16 @@ class Run:
 
     def _work(self, stream: str, queue: "Queue[_Item | None]", on_store: bool) -> None:
         context: AbstractContextManager[None] = nullcontext() if on_store else self._session.worker(stream)
+        ended = False
         try:
             perform = _marked(self._transfer if on_store else self._submit)
             with context:
                 while (item := queue.get()) is not None:
                     self._step(item, perform)
-        except BaseException as error:  # the context itself: no device, say
-            self._fail(error)
-            while (item := queue.get()) is not None:
+                ended = True
+        except BaseException as error:  # of the context itself: no device, say
+            self._fail(_placed(error, f"stream {stream}"))
+            while not ended and (item := queue.get()) is not None:
                 item[2].event.set()
 
     def _step(self, item: _Item, perform: Perform) -> None:
@@ -269,10 +271,10 @@ def _marked(perform: Perform) -> Perform:
     return marked
 
 
-def _placed(error: BaseException, operation: Operation) -> BaseException:
-    """An error that says which operation it stopped; interrupts stay what they are."""
+def _placed(error: BaseException, where: Operation | str) -> BaseException:
+    """An error that says what it stopped; interrupts stay what they are."""
     if not isinstance(error, Exception):
         return error
-    placed = ExecutionError(f"{operation}: {error or type(error).__name__}")
+    placed = ExecutionError(f"{where}: {error or type(error).__name__}")
     placed.__cause__ = error
     return placed

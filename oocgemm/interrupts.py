@@ -29,9 +29,9 @@ def stopping(farewell: Callable[[], None]) -> Iterator[None]:
     than `PATIENCE`, or at a second signal, the process says `farewell` and ends at once: that is as good as a kill,
     which a journal is made for. For the main thread of a program."""
     ended = threading.Event()
-    number = seen = 0
+    seen = 0
 
-    def leave() -> None:
+    def leave(number: int) -> None:
         if sys.stderr.isatty():
             sys.stderr.write("\x1b[?25h")  # a progress display hides the cursor
         farewell()
@@ -40,17 +40,14 @@ def stopping(farewell: Callable[[], None]) -> Iterator[None]:
 
     def watch() -> None:
         # The system writes here at once, even while the main thread is held up in a library.
-        nonlocal number
-        if (arrived := os.read(reading, 1)) and not ended.is_set():
-            number = arrived[0]
-            if not ended.wait(PATIENCE):
-                leave()
+        if (arrived := os.read(reading, 1)) and not ended.wait(PATIENCE):
+            leave(arrived[0])
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
         nonlocal seen
         seen += 1
         if seen > 1:
-            leave()
+            leave(signum)
         raise Interrupted(signum)
 
     reading, writing = os.pipe()

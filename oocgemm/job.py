@@ -28,7 +28,7 @@ from oocgemm.plan import (
     make_plan,
 )
 from oocgemm.resume import Earlier, check_same, check_whole, identify, look
-from oocgemm.stores import Matrix, Output
+from oocgemm.stores import Matrix
 from oocgemm.units import format_size, parse_size
 
 Size = int | str
@@ -306,11 +306,11 @@ def _as_begun(c: Any, earlier: Earlier) -> tuple[tuple[int, int] | None, str | N
     return (rows, cols), earlier.header["given"]["compressor"]
 
 
-def create_output(job: Job, c: Any, folder: Path | None = None) -> Output:
+def create_output(job: Job, c: Any, folder: Path | None = None) -> Matrix:
     """C, created now if it does not exist; `folder` is that of its journal."""
     if job.c is not None:
         stores.reserve(job.c)
-        return Output(job.c, lambda: None)
+        return job.c
     problem = job.plan.problem
     shape, dtype = (problem.m, problem.n), numpy_dtype(problem.c_dtype)
     if c is None:
@@ -320,7 +320,7 @@ def create_output(job: Job, c: Any, folder: Path | None = None) -> Output:
                 f"C is {format_size(size)}, more than the {format_size(available_memory())} of memory there is: "
                 "give a path for it"
             )
-        return Output(stores.open_matrix("C", np.empty(shape, dtype), writable=True), lambda: None)
+        return stores.open_matrix("C", np.empty(shape, dtype), writable=True)
     place = os.fspath(c)
     return stores.create_output("C", place, shape, dtype, job.plan.chunks, job.compressor, folder=folder)
 

@@ -75,7 +75,7 @@ def read(folder: Path) -> Record | None:
     path = folder / JOURNAL
     try:
         content = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
         return None
     except OSError as error:
         raise InputError(f"C: cannot look for a journal at {path}: {error.strerror}") from error
@@ -104,7 +104,7 @@ def owner(folder: Path) -> str | None:
     """The living process that runs with the journal in a folder, if any."""
     try:
         descriptor = os.open(folder / LOCK, os.O_RDONLY)
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
         return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -184,13 +184,10 @@ class Keeper:
         self._grid = grid
         self._redo = redo
         self._queue: SimpleQueue[Tile | None] = SimpleQueue()
-        self._error: BaseException | None = None
+        self._error: ExecutionError | None = None
         self.kept = 0
         self._thread = threading.Thread(target=self._work, name="oocgemm-journal")
-        try:
-            start(self._thread)
-        except RuntimeError as error:
-            raise ExecutionError(f"the system refuses the thread {self._thread.name}: {error}") from error
+        start(self._thread)
 
     def finished(self, tile: Tile) -> None:
         """A tile is written as far as its writer is concerned. Raises what keeping an earlier one has failed with."""
@@ -225,10 +222,8 @@ class Keeper:
             if self._error is None:
                 try:
                     self.keep(tile)
-                except OSError as error:
-                    self._error = ExecutionError(f"bringing tile {tile} of C to the disk: {error}")
                 except BaseException as error:
-                    self._error = error
+                    self._error = ExecutionError(f"bringing tile {tile} of C to the disk: {error}")
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:

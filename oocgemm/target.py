@@ -1,6 +1,5 @@
 """Where a run writes to, from its begin to its end: C in local files, with a journal, or any other C, without."""
 
-import os
 import shutil
 from contextlib import suppress
 from dataclasses import asdict
@@ -47,9 +46,8 @@ class Plain:
     """A C without a journal: memory, or a store elsewhere."""
 
     def __init__(self, work: Job, c: Any) -> None:
-        output = job.create_output(work, c)
-        self.matrix = output.matrix
-        self._discard = output.discard
+        self._was_whole = _was_whole(work)
+        self.matrix = job.create_output(work, c)
         self.matrix.set_finished(False)
 
     def finished(self, tile: Tile) -> None:
@@ -60,8 +58,7 @@ class Plain:
         self.matrix.set_finished(True)
 
     def abandon(self, *, written: bool) -> None:
-        self._discard()
-        if not written:
+        if self._was_whole and not written:
             self.matrix.set_finished(True)
 
     def close(self) -> None:
@@ -77,11 +74,9 @@ class Kept:
         self._earlier = earlier
         self._creates, self._created = work.c is None, False
         ended = earlier.record is None or earlier.record.complete is not None
-        self._was_whole = work.c is not None and ended and not work.c.describe().get("unfinished")
+        self._was_whole = ended and _was_whole(work)
         self._redo = work.plan.problem.reads_c
-        if work.c is None:
-            stores.check_writable("C", os.fspath(c))
-        else:
+        if work.c is not None:
             self.matrix = cast(Durable, work.c)
         try:
             self._journal = Journal(earlier.folder)
@@ -110,7 +105,7 @@ class Kept:
         if work.c is None:
             if earlier.anew:
                 stores.clear(earlier.folder, keep=(JOURNAL, LOCK))
-            self.matrix = cast(Durable, job.create_output(work, c, folder=earlier.folder).matrix)
+            self.matrix = cast(Durable, job.create_output(work, c, folder=earlier.folder))
             self._created = True
         if earlier.complete:
             return
@@ -124,11 +119,9 @@ class Kept:
             self.matrix.redirect(redo)
             for tile in earlier.committed:
                 self.matrix.adopt(plan.grid.rows(tile[0]), plan.grid.cols(tile[1]))
-                self._journal.done(tile)
             shutil.rmtree(redo, ignore_errors=True)  # of tiles that were not committed
             redo.mkdir()
             sync_path(earlier.folder)
-            self.matrix.redirect(redo)
 
     def finished(self, tile: Tile) -> None:
         assert self._keeper is not None
@@ -157,6 +150,11 @@ class Kept:
 
     def close(self) -> None:
         self._journal.close()
+
+
+def _was_whole(work: Job) -> bool:
+    """Whether there is a C that was not left by a run that has not ended, as far as it says so."""
+    return work.c is not None and not work.c.describe().get("unfinished")
 
 
 def _header(work: Job) -> dict[str, Any]:

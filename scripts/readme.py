@@ -294,7 +294,22 @@ def kernels() -> str:
             f"{rates[kernel, params, d] / 1e12:.3g}" if (kernel, params, d) in rates else "" for d in dtypes
         ]
         lines.append(f"| {kernel} | {params} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", *fast_kernels()])
+    return "\n".join([*lines, "", steps_of_the_ladder(rates, dtypes), "", *fast_kernels()])
+
+
+def steps_of_the_ladder(rates: dict[tuple[str, str, str], float], dtypes: list[str]) -> str:
+    """What each idea of the lower rungs gains, by the best parameters of each."""
+
+    def best(kernel: str, dtype: str, params: str = "") -> float:
+        return max(f for (k, p, d), f in rates.items() if (k, d) == (kernel, dtype) and p.endswith(params))
+
+    gains = {
+        "`tiled` over `naive`": [best("tiled", d) / best("naive", d) for d in dtypes],
+        "8 results a thread over 1": [best("register", d, " 8") / best("register", d, " 1") for d in dtypes],
+        "`liang_opt` over `liang_normal`": [best("liang_opt", d) / best("liang_normal", d) for d in dtypes],
+    }
+    said = [f"{what}: {' and '.join(f'{gain:.2f}' for gain in found)}" for what, found in gains.items()]
+    return f"In {' and '.join(dtypes)}, {'; '.join(said)}."
 
 
 # Square products, and updates of a result of 12288 x 12288 (beta 1) by panels of some depth.

@@ -20,7 +20,7 @@ from oocgemm.backends import host, memory
 from oocgemm.backends.base import Backend, Session, Token
 from oocgemm.plan import Operation, Plan
 from oocgemm.plan.tiling import Span
-from oocgemm.stores import Matrix, Output
+from oocgemm.stores import Matrix
 from tests.command import own_threads
 from tests.problems import Array
 
@@ -77,9 +77,8 @@ def faulty_stores(**faults: Fault) -> Iterator[None]:
     def open_matrix(name: str, source: Any, **options: Any) -> Any:
         return wrapped(name, opening(name, source, **options))
 
-    def create_output(name: str, *rest: Any, **options: Any) -> Output:
-        output = creating(name, *rest, **options)
-        return Output(wrapped(name, output.matrix), output.discard)
+    def create_output(name: str, *rest: Any, **options: Any) -> Any:
+        return wrapped(name, creating(name, *rest, **options))
 
     with (
         patch.object(stores, "open_matrix", open_matrix),
@@ -169,8 +168,15 @@ def bytewise(most: int) -> Iterator[None]:
     def pwritev(descriptor: int, buffers: Sequence[Any], offset: int, flags: int = 0) -> int:
         return writing(descriptor, limited(buffers), offset, flags)
 
-    reading, writing = os.preadv, os.pwritev
-    with patch.object(os, "preadv", preadv), patch.object(os, "pwritev", pwritev):
+    def write(descriptor: int, data: Any) -> int:
+        return appending(descriptor, data[:most])
+
+    reading, writing, appending = os.preadv, os.pwritev, os.write
+    with (
+        patch.object(os, "preadv", preadv),
+        patch.object(os, "pwritev", pwritev),
+        patch.object(os, "write", write),
+    ):
         yield
 
 

@@ -27,7 +27,7 @@ from zarr.codecs import (
 )
 
 from oocgemm.errors import ExecutionError
-from oocgemm.stores import files
+from oocgemm.stores import encoding, files
 from oocgemm.stores.arrays import ArrayMatrix, create_npy, open_npy
 from oocgemm.stores.zarr_store import ZarrMatrix
 from tests.problems import DTYPES
@@ -264,6 +264,18 @@ def test_a_damaged_chunk_is_an_error_that_names_its_file(
         matrix.read((0, 16), (0, 16), np.empty((16, 16)))
 
 
+def test_a_checksum_is_that_of_all_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoding, "_CHECKSUM_PART", 100)
+    values = np.random.default_rng(0).standard_normal((8, 8))
+    array = zarr.create_array(tmp_path / "A", data=values, chunks=(8, 8), compressors=[CRC])
+    matrix, out = ZarrMatrix("A", array), np.empty((8, 8))
+    for _ in ("written by zarr", "and by us"):
+        matrix.read((0, 8), (0, 8), out)
+        np.testing.assert_array_equal(out, values)
+        matrix.write((0, 8), (0, 8), values)
+    np.testing.assert_array_equal(array[:], values)
+
+
 @pytest.mark.parametrize("compressors", [None, [ZstdCodec()]])
 def test_a_chunk_that_is_cut_once_it_is_open_is_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compressors: Any
@@ -425,3 +437,30 @@ def test_a_file_that_cannot_be_made_leaves_nothing(tmp_path: Path, monkeypatch: 
     with pytest.raises(OSError, match="No space"):
         create_npy("C", tmp_path / "C.npy", (4, 4), np.dtype("f8"))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not files.O_DIRECT, reason="there is no way past the page cache")
+@pytest.mark.parametrize("call", ["open", "pwritev"])
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSPC])
+def test_only_where_it_cannot_be_done_otherwise_is_a_file_written_through_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
+) -> None:
+    data = files.scratch(8192)
+    data[...] = np.arange(8192) % 251
+    right, flags = getattr(os, call), []
+
+    def refuse(target: Any, *rest: Any) -> Any:
+        flags.append(rest[0] if call == "open" else fcntl.fcntl(target, fcntl.F_GETFL))
+        if flags[-1] & files.O_DIRECT:
+            raise OSError(number, "no")
+        return right(target, *rest)
+
+    monkeypatch.setattr(os, call, refuse)
+    if number == errno.EINVAL:
+        files.publish(tmp_path / "chunk", data, 8000)
+        assert (tmp_path / "chunk").read_bytes() == data[:8000].tobytes()
+    else:
+        with pytest.raises(OSError, match="no"):
+            files.publish(tmp_path / "chunk", data, 8000)
+        assert list(tmp_path.iterdir()) == []
+    assert len(flags) == (2 if number == errno.EINVAL else 1)

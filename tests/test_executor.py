@@ -18,6 +18,7 @@ import oocgemm
 from oocgemm.backends.base import Token
 from oocgemm.backends.host import HostSession
 from oocgemm.errors import ExecutionError
+from oocgemm.executor import Run
 from oocgemm.plan import Kind, Operation, Plan, TileShape, candidates
 from oocgemm.stores.arrays import ArrayMatrix
 from oocgemm.timeline import Span
@@ -78,11 +79,23 @@ def test_a_failing_store_stops_the_run(method: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_first_error_is_the_one_that_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(self: ArrayMatrix, rows: Any, cols: Any, out: Any) -> None:
-        raise OSError("first" if (rows[0], cols[0]) == (0, 0) else "later")
+    right, begun, failed = Run._fail, threading.Event(), threading.Event()
 
+    def fail(self: Run, error: BaseException) -> None:
+        right(self, error)
+        failed.set()
+
+    def failing(self: ArrayMatrix, rows: Any, cols: Any, out: Any) -> None:
+        if self.name == "A":
+            begun.wait(10)
+            raise OSError("first")
+        begun.set()
+        failed.wait(10)
+        raise OSError("later")
+
+    monkeypatch.setattr(Run, "_fail", fail)
     monkeypatch.setattr(ArrayMatrix, "read", failing)
-    with pytest.raises(ExecutionError, match="first"):
+    with pytest.raises(ExecutionError, match="first"), staged(2):
         oocgemm.matmul(A, B, tile="40x50x30", backend="host")
 
 

@@ -1,7 +1,9 @@
 """Every kernel compiles for what it declares, without a GPU: no spills, its tensor instruction, and one cache."""
 
+import os
 import shutil
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -72,8 +74,13 @@ def test_every_variant_compiles_without_spills(kernel: Kernel, arch: str, tmp_pa
         pairs = OP_PAIRS if DTYPES[last].is_complex else REAL_PAIRS  # of which C is T
         wanted += [(dtype, (Op.N, Op.T), default) for dtype in kernel.dtypes[1:]]
         wanted += [(last, ops, default) for ops in pairs if (last, ops, default) not in wanted]
-    for variant in wanted:
-        check_code(kernel, arch, *variant, tmp_path)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # the compiler lets go of the interpreter
+        checks = []
+        for number, (dtype, ops, params) in enumerate(wanted):
+            (folder := tmp_path / str(number)).mkdir()
+            checks.append(pool.submit(check_code, kernel, arch, dtype, ops, params, folder))
+    for check in checks:
+        check.result()
 
 
 def test_the_check_sees_a_spill_and_a_missing_instruction(

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from unittest.mock import patch
 
@@ -27,6 +27,7 @@ from oocgemm.plan import Budgets, GemmProblem, Layouts, Slots, TileShape, contin
 from oocgemm.plan.tiling import Tile
 from tests.command import Finished, contents, own_threads, run
 from tests.crash_points import CASES
+from tests.faults import Fault, faulty_stores
 
 TOP = Path(__file__).resolve().parent.parent
 TILE = ("--tile", "4x4x4")
@@ -129,6 +130,20 @@ def test_a_failed_run_says_how_far_it_came_and_is_gone_on_with(here: Path, c: st
     assert contents(here) == before
 
 
+def test_a_run_stops_once_a_tile_cannot_be_kept(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right, written = Keeper.finished, []
+
+    def finished(self: Keeper, tile: Tile) -> None:
+        written.append(tile)
+        right(self, tile)
+        while self._error is None:
+            time.sleep(0.001)
+
+    monkeypatch.setattr(Keeper, "finished", finished)
+    unfinished("c", tiles=0)
+    assert 1 <= len(written) < 9
+
+
 DIFFERENCES = {
     "alpha is 2.0 now and was 1.0": ("a", "b", "--alpha", "2"),
     "beta is 0.25 now and was 0.5": ("a", "b", "--beta", "0.25"),
@@ -185,6 +200,15 @@ def test_a_c_that_changed_since_it_was_completed_is_not_taken_for_done(here: Pat
     assert "C has changed since" in run("a", "b", "c", *TILE, "--resume").err
 
 
+@pytest.mark.parametrize("c", KINDS)
+def test_a_c_that_was_removed_since_is_made_anew(here: Path, c: str) -> None:
+    assert run("a", "b", c, *TILE).code == 0
+    before = stored(c)
+    Path(c).unlink() if c.endswith(".npy") else shutil.rmtree(c)
+    assert run("a", "b", c, *TILE, "--resume").code == 0
+    assert stored(c) == before
+
+
 def test_a_torn_last_line_is_not_written_and_a_damaged_one_is_refused(here: Path) -> None:
     unfinished("c", tiles=3)
     path = here / "c" / ".oocgemm" / JOURNAL
@@ -200,6 +224,31 @@ def test_a_torn_last_line_is_not_written_and_a_damaged_one_is_refused(here: Path
     done = run("a", "b", "c", *TILE, "--resume")
     assert (done.code, "is damaged in line 3" in done.err) == (EXIT_USAGE, True)
     path.write_bytes(b"".join(lines[:3]) + lines[3][:-3])
+    for _ in ("the others", "none"):  # what was torn is gone from the journal
+        assert run("a", "b", "c", *TILE, "--resume").code == 0
+    np.testing.assert_allclose(np.asarray(zarr.open_array("c", mode="r")[:]), A @ B)
+
+
+def test_nothing_is_recorded_behind_a_line_that_was_torn(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right, keep, lines = os.write, Keeper.keep, 0
+
+    def write(descriptor: int, data: bytes) -> int:
+        nonlocal lines
+        lines += 1
+        if lines == 3:
+            right(descriptor, data[:9])
+            raise OSError(28, "No space left on device")
+        return right(descriptor, data)
+
+    def late(self: Keeper, tile: Tile) -> None:
+        while lines == 1 and self._queue.qsize() < 5:
+            time.sleep(0.001)
+        keep(self, tile)
+
+    with monkeypatch.context() as patches:
+        patches.setattr(os, "write", write)
+        patches.setattr(Keeper, "keep", late)
+        assert "bringing tile" in run("a", "b", "c", *TILE).err
     assert run("a", "b", "c", *TILE, "--resume").code == 0
     np.testing.assert_allclose(np.asarray(zarr.open_array("c", mode="r")[:]), A @ B)
 
@@ -262,13 +311,47 @@ def test_a_run_that_fails_before_a_tile_is_done_leaves_nothing(here: Path, c: st
     assert contents(here) == before
 
 
-def test_an_unfinished_c_does_not_become_whole_by_a_run_that_fails_at_once(here: Path) -> None:
-    zarr.create_array("c", data=C, chunks=(4, 4), compressors=None)
-    unfinished("c", "--overwrite")
-    with patch.object(HostBackend, "open", side_effect=BackendError("no room")):
-        assert run("a", "b", "c", "--overwrite").code == EXIT_FAILED
-    assert zarr.open_array("c", mode="r").attrs["oocgemm"] == {"complete": False}
-    assert "unfinished run" in run("a", "c", "new").err
+@pytest.mark.parametrize("tiles", [0, 2])
+@pytest.mark.parametrize("c", KINDS)
+def test_a_c_that_is_overwritten_in_part_stays_unfinished(here: Path, c: str, tiles: int) -> None:
+    """Also if no tile was done yet, and after runs that fail before they write."""
+    zarr.create_array("c", data=C, chunks=(4, 4), compressors=None, attributes={"kept": 1})
+    np.save("c.npy", C)
+    unfinished(c, "--overwrite", tiles=tiles)
+    for fails in (
+        patch.object(HostBackend, "open", side_effect=BackendError("no room")),
+        faulty_stores(read_A=Fault(ValueError("no number"))),
+        nullcontext(),
+    ):
+        assert c != "c" or zarr.open_array("c", mode="r").attrs["oocgemm"] == {"complete": False}
+        assert "unfinished run" in run("a", c, "new").err
+        with fails:
+            code = run("a", "b", c, "--overwrite").code
+    assert code == 0
+    assert dict(zarr.open_array("c", mode="r").attrs) == {"kept": 1}
+
+
+def test_chunks_that_are_left_out_need_not_come_to_the_disk(here: Path) -> None:
+    zarr.create_array("zero", shape=(12, 12), dtype="f8", chunks=(4, 4))
+    zarr.create_array("c", shape=(12, 12), dtype="f8", chunks=(2, 2), shards=(4, 4))
+    assert run("zero", "b", "c", *TILE, "--overwrite").code == 0
+    assert not (here / "c" / "c").exists()
+
+
+@pytest.mark.parametrize("shards", [(4, 4), None])
+def test_a_tile_of_nothing_but_zeros_replaces_the_old_one(here: Path, shards: tuple[int, int] | None) -> None:
+    values = np.arange(144.0).reshape(12, 12)
+    c = zarr.create_array("c", data=-values @ values, chunks=(2, 2), shards=shards)
+    oocgemm.gemm(values, values, here / "c", beta=1, tile="4x4x4", backend="host")
+    np.testing.assert_array_equal(c[:], np.zeros((12, 12)))
+
+
+@pytest.mark.parametrize("c", KINDS)
+def test_what_is_done_stays_done_whatever_a_later_run_fails_of(here: Path, c: str) -> None:
+    assert run("a", "b", c, *TILE).code == 0
+    before = contents(here)
+    assert run("a", "b", c, *TILE, "--resume", "--timeline", "/proc/log").code == EXIT_USAGE
+    assert contents(here) == before
 
 
 @pytest.mark.parametrize("c", ["c", "c.npy"])
@@ -388,3 +471,14 @@ def test_a_signal_ends_a_run_in_good_time(here: Path, number: int, code: int, st
     last = err.splitlines()[-1]
     assert last.startswith("Interrupted. ")
     assert last.endswith("of 1600 tiles are done: the same command with --resume goes on with the others")
+
+
+def test_a_link_in_what_is_taken_away_is_taken_away_and_not_what_it_leads_to(tmp_path: Path) -> None:
+    journal, elsewhere = tmp_path / "C.zarr" / ".oocgemm", tmp_path / "elsewhere"
+    for folder in (journal, elsewhere):
+        folder.mkdir(parents=True)
+    (elsewhere / "0").write_bytes(b"chunk")
+    (journal.parent / "c").symlink_to(elsewhere)
+    stores.clear(journal)
+    assert not journal.parent.exists()
+    assert [path.name for path in elsewhere.iterdir()] == ["0"]

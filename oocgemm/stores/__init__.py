@@ -3,9 +3,8 @@
 import os
 import shutil
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,8 @@ __all__ = [
     "COMPRESSORS",
     "Array",
     "Matrix",
-    "Output",
     "check_apart",
     "check_compressor",
-    "check_writable",
     "clear",
     "create_output",
     "exists",
@@ -46,14 +43,6 @@ __all__ = [
 ]
 
 COMPRESSORS = ("none", "zstd", "blosc-lz4", "blosc-zstd", "gzip")
-
-
-@dataclass(frozen=True)
-class Output:
-    """A result that was created, and how to take it away again if the run fails."""
-
-    matrix: Matrix
-    discard: Callable[[], None]
 
 
 def is_path(value: object) -> bool:
@@ -118,9 +107,9 @@ def clear(folder: Path, keep: Collection[str] = (), *, c: bool = True) -> None:
         found += [path for path in folder.parent.iterdir() if path != folder]
     for path in found:
         if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
+            shutil.rmtree(path)
         else:
-            path.unlink(missing_ok=True)
+            path.unlink()
     if not keep:
         for empty in (folder, folder.parent) if inside else (folder,):
             with suppress(OSError):
@@ -228,22 +217,19 @@ def create_output(
     compressor: str | None,
     *,
     folder: Path | None = None,
-) -> Output:
+) -> Matrix:
     """A new result at a path: .npy by that ending, else zarr. With the `folder` of a journal a .npy file is written there,
     and goes to its path when it is finished."""
-    check_writable(name, path)
-    parent = Path(path).absolute().parent
     if path.endswith(".npy"):
         try:
-            parent.mkdir(parents=True, exist_ok=True)
+            Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
             at = Path(path) if folder is None else folder / DATA
-            return Output(create_npy(name, at, shape, dtype, Path(path)), lambda: at.unlink(missing_ok=True))
+            return create_npy(name, at, shape, dtype, Path(path))
         except (OSError, ValueError, OverflowError) as error:
             raise InputError(f"{name}: cannot create {path}: {error}") from error
-    from oocgemm.stores.zarr_store import create_zarr, remove_zarr
+    from oocgemm.stores.zarr_store import create_zarr
 
-    created = create_zarr(name, path, shape, dtype, chunks, compressor)
-    return Output(created, lambda: remove_zarr(created))
+    return create_zarr(name, path, shape, dtype, chunks, compressor)
 
 
 def reserve(matrix: Matrix) -> None:
@@ -253,13 +239,6 @@ def reserve(matrix: Matrix) -> None:
             matrix.reserve()
         except OSError as error:
             raise InputError(f"{matrix.name}: the disk refuses room for all of its file: {error}") from error
-
-
-def check_writable(name: str, path: str) -> None:
-    """Raises `InputError` where nothing can be created."""
-    parent = Path(path).absolute().parent
-    if "://" not in path and not os.access(_nearest(parent), os.W_OK):
-        raise InputError(f"{name}: cannot write to {parent}: it is read-only for this user")
 
 
 def check_apart(name: str, path: str, operand: Matrix) -> None:
@@ -286,9 +265,3 @@ def _overlap(one: Array, other: Array) -> bool:
         return bool(np.shares_memory(one, other, max_work=100_000))  # type: ignore[arg-type]  # its stub knows the extremes only
     except np.exceptions.TooHardError:
         return True
-
-
-def _nearest(folder: Path) -> Path:
-    while not os.path.exists(folder):
-        folder = folder.parent
-    return folder

@@ -78,7 +78,6 @@ class ArrayMatrix:
     def set_finished(self, finished: bool) -> None:
         if not finished or self._path is None or self._place is None:
             return
-        self._sync_file()
         _name(Path(self._path), self._place)
         sync_path(self._place.parent)
         self._path = str(self._place)
@@ -119,9 +118,6 @@ class ArrayMatrix:
         (SIGBUS), where it is an `OSError` here. Other threads must not write meanwhile."""
         if self._map is not None and isinstance(self.array, np.memmap) and self.array.filename is not None:
             with open(self.array.filename, "r+b") as file:
-                status, disk = os.fstat(file.fileno()), os.fstatvfs(file.fileno())
-                if self._file_bytes - 512 * status.st_blocks > disk.f_bavail * disk.f_frsize:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # before all that is left is taken
                 os.posix_fallocate(file.fileno(), 0, self._file_bytes)
 
     def _check_length(self) -> None:
@@ -162,6 +158,7 @@ def create_npy(
             array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
         matrix = ArrayMatrix(name, array, str(path), place)
         matrix.reserve()
+        sync_files(path.parent, [path.name])  # what it comes to hold is synced block by block
     except BaseException:
         path.unlink()
         raise

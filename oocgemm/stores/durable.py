@@ -55,7 +55,7 @@ def sync_names(root: Path, names: Collection[str]) -> None:
     folders = {root}
     for parent in {(root / name).parent for name in names}:
         folders |= {folder for folder in (parent, *parent.parents) if root in folder.parents}
-    for folder in sorted(folders, reverse=True):
+    for folder in folders:
         if folder.is_dir():
             sync_path(folder)
 

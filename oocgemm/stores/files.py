@@ -72,8 +72,6 @@ class OpenFile:
         They are asked for at once, since whoever maps them will go through them all. Raises `EOFError` if the file
         ends before; should it be cut short while it is looked at, the system ends the process (SIGBUS).
         """
-        if length == 0:
-            return np.empty(0, np.uint8)
         view, before = self._map(offset, length)
         if length >= LEAST_DIRECT and hasattr(mmap, "MADV_WILLNEED"):
             with contextlib.suppress(OSError):  # advice only
@@ -112,29 +110,23 @@ class OpenFile:
                 done = self._read_past_cache(direct, offset)
         try:
             done = _fill(self.descriptor, rows, offset, done, flags)
-        except OSError as error:
-            if not (flags and error.errno in (errno.EOPNOTSUPP, errno.EINVAL)):
+        except OSError:
+            if not flags:
                 raise
             done = _fill(self.descriptor, rows, offset, done)
         if done < out.nbytes:
             raise EOFError(f"ends {out.nbytes - done} bytes too early")
 
     def _read_past_cache(self, rows: list[Array], offset: int) -> int:
-        """Bytes that could be read so: none of them where the file system refuses."""
-        try:
+        """Bytes that could be read so: none of them where the system refuses. What else is wrong with the file shows when
+        it is read otherwise."""
+        with contextlib.suppress(OSError):
             descriptor = os.open(self.path, os.O_RDONLY | O_DIRECT)
-        except OSError as error:
-            if error.errno == errno.EINVAL:
-                return 0
-            raise
-        try:
-            return _fill(descriptor, rows, offset)
-        except OSError as error:
-            if error.errno == errno.EINVAL:
-                return 0
-            raise
-        finally:
-            os.close(descriptor)
+            try:
+                return _fill(descriptor, rows, offset)
+            finally:
+                os.close(descriptor)
+        return 0
 
     def _resident(self, offset: int, length: int) -> bool:
         """Whether the page cache holds at least half of a part of the file. Asking does not change it."""
@@ -166,10 +158,10 @@ def publish(path: Path, data: Array, size: int) -> None:
 
 
 def modified(folder: Path) -> int | None:
-    """When names in a folder last came or went, in nanoseconds; None if it is not there."""
+    """When names in a folder last came or went, in nanoseconds; None if it cannot be looked at."""
     try:
         return os.stat(folder).st_mtime_ns
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError:
         return None
 
 
@@ -193,7 +185,7 @@ def _write(path: Path, data: Array, size: int) -> None:
     past_cache = O_DIRECT if lies_on_sectors(data) else 0
     for extra in (past_cache, 0) if past_cache else (0,):
         try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | extra, 0o666)
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | extra, 0o666)
         except OSError as error:
             if extra and error.errno == errno.EINVAL:
                 continue

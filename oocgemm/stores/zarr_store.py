@@ -112,8 +112,10 @@ class ZarrMatrix:
         for name in METADATA:
             if (self.folder / name).exists():
                 shutil.copyfile(self.folder / name, folder / name)
-        # All chunks: one left out would leave the old one in its place.
-        self._written = zarr.open_array(folder, mode="r+", config={"write_empty_chunks": True})
+        # All chunks: one left out would leave the old one in its place. (What is asked for as an array is opened goes
+        # unheeded.)
+        with zarr.config.set({"array.write_empty_chunks": True}):
+            self._written = zarr.open_array(folder, mode="r+")
 
     def sync_block(self, rows: Span, cols: Span) -> None:
         assert self._target is not None
@@ -274,13 +276,6 @@ def create_zarr(
                 os.rmdir(path)
         raise InputError(f"{name}: cannot create a zarr array at {path}: {_reason(error)}") from error
     return ZarrMatrix(name, array)
-
-
-def remove_zarr(matrix: ZarrMatrix) -> None:
-    """Take away an array that this process created and did not finish."""
-    folder = local_folder(matrix.array)
-    if folder is not None:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def remote_exists(url: str) -> bool:

@@ -1,0 +1,176 @@
+"""One run at a time writes a C, and its journal says what is done: the lock, and files that are not what they should be."""
+
+import errno
+import fcntl
+import os
+import socket
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import zarr
+
+import oocgemm
+from oocgemm import InputError, journal
+from oocgemm.journal import JOURNAL, LOCK, Journal, read
+from oocgemm.resume import how_far
+from oocgemm.stores.durable import stamp, sync_path
+from tests.faults import nothing_left
+
+ME = f"process {os.getpid()} on {socket.gethostname()}\n"
+A = np.arange(64.0).reshape(8, 8)
+
+
+def multiply(c: Path, **options: Any) -> Any:
+    return oocgemm.gemm(A, A, c, backend="host", tile="4x4x4", **options).out
+
+
+def lines(*texts: bytes) -> bytes:
+    return b"".join(b"%08x %s\n" % (zlib.crc32(text), text) for text in texts)
+
+
+def test_a_lock_says_whose_it_is_and_lets_go(tmp_path: Path) -> None:
+    (tmp_path / LOCK).write_text("process 4000000 of long ago" * 9)
+    with nothing_left(tmp_path):
+        held = Journal(tmp_path)
+        assert (tmp_path / LOCK).read_text() == ME
+        with pytest.raises(InputError, match=f"another run is writing C .{ME.strip()}, which"):
+            Journal(tmp_path)
+        held.close()
+        Journal(tmp_path).close()
+
+
+def test_a_lock_that_is_held_for_an_instant_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / LOCK).touch()
+    with open(tmp_path / LOCK) as looking:
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        monkeypatch.setattr(time, "sleep", lambda pause: fcntl.flock(looking, fcntl.LOCK_UN))
+        Journal(tmp_path).close()
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["and its folder", "alone"])
+@pytest.mark.parametrize("call", ["open", "flock"])
+def test_a_lock_that_is_taken_away_meanwhile_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, whole: bool
+) -> None:
+    folder, module = tmp_path / "folder", os if call == "open" else fcntl
+    right, left = getattr(module, call), 1
+
+    def act(*arguments: Any, **options: Any) -> Any:
+        nonlocal left
+        if left:
+            left -= 1
+            (folder / LOCK).unlink(missing_ok=True)
+            if whole:
+                folder.rmdir()
+        return right(*arguments, **options)
+
+    monkeypatch.setattr(module, call, act)
+    with nothing_left(tmp_path):
+        held = Journal(folder)
+        with pytest.raises(InputError, match="another run"):
+            Journal(folder)
+        held.close()
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_where_there_are_no_locks_a_run_warns_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(number, "no locks")))
+    for _ in ("new", "there"):
+        with nothing_left(tmp_path), pytest.warns(UserWarning, match="a file system without locks"):
+            np.testing.assert_array_equal(multiply(tmp_path / "C", overwrite=True)[:], A @ A)
+
+
+def test_a_lock_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+    with nothing_left(tmp_path), pytest.raises(InputError, match=r"cannot create .*Input/output error"):
+        multiply(tmp_path / "C")
+    zarr.create_array(tmp_path / "old", data=A, chunks=(4, 4))
+    with nothing_left(tmp_path), pytest.raises(InputError, match=r"cannot keep a journal in .*Input/output"):
+        multiply(tmp_path / "old", overwrite=True)
+
+
+def test_what_another_run_has_done_just_before_the_lock_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = journal._lock
+
+    def late(folder: Path) -> int:
+        descriptor = right(folder)
+        monkeypatch.setattr(journal, "_lock", right)
+        (folder / JOURNAL).write_bytes(lines(b'{"run":{"format":1}}'))
+        return descriptor
+
+    monkeypatch.setattr(journal, "_lock", late)
+    with nothing_left(tmp_path), pytest.raises(InputError, match="another run was at C just now"):
+        multiply(tmp_path / "C")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "damaged in line 1"),
+        (b"torn", "damaged in line 1"),
+        (b"00000000 {}\n", "damaged in line 1"),
+        (lines(b"[1]"), "damaged in line 1"),
+        (lines(b"{no json"), "damaged in line 1"),
+        (lines(b'{"run":{"format":1}}', b"[1]", b'{"done":[0,0]}'), "damaged in line 2"),
+        (lines(b'{"run":{"format":7,"version":"7.0"}}'), "of format 7, this version reads 1: .* oocgemm 7.0"),
+        (lines(b"{}"), "of format None"),
+        (None, "cannot look for a journal at .*Is a directory"),
+    ],
+)
+def test_what_is_no_journal_is_refused_and_left(tmp_path: Path, content: bytes | None, said: str) -> None:
+    path = tmp_path / "C" / ".oocgemm" / JOURNAL
+    path.parent.mkdir(parents=True)
+    path.mkdir() if content is None else path.write_bytes(content)
+    for options in ({}, {"resume": True}, {"overwrite": True}):
+        with nothing_left(tmp_path), pytest.raises(InputError, match=said):
+            multiply(tmp_path / "C", **options)
+    assert content is None or path.read_bytes() == content
+    assert how_far(tmp_path / "C") == ""
+    with pytest.raises(InputError, match=said):
+        read(path.parent)
+    with nothing_left(tmp_path), pytest.raises(InputError, match=said):
+        Journal(path.parent)
+
+
+def test_a_header_that_a_killed_run_has_left_is_written_over(tmp_path: Path) -> None:
+    folder = tmp_path / "C" / ".oocgemm"
+    folder.mkdir(parents=True)
+    (folder / f"{JOURNAL}.new").write_bytes(b"x" * 10_000)
+    multiply(tmp_path / "C")
+    found = read(folder)
+    assert found is not None
+    assert (len(found.done), found.complete is None) == (4, False)
+    assert (folder / JOURNAL).stat().st_size == found.length
+
+
+def test_a_folder_that_may_not_be_listed_may_hold_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def sync(path: Path) -> None:
+        if path == tmp_path:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        sync_path(path)
+
+    monkeypatch.setattr("oocgemm.journal.sync_path", sync)
+    np.testing.assert_array_equal(multiply(tmp_path / "C")[:], A @ A)
+
+
+def test_a_stamp_tells_files_apart_by_size_time_and_place(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in "ab"]
+    stamps = [stamp(paths)]
+    for content, modified in ((b"x", 1), (b"xy", 1), (b"xy", 2)):
+        paths[0].write_bytes(content)
+        os.utime(paths[0], ns=(0, modified))
+        stamps.append(stamp(paths))
+    paths[0].rename(paths[1])
+    stamps.append(stamp(paths))
+    assert len(set(stamps)) == 5
