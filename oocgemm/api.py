@@ -206,13 +206,13 @@ def _execute(
         if session is not None:
             staging = Staging(plan, {"A": work.a, "B": work.b, "C": output.matrix})
             observe = _observer(log, progress(plan) if progress else None)
-            checks = Checks(plan, SEED) if plan.problem.checked else None
+            checks = Checks(plan, SEED, session.summing) if plan.problem.checked else None
             run = Run(plan, session, staging, origin, observe, output.finished, checks)
             run.execute()
             retried = staging.retried
             if checks is not None and checks.failed:
                 some = checks.failing()
-                again = Checks(some, SEED + 1, checks.failed)
+                again = Checks(some, SEED + 1, session.summing, checks.failed)
                 repair = Run(some, session, staging, origin, observe, output.finished, again, log.spans)
                 repair.execute()
                 again.complain()

@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 import oocgemm
 from oocgemm.backends.base import DoneToken
 from oocgemm.backends.host import HostSession
-from oocgemm.checks import Checks, runs
+from oocgemm.checks import Checks
 from oocgemm.errors import ExecutionError
 from oocgemm.plan import Kind, Op, Operation, candidates
 from oocgemm.plan.checking import borders
 from oocgemm.staging import Staging
+from oocgemm.sums_host import HostSums, runs
 from tests.backends_here import CUDA, needs_gpu, staged
 from tests.problems import DTYPES, Array, drawn_product, integers, reference, scaled
 
@@ -358,9 +359,9 @@ def test_checksums_are_within_the_plan(data: st.DataObject) -> None:
     """What the checksums really take, at most what the footprint says of them."""
     m, n, k = (data.draw(st.integers(50, 400)) for _ in "mnk")
     most = 0
-    right = Checks.submit
+    right = HostSums.submit
 
-    def submit(self: Checks, operation: Operation) -> None:
+    def submit(self: HostSums, operation: Operation) -> None:
         nonlocal most
         right(self, operation)
         sums = {id(x): x.sums.nbytes + x.norms.nbytes for x in list(self._panels.values())}
@@ -369,7 +370,7 @@ def test_checksums_are_within_the_plan(data: st.DataObject) -> None:
 
     dtype = data.draw(st.sampled_from(DTYPES))
     a, b = np.ones((m, k), dtype), np.ones((k, n), dtype)
-    with patch.object(Checks, "submit", submit):
+    with patch.object(HostSums, "submit", submit):
         result = product(
             data.draw(st.sampled_from(["host", "host-staged"])),
             a,

@@ -4,6 +4,7 @@ Copies go between the arena and pinned host slots on streams of their own. Waits
 waits of streams on events; no thread waits for the device on the way from one step to the next.
 """
 
+import ctypes
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -20,8 +21,9 @@ from oocgemm.backends import tuning
 from oocgemm.backends.base import Array, Token, device_offsets, step_scalars
 from oocgemm.backends.kernel import Call
 from oocgemm.backends.ladder import check_plan
-from oocgemm.backends.launch import describe_device
+from oocgemm.backends.launch import Kernels, describe_device
 from oocgemm.backends.multiplier import Multiplier, device_name
+from oocgemm.backends.summing import Summing
 from oocgemm.errors import BackendError, OutOfMemoryError
 from oocgemm.plan import GemmProblem, Kind, Operation, Plan, Region, Slot
 from oocgemm.plan.cost import HOST_ALIGNMENT
@@ -30,6 +32,7 @@ from oocgemm.plan.tiling import round_up
 from oocgemm.units import format_size
 
 STREAMS = ("h2d", "h2d-c", "prepare", "compute", "d2h")
+SUMS = "sums"  # beside uploads: the next copy goes on while what has come is summed
 _NATIVE = {"emulated": "native"}  # what multiplies where residues will not do
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 REANCHOR_NS = 2_000_000_000  # float32 milliseconds stay finer than a microsecond for this long
@@ -67,13 +70,24 @@ class _Clock:
 
 
 class CudaToken:
-    """An operation on a stream, between two events."""
+    """An operation that ends with an event on a stream. It is at its own work between two `events`; `summing` are those
+    between which it takes checksums, if it does, and `note` is told."""
 
-    __slots__ = ("_clock", "_start", "end", "stream")
+    __slots__ = ("_clock", "_events", "_note", "_summing", "end", "stream")
 
-    def __init__(self, clock: _Clock, stream: str, start: Any, end: Any) -> None:
+    def __init__(
+        self,
+        clock: _Clock,
+        stream: str,
+        end: Any,
+        events: tuple[Any, Any],
+        summing: tuple[Any, Any] | None = None,
+        note: list[tuple[int, int]] | None = None,
+    ) -> None:
         self._clock = clock
-        self._start = start
+        self._events = events
+        self._summing = summing
+        self._note = note
         self.stream = stream
         self.end = end
 
@@ -81,7 +95,28 @@ class CudaToken:
         self.end.synchronize()
 
     def interval(self) -> tuple[int, int]:
-        return self._clock.between(self._start, self.end)
+        if self._summing is not None and self._note is not None:
+            self._note.append(self._clock.between(*self._summing))
+        return self._clock.between(*self._events)
+
+
+class _SumsDevice:
+    """Launches kernels of checksums, and copies, on the current stream."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+
+    def launch(
+        self, entry: str, macros: tuple[str, ...], grid: tuple[int, int, int], given: ctypes.Structure
+    ) -> None:
+        self._kernels.plain("check_sums", entry, macros)(grid, given)
+
+    def zero(self, address: int, size: int) -> None:
+        runtime.memsetAsync(address, 0, size, cupy.cuda.get_current_stream().ptr)
+
+    def copy(self, to: int, source: int, size: int) -> None:
+        stream = cupy.cuda.get_current_stream().ptr
+        runtime.memcpyAsync(to, source, size, runtime.memcpyDeviceToDevice, stream)
 
 
 class CudaSession:
@@ -96,6 +131,7 @@ class CudaSession:
         self._steps: Counter[int] = Counter()  # by number of moduli, 0 for native ones
         self._moduli: dict[Slot, int] = {}  # that the planes in each slot are of
         self._pinning = threading.Lock()
+        self.summing: Summing | None = None
         with self._device:
             self._free_before = runtime.memGetInfo()[0]
             try:
@@ -106,6 +142,10 @@ class CudaSession:
                 self._work = size
                 self._arena = _allocate(size + plan.footprint.device["work"])
                 self._streams = {name: cupy.cuda.Stream(non_blocking=True) for name in STREAMS}
+                if self._problem.checked:
+                    # Before the blocks of a multiplication that are still to begin.
+                    self._streams[SUMS] = cupy.cuda.Stream(non_blocking=True, priority=-1)
+                    self.summing = Summing(plan, self._address, _SumsDevice(self._multiplier.kernels))
                 self._clock = _Clock(self._device)
             except (runtime.CUDARuntimeError, cublas.CUBLASError) as error:
                 free = runtime.memGetInfo()[0]
@@ -135,7 +175,11 @@ class CudaSession:
         start, end = cupy.cuda.Event(block=True), cupy.cuda.Event(block=True)
         start.record(stream)
         match operation.kind:
-            case Kind.UPLOAD | Kind.DOWNLOAD:
+            case Kind.UPLOAD:
+                self._copy(operation, host, stream)
+            case Kind.DOWNLOAD if self.summing is not None:
+                return self._download_with_sums(operation, host, stream, start, end, self.summing)
+            case Kind.DOWNLOAD:
                 self._copy(operation, host, stream)
             case Kind.PREPARE:
                 self._prepare(operation)
@@ -146,7 +190,41 @@ class CudaSession:
             case _:
                 raise AssertionError(f"{operation} is not for a device")
         end.record(stream)
-        return CudaToken(self._clock, name, start, end)
+        events = start, end
+        if self.summing is None or operation.kind is Kind.PREPARE:
+            return CudaToken(self._clock, name, end, events)
+        return self._with_sums(operation, name, events, self.summing)
+
+    def _with_sums(self, op: Operation, name: str, events: tuple[Any, Any], summing: Summing) -> CudaToken:
+        """Go on with the checksums of an operation whose own work has been issued."""
+        done, stream = cupy.cuda.Event(block=True), self._streams[name]
+        if op.kind is Kind.UPLOAD:
+            name, stream = SUMS, self._streams[SUMS]
+            stream.wait_event(events[1])
+        with stream:
+            match op.kind:
+                case Kind.UPLOAD:
+                    summing.uploaded(op)
+                case Kind.MULTIPLY:
+                    summing.multiplied(op)
+                case Kind.FINISH:
+                    summing.finished(op)
+            done.record(stream)
+        return CudaToken(self._clock, name, done, events, (events[1], done), summing.busy)
+
+    def _download_with_sums(
+        self, op: Operation, host: Sequence[Array], stream: Any, start: Any, end: Any, summing: Summing
+    ) -> CudaToken:
+        """Sum a strip, then bring it to the host, and its checksums after it."""
+        summed = cupy.cuda.Event(block=True)
+        source = summing.leaving(op)
+        summed.record(stream)
+        self._copy(op, host, stream)
+        to = summing.beside(host[0].ctypes.data)
+        self._pin(to, summing.room.end, whole=False)
+        runtime.memcpyAsync(to, source, summing.room.end, runtime.memcpyDeviceToHost, stream.ptr)
+        end.record(stream)
+        return CudaToken(self._clock, "d2h", end, (summed, end), (start, summed), summing.busy)
 
     def view(self, operation: Operation, region: Region) -> Array:
         raise AssertionError(f"{operation}: device memory is not host memory here")

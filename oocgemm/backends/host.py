@@ -25,6 +25,7 @@ from oocgemm.backends.base import (
 from oocgemm.backends.blas import blas_name, gemm
 from oocgemm.backends.memory import allocate, available_memory
 from oocgemm.backends.residues import Prepared, multiply, prepare
+from oocgemm.backends.summing import Summing
 from oocgemm.errors import InputError
 from oocgemm.plan import GemmProblem, Kind, Operation, Plan, Region, Slot
 from oocgemm.plan.emulation import described, plane_offsets
@@ -32,6 +33,8 @@ from oocgemm.plan.emulation import described, plane_offsets
 
 class HostSession:
     """Slots in plain memory; operations run in the thread that submits them."""
+
+    summing: Summing | None = None
 
     def __init__(self, plan: Plan) -> None:
         self._problem = plan.problem
