@@ -1,6 +1,10 @@
-// lockstep.hpp: enough of CUDA for g++ to run the plain rungs on a processor. Threads of a block are threads of the
+// lockstep.hpp: enough of CUDA for g++ to run plain kernels on a processor. Threads of a block are threads of the
 // system, which meet at __syncthreads; blocks run one after the other, so that shared memory can be static.
+//
+// Macros: SOURCE, the file; FUNCTION, a rung; or RUNS, what of other kernels is to be called, such as RUN(finish, arguments).
+#include <atomic>
 #include <barrier>
+#include <cmath>
 #include <cstring>
 #include <memory>
 #include <thread>
@@ -23,6 +27,14 @@ inline unsigned __float_as_uint(float value) {
     std::memcpy(&bits, &value, 4);
     return bits;
 }
+inline unsigned long long __double_as_longlong(double value) {
+    unsigned long long bits;
+    std::memcpy(&bits, &value, 8);
+    return bits;
+}
+inline unsigned __byte_perm(unsigned x, unsigned, unsigned) { return __builtin_bswap32(x); }  // for 0x0123
+inline void atomicAdd(unsigned long long* to, unsigned long long value) { std::atomic_ref(*to) += value; }
+using std::fabs, std::sqrt;
 #define __device__
 #define __global__
 #define __shared__ static
@@ -35,18 +47,34 @@ inline unsigned __float_as_uint(float value) {
 alignas(16) unsigned char shared[DYNAMIC_SHARED];
 #endif
 
-extern "C" void run(const gemm_arguments* arguments, const unsigned* grid, const unsigned* block) {
+template <typename Arguments>
+void lockstep(void (*kernel)(Arguments), const Arguments* arguments, const unsigned* grid, const unsigned* block) {
     gridDim = {grid[0], grid[1], grid[2]};
-    for (blockIdx.y = 0; blockIdx.y < grid[1]; ++blockIdx.y)
-        for (blockIdx.x = 0; blockIdx.x < grid[0]; ++blockIdx.x) {
-            const unsigned count = block[0] * block[1];
-            barrier = std::make_unique<std::barrier<>>(count);
-            std::vector<std::thread> threads;
-            for (unsigned t = 0; t < count; ++t)
-                threads.emplace_back([=] {
-                    threadIdx = {t % block[0], t / block[0], 0};
-                    FUNCTION(*arguments);
-                });
-            for (std::thread& thread : threads) thread.join();
-        }
+    const unsigned count = block[0] * block[1];
+    barrier = std::make_unique<std::barrier<>>(count);
+    std::vector<std::thread> threads;
+    for (unsigned t = 0; t < count; ++t)
+        threads.emplace_back([=] {
+            threadIdx = {t % block[0], t / block[0], 0};
+            for (unsigned y = 0; y < grid[1]; ++y)
+                for (unsigned x = 0; x < grid[0]; ++x) {
+                    __syncthreads();
+                    if (t == 0) blockIdx = {x, y, 0};
+                    __syncthreads();
+                    kernel(*arguments);
+                }
+        });
+    for (std::thread& thread : threads) thread.join();
 }
+
+#ifdef FUNCTION
+extern "C" void run(const gemm_arguments* arguments, const unsigned* grid, const unsigned* block) {
+    lockstep(FUNCTION, arguments, grid, block);
+}
+#else
+#define RUN(kernel, type)                                                                             \
+    extern "C" void run_##kernel(const type* arguments, const unsigned* grid, const unsigned* block) { \
+        lockstep(kernel, arguments, grid, block);                                                     \
+    }
+RUNS
+#endif

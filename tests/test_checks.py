@@ -25,17 +25,21 @@ from oocgemm.staging import Staging
 from oocgemm.sums_host import HostSums, runs
 from tests.backends_here import CUDA, needs_gpu, staged
 from tests.problems import DTYPES, Array, drawn_product, integers, reference, scaled
+from tests.summing import summed
 
 ENGINES = [
     pytest.param("host"),
     pytest.param("host-staged"),
+    pytest.param("host-summed"),  # by what stands for a device that takes the checksums
     pytest.param("cuda", marks=needs_gpu),
 ]
+SUMMED = ENGINES[2:]
+SETTINGS = {"host-staged": staged, "host-summed": summed}
 
 
 def product(engine: str, a: Array, b: Array, c: Array | None = None, **options: Any) -> oocgemm.Result:
-    with staged() if engine == "host-staged" else nullcontext():
-        return oocgemm.gemm(a, b, c, backend=engine.removesuffix("-staged"), verify=True, **options)
+    with SETTINGS.get(engine, nullcontext)():
+        return oocgemm.gemm(a, b, c, backend=engine.partition("-")[0], verify=True, **options)
 
 
 def checked(result: oocgemm.Result) -> dict[str, Any]:
