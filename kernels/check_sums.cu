@@ -90,7 +90,7 @@ __device__ inline word swapped(double x) {
     return static_cast<word>(__byte_perm(low, 0, 0x0123)) << 32 | __byte_perm(high, 0, 0x0123);
 }
 
-__device__ inline bool finite(double x) { return x - x == 0; }
+__device__ inline bool is_finite(double x) { return x - x == 0; }
 
 // A sum of squares that has no range.
 struct squares {
@@ -177,12 +177,12 @@ __device__ inline double take(const summed& p, long long top, long long bottom, 
     const double norm = squares{total(square.large, partial), total(square.middle, partial), total(square.small, partial)}.norm();
     digest = total(digest, digests);
     if (threadIdx.x == 0) atomicAdd(p.head, digest);
-    if (!finite(norm) && p.flags != nullptr) {
+    if (!is_finite(norm) && p.flags != nullptr) {
         for (long long d = left + i; d < right; d += ACROSS)
             for (int s = lane; s < size; s += LANES) {
                 bool right_so = true;
 #pragma unroll
-                for (int part = 0; part < PARTS; ++part) right_so = right_so && finite(numbers(place(s, d), part));
+                for (int part = 0; part < PARTS; ++part) right_so = right_so && is_finite(numbers(place(s, d), part));
                 if (!right_so) {
                     p.flags[top + s] = 1;
                     p.head[1] = 1;
@@ -240,7 +240,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) check_strip(summed p) {
 __device__ inline double whole_norm(const double* norms, long long count) {
     double most = 0, sum = 0;
     for (long long c = 0; c < count; ++c) most = norms[c] > most || norms[c] != norms[c] ? norms[c] : most;
-    if (most == 0 || !finite(most)) return most;
+    if (most == 0 || !is_finite(most)) return most;
     for (long long c = 0; c < count; ++c) sum += norms[c] / most * (norms[c] / most);
     return most * sqrt(sum);
 }

@@ -24,7 +24,8 @@ def at(address: int, dtype: Any, *shape: int) -> Array:
     """Memory as an array."""
     kind = np.dtype(dtype)
     count = int(np.prod(shape)) * kind.itemsize
-    return np.ctypeslib.as_array((ctypes.c_ubyte * count).from_address(address)).view(kind).reshape(shape)
+    memory = (ctypes.c_ubyte * count).from_address(address)
+    return np.asarray(np.frombuffer(memory, kind).reshape(shape))
 
 
 def cuts(of: CutFields) -> list[int]:
@@ -70,7 +71,9 @@ class ModelDevice:
         signed = drawn(p.row_signs, p.first_row, p.rows.extent)[:, None] * wide
         sums = np.add.reduceat(signed, edges[:-1], axis=0)
         at(p.sums, wide.dtype, *sums.shape)[...] = sums.conj() if p.conjugates else sums
-        found = [[norms(part[:, d : d + SIDE].ravel()) for d in chunks] for part in np.split(wide, edges[1:-1])]
+        found = [
+            [norms(part[:, d : d + SIDE].ravel()) for d in chunks] for part in np.split(wide, edges[1:-1])
+        ]
         at(p.norms, float, len(edges) - 1, len(chunks))[...] = found
         self._note(p, stored, wide)
 
@@ -92,9 +95,11 @@ class ModelDevice:
         head = at(p.head, np.uint64, 2)
         words = np.zeros((len(stored), -(-stored.shape[1] * stored.itemsize // 8) * 8), np.uint8)
         words[:, : stored.shape[1] * stored.itemsize] = stored.view(np.uint8)
-        row, column = (random_words(i, n) | np.uint64(1) for i, n in enumerate((len(words), words.shape[1] // 8)))
+        row, column = (
+            random_words(i, n) | np.uint64(1) for i, n in enumerate((len(words), words.shape[1] // 8))
+        )
         head[0] += (words.view(">u8").astype(np.uint64) * row[:, None] * column).sum()
-        broken = ~np.isfinite(wide).all(axis=1)
+        broken = np.asarray(~np.isfinite(wide).all(axis=1))
         if p.flags and broken.any():
             at(p.flags, bool, len(broken))[...] |= broken
             head[1] = 1

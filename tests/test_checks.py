@@ -53,7 +53,7 @@ def checked(result: oocgemm.Result) -> dict[str, Any]:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @given(data=st.data())
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 def test_what_is_right_passes(engine: str, data: st.DataObject) -> None:
     a, b, c, options = drawn_product(data)
     tile = data.draw(st.none() | st.builds("{}x{}x{}".format, *(st.integers(10, 200),) * 3), "tile")
@@ -261,6 +261,72 @@ def test_an_error_that_comes_again_ends_the_run(engine: str, tmp_path: Path) -> 
         pytest.raises(ExecutionError, match="twice"),
     ):
         product(engine, a, b, tile="80x100x30")
+
+
+def flipped(panel: Array) -> None:
+    """The least bit of one element: far within rounding."""
+    panel.view(np.uint8)[3, 2 * panel.itemsize] ^= 1
+
+
+def rows_swapped(panel: Array) -> None:
+    panel[[0, 5]] = panel[[5, 0]]
+
+
+def of_another_panel(panel: Array) -> None:
+    panel[...] = np.roll(panel, 7, axis=1)
+
+
+@pytest.mark.parametrize("engine", SUMMED)
+@pytest.mark.parametrize("change", [flipped, rows_swapped, of_another_panel])
+@pytest.mark.parametrize("operand", ["A", "B", "C"])
+@pytest.mark.parametrize("dtype", ["float64", "float16"])
+def test_what_a_digest_finds_on_the_way_to_the_device_is_put_right(
+    engine: str, change: Callable[[Array], None], operand: str, dtype: str
+) -> None:
+    """In a slot of the host, after the panel was read and before the device has it."""
+    rng = np.random.default_rng(8)
+    a, b, c = (scaled(rng, shape, dtype, "normal") for shape in ((150, 90), (90, 160), (150, 160)))
+    left = 1
+    session: Any = HostSession
+    if engine == "cuda":
+        from oocgemm.backends.cuda import CudaSession as session  # noqa: N813
+    right = session.submit
+
+    def submit(self: Any, operation: Operation, host: Any, after: Any) -> Any:
+        nonlocal left
+        if (
+            operation.kind is Kind.UPLOAD
+            and (operation.operand, operation.tile) == (operand, (0, 0))
+            and left
+        ):
+            left -= 1
+            for token in after:
+                token.synchronize()
+            change(host[0])
+        return right(self, operation, host, after)
+
+    plain, found = c.copy(), c.copy()
+    options: dict[str, Any] = {"tile": "80x100x30", "beta": 1}
+    with SETTINGS.get(engine, nullcontext)():
+        oocgemm.gemm(a, b, plain, backend=engine.partition("-")[0], **options)
+    with patch.object(session, "submit", submit):
+        result = product(engine, a, b, found, **options)
+    assert not left
+    assert [0, 0] in checked(result)["recomputed"]
+    np.testing.assert_array_equal(found, plain)
+
+
+@pytest.mark.parametrize("engine", SUMMED)
+def test_one_bit_of_a_strip_on_its_way_out_is_put_right(engine: str) -> None:
+    rng = np.random.default_rng(9)
+    a, b = rng.standard_normal((150, 90)), rng.standard_normal((90, 160))
+    plain = product(engine, a, b, tile="80x100x30").out
+    with tampering(flipped, Kind.WRITE, (1, 0), times=1):
+        result = product(engine, a, b, tile="80x100x30")
+    found = checked(result)
+    assert found["recomputed"] == [[1, 0]]
+    assert found["tier"] == "device"
+    np.testing.assert_array_equal(result.out, plain)
 
 
 def test_a_wrong_strip_never_reaches_the_store(tmp_path: Path) -> None:
