@@ -8,11 +8,11 @@
 //   check_product  product[i][j] += sum_d a.sums[i][d] b.sums[j][d], norm[i][j] += |a_i| |b_j|, flags of either panel, and whether
 //                  their digests are those that are expected
 //
-// The first two also take the digest of what they read, by addition modulo 2^64 in any order:
+// The first two also take the digest of what they read, by addition modulo 2^32 in any order:
 //
 //   sum over rows r and words j of  weight(0, r) weight(1, j) word(r, j)
 //
-// of the stored matrix, a row in words of 8 bytes, the first byte the highest (the last is filled up with zeros): signs and
+// of the stored matrix, a row in words of 4 bytes, the first byte the highest (the last is filled up with zeros): signs and
 // exponents, which may be all that differs, are then at the low end, where a product keeps them. Weights are odd.
 //
 // Sums are double precision and always in the same order. Squares are kept as large, middle and small ones (Blue, 1978), so
@@ -30,6 +30,7 @@ template <typename T> struct parts_of { static constexpr int count = 1; using re
 template <typename Real> struct parts_of<complex_t<Real>> { static constexpr int count = 2; using real = Real; };
 using real = parts_of<OOC_STORED>::real;
 constexpr int PARTS = parts_of<OOC_STORED>::count;
+constexpr int WORDS = sizeof(OOC_STORED) < 4 ? 1 : sizeof(OOC_STORED) / 4;  // of 4 bytes in an element, or half of one
 
 struct cut {
     long long extent, strip, size;
@@ -74,20 +75,19 @@ __device__ inline word random_word(word stream, word index) {
     return z ^ z >> 31;
 }
 __device__ inline double random_sign(int stream, long long index) { return random_word(stream, index) >> 63 ? -1.0 : 1.0; }
-__device__ inline word row_weight(long long row) { return random_word(0, row) | 1; }
-// Of a real number in a row, shifted to its place in its word.
-__device__ inline word number_weight(long long number) {
-    constexpr int BYTES = sizeof(real), IN_WORD = 8 / BYTES;
-    return (random_word(1, number / IN_WORD) | 1) << 8 * (8 - BYTES - BYTES * (number % IN_WORD));
+__device__ inline unsigned weight(int stream, long long index) { return static_cast<unsigned>(random_word(stream, index) >> 32) | 1; }
+// Of word w of an element in a row, or for half a word of the element in its place there.
+__device__ inline unsigned element_weight(long long element, int w) {
+    return sizeof(OOC_STORED) < 4 ? weight(1, element / 2) << (element % 2 ? 0 : 16) : weight(1, element * WORDS + w);
 }
-
-__device__ inline word swapped(half_t x) { return (x.bits >> 8 | x.bits << 8) & 0xffff; }
-__device__ inline word swapped(bfloat_t x) { return (x.bits >> 8 | x.bits << 8) & 0xffff; }
-__device__ inline word swapped(float x) { return __byte_perm(__float_as_uint(x), 0, 0x0123); }
-__device__ inline word swapped(double x) {
-    const word bits = __double_as_longlong(x);
-    const unsigned low = static_cast<unsigned>(bits), high = static_cast<unsigned>(bits >> 32);
-    return static_cast<word>(__byte_perm(low, 0, 0x0123)) << 32 | __byte_perm(high, 0, 0x0123);
+__device__ inline unsigned swapped(const OOC_STORED& x, int w) {
+    if (sizeof(OOC_STORED) < 4) {
+        const unsigned half = *reinterpret_cast<const unsigned short*>(&x);
+        return (half >> 8 | half << 8) & 0xffff;
+    }
+    unsigned found;
+    memcpy(&found, reinterpret_cast<const char*>(&x) + 4 * w, 4);
+    return __byte_perm(found, 0, 0x0123);
 }
 
 __device__ inline bool is_finite(double x) { return x - x == 0; }
@@ -129,9 +129,9 @@ __device__ inline double numbers(const OOC_STORED* x, int part) {
 }
 
 __shared__ double signs_of[SIDE];
-__shared__ word weights_of[SIDE][OOC_AXIS ? PARTS : 1];
+__shared__ unsigned weights_of[SIDE][OOC_AXIS ? WORDS : 1];
 __shared__ double partial[THREADS * PARTS];
-__shared__ word digests[THREADS];
+__shared__ unsigned digests[THREADS];
 
 // One block of what is summed, [top, bottom), by [left, right) of the depth, at most SIDE each.
 template <typename Store>
@@ -140,10 +140,10 @@ __device__ inline double take(const summed& p, long long top, long long bottom, 
     for (int s = threadIdx.x; s < size; s += THREADS) {
         signs_of[s] = random_sign(p.row_signs, p.first_row + top + s);
         if (OOC_AXIS == 0) {
-            weights_of[s][0] = row_weight(top + s);
+            weights_of[s][0] = weight(0, top + s);
         } else {
 #pragma unroll
-            for (int part = 0; part < PARTS; ++part) weights_of[s][OOC_AXIS * part] = number_weight((top + s) * PARTS + part);
+            for (int w = 0; w < WORDS; ++w) weights_of[s][OOC_AXIS * w] = element_weight(top + s, w);
         }
     }
     __syncthreads();
@@ -152,10 +152,10 @@ __device__ inline double take(const summed& p, long long top, long long bottom, 
     const int lane = OOC_AXIS == 0 ? threadIdx.x / ACROSS : threadIdx.x % LANES;
     const auto place = [&](int s, long long d) { return p.x + (OOC_AXIS == 0 ? (top + s) * p.pitch + d : d * p.pitch + top + s); };
     squares square;
-    word digest = 0;
+    unsigned digest = 0;
     for (long long d = left + i; d - i < right; d += ACROSS) {  // all threads as often
         double sum[PARTS] = {};
-        word held[PARTS] = {};
+        unsigned held[WORDS] = {};
         if (d < right) {
 #pragma unroll 8
             for (int s = lane; s < size; s += LANES) {
@@ -165,18 +165,18 @@ __device__ inline double take(const summed& p, long long top, long long bottom, 
                     const double value = numbers(&x, part);
                     sum[part] += signs_of[s] * value;
                     square.add(value);
-                    held[part] += weights_of[s][OOC_AXIS * part] * swapped(reinterpret_cast<const real*>(&x)[part]);
                 }
+#pragma unroll
+                for (int w = 0; w < WORDS; ++w) held[w] += weights_of[s][OOC_AXIS * w] * swapped(x, w);
             }
 #pragma unroll
-            for (int part = 0; part < PARTS; ++part)
-                digest += held[part] * (OOC_AXIS == 0 ? number_weight(d * PARTS + part) : row_weight(d));
+            for (int w = 0; w < WORDS; ++w) digest += held[w] * (OOC_AXIS == 0 ? element_weight(d, w) : weight(0, d));
         }
         store(i, lane, d, sum);
     }
     const double norm = squares{total(square.large, partial), total(square.middle, partial), total(square.small, partial)}.norm();
     digest = total(digest, digests);
-    if (threadIdx.x == 0) atomicAdd(p.head, digest);
+    if (threadIdx.x == 0) atomicAdd(reinterpret_cast<unsigned*>(p.head), digest);
     if (!is_finite(norm) && p.flags != nullptr) {
         for (long long d = left + i; d < right; d += ACROSS)
             for (int s = lane; s < size; s += LANES) {

@@ -1,10 +1,10 @@
 """Checksums that a device takes, and the digests by which the host knows that it took them of what was read.
 
 The threads that read a panel only take its digest (kernels/check_sums.cu has the formula): a sum of its words, weighted by
-where they are, of integers modulo 2^64 and so exact in any order. The device takes it again of what has arrived in the slot,
+where they are, of integers modulo 2^32 and so exact in any order. The device takes it again of what has arrived in the slot,
 with its checksums, in one pass; each Multiply finds the two alike, or all that it writes is damaged. Weights are odd, so that no single flipped bit goes
-unnoticed; other damage does with a probability near 2^-64, and nearer to 2^-9 if all of it is in one sign of 16 bits. On the way
-out it is the device that takes the digest first.
+unnoticed; other damage does with a probability near 2^-32, or 2^-8 if two numbers of 16 bits are all that has changed, and that
+in their highest bits only. On the way out it is the device that takes the digest first.
 """
 
 import threading
@@ -24,27 +24,30 @@ from oocgemm.random_words import ROW_WEIGHTS, WORD_WEIGHTS, random_words
 from oocgemm.staging import Staging
 from oocgemm.sums_host import StripSums
 
-_WORD = 8
-_MODULUS = 1 << 64
+_WORD = 4
+_MODULUS = 1 << 32
 
 
 class Weights:
     """Of the rows of a stored panel, and of the words of a row."""
 
     def __init__(self, rows: int, words: int) -> None:
-        self.rows = random_words(ROW_WEIGHTS, rows) | np.uint64(1)
-        self.words = random_words(WORD_WEIGHTS, words) | np.uint64(1)
+        self.rows, self.words = (
+            (random_words(stream, count) >> np.uint64(32)).astype(np.uint32) | np.uint32(1)
+            for stream, count in ((ROW_WEIGHTS, rows), (WORD_WEIGHTS, words))
+        )
 
     def digest(self, piece: Array, top: int, left: int) -> int:
         """The part of a panel's digest that a piece makes up, whose first row and column in the panel are these."""
-        rows = np.zeros(len(piece), np.uint64)
+        rows, total = self.rows[top : top + len(piece)], 0
         for first, words in in_words(piece, left):
             # Any alignment and byte order will do: einsum brings a part at a time into a buffer.
-            rows += np.einsum("ij,j->i", words, self.words[first : first + words.shape[1]])
-        return int(np.vecdot(rows, self.rows[top : top + len(rows)]))
+            columns = np.einsum("i,ij->j", rows, words)
+            total += int(np.vecdot(columns, self.words[first : first + len(columns)]))
+        return total % _MODULUS
 
 
-def in_words(piece: Array, left: int) -> Iterator[tuple[int, NDArray[np.uint64]]]:
+def in_words(piece: Array, left: int) -> Iterator[tuple[int, NDArray[np.uint32]]]:
     """Rows of a piece, which begins at column `left`, in words: the number of the first, and several (rows, words). Where it
     begins or ends within a word the rest of that is zero."""
     raw = piece.view(np.uint8)
@@ -52,13 +55,13 @@ def in_words(piece: Array, left: int) -> Iterator[tuple[int, NDArray[np.uint64]]
     end = begin + raw.shape[1]
     first, last = -(-begin // _WORD), end // _WORD
     if first < last:
-        yield first, raw[:, _WORD * first - begin : _WORD * last - begin].view(">u8")
+        yield first, raw[:, _WORD * first - begin : _WORD * last - begin].view(">u4")
     cuts = [(begin, min(end, _WORD * first)), (max(begin, _WORD * last), end)]
     for start, stop in dict.fromkeys(cut for cut in cuts if cut[0] % _WORD or cut[1] % _WORD):
         filled = np.zeros((len(raw), _WORD), np.uint8)
         number = start // _WORD
         filled[:, start - number * _WORD : stop - number * _WORD] = raw[:, start - begin : stop - begin]
-        yield number, filled.view(">u8")
+        yield number, filled.view(">u4")
 
 
 class DeviceSums:

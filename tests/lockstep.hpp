@@ -27,14 +27,9 @@ inline unsigned __float_as_uint(float value) {
     std::memcpy(&bits, &value, 4);
     return bits;
 }
-inline unsigned long long __double_as_longlong(double value) {
-    unsigned long long bits;
-    std::memcpy(&bits, &value, 8);
-    return bits;
-}
 inline unsigned __byte_perm(unsigned x, unsigned, unsigned) { return __builtin_bswap32(x); }  // for 0x0123
-inline void atomicAdd(unsigned long long* to, unsigned long long value) { std::atomic_ref(*to) += value; }
-using std::fabs, std::sqrt;
+inline void atomicAdd(unsigned* to, unsigned value) { std::atomic_ref(*to) += value; }
+using std::fabs, std::memcpy, std::sqrt;
 #define __device__
 #define __global__
 #define __shared__ static

@@ -36,16 +36,19 @@ def drawn(stream: int, first: int, count: int) -> Array:
     return 1.0 - 2.0 * (random_words(stream, count, first) >> np.uint64(63)).astype(float)
 
 
+def weight(stream: int, index: int) -> int:
+    return int(random_words(stream, 1, index)[0]) >> 32 | 1
+
+
 def plain_digest(x: Array) -> int:
     """The digest of a stored matrix by its definition, with Python's integers."""
     total = 0
     for r, row in enumerate(x):
         raw = row.tobytes()
-        raw += bytes(-len(raw) % 8)
-        weight = int(random_words(0, 1, r)[0]) | 1
-        for j in range(0, len(raw), 8):
-            total += weight * (int(random_words(1, 1, j // 8)[0]) | 1) * int.from_bytes(raw[j : j + 8], "big")
-    return total % 2**64
+        raw += bytes(-len(raw) % 4)
+        for j in range(0, len(raw), 4):
+            total += weight(0, r) * weight(1, j // 4) * int.from_bytes(raw[j : j + 4], "big")
+    return total % 2**32
 
 
 class ModelDevice:
@@ -93,12 +96,13 @@ class ModelDevice:
 
     def _note(self, p: Summed, stored: Array, wide: Array) -> None:
         head = at(p.head, np.uint64, 2)
-        words = np.zeros((len(stored), -(-stored.shape[1] * stored.itemsize // 8) * 8), np.uint8)
+        words = np.zeros((len(stored), -(-stored.shape[1] * stored.itemsize // 4) * 4), np.uint8)
         words[:, : stored.shape[1] * stored.itemsize] = stored.view(np.uint8)
-        row, column = (
-            random_words(i, n) | np.uint64(1) for i, n in enumerate((len(words), words.shape[1] // 8))
+        rows, columns = (
+            random_words(stream, count) >> np.uint64(32) | np.uint64(1)
+            for stream, count in enumerate((len(words), words.shape[1] // 4))
         )
-        head[0] += (words.view(">u8").astype(np.uint64) * row[:, None] * column).sum()
+        head[0] = (head[0] + (words.view(">u4") * rows[:, None] * columns).sum()) % np.uint64(1 << 32)
         broken = np.asarray(~np.isfinite(wide).all(axis=1))
         if p.flags and broken.any():
             at(p.flags, bool, len(broken))[...] |= broken

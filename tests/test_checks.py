@@ -307,8 +307,7 @@ def test_what_a_digest_finds_on_the_way_to_the_device_is_put_right(
 
     plain, found = c.copy(), c.copy()
     options: dict[str, Any] = {"tile": "80x100x30", "beta": 1}
-    with SETTINGS.get(engine, nullcontext)():
-        oocgemm.gemm(a, b, plain, backend=engine.partition("-")[0], **options)
+    product(engine, a, b, plain, **options)
     with patch.object(session, "submit", submit):
         result = product(engine, a, b, found, **options)
     assert not left

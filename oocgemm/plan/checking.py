@@ -171,7 +171,7 @@ def check_bytes(problem: GemmProblem, tile: TileShape, slots: Slots, io_threads:
     if not problem.checked:
         return 0
     if problem.checked == "device":
-        return 8 * sum(weights(problem, tile)) + 4 * StripRoom.of(problem, tile, slots.strip).end
+        return 12 * sum(weights(problem, tile)) + 4 * StripRoom.of(problem, tile, slots.strip).end
     a, b = panel_check_bytes(problem, tile, slots.strip)
     down, across, _ = _blocks(problem, tile, slots.strip)
     wide = _wide(problem)
@@ -187,9 +187,9 @@ def check_bytes(problem: GemmProblem, tile: TileShape, slots: Slots, io_threads:
 
 
 def weights(problem: GemmProblem, tile: TileShape) -> tuple[int, int]:
-    """How many rows a stored panel or strip may have, and how many words of 8 bytes in a row."""
+    """How many rows a stored panel or strip may have, and how many words of 4 bytes in a row."""
     most = max(1, min(tile.w, problem.m), min(tile.h, problem.n), min(tile.r, problem.depth))
-    return most, ceil_div(most * max(problem.itemsizes["A"], problem.itemsizes["C"]), 8)
+    return most, ceil_div(most * max(problem.itemsizes["A"], problem.itemsizes["C"]), 4)
 
 
 def _blocks(problem: GemmProblem, tile: TileShape, strip: int) -> tuple[int, int, int]:
