@@ -119,8 +119,8 @@ def gemm(
         resume: go on with the run that has not ended at `c`, a local path, and was called with the same arguments; begin
             one if there is none, and do nothing if it has ended. Budgets may differ, and be less.
         verify: hold every tile against checksums of the panels it is made from (`oocgemm.checks`) before it is written,
-            and compute once more what differs. The processor passes over each panel once more when it is read, which
-            shows in the run's time where a GPU is fed faster than that.
+            and compute once more what differs. A GPU takes them of what has come to it, the processor a digest of each
+            panel when it is read; without a GPU the processor takes the checksums.
         timeline: path of a log of every operation, for `oocgemm report`. It is written as the run goes on, and tells of
             as much of a run that has not ended.
         progress: called with the plan; returns what is called with every finished operation.

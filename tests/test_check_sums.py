@@ -305,12 +305,11 @@ def test_the_kernels_are_what_numpy_does(dtype: str, build: Callable[[], Built])
 def test_the_kernels_on_a_device_are_what_numpy_does(dtype: str, build: Callable[[], Built]) -> None:
     import cupy
 
-    from oocgemm.backends.cuda import _SumsDevice
-    from oocgemm.backends.launch import Kernels
+    from oocgemm.backends.launch import Kernels, SumsDevice
 
     def run(case: Case, given: Callable[[int], ctypes.Structure]) -> Array:
         memory = cupy.asarray(case.memory)
-        _SumsDevice(Kernels(0)).launch(case.entry, case.macros, case.grid, given(memory.data.ptr))
+        SumsDevice(Kernels(0)).launch(case.entry, case.macros, case.grid, given(memory.data.ptr))
         return np.asarray(memory.get())
 
     check(*build(), run)

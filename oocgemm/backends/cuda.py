@@ -4,7 +4,6 @@ Copies go between the arena and pinned host slots on streams of their own. Waits
 waits of streams on events; no thread waits for the device on the way from one step to the next.
 """
 
-import ctypes
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -21,7 +20,7 @@ from oocgemm.backends import tuning
 from oocgemm.backends.base import Array, Token, device_offsets, step_scalars
 from oocgemm.backends.kernel import Call
 from oocgemm.backends.ladder import check_plan
-from oocgemm.backends.launch import Kernels, describe_device
+from oocgemm.backends.launch import SumsDevice, describe_device
 from oocgemm.backends.multiplier import Multiplier, device_name
 from oocgemm.backends.summing import Summing
 from oocgemm.errors import BackendError, OutOfMemoryError
@@ -100,25 +99,6 @@ class CudaToken:
         return self._clock.between(*self._events)
 
 
-class _SumsDevice:
-    """Launches kernels of checksums, and copies, on the current stream."""
-
-    def __init__(self, kernels: Kernels) -> None:
-        self._kernels = kernels
-
-    def launch(
-        self, entry: str, macros: tuple[str, ...], grid: tuple[int, int, int], given: ctypes.Structure
-    ) -> None:
-        self._kernels.plain("check_sums", entry, macros)(grid, given)
-
-    def zero(self, address: int, size: int) -> None:
-        runtime.memsetAsync(address, 0, size, cupy.cuda.get_current_stream().ptr)
-
-    def copy(self, to: int, source: int, size: int) -> None:
-        stream = cupy.cuda.get_current_stream().ptr
-        runtime.memcpyAsync(to, source, size, runtime.memcpyDeviceToDevice, stream)
-
-
 class CudaSession:
     """An arena on one device, its streams, and what runs on them."""
 
@@ -145,7 +125,7 @@ class CudaSession:
                 if self._problem.checked:
                     # Before the blocks of a multiplication that are still to begin.
                     self._streams[SUMS] = cupy.cuda.Stream(non_blocking=True, priority=-1)
-                    self.summing = Summing(plan, self._address, _SumsDevice(self._multiplier.kernels))
+                    self.summing = Summing(plan, self._address, SumsDevice(self._multiplier.kernels))
                 self._clock = _Clock(self._device)
             except (runtime.CUDARuntimeError, cublas.CUBLASError) as error:
                 free = runtime.memGetInfo()[0]
