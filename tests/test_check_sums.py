@@ -20,9 +20,8 @@ from oocgemm.backends.base import numpy_dtype
 from oocgemm.backends.compile import compiled
 from oocgemm.backends.sources import kernel_folder
 from oocgemm.backends.summing import CutFields, Device, Multiplied, Summed, check_options
-from oocgemm.plan import DTYPES, Budgets, GemmProblem, Layouts, Tier, TileShape, default_model, make_plan
-from oocgemm.plan.checking import HEAD, Cut, PanelRoom, StripRoom, borders, room_bytes
-from oocgemm.plan.cost import held_bytes, slot_bytes
+from oocgemm.plan import DTYPES
+from oocgemm.plan.checking import Cut, borders
 from oocgemm.sums_device import Weights
 from tests.backends_here import CUDA
 from tests.nvrtc import Nvrtc, resources
@@ -78,6 +77,13 @@ def test_a_digest_tells_what_is_another_panel(dtype: str) -> None:
         assert whole(two) != whole(swapped)
         for other in (x[rows], x[:, cols], x[::-1].copy(), x[:, ::-1].copy(), np.roll(x, 1, axis=1)):
             assert whole(np.ascontiguousarray(other)) != right
+
+
+def test_integers_have_digests_of_their_own() -> None:
+    """Panels of few bits set, such as those of small integers, differ in theirs."""
+    rng = np.random.default_rng(5)
+    found = {whole(integers(rng, (20, 20), "float64", most=1)) for _ in range(500)}
+    assert len(found) == 500
 
 
 # The kernels
@@ -328,63 +334,3 @@ def test_the_kernels_compile_without_spills(
         taken = resources(cubin, entry)
         assert taken.local == 0, f"{entry} of {dtype} for {arch} spills: {taken}"
         assert taken.registers <= 64, f"{entry} of {dtype} for {arch}: {taken}"
-
-
-# Room
-
-
-@given(data=st.data())
-@settings(max_examples=100, deadline=None)
-def test_rooms_lie_behind_what_they_are_of_and_parts_apart(data: st.DataObject) -> None:
-    m, n, k, w, h, r, cut = (data.draw(st.integers(1, 700)) for _ in range(7))
-    dtype = data.draw(st.sampled_from(list(DTYPES)))
-    names = dtype, dtype, DTYPES[dtype].accumulator, dtype
-    beta = data.draw(st.sampled_from([0, 1]))
-    problem, tile = GemmProblem(m, n, k, *names, beta=beta, checked="device"), TileShape(w, h, r)
-    wide = 16 if DTYPES[dtype].is_complex else 8
-    for extent, own in ((min(w, m), cut), (min(h, n), min(h, n))):
-        blocks, depth = len(borders(extent, own)) - 1, min(r, k)
-        assert Cut.of(extent, own).blocks == blocks
-        room = PanelRoom.of(problem, extent, depth, own)
-        assert HEAD + extent <= room.norms + (room.flags - HEAD)
-        assert room.norms + 8 * blocks * -(-depth // 128) <= room.sums
-        assert room.sums + wide * blocks * depth <= room.end
-        # That of an edge tile, or of a thinner panel, is no larger.
-        assert PanelRoom.of(problem, max(1, extent // 2), max(1, depth // 2), own).end <= room.end
-    strips = StripRoom.of(problem, tile, cut)
-    parts = [strips.found, strips.made] + [strips.old] * problem.reads_c
-    for part, then in zip(parts, [*(part.begin for part in parts[1:]), strips.end], strict=True):
-        assert part.begin + HEAD <= part.rows <= part.cols <= part.sums
-        assert part.sums + wide * strips.down * strips.across <= part.norms
-        assert part.norms + 8 * strips.down * strips.across <= part.end
-        assert part.end == then
-        assert all(x % 16 == 0 for x in (part.begin, part.sums, part.end))
-        assert part.norms % 8 == 0
-    held, whole_slots = held_bytes(problem, tile, cut), slot_bytes(problem, tile, cut)
-    for slot, more in room_bytes(problem, tile, cut).items():
-        assert held[slot] + more <= whole_slots[slot]
-
-
-@pytest.mark.parametrize("dtype", ["float64", "float16", "complex128"])
-def test_a_plan_takes_room_for_checksums_within_its_budgets(dtype: str) -> None:
-    budgets, machine = Budgets(3 << 30, 4 << 30), default_model("cuda", 16)
-    names = dtype, dtype, DTYPES[dtype].accumulator, dtype
-    plans = {
-        checked: make_plan(
-            GemmProblem(24576, 24576, 24576, *names, checked=checked), budgets, machine, Layouts()
-        )
-        for checked in ("", "device")
-    }
-    plain, checked = plans[""], plans["device"]
-    assert checked.footprint.device_total <= budgets.device
-    assert checked.footprint.host_total <= budgets.host
-    assert checked.prediction.total <= 1.02 * plain.prediction.total
-    assert checked.slots.count(Tier.DEVICE, "S") == checked.slots.c
-    assert not room_bytes(plain.problem, plain.tile, plain.slots.strip)
-
-
-def test_integers_have_digests_of_their_own() -> None:
-    """Panels of few bits set, such as those of small integers, differ in theirs."""
-    rng = np.random.default_rng(5)
-    found = {whole(integers(rng, (20, 20), "float64", most=1)) for _ in range(500)}
-    assert len(found) == 500

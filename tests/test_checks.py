@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import pairwise
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
@@ -20,9 +19,8 @@ from oocgemm.backends.host import HostSession
 from oocgemm.checks import Checks
 from oocgemm.errors import ExecutionError
 from oocgemm.plan import Kind, Op, Operation, candidates
-from oocgemm.plan.checking import borders
 from oocgemm.staging import Staging
-from oocgemm.sums_host import HostSums, runs
+from oocgemm.sums_host import HostSums
 from tests.backends_here import CUDA, needs_gpu, staged
 from tests.problems import DTYPES, Array, drawn_product, integers, reference, scaled
 from tests.summing import summed
@@ -371,25 +369,7 @@ def test_without_verify_nothing_is_noticed() -> None:
     assert (result.out != a @ b).any()
 
 
-# Memory and blocks
-
-
-@given(extent=st.integers(1, 2000), strip=st.integers(1, 2000))
-def test_blocks_never_reach_over_a_strip(extent: int, strip: int) -> None:
-    cuts = borders(extent, strip)
-    assert cuts[0] == 0
-    assert cuts[-1] == extent
-    assert all(0 < b - a <= 128 for a, b in pairwise(cuts))
-    assert set(range(0, extent, strip)) <= set(cuts)
-
-
-@given(extent=st.integers(1, 2000), strip=st.integers(1, 2000))
-def test_a_strip_is_cut_as_its_tile_is(extent: int, strip: int) -> None:
-    """The last one too, which may be shorter than the others."""
-    cuts = borders(extent, strip)
-    for top in range(0, extent, strip):
-        bottom = min(top + strip, extent)
-        assert borders(bottom - top, strip) == [cut - top for cut in cuts if top <= cut <= bottom]
+# Memory and strips
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -403,23 +383,6 @@ def test_a_last_strip_that_is_shorter_passes(engine: str, beta: int, monkeypatch
     result = product(engine, a, b, c, beta=beta, tile="700x90x60")
     assert 700 % result.plan.slots.strip > 128
     assert checked(result)["recomputed"] == []
-
-
-@given(extent=st.integers(1, 500), strip=st.integers(1, 300), data=st.data())
-def test_pieces_are_cut_where_blocks_begin(extent: int, strip: int, data: st.DataObject) -> None:
-    cuts = borders(extent, strip)
-    top = data.draw(st.integers(0, extent - 1))
-    stop = data.draw(st.integers(top + 1, extent))
-    piece = np.arange(top, stop)[:, None] * np.ones(2)
-    found: list[Array] = []
-    for first, blocks, offset in runs(piece, top, cuts):
-        assert np.shares_memory(blocks, piece)
-        for number, block in enumerate(blocks, first):
-            assert cuts[number] <= block.min()
-            assert block.max() < cuts[number + 1]
-        assert blocks[0, 0, 0] == top + offset
-        found += list(blocks)
-    np.testing.assert_array_equal(np.concatenate(found), piece)
 
 
 @given(data=st.data())
@@ -451,3 +414,14 @@ def test_checksums_are_within_the_plan(data: st.DataObject) -> None:
     footprint = result.plan.footprint
     assert 0 < most + 8 * (m + n) <= footprint.host["checks"]
     assert footprint.host_total <= result.plan.budgets.host
+
+
+@pytest.mark.parametrize("engine", SUMMED)
+def test_a_device_that_takes_checksums_keeps_to_its_budget(engine: str) -> None:
+    rng = np.random.default_rng(10)
+    a, b = rng.standard_normal((700, 500)), rng.standard_normal((500, 600))
+    result = product(engine, a, b, device_memory="100MiB", host_memory="20MiB", tile="160x150x64")
+    held = result.timeline.header["held"]
+    assert 0 < held["device"] <= result.plan.footprint.device_total <= 100 << 20
+    assert 0 < held["host"] <= result.plan.footprint.host_total <= 20 << 20
+    assert checked(result)["undecided"] == 0
