@@ -49,9 +49,9 @@ struct summed {
     unsigned char* flags;
     double* norms;
     OOC_WIDE* sums;
-    cut rows, cols;             // cols of a strip
-    long long depth, pitch;     // of a panel; stored elements from row to row
-    long long sums_pitch;       // blocks across that a strip has room for
+    cut rows, cols;                  // cols of a strip
+    long long depth, pitch;          // of a panel; stored elements from row to row
+    long long sums_pitch;            // blocks across that a strip has room for
     long long first_row, first_col;  // where signs begin
     int row_signs, col_signs, conjugates;
 };
@@ -62,7 +62,7 @@ struct multiplied {
     const word *a_head, *b_head;
     word a_expected, b_expected;  // their digests
     const unsigned char *a_flags, *b_flags;
-    unsigned char* strips;   // the checksums of the first strip that is multiplied
+    unsigned char* strips;  // the checksums of the first strip that is multiplied
     long long strip_bytes, made, sums, norms, row_flags, col_flags;  // of one, and where its parts begin
     long long depth, chunks, rows, cols, strip;
     int down, across, pitch, per, first;
@@ -124,7 +124,7 @@ __device__ T total(T value, T* room) {
     return room[0];
 }
 
-__device__ inline double numbers(const OOC_STORED* x, int part) {
+__device__ inline double number(const OOC_STORED* x, int part) {
     return static_cast<double>(widen(reinterpret_cast<const real*>(x)[part]));
 }
 
@@ -162,7 +162,7 @@ __device__ inline double take(const summed& p, long long top, long long bottom, 
                 const OOC_STORED x = *place(s, d);
 #pragma unroll
                 for (int part = 0; part < PARTS; ++part) {
-                    const double value = numbers(&x, part);
+                    const double value = number(&x, part);
                     sum[part] += signs_of[s] * value;
                     square.add(value);
                 }
@@ -180,10 +180,10 @@ __device__ inline double take(const summed& p, long long top, long long bottom, 
     if (!is_finite(norm) && p.flags != nullptr) {
         for (long long d = left + i; d < right; d += ACROSS)
             for (int s = lane; s < size; s += LANES) {
-                bool right_so = true;
+                bool all_finite = true;
 #pragma unroll
-                for (int part = 0; part < PARTS; ++part) right_so = right_so && is_finite(numbers(place(s, d), part));
-                if (!right_so) {
+                for (int part = 0; part < PARTS; ++part) all_finite = all_finite && is_finite(number(place(s, d), part));
+                if (!all_finite) {
                     p.flags[top + s] = 1;
                     p.head[1] = 1;
                 }
@@ -269,7 +269,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) check_product(multiplied p
         for (int d = 0; d < DEEP; ++d) sum = multiply_add(a[row][d], b[col][d], sum);
     }
     __syncthreads();
-    const auto made = [&](long long strip) { return p.strips + strip * p.strip_bytes + p.made; };
     if (i < p.down && j < p.across) {
         unsigned char* to = p.strips + i / p.per * p.strip_bytes;
         const long long at = static_cast<long long>(i % p.per) * p.pitch + j;
@@ -296,7 +295,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) check_product(multiplied p
             *flag = (p.first ? 0 : *flag) | (broken_b ? p.b_flags[c % p.cols] : 0);
         }
     for (long long strip = self; strip < strips; strip += threads) {
-        word* head = reinterpret_cast<word*>(made(strip));
+        word* head = reinterpret_cast<word*>(p.strips + strip * p.strip_bytes + p.made);
         head[0] = (p.first ? 0 : head[0]) | damaged;
     }
 }
