@@ -121,8 +121,8 @@ def gemm(
         resume: go on with the run that has not ended at `c`, a local path, and was called with the same arguments; begin
             one if there is none, and do nothing if it has ended. Budgets may differ, and be less.
         verify: hold every tile against checksums of the panels it is made from (`oocgemm.checks`) before it is written,
-            and compute once more what differs. The processor passes over each panel once more when it is read, which
-            shows in the run's time where a GPU is fed faster than that.
+            and compute once more what differs. A GPU takes them of what has come to it, the processor a digest of each
+            panel when it is read; without a GPU the processor takes the checksums.
         timeline: path of a log of every operation, for `oocgemm report`. It is written as the run goes on, and tells of
             as much of a run that has not ended.
         progress: called with the plan; returns what is called with every finished operation.
@@ -209,13 +209,13 @@ def _execute(
         if session is not None:
             staging = Staging(plan, {"A": work.a, "B": work.b, "C": output.matrix})
             observe = _observer(log, progress(plan) if progress else None)
-            checks = Checks(plan, SEED) if plan.problem.checked else None
+            checks = Checks(plan, SEED, session.summing) if plan.problem.checked else None
             run = Run(plan, session, staging, origin, observe, output.finished, checks)
             run.execute()
             retried = staging.retried
             if checks is not None and checks.failed:
                 some = checks.failing()
-                again = Checks(some, SEED + 1, checks.failed)
+                again = Checks(some, SEED + 1, session.summing, checks.failed)
                 repair = Run(some, session, staging, origin, observe, output.finished, again, log.spans)
                 repair.execute()
                 again.complain()

@@ -137,12 +137,6 @@ def add_product(c: Array, a: Array, b: Array) -> None:
             c[top : top + down] += a[top : top + down, left : left + deep] @ part.T
 
 
-def signs(seed: int, axis: int, extent: int) -> Array:
-    """Random signs, 1.0 or -1.0, for the rows (axis 0) or columns (axis 1) of a product."""
-    drawn: Array = np.random.default_rng((seed, axis)).integers(0, 2, extent, np.int8)
-    return drawn * 2.0 - 1.0
-
-
 def wide_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Double precision, complex for complex."""
     return np.dtype(np.complex128 if dtype.kind == "c" else np.float64)

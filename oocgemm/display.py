@@ -203,7 +203,12 @@ def _print_checks(out: Console, checks: dict[str, Any]) -> None:
         f"[bold]checked[/] {checks['tiles']} tiles in {checks['blocks']} blocks"
         + (f", {checks['undecided']} of them for Inf and NaN only" if checks["undecided"] else "")
         + f"; recomputed {len(redone)}{f': tiles {which}' if redone else ''}; "
-        + f"took {_percent(checks['core_share'])} of the cores' time",
+        + f"took {_percent(checks['core_share'])} of the cores' time"
+        + (
+            f" and {format_time(checks['device_seconds'])} of the device's"
+            if checks["device_seconds"]
+            else ""
+        ),
         soft_wrap=True,
     )
 

@@ -75,9 +75,9 @@ def prepare(
     what multiplies such a problem, as far as bits hang on it."""
     left, right = stores.open_matrix("A", a), stores.open_matrix("B", b)
     problem = problem_of(left, right, alpha, beta, trans_a, trans_b, compute, out_dtype)
-    problem = replace(problem, checked=checked)
     if problem.exact and backend == "cuda" and problem.depth <= integers.MOST_DEPTH:
         problem = replace(problem, acc_dtype="int32")
+    problem = replace(problem, checked=sums_tier(backend, problem) if checked else "")
     earlier, identity = None, {}
     if resume is not None:
         check_whole(left, right)
@@ -129,6 +129,12 @@ def prepare(
     else:
         plan = make_plan(problem, budgets, machine, layouts, shape)
     return Job(left, right, existing, plan, compressor, earlier, identity)
+
+
+def sums_tier(backend: str, problem: GemmProblem) -> str:
+    """Which tier takes checksums: a device with memory of its own, which is read far faster than that of the host. Its
+    kernels sum no integers."""
+    return "device" if backend == "cuda" and not problem.exact else "host"
 
 
 def rates(job: Job, c: Matrix) -> dict[str, float] | None:

@@ -11,7 +11,7 @@ from oocgemm.backends.base import numpy_dtype, slot_offsets, stored_shape
 from oocgemm.backends.memory import allocate
 from oocgemm.errors import ExecutionError
 from oocgemm.plan import Kind, Op, Operation, Plan, Slot
-from oocgemm.plan.cost import HOST_ALIGNMENT, slot_bytes
+from oocgemm.plan.cost import HOST_ALIGNMENT, held_bytes, slot_bytes
 from oocgemm.plan.tiling import Span
 from oocgemm.stores import BATCH_BYTES, Array, Matrix, pieces, transient
 
@@ -99,10 +99,31 @@ class Staging:
         """Do a Read (store -> slot) or a Write (slot -> store), all threads on its chunks. `columns` is the slot, shaped
         as the block is stored, in groups of columns. `look` is shown each part, as it is stored, by the thread that has
         read it."""
-        reading = operation.kind is Kind.READ
+        if operation.kind is Kind.READ:
+            self._each(operation, columns, self._readers, partial(self._read, look))
+        else:
+            self._each(operation, columns, self._writers, self._write)
+
+    def show(self, operation: Operation, columns: Sequence[Array], look: Look) -> None:
+        """Show a strip that a Write is to bring to its store, each part by a thread that writes."""
+        self._each(operation, columns, self._writers, lambda matrix, rows, cols, part: look(rows, cols, part))
+
+    def behind(self, slot: Slot) -> Array:
+        """What lies behind the strip of C in a host slot: the checksums that came down with it."""
+        start = self._offsets[slot]
+        held = held_bytes(self._plan.problem, self._plan.tile, self._plan.slots.strip)["host", "C"]
+        return self.arena[start + held : start + self._c_bytes]
+
+    def _each(
+        self,
+        operation: Operation,
+        columns: Sequence[Array],
+        pool: ThreadPoolExecutor,
+        act: Callable[[Matrix, Span, Span, Array], None],
+    ) -> None:
+        """Do something with each part of a slot, on the threads of a pool."""
         matrix = self._operands[operation.operand]
         rows, cols = self._stored(operation)
-        pool, act = (self._readers, partial(self._read, look)) if reading else (self._writers, self._write)
         starts = list(accumulate((group.shape[1] for group in columns[:-1]), initial=cols[0]))
 
         def place(r: Span, c: Span) -> Array:
@@ -111,7 +132,7 @@ class Staging:
                 r[0] - rows[0] : r[1] - rows[0], c[0] - starts[group] : c[1] - starts[group]
             ]
 
-        parts = self._parts(matrix, rows, cols, reading)
+        parts = self._parts(matrix, rows, cols, operation.kind is Kind.READ)
         self._run([pool.submit(act, matrix, r, c, place(r, c)) for r, c in parts])
 
     def _read(self, look: Look | None, matrix: Matrix, rows: Span, cols: Span, out: Array) -> None:

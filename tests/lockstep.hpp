@@ -1,5 +1,8 @@
 // lockstep.hpp: enough of CUDA for g++ to run plain kernels on a processor. Threads of a block are threads of the
 // system, which meet at __syncthreads; blocks run one after the other, so that shared memory can be static.
+//
+// Macros: SOURCE, the file; RUNS, which of its kernels are to be called, such as RUN(finish).
+#include <atomic>
 #include <barrier>
 #include <cmath>
 #include <cstring>
@@ -29,6 +32,9 @@ inline unsigned __float_as_uint(float value) {
     std::memcpy(&bits, &value, 4);
     return bits;
 }
+inline unsigned __byte_perm(unsigned x, unsigned, unsigned) { return __builtin_bswap32(x); }  // for 0x0123
+inline void atomicAdd(unsigned* to, unsigned value) { std::atomic_ref(*to) += value; }
+using std::fabs, std::memcpy, std::sqrt;
 #define __device__
 #define __global__
 #define __shared__ static
@@ -51,20 +57,25 @@ template <typename... A>
 void launch(void (*kernel)(A...), void* const* arguments, const unsigned* grid, const unsigned* block) {
     gridDim = {grid[0], grid[1], grid[2]};
     blockDim = {block[0], block[1], 1};
-    for (blockIdx.y = 0; blockIdx.y < grid[1]; ++blockIdx.y)
-        for (blockIdx.x = 0; blockIdx.x < grid[0]; ++blockIdx.x) {
-            const unsigned count = block[0] * block[1];
-            barrier = std::make_unique<std::barrier<>>(count);
-            std::vector<std::thread> threads;
-            for (unsigned t = 0; t < count; ++t)
-                threads.emplace_back([=] {
-                    threadIdx = {t % block[0], t / block[0], 0};
+    const unsigned count = block[0] * block[1];
+    barrier = std::make_unique<std::barrier<>>(count);
+    std::vector<std::thread> threads;
+    for (unsigned t = 0; t < count; ++t)
+        threads.emplace_back([=] {
+            threadIdx = {t % block[0], t / block[0], 0};
+            for (unsigned y = 0; y < grid[1]; ++y)
+                for (unsigned x = 0; x < grid[0]; ++x) {
+                    __syncthreads();
+                    if (t == 0) blockIdx = {x, y, 0};
+                    __syncthreads();
                     call(kernel, arguments, std::index_sequence_for<A...>{});
-                });
-            for (std::thread& thread : threads) thread.join();
-        }
+                }
+        });
+    for (std::thread& thread : threads) thread.join();
 }
 
-extern "C" void run(void* const* arguments, const unsigned* grid, const unsigned* block) {
-    launch(FUNCTION, arguments, grid, block);
-}
+#define RUN(kernel)                                                                                        \
+    extern "C" void run_##kernel(void* const* arguments, const unsigned* grid, const unsigned* block) { \
+        launch(kernel, arguments, grid, block);                                                         \
+    }
+RUNS

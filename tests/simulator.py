@@ -3,7 +3,8 @@
 Operations start and end as separate events, interleaved at random. An operation may start once those that it
 waits for have ended and, on a stream that runs in order, once its predecessor has. What it writes is poisoned
 when it starts and filled when it ends; what it reads must be the same at both. A wait too few therefore shows
-as poison in C, or as an input that changed under a running operation.
+as poison in C, or as an input that changed under a running operation. For the checksums of a strip stands a tally of the
+steps that it is made of.
 """
 
 import random
@@ -13,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from oocgemm.backends.base import step_scalars
-from oocgemm.plan import Kind, Operation, Region, Schedule, Slot
+from oocgemm.plan import Kind, Operation, Region, Schedule, Slot, Tier
 from oocgemm.plan.hazards import IN_ORDER, waits_of
+from oocgemm.plan.traversal import step_order
 from tests.problems import Array
 
 POISON = np.nan
@@ -81,16 +83,18 @@ class Simulator:
         return slot[region.start : region.stop]
 
     def _start(self, op: Operation) -> list[Array]:
-        inputs = [self._region(region).copy() for region in op.reads]
+        inputs = [self._region(region).copy() for region in (*op.reads, *self._tallies(op))]
         for region in op.writes:
             self._region(region)[...] = POISON
         return inputs
 
     def _end(self, op: Operation, inputs: list[Array]) -> None:
+        inputs, tallies = inputs[: len(op.reads)], inputs[len(op.reads) :]
         own = {(w.slot, w.start, w.stop) for w in op.writes}
         for region, before in zip(op.reads, inputs, strict=True):
             if (region.slot, region.start, region.stop) not in own:
                 np.testing.assert_array_equal(self._region(region), before, err_msg=f"changed under {op}")
+        self._tally(op, tallies)
         (r0, r1), (c0, c1) = op.block
         match op.kind:
             case Kind.READ:
@@ -112,6 +116,29 @@ class Simulator:
                 self._region(op.writes[0])[...] = np.real(value)
             case _:
                 raise AssertionError(op)
+
+    def _tallies(self, op: Operation) -> list[Region]:
+        """Where the tallies are of the strips that an operation makes or takes away."""
+        slots = [region.slot for region in (*op.writes, *op.reads) if region.slot.tier is Tier.DEVICE]
+        accumulators = [slot.index for slot in slots if slot.operand == "C"]
+        if op.kind is Kind.UPLOAD or not accumulators or self.schedule.problem.checked != "device":
+            return []
+        top, strip = self.schedule.grid.rows(op.tile[0])[0], self.schedule.slots.strip
+        span = (op.m[0] - top) // strip, -(-(op.m[1] - top) // strip)
+        return [Region(Slot(Tier.DEVICE, "S", accumulators[0]), *span)]
+
+    def _tally(self, op: Operation, before: list[Array]) -> None:
+        grid, own = self.schedule.grid, 1 + op.tile[0] + op.tile[1] / 64
+        for region, tally in zip(self._tallies(op), before, strict=True):
+            held = self._region(region)
+            if op.kind is Kind.MULTIPLY:
+                held[...] = own * (1 + op.step) + (0 if op.first else tally)
+                continue
+            if region in op.writes:  # of which this is a part that none but the operation itself touches
+                held[...] = tally
+            steps = sum(1 + step for step in step_order(op.tile, grid.steps, grid.ramp))
+            assert (tally == own * steps).all(), f"{op} finds the checksums of another tile"
+            np.testing.assert_array_equal(held, tally, err_msg=f"checksums changed under {op}")
 
     def _multiply(self, op: Operation, inputs: list[Array]) -> None:
         m, n, k = (span[1] - span[0] for span in (op.m, op.n, op.k))

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import pairwise
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
@@ -17,24 +16,28 @@ from hypothesis import strategies as st
 import oocgemm
 from oocgemm.backends.base import DoneToken
 from oocgemm.backends.host import HostSession
-from oocgemm.checks import Checks, runs
+from oocgemm.checks import Checks
 from oocgemm.errors import ExecutionError
 from oocgemm.plan import Kind, Op, Operation, candidates
-from oocgemm.plan.checking import borders
 from oocgemm.staging import Staging
+from oocgemm.sums_host import HostSums
 from tests.backends_here import CUDA, needs_gpu, staged
 from tests.problems import DTYPES, Array, drawn_product, integers, reference, scaled
+from tests.summing import summed
 
 ENGINES = [
     pytest.param("host"),
     pytest.param("host-staged"),
+    pytest.param("host-summed"),  # by what stands for a device that takes the checksums
     pytest.param("cuda", marks=needs_gpu),
 ]
+SUMMED = ENGINES[2:]
+SETTINGS = {"host-staged": staged, "host-summed": summed}
 
 
 def product(engine: str, a: Array, b: Array, c: Array | None = None, **options: Any) -> oocgemm.Result:
-    with staged() if engine == "host-staged" else nullcontext():
-        return oocgemm.gemm(a, b, c, backend=engine.removesuffix("-staged"), verify=True, **options)
+    with SETTINGS.get(engine, nullcontext)():
+        return oocgemm.gemm(a, b, c, backend=engine.partition("-")[0], verify=True, **options)
 
 
 def checked(result: oocgemm.Result) -> dict[str, Any]:
@@ -48,7 +51,7 @@ def checked(result: oocgemm.Result) -> dict[str, Any]:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @given(data=st.data())
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 def test_what_is_right_passes(engine: str, data: st.DataObject) -> None:
     a, b, c, options = drawn_product(data)
     tile = data.draw(st.none() | st.builds("{}x{}x{}".format, *(st.integers(10, 200),) * 3), "tile")
@@ -260,6 +263,71 @@ def test_an_error_that_comes_again_ends_the_run(engine: str, tmp_path: Path) -> 
         product(engine, a, b, tile="80x100x30")
 
 
+def flipped(panel: Array) -> None:
+    """The least bit of one element: far within rounding."""
+    panel.view(np.uint8)[3, 2 * panel.itemsize] ^= 1
+
+
+def rows_swapped(panel: Array) -> None:
+    panel[[0, 5]] = panel[[5, 0]]
+
+
+def of_another_panel(panel: Array) -> None:
+    panel[...] = np.roll(panel, 7, axis=1)
+
+
+@pytest.mark.parametrize("engine", SUMMED)
+@pytest.mark.parametrize("change", [flipped, rows_swapped, of_another_panel])
+@pytest.mark.parametrize("operand", ["A", "B", "C"])
+@pytest.mark.parametrize("dtype", ["float64", "float16"])
+def test_what_a_digest_finds_on_the_way_to_the_device_is_put_right(
+    engine: str, change: Callable[[Array], None], operand: str, dtype: str
+) -> None:
+    """In a slot of the host, after the panel was read and before the device has it."""
+    rng = np.random.default_rng(8)
+    a, b, c = (scaled(rng, shape, dtype, "normal") for shape in ((150, 90), (90, 160), (150, 160)))
+    left = 1
+    session: Any = HostSession
+    if engine == "cuda":
+        from oocgemm.backends.cuda import CudaSession as session  # noqa: N813
+    right = session.submit
+
+    def submit(self: Any, operation: Operation, host: Any, after: Any) -> Any:
+        nonlocal left
+        if (
+            operation.kind is Kind.UPLOAD
+            and (operation.operand, operation.tile) == (operand, (0, 0))
+            and left
+        ):
+            left -= 1
+            for token in after:
+                token.synchronize()
+            change(host[0])
+        return right(self, operation, host, after)
+
+    plain, found = c.copy(), c.copy()
+    options: dict[str, Any] = {"tile": "80x100x30", "beta": 1}
+    product(engine, a, b, plain, **options)
+    with patch.object(session, "submit", submit):
+        result = product(engine, a, b, found, **options)
+    assert not left
+    assert [0, 0] in checked(result)["recomputed"]
+    np.testing.assert_array_equal(found, plain)
+
+
+@pytest.mark.parametrize("engine", SUMMED)
+def test_one_bit_of_a_strip_on_its_way_out_is_put_right(engine: str) -> None:
+    rng = np.random.default_rng(9)
+    a, b = rng.standard_normal((150, 90)), rng.standard_normal((90, 160))
+    plain = product(engine, a, b, tile="80x100x30").out
+    with tampering(flipped, Kind.WRITE, (1, 0), times=1):
+        result = product(engine, a, b, tile="80x100x30")
+    found = checked(result)
+    assert found["recomputed"] == [[1, 0]]
+    assert found["tier"] == "device"
+    np.testing.assert_array_equal(result.out, plain)
+
+
 def test_a_wrong_strip_never_reaches_the_store(tmp_path: Path) -> None:
     a, b, _ = operands()
     with tampering(one_element, Kind.WRITE, (0, 0), times=2), pytest.raises(ExecutionError):
@@ -303,25 +371,7 @@ def test_without_verify_nothing_is_noticed() -> None:
     assert (result.out != a @ b).any()
 
 
-# Memory and blocks
-
-
-@given(extent=st.integers(1, 2000), strip=st.integers(1, 2000))
-def test_blocks_never_reach_over_a_strip(extent: int, strip: int) -> None:
-    cuts = borders(extent, strip)
-    assert cuts[0] == 0
-    assert cuts[-1] == extent
-    assert all(0 < b - a <= 128 for a, b in pairwise(cuts))
-    assert set(range(0, extent, strip)) <= set(cuts)
-
-
-@given(extent=st.integers(1, 2000), strip=st.integers(1, 2000))
-def test_a_strip_is_cut_as_its_tile_is(extent: int, strip: int) -> None:
-    """The last one too, which may be shorter than the others."""
-    cuts = borders(extent, strip)
-    for top in range(0, extent, strip):
-        bottom = min(top + strip, extent)
-        assert borders(bottom - top, strip) == [cut - top for cut in cuts if top <= cut <= bottom]
+# Memory and strips
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -337,32 +387,15 @@ def test_a_last_strip_that_is_shorter_passes(engine: str, beta: int, monkeypatch
     assert checked(result)["recomputed"] == []
 
 
-@given(extent=st.integers(1, 500), strip=st.integers(1, 300), data=st.data())
-def test_pieces_are_cut_where_blocks_begin(extent: int, strip: int, data: st.DataObject) -> None:
-    cuts = borders(extent, strip)
-    top = data.draw(st.integers(0, extent - 1))
-    stop = data.draw(st.integers(top + 1, extent))
-    piece = np.arange(top, stop)[:, None] * np.ones(2)
-    found: list[Array] = []
-    for first, blocks, offset in runs(piece, top, cuts):
-        assert np.shares_memory(blocks, piece)
-        for number, block in enumerate(blocks, first):
-            assert cuts[number] <= block.min()
-            assert block.max() < cuts[number + 1]
-        assert blocks[0, 0, 0] == top + offset
-        found += list(blocks)
-    np.testing.assert_array_equal(np.concatenate(found), piece)
-
-
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_checksums_are_within_the_plan(data: st.DataObject) -> None:
     """What the checksums really take, at most what the footprint says of them."""
     m, n, k = (data.draw(st.integers(50, 400)) for _ in "mnk")
     most = 0
-    right = Checks.submit
+    right = HostSums.submit
 
-    def submit(self: Checks, operation: Operation) -> None:
+    def submit(self: HostSums, operation: Operation) -> None:
         nonlocal most
         right(self, operation)
         sums = {id(x): x.sums.nbytes + x.norms.nbytes for x in list(self._panels.values())}
@@ -371,7 +404,7 @@ def test_checksums_are_within_the_plan(data: st.DataObject) -> None:
 
     dtype = data.draw(st.sampled_from(DTYPES))
     a, b = np.ones((m, k), dtype), np.ones((k, n), dtype)
-    with patch.object(Checks, "submit", submit):
+    with patch.object(HostSums, "submit", submit):
         result = product(
             data.draw(st.sampled_from(["host", "host-staged"])),
             a,
@@ -383,3 +416,14 @@ def test_checksums_are_within_the_plan(data: st.DataObject) -> None:
     footprint = result.plan.footprint
     assert 0 < most + 8 * (m + n) <= footprint.host["checks"]
     assert footprint.host_total <= result.plan.budgets.host
+
+
+@pytest.mark.parametrize("engine", SUMMED)
+def test_a_device_that_takes_checksums_keeps_to_its_budget(engine: str) -> None:
+    rng = np.random.default_rng(10)
+    a, b = rng.standard_normal((700, 500)), rng.standard_normal((500, 600))
+    result = product(engine, a, b, device_memory="100MiB", host_memory="20MiB", tile="160x150x64")
+    held = result.timeline.header["held"]
+    assert 0 < held["device"] <= result.plan.footprint.device_total <= 100 << 20
+    assert 0 < held["host"] <= result.plan.footprint.host_total <= 20 << 20
+    assert checked(result)["undecided"] == 0

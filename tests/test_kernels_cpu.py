@@ -37,10 +37,10 @@ def built(source: str, entry: str, macros: Sequence[str], folder: Path) -> Calla
     place, library = folder / f"{source}.cu", folder / f"{source}{len(list(folder.glob('*.so')))}.so"
     text = (kernel_folder() / place.name).read_text(encoding="utf-8")
     place.write_text(text.replace("extern __shared__", "extern"), encoding="utf-8")
-    names = f'-DSOURCE="{place}"', f"-DFUNCTION={entry}"
+    names = f'-DSOURCE="{place}"', f"-DRUNS=RUN({entry})"
     flags = "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", f"-I{kernel_folder()}"
     subprocess.run(["g++", *flags, *macros, *names, "-x", "c++", SHIM, "-o", library], check=True)
-    run = ctypes.CDLL(str(library)).run
+    run = getattr(ctypes.CDLL(str(library)), f"run_{entry}")
 
     def launch(grid: Sequence[int], block: Sequence[int], *values: Any) -> None:
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))

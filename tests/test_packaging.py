@@ -15,7 +15,7 @@ TOP = Path(__file__).resolve().parent.parent
 
 def test_the_source_tree_has_its_kernels() -> None:
     assert "extern" in kernel_source("tiled")
-    with pytest.raises(BackendError, match=r"there are finish, .*tiled"):
+    with pytest.raises(BackendError, match=r"there are check_sums, finish, .*tiled"):
         kernel_source("nonsense")
 
 

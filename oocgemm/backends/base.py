@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from oocgemm.backends.summing import Summing
 from oocgemm.errors import missing_bfloat16
 from oocgemm.plan import DTYPES, OPERANDS, GemmProblem, Op, Operation, Plan, Region, Slot, Tier
 from oocgemm.plan.cost import DEVICE_ALIGNMENT, slot_bytes
@@ -47,7 +48,12 @@ class DoneToken:
 
 
 class Session(Protocol):
-    """A backend at work on one plan: its arena is allocated, its streams exist."""
+    """A backend at work on one plan: its arena is allocated, its streams exist.
+
+    `summing` is what takes checksums on the device, for a problem that says so.
+    """
+
+    summing: Summing | None
 
     def worker(self, stream: str) -> AbstractContextManager[None]:
         """Prepares the calling thread to issue the operations of one stream."""

@@ -6,11 +6,10 @@ waits of streams on events; no thread waits for the device on the way from one s
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import pairwise
-from time import perf_counter_ns
 from typing import Any
 
 import cupy
@@ -20,11 +19,13 @@ from cupy_backends.cuda.libs import cublas
 
 from oocgemm.backends import cuda_calls, int8, tuning
 from oocgemm.backends.base import Array, Token, device_offsets, step_scalars
+from oocgemm.backends.cuda_events import Clock, CudaToken, Work
 from oocgemm.backends.integers import too_large
 from oocgemm.backends.kernel import Call
 from oocgemm.backends.ladder import check_plan
-from oocgemm.backends.launch import describe_device
+from oocgemm.backends.launch import SumsDevice, describe_device
 from oocgemm.backends.multiplier import Multiplier, device_name
+from oocgemm.backends.summing import Summing
 from oocgemm.errors import BackendError, OutOfMemoryError
 from oocgemm.plan import GemmProblem, Kind, Operation, Plan, Region, Slot
 from oocgemm.plan.cost import HOST_ALIGNMENT
@@ -33,73 +34,9 @@ from oocgemm.plan.tiling import round_up
 from oocgemm.units import format_size
 
 STREAMS = ("h2d", "h2d-c", "prepare", "compute", "d2h")
+SUMS = "sums"  # beside uploads: the next copy goes on while what has come is summed
 _NATIVE = {"emulated": "native"}  # what multiplies where residues will not do
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
-REANCHOR_NS = 2_000_000_000  # float32 milliseconds stay finer than a microsecond for this long
-
-
-class _Clock:
-    """Brings times of the device to the host's clock, by an event whose host time is known."""
-
-    def __init__(self, device: Any) -> None:
-        self._device = device
-        with device:
-            self._stream = cupy.cuda.Stream(non_blocking=True)
-            before, after, self._event = self._probe()
-        self._time = (before + after) // 2
-
-    def host(self, event: Any) -> int:
-        """Host time of a recorded event that is done, in nanoseconds. One thread at a time."""
-        if perf_counter_ns() - self._time > REANCHOR_NS:
-            with self._device:
-                before, after, new = self._probe()
-            # Other threads can keep this one from reading the clock for a while: go by the device's own clock as far as
-            # the readings allow.
-            self._time, self._event = min(max(self._at(new), before), after), new
-        return self._at(event)
-
-    def _at(self, event: Any) -> int:
-        return self._time + int(cupy.cuda.get_elapsed_time(self._event, event) * 1e6)
-
-    def _probe(self) -> tuple[int, int, Any]:
-        """An event, and host times before and after it."""
-        probes = []
-        for _ in range(5):
-            event = cupy.cuda.Event()
-            before = perf_counter_ns()
-            event.record(self._stream)
-            event.synchronize()
-            probes.append((before, perf_counter_ns(), event))
-        return min(probes, key=lambda probe: probe[1] - probe[0])
-
-
-class CudaToken:
-    """An operation on a stream, between two events; `issued` is the host's time when the first of its launches
-    had been made."""
-
-    __slots__ = ("_check", "_clock", "_issued", "_start", "end", "stream")
-
-    def __init__(
-        self, clock: _Clock, stream: str, start: Any, issued: int, end: Any, check: Callable[[], None] | None
-    ) -> None:
-        """`check` raises if the operation, once it has ended, has failed."""
-        self._check = check
-        self._clock = clock
-        self._start = start
-        self._issued = issued
-        self.stream = stream
-        self.end = end
-
-    def synchronize(self) -> None:
-        self.end.synchronize()
-        if self._check is not None:
-            self._check()
-
-    def interval(self) -> tuple[int, int]:
-        # On an idle stream an event is done as soon as it is recorded, before the work that follows has come: a library may
-        # have to load a kernel first.
-        start, end = self._clock.host(self._start), self._clock.host(self.end)
-        return min(max(start, self._issued), end), end
 
 
 class CudaSession:
@@ -114,6 +51,7 @@ class CudaSession:
         self._steps: Counter[int] = Counter()  # by number of moduli, 0 for native ones
         self._moduli: dict[Slot, int] = {}  # that the planes in each slot are of
         self._pinning = threading.Lock()
+        self.summing: Summing | None = None
         with self._device:
             self._free_before = runtime.memGetInfo()[0]
             try:
@@ -127,7 +65,11 @@ class CudaSession:
                     self._flags = cupy.cuda.alloc_pinned_memory(max(1, plan.slots.finish) * 4)
                     np.frombuffer(self._flags, np.int32)[:] = 0
                 self._streams = {name: cupy.cuda.Stream(non_blocking=True) for name in STREAMS}
-                self._clock = _Clock(self._device)
+                if self._problem.checked == "device":
+                    # Before the blocks of a multiplication that are still to begin.
+                    self._streams[SUMS] = cupy.cuda.Stream(non_blocking=True, priority=-1)
+                    self.summing = Summing(plan, self._address, SumsDevice(self._multiplier.kernels))
+                self._clock = Clock(self._device)
             except (runtime.CUDARuntimeError, cublas.CUBLASError) as error:
                 free = runtime.memGetInfo()[0]
                 self.close()
@@ -154,10 +96,40 @@ class CudaSession:
                 token.synchronize()
             elif token.stream != name:
                 cuda_calls.wait(stream, token.end)
-        start, end = cupy.cuda.Event(block=True), cupy.cuda.Event(block=True)
-        issued = cuda_calls.record_around(launches, start, end, stream)
         check = partial(self._check, operation) if self._problem.exact else None
-        return CudaToken(self._clock, name, start, issued, end, check)
+        if self.summing is None:
+            own = Work.on(stream, launches)
+            return CudaToken(name, own, own.end, self._clock, check)
+        return self._submit_with_sums(operation, host, launches, self.summing)
+
+    def _submit_with_sums(
+        self, op: Operation, host: Sequence[Array], launches: list[cuda_calls.Launch], summing: Summing
+    ) -> CudaToken:
+        """What goes to the host is summed before it leaves, all else after it has come or has been made."""
+        name, stream = op.stream, self._streams[op.stream]
+        taking = {
+            Kind.UPLOAD: summing.uploaded,
+            Kind.MULTIPLY: summing.multiplied,
+            Kind.FINISH: summing.finished,
+        }
+        if op.kind is Kind.DOWNLOAD:
+            sums = Work.on(stream, [cuda_calls.in_python(partial(summing.leaving, op))])
+            own = Work.on(stream, launches + self._checksums(op, host, stream, summing))
+            end = own.end
+        elif op.kind in taking:
+            own = Work.on(stream, launches)
+            if op.kind is Kind.UPLOAD:
+                name, stream = SUMS, self._streams[SUMS]
+                cuda_calls.wait(stream, own.end)
+            with stream:
+                sums = Work.on(stream, [cuda_calls.in_python(partial(taking[op.kind], op))])
+            end = sums.end
+        else:
+            own = Work.on(stream, launches)
+            return CudaToken(name, own, own.end, self._clock)
+        return CudaToken(
+            name, own, end, self._clock, noting=lambda: summing.busy.append(sums.interval(self._clock))
+        )
 
     def view(self, operation: Operation, region: Region) -> Array:
         raise AssertionError(f"{operation}: device memory is not host memory here")
@@ -245,6 +217,14 @@ class CudaSession:
                 to_from = (device + begin - start, begin) if uploading else (begin, device + begin - start)
                 launches.append(cuda_calls.copy(*to_from, part, stream))
         return launches
+
+    def _checksums(
+        self, op: Operation, host: Sequence[Array], stream: Any, summing: Summing
+    ) -> list[cuda_calls.Launch]:
+        """To bring the checksums of a strip to the host, behind it."""
+        to, size = summing.beside(host[0].ctypes.data), summing.room.end
+        self._pin(to, size, whole=False)
+        return [cuda_calls.copy(to, summing.strip_at(op), size, stream)]
 
     def _address(self, region: Region) -> int:
         """Where a region begins."""

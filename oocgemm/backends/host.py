@@ -26,6 +26,7 @@ from oocgemm.backends.blas import blas_name, gemm
 from oocgemm.backends.integers import finish
 from oocgemm.backends.memory import allocate, available_memory
 from oocgemm.backends.residues import Prepared, multiply, prepare
+from oocgemm.backends.summing import Summing
 from oocgemm.errors import InputError
 from oocgemm.plan import GemmProblem, Kind, Operation, Plan, Region, Slot
 from oocgemm.plan.emulation import described, plane_offsets
@@ -33,6 +34,8 @@ from oocgemm.plan.emulation import described, plane_offsets
 
 class HostSession:
     """Slots in plain memory; operations run in the thread that submits them."""
+
+    summing: Summing | None = None
 
     def __init__(self, plan: Plan) -> None:
         self._problem = plan.problem

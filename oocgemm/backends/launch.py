@@ -144,6 +144,25 @@ class Kernels:
         return function
 
 
+class SumsDevice:
+    """Launches kernels of checksums, and copies, on the current stream."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+
+    def launch(
+        self, entry: str, macros: tuple[str, ...], grid: tuple[int, int, int], given: ctypes.Structure
+    ) -> None:
+        self._kernels.plain("check_sums", entry, macros)(grid, given)
+
+    def zero(self, address: int, size: int) -> None:
+        runtime.memsetAsync(address, 0, size, cupy.cuda.get_current_stream().ptr)
+
+    def copy(self, to: int, source: int, size: int) -> None:
+        stream = cupy.cuda.get_current_stream().ptr
+        runtime.memcpyAsync(to, source, size, runtime.memcpyDeviceToDevice, stream)
+
+
 def describe_device(device: int) -> Device:
     """What kernels ask of a device."""
     found = runtime.getDeviceProperties(device)

@@ -326,11 +326,15 @@ def _dividing(target: int, nominal: int, extent: int) -> int:
 
 
 def io_threads(problem: GemmProblem, budgets: Budgets, machine: MachineModel, layouts: Layouts) -> int:
-    """As many as copying wants, or all cores where there is work for codecs; but scratch for these takes at most half of
+    """As many as copying wants, half as many more where digests are taken, or all cores where there is work for codecs; but scratch for these takes at most half of
     the host budget."""
     read = (layouts.a, layouts.b, layouts.c) if problem.reads_c else (layouts.a, layouts.b)
     codecs = layouts.c.encodes or any(layout.decode_bytes for layout in read)
-    threads = max(machine.io_threads, machine.cores) if codecs else machine.io_threads
+    threads = machine.io_threads
+    if problem.checked == "device":  # a thread that takes a digest reads nothing meanwhile
+        threads = max(threads, min(machine.cores, threads * 3 // 2))
+    if codecs:
+        threads = max(threads, machine.cores)
     while threads > 1 and scratch_bytes(layouts, problem.reads_c, threads) > budgets.host // 2:
         threads -= 1
     return threads

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import sqrt
 
-from oocgemm.plan.checking import check_bytes
+from oocgemm.plan.checking import check_bytes, room_bytes
 from oocgemm.plan.emulation import HOST_WORK, plane_offsets, work_bytes
 from oocgemm.plan.integers import room
 from oocgemm.plan.machine import KernelRate, MachineModel, default_model
@@ -62,7 +62,15 @@ def extents(problem: GemmProblem, tile: TileShape) -> tuple[int, int, int]:
 
 
 def slot_bytes(problem: GemmProblem, tile: TileShape, strip: int) -> dict[tuple[str, str], int]:
-    """Bytes of one slot by tier and operand, aligned."""
+    """Bytes of one slot by tier and operand, aligned: of what it holds, and of the checksums behind that."""
+    sizes = held_bytes(problem, tile, strip)
+    for slot, more in room_bytes(problem, tile, strip).items():
+        sizes[slot] += round_up(more, DEVICE_ALIGNMENT if slot[0] == "device" else HOST_ALIGNMENT)
+    return sizes
+
+
+def held_bytes(problem: GemmProblem, tile: TileShape, strip: int) -> dict[tuple[str, str], int]:
+    """Bytes of what one slot holds by tier and operand, aligned: where its checksums begin if it has any."""
     w, h, r = extents(problem, tile)
     sizes = problem.itemsizes
     strip = min(strip, w)

@@ -61,7 +61,8 @@ COMPUTES = {
 
 @dataclass(frozen=True)
 class GemmProblem:
-    """``C (m x n) = alpha * op(A) (m x k) @ op(B) (k x n) + beta * C``, each tile `checked` against checksums or not.
+    """``C (m x n) = alpha * op(A) (m x k) @ op(B) (k x n) + beta * C``, each tile `checked` against checksums or not: "host" and
+    "device" say which tier takes these, "" that none does.
 
     The dtypes of a, b, the accumulator and c are kept apart, so that wider accumulators and results fit in. `compute`
     is one of `COMPUTES`: what float32 operands may be rounded to before they are multiplied, or "emulated" for exact
@@ -80,7 +81,7 @@ class GemmProblem:
     trans_a: Op = Op.N
     trans_b: Op = Op.N
     compute: str = "native"
-    checked: bool = False
+    checked: str = ""
 
     @property
     def depth(self) -> int:

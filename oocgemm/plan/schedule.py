@@ -29,7 +29,7 @@ from enum import StrEnum
 from oocgemm.plan.placing import Loads, Placed, Placing
 from oocgemm.plan.problem import GemmProblem
 from oocgemm.plan.slots import Region, Slot, Slots, Tier
-from oocgemm.plan.tiling import Span, Tile, TileGrid
+from oocgemm.plan.tiling import Span, Tile, TileGrid, ceil_div
 from oocgemm.plan.traversal import step_order
 
 
@@ -245,13 +245,14 @@ class Schedule:
         n, k = self.grid.cols(tile[1]), self.grid.depth(step)
         c = self._in_tile(c_slot, tile, rows)
         keeps_old = not first or (self.problem.reads_c and not self.problem.finishes)
+        sums = self._sums(c_slot, tile, rows)
         return Operation(
             Kind.MULTIPLY,
             "C",
             tile,
             step,
             (*inputs, c) if keeps_old else inputs,
-            (c,),
+            (c, *sums),
             rows,
             n,
             k,
@@ -265,30 +266,31 @@ class Schedule:
         """Read and upload a strip of C into rows of the tile's accumulator, or into a slot of its own."""
         n, size, host = self._strip_parts(tile, rows, number)
         target = self._in_tile(slot, tile, rows) if whole_tile else Region(slot, 0, host.stop)
+        targets = (target, *self._sums(slot, tile, rows)) if whole_tile else (target,)
         coded = "C" in self.coded
         if self.slots.unified:
             yield Operation(Kind.READ, "C", tile, 0, (), (target,), rows, n, bytes=size, coded=coded)
             return
         yield Operation(Kind.READ, "C", tile, 0, (), (host,), rows, n, bytes=size, coded=coded)
-        yield Operation(Kind.UPLOAD, "C", tile, 0, (host,), (target,), rows, n, bytes=size)
+        yield Operation(Kind.UPLOAD, "C", tile, 0, (host,), targets, rows, n, bytes=size)
 
     def _drain(self, tile: Tile, rows: Span, number: int, c_slot: Slot) -> Iterator[Operation]:
         """Bring a strip of the finished accumulator to the store."""
         n, size, host = self._strip_parts(tile, rows, number)
-        source = self._in_tile(c_slot, tile, rows)
+        source, sums = self._in_tile(c_slot, tile, rows), self._sums(c_slot, tile, rows)
         last = self.grid.steps - 1
         if self.problem.finishes:
             finished = Region(Slot(Tier.DEVICE, "D", number % self.slots.finish), 0, host.stop)
             if self.problem.reads_c:
                 yield from self._load_c(tile, rows, number, finished.slot, whole_tile=False)
-            inputs = (source, finished) if self.problem.reads_c else (source,)
+            inputs = (source, finished, *sums) if self.problem.reads_c else (source, *sums)
             yield Operation(Kind.FINISH, "D", tile, last, inputs, (finished,), rows, n)
-            source = finished
+            source, sums = finished, ()
         coded = "C" in self.coded
         if self.slots.unified:
             yield Operation(Kind.WRITE, "C", tile, last, (source,), (), rows, n, bytes=size, coded=coded)
             return
-        yield Operation(Kind.DOWNLOAD, "C", tile, last, (source,), (host,), rows, n, bytes=size)
+        yield Operation(Kind.DOWNLOAD, "C", tile, last, (source,), (host, *sums), rows, n, bytes=size)
         yield Operation(Kind.WRITE, "C", tile, last, (host,), (), rows, n, bytes=size, coded=coded)
 
     def _strip_parts(self, tile: Tile, rows: Span, number: int) -> tuple[Span, int, Region]:
@@ -297,6 +299,15 @@ class Schedule:
         elements = _length(rows) * _length(n)
         host = Region(Slot(Tier.HOST, "C", number % max(1, self.slots.host_c)), 0, elements)
         return n, elements * self.problem.itemsizes["C"], host
+
+    def _sums(self, slot: Slot, tile: Tile, rows: Span) -> tuple[Region, ...]:
+        """The checksums of some strips of the tile that an accumulator holds, where the device takes them. Those of a panel
+        or a finished strip go with it, which begins where its slot does; strips of tiles lie now here, now there."""
+        if self.problem.checked != "device":
+            return ()
+        top, strip = self.grid.rows(tile[0])[0], self.slots.strip
+        span = (rows[0] - top) // strip, ceil_div(rows[1] - top, strip)
+        return (Region(Slot(Tier.DEVICE, "S", slot.index), *span),)
 
     def _in_tile(self, slot: Slot, tile: Tile, rows: Span) -> Region:
         """Some rows of the tile that an accumulator holds."""

@@ -12,6 +12,7 @@ from functools import lru_cache
 from math import isqrt, lcm
 
 from oocgemm.plan import integers
+from oocgemm.plan.checking import room_share
 from oocgemm.plan.cost import Layouts, MachineModel, casts, panel_room
 from oocgemm.plan.emulation import MOST_DEPTH, STRIP, work_bytes
 from oocgemm.plan.predict import multiply_seconds
@@ -59,7 +60,7 @@ def shapes(
     chunk_a = 1 if layouts.a.partial_reads else layouts.a.read_chunk[0]
     chunk_b = 1 if layouts.b.partial_reads else layouts.b.read_chunk[1]
     cut = chunk_a > 1 or chunk_b > 1
-    memory = device - machine.device_reserve
+    memory = int((device - machine.device_reserve) / (1 + room_share(problem)))
     # Narrower tiles would leave most of the memory empty, were they as long as C and all panels of B kept.
     narrowest = min(m, memory // (16 * (n * acc + k * b)))
     thin_m, thin_n = (min(x, round_up(THIN, min(unit))) for x, unit in ((m, units_m), (n, units_n)))

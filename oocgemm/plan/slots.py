@@ -14,7 +14,7 @@ class Tier(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Slot:
     """A buffer: A and B hold a panel, C a tile (device) or a strip of one (host), D a finished strip
-    (device), P the residues of a step's panels (device)."""
+    (device), P the residues of a step's panels (device), S the checksums of a tile's strips, behind it in its own slot."""
 
     tier: Tier
     operand: str
@@ -27,7 +27,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Elements [start, stop) of a slot: what hazards are derived on. Elements, not rows: tiles of different
+    """Elements [start, stop) of a slot, strips of an S: what hazards are derived on. Elements, not rows: tiles of different
     widths take turns in a slot, and a row of one is not where that row of the other was."""
 
     slot: Slot
@@ -63,4 +63,6 @@ class Slots:
         """Slots of an operand on a tier."""
         if tier is Tier.HOST:
             return {"A": self.host_a, "B": self.host_b, "C": self.host_c}.get(operand, 0)
-        return {"A": self.a, "B": self.b, "C": self.c, "D": self.finish, "P": self.planes}[operand]
+        return {"A": self.a, "B": self.b, "C": self.c, "D": self.finish, "P": self.planes, "S": self.c}[
+            operand
+        ]

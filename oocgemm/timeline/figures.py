@@ -71,7 +71,8 @@ class Report:
 
     `checks` of a verified run: how many tiles and blocks of them were checked, how many blocks held an Inf or a NaN and
     were only looked at for these (`undecided`), which tiles were `recomputed`, the seconds in which any thread was
-    checking, those of all threads together, and both as a share: of T, and of T on every core.
+    checking, those of all threads together, and both as a share: of T, and of T on every core; and which `tier` took the
+    checksums, and the seconds in which the device was at that.
 
     Of an `unfinished` run `wall` is the time up to the end of its last operation that was recorded; there is no efficiency,
     and nothing required or least possible, since those are of the whole.

@@ -1,0 +1,100 @@
+"""Blocks of tiles that are checked, and the room that their checksums take."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from oocgemm.plan import DTYPES, Budgets, GemmProblem, Layouts, Tier, TileShape, default_model, make_plan
+from oocgemm.plan.checking import HEAD, Cut, PanelRoom, StripRoom, borders, room_bytes
+from oocgemm.plan.cost import held_bytes, slot_bytes
+from oocgemm.sums_host import runs
+from tests.problems import Array
+from tests.summing import FLOATS
+
+
+@given(extent=st.integers(1, 2000), strip=st.integers(1, 2000))
+def test_blocks_never_reach_over_a_strip(extent: int, strip: int) -> None:
+    cuts = borders(extent, strip)
+    assert cuts[0] == 0
+    assert cuts[-1] == extent
+    assert all(0 < b - a <= 128 for a, b in pairwise(cuts))
+    assert set(range(0, extent, strip)) <= set(cuts)
+
+
+@given(extent=st.integers(1, 2000), strip=st.integers(1, 2000))
+def test_a_strip_is_cut_as_its_tile_is(extent: int, strip: int) -> None:
+    """The last one too, which may be shorter than the others."""
+    cuts = borders(extent, strip)
+    for top in range(0, extent, strip):
+        bottom = min(top + strip, extent)
+        assert borders(bottom - top, strip) == [cut - top for cut in cuts if top <= cut <= bottom]
+
+
+@given(extent=st.integers(1, 500), strip=st.integers(1, 300), data=st.data())
+def test_pieces_are_cut_where_blocks_begin(extent: int, strip: int, data: st.DataObject) -> None:
+    cuts = borders(extent, strip)
+    top = data.draw(st.integers(0, extent - 1))
+    stop = data.draw(st.integers(top + 1, extent))
+    piece = np.arange(top, stop)[:, None] * np.ones(2)
+    found: list[Array] = []
+    for first, blocks, offset in runs(piece, top, cuts):
+        assert np.shares_memory(blocks, piece)
+        for number, block in enumerate(blocks, first):
+            assert cuts[number] <= block.min()
+            assert block.max() < cuts[number + 1]
+        assert blocks[0, 0, 0] == top + offset
+        found += list(blocks)
+    np.testing.assert_array_equal(np.concatenate(found), piece)
+
+
+@given(data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_rooms_lie_behind_what_they_are_of_and_parts_apart(data: st.DataObject) -> None:
+    m, n, k, w, h, r, cut = (data.draw(st.integers(1, 700)) for _ in range(7))
+    dtype = data.draw(st.sampled_from(FLOATS))
+    names = dtype, dtype, DTYPES[dtype].accumulator, dtype
+    beta = data.draw(st.sampled_from([0, 1]))
+    problem, tile = GemmProblem(m, n, k, *names, beta=beta, checked="device"), TileShape(w, h, r)
+    wide = 16 if DTYPES[dtype].is_complex else 8
+    for extent, own in ((min(w, m), cut), (min(h, n), min(h, n))):
+        blocks, depth = len(borders(extent, own)) - 1, min(r, k)
+        assert Cut.of(extent, own).blocks == blocks
+        room = PanelRoom.of(problem, extent, depth, own)
+        assert HEAD + extent <= room.norms + (room.flags - HEAD)
+        assert room.norms + 8 * blocks * -(-depth // 128) <= room.sums
+        assert room.sums + wide * blocks * depth <= room.end
+        # That of an edge tile, or of a thinner panel, is no larger.
+        assert PanelRoom.of(problem, max(1, extent // 2), max(1, depth // 2), own).end <= room.end
+    strips = StripRoom.of(problem, tile, cut)
+    parts = [strips.found, strips.made] + [strips.old] * problem.reads_c
+    for part, then in zip(parts, [*(part.begin for part in parts[1:]), strips.end], strict=True):
+        assert part.begin + HEAD <= part.rows <= part.cols <= part.sums
+        assert part.sums + wide * strips.down * strips.across <= part.norms
+        assert part.norms + 8 * strips.down * strips.across <= part.end
+        assert part.end == then
+        assert all(x % 16 == 0 for x in (part.begin, part.sums, part.end))
+        assert part.norms % 8 == 0
+    held, whole_slots = held_bytes(problem, tile, cut), slot_bytes(problem, tile, cut)
+    for slot, more in room_bytes(problem, tile, cut).items():
+        assert held[slot] + more <= whole_slots[slot]
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float16", "complex128"])
+def test_a_plan_takes_room_for_checksums_within_its_budgets(dtype: str) -> None:
+    budgets, machine = Budgets(3 << 30, 4 << 30), default_model("cuda", 16)
+    names = dtype, dtype, DTYPES[dtype].accumulator, dtype
+    plans = {
+        checked: make_plan(
+            GemmProblem(24576, 24576, 24576, *names, checked=checked), budgets, machine, Layouts()
+        )
+        for checked in ("", "device")
+    }
+    plain, checked = plans[""], plans["device"]
+    assert checked.footprint.device_total <= budgets.device
+    assert checked.footprint.host_total <= budgets.host
+    assert checked.prediction.total <= 1.02 * plain.prediction.total
+    assert checked.slots.count(Tier.DEVICE, "S") == checked.slots.c
+    assert not room_bytes(plain.problem, plain.tile, plain.slots.strip)
