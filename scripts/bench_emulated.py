@@ -11,6 +11,7 @@ from unittest.mock import patch
 import cupy
 
 from oocgemm.backends import cublas as blas
+from oocgemm.backends import cuda_calls
 from oocgemm.backends import emulated as backend
 from oocgemm.backends.emulated import Emulated
 from oocgemm.backends.kernel import Call
@@ -95,7 +96,7 @@ def measured(multiplier: Multiplier, dtype: str, shape: tuple[int, int, int]) ->
 
     parts = {
         "unguarded": unguarded,
-        "native": lambda: blas.gemm(multiplier._blas, call),
+        "native": lambda: cuda_calls.make(blas.gemm(multiplier._blas, call)),
         "prepare": prepare,
         "multiply": multiply,
     }

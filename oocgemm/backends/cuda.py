@@ -33,7 +33,9 @@ from oocgemm.plan.emulation import Offsets, described, plane_offsets
 from oocgemm.plan.tiling import round_up
 from oocgemm.units import format_size
 
-STREAMS = ("h2d", "h2d-c", "prepare", "compute", "d2h")
+# What of these goes first where the device has room for one only: short work that the next multiplication waits for goes before the
+# blocks of this one that are still to begin.
+STREAMS = {"h2d": 0, "h2d-c": 0, "prepare": -1, "compute": 0, "d2h": 0}
 SUMS = "sums"  # beside uploads: the next copy goes on while what has come is summed
 _NATIVE = {"emulated": "native"}  # what multiplies where residues will not do
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
@@ -64,10 +66,12 @@ class CudaSession:
                 if self._problem.exact:  # a flag for each slot of finished strips
                     self._flags = cupy.cuda.alloc_pinned_memory(max(1, plan.slots.finish) * 4)
                     np.frombuffer(self._flags, np.int32)[:] = 0
-                self._streams = {name: cupy.cuda.Stream(non_blocking=True) for name in STREAMS}
+                priorities = STREAMS | ({SUMS: -1} if self._problem.checked == "device" else {})
+                self._streams = {
+                    name: cupy.cuda.Stream(non_blocking=True, priority=priority)
+                    for name, priority in priorities.items()
+                }
                 if self._problem.checked == "device":
-                    # Before the blocks of a multiplication that are still to begin.
-                    self._streams[SUMS] = cupy.cuda.Stream(non_blocking=True, priority=-1)
                     self.summing = Summing(plan, self._address, SumsDevice(self._multiplier.kernels))
                 self._clock = Clock(self._device)
             except (runtime.CUDARuntimeError, cublas.CUBLASError) as error:

@@ -6,6 +6,7 @@ had and not when the work was done.
 """
 
 import ctypes
+import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from operator import call
@@ -19,12 +20,22 @@ from cupy_backends.cuda.libs import cublas
 _INT, _SIZE, _AT = ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p
 _UNSIGNED = ctypes.c_uint
 
+
+class _Launched(threading.local):
+    """Host time of a thread's first kernel since the last `record_around`, 0 before it."""
+
+    at = 0
+
+
+_launched = _Launched()
+
 # A call that is ready to be made, and what raises for a status that it returns. One in Python returns None.
 Launch = tuple[Callable[[], int | None], Callable[[int], None]]
 
 
 def record_around(launches: Sequence[Launch], start: Any, end: Any, stream: Any) -> int:
-    """Record an event, launch, record the other; the host's time in nanoseconds when the first launch had been made.
+    """Record an event, launch, record the other; the host's time in nanoseconds when the first launch had been made, of those
+    in Python their first kernel.
 
     One pass in C, so that the interpreter does not change threads in the middle of it, unless a launch is in Python.
     """
@@ -32,8 +43,10 @@ def record_around(launches: Sequence[Launch], start: Any, end: Any, stream: Any)
     before, after = (partial(record, event.ptr, stream.ptr) for event in (start, end))
     (first, _), *others = launches
     calls: list[Callable[[], Any]] = [before, first, perf_counter_ns, *(each for each, _ in others), after]
+    _launched.at = 0
     made: list[Any] = list(map(call, calls))
-    issued: int = made.pop(2)
+    issued: int = _launched.at or made[2]
+    del made[2]
     checks = driver.check_status, *(check for _, check in launches), driver.check_status
     for status, check in zip(made, checks, strict=True):
         if status:
@@ -74,6 +87,7 @@ def launch(
     status = _cuda("cuLaunchKernel", *types)(
         function, *grid, *block, shared, stream, ctypes.addressof(pointers), None
     )
+    _launched.at = _launched.at or perf_counter_ns()
     driver.check_status(status)
 
 

@@ -250,8 +250,8 @@ def _least_slots(
     row_bytes = max(1, min(tile.h, problem.n) * problem.itemsizes["C"])
     # Few strips a tile, since each is several operations; fewer rows where memory is short.
     wanted = max(STRIP_BYTES // row_bytes, ceil_div(tile.w, STRIPS if machine.unified else STAGED_STRIPS), 1)
-    if not machine.shares_cores:  # a GPU multiplies whole blocks
-        wanted = round_up(wanted, BLOCK)
+    if not machine.shares_cores:
+        wanted = _in_waves(wanted, min(tile.h, problem.n), machine.multiprocessors)
     share = max(1, budgets.host // HOST_SHARE // row_bytes) if _keeps_on_host(machine, layouts) else tile.w
     sizes = (wanted, STRIP_BYTES // row_bytes, STRIP_BYTES // 32 // row_bytes, 1)
     strips = sorted({min(round_up(max(1, min(rows, share)), unit), tile.w) for rows in sizes}, reverse=True)
@@ -266,6 +266,14 @@ def _least_slots(
             if min(_free(problem, budgets, machine, layouts, tile, slots, io_threads)) >= 0:
                 return slots
     return None
+
+
+def _in_waves(wanted: int, width: int, multiprocessors: int) -> int:
+    """Rows of a strip, so many or up to a quarter more, that a GPU is best filled by: it multiplies whole blocks, one on each
+    multiprocessor at a time."""
+    across, least = max(1, ceil_div(width, BLOCK)), ceil_div(wanted, BLOCK)
+    counts = range(least, least + least // 4 + 1)
+    return BLOCK * max(counts, key=lambda c: c * across / round_up(c * across, multiprocessors))
 
 
 def _draining(

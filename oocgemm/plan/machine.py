@@ -59,7 +59,7 @@ class MachineModel:
     decode: float
     memory: float
     write: float
-    prepare: float = 500e9  # bytes of raw panels into planes of residues
+    prepare: float = 600e9  # bytes of raw panels into planes of residues
     half_width: float = 32
     copy_latency: float = 10e-6
     step_latency: float = 10e-6
@@ -67,6 +67,7 @@ class MachineModel:
     arena_seconds_per_byte: float = 0.03 / 2**30
     io_threads: int = 1
     cores: int = 1
+    multiprocessors: int = 1
     shares_cores: bool = False
     unified: bool = False
     device_reserve: int = 0
@@ -97,8 +98,8 @@ def default_model(backend: str, cores: int) -> MachineModel:
                 "float64": KernelRate(58e12, 25),
                 "complex64": KernelRate(50e12, 90),
                 "complex128": KernelRate(55e12, 25),
-                "emulated float32": KernelRate(190e12, 1500),
-                "emulated float64": KernelRate(95e12, 1500),
+                "emulated float32": KernelRate(220e12, 600),
+                "emulated float64": KernelRate(105e12, 400),
             },
             h2d=55e9,
             d2h=55e9,
@@ -110,6 +111,7 @@ def default_model(backend: str, cores: int) -> MachineModel:
             step_latency=60e-6,
             write=1.6e9,
             cores=cores,
+            multiprocessors=132,
             io_threads=min(8, cores),  # more of them are slower: memory is the limit then
             device_reserve=80
             << 20,  # cuBLAS: its handle, kernels and workspace; more than 64 MiB seen on an H200

@@ -6,11 +6,17 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import numpy as np
-from zarr.dtype import DataTypeValidationError, Float16, data_type_registry
+import zarr.dtype
+import zarr.errors
+from zarr.dtype import Float16, data_type_registry
 
 from oocgemm.errors import InputError, missing_bfloat16
 
 NAME = "bfloat16"
+# Where newer zarr has it, and where older.
+DataTypeValidationError: type[ValueError] = (
+    getattr(zarr.errors, "DataTypeValidationError", None) or zarr.dtype.DataTypeValidationError
+)
 
 
 # zarr tells by the order of bytes whether they must be swapped; NumPy knows the elements in the machine's order only.
