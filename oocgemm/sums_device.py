@@ -72,6 +72,9 @@ class DeviceSums:
         self._problem = plan.problem
         self._wide = wide_dtype(numpy_dtype(plan.problem.acc_dtype))
         self._weights = Weights(*weights(plan.problem, plan.tile))
+        self._known: dict[
+            tuple[str, tuple[Span, Span]], int
+        ] = {}  # of each panel that was read, by its place
         self._digests: dict[Slot, int] = {}  # of the panel in each slot, on either tier
         self._old: dict[tuple[Tile, Span], int] = {}  # of strips of the old C
         self._busy = busy
@@ -79,10 +82,16 @@ class DeviceSums:
         summing.begin(seed)
 
     def read(self, staging: Staging, operation: Operation, columns: Sequence[Array]) -> None:
-        """Do a Read and take the digest of it."""
-        look = self._digest(operation)
-        staging.transfer(operation, columns, look)
-        self._digests[operation.writes[0].slot] = look.value
+        """Do a Read and take the digest of it; of a panel that was read before, the first time's must be found again."""
+        panel = operation.operand, operation.block
+        known = self._known.get(panel)
+        if known is None:
+            look = self._digest(operation)
+            staging.transfer(operation, columns, look)
+            known = self._known[panel] = look.value
+        else:
+            staging.transfer(operation, columns)
+        self._digests[operation.writes[0].slot] = known
 
     def submit(self, operation: Operation) -> None:
         """Follow an operation as it is issued: what is in which slot, and so what digests a Multiply must find."""

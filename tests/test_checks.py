@@ -190,6 +190,7 @@ def test_an_error_in_a_tile_is_put_right(
     monkeypatch.setattr(candidates, "STRIP_BYTES", 1)
     monkeypatch.setattr(candidates, "STAGED_STRIPS", 4)  # some strips of the tile are right, and written
     monkeypatch.setattr(candidates, "STRIPS", 4)
+    monkeypatch.setattr(candidates, "BLOCK", 1)
     a, b, c = operands(dtype)
     expected = reference(1, Op.N, a, Op.N, b, beta, c)
     if dtype == "float16" and change is one_element:

@@ -334,12 +334,15 @@ def _dividing(target: int, nominal: int, extent: int) -> int:
 
 
 def io_threads(problem: GemmProblem, budgets: Budgets, machine: MachineModel, layouts: Layouts) -> int:
-    """As many as copying wants, half as many more where digests are taken, or all cores where there is work for codecs; but scratch for these takes at most half of
-    the host budget."""
+    """As many as copying wants, half as many more where files are copied or digests are taken by threads that do not multiply, or
+    all cores where there is work for codecs; but scratch for these takes at most half of the host budget."""
     read = (layouts.a, layouts.b, layouts.c) if problem.reads_c else (layouts.a, layouts.b)
     codecs = layouts.c.encodes or any(layout.decode_bytes for layout in read)
     threads = machine.io_threads
-    if problem.checked == "device":  # a thread that takes a digest reads nothing meanwhile
+    copied = problem.checked == "device" or not all(layout.in_memory for layout in read)
+    if (
+        copied and not machine.shares_cores
+    ):  # a thread at that reads nothing meanwhile, or waits for its pages
         threads = max(threads, min(machine.cores, threads * 3 // 2))
     if codecs:
         threads = max(threads, machine.cores)
