@@ -64,6 +64,18 @@ def test_one_operation_that_is_late_fails_and_is_named(check: Any, result: oocge
     assert found["worst"][0]["end_us"] == pytest.approx(-10_000)
 
 
+def test_so_few_odd_operations_pass(
+    check: Any, result: oocgemm.Result, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams = seen(check, result)
+    streams[0][-1] = replace(streams[0][-1], end=streams[0][-1].end + 100_000)
+    operations = check.compare(result, streams)["operations"]
+    for allowed, passes in ((1.1 / operations, True), (0.9 / operations, False)):
+        monkeypatch.setattr(check, "ODD", allowed)
+        found = check.compare(result, streams)
+        assert (found["pass"], found["failing"]) == (passes, 1)
+
+
 @pytest.mark.parametrize("where", [0, -1])
 @pytest.mark.parametrize("stream", [0, 1, 2])
 def test_an_activity_that_is_missing_is_no_match(

@@ -142,7 +142,7 @@ def predict(
     step = lanes["compute"] / (tiles * grid.steps)
     drain = min(slots.drain, slots.a, slots.b, grid.steps)
     between = ceil_div(drain, 2) if slots.c == 1 else 0
-    if slots.unified:  # strips are narrower than the tile; what a GPU loses by that is not measured
+    if slots.unified:  # strips are narrower than the tile; those of a GPU are cut so that they fill it
         by_strips = (tiles - 1) * min(2 * between, grid.steps) + drain
         wider = (1 + machine.half_width / slots.strip) / (1 + machine.half_width / w)
         lanes["compute"] += by_strips * step * (wider - 1)
