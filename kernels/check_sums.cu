@@ -12,7 +12,7 @@
 //
 //   sum over rows r and words j of  weight(0, r) weight(1, j) word(r, j)
 //
-// of the stored matrix, a row in words of 4 bytes, the first byte the highest (the last is filled up with zeros): signs and
+// of the stored matrix, of a panel over every 32nd row, of a strip over all; a row in words of 4 bytes, the first byte the highest (the last is filled up with zeros): signs and
 // exponents, which may be all that differs, are then at the low end, where a product keeps them. Weights are odd.
 //
 // Sums are double precision and always in the same order. Squares are kept as large, middle and small ones (Blue, 1978), so
@@ -24,7 +24,7 @@
 #include "scalar.cuh"
 
 using word = unsigned long long;
-constexpr int SIDE = 128, THREADS = 256, ACROSS = 32, LANES = THREADS / ACROSS;
+constexpr int SIDE = 128, DIGESTED = 32, THREADS = 256, ACROSS = 32, LANES = THREADS / ACROSS;
 
 template <typename T> struct parts_of { static constexpr int count = 1; using real = T; };
 template <typename Real> struct parts_of<complex_t<Real>> { static constexpr int count = 2; using real = Real; };
@@ -76,6 +76,7 @@ __device__ inline word random_word(word stream, word index) {
 }
 __device__ inline double random_sign(int stream, long long index) { return random_word(stream, index) >> 63 ? -1.0 : 1.0; }
 __device__ inline unsigned weight(int stream, long long index) { return static_cast<unsigned>(random_word(stream, index) >> 32) | 1; }
+__device__ inline unsigned row_weight(long long row, int every) { return row % every == 0 ? weight(0, row) : 0; }
 // Of word w of an element in a row, or for half a word of the element in its place there.
 __device__ inline unsigned element_weight(long long element, int w) {
     return sizeof(OOC_STORED) < 4 ? weight(1, element / 2) << (element % 2 ? 0 : 16) : weight(1, element * WORDS + w);
@@ -133,14 +134,15 @@ __shared__ unsigned weights_of[SIDE][OOC_AXIS ? WORDS : 1];
 __shared__ double partial[THREADS * PARTS];
 __shared__ unsigned digests[THREADS];
 
-// One block of what is summed, [top, bottom), by [left, right) of the depth, at most SIDE each.
+// One block of what is summed, [top, bottom), by [left, right) of the depth, at most SIDE each; `every` so many rows are digested.
 template <typename Store>
-__device__ inline double take(const summed& p, long long top, long long bottom, long long left, long long right, Store store) {
+__device__ inline double take(const summed& p, long long top, long long bottom, long long left, long long right, int every,
+                              Store store) {
     const int size = static_cast<int>(bottom - top);
     for (int s = threadIdx.x; s < size; s += THREADS) {
         signs_of[s] = random_sign(p.row_signs, p.first_row + top + s);
         if (OOC_AXIS == 0) {
-            weights_of[s][0] = weight(0, top + s);
+            weights_of[s][0] = row_weight(top + s, every);
         } else {
 #pragma unroll
             for (int w = 0; w < WORDS; ++w) weights_of[s][OOC_AXIS * w] = element_weight(top + s, w);
@@ -170,7 +172,7 @@ __device__ inline double take(const summed& p, long long top, long long bottom, 
                 for (int w = 0; w < WORDS; ++w) held[w] += weights_of[s][OOC_AXIS * w] * swapped(x, w);
             }
 #pragma unroll
-            for (int w = 0; w < WORDS; ++w) digest += held[w] * (OOC_AXIS == 0 ? element_weight(d, w) : weight(0, d));
+            for (int w = 0; w < WORDS; ++w) digest += held[w] * (OOC_AXIS == 0 ? element_weight(d, w) : row_weight(d, every));
         }
         store(i, lane, d, sum);
     }
@@ -203,7 +205,7 @@ __device__ inline OOC_WIDE wide(const double* sum, bool conjugates) {
 extern "C" __global__ void __launch_bounds__(THREADS) check_panel(summed p) {
     const long long top = p.rows.begin(blockIdx.y), left = static_cast<long long>(blockIdx.x) * SIDE;
     const long long right = left + SIDE < p.depth ? left + SIDE : p.depth;
-    const double norm = take(p, top, p.rows.end(blockIdx.y), left, right, [&](int i, int lane, long long d, const double* sum) {
+    const double norm = take(p, top, p.rows.end(blockIdx.y), left, right, DIGESTED, [&](int i, int lane, long long d, const double* sum) {
         __syncthreads();
 #pragma unroll
         for (int part = 0; part < PARTS; ++part) partial[(lane * ACROSS + i) * PARTS + part] = sum[part];
@@ -222,7 +224,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) check_panel(summed p) {
 
 extern "C" __global__ void __launch_bounds__(THREADS) check_strip(summed p) {
     double all[PARTS] = {};
-    const double norm = take(p, p.rows.begin(blockIdx.y), p.rows.end(blockIdx.y), p.cols.begin(blockIdx.x), p.cols.end(blockIdx.x),
+    const double norm = take(p, p.rows.begin(blockIdx.y), p.rows.end(blockIdx.y), p.cols.begin(blockIdx.x), p.cols.end(blockIdx.x), 1,
                              [&](int, int, long long d, const double* sum) {
                                  const double sign = random_sign(p.col_signs, p.first_col + d);
 #pragma unroll

@@ -136,30 +136,20 @@ class Staging:
         self._run([pool.submit(act, matrix, r, c, place(r, c)) for r, c in parts])
 
     def _read(self, look: Look | None, matrix: Matrix, rows: Span, cols: Span, out: Array) -> None:
-        """Read a block, and show it. What is copied from memory is shown in parts, while the core's own cache has them."""
-        height = len(out)
-        if look is not None and matrix.layout.in_memory:
-            height = max(1, LEAST_PIECE_BYTES // (out.itemsize * out.shape[1]))
-        for top in range(0, len(out), height):
-            part = out[top : top + height]
-            of = rows[0] + top, rows[0] + top + len(part)
-            self._read_again(matrix, of, cols, part)
-            if look is not None:
-                look(of, cols, part)
-
-    def _read_again(self, matrix: Matrix, rows: Span, cols: Span, out: Array) -> None:
         """Read a block, and again after failures that may pass, until the run is stopped."""
         waits = iter(RETRY_AFTER)
         while True:
             try:
                 matrix.read(rows, cols, out)
-                return
+                break
             except Exception as error:
                 failed = _placed("reading", matrix, rows, cols, error)
                 after = next(waits, None) if transient(error) else None
                 if after is None or self._stopped.wait(after):
                     raise failed from error
             self.retried.append(str(failed))
+        if look is not None:
+            look(rows, cols, out)
 
     def _write(self, matrix: Matrix, rows: Span, cols: Span, data: Array) -> None:
         try:

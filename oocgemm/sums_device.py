@@ -1,10 +1,12 @@
 """Checksums that a device takes, and the digests by which the host knows that it took them of what was read.
 
-The threads that read a panel only take its digest (kernels/check_sums.cu has the formula): a sum of its words, weighted by
-where they are, of integers modulo 2^32 and so exact in any order. The device takes it again of what has arrived in the slot,
-with its checksums, in one pass; each Multiply finds the two alike, or all that it writes is damaged. Weights are odd, so that no single flipped bit goes
-unnoticed; other damage does with a probability near 2^-32, or 2^-8 if two numbers of 16 bits are all that has changed, and that
-in their highest bits only. On the way out it is the device that takes the digest first.
+The threads that read a panel only take its digest (kernels/check_sums.cu has the formula): a sum of the words of every 32nd
+row, weighted by where they are, of integers modulo 2^32 and so exact in any order; of a strip of C, of every row. The device takes it again of what has
+arrived in the slot, with its checksums; each Multiply finds the two alike, or all that it writes is damaged. So a panel that
+is another's, is still that which was there before, or lies elsewhere does not go unnoticed. Of every row of every panel it would take
+the host as long as copying them, or longer. In the rows that are taken no single flipped bit goes unnoticed, since weights are odd;
+other damage does with a probability near 2^-32, or 2^-8 if two numbers of 16 bits are all that has changed, and that in their
+highest bits only. On the way out it is the device that takes the digest first.
 """
 
 import threading
@@ -18,7 +20,7 @@ from oocgemm.backends.base import Array, numpy_dtype, stored_shape
 from oocgemm.backends.summing import Summing
 from oocgemm.bounds import wide_dtype
 from oocgemm.plan import Kind, Op, Operation, Plan, Slot
-from oocgemm.plan.checking import HEAD, Part, borders, weights
+from oocgemm.plan.checking import DIGESTED, HEAD, Part, borders, weights
 from oocgemm.plan.tiling import Span, Tile
 from oocgemm.random_words import ROW_WEIGHTS, WORD_WEIGHTS, random_words
 from oocgemm.staging import Staging
@@ -29,7 +31,7 @@ _MODULUS = 1 << 32
 
 
 class Weights:
-    """Of the rows of a stored panel, and of the words of a row."""
+    """Of the rows of a stored panel or strip, and of the words of a row."""
 
     def __init__(self, rows: int, words: int) -> None:
         self.rows, self.words = (
@@ -37,10 +39,12 @@ class Weights:
             for stream, count in ((ROW_WEIGHTS, rows), (WORD_WEIGHTS, words))
         )
 
-    def digest(self, piece: Array, top: int, left: int) -> int:
-        """The part of a panel's digest that a piece makes up, whose first row and column in the panel are these."""
-        rows, total = self.rows[top : top + len(piece)], 0
-        for first, words in in_words(piece, left):
+    def digest(self, piece: Array, top: int, left: int, every: int) -> int:
+        """The part of a digest of `every` so many rows that a piece makes up, whose first row and column in the whole are
+        these."""
+        skipped, total = -top % every, 0
+        rows = self.rows[top + skipped : top + len(piece) : every]
+        for first, words in in_words(piece[skipped::every], left):
             # Any alignment and byte order will do: einsum brings a part at a time into a buffer.
             columns = np.einsum("i,ij->j", rows, words)
             total += int(np.vecdot(columns, self.words[first : first + len(columns)]))
@@ -72,9 +76,6 @@ class DeviceSums:
         self._problem = plan.problem
         self._wide = wide_dtype(numpy_dtype(plan.problem.acc_dtype))
         self._weights = Weights(*weights(plan.problem, plan.tile))
-        self._known: dict[
-            tuple[str, tuple[Span, Span]], int
-        ] = {}  # of each panel that was read, by its place
         self._digests: dict[Slot, int] = {}  # of the panel in each slot, on either tier
         self._old: dict[tuple[Tile, Span], int] = {}  # of strips of the old C
         self._busy = busy
@@ -82,16 +83,10 @@ class DeviceSums:
         summing.begin(seed)
 
     def read(self, staging: Staging, operation: Operation, columns: Sequence[Array]) -> None:
-        """Do a Read and take the digest of it; of a panel that was read before, the first time's must be found again."""
-        panel = operation.operand, operation.block
-        known = self._known.get(panel)
-        if known is None:
-            look = self._digest(operation)
-            staging.transfer(operation, columns, look)
-            known = self._known[panel] = look.value
-        else:
-            staging.transfer(operation, columns)
-        self._digests[operation.writes[0].slot] = known
+        """Do a Read and take the digest of it."""
+        look = self._digest(operation)
+        staging.transfer(operation, columns, look)
+        self._digests[operation.writes[0].slot] = look.value
 
     def submit(self, operation: Operation) -> None:
         """Follow an operation as it is issued: what is in which slot, and so what digests a Multiply must find."""
@@ -154,23 +149,26 @@ class DeviceSums:
         rows, cols = operation.block
         op = {"A": self._problem.trans_a, "B": self._problem.trans_b}.get(operation.operand, Op.N)
         top, left = (cols[0], rows[0]) if op.swaps else (rows[0], cols[0])
-        return Digest(self._weights, top, left, self._busy)
+        every = 1 if operation.operand == "C" else DIGESTED
+        return Digest(self._weights, top, left, every, self._busy)
 
 
 class Digest:
     """The digest of a panel whose pieces come from several threads in any order."""
 
-    def __init__(self, weights: Weights, top: int, left: int, busy: list[tuple[int, int]]) -> None:
+    def __init__(
+        self, weights: Weights, top: int, left: int, every: int, busy: list[tuple[int, int]]
+    ) -> None:
         self.value = 0
         self._weights = weights
-        self._top, self._left = top, left
+        self._top, self._left, self._every = top, left, every
         self._busy = busy
         self._adding = threading.Lock()
 
     def __call__(self, rows: Span, cols: Span, piece: Array) -> None:
         """Take in a piece, its spans those of the stored matrix."""
         start = perf_counter_ns()
-        part = self._weights.digest(piece, rows[0] - self._top, cols[0] - self._left)
+        part = self._weights.digest(piece, rows[0] - self._top, cols[0] - self._left, self._every)
         with self._adding:
             self.value = (self.value + part) % _MODULUS
         self._busy.append((start, perf_counter_ns()))

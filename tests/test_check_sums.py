@@ -21,7 +21,7 @@ from oocgemm.backends.compile import compiled
 from oocgemm.backends.sources import kernel_folder
 from oocgemm.backends.summing import CutFields, Device, Multiplied, Summed, check_options
 from oocgemm.plan import DTYPES
-from oocgemm.plan.checking import Cut, borders
+from oocgemm.plan.checking import DIGESTED, Cut, borders
 from oocgemm.sums_device import Weights
 from tests.backends_here import CUDA
 from tests.nvrtc import Nvrtc, resources
@@ -32,14 +32,14 @@ from tests.summing import FLOATS, ModelDevice, plain_digest
 
 
 def whole(x: Array) -> int:
-    return Weights(len(x), x.shape[1] * 4).digest(x, 0, 0)
+    return Weights(len(x), x.shape[1] * 4).digest(x, 0, 0, DIGESTED)
 
 
 @given(data=st.data())
 @settings(max_examples=100, deadline=None)
 def test_pieces_in_any_order_make_up_the_digest(data: st.DataObject) -> None:
     dtype = numpy_dtype(data.draw(st.sampled_from(FLOATS)))
-    rows, cols = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 40))
+    rows, cols = data.draw(st.integers(1, 3 * DIGESTED)), data.draw(st.integers(1, 40))
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     x = rng.integers(0, 256, (rows, cols * dtype.itemsize), np.uint8).view(dtype)
     cuts = [
@@ -48,32 +48,36 @@ def test_pieces_in_any_order_make_up_the_digest(data: st.DataObject) -> None:
     ]
     pieces = [(r, c) for r in pairwise(cuts[0]) for c in pairwise(cuts[1])]
     weights = Weights(rows, cols * 4)
+    every = data.draw(st.sampled_from([1, DIGESTED]))
     parts = [
-        weights.digest(x[r[0] : r[1], c[0] : c[1]], r[0], c[0]) for r, c in data.draw(st.permutations(pieces))
+        weights.digest(x[r[0] : r[1], c[0] : c[1]], r[0], c[0], every)
+        for r, c in data.draw(st.permutations(pieces))
     ]
-    assert sum(parts) % 2**32 == plain_digest(x)
+    assert sum(parts) % 2**32 == plain_digest(x, every)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_a_digest_tells_what_is_another_panel(dtype: str) -> None:
-    """One bit, whichever; rows, columns, elements that have changed places; even where only signs differ."""
+    """One bit, whichever, of the rows that count; rows, columns, elements that have changed places; even where only signs
+    differ."""
     rng = np.random.default_rng(1)
     kind = numpy_dtype(dtype)
-    normal = rng.standard_normal((40, 30))
+    normal = rng.standard_normal((40 * DIGESTED, 30))
     for values in (normal, np.sign(normal)):
         x = values.astype(kind)
         right = whole(x)
         raw = x.view(np.uint8)
         for bit in range(8 * kind.itemsize):
             changed = raw.copy()
-            changed[17, 12 * kind.itemsize + bit // 8] ^= 1 << bit % 8
+            changed[17 * DIGESTED, 12 * kind.itemsize + bit // 8] ^= 1 << bit % 8
             assert whole(changed.view(kind)) != right
-        rows, cols, two = np.arange(40), np.arange(30), x.copy()
-        rows[[5, 9]] = 9, 5
+        rows, cols, two = np.arange(40 * DIGESTED), np.arange(30), x.copy()
+        rows[[5 * DIGESTED, 9 * DIGESTED]] = 9 * DIGESTED, 5 * DIGESTED
         cols[[4, 21]] = 21, 4
-        two[3, 2], two[30, 20] = 1, -1
+        ends = (0, 3 * DIGESTED), (2, 20)
+        two[ends] = 1, -1
         swapped = two.copy()
-        swapped[3, 2], swapped[30, 20] = -1, 1
+        swapped[ends] = -1, 1
         assert whole(two) != whole(swapped)
         for other in (x[rows], x[:, cols], x[::-1].copy(), x[:, ::-1].copy(), np.roll(x, 1, axis=1)):
             assert whole(np.ascontiguousarray(other)) != right

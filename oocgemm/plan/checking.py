@@ -26,6 +26,8 @@ SIDE = 128
 WIDENED = 1 << 18
 PART = 16
 HEAD = 16
+# Rows of a stored panel from one that a digest takes to the next, as in kernels/check_sums.cu.
+DIGESTED = 32
 
 
 @dataclass(frozen=True, slots=True)
