@@ -1,7 +1,7 @@
 """Runs a schedule: one queue and thread a stream, waits derived as the operations go by.
 
-The calling thread walks the schedule in program order, derives what each operation waits for, and puts it on
-the queue of its stream. A stream's thread takes its operations in order, blocks until those they wait for
+The calling thread walks the schedule in program order, some way ahead of what has ended, derives what each operation
+waits for, and puts it on the queue of its stream. A stream's thread takes its operations in order, blocks until those they wait for
 have been *issued*, and issues them: a host lane does the work, a device lane hands it to the backend, which
 makes its own streams wait. Since every wait is for an operation earlier in program order, and all earlier
 ones are on their queues, the earliest unfinished operation can always go on: nothing can deadlock.
@@ -15,8 +15,8 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from queue import Queue
-from time import perf_counter_ns
+from queue import SimpleQueue
+from time import perf_counter_ns, sleep
 
 from oocgemm.backends.base import Array, DoneToken, Session, Token
 from oocgemm.checks import Checks
@@ -28,7 +28,12 @@ from oocgemm.staging import Staging
 from oocgemm.threads import start
 from oocgemm.timeline import Span
 
-QUEUE_DEPTH = 32
+# So many operations, and so many for each strip of a tile, may be on their way at a time: a tile can drain or load while the next
+# one is being issued, and a long schedule is not held in memory.
+AHEAD, AHEAD_STRIPS = 256, 16
+# How often is looked for operations that have ended, in seconds. A thread that is woken for each of them would take the
+# interpreter from those that issue.
+LOOK_EVERY = 0.5e-3
 # How long a thread may keep the interpreter from one that has ended a copy and wants the next, in seconds. Python's own
 # 5 ms is longer than a step.
 SWITCH_INTERVAL = 0.2e-3
@@ -41,20 +46,30 @@ Observer = Callable[[Span], None]
 Perform = Callable[[Operation, list[Token]], Token]
 
 
+def _taken() -> threading.Lock:
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
 @dataclass(slots=True, eq=False)
 class Completion:
     """An operation on its way: posted with a token when issued, or cancelled."""
 
     number: int
     token: Token | None = None
-    event: threading.Event = field(default_factory=threading.Event)
+    _underway: threading.Lock = field(default_factory=_taken)
 
     def issued(self) -> Token:
         """The token, once there is one. Raises `_Cancelled` if there never will be."""
-        self.event.wait()
-        if self.token is None:
-            raise _Cancelled
-        return self.token
+        with self._underway:
+            if self.token is None:
+                raise _Cancelled
+            return self.token
+
+    def post(self) -> None:
+        """Let those go on who wait for it to be issued. Once."""
+        self._underway.release()
 
 
 class _Cancelled(Exception):  # noqa: N818 - not an error: the end of work that another error has stopped
@@ -92,8 +107,9 @@ class Run:
         self._first = first
         self._unwritten: dict[Tile, int] = {}  # bytes, of tiles that have been written in part
         self._writing = threading.Lock()
-        self._streams: dict[str, tuple[Queue[_Item | None], list[threading.Thread]]] = {}
-        self._issued: Queue[_Item | None] = Queue()
+        self._streams: dict[str, tuple[SimpleQueue[_Item | None], list[threading.Thread]]] = {}
+        self._issued: SimpleQueue[_Item | None] = SimpleQueue()
+        self._ended = 0
         self._error: BaseException | None = None
         self._failing = threading.Lock()
         self.wrote = False  # whether a Write was begun
@@ -136,23 +152,24 @@ class Run:
 
     def _dispatch(self) -> None:
         tracker: HazardTracker[Completion] = HazardTracker()
+        ahead = AHEAD + AHEAD_STRIPS * -(-self._plan.tile.w // max(1, self._plan.slots.strip))
         for number, operation in enumerate(self._plan.schedule(), self._first):
+            while self._error is None and number - self._first - self._ended > ahead:
+                sleep(LOOK_EVERY)
             if self._error is not None:
                 return
             completion = Completion(number)
             waits = tracker.admit(operation, completion)
             self._queue(operation).put((operation, waits, completion))
 
-    def _queue(self, operation: Operation) -> "Queue[_Item | None]":
+    def _queue(self, operation: Operation) -> "SimpleQueue[_Item | None]":
         """The queue of the operation's stream, its threads started on first use."""
         stream = operation.stream
         if stream not in self._streams:
             on_store = operation.kind in (Kind.READ, Kind.WRITE)
             side_by_side = CODEC_WORKERS if operation.coded else STORE_WORKERS
             workers = side_by_side if on_store and self._plan.candidate.io_threads > 1 else 1
-            # Deep enough for a whole tile to drain or load while the next one is being issued.
-            strips = -(-self._plan.tile.w // self._plan.slots.strip)
-            queue: Queue[_Item | None] = Queue(QUEUE_DEPTH + 2 * strips)
+            queue: SimpleQueue[_Item | None] = SimpleQueue()
             threads: list[threading.Thread] = []
             self._streams[stream] = queue, threads
             for index in range(workers):
@@ -162,7 +179,7 @@ class Run:
                 threads.append(thread)
         return self._streams[stream][0]
 
-    def _work(self, stream: str, queue: "Queue[_Item | None]", on_store: bool) -> None:
+    def _work(self, stream: str, queue: "SimpleQueue[_Item | None]", on_store: bool) -> None:
         context: AbstractContextManager[None] = nullcontext() if on_store else self._session.worker(stream)
         ended = False
         try:
@@ -174,7 +191,7 @@ class Run:
         except BaseException as error:  # of the context itself: no device, say
             self._fail(_placed(error, f"stream {stream}"))
             while not ended and (item := queue.get()) is not None:
-                item[2].event.set()
+                item[2].post()
 
     def _step(self, item: _Item, perform: Perform) -> None:
         operation, waits, completion = item
@@ -188,7 +205,7 @@ class Run:
             self._fail(_placed(error, operation))
         if completion.token is not None:
             self._issued.put(item)
-        completion.event.set()
+        completion.post()
 
     def _transfer(self, operation: Operation, tokens: list[Token]) -> Token:
         for token in tokens:
@@ -240,6 +257,8 @@ class Run:
     def _collect(self) -> None:
         """Turn finished operations into spans, apart from the threads that issue."""
         while (item := self._issued.get()) is not None:
+            if self._issued.empty():
+                sleep(LOOK_EVERY)
             operation, waits, completion = item
             assert completion.token is not None
             try:
@@ -249,6 +268,7 @@ class Run:
                 self._observe(Span.of(completion.number, operation, *times, (wait.number for wait in waits)))
             except BaseException as error:
                 self._fail(_placed(error, operation))
+            self._ended += 1
 
     def _fail(self, error: BaseException) -> None:
         with self._failing:

@@ -332,7 +332,7 @@ def test_reading_past_the_page_cache_gives_the_same(
     why: str,
 ) -> None:
     monkeypatch.setattr(files, "FEW_CORES", few)
-    monkeypatch.setattr(files.OpenFile, "_resident", lambda *_: resident)
+    monkeypatch.setattr(files, "resident", lambda _: resident)
     values = np.random.default_rng(0).standard_normal((1100, 1100))
     array = zarr.create_array(tmp_path / "A", data=values, chunks=chunk, compressors=None)
     for cols in ((0, 1100), (0, chunk[1])):
@@ -357,7 +357,7 @@ def test_systems_that_cannot_read_past_the_page_cache_read_through_it(
             raise OSError(errno.EINVAL if not flags else error, "no")
         return preadv(descriptor, rows, offset, done, flags)
 
-    monkeypatch.setattr(files.OpenFile, "_resident", lambda *_: False)
+    monkeypatch.setattr(files, "resident", lambda _: False)
     monkeypatch.setattr(files, "_fill", refuse)
     out = files.scratch(1 << 21)
     out[...] = 0
@@ -390,7 +390,8 @@ def test_asking_what_is_in_the_page_cache_is_answered(tmp_path: Path) -> None:
     place.write_bytes(bytes(1 << 20))
     with files.OpenFile(place) as file:
         file.mapped(0, 1 << 20).sum()
-        assert file._resident(4096, 1 << 19)
+        view, _ = file._map(4096, 1 << 19)
+        assert files.resident(view)
 
 
 def test_rows_of_any_number_and_place_are_filled(tmp_path: Path) -> None:

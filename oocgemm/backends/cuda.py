@@ -7,7 +7,7 @@ waits of streams on events; no thread waits for the device on the way from one s
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -92,22 +92,24 @@ class CudaSession:
             yield
 
     def submit(self, operation: Operation, host: Sequence[Array], after: Sequence[Token]) -> CudaToken:
-        name = operation.stream
-        stream = self._streams[name]
+        stream = self._streams[operation.stream]
         launches = self._launches(operation, host, stream)
         for token in after:
             if not isinstance(token, CudaToken):
                 token.synchronize()
-            elif token.stream != name:
-                cuda_calls.wait(stream, token.end)
-        check = partial(self._check, operation) if self._problem.exact else None
-        if self.summing is None:
+        # To prepare residues is to wait for the device on the way.
+        with nullcontext() if operation.kind is Kind.PREPARE else cuda_calls.GATE:
+            for token in after:
+                if isinstance(token, CudaToken) and token.stream != operation.stream:
+                    cuda_calls.wait(stream, token.end)
+            if self.summing is not None:
+                return self._submit_with_sums(operation, launches, self.summing)
+            check = partial(self._check, operation) if self._problem.exact else None
             own = Work.on(stream, launches)
-            return CudaToken(name, own, own.end, self._clock, check)
-        return self._submit_with_sums(operation, host, launches, self.summing)
+            return CudaToken(operation.stream, own, own.end, self._clock, check)
 
     def _submit_with_sums(
-        self, op: Operation, host: Sequence[Array], launches: list[cuda_calls.Launch], summing: Summing
+        self, op: Operation, launches: list[cuda_calls.Launch], summing: Summing
     ) -> CudaToken:
         """What goes to the host is summed before it leaves, all else after it has come or has been made."""
         name, stream = op.stream, self._streams[op.stream]
@@ -118,7 +120,7 @@ class CudaSession:
         }
         if op.kind is Kind.DOWNLOAD:
             sums = Work.on(stream, [cuda_calls.in_python(partial(summing.leaving, op))])
-            own = Work.on(stream, launches + self._checksums(op, host, stream, summing))
+            own = Work.on(stream, launches)
             end = own.end
         elif op.kind in taking:
             own = Work.on(stream, launches)
@@ -170,27 +172,28 @@ class CudaSession:
             borders = self._pinned.setdefault(address, [address])
             end = round_up(address + size, HOST_ALIGNMENT)
             if end > borders[-1]:
-                if (
-                    whole
-                ):  # what was locked before is in use no more, or the slot could not have been filled again
-                    for start in borders[:-1]:
-                        runtime.hostUnregister(start)
-                    del borders[1:]
-                try:
-                    runtime.hostRegister(borders[-1], end - borders[-1], 0)
-                except runtime.CUDARuntimeError as error:
-                    raise BackendError(
-                        f"the system refuses to lock {format_size(end - borders[-1])} of host memory ({error}): "
-                        "pass a smaller --host-memory, or raise ulimit -l"
-                    ) from error
+                with cuda_calls.GATE:
+                    if whole:  # what was locked before is in use no more, or the slot could not have been filled again
+                        for start in borders[:-1]:
+                            runtime.hostUnregister(start)
+                        del borders[1:]
+                    try:
+                        runtime.hostRegister(borders[-1], end - borders[-1], 0)
+                    except runtime.CUDARuntimeError as error:
+                        raise BackendError(
+                            f"the system refuses to lock {format_size(end - borders[-1])} of host memory ({error}): "
+                            "pass a smaller --host-memory, or raise ulimit -l"
+                        ) from error
                 borders.append(end)
             return borders
 
     def _launches(self, op: Operation, host: Sequence[Array], stream: Any) -> list[cuda_calls.Launch]:
         """What launches an operation, all done that can be done before."""
         match op.kind:
-            case Kind.UPLOAD | Kind.DOWNLOAD:
+            case Kind.UPLOAD:
                 return self._copies(op, host, stream)
+            case Kind.DOWNLOAD:
+                return self._copies(op, host, stream) + self._checksums(op, host, stream)
             case Kind.PREPARE:
                 return [cuda_calls.in_python(partial(self._prepare, op))]
             case Kind.MULTIPLY:
@@ -222,13 +225,13 @@ class CudaSession:
                 launches.append(cuda_calls.copy(*to_from, part, stream))
         return launches
 
-    def _checksums(
-        self, op: Operation, host: Sequence[Array], stream: Any, summing: Summing
-    ) -> list[cuda_calls.Launch]:
-        """To bring the checksums of a strip to the host, behind it."""
-        to, size = summing.beside(host[0].ctypes.data), summing.room.end
+    def _checksums(self, op: Operation, host: Sequence[Array], stream: Any) -> list[cuda_calls.Launch]:
+        """To bring the checksums of a strip to the host, behind it, if there are any."""
+        if self.summing is None:
+            return []
+        to, size = self.summing.beside(host[0].ctypes.data), self.summing.room.end
         self._pin(to, size, whole=False)
-        return [cuda_calls.copy(to, summing.strip_at(op), size, stream)]
+        return [cuda_calls.copy(to, self.summing.strip_at(op), size, stream)]
 
     def _address(self, region: Region) -> int:
         """Where a region begins."""

@@ -2,7 +2,8 @@
 
 A call of this kind takes microseconds. Were the lock let go meanwhile, as CuPy does, other threads would take it and keep
 it for a hundred times as long: between a launch and the events on both sides of it, too, which then say when the lock was
-had and not when the work was done.
+had and not when the work was done. What keeps the driver busy for long must not run meanwhile, or all of Python would wait for
+it: locking pages, that is, and `GATE` keeps the two apart.
 """
 
 import ctypes
@@ -16,6 +17,8 @@ from typing import Any
 import cupy
 from cupy.cuda import driver
 from cupy_backends.cuda.libs import cublas
+
+GATE = threading.Lock()
 
 _INT, _SIZE, _AT = ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p
 _UNSIGNED = ctypes.c_uint
@@ -57,6 +60,20 @@ def record_around(launches: Sequence[Launch], start: Any, end: Any, stream: Any)
 def wait(stream: Any, event: Any) -> None:
     """Have a stream wait for an event."""
     driver.check_status(_cuda("cuStreamWaitEvent", _AT, _AT, _UNSIGNED)(stream.ptr, event.ptr, 0))
+
+
+def ended(event: Any) -> bool:
+    """Whether all that was recorded before an event has ended, and well."""
+    return not _cuda("cuEventQuery", _AT)(event.ptr)
+
+
+def milliseconds(start: Any, end: Any) -> float:
+    """Between two events that have ended."""
+    found = ctypes.c_float()
+    driver.check_status(
+        _cuda("cuEventElapsedTime", _AT, _AT, _AT)(ctypes.addressof(found), start.ptr, end.ptr)
+    )
+    return found.value
 
 
 def copy(to: int, source: int, size: int, stream: Any) -> Launch:
