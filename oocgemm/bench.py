@@ -285,7 +285,13 @@ def _suits(row: dict[str, Any]) -> tuple[bool, int]:
 
 
 # What stands beside what: the access model and the driver's occupancy, and what ncu counted.
-AGAINST = "loads: model / ncu", "stores: model / ncu", "from L2", "conflicts", "occupancy: most / had"
+AGAINST = (
+    "loads: model / ncu",
+    "stores: model / ncu",
+    "from L2",
+    "conflicts",
+    "occupancy: possible / achieved",
+)
 BY_NCU = (
     "Counted by ncu in one launch. Conflicts are extra cycles an access to shared memory: in the model the worst access's, by "
     "ncu the mean. What cp.async and the copy engine bring past the registers need not be among the loads; the sectors from L2 "

@@ -1,11 +1,12 @@
 """Kernels counted by ncu, of which a stand-in is on PATH: what is asked, launched, read, dealt out and shown."""
 
+import importlib
 import json
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -15,7 +16,9 @@ from oocgemm.backends.tuning import CUBLAS
 from oocgemm.display import print_bench
 from oocgemm.errors import BackendError
 
-RESULTS = Path(__file__).parent.parent / "scripts" / "results"
+SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+readme: Any = importlib.import_module("readme")
 
 HEADER = (
     '"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid Size",'
@@ -130,7 +133,7 @@ log.write_text("==PROF== Connected\\n" + page + "\\n")
 
 
 @pytest.fixture
-def ncu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def ncu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An ncu on PATH, and a device for what it starts; the file in which launches are written down."""
     for name, text in (("ncu", NCU), ("sitecustomize.py", DEVICE)):
         (tmp_path / name).write_text(text)
@@ -145,7 +148,7 @@ def ncu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def kept() -> dict[str, Any]:
     """Measurements without counters."""
-    result: dict[str, Any] = json.loads((RESULTS / "bench_kernels.json").read_text())
+    result: dict[str, Any] = json.loads((SCRIPTS / "results" / "bench_kernels.json").read_text())
     result.pop("not counted", None)
     for row in result["rows"]:
         row.pop("ncu", None)
@@ -153,7 +156,7 @@ def kept() -> dict[str, Any]:
 
 
 def test_each_rung_is_counted_on_its_largest_product_that_is_not_too_large(
-    ncu: Path, capsys: pytest.CaptureFixture[str]
+    ncu: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = kept()
     bench.count(result, 1)
@@ -170,12 +173,15 @@ def test_each_rung_is_counted_on_its_largest_product_that_is_not_too_large(
         assert row["flops"] == max(one["flops"] for one in variants)
         assert row["ncu"]["load sectors"] == 1000 * launches
         assert (row["ncu"]["bank conflicts"], row["ncu"]["occupancy"]) == (pytest.approx(1 / 3), 0.5)
-    json.dumps(result)
     print_bench(result, bench.best_rows(result))
     shown = capsys.readouterr().out
     tiled = next(row for row in rows if (row["dtype"], row["kernel"]) == ("float64", "tiled"))
     model = f"{tiled['load sectors']:.3g} / 1e+03", f"{tiled['occupancy']:.3g} / 0.5"
-    assert any(all(cell in line for cell in ("float64", "tiled", *model)) for line in shown.splitlines())
+    (tmp_path / "bench_kernels_counters.json").write_text(json.dumps(result))
+    with patch.object(readme, "RESULTS", tmp_path):
+        table = readme.counted()
+    for lines in (shown.splitlines(), table):
+        assert any(all(cell in line for cell in ("float64", "tiled", *model)) for line in lines)
 
 
 def test_a_product_launched_in_parts_is_one_row(ncu: Path) -> None:
@@ -193,6 +199,17 @@ def test_a_product_launched_in_parts_is_one_row(ncu: Path) -> None:
     assert (launches[2:4], launches[-1]) == (["naive_grid", "naive_grid"], "tensor_mma")
 
 
+def test_cublas_alone_is_not_counted(ncu: Path) -> None:
+    given = {"shape": [64, 64, 64], "beta": 0.0, "params": {}, "flops": 1.0}
+    short, single = ({**given, "dtype": dtype, "kernel": CUBLAS} for dtype in ("float16", "float32"))
+    tiled = {**given, "dtype": "float32", "kernel": "tiled", "params": {"TILE": 16}}
+    bench.count({"rows": [short, single, tiled]}, 1)
+    assert ["ncu" in row for row in (short, single, tiled)] == [False, True, True]
+    alone: dict[str, Any] = {"rows": [short]}
+    bench.count(alone, 1)
+    assert alone == {"rows": [short]}
+
+
 @pytest.mark.parametrize(
     ("said", "why"),
     [
@@ -206,6 +223,7 @@ def test_a_product_launched_in_parts_is_one_row(ncu: Path) -> None:
             r"ncu failed: ==ERROR== Failed to find metric regex:\^x\$",
         ),
         ("==PROF== Connected\n==WARNING== No kernels were profiled.\n", "ncu failed: ==WARNING== No kernels"),
+        (PAGE, "ncu failed: ==WARNING== A message in between"),  # it ends with 1
     ],
 )
 def test_where_ncu_refuses_a_line_says_why(
