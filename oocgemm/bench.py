@@ -30,7 +30,7 @@ THIN = ((16384, 16, 4096), (16, 16384, 4096), (4096, 1024, 16384), (1024, 16384,
 UPDATES = ((12288, 12288, 512), (12288, 12288, 1024), (12288, 12288, 2048))  # the engine's steps: beta = 1
 SHAPES: tuple[Shape, ...] = (*((n, n, n) for n in SQUARES), *ODD, *THIN, *UPDATES)
 
-_COUNTED = 2048**3
+_COUNTED = 2048**3  # multiplications of the largest product that ncu counts
 
 # Flops a clock and multiprocessor at the fastest unit for each precision, from the vendor's architecture papers.
 _FLOPS_A_CLOCK = {
