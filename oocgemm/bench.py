@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterator, Sequence
 from datetime import date
 from itertools import pairwise
-from math import log2
+from math import log2, prod
 from typing import TYPE_CHECKING, Any
 
-from oocgemm import backends
+from oocgemm import backends, counters
 from oocgemm.backends import tuning
 from oocgemm.backends.base import known_dtypes
 from oocgemm.backends.kernel import Call, Kernel, Params
@@ -29,6 +29,8 @@ ODD = ((1023, 1025, 1021), (4097, 4095, 4099))
 THIN = ((16384, 16, 4096), (16, 16384, 4096), (4096, 1024, 16384), (1024, 16384, 4096))
 UPDATES = ((12288, 12288, 512), (12288, 12288, 1024), (12288, 12288, 2048))  # the engine's steps: beta = 1
 SHAPES: tuple[Shape, ...] = (*((n, n, n) for n in SQUARES), *ODD, *THIN, *UPDATES)
+
+_COUNTED = 2048**3  # multiplications of the largest product that ncu counts
 
 # Flops a clock and multiprocessor at the fastest unit for each precision, from the vendor's architecture papers.
 _FLOPS_A_CLOCK = {
@@ -77,7 +79,7 @@ def bench_kernels(
 
     Returns:
         Plain data: the device, and a row for each dtype, shape, rung and variant: flop/s, its share of the peak and of
-        cuBLAS, occupancy, and what the access model says.
+        cuBLAS, occupancy, and what the access model says; of the rows that ncu counted also "ncu" (see `count`).
 
     Raises:
         InputError: an unknown rung or dtype. BackendError: no device answers.
@@ -120,13 +122,16 @@ def bench_kernels(
                             }
                             | _counted(watch, contender, call, product)
                         )
-        return {
+        result = {
             "device": watch.name,
             "date": date.today().isoformat(),
             "max clock": clock,
             "versions": backends.open_backend("cuda", device).describe(),
             "rows": rows,
         }
+    say("counting by ncu")
+    count(result, device)
+    return result
 
 
 def tune(
@@ -249,6 +254,57 @@ def _counted(watch: "Stopwatch", contender: Contender, call: Call, product: "Pro
             "bank conflicts": access.bank_conflicts,
         }
     return found
+
+
+def count(result: dict[str, Any], device: int) -> None:
+    """Have ncu count one launch of each rung, with its fastest parameters for the largest product that is not above 2048^3.
+
+    Puts what `counters.counted` finds into these rows as "ncu", or into the result as "not counted" why there is nothing.
+    """
+    chosen: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in best_rows(result):
+        best = chosen.setdefault((row["dtype"], row["kernel"]), row)
+        if _suits(row) > _suits(best):
+            chosen[row["dtype"], row["kernel"]] = row
+    ours = {dtype for dtype, kernel in chosen if kernel != CUBLAS}
+    rows = [row for (dtype, _), row in chosen.items() if dtype in ours]
+    if not rows:
+        return
+    asked = [{name: row[name] for name in ("dtype", "shape", "beta", "kernel", "params")} for row in rows]
+    try:
+        for row, found in zip(rows, counters.counted(asked, device), strict=True):
+            row["ncu"] = found
+    except BackendError as error:
+        result["not counted"] = str(error)
+
+
+def _suits(row: dict[str, Any]) -> tuple[bool, int]:
+    """Products that are counted, in order: ncu takes its time, as it launches a kernel several times."""
+    size = prod(row["shape"])
+    return (True, size) if size <= _COUNTED else (False, -size)
+
+
+# What stands beside what: the access model and the driver's occupancy, and what ncu counted.
+AGAINST = (
+    "loads: model / ncu",
+    "stores: model / ncu",
+    "from L2",
+    "conflicts",
+    "occupancy: possible / achieved",
+)
+BY_NCU = (
+    "Counted by ncu in one launch. Conflicts are extra cycles an access to shared memory: in the model the worst access's, by "
+    "ncu the mean. What cp.async and the copy engine bring past the registers need not be among the loads; the sectors from L2 "
+    "hold it, and leave out what the L1 cache had."
+)
+
+
+def against(row: dict[str, Any]) -> Iterator[str]:
+    """What the model says of a row and what ncu counted, for the columns of `AGAINST`."""
+    counted = row["ncu"]
+    for name in ("load sectors", "store sectors", "sectors from L2", "bank conflicts", "occupancy"):
+        found = (counted[name],) if name == "sectors from L2" else (row.get(name), counted[name])
+        yield " / ".join("-" if number is None else f"{number:.3g}" for number in found)
 
 
 def best_rows(result: dict[str, Any]) -> list[dict[str, Any]]:

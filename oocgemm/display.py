@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from oocgemm.backends.tuning import Tuning
+from oocgemm.bench import AGAINST, BY_NCU, against
 from oocgemm.plan import Calibration, Plan
 from oocgemm.system import LINKS, calibrated_rates
 from oocgemm.timeline import Report, Timeline, diagnosis_lines, gantt
@@ -361,7 +362,7 @@ def print_bench(result: dict[str, Any], rows: list[dict[str, Any]]) -> None:
             column.no_wrap, column.justify = True, "left"
         last = None
         for row in (row for row in rows if row["dtype"] == dtype):
-            shape = "x".join(map(str, row["shape"])) + (" beta 1" if row["beta"] else "")
+            shape = _product_of(row)
             variant = (
                 " " + ",".join(map(str, row["params"].values())) if len(variants[row["kernel"]]) > 1 else ""
             )
@@ -382,6 +383,20 @@ def print_bench(result: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         "\nflop/byte, loads and stores (sectors of 32 bytes) and bank conflicts are counted on paper, before caches; "
         "small products measure the launch"
     )
+    if "not counted" in result:
+        out.print(f"\nnothing is counted on the device: {escape(result['not counted'])}", soft_wrap=True)
+    counted = _table("\ncounted", "product", "kernel", *AGAINST)
+    for column in counted.columns[:3]:
+        column.no_wrap, column.justify = True, "left"
+    for row in (row for row in rows if "ncu" in row):
+        counted.add_row(row["dtype"], _product_of(row), row["kernel"], *against(row))
+    if counted.row_count:
+        out.print(counted)
+        out.print(f"\n{BY_NCU}")
+
+
+def _product_of(row: dict[str, Any]) -> str:
+    return "x".join(map(str, row["shape"])) + (" beta 1" if row["beta"] else "")
 
 
 def print_tuning(tuning: Tuning, path: str) -> None:

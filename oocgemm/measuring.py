@@ -145,7 +145,8 @@ def bench_kernels(as_json: bool, svg: str | None, **options: Any) -> None:
     """Time our kernels beside cuBLAS, which takes turns with them.
 
     Square products from 8 to 16384, odd and thin ones and the engine's updates of a 12288 x 12288 tile, on random
-    numbers; the median of several samples.
+    numbers; the median of several samples. Loads, stores and bank conflicts are reckoned on paper; where Nsight Compute's
+    ncu is on PATH and may read the GPU's counters, it counts them too, in one launch of each kernel.
     """
     if svg is not None:
         check_place("--svg", svg)

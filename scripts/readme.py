@@ -13,6 +13,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
+from oocgemm.bench import AGAINST, BY_NCU, against
 from oocgemm.display import print_plan, print_report
 from oocgemm.plan import Budgets, GemmProblem, Layout, Layouts, default_model, make_plan
 from oocgemm.roofline import roofline
@@ -294,7 +295,7 @@ def kernels() -> str:
             f"{rates[kernel, params, d] / 1e12:.3g}" if (kernel, params, d) in rates else "" for d in dtypes
         ]
         lines.append(f"| {kernel} | {params} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", steps_of_the_ladder(rates, dtypes), "", *fast_kernels()])
+    return "\n".join([*lines, "", steps_of_the_ladder(rates, dtypes), "", *fast_kernels(), *counted()])
 
 
 def steps_of_the_ladder(rates: dict[tuple[str, str, str], float], dtypes: list[str]) -> str:
@@ -337,6 +338,25 @@ def fast_kernels() -> list[str]:
         cells = [f"{row['of cublas']:.3f}" if row else "" for row in found]
         lines.append(f"| {' | '.join([f'`{rung}`, {dtype}', *cells])} |")
     return lines
+
+
+def counted() -> list[str]:
+    """A table of what ncu counted, from `oocgemm bench kernels --json`, where that has been measured."""
+    name = "bench_kernels_counters.json"
+    if not (RESULTS / name).exists():
+        return []
+    result = load(name)
+    lines = [
+        "",
+        f"Sectors of 32 bytes, bank conflicts and occupancy on one {result['device']}, on paper and counted:",
+        "",
+        f"| dtype | product | kernel | {' | '.join(AGAINST)} |",
+        f"| --- | --- | --- |{' --- |' * len(AGAINST)}",
+    ]
+    for row in (row for row in result["rows"] if "ncu" in row):
+        cells = [row["dtype"], " x ".join(map(str, row["shape"])), f"`{row['kernel']}`", *against(row)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return [*lines, "", BY_NCU]
 
 
 def ratio(values: list[float]) -> str:
