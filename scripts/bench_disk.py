@@ -4,7 +4,7 @@
 - zarr     24576^3 float64 in 3 GiB, page cache warm, against in-core cuBLAS
 - beyond   32768 x 524288 x 32768 float64 in 8 GiB: operands of 128 GiB each, larger than GPU, host and disk. Their
            chunk files are hard links to a few dozen distinct ones, so that they fit the disk and the page cache
-- emulated-float64, emulated-float32   the same shape in 48 GiB by --compute emulated, against in-core cuBLAS in native
+- emulated-float64, emulated-float32   the same shape in 120 GiB by --compute emulated, against in-core cuBLAS in native
            precision
 - cold     a product bound by the disk, page cache empty, against reading its operands' files once
 - codecs   zstd and blosc operands, against decoding them alone with all cores
@@ -359,7 +359,7 @@ CASES: dict[str, tuple[Callable[..., dict[str, Any]], int]] = {
     "beyond": (beyond_case, 32768),
     **{
         f"emulated-{dtype}": (
-            partial(beyond_case, dtype=dtype, memory=("48GiB", "32GiB"), compute="emulated"),
+            partial(beyond_case, dtype=dtype, memory=("120GiB", "32GiB"), compute="emulated"),
             32768,
         )
         for dtype in ("float64", "float32")

@@ -7,7 +7,7 @@ waits of streams on events; no thread waits for the device on the way from one s
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -97,16 +97,13 @@ class CudaSession:
         for token in after:
             if not isinstance(token, CudaToken):
                 token.synchronize()
-        # To prepare residues is to wait for the device on the way.
-        with nullcontext() if operation.kind is Kind.PREPARE else cuda_calls.GATE:
-            for token in after:
-                if isinstance(token, CudaToken) and token.stream != operation.stream:
-                    cuda_calls.wait(stream, token.end)
-            if self.summing is not None:
-                return self._submit_with_sums(operation, launches, self.summing)
-            check = partial(self._check, operation) if self._problem.exact else None
-            own = Work.on(stream, launches)
-            return CudaToken(operation.stream, own, own.end, self._clock, check)
+            elif token.stream != operation.stream:
+                cuda_calls.wait(stream, token.end)
+        if self.summing is not None:
+            return self._submit_with_sums(operation, launches, self.summing)
+        check = partial(self._check, operation) if self._problem.exact else None
+        own = Work.on(stream, launches)
+        return CudaToken(operation.stream, own, own.end, self._clock, check)
 
     def _submit_with_sums(
         self, op: Operation, launches: list[cuda_calls.Launch], summing: Summing
@@ -172,18 +169,19 @@ class CudaSession:
             borders = self._pinned.setdefault(address, [address])
             end = round_up(address + size, HOST_ALIGNMENT)
             if end > borders[-1]:
-                with cuda_calls.GATE:
-                    if whole:  # what was locked before is in use no more, or the slot could not have been filled again
-                        for start in borders[:-1]:
-                            runtime.hostUnregister(start)
-                        del borders[1:]
-                    try:
-                        runtime.hostRegister(borders[-1], end - borders[-1], 0)
-                    except runtime.CUDARuntimeError as error:
-                        raise BackendError(
-                            f"the system refuses to lock {format_size(end - borders[-1])} of host memory ({error}): "
-                            "pass a smaller --host-memory, or raise ulimit -l"
-                        ) from error
+                if (
+                    whole
+                ):  # what was locked before is in use no more, or the slot could not have been filled again
+                    for start in borders[:-1]:
+                        runtime.hostUnregister(start)
+                    del borders[1:]
+                try:
+                    runtime.hostRegister(borders[-1], end - borders[-1], 0)
+                except runtime.CUDARuntimeError as error:
+                    raise BackendError(
+                        f"the system refuses to lock {format_size(end - borders[-1])} of host memory ({error}): "
+                        "pass a smaller --host-memory, or raise ulimit -l"
+                    ) from error
                 borders.append(end)
             return borders
 

@@ -2,8 +2,7 @@
 
 A call of this kind takes microseconds. Were the lock let go meanwhile, as CuPy does, other threads would take it and keep
 it for a hundred times as long: between a launch and the events on both sides of it, too, which then say when the lock was
-had and not when the work was done. What keeps the driver busy for long must not run meanwhile, or all of Python would wait for
-it: locking pages, that is, and `GATE` keeps the two apart.
+had and not when the work was done.
 """
 
 import ctypes
@@ -17,8 +16,6 @@ from typing import Any
 import cupy
 from cupy.cuda import driver
 from cupy_backends.cuda.libs import cublas
-
-GATE = threading.Lock()
 
 _INT, _SIZE, _AT = ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p
 _UNSIGNED = ctypes.c_uint

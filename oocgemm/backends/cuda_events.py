@@ -85,9 +85,7 @@ class CudaToken:
     noting: Callable[[], None] | None = None
 
     def synchronize(self) -> None:
-        with cuda_calls.GATE:
-            ended = cuda_calls.ended(self.end)
-        if not ended:
+        if not cuda_calls.ended(self.end):
             self.end.synchronize()
         if self.check is not None:
             self.check()

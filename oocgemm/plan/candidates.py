@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
-from math import ceil, isqrt
+from math import ceil, isqrt, prod
 
 from oocgemm.plan.checking import panel_check_bytes
 from oocgemm.plan.cost import Candidate, Layouts, MachineModel, extents, footprint, scratch_bytes, slot_bytes
@@ -21,6 +21,7 @@ from oocgemm.plan.traversal import Traversal
 
 STRIP_BYTES = 32 << 20  # a drained strip: long enough for the link, short enough to start writing early
 STRIPS = 3  # on the host: the next tile's first step hides the leaving of the last, and only the end shows it
+LARGE_CHUNK = 8 << 20  # that copying takes longer than beginning and ending
 STAGED_STRIPS = 10  # each is several operations to issue
 # Where panels can be kept on the host, a strip takes at most one part in so many of its budget.
 HOST_SHARE = 400
@@ -78,14 +79,35 @@ def _with_slots(
     io_threads: int,
 ) -> Iterator[Candidate]:
     """The tile with as many slots as fit: what a tile leaves over keeps panels for the tiles that follow."""
-    base = _least_slots(problem, budgets, machine, layouts, tile, c, io_threads)
-    if base is None:
+    least = _least_slots(problem, budgets, machine, layouts, tile, c, io_threads)
+    if least is None:
         return
+    size = slot_bytes(problem, tile, least.strip)
+    grid = TileGrid.of(problem, tile)
+    free, _ = _free(problem, budgets, machine, layouts, tile, least, io_threads)
+    # A step's residues take so much memory that it may be better to keep panels in it.
+    most = (1, MOST_DRAIN // 4, MOST_DRAIN) if problem.planes else (MOST_DRAIN,)
+    drained = (
+        _draining(problem, machine, layouts, tile, least, min(grid.steps, m), free, size) for m in most
+    )
+    for base in dict.fromkeys(drained):
+        yield from _keeping(problem, budgets, machine, layouts, tile, base, io_threads)
+
+
+def _keeping(
+    problem: GemmProblem,
+    budgets: Budgets,
+    machine: MachineModel,
+    layouts: Layouts,
+    tile: TileShape,
+    base: Slots,
+    io_threads: int,
+) -> Iterator[Candidate]:
+    """The slots with more of them for panels that are used again, as far as there is memory."""
     size = slot_bytes(problem, tile, base.strip)
     grid = TileGrid.of(problem, tile)
     (down, across), steps = grid.shape, grid.steps
-    free, host_free = _free(problem, budgets, machine, layouts, tile, base, io_threads)
-    base = _draining(problem, machine, layouts, tile, base, steps, free, size)
+    _, host_free = _free(problem, budgets, machine, layouts, tile, base, io_threads)
     if not machine.unified and not layouts.c.in_memory:
         base = _with_room(problem, machine, tile, base, steps, host_free // 2, size)
     free, host_free = _free(problem, budgets, machine, layouts, tile, base, io_threads)
@@ -282,24 +304,29 @@ def _draining(
     layouts: Layouts,
     tile: TileShape,
     base: Slots,
-    steps: int,
+    most: int,
     free: int,
     size: dict[tuple[str, str], int],
 ) -> Slots:
-    """As many steps strip by strip as hide the tile's leaving, and the slots for their panels, where they fit."""
+    """As many steps strip by strip, and at most so many, as hide the tile's leaving, and the slots for their panels, where they fit. Of an emulated
+    product, whose steps are long, as many as hide what can be hidden of the last tile's way to its store."""
     w, h, r = extents(problem, tile)
     flops = problem.step_flops(w, h, r)
-    if not flops or problem.planes:  # a panel's residues stay for one step
+    if not flops:
         return base
     step = multiply_seconds(problem, machine, flops, w, h, r) + machine.step_latency
     into_memory = min(machine.memory, machine.d2h) if layouts.c.in_memory else machine.d2h
-    leaving = w * h * problem.itemsizes["C"] / (machine.write if base.unified else into_memory)
+    to_store = base.unified or (problem.planes and not layouts.c.in_memory)
+    leaving = w * h * problem.itemsizes["C"] / (machine.write if to_store else into_memory)
     several = w < problem.m or h < problem.n
-    wanted = min(steps, MOST_DRAIN, int(leaving / step) + 1)
+    wanted = min(most, int(leaving / step) + 1)
     for drain in range(wanted, 1, -1):
         a = b = drain + 1 if several else drain
-        if (a - base.a) * size["device", "A"] + (b - base.b) * size["device", "B"] <= free:
-            return replace(base, a=max(a, base.a), b=max(b, base.b), drain=drain)
+        planes = drain if problem.planes else 0
+        more = (a - base.a, "A"), (b - base.b, "B"), (max(0, planes - base.planes), "P")
+        if sum(count * size.get(("device", operand), 0) for count, operand in more) <= free:
+            slots = replace(base, a=max(a, base.a), b=max(b, base.b), planes=max(planes, base.planes))
+            return replace(slots, drain=drain)
     return base
 
 
@@ -334,15 +361,16 @@ def _dividing(target: int, nominal: int, extent: int) -> int:
 
 
 def io_threads(problem: GemmProblem, budgets: Budgets, machine: MachineModel, layouts: Layouts) -> int:
-    """As many as copying wants, half as many more where files are copied or digests are taken by threads that do not multiply, or
-    all cores where there is work for codecs; but scratch for these takes at most half of the host budget."""
+    """As many as copying wants, half as many more where large chunks are copied from files or digests are taken by threads that do
+    not multiply, or all cores where there is work for codecs; but scratch for these takes at most half of the host budget."""
     read = (layouts.a, layouts.b, layouts.c) if problem.reads_c else (layouts.a, layouts.b)
     codecs = layouts.c.encodes or any(layout.decode_bytes for layout in read)
     threads = machine.io_threads
-    copied = problem.checked == "device" or not all(layout.in_memory for layout in read)
-    if (
-        copied and not machine.shares_cores
-    ):  # a thread at that reads nothing meanwhile, or waits for its pages
+    large = any(
+        prod(layout.read_chunk) * problem.itemsizes[operand] >= LARGE_CHUNK
+        for operand, layout in (("A", layouts.a), ("B", layouts.b))
+    )
+    if (large or problem.checked == "device") and not machine.shares_cores:
         threads = max(threads, min(machine.cores, threads * 3 // 2))
     if codecs:
         threads = max(threads, machine.cores)

@@ -103,7 +103,7 @@ def default_model(backend: str, cores: int) -> MachineModel:
             },
             h2d=55e9,
             d2h=55e9,
-            read=min(40e9, 3.5e9 * cores),
+            read=min(32e9, 2.5e9 * cores),
             read_scattered=min(10e9, 1.5e9 * cores),
             decode=min(3e9, 1.2e9 * cores),
             memory=min(33e9, 4.2e9 * cores),
