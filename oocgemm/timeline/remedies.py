@@ -29,6 +29,8 @@ TRUSTED = 0.25
 MOST_SIMULATED = 4000
 # Share of the memory there is that a budget may be raised to.
 USABLE = {"device": 0.9, "host": 0.7}
+# The part of a run that may wait for a lane which still has time to spare.
+UNHURRIED = 0.02
 
 
 @dataclass(frozen=True)
@@ -108,11 +110,14 @@ def fit(timeline: Timeline, figures: Report) -> Fitted | None:
         return figures.lanes.get(lane, {}).get("busy", 0.0) * crowding
 
     def scale(lane: str, latency: float = 0.0) -> float:
-        """The rate of a lane over what was believed, the time of latencies being what it is said to be."""
+        """The rate of a lane over what was believed, the time of latencies being what it is said to be. A lane that nothing
+        waited for had no reason to hurry: it is not taken to be slower."""
         busy, modelled = took(lane), lanes.get(lane, 0.0)
         if 2 * latency < min(busy, modelled):
             busy, modelled = busy - latency, modelled - latency
-        return modelled / busy if busy and modelled else 1.0
+        rate = modelled / busy if busy and modelled else 1.0
+        spare = not machine.shares_cores and figures.exposed.get(lane, 0.0) < UNHURRIED * figures.wall
+        return max(rate, 1.0) if spare and lane != "compute" else rate
 
     writes = figures.lanes.get("write", {}).get("operations", 0) * machine.write_latency
     read, write = scale("read"), scale("write", writes)
