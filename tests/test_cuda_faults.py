@@ -195,3 +195,12 @@ def test_the_status_of_any_of_several_launches_is_looked_at(device: SimpleNamesp
             device.calls.record_around(launches, MagicMock(), MagicMock(), MagicMock())
     with issued(device, {}), pytest.raises(CudaError, match="CUDA error 7"):
         device.calls.make(failing)
+
+
+def test_what_fails_on_its_way_is_told_to_whoever_waits(device: SimpleNamespace, plan: Plan) -> None:
+    session = device.backend().open(plan, "cublas")
+    with issued(device, {}):
+        token = session.submit(uploading(plan), [np.ones((32, 32))], [])
+    token.end.synchronize.side_effect = CudaError(LAUNCH_FAILED)
+    with pytest.raises(CudaError, match="CUDA error 719"):
+        token.synchronize()

@@ -530,6 +530,15 @@ def test_a_plan_for_more_memory_than_there_is_is_refused(
     assert "97.7 KiB are available" in said
 
 
+def test_a_c_that_no_memory_would_hold_wants_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "available_memory", lambda: 60 << 20)
+    column, budgets = np.ones((3000, 1)), {"device_memory": "20MiB", "host_memory": "8MiB"}
+    with pytest.raises(
+        InputError, match=r"C is 68\.7 MiB, more than the 60 MiB of memory there is: give a path"
+    ):
+        oocgemm.gemm(column, column, trans_b="T", backend="host", tile="300x300x1", **budgets)
+
+
 @pytest.mark.parametrize(
     ("limit", "current", "expected"),
     [

@@ -8,7 +8,7 @@ import time
 import zlib
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
@@ -174,3 +174,18 @@ def test_a_stamp_tells_files_apart_by_size_time_and_place(tmp_path: Path) -> Non
     paths[0].rename(paths[1])
     stamps.append(stamp(paths))
     assert len(set(stamps)) == 5
+
+
+def test_a_run_that_goes_on_sees_to_the_names_that_an_earlier_one_has_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have been killed before it had brought them to the disk."""
+    folder = tmp_path / "C" / ".oocgemm"
+    begun = Journal(folder)
+    begun.start({})
+    begun.close()
+    monkeypatch.setattr(journal, "sync_path", synced := Mock())
+    resumed = Journal(folder)
+    resumed.resume()
+    resumed.close()
+    assert synced.mock_calls == [call(folder), call(folder.parent), call(tmp_path)]
