@@ -532,11 +532,12 @@ def test_a_plan_for_more_memory_than_there_is_is_refused(
 
 def test_a_c_that_no_memory_would_hold_wants_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "available_memory", lambda: 60 << 20)
-    column, budgets = np.ones((3000, 1)), {"device_memory": "20MiB", "host_memory": "8MiB"}
+    column = np.ones((3000, 1))
+    options: dict[str, Any] = {"device_memory": "20MiB", "host_memory": "8MiB", "tile": "300x300x1"}
     with pytest.raises(
         InputError, match=r"C is 68\.7 MiB, more than the 60 MiB of memory there is: give a path"
     ):
-        oocgemm.gemm(column, column, trans_b="T", backend="host", tile="300x300x1", **budgets)
+        oocgemm.gemm(column, column, trans_b="T", backend="host", **options)
 
 
 @pytest.mark.parametrize(
@@ -745,6 +746,15 @@ def test_a_disk_that_is_full_has_no_room_for_a_mapped_file(disk: tuple[Path, Any
     with nothing_left(disk[0]), pytest.raises(InputError, match="No space left on device"):
         oocgemm.gemm(NOISE, NOISE, c, trans_b="T", backend="host", overwrite=there)
     assert sorted(disk[0].iterdir()) == before
+
+
+def test_an_array_that_cannot_be_made_is_named_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(zarr, "create_array", Mock(side_effect=full))
+    assert "C: cannot create a zarr array at" in failure(tmp_path, A)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_disk_that_is_read_only_is_refused(disk: tuple[Path, Callable[[], None]]) -> None:
