@@ -150,15 +150,24 @@ class Journal:
 
     def commit(self, tile: Tile) -> None:
         """The tile's new content is on the disk, beside C."""
-        self._append({"commit": tile})
+        self._add({"commit": tile})
 
     def done(self, tile: Tile) -> None:
         """The tile's new content is on the disk, in C."""
-        self._append({"done": tile})
+        self._add({"done": tile})
 
     def complete(self, said: dict[str, Any]) -> None:
         """C is whole, and on the disk."""
-        self._append({"complete": said})
+        self._add({"complete": said})
+
+    def check_in_place(self) -> None:
+        """Raises `OSError` if the folder that is locked is at its place no more: what is written to a C that was taken
+        away would make half an array, or spoil that of another run."""
+        assert self._lock is not None
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(self._lock), os.stat(self.folder / LOCK)):
+                return
+        raise FileNotFoundError(errno.ENOENT, "C was taken away while it was written", str(self.folder))
 
     def close(self) -> None:
         """Let go of it."""
@@ -172,6 +181,10 @@ class Journal:
         for folder in (self.folder, *self.folder.parents[: self._levels]):
             with suppress(PermissionError):  # one that may not be listed
                 sync_path(folder)
+
+    def _add(self, entry: dict[str, Any]) -> None:
+        self.check_in_place()
+        self._append(entry)
 
     def _append(self, entry: dict[str, Any]) -> None:
         assert self._file is not None

@@ -31,6 +31,7 @@ from oocgemm.cli import EXIT_FAILED, EXIT_USAGE
 from oocgemm.plan import Plan
 from oocgemm.staging import RETRY_AFTER, Staging
 from oocgemm.stores import files
+from oocgemm.timeline import Span
 from tests.backends_here import staged
 from tests.command import own_threads, run
 from tests.faults import Fault, bytewise, faulty_backend, faulty_stores, nothing_left, small_disk
@@ -220,6 +221,34 @@ def test_chunks_of_c_that_come_by_the_run_are_no_sign_of_others_gone(tmp_path: P
     zarr.create_array(tmp_path / "C", shape=(M, N), dtype="f8", chunks=(CHUNK, CHUNK), compressors=None)
     result = multiply(tmp_path, A, beta=1)
     np.testing.assert_array_equal(result.out[:], PRODUCT)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["", "and is made by another run"])
+@pytest.mark.parametrize("compressor", ["none", "zstd"])
+def test_a_c_that_vanishes_under_a_run_is_not_half_made_again(
+    tmp_path: Path, compressor: str, again: bool
+) -> None:
+    a, b = store(tmp_path / "A", "raw"), store(tmp_path / "B", "raw", B)
+    c, written = tmp_path / "C", 0
+
+    def vanish(span: Span) -> None:
+        nonlocal written
+        written += span.bytes if span.kind == "write" else 0
+        if written == PRODUCT.nbytes and span.kind == "write":
+            c.rename(tmp_path / "away")
+            if again:
+                multiply(tmp_path, a, b, compressor=compressor)
+
+    with nothing_left(tmp_path):
+        try:
+            multiply(tmp_path, a, b, compressor=compressor, progress=lambda plan: vanish)
+        except ExecutionError as error:
+            said = str(error)
+    assert "to the disk: [Errno 2]" in said
+    assert str(c) in said
+    assert c.exists() == again
+    if again:
+        assert multiply(tmp_path, a, b, resume=True).plan.steps == 0
 
 
 @pytest.mark.parametrize(("name", "beta"), [("A", 1), ("B", 1), ("C", 1), ("C", 0)])
@@ -471,6 +500,25 @@ def test_a_session_is_closed_however_the_run_ends(
     with faulty_stores(read_A=Fault(ValueError("no"), first=first)), suppress(ExecutionError):
         multiply(tmp_path, A)
     assert close.call_count == 1
+
+
+def test_what_fails_to_close_keeps_nothing_else_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = HostSession.close
+
+    def close(self: HostSession) -> None:
+        right(self)
+        raise RuntimeError("lost")
+
+    monkeypatch.setattr(HostSession, "close", close)
+    said = ""
+    with nothing_left(tmp_path):
+        try:
+            multiply(tmp_path, A)
+        except RuntimeError as error:
+            said = str(error)
+    assert said == "lost"
 
 
 @pytest.mark.parametrize("begun", [False, True])
