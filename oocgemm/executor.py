@@ -43,16 +43,22 @@ Perform = Callable[[Operation, list[Token]], Token]
 
 @dataclass(slots=True, eq=False)
 class Completion:
-    """An operation on its way: posted with a token when issued, or without where the run has failed before."""
+    """An operation on its way: posted with a token when issued, or cancelled."""
 
     number: int
     token: Token | None = None
     event: threading.Event = field(default_factory=threading.Event)
 
-    def issued(self) -> Token | None:
-        """The token, once it is known whether there will be one."""
+    def issued(self) -> Token:
+        """The token, once there is one. Raises `_Cancelled` if there never will be."""
         self.event.wait()
+        if self.token is None:
+            raise _Cancelled
         return self.token
+
+
+class _Cancelled(Exception):  # noqa: N818 - not an error: the end of work that another error has stopped
+    """This operation will not run, because an earlier one failed."""
 
 
 _Item = tuple[Operation, Sequence[Completion], Completion]
@@ -111,8 +117,12 @@ class Run:
         self._insist(self._issued.put, None)
         self._insist(collector.join)
         sys.setswitchinterval(interval)
-        if self._error is not None:
-            raise self._error
+        first, self._error = self._error, None
+        if first is not None:
+            try:
+                raise first
+            finally:
+                del first  # or it would keep itself, and all that its frames look into
 
     def _insist(self, act: Callable[..., object], *arguments: object) -> None:
         """Do one step of stopping, even if interrupted on the way; the interrupt counts as the run's failure."""
@@ -169,9 +179,11 @@ class Run:
     def _step(self, item: _Item, perform: Perform) -> None:
         operation, waits, completion = item
         try:
-            tokens = [token for wait in waits if (token := wait.issued()) is not None]
-            if self._error is None:  # so there was a token of each
+            tokens = [wait.issued() for wait in waits]
+            if self._error is None:
                 completion.token = perform(operation, tokens)
+        except _Cancelled:
+            pass
         except BaseException as error:
             self._fail(_placed(error, operation))
         if completion.token is not None:

@@ -95,7 +95,8 @@ class LateToken:
     done: Future[Token]
 
     def synchronize(self) -> None:
-        self.done.result()
+        if (error := self.done.exception()) is not None:
+            raise copy(error)  # as above
 
     def interval(self) -> tuple[int, int]:
         assert self.done.done(), "nobody has waited for it"
@@ -210,8 +211,8 @@ def nothing_left(folder: Path) -> Iterator[None]:
     with patch.object(staging, "allocate", allocate), patch.object(host, "allocate", allocate):
         yield
     assert own_threads() == []
-    gc.collect()  # failures that were not the first may lie in cycles; maps go with the arrays that look into them
     assert [arena for arena in arenas if arena() is not None] == []
+    gc.collect()  # maps go with the arrays that look into them
     after = _open_files(folder)
     assert after == before, (before, after)
 

@@ -28,6 +28,7 @@ from oocgemm import ExecutionError, InputError, OocGemmError, OutOfMemoryError, 
 from oocgemm.backends import memory
 from oocgemm.backends.host import HostSession
 from oocgemm.cli import EXIT_FAILED, EXIT_USAGE
+from oocgemm.journal import JOURNAL
 from oocgemm.plan import Plan
 from oocgemm.staging import RETRY_AFTER, Staging
 from oocgemm.stores import files
@@ -224,24 +225,36 @@ def test_chunks_of_c_that_come_by_the_run_are_no_sign_of_others_gone(tmp_path: P
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["", "and is made by another run"])
-@pytest.mark.parametrize("compressor", ["none", "zstd"])
+@pytest.mark.parametrize("moment", ["begun", "written", "recorded"])
 def test_a_c_that_vanishes_under_a_run_is_not_half_made_again(
-    tmp_path: Path, compressor: str, again: bool
+    tmp_path: Path, moment: str, again: bool
 ) -> None:
     a, b = store(tmp_path / "A", "raw"), store(tmp_path / "B", "raw", B)
     c, written = tmp_path / "C", 0
 
-    def vanish(span: Span) -> None:
+    def vanish() -> None:
+        c.rename(tmp_path / "away")
+        if again:
+            multiply(tmp_path, a, b, compressor="zstd")
+
+    def progress(plan: Plan) -> Callable[[Span], None]:
+        if moment == "begun":
+            vanish()
+            raise OSError(errno.ENOENT, "and the run fails", str(c))
+        return see
+
+    def see(span: Span) -> None:
         nonlocal written
-        written += span.bytes if span.kind == "write" else 0
-        if written == PRODUCT.nbytes and span.kind == "write":
-            c.rename(tmp_path / "away")
-            if again:
-                multiply(tmp_path, a, b, compressor=compressor)
+        if span.kind == "write":
+            written += span.bytes
+            if written == PRODUCT.nbytes:
+                while moment == "recorded" and (c / ".oocgemm" / JOURNAL).read_bytes().count(b"done") < 6:
+                    time.sleep(0.001)
+                vanish()
 
     with nothing_left(tmp_path):
         try:
-            multiply(tmp_path, a, b, compressor=compressor, progress=lambda plan: vanish)
+            multiply(tmp_path, a, b, compressor="zstd", progress=progress)
         except ExecutionError as error:
             said = str(error)
     assert "to the disk: [Errno 2]" in said
@@ -668,6 +681,7 @@ def test_a_chunk_that_there_is_no_memory_for_is_not_called_damaged(
         said = failure(tmp_path, a, tile="16x20x10", chunks=(16, 20), compressor=compressor)
     assert f"{'reading A[' if compressor == 'zstd' else 'writing C['}" in said
     assert "the system refuses 4 KiB of host memory, for a chunk: pass a smaller --host-memory" in said
+    assert "damaged" not in said
 
 
 @pytest.mark.parametrize("first", range(1, 9))

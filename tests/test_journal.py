@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 import socket
+import threading
 import time
 import zlib
 from pathlib import Path
@@ -15,8 +16,8 @@ import pytest
 import zarr
 
 import oocgemm
-from oocgemm import InputError, journal
-from oocgemm.journal import JOURNAL, LOCK, Journal, read
+from oocgemm import ExecutionError, InputError, journal
+from oocgemm.journal import JOURNAL, LOCK, Journal, Keeper, read
 from oocgemm.resume import how_far
 from oocgemm.stores.durable import stamp, sync_path
 from tests.faults import nothing_left
@@ -189,3 +190,20 @@ def test_a_run_that_goes_on_sees_to_the_names_that_an_earlier_one_has_made(
     resumed.resume()
     resumed.close()
     assert synced.mock_calls == [call(folder), call(folder.parent), call(tmp_path)]
+
+
+def test_once_a_tile_cannot_be_kept_no_other_is() -> None:
+    queued, matrix = threading.Event(), Mock()
+
+    def failing(*block: Any) -> None:
+        queued.wait(10)
+        raise OSError(errno.EIO, "Input/output error")
+
+    matrix.sync_block.side_effect = failing
+    keeper = Keeper(Mock(), matrix, Mock(), redo=False)
+    for tile in ((0, 0), (0, 1)):
+        keeper.finished(tile)
+    queued.set()
+    with pytest.raises(ExecutionError, match=r"bringing tile \(0, 0\) of C to the disk"):
+        keeper.close()
+    matrix.sync_block.assert_called_once()
