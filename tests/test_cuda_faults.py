@@ -2,7 +2,7 @@
 
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, call, patch
@@ -136,8 +136,8 @@ def test_a_device_that_does_not_answer_is_one_that_is_not_there(device: SimpleNa
     assert backends.open_backend("auto").name == "host"
 
 
-def uploading(plan: Plan) -> Operation:
-    return next(operation for operation in plan.schedule() if operation.kind is Kind.UPLOAD)
+def first(plan: Plan, kind: Kind) -> Operation:
+    return next(operation for operation in plan.schedule() if operation.kind is kind)
 
 
 def test_memory_that_cannot_be_locked_is_an_error_with_a_remedy(device: SimpleNamespace, plan: Plan) -> None:
@@ -146,19 +146,28 @@ def test_memory_that_cannot_be_locked_is_an_error_with_a_remedy(device: SimpleNa
     with pytest.raises(
         BackendError, match=r"refuses to lock .*KiB of host memory .*--host-memory, or raise ulimit -l"
     ):
-        session.submit(uploading(plan), [np.ones((32, 32))], [])
+        session.submit(first(plan, Kind.UPLOAD), [np.ones((32, 32))], [])
 
 
-def issued(device: SimpleNamespace, status: dict[str, int]) -> Any:
-    """Calls of the driver, which return a status by their names."""
-    return patch.object(device.calls, "_cuda", lambda name, *types: lambda *arguments: status.get(name, 0))
+def issued(device: SimpleNamespace, status: dict[str, int], made: list[str] | None = None) -> Any:
+    """Calls of the driver, which return a status by their names, and are noted."""
+
+    def driver(name: str, *types: Any) -> Callable[..., int]:
+        def act(*arguments: Any) -> int:
+            if made is not None:
+                made.append(name)
+            return status.get(name, 0)
+
+        return act
+
+    return patch.object(device.calls, "_cuda", driver)
 
 
 def test_after_a_failed_launch_all_is_given_back(device: SimpleNamespace, plan: Plan) -> None:
     """Though every call fails from then on."""
     session, runtime, panel = device.backend().open(plan, "cublas"), device.runtime, np.ones((32, 32))
     with issued(device, {}):
-        session.submit(uploading(plan), [panel], [])
+        session.submit(first(plan, Kind.UPLOAD), [panel], [])
     for name in ("deviceSynchronize", "hostUnregister", "free"):
         getattr(runtime, name).side_effect = CudaError(LAUNCH_FAILED)
     device.cublas.destroy.side_effect = CublasError("CUBLAS_STATUS_EXECUTION_FAILED")
@@ -200,7 +209,25 @@ def test_the_status_of_any_of_several_launches_is_looked_at(device: SimpleNamesp
 def test_what_fails_on_its_way_is_told_to_whoever_waits(device: SimpleNamespace, plan: Plan) -> None:
     session = device.backend().open(plan, "cublas")
     with issued(device, {}):
-        token = session.submit(uploading(plan), [np.ones((32, 32))], [])
+        token = session.submit(first(plan, Kind.UPLOAD), [np.ones((32, 32))], [])
     token.end.synchronize.side_effect = CudaError(LAUNCH_FAILED)
-    with pytest.raises(CudaError, match="CUDA error 719"):
+    with issued(device, {"cuEventQuery": LAUNCH_FAILED}), pytest.raises(CudaError, match="CUDA error 719"):
         token.synchronize()
+
+
+def test_a_stream_waits_for_others_and_for_the_host_before_it_is_given_work(
+    device: SimpleNamespace, plan: Plan
+) -> None:
+    """However late these are."""
+    session, block, made = device.backend().open(plan, "cublas"), np.ones((32, 32)), list[str]()
+    host = MagicMock()
+    host.synchronize.side_effect = lambda: made.append("the host")
+    with issued(device, {}, made):
+        upload = session.submit(first(plan, Kind.UPLOAD), [block], [host])
+        assert made == ["the host", "cuEventRecord", "cuMemcpyAsync", "cuEventRecord"]
+        made.clear()
+        download = session.submit(first(plan, Kind.DOWNLOAD), [block], [upload])
+        assert made == ["cuStreamWaitEvent", "cuEventRecord", "cuMemcpyAsync", "cuEventRecord"]
+        made.clear()
+        session.submit(first(plan, Kind.DOWNLOAD), [block], [download])
+        assert "cuStreamWaitEvent" not in made
