@@ -133,12 +133,9 @@ class Run:
         self._insist(self._issued.put, None)
         self._insist(collector.join)
         sys.setswitchinterval(interval)
-        first, self._error = self._error, None
+        first, self._error = self._error, None  # or it would keep itself, and all that its frames look into
         if first is not None:
-            try:
-                raise first
-            finally:
-                del first  # or it would keep itself, and all that its frames look into
+            raise first
 
     def _insist(self, act: Callable[..., object], *arguments: object) -> None:
         """Do one step of stopping, even if interrupted on the way; the interrupt counts as the run's failure."""

@@ -122,6 +122,8 @@ class Journal:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        # Names that may be new: the folder's in C, C's, and those of folders above that are yet to be made.
+        self._levels = 2 + sum(not above.exists() for above in folder.parents[1:])
         self._lock: int | None = _lock(folder)
         self._file: int | None = None
         try:
@@ -136,9 +138,7 @@ class Journal:
         self._file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         self._append({"run": {"format": FORMAT} | header})
         os.replace(new, path)
-        for folder in (self.folder, *self.folder.parents[:2]):
-            with suppress(PermissionError):  # one that may not be listed
-                sync_path(folder)
+        self._sync_names()
 
     def resume(self) -> None:
         """Go on behind the last whole line."""
@@ -146,18 +146,28 @@ class Journal:
         self._file = os.open(self.folder / JOURNAL, os.O_WRONLY)
         os.ftruncate(self._file, self.record.length)
         os.lseek(self._file, 0, os.SEEK_END)
+        self._sync_names()  # which the run that was to do it may not have come to
 
     def commit(self, tile: Tile) -> None:
         """The tile's new content is on the disk, beside C."""
-        self._append({"commit": tile})
+        self._add({"commit": tile})
 
     def done(self, tile: Tile) -> None:
         """The tile's new content is on the disk, in C."""
-        self._append({"done": tile})
+        self._add({"done": tile})
 
     def complete(self, said: dict[str, Any]) -> None:
         """C is whole, and on the disk."""
-        self._append({"complete": said})
+        self._add({"complete": said})
+
+    def check_in_place(self) -> None:
+        """Raises `OSError` if the folder that is locked is at its place no more: what is written to a C that was taken
+        away would make half an array, or spoil that of another run."""
+        assert self._lock is not None
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(self._lock), os.stat(self.folder / LOCK)):
+                return
+        raise FileNotFoundError(errno.ENOENT, "C was taken away while it was written", str(self.folder))
 
     def close(self) -> None:
         """Let go of it."""
@@ -165,6 +175,16 @@ class Journal:
             if descriptor is not None:
                 os.close(descriptor)
         self._file = self._lock = None
+
+    def _sync_names(self) -> None:
+        """Bring the journal's name to the disk, and those of the folders that lead to it."""
+        for folder in (self.folder, *self.folder.parents[: self._levels]):
+            with suppress(PermissionError):  # one that may not be listed
+                sync_path(folder)
+
+    def _add(self, entry: dict[str, Any]) -> None:
+        self.check_in_place()
+        self._append(entry)
 
     def _append(self, entry: dict[str, Any]) -> None:
         assert self._file is not None

@@ -131,6 +131,7 @@ class Kept:
         assert self._keeper is not None
         self._keeper.close()
         if not self._earlier.complete:
+            self._journal.check_in_place()
             self.matrix.set_finished(True)
             self._journal.complete({"content": self.matrix.stamp()})
             shutil.rmtree(self._earlier.folder / REDO, ignore_errors=True)
@@ -144,6 +145,7 @@ class Kept:
         if self._earlier.resumed or kept or not untouched:
             return  # there is something to go on with, or C is neither old nor new
         with suppress(OSError):
+            self._journal.check_in_place()  # else what is there is another's
             if not self._creates:
                 self.matrix.set_finished(True)
             stores.clear(self._earlier.folder, c=self._created)

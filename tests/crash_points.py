@@ -51,7 +51,8 @@ def prepare(case: str, folder: Path) -> None:
 
 
 def c_of(case: str, folder: Path) -> Path:
-    return folder / ("C.npy" if case.endswith(".npy") else "C")
+    below = folder if "in place" in case else folder / "new" / "folders"
+    return below / ("C.npy" if case.endswith(".npy") else "C")
 
 
 def multiply(case: str, folder: Path) -> None:
@@ -161,11 +162,12 @@ def check(case: str, folder: Path, ended: bool = False) -> None:
 
 
 def content(case: str, folder: Path) -> bytes:
+    c = c_of(case, folder)
     if case.endswith(".npy"):
-        return bytes(np.load(folder / "C.npy").data)
-    array = zarr.open_array(folder / "C", mode="r")
+        return bytes(np.load(c).data)
+    array = zarr.open_array(c, mode="r")
     assert "oocgemm" not in array.attrs
-    assert not list((folder / "C").rglob("*.partial"))
+    assert not list(c.rglob("*.partial"))
     return bytes(np.asarray(array[:]).data)
 
 

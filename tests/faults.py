@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, field
@@ -87,35 +88,50 @@ def faulty_stores(**faults: Fault) -> Iterator[None]:
         yield
 
 
-class FaultyToken:
-    """An operation that was issued and fails on its way, as those of a device do."""
+@dataclass(frozen=True)
+class LateToken:
+    """An operation that was issued and is done, or fails, later, as those of a device are."""
 
-    def __init__(self, token: Token, fault: Fault) -> None:
-        self._token, self._fault = token, fault
+    done: Future[Token]
 
     def synchronize(self) -> None:
-        self._fault.strike()
-        self._token.synchronize()
+        if (error := self.done.exception()) is not None:
+            raise copy(error)  # as above
 
     def interval(self) -> tuple[int, int]:
-        return self._token.interval()
+        assert self.done.done(), "nobody has waited for it"
+        return self.done.result().interval()
 
 
 class FaultySession:
-    """A session whose operations may fail, by kind, when issued or (`late`) once they run."""
+    """A session whose operations may fail, by kind, when issued or once they run: `late`, in threads of their own, one a
+    stream."""
 
     def __init__(self, session: Session, faults: dict[str, Fault], late: bool) -> None:
         self._session, self._faults, self._late = session, faults, late
+        self._streams: dict[str, ThreadPoolExecutor] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._session, name)
 
     def submit(self, operation: Operation, data: Sequence[Array], after: Sequence[Token]) -> Token:
-        fault = self._faults.get(operation.kind.value)
-        if fault and not self._late:
+        fault = self._faults.get(operation.kind.value, Fault())
+
+        def work() -> Token:
+            for token in after:
+                token.synchronize()
             fault.strike()
-        token = self._session.submit(operation, data, after)
-        return FaultyToken(token, fault) if fault and self._late else token
+            return self._session.submit(operation, data, after)
+
+        if not self._late:
+            return work()
+        stream = self._streams.setdefault(operation.stream, ThreadPoolExecutor(1))
+        return LateToken(stream.submit(work))
+
+    def close(self) -> None:
+        for stream in self._streams.values():
+            stream.shutdown()
+        self._session.close()
 
 
 class FaultyBackend:
@@ -195,8 +211,8 @@ def nothing_left(folder: Path) -> Iterator[None]:
     with patch.object(staging, "allocate", allocate), patch.object(host, "allocate", allocate):
         yield
     assert own_threads() == []
-    gc.collect()  # failures that were not the first may lie in cycles; maps go with the arrays that look into them
     assert [arena for arena in arenas if arena() is not None] == []
+    gc.collect()  # maps go with the arrays that look into them
     after = _open_files(folder)
     assert after == before, (before, after)
 

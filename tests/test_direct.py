@@ -194,8 +194,13 @@ def _zeros(stored: bytes) -> bytes:
     return bytes(len(stored))
 
 
-def _shorter_content(stored: bytes) -> bytes:
-    return bytes(numcodecs.GZip().encode(np.zeros(3)))
+def _of_less(codec: Any) -> Callable[[bytes], bytes]:
+    """A whole chunk, of less than its array says."""
+    return lambda stored: bytes(codec.encode(np.zeros(3)))
+
+
+def _shorter(content: bytes) -> bytes:
+    return content[:-1]
 
 
 def _wrong_checksum(content: bytes) -> bytes:
@@ -230,12 +235,16 @@ SHARD = ShardingCodec(chunk_shape=(8, 8), codecs=[BytesCodec()])
         ({"compressors": [ZstdCodec(checksum=True)]}, _flipped),
         ({"compressors": [ZstdCodec(), CRC]}, _flipped),
         ({"compressors": [BloscCodec(cname="lz4")]}, _cut),
+        ({"compressors": [BloscCodec(cname="lz4", shuffle="noshuffle")]}, _shorter),
         ({"compressors": [BloscCodec(cname="lz4")]}, _empty),
         ({"compressors": [BloscCodec(cname="lz4")]}, _zeros),
         ({"compressors": [GzipCodec()]}, _cut),
         ({"compressors": [GzipCodec()]}, _flipped),
         ({"compressors": [GzipCodec()]}, _empty),
-        ({"compressors": [GzipCodec()]}, _shorter_content),
+        ({"compressors": [GzipCodec()]}, _of_less(numcodecs.GZip())),
+        ({"compressors": [ZstdCodec()]}, _of_less(numcodecs.Zstd())),
+        ({"compressors": [BloscCodec()]}, _of_less(numcodecs.Blosc())),
+        ({"zarr_format": 2, "compressors": numcodecs.LZ4()}, _of_less(numcodecs.LZ4())),
         ({"zarr_format": 2, "compressors": numcodecs.LZ4()}, _cut),
         ({"zarr_format": 2, "compressors": numcodecs.LZ4()}, _empty),
         ({"zarr_format": 2, "compressors": numcodecs.Zlib()}, _cut),
@@ -262,6 +271,30 @@ def test_a_damaged_chunk_is_an_error_that_names_its_file(
     chunk.write_bytes(damage(chunk.read_bytes()))
     with pytest.raises(ExecutionError, match=f"chunk {key} in .*A .*damaged or cut short"):
         matrix.read((0, 16), (0, 16), np.empty((16, 16)))
+
+
+def test_a_chunk_of_another_size_says_both() -> None:
+    with pytest.raises(ValueError, match="504 bytes instead of 512"):
+        encoding.Encoding(np.dtype("f8")).decode(np.zeros(504, np.uint8), (8, 8), None)
+
+
+@pytest.mark.parametrize("length", [12, 15, 527])
+def test_what_lies_behind_a_chunk_is_not_taken_for_its_end(length: int) -> None:
+    """As in a shard. Blosc goes by what the chunk itself says of its length."""
+    values = np.random.default_rng(0).standard_normal((8, 8))
+    blosc = encoding.Encoding(np.dtype("f8"), compressor=numcodecs.Blosc("lz4", shuffle=0))
+    stored = np.frombuffer(blosc.compressor.encode(values), np.uint8)
+    assert len(stored) == 528
+    np.testing.assert_array_equal(blosc.decode(stored, (8, 8), None), values)
+    with pytest.raises(ValueError, match=f"blosc data of {length} bytes is cut short"):
+        blosc.decode(stored[:length], (8, 8), None)
+
+
+def test_a_chunk_may_be_of_several_gzip_members() -> None:
+    values, gzip = np.random.default_rng(0).standard_normal((8, 8)), numcodecs.GZip()
+    stored = np.frombuffer(gzip.encode(values[:3]) + gzip.encode(values[3:]), np.uint8)
+    found = encoding.Encoding(np.dtype("f8"), compressor=gzip).decode(stored, (8, 8), None)
+    np.testing.assert_array_equal(found, values)
 
 
 def test_a_checksum_is_that_of_all_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
@@ -108,6 +109,32 @@ def test_a_failing_progress_callback_fails_the_run() -> None:
 
     with pytest.raises(ExecutionError, match="no more"):
         oocgemm.matmul(A, B, tile="10x10x10", backend="host", progress=begin)
+
+
+def test_what_is_to_come_is_not_gone_through_once_something_has_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right, seen, total = Run._queue, 0, 0
+
+    def queue(self: Run, operation: Operation) -> Any:
+        nonlocal seen, total
+        total = total or sum(1 for _ in self._plan.schedule())
+        seen += 1
+        return right(self, operation)
+
+    monkeypatch.setattr(Run, "_queue", queue)
+    monkeypatch.setattr(HostSession, "submit", Mock(side_effect=RuntimeError("the launch failed")))
+    with pytest.raises(ExecutionError, match="the launch failed"):
+        oocgemm.matmul(A, B, tile="4x4x4", backend="host")
+    assert seen < total // 2
+
+
+def test_a_step_of_stopping_is_taken_however_often_it_is_interrupted() -> None:
+    said: list[BaseException] = []
+    act = Mock(side_effect=[KeyboardInterrupt, KeyboardInterrupt, None])
+    Run._insist(SimpleNamespace(_fail=said.append), act, 1)  # type: ignore[arg-type]
+    assert act.mock_calls == [call(1)] * 3
+    assert len(said) == 2
 
 
 def test_interrupts_while_stopping_leave_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:

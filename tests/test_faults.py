@@ -1,6 +1,7 @@
 """Whatever fails under a run ends it with an error that says what, where and why, and nothing is left behind."""
 
 import errno
+import mmap
 import os
 import shutil
 import signal
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -26,9 +28,13 @@ from oocgemm import ExecutionError, InputError, OocGemmError, OutOfMemoryError, 
 from oocgemm.backends import memory
 from oocgemm.backends.host import HostSession
 from oocgemm.cli import EXIT_FAILED, EXIT_USAGE
+from oocgemm.journal import JOURNAL
 from oocgemm.plan import Plan
+from oocgemm.staging import RETRY_AFTER, Staging
+from oocgemm.stores import files
+from oocgemm.timeline import Span
 from tests.backends_here import staged
-from tests.command import run
+from tests.command import own_threads, run
 from tests.faults import Fault, bytewise, faulty_backend, faulty_stores, nothing_left, small_disk
 
 M, N, K, CHUNK = 40, 50, 30, 10
@@ -218,6 +224,46 @@ def test_chunks_of_c_that_come_by_the_run_are_no_sign_of_others_gone(tmp_path: P
     np.testing.assert_array_equal(result.out[:], PRODUCT)
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["", "and is made by another run"])
+@pytest.mark.parametrize("moment", ["begun", "written", "recorded"])
+def test_a_c_that_vanishes_under_a_run_is_not_half_made_again(
+    tmp_path: Path, moment: str, again: bool
+) -> None:
+    a, b = store(tmp_path / "A", "raw"), store(tmp_path / "B", "raw", B)
+    c, written = tmp_path / "C", 0
+
+    def vanish() -> None:
+        c.rename(tmp_path / "away")
+        if again:
+            multiply(tmp_path, a, b, compressor="zstd")
+
+    def progress(plan: Plan) -> Callable[[Span], None]:
+        if moment == "begun":
+            vanish()
+            raise OSError(errno.ENOENT, "and the run fails", str(c))
+        return see
+
+    def see(span: Span) -> None:
+        nonlocal written
+        if span.kind == "write":
+            written += span.bytes
+            if written == PRODUCT.nbytes:
+                while moment == "recorded" and (c / ".oocgemm" / JOURNAL).read_bytes().count(b"done") < 6:
+                    time.sleep(0.001)
+                vanish()
+
+    with nothing_left(tmp_path):
+        try:
+            multiply(tmp_path, a, b, compressor="zstd", progress=progress)
+        except ExecutionError as error:
+            said = str(error)
+    assert "to the disk: [Errno 2]" in said
+    assert str(c) in said
+    assert c.exists() == again
+    if again:
+        assert multiply(tmp_path, a, b, resume=True).plan.steps == 0
+
+
 @pytest.mark.parametrize(("name", "beta"), [("A", 1), ("B", 1), ("C", 1), ("C", 0)])
 def test_a_mapped_file_that_is_cut_short_under_a_run_is_an_error_and_no_crash(
     tmp_path: Path, name: str, beta: int
@@ -275,6 +321,13 @@ def test_a_failure_that_passes_costs_nothing_but_time(tmp_path: Path, error: Exc
         del result
 
 
+def test_how_often_and_when_it_is_tried_again_is_stated() -> None:
+    *first, last = map(str, RETRY_AFTER)
+    readme = " ".join((Path(__file__).parent.parent / "README.md").read_text().split())
+    assert len(RETRY_AFTER) == 5
+    assert f"tried again five times, after {', '.join(first)} and {last} s" in readme
+
+
 def test_a_failure_that_does_not_pass_is_tried_as_often_as_stated(tmp_path: Path) -> None:
     fault = Fault(OSError(errno.EIO, "Input/output error"), first=1)
     with faulty_stores(read_B=fault), staged():
@@ -322,6 +375,13 @@ def test_a_run_that_stops_waits_for_no_read(tmp_path: Path, monkeypatch: pytest.
     with ended_early(monkeypatch), faulty_stores(read_A=waiting, read_B=ending), staged(2):
         assert "lasting" in failure(tmp_path, A)
     assert 1 <= waiting.calls <= 2  # one a thread, and none again
+
+
+def test_nothing_new_starts_once_something_has_failed(tmp_path: Path) -> None:
+    others = Fault()
+    with faulty_stores(read_A=Fault(ValueError("wrong"), delay=0.05), read_B=others), staged():
+        assert "wrong" in failure(tmp_path, A)
+    assert others.calls == 0
 
 
 def test_an_interrupt_ends_the_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,7 +463,16 @@ def test_little_at_a_time_past_the_page_cache(
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_whatever_is_slow_the_product_is_right(tmp_path: Path, late: bool) -> None:
+def test_whatever_is_slow_the_product_is_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    def touch(self: Staging, start: int) -> None:
+        end = time.monotonic() + 0.1
+        while time.monotonic() < end:
+            self.arena[start : start + self._c_bytes] = 255
+            time.sleep(0.001)
+
+    monkeypatch.setattr(Staging, "_touch", touch)
     zarr.create_array(tmp_path / "C", data=PRODUCT, chunks=(CHUNK, CHUNK))
     slow = {name: Fault(delay=0.004) for name in ("read_A", "read_B", "read_C", "write_C")}
     busy = {name: Fault(delay=0.002) for name in ("upload", "multiply", "download")}
@@ -444,6 +513,25 @@ def test_a_session_is_closed_however_the_run_ends(
     with faulty_stores(read_A=Fault(ValueError("no"), first=first)), suppress(ExecutionError):
         multiply(tmp_path, A)
     assert close.call_count == 1
+
+
+def test_what_fails_to_close_keeps_nothing_else_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = HostSession.close
+
+    def close(self: HostSession) -> None:
+        right(self)
+        raise RuntimeError("lost")
+
+    monkeypatch.setattr(HostSession, "close", close)
+    said = ""
+    with nothing_left(tmp_path):
+        try:
+            multiply(tmp_path, A)
+        except RuntimeError as error:
+            said = str(error)
+    assert said == "lost"
 
 
 @pytest.mark.parametrize("begun", [False, True])
@@ -501,6 +589,16 @@ def test_a_plan_for_more_memory_than_there_is_is_refused(
             said = failure(tmp_path, a, a, tile="200x200x200", **budgets)
         assert "smaller --host-memory" in said
     assert "97.7 KiB are available" in said
+
+
+def test_a_c_that_no_memory_would_hold_wants_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "available_memory", lambda: 60 << 20)
+    column = np.ones((3000, 1))
+    options: dict[str, Any] = {"device_memory": "20MiB", "host_memory": "8MiB", "tile": "300x300x1"}
+    with pytest.raises(
+        InputError, match=r"C is 68\.7 MiB, more than the 60 MiB of memory there is: give a path"
+    ):
+        oocgemm.gemm(column, column, trans_b="T", backend="host", **options)
 
 
 @pytest.mark.parametrize(
@@ -564,6 +662,28 @@ def test_memory_that_the_system_refuses_is_one_line(tmp_path: Path) -> None:
         assert not (tmp_path / "C.zarr").exists()
 
 
+def mapping_files_only(descriptor: int, *rest: Any, **options: Any) -> mmap.mmap:
+    """No memory can be had so."""
+    if descriptor == -1:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+    return mmap.mmap(descriptor, *rest, **options)
+
+
+@pytest.mark.parametrize("compressor", ["zstd", "none"])
+def test_a_chunk_that_there_is_no_memory_for_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compressor: str
+) -> None:
+    """Not one that is to be decoded, nor one that is to be written and hangs over the edge of C."""
+    a = store(tmp_path / "A", "zstd") if compressor == "zstd" else A
+    with monkeypatch.context() as patches:
+        patches.setattr(files, "_own", threading.local())
+        patches.setattr(files, "mmap", SimpleNamespace(**vars(mmap) | {"mmap": mapping_files_only}))
+        said = failure(tmp_path, a, tile="16x20x10", chunks=(16, 20), compressor=compressor)
+    assert f"{'reading A[' if compressor == 'zstd' else 'writing C['}" in said
+    assert "the system refuses 4 KiB of host memory, for a chunk: pass a smaller --host-memory" in said
+    assert "damaged" not in said
+
+
 @pytest.mark.parametrize("first", range(1, 9))
 def test_a_thread_that_cannot_be_started_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int
@@ -580,6 +700,46 @@ def test_a_thread_that_cannot_be_started_is_an_error(
     with staged(2):
         assert "can't start new thread" in failure(tmp_path, A)
     assert sys.getswitchinterval() == interval
+
+
+def staging_of(threads: int = 1, /, **faults: Fault) -> tuple[Staging, Plan]:
+    """Host slots of operands with faults."""
+    with staged(threads):
+        plan = oocgemm.plan(A, B, backend="host", tile=TILE)
+    with faulty_stores(**faults):
+        operands = {name: stores.open_matrix(name, x) for name, x in (("A", A), ("B", B), ("C", PRODUCT))}
+    return Staging(plan, operands), plan
+
+
+def test_a_panel_that_cannot_be_read_is_left_alone_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its slot may be used again."""
+    monkeypatch.setattr(staging, "LEAST_PIECE_BYTES", 160)
+    monkeypatch.setattr(staging, "PIECE_BYTES", 160)
+    fault = Fault(ValueError("wrong"), times=1, delay=0.01)
+    slots, plan = staging_of(read_A=fault)
+    operation = next(operation for operation in plan.schedule() if operation.operand == "A")
+    columns = slots.columns(operation.writes[0].slot, operation)
+    with pytest.raises(ExecutionError, match="wrong"):
+        slots.transfer(operation, columns)
+    calls = fault.calls
+    time.sleep(0.05)
+    assert fault.calls == calls < len(columns[0]) // 2
+    slots.close()
+
+
+def test_threads_that_have_started_before_one_that_cannot_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    right, fault = threading.Thread.start, Fault(RuntimeError("can't start new thread"), first=2)
+
+    def start(self: threading.Thread) -> None:
+        fault.strike()
+        right(self)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    monkeypatch.setattr(Staging, "_touch", lambda *_: time.sleep(0.05))
+    with pytest.raises(ExecutionError, match="the system refuses a thread for writing"):
+        staging_of(2)
+    assert own_threads() == []
+    assert fault.calls == 2
 
 
 def test_an_error_that_is_kept_keeps_no_slots(tmp_path: Path) -> None:
@@ -648,6 +808,15 @@ def test_a_disk_that_is_full_has_no_room_for_a_mapped_file(disk: tuple[Path, Any
     with nothing_left(disk[0]), pytest.raises(InputError, match="No space left on device"):
         oocgemm.gemm(NOISE, NOISE, c, trans_b="T", backend="host", overwrite=there)
     assert sorted(disk[0].iterdir()) == before
+
+
+def test_an_array_that_cannot_be_made_is_named_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(zarr, "create_array", Mock(side_effect=full))
+    assert "C: cannot create a zarr array at" in failure(tmp_path, A)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_disk_that_is_read_only_is_refused(disk: tuple[Path, Callable[[], None]]) -> None:

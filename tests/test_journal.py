@@ -4,19 +4,20 @@ import errno
 import fcntl
 import os
 import socket
+import threading
 import time
 import zlib
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
 import zarr
 
 import oocgemm
-from oocgemm import InputError, journal
-from oocgemm.journal import JOURNAL, LOCK, Journal, read
+from oocgemm import ExecutionError, InputError, journal
+from oocgemm.journal import JOURNAL, LOCK, Journal, Keeper, read
 from oocgemm.resume import how_far
 from oocgemm.stores.durable import stamp, sync_path
 from tests.faults import nothing_left
@@ -174,3 +175,35 @@ def test_a_stamp_tells_files_apart_by_size_time_and_place(tmp_path: Path) -> Non
     paths[0].rename(paths[1])
     stamps.append(stamp(paths))
     assert len(set(stamps)) == 5
+
+
+def test_a_run_that_goes_on_sees_to_the_names_that_an_earlier_one_has_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have been killed before it had brought them to the disk."""
+    folder = tmp_path / "C" / ".oocgemm"
+    begun = Journal(folder)
+    begun.start({})
+    begun.close()
+    monkeypatch.setattr(journal, "sync_path", synced := Mock())
+    resumed = Journal(folder)
+    resumed.resume()
+    resumed.close()
+    assert synced.mock_calls == [call(folder), call(folder.parent), call(tmp_path)]
+
+
+def test_once_a_tile_cannot_be_kept_no_other_is() -> None:
+    queued, matrix = threading.Event(), Mock()
+
+    def failing(*block: Any) -> None:
+        queued.wait(10)
+        raise OSError(errno.EIO, "Input/output error")
+
+    matrix.sync_block.side_effect = failing
+    keeper = Keeper(Mock(), matrix, Mock(), redo=False)
+    for tile in ((0, 0), (0, 1)):
+        keeper.finished(tile)
+    queued.set()
+    with pytest.raises(ExecutionError, match=r"bringing tile \(0, 0\) of C to the disk"):
+        keeper.close()
+    matrix.sync_block.assert_called_once()

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -24,7 +25,9 @@ from oocgemm.cli import EXIT_FAILED, EXIT_USAGE
 from oocgemm.errors import BackendError, ExecutionError, InputError
 from oocgemm.journal import JOURNAL, Journal, Keeper, read
 from oocgemm.plan import Budgets, GemmProblem, Layouts, Slots, TileShape, continued, default_model, make_plan
-from oocgemm.plan.tiling import Tile
+from oocgemm.plan.tiling import Span, Tile
+from oocgemm.stores.arrays import ArrayMatrix
+from oocgemm.stores.zarr_store import ZarrMatrix
 from tests.command import Finished, contents, own_threads, run
 from tests.crash_points import CASES
 from tests.faults import Fault, faulty_stores
@@ -309,6 +312,28 @@ def test_a_run_that_fails_before_a_tile_is_done_leaves_nothing(here: Path, c: st
     before = contents(here)
     unfinished(c, "--beta", beta, tiles=0)
     assert contents(here) == before
+
+
+@pytest.mark.parametrize("kind", [ZarrMatrix, ArrayMatrix])
+def test_a_tile_that_comes_to_c_by_a_run_that_fails_of_it_is_not_forgotten(
+    here: Path, monkeypatch: pytest.MonkeyPatch, kind: Any
+) -> None:
+    """The first one: nothing was done before, but C is not what it was any more."""
+    c, right = "c" if kind is ZarrMatrix else "c.npy", kind.adopt
+    for place in (c, "right"):
+        zarr.create_array(place, data=C, chunks=(4, 4), compressors=None) if c == "c" else np.save(place, C)
+
+    def adopt(self: Any, rows: Span, cols: Span) -> None:
+        right(self, rows, cols)
+        raise OSError(5, "Input/output error")
+
+    options = (*TILE, "--beta", "0.5")
+    monkeypatch.setattr(kind, "adopt", adopt)
+    assert run("a", "b", c, *options).code == EXIT_FAILED
+    monkeypatch.setattr(kind, "adopt", right)
+    assert run("a", "b", c, *options, "--resume").code == 0
+    assert run("a", "b", "right" + Path(c).suffix, *options).code == 0
+    assert stored(c) == stored("right" + Path(c).suffix)
 
 
 @pytest.mark.parametrize("tiles", [0, 2])

@@ -81,7 +81,8 @@ class DirectChunks:
         return self.chunk[0] * self.chunk[1] * self.encoding.dtype.itemsize
 
     def read(self, rows: Span, cols: Span, out: Array) -> None:
-        """Read a block into `out`. Raises `ExecutionError`, naming the file, for chunks that are damaged."""
+        """Read a block into `out`. Raises `ExecutionError`, naming the file, for chunks that are damaged; `MemoryError`
+        where there is none to decode them in."""
         across = self.shards.chunks if self.shards else (1, 1)
         extents = self.chunk[0] * across[0], self.chunk[1] * across[1]
         for number, block in _cut((rows, cols), extents):
@@ -172,6 +173,8 @@ class DirectChunks:
         into = out if out.shape == self.chunk and out.flags.c_contiguous else None
         try:
             elements = self.encoding.decode(stored, self.chunk, into)
+        except MemoryError:
+            raise
         except Exception as error:  # compressors raise of every kind
             self._damaged(number, f"cannot be decoded: {error}", error)
         if elements is not into:

@@ -208,8 +208,6 @@ def _decoded(compressor: Any, stored: Array, size: int) -> Array:
 
 def checked_content(stored: Array) -> Array:
     """Bytes without the checksum at their end. Raises `ValueError` if it is not theirs."""
-    if stored.nbytes < CHECKSUM_BYTES:
-        raise ValueError(f"{stored.nbytes} bytes hold no checksum")
     content = stored[:-CHECKSUM_BYTES]
     if _checksum(content) != stored[-CHECKSUM_BYTES:].tobytes():
         raise ValueError("its checksum (crc32c) is not that of its content")

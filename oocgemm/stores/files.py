@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from oocgemm.stores.base import Array
+from oocgemm.units import format_size
 
 # Addresses, offsets and lengths of direct I/O are multiples of this; of a page where we choose them ourselves.
 SECTOR = 512
@@ -44,12 +45,17 @@ _own = threading.local()
 
 
 def scratch(size: int) -> Array:
-    """`size` bytes of memory, page-aligned, of the calling thread: the same at its next call."""
+    """`size` bytes of memory, page-aligned, of the calling thread: the same at its next call. Raises `MemoryError`."""
     held: Array | None = getattr(_own, "scratch", None)
     if held is None or held.size < size:
         _own.scratch = held = None  # first, so that both are never there together
         rounded = -(-max(size, 1) // PAGE) * PAGE
-        block = mmap.mmap(-1, rounded, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            block = mmap.mmap(-1, rounded, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise MemoryError(
+                f"the system refuses {format_size(rounded)} of host memory, for a chunk: pass a smaller --host-memory"
+            ) from error
         _own.scratch = held = np.frombuffer(block, np.uint8)
     return held[:size]
 

@@ -271,9 +271,6 @@ def create_zarr(
             attributes={ATTRIBUTE: {"complete": False}},
         )
     except Exception as error:
-        if "://" not in path:
-            with suppress(OSError):  # a folder left without its metadata, and no other
-                os.rmdir(path)
         raise InputError(f"{name}: cannot create a zarr array at {path}: {_reason(error)}") from error
     return ZarrMatrix(name, array)
 

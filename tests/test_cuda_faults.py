@@ -1,0 +1,233 @@
+"""What a GPU may refuse or fail of, by the CUDA backend on a stand-in for cupy: no GPU fails when it is asked to."""
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock, call, patch
+
+import numpy as np
+import pytest
+
+from oocgemm import backends
+from oocgemm.errors import BackendError, OutOfMemoryError
+from oocgemm.plan import (
+    Budgets,
+    GemmProblem,
+    Kind,
+    Layouts,
+    Operation,
+    Plan,
+    TileShape,
+    default_model,
+    make_plan,
+)
+
+ARENA, FREE, NO_MEMORY, LAUNCH_FAILED = 0x10000000, 5 << 20, 2, 719
+PROPERTIES = {
+    "name": b"a stand-in",
+    "major": 9,
+    "minor": 0,
+    "multiProcessorCount": 132,
+    "sharedMemPerBlockOptin": 232448,
+    "maxThreadsPerMultiProcessor": 2048,
+    "totalGlobalMem": 1 << 37,
+}
+# Modules that import cupy, and what they import of it.
+OURS = ("cuda", "cuda_calls", "cuda_events", "cublas", "emulated", "int8", "launch", "multiplier")
+CUPY = ("cupy", "cupy.cuda", "cupy_backends", "cupy_backends.cuda", "cupy_backends.cuda.libs")
+
+
+class CudaError(RuntimeError):
+    """What cupy raises; `status` is CUDA's own number."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"CUDA error {status}")
+        self.status = status
+
+
+class CublasError(RuntimeError):
+    """What cupy raises for cuBLAS."""
+
+
+@pytest.fixture
+def device() -> Iterator[SimpleNamespace]:
+    """A stand-in for cupy, under the backend's own modules: `runtime`, `cublas` and `driver` do as they are told."""
+
+    def check_status(status: int) -> None:
+        if status:
+            raise CudaError(status)
+
+    runtime = MagicMock(CUDARuntimeError=CudaError)
+    runtime.getDeviceCount.return_value = 1
+    runtime.getDeviceProperties.return_value = PROPERTIES
+    runtime.memGetInfo.return_value = FREE, 1 << 37
+    runtime.malloc.return_value = ARENA
+    cublas = MagicMock(CUBLASError=CublasError)
+    driver = MagicMock(check_status=check_status)
+    cupy = MagicMock()
+    cupy.cuda.runtime, cupy.cuda.driver = runtime, driver
+    stood_in = dict.fromkeys(CUPY, cupy) | {"cupy.cuda": cupy.cuda}
+    stood_in["cupy_backends.cuda.libs"] = MagicMock(cublas=cublas)
+    with patch.dict(sys.modules, stood_in), patch.dict(vars(backends)):
+        for name in OURS:
+            sys.modules.pop(f"oocgemm.backends.{name}", None)
+            vars(backends).pop(name, None)
+        with patch.object(backends, "missing_for_cuda", lambda: None):
+            cuda, calls = (
+                importlib.import_module(f"oocgemm.backends.{name}") for name in ("cuda", "cuda_calls")
+            )
+            yield SimpleNamespace(
+                runtime=runtime, cublas=cublas, cupy=cupy, backend=cuda.CudaBackend, calls=calls
+            )
+
+
+@pytest.fixture
+def plan() -> Plan:
+    problem = GemmProblem(64, 64, 64, "float64", "float64", "float64", "float64")
+    budgets, layouts = Budgets(1 << 28, 1 << 28), Layouts()
+    return make_plan(problem, budgets, default_model("cuda", 2), layouts, TileShape(32, 32, 32))
+
+
+def released(device: SimpleNamespace) -> bool:
+    """Whether all was given back that had been taken: of the arena, and of cuBLAS."""
+    runtime, cublas = device.runtime, device.cublas
+    freed = call(ARENA) in runtime.free.mock_calls or not runtime.malloc.called
+    return freed and cublas.destroy.call_count == cublas.create.call_count
+
+
+def test_a_device_without_room_for_the_arena_says_both_numbers(device: SimpleNamespace, plan: Plan) -> None:
+    device.runtime.malloc.side_effect = CudaError(NO_MEMORY)
+    said = r"the device refuses [\d.]+ [KM]iB, 5 MiB are free: pass a smaller --device-memory"
+    with pytest.raises(OutOfMemoryError, match=said):
+        device.backend().open(plan, "cublas")
+    device.cublas.destroy.assert_called_once()
+
+
+@pytest.mark.parametrize("refuses", ["cublas", "a stream", "an event"])
+def test_a_device_without_room_beside_the_arena_gives_it_back(
+    device: SimpleNamespace, plan: Plan, refuses: str
+) -> None:
+    if refuses == "cublas":
+        device.cublas.create.side_effect = CublasError("CUBLAS_STATUS_ALLOC_FAILED")
+    elif refuses == "a stream":
+        device.cupy.cuda.Stream.side_effect = CudaError(NO_MEMORY)
+    else:
+        device.cupy.cuda.Event.side_effect = CudaError(NO_MEMORY)
+    with pytest.raises(
+        OutOfMemoryError, match=r"what the kernels take beside the buffers .*, 5 MiB are free"
+    ):
+        device.backend().open(plan, "cublas")
+    assert refuses == "cublas" or released(device)
+
+
+@pytest.mark.parametrize("name", ["auto", "cuda"])
+def test_a_device_whose_memory_others_hold_is_not_taken_for_none(device: SimpleNamespace, name: str) -> None:
+    device.runtime.free.side_effect = CudaError(NO_MEMORY)
+    with pytest.raises(OutOfMemoryError, match="other processes hold so much of CUDA device 0's memory"):
+        backends.open_backend(name)
+
+
+def test_a_device_that_does_not_answer_is_one_that_is_not_there(device: SimpleNamespace) -> None:
+    device.runtime.getDeviceCount.side_effect = CudaError(100)
+    with pytest.raises(BackendError, match="no CUDA device answers: CUDA error 100"):
+        backends.open_backend("cuda")
+    assert backends.open_backend("auto").name == "host"
+
+
+def first(plan: Plan, kind: Kind) -> Operation:
+    return next(operation for operation in plan.schedule() if operation.kind is kind)
+
+
+def test_memory_that_cannot_be_locked_is_an_error_with_a_remedy(device: SimpleNamespace, plan: Plan) -> None:
+    session = device.backend().open(plan, "cublas")
+    device.runtime.hostRegister.side_effect = CudaError(NO_MEMORY)
+    with pytest.raises(
+        BackendError, match=r"refuses to lock .*KiB of host memory .*--host-memory, or raise ulimit -l"
+    ):
+        session.submit(first(plan, Kind.UPLOAD), [np.ones((32, 32))], [])
+
+
+def issued(device: SimpleNamespace, status: dict[str, int], made: list[str] | None = None) -> Any:
+    """Calls of the driver, which return a status by their names, and are noted."""
+
+    def driver(name: str, *types: Any) -> Callable[..., int]:
+        def act(*arguments: Any) -> int:
+            if made is not None:
+                made.append(name)
+            return status.get(name, 0)
+
+        return act
+
+    return patch.object(device.calls, "_cuda", driver)
+
+
+def test_after_a_failed_launch_all_is_given_back(device: SimpleNamespace, plan: Plan) -> None:
+    """Though every call fails from then on."""
+    session, runtime, panel = device.backend().open(plan, "cublas"), device.runtime, np.ones((32, 32))
+    with issued(device, {}):
+        session.submit(first(plan, Kind.UPLOAD), [panel], [])
+    for name in ("deviceSynchronize", "hostUnregister", "free"):
+        getattr(runtime, name).side_effect = CudaError(LAUNCH_FAILED)
+    device.cublas.destroy.side_effect = CublasError("CUBLAS_STATUS_EXECUTION_FAILED")
+    session.close()
+    assert released(device)
+    runtime.deviceSynchronize.assert_called_once()
+    runtime.hostUnregister.assert_called_once_with(panel.ctypes.data)
+    session.close()
+    runtime.hostUnregister.assert_called_once()
+
+
+@pytest.mark.parametrize("name", ["cuEventRecord", "cuMemcpyAsync", "cuStreamWaitEvent", "cuLaunchKernel"])
+def test_every_status_of_a_launch_is_looked_at(device: SimpleNamespace, name: str) -> None:
+    calls, stream = device.calls, MagicMock()
+
+    def record() -> None:
+        calls.record_around([calls.copy(1, 2, 3, stream)], MagicMock(), MagicMock(), stream)
+
+    acts = {
+        "cuStreamWaitEvent": lambda: calls.wait(stream, MagicMock()),
+        "cuLaunchKernel": lambda: calls.launch(1, (1, 1, 1), (256, 1, 1), 0, ()),
+    }
+    with issued(device, {name: LAUNCH_FAILED}), pytest.raises(CudaError, match="CUDA error 719"):
+        acts.get(name, record)()
+
+
+def test_the_status_of_any_of_several_launches_is_looked_at(device: SimpleNamespace) -> None:
+    fine, failing = (
+        (lambda: 0, device.calls.driver.check_status),
+        (lambda: 7, device.calls.driver.check_status),
+    )
+    for launches in ([failing, fine], [fine, failing]):
+        with issued(device, {}), pytest.raises(CudaError, match="CUDA error 7"):
+            device.calls.record_around(launches, MagicMock(), MagicMock(), MagicMock())
+    with issued(device, {}), pytest.raises(CudaError, match="CUDA error 7"):
+        device.calls.make(failing)
+
+
+def test_what_fails_on_its_way_is_told_to_whoever_waits(device: SimpleNamespace, plan: Plan) -> None:
+    session = device.backend().open(plan, "cublas")
+    with issued(device, {}):
+        token = session.submit(first(plan, Kind.UPLOAD), [np.ones((32, 32))], [])
+    token.end.synchronize.side_effect = CudaError(LAUNCH_FAILED)
+    with issued(device, {"cuEventQuery": LAUNCH_FAILED}), pytest.raises(CudaError, match="CUDA error 719"):
+        token.synchronize()
+
+
+def test_a_stream_waits_for_others_and_for_the_host_before_it_is_given_work(
+    device: SimpleNamespace, plan: Plan
+) -> None:
+    """However late these are."""
+    session, block, made = device.backend().open(plan, "cublas"), np.ones((32, 32)), list[str]()
+    host = MagicMock()
+    host.synchronize.side_effect = lambda: made.append("the host")
+    with issued(device, {}, made):
+        upload = session.submit(first(plan, Kind.UPLOAD), [block], [host])
+        assert made == ["the host", "cuEventRecord", "cuMemcpyAsync", "cuEventRecord"]
+        made.clear()
+        download = session.submit(first(plan, Kind.DOWNLOAD), [block], [upload])
+        assert made == ["cuStreamWaitEvent", "cuEventRecord", "cuMemcpyAsync", "cuEventRecord"]
+        made.clear()
+        session.submit(first(plan, Kind.DOWNLOAD), [block], [download])
+        assert "cuStreamWaitEvent" not in made
