@@ -79,35 +79,14 @@ def _with_slots(
     io_threads: int,
 ) -> Iterator[Candidate]:
     """The tile with as many slots as fit: what a tile leaves over keeps panels for the tiles that follow."""
-    least = _least_slots(problem, budgets, machine, layouts, tile, c, io_threads)
-    if least is None:
+    base = _least_slots(problem, budgets, machine, layouts, tile, c, io_threads)
+    if base is None:
         return
-    size = slot_bytes(problem, tile, least.strip)
-    grid = TileGrid.of(problem, tile)
-    free, _ = _free(problem, budgets, machine, layouts, tile, least, io_threads)
-    # A step's residues take so much memory that it may be better to keep panels in it.
-    most = (1, MOST_DRAIN // 4, MOST_DRAIN) if problem.planes else (MOST_DRAIN,)
-    drained = (
-        _draining(problem, machine, layouts, tile, least, min(grid.steps, m), free, size) for m in most
-    )
-    for base in dict.fromkeys(drained):
-        yield from _keeping(problem, budgets, machine, layouts, tile, base, io_threads)
-
-
-def _keeping(
-    problem: GemmProblem,
-    budgets: Budgets,
-    machine: MachineModel,
-    layouts: Layouts,
-    tile: TileShape,
-    base: Slots,
-    io_threads: int,
-) -> Iterator[Candidate]:
-    """The slots with more of them for panels that are used again, as far as there is memory."""
     size = slot_bytes(problem, tile, base.strip)
     grid = TileGrid.of(problem, tile)
     (down, across), steps = grid.shape, grid.steps
-    _, host_free = _free(problem, budgets, machine, layouts, tile, base, io_threads)
+    free, host_free = _free(problem, budgets, machine, layouts, tile, base, io_threads)
+    base = _draining(problem, machine, layouts, tile, base, steps, free, size)
     if not machine.unified and not layouts.c.in_memory:
         base = _with_room(problem, machine, tile, base, steps, host_free // 2, size)
     free, host_free = _free(problem, budgets, machine, layouts, tile, base, io_threads)
@@ -304,29 +283,24 @@ def _draining(
     layouts: Layouts,
     tile: TileShape,
     base: Slots,
-    most: int,
+    steps: int,
     free: int,
     size: dict[tuple[str, str], int],
 ) -> Slots:
-    """As many steps strip by strip, and at most so many, as hide the tile's leaving, and the slots for their panels, where they fit. Of an emulated
-    product, whose steps are long, as many as hide what can be hidden of the last tile's way to its store."""
+    """As many steps strip by strip as hide the tile's leaving, and the slots for their panels, where they fit."""
     w, h, r = extents(problem, tile)
     flops = problem.step_flops(w, h, r)
-    if not flops:
+    if not flops or problem.planes:  # a panel's residues stay for one step
         return base
     step = multiply_seconds(problem, machine, flops, w, h, r) + machine.step_latency
     into_memory = min(machine.memory, machine.d2h) if layouts.c.in_memory else machine.d2h
-    to_store = base.unified or (problem.planes and not layouts.c.in_memory)
-    leaving = w * h * problem.itemsizes["C"] / (machine.write if to_store else into_memory)
+    leaving = w * h * problem.itemsizes["C"] / (machine.write if base.unified else into_memory)
     several = w < problem.m or h < problem.n
-    wanted = min(most, int(leaving / step) + 1)
+    wanted = min(steps, MOST_DRAIN, int(leaving / step) + 1)
     for drain in range(wanted, 1, -1):
         a = b = drain + 1 if several else drain
-        planes = drain if problem.planes else 0
-        more = (a - base.a, "A"), (b - base.b, "B"), (max(0, planes - base.planes), "P")
-        if sum(count * size.get(("device", operand), 0) for count, operand in more) <= free:
-            slots = replace(base, a=max(a, base.a), b=max(b, base.b), planes=max(planes, base.planes))
-            return replace(slots, drain=drain)
+        if (a - base.a) * size["device", "A"] + (b - base.b) * size["device", "B"] <= free:
+            return replace(base, a=max(a, base.a), b=max(b, base.b), drain=drain)
     return base
 
 
