@@ -293,7 +293,8 @@ def _setup(run: Run) -> str:
             if slots["unified"]
             else f"; host C {slots['host_c']}, A {slots['host_a']}, B {slots['host_b']}"
         )
-        row("slots", f"device C {slots['c']}, A {slots['a']}, B {slots['b']}{on_host}")
+        residues = f", residues {slots['planes']}" if slots.get("planes") else ""
+        row("slots", f"device C {slots['c']}, A {slots['a']}, B {slots['b']}{residues}{on_host}")
     for tier, held in plan.get("footprint", {}).items():
         row(f"{tier} memory", f"{format_size(held['total'])} of {format_size(plan['budget'][tier])}")
     for name, operand in header.get("operands", {}).items():
