@@ -18,7 +18,8 @@ file, a key a case.
 import json
 import shutil
 import statistics
-import threading
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -38,7 +39,7 @@ from oocgemm.timeline import diagnose, diagnosis_lines, remedy
 from oocgemm.timeline.remedies import fit
 from oocgemm.units import parse_size
 
-CHUNK = 512
+CHUNK = 1024
 EVICTED_EVERY = 0.2  # seconds
 WITHIN = 0.2  # a gain was predicted if it is this near
 
@@ -57,9 +58,9 @@ class Case:
 
 
 CASES = {
-    "disk": Case((4096, 4096, 8192), "raw", "192MiB", "256MiB", ("read",), cold=True),
-    "decode": Case((4096, 4096, 16384), "zstd", "160MiB", "256MiB", ("decode",)),
-    "pcie": Case((16384, 16384, 8192), "raw", "160MiB", "3GiB", ("h2d",)),
+    "disk": Case((8192, 8192, 16384), "raw", "320MiB", "384MiB", ("read",), cold=True),
+    "decode": Case((8192, 8192, 16384), "zstd", "256MiB", "384MiB", ("decode",)),
+    "pcie": Case((24576, 24576, 8192), "raw", "320MiB", "6GiB", ("h2d",)),
     "kernel": Case((16384, 16384, 16384), "memory", "4GiB", "8GiB", ("compute",), {"kernel": "register"}),
     # C in memory is brought there by two copies, one after the other.
     "download": Case((16384, 16384, 1024), "memory", "1GiB", "128MiB", ("d2h", "write")),
@@ -94,23 +95,20 @@ def operand(folder: Path, name: str, shape: tuple[int, int], kind: str) -> Any:
 
 @contextmanager
 def forgetting(folder: Path, cold: bool) -> Iterator[None]:
-    """While it lasts the page cache forgets all files of a folder, if they are to be cold."""
-    stopped = threading.Event()
-
-    def forget() -> None:
-        while not stopped.wait(EVICTED_EVERY):
-            set_cache(folder, cold=True)
-
-    thread = threading.Thread(target=forget)
-    if cold:
-        set_cache(folder, cold=True)
-        thread.start()
+    """While it lasts the page cache forgets all files of a folder, if they are to be cold: by another process, which takes
+    nothing of the interpreter from the run."""
+    if not cold:
+        yield
+        return
+    set_cache(folder, cold=True)
+    forget = f"while True: time.sleep({EVICTED_EVERY}); set_cache(pathlib.Path(sys.argv[1]), cold=True)"
+    code = f"import pathlib, sys, time\nfrom bench_cpu import set_cache\n{forget}"
+    process = subprocess.Popen([sys.executable, "-c", code, str(folder.resolve())], cwd=Path(__file__).parent)
     try:
         yield
     finally:
-        stopped.set()
-        if cold:
-            thread.join()
+        process.kill()
+        process.wait()
 
 
 def measure(case: Case, folder: Path, rounds: int, backend: str, shrink: int) -> dict[str, Any]:
