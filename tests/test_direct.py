@@ -1,5 +1,6 @@
 """Chunks that are read and written past zarr: always what zarr itself reads, and what it can read."""
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -425,6 +426,26 @@ def test_asking_what_is_in_the_page_cache_is_answered(tmp_path: Path) -> None:
         file.mapped(0, 1 << 20).sum()
         view, _ = file._map(4096, 1 << 19)
         assert files.resident(view)
+
+
+@pytest.mark.parametrize(("held", "answer"), [(8, True), (4, True), (3, False), (0, False)])
+def test_half_of_the_pages_looked_at_are_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: int, answer: bool
+) -> None:
+    place = tmp_path / "file"
+    place.write_bytes(bytes(1 << 20))
+    asked: list[int] = []
+
+    def mincore(address: int, length: int, found: int) -> int:
+        asked.append(address)
+        ctypes.c_ubyte.from_address(found).value = 0xFE | (len(asked) <= held)  # its other bits mean nothing
+        return 0
+
+    monkeypatch.setattr(files, "_mincore", mincore)
+    with files.OpenFile(place) as file:
+        view, _ = file._map(0, 1 << 20)
+        assert files.resident(view) is answer
+    assert [address - asked[0] for address in asked] == list(range(0, 1 << 20, 1 << 17))
 
 
 def test_rows_of_any_number_and_place_are_filled(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ _RWF_DONTCACHE = 0x80 if sys.platform == "linux" else 0
 # Brings all pages of a map in at once (Linux 5.14); no constant of Python yet. Worth a call of its own from so many bytes up.
 _MADV_POPULATE_READ = 22
 LEAST_POPULATED = 8 << 20
+PAGES_ASKED = 8
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 _own = threading.local()
 
@@ -111,9 +112,8 @@ class OpenFile:
             view, before = self._map(offset, out.nbytes)
             cached = resident(view)
             if cached and len(os.sched_getaffinity(0)) > FEW_CORES:
-                if out.nbytes >= LEAST_POPULATED:
-                    with contextlib.suppress(OSError):  # advice only
-                        view.madvise(_MADV_POPULATE_READ)
+                if out.nbytes >= LEAST_POPULATED and _madvise is not None:  # advice only
+                    _madvise(_address(view), len(view), _MADV_POPULATE_READ)
                 stored = np.frombuffer(view, np.uint8, out.nbytes, before)
                 np.copyto(out.view(np.uint8), stored.reshape(out.shape[0], -1))
                 return
@@ -145,14 +145,17 @@ class OpenFile:
 
 
 def resident(view: mmap.mmap) -> bool:
-    """Whether the page cache holds at least half of what is mapped. Asking does not change it."""
+    """Whether the page cache holds at least half of what is mapped, going by a few of its pages: to look all of them up takes as long
+    as copying a part of them. Asking does not change it."""
     if _mincore is None:
         return True
-    pages = np.zeros(-(-len(view) // mmap.PAGESIZE), np.uint8)
-    address = np.frombuffer(view, np.uint8).ctypes.data
-    if _mincore(ctypes.c_void_p(address), ctypes.c_size_t(len(view)), pages.ctypes.data_as(ctypes.c_void_p)):
-        return True
-    return 2 * int(np.count_nonzero(pages & 1)) >= pages.size
+    held = (ctypes.c_ubyte * PAGES_ASKED)()
+    address, answer = _address(view), ctypes.addressof(held)
+    step = len(view) // PAGES_ASKED // mmap.PAGESIZE * mmap.PAGESIZE
+    for number in range(PAGES_ASKED):
+        if _mincore(address + number * step, 1, answer + number):
+            return True
+    return 2 * sum(page & 1 for page in held) >= PAGES_ASKED
 
 
 def publish(path: Path, data: Array, size: int) -> None:
@@ -254,13 +257,20 @@ def _fill(descriptor: int, rows: list[Array], offset: int, done: int = 0, flags:
     return done
 
 
-def _library() -> Any:
+def _address(view: mmap.mmap) -> int:
+    return int(np.frombuffer(view, np.uint8).ctypes.data)
+
+
+def _function(library: type[ctypes.CDLL], name: str, *types: Any) -> Any:
     try:
-        return ctypes.PyDLL(
-            None
-        ).mincore  # takes a microsecond: to let the interpreter go for it takes longer
+        found = getattr(library(None), name)
     except (AttributeError, OSError, TypeError):  # a system without it
         return None
+    found.argtypes = types
+    return found
 
 
-_mincore = _library()
+# The first takes a microsecond: to let the interpreter go meanwhile would take longer. The other takes a thousand, in which
+# mmap's own does not let it go.
+_mincore = _function(ctypes.PyDLL, "mincore", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+_madvise = _function(ctypes.CDLL, "madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
