@@ -4,7 +4,6 @@ import errno
 import mmap
 import os
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from oocgemm.plan import Layout
 from oocgemm.plan.tiling import Span
 from oocgemm.stores.base import Array, checked
 from oocgemm.stores.durable import saved_block, saved_blocks, stamp, sync_files, sync_path
-from oocgemm.stores.files import publish
+from oocgemm.stores.files import WILL_NEED, advise, publish
 
 # Blocks of mapped files are asked for beforehand if they span so many bytes, and no more times their own size.
 LEAST_ASKED = 1 << 20
@@ -185,11 +184,10 @@ def _ask_for(mapped: mmap.mmap, block: Array) -> None:
     """Have the system read what a block of a mapped array spans, at once and not fault by fault: on a cold cache that
     takes a fraction of the processor time. Not where most of the span is none of the block."""
     low, high = np.lib.array_utils.byte_bounds(block)
-    if LEAST_ASKED <= high - low <= SPARSEST * block.nbytes and hasattr(mmap, "MADV_WILLNEED"):
+    if LEAST_ASKED <= high - low <= SPARSEST * block.nbytes:
         start = low - np.frombuffer(mapped, np.uint8).ctypes.data
         page = start % mmap.PAGESIZE
-        with suppress(OSError):  # advice only
-            mapped.madvise(mmap.MADV_WILLNEED, start - page, high - low + page)
+        advise(mapped, WILL_NEED, start - page, high - low + page)
 
 
 def _map_under(array: Any) -> mmap.mmap | None:

@@ -38,8 +38,9 @@ FEW_CORES = 4
 # Reads through the page cache and leaves nothing behind (Linux 6.14); no constant of Python yet.
 _RWF_DONTCACHE = 0x80 if sys.platform == "linux" else 0
 # Brings all pages of a map in at once (Linux 5.14); no constant of Python yet. Worth a call of its own from so many bytes up.
-_MADV_POPULATE_READ = 22
+POPULATE: int | None = 22 if sys.platform == "linux" else None
 LEAST_POPULATED = 8 << 20
+WILL_NEED: int | None = getattr(mmap, "MADV_WILLNEED", None)
 PAGES_ASKED = 8
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 _own = threading.local()
@@ -84,9 +85,8 @@ class OpenFile:
         ends before; should it be cut short while it is looked at, the system ends the process (SIGBUS).
         """
         view, before = self._map(offset, length)
-        if length >= LEAST_DIRECT and hasattr(mmap, "MADV_WILLNEED"):
-            with contextlib.suppress(OSError):  # advice only
-                view.madvise(mmap.MADV_WILLNEED)
+        if length >= LEAST_DIRECT:
+            advise(view, WILL_NEED)
         return np.frombuffer(view, np.uint8, length, before)
 
     def _map(self, offset: int, length: int) -> tuple[mmap.mmap, int]:
@@ -112,8 +112,8 @@ class OpenFile:
             view, before = self._map(offset, out.nbytes)
             cached = resident(view)
             if cached and len(os.sched_getaffinity(0)) > FEW_CORES:
-                if out.nbytes >= LEAST_POPULATED and _madvise is not None:  # advice only
-                    _madvise(_address(view), len(view), _MADV_POPULATE_READ)
+                if out.nbytes >= LEAST_POPULATED:
+                    advise(view, POPULATE)
                 stored = np.frombuffer(view, np.uint8, out.nbytes, before)
                 np.copyto(out.view(np.uint8), stored.reshape(out.shape[0], -1))
                 return
@@ -142,6 +142,13 @@ class OpenFile:
             finally:
                 os.close(descriptor)
         return 0
+
+
+def advise(view: mmap.mmap, advice: int | None, start: int = 0, length: int | None = None) -> None:
+    """Advise the system on a part of a map that begins on a page, if it takes such advice. The interpreter is let go
+    meanwhile, which it is not by mmap's own method: to bring pages in takes milliseconds."""
+    if _madvise is not None and advice is not None:
+        _madvise(_address(view) + start, len(view) - start if length is None else length, advice)
 
 
 def resident(view: mmap.mmap) -> bool:
@@ -270,7 +277,6 @@ def _function(library: type[ctypes.CDLL], name: str, *types: Any) -> Any:
     return found
 
 
-# The first takes a microsecond: to let the interpreter go meanwhile would take longer. The other takes a thousand, in which
-# mmap's own does not let it go.
+# The first takes a microsecond: to let the interpreter go meanwhile would take longer.
 _mincore = _function(ctypes.PyDLL, "mincore", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 _madvise = _function(ctypes.CDLL, "madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
