@@ -223,6 +223,21 @@ def test_a_slow_kernel_is_advised_against_where_the_rate_of_cublas_is_calibrated
     assert "kernel" not in advice(unknown).settings
 
 
+def test_a_lane_that_nothing_waits_for_is_not_taken_to_be_slow() -> None:
+    """Threads that have time take it, on a GPU's host."""
+    believed = machine()
+    plan = virtual_plan(CUBE, Budgets(2 * GIB, 2 * GIB), believed)
+    kernels = {d: replace(rate, peak=rate.peak / 8) for d, rate in believed.kernels.items()}
+    slow = replace(
+        believed, kernels=kernels, read=believed.read / 3, read_scattered=believed.read_scattered / 3
+    )
+    run = run_of(replace(plan, machine=slow), believed=believed)
+    assert report(run).exposed.get("read", 0) < 0.02 * run.wall / 1e9
+    found = advice(Timeline(run.spans, run.wall, dict(run.header) | {"backend": {"kernel": "tiled"}}))
+    assert found.settings == {"kernel": "cublas"}
+    assert found.seconds == pytest.approx(run_of(plan).wall / 1e9, rel=0.1)
+
+
 def test_what_is_in_memory_is_no_storage() -> None:
     layouts = Layouts(*(Layout(in_memory=True) for _ in "ABC"))
     size = 16384, 16384, 512
