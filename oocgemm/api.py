@@ -289,12 +289,17 @@ def _opened(engine: Backend, kernel: str, prepare: Callable[[], job.Job]) -> tup
 
 
 def _let_go(failure: BaseException | None) -> None:
-    """Free the slots, which would be kept for as long as a failure is: the frames that it went through look into them."""
+    """Free the slots, which would be kept for as long as a failure is: the frames look into them that it went through, and those
+    that it came of or came up beside."""
     if failure is None:
         return
-    while failure is not None:
-        clear_frames(failure.__traceback__)
-        failure = failure.__cause__
+    left, seen = [failure], set[int]()
+    while left:
+        one = left.pop()
+        if id(one) not in seen:
+            seen.add(id(one))
+            clear_frames(one.__traceback__)
+            left += [other for other in (one.__cause__, one.__context__) if other is not None]
     gc.collect()  # failures that were not the first
 
 

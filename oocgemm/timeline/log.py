@@ -192,6 +192,7 @@ def _check(header: Mapping[str, Any]) -> None:
     ):
         figures = [plan.get(name, {}) for name in ("required", "least", "read_amplification")]
         names, retried = [plan.get("machine", "")], header.get("retried", [])
+        kernels = backend.get("multiplied by", [])
         if (
             all(isinstance(table, dict) and all(map(_is_number, table.values())) for table in figures)
             and all(_is_number(rate) and rate > 0 for rate in rates.values())
@@ -200,7 +201,8 @@ def _check(header: Mapping[str, Any]) -> None:
             and isinstance(checks.get("recomputed", []), list)
             and isinstance(backend.get("memory", ""), str)
             and isinstance(retried, list)
-            and all(isinstance(name, str) for name in [*names, *retried])
+            and isinstance(kernels, list)
+            and all(isinstance(name, str) for name in [*names, *retried, *kernels])
         ):
             return
     raise ValueError("its header is damaged")
