@@ -67,7 +67,9 @@ def test_one_operation_that_is_late_fails_and_is_named(check: Any, result: oocge
 def test_so_few_odd_operations_pass(
     check: Any, result: oocgemm.Result, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check, "FIGURES", ())  # which 100 us of so short a run can change by more than they may
+    monkeypatch.setattr(
+        check, "FIGURES", ()
+    )  # which 100 us of so short a run can change by more than they may
     streams = seen(check, result)
     streams[0][-1] = replace(streams[0][-1], end=streams[0][-1].end + 100_000)
     operations = check.compare(result, streams)["operations"]
