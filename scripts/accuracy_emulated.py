@@ -194,12 +194,15 @@ def judge(size: Size, dtype: str, emulated: Product, native: Product) -> Iterato
 @click.command()
 @click.option("--backend", default="host", show_default=True, type=click.Choice(["host", "cuda"]))
 @click.option("--size", "sizes", default=["256x256x4096"], show_default=True, multiple=True, help="MxNxK.")
+@click.option("--dtype", "dtypes", default=list(UNIT), multiple=True, type=click.Choice(list(UNIT)))
 @click.option("--rows", default=32, show_default=True, help="Rows of C that are looked at.")
 @keeping.output
-def main(backend: str, sizes: tuple[str, ...], rows: int, output: Path | None) -> None:
+def main(
+    backend: str, sizes: tuple[str, ...], dtypes: tuple[str, ...], rows: int, output: Path | None
+) -> None:
     """Errors of emulated and native products, for every kind of data."""
     broken = []
-    for text, dtype in product(sizes, UNIT):
+    for text, dtype in product(sizes, dtypes):
         m, n, k = map(int, text.split("x"))
         found = []
         for one in judge(
