@@ -18,7 +18,7 @@ from oocgemm.stores import BATCH_BYTES, Array, Matrix, pieces, transient
 # A block is cut into a part for each thread, within these bounds: handing out a part takes the interpreter tens of
 # microseconds, in which no other thread can begin or end one.
 PIECE_BYTES = 16 << 20
-LEAST_PIECE_BYTES = 1 << 20
+LEAST_PIECE_BYTES = 4 << 20
 PAGE = 4096
 # A read that fails in a way that may pass is tried again after so many seconds each: 12 in all.
 RETRY_AFTER = (0.1, 0.3, 0.9, 2.7, 8.1)

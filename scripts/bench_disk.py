@@ -32,11 +32,10 @@ import click
 import cupy
 import numpy as np
 import zarr
+from linked import CORES, linked_zarr
 
 from oocgemm import stores
 from oocgemm.staging import PIECE_BYTES
-
-CORES = len(os.sched_getaffinity(0))
 
 
 def in_core_seconds(m: int, n: int, k: int, times: int, dtype: str = "float64") -> float:
@@ -110,39 +109,6 @@ def random_zarr(path: Path, shape: tuple[int, int], chunk: int, seed: int, codec
 
     with ThreadPoolExecutor(CORES) as pool:
         list(pool.map(fill, range(0, shape[0], chunk)))
-
-
-def linked_zarr(
-    path: Path,
-    shape: tuple[int, int],
-    chunk: int,
-    distinct: int,
-    seed: int,
-    codec: Any = None,
-    dtype: str = "float64",
-) -> None:
-    """An array whose chunk (i, j) is a hard link to number (i * 7 + j * 3) % distinct of so many files. For a codec the
-    numbers have few bits each, so that they can be compressed."""
-    zarr.create_array(path, shape=shape, dtype=dtype, chunks=(chunk, chunk), compressors=codec)
-    made = zarr.create_array(
-        path / ".originals",
-        shape=(chunk, distinct * chunk),
-        dtype=dtype,
-        chunks=(chunk, chunk),
-        compressors=codec,
-    )
-
-    def fill(number: int) -> None:
-        block = np.random.default_rng((seed, number)).standard_normal((chunk, chunk))
-        made[:, number * chunk : (number + 1) * chunk] = np.round(block * 64) if codec else block
-
-    with ThreadPoolExecutor(CORES) as pool:
-        list(pool.map(fill, range(distinct)))
-    for i in range(shape[0] // chunk):
-        (path / "c" / str(i)).mkdir(parents=True)
-        for j in range(shape[1] // chunk):
-            original = path / ".originals" / "c" / "0" / str((i * 7 + j * 3) % distinct)
-            os.link(original, path / "c" / str(i) / str(j))
 
 
 def block_error(a: Path, b: Path, c: Path, chunk: int, at: tuple[int, int]) -> float:

@@ -21,6 +21,7 @@ import zarr
 from keeping import keep
 from keeping import output as output_option
 from keeping import work as work_option
+from linked import linked_zarr
 
 import oocgemm
 from oocgemm import target
@@ -72,6 +73,9 @@ def once(folder: Path, way: str, beta: float, options: dict[str, Any]) -> oocgem
 @click.option("--device-memory", default="256MiB", show_default=True)
 @click.option("--host-memory", default="256MiB", show_default=True)
 @click.option("--beta", "betas", type=float, multiple=True, default=(0.0, 0.5), show_default=True)
+@click.option(
+    "--linked", type=int, help="Operands whose chunk files are hard links to so many: larger than the disk."
+)
 @click.option("--rounds", default=5, show_default=True, help="That are measured, after one that is not.")
 @click.option("--seconds", default=3600.0, show_default=True, help="Begin no further round after so long.")
 @work_option
@@ -84,6 +88,7 @@ def main(
     device_memory: str,
     host_memory: str,
     betas: tuple[float, ...],
+    linked: int | None,
     rounds: int,
     seconds: float,
     work: Path | None,
@@ -95,7 +100,10 @@ def main(
     with tempfile.TemporaryDirectory(dir=work) as temporary:
         folder = Path(temporary)
         for seed, (name, rows, cols) in enumerate((("A", m, k), ("B", k, n), ("old", m, n))):
-            make(folder / f"{name}.zarr", rows, cols, chunk, dtype, seed)
+            if linked and name != "old":
+                linked_zarr(folder / f"{name}.zarr", (rows, cols), chunk, linked, seed, dtype=dtype)
+            elif name != "old" or any(betas):
+                make(folder / f"{name}.zarr", rows, cols, chunk, dtype, seed)
         started = time.monotonic()
         samples: dict[float, dict[str, list[float]]] = {beta: {way: [] for way in WAYS} for beta in betas}
         for turn in range(rounds + 1):
@@ -116,6 +124,7 @@ def main(
             "what": f"{m} x {n} x {k} {dtype}, beta = {beta:g}, zarr to zarr, device memory {device_memory}, host memory "
             f"{host_memory}",
             "chunk": chunk,
+            "chunk files hard-linked to": linked,
             "machine": header["machine"] | header["backend"],
             "versions": header["versions"],
             "samples_seconds": taken,

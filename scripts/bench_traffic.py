@@ -57,7 +57,7 @@ def machine(kind: str, p: GemmProblem) -> MachineModel:
         links["h2d"] = SLOW
     else:
         links |= {"read": SLOW, "read_scattered": SLOW}
-    free = dict.fromkeys(("copy_latency", "write_latency", "arena_seconds_per_byte"), 0.0)
+    free = dict.fromkeys(("copy_latency", "write_latency", "issue", "arena_seconds_per_byte"), 0.0)
     # A million steps take a hundredth of the time of the operands' bytes, lest there be as many where a few move as
     # little.
     free["step_latency"] = 1e-8 * (p.m + p.n) * p.k * p.itemsizes["A"] / SLOW

@@ -85,12 +85,13 @@ def known(**changes: Any) -> Calibration:
 def test_a_fit_recovers_the_rate_it_was_made_from(peak: float, half_depth: float, depths: set[int]) -> None:
     deepest = max(depths)
     fitted = KernelRate.fitted({r: peak / (1 + half_depth / r) for r in depths})
-    if half_depth < 3 * deepest:  # a peak of more than four times what was seen is not believed
+    believed = half_depth < 3 * deepest  # a peak of more than four times what was seen is not
+    if believed:
         apart = 1 / min(depths) - 1 / deepest
         assert fitted.peak == pytest.approx(peak, rel=1e-3 if apart > 1e-4 else 0.5)
     for r in depths:
         assert fitted.peak / (1 + fitted.half_depth / r) == pytest.approx(
-            peak / (1 + half_depth / r), rel=0.1
+            peak / (1 + half_depth / r), rel=0.1 if believed else 0.2
         )
 
 

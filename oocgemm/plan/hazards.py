@@ -11,13 +11,12 @@ That is all there is: no wait is written by hand anywhere in this project.
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Generic, TypeVar
 
 from oocgemm.errors import ScheduleError
 from oocgemm.plan.schedule import Kind, Operation, Schedule
-from oocgemm.plan.slots import Region, Slot, Tier
+from oocgemm.plan.slots import Slot, Tier
 from oocgemm.plan.tiling import Span, Tile
 from oocgemm.plan.traversal import step_order
 
@@ -27,16 +26,8 @@ T = TypeVar("T")
 IN_ORDER = frozenset({"h2d", "h2d-c", "prepare", "compute", "d2h"})
 
 
-@dataclass(slots=True)
-class _Access(Generic[T]):
-    region: Region
-    token: T
-    stream: str
-    writes: bool
-
-    def overtaken_by(self, region: Region, stream: str) -> bool:
-        """Whether a read of `region` on `stream` ends after this read, so that waiting for it is enough."""
-        return not self.writes and self.stream == stream and _covers(region, self.region)
+# An access to elements of a slot: from, to, by which operation, on which stream, whether it writes.
+_Access = tuple[int, int, T, str, bool]
 
 
 class HazardTracker(Generic[T]):
@@ -53,28 +44,33 @@ class HazardTracker(Generic[T]):
     def admit(self, operation: Operation, token: T) -> list[T]:
         """Tokens of the earlier operations that this one must wait for, in program order."""
         waits: list[T] = []
-        for region in operation.reads:
-            for access in self._accesses[region.slot]:
-                if access.writes and access.region.overlaps(region):
-                    waits.append(access.token)
-        for region in operation.writes:
-            for access in self._accesses[region.slot]:
-                if access.region.overlaps(region) and access.token not in waits:
-                    waits.append(access.token)
         stream = operation.stream
-        for region in operation.reads:
-            kept = self._accesses[region.slot]
-            if stream in IN_ORDER:
-                kept = [a for a in kept if not a.overtaken_by(region, stream)]
-            self._accesses[region.slot] = [*kept, _Access(region, token, stream, writes=False)]
-        for region in operation.writes:
-            kept = [a for a in self._accesses[region.slot] if not _covers(region, a.region)]
-            self._accesses[region.slot] = [*kept, _Access(region, token, stream, writes=True)]
+        in_order = stream in IN_ORDER
+        # Flat on purpose: this is done for every operation of a run, while it runs.
+        for slot, start, stop in operation.reads:
+            kept = []
+            for access in self._accesses[slot]:
+                begin, end, other, its_stream, writes = access
+                if writes:
+                    if begin < stop and start < end:
+                        waits.append(other)
+                    kept.append(access)
+                # A read that ends before this one does need not be waited for beside it.
+                elif not in_order or its_stream != stream or begin < start or stop < end:
+                    kept.append(access)
+            kept.append((start, stop, token, stream, False))
+            self._accesses[slot] = kept
+        for slot, start, stop in operation.writes:
+            kept = []
+            for access in self._accesses[slot]:
+                begin, end, other, _, _ = access
+                if begin < stop and start < end and other is not token and other not in waits:
+                    waits.append(other)
+                if begin < start or stop < end:  # not all of it is overwritten
+                    kept.append(access)
+            kept.append((start, stop, token, stream, True))
+            self._accesses[slot] = kept
         return waits
-
-
-def _covers(outer: Region, inner: Region) -> bool:
-    return outer.start <= inner.start and inner.stop <= outer.stop
 
 
 def waits_of(operations: Iterable[Operation]) -> list[tuple[Operation, list[int]]]:

@@ -64,6 +64,7 @@ class MachineModel:
     copy_latency: float = 10e-6
     step_latency: float = 10e-6
     write_latency: float = 200e-6
+    issue: float = 50e-6  # the interpreter is busy with each operation
     arena_seconds_per_byte: float = 0.03 / 2**30
     io_threads: int = 1
     cores: int = 1
@@ -98,8 +99,8 @@ def default_model(backend: str, cores: int) -> MachineModel:
                 "float64": KernelRate(58e12, 25),
                 "complex64": KernelRate(50e12, 90),
                 "complex128": KernelRate(55e12, 25),
-                "emulated float32": KernelRate(220e12, 600),
-                "emulated float64": KernelRate(105e12, 400),
+                "emulated float32": KernelRate(235e12, 1300),
+                "emulated float64": KernelRate(115e12, 1100),
             },
             h2d=55e9,
             d2h=55e9,
@@ -109,6 +110,7 @@ def default_model(backend: str, cores: int) -> MachineModel:
             memory=min(33e9, 4.2e9 * cores),
             half_width=288,
             step_latency=60e-6,
+            issue=150e-6,
             write=1.6e9,
             cores=cores,
             multiprocessors=132,

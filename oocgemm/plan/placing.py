@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from oocgemm.plan.replacement import NEVER, Panel, SlotCache
 from oocgemm.plan.slots import Slots
@@ -31,8 +32,7 @@ def step_groups(
         yield True, order[stop:]
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
+class Placed(NamedTuple):
     """Where a panel is for a step, and whether it had to be loaded on the way."""
 
     device_slot: int

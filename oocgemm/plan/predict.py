@@ -12,7 +12,7 @@ from oocgemm.plan.placing import Loads
 from oocgemm.plan.problem import GemmProblem
 from oocgemm.plan.slots import Slots
 from oocgemm.plan.tiling import Layout, Span, TileGrid, TileShape, ceil_div, round_up
-from oocgemm.plan.traversal import Traversal
+from oocgemm.plan.traversal import Traversal, last
 
 # Two lanes of equal length take longer than one by 2^(1/12), 6%; one four fifths as long adds half a percent. That is about
 # what was seen on an H200, and it makes the planner prefer less traffic among plans that a perfect overlap would make equal.
@@ -20,7 +20,8 @@ CLOSENESS = 12
 # Share of the time of a Write past the page cache that a core has to do with it.
 WRITING = 0.25
 BLOCK = 128  # of C, that cuBLAS's kernels work on at a time
-LANES = ("read", "decode", "h2d", "prepare", "compute", "d2h", "encode", "write")
+# The last is the interpreter, in which operations are issued one after another.
+LANES = ("read", "decode", "h2d", "prepare", "compute", "d2h", "encode", "write", "issue")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +143,13 @@ def predict(
     step = lanes["compute"] / (tiles * grid.steps)
     drain = min(slots.drain, slots.a, slots.b, grid.steps)
     between = ceil_div(drain, 2) if slots.c == 1 else 0
+    by_strips = (tiles - 1) * min(2 * between, grid.steps) + drain
+    lanes["issue"] = machine.issue * (
+        _operations(problem, slots, tiles * strips, loads, panel_a, panel_b)
+        + tiles * grid.steps * (2 if problem.planes else 1)
+        + by_strips * (strips - 1)
+    )
     if slots.unified:  # strips are narrower than the tile; those of a GPU are cut so that they fill it
-        by_strips = (tiles - 1) * min(2 * between, grid.steps) + drain
         wider = (1 + machine.half_width / slots.strip) / (1 + machine.half_width / w)
         lanes["compute"] += by_strips * step * (wider - 1)
     bubbles = 0.0
@@ -153,9 +159,9 @@ def predict(
         changing, panel = (slots.b, panel_b) if candidate.traversal.axis == 0 else (slots.a, panel_a)
         late = max(0, 2 * between - changing) * panel
         bubbles = (tiles - 1) * (shown + late / (machine.read if slots.unified else machine.h2d))
-    bubbles += _bursts(streams, machine, grid.steps, lanes["compute"] / tiles)
-    out = tile_bytes / write_rate
-    tail = max(out - drain * step, out / strips)
+    an_element = lanes["compute"] / (problem.m * problem.n)
+    bubbles += _bursts(streams, machine, grid.steps, an_element * w * h)
+    tail = _tail(problem, candidate, grid, an_element, drain, write_rate, roomy=roomy)
     if machine.shares_cores:
         # Every copy takes its time from the cores that multiply, that of the first panels too; a disk that is written to
         # does most of it itself.
@@ -171,6 +177,41 @@ def predict(
         busy = longest * sum((x / longest) ** CLOSENESS for x in held_up.values()) ** (1 / CLOSENESS)
         busy += max(0.0, lanes["compute"] + bubbles - longest)
     return Prediction(lanes, start_up, bubbles, tail, start_up + busy + tail)
+
+
+def _tail(
+    problem: GemmProblem,
+    candidate: Candidate,
+    grid: TileGrid,
+    an_element: float,
+    drain: int,
+    write_rate: float,
+    *,
+    roomy: bool,
+) -> float:
+    """Seconds in which C leaves when nothing is left to do: the last tile, and what of the one before has not left by then.
+    Multiplying takes so long for `an_element` of C."""
+    slots, itemsize = candidate.slots, problem.itemsizes["C"]
+    i, j = last(candidate.traversal, *grid.shape)
+    (top, bottom), (left, right) = grid.rows(i), grid.cols(j)
+    elements = (bottom - top) * (right - left)
+    out, its_steps = elements * itemsize / write_rate, elements * an_element
+    tail = max(out - drain * its_steps / grid.steps, out / ceil_div(bottom - top, slots.strip))
+    if not roomy or grid.shape == (1, 1):
+        return tail
+    w, h, _ = extents(problem, candidate.tile)
+    return tail + max(0.0, w * h * itemsize / write_rate - its_steps)
+
+
+def _operations(
+    problem: GemmProblem, slots: Slots, strips: int, loads: Loads, panel_a: int, panel_b: int
+) -> float:
+    """How many operations load panels of so many bytes and bring strips of C in and out."""
+    panels = loads.a_read / panel_a + loads.b_read / panel_b if problem.depth else 0.0
+    if not slots.unified:
+        panels += loads.a_up / panel_a + loads.b_up / panel_b if problem.depth else 0.0
+    each = 1 if slots.unified else 2
+    return panels + strips * (each + (each if problem.reads_c else 0) + int(problem.finishes))
 
 
 @dataclass(frozen=True, slots=True)

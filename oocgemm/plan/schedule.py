@@ -25,10 +25,11 @@ Nothing here says "wait". An executor, a simulator and a checker consume the sam
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from oocgemm.plan.placing import Loads, Placed, Placing
 from oocgemm.plan.problem import GemmProblem
-from oocgemm.plan.slots import Region, Slot, Slots, Tier
+from oocgemm.plan.slots import Region, Slot, Slots, Tier, slot_of
 from oocgemm.plan.tiling import Span, Tile, TileGrid, ceil_div
 from oocgemm.plan.traversal import step_order
 
@@ -70,10 +71,10 @@ LANES = {
 
 
 _CODED = {Lane.READ: Lane.DECODE, Lane.WRITE: Lane.ENCODE}
+_LOADS = (Kind.READ, Kind.UPLOAD)
 
 
-@dataclass(frozen=True, slots=True)
-class Operation:
+class Operation(NamedTuple):
     """One copy or one computation.
 
     `m`, `n`, `k` are the spans of the problem it concerns: m and k for a panel of op(A), k and n for one of
@@ -106,13 +107,15 @@ class Operation:
     @property
     def stream(self) -> str:
         """The queue it is issued on: its lane, but C is loaded beside A and B, not between them."""
-        loads_c = self.operand == "C" and self.kind in (Kind.READ, Kind.UPLOAD)
-        return f"{self.lane}-c" if loads_c else self.lane.value
+        lane = self.lane.value
+        return f"{lane}-c" if self.operand == "C" and self.kind in _LOADS else lane
 
     @property
     def block(self) -> tuple[Span, Span]:
         """Rows and columns of the operand, in the orientation of op(X)."""
-        return {"A": (self.m, self.k), "B": (self.k, self.n)}.get(self.operand, (self.m, self.n))
+        if self.operand == "A":
+            return self.m, self.k
+        return (self.k if self.operand == "B" else self.m), self.n
 
     def __str__(self) -> str:
         (r0, r1), (c0, c1) = self.block
@@ -138,7 +141,7 @@ class Schedule:
         for position, tile in enumerate(self.tiles):
             strips = list(enumerate(self._strips(tile), strips_done))
             strips_done += len(strips)
-            c_slot = Slot(Tier.DEVICE, "C", position % self.slots.c)
+            c_slot = slot_of(Tier.DEVICE, "C", position % self.slots.c)
             if self.problem.reads_c and not self.problem.finishes:
                 for number, rows in strips:
                     yield from self._load_c(tile, rows, number, c_slot, whole_tile=True)
@@ -153,7 +156,7 @@ class Schedule:
                 planes: dict[int, Region] = {}
                 for step, a, b in group if self.slots.planes else ():
                     if _length(self.grid.depth(step)):
-                        slot = Slot(Tier.DEVICE, "P", prepared % self.slots.planes)
+                        slot = slot_of(Tier.DEVICE, "P", prepared % self.slots.planes)
                         planes[step] = Region(slot, 0, 1)
                         prepared += 1
                         yield self._prepare(tile, step, a, b, planes[step])
@@ -209,11 +212,11 @@ class Schedule:
         elements = _length(k) * _length(m if operand == "A" else n)
         size = elements * self.problem.itemsizes[operand]
         coded = operand in self.coded
-        device = Region(Slot(Tier.DEVICE, operand, placed.device_slot), 0, elements)
+        device = Region(slot_of(Tier.DEVICE, operand, placed.device_slot), 0, elements)
         if self.slots.unified:
             yield Operation(Kind.READ, operand, tile, step, (), (device,), m, n, k, size, coded=coded)
             return
-        host = Region(Slot(Tier.HOST, operand, placed.host_slot), 0, elements)
+        host = Region(slot_of(Tier.HOST, operand, placed.host_slot), 0, elements)
         if placed.read:
             yield Operation(Kind.READ, operand, tile, step, (), (host,), m, n, k, size, coded=coded)
         yield Operation(Kind.UPLOAD, operand, tile, step, (host,), (device,), m, n, k, size)
@@ -228,8 +231,8 @@ class Schedule:
         if k == 0:
             return ()
         panels = (
-            Region(Slot(Tier.DEVICE, "A", a.device_slot), 0, m * k),
-            Region(Slot(Tier.DEVICE, "B", b.device_slot), 0, k * n),
+            Region(slot_of(Tier.DEVICE, "A", a.device_slot), 0, m * k),
+            Region(slot_of(Tier.DEVICE, "B", b.device_slot), 0, k * n),
         )
         return (*panels, planes[step]) if step in planes else panels
 
@@ -280,7 +283,7 @@ class Schedule:
         source, sums = self._in_tile(c_slot, tile, rows), self._sums(c_slot, tile, rows)
         last = self.grid.steps - 1
         if self.problem.finishes:
-            finished = Region(Slot(Tier.DEVICE, "D", number % self.slots.finish), 0, host.stop)
+            finished = Region(slot_of(Tier.DEVICE, "D", number % self.slots.finish), 0, host.stop)
             if self.problem.reads_c:
                 yield from self._load_c(tile, rows, number, finished.slot, whole_tile=False)
             inputs = (source, finished, *sums) if self.problem.reads_c else (source, *sums)
@@ -297,7 +300,7 @@ class Schedule:
         """Columns, bytes and host slot of strip `number` of the run."""
         n = self.grid.cols(tile[1])
         elements = _length(rows) * _length(n)
-        host = Region(Slot(Tier.HOST, "C", number % max(1, self.slots.host_c)), 0, elements)
+        host = Region(slot_of(Tier.HOST, "C", number % max(1, self.slots.host_c)), 0, elements)
         return n, elements * self.problem.itemsizes["C"], host
 
     def _sums(self, slot: Slot, tile: Tile, rows: Span) -> tuple[Region, ...]:
@@ -307,7 +310,7 @@ class Schedule:
             return ()
         top, strip = self.grid.rows(tile[0])[0], self.slots.strip
         span = (rows[0] - top) // strip, ceil_div(rows[1] - top, strip)
-        return (Region(Slot(Tier.DEVICE, "S", slot.index), *span),)
+        return (Region(slot_of(Tier.DEVICE, "S", slot.index), *span),)
 
     def _in_tile(self, slot: Slot, tile: Tile, rows: Span) -> Region:
         """Some rows of the tile that an accumulator holds."""

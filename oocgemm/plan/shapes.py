@@ -8,6 +8,7 @@ kept.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from math import isqrt, lcm
 
@@ -24,6 +25,8 @@ DEEPER = (16384, 32768)  # panels of bytes
 BEST_DEPTHS = 4
 BINS = 3
 EVERY = 32  # count of tiles is tried
+LEFT = tuple(eighths / 8 for eighths in range(7, 1, -1))  # of the last tile's extent
+FEW = 8  # tiles along an extent of which one less makes the others little larger
 THIN = 16  # of a tile that leaves the memory to the panels of a row (or column)
 
 
@@ -119,6 +122,29 @@ def shapes(
                     if area[0] == 0 and ceil_div(m, w) > EVERY:
                         most = (memory - h * r * (2 * b + beside)) // (h * c * acc + r * (2 * a + beside))
                         yield TileShape(max(w, *_long_extents(m, units_m, most)), h, r), c
+
+
+def with_less_last(problem: GemmProblem, layouts: Layouts, tile: TileShape) -> Iterator[TileShape]:
+    """Larger tiles, as many of them, so that the last row or column of tiles is thinner: it is the one whose C leaves when
+    nothing is left to hide that."""
+    (*_, unit_m), (*_, unit_n) = _alignments(problem, layouts)
+    for share in LEFT:
+        for shape in (
+            replace(tile, w=_longer(problem.m, tile.w, unit_m, share)),
+            replace(tile, h=_longer(problem.n, tile.h, unit_n, share)),
+        ):
+            if shape != tile:
+                yield shape
+
+
+def _longer(extent: int, nominal: int, unit: int, share: float) -> int:
+    """A longer extent of tiles that leaves about this share of the last one, which is not to vanish; or what it was."""
+    count = ceil_div(extent, nominal)
+    if not 1 < count <= FEW:
+        return nominal
+    rest = extent - (count - 1) * nominal
+    longer = round_up(ceil_div(extent - int(share * rest), count - 1), unit)
+    return longer if nominal < longer and (count - 1) * longer < extent else nominal
 
 
 def _work(problem: GemmProblem, machine: MachineModel, w: int) -> int:

@@ -55,14 +55,15 @@ def simulate(
     machine: MachineModel,
     layouts: Layouts,
 ) -> float:
-    """Seconds until the last operation ends, streams running side by side."""
+    """Seconds until the last operation ends, streams running side by side and operations being issued one by one."""
     tracker: HazardTracker[list[float]] = HazardTracker()
     stream_free: dict[str, float] = {}
-    end = 0.0
+    end = issued = 0.0
     for operation in operations:
         done = [0.0]
+        issued += machine.issue
         start = max((t[0] for t in tracker.admit(operation, done)), default=0.0)
-        start = max(start, stream_free.get(operation.stream, 0.0))
+        start = max(start, issued, stream_free.get(operation.stream, 0.0))
         done[0] = start + duration(operation, problem, machine, layouts)
         stream_free[operation.stream] = done[0]
         end = max(end, done[0])

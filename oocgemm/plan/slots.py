@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
+from typing import NamedTuple
 
 
 class Tier(StrEnum):
@@ -21,12 +23,20 @@ class Slot:
     index: int
     device: int = 0
 
+    def __hash__(self) -> int:
+        return hash((self.operand, self.index))  # an Enum's own is slow, and slots are looked up all the time
+
     def __str__(self) -> str:
         return f"{self.tier}:{self.operand}{self.index}"
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
+@cache
+def slot_of(tier: Tier, operand: str, index: int) -> Slot:
+    """A slot, always the same object: found in a dict without being compared."""
+    return Slot(tier, operand, index)
+
+
+class Region(NamedTuple):
     """Elements [start, stop) of a slot, strips of an S: what hazards are derived on. Elements, not rows: tiles of different
     widths take turns in a slot, and a row of one is not where that row of the other was."""
 

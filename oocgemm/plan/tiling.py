@@ -93,8 +93,9 @@ class TileGrid:
 
     def depth(self, p: int) -> Span:
         """Valid extent along k of step p."""
-        if p < self.steps:
-            return p * self.tile.r, min((p + 1) * self.tile.r, self.k)
+        start = p * self.tile.r
+        if start < self.k or p == 0:
+            return start, min(start + self.tile.r, self.k)
         thin = p - self.steps
         return (self.tile.r >> (self.ramp - thin + 1) if thin else 0), self.tile.r >> (self.ramp - thin)
 

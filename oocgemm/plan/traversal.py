@@ -58,6 +58,20 @@ def walk(traversal: Traversal, tile_rows: int, tile_cols: int) -> tuple[Tile, ..
     return tuple(tiles)
 
 
+def last(traversal: Traversal, tile_rows: int, tile_cols: int) -> Tile:
+    """The tile at which a walk over at least one ends.
+
+    >>> last(Traversal(), 2, 3), last(Traversal(axis=1), 2, 2), last(Traversal(band=2), 2, 3)
+    ((1, 0), (0, 1), (1, 2))
+    """
+    if traversal.axis == 1:
+        j, i = last(Traversal(0, traversal.band), tile_cols, tile_rows)
+        return i, j
+    top = (tile_rows - 1) // traversal.band * traversal.band
+    row = tile_rows - 1 if tile_cols % 2 else top
+    return row, tile_cols - 1 if top // traversal.band % 2 == 0 else 0
+
+
 def forwards(tile: Tile) -> bool:
     """Whether k runs forwards in a tile."""
     return sum(tile) % 2 == 0
