@@ -132,8 +132,12 @@ class Staging:
                 r[0] - rows[0] : r[1] - rows[0], c[0] - starts[group] : c[1] - starts[group]
             ]
 
-        parts = self._parts(matrix, rows, cols, operation.kind is Kind.READ)
-        self._run([pool.submit(act, matrix, r, c, place(r, c)) for r, c in parts])
+        parts = list(self._parts(matrix, rows, cols, operation.kind is Kind.READ))
+        # To hand over a part takes as long as copying a small one. Scratch is reckoned for the threads of a pool.
+        if len(parts) == 1 and not matrix.layout.decode_bytes and not matrix.layout.encode_bytes:
+            act(matrix, *parts[0], place(*parts[0]))
+        else:
+            self._run([pool.submit(act, matrix, r, c, place(r, c)) for r, c in parts])
 
     def _read(self, look: Look | None, matrix: Matrix, rows: Span, cols: Span, out: Array) -> None:
         """Read a block, and again after failures that may pass, until the run is stopped."""

@@ -39,7 +39,6 @@ from oocgemm.timeline import diagnose, diagnosis_lines, remedy
 from oocgemm.timeline.remedies import fit
 from oocgemm.units import parse_size
 
-CHUNK = 1024
 EVICTED_EVERY = 0.2  # seconds
 WITHIN = 0.2  # a gain was predicted if it is this near
 
@@ -55,20 +54,21 @@ class Case:
     bounds: tuple[str, ...]
     options: dict[str, Any] = field(default_factory=dict)
     cold: bool = False
+    chunk: int = 1024
 
 
 CASES = {
-    "disk": Case((8192, 8192, 16384), "raw", "320MiB", "384MiB", ("read",), cold=True),
-    "decode": Case((8192, 8192, 16384), "zstd", "256MiB", "384MiB", ("decode",)),
-    "pcie": Case((24576, 24576, 8192), "raw", "320MiB", "6GiB", ("h2d",)),
+    "disk": Case((16384, 16384, 16384), "raw", "1GiB", "1GiB", ("read",), cold=True),
+    "decode": Case((16384, 16384, 16384), "zstd", "1GiB", "1GiB", ("decode",)),
+    "pcie": Case((32768, 32768, 12288), "raw", "448MiB", "10GiB", ("h2d",), chunk=2048),
     "kernel": Case((16384, 16384, 16384), "memory", "4GiB", "8GiB", ("compute",), {"kernel": "register"}),
     # C in memory is brought there by two copies, one after the other.
-    "download": Case((16384, 16384, 1024), "memory", "1GiB", "128MiB", ("d2h", "write")),
+    "download": Case((32768, 32768, 1024), "memory", "2GiB", "256MiB", ("d2h", "write")),
     "none": Case((16384, 16384, 49152), "memory", "6GiB", "8GiB", ("compute",)),
 }
 
 
-def operand(folder: Path, name: str, shape: tuple[int, int], kind: str) -> Any:
+def operand(folder: Path, name: str, shape: tuple[int, int], kind: str, chunk: int) -> Any:
     """Random numbers of few bits, so that they can be compressed."""
 
     def block(row: int, rows: int) -> Any:
@@ -79,17 +79,17 @@ def operand(folder: Path, name: str, shape: tuple[int, int], kind: str) -> Any:
         array: Any = np.empty(shape)
     else:
         codec = ZstdCodec(level=1) if kind == "zstd" else None
-        chunks = min(CHUNK, shape[0]), min(CHUNK, shape[1])
+        chunks = min(chunk, shape[0]), min(chunk, shape[1])
         array = zarr.create_array(
             folder / f"{name}.zarr", shape=shape, dtype="float64", chunks=chunks, compressors=codec
         )
 
     def fill(row: int) -> None:
-        rows = min(CHUNK, shape[0] - row)
+        rows = min(chunk, shape[0] - row)
         array[row : row + rows] = block(row, rows)
 
     with ThreadPoolExecutor(16) as pool:
-        list(pool.map(fill, range(0, shape[0], CHUNK)))
+        list(pool.map(fill, range(0, shape[0], chunk)))
     return array
 
 
@@ -113,8 +113,8 @@ def forgetting(folder: Path, cold: bool) -> Iterator[None]:
 
 def measure(case: Case, folder: Path, rounds: int, backend: str, shrink: int) -> dict[str, Any]:
     m, n, k = (max(1, extent // shrink) for extent in case.size)
-    a = operand(folder, "A", (m, k), case.operands)
-    b = operand(folder, "B", (k, n), case.operands)
+    a = operand(folder, "A", (m, k), case.operands, case.chunk)
+    b = operand(folder, "B", (k, n), case.operands, case.chunk)
     c = np.zeros((m, n))
     if case.operands != "memory":
         a, b = str(folder / "A.zarr"), str(folder / "B.zarr")

@@ -23,8 +23,10 @@ STRIP_BYTES = 32 << 20  # a drained strip: long enough for the link, short enoug
 STRIPS = 3  # on the host: the next tile's first step hides the leaving of the last, and only the end shows it
 LARGE_CHUNK = 8 << 20  # that copying takes longer than beginning and ending
 STAGED_STRIPS = 10  # each is several operations to issue
-# Where panels can be kept on the host, a strip takes at most one part in so many of its budget.
+# Where panels can be kept on the host, a strip takes at most one part in so many of its budget, but a tile is not cut into more
+# strips than this.
 HOST_SHARE = 400
+MOST_STRIPS = 32
 # Beside a store so much slower than the link, reading and uploading may take turns if that spares memory for panels.
 FAR_SLOWER = 10
 CHUNK_BYTES = 8 << 20  # of a new C: cheap to allocate again and again, long enough for a disk
@@ -253,7 +255,9 @@ def _least_slots(
     wanted = max(STRIP_BYTES // row_bytes, ceil_div(tile.w, STRIPS if machine.unified else STAGED_STRIPS), 1)
     if not machine.shares_cores:
         wanted = _in_waves(wanted, min(tile.h, problem.n), machine.multiprocessors)
-    share = max(1, budgets.host // HOST_SHARE // row_bytes) if _keeps_on_host(machine, layouts) else tile.w
+    share = tile.w
+    if _keeps_on_host(machine, layouts):
+        share = max(budgets.host // HOST_SHARE // row_bytes, ceil_div(tile.w, MOST_STRIPS))
     sizes = (wanted, STRIP_BYTES // row_bytes, STRIP_BYTES // 32 // row_bytes, 1)
     strips = sorted({min(round_up(max(1, min(rows, share)), unit), tile.w) for rows in sizes}, reverse=True)
     finish = 2 if problem.finishes else 0
