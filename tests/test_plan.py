@@ -4,6 +4,7 @@ import importlib
 import itertools
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,9 @@ from oocgemm.plan import (
 from oocgemm.plan.candidates import CHUNK_BYTES
 from oocgemm.plan.cost import least_bytes
 from oocgemm.plan.hazards import verify
+from oocgemm.plan.predict import predict
 from oocgemm.plan.replacement import SlotCache
+from oocgemm.plan.simulate import simulate
 from oocgemm.plan.traversal import walk
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
@@ -280,6 +283,53 @@ def test_of_plans_that_the_model_cannot_tell_apart_the_one_with_least_to_do_is_t
     assert chosen.total <= 1.011 * fastest
     assert any(other.total < chosen.total for other in others)
     assert all(other.serial >= chosen.serial for other in others if other.total <= 1.009 * fastest)
+
+
+STORED = Layouts(Layout((2048, 2048)), Layout((2048, 2048)), Layout(free_chunks=True))
+
+
+def test_the_last_tile_is_thinner_where_c_leaves_slowly() -> None:
+    """What of C leaves at the end hides behind nothing: that makes up for tiles that are no longer alike."""
+    p, budgets = problem(32_768, 32_768, 524_288), Budgets(8 * GIB, 24 * GIB)
+    machine = default_model("cuda", 16)
+    plan = make_plan(p, budgets, machine, STORED)
+    i, j = plan.schedule().tiles[-1]
+    ends = [rows[1] - rows[0] for rows in (plan.grid.rows(i), plan.grid.cols(j))]
+    assert ends[0] * ends[1] < plan.tile.w * plan.tile.h
+    alike = make_plan(p, budgets, machine, STORED, TileShape(16_384, 16_384, plan.tile.r))
+    assert plan.prediction.tail < 0.7 * alike.prediction.tail
+    assert plan.prediction.total < alike.prediction.total
+    quick = make_plan(p, budgets, replace(machine, write=1e12), STORED)
+    assert quick.grid.rows(0)[1] * quick.grid.shape[0] == p.m
+
+
+@pytest.mark.parametrize(
+    ("size", "k", "budgets"),
+    [
+        (8192, 16_384, Budgets(320 * MIB, 384 * MIB)),
+        (24_576, 24_576, Budgets(3 * GIB, 8 * GIB)),
+        (12_288, 32_768, Budgets(GIB, 8 * GIB)),
+    ],
+)
+def test_every_operation_takes_the_interpreter(size: int, k: int, budgets: Budgets) -> None:
+    p, machine = problem(size, size, k), default_model("cuda", 16)
+    plan = make_plan(p, budgets, machine, STORED)
+    schedule = plan.schedule()
+    count = sum(1 for _ in schedule)
+    lanes = predict(p, plan.candidate, STORED, machine, schedule.loads()).lanes
+    assert lanes["issue"] == pytest.approx(machine.issue * count, rel=0.1)
+    # A plan that could not be issued in time is none, though it moved less.
+    assert lanes["issue"] < plan.prediction.total
+    free = make_plan(p, budgets, replace(machine, issue=0.0), STORED)
+    slow = replace(machine, issue=0.1)
+    assert simulate(schedule, p, slow, STORED) >= 0.1 * count
+    assert make_plan(p, budgets, slow, STORED).steps < free.steps
+
+
+def test_a_tile_is_not_cut_into_many_strips() -> None:
+    """Though the host has room for few rows of one: each strip is several operations."""
+    plan = make_plan(problem(8192, 8192, 16_384), Budgets(GIB, 384 * MIB), default_model("cuda", 16), STORED)
+    assert -(-plan.tile.w // plan.slots.strip) <= 32
 
 
 def test_a_plan_is_the_same_every_time() -> None:

@@ -13,7 +13,7 @@ from oocgemm.errors import ScheduleError
 from oocgemm.plan import GemmProblem, Kind, Op, Schedule, Slots, TileGrid, TileShape
 from oocgemm.plan.hazards import HazardTracker, verify, waits_of
 from oocgemm.plan.replacement import NEVER, SlotCache
-from oocgemm.plan.traversal import NextUse, Traversal, step_order, walk
+from oocgemm.plan.traversal import NextUse, Traversal, last, step_order, walk
 from tests.problems import integers
 from tests.simulator import Simulator
 
@@ -233,3 +233,9 @@ def test_next_use_is_the_first_later_one(rows: int, cols: int, steps: int, rando
                 p for p in range(start, len(order)) if order[p][0][axis] == tile[axis] and order[p][1] == step
             ]
             assert next_use[axis](tile[axis], step, position) == (uses[0] if uses else NEVER)
+
+
+@given(st.integers(0, 1), st.integers(1, 5), st.integers(1, 9), st.integers(1, 9))
+def test_where_a_walk_ends_is_known_without_walking(axis: int, band: int, rows: int, cols: int) -> None:
+    traversal = Traversal(axis, band)
+    assert last(traversal, rows, cols) == walk(traversal, rows, cols)[-1]

@@ -3,8 +3,8 @@
 Nothing here is measured. Sectors are what threads ask for, before any cache.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 WARP, BANKS, WORD, SECTOR = 32, 32, 4, 32
@@ -45,17 +45,19 @@ def conflicts(itemsize: int, *patterns: Callable[[int], int]) -> int:
 
     >>> conflicts(4, lambda lane: lane), conflicts(4, lambda lane: 32 * lane), conflicts(4, lambda lane: 33 * lane)
     (0, 31, 0)
-    >>> conflicts(8, lambda lane: lane), conflicts(4, lambda lane: 0)
-    (0, 0)
+    >>> conflicts(8, lambda lane: lane), conflicts(8, lambda lane: lane // 16 * 16), conflicts(4, lambda lane: 0)
+    (0, 0, 0)
     """
-    return max(
-        _extra_cycles([pattern(lane) * itemsize for lane in range(WARP)], itemsize) for pattern in patterns
-    )
+    return max(_extra_cycles(itemsize, pattern) for pattern in patterns)
 
 
-def _extra_cycles(addresses: Iterable[int], itemsize: int) -> int:
-    words = {address + part for address in addresses for part in range(0, itemsize, WORD)}
-    banks: dict[int, int] = defaultdict(int)
-    for word in words:
-        banks[word // WORD % BANKS] += 1
-    return max(banks.values()) - -(-len(words) // BANKS)
+def _extra_cycles(itemsize: int, pattern: Callable[[int], int]) -> int:
+    # Elements of 8 bytes are served to half a warp at a time, of 16 to a quarter.
+    together = WARP * WORD // max(WORD, itemsize)
+    extra = 0
+    for first in range(0, WARP, together):
+        addresses = (pattern(lane) * itemsize for lane in range(first, first + together))
+        words = {address + part for address in addresses for part in range(0, itemsize, WORD)}
+        banks = Counter(word // WORD % BANKS for word in words)
+        extra += max(banks.values()) - -(-len(words) // BANKS)
+    return extra
