@@ -23,6 +23,7 @@ from oocgemm.checks import Checks
 from oocgemm.errors import ExecutionError
 from oocgemm.plan import Kind, Operation, Plan, Tier
 from oocgemm.plan.hazards import HazardTracker
+from oocgemm.plan.machine import CODEC_WORKERS, STORE_WORKERS
 from oocgemm.plan.tiling import Tile
 from oocgemm.staging import Staging
 from oocgemm.threads import start
@@ -37,10 +38,6 @@ LOOK_EVERY = 0.5e-3
 # How long a thread may keep the interpreter from one that has ended a copy and wants the next, in seconds. Python's own
 # 5 ms is longer than a step.
 SWITCH_INTERVAL = 0.2e-3
-# Two threads on a store lane keep its pool busy from the end of one panel into the next; panels of compressed chunks
-# have fewer parts, of more work each.
-STORE_WORKERS = 2
-CODEC_WORKERS = 4
 
 Observer = Callable[[Span], None]
 Perform = Callable[[Operation, list[Token]], Token]

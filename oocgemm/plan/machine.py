@@ -5,12 +5,16 @@ There are defaults, and there is what `oocgemm calibrate` has measured, which ta
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from math import isfinite
+from math import isfinite, prod
 from typing import Any
 
 from oocgemm.plan.problem import COMPUTES, OPERANDS
-from oocgemm.plan.tiling import Layout
+from oocgemm.plan.tiling import Layout, ceil_div
 
+# Panels that are read at a time: two keep the threads busy from the end of one into the next; those of compressed chunks have
+# fewer parts, of more work each.
+STORE_WORKERS = 2
+CODEC_WORKERS = 4
 # What has a kernel rate: products of a dtype, and how they are computed.
 RATES = {dtype: (dtype, "native") for dtype in OPERANDS} | {
     f"emulated {dtype}": (dtype, "emulated") for dtype in COMPUTES["emulated"]
@@ -82,8 +86,13 @@ class MachineModel:
         if layout.in_memory:
             return self.memory
         if layout.decode_bytes:
-            return self.decode
-        return self.read_scattered if layout.scatters(panel) else self.read
+            chunks = prod(
+                ceil_div(extent, chunk) for extent, chunk in zip(panel, layout.read_chunk, strict=True)
+            )
+            return self.decode * min(1.0, CODEC_WORKERS * max(1, chunks) / self.cores)
+        # `read_scattered` is that of panels that take half of each row. What is passed over takes its time too.
+        more = max(0.0, 1 / self.read_scattered - 1 / self.read)
+        return 1 / (1 / self.read + (layout.spread(panel) - 1) * more)
 
 
 def default_model(backend: str, cores: int) -> MachineModel:
@@ -110,7 +119,7 @@ def default_model(backend: str, cores: int) -> MachineModel:
             memory=min(33e9, 4.2e9 * cores),
             half_width=288,
             step_latency=60e-6,
-            issue=150e-6,
+            issue=200e-6,
             write=1.6e9,
             cores=cores,
             multiprocessors=132,

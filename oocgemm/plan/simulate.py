@@ -11,6 +11,9 @@ from oocgemm.plan.predict import multiply_seconds
 from oocgemm.plan.problem import GemmProblem
 from oocgemm.plan.schedule import Kind, Operation
 
+# What waits, or is waited for, on the host: by a thread, that has to be woken. Others wait on the device.
+_HANDED_ON = (Kind.READ, Kind.UPLOAD, Kind.DOWNLOAD, Kind.WRITE)
+
 
 def _rate(operation: Operation, problem: GemmProblem, layouts: Layouts, machine: MachineModel) -> float:
     """Bytes per second of a Read, what is read beside them counted as time, or of a Write."""
@@ -62,8 +65,10 @@ def simulate(
     for operation in operations:
         done = [0.0]
         issued += machine.issue
-        start = max((t[0] for t in tracker.admit(operation, done)), default=0.0)
-        start = max(start, issued, stream_free.get(operation.stream, 0.0))
+        ready = max((t[0] for t in tracker.admit(operation, done)), default=0.0)
+        if ready and operation.kind in _HANDED_ON:
+            ready += machine.issue
+        start = max(ready, issued, stream_free.get(operation.stream, 0.0))
         done[0] = start + duration(operation, problem, machine, layouts)
         stream_free[operation.stream] = done[0]
         end = max(end, done[0])

@@ -140,10 +140,12 @@ class Layout:
             contiguous=1 - self.contiguous,
         )
 
-    def scatters(self, panel: Span) -> bool:
-        """Whether panels of that shape take parts of the rows of raw chunks, which cannot be read in one go."""
-        chunk, extent = self.read_chunk[self.contiguous], panel[self.contiguous]
-        return self.partial_reads and not self.in_memory and extent % chunk != 0
+    def spread(self, panel: Span) -> float:
+        """How many times more than what panels of that shape take of them the rows of raw chunks hold: 1 for whole rows."""
+        if not self.partial_reads or self.in_memory:
+            return 1.0
+        extent = panel[self.contiguous]
+        return cover_ratio(PANELS * extent, extent, self.read_chunk[self.contiguous])
 
     def cover(self, extents: Span, panel: Span) -> float:
         """Read amplification: bytes read and decoded over bytes wanted, panels of that shape being read."""
@@ -152,6 +154,9 @@ class Layout:
         return cover_ratio(extents[0], panel[0], self.read_chunk[0]) * cover_ratio(
             extents[1], panel[1], self.read_chunk[1]
         )
+
+
+PANELS = 64  # in a row, that are looked at
 
 
 @lru_cache(4096)  # candidates share extents

@@ -13,6 +13,7 @@
 A ratio over nothing, or over rates never calibrated, is None.
 """
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -191,13 +192,23 @@ def _cause(span: Span) -> str:
 
 
 def stream_predecessors(spans: Sequence[Span]) -> dict[int, int]:
-    """For each span the one issued before it on its stream."""
-    latest: dict[str, int] = {}
-    found: dict[int, int] = {}
+    """For each span the one of its stream that ended last before it began, or else was issued before it: a stream that several
+    threads work off takes the next operation when any of them is free."""
+    streams: defaultdict[str, list[Span]] = defaultdict(list)
     for span in sorted(spans, key=lambda s: s.id):
-        if span.stream in latest:
-            found[span.id] = latest[span.stream]
-        latest[span.stream] = span.id
+        streams[span.stream].append(span)
+    found: dict[int, int] = {}
+    for issued in streams.values():
+        ended = sorted(issued, key=lambda s: (s.end, s.id))
+        ends = [s.end for s in ended]
+        for number, span in enumerate(issued):
+            place = bisect_right(ends, span.start) - 1
+            while place >= 0 and ended[place].id >= span.id:  # of no length, or clocks that differ
+                place -= 1
+            if place >= 0:
+                found[span.id] = ended[place].id
+            elif number:
+                found[span.id] = issued[number - 1].id
     return found
 
 
