@@ -1,10 +1,13 @@
-"""Runs a schedule: one queue and thread a stream, waits derived as the operations go by.
+"""Runs a schedule: one queue a stream, waits derived as the operations go by.
 
 The calling thread walks the schedule in program order, some way ahead of what has ended, derives what each operation
-waits for, and puts it on the queue of its stream. A stream's thread takes its operations in order, blocks until those they wait for
-have been *issued*, and issues them: a host lane does the work, a device lane hands it to the backend, which
+waits for, and puts it on the queue of its stream. Each stream's operations are issued in order, once those they wait for
+have been *issued*: a host lane does the work, a device lane hands it to the backend, which
 makes its own streams wait. Since every wait is for an operation earlier in program order, and all earlier
 ones are on their queues, the earliest unfinished operation can always go on: nothing can deadlock.
+
+A stream whose operations take their time as they are issued has threads of its own. Those of a device that only takes
+orders are issued by whichever thread has just ended what they wait for: to wake another one would take longer than to issue.
 
 The first failure anywhere, an interrupt included, stops the run: whatever waits for a failed operation is cancelled, nothing new
 starts, all threads are joined, and the first error is raised.
@@ -12,6 +15,7 @@ starts, all threads are joined, and the first error is raised.
 
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -35,6 +39,7 @@ AHEAD, AHEAD_STRIPS = 256, 16
 # How often is looked for operations that have ended, in seconds. A thread that is woken for each of them would take the
 # interpreter from those that issue.
 LOOK_EVERY = 0.5e-3
+_ON_STORE = (Kind.READ, Kind.WRITE)
 # How long a thread may keep the interpreter from one that has ended a copy and wants the next, in seconds. Python's own
 # 5 ms is longer than a step.
 SWITCH_INTERVAL = 0.2e-3
@@ -55,6 +60,7 @@ class Completion:
 
     number: int
     token: Token | None = None
+    posted: bool = False
     _underway: threading.Lock = field(default_factory=_taken)
 
     def issued(self) -> Token:
@@ -66,6 +72,7 @@ class Completion:
 
     def post(self) -> None:
         """Let those go on who wait for it to be issued. Once."""
+        self.posted = True
         self._underway.release()
 
 
@@ -74,6 +81,10 @@ class _Cancelled(Exception):  # noqa: N818 - not an error: the end of work that 
 
 
 _Item = tuple[Operation, Sequence[Completion], Completion]
+
+
+def _ready(item: _Item) -> bool:
+    return all(wait.posted for wait in item[1])
 
 
 class Run:
@@ -105,6 +116,11 @@ class Run:
         self._unwritten: dict[Tile, int] = {}  # bytes, of tiles that have been written in part
         self._writing = threading.Lock()
         self._streams: dict[str, tuple[SimpleQueue[_Item | None], list[threading.Thread]]] = {}
+        self._orders: dict[str, deque[_Item]] = {}  # of a device that only takes orders, by stream
+        self._issuing = threading.Lock()
+        self._look = False  # whether there may be an order that can be issued
+        self._news: SimpleQueue[bool] = SimpleQueue()
+        self._order = _marked(self._submit)
         self._issued: SimpleQueue[_Item | None] = SimpleQueue()
         self._ended = 0
         self._error: BaseException | None = None
@@ -114,7 +130,13 @@ class Run:
     def execute(self) -> None:
         """Run everything; returns when the last operation is done. Raises the first error."""
         collector = threading.Thread(target=self._collect, name="oocgemm-timeline")
+        issuer = threading.Thread(target=self._wait_for_news, name="oocgemm-issuing")
         start(collector)
+        try:
+            start(issuer)
+        except ExecutionError:
+            self._issued.put(None)
+            raise
         interval = sys.getswitchinterval()
         sys.setswitchinterval(min(interval, SWITCH_INTERVAL))
         try:
@@ -127,6 +149,8 @@ class Run:
                 self._insist(queue.put, None)
             for thread in threads:
                 self._insist(thread.join)
+        self._insist(self._news.put, False)
+        self._insist(issuer.join)
         self._insist(self._issued.put, None)
         self._insist(collector.join)
         sys.setswitchinterval(interval)
@@ -154,13 +178,49 @@ class Run:
                 return
             completion = Completion(number)
             waits = tracker.admit(operation, completion)
-            self._queue(operation).put((operation, waits, completion))
+            item = operation, waits, completion
+            if self._session.asynchronous and operation.kind not in _ON_STORE:
+                self._orders.setdefault(operation.stream, deque()).append(item)
+                # Otherwise whoever posts the last of them issues it. Not this thread, which may be interrupted anywhere.
+                if _ready(item):
+                    self._news.put(True)
+            else:
+                self._queue(operation).put(item)
+
+    def _wait_for_news(self) -> None:
+        while self._news.get():
+            self._issue()
+        self._issue()
+
+    def _issue(self) -> None:
+        """Issue all orders that can be issued, unless another thread is about it, which then looks once more."""
+        self._look = True
+        while self._look and self._issuing.acquire(blocking=False):
+            try:
+                self._look = False
+                while any(self._issue_from(stream) for stream in list(self._orders)):
+                    pass
+            finally:
+                self._issuing.release()
+
+    def _issue_from(self, stream: str) -> bool:
+        """Issue what can be issued of one stream; whether there was any."""
+        orders = self._orders[stream]
+        if not (orders and _ready(orders[0])):
+            return False
+        try:
+            with nullcontext() if self._error is not None else self._session.worker(stream):
+                while orders and _ready(orders[0]):
+                    self._step(orders.popleft(), self._order)
+        except BaseException as error:  # of the context itself: no device, say
+            self._fail(_placed(error, f"stream {stream}"))
+        return True
 
     def _queue(self, operation: Operation) -> "SimpleQueue[_Item | None]":
         """The queue of the operation's stream, its threads started on first use."""
         stream = operation.stream
         if stream not in self._streams:
-            on_store = operation.kind in (Kind.READ, Kind.WRITE)
+            on_store = operation.kind in _ON_STORE
             side_by_side = CODEC_WORKERS if operation.coded else STORE_WORKERS
             workers = side_by_side if on_store and self._plan.candidate.io_threads > 1 else 1
             queue: SimpleQueue[_Item | None] = SimpleQueue()
@@ -177,10 +237,12 @@ class Run:
         context: AbstractContextManager[None] = nullcontext() if on_store else self._session.worker(stream)
         ended = False
         try:
-            perform = _marked(self._transfer if on_store else self._submit)
+            perform = _marked(self._transfer) if on_store else self._order
             with context:
                 while (item := queue.get()) is not None:
                     self._step(item, perform)
+                    if self._orders:
+                        self._issue()
                 ended = True
         except BaseException as error:  # of the context itself: no device, say
             self._fail(_placed(error, f"stream {stream}"))

@@ -109,6 +109,7 @@ class FaultySession:
 
     def __init__(self, session: Session, faults: dict[str, Fault], late: bool) -> None:
         self._session, self._faults, self._late = session, faults, late
+        self.asynchronous = late
         self._streams: dict[str, ThreadPoolExecutor] = {}
 
     def __getattr__(self, name: str) -> Any:

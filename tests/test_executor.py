@@ -232,3 +232,41 @@ def test_operations_are_nvtx_ranges_where_that_package_is_installed(monkeypatch:
         monkeypatch.setitem(sys.modules, "nvtx", None)  # as if it were not installed
         assert np.array_equal(oocgemm.matmul(A, B, tile="10x10x10", backend="host").out, A @ B)
         assert names == []
+
+
+@pytest.mark.parametrize("beta", [0, 1])
+@pytest.mark.parametrize("verify", [False, True])
+def test_orders_are_issued_by_whoever_ended_what_they_wait_for(
+    beta: int, verify: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that only takes orders has no threads of its own; each stream's are issued in the schedule's order, one at a
+    time, and all that they wait for before them."""
+    monkeypatch.setattr(HostSession, "asynchronous", True)
+    right, at_once = HostSession.submit, threading.Lock()
+    done: list[Operation] = []
+    names: set[str] = set()
+
+    def submit(self: HostSession, operation: Operation, host: Any, tokens: Any) -> Token:
+        assert at_once.acquire(blocking=False)
+        try:
+            token = right(self, operation, host, tokens)
+            time.sleep(rng.choice([0, 0, 0.0005]))
+        finally:
+            at_once.release()
+        done.append(operation)
+        names.add(threading.current_thread().name)
+        return token
+
+    monkeypatch.setattr(HostSession, "submit", submit)
+    rng = np.random.default_rng(3)
+    a, b = rng.integers(-3, 4, (70, 60)).astype(float), rng.integers(-3, 4, (60, 90)).astype(float)
+    c = rng.integers(-3, 4, (70, 90)).astype(float)
+    expected = a @ b + beta * c
+    with staged(2):
+        plan = oocgemm.gemm(a, b, c, beta=beta, tile="20x30x10", verify=verify, backend="host").plan
+    np.testing.assert_array_equal(c, expected)
+    for stream in {operation.stream for operation in done}:
+        wanted = [o for o in plan.schedule() if o.stream == stream and o.kind not in (Kind.READ, Kind.WRITE)]
+        assert [o for o in done if o.stream == stream] == wanted
+    assert not names & {f"oocgemm-{lane}-0" for lane in ("h2d", "compute", "d2h")}
+    assert threading.main_thread().name not in names  # it may be interrupted anywhere

@@ -534,10 +534,13 @@ def test_what_fails_to_close_keeps_nothing_else_from_it(
     assert said == "lost"
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_stream_that_cannot_be_used_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: bool, asynchronous: bool
 ) -> None:
+    monkeypatch.setattr(HostSession, "asynchronous", asynchronous)
+
     @contextmanager
     def worker(self: HostSession, stream: str) -> Iterator[None]:
         if begun or stream != "compute":

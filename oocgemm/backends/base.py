@@ -50,10 +50,12 @@ class DoneToken:
 class Session(Protocol):
     """A backend at work on one plan: its arena is allocated, its streams exist.
 
-    `summing` is what takes checksums on the device, for a problem that says so.
+    `summing` is what takes checksums on the device, for a problem that says so. It is `asynchronous` if `submit` returns as
+    soon as the device has its order; any thread may then issue it, one at a time.
     """
 
     summing: Summing | None
+    asynchronous: bool
 
     def worker(self, stream: str) -> AbstractContextManager[None]:
         """Prepares the calling thread to issue the operations of one stream."""

@@ -44,6 +44,8 @@ _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 class CudaSession:
     """An arena on one device, its streams, and what runs on them."""
 
+    asynchronous = True
+
     def __init__(self, device: int, plan: Plan, kernel: str) -> None:
         self._device = cupy.cuda.Device(device)
         self._problem = plan.problem

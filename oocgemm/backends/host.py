@@ -36,6 +36,7 @@ class HostSession:
     """Slots in plain memory; operations run in the thread that submits them."""
 
     summing: Summing | None = None
+    asynchronous = False
 
     def __init__(self, plan: Plan) -> None:
         self._problem = plan.problem
