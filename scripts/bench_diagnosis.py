@@ -39,7 +39,7 @@ from oocgemm.timeline import diagnose, diagnosis_lines, remedy
 from oocgemm.timeline.remedies import fit
 from oocgemm.units import parse_size
 
-EVICTED_EVERY = 0.2  # seconds
+EVICTED_EVERY = 0.02  # seconds
 WITHIN = 0.2  # a gain was predicted if it is this near
 
 
@@ -60,11 +60,11 @@ class Case:
 CASES = {
     "disk": Case((16384, 16384, 16384), "raw", "1GiB", "1GiB", ("read",), cold=True),
     "decode": Case((16384, 16384, 16384), "zstd", "1GiB", "1GiB", ("decode",)),
-    "pcie": Case((32768, 32768, 12288), "raw", "448MiB", "10GiB", ("h2d",), chunk=2048),
+    "pcie": Case((32768, 32768, 12288), "raw", "512MiB", "10GiB", ("h2d",), chunk=2048),
     "kernel": Case((16384, 16384, 16384), "memory", "4GiB", "8GiB", ("compute",), {"kernel": "register"}),
     # C in memory is brought there by two copies, one after the other.
     "download": Case((32768, 32768, 1024), "memory", "2GiB", "256MiB", ("d2h", "write")),
-    "none": Case((16384, 16384, 49152), "memory", "6GiB", "8GiB", ("compute",)),
+    "none": Case((16384, 16384, 98304), "memory", "6GiB", "8GiB", ("compute",)),
 }
 
 
