@@ -13,7 +13,7 @@ from datetime import date
 from functools import partial
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import perf_counter, perf_counter_ns
 from typing import Any
 
 import numpy as np
@@ -23,14 +23,20 @@ from oocgemm.backends import Backend
 from oocgemm.backends.base import Array, known_dtypes, numpy_dtype
 from oocgemm.backends.memory import allocate, available_memory
 from oocgemm.errors import BackendError, InputError
+from oocgemm.executor import Run
 from oocgemm.plan import (
     RATES,
+    Budgets,
     Calibration,
+    Candidate,
+    GemmProblem,
     KernelRate,
     Kind,
+    Layouts,
     MachineModel,
     Operation,
     Plan,
+    Slots,
     StoreRates,
     TileShape,
     default_model,
@@ -103,6 +109,8 @@ def calibrate(
     source = _numbers(sizes.block)
     kernels, prepare, samples = _kernels(engine, machine, sizes, say)
     rates, copies = _links(engine, machine, sizes, source, say)
+    say("issuing")
+    issue = _issuing(engine, machine, sizes.seconds)
     storage, decode = _storage(machine, folder, sizes, source, say)
     seconds = perf_counter() - started
     return Calibration(
@@ -111,7 +119,7 @@ def calibrate(
         device=backends.identity(engine),
         date=date.today().isoformat(),
         kernels=kernels,
-        rates=rates | {"prepare": prepare, "decode": decode},
+        rates=rates | {"prepare": prepare, "decode": decode, "issue": issue},
         stores={cache.file_system(folder): storage},
         samples={
             "kernels": samples,
@@ -222,6 +230,30 @@ def _fill_seconds(bench: Workbench) -> float:
     if not bench.plan.machine.unified:
         bench.intervals(bench.load(Kind.UPLOAD, "A"))
     return perf_counter() - started
+
+
+def _issuing(engine: Backend, machine: MachineModel, seconds: float) -> float:
+    """Seconds an operation of a run that has next to nothing to do but to issue them."""
+    side, tile = 8 * 64, TileShape(64, 64, 64)
+    host = 0 if machine.unified else 2
+    slots = Slots(2, 2, 1, host, host, host, strip=tile.w, unified=machine.unified)
+    room = available_memory()
+    problem = GemmProblem(side, side, side, "float64", "float64", "float64", "float64")
+    plan = Plan(problem, Layouts(), Budgets(room, room), machine, Candidate(tile, slots))
+    matrices = {name: stores.open_matrix(name, _numbers((side, side))) for name in "ABC"}
+    with ExitStack() as cleanup:
+        staging = Staging(plan, matrices)
+        cleanup.callback(staging.close)
+        session = engine.open(plan, "auto")
+        cleanup.callback(session.close)
+
+        def once() -> float:
+            ended: list[int] = []
+            origin = perf_counter_ns()
+            Run(plan, session, staging, origin, lambda span: ended.append(span.end)).execute()
+            return max(ended) / 1e9 / len(ended)
+
+        return _typical(once, 3 * seconds)
 
 
 def _storage(

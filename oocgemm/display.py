@@ -271,6 +271,7 @@ def print_calibration(found: Calibration, path: str) -> None:
         links.add_row(name, f"{rate / 1e9:.3g}")
     out.print(links)
     out.print(f"first use of memory {found.rates['arena_seconds_per_byte'] * 2**30:.3g} s a GiB")
+    out.print(f"issuing an operation {format_time(found.rates['issue'])}")
     others = found.samples["cores used by others"]
     if others >= 0.2:
         out.print(

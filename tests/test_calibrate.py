@@ -47,7 +47,14 @@ MEASURED = Calibration(
     device="NVIDIA H200",
     date="2026-11-21",
     kernels={"float64": KernelRate(5.3e13, 80.5), "float32": KernelRate(5.1e13, 0.0)},
-    rates={"h2d": 5.5e10, "d2h": 5.4e10, "memory": 3e10, "decode": 9e9, "arena_seconds_per_byte": 0.0},
+    rates={
+        "h2d": 5.5e10,
+        "d2h": 5.4e10,
+        "memory": 3e10,
+        "decode": 9e9,
+        "arena_seconds_per_byte": 0.0,
+        "issue": 1e-4,
+    },
     stores=STORES,
     samples={"kernels": {"float64": {"256": 4.6e13}}, "copies": {}, "path": "/data", "seconds": 30.5},
 )
@@ -278,7 +285,8 @@ def test_links_are_measured_where_there_are_any(here: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(module, "default_model", staged)
     found = calibrate("host", path=here)
-    assert {"h2d", "d2h", "copy_latency"} <= set(found.rates)
+    assert {"h2d", "d2h", "copy_latency", "issue"} <= set(found.rates)
+    assert 1e-6 < found.rates["issue"] < 1
     assert set(found.samples["copies"]) == {"h2d", "d2h", "both ways"}
     assert Calibration.from_dict(json.loads(json.dumps(found.to_dict()))) == found
 
