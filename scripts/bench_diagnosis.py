@@ -61,7 +61,7 @@ CASES = {
     "disk": Case((16384, 16384, 16384), "raw", "1GiB", "1GiB", ("read",), cold=True),
     "decode": Case((16384, 16384, 16384), "zstd", "1GiB", "1GiB", ("decode",)),
     "pcie": Case(
-        (32768, 32768, 12288), "raw", "4GiB", "10GiB", ("h2d",), {"tile": "8192x1024x2048"}, chunk=2048
+        (32768, 32768, 12288), "raw", "768MiB", "10GiB", ("h2d",), {"tile": "16384x1024x2048"}, chunk=2048
     ),
     "kernel": Case((16384, 16384, 16384), "memory", "4GiB", "8GiB", ("compute",), {"kernel": "register"}),
     # C in memory is brought there by two copies, one after the other.
