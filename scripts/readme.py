@@ -156,6 +156,22 @@ def trusted() -> list[str]:
     return lines
 
 
+def diagnosed() -> list[str]:
+    """A table of the runs of `bench_diagnosis.py`: what bounded them, and what following their advice gained."""
+    lines = [
+        "Six runs on an H200, each made to be bound by another cause; what their reports said, and what came of doing it:",
+        "",
+        "| product | bound by | T | less, predicted | less, measured |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for made_for, case in load("bench_diagnosis.json").items():
+        gains = [f"{x:.0%}" if x is not None else "no gain" for x in (case["promised"], case["gained"])]
+        bounds = ", ".join(dict.fromkeys(case["bounds"]))
+        cells = f"{made_for}: {case['what']}", bounds, spread(case["seconds_before"]), *gains
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
 def traffic() -> list[str]:
     """What `bench_traffic.py` found."""
     found = load("bench_traffic.json")
@@ -369,6 +385,7 @@ def filled(text: str) -> str:
     blocks = {
         "plan": fenced(plan),
         "report": fenced(reported),
+        "diagnosed": "\n".join(diagnosed()),
         "emulated": "\n".join(emulated()),
         "measured": measured(),
         "kernels": kernels(),

@@ -58,17 +58,23 @@ def candidates(
     io_threads: int,
 ) -> Iterator[Candidate]:
     """Candidates that fit the budgets; with `tile`, for that tile shape only."""
-    tried = [(tile, 2)] if tile else shapes(problem, budgets.device, budgets.host, machine, layouts)
     none = True
-    # What two accumulators fit into leaves more for panels with one.
-    for shape, c in dict.fromkeys((shape, c) for shape, most in tried for c in range(1, most + 1)):
-        if c == 1 or shape.w < problem.m or shape.h < problem.n:
-            for candidate in _with_slots(problem, budgets, machine, layouts, shape, c, io_threads):
-                none = False
-                yield candidate
-    if none and tile is None:
-        least = smallest(problem, layouts)
-        yield from _with_slots(problem, budgets, machine, layouts, least, 1, io_threads)
+    # Where memory is scarce no tile may fit beside panels of the depths that are best.
+    for every_depth in (False, True):
+        tried = (
+            [(tile, 2)]
+            if tile
+            else shapes(problem, budgets.device, budgets.host, machine, layouts, every_depth=every_depth)
+        )
+        # What two accumulators fit into leaves more for panels with one.
+        for shape, c in dict.fromkeys((shape, c) for shape, most in tried for c in range(1, most + 1)):
+            if c == 1 or shape.w < problem.m or shape.h < problem.n:
+                for candidate in _with_slots(problem, budgets, machine, layouts, shape, c, io_threads):
+                    none = False
+                    yield candidate
+        if tile or not none:
+            return
+    yield from _with_slots(problem, budgets, machine, layouts, smallest(problem, layouts), 1, io_threads)
 
 
 def _with_slots(

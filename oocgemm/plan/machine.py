@@ -119,7 +119,7 @@ def default_model(backend: str, cores: int) -> MachineModel:
             memory=min(33e9, 4.2e9 * cores),
             half_width=288,
             step_latency=60e-6,
-            issue=200e-6,
+            issue=150e-6,
             write=1.6e9,
             cores=cores,
             multiprocessors=132,

@@ -47,9 +47,15 @@ def _alignments(problem: GemmProblem, layouts: Layouts) -> tuple[tuple[int, ...]
 
 
 def shapes(
-    problem: GemmProblem, device: int, host: int, machine: MachineModel, layouts: Layouts
+    problem: GemmProblem,
+    device: int,
+    host: int,
+    machine: MachineModel,
+    layouts: Layouts,
+    *,
+    every_depth: bool = False,
 ) -> Iterator[tuple[TileShape, int]]:
-    """Tile shapes worth scoring, with the accumulators they leave room for. For each depth, and one accumulator or
+    """Tile shapes worth scoring, with the accumulators they leave room for. For each of the best depths, or of all, and one accumulator or
     two, shapes are binned by area; of each of the largest bins the one that moves least is kept: larger moves
     less, smaller starts and ends sooner."""
     if 0 in (problem.m, problem.n):
@@ -68,7 +74,7 @@ def shapes(
     narrowest = min(m, memory // (16 * (n * acc + k * b)))
     thin_m, thin_n = (min(x, round_up(THIN, min(unit))) for x, unit in ((m, units_m), (n, units_n)))
     extents_m = sorted({thin_m, *(w for w in _extents(m, units_m, _counts(m)) if w >= narrowest)})
-    depths = _depths(problem, machine, layouts, memory)
+    depths = sorted(_depths(problem, machine, layouts, memory)[: None if every_depth else BEST_DEPTHS])
     if not machine.unified and not (layouts.a.in_memory and layouts.b.in_memory):
         yield from (
             (shape, 1)
@@ -216,7 +222,7 @@ def _read(
 
 
 def _depths(problem: GemmProblem, machine: MachineModel, layouts: Layouts, memory: int) -> list[int]:
-    """Panel depths worth trying: of round numbers, multiples of the chunks along k, and all of k, those with which a
+    """Panel depths worth trying: round numbers, multiples of the chunks along k, and all of k, those first with which a
     square tile that fills the memory would be fastest."""
     k = max(1, problem.depth)
     chunk_a, chunk_b = layouts.a.read_chunk[1], layouts.b.read_chunk[0]
@@ -234,7 +240,7 @@ def _depths(problem: GemmProblem, machine: MachineModel, layouts: Layouts, memor
         if side < 1:
             return float("inf")
         w, h = (
-            max(1, min(extent, max(1, side // chunk) * chunk))
+            max(1, min(extent, side // chunk * chunk or side))
             for extent, chunk in ((problem.m, layouts.a.read_chunk[0]), (problem.n, layouts.b.read_chunk[1]))
         )
         compute = multiply_seconds(problem, machine, problem.flops, w, h, r)
@@ -244,8 +250,7 @@ def _depths(problem: GemmProblem, machine: MachineModel, layouts: Layouts, memor
         cover = max(layouts.a.cover((problem.m, k), (w, r)), layouts.b.cover((k, problem.n), (r, h)))
         return max(compute, copied * cover) + 0.1 * (compute + copied * cover) + steps * machine.step_latency
 
-    ranked = sorted(depths, key=seconds)
-    return sorted(ranked[:BEST_DEPTHS])
+    return sorted(depths, key=seconds)
 
 
 def _link(machine: MachineModel, layouts: Layouts, panels: tuple[int, int, int]) -> float:
