@@ -258,3 +258,13 @@ def test_the_text_report_says_the_same() -> None:
     advised = diagnosis_lines(figures, run, advise=True)
     assert advised[:2] == [found.finding, found.evidence]
     assert "predicted" in advised[2]
+
+
+def test_a_lane_that_only_the_end_waits_for_is_taken_to_be_as_slow_as_it_was() -> None:
+    plan = virtual_plan((8192, 8192, 16384), Budgets(2 * GIB, 4 * GIB), machine())
+    late = run_of(replace(plan, machine=machine(write=0.4e9)), believed=plan.machine)
+    figures = report(late)
+    assert figures.exposed["tail"] > 0.1 * figures.wall
+    fitted = fit(late, replace(figures, exposed={"tail": figures.exposed["tail"]}))
+    assert fitted is not None
+    assert fitted.machine.write == pytest.approx(0.4e9, rel=0.1)

@@ -338,3 +338,14 @@ def test_a_plan_is_the_same_every_time() -> None:
         return make_plan(problem(5000, 7000, 3000), Budgets(GIB, GIB), default_model("cuda", 16))
 
     assert once() == once()
+
+
+@pytest.mark.parametrize("c", [Layout(free_chunks=True), Layout(in_memory=True)])
+def test_scarce_memory_gets_shallow_panels_not_tiny_tiles(c: Layout) -> None:
+    """Deep panels suit the chunks better, but no tile worth having fits beside them."""
+    stored = Layout((400, 400))
+    budgets = Budgets(18 * MIB, 24 * MIB)
+    plan = make_plan(
+        problem(2400, 2400, 2400, "float32"), budgets, default_model("host", 2), Layouts(stored, stored, c)
+    )
+    assert plan.steps < 1000

@@ -31,6 +31,7 @@ MOST_SIMULATED = 4000
 USABLE = {"device": 0.9, "host": 0.7}
 # The part of a run that may wait for a lane which still has time to spare.
 UNHURRIED = 0.02
+OUT = ("d2h", "encode", "write")  # what the end of a run waits for
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,8 @@ def fit(timeline: Timeline, figures: Report) -> Fitted | None:
         if 2 * latency < min(busy, modelled):
             busy, modelled = busy - latency, modelled - latency
         rate = modelled / busy if busy and modelled else 1.0
-        spare = not machine.shares_cores and figures.exposed.get(lane, 0.0) < UNHURRIED * figures.wall
+        waited = figures.exposed.get(lane, 0.0) + (figures.exposed.get("tail", 0.0) if lane in OUT else 0.0)
+        spare = not machine.shares_cores and waited < UNHURRIED * figures.wall
         return max(rate, 1.0) if spare and lane != "compute" else rate
 
     writes = figures.lanes.get("write", {}).get("operations", 0) * machine.write_latency
