@@ -101,7 +101,7 @@ def _with_slots(
     reads = down * across > 0 and _keeps_on_host(machine, layouts)
     bases = [(base, host_free)]
     if reads and FAR_SLOWER * machine.read <= machine.h2d:
-        strip = min(base.strip, round_up(ceil_div(base.strip, 16), c_chunks(problem, layouts, tile)[0]))
+        strip = min(base.strip, round_up(ceil_div(base.strip, 64), c_chunks(problem, layouts, tile)[0]))
         lean = replace(base, host_a=1, host_b=1, host_c=1, strip=strip)
         bases.append((lean, _free(problem, budgets, machine, layouts, tile, lean, io_threads)[1]))
     device = size["device", "A"], size["device", "B"]

@@ -55,7 +55,7 @@ class HazardTracker(Generic[T]):
                     if begin < stop and start < end:
                         waits.append(other)
                     kept.append(access)
-                # A read that ends before this one does need not be waited for beside it.
+                # A read of the same stream ends before this one, and need not be waited for beside it.
                 elif not in_order or its_stream != stream or begin < start or stop < end:
                     kept.append(access)
             kept.append((start, stop, token, stream, False))

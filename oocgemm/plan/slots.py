@@ -44,9 +44,6 @@ class Region(NamedTuple):
     start: int
     stop: int
 
-    def overlaps(self, other: "Region") -> bool:
-        return self.slot == other.slot and self.start < other.stop and other.start < self.stop
-
 
 @dataclass(frozen=True, slots=True)
 class Slots:
