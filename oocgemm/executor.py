@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 from time import perf_counter_ns, sleep
 
@@ -119,7 +120,6 @@ class Run:
         self._orders: dict[str, deque[_Item]] = {}  # of a device that only takes orders, by stream
         self._issuing = threading.Lock()
         self._look = False  # whether there may be an order that can be issued
-        self._news: SimpleQueue[bool] = SimpleQueue()
         self._order = _marked(self._submit)
         self._issued: SimpleQueue[_Item | None] = SimpleQueue()
         self._ended = 0
@@ -130,13 +130,7 @@ class Run:
     def execute(self) -> None:
         """Run everything; returns when the last operation is done. Raises the first error."""
         collector = threading.Thread(target=self._collect, name="oocgemm-timeline")
-        issuer = threading.Thread(target=self._wait_for_news, name="oocgemm-issuing")
         start(collector)
-        try:
-            start(issuer)
-        except ExecutionError:
-            self._issued.put(None)
-            raise
         interval = sys.getswitchinterval()
         sys.setswitchinterval(min(interval, SWITCH_INTERVAL))
         try:
@@ -149,8 +143,6 @@ class Run:
                 self._insist(queue.put, None)
             for thread in threads:
                 self._insist(thread.join)
-        self._insist(self._news.put, False)
-        self._insist(issuer.join)
         self._insist(self._issued.put, None)
         self._insist(collector.join)
         sys.setswitchinterval(interval)
@@ -183,14 +175,13 @@ class Run:
                 self._orders.setdefault(operation.stream, deque()).append(item)
                 # Otherwise whoever posts the last of them issues it. Not this thread, which may be interrupted anywhere.
                 if _ready(item):
-                    self._news.put(True)
+                    self._started("orders", 1, self._wait_for_news).put(item)
             else:
                 self._queue(operation).put(item)
 
-    def _wait_for_news(self) -> None:
-        while self._news.get():
+    def _wait_for_news(self, queue: "SimpleQueue[_Item | None]") -> None:
+        while queue.get() is not None:
             self._issue()
-        self._issue()
 
     def _issue(self) -> None:
         """Issue all orders that can be issued, unless another thread is about it, which then looks once more."""
@@ -217,23 +208,30 @@ class Run:
         return True
 
     def _queue(self, operation: Operation) -> "SimpleQueue[_Item | None]":
-        """The queue of the operation's stream, its threads started on first use."""
+        """The queue of the operation's stream."""
         stream = operation.stream
-        if stream not in self._streams:
-            on_store = operation.kind in _ON_STORE
-            side_by_side = CODEC_WORKERS if operation.coded else STORE_WORKERS
-            workers = side_by_side if on_store and self._plan.candidate.io_threads > 1 else 1
+        if stream in self._streams:
+            return self._streams[stream][0]
+        on_store = operation.kind in _ON_STORE
+        side_by_side = CODEC_WORKERS if operation.coded else STORE_WORKERS
+        workers = side_by_side if on_store and self._plan.candidate.io_threads > 1 else 1
+        return self._started(stream, workers, partial(self._work, stream, on_store))
+
+    def _started(
+        self, name: str, workers: int, work: Callable[["SimpleQueue[_Item | None]"], None]
+    ) -> "SimpleQueue[_Item | None]":
+        """The queue of that name, its threads started on first use."""
+        if name not in self._streams:
             queue: SimpleQueue[_Item | None] = SimpleQueue()
             threads: list[threading.Thread] = []
-            self._streams[stream] = queue, threads
+            self._streams[name] = queue, threads
             for index in range(workers):
-                name = f"oocgemm-{stream}-{index}"
-                thread = threading.Thread(target=self._work, args=(stream, queue, on_store), name=name)
+                thread = threading.Thread(target=work, args=(queue,), name=f"oocgemm-{name}-{index}")
                 start(thread)
                 threads.append(thread)
-        return self._streams[stream][0]
+        return self._streams[name][0]
 
-    def _work(self, stream: str, queue: "SimpleQueue[_Item | None]", on_store: bool) -> None:
+    def _work(self, stream: str, on_store: bool, queue: "SimpleQueue[_Item | None]") -> None:
         context: AbstractContextManager[None] = nullcontext() if on_store else self._session.worker(stream)
         ended = False
         try:

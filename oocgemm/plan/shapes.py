@@ -55,9 +55,9 @@ def shapes(
     *,
     every_depth: bool = False,
 ) -> Iterator[tuple[TileShape, int]]:
-    """Tile shapes worth scoring, with the accumulators they leave room for. For each of the best depths, or of all, and one accumulator or
-    two, shapes are binned by area; of each of the largest bins the one that moves least is kept: larger moves
-    less, smaller starts and ends sooner."""
+    """Tile shapes worth scoring, with the accumulators they leave room for. For each of the best depths, or of all, and
+    one accumulator or two, shapes are binned by area; of each of the largest bins the one that moves least is kept: larger
+    moves less, smaller starts and ends sooner."""
     if 0 in (problem.m, problem.n):
         return
     units_m, units_n = _alignments(problem, layouts)
