@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from oocgemm.errors import InputError
 from oocgemm.plan import Budgets, TileShape
 from oocgemm.timeline import Recorder, Span, Timeline, gantt, log, read_log, report
-from oocgemm.timeline.figures import exposed, intersection, length, union
+from oocgemm.timeline.figures import exposed, intersection, length, stream_predecessors, union
 
 from .virtual_runs import machine, run_of, virtual_plan, write_log
 
@@ -230,3 +230,13 @@ def test_the_gantt_picture_shades_by_share() -> None:
     assert list(lanes) == ["read", "h2d", "compute", "d2h", "write"]
     assert lanes["read"] == "████▃     "
     assert lanes["write"] == "        █ "
+
+
+def test_of_a_stream_with_several_threads_that_one_comes_before_which_made_one_free() -> None:
+    reads = [span(0, "read", "read", 0, 10), span(1, "read", "read", 0, 30)]
+    reads += [span(2, "read", "read", 10, 40), span(3, "read", "read", 30, 50)]
+    assert stream_predecessors(reads) == {1: 0, 2: 0, 3: 1}
+    # The upload waits for a read that began when the first had ended: all of it is waiting for reads.
+    late = [*reads[:3], span(4, "upload", "h2d", 40, 45, 2), span(5, "multiply", "compute", 45, 60, 4)]
+    begun = span(6, "multiply", "compute", 0, 1)
+    assert exposed([begun, *late], 60) == {"read": 39, "h2d": 5}

@@ -349,3 +349,23 @@ def test_scarce_memory_gets_shallow_panels_not_tiny_tiles(c: Layout) -> None:
         problem(2400, 2400, 2400, "float32"), budgets, default_model("host", 2), Layouts(stored, stored, c)
     )
     assert plan.steps < 1000
+
+
+def test_rows_of_raw_chunks_read_in_part_take_the_longer_the_less_is_taken_of_them() -> None:
+    machine = replace(default_model("cuda", 16), read=16e9, read_scattered=12e9)
+    raw = Layout((2048, 2048))
+    whole, half, fifth = (machine.store_rate(raw, (4096, width)) for width in (4096, 1024, 400))
+    assert whole == machine.store_rate(raw, (100, 2048))  # rows are whole, however few
+    assert whole == pytest.approx(16e9)
+    assert half == pytest.approx(12e9)
+    assert fifth < 0.6 * half
+    assert machine.store_rate(replace(raw, in_memory=True), (4096, 400)) == machine.memory
+
+
+def test_few_compressed_chunks_are_not_decoded_by_all_cores() -> None:
+    machine = default_model("cuda", 16)
+    packed = Layout((1024, 1024), partial_reads=False, decode_bytes=8 << 20)
+    one, two, many = (machine.store_rate(packed, (1024, width)) for width in (1024, 2048, 16_384))
+    assert one == machine.decode * 4 / 16  # four panels are read at a time
+    assert two == 2 * one
+    assert many == machine.decode
