@@ -6,8 +6,8 @@ have been *issued*: a host lane does the work, a device lane hands it to the bac
 makes its own streams wait. Since every wait is for an operation earlier in program order, and all earlier
 ones are on their queues, the earliest unfinished operation can always go on: nothing can deadlock.
 
-A stream whose operations take their time as they are issued has threads of its own. Those of a device that only takes
-orders are issued by whichever thread has just ended what they wait for: to wake another one would take longer than to issue.
+A stream whose operations take their time as they are issued has threads of its own. Those that a device only takes orders
+for are issued by whichever thread has just ended what they wait for: to wake another one would take longer than to issue.
 
 The first failure anywhere, an interrupt included, stops the run: whatever waits for a failed operation is cancelled, nothing new
 starts, all threads are joined, and the first error is raised.
@@ -117,7 +117,7 @@ class Run:
         self._unwritten: dict[Tile, int] = {}  # bytes, of tiles that have been written in part
         self._writing = threading.Lock()
         self._streams: dict[str, tuple[SimpleQueue[_Item | None], list[threading.Thread]]] = {}
-        self._orders: dict[str, deque[_Item]] = {}  # of a device that only takes orders, by stream
+        self._orders: dict[str, deque[_Item]] = {}  # that a device only takes, by stream
         self._issuing = threading.Lock()
         self._look = False  # whether there may be an order that can be issued
         self._order = _marked(self._submit)
@@ -171,7 +171,7 @@ class Run:
             completion = Completion(number)
             waits = tracker.admit(operation, completion)
             item = operation, waits, completion
-            if self._session.asynchronous and operation.kind not in _ON_STORE:
+            if operation.kind in self._session.asynchronous:
                 self._orders.setdefault(operation.stream, deque()).append(item)
                 # Otherwise whoever posts the last of them issues it. Not this thread, which may be interrupted anywhere.
                 if _ready(item):

@@ -112,6 +112,7 @@ def main(
             for beta in betas:
                 for way in WAYS if turn % 2 else WAYS[::-1]:
                     result = once(folder, way, beta, options)
+                    click.echo(f"round {turn}, beta = {beta:g}: {way} {result.report.wall:.3f} s")
                     if turn:  # the first is not counted
                         samples[beta][way].append(result.report.wall)
     header = result.timeline.header

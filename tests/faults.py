@@ -19,7 +19,7 @@ from unittest.mock import patch
 from oocgemm import backends, staging, stores
 from oocgemm.backends import host, memory
 from oocgemm.backends.base import Backend, Session, Token
-from oocgemm.plan import Operation, Plan
+from oocgemm.plan import Kind, Operation, Plan
 from oocgemm.plan.tiling import Span
 from oocgemm.stores import Matrix
 from tests.command import own_threads
@@ -103,13 +103,16 @@ class LateToken:
         return self.done.result().interval()
 
 
+ON_DEVICE = tuple(kind for kind in Kind if kind not in (Kind.READ, Kind.WRITE))
+
+
 class FaultySession:
     """A session whose operations may fail, by kind, when issued or once they run: `late`, in threads of their own, one a
     stream."""
 
     def __init__(self, session: Session, faults: dict[str, Fault], late: bool) -> None:
         self._session, self._faults, self._late = session, faults, late
-        self.asynchronous = late
+        self.asynchronous = ON_DEVICE if late else ()
         self._streams: dict[str, ThreadPoolExecutor] = {}
 
     def __getattr__(self, name: str) -> Any:

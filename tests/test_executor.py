@@ -24,6 +24,7 @@ from oocgemm.plan import Kind, Operation, Plan, TileShape, candidates
 from oocgemm.stores.arrays import ArrayMatrix
 from oocgemm.timeline import Span
 from tests.backends_here import staged
+from tests.faults import ON_DEVICE
 
 A = np.ones((40, 30))
 B = np.ones((30, 50))
@@ -241,7 +242,7 @@ def test_orders_are_issued_by_whoever_ended_what_they_wait_for(
 ) -> None:
     """A device that only takes orders has no threads of its own; each stream's are issued in the schedule's order, one at a
     time, and all that they wait for before them."""
-    monkeypatch.setattr(HostSession, "asynchronous", True)
+    monkeypatch.setattr(HostSession, "asynchronous", ON_DEVICE)
     right, at_once = HostSession.submit, threading.Lock()
     done: list[Operation] = []
     names: set[str] = set()
@@ -270,3 +271,24 @@ def test_orders_are_issued_by_whoever_ended_what_they_wait_for(
         assert [o for o in done if o.stream == stream] == wanted
     assert not names & {f"oocgemm-{lane}-0" for lane in ("h2d", "compute", "d2h")}
     assert threading.main_thread().name not in names  # it may be interrupted anywhere
+
+
+def test_what_takes_its_time_as_it_is_issued_does_not_hold_orders_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Prepare that waits for the device holds nothing up but what needs its planes: here it waits for the Multiply of the
+    step before to be issued."""
+    monkeypatch.setattr(HostSession, "asynchronous", set(ON_DEVICE) - {Kind.PREPARE})
+    right, multiplied = HostSession.submit, threading.Semaphore(1)  # the first waits for none
+
+    def submit(self: HostSession, operation: Operation, host: Any, tokens: Any) -> Token:
+        if operation.kind is Kind.PREPARE:
+            assert multiplied.acquire(timeout=20), "nothing is issued while this waits"
+        token = right(self, operation, host, tokens)
+        if operation.kind is Kind.MULTIPLY:
+            multiplied.release()
+        return token
+
+    monkeypatch.setattr(HostSession, "submit", submit)
+    a, b = np.arange(30.0).reshape(10, 3), np.arange(36.0).reshape(3, 12)
+    with staged(2):
+        c = oocgemm.matmul(a, b, compute="emulated", backend="host", tile="5x6x1").out
+    np.testing.assert_array_equal(c, a @ b)

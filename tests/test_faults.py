@@ -35,7 +35,7 @@ from oocgemm.stores import files
 from oocgemm.timeline import Span
 from tests.backends_here import staged
 from tests.command import own_threads, run
-from tests.faults import Fault, bytewise, faulty_backend, faulty_stores, nothing_left, small_disk
+from tests.faults import ON_DEVICE, Fault, bytewise, faulty_backend, faulty_stores, nothing_left, small_disk
 
 M, N, K, CHUNK = 40, 50, 30, 10
 _rng = np.random.default_rng(0)
@@ -539,7 +539,7 @@ def test_what_fails_to_close_keeps_nothing_else_from_it(
 def test_a_stream_that_cannot_be_used_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: bool, asynchronous: bool
 ) -> None:
-    monkeypatch.setattr(HostSession, "asynchronous", asynchronous)
+    monkeypatch.setattr(HostSession, "asynchronous", ON_DEVICE if asynchronous else ())
 
     @contextmanager
     def worker(self: HostSession, stream: str) -> Iterator[None]:

@@ -6,7 +6,7 @@ else about an accelerator is visible outside its backend.
 
 import importlib
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from oocgemm.backends.summing import Summing
 from oocgemm.errors import missing_bfloat16
-from oocgemm.plan import DTYPES, OPERANDS, GemmProblem, Op, Operation, Plan, Region, Slot, Tier
+from oocgemm.plan import DTYPES, OPERANDS, GemmProblem, Kind, Op, Operation, Plan, Region, Slot, Tier
 from oocgemm.plan.cost import DEVICE_ALIGNMENT, slot_bytes
 from oocgemm.plan.tiling import round_up
 
@@ -50,12 +50,12 @@ class DoneToken:
 class Session(Protocol):
     """A backend at work on one plan: its arena is allocated, its streams exist.
 
-    `summing` is what takes checksums on the device, for a problem that says so. It is `asynchronous` if `submit` returns as
-    soon as the device has its order; any thread may then issue it, one at a time.
+    `summing` is what takes checksums on the device, for a problem that says so. Of `asynchronous` kinds of operations
+    `submit` returns as soon as the device has its order; any thread may issue these, one at a time.
     """
 
     summing: Summing | None
-    asynchronous: bool
+    asynchronous: Collection[Kind]
 
     def worker(self, stream: str) -> AbstractContextManager[None]:
         """Prepares the calling thread to issue the operations of one stream."""

@@ -6,7 +6,7 @@ waits of streams on events; no thread waits for the device on the way from one s
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import pairwise
@@ -44,7 +44,8 @@ _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 class CudaSession:
     """An arena on one device, its streams, and what runs on them."""
 
-    asynchronous = True
+    # Prepare is not among them: it waits for what it finds.
+    asynchronous: Collection[Kind] = (Kind.UPLOAD, Kind.MULTIPLY, Kind.FINISH, Kind.DOWNLOAD)
 
     def __init__(self, device: int, plan: Plan, kernel: str) -> None:
         self._device = cupy.cuda.Device(device)

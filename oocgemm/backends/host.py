@@ -6,7 +6,7 @@ it is of use in its own right: products of arrays on disk within a hard memory b
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter_ns
 from typing import Any
@@ -36,7 +36,7 @@ class HostSession:
     """Slots in plain memory; operations run in the thread that submits them."""
 
     summing: Summing | None = None
-    asynchronous = False
+    asynchronous: Collection[Kind] = ()
 
     def __init__(self, plan: Plan) -> None:
         self._problem = plan.problem
