@@ -16,7 +16,7 @@ from oocgemm.plan.integers import MOST_DEPTH
 from oocgemm.plan.plan import Plan, Scored, schedule_of
 from oocgemm.plan.predict import predict
 from oocgemm.plan.problem import GemmProblem
-from oocgemm.plan.shapes import with_less_last
+from oocgemm.plan.shapes import with_less_last, with_more
 from oocgemm.plan.simulate import simulate
 from oocgemm.plan.slots import Slots
 from oocgemm.plan.tiling import Tile, TileGrid, TileShape, ceil_div, ramp_of
@@ -96,9 +96,15 @@ def _planned(
         raise _budget_error(problem, budgets, machine, layouts, tile)
     scored = [Scored(candidate, predict(problem, candidate, layouts, machine)) for candidate in found]
     scored.sort(key=_rank)
-    if tile is None:
-        scored += _with_less_last(problem, budgets, machine, layouts, scored[0])
-        scored.sort(key=_rank)
+    for others in (with_more, with_less_last) if tile is None else ():
+        if scored[0].prediction.tail >= CLOSE * scored[0].prediction.total:
+            like = scored[0].candidate
+            scored += [
+                Scored(candidate, predict(problem, candidate, layouts, machine))
+                for shape in dict.fromkeys(others(problem, layouts, like.tile))
+                for candidate in candidates(problem, budgets, machine, layouts, shape, like.io_threads)
+            ]
+            scored.sort(key=_rank)
     limit = (1 + CLOSE) * scored[0].prediction.total
     close = sum(s.prediction.total <= limit for s in scored)
     # The fastest is looked at whatever it takes.
@@ -106,19 +112,6 @@ def _planned(
     scored[:FINALISTS] = [_ramped(problem, machine, layouts, s) for s in scored[:FINALISTS]]
     best = _walked(problem, machine, layouts, scored)
     return Plan(problem, layouts, budgets, machine, best.candidate, tuple(_varied([best, *scored])))
-
-
-def _with_less_last(
-    problem: GemmProblem, budgets: Budgets, machine: MachineModel, layouts: Layouts, best: Scored
-) -> list[Scored]:
-    """What leaves less of C for the end, where that is worth it."""
-    if best.prediction.tail < CLOSE * best.prediction.total:
-        return []
-    return [
-        Scored(candidate, predict(problem, candidate, layouts, machine))
-        for shape in dict.fromkeys(with_less_last(problem, layouts, best.candidate.tile))
-        for candidate in candidates(problem, budgets, machine, layouts, shape, best.candidate.io_threads)
-    ]
 
 
 def _ramped(problem: GemmProblem, machine: MachineModel, layouts: Layouts, s: Scored) -> Scored:

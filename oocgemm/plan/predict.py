@@ -173,9 +173,12 @@ def predict(
         # kernel waits for a longer lane anyway.
         bringing = {"read": max(lanes["read"], serial), "decode": lanes["decode"], "h2d": lanes["h2d"]}
         held_up = lanes | {lane: max(0.0, seconds - first) for lane, seconds in bringing.items()}
+        # Preparing beside a multiplication takes as long from that.
+        on_device = lanes["compute"] + lanes["prepare"]
+        held_up |= {"compute": on_device, "prepare": 0.0}
         longest = max(held_up.values()) or 1.0
         busy = longest * sum((x / longest) ** CLOSENESS for x in held_up.values()) ** (1 / CLOSENESS)
-        busy += max(0.0, lanes["compute"] + bubbles - longest)
+        busy += max(0.0, on_device + bubbles - longest)
     return Prediction(lanes, start_up, bubbles, tail, start_up + busy + tail)
 
 
@@ -197,7 +200,7 @@ def _tail(
     elements = (bottom - top) * (right - left)
     out, its_steps = elements * itemsize / write_rate, elements * an_element
     tail = max(out - drain * its_steps / grid.steps, out / ceil_div(bottom - top, slots.strip))
-    if not roomy or grid.shape == (1, 1):
+    if grid.shape == (1, 1) or not (roomy or slots.c > 1):
         return tail
     w, h, _ = extents(problem, candidate.tile)
     return tail + max(0.0, w * h * itemsize / write_rate - its_steps)

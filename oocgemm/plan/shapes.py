@@ -10,6 +10,7 @@ kept.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import product
 from math import isqrt, lcm
 
 from oocgemm.plan import integers
@@ -26,6 +27,7 @@ BEST_DEPTHS = 4
 BINS = 3
 EVERY = 32  # count of tiles is tried
 LEFT = tuple(eighths / 8 for eighths in range(7, 1, -1))  # of the last tile's extent
+MORE = 3  # tiles along an extent, so that their C leaves sooner
 FEW = 8  # tiles along an extent of which one less makes the others little larger
 THIN = 16  # of a tile that leaves the memory to the panels of a row (or column)
 
@@ -141,6 +143,15 @@ def with_less_last(problem: GemmProblem, layouts: Layouts, tile: TileShape) -> I
         ):
             if shape != tile:
                 yield shape
+
+
+def with_more(problem: GemmProblem, layouts: Layouts, tile: TileShape) -> Iterator[TileShape]:
+    """Smaller tiles, a few more of them along either extent: their C begins to leave sooner, and less of it is left at the end."""
+    (*_, unit_m), (*_, unit_n) = _alignments(problem, layouts)
+    counts = ceil_div(problem.m, tile.w), ceil_div(problem.n, tile.h)
+    for down, across in product(*(range(count, min(count + MORE, FEW) + 1) for count in counts)):
+        w, h = round_up(ceil_div(problem.m, down), unit_m), round_up(ceil_div(problem.n, across), unit_n)
+        yield replace(tile, w=min(w, tile.w), h=min(h, tile.h))
 
 
 def _longer(extent: int, nominal: int, unit: int, share: float) -> int:

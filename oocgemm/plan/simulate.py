@@ -68,8 +68,10 @@ def simulate(
         ready = max((t[0] for t in tracker.admit(operation, done)), default=0.0)
         if ready and operation.kind in _HANDED_ON:
             ready += machine.issue
-        start = max(ready, issued, stream_free.get(operation.stream, 0.0))
+        # Preparing beside a multiplication takes as long from that.
+        stream = "compute" if operation.kind is Kind.PREPARE else operation.stream
+        start = max(ready, issued, stream_free.get(stream, 0.0))
         done[0] = start + duration(operation, problem, machine, layouts)
-        stream_free[operation.stream] = done[0]
+        stream_free[stream] = done[0]
         end = max(end, done[0])
     return end
