@@ -78,10 +78,9 @@ class Checks:
         strip = operation.tile, operation.m
         if self._only is not None and strip not in self._only:
             return True
-        (view,) = columns
-        sums = self._sums.strip(staging, operation, view)
+        sums = self._sums.strip(staging, operation, columns)
         start = perf_counter_ns()
-        excess = self._judge(sums, view)
+        excess = self._judge(sums, columns)
         self._busy.append((start, perf_counter_ns()))
         if excess is not None:
             self.failed[strip] = excess
@@ -125,7 +124,7 @@ class Checks:
                 "row: the device, the memory or the BLAS computes or copies wrongly"
             )
 
-    def _judge(self, strip: StripSums, view: Array) -> float | None:
+    def _judge(self, strip: StripSums, columns: Sequence[Array]) -> float | None:
         """None if a strip is right; otherwise how many times its worst block is over its bound."""
         if strip.damaged:
             self.blocks += strip.product[0].size
@@ -142,20 +141,23 @@ class Checks:
             decided = np.isfinite(sums) & np.isfinite(expected) & np.isfinite(bound)
             if not decided.all():
                 overflow = rounding.may_overflow(norm, most)
-                right = np.where(decided, right, self._pattern(view, strip, *overflow))
+                right = np.where(decided, right, self._pattern(columns, strip, *overflow))
             excess = np.where(decided & (bound > 0), off / bound, np.inf)
         self.blocks += right.size
         self.undecided += int((right & ~decided).sum())
         return None if right.all() else float(excess[~right].max())
 
-    def _pattern(self, view: Array, strip: StripSums, overflow: Array, too_large: Array) -> Array:
+    def _pattern(
+        self, columns: Sequence[Array], strip: StripSums, overflow: Array, too_large: Array
+    ) -> Array:
         """For the blocks of a strip whether Inf and NaN are where they must be, and only where they may be."""
         a, b, old = strip.broken
         across = np.diff(strip.cols)
         right = np.ones(overflow.shape, bool)
         for i, rows in enumerate(pairwise(strip.rows)):
             part = slice(*rows)
-            there, infinite = ~np.isfinite(view[part]), np.isinf(view[part])
+            there = np.concatenate([~np.isfinite(group[part]) for group in columns], axis=1)
+            infinite = np.concatenate([np.isinf(group[part]) for group in columns], axis=1)
             spoiled = a[part, None] | b
             must = spoiled & self._rounding.multiplies
             may = spoiled | old[part, None] | np.repeat(overflow[i], across)

@@ -1,10 +1,8 @@
 """The host tier: slots in one block of memory, and the threads that fill them from stores and empty them."""
 
-from bisect import bisect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
-from itertools import accumulate
 from threading import Event
 
 from oocgemm.backends.base import numpy_dtype, slot_offsets, stored_shape
@@ -65,7 +63,8 @@ class Staging:
         """The part of a host slot that an operation's block fills, in stored orientation: its columns in groups, each a
         contiguous array.
 
-        A chunk that has to be decoded whole goes straight to its place in a group as wide as itself.
+        A chunk that has to be decoded whole goes straight to its place in a group as wide as itself. So does one of C come
+        from there: past the page cache, contiguous chunks were written at up to twice the rate of such as lay in rows.
         """
         if slot in self._touched:
             self._touched[slot].result()
@@ -82,17 +81,18 @@ class Staging:
     def _groups(self, operation: Operation) -> list[Span]:
         """Columns of an operation's block as the operand is stored, counted from its first, in groups."""
         _, (first, last) = self._stored(operation)
-        if operation.operand != "C":
-            problem, layouts = self._plan.problem, self._plan.layouts
-            is_a = operation.operand == "A"
-            layout = layouts.a if is_a else layouts.b
-            height, width = layout.oriented(problem.trans_a if is_a else problem.trans_b).read_chunk
-            if (
-                not layout.partial_reads
-                and height * width * problem.itemsizes[operation.operand] >= BATCH_BYTES
-            ):
-                cuts = pieces((0, 1), (first, last), (1, width), 1)
-                return [(c0 - first, c1 - first) for _, (c0, c1) in cuts]
+        problem, layouts = self._plan.problem, self._plan.layouts
+        match operation.operand:
+            case "C":
+                whole, (height, width) = True, self._operands["C"].layout.write_chunk
+            case operand:
+                is_a = operand == "A"
+                layout = layouts.a if is_a else layouts.b
+                whole = not layout.partial_reads
+                height, width = layout.oriented(problem.trans_a if is_a else problem.trans_b).read_chunk
+        if whole and height * width * problem.itemsizes[operation.operand] >= BATCH_BYTES:
+            cuts = pieces((0, 1), (first, last), (1, width), 1)
+            return [(c0 - first, c1 - first) for _, (c0, c1) in cuts]
         return [(0, last - first)]
 
     def transfer(self, operation: Operation, columns: Sequence[Array], look: Look | None = None) -> None:
@@ -122,22 +122,20 @@ class Staging:
         act: Callable[[Matrix, Span, Span, Array], None],
     ) -> None:
         """Do something with each part of a slot, on the threads of a pool."""
-        matrix = self._operands[operation.operand]
-        rows, cols = self._stored(operation)
-        starts = list(accumulate((group.shape[1] for group in columns[:-1]), initial=cols[0]))
-
-        def place(r: Span, c: Span) -> Array:
-            group = bisect(starts, c[0]) - 1
-            return columns[group][
-                r[0] - rows[0] : r[1] - rows[0], c[0] - starts[group] : c[1] - starts[group]
-            ]
-
-        parts = list(self._parts(matrix, rows, cols, operation.kind is Kind.READ))
+        matrix, reading = self._operands[operation.operand], operation.kind is Kind.READ
+        (top, bottom), (left, _) = self._stored(operation)
+        parts: list[tuple[Span, Span, Array]] = []
+        for group in columns:
+            right = left + group.shape[1]
+            for rows, cols in self._parts(matrix, (top, bottom), (left, right), reading):
+                place = group[rows[0] - top : rows[1] - top, cols[0] - left : cols[1] - left]
+                parts.append((rows, cols, place))
+            left = right
         # To hand over a part takes as long as copying a small one. Scratch is reckoned for the threads of a pool.
         if len(parts) == 1 and not matrix.layout.decode_bytes and not matrix.layout.encode_bytes:
-            act(matrix, *parts[0], place(*parts[0]))
+            act(matrix, *parts[0])
         else:
-            self._run([pool.submit(act, matrix, r, c, place(r, c)) for r, c in parts])
+            self._run([pool.submit(act, matrix, *part) for part in parts])
 
     def _read(self, look: Look | None, matrix: Matrix, rows: Span, cols: Span, out: Array) -> None:
         """Read a block, and again after failures that may pass, until the run is stopped."""

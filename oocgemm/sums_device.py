@@ -100,10 +100,10 @@ class DeviceSums:
             a, b = (self._digests[region.slot] for region in operation.reads[:2])
             self._summing.expected = a, b
 
-    def strip(self, staging: Staging, operation: Operation, view: Array) -> StripSums:
+    def strip(self, staging: Staging, operation: Operation, columns: Sequence[Array]) -> StripSums:
         """The checksums of a strip that is to be written, as they have come down with it."""
         look = self._digest(operation)
-        staging.show(operation, [view], look)
+        staging.show(operation, columns, look)
         start = perf_counter_ns()
         room, problem = self._summing.room, self._problem
         held = staging.behind(operation.reads[0].slot)

@@ -155,14 +155,16 @@ class HostSums:
                     held[:] |= found
             self._busy.append((start, perf_counter_ns()))
 
-    def strip(self, staging: Staging, operation: Operation, view: Array) -> StripSums:
+    def strip(self, staging: Staging, operation: Operation, columns: Sequence[Array]) -> StripSums:
         """The checksums of a strip that is to be written. Once for each."""
         start = perf_counter_ns()
         tile = self._tile(operation.tile)
         rows = self._blocks(tile, operation)
         found = self._old(operation)
         found.bare = not self._problem.finishes
-        found.add(operation.m, operation.n, view)
+        left = operation.n[0]
+        for group in columns:
+            found.add(operation.m, (left, left := left + group.shape[1]), group)
         with np.errstate(all="ignore"):
             sums = self._across(tile, operation, found)
         top, bottom = tile.rows[rows.start], tile.rows[rows.stop]

@@ -146,6 +146,41 @@ def test_panels_of_compressed_chunks_are_exact_and_decoded_in_place(
         assert sum(in_place) / len(in_place) > 0.7
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize("compressor", [None, "auto"])
+def test_chunks_of_c_come_whole_and_exact_from_their_slots(
+    engine: tuple[str, str], verify: bool, compressor: str | None, tmp_path: Path
+) -> None:
+    rng = np.random.default_rng(6)
+    a, b, c = (integers(rng, shape, "float64") for shape in ((61, 30), (30, 70), (61, 70)))
+    c[3, 5] = np.inf  # which is held against the pattern that it must make
+    zarr.create_array(tmp_path / "C", data=c, chunks=(8, 12), compressors=compressor)
+    contiguous: list[bool] = []
+
+    def encode(self: Encoding, part: Any, shape: tuple[int, int], fill: Any) -> Any:
+        contiguous.append(part.flags.c_contiguous)
+        return plainly(self, part, shape, fill)
+
+    backend, kernel = engine
+    plainly = Encoding.encode
+    with (
+        staged(2) if backend == "host-staged" else nullcontext(),
+        patch.object(staging, "BATCH_BYTES", 1),
+        patch.object(Encoding, "encode", encode),
+    ):
+        options: dict[str, Any] = {
+            "backend": backend.removesuffix("-staged"),
+            "kernel": kernel,
+            "verify": verify,
+        }
+        result = oocgemm.gemm(a, b, tmp_path / "C", beta=1, tile="24x36x10", **options)
+    np.testing.assert_array_equal(zarr.open_array(tmp_path / "C")[:], a @ b + c)
+    if not result.plan.machine.unified:
+        assert len(contiguous) == 8 * 6
+        assert all(contiguous)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nan_and_inf_propagate_and_beta_zero_hides_them(backend: str) -> None:
     a = np.array([[1.0, np.nan], [np.inf, 2.0], [0.0, 0.0]])

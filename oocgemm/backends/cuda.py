@@ -214,7 +214,7 @@ class CudaSession:
             row = sum(group.strides[0] for group in host)
             for group in host:
                 place, width = group.ctypes.data, group.strides[0]
-                ends = device, row, place, width
+                ends = (device, row, place, width) if uploading else (place, width, device, row)
                 copy = partial(runtime.memcpy2DAsync, *ends, width, len(group), kind, stream.ptr)
                 launches.append(cuda_calls.in_python(copy))
                 device += width

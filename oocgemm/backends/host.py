@@ -58,7 +58,9 @@ class HostSession:
             case Kind.UPLOAD:
                 np.concatenate(host, axis=1, out=self.view(operation, operation.writes[0]), casting="no")
             case Kind.DOWNLOAD:
-                np.copyto(host[0], self._rows(operation, operation.reads[0]), casting="no")
+                strip, left = self._rows(operation, operation.reads[0]), 0
+                for group in host:
+                    np.copyto(group, strip[:, left : (left := left + group.shape[1])], casting="no")
             case Kind.PREPARE:
                 self._prepare(operation)
             case Kind.MULTIPLY:

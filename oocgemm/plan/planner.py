@@ -97,7 +97,7 @@ def _planned(
     scored = [Scored(candidate, predict(problem, candidate, layouts, machine)) for candidate in found]
     scored.sort(key=_rank)
     for others in (with_more, with_less_last) if tile is None else ():
-        if scored[0].prediction.tail >= CLOSE * scored[0].prediction.total:
+        if scored[0].prediction.tail > CLOSE * scored[0].prediction.total:
             like = scored[0].candidate
             scored += [
                 Scored(candidate, predict(problem, candidate, layouts, machine))
