@@ -84,7 +84,7 @@ class Staging:
         problem, layouts = self._plan.problem, self._plan.layouts
         match operation.operand:
             case "C":
-                whole, (height, width) = True, self._operands["C"].layout.write_chunk
+                whole, (height, width) = True, self._plan.chunks
             case operand:
                 is_a = operand == "A"
                 layout = layouts.a if is_a else layouts.b

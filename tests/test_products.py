@@ -3,7 +3,7 @@
 import threading
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 import numpy as np
@@ -150,7 +150,7 @@ def test_panels_of_compressed_chunks_are_exact_and_decoded_in_place(
 @pytest.mark.parametrize("verify", [False, True])
 @pytest.mark.parametrize("compressor", [None, "auto"])
 def test_chunks_of_c_come_whole_and_exact_from_their_slots(
-    engine: tuple[str, str], verify: bool, compressor: str | None, tmp_path: Path
+    engine: tuple[str, str], verify: bool, compressor: Literal["auto"] | None, tmp_path: Path
 ) -> None:
     rng = np.random.default_rng(6)
     a, b, c = (integers(rng, shape, "float64") for shape in ((61, 30), (30, 70), (61, 70)))

@@ -6,7 +6,7 @@ waits of streams on events; no thread waits for the device on the way from one s
 
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import pairwise
@@ -97,13 +97,17 @@ class CudaSession:
     def submit(self, operation: Operation, host: Sequence[Array], after: Sequence[Token]) -> CudaToken:
         stream = self._streams[operation.stream]
         launches = self._launches(operation, host, stream)
+        summing = self.summing
+        beside = summing is not None and operation.kind in (Kind.MULTIPLY, Kind.FINISH)
         for token in after:
             if not isinstance(token, CudaToken):
                 token.synchronize()
             elif token.stream != operation.stream:
-                cuda_calls.wait(stream, token.end)
-        if self.summing is not None:
-            return self._submit_with_sums(operation, launches, self.summing)
+                cuda_calls.wait(stream, token.own.end if beside else token.end)
+                if beside and token.stream != SUMS:
+                    cuda_calls.wait(self._streams[SUMS], token.end)
+        if summing is not None:
+            return self._submit_with_sums(operation, launches, summing)
         check = partial(self._check, operation) if self._problem.exact else None
         own = Work.on(stream, launches)
         return CudaToken(operation.stream, own, own.end, self._clock, check)
@@ -111,31 +115,36 @@ class CudaSession:
     def _submit_with_sums(
         self, op: Operation, launches: list[cuda_calls.Launch], summing: Summing
     ) -> CudaToken:
-        """What goes to the host is summed before it leaves, all else after it has come or has been made."""
-        name, stream = op.stream, self._streams[op.stream]
-        taking = {
-            Kind.UPLOAD: summing.uploaded,
-            Kind.MULTIPLY: summing.multiplied,
-            Kind.FINISH: summing.finished,
-        }
-        if op.kind is Kind.DOWNLOAD:
-            sums = Work.on(stream, [cuda_calls.in_python(partial(summing.leaving, op))])
-            own = Work.on(stream, launches)
-            end = own.end
-        elif op.kind in taking:
-            own = Work.on(stream, launches)
-            if op.kind is Kind.UPLOAD:
-                name, stream = SUMS, self._streams[SUMS]
-                cuda_calls.wait(stream, own.end)
-            with stream:
-                sums = Work.on(stream, [cuda_calls.in_python(partial(taking[op.kind], op))])
-            end = sums.end
-        else:
-            own = Work.on(stream, launches)
-            return CudaToken(name, own, own.end, self._clock)
+        """What goes to the host is summed before it leaves, what has come after that. What is done with the checksums of what is
+        multiplied or finished is done beside, and waits for what that waits for."""
+        name, stream, beside = op.stream, self._streams[op.stream], self._streams[SUMS]
+        match op.kind:
+            case Kind.UPLOAD:
+                own = Work.on(stream, launches)
+                cuda_calls.wait(beside, own.end)
+                sums = self._sums(beside, summing.uploaded, op)
+                name, end = SUMS, sums.end
+            case Kind.MULTIPLY | Kind.FINISH:
+                take = summing.multiplied if op.kind is Kind.MULTIPLY else summing.finished
+                sums, own = self._sums(beside, take, op), Work.on(stream, launches)
+                cuda_calls.wait(stream, sums.end)
+                end = cupy.cuda.Event(block=True)
+                cuda_calls.record(end, stream)
+            case Kind.DOWNLOAD:
+                sums, own = self._sums(stream, summing.leaving, op), Work.on(stream, launches)
+                end = own.end
+            case _:
+                own = Work.on(stream, launches)
+                return CudaToken(name, own, own.end, self._clock)
         return CudaToken(
             name, own, end, self._clock, noting=lambda: summing.busy.append(sums.interval(self._clock))
         )
+
+    @staticmethod
+    def _sums(stream: Any, take: Callable[[Operation], None], op: Operation) -> Work:
+        """What is done with checksums, on a stream."""
+        with stream:
+            return Work.on(stream, [cuda_calls.in_python(partial(take, op))])
 
     def view(self, operation: Operation, region: Region) -> Array:
         raise AssertionError(f"{operation}: device memory is not host memory here")
@@ -207,16 +216,14 @@ class CudaSession:
         uploading = op.kind is Kind.UPLOAD
         device = self._address((op.writes if uploading else op.reads)[0])
         start, size = host[0].ctypes.data, sum(group.nbytes for group in host)
-        kind = runtime.memcpyHostToDevice if uploading else runtime.memcpyDeviceToHost
         borders = self._pin(start, size, whole=len(host) > 1)
         launches: list[cuda_calls.Launch] = []
         if len(host) > 1:
             row = sum(group.strides[0] for group in host)
             for group in host:
-                place, width = group.ctypes.data, group.strides[0]
-                ends = (device, row, place, width) if uploading else (place, width, device, row)
-                copy = partial(runtime.memcpy2DAsync, *ends, width, len(group), kind, stream.ptr)
-                launches.append(cuda_calls.in_python(copy))
+                place, width = (group.ctypes.data, group.strides[0]), group.strides[0]
+                ends = ((device, row), place) if uploading else (place, (device, row))
+                launches.append(cuda_calls.copy_rows(*ends, width, len(group), stream))
                 device += width
             return launches
         for begin, end in pairwise(borders):  # a copy must not cross a border

@@ -19,6 +19,12 @@ from cupy_backends.cuda.libs import cublas
 
 _INT, _SIZE, _AT = ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p
 _UNSIGNED = ctypes.c_uint
+# Of each end of a copy of rows: where it begins, of what kind of memory, and how far one row is from the next.
+_END = (
+    *(("x", _SIZE), ("y", _SIZE), ("kind", _UNSIGNED)),
+    *(("host", _AT), ("address", _AT), ("array", _AT), ("pitch", _SIZE)),
+)
+_UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED
 
 
 class _Launched(threading.local):
@@ -59,6 +65,11 @@ def wait(stream: Any, event: Any) -> None:
     driver.check_status(_cuda("cuStreamWaitEvent", _AT, _AT, _UNSIGNED)(stream.ptr, event.ptr, 0))
 
 
+def record(event: Any, stream: Any) -> None:
+    """Record an event."""
+    driver.check_status(_cuda("cuEventRecord", _AT, _AT)(event.ptr, stream.ptr))
+
+
 def ended(event: Any) -> bool:
     """Whether all that was recorded before an event has ended, and well."""
     return not _cuda("cuEventQuery", _AT)(event.ptr)
@@ -76,6 +87,32 @@ def milliseconds(start: Any, end: Any) -> float:
 def copy(to: int, source: int, size: int, stream: Any) -> Launch:
     """To copy bytes, of which the host's are locked."""
     made = partial(_cuda("cuMemcpyAsync", _AT, _AT, _SIZE, _AT), to, source, size, stream.ptr)
+    return made, driver.check_status
+
+
+class _Rectangle(ctypes.Structure):
+    """`CUDA_MEMCPY2D`, of addresses that the driver can tell apart: host or device."""
+
+    _fields_ = (
+        *((f"{end}_{name}", kind) for end in ("source", "to") for name, kind in _END),
+        ("width", _SIZE),
+        ("height", _SIZE),
+    )
+
+
+def copy_rows(to: tuple[int, int], source: tuple[int, int], width: int, rows: int, stream: Any) -> Launch:
+    """To copy rows of so many bytes; of both ends the address and how far one row is from the next."""
+    given = _Rectangle(
+        source_kind=_UNIFIED, source_address=source[0], source_pitch=source[1],
+        to_kind=_UNIFIED, to_address=to[0], to_pitch=to[1], width=width, height=rows,
+    )  # fmt: skip
+    made = partial(_cuda("cuMemcpy2DAsync_v2", ctypes.POINTER(_Rectangle), _AT), given, stream.ptr)
+    return made, driver.check_status
+
+
+def zero(address: int, size: int, stream: Any) -> Launch:
+    """To fill device memory with zeros."""
+    made = partial(_cuda("cuMemsetD8Async", _AT, ctypes.c_ubyte, _SIZE, _AT), address, 0, size, stream.ptr)
     return made, driver.check_status
 
 

@@ -156,11 +156,10 @@ class SumsDevice:
         self._kernels.plain("check_sums", entry, macros)(grid, given)
 
     def zero(self, address: int, size: int) -> None:
-        runtime.memsetAsync(address, 0, size, cupy.cuda.get_current_stream().ptr)
+        cuda_calls.make(cuda_calls.zero(address, size, cupy.cuda.get_current_stream()))
 
     def copy(self, to: int, source: int, size: int) -> None:
-        stream = cupy.cuda.get_current_stream().ptr
-        runtime.memcpyAsync(to, source, size, runtime.memcpyDeviceToDevice, stream)
+        cuda_calls.make(cuda_calls.copy(to, source, size, cupy.cuda.get_current_stream()))
 
 
 def describe_device(device: int) -> Device:

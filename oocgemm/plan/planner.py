@@ -27,6 +27,8 @@ EFFORT, LONGEST = 0.004, 0.5
 # Seconds to count the loads of a step, to run an operation on the virtual clock.
 COUNTED, SIMULATED = 20e-6, 15e-6
 FINALISTS = 4
+# Shapes that others are derived from where C leaves late, and seconds that takes for each.
+MOST_LIKE, LIKE = 8, 0.01
 CLOSE = 0.01  # share of the best predicted time that the model cannot tell apart
 
 
@@ -88,23 +90,17 @@ def _planned(
 ) -> Plan:
     if tile is not None:
         _check_alignment(problem, layouts, tile)
-    wanted = io_threads(problem, budgets, machine, layouts)
-    found: list[Candidate] = []
-    for threads in (wanted, 1):  # fewer threads leave more for slots
-        found = found or list(candidates(problem, budgets, machine, layouts, tile, threads))
+    threads = io_threads(problem, budgets, machine, layouts)
+    found = list(candidates(problem, budgets, machine, layouts, tile, threads))
+    if not found:
+        threads = 1  # leaves more for slots
+        found = list(candidates(problem, budgets, machine, layouts, tile, threads))
     if not found:
         raise _budget_error(problem, budgets, machine, layouts, tile)
     scored = [Scored(candidate, predict(problem, candidate, layouts, machine)) for candidate in found]
     scored.sort(key=_rank)
-    for others in (with_more, with_less_last) if tile is None else ():
-        if scored[0].prediction.tail > CLOSE * scored[0].prediction.total:
-            like = scored[0].candidate
-            scored += [
-                Scored(candidate, predict(problem, candidate, layouts, machine))
-                for shape in dict.fromkeys(others(problem, layouts, like.tile))
-                for candidate in candidates(problem, budgets, machine, layouts, shape, like.io_threads)
-            ]
-            scored.sort(key=_rank)
+    if tile is None and scored[0].prediction.tail > CLOSE * scored[0].prediction.total:
+        scored = _with_less_at_end(problem, budgets, machine, layouts, scored, threads)
     limit = (1 + CLOSE) * scored[0].prediction.total
     close = sum(s.prediction.total <= limit for s in scored)
     # The fastest is looked at whatever it takes.
@@ -112,6 +108,31 @@ def _planned(
     scored[:FINALISTS] = [_ramped(problem, machine, layouts, s) for s in scored[:FINALISTS]]
     best = _walked(problem, machine, layouts, scored)
     return Plan(problem, layouts, budgets, machine, best.candidate, tuple(_varied([best, *scored])))
+
+
+def _with_less_at_end(
+    problem: GemmProblem,
+    budgets: Budgets,
+    machine: MachineModel,
+    layouts: Layouts,
+    scored: Sequence[Scored],
+    threads: int,
+) -> list[Scored]:
+    """The same, best first, and what leaves less of C for the end like those that would be best if none were left for it."""
+    found = list(scored)
+    several = max(1, min(MOST_LIKE, int(EFFORT * scored[0].prediction.total / LIKE)))
+    for others in (with_more, with_less_last):
+        found.sort(key=lambda s: s.prediction.total - s.prediction.tail)
+        known = {s.candidate.tile for s in found}
+        like = [s.candidate.tile for s in _varied(found, several)]
+        shapes = dict.fromkeys(shape for tile in like for shape in others(problem, layouts, tile))
+        found += [
+            Scored(candidate, predict(problem, candidate, layouts, machine))
+            for shape in shapes
+            if shape not in known
+            for candidate in candidates(problem, budgets, machine, layouts, shape, threads)
+        ]
+    return sorted(found, key=_rank)
 
 
 def _ramped(problem: GemmProblem, machine: MachineModel, layouts: Layouts, s: Scored) -> Scored:

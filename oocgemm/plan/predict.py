@@ -12,7 +12,7 @@ from oocgemm.plan.placing import Loads
 from oocgemm.plan.problem import GemmProblem
 from oocgemm.plan.slots import Slots
 from oocgemm.plan.tiling import Layout, Span, TileGrid, TileShape, ceil_div, round_up
-from oocgemm.plan.traversal import Traversal, last
+from oocgemm.plan.traversal import Traversal, last, walk
 
 # Two lanes of equal length take longer than one by 2^(1/12), 6%; one four fifths as long adds half a percent. That is about
 # what was seen on an H200, and it makes the planner prefer less traffic among plans that a perfect overlap would make equal.
@@ -20,6 +20,7 @@ CLOSENESS = 12
 # Share of the time of a Write past the page cache that a core has to do with it.
 WRITING = 0.25
 BLOCK = 128  # of C, that cuBLAS's kernels work on at a time
+FEW_TILES = 64  # whose end is looked at one by one
 # The last is the interpreter, in which operations are issued one after another.
 LANES = ("read", "decode", "h2d", "prepare", "compute", "d2h", "encode", "write", "issue")
 
@@ -161,49 +162,53 @@ def predict(
         bubbles = (tiles - 1) * (shown + late / (machine.read if slots.unified else machine.h2d))
     an_element = lanes["compute"] / (problem.m * problem.n)
     bubbles += _bursts(streams, machine, grid.steps, an_element * w * h)
-    tail = _tail(problem, candidate, grid, an_element, drain, write_rate, roomy=roomy)
+    out = lanes["write"] + lanes["encode"]
     if machine.shares_cores:
         # Every copy takes its time from the cores that multiply, that of the first panels too; a disk that is written to
         # does most of it itself.
-        busy = sum(lanes.values()) - (1 - WRITING) * lanes["write"] + bubbles - first
+        busy = pace = sum(lanes.values()) - (1 - WRITING) * lanes["write"] + bubbles - first
     else:
         serial = lanes["read"] + lanes["h2d"] if 1 in (slots.host_a, slots.host_b) else 0.0
-        # What comes before the first multiplication holds up all lanes but those that bring it. Lanes hide behind the
-        # longest one; one nearly as long disturbs it, by jitter and on the memory they share. Bubbles hide where the
-        # kernel waits for a longer lane anyway.
+        # What comes before the first multiplication holds up all lanes but those that bring it.
         bringing = {"read": max(lanes["read"], serial), "decode": lanes["decode"], "h2d": lanes["h2d"]}
         held_up = lanes | {lane: max(0.0, seconds - first) for lane, seconds in bringing.items()}
-        # Preparing beside a multiplication takes as long from that.
-        on_device = lanes["compute"] + lanes["prepare"]
-        held_up |= {"compute": on_device, "prepare": 0.0}
-        longest = max(held_up.values()) or 1.0
-        busy = longest * sum((x / longest) ** CLOSENESS for x in held_up.values()) ** (1 / CLOSENESS)
-        busy += max(0.0, on_device + bubbles - longest)
+        # Beside a multiplication preparing takes as long from that.
+        held_up |= {"compute": lanes["compute"] + lanes["prepare"], "prepare": 0.0}
+        busy = _side_by_side(held_up, bubbles)
+        pace = _side_by_side(held_up | {"write": 0.0, "encode": 0.0}, bubbles)
+    tail = max(0.0, pace + _left(problem, candidate, grid, drain, pace, out) - busy)
     return Prediction(lanes, start_up, bubbles, tail, start_up + busy + tail)
 
 
-def _tail(
-    problem: GemmProblem,
-    candidate: Candidate,
-    grid: TileGrid,
-    an_element: float,
-    drain: int,
-    write_rate: float,
-    *,
-    roomy: bool,
+def _side_by_side(lanes: Mapping[str, float], bubbles: float) -> float:
+    """Seconds that lanes take together. They hide behind the longest one; one nearly as long disturbs it, by jitter and on the
+    memory they share. Bubbles hide where the kernel waits for a longer lane anyway."""
+    longest = max(lanes.values()) or 1.0
+    busy = longest * sum((x / longest) ** CLOSENESS for x in lanes.values()) ** (1 / CLOSENESS)
+    return float(busy + max(0.0, lanes["compute"] + bubbles - longest))
+
+
+def _left(
+    problem: GemmProblem, candidate: Candidate, grid: TileGrid, drain: int, pace: float, out: float
 ) -> float:
-    """Seconds in which C leaves when nothing is left to do: the last tile, and what of the one before has not left by then.
-    Multiplying takes so long for `an_element` of C."""
-    slots, itemsize = candidate.slots, problem.itemsizes["C"]
-    i, j = last(candidate.traversal, *grid.shape)
-    (top, bottom), (left, right) = grid.rows(i), grid.cols(j)
-    elements = (bottom - top) * (right - left)
-    out, its_steps = elements * itemsize / write_rate, elements * an_element
-    tail = max(out - drain * its_steps / grid.steps, out / ceil_div(bottom - top, slots.strip))
-    if grid.shape == (1, 1) or not (roomy or slots.c > 1):
-        return tail
-    w, h, _ = extents(problem, candidate.tile)
-    return tail + max(0.0, w * h * itemsize / write_rate - its_steps)
+    """Seconds for which C is still leaving when all of it has been multiplied, at an even pace. All of it takes `out` seconds to
+    leave."""
+    down, across = grid.shape
+    few = down * across <= FEW_TILES
+    tiles = walk(candidate.traversal, down, across) if few else (last(candidate.traversal, down, across),)
+    shares = [
+        (bottom - top) * (right - left) / (problem.m * problem.n)
+        for (top, bottom), (left, right) in ((grid.rows(i), grid.cols(j)) for i, j in tiles)
+    ]
+    strips = ceil_div(extents(problem, candidate.tile)[0], candidate.slots.strip)
+    done, gone = pace * (1 - sum(shares)), 0.0
+    for share in shares:
+        done += share * pace
+        # It leaves in strips, from its last steps on.
+        gone = max(
+            max(gone, done - share * pace * drain / grid.steps) + share * out, done + share * out / strips
+        )
+    return gone - pace
 
 
 def _operations(
