@@ -108,6 +108,12 @@ class Staging:
         """Show a strip that a Write is to bring to its store, each part by a thread that writes."""
         self._each(operation, columns, self._writers, lambda matrix, rows, cols, part: look(rows, cols, part))
 
+    def groups(self, operation: Operation, columns: Sequence[Array]) -> Iterator[tuple[Span, Span, Array]]:
+        """The groups of columns of a slot, with their rows and columns as the operand is stored."""
+        rows, (left, _) = self._stored(operation)
+        for group in columns:
+            yield rows, (left, left := left + group.shape[1]), group
+
     def behind(self, slot: Slot) -> Array:
         """What lies behind the strip of C in a host slot: the checksums that came down with it."""
         start = self._offsets[slot]
@@ -123,14 +129,11 @@ class Staging:
     ) -> None:
         """Do something with each part of a slot, on the threads of a pool."""
         matrix, reading = self._operands[operation.operand], operation.kind is Kind.READ
-        (top, bottom), (left, _) = self._stored(operation)
-        parts: list[tuple[Span, Span, Array]] = []
-        for group in columns:
-            right = left + group.shape[1]
-            for rows, cols in self._parts(matrix, (top, bottom), (left, right), reading):
-                place = group[rows[0] - top : rows[1] - top, cols[0] - left : cols[1] - left]
-                parts.append((rows, cols, place))
-            left = right
+        parts = [
+            (r, c, group[r[0] - rows[0] : r[1] - rows[0], c[0] - cols[0] : c[1] - cols[0]])
+            for rows, cols, group in self.groups(operation, columns)
+            for r, c in self._parts(matrix, rows, cols, reading)
+        ]
         # To hand over a part takes as long as copying a small one. Scratch is reckoned for the threads of a pool.
         if len(parts) == 1 and not matrix.layout.decode_bytes and not matrix.layout.encode_bytes:
             act(matrix, *parts[0])

@@ -83,9 +83,15 @@ class DeviceSums:
         summing.begin(seed)
 
     def read(self, staging: Staging, operation: Operation, columns: Sequence[Array]) -> None:
-        """Do a Read and take the digest of it."""
+        """Do a Read and take the digest of it: of C, of which every row is taken, by the threads that read it; of a panel in one
+        go, since so few of its rows are taken that to begin would take each of them longer."""
         look = self._digest(operation)
-        staging.transfer(operation, columns, look)
+        if operation.operand == "C":
+            staging.transfer(operation, columns, look)
+        else:
+            staging.transfer(operation, columns)
+            for part in staging.groups(operation, columns):
+                look(*part)
         self._digests[operation.writes[0].slot] = look.value
 
     def submit(self, operation: Operation) -> None:

@@ -162,9 +162,8 @@ class HostSums:
         rows = self._blocks(tile, operation)
         found = self._old(operation)
         found.bare = not self._problem.finishes
-        left = operation.n[0]
-        for group in columns:
-            found.add(operation.m, (left, left := left + group.shape[1]), group)
+        for part in staging.groups(operation, columns):
+            found.add(*part)
         with np.errstate(all="ignore"):
             sums = self._across(tile, operation, found)
         top, bottom = tile.rows[rows.start], tile.rows[rows.stop]
