@@ -5,6 +5,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 from oocgemm.plan.cost import Candidate, Layouts, MachineModel, extents
@@ -21,6 +22,7 @@ CLOSENESS = 12
 WRITING = 0.25
 BLOCK = 128  # of C, that cuBLAS's kernels work on at a time
 FEW_TILES = 64  # whose end is looked at one by one
+_walk = lru_cache(256)(walk)  # candidates of a planner differ in their slots
 # The last is the interpreter, in which operations are issued one after another.
 LANES = ("read", "decode", "h2d", "prepare", "compute", "d2h", "encode", "write", "issue")
 
@@ -195,7 +197,7 @@ def _left(
     leave."""
     down, across = grid.shape
     few = down * across <= FEW_TILES
-    tiles = walk(candidate.traversal, down, across) if few else (last(candidate.traversal, down, across),)
+    tiles = _walk(candidate.traversal, down, across) if few else (last(candidate.traversal, down, across),)
     shares = [
         (bottom - top) * (right - left) / (problem.m * problem.n)
         for (top, bottom), (left, right) in ((grid.rows(i), grid.cols(j)) for i, j in tiles)

@@ -9,7 +9,6 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 from oocgemm.plan.replacement import NEVER
 from oocgemm.plan.tiling import Tile
@@ -36,7 +35,6 @@ class Traversal:
 ROW_BY_ROW = Traversal()
 
 
-@lru_cache(256)
 def walk(traversal: Traversal, tile_rows: int, tile_cols: int) -> tuple[Tile, ...]:
     """All tiles, each next to the one before.
 
