@@ -95,9 +95,8 @@ def _with_slots(
     (down, across), steps = grid.shape, grid.steps
     free, host_free = _free(problem, budgets, machine, layouts, tile, base, io_threads)
     base = _draining(problem, machine, layouts, tile, base, steps, free, size)
-    if not machine.unified and (problem.checked == "device" or not layouts.c.in_memory):
-        rate = machine.write_rate(layouts.c, problem.checked)
-        base = _with_room(problem, machine, tile, base, steps, host_free // 2, size, rate)
+    if not machine.unified and not layouts.c.in_memory:
+        base = _with_room(problem, machine, tile, base, steps, host_free // 2, size)
     free, host_free = _free(problem, budgets, machine, layouts, tile, base, io_threads)
     reads = down * across > 0 and _keeps_on_host(machine, layouts)
     bases = [(base, host_free)]
@@ -142,16 +141,19 @@ def _with_room(
     steps: int,
     free: int,
     size: dict[tuple[str, str], int],
-    rate: float,
 ) -> Slots:
-    """Host slots for a whole tile of C, where they fit, the store, at that rate, is slower than the link, and the next tile takes so
+    """Host slots for a whole tile of C, where they fit, the store is slower than the link, and the next tile takes so
     long that the store can take this one in the meantime: the device then goes on at once."""
-    if rate >= machine.d2h:
+    if machine.write >= machine.d2h:
         return base
     w, h, r = extents(problem, tile)
     seconds = steps * multiply_seconds(problem, machine, problem.step_flops(w, h, r), w, h, r)
     more = ceil_div(w, base.strip) + 1 - base.host_c
-    if more <= 0 or more * size["host", "C"] > free or seconds < w * h * problem.itemsizes["C"] / rate:
+    if (
+        more <= 0
+        or more * size["host", "C"] > free
+        or seconds < w * h * problem.itemsizes["C"] / machine.write
+    ):
         return base
     return replace(base, host_c=base.host_c + more)
 

@@ -15,9 +15,6 @@ from oocgemm.plan.tiling import Layout, ceil_div
 # fewer parts, of more work each.
 STORE_WORKERS = 2
 CODEC_WORKERS = 4
-# Bytes per second of C that are held against checksums of a device, on the dozen threads that then copy them: measured beside a
-# run in memory. A store takes longer anyway.
-CHECKING = 16e9
 # What has a kernel rate: products of a dtype, and how they are computed.
 RATES = {dtype: (dtype, "native") for dtype in OPERANDS} | {
     f"emulated {dtype}": (dtype, "emulated") for dtype in COMPUTES["emulated"]
@@ -83,12 +80,6 @@ class MachineModel:
     casts_panels: bool = False
     calibrated: bool = False
     storage_calibrated: bool = False
-
-    def write_rate(self, layout: Layout, checked: str) -> float:
-        """Bytes per second at which strips of C go to an array of that layout; `checked` as a problem says."""
-        if not layout.in_memory:
-            return self.write
-        return 1 / (1 / self.memory + 1 / CHECKING) if checked == "device" else self.memory
 
     def store_rate(self, layout: Layout, panel: tuple[int, int]) -> float:
         """Bytes per second at which panels of that shape are read from an array of that layout."""

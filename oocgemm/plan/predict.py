@@ -135,7 +135,7 @@ def predict(
     # What leaves strip by strip hides behind the steps that go strip by strip: the last of this tile and, with one
     # accumulator, the first of the next.
     strips = ceil_div(w, slots.strip)
-    write_rate = machine.write_rate(layouts.c, problem.checked)
+    write_rate = machine.memory if layouts.c.in_memory else machine.write
     # It leaves the device as fast as the link goes if the host has room for all of it.
     roomy = not slots.unified and slots.host_c >= strips
     leaving = tile_bytes / (
@@ -306,7 +306,7 @@ def _lanes(
         first += seconds / (down * across)
     strips = down * across * ceil_div(w, slots.strip)
     lanes["encode" if layouts.c.encodes else "write"] = (
-        c_bytes / machine.write_rate(layouts.c, problem.checked) + strips * machine.write_latency
+        c_bytes / (machine.memory if layouts.c.in_memory else machine.write) + strips * machine.write_latency
     )
     if not slots.unified:
         lanes["h2d"] = (loads.a_up + loads.b_up + c_in) / machine.h2d + 2 * steps * machine.copy_latency

@@ -18,7 +18,7 @@ _HANDED_ON = (Kind.READ, Kind.UPLOAD, Kind.DOWNLOAD, Kind.WRITE)
 def _rate(operation: Operation, problem: GemmProblem, layouts: Layouts, machine: MachineModel) -> float:
     """Bytes per second of a Read, what is read beside them counted as time, or of a Write."""
     if operation.kind is Kind.WRITE:
-        return machine.write_rate(layouts.c, problem.checked)
+        return machine.memory if layouts.c.in_memory else machine.write
     (r0, r1), (c0, c1) = operation.block
     m, n, k = problem.m, problem.n, problem.depth
     layout, whole = {"A": (layouts.a, (m, k)), "B": (layouts.b, (k, n)), "C": (layouts.c, (m, n))}[
