@@ -56,9 +56,18 @@ def plain_digest(x: Array, every: int) -> int:
 class ModelDevice:
     """Checksums on the host, of memory that addresses tell."""
 
+    def __init__(self) -> None:
+        self._loaded: set[tuple[str, tuple[str, ...]]] = set()
+
+    def load(self, entry: str, macros: tuple[str, ...]) -> None:
+        self._loaded.add((entry, macros))
+
     def launch(
         self, entry: str, macros: tuple[str, ...], grid: tuple[int, int, int], given: ctypes.Structure
     ) -> None:
+        assert (entry, macros) in self._loaded, (
+            "while a run is under way a kernel is loaded, which waits for all others"
+        )
         stored, axis, wide = (macro.partition("=")[2] for macro in macros)
         dtype = numpy_dtype({c: name for name, c in C_TYPES.items()}[stored])
         with np.errstate(all="ignore"):

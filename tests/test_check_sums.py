@@ -231,6 +231,7 @@ def on_host(device: Device) -> Runs:
         memory = np.empty(case.memory.size + 16, np.uint8)
         memory = memory[-memory.ctypes.data % 16 :][: case.memory.size]
         memory[...] = case.memory
+        device.load(case.entry, case.macros)
         device.launch(case.entry, case.macros, case.grid, given(memory.ctypes.data))
         return memory
 

@@ -3,6 +3,7 @@
 import importlib
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, call, patch
@@ -47,6 +48,10 @@ class CudaError(RuntimeError):
         self.status = status
 
 
+class DriverError(RuntimeError):
+    """What cupy raises for the driver."""
+
+
 class CublasError(RuntimeError):
     """What cupy raises for cuBLAS."""
 
@@ -65,7 +70,7 @@ def device() -> Iterator[SimpleNamespace]:
     runtime.memGetInfo.return_value = FREE, 1 << 37
     runtime.malloc.return_value = ARENA
     cublas = MagicMock(CUBLASError=CublasError)
-    driver = MagicMock(check_status=check_status)
+    driver = MagicMock(check_status=check_status, CUDADriverError=DriverError)
     cupy = MagicMock()
     cupy.cuda.runtime, cupy.cuda.driver = runtime, driver
     stood_in = dict.fromkeys(CUPY, cupy) | {"cupy.cuda": cupy.cuda}
@@ -105,7 +110,7 @@ def test_a_device_without_room_for_the_arena_says_both_numbers(device: SimpleNam
     device.cublas.destroy.assert_called_once()
 
 
-@pytest.mark.parametrize("refuses", ["cublas", "a stream", "an event"])
+@pytest.mark.parametrize("refuses", ["cublas", "a stream", "an event", "a kernel"])
 def test_a_device_without_room_beside_the_arena_gives_it_back(
     device: SimpleNamespace, plan: Plan, refuses: str
 ) -> None:
@@ -113,8 +118,12 @@ def test_a_device_without_room_beside_the_arena_gives_it_back(
         device.cublas.create.side_effect = CublasError("CUBLAS_STATUS_ALLOC_FAILED")
     elif refuses == "a stream":
         device.cupy.cuda.Stream.side_effect = CudaError(NO_MEMORY)
-    else:
+    elif refuses == "an event":
         device.cupy.cuda.Event.side_effect = CudaError(NO_MEMORY)
+    else:  # of those that are loaded before anything runs, lest they wait for what does
+        plan = replace(plan, problem=replace(plan.problem, checked="device"))
+        device.cupy.cuda.nvrtc.getCUBIN.return_value = b"compiled"
+        device.cupy.cuda.function.Module().load.side_effect = DriverError("CUDA_ERROR_OUT_OF_MEMORY")
     with pytest.raises(
         OutOfMemoryError, match=r"what the kernels take beside the buffers .*, 5 MiB are free"
     ):

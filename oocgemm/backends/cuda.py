@@ -14,7 +14,7 @@ from typing import Any
 
 import cupy
 import numpy as np
-from cupy.cuda import runtime
+from cupy.cuda import driver, runtime
 from cupy_backends.cuda.libs import cublas
 
 from oocgemm.backends import cuda_calls, int8, tuning
@@ -76,8 +76,10 @@ class CudaSession:
                 }
                 if self._problem.checked == "device":
                     self.summing = Summing(plan, self._address, SumsDevice(self._multiplier.kernels))
+                if self._problem.finishes:
+                    self._load_finisher()
                 self._clock = Clock(self._device)
-            except (runtime.CUDARuntimeError, cublas.CUBLASError) as error:
+            except (runtime.CUDARuntimeError, driver.CUDADriverError, cublas.CUBLASError) as error:
                 free = runtime.memGetInfo()[0]
                 self.close()
                 raise OutOfMemoryError(
@@ -298,6 +300,15 @@ class CudaSession:
         finished = region is not None and region.slot.operand == "D"
         if region is not None and finished and np.frombuffer(self._flags, np.int32)[region.slot.index]:
             raise too_large(self._problem.c_dtype)
+
+    def _load_finisher(self) -> None:
+        """To load a kernel while others run waits for all that was launched, and all that is to be launched for that."""
+        problem, kernels = self._problem, self._multiplier.kernels
+        dtypes = problem.acc_dtype, problem.c_dtype
+        if problem.exact:
+            int8.finisher(kernels, dtypes)
+        else:
+            kernels.finisher(dtypes)
 
     def _finish(self, op: Operation) -> None:
         problem = self._problem

@@ -80,15 +80,20 @@ def finish(
 ) -> None:
     """result = alpha source + beta result, element by element; `dtypes` are those of source and result. Where result is
     of integers and one of them is more than it holds, or may not be exact, the int32 at `too_large` becomes 1."""
+    alpha, beta = map(ctypes.c_double, scalars)
+    finisher(kernels, dtypes)(
+        (min(4096, -(-elements // 256)), 1, 1),
+        *(_long(elements), _pointer(source), alpha, beta, _pointer(result), _pointer(too_large)),
+    )
+
+
+def finisher(kernels: "Kernels", dtypes: tuple[str, str]) -> Callable[..., None]:
+    """The kernel that finishes strips."""
     macros = [f"-DOOC_{x}={C_TYPES[t]}" for x, t in zip(("ACCUMULATED", "STORED"), dtypes, strict=True)]
     most = {"int32": 2**31 - 1, "int64": LIMIT}.get(dtypes[1])
     if most is not None:
         macros.append(f"-DOOC_MOST={most}.0")
-    alpha, beta = map(ctypes.c_double, scalars)
-    kernels.plain("int8_finish", "int8_finish", tuple(macros))(
-        (min(4096, -(-elements // 256)), 1, 1),
-        *(_long(elements), _pointer(source), alpha, beta, _pointer(result), _pointer(too_large)),
-    )
+    return kernels.plain("int8_finish", "int8_finish", tuple(macros))
 
 
 def _product(handle: int, call: Call) -> None:

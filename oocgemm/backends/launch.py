@@ -84,12 +84,6 @@ class Kernels:
         result: int,
     ) -> None:
         """result = alpha source + beta result, element by element; `dtypes` are those of source and result."""
-        if dtypes not in self._functions:
-            major, minor = self.device.capability
-            macros = [
-                f"-DOOC_{x}={C_TYPES[t]}" for x, t in zip(("ACCUMULATED", "STORED"), dtypes, strict=True)
-            ]
-            self._functions[dtypes] = self._load("finish", "finish", f"sm_{major}{minor}", macros)
         real, pointer = ctypes.c_double, ctypes.c_void_p
         alpha, beta = (complex(scalar) for scalar in scalars)
         values = (
@@ -97,7 +91,17 @@ class Kernels:
             *(real(beta.real), real(beta.imag), pointer(result)),
         )
         grid = min(4096, -(-elements // 256)), 1, 1
-        cuda_calls.launch(self._functions[dtypes].ptr, grid, (256, 1, 1), 0, values)
+        cuda_calls.launch(self.finisher(dtypes).ptr, grid, (256, 1, 1), 0, values)
+
+    def finisher(self, dtypes: tuple[str, str]) -> Any:
+        """The function that finishes strips."""
+        if dtypes not in self._functions:
+            major, minor = self.device.capability
+            macros = [
+                f"-DOOC_{x}={C_TYPES[t]}" for x, t in zip(("ACCUMULATED", "STORED"), dtypes, strict=True)
+            ]
+            self._functions[dtypes] = self._load("finish", "finish", f"sm_{major}{minor}", macros)
+        return self._functions[dtypes]
 
     def plain(self, source: str, entry: str, macros: tuple[str, ...]) -> Callable[..., None]:
         """A kernel that is no rung: called with its grid, if its blocks are of 256 threads, or with how it is launched, and
@@ -149,6 +153,9 @@ class SumsDevice:
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
+
+    def load(self, entry: str, macros: tuple[str, ...]) -> None:
+        self._kernels.plain("check_sums", entry, macros)
 
     def launch(
         self, entry: str, macros: tuple[str, ...], grid: tuple[int, int, int], given: ctypes.Structure

@@ -56,6 +56,9 @@ class Multiplied(ctypes.Structure):
 class Device(Protocol):
     """What launches and copies on the current stream; addresses are integers."""
 
+    def load(self, entry: str, macros: tuple[str, ...]) -> None:
+        """Have a kernel of kernels/check_sums.cu ready to be launched."""
+
     def launch(
         self, entry: str, macros: tuple[str, ...], grid: tuple[int, int, int], given: ctypes.Structure
     ) -> None:
@@ -89,6 +92,11 @@ class Summing:
         self._seed = 0
         self.expected = 0, 0  # digests of the panels that the next Multiply must find
         self.busy: list[tuple[int, int]] = []  # when the device was at it, in nanoseconds
+        # To load a kernel while others run waits for all that was launched, and all that is to be launched for that.
+        for operand in "AB":
+            device.load("check_panel", self._options(problem.a_dtype, self._axis(operand)))
+        device.load("check_product", self._options(problem.a_dtype))
+        device.load("check_strip", self._options(problem.c_dtype))
 
     def begin(self, seed: int) -> None:
         """Take signs drawn with that seed from now on."""
@@ -128,9 +136,11 @@ class Summing:
                 setattr(given, f"{name}_norms", start + of.norms + block * given.chunks * 8)
                 setattr(given, f"{name}_head", start)
                 setattr(given, f"{name}_flags", start + of.flags + row)
-        options = check_options(problem.a_dtype, problem.acc_dtype, 0)
         self._device.launch(
-            "check_product", options, (ceil_div(given.across, 16), ceil_div(given.down, 16), 1), given
+            "check_product",
+            self._options(problem.a_dtype),
+            (ceil_div(given.across, 16), ceil_div(given.down, 16), 1),
+            given,
         )
 
     def finished(self, op: Operation) -> None:
@@ -162,13 +172,21 @@ class Summing:
         number = (rows[0] - self._rows(tile[0])[0]) // self._strip if slot.operand == "C" else 0
         return self._behind(slot) + number * self.room.end
 
+    def _options(self, dtype: str, axis: int = 0) -> tuple[str, ...]:
+        return check_options(dtype, self._problem.acc_dtype, axis)
+
+    def _axis(self, operand: str) -> int:
+        """Whether the rows of op(A), or columns of op(B), are columns of the stored panel."""
+        trans = self._problem.trans_a if operand == "A" else self._problem.trans_b
+        return int((operand == "A") == trans.swaps)
+
     def _sum_panel(self, op: Operation, region: Region) -> None:
         problem, on_a = self._problem, op.operand == "A"
         trans, span = (problem.trans_a, op.m) if on_a else (problem.trans_b, op.n)
         extent, depth = span[1] - span[0], op.k[1] - op.k[0]
         rows = Cut.of(extent, self._strip if on_a else extent)
         start, room = self._behind(region.slot), PanelRoom.of(problem, extent, depth, rows.strip)
-        axis = int(on_a == trans.swaps)
+        axis = self._axis(op.operand)
         self._device.zero(start, HEAD + extent)
         given = Summed(
             x=self._address(region), head=start, flags=start + room.flags, norms=start + room.norms,
@@ -176,7 +194,7 @@ class Summing:
             first_row=span[0], row_signs=sign_stream(self._seed, int(not on_a)),
             conjugates=trans is Op.C,
         )  # fmt: skip
-        options = check_options(problem.a_dtype, problem.acc_dtype, axis)
+        options = self._options(problem.a_dtype, axis)
         self._device.launch("check_panel", options, (ceil_div(depth, SIDE), rows.blocks, 1), given)
 
     def _sum_strip(self, op: Operation, region: Region, part: Part) -> None:
@@ -191,7 +209,7 @@ class Summing:
             pitch=width, sums_pitch=self.room.across, first_row=op.m[0], first_col=op.n[0],
             row_signs=sign_stream(self._seed, 0), col_signs=sign_stream(self._seed, 1),
         )  # fmt: skip
-        options = check_options(problem.c_dtype, problem.acc_dtype, 0)
+        options = self._options(problem.c_dtype)
         self._device.launch("check_strip", options, (cols.blocks, rows.blocks, 1), given)
 
 
