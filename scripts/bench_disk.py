@@ -223,6 +223,8 @@ def beyond_case(
     linked_zarr(b, (k, size), 2048, distinct, 2, dtype=dtype)
     budgets = "--device-memory", memory[0], "--host-memory", memory[1]
     core, runs = [], []
+    # Not counted: the machine may have to find memory and blocks of its disk, and kernels are compiled once.
+    run(a, b, c, *budgets, "--compute", compute, *options)
     for repeat in range(repeats):
         core.append(in_core_seconds(size, size, size // 2, 32, dtype))
         print(f"in-core, the same flops: {core[-1]:.3f} s", flush=True)
@@ -232,7 +234,7 @@ def beyond_case(
     error = max(block_error(a, b, c, 2048, at) for at in ((0, 0), (last, last), (last // 2, 1)))
     ratios = [r["report"]["wall"] / x for r, x in zip(runs, core, strict=True)]
     what = f"{size} x {k} x {size} {dtype}, {compute}, device memory {memory[0]}, host memory {memory[1]}"
-    what += f"; chunk files hard-linked to {distinct}"
+    what += f"; chunk files hard-linked to {distinct}; after a run that is not counted"
     return summary(runs, what, in_core_seconds=core, over_in_core=ratios, worst_error_over_bound=error)
 
 

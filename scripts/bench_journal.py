@@ -123,9 +123,8 @@ def main(
         }
         found = {
             "what": f"{m} x {n} x {k} {dtype}, beta = {beta:g}, zarr to zarr, device memory {device_memory}, host memory "
-            f"{host_memory}",
+            f"{host_memory}" + (f"; chunk files hard-linked to {linked}" if linked else ""),
             "chunk": chunk,
-            "chunk files hard-linked to": linked,
             "machine": header["machine"] | header["backend"],
             "versions": header["versions"],
             "samples_seconds": taken,
