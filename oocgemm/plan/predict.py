@@ -3,17 +3,17 @@
 `oocgemm.plan.simulate` walks the real schedule of the few best.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 
+from oocgemm.plan.by_tile import Share, gone, seconds_each, shares
 from oocgemm.plan.cost import Candidate, Layouts, MachineModel, extents
 from oocgemm.plan.placing import Loads
 from oocgemm.plan.problem import GemmProblem
 from oocgemm.plan.slots import Slots
 from oocgemm.plan.tiling import Layout, Span, TileGrid, TileShape, ceil_div, round_up
-from oocgemm.plan.traversal import Traversal, last, walk
+from oocgemm.plan.traversal import Traversal
 
 # Two lanes of equal length take longer than one by 2^(1/12), 6%; one four fifths as long adds half a percent. That is about
 # what was seen on an H200, and it makes the planner prefer less traffic among plans that a perfect overlap would make equal.
@@ -21,10 +21,9 @@ CLOSENESS = 12
 # Share of the time of a Write past the page cache that a core has to do with it.
 WRITING = 0.25
 BLOCK = 128  # of C, that cuBLAS's kernels work on at a time
-FEW_TILES = 64  # whose end is looked at one by one
-_walk = lru_cache(256)(walk)  # candidates of a planner differ in their slots
 # The last is the interpreter, in which operations are issued one after another.
 LANES = ("read", "decode", "h2d", "prepare", "compute", "d2h", "encode", "write", "issue")
+LOADING = ("read", "decode", "h2d")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +125,12 @@ def predict(
     lanes, first = _lanes(problem, candidate, layouts, machine, grid, loads, streams)
     panel_a, panel_b = (s.panel for s in streams)
     w, h, _ = extents(problem, tile)
-    sizes = problem.itemsizes
-    tile_bytes = w * h * sizes["C"]
-    held = slots.host_a * panel_a + slots.host_b * panel_b + slots.host_c * slots.strip * h * sizes["C"]
+    tile_bytes = w * h * problem.itemsizes["C"]
+    held = (
+        slots.host_a * panel_a + slots.host_b * panel_b + slots.host_c * tile_bytes * slots.strip // max(1, w)
+    )
     if slots.unified:
-        held += slots.c * w * h * sizes["acc"]
+        held += slots.c * w * h * problem.itemsizes["acc"]
     start_up = held * machine.arena_seconds_per_byte + first
     # What leaves strip by strip hides behind the steps that go strip by strip: the last of this tile and, with one
     # accumulator, the first of the next.
@@ -155,31 +155,57 @@ def predict(
     if slots.unified:  # strips are narrower than the tile; those of a GPU are cut so that they fill it
         wider = (1 + machine.half_width / slots.strip) / (1 + machine.half_width / w)
         lanes["compute"] += by_strips * step * (wider - 1)
-    bubbles = 0.0
+    parts, bubbles = shares(problem, grid, candidate.traversal, loads), 0.0
     if slots.c == 1 and tiles > 1:
         shown = max(leaving - 2 * between * step, leaving / strips)
         # Panels that find no free slot before the tile has ended come late.
         changing, panel = (slots.b, panel_b) if candidate.traversal.axis == 0 else (slots.a, panel_a)
-        late = max(0, 2 * between - changing) * panel
-        bubbles = (tiles - 1) * (shown + late / (machine.read if slots.unified else machine.h2d))
+        coming = max(0, 2 * between - changing) * panel
+        others = (1 - parts[-1].made) * problem.m * problem.n / (w * h)
+        bubbles = others * (shown + coming / (machine.read if slots.unified else machine.h2d))
     an_element = lanes["compute"] / (problem.m * problem.n)
-    bubbles += _bursts(streams, machine, grid.steps, an_element * w * h)
-    out = lanes["write"] + lanes["encode"]
+    bubbles += _bursts(streams, machine, grid.steps, an_element * w * h, alone=len(parts) < tiles)
+    out = lanes["write"] + lanes["encode"], drain / grid.steps, strips
+    busy, tail = _together(slots, machine, grid.steps, lanes, first, bubbles, parts, out)
+    return Prediction(lanes, start_up, bubbles, tail, start_up + busy + tail)
+
+
+def _together(
+    slots: Slots,
+    machine: MachineModel,
+    steps: int,
+    lanes: Mapping[str, float],
+    first: float,
+    bubbles: float,
+    parts: Sequence[Share],
+    out: tuple[float, float, int],
+) -> tuple[float, float]:
+    """Seconds that lanes take together, and those in which C leaves after that: what `gone` is told of that in `out`."""
     if machine.shares_cores:
         # Every copy takes its time from the cores that multiply, that of the first panels too; a disk that is written to
         # does most of it itself.
-        busy = pace = sum(lanes.values()) - (1 - WRITING) * lanes["write"] + bubbles - first
-    else:
-        serial = lanes["read"] + lanes["h2d"] if 1 in (slots.host_a, slots.host_b) else 0.0
-        # What comes before the first multiplication holds up all lanes but those that bring it.
-        bringing = {"read": max(lanes["read"], serial), "decode": lanes["decode"], "h2d": lanes["h2d"]}
-        held_up = lanes | {lane: max(0.0, seconds - first) for lane, seconds in bringing.items()}
-        # Beside a multiplication preparing takes as long from that.
-        held_up |= {"compute": lanes["compute"] + lanes["prepare"], "prepare": 0.0}
-        busy = _side_by_side(held_up, bubbles)
-        pace = _side_by_side(held_up | {"write": 0.0, "encode": 0.0}, bubbles)
-    tail = max(0.0, pace + _left(problem, candidate, grid, drain, pace, out) - busy)
-    return Prediction(lanes, start_up, bubbles, tail, start_up + busy + tail)
+        busy = sum(lanes.values()) - (1 - WRITING) * lanes["write"] + bubbles - first
+        tail = gone(parts, seconds_each(parts, busy, 0.0, ahead=False), busy, *out) - busy
+        return busy, tail
+    held_up = _held_up(lanes, first, one_by_one=1 in (slots.host_a, slots.host_b))
+    loading = max(held_up[lane] for lane in LOADING)
+    each = seconds_each(parts, held_up["compute"], loading, ahead=max(slots.a, slots.b) >= steps)
+    # Tiles wait for their own panels, though lanes are long enough on the whole.
+    uneven = max(0.0, sum(each) - max(held_up["compute"], loading))
+    but_out = held_up | {"write": 0.0, "encode": 0.0}
+    pace = _side_by_side(but_out, bubbles) + uneven
+    busy = max(pace, _side_by_side(held_up, bubbles))
+    # C leaves in the bubbles, too: all of it, if that takes longest, and in any case the last tile after its end.
+    smooth = _side_by_side(but_out, 0.0) + uneven
+    return busy, max(gone(parts, each, smooth, *out), gone(parts[-1:], each[-1:], pace, *out), busy) - busy
+
+
+def _held_up(lanes: Mapping[str, float], first: float, *, one_by_one: bool) -> dict[str, float]:
+    """Seconds for which lanes are busy beside others. What comes before the first multiplication holds up all but those
+    that bring it, and with one slot on the host these take turns; beside a multiplication preparing takes as long from that."""
+    turns = lanes["read"] + lanes["h2d"] if one_by_one else lanes["read"]
+    bringing = {lane: max(0.0, (turns if lane == "read" else lanes[lane]) - first) for lane in LOADING}
+    return {**lanes, **bringing, "compute": lanes["compute"] + lanes["prepare"], "prepare": 0.0}
 
 
 def _side_by_side(lanes: Mapping[str, float], bubbles: float) -> float:
@@ -188,29 +214,6 @@ def _side_by_side(lanes: Mapping[str, float], bubbles: float) -> float:
     longest = max(lanes.values()) or 1.0
     busy = longest * sum((x / longest) ** CLOSENESS for x in lanes.values()) ** (1 / CLOSENESS)
     return float(busy + max(0.0, lanes["compute"] + bubbles - longest))
-
-
-def _left(
-    problem: GemmProblem, candidate: Candidate, grid: TileGrid, drain: int, pace: float, out: float
-) -> float:
-    """Seconds for which C is still leaving when all of it has been multiplied, at an even pace. All of it takes `out` seconds to
-    leave."""
-    down, across = grid.shape
-    few = down * across <= FEW_TILES
-    tiles = _walk(candidate.traversal, down, across) if few else (last(candidate.traversal, down, across),)
-    shares = [
-        (bottom - top) * (right - left) / (problem.m * problem.n)
-        for (top, bottom), (left, right) in ((grid.rows(i), grid.cols(j)) for i, j in tiles)
-    ]
-    strips = ceil_div(extents(problem, candidate.tile)[0], candidate.slots.strip)
-    done, gone = pace * (1 - sum(shares)), 0.0
-    for share in shares:
-        done += share * pace
-        # It leaves in strips, from its last steps on.
-        gone = max(
-            max(gone, done - share * pace * drain / grid.steps) + share * out, done + share * out / strips
-        )
-    return gone - pace
 
 
 def _operations(
@@ -256,10 +259,11 @@ def _streams(
 
 
 def _bursts(
-    streams: tuple[_Stream, _Stream], machine: MachineModel, steps: int, tile_seconds: float
+    streams: tuple[_Stream, _Stream], machine: MachineModel, steps: int, tile_seconds: float, *, alone: bool
 ) -> float:
     """Seconds by which loads come too late although lanes are long enough on the whole: the first tile loads all its
-    panels while it runs, and so does a later one whose kept panels change; these can begin a tile ahead."""
+    panels while it runs, which counts `alone` where tiles are not reckoned one by one, and so does a later one whose kept panels
+    change; these can begin a tile ahead."""
     if machine.shares_cores:
         return 0.0
     first = again = 0.0
@@ -268,7 +272,7 @@ def _bursts(
         first += seconds
         if s.strip and s.slots >= steps > 1:
             again += max(0.0, seconds - 2 * tile_seconds) * (s.read / s.strip - 1)
-    return max(0.0, first - tile_seconds) + again
+    return max(0.0, first - tile_seconds) * alone + again
 
 
 def _lanes(
