@@ -118,13 +118,14 @@ def _with_less_at_end(
     scored: Sequence[Scored],
     threads: int,
 ) -> list[Scored]:
-    """The same, best first, and what leaves less of C for the end like those that would be best if none were left for it."""
+    """The same, best first, and what leaves less of C for the end like the best and like those that would be best if none were
+    left for it."""
     found = list(scored)
     several = max(1, min(MOST_LIKE, int(EFFORT * scored[0].prediction.total / LIKE)))
     for others in (with_more, with_less_last):
         found.sort(key=lambda s: s.prediction.total - s.prediction.tail)
         known = {s.candidate.tile for s in found}
-        like = [s.candidate.tile for s in _varied(found, several)]
+        like = [s.candidate.tile for s in (min(found, key=_rank), *_varied(found, several))]
         shapes = dict.fromkeys(shape for tile in like for shape in others(problem, layouts, tile))
         found += [
             Scored(candidate, predict(problem, candidate, layouts, machine))
