@@ -74,11 +74,9 @@ class Staging:
         height, width = stored_shape(operation, problem)
         start = self._offsets[slot]
         held = self.arena[start : start + height * width * dtype.itemsize].view(dtype)
-        return [
-            held[height * c0 : height * c1].reshape(height, c1 - c0) for c0, c1 in self._groups(operation)
-        ]
+        return [held[height * c0 : height * c1].reshape(height, c1 - c0) for c0, c1 in self._cuts(operation)]
 
-    def _groups(self, operation: Operation) -> list[Span]:
+    def _cuts(self, operation: Operation) -> list[Span]:
         """Columns of an operation's block as the operand is stored, counted from its first, in groups."""
         _, (first, last) = self._stored(operation)
         problem, layouts = self._plan.problem, self._plan.layouts

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from oocgemm.plan.placing import Loads
 from oocgemm.plan.problem import GemmProblem
-from oocgemm.plan.tiling import Span, Tile, TileGrid
+from oocgemm.plan.tiling import Span, TileGrid
 from oocgemm.plan.traversal import Traversal, last, walk
 
 FEW_TILES = 16
@@ -33,7 +33,7 @@ def shares(problem: GemmProblem, grid: TileGrid, traversal: Traversal, loads: Lo
         made = _length(grid.rows(i)) * _length(grid.cols(j)) / (problem.m * problem.n)
         return [Share(made, made)]
     tiles = _walk(traversal, down, across)
-    heights, widths = ([_length(span) for span in spans] for spans in _spans(grid, tiles))
+    heights, widths = [_length(grid.rows(i)) for i, _ in tiles], [_length(grid.cols(j)) for _, j in tiles]
     a = _loaded(
         [i for i, _ in tiles], heights, loads.a_read, problem.m * problem.depth * problem.itemsizes["A"]
     )
@@ -71,10 +71,6 @@ def gone(
         leaving = part.made * out
         left = max(max(left, done - at_once * seconds) + leaving, done + leaving / strips)
     return left
-
-
-def _spans(grid: TileGrid, tiles: Sequence[Tile]) -> tuple[list[Span], list[Span]]:
-    return [grid.rows(i) for i, _ in tiles], [grid.cols(j) for _, j in tiles]
 
 
 def _loaded(lines: Sequence[int], extents: Sequence[int], loaded: float, once: float) -> list[float]:

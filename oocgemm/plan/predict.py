@@ -126,9 +126,7 @@ def predict(
     panel_a, panel_b = (s.panel for s in streams)
     w, h, _ = extents(problem, tile)
     tile_bytes = w * h * problem.itemsizes["C"]
-    held = (
-        slots.host_a * panel_a + slots.host_b * panel_b + slots.host_c * tile_bytes * slots.strip // max(1, w)
-    )
+    held = slots.host_a * panel_a + slots.host_b * panel_b + slots.host_c * tile_bytes * slots.strip // w
     if slots.unified:
         held += slots.c * w * h * problem.itemsizes["acc"]
     start_up = held * machine.arena_seconds_per_byte + first

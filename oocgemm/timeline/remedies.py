@@ -166,7 +166,9 @@ def _modelled(plan: Plan) -> Mapping[str, float]:
 def remedy(timeline: Timeline, figures: Report, diagnosis: Diagnosis, fitted: Fitted | None) -> Remedy:
     """The change that gains most by the fitted model; of those that gain nearly as much the one of least effort."""
     if fitted is None:
-        why = "this log does not hold the plan in full" if figures.compute else "there are no rates to go by"
+        why = "there are no rates to go by"
+        if figures.compute:
+            why = "this log does not hold the plan in full, or is of a version that reckons otherwise"
         if timeline.unfinished:
             why = "this log does not hold the run in full"
         return Remedy(_advice(diagnosis.bound, timeline), why)
