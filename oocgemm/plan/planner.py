@@ -4,9 +4,10 @@ The model is not exact to a percent. Among plans that it finds as near to one an
 would take least if nothing overlapped: with fewer bytes and operations, and less left to be hidden, less can go wrong.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import islice
 from math import lcm
 
 from oocgemm.errors import BudgetError, InputError
@@ -27,8 +28,7 @@ EFFORT, LONGEST = 0.004, 0.5
 # Seconds to count the loads of a step, to run an operation on the virtual clock.
 COUNTED, SIMULATED = 20e-6, 15e-6
 FINALISTS = 4
-# Shapes that others are derived from where C leaves late, and seconds that takes for each.
-MOST_LIKE, LIKE = 8, 0.01
+LIKE = 3  # shapes that others are derived from where C leaves late
 CLOSE = 0.01  # share of the best predicted time that the model cannot tell apart
 
 
@@ -97,8 +97,7 @@ def _planned(
         found = list(candidates(problem, budgets, machine, layouts, tile, threads))
     if not found:
         raise _budget_error(problem, budgets, machine, layouts, tile)
-    scored = [Scored(candidate, predict(problem, candidate, layouts, machine)) for candidate in found]
-    scored.sort(key=_rank)
+    scored = sorted(_scored(problem, layouts, machine, found), key=_rank)
     if tile is None and scored[0].prediction.tail > CLOSE * scored[0].prediction.total:
         scored = _with_less_at_end(problem, budgets, machine, layouts, scored, threads)
     limit = (1 + CLOSE) * scored[0].prediction.total
@@ -119,21 +118,34 @@ def _with_less_at_end(
     threads: int,
 ) -> list[Scored]:
     """The same, best first, and what leaves less of C for the end like the best and like those that would be best if none were
-    left for it."""
+    left for it: of each number of tiles down and across one, the best few."""
     found = list(scored)
-    several = max(1, min(MOST_LIKE, int(EFFORT * scored[0].prediction.total / LIKE)))
     for others in (with_more, with_less_last):
-        found.sort(key=lambda s: s.prediction.total - s.prediction.tail)
+        best: dict[tuple[int, int], Scored] = {}
+        for s in sorted(found, key=lambda s: s.prediction.total - s.prediction.tail):
+            best.setdefault(TileGrid.of(problem, s.candidate.tile).shape, s)
+        like = [min(found, key=_rank), *islice(best.values(), LIKE)]
         known = {s.candidate.tile for s in found}
-        like = [s.candidate.tile for s in (min(found, key=_rank), *_varied(found, several))]
-        shapes = dict.fromkeys(shape for tile in like for shape in others(problem, layouts, tile))
-        found += [
-            Scored(candidate, predict(problem, candidate, layouts, machine))
-            for shape in shapes
-            if shape not in known
-            for candidate in candidates(problem, budgets, machine, layouts, shape, threads)
-        ]
+        shapes = dict.fromkeys(shape for s in like for shape in others(problem, layouts, s.candidate.tile))
+        found += _scored(
+            problem,
+            layouts,
+            machine,
+            (
+                candidate
+                for shape in shapes
+                if shape not in known
+                for candidate in candidates(problem, budgets, machine, layouts, shape, threads)
+            ),
+        )
     return sorted(found, key=_rank)
+
+
+def _scored(
+    problem: GemmProblem, layouts: Layouts, machine: MachineModel, found: Iterable[Candidate]
+) -> Iterator[Scored]:
+    """Candidates in closed form, each once."""
+    return (Scored(one, predict(problem, one, layouts, machine)) for one in dict.fromkeys(found))
 
 
 def _ramped(problem: GemmProblem, machine: MachineModel, layouts: Layouts, s: Scored) -> Scored:

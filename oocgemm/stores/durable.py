@@ -69,7 +69,7 @@ def sync_path(path: Path) -> None:
         os.close(descriptor)
 
 
-def stamp(paths: Iterable[Path]) -> str:
+def stamp(paths: Iterable[str | Path]) -> str:
     """Digest of the sizes and times of change of files, which need not be there."""
     digest = hashlib.sha256()
     for path in paths:

@@ -150,8 +150,8 @@ class ZarrMatrix:
         grid = (
             -(-extent // chunk) for extent, chunk in zip(self.shape, self.layout.write_chunk, strict=True)
         )
-        key = self.array.metadata.encode_chunk_key
-        return stamp(self.folder / key(number) for number in spread(*grid))
+        folder, key = str(self.folder), self.array.metadata.encode_chunk_key
+        return stamp(f"{folder}/{key(number)}" for number in spread(*grid))
 
     def fingerprint(self) -> dict[str, object]:
         said = dict(self.array.metadata.to_dict())
