@@ -180,7 +180,8 @@ def remedy(timeline: Timeline, figures: Report, diagnosis: Diagnosis, fitted: Fi
     best = min((ratio for _, ratio in tried), default=1.0)
     if 1 - best < WORTH:
         return Remedy(
-            _advice(diagnosis.bound, timeline), "no other budget, tile or storage is predicted to gain"
+            _advice(diagnosis.bound, timeline),
+            "no other budget, tile or shape of chunks is predicted to gain",
         )
     change, ratio = next(t for t in tried if 1 - t[1] >= NEARLY * (1 - best))
     moved = {link: traffic["bytes"] or 0 for link, traffic in figures.traffic.items()}
