@@ -12,7 +12,7 @@
 //
 //   sum over rows r and words j of  weight(0, r) weight(1, j) word(r, j)
 //
-// of the stored matrix, of a panel over every 32nd row, of a strip over all; a row in words of 4 bytes, the first byte the highest (the last is filled up with zeros): signs and
+// of the stored matrix, of a panel over every 64th row, of a strip over all; a row in words of 4 bytes, the first byte the highest (the last is filled up with zeros): signs and
 // exponents, which may be all that differs, are then at the low end, where a product keeps them. Weights are odd.
 //
 // Sums are double precision and always in the same order. Squares are kept as large, middle and small ones (Blue, 1978), so
@@ -24,7 +24,7 @@
 #include "scalar.cuh"
 
 using word = unsigned long long;
-constexpr int SIDE = 128, DIGESTED = 32, THREADS = 256, ACROSS = 32, LANES = THREADS / ACROSS;
+constexpr int SIDE = 128, DIGESTED = 64, THREADS = 256, ACROSS = 32, LANES = THREADS / ACROSS;
 
 template <typename T> struct parts_of { static constexpr int count = 1; using real = T; };
 template <typename Real> struct parts_of<complex_t<Real>> { static constexpr int count = 2; using real = Real; };

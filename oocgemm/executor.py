@@ -28,7 +28,7 @@ from oocgemm.checks import Checks
 from oocgemm.errors import ExecutionError
 from oocgemm.plan import Kind, Operation, Plan, Tier
 from oocgemm.plan.hazards import HazardTracker
-from oocgemm.plan.machine import CODEC_WORKERS, STORE_WORKERS
+from oocgemm.plan.machine import CODEC_WORKERS, DIGESTING_WORKERS, STORE_WORKERS
 from oocgemm.plan.tiling import Tile
 from oocgemm.staging import Staging
 from oocgemm.threads import start
@@ -213,7 +213,8 @@ class Run:
         if stream in self._streams:
             return self._streams[stream][0]
         on_store = operation.kind in _ON_STORE
-        side_by_side = CODEC_WORKERS if operation.coded else STORE_WORKERS
+        side_by_side = DIGESTING_WORKERS if self._plan.problem.checked == "device" else STORE_WORKERS
+        side_by_side = CODEC_WORKERS if operation.coded else side_by_side
         workers = side_by_side if on_store and self._plan.candidate.io_threads > 1 else 1
         return self._started(stream, workers, partial(self._work, stream, on_store))
 

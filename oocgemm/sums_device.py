@@ -1,6 +1,6 @@
 """Checksums that a device takes, and the digests by which the host knows that it took them of what was read.
 
-The host only takes the digest of a panel that it has read (kernels/check_sums.cu has the formula): a sum of the words of every 32nd
+The host only takes the digest of a panel that it has read (kernels/check_sums.cu has the formula): a sum of the words of every 64th
 row, weighted by where they are, of integers modulo 2^32 and so exact in any order; of a strip of C, of every row. The device takes it again of what has
 arrived in the slot, with its checksums; each Multiply finds the two alike, or all that it writes is damaged. So a panel that
 is another's, is still that which was there before, or lies elsewhere does not go unnoticed. Of every row of every panel it would take

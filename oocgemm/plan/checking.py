@@ -27,7 +27,7 @@ WIDENED = 1 << 18
 PART = 16
 HEAD = 16
 # Rows of a stored panel from one that a digest takes to the next, as in kernels/check_sums.cu.
-DIGESTED = 32
+DIGESTED = 64
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,10 @@ from typing import Any
 from oocgemm.plan.problem import COMPUTES, OPERANDS
 from oocgemm.plan.tiling import Layout, ceil_div
 
-# Panels that are read at a time: two keep the threads busy from the end of one into the next; those of compressed chunks have
-# fewer parts, of more work each.
+# Panels that are read at a time: two keep the threads busy from the end of one into the next, a third while digests of what has
+# been read are taken; those of compressed chunks have fewer parts, of more work each.
 STORE_WORKERS = 2
+DIGESTING_WORKERS = 3
 CODEC_WORKERS = 4
 # What has a kernel rate: products of a dtype, and how they are computed.
 RATES = {dtype: (dtype, "native") for dtype in OPERANDS} | {
