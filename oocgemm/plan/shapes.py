@@ -23,7 +23,7 @@ from oocgemm.plan.tiling import TileShape, ceil_div, cover_ratio, round_up
 
 DEPTHS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192)
 DEEPER = (16384, 32768)  # panels of bytes
-BEST_DEPTHS = 2
+BEST_DEPTHS = 4
 BINS = 3
 EVERY = 32  # count of tiles is tried
 LEFT = tuple(eighths / 8 for eighths in range(7, 1, -1))  # of the last tile's extent
