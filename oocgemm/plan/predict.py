@@ -20,6 +20,8 @@ from oocgemm.plan.traversal import Traversal
 CLOSENESS = 12
 # Share of the time of a Write past the page cache that a core has to do with it.
 WRITING = 0.25
+# Seconds that taking the digest of a panel adds to reading it, for each byte.
+DIGESTING = 2.5e-12
 BLOCK = 128  # of C, that cuBLAS's kernels work on at a time
 # The last is the interpreter, in which operations are issued one after another.
 LANES = ("read", "decode", "h2d", "prepare", "compute", "d2h", "encode", "write", "issue")
@@ -89,6 +91,15 @@ def _bridged(slots: int, panels: int) -> float:
     """Share of that many panels, used in turn there and back, that are still there when their turn comes again: each
     turn begins with the slots full of what comes first."""
     return min(1.0, slots / panels)
+
+
+def panel_rate(
+    problem: GemmProblem, machine: MachineModel, layout: Layout, whole: Span, panel: Span
+) -> float:
+    """Bytes per second of what is read of an operand of that shape in such panels, what is read beside them, and taking their
+    digests, counted as time."""
+    digest = DIGESTING if problem.checked == "device" else 0.0
+    return 1 / (layout.cover(whole, panel) / machine.store_rate(layout, panel) + digest)
 
 
 def multiply_seconds(
@@ -245,7 +256,7 @@ def _streams(
     def stream(
         layout: Layout, whole: Span, panel: Span, strip: Span, size: int, read: float, held: int
     ) -> _Stream:
-        rate = machine.store_rate(layout, panel) / layout.cover(whole, panel)
+        rate = panel_rate(problem, machine, layout, whole, panel)
         lane = "decode" if layout.decode_bytes else "read"
         return _Stream(lane, rate, read, prod(panel) * size, prod(strip) * size, held)
 

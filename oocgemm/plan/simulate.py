@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from oocgemm.plan.cost import Layouts, MachineModel
 from oocgemm.plan.hazards import HazardTracker
-from oocgemm.plan.predict import multiply_seconds
+from oocgemm.plan.predict import multiply_seconds, panel_rate
 from oocgemm.plan.problem import GemmProblem
 from oocgemm.plan.schedule import Kind, Operation
 
@@ -16,7 +16,7 @@ _HANDED_ON = (Kind.READ, Kind.UPLOAD, Kind.DOWNLOAD, Kind.WRITE)
 
 
 def _rate(operation: Operation, problem: GemmProblem, layouts: Layouts, machine: MachineModel) -> float:
-    """Bytes per second of a Read, what is read beside them counted as time, or of a Write."""
+    """Bytes per second of a Read or of a Write."""
     if operation.kind is Kind.WRITE:
         return machine.memory if layouts.c.in_memory else machine.write
     (r0, r1), (c0, c1) = operation.block
@@ -25,7 +25,7 @@ def _rate(operation: Operation, problem: GemmProblem, layouts: Layouts, machine:
         operation.operand
     ]
     panel = r1 - r0, c1 - c0
-    return machine.store_rate(layout, panel) / layout.cover(whole, panel)
+    return panel_rate(problem, machine, layout, whole, panel)
 
 
 def duration(
