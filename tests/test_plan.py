@@ -36,7 +36,7 @@ from oocgemm.plan.candidates import CHUNK_BYTES
 from oocgemm.plan.cost import least_bytes
 from oocgemm.plan.hazards import verify
 from oocgemm.plan.placing import Loads
-from oocgemm.plan.predict import predict
+from oocgemm.plan.predict import DIGESTING, predict
 from oocgemm.plan.replacement import SlotCache
 from oocgemm.plan.simulate import simulate
 from oocgemm.plan.traversal import walk
@@ -303,6 +303,27 @@ def test_the_last_tile_is_thinner_where_c_leaves_slowly() -> None:
     assert plan.prediction.total < alike.prediction.total
     quick = make_plan(p, budgets, replace(machine, write=1e12), STORED)
     assert quick.grid.rows(0)[1] * quick.grid.shape[0] == p.m
+
+
+def test_the_last_tile_is_thinner_though_others_would_be_best_if_none_of_c_were_left() -> None:
+    """Were nothing left for the end, one tile would be best here, and after it two halves at any of several depths."""
+    p = replace(problem(32_768, 32_768, 524_288), compute="emulated")
+    plan = make_plan(p, Budgets(120 * GIB, 32 * GIB), default_model("cuda", 16), STORED)
+    i, j = plan.schedule().tiles[-1]
+    ends = [rows[1] - rows[0] for rows in (plan.grid.rows(i), plan.grid.cols(j))]
+    assert plan.grid.shape in ((1, 2), (2, 1))
+    assert ends[0] * ends[1] < 0.6 * plan.tile.w * plan.tile.h
+
+
+def test_taking_digests_counts_as_time_of_reading() -> None:
+    p, budgets = problem(24_576, 24_576, 393_216), Budgets(8 * GIB, 24 * GIB)
+    machine, shape = default_model("cuda", 16), TileShape(16_384, 12_288, 2048)
+    plain, checked = (
+        make_plan(replace(p, checked=tier), budgets, machine, STORED, shape) for tier in ("", "device")
+    )
+    assert plain.traffic["read"] == checked.traffic["read"]
+    more = checked.prediction.lanes["read"] - plain.prediction.lanes["read"]
+    assert more == pytest.approx(DIGESTING * plain.traffic["read"], rel=0.02)
 
 
 @pytest.mark.parametrize("write", [0.3e9, 1.6e9])
