@@ -139,7 +139,8 @@ def from_disk() -> list[str]:
 def trusted() -> list[str]:
     """A table of the cases of `bench_verify.py` and `bench_journal.py`."""
     lines = [
-        "T with a journal and with `--verify` over T without, runs that took turns:",
+        "T with a journal and with `--verify` over T without, runs that took turns, each as it is planned (a checked one may get other "
+        "tiles):",
         "",
         "| product | on | rounds | with | least | median | most |",
         "| --- | --- | --- | --- | --- | --- | --- |",

@@ -20,7 +20,7 @@ from oocgemm.plan.traversal import Traversal
 CLOSENESS = 12
 # Share of the time of a Write past the page cache that a core has to do with it.
 WRITING = 0.25
-# Seconds that taking the digest of a panel adds to reading it, for each byte.
+# Seconds that taking the digest of a panel adds to reading it, for each byte: about what was seen beside an H200.
 DIGESTING = 2.5e-12
 BLOCK = 128  # of C, that cuBLAS's kernels work on at a time
 # The last is the interpreter, in which operations are issued one after another.
@@ -98,8 +98,8 @@ def panel_rate(
 ) -> float:
     """Bytes per second of what is read of an operand of that shape in such panels, what is read beside them, and taking their
     digests, counted as time."""
-    digest = DIGESTING if problem.checked == "device" else 0.0
-    return 1 / (layout.cover(whole, panel) / machine.store_rate(layout, panel) + digest)
+    rate = machine.store_rate(layout, panel) / layout.cover(whole, panel)
+    return 1 / (1 / rate + DIGESTING) if problem.checked == "device" else rate
 
 
 def multiply_seconds(
@@ -314,7 +314,7 @@ def _lanes(
     c_bytes = problem.m * problem.n * problem.itemsizes["C"]
     c_in = c_bytes if problem.reads_c else 0
     if c_in:
-        seconds = c_in / machine.store_rate(layouts.c, (w, h))
+        seconds = c_in / panel_rate(problem, machine, layouts.c, (problem.m, problem.n), (w, h))
         lanes["decode" if layouts.c.decode_bytes else "read"] += seconds
         first += seconds / (down * across)
     strips = down * across * ceil_div(w, slots.strip)
