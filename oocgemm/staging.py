@@ -1,7 +1,8 @@
 """The host tier: slots in one block of memory, and the threads that fill them from stores and empty them."""
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from threading import Event
 
@@ -135,8 +136,22 @@ class Staging:
         # To hand over a part takes as long as copying a small one. Scratch is reckoned for the threads of a pool.
         if len(parts) == 1 and not matrix.layout.decode_bytes and not matrix.layout.encode_bytes:
             act(matrix, *parts[0])
-        else:
-            self._run([pool.submit(act, matrix, *part) for part in parts])
+            return
+        left = iter(parts)
+
+        def take() -> None:
+            """Part after part, as the other threads leave them: to hand over each would take longer than to decode some."""
+            try:
+                for part in left:
+                    act(matrix, *part)
+            except BaseException:
+                deque(left, maxlen=0)  # the others begin nothing new
+                raise
+
+        futures = [pool.submit(take) for _ in range(min(self._threads, len(parts)))]
+        wait(futures)
+        for future in futures:
+            future.result()
 
     def _read(self, look: Look | None, matrix: Matrix, rows: Span, cols: Span, out: Array) -> None:
         """Read a block, and again after failures that may pass, until the run is stopped."""
@@ -194,17 +209,6 @@ class Staging:
         for pool in (self._readers, self._writers):
             pool.shutdown(wait=True, cancel_futures=True)
         self.arena = self.arena[:0].copy()
-
-    @staticmethod
-    def _run(futures: list[Future[None]]) -> None:
-        try:
-            for future in futures:
-                future.result()
-        except BaseException:
-            for future in futures:
-                future.cancel()
-            wait(futures)
-            raise
 
 
 def _placed(verb: str, matrix: Matrix, rows: Span, cols: Span, error: Exception) -> ExecutionError:
