@@ -45,13 +45,14 @@ class Staging:
         # Apart, so that reading ahead never queues behind writing.
         self._readers = ThreadPoolExecutor(self._threads, thread_name_prefix="oocgemm-reader")
         self._writers = ThreadPoolExecutor(self._threads, thread_name_prefix="oocgemm-writer")
-        # Panels touch their slots as they are read. Those of C are first written to by the device, which is slow on
-        # memory that the system has yet to find.
+        # What is read touches its slot on the way. Slots that the device writes to first, which is slow on memory that the system has
+        # yet to find, are touched by one thread: long before a tile is done, and the others are left to the first panels.
+        self._touching = ThreadPoolExecutor(1, thread_name_prefix="oocgemm-toucher")
         try:
             self._touched = {
-                slot: self._writers.submit(self._touch, start)
+                slot: self._touching.submit(self._touch, start)
                 for slot, start in self._offsets.items()
-                if slot.operand == "C"
+                if slot.operand == "C" and not plan.problem.reads_c
             }
         except RuntimeError as error:
             self.close()
@@ -206,7 +207,7 @@ class Staging:
 
     def close(self) -> None:
         """Join the threads; the memory goes when its last view does."""
-        for pool in (self._readers, self._writers):
+        for pool in (self._readers, self._writers, self._touching):
             pool.shutdown(wait=True, cancel_futures=True)
         self.arena = self.arena[:0].copy()
 

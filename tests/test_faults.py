@@ -34,7 +34,7 @@ from oocgemm.staging import RETRY_AFTER, Staging
 from oocgemm.stores import files
 from oocgemm.timeline import Span
 from tests.backends_here import staged
-from tests.command import own_threads, run
+from tests.command import run
 from tests.faults import ON_DEVICE, Fault, bytewise, faulty_backend, faulty_stores, nothing_left, small_disk
 
 M, N, K, CHUNK = 40, 50, 30, 10
@@ -728,21 +728,6 @@ def test_a_panel_that_cannot_be_read_is_left_alone_from_then_on(monkeypatch: pyt
     time.sleep(0.05)
     assert fault.calls == calls < len(columns[0]) // 2
     slots.close()
-
-
-def test_threads_that_have_started_before_one_that_cannot_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    right, fault = threading.Thread.start, Fault(RuntimeError("can't start new thread"), first=2)
-
-    def start(self: threading.Thread) -> None:
-        fault.strike()
-        right(self)
-
-    monkeypatch.setattr(threading.Thread, "start", start)
-    monkeypatch.setattr(Staging, "_touch", lambda *_: time.sleep(0.05))
-    with pytest.raises(ExecutionError, match="the system refuses a thread for writing"):
-        staging_of(2)
-    assert own_threads() == []
-    assert fault.calls == 2
 
 
 def test_an_error_that_is_kept_keeps_no_slots(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import ctypes
 import importlib
 import importlib.util
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -66,8 +67,20 @@ def check_kernel(backend: str, kernel: str) -> None:
 def load(name: str, device: int = 0) -> None:
     """Import what the backend of that name needs, if it can be, and wake its device: neither is part of a run's time."""
     if resolve(name) == "cuda" and not missing_for_cuda():
+        with suppress(RuntimeError):  # the system has no room for the thread
+            threading.Thread(target=_wake, args=(device,), name="oocgemm-wake", daemon=True).start()
         with suppress(ImportError):  # open_backend says so, or takes another
-            importlib.import_module("oocgemm.backends.cuda").wake(device)
+            importlib.import_module("oocgemm.backends.cuda")
+
+
+def _wake(device: int) -> None:
+    """Create the context of a device, which takes a fifth of a second, beside what is imported meanwhile. Whoever opens the
+    backend is told what fails."""
+    with suppress(OSError, AttributeError):
+        driver = ctypes.CDLL("libcuda.so.1")
+        number, context = ctypes.c_int(), ctypes.c_void_p()
+        if driver.cuInit(0) == driver.cuDeviceGet(ctypes.byref(number), device) == 0:
+            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), number)
 
 
 def open_backend(name: str, device: int = 0) -> Backend:

@@ -18,8 +18,8 @@ _MOST = 2**31 - 1
 _OPS = {Op.N: 0, Op.T: 1, Op.C: 2}
 
 
-def gemm(handle: int, call: Call) -> cuda_calls.Launch:
-    """To do C = alpha op(A) @ op(B) + beta C on cupy's current stream; k > 0.
+def gemm(handle: int, call: Call, *, alone: bool = True) -> cuda_calls.Launch:
+    """To do C = alpha op(A) @ op(B) + beta C on cupy's current stream; k > 0. The interpreter is kept meanwhile if `alone`.
 
     Row-major C is column-major C^T = op(B)^T op(A)^T: operands swap places, their flags stay.
     """
@@ -35,4 +35,5 @@ def gemm(handle: int, call: Call) -> cuda_calls.Launch:
         beta.ctypes.data_as(c_void_p),
         *(call.c, _TYPES[accumulator], call.ldc),
         *(_REDUCED_COMPUTE_TYPES.get(call.compute, _COMPUTE_TYPES[accumulator]), -1),
+        alone=alone,
     )

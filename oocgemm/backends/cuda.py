@@ -27,15 +27,18 @@ from oocgemm.backends.launch import SumsDevice, describe_device
 from oocgemm.backends.multiplier import Multiplier, device_name
 from oocgemm.backends.summing import Summing
 from oocgemm.errors import BackendError, OutOfMemoryError
-from oocgemm.plan import GemmProblem, Kind, Operation, Plan, Region, Slot
-from oocgemm.plan.cost import HOST_ALIGNMENT
+from oocgemm.plan import GemmProblem, Kind, Operation, Plan, Region, Slot, Tier
+from oocgemm.plan.cost import HOST_ALIGNMENT, extents
 from oocgemm.plan.emulation import Offsets, described, plane_offsets
+from oocgemm.plan.slots import slot_of
 from oocgemm.plan.tiling import round_up
+from oocgemm.threads import start
 from oocgemm.units import format_size
 
 # What of these goes first where the device has room for one only: short work that the next multiplication waits for goes before the
 # blocks of this one that are still to begin.
 STREAMS = {"h2d": 0, "h2d-c": 0, "prepare": -1, "compute": 0, "d2h": 0}
+LOADED_DEPTH = 64  # of the product that is there to have cuBLAS load its kernels
 SUMS = "sums"  # beside uploads: the next copy goes on while what has come is summed
 _NATIVE = {"emulated": "native"}  # what multiplies where residues will not do
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
@@ -56,6 +59,7 @@ class CudaSession:
         self._steps: Counter[int] = Counter()  # by number of moduli, 0 for native ones
         self._moduli: dict[Slot, int] = {}  # that the planes in each slot are of
         self._pinning = threading.Lock()
+        self._loading: threading.Thread | None = None
         self.summing: Summing | None = None
         with self._device:
             self._free_before = runtime.memGetInfo()[0]
@@ -79,6 +83,9 @@ class CudaSession:
                 if self._problem.finishes:
                     self._load_finisher()
                 self._clock = Clock(self._device)
+                if self._problem.depth and not self._problem.planes:
+                    self._loading = threading.Thread(target=self._load_multiplier, args=(plan,))
+                    start(self._loading)
             except (runtime.CUDARuntimeError, driver.CUDADriverError, cublas.CUBLASError) as error:
                 free = runtime.memGetInfo()[0]
                 self.close()
@@ -96,7 +103,23 @@ class CudaSession:
         with self._device, self._streams[stream]:
             yield
 
+    def _load_multiplier(self, plan: Plan) -> None:
+        """Have cuBLAS load its kernels while the first panels are read: it takes as long, and the first launch would keep the
+        interpreter meanwhile. What fails is left to the operation that will fail of it."""
+        (m, n, r), stream = extents(plan.problem, plan.tile), cupy.cuda.Stream(non_blocking=True)
+        a, b, c = (self._arena + self._offsets[slot_of(Tier.DEVICE, x, 0)] for x in "ABC")
+        with suppress(Exception), self._device, stream:
+            self._multiplier.load(self._call((m, n, min(r, LOADED_DEPTH)), m, (a, b, c), first=True))
+            stream.synchronize()
+
+    def _loaded(self) -> None:
+        """Wait for that, since it uses the slots."""
+        if self._loading is not None:
+            self._loading.join()
+            self._loading = None
+
     def submit(self, operation: Operation, host: Sequence[Array], after: Sequence[Token]) -> CudaToken:
+        self._loaded()
         stream = self._streams[operation.stream]
         launches = self._launches(operation, host, stream)
         summing = self.summing
@@ -155,10 +178,12 @@ class CudaSession:
         return [*sorted(self._multiplier.used), *described(self._steps)]
 
     def device_bytes(self) -> int:
+        self._loaded()
         with self._device:
             return int(self._free_before - runtime.memGetInfo()[0])
 
     def close(self) -> None:
+        self._loaded()
         releases = (
             (runtime.deviceSynchronize, ()),
             (lambda: self._multiplier.close(), ()),  # noqa: PLW0108  it may not have come to be
@@ -264,34 +289,42 @@ class CudaSession:
         self._steps[number] += 1
 
     def _multiply(self, op: Operation) -> cuda_calls.Launch:
+        problem = self._problem
         m, n, k = (span[1] - span[0] for span in (op.m, op.n, op.k))
         top, bottom = self._tile_rows(op.tile[0])
-        swaps = self._problem.trans_a.swaps
-        lda = bottom - top if swaps else k
         # A strip begins at a row of its panel of op(A).
-        skipped = (op.m[0] - top) * (1 if swaps else k) * self._problem.itemsizes["A"]
+        skipped = (op.m[0] - top) * (1 if problem.trans_a.swaps else k) * problem.itemsizes["A"]
         a = self._address(op.reads[0]) + skipped if k else 0
         b = self._address(op.reads[1]) if k else 0
         c = self._address(op.writes[0])
-        problem = self._problem
-        alpha, beta = step_scalars(problem, op.first)
         number = self._moduli[op.reads[2].slot] if problem.planes and k else 0
         if number:
             planes, shape = self._arena + self._offsets[op.reads[2].slot], (bottom - top, n, k)
-            rows, scalars = (op.m[0] - top, op.m[1] - top), (alpha.real, beta.real)
+            rows = op.m[0] - top, op.m[1] - top
+            alpha, beta = step_scalars(problem, op.first)
             work = self._arena + self._work
             offsets = self._plane_offsets(op)
-            arguments = planes, offsets, work, rows, shape, number, *scalars, c, n
+            arguments = planes, offsets, work, rows, shape, number, alpha.real, beta.real, c, n
             return cuda_calls.in_python(partial(self._emulated.multiply, *arguments))
-        kind = problem.a_dtype, problem.trans_a, problem.trans_b
-        ldb, how = (
-            k if problem.trans_b.swaps else n,
-            (_NATIVE.get(problem.compute, problem.compute), self._multiplier.kernels.device),
-        )
-        call = Call(*kind, m, n, k, alpha, a, lda, b, ldb, beta, c, n, *how, self._arena + self._work)
+        call = self._call((m, n, k), bottom - top, (a, b, c), first=op.first)
         if problem.exact and problem.acc_dtype == "float64":
             return cuda_calls.in_python(partial(self._multiplier.accumulate, call))
         return self._multiplier.choose(call)
+
+    def _call(
+        self, extents: tuple[int, int, int], height: int, at: tuple[int, int, int], *, first: bool
+    ) -> Call:
+        """A native product of panels and a tile at these addresses; that of op(A) has `height` rows."""
+        problem, (m, n, k), (a, b, c) = self._problem, extents, at
+        lda = height if problem.trans_a.swaps else k
+        ldb = k if problem.trans_b.swaps else n
+        compute = _NATIVE.get(problem.compute, problem.compute)
+        (alpha, beta), kind = (
+            step_scalars(problem, first),
+            (problem.a_dtype, problem.trans_a, problem.trans_b),
+        )
+        how = compute, self._multiplier.kernels.device, self._arena + self._work
+        return Call(*kind, m, n, k, alpha, a, lda, b, ldb, beta, c, n, *how)
 
     def _check(self, op: Operation) -> None:
         """Raises `ExecutionError` if the strip that an operation has finished, or brought to the host, is not what C can
@@ -324,19 +357,6 @@ class CudaSession:
             int8.finish(kernels, dtypes, real, elements, source, result, flag)
         else:
             kernels.finish(dtypes, scalars, elements, source, result)
-
-
-def wake(device: int) -> None:
-    """Begin to create the context, which takes a fifth of a second, beside whatever the caller does next."""
-
-    def create() -> None:
-        with (
-            suppress(runtime.CUDARuntimeError),
-            cupy.cuda.Device(device),
-        ):  # whoever opens the backend is told
-            runtime.free(0)
-
-    threading.Thread(target=create, name="oocgemm-wake", daemon=True).start()
 
 
 class CudaBackend:

@@ -142,9 +142,9 @@ def launch(
     driver.check_status(status)
 
 
-def gemm_ex(handle: int, *arguments: Any) -> Launch:
-    """cublasGemmEx on cupy's current stream."""
-    library = _cublas(handle)
+def gemm_ex(handle: int, *arguments: Any, alone: bool = True) -> Launch:
+    """cublasGemmEx on cupy's current stream; unless `alone`, other threads may have the interpreter meanwhile."""
+    library = _cublas(handle, ctypes.PyDLL if alone else ctypes.CDLL)
     cublas.check_status(library.cublasSetStream_v2(handle, cupy.cuda.get_current_stream().ptr))
     return partial(library.cublasGemmEx, handle, *arguments), cublas.check_status
 
@@ -157,8 +157,8 @@ def _cuda(name: str, *types: Any) -> Any:
 
 
 @lru_cache(maxsize=16)
-def _cublas(handle: int) -> ctypes.PyDLL:
-    library = ctypes.PyDLL(f"libcublas.so.{cublas.getVersion(handle) // 10000}")  # that which cupy has loaded
+def _cublas(handle: int, loader: type[ctypes.CDLL]) -> ctypes.CDLL:
+    library = loader(f"libcublas.so.{cublas.getVersion(handle) // 10000}")  # that which cupy has loaded
     library.cublasSetStream_v2.argtypes = [_AT, _AT]
     integers: list[Any] = [_INT, _INT]
     matrix = [_AT, *integers]

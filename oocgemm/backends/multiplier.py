@@ -50,6 +50,13 @@ class Multiplier:
                     raise
         return self.launch(None, {}, call)
 
+    def load(self, call: Call) -> None:
+        """Do a call, for cuBLAS to load the kernels that do such ones, if it is what does them. The first takes tens of
+        milliseconds, in which other threads may have the interpreter."""
+        name, _ = self._tuning.choice(self._kernel, call.dtype, call.compute, (call.m, call.n, call.k))
+        if name == tuning.CUBLAS and call.dtype != "int8":
+            make(blas.gemm(self._blas, call, alone=False))
+
     def accumulate(self, call: Call) -> None:
         """C float64 = op(A) @ op(B) + beta C of int8 operands; k at most `integers.MOST_DEPTH`."""
         packed = int8.packed(self.kernels, call)
