@@ -38,8 +38,8 @@ from oocgemm.timeline import Span
 # one is being issued, and a long schedule is not held in memory.
 AHEAD, AHEAD_STRIPS = 256, 16
 # How often is looked for operations that have ended, in seconds. A thread that is woken for each of them would take the
-# interpreter from those that issue.
-LOOK_EVERY = 0.5e-3
+# interpreter from those that issue and decode; so many are on their way that nothing waits for that.
+LOOK_EVERY = 4e-3
 _ON_STORE = (Kind.READ, Kind.WRITE)
 # How long a thread may keep the interpreter from one that has ended a copy and wants the next, in seconds. Python's own
 # 5 ms is longer than a step.
@@ -122,6 +122,7 @@ class Run:
         self._look = False  # whether there may be an order that can be issued
         self._order = _marked(self._submit)
         self._issued: SimpleQueue[_Item | None] = SimpleQueue()
+        self._all_issued = threading.Event()
         self._ended = 0
         self._error: BaseException | None = None
         self._failing = threading.Lock()
@@ -143,6 +144,7 @@ class Run:
                 self._insist(queue.put, None)
             for thread in threads:
                 self._insist(thread.join)
+        self._insist(self._all_issued.set)
         self._insist(self._issued.put, None)
         self._insist(collector.join)
         sys.setswitchinterval(interval)
@@ -313,7 +315,7 @@ class Run:
         """Turn finished operations into spans, apart from the threads that issue."""
         while (item := self._issued.get()) is not None:
             if self._issued.empty():
-                sleep(LOOK_EVERY)
+                self._all_issued.wait(LOOK_EVERY)
             operation, waits, completion = item
             assert completion.token is not None
             try:

@@ -7,7 +7,7 @@ would take least if nothing overlapped: with fewer bytes and operations, and les
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import islice
+from itertools import accumulate, islice
 from math import lcm
 
 from oocgemm.errors import BudgetError, InputError
@@ -187,18 +187,23 @@ def _walked(
             break
         schedule = schedule_of(problem, layouts, s.candidate)
         exact.append(Scored(s.candidate, predict(problem, s.candidate, layouts, machine, schedule.loads())))
-    if machine.shares_cores or len(exact) < 2:
-        return _least_work([(s.prediction.total, s) for s in exact or scored])
     exact.sort(key=_rank)
-    timed: list[tuple[float, Scored]] = []
-    for s in exact:
-        schedule = schedule_of(problem, layouts, s.candidate)
-        strips = ceil_div(s.candidate.tile.w, s.candidate.slots.strip)
-        effort -= SIMULATED * len(schedule.tiles) * (5 * schedule.grid.steps + 4 * strips)
-        if effort < 0:
-            break
-        timed.append((simulate(schedule, problem, machine, layouts), s))
-    return _least_work(timed or [(s.prediction.total, s) for s in exact])
+    costs = accumulate(_simulating(problem, s.candidate) for s in exact)
+    clocked = [s for s, cost in zip(exact, costs, strict=True) if cost <= effort]
+    if machine.shares_cores or len(clocked) < 2:
+        return _least_work([(s.prediction.total, s) for s in exact or scored])
+    return _least_work(
+        [
+            (simulate(schedule_of(problem, layouts, s.candidate), problem, machine, layouts), s)
+            for s in clocked
+        ]
+    )
+
+
+def _simulating(problem: GemmProblem, candidate: Candidate) -> float:
+    """About how many seconds it takes to run a candidate's schedule on a virtual clock."""
+    grid, strips = TileGrid.of(problem, candidate.tile), ceil_div(candidate.tile.w, candidate.slots.strip)
+    return SIMULATED * grid.shape[0] * grid.shape[1] * (5 * grid.steps + 4 * strips)
 
 
 def _varied(scored: Sequence[Scored], most: int = 6) -> Iterator[Scored]:
