@@ -705,7 +705,7 @@ def test_a_thread_that_cannot_be_started_is_an_error(
     assert sys.getswitchinterval() == interval
 
 
-def staging_of(threads: int = 1, /, **faults: Fault) -> tuple[Staging, Plan]:
+def staging_of(threads: int, /, **faults: Fault) -> tuple[Staging, Plan]:
     """Host slots of operands with faults."""
     with staged(threads):
         plan = oocgemm.plan(A, B, backend="host", tile=TILE)
@@ -714,12 +714,15 @@ def staging_of(threads: int = 1, /, **faults: Fault) -> tuple[Staging, Plan]:
     return Staging(plan, operands), plan
 
 
-def test_a_panel_that_cannot_be_read_is_left_alone_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_panel_that_cannot_be_read_is_left_alone_from_then_on(
+    monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
     """Its slot may be used again."""
     monkeypatch.setattr(staging, "LEAST_PIECE_BYTES", 160)
     monkeypatch.setattr(staging, "PIECE_BYTES", 160)
     fault = Fault(ValueError("wrong"), times=1, delay=0.01)
-    slots, plan = staging_of(read_A=fault)
+    slots, plan = staging_of(threads, read_A=fault)
     operation = next(operation for operation in plan.schedule() if operation.operand == "A")
     columns = slots.columns(operation.writes[0].slot, operation)
     with pytest.raises(ExecutionError, match="wrong"):

@@ -436,3 +436,30 @@ def test_few_compressed_chunks_are_not_decoded_by_all_cores() -> None:
     assert one == machine.decode * 4 / 16  # four panels are read at a time
     assert two == 2 * one
     assert many == machine.decode
+
+
+def test_no_schedule_is_run_on_the_virtual_clock_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There would be nothing to hold it against."""
+    calls = []
+
+    def counted(*arguments: Any) -> float:
+        calls.append(arguments)
+        return simulate(*arguments)
+
+    monkeypatch.setattr(planner, "simulate", counted)
+    counts = set()
+    for k in (131_072, 262_144, 524_288, 1 << 20, 1 << 21):
+        make_plan(problem(32_768, 32_768, k), Budgets(9 * GIB, 24 * GIB), default_model("cuda", 16), STORED)
+        counts.add(len(calls))
+        calls.clear()
+    assert 1 not in counts
+    assert max(counts) > 1
+
+
+def test_threads_that_decode_leave_a_core_to_those_that_launch() -> None:
+    on = Layouts(*[Layout(read_chunk=(1024, 1024), decode_bytes=16 << 20)] * 2, Layout(free_chunks=True))
+    plans = (
+        make_plan(problem(8192, 8192, 65_536), Budgets(GIB, 8 * GIB), default_model(backend, 16), on)
+        for backend in ("cuda", "host")
+    )
+    assert [plan.candidate.io_threads for plan in plans] == [15, 16]
