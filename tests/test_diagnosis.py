@@ -108,7 +108,7 @@ def test_the_finding_and_the_evidence_have_the_figures() -> None:
 )
 def test_a_planned_run_is_bound_by_the_link_that_is_made_slow(slow: dict[str, float], bound: str) -> None:
     coded = replace(CHUNKS, a=Layout((512, 512), partial_reads=False, decode_bytes=1 << 21))
-    deep, layouts = (16384, 16384, 65536), coded if bound == "decode" else CHUNKS
+    deep, layouts = (16384, 16384, 131072), coded if bound == "decode" else CHUNKS
     plan = virtual_plan(deep, Budgets(4 * GIB, GIB), machine(**slow), layouts=layouts)
     assert diagnose(run_of(plan)).bound == bound
 

@@ -457,7 +457,8 @@ def test_no_schedule_is_run_on_the_virtual_clock_alone(monkeypatch: pytest.Monke
 
 
 def test_threads_that_decode_leave_a_core_to_those_that_launch() -> None:
-    on = Layouts(*[Layout(read_chunk=(1024, 1024), decode_bytes=16 << 20)] * 2, Layout(free_chunks=True))
+    packed = Layout(read_chunk=(1024, 1024), decode_bytes=16 << 20)
+    on = Layouts(packed, packed, Layout(free_chunks=True))
     plans = (
         make_plan(problem(8192, 8192, 65_536), Budgets(GIB, 8 * GIB), default_model(backend, 16), on)
         for backend in ("cuda", "host")

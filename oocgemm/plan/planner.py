@@ -11,8 +11,8 @@ from itertools import accumulate, islice
 from math import lcm
 
 from oocgemm.errors import BudgetError, InputError
-from oocgemm.plan.candidates import Budgets, c_chunks, candidates, io_threads, smallest
-from oocgemm.plan.cost import Candidate, Layouts, MachineModel, footprint
+from oocgemm.plan.candidates import MOST_DRAIN, Budgets, c_chunks, candidates, io_threads, smallest
+from oocgemm.plan.cost import Candidate, Layouts, MachineModel, footprint, slot_bytes
 from oocgemm.plan.integers import MOST_DEPTH
 from oocgemm.plan.plan import Plan, Scored, schedule_of
 from oocgemm.plan.predict import predict
@@ -104,7 +104,10 @@ def _planned(
     close = sum(s.prediction.total <= limit for s in scored)
     # The fastest is looked at whatever it takes.
     scored[1:close] = sorted(scored[1:close], key=lambda s: s.prediction.serial)
-    scored[:FINALISTS] = [_ramped(problem, machine, layouts, s) for s in scored[:FINALISTS]]
+    scored[:FINALISTS] = [
+        _ramped(problem, machine, layouts, _draining(problem, budgets, machine, layouts, s))
+        for s in scored[:FINALISTS]
+    ]
     best = _walked(problem, machine, layouts, scored)
     return Plan(problem, layouts, budgets, machine, best.candidate, tuple(_varied([best, *scored])))
 
@@ -146,6 +149,30 @@ def _scored(
 ) -> Iterator[Scored]:
     """Candidates in closed form, each once."""
     return (Scored(one, predict(problem, one, layouts, machine)) for one in dict.fromkeys(found))
+
+
+def _draining(
+    problem: GemmProblem, budgets: Budgets, machine: MachineModel, layouts: Layouts, s: Scored
+) -> Scored:
+    """With as many of the last steps strip by strip as is best where C leaves late: their panels take the place of kept ones."""
+    candidate, slots = s.candidate, s.candidate.slots
+    if slots.unified or problem.planes or s.prediction.tail <= CLOSE * s.prediction.total:
+        return s
+    size, best = slot_bytes(problem, candidate.tile, slots.strip), s
+    a_size, b_size = size["device", "A"], size["device", "B"]
+    held = slots.a * a_size + slots.b * b_size
+    most = held // max(1, a_size + b_size)
+    for drain in range(
+        slots.drain + 1, min(most, MOST_DRAIN, TileGrid.of(problem, candidate.tile).steps) + 1
+    ):
+        a = max(drain, min(slots.a, (held - drain * b_size) // a_size))
+        b = max(drain, min(slots.b, (held - a * a_size) // b_size))
+        longer = replace(candidate, slots=replace(slots, a=a, b=b, drain=drain))
+        fits = footprint(problem, longer, layouts, machine)
+        if fits.device_total <= budgets.device and fits.host_total <= budgets.host:
+            found = Scored(longer, predict(problem, longer, layouts, machine))
+            best = min(best, found, key=_rank)
+    return best
 
 
 def _ramped(problem: GemmProblem, machine: MachineModel, layouts: Layouts, s: Scored) -> Scored:
