@@ -315,6 +315,25 @@ def test_the_last_tile_is_thinner_though_others_would_be_best_if_none_of_c_were_
     assert ends[0] * ends[1] < 0.6 * plan.tile.w * plan.tile.h
 
 
+def test_the_last_steps_go_strip_by_strip_where_c_leaves_late() -> None:
+    """For their panels fewer are kept that would be used again."""
+    p, machine, budgets = (
+        problem(32_768, 32_768, 524_288),
+        default_model("cuda", 16),
+        Budgets(8 * GIB, 24 * GIB),
+    )
+    plan = make_plan(p, budgets, machine, STORED)
+    slots = plan.slots
+    assert slots.drain > 2
+    kept = replace(plan.candidate, slots=replace(slots, a=slots.a + slots.b - 2, b=2, drain=1))
+    other = replace(plan, candidate=kept)
+    assert max(plan.footprint.device_total, other.footprint.device_total) <= budgets.device
+    mine, others = (simulate(x.schedule(), p, machine, STORED) for x in (plan, other))
+    assert mine < others - 0.05  # of 0.09 s that three steps take
+    quick = make_plan(p, budgets, replace(machine, write=1e12), STORED)
+    assert quick.slots.drain == 1
+
+
 def test_taking_digests_counts_as_time_of_reading() -> None:
     p, budgets = problem(24_576, 24_576, 393_216), Budgets(8 * GIB, 24 * GIB)
     machine, shape = default_model("cuda", 16), TileShape(16_384, 12_288, 2048)
