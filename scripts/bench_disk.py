@@ -82,25 +82,22 @@ def run(a: Path, b: Path, c: Path, *options: str, timeline: Path | None = None) 
 
 def summary(runs: list[dict[str, Any]], what: str, **more: Any) -> dict[str, Any]:
     last = runs[-1]
-    return (
-        here()
-        | {
-            "what": what,
-            "backend": last["backend"],
-            "plan": last["plan"],
-            "report": last["report"],
-            "samples_seconds": [r["report"]["wall"] for r in runs],
-            "process_seconds": [r["process_seconds"] for r in runs],
-            # From the start of the interpreter to the first multiplication, and what the process does after the run.
-            "start_up_seconds": [
-                r["process_seconds"] - r["report"]["wall"] + r["report"]["exposed"].get("start-up", 0.0)
-                for r in runs
-            ],
-            "compute_share": [r["report"]["compute_share"] for r in runs],
-            "median_seconds": statistics.median(r["report"]["wall"] for r in runs),
-        }
-        | more
-    )
+    found = {
+        "what": what,
+        "backend": last["backend"],
+        "plan": last["plan"],
+        "report": last["report"],
+        "samples_seconds": [r["report"]["wall"] for r in runs],
+        "process_seconds": [r["process_seconds"] for r in runs],
+        # From the start of the interpreter to the first multiplication, and what the process does after the run.
+        "start_up_seconds": [
+            r["process_seconds"] - r["report"]["wall"] + r["report"]["exposed"].get("start-up", 0.0)
+            for r in runs
+        ],
+        "compute_share": [r["report"]["compute_share"] for r in runs],
+        "median_seconds": statistics.median(r["report"]["wall"] for r in runs),
+    }
+    return here() | found | more
 
 
 def random_zarr(path: Path, shape: tuple[int, int], chunk: int, seed: int, codec: Any = None) -> None:

@@ -79,7 +79,7 @@ def _wake(device: int) -> None:
     with suppress(OSError, AttributeError):
         driver = ctypes.CDLL("libcuda.so.1")
         number, context = ctypes.c_int(), ctypes.c_void_p()
-        if driver.cuInit(0) == driver.cuDeviceGet(ctypes.byref(number), device) == 0:
+        if not driver.cuInit(0) and not driver.cuDeviceGet(ctypes.byref(number), device):
             driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), number)
 
 

@@ -84,8 +84,11 @@ class CudaSession:
                     self._load_finisher()
                 self._clock = Clock(self._device)
                 if self._problem.depth and not self._problem.planes:
-                    self._loading = threading.Thread(target=self._load_multiplier, args=(plan,))
-                    start(self._loading)
+                    loading = threading.Thread(
+                        target=self._load_multiplier, args=(plan,), name="oocgemm-load"
+                    )
+                    start(loading)
+                    self._loading = loading
             except (runtime.CUDARuntimeError, driver.CUDADriverError, cublas.CUBLASError) as error:
                 free = runtime.memGetInfo()[0]
                 self.close()
@@ -319,10 +322,8 @@ class CudaSession:
         lda = height if problem.trans_a.swaps else k
         ldb = k if problem.trans_b.swaps else n
         compute = _NATIVE.get(problem.compute, problem.compute)
-        (alpha, beta), kind = (
-            step_scalars(problem, first),
-            (problem.a_dtype, problem.trans_a, problem.trans_b),
-        )
+        alpha, beta = step_scalars(problem, first)
+        kind = problem.a_dtype, problem.trans_a, problem.trans_b
         how = compute, self._multiplier.kernels.device, self._arena + self._work
         return Call(*kind, m, n, k, alpha, a, lda, b, ldb, beta, c, n, *how)
 

@@ -46,9 +46,8 @@ def duration(
             return operation.bytes / machine.d2h + machine.copy_latency
         case Kind.MULTIPLY:
             w, h, r = (s[1] - s[0] for s in (operation.m, operation.n, operation.k))
-            if (
-                not machine.unified and r
-            ):  # strips of a GPU are cut so that they fill it: they take no longer than a tile's rows
+            # Strips of a GPU are cut so that they fill it, and take no longer than those rows of a whole tile.
+            if r and not machine.unified:
                 w = operation.reads[0].stop // r
             seconds = multiply_seconds(problem, machine, operation.flops, w, h, r) if r else 0.0
             return seconds + machine.step_latency
