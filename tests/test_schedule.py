@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from oocgemm.errors import ScheduleError
 from oocgemm.plan import GemmProblem, Kind, Op, Schedule, Slots, TileGrid, TileShape
 from oocgemm.plan.hazards import HazardTracker, verify, waits_of
+from oocgemm.plan.placing import step_groups
 from oocgemm.plan.replacement import NEVER, SlotCache
 from oocgemm.plan.traversal import NextUse, Traversal, last, step_order, walk
 from tests.problems import integers
@@ -50,6 +51,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
     slots = Slots(
         *(a, b, draw(st.integers(1, 3)), *host),
         drain=drain,
+        turn=draw(st.integers(0, 3)),
         planes=draw(st.sampled_from([0, min(a, b, drain), 1 + min(a, b, drain)])),
         unified=unified,
         finish=draw(st.integers(1, 2)) if p.finishes else 0,
@@ -179,6 +181,33 @@ def test_verify_refuses_strips_that_share_a_chunk() -> None:
     verify(schedule, chunks=(3, 8))
     with pytest.raises(ScheduleError, match="write C"):
         verify(schedule, chunks=(2, 8))
+
+
+@pytest.mark.parametrize(
+    ("slots", "first", "between", "last"),
+    [
+        (Slots(9, 8, drain=8, turn=2), ([8, 9],), ([0, 1], [8, 9]), ([0, 1], [2, 3, 4, 5, 6, 7, 8, 9])),
+        (
+            Slots(6, 4, drain=6),
+            ([8, 9],),
+            ([0, 1], [8, 9]),
+            ([0, 1], [6, 7, 8, 9]),
+        ),  # half of what slots hold
+        (Slots(6, 3, drain=3, turn=5), ([7, 8, 9],), ([0, 1, 2], [7, 8, 9]), ([0, 1, 2], [7, 8, 9])),
+        (Slots(6, 4, 2, drain=3, turn=2), (), (), ([7, 8, 9],)),  # a tile leaves while the next is multiplied
+    ],
+)
+def test_steps_go_strip_by_strip_where_tiles_take_turns_and_at_the_end(
+    slots: Slots, first: Any, between: Any, last: Any
+) -> None:
+    def by_strips(**which: bool) -> tuple[list[int], ...]:
+        groups = [(by, list(steps)) for by, steps in step_groups(range(10), slots, **which)]
+        assert [step for _, steps in groups for step in steps] == list(range(10))
+        return tuple(steps for by, steps in groups if by)
+
+    assert by_strips(first=True, last=False) == first
+    assert by_strips(first=False, last=False) == between
+    assert by_strips(first=False, last=True) == last
 
 
 def test_copies_of_the_next_panels_do_not_wait_for_the_multiplication() -> None:

@@ -15,15 +15,11 @@ def step_groups(
 ) -> Iterator[tuple[bool, Sequence[int]]]:
     """The steps of a tile in groups that are loaded together; True marks those that go strip by strip.
 
-    `first` and `last` tell the tiles of a product that nothing leaves before or is multiplied after. With a second
-    accumulator a tile leaves while the next is multiplied, and only the last one must hurry; with one, half of the
-    steps that the last tile takes will do, since the next tile's first steps hide the other half.
+    `first` and `last` tell the tiles of a product that nothing leaves before or is multiplied after.
     """
-    most = min(slots.drain, slots.a, slots.b)  # the panels of a group are there at once
-    between = -(-most // 2) if slots.c == 1 else 0
-    tail = min(most if last else between, len(order))
+    tail = min(slots.last_steps if last else slots.turn_steps, len(order))
     stop = len(order) - tail
-    head = 0 if first else min(between, stop)
+    head = 0 if first else min(slots.turn_steps, stop)
     if head:
         yield True, order[:head]
     for step in order[head:stop]:

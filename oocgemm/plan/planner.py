@@ -59,7 +59,7 @@ def continued(
     """The plan of a run that goes on as `candidate` with the tiles that are not done. Where the budgets are less than they
     were it keeps fewer panels; what the bits hang on stays. Raises `BudgetError` if that does not fit either."""
     slots = candidate.slots
-    together = max(2, min(slots.drain, slots.a, slots.b))  # panels of the steps that go strip by strip
+    together = max(2, slots.last_steps)  # panels of the steps that go strip by strip
     fewer = replace(
         slots,
         a=min(slots.a, together),
@@ -154,24 +154,22 @@ def _scored(
 def _draining(
     problem: GemmProblem, budgets: Budgets, machine: MachineModel, layouts: Layouts, s: Scored
 ) -> Scored:
-    """With as many of the last steps strip by strip as is best where C leaves late: their panels take the place of kept ones."""
-    candidate, slots = s.candidate, s.candidate.slots
-    if slots.unified or problem.planes or s.prediction.tail <= CLOSE * s.prediction.total:
+    """With as many steps of the last tile strip by strip as is best where C leaves late: their panels take the place of kept ones.
+    Where panels come late, or C all the time, that hides nothing."""
+    candidate, slots, p = s.candidate, s.candidate.slots, s.prediction
+    if machine.shares_cores or problem.planes or p.bottleneck != "compute" or p.tail <= CLOSE * p.total:
         return s
     size, best = slot_bytes(problem, candidate.tile, slots.strip), s
     a_size, b_size = size["device", "A"], size["device", "B"]
     held = slots.a * a_size + slots.b * b_size
-    most = held // max(1, a_size + b_size)
-    for drain in range(
-        slots.drain + 1, min(most, MOST_DRAIN, TileGrid.of(problem, candidate.tile).steps) + 1
-    ):
+    most = min(held // max(1, a_size + b_size), MOST_DRAIN, TileGrid.of(problem, candidate.tile).steps)
+    for drain in range(slots.last_steps + 1, most + 1):
         a = max(drain, min(slots.a, (held - drain * b_size) // a_size))
         b = max(drain, min(slots.b, (held - a * a_size) // b_size))
-        longer = replace(candidate, slots=replace(slots, a=a, b=b, drain=drain))
+        longer = replace(candidate, slots=replace(slots, a=a, b=b, drain=drain, turn=slots.turn_steps))
         fits = footprint(problem, longer, layouts, machine)
         if fits.device_total <= budgets.device and fits.host_total <= budgets.host:
-            found = Scored(longer, predict(problem, longer, layouts, machine))
-            best = min(best, found, key=_rank)
+            best = min(best, Scored(longer, predict(problem, longer, layouts, machine)), key=_rank)
     return best
 
 

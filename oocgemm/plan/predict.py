@@ -153,8 +153,7 @@ def predict(
     if problem.reads_c:
         leaving += tile_bytes / machine.h2d
     step = lanes["compute"] / (tiles * grid.steps)
-    drain = min(slots.drain, slots.a, slots.b, grid.steps)
-    between = ceil_div(drain, 2) if slots.c == 1 else 0
+    drain, between = min(slots.last_steps, grid.steps), min(slots.turn_steps, ceil_div(grid.steps, 2))
     by_strips = (tiles - 1) * min(2 * between, grid.steps) + drain
     lanes["issue"] = machine.issue * (
         _operations(problem, slots, tiles * strips, loads, panel_a, panel_b)

@@ -9,13 +9,14 @@ A schedule is the *sequential* program of the run, in the order one would write 
             Read B(p,j) -> host slot    Upload B -> B0 or B1
             [Prepare  A_p, B_p -> planes of residues]      compute = emulated
             Multiply  C0 += A_p B_p
-        Read, Upload the panels of the last `drain` steps
+        Read, Upload the panels of the last few steps
         for each strip of rows of C0:
             Multiply  C0[strip] += A_p[strip] B_p      for each of these steps
             [Finish]  Download -> host slot  Write     Finish: accumulator wider than C
 
 The last steps go strip by strip, so that a strip leaves while the next is multiplied, and with one accumulator
-the first steps of the tile that follows go strip by strip too, into the strips that have left.
+the first steps of the tile that follows go strip by strip too, into the strips that have left. Of the last tile there may be
+more: nothing else hides its leaving.
 
 All overlap follows from two things: operations of different streams do not wait for one another, and the
 waits that remain are derived from the regions each operation reads and writes (`oocgemm.plan.hazards`).

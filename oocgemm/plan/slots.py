@@ -47,8 +47,8 @@ class Region(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """How many slots of each kind, how many rows of a tile drain at a time, and over how many steps
-    the last tile does.
+    """How many slots of each kind, how many rows of a tile drain at a time, over how many steps the last tile does, and over how
+    many those before it, 0 being half as many.
 
     The five buffers of Liang et al. are c = 1, a = b = 2. `unified` means that device and host memory are one: there
     are no host slots, panels are read straight into the device's slots and tiles written straight from them.
@@ -65,6 +65,19 @@ class Slots:
     drain: int = 1
     planes: int = 0
     unified: bool = False
+    turn: int = 0
+
+    @property
+    def last_steps(self) -> int:
+        """Of the last tile the steps that go strip by strip at its end: their panels are there at once."""
+        return min(self.drain, self.a, self.b)
+
+    @property
+    def turn_steps(self) -> int:
+        """Of the tiles before it the steps that do, and as many at the beginning of the next: with a second accumulator a tile
+        leaves while the next is multiplied, and only the last one must hurry; with one, half will do, since the next tile's first
+        steps hide the other half."""
+        return min(self.turn or -(-self.last_steps // 2), self.last_steps) if self.c == 1 else 0
 
     def count(self, tier: Tier, operand: str) -> int:
         """Slots of an operand on a tier."""
