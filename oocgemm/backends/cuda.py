@@ -42,6 +42,8 @@ LOADED_DEPTH = 64  # of the product that is there to have cuBLAS load its kernel
 SUMS = "sums"  # beside uploads: the next copy goes on while what has come is summed
 _NATIVE = {"emulated": "native"}  # what multiplies where residues will not do
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
+# Kinds of products that this process has had cuBLAS load kernels for.
+_loaded: set[tuple[object, ...]] = set()
 
 
 class CudaSession:
@@ -83,12 +85,7 @@ class CudaSession:
                 if self._problem.finishes:
                     self._load_finisher()
                 self._clock = Clock(self._device)
-                if self._problem.depth and not self._problem.planes:
-                    loading = threading.Thread(
-                        target=self._load_multiplier, args=(plan,), name="oocgemm-load"
-                    )
-                    start(loading)
-                    self._loading = loading
+                self._begin_loading(plan, device, kernel)
             except (runtime.CUDARuntimeError, driver.CUDADriverError, cublas.CUBLASError) as error:
                 free = runtime.memGetInfo()[0]
                 self.close()
@@ -106,23 +103,34 @@ class CudaSession:
         with self._device, self._streams[stream]:
             yield
 
+    def _begin_loading(self, plan: Plan, device: int, kernel: str) -> None:
+        """Have cuBLAS load its kernels while the first panels are read, unless it has them: it takes as long, and the first launch
+        would keep the interpreter meanwhile."""
+        p = self._problem
+        kind = device, kernel, p.a_dtype, p.trans_a, p.trans_b, p.compute
+        if p.depth and not p.planes and kind not in _loaded:
+            loading = threading.Thread(target=self._load_multiplier, args=(plan,), name="oocgemm-load")
+            start(loading)
+            self._loading = loading
+            _loaded.add(kind)
+
     def _load_multiplier(self, plan: Plan) -> None:
-        """Have cuBLAS load its kernels while the first panels are read: it takes as long, and the first launch would keep the
-        interpreter meanwhile. What fails is left to the operation that will fail of it."""
+        """Multiply once, in slots that nothing is in yet. What fails is left to the operation that will fail of it."""
         (m, n, r), stream = extents(plan.problem, plan.tile), cupy.cuda.Stream(non_blocking=True)
         a, b, c = (self._arena + self._offsets[slot_of(Tier.DEVICE, x, 0)] for x in "ABC")
         with suppress(Exception), self._device, stream:
             self._multiplier.load(self._call((m, n, min(r, LOADED_DEPTH)), m, (a, b, c), first=True))
             stream.synchronize()
 
-    def _loaded(self) -> None:
+    def _await_loading(self) -> None:
         """Wait for that, since it uses the slots."""
-        if self._loading is not None:
-            self._loading.join()
+        loading = self._loading
+        if loading is not None:
+            loading.join()
             self._loading = None
 
     def submit(self, operation: Operation, host: Sequence[Array], after: Sequence[Token]) -> CudaToken:
-        self._loaded()
+        self._await_loading()
         stream = self._streams[operation.stream]
         launches = self._launches(operation, host, stream)
         summing = self.summing
@@ -181,12 +189,12 @@ class CudaSession:
         return [*sorted(self._multiplier.used), *described(self._steps)]
 
     def device_bytes(self) -> int:
-        self._loaded()
+        self._await_loading()
         with self._device:
             return int(self._free_before - runtime.memGetInfo()[0])
 
     def close(self) -> None:
-        self._loaded()
+        self._await_loading()
         releases = (
             (runtime.deviceSynchronize, ()),
             (lambda: self._multiplier.close(), ()),  # noqa: PLW0108  it may not have come to be
