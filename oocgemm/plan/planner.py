@@ -105,7 +105,7 @@ def _planned(
     # The fastest is looked at whatever it takes.
     scored[1:close] = sorted(scored[1:close], key=lambda s: s.prediction.serial)
     scored[:FINALISTS] = [
-        _ramped(problem, machine, layouts, _draining(problem, budgets, machine, layouts, s))
+        _ramped(problem, machine, layouts, _draining_longer(problem, budgets, machine, layouts, s))
         for s in scored[:FINALISTS]
     ]
     best = _walked(problem, machine, layouts, scored)
@@ -151,7 +151,7 @@ def _scored(
     return (Scored(one, predict(problem, one, layouts, machine)) for one in dict.fromkeys(found))
 
 
-def _draining(
+def _draining_longer(
     problem: GemmProblem, budgets: Budgets, machine: MachineModel, layouts: Layouts, s: Scored
 ) -> Scored:
     """With as many steps of the last tile strip by strip as is best where C leaves late: their panels take the place of kept ones.
