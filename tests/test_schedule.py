@@ -1,6 +1,7 @@
 """Schedules: every wait is derived, and no legal order of events can break the result."""
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,7 +39,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
     tile = TileShape(*(draw(st.integers(1, 5)) for _ in range(3)))
     ramps = [r for r in (0, 1, 2) if tile.r % 2**r == 0 and (r == 0 or p.depth > tile.r)]
     grid = TileGrid.of(p, tile, draw(st.sampled_from(ramps)))
-    traversal = Traversal(draw(st.integers(0, 1)), draw(st.integers(1, 3)))
+    traversal = Traversal(draw(st.integers(0, 1)), draw(st.integers(1, 3)), draw(st.booleans()))
     tiles = list(walk(traversal, *grid.shape))
     if draw(st.booleans()):  # any sequence of distinct tiles is a traversal
         tiles = draw(st.permutations(tiles))[: draw(st.integers(1, len(tiles)))]
@@ -233,6 +234,50 @@ def test_a_panel_that_is_there_is_not_loaded_again() -> None:
     assert uploads.count("B") == 4
 
 
+traversals = st.builds(Traversal, st.integers(0, 1), st.integers(1, 4), st.booleans())
+
+
+def loaded(
+    tiles: Sequence[tuple[int, int]], steps: int, axis: int, count: int, spread: int
+) -> list[list[int]]:
+    """The steps of each tile, in their order, at which a panel of one operand is loaded into so many slots."""
+    cache, next_use = SlotCache(count, spread), NextUse(tiles, steps, axis)
+    found: list[list[int]] = []
+    for position, tile in enumerate(tiles):
+        found.append([])
+        for number, step in enumerate(step_order(tile, steps)):
+            _, hit = cache.acquire((tile[axis], step), next_use(tile[axis], step, position))
+            cache.advance()
+            if not hit:
+                found[-1].append(number)
+    return found
+
+
+@given(traversals, *(st.integers(1, most) for most in (4, 4, 30)), st.integers(0, 1), st.integers(2, 60))
+def test_no_more_is_loaded_where_loads_are_spread(
+    traversal: Traversal, rows: int, cols: int, steps: int, axis: int, count: int
+) -> None:
+    tiles = walk(traversal, rows, cols)
+    furthest, spread = (sum(map(len, loaded(tiles, steps, axis, count, s))) for s in (1, steps))
+    assert spread == furthest
+
+
+@pytest.mark.parametrize("count", [12, 25, 50, 80])
+@pytest.mark.parametrize("turns", [True, False])
+def test_what_the_host_does_not_keep_is_loaded_evenly_over_a_tile(count: int, turns: bool) -> None:
+    """Whatever reads it has then as long for each as there is on the average."""
+    steps, tiles = 100, walk(Traversal(0, 1, turns), 1, 4)
+    for numbers in loaded(tiles, steps, 0, count, steps)[1:]:
+        assert len(numbers) == steps - count
+        for first, share in itertools.product(range(0, steps, 10), (0.2, 0.5)):
+            stop = first + int(share * steps)
+            if stop <= steps:
+                here = sum(first <= number < stop for number in numbers)
+                assert abs(here - (steps - count) * share) <= 4
+    in_a_row = loaded(tiles, steps, 0, count, 1)[1]
+    assert in_a_row == list(range(count, steps))
+
+
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=60), st.integers(2, 5))
 def test_replacement_never_evicts_what_the_latest_step_uses(keys: list[int], count: int) -> None:
     cache = SlotCache(count)
@@ -264,7 +309,10 @@ def test_next_use_is_the_first_later_one(rows: int, cols: int, steps: int, rando
             assert next_use[axis](tile[axis], step, position) == (uses[0] if uses else NEVER)
 
 
-@given(st.integers(0, 1), st.integers(1, 5), st.integers(1, 9), st.integers(1, 9))
-def test_where_a_walk_ends_is_known_without_walking(axis: int, band: int, rows: int, cols: int) -> None:
-    traversal = Traversal(axis, band)
-    assert last(traversal, rows, cols) == walk(traversal, rows, cols)[-1]
+@given(traversals, st.integers(1, 9), st.integers(1, 9))
+def test_where_a_walk_ends_is_known_without_walking(traversal: Traversal, rows: int, cols: int) -> None:
+    tiles = walk(traversal, rows, cols)
+    assert last(traversal, rows, cols) == tiles[-1]
+    assert len(set(tiles)) == len(tiles) == rows * cols
+    if traversal.band == 1 and not traversal.turns:
+        assert tiles[-1] == (rows - 1, cols - 1)

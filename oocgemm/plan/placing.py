@@ -66,9 +66,10 @@ class Panels:
         self._steps = steps
         self._axis = axis
         self._next_use = NextUse(tiles, steps, axis)
-        counts = [count for count in (device, host) if count is not None]
-        self.slots = sum(counts)
-        self._tiers = [SlotCache(count) for count in counts]
+        self._tiers = [SlotCache(device)]
+        if host is not None:
+            self._tiers.append(SlotCache(host, spread=max(1, steps)))
+        self.slots = device + (host or 0)
 
     def place(self, position: int, step: int) -> Placed:
         """Where the panel of a step of tile number `position` goes."""

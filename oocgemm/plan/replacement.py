@@ -5,23 +5,35 @@ The future being known, the slot to give up is the one whose panel is used furth
 needs: no slot of the steps that run together now, and not that of the latest step either if another can be
 had, since the copy into it would wait for that step and nothing would overlap. With two slots this is exactly
 the alternation of the five-buffer scheme.
+
+Where a tile's panels do not all fit, it loads as many whichever of them are kept. Belady keeps those it uses first, and all
+that are missing are loaded in a row, at the pace of the store. On the host those that are given up lie evenly over the next
+tile's steps: its loads then take their time beside the multiplications.
 """
 
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
+from math import gcd
 
 # The next use of a panel that is not used again.
 NEVER = 1 << 62
+
+# Steps of a tile whose panels are kept before others: with as many, no more is loaded than by Belady's choice.
+FIRST = 3
 
 # A panel: the tile row or column it belongs to, and its step along k.
 Panel = tuple[int, int]
 
 
 class SlotCache:
-    """The contents of `count` slots of one operand on one tier, in program order."""
+    """The contents of `count` slots of one operand on one tier, in program order. With `spread`, the steps of a tile, those
+    given up of the panels that it uses next lie evenly over it."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, spread: int = 1) -> None:
         self._count = count
+        self._steps = spread
+        self._apart = max(0, spread - FIRST)  # steps of which those given up lie evenly
+        self._stride = _even_stride(self._apart)
         self._keys: list[Panel | None] = [None] * count
         self._next_use = [0] * count
         self._used = [
@@ -44,7 +56,7 @@ class SlotCache:
                 del self._where[old]
             self._keys[slot] = key
             self._where[key] = slot
-        self._next_use[slot] = next_use
+        self._next_use[slot] = next_use = self._ranked(next_use)
         self._used[slot] = self._clock
         self._clock += 1
         heappush(self._heap, (-next_use, self._used[slot], slot))
@@ -55,7 +67,7 @@ class SlotCache:
         """Panel `key`, if it is here, was not needed after all: another tier had it."""
         slot = self._where.get(key)
         if slot is not None:
-            self._next_use[slot] = next_use
+            self._next_use[slot] = next_use = self._ranked(next_use)
             heappush(self._heap, (-next_use, self._used[slot], slot))
 
     def advance(self) -> None:
@@ -76,7 +88,7 @@ class SlotCache:
         """Take over such contents, in slots of any order."""
         dead = self._count - len(live)
         self._keys = [*(key for _, key in live), *((-1, slot) for slot in range(dead))]
-        self._next_use = [*(use for use, _ in live), *([NEVER] * dead)]
+        self._next_use = [*(self._ranked(use) for use, _ in live), *([NEVER] * dead)]
         self._where = {key: slot for slot, key in enumerate(self._keys) if key is not None}
         self._used = list(range(-self._count, 0))
         self._clock = 0
@@ -84,6 +96,14 @@ class SlotCache:
         self._latest = [next(unused) if key is None else self._where[key] for key in latest]
         self._heap = [(-self._next_use[slot], self._used[slot], slot) for slot in range(self._count)]
         heapify(self._heap)
+
+    def _ranked(self, next_use: int) -> int:
+        """What orders next uses: within a tile not the latest comes last, but those that come last, however many, lie evenly over
+        it. A tile's first steps come first: until it has used some panels, there is none to give up for another."""
+        tile, step = divmod(next_use, self._steps)
+        if step < FIRST or next_use == NEVER:
+            return next_use
+        return tile * self._steps + FIRST + (step - FIRST) * self._stride % self._apart
 
     def _victim(self) -> int:
         if len(self._where) < self._count:
@@ -110,3 +130,9 @@ class SlotCache:
         for entry in passed[:-1]:
             heappush(self._heap, entry)
         return found
+
+
+def _even_stride(steps: int) -> int:
+    """A stride through so many steps that meets each, and after any number of strides has met some evenly: near the golden
+    section, of which there are gaps of three lengths at most (Sos, 1958)."""
+    return next(stride for stride in range(round(0.618 * steps), 2 * steps + 2) if gcd(stride, steps) == 1)
