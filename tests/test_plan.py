@@ -330,7 +330,7 @@ def test_the_last_steps_go_strip_by_strip_where_c_leaves_late() -> None:
     other = replace(plan, candidate=kept)
     assert max(plan.footprint.device_total, other.footprint.device_total) <= budgets.device
     mine, others = (simulate(x.schedule(), p, machine, STORED) for x in (plan, other))
-    assert mine < others - 0.05  # of 0.09 s that three steps take
+    assert mine < others - 0.02  # of 0.06 s that three steps of the last tile take
     quick = make_plan(p, budgets, replace(machine, write=1e12), STORED)
     assert quick.slots.last_steps == 1
 
@@ -484,3 +484,44 @@ def test_threads_that_decode_leave_a_core_to_those_that_launch() -> None:
         for backend in ("cuda", "host")
     )
     assert [plan.candidate.io_threads for plan in plans] == [15, 16]
+
+
+def test_a_walk_ends_in_the_thinner_tile_where_c_leaves_late() -> None:
+    """There and back it would end in the larger of the two of a column."""
+    p, machine = problem(32_768, 32_768, 524_288), default_model("cuda", 16)
+    plan = make_plan(p, Budgets(8 * GIB, 60 * GIB), machine, STORED)
+    sizes = [plan.grid.elements(tile) for tile in plan.schedule().tiles]
+    assert sizes[-1] == min(sizes) < max(sizes)
+    turning = replace(plan.candidate, traversal=replace(plan.candidate.traversal, turns=True))
+    other = replace(plan, candidate=turning)
+    assert plan.prediction.total < other.prediction.total - 1
+    mine, others = (simulate(x.schedule(), p, machine, STORED) for x in (plan, other))
+    assert mine < others - 1
+
+
+@pytest.mark.parametrize("gibibytes", [16, 24, 40, 60, 100, 200])
+def test_memory_that_is_used_for_the_first_time_takes_its_time(gibibytes: int) -> None:
+    """The closed form knows what that holds up, and more memory makes nothing worse: what does not gain is left alone."""
+    p, machine = problem(32_768, 32_768, 524_288), default_model("cuda", 16)
+    plan, more = (
+        make_plan(p, Budgets(8 * GIB, x * GIB), machine, STORED) for x in (gibibytes, 2 * gibibytes)
+    )
+    simulated = simulate(plan.schedule(), p, machine, STORED)
+    assert abs(plan.prediction.total / simulated - 1) < 0.02
+    assert more.prediction.total < 1.01 * plan.prediction.total
+    assert more.footprint.host_total < 130 * GIB
+
+
+def test_shapes_that_cannot_be_best_are_passed_over_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = default_model("cuda", 16)
+    cases = [
+        (problem(m, n, k), Budgets(device * GIB, 3 * device * GIB))
+        for m, n, k in ((32_768, 32_768, 524_288), (50_000, 9_000, 20_000), (16_384, 16_384, 16_384))
+        for device in (1, 8)
+    ]
+    plans = [make_plan(p, budgets, machine, STORED) for p, budgets in cases]
+    monkeypatch.setattr(planner, "HOPELESS", float("inf"))
+    planner._planned.cache_clear()
+    for plan, (p, budgets) in zip(plans, cases, strict=True):
+        every = make_plan(p, budgets, machine, STORED)
+        assert every.candidate == plan.candidate

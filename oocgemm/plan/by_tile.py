@@ -29,8 +29,7 @@ def shares(problem: GemmProblem, grid: TileGrid, traversal: Traversal, loads: Lo
     """
     down, across = grid.shape
     if down * across > FEW_TILES:
-        i, j = last(traversal, down, across)
-        made = _length(grid.rows(i)) * _length(grid.cols(j)) / (problem.m * problem.n)
+        made = grid.elements(last(traversal, down, across)) / (problem.m * problem.n)
         return [Share(made, made)]
     tiles = _walk(traversal, down, across)
     heights, widths = [_length(grid.rows(i)) for i, _ in tiles], [_length(grid.cols(j)) for _, j in tiles]

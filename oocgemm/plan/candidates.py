@@ -4,15 +4,15 @@ Each tile shape of `oocgemm.plan.shapes` is given slots: what memory a tile leav
 either tier.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
-from math import ceil, isqrt, prod
+from math import ceil, inf, isqrt, prod
 
 from oocgemm.plan.checking import panel_check_bytes
 from oocgemm.plan.cost import Candidate, Layouts, MachineModel, extents, footprint, scratch_bytes, slot_bytes
-from oocgemm.plan.predict import BLOCK, closed_loads, multiply_seconds
+from oocgemm.plan.predict import BLOCK, closed_loads, least_seconds, multiply_seconds
 from oocgemm.plan.problem import GemmProblem
 from oocgemm.plan.shapes import shapes
 from oocgemm.plan.slots import Slots
@@ -36,6 +36,7 @@ PAIRS = (
     ("soonest", "soonest"),
     ("soonest", "passing"),
     ("passing", "soonest"),
+    ("soonest", "alone"),
     ("soonest", "band"),
     ("passing", "band"),
 )
@@ -56,18 +57,29 @@ def candidates(
     layouts: Layouts,
     tile: TileShape | None,
     io_threads: int,
+    limit: Callable[[], float] = lambda: inf,
 ) -> Iterator[Candidate]:
-    """Candidates that fit the budgets; with `tile`, for that tile shape only."""
+    """Candidates that fit the budgets; with `tile`, for that tile shape only. Shapes that cannot take less than the `limit`, in
+    seconds, are passed over; it is asked for before each, those that may take least coming first."""
     none = True
     # Where memory is scarce no tile may fit beside panels of the depths that are best.
     for every_depth in (False, True):
         tried = (
             [(tile, 2)]
             if tile
-            else shapes(problem, budgets.device, budgets.host, machine, layouts, every_depth=every_depth)
+            else list(
+                shapes(problem, budgets.device, budgets.host, machine, layouts, every_depth=every_depth)
+            )
         )
+        least = {
+            shape: least_seconds(problem, shape, budgets.device, budgets.host, layouts, machine)
+            for shape, _ in tried
+        }
+        tried.sort(key=lambda found: least[found[0]])
         # What two accumulators fit into leaves more for panels with one.
         for shape, c in dict.fromkeys((shape, c) for shape, most in tried for c in range(1, most + 1)):
+            if least[shape] > limit():
+                return
             if c == 1 or shape.w < problem.m or shape.h < problem.n:
                 for candidate in _with_slots(problem, budgets, machine, layouts, shape, c, io_threads):
                     none = False
@@ -114,18 +126,23 @@ def _with_slots(
             yield Candidate(tile, replace(base, a=a, b=b), traversal, io_threads)
             if not reads:
                 continue
+            known: set[tuple[bool, int, int, int, int]] = set()
             # Each tier may serve either operand first: what one of them keeps need not be kept by the other.
-            for (fewest, spare), (on_device, on_host) in product(bases, PAIRS if band > 1 else PAIRS[:3]):
+            for (fewest, spare), (on_device, on_host) in product(bases, PAIRS if band > 1 else PAIRS[:4]):
                 a, b = _filled(base.a, base.b, free, *device, down, across, steps, traversal, on_device)
                 checks = panel_check_bytes(problem, tile, fewest.strip)
                 host = size["host", "A"] + checks[0], size["host", "B"] + checks[1]
                 sizes = fewest.host_a, fewest.host_b, spare, *host
                 host_a, host_b = _filled(*sizes, down, across, steps, traversal, on_host)
+                turns = fewest is not base
+                if (turns, a, b, host_a, host_b) in known:
+                    continue
+                known.add((turns, a, b, host_a, host_b))
                 dealt = replace(fewest, a=a, b=b, host_a=host_a, host_b=host_b)
                 loads = closed_loads(problem, grid, dealt, traversal)
                 up = (loads.a_up + loads.b_up) / machine.h2d
                 read = (loads.a_read + loads.b_read) / machine.read
-                turns = fewest is not base
+                read += (host_a * host[0] + host_b * host[1]) * machine.arena_seconds_per_byte
                 seconds = 1.01 * (up + read) if turns else max(up, read) + min(up, read) / 10
                 found.append((seconds, turns, len(found), Candidate(tile, dealt, traversal, io_threads)))
         found.sort()
@@ -171,7 +188,7 @@ def _filled(
     first: str = "soonest",
 ) -> tuple[int, int]:
     """Slots of A and B when what is free goes first to the panels that come round soonest, or else to those of the
-    operand that passes by, or those of a whole band."""
+    operand that passes by, or those of a whole band; or to the first alone, since to fill all there is takes time too."""
     if traversal.axis == 1:
         rows = Traversal(0, traversal.band)
         b, a = _filled(b, a, free, b_size, a_size, across, down, steps, rows, first)
@@ -183,6 +200,8 @@ def _filled(
         wanted.insert(1 if first == "band" else 0, ("b", steps))
     if first == "passing":
         wanted.reverse()
+    elif first == "alone":
+        del wanted[1:]
     for operand, most in wanted:
         if operand == "a" and across > 1 and a_size:
             more = max(0, min(most - a, free // a_size))

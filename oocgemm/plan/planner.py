@@ -4,11 +4,11 @@ The model is not exact to a percent. Among plans that it finds as near to one an
 would take least if nothing overlapped: with fewer bytes and operations, and less left to be hidden, less can go wrong.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate, islice
-from math import lcm
+from math import inf, lcm
 
 from oocgemm.errors import BudgetError, InputError
 from oocgemm.plan.candidates import MOST_DRAIN, Budgets, c_chunks, candidates, io_threads, smallest
@@ -21,6 +21,7 @@ from oocgemm.plan.shapes import with_less_last, with_more
 from oocgemm.plan.simulate import simulate
 from oocgemm.plan.slots import Slots
 from oocgemm.plan.tiling import Tile, TileGrid, TileShape, ceil_div, ramp_of
+from oocgemm.plan.traversal import last
 from oocgemm.units import format_size
 
 # Planning may take this share of the time a run is predicted to take, and no more seconds than that.
@@ -29,6 +30,7 @@ EFFORT, LONGEST = 0.004, 0.5
 COUNTED, SIMULATED = 20e-6, 15e-6
 FINALISTS = 4
 LIKE = 3  # shapes that others are derived from where C leaves late
+HOPELESS = 1.1  # times the best predicted time
 CLOSE = 0.01  # share of the best predicted time that the model cannot tell apart
 
 
@@ -90,14 +92,12 @@ def _planned(
 ) -> Plan:
     if tile is not None:
         _check_alignment(problem, layouts, tile)
-    threads = io_threads(problem, budgets, machine, layouts)
-    found = list(candidates(problem, budgets, machine, layouts, tile, threads))
-    if not found:
+    threads, scored = io_threads(problem, budgets, machine, layouts), list[Scored]()
+    if not _add(scored, problem, budgets, machine, layouts, {tile: 0}, threads):
         threads = 1  # leaves more for slots
-        found = list(candidates(problem, budgets, machine, layouts, tile, threads))
-    if not found:
-        raise _budget_error(problem, budgets, machine, layouts, tile)
-    scored = sorted(_scored(problem, layouts, machine, found), key=_rank)
+        if not _add(scored, problem, budgets, machine, layouts, {tile: 0}, threads):
+            raise _budget_error(problem, budgets, machine, layouts, tile)
+    scored.sort(key=_rank)
     if tile is None and scored[0].prediction.tail > CLOSE * scored[0].prediction.total:
         scored = _with_less_at_end(problem, budgets, machine, layouts, scored, threads)
     limit = (1 + CLOSE) * scored[0].prediction.total
@@ -129,26 +129,57 @@ def _with_less_at_end(
             best.setdefault(TileGrid.of(problem, s.candidate.tile).shape, s)
         like = [min(found, key=_rank), *islice(best.values(), LIKE)]
         known = {s.candidate.tile for s in found}
-        shapes = dict.fromkeys(shape for s in like for shape in others(problem, layouts, s.candidate.tile))
-        found += _scored(
-            problem,
-            layouts,
-            machine,
-            (
-                candidate
-                for shape in shapes
-                if shape not in known
-                for candidate in candidates(problem, budgets, machine, layouts, shape, threads)
-            ),
-        )
+        left: dict[TileShape | None, int] = {}
+        for s in like:
+            for shape in others(problem, layouts, s.candidate.tile):
+                if shape not in known:
+                    left[shape] = max(left.get(shape, 0), _last(problem, s.candidate))
+        _add(found, problem, budgets, machine, layouts, left, threads)
     return sorted(found, key=_rank)
 
 
-def _scored(
-    problem: GemmProblem, layouts: Layouts, machine: MachineModel, found: Iterable[Candidate]
-) -> Iterator[Scored]:
-    """Candidates in closed form, each once."""
-    return (Scored(one, predict(problem, one, layouts, machine)) for one in dict.fromkeys(found))
+def _add(
+    scored: list[Scored],
+    problem: GemmProblem,
+    budgets: Budgets,
+    machine: MachineModel,
+    layouts: Layouts,
+    tiles: Mapping[TileShape | None, int],
+    threads: int,
+) -> bool:
+    """Score the candidates of tile shapes, or of all if one is None, in closed form, but not those that must be worse than one that is
+    there. Where a shape comes with a number of elements, only walks that have fewer of C in the last tile, with turns or without.
+    Whether any is new."""
+    best = min((s.prediction.total for s in scored), default=inf)
+    known = {s.candidate for s in scored}
+    before = len(known)
+
+    def limit() -> float:
+        return HOPELESS * best
+
+    for tile, left in tiles.items():
+        found = candidates(problem, budgets, machine, layouts, tile, threads, limit)
+        for candidate in _ending_with_less(problem, found, left) if left else found:
+            if candidate not in known:
+                known.add(candidate)
+                scored.append(Scored(candidate, predict(problem, candidate, layouts, machine)))
+                best = min(best, scored[-1].prediction.total)
+    return len(known) > before
+
+
+def _ending_with_less(problem: GemmProblem, found: Iterable[Candidate], left: int) -> Iterator[Candidate]:
+    """Those that leave fewer elements of C for the end, without turns where that leaves fewer still."""
+    for turning in found:
+        straight = replace(turning, traversal=replace(turning.traversal, turns=False))
+        candidate = min(turning, straight, key=lambda candidate: _last(problem, candidate))
+        if _last(problem, candidate) < left:
+            yield candidate
+
+
+def _last(problem: GemmProblem, candidate: Candidate) -> int:
+    """Elements of C in the last tile."""
+    grid = TileGrid.of(problem, candidate.tile)
+    return grid.elements(last(candidate.traversal, *grid.shape))
 
 
 def _draining_longer(
@@ -217,12 +248,13 @@ def _walked(
     clocked = [s for s, cost in zip(exact, costs, strict=True) if cost <= effort]
     if machine.shares_cores or len(clocked) < 2:
         return _least_work([(s.prediction.total, s) for s in exact or scored])
-    return _least_work(
-        [
-            (simulate(schedule_of(problem, layouts, s.candidate), problem, machine, layouts), s)
-            for s in clocked
-        ]
-    )
+    least = min(max(s.prediction.lanes.values()) for s in clocked)
+    timed: list[tuple[float, Scored]] = []
+    for s in sorted(clocked, key=lambda s: s.prediction.serial):
+        timed.append((simulate(schedule_of(problem, layouts, s.candidate), problem, machine, layouts), s))
+        if timed[-1][0] <= (1 + CLOSE) * least:
+            break  # no other is faster by more than can be told, and all have more to do
+    return _least_work(timed)
 
 
 def _simulating(problem: GemmProblem, candidate: Candidate) -> float:

@@ -118,6 +118,24 @@ def multiply_seconds(
     )
 
 
+def least_seconds(
+    problem: GemmProblem, tile: TileShape, device: int, host: int, layouts: Layouts, machine: MachineModel
+) -> float:
+    """No candidate of that tile shape takes less: from one tile to the next these bytes of memory keep no more than they hold."""
+    grid, (w, h, r) = TileGrid.of(problem, tile), extents(problem, tile)
+    (down, across), k = grid.shape, problem.depth
+    a, b = across * problem.m * k * problem.itemsizes["A"], down * k * problem.n * problem.itemsizes["B"]
+    again = down * across - 1
+    rate = max(
+        panel_rate(problem, machine, layouts.a, (problem.m, k), (w, r)),
+        panel_rate(problem, machine, layouts.b, (k, problem.n), (r, h)),
+    )
+    compute = multiply_seconds(problem, machine, problem.flops, w, h, r)
+    up = (a + b - again * device) / machine.h2d
+    read = (a + b - again * (device + host)) / rate
+    return compute + max(0.0, read) if machine.shares_cores else max(compute, up, read)
+
+
 def predict(
     problem: GemmProblem,
     candidate: Candidate,
@@ -137,10 +155,8 @@ def predict(
     panel_a, panel_b = (s.panel for s in streams)
     w, h, _ = extents(problem, tile)
     tile_bytes = w * h * problem.itemsizes["C"]
-    held = slots.host_a * panel_a + slots.host_b * panel_b + slots.host_c * tile_bytes * slots.strip // w
-    if slots.unified:
-        held += slots.c * w * h * problem.itemsizes["acc"]
-    start_up = held * machine.arena_seconds_per_byte + first
+    accumulators = slots.c * w * h * problem.itemsizes["acc"] if slots.unified else 0
+    start_up = accumulators * machine.arena_seconds_per_byte + first
     # What leaves strip by strip hides behind the steps that go strip by strip: the last of this tile and, with one
     # accumulator, the first of the next.
     strips = ceil_div(w, slots.strip)
@@ -164,13 +180,17 @@ def predict(
         wider = (1 + machine.half_width / slots.strip) / (1 + machine.half_width / w)
         lanes["compute"] += by_strips * step * (wider - 1)
     parts, bubbles = shares(problem, grid, candidate.traversal, loads), 0.0
+    if len(parts) > 1 and not machine.shares_cores:
+        bubbles += _touching(streams, machine, parts[0], grid.steps, lanes["compute"])
+    elif not machine.shares_cores:  # the first of many tiles wait for theirs anyway
+        start_up += sum(s.touched for s in streams) * machine.arena_seconds_per_byte
     if slots.c == 1 and tiles > 1:
         shown = max(leaving - 2 * between * step, leaving / strips)
         # Panels that find no free slot before the tile has ended come late.
         changing, panel = (slots.b, panel_b) if candidate.traversal.axis == 0 else (slots.a, panel_a)
         coming = max(0, 2 * between - changing) * panel
         others = (1 - parts[-1].made) * problem.m * problem.n / (w * h)
-        bubbles = others * (shown + coming / (machine.read if slots.unified else machine.h2d))
+        bubbles += others * (shown + coming / (machine.read if slots.unified else machine.h2d))
     an_element = lanes["compute"] / (problem.m * problem.n)
     bubbles += _bursts(streams, machine, grid.steps, an_element * w * h, alone=len(parts) < tiles)
     out = lanes["write"] + lanes["encode"], drain / grid.steps, strips
@@ -245,6 +265,12 @@ class _Stream:
     panel: int
     strip: int  # the panels of a tile
     slots: int
+    on_host: int  # slots there
+
+    @property
+    def touched(self) -> float:
+        """Bytes that are read into memory on the host that is used for the first time."""
+        return min(self.read, self.on_host * self.panel)
 
 
 def _streams(
@@ -253,16 +279,16 @@ def _streams(
     (w, h, r), k = extents(problem, tile), problem.depth
 
     def stream(
-        layout: Layout, whole: Span, panel: Span, strip: Span, size: int, read: float, held: int
+        layout: Layout, whole: Span, panel: Span, strip: Span, size: int, read: float, held: tuple[int, int]
     ) -> _Stream:
         rate = panel_rate(problem, machine, layout, whole, panel)
         lane = "decode" if layout.decode_bytes else "read"
-        return _Stream(lane, rate, read, prod(panel) * size, prod(strip) * size, held)
+        return _Stream(lane, rate, read, prod(panel) * size, prod(strip) * size, *held)
 
     a, b = problem.itemsizes["A"], problem.itemsizes["B"]
     return (
-        stream(layouts.a, (problem.m, k), (w, r), (w, k), a, loads.a_read, slots.a),
-        stream(layouts.b, (k, problem.n), (r, h), (k, h), b, loads.b_read, slots.b),
+        stream(layouts.a, (problem.m, k), (w, r), (w, k), a, loads.a_read, (slots.a, slots.host_a)),
+        stream(layouts.b, (k, problem.n), (r, h), (k, h), b, loads.b_read, (slots.b, slots.host_b)),
     )
 
 
@@ -281,6 +307,27 @@ def _bursts(
         if s.strip and s.slots >= steps > 1:
             again += max(0.0, seconds - 2 * tile_seconds) * (s.read / s.strip - 1)
     return max(0.0, first - tile_seconds) * alone + again
+
+
+def _touching(
+    streams: tuple[_Stream, _Stream],
+    machine: MachineModel,
+    beginning: Share,
+    steps: int,
+    compute: float,
+) -> float:
+    """Seconds by which the panels of the first tile come late that are read into slots for the first time: those of its first
+    steps, whatever time there is to spare at others."""
+    loading = beginning.loaded * sum(s.read / s.rate for s in streams)
+    spare = max(0.0, beginning.made * compute - loading)
+    # The share of the tile's steps that find untouched slots, and seconds that these take.
+    touching = [
+        (min(1.0, s.on_host / steps), min(s.on_host * s.panel, s.strip) * machine.arena_seconds_per_byte)
+        for s in streams
+        if s.on_host
+    ]
+    late = (sum(t * min(1.0, upto / share) for share, t in touching) - upto * spare for upto, _ in touching)
+    return max((0.0, *late))
 
 
 def _lanes(
@@ -308,8 +355,10 @@ def _lanes(
         lanes["prepare"] = raw / machine.prepare + steps * machine.step_latency
         first = lanes["prepare"] / steps
     for s in streams:
-        lanes[s.lane] += s.read / s.rate
-        first += s.panel / s.rate + (0 if slots.unified else s.panel / machine.h2d)
+        lanes[s.lane] += s.read / s.rate + s.touched * machine.arena_seconds_per_byte
+        if s.on_host:
+            first += s.panel * (1 / machine.h2d + machine.arena_seconds_per_byte)
+        first += s.panel / s.rate
     c_bytes = problem.m * problem.n * problem.itemsizes["C"]
     c_in = c_bytes if problem.reads_c else 0
     if c_in:

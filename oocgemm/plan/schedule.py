@@ -186,9 +186,7 @@ class Schedule:
     def traffic(self, loads: Loads | None = None) -> dict[str, int]:
         """Exact bytes that cross each link over the whole schedule: read, h2d, d2h, write."""
         loads = loads or self.loads()
-        c = self.problem.itemsizes["C"] * sum(
-            _length(self.grid.rows(i)) * _length(self.grid.cols(j)) for i, j in self.tiles
-        )
+        c = self.problem.itemsizes["C"] * sum(map(self.grid.elements, self.tiles))
         c_in = c if self.problem.reads_c else 0
         read, up = int(loads.a_read + loads.b_read) + c_in, int(loads.a_up + loads.b_up) + c_in
         if self.slots.unified:

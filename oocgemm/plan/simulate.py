@@ -3,13 +3,14 @@
 The waits are those of the run, derived by the same tracker; its tokens are the times at which operations end.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from oocgemm.plan.cost import Layouts, MachineModel
 from oocgemm.plan.hazards import HazardTracker
 from oocgemm.plan.predict import multiply_seconds, panel_rate
 from oocgemm.plan.problem import GemmProblem
 from oocgemm.plan.schedule import Kind, Operation
+from oocgemm.plan.slots import Slot, Tier
 
 # What waits, or is waited for, on the host: by a thread, that has to be woken. Others wait on the device.
 _HANDED_ON = (Kind.READ, Kind.UPLOAD, Kind.DOWNLOAD, Kind.WRITE)
@@ -55,6 +56,21 @@ def duration(
             return operation.bytes / machine.prepare + machine.step_latency
 
 
+def timed(
+    operations: Iterable[Operation], problem: GemmProblem, machine: MachineModel, layouts: Layouts
+) -> Iterator[tuple[Operation, float]]:
+    """Operations with their modelled seconds: the first to be read into a slot on the host finds it untouched."""
+    touched: set[Slot] = set()
+    for operation in operations:
+        seconds = duration(operation, problem, machine, layouts)
+        if operation.kind is Kind.READ:
+            slot = operation.writes[0].slot
+            if slot.tier is Tier.HOST and slot not in touched:
+                touched.add(slot)
+                seconds += operation.bytes * machine.arena_seconds_per_byte
+        yield operation, seconds
+
+
 def simulate(
     operations: Iterable[Operation],
     problem: GemmProblem,
@@ -65,7 +81,7 @@ def simulate(
     tracker: HazardTracker[list[float]] = HazardTracker()
     stream_free: dict[str, float] = {}
     end = issued = 0.0
-    for operation in operations:
+    for operation, seconds in timed(operations, problem, machine, layouts):
         done = [0.0]
         issued += machine.issue
         ready = max((t[0] for t in tracker.admit(operation, done)), default=0.0)
@@ -74,7 +90,7 @@ def simulate(
         # Preparing beside a multiplication takes as long from that.
         stream = "compute" if operation.kind is Kind.PREPARE else operation.stream
         start = max(ready, issued, stream_free.get(stream, 0.0))
-        done[0] = start + duration(operation, problem, machine, layouts)
+        done[0] = start + seconds
         stream_free[stream] = done[0]
         end = max(end, done[0])
     return end

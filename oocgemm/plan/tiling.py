@@ -91,6 +91,11 @@ class TileGrid:
         """Valid columns of C in tile column j."""
         return j * self.tile.h, min((j + 1) * self.tile.h, self.n)
 
+    def elements(self, tile: Tile) -> int:
+        """Elements of C in a tile."""
+        (m0, m1), (n0, n1) = self.rows(tile[0]), self.cols(tile[1])
+        return (m1 - m0) * (n1 - n0)
+
     def depth(self, p: int) -> Span:
         """Valid extent along k of step p."""
         start = p * self.tile.r

@@ -1,7 +1,7 @@
 """The order in which tiles and steps are visited.
 
-Tiles are walked as a snake, and k runs backwards on every other tile, so that at each turn the panels just
-used are used again. The direction of k hangs on the tile's coordinates alone, never on its place
+Tiles are walked as a snake, if nothing speaks for another way, and k runs backwards on every other tile, so that at each turn
+the panels just used are used again. The direction of k hangs on the tile's coordinates alone, never on its place
 in the sequence: a run over any part of the tiles sums every element in the same order.
 """
 
@@ -21,22 +21,32 @@ class Traversal:
     Within a band the *other* axis is the slow one. A band of one tile row is a plain snake along the row: its
     panels of op(A) are used by one tile after another, and those of op(B) come round again with the next
     row. Wider bands suit a memory that holds the panels of several rows: op(B) then comes round once a band.
+    Without `turns` each band begins where the first did: the walk then ends in the last row and column, where tiles may
+    be thinner and less of C is left to leave.
     """
 
     axis: int = 0
     band: int = 1
+    turns: bool = True
 
     def __str__(self) -> str:
         if self.band == 1:
-            return "row by row" if self.axis == 0 else "column by column"
-        return f"bands of {self.band} {'rows' if self.axis == 0 else 'columns'}"
+            how = "row by row" if self.axis == 0 else "column by column"
+        else:
+            how = f"bands of {self.band} {'rows' if self.axis == 0 else 'columns'}"
+        return how if self.turns else f"{how}, all in one direction"
+
+    @property
+    def along_rows(self) -> "Traversal":
+        """The same of the transposed product, if this is along columns."""
+        return Traversal(0, self.band, self.turns)
 
 
 ROW_BY_ROW = Traversal()
 
 
 def walk(traversal: Traversal, tile_rows: int, tile_cols: int) -> tuple[Tile, ...]:
-    """All tiles, each next to the one before.
+    """All tiles, each next to the one before where the traversal turns.
 
     >>> walk(Traversal(), 2, 3)
     ((0, 0), (0, 1), (0, 2), (1, 2), (1, 1), (1, 0))
@@ -44,9 +54,11 @@ def walk(traversal: Traversal, tile_rows: int, tile_cols: int) -> tuple[Tile, ..
     ((0, 0), (1, 0), (1, 1), (0, 1))
     >>> walk(Traversal(band=2), 2, 3)
     ((0, 0), (1, 0), (1, 1), (0, 1), (0, 2), (1, 2))
+    >>> walk(Traversal(turns=False), 2, 2)
+    ((0, 0), (0, 1), (1, 0), (1, 1))
     """
     if traversal.axis == 1:
-        return tuple((i, j) for j, i in walk(Traversal(0, traversal.band), tile_cols, tile_rows))
+        return tuple((i, j) for j, i in walk(traversal.along_rows, tile_cols, tile_rows))
     tiles: list[Tile] = []
     cols_forwards = rows_forwards = True
     for top in range(0, tile_rows, traversal.band):
@@ -54,7 +66,7 @@ def walk(traversal: Traversal, tile_rows: int, tile_cols: int) -> tuple[Tile, ..
         for j in range(tile_cols) if cols_forwards else reversed(range(tile_cols)):
             tiles.extend((i, j) for i in (rows if rows_forwards else reversed(rows)))
             rows_forwards = not rows_forwards
-        cols_forwards, rows_forwards = not cols_forwards, True
+        cols_forwards, rows_forwards = not (traversal.turns and cols_forwards), True
     return tuple(tiles)
 
 
@@ -65,11 +77,12 @@ def last(traversal: Traversal, tile_rows: int, tile_cols: int) -> Tile:
     ((1, 0), (0, 1), (1, 2))
     """
     if traversal.axis == 1:
-        j, i = last(Traversal(0, traversal.band), tile_cols, tile_rows)
+        j, i = last(traversal.along_rows, tile_cols, tile_rows)
         return i, j
     top = (tile_rows - 1) // traversal.band * traversal.band
     row = tile_rows - 1 if tile_cols % 2 else top
-    return row, tile_cols - 1 if top // traversal.band % 2 == 0 else 0
+    backwards = traversal.turns and top // traversal.band % 2
+    return row, 0 if backwards else tile_cols - 1
 
 
 def forwards(tile: Tile) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 from oocgemm.errors import OocGemmError
 from oocgemm.plan import Budgets, KernelRate, Layouts, MachineModel, Plan, TileShape, make_plan, recorded_plan
-from oocgemm.plan.simulate import duration, simulate
+from oocgemm.plan.simulate import simulate, timed
 from oocgemm.timeline.diagnosis import Diagnosis, diagnose, in_memory, unfinished
 from oocgemm.timeline.figures import Report, length, union
 from oocgemm.timeline.spans import Timeline
@@ -71,8 +71,8 @@ class Fitted:
         would take long."""
         if plan.steps > MOST_SIMULATED if closed is None else closed:
             return plan.prediction.total + self.beyond
-        # What the run held was paid for in the times that were measured; more of it costs more.
-        more = _slots_bytes(plan) - _slots_bytes(self.plan)
+        # What slots take that are not read into was paid for in the times that were measured; more of it costs more.
+        more = plan.footprint.device_total - self.plan.footprint.device_total if plan.machine.unified else 0
         seconds = simulate(plan.schedule(), plan.problem, plan.machine, plan.layouts)
         return seconds + self.outside + max(0.0, more * plan.machine.arena_seconds_per_byte)
 
@@ -85,11 +85,6 @@ class Fitted:
         """Predicted T of a plan over that of the run's own, both of the whole product and predicted in the same way."""
         closed = max(plan.steps, self.whole.steps) > MOST_SIMULATED
         return self.seconds(plan, closed=closed) / self.seconds(self.whole, closed=closed)
-
-
-def _slots_bytes(plan: Plan) -> int:
-    """Bytes of host memory that are used for the first time."""
-    return plan.footprint.host_total + (plan.footprint.device_total if plan.machine.unified else 0)
 
 
 def fit(timeline: Timeline, figures: Report) -> Fitted | None:
@@ -158,8 +153,8 @@ def _modelled(plan: Plan) -> Mapping[str, float]:
     if plan.steps > MOST_SIMULATED:
         return plan.prediction.lanes
     lanes = dict.fromkeys(plan.prediction.lanes, 0.0)
-    for operation in plan.schedule():
-        lanes[operation.lane] += duration(operation, plan.problem, plan.machine, plan.layouts)
+    for operation, seconds in timed(plan.schedule(), plan.problem, plan.machine, plan.layouts):
+        lanes[operation.lane] += seconds
     return lanes
 
 
