@@ -9,7 +9,7 @@ from threading import Event
 from oocgemm.backends.base import numpy_dtype, slot_offsets, stored_shape
 from oocgemm.backends.memory import allocate
 from oocgemm.errors import ExecutionError
-from oocgemm.plan import Kind, Op, Operation, Plan, Slot
+from oocgemm.plan import Kind, Op, Operation, Plan, Slot, Tier
 from oocgemm.plan.cost import HOST_ALIGNMENT, held_bytes, slot_bytes
 from oocgemm.plan.tiling import Span
 from oocgemm.stores import BATCH_BYTES, Array, Matrix, pieces, transient
@@ -32,12 +32,23 @@ class Staging:
     At most `plan.candidate.io_threads` chunks are decoded at a time and as many encoded, which bounds the scratch.
     """
 
-    def __init__(self, plan: Plan, operands: Mapping[str, Matrix]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        operands: Mapping[str, Matrix],
+        page_lock: Callable[[Sequence[Array]], object] = lambda columns: None,
+    ) -> None:
+        """`page_lock` is called with what of a slot has been touched, from its start on, by a thread that did, before a device is to
+        copy from there or to there."""
         self._plan = plan
+        self._page_lock = page_lock
         self._operands = operands
         self._offsets, size = slot_offsets(plan, "host", HOST_ALIGNMENT)
         self.arena = allocate(size)
-        self._c_bytes = slot_bytes(plan.problem, plan.tile, plan.slots.strip)["host", "C"]
+        sizes = slot_bytes, held_bytes
+        self._c_bytes, self._c_held = (
+            f(plan.problem, plan.tile, plan.slots.strip)["host", "C"] for f in sizes
+        )
         self._threads = plan.candidate.io_threads
         self._stopped = Event()
         # What each read that was tried again had failed of.
@@ -60,6 +71,7 @@ class Staging:
 
     def _touch(self, start: int) -> None:
         self.arena[start : start + self._c_bytes : PAGE] = 0
+        self._page_lock([self.arena[start : start + self._c_held]])
 
     def columns(self, slot: Slot, operation: Operation) -> list[Array]:
         """The part of a host slot that an operation's block fills, in stored orientation: its columns in groups, each a
@@ -101,6 +113,8 @@ class Staging:
         read it."""
         if operation.kind is Kind.READ:
             self._each(operation, columns, self._readers, partial(self._read, look))
+            if operation.writes[0].slot.tier is Tier.HOST:
+                self._page_lock(columns)
         else:
             self._each(operation, columns, self._writers, self._write)
 
@@ -117,8 +131,7 @@ class Staging:
     def behind(self, slot: Slot) -> Array:
         """What lies behind the strip of C in a host slot: the checksums that came down with it."""
         start = self._offsets[slot]
-        held = held_bytes(self._plan.problem, self._plan.tile, self._plan.slots.strip)["host", "C"]
-        return self.arena[start + held : start + self._c_bytes]
+        return self.arena[start + self._c_held : start + self._c_bytes]
 
     def _each(
         self,

@@ -152,10 +152,20 @@ def first(plan: Plan, kind: Kind) -> Operation:
 def test_memory_that_cannot_be_locked_is_an_error_with_a_remedy(device: SimpleNamespace, plan: Plan) -> None:
     session = device.backend().open(plan, "cublas")
     device.runtime.hostRegister.side_effect = CudaError(NO_MEMORY)
-    with pytest.raises(
-        BackendError, match=r"refuses to lock .*KiB of host memory .*--host-memory, or raise ulimit -l"
-    ):
+    said = r"refuses to lock .*KiB of host memory .*--host-memory, or raise ulimit -l"
+    with pytest.raises(BackendError, match=said):
+        session.page_lock([np.ones((32, 32))])
+    with pytest.raises(BackendError, match=said):
         session.submit(first(plan, Kind.UPLOAD), [np.ones((32, 32))], [])
+
+
+def test_what_is_locked_by_who_touched_it_is_not_locked_again(device: SimpleNamespace, plan: Plan) -> None:
+    """Whoever issues the copy would hold up all other orders."""
+    session, panel = device.backend().open(plan, "cublas"), np.ones((32, 32))
+    session.page_lock([panel])
+    with issued(device, {}):
+        session.submit(first(plan, Kind.UPLOAD), [panel], [])
+    assert device.runtime.hostRegister.call_count == 1
 
 
 def issued(device: SimpleNamespace, status: dict[str, int], made: list[str] | None = None) -> Any:

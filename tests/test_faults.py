@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +29,7 @@ from oocgemm.backends import memory
 from oocgemm.backends.host import HostSession
 from oocgemm.cli import EXIT_FAILED, EXIT_USAGE
 from oocgemm.journal import JOURNAL
-from oocgemm.plan import Plan
+from oocgemm.plan import Kind, Plan
 from oocgemm.staging import RETRY_AFTER, Staging
 from oocgemm.stores import files
 from oocgemm.timeline import Span
@@ -712,6 +712,32 @@ def staging_of(threads: int, /, **faults: Fault) -> tuple[Staging, Plan]:
     with faulty_stores(**faults):
         operands = {name: stores.open_matrix(name, x) for name, x in (("A", A), ("B", B), ("C", PRODUCT))}
     return Staging(plan, operands), plan
+
+
+def test_slots_are_locked_when_they_hold_something_by_threads_that_touched_them() -> None:
+    """Not by those that issue copies."""
+    with staged(3):
+        plan = oocgemm.plan(A, B, backend="host", tile=TILE)
+    operands = {name: stores.open_matrix(name, x) for name, x in (("A", A), ("B", B), ("C", PRODUCT))}
+    locked: dict[str, list[Any]] = {}
+
+    def lock(columns: Sequence[Any]) -> None:
+        locked.setdefault(threading.current_thread().name, []).append([part.copy() for part in columns])
+
+    slots = Staging(plan, operands, lock)
+    read = next(operation for operation in plan.schedule() if operation.operand == "A")
+    slots.transfer(read, slots.columns(read.writes[0].slot, read))
+    for operation in plan.schedule():
+        if operation.kind is Kind.WRITE:
+            slots.columns(operation.reads[0].slot, operation)  # waits until it is touched
+    slots.close()
+    (m0, m1), (k0, k1) = read.block
+    here = threading.current_thread().name
+    assert np.array_equal(locked[here][0][0], A[m0:m1, k0:k1])
+    assert len(locked[here]) == 1
+    (touched,) = (name for name in locked if name != here)
+    assert touched.startswith("oocgemm-toucher")
+    assert len(locked[touched]) == plan.slots.host_c
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -67,6 +67,10 @@ class Session(Protocol):
         one after the other from the start of a host slot.
         """
 
+    def page_lock(self, host: Sequence[Array]) -> None:
+        """Lock the pages of what of a host slot has been touched, as `submit` is to be given it, if the device wants that. Any
+        thread may call it, for a slot that no other is at."""
+
     def view(self, operation: Operation, region: Region) -> Array:
         """A region of a device slot as host memory, in stored orientation; only where the two are one memory."""
 

@@ -57,10 +57,9 @@ class CudaSession:
         self._problem = plan.problem
         self._tile_rows = plan.grid.rows
         self._arena = 0
-        self._pinned: dict[int, list[int]] = {}
+        self._locked: dict[int, list[int]] = {}
         self._steps: Counter[int] = Counter()  # by number of moduli, 0 for native ones
         self._moduli: dict[Slot, int] = {}  # that the planes in each slot are of
-        self._pinning = threading.Lock()
         self._loading: threading.Thread | None = None
         self.summing: Summing | None = None
         with self._device:
@@ -198,42 +197,41 @@ class CudaSession:
         releases = (
             (runtime.deviceSynchronize, ()),
             (lambda: self._multiplier.close(), ()),  # noqa: PLW0108  it may not have come to be
-            *((runtime.hostUnregister, (at,)) for borders in self._pinned.values() for at in borders[:-1]),
+            *((runtime.hostUnregister, (at,)) for borders in self._locked.values() for at in borders[:-1]),
             *(((runtime.free, (self._arena,)),) if self._arena else ()),
         )
         self._arena = 0
-        self._pinned = {}
+        self._locked = {}
         with self._device:
             for release, arguments in releases:
                 with suppress(Exception):  # after a failed launch every call fails: release all the same
                     release(*arguments)
 
-    def _pin(self, address: int, size: int, whole: bool) -> list[int]:
-        """Lock the pages of a host slot as far as it is used, and say where one locked range ends and another begins;
-        if `whole`, there is but one.
+    def page_lock(self, host: Sequence[Array]) -> None:
+        with self._device:
+            self._page_lock(host[0].ctypes.data, sum(group.nbytes for group in host), whole=len(host) > 1)
 
-        An Upload finds them touched, by all the threads that have read the panel: locking touched pages is cheap,
-        and of pages untouched ten times as dear.
-        """
-        with self._pinning:
-            borders = self._pinned.setdefault(address, [address])
-            end = round_up(address + size, HOST_ALIGNMENT)
-            if end > borders[-1]:
-                if (
-                    whole
-                ):  # what was locked before is in use no more, or the slot could not have been filled again
-                    for start in borders[:-1]:
-                        runtime.hostUnregister(start)
-                    del borders[1:]
-                try:
-                    runtime.hostRegister(borders[-1], end - borders[-1], 0)
-                except runtime.CUDARuntimeError as error:
-                    raise BackendError(
-                        f"the system refuses to lock {format_size(end - borders[-1])} of host memory ({error}): "
-                        "pass a smaller --host-memory, or raise ulimit -l"
-                    ) from error
-                borders.append(end)
-            return borders
+    def _page_lock(self, address: int, size: int, whole: bool) -> list[int]:
+        """Lock the pages of a host slot as far as it is used, and say where one locked range ends and another begins; if `whole`, there
+        is but one. Those that touched them have done it before, beside the copies: here it would hold up all other orders. Touched
+        pages take little time, untouched ones ten times as much."""
+        borders = self._locked.setdefault(address, [address])
+        end = round_up(address + size, HOST_ALIGNMENT)
+        if end > borders[-1]:
+            # What was locked before is in use no more, or the slot could not have been filled again.
+            if whole:
+                for start in borders[:-1]:
+                    runtime.hostUnregister(start)
+                del borders[1:]
+            try:
+                runtime.hostRegister(borders[-1], end - borders[-1], 0)
+            except runtime.CUDARuntimeError as error:
+                raise BackendError(
+                    f"the system refuses to lock {format_size(end - borders[-1])} of host memory ({error}): "
+                    "pass a smaller --host-memory, or raise ulimit -l"
+                ) from error
+            borders.append(end)
+        return borders
 
     def _launches(self, op: Operation, host: Sequence[Array], stream: Any) -> list[cuda_calls.Launch]:
         """What launches an operation, all done that can be done before."""
@@ -254,7 +252,7 @@ class CudaSession:
         uploading = op.kind is Kind.UPLOAD
         device = self._address((op.writes if uploading else op.reads)[0])
         start, size = host[0].ctypes.data, sum(group.nbytes for group in host)
-        borders = self._pin(start, size, whole=len(host) > 1)
+        borders = self._page_lock(start, size, whole=len(host) > 1)
         launches: list[cuda_calls.Launch] = []
         if len(host) > 1:
             row = sum(group.strides[0] for group in host)
@@ -276,7 +274,7 @@ class CudaSession:
         if self.summing is None:
             return []
         to, size = self.summing.beside(host[0].ctypes.data), self.summing.room.end
-        self._pin(to, size, whole=False)
+        self._page_lock(to, size, whole=False)
         return [cuda_calls.copy(to, self.summing.strip_at(op), size, stream)]
 
     def _address(self, region: Region) -> int:

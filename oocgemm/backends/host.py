@@ -80,6 +80,9 @@ class HostSession:
     def close(self) -> None:
         del self._arena, self._cast
 
+    def page_lock(self, host: Sequence[Array]) -> None:
+        pass
+
     def view(self, operation: Operation, region: Region) -> Array:
         if region.slot.operand in ("C", "D"):
             return self._rows(operation, region)
