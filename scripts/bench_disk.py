@@ -37,6 +37,7 @@ from linked import CORES, linked_zarr
 
 from oocgemm import stores
 from oocgemm.staging import PIECE_BYTES
+from oocgemm.units import format_size
 
 
 def in_core_seconds(m: int, n: int, k: int, times: int, dtype: str = "float64") -> float:
@@ -235,7 +236,8 @@ def beyond_case(
     last = size // 2048 - 1
     error = max(block_error(a, b, c, 2048, at) for at in ((0, 0), (last, last), (last // 2, 1)))
     ratios = [r["report"]["wall"] / x for r, x in zip(runs, core, strict=True)]
-    what = f"{size} x {k} x {size} {dtype}, {compute}, device memory {memory[0]}, host memory {memory[1] or 'by default'}"
+    host = memory[1] or f"by default ({format_size(runs[-1]['plan']['footprint']['host']['total'])})"
+    what = f"{size} x {k} x {size} {dtype}, {compute}, device memory {memory[0]}, host memory {host}"
     what += f"; chunk files hard-linked to {distinct}; after a run that is not counted"
     return summary(runs, what, in_core_seconds=core, over_in_core=ratios, worst_error_over_bound=error)
 
