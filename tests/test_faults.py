@@ -705,26 +705,25 @@ def test_a_thread_that_cannot_be_started_is_an_error(
     assert sys.getswitchinterval() == interval
 
 
-def staging_of(threads: int, /, **faults: Fault) -> tuple[Staging, Plan]:
+def staging_of(
+    threads: int, page_lock: Callable[[Sequence[Any]], object] = lambda columns: None, /, **faults: Fault
+) -> tuple[Staging, Plan]:
     """Host slots of operands with faults."""
     with staged(threads):
         plan = oocgemm.plan(A, B, backend="host", tile=TILE)
     with faulty_stores(**faults):
         operands = {name: stores.open_matrix(name, x) for name, x in (("A", A), ("B", B), ("C", PRODUCT))}
-    return Staging(plan, operands), plan
+    return Staging(plan, operands, page_lock), plan
 
 
 def test_slots_are_locked_when_they_hold_something_by_threads_that_touched_them() -> None:
     """Not by those that issue copies."""
-    with staged(3):
-        plan = oocgemm.plan(A, B, backend="host", tile=TILE)
-    operands = {name: stores.open_matrix(name, x) for name, x in (("A", A), ("B", B), ("C", PRODUCT))}
     locked: dict[str, list[Any]] = {}
 
     def lock(columns: Sequence[Any]) -> None:
         locked.setdefault(threading.current_thread().name, []).append([part.copy() for part in columns])
 
-    slots = Staging(plan, operands, lock)
+    slots, plan = staging_of(3, lock)
     read = next(operation for operation in plan.schedule() if operation.operand == "A")
     slots.transfer(read, slots.columns(read.writes[0].slot, read))
     for operation in plan.schedule():

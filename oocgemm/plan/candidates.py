@@ -190,8 +190,7 @@ def _filled(
     """Slots of A and B when what is free goes first to the panels that come round soonest, or else to those of the
     operand that passes by, or those of a whole band; or to the first alone, since to fill all there is takes time too."""
     if traversal.axis == 1:
-        rows = Traversal(0, traversal.band)
-        b, a = _filled(b, a, free, b_size, a_size, across, down, steps, rows, first)
+        b, a = _filled(b, a, free, b_size, a_size, across, down, steps, traversal.along_rows, first)
         return a, b
     band = min(traversal.band, down)
     # The other column of a band needs its panels sooner than the row does.

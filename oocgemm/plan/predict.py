@@ -76,7 +76,7 @@ def _tier_loads(
 ) -> tuple[float, float]:
     """How many times over op(A) and op(B) are loaded into that many slots."""
     if traversal.axis == 1:
-        b, a = _tier_loads(across, down, steps, b_slots, a_slots, Traversal(0, traversal.band))
+        b, a = _tier_loads(across, down, steps, b_slots, a_slots, traversal.along_rows)
         return a, b
     band = min(traversal.band, down)
     bands = ceil_div(down, band)
