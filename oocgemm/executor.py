@@ -191,23 +191,25 @@ class Run:
         while self._look and self._issuing.acquire(blocking=False):
             try:
                 self._look = False
-                while any(self._issue_from(stream) for stream in list(self._orders)):
-                    pass
+                while stream := self._next():
+                    self._issue_from(stream)
             finally:
                 self._issuing.release()
 
-    def _issue_from(self, stream: str) -> bool:
-        """Issue what can be issued of one stream; whether there was any."""
-        orders = self._orders[stream]
-        if not (orders and _ready(orders[0])):
-            return False
+    def _next(self) -> str | None:
+        """The stream of that order which comes first in the program of all that can be issued: to issue the multiplications of a
+        tile takes longer than to multiply a strip of it, which is to leave as soon as it is done."""
+        heads = [(orders[0], stream) for stream, orders in list(self._orders.items()) if orders]
+        return min(((item[2].number, stream) for item, stream in heads if _ready(item)), default=(0, None))[1]
+
+    def _issue_from(self, stream: str) -> None:
+        """Issue orders of one stream for as long as it is their turn."""
         try:
             with nullcontext() if self._error is not None else self._session.worker(stream):
-                while orders and _ready(orders[0]):
-                    self._step(orders.popleft(), self._order)
+                while self._next() == stream:
+                    self._step(self._orders[stream].popleft(), self._order)
         except BaseException as error:  # of the context itself: no device, say
             self._fail(_placed(error, f"stream {stream}"))
-        return True
 
     def _queue(self, operation: Operation) -> "SimpleQueue[_Item | None]":
         """The queue of the operation's stream."""
@@ -277,12 +279,12 @@ class Run:
             else [self._session.view(operation, region)]
         )
         self.wrote = self.wrote or not reading
-        start = perf_counter_ns()
         right = True
-        if self._checks is None:
-            self._staging.transfer(operation, columns)
-        else:
-            right = self._checks.transfer(self._staging, operation, columns)
+        with self._staging.turn(operation, columns) as start:
+            if self._checks is None:
+                self._staging.transfer(operation, columns)
+            else:
+                right = self._checks.transfer(self._staging, operation, columns)
         token = DoneToken(start, perf_counter_ns())
         if self._finished is not None and not reading and right:
             self._count(operation)

@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Products of NumPy arrays in host memory against the same in-core in cuBLAS and against peers, all in one run.
 
-Contenders, interleaved: in-core cuBLAS (operands and result on the device), `oocgemm.matmul`, a plain synchronous
-loop of CuPy calls over the tiles of the same plan, and cuBLASXt at several block sizes, with pageable arrays and
+Contenders, interleaved: in-core cuBLAS (operands and result on the device), `oocgemm.matmul`, natively and emulated, a plain
+synchronous loop of CuPy calls over the tiles of the same plan, and cuBLASXt at several block sizes, with pageable arrays and
 with arrays pinned beforehand (which is not timed, and no budget binds cuBLASXt). Every result is checked against
 in-core. Raw samples go to a JSON file, a key a case; cases of other invocations are kept.
 """
@@ -24,6 +24,10 @@ from oocgemm.plan import Plan
 
 BLOCKS = (1024, 2048, 4096, 8192, 16384)
 SLOW = 2048  # blocks up to this size are run once
+OURS = {
+    "emulated": "emulated",
+    "oocgemm": "native",
+}  # as samples are named, and how it computes; the last is reported
 
 
 def in_core_seconds(a: cupy.ndarray, b: cupy.ndarray, out: cupy.ndarray) -> float:
@@ -108,6 +112,16 @@ def worst_error(c: Any, reference: cupy.ndarray, bound: cupy.ndarray) -> float:
     return worst
 
 
+def random_operands(size: int, dtype: str) -> list[cupy.ndarray]:
+    """Normal random A and B on the device."""
+    rng = cupy.random.default_rng(0)
+    operands = [cupy.empty((size, size), dtype) for _ in range(2)]
+    for row in range(0, size, 2048):
+        for x in operands:
+            x[row : row + 2048] = rng.standard_normal(x[row : row + 2048].shape, dtype=dtype)
+    return operands
+
+
 @click.command()
 @click.option("--size", default=24576, show_default=True)
 @click.option("--dtype", default="float64", show_default=True, type=click.Choice(["float32", "float64"]))
@@ -131,50 +145,55 @@ def main(
     output: str,
     timeline: str | None,
 ) -> None:
-    rng = cupy.random.default_rng(0)
-    device_a, device_b = (cupy.empty((size, size), dtype) for _ in range(2))
-    for row in range(0, size, 2048):
-        for x in (device_a, device_b):
-            x[row : row + 2048] = rng.standard_normal(x[row : row + 2048].shape, dtype=dtype)
+    device_a, device_b = random_operands(size, dtype)
     a, b = device_a.get(), device_b.get()
     c = np.zeros_like(a)
     scratch = cupy.empty_like(device_a)
     in_core_seconds(device_a, device_b, scratch)
-    samples: dict[str, list[float]] = {"in_core": [], "oocgemm": [], "oocgemm_call": []}
+    samples: dict[str, list[float]] = {
+        name: [] for name in ("in_core", *OURS, *(f"{name}_call" for name in OURS))
+    }
     shares: list[float | None] = []
     options = {"device_memory": device_memory, "host_memory": host_memory, "backend": "cuda"}
 
-    def ours() -> oocgemm.Result:
+    def ours(name: str, compute: str) -> oocgemm.Result:
         touch()
         started = time.perf_counter()
-        result = oocgemm.matmul(a, b, out=c, timeline=timeline, **options)
-        samples["oocgemm_call"].append(time.perf_counter() - started)
-        samples["oocgemm"].append(result.report.wall)
-        shares.append(result.report.compute_share)
+        kept = timeline if compute == "native" else None
+        result = oocgemm.matmul(a, b, out=c, compute=compute, timeline=kept, **options)
+        samples[f"{name}_call"].append(time.perf_counter() - started)
+        samples[name].append(result.report.wall)
         return result
 
+    errors: dict[str, float] = {}
     for repeat in range(repeats + 1):
         samples["in_core"].append(in_core_seconds(device_a, device_b, scratch))
-        c[...] = np.nan
-        result = ours()
-        print(f"in-core {samples['in_core'][-1]:.4f} s, oocgemm {samples['oocgemm'][-1]:.4f} s", flush=True)
         if repeat == 0:
-            epsilon = float(np.finfo(dtype).eps)
-            bound = size * epsilon * (cupy.abs(device_a) @ cupy.abs(device_b))
-            error = worst_error(c, scratch, bound)
+            bound = size * float(np.finfo(dtype).eps) * (cupy.abs(device_a) @ cupy.abs(device_b))
+        for name, compute in OURS.items():
+            if repeat == 0:
+                c[...] = np.nan
+            result = ours(name, compute)
+            if repeat == 0:
+                errors[name] = worst_error(c, scratch, bound)
+        shares.append(result.report.compute_share)
+        print(", ".join(f"{name} {samples[name][-1]:.4f} s" for name in ("in_core", *OURS)), flush=True)
+        if repeat == 0:
             del bound
-            print(f"worst error over its bound {error:.2e}", flush=True)
-            assert error <= 1, "the result is wrong"
-            for kept in (*samples.values(), shares):
-                kept.clear()
+            print(f"worst errors over their bound {errors}", flush=True)
+            assert all(error <= 1 for error in errors.values()), "a result is wrong"
+            samples = {name: [] for name in samples}
+            shares.clear()
     if loop:
-        for _ in range(2):
-            samples.setdefault("cupy_loop", []).append(loop_seconds(a, b, c, result.plan))
+        samples["cupy_loop"] = [loop_seconds(a, b, c, result.plan) for _ in range(2)]
         print(f"loop {samples['cupy_loop']}", flush=True)
         cupy.get_default_memory_pool().free_all_blocks()
     if xt_repeats:
         peers(a, b, c, dtype, xt_repeats, samples)
     median = {name: statistics.median(values) for name, values in samples.items()}
+    of_in_core = {
+        name: [x / y for x, y in zip(samples["in_core"], samples[name], strict=True)] for name in OURS
+    }
     header = result.timeline.header
     found = {
         "what": f"{size}^3 {dtype}, device memory {device_memory}, host memory {host_memory}",
@@ -185,16 +204,18 @@ def main(
         "median_seconds": median,
         "compute_share": shares,
         "of_in_core": median["in_core"] / median["oocgemm"],
-        "of_in_core_samples": [x / y for x, y in zip(samples["in_core"], samples["oocgemm"], strict=True)],
+        "of_in_core_samples": of_in_core["oocgemm"],
+        "emulated_of_in_core_samples": of_in_core["emulated"],
         "times_xt": {name: value / median["oocgemm"] for name, value in median.items() if "xt" in name},
-        "worst_error_over_bound": error,
+        "worst_error_over_bound": errors["oocgemm"],
+        "emulated_error_over_bound": errors["emulated"],
         "report": result.report.to_dict(),
     }
     path = Path(output)
     path.parent.mkdir(parents=True, exist_ok=True)
     cases = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps(cases | {f"{dtype} {size}": found}, indent=1) + "\n")
-    brief = ("of_in_core", "of_in_core_samples", "median_seconds", "times_xt")
+    brief = ("of_in_core", "of_in_core_samples", "emulated_of_in_core_samples", "median_seconds", "times_xt")
     print(json.dumps({key: found[key] for key in brief}, indent=1))
     print({cause: round(s * 1e3, 1) for cause, s in result.report.exposed.items()}, result.plan.tile)
     print(

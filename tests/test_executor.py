@@ -292,3 +292,27 @@ def test_what_takes_its_time_as_it_is_issued_does_not_hold_orders_up(monkeypatch
     with staged(2):
         c = oocgemm.matmul(a, b, compute="emulated", backend="host", tile="5x6x1").out
     np.testing.assert_array_equal(c, a @ b)
+
+
+def test_orders_are_issued_as_they_come_in_the_schedule_not_stream_by_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All multiplications of a tile may be issued at once; a strip of it is ordered to leave before the next is multiplied."""
+    monkeypatch.setattr(HostSession, "asynchronous", ON_DEVICE)
+    monkeypatch.setattr(candidates, "STRIP_BYTES", 1)
+    right = HostSession.submit
+    kinds: list[Kind] = []
+
+    def submit(self: HostSession, operation: Operation, host: Any, tokens: Any) -> Token:
+        kinds.append(operation.kind)
+        return right(self, operation, host, tokens)
+
+    monkeypatch.setattr(HostSession, "submit", submit)
+    a, b = np.arange(64.0 * 8).reshape(64, 8), np.arange(64.0).reshape(8, 8)
+    with staged():
+        result = oocgemm.matmul(a, b, tile="64x8x8", backend="host")
+    np.testing.assert_array_equal(result.out, a @ b)
+    rooms = result.plan.slots.host_c
+    assert len(kinds) > 2 + 2 * rooms
+    assert rooms >= 2
+    assert kinds[2 : 2 + 2 * rooms] == [Kind.MULTIPLY, Kind.DOWNLOAD] * rooms

@@ -7,7 +7,7 @@ it is of use in its own right: products of arrays on disk within a hard memory b
 import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from time import perf_counter_ns
 from typing import Any
 
@@ -30,6 +30,7 @@ from oocgemm.backends.summing import Summing
 from oocgemm.errors import InputError
 from oocgemm.plan import GemmProblem, Kind, Operation, Plan, Region, Slot
 from oocgemm.plan.emulation import described, plane_offsets
+from oocgemm.threads import Turns
 
 
 class HostSession:
@@ -37,9 +38,11 @@ class HostSession:
 
     summing: Summing | None = None
     asynchronous: Collection[Kind] = ()
+    turns: Turns | None
 
     def __init__(self, plan: Plan) -> None:
         self._problem = plan.problem
+        self.turns = self._turns = Turns()
         self._offsets, size = device_offsets(plan)
         self._tile_rows = plan.grid.rows
         self._prepared: dict[Slot, Prepared] = {}
@@ -53,7 +56,12 @@ class HostSession:
         yield
 
     def submit(self, operation: Operation, host: Sequence[Array], after: Sequence[Token]) -> DoneToken:
-        start = perf_counter_ns()  # those in `after` are done: here all are before they have a token
+        with nullcontext() if operation.kind in (Kind.UPLOAD, Kind.DOWNLOAD) else self._turns.multiplying():
+            start = perf_counter_ns()  # those in `after` are done: here all are before they have a token
+            self._do(operation, host)
+            return DoneToken(start, perf_counter_ns())
+
+    def _do(self, operation: Operation, host: Sequence[Array]) -> None:
         match operation.kind:
             case Kind.UPLOAD:
                 np.concatenate(host, axis=1, out=self.view(operation, operation.writes[0]), casting="no")
@@ -69,7 +77,6 @@ class HostSession:
                 self._finish(operation)
             case _:
                 raise AssertionError(f"{operation} is not for a device")
-        return DoneToken(start, perf_counter_ns())
 
     def multiplied_by(self) -> list[str]:
         return ["blas", *described(self._steps)]

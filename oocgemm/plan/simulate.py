@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from oocgemm.plan.cost import Layouts, MachineModel
 from oocgemm.plan.hazards import HazardTracker
-from oocgemm.plan.predict import multiply_seconds, panel_rate
+from oocgemm.plan.predict import BY_STRIPS, multiply_seconds, panel_rate
 from oocgemm.plan.problem import GemmProblem
 from oocgemm.plan.schedule import Kind, Operation
 from oocgemm.plan.slots import Slot, Tier
@@ -47,10 +47,12 @@ def duration(
             return operation.bytes / machine.d2h + machine.copy_latency
         case Kind.MULTIPLY:
             w, h, r = (s[1] - s[0] for s in (operation.m, operation.n, operation.k))
-            # Strips of a GPU are cut so that they fill it, and take no longer than those rows of a whole tile.
+            # Strips of a GPU are cut so that they fill it, and take little longer than those rows of a whole tile.
+            more = 1.0
             if r and not machine.unified:
-                w = operation.reads[0].stop // r
-            seconds = multiply_seconds(problem, machine, operation.flops, w, h, r) if r else 0.0
+                strip, w = w, operation.reads[0].stop // r
+                more = BY_STRIPS if strip < w else 1.0
+            seconds = more * multiply_seconds(problem, machine, operation.flops, w, h, r) if r else 0.0
             return seconds + machine.step_latency
         case _:  # a Prepare, or a Finish, which has no bytes
             return operation.bytes / machine.prepare + machine.step_latency
