@@ -285,7 +285,7 @@ class Run:
                 self._staging.transfer(operation, columns)
             else:
                 right = self._checks.transfer(self._staging, operation, columns)
-        token = DoneToken(start, perf_counter_ns())
+            token = DoneToken(start, perf_counter_ns())
         if self._finished is not None and not reading and right:
             self._count(operation)
         return token

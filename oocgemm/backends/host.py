@@ -22,7 +22,7 @@ from oocgemm.backends.base import (
     step_scalars,
     stored_shape,
 )
-from oocgemm.backends.blas import blas_name, gemm
+from oocgemm.backends.blas import blas_name, gemm, threads
 from oocgemm.backends.integers import finish
 from oocgemm.backends.memory import allocate, available_memory
 from oocgemm.backends.residues import Prepared, multiply, prepare
@@ -42,7 +42,10 @@ class HostSession:
 
     def __init__(self, plan: Plan) -> None:
         self._problem = plan.problem
-        self.turns = self._turns = Turns()
+        self._turns = Turns()
+        # A core that the BLAS leaves alone copies at no cost to it.
+        cores = len(os.sched_getaffinity(0))
+        self.turns = self._turns if (threads() or cores) >= cores else None
         self._offsets, size = device_offsets(plan)
         self._tile_rows = plan.grid.rows
         self._prepared: dict[Slot, Prepared] = {}
