@@ -21,6 +21,7 @@ An Inf or NaN in a row of op(A) or a column of op(B) must be one in all of that 
 there unless a sum could have overflowed. In blocks that hold any only this is checked.
 """
 
+import threading
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -68,6 +69,7 @@ class Checks:
         self._rounding = Rounding(problem, depth + 2 * panels, depth + panels + 4 * SIDE)
         self.failed: dict[Strip, float] = {}
         self.blocks = self.undecided = 0
+        self._counting = threading.Lock()
 
     def transfer(self, staging: Staging, operation: Operation, columns: Sequence[Array]) -> bool:
         """Do a Read and take checksums of it, or judge a strip and, if it is right, do its Write. Returns whether the
@@ -127,7 +129,7 @@ class Checks:
     def _judge(self, strip: StripSums, columns: Sequence[Array]) -> float | None:
         """None if a strip is right; otherwise how many times its worst block is over its bound."""
         if strip.damaged:
-            self.blocks += strip.product[0].size
+            self._count(strip.product[0].size, 0)
             return float("inf")
         (sums, norms), (product, norm), (old, old_norm) = strip.found, strip.product, strip.old
         rounding = self._rounding
@@ -143,9 +145,13 @@ class Checks:
                 overflow = rounding.may_overflow(norm, most)
                 right = np.where(decided, right, self._pattern(columns, strip, *overflow))
             excess = np.where(decided & (bound > 0), off / bound, np.inf)
-        self.blocks += right.size
-        self.undecided += int((right & ~decided).sum())
+        self._count(right.size, int((right & ~decided).sum()))
         return None if right.all() else float(excess[~right].max())
+
+    def _count(self, blocks: int, undecided: int) -> None:
+        with self._counting:
+            self.blocks += blocks
+            self.undecided += undecided
 
     def _pattern(
         self, columns: Sequence[Array], strip: StripSums, overflow: Array, too_large: Array

@@ -112,6 +112,7 @@ class HostSums:
         self._signs = signs(seed, 0, problem.m), signs(seed, 1, problem.n)
         self._panels: dict[Slot, Sums] = {}
         self._tiles: dict[Tile, TileSums] = {}
+        self._judging = threading.Lock()
         self._busy = busy
 
     def read(self, staging: Staging, operation: Operation, columns: Sequence[Array]) -> None:
@@ -167,9 +168,10 @@ class HostSums:
         with np.errstate(all="ignore"):
             sums = self._across(tile, operation, found)
         top, bottom = tile.rows[rows.start], tile.rows[rows.stop]
-        tile.unjudged -= bottom - top
-        if not tile.unjudged:
-            del self._tiles[operation.tile]
+        with self._judging:
+            tile.unjudged -= bottom - top
+            if not tile.unjudged:
+                del self._tiles[operation.tile]
         self._busy.append((start, perf_counter_ns()))
         return StripSums(
             [row - top for row in tile.rows[rows.start : rows.stop + 1]],

@@ -42,10 +42,9 @@ class HostSession:
 
     def __init__(self, plan: Plan) -> None:
         self._problem = plan.problem
-        self._turns = Turns()
         # A core that the BLAS leaves alone copies at no cost to it.
         cores = len(os.sched_getaffinity(0))
-        self.turns = self._turns if (threads() or cores) >= cores else None
+        self.turns = Turns() if (threads() or cores) >= cores else None
         self._offsets, size = device_offsets(plan)
         self._tile_rows = plan.grid.rows
         self._prepared: dict[Slot, Prepared] = {}
@@ -59,7 +58,8 @@ class HostSession:
         yield
 
     def submit(self, operation: Operation, host: Sequence[Array], after: Sequence[Token]) -> DoneToken:
-        with nullcontext() if operation.kind in (Kind.UPLOAD, Kind.DOWNLOAD) else self._turns.multiplying():
+        turns = None if operation.kind in (Kind.UPLOAD, Kind.DOWNLOAD) else self.turns
+        with nullcontext() if turns is None else turns.multiplying():
             start = perf_counter_ns()  # those in `after` are done: here all are before they have a token
             self._do(operation, host)
             return DoneToken(start, perf_counter_ns())
