@@ -79,7 +79,7 @@ def blas_name() -> str:
     if found is None:
         return "numpy"
     name = re.sub(r"-[0-9a-f]{8,}|\.so.*", "", found[1].rsplit("/", 1)[-1])
-    family = _family()
+    family = _ask("get_corename")
     asked = os.environ.get(CHOICE)
     return f"{name} ({family}{f', {CHOICE}={asked}' if asked else ''})" if family else name
 
@@ -90,12 +90,8 @@ def better_family(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, str] | No
 
     Which family it is to be can only be said before the library is loaded, by `CHOICE` in the environment.
     """
-    picked = _family()
-    if (
-        picked is None
-        or picked in AVX512_FAMILIES
-        or "DYNAMIC_ARCH" not in (_ask("get_config") or b"").decode()
-    ):
+    picked = _ask("get_corename")
+    if picked is None or picked in AVX512_FAMILIES or "DYNAMIC_ARCH" not in (_ask("get_config") or ""):
         return None
     try:
         flags = next(line for line in cpuinfo.read_text().splitlines() if line.startswith("flags"))
@@ -106,16 +102,16 @@ def better_family(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, str] | No
 
 def threads() -> int | None:
     """How many threads a product is dealt out to, where the library says so."""
-    count: int | None = _ask("get_num_threads", ctypes.c_int)
+    count: int | None = _answer("get_num_threads", ctypes.c_int)
     return count
 
 
-def _family() -> str | None:
-    name: bytes | None = _ask("get_corename")
-    return None if name is None else name.decode()
+def _ask(question: str) -> str | None:
+    answer: bytes | None = _answer(question, ctypes.c_char_p)
+    return None if answer is None else answer.decode()
 
 
-def _ask(question: str, kind: Any = ctypes.c_char_p) -> Any:
+def _answer(question: str, kind: Any) -> Any:
     """What OpenBLAS answers to one of its `openblas_get_...`; None from another library."""
     found = _library()
     if found is None:
