@@ -207,9 +207,7 @@ def _execute(
         }
         log = _begun(header, path)
         if session is not None:
-            staging = Staging(
-                plan, {"A": work.a, "B": work.b, "C": output.matrix}, session.page_lock, session.turns
-            )
+            staging = Staging(plan, {"A": work.a, "B": work.b, "C": output.matrix}, session.page_lock)
             observe = _observer(log, progress(plan) if progress else None)
             checks = Checks(plan, SEED, session.summing) if plan.problem.checked else None
             run = Run(plan, session, staging, origin, observe, output.finished, checks)

@@ -279,13 +279,13 @@ class Run:
             else [self._session.view(operation, region)]
         )
         self.wrote = self.wrote or not reading
+        start = perf_counter_ns()
         right = True
-        with self._staging.turn(operation, columns) as start:
-            if self._checks is None:
-                self._staging.transfer(operation, columns)
-            else:
-                right = self._checks.transfer(self._staging, operation, columns)
-            token = DoneToken(start, perf_counter_ns())
+        if self._checks is None:
+            self._staging.transfer(operation, columns)
+        else:
+            right = self._checks.transfer(self._staging, operation, columns)
+        token = DoneToken(start, perf_counter_ns())
         if self._finished is not None and not reading and right:
             self._count(operation)
         return token

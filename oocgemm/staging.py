@@ -3,11 +3,8 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager, nullcontext
 from functools import partial
 from threading import Event
-from time import perf_counter_ns
-from typing import TypeVar
 
 from oocgemm.backends.base import numpy_dtype, slot_offsets, stored_shape
 from oocgemm.backends.memory import allocate
@@ -16,7 +13,6 @@ from oocgemm.plan import Kind, Op, Operation, Plan, Slot, Tier
 from oocgemm.plan.cost import HOST_ALIGNMENT, held_bytes, slot_bytes
 from oocgemm.plan.tiling import Span
 from oocgemm.stores import BATCH_BYTES, Array, Matrix, pieces, transient
-from oocgemm.threads import Turns
 
 # A block is cut into a part for each thread, within these bounds: handing out a part takes the interpreter tens of
 # microseconds, in which no other thread can begin or end one.
@@ -26,7 +22,6 @@ PAGE = 4096
 # A read that fails in a way that may pass is tried again after so many seconds each: 12 in all.
 RETRY_AFTER = (0.1, 0.3, 0.9, 2.7, 8.1)
 
-Result = TypeVar("Result")
 # Is shown a block, by its rows and columns, and what was read.
 Look = Callable[[Span, Span, Array], None]
 
@@ -42,15 +37,11 @@ class Staging:
         plan: Plan,
         operands: Mapping[str, Matrix],
         page_lock: Callable[[Sequence[Array]], object] = lambda columns: None,
-        turns: Turns | None = None,
     ) -> None:
         """`page_lock` is called with what of a slot has been touched, from its start on, by a thread that did, before a device is to
-        copy from there or to there. `turns` are taken where the cores that copy multiply, too."""
+        copy from there or to there."""
         self._plan = plan
         self._page_lock = page_lock
-        self._turns = turns
-        # Parts of blocks about to be read that are there, and need only be copied or decoded.
-        self._waiting: dict[Operation, set[tuple[Span, Span]]] = {}
         self._operands = operands
         self._offsets, size = slot_offsets(plan, "host", HOST_ALIGNMENT)
         self.arena = allocate(size)
@@ -116,29 +107,12 @@ class Staging:
             return [(c0 - first, c1 - first) for _, (c0, c1) in cuts]
         return [(0, last - first)]
 
-    @contextmanager
-    def turn(self, operation: Operation, columns: Sequence[Array]) -> Iterator[int]:
-        """Within it `transfer` is to be called for this operation. Where copying takes turns with multiplying, what a disk or a server
-        has to be waited for is read before, so that nothing waits for that. Gives when the operation began, in nanoseconds
-        of `time.perf_counter_ns`, waiting for its turn not counted."""
-        start = perf_counter_ns()
-        if self._turns is None or operation.kind is not Kind.READ:
-            yield start
-            return
-        waiting: set[tuple[Span, Span]] = set()
-        self._each(operation, columns, self._readers, partial(self._fetch, waiting))
-        fetched = perf_counter_ns()
-        with self._turns.copying() if waiting else nullcontext():
-            self._waiting[operation] = waiting
-            yield start + perf_counter_ns() - fetched
-
     def transfer(self, operation: Operation, columns: Sequence[Array], look: Look | None = None) -> None:
         """Do a Read (store -> slot) or a Write (slot -> store), all threads on its chunks. `columns` is the slot, shaped
         as the block is stored, in groups of columns. `look` is shown each part, as it is stored, by the thread that has
         read it."""
         if operation.kind is Kind.READ:
-            waiting = self._waiting.pop(operation, None)
-            self._each(operation, columns, self._readers, partial(self._read, look, waiting))
+            self._each(operation, columns, self._readers, partial(self._read, look))
             if operation.writes[0].slot.tier is Tier.HOST:
                 self._page_lock(columns)
         else:
@@ -193,46 +167,21 @@ class Staging:
         for future in futures:
             future.result()
 
-    def _fetch(
-        self, waiting: set[tuple[Span, Span]], matrix: Matrix, rows: Span, cols: Span, out: Array
-    ) -> None:
-        if not self._again(matrix.fetch, matrix, rows, cols, out):
-            waiting.add((rows, cols))
-
-    def _read(
-        self,
-        look: Look | None,
-        waiting: set[tuple[Span, Span]] | None,
-        matrix: Matrix,
-        rows: Span,
-        cols: Span,
-        out: Array,
-    ) -> None:
-        """Read a block, unless it is none of those `waiting` for that, and have it looked at."""
-        if waiting is None or (rows, cols) in waiting:
-            self._again(matrix.read, matrix, rows, cols, out)
-        if look is not None:
-            look(rows, cols, out)
-
-    def _again(
-        self,
-        read: Callable[[Span, Span, Array], Result],
-        matrix: Matrix,
-        rows: Span,
-        cols: Span,
-        out: Array,
-    ) -> Result:
+    def _read(self, look: Look | None, matrix: Matrix, rows: Span, cols: Span, out: Array) -> None:
         """Read a block, and again after failures that may pass, until the run is stopped."""
         waits = iter(RETRY_AFTER)
         while True:
             try:
-                return read(rows, cols, out)
+                matrix.read(rows, cols, out)
+                break
             except Exception as error:
                 failed = _placed("reading", matrix, rows, cols, error)
                 after = next(waits, None) if transient(error) else None
                 if after is None or self._stopped.wait(after):
                     raise failed from error
             self.retried.append(str(failed))
+        if look is not None:
+            look(rows, cols, out)
 
     def _write(self, matrix: Matrix, rows: Span, cols: Span, data: Array) -> None:
         try:

@@ -61,12 +61,6 @@ class FaultyMatrix:
             self._read.strike()
         self._matrix.read(rows, cols, out)
 
-    def fetch(self, rows: Span, cols: Span, out: Array) -> bool:
-        fetched = self._matrix.fetch(rows, cols, out)
-        if fetched and self._read:  # otherwise `read` is still to come
-            self._read.strike()
-        return fetched
-
     def write(self, rows: Span, cols: Span, data: Array) -> None:
         if self._write:
             self._write.strike()

@@ -376,41 +376,6 @@ def test_reading_past_the_page_cache_gives_the_same(
             np.testing.assert_array_equal(out, values[:, : cols[1]])
 
 
-@pytest.mark.parametrize("resident", [False, True])
-@pytest.mark.parametrize(
-    ("kind", "straight"),
-    [
-        ({"chunks": (512, 512)}, True),
-        ({"chunks": (200, 300), "shards": (400, 1200)}, True),
-        ({"chunks": (512, 512), "serializer": BytesCodec(endian="big")}, False),
-        ({"chunks": (512, 512), "order": "F", "zarr_format": 2}, False),
-        ({"chunks": (512, 512), "compressors": ZstdCodec()}, False),
-    ],
-)
-def test_what_is_fetched_need_not_be_read_and_what_is_not_can_be(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: dict[str, Any], straight: bool, resident: bool
-) -> None:
-    monkeypatch.setattr(files, "resident", lambda _: resident)
-    values = np.random.default_rng(0).standard_normal((1100, 1100))
-    settings = {"shape": values.shape, "dtype": "f8", "compressors": None, "fill_value": 7} | kind
-    array = zarr.create_array(tmp_path / "A", **settings)
-    array[:700] = values[:700]
-    values[700:] = array[700:]
-    matrix = ZarrMatrix("A", zarr.open_array(tmp_path / "A", mode="r"))
-    width = kind["chunks"][1]
-    # The last is filled, not being there. Chunks too small for the cache to be asked about are read at once.
-    blocks = [((0, 400), (0, width)), ((33, 290), (width, 2 * width)), ((1030, 1090), (5, 1100))]
-    fetched = []
-    for rows, cols in blocks:
-        out = np.full((rows[1] - rows[0], cols[1] - cols[0]), np.nan)
-        fetched.append(matrix.fetch(rows, cols, out))
-        if not fetched[-1]:
-            matrix.read(rows, cols, out)
-        np.testing.assert_array_equal(out, values[slice(*rows), slice(*cols)])
-    large = 400 * width * 8 >= files.LEAST_DIRECT and "shards" not in kind
-    assert fetched == [straight and not (large and resident)] * 2 + [True]
-
-
 @pytest.mark.parametrize("error", [errno.EINVAL, errno.EOPNOTSUPP])
 def test_systems_that_cannot_read_past_the_page_cache_read_through_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int

@@ -19,7 +19,6 @@ from oocgemm.errors import missing_bfloat16
 from oocgemm.plan import DTYPES, OPERANDS, GemmProblem, Kind, Op, Operation, Plan, Region, Slot, Tier
 from oocgemm.plan.cost import DEVICE_ALIGNMENT, slot_bytes
 from oocgemm.plan.tiling import round_up
-from oocgemm.threads import Turns
 
 Array = NDArray[Any]
 
@@ -52,13 +51,11 @@ class Session(Protocol):
     """A backend at work on one plan: its arena is allocated, its streams exist.
 
     `summing` is what takes checksums on the device, for a problem that says so. Of `asynchronous` kinds of operations
-    `submit` returns as soon as the device has its order; any thread may issue these, one at a time. `turns` are those
-    that its multiplications take with copies, where they use the same cores.
+    `submit` returns as soon as the device has its order; any thread may issue these, one at a time.
     """
 
     summing: Summing | None
     asynchronous: Collection[Kind]
-    turns: Turns | None
 
     def worker(self, stream: str) -> AbstractContextManager[None]:
         """Prepares the calling thread to issue the operations of one stream."""

@@ -100,18 +100,7 @@ def better_family(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, str] | No
     return (picked, "SkylakeX") if set(flags.split()) >= AVX512_FLAGS else None
 
 
-def threads() -> int | None:
-    """How many threads a product is dealt out to, where the library says so."""
-    count: int | None = _answer("get_num_threads", ctypes.c_int)
-    return count
-
-
 def _ask(question: str) -> str | None:
-    answer: bytes | None = _answer(question, ctypes.c_char_p)
-    return None if answer is None else answer.decode()
-
-
-def _answer(question: str, kind: Any) -> Any:
     """What OpenBLAS answers to one of its `openblas_get_...`; None from another library."""
     found = _library()
     if found is None:
@@ -120,8 +109,9 @@ def _answer(question: str, kind: Any) -> Any:
     function = getattr(library, f"{prefix.removesuffix('cblas_')}openblas_{question}{suffix}", None)
     if function is None:
         return None
-    function.restype = kind
-    return function()
+    function.restype = ctypes.c_char_p
+    answer: bytes = function()
+    return answer.decode()
 
 
 @cache

@@ -32,7 +32,7 @@ from oocgemm.plan.cost import HOST_ALIGNMENT, extents
 from oocgemm.plan.emulation import Offsets, described, plane_offsets
 from oocgemm.plan.slots import slot_of
 from oocgemm.plan.tiling import round_up
-from oocgemm.threads import Turns, start
+from oocgemm.threads import start
 from oocgemm.units import format_size
 
 # What of these goes first where the device has room for one only: short work that the next multiplication waits for goes before the
@@ -51,7 +51,6 @@ class CudaSession:
 
     # Prepare is not among them: it waits for what it finds.
     asynchronous: Collection[Kind] = (Kind.UPLOAD, Kind.MULTIPLY, Kind.FINISH, Kind.DOWNLOAD)
-    turns: Turns | None = None  # a device has cores of its own
 
     def __init__(self, device: int, plan: Plan, kernel: str) -> None:
         self._device = cupy.cuda.Device(device)

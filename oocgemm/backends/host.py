@@ -7,7 +7,7 @@ it is of use in its own right: products of arrays on disk within a hard memory b
 import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from time import perf_counter_ns
 from typing import Any
 
@@ -22,7 +22,7 @@ from oocgemm.backends.base import (
     step_scalars,
     stored_shape,
 )
-from oocgemm.backends.blas import blas_name, gemm, threads
+from oocgemm.backends.blas import blas_name, gemm
 from oocgemm.backends.integers import finish
 from oocgemm.backends.memory import allocate, available_memory
 from oocgemm.backends.residues import Prepared, multiply, prepare
@@ -30,7 +30,6 @@ from oocgemm.backends.summing import Summing
 from oocgemm.errors import InputError
 from oocgemm.plan import GemmProblem, Kind, Operation, Plan, Region, Slot
 from oocgemm.plan.emulation import described, plane_offsets
-from oocgemm.threads import Turns
 
 
 class HostSession:
@@ -38,13 +37,9 @@ class HostSession:
 
     summing: Summing | None = None
     asynchronous: Collection[Kind] = ()
-    turns: Turns | None
 
     def __init__(self, plan: Plan) -> None:
         self._problem = plan.problem
-        # A core that the BLAS leaves alone copies at no cost to it.
-        cores = len(os.sched_getaffinity(0))
-        self.turns = Turns() if (threads() or cores) >= cores else None
         self._offsets, size = device_offsets(plan)
         self._tile_rows = plan.grid.rows
         self._prepared: dict[Slot, Prepared] = {}
@@ -58,13 +53,7 @@ class HostSession:
         yield
 
     def submit(self, operation: Operation, host: Sequence[Array], after: Sequence[Token]) -> DoneToken:
-        turns = None if operation.kind in (Kind.UPLOAD, Kind.DOWNLOAD) else self.turns
-        with nullcontext() if turns is None else turns.multiplying():
-            start = perf_counter_ns()  # those in `after` are done: here all are before they have a token
-            self._do(operation, host)
-            return DoneToken(start, perf_counter_ns())
-
-    def _do(self, operation: Operation, host: Sequence[Array]) -> None:
+        start = perf_counter_ns()  # those in `after` are done: here all are before they have a token
         match operation.kind:
             case Kind.UPLOAD:
                 np.concatenate(host, axis=1, out=self.view(operation, operation.writes[0]), casting="no")
@@ -80,6 +69,7 @@ class HostSession:
                 self._finish(operation)
             case _:
                 raise AssertionError(f"{operation} is not for a device")
+        return DoneToken(start, perf_counter_ns())
 
     def multiplied_by(self) -> list[str]:
         return ["blas", *described(self._steps)]

@@ -154,7 +154,7 @@ def default_model(backend: str, cores: int) -> MachineModel:
         write=1.5e9,
         arena_seconds_per_byte=0.6 / 2**30,
         cores=cores,
-        io_threads=min(8, cores),
+        io_threads=max(1, cores // 4),
         shares_cores=True,
         unified=True,
         prepare=100e6,

@@ -14,7 +14,7 @@ from oocgemm.plan import Layout
 from oocgemm.plan.tiling import Span
 from oocgemm.stores.base import Array, checked
 from oocgemm.stores.durable import saved_block, saved_blocks, stamp, sync_files, sync_path
-from oocgemm.stores.files import POPULATE, WILL_NEED, advise, publish
+from oocgemm.stores.files import WILL_NEED, advise, publish
 
 # Blocks of mapped files are asked for beforehand if they span so many bytes, and no more times their own size.
 LEAST_ASKED = 1 << 20
@@ -40,14 +40,8 @@ class ArrayMatrix:
         self._check_length()
         block = self.array[slice(*rows), slice(*cols)]
         if self._map is not None:
-            _ask_for(self._map, block, WILL_NEED)
+            _ask_for(self._map, block)
         np.copyto(out, block, casting="equiv")
-
-    def fetch(self, rows: Span, cols: Span, out: Array) -> bool:
-        self._check_length()
-        if self._map is not None:
-            _ask_for(self._map, self.array[slice(*rows), slice(*cols)], POPULATE)
-        return False
 
     def write(self, rows: Span, cols: Span, data: Array) -> None:
         self._check_length()
@@ -186,14 +180,14 @@ def _is_empty_npy(path: Path) -> bool:
         return False
 
 
-def _ask_for(mapped: mmap.mmap, block: Array, advice: int | None) -> None:
-    """Have the system read what a block of a mapped array spans, at once and not fault by fault, by one of two advices: on a cold
-    cache that takes a fraction of the processor time. Not where most of the span is none of the block."""
+def _ask_for(mapped: mmap.mmap, block: Array) -> None:
+    """Have the system read what a block of a mapped array spans, at once and not fault by fault: on a cold cache that
+    takes a fraction of the processor time. Not where most of the span is none of the block."""
     low, high = np.lib.array_utils.byte_bounds(block)
     if LEAST_ASKED <= high - low <= SPARSEST * block.nbytes:
         start = low - np.frombuffer(mapped, np.uint8).ctypes.data
         page = start % mmap.PAGESIZE
-        advise(mapped, advice, start - page, high - low + page)
+        advise(mapped, WILL_NEED, start - page, high - low + page)
 
 
 def _map_under(array: Any) -> mmap.mmap | None:

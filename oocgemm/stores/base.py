@@ -34,10 +34,6 @@ class Matrix(Protocol):
         """Fill `out` (of the block's shape and this matrix's dtype) with the block. Threads may call it side
         by side."""
 
-    def fetch(self, rows: Span, cols: Span, out: Array) -> bool:
-        """What of `read` is waiting rather than work, for a disk or a server. Returns whether `out` is filled with that; if not,
-        nothing is left to `read` but to copy, or to decode. Threads may call it side by side."""
-
     def write(self, rows: Span, cols: Span, data: Array) -> None:
         """Store `data` as the block. Threads may call it side by side for blocks that share no write chunk."""
 

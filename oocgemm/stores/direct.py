@@ -20,8 +20,6 @@ from oocgemm.stores.encoding import CHECKSUM_BYTES, Encoding, checked_content
 from oocgemm.stores.files import LEAST_SEGMENT, OpenFile, modified, publish
 
 _NOWHERE = (1 << 64) - 1
-# What is done with a chunk: its number, the file, offset and length in it, the part that is wanted, and where that shall lie.
-_Act = Callable[[tuple[int, int], OpenFile, tuple[int, int], tuple[slice, slice], Array], bool]
 
 
 @dataclass(frozen=True)
@@ -85,16 +83,6 @@ class DirectChunks:
     def read(self, rows: Span, cols: Span, out: Array) -> None:
         """Read a block into `out`. Raises `ExecutionError`, naming the file, for chunks that are damaged; `MemoryError`
         where there is none to decode them in."""
-        self._visit(rows, cols, out, self._read_chunk)
-
-    def fetch(self, rows: Span, cols: Span, out: Array) -> bool:
-        """Read a block into `out` that the page cache does not hold, past it; chunks that cannot be read straight to there are
-        brought into the cache. Returns whether `out` is filled. Raises like `read`."""
-        return self._visit(rows, cols, out, self._fetch_chunk)
-
-    def _visit(self, rows: Span, cols: Span, out: Array, act: _Act) -> bool:
-        """Do something with each chunk of a block, or fill its place if there is none. Returns whether all are done."""
-        done = True
         across = self.shards.chunks if self.shards else (1, 1)
         extents = self.chunk[0] * across[0], self.chunk[1] * across[1]
         for number, block in _cut((rows, cols), extents):
@@ -107,10 +95,9 @@ class DirectChunks:
                 continue
             with file:
                 try:
-                    done = self._visit_file(number, file, block, target, act) and done
+                    self._read_file(number, file, block, target)
                 except EOFError as error:
                     self._damaged(number, str(error), error)
-        return done
 
     def write(self, rows: Span, cols: Span, data: Array) -> None:
         """Write a block that covers whole chunks (but for those cut by the matrix's own edges), each file
@@ -120,14 +107,13 @@ class DirectChunks:
             stored, size = self.encoding.encode(part, self.chunk, self.fill)
             publish(self.root / self.key(number), stored, size)
 
-    def _visit_file(
-        self, number: tuple[int, int], file: OpenFile, block: tuple[Span, Span], out: Array, act: _Act
-    ) -> bool:
+    def _read_file(
+        self, number: tuple[int, int], file: OpenFile, block: tuple[Span, Span], out: Array
+    ) -> None:
         try:
             index = self.shards.index(file) if self.shards else None
         except ValueError as error:
             self._damaged(number, f"is a shard that {error}", error)
-        done = True
         for chunk, part in _cut(block, self.chunk):
             target = _part(out, block, part)
             offset, length = 0, file.size
@@ -144,89 +130,42 @@ class DirectChunks:
             (r0, r1), (c0, c1) = part
             top, left = chunk[0] * self.chunk[0], chunk[1] * self.chunk[1]
             wanted = slice(r0 - top, r1 - top), slice(c0 - left, c1 - left)
-            done = act(number, file, (offset, length), wanted, target) and done
-        return done
-
-    def _fetch_chunk(
-        self,
-        number: tuple[int, int],
-        file: OpenFile,
-        place: tuple[int, int],
-        wanted: tuple[slice, slice],
-        out: Array,
-    ) -> bool:
-        if not self.encoding.raw:
-            file.bring(*place)
-            return False
-        start = self._straight(number, place, wanted, out)
-        if start is None:
-            file.bring(*self._lines(place, wanted))
-            return False
-        done = file.fetch(start, out, past_cache=self._past_cache(number, start))
-        if done:
-            self._seen.add((number, start))
-        return done
-
-    def _read_chunk(
-        self,
-        number: tuple[int, int],
-        file: OpenFile,
-        place: tuple[int, int],
-        wanted: tuple[slice, slice],
-        out: Array,
-    ) -> bool:
-        if self.encoding.raw:
-            self._read_raw(number, file, place, wanted, out)
-        else:
-            self._decode(number, file.mapped(*place), wanted, out)
-        return True
-
-    def _straight(
-        self, number: tuple[int, int], place: tuple[int, int], wanted: tuple[slice, slice], out: Array
-    ) -> int | None:
-        """From which byte on a part of a raw chunk can be read straight to where it shall lie; None if it cannot."""
-        offset, length = place
-        if length != self.chunk_bytes:
-            self._damaged(number, f"has {length} bytes instead of {self.chunk_bytes}")
-        width, itemsize = self.chunk[1], self.encoding.dtype.itemsize
-        row = width * itemsize
-        straight = self.encoding.in_place and out.shape[1] == width and out.strides[1] == itemsize
-        if straight and (out.flags.c_contiguous or row >= LEAST_SEGMENT):
-            return offset + int(wanted[0].start) * row
-        return None
-
-    def _past_cache(self, number: tuple[int, int], start: int) -> bool:
-        return not (self.worth_caching and (number, start) in self._seen)
+            if self.encoding.raw:
+                self._read_raw(number, file, offset, length, wanted, target)
+            else:
+                self._decode(number, file.mapped(offset, length), wanted, target)
 
     def _read_raw(
         self,
         number: tuple[int, int],
         file: OpenFile,
-        place: tuple[int, int],
+        offset: int,
+        length: int,
         wanted: tuple[slice, slice],
         out: Array,
     ) -> None:
-        start = self._straight(number, place, wanted, out)
-        if start is not None:
-            file.read(start, out, past_cache=self._past_cache(number, start))
+        if length != self.chunk_bytes:
+            self._damaged(number, f"has {length} bytes instead of {self.chunk_bytes}")
+        encoding, (height, width) = self.encoding, self.chunk
+        itemsize = encoding.dtype.itemsize
+        row = width * itemsize
+        straight = encoding.in_place and out.shape[1] == width and out.strides[1] == itemsize
+        if straight and (out.flags.c_contiguous or row >= LEAST_SEGMENT):
+            start = offset + wanted[0].start * row
+            again = (number, start) in self._seen
             self._seen.add((number, start))
+            file.read(start, out, past_cache=not (again and self.worth_caching))
             return
-        stored = file.mapped(*self._lines(place, wanted)).view(self.encoding.dtype)
-        if self.encoding.order == "C":
-            block = stored.reshape(-1, self.chunk[1])[:, wanted[1]]
-        else:
-            block = stored.reshape(-1, self.chunk[0]).T[wanted[0]]
-        np.copyto(out, block, casting="equiv")
-
-    def _lines(self, place: tuple[int, int], wanted: tuple[slice, slice]) -> tuple[int, int]:
-        """Offset and length of the lines of a raw chunk that a part of it lies in: rows, or columns where these are what lies side by
-        side."""
-        across = self.encoding.order == "C"
-        lines, line = (
-            wanted[0 if across else 1],
-            self.chunk[1 if across else 0] * self.encoding.dtype.itemsize,
+        # Only the lines that are wanted are mapped: rows, or columns where these are what lies side by side.
+        lines, line = (wanted[0], row) if encoding.order == "C" else (wanted[1], height * itemsize)
+        stored = file.mapped(offset + lines.start * line, (lines.stop - lines.start) * line).view(
+            encoding.dtype
         )
-        return place[0] + lines.start * line, (lines.stop - lines.start) * line
+        if encoding.order == "C":
+            block = stored.reshape(-1, width)[:, wanted[1]]
+        else:
+            block = stored.reshape(-1, height).T[wanted[0]]
+        np.copyto(out, block, casting="equiv")
 
     def _decode(
         self, number: tuple[int, int], stored: Array, wanted: tuple[slice, slice], out: Array

@@ -94,10 +94,6 @@ class OpenFile:
             raise EOFError(f"ends before byte {offset + length}") from error
         return view, offset - start
 
-    def bring(self, offset: int, length: int) -> None:
-        """Have the page cache hold some bytes of the file, so that who maps them need not wait for them."""
-        advise(self._map(offset, length)[0], POPULATE)
-
     def read(self, offset: int, out: Array, *, past_cache: bool) -> None:
         """Fill `out`, whose rows are contiguous each, with as many bytes from `offset` on.
 
@@ -105,21 +101,16 @@ class OpenFile:
         on sectors, otherwise in a way that leaves nothing there; as far as the system knows how. Raises `EOFError` if
         the file ends before.
         """
-        if self.fetch(offset, out, past_cache=past_cache):
-            return
-        view, before = self._map(offset, out.nbytes)
-        if out.nbytes >= LEAST_POPULATED:
-            advise(view, POPULATE)
-        stored = np.frombuffer(view, np.uint8, out.nbytes, before)
-        np.copyto(out.view(np.uint8), stored.reshape(out.shape[0], -1))
-
-    def fetch(self, offset: int, out: Array, *, past_cache: bool) -> bool:
-        """The same, but for what the page cache holds already, which would only have to be copied: then nothing is done. Returns
-        whether `out` is filled."""
         done = flags = 0
         large = LEAST_DIRECT <= out.nbytes <= self.size - offset
-        if large and resident(self._map(offset, out.nbytes)[0]):
-            return False
+        if large:
+            view, before = self._map(offset, out.nbytes)
+            if resident(view):
+                if out.nbytes >= LEAST_POPULATED:
+                    advise(view, POPULATE)
+                stored = np.frombuffer(view, np.uint8, out.nbytes, before)
+                np.copyto(out.view(np.uint8), stored.reshape(out.shape[0], -1))
+                return
         rows = _segments(out)
         if past_cache and large:
             flags = _RWF_DONTCACHE
@@ -134,7 +125,6 @@ class OpenFile:
             done = _fill(self.descriptor, rows, offset, done)
         if done < out.nbytes:
             raise EOFError(f"ends {out.nbytes - done} bytes too early")
-        return True
 
     def _read_past_cache(self, rows: list[Array], offset: int) -> int:
         """Bytes that could be read so: none of them where the system refuses. What else is wrong with the file shows when

@@ -78,12 +78,6 @@ class ZarrMatrix:
             encodes=not (self._writes_directly and self.direct and self.direct.encoding.raw),
         )
 
-    def fetch(self, rows: Span, cols: Span, out: Array) -> bool:
-        if self.direct and out.dtype == self.dtype:
-            return self.direct.fetch(rows, cols, out)
-        self.read(rows, cols, out)
-        return True
-
     def read(self, rows: Span, cols: Span, out: Array) -> None:
         if out.dtype != self.dtype:
             raise ExecutionError(
