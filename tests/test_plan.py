@@ -101,7 +101,7 @@ def test_a_plan_fits_its_budgets_or_says_what_would_do(
         assert all(plan.traffic[link] >= plan.least[link] for link in plan.traffic)
     if plan.steps <= 2000:
         verify(plan.schedule(), plan.chunks)
-        json.dumps(plan.to_dict())
+        json.dumps(plan.to_dict(), allow_nan=False)  # as pages read it
 
 
 def test_tiles_take_the_memory_and_panels_are_thin() -> None:

@@ -5,7 +5,7 @@ There are defaults, and there is what `oocgemm calibrate` has measured, which ta
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from math import inf, isfinite, prod
+from math import isfinite, prod
 from typing import Any
 
 from oocgemm.plan.problem import COMPUTES, OPERANDS
@@ -66,7 +66,7 @@ class MachineModel:
     write: float
     prepare: float = 600e9  # bytes of raw panels into planes of residues
     half_width: float = 32
-    full_width: float = inf
+    full_width: float = 1e9  # none is as wide; infinity is no JSON
     copy_latency: float = 10e-6
     step_latency: float = 10e-6
     write_latency: float = 200e-6

@@ -111,13 +111,13 @@ def multiply_seconds(
     if flops == 0:
         return 0.0
     rate = machine.kernels[problem.rate]
-    width, height = min(h, machine.full_width), min(w, machine.full_width)
+    most = machine.full_width
     return (
         flops
         / rate.peak
         * (1 + rate.half_depth / r)
-        * (1 + machine.half_width / width)
-        * (1 + machine.half_width / height)
+        * (1 + machine.half_width / min(w, most))
+        * (1 + machine.half_width / min(h, most))
     )
 
 
@@ -180,8 +180,9 @@ def predict(
         + by_strips * (strips - 1)
     )
     # Strips are narrower than the tile; those of a GPU are cut so that they fill it.
-    wider = (1 + machine.half_width / slots.strip) / (1 + machine.half_width / w)
-    lanes["compute"] += by_strips * step * ((wider if slots.unified else BY_STRIPS) - 1) * (strips > 1)
+    if strips > 1:
+        wider = (1 + machine.half_width / slots.strip) / (1 + machine.half_width / w)
+        lanes["compute"] += by_strips * step * ((wider if slots.unified else BY_STRIPS) - 1)
     parts, bubbles = shares(problem, grid, candidate.traversal, loads), 0.0
     if len(parts) > 1 and not machine.shares_cores:
         bubbles += _touching(streams, machine, parts[0], grid.steps, lanes["compute"])
