@@ -207,7 +207,8 @@ def _execute(
         }
         log = _begun(header, path)
         if session is not None:
-            staging = Staging(plan, {"A": work.a, "B": work.b, "C": output.matrix}, session.page_lock)
+            operands = {"A": work.a, "B": work.b, "C": output.matrix}
+            staging = Staging(plan, operands, session.page_lock, session.locks)
             observe = _observer(log, progress(plan) if progress else None)
             checks = Checks(plan, SEED, session.summing) if plan.problem.checked else None
             run = Run(plan, session, staging, origin, observe, output.finished, checks)
@@ -237,15 +238,14 @@ def _execute(
         failed = error
         raise
     finally:
-        with ExitStack() as cleanup:  # all of it, whatever part of it fails
-            if log is not None:
-                cleanup.callback(log.close)
-            if session is not None:
-                cleanup.callback(session.close)
-            if output is not None:
-                cleanup.callback(output.close)
-                if failed is not None:
-                    cleanup.callback(output.abandon, written=run is not None and run.wrote)
+        with ExitStack() as cleanup:  # all of it, whatever part of it fails, from the last to the first
+            if staging is not None:
+                cleanup.callback(staging.release)
+            for part in (log, session, output):
+                if part is not None:
+                    cleanup.callback(part.close)
+            if output is not None and failed is not None:
+                cleanup.callback(output.abandon, written=run is not None and run.wrote)
             if staging is not None:
                 cleanup.callback(staging.close)
         output = staging = run = None

@@ -285,7 +285,8 @@ class Run:
             self._staging.transfer(operation, columns)
         else:
             right = self._checks.transfer(self._staging, operation, columns)
-        token = DoneToken(start, perf_counter_ns())
+        moved = not (reading and on_host and self._staging.in_place(region.slot))
+        token = DoneToken(start, perf_counter_ns(), moved)
         if self._finished is not None and not reading and right:
             self._count(operation)
         return token
@@ -304,9 +305,9 @@ class Run:
             self._finished(tile)
 
     def _submit(self, operation: Operation, tokens: list[Token]) -> Token:
-        host: list[Array] = []
+        host: Sequence[Array] = []
         if operation.kind is Kind.UPLOAD:
-            host = self._staging.columns(operation.reads[0].slot, operation)
+            host = self._staging.held(operation)
         elif operation.kind is Kind.DOWNLOAD:
             host = self._staging.columns(operation.writes[0].slot, operation)
         if self._checks is not None:
@@ -324,6 +325,8 @@ class Run:
                 completion.token.synchronize()
                 start, end = completion.token.interval()
                 times = start - self._origin, end - self._origin
+                if isinstance(completion.token, DoneToken) and not completion.token.moved:
+                    operation = operation._replace(bytes=0)
                 self._observe(Span.of(completion.number, operation, *times, (wait.number for wait in waits)))
             except BaseException as error:
                 self._fail(_placed(error, operation))

@@ -2,17 +2,19 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
-from threading import Event
+from itertools import takewhile
+from threading import Event, Lock
 
-from oocgemm.backends.base import numpy_dtype, slot_offsets, stored_shape
+from oocgemm.backends.base import InPlace, Locks, numpy_dtype, slot_offsets, stored_shape
 from oocgemm.backends.memory import allocate
 from oocgemm.errors import ExecutionError
+from oocgemm.locking import Locked
 from oocgemm.plan import Kind, Op, Operation, Plan, Slot, Tier
 from oocgemm.plan.cost import HOST_ALIGNMENT, held_bytes, slot_bytes
 from oocgemm.plan.tiling import Span
-from oocgemm.stores import BATCH_BYTES, Array, Matrix, pieces, transient
+from oocgemm.stores import BATCH_BYTES, Array, Matrix, memory, pieces, transient
 
 # A block is cut into a part for each thread, within these bounds: handing out a part takes the interpreter tens of
 # microseconds, in which no other thread can begin or end one.
@@ -37,9 +39,11 @@ class Staging:
         plan: Plan,
         operands: Mapping[str, Matrix],
         page_lock: Callable[[Sequence[Array]], object] = lambda columns: None,
+        locks: Locks | None = None,
     ) -> None:
         """`page_lock` is called with what of a slot has been touched, from its start on, by a thread that did, before a device is to
-        copy from there or to there."""
+        copy from there or to there. With `locks` operands in memory are locked too, where panels of them are worth copying from
+        where they lie."""
         self._plan = plan
         self._page_lock = page_lock
         self._operands = operands
@@ -51,23 +55,75 @@ class Staging:
         )
         self._threads = plan.candidate.io_threads
         self._stopped = Event()
+        self._in_place: dict[Slot, InPlace] = {}  # panels that slots stand for, and do not hold
+        self._locked: Locked | None = None
         # What each read that was tried again had failed of.
         self.retried: list[str] = []
         # Apart, so that reading ahead never queues behind writing.
         self._readers = ThreadPoolExecutor(self._threads, thread_name_prefix="oocgemm-reader")
         self._writers = ThreadPoolExecutor(self._threads, thread_name_prefix="oocgemm-writer")
         # What is read touches its slot on the way. Slots that the device writes to first, which is slow on memory that the system has
-        # yet to find, are touched by one thread: long before a tile is done, and the others are left to the first panels.
+        # yet to find, are touched by one thread: before a tile is done, but after the first panels, which touch theirs.
         self._touching = ThreadPoolExecutor(1, thread_name_prefix="oocgemm-toucher")
+        self._touched: dict[Slot, Future[None]] = {}
+        self._touch_once = Lock()
+        self._filled: set[Slot] = set()
         try:
-            self._touched = {
-                slot: self._touching.submit(self._touch, start)
-                for slot, start in self._offsets.items()
-                if slot.operand == "C" and not plan.problem.reads_c
-            }
-        except RuntimeError as error:
+            self._begin_locking(locks)
+        except ExecutionError:
             self.close()
-            raise ExecutionError(f"the system refuses a thread for writing: {error}") from error
+            raise
+
+    def _begin_locking(self, locks: Locks | None) -> None:
+        """Lock operands in memory, the panels of the first tile before others."""
+        lying = self._plan.in_place if locks is not None else set()
+        if locks is None or not lying:
+            return
+        schedule = self._plan.schedule()
+        reads = [
+            operation
+            for operation in takewhile(lambda operation: operation.tile == schedule.tiles[0], schedule)
+            if operation.kind is Kind.READ and operation.operand in lying
+        ]
+        arrays = [memory(self._operands[operand]) for operand in sorted(lying)]
+        self._locked = Locked(arrays, map(self._block, reads), locks)
+
+    def _block(self, operation: Operation) -> Array:
+        """What a Read of an operand in memory is to bring, where it lies."""
+        rows, cols = self._stored(operation)
+        return memory(self._operands[operation.operand])[slice(*rows), slice(*cols)]
+
+    def in_place(self, slot: Slot) -> bool:
+        """Whether a slot on the host stands for a panel that is copied from where it lies."""
+        return slot in self._in_place
+
+    def held(self, operation: Operation) -> Sequence[Array]:
+        """What an Upload is to copy."""
+        slot = operation.reads[0].slot
+        return self._in_place.get(slot) or self.columns(slot, operation)
+
+    def _find_in_place(self, operation: Operation) -> bool:
+        """Have the slot of a Read stand for its panel where that lies, if it is worth it and can be."""
+        slot = operation.writes[0].slot
+        self._in_place.pop(slot, None)
+        if self._locked is None or not self._plan.lies_in_place(operation):
+            return False
+        found = self._locked.find(self._block(operation))
+        if found is None:
+            return False
+        self._in_place[slot] = found
+        return True
+
+    def _begin_touching(self) -> None:
+        with self._touch_once:
+            slots = [slot for slot in self._offsets if slot.operand == "C" and slot not in self._touched]
+            if slots and not self._plan.problem.reads_c:
+                try:
+                    self._touched = {
+                        slot: self._touching.submit(self._touch, self._offsets[slot]) for slot in slots
+                    }
+                except RuntimeError as error:
+                    raise ExecutionError(f"the system refuses a thread for writing: {error}") from error
 
     def _touch(self, start: int) -> None:
         self.arena[start : start + self._c_bytes : PAGE] = 0
@@ -80,7 +136,8 @@ class Staging:
         A chunk that has to be decoded whole goes straight to its place in a group as wide as itself. So does one of C come
         from there: past the page cache, contiguous chunks were written at up to twice the rate of such as lay in rows.
         """
-        if slot in self._touched:
+        if slot.operand == "C" and slot.tier is Tier.HOST and not self._plan.problem.reads_c:
+            self._begin_touching()
             self._touched[slot].result()
         problem = self._plan.problem
         name = {"A": problem.a_dtype, "B": problem.b_dtype}.get(slot.operand, problem.c_dtype)
@@ -107,23 +164,32 @@ class Staging:
             return [(c0 - first, c1 - first) for _, (c0, c1) in cuts]
         return [(0, last - first)]
 
-    def transfer(self, operation: Operation, columns: Sequence[Array], look: Look | None = None) -> None:
+    def transfer(
+        self, operation: Operation, columns: Sequence[Array], look: Look | None = None
+    ) -> Sequence[Array]:
         """Do a Read (store -> slot) or a Write (slot -> store), all threads on its chunks. `columns` is the slot, shaped
         as the block is stored, in groups of columns. `look` is shown each part, as it is stored, by the thread that has
-        read it."""
+        read it. Returns where the block is then, which need not be the slot if nothing is to look."""
         if operation.kind is Kind.READ:
+            slot = operation.writes[0].slot
+            if slot in self._filled:
+                self._begin_touching()
+            self._filled.add(slot)
+            if look is None and self._find_in_place(operation):
+                return [self._block(operation)]
             self._each(operation, columns, self._readers, partial(self._read, look))
             if operation.writes[0].slot.tier is Tier.HOST:
                 self._page_lock(columns)
         else:
             self._each(operation, columns, self._writers, self._write)
+        return columns
 
     def show(self, operation: Operation, columns: Sequence[Array], look: Look) -> None:
         """Show a strip that a Write is to bring to its store, each part by a thread that writes."""
         self._each(operation, columns, self._writers, lambda matrix, rows, cols, part: look(rows, cols, part))
 
     def groups(self, operation: Operation, columns: Sequence[Array]) -> Iterator[tuple[Span, Span, Array]]:
-        """The groups of columns of a slot, with their rows and columns as the operand is stored."""
+        """The groups of columns of a block, with their rows and columns as the operand is stored."""
         rows, (left, _) = self._stored(operation)
         for group in columns:
             yield rows, (left, left := left + group.shape[1]), group
@@ -192,6 +258,8 @@ class Staging:
     def stop(self) -> None:
         """Wait for no read any more: those that fail from here on are not tried again."""
         self._stopped.set()
+        if self._locked is not None:
+            self._locked.stop()
 
     def _stored(self, operation: Operation) -> tuple[Span, Span]:
         """Rows and columns of an operation's block as the operand is stored, op() undone."""
@@ -219,10 +287,16 @@ class Staging:
         return pieces(rows, cols, (height, width), wanted)
 
     def close(self) -> None:
-        """Join the threads; the memory goes when its last view does."""
+        """Join the threads; the memory goes when its last view does. What is locked in place stays so until `release`."""
         for pool in (self._readers, self._writers, self._touching):
             pool.shutdown(wait=True, cancel_futures=True)
+        self._in_place.clear()
         self.arena = self.arena[:0].copy()
+
+    def release(self) -> None:
+        """Unlock what is locked in place, once the device is at nothing any more."""
+        if self._locked is not None:
+            self._locked.release()
 
 
 def _placed(verb: str, matrix: Matrix, rows: Span, cols: Span, error: Exception) -> ExecutionError:

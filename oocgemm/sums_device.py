@@ -89,8 +89,7 @@ class DeviceSums:
         if operation.operand == "C":
             staging.transfer(operation, columns, look)
         else:
-            staging.transfer(operation, columns)
-            for part in staging.groups(operation, columns):
+            for part in staging.groups(operation, staging.transfer(operation, columns)):
                 look(*part)
         self._digests[operation.writes[0].slot] = look.value
 

@@ -36,7 +36,17 @@ PROPERTIES = {
     "totalGlobalMem": 1 << 37,
 }
 # Modules that import cupy, and what they import of it.
-OURS = ("cuda", "cuda_calls", "cuda_events", "cublas", "emulated", "int8", "launch", "multiplier")
+OURS = (
+    "cuda",
+    "cuda_calls",
+    "cuda_events",
+    "cuda_host",
+    "cublas",
+    "emulated",
+    "int8",
+    "launch",
+    "multiplier",
+)
 CUPY = ("cupy", "cupy.cuda", "cupy_backends", "cupy_backends.cuda", "cupy_backends.cuda.libs")
 
 

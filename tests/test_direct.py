@@ -364,7 +364,7 @@ def test_reading_past_the_page_cache_gives_the_same(
     resident: bool,
     why: str,
 ) -> None:
-    monkeypatch.setattr(files, "resident", lambda _: resident)
+    monkeypatch.setattr(files, "resident", lambda address, size: resident)
     values = np.random.default_rng(0).standard_normal((1100, 1100))
     array = zarr.create_array(tmp_path / "A", data=values, chunks=chunk, compressors=None)
     for cols in ((0, 1100), (0, chunk[1])):
@@ -389,7 +389,7 @@ def test_systems_that_cannot_read_past_the_page_cache_read_through_it(
             raise OSError(errno.EINVAL if not flags else error, "no")
         return preadv(descriptor, rows, offset, done, flags)
 
-    monkeypatch.setattr(files, "resident", lambda _: False)
+    monkeypatch.setattr(files, "resident", lambda address, size: False)
     monkeypatch.setattr(files, "_fill", refuse)
     out = files.scratch(1 << 21)
     out[...] = 0
@@ -423,7 +423,7 @@ def test_asking_what_is_in_the_page_cache_is_answered(tmp_path: Path) -> None:
     with files.OpenFile(place) as file:
         file.mapped(0, 1 << 20).sum()
         view, _ = file._map(4096, 1 << 19)
-        assert files.resident(view)
+        assert files.resident(files._address(view), len(view))
 
 
 @pytest.mark.parametrize(("held", "answer"), [(8, True), (4, True), (3, False), (0, False)])
@@ -442,7 +442,7 @@ def test_half_of_the_pages_looked_at_are_enough(
     monkeypatch.setattr(files, "_mincore", mincore)
     with files.OpenFile(place) as file:
         view, _ = file._map(0, 1 << 20)
-        assert files.resident(view) is answer
+        assert files.resident(files._address(view), len(view)) is answer
     assert [address - asked[0] for address in asked] == list(range(0, 1 << 20, 1 << 17))
 
 

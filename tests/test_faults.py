@@ -452,7 +452,7 @@ def test_a_system_that_reads_and_writes_little_at_a_time_gives_the_same(
 def test_little_at_a_time_past_the_page_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
-    monkeypatch.setattr("oocgemm.stores.files.resident", lambda _: False)
+    monkeypatch.setattr("oocgemm.stores.files.resident", lambda address, size: False)
     rows = 512 if most > 1 else 1
     values = np.random.default_rng(0).standard_normal((rows, 512))
     monkeypatch.setattr("oocgemm.stores.files.LEAST_DIRECT", 4096)

@@ -6,10 +6,10 @@ else about an accelerator is visible outside its backend.
 
 import importlib
 import importlib.util
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,26 @@ from oocgemm.plan.cost import DEVICE_ALIGNMENT, slot_bytes
 from oocgemm.plan.tiling import round_up
 
 Array = NDArray[Any]
+
+
+class InPlace(tuple[Array, ...]):
+    """A panel where it lies in the memory of its operand, as the one group of its columns, with the addresses in it where one locked
+    range of memory ends and the next begins."""
+
+    borders: Sequence[int]
+
+    def __new__(cls, block: Array, borders: Sequence[int]) -> Self:
+        self = super().__new__(cls, (block,))
+        self.borders = borders
+        return self
+
+
+class Locks(NamedTuple):
+    """How memory of others is locked, for a device to copy from: whole pages, by where they begin and how many bytes they are; and
+    unlocked, by where they begin. Both raise what the system refuses."""
+
+    lock: Callable[[int, int], object]
+    unlock: Callable[[int], object]
 
 
 class Token(Protocol):
@@ -35,10 +55,12 @@ class Token(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DoneToken:
-    """An operation that ran in the thread that submitted it: done before there is a token."""
+    """An operation that ran in the thread that submitted it: done before there is a token. `moved` is whether that took moving
+    its bytes."""
 
     start: int
     end: int
+    moved: bool = True
 
     def synchronize(self) -> None:
         return
@@ -51,10 +73,12 @@ class Session(Protocol):
     """A backend at work on one plan: its arena is allocated, its streams exist.
 
     `summing` is what takes checksums on the device, for a problem that says so. Of `asynchronous` kinds of operations
-    `submit` returns as soon as the device has its order; any thread may issue these, one at a time.
+    `submit` returns as soon as the device has its order; any thread may issue these, one at a time. `locks` is None where nothing
+    need be locked.
     """
 
     summing: Summing | None
+    locks: Locks | None
     asynchronous: Collection[Kind]
 
     def worker(self, stream: str) -> AbstractContextManager[None]:
@@ -64,7 +88,7 @@ class Session(Protocol):
         """Issue one operation of a device lane once those in `after` are done.
 
         `host` is the host end of an Upload or a Download, in stored orientation: groups of columns, each contiguous,
-        one after the other from the start of a host slot.
+        one after the other from the start of a host slot. An Upload's may be `InPlace`.
         """
 
     def page_lock(self, host: Sequence[Array]) -> None:

@@ -7,7 +7,7 @@ waits of streams on events; no thread waits for the device on the way from one s
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -18,20 +18,21 @@ from cupy.cuda import driver, runtime
 from cupy_backends.cuda.libs import cublas
 
 from oocgemm.backends import cuda_calls, int8, tuning
-from oocgemm.backends.base import Array, Token, device_offsets, step_scalars
+from oocgemm.backends.base import Array, InPlace, Locks, Token, device_offsets, step_scalars
 from oocgemm.backends.cuda_events import Clock, CudaToken, Work
+from oocgemm.backends.cuda_host import HostMemory
 from oocgemm.backends.integers import too_large
 from oocgemm.backends.kernel import Call
 from oocgemm.backends.ladder import check_plan
 from oocgemm.backends.launch import SumsDevice, describe_device
+from oocgemm.backends.memory import cut
 from oocgemm.backends.multiplier import Multiplier, device_name
 from oocgemm.backends.summing import Summing
 from oocgemm.errors import BackendError, OutOfMemoryError
 from oocgemm.plan import GemmProblem, Kind, Operation, Plan, Region, Slot, Tier
-from oocgemm.plan.cost import HOST_ALIGNMENT, extents
+from oocgemm.plan.cost import extents
 from oocgemm.plan.emulation import Offsets, described, plane_offsets
 from oocgemm.plan.slots import slot_of
-from oocgemm.plan.tiling import round_up
 from oocgemm.threads import start
 from oocgemm.units import format_size
 
@@ -57,7 +58,8 @@ class CudaSession:
         self._problem = plan.problem
         self._tile_rows = plan.grid.rows
         self._arena = 0
-        self._locked: dict[int, list[int]] = {}
+        self._host = HostMemory(self._device)
+        self.locks: Locks | None = self._host.locks
         self._steps: Counter[int] = Counter()  # by number of moduli, 0 for native ones
         self._moduli: dict[Slot, int] = {}  # that the planes in each slot are of
         self._loading: threading.Thread | None = None
@@ -130,9 +132,16 @@ class CudaSession:
 
     def submit(self, operation: Operation, host: Sequence[Array], after: Sequence[Token]) -> CudaToken:
         self._await_loading()
-        stream = self._streams[operation.stream]
-        launches = self._launches(operation, host, stream)
-        summing = self.summing
+        launches = self._launches(operation, host, self._streams[operation.stream])
+        waits = operation.kind not in self.asynchronous
+        with nullcontext() if waits else self._host.ordering():
+            return self._order(operation, launches, after)
+
+    def _order(
+        self, operation: Operation, launches: list[cuda_calls.Launch], after: Sequence[Token]
+    ) -> CudaToken:
+        """Launch an operation once those in `after` are done."""
+        stream, summing = self._streams[operation.stream], self.summing
         beside = summing is not None and operation.kind in (Kind.MULTIPLY, Kind.FINISH)
         for token in after:
             if not isinstance(token, CudaToken):
@@ -197,41 +206,17 @@ class CudaSession:
         releases = (
             (runtime.deviceSynchronize, ()),
             (lambda: self._multiplier.close(), ()),  # noqa: PLW0108  it may not have come to be
-            *((runtime.hostUnregister, (at,)) for borders in self._locked.values() for at in borders[:-1]),
+            (self._host.close, ()),
             *(((runtime.free, (self._arena,)),) if self._arena else ()),
         )
         self._arena = 0
-        self._locked = {}
         with self._device:
             for release, arguments in releases:
                 with suppress(Exception):  # after a failed launch every call fails: release all the same
                     release(*arguments)
 
     def page_lock(self, host: Sequence[Array]) -> None:
-        with self._device:
-            self._page_lock(host[0].ctypes.data, sum(group.nbytes for group in host), whole=len(host) > 1)
-
-    def _page_lock(self, address: int, size: int, whole: bool) -> list[int]:
-        """Lock the pages of a host slot as far as it is used, and say where one locked range ends and another begins; if `whole`, there
-        is but one. Those that touched them have done it before, beside the copies: here it would hold up all other orders. Touched
-        pages take little time, untouched ones ten times as much."""
-        borders = self._locked.setdefault(address, [address])
-        end = round_up(address + size, HOST_ALIGNMENT)
-        if end > borders[-1]:
-            # What was locked before is in use no more, or the slot could not have been filled again.
-            if whole:
-                for start in borders[:-1]:
-                    runtime.hostUnregister(start)
-                del borders[1:]
-            try:
-                runtime.hostRegister(borders[-1], end - borders[-1], 0)
-            except runtime.CUDARuntimeError as error:
-                raise BackendError(
-                    f"the system refuses to lock {format_size(end - borders[-1])} of host memory ({error}): "
-                    "pass a smaller --host-memory, or raise ulimit -l"
-                ) from error
-            borders.append(end)
-        return borders
+        self._host.lock_slot(host[0].ctypes.data, sum(group.nbytes for group in host))
 
     def _launches(self, op: Operation, host: Sequence[Array], stream: Any) -> list[cuda_calls.Launch]:
         """What launches an operation, all done that can be done before."""
@@ -249,24 +234,28 @@ class CudaSession:
         raise AssertionError(f"{op} is not for a device")
 
     def _copies(self, op: Operation, host: Sequence[Array], stream: Any) -> list[cuda_calls.Launch]:
+        """Of a block to or from the device, where it lies row by row; no copy crosses from one locked range into another."""
         uploading = op.kind is Kind.UPLOAD
         device = self._address((op.writes if uploading else op.reads)[0])
         start, size = host[0].ctypes.data, sum(group.nbytes for group in host)
-        borders = self._page_lock(start, size, whole=len(host) > 1)
+        borders = host.borders if isinstance(host, InPlace) else self._host.lock_slot(start, size)
         launches: list[cuda_calls.Launch] = []
-        if len(host) > 1:
-            row = sum(group.strides[0] for group in host)
-            for group in host:
-                place, width = (group.ctypes.data, group.strides[0]), group.strides[0]
-                ends = ((device, row), place) if uploading else (place, (device, row))
-                launches.append(cuda_calls.copy_rows(*ends, width, len(group), stream))
-                device += width
+        if len(host) == 1 and not isinstance(host, InPlace):
+            for begin, end in pairwise(borders):
+                part = min(end, start + size) - begin
+                if part > 0:
+                    to, source = (device + begin - start, begin)[:: 1 if uploading else -1]
+                    launches.append(cuda_calls.copy(to, source, part, stream))
             return launches
-        for begin, end in pairwise(borders):  # a copy must not cross a border
-            part = min(end, start + size) - begin
-            if part > 0:
-                to_from = (device + begin - start, begin) if uploading else (begin, device + begin - start)
-                launches.append(cuda_calls.copy(*to_from, part, stream))
+        row = sum(group.shape[1] * group.itemsize for group in host)
+        for group in host:
+            for rows in cut(group, borders):
+                width = rows.shape[1] * rows.itemsize
+                top, left = divmod(rows.ctypes.data - group.ctypes.data, group.strides[0])
+                ends = (device + top * row + left, row), (rows.ctypes.data, max(width, rows.strides[0]))
+                onto, origin = ends[:: 1 if uploading else -1]
+                launches.append(cuda_calls.copy_rows(onto, origin, width, len(rows), stream))
+            device += group.shape[1] * group.itemsize
         return launches
 
     def _checksums(self, op: Operation, host: Sequence[Array], stream: Any) -> list[cuda_calls.Launch]:
@@ -274,7 +263,7 @@ class CudaSession:
         if self.summing is None:
             return []
         to, size = self.summing.beside(host[0].ctypes.data), self.summing.room.end
-        self._page_lock(to, size, whole=False)
+        self._host.lock_slot(to, size)
         return [cuda_calls.copy(to, self.summing.strip_at(op), size, stream)]
 
     def _address(self, region: Region) -> int:

@@ -16,6 +16,7 @@ import numpy as np
 from oocgemm.backends.base import (
     Array,
     DoneToken,
+    Locks,
     Token,
     device_offsets,
     numpy_dtype,
@@ -36,6 +37,7 @@ class HostSession:
     """Slots in plain memory; operations run in the thread that submits them."""
 
     summing: Summing | None = None
+    locks: Locks | None = None
     asynchronous: Collection[Kind] = ()
 
     def __init__(self, plan: Plan) -> None:

@@ -285,7 +285,8 @@ def _least_slots(
     sizes = (wanted, STRIP_BYTES // row_bytes, STRIP_BYTES // 32 // row_bytes, 1)
     strips = sorted({min(round_up(max(1, min(rows, share)), unit), tile.w) for rows in sizes}, reverse=True)
     finish = 2 if problem.finishes else 0
-    for host in (0,) if machine.unified else (2, 1) if machine.shares_cores else (3, 2, 1):
+    two = machine.shares_cores or not _keeps_on_host(machine, layouts)
+    for host in (0,) if machine.unified else (2, 1) if two else (3, 2, 1):
         for rows in strips:
             slots = Slots(
                 *(2, 2, c, host, host, host, finish, rows),
@@ -363,8 +364,8 @@ def _dividing(target: int, nominal: int, extent: int) -> int:
 
 
 def io_threads(problem: GemmProblem, budgets: Budgets, machine: MachineModel, layouts: Layouts) -> int:
-    """As many as copying wants, half as many more where large chunks are copied from files or digests are taken by threads that do
-    not multiply, or one for each core but one where there is work for codecs; but scratch for these takes at most half of the
+    """As many as copying wants, half as many more where large chunks are copied from files, or memory is, or digests are taken, by
+    threads that do not multiply, or one for each core but one where there is work for codecs; but scratch for these takes at most half of the
     host budget. Were there one for each core, those that hand out panels and launch would wait for one of them to be stopped, and
     the interpreter with them: beside an H200 sixteen threads of sixteen cores decoded 10 to 18% less than fifteen."""
     read = (layouts.a, layouts.b, layouts.c) if problem.reads_c else (layouts.a, layouts.b)
@@ -374,7 +375,8 @@ def io_threads(problem: GemmProblem, budgets: Budgets, machine: MachineModel, la
         prod(layout.read_chunk) * problem.itemsizes[operand] >= LARGE_CHUNK
         for operand, layout in (("A", layouts.a), ("B", layouts.b))
     )
-    if (large or problem.checked == "device") and not machine.shares_cores:
+    more = large or problem.checked == "device" or not _keeps_on_host(machine, layouts)
+    if more and not machine.shares_cores:
         threads = max(threads, min(machine.cores, threads * 3 // 2))
     if codecs:
         threads = max(threads, machine.cores if machine.shares_cores else machine.cores - 1)

@@ -64,6 +64,7 @@ class MachineModel:
     decode: float
     memory: float
     write: float
+    lock: float = 0.0  # memory of others, where it lies; 0 where nothing need be locked
     prepare: float = 600e9  # bytes of raw panels into planes of residues
     half_width: float = 32
     full_width: float = 1e9  # none is as wide; infinity is no JSON
@@ -86,7 +87,7 @@ class MachineModel:
     def store_rate(self, layout: Layout, panel: tuple[int, int]) -> float:
         """Bytes per second at which panels of that shape are read from an array of that layout."""
         if layout.in_memory:
-            return self.memory
+            return self.lock if self.lock and layout.in_place(panel) else self.memory
         if layout.decode_bytes:
             chunks = prod(
                 ceil_div(extent, chunk) for extent, chunk in zip(panel, layout.read_chunk, strict=True)
@@ -119,6 +120,7 @@ def default_model(backend: str, cores: int) -> MachineModel:
             read_scattered=min(10e9, 1.5e9 * cores),
             decode=min(3e9, 1.2e9 * cores),
             memory=min(33e9, 4.2e9 * cores),
+            lock=50e9,
             half_width=288,
             full_width=12288,  # float32 by steps of 4096: 50.6 Tflop/s at 8192, 51.9 here, 51.1 at 16384
             step_latency=60e-6,

@@ -12,6 +12,7 @@ from oocgemm.plan.cost import (
     Layouts,
     MachineModel,
     Part,
+    extents,
     footprint,
     least_bytes,
     required_bytes,
@@ -20,7 +21,7 @@ from oocgemm.plan.cost import (
 from oocgemm.plan.placing import Loads
 from oocgemm.plan.predict import Prediction, amplification, predict
 from oocgemm.plan.problem import GemmProblem
-from oocgemm.plan.schedule import Schedule
+from oocgemm.plan.schedule import Operation, Schedule
 from oocgemm.plan.slots import Slots
 from oocgemm.plan.tiling import Span, Tile, TileGrid, TileShape
 from oocgemm.plan.traversal import walk
@@ -33,6 +34,11 @@ class Scored:
 
     candidate: Candidate
     prediction: Prediction
+
+
+# What copying panels through slots must take of the time of the multiplication for operands in memory to be locked: beside a GPU
+# memory can be half as fast as it is believed to be.
+WORTH_LOCKING = 0.6
 
 
 @dataclass(frozen=True)
@@ -131,6 +137,23 @@ class Plan:
     def amplification(self) -> dict[str, float]:
         """Read amplification: bytes of the chunks touched over bytes wanted."""
         return amplification(self.problem, self.tile, self.layouts)
+
+    @cached_property
+    def in_place(self) -> set[str]:
+        """The operands in memory of which a device copies panels from where they lie: none if to copy all through slots
+        takes little of the time of the multiplication."""
+        (w, h, r), layouts = extents(self.problem, self.tile), self.layouts
+        copying = (self.loads.a_read + self.loads.b_read) / self.machine.memory
+        if not self.machine.lock or copying < WORTH_LOCKING * self.prediction.lanes["compute"]:
+            return set()
+        panels = {"A": (layouts.a, (w, r)), "B": (layouts.b, (r, h))}
+        return {operand for operand, (layout, panel) in panels.items() if layout.in_place(panel)}
+
+    def lies_in_place(self, operation: Operation) -> bool:
+        """Whether what an operation reads is such a panel."""
+        rows, cols = operation.block
+        layout = self.layouts.a if operation.operand == "A" else self.layouts.b
+        return operation.operand in self.in_place and layout.in_place((_length(rows), _length(cols)))
 
     def schedule(self) -> Schedule:
         return schedule_of(self.problem, self.layouts, self.candidate, self.done)

@@ -121,7 +121,8 @@ class Layout:
     whatever part is wanted. `write_chunk` is what one writer must own: a chunk, or a shard; with `free_chunks`
     the array is yet to be created and the planner chooses. `decode_bytes` is the host memory that reading one
     chunk takes beside its destination, `encode_bytes` that of writing one, and `encodes` says that a codec has
-    work to do then. Elements along axis `contiguous` lie side by side.
+    work to do then. Elements along axis `contiguous` lie side by side. Panels of an array in memory with `wide` of these or
+    more in a row, if that is not 0, may be copied to a device from where they lie.
     """
 
     read_chunk: tuple[int, int] = (1, 1)
@@ -133,6 +134,7 @@ class Layout:
     in_memory: bool = False
     free_chunks: bool = False
     contiguous: int = 1
+    wide: int = 0
 
     def oriented(self, op: Op) -> "Layout":
         """The same in the orientation of op(X)."""
@@ -151,6 +153,10 @@ class Layout:
             return 1.0
         extent = panel[self.contiguous]
         return cover_ratio(PANELS * extent, extent, self.read_chunk[self.contiguous])
+
+    def in_place(self, panel: Span) -> bool:
+        """Whether panels of that shape are worth copying to a device from where the array lies."""
+        return 0 < self.wide <= panel[self.contiguous]
 
     def cover(self, extents: Span, panel: Span) -> float:
         """Read amplification: bytes read and decoded over bytes wanted, panels of that shape being read."""

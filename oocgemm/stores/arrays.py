@@ -12,13 +12,19 @@ import numpy as np
 from oocgemm.errors import InputError
 from oocgemm.plan import Layout
 from oocgemm.plan.tiling import Span
-from oocgemm.stores.base import Array, checked
+from oocgemm.stores.base import Array, Matrix, checked
 from oocgemm.stores.durable import saved_block, saved_blocks, stamp, sync_files, sync_path
 from oocgemm.stores.files import WILL_NEED, advise, publish
 
 # Blocks of mapped files are asked for beforehand if they span so many bytes, and no more times their own size.
 LEAST_ASKED = 1 << 20
 SPARSEST = 16
+# Memory of others is locked, for a device to copy from, if an array has so many bytes and is not much less than what it spans.
+LEAST_LOCKED = 256 << 20
+SPARSEST_LOCKED = 2
+# Beside a multiplication an H200 copies rows of 16 KiB that lie apart at 31 to 36 GB/s, of 32 KiB at 48 to 53, of 96 KiB at 54.
+WIDE = 32 << 10
+MOST_APART = 1 << 31  # as its driver takes rows
 
 
 class ArrayMatrix:
@@ -34,7 +40,9 @@ class ArrayMatrix:
         self._redirected: Path | None = None
         self._map = _map_under(array)
         self._file_bytes = self._map.size() if self._map is not None else 0
-        self.layout = Layout(in_memory=path is None)
+        self.layout = Layout(
+            in_memory=path is None, wide=_wide(array) if path is None and self._map is None else 0
+        )
 
     def read(self, rows: Span, cols: Span, out: Array) -> None:
         self._check_length()
@@ -124,6 +132,27 @@ class ArrayMatrix:
         system ends the process (SIGBUS)."""
         if self._map is not None and (size := self._map.size()) < self._file_bytes:
             raise EOFError(f"the file has been cut short, from {self._file_bytes} bytes to {size}")
+
+
+def memory(matrix: Matrix) -> Array:
+    """The array of a matrix that is in memory."""
+    assert isinstance(matrix, ArrayMatrix)
+    return matrix.array
+
+
+def _wide(array: Array) -> int:
+    """How many elements a panel must have in a row to be worth copying to a device from where it lies; 0 if none is."""
+    rows, cols = map(int, array.shape)
+    (apart, step), size = array.strides, int(array.itemsize)
+    lies = step == size and cols * size <= apart < MOST_APART and array.ctypes.data % size == 0
+    if (
+        not lies
+        or array.nbytes < LEAST_LOCKED
+        or rows * apart > SPARSEST_LOCKED * array.nbytes
+        or not array.dtype.isnative
+    ):
+        return 0
+    return min(cols, -(-WIDE // size))
 
 
 def open_npy(name: str, path: Path, *, writable: bool = False, place: Path | None = None) -> ArrayMatrix:

@@ -105,7 +105,7 @@ class OpenFile:
         large = LEAST_DIRECT <= out.nbytes <= self.size - offset
         if large:
             view, before = self._map(offset, out.nbytes)
-            if resident(view):
+            if resident(_address(view), len(view)):
                 if out.nbytes >= LEAST_POPULATED:
                     advise(view, POPULATE)
                 stored = np.frombuffer(view, np.uint8, out.nbytes, before)
@@ -145,14 +145,14 @@ def advise(view: mmap.mmap, advice: int | None, start: int = 0, length: int | No
         _madvise(_address(view) + start, len(view) - start if length is None else length, advice)
 
 
-def resident(view: mmap.mmap) -> bool:
-    """Whether the page cache holds at least half of what is mapped, going by a few of its pages: to look all of them up takes as long
-    as copying a part of them. Asking does not change it."""
+def resident(address: int, size: int) -> bool:
+    """Whether at least half of these pages are in memory, those of a mapped file in the page cache, going by a few of them: to look
+    all of them up takes as long as copying a part of them. Asking does not change it."""
     if _mincore is None:
         return True
     held = (ctypes.c_ubyte * PAGES_ASKED)()
-    address, answer = _address(view), ctypes.addressof(held)
-    step = len(view) // PAGES_ASKED // mmap.PAGESIZE * mmap.PAGESIZE
+    answer = ctypes.addressof(held)
+    step = size // PAGES_ASKED // mmap.PAGESIZE * mmap.PAGESIZE
     for number in range(PAGES_ASKED):
         if _mincore(address + number * step, 1, answer + number):
             return True

@@ -1,0 +1,400 @@
+"""Operands in memory that a device copies from where they lie."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import oocgemm
+from oocgemm import locking, stores, system
+from oocgemm.backends.base import Array, Locks
+from oocgemm.backends.host import HostSession
+from oocgemm.backends.memory import allocate, cut
+from oocgemm.errors import ExecutionError
+from oocgemm.locking import PAGE, Locked, settle
+from oocgemm.plan import (
+    Budgets,
+    GemmProblem,
+    Layout,
+    Layouts,
+    MachineModel,
+    TileShape,
+    default_model,
+    make_plan,
+)
+from oocgemm.stores import arrays
+from tests.backends_here import needs_gpu
+
+KIB = 1 << 10
+
+
+def held(rows: int, cols: int) -> Array:
+    """An array that begins on a page, of memory that is there."""
+    array = allocate(rows * cols * 8).view(np.float64).reshape(rows, cols)
+    array[...] = np.arange(rows * cols).reshape(rows, cols) % 8
+    return array
+
+
+class Locker:
+    """Stands in for a device: what is locked, and unlocked again. `refuses` that many locks from the last `allows` on."""
+
+    def __init__(self, allows: int | None = None, slow: float = 0.0) -> None:
+        self.ranges: dict[int, int] = {}
+        self.locked: list[tuple[int, int]] = []
+        self.released = threading.Event()
+        self.allows, self.slow = allows, slow
+        self.hold = threading.Event()
+        self.hold.set()
+        self.locks = Locks(self.lock, self.unlock)
+
+    def lock(self, address: int, size: int) -> None:
+        self.hold.wait()
+        time.sleep(self.slow)
+        if self.allows is not None and len(self.locked) >= self.allows:
+            raise OSError("refused")
+        for begin, length in self.ranges.items():
+            assert address + size <= begin or begin + length <= address, "locked twice"
+        self.ranges[address] = size
+        self.locked.append((address, size))
+
+    def unlock(self, address: int) -> None:
+        del self.ranges[address]
+
+    def covers(self, block: Array, borders: Sequence[int]) -> bool:
+        """Whether every piece of a block lies in one locked range."""
+        return all(
+            any(begin <= low and high <= begin + size for begin, size in self.ranges.items())
+            for low, high in map(np.lib.array_utils.byte_bounds, cut(block, borders))
+        )
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(locking, "PART", 4 * PAGE)
+    monkeypatch.setattr(locking, "ONE_BY_ONE", 3)
+    monkeypatch.setattr(arrays, "LEAST_LOCKED", 1)
+    monkeypatch.setattr(arrays, "WIDE", 64)
+    yield
+    settle()
+
+
+@given(
+    st.integers(1, 9),
+    st.integers(1, 9),
+    st.integers(0, 5),
+    st.lists(st.integers(-2, 130), max_size=6, unique=True),
+)
+def test_a_block_is_cut_at_borders_and_nowhere_else(
+    height: int, width: int, more: int, places: list[int]
+) -> None:
+    block = np.arange(height * (width + more)).reshape(height, width + more)[:, :width]
+    borders = [block.ctypes.data + 8 * place for place in sorted(places)]
+    pieces = list(cut(block, borders))
+    assert [x for piece in pieces for x in piece.ravel()] == block.ravel().tolist()
+    for piece in pieces:
+        low, high = np.lib.array_utils.byte_bounds(piece)
+        assert not any(low < border < high for border in borders)
+        assert len(piece) == 1 or piece.shape[1] == width
+    # At most a row's end, whole rows and the next row's beginning for each.
+    assert len(pieces) <= 1 + 3 * len(borders)
+
+
+def test_everything_is_locked_once_and_what_is_needed_first_before_the_rest() -> None:
+    a, b, locker = held(64, 4 * KIB), held(64, 4 * KIB), Locker()
+    b_rows = [b[r : r + 8, :KIB] for r in range(0, 64, 8)]
+    locked = Locked([a, b], [a[:, : KIB // 2], *b_rows], locker.locks)
+    found = [locked.find(block) for block in b_rows]
+    assert all(
+        one is not None and one[0] is block and locker.covers(block, one.borders)
+        for one, block in zip(found, b_rows, strict=True)
+    )
+    locked._thread.join()
+    assert sum(size for _, size in locker.locked) == a.nbytes + b.nbytes
+    in_b = [b.ctypes.data <= begin < b.ctypes.data + b.nbytes for begin, _ in locker.locked]
+    # A's first panel takes a part of every row: locked for it, all of A would come before B.
+    assert in_b == sorted(in_b, reverse=True)
+    assert any(in_b)
+    assert {size for _, size in locker.locked[:3]} == {locking.PART}
+    assert max(size for _, size in locker.locked[3:]) == locking.TOGETHER * locking.PART
+    assert locked.find(a[:, KIB : 2 * KIB]) is not None
+    locked.release()
+    settle()
+    assert not locker.ranges
+
+
+@given(st.integers(0, 7), st.integers(1, 64), st.integers(0, 63), st.integers(0, 12), st.integers(1, 16))
+def test_operands_may_share_memory(offset: int, rows: int, top: int, left: int, width: int) -> None:
+    """X and its own transpose, or parts of one array; from any address on."""
+    whole, locker = held(130, 1024).reshape(-1)[offset:][: 128 * 1024].reshape(128, 1024), Locker()
+    parts = [whole[:96], whole[48:], whole[top : top + rows]]
+    locked = Locked(parts, [], locker.locks)
+    locked._thread.join()
+    for part in parts:
+        block = part[:, 64 * left : 64 * (left + width)]
+        found = locked.find(block)
+        if block.size:
+            assert found is not None
+            assert locker.covers(block, found.borders)
+    locked.release()
+    settle()
+    assert not locker.ranges
+
+
+def test_what_is_not_locked_soon_is_not_waited_for() -> None:
+    a, locker = held(256, KIB), Locker()
+    locker.hold.clear()
+    locked = Locked([a], [], locker.locks)
+    assert locked.find(a[200:201]) is None  # all before it would come first
+    waiting: list[Any] = []
+    thread = threading.Thread(target=lambda: waiting.append(locked.find(a[:8])))
+    thread.start()
+    locker.hold.set()
+    thread.join()
+    assert waiting[0] is not None
+    locked.release()
+
+
+@pytest.mark.parametrize("allows", [0, 2])
+def test_what_the_system_refuses_is_not_in_place(allows: int) -> None:
+    a, locker = held(64, KIB), Locker(allows)
+    locked = Locked([a], [], locker.locks)
+    locked._thread.join()
+    first = locked.find(a[:2])
+    assert (first is not None) == bool(allows)
+    assert locked.find(a[48:]) is None
+    assert len(locker.ranges) == allows
+    locked.release()
+    settle()
+    assert not locker.ranges
+
+
+def test_memory_that_is_not_there_is_not_made_to_be() -> None:
+    """np.zeros takes none until it is written to."""
+    empty, locker = allocate(1 << 20).view(np.float64).reshape(128, 1024), Locker()
+    locked = Locked([empty], [], locker.locks)
+    locked._thread.join()
+    assert not locker.locked
+    assert locked.find(empty[:1]) is None
+    locked.release()
+
+
+def test_a_stop_ends_the_waiting_and_the_locking() -> None:
+    a, locker = held(64, KIB), Locker(slow=0.01)
+    locked = Locked([a], [a], locker.locks)
+    locked.stop()
+    assert locked.find(a) is None
+    locked.release()
+    settle()
+    assert len(locker.locked) < 8
+    assert not locker.ranges
+
+
+def test_the_next_run_locks_when_the_last_has_unlocked() -> None:
+    a, locker = held(64, KIB), Locker()
+    for _ in range(3):
+        locked = Locked([a], [a], locker.locks)
+        assert locked.find(a) is not None
+        locked.release()  # `lock` finds out if a range is still there
+
+
+def test_without_a_thread_to_unlock_it_is_done_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, locker = held(64, KIB), Locker()
+    locked = Locked([a], [a], locker.locks)
+    assert locked.find(a) is not None
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    locked.release()
+    assert not locker.ranges
+    settle()
+    with pytest.raises(ExecutionError, match="oocgemm-lock"):
+        Locked([a], [a], locker.locks)
+
+
+# Which arrays, and which panels of them.
+
+WIDE = held(32, 64)
+
+
+@pytest.mark.parametrize(
+    ("array", "wide"),
+    [
+        (WIDE, 8),
+        (WIDE[:, :5], 0),  # the rest of each row would be locked too
+        (WIDE[:, :48], 8),
+        (WIDE[:, :32][:, ::2], 0),
+        (WIDE[::-1], 0),
+        (WIDE.T, 0),
+        (WIDE[:, :4].copy(), 4),  # whole rows, one after the other
+        (WIDE.astype(">f8"), 0),
+        (np.frombuffer(bytearray(8 * 64 + 1), np.float64, 64, 1).reshape(8, 8), 0),  # on no multiple of 8
+        (np.broadcast_to(WIDE[:1], (32, 64)), 0),
+    ],
+)
+def test_arrays_whose_rows_can_be_copied_from_where_they_lie(array: Array, wide: int) -> None:
+    assert stores.open_matrix("A", array).layout.wide == wide
+
+
+def test_files_are_not_locked(tmp_path: Any) -> None:
+    np.save(tmp_path / "a.npy", WIDE)
+    for source in (tmp_path / "a.npy", np.load(tmp_path / "a.npy", mmap_mode="r")):
+        assert stores.open_matrix("A", source).layout.wide == 0
+
+
+def test_small_arrays_are_not_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrays, "LEAST_LOCKED", WIDE.nbytes + 1)
+    assert stores.open_matrix("A", WIDE).layout.wide == 0
+
+
+def test_operands_are_locked_where_copying_them_would_take_as_long_as_the_multiplication() -> None:
+    """Of X X^T panels of both operands are as wide as deep; of A B those of B are as wide as a tile."""
+    n, memory = 24576, Layout(in_memory=True, wide=4096)
+    cuda, budgets = default_model("cuda", 16), Budgets(3 << 30, 8 << 30)
+
+    def lying(machine: MachineModel, depth: int, layout: Layout = memory, dtype: str = "float64") -> set[str]:
+        problem = GemmProblem(n, n, n, dtype, dtype, dtype, dtype)
+        layouts = Layouts(layout, layout, Layout(in_memory=True))
+        plan = make_plan(problem, budgets, machine, layouts, TileShape(12288, 12288, depth))
+        return plan.in_place
+
+    assert lying(cuda, 1024) == {"B"}
+    assert lying(cuda, 4096) == {"A", "B"}
+    assert lying(replace(cuda, memory=200e9), 1024) == set()
+    assert lying(replace(cuda, lock=0.0), 1024) == set()
+    assert lying(cuda, 1024, Layout(in_memory=True)) == set()
+    assert lying(cuda, 1024, Layout(in_memory=True, wide=20_000)) == set()
+    assert default_model("host", 2).lock == 0
+
+
+# Runs.
+
+
+def product_in_place(a: Array, b: Array, locker: Locker, **options: Any) -> oocgemm.Result:
+    """On the host backend with slots as a GPU has them, and locks."""
+
+    def model(backend: str, *known: object) -> MachineModel:
+        return replace(default_model(backend, 2), unified=False, io_threads=2, lock=1e12, memory=1e3)
+
+    with patch.object(system, "model", model), patch.object(HostSession, "locks", locker.locks):
+        return oocgemm.matmul(a, b, backend="host", **options)
+
+
+def in_place(result: oocgemm.Result) -> dict[str, tuple[int, int]]:
+    """Of each operand how many panels were read, and how many of them in place."""
+    reads = [span for span in result.timeline.spans if span.kind == "read"]
+    return {
+        x: (sum(s.operand == x for s in reads), sum(s.operand == x and not s.bytes for s in reads))
+        for x in "AB"
+    }
+
+
+def integers(rows: int, cols: int) -> Array:
+    return np.random.default_rng(rows).integers(-4, 5, (rows, cols)).astype(np.float64)
+
+
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize(("trans_a", "trans_b"), [(False, False), (True, False), (False, True), (True, True)])
+def test_a_product_of_operands_in_place(trans_a: bool, trans_b: bool, verify: bool) -> None:
+    """With checksums of the host's all that is read is looked at on the way, and copied."""
+    left, right = integers(300, 200), integers(200, 250)
+    a, b = left.T.copy() if trans_a else left, right.T.copy() if trans_b else right
+    options: dict[str, Any] = {"trans_a": trans_a, "trans_b": trans_b, "verify": verify}
+    locker = Locker()
+    result = product_in_place(a, b, locker, tile="128x96x40", **options)
+    assert np.array_equal(result.out, left @ right)
+    counts = in_place(result)
+    if verify:
+        assert counts["A"][1] == counts["B"][1] == 0
+    else:
+        # The first panels may come before their memory is locked, and the last of a row may be too narrow.
+        assert all(0 < there <= read for read, there in counts.values())
+        moved = sum(span.bytes for span in result.timeline.spans if span.kind == "read")
+        assert moved < result.plan.traffic["read"]
+    uploaded = sum(span.bytes for span in result.timeline.spans if span.kind == "upload")
+    assert uploaded == result.plan.traffic["h2d"]
+    settle()
+    assert not locker.ranges
+
+
+def test_a_product_whose_operands_cannot_be_locked_is_copied() -> None:
+    a, b, locker = integers(300, 200), integers(200, 250), Locker(0)
+    result = product_in_place(a, b, locker, tile="128x96x40")
+    assert np.array_equal(result.out, a @ b)
+    assert all(not there for _, there in in_place(result).values())
+
+
+@pytest.mark.parametrize("allows", [1, 3, 6])
+def test_a_product_of_which_some_could_be_locked(allows: int) -> None:
+    a, b, locker = integers(300, 200), integers(200, 250), Locker(allows)
+    result = product_in_place(a, b, locker, tile="128x96x40")
+    assert np.array_equal(result.out, a @ b)
+    settle()
+    assert not locker.ranges
+
+
+def test_a_run_that_fails_unlocks_what_it_has_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b, locker = integers(300, 200), integers(200, 250), Locker()
+
+    def fail(*arguments: Any) -> None:
+        raise OSError("no more")
+
+    monkeypatch.setattr(HostSession, "_multiply", fail)
+    with pytest.raises(ExecutionError, match="no more"):
+        product_in_place(a, b, locker, tile="128x96x40")
+    settle()
+    assert locker.locked
+    assert not locker.ranges
+
+
+GPU: dict[str, Callable[[], tuple[Array, Array, dict[str, Any]]]] = {
+    "A B": lambda: (integers(1500, 1100), integers(1100, 1300), {}),
+    "odd": lambda: (integers(1501, 1103), integers(1103, 1301), {}),
+    "X X^T": lambda: ((x := integers(1500, 1100)), x, {"trans_b": True}),
+    "part of a row": lambda: (integers(1500, 1700)[:, 3:1103], integers(1100, 1301)[:, 1:], {}),
+    "checked": lambda: (integers(1500, 1100), integers(1100, 1300), {"verify": True}),
+    "emulated": lambda: (integers(1500, 1100), integers(1100, 1300), {"compute": "emulated"}),
+    "float32": lambda: (
+        integers(1500, 1100).astype(np.float32),
+        integers(1100, 1300).astype(np.float32),
+        {"trans_a": False},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", [pytest.param(name, marks=needs_gpu) for name in GPU])
+def test_a_gpu_copies_from_where_operands_lie(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice: what the first run has locked is unlocked in time."""
+    monkeypatch.setattr("oocgemm.plan.plan.WORTH_LOCKING", 0.0)
+    a, b, options = GPU[case]()
+    expected = a @ (b.T if options.get("trans_b") else b)
+    for _ in range(2):
+        result = oocgemm.matmul(a, b, backend="cuda", tile="512x640x256", device_memory="1GiB", **options)
+        assert np.array_equal(result.out, expected)
+        read, there = map(sum, zip(*in_place(result).values(), strict=True))
+        assert 0 < there <= read
+
+
+@pytest.mark.parametrize("case", [pytest.param("read-only", marks=needs_gpu)])
+def test_a_gpu_copies_what_cannot_be_locked(
+    case: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    """Memory that the process may only read."""
+    monkeypatch.setattr("oocgemm.plan.plan.WORTH_LOCKING", 0.0)
+    import mmap
+
+    whole = integers(1500, 1100)
+    (tmp_path / "a").write_bytes(whole.tobytes())
+    with open(tmp_path / "a", "rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+    a = np.frombuffer(mapped, np.float64).reshape(whole.shape)
+    result = oocgemm.matmul(a, whole, trans_b=True, backend="cuda", tile="512x640x256", device_memory="1GiB")
+    assert np.array_equal(result.out, whole @ whole.T)
