@@ -13,7 +13,7 @@ from oocgemm.backends.tuning import Tuning
 from oocgemm.bench import AGAINST, BY_NCU, against
 from oocgemm.plan import Calibration, Plan
 from oocgemm.system import LINKS, calibrated_rates
-from oocgemm.timeline import Report, Timeline, diagnosis_lines, gantt
+from oocgemm.timeline import Report, Timeline, diagnosis_lines, gantt, in_place
 from oocgemm.units import format_rate, format_size, format_time
 from oocgemm.verify import Verification
 
@@ -143,6 +143,8 @@ def print_report(report: Report, timeline: Timeline, *, advise: bool = False) ->
         out.print(_machine_model(plan["machine"], plan.get("calibrated", False)), soft_wrap=True)
     if kernels := timeline.header.get("backend", {}).get("multiplied by"):
         out.print(f"multiplied by {escape(', '.join(kernels))}", soft_wrap=True)
+    if lying := in_place(timeline):
+        out.print(lying)
     if retried := timeline.header.get("retried"):
         out.print(
             f"tried again {len(retried)} times what had failed, at last {escape(retried[-1])}",

@@ -20,6 +20,7 @@ import numpy as np
 from cupy.cuda import runtime
 
 import oocgemm
+from oocgemm.locking import settle
 from oocgemm.plan import Plan
 
 BLOCKS = (1024, 2048, 4096, 8192, 16384)
@@ -151,7 +152,8 @@ def main(
     scratch = cupy.empty_like(device_a)
     in_core_seconds(device_a, device_b, scratch)
     samples: dict[str, list[float]] = {
-        name: [] for name in ("in_core", *OURS, *(f"{name}_call" for name in OURS))
+        name: []
+        for name in ("in_core", *(f"{name}{what}" for name in OURS for what in ("", "_call", "_unlocking")))
     }
     shares: list[float | None] = []
     options = {"device_memory": device_memory, "host_memory": host_memory, "backend": "cuda"}
@@ -161,7 +163,10 @@ def main(
         started = time.perf_counter()
         kept = timeline if compute == "native" else None
         result = oocgemm.matmul(a, b, out=c, compute=compute, timeline=kept, **options)
-        samples[f"{name}_call"].append(time.perf_counter() - started)
+        ended = time.perf_counter()
+        settle()
+        samples[f"{name}_call"].append(ended - started)
+        samples[f"{name}_unlocking"].append(time.perf_counter() - ended)
         samples[name].append(result.report.wall)
         return result
 
@@ -200,6 +205,7 @@ def main(
         "machine": header["machine"] | header["backend"],
         "versions": header["versions"],
         "plan": result.plan.to_dict(),
+        "in_place": sorted(result.plan.in_place),
         "samples_seconds": samples,
         "median_seconds": median,
         "compute_share": shares,

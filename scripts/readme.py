@@ -81,10 +81,10 @@ def on_gpu() -> list[str]:
     lines = [
         f"One {machine['device']}, {machine['cores']} cores; NumPy arrays in host memory, medians (least-most) of runs that "
         "took turns. Of cuBLASXt the seconds, and how many times as long as `oocgemm.matmul` natively and emulated it took; "
-        "no budget binds it, and to pin arrays beforehand is not in its time:",
+        "no budget binds it, and to pin arrays beforehand is not in its time. What is unlocked after the end is not in T:",
         "",
-        "| product | in-core cuBLAS | `oocgemm.matmul`, T | in-core over T | compute share | host copies | emulated, T | in-core over T | cuBLASXt, best block | at its default | loop of CuPy calls |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| product | in-core cuBLAS | `oocgemm.matmul`, T | in-core over T | compute share | in place | host copies | unlocking | emulated, T | in-core over T | cuBLASXt, best block | at its default | loop of CuPy calls |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for case in cases.values():
         samples, median, times = case["samples_seconds"], case["median_seconds"], case["times_xt"]
@@ -102,7 +102,9 @@ def on_gpu() -> list[str]:
             spread(samples["oocgemm"]),
             ratio(case["of_in_core_samples"]),
             f"{shares[len(shares) // 2]:.3f}",
+            ", ".join(case["in_place"]) or "-",
             f"{read['bytes'] / read['busy'] / 1e9:.0f} GB/s",
+            f"{median['oocgemm_unlocking']:.2f} s",
             spread(samples["emulated"]),
             ratio(case["emulated_of_in_core_samples"]),
             f"{over(best)} ({best.removeprefix('xt ')}; pinning: {median['pinning']:.2f} s)" if best else "",

@@ -1,9 +1,11 @@
 """Operands in memory that a device copies from where they lie."""
 
+import mmap
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
@@ -30,9 +32,11 @@ from oocgemm.plan import (
     make_plan,
 )
 from oocgemm.stores import arrays
+from oocgemm.timeline import figures
 from tests.backends_here import needs_gpu
 
 KIB = 1 << 10
+PLANS = import_module("oocgemm.plan.plan")  # oocgemm.plan is a function, too
 
 
 def held(rows: int, cols: int) -> Array:
@@ -43,7 +47,7 @@ def held(rows: int, cols: int) -> Array:
 
 
 class Locker:
-    """Stands in for a device: what is locked, and unlocked again. `refuses` that many locks from the last `allows` on."""
+    """Stands in for a device: what is locked, and unlocked again. It refuses after so many locks as it `allows`."""
 
     def __init__(self, allows: int | None = None, slow: float = 0.0) -> None:
         self.ranges: dict[int, int] = {}
@@ -319,6 +323,9 @@ def test_a_product_of_operands_in_place(trans_a: bool, trans_b: bool, verify: bo
         assert all(0 < there <= read for read, there in counts.values())
         moved = sum(span.bytes for span in result.timeline.spans if span.kind == "read")
         assert moved < result.plan.traffic["read"]
+    lying = sum(there for _, there in counts.values())
+    said = f"{lying} of {sum(read for read, _ in counts.values())} panels of A and B copied from where they lie in memory"
+    assert figures.in_place(result.timeline) == (said if lying else "")
     uploaded = sum(span.bytes for span in result.timeline.spans if span.kind == "upload")
     assert uploaded == result.plan.traffic["h2d"]
     settle()
@@ -373,7 +380,7 @@ GPU: dict[str, Callable[[], tuple[Array, Array, dict[str, Any]]]] = {
 @pytest.mark.parametrize("case", [pytest.param(name, marks=needs_gpu) for name in GPU])
 def test_a_gpu_copies_from_where_operands_lie(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice: what the first run has locked is unlocked in time."""
-    monkeypatch.setattr("oocgemm.plan.plan.WORTH_LOCKING", 0.0)
+    monkeypatch.setattr(PLANS, "WORTH_LOCKING", 0.0)
     a, b, options = GPU[case]()
     expected = a @ (b.T if options.get("trans_b") else b)
     for _ in range(2):
@@ -388,9 +395,7 @@ def test_a_gpu_copies_what_cannot_be_locked(
     case: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     """Memory that the process may only read."""
-    monkeypatch.setattr("oocgemm.plan.plan.WORTH_LOCKING", 0.0)
-    import mmap
-
+    monkeypatch.setattr(PLANS, "WORTH_LOCKING", 0.0)
     whole = integers(1500, 1100)
     (tmp_path / "a").write_bytes(whole.tobytes())
     with open(tmp_path / "a", "rb") as file:

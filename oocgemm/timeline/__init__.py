@@ -1,7 +1,7 @@
 """Timelines: what ran when, the figures that say how much of the copying was hidden, and pictures of it."""
 
 from oocgemm.timeline.diagnosis import Diagnosis, diagnose
-from oocgemm.timeline.figures import Report, report
+from oocgemm.timeline.figures import Report, in_place, report
 from oocgemm.timeline.gantt import gantt
 from oocgemm.timeline.log import Recorder, read_log
 from oocgemm.timeline.remedies import Remedy, diagnosis_lines, remedy
@@ -17,6 +17,7 @@ __all__ = [
     "diagnose",
     "diagnosis_lines",
     "gantt",
+    "in_place",
     "read_log",
     "remedy",
     "report",

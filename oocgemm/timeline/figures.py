@@ -267,3 +267,10 @@ def _decoded(timeline: Timeline, spans: Sequence[Span]) -> float:
         for span in spans
         if span.lane == "read" and operands.get(span.operand, {}).get("direct") is False
     )
+
+
+def in_place(timeline: Timeline) -> str:
+    """How many panels were not read into a slot, if any."""
+    reads = [span for span in timeline.spans if span.kind == "read" and span.operand != "C"]
+    lying = sum(not span.bytes for span in reads)
+    return f"{lying} of {len(reads)} panels of A and B copied from where they lie in memory" if lying else ""

@@ -9,7 +9,7 @@ from typing import Any
 from oocgemm.plan.recorded import recorded_scalar
 from oocgemm.timeline.charts import c_grid, extents, lane_class, stacked_bar, throughput
 from oocgemm.timeline.diagnosis import Diagnosis, diagnose, unfinished
-from oocgemm.timeline.figures import Report
+from oocgemm.timeline.figures import Report, in_place
 from oocgemm.timeline.remedies import Fitted, Remedy, fit, remedy, sentence
 from oocgemm.timeline.series import lanes_of
 from oocgemm.timeline.spans import Timeline
@@ -306,6 +306,7 @@ def _setup(run: Run) -> str:
     kernels = ", ".join(backend.pop("multiplied by", ()))
     row("backend", ", ".join(f"{k} {v}" if k != "name" else str(v) for k, v in backend.items()))
     row("multiplied by", kernels)
+    row("in place", in_place(run.timeline))
     row(
         "machine",
         ", ".join(str(header.get("machine", {}).get(k, "")) for k in ("processor", "platform")).strip(", "),
