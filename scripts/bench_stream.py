@@ -217,16 +217,20 @@ def main(
         "emulated_error_over_bound": errors["emulated"],
         "report": result.report.to_dict(),
     }
-    path = Path(output)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    cases = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps(cases | {f"{dtype} {size}": found}, indent=1) + "\n")
+    keep(Path(output), f"{dtype} {size}", found)
     brief = ("of_in_core", "of_in_core_samples", "emulated_of_in_core_samples", "median_seconds", "times_xt")
     print(json.dumps({key: found[key] for key in brief}, indent=1))
     print({cause: round(s * 1e3, 1) for cause, s in result.report.exposed.items()}, result.plan.tile)
     print(
         {lane: (round(v["busy"], 3), round(v["bytes"] / 1e9, 2)) for lane, v in result.report.lanes.items()}
     )
+
+
+def keep(path: Path, case: str, found: dict[str, Any]) -> None:
+    """Put a case into the file of results."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    cases = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(cases | {case: found}, indent=1) + "\n")
 
 
 def peers(a: Any, b: Any, c: Any, dtype: str, repeats: int, samples: dict[str, list[float]]) -> None:
