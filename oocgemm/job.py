@@ -73,7 +73,8 @@ def prepare(
 ) -> Job:
     """Open and check everything, and plan. Writes nothing. `resume` is None if nothing is to be run. `arithmetic` names
     what multiplies such a problem, as far as bits hang on it."""
-    left, right = stores.open_matrix("A", a), stores.open_matrix("B", b)
+    left, trans_a = stores.by_rows(stores.open_matrix("A", a), _op("trans_a", trans_a))
+    right, trans_b = stores.by_rows(stores.open_matrix("B", b), _op("trans_b", trans_b))
     problem = problem_of(left, right, alpha, beta, trans_a, trans_b, compute, out_dtype)
     if problem.exact and backend == "cuda" and problem.depth <= integers.MOST_DEPTH:
         problem = replace(problem, acc_dtype="int32")

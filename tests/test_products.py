@@ -227,6 +227,21 @@ def test_npy_memory_maps_and_views_are_operands(tmp_path: Path) -> None:
     np.testing.assert_array_equal(oocgemm.matmul(swapped, strided, backend="host").out, expected)
 
 
+@pytest.mark.parametrize("op", ["N", "T", "C"])
+def test_an_operand_that_lies_by_columns_is_taken_as_what_it_is_the_transpose_of(op: str) -> None:
+    """X.T as X with the other op, and so as fast; but no op undoes a transpose and conjugates."""
+    rng = np.random.default_rng(5)
+    real, imaginary = integers(rng, (30, 20), "float64"), integers(rng, (30, 20), "float64")
+    a = real + 1j * imaginary
+    given = np.asfortranarray(a if op == "N" else a.T)
+    expected = (a.conj() if op == "C" else a) @ (a.T if op == "N" else a.T.copy())
+    result = oocgemm.matmul(given, a, trans_a=op, trans_b="T", backend="host", tile="16x16x5")
+    np.testing.assert_array_equal(result.out, expected)
+    assert result.plan.problem.trans_a == {"N": "T", "T": "N", "C": "C"}[op]
+    assert oocgemm.plan(a, a.T, backend="host").problem.trans_b == "T"
+    assert oocgemm.plan(a[:1], a[:1].T, backend="host").problem.trans_b == "N"  # lies both ways
+
+
 def test_zarr_arrays_and_other_stores_are_operands() -> None:
     store = zarr.storage.MemoryStore()
     rng = np.random.default_rng(4)

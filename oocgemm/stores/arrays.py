@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from oocgemm.errors import InputError
-from oocgemm.plan import Layout
+from oocgemm.plan import Layout, Op
 from oocgemm.plan.tiling import Span
 from oocgemm.stores.base import Array, Matrix, checked
 from oocgemm.stores.durable import saved_block, saved_blocks, stamp, sync_files, sync_path
@@ -132,6 +132,15 @@ class ArrayMatrix:
         system ends the process (SIGBUS)."""
         if self._map is not None and (size := self._map.size()) < self._file_bytes:
             raise EOFError(f"the file has been cut short, from {self._file_bytes} bytes to {size}")
+
+
+def by_rows(matrix: Matrix, op: Op) -> tuple[Matrix, Op]:
+    """An array in memory that lies by columns, such as X.T, as its transpose, and what makes up for that; others as they are."""
+    if isinstance(matrix, ArrayMatrix) and matrix.layout.in_memory and op is not Op.C:
+        flags = matrix.array.flags
+        if flags.f_contiguous and not flags.c_contiguous:
+            return ArrayMatrix(matrix.name, matrix.array.T), Op.N if op.swaps else Op.T
+    return matrix, op
 
 
 def memory(matrix: Matrix) -> Array:
