@@ -103,7 +103,7 @@ def on_gpu() -> list[str]:
             ratio(case["of_in_core_samples"]),
             f"{shares[len(shares) // 2]:.3f}",
             ", ".join(case["in_place"]) or "-",
-            f"{read['bytes'] / read['busy'] / 1e9:.0f} GB/s",
+            "" if case["in_place"] else f"{read['bytes'] / read['busy'] / 1e9:.0f} GB/s",
             f"{median['oocgemm_unlocking']:.2f} s",
             spread(samples["emulated"]),
             ratio(case["emulated_of_in_core_samples"]),
