@@ -71,8 +71,8 @@ class Locked:
         return range(bisect_right(self._begins, low) - 1, bisect_right(self._begins, high - 1))
 
     def _lock(self) -> None:
-        settle()  # the same memory may still be locked for a run before this
         with suppress(Exception):  # what the system refuses is copied
+            settle()  # the same memory may still be locked for a run before this
             for parts in self._at_once():
                 begin, size = self._begins[parts[0]], self._ends[parts[-1]] - self._begins[parts[0]]
                 # Memory that was never written to is none yet.
@@ -107,12 +107,12 @@ class Locked:
         self.stop()
         self._thread.join()
         thread = threading.Thread(target=self._unlock, name="oocgemm-unlock")
-        _unlocking.append(thread)
         try:
             thread.start()
         except RuntimeError:  # the system refuses it
-            _unlocking.remove(thread)
             self._unlock()
+        else:
+            _unlocking.append(thread)
 
     def _unlock(self) -> None:
         for begin in self._ranges:

@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,6 +13,8 @@ import numpy as np
 import pytest
 
 from oocgemm import backends
+from oocgemm.backends.base import InPlace
+from oocgemm.backends.memory import allocate
 from oocgemm.errors import BackendError, OutOfMemoryError
 from oocgemm.plan import (
     Budgets,
@@ -176,6 +179,62 @@ def test_what_is_locked_by_who_touched_it_is_not_locked_again(device: SimpleName
     with issued(device, {}):
         session.submit(first(plan, Kind.UPLOAD), [panel], [])
     assert device.runtime.hostRegister.call_count == 1
+
+
+def test_slots_are_locked_in_parts_and_no_copy_goes_from_one_into_another(
+    device: SimpleNamespace, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that orders come in between."""
+    monkeypatch.setattr(sys.modules["oocgemm.backends.cuda_host"], "PART", 4096)
+    session, made = device.backend().open(plan, "cublas"), list[str]()
+    panel = allocate(8192).view(np.float64).reshape(32, 32)
+    with issued(device, {}, made):
+        session.submit(first(plan, Kind.UPLOAD), [panel], [])
+    begin = panel.ctypes.data
+    expected = [call(begin, 4096, 0), call(begin + 4096, 4096, 0)]
+    assert device.runtime.hostRegister.mock_calls[:2] == expected
+    assert made.count("cuMemcpyAsync") == 2
+
+
+@pytest.mark.parametrize(
+    ("borders", "copies"), [([], 1), ([4096], 2), ([1280], 2), ([1408], 4), ([1408, 2048], 6)]
+)
+def test_a_panel_in_place_is_copied_in_pieces_of_one_locked_range_each(
+    device: SimpleNamespace, plan: Plan, borders: list[int], copies: int
+) -> None:
+    """Of rows of 256 bytes that lie 640 apart: between two of them, or in one, which is cut in two."""
+    session, made = device.backend().open(plan, "cublas"), list[str]()
+    block = allocate(32 * 640).view(np.float64).reshape(32, 80)[:, :32]
+    at = [block.ctypes.data + border for border in borders]
+    with issued(device, {}, made):
+        session.submit(first(plan, Kind.UPLOAD), InPlace(block, at), [])
+    assert made.count("cuMemcpy2DAsync_v2") == copies
+    device.runtime.hostRegister.assert_not_called()
+
+
+def test_an_operand_is_locked_when_nobody_has_an_order(device: SimpleNamespace, plan: Plan) -> None:
+    session = device.backend().open(plan, "cublas")
+    memory, register = session._host, device.runtime.hostRegister
+    thread = threading.Thread(target=session.locks.lock, args=(4096, 4096))
+    with memory.ordering():
+        thread.start()
+        thread.join(0.05)
+        register.assert_not_called()
+    thread.join()
+    register.assert_called_once_with(4096, 4096, 0)
+    session.locks.unlock(4096)
+    device.runtime.hostUnregister.assert_called_once_with(4096)
+
+
+def test_an_order_that_is_given_up_holds_nobody_up(device: SimpleNamespace, plan: Plan) -> None:
+    memory = device.backend().open(plan, "cublas")._host
+    with patch.object(memory, "_driver") as driver:
+        driver.acquire.side_effect = KeyboardInterrupt
+        with pytest.raises(KeyboardInterrupt), memory.ordering():
+            pass
+    with pytest.raises(CudaError), memory.ordering():
+        raise CudaError(LAUNCH_FAILED)
+    memory.locks.lock(4096, 4096)  # would wait for either
 
 
 def issued(device: SimpleNamespace, status: dict[str, int], made: list[str] | None = None) -> Any:

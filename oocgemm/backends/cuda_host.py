@@ -28,9 +28,8 @@ class HostMemory:
 
     def __init__(self, device: Any) -> None:
         self._device = device
-        self._slots: dict[
-            int, list[int]
-        ] = {}  # where each locked range begins, and the last ends, by where the slot does
+        # Where each locked range begins, and the last ends, by where the slot begins.
+        self._slots: dict[int, list[int]] = {}
         self._driver = threading.Lock()
         self._waiting: set[int] = set()  # threads for it, those that lock operands excepted
         self.locks = Locks(self._lock_operand, self._unlock)
@@ -40,9 +39,14 @@ class HostMemory:
         """For as long as the driver is given orders."""
         thread = threading.get_ident()
         self._waiting.add(thread)
-        with self._driver:
+        try:
+            self._driver.acquire()
+        finally:
             self._waiting.discard(thread)
+        try:
             yield
+        finally:
+            self._driver.release()
 
     def lock_slot(self, address: int, size: int) -> Sequence[int]:
         """Lock the pages of a slot as far as it is used, and say where one locked range ends and another begins. Those that touched

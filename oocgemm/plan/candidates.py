@@ -365,8 +365,8 @@ def _dividing(target: int, nominal: int, extent: int) -> int:
 
 def io_threads(problem: GemmProblem, budgets: Budgets, machine: MachineModel, layouts: Layouts) -> int:
     """As many as copying wants, half as many more where large chunks are copied from files, or memory is, or digests are taken, by
-    threads that do not multiply, or one for each core but one where there is work for codecs; but scratch for these takes at most half of the
-    host budget. Were there one for each core, those that hand out panels and launch would wait for one of them to be stopped, and
+    threads that do not multiply, or one for each core but one where there is work for codecs; but scratch for these takes at most
+    half of the host budget. Were there one for each core, those that hand out panels and launch would wait for one of them to be stopped, and
     the interpreter with them: beside an H200 sixteen threads of sixteen cores decoded 10 to 18% less than fifteen."""
     read = (layouts.a, layouts.b, layouts.c) if problem.reads_c else (layouts.a, layouts.b)
     codecs = layouts.c.encodes or any(layout.decode_bytes for layout in read)
