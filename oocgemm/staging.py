@@ -65,7 +65,8 @@ class Staging:
         # What is read touches its slot on the way. Slots that the device writes to first, which is slow on memory that the system has
         # yet to find, are touched by one thread: before a tile is done, but after the first panels, which touch theirs.
         self._touching = ThreadPoolExecutor(1, thread_name_prefix="oocgemm-toucher")
-        self._touched: dict[Slot, Future[None]] = {}
+        c = [] if plan.problem.reads_c else [slot for slot in self._offsets if slot.operand == "C"]
+        self._untouched, self._touched = c, dict[Slot, Future[None]]()
         self._touch_once = Lock()
         self._filled: set[Slot] = set()
         try:
@@ -76,8 +77,7 @@ class Staging:
 
     def _begin_locking(self, locks: Locks | None) -> None:
         """Lock operands in memory, the panels of the first tile before others."""
-        lying = self._plan.in_place if locks is not None else set()
-        if locks is None or not lying:
+        if locks is None or not (lying := self._plan.in_place):
             return
         schedule = self._plan.schedule()
         reads = [
@@ -116,14 +116,12 @@ class Staging:
 
     def _begin_touching(self) -> None:
         with self._touch_once:
-            slots = [slot for slot in self._offsets if slot.operand == "C" and slot not in self._touched]
-            if slots and not self._plan.problem.reads_c:
-                try:
-                    self._touched = {
-                        slot: self._touching.submit(self._touch, self._offsets[slot]) for slot in slots
-                    }
-                except RuntimeError as error:
-                    raise ExecutionError(f"the system refuses a thread for writing: {error}") from error
+            try:
+                for slot in self._untouched:
+                    self._touched[slot] = self._touching.submit(self._touch, self._offsets[slot])
+            except RuntimeError as error:
+                raise ExecutionError(f"the system refuses a thread for writing: {error}") from error
+            self._untouched = []
 
     def _touch(self, start: int) -> None:
         self.arena[start : start + self._c_bytes : PAGE] = 0
@@ -136,8 +134,9 @@ class Staging:
         A chunk that has to be decoded whole goes straight to its place in a group as wide as itself. So does one of C come
         from there: past the page cache, contiguous chunks were written at up to twice the rate of such as lay in rows.
         """
-        if slot.operand == "C" and slot.tier is Tier.HOST and not self._plan.problem.reads_c:
+        if slot in self._untouched:
             self._begin_touching()
+        if slot in self._touched:
             self._touched[slot].result()
         problem = self._plan.problem
         name = {"A": problem.a_dtype, "B": problem.b_dtype}.get(slot.operand, problem.c_dtype)
