@@ -216,10 +216,14 @@ def test_an_operand_is_locked_when_nobody_has_an_order(device: SimpleNamespace, 
     session = device.backend().open(plan, "cublas")
     memory, register = session._host, device.runtime.hostRegister
     thread = threading.Thread(target=session.locks.lock, args=(4096, 4096))
+    memory._waiting.add(0)  # some thread that has yet to get the driver
     with memory.ordering():
         thread.start()
         thread.join(0.05)
         register.assert_not_called()
+    thread.join(0.05)
+    register.assert_not_called()
+    memory._waiting.discard(0)
     thread.join()
     register.assert_called_once_with(4096, 4096, 0)
     session.locks.unlock(4096)

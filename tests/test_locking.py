@@ -69,6 +69,7 @@ class Locker:
         self.locked.append((address, size))
 
     def unlock(self, address: int) -> None:
+        time.sleep(self.slow)
         del self.ranges[address]
 
     def covers(self, block: Array, borders: Sequence[int]) -> bool:
@@ -201,7 +202,7 @@ def test_a_stop_ends_the_waiting_and_the_locking() -> None:
 
 
 def test_the_next_run_locks_when_the_last_has_unlocked() -> None:
-    a, locker = held(64, KIB), Locker()
+    a, locker = held(64, KIB), Locker(slow=0.01)
     for _ in range(3):
         locked = Locked([a], [a], locker.locks)
         assert locked.find(a) is not None
