@@ -14,10 +14,10 @@ from contextlib import suppress
 import numpy as np
 
 from oocgemm.backends.base import Array, InPlace, Locks
-from oocgemm.stores.files import resident
+from oocgemm.plan.tiling import round_up
+from oocgemm.stores.files import PAGE, resident
 from oocgemm.threads import start
 
-PAGE = 4096
 # What is locked at a time: as long as that takes, the device takes no orders. More of it is faster, once the first steps have
 # theirs.
 PART = 16 << 20
@@ -140,7 +140,7 @@ def _parts(arrays: Sequence[Array]) -> tuple[list[int], list[int]]:
     """Where the parts of the memory of arrays, which may share some, begin and end."""
     spans: list[list[int]] = []
     bounds = sorted(map(np.lib.array_utils.byte_bounds, arrays))
-    for low, high in [(low // PAGE * PAGE, -(-high // PAGE) * PAGE) for low, high in bounds]:
+    for low, high in [(low // PAGE * PAGE, round_up(high, PAGE)) for low, high in bounds]:
         if spans and low <= spans[-1][1]:
             spans[-1][1] = max(spans[-1][1], high)
         else:

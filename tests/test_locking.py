@@ -20,7 +20,7 @@ from oocgemm.backends.base import Array, Locks
 from oocgemm.backends.host import HostSession
 from oocgemm.backends.memory import allocate, cut
 from oocgemm.errors import ExecutionError
-from oocgemm.locking import PAGE, Locked, settle
+from oocgemm.locking import Locked, settle
 from oocgemm.plan import (
     Budgets,
     GemmProblem,
@@ -32,6 +32,7 @@ from oocgemm.plan import (
     make_plan,
 )
 from oocgemm.stores import arrays
+from oocgemm.stores.files import PAGE
 from oocgemm.timeline import figures
 from tests.backends_here import needs_gpu
 
