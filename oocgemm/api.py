@@ -239,8 +239,6 @@ def _execute(
         raise
     finally:
         with ExitStack() as cleanup:  # all of it, whatever part of it fails, from the last to the first
-            if staging is not None:
-                cleanup.callback(staging.release)
             for part in (log, session, output):
                 if part is not None:
                     cleanup.callback(part.close)

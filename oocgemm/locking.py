@@ -2,13 +2,13 @@
 
 To copy them into locked slots first takes the memory of the host three times, and beside a fast GPU longer than the
 multiplication. To lock pages that are in use takes one thread 0.02 s a GiB, with no harm to what the device is at. To unlock
-them takes as long, waits for all that the device is at and holds up whoever has an order for it: that is left until
-the run has ended, and to a thread again.
+them takes as long, waits for all that the device is at and holds up whoever has an order for it: they stay locked for as long as
+the array that holds them lives, and the next product of it finds them so.
 """
 
 import threading
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -25,8 +25,77 @@ ONE_BY_ONE, TOGETHER = 32, 4
 # A panel is waited for if no more than so many times its own bytes are to be locked before: it would be copied as soon.
 WORTH_WAITING = 4
 
-# Threads that unlock what runs have left locked.
-_unlocking: list[threading.Thread] = []
+
+class Memory:
+    """What an array holds of memory, whole pages in parts that are numbered, and what of it is locked."""
+
+    def __init__(self, holder: Array) -> None:
+        low, high = np.lib.array_utils.byte_bounds(holder)
+        self.begin, self.end = low // PAGE * PAGE, round_up(high, PAGE)
+        self.locked: set[int] = set()
+        self._ranges: dict[
+            int, Callable[[int], object]
+        ] = {}  # how to unlock what was locked at once, by where it begins
+        self._at = threading.Lock()
+
+    def parts(self, block: Array) -> range:
+        """Those that hold a block."""
+        low, high = np.lib.array_utils.byte_bounds(block)
+        return range((low - self.begin) // PART, (high - 1 - self.begin) // PART + 1)
+
+    def lock(self, parts: Sequence[int], locks: Locks) -> None:
+        """Lock parts that lie side by side. Raises what the system refuses, and `OSError` for memory that was never written to
+        and is none yet."""
+        with self._at:  # another run may be locking the same
+            missing = [part for part in parts if part not in self.locked]
+            for group in [missing] if len(missing) == len(parts) else [[part] for part in missing]:
+                begin = self.begin + group[0] * PART
+                size = min(self.begin + (group[-1] + 1) * PART, self.end) - begin
+                if not resident(begin, size):
+                    raise OSError("nothing is there")
+                locks.lock(begin, size)
+                self._ranges[begin] = locks.unlock
+                self.locked.update(group)
+
+    def borders(self, parts: Sequence[int]) -> list[int]:
+        """Where in these one locked range ends and the next begins."""
+        begins = (self.begin + part * PART for part in parts[1:])
+        return [begin for begin in begins if begin in self._ranges]
+
+    def unlock(self) -> None:
+        """The device must be at nothing that is to be copied from here."""
+        with self._at:
+            for begin, unlock in self._ranges.items():
+                with suppress(Exception):  # after a failed launch every call fails
+                    unlock(begin)
+            self._ranges.clear()
+            self.locked.clear()
+
+
+# Of arrays that live, by their ids.
+_memories: dict[int, Memory] = {}
+_finding = threading.Lock()
+
+
+def memory_of(array: Array) -> Memory:
+    """Of the array that holds the memory of this one. It is unlocked when that goes."""
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    with _finding:
+        if id(array) not in _memories:
+            _memories[id(array)] = Memory(array)
+            weakref.finalize(array, _let_go, id(array)).atexit = False  # the system does it then
+        return _memories[id(array)]
+
+
+def _let_go(holder: int) -> None:
+    _memories.pop(holder).unlock()
+
+
+def unlock() -> None:
+    """Unlock all that is locked of arrays that live. No run may be under way."""
+    for memory in list(_memories.values()):
+        memory.unlock()
 
 
 class Locked:
@@ -35,18 +104,21 @@ class Locked:
     def __init__(self, arrays: Sequence[Array], first: Iterable[Array], locks: Locks) -> None:
         """`first` are blocks of these arrays, of which those come first that are no small part of what is to be locked for
         them. Raises `ExecutionError` if no thread can be started."""
-        self._arrays, self._locks = arrays, locks
-        self._begins, self._ends = _parts(arrays)
-        needed = dict.fromkeys(
-            part
+        self._locks = locks
+        needed = [
+            (memory_of(block), part)
             for block in first
             if _spanned(block) <= WORTH_WAITING * block.nbytes
-            for part in self._of(block)
-        )
-        self._order = [*needed, *(part for part in range(len(self._begins)) if part not in needed)]
-        self._turn = {part: turn for turn, part in enumerate(self._order)}
+            for part in memory_of(block).parts(block)
+        ]
+        rest = [(memory_of(array), part) for array in arrays for part in memory_of(array).parts(array)]
+        self._order = [
+            (memory, part)
+            for memory, part in dict.fromkeys([*needed, *rest])
+            if part not in memory.locked  # for a run before this
+        ]
+        self._turn = {which: turn for turn, which in enumerate(self._order)}
         self._done = 0  # parts, in that order
-        self._ranges: set[int] = set()  # where those begin that were locked at once
         self._more = threading.Condition()
         self._stopped = False
         self._thread = threading.Thread(target=self._lock, name="oocgemm-lock")
@@ -54,47 +126,40 @@ class Locked:
 
     def find(self, block: Array) -> InPlace | None:
         """A block of the arrays for a device to copy, once it is locked; None if that is not soon or not at all."""
-        parts = self._of(block)
-        turn = max(self._turn[part] for part in parts)
+        memory = memory_of(block)
+        parts = memory.parts(block)
+        turn = max((self._turn.get((memory, part), -1) for part in parts), default=-1)
         with self._more:
             if (turn + 1 - self._done) * PART > WORTH_WAITING * block.nbytes:
                 return None
             self._more.wait_for(lambda: self._done > turn or self._stopped)
             if self._done <= turn:
                 return None
-        begins = (self._begins[part] for part in parts[1:])
-        return InPlace(block, [begin for begin in begins if begin in self._ranges])
-
-    def _of(self, block: Array) -> range:
-        """The parts that hold a block."""
-        low, high = np.lib.array_utils.byte_bounds(block)
-        return range(bisect_right(self._begins, low) - 1, bisect_right(self._begins, high - 1))
+        return InPlace(block, memory.borders(parts))
 
     def _lock(self) -> None:
         with suppress(Exception):  # what the system refuses is copied
-            settle()  # the same memory may still be locked for a run before this
-            for parts in self._at_once():
-                begin, size = self._begins[parts[0]], self._ends[parts[-1]] - self._begins[parts[0]]
-                # Memory that was never written to is none yet.
-                if self._stopped or not resident(begin, size):
+            for memory, parts in self._at_once():
+                if self._stopped:
                     break
-                self._locks.lock(begin, size)
-                self._ranges.add(begin)
+                memory.lock(parts, self._locks)
                 with self._more:
                     self._done += len(parts)
                     self._more.notify_all()
         self.stop()
 
-    def _at_once(self) -> Iterator[list[int]]:
+    def _at_once(self) -> Iterator[tuple[Memory, list[int]]]:
         """The parts in order, after the first few several that lie side by side at a time."""
-        group: list[int] = []
-        for turn, part in enumerate(self._order):
+        holder, group = None, list[int]()
+        for turn, (memory, part) in enumerate(self._order):
             most = 1 if turn <= ONE_BY_ONE else TOGETHER
-            if group and (len(group) >= most or self._ends[group[-1]] != self._begins[part]):
-                yield group
+            if holder is not None and (len(group) >= most or (holder, group[-1] + 1) != (memory, part)):
+                yield holder, group
                 group = []
+            holder = memory
             group.append(part)
-        yield group
+        if holder is not None:
+            yield holder, group
 
     def stop(self) -> None:
         """Lock nothing more, and wait for nothing more to be locked."""
@@ -102,49 +167,13 @@ class Locked:
             self._stopped = True
             self._more.notify_all()
 
-    def release(self) -> None:
-        """Have a thread unlock everything. The device must be at nothing that is to be copied from here."""
+    def close(self) -> None:
+        """Stop, and join the thread. What is locked stays so."""
         self.stop()
         self._thread.join()
-        thread = threading.Thread(target=self._unlock, name="oocgemm-unlock")
-        try:
-            thread.start()
-        except RuntimeError:  # the system refuses it
-            self._unlock()
-        else:
-            _unlocking.append(thread)
-
-    def _unlock(self) -> None:
-        for begin in self._ranges:
-            with suppress(Exception):  # after a failed launch every call fails
-                self._locks.unlock(begin)
-        self._arrays = ()  # which had to stay for so long
-
-
-def settle() -> None:
-    """Wait until nothing is locked any more that runs which have ended have locked."""
-    while _unlocking:
-        thread = _unlocking[0]
-        thread.join()
-        with suppress(ValueError):  # another thread has waited for it too
-            _unlocking.remove(thread)
 
 
 def _spanned(array: Array) -> int:
     """Bytes of memory from the first element to the last."""
     low, high = np.lib.array_utils.byte_bounds(array)
     return high - low
-
-
-def _parts(arrays: Sequence[Array]) -> tuple[list[int], list[int]]:
-    """Where the parts of the memory of arrays, which may share some, begin and end."""
-    spans: list[list[int]] = []
-    bounds = sorted(map(np.lib.array_utils.byte_bounds, arrays))
-    for low, high in [(low // PAGE * PAGE, round_up(high, PAGE)) for low, high in bounds]:
-        if spans and low <= spans[-1][1]:
-            spans[-1][1] = max(spans[-1][1], high)
-        else:
-            spans.append([low, high])
-    begins = [begin for low, high in spans for begin in range(low, high, PART)]
-    ends = [min(begin + PART, high) for low, high in spans for begin in range(low, high, PART)]
-    return begins, ends

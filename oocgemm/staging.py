@@ -286,16 +286,14 @@ class Staging:
         return pieces(rows, cols, (height, width), wanted)
 
     def close(self) -> None:
-        """Join the threads; the memory goes when its last view does. What is locked in place stays so until `release`."""
+        """Join the threads; the memory goes when its last view does. Operands in memory stay locked for as long as they live."""
+        if self._locked is not None:
+            self._locked.close()
         for pool in (self._readers, self._writers, self._touching):
             pool.shutdown(wait=True, cancel_futures=True)
-        self._in_place.clear()
+        # A run is a cycle of objects: it may be long until they go, which have no business with the operands any more.
+        self._operands, self._in_place = {}, {}
         self.arena = self.arena[:0].copy()
-
-    def release(self) -> None:
-        """Unlock what is locked in place, once the device is at nothing any more."""
-        if self._locked is not None:
-            self._locked.release()
 
 
 def _placed(verb: str, matrix: Matrix, rows: Span, cols: Span, error: Exception) -> ExecutionError:

@@ -20,7 +20,7 @@ from oocgemm.backends.base import Array, Locks
 from oocgemm.backends.host import HostSession
 from oocgemm.backends.memory import allocate, cut
 from oocgemm.errors import ExecutionError
-from oocgemm.locking import Locked, settle
+from oocgemm.locking import Locked, memory_of, unlock
 from oocgemm.plan import (
     Budgets,
     GemmProblem,
@@ -32,7 +32,7 @@ from oocgemm.plan import (
     make_plan,
 )
 from oocgemm.stores import arrays
-from oocgemm.stores.files import PAGE
+from oocgemm.stores.files import PAGE, resident
 from oocgemm.timeline import figures
 from tests.backends_here import needs_gpu
 
@@ -53,7 +53,7 @@ class Locker:
     def __init__(self, allows: int | None = None, slow: float = 0.0) -> None:
         self.ranges: dict[int, int] = {}
         self.locked: list[tuple[int, int]] = []
-        self.released = threading.Event()
+        self.there: dict[int, bool] = {}  # whether what was unlocked was there still
         self.allows, self.slow = allows, slow
         self.hold = threading.Event()
         self.hold.set()
@@ -70,8 +70,7 @@ class Locker:
         self.locked.append((address, size))
 
     def unlock(self, address: int) -> None:
-        time.sleep(5 * self.slow)
-        del self.ranges[address]
+        self.there[address] = resident(address, self.ranges.pop(address))
 
     def covers(self, block: Array, borders: Sequence[int]) -> bool:
         """Whether every piece of a block lies in one locked range."""
@@ -88,7 +87,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(arrays, "LEAST_LOCKED", 1)
     monkeypatch.setattr(arrays, "WIDE", 64)
     yield
-    settle()
+    unlock()
 
 
 @given(
@@ -125,13 +124,16 @@ def test_everything_is_locked_once_and_what_is_needed_first_before_the_rest() ->
     assert sum(size for _, size in locker.locked) == a.nbytes + b.nbytes
     in_b = [b.ctypes.data <= begin < b.ctypes.data + b.nbytes for begin, _ in locker.locked]
     # A's first panel takes a part of every row: locked for it, all of A would come before B.
-    assert in_b == sorted(in_b, reverse=True)
-    assert any(in_b)
+    before = sum(size for _, size in locker.locked[: in_b.index(False)])
+    assert before == sum(len(memory_of(b).parts(block)) for block in b_rows) * locking.PART
     assert {size for _, size in locker.locked[:3]} == {locking.PART}
     assert max(size for _, size in locker.locked[3:]) == locking.TOGETHER * locking.PART
     assert locked.find(a[:, KIB : 2 * KIB]) is not None
-    locked.release()
-    settle()
+    locked.close()
+    assert len(locker.ranges) == len(locker.locked)
+    del a
+    assert all(b.ctypes.data <= begin < b.ctypes.data + b.nbytes for begin in locker.ranges)
+    unlock()
     assert not locker.ranges
 
 
@@ -148,8 +150,8 @@ def test_operands_may_share_memory(offset: int, rows: int, top: int, left: int, 
         if block.size:
             assert found is not None
             assert locker.covers(block, found.borders)
-    locked.release()
-    settle()
+    locked.close()
+    unlock()
     assert not locker.ranges
 
 
@@ -164,7 +166,7 @@ def test_what_is_not_locked_soon_is_not_waited_for() -> None:
     locker.hold.set()
     thread.join()
     assert waiting[0] is not None
-    locked.release()
+    locked.close()
 
 
 @pytest.mark.parametrize("allows", [0, 2])
@@ -176,9 +178,7 @@ def test_what_the_system_refuses_is_not_in_place(allows: int) -> None:
     assert (first is not None) == bool(allows)
     assert locked.find(a[48:]) is None
     assert len(locker.ranges) == allows
-    locked.release()
-    settle()
-    assert not locker.ranges
+    locked.close()
 
 
 def test_memory_that_is_not_there_is_not_made_to_be() -> None:
@@ -188,7 +188,7 @@ def test_memory_that_is_not_there_is_not_made_to_be() -> None:
     locked._thread.join()
     assert not locker.locked
     assert locked.find(empty[:1]) is None
-    locked.release()
+    locked.close()
 
 
 def test_a_stop_ends_the_waiting_and_the_locking() -> None:
@@ -196,32 +196,64 @@ def test_a_stop_ends_the_waiting_and_the_locking() -> None:
     locked = Locked([a], [a], locker.locks)
     locked.stop()
     assert locked.find(a) is None
-    locked.release()
-    settle()
+    locked.close()
     assert len(locker.locked) < 8
+
+
+def test_the_next_run_finds_locked_what_runs_before_it_have_locked() -> None:
+    a, locker = held(64, KIB), Locker()
+    locked = Locked([a[:32]], [a[:32]], locker.locks)
+    assert locked.find(a[:32]) is not None
+    locked.close()
+    assert sum(locker.ranges.values()) == a.nbytes / 2
+    locker.hold.clear()
+    locked = Locked([a], [a], locker.locks)
+    found = locked.find(a[:32])  # with nothing to wait for
+    assert found is not None
+    assert locker.covers(found[0], found.borders)
+    locker.hold.set()
+    found = locked.find(a)
+    assert found is not None
+    assert locker.covers(found[0], found.borders)
+    locked.close()
+    assert sum(locker.ranges.values()) == a.nbytes
+
+
+def test_two_runs_at_a_time_lock_the_same_once() -> None:
+    a, locker = held(512, KIB), Locker(slow=0.001)
+    runs = [Locked([a[top:], a[: 512 - top]], [a[top : top + 8]], locker.locks) for top in (0, 96, 256)]
+    for one in runs:
+        one._thread.join()
+    assert sum(locker.ranges.values()) == a.nbytes
+    for one in runs:
+        found = one.find(a[100:300])
+        assert found is not None
+        assert locker.covers(found[0], found.borders)
+        one.close()
+
+
+def test_memory_is_unlocked_before_it_goes() -> None:
+    """Whatever view of it was locked, and however long others live."""
+    a, locker = held(64, KIB), Locker()
+    view = a[8:].T
+    locked = Locked([view.T], [], locker.locks)
+    locked._thread.join()
+    locked.close()
+    del locked, a
+    assert locker.ranges
+    ranges = dict(locker.ranges)
+    del view
+    assert locker.there == dict.fromkeys(ranges, True)
     assert not locker.ranges
 
 
-def test_the_next_run_locks_when_the_last_has_unlocked() -> None:
-    a, locker = held(64, KIB), Locker(slow=0.01)
-    for _ in range(3):
-        locked = Locked([a], [a], locker.locks)
-        assert locked.find(a) is not None
-        locked.release()  # `lock` finds out if a range is still there
-
-
-def test_without_a_thread_to_unlock_it_is_done_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_thread_nothing_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     a, locker = held(64, KIB), Locker()
-    locked = Locked([a], [a], locker.locks)
-    assert locked.find(a) is not None
 
     def start(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", start)
-    locked.release()
-    assert not locker.ranges
-    settle()
     with pytest.raises(ExecutionError, match="oocgemm-lock"):
         Locked([a], [a], locker.locks)
 
@@ -309,8 +341,11 @@ def integers(rows: int, cols: int) -> Array:
 
 @pytest.mark.parametrize("verify", [False, True])
 @pytest.mark.parametrize(("trans_a", "trans_b"), [(False, False), (True, False), (False, True), (True, True)])
-def test_a_product_of_operands_in_place(trans_a: bool, trans_b: bool, verify: bool) -> None:
+def test_a_product_of_operands_in_place(
+    trans_a: bool, trans_b: bool, verify: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With checksums of the host's all that is read is looked at on the way, and copied."""
+    monkeypatch.setattr(locking, "WORTH_WAITING", 1000)
     left, right = integers(300, 200), integers(200, 250)
     a, b = left.T.copy() if trans_a else left, right.T.copy() if trans_b else right
     options: dict[str, Any] = {"trans_a": trans_a, "trans_b": trans_b, "verify": verify}
@@ -321,7 +356,7 @@ def test_a_product_of_operands_in_place(trans_a: bool, trans_b: bool, verify: bo
     if verify:
         assert counts["A"][1] == counts["B"][1] == 0
     else:
-        # The first panels may come before their memory is locked, and the last of a row may be too narrow.
+        # The last panel of a row may be too narrow.
         assert all(0 < there <= read for read, there in counts.values())
         moved = sum(span.bytes for span in result.timeline.spans if span.kind == "read")
         assert moved < result.plan.traffic["read"]
@@ -330,7 +365,7 @@ def test_a_product_of_operands_in_place(trans_a: bool, trans_b: bool, verify: bo
     assert figures.in_place(result.timeline) == (said if lying else "")
     uploaded = sum(span.bytes for span in result.timeline.spans if span.kind == "upload")
     assert uploaded == result.plan.traffic["h2d"]
-    settle()
+    del a, b, left, right
     assert not locker.ranges
 
 
@@ -346,11 +381,11 @@ def test_a_product_of_which_some_could_be_locked(allows: int) -> None:
     a, b, locker = integers(300, 200), integers(200, 250), Locker(allows)
     result = product_in_place(a, b, locker, tile="128x96x40")
     assert np.array_equal(result.out, a @ b)
-    settle()
+    del a, b
     assert not locker.ranges
 
 
-def test_a_run_that_fails_unlocks_what_it_has_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operands_of_a_run_that_fails_are_unlocked_when_they_go(monkeypatch: pytest.MonkeyPatch) -> None:
     a, b, locker = integers(300, 200), integers(200, 250), Locker()
 
     def fail(*arguments: Any) -> None:
@@ -359,8 +394,8 @@ def test_a_run_that_fails_unlocks_what_it_has_locked(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(HostSession, "_multiply", fail)
     with pytest.raises(ExecutionError, match="no more"):
         product_in_place(a, b, locker, tile="128x96x40")
-    settle()
-    assert locker.locked
+    assert locker.ranges
+    del a, b
     assert not locker.ranges
 
 
@@ -381,7 +416,7 @@ GPU: dict[str, Callable[[], tuple[Array, Array, dict[str, Any]]]] = {
 
 @pytest.mark.parametrize("case", [pytest.param(name, marks=needs_gpu) for name in GPU])
 def test_a_gpu_copies_from_where_operands_lie(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twice: what the first run has locked is unlocked in time."""
+    """Twice: what the first run has locked the second finds so."""
     monkeypatch.setattr(PLANS, "WORTH_LOCKING", 0.0)
     a, b, options = GPU[case]()
     expected = a @ (b.T if options.get("trans_b") else b)

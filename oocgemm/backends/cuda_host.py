@@ -21,6 +21,7 @@ from oocgemm.units import format_size
 
 PART = 16 << 20
 LOOK_AGAIN = 50e-6  # seconds
+PORTABLE = 1  # for all devices: operands stay locked for later runs
 
 
 class HostMemory:
@@ -71,7 +72,7 @@ class HostMemory:
         while self._waiting:
             sleep(LOOK_AGAIN)
         with self._driver, self._device:
-            runtime.hostRegister(address, size, 0)
+            runtime.hostRegister(address, size, PORTABLE)
 
     def _unlock(self, address: int) -> None:
         with self._device:
