@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import chain
 
 import numpy as np
 
@@ -37,11 +38,6 @@ class Memory:
             int, Callable[[int], object]
         ] = {}  # how to unlock what was locked at once, by where it begins
         self._at = threading.Lock()
-
-    def parts(self, block: Array) -> range:
-        """Those that hold a block."""
-        low, high = np.lib.array_utils.byte_bounds(block)
-        return range((low - self.begin) // PART, (high - 1 - self.begin) // PART + 1)
 
     def lock(self, parts: Sequence[int], locks: Locks) -> None:
         """Lock parts that lie side by side. Raises what the system refuses, and `OSError` for memory that was never written to
@@ -72,20 +68,26 @@ class Memory:
             self.locked.clear()
 
 
+# A part of some memory.
+Part = tuple[Memory, int]
+
 # Of arrays that live, by their ids.
 _memories: dict[int, Memory] = {}
 _finding = threading.Lock()
 
 
-def memory_of(array: Array) -> Memory:
-    """Of the array that holds the memory of this one. It is unlocked when that goes."""
-    while isinstance(array.base, np.ndarray):
-        array = array.base
+def parts_of(block: Array) -> tuple[Memory, range]:
+    """The memory that a block is of, which is unlocked when the array goes that holds it, and the parts that it lies in."""
+    holder = block
+    while isinstance(holder.base, np.ndarray):
+        holder = holder.base
     with _finding:
-        if id(array) not in _memories:
-            _memories[id(array)] = Memory(array)
-            weakref.finalize(array, _let_go, id(array)).atexit = False  # the system does it then
-        return _memories[id(array)]
+        if id(holder) not in _memories:
+            _memories[id(holder)] = Memory(holder)
+            weakref.finalize(holder, _let_go, id(holder)).atexit = False  # the system does it then
+        memory = _memories[id(holder)]
+    low, high = np.lib.array_utils.byte_bounds(block)
+    return memory, range((low - memory.begin) // PART, (high - 1 - memory.begin) // PART + 1)
 
 
 def _let_go(holder: int) -> None:
@@ -105,31 +107,19 @@ class Locked:
         """`first` are blocks of these arrays, of which those come first that are no small part of what is to be locked for
         them. Raises `ExecutionError` if no thread can be started."""
         self._locks = locks
-        needed = [
-            (memory_of(block), part)
-            for block in first
-            if _spanned(block) <= WORTH_WAITING * block.nbytes
-            for part in memory_of(block).parts(block)
-        ]
-        rest = [(memory_of(array), part) for array in arrays for part in memory_of(array).parts(array)]
-        self._order = [
-            (memory, part)
-            for memory, part in dict.fromkeys([*needed, *rest])
-            if part not in memory.locked  # for a run before this
-        ]
-        self._turn = {which: turn for turn, which in enumerate(self._order)}
-        self._done = 0  # parts, in that order
+        self._turn: dict[Part, int] = {}  # of what is to be locked, in this order
+        self._done = -1  # of these; less than 0 until the order is known
         self._more = threading.Condition()
         self._stopped = False
-        self._thread = threading.Thread(target=self._lock, name="oocgemm-lock")
+        self._thread = threading.Thread(target=self._lock, args=(arrays, first), name="oocgemm-lock")
         start(self._thread)
 
     def find(self, block: Array) -> InPlace | None:
         """A block of the arrays for a device to copy, once it is locked; None if that is not soon or not at all."""
-        memory = memory_of(block)
-        parts = memory.parts(block)
-        turn = max((self._turn.get((memory, part), -1) for part in parts), default=-1)
+        memory, parts = parts_of(block)
         with self._more:
+            self._more.wait_for(lambda: self._done >= 0 or self._stopped)
+            turn = max((self._turn.get((memory, part), -1) for part in parts), default=-1)
             if (turn + 1 - self._done) * PART > WORTH_WAITING * block.nbytes:
                 return None
             self._more.wait_for(lambda: self._done > turn or self._stopped)
@@ -137,29 +127,23 @@ class Locked:
                 return None
         return InPlace(block, memory.borders(parts))
 
-    def _lock(self) -> None:
+    def _lock(self, arrays: Sequence[Array], first: Iterable[Array]) -> None:
         with suppress(Exception):  # what the system refuses is copied
-            for memory, parts in self._at_once():
+            left = dict.fromkeys(part for part in _each(arrays) if part[1] not in part[0].locked)
+            soon = (block for block in first if _spanned(block) <= WORTH_WAITING * block.nbytes)
+            needed = filter(left.__contains__, _each(soon)) if left else ()
+            order = list(dict.fromkeys(chain(needed, left)))
+            with self._more:
+                self._turn, self._done = {which: turn for turn, which in enumerate(order)}, 0
+                self._more.notify_all()
+            for memory, group in _at_once(order):
                 if self._stopped:
                     break
-                memory.lock(parts, self._locks)
+                memory.lock(group, self._locks)
                 with self._more:
-                    self._done += len(parts)
+                    self._done += len(group)
                     self._more.notify_all()
         self.stop()
-
-    def _at_once(self) -> Iterator[tuple[Memory, list[int]]]:
-        """The parts in order, after the first few several that lie side by side at a time."""
-        holder, group = None, list[int]()
-        for turn, (memory, part) in enumerate(self._order):
-            most = 1 if turn <= ONE_BY_ONE else TOGETHER
-            if holder is not None and (len(group) >= most or (holder, group[-1] + 1) != (memory, part)):
-                yield holder, group
-                group = []
-            holder = memory
-            group.append(part)
-        if holder is not None:
-            yield holder, group
 
     def stop(self) -> None:
         """Lock nothing more, and wait for nothing more to be locked."""
@@ -171,6 +155,27 @@ class Locked:
         """Stop, and join the thread. What is locked stays so."""
         self.stop()
         self._thread.join()
+
+
+def _each(blocks: Iterable[Array]) -> Iterator[Part]:
+    """The parts that blocks lie in."""
+    for block in blocks:
+        memory, parts = parts_of(block)
+        yield from ((memory, part) for part in parts)
+
+
+def _at_once(order: Sequence[Part]) -> Iterator[tuple[Memory, list[int]]]:
+    """The parts in order, after the first few several that lie side by side at a time."""
+    holder, group = None, list[int]()
+    for turn, (memory, part) in enumerate(order):
+        most = 1 if turn <= ONE_BY_ONE else TOGETHER
+        if holder is not None and (len(group) >= most or (holder, group[-1] + 1) != (memory, part)):
+            yield holder, group
+            group = []
+        holder = memory
+        group.append(part)
+    if holder is not None:
+        yield holder, group
 
 
 def _spanned(array: Array) -> int:

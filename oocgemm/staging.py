@@ -80,13 +80,13 @@ class Staging:
         if locks is None or not (lying := self._plan.in_place):
             return
         schedule = self._plan.schedule()
-        reads = [
-            operation
+        first = (
+            self._block(operation)
             for operation in takewhile(lambda operation: operation.tile == schedule.tiles[0], schedule)
             if operation.kind is Kind.READ and operation.operand in lying
-        ]
+        )
         arrays = [memory(self._operands[operand]) for operand in sorted(lying)]
-        self._locked = Locked(arrays, map(self._block, reads), locks)
+        self._locked = Locked(arrays, first, locks)
 
     def _block(self, operation: Operation) -> Array:
         """What a Read of an operand in memory is to bring, where it lies."""

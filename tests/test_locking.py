@@ -20,7 +20,7 @@ from oocgemm.backends.base import Array, Locks
 from oocgemm.backends.host import HostSession
 from oocgemm.backends.memory import allocate, cut
 from oocgemm.errors import ExecutionError
-from oocgemm.locking import Locked, memory_of, unlock
+from oocgemm.locking import Locked, parts_of, unlock
 from oocgemm.plan import (
     Budgets,
     GemmProblem,
@@ -125,7 +125,7 @@ def test_everything_is_locked_once_and_what_is_needed_first_before_the_rest() ->
     in_b = [b.ctypes.data <= begin < b.ctypes.data + b.nbytes for begin, _ in locker.locked]
     # A's first panel takes a part of every row: locked for it, all of A would come before B.
     before = sum(size for _, size in locker.locked[: in_b.index(False)])
-    assert before == sum(len(memory_of(b).parts(block)) for block in b_rows) * locking.PART
+    assert before == sum(len(parts_of(block)[1]) for block in b_rows) * locking.PART
     assert {size for _, size in locker.locked[:3]} == {locking.PART}
     assert max(size for _, size in locker.locked[3:]) == locking.TOGETHER * locking.PART
     assert locked.find(a[:, KIB : 2 * KIB]) is not None

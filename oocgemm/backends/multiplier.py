@@ -15,6 +15,9 @@ from oocgemm.backends.ladder import choose
 from oocgemm.backends.launch import Kernels
 from oocgemm.errors import InputError
 
+# cuBLAS by device, for the next run: to create one takes 5 ms, and it is what no two runs at a time may use.
+_idle: dict[int, list[int]] = {}
+
 
 class Multiplier:
     """cuBLAS and our kernels on one device, launched on cupy's current stream. `kernel` is a rung, "cublas" or "auto"."""
@@ -24,12 +27,16 @@ class Multiplier:
         self._kernel = kernel
         self.used: set[str] = set()  # what has multiplied
         self._tuning = tuning.load(device_name(device))
-        self._blas = cublas.create()
+        self._idle = _idle.setdefault(device, [])
+        try:
+            self._blas = self._idle.pop()
+        except IndexError:
+            self._blas = cublas.create()
 
     def close(self) -> None:
-        """Release cuBLAS."""
+        """Leave cuBLAS to others. The device must be at nothing any more."""
         if self._blas:
-            cublas.destroy(self._blas)
+            self._idle.append(self._blas)
         self._blas = 0
 
     def emulated(self, dtype: str) -> Emulated:
