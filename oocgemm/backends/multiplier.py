@@ -1,7 +1,7 @@
 """What multiplies on a CUDA device: cuBLAS or a rung of our ladder, chosen call by call."""
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 from cupy.cuda import runtime
 from cupy_backends.cuda.libs import cublas
@@ -84,6 +84,7 @@ class Multiplier:
         make(self.launch(kernel, params, call))
 
 
+@cache
 def device_name(device: int) -> str:
     """The name of a GPU."""
     return str(runtime.getDeviceProperties(device)["name"].decode())
