@@ -120,13 +120,13 @@ class Run:
         self._orders: dict[str, deque[_Item]] = {}  # that a device only takes, by stream
         self._issuing = threading.Lock()
         self._look = False  # whether there may be an order that can be issued
-        self._order = _marked(self._submit)
+        self._annotate = _annotation()
         self._issued: SimpleQueue[_Item | None] = SimpleQueue()
         self._all_issued = threading.Event()
         self._ended = 0
         self._error: BaseException | None = None
         self._failing = threading.Lock()
-        self.wrote = False  # whether a Write was begun
+        self.wrote = False  # whether anything was begun that overwrites C
 
     def execute(self) -> None:
         """Run everything; returns when the last operation is done. Raises the first error."""
@@ -207,7 +207,7 @@ class Run:
         try:
             with nullcontext() if self._error is not None else self._session.worker(stream):
                 while self._next() == stream:
-                    self._step(self._orders[stream].popleft(), self._order)
+                    self._step(self._orders[stream].popleft(), self._submit)
         except BaseException as error:  # of the context itself: no device, say
             self._fail(_placed(error, f"stream {stream}"))
 
@@ -240,7 +240,7 @@ class Run:
         context: AbstractContextManager[None] = nullcontext() if on_store else self._session.worker(stream)
         ended = False
         try:
-            perform = _marked(self._transfer) if on_store else self._order
+            perform = self._transfer if on_store else self._submit
             with context:
                 while (item := queue.get()) is not None:
                     self._step(item, perform)
@@ -257,7 +257,8 @@ class Run:
         try:
             tokens = [wait.issued() for wait in waits]
             if self._error is None:
-                completion.token = perform(operation, tokens)
+                with self._annotate(operation):
+                    completion.token = perform(operation, tokens)
         except _Cancelled:
             pass
         except BaseException as error:
@@ -273,11 +274,13 @@ class Run:
         region = (operation.writes if reading else operation.reads)[0]
         # Where device and host memory are one, the slots of the device are read into and written from.
         on_host = region.slot.tier is Tier.HOST
-        columns = (
-            self._staging.columns(region.slot, operation)
-            if on_host
-            else [self._session.view(operation, region)]
-        )
+        columns: Sequence[Array]
+        if on_host and not reading and self._staging.in_place(region.slot):
+            columns = []  # the device has brought it to where it goes
+        elif on_host:
+            columns = self._staging.columns(region.slot, operation)
+        else:
+            columns = [self._session.view(operation, region)]
         self.wrote = self.wrote or not reading
         start = perf_counter_ns()
         right = True
@@ -285,7 +288,7 @@ class Run:
             self._staging.transfer(operation, columns)
         else:
             right = self._checks.transfer(self._staging, operation, columns)
-        moved = not (reading and on_host and self._staging.in_place(region.slot))
+        moved = not (on_host and self._staging.in_place(region.slot))
         token = DoneToken(start, perf_counter_ns(), moved)
         if self._finished is not None and not reading and right:
             self._count(operation)
@@ -309,7 +312,8 @@ class Run:
         if operation.kind is Kind.UPLOAD:
             host = self._staging.held(operation)
         elif operation.kind is Kind.DOWNLOAD:
-            host = self._staging.columns(operation.writes[0].slot, operation)
+            host = self._staging.room(operation)
+            self.wrote = self.wrote or self._staging.in_place(operation.writes[0].slot)
         if self._checks is not None:
             self._checks.submit(operation)
         return self._session.submit(operation, host, tokens)
@@ -339,18 +343,13 @@ class Run:
         self._staging.stop()
 
 
-def _marked(perform: Perform) -> Perform:
-    """The same, in an NVTX range named as the operation, which profilers show, where the package nvtx is installed."""
+def _annotation() -> Callable[[Operation], AbstractContextManager[object]]:
+    """What makes an NVTX range of an operation, which profilers show, where the package nvtx is installed."""
     try:
         from nvtx import annotate
     except ImportError:
-        return perform
-
-    def marked(operation: Operation, tokens: list[Token]) -> Token:
-        with annotate(str(operation)):
-            return perform(operation, tokens)
-
-    return marked
+        return nullcontext
+    return lambda operation: annotate(str(operation))
 
 
 def _placed(error: BaseException, where: Operation | str) -> BaseException:

@@ -79,10 +79,11 @@ def _watch(plan: Plan, *, every: float, show: Show) -> Callable[[Span], None]:
             return
         shown = now
         seconds = now - started
-        done = before + (tiles - before) * moved["write"] // max(1, plan.traffic["write"])
+        written = moved["write"] or moved["d2h"]  # by the device, where C lies in memory
+        done = before + (tiles - before) * written // max(1, plan.traffic["write"])
         links = "".join(f"  {link} {format_rate(size / seconds)}" for link, size in moved.items() if size)
         show(
-            min(1.0, (flops if plan.flops else moved["write"]) / max(1, total)),
+            min(1.0, (flops if plan.flops else written) / max(1, total)),
             f"tile {min(done + 1, tiles)}/{tiles}",
             f"{format_rate(flops / seconds, 'FLOP')}{links}  |  {_busy(recent)}",
         )

@@ -25,6 +25,7 @@ PART = 16 << 20
 ONE_BY_ONE, TOGETHER = 32, 4
 # A panel is waited for if no more than so many times its own bytes are to be locked before: it would be copied as soon.
 WORTH_WAITING = 4
+NEVER = 1 << 62
 
 
 class Memory:
@@ -114,17 +115,21 @@ class Locked:
         self._thread = threading.Thread(target=self._lock, args=(arrays, first), name="oocgemm-lock")
         start(self._thread)
 
-    def find(self, block: Array) -> InPlace | None:
-        """A block of the arrays for a device to copy, once it is locked; None if that is not soon or not at all."""
+    def find(self, block: Array, *, waits: bool = True) -> InPlace | None:
+        """A block of the arrays for a device to copy, once it is locked; None if that is not soon or not at all, or not yet for
+        one who does not wait."""
         memory, parts = parts_of(block)
         with self._more:
-            self._more.wait_for(lambda: self._done >= 0 or self._stopped)
-            turn = max((self._turn.get((memory, part), -1) for part in parts), default=-1)
-            if (turn + 1 - self._done) * PART > WORTH_WAITING * block.nbytes:
-                return None
-            self._more.wait_for(lambda: self._done > turn or self._stopped)
-            if self._done <= turn:
-                return None
+            if waits:
+                self._more.wait_for(lambda: self._done >= 0 or self._stopped)
+            missing = [part for part in parts if part not in memory.locked]
+            if missing:
+                turn = max(self._turn.get((memory, part), NEVER) for part in missing)
+                if not waits or (turn + 1 - self._done) * PART > WORTH_WAITING * block.nbytes:
+                    return None
+                self._more.wait_for(lambda: self._done > turn or self._stopped)
+                if self._done <= turn:
+                    return None
         return InPlace(block, memory.borders(parts))
 
     def _lock(self, arrays: Sequence[Array], first: Iterable[Array]) -> None:
@@ -155,6 +160,12 @@ class Locked:
         """Stop, and join the thread. What is locked stays so."""
         self.stop()
         self._thread.join()
+
+
+def is_there(array: Array) -> bool:
+    """Whether the system has found memory for an array, going by some of it."""
+    low, high = np.lib.array_utils.byte_bounds(array)
+    return resident(low // PAGE * PAGE, high - low)
 
 
 def _each(blocks: Iterable[Array]) -> Iterator[Part]:

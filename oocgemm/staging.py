@@ -10,7 +10,7 @@ from threading import Event, Lock
 from oocgemm.backends.base import InPlace, Locks, numpy_dtype, slot_offsets, stored_shape
 from oocgemm.backends.memory import allocate
 from oocgemm.errors import ExecutionError
-from oocgemm.locking import Locked
+from oocgemm.locking import Locked, is_there
 from oocgemm.plan import Kind, Op, Operation, Plan, Slot, Tier
 from oocgemm.plan.cost import HOST_ALIGNMENT, held_bytes, slot_bytes
 from oocgemm.plan.tiling import Span
@@ -42,8 +42,8 @@ class Staging:
         locks: Locks | None = None,
     ) -> None:
         """`page_lock` is called with what of a slot has been touched, from its start on, by a thread that did, before a device is to
-        copy from there or to there. With `locks` operands in memory are locked too, where panels of them are worth copying from
-        where they lie."""
+        copy from there or to there. With `locks` arrays in memory are locked too, where panels of them are worth copying from
+        where they lie, and strips to where they go."""
         self._plan = plan
         self._page_lock = page_lock
         self._operands = operands
@@ -55,8 +55,9 @@ class Staging:
         )
         self._threads = plan.candidate.io_threads
         self._stopped = Event()
-        self._in_place: dict[Slot, InPlace] = {}  # panels that slots stand for, and do not hold
+        self._in_place: dict[Slot, InPlace] = {}  # panels and strips that slots stand for, and do not hold
         self._locked: Locked | None = None
+        self._c_lies = False
         # What each read that was tried again had failed of.
         self.retried: list[str] = []
         # Apart, so that reading ahead never queues behind writing.
@@ -76,9 +77,13 @@ class Staging:
             raise
 
     def _begin_locking(self, locks: Locks | None) -> None:
-        """Lock operands in memory, the panels of the first tile before others."""
+        """Lock arrays in memory, the panels of the first tile before others and C at the end. A C that is still to be found by the
+        system is not locked, which would take ten times as long."""
         if locks is None or not (lying := self._plan.in_place):
             return
+        if "C" in lying and not is_there(memory(self._operands["C"])):
+            lying = lying - {"C"}
+        self._c_lies = "C" in lying
         schedule = self._plan.schedule()
         first = (
             self._block(operation)
@@ -89,12 +94,12 @@ class Staging:
         self._locked = Locked(arrays, first, locks)
 
     def _block(self, operation: Operation) -> Array:
-        """What a Read of an operand in memory is to bring, where it lies."""
+        """What an operation is to bring from an array in memory or to there, where it lies."""
         rows, cols = self._stored(operation)
         return memory(self._operands[operation.operand])[slice(*rows), slice(*cols)]
 
     def in_place(self, slot: Slot) -> bool:
-        """Whether a slot on the host stands for a panel that is copied from where it lies."""
+        """Whether a slot on the host stands for what is copied from where it lies, or to where it goes."""
         return slot in self._in_place
 
     def held(self, operation: Operation) -> Sequence[Array]:
@@ -102,13 +107,18 @@ class Staging:
         slot = operation.reads[0].slot
         return self._in_place.get(slot) or self.columns(slot, operation)
 
+    def room(self, operation: Operation) -> Sequence[Array]:
+        """Where a Download is to copy to."""
+        slot = operation.writes[0].slot
+        return self._in_place[slot] if self._find_in_place(operation) else self.columns(slot, operation)
+
     def _find_in_place(self, operation: Operation) -> bool:
-        """Have the slot of a Read stand for its panel where that lies, if it is worth it and can be."""
+        """Have the slot of a Read or a Download stand for its block where that lies, if it is worth it and can be."""
         slot = operation.writes[0].slot
         self._in_place.pop(slot, None)
         if self._locked is None or not self._plan.lies_in_place(operation):
             return False
-        found = self._locked.find(self._block(operation))
+        found = self._locked.find(self._block(operation), waits=operation.kind is Kind.READ)
         if found is None:
             return False
         self._in_place[slot] = found
@@ -171,7 +181,7 @@ class Staging:
         read it. Returns where the block is then, which need not be the slot if nothing is to look."""
         if operation.kind is Kind.READ:
             slot = operation.writes[0].slot
-            if slot in self._filled:
+            if slot in self._filled and not self._c_lies:
                 self._begin_touching()
             self._filled.add(slot)
             if look is None and self._find_in_place(operation):
@@ -291,8 +301,7 @@ class Staging:
             self._locked.close()
         for pool in (self._readers, self._writers, self._touching):
             pool.shutdown(wait=True, cancel_futures=True)
-        # A run is a cycle of objects: it may be long until they go, which have no business with the operands any more.
-        self._operands, self._in_place = {}, {}
+        self._in_place.clear()
         self.arena = self.arena[:0].copy()
 
 

@@ -108,11 +108,17 @@ def plan() -> Plan:
     return make_plan(problem, budgets, default_model("cuda", 2), layouts, TileShape(32, 32, 32))
 
 
+def idle(device: SimpleNamespace) -> bool:
+    """Whether each cuBLAS is there for the next run, once."""
+    left = sys.modules["oocgemm.backends.multiplier"]._idle.values()
+    return bool(sum(map(len, left)) == device.cublas.create.call_count)
+
+
 def released(device: SimpleNamespace) -> bool:
     """Whether all was given back that had been taken: of the arena, and of cuBLAS."""
-    runtime, cublas = device.runtime, device.cublas
+    runtime = device.runtime
     freed = call(ARENA) in runtime.free.mock_calls or not runtime.malloc.called
-    return freed and cublas.destroy.call_count == cublas.create.call_count
+    return freed and idle(device)
 
 
 def test_a_device_without_room_for_the_arena_says_both_numbers(device: SimpleNamespace, plan: Plan) -> None:
@@ -120,7 +126,7 @@ def test_a_device_without_room_for_the_arena_says_both_numbers(device: SimpleNam
     said = r"the device refuses [\d.]+ [KM]iB, 5 MiB are free: pass a smaller --device-memory"
     with pytest.raises(OutOfMemoryError, match=said):
         device.backend().open(plan, "cublas")
-    device.cublas.destroy.assert_called_once()
+    assert idle(device)
 
 
 @pytest.mark.parametrize("refuses", ["cublas", "a stream", "an event", "a kernel"])
@@ -225,7 +231,7 @@ def test_an_operand_is_locked_when_nobody_has_an_order(device: SimpleNamespace, 
     register.assert_not_called()
     memory._waiting.discard(0)
     thread.join()
-    register.assert_called_once_with(4096, 4096, 0)
+    register.assert_called_once_with(4096, 4096, 1)
     session.locks.unlock(4096)
     device.runtime.hostUnregister.assert_called_once_with(4096)
 
@@ -262,13 +268,24 @@ def test_after_a_failed_launch_all_is_given_back(device: SimpleNamespace, plan: 
         session.submit(first(plan, Kind.UPLOAD), [panel], [])
     for name in ("deviceSynchronize", "hostUnregister", "free"):
         getattr(runtime, name).side_effect = CudaError(LAUNCH_FAILED)
-    device.cublas.destroy.side_effect = CublasError("CUBLAS_STATUS_EXECUTION_FAILED")
     session.close()
     assert released(device)
     runtime.deviceSynchronize.assert_called_once()
     runtime.hostUnregister.assert_called_once_with(panel.ctypes.data)
     session.close()
     runtime.hostUnregister.assert_called_once()
+    assert idle(device)
+
+
+def test_cublas_is_kept_for_the_next_run_but_not_shared(device: SimpleNamespace, plan: Plan) -> None:
+    device.cublas.create.side_effect = [11, 12]
+    first_one, second = (device.backend().open(plan, "cublas") for _ in range(2))
+    first_one.close()
+    third = device.backend().open(plan, "cublas")
+    assert [one._multiplier._blas for one in (second, third)] == [12, 11]
+    for one in (second, third):
+        one.close()
+    assert idle(device)
 
 
 @pytest.mark.parametrize("name", ["cuEventRecord", "cuMemcpyAsync", "cuStreamWaitEvent", "cuLaunchKernel"])

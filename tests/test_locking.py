@@ -376,6 +376,69 @@ def test_a_product_whose_operands_cannot_be_locked_is_copied() -> None:
     assert all(not there for _, there in in_place(result).values())
 
 
+def strips(result: oocgemm.Result) -> tuple[int, int]:
+    """How many strips of C were written, and how many of them by the device."""
+    writes = [span for span in result.timeline.spans if span.kind == "write"]
+    return len(writes), sum(not span.bytes for span in writes)
+
+
+@pytest.mark.parametrize("beta", [0.0, 2.0])
+@pytest.mark.parametrize(("rows", "cols", "tile"), [(300, 250, "128x96x40"), (64, 512, "64x256x40")])
+def test_c_is_copied_to_where_it_lies(beta: float, rows: int, cols: int, tile: str) -> None:
+    """If it has been locked, which comes last."""
+    a, b, old, locker = integers(rows, 200), integers(200, cols), integers(rows, cols), Locker()
+    c = np.full((rows, cols + 10), 7.0)
+    locked = Locked([c], [], locker.locks)
+    locked._thread.join()
+    del locked
+    for _ in range(2):
+        c[:, :cols] = old
+        result = product_in_place(a, b, locker, out=c[:, :cols], beta=beta, tile=tile)
+        assert np.array_equal(c[:, :cols], a @ b + beta * old)
+        assert np.all(c[:, cols:] == 7)
+        down = sum(span.bytes for span in result.timeline.spans if span.kind == "download")
+        assert down == result.plan.traffic["d2h"]
+    count, there = strips(result)
+    assert count == there > 1
+    assert f"{there} of {count} strips of C copied to where they lie in memory" in figures.in_place(
+        result.timeline
+    )
+    low, high = np.lib.array_utils.byte_bounds(c)
+    assert any(low <= begin < high for begin in locker.ranges)
+    del result, c
+    assert not any(low <= begin < high for begin in locker.ranges)
+
+
+def test_a_c_that_is_not_there_yet_is_not_locked() -> None:
+    a, b, locker = integers(300, 200), integers(200, 1250), Locker()
+    c = allocate(300 * 1250 * 8).view(np.float64)[: 300 * 1250].reshape(300, 1250)
+    result = product_in_place(a, b, locker, out=c, tile="128x96x40")
+    assert np.array_equal(c, a @ b)
+    assert strips(result)[1] == 0
+    low, high = np.lib.array_utils.byte_bounds(c)
+    assert locker.ranges
+    assert not any(low <= begin < high for begin in locker.ranges)
+
+
+def test_strips_that_are_checked_are_not_copied_to_where_they_lie() -> None:
+    a, b, c, locker = integers(300, 200), integers(200, 250), integers(300, 250), Locker()
+    for _ in range(2):
+        result = product_in_place(a, b, locker, out=c, tile="128x96x40", verify=True)
+    assert np.array_equal(c, a @ b)
+    assert strips(result)[1] == 0
+
+
+@pytest.mark.parametrize("allows", range(0, 40, 4))
+def test_of_c_too_what_could_not_be_locked_is_copied(allows: int) -> None:
+    a, b, c, locker = integers(300, 200), integers(200, 250), integers(300, 250), Locker(allows)
+    for _ in range(2):
+        c[...] = np.nan
+        result = product_in_place(a, b, locker, out=c, tile="128x96x40")
+        assert np.array_equal(c, a @ b)
+    count, there = strips(result)
+    assert there < count or len(locker.locked) < allows
+
+
 @pytest.mark.parametrize("allows", [1, 3, 6])
 def test_a_product_of_which_some_could_be_locked(allows: int) -> None:
     a, b, locker = integers(300, 200), integers(200, 250), Locker(allows)
@@ -425,6 +488,17 @@ def test_a_gpu_copies_from_where_operands_lie(case: str, monkeypatch: pytest.Mon
         assert np.array_equal(result.out, expected)
         read, there = map(sum, zip(*in_place(result).values(), strict=True))
         assert 0 < there <= read
+    c = np.ones_like(expected)
+    for _ in range(20):  # C is locked last
+        c[...] = 1
+        result = oocgemm.gemm(
+            a, b, c, alpha=2, beta=3, backend="cuda", tile="512x640x256", device_memory="1GiB", **options
+        )
+        assert np.array_equal(c, 2 * expected + 3)
+        written, there = strips(result)
+        if there == written:
+            break
+    assert there == (0 if options.get("verify") else written)
 
 
 @pytest.mark.parametrize("case", [pytest.param("read-only", marks=needs_gpu)])

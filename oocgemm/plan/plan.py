@@ -36,9 +36,9 @@ class Scored:
     prediction: Prediction
 
 
-# What copying panels through slots must take of the time of the multiplication for operands in memory to be locked: beside a GPU
-# memory can be half as fast as it is believed to be.
-WORTH_LOCKING = 0.6
+# What copying through slots must take of the time of the multiplication for arrays in memory to be locked: beside a GPU memory can
+# be half as fast as it is believed to be, and the first panels are waited for.
+WORTH_LOCKING = 0.3
 
 
 @dataclass(frozen=True)
@@ -140,19 +140,24 @@ class Plan:
 
     @cached_property
     def in_place(self) -> set[str]:
-        """The operands in memory of which a device copies panels from where they lie: none if to copy all through slots
-        takes little of the time of the multiplication."""
+        """The arrays in memory that a device copies panels of A and B from, and strips of C to, where they lie: none if to copy
+        all through slots takes little of the time of the multiplication."""
         (w, h, r), layouts = extents(self.problem, self.tile), self.layouts
-        copying = (self.loads.a_read + self.loads.b_read) / self.machine.memory
-        if not self.machine.lock or copying < WORTH_LOCKING * self.prediction.lanes["compute"]:
+        copied = self.loads.a_read + self.loads.b_read + self.required["write"] * layouts.c.in_memory
+        if (
+            not self.machine.lock
+            or copied / self.machine.memory < WORTH_LOCKING * self.prediction.lanes["compute"]
+        ):
             return set()
-        panels = {"A": (layouts.a, (w, r)), "B": (layouts.b, (r, h))}
+        panels = {"A": (layouts.a, (w, r)), "B": (layouts.b, (r, h)), "C": (layouts.c, (self.slots.strip, h))}
+        if self.problem.checked:  # strips are looked at in their slots
+            del panels["C"]
         return {operand for operand, (layout, panel) in panels.items() if layout.in_place(panel)}
 
     def lies_in_place(self, operation: Operation) -> bool:
-        """Whether what an operation reads is such a panel."""
+        """Whether what an operation brings is such a panel or strip."""
         rows, cols = operation.block
-        layout = self.layouts.a if operation.operand == "A" else self.layouts.b
+        layout = {"A": self.layouts.a, "B": self.layouts.b, "C": self.layouts.c}[operation.operand]
         return operation.operand in self.in_place and layout.in_place((_length(rows), _length(cols)))
 
     def schedule(self) -> Schedule:

@@ -270,7 +270,13 @@ def _decoded(timeline: Timeline, spans: Sequence[Span]) -> float:
 
 
 def in_place(timeline: Timeline) -> str:
-    """How many panels were not read into a slot, if any."""
-    reads = [span for span in timeline.spans if span.kind == "read" and span.operand != "C"]
-    lying = sum(not span.bytes for span in reads)
-    return f"{lying} of {len(reads)} panels of A and B copied from where they lie in memory" if lying else ""
+    """How many panels were not read into a slot, and how many strips not written from one, if any."""
+    said = []
+    for kinds, operands, what, where in (
+        ("read", "AB", "panels of A and B", "from where they lie in memory"),
+        ("write", "C", "strips of C", "to where they lie in memory"),
+    ):
+        spans = [span for span in timeline.spans if span.kind == kinds and span.operand in operands]
+        if lying := sum(not span.bytes for span in spans):
+            said.append(f"{lying} of {len(spans)} {what} copied {where}")
+    return ", ".join(said)

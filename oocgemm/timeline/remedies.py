@@ -17,7 +17,7 @@ from oocgemm.errors import OocGemmError
 from oocgemm.plan import Budgets, KernelRate, Layouts, MachineModel, Plan, TileShape, make_plan, recorded_plan
 from oocgemm.plan.simulate import simulate, timed
 from oocgemm.timeline.diagnosis import Diagnosis, diagnose, in_memory, unfinished
-from oocgemm.timeline.figures import Report, length, union
+from oocgemm.timeline.figures import STORAGE, Report, length, union
 from oocgemm.timeline.spans import Timeline
 from oocgemm.units import format_share, format_size, format_time, parse_size
 
@@ -109,6 +109,8 @@ def fit(timeline: Timeline, figures: Report) -> Fitted | None:
         """The rate of a lane over what was believed, the time of latencies being what it is said to be. A lane that nothing
         waited for had no reason to hurry: it is not taken to be slower."""
         busy, modelled = took(lane), lanes.get(lane, 0.0)
+        if lane in STORAGE and not figures.lanes.get(lane, {}).get("bytes"):  # copied in place, all of it
+            return 1.0
         if 2 * latency < min(busy, modelled):
             busy, modelled = busy - latency, modelled - latency
         rate = modelled / busy if busy and modelled else 1.0
