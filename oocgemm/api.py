@@ -220,6 +220,7 @@ def _execute(
                 repair = Run(some, session, staging, origin, observe, output.finished, again, log.spans)
                 repair.execute()
                 again.complain()
+            staging.release()
             held = {"device": session.device_bytes(), "host": staging.arena.nbytes}
             kernels = session.multiplied_by()
         output.seal()
@@ -239,6 +240,8 @@ def _execute(
         raise
     finally:
         with ExitStack() as cleanup:  # all of it, whatever part of it fails, from the last to the first
+            if staging is not None:
+                cleanup.callback(staging.release)
             for part in (log, session, output):
                 if part is not None:
                     cleanup.callback(part.close)

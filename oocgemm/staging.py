@@ -7,10 +7,12 @@ from functools import partial
 from itertools import takewhile
 from threading import Event, Lock
 
+import numpy as np
+
 from oocgemm.backends.base import InPlace, Locks, numpy_dtype, slot_offsets, stored_shape
 from oocgemm.backends.memory import allocate
 from oocgemm.errors import ExecutionError
-from oocgemm.locking import Locked, is_there
+from oocgemm.locking import Locked
 from oocgemm.plan import Kind, Op, Operation, Plan, Slot, Tier
 from oocgemm.plan.cost import HOST_ALIGNMENT, held_bytes, slot_bytes
 from oocgemm.plan.tiling import Span
@@ -42,8 +44,8 @@ class Staging:
         locks: Locks | None = None,
     ) -> None:
         """`page_lock` is called with what of a slot has been touched, from its start on, by a thread that did, before a device is to
-        copy from there or to there. With `locks` arrays in memory are locked too, where panels of them are worth copying from
-        where they lie, and strips to where they go."""
+        copy from there or to there. With `locks` panels are copied from where they lie in memory, and strips to where they go: of
+        arrays that are locked, and of operands that are worth it, which are locked until `release`."""
         self._plan = plan
         self._page_lock = page_lock
         self._operands = operands
@@ -56,8 +58,8 @@ class Staging:
         self._threads = plan.candidate.io_threads
         self._stopped = Event()
         self._in_place: dict[Slot, InPlace] = {}  # panels and strips that slots stand for, and do not hold
+        self._held: set[str] = set()  # arrays that those have locked whom they belong to
         self._locked: Locked | None = None
-        self._c_lies = False
         # What each read that was tried again had failed of.
         self.retried: list[str] = []
         # Apart, so that reading ahead never queues behind writing.
@@ -77,13 +79,16 @@ class Staging:
             raise
 
     def _begin_locking(self, locks: Locks | None) -> None:
-        """Lock arrays in memory, the panels of the first tile before others and C at the end. A C that is still to be found by the
-        system is not locked, which would take ten times as long."""
-        if locks is None or not (lying := self._plan.in_place):
+        """Lock operands in memory that are worth it, the panels of the first tile before others."""
+        if locks is None:
             return
-        if "C" in lying and not is_there(memory(self._operands["C"])):
-            lying = lying - {"C"}
-        self._c_lies = "C" in lying
+        for name, operand in self._operands.items():
+            if operand.layout.wide:
+                low, high = np.lib.array_utils.byte_bounds(memory(operand))
+                if locks.held(low, high - low):
+                    self._held.add(name)
+        if not (lying := self._plan.worth_locking - self._held):
+            return
         schedule = self._plan.schedule()
         first = (
             self._block(operation)
@@ -116,9 +121,12 @@ class Staging:
         """Have the slot of a Read or a Download stand for its block where that lies, if it is worth it and can be."""
         slot = operation.writes[0].slot
         self._in_place.pop(slot, None)
-        if self._locked is None or not self._plan.lies_in_place(operation):
-            return False
-        found = self._locked.find(self._block(operation), waits=operation.kind is Kind.READ)
+        found = None
+        if self._plan.can_lie(operation):
+            if operation.operand in self._held:
+                found = InPlace(self._block(operation), [])
+            elif self._locked is not None and operation.operand in self._plan.worth_locking:
+                found = self._locked.find(self._block(operation))
         if found is None:
             return False
         self._in_place[slot] = found
@@ -181,7 +189,7 @@ class Staging:
         read it. Returns where the block is then, which need not be the slot if nothing is to look."""
         if operation.kind is Kind.READ:
             slot = operation.writes[0].slot
-            if slot in self._filled and not self._c_lies:
+            if slot in self._filled and "C" not in self._held:
                 self._begin_touching()
             self._filled.add(slot)
             if look is None and self._find_in_place(operation):
@@ -296,13 +304,16 @@ class Staging:
         return pieces(rows, cols, (height, width), wanted)
 
     def close(self) -> None:
-        """Join the threads; the memory goes when its last view does. Operands in memory stay locked for as long as they live."""
-        if self._locked is not None:
-            self._locked.close()
+        """Join the threads; the memory goes when its last view does. What is locked in place stays so until `release`."""
         for pool in (self._readers, self._writers, self._touching):
             pool.shutdown(wait=True, cancel_futures=True)
         self._in_place.clear()
         self.arena = self.arena[:0].copy()
+
+    def release(self) -> None:
+        """Unlock what is locked in place, once the device is at nothing any more."""
+        if self._locked is not None:
+            self._locked.release()
 
 
 def _placed(verb: str, matrix: Matrix, rows: Span, cols: Span, error: Exception) -> ExecutionError:

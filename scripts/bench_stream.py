@@ -1,16 +1,18 @@
 #!/usr/bin/env python
 """Products of NumPy arrays in host memory against the same in-core in cuBLAS and against peers, all in one run.
 
-Contenders, interleaved: in-core cuBLAS (operands and result on the device), `oocgemm.matmul`, natively and emulated, each as the
-first product of its operands and as a later one, which finds them locked, a plain synchronous loop of CuPy calls over the tiles
-of the same plan, and cuBLASXt at several block sizes, with pageable arrays and with arrays pinned beforehand (which is not
-timed, and no budget binds cuBLASXt). Every result is checked against in-core. Raw samples go to a JSON file, a key a case; cases of other invocations are kept.
+Contenders, interleaved: in-core cuBLAS (operands and result on the device), `oocgemm.matmul`, natively and emulated, and cuBLASXt
+at several block sizes, both with pageable arrays and with arrays pinned beforehand (which is not timed, and no budget binds
+cuBLASXt), and a plain synchronous loop of CuPy calls over the tiles of the same plan. Every result is checked against in-core.
+Raw samples go to a JSON file, a key a case; cases of other invocations are kept.
 """
 
 import ctypes
 import json
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +22,30 @@ import numpy as np
 from cupy.cuda import runtime
 
 import oocgemm
-from oocgemm.locking import unlock
 from oocgemm.plan import Plan
+from oocgemm.timeline import in_place
 
 BLOCKS = (1024, 2048, 4096, 8192, 16384)
 SLOW = 2048  # blocks up to this size are run once
-# As samples are named, and how they compute; first, what the runs before it have locked is unlocked. The last is reported.
+# As samples are named, and how they compute; those that follow "pinned" with pinned arrays. The last is reported too.
 OURS = {
-    "emulated_first": "emulated",
     "emulated": "emulated",
-    "oocgemm_first": "native",
     "oocgemm": "native",
+    "emulated_pinned": "emulated",
+    "oocgemm_pinned": "native",
 }
+
+
+@contextmanager
+def pinned(*arrays: Any) -> Iterator[None]:
+    """Arrays while they are pinned by whom they belong to."""
+    for x in arrays:
+        runtime.hostRegister(x.ctypes.data, x.nbytes, 0)
+    try:
+        yield
+    finally:
+        for x in arrays:
+            runtime.hostUnregister(x.ctypes.data)
 
 
 def in_core_seconds(a: cupy.ndarray, b: cupy.ndarray, out: cupy.ndarray) -> float:
@@ -154,8 +168,9 @@ def main(
     c = np.zeros_like(a)
     scratch = cupy.empty_like(device_a)
     in_core_seconds(device_a, device_b, scratch)
-    samples: dict[str, list[float]] = {name: [] for name in ("in_core", *OURS, "unlocking")}
-    shares: list[float | None] = []
+    samples: dict[str, list[float]] = {name: [] for name in ("in_core", *OURS)}
+    results: dict[str, oocgemm.Result] = {}
+    shares: dict[str, list[float | None]] = {name: [] for name in OURS}
     options = {"device_memory": device_memory, "host_memory": host_memory, "backend": "cuda"}
     errors: dict[str, float] = {}
     for repeat in range(repeats + 1):
@@ -163,31 +178,27 @@ def main(
         if repeat == 0:
             bound = size * float(np.finfo(dtype).eps) * (cupy.abs(device_a) @ cupy.abs(device_b))
         for name, compute in OURS.items():
-            if name.endswith("_first"):
-                started = time.perf_counter()
-                unlock()
-                samples["unlocking"].append(time.perf_counter() - started)
             if repeat == 0:
                 c[...] = np.nan
             touch()
-            kept = timeline if name == "oocgemm" else None
-            result = oocgemm.matmul(a, b, out=c, compute=compute, timeline=kept, **options)
+            kept = timeline if name == "oocgemm_pinned" else None
+            with pinned(a, b, c) if name.endswith("_pinned") else nullcontext():
+                result = oocgemm.matmul(a, b, out=c, compute=compute, timeline=kept, **options)
             samples[name].append(result.report.wall)
+            shares[name].append(result.report.compute_share)
+            results[name] = result
             if repeat == 0:
                 errors[name] = worst_error(c, scratch, bound)
-        shares.append(result.report.compute_share)
         print(", ".join(f"{name} {samples[name][-1]:.4f} s" for name in ("in_core", *OURS)), flush=True)
         if repeat == 0:
             del bound
             print(f"worst errors over their bound {errors}", flush=True)
             assert all(error <= 1 for error in errors.values()), "a result is wrong"
-            samples = {name: [] for name in samples}
-            shares.clear()
+            samples, shares = ({name: [] for name in each} for each in (samples, shares))
     if loop:
         samples["cupy_loop"] = [loop_seconds(a, b, c, result.plan) for _ in range(2)]
         print(f"loop {samples['cupy_loop']}", flush=True)
         cupy.get_default_memory_pool().free_all_blocks()
-    unlock()
     if xt_repeats:
         peers(a, b, c, dtype, xt_repeats, samples)
     median = {name: statistics.median(values) for name, values in samples.items()}
@@ -200,15 +211,20 @@ def main(
         "machine": header["machine"] | header["backend"],
         "versions": header["versions"],
         "plan": result.plan.to_dict(),
-        "in_place": sorted(result.plan.in_place),
+        "in_place": {name: in_place(result.timeline) for name, result in results.items()},
         "samples_seconds": samples,
         "median_seconds": median,
         "compute_share": shares,
         "of_in_core": median["in_core"] / median["oocgemm"],
         "of_in_core_samples": of_in_core,
-        "times_xt": {name: value / median["oocgemm"] for name, value in median.items() if "xt" in name},
+        "times_xt": {
+            name: value / median["oocgemm_pinned" if "pinned" in name else "oocgemm"]
+            for name, value in median.items()
+            if "xt" in name
+        },
         "worst_error_over_bound": errors,
-        "report": result.report.to_dict(),
+        "report": results["oocgemm"].report.to_dict(),
+        "pinned_report": results["oocgemm_pinned"].report.to_dict(),
     }
     keep(Path(output), f"{dtype} {size}", found)
     brief = ("of_in_core", "of_in_core_samples", "median_seconds", "times_xt")
@@ -228,24 +244,21 @@ def keep(path: Path, case: str, found: dict[str, Any]) -> None:
 
 def peers(a: Any, b: Any, c: Any, dtype: str, repeats: int, samples: dict[str, list[float]]) -> None:
     xt = CublasXt(dtype)
-    for pinned in (False, True):
-        started = time.perf_counter()
-        for x in (a, b, c) if pinned else ():
-            runtime.hostRegister(x.ctypes.data, x.nbytes, 0)
-        pinning = time.perf_counter() - started
-        for block in BLOCKS:
-            name = f"xt {block} {'pinned' if pinned else 'pageable'}"
-            # The first run, which brings the library up, is kept off; so is what is slow beyond interest.
-            warm_up = block == BLOCKS[0] and not pinned
-            times = [xt.seconds(a, b, c, block) for _ in range((1 if block <= SLOW else repeats) + warm_up)]
-            samples[name] = times[warm_up:]
-            print(name, samples[name], flush=True)
-        started = time.perf_counter()
-        for x in (a, b, c) if pinned else ():
-            runtime.hostUnregister(x.ctypes.data)
-        if pinned:  # what the contender did not have to pay
-            samples["pinning"] = [pinning + time.perf_counter() - started]
-            print("pinning and letting go", samples["pinning"], flush=True)
+    started = time.perf_counter()
+    with pinned(a, b, c):
+        pass
+    samples["pinning"] = [time.perf_counter() - started]  # and letting go, which nobody had to pay
+    for kind in ("pageable", "pinned"):
+        with pinned(a, b, c) if kind == "pinned" else nullcontext():
+            for block in BLOCKS:
+                name = f"xt {block} {kind}"
+                # The first run, which brings the library up, is kept off; so is what is slow beyond interest.
+                warm_up = block == BLOCKS[0] and kind == "pageable"
+                times = [
+                    xt.seconds(a, b, c, block) for _ in range((1 if block <= SLOW else repeats) + warm_up)
+                ]
+                samples[name] = times[warm_up:]
+                print(name, samples[name], flush=True)
     xt.close()
 
 

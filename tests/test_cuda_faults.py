@@ -231,7 +231,7 @@ def test_an_operand_is_locked_when_nobody_has_an_order(device: SimpleNamespace, 
     register.assert_not_called()
     memory._waiting.discard(0)
     thread.join()
-    register.assert_called_once_with(4096, 4096, 1)
+    register.assert_called_once_with(4096, 4096, 0)
     session.locks.unlock(4096)
     device.runtime.hostUnregister.assert_called_once_with(4096)
 

@@ -37,10 +37,12 @@ class InPlace(tuple[Array, ...]):
 
 class Locks(NamedTuple):
     """How memory of others is locked, for a device to copy from: whole pages, by where they begin and how many bytes they are; and
-    unlocked, by where they begin. Both raise what the system refuses."""
+    unlocked, by where they begin. Both raise what the system refuses. `held` says whether so many bytes from an address on
+    are locked as one already, by whom they belong to."""
 
     lock: Callable[[int, int], object]
     unlock: Callable[[int], object]
+    held: Callable[[int, int], bool]
 
 
 class Token(Protocol):

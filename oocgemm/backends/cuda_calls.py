@@ -25,6 +25,8 @@ _END = (
     *(("host", _AT), ("address", _AT), ("array", _AT), ("pitch", _SIZE)),
 )
 _UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED
+_KIND, _BEGIN, _SIZE_OF = 2, 11, 12  # CU_POINTER_ATTRIBUTE_MEMORY_TYPE, _RANGE_START_ADDR, _RANGE_SIZE
+_HOST = 1  # CU_MEMORYTYPE_HOST
 
 
 class _Launched(threading.local):
@@ -68,6 +70,16 @@ def wait(stream: Any, event: Any) -> None:
 def record(event: Any, stream: Any) -> None:
     """Record an event."""
     driver.check_status(_cuda("cuEventRecord", _AT, _AT)(event.ptr, stream.ptr))
+
+
+def locked_from(address: int) -> int:
+    """How many bytes of host memory are locked as one from an address on; 0 of what is not."""
+    kind, begin, size = _UNSIGNED(), _SIZE(), _SIZE()
+    ask = _cuda("cuPointerGetAttribute", _AT, _INT, _SIZE)
+    for found, attribute in ((kind, _KIND), (begin, _BEGIN), (size, _SIZE_OF)):
+        if ask(ctypes.addressof(found), attribute, address):
+            return 0
+    return begin.value + size.value - address if kind.value == _HOST else 0
 
 
 def ended(event: Any) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 from cupy.cuda import runtime
 
+from oocgemm.backends import cuda_calls
 from oocgemm.backends.base import Locks
 from oocgemm.errors import BackendError
 from oocgemm.plan.cost import HOST_ALIGNMENT
@@ -21,7 +22,6 @@ from oocgemm.units import format_size
 
 PART = 16 << 20
 LOOK_AGAIN = 50e-6  # seconds
-PORTABLE = 1  # for all devices: operands stay locked for later runs
 
 
 class HostMemory:
@@ -33,7 +33,7 @@ class HostMemory:
         self._slots: dict[int, list[int]] = {}
         self._driver = threading.Lock()
         self._waiting: set[int] = set()  # threads for it, those that lock operands excepted
-        self.locks = Locks(self._lock_operand, self._unlock)
+        self.locks = Locks(self._lock_operand, self._unlock, self._held)
 
     @contextmanager
     def ordering(self) -> Iterator[None]:
@@ -72,7 +72,11 @@ class HostMemory:
         while self._waiting:
             sleep(LOOK_AGAIN)
         with self._driver, self._device:
-            runtime.hostRegister(address, size, PORTABLE)
+            runtime.hostRegister(address, size, 0)
+
+    def _held(self, address: int, size: int) -> bool:
+        with self._device:
+            return cuda_calls.locked_from(address) >= size
 
     def _unlock(self, address: int) -> None:
         with self._device:

@@ -36,9 +36,8 @@ class Scored:
     prediction: Prediction
 
 
-# What copying through slots must take of the time of the multiplication for arrays in memory to be locked: beside a GPU memory can
-# be half as fast as it is believed to be, and the first panels are waited for.
-WORTH_LOCKING = 0.3
+# Copies through slots are as fast as that of what memory is believed to be, beside a GPU: 23 to 33 GB/s were seen for 33.
+BESIDE_A_GPU = 0.75
 
 
 @dataclass(frozen=True)
@@ -139,26 +138,32 @@ class Plan:
         return amplification(self.problem, self.tile, self.layouts)
 
     @cached_property
-    def in_place(self) -> set[str]:
-        """The arrays in memory that a device copies panels of A and B from, and strips of C to, where they lie: none if to copy
-        all through slots takes little of the time of the multiplication."""
-        (w, h, r), layouts = extents(self.problem, self.tile), self.layouts
-        copied = self.loads.a_read + self.loads.b_read + self.required["write"] * layouts.c.in_memory
-        if (
-            not self.machine.lock
-            or copied / self.machine.memory < WORTH_LOCKING * self.prediction.lanes["compute"]
-        ):
+    def worth_locking(self) -> set[str]:
+        """The operands in memory that are to be locked, for a device to copy panels from where they lie: of which to lock and
+        unlock them takes least beside what copying through slots holds up the multiplication."""
+        problem, layouts, machine = self.problem, self.layouts, self.machine
+        (w, h, r), k = extents(problem, self.tile), problem.depth
+        if not machine.lock:
             return set()
-        panels = {"A": (layouts.a, (w, r)), "B": (layouts.b, (r, h)), "C": (layouts.c, (self.slots.strip, h))}
-        if self.problem.checked:  # strips are looked at in their slots
-            del panels["C"]
-        return {operand for operand, (layout, panel) in panels.items() if layout.in_place(panel)}
+        sizes = {"A": problem.m * k * problem.itemsizes["A"], "B": k * problem.n * problem.itemsizes["B"]}
+        copied = {"A": self.loads.a_read, "B": self.loads.b_read}
+        wide = {"A": layouts.a.in_place((w, r)), "B": layouts.b.in_place((r, h))}
 
-    def lies_in_place(self, operation: Operation) -> bool:
-        """Whether what an operation brings is such a panel or strip."""
+        def seconds(locked: set[str]) -> float:
+            copying = sum(copied[x] for x in copied.keys() - locked) / (BESIDE_A_GPU * machine.memory)
+            late = max(0.0, copying - self.prediction.lanes["compute"])
+            return late + 2 * sum(sizes[x] for x in locked) / machine.lock
+
+        choices = [set[str](), {"A"}, {"B"}, {"A", "B"}]
+        return min((choice for choice in choices if all(wide[x] for x in choice)), key=seconds)
+
+    def can_lie(self, operation: Operation) -> bool:
+        """Whether what an operation brings is worth copying from where it lies in memory that is locked, or to there."""
+        if operation.operand == "C" and self.problem.checked:  # strips are looked at in their slots
+            return False
         rows, cols = operation.block
         layout = {"A": self.layouts.a, "B": self.layouts.b, "C": self.layouts.c}[operation.operand]
-        return operation.operand in self.in_place and layout.in_place((_length(rows), _length(cols)))
+        return layout.in_place((_length(rows), _length(cols)))
 
     def schedule(self) -> Schedule:
         return schedule_of(self.problem, self.layouts, self.candidate, self.done)

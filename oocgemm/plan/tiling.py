@@ -155,7 +155,7 @@ class Layout:
         return cover_ratio(PANELS * extent, extent, self.read_chunk[self.contiguous])
 
     def in_place(self, panel: Span) -> bool:
-        """Whether panels of that shape are worth copying to a device from where the array lies."""
+        """Whether panels of that shape are worth copying to a device, or from one, where the array lies."""
         return 0 < self.wide <= panel[self.contiguous]
 
     def cover(self, extents: Span, panel: Span) -> float:
