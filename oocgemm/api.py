@@ -164,6 +164,7 @@ def gemm(
                 "backend": engine.name,
                 "kernel": engine.arithmetic(problem, kernel),
             },
+            holds=engine.holds,
             checked=verify,
             compute=compute,
             out_dtype=out_dtype,

@@ -19,6 +19,7 @@ from oocgemm.plan import (
     Budgets,
     DType,
     GemmProblem,
+    Layout,
     Layouts,
     Op,
     Plan,
@@ -67,12 +68,13 @@ def prepare(
     overwrite: bool,
     resume: bool | None,
     arithmetic: Callable[[GemmProblem], dict[str, str]] = lambda problem: {},
+    holds: Callable[[int, int], bool] = lambda address, size: False,
     checked: bool = False,
     compute: str = "native",
     out_dtype: Any = None,
 ) -> Job:
     """Open and check everything, and plan. Writes nothing. `resume` is None if nothing is to be run. `arithmetic` names
-    what multiplies such a problem, as far as bits hang on it."""
+    what multiplies such a problem, as far as bits hang on it; `holds` says what memory is locked."""
     left, trans_a = stores.by_rows(stores.open_matrix("A", a), _op("trans_a", trans_a))
     right, trans_b = stores.by_rows(stores.open_matrix("B", b), _op("trans_b", trans_b))
     problem = problem_of(left, right, alpha, beta, trans_a, trans_b, compute, out_dtype)
@@ -111,9 +113,11 @@ def prepare(
     if existing is not None and (chunks or compressor):
         raise InputError("C exists: --chunks and --compressor are for an array that is to be created")
     layouts = Layouts(
-        left.layout.oriented(problem.trans_a),
-        right.layout.oriented(problem.trans_b),
-        existing.layout if existing is not None else stores.new_layout(c, problem, chunks, compressor),
+        _layout(left, holds).oriented(problem.trans_a),
+        _layout(right, holds).oriented(problem.trans_b),
+        _layout(existing, holds)
+        if existing is not None
+        else stores.new_layout(c, problem, chunks, compressor),
     )
     writes = system.stored_on(existing) if existing is not None else set()
     if existing is None and c is not None:
@@ -130,6 +134,12 @@ def prepare(
     else:
         plan = make_plan(problem, budgets, machine, layouts, shape)
     return Job(left, right, existing, plan, compressor, earlier, identity)
+
+
+def _layout(matrix: stores.Matrix, holds: Callable[[int, int], bool]) -> Layout:
+    """A matrix as the planner sees it, and whether its memory is locked."""
+    layout = matrix.layout
+    return replace(layout, held=holds(*stores.span(matrix))) if layout.wide else layout
 
 
 def sums_tier(backend: str, problem: GemmProblem) -> str:

@@ -7,8 +7,6 @@ from functools import partial
 from itertools import takewhile
 from threading import Event, Lock
 
-import numpy as np
-
 from oocgemm.backends.base import InPlace, Locks, numpy_dtype, slot_offsets, stored_shape
 from oocgemm.backends.memory import allocate
 from oocgemm.errors import ExecutionError
@@ -58,7 +56,6 @@ class Staging:
         self._threads = plan.candidate.io_threads
         self._stopped = Event()
         self._in_place: dict[Slot, InPlace] = {}  # panels and strips that slots stand for, and do not hold
-        self._held: set[str] = set()  # arrays that those have locked whom they belong to
         self._locked: Locked | None = None
         # What each read that was tried again had failed of.
         self.retried: list[str] = []
@@ -80,14 +77,7 @@ class Staging:
 
     def _begin_locking(self, locks: Locks | None) -> None:
         """Lock operands in memory that are worth it, the panels of the first tile before others."""
-        if locks is None:
-            return
-        for name, operand in self._operands.items():
-            if operand.layout.wide:
-                low, high = np.lib.array_utils.byte_bounds(memory(operand))
-                if locks.held(low, high - low):
-                    self._held.add(name)
-        if not (lying := self._plan.worth_locking - self._held):
+        if locks is None or not (lying := self._plan.worth_locking):
             return
         schedule = self._plan.schedule()
         first = (
@@ -121,12 +111,13 @@ class Staging:
         """Have the slot of a Read or a Download stand for its block where that lies, if it is worth it and can be."""
         slot = operation.writes[0].slot
         self._in_place.pop(slot, None)
+        if not self._plan.lies_in_place(operation):
+            return False
         found = None
-        if self._plan.can_lie(operation):
-            if operation.operand in self._held:
-                found = InPlace(self._block(operation), [])
-            elif self._locked is not None and operation.operand in self._plan.worth_locking:
-                found = self._locked.find(self._block(operation))
+        if operation.operand not in self._plan.worth_locking:
+            found = InPlace(self._block(operation), [])
+        elif self._locked is not None:
+            found = self._locked.find(self._block(operation))
         if found is None:
             return False
         self._in_place[slot] = found
@@ -189,7 +180,7 @@ class Staging:
         read it. Returns where the block is then, which need not be the slot if nothing is to look."""
         if operation.kind is Kind.READ:
             slot = operation.writes[0].slot
-            if slot in self._filled and "C" not in self._held:
+            if slot in self._filled and not self._plan.layouts.c.held:
                 self._begin_touching()
             self._filled.add(slot)
             if look is None and self._find_in_place(operation):

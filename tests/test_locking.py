@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import oocgemm
 from oocgemm import locking, stores, system
 from oocgemm.backends.base import Array, Locks
-from oocgemm.backends.host import HostSession
+from oocgemm.backends.host import HostBackend, HostSession
 from oocgemm.backends.memory import allocate, cut
 from oocgemm.errors import ExecutionError
 from oocgemm.locking import Locked
@@ -65,7 +65,7 @@ class Locker:
         self.allows, self.slow = allows, slow
         self.hold = threading.Event()
         self.hold.set()
-        self.locks = Locks(self.lock, self.unlock, self.held)
+        self.locks = Locks(self.lock, self.unlock)
 
     def lock(self, address: int, size: int) -> None:
         self.hold.wait()
@@ -84,7 +84,7 @@ class Locker:
         """Have arrays be locked by whom they belong to."""
         self.owned += map(np.lib.array_utils.byte_bounds, arrays)
 
-    def held(self, address: int, size: int) -> bool:
+    def holds(self, address: int, size: int) -> bool:
         return any(low <= address and address + size <= high for low, high in self.owned)
 
     def covers(self, block: Array, borders: Sequence[int]) -> bool:
@@ -287,7 +287,11 @@ def product_in_place(a: Array, b: Array, locker: Locker, **options: Any) -> oocg
     def model(backend: str, *known: object) -> MachineModel:
         return replace(default_model(backend, 2), unified=False, io_threads=2, lock=1e12, memory=1e3)
 
-    with patch.object(system, "model", model), patch.object(HostSession, "locks", locker.locks):
+    with (
+        patch.object(system, "model", model),
+        patch.object(HostSession, "locks", locker.locks),
+        patch.object(HostBackend, "holds", lambda self, address, size: locker.holds(address, size)),
+    ):
         return oocgemm.matmul(a, b, backend="host", **options)
 
 

@@ -37,12 +37,10 @@ class InPlace(tuple[Array, ...]):
 
 class Locks(NamedTuple):
     """How memory of others is locked, for a device to copy from: whole pages, by where they begin and how many bytes they are; and
-    unlocked, by where they begin. Both raise what the system refuses. `held` says whether so many bytes from an address on
-    are locked as one already, by whom they belong to."""
+    unlocked, by where they begin. Both raise what the system refuses."""
 
     lock: Callable[[int, int], object]
     unlock: Callable[[int], object]
-    held: Callable[[int, int], bool]
 
 
 class Token(Protocol):
@@ -117,6 +115,9 @@ class Backend(Protocol):
 
     def free_memory(self) -> int:
         """Bytes of device memory that could be allocated now."""
+
+    def holds(self, address: int, size: int) -> bool:
+        """Whether so many bytes of host memory from an address on are locked as one, for devices to copy from and to."""
 
     def describe(self) -> dict[str, str]:
         """Device, library versions and kernel, for headers and reports."""

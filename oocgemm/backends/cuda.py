@@ -381,6 +381,10 @@ class CudaBackend:
         with cupy.cuda.Device(self._device):
             return int(runtime.memGetInfo()[0])
 
+    def holds(self, address: int, size: int) -> bool:
+        with cupy.cuda.Device(self._device):
+            return cuda_calls.locked_from(address) >= size
+
     def describe(self) -> dict[str, str]:
         return {
             "device": self._properties["name"].decode(),

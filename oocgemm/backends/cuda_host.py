@@ -13,7 +13,6 @@ from typing import Any
 
 from cupy.cuda import runtime
 
-from oocgemm.backends import cuda_calls
 from oocgemm.backends.base import Locks
 from oocgemm.errors import BackendError
 from oocgemm.plan.cost import HOST_ALIGNMENT
@@ -33,7 +32,7 @@ class HostMemory:
         self._slots: dict[int, list[int]] = {}
         self._driver = threading.Lock()
         self._waiting: set[int] = set()  # threads for it, those that lock operands excepted
-        self.locks = Locks(self._lock_operand, self._unlock, self._held)
+        self.locks = Locks(self._lock_operand, self._unlock)
 
     @contextmanager
     def ordering(self) -> Iterator[None]:
@@ -73,10 +72,6 @@ class HostMemory:
             sleep(LOOK_AGAIN)
         with self._driver, self._device:
             runtime.hostRegister(address, size, 0)
-
-    def _held(self, address: int, size: int) -> bool:
-        with self._device:
-            return cuda_calls.locked_from(address) >= size
 
     def _unlock(self, address: int) -> None:
         with self._device:

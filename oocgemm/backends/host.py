@@ -178,6 +178,9 @@ class HostBackend:
     def free_memory(self) -> int:
         return available_memory()
 
+    def holds(self, address: int, size: int) -> bool:
+        return False
+
     def describe(self) -> dict[str, str]:
         return {"device": f"{os.cpu_count()} cores", "numpy": np.__version__, "blas": blas_name()}
 

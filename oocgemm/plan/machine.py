@@ -16,6 +16,10 @@ from oocgemm.plan.tiling import Layout, ceil_div
 STORE_WORKERS = 2
 DIGESTING_WORKERS = 3
 CODEC_WORKERS = 4
+# Of panels that are not read, since they are copied from where they lie.
+AT_ONCE = 1e15
+# How fast rows of 16 KiB that lie apart are copied to a device beside a multiplication, over those of panels in one piece.
+NARROW = 0.6
 # What has a kernel rate: products of a dtype, and how they are computed.
 RATES = {dtype: (dtype, "native") for dtype in OPERANDS} | {
     f"emulated {dtype}": (dtype, "emulated") for dtype in COMPUTES["emulated"]
@@ -84,10 +88,16 @@ class MachineModel:
     calibrated: bool = False
     storage_calibrated: bool = False
 
+    def upload_rate(self, layout: Layout, panel: tuple[int, int]) -> float:
+        """Bytes per second at which panels of that shape are copied to the device."""
+        return NARROW * self.h2d if layout.narrow(panel) else self.h2d
+
     def store_rate(self, layout: Layout, panel: tuple[int, int]) -> float:
         """Bytes per second at which panels of that shape are read from an array of that layout."""
         if layout.in_memory:
-            return self.lock if self.lock and layout.in_place(panel) else self.memory
+            if not self.lock or not layout.in_place(panel):
+                return self.memory
+            return AT_ONCE if layout.held else self.lock
         if layout.decode_bytes:
             chunks = prod(
                 ceil_div(extent, chunk) for extent, chunk in zip(panel, layout.read_chunk, strict=True)

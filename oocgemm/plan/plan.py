@@ -23,7 +23,7 @@ from oocgemm.plan.predict import Prediction, amplification, predict
 from oocgemm.plan.problem import GemmProblem
 from oocgemm.plan.schedule import Operation, Schedule
 from oocgemm.plan.slots import Slots
-from oocgemm.plan.tiling import Span, Tile, TileGrid, TileShape
+from oocgemm.plan.tiling import Layout, Span, Tile, TileGrid, TileShape
 from oocgemm.plan.traversal import walk
 from oocgemm.units import format_time
 
@@ -38,6 +38,8 @@ class Scored:
 
 # Copies through slots are as fast as that of what memory is believed to be, beside a GPU: 23 to 33 GB/s were seen for 33.
 BESIDE_A_GPU = 0.75
+# Of arrays that are locked anyway panels that much narrower are copied from where they lie, if most are not: the first ones.
+EASE = 8
 
 
 @dataclass(frozen=True)
@@ -141,29 +143,37 @@ class Plan:
     def worth_locking(self) -> set[str]:
         """The operands in memory that are to be locked, for a device to copy panels from where they lie: of which to lock and
         unlock them takes least beside what copying through slots holds up the multiplication."""
-        problem, layouts, machine = self.problem, self.layouts, self.machine
-        (w, h, r), k = extents(problem, self.tile), problem.depth
+        problem, machine, k = self.problem, self.machine, self.problem.depth
         if not machine.lock:
             return set()
         sizes = {"A": problem.m * k * problem.itemsizes["A"], "B": k * problem.n * problem.itemsizes["B"]}
         copied = {"A": self.loads.a_read, "B": self.loads.b_read}
-        wide = {"A": layouts.a.in_place((w, r)), "B": layouts.b.in_place((r, h))}
+        lying = {operand for operand in sizes if self._panels[operand][0].in_place(self._panels[operand][1])}
+        held = {operand for operand in lying if self._panels[operand][0].held}
 
         def seconds(locked: set[str]) -> float:
-            copying = sum(copied[x] for x in copied.keys() - locked) / (BESIDE_A_GPU * machine.memory)
+            copying = sum(copied[x] for x in copied.keys() - locked - held) / (BESIDE_A_GPU * machine.memory)
             late = max(0.0, copying - self.prediction.lanes["compute"])
             return late + 2 * sum(sizes[x] for x in locked) / machine.lock
 
-        choices = [set[str](), {"A"}, {"B"}, {"A", "B"}]
-        return min((choice for choice in choices if all(wide[x] for x in choice)), key=seconds)
+        return min((x for x in (set[str](), {"A"}, {"B"}, {"A", "B"}) if x <= lying - held), key=seconds)
 
-    def can_lie(self, operation: Operation) -> bool:
+    def lies_in_place(self, operation: Operation) -> bool:
         """Whether what an operation brings is worth copying from where it lies in memory that is locked, or to there."""
+        layout, panel = self._panels[operation.operand]
+        rows, cols = operation.block
+        width = (_length(rows), _length(cols))[layout.contiguous]
+        if not layout.held:
+            return operation.operand in self.worth_locking and width >= layout.wide
         if operation.operand == "C" and self.problem.checked:  # strips are looked at in their slots
             return False
-        rows, cols = operation.block
-        layout = {"A": self.layouts.a, "B": self.layouts.b, "C": self.layouts.c}[operation.operand]
-        return layout.in_place((_length(rows), _length(cols)))
+        return layout.in_place(panel) and EASE * width >= layout.wide
+
+    @cached_property
+    def _panels(self) -> dict[str, tuple[Layout, Span]]:
+        """Of each operand its layout, and the shape of its panels or strips."""
+        (w, h, r), layouts = extents(self.problem, self.tile), self.layouts
+        return {"A": (layouts.a, (w, r)), "B": (layouts.b, (r, h)), "C": (layouts.c, (self.slots.strip, h))}
 
     def schedule(self) -> Schedule:
         return schedule_of(self.problem, self.layouts, self.candidate, self.done)

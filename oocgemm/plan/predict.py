@@ -9,6 +9,7 @@ from math import prod
 
 from oocgemm.plan.by_tile import Share, gone, seconds_each, shares
 from oocgemm.plan.cost import Candidate, Layouts, MachineModel, extents
+from oocgemm.plan.machine import AT_ONCE
 from oocgemm.plan.placing import Loads
 from oocgemm.plan.problem import GemmProblem
 from oocgemm.plan.slots import Slots
@@ -265,6 +266,7 @@ class _Stream:
 
     lane: str
     rate: float
+    up: float  # to the device
     read: float  # in all
     panel: int
     strip: int  # the panels of a tile
@@ -274,7 +276,7 @@ class _Stream:
     @property
     def touched(self) -> float:
         """Bytes that are read into memory on the host that is used for the first time."""
-        return min(self.read, self.on_host * self.panel)
+        return 0.0 if self.rate == AT_ONCE else min(self.read, self.on_host * self.panel)
 
 
 def _streams(
@@ -287,7 +289,15 @@ def _streams(
     ) -> _Stream:
         rate = panel_rate(problem, machine, layout, whole, panel)
         lane = "decode" if layout.decode_bytes else "read"
-        return _Stream(lane, rate, read, prod(panel) * size, prod(strip) * size, *held)
+        return _Stream(
+            lane,
+            rate,
+            machine.upload_rate(layout, panel),
+            read,
+            prod(panel) * size,
+            prod(strip) * size,
+            *held,
+        )
 
     a, b = problem.itemsizes["A"], problem.itemsizes["B"]
     return (
@@ -306,7 +316,7 @@ def _bursts(
         return 0.0
     first = again = 0.0
     for s in streams:
-        seconds = s.strip / min(s.rate, machine.h2d)
+        seconds = s.strip / min(s.rate, s.up)
         first += seconds
         if s.strip and s.slots >= steps > 1:
             again += max(0.0, seconds - 2 * tile_seconds) * (s.read / s.strip - 1)
@@ -328,7 +338,7 @@ def _touching(
     touching = [
         (min(1.0, s.on_host / steps), min(s.on_host * s.panel, s.strip) * machine.arena_seconds_per_byte)
         for s in streams
-        if s.on_host
+        if s.touched
     ]
     late = (sum(t * min(1.0, upto / share) for share, t in touching) - upto * spare for upto, _ in touching)
     return max((0.0, *late))
@@ -361,7 +371,7 @@ def _lanes(
     for s in streams:
         lanes[s.lane] += s.read / s.rate + s.touched * machine.arena_seconds_per_byte
         if s.on_host:
-            first += s.panel * (1 / machine.h2d + machine.arena_seconds_per_byte)
+            first += s.panel / s.up + (machine.arena_seconds_per_byte * s.panel if s.touched else 0.0)
         first += s.panel / s.rate
     c_bytes = problem.m * problem.n * problem.itemsizes["C"]
     c_in = c_bytes if problem.reads_c else 0
@@ -374,6 +384,7 @@ def _lanes(
         c_bytes / (machine.memory if layouts.c.in_memory else machine.write) + strips * machine.write_latency
     )
     if not slots.unified:
-        lanes["h2d"] = (loads.a_up + loads.b_up + c_in) / machine.h2d + 2 * steps * machine.copy_latency
+        up = loads.a_up / streams[0].up + loads.b_up / streams[1].up + c_in / machine.h2d
+        lanes["h2d"] = up + 2 * steps * machine.copy_latency
         lanes["d2h"] = c_bytes / machine.d2h
     return lanes, first

@@ -17,16 +17,21 @@ _HANDED_ON = (Kind.READ, Kind.UPLOAD, Kind.DOWNLOAD, Kind.WRITE)
 
 
 def _rate(operation: Operation, problem: GemmProblem, layouts: Layouts, machine: MachineModel) -> float:
-    """Bytes per second of a Read or of a Write."""
+    """Bytes per second of a Read, an Upload or a Write."""
     if operation.kind is Kind.WRITE:
         return machine.memory if layouts.c.in_memory else machine.write
-    (r0, r1), (c0, c1) = operation.block
     m, n, k = problem.m, problem.n, problem.depth
     layout, whole = {"A": (layouts.a, (m, k)), "B": (layouts.b, (k, n)), "C": (layouts.c, (m, n))}[
         operation.operand
     ]
-    panel = r1 - r0, c1 - c0
-    return panel_rate(problem, machine, layout, whole, panel)
+    if operation.kind is Kind.UPLOAD:
+        return machine.upload_rate(layout, _shape(operation))
+    return panel_rate(problem, machine, layout, whole, _shape(operation))
+
+
+def _shape(operation: Operation) -> tuple[int, int]:
+    (r0, r1), (c0, c1) = operation.block
+    return r1 - r0, c1 - c0
 
 
 def duration(
@@ -42,7 +47,7 @@ def duration(
         case Kind.WRITE:
             return operation.bytes / _rate(operation, problem, layouts, machine) + machine.write_latency
         case Kind.UPLOAD:
-            return operation.bytes / machine.h2d + machine.copy_latency
+            return operation.bytes / _rate(operation, problem, layouts, machine) + machine.copy_latency
         case Kind.DOWNLOAD:
             return operation.bytes / machine.d2h + machine.copy_latency
         case Kind.MULTIPLY:

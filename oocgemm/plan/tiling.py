@@ -122,7 +122,8 @@ class Layout:
     the array is yet to be created and the planner chooses. `decode_bytes` is the host memory that reading one
     chunk takes beside its destination, `encode_bytes` that of writing one, and `encodes` says that a codec has
     work to do then. Elements along axis `contiguous` lie side by side. Panels of an array in memory with `wide` of these or
-    more in a row, if that is not 0, may be copied to a device from where they lie.
+    more in a row, if that is not 0, may be copied to a device from where they lie; where the memory is `held` locked by whom it
+    belongs to, those half as wide.
     """
 
     read_chunk: tuple[int, int] = (1, 1)
@@ -135,6 +136,7 @@ class Layout:
     free_chunks: bool = False
     contiguous: int = 1
     wide: int = 0
+    held: bool = False
 
     def oriented(self, op: Op) -> "Layout":
         """The same in the orientation of op(X)."""
@@ -156,7 +158,11 @@ class Layout:
 
     def in_place(self, panel: Span) -> bool:
         """Whether panels of that shape are worth copying to a device, or from one, where the array lies."""
-        return 0 < self.wide <= panel[self.contiguous]
+        return 0 < self.wide <= panel[self.contiguous] * (2 if self.held else 1)
+
+    def narrow(self, panel: Span) -> bool:
+        """Whether panels of that shape, in place, take the link longer than others."""
+        return self.in_place(panel) and panel[self.contiguous] < self.wide
 
     def cover(self, extents: Span, panel: Span) -> float:
         """Read amplification: bytes read and decoded over bytes wanted, panels of that shape being read."""

@@ -13,7 +13,7 @@ import numpy as np
 from oocgemm.errors import InputError
 from oocgemm.plan import GemmProblem, Layout
 from oocgemm.plan.candidates import CHUNK_BYTES
-from oocgemm.stores.arrays import ArrayMatrix, by_rows, create_npy, memory, open_npy
+from oocgemm.stores.arrays import ArrayMatrix, by_rows, create_npy, memory, open_npy, span
 from oocgemm.stores.base import BATCH_BYTES, Array, Matrix, pieces, transient
 from oocgemm.stores.durable import DATA, SIDECAR
 from oocgemm.stores.files import padded
@@ -41,6 +41,7 @@ __all__ = [
     "reserve",
     "same_place",
     "sidecar",
+    "span",
     "transient",
 ]
 

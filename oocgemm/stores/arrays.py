@@ -149,6 +149,12 @@ def memory(matrix: Matrix) -> Array:
     return matrix.array
 
 
+def span(matrix: Matrix) -> tuple[int, int]:
+    """Where the memory of a matrix that is in memory begins, and how many bytes it is to the end of its last element."""
+    low, high = np.lib.array_utils.byte_bounds(memory(matrix))
+    return low, high - low
+
+
 def _wide(array: Array) -> int:
     """How many elements a panel must have in a row to be worth copying to a device from where it lies; 0 if none is."""
     rows, cols = map(int, array.shape)
