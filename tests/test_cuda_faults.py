@@ -1,5 +1,6 @@
 """What a GPU may refuse or fail of, by the CUDA backend on a stand-in for cupy: no GPU fails when it is asked to."""
 
+import ctypes
 import importlib
 import sys
 import threading
@@ -259,6 +260,32 @@ def issued(device: SimpleNamespace, status: dict[str, int], made: list[str] | No
         return act
 
     return patch.object(device.calls, "_cuda", driver)
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "address", "holds"),
+    [
+        (0, 1, 8192, True),
+        (0, 1, 8192 + 4096, True),
+        (0, 1, 8192 + 4097, False),  # the last byte is in no locked range, or in another
+        (1, 1, 8192, False),  # what the driver has never heard of
+        (0, 2, 8192, False),  # memory of a device
+    ],
+)
+def test_memory_is_held_that_lies_in_one_locked_range(
+    device: SimpleNamespace, status: int, kind: int, address: int, holds: bool
+) -> None:
+    """Of 8 KiB from 8192 on."""
+    attributes = {2: kind, 11: 8192, 12: 8192}
+
+    def ask(found: int, attribute: int, of: int) -> int:
+        size = ctypes.sizeof(ctypes.c_uint if attribute == 2 else ctypes.c_size_t)
+        assert of == address
+        ctypes.memmove(found, attributes[attribute].to_bytes(size, sys.byteorder), size)
+        return status
+
+    with patch.object(device.calls, "_cuda", lambda name, *types: ask):
+        assert device.backend().holds(address, 4096) == holds
 
 
 def test_after_a_failed_launch_all_is_given_back(device: SimpleNamespace, plan: Plan) -> None:

@@ -26,6 +26,7 @@ from oocgemm.locking import Locked
 from oocgemm.plan import (
     Budgets,
     GemmProblem,
+    Kind,
     Layout,
     Layouts,
     MachineModel,
@@ -276,6 +277,24 @@ def test_operands_are_locked_where_copying_them_would_take_longer() -> None:
     assert locked(cuda, 1024, Layout(in_memory=True)) == set()
     assert locked(cuda, 1024, Layout(in_memory=True, wide=20_000)) == set()
     assert default_model("host", 2).lock == 0
+
+
+def test_the_planner_has_panels_of_locked_arrays_wide_enough_to_be_copied_from_where_they_lie() -> None:
+    """Nothing is read then, but narrow panels take the link longer."""
+    pageable = Layout(in_memory=True, wide=4096)
+    held, n = replace(pageable, held=True), 24576
+    problem = GemmProblem(n, n, n, "float64", "float64", "float64", "float64")
+    cuda, budgets = default_model("cuda", 16), Budgets(3 << 30, 8 << 30)
+    through, straight = (make_plan(problem, budgets, cuda, Layouts(x, x, x)) for x in (pageable, held))
+    assert straight.worth_locking == set()
+    assert straight.tile.r >= held.wide / 2 > through.tile.r
+    assert straight.prediction.lanes["read"] < 1e-3 < through.prediction.lanes["read"]
+    assert straight.prediction.total < through.prediction.total
+    reads = [op for op in straight.schedule() if op.kind is Kind.READ]
+    assert reads
+    assert all(map(straight.lies_in_place, reads))
+    assert cuda.upload_rate(held, (8192, 2048)) < cuda.upload_rate(held, (8192, 4096)) == cuda.h2d
+    assert cuda.upload_rate(pageable, (8192, 2048)) == cuda.h2d
 
 
 # Runs.
