@@ -36,7 +36,7 @@ class Scored:
     prediction: Prediction
 
 
-# Copies through slots are as fast as that of what memory is believed to be, beside a GPU: 23 to 33 GB/s were seen for 33.
+# At what share of the rate that memory is believed to have panels are copied into slots beside a GPU: for 33 GB/s 23 to 33 were seen.
 BESIDE_A_GPU = 0.75
 # Of arrays that are locked anyway panels that much narrower are copied from where they lie, if most are not: the first ones.
 EASE = 8
