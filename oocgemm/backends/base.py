@@ -102,7 +102,8 @@ class Session(Protocol):
         """The kernels that have multiplied so far."""
 
     def device_bytes(self) -> int:
-        """Bytes of device memory that this session has taken, as measured: the arena and library workspaces."""
+        """Bytes of device memory that this session has taken, as measured: the arena and library workspaces, but for what a
+        library kept from a session before it has."""
 
     def close(self) -> None:
         """Wait for what is in flight, then release everything."""
