@@ -42,7 +42,7 @@ from oocgemm.plan import (
     default_model,
     fit_line,
 )
-from oocgemm.plan.predict import multiply_seconds
+from oocgemm.plan.predict import multiply_seconds, unfilled
 from oocgemm.plan.tiling import Span
 from oocgemm.staging import Staging
 from oocgemm.workbench import Workbench, moving, plan_of
@@ -169,6 +169,7 @@ def _whole(plan: Plan, rates: Mapping[int, float]) -> dict[int, float]:
     tile = plan.tile
     ideal = replace(plan.machine, kernels={plan.problem.rate: KernelRate(1.0, 0.0)})
     loss = multiply_seconds(plan.problem, ideal, 1.0, tile.w, tile.h, tile.r)
+    loss *= unfilled(plan.problem, ideal, tile.w, tile.h)
     return {depth: rate * loss for depth, rate in rates.items()}
 
 

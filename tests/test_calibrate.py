@@ -34,6 +34,7 @@ from oocgemm.plan import (
     default_model,
     fit_line,
 )
+from oocgemm.plan.machine import VERSION
 from oocgemm.roofline import BOTTOM, LEFT, LINE, roofline
 from oocgemm.units import format_rate
 from tests.backends_here import needs_gpu
@@ -123,7 +124,7 @@ def _without(key: str) -> Callable[[dict[str, Any]], Any]:
     [
         pytest.param(lambda data: [], id="no object"),
         pytest.param(lambda data: data | {"format": "x"}, id="another format"),
-        pytest.param(lambda data: data | {"version": 3}, id="a later version"),
+        pytest.param(lambda data: data | {"version": VERSION + 1}, id="a later version"),
         pytest.param(lambda data: data | {"kernels": []}, id="kernels of another type"),
         pytest.param(lambda data: data | {"kernels": {"float64": {"peak": 1}}}, id="half a rate"),
         pytest.param(lambda data: data | {"kernels": {"int16": {"peak": 1, "half_depth": 0}}}, id="no dtype"),

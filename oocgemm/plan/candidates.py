@@ -12,7 +12,7 @@ from math import ceil, inf, isqrt, prod
 
 from oocgemm.plan.checking import panel_check_bytes
 from oocgemm.plan.cost import Candidate, Layouts, MachineModel, extents, footprint, scratch_bytes, slot_bytes
-from oocgemm.plan.predict import BLOCK, closed_loads, least_seconds, multiply_seconds
+from oocgemm.plan.predict import closed_loads, least_seconds, multiply_seconds
 from oocgemm.plan.problem import GemmProblem
 from oocgemm.plan.shapes import shapes
 from oocgemm.plan.slots import Slots
@@ -23,6 +23,7 @@ STRIP_BYTES = 32 << 20  # a drained strip: long enough for the link, short enoug
 STRIPS = 3  # on the host: the next tile's first step hides the leaving of the last, and only the end shows it
 LARGE_CHUNK = 8 << 20  # that copying takes longer than beginning and ending
 STAGED_STRIPS = 10  # each is several operations to issue
+BLOCK = 128  # of strips, that cuBLAS works on at a time
 # Where panels can be kept on the host, a strip takes at most one part in so many of its budget, but a tile is not cut into more
 # strips than this.
 HOST_SHARE = 400

@@ -26,7 +26,7 @@ RATES = {dtype: (dtype, "native") for dtype in OPERANDS} | {
 }
 # Of a calibration as JSON.
 FORMAT = "oocgemm-calibration"
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class KernelRate:
 class MachineModel:
     """What the planner believes of a machine. Bytes, bytes per second, seconds, flop/s.
 
-    Narrow tiles are slower than wide ones: at an extent of `half_width` by half. Those wider than `full_width` are no faster.
+    Narrow tiles are slower than wide ones: at an extent of `half_width` by half.
     """
 
     name: str
@@ -71,7 +71,6 @@ class MachineModel:
     lock: float = 0.0  # memory of others, where it lies; 0 where nothing need be locked
     prepare: float = 600e9  # bytes of raw panels into planes of residues
     half_width: float = 32
-    full_width: float = 1e9  # none is as wide; infinity is no JSON
     copy_latency: float = 10e-6
     step_latency: float = 10e-6
     write_latency: float = 200e-6
@@ -114,15 +113,15 @@ def default_model(backend: str, cores: int) -> MachineModel:
         return MachineModel(
             name="cuda defaults (H200, PCIe 5 x16)",
             kernels={
-                "float16": KernelRate(600e12, 300),
-                "bfloat16": KernelRate(600e12, 300),
-                "int8": KernelRate(1100e12, 4500),  # sums in float64: each step's are read and added
-                "float32": KernelRate(54.9e12, 70),
-                "float64": KernelRate(58e12, 25),
-                "complex64": KernelRate(50e12, 90),
-                "complex128": KernelRate(55e12, 25),
-                "emulated float32": KernelRate(235e12, 1300),
-                "emulated float64": KernelRate(115e12, 1100),
+                "float16": KernelRate(576e12, 300),
+                "bfloat16": KernelRate(576e12, 300),
+                "int8": KernelRate(1056e12, 4500),  # sums in float64: each step's are read and added
+                "float32": KernelRate(52.5e12, 70),
+                "float64": KernelRate(55.8e12, 25),
+                "complex64": KernelRate(48e12, 90),
+                "complex128": KernelRate(52.8e12, 25),
+                "emulated float32": KernelRate(226e12, 1300),
+                "emulated float64": KernelRate(110e12, 1100),
             },
             h2d=55e9,
             d2h=55e9,
@@ -131,8 +130,6 @@ def default_model(backend: str, cores: int) -> MachineModel:
             decode=min(3e9, 1.2e9 * cores),
             memory=min(33e9, 4.2e9 * cores),
             lock=50e9,
-            half_width=288,
-            full_width=12288,  # float32 by steps of 4096: 50.6 Tflop/s at 8192, 51.9 here, 51.1 at 16384
             step_latency=60e-6,
             issue=150e-6,
             write=1.6e9,

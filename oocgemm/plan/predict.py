@@ -25,7 +25,12 @@ WRITING = 0.25
 DIGESTING = 2.5e-12
 # So much longer takes a tile strip by strip: 47 to 51 Tflop/s where whole ones made 50 to 52, in float32 on an H200.
 BY_STRIPS = 1.03
-BLOCK = 128  # of C, that cuBLAS's kernels work on at a time
+# Of C, what a multiprocessor works on at a time: cuBLAS's kernels for large products of CUDA 13 on an H200. Those that are not
+# here have small blocks, or choose among many.
+BLOCKS = {"float32": (256, 128), "float64": (64, 128)}
+SMALL_BLOCK = 64, 64
+# So much longer takes at most a tile that ends with some multiprocessors idle: where it would be more, cuBLAS has other blocks.
+MOST_UNFILLED = 1.1
 # The last is the interpreter, in which operations are issued one after another.
 LANES = ("read", "decode", "h2d", "prepare", "compute", "d2h", "encode", "write", "issue")
 LOADING = ("read", "decode", "h2d")
@@ -108,18 +113,27 @@ def panel_rate(
 def multiply_seconds(
     problem: GemmProblem, machine: MachineModel, flops: float, w: int, h: int, r: int
 ) -> float:
-    """Time of products of w x h x r blocks with that many flops in all."""
+    """Time of products of w x h x r blocks with that many flops in all, if they come out even (`unfilled`)."""
     if flops == 0:
         return 0.0
     rate = machine.kernels[problem.rate]
-    most = machine.full_width
     return (
         flops
         / rate.peak
         * (1 + rate.half_depth / r)
-        * (1 + machine.half_width / min(w, most))
-        * (1 + machine.half_width / min(h, most))
+        * (1 + machine.half_width / w)
+        * (1 + machine.half_width / h)
     )
+
+
+def unfilled(problem: GemmProblem, machine: MachineModel, w: int, h: int) -> float:
+    """Time of a tile over what it would be if all multiprocessors were busy until its end: each works on one whole block of it
+    after another. In float32 9832 x 9832 are 39 x 77 blocks, 22.75 for each of 132, which takes as long as 23 for each."""
+    if machine.shares_cores:
+        return 1.0
+    rows, cols = BLOCKS.get(problem.rate, SMALL_BLOCK)
+    blocks = round_up(ceil_div(w, rows) * ceil_div(h, cols), machine.multiprocessors)
+    return min(MOST_UNFILLED, blocks * rows * cols / (w * h))
 
 
 def least_seconds(
@@ -359,10 +373,9 @@ def _lanes(
     steps = down * across * grid.steps
     lanes = dict.fromkeys(LANES, 0.0)
     lanes["compute"] = (
-        multiply_seconds(problem, machine, problem.flops, w, h, r) + steps * machine.step_latency
+        multiply_seconds(problem, machine, problem.flops, w, h, r) * unfilled(problem, machine, w, h)
+        + steps * machine.step_latency
     )
-    if not machine.shares_cores:  # a GPU multiplies in blocks, the last of them as long as the others
-        lanes["compute"] *= round_up(w, BLOCK) / w * round_up(h, BLOCK) / h if w * h > BLOCK * BLOCK else 1.0
     first = 0.0
     if problem.planes:
         raw = (problem.m * across + problem.n * down) * problem.depth * problem.itemsizes["A"]

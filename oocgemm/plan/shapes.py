@@ -42,7 +42,7 @@ def _alignments(problem: GemmProblem, layouts: Layouts) -> tuple[tuple[int, ...]
     ):
         unit = 128 if must == 1 and extent > 1024 else must
         # A new C wants chunks that divide its tiles.
-        fine = unit if layouts.c.free_chunks else min(unit, lcm(must, 8))
+        fine = unit if layouts.c.free_chunks else min(unit, lcm(must, 32))
         suits = wish if must == 1 and 128 <= wish < extent else lcm(unit, wish)
         units.append(tuple(dict.fromkeys((unit, fine, suits))))
     return units[0], units[1]

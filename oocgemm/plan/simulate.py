@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from oocgemm.plan.cost import Layouts, MachineModel
 from oocgemm.plan.hazards import HazardTracker
-from oocgemm.plan.predict import BY_STRIPS, multiply_seconds, panel_rate
+from oocgemm.plan.predict import BY_STRIPS, multiply_seconds, panel_rate, unfilled
 from oocgemm.plan.problem import GemmProblem
 from oocgemm.plan.schedule import Kind, Operation
 from oocgemm.plan.slots import Slot, Tier
@@ -56,7 +56,7 @@ def duration(
             more = 1.0
             if r and not machine.unified:
                 strip, w = w, operation.reads[0].stop // r
-                more = BY_STRIPS if strip < w else 1.0
+                more = BY_STRIPS if strip < w else unfilled(problem, machine, w, h)
             seconds = more * multiply_seconds(problem, machine, operation.flops, w, h, r) if r else 0.0
             return seconds + machine.step_latency
         case _:  # a Prepare, or a Finish, which has no bytes
