@@ -30,6 +30,7 @@ from oocgemm.plan import (
     default_model,
     make_plan,
     planner,
+    shapes,
 )
 from oocgemm.plan.by_tile import gone, seconds_each, shares
 from oocgemm.plan.candidates import CHUNK_BYTES
@@ -237,6 +238,12 @@ def test_panels_follow_the_chunks_of_compressed_operands() -> None:
     )
     assert plan.tile.r % 1000 == 0
     assert all(factor < 1.1 for factor in plan.amplification.values())
+    # None that cuts chunks of either operand is tried in place of one that does not.
+    on = Layouts(on.a, replace(on.b, read_chunk=(1500, 1500)))
+    assert all(
+        depth == 20_000 or all(depth % chunk == 0 or chunk % depth == 0 for chunk in (1000, 1500))
+        for depth in shapes._depths(plan.problem, plan.machine, on, 2 * GIB)[: shapes.BEST_DEPTHS]
+    )
 
 
 def test_a_tile_given_by_hand_is_kept_or_refused() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
-from math import isqrt, lcm
+from math import inf, isqrt, lcm
 
 from oocgemm.plan import integers
 from oocgemm.plan.checking import room_share
@@ -253,7 +253,7 @@ def _depths(problem: GemmProblem, machine: MachineModel, layouts: Layouts, memor
         deep = r * (2 * itemsize + panel_room(problem, machine)) // (2 * acc)
         side = isqrt(4 * deep**2 + max(1, memory // acc)) - 2 * deep  # side^2 + 4 deep side = memory
         if side < 1:
-            return float("inf")
+            return inf
         w, h = (
             max(1, min(extent, side // chunk * chunk or side))
             for extent, chunk in ((problem.m, layouts.a.read_chunk[0]), (problem.n, layouts.b.read_chunk[1]))
@@ -265,7 +265,11 @@ def _depths(problem: GemmProblem, machine: MachineModel, layouts: Layouts, memor
         cover = max(layouts.a.cover((problem.m, k), (w, r)), layouts.b.cover((k, problem.n), (r, h)))
         return max(compute, copied * cover) + 0.1 * (compute + copied * cover) + steps * machine.step_latency
 
-    return sorted(depths, key=seconds)
+    def whole(r: int) -> bool:
+        chunks = ((layouts.a, chunk_a), (layouts.b, chunk_b))
+        return r == k or all(x.partial_reads or r % chunk == 0 or chunk % r == 0 for x, chunk in chunks)
+
+    return sorted(depths, key=lambda r: (seconds(r) == inf, not whole(r), seconds(r)))
 
 
 def _link(machine: MachineModel, layouts: Layouts, panels: tuple[int, int, int]) -> float:
