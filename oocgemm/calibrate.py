@@ -102,6 +102,7 @@ def calibrate(
         )
     engine = backends.open_backend(backend, device)
     machine = default_model(engine.name, len(os.sched_getaffinity(0)))
+    machine = replace(machine, multiprocessors=engine.multiprocessors())
     sizes = sizes or SIZES[engine.name]
     rows, cols = sizes.block
     rows = max(1, min(rows, available_memory() // (64 * cols)))  # four blocks are held at a time, at most
@@ -118,6 +119,7 @@ def calibrate(
         backend=engine.name,
         device=backends.identity(engine),
         date=date.today().isoformat(),
+        multiprocessors=machine.multiprocessors,
         kernels=kernels,
         rates=rates | {"prepare": prepare, "decode": decode, "issue": issue},
         stores={cache.file_system(folder): storage},

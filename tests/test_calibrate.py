@@ -47,6 +47,7 @@ MEASURED = Calibration(
     backend="cuda",
     device="NVIDIA H200",
     date="2026-11-21",
+    multiprocessors=114,
     kernels={"float64": KernelRate(5.3e13, 80.5), "float32": KernelRate(5.1e13, 0.0)},
     rates={
         "h2d": 5.5e10,
@@ -64,7 +65,7 @@ positive = st.floats(1e-12, 1e15)
 rates = st.builds(StoreRates, positive, positive, positive, positive)
 calibrations = st.builds(
     Calibration,
-    *(st.text(), st.text(), st.text(), st.text()),
+    *(st.text(), st.text(), st.text(), st.text(), st.integers(1, 1000)),
     st.dictionaries(st.sampled_from(list(RATES)), st.builds(KernelRate, positive, st.floats(0, 1e6))),
     st.dictionaries(st.sampled_from(["h2d", "d2h", "memory", "decode"]), positive),
     st.dictionaries(st.text(), rates),
@@ -133,7 +134,10 @@ def _without(key: str) -> Callable[[dict[str, Any]], Any]:
         pytest.param(lambda data: data | {"rates": {"h2d": float("nan")}}, id="no number"),
         pytest.param(lambda data: data | {"rates": {"io_threads": 3}}, id="no rate"),
         pytest.param(lambda data: data | {"machine": "another"}, id="another machine"),
-        *(pytest.param(_without(key), id=f"no {key}") for key in ("machine", "kernels", "stores", "samples")),
+        *(
+            pytest.param(_without(key), id=f"no {key}")
+            for key in ("machine", "multiprocessors", "kernels", "stores", "samples")
+        ),
     ],
 )
 @pytest.mark.usefixtures("here")
@@ -218,6 +222,7 @@ def test_what_is_not_measured_is_as_by_default() -> None:
     assert model.kernels["float64"] == MEASURED.kernels["float64"]
     assert model.kernels["complex64"] == defaults.kernels["complex64"]
     assert (model.h2d, model.device_reserve) == (MEASURED.rates["h2d"], defaults.device_reserve)
+    assert model.multiprocessors == MEASURED.multiprocessors != defaults.multiprocessors
 
 
 def test_a_calibration_is_used_by_plans_runs_and_info(here: Path) -> None:
@@ -299,7 +304,9 @@ def test_a_gpu_is_measured_by_the_same_code(here: Path, backend: str) -> None:
     assert set(found.kernels) == set(RATES)
     assert set(found.samples["copies"]) == {"h2d", "d2h", "both ways"}
     cache.save(found)
-    assert found.date in oocgemm.plan("raw", "raw", backend="cuda", device_memory="1GiB").machine.name
+    model = oocgemm.plan("raw", "raw", backend="cuda", device_memory="1GiB").machine
+    assert found.date in model.name
+    assert model.multiprocessors == found.multiprocessors > 1
     result = oocgemm.matmul("raw", "raw", out="C", backend="cuda")
     assert set(result.timeline.header["rates"]) == {"kernel", "read", "h2d", "d2h", "write"}
     assert result.report.efficiency is not None

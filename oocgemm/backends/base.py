@@ -117,6 +117,9 @@ class Backend(Protocol):
     def free_memory(self) -> int:
         """Bytes of device memory that could be allocated now."""
 
+    def multiprocessors(self) -> int:
+        """Parts of the device that each multiply a block of a product at a time; 1 where the plan need not know."""
+
     def holds(self, address: int, size: int) -> bool:
         """Whether so many bytes of host memory from an address on are locked as one, for devices to copy from and to."""
 

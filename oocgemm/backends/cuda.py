@@ -385,6 +385,9 @@ class CudaBackend:
         with cupy.cuda.Device(self._device):
             return cuda_calls.locked_from(address) >= size
 
+    def multiprocessors(self) -> int:
+        return int(self._properties["multiProcessorCount"])
+
     def describe(self) -> dict[str, str]:
         return {
             "device": self._properties["name"].decode(),

@@ -178,6 +178,9 @@ class HostBackend:
     def free_memory(self) -> int:
         return available_memory()
 
+    def multiprocessors(self) -> int:
+        return 1
+
     def holds(self, address: int, size: int) -> bool:
         return False
 

@@ -196,6 +196,7 @@ class Calibration:
     backend: str
     device: str
     date: str
+    multiprocessors: int
     kernels: Mapping[str, KernelRate]
     rates: Mapping[str, float]
     stores: Mapping[str, StoreRates] = field(default_factory=dict)
@@ -224,6 +225,7 @@ class Calibration:
             defaults,
             name=name,
             kernels={**defaults.kernels, **self.kernels},
+            multiprocessors=self.multiprocessors,
             calibrated=True,
             storage_calibrated=measured,
             **measured_rates,
@@ -245,13 +247,21 @@ class Calibration:
             kernels = {d: KernelRate(**_numbers(rate)) for d, rate in data["kernels"].items()}
             stores = {system: StoreRates(**_numbers(rate)) for system, rate in data["stores"].items()}
             rates, samples = _numbers(data["rates"]), dict(data["samples"])
+            multiprocessors = max(1, int(data["multiprocessors"]))
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"it is not whole: {error}") from error
         known = {f.name for f in fields(MachineModel) if f.type is float}
         unknown = (rates.keys() - known) | (kernels.keys() - RATES.keys())
         if unknown or any(rate.peak <= 0 for rate in kernels.values()):
             raise ValueError(f"it has rates that cannot be: {', '.join(sorted(unknown)) or 'a peak of 0'}")
-        return cls(**texts, kernels=kernels, rates=rates, stores=stores, samples=samples)
+        return cls(
+            **texts,
+            multiprocessors=multiprocessors,
+            kernels=kernels,
+            rates=rates,
+            stores=stores,
+            samples=samples,
+        )
 
 
 def _numbers(data: Mapping[str, Any]) -> dict[str, float]:
