@@ -30,7 +30,11 @@ LINKS = {
 }
 STORAGE = {field.name for field in fields(StoreRates)}
 # Packages that most do without: what they are for, and the extra that brings them.
-OPTIONAL = {"ml_dtypes": ("operands of bfloat16", "bfloat16"), "resvg_py": ("pictures as PNG", "png")}
+OPTIONAL = {
+    "ml_dtypes": ("operands of bfloat16", "bfloat16"),
+    "resvg_py": ("pictures as PNG", "png"),
+    "zarrs": ("quick reading of arrays with filters", "zarrs"),
+}
 
 
 def info() -> dict[str, Any]:
@@ -156,6 +160,7 @@ def versions() -> dict[str, str]:
         "cupy-cuda12x",
         "ml_dtypes",
         "resvg-py",
+        "zarrs",
     ):
         try:
             found[package] = version(package)

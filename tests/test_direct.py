@@ -28,7 +28,7 @@ from zarr.codecs import (
 )
 
 from oocgemm.errors import ExecutionError
-from oocgemm.stores import encoding, files
+from oocgemm.stores import encoding, files, zarr_store
 from oocgemm.stores.arrays import ArrayMatrix, create_npy, open_npy
 from oocgemm.stores.zarr_store import ZarrMatrix
 from tests.problems import DTYPES
@@ -152,26 +152,40 @@ def test_zarr_reads_what_was_written_past_it(
     assert leftovers == []
 
 
-@pytest.mark.filterwarnings("ignore:Combining a `sharding_indexed` codec")
+@pytest.mark.filterwarnings("ignore:Combining a `sharding_indexed` codec", "ignore:Array is unsupported")
+@pytest.mark.parametrize("reader", ["zarr", "zarrs", "told"])
 @pytest.mark.parametrize(
     "options",
     [
         {"zarr_format": 2, "compressors": None, "filters": [numcodecs.Shuffle(8)]},
+        {"zarr_format": 2, "compressors": None, "filters": [numcodecs.Shuffle(8)], "dtype": ">f8"},
         {"zarr_format": 2, "compressors": None, "filters": [numcodecs.Delta("f8")]},
         {"chunks": (8, 8), "serializer": ShardingCodec(chunk_shape=(4, 4)), "compressors": [GzipCodec()]},
         {"compressors": [ZstdCodec(), GzipCodec()]},
         {"compressors": [Crc32cCodec(), ZstdCodec()]},
     ],
 )
-def test_what_is_not_understood_is_left_to_zarr(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_what_is_not_understood_is_left_to_zarr(
+    tmp_path: Path, options: dict[str, Any], reader: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And to zarrs where that is installed and knows the codecs, or where zarr was told to leave it to that."""
+    if reader == "zarr":
+        monkeypatch.setattr(zarr_store, "FASTER", "not_installed")
+    told = {"codec_pipeline.path": "zarrs.ZarrsCodecPipeline"} if reader == "told" else {}
     values = np.arange(130.0).reshape(13, 10)
-    array = zarr.create_array(tmp_path / "A", shape=(13, 10), dtype="f8", **{"chunks": (4, 4)} | options)
-    matrix = ZarrMatrix("A", array)
+    with zarr.config.set(told):
+        given = {"chunks": (4, 4), "dtype": "f8"} | options
+        array = zarr.create_array(tmp_path / "A", shape=(13, 10), fill_value=3, **given)
+        matrix = ZarrMatrix("A", array)
     assert matrix.direct is None
-    matrix.write((0, 13), (0, 10), values)
-    out = np.empty((7, 5))
-    matrix.read((2, 9), (3, 8), out)
-    np.testing.assert_array_equal(out, values[2:9, 3:8])
+    matrix.write((0, 8), (0, 10), values[:8])
+    values[8:] = 3
+    for room in (np.empty((7, 5)), np.empty((9, 9))[1:8, 2:7]):
+        matrix.read((2, 9), (3, 8), room)
+        np.testing.assert_array_equal(room, values[2:9, 3:8])
+    delta = any(isinstance(codec, numcodecs.Delta) for codec in options.get("filters", ()))
+    by_zarrs = type(matrix._read.async_array.codec_pipeline).__name__ == "ZarrsCodecPipeline"
+    assert by_zarrs is (reader == "told" or (reader == "zarrs" and not delta))
 
 
 def _cut(stored: bytes) -> bytes:

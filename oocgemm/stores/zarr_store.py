@@ -1,6 +1,7 @@
 """zarr arrays (formats 2 and 3) as matrices. The only module that knows zarr."""
 
 import hashlib
+import importlib.util
 import json
 import os
 import re
@@ -26,6 +27,7 @@ from oocgemm.stores.base import BATCH_BYTES, Array, checked
 from oocgemm.stores.direct import DirectChunks, Shards
 from oocgemm.stores.durable import spread, stamp, sync_files, sync_names
 from oocgemm.stores.encoding import from_v2, from_v3
+from oocgemm.stores.files import scratch
 
 bfloat16.register()
 # Arrays larger than this part of the machine's memory would push each other out of the page cache before they are
@@ -35,6 +37,8 @@ CACHED_SHARE = 0.5
 ATTRIBUTE = "oocgemm"
 # What a process that was killed leaves of a file that it was writing, here or in zarr.
 PARTIAL = re.compile(r"\.[0-9a-f]{32}\.partial$")
+# What decodes what we do not, in place of zarr's own pipeline, whose copies are made in one thread; where it is installed.
+FASTER = "zarrs"
 # Files of an array's metadata, in either format.
 METADATA = ("zarr.json", ".zarray", ".zattrs")
 
@@ -54,6 +58,8 @@ class ZarrMatrix:
         self.name = name
         self.array = array
         self.direct = _direct_chunks(array, at_rest)
+        # What is read through zarr, and whether into contiguous memory only.
+        self._read, self._contiguous = (array, False) if self.direct else _through(array)
         # Through what it is written, and the folder that it goes to.
         self._writer, self._written, self._target = self.direct, array, local_folder(array)
         self._writes_directly = self.direct is not None and self.direct.shards is None
@@ -87,8 +93,13 @@ class ZarrMatrix:
             self.direct.read(rows, cols, out)
             return
         selection = slice(*rows), slice(*cols)
-        target = NDBuffer(out)  # type: ignore[arg-type]  # its protocol is narrower than ndarray
-        self.array.get_basic_selection(selection, out=target)
+        into = out
+        if self._contiguous and not out.flags.c_contiguous:
+            into = scratch(out.nbytes).view(out.dtype).reshape(out.shape)
+        target = NDBuffer(into)  # type: ignore[arg-type]  # its protocol is narrower than ndarray
+        self._read.get_basic_selection(selection, out=target)
+        if into is not out:
+            np.copyto(out, into)
 
     def write(self, rows: Span, cols: Span, data: Array) -> None:
         if not self._owns(rows, cols):
@@ -363,6 +374,21 @@ def _direct_chunks(array: "zarr.Array[Any]", at_rest: bool) -> DirectChunks | No
         at_rest=at_rest,
         worth_caching=array.shape[0] * array.shape[1] * dtype.itemsize <= CACHED_SHARE * _memory(),
     )
+
+
+def _through(array: "zarr.Array[Any]") -> tuple["zarr.Array[Any]", bool]:
+    """An array to read through, and whether into contiguous memory only, as is to be thought of a pipeline other than zarr's own:
+    the one that zarr was told to take, or `FASTER` where it is installed and knows these codecs."""
+    pipeline = "codec_pipeline.path"
+    if zarr.config.get(pipeline) != zarr.config.defaults[0]["codec_pipeline"]["path"]:
+        return array, True
+    if array.dtype.kind == "V" or importlib.util.find_spec(FASTER) is None:
+        return array, False
+    # One chunk at a time: there are as many threads as are to decode, each with the memory for one.
+    settings = {pipeline: f"{FASTER}.ZarrsCodecPipeline", "codec_pipeline.strict": True}
+    with suppress(Exception), zarr.config.set(settings | {"codec_pipeline.chunk_concurrent_maximum": 1}):
+        return zarr.Array(zarr.AsyncArray(array.metadata, array.store_path)), True
+    return array, False
 
 
 def _configurations(codecs: Any) -> list[dict[str, Any]]:
