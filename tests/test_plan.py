@@ -18,6 +18,7 @@ from oocgemm.plan import (
     OPERANDS,
     Budgets,
     GemmProblem,
+    Kind,
     Layout,
     Layouts,
     Op,
@@ -453,6 +454,23 @@ def test_a_tile_fills_the_multiprocessors() -> None:
     )
     assert unfilled(plan.problem, plan.machine, plan.tile.w, plan.tile.h) < 1.005
     assert plan.tile.w % 32 == plan.tile.h % 32 == 0  # rows begin at multiples of 128 bytes
+
+
+@pytest.mark.parametrize(
+    ("held", "checked", "width", "copied"),
+    [(True, "", 8192, False), (False, "", 8192, True), (True, "device", 8192, True), (True, "", 1024, True)],
+)
+def test_a_c_that_is_pinned_goes_straight_to_its_place(
+    held: bool, checked: str, width: int, copied: bool
+) -> None:
+    """As far as the model goes: where strips are wide, and are not looked at in their slots."""
+    memory = Layout(in_memory=True, wide=4096, held=held)
+    p = replace(problem(8192, width, 8192), checked=checked)
+    machine, on = default_model("cuda", 16), Layouts(memory, memory, memory)
+    plan = make_plan(p, Budgets(GIB, GIB), machine, on)
+    assert any(plan.lies_in_place(op) for op in plan.schedule() if op.kind is Kind.WRITE) is not copied
+    least = p.m * p.n * 8 / machine.memory
+    assert (plan.prediction.lanes["write"] > least) is copied
 
 
 def test_a_tile_is_not_cut_into_many_strips() -> None:

@@ -12,7 +12,7 @@ from math import ceil, inf, isqrt, prod
 
 from oocgemm.plan.checking import panel_check_bytes
 from oocgemm.plan.cost import Candidate, Layouts, MachineModel, extents, footprint, scratch_bytes, slot_bytes
-from oocgemm.plan.predict import closed_loads, least_seconds, multiply_seconds
+from oocgemm.plan.predict import closed_loads, least_seconds, multiply_seconds, strip_rate
 from oocgemm.plan.problem import GemmProblem
 from oocgemm.plan.shapes import shapes
 from oocgemm.plan.slots import Slots
@@ -323,8 +323,12 @@ def _draining(
     if not flops or problem.planes:  # a panel's residues stay for one step
         return base
     step = multiply_seconds(problem, machine, flops, w, h, r) + machine.step_latency
-    into_memory = min(machine.memory, machine.d2h) if layouts.c.in_memory else machine.d2h
-    leaving = w * h * problem.itemsizes["C"] / (machine.write if base.unified else into_memory)
+    to_memory = (
+        strip_rate(problem, machine, layouts.c, (base.strip, h)) if layouts.c.in_memory else machine.d2h
+    )
+    leaving = (
+        w * h * problem.itemsizes["C"] / (machine.write if base.unified else min(to_memory, machine.d2h))
+    )
     several = w < problem.m or h < problem.n
     wanted = min(steps, MOST_DRAIN, int(leaving / step) + 1)
     for drain in range(wanted, 1, -1):

@@ -110,6 +110,16 @@ def panel_rate(
     return 1 / (1 / rate + DIGESTING) if problem.checked == "device" else rate
 
 
+def strip_rate(problem: GemmProblem, machine: MachineModel, layout: Layout, strip: Span) -> float:
+    """Bytes per second of strips of C from the host's slots to where they belong."""
+    if not layout.in_memory:
+        return machine.write
+    at_once = (
+        layout.held and layout.in_place(strip) and not problem.checked
+    )  # or they are looked at in their slots
+    return AT_ONCE if at_once else machine.memory
+
+
 def multiply_seconds(
     problem: GemmProblem, machine: MachineModel, flops: float, w: int, h: int, r: int
 ) -> float:
@@ -178,7 +188,7 @@ def predict(
     # What leaves strip by strip hides behind the steps that go strip by strip: the last of this tile and, with one
     # accumulator, the first of the next.
     strips = ceil_div(w, slots.strip)
-    write_rate = machine.memory if layouts.c.in_memory else machine.write
+    write_rate = strip_rate(problem, machine, layouts.c, (slots.strip, h))
     # It leaves the device as fast as the link goes if the host has room for all of it.
     roomy = not slots.unified and slots.host_c >= strips
     leaving = tile_bytes / (
@@ -394,7 +404,7 @@ def _lanes(
         first += seconds / (down * across)
     strips = down * across * ceil_div(w, slots.strip)
     lanes["encode" if layouts.c.encodes else "write"] = (
-        c_bytes / (machine.memory if layouts.c.in_memory else machine.write) + strips * machine.write_latency
+        c_bytes / strip_rate(problem, machine, layouts.c, (slots.strip, h)) + strips * machine.write_latency
     )
     if not slots.unified:
         up = loads.a_up / streams[0].up + loads.b_up / streams[1].up + c_in / machine.h2d

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from oocgemm.plan.cost import Layouts, MachineModel
 from oocgemm.plan.hazards import HazardTracker
-from oocgemm.plan.predict import BY_STRIPS, multiply_seconds, panel_rate, unfilled
+from oocgemm.plan.predict import BY_STRIPS, multiply_seconds, panel_rate, strip_rate, unfilled
 from oocgemm.plan.problem import GemmProblem
 from oocgemm.plan.schedule import Kind, Operation
 from oocgemm.plan.slots import Slot, Tier
@@ -19,7 +19,7 @@ _HANDED_ON = (Kind.READ, Kind.UPLOAD, Kind.DOWNLOAD, Kind.WRITE)
 def _rate(operation: Operation, problem: GemmProblem, layouts: Layouts, machine: MachineModel) -> float:
     """Bytes per second of a Read, an Upload or a Write."""
     if operation.kind is Kind.WRITE:
-        return machine.memory if layouts.c.in_memory else machine.write
+        return strip_rate(problem, machine, layouts.c, _shape(operation))
     m, n, k = problem.m, problem.n, problem.depth
     layout, whole = {"A": (layouts.a, (m, k)), "B": (layouts.b, (k, n)), "C": (layouts.c, (m, n))}[
         operation.operand
