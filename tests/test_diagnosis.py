@@ -192,6 +192,12 @@ def test_a_plan_comes_back_from_its_header() -> None:
     again = recorded_plan(json.loads(json.dumps(plan.to_dict())))
     assert again == replace(plan, considered=())
     assert recorded_plan({"problem": {}}) is None
+    # Of a version that knew one thing more of machines, and reckoned a little otherwise; or quite otherwise.
+    data = json.loads(json.dumps(plan.to_dict()))
+    data["model"]["of old"] = 1.0
+    for share, taken in ((1.02, True), (1.5, False)):
+        data["predicted_seconds"] = {"total": share * plan.prediction.total}
+        assert (recorded_plan(data) is not None) is taken
 
 
 def test_a_run_that_went_on_is_advised_by_the_tiles_it_computed() -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Set
 from dataclasses import fields, replace
-from math import isfinite
+from math import isclose, isfinite
 from typing import Any, TypeVar
 
 from oocgemm.plan.candidates import Budgets
@@ -15,12 +15,13 @@ from oocgemm.plan.tiling import Layout, Tile, TileShape
 from oocgemm.plan.traversal import Traversal
 
 T = TypeVar("T")
+NEARLY = 0.05  # a version whose model is better by so much reckons the same plan otherwise
 
 
 def recorded_plan(data: Mapping[str, Any], computed: Set[Tile] = frozenset()) -> Plan | None:
     """The plan whose `to_dict` this was, but for what else was considered; of one that went on with a run, the tiles
-    `computed` say which were done before. None for data that do not hold all of it, such as those of another version, or
-    that no plan can have written."""
+    `computed` say which were done before. None for data that do not hold all of it, or are of a version that reckons
+    otherwise by more than `NEARLY`, or that no plan can have written."""
     try:
         problem = data["problem"]
         made: dict[str, Any] = {name: recorded_scalar(problem[name]) for name in ("alpha", "beta")}
@@ -28,11 +29,16 @@ def recorded_plan(data: Mapping[str, Any], computed: Set[Tile] = frozenset()) ->
         if not {problem[name] for name in ("a_dtype", "b_dtype", "acc_dtype", "c_dtype")} <= DTYPES.keys():
             return None
         kernels = {dtype: _typed(KernelRate, rate) for dtype, rate in data["model"]["kernels"].items()}
+        known = {field.name for field in fields(MachineModel)}
         plan = Plan(
             _typed(GemmProblem, problem, **made),
             Layouts(**{name: _layout(layout) for name, layout in data["layouts"].items()}),
             _typed(Budgets, data["budget"]),
-            _typed(MachineModel, data["model"], kernels=kernels),
+            _typed(
+                MachineModel,
+                {name: data["model"][name] for name in known & data["model"].keys()},
+                kernels=kernels,
+            ),
             recorded_candidate(data["candidate"]),
         )
         down, across = plan.grid.shape
@@ -43,7 +49,8 @@ def recorded_plan(data: Mapping[str, Any], computed: Set[Tile] = frozenset()) ->
             plan = replace(plan, done=frozenset(done))
         # What is in order by itself may still not go together; the cheap question first.
         fits = list(plan.grid.shape) == data["tiles"] and plan.steps == data["steps"]
-        return plan if fits and plan.prediction.total == data["predicted_seconds"]["total"] else None
+        predicted = data["predicted_seconds"]["total"]
+        return plan if fits and isclose(plan.prediction.total, predicted, rel_tol=NEARLY) else None
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, IndexError):
         return None
 
