@@ -67,8 +67,8 @@ class ZarrMatrix:
         shards = array.shards or chunk
         shard = (max(1, int(shards[0])), max(1, int(shards[1])))
         size = self.dtype.itemsize
-        # Through zarr a thread holds a chunk as stored and as decoded,
-        decode_bytes = 2 * _at_a_time(chunk, size)
+        # Through zarr a thread holds a chunk as stored and as decoded, and once more if it is copied to its place,
+        decode_bytes = (3 if self._contiguous else 2) * _at_a_time(chunk, size)
         # and to write one, its elements, what they are encoded to, and the bytes that go out.
         encode_bytes = 3 * _at_a_time(shard, size)
         if self.direct:
