@@ -114,10 +114,9 @@ def strip_rate(problem: GemmProblem, machine: MachineModel, layout: Layout, stri
     """Bytes per second of strips of C from the host's slots to where they belong."""
     if not layout.in_memory:
         return machine.write
-    at_once = (
-        layout.held and layout.in_place(strip) and not problem.checked
-    )  # or they are looked at in their slots
-    return AT_ONCE if at_once else machine.memory
+    # Those that are checked are looked at in their slots.
+    straight = layout.held and layout.in_place(strip) and not problem.checked
+    return AT_ONCE if straight else machine.memory
 
 
 def multiply_seconds(
