@@ -88,6 +88,7 @@ def test_a_run_may_end_before_any_step(case: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # more than five minutes were seen where others used the cores too
 def test_killed_at_random_a_run_comes_to_the_same_bits(tmp_path: Path) -> None:
     output = tmp_path / "torture.json"
     line = [sys.executable, str(TOP / "scripts" / "torture.py"), "--kills", "50", "--output", str(output)]
