@@ -185,7 +185,11 @@ class HostBackend:
         return False
 
     def describe(self) -> dict[str, str]:
-        return {"device": f"{os.cpu_count()} cores", "numpy": np.__version__, "blas": blas_name()}
+        return {
+            "device": f"{len(os.sched_getaffinity(0))} cores",
+            "numpy": np.__version__,
+            "blas": blas_name(),
+        }
 
     def check(self, plan: Plan, kernel: str) -> None:
         compute = plan.problem.compute

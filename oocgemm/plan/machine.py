@@ -9,7 +9,7 @@ from math import isfinite, prod
 from typing import Any
 
 from oocgemm.plan.problem import COMPUTES, OPERANDS
-from oocgemm.plan.tiling import Layout, ceil_div
+from oocgemm.plan.tiling import Layout, Span, ceil_div
 
 # Panels that are read at a time: two keep the threads busy from the end of one into the next, a third while digests of what has
 # been read are taken; those of compressed chunks have fewer parts, of more work each.
@@ -18,7 +18,7 @@ DIGESTING_WORKERS = 3
 CODEC_WORKERS = 4
 # Of panels that are not read, since they are copied from where they lie.
 AT_ONCE = 1e15
-# How fast rows of 16 KiB that lie apart are copied to a device beside a multiplication, over those of panels in one piece.
+# How fast rows of 8 to 16 KiB that lie apart are copied to a device beside a multiplication, over those of panels in one piece.
 NARROW = 0.6
 # What has a kernel rate: products of a dtype, and how they are computed.
 RATES = {dtype: (dtype, "native") for dtype in OPERANDS} | {
@@ -87,11 +87,12 @@ class MachineModel:
     calibrated: bool = False
     storage_calibrated: bool = False
 
-    def upload_rate(self, layout: Layout, panel: tuple[int, int]) -> float:
-        """Bytes per second at which panels of that shape are copied to the device."""
-        return NARROW * self.h2d if layout.narrow(panel) else self.h2d
+    def upload_rate(self, layout: Layout, panel: Span, thin: Span | None = None) -> float:
+        """Bytes per second at which panels of that shape are copied to the device, or `thin` ones among them."""
+        narrow = layout.in_place(panel) and (thin or panel)[layout.contiguous] < layout.wide
+        return NARROW * self.h2d if narrow else self.h2d
 
-    def store_rate(self, layout: Layout, panel: tuple[int, int]) -> float:
+    def store_rate(self, layout: Layout, panel: Span) -> float:
         """Bytes per second at which panels of that shape are read from an array of that layout."""
         if layout.in_memory:
             if not self.lock or not layout.in_place(panel):

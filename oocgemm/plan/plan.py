@@ -38,8 +38,6 @@ class Scored:
 
 # At what share of the rate that memory is believed to have panels are copied into slots beside a GPU: for 33 GB/s 23 to 33 were seen.
 BESIDE_A_GPU = 0.75
-# Of arrays that are locked anyway panels that much narrower are copied from where they lie, if most are not: the first ones.
-EASE = 8
 
 
 @dataclass(frozen=True)
@@ -162,12 +160,12 @@ class Plan:
         """Whether what an operation brings is worth copying from where it lies in memory that is locked, or to there."""
         layout, panel = self._panels[operation.operand]
         rows, cols = operation.block
-        width = (_length(rows), _length(cols))[layout.contiguous]
+        block = _length(rows), _length(cols)
         if not layout.held:
-            return operation.operand in self.worth_locking and width >= layout.wide
+            return operation.operand in self.worth_locking and layout.in_place(block)
         if operation.operand == "C" and self.problem.checked:  # strips are looked at in their slots
             return False
-        return layout.in_place(panel) and EASE * width >= layout.wide
+        return layout.in_place(panel) and layout.straight(block)
 
     @cached_property
     def _panels(self) -> dict[str, tuple[Layout, Span]]:

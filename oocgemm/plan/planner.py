@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate, islice
-from math import inf, lcm
+from math import inf
 
 from oocgemm.errors import BudgetError, InputError
 from oocgemm.plan.candidates import MOST_DRAIN, Budgets, c_chunks, candidates, io_threads, smallest
@@ -17,10 +17,11 @@ from oocgemm.plan.integers import MOST_DEPTH
 from oocgemm.plan.plan import Plan, Scored, schedule_of
 from oocgemm.plan.predict import predict
 from oocgemm.plan.problem import GemmProblem
+from oocgemm.plan.ramp import best_ramp
 from oocgemm.plan.shapes import with_less_last, with_more
 from oocgemm.plan.simulate import simulate
 from oocgemm.plan.slots import Slots
-from oocgemm.plan.tiling import Tile, TileGrid, TileShape, ceil_div, ramp_of
+from oocgemm.plan.tiling import Tile, TileGrid, TileShape, ceil_div
 from oocgemm.plan.traversal import last
 from oocgemm.units import format_size
 
@@ -210,8 +211,7 @@ def _ramped(problem: GemmProblem, machine: MachineModel, layouts: Layouts, s: Sc
     whole ones are used again."""
     if machine.shares_cores or s.prediction.bottleneck != "compute":
         return s
-    unit = lcm(layouts.a.read_chunk[1], layouts.b.read_chunk[0])
-    ramp = ramp_of(problem.depth, s.candidate.tile.r, unit)
+    ramp = best_ramp(problem, machine, layouts, s.candidate.tile)
     return replace(s, candidate=replace(s.candidate, ramp=ramp))
 
 

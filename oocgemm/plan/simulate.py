@@ -11,6 +11,7 @@ from oocgemm.plan.predict import BY_STRIPS, multiply_seconds, panel_rate, strip_
 from oocgemm.plan.problem import GemmProblem
 from oocgemm.plan.schedule import Kind, Operation
 from oocgemm.plan.slots import Slot, Tier
+from oocgemm.plan.tiling import Layout, Span
 
 # What waits, or is waited for, on the host: by a thread, that has to be woken. Others wait on the device.
 _HANDED_ON = (Kind.READ, Kind.UPLOAD, Kind.DOWNLOAD, Kind.WRITE)
@@ -20,16 +21,19 @@ def _rate(operation: Operation, problem: GemmProblem, layouts: Layouts, machine:
     """Bytes per second of a Read, an Upload or a Write."""
     if operation.kind is Kind.WRITE:
         return strip_rate(problem, machine, layouts.c, _shape(operation))
-    m, n, k = problem.m, problem.n, problem.depth
-    layout, whole = {"A": (layouts.a, (m, k)), "B": (layouts.b, (k, n)), "C": (layouts.c, (m, n))}[
-        operation.operand
-    ]
+    layout, whole = _stored(operation, problem, layouts)
     if operation.kind is Kind.UPLOAD:
         return machine.upload_rate(layout, _shape(operation))
     return panel_rate(problem, machine, layout, whole, _shape(operation))
 
 
-def _shape(operation: Operation) -> tuple[int, int]:
+def _stored(operation: Operation, problem: GemmProblem, layouts: Layouts) -> tuple[Layout, Span]:
+    """How the operand lies, and its extents, in the orientation of op(X)."""
+    m, n, k = problem.m, problem.n, problem.depth
+    return {"A": (layouts.a, (m, k)), "B": (layouts.b, (k, n)), "C": (layouts.c, (m, n))}[operation.operand]
+
+
+def _shape(operation: Operation) -> Span:
     (r0, r1), (c0, c1) = operation.block
     return r1 - r0, c1 - c0
 
@@ -71,8 +75,8 @@ def timed(
     for operation in operations:
         seconds = duration(operation, problem, machine, layouts)
         if operation.kind is Kind.READ:
-            slot = operation.writes[0].slot
-            if slot.tier is Tier.HOST and slot not in touched:
+            slot, (layout, _) = operation.writes[0].slot, _stored(operation, problem, layouts)
+            if slot.tier is Tier.HOST and slot not in touched and not layout.straight(_shape(operation)):
                 touched.add(slot)
                 seconds += operation.bytes * machine.arena_seconds_per_byte
         yield operation, seconds

@@ -17,10 +17,6 @@ from functools import lru_cache
 
 from oocgemm.plan.problem import GemmProblem, Op
 
-# The thinnest first step: half as deep twice over, and deep enough for a kernel to be worth starting.
-RAMP = 2
-THINNEST = 256
-
 Span = tuple[int, int]
 Tile = tuple[int, int]
 
@@ -105,14 +101,6 @@ class TileGrid:
         return (self.tile.r >> (self.ramp - thin + 1) if thin else 0), self.tile.r >> (self.ramp - thin)
 
 
-def ramp_of(k: int, r: int, unit: int) -> int:
-    """How often r can be halved, twice at most, so that thin steps are whole multiples of `unit` and not too thin."""
-    halvings = 0
-    while halvings < RAMP and k > r and (r >> halvings) % (2 * unit) == 0 and r >> (halvings + 1) >= THINNEST:
-        halvings += 1
-    return halvings
-
-
 @dataclass(frozen=True, slots=True)
 class Layout:
     """How a stored array lies on its store, in the orientation of op(X).
@@ -123,7 +111,7 @@ class Layout:
     chunk takes beside its destination, `encode_bytes` that of writing one, and `encodes` says that a codec has
     work to do then. Elements along axis `contiguous` lie side by side. Panels of an array in memory with `wide` of these or
     more in a row, if that is not 0, may be copied to a device from where they lie; where the memory is `held` locked by whom it
-    belongs to, those half as wide.
+    belongs to, those half as wide, and far thinner ones among them.
     """
 
     read_chunk: tuple[int, int] = (1, 1)
@@ -160,9 +148,9 @@ class Layout:
         """Whether panels of that shape are worth copying to a device, or from one, where the array lies."""
         return 0 < self.wide <= panel[self.contiguous] * (2 if self.held else 1)
 
-    def narrow(self, panel: Span) -> bool:
-        """Whether panels of that shape, in place, take the link longer than others."""
-        return self.in_place(panel) and panel[self.contiguous] < self.wide
+    def straight(self, panel: Span) -> bool:
+        """Whether panels of that shape may be copied with nothing done on the host, if only among wider ones."""
+        return self.held and 0 < self.wide <= panel[self.contiguous] * EASE
 
     def cover(self, extents: Span, panel: Span) -> float:
         """Read amplification: bytes read and decoded over bytes wanted, panels of that shape being read."""
@@ -174,6 +162,8 @@ class Layout:
 
 
 PANELS = 64  # in a row, that are looked at
+# Of arrays that are locked anyway panels that much narrower are copied from where they lie, if most are not: the first ones.
+EASE = 8
 
 
 @lru_cache(4096)  # candidates share extents
