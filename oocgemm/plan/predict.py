@@ -295,11 +295,12 @@ class _Stream:
     strip: int  # the panels of a tile
     slots: int
     on_host: int  # slots there
+    straight: bool  # past those
 
     @property
     def touched(self) -> float:
         """Bytes that are read into memory on the host that is used for the first time."""
-        return 0.0 if self.rate == AT_ONCE else min(self.read, self.on_host * self.panel)
+        return 0.0 if self.straight else min(self.read, self.on_host * self.panel)
 
 
 def _streams(
@@ -320,6 +321,7 @@ def _streams(
             prod(panel) * size,
             prod(strip) * size,
             *held,
+            layout.held and layout.in_place(panel),
         )
 
     a, b = problem.itemsizes["A"], problem.itemsizes["B"]
