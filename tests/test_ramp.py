@@ -66,6 +66,7 @@ def test_thin_steps_are_whole_chunks_and_deep_enough() -> None:
     assert ramp(stored(), depth=2 * THINNEST) == 1
     assert ramp(stored(), depth=2 * THINNEST - 2) == 0
     assert ramp(stored(), cube(32_768, 4096, "float64")) == 0  # a single step
+    assert ramp(stored(), cube(32_768, 0, "float64")) == 0
 
 
 def test_of_equals_the_first_step_is_the_thinnest() -> None:

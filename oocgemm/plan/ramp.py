@@ -21,9 +21,11 @@ def best_ramp(problem: GemmProblem, machine: MachineModel, layouts: Layouts, til
     that is whole; and thin ones take the link longer where rows of an array are copied from where they lie.
     """
     unit = lcm(layouts.a.read_chunk[1], layouts.b.read_chunk[0])
-    ramps = range(_most_halvings(problem.depth, tile.r, unit), -1, -1)
+    most = _most_halvings(problem.depth, tile.r, unit)
+    if most == 0:
+        return 0
     # Of equals, to the microsecond, the thinnest: the panels may come sooner than they are believed to.
-    return min(ramps, key=lambda ramp: round(_waited(problem, machine, layouts, tile, ramp), 6))
+    return min(range(most, -1, -1), key=lambda ramp: round(_waited(problem, machine, layouts, tile, ramp), 6))
 
 
 def _most_halvings(k: int, r: int, unit: int) -> int:
