@@ -297,6 +297,11 @@ def test_the_planner_has_panels_of_locked_arrays_wide_enough_to_be_copied_from_w
     assert narrow == cuda.upload_rate(held, (8192, 4096), (8192, 1024))
     assert narrow < cuda.upload_rate(held, (8192, 4096)) == cuda.h2d
     assert cuda.upload_rate(pageable, (8192, 2048)) == cuda.h2d
+    # Thin panels go straight among wide ones only.
+    assert held.straight((8192, 4096), (8192, 512))
+    assert not held.straight((8192, 4096), (8192, 511))
+    assert not held.straight((8192, 1024))
+    assert not pageable.straight((8192, 4096))
     # Digests are taken where panels lie: no slot is touched for that.
     checked = make_plan(replace(problem, checked="device"), budgets, cuda, Layouts(held, held, held))
     assert straight.prediction.total < checked.prediction.total < 1.02 * straight.prediction.total

@@ -97,7 +97,7 @@ class MachineModel:
         if layout.in_memory:
             if not self.lock or not layout.in_place(panel):
                 return self.memory
-            return AT_ONCE if layout.held else self.lock
+            return AT_ONCE if layout.straight(panel) else self.lock
         if layout.decode_bytes:
             chunks = prod(
                 ceil_div(extent, chunk) for extent, chunk in zip(panel, layout.read_chunk, strict=True)

@@ -165,7 +165,7 @@ class Plan:
             return operation.operand in self.worth_locking and layout.in_place(block)
         if operation.operand == "C" and self.problem.checked:  # strips are looked at in their slots
             return False
-        return layout.in_place(panel) and layout.straight(block)
+        return layout.straight(panel, block)
 
     @cached_property
     def _panels(self) -> dict[str, tuple[Layout, Span]]:

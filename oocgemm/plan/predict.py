@@ -115,8 +115,7 @@ def strip_rate(problem: GemmProblem, machine: MachineModel, layout: Layout, stri
     if not layout.in_memory:
         return machine.write
     # Those that are checked are looked at in their slots.
-    straight = layout.held and layout.in_place(strip) and not problem.checked
-    return AT_ONCE if straight else machine.memory
+    return AT_ONCE if layout.straight(strip) and not problem.checked else machine.memory
 
 
 def multiply_seconds(
@@ -321,7 +320,7 @@ def _streams(
             prod(panel) * size,
             prod(strip) * size,
             *held,
-            layout.held and layout.in_place(panel),
+            layout.straight(panel),
         )
 
     a, b = problem.itemsizes["A"], problem.itemsizes["B"]

@@ -3,13 +3,13 @@
 The waits are those of the run, derived by the same tracker; its tokens are the times at which operations end.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from oocgemm.plan.cost import Layouts, MachineModel
+from oocgemm.plan.cost import Layouts, MachineModel, extents
 from oocgemm.plan.hazards import HazardTracker
 from oocgemm.plan.predict import BY_STRIPS, multiply_seconds, panel_rate, strip_rate, unfilled
 from oocgemm.plan.problem import GemmProblem
-from oocgemm.plan.schedule import Kind, Operation
+from oocgemm.plan.schedule import Kind, Operation, Schedule
 from oocgemm.plan.slots import Slot, Tier
 from oocgemm.plan.tiling import Layout, Span
 
@@ -68,22 +68,25 @@ def duration(
 
 
 def timed(
-    operations: Iterable[Operation], problem: GemmProblem, machine: MachineModel, layouts: Layouts
+    schedule: Schedule, problem: GemmProblem, machine: MachineModel, layouts: Layouts
 ) -> Iterator[tuple[Operation, float]]:
     """Operations with their modelled seconds: the first to be read into a slot on the host finds it untouched."""
-    touched: set[Slot] = set()
-    for operation in operations:
+    w, h, r = extents(problem, schedule.grid.tile)
+    panels, touched = {"A": (w, r), "B": (r, h)}, set[Slot]()
+    for operation in schedule:
         seconds = duration(operation, problem, machine, layouts)
         if operation.kind is Kind.READ:
             slot, (layout, _) = operation.writes[0].slot, _stored(operation, problem, layouts)
-            if slot.tier is Tier.HOST and slot not in touched and not layout.straight(_shape(operation)):
+            shape = _shape(operation)
+            straight = layout.straight(panels.get(operation.operand, shape), shape)
+            if slot.tier is Tier.HOST and slot not in touched and not straight:
                 touched.add(slot)
                 seconds += operation.bytes * machine.arena_seconds_per_byte
         yield operation, seconds
 
 
 def simulate(
-    operations: Iterable[Operation],
+    schedule: Schedule,
     problem: GemmProblem,
     machine: MachineModel,
     layouts: Layouts,
@@ -92,7 +95,7 @@ def simulate(
     tracker: HazardTracker[list[float]] = HazardTracker()
     stream_free: dict[str, float] = {}
     end = issued = 0.0
-    for operation, seconds in timed(operations, problem, machine, layouts):
+    for operation, seconds in timed(schedule, problem, machine, layouts):
         done = [0.0]
         issued += machine.issue
         ready = max((t[0] for t in tracker.admit(operation, done)), default=0.0)

@@ -148,9 +148,10 @@ class Layout:
         """Whether panels of that shape are worth copying to a device, or from one, where the array lies."""
         return 0 < self.wide <= panel[self.contiguous] * (2 if self.held else 1)
 
-    def straight(self, panel: Span) -> bool:
-        """Whether panels of that shape may be copied with nothing done on the host, if only among wider ones."""
-        return self.held and 0 < self.wide <= panel[self.contiguous] * EASE
+    def straight(self, panel: Span, thin: Span | None = None) -> bool:
+        """Whether panels of that shape are copied with nothing done on the host, or `thin` ones among them."""
+        row = (thin or panel)[self.contiguous]
+        return self.held and self.in_place(panel) and self.wide <= EASE * row
 
     def cover(self, extents: Span, panel: Span) -> float:
         """Read amplification: bytes read and decoded over bytes wanted, panels of that shape being read."""
