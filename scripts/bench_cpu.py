@@ -8,7 +8,8 @@ read into it before a warm one. NumPy has its operands in memory and leaves C th
 project into the page cache. Memory is what the process takes above what it had at the start, sampled from outside. How
 long the cores worked for other processes meanwhile is noted: a round in which that is much is worth little.
 
-Results go into one file, a key a case; rounds of a later invocation are added to those that are there. Peers that are
+Results go into one file, a key a case and a kernel family of BLAS, so that no processor's rounds are mixed with those of
+one twice as fast; rounds of a later invocation are added to those that are there. Peers that are
 not installed are left out, and the output says so: pip install --group bench.
 """
 
@@ -31,6 +32,7 @@ from typing import Any
 import click
 from cpu_contenders import CONTENDERS, Case, make_operands
 
+from oocgemm.backends.blas import blas_name
 from oocgemm.system import info
 
 TOP = Path(__file__).resolve().parent
@@ -202,11 +204,11 @@ def main(
     turns = [(name, state) for name in chosen for state in (states if name != "in-core" else (False,))]
     record = Path(output)
     cases = json.loads(record.read_text())["cases"] if record.exists() else {}
-    key = f"{size} {dtype}"
+    key = f"{size} {dtype} {blas_name()}"
     done: list[Round] = [] if fresh or key not in cases else cases[key]["rounds"]
     with contextlib.ExitStack() as stack:
         top = data or stack.enter_context(tempfile.TemporaryDirectory(prefix="oocgemm-bench-", dir="."))
-        folder = Path(top).absolute() / key.replace(" ", "-")
+        folder = Path(top).absolute() / f"{size}-{dtype}"
         folder.mkdir(parents=True, exist_ok=True)
         make_operands(folder, case, converted="blosc2" in chosen)
         for number in range(discard + rounds):

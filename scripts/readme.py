@@ -269,14 +269,14 @@ def emulated() -> list[str]:
 def on_cores(cases: dict[str, Any]) -> list[str]:
     """A table for each case of `bench_cpu.py`: a row a contender."""
     lines: list[str] = []
-    for key, found in cases.items():
+    for found in cases.values():
         case, rounds, machine = found["case"], found["rounds"], found["machine"]
         versions = ", ".join(
             f"{name} {found['versions'][name]}" for name in found["versions"] if name != "oocgemm"
         )
         blas = ", ".join(sorted({one[name]["blas"] for one in rounds for name in one}))
         lines += [
-            f"{machine['cores']} cores ({machine['processor']}), no GPU; {key.replace(' ', ', ')}, chunks {case['chunk']}, "
+            f"{machine['cores']} cores ({machine['processor']}), no GPU; {case['m']}x{case['k']}x{case['n']}, {case['dtype']}, chunks {case['chunk']}, "
             f"from zarr to zarr in {found['budget_mib']:.0f} MiB (device {case['device']}, host {case['host']}); "
             f"BLAS: {blas}; {versions}:",
             "",
