@@ -20,6 +20,7 @@ from oocgemm.executor import Observer, Run
 from oocgemm.job import Size, Transpose
 from oocgemm.plan import Op, Plan, TileShape
 from oocgemm.staging import Staging
+from oocgemm.threads import Cancel, shielded
 from oocgemm.timeline import Recorder, Report, Span, Timeline, report
 
 SEED = 20261  # of the signs that checksums are taken with; any will do
@@ -174,8 +175,13 @@ def gemm(
             job.check_log_apart(os.fsdecode(timeline), work, c)
         return work
 
-    work, session = _opened(engine, kernel, prepare)
-    matrix, log = _execute(work, c, session, origin, known, timeline, progress)
+    first = prepare()
+
+    def run(cancel: Cancel) -> tuple[job.Job, stores.Matrix, Recorder]:
+        work, session = _opened(engine, kernel, first, prepare)
+        return work, *_execute(work, c, session, origin, known, timeline, progress, cancel)
+
+    work, matrix, log = shielded(run)
     if log.failure is not None:
         raise ExecutionError(
             f"C is done, but its timeline cannot be written to {timeline}: {log.failure.strerror}"
@@ -191,10 +197,14 @@ def _execute(
     known: dict[str, Any],
     path: str | os.PathLike[str] | None,
     progress: Callable[[Plan], Observer] | None,
+    cancel: Cancel,
 ) -> tuple[stores.Matrix, Recorder]:
-    """Run what is planned, from the creation of C until it is durable, and record that; returns C and the record.
-    Nothing else is left of the run but C's journal, the session closed too. There is none where nothing is left of a run
-    that has ended. `known` is what the log at `path`, if there is one, says besides."""
+    """Run a planned job, from the creation of C until C is durable; return C and the record of the run.
+
+    The session is closed and all memory released when this returns or raises; only C and its journal stay. The
+    session is None where no step is left to run. `known` is written into the header of the log, which goes to `path`
+    if there is one.
+    """
     plan = work.plan
     output = staging = run = checks = again = log = None
     failed: BaseException | None = None
@@ -213,13 +223,13 @@ def _execute(
             observe = _observer(log, progress(plan) if progress else None)
             checks = Checks(plan, SEED, session.summing) if plan.problem.checked else None
             run = Run(plan, session, staging, origin, observe, output.finished, checks)
-            run.execute()
+            run.execute(cancel)
             retried = staging.retried
             if checks is not None and checks.failed:
                 some = checks.failing()
                 again = Checks(some, SEED + 1, session.summing, checks.failed)
                 repair = Run(some, session, staging, origin, observe, output.finished, again, log.spans)
-                repair.execute()
+                repair.execute(cancel)
                 again.complain()
             staging.release()
             held = {"device": session.device_bytes(), "host": staging.arena.nbytes}
@@ -273,12 +283,15 @@ def _observer(log: Recorder, watch: Observer | None) -> Observer:
     return observe
 
 
-def _opened(engine: Backend, kernel: str, prepare: Callable[[], job.Job]) -> tuple[job.Job, Session | None]:
-    """A plan and the device memory for it, before anything is written. Others may take memory between the asking for
-    what is free and the taking: then everything is planned once more, which helps where the budgets are ours to choose.
+def _opened(
+    engine: Backend, kernel: str, work: job.Job, prepare: Callable[[], job.Job]
+) -> tuple[job.Job, Session | None]:
+    """Take the memory that a job needs, before anything is written; return the job and its session.
+
+    Other programs may take memory between the query of what is free and the allocation. Then the job is planned once
+    more, which helps where the budgets are ours to choose.
     """
     for last in (False, True):
-        work = prepare()
         if not work.plan.steps:
             break
         try:
@@ -287,6 +300,7 @@ def _opened(engine: Backend, kernel: str, prepare: Callable[[], job.Job]) -> tup
         except OutOfMemoryError:
             if last:
                 raise
+            work = prepare()
     return work, None
 
 

@@ -71,7 +71,7 @@ class Staging:
         self._filled: set[Slot] = set()
         try:
             self._begin_locking(locks)
-        except ExecutionError:
+        except BaseException:
             self.close()
             raise
 
