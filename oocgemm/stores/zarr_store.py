@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,8 @@ ATTRIBUTE = "oocgemm"
 PARTIAL = re.compile(r"\.[0-9a-f]{32}\.partial$")
 # What decodes what we do not, in place of zarr's own pipeline, whose copies are made in one thread; where it is installed.
 FASTER = "zarrs"
+# zarr's configuration is the process's: two runs that set and restore it by turns would leave the one's behind.
+_config_lock = Lock()
 # Files of an array's metadata, in either format.
 METADATA = ("zarr.json", ".zarray", ".zattrs")
 
@@ -123,10 +126,9 @@ class ZarrMatrix:
         for name in METADATA:
             if (self.folder / name).exists():
                 shutil.copyfile(self.folder / name, folder / name)
-        # All chunks: one left out would leave the old one in its place. (What is asked for as an array is opened goes
-        # unheeded.)
-        with zarr.config.set({"array.write_empty_chunks": True}):
-            self._written = zarr.open_array(folder, mode="r+")
+        # All chunks: one left out would leave the old one in its place.
+        opened = zarr.open_array(folder, mode="r+")
+        self._written = opened.with_config({"write_empty_chunks": True})
 
     def sync_block(self, rows: Span, cols: Span) -> None:
         assert self._target is not None
@@ -379,6 +381,12 @@ def _direct_chunks(array: "zarr.Array[Any]", at_rest: bool) -> DirectChunks | No
 def _through(array: "zarr.Array[Any]") -> tuple["zarr.Array[Any]", bool]:
     """An array to read through, and whether into contiguous memory only, as is to be thought of a pipeline other than zarr's own:
     the one that zarr was told to take, or `FASTER` where it is installed and knows these codecs."""
+    with _config_lock:
+        return _through_pipeline(array)
+
+
+def _through_pipeline(array: "zarr.Array[Any]") -> tuple["zarr.Array[Any]", bool]:
+    """The same, while no other thread sets zarr's configuration."""
     pipeline = "codec_pipeline.path"
     if zarr.config.get(pipeline) != zarr.config.defaults[0]["codec_pipeline"]["path"]:
         return array, True
@@ -386,7 +394,8 @@ def _through(array: "zarr.Array[Any]") -> tuple["zarr.Array[Any]", bool]:
         return array, False
     # One chunk at a time: there are as many threads as are to decode, each with the memory for one.
     settings = {pipeline: f"{FASTER}.ZarrsCodecPipeline", "codec_pipeline.strict": True}
-    with suppress(Exception), zarr.config.set(settings | {"codec_pipeline.chunk_concurrent_maximum": 1}):
+    settings |= {"codec_pipeline.chunk_concurrent_maximum": 1}
+    with suppress(Exception), zarr.config.set(settings):
         return zarr.Array(zarr.AsyncArray(array.metadata, array.store_path)), True
     return array, False
 
