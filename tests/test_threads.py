@@ -5,7 +5,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -21,6 +21,14 @@ from tests.command import own_threads
 WAITING = (shielded.__code__, threads.start.__code__)
 MAX_BYTECODES = 1000
 BRIEFLY, LONG = 0.02, 30.0  # seconds
+
+
+@pytest.fixture(autouse=True)
+def _interruptible() -> Iterator[None]:
+    """SIGINT raises `KeyboardInterrupt`. Worker processes of pytest-xdist ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def interrupted_at(number: int, act: Callable[[], object]) -> bool:
