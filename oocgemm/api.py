@@ -15,6 +15,7 @@ from oocgemm.backends import Backend, Session
 from oocgemm.backends.ladder import check_plan
 from oocgemm.backends.memory import available_memory
 from oocgemm.checks import Checks
+from oocgemm.cpu import CpuTimes, used_since
 from oocgemm.errors import ExecutionError, InputError, OutOfMemoryError
 from oocgemm.executor import Observer, Run
 from oocgemm.job import Size, Transpose
@@ -198,7 +199,7 @@ def _execute(
     plan = work.plan
     output = staging = run = checks = again = log = None
     failed: BaseException | None = None
-    held, retried, kernels = {"device": 0, "host": 0}, [], []
+    cpu, held, retried, kernels = CpuTimes.now(), {"device": 0, "host": 0}, [], []
     try:
         output = target.open_target(work, c)
         header = known | {
@@ -230,6 +231,7 @@ def _execute(
             "held": held,
             "retried": retried,
             "checks": checks.figures(again) if checks is not None else None,
+            "cpu": used_since(cpu),
         }
         log.finish(perf_counter_ns() - origin, facts)
         return output.matrix, log

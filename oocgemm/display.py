@@ -1,37 +1,48 @@
 """What the command line shows: plans and reports, drawn with rich."""
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.table import Table
 
 from oocgemm.backends.tuning import Tuning
 from oocgemm.bench import AGAINST, BY_NCU, against
 from oocgemm.plan import Calibration, Plan
 from oocgemm.system import LINKS, calibrated_rates
-from oocgemm.timeline import Report, Timeline, diagnosis_lines, gantt, in_place
-from oocgemm.units import format_rate, format_size, format_time
+from oocgemm.timeline import Report, Timeline, diagnosis_lines, gantt, in_place, same_product
+from oocgemm.timeline.sections import heading
+from oocgemm.timeline.verdict import COMPUTE
+from oocgemm.units import format_percent, format_rate, format_size, format_time
 from oocgemm.verify import Verification
 
 TRAFFIC = ("read", "h2d", "d2h", "write")
-GANTT_WIDTH = 72
+# Columns of the Gantt chart: the names of lanes, what is beside its bars, and bars that still tell something.
+LANE_WIDTH = 8
+GANTT_MARGIN, MIN_GANTT = LANE_WIDTH + 3, 10
 
 
-def _console(width: int = 110) -> Console:
-    # Piped output is not cut to a terminal's width.
-    return Console(width=None if sys.stdout.isatty() else width, highlight=False)
+def _console() -> Console:
+    """Stdout as wide as the terminal, or as $COLUMNS; 80 columns where there is neither."""
+    return Console(highlight=False)
 
 
 def _table(*columns: str) -> Table:
+    """A table whose first column holds names. What does not fit a column is folded, never cut."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column(columns[0])
+    table.add_column(columns[0], overflow="fold")
     for column in columns[1:]:
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", overflow="fold")
     return table
+
+
+def _fits(out: Console, table: Table) -> bool:
+    """Whether a table has room for all its columns at their full width."""
+    return Measurement.get(out, out.options.update(max_width=1000), table).maximum <= out.width
 
 
 def print_plan(plan: Plan, explain: bool = False) -> None:
@@ -70,6 +81,7 @@ def print_plan(plan: Plan, explain: bool = False) -> None:
     ):
         parts = ", ".join(f"{name} {format_size(size)}" for name, size in held.items() if size)
         memory.add_row(tier, format_size(total), format_size(budget), parts)
+    memory.columns[-1].justify = "left"
     out.print(memory)
     out.print()
     traffic = _table("link", "bytes", "each once", "least possible", "ratio", "predicted")
@@ -89,11 +101,11 @@ def print_plan(plan: Plan, explain: bool = False) -> None:
     prediction = plan.prediction
     out.print()
     out.print(
-        f"[bold]predicted[/] {format_time(prediction.total)}, bound by [bold]{prediction.bottleneck}[/] "
+        f"[bold]predicted[/] {format_time(prediction.total)}, longest lane [bold]{prediction.bottleneck}[/] "
         f"(start-up {format_time(prediction.start_up)}, bubbles {format_time(prediction.bubbles)}, "
         f"tail {format_time(prediction.tail)})"
     )
-    out.print(_machine_model(plan.machine.name, plan.machine.calibrated), soft_wrap=True)
+    out.print(_machine_model(plan.machine.name, plan.machine.calibrated))
     if explain:
         _print_considered(out, plan)
 
@@ -104,17 +116,34 @@ def _machine_model(name: str, calibrated: bool) -> str:
 
 
 def _print_considered(out: Console, plan: Plan) -> None:
+    """The plans considered, with the time of each lane, or of the longest only where there is no room for all."""
     out.print()
     rows = plan.explain()
     lanes = [lane for lane in plan.prediction.lanes if any(row["lanes"][lane] for row in rows)]
-    table = _table("considered", "C slots", "predicted", *lanes, "bubbles", "why not")
+    table = _considered(rows, lanes, lambda row: [format_time(row["lanes"][lane]) for lane in lanes])
+    if not _fits(out, table):
+
+        def longest(row: dict[str, Any]) -> list[str]:
+            lane, seconds = max(row["lanes"].items(), key=lambda part: part[1])
+            return [f"{lane} {format_time(seconds)}"]
+
+        table = _considered(rows, ["longest lane"], longest)
+    out.print(table)
+
+
+def _considered(
+    rows: Sequence[dict[str, Any]], columns: Sequence[str], cells: Callable[[dict[str, Any]], list[str]]
+) -> Table:
+    table = _table("considered", "C slots", "predicted", *columns, "bubbles", "why not")
+    for column in table.columns[:-1]:
+        column.no_wrap = True
+    table.columns[-1].justify = "left"
     for row in rows:
-        times = (format_time(row["lanes"][lane]) for lane in lanes)
         table.add_row(
-            *(row["tile"], str(row["c_slots"]), format_time(row["total"]), *times),
+            *(row["tile"], str(row["c_slots"]), format_time(row["total"]), *cells(row)),
             *(format_time(row["bubbles"]), row["why"]),
         )
-    out.print(table)
+    return table
 
 
 def print_report(report: Report, timeline: Timeline, *, advise: bool = False) -> None:
@@ -126,21 +155,24 @@ def print_report(report: Report, timeline: Timeline, *, advise: bool = False) ->
     rate = f", {format_rate(report.flop_rate, 'FLOP')}" if report.flop_rate else ""
     out.print(f"[bold]T[/] {format_time(report.wall)}{rate}")
     out.print(
-        f"[bold]compute share[/] {_percent(report.compute_share)}   "
-        f"[bold]copy overlap[/] {_percent(report.copy_overlap)}   "
-        f"[bold]storage overlap[/] {_percent(report.storage_overlap)}   "
-        f"[bold]efficiency[/] {_percent(report.efficiency)}"
+        f"[bold]compute share[/] {format_percent(report.compute_share)}   "
+        f"[bold]copy overlap[/] {format_percent(report.copy_overlap)}   "
+        f"[bold]storage overlap[/] {format_percent(report.storage_overlap)}   "
+        f"[bold]efficiency[/] {format_percent(report.efficiency)}"
         + (" (needs `oocgemm calibrate`)" if _uncalibrated(report, timeline) else "")
     )
-    causes = sorted(report.exposed.items(), key=lambda item: -item[1])
-    parts = ", ".join(f"{cause} {format_time(seconds)}" for cause, seconds in causes)
-    total = sum(report.exposed.values())
-    out.print(f"[bold]exposed[/] {format_time(total)}: {parts or 'nothing'}")
+    stalls = {cause: share for cause, share in report.shares.items() if cause != COMPUTE}
+    parts = ", ".join(
+        f"{cause} {format_percent(share)} ({format_time(report.exposed[cause])})"
+        for cause, share in stalls.items()
+    )
+    total = format_percent(sum(stalls.values())), format_time(sum(report.exposed.values()))
+    out.print(f"[bold]exposed[/] {total[0]} ({total[1]}): {parts}" if stalls else "[bold]exposed[/] nothing")
     if report.checks:
         _print_checks(out, report.checks)
     plan = timeline.header.get("plan", {})
     if "machine" in plan:
-        out.print(_machine_model(plan["machine"], plan.get("calibrated", False)), soft_wrap=True)
+        out.print(_machine_model(plan["machine"], plan.get("calibrated", False)))
     if kernels := timeline.header.get("backend", {}).get("multiplied by"):
         out.print(f"multiplied by {escape(', '.join(kernels))}", soft_wrap=True)
     if lying := in_place(timeline):
@@ -168,10 +200,10 @@ def print_report(report: Report, timeline: Timeline, *, advise: bool = False) ->
         )
     out.print(table)
     out.print()
-    for lane, picture in gantt(timeline, GANTT_WIDTH):
-        out.print(f"{lane:>8} │{picture}│", soft_wrap=True)
-    ticks = f"0{format_time(report.wall):>{GANTT_WIDTH - 1}}"
-    out.print(f"{'':>8}  {ticks}", soft_wrap=True)
+    width = max(MIN_GANTT, out.width - GANTT_MARGIN)
+    for lane, picture in gantt(timeline, width):
+        out.print(f"{lane:>{LANE_WIDTH}} │{picture}│", soft_wrap=True)
+    out.print(f"{'':>{LANE_WIDTH}}  0{format_time(report.wall):>{width - 1}}", soft_wrap=True)
 
 
 def _uncalibrated(report: Report, timeline: Timeline) -> bool:
@@ -206,7 +238,7 @@ def _print_checks(out: Console, checks: dict[str, Any]) -> None:
         f"[bold]checked[/] {checks['tiles']} tiles in {checks['blocks']} blocks"
         + (f", {checks['undecided']} of them for Inf and NaN only" if checks["undecided"] else "")
         + f"; recomputed {len(redone)}{f': tiles {which}' if redone else ''}; "
-        + f"took {_percent(checks['core_share'])} of the cores' time"
+        + f"took {format_percent(checks['core_share'])} of the cores' time"
         + (
             f" and {format_time(checks['device_seconds'])} of the device's"
             if checks["device_seconds"]
@@ -217,26 +249,34 @@ def _print_checks(out: Console, checks: dict[str, Any]) -> None:
 
 
 def print_comparison(names: Sequence[str], reports: Sequence[Report], timelines: Sequence[Timeline]) -> None:
-    """Two runs side by side."""
+    """Print two runs side by side. Times and bytes of different products are not compared."""
     out = _console()
     for name, report, timeline in zip(names, reports, timelines, strict=True):
-        out.print(
-            f"[bold]{escape(name)}[/]  {escape(' '.join(diagnosis_lines(report, timeline)))}", soft_wrap=True
-        )
+        out.print(f"[bold]{escape(name)}[/]  {escape(' '.join(diagnosis_lines(report, timeline)))}")
+    alike = same_product(timelines)
+    if not alike:
+        products = " and ".join(heading(timeline.header) for timeline in timelines)
+        out.print(f"different products, {escape(products)}: compare rates and shares, not times and bytes")
     out.print()
     table = _table("", *map(escape, names), "change")
     first, second = reports
-    table.add_row("T", format_time(first.wall), format_time(second.wall), _change(first.wall, second.wall))
+
+    def row(name: str, form: Callable[[float], str], old: float, new: float, *, compared: bool) -> None:
+        table.add_row(name, form(old), form(new), _change(old, new) if compared else "")
+
+    row("T", format_time, first.wall, second.wall, compared=alike)
+    if first.flop_rate and second.flop_rate:
+        row("rate", partial(format_rate, unit="FLOP"), first.flop_rate, second.flop_rate, compared=True)
     for name in ("compute_share", "copy_overlap", "storage_overlap", "efficiency"):
         shares = [getattr(report, name) for report in reports]
-        table.add_row(name.replace("_", " "), *map(_percent, shares), "")
+        table.add_row(name.replace("_", " "), *map(format_percent, shares), "")
     for cause in dict.fromkeys(cause for report in reports for cause in report.exposed):
-        seconds = [report.exposed.get(cause, 0.0) for report in reports]
-        table.add_row(f"exposed, {cause}", *map(format_time, seconds), _change(*seconds))
+        parts = [(report.exposed if alike else report.shares).get(cause, 0.0) for report in reports]
+        row(f"exposed, {cause}", format_time if alike else format_percent, *parts, compared=alike)
     for link in TRAFFIC:
         moved = [report.traffic[link]["bytes"] or 0 for report in reports]
         if any(moved):
-            table.add_row(f"bytes, {link}", *map(format_size, moved), _change(*moved))
+            row(f"bytes, {link}", format_size, *moved, compared=alike)
     out.print(table)
 
 
@@ -343,17 +383,13 @@ def doing(enabled: bool) -> Iterator[Callable[[str], None]]:
         yield lambda what: status.update(escape(what))
 
 
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.1f}%"
-
-
 def _scalar(value: complex) -> str:
     return "" if value == 1 else f"{value:g} "
 
 
 def print_bench(result: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     """Rungs beside cuBLAS: a table for each dtype, of the fastest variant of each rung."""
-    out = _console(132)
+    out = _console()
     out.print(f"[bold]{escape(result['device'])}[/], clock at most {result['max clock'] or '-'} MHz")
     columns = "GFLOP/s", "of peak", "of cuBLAS", "flop/byte", "loads", "stores", "conflicts", "occupancy"
     variants: dict[str, set[tuple[int, ...]]] = {}

@@ -13,7 +13,9 @@ from rich.text import Text
 
 from oocgemm.plan import Plan
 from oocgemm.timeline import Span
+from oocgemm.timeline.figures import shares_between
 from oocgemm.timeline.series import utilisation
+from oocgemm.timeline.verdict import verdict
 from oocgemm.units import format_rate
 
 LINKS = ("read", "h2d", "d2h", "write")
@@ -27,8 +29,8 @@ Show = Callable[[float, str, str], None]
 
 @contextmanager
 def progress_display(enabled: bool) -> Iterator[Callable[[Plan], Callable[[Span], None]] | None]:
-    """What `gemm` takes as `progress`: tiles done, flop/s and the rate of each link so far, and of the last seconds how busy
-    each lane was and which of them most: what bounds the run. On a terminal the time left too."""
+    """Yield what `gemm` takes as `progress`: it shows tiles done, flop/s and the rate of each link so far, and of the last
+    seconds how busy each lane was and what bounded the run. On a terminal the time left too."""
     if not enabled:
         yield None
         return
@@ -85,18 +87,24 @@ def _watch(plan: Plan, *, every: float, show: Show) -> Callable[[Span], None]:
         show(
             min(1.0, (flops if plan.flops else written) / max(1, total)),
             f"tile {min(done + 1, tiles)}/{tiles}",
-            f"{format_rate(flops / seconds, 'FLOP')}{links}  |  {_busy(recent)}",
+            f"{format_rate(flops / seconds, 'FLOP')}{links}  |  {_lately(recent, flops >= plan.flops)}",
         )
 
     return step
 
 
-def _busy(recent: deque[Span]) -> str:
-    """How busy lanes were lately, the busiest named as what bounds the run: the others wait for it."""
-    until = max(span.end for span in recent)
+def _lately(recent: deque[Span], multiplied: bool) -> str:
+    """How busy lanes were lately, and the verdict on these seconds. Until all is `multiplied` it looks no further than
+    the last Multiply that has ended: of what came after, the Multiply that is running is not known."""
     # Of what ended before the first that is still known, nothing is.
-    since = max(0, until - LATELY, recent[0].end if len(recent) == LATEST else 0)
+    known = recent[0].end if len(recent) == LATEST else 0
+    until = max(span.end for span in recent)
+    since = max(0, until - LATELY, known)
     shares = utilisation([span for span in recent if span.end > since], since, until)
-    busiest = max(shares, key=lambda lane: shares[lane], default="nothing")
-    lanes = "  ".join(f"{lane} {100 * share:.0f}%" for lane, share in shares.items())
-    return f"busy {lanes}  |  bound by {busiest}"
+    text = "busy " + "  ".join(f"{lane} {100 * share:.0f}%" for lane, share in shares.items())
+    last = max((span.end for span in recent if span.kind == "multiply"), default=0)
+    if not last:
+        return text
+    until = until if multiplied else last
+    found = verdict(shares_between(recent, max(0, until - LATELY, known), until))
+    return f"{text}  |  {'; '.join(filter(None, (found.headline, found.beside)))}"

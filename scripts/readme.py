@@ -7,6 +7,7 @@ usage: scripts/readme.py [--check]    --check: only say whether the README is up
 
 import io
 import json
+import os
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
@@ -19,6 +20,7 @@ from oocgemm.plan import Budgets, GemmProblem, Layout, Layouts, default_model, m
 from oocgemm.roofline import roofline
 from oocgemm.stores import new_layout
 from oocgemm.timeline import read_log, report
+from oocgemm.timeline.verdict import shares, verdict
 
 TOP = Path(__file__).resolve().parent.parent
 RESULTS = TOP / "scripts" / "results"
@@ -30,7 +32,8 @@ def load(name: str) -> dict[str, Any]:
 
 
 def fenced(show: Callable[[], None]) -> str:
-    """What a command prints."""
+    """What a command prints, as wide as a README is shown."""
+    os.environ["COLUMNS"] = "110"
     with redirect_stdout(io.StringIO()) as printed:
         show()
     return "```\n" + "\n".join(line.rstrip() for line in printed.getvalue().rstrip().splitlines()) + "\n```"
@@ -171,17 +174,20 @@ def trusted() -> list[str]:
 
 
 def diagnosed() -> list[str]:
-    """A table of the runs of `bench_diagnosis.py`: what bounded them, and what following their advice gained."""
+    """A table of the runs of `bench_diagnosis.py`: what bounded them, and what following their advice gained. The verdict is
+    that of the first run of each, by its recorded figures."""
     lines = [
         "Six runs on an H200, each made to be bound by another cause; what their reports said, and what came of doing it:",
         "",
-        "| product | bound by | T | less, predicted | less, measured |",
+        "| product | verdict | T | less, predicted | less, measured |",
         "| --- | --- | --- | --- | --- |",
     ]
     for made_for, case in load("bench_diagnosis.json").items():
         gains = [f"{x:.0%}" if x is not None else "no gain" for x in (case["promised"], case["gained"])]
-        bounds = ", ".join(dict.fromkeys(case["bounds"]))
-        cells = f"{made_for}: {case['what']}", bounds, spread(case["seconds_before"]), *gains
+        first = case["before"]
+        found = verdict(shares(first["lanes"]["compute"]["busy"], first["exposed"], first["seconds"]))
+        said = "; ".join(filter(None, (found.headline, found.beside)))
+        cells = f"{made_for}: {case['what']}", said, spread(case["seconds_before"]), *gains
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 

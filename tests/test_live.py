@@ -38,7 +38,7 @@ def shown(rates: dict[str, float]) -> list[tuple[float, str, str]]:
 )
 def test_the_lane_that_holds_a_run_up_is_named(rates: dict[str, float], bound: str) -> None:
     seen = shown(rates)
-    assert seen[len(seen) // 2][2].endswith(f"bound by {bound}")
+    assert f"  |  {bound}-bound, " in seen[len(seen) // 2][2]
 
 
 def test_what_is_shown_goes_from_nothing_to_all() -> None:
@@ -80,7 +80,7 @@ def test_lines_are_printed_where_there_is_no_terminal(monkeypatch: pytest.Monkey
     done = run("a.npy", "b.npy", "c", "--tile", "10x10x10")
     assert done.code == 0
     lines = done.err.splitlines()
-    assert all(line.startswith("tile ") and " bound by " in line for line in lines)
+    assert all(line.startswith("tile ") and "  |  busy " in line for line in lines)
     assert "tile 16/16  100%" in done.err
     assert "\x1b" not in done.err
     assert run("a.npy", "b.npy", "d", "--quiet").err == ""
@@ -95,6 +95,6 @@ def test_a_bar_is_drawn_on_a_terminal_and_taken_away(monkeypatch: pytest.MonkeyP
     done = run("a.npy", "b.npy", "c", "--tile", "10x10x10")
     assert (done.code, done.err) == (0, "")
     drawn = terminal.getvalue()
-    assert "bound by " in drawn
+    assert "-bound, " in drawn
     assert "100%" in drawn
     assert drawn.endswith("\x1b[2K")  # the last thing done to it is to clear a line
