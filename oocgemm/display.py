@@ -105,14 +105,15 @@ def print_plan(plan: Plan, explain: bool = False) -> None:
         f"(start-up {format_time(prediction.start_up)}, bubbles {format_time(prediction.bubbles)}, "
         f"tail {format_time(prediction.tail)})"
     )
-    out.print(_machine_model(plan.machine.name, plan.machine.calibrated))
+    _print_model(out, plan.machine.name, plan.machine.calibrated)
     if explain:
         _print_considered(out, plan)
 
 
-def _machine_model(name: str, calibrated: bool) -> str:
-    remedy = "" if calibrated else ": times are rough, run `oocgemm calibrate` for this machine"
-    return f"machine model: {escape(name)}{remedy}"
+def _print_model(out: Console, name: str, calibrated: bool) -> None:
+    out.print(f"machine model: {escape(name)}", soft_wrap=True)
+    if not calibrated:
+        out.print("times are rough: run `oocgemm calibrate` for this machine")
 
 
 def _print_considered(out: Console, plan: Plan) -> None:
@@ -172,7 +173,7 @@ def print_report(report: Report, timeline: Timeline, *, advise: bool = False) ->
         _print_checks(out, report.checks)
     plan = timeline.header.get("plan", {})
     if "machine" in plan:
-        out.print(_machine_model(plan["machine"], plan.get("calibrated", False)))
+        _print_model(out, plan["machine"], plan.get("calibrated", False))
     if kernels := timeline.header.get("backend", {}).get("multiplied by"):
         out.print(f"multiplied by {escape(', '.join(kernels))}", soft_wrap=True)
     if lying := in_place(timeline):
