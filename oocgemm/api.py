@@ -3,9 +3,7 @@
 import gc
 import os
 from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import cached_property
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from time import perf_counter_ns, time
 from traceback import clear_frames
 from typing import Any
@@ -20,33 +18,13 @@ from oocgemm.errors import ExecutionError, InputError, OutOfMemoryError
 from oocgemm.executor import Observer, Run
 from oocgemm.job import Size, Transpose
 from oocgemm.plan import Op, Plan, TileShape
+from oocgemm.result import Result
 from oocgemm.staging import Staging
-from oocgemm.timeline import Recorder, Report, Span, Timeline, report
+from oocgemm.timeline import Recorder, Span
+
+Progress = Callable[[Plan], Observer]
 
 SEED = 20261  # of the signs that checksums are taken with; any will do
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a run leaves: the product, how it was planned, and what happened.
-
-    `out` is the array that holds C: the given one, an ndarray, or the zarr array or memory map at its path. `log` is what
-    was recorded; it becomes a timeline, and that a report, when one is asked for.
-    """
-
-    out: Any
-    plan: Plan
-    log: Recorder
-
-    @cached_property
-    def timeline(self) -> Timeline:
-        """Every operation of the run, some 500 bytes each."""
-        return self.log.timeline()
-
-    @cached_property
-    def report(self) -> Report:
-        """The figures of the run."""
-        return report(self.timeline)
 
 
 def matmul(a: Any, b: Any, /, *, out: Any = None, **options: Any) -> Result:
@@ -91,7 +69,7 @@ def gemm(
     resume: bool = False,
     verify: bool = False,
     timeline: str | os.PathLike[str] | None = None,
-    progress: Callable[[Plan], Observer] | None = None,
+    progress: Progress | bool | None = None,
 ) -> Result:
     """``C = alpha op(A) @ op(B) + beta C``, streamed through bounded memory.
 
@@ -126,7 +104,8 @@ def gemm(
             panel when it is read; without a GPU the processor takes the checksums.
         timeline: path of a log of every operation, for `oocgemm report`. It is written as the run goes on, and tells of
             as much of a run that has not ended.
-        progress: called with the plan; returns what is called with every finished operation.
+        progress: True shows how far the run is on stderr, a bar on a terminal and elsewhere a line every ten seconds. Or
+            a callback: it is called with the plan, and returns what is called with every finished operation.
 
     Returns:
         A `Result`.
@@ -176,7 +155,8 @@ def gemm(
         return work
 
     work, session = _opened(engine, kernel, prepare)
-    matrix, log = _execute(work, c, session, origin, known, timeline, progress)
+    with _display(progress) as shown:
+        matrix, log = _execute(work, c, session, origin, known, timeline, shown)
     if log.failure is not None:
         raise ExecutionError(
             f"C is done, but its timeline cannot be written to {timeline}: {log.failure.strerror}"
@@ -191,7 +171,7 @@ def _execute(
     origin: int,
     known: dict[str, Any],
     path: str | os.PathLike[str] | None,
-    progress: Callable[[Plan], Observer] | None,
+    progress: Progress | None,
 ) -> tuple[stores.Matrix, Recorder]:
     """Run what is planned, from the creation of C until it is durable, and record that; returns C and the record.
     Nothing else is left of the run but C's journal, the session closed too. There is none where nothing is left of a run
@@ -255,6 +235,15 @@ def _execute(
         output = staging = run = None
         _let_go(failed)
         failed = None  # it would keep itself
+
+
+def _display(progress: Progress | bool | None) -> AbstractContextManager[Progress | None]:
+    """The progress display if `progress` is True, or the caller's own."""
+    if progress is True:
+        from oocgemm.live import progress_display  # it imports rich
+
+        return progress_display(True)
+    return nullcontext(progress or None)
 
 
 def _begun(header: dict[str, Any], path: str | os.PathLike[str] | None) -> Recorder:

@@ -130,7 +130,7 @@ def calibrate(
             "copies": copies,
             "path": str(folder.absolute()),
             "seconds": seconds,
-            "cores used by others": round(others / seconds, 2),
+            "cores_used_by_others": round(others / seconds, 2),
         },
     )
 

@@ -326,9 +326,6 @@ def main() -> NoReturn:
         message = out_of_memory if isinstance(error, MemoryError) else str(error)
         _complain(". ".join(filter(None, (message, _notes(error)))))
         code = _exit_code(error)
-    except BrokenPipeError:  # whoever read stdout has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = EXIT_FAILED
     sys.exit(code)
 
 

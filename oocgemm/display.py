@@ -10,10 +10,8 @@ from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
 
-from oocgemm.backends.tuning import Tuning
-from oocgemm.bench import AGAINST, BY_NCU, against
-from oocgemm.plan import Calibration, Plan
-from oocgemm.system import LINKS, calibrated_rates
+from oocgemm.plan import Plan
+from oocgemm.system import LINKS
 from oocgemm.timeline import Report, Timeline, diagnosis_lines, gantt, in_place, same_product
 from oocgemm.timeline.sections import heading
 from oocgemm.timeline.verdict import COMPUTE
@@ -26,13 +24,13 @@ LANE_WIDTH = 8
 GANTT_MARGIN, MIN_GANTT = LANE_WIDTH + 3, 10
 
 
-def _console() -> Console:
-    """Stdout as wide as the terminal, or as $COLUMNS; 80 columns where there is neither."""
+def console() -> Console:
+    """Open stdout as wide as the terminal, or as $COLUMNS; 80 columns where there is neither."""
     return Console(highlight=False)
 
 
-def _table(*columns: str) -> Table:
-    """A table whose first column holds names. What does not fit a column is folded, never cut."""
+def table_of(*columns: str) -> Table:
+    """Make a table whose first column holds names. What does not fit a column is folded, never cut."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column(columns[0], overflow="fold")
     for column in columns[1:]:
@@ -40,14 +38,14 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _fits(out: Console, table: Table) -> bool:
-    """Whether a table has room for all its columns at their full width."""
-    return Measurement.get(out, out.options.update(max_width=1000), table).maximum <= out.width
+def full_width(out: Console, table: Table) -> int:
+    """Count the columns that a table takes if nothing is folded."""
+    return Measurement.get(out, out.options.update(max_width=1000), table).maximum
 
 
 def print_plan(plan: Plan, explain: bool = False) -> None:
     """A plan: what it computes, tile and slots, memory, traffic, predicted times."""
-    out = _console()
+    out = console()
     problem, tile, slots = plan.problem, plan.tile, plan.slots
     down, across = plan.grid.shape
     out.print(
@@ -74,7 +72,7 @@ def print_plan(plan: Plan, explain: bool = False) -> None:
         f"{plan.candidate.io_threads} I/O threads"
     )
     out.print()
-    memory = _table("memory", "holds", "budget", "of which")
+    memory = table_of("memory", "holds", "budget", "of which")
     for tier, held, total, budget in (
         ("device", plan.footprint.device, plan.footprint.device_total, plan.budgets.device),
         ("host", plan.footprint.host, plan.footprint.host_total, plan.budgets.host),
@@ -84,7 +82,7 @@ def print_plan(plan: Plan, explain: bool = False) -> None:
     memory.columns[-1].justify = "left"
     out.print(memory)
     out.print()
-    traffic = _table("link", "bytes", "each once", "least possible", "ratio", "predicted")
+    traffic = table_of("link", "bytes", "each once", "least possible", "ratio", "predicted")
     lanes = plan.prediction.lanes
     for link in TRAFFIC:
         if plan.traffic[link]:
@@ -122,7 +120,7 @@ def _print_considered(out: Console, plan: Plan) -> None:
     rows = plan.explain()
     lanes = [lane for lane in plan.prediction.lanes if any(row["lanes"][lane] for row in rows)]
     table = _considered(rows, lanes, lambda row: [format_time(row["lanes"][lane]) for lane in lanes])
-    if not _fits(out, table):
+    if full_width(out, table) > out.width:
 
         def longest(row: dict[str, Any]) -> list[str]:
             lane, seconds = max(row["lanes"].items(), key=lambda part: part[1])
@@ -135,7 +133,7 @@ def _print_considered(out: Console, plan: Plan) -> None:
 def _considered(
     rows: Sequence[dict[str, Any]], columns: Sequence[str], cells: Callable[[dict[str, Any]], list[str]]
 ) -> Table:
-    table = _table("considered", "C slots", "predicted", *columns, "bubbles", "why not")
+    table = table_of("considered", "C slots", "predicted", *columns, "bubbles", "why not")
     for column in table.columns[:-1]:
         column.no_wrap = True
     table.columns[-1].justify = "left"
@@ -149,7 +147,7 @@ def _considered(
 
 def print_report(report: Report, timeline: Timeline, *, advise: bool = False) -> None:
     """What bounded a run, its figures and its Gantt picture; with `advise` what to change, which takes plans to be made."""
-    out = _console()
+    out = console()
     for text in diagnosis_lines(report, timeline, advise=advise):
         out.print(escape(text))
     out.print()
@@ -184,7 +182,7 @@ def print_report(report: Report, timeline: Timeline, *, advise: bool = False) ->
             soft_wrap=True,
         )
     out.print()
-    table = _table("lane", "busy", "operations", "bytes", "rate", "required", "least possible")
+    table = table_of("lane", "busy", "operations", "bytes", "rate", "required", "least possible")
     for lane, _ in gantt(timeline, 1):
         figures = report.lanes[lane]
         moved = figures["bytes"]
@@ -215,7 +213,7 @@ def _uncalibrated(report: Report, timeline: Timeline) -> bool:
 
 def print_verification(found: Verification) -> None:
     """What `verify` has found, and what that is worth."""
-    out = _console()
+    out = console()
     out.print(
         f"[bold]C is {'right' if found.right else 'wrong'}[/]: {found.vectors} random vectors on {found.groups} "
         f"groups of columns, the worst sum off by {found.excess:.2g} of its tolerance",
@@ -251,7 +249,7 @@ def _print_checks(out: Console, checks: dict[str, Any]) -> None:
 
 def print_comparison(names: Sequence[str], reports: Sequence[Report], timelines: Sequence[Timeline]) -> None:
     """Print two runs side by side. Times and bytes of different products are not compared."""
-    out = _console()
+    out = console()
     for name, report, timeline in zip(names, reports, timelines, strict=True):
         out.print(f"[bold]{escape(name)}[/]  {escape(' '.join(diagnosis_lines(report, timeline)))}")
     alike = same_product(timelines)
@@ -259,7 +257,7 @@ def print_comparison(names: Sequence[str], reports: Sequence[Report], timelines:
         products = " and ".join(heading(timeline.header) for timeline in timelines)
         out.print(f"different products, {escape(products)}: compare rates and shares, not times and bytes")
     out.print()
-    table = _table("", *map(escape, names), "change")
+    table = table_of("", *map(escape, names), "change")
     first, second = reports
 
     def row(name: str, form: Callable[[float], str], old: float, new: float, *, compared: bool) -> None:
@@ -285,49 +283,10 @@ def _change(old: float, new: float) -> str:
     return f"{100 * (new / old - 1):+.1f}%" if old else ""
 
 
-def print_calibration(found: Calibration, path: str) -> None:
-    """What was measured of a machine, and where it is kept."""
-    out = _console()
-    out.print(f"[bold]{escape(found.device)}[/] ({found.backend}), {found.samples['seconds']:.0f} s\n")
-    measured: dict[str, dict[str, float]] = found.samples["kernels"]
-    depths = sorted({int(depth) for rates in measured.values() for depth in rates})
-    scale, unit = (
-        (1e12, "TFLOP/s") if max(fit.peak for fit in found.kernels.values()) >= 1e12 else (1e9, "GFLOP/s")
-    )
-    kernels = _table(f"{unit}, panels deep", *map(str, depths), "fitted peak", "halved at")
-    for dtype, rates in measured.items():
-        fit = found.kernels[dtype]
-        shown = (f"{rates[str(d)] / scale:.3g}" if str(d) in rates else "" for d in depths)
-        kernels.add_row(dtype, *shown, f"{fit.peak / scale:.3g}", f"{fit.half_depth:.3g}")
-    out.print(kernels)
-    out.print()
-    moved: dict[str, float] = {}
-    for link, by_size in found.samples["copies"].items():
-        if isinstance(by_size, dict):
-            moved |= {f"{link}, {format_size(int(size))}": rate for size, rate in by_size.items()}
-        else:
-            moved[link] = by_size
-    for name, rate in calibrated_rates(found).items():
-        moved[LINKS[name] + (", fitted" if name in found.samples["copies"] else "")] = rate
-    links = _table("link", "GB/s")
-    for name, rate in moved.items():
-        links.add_row(name, f"{rate / 1e9:.3g}")
-    out.print(links)
-    out.print(f"first use of memory {found.rates['arena_seconds_per_byte'] * 2**30:.3g} s a GiB")
-    out.print(f"issuing an operation {format_time(found.rates['issue'])}")
-    others = found.samples["cores used by others"]
-    if others >= 0.2:
-        out.print(
-            f"other programs kept {others:.1f} cores busy: rates are low, calibrate again when they are done"
-        )
-    out.print(f"\nstorage: {escape(found.samples['path'])}", soft_wrap=True)
-    out.print(f"kept in {escape(path)}", soft_wrap=True)
-
-
 def print_info(found: dict[str, Any]) -> None:
     """What there is to work with, and what is missing."""
-    out = _console()
-    here, engines = found["machine"], {name: found[f"{name} backend"] for name in ("host", "cuda")}
+    out = console()
+    here, engines = found["machine"], {name: found[f"{name}_backend"] for name in ("host", "cuda")}
     for name, text in {
         "versions": ", ".join(f"{package} {version}" for package, version in found["versions"].items()),
         "machine": f"{here['processor']}, {here['cores']} cores, {format_size(here['memory'])} of memory, "
@@ -337,11 +296,11 @@ def print_info(found: dict[str, Any]) -> None:
         out.print(f"[bold]{name:<9}[/] {escape(text)}", soft_wrap=True)
     there = {name: engine for name, engine in engines.items() if "missing" not in engine}
     out.print()
-    table = _table("rates", *there)
+    table = table_of("rates", *there)
     for group, unit in (("kernels", "FLOP"), ("links", "B")):
         for rate in dict.fromkeys(rate for engine in there.values() for rate in engine[group]):
             cells = (_rate(engine, rate, engine[group].get(rate), unit) for engine in there.values())
-            table.add_row(LINKS.get(rate, rate), *cells)
+            table.add_row(LINKS.get(rate, rate.replace("_", " ")), *cells)
     out.print(table)
     for name, engine in there.items():
         out.print(f"{name}: {escape(engine['rates'])}", soft_wrap=True)
@@ -349,7 +308,7 @@ def print_info(found: dict[str, Any]) -> None:
         out.print("~ assumed, not measured here")
     if found["missing"]:
         out.print()
-        table = _table("missing", "for", "command")
+        table = table_of("missing", "for", "command")
         for column in table.columns:
             column.justify, column.no_wrap = "left", True
         for one in found["missing"]:
@@ -376,77 +335,14 @@ def _rate(engine: dict[str, Any], name: str, rate: float | None, unit: str) -> s
 
 @contextmanager
 def doing(enabled: bool) -> Iterator[Callable[[str], None]]:
-    """A line on stderr that says what is being done."""
+    """Yield what shows a line on stderr that says what is being done."""
     if not enabled:
         yield lambda what: None
         return
-    with Console(stderr=True).status("") as status:
+    stderr = Console(stderr=True)
+    with stderr.status("", spinner="line" if stderr.options.ascii_only else "dots") as status:
         yield lambda what: status.update(escape(what))
 
 
 def _scalar(value: complex) -> str:
     return "" if value == 1 else f"{value:g} "
-
-
-def print_bench(result: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """Rungs beside cuBLAS: a table for each dtype, of the fastest variant of each rung."""
-    out = _console()
-    out.print(f"[bold]{escape(result['device'])}[/], clock at most {result['max clock'] or '-'} MHz")
-    columns = "GFLOP/s", "of peak", "of cuBLAS", "flop/byte", "loads", "stores", "conflicts", "occupancy"
-    variants: dict[str, set[tuple[int, ...]]] = {}
-    for row in result["rows"]:
-        variants.setdefault(row["kernel"], set()).add(tuple(row["params"].values()))
-    for dtype in dict.fromkeys(row["dtype"] for row in rows):
-        table = _table(f"\n{dtype}", "kernel", *columns)
-        for column in table.columns[:2]:
-            column.no_wrap, column.justify = True, "left"
-        last = None
-        for row in (row for row in rows if row["dtype"] == dtype):
-            shape = _product_of(row)
-            variant = (
-                " " + ",".join(map(str, row["params"].values())) if len(variants[row["kernel"]]) > 1 else ""
-            )
-            numbers = (
-                row.get(x)
-                for x in ("intensity", "load sectors", "store sectors", "bank conflicts", "occupancy")
-            )
-            table.add_row(
-                "" if shape == last else shape,
-                row["kernel"] + variant,
-                f"{row['flops'] / 1e9:.4g}",
-                *("" if share is None else f"{share:.3f}" for share in (row["of peak"], row["of cublas"])),
-                *("" if number is None else f"{number:.3g}" for number in numbers),
-            )
-            last = shape
-        out.print(table)
-    out.print(
-        "\nflop/byte, loads and stores (sectors of 32 bytes) and bank conflicts are counted on paper, before caches; "
-        "small products measure the launch"
-    )
-    if "not counted" in result:
-        out.print(f"\nnothing is counted on the device: {escape(result['not counted'])}", soft_wrap=True)
-    counted = _table("\ncounted", "product", "kernel", *AGAINST)
-    for column in counted.columns[:3]:
-        column.no_wrap, column.justify = True, "left"
-    for row in (row for row in rows if "ncu" in row):
-        counted.add_row(row["dtype"], _product_of(row), row["kernel"], *against(row))
-    if counted.row_count:
-        out.print(counted)
-        out.print(f"\n{BY_NCU}")
-
-
-def _product_of(row: dict[str, Any]) -> str:
-    return "x".join(map(str, row["shape"])) + (" beta 1" if row["beta"] else "")
-
-
-def print_tuning(tuning: Tuning, path: str) -> None:
-    """Rates of the rungs by dtype and class of shapes, the fastest first."""
-    out = _console()
-    table = _table("dtype", "class", "kernel", "TFLOP/s", "parameters")
-    for dtype, classes in tuning.rungs.items():
-        for name, found in classes.items():
-            for rung, best in sorted(found.items(), key=lambda item: -item[1].rate):
-                params = " ".join(f"{key}={value}" for key, value in best.params.items())
-                table.add_row(dtype, name, rung, f"{best.rate / 1e12:.4g}", params)
-    out.print(table)
-    out.print(f"\nkept in {path}")

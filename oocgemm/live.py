@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from time import perf_counter
 
@@ -84,11 +84,10 @@ def _watch(plan: Plan, *, every: float, show: Show) -> Callable[[Span], None]:
         written = moved["write"] or moved["d2h"]  # by the device, where C lies in memory
         done = before + (tiles - before) * written // max(1, plan.traffic["write"])
         links = "".join(f"  {link} {format_rate(size / seconds)}" for link, size in moved.items() if size)
-        show(
-            min(1.0, (flops if plan.flops else written) / max(1, total)),
-            f"tile {min(done + 1, tiles)}/{tiles}",
-            f"{format_rate(flops / seconds, 'FLOP')}{links}  |  {_lately(recent, flops >= plan.flops)}",
-        )
+        share = min(1.0, (flops if plan.flops else written) / max(1, total))
+        rates = f"{format_rate(flops / seconds, 'FLOP')}{links}  |  {_lately(recent, flops >= plan.flops)}"
+        with suppress(OSError, ValueError):  # a stream that takes no more is no reason for the run to fail
+            show(share, f"tile {min(done + 1, tiles)}/{tiles}", rates)
 
     return step
 

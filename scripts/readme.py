@@ -16,6 +16,7 @@ from typing import Any
 
 from oocgemm.bench import AGAINST, BY_NCU, against
 from oocgemm.display import print_plan, print_report
+from oocgemm.measuring import snake_keys
 from oocgemm.plan import Budgets, GemmProblem, Layout, Layouts, default_model, make_plan
 from oocgemm.roofline import roofline
 from oocgemm.stores import new_layout
@@ -28,6 +29,12 @@ RESULTS = TOP / "scripts" / "results"
 
 def load(name: str) -> dict[str, Any]:
     value: dict[str, Any] = json.loads((RESULTS / name).read_text())
+    return value
+
+
+def load_kernels(name: str) -> dict[str, Any]:
+    """What `oocgemm bench kernels --json` printed; its keys once held spaces."""
+    value: dict[str, Any] = snake_keys(load(name))
     return value
 
 
@@ -313,7 +320,7 @@ def on_cores(cases: dict[str, Any]) -> list[str]:
 
 def kernels() -> str:
     """A table of the rungs on square products of 4096, from `oocgemm bench kernels --json`, a column a dtype."""
-    result, side = load("bench_kernels.json"), [4096] * 3
+    result, side = load_kernels("bench_kernels.json"), [4096] * 3
     rows = [row for row in result["rows"] if row["shape"] == side]
     dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
     rates: dict[tuple[str, str, str], float] = {
@@ -355,7 +362,7 @@ FAST_SHAPES = [[n, n, n] for n in (4096, 8192, 16384)] + [[12288, 12288, r] for 
 
 def fast_kernels() -> list[str]:
     """A table of what `simt` and `tensor` reach of cuBLAS, from `oocgemm bench kernels --json` for each dtype."""
-    results = load("kernels_fast.json")["results"]
+    results = load_kernels("kernels_fast.json")["results"]
     best: dict[tuple[str, str, tuple[int, ...]], dict[str, Any]] = {}
     for row in (row for result in results for row in result["rows"] if row["kernel"] != "cublas"):
         key = row["kernel"], row["dtype"], tuple(row["shape"])
@@ -371,7 +378,7 @@ def fast_kernels() -> list[str]:
     ]
     for rung, dtype in dict.fromkeys((rung, dtype) for rung, dtype, _ in best):
         found = [best.get((rung, dtype, tuple(shape))) for shape in FAST_SHAPES]
-        cells = [f"{row['of cublas']:.3f}" if row else "" for row in found]
+        cells = [f"{row['of_cublas']:.3f}" if row else "" for row in found]
         lines.append(f"| {' | '.join([f'`{rung}`, {dtype}', *cells])} |")
     return lines
 
@@ -381,7 +388,7 @@ def counted() -> list[str]:
     name = "bench_kernels_counters.json"
     if not (RESULTS / name).exists():
         return []
-    result = load(name)
+    result = load_kernels(name)
     lines = [
         "",
         f"Sectors of 32 bytes, bank conflicts and occupancy on one {result['device']}, on paper and counted:",
