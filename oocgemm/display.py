@@ -216,14 +216,12 @@ def print_verification(found: Verification) -> None:
     out = console()
     out.print(
         f"[bold]C is {'right' if found.right else 'wrong'}[/]: {found.vectors} random vectors on {found.groups} "
-        f"groups of columns, the worst sum off by {found.excess:.2g} of its tolerance",
-        soft_wrap=True,
+        f"groups of columns, the worst sum off by {found.excess:.2g} of its tolerance"
     )
     if found.right:
         out.print(
             f"A row that is wrong within a group is missed with a probability of at most {100 * found.missed:.2g}%, unless "
-            f"by less than rounding; a single element off by more than {2 * found.tolerance:.2g} is never missed",
-            soft_wrap=True,
+            f"by less than rounding; a single element off by more than {2 * found.tolerance:.2g} is never missed"
         )
     out.print(
         f"{format_size(found.bytes)} in {format_time(found.seconds)}, {format_rate(found.bytes / found.seconds)}"
@@ -293,7 +291,7 @@ def print_info(found: dict[str, Any]) -> None:
         f"{format_size(here['available'])} available; {here['platform']}",
         **{name: _engine(engine) for name, engine in engines.items()},
     }.items():
-        out.print(f"[bold]{name:<9}[/] {escape(text)}", soft_wrap=True)
+        out.print(f"[bold]{name:<9}[/] {escape(text)}", soft_wrap=name in engines)  # commands stay whole
     there = {name: engine for name, engine in engines.items() if "missing" not in engine}
     out.print()
     table = table_of("rates", *there)
@@ -310,7 +308,7 @@ def print_info(found: dict[str, Any]) -> None:
         out.print()
         table = table_of("missing", "for", "command")
         for column in table.columns:
-            column.justify, column.no_wrap = "left", True
+            column.justify, column.no_wrap = "left", column.header != "for"
         for one in found["missing"]:
             table.add_row(one["what"], one["for"], escape(one["command"]))
         out.print(table)

@@ -163,6 +163,16 @@ def test_contention_is_told_from_a_slow_kernel(
     assert (f"Other programs used {others:.1f} of {cores} cores." in said[1]) == (others >= 0.1 * cores)
 
 
+def test_contention_goes_before_a_gain_by_rates_that_it_spoiled() -> None:
+    slow = machine(read=1e9, read_scattered=1e9)
+    run = run_of(virtual_plan(CUBE, SMALL, slow))
+    assert advice(run).seconds is not None
+    seconds = run.wall / 1e9
+    used = {"cores": 2, "own_seconds": seconds, "busy_seconds": 2 * seconds}
+    found = advice(Timeline(run.spans, run.wall, dict(run.header) | {"cpu": used}))
+    assert (found.change, found.seconds) == (CONTENDED, None)
+
+
 def test_a_short_run_says_nothing_of_other_programs() -> None:
     run = Timeline(first(), 102, {"cpu": {"cores": 2, "own_seconds": 0.0, "busy_seconds": 1.0}})
     assert "Other programs" not in diagnose(run).evidence

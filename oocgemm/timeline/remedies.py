@@ -164,7 +164,10 @@ def _modelled(plan: Plan) -> Mapping[str, float]:
 
 
 def remedy(timeline: Timeline, figures: Report, diagnosis: Diagnosis, fitted: Fitted | None) -> Remedy:
-    """The change that gains most by the fitted model; of those that gain nearly as much the one of least effort."""
+    """Choose the change that gains most by the fitted model; of those that gain nearly as much the one of least effort.
+    A run that competed with other programs for the cores shows no rates to go by."""
+    if diagnosis.contended:
+        return Remedy(CONTENDED, "the rates of this run are not those of the machine")
     if fitted is None:
         why = "there are no rates to go by"
         if figures.compute:
@@ -323,8 +326,6 @@ ADVICE_IN_MEMORY = {
 def _advice(diagnosis: Diagnosis, timeline: Timeline) -> str:
     """What helps against the bound in general. Where compute is the bound, also against a stall that costs a tenth of T."""
     found = diagnosis.verdict
-    if diagnosis.contended:
-        return CONTENDED
     if found.bound != COMPUTE:
         return _against(found.bound, timeline)
     if timeline.header.get("backend", {}).get("kernel") == "tiled":
