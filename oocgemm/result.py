@@ -13,7 +13,7 @@ from oocgemm.timeline import Recorder, Report, Timeline, diagnosis_lines, report
 from oocgemm.units import format_rate, format_time
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Result:
     """What a run leaves: the product, how it was planned, and what happened.
 

@@ -355,3 +355,13 @@ def test_a_lane_that_only_the_end_waits_for_is_taken_to_be_as_slow_as_it_was() -
     fitted = fit(late, replace(figures, exposed={"tail": figures.exposed["tail"]}))
     assert fitted is not None
     assert fitted.machine.write == pytest.approx(0.4e9, rel=0.1)
+
+
+def test_a_slow_download_that_the_accumulator_waits_for_is_fitted() -> None:
+    plan = virtual_plan((16384, 16384, 512), Budgets(GIB, 4 * GIB), machine())
+    late = run_of(replace(plan, machine=machine(d2h=2e9)), believed=plan.machine)
+    figures = report(late)
+    assert figures.verdict.bound == "accumulator"
+    fitted = fit(late, replace(figures, exposed={"accumulator": figures.exposed["accumulator"]}))
+    assert fitted is not None
+    assert fitted.machine.d2h == pytest.approx(2e9, rel=0.1)

@@ -117,7 +117,8 @@ def fit(timeline: Timeline, figures: Report) -> Fitted | None:
         if 2 * latency < min(busy, modelled):
             busy, modelled = busy - latency, modelled - latency
         rate = modelled / busy if busy and modelled else 1.0
-        waited = figures.exposed.get(lane, 0.0) + (figures.exposed.get("tail", 0.0) if lane in OUT else 0.0)
+        cause = "accumulator" if lane == "d2h" else lane
+        waited = figures.exposed.get(cause, 0.0) + (figures.exposed.get("tail", 0.0) if lane in OUT else 0.0)
         spare = not machine.shares_cores and waited < UNHURRIED * figures.wall
         return max(rate, 1.0) if spare and lane != "compute" else rate
 
