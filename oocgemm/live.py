@@ -101,9 +101,10 @@ def _lately(recent: deque[Span], multiplied: bool) -> str:
     since = max(0, until - LATELY, known)
     shares = utilisation([span for span in recent if span.end > since], since, until)
     text = "busy " + "  ".join(f"{lane} {100 * share:.0f}%" for lane, share in shares.items())
-    last = max((span.end for span in recent if span.kind == "multiply"), default=0)
-    if not last:
+    if not multiplied:
+        until = max((span.end for span in recent if span.kind == "multiply"), default=0)
+    since = max(0, until - LATELY, known)
+    if until <= since:
         return text
-    until = until if multiplied else last
-    found = verdict(shares_between(recent, max(0, until - LATELY, known), until))
+    found = verdict(shares_between(recent, since, until))
     return f"{text}  |  {'; '.join(filter(None, (found.headline, found.beside)))}"

@@ -1,6 +1,7 @@
 """While a run goes on it says how far it is and which lane holds it up, on a terminal and elsewhere."""
 
 import io
+from collections import deque
 from functools import partial
 from pathlib import Path
 
@@ -64,6 +65,18 @@ def test_utilisation_counts_what_lies_within() -> None:
         for n, (start, end) in enumerate([(0, 15), (12, 20), (40, 90)])
     ]
     assert utilisation(spans, 10, 50) == {"read": pytest.approx(0.5)}  # 10-20 and 40-50
+
+
+def test_the_multiply_that_is_running_is_no_stall() -> None:
+    """Reads end while a long Multiply runs, of which nothing is known before its end."""
+    known = [
+        Span(0, "multiply", "A", "compute", "compute", 0, (0, 0), 0, 0, 100, 0, 8),
+        Span(1, "read", "A", "read", "read", 0, (0, 0), 1, 50, 900, 0, 0),
+    ]
+    assert live._lately(deque(known), multiplied=False).endswith("compute-bound, 100.0%")
+    ended = live._lately(deque(known), multiplied=True)
+    assert ended.endswith("tail-bound, 88.9%; compute 11.1%")
+    assert "-bound" not in live._lately(deque(known[1:]), multiplied=False)
 
 
 @pytest.fixture
