@@ -3,9 +3,7 @@
 import gc
 import os
 from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import cached_property
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from time import perf_counter_ns, time
 from traceback import clear_frames
 from typing import Any
@@ -15,38 +13,19 @@ from oocgemm.backends import Backend, Session
 from oocgemm.backends.ladder import check_plan
 from oocgemm.backends.memory import available_memory
 from oocgemm.checks import Checks
+from oocgemm.cpu import CpuTimes, used_since
 from oocgemm.errors import ExecutionError, InputError, OutOfMemoryError
 from oocgemm.executor import Observer, Run
 from oocgemm.job import Size, Transpose
 from oocgemm.plan import Op, Plan, TileShape
+from oocgemm.result import Result
 from oocgemm.staging import Staging
 from oocgemm.threads import Cancel, shielded
-from oocgemm.timeline import Recorder, Report, Span, Timeline, report
+from oocgemm.timeline import Recorder, Span
+
+Progress = Callable[[Plan], Observer]
 
 SEED = 20261  # of the signs that checksums are taken with; any will do
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a run leaves: the product, how it was planned, and what happened.
-
-    `out` is the array that holds C: the given one, an ndarray, or the zarr array or memory map at its path. `log` is what
-    was recorded; it becomes a timeline, and that a report, when one is asked for.
-    """
-
-    out: Any
-    plan: Plan
-    log: Recorder
-
-    @cached_property
-    def timeline(self) -> Timeline:
-        """Every operation of the run, some 500 bytes each."""
-        return self.log.timeline()
-
-    @cached_property
-    def report(self) -> Report:
-        """The figures of the run."""
-        return report(self.timeline)
 
 
 def matmul(a: Any, b: Any, /, *, out: Any = None, **options: Any) -> Result:
@@ -91,7 +70,7 @@ def gemm(
     resume: bool = False,
     verify: bool = False,
     timeline: str | os.PathLike[str] | None = None,
-    progress: Callable[[Plan], Observer] | None = None,
+    progress: Progress | bool | None = None,
 ) -> Result:
     """``C = alpha op(A) @ op(B) + beta C``, streamed through bounded memory.
 
@@ -126,7 +105,8 @@ def gemm(
             panel when it is read; without a GPU the processor takes the checksums.
         timeline: path of a log of every operation, for `oocgemm report`. It is written as the run goes on, and tells of
             as much of a run that has not ended.
-        progress: called with the plan; returns what is called with every finished operation.
+        progress: True shows how far the run is on stderr, a bar on a terminal and elsewhere a line every ten seconds. Or
+            a callback: it is called with the plan, and returns what is called with every finished operation.
 
     Returns:
         A `Result`.
@@ -177,11 +157,13 @@ def gemm(
 
     first = prepare()
 
-    def run(cancel: Cancel) -> tuple[job.Job, stores.Matrix, Recorder]:
-        work, session = _opened(engine, kernel, first, prepare)
-        return work, *_execute(work, c, session, origin, known, timeline, progress, cancel)
+    with _display(progress) as shown:
 
-    work, matrix, log = shielded(run)
+        def run(cancel: Cancel) -> tuple[job.Job, stores.Matrix, Recorder]:
+            work, session = _opened(engine, kernel, first, prepare)
+            return work, *_execute(work, c, session, origin, known, timeline, shown, cancel)
+
+        work, matrix, log = shielded(run)
     if log.failure is not None:
         raise ExecutionError(
             f"C is done, but its timeline cannot be written to {timeline}: {log.failure.strerror}"
@@ -196,7 +178,7 @@ def _execute(
     origin: int,
     known: dict[str, Any],
     path: str | os.PathLike[str] | None,
-    progress: Callable[[Plan], Observer] | None,
+    progress: Progress | None,
     cancel: Cancel,
 ) -> tuple[stores.Matrix, Recorder]:
     """Run a planned job, from the creation of C until C is durable; return C and the record of the run.
@@ -208,7 +190,7 @@ def _execute(
     plan = work.plan
     output = staging = run = checks = again = log = None
     failed: BaseException | None = None
-    held, retried, kernels = {"device": 0, "host": 0}, [], []
+    cpu, held, retried, kernels = CpuTimes.now(), {"device": 0, "host": 0}, [], []
     try:
         output = target.open_target(work, c)
         header = known | {
@@ -240,6 +222,7 @@ def _execute(
             "held": held,
             "retried": retried,
             "checks": checks.figures(again) if checks is not None else None,
+            "cpu": used_since(cpu),
         }
         log.finish(perf_counter_ns() - origin, facts)
         return output.matrix, log
@@ -263,6 +246,15 @@ def _execute(
         output = staging = run = None
         _let_go(failed)
         failed = None  # it would keep itself
+
+
+def _display(progress: Progress | bool | None) -> AbstractContextManager[Progress | None]:
+    """The progress display if `progress` is True, or the caller's own."""
+    if progress is True:
+        from oocgemm.live import progress_display  # it imports rich
+
+        return progress_display(True)
+    return nullcontext(progress or None)
 
 
 def _begun(header: dict[str, Any], path: str | os.PathLike[str] | None) -> Recorder:

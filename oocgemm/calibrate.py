@@ -22,6 +22,7 @@ from oocgemm import backends, cache, stores
 from oocgemm.backends import Backend
 from oocgemm.backends.base import Array, known_dtypes, numpy_dtype
 from oocgemm.backends.memory import allocate, available_memory
+from oocgemm.cpu import CpuTimes, used_since
 from oocgemm.errors import BackendError, InputError
 from oocgemm.executor import Run
 from oocgemm.plan import (
@@ -94,7 +95,7 @@ def calibrate(
         BackendError: no such device, or not the memory to measure in.
         ExecutionError: a disk that fails or is full.
     """
-    started, others = perf_counter(), _others_seconds()
+    started, cpu = perf_counter(), CpuTimes.now()
     folder = Path.cwd() if path is None else Path(path)
     if not (folder.is_dir() and os.access(folder, os.W_OK)):
         raise InputError(
@@ -113,7 +114,8 @@ def calibrate(
     say("issuing")
     issue = _issuing(engine, machine, sizes.seconds)
     storage, decode = _storage(machine, folder, sizes, source, say)
-    seconds = perf_counter() - started
+    seconds, used = perf_counter() - started, used_since(cpu)
+    others = used["busy_seconds"] - used["own_seconds"] if used else 0.0
     return Calibration(
         machine=cache.machine_key(),
         backend=engine.name,
@@ -128,7 +130,7 @@ def calibrate(
             "copies": copies,
             "path": str(folder.absolute()),
             "seconds": seconds,
-            "cores used by others": round(max(0.0, _others_seconds() - others) / seconds, 2),
+            "cores_used_by_others": round(others / seconds, 2),
         },
     )
 
@@ -318,19 +320,6 @@ def _numbers(shape: tuple[int, int]) -> Array:
     count = shape[0] * shape[1]
     some = np.round(np.random.default_rng(0).standard_normal(min(count, 1 << 20)) * 64) / 64
     return np.resize(some, count).reshape(shape)
-
-
-def _others_seconds() -> float:
-    """Processor time that other programs have had so far on the cores this one may use, as far as the system says."""
-    busy, cores = 0.0, {f"cpu{number}" for number in os.sched_getaffinity(0)}
-    try:
-        with open("/proc/stat", encoding="utf-8") as file:
-            for name, *ticks in (line.split() for line in file):
-                if name in cores:  # user, nice, system, irq, softirq, steal
-                    busy += sum(int(ticks[i]) for i in (0, 1, 2, 5, 6, 7))
-    except (OSError, IndexError, ValueError):
-        return 0.0
-    return busy / os.sysconf("SC_CLK_TCK") - sum(os.times()[:2])
 
 
 def _wall(staging: Staging, operation: Operation, view: Array) -> float:

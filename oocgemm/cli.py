@@ -23,7 +23,7 @@ from oocgemm.interrupts import Interrupted, stopping
 from oocgemm.live import progress_display
 from oocgemm.measuring import DEVICE, print_json, taking
 from oocgemm.plan import COMPUTES
-from oocgemm.timeline import read_log, report
+from oocgemm.timeline import read_log, report, same_product
 from oocgemm.verify import verify as check_product
 
 EXIT_FAILED, EXIT_USAGE, EXIT_BUDGET, EXIT_INTERRUPTED = 1, 2, 3, 130
@@ -259,7 +259,8 @@ def report_command(timeline: str, other: str | None, as_json: bool, **outputs: s
     figures = [report(one) for one in recorded]
     written = exports.export(logs, recorded, outputs)
     if as_json:
-        print_json(figures[0].to_dict() if len(logs) == 1 else {"runs": [f.to_dict() for f in figures]})
+        several = {"same_product": same_product(recorded), "runs": [one.to_dict() for one in figures]}
+        print_json(figures[0].to_dict() if len(logs) == 1 else several)
         return
     if len(logs) == 1:
         print_report(figures[0], recorded[0], advise=True)
@@ -325,9 +326,6 @@ def main() -> NoReturn:
         message = out_of_memory if isinstance(error, MemoryError) else str(error)
         _complain(". ".join(filter(None, (message, _notes(error)))))
         code = _exit_code(error)
-    except BrokenPipeError:  # whoever read stdout has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = EXIT_FAILED
     sys.exit(code)
 
 

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from time import perf_counter
 
@@ -13,7 +13,9 @@ from rich.text import Text
 
 from oocgemm.plan import Plan
 from oocgemm.timeline import Span
+from oocgemm.timeline.figures import shares_between
 from oocgemm.timeline.series import utilisation
+from oocgemm.timeline.verdict import verdict
 from oocgemm.units import format_rate
 
 LINKS = ("read", "h2d", "d2h", "write")
@@ -27,8 +29,8 @@ Show = Callable[[float, str, str], None]
 
 @contextmanager
 def progress_display(enabled: bool) -> Iterator[Callable[[Plan], Callable[[Span], None]] | None]:
-    """What `gemm` takes as `progress`: tiles done, flop/s and the rate of each link so far, and of the last seconds how busy
-    each lane was and which of them most: what bounds the run. On a terminal the time left too."""
+    """Yield what `gemm` takes as `progress`: it shows tiles done, flop/s and the rate of each link so far, and of the last
+    seconds how busy each lane was and what bounded the run. On a terminal the time left too."""
     if not enabled:
         yield None
         return
@@ -82,21 +84,27 @@ def _watch(plan: Plan, *, every: float, show: Show) -> Callable[[Span], None]:
         written = moved["write"] or moved["d2h"]  # by the device, where C lies in memory
         done = before + (tiles - before) * written // max(1, plan.traffic["write"])
         links = "".join(f"  {link} {format_rate(size / seconds)}" for link, size in moved.items() if size)
-        show(
-            min(1.0, (flops if plan.flops else written) / max(1, total)),
-            f"tile {min(done + 1, tiles)}/{tiles}",
-            f"{format_rate(flops / seconds, 'FLOP')}{links}  |  {_busy(recent)}",
-        )
+        share = min(1.0, (flops if plan.flops else written) / max(1, total))
+        rates = f"{format_rate(flops / seconds, 'FLOP')}{links}  |  {_lately(recent, flops >= plan.flops)}"
+        with suppress(OSError, ValueError):  # a stream that takes no more is no reason for the run to fail
+            show(share, f"tile {min(done + 1, tiles)}/{tiles}", rates)
 
     return step
 
 
-def _busy(recent: deque[Span]) -> str:
-    """How busy lanes were lately, the busiest named as what bounds the run: the others wait for it."""
-    until = max(span.end for span in recent)
+def _lately(recent: deque[Span], multiplied: bool) -> str:
+    """How busy lanes were lately, and the verdict on these seconds. Until all is `multiplied` it looks no further than
+    the last Multiply that has ended: of what came after, the Multiply that is running is not known."""
     # Of what ended before the first that is still known, nothing is.
-    since = max(0, until - LATELY, recent[0].end if len(recent) == LATEST else 0)
+    known = recent[0].end if len(recent) == LATEST else 0
+    until = max(span.end for span in recent)
+    since = max(0, until - LATELY, known)
     shares = utilisation([span for span in recent if span.end > since], since, until)
-    busiest = max(shares, key=lambda lane: shares[lane], default="nothing")
-    lanes = "  ".join(f"{lane} {100 * share:.0f}%" for lane, share in shares.items())
-    return f"busy {lanes}  |  bound by {busiest}"
+    text = "busy " + "  ".join(f"{lane} {100 * share:.0f}%" for lane, share in shares.items())
+    if not multiplied:
+        until = max((span.end for span in recent if span.kind == "multiply"), default=0)
+    since = max(0, until - LATELY, known)
+    if until <= since:
+        return text
+    found = verdict(shares_between(recent, since, until))
+    return f"{text}  |  {'; '.join(filter(None, (found.headline, found.beside)))}"

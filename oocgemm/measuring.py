@@ -12,7 +12,8 @@ import click
 from oocgemm import backends, bench, cache, stores
 from oocgemm.backends import ladder, tuning
 from oocgemm.calibrate import calibrate as measure
-from oocgemm.display import doing, print_bench, print_calibration, print_tuning
+from oocgemm.display import doing
+from oocgemm.display_measured import print_bench, print_calibration, print_tuning
 from oocgemm.exports import check_place, writing
 from oocgemm.job import budgets
 from oocgemm.plan import OPERANDS
@@ -31,7 +32,23 @@ def taking(*options: Callable[[F], F]) -> Callable[[F], F]:
 
 
 def print_json(value: object) -> None:
-    click.echo(json.dumps(value, indent=2))
+    """Print a value as JSON, its keys in snake_case."""
+    click.echo(json.dumps(snake_keys(value), indent=2))
+
+
+def snake_keys(value: Any) -> Any:
+    """The same plain data with keys that hold no spaces: names of rates, for one, are written for people.
+
+    >>> snake_keys({"emulated float64": [{"multiplied by": "blas"}], "A": 1})
+    {'emulated_float64': [{'multiplied_by': 'blas'}], 'A': 1}
+    """
+    if isinstance(value, dict):
+        return {_snake(key): snake_keys(one) for key, one in value.items()}
+    return [snake_keys(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _snake(key: Any) -> Any:
+    return key.replace(" ", "_").lower() if isinstance(key, str) and " " in key else key
 
 
 DEVICE = click.option(

@@ -41,15 +41,15 @@ def info() -> dict[str, Any]:
     """What there is to work with: versions, processor, backends with the rates that plans go by in the current folder,
     and what is missing with the command that brings it. Bytes, bytes per second, flop/s."""
     found: dict[str, Any] = {"versions": versions(), "machine": machine() | {"available": available_memory()}}
-    found["host backend"] = _described(backends.open_backend("host"))
+    found["host_backend"] = _described(backends.open_backend("host"))
     missing = backends.missing_for_cuda()
     if missing is None:
         try:
-            found["cuda backend"] = _described(backends.open_backend("cuda"))
+            found["cuda_backend"] = _described(backends.open_backend("cuda"))
         except BackendError as error:
             missing = str(error)
     if missing is not None:
-        found["cuda backend"] = {"missing": missing}
+        found["cuda_backend"] = {"missing": missing}
     return found | {"missing": list(_missing(found))}
 
 
@@ -60,13 +60,15 @@ def _described(engine: Backend) -> dict[str, Any]:
     measured: set[str] = set()
     if calibration is not None:
         measured = {
-            *calibration.kernels,
+            *(name.replace(" ", "_") for name in calibration.kernels),
             *calibration.rates,
             *(STORAGE if here in calibration.stores else ()),
         }
     dtypes = known_dtypes()
     kernels = {
-        name: rate.peak for name, rate in believed.kernels.items() if name.removeprefix("emulated ") in dtypes
+        name.replace(" ", "_"): rate.peak
+        for name, rate in believed.kernels.items()
+        if name.removeprefix("emulated ") in dtypes
     }
     links = link_rates(believed, calibration.stores.get(here) if calibration else None)
     return engine.describe() | {
@@ -104,7 +106,7 @@ def _missing(found: dict[str, Any]) -> Iterator[dict[str, str]]:
         if find_spec(package) is None:
             yield _lacking(package, purpose, f"pip install 'oocgemm[{extra}]'")
     for name in ("host", "cuda"):
-        assumed = found[f"{name} backend"].get("assumed")
+        assumed = found[f"{name}_backend"].get("assumed")
         if assumed:
             where = " --path ." if set(assumed) <= STORAGE else ""
             yield _lacking(

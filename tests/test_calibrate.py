@@ -316,6 +316,8 @@ def test_json_is_the_calibration_and_where_it_is_kept(here: Path) -> None:
     found = command("calibrate", "--backend", "host", "--path", here, "--json").json()
     assert Path(found.pop("kept")).is_file()
     assert Calibration.from_dict(found).samples["path"] == str(here)
+    assert {"float64", "emulated_float64"} <= set(found["kernels"])
+    assert set(Calibration.from_dict(found).kernels) <= set(RATES)
 
 
 def test_info_tells_a_gpu_with_what_was_measured_of_it(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,17 +330,18 @@ def test_info_tells_a_gpu_with_what_was_measured_of_it(here: Path, monkeypatch: 
         backends, "open_backend", lambda name, device=0: gpu if name == "cuda" else opened(name)
     )
     cache.save(known())
-    found = command("info", "--json").json()["cuda backend"]
+    found = command("info", "--json").json()["cuda_backend"]
     assert found["free"] == 120 << 30
     assert found["links"]["h2d"] == MEASURED.rates["h2d"]
-    measured = {*MEASURED.kernels, *MEASURED.rates} & {*found["kernels"], *found["links"]}
+    rates = {name.replace(" ", "_") for name in MEASURED.kernels} | set(MEASURED.rates)
+    measured = rates & {*found["kernels"], *found["links"]}
     assert {*found["kernels"], *found["links"]} - set(found["assumed"]) == measured
     text = " ".join(command("info").out.split())
     assert "NVIDIA H200, 140 GiB of memory, 120 GiB free; cupy 14.2, CUDA 13.0, driver for CUDA 13.2" in text
     assert "calibrated on 2026-11-21" in text
     assert "oocgemm calibrate --backend cuda" in text
     cache.save(known(stores={cache.file_system("."): STORES["8:1"]}))
-    assert command("info", "--json").json()["cuda backend"]["links"]["read_cold"] == STORES["8:1"].read_cold
+    assert command("info", "--json").json()["cuda_backend"]["links"]["read_cold"] == STORES["8:1"].read_cold
 
 
 def test_the_roofline_shows_what_was_measured(here: Path, tmp_path: Path) -> None:
@@ -346,7 +349,7 @@ def test_the_roofline_shows_what_was_measured(here: Path, tmp_path: Path) -> Non
     found = command("calibrate", "--backend", "host", "--svg", picture, "--json").json()
     shown = [text.text for text in ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}text")]
     for dtype, rate in found["kernels"].items():
-        assert f"{dtype} {format_rate(rate['peak'], 'FLOP')}" in shown
+        assert f"{dtype.replace('_', ' ')} {format_rate(rate['peak'], 'FLOP')}" in shown
     (storage,) = found["stores"].values()
     for link, rate in (("disk", "read_cold"), ("page cache", "read")):
         assert f"read, {link} {format_rate(storage[rate])}" in shown

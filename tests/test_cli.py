@@ -197,18 +197,45 @@ def test_info_says_what_there_is_and_what_is_missing() -> None:
     found = command("info", "--json").json()
     assert found["versions"]["oocgemm"] == oocgemm.__version__
     assert found["machine"]["cores"] == len(os.sched_getaffinity(0))
-    host = found["host backend"]
+    host = found["host_backend"]
     assert host["numpy"] == np.__version__
     assert {"float64", "complex128"} <= set(host["kernels"])
     assert {"read", "decode", "write"} <= set(host["links"])
     assert set(host["assumed"]) <= {*host["kernels"], *host["links"]}
-    assert {"missing"} == set(found["cuda backend"]) or found["cuda backend"]["links"]["h2d"] > 0
+    assert {"missing"} == set(found["cuda_backend"]) or found["cuda_backend"]["links"]["h2d"] > 0
     shown = command("info")
     assert shown.code == 0
     for part in ("versions", "machine", "host", "cuda", np.__version__, "read, page cache", "float64"):
         assert part in shown.out
     for lacking in found["missing"]:
         assert lacking["command"] in shown.out
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "info",
+        "plan a b --backend host --explain",
+        "run a b new --backend host",
+        "report log",
+        "report log log",
+        "verify a b product",
+    ],
+)
+def test_keys_of_json_hold_no_spaces(arguments: str) -> None:
+    run("a", "b", "product", "--timeline", "log", "--quiet")
+    found = [command(*arguments.split(), "--json").json()]
+    keys: set[str] = set()
+    while found:
+        one = found.pop()
+        keys |= one.keys()
+        found += [value for value in one.values() if isinstance(value, dict)]
+        found += [
+            x for value in one.values() if isinstance(value, list) for x in value if isinstance(x, dict)
+        ]
+    assert keys
+    assert [key for key in keys if " " in key] == []
 
 
 def test_info_in_an_interpreter_that_lacks_packages_says_how_to_get_them(tmp_path: Path) -> None:
@@ -229,11 +256,11 @@ def test_info_in_an_interpreter_that_lacks_packages_says_how_to_get_them(tmp_pat
     found = json.loads(done.stdout)
     commands = {one["what"]: one["command"] for one in found["missing"]}
     assert commands["cupy"] == "pip install 'oocgemm[cuda12]'"
-    assert commands["cupy"] in found["cuda backend"]["missing"]
+    assert commands["cupy"] in found["cuda_backend"]["missing"]
     assert commands["resvg_py"] == "pip install 'oocgemm[png]'"
     assert commands["ml_dtypes"] == "pip install 'oocgemm[bfloat16]'"
     assert commands["rates of host"] == "oocgemm calibrate --backend host"
-    assert "bfloat16" not in found["host backend"]["kernels"]
+    assert "bfloat16" not in found["host_backend"]["kernels"]
 
 
 def test_help_and_version_are_no_errors() -> None:
@@ -326,7 +353,7 @@ def test_a_reader_that_goes_away_is_no_traceback() -> None:
         check=False,
     )
     os.close(write)
-    assert (done.returncode, done.stderr) == (EXIT_FAILED, "")
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(

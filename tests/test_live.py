@@ -1,6 +1,7 @@
 """While a run goes on it says how far it is and which lane holds it up, on a terminal and elsewhere."""
 
 import io
+from collections import deque
 from functools import partial
 from pathlib import Path
 
@@ -38,7 +39,7 @@ def shown(rates: dict[str, float]) -> list[tuple[float, str, str]]:
 )
 def test_the_lane_that_holds_a_run_up_is_named(rates: dict[str, float], bound: str) -> None:
     seen = shown(rates)
-    assert seen[len(seen) // 2][2].endswith(f"bound by {bound}")
+    assert f"  |  {bound}-bound, " in seen[len(seen) // 2][2]
 
 
 def test_what_is_shown_goes_from_nothing_to_all() -> None:
@@ -66,6 +67,18 @@ def test_utilisation_counts_what_lies_within() -> None:
     assert utilisation(spans, 10, 50) == {"read": pytest.approx(0.5)}  # 10-20 and 40-50
 
 
+def test_the_multiply_that_is_running_is_no_stall() -> None:
+    """Reads end while a long Multiply runs, of which nothing is known before its end."""
+    known = [
+        Span(0, "multiply", "A", "compute", "compute", 0, (0, 0), 0, 0, 100, 0, 8),
+        Span(1, "read", "A", "read", "read", 0, (0, 0), 1, 50, 900, 0, 0),
+    ]
+    assert live._lately(deque(known), multiplied=False).endswith("compute-bound, 100.0%")
+    ended = live._lately(deque(known), multiplied=True)
+    assert ended.endswith("tail-bound, 88.9%; compute 11.1%")
+    assert "-bound" not in live._lately(deque(known[1:]), multiplied=False)
+
+
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in "ab":
@@ -80,7 +93,7 @@ def test_lines_are_printed_where_there_is_no_terminal(monkeypatch: pytest.Monkey
     done = run("a.npy", "b.npy", "c", "--tile", "10x10x10")
     assert done.code == 0
     lines = done.err.splitlines()
-    assert all(line.startswith("tile ") and " bound by " in line for line in lines)
+    assert all(line.startswith("tile ") and "  |  busy " in line for line in lines)
     assert "tile 16/16  100%" in done.err
     assert "\x1b" not in done.err
     assert run("a.npy", "b.npy", "d", "--quiet").err == ""
@@ -95,6 +108,6 @@ def test_a_bar_is_drawn_on_a_terminal_and_taken_away(monkeypatch: pytest.MonkeyP
     done = run("a.npy", "b.npy", "c", "--tile", "10x10x10")
     assert (done.code, done.err) == (0, "")
     drawn = terminal.getvalue()
-    assert "bound by " in drawn
+    assert "-bound, " in drawn
     assert "100%" in drawn
     assert drawn.endswith("\x1b[2K")  # the last thing done to it is to clear a line

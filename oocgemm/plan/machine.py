@@ -238,14 +238,17 @@ class Calibration:
 
     @classmethod
     def from_dict(cls, data: Any) -> "Calibration":
-        """What `to_dict` gave. Raises `ValueError` for anything else."""
+        """Read what `to_dict` gave, or what `oocgemm calibrate --json` printed, whose keys hold no spaces. Raises `ValueError`
+        for anything else."""
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise ValueError("it is no calibration")
         if data.get("version") != VERSION:
             raise ValueError(f"it has version {data.get('version')!r}, this program reads {VERSION}")
         try:
             texts = {name: str(data[name]) for name in ("machine", "backend", "device", "date")}
-            kernels = {d: KernelRate(**_numbers(rate)) for d, rate in data["kernels"].items()}
+            kernels = {
+                name.replace("_", " "): KernelRate(**_numbers(rate)) for name, rate in data["kernels"].items()
+            }
             stores = {system: StoreRates(**_numbers(rate)) for system, rate in data["stores"].items()}
             rates, samples = _numbers(data["rates"]), dict(data["samples"])
             multiprocessors = max(1, int(data["multiprocessors"]))
