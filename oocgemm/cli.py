@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from oocgemm import __version__, api, backends, exports, measuring, resume, stores, system
 from oocgemm.display import (
@@ -42,6 +43,15 @@ class _Scalar(click.ParamType[complex]):
         except ValueError:
             self.fail(f"{value!r} is not a number", param, ctx)
         return number.real if number.imag == 0 else number
+
+
+class _Place(click.ParamType[str]):
+    """The path or URL of an array. Shells complete file names; whether anything is there is checked later."""
+
+    name = "path"
+
+    def shell_complete(self, ctx: Any, param: Any, incomplete: str) -> list[CompletionItem]:
+        return [CompletionItem(incomplete, type="file")]
 
 
 class _Chunks(click.ParamType[tuple[int, int]]):
@@ -131,9 +141,9 @@ def cli(debug: bool) -> None:
 
 
 @cli.command()
-@click.argument("a")
-@click.argument("b")
-@click.argument("c")
+@click.argument("a", type=_Place())
+@click.argument("b", type=_Place())
+@click.argument("c", type=_Place())
 @taking(*_PROBLEM)
 @DEVICE
 @click.option("--timeline", type=click.Path(dir_okay=False), help="Log every operation to this file.")
@@ -187,9 +197,9 @@ def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> N
 
 
 @cli.command()
-@click.argument("a")
-@click.argument("b")
-@click.argument("c", required=False)
+@click.argument("a", type=_Place())
+@click.argument("b", type=_Place())
+@click.argument("c", type=_Place(), required=False)
 @taking(*_PROBLEM)
 @click.option("--explain", is_flag=True, help="Say what else was considered, and why this was chosen.")
 def plan(a: str, b: str, c: str | None, as_json: bool, explain: bool, **options: Any) -> None:
@@ -206,11 +216,11 @@ def plan(a: str, b: str, c: str | None, as_json: bool, explain: bool, **options:
 
 
 @cli.command()
-@click.argument("a")
-@click.argument("b")
-@click.argument("c")
+@click.argument("a", type=_Place())
+@click.argument("b", type=_Place())
+@click.argument("c", type=_Place())
 @taking(*_PRODUCT, _JSON)
-@click.option("--c-before", metavar="PATH", help="What C was before, where beta is not 0.")
+@click.option("--c-before", type=_Place(), metavar="PATH", help="What C was before, where beta is not 0.")
 @click.option(
     "--host-memory",
     metavar="SIZE",
