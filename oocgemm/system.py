@@ -149,9 +149,11 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "oocgemm": "unknown"}
+    """Return the versions of Python, of this code, installed or not, and of the packages that are installed."""
+    from oocgemm import __version__  # when called: it is imported last
+
+    found = {"python": platform.python_version(), "oocgemm": __version__}
     for package in (
-        "oocgemm",
         "numpy",
         "zarr",
         "numcodecs",

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import numpy as np
@@ -209,6 +210,14 @@ def test_info_says_what_there_is_and_what_is_missing() -> None:
         assert part in shown.out
     for lacking in found["missing"]:
         assert lacking["command"] in shown.out
+
+
+def test_info_tells_the_version_of_a_tree_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(package: str) -> str:
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr("oocgemm.system.version", version)
+    assert command("info", "--json").json()["versions"]["oocgemm"] == oocgemm.__version__
 
 
 def test_info_in_an_interpreter_that_lacks_packages_says_how_to_get_them(tmp_path: Path) -> None:
