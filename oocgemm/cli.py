@@ -4,7 +4,9 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -13,6 +15,7 @@ from click.shell_completion import CompletionItem
 
 from oocgemm import __version__, api, backends, exports, measuring, resume, stores, system
 from oocgemm.display import (
+    doing,
     print_comparison,
     print_info,
     print_plan,
@@ -136,8 +139,10 @@ _PROBLEM = (
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="oocgemm")
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
-def cli(debug: bool) -> None:
+@click.pass_context
+def cli(context: click.Context, debug: bool) -> None:
     """Matrix products of zarr arrays larger than memory: C = alpha op(A) op(B) + beta C."""
+    context.with_resource(_warnings_as_notes())
 
 
 @cli.command()
@@ -161,10 +166,8 @@ def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> N
     live = not quiet and not as_json
     if options["backend"] == "host":
         stores.load_zarr()
-    if options["backend"] == "auto" and live:
-        missing = backends.missing_for_cuda()
-        if missing and "pip install" in missing:
-            click.echo(f"Note: running on the host; {missing}", err=True)
+    if quiet:
+        warnings.simplefilter("ignore", UserWarning)
     try:
         with (
             stopping(lambda: _interrupted(resume.how_far(c))),
@@ -240,7 +243,8 @@ def verify(a: str, b: str, c: str, as_json: bool, **options: Any) -> None:
     By Freivalds' check: each array is read once. Exits with 1 if C is wrong, and says where.
     """
     stores.load_zarr()
-    found = check_product(a, b, c, **_transposes(options))
+    with doing(not as_json) as say:
+        found = check_product(a, b, c, **_transposes(options), say=say)
     if as_json:
         print_json(found.to_dict())
     else:
@@ -296,6 +300,22 @@ def info(as_json: bool) -> None:
         print_json(found)
     else:
         print_info(found)
+
+
+@contextmanager
+def _warnings_as_notes() -> Iterator[None]:
+    """Print our warnings as notes on stderr, without the place in the code. Those of other packages stay as they are."""
+    with warnings.catch_warnings():
+        before = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+            if category is UserWarning:
+                print(f"Note: {message}", file=sys.stderr, flush=True)
+            else:
+                before(message, category, *where, **more)
+
+        warnings.showwarning = show
+        yield
 
 
 def _transposes(options: dict[str, Any]) -> dict[str, Any]:

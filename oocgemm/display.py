@@ -3,10 +3,12 @@
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from time import perf_counter
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from oocgemm.backends.tuning import Tuning
@@ -19,6 +21,7 @@ from oocgemm.verify import Verification
 
 TRAFFIC = ("read", "h2d", "d2h", "write")
 GANTT_WIDTH = 72
+SELDOM = 10.0  # seconds between two lines of progress off a terminal, as in `live`
 
 
 def _console(width: int = 110) -> Console:
@@ -335,12 +338,34 @@ def _rate(engine: dict[str, Any], name: str, rate: float | None, unit: str) -> s
 
 @contextmanager
 def doing(enabled: bool) -> Iterator[Callable[[str], None]]:
-    """A line on stderr that says what is being done."""
+    """Yield a function that shows on stderr what is being done, and for how long this has gone on.
+
+    On a terminal it is one line, which goes at the end; elsewhere a line every `SELDOM` seconds.
+    """
     if not enabled:
         yield lambda what: None
         return
-    with Console(stderr=True).status("") as status:
-        yield lambda what: status.update(escape(what))
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        yield _lines(console)
+        return
+    columns = SpinnerColumn("line"), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda what: bar.update(task, description=what)
+
+
+def _lines(console: Console) -> Callable[[str], None]:
+    started = shown = perf_counter()
+
+    def say(what: str) -> None:
+        nonlocal shown
+        now = perf_counter()
+        if now - shown >= SELDOM:
+            shown = now
+            console.print(f"{format_time(now - started)}  {what}", soft_wrap=True, markup=False)
+
+    return say
 
 
 def _percent(share: float | None) -> str:

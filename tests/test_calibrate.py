@@ -20,7 +20,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import oocgemm
-from oocgemm import backends, cache
+from oocgemm import backends, cache, display
 from oocgemm import calibrate as module
 from oocgemm.calibrate import SIZES, Sizes, calibrate
 from oocgemm.cli import EXIT_USAGE
@@ -310,6 +310,16 @@ def test_a_gpu_is_measured_by_the_same_code(here: Path, backend: str) -> None:
     result = oocgemm.matmul("raw", "raw", out="C", backend="cuda")
     assert set(result.timeline.header["rates"]) == {"kernel", "read", "h2d", "d2h", "write"}
     assert result.report.efficiency is not None
+
+
+def test_what_is_measured_is_said_where_there_is_no_terminal(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(display, "SELDOM", 0.0)
+    lines = command("calibrate", "--backend", "host", "--path", here).err.splitlines()
+    said = [line.split("  ")[1] for line in lines]
+    assert [what for what in said if not what.startswith("host: ")] == []
+    assert {"host: memory", f"host: writing in {here}", "host: decoding zstd"} <= set(said)
 
 
 def test_json_is_the_calibration_and_where_it_is_kept(here: Path) -> None:

@@ -1,6 +1,7 @@
 """While a run goes on it says how far it is and which lane holds it up, on a terminal and elsewhere."""
 
 import io
+import re
 from functools import partial
 from pathlib import Path
 
@@ -8,12 +9,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from oocgemm import live
+from oocgemm import display, live
 from oocgemm.plan import Budgets
 from oocgemm.timeline import Span, report
 from oocgemm.timeline.series import utilisation
 
-from .command import run
+from .command import command, run
 from .virtual_runs import GIB, machine, run_of, virtual_plan
 
 
@@ -46,7 +47,7 @@ def test_what_is_shown_goes_from_nothing_to_all() -> None:
     shares = [share for share, _, _ in seen]
     assert shares == sorted(shares)
     assert (shares[0], shares[-1]) == (0.0, 1.0)
-    assert (seen[0][1].split("/")[0], len({tiles for _, tiles, _ in seen}) > 1) == ("tile 1", True)
+    assert (seen[0][1].split("/")[0], len({tiles for _, tiles, _ in seen}) > 1) == ("cuda: tile 1", True)
 
 
 def test_utilisation_of_the_whole_run_is_that_of_its_report() -> None:
@@ -80,10 +81,33 @@ def test_lines_are_printed_where_there_is_no_terminal(monkeypatch: pytest.Monkey
     done = run("a.npy", "b.npy", "c", "--tile", "10x10x10")
     assert done.code == 0
     lines = done.err.splitlines()
-    assert all(line.startswith("tile ") and " bound by " in line for line in lines)
-    assert "tile 16/16  100%" in done.err
+    shape = re.compile(r"host: tile \d+/16  \d+%  \S+ m?s  .* bound by \w+")
+    assert [line for line in lines if not shape.fullmatch(line)] == []
+    assert "host: tile 16/16  100%" in done.err
     assert "\x1b" not in done.err
     assert run("a.npy", "b.npy", "d", "--quiet").err == ""
+
+
+@pytest.mark.usefixtures("here")
+def test_verify_prints_lines_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run("a.npy", "b.npy", "c.npy").code == 0
+    assert command("verify", "a.npy", "b.npy", "c.npy").err == ""  # less than ten seconds
+    monkeypatch.setattr(display, "SELDOM", 0.0)
+    done = command("verify", "a.npy", "b.npy", "c.npy")
+    lines = done.err.splitlines()
+    assert [line.split("  ")[1] for line in lines] == [f"reading {x}, 100% of 12.5 KiB" for x in "BAC"]
+    assert all(re.match(r"\S+ m?s  ", line) for line in lines)
+    assert command("verify", "a.npy", "b.npy", "c.npy", "--json").err == ""
+
+
+def test_doing_shows_on_a_terminal_what_and_for_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.StringIO()
+    console = partial(Console, file=terminal, force_terminal=True, width=100)
+    monkeypatch.setattr(display, "Console", lambda **_: console())
+    with display.doing(True) as say:
+        say("reading [A]")
+    assert "reading [A]" in terminal.getvalue()
+    assert "0:00:00" in terminal.getvalue()
 
 
 @pytest.mark.usefixtures("here")
@@ -95,6 +119,6 @@ def test_a_bar_is_drawn_on_a_terminal_and_taken_away(monkeypatch: pytest.MonkeyP
     done = run("a.npy", "b.npy", "c", "--tile", "10x10x10")
     assert (done.code, done.err) == (0, "")
     drawn = terminal.getvalue()
-    assert "bound by " in drawn
-    assert "100%" in drawn
+    for part in ("host: tile 16/16", "100%", " elapsed, ", "bound by "):
+        assert part in drawn
     assert drawn.endswith("\x1b[2K")  # the last thing done to it is to clear a line
