@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import sys
 import traceback
 import warnings
@@ -196,7 +197,8 @@ def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> N
             print_report(result.report, result.timeline)
         click.echo(f"\nC: {Path(c) if '://' not in c else c}")
         if options["timeline"]:
-            click.echo(f"Timeline: {options['timeline']}  (oocgemm report {options['timeline']})")
+            log = options["timeline"]
+            click.echo(f"Timeline: {log}  ({shlex.join(('oocgemm', 'report', log))})")
 
 
 @cli.command()

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -126,6 +127,14 @@ def test_run_shows_the_figures_where_c_is_and_what_reads_the_timeline() -> None:
         "oocgemm report log",
     ):
         assert part in done.out
+
+
+@pytest.mark.usefixtures("here")
+def test_the_command_that_is_suggested_can_be_pasted() -> None:
+    done = run("a", "b", "new", "--timeline", "my log's.jsonl")
+    suggested = re.search(r"\((oocgemm report .*)\)", done.out)
+    assert suggested is not None
+    assert shlex.split(suggested[1]) == ["oocgemm", "report", "my log's.jsonl"]
 
 
 @pytest.mark.usefixtures("here")
