@@ -27,7 +27,7 @@ from oocgemm.errors import BackendError, BudgetError, ExecutionError, InputError
 from oocgemm.interrupts import Interrupted, stopping
 from oocgemm.live import progress_display
 from oocgemm.measuring import DEVICE, print_json, taking
-from oocgemm.plan import COMPUTES
+from oocgemm.plan import COMPUTES, Plan
 from oocgemm.timeline import read_log, report
 from oocgemm.verify import verify as check_product
 
@@ -122,7 +122,7 @@ _PROBLEM = (
     click.option(
         "--tile",
         metavar="WxHxR",
-        help="Tile of C (w x h) and panel depth r, such as 4096x4096x512.  [default: as planned]",
+        help="Tile of C (w x h) and panel depth r, such as 4096x4096x512; clipped to the product.  [default: as planned]",
     ),
     click.option(
         "--chunks",
@@ -179,6 +179,8 @@ def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> N
         error.add_note(resume.how_far(c))
         raise
     planned = result.plan
+    if not quiet:
+        _note_clipped(options["tile"], planned)
     if live and planned.done:
         tiles = planned.grid.shape[0] * planned.grid.shape[1]
         click.echo(f"Note: {len(planned.done)} of {tiles} tiles were done already", err=True)
@@ -214,6 +216,7 @@ def plan(a: str, b: str, c: str | None, as_json: bool, explain: bool, **options:
     """
     stores.load_zarr()
     planned = api.plan(a, b, c, **_transposes(options))
+    _note_clipped(options["tile"], planned)
     if as_json:
         print_json(planned.to_dict() | ({"considered": planned.explain()} if explain else {}))
     else:
@@ -318,6 +321,14 @@ def _warnings_as_notes() -> Iterator[None]:
 
         warnings.showwarning = show
         yield
+
+
+def _note_clipped(tile: str | None, planned: Plan) -> None:
+    """Say so where the tile that was asked for is larger than the product."""
+    if tile is not None and [int(x) for x in tile.lower().split("x")] != [
+        int(x) for x in str(planned.tile).split("x")
+    ]:
+        click.echo(f"Note: tile {tile} is larger than the product: {planned.tile} is used", err=True)
 
 
 def _transposes(options: dict[str, Any]) -> dict[str, Any]:

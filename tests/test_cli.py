@@ -87,6 +87,24 @@ def test_run_takes_the_tile_that_is_given() -> None:
 
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(
+    ("tile", "used"),
+    [("4x5x1000", "4x5x8"), ("1000x1000x3", "12x10x3"), ("012X10x8", "12x10x8"), ("4x99x8", "4x10x8")],
+)
+def test_a_tile_larger_than_the_product_is_clipped_to_it(tile: str, used: str) -> None:
+    said = f"Note: tile {tile} is larger than the product: {used} is used\n"
+    planned = command("plan", "a", "b", "--backend", "host", "--tile", tile, "--json")
+    ran = run("a", "b", "new", "--tile", tile, "--json")
+    w, h, r = map(int, used.split("x"))
+    for done in (planned, ran):
+        assert done.err == ("" if tile.startswith("0") else said)
+    for plan in (planned.json(), ran.json()["plan"]):
+        assert plan["tile"] == {"w": w, "h": h, "r": r}
+    assert run("a", "b", "new", "--tile", tile, "--resume", "--quiet") == Finished(0, "", "")
+    np.testing.assert_array_equal(stored("new"), A @ B)
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
     ("compressor", "codec"),
     [
         ("none", None),
