@@ -325,9 +325,8 @@ def _warnings_as_notes() -> Iterator[None]:
 
 def _note_clipped(tile: str | None, planned: Plan) -> None:
     """Say so where the tile that was asked for is larger than the product."""
-    if tile is not None and [int(x) for x in tile.lower().split("x")] != [
-        int(x) for x in str(planned.tile).split("x")
-    ]:
+    asked = tile and "x".join(str(int(extent)) for extent in tile.lower().split("x"))
+    if asked and asked != str(planned.tile):
         click.echo(f"Note: tile {tile} is larger than the product: {planned.tile} is used", err=True)
 
 
