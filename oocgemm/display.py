@@ -2,7 +2,8 @@
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from threading import Event, Thread
 from time import perf_counter
 from typing import Any
 
@@ -342,30 +343,40 @@ def doing(enabled: bool) -> Iterator[Callable[[str], None]]:
 
     On a terminal it is one line, which goes at the end; elsewhere a line every `SELDOM` seconds.
     """
+    console = Console(stderr=True, highlight=False)
     if not enabled:
         yield lambda what: None
-        return
-    console = Console(stderr=True, highlight=False)
-    if not console.is_terminal:
-        yield _lines(console)
-        return
-    columns = SpinnerColumn("line"), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda what: bar.update(task, description=what)
+    elif console.is_terminal:
+        columns = SpinnerColumn("line"), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task("", total=None)
+            yield lambda what: bar.update(task, description=what)
+    else:
+        with _lines(console) as say:
+            yield say
 
 
-def _lines(console: Console) -> Callable[[str], None]:
-    started = shown = perf_counter()
+@contextmanager
+def _lines(console: Console) -> Iterator[Callable[[str], None]]:
+    started, ended, now = perf_counter(), Event(), "starting"
 
     def say(what: str) -> None:
-        nonlocal shown
-        now = perf_counter()
-        if now - shown >= SELDOM:
-            shown = now
-            console.print(f"{format_time(now - started)}  {what}", soft_wrap=True, markup=False)
+        nonlocal now
+        now = what
 
-    return say
+    def repeat() -> None:  # in a thread, since one thing alone may take long
+        while not ended.wait(SELDOM):
+            console.print(f"{format_time(perf_counter() - started)}  {now}", soft_wrap=True, markup=False)
+
+    thread = Thread(target=repeat, name="oocgemm-progress", daemon=True)
+    try:
+        with suppress(RuntimeError):  # no thread to be had: no lines, but the work goes on
+            thread.start()
+        yield say
+    finally:
+        ended.set()
+        if thread.ident is not None:
+            thread.join()
 
 
 def _percent(share: float | None) -> str:

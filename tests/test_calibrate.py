@@ -20,7 +20,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import oocgemm
-from oocgemm import backends, cache, display
+from oocgemm import backends, cache
 from oocgemm import calibrate as module
 from oocgemm.calibrate import SIZES, Sizes, calibrate
 from oocgemm.cli import EXIT_USAGE
@@ -312,12 +312,9 @@ def test_a_gpu_is_measured_by_the_same_code(here: Path, backend: str) -> None:
     assert result.report.efficiency is not None
 
 
-def test_what_is_measured_is_said_where_there_is_no_terminal(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(display, "SELDOM", 0.0)
-    lines = command("calibrate", "--backend", "host", "--path", here).err.splitlines()
-    said = [line.split("  ")[1] for line in lines]
+def test_what_is_measured_is_said_with_the_backend(here: Path) -> None:
+    said: list[str] = []
+    calibrate("host", path=here, say=said.append)
     assert [what for what in said if not what.startswith("host: ")] == []
     assert {"host: memory", f"host: writing in {here}", "host: decoding zstd"} <= set(said)
 

@@ -2,6 +2,8 @@
 
 import io
 import re
+import time
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from oocgemm.plan import Budgets
 from oocgemm.timeline import Span, report
 from oocgemm.timeline.series import utilisation
 
-from .command import command, run
+from .command import command, own_threads, run
 from .virtual_runs import GIB, machine, run_of, virtual_plan
 
 
@@ -89,15 +91,42 @@ def test_lines_are_printed_where_there_is_no_terminal(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.usefixtures("here")
-def test_verify_prints_lines_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["verify", "a.npy", "b.npy", "c.npy"], [f"reading {x}, 100% of 12.5 KiB" for x in "BAC"]),
+        (["verify", "a.npy", "b.npy", "c.npy", "--json"], []),
+    ],
+)
+def test_verify_says_what_it_reads(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], expected: list[str]
+) -> None:
     assert run("a.npy", "b.npy", "c.npy").code == 0
-    assert command("verify", "a.npy", "b.npy", "c.npy").err == ""  # less than ten seconds
-    monkeypatch.setattr(display, "SELDOM", 0.0)
-    done = command("verify", "a.npy", "b.npy", "c.npy")
-    lines = done.err.splitlines()
-    assert [line.split("  ")[1] for line in lines] == [f"reading {x}, 100% of 12.5 KiB" for x in "BAC"]
-    assert all(re.match(r"\S+ m?s  ", line) for line in lines)
-    assert command("verify", "a.npy", "b.npy", "c.npy", "--json").err == ""
+    said: list[str] = []
+    monkeypatch.setattr("oocgemm.cli.doing", lambda enabled: nullcontext(said.append if enabled else len))
+    assert command(*arguments).code == 0
+    assert said == expected
+
+
+def test_lines_go_on_while_one_thing_takes_long(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(display, "SELDOM", 0.01)
+    shown = ""
+    with display.doing(True) as say:
+        say("reading [A]")
+        while shown.count("reading [A]\n") < 3:
+            time.sleep(0.01)
+            shown += capsys.readouterr().err
+    lines = [line for line in shown.splitlines() if not line.endswith("  starting")]
+    assert all(re.fullmatch(r"\S+ m?s  reading \[A\]", line) for line in lines)
+    assert own_threads() == []
+
+
+def test_short_work_prints_no_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    with display.doing(True) as say:
+        say("reading A")
+    assert capsys.readouterr().err == ""
 
 
 def test_doing_shows_on_a_terminal_what_and_for_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
