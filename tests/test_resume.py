@@ -387,7 +387,7 @@ def test_nothing_stays_beside_a_finished_npy_file(here: Path, beta: str) -> None
 
 
 @pytest.mark.parametrize("beta", ["0", "0.5"])
-def test_without_extended_attributes_the_journal_stays_in_its_folder(here: Path, beta: str) -> None:
+def test_without_extended_attributes_the_folder_stays(here: Path, beta: str) -> None:
     if beta != "0":
         np.save("c.npy", C)
     with patch.object(os, "setxattr", side_effect=OSError(95, "Operation not supported")):
@@ -398,7 +398,7 @@ def test_without_extended_attributes_the_journal_stays_in_its_folder(here: Path,
     assert contents(here) == before
 
 
-def test_a_second_update_that_failed_at_once_is_not_taken_for_done(here: Path) -> None:
+def test_a_second_update_that_failed_is_not_taken_for_done(here: Path) -> None:
     shutil.copy("old.npy", "c.npy")
     options = (*TILE, "--beta", "0.5")
     assert run("a", "b", "c.npy", *options).code == 0
