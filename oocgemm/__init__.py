@@ -20,8 +20,7 @@ from oocgemm.plan import Plan, TileShape
 from oocgemm.result import Result
 from oocgemm.timeline import Report, Timeline, read_log, report
 from oocgemm.verify import Verification, verify
-
-__version__ = "0.1.0"
+from oocgemm.version import __version__ as __version__
 
 __all__ = [
     "BackendError",

@@ -336,6 +336,8 @@ def plan(
     Since no device is asked how much of its memory is free, the cuda backend needs `device_memory` here.
     """
     name = backends.resolve(backend)
+    if backend == "auto" and name == "host":
+        backends.fall_back(backends.missing_for_cuda())
     backends.check_kernel(name, kernel)
     a, b, c = (stores.located(*operand) for operand in (("A", a), ("B", b), ("C", c)))
 

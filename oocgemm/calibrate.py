@@ -102,6 +102,7 @@ def calibrate(
             f"storage cannot be measured in {folder}: give a folder that can be written to with --path"
         )
     engine = backends.open_backend(backend, device)
+    say = _naming(engine, say)
     machine = default_model(engine.name, len(os.sched_getaffinity(0)))
     machine = replace(machine, multiprocessors=engine.multiprocessors())
     sizes = sizes or SIZES[engine.name]
@@ -133,6 +134,11 @@ def calibrate(
             "cores_used_by_others": round(others / seconds, 2),
         },
     )
+
+
+def _naming(engine: Backend, say: Callable[[str], None]) -> Callable[[str], None]:
+    """Have `say` name the backend that is measured."""
+    return lambda doing: say(f"{engine.name}: {doing}")
 
 
 def _kernels(

@@ -2,16 +2,21 @@
 
 import os
 import re
+import shlex
 import sys
 import traceback
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from oocgemm import __version__, api, backends, exports, measuring, resume, stores, system
 from oocgemm.display import (
+    doing,
     print_comparison,
     print_info,
     print_plan,
@@ -22,7 +27,7 @@ from oocgemm.errors import BackendError, BudgetError, ExecutionError, InputError
 from oocgemm.interrupts import Interrupted, stopping
 from oocgemm.live import progress_display
 from oocgemm.measuring import DEVICE, print_json, taking
-from oocgemm.plan import COMPUTES
+from oocgemm.plan import COMPUTES, Plan
 from oocgemm.timeline import read_log, report, same_product
 from oocgemm.verify import verify as check_product
 
@@ -42,6 +47,15 @@ class _Scalar(click.ParamType[complex]):
         except ValueError:
             self.fail(f"{value!r} is not a number", param, ctx)
         return number.real if number.imag == 0 else number
+
+
+class _Place(click.ParamType[str]):
+    """The path or URL of an array. Shells complete file names; whether anything is there is checked later."""
+
+    name = "path"
+
+    def shell_complete(self, ctx: Any, param: Any, incomplete: str) -> list[CompletionItem]:
+        return [CompletionItem(incomplete, type="file")]
 
 
 class _Chunks(click.ParamType[tuple[int, int]]):
@@ -108,7 +122,7 @@ _PROBLEM = (
     click.option(
         "--tile",
         metavar="WxHxR",
-        help="Tile of C (w x h) and panel depth r, such as 4096x4096x512.  [default: as planned]",
+        help="Tile of C (w x h) and panel depth r, such as 4096x4096x512; clipped to the product.  [default: as planned]",
     ),
     click.option(
         "--chunks",
@@ -126,14 +140,16 @@ _PROBLEM = (
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="oocgemm")
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
-def cli(debug: bool) -> None:
+@click.pass_context
+def cli(context: click.Context, debug: bool) -> None:
     """Matrix products of zarr arrays larger than memory: C = alpha op(A) op(B) + beta C."""
+    context.with_resource(_warnings_as_notes())
 
 
 @cli.command()
-@click.argument("a")
-@click.argument("b")
-@click.argument("c")
+@click.argument("a", type=_Place())
+@click.argument("b", type=_Place())
+@click.argument("c", type=_Place())
 @taking(*_PROBLEM)
 @DEVICE
 @click.option("--timeline", type=click.Path(dir_okay=False), help="Log every operation to this file.")
@@ -151,10 +167,8 @@ def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> N
     live = not quiet and not as_json
     if options["backend"] == "host":
         stores.load_zarr()
-    if options["backend"] == "auto" and live:
-        missing = backends.missing_for_cuda()
-        if missing and "pip install" in missing:
-            click.echo(f"Note: running on the host; {missing}", err=True)
+    if quiet:
+        warnings.simplefilter("ignore", UserWarning)
     try:
         with (
             stopping(lambda: _interrupted(resume.how_far(c))),
@@ -165,6 +179,8 @@ def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> N
         error.add_note(resume.how_far(c))
         raise
     planned = result.plan
+    if not quiet:
+        _note_clipped(options["tile"], planned)
     if live and planned.done:
         tiles = planned.grid.shape[0] * planned.grid.shape[1]
         click.echo(f"Note: {len(planned.done)} of {tiles} tiles were done already", err=True)
@@ -183,13 +199,14 @@ def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> N
             print_report(result.report, result.timeline)
         click.echo(f"\nC: {Path(c) if '://' not in c else c}")
         if options["timeline"]:
-            click.echo(f"Timeline: {options['timeline']}  (oocgemm report {options['timeline']})")
+            log = options["timeline"]
+            click.echo(f"Timeline: {log}  ({shlex.join(('oocgemm', 'report', log))})")
 
 
 @cli.command()
-@click.argument("a")
-@click.argument("b")
-@click.argument("c", required=False)
+@click.argument("a", type=_Place())
+@click.argument("b", type=_Place())
+@click.argument("c", type=_Place(), required=False)
 @taking(*_PROBLEM)
 @click.option("--explain", is_flag=True, help="Say what else was considered, and why this was chosen.")
 def plan(a: str, b: str, c: str | None, as_json: bool, explain: bool, **options: Any) -> None:
@@ -199,6 +216,7 @@ def plan(a: str, b: str, c: str | None, as_json: bool, explain: bool, **options:
     """
     stores.load_zarr()
     planned = api.plan(a, b, c, **_transposes(options))
+    _note_clipped(options["tile"], planned)
     if as_json:
         print_json(planned.to_dict() | ({"considered": planned.explain()} if explain else {}))
     else:
@@ -206,11 +224,11 @@ def plan(a: str, b: str, c: str | None, as_json: bool, explain: bool, **options:
 
 
 @cli.command()
-@click.argument("a")
-@click.argument("b")
-@click.argument("c")
+@click.argument("a", type=_Place())
+@click.argument("b", type=_Place())
+@click.argument("c", type=_Place())
 @taking(*_PRODUCT, _JSON)
-@click.option("--c-before", metavar="PATH", help="What C was before, where beta is not 0.")
+@click.option("--c-before", type=_Place(), metavar="PATH", help="What C was before, where beta is not 0.")
 @click.option(
     "--host-memory",
     metavar="SIZE",
@@ -230,7 +248,8 @@ def verify(a: str, b: str, c: str, as_json: bool, **options: Any) -> None:
     By Freivalds' check: each array is read once. Exits with 1 if C is wrong, and says where.
     """
     stores.load_zarr()
-    found = check_product(a, b, c, **_transposes(options))
+    with doing(not as_json) as say:
+        found = check_product(a, b, c, **_transposes(options), say=say)
     if as_json:
         print_json(found.to_dict())
     else:
@@ -287,6 +306,29 @@ def info(as_json: bool) -> None:
         print_json(found)
     else:
         print_info(found)
+
+
+@contextmanager
+def _warnings_as_notes() -> Iterator[None]:
+    """Print our warnings as notes on stderr, without the place in the code. Those of other packages stay as they are."""
+    with warnings.catch_warnings():
+        before = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+            if category is UserWarning:
+                print(f"Note: {message}", file=sys.stderr, flush=True)
+            else:
+                before(message, category, *where, **more)
+
+        warnings.showwarning = show
+        yield
+
+
+def _note_clipped(tile: str | None, planned: Plan) -> None:
+    """Say so where the tile that was asked for is larger than the product."""
+    asked = tile and "x".join(str(int(extent)) for extent in tile.lower().split("x"))
+    if asked and asked != str(planned.tile):
+        click.echo(f"Note: tile {tile} is larger than the product: {planned.tile} is used", err=True)
 
 
 def _transposes(options: dict[str, Any]) -> dict[str, Any]:

@@ -1,13 +1,16 @@
 """What the command line shows: plans and reports, drawn with rich."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from threading import Event, Thread
+from time import perf_counter
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.measure import Measurement
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from oocgemm.plan import Plan
@@ -22,6 +25,7 @@ TRAFFIC = ("read", "h2d", "d2h", "write")
 # Columns of the Gantt chart: the names of lanes, what is beside its bars, and bars that still tell something.
 LANE_WIDTH = 8
 GANTT_MARGIN, MIN_GANTT = LANE_WIDTH + 3, 10
+SELDOM = 10.0  # seconds between two lines of progress off a terminal, as in `live`
 
 
 def console() -> Console:
@@ -333,13 +337,44 @@ def _rate(engine: dict[str, Any], name: str, rate: float | None, unit: str) -> s
 
 @contextmanager
 def doing(enabled: bool) -> Iterator[Callable[[str], None]]:
-    """Yield what shows a line on stderr that says what is being done."""
+    """Yield a function that shows on stderr what is being done, and for how long this has gone on.
+
+    On a terminal it is one line, which goes at the end; elsewhere a line every `SELDOM` seconds.
+    """
+    console = Console(stderr=True, highlight=False)
     if not enabled:
         yield lambda what: None
-        return
-    stderr = Console(stderr=True)
-    with stderr.status("", spinner="line" if stderr.options.ascii_only else "dots") as status:
-        yield lambda what: status.update(escape(what))
+    elif console.is_terminal:
+        columns = SpinnerColumn("line"), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task("", total=None)
+            yield lambda what: bar.update(task, description=what)
+    else:
+        with _lines(console) as say:
+            yield say
+
+
+@contextmanager
+def _lines(console: Console) -> Iterator[Callable[[str], None]]:
+    started, ended, now = perf_counter(), Event(), "starting"
+
+    def say(what: str) -> None:
+        nonlocal now
+        now = what
+
+    def repeat() -> None:  # in a thread, since one thing alone may take long
+        while not ended.wait(SELDOM):
+            console.print(f"{format_time(perf_counter() - started)}  {now}", soft_wrap=True, markup=False)
+
+    thread = Thread(target=repeat, name="oocgemm-progress", daemon=True)
+    try:
+        with suppress(RuntimeError):  # no thread to be had: no lines, but the work goes on
+            thread.start()
+        yield say
+    finally:
+        ended.set()
+        if thread.ident is not None:
+            thread.join()
 
 
 def _scalar(value: complex) -> str:

@@ -128,9 +128,16 @@ class Found:
 class Check:
     """The check itself, for a product in either orientation."""
 
-    def __init__(self, problem: GemmProblem, pool: ThreadPoolExecutor, seed: int) -> None:
+    def __init__(
+        self,
+        problem: GemmProblem,
+        pool: ThreadPoolExecutor,
+        seed: int,
+        say: Callable[[str], None] = lambda doing: None,
+    ) -> None:
         self._problem = problem
         self._pool = pool
+        self._say = say
         self._random = np.random.default_rng(seed)
         self._wide = wide_dtype(numpy_dtype(problem.acc_dtype))
         self._lock = threading.Lock()  # for multiplying too: the BLAS has threads of its own
@@ -262,7 +269,7 @@ class Check:
         return Found(wrong, worst, float(tolerance[decided].max(initial=0)))
 
     def _each(self, x: Oriented, rows: Span, cols: Span, act: Callable[[Span, Span, Array], None]) -> None:
-        """Read a block of a matrix in parts, and do something with each of them, several at a time."""
+        """Read a block of a matrix in parts, call `act` with each of them in several threads, and say how far it is."""
         if rows[0] == rows[1] or cols[0] == cols[1]:
             return
 
@@ -272,8 +279,12 @@ class Check:
                 act(*block, read)
             return read.size
 
-        done = sum(self._pool.map(one, x.blocks(rows, cols)))
-        self.bytes += done * x.matrix.dtype.itemsize
+        itemsize = x.matrix.dtype.itemsize
+        done, total = 0, (rows[1] - rows[0]) * (cols[1] - cols[0]) * itemsize
+        for elements in self._pool.map(one, x.blocks(rows, cols)):
+            done += elements * itemsize
+            self._say(f"reading {x.matrix.name}, {100 * done // total}% of {format_size(total)}")
+        self.bytes += done
 
 
 def _without(

@@ -92,7 +92,7 @@ def prepare(
             f"C at {os.fspath(c)} cannot hold bfloat16: pass out_dtype='float32' (--out-dtype float32), or the path of a "
             "zarr array"
         )
-    shape = _tile(tile)
+    shape = _tile(tile, problem)
     if earlier is not None:
         identity = identify(problem, left, right, existing, arithmetic(problem))
     if resumed is not None:
@@ -283,13 +283,14 @@ def _op(name: str, value: Transpose) -> Op:
         raise InputError(f"{name} = {value!r}: write 'N', 'T' or 'C'") from None
 
 
-def _tile(value: TileShape | str | None) -> TileShape | None:
+def _tile(value: TileShape | str | None, problem: GemmProblem) -> TileShape | None:
+    """Read a tile shape, and clip it to the product."""
     if value is None or isinstance(value, TileShape):
-        return value
+        return value and value.within(problem)
     parts = str(value).lower().split("x")
     if len(parts) != 3 or not all(p.strip().isdecimal() and int(p) for p in parts):
         raise InputError(f"cannot read {value!r} as a tile: write WxHxR, such as 8192x8192x512")
-    return TileShape(*(int(p) for p in parts))
+    return TileShape(*(int(p) for p in parts)).within(problem)
 
 
 def _existing_output(c: Any, problem: GemmProblem, overwrite: bool, earlier: Earlier | None) -> Matrix | None:

@@ -17,6 +17,7 @@ What a run does, in this order; `->` is a sync of what was done before it::
     for each tile, beta != 0:    write chunks to redo/ -> commit -> bring them to C -> done ->
     take the mark off C ->
     complete ->
+    C is a .npy file: copy header and complete into an attribute of it -> remove the folder
 
 With beta = 0 a tile may be written any number of times, so one that is not done is computed again. With beta != 0 the
 new tile is computed from the old one, so the old one stays as it is until the new one is safe: killed before the commit,
@@ -43,10 +44,12 @@ import warnings
 import zlib
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from oocgemm import stores
 from oocgemm.errors import ExecutionError, InputError
 from oocgemm.plan import TileGrid
 from oocgemm.plan.tiling import Tile
@@ -55,6 +58,8 @@ from oocgemm.threads import start
 
 FORMAT = 1
 JOURNAL, LOCK, REDO = "journal", "lock", "redo"
+# Extended attribute of a complete .npy file: the first and the last line of its journal.
+ATTRIBUTE = "user.oocgemm.journal"
 # A lock that is held for an instant, by one who only looks, is waited for.
 TRIES, PAUSE = 5, 0.02
 
@@ -71,14 +76,29 @@ class Record:
 
 
 def read(folder: Path) -> Record | None:
-    """The journal in a folder, if there is one. Raises `InputError` for one that is damaged."""
+    """Return the journal in a folder, or what a complete C kept of it; None if there is neither.
+
+    Raises `InputError` for a journal that is damaged or of another format.
+    """
     path = folder / JOURNAL
     try:
-        content = path.read_bytes()
+        return _record(path, folder, path.read_bytes())
     except FileNotFoundError:
-        return None
+        return _kept_in_c(folder)
     except OSError as error:
         raise InputError(f"C: cannot look for a journal at {path}: {error.strerror}") from error
+
+
+def _kept_in_c(folder: Path) -> Record | None:
+    """Return what `Journal.move_into_c` stored. An attribute that cannot be read says nothing of C."""
+    c = stores.place(folder)
+    with suppress(OSError, InputError):
+        return _record(c, folder, os.getxattr(c, ATTRIBUTE))
+    return None
+
+
+def _record(path: Path, folder: Path, content: bytes) -> Record:
+    """Parse the content of a journal. `path` is where it was read."""
     lines = content.split(b"\n")
     entries = [_parsed(line) for line in lines[:-1]]
     whole = entries.index(None) if None in entries else len(entries)
@@ -96,6 +116,9 @@ def read(folder: Path) -> Record | None:
     done = frozenset(_tile(entry["done"]) for entry in known if "done" in entry)
     committed = frozenset(_tile(entry["commit"]) for entry in known if "commit" in entry)
     complete = next((entry["complete"] for entry in known if "complete" in entry), None)
+    if complete is not None:
+        down, across = header["tiles"]
+        done = frozenset(product(range(down), range(across)))
     length = sum(len(line) + 1 for line in lines[:whole])
     return Record(header, done, committed - done, complete, length)
 
@@ -139,6 +162,8 @@ class Journal:
         self._append({"run": {"format": FORMAT} | header})
         os.replace(new, path)
         self._sync_names()
+        with suppress(OSError):  # of an earlier run, which C will not be the result of
+            os.removexattr(stores.place(self.folder), ATTRIBUTE)
 
     def resume(self) -> None:
         """Go on behind the last whole line."""
@@ -159,6 +184,19 @@ class Journal:
     def complete(self, said: dict[str, Any]) -> None:
         """C is whole, and on the disk."""
         self._add({"complete": said})
+
+    def move_into_c(self) -> None:
+        """Store the journal of a complete C in an attribute of its file and remove the folder beside it.
+
+        `resume` still needs to know which run completed C: with beta != 0 a second application would be wrong. The
+        folder stays where the file system has no extended attributes, or none of this length.
+        """
+        first, *_, last = (self.folder / JOURNAL).read_bytes().splitlines(keepends=True)
+        c = stores.place(self.folder)
+        with suppress(OSError):
+            os.setxattr(c, ATTRIBUTE, first + last)
+            sync_path(c)
+            stores.clear(self.folder, c=False)
 
     def check_in_place(self) -> None:
         """Raises `OSError` if the folder that is locked is at its place no more: what is written to a C that was taken

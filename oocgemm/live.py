@@ -8,7 +8,7 @@ from time import perf_counter
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
 from oocgemm.plan import Plan
@@ -16,7 +16,7 @@ from oocgemm.timeline import Span
 from oocgemm.timeline.figures import shares_between
 from oocgemm.timeline.series import utilisation
 from oocgemm.timeline.verdict import verdict
-from oocgemm.units import format_rate
+from oocgemm.units import format_rate, format_time
 
 LINKS = ("read", "h2d", "d2h", "write")
 # Seconds between two updates, on a terminal and elsewhere.
@@ -29,20 +29,24 @@ Show = Callable[[float, str, str], None]
 
 @contextmanager
 def progress_display(enabled: bool) -> Iterator[Callable[[Plan], Callable[[Span], None]] | None]:
-    """Yield what `gemm` takes as `progress`: it shows tiles done, flop/s and the rate of each link so far, and of the last
-    seconds how busy each lane was and what bounded the run. On a terminal the time left too."""
+    """Yield what `gemm` takes as `progress`, which shows how far the run is.
+
+    It shows the backend, tiles done, the time since this call, flop/s and the rate of each link so far, and of the last
+    seconds how busy each lane was and what bounded the run. On a terminal it shows the time left too.
+    """
     if not enabled:
         yield None
         return
+    started = perf_counter()
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
-        yield partial(_watch, every=SELDOM, show=partial(_line, console))
+        yield partial(_watch, every=SELDOM, show=partial(_line, console, started))
         return
     bar = Progress(
         TextColumn("{task.description}"),
-        BarColumn(),
+        BarColumn(bar_width=20),
         TextColumn("{task.percentage:>3.0f}%"),
-        TimeRemainingColumn(),
+        *(TimeElapsedColumn(), TextColumn("elapsed,"), TimeRemainingColumn(), TextColumn("left")),
     )
     task = bar.add_task("", total=1.0)
     doing = Text()
@@ -55,12 +59,14 @@ def progress_display(enabled: bool) -> Iterator[Callable[[Plan], Callable[[Span]
         yield partial(_watch, every=SOON, show=show)
 
 
-def _line(console: Console, share: float, tiles: str, rates: str) -> None:
-    console.print(f"{tiles}  {100 * share:.0f}%  {rates}", soft_wrap=True, markup=False)
+def _line(console: Console, started: float, share: float, tiles: str, rates: str) -> None:
+    elapsed = format_time(perf_counter() - started)
+    console.print(f"{tiles}  {100 * share:.0f}%  {elapsed}  {rates}", soft_wrap=True, markup=False)
 
 
 def _watch(plan: Plan, *, every: float, show: Show) -> Callable[[Span], None]:
-    """What is called with every operation that has ended, and shows how far the run is `every` so many seconds."""
+    """Return the observer of finished operations. It shows how far the run is `every` so many seconds."""
+    backend = "host" if plan.machine.unified else "cuda"
     down, across = plan.grid.shape
     tiles, before = down * across, len(plan.done)
     # Work is counted in flops; where there are none (k = 0), in bytes written.
@@ -85,9 +91,10 @@ def _watch(plan: Plan, *, every: float, show: Show) -> Callable[[Span], None]:
         done = before + (tiles - before) * written // max(1, plan.traffic["write"])
         links = "".join(f"  {link} {format_rate(size / seconds)}" for link, size in moved.items() if size)
         share = min(1.0, (flops if plan.flops else written) / max(1, total))
+        tiles_done = f"{backend}: tile {min(done + 1, tiles)}/{tiles}"
         rates = f"{format_rate(flops / seconds, 'FLOP')}{links}  |  {_lately(recent, flops >= plan.flops)}"
         with suppress(OSError, ValueError):  # a stream that takes no more is no reason for the run to fail
-            show(share, f"tile {min(done + 1, tiles)}/{tiles}", rates)
+            show(share, tiles_done, rates)
 
     return step
 

@@ -1,7 +1,6 @@
 """The commands that measure: calibrate, bench, tune; and what they share with the others."""
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -94,7 +93,7 @@ def calibrate(backend: str, device: int, path: str | None, svg: str | None, as_j
         check_place("--svg", svg)
     if backends.resolve(backend) == "host":
         stores.load_zarr()
-    with doing(sys.stderr.isatty() and not as_json) as say:
+    with doing(not as_json) as say:
         found = measure(backend, device, path, say=say)
     kept = cache.save(found)
     if svg is not None:
@@ -168,7 +167,7 @@ def bench_kernels(as_json: bool, svg: str | None, **options: Any) -> None:
     if svg is not None:
         check_place("--svg", svg)
     given = {name: value for name, value in options.items() if value != ()}
-    with doing(sys.stderr.isatty() and not as_json) as say:
+    with doing(not as_json) as say:
         result = bench.bench_kernels(**given, say=say)
     if svg is not None:
         with writing("--svg", svg):
@@ -196,7 +195,7 @@ def tune(device: int, dtypes: tuple[str, ...], as_json: bool) -> None:
     the engine makes it, and on a thin one. What is found is kept in the user's cache directory, or in $OOCGEMM_CACHE.
     Nothing else should run meanwhile.
     """
-    with doing(sys.stderr.isatty() and not as_json) as say:
+    with doing(not as_json) as say:
         found = bench.tune(device=device, dtypes=dtypes, say=say)
     kept = str(tuning.save(found))
     if as_json:

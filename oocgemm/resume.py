@@ -1,5 +1,6 @@
 """What an earlier run has left at C, and whether it is the one that is asked for now. Nothing here writes."""
 
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -76,6 +77,11 @@ def look(c: Any, *, resume: bool, overwrite: bool, reads_c: bool) -> Earlier | N
     if holder is not None:
         raise InputError(busy(folder, holder))
     if record is None:
+        if resume and not (overwrite or reads_c) and stores.is_path(c) and stores.exists(os.fspath(c)):
+            raise InputError(
+                f"C exists at {c}, and no journal tells which run made it: oocgemm verify checks whether it is the product; "
+                "pass --overwrite to compute it anew"
+            )
         return Earlier(folder, None, resumed=False)
     if record.complete is None and not resume and (reads_c or not overwrite):
         anew = f"remove C and {folder}" if reads_c else "--overwrite"

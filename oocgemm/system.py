@@ -15,6 +15,7 @@ from oocgemm.backends.memory import available_memory
 from oocgemm.errors import BackendError
 from oocgemm.plan import Calibration, MachineModel, StoreRates, default_model
 from oocgemm.stores import Matrix
+from oocgemm.version import __version__
 
 # Rates of a machine that people are told, under the names that they are told them by, in the order in which data flow.
 LINKS = {
@@ -151,9 +152,9 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "oocgemm": "unknown"}
+    """Return the versions of Python, of this code, installed or not, and of the packages that are installed."""
+    found = {"python": platform.python_version(), "oocgemm": __version__}
     for package in (
-        "oocgemm",
         "numpy",
         "zarr",
         "numcodecs",

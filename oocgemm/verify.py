@@ -1,6 +1,7 @@
 """Whether a C on disk is the product that it is said to be, and where it is not."""
 
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from math import isfinite
@@ -78,6 +79,7 @@ def verify(
     compute: str = "native",
     host_memory: Size | None = None,
     seed: int = 0,
+    say: Callable[[str], None] = lambda doing: None,
 ) -> Verification:
     """Whether ``c = alpha op(a) @ op(b) + beta c_before``, but for rounding; all of them read once, in bounded memory.
 
@@ -88,6 +90,7 @@ def verify(
         host_memory: bound on the memory taken, in bytes or as "2GiB"; half of what is available by default. With more
             of it groups have fewer columns, which lets smaller errors show.
         seed: of the random signs.
+        say: called now and then with what is being read, and how far.
 
     Returns:
         A `Verification`.
@@ -119,7 +122,7 @@ def verify(
     memory = available_memory() // 2 if host_memory is None else parse_size(host_memory)
     size = group_size(problem, operands, memory, threads)
     with ThreadPoolExecutor(threads, thread_name_prefix="oocgemm-verify") as pool:
-        check = Check(problem, pool, seed)
+        check = Check(problem, pool, seed, say)
         found = check.run(operands, (0, problem.n), size)
         rows = cols = None
         if found.wrong.any():

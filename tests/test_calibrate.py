@@ -312,6 +312,13 @@ def test_a_gpu_is_measured_by_the_same_code(here: Path, backend: str) -> None:
     assert result.report.efficiency is not None
 
 
+def test_what_is_measured_is_said_with_the_backend(here: Path) -> None:
+    said: list[str] = []
+    calibrate("host", path=here, say=said.append)
+    assert [what for what in said if not what.startswith("host: ")] == []
+    assert {"host: memory", f"host: writing in {here}", "host: decoding zstd"} <= set(said)
+
+
 def test_json_is_the_calibration_and_where_it_is_kept(here: Path) -> None:
     found = command("calibrate", "--backend", "host", "--path", here, "--json").json()
     assert Path(found.pop("kept")).is_file()

@@ -3,9 +3,11 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import numpy as np
@@ -85,6 +87,24 @@ def test_run_takes_the_tile_that_is_given() -> None:
 
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(
+    ("tile", "used"),
+    [("4x5x1000", "4x5x8"), ("1000x1000x3", "12x10x3"), ("012X10x8", "12x10x8"), ("4x99x8", "4x10x8")],
+)
+def test_a_tile_larger_than_the_product_is_clipped_to_it(tile: str, used: str) -> None:
+    said = f"Note: tile {tile} is larger than the product: {used} is used\n"
+    planned = command("plan", "a", "b", "--backend", "host", "--tile", tile, "--json")
+    ran = run("a", "b", "new", "--tile", tile, "--json")
+    w, h, r = map(int, used.split("x"))
+    for done in (planned, ran):
+        assert done.err == ("" if tile.startswith("0") else said)
+    for plan in (planned.json(), ran.json()["plan"]):
+        assert plan["tile"] == {"w": w, "h": h, "r": r}
+    assert run("a", "b", "new", "--tile", tile, "--resume", "--quiet") == Finished(0, "", "")
+    np.testing.assert_array_equal(stored("new"), A @ B)
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
     ("compressor", "codec"),
     [
         ("none", None),
@@ -125,6 +145,14 @@ def test_run_shows_the_figures_where_c_is_and_what_reads_the_timeline() -> None:
         "oocgemm report log",
     ):
         assert part in done.out
+
+
+@pytest.mark.usefixtures("here")
+def test_the_command_that_is_suggested_can_be_pasted() -> None:
+    done = run("a", "b", "new", "--timeline", "my log's.jsonl")
+    suggested = re.search(r"\((oocgemm report .*)\)", done.out)
+    assert suggested is not None
+    assert shlex.split(suggested[1]) == ["oocgemm", "report", "my log's.jsonl"]
 
 
 @pytest.mark.usefixtures("here")
@@ -236,6 +264,14 @@ def test_keys_of_json_hold_no_spaces(arguments: str) -> None:
         ]
     assert keys
     assert [key for key in keys if " " in key] == []
+
+
+def test_info_tells_the_version_of_a_tree_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(package: str) -> str:
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr("oocgemm.system.version", version)
+    assert command("info", "--json").json()["versions"]["oocgemm"] == oocgemm.__version__
 
 
 def test_info_in_an_interpreter_that_lacks_packages_says_how_to_get_them(tmp_path: Path) -> None:

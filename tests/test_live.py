@@ -1,7 +1,10 @@
 """While a run goes on it says how far it is and which lane holds it up, on a terminal and elsewhere."""
 
 import io
+import re
+import time
 from collections import deque
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -9,12 +12,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from oocgemm import live
+from oocgemm import display, live
 from oocgemm.plan import Budgets
 from oocgemm.timeline import Span, report
 from oocgemm.timeline.series import utilisation
 
-from .command import run
+from .command import command, own_threads, run
 from .virtual_runs import GIB, machine, run_of, virtual_plan
 
 
@@ -47,7 +50,7 @@ def test_what_is_shown_goes_from_nothing_to_all() -> None:
     shares = [share for share, _, _ in seen]
     assert shares == sorted(shares)
     assert (shares[0], shares[-1]) == (0.0, 1.0)
-    assert (seen[0][1].split("/")[0], len({tiles for _, tiles, _ in seen}) > 1) == ("tile 1", True)
+    assert (seen[0][1].split("/")[0], len({tiles for _, tiles, _ in seen}) > 1) == ("cuda: tile 1", True)
 
 
 def test_utilisation_of_the_whole_run_is_that_of_its_report() -> None:
@@ -93,10 +96,60 @@ def test_lines_are_printed_where_there_is_no_terminal(monkeypatch: pytest.Monkey
     done = run("a.npy", "b.npy", "c", "--tile", "10x10x10")
     assert done.code == 0
     lines = done.err.splitlines()
-    assert all(line.startswith("tile ") and "  |  busy " in line for line in lines)
-    assert "tile 16/16  100%" in done.err
+    shape = re.compile(r"host: tile \d+/16  \d+%  \S+ m?s  .*  \|  busy .*")
+    assert [line for line in lines if not shape.fullmatch(line)] == []
+    assert "host: tile 16/16  100%" in done.err
     assert "\x1b" not in done.err
     assert run("a.npy", "b.npy", "d", "--quiet").err == ""
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["verify", "a.npy", "b.npy", "c.npy"], [f"reading {x}, 100% of 12.5 KiB" for x in "BAC"]),
+        (["verify", "a.npy", "b.npy", "c.npy", "--json"], []),
+    ],
+)
+def test_verify_says_what_it_reads(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], expected: list[str]
+) -> None:
+    assert run("a.npy", "b.npy", "c.npy").code == 0
+    said: list[str] = []
+    monkeypatch.setattr("oocgemm.cli.doing", lambda enabled: nullcontext(said.append if enabled else len))
+    assert command(*arguments).code == 0
+    assert said == expected
+
+
+def test_lines_go_on_while_one_thing_takes_long(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(display, "SELDOM", 0.01)
+    shown = ""
+    with display.doing(True) as say:
+        say("reading [A]")
+        while shown.count("reading [A]\n") < 3:
+            time.sleep(0.01)
+            shown += capsys.readouterr().err
+    lines = [line for line in shown.splitlines() if not line.endswith("  starting")]
+    assert all(re.fullmatch(r"\S+ m?s  reading \[A\]", line) for line in lines)
+    assert own_threads() == []
+
+
+def test_short_work_prints_no_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    with display.doing(True) as say:
+        say("reading A")
+    assert capsys.readouterr().err == ""
+
+
+def test_doing_shows_on_a_terminal_what_and_for_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.StringIO()
+    console = partial(Console, file=terminal, force_terminal=True, width=100)
+    monkeypatch.setattr(display, "Console", lambda **_: console())
+    with display.doing(True) as say:
+        say("reading [A]")
+    assert "reading [A]" in terminal.getvalue()
+    assert "0:00:00" in terminal.getvalue()
 
 
 @pytest.mark.usefixtures("here")
@@ -108,6 +161,6 @@ def test_a_bar_is_drawn_on_a_terminal_and_taken_away(monkeypatch: pytest.MonkeyP
     done = run("a.npy", "b.npy", "c", "--tile", "10x10x10")
     assert (done.code, done.err) == (0, "")
     drawn = terminal.getvalue()
-    assert "-bound, " in drawn
-    assert "100%" in drawn
+    for part in ("host: tile 16/16", "100%", " elapsed, ", "-bound, "):
+        assert part in drawn
     assert drawn.endswith("\x1b[2K")  # the last thing done to it is to clear a line

@@ -23,7 +23,7 @@ from oocgemm import stores
 from oocgemm.backends.host import HostBackend
 from oocgemm.cli import EXIT_FAILED, EXIT_USAGE
 from oocgemm.errors import BackendError, ExecutionError, InputError
-from oocgemm.journal import JOURNAL, Journal, Keeper, read
+from oocgemm.journal import ATTRIBUTE, JOURNAL, Journal, Keeper, read
 from oocgemm.plan import Budgets, GemmProblem, Layouts, Slots, TileShape, continued, default_model, make_plan
 from oocgemm.plan.tiling import Span, Tile
 from oocgemm.stores.arrays import ArrayMatrix
@@ -370,6 +370,51 @@ def test_a_tile_of_nothing_but_zeros_replaces_the_old_one(here: Path, shards: tu
     c = zarr.create_array("c", data=-values @ values, chunks=(2, 2), shards=shards)
     oocgemm.gemm(values, values, here / "c", beta=1, tile="4x4x4", backend="host")
     np.testing.assert_array_equal(c[:], np.zeros((12, 12)))
+
+
+@pytest.mark.parametrize("beta", ["0", "0.5"])
+def test_nothing_stays_beside_a_finished_npy_file(here: Path, beta: str) -> None:
+    if beta != "0":
+        np.save("c.npy", C)
+    names = {path.name for path in here.iterdir()} | {"c.npy"}
+    assert run("a", "b", "c.npy", *TILE, "--beta", beta).code == 0
+    assert {path.name for path in here.iterdir()} == names
+    before = stored("c.npy")
+    assert run("a", "b", "c.npy", *TILE, "--beta", beta, "--resume", "--quiet") == Finished(0, "", "")
+    assert (stored("c.npy"), {path.name for path in here.iterdir()}) == (before, names)
+    done = run("a", "b", "c.npy", *TILE, "--beta", beta, "--alpha", "2", "--resume")
+    assert (done.code, "alpha is 2.0 now and was 1.0" in done.err) == (EXIT_USAGE, True)
+
+
+@pytest.mark.parametrize("beta", ["0", "0.5"])
+def test_without_extended_attributes_the_folder_stays(here: Path, beta: str) -> None:
+    if beta != "0":
+        np.save("c.npy", C)
+    with patch.object(os, "setxattr", side_effect=OSError(95, "Operation not supported")):
+        assert run("a", "b", "c.npy", *TILE, "--beta", beta).code == 0
+    before = contents(here)
+    assert "c.npy.oocgemm/journal" in before
+    assert run("a", "b", "c.npy", *TILE, "--beta", beta, "--resume", "--quiet") == Finished(0, "", "")
+    assert contents(here) == before
+
+
+def test_a_second_update_that_failed_is_not_taken_for_done(here: Path) -> None:
+    shutil.copy("old.npy", "c.npy")
+    options = (*TILE, "--beta", "0.5")
+    assert run("a", "b", "c.npy", *options).code == 0
+    once = np.load("c.npy")
+    unfinished("c.npy", *options, tiles=0)
+    assert run("a", "b", "c.npy", *options, "--resume").code == 0
+    np.testing.assert_allclose(np.load("c.npy"), A @ B + 0.5 * once)
+
+
+@pytest.mark.parametrize("value", [b"", b"nonsense", b"00000000 {}\n"])
+def test_an_attribute_that_cannot_be_read_says_nothing(here: Path, value: bytes) -> None:
+    assert run("a", "b", "c.npy", *TILE).code == 0
+    os.setxattr("c.npy", ATTRIBUTE, value)
+    assert run("c.npy", "b", "d", *TILE).code == 0
+    done = run("a", "b", "c.npy", *TILE, "--resume")
+    assert (done.code, "no journal tells which run made it" in done.err) == (EXIT_USAGE, True)
 
 
 @pytest.mark.parametrize("c", KINDS)
