@@ -165,7 +165,7 @@ def step_scalars(problem: GemmProblem, first: bool) -> tuple[complex, complex]:
     """(alpha, beta) of one Multiply: beta belongs to the first of a tile, and to Finish where there is one."""
     if problem.finishes:
         return 1.0, 0.0 if first else 1.0
-    return problem.alpha, problem.beta if first else 1.0
+    return problem.applied_alpha, problem.beta if first else 1.0
 
 
 def limits_of(name: str) -> Any:

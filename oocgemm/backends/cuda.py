@@ -342,13 +342,13 @@ class CudaSession:
     def _finish(self, op: Operation) -> None:
         problem = self._problem
         elements = (op.m[1] - op.m[0]) * (op.n[1] - op.n[0])
-        dtypes, scalars = (problem.acc_dtype, problem.c_dtype), (problem.alpha, problem.beta)
+        dtypes, scalars = (problem.acc_dtype, problem.c_dtype), (problem.applied_alpha, problem.beta)
         source, result = self._address(op.reads[0]), self._address(op.writes[0])
         kernels = self._multiplier.kernels
         if problem.exact:
             flag, real = (
                 self._flags.ptr + 4 * op.writes[0].slot.index,
-                (problem.alpha.real, problem.beta.real),
+                (problem.applied_alpha.real, problem.beta.real),
             )
             int8.finish(kernels, dtypes, real, elements, source, result, flag)
         else:
