@@ -123,6 +123,10 @@ class Backend(Protocol):
     def holds(self, address: int, size: int) -> bool:
         """Whether so many bytes of host memory from an address on are locked as one, for devices to copy from and to."""
 
+    def link_limit(self) -> float | None:
+        """Most bytes per second that can be copied to the device, or from it; None where the system does not say, or there is
+        no link."""
+
     def describe(self) -> dict[str, str]:
         """Device, library versions and kernel, for headers and reports."""
 

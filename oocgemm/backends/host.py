@@ -176,6 +176,9 @@ class HostBackend:
     def holds(self, address: int, size: int) -> bool:
         return False
 
+    def link_limit(self) -> float | None:
+        return None
+
     def describe(self) -> dict[str, str]:
         return {
             "device": f"{len(os.sched_getaffinity(0))} cores",
