@@ -1,4 +1,4 @@
-"""Lines through measured rates, and what cannot be one: a rate beyond its link, or one that its fit does not explain."""
+"""Lines through measured rates, and which rates are refused: those beyond their link, and those that no line explains."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -11,7 +11,7 @@ MAX_RESIDUAL = 0.5
 
 
 def fit_line(points: Sequence[tuple[float, float]], least: float = 0.0) -> tuple[float, float]:
-    """(intercept, slope) of the line through points of positive y with the least squared relative errors, the
+    """Return (intercept, slope) of the line through points of positive y with the least squared relative errors, the
     intercept not below `least` and the slope not below 0.
 
     >>> [round(x, 9) for x in fit_line([(0.0, 1.0), (1.0, 3.0), (2.0, 5.0)])]
@@ -41,8 +41,8 @@ def fit_link(link: str, rates: Mapping[int, float], limit: float | None = None) 
 
     Raises `ValueError` where a rate is more than `limit` (by default `MAX_LINK`), or further than `MAX_RESIDUAL` from the fit.
 
-    >>> fit_link("d2h", {10**6: 25e9, 10**8: 49.5e9})
-    (2.02e-05, 50000000000.0)
+    >>> [float(f"{x:.3g}") for x in fit_link("d2h", {1_000_000: 25e9, 9_000_000: 45e9})]
+    [2e-05, 50000000000.0]
     """
     for size, rate in rates.items():
         check_link(f"{link} of {format_size(size)}", rate, limit)
@@ -79,6 +79,6 @@ def check_fit(
     if residual(worst) > MAX_RESIDUAL:
         found = ", ".join(f"{at(place)}: {format_rate(rate, unit)}" for place, rate in rates.items())
         raise ValueError(
-            f"no fit explains what was measured of {name} ({found}): {format_rate(fit(worst), unit)} would be expected at "
-            f"{at(worst)}, {residual(worst):.0%} off, where {MAX_RESIDUAL:.0%} may be"
+            f"no fit explains what was measured of {name} ({found}): the best expects {format_rate(fit(worst), unit)} at "
+            f"{at(worst)}, which is {residual(worst):.0%} off and may be {MAX_RESIDUAL:.0%}"
         )
