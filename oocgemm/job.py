@@ -258,12 +258,13 @@ def _out_dtype(given: Any, operands: DType) -> str:
 
 
 def _scalar(name: str, value: complex, operands: DType, c_dtype: str) -> complex:
-    """alpha or beta, a number that such operands can be multiplied by into such a C."""
+    """Return alpha or beta as a number. Raises `InputError` for one that these operands or this C cannot take."""
     try:
         number = complex(value if np.ndim(value) == 0 else "an array")
     except (TypeError, ValueError, OverflowError):
         raise InputError(f"{name} = {value!r} is not a number") from None
     if operands.is_complex:
+        _check_held(name, number, operands)
         return number
     if number.imag != 0:
         raise InputError(f"{name} = {value} is complex, but the operands are real")
@@ -271,7 +272,26 @@ def _scalar(name: str, value: complex, operands: DType, c_dtype: str) -> complex
         raise InputError(
             f"{name} = {value} is no integer below 2^53, and C is of {c_dtype}: pass out_dtype='float64' (--out-dtype float64)"
         )
+    _check_held(name, number.real, operands)
     return number.real
+
+
+def _check_held(name: str, number: complex, operands: DType) -> None:
+    """Raise `InputError` for a scalar that overflows, or rounds to 0, in the dtype that the operands are multiplied in."""
+    accumulator = numpy_dtype(operands.accumulator)
+    limits = np.finfo(accumulator)
+    with np.errstate(all="ignore"):
+        held = accumulator.type(number)
+    if np.isinf(held) and not np.isinf(number):
+        limit = f"is beyond {accumulator} (at most {limits.max:.8g})"
+    elif number and not held:
+        limit = f"rounds to 0 in {accumulator} (at least {limits.smallest_subnormal:.8g})"
+    else:
+        return
+    wider = "complex128" if operands.is_complex else "float64"
+    raise InputError(
+        f"{name} = {number:g} {limit}, which {operands.name} operands are multiplied in: convert A, B and C to {wider}"
+    )
 
 
 def _op(name: str, value: Transpose) -> Op:

@@ -4,8 +4,13 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from tests.command import forget_threads, own_threads
+
+# How long an example takes says more of the machine's load than of the code.
+settings.register_profile("oocgemm", deadline=None)
+settings.load_profile("oocgemm")
 
 SECONDS_TO_END = 10.0  # for threads that a test has stopped, on a busy machine
 
