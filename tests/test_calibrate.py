@@ -393,7 +393,8 @@ def test_a_kernel_whose_fit_is_far_off_is_refused(here: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("backend", [pytest.param("cuda", marks=needs_gpu)])
 def test_a_gpu_is_measured_by_the_same_code(here: Path, backend: str) -> None:
-    small = Sizes(side=512, depths=(64, 128, 256), block=(1024, 512), copies=(1, 32, 1024), seconds=0.01)
+    # Copies of a panel take longer than their launch, or nothing would hold the device back.
+    small = Sizes(side=4096, depths=(256, 512, 1024), block=(1024, 512), copies=(1, 32, 1024), seconds=0.01)
     found = calibrate(backend, path=here, sizes=small)
     assert set(found.kernels) == set(RATES)
     assert set(found.samples["copies"]) == {"h2d", "d2h", "both ways"}
@@ -428,8 +429,12 @@ def test_a_gpu_calibrates_to_the_same_rates_each_time(here: Path, backend: str) 
             assert calibration.rates[link] == pytest.approx(most, rel=0.15)
         assert 0 <= calibration.rates["copy_latency"] < 1e-3
         assert most < calibration.samples["copies"]["both ways"] <= 2 * limit
-    for name in ("h2d", "d2h", "memory"):
-        assert _spread(calibration.rates[name] for calibration in found) < 1.3, name
+    for name, limit in (
+        ("h2d", 1.3),
+        ("d2h", 1.3),
+        ("memory", 2.0),
+    ):  # other machines share the host's memory
+        assert _spread(calibration.rates[name] for calibration in found) < limit, name
     for kernel in found[0].kernels:
         for depth in found[0].samples["kernels"][kernel]:
             same = [calibration.samples["kernels"][kernel].get(depth) for calibration in found]
