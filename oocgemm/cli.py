@@ -24,6 +24,7 @@ from oocgemm.live import progress_display
 from oocgemm.measuring import DEVICE, print_json, taking
 from oocgemm.plan import COMPUTES
 from oocgemm.timeline import read_log, report
+from oocgemm.tolerance import BOUNDS
 from oocgemm.verify import verify as check_product
 
 EXIT_FAILED, EXIT_USAGE, EXIT_BUDGET, EXIT_INTERRUPTED = 1, 2, 3, 130
@@ -217,6 +218,13 @@ def plan(a: str, b: str, c: str | None, as_json: bool, explain: bool, **options:
     help="Bound on memory, such as 8GiB.  [default: 1/2 of what is available]",
 )
 @click.option(
+    "--bound",
+    type=click.Choice(BOUNDS),
+    default=BOUNDS[0],
+    show_default=True,
+    help="Of rounding errors. worst-case assumes nothing of them, and finds large errors only.",
+)
+@click.option(
     "--seed",
     metavar="N",
     type=click.IntRange(min=0),
@@ -225,7 +233,7 @@ def plan(a: str, b: str, c: str | None, as_json: bool, explain: bool, **options:
     help="Of the random vectors.",
 )
 def verify(a: str, b: str, c: str, as_json: bool, **options: Any) -> None:
-    """Tell whether C is the product of A and B, but for rounding.
+    """Check that C is the product of A and B within rounding error.
 
     By Freivalds' check: each array is read once. Exits with 1 if C is wrong, and says where.
     """
