@@ -143,6 +143,11 @@ def cli(debug: bool) -> None:
 )
 @click.option("--overwrite", is_flag=True, help="Replace the contents of a C that exists.")
 @click.option("--resume", is_flag=True, help="Go on with an unfinished run of the same command.")
+@click.option(
+    "--trust-operands",
+    is_flag=True,
+    help="With --resume: go on although files of A or B have changed, as when damage was repaired.",
+)
 @click.option("--quiet", is_flag=True, help="Print nothing but errors.")
 def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> None:
     """Multiply A and B into C: paths of zarr arrays or .npy files.
@@ -164,6 +169,8 @@ def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> N
             result = api.gemm(a, b, c, progress=progress, **_transposes(options))
     except (ExecutionError, BackendError, MemoryError, KeyboardInterrupt) as error:
         error.add_note(resume.how_far(c))
+        if isinstance(error, ExecutionError) and resume.how_far(c):
+            error.add_note("(with --trust-operands too, if files of A or B are repaired before)")
         raise
     planned = result.plan
     if live and planned.done:

@@ -140,7 +140,7 @@ def test_blocks_of_rows_and_depth_find_the_same(dtype: str) -> None:
     before = integers(rng, (900, 3), dtype)
     with np.errstate(all="ignore"):
         c = a @ b + 2 * before
-    options = {"beta": 2, "c_before": before}
+    options: dict[str, Any] = {"beta": 2, "c_before": before}
     least = least_memory(a, b, c, **options)
     found = oocgemm.verify(a, b, c, host_memory=least, **options)
     passes = found.bytes / (a.nbytes + b.nbytes + 2 * c.nbytes)
@@ -228,7 +228,7 @@ def test_the_worst_case_bound_is_an_option(tmp_path: Path) -> None:
     assert not oocgemm.verify(a, b, c, bound="worst-case").right
     for name, array in zip("abc", (a, b, c), strict=True):
         np.save(tmp_path / name, array)
-    line = ("verify", *(tmp_path / f"{name}.npy" for name in "abc"))
+    line: list[str | Path] = ["verify", *(tmp_path / f"{name}.npy" for name in "abc")]
     assert "Tolerance: probabilistic bound" in command(*line).out
     assert "Tolerance: worst-case bound" in command(*line, "--bound", "worst-case").out
     with pytest.raises(InputError, match="unknown bound 'none'"):
