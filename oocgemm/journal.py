@@ -198,7 +198,6 @@ class Journal:
     def complete(self, said: dict[str, Any]) -> None:
         """Record that C is whole, and on the disk."""
         self._add({"complete": said})
-        (self.folder / COUNT).unlink(missing_ok=True)
 
     def check_in_place(self) -> None:
         """Raises `OSError` if the folder that is locked is at its place no more: what is written to a C that was taken

@@ -331,6 +331,17 @@ def test_a_journal_cut_back_does_not_apply_beta_twice(here: Path, c: str, lines:
     )
 
 
+def test_a_journal_cut_back_after_the_end_is_noticed(here: Path) -> None:
+    zarr.create_array("c", data=C, chunks=(4, 4), compressors=None)
+    assert run("a", "b", "c", *TILE, "--beta", "0.5").code == 0
+    path = here / "c" / ".oocgemm" / JOURNAL
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:5]))
+    before = contents(here)
+    done = run("a", "b", "c", *TILE, "--beta", "0.5", "--resume")
+    assert (done.code, "lists 2 tiles of C as committed, 9 were" in done.err) == (EXIT_USAGE, True)
+    assert contents(here) == before
+
+
 def test_a_c_that_changed_since_it_was_completed_is_not_taken_for_done(here: Path) -> None:
     assert run("a", "b", "c", *TILE).code == 0
     (here / "c" / "c" / "0" / "0").write_bytes(bytes(128))
