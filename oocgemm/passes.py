@@ -18,8 +18,9 @@ from oocgemm.stores import Matrix, pieces
 PIECE = 1 << 18
 # Elements of a strip, at most, and of its product: what is computed of it stays in a core's cache.
 STRIP = 1 << 16
-# Columns of a strip. It is multiplied in calls that the BLAS does in one thread, of at least MIN_ROWS rows.
-MIN_WIDTH, MAX_WIDTH = 1 << 6, 1 << 8
+# Columns of a strip. It is multiplied in calls that the BLAS does in one thread, of at least MIN_ROWS rows. A strip with cuts may
+# have up to MAX_CUT_WIDTH, where the matrix has few rows.
+MIN_WIDTH, MAX_WIDTH, MAX_CUT_WIDTH = 1 << 6, 1 << 8, 1 << 13
 MIN_ROWS = 8
 
 # Called with rows, columns and elements of a strip, and the elements there of the matrix beside it, if there is one.
@@ -155,6 +156,8 @@ class Passes:
         (top, bottom), (first, last) = piece
         borders = [first, *(cut for cut in cuts if first < cut < last), last]
         width = max(MIN_WIDTH, min(MAX_WIDTH, ONE_THREAD // (MIN_ROWS * columns)))
+        if cuts:
+            width = max(width, min(MAX_CUT_WIDTH, STRIP // (bottom - top)))
         with np.errstate(all="ignore"):
             for start, stop in pairwise(borders):
                 for left in range(start, stop, width):
