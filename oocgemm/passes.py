@@ -13,6 +13,7 @@ from oocgemm.backends.memory import allocate
 from oocgemm.bounds import ONE_THREAD, wide_dtype
 from oocgemm.plan.tiling import Span
 from oocgemm.stores import Matrix, pieces
+from oocgemm.units import format_size
 
 # Elements that a thread reads at a time, but for whole chunks that must be decoded.
 PIECE = 1 << 18
@@ -86,10 +87,18 @@ class Oriented:
 class Passes:
     """Passes by `threads` threads of a pool, in pieces of at least `piece` elements."""
 
-    def __init__(self, pool: ThreadPoolExecutor, threads: int, piece: int) -> None:
+    def __init__(
+        self,
+        pool: ThreadPoolExecutor,
+        threads: int,
+        piece: int,
+        say: Callable[[str], None] = lambda doing: None,
+    ) -> None:
+        """`say` is called with what is being read and how far, by one thread at a time."""
         self._pool = pool
         self._threads = threads
         self._piece = piece
+        self._say = say
         self._buffers: dict[tuple[int, int], Array] = {}
         self.bytes = 0  # read so far
 
@@ -110,8 +119,11 @@ class Passes:
         if rows[0] == rows[1] or cols[0] == cols[1]:
             return
         left, lock, stop = x.pieces(rows, cols, self._piece), threading.Lock(), threading.Event()
+        itemsize = x.matrix.dtype.itemsize
+        read, total = 0, (rows[1] - rows[0]) * (cols[1] - cols[0]) * itemsize
 
         def work(thread: int) -> int:
+            nonlocal read
             done = 0
             while not stop.is_set():
                 with lock:
@@ -126,6 +138,9 @@ class Passes:
                 done += sum(block.nbytes for block in both)
                 if act is not None:
                     self._strips(thread, (x, beside), piece, both, act, cuts, columns)
+                with lock:
+                    read += both[0].nbytes
+                    self._say(f"reading {x.matrix.name}, {100 * read // total}% of {format_size(total)}")
             return done
 
         def guarded(thread: int) -> int:

@@ -1,6 +1,7 @@
 """Whether a C on disk is the product that it is said to be, and where it is not."""
 
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -99,6 +100,7 @@ def verify(
     host_memory: Size | None = None,
     bound: str = "probabilistic",
     seed: int = 0,
+    say: Callable[[str], None] = lambda doing: None,
 ) -> Verification:
     """Check that ``c = alpha op(a) @ op(b) + beta c_before`` within rounding error, in bounded memory.
 
@@ -113,6 +115,7 @@ def verify(
         bound: of rounding errors: "probabilistic" takes them to be independent and of mean 0, "worst-case" assumes
             nothing and finds large errors only.
         seed: of the random signs.
+        say: called now and then with what is being read, and how far, by one thread at a time.
 
     Returns:
         A `Verification`.
@@ -154,13 +157,13 @@ def verify(
     blocks = cut(problem, operands, memory, threads)
     once_more = cut(problem, turned, memory, blocks.threads, groups=1)
     with ThreadPoolExecutor(blocks.threads, thread_name_prefix="oocgemm-verify") as pool:
-        passes = Passes(pool, blocks.threads, blocks.piece)
+        passes = Passes(pool, blocks.threads, blocks.piece, say)
         found = Check(problem, operands, (0, problem.n), blocks, passes, (seed, 0), bound).run()
         rows, cols, bytes_read = None, None, passes.bytes
         if found.wrong.any():
             rows, near = (hull(np.logical_or.reduce(found.wrong, axis)) for axis in (1, 0))
             cols = near[0] * blocks.group, min(near[1] * blocks.group, problem.n)
-            second = Passes(pool, once_more.threads, once_more.piece)
+            second = Passes(pool, once_more.threads, once_more.piece, say)
             again = Check(problem, turned, rows, once_more, second, (seed, 1), bound).run()
             bytes_read += second.bytes
             inside = again.wrong[cols[0] : cols[1], 0]

@@ -321,6 +321,18 @@ def test_what_cannot_be_verified_is_refused(tmp_path: Path) -> None:
     assert command("verify", tmp_path / "none", tmp_path / "none", tmp_path / "none").code == 2
 
 
+def test_progress_is_said_of_each_operand() -> None:
+    rng = np.random.default_rng(14)
+    a, b = rng.standard_normal((600, 700)), rng.standard_normal((700, 800))
+    said: list[str] = []
+    oocgemm.verify(a, b, a @ b, say=said.append)
+    assert [text.split(",")[0] for text in said if " 100% " in text] == [
+        "reading B",
+        "reading A",
+        "reading C",
+    ]
+
+
 def test_empty_products_are_right() -> None:
     for m, n, k in ((0, 5, 3), (5, 0, 3), (5, 4, 0)):
         c = np.zeros((m, n))
