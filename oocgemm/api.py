@@ -68,6 +68,7 @@ def gemm(
     compressor: str | None = None,
     overwrite: bool = False,
     resume: bool = False,
+    trust_operands: bool = False,
     verify: bool = False,
     timeline: str | os.PathLike[str] | None = None,
     progress: Progress | bool | None = None,
@@ -100,6 +101,7 @@ def gemm(
         overwrite: allow a path that holds a matching array already.
         resume: go on with the run that has not ended at `c`, a local path, and was called with the same arguments; begin
             one if there is none, and do nothing if it has ended. Budgets may differ, and be less.
+        trust_operands: resume although files of a or b have changed since. Tiles that are done are not computed again.
         verify: hold every tile against checksums of the panels it is made from (`oocgemm.checks`) before it is written,
             and compute once more what differs. A GPU takes them of what has come to it, the processor a digest of each
             panel when it is read; without a GPU the processor takes the checksums.
@@ -141,6 +143,7 @@ def gemm(
             *(budgets, tile, chunks, compressor),
             overwrite=overwrite,
             resume=resume,
+            trust_operands=trust_operands,
             arithmetic=lambda problem: {
                 "backend": engine.name,
                 "kernel": engine.arithmetic(problem, kernel),

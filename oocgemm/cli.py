@@ -29,6 +29,7 @@ from oocgemm.live import progress_display
 from oocgemm.measuring import DEVICE, print_json, taking
 from oocgemm.plan import COMPUTES, Plan
 from oocgemm.timeline import read_log, report, same_product
+from oocgemm.tolerance import BOUNDS
 from oocgemm.verify import verify as check_product
 
 EXIT_FAILED, EXIT_USAGE, EXIT_BUDGET, EXIT_INTERRUPTED = 1, 2, 3, 130
@@ -158,6 +159,11 @@ def cli(context: click.Context, debug: bool) -> None:
 )
 @click.option("--overwrite", is_flag=True, help="Replace the contents of a C that exists.")
 @click.option("--resume", is_flag=True, help="Go on with an unfinished run of the same command.")
+@click.option(
+    "--trust-operands",
+    is_flag=True,
+    help="With --resume: go on although files of A or B have changed, as when damage was repaired.",
+)
 @click.option("--quiet", is_flag=True, help="Print nothing but errors.")
 def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> None:
     """Multiply A and B into C: paths of zarr arrays or .npy files.
@@ -177,6 +183,8 @@ def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> N
             result = api.gemm(a, b, c, progress=progress, **_transposes(options))
     except (ExecutionError, BackendError, MemoryError, KeyboardInterrupt) as error:
         error.add_note(resume.how_far(c))
+        if isinstance(error, ExecutionError) and resume.how_far(c):
+            error.add_note("(with --trust-operands too, if files of A or B are repaired before)")
         raise
     planned = result.plan
     if not quiet:
@@ -235,6 +243,13 @@ def plan(a: str, b: str, c: str | None, as_json: bool, explain: bool, **options:
     help="Bound on memory, such as 8GiB.  [default: 1/2 of what is available]",
 )
 @click.option(
+    "--bound",
+    type=click.Choice(BOUNDS),
+    default=BOUNDS[0],
+    show_default=True,
+    help="Of rounding errors. worst-case assumes nothing of them, and finds large errors only.",
+)
+@click.option(
     "--seed",
     metavar="N",
     type=click.IntRange(min=0),
@@ -243,7 +258,7 @@ def plan(a: str, b: str, c: str | None, as_json: bool, explain: bool, **options:
     help="Of the random vectors.",
 )
 def verify(a: str, b: str, c: str, as_json: bool, **options: Any) -> None:
-    """Tell whether C is the product of A and B, but for rounding.
+    """Check that C is the product of A and B within rounding error.
 
     By Freivalds' check: each array is read once. Exits with 1 if C is wrong, and says where.
     """

@@ -216,7 +216,7 @@ def _uncalibrated(report: Report, timeline: Timeline) -> bool:
 
 
 def print_verification(found: Verification) -> None:
-    """What `verify` has found, and what that is worth."""
+    """Print what `verify` has found, and how far it can be trusted."""
     out = console()
     out.print(
         f"[bold]C is {'right' if found.right else 'wrong'}[/]: {found.vectors} random vectors on {found.groups} "
@@ -227,6 +227,14 @@ def print_verification(found: Verification) -> None:
             f"A row that is wrong within a group is missed with a probability of at most {100 * found.missed:.2g}%, unless "
             f"by less than rounding; a single element off by more than {2 * found.tolerance:.2g} is never missed"
         )
+    model = {
+        "probabilistic": "rounding errors independent and of mean 0 (Higham and Mary, 2019)",
+        "worst-case": "rounding errors of any sign, all as large as can be",
+    }
+    out.print(
+        f"Tolerance: {found.bound} bound, {model[found.bound]}; it calls a right C wrong with a probability of at most "
+        f"{found.false_alarm:.0e}"
+    )
     out.print(
         f"{format_size(found.bytes)} in {format_time(found.seconds)}, {format_rate(found.bytes / found.seconds)}"
     )

@@ -28,7 +28,7 @@ from oocgemm.plan import (
     integers,
     make_plan,
 )
-from oocgemm.resume import Earlier, check_same, check_whole, identify, look
+from oocgemm.resume import Earlier, check_same, check_whole, identify, look, without_lost
 from oocgemm.stores import Matrix
 from oocgemm.units import format_size, parse_size
 
@@ -67,13 +67,15 @@ def prepare(
     *,
     overwrite: bool,
     resume: bool | None,
+    trust_operands: bool = False,
     arithmetic: Callable[[GemmProblem], dict[str, str]] = lambda problem: {},
     holds: Callable[[int, int], bool] = lambda address, size: False,
     checked: bool = False,
     compute: str = "native",
     out_dtype: Any = None,
 ) -> Job:
-    """Open and check everything, and plan. Writes nothing. `resume` is None if nothing is to be run. `arithmetic` names
+    """Open and check everything, and plan. Writes nothing. `resume` is None if nothing is to be run; with
+    `trust_operands` it goes on although files of A or B have changed. `arithmetic` names
     what multiplies such a problem, as far as bits hang on it; `holds` says what memory is locked."""
     left, trans_a = stores.by_rows(stores.open_matrix("A", a), _op("trans_a", trans_a))
     right, trans_b = stores.by_rows(stores.open_matrix("B", b), _op("trans_b", trans_b))
@@ -96,7 +98,9 @@ def prepare(
     if earlier is not None:
         identity = identify(problem, left, right, existing, arithmetic(problem))
     if resumed is not None:
-        check_same(resumed, identity, existing, shape, chunks, compressor)
+        check_same(resumed, identity, existing, shape, chunks, compressor, trust_operands=trust_operands)
+        if existing is not None and not resumed.complete:
+            earlier = resumed = without_lost(resumed, existing, problem)
         chunks, compressor = (None, None) if existing is not None else _as_begun(c, resumed)
     elif resume is not None and existing is not None and problem.reads_c:
         check_whole(existing)

@@ -70,6 +70,7 @@ def multiply(case: str, folder: Path) -> None:
         host_memory="64MiB",
         backend="host",
         resume=True,
+        trust_operands=True,  # files made anew after a cut of the power have other times of inode change
     )
 
 

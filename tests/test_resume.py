@@ -8,7 +8,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -196,6 +197,149 @@ def test_operands_that_changed_are_refused(here: Path, operand: str) -> None:
     done = run(operand, "b", "c", *TILE, "--resume")
     assert "A has changed since, in its content" in done.err
     assert done.code == EXIT_USAGE
+
+
+def test_operand_bytes_changed_behind_their_time_are_noticed(here: Path) -> None:
+    unfinished("c")
+    path = here / "a" / "c" / "1" / "1"
+    before = path.stat()
+    path.write_bytes(bytes(before.st_size))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    done = run("a", "b", "c", *TILE, "--resume")
+    assert (done.code, done.err.count("\n")) == (EXIT_USAGE, 1)
+    assert "A has changed since: modification times of its files are the same" in done.err
+
+
+def test_a_repaired_operand_is_gone_on_with_if_trusted(here: Path) -> None:
+    path = here / "a" / "c" / "2" / "2"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-8])
+    done = run("a", "b", "c", *TILE)
+    assert (done.code, "damaged or cut short" in done.err) == (EXIT_FAILED, True)
+    assert "--resume goes on with the others (with --trust-operands too" in done.err
+    path.write_bytes(whole)
+    refused = run("a", "b", "c", *TILE, "--resume")
+    assert (refused.code, "go on with --trust-operands" in refused.err) == (EXIT_USAGE, True)
+    resumed = run("a", "b", "c", *TILE, "--resume", "--trust-operands", "--json")
+    assert (resumed.code, resumed.json()["plan"]["tiles_done_before"] > 0) == (0, True)
+    np.testing.assert_allclose(np.asarray(zarr.open_array("c", mode="r")[:]), A @ B)
+
+
+def test_other_operands_are_not_trusted(here: Path) -> None:
+    unfinished("c")
+    done = run("old", "b", "c", *TILE, "--resume", "--trust-operands")
+    assert (done.code, "/old now and was at" in done.err) == (EXIT_USAGE, True)
+
+
+@pytest.mark.parametrize("c", KINDS)
+@pytest.mark.parametrize("complete", [False, True])
+def test_the_way_out_of_another_run_works(here: Path, c: str, complete: bool) -> None:
+    assert run("a", "b", c, *TILE).code == 0 if complete else unfinished(c)
+    done = run("a", "b", c, *TILE, "--alpha", "2", "--resume")
+    assert "or begin anew with --overwrite in place of --resume" in done.err
+    assert run("a", "b", c, *TILE, "--alpha", "2").code == EXIT_USAGE
+    assert run("a", "b", c, *TILE, "--alpha", "2", "--overwrite").code == 0
+    assert run("a", "b", f"right-{c}", *TILE, "--alpha", "2").code == 0
+    assert stored(c) == stored(f"right-{c}")
+
+
+def finished_chunk(c: Path) -> Path:
+    """The file of a tile that is done."""
+    record = read(c / ".oocgemm")
+    assert record is not None
+    row, col = min(record.done)
+    return c / "c" / str(row) / str(col)
+
+
+@pytest.mark.parametrize("how", ["deleted", "rewritten", "cut short"])
+def test_a_finished_tile_that_was_damaged_is_computed_again(here: Path, how: str) -> None:
+    options = ("--chunks", "4x4")
+    assert run("a", "b", "right", *TILE, *options).code == 0
+    unfinished("c", *options, tiles=3)
+    path = finished_chunk(here / "c")
+    match how:
+        case "deleted":
+            path.unlink()
+        case "rewritten":
+            path.write_bytes(bytes(128))
+        case "cut short":
+            path.write_bytes(path.read_bytes()[:-8])
+    resumed = run("a", "b", "c", *TILE, *options, "--resume", "--json")
+    assert (resumed.code, resumed.json()["plan"]["tiles_done_before"]) == (0, 2)
+    assert stored("c") == stored("right")
+
+
+def test_a_damaged_tile_that_needs_the_old_c_is_refused(here: Path) -> None:
+    zarr.create_array("c", data=C, chunks=(4, 4), compressors=None)
+    unfinished("c", "--beta", "0.5")
+    finished_chunk(here / "c").unlink()
+    before = contents(here)
+    done = run("a", "b", "c", *TILE, "--beta", "0.5", "--resume")
+    assert (done.code, done.err.count("\n")) == (EXIT_USAGE, 1)
+    assert (
+        "files of 1 of 2 finished tiles of C are missing or have changed since, those of C[0:4, 0:4]"
+        in done.err
+    )
+    assert contents(here) == before
+
+
+def relined(path: Path, change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> None:
+    """Write a journal anew, with other entries."""
+    entries = change([json.loads(line.partition(b" ")[2]) for line in path.read_bytes().splitlines()])
+    texts = [json.dumps(entry).encode() for entry in entries]
+    path.write_bytes(b"".join(b"%08x %s\n" % (zlib.crc32(text), text) for text in texts))
+
+
+def test_a_journal_without_stamps_of_files_is_read(here: Path) -> None:
+    """As earlier versions wrote it."""
+    unfinished("c", "--chunks", "4x4")
+    finished_chunk(here / "c").touch()
+
+    def older(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        for operand in entries[0]["run"]["identity"]["operands"].values():
+            del operand["changes"]
+        return [{name: value for name, value in entry.items() if name != "files"} for entry in entries]
+
+    relined(here / "c" / ".oocgemm" / JOURNAL, older)
+    resumed = run("a", "b", "c", *TILE, "--resume", "--json")
+    assert (resumed.code, resumed.json()["plan"]["tiles_done_before"]) == (0, 2)
+
+
+@pytest.mark.parametrize("lines", [0, 1, 3])
+@pytest.mark.parametrize("c", KINDS)
+def test_a_journal_cut_back_does_not_apply_beta_twice(here: Path, c: str, lines: int) -> None:
+    zarr.create_array("c", data=C, chunks=(4, 4), compressors=None)
+    np.save("c.npy", C)
+    unfinished(c, "--beta", "0.5")
+    folder = stores.sidecar(c)
+    assert folder is not None
+    path = folder / JOURNAL
+    whole = path.read_bytes()
+    if lines:
+        path.write_bytes(b"".join(whole.splitlines(keepends=True)[:lines]))
+    else:
+        path.unlink()
+    before = contents(here)
+    for options in (("--resume",), ()):
+        done = run("a", "b", c, *TILE, "--beta", "0.5", *options)
+        assert (done.code, "it has been cut back" in done.err) == (EXIT_USAGE, True)
+        assert contents(here) == before
+    path.write_bytes(whole)
+    assert run("a", "b", c, *TILE, "--beta", "0.5", "--resume").code == 0
+    np.testing.assert_allclose(
+        np.load(c) if c.endswith("npy") else np.asarray(zarr.open_array(c, mode="r")[:]), A @ B + 0.5 * C
+    )
+
+
+def test_a_journal_cut_back_after_the_end_is_noticed(here: Path) -> None:
+    zarr.create_array("c", data=C, chunks=(4, 4), compressors=None)
+    assert run("a", "b", "c", *TILE, "--beta", "0.5").code == 0
+    path = here / "c" / ".oocgemm" / JOURNAL
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:5]))
+    before = contents(here)
+    done = run("a", "b", "c", *TILE, "--beta", "0.5", "--resume")
+    assert (done.code, "lists 2 tiles of C as committed, 9 were" in done.err) == (EXIT_USAGE, True)
+    assert contents(here) == before
 
 
 def test_a_c_that_changed_since_it_was_completed_is_not_taken_for_done(here: Path) -> None:

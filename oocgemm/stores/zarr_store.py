@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
@@ -26,7 +26,7 @@ from oocgemm.plan.tiling import Span
 from oocgemm.stores import bfloat16
 from oocgemm.stores.base import BATCH_BYTES, Array, checked
 from oocgemm.stores.direct import DirectChunks, Shards
-from oocgemm.stores.durable import spread, stamp, sync_files, sync_names
+from oocgemm.stores.durable import spread, stamp, stamps, sync_files, sync_names
 from oocgemm.stores.encoding import from_v2, from_v3
 from oocgemm.stores.files import scratch
 
@@ -160,11 +160,18 @@ class ZarrMatrix:
                     os.unlink(os.path.join(folder, name))
 
     def stamp(self) -> str:
+        return stamps(self._spread())["content"]
+
+    def block_stamp(self, rows: Span, cols: Span) -> str | None:
+        return stamp(self.folder / name for name in self._names(rows, cols))
+
+    def _spread(self) -> Iterator[str]:
+        """Paths of all chunk files, or of some of them, evenly spread."""
         grid = (
             -(-extent // chunk) for extent, chunk in zip(self.shape, self.layout.write_chunk, strict=True)
         )
         folder, key = str(self.folder), self.array.metadata.encode_chunk_key
-        return stamp(f"{folder}/{key(number)}" for number in spread(*grid))
+        return (f"{folder}/{key(number)}" for number in spread(*grid))
 
     def fingerprint(self) -> dict[str, object]:
         said = dict(self.array.metadata.to_dict())
@@ -172,7 +179,8 @@ class ZarrMatrix:
         digest = hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:32]
         folder = local_folder(self.array)
         place = str(self.array.store_path) if folder is None else os.path.realpath(folder)
-        return {"path": place, "metadata": digest, "content": "" if folder is None else self.stamp()}
+        found = {"content": "", "changes": ""} if folder is None else stamps(self._spread())
+        return {"path": place, "metadata": digest, **found}
 
     @property
     def folder(self) -> Path:
