@@ -17,6 +17,7 @@ from oocgemm.stores.arrays import ArrayMatrix, by_rows, create_npy, memory, open
 from oocgemm.stores.base import BATCH_BYTES, Array, Matrix, pieces, transient
 from oocgemm.stores.durable import DATA, SIDECAR
 from oocgemm.stores.files import padded
+from oocgemm.stores.lazy import open_lazy
 
 __all__ = [
     "BATCH_BYTES",
@@ -177,8 +178,8 @@ def new_layout(
 
 
 def open_matrix(name: str, source: Any, *, writable: bool = False, folder: Path | None = None) -> Matrix:
-    """An operand or an existing result: a path or URL (.npy, else zarr), a zarr array, anything array-like. With the
-    `folder` of its journal, one that a run has created and not finished.
+    """Open an operand or an existing result: a path or URL (.npy, else zarr), a zarr array, a lazy array, anything
+    array-like. With the `folder` of its journal, open what an unfinished run has created.
 
     Raises `InputError`, naming what is wrong and what would do.
     """
@@ -199,6 +200,10 @@ def open_matrix(name: str, source: Any, *, writable: bool = False, folder: Path 
         return wrap_zarr(name, source, writable=writable)
     if isinstance(source, np.ma.MaskedArray):
         raise InputError(f"{name} is a masked array: say what stands for what is masked, with .filled(value)")
+    if not isinstance(source, np.ndarray) and not writable and (found := open_lazy(name, source)):
+        return found
+    if writable and not (isinstance(source, np.ndarray) and source.flags.writeable):
+        raise InputError(f"{name} cannot be written to: pass a writable ndarray, a zarr array or a path")
     try:
         array = source if isinstance(source, np.ndarray) else np.asarray(source)
     except Exception as error:  # whatever the object's own conversion raises
@@ -206,8 +211,6 @@ def open_matrix(name: str, source: Any, *, writable: bool = False, folder: Path 
         raise InputError(
             f"{name}: {type(source).__name__} cannot be turned into an array: {reason}"
         ) from error
-    if writable and not (isinstance(source, np.ndarray) and source.flags.writeable):
-        raise InputError(f"{name} cannot be written to: pass a writable ndarray, a zarr array or a path")
     return ArrayMatrix(name, array)
 
 
