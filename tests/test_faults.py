@@ -604,30 +604,6 @@ def test_a_c_that_no_memory_would_hold_wants_a_path(monkeypatch: pytest.MonkeyPa
         oocgemm.gemm(column, column, trans_b="T", backend="host", **options)
 
 
-@pytest.mark.parametrize(
-    ("limit", "current", "expected"),
-    [
-        ("100000000", "90000000", 70_000_000),  # what is cached can be had
-        ("100000000", "170000000", 0),
-        (str(1 << 60), "0", None),
-        ("max", "0", None),
-        (None, "0", None),
-    ],
-)
-def test_a_container_may_have_less_memory_than_the_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str | None, current: str, expected: int | None
-) -> None:
-    monkeypatch.setattr(memory, "GROUP", tmp_path)
-    if limit is not None:
-        (tmp_path / "memory.max").write_text(f"{limit}\n")
-    (tmp_path / "memory.current").write_text(f"{current}\n")
-    (tmp_path / "memory.stat").write_text("anon 30000000\ninactive_file 40000000\nactive_file 20000000\n")
-    if expected is None:
-        assert 0 < memory.available_memory() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    else:
-        assert memory.available_memory() == expected
-
-
 @pytest.mark.parametrize("size", [1 << 55, 1 << 63, 1 << 70])
 def test_more_memory_than_can_be_addressed_is_refused(size: int) -> None:
     with pytest.raises(OutOfMemoryError, match=r"the system refuses .* pass a smaller --host-memory"):
