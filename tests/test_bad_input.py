@@ -99,7 +99,7 @@ OPERANDS = {
     "missing": "there is nothing at missing",
     "missing.npy": "there is nothing at missing.npy",
     "plain/below": "there is nothing at plain/below",
-    "dangling": "there is nothing at dangling",
+    "dangling": "there is nothing at dangling: it is a symbolic link to ",
     "": "'' is not a path",
     "empty": "no zarr array at empty: it holds no zarr metadata",
     ".": "no zarr array at .: it holds no zarr metadata",
@@ -116,7 +116,7 @@ OPERANDS = {
     "objects.npy": "objects.npy cannot be opened as a .npy file",
     "archive.npy": "archive.npy cannot be opened as a .npy file: it is an archive",
     "records.npy": "is of dtype [('x', '<f8')], supported are float16",
-    "a-float32": "A is of dtype float32 and B of float64: convert one of them",
+    "a-float32": "A is of dtype float32 and B of float64: convert A by python -c",
     "square": "op(A) is 8 x 8 and op(B) is 12 x 8",
 } | {f"a-{dtype}{end}": "supported are float16" for dtype in UNSUPPORTED for end in ("", ".npy")}
 
@@ -166,7 +166,11 @@ RESULTS = {
     "C is damaged": ("a b garbage", "--overwrite", "no zarr array at garbage"),
     "C is a cut .npy file": ("a b c-short.npy", "--overwrite", "cannot be opened"),
     "C is a text": ("a b text.npy", "--overwrite", "cannot be opened"),
-    "C is a link to nothing": ("a b dangling", "--overwrite", "nothing at dangling"),
+    "C is a link to nothing": (
+        "a b dangling",
+        "--overwrite",
+        "nowhere, which does not exist; remove the link",
+    ),
     "C is the folder a path comes back to": ("a b missing/..", "--overwrite", "nothing at missing/.."),
     "C is an empty path": ("a b ", "--overwrite", "'' is not a path"),
     "C is of another shape": ("a b square", "--overwrite", "C exists with shape (8, 8)"),

@@ -123,8 +123,8 @@ def package(source: object) -> str:
     return type(source).__module__.partition(".")[0]
 
 
-def open_lazy(name: str, source: Any) -> LazyMatrix | None:
-    """Return an object as a lazy operand if it has a shape, a NumPy dtype and slices; None if it lends its memory or has not.
+def is_lazy(name: str, source: Any) -> bool:
+    """Return whether an object has a shape, a NumPy dtype and slices, and does not lend its memory.
 
     Raises `InputError` for other dask collections, which NumPy would compute whole, and for collections of arrays.
     """
@@ -132,18 +132,16 @@ def open_lazy(name: str, source: Any) -> LazyMatrix | None:
         names = ", ".join(repr(key) for key in list(source)[:8])
         raise InputError(f"{name}: {type(source).__name__} is a collection: give one array of it ({names})")
     if any(hasattr(source, attribute) for attribute in MEMORY):
-        return None
+        return False
     if hasattr(source, "shape") and hasattr(source, "__getitem__"):
-        dtype = None
         with suppress(AttributeError, TypeError):
-            dtype = numpy_dtype(source)
-        if dtype is not None:
-            return LazyMatrix(name, source)
+            numpy_dtype(source)
+            return True
     if hasattr(source, "__dask_graph__"):
         raise InputError(
             f"{name}: {type(source).__name__} is no array: convert it with .to_dask_array(lengths=True)"
         )
-    return None
+    return False
 
 
 def numpy_dtype(source: Any) -> np.dtype[Any]:
