@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import resource
 import shutil
 import warnings
 from collections.abc import Callable
@@ -130,6 +132,22 @@ def test_what_is_no_operand_is_named(here: Path, operand: str, part: str) -> Non
         oocgemm.matmul(operand, other, out="new", backend="host")
     assert part in str(raised.value)
     assert contents(here) == before
+
+
+@pytest.mark.parametrize("limit", [resource.RLIM_INFINITY, 1 << 40])
+def test_a_thread_that_is_refused_is_no_missing_array(
+    here: Path, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(zarr, "open", refuse)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    done = run("a", "b", "new")
+    assert_one_line(done, EXIT_FAILED, "A at a: the system refuses zarr a thread: can't start new thread")
+    limited = r"\d+ of the 1048576 MiB of address space are in use: raise the limit \(ulimit -v\)"
+    assert re.search(limited if limit > 0 else r"\(ulimit -u\)", done.err)
+    assert not re.search("no zarr array", done.err)
 
 
 @pytest.mark.parametrize("operand", ["missing", "group", "cube", "a-int32.npy", "short.npy"])

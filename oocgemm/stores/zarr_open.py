@@ -26,7 +26,7 @@ def open_zarr(name: str, path: str, *, writable: bool = False) -> ZarrMatrix:
     except MemoryError:
         raise
     except Exception as error:  # zarr and its stores raise of every kind
-        _check_thread(error)
+        _check_thread(name, path, error)
         raise _no_array(name, path, error, writable) from error
     return wrap_zarr(name, found, path, writable=writable)
 
@@ -41,10 +41,12 @@ def _no_array(name: str, path: str, error: Exception, writable: bool) -> InputEr
     return InputError(f"{name}: no zarr array at {path}: {why}")
 
 
-def _check_thread(error: Exception) -> None:
+def _check_thread(name: str, path: str, error: Exception) -> None:
     """Raise `ExecutionError` for the error of a thread that could not be started, which says nothing of the array."""
     if isinstance(error, RuntimeError) and "new thread" in str(error):
-        raise ExecutionError(f"the system refuses a thread of zarr's: {refusal(error)}") from error
+        raise ExecutionError(
+            f"{name} at {path}: the system refuses zarr a thread: {refusal(error)}"
+        ) from error
 
 
 def wrap_zarr(name: str, found: Any, path: str = "", *, writable: bool = False) -> ZarrMatrix:
@@ -96,7 +98,7 @@ def create_zarr(
     except ImportError as error:
         raise missing_client(name, path, error) from error
     except Exception as error:
-        _check_thread(error)
+        _check_thread(name, path, error)
         raise InputError(f"{name}: cannot create a zarr array at {path}: {reason(error)}") from error
     return ZarrMatrix(name, array)
 
