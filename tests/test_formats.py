@@ -110,7 +110,7 @@ def test_the_line_that_converts_an_object_works(tmp_path: Path, kind: str) -> No
     np.testing.assert_array_equal(oocgemm.matmul(names["A"], B.astype("f8"), backend="host").out, PRODUCT)
 
 
-def test_both_operands_are_converted_where_neither_is_wide_enough() -> None:
+def test_both_operands_are_converted_if_neither_is_wide_enough() -> None:
     names: dict[str, Any] = {"numpy": np, "A": A.astype("f8"), "B": B.astype("c8")}
     said = said_of(names["A"], names["B"])
     for line in said.split(": ", 1)[1].split("; "):

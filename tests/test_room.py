@@ -138,7 +138,7 @@ def test_a_quota_says_nothing_of_what_is_free(tmp_path: Path, monkeypatch: pytes
     assert f"C at {tmp_path / 'C'} needs about 80 KiB more. Make room" in done.err
 
 
-def test_missing_bytes_are_estimated_by_the_chunks_that_are_there(tmp_path: Path) -> None:
+def test_missing_bytes_are_estimated_from_stored_chunks(tmp_path: Path) -> None:
     array = zarr.create_array(tmp_path / "C", shape=(40, 50), dtype="f8", chunks=(10, 10))
     matrix: Any = open_matrix("C", tmp_path / "C", writable=True)
     assert matrix.missing_bytes() == WHOLE

@@ -75,7 +75,7 @@ def _memory_groups() -> Iterator[tuple[str, Path]]:
             re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), field) for field in fields[3:5]
         )
         below = PurePosixPath()  # the mount point itself, where the own group is not below it
-        if paths[kind].is_relative_to(root) and ".." not in paths[kind].parts:
+        if paths[kind].is_relative_to(root):
             below = paths[kind].relative_to(root)
         for group in (below, *below.parents):
             yield kind, ROOT / place.lstrip("/") / group

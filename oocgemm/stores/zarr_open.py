@@ -95,8 +95,6 @@ def create_zarr(
             fill_value=0,
             attributes={ATTRIBUTE: {"complete": False}},
         )
-    except ImportError as error:
-        raise missing_client(name, path, error) from error
     except Exception as error:
         _check_thread(name, path, error)
         raise InputError(f"{name}: cannot create a zarr array at {path}: {reason(error)}") from error
