@@ -32,7 +32,7 @@ def matmul(a: Any, b: Any, /, *, out: Any = None, **options: Any) -> Result:
     """``a @ b`` for two-dimensional operands of any size; NumPy's meaning, run out of core.
 
     Args:
-        a: m x k; a zarr array, an ndarray or memory map, or the path of a zarr array or .npy file.
+        a: m x k; a zarr array, an ndarray or memory map, the path of a zarr array or .npy file, or a lazy array.
         b: k x n, of a's dtype.
         out: where the m x n product goes: an array of that shape and dtype, which is overwritten, or a path
             at which there is nothing yet. None for a new ndarray.
@@ -77,7 +77,8 @@ def gemm(
 
     Args:
         a, b: two-dimensional operands of one dtype (float16, float32, float64, complex64, complex128, int8 or
-            ml_dtypes' bfloat16): zarr arrays, ndarrays, memory maps, or paths of zarr arrays or .npy files.
+            ml_dtypes' bfloat16): zarr arrays, ndarrays, memory maps, or paths of zarr arrays or .npy files. Lazy arrays
+            (dask, h5py, xarray, tensorstore, or any object with shape, dtype and slicing) are read chunk by chunk.
             op(A) is m x k, op(B) k x n.
         c: where C goes, and with beta != 0 where it comes from: an m x n array, or a path. A path with nothing
             there is created (zarr, or .npy by that ending). None for a new ndarray.

@@ -15,7 +15,6 @@ from oocgemm.errors import InputError, OutOfMemoryError
 from oocgemm.plan import (
     COMPUTES,
     DTYPES,
-    OPERANDS,
     Budgets,
     DType,
     GemmProblem,
@@ -216,13 +215,7 @@ def problem_of(
 ) -> GemmProblem:
     """What is to be computed of two operands. Raises `InputError` if they do not go together."""
     trans_a, trans_b = _op("trans_a", trans_a), _op("trans_b", trans_b)
-    for operand in (a, b):
-        if operand.dtype.name not in OPERANDS:
-            raise InputError(
-                f"{operand.name} is of dtype {operand.dtype}, supported are {', '.join(OPERANDS)}: convert it to one of these"
-            )
-    if a.dtype != b.dtype:
-        raise InputError(f"A is of dtype {a.dtype} and B of {b.dtype}: convert one of them")
+    stores.check_dtypes(a, b)
     m, k = a.shape[::-1] if trans_a.swaps else a.shape
     k_b, n = b.shape[::-1] if trans_b.swaps else b.shape
     if k != k_b:
@@ -274,7 +267,8 @@ def _scalar(name: str, value: complex, operands: DType, c_dtype: str) -> complex
         raise InputError(f"{name} = {value} is complex, but the operands are real")
     if c_dtype.startswith("int") and not (number.real.is_integer() and abs(number) < integers.LIMIT):
         raise InputError(
-            f"{name} = {value} is no integer below 2^53, and C is of {c_dtype}: pass out_dtype='float64' (--out-dtype float64)"
+            f"{name} = {value} is no integer below 2^53, and the product is of dtype {c_dtype} unless told otherwise: pass "
+            "out_dtype='float64' (--out-dtype float64)"
         )
     _check_held(name, number.real, operands)
     return number.real

@@ -1,11 +1,13 @@
 """Threads: start them, shield work from signals, and share process-wide settings between runs."""
 
+import resource
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 from oocgemm.errors import ExecutionError
@@ -22,7 +24,17 @@ def start(thread: threading.Thread) -> None:
     try:
         thread.start()
     except RuntimeError as error:
-        raise ExecutionError(f"the system refuses the thread {thread.name}: {error}") from error
+        raise ExecutionError(f"the system refuses the thread {thread.name}: {refusal(error)}") from error
+
+
+def refusal(error: RuntimeError) -> str:
+    """Say why the system refuses a thread, and which limit to raise."""
+    limit, used = resource.getrlimit(resource.RLIMIT_AS)[0], 0
+    if limit == resource.RLIM_INFINITY:
+        return f"{error}: raise the limit on processes (ulimit -u), or end others"
+    with suppress(OSError):
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    return f"{error}, {used >> 20} of the {limit >> 20} MiB of address space are in use: raise the limit (ulimit -v)"
 
 
 class Cancel:

@@ -57,7 +57,7 @@ def test_whatever_numpy_takes_for_a_matrix_is_an_operand(operand: Any) -> None:
     [
         pytest.param(2.0, "A has 0 dimensions", id="a scalar"),
         pytest.param(None, "A has 0 dimensions", id="nothing"),
-        pytest.param({}, "A has 0 dimensions", id="a mapping"),
+        pytest.param({"x": A}, "A: dict is a collection: give one array of it ('x')", id="a mapping"),
         pytest.param(b"a.npy", "A has 0 dimensions", id="bytes"),
         pytest.param([1.0, 2.0], "A has 1 dimensions", id="a list of numbers"),
         pytest.param(A[None], "A has 3 dimensions", id="a stack of matrices"),

@@ -1,4 +1,4 @@
-"""zarr arrays (formats 2 and 3) as matrices. The only module that knows zarr."""
+"""zarr arrays (formats 2 and 3) as matrices."""
 
 import hashlib
 import importlib.util
@@ -20,15 +20,16 @@ from zarr.abc.store import Store
 from zarr.core.buffer.cpu import NDBuffer
 from zarr.storage import LocalStore
 
-from oocgemm.errors import ExecutionError, InputError
+from oocgemm.errors import ExecutionError
 from oocgemm.plan import Layout
 from oocgemm.plan.tiling import Span
 from oocgemm.stores import bfloat16
-from oocgemm.stores.base import BATCH_BYTES, Array, checked
+from oocgemm.stores.base import BATCH_BYTES, Array, checked, pieces, transient
 from oocgemm.stores.direct import DirectChunks, Shards
 from oocgemm.stores.durable import spread, stamp, stamps, sync_files, sync_names
 from oocgemm.stores.encoding import from_v2, from_v3
-from oocgemm.stores.files import scratch
+from oocgemm.stores.files import padded, scratch
+from oocgemm.stores.room import check_room, free_bytes, raw_bytes
 
 bfloat16.register()
 # Arrays larger than this part of the machine's memory would push each other out of the page cache before they are
@@ -84,7 +85,7 @@ class ZarrMatrix:
             partial_reads=self.direct is not None and self.direct.encoding.raw,
             decode_bytes=decode_bytes,
             encode_bytes=encode_bytes,
-            encodes=not (self._writes_directly and self.direct and self.direct.encoding.raw),
+            encodes=not self.raw,
         )
 
     def read(self, rows: Span, cols: Span, out: Array) -> None:
@@ -95,14 +96,35 @@ class ZarrMatrix:
         if self.direct:
             self.direct.read(rows, cols, out)
             return
-        selection = slice(*rows), slice(*cols)
+        try:
+            self._read_through(rows, cols, out)
+        except Exception as error:  # codecs raise of every kind
+            if transient(error) or isinstance(error, MemoryError):
+                raise
+            key = self._failing(rows, cols, out)
+            raise ExecutionError(
+                f"chunk {key} in {self.array.store_path} cannot be read, it may be damaged: {reason(error)}"
+            ) from error
+
+    def _read_through(self, rows: Span, cols: Span, out: Array) -> None:
+        """Read a block through zarr."""
         into = out
         if self._contiguous and not out.flags.c_contiguous:
             into = scratch(out.nbytes).view(out.dtype).reshape(out.shape)
         target = NDBuffer(into)  # type: ignore[arg-type]  # its protocol is narrower than ndarray
-        self._read.get_basic_selection(selection, out=target)
+        self._read.get_basic_selection((slice(*rows), slice(*cols)), out=target)
         if into is not out:
             np.copyto(out, into)
+
+    def _failing(self, rows: Span, cols: Span, out: Array) -> str:
+        """Return the key of the first chunk of a block that cannot be read; in shards, that of its shard."""
+        for r, c in pieces(rows, cols, self.layout.read_chunk, 1):
+            number = r[0] // self.layout.write_chunk[0], c[0] // self.layout.write_chunk[1]
+            try:
+                self._read_through(r, c, out[: r[1] - r[0], : c[1] - c[0]])
+            except Exception:
+                break
+        return self.array.metadata.encode_chunk_key(number)
 
     def write(self, rows: Span, cols: Span, data: Array) -> None:
         if not self._owns(rows, cols):
@@ -173,6 +195,29 @@ class ZarrMatrix:
         folder, key = str(self.folder), self.array.metadata.encode_chunk_key
         return (f"{folder}/{key(number)}" for number in spread(*grid))
 
+    def reserve(self) -> None:
+        """Check that the disk has room for all raw chunks of a local array. Raises `InputError` if it has not."""
+        if self.raw and free_bytes(str(self.folder)) < raw_bytes(
+            self.shape, self.layout.write_chunk, self.dtype.itemsize
+        ):
+            check_room(self.name, str(self.folder), self.missing_bytes())
+
+    def missing_bytes(self) -> int:
+        """Return about how many bytes those chunks of a local array take that are not stored yet; exact for raw chunks."""
+        stored = []
+        names = self._names((0, self.shape[0]), (0, self.shape[1]))
+        for name in names:
+            with suppress(FileNotFoundError):
+                stored.append(padded((self.folder / name).stat().st_size))
+        whole = raw_bytes(self.layout.write_chunk, self.layout.write_chunk, self.dtype.itemsize)
+        each = sum(stored) / len(stored) if stored else whole
+        return round((len(names) - len(stored)) * each)
+
+    @property
+    def raw(self) -> bool:
+        """Whether every chunk of a local array takes the bytes of its elements."""
+        return self._writes_directly and self.direct is not None and self.direct.encoding.raw
+
     def fingerprint(self) -> dict[str, object]:
         said = dict(self.array.metadata.to_dict())
         said.pop("attributes", None)
@@ -238,106 +283,12 @@ def folder_identity(folder: Path) -> set[object]:
     return {("file", status.st_dev, status.st_ino)}
 
 
-def open_zarr(name: str, path: str, *, writable: bool = False) -> ZarrMatrix:
-    """The array at a path or URL. Raises `InputError` if there is none."""
-    try:
-        found = zarr.open(path, mode="r+" if writable else "r")
-    except InputError as error:
-        raise InputError(f"{name} at {path}: {error}") from error
-    except FileNotFoundError as error:
-        raise InputError(f"{name}: no zarr array at {path}: it holds no zarr metadata") from error
-    except Exception as error:  # zarr and its stores raise of every kind
-        raise InputError(f"{name}: no zarr array at {path}: {_reason(error)}") from error
-    return wrap_zarr(name, found, path, writable=writable)
-
-
-def wrap_zarr(name: str, found: Any, path: str = "", *, writable: bool = False) -> ZarrMatrix:
-    """An open zarr array as a matrix. Raises `InputError` for a group, or if it was opened for reading only."""
-    if isinstance(found, zarr.Group):
-        raise InputError(
-            f"{name}: {path or found.store_path} is a zarr group, not an array{_members(local_folder(found))}"
-        )
-    if writable and found.read_only:
-        raise InputError(f"{name} was opened for reading only: open it with mode='r+'")
-    if not isinstance(found.metadata.attributes, Mapping):
-        raise InputError(
-            f"{name}: no zarr array at {path}: its metadata cannot be read (attributes are no object)"
-        )
-    return ZarrMatrix(name, found, at_rest=not writable)
-
-
-def is_zarr_array(value: object) -> bool:
-    """Whether an object is a zarr array or group."""
-    return isinstance(value, zarr.Array | zarr.Group)
-
-
-def create_zarr(
-    name: str,
-    path: str,
-    shape: tuple[int, int],
-    dtype: np.dtype[Any],
-    chunks: tuple[int, int],
-    compressor: str | None,
-) -> ZarrMatrix:
-    """A new array, uncompressed unless a compressor is named. Raises `InputError` if it cannot be made."""
-    try:
-        array = zarr.create_array(
-            path,
-            shape=shape,
-            dtype=dtype,
-            chunks=chunks,
-            compressors=_compressor(compressor),
-            filters=None,
-            fill_value=0,
-            attributes={ATTRIBUTE: {"complete": False}},
-        )
-    except Exception as error:
-        raise InputError(f"{name}: cannot create a zarr array at {path}: {_reason(error)}") from error
-    return ZarrMatrix(name, array)
-
-
-def remote_exists(url: str) -> bool:
-    """Whether there is a zarr array or group at a URL."""
-    try:
-        zarr.open(url, mode="r")
-    except (FileNotFoundError, KeyError):
-        return False
-    except Exception as error:
-        raise InputError(f"cannot look at {url}: {_reason(error)}") from error
-    return True
-
-
-def _compressor(name: str | None) -> Any:
-    from zarr.codecs import BloscCodec, GzipCodec, ZstdCodec
-
-    match name:
-        case None | "none":
-            return None
-        case "zstd":
-            return ZstdCodec(level=1)
-        case "gzip":
-            return GzipCodec(level=1)
-        case "blosc-lz4":
-            return BloscCodec(cname="lz4", clevel=3, shuffle="shuffle")
-        case _:
-            return BloscCodec(cname="zstd", clevel=1, shuffle="shuffle")
-
-
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
+    """Return the first line of an error of zarr's."""
     text = str(error).strip().splitlines()
     if isinstance(error, KeyError | TypeError | AttributeError):  # metadata of a form zarr does not expect
         return f"its metadata cannot be read ({': '.join([type(error).__name__, *text[:1]])})"
     return text[0] if text else type(error).__name__
-
-
-def _members(folder: Path | None) -> str:
-    """What there is in a local group, found without opening any of it."""
-    if folder is None:
-        return ""
-    names = sorted(
-        p.name for p in folder.iterdir() if any((p / m).exists() for m in ("zarr.json", ".zarray"))
-    )
-    return f"; give one of those in it: {', '.join(names)}" if names else ""
 
 
 def local_folder(array: "zarr.Array[Any] | zarr.Group") -> Path | None:
