@@ -238,7 +238,9 @@ class Torture:
         seconds = time.monotonic() - sent
         self.slowest = max(self.slowest, seconds)
         if seconds > MAX_SECONDS_TO_END:
-            raise SystemExit(f"{self.case.name}: a process ended {seconds:.2f} s after {self.signal.name}")
+            raise SystemExit(
+                f"{self.case.name}: a process ended {seconds:.2f} s after {self.signal.name}\n{out}{err}"
+            )
         in_start_up = "init_import_site" in err  # Python's own, before any code of ours
         if process.returncode not in (0, 128 + self.signal, -self.signal) and not in_start_up:
             raise SystemExit(
