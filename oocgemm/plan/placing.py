@@ -1,13 +1,14 @@
 """Follows which panel is in which slot while the tiles and their steps go by."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import tee, zip_longest
 from typing import NamedTuple
 
 from oocgemm.plan.replacement import NEVER, Panel, SlotCache
 from oocgemm.plan.slots import Slots
 from oocgemm.plan.tiling import Tile
-from oocgemm.plan.traversal import NextUse, forwards, step_order
+from oocgemm.plan.traversal import NextUse, Walk, forwards, step_order
 
 
 def step_groups(
@@ -70,6 +71,10 @@ class Panels:
         if host is not None:
             self._tiers.append(SlotCache(host, spread=max(1, steps)))
         self.slots = device + (host or 0)
+
+    def line(self, position: int) -> int:
+        """The tile row (or column) of tile number `position`."""
+        return self._tiles[position][self._axis]
 
     def place(self, position: int, step: int) -> Placed:
         """Where the panel of a step of tile number `position` goes."""
@@ -149,43 +154,54 @@ class Placing:
             self._a.advance()
             self._b.advance()
 
-    def loads(self, depths: Sequence[int]) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-        """For each tile the depth of the panels of op(A), and of op(B), that are uploaded and that are read.
+    def loads(
+        self, depths: Sequence[int], height: Callable[[int], int], width: Callable[[int], int]
+    ) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Elements of the panels of op(A), and of op(B), that are uploaded and that are read. `depths` are those of the steps,
+        `height` and `width` the extents of a row and of a column of tiles.
 
-        Stretches of tiles that find the slots as another such stretch did load the same panels, and so do tiles that
-        find the slots in the same situation, seen from where they are: each is walked through once.
+        Bands of a walk that are alike and find the slots alike load the same panels, and so do tiles that find the slots in the same
+        situation, seen from where they are: each is walked through once.
         """
-        stretches = Stretches(self._tiles)
-        yield from zip(
-            self._operand_loads(self._a, depths, stretches),
-            self._operand_loads(self._b, depths, stretches),
-            strict=True,
-        )
+        return self._operand_loads(self._a, depths, height), self._operand_loads(self._b, depths, width)
 
     def _operand_loads(
-        self, panels: Panels, depths: Sequence[int], stretches: "Stretches"
-    ) -> Iterator[tuple[int, int]]:
-        """For each tile the depth of one operand's panels that are uploaded and that are read."""
+        self, panels: Panels, depths: Sequence[int], extent: Callable[[int], int]
+    ) -> tuple[int, int]:
+        """Elements of one operand's panels that are uploaded and that are read."""
         tiles: dict[object, tuple[tuple[int, int], Contents]] = {}
-        known: dict[object, tuple[list[tuple[int, int]], Contents, Contents]] = {}
+        known: dict[object, tuple[tuple[int, int], Contents, Contents]] = {}
+        up = read = 0
         if not self._tiles:
-            return
+            return up, read
         seen, passed = panels.contents(0), None
-        for number, (start, stop) in enumerate(stretches.spans):
-            corner = (0, 0) in self._tiles[start:stop]  # which may have a ramp
-            key = seen, start == 0, corner, stretches.shape(number), stretches.shape(number + 1)
+        bands, following = tee(self._bands())
+        next(following)
+        for (start, stop, alike), (_, _, then) in zip_longest(bands, following, fillvalue=(0, 0, None)):
+            key = seen, start == 0, alike, then
             if key in known:
                 loaded, passed, seen = known[key]
             else:
                 if passed is not None:
                     panels.refill(passed, start - 1)
-                loaded = [self._tile_loads(panels, x, depths, tiles) for x in range(start, stop)]
+                loaded = 0, 0
+                for position in range(start, stop):
+                    deep = self._tile_loads(panels, position, depths, tiles)
+                    elements = extent(panels.line(position))
+                    loaded = loaded[0] + deep[0] * elements, loaded[1] + deep[1] * elements
                 after, seen = panels.contents(stop - 1), panels.contents(min(stop, len(self._tiles) - 1))
                 if len(known) * panels.slots > MOST_REMEMBERED:
                     known.clear()
                 known[key] = loaded, after, seen
                 passed = None
-            yield from loaded
+            up, read = up + loaded[0], read + loaded[1]
+        return up, read
+
+    def _bands(self) -> Iterator[tuple[int, int, object]]:
+        """The bands of a walk over all tiles (`Walk.bands`). Any other sequence of tiles is a single one."""
+        if isinstance(self._tiles, Walk) and len(self._tiles) == self._tiles.whole:
+            return self._tiles.bands()
+        return iter([(0, len(self._tiles), "all")])
 
     def _tile_loads(
         self,
@@ -221,44 +237,3 @@ class Placing:
         tile = self._tiles[position]
         order = step_order(tile, self._steps, self._ramp)
         return step_groups(order, self._slots, first=tile == (0, 0), last=tile == self._last)
-
-
-class Stretches:
-    """Cuts a sequence of tiles where tile rows (or columns) are done with for good, and tells which pieces are alike:
-    the same but for where they begin, each over all the columns (or rows)."""
-
-    def __init__(self, tiles: Sequence[Tile]) -> None:
-        self._tiles = tiles
-        self._shapes: dict[object, int] = {}
-        self._known: dict[int, int] = {}
-        cuts = [(axis, self._cuts(axis)) for axis in (0, 1)]
-        self._axis, stops = max(cuts, key=lambda cut: len(cut[1]))
-        spans = list(zip([0, *stops], stops, strict=False))
-        crossed = len({tile[1 - self._axis] for tile in tiles})
-        if any(len({tile[1 - self._axis] for tile in tiles[a:b]}) < crossed for a, b in spans):
-            spans = [(0, len(tiles))] if tiles else []
-        self.spans = spans
-
-    def _cuts(self, axis: int) -> list[int]:
-        last = {tile[axis]: position for position, tile in enumerate(self._tiles)}
-        reach, stops = -1, []
-        for position, tile in enumerate(self._tiles):
-            reach = max(reach, last[tile[axis]])
-            if reach == position:
-                stops.append(position + 1)
-        return stops
-
-    def shape(self, number: int) -> int:
-        """The same for stretches that are alike; -1 past the last."""
-        if number >= len(self.spans):
-            return -1
-        if number not in self._known:
-            start, stop = self.spans[number]
-            base = self._tiles[start][self._axis]
-            if self._axis == 0:
-                relative = tuple((i - base, j) for i, j in self._tiles[start:stop])
-            else:
-                relative = tuple((i, j - base) for i, j in self._tiles[start:stop])
-            # The direction of k hangs on where a stretch begins.
-            self._known[number] = self._shapes.setdefault((base % 2, relative), len(self._shapes))
-        return self._known[number]

@@ -24,7 +24,7 @@ from oocgemm.plan.problem import GemmProblem
 from oocgemm.plan.schedule import Operation, Schedule
 from oocgemm.plan.slots import Slots
 from oocgemm.plan.tiling import Layout, Span, Tile, TileGrid, TileShape
-from oocgemm.plan.traversal import walk
+from oocgemm.plan.traversal import last, walk
 from oocgemm.units import format_time
 
 
@@ -242,14 +242,13 @@ def schedule_of(
 ) -> Schedule:
     grid = _grid(problem, candidate)
     coded = {"A": layouts.a.decode_bytes, "B": layouts.b.decode_bytes, "C": layouts.c.encodes}
-    tiles = walk(candidate.traversal, *grid.shape)
     return Schedule(
         problem,
         grid,
-        [tile for tile in tiles if tile not in done] if done else tiles,
+        walk(candidate.traversal, *grid.shape, done),
         candidate.slots,
         frozenset(operand for operand in coded if coded[operand]),
-        tiles[-1] if tiles else None,
+        last(candidate.traversal, *grid.shape) if 0 not in grid.shape else None,
     )
 
 
