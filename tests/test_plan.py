@@ -4,6 +4,7 @@ import importlib
 import itertools
 import json
 import sys
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ from oocgemm.plan.simulate import simulate
 from oocgemm.plan.traversal import walk
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+plan_module: Any = importlib.import_module("oocgemm.plan.plan")
 bench_traffic: Any = importlib.import_module("bench_traffic")
 traffic_oracle: Any = importlib.import_module("traffic_oracle")
 
@@ -585,3 +587,45 @@ def test_shapes_that_cannot_be_best_are_passed_over_and_no_others(monkeypatch: p
     for plan, (p, budgets) in zip(plans, cases, strict=True):
         every = make_plan(p, budgets, machine, STORED)
         assert every.candidate == plan.candidate
+
+
+@pytest.mark.parametrize(
+    ("extents", "budgets", "backend"),
+    [
+        ((10**7, 10**7, 10**7), (64 * MIB, 64 * MIB), "host"),
+        ((10**7, 10**7, 3), (64 * MIB, 64 * MIB), "host"),
+        ((10**6, 10**6, 10**7), (GIB, 200 * GIB), "cuda"),  # of 28,867 slots of one operand
+    ],
+)
+def test_planning_is_bounded_however_many_tiles_there_are(
+    extents: tuple[int, int, int], budgets: tuple[int, int], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right, calls = SlotCache.acquire, 0
+
+    def counted(self: SlotCache, key: tuple[int, int], next_use: int) -> tuple[int, bool]:
+        nonlocal calls
+        calls += 1
+        return right(self, key, next_use)
+
+    monkeypatch.setattr(SlotCache, "acquire", counted)
+    monkeypatch.setattr(plan_module, "MAX_COUNTED", 20_000)
+    p = problem(*extents, "float32")
+    tracemalloc.start()
+    plan = make_plan(p, Budgets(*budgets), default_model(backend, 2))
+    plan.to_dict()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert plan.steps > 10**7
+    assert calls < 100_000
+    assert peak < 50 * MIB
+
+
+@pytest.mark.parametrize("device", [64 * MIB, 200 * MIB])
+def test_loads_too_many_to_count_are_nearly_as_counted(device: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_plan(problem(100_000, 100_000, 100_000), Budgets(device, 200 * MIB), default_model("host", 2))
+    half = frozenset(tile for tile in plan.schedule().tiles if tile[0] < plan.grid.shape[0] // 2)
+    for p in (plan, replace(plan, done=half)):
+        counted = p.schedule().loads()
+        monkeypatch.setattr(plan_module, "MAX_COUNTED", 0)
+        assert p.loads.a_read == pytest.approx(counted.a_read, rel=0.01)
+        assert p.loads.b_read == pytest.approx(counted.b_read, rel=0.01)

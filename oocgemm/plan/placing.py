@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import tee, zip_longest
+from math import inf
 from typing import NamedTuple
 
 from oocgemm.plan.replacement import NEVER, Panel, SlotCache
@@ -42,6 +43,8 @@ Step = tuple[int, Placed, Placed]
 
 # Panels in the situations that counting remembers, about 100 bytes each and each several times.
 MOST_REMEMBERED = 300_000
+# Slots whose contents are compared in the time of one placement.
+SLOTS_PER_PLACEMENT = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,7 @@ class Panels:
         self._tiles = tiles
         self._steps = steps
         self._axis = axis
+        self._known = -1, 0  # a position and its line: steps of a tile share them
         self._next_use = NextUse(tiles, steps, axis)
         self._tiers = [SlotCache(device)]
         if host is not None:
@@ -74,11 +78,13 @@ class Panels:
 
     def line(self, position: int) -> int:
         """The tile row (or column) of tile number `position`."""
-        return self._tiles[position][self._axis]
+        if self._known[0] != position:
+            self._known = position, self._tiles[position][self._axis]
+        return self._known[1]
 
     def place(self, position: int, step: int) -> Placed:
         """Where the panel of a step of tile number `position` goes."""
-        row = self._tiles[position][self._axis]
+        row = self.line(position)
         use = self._next_use(row, step, position)
         slot, hit = self._tiers[0].acquire((row, step), use)
         if hit:
@@ -97,7 +103,7 @@ class Panels:
 
     def contents(self, position: int) -> Contents:
         """What the slots hold, seen from tile number `position`."""
-        own = self._tiles[position][self._axis]
+        own = self.line(position)
         return tuple(
             (
                 tuple((row - own, step) for _, (row, step) in cache.live()),
@@ -108,7 +114,7 @@ class Panels:
 
     def refill(self, contents: Contents, position: int) -> None:
         """Take over contents seen from another tile after it, as if seen from tile number `position` after it."""
-        own = self._tiles[position][self._axis]
+        own = self.line(position)
         for cache, (live, latest) in zip(self._tiers, contents, strict=True):
             panels = [(row + own, step) for row, step in live]
             cache.refill(
@@ -119,12 +125,16 @@ class Panels:
     def situation(self, position: int) -> object:
         """All that decides which panels tile number `position` loads, and what its slots hold then. Of the next uses
         only the order counts, and where among them the tile's own panels come next."""
-        row = self._tiles[position][self._axis]
+        row = self.line(position)
         later = self._next_use.tile(row, position)
         directions = [t is not None and forwards(self._tiles[t]) for t in (position, later)]
         first = NEVER if later is None else later * self._steps
         sooner = [sum(use < first for use, _ in cache.live()) for cache in self._tiers]
         return self.contents(position), *directions, later is None, *sooner
+
+
+class _TooMuchWork(Exception):  # noqa: N818 - not an error: counting stops
+    """Counting loads takes more placements than allowed."""
 
 
 class Placing:
@@ -145,6 +155,7 @@ class Placing:
         host_a, host_b = (None, None) if slots.unified else (slots.host_a, slots.host_b)
         self._a = Panels(tiles, steps, 0, slots.a, host_a)
         self._b = Panels(tiles, steps, 1, slots.b, host_b)
+        self._work, self._max_work = 0, inf
 
     def groups(self, position: int) -> Iterator[tuple[bool, list[Step]]]:
         """The steps of tile number `position` with the places of their panels, as `step_groups` gives them. Tiles
@@ -155,15 +166,24 @@ class Placing:
             self._b.advance()
 
     def loads(
-        self, depths: Sequence[int], height: Callable[[int], int], width: Callable[[int], int]
-    ) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Elements of the panels of op(A), and of op(B), that are uploaded and that are read. `depths` are those of the steps,
-        `height` and `width` the extents of a row and of a column of tiles.
+        self,
+        depths: Sequence[int],
+        height: Callable[[int], int],
+        width: Callable[[int], int],
+        max_work: float = inf,
+    ) -> tuple[tuple[int, int], tuple[int, int]] | None:
+        """Elements of the panels of op(A), and of op(B), that are uploaded and that are read; None where counting them takes
+        more than `max_work` placements. `depths` are those of the steps, `height` and `width` the extents of a row and of
+        a column of tiles.
 
         Bands of a walk that are alike and find the slots alike load the same panels, and so do tiles that find the slots in the same
         situation, seen from where they are: each is walked through once.
         """
-        return self._operand_loads(self._a, depths, height), self._operand_loads(self._b, depths, width)
+        self._work, self._max_work = 0, max_work
+        try:
+            return self._operand_loads(self._a, depths, height), self._operand_loads(self._b, depths, width)
+        except _TooMuchWork:
+            return None
 
     def _operand_loads(
         self, panels: Panels, depths: Sequence[int], extent: Callable[[int], int]
@@ -178,6 +198,7 @@ class Placing:
         bands, following = tee(self._bands())
         next(following)
         for (start, stop, alike), (_, _, then) in zip_longest(bands, following, fillvalue=(0, 0, None)):
+            self._add_work(1 + panels.slots // SLOTS_PER_PLACEMENT)
             key = seen, start == 0, alike, then
             if key in known:
                 loaded, passed, seen = known[key]
@@ -215,11 +236,13 @@ class Placing:
         situation: object = None
         if memoised:
             tile = self._tiles[position]
+            self._add_work(1 + panels.slots // SLOTS_PER_PLACEMENT)
             situation = panels.situation(position), position == 0, tile == (0, 0), tile == self._last
             if situation in known:
                 found, after = known[situation]
                 panels.refill(after, position)
                 return found
+        self._add_work(len(depths))
         up = read = 0
         for _, steps in self._step_groups(position):
             for step in steps:
@@ -232,6 +255,11 @@ class Placing:
                 known.clear()
             known[situation] = (up, read), panels.contents(position)
         return up, read
+
+    def _add_work(self, placements: int) -> None:
+        self._work += placements
+        if self._work > self._max_work:
+            raise _TooMuchWork
 
     def _step_groups(self, position: int) -> Iterator[tuple[bool, Sequence[int]]]:
         tile = self._tiles[position]

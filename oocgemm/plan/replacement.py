@@ -107,7 +107,10 @@ class SlotCache:
             heappush(self._heap, (-self._next_use[slot], self._used[slot], slot))
 
     def _rebuild_heap(self) -> None:
-        self._heap = [(-use, used, slot) for slot, (use, used) in enumerate(zip(self._next_use, self._used, strict=True))]
+        self._heap = [
+            (-use, used, slot)
+            for slot, (use, used) in enumerate(zip(self._next_use, self._used, strict=True))
+        ]
         heapify(self._heap)
 
     def _ranked(self, next_use: int) -> int:

@@ -26,6 +26,7 @@ Nothing here says "wait". An executor, a simulator and a checker consume the sam
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from math import inf
 from typing import NamedTuple
 
 from oocgemm.plan.placing import Loads, Placed, Placing
@@ -173,10 +174,18 @@ class Schedule:
 
     def loads(self) -> Loads:
         """Exact bytes of the panels that `__iter__` would load, without making the operations."""
+        loads = self.loads_within(inf)
+        assert loads is not None
+        return loads
+
+    def loads_within(self, max_work: float) -> Loads | None:
+        """The same; None where counting takes more than `max_work` placements of panels, about 10 us each."""
         depths = [_length(self.grid.depth(p)) for p in range(self.grid.steps + self.grid.ramp + 1)]
-        (a_up, a_read), (b_up, b_read) = self._placing().loads(
-            depths, lambda i: _length(self.grid.rows(i)), lambda j: _length(self.grid.cols(j))
-        )
+        heights, widths = (lambda i: _length(self.grid.rows(i))), (lambda j: _length(self.grid.cols(j)))
+        found = self._placing().loads(depths, heights, widths, max_work)
+        if found is None:
+            return None
+        (a_up, a_read), (b_up, b_read) = found
         a, b = self.problem.itemsizes["A"], self.problem.itemsizes["B"]
         return Loads(a_up * a, b_up * b, a_read * a, b_read * b)
 

@@ -98,13 +98,15 @@ class Walk(Sequence[Tile]):
 
     def next_in(self, axis: int, line: int, position: int) -> int | None:
         """The first position after `position` whose tile is in a row (axis 0) or column (axis 1) of tiles."""
+        crosses = axis != self.axis
         if self._left is None:
-            return self._next(axis != self.axis, line, position)
-        later: int | None = self._left[position]
-        while (later := self._next(axis != self.axis, line, later)) is not None:
+            return self._next(crosses, line, position)
+        later = self._next(crosses, line, self._left[position])
+        while later is not None:
             found = bisect_left(self._left, later)
             if found < len(self._left) and self._left[found] == later:
                 return found
+            later = self._next(crosses, line, later)
         return None
 
     def _next(self, crosses: bool, line: int, position: int) -> int | None:
@@ -190,15 +192,17 @@ class NextUse:
         self._tiles = tiles
         self._steps = steps
         self._axis = axis
-        self._known: tuple[int, int, int | None] = -1, -1, None  # line, position and the next: steps of a tile share it
+        # Line, position, the next position and whether k runs forwards there: steps of a tile share them.
+        self._known: tuple[int, int, int | None, bool] = -1, -1, None, True
         self._positions: defaultdict[int, array[int]] = defaultdict(lambda: array("q"))
         for position, tile in enumerate(() if isinstance(tiles, Walk) else tiles):
             self._positions[tile[axis]].append(position)
 
     def tile(self, line: int, position: int) -> int | None:
         """The next tile after tile number `position` that is in a tile row (or column)."""
-        if self._known[:2] != (line, position):
-            self._known = line, position, self._next(line, position)
+        if self._known[0] != line or self._known[1] != position:
+            later = self._next(line, position)
+            self._known = line, position, later, later is not None and forwards(self._tiles[later])
         return self._known[2]
 
     def _next(self, line: int, position: int) -> int | None:
@@ -214,5 +218,5 @@ class NextUse:
         later = self.tile(line, position)
         if later is None or step >= self._steps:  # thin steps are of one tile only
             return NEVER
-        ahead = step if forwards(self._tiles[later]) else self._steps - 1 - step
+        ahead = step if self._known[3] else self._steps - 1 - step
         return later * self._steps + ahead
