@@ -3,6 +3,7 @@
 import importlib
 import itertools
 import json
+import re
 import sys
 import tracemalloc
 from dataclasses import replace
@@ -29,6 +30,7 @@ from oocgemm.plan import (
     TileGrid,
     TileShape,
     Traversal,
+    continued,
     default_model,
     make_plan,
     planner,
@@ -43,6 +45,7 @@ from oocgemm.plan.predict import DIGESTING, multiply_seconds, predict, unfilled
 from oocgemm.plan.replacement import SlotCache
 from oocgemm.plan.simulate import simulate
 from oocgemm.plan.traversal import walk
+from oocgemm.units import parse_size
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 plan_module: Any = importlib.import_module("oocgemm.plan.plan")
@@ -56,6 +59,17 @@ MIB = 1 << 20
 def problem(m: int, n: int, k: int, dtype: str = "float64", beta: float = 0) -> GemmProblem:
     d = DTYPES[dtype]
     return GemmProblem(m, n, k, d.name, d.name, d.accumulator, d.results[0], 1.0, beta, Op.N, Op.N)
+
+
+def advised(error: BudgetError, budgets: Budgets) -> Budgets:
+    """The budgets that a message says will do. Each one it names is raised."""
+    options = dict(re.findall(r"--(device|host)-memory (\w+)", str(error)))
+    assert options == dict(re.findall(r"(device|host)_memory='(\w+)'", str(error)))
+    raised = {tier: parse_size(size) for tier, size in options.items()}
+    assert all(size > getattr(budgets, tier) for tier, size in raised.items())
+    assert error.least is not None
+    assert f"({error.least} bytes" in str(error)
+    return replace(budgets, **raised)
 
 
 EXTENTS = st.one_of(st.integers(0, 3), st.integers(1, 3000), st.sampled_from([4096, 10_007, 100_000]))
@@ -84,21 +98,11 @@ def test_a_plan_fits_its_budgets_or_says_what_would_do(
 ) -> None:
     p, machine = problem(m, n, k, dtype, beta), default_model(backend, 2)
     budgets = Budgets(device, host)
-    for _ in range(6):  # each refusal names one budget that is too small; raising it must help
-        try:
-            plan = make_plan(p, budgets, machine, on)
-            break
-        except BudgetError as error:
-            assert error.least is not None
-            short = "device" if str(error).startswith("device") else "host"
-            assert error.least > getattr(budgets, short)
-            budgets = (
-                Budgets(error.least, budgets.host)
-                if short == "device"
-                else Budgets(budgets.device, error.least)
-            )
-    else:
-        pytest.fail("a budget raised to what the message asks for is refused again")
+    try:
+        plan = make_plan(p, budgets, machine, on)
+    except BudgetError as error:
+        budgets = advised(error, budgets)
+        plan = make_plan(p, budgets, machine, on)
     assert plan.footprint.device_total <= budgets.device
     assert plan.footprint.host_total <= budgets.host
     if plan.steps <= 200_000:
@@ -629,3 +633,29 @@ def test_loads_too_many_to_count_are_nearly_as_counted(device: int, monkeypatch:
         monkeypatch.setattr(plan_module, "MAX_COUNTED", 0)
         assert p.loads.a_read == pytest.approx(counted.a_read, rel=0.01)
         assert p.loads.b_read == pytest.approx(counted.b_read, rel=0.01)
+
+
+def test_an_error_names_both_budgets_that_are_too_small() -> None:
+    p, machine = problem(300, 300, 300), default_model("host", 2)
+    with pytest.raises(BudgetError, match="device memory 1 B and host memory 1 B cannot hold") as raised:
+        make_plan(p, Budgets(1, 1), machine)
+    assert make_plan(p, advised(raised.value, Budgets(1, 1)), machine).steps
+
+
+@given(
+    *(st.sampled_from([1, 1 * MIB, 20 * MIB]), st.sampled_from([1, 1 * MIB, 20 * MIB]), st.booleans()),
+    st.sampled_from(["cuda", "host"]),
+)
+@settings(max_examples=50, deadline=None)
+def test_a_run_goes_on_with_the_budgets_an_error_names(
+    device: int, host: int, zipped: bool, backend: str
+) -> None:
+    chunk = Layout(read_chunk=(500, 500), partial_reads=not zipped, decode_bytes=4 * MIB * zipped)
+    p, machine, on = problem(3000, 3000, 3000), default_model(backend, 4), Layouts(chunk, chunk)
+    begun = make_plan(p, Budgets(200 * MIB, 200 * MIB), machine, on)
+    with pytest.raises(BudgetError, match="cannot hold the plan that the run was begun with") as raised:
+        continued(p, Budgets(device, host), machine, on, begun.candidate, frozenset())
+    budgets = advised(raised.value, Budgets(device, host))
+    footprint = continued(p, budgets, machine, on, begun.candidate, frozenset()).footprint
+    assert footprint.device_total <= budgets.device
+    assert footprint.host_total <= budgets.host

@@ -12,7 +12,7 @@ from math import inf
 
 from oocgemm.errors import BudgetError, InputError
 from oocgemm.plan.candidates import MOST_DRAIN, Budgets, c_chunks, candidates, io_threads, smallest
-from oocgemm.plan.cost import Candidate, Layouts, MachineModel, footprint, slot_bytes
+from oocgemm.plan.cost import Candidate, Footprint, Layouts, MachineModel, footprint, slot_bytes
 from oocgemm.plan.integers import MOST_DEPTH
 from oocgemm.plan.plan import Plan, Scored, schedule_of
 from oocgemm.plan.predict import predict
@@ -23,7 +23,7 @@ from oocgemm.plan.simulate import simulate
 from oocgemm.plan.slots import Slots
 from oocgemm.plan.tiling import Tile, TileGrid, TileShape, ceil_div
 from oocgemm.plan.traversal import last
-from oocgemm.units import format_size
+from oocgemm.units import ceil_size, format_size
 
 # Planning may take this share of the time a run is predicted to take, and no more seconds than that.
 EFFORT, LONGEST = 0.004, 0.5
@@ -77,14 +77,7 @@ def continued(
         held = plan.footprint
         if (held.device_total <= budgets.device and held.host_total <= budgets.host) or plan.steps == 0:
             return plan
-    name, least_bytes, budget = "device", held.device_total, budgets.device
-    if held.device_total <= budgets.device:
-        name, least_bytes, budget = "host", held.host_total, budgets.host
-    raise BudgetError(
-        f"{name} memory {format_size(budget)} cannot hold the plan that the run was begun with ({format_size(least_bytes)}: "
-        f"{least_bytes} bytes): raise --{name}-memory",
-        least=least_bytes,
-    )
+    raise _too_small(budgets, held, "the plan that the run was begun with")
 
 
 @lru_cache(64)
@@ -301,7 +294,7 @@ def _budget_error(
     layouts: Layouts,
     tile: TileShape | None,
 ) -> BudgetError:
-    """Says which budget is too small, and the least that would do."""
+    """The error that says which budgets are too small for the smallest plan."""
     shape = tile or smallest(problem, layouts)
     strip = min(c_chunks(problem, layouts, shape)[0], shape.w)
     host = 0 if machine.unified else 1
@@ -315,18 +308,33 @@ def _budget_error(
         unified=machine.unified,
     )
     held = footprint(problem, Candidate(shape, slots), layouts, machine)
-    what = f"the plan of tile {tile}" if tile else "the smallest plan"
-    if held.device_total > budgets.device:
-        name, budget, least = "device", budgets.device, held.device_total
-        remedy = "pass a smaller --tile" if tile else "give C smaller chunks, if it has large ones"
-    else:
-        name, budget, least = "host", budgets.host, held.host_total
-        remedy = "pass a smaller --tile" if tile else "rechunk the operands into smaller chunks"
-    detail = f"{least} bytes"
-    if name == "host" and held.host["scratch"]:
-        detail += f", {format_size(held.host['scratch'])} of it to decode or encode a chunk"
+    if tile:
+        return _too_small(budgets, held, f"the plan of tile {tile}", "a smaller tile")
+    remedies = []
+    if held.host_total > budgets.host:
+        remedies += [f"rechunk {x}" for x, on in (("A", layouts.a), ("B", layouts.b)) if on.decode_bytes]
+    if max(layouts.c.write_chunk) > 16 or (held.host_total > budgets.host and layouts.c.encodes):
+        remedies.append("give C smaller chunks")
+    return _too_small(budgets, held, "the smallest plan", " or ".join(remedies))
+
+
+def _too_small(budgets: Budgets, held: Footprint, what: str, otherwise: str = "") -> BudgetError:
+    """The error that says which budgets are too small for what is `held`, and names sizes that will do."""
+    short = [
+        (tier, budget, total)
+        for tier, budget, total in (
+            ("device", budgets.device, held.device_total),
+            ("host", budgets.host, held.host_total),
+        )
+        if total > budget
+    ]
+    given = " and ".join(f"{tier} memory {format_size(budget)}" for tier, budget, _ in short)
+    needed = " and ".join(f"{total} bytes" for _, _, total in short)
+    if any(tier == "host" for tier, _, _ in short) and held.host["scratch"]:
+        needed += f", {format_size(held.host['scratch'])} of it to decode or encode chunks"
+    arguments = ", ".join(f"{tier}_memory='{ceil_size(total)}'" for tier, _, total in short)
+    options = " ".join(f"--{tier}-memory {ceil_size(total)}" for tier, _, total in short)
     return BudgetError(
-        f"{name} memory {format_size(budget)} cannot hold {what} ({format_size(least)}: {detail}): "
-        f"raise --{name}-memory or {remedy}",
-        least=least,
+        f"{given} cannot hold {what} ({needed}): pass {arguments} ({options}){otherwise and f', or {otherwise}'}",
+        least=short[0][2],
     )
