@@ -19,10 +19,11 @@ from oocgemm.display import (
     print_verification,
 )
 from oocgemm.errors import BackendError, BudgetError, ExecutionError, InputError, OocGemmError
+from oocgemm.executor import Observer
 from oocgemm.interrupts import Interrupted, stopping
 from oocgemm.live import progress_display
 from oocgemm.measuring import DEVICE, print_json, taking
-from oocgemm.plan import COMPUTES
+from oocgemm.plan import COMPUTES, Plan
 from oocgemm.timeline import read_log, report
 from oocgemm.verify import verify as check_product
 
@@ -160,7 +161,7 @@ def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> N
             stopping(lambda: _interrupted(resume.how_far(c))),
             progress_display(live) as progress,
         ):
-            result = api.gemm(a, b, c, progress=progress, **_transposes(options))
+            result = api.gemm(a, b, c, progress=progress and _noting(progress), **_transposes(options))
     except (ExecutionError, BackendError, MemoryError, KeyboardInterrupt) as error:
         error.add_note(resume.how_far(c))
         raise
@@ -184,6 +185,17 @@ def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> N
         click.echo(f"\nC: {Path(c) if '://' not in c else c}")
         if options["timeline"]:
             click.echo(f"Timeline: {options['timeline']}  (oocgemm report {options['timeline']})")
+
+
+def _noting(progress: Callable[[Plan], Observer]) -> Callable[[Plan], Observer]:
+    """Print what there is to say of a plan before its run begins."""
+
+    def begin(planned: Plan) -> Observer:
+        if planned.note:
+            click.echo(f"Note: {planned.note}", err=True)
+        return progress(planned)
+
+    return begin
 
 
 @cli.command()

@@ -94,6 +94,8 @@ def print_plan(plan: Plan, explain: bool = False) -> None:
         f"tail {format_time(prediction.tail)})"
     )
     out.print(_machine_model(plan.machine.name, plan.machine.calibrated), soft_wrap=True)
+    if plan.note:
+        out.print(f"Note: {plan.note}", soft_wrap=True)
     if explain:
         _print_considered(out, plan)
 

@@ -659,3 +659,77 @@ def test_a_run_goes_on_with_the_budgets_an_error_names(
     footprint = continued(p, budgets, machine, on, begun.candidate, frozenset()).footprint
     assert footprint.device_total <= budgets.device
     assert footprint.host_total <= budgets.host
+
+
+@pytest.mark.parametrize(
+    "on",
+    [
+        Layouts(*(Layout(in_memory=True),) * 3),
+        Layouts(Layout(read_chunk=(1, 1000)), Layout(read_chunk=(1000, 1), contiguous=0)),
+    ],
+)
+@pytest.mark.parametrize("backend", ["host", "cuda"])
+@pytest.mark.parametrize("m", [1, 16])
+def test_panels_of_few_rows_are_deep(m: int, backend: str, on: Layouts) -> None:
+    """Issuing steps takes no longer than all else, and no more memory is faulted in than that needs."""
+    machine = default_model(backend, 2)
+    plan = make_plan(problem(m, 1, 1 << 26, "float32"), Budgets(4 * GIB, 4 * GIB), machine, on)
+    lanes = plan.prediction.lanes
+    assert lanes["issue"] <= max(lanes[lane] for lane in lanes if lane != "issue")
+    assert plan.grid.steps >= 4
+    assert plan.footprint.device_total - machine.device_reserve < GIB / 2
+
+
+def test_chunks_are_read_whole_by_deep_panels() -> None:
+    chunk = Layout(read_chunk=(4, 3000), partial_reads=False, decode_bytes=4 * 3000 * 4)
+    on = Layouts(chunk, replace(chunk, read_chunk=(3000, 4)))
+    plan = make_plan(problem(4, 4, 10**8, "float32"), Budgets(GIB, GIB), default_model("host", 2), on)
+    assert plan.tile.r > max(shapes.DEPTHS)
+    assert plan.tile.r % 3000 == 0
+
+
+@pytest.mark.parametrize("extent", [100, 1000, 10_000, 100_000])
+@pytest.mark.parametrize("backend", ["host", "cuda"])
+def test_only_few_rows_and_columns_ask_for_deep_panels(extent: int, backend: str) -> None:
+    p = problem(extent, extent, 10**6)
+    found = shapes._deeper(p, default_model(backend, 16), Layouts())
+    assert (found != []) == (backend == "cuda" and extent == 100)
+
+
+def slow_case() -> tuple[GemmProblem, Layouts, Budgets]:
+    """Compressed operands in tiles of 16 x 16 x 16, for each of which whole chunks are decoded."""
+    chunk = Layout(read_chunk=(100, 100), partial_reads=False, decode_bytes=80_000)
+    on = Layouts(chunk, chunk, Layout(free_chunks=True))
+    p = problem(997, 1009, 1013)
+    with pytest.raises(BudgetError) as raised:
+        make_plan(p, Budgets(1, 1), default_model("host", 2), on)
+    assert raised.value.least is not None
+    return p, on, Budgets(raised.value.least, 16 * MIB)
+
+
+def test_a_slow_plan_names_budgets_that_make_it_ten_times_as_fast() -> None:
+    p, on, budgets = slow_case()
+    machine = default_model("host", 2)
+    plan = make_plan(p, budgets, machine, on)
+    assert plan.faster is not None
+    larger = plan.faster.budgets
+    assert larger.device <= 4 * budgets.device + MIB
+    assert larger.host <= 4 * budgets.host + MIB
+    options = dict(re.findall(r"--(device|host)-memory (\w+)", plan.note))
+    assert replace(budgets, **{tier: parse_size(size) for tier, size in options.items()}) == larger
+    fast = make_plan(p, larger, machine, on)
+    assert 10 * fast.prediction.total < plan.prediction.total
+    assert (fast.faster, fast.note) == (None, "")
+    square = make_plan(problem(20_000, 20_000, 20_000), Budgets(64 * MIB, 64 * MIB), machine)
+    assert square.faster is None  # slow, as is any plan of it
+
+
+def test_a_little_more_memory_makes_no_plan_slower() -> None:
+    p, on, budgets = slow_case()
+    seconds = [
+        make_plan(
+            p, replace(budgets, device=budgets.device + more), default_model("host", 2), on
+        ).prediction.total
+        for more in (0, 5000, 10_000, 20_000, 40_000, 100_000, 400_000)
+    ]
+    assert all(after <= 1.01 * before for before, after in itertools.pairwise(seconds))

@@ -25,7 +25,7 @@ from oocgemm.plan.schedule import Operation, Schedule
 from oocgemm.plan.slots import Slots
 from oocgemm.plan.tiling import Layout, Span, Tile, TileGrid, TileShape
 from oocgemm.plan.traversal import last, walk
-from oocgemm.units import format_time
+from oocgemm.units import ceil_size, format_time
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,14 @@ class Scored:
 
     candidate: Candidate
     prediction: Prediction
+
+
+@dataclass(frozen=True)
+class Faster:
+    """Budgets not much larger than those of a plan, with which the product is predicted to take far less time."""
+
+    budgets: Budgets
+    seconds: float
 
 
 # Placements of panels that counting loads may take: about 4 seconds. A plan of half as many steps is always counted.
@@ -53,6 +61,25 @@ class Plan:
     candidate: Candidate
     considered: tuple[Scored, ...] = ()
     done: frozenset[Tile] = frozenset()
+    faster: Faster | None = None
+
+    @property
+    def note(self) -> str:
+        """What to say of a plan that somewhat larger budgets would make far faster; empty for any other."""
+        if self.faster is None:
+            return ""
+        options = " ".join(
+            f"--{tier}-memory {ceil_size(size)}"
+            for tier, size, given in (
+                ("device", self.faster.budgets.device, self.budgets.device),
+                ("host", self.faster.budgets.host, self.budgets.host),
+            )
+            if size > given
+        )
+        return (
+            f"these budgets make the product slow, {format_time(self.prediction.total)} predicted; with {options} it would "
+            f"take {format_time(self.faster.seconds)}"
+        )
 
     @property
     def tile(self) -> TileShape:
@@ -239,6 +266,7 @@ class Plan:
                 "total": prediction.total,
             },
             "bottleneck": prediction.bottleneck,
+            "faster": None if self.faster is None else asdict(self.faster),
         }
 
 

@@ -12,10 +12,18 @@ from math import inf
 
 from oocgemm.errors import BudgetError, InputError
 from oocgemm.plan.candidates import MOST_DRAIN, Budgets, c_chunks, candidates, io_threads, smallest
-from oocgemm.plan.cost import Candidate, Footprint, Layouts, MachineModel, footprint, slot_bytes
+from oocgemm.plan.cost import (
+    Candidate,
+    Footprint,
+    Layouts,
+    MachineModel,
+    footprint,
+    required_bytes,
+    slot_bytes,
+)
 from oocgemm.plan.integers import MOST_DEPTH
-from oocgemm.plan.plan import Plan, Scored, schedule_of
-from oocgemm.plan.predict import predict
+from oocgemm.plan.plan import Faster, Plan, Scored, schedule_of
+from oocgemm.plan.predict import multiply_seconds, predict
 from oocgemm.plan.problem import GemmProblem
 from oocgemm.plan.ramp import best_ramp
 from oocgemm.plan.shapes import with_less_last, with_more
@@ -23,7 +31,7 @@ from oocgemm.plan.simulate import simulate
 from oocgemm.plan.slots import Slots
 from oocgemm.plan.tiling import Tile, TileGrid, TileShape, ceil_div
 from oocgemm.plan.traversal import last
-from oocgemm.units import ceil_size, format_size
+from oocgemm.units import ceil_size, format_size, parse_size
 
 # Planning may take this share of the time a run is predicted to take, and no more seconds than that.
 EFFORT, LONGEST = 0.004, 0.5
@@ -32,6 +40,8 @@ COUNTED, SIMULATED = 20e-6, 15e-6
 FINALISTS = 4
 LIKE = 3  # shapes that others are derived from where C leaves late
 HOPELESS = 1.1  # times the best predicted time
+# A plan is slow that takes longer than this, in seconds, if a few times as much memory makes it so many times as fast.
+MIN_SLOW, MIN_FASTER = 5.0, 10
 CLOSE = 0.01  # share of the best predicted time that the model cannot tell apart
 
 
@@ -48,7 +58,31 @@ def make_plan(
     and `InputError` if `tile` cuts chunks of C in two. Asked the same again, it answers from memory: planning takes
     some milliseconds, and so may the product.
     """
-    return _planned(problem, budgets, machine, layouts or Layouts(), tile)
+    layouts = layouts or Layouts()
+    plan = _planned(problem, budgets, machine, layouts, tile)
+    return plan if tile else replace(plan, faster=_faster(problem, budgets, machine, layouts))
+
+
+@lru_cache(64)
+def _faster(problem: GemmProblem, budgets: Budgets, machine: MachineModel, layouts: Layouts) -> Faster | None:
+    """The least of some larger budgets with which a slow product takes a tenth of the time; None if none does, or it is not slow.
+
+    Memory a few times as large makes a product that much faster only where tiles are tiny: chunks are then decoded many
+    times over, or issuing operations takes most of the time. Such a plan takes many times as long as multiplying does.
+    """
+    plan = _planned(problem, budgets, machine, layouts, None)
+    seconds = plan.considered[0].prediction.total
+    once = required_bytes(problem)["read"] / min(machine.read, machine.decode)
+    least = multiply_seconds(problem, machine, problem.flops, problem.m, problem.n, max(1, problem.depth))
+    if seconds < MIN_SLOW or seconds < MIN_FASTER * (least + once):
+        return None
+    for times in (2, 4):
+        device, host = (parse_size(ceil_size(times * size)) for size in (budgets.device, budgets.host))
+        for tried in (Budgets(device, budgets.host), Budgets(budgets.device, host), Budgets(device, host)):
+            found = _planned(problem, tried, machine, layouts, None).considered[0].prediction.total
+            if MIN_FASTER * found <= seconds:
+                return Faster(tried, found)
+    return None
 
 
 def continued(
