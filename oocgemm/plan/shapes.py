@@ -24,6 +24,7 @@ from oocgemm.plan.tiling import TileShape, ceil_div, cover_ratio, round_up
 DEPTHS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192)
 DEEPER = (16384, 32768)  # panels of bytes
 BEST_DEPTHS = 4
+OUTLASTING = 4  # of deep panels: loading takes at most so many times as long as issuing
 BINS = 3
 EVERY = 32  # count of tiles is tried
 LEFT = tuple(eighths / 8 for eighths in range(7, 1, -1))  # of the last tile's extent
@@ -270,16 +271,22 @@ def _depths(problem: GemmProblem, machine: MachineModel, layouts: Layouts, memor
 
 
 def _deeper(problem: GemmProblem, machine: MachineModel, layouts: Layouts) -> list[int]:
-    """Depths beyond the usual ones, for m and n so small that issuing a step takes longer than loading its panels: up to the
-    first at which it does not. Panels deeper still only fault in more memory and overlap less. Empty for other m and n."""
-    m, n, sizes = problem.m, problem.n, problem.itemsizes
+    """Depths beyond the usual ones, for m and n so small that issuing a step takes longer than loading its panels. Panels for which
+    loading takes several times as long as issuing are not made deeper: that only faults in memory and overlaps less."""
+    each = (
+        problem.m * problem.itemsizes["A"] + problem.n * problem.itemsizes["B"]
+    )  # bytes per element along k
     issuing = machine.issue * (
         3 if machine.unified else 5
     )  # reads and uploads of two panels, and a multiplication
     unit = lcm(layouts.a.read_chunk[1], layouts.b.read_chunk[0])
-    limit, depths = _max_depth(problem), list[int]()
-    r = round_up(DEPTHS[-1], unit if unit < DEPTHS[-1] else 1)
-    while r < limit and r * (m * sizes["A"] + n * sizes["B"]) < issuing * _link(machine, layouts, (m, n, r)):
+    r, limit = round_up(DEPTHS[-1], unit if unit < DEPTHS[-1] else 1), _max_depth(problem)
+
+    def loading(r: int) -> float:
+        return r * each / _link(machine, layouts, (problem.m, problem.n, r))
+
+    depths: list[int] = []
+    while r < limit and loading(r) < (OUTLASTING if depths else 1) * issuing:
         r = min(2 * r, limit)
         depths.append(r)
     return depths
