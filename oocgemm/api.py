@@ -22,6 +22,7 @@ from oocgemm.plan import Op, Plan, TileShape
 from oocgemm.staging import Staging
 from oocgemm.timeline import Recorder, Report, Span, Timeline, report
 
+REPORTED_SPAN_BYTES = 1000  # measured with 132,500 spans: 910
 SEED = 20261  # of the signs that checksums are taken with; any will do
 
 
@@ -46,6 +47,11 @@ class Result:
     def report(self) -> Report:
         """The figures of the run."""
         return report(self.timeline)
+
+    @property
+    def report_bytes(self) -> int:
+        """About the memory that making the timeline and the report takes."""
+        return REPORTED_SPAN_BYTES * self.log.spans
 
 
 def matmul(a: Any, b: Any, /, *, out: Any = None, **options: Any) -> Result:

@@ -25,8 +25,10 @@ from oocgemm.live import progress_display
 from oocgemm.measuring import DEVICE, print_json, taking
 from oocgemm.plan import COMPUTES, Plan
 from oocgemm.timeline import read_log, report
+from oocgemm.units import format_size
 from oocgemm.verify import verify as check_product
 
+REPORT_BYTES = 256 << 20  # that a report may take, whatever the budgets of its run
 EXIT_FAILED, EXIT_USAGE, EXIT_BUDGET, EXIT_INTERRUPTED = 1, 2, 3, 130
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -174,17 +176,31 @@ def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> N
             {
                 "c": c,
                 "plan": planned.to_dict(),
-                "report": result.report.to_dict(),
-                "backend": result.timeline.header["backend"],
+                "report": None if _too_long(result) else result.report.to_dict(),
+                "backend": result.log.header["backend"],
                 "timeline": options["timeline"],
             }
         )
     elif not quiet:
-        if planned.steps:
+        if _too_long(result):
+            click.echo(_too_long(result))
+        elif planned.steps:
             print_report(result.report, result.timeline)
         click.echo(f"\nC: {Path(c) if '://' not in c else c}")
         if options["timeline"]:
             click.echo(f"Timeline: {options['timeline']}  (oocgemm report {options['timeline']})")
+
+
+def _too_long(result: api.Result) -> str:
+    """Why there is no report of a run of so many operations that it would take more memory than the run; empty if there is one."""
+    budgets = result.plan.budgets
+    room = max(REPORT_BYTES, budgets.host + (budgets.device if result.plan.machine.unified else 0))
+    if result.report_bytes <= room:
+        return ""
+    return (
+        f"Note: no report, which takes {format_size(result.report_bytes)} for {result.log.spans} operations, more than the "
+        f"{format_size(room)} of the run; for one by oocgemm report, run with --timeline FILE"
+    )
 
 
 def _noting(progress: Callable[[Plan], Observer]) -> Callable[[Plan], Observer]:

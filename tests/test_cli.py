@@ -13,6 +13,7 @@ import pytest
 import zarr
 
 import oocgemm
+from oocgemm import api, cli
 from oocgemm.cli import EXIT_BUDGET, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
 from oocgemm.plan import planner
 from tests.command import Finished, command, contents, run
@@ -377,3 +378,18 @@ def test_a_slow_plan_is_noted_before_it_runs(here: Path, monkeypatch: pytest.Mon
     assert note[0] in run("x.npy", "y.npy", "z.npy", *options).err
     assert "Note" not in run("x.npy", "y.npy", "z.npy", *options, "--overwrite", "--quiet").err
     assert command("plan", "x.npy", "y.npy", "--backend", "host", *options, "--json").json()["faster"]
+
+
+def test_a_report_takes_no_more_memory_than_its_run(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "REPORT_BYTES", 0)
+    monkeypatch.setattr(api, "REPORTED_SPAN_BYTES", 1 << 30)
+    shown = run("a", "b", "new", "--device-memory", "20MiB", "--host-memory", "20MiB", "--timeline", "log")
+    assert shown.code == 0
+    assert re.search(r"no report, which takes \d+ GiB for \d+ operations, more than the 40 MiB", shown.out)
+    assert "compute share" not in shown.out
+    options = ("--device-memory", "20MiB", "--host-memory", "20MiB", "--json")
+    found = run("a", "b", "other", *options).json()
+    assert found["report"] is None
+    assert found["backend"]["name"] == "host"
+    assert command("report", "log", "--json").json()["flops"] == found["plan"]["flops"]
+    np.testing.assert_array_equal(stored("new"), A @ B)

@@ -58,19 +58,26 @@ def make_plan(
     and `InputError` if `tile` cuts chunks of C in two. Asked the same again, it answers from memory: planning takes
     some milliseconds, and so may the product.
     """
-    layouts = layouts or Layouts()
-    plan = _planned(problem, budgets, machine, layouts, tile)
-    return plan if tile else replace(plan, faster=_faster(problem, budgets, machine, layouts))
+    return _noted(problem, budgets, machine, layouts or Layouts(), tile)
 
 
 @lru_cache(64)
-def _faster(problem: GemmProblem, budgets: Budgets, machine: MachineModel, layouts: Layouts) -> Faster | None:
+def _noted(
+    problem: GemmProblem, budgets: Budgets, machine: MachineModel, layouts: Layouts, tile: TileShape | None
+) -> Plan:
+    """The plan, with larger budgets that would make it far faster if there are such."""
+    plan = _planned(problem, budgets, machine, layouts, tile)
+    faster = None if tile else _faster(plan)
+    return replace(plan, faster=faster) if faster else plan
+
+
+def _faster(plan: Plan) -> Faster | None:
     """The least of some larger budgets with which a slow product takes a tenth of the time; None if none does, or it is not slow.
 
     Memory a few times as large makes a product that much faster only where tiles are tiny: chunks are then decoded many
     times over, or issuing operations takes most of the time. Such a plan takes many times as long as multiplying does.
     """
-    plan = _planned(problem, budgets, machine, layouts, None)
+    problem, budgets, machine = plan.problem, plan.budgets, plan.machine
     seconds = plan.considered[0].prediction.total
     once = required_bytes(problem)["read"] / min(machine.read, machine.decode)
     least = multiply_seconds(problem, machine, problem.flops, problem.m, problem.n, max(1, problem.depth))
@@ -79,7 +86,7 @@ def _faster(problem: GemmProblem, budgets: Budgets, machine: MachineModel, layou
     for times in (2, 4):
         device, host = (parse_size(ceil_size(times * size)) for size in (budgets.device, budgets.host))
         for tried in (Budgets(device, budgets.host), Budgets(budgets.device, host), Budgets(device, host)):
-            found = _planned(problem, tried, machine, layouts, None).considered[0].prediction.total
+            found = _planned(problem, tried, machine, plan.layouts, None).considered[0].prediction.total
             if MIN_FASTER * found <= seconds:
                 return Faster(tried, found)
     return None

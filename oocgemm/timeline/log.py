@@ -54,6 +54,7 @@ class Recorder:
 
     def __init__(self, header: Mapping[str, Any], path: str | os.PathLike[str] | None = None) -> None:
         self.spans = 0
+        self.header = dict(header)  # once the run has finished, with the facts that are known then
         self.failure: OSError | None = None
         self._common: dict[tuple[Any, ...], int] = {}
         self._kept: list[bytes] = []
@@ -84,6 +85,7 @@ class Recorder:
 
     def finish(self, wall: int, facts: Mapping[str, Any]) -> None:
         """The run has ended, after `wall` nanoseconds; `facts` join the header, or replace what is there."""
+        self.header |= facts
         self._lines.append(_encode({"wall_ns": wall, "spans": self.spans} | dict(facts)))
 
     def close(self) -> None:
