@@ -7,7 +7,7 @@ the GPU's memory nor the host's.
 array([[11.]])
 """
 
-from oocgemm.api import Result, gemm, matmul, plan
+from oocgemm.api import gemm, matmul, plan
 from oocgemm.errors import (
     BackendError,
     BudgetError,
@@ -17,10 +17,10 @@ from oocgemm.errors import (
     OutOfMemoryError,
 )
 from oocgemm.plan import Plan, TileShape
+from oocgemm.result import Result
 from oocgemm.timeline import Report, Timeline, read_log, report
 from oocgemm.verify import Verification, verify
-
-__version__ = "0.1.0"
+from oocgemm.version import __version__ as __version__
 
 __all__ = [
     "BackendError",

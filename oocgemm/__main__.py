@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from oocgemm import backends, cli
 from oocgemm.backends.blas import CHOICE, better_family
+from oocgemm.streams import use_safe_streams
 
 # The others multiply nothing.
 MULTIPLYING = {"run", "verify", "calibrate", "info"}
@@ -18,6 +19,7 @@ MULTIPLYING = {"run", "verify", "calibrate", "info"}
 
 def main() -> NoReturn:
     """Entry point."""
+    use_safe_streams()
     if CHOICE not in os.environ and MULTIPLYING & set(sys.argv[1:]) and _on_host():
         _choose_kernels()
     cli.main()

@@ -3,9 +3,7 @@
 import gc
 import os
 from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import cached_property
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from time import perf_counter_ns, time
 from traceback import clear_frames
 from typing import Any
@@ -15,50 +13,26 @@ from oocgemm.backends import Backend, Session
 from oocgemm.backends.ladder import check_plan
 from oocgemm.backends.memory import available_memory
 from oocgemm.checks import Checks
+from oocgemm.cpu import CpuTimes, used_since
 from oocgemm.errors import ExecutionError, InputError, OutOfMemoryError
 from oocgemm.executor import Observer, Run
 from oocgemm.job import Size, Transpose
 from oocgemm.plan import Op, Plan, TileShape
+from oocgemm.result import Result
 from oocgemm.staging import Staging
-from oocgemm.timeline import Recorder, Report, Span, Timeline, report
+from oocgemm.threads import Cancel, shielded
+from oocgemm.timeline import Recorder, Span
 
-REPORTED_SPAN_BYTES = 1000  # measured with 132,500 spans: 910
+Progress = Callable[[Plan], Observer]
+
 SEED = 20261  # of the signs that checksums are taken with; any will do
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a run leaves: the product, how it was planned, and what happened.
-
-    `out` is the array that holds C: the given one, an ndarray, or the zarr array or memory map at its path. `log` is what
-    was recorded; it becomes a timeline, and that a report, when one is asked for.
-    """
-
-    out: Any
-    plan: Plan
-    log: Recorder
-
-    @cached_property
-    def timeline(self) -> Timeline:
-        """Every operation of the run, some 500 bytes each."""
-        return self.log.timeline()
-
-    @cached_property
-    def report(self) -> Report:
-        """The figures of the run."""
-        return report(self.timeline)
-
-    @property
-    def report_bytes(self) -> int:
-        """About the memory that making the timeline and the report takes."""
-        return REPORTED_SPAN_BYTES * self.log.spans
 
 
 def matmul(a: Any, b: Any, /, *, out: Any = None, **options: Any) -> Result:
     """``a @ b`` for two-dimensional operands of any size; NumPy's meaning, run out of core.
 
     Args:
-        a: m x k; a zarr array, an ndarray or memory map, or the path of a zarr array or .npy file.
+        a: m x k; a zarr array, an ndarray or memory map, the path of a zarr array or .npy file, or a lazy array.
         b: k x n, of a's dtype.
         out: where the m x n product goes: an array of that shape and dtype, which is overwritten, or a path
             at which there is nothing yet. None for a new ndarray.
@@ -94,15 +68,17 @@ def gemm(
     compressor: str | None = None,
     overwrite: bool = False,
     resume: bool = False,
+    trust_operands: bool = False,
     verify: bool = False,
     timeline: str | os.PathLike[str] | None = None,
-    progress: Callable[[Plan], Observer] | None = None,
+    progress: Progress | bool | None = None,
 ) -> Result:
     """``C = alpha op(A) @ op(B) + beta C``, streamed through bounded memory.
 
     Args:
         a, b: two-dimensional operands of one dtype (float16, float32, float64, complex64, complex128, int8 or
-            ml_dtypes' bfloat16): zarr arrays, ndarrays, memory maps, or paths of zarr arrays or .npy files.
+            ml_dtypes' bfloat16): zarr arrays, ndarrays, memory maps, or paths of zarr arrays or .npy files. Lazy arrays
+            (dask, h5py, xarray, tensorstore, or any object with shape, dtype and slicing) are read chunk by chunk.
             op(A) is m x k, op(B) k x n.
         c: where C goes, and with beta != 0 where it comes from: an m x n array, or a path. A path with nothing
             there is created (zarr, or .npy by that ending). None for a new ndarray.
@@ -126,12 +102,14 @@ def gemm(
         overwrite: allow a path that holds a matching array already.
         resume: go on with the run that has not ended at `c`, a local path, and was called with the same arguments; begin
             one if there is none, and do nothing if it has ended. Budgets may differ, and be less.
+        trust_operands: resume although files of a or b have changed since. Tiles that are done are not computed again.
         verify: hold every tile against checksums of the panels it is made from (`oocgemm.checks`) before it is written,
             and compute once more what differs. A GPU takes them of what has come to it, the processor a digest of each
             panel when it is read; without a GPU the processor takes the checksums.
         timeline: path of a log of every operation, for `oocgemm report`. It is written as the run goes on, and tells of
             as much of a run that has not ended.
-        progress: called with the plan; returns what is called with every finished operation.
+        progress: True shows how far the run is on stderr, a bar on a terminal and elsewhere a line every ten seconds. Or
+            a callback: it is called with the plan, and returns what is called with every finished operation.
 
     Returns:
         A `Result`.
@@ -166,6 +144,7 @@ def gemm(
             *(budgets, tile, chunks, compressor),
             overwrite=overwrite,
             resume=resume,
+            trust_operands=trust_operands,
             arithmetic=lambda problem: {
                 "backend": engine.name,
                 "kernel": engine.arithmetic(problem, kernel),
@@ -180,8 +159,15 @@ def gemm(
             job.check_log_apart(os.fsdecode(timeline), work, c)
         return work
 
-    work, session = _opened(engine, kernel, prepare)
-    matrix, log = _execute(work, c, session, origin, known, timeline, progress)
+    first = prepare()
+
+    with _display(progress) as shown:
+
+        def run(cancel: Cancel) -> tuple[job.Job, stores.Matrix, Recorder]:
+            work, session = _opened(engine, kernel, first, prepare)
+            return work, *_execute(work, c, session, origin, known, timeline, shown, cancel)
+
+        work, matrix, log = shielded(run)
     if log.failure is not None:
         raise ExecutionError(
             f"C is done, but its timeline cannot be written to {timeline}: {log.failure.strerror}"
@@ -196,15 +182,19 @@ def _execute(
     origin: int,
     known: dict[str, Any],
     path: str | os.PathLike[str] | None,
-    progress: Callable[[Plan], Observer] | None,
+    progress: Progress | None,
+    cancel: Cancel,
 ) -> tuple[stores.Matrix, Recorder]:
-    """Run what is planned, from the creation of C until it is durable, and record that; returns C and the record.
-    Nothing else is left of the run but C's journal, the session closed too. There is none where nothing is left of a run
-    that has ended. `known` is what the log at `path`, if there is one, says besides."""
+    """Run a planned job, from the creation of C until C is durable; return C and the record of the run.
+
+    The session is closed and all memory released when this returns or raises; only C and its journal stay. The
+    session is None where no step is left to run. `known` is written into the header of the log, which goes to `path`
+    if there is one.
+    """
     plan = work.plan
     output = staging = run = checks = again = log = None
     failed: BaseException | None = None
-    held, retried, kernels = {"device": 0, "host": 0}, [], []
+    cpu, held, retried, kernels = CpuTimes.now(), {"device": 0, "host": 0}, [], []
     try:
         output = target.open_target(work, c)
         header = known | {
@@ -219,13 +209,13 @@ def _execute(
             observe = _observer(log, progress(plan) if progress else None)
             checks = Checks(plan, SEED, session.summing) if plan.problem.checked else None
             run = Run(plan, session, staging, origin, observe, output.finished, checks)
-            run.execute()
+            run.execute(cancel)
             retried = staging.retried
             if checks is not None and checks.failed:
                 some = checks.failing()
                 again = Checks(some, SEED + 1, session.summing, checks.failed)
                 repair = Run(some, session, staging, origin, observe, output.finished, again, log.spans)
-                repair.execute()
+                repair.execute(cancel)
                 again.complain()
             staging.release()
             held = {"device": session.device_bytes(), "host": staging.arena.nbytes}
@@ -236,6 +226,7 @@ def _execute(
             "held": held,
             "retried": retried,
             "checks": checks.figures(again) if checks is not None else None,
+            "cpu": used_since(cpu),
         }
         log.finish(perf_counter_ns() - origin, facts)
         return output.matrix, log
@@ -261,6 +252,15 @@ def _execute(
         failed = None  # it would keep itself
 
 
+def _display(progress: Progress | bool | None) -> AbstractContextManager[Progress | None]:
+    """The progress display if `progress` is True, or the caller's own."""
+    if progress is True:
+        from oocgemm.live import progress_display  # it imports rich
+
+        return progress_display(True)
+    return nullcontext(progress or None)
+
+
 def _begun(header: dict[str, Any], path: str | os.PathLike[str] | None) -> Recorder:
     try:
         return Recorder(header, path)
@@ -279,12 +279,15 @@ def _observer(log: Recorder, watch: Observer | None) -> Observer:
     return observe
 
 
-def _opened(engine: Backend, kernel: str, prepare: Callable[[], job.Job]) -> tuple[job.Job, Session | None]:
-    """A plan and the device memory for it, before anything is written. Others may take memory between the asking for
-    what is free and the taking: then everything is planned once more, which helps where the budgets are ours to choose.
+def _opened(
+    engine: Backend, kernel: str, work: job.Job, prepare: Callable[[], job.Job]
+) -> tuple[job.Job, Session | None]:
+    """Take the memory that a job needs, before anything is written; return the job and its session.
+
+    Other programs may take memory between the query of what is free and the allocation. Then the job is planned once
+    more, which helps where the budgets are ours to choose.
     """
     for last in (False, True):
-        work = prepare()
         if not work.plan.steps:
             break
         try:
@@ -293,6 +296,7 @@ def _opened(engine: Backend, kernel: str, prepare: Callable[[], job.Job]) -> tup
         except OutOfMemoryError:
             if last:
                 raise
+            work = prepare()
     return work, None
 
 
@@ -336,6 +340,8 @@ def plan(
     Since no device is asked how much of its memory is free, the cuda backend needs `device_memory` here.
     """
     name = backends.resolve(backend)
+    if backend == "auto" and name == "host":
+        backends.fall_back(backends.missing_for_cuda())
     backends.check_kernel(name, kernel)
     a, b, c = (stores.located(*operand) for operand in (("A", a), ("B", b), ("C", c)))
 

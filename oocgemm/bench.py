@@ -114,8 +114,8 @@ def bench_kernels(
                                 "kernel": contender[0].name if contender[0] else CUBLAS,
                                 "params": dict(contender[1]),
                                 "flops": rate,
-                                "of peak": rate / peak if peak else None,
-                                "of cublas": rate / reference,
+                                "of_peak": rate / peak if peak else None,
+                                "of_cublas": rate / reference,
                                 "seconds": [timing.seconds, timing.least, timing.most],
                                 "samples": timing.samples,
                                 "clock": timing.clock,
@@ -125,7 +125,7 @@ def bench_kernels(
         result = {
             "device": watch.name,
             "date": date.today().isoformat(),
-            "max clock": clock,
+            "max_clock": clock,
             "versions": backends.open_backend("cuda", device).describe(),
             "rows": rows,
         }
@@ -248,10 +248,10 @@ def _counted(watch: "Stopwatch", contender: Contender, call: Call, product: "Pro
     if kernel.model is not None:
         access = kernel.model(call, params)
         found |= {
-            "load sectors": access.load_sectors,
-            "store sectors": access.store_sectors,
+            "load_sectors": access.load_sectors,
+            "store_sectors": access.store_sectors,
             "intensity": product.flops / (32 * (access.load_sectors + access.store_sectors)),
-            "bank conflicts": access.bank_conflicts,
+            "bank_conflicts": access.bank_conflicts,
         }
     return found
 
@@ -259,7 +259,7 @@ def _counted(watch: "Stopwatch", contender: Contender, call: Call, product: "Pro
 def count(result: dict[str, Any], device: int) -> None:
     """Have ncu count one launch of each rung, with its fastest parameters for the largest product that is not above 2048^3.
 
-    Puts what `counters.counted` finds into these rows as "ncu", or into the result as "not counted" why there is nothing.
+    Puts what `counters.counted` finds into these rows as "ncu", or into the result as "not_counted" why there is nothing.
     """
     chosen: dict[tuple[str, str], dict[str, Any]] = {}
     for row in best_rows(result):
@@ -275,7 +275,7 @@ def count(result: dict[str, Any], device: int) -> None:
         for row, found in zip(rows, counters.counted(asked, device), strict=True):
             row["ncu"] = found
     except BackendError as error:
-        result["not counted"] = str(error)
+        result["not_counted"] = str(error)
 
 
 def _suits(row: dict[str, Any]) -> tuple[bool, int]:
@@ -302,8 +302,8 @@ BY_NCU = (
 def against(row: dict[str, Any]) -> Iterator[str]:
     """What the model says of a row and what ncu counted, for the columns of `AGAINST`."""
     counted = row["ncu"]
-    for name in ("load sectors", "store sectors", "sectors from L2", "bank conflicts", "occupancy"):
-        found = (counted[name],) if name == "sectors from L2" else (row.get(name), counted[name])
+    for name in ("load_sectors", "store_sectors", "sectors_from_l2", "bank_conflicts", "occupancy"):
+        found = (counted[name],) if name == "sectors_from_l2" else (row.get(name), counted[name])
         yield " / ".join("-" if number is None else f"{number:.3g}" for number in found)
 
 

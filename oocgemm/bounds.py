@@ -68,9 +68,8 @@ class Rounding:
         )
         self._own = sum_error(factor * (own + 8), DOUBLE)
         self._stored = float(stored.eps) / 2 if problem.finishes else 0.0
-        with np.errstate(all="ignore"):
-            self.alpha, self.beta = (accumulator.type(x).item() for x in (problem.alpha, problem.beta))
-        # An alpha that its dtype has no number for but 0 leaves A and B out.
+        scalars = problem.applied_alpha, problem.beta
+        self.alpha, self.beta = (accumulator.type(x).item() for x in scalars)
         self.multiplies = self.alpha != 0
         underflow = (problem.depth + 2) * (1 + abs(self.alpha) + abs(self.beta)) * float(limits.tiny)
         self._least = underflow + (float(stored.smallest_subnormal) if problem.finishes else 0.0)

@@ -6,7 +6,7 @@ is measured is what runs get, and no device needs code of its own here.
 
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import date
@@ -22,6 +22,7 @@ from oocgemm import backends, cache, stores
 from oocgemm.backends import Backend
 from oocgemm.backends.base import Array, known_dtypes, numpy_dtype
 from oocgemm.backends.memory import allocate, available_memory
+from oocgemm.cpu import CpuTimes, used_since
 from oocgemm.errors import BackendError, InputError
 from oocgemm.executor import Run
 from oocgemm.plan import (
@@ -39,11 +40,14 @@ from oocgemm.plan import (
     Slots,
     StoreRates,
     TileShape,
+    check_fit,
+    check_link,
     default_model,
-    fit_line,
+    fit_link,
 )
 from oocgemm.plan.predict import multiply_seconds, unfilled
 from oocgemm.plan.tiling import Span
+from oocgemm.sampling import explained, per_second, typical
 from oocgemm.staging import Staging
 from oocgemm.workbench import Workbench, moving, plan_of
 
@@ -91,16 +95,17 @@ def calibrate(
 
     Raises:
         InputError: a folder that cannot be written to.
-        BackendError: no such device, or not the memory to measure in.
+        BackendError: no such device, not the memory to measure in, or rates that cannot be or that no fit explains.
         ExecutionError: a disk that fails or is full.
     """
-    started, others = perf_counter(), _others_seconds()
+    started, cpu = perf_counter(), CpuTimes.now()
     folder = Path.cwd() if path is None else Path(path)
     if not (folder.is_dir() and os.access(folder, os.W_OK)):
         raise InputError(
             f"storage cannot be measured in {folder}: give a folder that can be written to with --path"
         )
     engine = backends.open_backend(backend, device)
+    say = _naming(engine, say)
     machine = default_model(engine.name, len(os.sched_getaffinity(0)))
     machine = replace(machine, multiprocessors=engine.multiprocessors())
     sizes = sizes or SIZES[engine.name]
@@ -113,7 +118,8 @@ def calibrate(
     say("issuing")
     issue = _issuing(engine, machine, sizes.seconds)
     storage, decode = _storage(machine, folder, sizes, source, say)
-    seconds = perf_counter() - started
+    seconds, used = perf_counter() - started, used_since(cpu)
+    others = used["busy_seconds"] - used["own_seconds"] if used else 0.0
     return Calibration(
         machine=cache.machine_key(),
         backend=engine.name,
@@ -127,43 +133,75 @@ def calibrate(
             "kernels": samples,
             "copies": copies,
             "path": str(folder.absolute()),
+            "link_limit": engine.link_limit(),
             "seconds": seconds,
-            "cores used by others": round(max(0.0, _others_seconds() - others) / seconds, 2),
+            "cores_used_by_others": round(others / seconds, 2),
         },
     )
+
+
+def _naming(engine: Backend, say: Callable[[str], None]) -> Callable[[str], None]:
+    """Have `say` name the backend that is measured."""
+    return lambda doing: say(f"{engine.name}: {doing}")
 
 
 def _kernels(
     engine: Backend, machine: MachineModel, sizes: Sizes, say: Callable[[str], None]
 ) -> tuple[dict[str, KernelRate], float, dict[str, dict[str, float]]]:
-    """Rates of the multiplication by what is multiplied and how: as fitted, and in flop/s by panel depth; between them
-    bytes a second of panels that are turned into planes of residues, of the dtype where that is slowest."""
+    """Measure the multiplication, by what is multiplied and how.
+
+    Returns:
+        Fitted rates; bytes per second of panels that are split into planes of residues, of the dtype where that is slowest;
+        measured flop/s by panel depth.
+    """
     numbers = _numbers((64, 1024)).reshape(-1)
     fitted, prepare, samples = {}, [], {}
     for name, (dtype, compute) in RATES.items():
         if dtype not in known_dtypes():
             continue
-        rates: dict[int, float] = {}
         tile = _fitting(engine, machine, dtype, sizes, compute)
         with Workbench(engine, machine, dtype, tile, compute=compute) as bench:
             for operand in "AB":
                 bench.fill(operand, numbers.astype(numpy_dtype(dtype)))
-            for depth in sizes.depths:
-                operation = bench.multiply(depth)
-                if len(rates) >= 2 and operation.flops > 4 * sizes.seconds * max(rates.values()):
-                    break  # a slow machine: two depths make a line
-                say(f"{name}, panels {depth} deep")
-                if bench.plan.problem.planes:
-                    split = bench.prepare(depth)
-                    seconds = _typical(partial(bench.seconds, split), sizes.seconds)
-                if not rates:
-                    bench.intervals(bench.multiply(depth, first=True))  # whatever C held is gone
-                rates[depth] = operation.flops / _typical(partial(bench.seconds, operation), sizes.seconds)
+            fitted[name], rates = _kernel(bench, name, sizes, say)
             if bench.plan.problem.planes:
-                prepare.append(split.bytes / seconds)  # of the deepest
+                split = bench.prepare(max(rates))
+                prepare.append(split.bytes / typical(partial(bench.seconds, split), sizes.seconds))
             samples[name] = {str(depth): rate for depth, rate in rates.items()}
-            fitted[name] = KernelRate.fitted(_whole(bench.plan, rates))
     return fitted, min(prepare), samples
+
+
+def _kernel(
+    bench: Workbench, name: str, sizes: Sizes, say: Callable[[str], None]
+) -> tuple[KernelRate, dict[int, float]]:
+    """Measure the multiplication on a bench; return what is fitted to flop/s by panel depth, and these."""
+    seen: dict[int, float] = {}
+
+    def rate(depth: int) -> float:
+        say(f"{name}, panels {depth} deep")
+        if bench.plan.problem.planes:
+            bench.intervals(bench.prepare(depth))
+        if not seen:
+            bench.intervals(bench.multiply(depth, first=True))  # whatever C held is gone
+        operation = bench.multiply(depth)
+        seen[depth] = per_second(operation.flops, typical(partial(bench.seconds, operation), sizes.seconds))
+        return seen[depth]
+
+    def depths() -> Iterator[int]:
+        for depth in sizes.depths:
+            if len(seen) >= 2 and bench.multiply(depth).flops > 4 * sizes.seconds * max(seen.values()):
+                return  # a slow machine: two depths make a line
+            yield depth
+
+    def fit(rates: Mapping[int, float]) -> KernelRate:
+        ideal = _whole(bench.plan, rates)
+        found = KernelRate.fitted(ideal)
+        check_fit(
+            name, "FLOP", ideal, lambda r: found.peak / (1 + found.half_depth / r), "panels {} deep".format
+        )
+        return found
+
+    return explained(rate, depths(), fit)
 
 
 def _whole(plan: Plan, rates: Mapping[int, float]) -> dict[int, float]:
@@ -199,29 +237,42 @@ def _links(
             before, after = (_fill_seconds(bench) for _ in range(2))
             first_use.append(max(0.0, before - after) / source.nbytes)
             read = bench.load(Kind.READ, "A")
-            again.append(_typical(partial(_wall, bench.staging, read, bench.slot(read)), sizes.seconds))
+            again.append(typical(partial(_wall, bench.staging, read, bench.slot(read)), sizes.seconds))
     rates = {"arena_seconds_per_byte": median(first_use), "memory": source.nbytes / median(again)}
     if machine.unified:
         return rates | {"h2d": rates["memory"], "d2h": rates["memory"]}, {}
     samples: dict[str, Any] = {}
     with Workbench(engine, machine, "float64", tile) as bench:
-        latencies = []
+        limit, latencies = engine.link_limit(), []
         for link in ("h2d", "d2h"):
             say(link)
-            points = []
-            for height in sizes.copies:
-                copy = bench.load(Kind.UPLOAD, "A", height) if link == "h2d" else bench.download(height)
-                points.append((copy.bytes, _typical(partial(bench.seconds, copy), sizes.seconds)))
-            latency, per_byte = fit_line(points)
+            copies = {
+                copy.bytes: copy
+                for copy in (
+                    bench.load(Kind.UPLOAD, "A", height) if link == "h2d" else bench.download(height)
+                    for height in sizes.copies
+                )
+            }
+
+            def rate(size: int, copies: Mapping[int, Operation] = copies) -> float:
+                return per_second(size, typical(partial(bench.seconds, copies[size]), sizes.seconds))
+
+            (latency, rates[link]), found = explained(rate, copies, partial(fit_link, link, limit=limit))
             latencies.append(latency)
-            # Copies too short to tell give no slope.
-            rates[link] = 1 / per_byte if per_byte else max(size / seconds for size, seconds in points)
-            samples[link] = {str(size): size / seconds for size, seconds in points}
+            samples[link] = {str(size): found[size] for size in found}
         rates["copy_latency"] = max(latencies)
         say("h2d and d2h at once")
         both = [bench.load(Kind.UPLOAD, "A"), bench.download(rows)] * 4
-        seconds = _typical(lambda: _span(bench.intervals(*both)), sizes.seconds)
-        samples["both ways"] = sum(copy.bytes for copy in both) / seconds
+
+        def together(size: int) -> float:
+            return per_second(size, typical(lambda: _span(bench.intervals(*both)), sizes.seconds))
+
+        def check(found: Mapping[int, float]) -> float:
+            (total,) = found.values()
+            check_link("half of h2d and d2h at once", total / 2, limit)
+            return total
+
+        samples["both ways"], _ = explained(together, [sum(copy.bytes for copy in both)], check)
     return rates, samples
 
 
@@ -256,7 +307,7 @@ def _issuing(engine: Backend, machine: MachineModel, seconds: float) -> float:
             Run(plan, session, staging, origin, lambda span: ended.append(span.end)).execute()
             return max(ended) / 1e9 / len(ended)
 
-        return _typical(once, 3 * seconds)
+        return typical(once, 3 * seconds)
 
 
 def _storage(
@@ -286,12 +337,12 @@ def _storage(
                     _evict(Path(place.name))
                 return _wall(staging, operation, room[:, : columns[1] - columns[0]])
 
-            return operation.bytes / _typical(once, 3 * sizes.seconds)
+            return operation.bytes / typical(once, 3 * sizes.seconds)
 
         fill = moving(Kind.WRITE, "C", (0, rows), (0, cols), data.itemsize)
         raw, packed = array("raw", "none", machine.io_threads), array("packed", "zstd", cores)
         say(f"writing in {folder}")
-        write = fill.bytes / _typical(partial(_wall, raw, fill, data), 3 * sizes.seconds)
+        write = fill.bytes / typical(partial(_wall, raw, fill, data), 3 * sizes.seconds)
         say(f"reading in {folder}")
         cold, read = rate(raw, cold=True), rate(raw)
         scattered = rate(raw, (side // 2, side // 2 + side))  # half of the columns of each chunk
@@ -320,36 +371,10 @@ def _numbers(shape: tuple[int, int]) -> Array:
     return np.resize(some, count).reshape(shape)
 
 
-def _others_seconds() -> float:
-    """Processor time that other programs have had so far on the cores this one may use, as far as the system says."""
-    busy, cores = 0.0, {f"cpu{number}" for number in os.sched_getaffinity(0)}
-    try:
-        with open("/proc/stat", encoding="utf-8") as file:
-            for name, *ticks in (line.split() for line in file):
-                if name in cores:  # user, nice, system, irq, softirq, steal
-                    busy += sum(int(ticks[i]) for i in (0, 1, 2, 5, 6, 7))
-    except (OSError, IndexError, ValueError):
-        return 0.0
-    return busy / os.sysconf("SC_CLK_TCK") - sum(os.times()[:2])
-
-
 def _wall(staging: Staging, operation: Operation, view: Array) -> float:
     started = perf_counter()
     staging.transfer(operation, [view])
     return perf_counter() - started
-
-
-def _typical(act: Callable[[], float], limit: float) -> float:
-    """The median of what `act` returns, done again and again for `limit` seconds. The first time warms up, and counts
-    only if it took that long by itself."""
-    started = perf_counter()
-    samples = [act()]
-    if perf_counter() - started > limit:
-        return samples[0]
-    samples.clear()
-    while not samples or perf_counter() - started < limit:
-        samples.append(act())
-    return median(samples)
 
 
 def _span(intervals: Sequence[tuple[int, int]]) -> float:

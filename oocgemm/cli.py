@@ -2,16 +2,21 @@
 
 import os
 import re
+import shlex
 import sys
 import traceback
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from oocgemm import __version__, api, backends, exports, measuring, resume, stores, system
 from oocgemm.display import (
+    doing,
     print_comparison,
     print_info,
     print_plan,
@@ -24,7 +29,9 @@ from oocgemm.interrupts import Interrupted, stopping
 from oocgemm.live import progress_display
 from oocgemm.measuring import DEVICE, print_json, taking
 from oocgemm.plan import COMPUTES, Plan
-from oocgemm.timeline import read_log, report
+from oocgemm.result import Result
+from oocgemm.timeline import read_log, report, same_product
+from oocgemm.tolerance import BOUNDS
 from oocgemm.units import format_size
 from oocgemm.verify import verify as check_product
 
@@ -45,6 +52,15 @@ class _Scalar(click.ParamType[complex]):
         except ValueError:
             self.fail(f"{value!r} is not a number", param, ctx)
         return number.real if number.imag == 0 else number
+
+
+class _Place(click.ParamType[str]):
+    """The path or URL of an array. Shells complete file names; whether anything is there is checked later."""
+
+    name = "path"
+
+    def shell_complete(self, ctx: Any, param: Any, incomplete: str) -> list[CompletionItem]:
+        return [CompletionItem(incomplete, type="file")]
 
 
 class _Chunks(click.ParamType[tuple[int, int]]):
@@ -111,7 +127,7 @@ _PROBLEM = (
     click.option(
         "--tile",
         metavar="WxHxR",
-        help="Tile of C (w x h) and panel depth r, such as 4096x4096x512.  [default: as planned]",
+        help="Tile of C (w x h) and panel depth r, such as 4096x4096x512; clipped to the product.  [default: as planned]",
     ),
     click.option(
         "--chunks",
@@ -129,14 +145,16 @@ _PROBLEM = (
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="oocgemm")
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
-def cli(debug: bool) -> None:
+@click.pass_context
+def cli(context: click.Context, debug: bool) -> None:
     """Matrix products of zarr arrays larger than memory: C = alpha op(A) op(B) + beta C."""
+    context.with_resource(_warnings_as_notes())
 
 
 @cli.command()
-@click.argument("a")
-@click.argument("b")
-@click.argument("c")
+@click.argument("a", type=_Place())
+@click.argument("b", type=_Place())
+@click.argument("c", type=_Place())
 @taking(*_PROBLEM)
 @DEVICE
 @click.option("--timeline", type=click.Path(dir_okay=False), help="Log every operation to this file.")
@@ -145,6 +163,11 @@ def cli(debug: bool) -> None:
 )
 @click.option("--overwrite", is_flag=True, help="Replace the contents of a C that exists.")
 @click.option("--resume", is_flag=True, help="Go on with an unfinished run of the same command.")
+@click.option(
+    "--trust-operands",
+    is_flag=True,
+    help="With --resume: go on although files of A or B have changed, as when damage was repaired.",
+)
 @click.option("--quiet", is_flag=True, help="Print nothing but errors.")
 def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> None:
     """Multiply A and B into C: paths of zarr arrays or .npy files.
@@ -154,10 +177,8 @@ def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> N
     live = not quiet and not as_json
     if options["backend"] == "host":
         stores.load_zarr()
-    if options["backend"] == "auto" and live:
-        missing = backends.missing_for_cuda()
-        if missing and "pip install" in missing:
-            click.echo(f"Note: running on the host; {missing}", err=True)
+    if quiet:
+        warnings.simplefilter("ignore", UserWarning)
     try:
         with (
             stopping(lambda: _interrupted(resume.how_far(c))),
@@ -166,8 +187,12 @@ def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> N
             result = api.gemm(a, b, c, progress=progress and _noting(progress), **_transposes(options))
     except (ExecutionError, BackendError, MemoryError, KeyboardInterrupt) as error:
         error.add_note(resume.how_far(c))
+        if isinstance(error, ExecutionError) and resume.how_far(c):
+            error.add_note("(with --trust-operands too, if files of A or B are repaired before)")
         raise
     planned = result.plan
+    if not quiet:
+        _note_clipped(options["tile"], planned)
     if live and planned.done:
         tiles = planned.grid.shape[0] * planned.grid.shape[1]
         click.echo(f"Note: {len(planned.done)} of {tiles} tiles were done already", err=True)
@@ -188,10 +213,11 @@ def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> N
             print_report(result.report, result.timeline)
         click.echo(f"\nC: {Path(c) if '://' not in c else c}")
         if options["timeline"]:
-            click.echo(f"Timeline: {options['timeline']}  (oocgemm report {options['timeline']})")
+            log = options["timeline"]
+            click.echo(f"Timeline: {log}  ({shlex.join(('oocgemm', 'report', log))})")
 
 
-def _too_long(result: api.Result) -> str:
+def _too_long(result: Result) -> str:
     """Why there is no report of a run of so many operations that it would take more memory than the run; empty if there is one."""
     budgets = result.plan.budgets
     room = max(REPORT_BYTES, budgets.host + (budgets.device if result.plan.machine.unified else 0))
@@ -215,9 +241,9 @@ def _noting(progress: Callable[[Plan], Observer]) -> Callable[[Plan], Observer]:
 
 
 @cli.command()
-@click.argument("a")
-@click.argument("b")
-@click.argument("c", required=False)
+@click.argument("a", type=_Place())
+@click.argument("b", type=_Place())
+@click.argument("c", type=_Place(), required=False)
 @taking(*_PROBLEM)
 @click.option("--explain", is_flag=True, help="Say what else was considered, and why this was chosen.")
 def plan(a: str, b: str, c: str | None, as_json: bool, explain: bool, **options: Any) -> None:
@@ -227,6 +253,7 @@ def plan(a: str, b: str, c: str | None, as_json: bool, explain: bool, **options:
     """
     stores.load_zarr()
     planned = api.plan(a, b, c, **_transposes(options))
+    _note_clipped(options["tile"], planned)
     if as_json:
         print_json(planned.to_dict() | ({"considered": planned.explain()} if explain else {}))
     else:
@@ -234,15 +261,22 @@ def plan(a: str, b: str, c: str | None, as_json: bool, explain: bool, **options:
 
 
 @cli.command()
-@click.argument("a")
-@click.argument("b")
-@click.argument("c")
+@click.argument("a", type=_Place())
+@click.argument("b", type=_Place())
+@click.argument("c", type=_Place())
 @taking(*_PRODUCT, _JSON)
-@click.option("--c-before", metavar="PATH", help="What C was before, where beta is not 0.")
+@click.option("--c-before", type=_Place(), metavar="PATH", help="What C was before, where beta is not 0.")
 @click.option(
     "--host-memory",
     metavar="SIZE",
     help="Bound on memory, such as 8GiB.  [default: 1/2 of what is available]",
+)
+@click.option(
+    "--bound",
+    type=click.Choice(BOUNDS),
+    default=BOUNDS[0],
+    show_default=True,
+    help="Of rounding errors. worst-case assumes nothing of them, and finds large errors only.",
 )
 @click.option(
     "--seed",
@@ -253,12 +287,13 @@ def plan(a: str, b: str, c: str | None, as_json: bool, explain: bool, **options:
     help="Of the random vectors.",
 )
 def verify(a: str, b: str, c: str, as_json: bool, **options: Any) -> None:
-    """Tell whether C is the product of A and B, but for rounding.
+    """Check that C is the product of A and B within rounding error.
 
     By Freivalds' check: each array is read once. Exits with 1 if C is wrong, and says where.
     """
     stores.load_zarr()
-    found = check_product(a, b, c, **_transposes(options))
+    with doing(not as_json) as say:
+        found = check_product(a, b, c, **_transposes(options), say=say)
     if as_json:
         print_json(found.to_dict())
     else:
@@ -287,7 +322,8 @@ def report_command(timeline: str, other: str | None, as_json: bool, **outputs: s
     figures = [report(one) for one in recorded]
     written = exports.export(logs, recorded, outputs)
     if as_json:
-        print_json(figures[0].to_dict() if len(logs) == 1 else {"runs": [f.to_dict() for f in figures]})
+        several = {"same_product": same_product(recorded), "runs": [one.to_dict() for one in figures]}
+        print_json(figures[0].to_dict() if len(logs) == 1 else several)
         return
     if len(logs) == 1:
         print_report(figures[0], recorded[0], advise=True)
@@ -314,6 +350,29 @@ def info(as_json: bool) -> None:
         print_json(found)
     else:
         print_info(found)
+
+
+@contextmanager
+def _warnings_as_notes() -> Iterator[None]:
+    """Print our warnings as notes on stderr, without the place in the code. Those of other packages stay as they are."""
+    with warnings.catch_warnings():
+        before = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+            if category is UserWarning:
+                print(f"Note: {message}", file=sys.stderr, flush=True)
+            else:
+                before(message, category, *where, **more)
+
+        warnings.showwarning = show
+        yield
+
+
+def _note_clipped(tile: str | None, planned: Plan) -> None:
+    """Say so where the tile that was asked for is larger than the product."""
+    asked = tile and "x".join(str(int(extent)) for extent in tile.lower().split("x"))
+    if asked and asked != str(planned.tile):
+        click.echo(f"Note: tile {tile} is larger than the product: {planned.tile} is used", err=True)
 
 
 def _transposes(options: dict[str, Any]) -> dict[str, Any]:
@@ -353,9 +412,6 @@ def main() -> NoReturn:
         message = out_of_memory if isinstance(error, MemoryError) else str(error)
         _complain(". ".join(filter(None, (message, _notes(error)))))
         code = _exit_code(error)
-    except BrokenPipeError:  # whoever read stdout has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = EXIT_FAILED
     sys.exit(code)
 
 

@@ -21,13 +21,13 @@ from oocgemm.backends.tuning import CUBLAS
 from oocgemm.errors import BackendError
 
 METRICS = {
-    "load sectors": "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum",
-    "store sectors": "l1tex__t_sectors_pipe_lsu_mem_global_op_st.sum",
-    "sectors from L2": "l1tex__m_xbar2l1tex_read_sectors.sum",  # by loads, cp.async and the copy engine alike
-    "bank conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",
-    "shared loads": "smsp__inst_executed_op_shared_ld.sum",  # these are instructions of warps
-    "shared stores": "smsp__inst_executed_op_shared_st.sum",
-    "matrix loads": "smsp__inst_executed_op_ldsm.sum",
+    "load_sectors": "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum",
+    "store_sectors": "l1tex__t_sectors_pipe_lsu_mem_global_op_st.sum",
+    "sectors_from_l2": "l1tex__m_xbar2l1tex_read_sectors.sum",  # by loads, cp.async and the copy engine alike
+    "bank_conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",
+    "shared_loads": "smsp__inst_executed_op_shared_ld.sum",  # these are instructions of warps
+    "shared_stores": "smsp__inst_executed_op_shared_st.sum",
+    "matrix_loads": "smsp__inst_executed_op_ldsm.sum",
     "time": "gpu__time_duration.sum",
     "occupancy": "sm__warps_active.avg.pct_of_peak_sustained_active",
 }
@@ -99,11 +99,11 @@ def _dealt(launches: Sequence[Launched], expected: Sequence[Sequence[str]]) -> l
 def _summed(launches: Sequence[Launched]) -> dict[str, float | None]:
     numbers = {name: [_number(launch.get(metric)) for launch in launches] for name, metric in METRICS.items()}
     total = {name: sum(values) for name, values in numbers.items()}
-    accesses = total["shared loads"] + total["shared stores"] + total["matrix loads"]
+    accesses = total["shared_loads"] + total["shared_stores"] + total["matrix_loads"]
     active = sum(map(mul, numbers["time"], numbers["occupancy"]))
     found = {
-        **{name: total[name] for name in ("load sectors", "store sectors", "sectors from L2")},
-        "bank conflicts": total["bank conflicts"] and total["bank conflicts"] / (accesses or nan),
+        **{name: total[name] for name in ("load_sectors", "store_sectors", "sectors_from_l2")},
+        "bank_conflicts": total["bank_conflicts"] and total["bank_conflicts"] / (accesses or nan),
         "occupancy": active / (total["time"] or nan) / 100,
     }
     return {name: None if isnan(value) else value for name, value in found.items()}

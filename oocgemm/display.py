@@ -1,42 +1,55 @@
 """What the command line shows: plans and reports, drawn with rich."""
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
+from threading import Event, Thread
+from time import perf_counter
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
+from rich.measure import Measurement
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from oocgemm.backends.tuning import Tuning
-from oocgemm.bench import AGAINST, BY_NCU, against
-from oocgemm.plan import Calibration, Plan
-from oocgemm.system import LINKS, calibrated_rates
-from oocgemm.timeline import Report, Timeline, diagnosis_lines, gantt, in_place
-from oocgemm.units import format_rate, format_size, format_time
+from oocgemm.plan import Plan
+from oocgemm.system import LINKS
+from oocgemm.timeline import Report, Timeline, diagnosis_lines, gantt, in_place, same_product
+from oocgemm.timeline.sections import heading
+from oocgemm.timeline.verdict import COMPUTE
+from oocgemm.units import format_percent, format_rate, format_size, format_time
 from oocgemm.verify import Verification
 
 TRAFFIC = ("read", "h2d", "d2h", "write")
-GANTT_WIDTH = 72
+# Columns of the Gantt chart: the names of lanes, what is beside its bars, and bars that still tell something.
+LANE_WIDTH = 8
+GANTT_MARGIN, MIN_GANTT = LANE_WIDTH + 3, 10
+SELDOM = 10.0  # seconds between two lines of progress off a terminal, as in `live`
 
 
-def _console(width: int = 110) -> Console:
-    # Piped output is not cut to a terminal's width.
-    return Console(width=None if sys.stdout.isatty() else width, highlight=False)
+def console() -> Console:
+    """Open stdout as wide as the terminal, or as $COLUMNS; 80 columns where there is neither."""
+    return Console(highlight=False)
 
 
-def _table(*columns: str) -> Table:
+def table_of(*columns: str) -> Table:
+    """Make a table whose first column holds names. What does not fit a column is folded, never cut."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column(columns[0])
+    table.add_column(columns[0], overflow="fold")
     for column in columns[1:]:
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", overflow="fold")
     return table
+
+
+def full_width(out: Console, table: Table) -> int:
+    """Count the columns that a table takes if nothing is folded."""
+    return Measurement.get(out, out.options.update(max_width=1000), table).maximum
 
 
 def print_plan(plan: Plan, explain: bool = False) -> None:
     """A plan: what it computes, tile and slots, memory, traffic, predicted times."""
-    out = _console()
+    out = console()
     problem, tile, slots = plan.problem, plan.tile, plan.slots
     down, across = plan.grid.shape
     out.print(
@@ -63,16 +76,17 @@ def print_plan(plan: Plan, explain: bool = False) -> None:
         f"{plan.candidate.io_threads} I/O threads"
     )
     out.print()
-    memory = _table("memory", "holds", "budget", "of which")
+    memory = table_of("memory", "holds", "budget", "of which")
     for tier, held, total, budget in (
         ("device", plan.footprint.device, plan.footprint.device_total, plan.budgets.device),
         ("host", plan.footprint.host, plan.footprint.host_total, plan.budgets.host),
     ):
         parts = ", ".join(f"{name} {format_size(size)}" for name, size in held.items() if size)
         memory.add_row(tier, format_size(total), format_size(budget), parts)
+    memory.columns[-1].justify = "left"
     out.print(memory)
     out.print()
-    traffic = _table("link", "bytes", "each once", "least possible", "ratio", "predicted")
+    traffic = table_of("link", "bytes", "each once", "least possible", "ratio", "predicted")
     lanes = plan.prediction.lanes
     for link in TRAFFIC:
         if plan.traffic[link]:
@@ -89,60 +103,81 @@ def print_plan(plan: Plan, explain: bool = False) -> None:
     prediction = plan.prediction
     out.print()
     out.print(
-        f"[bold]predicted[/] {format_time(prediction.total)}, bound by [bold]{prediction.bottleneck}[/] "
+        f"[bold]predicted[/] {format_time(prediction.total)}, longest lane [bold]{prediction.bottleneck}[/] "
         f"(start-up {format_time(prediction.start_up)}, bubbles {format_time(prediction.bubbles)}, "
         f"tail {format_time(prediction.tail)})"
     )
-    out.print(_machine_model(plan.machine.name, plan.machine.calibrated), soft_wrap=True)
+    _print_model(out, plan.machine.name, plan.machine.calibrated)
     if plan.note:
         out.print(f"Note: {plan.note}", soft_wrap=True)
     if explain:
         _print_considered(out, plan)
 
 
-def _machine_model(name: str, calibrated: bool) -> str:
-    remedy = "" if calibrated else ": times are rough, run `oocgemm calibrate` for this machine"
-    return f"machine model: {escape(name)}{remedy}"
+def _print_model(out: Console, name: str, calibrated: bool) -> None:
+    out.print(f"machine model: {escape(name)}", soft_wrap=True)
+    if not calibrated:
+        out.print("times are rough: run `oocgemm calibrate` for this machine")
 
 
 def _print_considered(out: Console, plan: Plan) -> None:
+    """The plans considered, with the time of each lane, or of the longest only where there is no room for all."""
     out.print()
     rows = plan.explain()
     lanes = [lane for lane in plan.prediction.lanes if any(row["lanes"][lane] for row in rows)]
-    table = _table("considered", "C slots", "predicted", *lanes, "bubbles", "why not")
+    table = _considered(rows, lanes, lambda row: [format_time(row["lanes"][lane]) for lane in lanes])
+    if full_width(out, table) > out.width:
+
+        def longest(row: dict[str, Any]) -> list[str]:
+            lane, seconds = max(row["lanes"].items(), key=lambda part: part[1])
+            return [f"{lane} {format_time(seconds)}"]
+
+        table = _considered(rows, ["longest lane"], longest)
+    out.print(table)
+
+
+def _considered(
+    rows: Sequence[dict[str, Any]], columns: Sequence[str], cells: Callable[[dict[str, Any]], list[str]]
+) -> Table:
+    table = table_of("considered", "C slots", "predicted", *columns, "bubbles", "why not")
+    for column in table.columns[:-1]:
+        column.no_wrap = True
+    table.columns[-1].justify = "left"
     for row in rows:
-        times = (format_time(row["lanes"][lane]) for lane in lanes)
         table.add_row(
-            *(row["tile"], str(row["c_slots"]), format_time(row["total"]), *times),
+            *(row["tile"], str(row["c_slots"]), format_time(row["total"]), *cells(row)),
             *(format_time(row["bubbles"]), row["why"]),
         )
-    out.print(table)
+    return table
 
 
 def print_report(report: Report, timeline: Timeline, *, advise: bool = False) -> None:
     """What bounded a run, its figures and its Gantt picture; with `advise` what to change, which takes plans to be made."""
-    out = _console()
+    out = console()
     for text in diagnosis_lines(report, timeline, advise=advise):
         out.print(escape(text))
     out.print()
     rate = f", {format_rate(report.flop_rate, 'FLOP')}" if report.flop_rate else ""
     out.print(f"[bold]T[/] {format_time(report.wall)}{rate}")
     out.print(
-        f"[bold]compute share[/] {_percent(report.compute_share)}   "
-        f"[bold]copy overlap[/] {_percent(report.copy_overlap)}   "
-        f"[bold]storage overlap[/] {_percent(report.storage_overlap)}   "
-        f"[bold]efficiency[/] {_percent(report.efficiency)}"
+        f"[bold]compute share[/] {format_percent(report.compute_share)}   "
+        f"[bold]copy overlap[/] {format_percent(report.copy_overlap)}   "
+        f"[bold]storage overlap[/] {format_percent(report.storage_overlap)}   "
+        f"[bold]efficiency[/] {format_percent(report.efficiency)}"
         + (" (needs `oocgemm calibrate`)" if _uncalibrated(report, timeline) else "")
     )
-    causes = sorted(report.exposed.items(), key=lambda item: -item[1])
-    parts = ", ".join(f"{cause} {format_time(seconds)}" for cause, seconds in causes)
-    total = sum(report.exposed.values())
-    out.print(f"[bold]exposed[/] {format_time(total)}: {parts or 'nothing'}")
+    stalls = {cause: share for cause, share in report.shares.items() if cause != COMPUTE}
+    parts = ", ".join(
+        f"{cause} {format_percent(share)} ({format_time(report.exposed[cause])})"
+        for cause, share in stalls.items()
+    )
+    total = format_percent(sum(stalls.values())), format_time(sum(report.exposed.values()))
+    out.print(f"[bold]exposed[/] {total[0]} ({total[1]}): {parts}" if stalls else "[bold]exposed[/] nothing")
     if report.checks:
         _print_checks(out, report.checks)
     plan = timeline.header.get("plan", {})
     if "machine" in plan:
-        out.print(_machine_model(plan["machine"], plan.get("calibrated", False)), soft_wrap=True)
+        _print_model(out, plan["machine"], plan.get("calibrated", False))
     if kernels := timeline.header.get("backend", {}).get("multiplied by"):
         out.print(f"multiplied by {escape(', '.join(kernels))}", soft_wrap=True)
     if lying := in_place(timeline):
@@ -153,7 +188,7 @@ def print_report(report: Report, timeline: Timeline, *, advise: bool = False) ->
             soft_wrap=True,
         )
     out.print()
-    table = _table("lane", "busy", "operations", "bytes", "rate", "required", "least possible")
+    table = table_of("lane", "busy", "operations", "bytes", "rate", "required", "least possible")
     for lane, _ in gantt(timeline, 1):
         figures = report.lanes[lane]
         moved = figures["bytes"]
@@ -170,10 +205,10 @@ def print_report(report: Report, timeline: Timeline, *, advise: bool = False) ->
         )
     out.print(table)
     out.print()
-    for lane, picture in gantt(timeline, GANTT_WIDTH):
-        out.print(f"{lane:>8} │{picture}│", soft_wrap=True)
-    ticks = f"0{format_time(report.wall):>{GANTT_WIDTH - 1}}"
-    out.print(f"{'':>8}  {ticks}", soft_wrap=True)
+    width = max(MIN_GANTT, out.width - GANTT_MARGIN)
+    for lane, picture in gantt(timeline, width):
+        out.print(f"{lane:>{LANE_WIDTH}} │{picture}│", soft_wrap=True)
+    out.print(f"{'':>{LANE_WIDTH}}  0{format_time(report.wall):>{width - 1}}", soft_wrap=True)
 
 
 def _uncalibrated(report: Report, timeline: Timeline) -> bool:
@@ -183,19 +218,25 @@ def _uncalibrated(report: Report, timeline: Timeline) -> bool:
 
 
 def print_verification(found: Verification) -> None:
-    """What `verify` has found, and what that is worth."""
-    out = _console()
+    """Print what `verify` has found, and how far it can be trusted."""
+    out = console()
     out.print(
         f"[bold]C is {'right' if found.right else 'wrong'}[/]: {found.vectors} random vectors on {found.groups} "
-        f"groups of columns, the worst sum off by {found.excess:.2g} of its tolerance",
-        soft_wrap=True,
+        f"groups of columns, the worst sum off by {found.excess:.2g} of its tolerance"
     )
     if found.right:
         out.print(
             f"A row that is wrong within a group is missed with a probability of at most {100 * found.missed:.2g}%, unless "
-            f"by less than rounding; a single element off by more than {2 * found.tolerance:.2g} is never missed",
-            soft_wrap=True,
+            f"by less than rounding; a single element off by more than {2 * found.tolerance:.2g} is never missed"
         )
+    model = {
+        "probabilistic": "rounding errors independent and of mean 0 (Higham and Mary, 2019)",
+        "worst-case": "rounding errors of any sign, all as large as can be",
+    }
+    out.print(
+        f"Tolerance: {found.bound} bound, {model[found.bound]}; it calls a right C wrong with a probability of at most "
+        f"{found.false_alarm:.0e}"
+    )
     out.print(
         f"{format_size(found.bytes)} in {format_time(found.seconds)}, {format_rate(found.bytes / found.seconds)}"
     )
@@ -208,7 +249,7 @@ def _print_checks(out: Console, checks: dict[str, Any]) -> None:
         f"[bold]checked[/] {checks['tiles']} tiles in {checks['blocks']} blocks"
         + (f", {checks['undecided']} of them for Inf and NaN only" if checks["undecided"] else "")
         + f"; recomputed {len(redone)}{f': tiles {which}' if redone else ''}; "
-        + f"took {_percent(checks['core_share'])} of the cores' time"
+        + f"took {format_percent(checks['core_share'])} of the cores' time"
         + (
             f" and {format_time(checks['device_seconds'])} of the device's"
             if checks["device_seconds"]
@@ -219,26 +260,34 @@ def _print_checks(out: Console, checks: dict[str, Any]) -> None:
 
 
 def print_comparison(names: Sequence[str], reports: Sequence[Report], timelines: Sequence[Timeline]) -> None:
-    """Two runs side by side."""
-    out = _console()
+    """Print two runs side by side. Times and bytes of different products are not compared."""
+    out = console()
     for name, report, timeline in zip(names, reports, timelines, strict=True):
-        out.print(
-            f"[bold]{escape(name)}[/]  {escape(' '.join(diagnosis_lines(report, timeline)))}", soft_wrap=True
-        )
+        out.print(f"[bold]{escape(name)}[/]  {escape(' '.join(diagnosis_lines(report, timeline)))}")
+    alike = same_product(timelines)
+    if not alike:
+        products = " and ".join(heading(timeline.header) for timeline in timelines)
+        out.print(f"different products, {escape(products)}: compare rates and shares, not times and bytes")
     out.print()
-    table = _table("", *map(escape, names), "change")
+    table = table_of("", *map(escape, names), "change")
     first, second = reports
-    table.add_row("T", format_time(first.wall), format_time(second.wall), _change(first.wall, second.wall))
+
+    def row(name: str, form: Callable[[float], str], old: float, new: float, *, compared: bool) -> None:
+        table.add_row(name, form(old), form(new), _change(old, new) if compared else "")
+
+    row("T", format_time, first.wall, second.wall, compared=alike)
+    if first.flop_rate and second.flop_rate:
+        row("rate", partial(format_rate, unit="FLOP"), first.flop_rate, second.flop_rate, compared=True)
     for name in ("compute_share", "copy_overlap", "storage_overlap", "efficiency"):
         shares = [getattr(report, name) for report in reports]
-        table.add_row(name.replace("_", " "), *map(_percent, shares), "")
+        table.add_row(name.replace("_", " "), *map(format_percent, shares), "")
     for cause in dict.fromkeys(cause for report in reports for cause in report.exposed):
-        seconds = [report.exposed.get(cause, 0.0) for report in reports]
-        table.add_row(f"exposed, {cause}", *map(format_time, seconds), _change(*seconds))
+        parts = [(report.exposed if alike else report.shares).get(cause, 0.0) for report in reports]
+        row(f"exposed, {cause}", format_time if alike else format_percent, *parts, compared=alike)
     for link in TRAFFIC:
         moved = [report.traffic[link]["bytes"] or 0 for report in reports]
         if any(moved):
-            table.add_row(f"bytes, {link}", *map(format_size, moved), _change(*moved))
+            row(f"bytes, {link}", format_size, *moved, compared=alike)
     out.print(table)
 
 
@@ -246,63 +295,24 @@ def _change(old: float, new: float) -> str:
     return f"{100 * (new / old - 1):+.1f}%" if old else ""
 
 
-def print_calibration(found: Calibration, path: str) -> None:
-    """What was measured of a machine, and where it is kept."""
-    out = _console()
-    out.print(f"[bold]{escape(found.device)}[/] ({found.backend}), {found.samples['seconds']:.0f} s\n")
-    measured: dict[str, dict[str, float]] = found.samples["kernels"]
-    depths = sorted({int(depth) for rates in measured.values() for depth in rates})
-    scale, unit = (
-        (1e12, "TFLOP/s") if max(fit.peak for fit in found.kernels.values()) >= 1e12 else (1e9, "GFLOP/s")
-    )
-    kernels = _table(f"{unit}, panels deep", *map(str, depths), "fitted peak", "halved at")
-    for dtype, rates in measured.items():
-        fit = found.kernels[dtype]
-        shown = (f"{rates[str(d)] / scale:.3g}" if str(d) in rates else "" for d in depths)
-        kernels.add_row(dtype, *shown, f"{fit.peak / scale:.3g}", f"{fit.half_depth:.3g}")
-    out.print(kernels)
-    out.print()
-    moved: dict[str, float] = {}
-    for link, by_size in found.samples["copies"].items():
-        if isinstance(by_size, dict):
-            moved |= {f"{link}, {format_size(int(size))}": rate for size, rate in by_size.items()}
-        else:
-            moved[link] = by_size
-    for name, rate in calibrated_rates(found).items():
-        moved[LINKS[name] + (", fitted" if name in found.samples["copies"] else "")] = rate
-    links = _table("link", "GB/s")
-    for name, rate in moved.items():
-        links.add_row(name, f"{rate / 1e9:.3g}")
-    out.print(links)
-    out.print(f"first use of memory {found.rates['arena_seconds_per_byte'] * 2**30:.3g} s a GiB")
-    out.print(f"issuing an operation {format_time(found.rates['issue'])}")
-    others = found.samples["cores used by others"]
-    if others >= 0.2:
-        out.print(
-            f"other programs kept {others:.1f} cores busy: rates are low, calibrate again when they are done"
-        )
-    out.print(f"\nstorage: {escape(found.samples['path'])}", soft_wrap=True)
-    out.print(f"kept in {escape(path)}", soft_wrap=True)
-
-
 def print_info(found: dict[str, Any]) -> None:
     """What there is to work with, and what is missing."""
-    out = _console()
-    here, engines = found["machine"], {name: found[f"{name} backend"] for name in ("host", "cuda")}
+    out = console()
+    here, engines = found["machine"], {name: found[f"{name}_backend"] for name in ("host", "cuda")}
     for name, text in {
         "versions": ", ".join(f"{package} {version}" for package, version in found["versions"].items()),
         "machine": f"{here['processor']}, {here['cores']} cores, {format_size(here['memory'])} of memory, "
         f"{format_size(here['available'])} available; {here['platform']}",
         **{name: _engine(engine) for name, engine in engines.items()},
     }.items():
-        out.print(f"[bold]{name:<9}[/] {escape(text)}", soft_wrap=True)
+        out.print(f"[bold]{name:<9}[/] {escape(text)}", soft_wrap=name in engines)  # commands stay whole
     there = {name: engine for name, engine in engines.items() if "missing" not in engine}
     out.print()
-    table = _table("rates", *there)
+    table = table_of("rates", *there)
     for group, unit in (("kernels", "FLOP"), ("links", "B")):
         for rate in dict.fromkeys(rate for engine in there.values() for rate in engine[group]):
             cells = (_rate(engine, rate, engine[group].get(rate), unit) for engine in there.values())
-            table.add_row(LINKS.get(rate, rate), *cells)
+            table.add_row(LINKS.get(rate, rate.replace("_", " ")), *cells)
     out.print(table)
     for name, engine in there.items():
         out.print(f"{name}: {escape(engine['rates'])}", soft_wrap=True)
@@ -310,9 +320,9 @@ def print_info(found: dict[str, Any]) -> None:
         out.print("~ assumed, not measured here")
     if found["missing"]:
         out.print()
-        table = _table("missing", "for", "command")
+        table = table_of("missing", "for", "command")
         for column in table.columns:
-            column.justify, column.no_wrap = "left", True
+            column.justify, column.no_wrap = "left", column.header != "for"
         for one in found["missing"]:
             table.add_row(one["what"], one["for"], escape(one["command"]))
         out.print(table)
@@ -337,81 +347,45 @@ def _rate(engine: dict[str, Any], name: str, rate: float | None, unit: str) -> s
 
 @contextmanager
 def doing(enabled: bool) -> Iterator[Callable[[str], None]]:
-    """A line on stderr that says what is being done."""
+    """Yield a function that shows on stderr what is being done, and for how long this has gone on.
+
+    On a terminal it is one line, which goes at the end; elsewhere a line every `SELDOM` seconds.
+    """
+    console = Console(stderr=True, highlight=False)
     if not enabled:
         yield lambda what: None
-        return
-    with Console(stderr=True).status("") as status:
-        yield lambda what: status.update(escape(what))
+    elif console.is_terminal:
+        columns = SpinnerColumn("line"), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task("", total=None)
+            yield lambda what: bar.update(task, description=what)
+    else:
+        with _lines(console) as say:
+            yield say
 
 
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.1f}%"
+@contextmanager
+def _lines(console: Console) -> Iterator[Callable[[str], None]]:
+    started, ended, now = perf_counter(), Event(), "starting"
+
+    def say(what: str) -> None:
+        nonlocal now
+        now = what
+
+    def repeat() -> None:  # in a thread, since one thing alone may take long
+        while not ended.wait(SELDOM):
+            console.print(f"{format_time(perf_counter() - started)}  {now}", soft_wrap=True, markup=False)
+
+    thread = Thread(target=repeat, name="oocgemm-progress", daemon=True)
+    try:
+        with suppress(RuntimeError):  # no thread to be had: no lines, but the work goes on
+            thread.start()
+        yield say
+    finally:
+        ended.set()
+        if thread.ident is not None:
+            thread.join()
 
 
 def _scalar(value: complex) -> str:
     return "" if value == 1 else f"{value:g} "
-
-
-def print_bench(result: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """Rungs beside cuBLAS: a table for each dtype, of the fastest variant of each rung."""
-    out = _console(132)
-    out.print(f"[bold]{escape(result['device'])}[/], clock at most {result['max clock'] or '-'} MHz")
-    columns = "GFLOP/s", "of peak", "of cuBLAS", "flop/byte", "loads", "stores", "conflicts", "occupancy"
-    variants: dict[str, set[tuple[int, ...]]] = {}
-    for row in result["rows"]:
-        variants.setdefault(row["kernel"], set()).add(tuple(row["params"].values()))
-    for dtype in dict.fromkeys(row["dtype"] for row in rows):
-        table = _table(f"\n{dtype}", "kernel", *columns)
-        for column in table.columns[:2]:
-            column.no_wrap, column.justify = True, "left"
-        last = None
-        for row in (row for row in rows if row["dtype"] == dtype):
-            shape = _product_of(row)
-            variant = (
-                " " + ",".join(map(str, row["params"].values())) if len(variants[row["kernel"]]) > 1 else ""
-            )
-            numbers = (
-                row.get(x)
-                for x in ("intensity", "load sectors", "store sectors", "bank conflicts", "occupancy")
-            )
-            table.add_row(
-                "" if shape == last else shape,
-                row["kernel"] + variant,
-                f"{row['flops'] / 1e9:.4g}",
-                *("" if share is None else f"{share:.3f}" for share in (row["of peak"], row["of cublas"])),
-                *("" if number is None else f"{number:.3g}" for number in numbers),
-            )
-            last = shape
-        out.print(table)
-    out.print(
-        "\nflop/byte, loads and stores (sectors of 32 bytes) and bank conflicts are counted on paper, before caches; "
-        "small products measure the launch"
-    )
-    if "not counted" in result:
-        out.print(f"\nnothing is counted on the device: {escape(result['not counted'])}", soft_wrap=True)
-    counted = _table("\ncounted", "product", "kernel", *AGAINST)
-    for column in counted.columns[:3]:
-        column.no_wrap, column.justify = True, "left"
-    for row in (row for row in rows if "ncu" in row):
-        counted.add_row(row["dtype"], _product_of(row), row["kernel"], *against(row))
-    if counted.row_count:
-        out.print(counted)
-        out.print(f"\n{BY_NCU}")
-
-
-def _product_of(row: dict[str, Any]) -> str:
-    return "x".join(map(str, row["shape"])) + (" beta 1" if row["beta"] else "")
-
-
-def print_tuning(tuning: Tuning, path: str) -> None:
-    """Rates of the rungs by dtype and class of shapes, the fastest first."""
-    out = _console()
-    table = _table("dtype", "class", "kernel", "TFLOP/s", "parameters")
-    for dtype, classes in tuning.rungs.items():
-        for name, found in classes.items():
-            for rung, best in sorted(found.items(), key=lambda item: -item[1].rate):
-                params = " ".join(f"{key}={value}" for key, value in best.params.items())
-                table.add_row(dtype, name, rung, f"{best.rate / 1e12:.4g}", params)
-    out.print(table)
-    out.print(f"\nkept in {path}")

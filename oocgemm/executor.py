@@ -9,11 +9,10 @@ ones are on their queues, the earliest unfinished operation can always go on: no
 A stream whose operations take their time as they are issued has threads of its own. Those that a device only takes orders
 for are issued by whichever thread has just ended what they wait for: to wake another one would take longer than to issue.
 
-The first failure anywhere, an interrupt included, stops the run: whatever waits for a failed operation is cancelled, nothing new
-starts, all threads are joined, and the first error is raised.
+The first failure anywhere, or a request to cancel, stops the run: whatever waits for a failed operation is cancelled, nothing
+new starts, all threads are joined, and the first error is raised. No signal interrupts a run: see `threads.shielded`.
 """
 
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -31,7 +30,7 @@ from oocgemm.plan.hazards import HazardTracker
 from oocgemm.plan.machine import CODEC_WORKERS, DIGESTING_WORKERS, STORE_WORKERS
 from oocgemm.plan.tiling import Tile
 from oocgemm.staging import Staging
-from oocgemm.threads import start
+from oocgemm.threads import Cancel, short_switch_interval, start
 from oocgemm.timeline import Span
 
 # So many operations, and so many for each strip of a tile, may be on their way at a time: a tile can drain or load while the next
@@ -41,9 +40,6 @@ AHEAD, AHEAD_STRIPS = 256, 16
 # interpreter from those that issue and decode; so many are on their way that nothing waits for that.
 LOOK_EVERY = 4e-3
 _ON_STORE = (Kind.READ, Kind.WRITE)
-# How long a thread may keep the interpreter from one that has ended a copy and wants the next, in seconds. Python's own
-# 5 ms is longer than a step.
-SWITCH_INTERVAL = 0.2e-3
 
 Observer = Callable[[Span], None]
 Perform = Callable[[Operation, list[Token]], Token]
@@ -128,39 +124,30 @@ class Run:
         self._failing = threading.Lock()
         self.wrote = False  # whether anything was begun that overwrites C
 
-    def execute(self) -> None:
-        """Run everything; returns when the last operation is done. Raises the first error."""
+    def execute(self, cancel: Cancel | None = None) -> None:
+        """Run everything; returns when the last operation has ended and all threads are joined.
+
+        Raises the first error: that of an operation, or that of `cancel`. Must not be called where a signal may
+        interrupt it.
+        """
         collector = threading.Thread(target=self._collect, name="oocgemm-timeline")
         start(collector)
-        interval = sys.getswitchinterval()
-        sys.setswitchinterval(min(interval, SWITCH_INTERVAL))
-        try:
-            self._dispatch()
-        except BaseException as error:  # an interrupt, most likely: stop like any other failure
-            self._fail(error)
-        # Slots are released after this: no thread may be left, whatever interrupts the waiting.
-        for queue, threads in self._streams.values():
-            for _ in threads:
-                self._insist(queue.put, None)
-            for thread in threads:
-                self._insist(thread.join)
-        self._insist(self._all_issued.set)
-        self._insist(self._issued.put, None)
-        self._insist(collector.join)
-        sys.setswitchinterval(interval)
-        first, self._error = self._error, None  # or it would keep itself, and all that its frames look into
-        if first is not None:
-            raise first
-
-    def _insist(self, act: Callable[..., object], *arguments: object) -> None:
-        """Do one step of stopping, even if interrupted on the way; the interrupt counts as the run's failure."""
-        while True:
+        with short_switch_interval(), (cancel or Cancel()).calling(self._fail):
             try:
-                act(*arguments)
+                self._dispatch()
             except BaseException as error:
                 self._fail(error)
-            else:
-                return
+            for queue, threads in self._streams.values():
+                for _ in threads:
+                    queue.put(None)
+                for thread in threads:
+                    thread.join()
+            self._all_issued.set()
+            self._issued.put(None)
+            collector.join()
+        first, self._error = self._error, None  # or it would keep itself, and all that its frames refer to
+        if first is not None:
+            raise first
 
     def _dispatch(self) -> None:
         tracker: HazardTracker[Completion] = HazardTracker()
@@ -175,7 +162,7 @@ class Run:
             item = operation, waits, completion
             if operation.kind in self._session.asynchronous:
                 self._orders.setdefault(operation.stream, deque()).append(item)
-                # Otherwise whoever posts the last of them issues it. Not this thread, which may be interrupted anywhere.
+                # Otherwise the thread that posts the last of them issues it.
                 if _ready(item):
                     self._started("orders", 1, self._wait_for_news).put(item)
             else:

@@ -53,16 +53,20 @@ def stopping(farewell: Callable[[], None]) -> Iterator[None]:
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     watcher = threading.Thread(target=watch, name="oocgemm-signals", daemon=True)
-    start(watcher)
-    before = {s: signal.signal(s, interrupt) for s in SIGNALS}
-    old = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    old = -1
     try:
+        start(watcher)
+        old = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        for number in SIGNALS:
+            signal.signal(number, interrupt)
         yield
     finally:
         ended.set()
         signal.set_wakeup_fd(old)
-        for s, handler in before.items():
-            signal.signal(s, handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         os.close(writing)  # which ends the watcher's reading
-        watcher.join()
+        if watcher.is_alive():
+            watcher.join()
         os.close(reading)

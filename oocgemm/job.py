@@ -15,7 +15,6 @@ from oocgemm.errors import InputError, OutOfMemoryError
 from oocgemm.plan import (
     COMPUTES,
     DTYPES,
-    OPERANDS,
     Budgets,
     DType,
     GemmProblem,
@@ -28,7 +27,7 @@ from oocgemm.plan import (
     integers,
     make_plan,
 )
-from oocgemm.resume import Earlier, check_same, check_whole, identify, look
+from oocgemm.resume import Earlier, check_same, check_whole, identify, look, without_lost
 from oocgemm.stores import Matrix
 from oocgemm.units import format_size, parse_size
 
@@ -67,13 +66,15 @@ def prepare(
     *,
     overwrite: bool,
     resume: bool | None,
+    trust_operands: bool = False,
     arithmetic: Callable[[GemmProblem], dict[str, str]] = lambda problem: {},
     holds: Callable[[int, int], bool] = lambda address, size: False,
     checked: bool = False,
     compute: str = "native",
     out_dtype: Any = None,
 ) -> Job:
-    """Open and check everything, and plan. Writes nothing. `resume` is None if nothing is to be run. `arithmetic` names
+    """Open and check everything, and plan. Writes nothing. `resume` is None if nothing is to be run; with
+    `trust_operands` it goes on although files of A or B have changed. `arithmetic` names
     what multiplies such a problem, as far as bits hang on it; `holds` says what memory is locked."""
     left, trans_a = stores.by_rows(stores.open_matrix("A", a), _op("trans_a", trans_a))
     right, trans_b = stores.by_rows(stores.open_matrix("B", b), _op("trans_b", trans_b))
@@ -92,11 +93,13 @@ def prepare(
             f"C at {os.fspath(c)} cannot hold bfloat16: pass out_dtype='float32' (--out-dtype float32), or the path of a "
             "zarr array"
         )
-    shape = _tile(tile)
+    shape = _tile(tile, problem)
     if earlier is not None:
         identity = identify(problem, left, right, existing, arithmetic(problem))
     if resumed is not None:
-        check_same(resumed, identity, existing, shape, chunks, compressor)
+        check_same(resumed, identity, existing, shape, chunks, compressor, trust_operands=trust_operands)
+        if existing is not None and not resumed.complete:
+            earlier = resumed = without_lost(resumed, existing, problem)
         chunks, compressor = (None, None) if existing is not None else _as_begun(c, resumed)
     elif resume is not None and existing is not None and problem.reads_c:
         check_whole(existing)
@@ -219,13 +222,7 @@ def problem_of(
 ) -> GemmProblem:
     """What is to be computed of two operands. Raises `InputError` if they do not go together."""
     trans_a, trans_b = _op("trans_a", trans_a), _op("trans_b", trans_b)
-    for operand in (a, b):
-        if operand.dtype.name not in OPERANDS:
-            raise InputError(
-                f"{operand.name} is of dtype {operand.dtype}, supported are {', '.join(OPERANDS)}: convert it to one of these"
-            )
-    if a.dtype != b.dtype:
-        raise InputError(f"A is of dtype {a.dtype} and B of {b.dtype}: convert one of them")
+    stores.check_dtypes(a, b)
     m, k = a.shape[::-1] if trans_a.swaps else a.shape
     k_b, n = b.shape[::-1] if trans_b.swaps else b.shape
     if k != k_b:
@@ -265,20 +262,41 @@ def _out_dtype(given: Any, operands: DType) -> str:
 
 
 def _scalar(name: str, value: complex, operands: DType, c_dtype: str) -> complex:
-    """alpha or beta, a number that such operands can be multiplied by into such a C."""
+    """Return alpha or beta as a number. Raises `InputError` for one that these operands or this C cannot take."""
     try:
         number = complex(value if np.ndim(value) == 0 else "an array")
     except (TypeError, ValueError, OverflowError):
         raise InputError(f"{name} = {value!r} is not a number") from None
     if operands.is_complex:
+        _check_held(name, number, operands)
         return number
     if number.imag != 0:
         raise InputError(f"{name} = {value} is complex, but the operands are real")
     if c_dtype.startswith("int") and not (number.real.is_integer() and abs(number) < integers.LIMIT):
         raise InputError(
-            f"{name} = {value} is no integer below 2^53, and C is of {c_dtype}: pass out_dtype='float64' (--out-dtype float64)"
+            f"{name} = {value} is no integer below 2^53, and the product is of dtype {c_dtype} unless told otherwise: pass "
+            "out_dtype='float64' (--out-dtype float64)"
         )
+    _check_held(name, number.real, operands)
     return number.real
+
+
+def _check_held(name: str, number: complex, operands: DType) -> None:
+    """Raise `InputError` for a scalar that overflows, or rounds to 0, in the dtype that the operands are multiplied in."""
+    accumulator = numpy_dtype(operands.accumulator)
+    limits = np.finfo(accumulator)
+    with np.errstate(all="ignore"):
+        held = accumulator.type(number)
+    if np.isinf(held) and not np.isinf(number):
+        limit = f"is beyond {accumulator} (at most {limits.max:.8g})"
+    elif number and not held:
+        limit = f"rounds to 0 in {accumulator} (at least {limits.smallest_subnormal:.8g})"
+    else:
+        return
+    wider = "complex128" if operands.is_complex else "float64"
+    raise InputError(
+        f"{name} = {number:g} {limit}, which {operands.name} operands are multiplied in: convert A, B and C to {wider}"
+    )
 
 
 def _op(name: str, value: Transpose) -> Op:
@@ -290,13 +308,14 @@ def _op(name: str, value: Transpose) -> Op:
         raise InputError(f"{name} = {value!r}: write 'N', 'T' or 'C'") from None
 
 
-def _tile(value: TileShape | str | None) -> TileShape | None:
+def _tile(value: TileShape | str | None, problem: GemmProblem) -> TileShape | None:
+    """Read a tile shape, and clip it to the product."""
     if value is None or isinstance(value, TileShape):
-        return value
+        return value and value.within(problem)
     parts = str(value).lower().split("x")
     if len(parts) != 3 or not all(p.strip().isdecimal() and int(p) for p in parts):
         raise InputError(f"cannot read {value!r} as a tile: write WxHxR, such as 8192x8192x512")
-    return TileShape(*(int(p) for p in parts))
+    return TileShape(*(int(p) for p in parts)).within(problem)
 
 
 def _existing_output(c: Any, problem: GemmProblem, overwrite: bool, earlier: Earlier | None) -> Matrix | None:

@@ -6,7 +6,7 @@ one is as good as not written::
 
     run       the header: what is computed from what, and the plan; put in place whole, by renaming
     commit    a tile, beta != 0 only: its new content is whole on the disk, beside C
-    done      a tile: its new content is in C, on the disk
+    done      a tile: its new content is in C, on the disk; and a stamp of its files (sizes and modification times)
     complete  the last: C is whole
 
 What a run does, in this order; `->` is a sync of what was done before it::
@@ -14,9 +14,10 @@ What a run does, in this order; `->` is a sync of what was done before it::
     lock the folder; header ->                                     nothing of C was touched yet
     create C, or mark it as unfinished ->                          its attributes say so
     for each tile, beta = 0:     write chunks to C -> done ->
-    for each tile, beta != 0:    write chunks to redo/ -> commit -> bring them to C -> done ->
+    for each tile, beta != 0:    write chunks to redo/ -> commit -> count -> bring them to C -> done ->
     take the mark off C ->
     complete ->
+    C is a .npy file: copy header and complete into an attribute of it -> remove the folder
 
 With beta = 0 a tile may be written any number of times, so one that is not done is computed again. With beta != 0 the
 new tile is computed from the old one, so the old one stays as it is until the new one is safe: killed before the commit,
@@ -28,6 +29,11 @@ not needed any more. Either way it is applied once. What else may be found, and 
     header, no C or half of it     C was being created: it is created anew
     tiles done, C marked           go on with the others
     all done, C marked or not      take the mark off, and complete
+
+A tile whose files are not as the stamp says is not done. With beta = 0 it is computed again. With beta != 0 it cannot be,
+and the run is refused. So is one whose journal has been cut back: it would add its tiles once more. The number of tiles
+committed is therefore kept in a file beside the journal, before any of them changes C: it is never more than the journal
+lists.
 
 The lock is the system's (flock) on a file in that folder: it ends with the process that holds it, however that ends.
 """
@@ -43,10 +49,12 @@ import warnings
 import zlib
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from oocgemm import stores
 from oocgemm.errors import ExecutionError, InputError
 from oocgemm.plan import TileGrid
 from oocgemm.plan.tiling import Tile
@@ -54,31 +62,54 @@ from oocgemm.stores.durable import Durable, sync_path
 from oocgemm.threads import start
 
 FORMAT = 1
-JOURNAL, LOCK, REDO = "journal", "lock", "redo"
+JOURNAL, LOCK, REDO, COUNT = "journal", "lock", "redo", "count"
+# Extended attribute of a complete .npy file: the first and the last line of its journal.
+ATTRIBUTE = "user.oocgemm.journal"
 # A lock that is held for an instant, by one who only looks, is waited for.
 TRIES, PAUSE = 5, 0.02
 
 
 @dataclass(frozen=True)
 class Record:
-    """What a journal says. `committed` tiles are not done; `complete` is None while tiles may be missing."""
+    """What a journal says. `committed` tiles are not done; `complete` is None while tiles may be missing. `files` has the
+    stamps of done tiles, as far as they have any."""
 
     header: dict[str, Any]
     done: frozenset[Tile]
+    files: dict[Tile, str]
     committed: frozenset[Tile]
+    commits: int  # tiles that were ever committed
     complete: dict[str, Any] | None
     length: int  # bytes of the whole lines
 
 
 def read(folder: Path) -> Record | None:
-    """The journal in a folder, if there is one. Raises `InputError` for one that is damaged."""
+    """Return the journal in a folder, or what a complete C kept of it; None if there is neither.
+
+    Raises `InputError` for a journal that is damaged, cut back, removed or of another format.
+    """
     path = folder / JOURNAL
     try:
-        content = path.read_bytes()
+        return _record(path, folder, path.read_bytes())
     except FileNotFoundError:
-        return None
+        record = _kept_in_c(folder)
+        if record is None:
+            _check_count(folder, 0)
+        return record
     except OSError as error:
         raise InputError(f"C: cannot look for a journal at {path}: {error.strerror}") from error
+
+
+def _kept_in_c(folder: Path) -> Record | None:
+    """Return what `Journal.move_into_c` stored. An attribute that cannot be read says nothing of C."""
+    c = stores.place(folder)
+    with suppress(OSError, InputError):
+        return _record(c, folder, os.getxattr(c, ATTRIBUTE))
+    return None
+
+
+def _record(path: Path, folder: Path, content: bytes) -> Record:
+    """Parse the content of a journal. `path` is where it was read."""
     lines = content.split(b"\n")
     entries = [_parsed(line) for line in lines[:-1]]
     whole = entries.index(None) if None in entries else len(entries)
@@ -93,11 +124,33 @@ def read(folder: Path) -> Record | None:
             f"the journal {path} is of format {header.get('format')}, this version reads {FORMAT}: finish the run with "
             f"the version that began it, oocgemm {header.get('version')}"
         )
-    done = frozenset(_tile(entry["done"]) for entry in known if "done" in entry)
+    files = {_tile(entry["done"]): entry.get("files") for entry in known if "done" in entry}
+    done = frozenset(files)
     committed = frozenset(_tile(entry["commit"]) for entry in known if "commit" in entry)
     complete = next((entry["complete"] for entry in known if "complete" in entry), None)
+    if complete is not None:
+        down, across = header["tiles"]
+        done = frozenset(product(range(down), range(across)))
     length = sum(len(line) + 1 for line in lines[:whole])
-    return Record(header, done, committed - done, complete, length)
+    if complete is None:
+        _check_count(folder, len(committed))
+    stamped = {tile: stamp for tile, stamp in files.items() if stamp is not None}
+    return Record(header, done, stamped, committed - done, len(committed), complete, length)
+
+
+def _check_count(folder: Path, listed: int) -> None:
+    """Raise `InputError` if more tiles were committed than the journal lists."""
+    try:
+        committed = int((folder / COUNT).read_bytes() or b"0")
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:
+        raise InputError(f"C: cannot read {folder / COUNT}: {error}") from error
+    if committed > listed:
+        raise InputError(
+            f"the journal {folder / JOURNAL} lists {listed} tiles of C as committed, {committed} were: it has been cut back, "
+            f"and going on would add them to C twice; restore C from a copy and remove {folder}"
+        )
 
 
 def owner(folder: Path) -> str | None:
@@ -126,6 +179,8 @@ class Journal:
         self._levels = 2 + sum(not above.exists() for above in folder.parents[1:])
         self._lock: int | None = _lock(folder)
         self._file: int | None = None
+        self._count: int | None = None
+        self._committed = 0
         try:
             self.record = read(folder)
         except BaseException:
@@ -134,31 +189,55 @@ class Journal:
 
     def start(self, header: dict[str, Any]) -> None:
         """Begin anew, in place of what there was."""
+        (self.folder / COUNT).unlink(missing_ok=True)
         path, new = self.folder / JOURNAL, self.folder / f"{JOURNAL}.new"
         self._file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         self._append({"run": {"format": FORMAT} | header})
         os.replace(new, path)
         self._sync_names()
+        with suppress(OSError):  # of an earlier run, which C will not be the result of
+            os.removexattr(stores.place(self.folder), ATTRIBUTE)
 
     def resume(self) -> None:
         """Go on behind the last whole line."""
         assert self.record is not None
+        self._committed = self.record.commits
         self._file = os.open(self.folder / JOURNAL, os.O_WRONLY)
         os.ftruncate(self._file, self.record.length)
         os.lseek(self._file, 0, os.SEEK_END)
         self._sync_names()  # which the run that was to do it may not have come to
 
     def commit(self, tile: Tile) -> None:
-        """The tile's new content is on the disk, beside C."""
+        """Record that the tile's new content is on the disk, beside C."""
         self._add({"commit": tile})
+        if self._count is None:
+            self._count = os.open(self.folder / COUNT, os.O_WRONLY | os.O_CREAT, 0o666)
+            sync_path(self.folder)
+        self._committed += 1
+        os.lseek(self._count, 0, os.SEEK_SET)
+        os.write(self._count, b"%020d" % self._committed)
+        os.fdatasync(self._count)
 
-    def done(self, tile: Tile) -> None:
-        """The tile's new content is on the disk, in C."""
-        self._add({"done": tile})
+    def done(self, tile: Tile, files: str | None) -> None:
+        """Record that the tile's new content is on the disk, in C, and the stamp of its files."""
+        self._add({"done": tile} | ({} if files is None else {"files": files}))
 
     def complete(self, said: dict[str, Any]) -> None:
-        """C is whole, and on the disk."""
+        """Record that C is whole, and on the disk."""
         self._add({"complete": said})
+
+    def move_into_c(self) -> None:
+        """Store the journal of a complete C in an attribute of its file and remove the folder beside it.
+
+        `resume` still needs to know which run completed C: with beta != 0 a second application would be wrong. The
+        folder stays where the file system has no extended attributes, or none of this length.
+        """
+        first, *_, last = (self.folder / JOURNAL).read_bytes().splitlines(keepends=True)
+        c = stores.place(self.folder)
+        with suppress(OSError):
+            os.setxattr(c, ATTRIBUTE, first + last)
+            sync_path(c)
+            stores.clear(self.folder, c=False)
 
     def check_in_place(self) -> None:
         """Raises `OSError` if the folder that is locked is at its place no more: what is written to a C that was taken
@@ -171,10 +250,10 @@ class Journal:
 
     def close(self) -> None:
         """Let go of it."""
-        for descriptor in (self._file, self._lock):
+        for descriptor in (self._file, self._count, self._lock):
             if descriptor is not None:
                 os.close(descriptor)
-        self._file = self._lock = None
+        self._file = self._count = self._lock = None
 
     def _sync_names(self) -> None:
         """Bring the journal's name to the disk, and those of the folders that lead to it."""
@@ -234,7 +313,7 @@ class Keeper:
             self._journal.commit(tile)
             self.kept += 1
             self._matrix.adopt(*block)
-        self._journal.done(tile)
+        self._journal.done(tile, self._matrix.block_stamp(*block))
         self.kept += not self._redo
 
     def _work(self) -> None:

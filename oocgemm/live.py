@@ -2,19 +2,21 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from time import perf_counter
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
 from oocgemm.plan import Plan
 from oocgemm.timeline import Span
+from oocgemm.timeline.figures import shares_between
 from oocgemm.timeline.series import utilisation
-from oocgemm.units import format_rate
+from oocgemm.timeline.verdict import verdict
+from oocgemm.units import format_rate, format_time
 
 LINKS = ("read", "h2d", "d2h", "write")
 # Seconds between two updates, on a terminal and elsewhere.
@@ -27,20 +29,24 @@ Show = Callable[[float, str, str], None]
 
 @contextmanager
 def progress_display(enabled: bool) -> Iterator[Callable[[Plan], Callable[[Span], None]] | None]:
-    """What `gemm` takes as `progress`: tiles done, flop/s and the rate of each link so far, and of the last seconds how busy
-    each lane was and which of them most: what bounds the run. On a terminal the time left too."""
+    """Yield what `gemm` takes as `progress`, which shows how far the run is.
+
+    It shows the backend, tiles done, the time since this call, flop/s and the rate of each link so far, and of the last
+    seconds how busy each lane was and what bounded the run. On a terminal it shows the time left too.
+    """
     if not enabled:
         yield None
         return
+    started = perf_counter()
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
-        yield partial(_watch, every=SELDOM, show=partial(_line, console))
+        yield partial(_watch, every=SELDOM, show=partial(_line, console, started))
         return
     bar = Progress(
         TextColumn("{task.description}"),
-        BarColumn(),
+        BarColumn(bar_width=20),
         TextColumn("{task.percentage:>3.0f}%"),
-        TimeRemainingColumn(),
+        *(TimeElapsedColumn(), TextColumn("elapsed,"), TimeRemainingColumn(), TextColumn("left")),
     )
     task = bar.add_task("", total=1.0)
     doing = Text()
@@ -53,12 +59,14 @@ def progress_display(enabled: bool) -> Iterator[Callable[[Plan], Callable[[Span]
         yield partial(_watch, every=SOON, show=show)
 
 
-def _line(console: Console, share: float, tiles: str, rates: str) -> None:
-    console.print(f"{tiles}  {100 * share:.0f}%  {rates}", soft_wrap=True, markup=False)
+def _line(console: Console, started: float, share: float, tiles: str, rates: str) -> None:
+    elapsed = format_time(perf_counter() - started)
+    console.print(f"{tiles}  {100 * share:.0f}%  {elapsed}  {rates}", soft_wrap=True, markup=False)
 
 
 def _watch(plan: Plan, *, every: float, show: Show) -> Callable[[Span], None]:
-    """What is called with every operation that has ended, and shows how far the run is `every` so many seconds."""
+    """Return the observer of finished operations. It shows how far the run is `every` so many seconds."""
+    backend = "host" if plan.machine.unified else "cuda"
     down, across = plan.grid.shape
     tiles, before = down * across, len(plan.done)
     # Work is counted in flops; where there are none (k = 0), in bytes written.
@@ -82,21 +90,28 @@ def _watch(plan: Plan, *, every: float, show: Show) -> Callable[[Span], None]:
         written = moved["write"] or moved["d2h"]  # by the device, where C lies in memory
         done = before + (tiles - before) * written // max(1, plan.traffic["write"])
         links = "".join(f"  {link} {format_rate(size / seconds)}" for link, size in moved.items() if size)
-        show(
-            min(1.0, (flops if plan.flops else written) / max(1, total)),
-            f"tile {min(done + 1, tiles)}/{tiles}",
-            f"{format_rate(flops / seconds, 'FLOP')}{links}  |  {_busy(recent)}",
-        )
+        share = min(1.0, (flops if plan.flops else written) / max(1, total))
+        tiles_done = f"{backend}: tile {min(done + 1, tiles)}/{tiles}"
+        rates = f"{format_rate(flops / seconds, 'FLOP')}{links}  |  {_lately(recent, flops >= plan.flops)}"
+        with suppress(OSError, ValueError):  # a stream that takes no more is no reason for the run to fail
+            show(share, tiles_done, rates)
 
     return step
 
 
-def _busy(recent: deque[Span]) -> str:
-    """How busy lanes were lately, the busiest named as what bounds the run: the others wait for it."""
-    until = max(span.end for span in recent)
+def _lately(recent: deque[Span], multiplied: bool) -> str:
+    """How busy lanes were lately, and the verdict on these seconds. Until all is `multiplied` it looks no further than
+    the last Multiply that has ended: of what came after, the Multiply that is running is not known."""
     # Of what ended before the first that is still known, nothing is.
-    since = max(0, until - LATELY, recent[0].end if len(recent) == LATEST else 0)
+    known = recent[0].end if len(recent) == LATEST else 0
+    until = max(span.end for span in recent)
+    since = max(0, until - LATELY, known)
     shares = utilisation([span for span in recent if span.end > since], since, until)
-    busiest = max(shares, key=lambda lane: shares[lane], default="nothing")
-    lanes = "  ".join(f"{lane} {100 * share:.0f}%" for lane, share in shares.items())
-    return f"busy {lanes}  |  bound by {busiest}"
+    text = "busy " + "  ".join(f"{lane} {100 * share:.0f}%" for lane, share in shares.items())
+    if not multiplied:
+        until = max((span.end for span in recent if span.kind == "multiply"), default=0)
+    since = max(0, until - LATELY, known)
+    if until <= since:
+        return text
+    found = verdict(shares_between(recent, since, until))
+    return f"{text}  |  {'; '.join(filter(None, (found.headline, found.beside)))}"

@@ -1,7 +1,6 @@
 """The commands that measure: calibrate, bench, tune; and what they share with the others."""
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +11,8 @@ import click
 from oocgemm import backends, bench, cache, stores
 from oocgemm.backends import ladder, tuning
 from oocgemm.calibrate import calibrate as measure
-from oocgemm.display import doing, print_bench, print_calibration, print_tuning
+from oocgemm.display import doing
+from oocgemm.display_measured import print_bench, print_calibration, print_tuning
 from oocgemm.exports import check_place, writing
 from oocgemm.job import budgets
 from oocgemm.plan import OPERANDS
@@ -31,7 +31,23 @@ def taking(*options: Callable[[F], F]) -> Callable[[F], F]:
 
 
 def print_json(value: object) -> None:
-    click.echo(json.dumps(value, indent=2))
+    """Print a value as JSON, its keys in snake_case."""
+    click.echo(json.dumps(snake_keys(value), indent=2))
+
+
+def snake_keys(value: Any) -> Any:
+    """The same plain data with keys that hold no spaces: names of rates, for one, are written for people.
+
+    >>> snake_keys({"emulated float64": [{"multiplied by": "blas"}], "A": 1})
+    {'emulated_float64': [{'multiplied_by': 'blas'}], 'A': 1}
+    """
+    if isinstance(value, dict):
+        return {_snake(key): snake_keys(one) for key, one in value.items()}
+    return [snake_keys(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _snake(key: Any) -> Any:
+    return key.replace(" ", "_").lower() if isinstance(key, str) and " " in key else key
 
 
 DEVICE = click.option(
@@ -77,7 +93,7 @@ def calibrate(backend: str, device: int, path: str | None, svg: str | None, as_j
         check_place("--svg", svg)
     if backends.resolve(backend) == "host":
         stores.load_zarr()
-    with doing(sys.stderr.isatty() and not as_json) as say:
+    with doing(not as_json) as say:
         found = measure(backend, device, path, say=say)
     kept = cache.save(found)
     if svg is not None:
@@ -151,7 +167,7 @@ def bench_kernels(as_json: bool, svg: str | None, **options: Any) -> None:
     if svg is not None:
         check_place("--svg", svg)
     given = {name: value for name, value in options.items() if value != ()}
-    with doing(sys.stderr.isatty() and not as_json) as say:
+    with doing(not as_json) as say:
         result = bench.bench_kernels(**given, say=say)
     if svg is not None:
         with writing("--svg", svg):
@@ -179,7 +195,7 @@ def tune(device: int, dtypes: tuple[str, ...], as_json: bool) -> None:
     the engine makes it, and on a thin one. What is found is kept in the user's cache directory, or in $OOCGEMM_CACHE.
     Nothing else should run meanwhile.
     """
-    with doing(sys.stderr.isatty() and not as_json) as say:
+    with doing(not as_json) as say:
         found = bench.tune(device=device, dtypes=dtypes, say=say)
     kept = str(tuning.save(found))
     if as_json:

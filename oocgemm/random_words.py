@@ -9,6 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 ROW_WEIGHTS, WORD_WEIGHTS, _SIGNS = 0, 1, 2  # streams
+VECTORS = 8  # of a `SignVectors`: one for each bit of a byte
+_BYTES_PER_COUNT = 32  # that Philox makes of one value of its counter
+_SIGNS_OF_BYTE = 1.0 - 2.0 * np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)
 
 
 def random_words(stream: int, count: int, first: int = 0) -> NDArray[np.uint64]:
@@ -28,3 +31,23 @@ def sign_stream(seed: int, axis: int) -> int:
 def signs(seed: int, axis: int, extent: int) -> NDArray[Any]:
     """Random signs, 1.0 or -1.0, for the rows (axis 0) or columns (axis 1) of a product."""
     return 1.0 - 2.0 * (random_words(sign_stream(seed, axis), extent) >> np.uint64(63)).astype(np.float64)
+
+
+class SignVectors:
+    """`VECTORS` vectors of random signs, of which any part can be drawn without the parts before it.
+
+    The generator is Philox (Salmon, Moraes, Dror and Shaw, *Parallel random numbers: as easy as 1, 2, 3*, 2011). Its
+    output for a counter depends on the key and the counter alone. Byte j of the output holds the signs of element j.
+    """
+
+    def __init__(self, *seed: int) -> None:
+        self._key = np.random.SeedSequence(seed).generate_state(2, np.uint64)
+
+    def part(self, start: int, stop: int) -> NDArray[Any]:
+        """Elements `start` to `stop` of all vectors, as an array of shape (stop - start, VECTORS) of 1.0 and -1.0."""
+        counter = start // _BYTES_PER_COUNT
+        skipped = start - counter * _BYTES_PER_COUNT
+        count = -(-(stop - counter * _BYTES_PER_COUNT) // 8)
+        words = np.random.Philox(key=self._key, counter=counter).random_raw(count)
+        drawn = words.astype("<u8", copy=False).view(np.uint8)[skipped : skipped + stop - start]
+        return _SIGNS_OF_BYTE.take(drawn, axis=0)

@@ -1,15 +1,16 @@
 """What an earlier run has left at C, and whether it is the one that is asked for now. Nothing here writes."""
 
+import os
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 from oocgemm import stores
 from oocgemm.errors import InputError
 from oocgemm.journal import Record, busy, owner, read
-from oocgemm.plan import Candidate, GemmProblem, TileShape
+from oocgemm.plan import Candidate, GemmProblem, TileGrid, TileShape
 from oocgemm.plan.recorded import recorded_candidate
 from oocgemm.plan.tiling import Tile
 from oocgemm.stores import Matrix
@@ -18,11 +19,13 @@ from oocgemm.stores.durable import Durable
 
 @dataclass(frozen=True)
 class Earlier:
-    """The journal in a C's folder, as it was found; `resumed` says that this run goes on with it."""
+    """The journal in a C's folder, as it was found; `resumed` says that this run goes on with it. The files of `lost` tiles
+    are missing or changed: they are not done."""
 
     folder: Path
     record: Record | None
     resumed: bool
+    lost: frozenset[Tile] = frozenset()
 
     @property
     def anew(self) -> bool:
@@ -55,7 +58,9 @@ class Earlier:
     @property
     def done(self) -> frozenset[Tile]:
         """Tiles that need not be computed again."""
-        return self.record.done | self.record.committed if self.record and self.resumed else frozenset()
+        if self.record is None or not self.resumed:
+            return frozenset()
+        return (self.record.done | self.record.committed) - self.lost
 
 
 def look(c: Any, *, resume: bool, overwrite: bool, reads_c: bool) -> Earlier | None:
@@ -76,6 +81,11 @@ def look(c: Any, *, resume: bool, overwrite: bool, reads_c: bool) -> Earlier | N
     if holder is not None:
         raise InputError(busy(folder, holder))
     if record is None:
+        if resume and not (overwrite or reads_c) and stores.is_path(c) and stores.exists(os.fspath(c)):
+            raise InputError(
+                f"C exists at {c}, and no journal tells which run made it: oocgemm verify checks whether it is the product; "
+                "pass --overwrite to compute it anew"
+            )
         return Earlier(folder, None, resumed=False)
     if record.complete is None and not resume and (reads_c or not overwrite):
         anew = f"remove C and {folder}" if reads_c else "--overwrite"
@@ -84,6 +94,28 @@ def look(c: Any, *, resume: bool, overwrite: bool, reads_c: bool) -> Earlier | N
         )
     gone = record.complete is not None and not stores.place(folder).exists()
     return Earlier(folder, record, resumed=resume and not gone)
+
+
+def without_lost(earlier: Earlier, c: Matrix, problem: GemmProblem) -> Earlier:
+    """Find the tiles whose files are not as the journal says. Raises `InputError` where they cannot be computed again."""
+    record = earlier.record
+    assert record is not None
+    grid = TileGrid.of(problem, earlier.candidate.tile)
+    lost = frozenset(
+        tile
+        for tile, files in record.files.items()
+        if cast(Durable, c).block_stamp(grid.rows(tile[0]), grid.cols(tile[1])) != files
+    )
+    if lost and problem.reads_c:
+        (top, bottom), (left, right) = (
+            cut(min(lost)[axis]) for axis, cut in enumerate((grid.rows, grid.cols))
+        )
+        raise InputError(
+            f"files of {len(lost)} of {len(record.done)} finished tiles of C are missing or have changed since, those of "
+            f"C[{top}:{bottom}, {left}:{right}] for one; beta = {problem.beta} needs what C was before, which is gone: restore "
+            f"C from a copy, remove {earlier.folder} and run anew"
+        )
+    return replace(earlier, lost=lost)
 
 
 def how_far(c: Any) -> str:
@@ -131,10 +163,14 @@ def check_same(
     tile: TileShape | None,
     chunks: tuple[int, int] | None,
     compressor: str | None,
+    *,
+    trust_operands: bool,
 ) -> None:
     """Raises `InputError`, naming the difference, if the run that is resumed is another than the one asked for. Where
-    tile, chunks or compressor are not given, they are what they were."""
+    tile, chunks or compressor are not given, they are what they were. With `trust_operands` changed files of A and B are
+    no difference."""
     then, given = earlier.header["identity"], earlier.header["given"]
+    changed = [] if trust_operands else list(_changes(then, now))
     found = list(_differences(then, now))
     asked = {
         "tile": tile and str(tile),
@@ -147,19 +183,29 @@ def check_same(
         if value not in (None, given[name])
     ]
     begun = earlier.header["begun"]
-    if found:
-        raise InputError(
-            f"the run at C, begun {begun}, is another one: {'; '.join(found)}. Resume it with what it was begun with, or "
-            "drop --resume"
-        )
     record = earlier.record
     assert record is not None
+    anew = "begin anew with --overwrite in place of --resume"
+    if complex(now["problem"]["beta"]) != 0:
+        anew = "drop --resume to begin with C as it is now"
+        if record.complete is None:
+            anew = f"restore C, remove {earlier.folder} and drop --resume"
+    if found:
+        raise InputError(
+            f"the run at C, begun {begun}, is another one: {'; '.join(found + changed)}. Resume it with what it was begun "
+            f"with, or {anew}"
+        )
+    if changed:
+        raise InputError(
+            f"{'; '.join(changed)}. If A and B still hold what they held, as after damage was repaired, go on with "
+            f"--trust-operands: tiles that are done stay as they are. Otherwise {anew}"
+        )
     if (
         record.complete is not None
         and c is not None
         and cast(Durable, c).stamp() != record.complete["content"]
     ):
-        raise InputError(f"C has changed since the run begun {begun} completed it: drop --resume to run anew")
+        raise InputError(f"C has changed since the run begun {begun} completed it: {anew}")
 
 
 def _share(record: Record) -> str:
@@ -179,9 +225,22 @@ def _differences(then: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
             yield f"{name} is or was in memory, of which nothing tells whether it is the same"
         elif old["path"] != new["path"]:
             yield f"{name} is at {new['path']} now and was at {old['path']}"
-        else:
-            for what in ("metadata", "content"):
-                if old[what] != new[what]:
-                    yield f"{name} has changed since, in its {what}"
+        elif old["metadata"] != new["metadata"]:
+            yield f"{name} has changed since, in its metadata"
     if then["C"] is not None and now["C"] != then["C"]:
         yield "C has changed since, in its metadata"
+
+
+def _changes(then: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
+    """Operands whose files have changed. Journals of earlier versions know nothing of inode changes."""
+    for name, old in then["operands"].items():
+        new = now["operands"][name]
+        if old is None or new is None:
+            continue
+        if old["content"] != new["content"]:
+            yield f"{name} has changed since, in its content (sizes or modification times of its files)"
+        elif old.get("changes", new["changes"]) != new["changes"]:
+            yield (
+                f"{name} has changed since: modification times of its files are the same, times of inode change are not "
+                "(it was written to, or chmod, a rename or a hard link has touched it)"
+            )

@@ -14,7 +14,7 @@ from oocgemm.locking import Locked
 from oocgemm.plan import Kind, Op, Operation, Plan, Slot, Tier
 from oocgemm.plan.cost import HOST_ALIGNMENT, held_bytes, slot_bytes
 from oocgemm.plan.tiling import Span
-from oocgemm.stores import BATCH_BYTES, Array, Matrix, memory, pieces, transient
+from oocgemm.stores import BATCH_BYTES, FULL, Array, Matrix, memory, no_room, pieces, transient
 
 # A block is cut into a part for each thread, within these bounds: handing out a part takes the interpreter tens of
 # microseconds, in which no other thread can begin or end one.
@@ -71,7 +71,7 @@ class Staging:
         self._filled: set[Slot] = set()
         try:
             self._begin_locking(locks)
-        except ExecutionError:
+        except BaseException:
             self.close()
             raise
 
@@ -261,6 +261,9 @@ class Staging:
         try:
             matrix.write(rows, cols, data)
         except Exception as error:
+            if isinstance(error, OSError) and error.errno in FULL:
+                failed = ExecutionError(no_room(matrix, error, data.nbytes))
+                raise _placed("writing", matrix, rows, cols, failed) from error
             raise _placed("writing", matrix, rows, cols, error) from error
 
     def stop(self) -> None:

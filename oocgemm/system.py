@@ -15,6 +15,7 @@ from oocgemm.backends.memory import available_memory
 from oocgemm.errors import BackendError
 from oocgemm.plan import Calibration, MachineModel, StoreRates, default_model
 from oocgemm.stores import Matrix
+from oocgemm.version import __version__
 
 # Rates of a machine that people are told, under the names that they are told them by, in the order in which data flow.
 LINKS = {
@@ -41,15 +42,15 @@ def info() -> dict[str, Any]:
     """What there is to work with: versions, processor, backends with the rates that plans go by in the current folder,
     and what is missing with the command that brings it. Bytes, bytes per second, flop/s."""
     found: dict[str, Any] = {"versions": versions(), "machine": machine() | {"available": available_memory()}}
-    found["host backend"] = _described(backends.open_backend("host"))
+    found["host_backend"] = _described(backends.open_backend("host"))
     missing = backends.missing_for_cuda()
     if missing is None:
         try:
-            found["cuda backend"] = _described(backends.open_backend("cuda"))
+            found["cuda_backend"] = _described(backends.open_backend("cuda"))
         except BackendError as error:
             missing = str(error)
     if missing is not None:
-        found["cuda backend"] = {"missing": missing}
+        found["cuda_backend"] = {"missing": missing}
     return found | {"missing": list(_missing(found))}
 
 
@@ -60,13 +61,15 @@ def _described(engine: Backend) -> dict[str, Any]:
     measured: set[str] = set()
     if calibration is not None:
         measured = {
-            *calibration.kernels,
+            *(name.replace(" ", "_") for name in calibration.kernels),
             *calibration.rates,
             *(STORAGE if here in calibration.stores else ()),
         }
     dtypes = known_dtypes()
     kernels = {
-        name: rate.peak for name, rate in believed.kernels.items() if name.removeprefix("emulated ") in dtypes
+        name.replace(" ", "_"): rate.peak
+        for name, rate in believed.kernels.items()
+        if name.removeprefix("emulated ") in dtypes
     }
     links = link_rates(believed, calibration.stores.get(here) if calibration else None)
     return engine.describe() | {
@@ -104,7 +107,7 @@ def _missing(found: dict[str, Any]) -> Iterator[dict[str, str]]:
         if find_spec(package) is None:
             yield _lacking(package, purpose, f"pip install 'oocgemm[{extra}]'")
     for name in ("host", "cuda"):
-        assumed = found[f"{name} backend"].get("assumed")
+        assumed = found[f"{name}_backend"].get("assumed")
         if assumed:
             where = " --path ." if set(assumed) <= STORAGE else ""
             yield _lacking(
@@ -149,9 +152,9 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "oocgemm": "unknown"}
+    """Return the versions of Python, of this code, installed or not, and of the packages that are installed."""
+    found = {"python": platform.python_version(), "oocgemm": __version__}
     for package in (
-        "oocgemm",
         "numpy",
         "zarr",
         "numcodecs",

@@ -13,7 +13,7 @@ from oocgemm.journal import JOURNAL, LOCK, REDO, Journal, Keeper
 from oocgemm.plan.tiling import Tile
 from oocgemm.resume import Earlier
 from oocgemm.stores import Matrix
-from oocgemm.stores.durable import Durable, sync_path
+from oocgemm.stores.durable import SIDECAR, Durable, sync_path
 
 
 class Target(Protocol):
@@ -38,8 +38,10 @@ class Target(Protocol):
 
 
 def open_target(work: Job, c: Any) -> Target:
-    """C as a run writes to it, created now if it does not exist. Raises `InputError` if that cannot be."""
-    return Plain(work, c) if work.earlier is None else Kept(work, work.earlier, c)
+    """Open C for a run, and create it if it does not exist. Raises `InputError` if that is impossible."""
+    if work.earlier is None:
+        return Plain(work, c)
+    return Whole(work) if work.earlier.complete else Kept(work, work.earlier, c)
 
 
 class Plain:
@@ -60,6 +62,26 @@ class Plain:
     def abandon(self, *, written: bool) -> None:
         if self._was_whole and not written:
             self.matrix.set_finished(True)
+
+    def close(self) -> None:
+        pass
+
+
+class Whole:
+    """A C that the resumed run had completed: nothing is written."""
+
+    def __init__(self, work: Job) -> None:
+        assert work.c is not None
+        self.matrix = work.c
+
+    def finished(self, tile: Tile) -> None:
+        raise AssertionError(f"tile {tile} of a complete C was written")
+
+    def seal(self) -> None:
+        pass
+
+    def abandon(self, *, written: bool) -> None:
+        pass
 
     def close(self) -> None:
         pass
@@ -107,8 +129,6 @@ class Kept:
                 stores.clear(earlier.folder, keep=(JOURNAL, LOCK))
             self.matrix = cast(Durable, job.create_output(work, c, folder=earlier.folder))
             self._created = True
-        if earlier.complete:
-            return
         if work.c is not None:
             stores.reserve(work.c)
         if earlier.resumed:
@@ -130,11 +150,12 @@ class Kept:
     def seal(self) -> None:
         assert self._keeper is not None
         self._keeper.close()
-        if not self._earlier.complete:
-            self._journal.check_in_place()
-            self.matrix.set_finished(True)
-            self._journal.complete({"content": self.matrix.stamp()})
-            shutil.rmtree(self._earlier.folder / REDO, ignore_errors=True)
+        self._journal.check_in_place()
+        self.matrix.set_finished(True)
+        self._journal.complete({"content": self.matrix.stamp()})
+        shutil.rmtree(self._earlier.folder / REDO, ignore_errors=True)
+        if self._earlier.folder.name != SIDECAR:  # beside a .npy file; in a zarr array it is in nobody's way
+            self._journal.move_into_c()
 
     def abandon(self, *, written: bool) -> None:
         kept = 0

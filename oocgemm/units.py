@@ -105,3 +105,12 @@ def format_share(share: float | None) -> str:
     if share is None:
         return "-"
     return f"{100 * share:.1f}%" if share < 0.0995 else f"{100 * share:.0f}%"
+
+
+def format_percent(share: float | None) -> str:
+    """A share of a whole that is split up, in percent with one decimal, so that parts can be added; a dash for None.
+
+    >>> format_percent(0.314), format_percent(0.00432), format_percent(None)
+    ('31.4%', '0.4%', '-')
+    """
+    return "-" if share is None else f"{100 * share:.1f}%"

@@ -1,11 +1,13 @@
 """A session and a staging without a schedule: operations made by hand, one after the other, each of them timed."""
 
+from collections.abc import Sequence
 from contextlib import ExitStack
-from statistics import median
+from time import perf_counter_ns
 
 from oocgemm.backends import Backend
 from oocgemm.backends.base import Array, Token
 from oocgemm.backends.memory import available_memory
+from oocgemm.errors import BackendError
 from oocgemm.plan import (
     DTYPES,
     Budgets,
@@ -27,6 +29,8 @@ from oocgemm.staging import Staging
 from oocgemm.stores import Matrix
 
 _TILE = (0, 0)
+QUEUED = 4  # operations that a sample is taken over
+MAX_AHEAD = 64  # copies of a panel that hold them back
 
 
 class Workbench:
@@ -95,18 +99,42 @@ class Workbench:
         return self.staging.columns(Slot(Tier.HOST, operation.operand, 0), operation)[0]
 
     def intervals(self, *operations: Operation) -> list[tuple[int, int]]:
-        """Issue operations one after the other; when each began and ended, in nanoseconds."""
-        tokens = [self._submit(operation) for operation in operations]
+        """Issue operations one after the other; return when each began and ended, in nanoseconds of the host's clock."""
+        return self._intervals([self._submit(operation) for operation in operations])
+
+    @staticmethod
+    def _intervals(tokens: Sequence[Token]) -> list[tuple[int, int]]:
         for token in tokens:
             token.synchronize()
         return [token.interval() for token in tokens]
 
     def seconds(self, operation: Operation) -> float:
-        """What an operation takes on a device that is kept busy: were it idle, the time until the work arrives
-        would be counted in."""
-        if self.plan.machine.unified:
-            return _length(self.intervals(operation)[0])
-        return median(_length(interval) for interval in self.intervals(*[operation] * 4)[1:])
+        """Return the seconds that an operation takes on a busy device.
+
+        An asynchronous operation is queued several times behind copies of a panel, and the device's time from end to end is
+        taken. The interval of a token does not do for this. It begins no earlier than the host noted that the work was
+        issued, since events on an idle stream may come long before the work. A short copy can be over by then, and its
+        interval is empty.
+
+        Raises:
+            BackendError: the device always finished the copies before the host had issued the operations.
+        """
+        if operation.kind not in self.session.asynchronous:  # it ends before it is submitted
+            ((start, end),) = self.intervals(operation)
+            return (end - start) / 1e9
+        panel, ahead = self.load(Kind.UPLOAD, "A"), 1
+        while ahead <= MAX_AHEAD:
+            tokens = [self._submit(panel) for _ in range(ahead)][-1:]
+            tokens += [self._submit(operation, tokens[:1]) for _ in range(QUEUED)]
+            issued = perf_counter_ns()
+            held, first, *_, last = (end for _, end in self._intervals(tokens))
+            if held > issued:
+                return (last - first) / (QUEUED - 1) / 1e9
+            ahead *= 2
+        raise BackendError(
+            f"operations cannot be timed: the device copies {MAX_AHEAD} panels before the host has issued {QUEUED} of them; end "
+            "other programs and run oocgemm calibrate again"
+        )
 
     def fill(self, operand: str, numbers: Array) -> None:
         """Put numbers into a panel: how fast a device multiplies depends on what it multiplies."""
@@ -116,12 +144,12 @@ class Workbench:
         if not self.plan.machine.unified:
             self.intervals(self.load(Kind.UPLOAD, operand))
 
-    def _submit(self, operation: Operation) -> Token:
+    def _submit(self, operation: Operation, after: Sequence[Token] = ()) -> Token:
         host: list[Array] = []
         if operation.kind in (Kind.UPLOAD, Kind.DOWNLOAD):
             host = self.staging.columns(Slot(Tier.HOST, operation.operand, 0), operation)
         with self.session.worker(operation.stream):
-            return self.session.submit(operation, host, ())
+            return self.session.submit(operation, host, after)
 
 
 def plan_of(machine: MachineModel, dtype: str, tile: TileShape, compute: str = "native") -> Plan:
@@ -147,7 +175,3 @@ def moving(kind: Kind, operand: str, rows: Span, cols: Span, itemsize: int) -> O
     reads, writes = ((), region) if kind in (Kind.READ, Kind.UPLOAD) else (region, ())
     m, n, k = {"A": (rows, nothing, cols), "B": (nothing, cols, rows)}.get(operand, (rows, cols, nothing))
     return Operation(kind, operand, _TILE, 0, reads, writes, m, n, k, elements * itemsize)
-
-
-def _length(interval: tuple[int, int]) -> float:
-    return max(1, interval[1] - interval[0]) / 1e9

@@ -10,7 +10,7 @@ long the cores worked for other processes meanwhile is noted: a round in which t
 
 Results go into one file, a key a case and a kernel family of BLAS, so that no processor's rounds are mixed with those of
 one twice as fast; rounds of a later invocation are added to those that are there. Peers that are
-not installed are left out, and the output says so: pip install --group bench.
+not installed are left out, and the output says so: scripts/setup bench.
 """
 
 import contextlib
@@ -195,7 +195,7 @@ def main(
     told = dict(setting.split("=", 1) for setting in settings)
     chosen = list(names or CONTENDERS)
     for name in [peer for peer in PEERS if peer in chosen and peer not in versions()]:
-        click.echo(f"{name} is left out: it is not installed (pip install --group bench)")
+        click.echo(f"{name} is left out: it is not installed (scripts/setup bench)")
         chosen.remove(name)
     if not chosen:
         return

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Five runs, each made to be bound by another cause, and what following their diagnosis gains.
+"""Six runs, each made to be bound by another cause, and what following their diagnosis gains.
 
 Each run's own timeline says what bounds it, what to change and what that gains; the change is made as it is said,
 before and after take turns, and the gain that was promised is held against the one measured:
@@ -45,7 +45,8 @@ WITHIN = 0.2  # a gain was predicted if it is this near
 
 @dataclass(frozen=True)
 class Case:
-    """A product (m, n, k) with operands in "memory", or in chunk files that are "raw" or "zstd"; what bounds it."""
+    """A product (m, n, k) with operands in "memory", or in chunk files that are "raw" or "zstd"; the causes that may bound
+    it."""
 
     size: tuple[int, int, int]
     operands: str
@@ -65,7 +66,7 @@ CASES = {
     ),
     "kernel": Case((16384, 16384, 16384), "memory", "4GiB", "8GiB", ("compute",), {"kernel": "register"}),
     # C in memory is brought there by two copies, one after the other.
-    "download": Case((32768, 32768, 1024), "memory", "2GiB", "256MiB", ("d2h", "write")),
+    "download": Case((32768, 32768, 1024), "memory", "2GiB", "256MiB", ("accumulator", "write", "tail")),
     "none": Case((16384, 16384, 98304), "memory", "6GiB", "8GiB", ("compute",)),
 }
 
@@ -133,7 +134,7 @@ def measure(case: Case, folder: Path, rounds: int, backend: str, shrink: int) ->
         fitted = fit(timeline, figures)
         advised = remedy(timeline, figures, diagnosis, fitted)
         return {
-            "bound": diagnosis.bound,
+            "bound": diagnosis.verdict.bound,
             "lines": diagnosis_lines(figures, timeline, advise=True),
             "settings": dict(advised.settings),
             "change": advised.change,

@@ -313,7 +313,7 @@ def kernels_case(work: Path, repeats: int, size: int, *options: str) -> dict[str
             done.append(
                 run(a, b, c, "--device-memory", "8GiB", "--host-memory", "24GiB", "--kernel", name, *options)
             )
-            print(f"--kernel {name}: multiplied by {done[-1]['backend']['multiplied by']}", flush=True)
+            print(f"--kernel {name}: multiplied by {done[-1]['backend']['multiplied_by']}", flush=True)
             errors[name] = block_error(a, b, c, 2048, (size // 2048 - 1, 1))
     cublas = [one["report"]["wall"] for one in runs["cublas"]]
     what = f"{size} x {k} x {size} float64, device memory 8GiB, host memory 24GiB; chunk files hard-linked to {distinct}"

@@ -7,6 +7,7 @@ usage: scripts/readme.py [--check]    --check: only say whether the README is up
 
 import io
 import json
+import os
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
@@ -15,10 +16,12 @@ from typing import Any
 
 from oocgemm.bench import AGAINST, BY_NCU, against
 from oocgemm.display import print_plan, print_report
+from oocgemm.measuring import snake_keys
 from oocgemm.plan import Budgets, GemmProblem, Layout, Layouts, default_model, make_plan
 from oocgemm.roofline import roofline
 from oocgemm.stores import new_layout
 from oocgemm.timeline import read_log, report
+from oocgemm.timeline.verdict import shares, verdict
 
 TOP = Path(__file__).resolve().parent.parent
 RESULTS = TOP / "scripts" / "results"
@@ -29,8 +32,15 @@ def load(name: str) -> dict[str, Any]:
     return value
 
 
+def load_kernels(name: str) -> dict[str, Any]:
+    """What `oocgemm bench kernels --json` printed; its keys once held spaces."""
+    value: dict[str, Any] = snake_keys(load(name))
+    return value
+
+
 def fenced(show: Callable[[], None]) -> str:
-    """What a command prints."""
+    """What a command prints, as wide as a README is shown."""
+    os.environ["COLUMNS"] = "110"
     with redirect_stdout(io.StringIO()) as printed:
         show()
     return "```\n" + "\n".join(line.rstrip() for line in printed.getvalue().rstrip().splitlines()) + "\n```"
@@ -171,17 +181,20 @@ def trusted() -> list[str]:
 
 
 def diagnosed() -> list[str]:
-    """A table of the runs of `bench_diagnosis.py`: what bounded them, and what following their advice gained."""
+    """A table of the runs of `bench_diagnosis.py`: what bounded them, and what following their advice gained. The verdict is
+    that of the first run of each, by its recorded figures."""
     lines = [
         "Six runs on an H200, each made to be bound by another cause; what their reports said, and what came of doing it:",
         "",
-        "| product | bound by | T | less, predicted | less, measured |",
+        "| product | verdict | T | less, predicted | less, measured |",
         "| --- | --- | --- | --- | --- |",
     ]
     for made_for, case in load("bench_diagnosis.json").items():
         gains = [f"{x:.0%}" if x is not None else "no gain" for x in (case["promised"], case["gained"])]
-        bounds = ", ".join(dict.fromkeys(case["bounds"]))
-        cells = f"{made_for}: {case['what']}", bounds, spread(case["seconds_before"]), *gains
+        first = case["before"]
+        found = verdict(shares(first["lanes"]["compute"]["busy"], first["exposed"], first["seconds"]))
+        said = "; ".join(filter(None, (found.headline, found.beside)))
+        cells = f"{made_for}: {case['what']}", said, spread(case["seconds_before"]), *gains
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
@@ -307,7 +320,7 @@ def on_cores(cases: dict[str, Any]) -> list[str]:
 
 def kernels() -> str:
     """A table of the rungs on square products of 4096, from `oocgemm bench kernels --json`, a column a dtype."""
-    result, side = load("bench_kernels.json"), [4096] * 3
+    result, side = load_kernels("bench_kernels.json"), [4096] * 3
     rows = [row for row in result["rows"] if row["shape"] == side]
     dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
     rates: dict[tuple[str, str, str], float] = {
@@ -349,7 +362,7 @@ FAST_SHAPES = [[n, n, n] for n in (4096, 8192, 16384)] + [[12288, 12288, r] for 
 
 def fast_kernels() -> list[str]:
     """A table of what `simt` and `tensor` reach of cuBLAS, from `oocgemm bench kernels --json` for each dtype."""
-    results = load("kernels_fast.json")["results"]
+    results = load_kernels("kernels_fast.json")["results"]
     best: dict[tuple[str, str, tuple[int, ...]], dict[str, Any]] = {}
     for row in (row for result in results for row in result["rows"] if row["kernel"] != "cublas"):
         key = row["kernel"], row["dtype"], tuple(row["shape"])
@@ -365,7 +378,7 @@ def fast_kernels() -> list[str]:
     ]
     for rung, dtype in dict.fromkeys((rung, dtype) for rung, dtype, _ in best):
         found = [best.get((rung, dtype, tuple(shape))) for shape in FAST_SHAPES]
-        cells = [f"{row['of cublas']:.3f}" if row else "" for row in found]
+        cells = [f"{row['of_cublas']:.3f}" if row else "" for row in found]
         lines.append(f"| {' | '.join([f'`{rung}`, {dtype}', *cells])} |")
     return lines
 
@@ -375,7 +388,7 @@ def counted() -> list[str]:
     name = "bench_kernels_counters.json"
     if not (RESULTS / name).exists():
         return []
-    result = load(name)
+    result = load_kernels(name)
     lines = [
         "",
         f"Sectors of 32 bytes, bank conflicts and occupancy on one {result['device']}, on paper and counted:",

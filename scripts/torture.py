@@ -1,16 +1,20 @@
 #!/usr/bin/env python
-"""Kills real `oocgemm run` processes with SIGKILL, resumes them until they are done, and compares bit for bit.
+"""Kills or interrupts real `oocgemm run` processes, resumes them until they are done, and compares bit for bit.
 
 A case is a product with one kind of C: chunk files, compressed, sharded, .npy; new, replaced, or in place with beta != 0.
 Half of the kills fall at any instant of a process's life, the others are aimed: within two milliseconds of a line of the
 journal, which is where a tile changes hands, or of the journal itself coming to be. After each it is noted what the
 journal said. What comes out is compared with an undisturbed run of the same plan, and a last --resume must change
 nothing. Exits with 1 if any result differs.
+
+With --signal SIGINT or SIGTERM the signals fall at any instant from the start of a process to its end, and each process
+has to end within `MAX_SECONDS_TO_END`.
 """
 
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -39,6 +43,8 @@ CHUNKS, TILES = 12, 6
 JITTER = 0.002
 # A case that is not done after so many kills is resumed in peace.
 MOST_KILLS = 12
+# A process ends so soon after SIGINT or SIGTERM.
+MAX_SECONDS_TO_END = 2.0
 
 
 @dataclass(frozen=True)
@@ -106,8 +112,11 @@ def content(path: Path) -> bytes:
 class Torture:
     """One case: its operands, its command, its undisturbed result, and what befell the others."""
 
-    def __init__(self, case: Case, folder: Path, extent: int, backend: str, rng: random.Random) -> None:
-        self.case, self.folder, self.rng = case, folder, rng
+    def __init__(
+        self, case: Case, folder: Path, extent: int, backend: str, rng: random.Random, number: signal.Signals
+    ) -> None:
+        self.case, self.folder, self.rng, self.signal = case, folder, rng, number
+        self.slowest = 0.0  # seconds from a signal to the end of its process
         self.kills: Counter[str] = Counter()
         self.rounds = 0
         suffix = "npy" if case.kind == "npy" else "zarr"
@@ -197,6 +206,8 @@ class Torture:
 
     def kill(self, process: "subprocess.Popen[str]") -> bool:
         """Kill a process at an instant of its life; False if it had ended before."""
+        if self.signal is not signal.SIGKILL:
+            return self.interrupt(process)
         path, record = self.sidecar / journal.JOURNAL, journal.read(self.sidecar)
         left = 1.0 if record is None else 1 - len(record.done) / tiles_of(record)
         how = self.rng.random()
@@ -209,12 +220,31 @@ class Torture:
             for _ in range(self.rng.choice((1, 1, 2, 3, 4, 6))):
                 self.await_change(process, path)
             delay = self.rng.uniform(0, JITTER)
-        deadline = time.monotonic() + delay
-        while time.monotonic() < deadline and process.poll() is None:
-            time.sleep(min(0.001, max(0, deadline - time.monotonic())))
+        pause(process, delay)
         process.kill()
         process.communicate()
         return process.returncode < 0
+
+    def interrupt(self, process: "subprocess.Popen[str]") -> bool:
+        """Send the signal at any instant of a process's life; False if the process completed C."""
+        pause(process, self.rng.uniform(0, self.seconds))
+        process.send_signal(self.signal)
+        sent = time.monotonic()
+        try:
+            out, err = process.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise SystemExit(f"{self.case.name}: a process was alive 60 s after {self.signal.name}") from None
+        seconds = time.monotonic() - sent
+        self.slowest = max(self.slowest, seconds)
+        if seconds > MAX_SECONDS_TO_END:
+            raise SystemExit(f"{self.case.name}: a process ended {seconds:.2f} s after {self.signal.name}")
+        in_start_up = "init_import_site" in err  # Python's own, before any code of ours
+        if process.returncode not in (0, 128 + self.signal, -self.signal) and not in_start_up:
+            raise SystemExit(
+                f"{self.case.name}: exit code {process.returncode} after {self.signal.name}\n{out}{err}"
+            )
+        return process.returncode != 0
 
     def await_change(self, process: "subprocess.Popen[str]", path: Path) -> None:
         """Until a file is written, or made, or the process ends."""
@@ -234,6 +264,13 @@ class Torture:
         if not record.done:
             return "before the first tile was done"
         return "in a tile" if len(record.done) < tiles_of(record) else "all tiles done, C not sealed"
+
+
+def pause(process: "subprocess.Popen[str]", seconds: float) -> None:
+    """Wait so long, or until the process ends."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and process.poll() is None:
+        time.sleep(min(0.001, max(0, deadline - time.monotonic())))
 
 
 def tiles_of(record: journal.Record) -> int:
@@ -258,6 +295,13 @@ def written(path: Path) -> tuple[int, int]:
 @click.option("--case", "numbers", type=int, multiple=True, help="Only these, counted from 0.")
 @click.option("--jobs", default=1, show_default=True, help="Cases that are run side by side.")
 @click.option("--seed", default=2010, show_default=True)
+@click.option(
+    "--signal",
+    "name",
+    type=click.Choice(["SIGKILL", "SIGINT", "SIGTERM"]),
+    default="SIGKILL",
+    show_default=True,
+)
 @work_option
 @output_option
 def main(
@@ -268,6 +312,7 @@ def main(
     numbers: Sequence[int],
     jobs: int,
     seed: int,
+    name: str,
     work: Path | None,
     output: Path | None,
 ) -> None:
@@ -279,7 +324,7 @@ def main(
     def tortured(number: int, case: Case) -> Torture:
         place = Path(folder) / str(number)
         place.mkdir()
-        torture = Torture(case, place, size, backend, random.Random(seed + number))
+        torture = Torture(case, place, size, backend, random.Random(seed + number), signal.Signals[name])
         torture.go_on(-(-kills // len(cases)), started + seconds)
         times = f"{torture.rounds} times whole, {sum(torture.kills.values())} kills"
         click.echo(f"{case.name}: {times}, {time.monotonic() - started:.0f} s")
@@ -291,10 +336,15 @@ def main(
     click.echo(f"{total.total()} kills, every result the same bit for bit:")
     for phase, times in total.most_common():
         click.echo(f"  {times:5}  {phase}")
+    slowest = max(torture.slowest for torture in all_of_them)
+    if slowest:
+        click.echo(f"the slowest process ended {slowest:.2f} s after {name}")
     found: dict[str, Any] = {
         "backend": backend,
         "extent": size,
+        "signal": name,
         "kills": total.total(),
+        "slowest_end_seconds": round(slowest, 3),
         "phases": dict(total),
     }
     found["cases"] = [
@@ -303,7 +353,7 @@ def main(
         | {"seconds": round(torture.seconds, 3)}
         for torture in all_of_them
     ]
-    keep(output, backend, found)
+    keep(output, backend if name == "SIGKILL" else f"{backend} {name}", found)
 
 
 if __name__ == "__main__":

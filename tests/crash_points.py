@@ -22,7 +22,10 @@ import oocgemm
 from oocgemm.journal import read
 from oocgemm.stores import sidecar
 
-STEPS = ("replace", "fsync", "fdatasync", "write", "pwritev", "ftruncate", "unlink", "rmdir", "mkdir")
+STEPS = (
+    *("replace", "fsync", "fdatasync", "write", "pwritev"),
+    *("ftruncate", "unlink", "rmdir", "mkdir", "setxattr"),
+)
 CASES = ("new", "new.npy", "in place", "sharded in place", "in place.npy")
 CRASHED, DIFFERS, DONE = 99, 98, 0
 EXTENT, TILE = 16, 8
@@ -67,12 +70,14 @@ def multiply(case: str, folder: Path) -> None:
         host_memory="64MiB",
         backend="host",
         resume=True,
+        trust_operands=True,  # files made anew after a cut of the power have other times of inode change
     )
 
 
-# By inode: what a folder holds, by name (inode, whether it is a folder); what a file holds, and when it was changed.
+# By inode: what a folder holds, by name (inode, whether it is a folder); what a file holds, when it was changed, and its
+# extended attributes.
 Names = dict[int, dict[str, tuple[int, bool]]]
-Files = dict[int, tuple[bytes, int]]
+Files = dict[int, tuple[bytes, int, dict[str, bytes]]]
 
 
 @dataclass
@@ -95,7 +100,8 @@ class Disk:
             self.names[status.st_ino] = found
             return done
         path = f"/proc/self/fd/{target}" if isinstance(target, int) else target
-        held = Path(path).read_bytes(), status.st_mtime_ns
+        attributes = {name: os.getxattr(path, name) for name in os.listxattr(path)}
+        held = Path(path).read_bytes(), status.st_mtime_ns, attributes
         done = act()
         self.renamed[status.st_ino] = held
         if not renames:
@@ -115,8 +121,10 @@ def make(folder: Path, inode: int, names: Names, files: Files) -> None:
         if is_folder:
             make(folder / name, number, names, files)
         else:
-            content, modified = files.get(number, (b"", 0))
+            content, modified, attributes = files.get(number, (b"", 0, {}))
             (folder / name).write_bytes(content)
+            for attribute, value in attributes.items():
+                os.setxattr(folder / name, attribute, value)
             os.utime(folder / name, ns=(modified, modified))
 
 

@@ -17,7 +17,7 @@ def _wheel(*parts: str) -> Path:
         path = place.joinpath("cu13", *parts)
         if path.exists():
             return path
-    raise FileNotFoundError(f"{'/'.join(parts)} is in none of {places}: pip install --group test")
+    raise FileNotFoundError(f"{'/'.join(parts)} is in none of {places}: scripts/setup test")
 
 
 @cache

@@ -89,7 +89,7 @@ def drawn_product(data: st.DataObject) -> tuple[Array, Array, Array, dict[str, A
     dtype = data.draw(st.sampled_from(DTYPES))
     op_a, op_b = (data.draw(st.sampled_from(list(Op))) for _ in "AB")
     large = 1e300 if dtype in ("float64", "complex128") else 1e30
-    alpha = data.draw(st.sampled_from([1, 0, -2.5, 1e-300, large]), "alpha")
+    alpha = data.draw(st.sampled_from([1, 0, -2.5, 1 / large, large]), "alpha")
     beta = data.draw(st.sampled_from([0, 1, -0.3]), "beta")
     kinds = [data.draw(st.sampled_from(KINDS), f"kind of {x}") for x in "ABC"]
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))

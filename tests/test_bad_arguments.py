@@ -57,7 +57,7 @@ def test_whatever_numpy_takes_for_a_matrix_is_an_operand(operand: Any) -> None:
     [
         pytest.param(2.0, "A has 0 dimensions", id="a scalar"),
         pytest.param(None, "A has 0 dimensions", id="nothing"),
-        pytest.param({}, "A has 0 dimensions", id="a mapping"),
+        pytest.param({"x": A}, "A: dict is a collection: give one array of it ('x')", id="a mapping"),
         pytest.param(b"a.npy", "A has 0 dimensions", id="bytes"),
         pytest.param([1.0, 2.0], "A has 1 dimensions", id="a list of numbers"),
         pytest.param(A[None], "A has 3 dimensions", id="a stack of matrices"),
@@ -81,6 +81,30 @@ def test_what_is_no_matrix_is_an_input_error(operand: Any, part: str) -> None:
             call(operand, B, backend="host")
         assert part in str(raised.value)
         assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["alpha", "beta"])
+@pytest.mark.parametrize(
+    ("dtype", "value", "part"),
+    [
+        ("float32", 1e39, "= 1e+39 is beyond float32 (at most 3.4028235e+38)"),
+        ("float32", -1e39, "= -1e+39 is beyond float32 (at most 3.4028235e+38)"),
+        ("float16", 1e39, "= 1e+39 is beyond float32 (at most 3.4028235e+38), which float16 operands"),
+        ("complex64", 1 + 1e39j, "= 1+1e+39j is beyond complex64 (at most 3.4028235e+38)"),
+        ("float32", 1e-60, "= 1e-60 rounds to 0 in float32 (at least 1.4012985e-45)"),
+    ],
+)
+def test_a_scalar_beyond_the_accumulator_is_refused(name: str, dtype: str, value: complex, part: str) -> None:
+    a, b, c = (np.ones(shape, dtype) for shape in ((4, 3), (3, 5), (4, 5)))
+    options: dict[str, Any] = {name: value, "backend": "host"}
+    for call in (oocgemm.gemm, oocgemm.plan):
+        with pytest.raises(InputError) as raised:
+            call(a, b, c, **options)
+        assert part in str(raised.value)
+    wider = "complex128" if dtype == "complex64" else "float64"
+    assert f"convert A, B and C to {wider}" in str(raised.value)
+    a, b, c = (x.astype(wider) for x in (a, b, c))
+    assert np.isfinite(gemm(a, b, c, **options).out).all()
 
 
 def _read_only() -> Array:

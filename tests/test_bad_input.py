@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import resource
 import shutil
 import warnings
 from collections.abc import Callable
@@ -99,7 +101,7 @@ OPERANDS = {
     "missing": "there is nothing at missing",
     "missing.npy": "there is nothing at missing.npy",
     "plain/below": "there is nothing at plain/below",
-    "dangling": "there is nothing at dangling",
+    "dangling": "there is nothing at dangling: it is a symbolic link to ",
     "": "'' is not a path",
     "empty": "no zarr array at empty: it holds no zarr metadata",
     ".": "no zarr array at .: it holds no zarr metadata",
@@ -116,7 +118,7 @@ OPERANDS = {
     "objects.npy": "objects.npy cannot be opened as a .npy file",
     "archive.npy": "archive.npy cannot be opened as a .npy file: it is an archive",
     "records.npy": "is of dtype [('x', '<f8')], supported are float16",
-    "a-float32": "A is of dtype float32 and B of float64: convert one of them",
+    "a-float32": "A is of dtype float32 and B of float64: convert A by python -c",
     "square": "op(A) is 8 x 8 and op(B) is 12 x 8",
 } | {f"a-{dtype}{end}": "supported are float16" for dtype in UNSUPPORTED for end in ("", ".npy")}
 
@@ -130,6 +132,22 @@ def test_what_is_no_operand_is_named(here: Path, operand: str, part: str) -> Non
         oocgemm.matmul(operand, other, out="new", backend="host")
     assert part in str(raised.value)
     assert contents(here) == before
+
+
+@pytest.mark.parametrize("limit", [resource.RLIM_INFINITY, 1 << 40])
+def test_a_thread_that_is_refused_is_no_missing_array(
+    here: Path, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(zarr, "open", refuse)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    done = run("a", "b", "new")
+    assert_one_line(done, EXIT_FAILED, "A at a: the system refuses zarr a thread: can't start new thread")
+    limited = r"\d+ of the 1048576 MiB of address space are in use: raise the limit \(ulimit -v\)"
+    assert re.search(limited if limit > 0 else r"\(ulimit -u\)", done.err)
+    assert not re.search("no zarr array", done.err)
 
 
 @pytest.mark.parametrize("operand", ["missing", "group", "cube", "a-int32.npy", "short.npy"])
@@ -166,7 +184,11 @@ RESULTS = {
     "C is damaged": ("a b garbage", "--overwrite", "no zarr array at garbage"),
     "C is a cut .npy file": ("a b c-short.npy", "--overwrite", "cannot be opened"),
     "C is a text": ("a b text.npy", "--overwrite", "cannot be opened"),
-    "C is a link to nothing": ("a b dangling", "--overwrite", "nothing at dangling"),
+    "C is a link to nothing": (
+        "a b dangling",
+        "--overwrite",
+        "nowhere, which does not exist; remove the link",
+    ),
     "C is the folder a path comes back to": ("a b missing/..", "--overwrite", "nothing at missing/.."),
     "C is an empty path": ("a b ", "--overwrite", "'' is not a path"),
     "C is of another shape": ("a b square", "--overwrite", "C exists with shape (8, 8)"),

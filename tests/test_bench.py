@@ -177,8 +177,8 @@ def test_bench_and_tune_on_a_gpu(mark: None, tmp_path: Path, capsys: pytest.Capt
     assert all(row["flops"] > 0 and row["seconds"][1] <= row["seconds"][0] for row in result["rows"])
     assert all(0 < row["occupancy"] <= 1 for row in result["rows"] if row["kernel"] != CUBLAS)
     counted = {row["kernel"]: row["ncu"] for row in result["rows"] if "ncu" in row}
-    assert set(counted) == (set() if "not counted" in result else {CUBLAS, *ladder.names()})
-    assert all(0 < found["occupancy"] <= 1 and found["store sectors"] > 0 for found in counted.values())
+    assert set(counted) == (set() if "not_counted" in result else {CUBLAS, *ladder.names()})
+    assert all(0 < found["occupancy"] <= 1 and found["store_sectors"] > 0 for found in counted.values())
     found = bench.tune(dtypes=["float32"], seconds=0.001, classes={"thin": (300, 40, 50)})
     tuning.save(found)
     assert tuning.load(found.device) == found

@@ -11,7 +11,7 @@ import zarr
 
 import oocgemm
 from oocgemm.backends.base import numpy_dtype
-from oocgemm.errors import ExecutionError, InputError
+from oocgemm.errors import InputError
 from tests.command import command, contents
 from tests.problems import Array, integers
 
@@ -84,11 +84,19 @@ def test_chunks_that_are_missing_are_its_fill_value(fill: object, value: float, 
             assert not np.isfinite(made).any()
 
 
-def test_bytes_that_would_have_to_be_swapped_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shards", [None, (32, 32)])
+def test_bytes_that_would_have_to_be_swapped_are_refused(
+    tmp_path: Path, shards: tuple[int, int] | None
+) -> None:
     x = integers(RNG, (20, 20), "bfloat16")
-    store(tmp_path / "X", x, 3, serializer=zarr.codecs.BytesCodec(endian="big"), compressors=None)
-    with pytest.raises(ExecutionError, match="low byte first only: store it with endian = little"):
-        oocgemm.matmul(tmp_path / "X", x, backend="host")
+    big = zarr.codecs.BytesCodec(endian="big")
+    store(tmp_path / "X", x, 3, serializer=big, compressors=None, shards=shards)
+    before = contents(tmp_path)
+    for place in (tmp_path / "X", zarr.open_array(tmp_path / "X")):
+        for act in (oocgemm.gemm, oocgemm.plan):
+            with pytest.raises(InputError, match=r"A: .* low byte first only: store it with endian = little"):
+                act(place, x, tmp_path / "C", backend="host")
+    assert contents(tmp_path) == before
 
 
 def test_what_brings_it_to_numpy_may_be_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

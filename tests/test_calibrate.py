@@ -2,9 +2,10 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import pairwise
 from math import log10
@@ -22,9 +23,10 @@ from hypothesis import strategies as st
 import oocgemm
 from oocgemm import backends, cache
 from oocgemm import calibrate as module
+from oocgemm.backends.host import HostBackend
 from oocgemm.calibrate import SIZES, Sizes, calibrate
 from oocgemm.cli import EXIT_USAGE
-from oocgemm.errors import InputError
+from oocgemm.errors import BackendError, InputError
 from oocgemm.plan import (
     RATES,
     Calibration,
@@ -33,14 +35,18 @@ from oocgemm.plan import (
     StoreRates,
     default_model,
     fit_line,
+    fit_link,
+    fits,
 )
+from oocgemm.plan.fits import MAX_LINK
 from oocgemm.plan.machine import VERSION
 from oocgemm.roofline import BOTTOM, LEFT, LINE, roofline
 from oocgemm.units import format_rate
 from tests.backends_here import needs_gpu
 from tests.command import command, contents, own_threads
 
-TINY = Sizes(side=64, depths=(8, 16, 32), block=(64, 64), copies=(1, 8, 64), seconds=0.0)
+TINY = Sizes(side=64, depths=(8, 16, 32), block=(64, 64), copies=(1, 8, 64), seconds=0.002)
+LAX = 1e5  # residual of fits: so little work is timed that its rates are those of the scheduler
 STORES = {"8:1": StoreRates(4e9, 3e9, 2e9, 1e9), "8:2": StoreRates(8e9, 2e9, 1e9, 5e8)}
 MEASURED = Calibration(
     machine="another",
@@ -62,12 +68,15 @@ MEASURED = Calibration(
 )
 
 positive = st.floats(1e-12, 1e15)
+possible = st.floats(1e-12, MAX_LINK)
 rates = st.builds(StoreRates, positive, positive, positive, positive)
 calibrations = st.builds(
     Calibration,
     *(st.text(), st.text(), st.text(), st.text(), st.integers(1, 1000)),
     st.dictionaries(st.sampled_from(list(RATES)), st.builds(KernelRate, positive, st.floats(0, 1e6))),
-    st.dictionaries(st.sampled_from(["h2d", "d2h", "memory", "decode"]), positive),
+    st.fixed_dictionaries(
+        {}, optional={"h2d": possible, "d2h": possible, "memory": positive, "decode": positive}
+    ),
     st.dictionaries(st.text(), rates),
 )
 
@@ -77,6 +86,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder to work in with two small matrices, and an empty cache beside it."""
     monkeypatch.setenv("OOCGEMM_CACHE", str(tmp_path / "cache"))
     monkeypatch.setitem(SIZES, "host", TINY)
+    monkeypatch.setattr(fits, "MAX_RESIDUAL", LAX)
     work = tmp_path / "work"
     work.mkdir()
     monkeypatch.chdir(work)
@@ -111,6 +121,44 @@ def test_a_line_never_falls_nor_begins_below_its_least(points: list[tuple[float,
     assert slope >= 0
 
 
+@given(
+    st.floats(0, 1e-3),
+    st.floats(1e6, 0.99 * MAX_LINK),
+    st.sets(st.integers(2**10, 2**30), min_size=2, max_size=6),
+)
+def test_a_link_is_fitted_by_latency_and_rate(latency: float, rate: float, sizes: set[int]) -> None:
+    measured = {size: size / (latency + size / rate) for size in sizes}
+    found_latency, found_rate = fit_link("h2d", measured)
+    for size in sizes:
+        assert size / (found_latency + size / found_rate) == pytest.approx(measured[size], rel=0.01)
+
+
+LINK = {1 << 20: 40e9, 1 << 22: 50e9, 1 << 25: 54e9, 1 << 28: 55e9}
+
+
+@pytest.mark.parametrize(
+    ("changed", "limit", "part"),
+    [
+        ({1 << 20: 1.05e15}, None, "d2h of 1 MiB came to 1.05 PB/s, any link carries at most 500 GB/s"),
+        (
+            {1 << 20: 70e9},
+            64e9,
+            "d2h of 1 MiB came to 70 GB/s, the link of this device carries at most 64 GB/s",
+        ),
+        ({1 << 20: float("nan")}, None, "d2h of 1 MiB came to nan"),
+        ({1 << 22: 150e9}, None, "no fit explains what was measured of d2h (1 MiB: 40 GB/s, 4 MiB: 150 GB/s"),
+        ({1 << 28: 5e9}, None, "no fit explains what was measured of d2h"),
+        ({}, 54.9e9, "the link of this device carries at most 54.9 GB/s"),
+    ],
+)
+def test_rates_that_a_link_cannot_have_are_refused(
+    changed: dict[int, float], limit: float | None, part: str
+) -> None:
+    assert fit_link("d2h", LINK)[1] == pytest.approx(55e9, rel=0.02)
+    with pytest.raises(ValueError, match=re.escape(part)):
+        fit_link("d2h", LINK | changed, limit)
+
+
 @given(calibrations)
 def test_a_calibration_reads_back_as_it_was_written(calibration: Calibration) -> None:
     assert Calibration.from_dict(json.loads(json.dumps(calibration.to_dict()))) == calibration
@@ -118,6 +166,10 @@ def test_a_calibration_reads_back_as_it_was_written(calibration: Calibration) ->
 
 def _without(key: str) -> Callable[[dict[str, Any]], Any]:
     return lambda data: {name: value for name, value in data.items() if name != key}
+
+
+def _with_copies(d2h: dict[str, Any], limit: float | None = None) -> Callable[[dict[str, Any]], Any]:
+    return lambda data: data | {"samples": {"copies": {"d2h": d2h}, "link_limit": limit}}
 
 
 @pytest.mark.parametrize(
@@ -134,6 +186,10 @@ def _without(key: str) -> Callable[[dict[str, Any]], Any]:
         pytest.param(lambda data: data | {"rates": {"h2d": float("nan")}}, id="no number"),
         pytest.param(lambda data: data | {"rates": {"io_threads": 3}}, id="no rate"),
         pytest.param(lambda data: data | {"machine": "another"}, id="another machine"),
+        pytest.param(lambda data: data | {"rates": {"d2h": 1e15}}, id="a link faster than any"),
+        pytest.param(_with_copies({}, limit=5e10), id="a link faster than itself"),
+        pytest.param(_with_copies({"1048576": 1e15, "67108864": 5e10}), id="a sample faster than any link"),
+        pytest.param(_with_copies({"1048576": "fast"}), id="a sample in words"),
         *(
             pytest.param(_without(key), id=f"no {key}")
             for key in ("machine", "multiprocessors", "kernels", "stores", "samples")
@@ -152,6 +208,14 @@ def test_a_file_that_is_no_calibration_of_this_machine_is_ignored(spoil: Callabl
     assert (shown.code, shown.err) == (0, "")
     assert f"{path} is ignored" in shown.out
     assert "run `oocgemm calibrate`" in shown.out
+
+
+def test_samples_that_no_fit_explains_are_no_calibration() -> None:
+    long = {"67108864": 5e10, "268435456": 5e10}
+    fine, spoilt = (_with_copies({"1048576": rate} | long)(known().to_dict()) for rate in (6e10, 2e11))
+    assert Calibration.from_dict(fine).samples == fine["samples"]
+    with pytest.raises(ValueError, match=r"no fit explains what was measured of d2h \(1 MiB: 200 GB/s"):
+        Calibration.from_dict(spoilt)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[" * 100_000])
@@ -297,9 +361,40 @@ def test_links_are_measured_where_there_are_any(here: Path, monkeypatch: pytest.
     assert Calibration.from_dict(json.loads(json.dumps(found.to_dict()))) == found
 
 
+@pytest.fixture
+def one_byte_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host backend with copies to a device, over a link that is said to carry a byte per second."""
+    monkeypatch.setattr(
+        module, "default_model", lambda name, cores: replace(default_model(name, cores), unified=False)
+    )
+    monkeypatch.setattr(HostBackend, "link_limit", lambda self: 1.0)
+
+
+@pytest.mark.usefixtures("one_byte_link")
+def test_a_calibration_with_impossible_rates_keeps_the_last_one(here: Path) -> None:
+    path = cache.save(known(backend="host", device=_host()))
+    kept = contents(here.parent / "cache")
+    done = command("calibrate", "--backend", "host")
+    assert done.code not in (0, EXIT_USAGE)
+    said = " ".join(done.err.split())
+    assert re.search(r"h2d of 512 B came to .*/s, the link of this device carries at most 1 B/s", said)
+    assert "nothing is kept of this calibration: end other programs" in said
+    assert contents(here.parent / "cache") == kept
+    assert path.is_file()
+
+
+def test_a_kernel_whose_fit_is_far_off_is_refused(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KernelRate, "fitted", lambda rates: KernelRate(1.0, 0.0))
+    with pytest.raises(
+        BackendError, match=r"what was measured of float16 \(panels 8 deep: .*/s.*the best expects 1 FLOP/s"
+    ):
+        calibrate("host", path=here)
+
+
 @pytest.mark.parametrize("backend", [pytest.param("cuda", marks=needs_gpu)])
 def test_a_gpu_is_measured_by_the_same_code(here: Path, backend: str) -> None:
-    small = Sizes(side=512, depths=(64, 128, 256), block=(1024, 512), copies=(1, 32, 1024), seconds=0.01)
+    # Copies of a panel take longer than their launch, or nothing would hold the device back.
+    small = Sizes(side=4096, depths=(256, 512, 1024), block=(1024, 512), copies=(1, 32, 1024), seconds=0.01)
     found = calibrate(backend, path=here, sizes=small)
     assert set(found.kernels) == set(RATES)
     assert set(found.samples["copies"]) == {"h2d", "d2h", "both ways"}
@@ -312,10 +407,51 @@ def test_a_gpu_is_measured_by_the_same_code(here: Path, backend: str) -> None:
     assert result.report.efficiency is not None
 
 
+def test_what_is_measured_is_said_with_the_backend(here: Path) -> None:
+    said: list[str] = []
+    calibrate("host", path=here, say=said.append)
+    assert [what for what in said if not what.startswith("host: ")] == []
+    assert {"host: memory", f"host: writing in {here}", "host: decoding zstd"} <= set(said)
+
+
+@pytest.mark.timeout(600, method="thread")
+@pytest.mark.parametrize("backend", [pytest.param("cuda", marks=needs_gpu)])
+def test_a_gpu_calibrates_to_the_same_rates_each_time(here: Path, backend: str) -> None:
+    """At full size: no copy is faster than the link, none far slower, and all fits agree."""
+    found = [calibrate(backend, path=here) for _ in range(3)]
+    for calibration in found:
+        limit = calibration.samples["link_limit"] or MAX_LINK
+        for link in ("h2d", "d2h"):
+            copies = calibration.samples["copies"][link]
+            assert all(rate <= limit for rate in (*copies.values(), calibration.rates[link]))
+            least, most = min(copies.values()), max(copies.values())
+            assert most < 10 * least, "a copy of 1 MiB takes ten times its share"
+            assert calibration.rates[link] == pytest.approx(most, rel=0.15)
+        assert 0 <= calibration.rates["copy_latency"] < 1e-3
+        assert most < calibration.samples["copies"]["both ways"] <= 2 * limit
+    for name, limit in (
+        ("h2d", 1.3),
+        ("d2h", 1.3),
+        ("memory", 2.0),
+    ):  # other machines share the host's memory
+        assert _spread(calibration.rates[name] for calibration in found) < limit, name
+    for kernel in found[0].kernels:
+        for depth in found[0].samples["kernels"][kernel]:
+            same = [calibration.samples["kernels"][kernel].get(depth) for calibration in found]
+            assert _spread(rate for rate in same if rate) < 1.3, f"{kernel}, panels {depth} deep"
+
+
+def _spread(rates: Iterable[float]) -> float:
+    found = list(rates)
+    return max(found) / min(found)
+
+
 def test_json_is_the_calibration_and_where_it_is_kept(here: Path) -> None:
     found = command("calibrate", "--backend", "host", "--path", here, "--json").json()
     assert Path(found.pop("kept")).is_file()
     assert Calibration.from_dict(found).samples["path"] == str(here)
+    assert {"float64", "emulated_float64"} <= set(found["kernels"])
+    assert set(Calibration.from_dict(found).kernels) <= set(RATES)
 
 
 def test_info_tells_a_gpu_with_what_was_measured_of_it(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,17 +464,18 @@ def test_info_tells_a_gpu_with_what_was_measured_of_it(here: Path, monkeypatch: 
         backends, "open_backend", lambda name, device=0: gpu if name == "cuda" else opened(name)
     )
     cache.save(known())
-    found = command("info", "--json").json()["cuda backend"]
+    found = command("info", "--json").json()["cuda_backend"]
     assert found["free"] == 120 << 30
     assert found["links"]["h2d"] == MEASURED.rates["h2d"]
-    measured = {*MEASURED.kernels, *MEASURED.rates} & {*found["kernels"], *found["links"]}
+    rates = {name.replace(" ", "_") for name in MEASURED.kernels} | set(MEASURED.rates)
+    measured = rates & {*found["kernels"], *found["links"]}
     assert {*found["kernels"], *found["links"]} - set(found["assumed"]) == measured
     text = " ".join(command("info").out.split())
     assert "NVIDIA H200, 140 GiB of memory, 120 GiB free; cupy 14.2, CUDA 13.0, driver for CUDA 13.2" in text
     assert "calibrated on 2026-11-21" in text
     assert "oocgemm calibrate --backend cuda" in text
     cache.save(known(stores={cache.file_system("."): STORES["8:1"]}))
-    assert command("info", "--json").json()["cuda backend"]["links"]["read_cold"] == STORES["8:1"].read_cold
+    assert command("info", "--json").json()["cuda_backend"]["links"]["read_cold"] == STORES["8:1"].read_cold
 
 
 def test_the_roofline_shows_what_was_measured(here: Path, tmp_path: Path) -> None:
@@ -346,7 +483,7 @@ def test_the_roofline_shows_what_was_measured(here: Path, tmp_path: Path) -> Non
     found = command("calibrate", "--backend", "host", "--svg", picture, "--json").json()
     shown = [text.text for text in ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}text")]
     for dtype, rate in found["kernels"].items():
-        assert f"{dtype} {format_rate(rate['peak'], 'FLOP')}" in shown
+        assert f"{dtype.replace('_', ' ')} {format_rate(rate['peak'], 'FLOP')}" in shown
     (storage,) = found["stores"].values()
     for link, rate in (("disk", "read_cold"), ("page cache", "read")):
         assert f"read, {link} {format_rate(storage[rate])}" in shown

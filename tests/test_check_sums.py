@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -250,16 +250,14 @@ class LockstepDevice(ModelDevice):
 
 @cache
 def _built(macros: tuple[str, ...]) -> ctypes.CDLL:
-    folder = Path(mkdtemp())
-    library = folder / "check_sums.so"
     runs = "RUN(check_panel) RUN(check_strip) RUN(check_product)"
     flags = "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", f"-I{kernel_folder()}"
     names = f'-DSOURCE="{kernel_folder() / "check_sums.cu"}"', f"-DRUNS={runs}"
     shim = Path(__file__).parent / "lockstep.hpp"
-    subprocess.run(["g++", *flags, *macros, *names, "-x", "c++", shim, "-o", library], check=True)
-    loaded = ctypes.CDLL(str(library))
-    shutil.rmtree(folder)
-    return loaded
+    with TemporaryDirectory() as folder:
+        library = f"{folder}/check_sums.so"
+        subprocess.run(["g++", *flags, *macros, *names, "-x", "c++", shim, "-o", library], check=True)
+        return ctypes.CDLL(library)
 
 
 def check(case: Case, given: Callable[[int], ctypes.Structure], run: Runs) -> dict[str, Array]:

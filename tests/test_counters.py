@@ -13,8 +13,9 @@ import pytest
 from oocgemm import bench, counters
 from oocgemm.backends.ladder import LADDER
 from oocgemm.backends.tuning import CUBLAS
-from oocgemm.display import print_bench
+from oocgemm.display_measured import print_bench
 from oocgemm.errors import BackendError
+from oocgemm.measuring import snake_keys
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 sys.path.insert(0, str(SCRIPTS))
@@ -59,15 +60,15 @@ def test_a_raw_page_is_read_and_the_launches_of_a_row_are_summed() -> None:
     dealt = counters._dealt(counters.launched(PAGE), [[], ["naive_grid", "naive_grid"], ["tiled"]])
     blas, grid, tiled = map(counters._summed, dealt)
     assert blas == {
-        **{"load sectors": 30, "store sectors": 10, "sectors from L2": 3, "bank conflicts": 7 / 34},
+        **{"load_sectors": 30, "store_sectors": 10, "sectors_from_l2": 3, "bank_conflicts": 7 / 34},
         "occupancy": pytest.approx(0.2),  # of three times as long 10%, and of the other 50%
     }
     assert grid == {
-        **{"load sectors": 2**31 + 352, "store sectors": 2**19 + 12, "sectors from L2": 2**20 + 24},
-        **{"bank conflicts": 0, "occupancy": pytest.approx(0.9876)},
+        **{"load_sectors": 2**31 + 352, "store_sectors": 2**19 + 12, "sectors_from_l2": 2**20 + 24},
+        **{"bank_conflicts": 0, "occupancy": pytest.approx(0.9876)},
     }
-    assert tiled["bank conflicts"] is None
-    assert tiled["sectors from L2"] == 77
+    assert tiled["bank_conflicts"] is None
+    assert tiled["sectors_from_l2"] == 77
 
 
 @pytest.mark.parametrize(
@@ -148,8 +149,8 @@ def ncu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def kept() -> dict[str, Any]:
     """Measurements without counters."""
-    result: dict[str, Any] = json.loads((SCRIPTS / "results" / "bench_kernels.json").read_text())
-    result.pop("not counted", None)
+    result: dict[str, Any] = snake_keys(json.loads((SCRIPTS / "results" / "bench_kernels.json").read_text()))
+    result.pop("not_counted", None)
     for row in result["rows"]:
         row.pop("ncu", None)
     return result
@@ -160,7 +161,7 @@ def test_each_rung_is_counted_on_its_largest_product_that_is_not_too_large(
 ) -> None:
     result = kept()
     bench.count(result, 1)
-    assert "not counted" not in result
+    assert "not_counted" not in result
     rows = [row for row in result["rows"] if "ncu" in row]
     rungs = {(row["dtype"], row["kernel"]) for row in result["rows"]}
     assert sorted((row["dtype"], row["kernel"]) for row in rows) == sorted(rungs)
@@ -171,12 +172,12 @@ def test_each_rung_is_counted_on_its_largest_product_that_is_not_too_large(
         key = "dtype", "shape", "kernel"
         variants = [one for one in result["rows"] if all(one[x] == row[x] for x in key)]
         assert row["flops"] == max(one["flops"] for one in variants)
-        assert row["ncu"]["load sectors"] == 1000 * launches
-        assert (row["ncu"]["bank conflicts"], row["ncu"]["occupancy"]) == (pytest.approx(1 / 3), 0.5)
+        assert row["ncu"]["load_sectors"] == 1000 * launches
+        assert (row["ncu"]["bank_conflicts"], row["ncu"]["occupancy"]) == (pytest.approx(1 / 3), 0.5)
     print_bench(result, bench.best_rows(result))
     shown = capsys.readouterr().out
     tiled = next(row for row in rows if (row["dtype"], row["kernel"]) == ("float64", "tiled"))
-    model = f"{tiled['load sectors']:.3g} / 1e+03", f"{tiled['occupancy']:.3g} / 0.5"
+    model = f"{tiled['load_sectors']:.3g} / 1e+03", f"{tiled['occupancy']:.3g} / 0.5"
     (tmp_path / "bench_kernels_counters.json").write_text(json.dumps(result))
     with patch.object(readme, "RESULTS", tmp_path):
         table = readme.counted()
@@ -194,7 +195,7 @@ def test_a_product_launched_in_parts_is_one_row(ncu: Path) -> None:
         *(rounded, rounded | {"kernel": "tensor", "params": mma.variants[0]}),
     ]
     found = counters.counted(rows, 1)
-    assert [one["store sectors"] for one in found] == [2000, 2000, 2000, 1000]
+    assert [one["store_sectors"] for one in found] == [2000, 2000, 2000, 1000]
     launches = ncu.read_text().splitlines()
     assert (launches[2:4], launches[-1]) == (["naive_grid", "naive_grid"], "tensor_mma")
 
@@ -233,11 +234,11 @@ def test_where_ncu_refuses_a_line_says_why(
     result = kept()
     bench.count(result, 1)
     with pytest.raises(BackendError, match=why):
-        raise BackendError(result["not counted"])
+        raise BackendError(result["not_counted"])
     assert not any("ncu" in row for row in result["rows"])
     print_bench(result, bench.best_rows(result))
     assert (
-        f"nothing is counted on the device: {result['not counted']}" in capsys.readouterr().out.splitlines()
+        f"nothing is counted on the device: {result['not_counted']}" in capsys.readouterr().out.splitlines()
     )
 
 
@@ -252,4 +253,4 @@ def test_without_ncu_a_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PATH", str(tmp_path))
     result = kept()
     bench.count(result, 0)
-    assert result["not counted"] == "ncu, which comes with Nsight Compute, is not on PATH"
+    assert result["not_counted"] == "ncu, which comes with Nsight Compute, is not on PATH"

@@ -130,6 +130,22 @@ def test_a_device_without_room_for_the_arena_says_both_numbers(device: SimpleNam
     assert idle(device)
 
 
+def test_the_limit_of_a_link_is_that_of_the_devices_address(device: SimpleNamespace) -> None:
+    asked: list[str] = []
+
+    def limit(address: str) -> float:
+        asked.append(address)
+        return 64e9
+
+    device.runtime.deviceGetPCIBusId.return_value = "0000:1B:00.0"
+    with patch("oocgemm.backends.pcie.link_limit", limit):
+        device.runtime.deviceGetAttribute.return_value = 0
+        assert device.backend().link_limit() == 64e9
+        assert asked == ["0000:1B:00.0"]
+        device.runtime.deviceGetAttribute.return_value = 1  # it shares page tables, by NVLink-C2C
+        assert device.backend().link_limit() is None
+
+
 @pytest.mark.parametrize("refuses", ["cublas", "a stream", "an event", "a kernel"])
 def test_a_device_without_room_beside_the_arena_gives_it_back(
     device: SimpleNamespace, plan: Plan, refuses: str

@@ -1,14 +1,23 @@
 """A run is said to be bound by what bounds it, and advice promises what the cost model and the virtual clock give."""
 
+import io
 import json
+import os
+import re
+from contextlib import redirect_stdout
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
+from hypothesis import given
 
+from oocgemm.display import print_report
 from oocgemm.plan import Budgets, Layout, Layouts, TileShape, recorded_plan
 from oocgemm.timeline import Span, Timeline, diagnose, diagnosis_lines, remedy, report
-from oocgemm.timeline.remedies import TRUSTED, Remedy, fit
+from oocgemm.timeline.page import page
+from oocgemm.timeline.remedies import CONTENDED, ONLY_KERNEL, TRUSTED, Remedy, fit
 
+from .test_figures import timelines
 from .virtual_runs import CHUNKS, GIB, machine, run_of, virtual_plan
 
 CUBE = 16384, 16384, 16384
@@ -36,64 +45,137 @@ def advice(timeline: Timeline) -> Remedy:
         ("compute", first(), 102),
         (
             "read",
-            (*first(), span(2, "read", "read", 10, 150), span(3, "multiply", "compute", 150, 240, 2)),
-            240,
+            (*first(), span(2, "read", "read", 10, 350), span(3, "multiply", "compute", 350, 440, 2)),
+            440,
         ),
         (
             "decode",
-            (*first(), span(2, "read", "decode", 10, 150), span(3, "multiply", "compute", 150, 240, 2)),
-            240,
+            (*first(), span(2, "read", "decode", 10, 350), span(3, "multiply", "compute", 350, 440, 2)),
+            440,
         ),
         (
             "h2d",  # the panel was read long before
-            (*first(), span(2, "upload", "h2d", 10, 150, 0), span(3, "multiply", "compute", 150, 240, 2)),
-            240,
+            (*first(), span(2, "upload", "h2d", 10, 350, 0), span(3, "multiply", "compute", 350, 440, 2)),
+            440,
         ),
         (
             "read",  # the copy is what ended last, but it waited for a longer read
             (
                 *first(),
-                span(2, "read", "read", 10, 120),
-                span(3, "upload", "h2d", 120, 170, 2),
-                span(4, "multiply", "compute", 170, 260, 3),
+                span(2, "read", "read", 10, 320),
+                span(3, "upload", "h2d", 320, 370, 2),
+                span(4, "multiply", "compute", 370, 460, 3),
             ),
-            260,
+            460,
         ),
         (
-            "d2h",
-            (*first(), span(2, "download", "d2h", 100, 140, 1), span(3, "multiply", "compute", 140, 230, 2)),
-            230,
+            "accumulator",
+            (*first(), span(2, "download", "d2h", 100, 300, 1), span(3, "multiply", "compute", 300, 390, 2)),
+            390,
         ),
         (
             "write",
+            (*first(), span(2, "write", "write", 100, 300, 1), span(3, "multiply", "compute", 300, 390, 2)),
+            390,
+        ),
+        (
+            "compute",  # a write was waited for, but not for as long as was multiplied
             (*first(), span(2, "write", "write", 100, 140, 1), span(3, "multiply", "compute", 140, 230, 2)),
             230,
         ),
-        ("write", (*first(), span(2, "write", "write", 100, 140, 1)), 140),
-        ("encode", (*first(), span(2, "write", "encode", 100, 140, 1)), 140),
-        ("start-up", (span(0, "read", "read", 30, 60), span(1, "multiply", "compute", 60, 100, 0)), 100),
-        ("issue", (*first(), span(2, "multiply", "compute", 150, 240, 1)), 240),
+        ("tail", (*first(), span(2, "write", "write", 100, 240, 1)), 240),
+        ("start-up", (span(0, "read", "read", 130, 160), span(1, "multiply", "compute", 160, 200, 0)), 200),
+        ("issue", (*first(), span(2, "multiply", "compute", 300, 390, 1)), 390),
         ("nothing", (span(0, "read", "read", 0, 10),), 100),
         ("nothing", (), 0),
     ],
 )
 def test_a_run_is_bound_by(bound: str, spans: tuple[Span, ...], wall: int) -> None:
     found = diagnose(Timeline(spans, wall))
-    assert found.bound == bound, found
+    assert found.verdict.bound == bound, found
     assert found.finding.endswith(".")
-    assert 0 <= found.share <= 1
+    assert 0 <= found.verdict.share <= 1
 
 
 def test_the_finding_and_the_evidence_have_the_figures() -> None:
-    spans = (*first(), span(2, "read", "read", 10, 150), span(3, "multiply", "compute", 150, 240, 2))
-    header = {"rates": {"read": 2e9}, "plan": {"least": {"read": 100}}}
-    found = diagnose(Timeline(spans, 240, header))
-    assert found.share == pytest.approx(50 / 240)
-    assert found.finding == "Storage-bound: 21% of the time waits for panels of A and B."
+    spans = (*first(), span(2, "read", "read", 10, 350), span(3, "multiply", "compute", 350, 440, 2))
+    header = {"rates": {"read": 1e9, "kernel": 2e10}, "plan": {"least": {"read": 100}}}
+    found = diagnose(Timeline(spans, 440, header))
+    assert found.verdict.share == pytest.approx(254 / 440)
+    assert found.finding == "Read-bound, 57.7%: waiting for reads; compute 42.3%."
     assert found.evidence == (
-        "Reading took 60% of the time, at 1.39 GB/s, 69% of the calibrated 2 GB/s; it moved 200 B, "
+        "Reading took 78% of the time, at 581 MB/s, 58% of the calibrated 1 GB/s; it moved 200 B, "
         "2.00 times the least possible."
     )
+    multiplying = diagnose(Timeline(first(), 102, header))
+    assert multiplying.finding == "Compute-bound, 94.1%; largest stall: read 3.9%, waiting for reads."
+    assert multiplying.evidence == "The kernel ran at 10.4 GFLOP/s, 52% of the calibrated 20 GFLOP/s."
+
+
+@given(timelines())
+def test_the_verdict_is_the_largest_share_of_the_tables(timeline: Timeline) -> None:
+    """In the text and on the page, with the very numbers that stand in the table there."""
+    figures = report(timeline)
+    with patch.dict(os.environ, COLUMNS="1000"), redirect_stdout(io.StringIO()) as out:
+        print_report(figures, timeline)
+    text = out.getvalue()
+    shown = {"compute": re.findall(r"^compute share ([\d.]+)%", text, re.MULTILINE)}
+    exposed = "".join(re.findall(r"^exposed .*?: (.*)", text, re.MULTILINE))
+    shown |= {cause: [share] for cause, share in re.findall(r"([\w-]+) ([\d.]+)% \(", exposed)}
+    cells = r"</i>([\w-]+)</td><td class=n>[^<]*</td><td class=n>([\d.]+)%</td>"
+    tabled = {cause: [share] for cause, share in re.findall(cells, page([("x", timeline)]))}
+    found = diagnose(timeline, figures)
+    if not figures.compute:
+        assert text.startswith("Nothing was multiplied.")
+        return
+    assert found.verdict.to_dict() == figures.to_dict()["verdict"]
+    assert shown == tabled
+    said = re.match(r"([\w-]+)-bound, ([\d.]+)%(?:;|: [^;]*;) (?:largest stall: )?([\w-]+) ([\d.]+)%", text)
+    assert said or list(shown) == ["compute"], text
+    if said:
+        bound, share, beside, other = said.groups()
+        numbers = {cause: float(one) for cause, (one,) in shown.items()}
+        assert shown[bound.lower()] == [share]
+        assert shown[beside] == [other]
+        assert numbers[bound.lower()] == max(numbers.values())
+        stalls = [one for cause, one in numbers.items() if cause != "compute"]
+        assert max(stalls) == numbers[beside if bound == "Compute" else bound.lower()]
+
+
+@pytest.mark.parametrize(
+    ("backend", "cores", "own", "others", "contended"),
+    [
+        pytest.param("host", 2, 1.1, 0.9, True, id="half of the cores are used by others"),
+        pytest.param("host", 2, 1.9, 0.1, False, id="others use next to nothing"),
+        pytest.param("host", 16, 4.0, 4.0, False, id="cores are left"),
+        pytest.param("cuda", 2, 1.1, 0.9, False, id="a kernel that needs no core"),
+    ],
+)
+def test_contention_is_told_from_a_slow_kernel(
+    backend: str, cores: int, own: float, others: float, contended: bool
+) -> None:
+    second = 10**9
+    spans = (span(0, "read", "read", 0, 1), span(1, "multiply", "compute", 1, second, 0))
+    used = {"cores": cores, "own_seconds": own, "busy_seconds": own + others}
+    run = Timeline(spans, second, {"backend": {"name": backend}, "cpu": used})
+    said = diagnosis_lines(report(run), run, advise=True)
+    assert (CONTENDED in said[-1], ONLY_KERNEL in said[-1]) == (contended, not contended)
+    assert (f"Other programs used {others:.1f} of {cores} cores." in said[1]) == (others >= 0.1 * cores)
+
+
+def test_contention_goes_before_a_gain_by_rates_that_it_spoiled() -> None:
+    slow = machine(read=1e9, read_scattered=1e9)
+    run = run_of(virtual_plan(CUBE, SMALL, slow))
+    assert advice(run).seconds is not None
+    seconds = run.wall / 1e9
+    used = {"cores": 2, "own_seconds": seconds, "busy_seconds": 2 * seconds}
+    found = advice(Timeline(run.spans, run.wall, dict(run.header) | {"cpu": used}))
+    assert (found.change, found.seconds) == (CONTENDED, None)
+
+
+def test_a_short_run_says_nothing_of_other_programs() -> None:
+    run = Timeline(first(), 102, {"cpu": {"cores": 2, "own_seconds": 0.0, "busy_seconds": 1.0}})
+    assert "Other programs" not in diagnose(run).evidence
 
 
 @pytest.mark.parametrize(
@@ -110,7 +192,7 @@ def test_a_planned_run_is_bound_by_the_link_that_is_made_slow(slow: dict[str, fl
     coded = replace(CHUNKS, a=Layout((512, 512), partial_reads=False, decode_bytes=1 << 21))
     deep, layouts = (16384, 16384, 131072), coded if bound == "decode" else CHUNKS
     plan = virtual_plan(deep, Budgets(4 * GIB, GIB), machine(**slow), layouts=layouts)
-    assert diagnose(run_of(plan)).bound == bound
+    assert diagnose(run_of(plan)).verdict.bound == bound
 
 
 @pytest.mark.parametrize("slow", [{"read": 4e9, "read_scattered": 4e9}, {"h2d": 4e9}, {"read": 8e9}])
@@ -250,10 +332,9 @@ def test_what_is_in_memory_is_no_storage() -> None:
     run = run_of(virtual_plan(size, Budgets(GIB, GIB), machine(memory=20e9), layouts=layouts))
     header = dict(run.header) | {"operands": {x: {"store": "memory"} for x in "ABC"}}
     found = diagnose(Timeline(run.spans, run.wall, header))
-    assert found.bound == "write"
-    assert found.finding.startswith("Download-bound: ")
+    assert found.verdict.bound == "write"
     assert found.evidence.startswith("Copying C from the slots")
-    assert diagnose(run).finding.startswith("Write-bound: ")
+    assert diagnose(run).evidence.startswith("Writing took")
 
 
 def test_the_text_report_says_the_same() -> None:
@@ -274,3 +355,13 @@ def test_a_lane_that_only_the_end_waits_for_is_taken_to_be_as_slow_as_it_was() -
     fitted = fit(late, replace(figures, exposed={"tail": figures.exposed["tail"]}))
     assert fitted is not None
     assert fitted.machine.write == pytest.approx(0.4e9, rel=0.1)
+
+
+def test_a_slow_download_that_the_accumulator_waits_for_is_fitted() -> None:
+    plan = virtual_plan((16384, 16384, 512), Budgets(GIB, 4 * GIB), machine())
+    late = run_of(replace(plan, machine=machine(d2h=2e9)), believed=plan.machine)
+    figures = report(late)
+    assert figures.verdict.bound == "accumulator"
+    fitted = fit(late, replace(figures, exposed={"accumulator": figures.exposed["accumulator"]}))
+    assert fitted is not None
+    assert fitted.machine.d2h == pytest.approx(2e9, rel=0.1)

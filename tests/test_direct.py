@@ -6,6 +6,7 @@ import fcntl
 import os
 import struct
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,32 @@ def test_what_is_not_understood_is_left_to_zarr(
     delta = any(isinstance(codec, numcodecs.Delta) for codec in options.get("filters", ()))
     by_zarrs = type(matrix._read.async_array.codec_pipeline).__name__ == "ZarrsCodecPipeline"
     assert by_zarrs is (reader == "told" or (reader == "zarrs" and not delta))
+
+
+def test_arrays_opened_side_by_side_leave_zarr_configured_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first to begin ends first: its settings must not be what the second one restores."""
+    compressors = [ZstdCodec(), GzipCodec()]
+    array = zarr.create_array(
+        tmp_path / "A", shape=(8, 8), chunks=(4, 4), dtype="f8", compressors=compressors
+    )
+    right, turns = zarr.AsyncArray, iter((0.2, 0.4))
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(next(turns))
+        return right(*arguments)
+
+    monkeypatch.setattr(zarr, "AsyncArray", slow)
+    before = zarr.config.get("codec_pipeline.path")
+    both = [threading.Thread(target=ZarrMatrix, args=("A", array)) for _ in range(2)]
+    for thread in both:
+        thread.start()
+        time.sleep(0.1)
+    for thread in both:
+        thread.join()
+    assert next(turns, None) is None
+    assert zarr.config.get("codec_pipeline.path") == before
 
 
 def _cut(stored: bytes) -> bytes:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock, call
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -24,15 +24,11 @@ from oocgemm.plan import Kind, Operation, Plan, TileShape, candidates
 from oocgemm.stores.arrays import ArrayMatrix
 from oocgemm.timeline import Span
 from tests.backends_here import staged
+from tests.command import own_threads
 from tests.faults import ON_DEVICE
 
 A = np.ones((40, 30))
 B = np.ones((30, 50))
-
-
-def own_threads() -> int:
-    """Threads of this project: zarr keeps some of its own."""
-    return sum(thread.name.startswith("oocgemm") for thread in threading.enumerate())
 
 
 @pytest.mark.parametrize("kind", [Kind.UPLOAD, Kind.MULTIPLY, Kind.DOWNLOAD])
@@ -51,7 +47,6 @@ def test_a_failing_device_operation_stops_the_run(
         return right(self, operation, host, tokens)
 
     monkeypatch.setattr(HostSession, "submit", failing)
-    threads = own_threads()
     with (
         staged(),
         pytest.raises(
@@ -59,7 +54,7 @@ def test_a_failing_device_operation_stops_the_run(
         ),
     ):
         oocgemm.matmul(A, B, out=tmp_path / "C.zarr", tile="10x10x10", backend="host")
-    assert own_threads() == threads
+    assert own_threads() == []
     place = tmp_path / "C.zarr"
     assert not place.exists() or zarr.open_array(place).attrs["oocgemm"] == {"complete": False}
 
@@ -74,10 +69,9 @@ def test_a_failing_store_stops_the_run(method: str, monkeypatch: pytest.MonkeyPa
         right(self, rows, cols, data)
 
     monkeypatch.setattr(ArrayMatrix, method, failing)
-    threads = own_threads()
     with pytest.raises(ExecutionError, match="No space left on device"):
         oocgemm.matmul(A, B, tile="10x10x10", backend="host")
-    assert own_threads() == threads
+    assert own_threads() == []
 
 
 def test_the_first_error_is_the_one_that_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,32 +122,6 @@ def test_what_is_to_come_is_not_gone_through_once_something_has_failed(
     with pytest.raises(ExecutionError, match="the launch failed"):
         oocgemm.matmul(A, B, tile="4x4x4", backend="host")
     assert seen < total // 2
-
-
-def test_a_step_of_stopping_is_taken_however_often_it_is_interrupted() -> None:
-    said: list[BaseException] = []
-    act = Mock(side_effect=[KeyboardInterrupt, KeyboardInterrupt, None])
-    Run._insist(SimpleNamespace(_fail=said.append), act, 1)  # type: ignore[arg-type]
-    assert act.mock_calls == [call(1)] * 3
-    assert len(said) == 2
-
-
-def test_interrupts_while_stopping_leave_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    right, joins = threading.Thread.join, 0
-
-    def interrupted(self: threading.Thread, timeout: float | None = None) -> None:
-        nonlocal joins
-        if self.name.startswith("oocgemm-") and threading.current_thread() is threading.main_thread():
-            joins += 1
-            if joins in (1, 3):
-                raise KeyboardInterrupt
-        right(self, timeout)
-
-    monkeypatch.setattr(threading.Thread, "join", interrupted)
-    threads = own_threads()
-    with pytest.raises(KeyboardInterrupt):
-        oocgemm.matmul(A, B, tile="10x10x10", backend="host")
-    assert own_threads() == threads
 
 
 def test_strips_of_tiles_of_different_widths_do_not_overwrite_each_other(

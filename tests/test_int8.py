@@ -154,7 +154,7 @@ def test_a_sum_that_c_cannot_hold_ends_the_run(
     [
         (
             {"alpha": 0.5},
-            r"alpha = 0.5 is no integer below 2\^53, and C is of int32: pass out_dtype='float64'",
+            r"alpha = 0.5 is no integer below 2\^53, and the product is of dtype int32 .*: pass out_dtype='float64'",
         ),
         ({"beta": float("nan"), "out_dtype": "int64"}, "beta = nan is no integer"),
         ({"alpha": 2**53}, "no integer below"),
@@ -175,11 +175,20 @@ def test_what_would_not_be_exact_is_refused(options: dict[str, Any], said: str, 
     assert contents(tmp_path) == {}
 
 
+def test_what_is_said_of_a_fraction_holds_for_any_c() -> None:
+    x = np.ones((4, 4), np.int8)
+    with pytest.raises(InputError) as raised:
+        oocgemm.gemm(x, x, np.empty((4, 4)), alpha=0.5, backend="host")
+    assert "C is of" not in str(raised.value)
+    c = oocgemm.gemm(x, x, np.empty((4, 4)), alpha=0.5, out_dtype="float64", backend="host").out  # as it says
+    np.testing.assert_array_equal(c, np.full((4, 4), 2.0))
+
+
 def test_operands_of_other_integers_are_refused() -> None:
     for dtype in ("uint8", "int16", "int32", "int64"):
         x = np.ones((4, 4), dtype)
         with pytest.raises(
-            InputError, match=f"A is of dtype {dtype}, supported are float16, .*, int8: convert it"
+            InputError, match=f"A is of dtype {dtype}, supported are float16, .*, int8: convert A by "
         ):
             oocgemm.matmul(x, x, backend="host")
 

@@ -179,7 +179,7 @@ def test_a_strip_is_finished_as_on_the_host(int8: Any, sums: Any, c_dtype: str) 
             *(held.ctypes.data, c.ctypes.data, flag.ctypes.data),
         )
         try:
-            finish_on_host(held, alpha, beta, expected)
+            finish_on_host(held.astype(np.float64), alpha, beta, expected, np.empty(3 * 8 * 50, np.uint8))
         except ExecutionError:
             ends.append(True)
             assert flag[0] == 1

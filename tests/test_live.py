@@ -1,6 +1,10 @@
 """While a run goes on it says how far it is and which lane holds it up, on a terminal and elsewhere."""
 
 import io
+import re
+import time
+from collections import deque
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -8,12 +12,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from oocgemm import live
+from oocgemm import display, live
 from oocgemm.plan import Budgets
 from oocgemm.timeline import Span, report
 from oocgemm.timeline.series import utilisation
 
-from .command import run
+from .command import command, own_threads, run
 from .virtual_runs import GIB, machine, run_of, virtual_plan
 
 
@@ -38,7 +42,7 @@ def shown(rates: dict[str, float]) -> list[tuple[float, str, str]]:
 )
 def test_the_lane_that_holds_a_run_up_is_named(rates: dict[str, float], bound: str) -> None:
     seen = shown(rates)
-    assert seen[len(seen) // 2][2].endswith(f"bound by {bound}")
+    assert f"  |  {bound}-bound, " in seen[len(seen) // 2][2]
 
 
 def test_what_is_shown_goes_from_nothing_to_all() -> None:
@@ -46,7 +50,7 @@ def test_what_is_shown_goes_from_nothing_to_all() -> None:
     shares = [share for share, _, _ in seen]
     assert shares == sorted(shares)
     assert (shares[0], shares[-1]) == (0.0, 1.0)
-    assert (seen[0][1].split("/")[0], len({tiles for _, tiles, _ in seen}) > 1) == ("tile 1", True)
+    assert (seen[0][1].split("/")[0], len({tiles for _, tiles, _ in seen}) > 1) == ("cuda: tile 1", True)
 
 
 def test_utilisation_of_the_whole_run_is_that_of_its_report() -> None:
@@ -66,6 +70,18 @@ def test_utilisation_counts_what_lies_within() -> None:
     assert utilisation(spans, 10, 50) == {"read": pytest.approx(0.5)}  # 10-20 and 40-50
 
 
+def test_the_multiply_that_is_running_is_no_stall() -> None:
+    """Reads end while a long Multiply runs, of which nothing is known before its end."""
+    known = [
+        Span(0, "multiply", "A", "compute", "compute", 0, (0, 0), 0, 0, 100, 0, 8),
+        Span(1, "read", "A", "read", "read", 0, (0, 0), 1, 50, 900, 0, 0),
+    ]
+    assert live._lately(deque(known), multiplied=False).endswith("compute-bound, 100.0%")
+    ended = live._lately(deque(known), multiplied=True)
+    assert ended.endswith("tail-bound, 88.9%; compute 11.1%")
+    assert "-bound" not in live._lately(deque(known[1:]), multiplied=False)
+
+
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in "ab":
@@ -80,10 +96,60 @@ def test_lines_are_printed_where_there_is_no_terminal(monkeypatch: pytest.Monkey
     done = run("a.npy", "b.npy", "c", "--tile", "10x10x10")
     assert done.code == 0
     lines = done.err.splitlines()
-    assert all(line.startswith("tile ") and " bound by " in line for line in lines)
-    assert "tile 16/16  100%" in done.err
+    shape = re.compile(r"host: tile \d+/16  \d+%  \S+ m?s  .*  \|  busy .*")
+    assert [line for line in lines if not shape.fullmatch(line)] == []
+    assert "host: tile 16/16  100%" in done.err
     assert "\x1b" not in done.err
     assert run("a.npy", "b.npy", "d", "--quiet").err == ""
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["verify", "a.npy", "b.npy", "c.npy"], [f"reading {x}, 100% of 12.5 KiB" for x in "BAC"]),
+        (["verify", "a.npy", "b.npy", "c.npy", "--json"], []),
+    ],
+)
+def test_verify_says_what_it_reads(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], expected: list[str]
+) -> None:
+    assert run("a.npy", "b.npy", "c.npy").code == 0
+    said: list[str] = []
+    monkeypatch.setattr("oocgemm.cli.doing", lambda enabled: nullcontext(said.append if enabled else len))
+    assert command(*arguments).code == 0
+    assert said == expected
+
+
+def test_lines_go_on_while_one_thing_takes_long(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(display, "SELDOM", 0.01)
+    shown = ""
+    with display.doing(True) as say:
+        say("reading [A]")
+        while shown.count("reading [A]\n") < 3:
+            time.sleep(0.01)
+            shown += capsys.readouterr().err
+    lines = [line for line in shown.splitlines() if not line.endswith("  starting")]
+    assert all(re.fullmatch(r"\S+ m?s  reading \[A\]", line) for line in lines)
+    assert own_threads() == []
+
+
+def test_short_work_prints_no_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    with display.doing(True) as say:
+        say("reading A")
+    assert capsys.readouterr().err == ""
+
+
+def test_doing_shows_on_a_terminal_what_and_for_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.StringIO()
+    console = partial(Console, file=terminal, force_terminal=True, width=100)
+    monkeypatch.setattr(display, "Console", lambda **_: console())
+    with display.doing(True) as say:
+        say("reading [A]")
+    assert "reading [A]" in terminal.getvalue()
+    assert "0:00:00" in terminal.getvalue()
 
 
 @pytest.mark.usefixtures("here")
@@ -95,6 +161,6 @@ def test_a_bar_is_drawn_on_a_terminal_and_taken_away(monkeypatch: pytest.MonkeyP
     done = run("a.npy", "b.npy", "c", "--tile", "10x10x10")
     assert (done.code, done.err) == (0, "")
     drawn = terminal.getvalue()
-    assert "bound by " in drawn
-    assert "100%" in drawn
+    for part in ("host: tile 16/16", "100%", " elapsed, ", "-bound, "):
+        assert part in drawn
     assert drawn.endswith("\x1b[2K")  # the last thing done to it is to clear a line

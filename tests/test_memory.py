@@ -18,11 +18,12 @@ from tests.backends_here import needs_gpu
 
 MIB = 1 << 20
 # Samples the process's anonymous memory all along a run, and what the device has free beside the CUDA context, and
-# prints the peaks of what is held of both.
+# prints the peaks of what is held of both. The operands may be made by a `setup`, before.
 CODE = """
 import json, sys, threading
 import numpy, zarr, oocgemm, oocgemm.stores.zarr_store, oocgemm.backends.host
 arguments = json.loads(sys.argv[1])
+exec(arguments.pop("setup", ""))
 if arguments.get("backend") == "cuda":
     import cupy
     cupy.cuda.runtime.free(0)  # makes the context
@@ -43,7 +44,7 @@ def sample():
         least, peak = min(least, free()), max(peak, held())
 thread = threading.Thread(target=sample, daemon=True)
 thread.start()
-if arguments:
+if "a" in arguments:
     oocgemm.gemm(**arguments)
 done.set()
 thread.join()
@@ -128,6 +129,35 @@ def test_the_host_backend_stays_within_its_budgets(
     arguments = {"a": place, "b": place, "c": str(tmp_path / "C"), "backend": "host"}
     used = peaks(arguments | {"device_memory": device, "host_memory": host} | options)[0] - idle()
     assert used <= parse_size(device) + parse_size(host)
+
+
+# A dask array and an HDF5 dataset of 256 MiB.
+LAZY = {
+    "dask": """
+import dask.array
+lazy = dask.array.ones((8192, 4096), chunks=(1024, 1024)) + 1
+lazy[:2, :2].compute()
+""",
+    "h5py": """
+import h5py, os, tempfile
+file = h5py.File(tempfile.TemporaryFile(), "w")
+lazy = file.create_dataset("a", (8192, 4096), "f8", chunks=(1024, 1024), compression="gzip", fillvalue=2)
+lazy[:2, :2] = 2
+""",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+@pytest.mark.parametrize("package", LAZY)
+def test_a_lazy_operand_stays_within_the_budgets(tmp_path: Path, package: str) -> None:
+    pytest.importorskip(package)
+    idle = peaks({"setup": LAZY[package]})[0]
+    setup = LAZY[package] + "arguments['a'] = lazy\narguments['b'] = numpy.ones((4096, 64))\n"
+    arguments = {"setup": setup, "c": str(tmp_path / "C.npy"), "backend": "host"}
+    used = peaks(arguments | {"device_memory": "48MiB", "host_memory": "48MiB"})[0] - idle
+    assert used <= 96 * MIB
+    assert (np.load(tmp_path / "C.npy") == 8192).all()
 
 
 @pytest.mark.slow

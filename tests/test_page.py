@@ -75,7 +75,7 @@ def test_the_page_is_complete_in_itself(run: Timeline) -> None:
     assert not re.search(r"https?://|@import|url\(|fetch\(|XMLHttp|WebSocket", text)
     assert not re.search(r"<!--\w+-->", text)
     figures = report(run)
-    assert f"{100 * (figures.compute_share or 0):.0f}%" in text
+    assert f"{100 * (figures.compute_share or 0):.1f}%" in text
 
 
 @pytest.mark.parametrize(
@@ -286,9 +286,30 @@ def test_report_compares_two_runs(log: Path, tmp_path: Path) -> None:
     shown = command("report", log, tmp_path / "other.jsonl", "--html", tmp_path / "both.html")
     assert (shown.code, shown.err) == (0, "")
     assert "+0.0%" in shown.out
-    assert shown.out.count("PCIe-bound") == 2
+    assert shown.out.count("h2d-bound, ") == 2
     both = command("report", log, log, "--json").json()
+    assert both["same_product"] is True
     assert both["runs"] == [command("report", log, "--json").json()] * 2
+
+
+def test_different_products_are_compared_by_rates_only(log: Path, tmp_path: Path) -> None:
+    other, page_of_both = tmp_path / "other.jsonl", tmp_path / "both.html"
+    write_log(other, run_of(virtual_plan((4096, 8192, 4096), Budgets(GIB // 4, GIB), machine(h2d=8e9))))
+    shown = command("report", log, other, "--html", page_of_both)
+    text = " ".join(shown.out.split())
+    assert (
+        "different products, 8192 x 8192 x 8192 float64 and 4096 x 8192 x 4096 float64: compare rates" in text
+    )
+    changed = [
+        line.split()[0]
+        for line in shown.out.splitlines()
+        if line.endswith("%") and line[-6:-1].strip()[0] in "+-"
+    ]
+    assert changed == ["rate"]
+    assert command("report", log, other, "--json").json()["same_product"] is False
+    assert "times as long" not in page_of_both.read_text()
+    assert "a different product, its rate " in page_of_both.read_text()
+    assert "different product" not in command("report", log, log).out
 
 
 def test_a_png_is_drawn_or_the_way_to_it_is_said(log: Path, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from oocgemm.stores.encoding import Encoding
 from tests.backends_here import BACKENDS, ENGINES, staged
 from tests.problems import (
     ALL_DTYPES,
+    DTYPES,
     applied,
     assert_same,
     integer_c,
@@ -202,6 +203,25 @@ def test_empty_extents_give_beta_c(backend: str, m: int, n: int, k: int, tmp_pat
     for name in ("C.zarr", "C.npy"):
         out = oocgemm.matmul(np.ones((m, k)), np.ones((k, n)), out=tmp_path / name, backend=backend).out
         np.testing.assert_array_equal(out[:], np.zeros((m, n)))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("alpha", [np.nan, np.inf])
+@pytest.mark.parametrize("dtype", [*DTYPES, "int8"])
+@pytest.mark.parametrize("verify", [False, True])
+def test_nothing_to_multiply_gives_beta_c_whatever_alpha_is(
+    engine: tuple[str, str], alpha: float, dtype: str, verify: bool
+) -> None:
+    """As BLAS does for k = 0."""
+    c_dtype = "float64" if dtype == "int8" else dtype
+    a, b = np.ones((3, 0), dtype), np.ones((0, 2), dtype)
+    options: dict[str, Any] = {"alpha": alpha, "kernel": engine[1], "verify": verify, "out_dtype": c_dtype}
+    options["backend"] = engine[0].removesuffix("-staged")
+    with staged() if engine[0] == "host-staged" else nullcontext():
+        for beta in (0, 2):
+            c = np.full((3, 2), 3, c_dtype)
+            oocgemm.gemm(a, b, c, beta=beta, **options)
+            np.testing.assert_array_equal(c, np.full((3, 2), 3 * beta, c_dtype))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -31,10 +31,9 @@ def test_every_option_and_command_named_exists() -> None:
     known = set(options(cli))
     outside = {
         "--no-setup",
-        "--group",
         "--strict",
         "--help",
-    }  # of scripts/test, of pip, of mypy, of every command
+    }  # of scripts/test, of mypy, of every command
     named = set(re.findall(r"--[a-z][a-z-]+", text)) - outside
     assert named
     assert named <= known

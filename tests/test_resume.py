@@ -8,7 +8,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from oocgemm import stores
 from oocgemm.backends.host import HostBackend
 from oocgemm.cli import EXIT_FAILED, EXIT_USAGE
 from oocgemm.errors import BackendError, ExecutionError, InputError
-from oocgemm.journal import JOURNAL, Journal, Keeper, read
+from oocgemm.journal import ATTRIBUTE, JOURNAL, Journal, Keeper, read
 from oocgemm.plan import Budgets, GemmProblem, Layouts, Slots, TileShape, continued, default_model, make_plan
 from oocgemm.plan.tiling import Span, Tile
 from oocgemm.stores.arrays import ArrayMatrix
@@ -198,6 +199,149 @@ def test_operands_that_changed_are_refused(here: Path, operand: str) -> None:
     assert done.code == EXIT_USAGE
 
 
+def test_operand_bytes_changed_behind_their_time_are_noticed(here: Path) -> None:
+    unfinished("c")
+    path = here / "a" / "c" / "1" / "1"
+    before = path.stat()
+    path.write_bytes(bytes(before.st_size))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    done = run("a", "b", "c", *TILE, "--resume")
+    assert (done.code, done.err.count("\n")) == (EXIT_USAGE, 1)
+    assert "A has changed since: modification times of its files are the same" in done.err
+
+
+def test_a_repaired_operand_is_gone_on_with_if_trusted(here: Path) -> None:
+    path = here / "a" / "c" / "2" / "2"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-8])
+    done = run("a", "b", "c", *TILE)
+    assert (done.code, "damaged or cut short" in done.err) == (EXIT_FAILED, True)
+    assert "--resume goes on with the others (with --trust-operands too" in done.err
+    path.write_bytes(whole)
+    refused = run("a", "b", "c", *TILE, "--resume")
+    assert (refused.code, "go on with --trust-operands" in refused.err) == (EXIT_USAGE, True)
+    resumed = run("a", "b", "c", *TILE, "--resume", "--trust-operands", "--json")
+    assert (resumed.code, resumed.json()["plan"]["tiles_done_before"] > 0) == (0, True)
+    np.testing.assert_allclose(np.asarray(zarr.open_array("c", mode="r")[:]), A @ B)
+
+
+def test_other_operands_are_not_trusted(here: Path) -> None:
+    unfinished("c")
+    done = run("old", "b", "c", *TILE, "--resume", "--trust-operands")
+    assert (done.code, "/old now and was at" in done.err) == (EXIT_USAGE, True)
+
+
+@pytest.mark.parametrize("c", KINDS)
+@pytest.mark.parametrize("complete", [False, True])
+def test_the_way_out_of_another_run_works(here: Path, c: str, complete: bool) -> None:
+    assert run("a", "b", c, *TILE).code == 0 if complete else unfinished(c)
+    done = run("a", "b", c, *TILE, "--alpha", "2", "--resume")
+    assert "or begin anew with --overwrite in place of --resume" in done.err
+    assert run("a", "b", c, *TILE, "--alpha", "2").code == EXIT_USAGE
+    assert run("a", "b", c, *TILE, "--alpha", "2", "--overwrite").code == 0
+    assert run("a", "b", f"right-{c}", *TILE, "--alpha", "2").code == 0
+    assert stored(c) == stored(f"right-{c}")
+
+
+def finished_chunk(c: Path) -> Path:
+    """The file of a tile that is done."""
+    record = read(c / ".oocgemm")
+    assert record is not None
+    row, col = min(record.done)
+    return c / "c" / str(row) / str(col)
+
+
+@pytest.mark.parametrize("how", ["deleted", "rewritten", "cut short"])
+def test_a_finished_tile_that_was_damaged_is_computed_again(here: Path, how: str) -> None:
+    options = ("--chunks", "4x4")
+    assert run("a", "b", "right", *TILE, *options).code == 0
+    unfinished("c", *options, tiles=3)
+    path = finished_chunk(here / "c")
+    match how:
+        case "deleted":
+            path.unlink()
+        case "rewritten":
+            path.write_bytes(bytes(128))
+        case "cut short":
+            path.write_bytes(path.read_bytes()[:-8])
+    resumed = run("a", "b", "c", *TILE, *options, "--resume", "--json")
+    assert (resumed.code, resumed.json()["plan"]["tiles_done_before"]) == (0, 2)
+    assert stored("c") == stored("right")
+
+
+def test_a_damaged_tile_that_needs_the_old_c_is_refused(here: Path) -> None:
+    zarr.create_array("c", data=C, chunks=(4, 4), compressors=None)
+    unfinished("c", "--beta", "0.5")
+    finished_chunk(here / "c").unlink()
+    before = contents(here)
+    done = run("a", "b", "c", *TILE, "--beta", "0.5", "--resume")
+    assert (done.code, done.err.count("\n")) == (EXIT_USAGE, 1)
+    assert (
+        "files of 1 of 2 finished tiles of C are missing or have changed since, those of C[0:4, 0:4]"
+        in done.err
+    )
+    assert contents(here) == before
+
+
+def relined(path: Path, change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> None:
+    """Write a journal anew, with other entries."""
+    entries = change([json.loads(line.partition(b" ")[2]) for line in path.read_bytes().splitlines()])
+    texts = [json.dumps(entry).encode() for entry in entries]
+    path.write_bytes(b"".join(b"%08x %s\n" % (zlib.crc32(text), text) for text in texts))
+
+
+def test_a_journal_without_stamps_of_files_is_read(here: Path) -> None:
+    """As earlier versions wrote it."""
+    unfinished("c", "--chunks", "4x4")
+    finished_chunk(here / "c").touch()
+
+    def older(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        for operand in entries[0]["run"]["identity"]["operands"].values():
+            del operand["changes"]
+        return [{name: value for name, value in entry.items() if name != "files"} for entry in entries]
+
+    relined(here / "c" / ".oocgemm" / JOURNAL, older)
+    resumed = run("a", "b", "c", *TILE, "--resume", "--json")
+    assert (resumed.code, resumed.json()["plan"]["tiles_done_before"]) == (0, 2)
+
+
+@pytest.mark.parametrize("lines", [0, 1, 3])
+@pytest.mark.parametrize("c", KINDS)
+def test_a_journal_cut_back_does_not_apply_beta_twice(here: Path, c: str, lines: int) -> None:
+    zarr.create_array("c", data=C, chunks=(4, 4), compressors=None)
+    np.save("c.npy", C)
+    unfinished(c, "--beta", "0.5")
+    folder = stores.sidecar(c)
+    assert folder is not None
+    path = folder / JOURNAL
+    whole = path.read_bytes()
+    if lines:
+        path.write_bytes(b"".join(whole.splitlines(keepends=True)[:lines]))
+    else:
+        path.unlink()
+    before = contents(here)
+    for options in (("--resume",), ()):
+        done = run("a", "b", c, *TILE, "--beta", "0.5", *options)
+        assert (done.code, "it has been cut back" in done.err) == (EXIT_USAGE, True)
+        assert contents(here) == before
+    path.write_bytes(whole)
+    assert run("a", "b", c, *TILE, "--beta", "0.5", "--resume").code == 0
+    np.testing.assert_allclose(
+        np.load(c) if c.endswith("npy") else np.asarray(zarr.open_array(c, mode="r")[:]), A @ B + 0.5 * C
+    )
+
+
+def test_a_journal_cut_back_after_the_end_is_noticed(here: Path) -> None:
+    zarr.create_array("c", data=C, chunks=(4, 4), compressors=None)
+    assert run("a", "b", "c", *TILE, "--beta", "0.5").code == 0
+    path = here / "c" / ".oocgemm" / JOURNAL
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:5]))
+    before = contents(here)
+    done = run("a", "b", "c", *TILE, "--beta", "0.5", "--resume")
+    assert (done.code, "lists 2 tiles of C as committed, 9 were" in done.err) == (EXIT_USAGE, True)
+    assert contents(here) == before
+
+
 def test_a_c_that_changed_since_it_was_completed_is_not_taken_for_done(here: Path) -> None:
     assert run("a", "b", "c", *TILE).code == 0
     (here / "c" / "c" / "0" / "0").write_bytes(bytes(128))
@@ -370,6 +514,51 @@ def test_a_tile_of_nothing_but_zeros_replaces_the_old_one(here: Path, shards: tu
     c = zarr.create_array("c", data=-values @ values, chunks=(2, 2), shards=shards)
     oocgemm.gemm(values, values, here / "c", beta=1, tile="4x4x4", backend="host")
     np.testing.assert_array_equal(c[:], np.zeros((12, 12)))
+
+
+@pytest.mark.parametrize("beta", ["0", "0.5"])
+def test_nothing_stays_beside_a_finished_npy_file(here: Path, beta: str) -> None:
+    if beta != "0":
+        np.save("c.npy", C)
+    names = {path.name for path in here.iterdir()} | {"c.npy"}
+    assert run("a", "b", "c.npy", *TILE, "--beta", beta).code == 0
+    assert {path.name for path in here.iterdir()} == names
+    before = stored("c.npy")
+    assert run("a", "b", "c.npy", *TILE, "--beta", beta, "--resume", "--quiet") == Finished(0, "", "")
+    assert (stored("c.npy"), {path.name for path in here.iterdir()}) == (before, names)
+    done = run("a", "b", "c.npy", *TILE, "--beta", beta, "--alpha", "2", "--resume")
+    assert (done.code, "alpha is 2.0 now and was 1.0" in done.err) == (EXIT_USAGE, True)
+
+
+@pytest.mark.parametrize("beta", ["0", "0.5"])
+def test_without_extended_attributes_the_folder_stays(here: Path, beta: str) -> None:
+    if beta != "0":
+        np.save("c.npy", C)
+    with patch.object(os, "setxattr", side_effect=OSError(95, "Operation not supported")):
+        assert run("a", "b", "c.npy", *TILE, "--beta", beta).code == 0
+    before = contents(here)
+    assert "c.npy.oocgemm/journal" in before
+    assert run("a", "b", "c.npy", *TILE, "--beta", beta, "--resume", "--quiet") == Finished(0, "", "")
+    assert contents(here) == before
+
+
+def test_a_second_update_that_failed_is_not_taken_for_done(here: Path) -> None:
+    shutil.copy("old.npy", "c.npy")
+    options = (*TILE, "--beta", "0.5")
+    assert run("a", "b", "c.npy", *options).code == 0
+    once = np.load("c.npy")
+    unfinished("c.npy", *options, tiles=0)
+    assert run("a", "b", "c.npy", *options, "--resume").code == 0
+    np.testing.assert_allclose(np.load("c.npy"), A @ B + 0.5 * once)
+
+
+@pytest.mark.parametrize("value", [b"", b"nonsense", b"00000000 {}\n"])
+def test_an_attribute_that_cannot_be_read_says_nothing(here: Path, value: bytes) -> None:
+    assert run("a", "b", "c.npy", *TILE).code == 0
+    os.setxattr("c.npy", ATTRIBUTE, value)
+    assert run("c.npy", "b", "d", *TILE).code == 0
+    done = run("a", "b", "c.npy", *TILE, "--resume")
+    assert (done.code, "no journal tells which run made it" in done.err) == (EXIT_USAGE, True)
 
 
 @pytest.mark.parametrize("c", KINDS)

@@ -1,5 +1,7 @@
 """`oocgemm verify`: right results pass whatever made them, wrong ones are found and told where."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import oocgemm
 from oocgemm import freivalds
 from oocgemm.errors import BudgetError, InputError
 from oocgemm.plan import Op
+from oocgemm.random_words import VECTORS, SignVectors
 from oocgemm.stores.arrays import ArrayMatrix
 from tests.command import command
 from tests.problems import DTYPES, EXTENTS, Array, drawn_product, integers, reference, stored
@@ -111,17 +114,195 @@ def test_each_operand_is_read_once_in_bounded_pieces(tmp_path: Path, monkeypatch
     assert largest <= 12_000
 
 
+def least_memory(a: Any, b: Any, c: Any, **options: Any) -> int:
+    """The memory that a `BudgetError` asks for, in bytes; what its message says is enough too."""
+    with pytest.raises(BudgetError, match="--host-memory is 1 MiB: pass --host-memory") as short:
+        oocgemm.verify(a, b, c, host_memory="1MiB", **options)
+    assert oocgemm.verify(a, b, c, host_memory=str(short.value).split()[-1], **options).right
+    assert short.value.least is not None
+    return short.value.least
+
+
 def test_fewer_groups_where_memory_is_short() -> None:
     rng = np.random.default_rng(6)
     a, b = rng.standard_normal((500, 2000)), rng.standard_normal((2000, 3000))
     c = a @ b
     assert oocgemm.verify(a, b, c).groups == 3
-    with pytest.raises(BudgetError, match="--host-memory is 4 MiB") as short:
-        oocgemm.verify(a, b, c, host_memory="4MiB")
-    least = short.value.least
-    assert least is not None
-    found = oocgemm.verify(a, b, c, host_memory=least)
+    found = oocgemm.verify(a, b, c, host_memory=least_memory(a, b, c))
     assert (found.right, found.groups) == (True, 1)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "complex64"])
+def test_blocks_of_rows_and_depth_find_the_same(dtype: str) -> None:
+    rng = np.random.default_rng(7)
+    a, b = integers(rng, (900, 800), dtype), integers(rng, (800, 3), dtype)
+    a[700, 600], b[500, 1] = np.inf, np.nan
+    before = integers(rng, (900, 3), dtype)
+    with np.errstate(all="ignore"):
+        c = a @ b + 2 * before
+    options: dict[str, Any] = {"beta": 2, "c_before": before}
+    least = least_memory(a, b, c, **options)
+    found = oocgemm.verify(a, b, c, host_memory=least, **options)
+    passes = found.bytes / (a.nbytes + b.nbytes + 2 * c.nbytes)
+    assert found.right
+    assert passes > 1.001  # the memory holds neither all rows nor all of k: op(B) is read more than once
+    c[650, 2] += 1000
+    found = oocgemm.verify(a, b, c, host_memory=least, **options)
+    assert (found.rows, found.cols) == ((650, 651), (2, 3))
+
+
+def test_vectors_are_the_same_in_any_parts() -> None:
+    whole = SignVectors(5).part(0, 1000)
+    assert whole.shape == (1000, VECTORS)
+    assert set(np.unique(whole)) == {-1.0, 1.0}
+    assert np.all(abs(whole.sum(axis=0)) < 150)
+    for start, stop in ((0, 1), (31, 33), (100, 1000), (999, 1000)):
+        np.testing.assert_array_equal(SignVectors(5).part(start, stop), whole[start:stop])
+    assert not np.array_equal(SignVectors(6).part(0, 1000), whole)
+
+
+# Verifies, and prints how far anonymous memory rose above that of a process that has verified a little.
+PEAK = """
+import sys, threading
+import numpy as np
+import oocgemm
+def held():
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon"))
+names = [name + ".npy" for name in "abc"]
+oocgemm.verify(*(np.ones((4, 4)) for _ in "ab"), np.full((4, 4), 4.0))
+before, peak, done = held(), 0, threading.Event()
+def sample():
+    global peak
+    while not done.wait(0.001):
+        peak = max(peak, held())
+thread = threading.Thread(target=sample)
+thread.start()
+found = oocgemm.verify(*names, host_memory=int(sys.argv[1]))
+done.set()
+thread.join()
+assert found.right
+print(peak - before)
+"""
+
+
+@pytest.mark.parametrize(("m", "k", "n"), [(3, 2, 3_000_000), (1_000_000, 2, 3), (3, 1_000_000, 4)])
+def test_memory_stays_within_its_bound(tmp_path: Path, m: int, k: int, n: int) -> None:
+    rng = np.random.default_rng(9)
+    a, b = integers(rng, (m, k), "float64"), integers(rng, (k, n), "float64")
+    for name, array in zip("abc", (a, b, a @ b), strict=True):
+        np.save(tmp_path / name, array)
+    bound = 32 << 20
+    line = [sys.executable, "-c", PEAK, str(bound)]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < bound + (4 << 20)
+
+
+def test_single_precision_errors_are_found_50_times_smaller() -> None:
+    """Than by the bound that was used before: 48 u sqrt(k) times the norm of |A| |B| in a group."""
+    rng = np.random.default_rng(10)
+    for k in (1000, 4000):
+        a, b = (rng.standard_normal(shape).astype("f4") for shape in ((300, k), (k, 1000)))
+        c = a @ b
+        right = oocgemm.verify(a, b, c)
+        norm = np.linalg.norm(abs(a) @ abs(b), axis=1).max()
+        before = 48 * 2.0**-24 * np.sqrt(k) * norm
+        assert right.right
+        assert right.tolerance < before / 50
+        c[100, 700] += before / 25
+        found = oocgemm.verify(a, b, c)
+        assert (found.rows, found.cols) == ((100, 101), (700, 701))
+
+
+def test_the_worst_case_bound_is_an_option(tmp_path: Path) -> None:
+    rng = np.random.default_rng(11)
+    a, b = (rng.standard_normal((300, 300)).astype("f4") for _ in "ab")
+    c = a @ b
+    sharp, sure = (oocgemm.verify(a, b, c, bound=bound) for bound in ("probabilistic", "worst-case"))
+    assert (sharp.right, sure.right) == (True, True)
+    assert sure.tolerance > 100 * sharp.tolerance
+    c[3, 4] += 10 * sharp.tolerance
+    assert not oocgemm.verify(a, b, c).right
+    assert oocgemm.verify(a, b, c, bound="worst-case").right
+    c[3, 4] += 3 * sure.tolerance
+    assert not oocgemm.verify(a, b, c, bound="worst-case").right
+    for name, array in zip("abc", (a, b, c), strict=True):
+        np.save(tmp_path / name, array)
+    line: list[str | Path] = ["verify", *(tmp_path / f"{name}.npy" for name in "abc")]
+    assert "Tolerance: probabilistic bound" in command(*line).out
+    assert "Tolerance: worst-case bound" in command(*line, "--bound", "worst-case").out
+    with pytest.raises(InputError, match="unknown bound 'none'"):
+        oocgemm.verify(a, b, c, bound="none")
+    long = np.broadcast_to(np.float32(0), (1, 1 << 24))
+    with pytest.raises(InputError, match="the worst-case bound is infinite for sums of 16777216"):
+        oocgemm.verify(long, long, np.zeros((1, 1), "f4"), trans_b=True, bound="worst-case")
+
+
+def by_columns(a: Array, b: Array) -> Array:
+    """A product summed term by term, in the operands' precision."""
+    c = np.zeros((len(a), b.shape[1]), a.dtype)
+    for p in range(len(b)):
+        c += a[:, p : p + 1] * b[p]
+    return c
+
+
+def structured(kind: str, rng: np.random.Generator, m: int, k: int, n: int) -> tuple[Array, Array]:
+    """Operands whose partial sums behave in different ways: like a random walk, growing steadily, or cancelling."""
+    a, b = rng.random((m, k)), rng.random((k, n))
+    match kind:
+        case "normal":
+            a, b = a * 2 - 1, b * 2 - 1
+        case "constant":
+            a[...], b[...] = 0.1, 0.1
+        case "rank 1":
+            b[...] = rng.standard_normal((k, 1))
+        case "cancelling":
+            b[k // 2 : k // 2 * 2] = -b[: k // 2]
+            a[:, k // 2 : k // 2 * 2] = a[:, : k // 2]
+        case "alternating":
+            a[...], b[...] = a[:, :1], b[:1] * (-1.0) ** np.arange(k)[:, None]
+        case "scaled":
+            a, b = a * 10.0 ** rng.uniform(-8, 8, (m, 1)) - 0.5, b * 10.0 ** rng.uniform(-8, 8, (k, 1))
+        case "sparse":
+            a, b = a * (rng.random((m, k)) < 0.02), b * (rng.random((k, n)) < 0.02)
+    return a, b
+
+
+@pytest.mark.parametrize(
+    "kind", ["normal", "positive", "constant", "rank 1", "cancelling", "alternating", "scaled", "sparse"]
+)
+def test_no_right_product_is_called_wrong(kind: str) -> None:
+    rng = np.random.default_rng(12)
+    for m, k, n in ((300, 1, 20), (60, 200, 900), (40, 1024, 400), (20, 6000, 100)):
+        for dtype in ("f4", "f8", "c8"):
+            a, b = (x.astype(dtype) for x in structured(kind, rng, m, k, n))
+            for c in (a @ b, by_columns(a, b)):
+                found = oocgemm.verify(a, b, c, seed=int(rng.integers(99)))
+                assert found.right, (m, k, n, dtype, found.excess)
+                assert found.excess < 0.8
+
+
+def test_all_rows_wrong_hints_at_wrong_operands(tmp_path: Path) -> None:
+    rng = np.random.default_rng(13)
+    a, b, wide = rng.standard_normal((50, 50)), rng.standard_normal((50, 50)), rng.standard_normal((50, 70))
+    for name, array in (("a", a), ("b", b), ("c", a @ b), ("wide", wide), ("turned", wide.T)):
+        np.save(tmp_path / name, array)
+
+    def said(*names: str) -> str:
+        return command("verify", *(tmp_path / f"{name}.npy" for name in names)).err
+
+    for names in (("a", "a", "c"), ("b", "a", "c")):
+        assert "All rows are wrong: check that A and B are the operands" in said(*names)
+        assert "the shapes also fit with --transpose-b or --transpose-a or" in said(*names)
+        assert "--overwrite" not in said(*names)
+    assert "shapes do not match" in said("a", "turned", "wide")
+    assert "the shapes fit with --transpose-b" in said("a", "turned", "wide")
+    assert "the shapes fit with" not in said("wide", "wide", "wide")
+    c = a @ b
+    c[3:9] = 0
+    np.save(tmp_path / "c", c)
+    assert "--overwrite" in said("a", "b", "c")
+    assert "All rows" not in said("a", "b", "c")
 
 
 def test_what_cannot_be_verified_is_refused(tmp_path: Path) -> None:
@@ -138,6 +319,18 @@ def test_what_cannot_be_verified_is_refused(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=message):
             oocgemm.verify(a, b, wrong, **options)
     assert command("verify", tmp_path / "none", tmp_path / "none", tmp_path / "none").code == 2
+
+
+def test_progress_is_said_of_each_operand() -> None:
+    rng = np.random.default_rng(14)
+    a, b = rng.standard_normal((600, 700)), rng.standard_normal((700, 800))
+    said: list[str] = []
+    oocgemm.verify(a, b, a @ b, say=said.append)
+    assert [text.split(",")[0] for text in said if " 100% " in text] == [
+        "reading B",
+        "reading A",
+        "reading C",
+    ]
 
 
 def test_empty_products_are_right() -> None:

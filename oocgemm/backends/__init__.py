@@ -3,7 +3,10 @@
 import ctypes
 import importlib
 import importlib.util
+import os
 import threading
+import warnings
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,6 +20,7 @@ __all__ = [
     "Session",
     "check_kernel",
     "cuda_extra",
+    "fall_back",
     "identity",
     "missing_for_cuda",
     "open_backend",
@@ -28,19 +32,45 @@ NAMES = ("auto", "cuda", "host")
 KERNELS = {"cuda": ("auto", "cublas", *ladder.names()), "host": ("auto", "blas")}
 
 
+# Where a driver shows a device, and where it shows itself: containers see /proc/driver of their host.
+DEVICE_NODES = "/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg"
+DRIVER_FILES = "/proc/driver/nvidia/version", "/dev/nvidia-uvm", "/dev/nvidia-modeset"
+
+
 def missing_for_cuda() -> str | None:
-    """What keeps the cuda backend from working here, and the remedy; None if nothing is seen to."""
+    """Return what keeps the cuda backend from working here, with the remedy; None if nothing is known to.
+
+    Imports no cupy and touches no device: a cupy that cannot be imported is not noticed here.
+    """
     extra = cuda_extra()
     if extra is None:
-        return "no NVIDIA device is visible"
+        if not _any_exists(DRIVER_FILES):
+            return "no NVIDIA device is visible"
+        return (
+            "an NVIDIA driver is loaded but no device is visible: start the container with its GPUs, such as "
+            "docker run --gpus all"
+        )
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if shown is not None and shown.split(",")[0].strip() in ("", "-1"):
+        return f"CUDA_VISIBLE_DEVICES={shown!r} hides the NVIDIA devices: unset it"
     if importlib.util.find_spec("cupy") is None:
         return f"an NVIDIA device is there but cupy is not: pip install 'oocgemm[{extra}]'"
     return None
 
 
+def fall_back(reason: str | None) -> None:
+    """Warn that `auto` means the host for this reason. Say nothing where there is no sign of a GPU."""
+    if reason and _any_exists((*DEVICE_NODES, *DRIVER_FILES)):
+        warnings.warn(f"running on the host: {reason}", stacklevel=3)
+
+
+def _any_exists(paths: Iterable[str]) -> bool:
+    return any(Path(path).exists() for path in paths)
+
+
 def cuda_extra() -> str | None:
-    """The extra of this package that brings cupy for the driver that is installed; None if no device is visible."""
-    if not any(Path(node).exists() for node in ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")):
+    """Return the extra of this package that brings cupy for the installed driver; None if no device is visible."""
+    if not _any_exists(DEVICE_NODES):
         return None
     version = ctypes.c_int(13000)  # where the driver cannot be asked
     with suppress(OSError, AttributeError):
@@ -84,25 +114,36 @@ def _wake(device: int) -> None:
 
 
 def open_backend(name: str, device: int = 0) -> Backend:
-    """The backend of that name. `auto` falls back to host where no device answers; `cuda` raises then."""
-    chosen = resolve(name)
-    if chosen == "cuda":
-        missing = missing_for_cuda()
-        if missing:
-            raise BackendError(f"the cuda backend cannot run: {missing}; --backend host runs without a GPU")
-        try:
-            from oocgemm.backends.cuda import CudaBackend
+    """Open the backend of that name. `auto` falls back to host, with a warning where there are signs of a GPU.
 
-            return CudaBackend(device)
-        except ImportError as error:
-            if name != "auto":
-                raise BackendError(f"cupy is installed but cannot be imported: {error}") from error
+    Raises `BackendError` if `cuda` cannot be opened, and `OutOfMemoryError`, for `auto` too, if others hold the device's
+    memory.
+    """
+    if resolve(name) == "cuda":
+        try:
+            return _open_cuda(device)
+        except OutOfMemoryError:
+            raise
         except BackendError as error:
-            if name != "auto" or isinstance(error, OutOfMemoryError):
+            if name == "cuda":
                 raise
+            fall_back(str(error))
+    elif name == "auto":
+        fall_back(missing_for_cuda())
     from oocgemm.backends.host import HostBackend
 
     return HostBackend()
+
+
+def _open_cuda(device: int) -> Backend:
+    missing = missing_for_cuda()
+    if missing:
+        raise BackendError(f"the cuda backend cannot run: {missing}; --backend host runs without a GPU")
+    try:
+        from oocgemm.backends.cuda import CudaBackend
+    except ImportError as error:
+        raise BackendError(f"cupy is installed but cannot be imported: {error}") from error
+    return CudaBackend(device)
 
 
 def identity(engine: Backend) -> str:

@@ -123,6 +123,10 @@ class Backend(Protocol):
     def holds(self, address: int, size: int) -> bool:
         """Whether so many bytes of host memory from an address on are locked as one, for devices to copy from and to."""
 
+    def link_limit(self) -> float | None:
+        """Most bytes per second that can be copied to the device, or from it; None where the system does not say, or there is
+        no link."""
+
     def describe(self) -> dict[str, str]:
         """Device, library versions and kernel, for headers and reports."""
 
@@ -165,7 +169,7 @@ def step_scalars(problem: GemmProblem, first: bool) -> tuple[complex, complex]:
     """(alpha, beta) of one Multiply: beta belongs to the first of a tile, and to Finish where there is one."""
     if problem.finishes:
         return 1.0, 0.0 if first else 1.0
-    return problem.alpha, problem.beta if first else 1.0
+    return problem.applied_alpha, problem.beta if first else 1.0
 
 
 def limits_of(name: str) -> Any:

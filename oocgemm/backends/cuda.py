@@ -17,7 +17,7 @@ import numpy as np
 from cupy.cuda import driver, runtime
 from cupy_backends.cuda.libs import cublas
 
-from oocgemm.backends import cuda_calls, int8, tuning
+from oocgemm.backends import cuda_calls, int8, pcie, tuning
 from oocgemm.backends.base import Array, InPlace, Locks, Token, device_offsets, step_scalars
 from oocgemm.backends.cuda_events import Clock, CudaToken, Work
 from oocgemm.backends.cuda_host import HostMemory
@@ -43,6 +43,7 @@ LOADED_DEPTH = 64  # of the product that is there to have cuBLAS load its kernel
 SUMS = "sums"  # beside uploads: the next copy goes on while what has come is summed
 _NATIVE = {"emulated": "native"}  # what multiplies where residues will not do
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
+_SHARES_PAGE_TABLES = 100  # cudaDevAttrPageableMemoryAccessUsesHostPageTables
 # Kinds of products that this process has had cuBLAS load kernels for.
 _loaded: set[tuple[object, ...]] = set()
 
@@ -342,13 +343,13 @@ class CudaSession:
     def _finish(self, op: Operation) -> None:
         problem = self._problem
         elements = (op.m[1] - op.m[0]) * (op.n[1] - op.n[0])
-        dtypes, scalars = (problem.acc_dtype, problem.c_dtype), (problem.alpha, problem.beta)
+        dtypes, scalars = (problem.acc_dtype, problem.c_dtype), (problem.applied_alpha, problem.beta)
         source, result = self._address(op.reads[0]), self._address(op.writes[0])
         kernels = self._multiplier.kernels
         if problem.exact:
             flag, real = (
                 self._flags.ptr + 4 * op.writes[0].slot.index,
-                (problem.alpha.real, problem.beta.real),
+                (problem.applied_alpha.real, problem.beta.real),
             )
             int8.finish(kernels, dtypes, real, elements, source, result, flag)
         else:
@@ -387,6 +388,11 @@ class CudaBackend:
 
     def multiprocessors(self) -> int:
         return int(self._properties["multiProcessorCount"])
+
+    def link_limit(self) -> float | None:
+        if runtime.deviceGetAttribute(_SHARES_PAGE_TABLES, self._device):
+            return None  # NVLink-C2C, of which the system says nothing
+        return pcie.link_limit(runtime.deviceGetPCIBusId(self._device))
 
     def describe(self) -> dict[str, str]:
         return {

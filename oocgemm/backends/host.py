@@ -46,9 +46,10 @@ class HostSession:
         self._tile_rows = plan.grid.rows
         self._prepared: dict[Slot, Prepared] = {}
         self._steps: Counter[int] = Counter()
-        cast = plan.footprint.device["work"]
-        self._arena = allocate(size + cast)
-        self._cast = self._arena[size : size + cast]
+        work = plan.footprint.device["work"]
+        self._arena = allocate(size + work)
+        # Multiply and Finish share it: both run in the thread of the compute stream.
+        self._work = self._arena[size : size + work]
 
     @contextmanager
     def worker(self, stream: str) -> Iterator[None]:
@@ -80,7 +81,7 @@ class HostSession:
         return self._arena.nbytes
 
     def close(self) -> None:
-        del self._arena, self._cast
+        del self._arena, self._work
 
     def page_lock(self, host: Sequence[Array]) -> None:
         pass
@@ -122,9 +123,9 @@ class HostSession:
         if self._problem.planes:
             prepared = self._prepared[op.reads[2].slot]
             if prepared.number:
-                multiply(prepared, rows, alpha.real, beta.real, c, self._cast)
+                multiply(prepared, rows, alpha.real, beta.real, c, self._work)
                 return
-        elif self._cast.size:
+        elif problem.a_dtype != problem.acc_dtype:
             a, b = self._in_accumulator_dtype(a, b)
         gemm(problem.trans_a, problem.trans_b, alpha, a, b, beta, c)
 
@@ -148,7 +149,7 @@ class HostSession:
 
     def _in_accumulator_dtype(self, a: Array, b: Array) -> tuple[Array, Array]:
         dtype = numpy_dtype(self._problem.acc_dtype)
-        room = self._cast.view(dtype)
+        room = self._work.view(dtype)
         wide_a = room[: a.size].reshape(a.shape)
         wide_b = room[a.size : a.size + b.size].reshape(b.shape)
         np.copyto(wide_a, a)
@@ -157,17 +158,8 @@ class HostSession:
 
     def _finish(self, op: Operation) -> None:
         accumulator, finished = self._rows(op, op.reads[0]), self._rows(op, op.writes[0])
-        problem = self._problem
-        if problem.exact:
-            finish(accumulator, problem.alpha.real, problem.beta.real, finished)
-            return
-        with np.errstate(all="ignore"):  # infinities and NaNs go through silently, as in BLAS
-            alpha, beta = (accumulator.dtype.type(value) for value in (problem.alpha, problem.beta))
-            for row in range(accumulator.shape[0]):  # by row: no temporary of the strip's size
-                value = alpha * accumulator[row]
-                if problem.reads_c:
-                    value += beta * finished[row]
-                finished[row] = value
+        alpha, beta = self._problem.applied_alpha.real, self._problem.beta.real
+        finish(accumulator, alpha, beta, finished, self._work)
 
 
 class HostBackend:
@@ -183,6 +175,9 @@ class HostBackend:
 
     def holds(self, address: int, size: int) -> bool:
         return False
+
+    def link_limit(self) -> float | None:
+        return None
 
     def describe(self) -> dict[str, str]:
         return {

@@ -1,26 +1,43 @@
-"""The Finish of exact sums on the host, and what is said on any backend of those that C cannot hold."""
+"""The Finish of a strip on the host, and the error, on any backend, where C cannot hold exact sums."""
 
 import numpy as np
 
 from oocgemm.backends.base import Array
 from oocgemm.errors import ExecutionError
+from oocgemm.plan.cost import FINISH_ARRAYS, FINISH_PIECE
 from oocgemm.plan.integers import LIMIT
 
 
-def finish(sums: Array, alpha: float, beta: float, result: Array) -> None:
-    """``result = alpha sums + beta result`` in float64, sums being integers; beta = 0 never reads result.
+def finish(sums: Array, alpha: float, beta: float, result: Array, workspace: Array) -> None:
+    """Compute ``result = alpha sums + beta result`` in the dtype of sums, and round to that of result.
 
-    Raises `ExecutionError` where result is of integers and one of them may not be exact, or is more than it holds.
+    Args:
+        sums: float32, or float64 that holds integers. C-contiguous.
+        alpha, beta: scalars. beta = 0 never reads result.
+        result: of the shape of sums. C-contiguous.
+        workspace: bytes for temporaries, at least `FINISH_ARRAYS` elements of sums.
+
+    Raises:
+        ExecutionError: result is of integers, and an element may not be exact or is more than result holds.
     """
     limits = np.iinfo(result.dtype) if result.dtype.kind == "i" else None
-    with np.errstate(all="ignore"):
-        for row, old in zip(sums, result, strict=True):  # by row: no temporary of the strip's size
-            value = np.multiply(row, alpha, dtype=np.float64)
-            size = np.abs(value)
+    scalars = sums.dtype.type(alpha), sums.dtype.type(beta)
+    piece = min(FINISH_PIECE, workspace.size // (FINISH_ARRAYS * sums.itemsize))
+    spaces = workspace.view(sums.dtype)[: FINISH_ARRAYS * piece].reshape(FINISH_ARRAYS, piece)
+    flat, old_flat = sums.reshape(-1), result.reshape(-1)
+    with np.errstate(all="ignore"):  # infinities and NaNs propagate silently, as in BLAS
+        # Pieces, not rows: the time does not depend on the shape, and the temporaries stay in the cache.
+        for start in range(0, flat.size, piece):
+            old = old_flat[start : start + piece]
+            value, kept, size = spaces[:, : old.size]
+            np.multiply(flat[start : start + piece], scalars[0], out=value)
+            if limits is not None:
+                np.abs(value, out=size)
             if beta:
-                kept = np.multiply(old, beta, dtype=np.float64)
+                np.multiply(old, scalars[1], out=kept, dtype=sums.dtype)
                 value += kept
-                size += np.abs(kept)
+                if limits is not None:
+                    size += np.abs(kept, out=kept)
             if limits is not None and not (
                 size.max() < LIMIT and limits.min <= value.min() and value.max() <= limits.max
             ):

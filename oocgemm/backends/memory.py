@@ -2,9 +2,11 @@
 
 import mmap
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from pathlib import Path
+from math import inf
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 
@@ -12,7 +14,17 @@ from oocgemm.backends.base import Array
 from oocgemm.errors import OutOfMemoryError
 from oocgemm.units import format_size
 
-GROUP = Path("/sys/fs/cgroup")  # as a container sees its own control group
+ROOT = Path("/")  # of /proc and of the mount points of cgroups
+# Of a memory cgroup, versions 2 and 1: the files of its limits, that of its use, and the lines of memory.stat that count page
+# cache, which the system reclaims on demand.
+CGROUP_FILES = {
+    "cgroup2": (("memory.max", "memory.high"), "memory.current", ("active_file", "inactive_file")),
+    "cgroup": (
+        ("memory.limit_in_bytes",),
+        "memory.usage_in_bytes",
+        ("total_active_file", "total_inactive_file"),
+    ),
+}
 
 
 def allocate(size: int) -> Array:
@@ -32,26 +44,55 @@ def allocate(size: int) -> Array:
 
 
 def available_memory() -> int:
-    """Bytes of host memory that can be had without swapping, limits of the control group included."""
+    """Return the bytes of host memory that can be had without swapping, within the limits of all cgroups of the process."""
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
+    with suppress(OSError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 available = int(line.split()[1]) * 1024
-    except OSError:
-        return available
+    left = (_left(kind, group) for kind, group in _memory_groups())
+    return max(0, int(min([available, *left])))
+
+
+def _memory_groups() -> Iterator[tuple[str, Path]]:
+    """Yield the folders of the process's own memory cgroup and of its parents, as far as they are mounted, with their version.
+
+    See cgroups(7) and, for the fields of mountinfo, proc_pid_mountinfo(5).
+    """
+    paths: dict[str, PurePosixPath] = {}
+    mounts: list[list[str]] = []
+    with suppress(OSError):
+        for line in (ROOT / "proc/self/cgroup").read_text().splitlines():
+            number, controllers, path = line.split(":", 2)
+            if number == "0" or "memory" in controllers.split(","):
+                paths["cgroup2" if number == "0" else "cgroup"] = PurePosixPath(path)
+        mounts = [line.split() for line in (ROOT / "proc/self/mountinfo").read_text().splitlines()]
+    for fields in mounts:
+        kind, _, options = fields[fields.index("-") + 1 :]
+        if kind not in paths or (kind == "cgroup" and "memory" not in options.split(",")):
+            continue
+        root, place = (
+            re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), field) for field in fields[3:5]
+        )
+        below = PurePosixPath()  # the mount point itself, where the own group is not below it
+        if paths[kind].is_relative_to(root):
+            below = paths[kind].relative_to(root)
+        for group in (below, *below.parents):
+            yield kind, ROOT / place.lstrip("/") / group
+
+
+def _left(kind: str, group: Path) -> float:
+    """Return the bytes that the processes of a cgroup may still take; infinity if it has no limit."""
+    limits, used, caches = CGROUP_FILES[kind]
     try:
-        limit = (GROUP / "memory.max").read_text().strip()
-        used = int((GROUP / "memory.current").read_text())
-        parts = dict(line.split() for line in (GROUP / "memory.stat").read_text().splitlines())
+        texts = [(group / name).read_text().strip() for name in limits if (group / name).exists()]
+        limit = min((int(text) for text in texts if text != "max"), default=None)
+        if limit is None:
+            return inf
+        parts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return limit - int((group / used).read_text()) + sum(int(parts.get(name, 0)) for name in caches)
     except OSError:
-        return available
-    if limit == "max":
-        return available
-    cached = int(parts.get("active_file", 0)) + int(
-        parts.get("inactive_file", 0)
-    )  # given up when others want it
-    return max(0, min(available, int(limit) - used + cached))
+        return inf
 
 
 def cut(block: Array, borders: Sequence[int]) -> Iterator[Array]:

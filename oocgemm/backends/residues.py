@@ -211,10 +211,12 @@ def _multiply_block(
     value = sums[0]
     value += sums[1]
     value += sums[2]
-    exponents = [x.exponents[at] for x, at in zip((prepared.a, prepared.b), where, strict=True)]
+    down, across = (x.exponents[at] for x, at in zip((prepared.a, prepared.b), where, strict=True))
+    exponents = spare.reshape(-1).view(np.int32)[: value.size].reshape(value.shape)
+    np.add(down[:, None], across, out=exponents)
+    np.negative(exponents, out=exponents)
     with np.errstate(all="ignore"):  # overflow and underflow go through silently, as in BLAS
-        for row, exponent in zip(value, exponents[0], strict=True):
-            np.ldexp(row, -(exponent + exponents[1]), out=row)
+        np.ldexp(value, exponents, out=value)
         value *= c.dtype.type(alpha)
         if beta != 0:
             value += np.multiply(c, c.dtype.type(beta), out=spare, dtype=np.float64)

@@ -2,6 +2,7 @@
 
 from oocgemm.plan.candidates import Budgets
 from oocgemm.plan.cost import Candidate, Layouts
+from oocgemm.plan.fits import check_fit, check_link, fit_line, fit_link
 from oocgemm.plan.machine import (
     RATES,
     Calibration,
@@ -9,7 +10,6 @@ from oocgemm.plan.machine import (
     MachineModel,
     StoreRates,
     default_model,
-    fit_line,
 )
 from oocgemm.plan.plan import Plan
 from oocgemm.plan.planner import continued, make_plan
@@ -50,9 +50,12 @@ __all__ = [
     "TileGrid",
     "TileShape",
     "Traversal",
+    "check_fit",
+    "check_link",
     "continued",
     "default_model",
     "fit_line",
+    "fit_link",
     "make_plan",
     "recorded_plan",
 ]

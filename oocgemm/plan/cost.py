@@ -18,6 +18,9 @@ __all__ = ["KernelRate", "MachineModel", "default_model"]  # beside what is defi
 # Slots start on these boundaries: what cuBLAS and direct I/O want.
 DEVICE_ALIGNMENT = 512
 HOST_ALIGNMENT = 4096
+# The host finishes strips in pieces of at most so many elements, which stay in a cache, with so many temporaries of a piece.
+# The temporaries lie where panels are cast to the accumulator's dtype, or in room for the smallest piece.
+FINISH_PIECE, MIN_FINISH_PIECE, FINISH_ARRAYS = 4096, 512, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +133,9 @@ def work_room(problem: GemmProblem, tile: TileShape, machine: MachineModel) -> i
     if problem.planes:
         return HOST_WORK if machine.casts_panels else work_bytes(problem.planes, w, h)
     if casts(problem, machine):
-        return round_up((w + h) * r * problem.itemsizes["acc"], DEVICE_ALIGNMENT)
+        size = problem.itemsizes["acc"]
+        finish = FINISH_ARRAYS * min(MIN_FINISH_PIECE, w * h) * size if problem.finishes else 0
+        return round_up(max((w + h) * r * size, finish), DEVICE_ALIGNMENT)
     return room(w, h, r).end if problem.exact else 0
 
 

@@ -3,11 +3,12 @@
 There are defaults, and there is what `oocgemm calibrate` has measured, which takes their place where it is known.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from math import isfinite, prod
 from typing import Any
 
+from oocgemm.plan.fits import check_link, fit_line, fit_link
 from oocgemm.plan.problem import COMPUTES, OPERANDS
 from oocgemm.plan.tiling import Layout, Span, ceil_div
 
@@ -238,17 +239,21 @@ class Calibration:
 
     @classmethod
     def from_dict(cls, data: Any) -> "Calibration":
-        """What `to_dict` gave. Raises `ValueError` for anything else."""
+        """Read what `to_dict` gave, or what `oocgemm calibrate --json` printed, whose keys hold no spaces. Raises `ValueError`
+        for anything else."""
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise ValueError("it is no calibration")
         if data.get("version") != VERSION:
             raise ValueError(f"it has version {data.get('version')!r}, this program reads {VERSION}")
         try:
             texts = {name: str(data[name]) for name in ("machine", "backend", "device", "date")}
-            kernels = {d: KernelRate(**_numbers(rate)) for d, rate in data["kernels"].items()}
+            kernels = {
+                name.replace("_", " "): KernelRate(**_numbers(rate)) for name, rate in data["kernels"].items()
+            }
             stores = {system: StoreRates(**_numbers(rate)) for system, rate in data["stores"].items()}
             rates, samples = _numbers(data["rates"]), dict(data["samples"])
             multiprocessors = max(1, int(data["multiprocessors"]))
+            _check_links(texts["backend"], rates, samples)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"it is not whole: {error}") from error
         known = {f.name for f in fields(MachineModel) if f.type is float}
@@ -265,6 +270,16 @@ class Calibration:
         )
 
 
+def _check_links(backend: str, rates: Mapping[str, float], samples: Mapping[str, Any]) -> None:
+    """Raise `ValueError` for rates of links that cannot be, or that their own samples do not bear out."""
+    for link in ("h2d", "d2h"):
+        if backend != "host" and link in rates:  # of the host it is that of its memory
+            check_link(link, rates[link], samples.get("link_limit"))
+        copies = samples.get("copies", {}).get(link)
+        if copies:
+            fit_link(link, {int(size): rate for size, rate in copies.items()}, samples.get("link_limit"))
+
+
 def _numbers(data: Mapping[str, Any]) -> dict[str, float]:
     """Finite numbers by name; none is negative, and only costs may be 0."""
     may_be_0 = ("half_depth", "copy_latency", "arena_seconds_per_byte")
@@ -273,29 +288,3 @@ def _numbers(data: Mapping[str, Any]) -> dict[str, float]:
         if not number or value < 0 or (value == 0 and name not in may_be_0):
             raise ValueError(f"{name} = {value!r} is no rate")
     return {name: float(value) for name, value in data.items()}
-
-
-def fit_line(points: Sequence[tuple[float, float]], least: float = 0.0) -> tuple[float, float]:
-    """(intercept, slope) of the line through points of positive y with the least squared relative errors, the
-    intercept not below `least` and the slope not below 0.
-
-    >>> [round(x, 9) for x in fit_line([(0.0, 1.0), (1.0, 3.0), (2.0, 5.0)])]
-    [1.0, 2.0]
-    >>> fit_line([(1.0, 3.0), (2.0, 3.0), (3.0, 3.0)])
-    (3.0, 0.0)
-    """
-    # Both coordinates over y: the line is to come out at 1 everywhere.
-    ones = [1 / y for _, y in points]
-    xs = [x / y for x, y in points]
-    s11, s1x, sxx = (
-        sum(a * b for a, b in zip(p, q, strict=True)) for p, q in ((ones, ones), (ones, xs), (xs, xs))
-    )
-    determinant = s11 * sxx - s1x * s1x
-    if determinant > 1e-12 * s11 * sxx:
-        slope = (s11 * sum(xs) - s1x * sum(ones)) / determinant
-        intercept = (sum(ones) - slope * s1x) / s11
-        if slope >= 0 and intercept >= least:
-            return intercept, slope
-        if slope >= 0:
-            return least, max(0.0, (sum(xs) - least * s1x) / sxx)
-    return max(least, sum(ones) / s11), 0.0

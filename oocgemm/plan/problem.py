@@ -90,6 +90,11 @@ class GemmProblem:
         return 0 if self.alpha == 0 or 0 in (self.m, self.n) else self.k
 
     @property
+    def applied_alpha(self) -> complex:
+        """alpha, or 0 where nothing is multiplied: as in BLAS, C is beta C then, even where alpha is Inf or NaN."""
+        return self.alpha if self.depth else 0.0
+
+    @property
     def reads_c(self) -> bool:
         """beta = 0 never reads C."""
         return self.beta != 0

@@ -50,6 +50,11 @@ class TileShape:
     def __str__(self) -> str:
         return f"{self.w}x{self.h}x{self.r}"
 
+    def within(self, problem: GemmProblem) -> "TileShape":
+        """Clip the extents to those of the product: a larger tile would hold no more."""
+        w, h, r = (max(1, extent) for extent in (problem.m, problem.n, problem.k))
+        return TileShape(min(self.w, w), min(self.h, h), min(self.r, r))
+
 
 @dataclass(frozen=True, slots=True)
 class TileGrid:

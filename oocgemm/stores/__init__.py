@@ -13,19 +13,25 @@ import numpy as np
 from oocgemm.errors import InputError
 from oocgemm.plan import GemmProblem, Layout
 from oocgemm.plan.candidates import CHUNK_BYTES
+from oocgemm.stores import formats
 from oocgemm.stores.arrays import ArrayMatrix, by_rows, create_npy, memory, open_npy, span
-from oocgemm.stores.base import BATCH_BYTES, Array, Matrix, pieces, transient
+from oocgemm.stores.base import BATCH_BYTES, Array, DtypeError, Matrix, pieces, transient
 from oocgemm.stores.durable import DATA, SIDECAR
 from oocgemm.stores.files import padded
+from oocgemm.stores.formats import check_dtypes
+from oocgemm.stores.lazy import LazyMatrix, is_lazy, package
+from oocgemm.stores.room import FULL, check_room, no_room, raw_bytes
 
 __all__ = [
     "BATCH_BYTES",
     "COMPRESSORS",
+    "FULL",
     "Array",
     "Matrix",
     "by_rows",
     "check_apart",
     "check_compressor",
+    "check_dtypes",
     "clear",
     "create_output",
     "exists",
@@ -35,6 +41,7 @@ __all__ = [
     "located",
     "memory",
     "new_layout",
+    "no_room",
     "open_matrix",
     "pieces",
     "place",
@@ -74,7 +81,7 @@ def exists(path: str) -> bool:
             if set(os.listdir(path)) <= {SIDECAR}:
                 return False
         return os.path.lexists(path) or os.path.lexists(os.path.realpath(path))
-    from oocgemm.stores.zarr_store import remote_exists
+    from oocgemm.stores.zarr_open import remote_exists
 
     return remote_exists(path)
 
@@ -88,7 +95,7 @@ def sidecar(source: Any) -> Path | None:
         if path.endswith(".npy"):
             return Path(os.path.realpath(path) + SIDECAR)
         return None if os.path.isfile(path) else Path(path) / SIDECAR
-    if type(source).__module__.split(".")[0] == "zarr":
+    if package(source) == "zarr":
         from oocgemm.stores.zarr_store import local_folder
 
         folder = local_folder(source)
@@ -122,7 +129,7 @@ def clear(folder: Path, keep: Collection[str] = (), *, c: bool = True) -> None:
 def load(*operands: Any) -> None:
     """Import what these operands need: imports are no part of a run's time."""
     if any(is_path(x) and not os.fspath(x).endswith(".npy") for x in operands):
-        from oocgemm.stores import zarr_store  # noqa: F401
+        from oocgemm.stores import zarr_open  # noqa: F401
 
 
 def load_zarr() -> None:
@@ -134,7 +141,7 @@ def load_zarr() -> None:
     if hidden:
         sys.modules["cupy"] = None  # type: ignore[assignment]  # how an import is made to fail
     try:
-        from oocgemm.stores import zarr_store  # noqa: F401
+        from oocgemm.stores import zarr_open  # noqa: F401
     finally:
         if hidden:
             del sys.modules["cupy"]
@@ -149,7 +156,9 @@ def check_compressor(name: str) -> None:
 def new_layout(
     place: Any, problem: GemmProblem, chunks: tuple[int, int] | None, compressor: str | None
 ) -> Layout:
-    """Layout that a result created at `place` will have. Without `chunks` they are cut to suit the plan."""
+    """Return the layout that a result created at `place` will have. Without `chunks` they are cut to suit the plan."""
+    if place is not None:
+        formats.check_new("C", os.fspath(place))
     if place is None or os.fspath(place).endswith(".npy"):
         if chunks or compressor not in (None, "none"):
             kind = "an ndarray" if place is None else "a .npy file"
@@ -177,28 +186,51 @@ def new_layout(
 
 
 def open_matrix(name: str, source: Any, *, writable: bool = False, folder: Path | None = None) -> Matrix:
-    """An operand or an existing result: a path or URL (.npy, else zarr), a zarr array, anything array-like. With the
-    `folder` of its journal, one that a run has created and not finished.
+    """Open an operand or an existing result: a path or URL (.npy, else zarr), a zarr array, a lazy array, anything
+    array-like. With the `folder` of its journal, open what an unfinished run has created.
 
     Raises `InputError`, naming what is wrong and what would do.
     """
+    try:
+        return _opened(name, source, writable, folder)
+    except DtypeError as error:
+        if writable:
+            raise InputError(f"{error}: give {name} another place") from None
+        raise formats.unsupported(name, error.dtype, *_where(name, source)) from None
+
+
+def _where(name: str, source: Any) -> tuple[str, str | None]:
+    """Return the kind of store that a source is in, and its path."""
+    if is_path(source):
+        path = os.fspath(source)
+        return "npy" if path.endswith(".npy") else "zarr", path
+    if package(source) == "zarr":
+        return "zarr", str(source.store_path).removeprefix("file://")
+    return package(source) if is_lazy(name, source) else "memory", None
+
+
+def _opened(name: str, source: Any, writable: bool, folder: Path | None) -> Matrix:
     if is_path(source):
         path = os.fspath(source)
         if folder is not None and (folder / DATA).exists():
             return open_npy(name, folder / DATA, writable=writable, place=Path(path))
         if "://" not in path and not os.path.exists(path):
-            raise InputError(f"{name}: there is nothing at {path}")
+            raise InputError(f"{name}: {_nothing_at(path)}")
         if path.endswith(".npy"):
             return open_npy(name, Path(path), writable=writable)
-        from oocgemm.stores.zarr_store import open_zarr
+        from oocgemm.stores.zarr_open import open_zarr
 
         return open_zarr(name, path, writable=writable)
-    if type(source).__module__.split(".")[0] == "zarr":
-        from oocgemm.stores.zarr_store import wrap_zarr
+    if package(source) == "zarr":
+        from oocgemm.stores.zarr_open import wrap_zarr
 
         return wrap_zarr(name, source, writable=writable)
     if isinstance(source, np.ma.MaskedArray):
         raise InputError(f"{name} is a masked array: say what stands for what is masked, with .filled(value)")
+    if writable and not (isinstance(source, np.ndarray) and source.flags.writeable):
+        raise InputError(f"{name} cannot be written to: pass a writable ndarray, a zarr array or a path")
+    if not isinstance(source, np.ndarray) and is_lazy(name, source):
+        return LazyMatrix(name, source)
     try:
         array = source if isinstance(source, np.ndarray) else np.asarray(source)
     except Exception as error:  # whatever the object's own conversion raises
@@ -206,9 +238,17 @@ def open_matrix(name: str, source: Any, *, writable: bool = False, folder: Path 
         raise InputError(
             f"{name}: {type(source).__name__} cannot be turned into an array: {reason}"
         ) from error
-    if writable and not (isinstance(source, np.ndarray) and source.flags.writeable):
-        raise InputError(f"{name} cannot be written to: pass a writable ndarray, a zarr array or a path")
     return ArrayMatrix(name, array)
+
+
+def _nothing_at(path: str) -> str:
+    """Say that there is nothing at a path, and where a symbolic link leads."""
+    if not os.path.islink(path):
+        return f"there is nothing at {path}"
+    return (
+        f"there is nothing at {path}: it is a symbolic link to {os.path.realpath(path)}, which does not exist; "
+        "remove the link, or give another path"
+    )
 
 
 def create_output(
@@ -221,8 +261,16 @@ def create_output(
     *,
     folder: Path | None = None,
 ) -> Matrix:
-    """A new result at a path: .npy by that ending, else zarr. With the `folder` of a journal a .npy file is written there,
-    and goes to its path when it is finished."""
+    """Create a new result at a path: .npy by that ending, else zarr. With the `folder` of a journal a .npy file is written
+    there, and goes to its path when it is finished.
+
+    Raises `InputError` if it cannot be created, or if the disk has no room for it. What compressed chunks will take is not
+    known.
+    """
+    if path.endswith(".npy"):
+        check_room(name, path, shape[0] * shape[1] * dtype.itemsize)
+    elif "://" not in path and compressor in (None, "none"):
+        check_room(name, path, raw_bytes(shape, chunks, dtype.itemsize))
     if path.endswith(".npy"):
         try:
             Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
@@ -230,16 +278,17 @@ def create_output(
             return create_npy(name, at, shape, dtype, Path(path))
         except (OSError, ValueError, OverflowError) as error:
             raise InputError(f"{name}: cannot create {path}: {error}") from error
-    from oocgemm.stores.zarr_store import create_zarr
+    from oocgemm.stores.zarr_open import create_zarr
 
     return create_zarr(name, path, shape, dtype, chunks, compressor)
 
 
 def reserve(matrix: Matrix) -> None:
-    """Have the disk hold room for all of an existing result. Raises `InputError` if it has not as much."""
-    if isinstance(matrix, ArrayMatrix):
+    """Have the disk hold room for all of an existing result, or check that it has. Raises `InputError` if it has not."""
+    act = getattr(matrix, "reserve", None)
+    if act is not None:
         try:
-            matrix.reserve()
+            act()
         except OSError as error:
             raise InputError(f"{matrix.name}: the disk refuses room for all of its file: {error}") from error
 

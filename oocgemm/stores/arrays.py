@@ -13,7 +13,7 @@ from oocgemm.errors import InputError
 from oocgemm.plan import Layout, Op
 from oocgemm.plan.tiling import Span
 from oocgemm.stores.base import Array, Matrix, checked
-from oocgemm.stores.durable import saved_block, saved_blocks, stamp, sync_files, sync_path
+from oocgemm.stores.durable import saved_block, saved_blocks, stamp, stamps, sync_files, sync_path
 from oocgemm.stores.files import WILL_NEED, advise, publish
 
 # Blocks of mapped files are asked for beforehand if they span so many bytes, and no more times their own size.
@@ -98,12 +98,15 @@ class ArrayMatrix:
         assert self._path is not None
         return stamp([Path(self._path)])
 
+    def block_stamp(self, rows: Span, cols: Span) -> str | None:
+        return None
+
     def fingerprint(self) -> dict[str, object] | None:
         if self._path is None:
             return None
         order = "columns" if self.array.flags.f_contiguous and not self.array.flags.c_contiguous else "rows"
         said = f"{self.shape} {self.array.dtype.str} by {order}"
-        return {"path": os.path.realpath(self._path), "metadata": said, "content": self.stamp()}
+        return {"path": os.path.realpath(self._path), "metadata": said, **stamps([self._path])}
 
     def _sync_file(self) -> None:
         assert self._path is not None

@@ -66,18 +66,26 @@ def transient(error: BaseException) -> bool:
     return any(word in names for word in ("Connect", "Disconnect", "Timeout"))
 
 
+class DtypeError(InputError):
+    """An operand of a dtype that cannot be multiplied."""
+
+    def __init__(self, name: str, dtype: np.dtype[Any]) -> None:
+        super().__init__(f"{name} is of dtype {dtype}, supported are {', '.join(OPERANDS)}")
+        self.dtype = dtype
+
+
 def checked(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[tuple[int, int], np.dtype[Any]]:
-    """Shape and native dtype of an operand that can be multiplied. Raises `InputError` for any other."""
+    """Return the shape and native dtype of an operand that can be multiplied.
+
+    Raises `InputError` for any other, `DtypeError` because of its dtype.
+    """
     if len(shape) != 2:
         hint = "multiply its matrices one by one" if len(shape) > 2 else "reshape it to (1, n) or (n, 1)"
         raise InputError(f"{name} has {len(shape)} dimensions, a product needs 2: {hint}")
     if shape[0] * shape[1] >= 2**60:
         raise InputError(f"{name} says that it is {shape[0]} x {shape[1]}, more than any machine can address")
     if dtype.name not in DTYPES:
-        remedy = "convert it to one of these"
-        if dtype.name == "void16":  # what np.save makes of it
-            remedy += "; bfloat16 that has lost its name is had back by .view(ml_dtypes.bfloat16)"
-        raise InputError(f"{name} is of dtype {dtype}, supported are {', '.join(OPERANDS)}: {remedy}")
+        raise DtypeError(name, dtype)
     return (int(shape[0]), int(shape[1])), dtype.newbyteorder("=")
 
 

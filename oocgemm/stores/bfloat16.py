@@ -13,6 +13,7 @@ from zarr.dtype import Float16, data_type_registry
 from oocgemm.errors import InputError, missing_bfloat16
 
 NAME = "bfloat16"
+BIG_ENDIAN = f"{NAME} is read with its low byte first only: store it with endian = little"
 # Where newer zarr has it, and where older.
 DataTypeValidationError: type[ValueError] = (
     getattr(zarr.errors, "DataTypeValidationError", None) or zarr.dtype.DataTypeValidationError
@@ -36,7 +37,7 @@ class BFloat16(Float16):
     def to_native_dtype(self) -> Any:
         """Raises `InputError` where ml_dtypes is missing, and for elements whose high byte comes first."""
         if self.endianness != "little":
-            raise InputError(f"{NAME} is read with its low byte first only: store it with endian = little")
+            raise InputError(BIG_ENDIAN)
         try:
             return np.dtype(importlib.import_module("ml_dtypes").bfloat16)
         except ImportError as error:

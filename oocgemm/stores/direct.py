@@ -38,7 +38,7 @@ class Shards:
     def index(self, file: OpenFile) -> Array:
         """Offset and length of every chunk in a shard. Raises `ValueError` if it is damaged."""
         if file.size < self.index_bytes:
-            raise ValueError(f"has {file.size} bytes, its index alone takes {self.index_bytes}")
+            raise ValueError(f"it has {file.size} bytes, its index alone takes {self.index_bytes}")
         stored = file.mapped(file.size - self.index_bytes if self.at_end else 0, self.index_bytes)
         content = checked_content(stored) if self.checksum else stored
         return content.view(self.dtype).reshape(*self.chunks, 2)
@@ -113,7 +113,7 @@ class DirectChunks:
         try:
             index = self.shards.index(file) if self.shards else None
         except ValueError as error:
-            self._damaged(number, f"is a shard that {error}", error)
+            self._damaged(number, f"is a shard whose index cannot be read ({error})", error)
         for chunk, part in _cut(block, self.chunk):
             target = _part(out, block, part)
             offset, length = 0, file.size

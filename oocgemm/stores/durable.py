@@ -38,7 +38,10 @@ class Durable(Matrix, Protocol):
         """Take away what a process that was killed has left of files that it was writing."""
 
     def stamp(self) -> str:
-        """Stands for what the files hold, by their sizes and times of change."""
+        """Stands for what the files hold, by their sizes and modification times."""
+
+    def block_stamp(self, rows: Span, cols: Span) -> str | None:
+        """The same for a block that was synced; None where blocks have no files of their own."""
 
 
 def sync_files(root: Path, names: Collection[str]) -> None:
@@ -70,16 +73,28 @@ def sync_path(path: Path) -> None:
 
 
 def stamp(paths: Iterable[str | Path]) -> str:
-    """Digest of the sizes and times of change of files, which need not be there."""
-    digest = hashlib.sha256()
+    """Digest of the sizes and modification times of files, which need not exist."""
+    return stamps(paths)["content"]
+
+
+def stamps(paths: Iterable[str | Path]) -> dict[str, str]:
+    """The same as `content`, and as `changes` a digest of the times of inode change (ctime).
+
+    A program can write to a file and restore its modification time, but no program can set its ctime. The ctime also
+    changes where the content does not: on chmod, chown, a rename, or a hard link. So a change of it alone is a reason to
+    ask, not proof.
+    """
+    content, changes = hashlib.sha256(), hashlib.sha256()
     for path in paths:
         try:
             status = os.stat(path)
         except OSError:  # whatever keeps it from being looked at will keep it from being read
-            digest.update(b"-")
+            content.update(b"-")
+            changes.update(b"-")
         else:
-            digest.update(b"%d %d;" % (status.st_size, status.st_mtime_ns))
-    return digest.hexdigest()[:32]
+            content.update(b"%d %d;" % (status.st_size, status.st_mtime_ns))
+            changes.update(b"%d;" % status.st_ctime_ns)
+    return {"content": content.hexdigest()[:32], "changes": changes.hexdigest()[:32]}
 
 
 def spread(down: int, across: int) -> Iterable[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""zarr arrays (formats 2 and 3) as matrices. The only module that knows zarr."""
+"""zarr arrays (formats 2 and 3) as matrices."""
 
 import hashlib
 import importlib.util
@@ -6,11 +6,12 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -19,15 +20,16 @@ from zarr.abc.store import Store
 from zarr.core.buffer.cpu import NDBuffer
 from zarr.storage import LocalStore
 
-from oocgemm.errors import ExecutionError, InputError
+from oocgemm.errors import ExecutionError
 from oocgemm.plan import Layout
 from oocgemm.plan.tiling import Span
 from oocgemm.stores import bfloat16
-from oocgemm.stores.base import BATCH_BYTES, Array, checked
+from oocgemm.stores.base import BATCH_BYTES, Array, checked, pieces, transient
 from oocgemm.stores.direct import DirectChunks, Shards
-from oocgemm.stores.durable import spread, stamp, sync_files, sync_names
+from oocgemm.stores.durable import spread, stamp, stamps, sync_files, sync_names
 from oocgemm.stores.encoding import from_v2, from_v3
-from oocgemm.stores.files import scratch
+from oocgemm.stores.files import padded, scratch
+from oocgemm.stores.room import check_room, free_bytes, raw_bytes
 
 bfloat16.register()
 # Arrays larger than this part of the machine's memory would push each other out of the page cache before they are
@@ -39,6 +41,8 @@ ATTRIBUTE = "oocgemm"
 PARTIAL = re.compile(r"\.[0-9a-f]{32}\.partial$")
 # What decodes what we do not, in place of zarr's own pipeline, whose copies are made in one thread; where it is installed.
 FASTER = "zarrs"
+# zarr's configuration is the process's: two runs that set and restore it by turns would leave the one's behind.
+_config_lock = Lock()
 # Files of an array's metadata, in either format.
 METADATA = ("zarr.json", ".zarray", ".zattrs")
 
@@ -81,7 +85,7 @@ class ZarrMatrix:
             partial_reads=self.direct is not None and self.direct.encoding.raw,
             decode_bytes=decode_bytes,
             encode_bytes=encode_bytes,
-            encodes=not (self._writes_directly and self.direct and self.direct.encoding.raw),
+            encodes=not self.raw,
         )
 
     def read(self, rows: Span, cols: Span, out: Array) -> None:
@@ -92,14 +96,35 @@ class ZarrMatrix:
         if self.direct:
             self.direct.read(rows, cols, out)
             return
-        selection = slice(*rows), slice(*cols)
+        try:
+            self._read_through(rows, cols, out)
+        except Exception as error:  # codecs raise of every kind
+            if transient(error) or isinstance(error, MemoryError):
+                raise
+            key = self._failing(rows, cols, out)
+            raise ExecutionError(
+                f"chunk {key} in {self.array.store_path} cannot be read, it may be damaged: {reason(error)}"
+            ) from error
+
+    def _read_through(self, rows: Span, cols: Span, out: Array) -> None:
+        """Read a block through zarr."""
         into = out
         if self._contiguous and not out.flags.c_contiguous:
             into = scratch(out.nbytes).view(out.dtype).reshape(out.shape)
         target = NDBuffer(into)  # type: ignore[arg-type]  # its protocol is narrower than ndarray
-        self._read.get_basic_selection(selection, out=target)
+        self._read.get_basic_selection((slice(*rows), slice(*cols)), out=target)
         if into is not out:
             np.copyto(out, into)
+
+    def _failing(self, rows: Span, cols: Span, out: Array) -> str:
+        """Return the key of the first chunk of a block that cannot be read; in shards, that of its shard."""
+        for r, c in pieces(rows, cols, self.layout.read_chunk, 1):
+            number = r[0] // self.layout.write_chunk[0], c[0] // self.layout.write_chunk[1]
+            try:
+                self._read_through(r, c, out[: r[1] - r[0], : c[1] - c[0]])
+            except Exception:
+                break
+        return self.array.metadata.encode_chunk_key(number)
 
     def write(self, rows: Span, cols: Span, data: Array) -> None:
         if not self._owns(rows, cols):
@@ -123,10 +148,9 @@ class ZarrMatrix:
         for name in METADATA:
             if (self.folder / name).exists():
                 shutil.copyfile(self.folder / name, folder / name)
-        # All chunks: one left out would leave the old one in its place. (What is asked for as an array is opened goes
-        # unheeded.)
-        with zarr.config.set({"array.write_empty_chunks": True}):
-            self._written = zarr.open_array(folder, mode="r+")
+        # All chunks: one left out would leave the old one in its place.
+        opened = zarr.open_array(folder, mode="r+")
+        self._written = opened.with_config({"write_empty_chunks": True})
 
     def sync_block(self, rows: Span, cols: Span) -> None:
         assert self._target is not None
@@ -158,11 +182,41 @@ class ZarrMatrix:
                     os.unlink(os.path.join(folder, name))
 
     def stamp(self) -> str:
+        return stamps(self._spread())["content"]
+
+    def block_stamp(self, rows: Span, cols: Span) -> str | None:
+        return stamp(self.folder / name for name in self._names(rows, cols))
+
+    def _spread(self) -> Iterator[str]:
+        """Paths of all chunk files, or of some of them, evenly spread."""
         grid = (
             -(-extent // chunk) for extent, chunk in zip(self.shape, self.layout.write_chunk, strict=True)
         )
         folder, key = str(self.folder), self.array.metadata.encode_chunk_key
-        return stamp(f"{folder}/{key(number)}" for number in spread(*grid))
+        return (f"{folder}/{key(number)}" for number in spread(*grid))
+
+    def reserve(self) -> None:
+        """Check that the disk has room for all raw chunks of a local array. Raises `InputError` if it has not."""
+        if self.raw and free_bytes(str(self.folder)) < raw_bytes(
+            self.shape, self.layout.write_chunk, self.dtype.itemsize
+        ):
+            check_room(self.name, str(self.folder), self.missing_bytes())
+
+    def missing_bytes(self) -> int:
+        """Return about how many bytes those chunks of a local array take that are not stored yet; exact for raw chunks."""
+        stored = []
+        names = self._names((0, self.shape[0]), (0, self.shape[1]))
+        for name in names:
+            with suppress(FileNotFoundError):
+                stored.append(padded((self.folder / name).stat().st_size))
+        whole = raw_bytes(self.layout.write_chunk, self.layout.write_chunk, self.dtype.itemsize)
+        each = sum(stored) / len(stored) if stored else whole
+        return round((len(names) - len(stored)) * each)
+
+    @property
+    def raw(self) -> bool:
+        """Whether every chunk of a local array takes the bytes of its elements."""
+        return self._writes_directly and self.direct is not None and self.direct.encoding.raw
 
     def fingerprint(self) -> dict[str, object]:
         said = dict(self.array.metadata.to_dict())
@@ -170,7 +224,8 @@ class ZarrMatrix:
         digest = hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:32]
         folder = local_folder(self.array)
         place = str(self.array.store_path) if folder is None else os.path.realpath(folder)
-        return {"path": place, "metadata": digest, "content": "" if folder is None else self.stamp()}
+        found = {"content": "", "changes": ""} if folder is None else stamps(self._spread())
+        return {"path": place, "metadata": digest, **found}
 
     @property
     def folder(self) -> Path:
@@ -228,106 +283,12 @@ def folder_identity(folder: Path) -> set[object]:
     return {("file", status.st_dev, status.st_ino)}
 
 
-def open_zarr(name: str, path: str, *, writable: bool = False) -> ZarrMatrix:
-    """The array at a path or URL. Raises `InputError` if there is none."""
-    try:
-        found = zarr.open(path, mode="r+" if writable else "r")
-    except InputError as error:
-        raise InputError(f"{name} at {path}: {error}") from error
-    except FileNotFoundError as error:
-        raise InputError(f"{name}: no zarr array at {path}: it holds no zarr metadata") from error
-    except Exception as error:  # zarr and its stores raise of every kind
-        raise InputError(f"{name}: no zarr array at {path}: {_reason(error)}") from error
-    return wrap_zarr(name, found, path, writable=writable)
-
-
-def wrap_zarr(name: str, found: Any, path: str = "", *, writable: bool = False) -> ZarrMatrix:
-    """An open zarr array as a matrix. Raises `InputError` for a group, or if it was opened for reading only."""
-    if isinstance(found, zarr.Group):
-        raise InputError(
-            f"{name}: {path or found.store_path} is a zarr group, not an array{_members(local_folder(found))}"
-        )
-    if writable and found.read_only:
-        raise InputError(f"{name} was opened for reading only: open it with mode='r+'")
-    if not isinstance(found.metadata.attributes, Mapping):
-        raise InputError(
-            f"{name}: no zarr array at {path}: its metadata cannot be read (attributes are no object)"
-        )
-    return ZarrMatrix(name, found, at_rest=not writable)
-
-
-def is_zarr_array(value: object) -> bool:
-    """Whether an object is a zarr array or group."""
-    return isinstance(value, zarr.Array | zarr.Group)
-
-
-def create_zarr(
-    name: str,
-    path: str,
-    shape: tuple[int, int],
-    dtype: np.dtype[Any],
-    chunks: tuple[int, int],
-    compressor: str | None,
-) -> ZarrMatrix:
-    """A new array, uncompressed unless a compressor is named. Raises `InputError` if it cannot be made."""
-    try:
-        array = zarr.create_array(
-            path,
-            shape=shape,
-            dtype=dtype,
-            chunks=chunks,
-            compressors=_compressor(compressor),
-            filters=None,
-            fill_value=0,
-            attributes={ATTRIBUTE: {"complete": False}},
-        )
-    except Exception as error:
-        raise InputError(f"{name}: cannot create a zarr array at {path}: {_reason(error)}") from error
-    return ZarrMatrix(name, array)
-
-
-def remote_exists(url: str) -> bool:
-    """Whether there is a zarr array or group at a URL."""
-    try:
-        zarr.open(url, mode="r")
-    except (FileNotFoundError, KeyError):
-        return False
-    except Exception as error:
-        raise InputError(f"cannot look at {url}: {_reason(error)}") from error
-    return True
-
-
-def _compressor(name: str | None) -> Any:
-    from zarr.codecs import BloscCodec, GzipCodec, ZstdCodec
-
-    match name:
-        case None | "none":
-            return None
-        case "zstd":
-            return ZstdCodec(level=1)
-        case "gzip":
-            return GzipCodec(level=1)
-        case "blosc-lz4":
-            return BloscCodec(cname="lz4", clevel=3, shuffle="shuffle")
-        case _:
-            return BloscCodec(cname="zstd", clevel=1, shuffle="shuffle")
-
-
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
+    """Return the first line of an error of zarr's."""
     text = str(error).strip().splitlines()
     if isinstance(error, KeyError | TypeError | AttributeError):  # metadata of a form zarr does not expect
         return f"its metadata cannot be read ({': '.join([type(error).__name__, *text[:1]])})"
     return text[0] if text else type(error).__name__
-
-
-def _members(folder: Path | None) -> str:
-    """What there is in a local group, found without opening any of it."""
-    if folder is None:
-        return ""
-    names = sorted(
-        p.name for p in folder.iterdir() if any((p / m).exists() for m in ("zarr.json", ".zarray"))
-    )
-    return f"; give one of those in it: {', '.join(names)}" if names else ""
 
 
 def local_folder(array: "zarr.Array[Any] | zarr.Group") -> Path | None:
@@ -379,6 +340,12 @@ def _direct_chunks(array: "zarr.Array[Any]", at_rest: bool) -> DirectChunks | No
 def _through(array: "zarr.Array[Any]") -> tuple["zarr.Array[Any]", bool]:
     """An array to read through, and whether into contiguous memory only, as is to be thought of a pipeline other than zarr's own:
     the one that zarr was told to take, or `FASTER` where it is installed and knows these codecs."""
+    with _config_lock:
+        return _through_pipeline(array)
+
+
+def _through_pipeline(array: "zarr.Array[Any]") -> tuple["zarr.Array[Any]", bool]:
+    """The same, while no other thread sets zarr's configuration."""
     pipeline = "codec_pipeline.path"
     if zarr.config.get(pipeline) != zarr.config.defaults[0]["codec_pipeline"]["path"]:
         return array, True
@@ -386,7 +353,8 @@ def _through(array: "zarr.Array[Any]") -> tuple["zarr.Array[Any]", bool]:
         return array, False
     # One chunk at a time: there are as many threads as are to decode, each with the memory for one.
     settings = {pipeline: f"{FASTER}.ZarrsCodecPipeline", "codec_pipeline.strict": True}
-    with suppress(Exception), zarr.config.set(settings | {"codec_pipeline.chunk_concurrent_maximum": 1}):
+    settings |= {"codec_pipeline.chunk_concurrent_maximum": 1}
+    with suppress(Exception), zarr.config.set(settings):
         return zarr.Array(zarr.AsyncArray(array.metadata, array.store_path)), True
     return array, False
 

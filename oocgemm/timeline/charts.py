@@ -6,7 +6,7 @@ from html import escape
 from oocgemm.timeline.figures import Report
 from oocgemm.timeline.series import finished, lanes_of, limits, rates
 from oocgemm.timeline.spans import Timeline
-from oocgemm.units import format_rate, format_share, format_time
+from oocgemm.units import format_percent, format_rate, format_time
 
 BINS = 240
 # Points of cividis, a scale of colours that everybody sees alike: from early to late.
@@ -23,7 +23,7 @@ def stacked_bar(parts: Mapping[str, float], whole: float) -> str:
     """Parts of a whole side by side."""
     pieces = "".join(
         f'<b class="{lane_class(name)}" style="width:{100 * part / whole:.3f}%" '
-        f'title="{escape(name)} {format_time(part)}, {format_share(part / whole)} of T"></b>'
+        f'title="{escape(name)} {format_time(part)}, {format_percent(part / whole)} of T"></b>'
         for name, part in parts.items()
         if whole
     )

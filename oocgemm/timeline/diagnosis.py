@@ -1,92 +1,90 @@
-"""What bounds a run, in a sentence, from its figures.
+"""What a run's figures say in words: the verdict, how near its limit the bound is, and contention on the machine."""
 
-The time outside the multiplications is shared among four directions, by its causes: panels that come late, results
-that leave late, start-up, and waiting for nothing but being issued. Start-up is here all that passes before the first
-Multiply and the result all that passes after the last, whatever runs then. A direction bounds the run if it costs at
-least `COUNTS` of the time that multiplying takes; otherwise the kernel does. Which link of a direction is to blame, the
-lanes say: it is the one that is busy longest, since the others wait for it. Operands and results in memory have the same
-lanes, which copy them there: a C that leaves too slowly is bound by its download, whichever of the two copies is slower.
-"""
-
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from oocgemm.timeline.figures import Report, exposed_intervals, report
+from oocgemm.timeline.figures import Report, length, report, union
+from oocgemm.timeline.series import limits
 from oocgemm.timeline.spans import Timeline
+from oocgemm.timeline.verdict import CAUSES, COMPUTE, Verdict
 from oocgemm.units import format_rate, format_share, format_size, format_time
 
-COUNTS = 0.1
-
-PANELS, RESULT, START_UP, ISSUE = "panels", "result", "start-up", "issue"
-DIRECTIONS = {
-    **dict.fromkeys(("read", "decode", "h2d", "prepare"), PANELS),
-    **dict.fromkeys(("accumulator", "encode", "write", "tail"), RESULT),
-}
-# The lanes of a direction, and what a run that one of them bounds is said to be.
-LINKS = {
-    PANELS: {"read": "Storage-bound", "decode": "Decode-bound", "h2d": "PCIe-bound"},
-    RESULT: {"d2h": "Download-bound", "encode": "Encode-bound", "write": "Write-bound"},
-}
-# And where no lane of it is there.
-NAMES = {PANELS: "Input-bound", RESULT: "Output-bound", START_UP: "Start-up-bound", ISSUE: "Issue-bound"}
-WAITING = {
-    PANELS: "waits for panels of A and B",
-    RESULT: "waits for C to leave",
-    START_UP: "passes before the first multiplication",
-    ISSUE: "waits for the next operation to be issued",
-}
+# Other programs are mentioned from this share of the cores on; the run competed with them if the cores were this busy.
+MIN_OTHERS, MIN_BUSY = 0.1, 0.8
+# The processor counts in ticks of 10 ms: of shorter runs it says little, in seconds.
+MIN_COUNTED = 0.5
+# Causes that are the device's own: on a GPU they do not compete for the cores.
+ON_DEVICE = (COMPUTE, "h2d", "prepare", "accumulator")
+# What the lanes do that a run waits for, and what they do where operands or C are in memory.
 DOING = {
-    **{"read": "Reading", "decode": "Decoding", "h2d": "Copying to the device"},
+    **{
+        "read": "Reading",
+        "decode": "Decoding",
+        "h2d": "Copying to the device",
+        "prepare": "Preparing panels",
+    },
     **{"d2h": "Copying from the device", "encode": "Encoding", "write": "Writing"},
 }
-# The same for what is in memory.
 IN_MEMORY = {
-    "read": ("Memory-bound", "Copying A and B into the slots that the device copies from"),
-    "write": ("Download-bound", "Copying C from the slots that the device copies to"),
+    "read": "Copying A and B into the slots that the device copies from",
+    "write": "Copying C from the slots that the device copies to",
 }
+OUT = ("d2h", "encode", "write")  # the lanes that can be busy after the last Multiply
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What bounds a run.
+    """What bounds a run: the verdict, and `evidence`, how near its limit the bound was. `contended` says whether other
+    programs used cores that the bound needed."""
 
-    `bound` is a lane (read, decode, h2d, compute, d2h, encode, write), or a direction that has none (``start-up``,
-    ``issue``), or ``nothing`` where nothing was multiplied; `share` of T is what it costs: the time multiplied, or that waited. `finding` says so in a
-    sentence, `evidence` how near the limit that lane is.
-    """
-
-    bound: str
-    share: float
-    finding: str
+    verdict: Verdict
     evidence: str
+    contended: bool = False
+
+    @property
+    def finding(self) -> str:
+        """The verdict as a sentence."""
+        return f"{self.headline}{self.rest}"
+
+    @property
+    def headline(self) -> str:
+        """The first words of `finding`: the bound and its share."""
+        text = self.verdict.headline
+        return text if text.startswith("h2d") else text[0].upper() + text[1:]
+
+    @property
+    def rest(self) -> str:
+        """The other words of `finding`: the largest stall or compute, and what the stall is."""
+        found = self.verdict
+        if not found.beside:
+            return "."
+        meaning = CAUSES.get(found.stall, "")
+        if found.bound == COMPUTE:
+            return f"; {found.beside}, {meaning}." if meaning else f"; {found.beside}."
+        return f": {meaning}; {found.beside}." if meaning else f"; {found.beside}."
 
 
 def diagnose(timeline: Timeline, figures: Report | None = None) -> Diagnosis:
-    """What bounds a run; `figures` where they are known already."""
+    """Say what bounds a run; `figures` where they are known already."""
     figures = figures or report(timeline)
-    wall = figures.wall
-    if not figures.compute or not wall:
-        return Diagnosis("nothing", 0.0, "Nothing was multiplied.", "")
-    costs = directions(timeline)
-    worst = max(costs, key=lambda direction: costs[direction], default=ISSUE)
-    share = costs[worst] / wall if costs else 0.0
-    if costs.get(worst, 0.0) < COUNTS * figures.compute:
-        share = figures.compute / wall
-        finding = f"Kernel-bound: {format_share(share)} of the time is multiplication."
-        return Diagnosis("compute", share, finding, _kernel(timeline.header, figures))
-    busy = {lane: figures.lanes[lane]["busy"] for lane in LINKS.get(worst, {}) if lane in figures.lanes}
-    lane = max(busy, key=lambda lane: busy[lane], default="")
-    what = f"{format_share(share)} of the time {WAITING[worst]}"
-    if not lane:
-        return Diagnosis(worst, share, f"{NAMES[worst]}: {what}.", "")
-    name, doing = LINKS[worst][lane], DOING[lane]
-    if in_memory(lane, timeline.header):
-        name, doing = IN_MEMORY[lane]
-    return Diagnosis(
-        lane, share, f"{name}: {what}.", _link(lane, doing, timeline.header, figures, busy[lane])
+    found = figures.verdict
+    contended = _competed(figures) and (
+        timeline.header.get("backend", {}).get("name") == "host" or found.bound not in ON_DEVICE
     )
+    evidence = (_of_bound(timeline, figures), others(figures))
+    return Diagnosis(found, " ".join(filter(None, evidence)), contended)
+
+
+def others(figures: Report) -> str:
+    """A sentence on the other programs on the machine, if they used a tenth of its cores or more.
+
+    Cores count only those that the process may use.
+    """
+    cpu = figures.cpu
+    if not cpu or figures.wall < MIN_COUNTED or cpu["others"] < MIN_OTHERS * cpu["cores"]:
+        return ""
+    return f"Other programs used {cpu['others']:.1f} of {cpu['cores']:.0f} cores."
 
 
 def unfinished(figures: Report) -> str:
@@ -105,39 +103,48 @@ def in_memory(lane: str, header: Mapping[str, Any]) -> bool:
     return bool(concerned) and all(operands.get(x, {}).get("store") == "memory" for x in concerned)
 
 
-def directions(timeline: Timeline, device: int = 0) -> dict[str, float]:
-    """Seconds outside all Multiplies by direction."""
-    spans = [s for s in timeline.spans if s.device == device]
-    multiplies = [s for s in spans if s.kind == "multiply"]
-    first = min((s.start for s in multiplies), default=0)
-    costs: defaultdict[str, float] = defaultdict(float)
-    for start, end, cause in exposed_intervals(spans, timeline.wall):
-        costs[START_UP if end <= first else DIRECTIONS.get(cause, ISSUE)] += (end - start) / 1e9
-    return dict(costs)
+def _competed(figures: Report) -> bool:
+    """Whether the process and others together kept the cores busy."""
+    cpu = figures.cpu
+    return bool(others(figures) and cpu and cpu["own"] + cpu["others"] >= MIN_BUSY * cpu["cores"])
 
 
-def _kernel(header: Mapping[str, Any], figures: Report) -> str:
+def _of_bound(timeline: Timeline, figures: Report) -> str:
+    """How near its limit the bound was: the kernel, or the lane that was waited for."""
+    bound = figures.verdict.bound
+    if bound == COMPUTE:
+        return _kernel(timeline, figures)
+    lane = {"accumulator": "d2h", "tail": _last_lane(timeline)}.get(bound, bound)
+    return _link(lane, timeline.header, figures) if lane in DOING and lane in figures.lanes else ""
+
+
+def _last_lane(timeline: Timeline) -> str:
+    """The lane that was busiest after the last Multiply."""
+    end = max((s.end for s in timeline.spans if s.kind == "multiply"), default=0)
+    after = [s for s in timeline.spans if s.end > end]
+    busy = {lane: length(union((max(end, s.start), s.end) for s in after if s.lane == lane)) for lane in OUT}
+    return max(busy, key=lambda lane: busy[lane])
+
+
+def _kernel(timeline: Timeline, figures: Report) -> str:
     rate = figures.flops / figures.compute
-    return f"The kernel ran at {format_rate(rate, 'FLOP')}{_of_calibrated(header, 'kernel', rate, 'FLOP')}."
-
-
-def _link(lane: str, doing: str, header: Mapping[str, Any], figures: Report, busy: float) -> str:
-    moved = figures.lanes[lane]["bytes"]
-    rate = moved / busy if busy else 0.0
-    text = (
-        f"{doing} took {format_share(busy / figures.wall)} of the time, at {format_rate(rate)}"
-        f"{_of_calibrated(header, lane, rate)}"
-    )
-    least = figures.traffic.get("read" if lane == "decode" else lane, {}).get("least")
-    if least and moved:
-        text += f"; it moved {format_size(moved)}, {moved / least:.2f} times the least possible"
+    text = f"The kernel ran at {format_rate(rate, 'FLOP')}"
+    limit, measured = limits(timeline).get(COMPUTE, (0.0, False))
+    exact = timeline.header.get("plan", {}).get("problem", {}).get("compute") in ("native", "emulated")
+    if limit and (measured or exact):  # no model knows the rates of rounded products
+        known = "calibrated" if measured else "assumed"
+        text += f", {format_share(rate / limit)} of the {known} {format_rate(limit, 'FLOP')}"
     return text + "."
 
 
-def _of_calibrated(header: Mapping[str, Any], part: str, rate: float, unit: str = "B") -> str:
-    calibrated = (header.get("rates") or {}).get(part)
-    return (
-        f", {format_share(rate / calibrated)} of the calibrated {format_rate(calibrated, unit)}"
-        if calibrated
-        else ""
-    )
+def _link(lane: str, header: Mapping[str, Any], figures: Report) -> str:
+    doing = IN_MEMORY[lane] if in_memory(lane, header) else DOING[lane]
+    busy, moved = figures.lanes[lane]["busy"], figures.lanes[lane]["bytes"]
+    rate = moved / busy if busy else 0.0
+    text = f"{doing} took {format_share(busy / figures.wall)} of the time, at {format_rate(rate)}"
+    if calibrated := (header.get("rates") or {}).get(lane):
+        text += f", {format_share(rate / calibrated)} of the calibrated {format_rate(calibrated)}"
+    least = figures.traffic.get({"decode": "read", "encode": "write"}.get(lane, lane), {}).get("least")
+    if least and moved:
+        text += f"; it moved {format_size(moved)}, {moved / least:.2f} times the least possible"
+    return text + "."

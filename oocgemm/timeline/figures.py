@@ -7,19 +7,23 @@
 - storage overlap  |storage and compute| / |storage|, storage = read, decode, encode, write
 - exposed time     T - |compute|, every instant of it given to a cause; the causes add up to it exactly
 - traffic          bytes crossed per link, beside those required and the least possible for the budget
+- shares           compute and each cause of exposed time over T; they add up to 1 (`oocgemm.timeline.verdict`)
 - efficiency       the longest of flops / kernel rate, least bytes / rate of each link and bytes decoded / rate of
                    decoding, over T, by the calibrated rates in the header: those of what the run uses
 
 A ratio over nothing, or over rates never calibrated, is None.
 """
 
+import os
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from oocgemm.timeline.log import read_log
 from oocgemm.timeline.spans import Span, Timeline
+from oocgemm.timeline.verdict import Verdict, shares, verdict
 
 Interval = tuple[int, int]
 Wait = tuple[int, int, str]
@@ -75,6 +79,9 @@ class Report:
     checking, those of all threads together, and both as a share: of T, and of T on every core; and which `tier` took the
     checksums, and the seconds in which the device was at that.
 
+    `cpu` says how many cores the process could use, and how many of them, on average over T, it used itself (`own`) and
+    others did: other programs, and other virtual machines of the host. None where the system does not say.
+
     Of an `unfinished` run `wall` is the time up to the end of its last operation that was recorded; there is no efficiency,
     and nothing required or least possible, since those are of the whole.
     """
@@ -92,13 +99,30 @@ class Report:
     efficiency: float | None
     checks: dict[str, Any] | None = None
     unfinished: bool = False
+    cpu: dict[str, float] | None = None
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Shares of T of compute and of each cause of exposed time, the largest first."""
+        return shares(self.compute, self.exposed, self.wall)
+
+    @property
+    def verdict(self) -> Verdict:
+        """What bounds the run: the largest of the shares."""
+        return verdict(self.shares if self.compute else {})
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """Plain data, the verdict and the shares included."""
+        return {"verdict": self.verdict.to_dict(), "shares": self.shares} | asdict(self)
 
 
-def report(timeline: Timeline, device: int = 0) -> Report:
-    """All figures of a timeline."""
+def report(timeline: Timeline | str | os.PathLike[str], device: int = 0) -> Report:
+    """Compute all figures of a timeline, or of the log of one at a path.
+
+    Raises `InputError` for a path at which there is no log that can be read.
+    """
+    if not isinstance(timeline, Timeline):
+        timeline = read_log(os.fspath(timeline))
     spans = [s for s in timeline.spans if s.device == device]
     lanes: defaultdict[str, list[Interval]] = defaultdict(list)
     moved: defaultdict[str, int] = defaultdict(int)
@@ -127,7 +151,30 @@ def report(timeline: Timeline, device: int = 0) -> Report:
         efficiency=_efficiency(timeline, spans, flops),
         checks=_checks(timeline),
         unfinished=timeline.unfinished,
+        cpu=_cpu(timeline),
     )
+
+
+def same_product(timelines: Sequence[Timeline]) -> bool:
+    """Whether runs multiplied alike: the same extents and dtypes. True where a log does not say what it multiplied."""
+    problems = [timeline.header.get("plan", {}).get("problem") for timeline in timelines]
+    names = ("m", "n", "k", "a_dtype", "b_dtype", "c_dtype")
+    return len({tuple(problem.get(name) for name in names) for problem in problems if problem}) <= 1
+
+
+def shares_between(spans: Sequence[Span], since: int, until: int) -> dict[str, float]:
+    """Shares of the time between two instants by cause, of a run whose operations are known up to `until`.
+
+    >>> multiply = Span(0, "multiply", "A", "compute", "s", 0, (0, 0), 0, 10, 40, 0, 8)
+    >>> shares_between([multiply], 0, 50)
+    {'compute': 0.6, 'start-up': 0.2, 'tail': 0.2}
+    """
+    window = [(since, until)]
+    compute = union((s.start, s.end) for s in spans if s.kind == "multiply")
+    causes: defaultdict[str, float] = defaultdict(float)
+    for start, end, cause in exposed_intervals(spans, until):
+        causes[cause] += max(0, end - max(start, since))
+    return shares(length(intersection(compute, window)), causes, until - since)
 
 
 def exposed(spans: Sequence[Span], wall: int) -> dict[str, int]:
@@ -243,6 +290,14 @@ def _checks(timeline: Timeline) -> dict[str, Any] | None:
         "share": _ratio(found["seconds"], wall),
         "core_share": _ratio(found["thread_seconds"], wall * cores),
     }
+
+
+def _cpu(timeline: Timeline) -> dict[str, float] | None:
+    found, wall = timeline.header.get("cpu"), timeline.wall / 1e9
+    if not found or not wall:
+        return None
+    own, busy = (found[name] / wall for name in ("own_seconds", "busy_seconds"))
+    return {"cores": found["cores"], "own": own, "others": max(0.0, busy - own)}
 
 
 def _efficiency(timeline: Timeline, spans: Sequence[Span], flops: int) -> float | None:

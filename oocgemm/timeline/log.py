@@ -39,6 +39,8 @@ _SIZE_BYTES = 4  # of a compressed chunk's length in the temporary file
 _LARGEST = 2**63
 # What a checked run says of it, in numbers.
 _CHECKED = ("tiles", "blocks", "undecided", "seconds", "thread_seconds")
+# Of the cores that it could use: how many, and the seconds that it used of them, and that all programs together did.
+_CPU = ("cores", "own_seconds", "busy_seconds")
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
@@ -55,6 +57,7 @@ class Recorder:
     def __init__(self, header: Mapping[str, Any], path: str | os.PathLike[str] | None = None) -> None:
         self.spans = 0
         self.header = dict(header)  # once the run has finished, with the facts that are known then
+        self.wall = 0
         self.failure: OSError | None = None
         self._common: dict[tuple[Any, ...], int] = {}
         self._kept: list[bytes] = []
@@ -86,6 +89,7 @@ class Recorder:
     def finish(self, wall: int, facts: Mapping[str, Any]) -> None:
         """The run has ended, after `wall` nanoseconds; `facts` join the header, or replace what is there."""
         self.header |= facts
+        self.wall = wall
         self._lines.append(_encode({"wall_ns": wall, "spans": self.spans} | dict(facts)))
 
     def close(self) -> None:
@@ -239,8 +243,8 @@ def _span(row: list[Any], common: list[tuple[Any, ...]]) -> Span:
 def _check(header: Mapping[str, Any]) -> None:
     """Raises `ValueError` for a header whose parts are not what reports take them for."""
     tables = [header.get(name, {}) for name in ("plan", "operands", "backend", "machine", "versions")]
-    tables += [header.get(name) or {} for name in ("rates", "checks")]
-    plan, operands, backend, machine, _, rates, checks = tables
+    tables += [header.get(name) or {} for name in ("rates", "checks", "cpu")]
+    plan, operands, backend, machine, _, rates, checks, cpu = tables
     if all(isinstance(table, dict) for table in tables) and all(
         isinstance(x, dict) for x in operands.values()
     ):
@@ -252,6 +256,7 @@ def _check(header: Mapping[str, Any]) -> None:
             and all(_is_number(rate) and rate > 0 for rate in rates.values())
             and all(_is_number(machine.get(name, 1)) for name in ("cores", "memory"))
             and all(_is_number(checks.get(name)) for name in _CHECKED if checks)
+            and all(_is_number(cpu.get(name)) for name in _CPU if cpu)
             and isinstance(checks.get("recomputed", []), list)
             and isinstance(backend.get("memory", ""), str)
             and isinstance(retried, list)

@@ -19,10 +19,13 @@ from oocgemm.plan.simulate import simulate, timed
 from oocgemm.timeline.diagnosis import Diagnosis, diagnose, in_memory, unfinished
 from oocgemm.timeline.figures import STORAGE, Report, length, union
 from oocgemm.timeline.spans import Timeline
+from oocgemm.timeline.verdict import COMPUTE
 from oocgemm.units import format_share, format_size, format_time, parse_size
 
 # Gains below this share of T are not worth a change; a cheaper change is preferred if it gains that share of the most.
 WORTH, NEARLY = 0.03, 0.8
+# A share of T that is worth advice of its own.
+MIN_STALL = 0.1
 # How far from the run the fitted model may be and still be asked.
 TRUSTED = 0.25
 # Steps of plans that are simulated, at about 0.1 ms each.
@@ -114,7 +117,8 @@ def fit(timeline: Timeline, figures: Report) -> Fitted | None:
         if 2 * latency < min(busy, modelled):
             busy, modelled = busy - latency, modelled - latency
         rate = modelled / busy if busy and modelled else 1.0
-        waited = figures.exposed.get(lane, 0.0) + (figures.exposed.get("tail", 0.0) if lane in OUT else 0.0)
+        cause = "accumulator" if lane == "d2h" else lane
+        waited = figures.exposed.get(cause, 0.0) + (figures.exposed.get("tail", 0.0) if lane in OUT else 0.0)
         spare = not machine.shares_cores and waited < UNHURRIED * figures.wall
         return max(rate, 1.0) if spare and lane != "compute" else rate
 
@@ -161,23 +165,26 @@ def _modelled(plan: Plan) -> Mapping[str, float]:
 
 
 def remedy(timeline: Timeline, figures: Report, diagnosis: Diagnosis, fitted: Fitted | None) -> Remedy:
-    """The change that gains most by the fitted model; of those that gain nearly as much the one of least effort."""
+    """Choose the change that gains most by the fitted model; of those that gain nearly as much the one of least effort.
+    A run that competed with other programs for the cores shows no rates to go by."""
+    if diagnosis.contended:
+        return Remedy(CONTENDED, "the rates of this run are not those of the machine")
     if fitted is None:
         why = "there are no rates to go by"
         if figures.compute:
             why = "this log does not hold the plan in full, or is of a version that reckons otherwise"
         if timeline.unfinished:
             why = "this log does not hold the run in full"
-        return Remedy(_advice(diagnosis.bound, timeline), why)
+        return Remedy(_advice(diagnosis, timeline), why)
     now = fitted.seconds(fitted.plan)
     if abs(now / figures.wall - 1) > TRUSTED:
         why = f"the cost model at this run's rates gives {format_time(now)} for it, too far off to ask for gains"
-        return Remedy(_advice(diagnosis.bound, timeline), why)
+        return Remedy(_advice(diagnosis, timeline), why)
     tried = [(change, fitted.ratio(change.plan)) for change in _changed(timeline, fitted)]
     best = min((ratio for _, ratio in tried), default=1.0)
     if 1 - best < WORTH:
         return Remedy(
-            _advice(diagnosis.bound, timeline),
+            _advice(diagnosis, timeline),
             "no other budget, tile or shape of chunks is predicted to gain",
         )
     change, ratio = next(t for t in tried if 1 - t[1] >= NEARLY * (1 - best))
@@ -293,28 +300,42 @@ def _effect(before: Plan, after: Plan, moved: Mapping[str, int]) -> str:
     return f"would take {format_share(saved)} off {lane}"
 
 
+ONLY_KERNEL = "Only a faster kernel or device, or a narrower dtype, would shorten this run."
+FASTER_KERNEL = "A faster kernel or device, or a narrower dtype, would help most."
+CONTENDED = "Run it again when other programs leave the cores to it."
+# What shortens a stall, by its cause.
 ADVICE = {
-    "compute": "Only a faster kernel or device, or a narrower dtype, would shorten this run.",
     "read": "Keep A and B on faster storage.",
     "decode": "Store A and B with a faster codec or none, or take a machine with more cores.",
     "h2d": "Give the device a larger budget, so that larger tiles load fewer panels.",
-    "d2h": "Give the host budget room for a whole tile of C.",
+    "prepare": "Give the device a larger budget, so that fewer panels are prepared.",
+    "accumulator": "Give the host budget room for a whole tile of C.",
     "encode": "Write C with a faster codec, or without one.",
     "write": "Put C on faster storage.",
     "start-up": "Larger products, or several in one process, spread the start-up.",
     "issue": "Steps are too short to be issued in time: choose deeper panels with --tile.",
-    "panels": "Keep A and B on faster storage.",
-    "result": "Put C on faster storage.",
+    "tail": "Put C on faster storage, or choose smaller tiles, of which the last leaves sooner.",
     "nothing": "There is nothing to change.",
 }
-
 ADVICE_IN_MEMORY = {
     "read": "Give the device a larger budget, so that fewer panels are loaded.",
     "write": "Only faster host memory, or a narrower dtype, would bring C out sooner.",
+    "tail": "Choose smaller tiles, of which the last leaves sooner.",
 }
 
 
-def _advice(bound: str, timeline: Timeline) -> str:
-    if bound == "compute" and timeline.header.get("backend", {}).get("kernel") == "tiled":
+def _advice(diagnosis: Diagnosis, timeline: Timeline) -> str:
+    """What helps against the bound in general. Where compute is the bound, also against a stall that costs a tenth of T."""
+    found = diagnosis.verdict
+    if found.bound != COMPUTE:
+        return _against(found.bound, timeline)
+    if timeline.header.get("backend", {}).get("kernel") == "tiled":
         return "The tiled kernel is made to be read: take --kernel cublas."
-    return ADVICE_IN_MEMORY[bound] if in_memory(bound, timeline.header) else ADVICE[bound]
+    if found.stall_share >= MIN_STALL:
+        return f"{FASTER_KERNEL} Next: {_against(found.stall, timeline)}"
+    return ONLY_KERNEL if 1 - found.share < MIN_STALL else FASTER_KERNEL
+
+
+def _against(cause: str, timeline: Timeline) -> str:
+    memory = in_memory("write" if cause == "tail" else cause, timeline.header) and cause in ADVICE_IN_MEMORY
+    return ADVICE_IN_MEMORY[cause] if memory else ADVICE[cause]

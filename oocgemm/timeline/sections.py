@@ -9,11 +9,12 @@ from typing import Any
 from oocgemm.plan.recorded import recorded_scalar
 from oocgemm.timeline.charts import c_grid, extents, lane_class, stacked_bar, throughput
 from oocgemm.timeline.diagnosis import Diagnosis, diagnose, unfinished
-from oocgemm.timeline.figures import Report, in_place
+from oocgemm.timeline.figures import Report, in_place, same_product
 from oocgemm.timeline.remedies import Fitted, Remedy, fit, remedy, sentence
 from oocgemm.timeline.series import lanes_of
 from oocgemm.timeline.spans import Timeline
-from oocgemm.units import format_rate, format_share, format_size, format_time
+from oocgemm.timeline.verdict import CAUSES
+from oocgemm.units import format_percent, format_rate, format_size, format_time
 
 LINKS = {
     "read": "storage to host",
@@ -71,7 +72,8 @@ def heading(header: Mapping[str, Any]) -> str:
     problem = header.get("plan", {}).get("problem")
     if not problem:
         return "Matrix product"
-    return f"{problem['m']} x {problem['n']} x {problem['k']} {problem['a_dtype']}"
+    into = f" into {problem['c_dtype']}" if problem["c_dtype"] != problem["a_dtype"] else ""
+    return f"{problem['m']} x {problem['n']} x {problem['k']} {problem['a_dtype']}{into}"
 
 
 def _title(runs: Sequence[Run]) -> str:
@@ -120,11 +122,11 @@ def _each(runs: Sequence[Run], section: Callable[[Run], str], kind: str = "") ->
 
 
 def _verdict(run: Run) -> str:
-    finding, _, rest = run.diagnosis.finding.partition(":")
     advice = escape(sentence(run.remedy, run.report.wall))
     cut = f'<p class="finding">{unfinished(run.report)}</p>' if run.report.unfinished else ""
     return (
-        cut + f'<p class="finding"><strong>{escape(finding)}{":" if rest else ""}</strong>{escape(rest)}</p>'
+        cut + '<p class="finding">'
+        f"<strong>{escape(run.diagnosis.headline)}</strong>{escape(run.diagnosis.rest)}</p>"
         f"<p>{escape(run.diagnosis.evidence)}</p>"
         f'<p class="remedy">{advice}</p>'
     )
@@ -139,7 +141,7 @@ def _figures(runs: Sequence[Run]) -> str:
         [
             format_time(r.wall),
             format_rate(r.flop_rate, "FLOP") if r.flop_rate else "-",
-            *(format_share(x) for x in (r.compute_share, r.copy_overlap, r.storage_overlap, r.efficiency)),
+            *(format_percent(x) for x in (r.compute_share, r.copy_overlap, r.storage_overlap, r.efficiency)),
         ]
         for r in (run.report for run in runs)
     ]
@@ -150,45 +152,35 @@ def _figures(runs: Sequence[Run]) -> str:
     note = ""
     if len(runs) > 1:
         first, *others = runs
-        said = ", ".join(
-            f"{escape(run.name)}, T {run.report.wall / first.report.wall:.2f} times as long"
-            for run in others
-            if first.report.wall
-        )
+        alike = same_product([run.timeline for run in runs])
+        said = ", ".join(f"{escape(run.name)}, {_beside(run.report, first.report, alike)}" for run in others)
         note = f'<p class="note legend">Above: {escape(first.name)}. Below, in blue: {said}.</p>'
     return f'<div><dl class="figures">{tiles}</dl>{note}</div>'
 
 
+def _beside(figures: Report, first: Report, alike: bool) -> str:
+    """How a run compares with the first: by T, or by the rate where they multiplied different products."""
+    if alike and first.wall:
+        return f"T {figures.wall / first.wall:.2f} times as long"
+    if figures.flop_rate and first.flop_rate:
+        return f"a different product, its rate {figures.flop_rate / first.flop_rate:.2f} times as high"
+    return "not comparable"
+
+
 def _exposed(run: Run) -> str:
+    """The table of causes: compute and the stalls, the largest first."""
     wall = run.report.wall
-    parts = {"compute": run.report.compute} | dict(
-        sorted(run.report.exposed.items(), key=lambda part: -part[1])
-    )
+    parts = {cause: share * wall for cause, share in run.report.shares.items()}
     rows = [
         [
             f'<i class="key {lane_class(cause)}"></i>{escape(cause)}',
             format_time(seconds),
-            _percent(seconds, wall),
-            WHAT.get(cause, ""),
+            format_percent(run.report.shares[cause]),
+            CAUSES.get(cause, ""),
         ]
         for cause, seconds in parts.items()
     ]
     return stacked_bar(parts, wall) + table(["", "time", "of T", ""], rows, wide_last=True)
-
-
-WHAT = {
-    "compute": "multiplying",
-    "read": "waiting for reads",
-    "decode": "waiting for chunks to be decoded",
-    "h2d": "waiting for copies to the device",
-    "prepare": "waiting for panels to be prepared",
-    "accumulator": "waiting for a tile to be copied off the device",
-    "encode": "waiting for C to be encoded",
-    "write": "waiting for C to be written",
-    "issue": "nothing that the kernel waited for was running",
-    "start-up": "nothing was running before the first multiplication",
-    "tail": "after the last multiplication",
-}
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, wide_last: bool = False) -> str:
@@ -314,7 +306,3 @@ def _setup(run: Run) -> str:
     row("versions", ", ".join(f"{k} {v}" for k, v in header.get("versions", {}).items()))
     lines = "".join(f"<tr><th>{name}</th><td>{value}</td></tr>" for name, value in rows)
     return f'<table class="setup"><tbody>{lines}</tbody></table>'
-
-
-def _percent(part: float, whole: float) -> str:
-    return f"{100 * part / whole:.1f}%" if whole else "-"

