@@ -41,7 +41,7 @@ from oocgemm.plan.tiling import Span, Tile
 from oocgemm.staging import Staging
 from oocgemm.sums_device import DeviceSums
 from oocgemm.sums_host import HostSums, StripSums
-from oocgemm.timeline.figures import length, union
+from oocgemm.timeline.busy import BusyTime
 
 Strip = tuple[Tile, Span]
 
@@ -56,7 +56,7 @@ class Checks:
         self._plan = plan
         self._problem = problem = plan.problem
         self._only = only
-        self._busy: list[tuple[int, int]] = []
+        self._busy = BusyTime()
         self._summing = summing
         self._sums: HostSums | DeviceSums
         if summing is None:
@@ -103,16 +103,15 @@ class Checks:
         """What was checked, what of it computed `again` and checked, which tier took the checksums, and what that cost:
         seconds in which any thread was at it, seconds of all threads, and seconds in which the device was."""
         runs = [self] if again is None else [self, again]
-        busy = [interval for checks in runs for interval in checks._busy]
         return {
             "tiles": len(self._plan.schedule().tiles),
             "blocks": sum(checks.blocks for checks in runs),
             "undecided": sum(checks.undecided for checks in runs),
             "recomputed": sorted({tile for tile, _ in self.failed}),
-            "seconds": length(union(busy)) / 1e9,
-            "thread_seconds": length(busy) / 1e9,
+            "seconds": sum(checks._busy.covered for checks in runs) / 1e9,
+            "thread_seconds": sum(checks._busy.total for checks in runs) / 1e9,
             "tier": self._problem.checked,
-            "device_seconds": length(union(self._summing.busy)) / 1e9 if self._summing is not None else 0.0,
+            "device_seconds": self._summing.busy.covered / 1e9 if self._summing is not None else 0.0,
         }
 
     def complain(self) -> None:

@@ -24,14 +24,18 @@ from oocgemm.display import (
     print_verification,
 )
 from oocgemm.errors import BackendError, BudgetError, ExecutionError, InputError, OocGemmError
+from oocgemm.executor import Observer
 from oocgemm.interrupts import Interrupted, stopping
 from oocgemm.live import progress_display
 from oocgemm.measuring import DEVICE, print_json, taking
 from oocgemm.plan import COMPUTES, Plan
+from oocgemm.result import Result
 from oocgemm.timeline import read_log, report, same_product
 from oocgemm.tolerance import BOUNDS
+from oocgemm.units import format_size
 from oocgemm.verify import verify as check_product
 
+REPORT_BYTES = 256 << 20  # that a report may take, whatever the budgets of its run
 EXIT_FAILED, EXIT_USAGE, EXIT_BUDGET, EXIT_INTERRUPTED = 1, 2, 3, 130
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -180,7 +184,7 @@ def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> N
             stopping(lambda: _interrupted(resume.how_far(c))),
             progress_display(live) as progress,
         ):
-            result = api.gemm(a, b, c, progress=progress, **_transposes(options))
+            result = api.gemm(a, b, c, progress=progress and _noting(progress), **_transposes(options))
     except (ExecutionError, BackendError, MemoryError, KeyboardInterrupt) as error:
         error.add_note(resume.how_far(c))
         if isinstance(error, ExecutionError) and resume.how_far(c):
@@ -197,18 +201,43 @@ def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> N
             {
                 "c": c,
                 "plan": planned.to_dict(),
-                "report": result.report.to_dict(),
-                "backend": result.timeline.header["backend"],
+                "report": None if _too_long(result) else result.report.to_dict(),
+                "backend": result.log.header["backend"],
                 "timeline": options["timeline"],
             }
         )
     elif not quiet:
-        if planned.steps:
+        if _too_long(result):
+            click.echo(_too_long(result))
+        elif planned.steps:
             print_report(result.report, result.timeline)
         click.echo(f"\nC: {Path(c) if '://' not in c else c}")
         if options["timeline"]:
             log = options["timeline"]
             click.echo(f"Timeline: {log}  ({shlex.join(('oocgemm', 'report', log))})")
+
+
+def _too_long(result: Result) -> str:
+    """Why there is no report of a run of so many operations that it would take more memory than the run; empty if there is one."""
+    budgets = result.plan.budgets
+    room = max(REPORT_BYTES, budgets.host + (budgets.device if result.plan.machine.unified else 0))
+    if result.report_bytes <= room:
+        return ""
+    return (
+        f"Note: no report, which takes {format_size(result.report_bytes)} for {result.log.spans} operations, more than the "
+        f"{format_size(room)} of the run; for one by oocgemm report, run with --timeline FILE"
+    )
+
+
+def _noting(progress: Callable[[Plan], Observer]) -> Callable[[Plan], Observer]:
+    """Print what there is to say of a plan before its run begins."""
+
+    def begin(planned: Plan) -> Observer:
+        if planned.note:
+            click.echo(f"Note: {planned.note}", err=True)
+        return progress(planned)
+
+    return begin
 
 
 @cli.command()

@@ -108,6 +108,8 @@ def print_plan(plan: Plan, explain: bool = False) -> None:
         f"tail {format_time(prediction.tail)})"
     )
     _print_model(out, plan.machine.name, plan.machine.calibrated)
+    if plan.note:
+        out.print(f"Note: {plan.note}", soft_wrap=True)
     if explain:
         _print_considered(out, plan)
 

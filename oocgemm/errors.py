@@ -12,7 +12,7 @@ class InputError(OocGemmError):
 class BudgetError(OocGemmError):
     """A memory budget that cannot hold the smallest plan.
 
-    `least` is the number of bytes that would do, where one number says it.
+    The message names budgets that can. `least` is the number of bytes that the first budget it names must have.
     """
 
     def __init__(self, message: str, *, least: int | None = None) -> None:

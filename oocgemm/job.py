@@ -173,17 +173,24 @@ def rates(job: Job, c: Matrix) -> dict[str, float] | None:
 
 
 def check_memory(plan: Plan) -> None:
-    """Refuse a plan that takes more of the host's memory than there is: the system may grant it, and end the process
-    (or another) once it is used. Raises `OutOfMemoryError`."""
-    held = {"--host-memory": plan.footprint.host_total}
+    """Refuse a plan that takes more host memory than is available: the system may grant it, and kill this process or another
+    once it is used. Raises `OutOfMemoryError` with budgets that would fit."""
+    held = {"host": plan.footprint.host_total}
     if plan.machine.unified:
-        held["--device-memory"] = plan.footprint.device_total
+        held["device"] = plan.footprint.device_total
     free = available_memory()
-    if sum(held.values()) > free:
-        raise OutOfMemoryError(
-            f"the plan takes {format_size(sum(held.values()))} of host memory, {format_size(free)} are available: pass "
-            f"a smaller {max(held, key=lambda option: held[option])}"
-        )
+    if sum(held.values()) <= free:
+        return
+    given = {"device": plan.budgets.device, "host": plan.budgets.host}
+    # An eighth stays free: what is available changes from call to call.
+    shares = {"device": free * 3 // 4, "host": free // 8} if plan.machine.unified else {"host": free * 7 // 8}
+    sizes = {tier: f"{max(1, share >> 20)}MiB" for tier, share in shares.items() if given[tier] > share}
+    arguments = ", ".join(f"{tier}_memory='{size}'" for tier, size in sizes.items())
+    options = " ".join(f"--{tier}-memory {size}" for tier, size in sizes.items())
+    raise OutOfMemoryError(
+        f"the plan takes {format_size(sum(held.values()))} of host memory, {format_size(free)} are available: pass "
+        f"{arguments} ({options})"
+    )
 
 
 def check_log(timeline: str | os.PathLike[str]) -> None:

@@ -49,6 +49,7 @@ import warnings
 import zlib
 from contextlib import suppress
 from dataclasses import dataclass
+from io import BytesIO
 from itertools import product
 from pathlib import Path
 from queue import SimpleQueue
@@ -110,32 +111,52 @@ def _kept_in_c(folder: Path) -> Record | None:
 
 def _record(path: Path, folder: Path, content: bytes) -> Record:
     """Parse the content of a journal. `path` is where it was read."""
-    lines = content.split(b"\n")
-    entries = [_parsed(line) for line in lines[:-1]]
-    whole = entries.index(None) if None in entries else len(entries)
-    if whole == 0 or any(entry is not None for entry in entries[whole:]):
+    header: dict[str, Any] = {}
+    files: dict[Tile, str | None] = {}
+    commits: set[Tile] = set()
+    complete: dict[str, Any] | None = None
+    whole = length = 0  # lines, and bytes of them
+    torn = False
+    for line in BytesIO(content):
+        entry = _parsed(line[:-1]) if line.endswith(b"\n") else None
+        if entry is None:
+            torn = True
+            continue
+        if torn:
+            break
+        if whole == 0:
+            header = _checked_header(path, entry)
+        whole, length = whole + 1, length + len(line)
+        if "done" in entry:
+            files[_tile(entry["done"])] = entry.get("files")
+        if "commit" in entry:
+            commits.add(_tile(entry["commit"]))
+        complete = complete or entry.get("complete")
+    else:
+        torn = whole == 0
+    if torn:
         raise InputError(
             f"the journal {path} is damaged in line {whole + 1}: C cannot be trusted; remove C and {folder}"
         )
-    known = [entry for entry in entries[:whole] if entry is not None]
-    header = known[0].get("run", {})
+    done, committed = frozenset(files), frozenset(commits)
+    if complete is not None:
+        down, across = header["tiles"]
+        done = frozenset(product(range(down), range(across)))
+    if complete is None:
+        _check_count(folder, len(committed))
+    stamped = {tile: stamp for tile, stamp in files.items() if stamp is not None}
+    return Record(header, done, stamped, committed - done, len(committed), complete, length)
+
+
+def _checked_header(path: Path, entry: dict[str, Any]) -> dict[str, Any]:
+    """Return what the first line of a journal says of its run. Raises `InputError` for a format that this version cannot read."""
+    header: dict[str, Any] = entry.get("run", {})
     if header.get("format") != FORMAT:
         raise InputError(
             f"the journal {path} is of format {header.get('format')}, this version reads {FORMAT}: finish the run with "
             f"the version that began it, oocgemm {header.get('version')}"
         )
-    files = {_tile(entry["done"]): entry.get("files") for entry in known if "done" in entry}
-    done = frozenset(files)
-    committed = frozenset(_tile(entry["commit"]) for entry in known if "commit" in entry)
-    complete = next((entry["complete"] for entry in known if "complete" in entry), None)
-    if complete is not None:
-        down, across = header["tiles"]
-        done = frozenset(product(range(down), range(across)))
-    length = sum(len(line) + 1 for line in lines[:whole])
-    if complete is None:
-        _check_count(folder, len(committed))
-    stamped = {tile: stamp for tile, stamp in files.items() if stamp is not None}
-    return Record(header, done, stamped, committed - done, len(committed), complete, length)
+    return header
 
 
 def _check_count(folder: Path, listed: int) -> None:

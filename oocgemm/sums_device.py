@@ -25,6 +25,7 @@ from oocgemm.plan.tiling import Span, Tile
 from oocgemm.random_words import ROW_WEIGHTS, WORD_WEIGHTS, random_words
 from oocgemm.staging import Staging
 from oocgemm.sums_host import StripSums
+from oocgemm.timeline.busy import BusyTime
 
 _WORD = 4
 _MODULUS = 1 << 32
@@ -71,7 +72,7 @@ def in_words(piece: Array, left: int) -> Iterator[tuple[int, NDArray[np.uint32]]
 class DeviceSums:
     """The checksums of one run, which a device takes. What the host does for them is noted in `busy`."""
 
-    def __init__(self, plan: Plan, seed: int, busy: list[tuple[int, int]], summing: Summing) -> None:
+    def __init__(self, plan: Plan, seed: int, busy: BusyTime, summing: Summing) -> None:
         self._plan = plan
         self._problem = plan.problem
         self._wide = wide_dtype(numpy_dtype(plan.problem.acc_dtype))
@@ -161,9 +162,7 @@ class DeviceSums:
 class Digest:
     """The digest of a panel whose pieces come from several threads in any order."""
 
-    def __init__(
-        self, weights: Weights, top: int, left: int, every: int, busy: list[tuple[int, int]]
-    ) -> None:
+    def __init__(self, weights: Weights, top: int, left: int, every: int, busy: BusyTime) -> None:
         self.value = 0
         self._weights = weights
         self._top, self._left, self._every = top, left, every

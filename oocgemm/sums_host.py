@@ -19,6 +19,7 @@ from oocgemm.plan.checking import WIDENED, borders
 from oocgemm.plan.tiling import Span, Tile
 from oocgemm.random_words import signs
 from oocgemm.staging import Staging
+from oocgemm.timeline.busy import BusyTime
 
 
 @dataclass
@@ -105,7 +106,7 @@ class TileSums:
 class HostSums:
     """The checksums of one run. What takes time is noted in `busy`."""
 
-    def __init__(self, plan: Plan, seed: int, busy: list[tuple[int, int]]) -> None:
+    def __init__(self, plan: Plan, seed: int, busy: BusyTime) -> None:
         self._plan = plan
         self._problem = problem = plan.problem
         self._wide = wide_dtype(numpy_dtype(problem.acc_dtype))

@@ -54,6 +54,21 @@ def format_size(size: float) -> str:
     return f"{value:.4g} {unit}" if abs(value) >= 1000 else f"{value:.3g} {unit}"
 
 
+def ceil_size(size: int) -> str:
+    """Write the least whole number of MiB, or of GiB or more where that takes fewer than five digits, that is not below `size` bytes.
+    `parse_size` reads it.
+
+    >>> ceil_size(16787456), ceil_size(1), ceil_size(10 * 2**40 + 1)
+    ('17MiB', '1MiB', '10241GiB')
+    """
+    unit, factor = "MiB", 1 << 20
+    for larger in ("GiB", "TiB", "PiB"):
+        if size <= 9999 * factor or larger == "PiB":
+            break
+        unit, factor = larger, factor << 10
+    return f"{-(-max(1, size) // factor)}{unit}"
+
+
 def format_time(seconds: float) -> str:
     """A duration, with the unit that suits it.
 

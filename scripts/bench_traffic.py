@@ -169,7 +169,7 @@ def measure(case: tuple[str, tuple[int, int, int], tuple[int, int], str]) -> lis
         loads = closed_loads(p, plan.grid, plan.slots, plan.candidate.traversal)
         closed = plan.schedule().traffic(loads)[link]
         counted = plan.steps <= COUNTED
-        moved = plan.traffic[link] if counted else closed
+        moved = plan.schedule().traffic()[link] if counted else closed
         found, how = oracle(plan, kind, moved)
         least = plan.least[link]
         walked = None

@@ -15,7 +15,9 @@ import pytest
 import zarr
 
 import oocgemm
+from oocgemm import cli, result
 from oocgemm.cli import EXIT_BUDGET, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
+from oocgemm.plan import planner
 from tests.command import Finished, command, contents, run
 from tests.problems import Array, integers
 
@@ -424,3 +426,33 @@ def test_shells_can_complete_commands_without_zarr_or_cupy() -> None:
     code = loaded + "from oocgemm.__main__ import main; main()"
     slow = _process("-c", code, _OOCGEMM_COMPLETE="bash_complete", **environment)
     assert slow.stderr == "set()\n"
+
+
+def test_a_slow_plan_is_noted_before_it_runs(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "MIN_SLOW", 0.01)
+    for name in "xy":
+        np.save(here / f"{name}.npy", np.ones((200, 200)))
+    refused = run("x.npy", "y.npy", "z.npy", "--device-memory", "1", "--host-memory", "9MiB").err
+    device = re.findall(r"\((\d+) bytes", refused)[0]
+    options = ("--device-memory", device, "--host-memory", "9MiB")
+    planned = command("plan", "x.npy", "y.npy", "z.npy", "--backend", "host", *options)
+    note = re.search(r"Note: .* with --device-memory \d+MiB it would take .*", planned.out)
+    assert note
+    assert note[0] in run("x.npy", "y.npy", "z.npy", *options).err
+    assert "Note" not in run("x.npy", "y.npy", "z.npy", *options, "--overwrite", "--quiet").err
+    assert command("plan", "x.npy", "y.npy", "--backend", "host", *options, "--json").json()["faster"]
+
+
+def test_a_report_takes_no_more_memory_than_its_run(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "REPORT_BYTES", 0)
+    monkeypatch.setattr(result, "REPORTED_SPAN_BYTES", 1 << 30)
+    shown = run("a", "b", "new", "--device-memory", "20MiB", "--host-memory", "20MiB", "--timeline", "log")
+    assert shown.code == 0
+    assert re.search(r"no report, which takes \d+ GiB for \d+ operations, more than the 40 MiB", shown.out)
+    assert "compute share" not in shown.out
+    options = ("--device-memory", "20MiB", "--host-memory", "20MiB", "--json")
+    found = run("a", "b", "other", *options).json()
+    assert found["report"] is None
+    assert found["backend"]["name"] == "host"
+    assert command("report", "log", "--json").json()["flops"] == found["plan"]["flops"]
+    np.testing.assert_array_equal(stored("new"), A @ B)

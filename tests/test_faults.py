@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -587,17 +587,16 @@ def test_a_budget_that_the_device_does_not_have_is_refused(tmp_path: Path) -> No
 def test_a_plan_for_more_memory_than_there_is_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unified: bool
 ) -> None:
-    monkeypatch.setattr(job, "available_memory", lambda: 100_000)
-    budgets = {"device_memory": "64MiB", "host_memory": "64MiB"}
-    a = np.ones((200, 200))
-    if unified:
-        said = failure(tmp_path, a, a, tile="200x200x200", **budgets)
-        assert "smaller --device-memory" in said
-    else:
-        with staged():
-            said = failure(tmp_path, a, a, tile="200x200x200", **budgets)
-        assert "smaller --host-memory" in said
-    assert "97.7 KiB are available" in said
+    monkeypatch.setattr(job, "available_memory", lambda: 100 << 20)
+    budgets = {"device_memory": "200MiB", "host_memory": "200MiB"}
+    a = np.ones((1800, 1800))
+    with nullcontext() if unified else staged():
+        said = failure(tmp_path, a, a, tile="1800x1800x1800", **budgets)
+        assert "100 MiB are available" in said
+        assert ("device_memory=" in said) == unified
+        named = dict(re.findall(r"(\w+_memory)='(\w+)'", said))
+        assert all(f"--{name.replace('_', '-')} {size}" in said for name, size in named.items())
+        np.testing.assert_array_equal(oocgemm.matmul(a, a, backend="host", **budgets | named).out, a @ a)
 
 
 def test_a_c_that_no_memory_would_hold_wants_a_path(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,11 @@
 """The figures of a report are those the definitions give, and the exposed time adds up exactly."""
 
+import errno
 import json
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from oocgemm.errors import InputError
 from oocgemm.plan import Budgets, TileShape
 from oocgemm.timeline import Recorder, Span, Timeline, gantt, log, read_log, report
+from oocgemm.timeline.busy import MAX_INTERVALS, BusyTime
 from oocgemm.timeline.figures import exposed, intersection, length, stream_predecessors, union
 
 from .virtual_runs import machine, run_of, virtual_plan, write_log
@@ -240,3 +243,38 @@ def test_of_a_stream_with_several_threads_that_one_comes_before_which_made_one_f
     late = [*reads[:3], span(4, "upload", "h2d", 40, 45, 2), span(5, "multiply", "compute", 45, 60, 4)]
     begun = span(6, "multiply", "compute", 0, 1)
     assert exposed([begun, *late], 60) == {"read": 39, "h2d": 5}
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_a_log_that_outgrows_its_memory_comes_back_whole(room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(log, "MAX_KEPT", 20_000)
+    if not room:
+        monkeypatch.setattr(log, "TemporaryFile", full)
+    recorder = Recorder({})
+    tracemalloc.start()
+    held = []
+    for number in range(40 * log.TOGETHER):
+        recorder.add(span(number, "read", "read", 1000 * number, 1000 * number + 900, size=4096))
+        if number in (20 * log.TOGETHER, 40 * log.TOGETHER - 1):
+            held.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    assert (held[1] < held[0] + 20_000) == room
+    recorder.finish(10**12, {})
+    recorder.close()
+    spans = recorder.timeline().spans
+    assert [one.id for one in spans] == list(range(recorder.spans))
+    assert recorder.timeline().spans == spans
+
+
+def test_busy_time_is_added_up_in_little_memory() -> None:
+    busy, intervals = BusyTime(), []
+    for number in range(20_000):
+        for start in (10 * number, 10 * number + 2):  # two threads, side by side
+            intervals.append((start, start + 5))
+            busy.append(intervals[-1])
+    assert busy.total == length(intervals)
+    assert busy.covered == length(union(intervals))
+    assert len(busy._recent) < MAX_INTERVALS

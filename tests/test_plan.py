@@ -3,7 +3,9 @@
 import importlib
 import itertools
 import json
+import re
 import sys
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from oocgemm.plan import (
     TileGrid,
     TileShape,
     Traversal,
+    continued,
     default_model,
     make_plan,
     planner,
@@ -42,8 +45,10 @@ from oocgemm.plan.predict import DIGESTING, multiply_seconds, predict, unfilled
 from oocgemm.plan.replacement import SlotCache
 from oocgemm.plan.simulate import simulate
 from oocgemm.plan.traversal import walk
+from oocgemm.units import parse_size
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+plan_module: Any = importlib.import_module("oocgemm.plan.plan")
 bench_traffic: Any = importlib.import_module("bench_traffic")
 traffic_oracle: Any = importlib.import_module("traffic_oracle")
 
@@ -54,6 +59,17 @@ MIB = 1 << 20
 def problem(m: int, n: int, k: int, dtype: str = "float64", beta: float = 0) -> GemmProblem:
     d = DTYPES[dtype]
     return GemmProblem(m, n, k, d.name, d.name, d.accumulator, d.results[0], 1.0, beta, Op.N, Op.N)
+
+
+def advised(error: BudgetError, budgets: Budgets) -> Budgets:
+    """The budgets that a message says will do. Each one it names is raised."""
+    options = dict(re.findall(r"--(device|host)-memory (\w+)", str(error)))
+    assert options == dict(re.findall(r"(device|host)_memory='(\w+)'", str(error)))
+    raised = {tier: parse_size(size) for tier, size in options.items()}
+    assert all(size > getattr(budgets, tier) for tier, size in raised.items())
+    assert error.least is not None
+    assert f"({error.least} bytes" in str(error)
+    return replace(budgets, **raised)
 
 
 EXTENTS = st.one_of(st.integers(0, 3), st.integers(1, 3000), st.sampled_from([4096, 10_007, 100_000]))
@@ -82,21 +98,11 @@ def test_a_plan_fits_its_budgets_or_says_what_would_do(
 ) -> None:
     p, machine = problem(m, n, k, dtype, beta), default_model(backend, 2)
     budgets = Budgets(device, host)
-    for _ in range(6):  # each refusal names one budget that is too small; raising it must help
-        try:
-            plan = make_plan(p, budgets, machine, on)
-            break
-        except BudgetError as error:
-            assert error.least is not None
-            short = "device" if str(error).startswith("device") else "host"
-            assert error.least > getattr(budgets, short)
-            budgets = (
-                Budgets(error.least, budgets.host)
-                if short == "device"
-                else Budgets(budgets.device, error.least)
-            )
-    else:
-        pytest.fail("a budget raised to what the message asks for is refused again")
+    try:
+        plan = make_plan(p, budgets, machine, on)
+    except BudgetError as error:
+        budgets = advised(error, budgets)
+        plan = make_plan(p, budgets, machine, on)
     assert plan.footprint.device_total <= budgets.device
     assert plan.footprint.host_total <= budgets.host
     if plan.steps <= 200_000:
@@ -585,3 +591,145 @@ def test_shapes_that_cannot_be_best_are_passed_over_and_no_others(monkeypatch: p
     for plan, (p, budgets) in zip(plans, cases, strict=True):
         every = make_plan(p, budgets, machine, STORED)
         assert every.candidate == plan.candidate
+
+
+@pytest.mark.parametrize(
+    ("extents", "budgets", "backend"),
+    [
+        ((10**7, 10**7, 10**7), (64 * MIB, 64 * MIB), "host"),
+        ((10**7, 10**7, 3), (64 * MIB, 64 * MIB), "host"),
+        ((10**6, 10**6, 10**7), (GIB, 200 * GIB), "cuda"),  # of 28,867 slots of one operand
+    ],
+)
+def test_planning_is_bounded_however_many_tiles_there_are(
+    extents: tuple[int, int, int], budgets: tuple[int, int], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right, calls = SlotCache.acquire, 0
+
+    def counted(self: SlotCache, key: tuple[int, int], next_use: int) -> tuple[int, bool]:
+        nonlocal calls
+        calls += 1
+        return right(self, key, next_use)
+
+    monkeypatch.setattr(SlotCache, "acquire", counted)
+    monkeypatch.setattr(plan_module, "MAX_COUNTED", 20_000)
+    p = problem(*extents, "float32")
+    tracemalloc.start()
+    plan = make_plan(p, Budgets(*budgets), default_model(backend, 2))
+    plan.to_dict()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert plan.steps > 10**7
+    assert calls < 100_000
+    assert peak < 50 * MIB
+
+
+@pytest.mark.parametrize("device", [64 * MIB, 200 * MIB])
+def test_loads_too_many_to_count_are_nearly_as_counted(device: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_plan(problem(100_000, 100_000, 100_000), Budgets(device, 200 * MIB), default_model("host", 2))
+    half = frozenset(tile for tile in plan.schedule().tiles if tile[0] < plan.grid.shape[0] // 2)
+    for p in (plan, replace(plan, done=half)):
+        counted = p.schedule().loads()
+        monkeypatch.setattr(plan_module, "MAX_COUNTED", 0)
+        assert p.loads.a_read == pytest.approx(counted.a_read, rel=0.01)
+        assert p.loads.b_read == pytest.approx(counted.b_read, rel=0.01)
+
+
+def test_an_error_names_both_budgets_that_are_too_small() -> None:
+    p, machine = problem(300, 300, 300), default_model("host", 2)
+    with pytest.raises(BudgetError, match="device memory 1 B and host memory 1 B cannot hold") as raised:
+        make_plan(p, Budgets(1, 1), machine)
+    assert make_plan(p, advised(raised.value, Budgets(1, 1)), machine).steps
+
+
+@given(
+    *(st.sampled_from([1, 1 * MIB, 20 * MIB]), st.sampled_from([1, 1 * MIB, 20 * MIB]), st.booleans()),
+    st.sampled_from(["cuda", "host"]),
+)
+@settings(max_examples=50, deadline=None)
+def test_a_run_goes_on_with_the_budgets_an_error_names(
+    device: int, host: int, zipped: bool, backend: str
+) -> None:
+    chunk = Layout(read_chunk=(500, 500), partial_reads=not zipped, decode_bytes=4 * MIB * zipped)
+    p, machine, on = problem(3000, 3000, 3000), default_model(backend, 4), Layouts(chunk, chunk)
+    begun = make_plan(p, Budgets(200 * MIB, 200 * MIB), machine, on)
+    with pytest.raises(BudgetError, match="cannot hold the plan that the run was begun with") as raised:
+        continued(p, Budgets(device, host), machine, on, begun.candidate, frozenset())
+    budgets = advised(raised.value, Budgets(device, host))
+    footprint = continued(p, budgets, machine, on, begun.candidate, frozenset()).footprint
+    assert footprint.device_total <= budgets.device
+    assert footprint.host_total <= budgets.host
+
+
+@pytest.mark.parametrize(
+    "on",
+    [
+        Layouts(*(Layout(in_memory=True),) * 3),
+        Layouts(Layout(read_chunk=(1, 1000)), Layout(read_chunk=(1000, 1), contiguous=0)),
+    ],
+)
+@pytest.mark.parametrize("backend", ["host", "cuda"])
+@pytest.mark.parametrize("m", [1, 16])
+def test_panels_of_few_rows_are_deep(m: int, backend: str, on: Layouts) -> None:
+    """Issuing steps takes no longer than all else, and no more memory is faulted in than that needs."""
+    machine = default_model(backend, 2)
+    plan = make_plan(problem(m, 1, 1 << 26, "float32"), Budgets(4 * GIB, 4 * GIB), machine, on)
+    lanes = plan.prediction.lanes
+    assert lanes["issue"] <= max(lanes[lane] for lane in lanes if lane != "issue")
+    assert plan.grid.steps >= 4
+    assert plan.footprint.device_total - machine.device_reserve < GIB / 2
+
+
+def test_chunks_are_read_whole_by_deep_panels() -> None:
+    chunk = Layout(read_chunk=(4, 3000), partial_reads=False, decode_bytes=4 * 3000 * 4)
+    on = Layouts(chunk, replace(chunk, read_chunk=(3000, 4)))
+    plan = make_plan(problem(4, 4, 10**8, "float32"), Budgets(GIB, GIB), default_model("host", 2), on)
+    assert plan.tile.r > max(shapes.DEPTHS)
+    assert plan.tile.r % 3000 == 0
+
+
+@pytest.mark.parametrize("extent", [100, 1000, 10_000, 100_000])
+@pytest.mark.parametrize("backend", ["host", "cuda"])
+def test_only_few_rows_and_columns_ask_for_deep_panels(extent: int, backend: str) -> None:
+    p = problem(extent, extent, 10**6)
+    found = shapes._deeper(p, default_model(backend, 16), Layouts())
+    assert (found != []) == (backend == "cuda" and extent == 100)
+
+
+def slow_case() -> tuple[GemmProblem, Layouts, Budgets]:
+    """Compressed operands in tiles of 16 x 16 x 16, for each of which whole chunks are decoded."""
+    chunk = Layout(read_chunk=(100, 100), partial_reads=False, decode_bytes=80_000)
+    on = Layouts(chunk, chunk, Layout(free_chunks=True))
+    p = problem(997, 1009, 1013)
+    with pytest.raises(BudgetError) as raised:
+        make_plan(p, Budgets(1, 1), default_model("host", 2), on)
+    assert raised.value.least is not None
+    return p, on, Budgets(raised.value.least, 16 * MIB)
+
+
+def test_a_slow_plan_names_budgets_that_make_it_ten_times_as_fast() -> None:
+    p, on, budgets = slow_case()
+    machine = default_model("host", 2)
+    plan = make_plan(p, budgets, machine, on)
+    assert plan.faster is not None
+    larger = plan.faster.budgets
+    assert larger.device <= 4 * budgets.device + MIB
+    assert larger.host <= 4 * budgets.host + MIB
+    options = dict(re.findall(r"--(device|host)-memory (\w+)", plan.note))
+    assert replace(budgets, **{tier: parse_size(size) for tier, size in options.items()}) == larger
+    fast = make_plan(p, larger, machine, on)
+    assert 10 * fast.prediction.total < plan.prediction.total
+    assert (fast.faster, fast.note) == (None, "")
+    square = make_plan(problem(20_000, 20_000, 20_000), Budgets(64 * MIB, 64 * MIB), machine)
+    assert square.faster is None  # slow, as is any plan of it
+
+
+def test_a_little_more_memory_makes_no_plan_slower() -> None:
+    p, on, budgets = slow_case()
+    seconds = [
+        make_plan(
+            p, replace(budgets, device=budgets.device + more), default_model("host", 2), on
+        ).prediction.total
+        for more in (0, 5000, 10_000, 20_000, 40_000, 100_000, 400_000)
+    ]
+    assert all(after <= 1.01 * before for before, after in itertools.pairwise(seconds))

@@ -1,6 +1,7 @@
 """Schedules: every wait is derived, and no legal order of events can break the result."""
 
 import itertools
+import tracemalloc
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -316,3 +317,47 @@ def test_where_a_walk_ends_is_known_without_walking(traversal: Traversal, rows: 
     assert len(set(tiles)) == len(tiles) == rows * cols
     if traversal.band == 1 and not traversal.turns:
         assert tiles[-1] == (rows - 1, cols - 1)
+
+
+def listed(traversal: Traversal, tile_rows: int, tile_cols: int) -> list[tuple[int, int]]:
+    """A walk, tile after tile."""
+    if traversal.axis == 1:
+        return [(i, j) for j, i in listed(traversal.along_rows, tile_cols, tile_rows)]
+    found = []
+    for band, top in enumerate(range(0, tile_rows, traversal.band)):
+        backwards = traversal.turns and band % 2 == 1
+        for number, j in enumerate(reversed(range(tile_cols)) if backwards else range(tile_cols)):
+            rows = range(top, min(top + traversal.band, tile_rows))
+            found += [(i, j) for i in (reversed(rows) if number % 2 else rows)]
+    return found
+
+
+@given(traversals, st.integers(0, 7), st.integers(0, 7), st.randoms(use_true_random=False))
+def test_a_walk_is_computed_from_positions(traversal: Traversal, rows: int, cols: int, random: Any) -> None:
+    tiles = listed(traversal, rows, cols)
+    assert list(walk(traversal, rows, cols)) == tiles
+    done = frozenset(tile for tile in tiles if random.random() < 0.5)
+    left, found = [tile for tile in tiles if tile not in done], walk(traversal, rows, cols, done)
+    assert list(found) == left == list(found[:])
+    for axis, extent in enumerate((rows, cols)):
+        expected, computed = NextUse(left, 2, axis), NextUse(found, 2, axis)
+        for line, step, position in itertools.product(range(extent), range(2), range(len(left))):
+            assert computed(line, step, position) == expected(line, step, position)
+
+
+def peak_of_iterating(cols: int) -> int:
+    """Bytes that a pass over the schedule of one row of tiles takes at most. Panels of op(A) stay, those of op(B) pass."""
+    p = problem(4, 4 * cols, 8)
+    grid = TileGrid.of(p, TileShape(4, 4, 1))
+    schedule = Schedule(p, grid, walk(Traversal(), *grid.shape), Slots(10, 4, host_a=10, host_b=4))
+    tracemalloc.start()
+    for _ in schedule:
+        pass
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return peak
+
+
+def test_a_schedule_takes_no_memory_for_more_steps() -> None:
+    peak_of_iterating(10)  # fills caches
+    assert peak_of_iterating(1000) < peak_of_iterating(100) + 20_000

@@ -17,6 +17,7 @@ from oocgemm.plan.checking import HEAD, SIDE, Cut, PanelRoom, Part, StripRoom
 from oocgemm.plan.cost import held_bytes
 from oocgemm.plan.tiling import Span, Tile, ceil_div
 from oocgemm.random_words import sign_stream
+from oocgemm.timeline.busy import BusyTime
 
 _LONG, _INT, _POINTER = ctypes.c_longlong, ctypes.c_int, ctypes.c_void_p
 
@@ -91,7 +92,7 @@ class Summing:
         self.room = StripRoom.of(problem, plan.tile, plan.slots.strip)
         self._seed = 0
         self.expected = 0, 0  # digests of the panels that the next Multiply must find
-        self.busy: list[tuple[int, int]] = []  # when the device was at it, in nanoseconds
+        self.busy = BusyTime()  # when the device was at it, in nanoseconds
         # To load a kernel while others run waits for all that was launched, and all that is to be launched for that.
         for operand in "AB":
             device.load("check_panel", self._options(problem.a_dtype, self._axis(operand)))

@@ -7,11 +7,15 @@ from typing import NamedTuple
 
 from oocgemm.plan.placing import Loads
 from oocgemm.plan.problem import GemmProblem
-from oocgemm.plan.tiling import Span, TileGrid
+from oocgemm.plan.tiling import Span, Tile, TileGrid
 from oocgemm.plan.traversal import Traversal, last, walk
 
 FEW_TILES = 16
-_walk = lru_cache(256)(walk)  # candidates of a planner differ in their slots
+
+
+@lru_cache(256)  # candidates of a planner differ in their slots
+def _walk(traversal: Traversal, down: int, across: int) -> tuple[Tile, ...]:
+    return tuple(walk(traversal, down, across))
 
 
 class Share(NamedTuple):

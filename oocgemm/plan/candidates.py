@@ -32,6 +32,7 @@ MOST_STRIPS = 32
 FAR_SLOWER = 10
 CHUNK_BYTES = 8 << 20  # of a new C: cheap to allocate again and again, long enough for a disk
 MOST_DRAIN = 16
+SCARCE = 1 << 20  # of device memory, in which all depths and the smallest tile are tried
 # What is kept first, on the device and on the host.
 PAIRS = (
     ("soonest", "soonest"),
@@ -63,7 +64,8 @@ def candidates(
     """Candidates that fit the budgets; with `tile`, for that tile shape only. Shapes that cannot take less than the `limit`, in
     seconds, are passed over; it is asked for before each, those that may take least coming first."""
     none = True
-    # Where memory is scarce no tile may fit beside panels of the depths that are best.
+    # Where memory is scarce, tiles may not fit beside panels of the best depths, or only tiny ones.
+    scarce = budgets.device - machine.device_reserve < SCARCE
     for every_depth in (False, True):
         tried = (
             [(tile, 2)]
@@ -80,12 +82,12 @@ def candidates(
         # What two accumulators fit into leaves more for panels with one.
         for shape, c in dict.fromkeys((shape, c) for shape, most in tried for c in range(1, most + 1)):
             if least[shape] > limit():
-                return
+                break
             if c == 1 or shape.w < problem.m or shape.h < problem.n:
                 for candidate in _with_slots(problem, budgets, machine, layouts, shape, c, io_threads):
                     none = False
                     yield candidate
-        if tile or not none:
+        if tile or not (none or scarce):
             return
     yield from _with_slots(problem, budgets, machine, layouts, smallest(problem, layouts), 1, io_threads)
 

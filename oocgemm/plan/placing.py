@@ -1,13 +1,15 @@
 """Follows which panel is in which slot while the tiles and their steps go by."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import tee, zip_longest
+from math import inf
 from typing import NamedTuple
 
 from oocgemm.plan.replacement import NEVER, Panel, SlotCache
 from oocgemm.plan.slots import Slots
 from oocgemm.plan.tiling import Tile
-from oocgemm.plan.traversal import NextUse, forwards, step_order
+from oocgemm.plan.traversal import NextUse, Walk, forwards, step_order
 
 
 def step_groups(
@@ -41,6 +43,8 @@ Step = tuple[int, Placed, Placed]
 
 # Panels in the situations that counting remembers, about 100 bytes each and each several times.
 MOST_REMEMBERED = 300_000
+# Slots whose contents are compared in the time of one placement.
+SLOTS_PER_PLACEMENT = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +69,22 @@ class Panels:
         self._tiles = tiles
         self._steps = steps
         self._axis = axis
+        self._known = -1, 0  # a position and its line: steps of a tile share them
         self._next_use = NextUse(tiles, steps, axis)
         self._tiers = [SlotCache(device)]
         if host is not None:
             self._tiers.append(SlotCache(host, spread=max(1, steps)))
         self.slots = device + (host or 0)
 
+    def line(self, position: int) -> int:
+        """The tile row (or column) of tile number `position`."""
+        if self._known[0] != position:
+            self._known = position, self._tiles[position][self._axis]
+        return self._known[1]
+
     def place(self, position: int, step: int) -> Placed:
         """Where the panel of a step of tile number `position` goes."""
-        row = self._tiles[position][self._axis]
+        row = self.line(position)
         use = self._next_use(row, step, position)
         slot, hit = self._tiers[0].acquire((row, step), use)
         if hit:
@@ -92,7 +103,7 @@ class Panels:
 
     def contents(self, position: int) -> Contents:
         """What the slots hold, seen from tile number `position`."""
-        own = self._tiles[position][self._axis]
+        own = self.line(position)
         return tuple(
             (
                 tuple((row - own, step) for _, (row, step) in cache.live()),
@@ -103,7 +114,7 @@ class Panels:
 
     def refill(self, contents: Contents, position: int) -> None:
         """Take over contents seen from another tile after it, as if seen from tile number `position` after it."""
-        own = self._tiles[position][self._axis]
+        own = self.line(position)
         for cache, (live, latest) in zip(self._tiers, contents, strict=True):
             panels = [(row + own, step) for row, step in live]
             cache.refill(
@@ -114,12 +125,16 @@ class Panels:
     def situation(self, position: int) -> object:
         """All that decides which panels tile number `position` loads, and what its slots hold then. Of the next uses
         only the order counts, and where among them the tile's own panels come next."""
-        row = self._tiles[position][self._axis]
+        row = self.line(position)
         later = self._next_use.tile(row, position)
         directions = [t is not None and forwards(self._tiles[t]) for t in (position, later)]
         first = NEVER if later is None else later * self._steps
         sooner = [sum(use < first for use, _ in cache.live()) for cache in self._tiers]
         return self.contents(position), *directions, later is None, *sooner
+
+
+class _TooMuchWork(Exception):  # noqa: N818 - not an error: counting stops
+    """Counting loads takes more placements than allowed."""
 
 
 class Placing:
@@ -140,6 +155,7 @@ class Placing:
         host_a, host_b = (None, None) if slots.unified else (slots.host_a, slots.host_b)
         self._a = Panels(tiles, steps, 0, slots.a, host_a)
         self._b = Panels(tiles, steps, 1, slots.b, host_b)
+        self._work, self._max_work = 0, inf
 
     def groups(self, position: int) -> Iterator[tuple[bool, list[Step]]]:
         """The steps of tile number `position` with the places of their panels, as `step_groups` gives them. Tiles
@@ -149,43 +165,64 @@ class Placing:
             self._a.advance()
             self._b.advance()
 
-    def loads(self, depths: Sequence[int]) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-        """For each tile the depth of the panels of op(A), and of op(B), that are uploaded and that are read.
+    def loads(
+        self,
+        depths: Sequence[int],
+        height: Callable[[int], int],
+        width: Callable[[int], int],
+        max_work: float = inf,
+    ) -> tuple[tuple[int, int], tuple[int, int]] | None:
+        """Elements of the panels of op(A), and of op(B), that are uploaded and that are read; None where counting them takes
+        more than `max_work` placements. `depths` are those of the steps, `height` and `width` the extents of a row and of
+        a column of tiles.
 
-        Stretches of tiles that find the slots as another such stretch did load the same panels, and so do tiles that
-        find the slots in the same situation, seen from where they are: each is walked through once.
+        Bands of a walk that are alike and find the slots alike load the same panels, and so do tiles that find the slots in the same
+        situation, seen from where they are: each is walked through once.
         """
-        stretches = Stretches(self._tiles)
-        yield from zip(
-            self._operand_loads(self._a, depths, stretches),
-            self._operand_loads(self._b, depths, stretches),
-            strict=True,
-        )
+        self._work, self._max_work = 0, max_work
+        try:
+            return self._operand_loads(self._a, depths, height), self._operand_loads(self._b, depths, width)
+        except _TooMuchWork:
+            return None
 
     def _operand_loads(
-        self, panels: Panels, depths: Sequence[int], stretches: "Stretches"
-    ) -> Iterator[tuple[int, int]]:
-        """For each tile the depth of one operand's panels that are uploaded and that are read."""
+        self, panels: Panels, depths: Sequence[int], extent: Callable[[int], int]
+    ) -> tuple[int, int]:
+        """Elements of one operand's panels that are uploaded and that are read."""
         tiles: dict[object, tuple[tuple[int, int], Contents]] = {}
-        known: dict[object, tuple[list[tuple[int, int]], Contents, Contents]] = {}
+        known: dict[object, tuple[tuple[int, int], Contents, Contents]] = {}
+        up = read = 0
         if not self._tiles:
-            return
+            return up, read
         seen, passed = panels.contents(0), None
-        for number, (start, stop) in enumerate(stretches.spans):
-            corner = (0, 0) in self._tiles[start:stop]  # which may have a ramp
-            key = seen, start == 0, corner, stretches.shape(number), stretches.shape(number + 1)
+        bands, following = tee(self._bands())
+        next(following)
+        for (start, stop, alike), (_, _, then) in zip_longest(bands, following, fillvalue=(0, 0, None)):
+            self._add_work(1 + panels.slots // SLOTS_PER_PLACEMENT)
+            key = seen, start == 0, alike, then
             if key in known:
                 loaded, passed, seen = known[key]
             else:
                 if passed is not None:
                     panels.refill(passed, start - 1)
-                loaded = [self._tile_loads(panels, x, depths, tiles) for x in range(start, stop)]
+                loaded = 0, 0
+                for position in range(start, stop):
+                    deep = self._tile_loads(panels, position, depths, tiles)
+                    elements = extent(panels.line(position))
+                    loaded = loaded[0] + deep[0] * elements, loaded[1] + deep[1] * elements
                 after, seen = panels.contents(stop - 1), panels.contents(min(stop, len(self._tiles) - 1))
                 if len(known) * panels.slots > MOST_REMEMBERED:
                     known.clear()
                 known[key] = loaded, after, seen
                 passed = None
-            yield from loaded
+            up, read = up + loaded[0], read + loaded[1]
+        return up, read
+
+    def _bands(self) -> Iterator[tuple[int, int, object]]:
+        """The bands of a walk over all tiles (`Walk.bands`). Any other sequence of tiles is a single one."""
+        if isinstance(self._tiles, Walk) and len(self._tiles) == self._tiles.whole:
+            return self._tiles.bands()
+        return iter([(0, len(self._tiles), "all")])
 
     def _tile_loads(
         self,
@@ -199,11 +236,13 @@ class Placing:
         situation: object = None
         if memoised:
             tile = self._tiles[position]
+            self._add_work(1 + panels.slots // SLOTS_PER_PLACEMENT)
             situation = panels.situation(position), position == 0, tile == (0, 0), tile == self._last
             if situation in known:
                 found, after = known[situation]
                 panels.refill(after, position)
                 return found
+        self._add_work(len(depths))
         up = read = 0
         for _, steps in self._step_groups(position):
             for step in steps:
@@ -217,48 +256,12 @@ class Placing:
             known[situation] = (up, read), panels.contents(position)
         return up, read
 
+    def _add_work(self, placements: int) -> None:
+        self._work += placements
+        if self._work > self._max_work:
+            raise _TooMuchWork
+
     def _step_groups(self, position: int) -> Iterator[tuple[bool, Sequence[int]]]:
         tile = self._tiles[position]
         order = step_order(tile, self._steps, self._ramp)
         return step_groups(order, self._slots, first=tile == (0, 0), last=tile == self._last)
-
-
-class Stretches:
-    """Cuts a sequence of tiles where tile rows (or columns) are done with for good, and tells which pieces are alike:
-    the same but for where they begin, each over all the columns (or rows)."""
-
-    def __init__(self, tiles: Sequence[Tile]) -> None:
-        self._tiles = tiles
-        self._shapes: dict[object, int] = {}
-        self._known: dict[int, int] = {}
-        cuts = [(axis, self._cuts(axis)) for axis in (0, 1)]
-        self._axis, stops = max(cuts, key=lambda cut: len(cut[1]))
-        spans = list(zip([0, *stops], stops, strict=False))
-        crossed = len({tile[1 - self._axis] for tile in tiles})
-        if any(len({tile[1 - self._axis] for tile in tiles[a:b]}) < crossed for a, b in spans):
-            spans = [(0, len(tiles))] if tiles else []
-        self.spans = spans
-
-    def _cuts(self, axis: int) -> list[int]:
-        last = {tile[axis]: position for position, tile in enumerate(self._tiles)}
-        reach, stops = -1, []
-        for position, tile in enumerate(self._tiles):
-            reach = max(reach, last[tile[axis]])
-            if reach == position:
-                stops.append(position + 1)
-        return stops
-
-    def shape(self, number: int) -> int:
-        """The same for stretches that are alike; -1 past the last."""
-        if number >= len(self.spans):
-            return -1
-        if number not in self._known:
-            start, stop = self.spans[number]
-            base = self._tiles[start][self._axis]
-            if self._axis == 0:
-                relative = tuple((i - base, j) for i, j in self._tiles[start:stop])
-            else:
-                relative = tuple((i, j - base) for i, j in self._tiles[start:stop])
-            # The direction of k hangs on where a stretch begins.
-            self._known[number] = self._shapes.setdefault((base % 2, relative), len(self._shapes))
-        return self._known[number]

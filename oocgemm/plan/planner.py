@@ -12,10 +12,18 @@ from math import inf
 
 from oocgemm.errors import BudgetError, InputError
 from oocgemm.plan.candidates import MOST_DRAIN, Budgets, c_chunks, candidates, io_threads, smallest
-from oocgemm.plan.cost import Candidate, Layouts, MachineModel, footprint, slot_bytes
+from oocgemm.plan.cost import (
+    Candidate,
+    Footprint,
+    Layouts,
+    MachineModel,
+    footprint,
+    required_bytes,
+    slot_bytes,
+)
 from oocgemm.plan.integers import MOST_DEPTH
-from oocgemm.plan.plan import Plan, Scored, schedule_of
-from oocgemm.plan.predict import predict
+from oocgemm.plan.plan import Faster, Plan, Scored, schedule_of
+from oocgemm.plan.predict import multiply_seconds, predict
 from oocgemm.plan.problem import GemmProblem
 from oocgemm.plan.ramp import best_ramp
 from oocgemm.plan.shapes import with_less_last, with_more
@@ -23,7 +31,7 @@ from oocgemm.plan.simulate import simulate
 from oocgemm.plan.slots import Slots
 from oocgemm.plan.tiling import Tile, TileGrid, TileShape, ceil_div
 from oocgemm.plan.traversal import last
-from oocgemm.units import format_size
+from oocgemm.units import ceil_size, format_size, parse_size
 
 # Planning may take this share of the time a run is predicted to take, and no more seconds than that.
 EFFORT, LONGEST = 0.004, 0.5
@@ -32,6 +40,8 @@ COUNTED, SIMULATED = 20e-6, 15e-6
 FINALISTS = 4
 LIKE = 3  # shapes that others are derived from where C leaves late
 HOPELESS = 1.1  # times the best predicted time
+# A plan is slow that takes longer than this, in seconds, if a few times as much memory makes it so many times as fast.
+MIN_SLOW, MIN_FASTER = 5.0, 10
 CLOSE = 0.01  # share of the best predicted time that the model cannot tell apart
 
 
@@ -48,7 +58,38 @@ def make_plan(
     and `InputError` if `tile` cuts chunks of C in two. Asked the same again, it answers from memory: planning takes
     some milliseconds, and so may the product.
     """
-    return _planned(problem, budgets, machine, layouts or Layouts(), tile)
+    return _noted(problem, budgets, machine, layouts or Layouts(), tile)
+
+
+@lru_cache(64)
+def _noted(
+    problem: GemmProblem, budgets: Budgets, machine: MachineModel, layouts: Layouts, tile: TileShape | None
+) -> Plan:
+    """The plan, with larger budgets that would make it far faster if there are such."""
+    plan = _planned(problem, budgets, machine, layouts, tile)
+    faster = None if tile else _faster(plan)
+    return replace(plan, faster=faster) if faster else plan
+
+
+def _faster(plan: Plan) -> Faster | None:
+    """The least of some larger budgets with which a slow product takes a tenth of the time; None if none does, or it is not slow.
+
+    Memory a few times as large makes a product that much faster only where tiles are tiny: chunks are then decoded many
+    times over, or issuing operations takes most of the time. Such a plan takes many times as long as multiplying does.
+    """
+    problem, budgets, machine = plan.problem, plan.budgets, plan.machine
+    seconds = plan.considered[0].prediction.total
+    once = required_bytes(problem)["read"] / min(machine.read, machine.decode)
+    least = multiply_seconds(problem, machine, problem.flops, problem.m, problem.n, max(1, problem.depth))
+    if seconds < MIN_SLOW or seconds < MIN_FASTER * (least + once):
+        return None
+    for times in (2, 4):
+        device, host = (parse_size(ceil_size(times * size)) for size in (budgets.device, budgets.host))
+        for tried in (Budgets(device, budgets.host), Budgets(budgets.device, host), Budgets(device, host)):
+            found = _planned(problem, tried, machine, plan.layouts, None).considered[0].prediction.total
+            if MIN_FASTER * found <= seconds:
+                return Faster(tried, found)
+    return None
 
 
 def continued(
@@ -77,14 +118,7 @@ def continued(
         held = plan.footprint
         if (held.device_total <= budgets.device and held.host_total <= budgets.host) or plan.steps == 0:
             return plan
-    name, least_bytes, budget = "device", held.device_total, budgets.device
-    if held.device_total <= budgets.device:
-        name, least_bytes, budget = "host", held.host_total, budgets.host
-    raise BudgetError(
-        f"{name} memory {format_size(budget)} cannot hold the plan that the run was begun with ({format_size(least_bytes)}: "
-        f"{least_bytes} bytes): raise --{name}-memory",
-        least=least_bytes,
-    )
+    raise _too_small(budgets, held, "the plan that the run was begun with")
 
 
 @lru_cache(64)
@@ -301,7 +335,7 @@ def _budget_error(
     layouts: Layouts,
     tile: TileShape | None,
 ) -> BudgetError:
-    """Says which budget is too small, and the least that would do."""
+    """The error that says which budgets are too small for the smallest plan."""
     shape = tile or smallest(problem, layouts)
     strip = min(c_chunks(problem, layouts, shape)[0], shape.w)
     host = 0 if machine.unified else 1
@@ -315,18 +349,33 @@ def _budget_error(
         unified=machine.unified,
     )
     held = footprint(problem, Candidate(shape, slots), layouts, machine)
-    what = f"the plan of tile {tile}" if tile else "the smallest plan"
-    if held.device_total > budgets.device:
-        name, budget, least = "device", budgets.device, held.device_total
-        remedy = "pass a smaller --tile" if tile else "give C smaller chunks, if it has large ones"
-    else:
-        name, budget, least = "host", budgets.host, held.host_total
-        remedy = "pass a smaller --tile" if tile else "rechunk the operands into smaller chunks"
-    detail = f"{least} bytes"
-    if name == "host" and held.host["scratch"]:
-        detail += f", {format_size(held.host['scratch'])} of it to decode or encode a chunk"
+    if tile:
+        return _too_small(budgets, held, f"the plan of tile {tile}", "a smaller tile")
+    remedies = []
+    if held.host_total > budgets.host:
+        remedies += [f"rechunk {x}" for x, on in (("A", layouts.a), ("B", layouts.b)) if on.decode_bytes]
+    if max(layouts.c.write_chunk) > 16 or (held.host_total > budgets.host and layouts.c.encodes):
+        remedies.append("give C smaller chunks")
+    return _too_small(budgets, held, "the smallest plan", " or ".join(remedies))
+
+
+def _too_small(budgets: Budgets, held: Footprint, what: str, otherwise: str = "") -> BudgetError:
+    """The error that says which budgets are too small for what is `held`, and names sizes that will do."""
+    short = [
+        (tier, budget, total)
+        for tier, budget, total in (
+            ("device", budgets.device, held.device_total),
+            ("host", budgets.host, held.host_total),
+        )
+        if total > budget
+    ]
+    given = " and ".join(f"{tier} memory {format_size(budget)}" for tier, budget, _ in short)
+    needed = " and ".join(f"{total} bytes" for _, _, total in short)
+    if any(tier == "host" for tier, _, _ in short) and held.host["scratch"]:
+        needed += f", {format_size(held.host['scratch'])} of it to decode or encode chunks"
+    arguments = ", ".join(f"{tier}_memory='{ceil_size(total)}'" for tier, _, total in short)
+    options = " ".join(f"--{tier}-memory {ceil_size(total)}" for tier, _, total in short)
     return BudgetError(
-        f"{name} memory {format_size(budget)} cannot hold {what} ({format_size(least)}: {detail}): "
-        f"raise --{name}-memory or {remedy}",
-        least=least,
+        f"{given} cannot hold {what} ({needed}): pass {arguments} ({options}){otherwise and f', or {otherwise}'}",
+        least=short[0][2],
     )

@@ -21,6 +21,9 @@ NEVER = 1 << 62
 # Steps of a tile whose panels are kept before others: with as many, no more is loaded than by Belady's choice.
 FIRST = 3
 
+# Heap entries per slot, stale ones included, before the heap is rebuilt.
+MAX_HEAP_PER_SLOT = 8
+
 # A panel: the tile row or column it belongs to, and its step along k.
 Panel = tuple[int, int]
 
@@ -56,10 +59,9 @@ class SlotCache:
                 del self._where[old]
             self._keys[slot] = key
             self._where[key] = slot
-        self._next_use[slot] = next_use = self._ranked(next_use)
         self._used[slot] = self._clock
         self._clock += 1
-        heappush(self._heap, (-next_use, self._used[slot], slot))
+        self._rank(slot, next_use)
         self._held.append(slot)
         return slot, hit
 
@@ -67,8 +69,7 @@ class SlotCache:
         """Panel `key`, if it is here, was not needed after all: another tier had it."""
         slot = self._where.get(key)
         if slot is not None:
-            self._next_use[slot] = next_use = self._ranked(next_use)
-            heappush(self._heap, (-next_use, self._used[slot], slot))
+            self._rank(slot, next_use)
 
     def advance(self) -> None:
         """The steps placed since the last call run together; others come now."""
@@ -94,7 +95,22 @@ class SlotCache:
         self._clock = 0
         unused = iter(range(len(live), self._count))
         self._latest = [next(unused) if key is None else self._where[key] for key in latest]
-        self._heap = [(-self._next_use[slot], self._used[slot], slot) for slot in range(self._count)]
+        self._rebuild_heap()
+
+    def _rank(self, slot: int, next_use: int) -> None:
+        """Note when the panel in a slot is used next."""
+        self._next_use[slot] = self._ranked(next_use)
+        # Entries go stale when their slot is used again. Only evictions pop them, and without evictions they pile up.
+        if len(self._heap) >= MAX_HEAP_PER_SLOT * self._count:
+            self._rebuild_heap()
+        else:
+            heappush(self._heap, (-self._next_use[slot], self._used[slot], slot))
+
+    def _rebuild_heap(self) -> None:
+        self._heap = [
+            (-use, used, slot)
+            for slot, (use, used) in enumerate(zip(self._next_use, self._used, strict=True))
+        ]
         heapify(self._heap)
 
     def _ranked(self, next_use: int) -> int:

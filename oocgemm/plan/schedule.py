@@ -26,6 +26,7 @@ Nothing here says "wait". An executor, a simulator and a checker consume the sam
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from math import inf
 from typing import NamedTuple
 
 from oocgemm.plan.placing import Loads, Placed, Placing
@@ -126,7 +127,7 @@ class Operation(NamedTuple):
 @dataclass(frozen=True)
 class Schedule:
     """The operations of a run over `tiles` in that order: re-iterable, made as it is read, in memory
-    proportional to slots and tiles, never to steps. Operands in `coded` go through a codec. `last` is the tile that
+    proportional to slots, never to steps or tiles, where `tiles` is a `Walk`. Operands in `coded` go through a codec. `last` is the tile that
     ends the whole product, where `tiles` are a part of it only."""
 
     problem: GemmProblem
@@ -173,25 +174,38 @@ class Schedule:
 
     def loads(self) -> Loads:
         """Exact bytes of the panels that `__iter__` would load, without making the operations."""
+        loads = self.loads_within(inf)
+        assert loads is not None
+        return loads
+
+    def loads_within(self, max_work: float) -> Loads | None:
+        """The same; None where counting takes more than `max_work` placements of panels, about 10 us each."""
         depths = [_length(self.grid.depth(p)) for p in range(self.grid.steps + self.grid.ramp + 1)]
-        total = [0, 0, 0, 0]
-        loaded = self._placing().loads(depths)
-        for (i, j), ((a_up, a_read), (b_up, b_read)) in zip(self.tiles, loaded, strict=True):
-            m, n = _length(self.grid.rows(i)), _length(self.grid.cols(j))
-            for index, elements in enumerate((m * a_up, n * b_up, m * a_read, n * b_read)):
-                total[index] += elements
+        heights, widths = (lambda i: _length(self.grid.rows(i))), (lambda j: _length(self.grid.cols(j)))
+        found = self._placing().loads(depths, heights, widths, max_work)
+        if found is None:
+            return None
+        (a_up, a_read), (b_up, b_read) = found
         a, b = self.problem.itemsizes["A"], self.problem.itemsizes["B"]
-        return Loads(total[0] * a, total[1] * b, total[2] * a, total[3] * b)
+        return Loads(a_up * a, b_up * b, a_read * a, b_read * b)
 
     def traffic(self, loads: Loads | None = None) -> dict[str, int]:
         """Exact bytes that cross each link over the whole schedule: read, h2d, d2h, write."""
         loads = loads or self.loads()
-        c = self.problem.itemsizes["C"] * sum(map(self.grid.elements, self.tiles))
+        c = self.problem.itemsizes["C"] * self.elements
         c_in = c if self.problem.reads_c else 0
         read, up = int(loads.a_read + loads.b_read) + c_in, int(loads.a_up + loads.b_up) + c_in
         if self.slots.unified:
             return {"read": read, "h2d": 0, "d2h": 0, "write": c}
         return {"read": read, "h2d": up, "d2h": c, "write": c}
+
+    @property
+    def elements(self) -> int:
+        """Elements of C in all tiles."""
+        down, across = self.grid.shape
+        if len(self.tiles) == down * across:
+            return self.grid.m * self.grid.n
+        return sum(map(self.grid.elements, self.tiles))
 
     def _placing(self) -> Placing:
         return Placing(self.tiles, self.grid.steps, self.slots, self.grid.ramp, self.last)

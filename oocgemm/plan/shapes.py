@@ -24,6 +24,7 @@ from oocgemm.plan.tiling import TileShape, ceil_div, cover_ratio, round_up
 DEPTHS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192)
 DEEPER = (16384, 32768)  # panels of bytes
 BEST_DEPTHS = 4
+OUTLASTING = 4  # of deep panels: loading takes at most so many times as long as issuing
 BINS = 3
 EVERY = 32  # count of tiles is tried
 LEFT = tuple(eighths / 8 for eighths in range(7, 1, -1))  # of the last tile's extent
@@ -66,8 +67,7 @@ def shapes(
         return
     units_m, units_n = _alignments(problem, layouts)
     m, n, k = problem.m, problem.n, max(1, problem.depth)
-    sizes = problem.itemsizes
-    a, b, acc = sizes["A"], sizes["B"], sizes["acc"]
+    a, b, acc = (problem.itemsizes[x] for x in ("A", "B", "acc"))
     beside = panel_room(problem, machine)
     a_bytes, b_bytes = m * k * a, k * n * b
     chunk_a = 1 if layouts.a.partial_reads else layouts.a.read_chunk[0]
@@ -78,7 +78,8 @@ def shapes(
     narrowest = min(m, memory // (16 * (n * acc + k * b)))
     thin_m, thin_n = (min(x, round_up(THIN, min(unit))) for x, unit in ((m, units_m), (n, units_n)))
     extents_m = sorted({thin_m, *(w for w in _extents(m, units_m, _counts(m)) if w >= narrowest)})
-    depths = sorted(_depths(problem, machine, layouts, memory)[: None if every_depth else BEST_DEPTHS])
+    usual = _depths(problem, machine, layouts, memory)[: None if every_depth else BEST_DEPTHS]
+    depths = sorted({*usual, *_deeper(problem, machine, layouts)})
     if not machine.unified and not (layouts.a.in_memory and layouts.b.in_memory):
         yield from (
             (shape, 1)
@@ -241,8 +242,7 @@ def _depths(problem: GemmProblem, machine: MachineModel, layouts: Layouts, memor
     chunk_a, chunk_b = layouts.a.read_chunk[1], layouts.b.read_chunk[0]
     units = {chunk_a, chunk_b, lcm(chunk_a, chunk_b)}
     multiples = {unit * times for unit in units for times in (1, 2, 3, 4, 6, 8)}
-    most = integers.MOST_DEPTH // 16 * 16 if problem.exact else MOST_DEPTH if problem.planes else k
-    deepest = min(k, most)
+    deepest = min([_max_depth(problem), *_deeper(problem, machine, layouts)[-1:]])
     usual = (*DEPTHS, *DEEPER) if problem.exact else DEPTHS
     depths = sorted(d for d in {*usual, deepest, *multiples} if d <= deepest and (d >= 16 or d == k))
 
@@ -268,6 +268,36 @@ def _depths(problem: GemmProblem, machine: MachineModel, layouts: Layouts, memor
         return r == k or all(x.partial_reads or r % chunk == 0 or chunk % r == 0 for x, chunk in chunks)
 
     return sorted(depths, key=lambda r: (seconds(r) == inf, not whole(r), seconds(r)))
+
+
+def _deeper(problem: GemmProblem, machine: MachineModel, layouts: Layouts) -> list[int]:
+    """Depths beyond the usual ones, for m and n so small that issuing a step takes longer than loading its panels. Panels for which
+    loading takes several times as long as issuing are not made deeper: that only faults in memory and overlaps less."""
+    each = (
+        problem.m * problem.itemsizes["A"] + problem.n * problem.itemsizes["B"]
+    )  # bytes per element along k
+    issuing = machine.issue * (
+        3 if machine.unified else 5
+    )  # reads and uploads of two panels, and a multiplication
+    unit = lcm(layouts.a.read_chunk[1], layouts.b.read_chunk[0])
+    r, limit = round_up(DEPTHS[-1], unit if unit < DEPTHS[-1] else 1), _max_depth(problem)
+
+    def loading(r: int) -> float:
+        return r * each / _link(machine, layouts, (problem.m, problem.n, r))
+
+    depths: list[int] = []
+    while r < limit and loading(r) < (OUTLASTING if depths else 1) * issuing:
+        r = min(2 * r, limit)
+        depths.append(r)
+    return depths
+
+
+def _max_depth(problem: GemmProblem) -> int:
+    """The deepest panels that a kernel of the problem sums at once."""
+    k = max(1, problem.depth)
+    if problem.exact:
+        return min(k, integers.MOST_DEPTH // 16 * 16)
+    return min(k, MOST_DEPTH) if problem.planes else k
 
 
 def _link(machine: MachineModel, layouts: Layouts, panels: tuple[int, int, int]) -> float:

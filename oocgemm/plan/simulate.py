@@ -10,7 +10,7 @@ from oocgemm.plan.hazards import HazardTracker
 from oocgemm.plan.predict import BY_STRIPS, multiply_seconds, panel_rate, strip_rate, unfilled
 from oocgemm.plan.problem import GemmProblem
 from oocgemm.plan.schedule import Kind, Operation, Schedule
-from oocgemm.plan.slots import Slot, Tier
+from oocgemm.plan.slots import Slot
 from oocgemm.plan.tiling import Layout, Span
 
 # What waits, or is waited for, on the host: by a thread, that has to be woken. Others wait on the device.
@@ -70,7 +70,7 @@ def duration(
 def timed(
     schedule: Schedule, problem: GemmProblem, machine: MachineModel, layouts: Layouts
 ) -> Iterator[tuple[Operation, float]]:
-    """Operations with their modelled seconds: the first to be read into a slot on the host finds it untouched."""
+    """Operations with their modelled seconds. The first read into a slot faults its pages in."""
     w, h, r = extents(problem, schedule.grid.tile)
     panels, touched = {"A": (w, r), "B": (r, h)}, set[Slot]()
     for operation in schedule:
@@ -79,7 +79,7 @@ def timed(
             slot, (layout, _) = operation.writes[0].slot, _stored(operation, problem, layouts)
             shape = _shape(operation)
             straight = layout.straight(panels.get(operation.operand, shape), shape)
-            if slot.tier is Tier.HOST and slot not in touched and not straight:
+            if slot not in touched and not straight:
                 touched.add(slot)
                 seconds += operation.bytes * machine.arena_seconds_per_byte
         yield operation, seconds

@@ -5,10 +5,12 @@ the panels just used are used again. The direction of k hangs on the tile's coor
 in the sequence: a run over any part of the tiles sums every element in the same order.
 """
 
-from bisect import bisect_right
+from array import array
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
+from typing import overload
 
 from oocgemm.plan.replacement import NEVER
 from oocgemm.plan.tiling import Tile
@@ -45,29 +47,108 @@ class Traversal:
 ROW_BY_ROW = Traversal()
 
 
-def walk(traversal: Traversal, tile_rows: int, tile_cols: int) -> tuple[Tile, ...]:
-    """All tiles, each next to the one before where the traversal turns.
+class Walk(Sequence[Tile]):
+    """The tiles of a grid in the order of a traversal, each next to the one before where the traversal turns.
 
-    >>> walk(Traversal(), 2, 3)
+    Every tile is computed from its position, so that a walk takes no memory however many tiles it has. Of a resumed run
+    it skips the tiles in `done` and keeps 8 bytes for each of the others.
+
+    >>> tuple(walk(Traversal(), 2, 3))
     ((0, 0), (0, 1), (0, 2), (1, 2), (1, 1), (1, 0))
-    >>> walk(Traversal(axis=1), 2, 2)
+    >>> tuple(walk(Traversal(axis=1), 2, 2))
     ((0, 0), (1, 0), (1, 1), (0, 1))
-    >>> walk(Traversal(band=2), 2, 3)
+    >>> tuple(walk(Traversal(band=2), 2, 3))
     ((0, 0), (1, 0), (1, 1), (0, 1), (0, 2), (1, 2))
-    >>> walk(Traversal(turns=False), 2, 2)
+    >>> tuple(walk(Traversal(turns=False), 2, 2))
     ((0, 0), (0, 1), (1, 0), (1, 1))
     """
-    if traversal.axis == 1:
-        return tuple((i, j) for j, i in walk(traversal.along_rows, tile_cols, tile_rows))
-    tiles: list[Tile] = []
-    cols_forwards = rows_forwards = True
-    for top in range(0, tile_rows, traversal.band):
-        rows = range(top, min(top + traversal.band, tile_rows))
-        for j in range(tile_cols) if cols_forwards else reversed(range(tile_cols)):
-            tiles.extend((i, j) for i in (rows if rows_forwards else reversed(rows)))
-            rows_forwards = not rows_forwards
-        cols_forwards, rows_forwards = not (traversal.turns and cols_forwards), True
-    return tuple(tiles)
+
+    def __init__(
+        self, traversal: Traversal, tile_rows: int, tile_cols: int, done: Container[Tile] = ()
+    ) -> None:
+        self.traversal = traversal
+        self.axis = traversal.axis
+        # Bands are cut along one extent and walked along the other.
+        self._down, self._across = (tile_rows, tile_cols) if self.axis == 0 else (tile_cols, tile_rows)
+        self.whole = self._down * self._across
+        self._left: array[int] | None = None
+        if done:
+            self._left = array("q", (p for p in range(self.whole) if self._tile(p) not in done))
+
+    def __len__(self) -> int:
+        return self.whole if self._left is None else len(self._left)
+
+    @overload
+    def __getitem__(self, position: int) -> Tile: ...
+    @overload
+    def __getitem__(self, position: slice) -> tuple[Tile, ...]: ...
+    def __getitem__(self, position: int | slice) -> Tile | tuple[Tile, ...]:
+        places = range(self.whole) if self._left is None else self._left
+        if isinstance(position, slice):
+            return tuple(map(self._tile, places[position]))
+        return self._tile(places[position])
+
+    def bands(self) -> Iterator[tuple[int, int, object]]:
+        """Where each band of a walk over all tiles begins and ends. The third value is equal for bands that are walked alike: the same but
+        for where they begin. A band that ends the grid is like no other, since its last tiles may be thinner."""
+        for top in range(0, self._down, self.traversal.band) if self._across else ():
+            height = self._height(top)
+            alike = top % 2, self._backwards(top), height, top + height == self._down
+            yield top * self._across, (top + height) * self._across, alike
+
+    def next_in(self, axis: int, line: int, position: int) -> int | None:
+        """The first position after `position` whose tile is in a row (axis 0) or column (axis 1) of tiles."""
+        crosses = axis != self.axis
+        if self._left is None:
+            return self._next(crosses, line, position)
+        later = self._next(crosses, line, self._left[position])
+        while later is not None:
+            found = bisect_left(self._left, later)
+            if found < len(self._left) and self._left[found] == later:
+                return found
+            later = self._next(crosses, line, later)
+        return None
+
+    def _next(self, crosses: bool, line: int, position: int) -> int | None:
+        """The same over all tiles, of a line along the bands or of one that `crosses` them."""
+        band, area = self.traversal.band, self.traversal.band * self._across
+        if not crosses:
+            top = line // band * band
+            height, start = self._height(top), top * self._across
+            col = max(0, (position - start) // height)
+            for c in (col, col + 1):
+                row = line - top if c % 2 == 0 else height - 1 - (line - top)
+                if c < self._across and start + c * height + row > position:
+                    return start + c * height + row
+            return None
+        # The tiles of a crossing line in one band come one after another.
+        for top in (position // area * band, (position // area + 1) * band):
+            if top < self._down:
+                height = self._height(top)
+                col = self._across - 1 - line if self._backwards(top) else line
+                start = top * self._across + col * height
+                if position < start + height - 1:
+                    return max(start, position + 1)
+        return None
+
+    def _tile(self, position: int) -> Tile:
+        top = position // (self.traversal.band * self._across) * self.traversal.band
+        height = self._height(top)
+        col, row = divmod(position - top * self._across, height)
+        i = top + (row if col % 2 == 0 else height - 1 - row)
+        j = self._across - 1 - col if self._backwards(top) else col
+        return (i, j) if self.axis == 0 else (j, i)
+
+    def _height(self, top: int) -> int:
+        return min(self.traversal.band, self._down - top)
+
+    def _backwards(self, top: int) -> bool:
+        return self.traversal.turns and top // self.traversal.band % 2 == 1
+
+
+def walk(traversal: Traversal, tile_rows: int, tile_cols: int, done: Container[Tile] = ()) -> Walk:
+    """All tiles that are not done, in the order of the traversal."""
+    return Walk(traversal, tile_rows, tile_cols, done)
 
 
 def last(traversal: Traversal, tile_rows: int, tile_cols: int) -> Tile:
@@ -110,21 +191,32 @@ class NextUse:
     def __init__(self, tiles: Sequence[Tile], steps: int, axis: int) -> None:
         self._tiles = tiles
         self._steps = steps
-        self._positions: defaultdict[int, list[int]] = defaultdict(list)
-        for position, tile in enumerate(tiles):
+        self._axis = axis
+        # Line, position, the next position and whether k runs forwards there: steps of a tile share them.
+        self._known: tuple[int, int, int | None, bool] = -1, -1, None, True
+        self._positions: defaultdict[int, array[int]] = defaultdict(lambda: array("q"))
+        for position, tile in enumerate(() if isinstance(tiles, Walk) else tiles):
             self._positions[tile[axis]].append(position)
 
-    def tile(self, row: int, position: int) -> int | None:
+    def tile(self, line: int, position: int) -> int | None:
         """The next tile after tile number `position` that is in a tile row (or column)."""
-        positions = self._positions[row]
+        if self._known[0] != line or self._known[1] != position:
+            later = self._next(line, position)
+            self._known = line, position, later, later is not None and forwards(self._tiles[later])
+        return self._known[2]
+
+    def _next(self, line: int, position: int) -> int | None:
+        if isinstance(self._tiles, Walk):
+            return self._tiles.next_in(self._axis, line, position)
+        positions = self._positions[line]
         index = bisect_right(positions, position)
         return positions[index] if index < len(positions) else None
 
-    def __call__(self, row: int, step: int, position: int) -> int:
+    def __call__(self, line: int, step: int, position: int) -> int:
         """First use, after tile number `position`, of the panel `step` of a tile row (or column); NEVER if there is
         none."""
-        later = self.tile(row, position)
+        later = self.tile(line, position)
         if later is None or step >= self._steps:  # thin steps are of one tile only
             return NEVER
-        ahead = step if forwards(self._tiles[later]) else self._steps - 1 - step
+        ahead = step if self._known[3] else self._steps - 1 - step
         return later * self._steps + ahead

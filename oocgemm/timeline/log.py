@@ -11,9 +11,13 @@ import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from io import RawIOBase
 from itertools import pairwise
+from math import inf
+from tempfile import TemporaryFile
 from time import monotonic
 from typing import Any
+from weakref import finalize
 
 from oocgemm.errors import InputError
 from oocgemm.plan import Kind, Lane
@@ -29,6 +33,9 @@ COLUMNS = (
 # Lines go out together, when there are that many or the first of them is that old in seconds: a run that is killed
 # loses no more of its log.
 TOGETHER, SOON = 1000, 1.0
+# Compressed bytes of a log that a run holds in memory: those of about 50,000 operations.
+MAX_KEPT = 1 << 20
+_SIZE_BYTES = 4  # of a compressed chunk's length in the temporary file
 _LARGEST = 2**63
 # What a checked run says of it, in numbers.
 _CHECKED = ("tiles", "blocks", "undecided", "seconds", "thread_seconds")
@@ -38,18 +45,26 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class Recorder:
-    """Takes the spans of a run as they end and keeps them as its log: compressed in memory, some 20 bytes a span, and
-    in a file as well if a path is given, whatever is there being replaced. One thread at a time.
+    """Record the spans of a run as they end, compressed to some 20 bytes per span.
 
-    Raises `OSError` if the file cannot be begun. If it cannot be gone on with, `failure` says why and the run goes on.
+    At most `MAX_KEPT` bytes of them are held in memory; the rest goes to a temporary file. With a `path` the log is written
+    there too and replaces what is there. Only one thread at a time may call a recorder.
+
+    Raises `OSError` if the file at `path` cannot be begun. If it cannot be continued, `failure` says why and the run goes
+    on. If the temporary file cannot be written, everything stays in memory.
     """
 
     def __init__(self, header: Mapping[str, Any], path: str | os.PathLike[str] | None = None) -> None:
         self.spans = 0
+        self.header = dict(header)  # once the run has finished, with the facts that are known then
         self.wall = 0
         self.failure: OSError | None = None
         self._common: dict[tuple[Any, ...], int] = {}
         self._kept: list[bytes] = []
+        self._kept_bytes = 0
+        self._max_kept: float = MAX_KEPT
+        self._spilled: RawIOBase | None = None
+        self._spilled_bytes = 0
         self._lines = [_encode({"format": FORMAT, "version": VERSION, "columns": COLUMNS} | dict(header))]
         self._since = monotonic()
         self._file = open(path, "wb") if path is not None else None  # noqa: SIM115 - until `close`
@@ -73,6 +88,7 @@ class Recorder:
 
     def finish(self, wall: int, facts: Mapping[str, Any]) -> None:
         """The run has ended, after `wall` nanoseconds; `facts` join the header, or replace what is there."""
+        self.header |= facts
         self.wall = wall
         self._lines.append(_encode({"wall_ns": wall, "spans": self.spans} | dict(facts)))
 
@@ -84,10 +100,40 @@ class Recorder:
                 self._file.close()
 
     def timeline(self) -> Timeline:
-        """What was recorded, once it is closed."""
+        """Return what was recorded, once the recorder is closed."""
         return _parse(
-            line for chunk in self._kept for line in zlib.decompress(chunk).decode().splitlines(True)
+            line for chunk in self._chunks() for line in zlib.decompress(chunk).decode().splitlines(True)
         )
+
+    def _chunks(self) -> Iterator[bytes]:
+        """The compressed chunks in order, those in the temporary file first."""
+        at = 0
+        while self._spilled is not None and at < self._spilled_bytes:
+            self._spilled.seek(at)
+            size = int.from_bytes(_exactly(self._spilled, _SIZE_BYTES), "little")
+            yield _exactly(self._spilled, size)
+            at += _SIZE_BYTES + size
+        yield from self._kept
+
+    def _keep(self, chunk: bytes) -> None:
+        self._kept.append(chunk)
+        self._kept_bytes += len(chunk)
+        if self._kept_bytes <= self._max_kept:
+            return
+        text = b"".join(len(chunk).to_bytes(_SIZE_BYTES, "little") + chunk for chunk in self._kept)
+        try:
+            if self._spilled is None:
+                self._spilled = TemporaryFile(buffering=0, prefix="oocgemm-timeline-")  # noqa: SIM115
+                finalize(self, self._spilled.close)
+            left = memoryview(text)
+            while left:
+                left = left[self._spilled.write(left) or 0 :]
+        except OSError:  # no room for temporary files
+            self._max_kept = inf
+            return
+        self._spilled_bytes += len(text)
+        self._kept.clear()
+        self._kept_bytes = 0
 
     def _flush(self) -> None:
         if not self._lines:
@@ -95,13 +141,21 @@ class Recorder:
         text = "".join(f"{line}\n" for line in self._lines).encode()
         self._lines.clear()
         self._since = monotonic()
-        self._kept.append(zlib.compress(text, 1))
+        self._keep(zlib.compress(text, 1))
         if self._file is not None and self.failure is None:
             try:
                 self._file.write(text)
                 self._file.flush()
             except OSError as error:
                 self.failure = error
+
+
+def _exactly(file: RawIOBase, size: int) -> bytes:
+    """Read so many bytes that the file is known to hold."""
+    found = b""
+    while len(found) < size:
+        found += file.read(size - len(found)) or b""
+    return found
 
 
 def read_log(path: str | os.PathLike[str]) -> Timeline:
