@@ -87,10 +87,11 @@ def held_bytes(problem: GemmProblem, tile: TileShape, strip: int) -> dict[tuple[
 
 
 def scratch_bytes(layouts: Layouts, reads_c: bool, io_threads: int) -> int:
-    """Host memory that decoding and encoding take beside the slots: as many threads read as write, each of them
-    works on one chunk."""
-    decode = max(layouts.a.decode_bytes, layouts.b.decode_bytes, layouts.c.decode_bytes if reads_c else 0)
-    return io_threads * (decode + layouts.c.encode_bytes)
+    """Host memory that reading and writing take beside the slots: as many threads read as write, and each of them works
+    on one chunk, or on one piece of a block that it reorders."""
+    sources = (layouts.a, layouts.b, *([layouts.c] if reads_c else []))
+    reading = max(max(source.decode_bytes, source.scratch_bytes) for source in sources)
+    return io_threads * (reading + max(layouts.c.encode_bytes, layouts.c.scratch_bytes))
 
 
 def footprint(

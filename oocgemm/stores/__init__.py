@@ -13,10 +13,11 @@ import numpy as np
 from oocgemm.errors import InputError
 from oocgemm.plan import GemmProblem, Layout
 from oocgemm.plan.candidates import CHUNK_BYTES
-from oocgemm.stores.arrays import ArrayMatrix, by_rows, create_npy, memory, open_npy, span
+from oocgemm.stores.arrays import ArrayMatrix, by_rows, memory, span
 from oocgemm.stores.base import BATCH_BYTES, Array, Matrix, pieces, transient
 from oocgemm.stores.durable import DATA, SIDECAR
 from oocgemm.stores.files import padded
+from oocgemm.stores.npy import NpyMatrix, create_npy, open_npy
 
 __all__ = [
     "BATCH_BYTES",
@@ -156,7 +157,9 @@ def new_layout(
             raise InputError(
                 f"C is to be {kind}: chunks and compressor are for a zarr array, give C such a path"
             )
-        return Layout(in_memory=place is None)
+        if place is None:
+            return Layout(in_memory=True)
+        return Layout(line=problem.n, itemsize=problem.itemsizes["C"])
     if chunks is not None and not (
         isinstance(chunks, tuple | list)
         and len(chunks) == 2
@@ -236,8 +239,8 @@ def create_output(
 
 
 def reserve(matrix: Matrix) -> None:
-    """Have the disk hold room for all of an existing result. Raises `InputError` if it has not as much."""
-    if isinstance(matrix, ArrayMatrix):
+    """Allocate disk space for all of an existing result. Raises `InputError` if the disk has too little."""
+    if isinstance(matrix, NpyMatrix):
         try:
             matrix.reserve()
         except OSError as error:
