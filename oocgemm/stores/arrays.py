@@ -2,6 +2,7 @@
 
 import mmap
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ from oocgemm.stores.files import DONT_NEED, WILL_NEED, advise
 # Blocks of mapped files are asked for beforehand if they span so many bytes, and no more times their own size.
 LEAST_ASKED = 1 << 20
 SPARSEST = 16
+# A map is copied in parts that span so many bytes, since the pages around those that fault become resident, too.
+BAND_BYTES = 4 << 20
 # Memory of others is locked, for a device to copy from, if an array has so many bytes and is not much less than what it spans.
 LEAST_LOCKED = 256 << 20
 SPARSEST_LOCKED = 2
@@ -36,17 +39,26 @@ class ArrayMatrix:
 
     def read(self, rows: Span, cols: Span, out: Array) -> None:
         self._check_length()
-        block = self.array[slice(*rows), slice(*cols)]
-        if self._map is not None:
-            _ask_for(self._map, block)
-        np.copyto(out, block, casting="equiv")
-        self._drop(block)
+        for source, target in self._bands(self.array[slice(*rows), slice(*cols)], out):
+            if self._map is not None:
+                _ask_for(self._map, source)
+            np.copyto(target, source, casting="equiv")
+            self._drop(source)
 
     def write(self, rows: Span, cols: Span, data: Array) -> None:
         self._check_length()
-        block = self.array[slice(*rows), slice(*cols)]
-        np.copyto(block, data, casting="equiv")
-        self._drop(block)
+        for target, source in self._bands(self.array[slice(*rows), slice(*cols)], data):
+            np.copyto(target, source, casting="equiv")
+            self._drop(target)
+
+    def _bands(self, block: Array, other: Array) -> Iterator[tuple[Array, Array]]:
+        """A block and another array of its shape, cut alike into parts that span few pages of a map."""
+        axis = 0 if abs(block.strides[0]) >= abs(block.strides[1]) else 1
+        extent = block.shape[axis]
+        count = extent if self._map is None else max(1, BAND_BYTES // max(1, abs(block.strides[axis])))
+        for first in range(0, extent, max(1, count)):
+            part = (slice(None),) * axis + (slice(first, first + count),)
+            yield block[part], other[part]
 
     def sync(self) -> None:
         if isinstance(self.array, np.memmap):

@@ -4,7 +4,7 @@ import errno
 import os
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
@@ -51,6 +51,13 @@ class NpyMatrix:
             itemsize=self.dtype.itemsize,
             scratch_bytes=0 if as_stored else SCRATCH_BYTES,
         )
+
+    @property
+    def array(self) -> Array:
+        """The file as a memory map, for the caller of a run."""
+        mode: Literal["r+"] | None = "r+" if prod(self.shape) else None
+        mapped: Array = np.load(self._path, mmap_mode=mode)
+        return mapped
 
     def read(self, rows: Span, cols: Span, out: Array) -> None:
         with OpenFile(self._path) as file:
