@@ -108,6 +108,12 @@ class MachineModel:
         over = (layout.spread(panel) - 1) * max(0.0, 1 / self.read_scattered - 1 / self.read)
         return 1 / (1 / self.read + min(over, self.segment / layout.segment(panel)))
 
+    def cut_price(self, layout: Layout, panel: Span) -> float:
+        """How many times as long as whole lines panels of that shape take to read, for each byte: 1 where none are cut."""
+        if layout.in_memory or layout.decode_bytes:
+            return 1.0
+        return max(1.0, self.read / self.store_rate(layout, panel))
+
 
 def default_model(backend: str, cores: int) -> MachineModel:
     """Uncalibrated figures: an H200 behind PCIe 5 for ``cuda``, AVX-512 cores for ``host``."""

@@ -111,8 +111,8 @@ class Layout:
     the array is yet to be created and the planner chooses. `decode_bytes` is the host memory that reading one
     chunk takes beside its destination, `encode_bytes` that of writing one, and `encodes` says that a codec has
     work to do then. Elements of `itemsize` bytes lie side by side along axis `contiguous`, in lines of `line` elements, or
-    of a chunk's extent where that is 0. `scratch_bytes` is the host memory that a thread takes to reorder what it reads
-    or writes. Panels of an array in memory with `wide` of these or
+    of a chunk's extent where that is 0. `scratch_bytes` is the host memory that a thread takes to read or write a part of
+    them. Panels of an array in memory with `wide` of these or
     more in a row, if that is not 0, may be copied to a device from where they lie; where the memory is `held` locked by whom it
     belongs to, those half as wide, and far thinner ones among them.
     """
@@ -168,6 +168,10 @@ class Layout:
             even = gcd(extent, chunk)
             segments = (extent + chunk - even - max(0, extent - chunk + even)) / chunk
         return extent * self.itemsize / segments if segments else inf
+
+    def part_bytes(self, panel: Span) -> int:
+        """Host memory that a thread takes to read panels of that shape, if they take a part of each line."""
+        return self.scratch_bytes if self.line or self.segment(panel) < inf else 0
 
     def in_place(self, panel: Span) -> bool:
         """Whether panels of that shape are worth copying to a device, or from one, where the array lies."""

@@ -1,11 +1,11 @@
 """Blocks of files that store lines (rows, or columns) one after another, where a block takes a part of each line.
 
 Such a block is many segments. Page faults on a mapping would read each with the system's readahead, which can be a
-hundred times its size, and keep its pages in the resident set. Segments are read into their place instead:
+hundred times its size, and keep its pages in the resident set. Segments are read by system calls instead:
 
-- across short gaps in one sweep, which throws the gaps away;
-- otherwise one by one. A first pass takes what the page cache holds and requests the rest, so that the disk has many
-  requests in flight. A second pass waits for them.
+- of short lines with the gaps between them, into memory of the thread, from which they are copied;
+- of others each into its place, many in a call. A first pass takes what the page cache holds and requests the rest, so
+  that the disk has many requests in flight. A second pass waits for them.
 
 On two Zen 5 cores and a virtual disk a segment of 2 to 8 KiB took 2 to 3 us from the page cache. On a cold cache it took
 9 to 12 us, and 85 to 140 us if each read waited for its own request.
@@ -17,17 +17,17 @@ from typing import Any
 import numpy as np
 
 from oocgemm.plan.tiling import Span
+from oocgemm.stores.aio import read_rows
 from oocgemm.stores.base import Array
-from oocgemm.stores.files import SEGMENTS, OpenFile, scratch
+from oocgemm.stores.files import OpenFile, scratch
 
-# Copying a gap of this size takes as long as a system call: 1 to 2 us.
-MAX_GAP = 8 << 10
-# Where stored and wanted order or byte order differ, a block passes through so much memory of the thread, in pieces of
-# that many lines.
-SCRATCH_BYTES = 1 << 20
-SCRATCH_LINES = 64
+# Lines of up to so many bytes are read with their gaps: copying them takes about as long as a read of its own.
+MAX_LINE = 8 << 10
+# Memory of a thread in which segments are gathered, or reordered where stored and wanted order or byte order differ: so
+# many lines at a time. It stays in the processor's cache.
+SCRATCH_BYTES = 256 << 10
+SCRATCH_LINES = SCRATCH_BYTES // MAX_LINE
 
-_GAP = np.empty(MAX_GAP, np.uint8)  # every thread reads gaps into it, and none uses what it holds
 _NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
 
 
@@ -56,15 +56,18 @@ def read_block(
     start, stride = offset + (lines[0] * line + part[0]) * dtype.itemsize, line * dtype.itemsize
     if out.size == 0:
         return
-    if not straight(dtype, out):
+    if part == (0, line) and straight(dtype, out):
+        file.read(start, out, past_cache=past_cache)
+    elif stride <= MAX_LINE:
+        _read_with_gaps(file, start, line, dtype, out)
+    elif straight(dtype, out):
+        _read_segments(file, start, stride, out.view(np.uint8))
+    else:
         for top, left, piece in _pieces(out):
             held = scratch(piece.size * dtype.itemsize).view(dtype).reshape(piece.shape)
-            read_lines(file, start + top * stride + left * dtype.itemsize, stride, held)
+            at = start + top * stride + left * dtype.itemsize
+            _read_segments(file, at, stride, held.view(np.uint8))
             np.copyto(piece, held, casting="equiv")
-    elif part == (0, line):
-        file.read(start, out, past_cache=past_cache)
-    else:
-        read_lines(file, start, stride, out)
 
 
 def write_block(
@@ -74,68 +77,58 @@ def write_block(
     start, stride = offset + (lines[0] * line + part[0]) * dtype.itemsize, line * dtype.itemsize
     if data.size == 0:
         return
-    if not straight(dtype, data):
-        for top, left, piece in _pieces(data):
-            held = scratch(piece.size * dtype.itemsize).view(dtype).reshape(piece.shape)
-            np.copyto(held, piece, casting="equiv")
-            _write_lines(descriptor, start + top * stride + left * dtype.itemsize, stride, held)
-    else:
-        _write_lines(descriptor, start, stride, data)
-
-
-def read_lines(file: OpenFile, offset: int, stride: int, out: Array) -> None:
-    """Fill the rows of `out`, contiguous each, with segments that begin `stride` bytes apart, the first at `offset`.
-    Raises `EOFError` if the file ends before."""
-    segments = _segments(out, stride)
-    gap = stride - segments[0].nbytes
-    done = _sweep(file.descriptor, offset, stride, segments) if gap <= MAX_GAP and len(segments) > 1 else 0
-    if done == len(segments):
+    if straight(dtype, data):
+        _write_segments(descriptor, start, stride, data)
         return
+    for top, left, piece in _pieces(data):
+        held = scratch(piece.size * dtype.itemsize).view(dtype).reshape(piece.shape)
+        np.copyto(held, piece, casting="equiv")
+        _write_segments(descriptor, start + top * stride + left * dtype.itemsize, stride, held)
+
+
+def _read_with_gaps(file: OpenFile, start: int, line: int, dtype: np.dtype[Any], out: Array) -> None:
+    """Fill the rows of `out` from lines of `line` elements, the first at the byte `start`, gaps being read too."""
+    stride, height = line * dtype.itemsize, max(1, SCRATCH_BYTES // (line * dtype.itemsize))
+    for top in range(0, len(out), height):
+        block = out[top : top + height]
+        held = scratch((len(block) - 1) * stride + block.shape[1] * dtype.itemsize)
+        _fill(file, held, start + top * stride)
+        stored = np.lib.stride_tricks.as_strided(held.view(dtype), block.shape, (stride, dtype.itemsize))
+        np.copyto(block, stored, casting="equiv")
+
+
+def _read_segments(file: OpenFile, start: int, stride: int, rows: Array) -> None:
+    """Fill rows of bytes with segments that begin `stride` bytes apart, the first at `start`."""
     os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-    missed = []
-    for number, segment in enumerate(segments[done:], done):
-        at = offset + number * stride
-        try:
-            got = os.preadv(file.descriptor, [segment], at, _NOWAIT)
-        except OSError:  # nothing of it is cached, or the file system always waits; other errors come again
-            got = 0
-        if got < segment.nbytes:
-            os.posix_fadvise(file.descriptor, at, segment.nbytes, os.POSIX_FADV_WILLNEED)
-            missed.append((segment, at))
-    for segment, at in missed:
+    size, left = rows.shape[1], np.arange(len(rows))
+    for flags in (_NOWAIT, 0):
+        offsets = start + stride * left
+        left = left[read_rows(file.descriptor, rows, left, offsets, flags) < size]
+        if flags:
+            for number in left.tolist():  # kernels before 5.10 have not requested it yet
+                os.posix_fadvise(file.descriptor, start + stride * number, size, os.POSIX_FADV_WILLNEED)
+    for number in left.tolist():  # at the end of the file, or with an error to raise
+        _fill(file, rows[number], start + stride * number)
+
+
+def _fill(file: OpenFile, buffer: Any, offset: int) -> None:
+    """Fill a buffer with the bytes from an offset on. Raises `EOFError` if the file ends before."""
+    done = 0
+    while done < buffer.nbytes:
+        got = os.preadv(file.descriptor, [buffer[done:]], offset + done)
+        if not got:
+            raise EOFError(f"ends before byte {offset + buffer.nbytes}")
+        done += got
+
+
+def _write_segments(descriptor: int, start: int, stride: int, data: Array) -> None:
+    """Write rows as segments that begin `stride` bytes apart, the first at `start`."""
+    if data.flags.c_contiguous and stride * len(data) == data.nbytes:
+        data = data.reshape(1, -1)
+    for number, row in enumerate(data.view(np.uint8)):
         done = 0
-        while done < segment.nbytes:
-            got = os.preadv(file.descriptor, [segment[done:]], at + done)
-            if not got:
-                raise EOFError(f"ends before byte {at + segment.nbytes}")
-            done += got
-
-
-def _sweep(descriptor: int, offset: int, stride: int, segments: list[Any]) -> int:
-    """Read segments and the gaps between them. Returns how many segments are complete: the others had a short read."""
-    gap = _GAP[: stride - segments[0].nbytes]
-    each = SEGMENTS // 2
-    for first in range(0, len(segments), each):
-        some = segments[first : first + each]
-        buffers: list[Any] = [buffer for segment in some for buffer in (segment, gap)][:-1]
-        size = (len(some) - 1) * stride + some[0].nbytes
-        if os.preadv(descriptor, buffers, offset + first * stride) < size:
-            return first
-    return len(segments)
-
-
-def _write_lines(descriptor: int, offset: int, stride: int, data: Array) -> None:
-    for number, segment in enumerate(_segments(data, stride)):
-        done = 0
-        while done < segment.nbytes:
-            done += os.pwritev(descriptor, [segment[done:]], offset + number * stride + done)
-
-
-def _segments(block: Array, stride: int) -> list[Any]:
-    """The rows of a block as bytes; one segment if they follow on one another, here and in the file."""
-    if block.flags.c_contiguous and stride * block.shape[0] == block.nbytes:
-        return [block.reshape(-1).view(np.uint8)]
-    return list(block.view(np.uint8))
+        while done < row.nbytes:
+            done += os.pwritev(descriptor, [row[done:]], start + number * stride + done)
 
 
 def _pieces(block: Array) -> list[tuple[int, int, Array]]:

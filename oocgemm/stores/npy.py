@@ -44,12 +44,11 @@ class NpyMatrix:
         self._by_columns = by_columns
         self._line = self.shape[0 if by_columns else 1]
         self._size = offset + prod(shape) * dtype.itemsize
-        as_stored = dtype.isnative and not by_columns
         self.layout = Layout(
             contiguous=0 if by_columns else 1,
             line=self._line,
             itemsize=self.dtype.itemsize,
-            scratch_bytes=0 if as_stored else SCRATCH_BYTES,
+            scratch_bytes=SCRATCH_BYTES,
         )
 
     @property

@@ -80,7 +80,7 @@ class ZarrMatrix:
             partial_reads=raw is not None,
             contiguous=0 if raw and raw.order == "F" else 1,
             itemsize=size,
-            scratch_bytes=SCRATCH_BYTES if raw and not raw.in_place else 0,
+            scratch_bytes=SCRATCH_BYTES if raw else 0,
             decode_bytes=decode_bytes,
             encode_bytes=encode_bytes,
             encodes=not (self._writes_directly and self.direct and self.direct.encoding.raw),
