@@ -289,12 +289,17 @@ class Staging:
             return pieces(rows, cols, (height, width), -(-batch // itemsize))
         size = (rows[1] - rows[0]) * (cols[1] - cols[0]) * itemsize
         wanted = max(LEAST_PIECE_BYTES, min(PIECE_BYTES, size // self._threads)) // itemsize
-        if layout.in_memory or (height, width) == (1, 1):
-            width = cols[1] - cols[0]
-            height = max(1, wanted // width)
-        elif reading:  # a chunk can be read in parts, which must not straddle chunks
+        if layout.in_memory or (height, width) == (1, 1):  # one piece spans all that lies side by side
+            if layout.contiguous:
+                height, width = max(1, wanted // (cols[1] - cols[0])), cols[1]
+            else:
+                height, width = rows[1], max(1, wanted // (rows[1] - rows[0]))
+        elif reading:  # a chunk can be read in parts, which must not straddle chunks, of whole lines
             count = max(1, height * width // wanted)
-            height = next(h for h in range(-(-height // count), height + 1) if height % h == 0)
+            if layout.contiguous:
+                height = _divisor(height, -(-height // count))
+            else:
+                width = _divisor(width, -(-width // count))
         return pieces(rows, cols, (height, width), wanted)
 
     def close(self) -> None:
@@ -308,6 +313,11 @@ class Staging:
         """Unlock what is locked in place, once the device is at nothing any more."""
         if self._locked is not None:
             self._locked.release()
+
+
+def _divisor(extent: int, least: int) -> int:
+    """The smallest divisor of an extent from `least` up."""
+    return next(part for part in range(least, extent + 1) if extent % part == 0)
 
 
 def _placed(verb: str, matrix: Matrix, rows: Span, cols: Span, error: Exception) -> ExecutionError:

@@ -297,7 +297,7 @@ def test_a_store_that_fails_on_the_way_is_an_execution_error(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("oocgemm.stores.zarr_store.ZarrMatrix.write", full)
-    monkeypatch.setattr("oocgemm.stores.arrays.ArrayMatrix.write", full)
+    monkeypatch.setattr("oocgemm.stores.npy.NpyMatrix.write", full)
     with pytest.raises(ExecutionError, match=r"tile \(0, 0\).*writing C\[.*No space left on device"):
         gemm(A, B, tmp_path / name)
     assert contents(tmp_path) == {}
@@ -307,11 +307,11 @@ def test_a_store_that_fails_on_the_way_is_an_execution_error(
 def test_a_file_that_cannot_be_made_to_measure_is_not_left_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(path: Path, **_: object) -> None:
-        path.write_bytes(b"header")
+    def full(file: Any, said: object) -> None:
+        file.write(b"header")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("numpy.lib.format.open_memmap", full)
+    monkeypatch.setattr("numpy.lib.format.write_array_header_1_0", full)
     with pytest.raises(InputError, match=r"C: cannot create .*c\.npy.*No space left"):
         gemm(A, B, tmp_path / "c.npy")
     assert contents(tmp_path) == {}

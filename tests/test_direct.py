@@ -30,7 +30,8 @@ from zarr.codecs import (
 
 from oocgemm.errors import ExecutionError
 from oocgemm.stores import encoding, files, zarr_store
-from oocgemm.stores.arrays import ArrayMatrix, create_npy, open_npy
+from oocgemm.stores.arrays import ArrayMatrix
+from oocgemm.stores.npy import NpyMatrix, create_npy, open_npy
 from oocgemm.stores.zarr_store import ZarrMatrix
 from tests.problems import DTYPES
 
@@ -443,7 +444,7 @@ def test_systems_that_cannot_read_past_the_page_cache_read_through_it(
 def test_what_is_read_again_is_cached_if_it_fits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float, expected: list[bool]
 ) -> None:
-    monkeypatch.setattr("oocgemm.stores.zarr_store.CACHED_SHARE", share)
+    monkeypatch.setattr("oocgemm.stores.files.CACHED_SHARE", share)
     asked: list[bool] = []
     read = files.OpenFile.read
 
@@ -525,7 +526,7 @@ def test_blocks_of_mapped_files_are_what_numpy_reads(
 def test_a_file_that_cannot_be_made_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full = OSError(errno.ENOSPC, "No space left on device")
     monkeypatch.setattr(os, "replace", Mock(side_effect=full))
-    monkeypatch.setattr(ArrayMatrix, "reserve", Mock(side_effect=full))
+    monkeypatch.setattr(NpyMatrix, "reserve", Mock(side_effect=full))
     with pytest.raises(OSError, match="No space"):
         files.publish(tmp_path / "chunk", np.ones((4, 4)), 128)
     with pytest.raises(OSError, match="No space"):

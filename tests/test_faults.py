@@ -624,7 +624,7 @@ def test_memory_that_the_system_refuses_is_one_line(tmp_path: Path) -> None:
         "size = int(open('/proc/self/statm').read().split()[0]) * 4096;"
         "resource.setrlimit(resource.RLIMIT_AS, (size + (int(sys.argv.pop(1)) << 20),) * 2); oocgemm.cli.main()"
     )
-    for room in (40, 75, 95, 110):
+    for room in (5, 11, 31, 46):
         command = [
             sys.executable,
             "-c",
@@ -639,7 +639,6 @@ def test_memory_that_the_system_refuses_is_one_line(tmp_path: Path) -> None:
         ]
         budgets = ["--device-memory", "80MiB", "--host-memory", "32MiB"]
         done = subprocess.run([*command, *budgets], check=False, cwd=tmp_path, capture_output=True, text=True)
-        # An operand that cannot even be mapped is taken for one that cannot be used.
         assert done.returncode in (EXIT_FAILED, EXIT_USAGE), (room, done.stderr)
         assert done.stderr.count("\n") == 1, (room, done.stderr)
         assert done.stderr.startswith("Error: ")

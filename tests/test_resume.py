@@ -27,7 +27,7 @@ from oocgemm.errors import BackendError, ExecutionError, InputError
 from oocgemm.journal import ATTRIBUTE, JOURNAL, Journal, Keeper, read
 from oocgemm.plan import Budgets, GemmProblem, Layouts, Slots, TileShape, continued, default_model, make_plan
 from oocgemm.plan.tiling import Span, Tile
-from oocgemm.stores.arrays import ArrayMatrix
+from oocgemm.stores.npy import NpyMatrix
 from oocgemm.stores.zarr_store import ZarrMatrix
 from tests.command import Finished, contents, own_threads, run
 from tests.crash_points import CASES
@@ -459,7 +459,7 @@ def test_a_run_that_fails_before_a_tile_is_done_leaves_nothing(here: Path, c: st
     assert contents(here) == before
 
 
-@pytest.mark.parametrize("kind", [ZarrMatrix, ArrayMatrix])
+@pytest.mark.parametrize("kind", [ZarrMatrix, NpyMatrix])
 def test_a_tile_that_comes_to_c_by_a_run_that_fails_of_it_is_not_forgotten(
     here: Path, monkeypatch: pytest.MonkeyPatch, kind: Any
 ) -> None:

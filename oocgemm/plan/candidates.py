@@ -387,6 +387,6 @@ def io_threads(problem: GemmProblem, budgets: Budgets, machine: MachineModel, la
         threads = max(threads, min(machine.cores, threads * 3 // 2))
     if codecs:
         threads = max(threads, machine.cores if machine.shares_cores else machine.cores - 1)
-    while threads > 1 and scratch_bytes(layouts, problem.reads_c, threads) > budgets.host // 2:
+    while threads > 1 and scratch_bytes(problem, layouts, threads) > budgets.host // 2:
         threads -= 1
     return threads

@@ -89,11 +89,19 @@ def held_bytes(problem: GemmProblem, tile: TileShape, strip: int) -> dict[tuple[
     }
 
 
-def scratch_bytes(layouts: Layouts, reads_c: bool, io_threads: int) -> int:
-    """Host memory that decoding and encoding take beside the slots: as many threads read as write, each of them
-    works on one chunk."""
-    decode = max(layouts.a.decode_bytes, layouts.b.decode_bytes, layouts.c.decode_bytes if reads_c else 0)
-    return io_threads * (decode + layouts.c.encode_bytes)
+def scratch_bytes(
+    problem: GemmProblem, layouts: Layouts, io_threads: int, tile: TileShape | None = None
+) -> int:
+    """Host memory that reading and writing take beside the slots: as many threads read as write, and each of them works
+    on one chunk, or on parts of lines where panels of the tile cut these."""
+    sources = (layouts.a, layouts.b, *([layouts.c] if problem.reads_c else []))
+    reading, writing = max(source.decode_bytes for source in sources), layouts.c.encode_bytes
+    if tile is not None:
+        w, h, r = extents(problem, tile)
+        panels = zip(sources, ((w, r), (r, h), (w, h)), strict=False)
+        reading = max(reading, *(source.part_bytes(panel) for source, panel in panels))
+        writing = max(writing, layouts.c.scratch_bytes if layouts.c.line else 0)
+    return io_threads * (reading + writing)
 
 
 def footprint(
@@ -115,7 +123,7 @@ def footprint(
         "A": slots.host_a * size["host", "A"],
         "B": slots.host_b * size["host", "B"],
         "C": slots.host_c * size["host", "C"],
-        "scratch": scratch_bytes(layouts, problem.reads_c, candidate.io_threads),
+        "scratch": scratch_bytes(problem, layouts, candidate.io_threads, tile),
         "checks": check_bytes(problem, tile, slots, candidate.io_threads),
         "reserve": machine.host_reserve,
     }

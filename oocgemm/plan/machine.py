@@ -76,6 +76,7 @@ class MachineModel:
     step_latency: float = 10e-6
     write_latency: float = 200e-6
     issue: float = 50e-6  # the interpreter is busy with each operation
+    segment: float = 8e-6
     arena_seconds_per_byte: float = 0.03 / 2**30
     io_threads: int = 1
     cores: int = 1
@@ -104,9 +105,15 @@ class MachineModel:
                 ceil_div(extent, chunk) for extent, chunk in zip(panel, layout.read_chunk, strict=True)
             )
             return self.decode * min(1.0, CODEC_WORKERS * max(1, chunks) / self.cores)
-        # `read_scattered` is that of panels that take half of each row. What is passed over takes its time too.
-        more = max(0.0, 1 / self.read_scattered - 1 / self.read)
-        return 1 / (1 / self.read + (layout.spread(panel) - 1) * more)
+        # `read_scattered` is that of panels that take half of each line. Short gaps are read over, others are passed by.
+        over = (layout.spread(panel) - 1) * max(0.0, 1 / self.read_scattered - 1 / self.read)
+        return 1 / (1 / self.read + min(over, self.segment / layout.segment(panel)))
+
+    def cut_price(self, layout: Layout, panel: Span) -> float:
+        """How many times as long as whole lines panels of that shape take to read, for each byte: 1 where none are cut."""
+        if layout.in_memory or layout.decode_bytes:
+            return 1.0
+        return max(1.0, self.read / self.store_rate(layout, panel))
 
 
 def default_model(backend: str, cores: int) -> MachineModel:

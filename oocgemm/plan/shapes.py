@@ -95,6 +95,7 @@ def shapes(
             bins: dict[tuple[int, int], tuple[float, int, int]] = {}
             for w in extents_m:
                 down = ceil_div(m, w)
+                price_a = machine.cut_price(layouts.a, (w, r))
                 for kept in range(3):  # panels of neither operand, of A's row, of B's column
                     a_held = (w * whole * a if kept == 1 else 2 * w * r * a) + w * r * beside
                     b_held = (whole * b if kept == 2 else 2 * r * b) + r * beside + _work(problem, machine, w)
@@ -106,14 +107,12 @@ def shapes(
                         across = ceil_div(n, h)
                         free = memory - h * (c * w * acc + _work(problem, machine, w)) - (w + h) * r * beside
                         free -= 2 * r * ((kept != 1) * w * a + (kept != 2) * h * b)
-                        # What is free keeps panels of a row for the next tile, or of a column.
-                        row, column = min(free, w * k * a), min(free, k * h * b)
-                        found = max(
-                            (across - 1) * min(a_bytes, free * down) + (down - 1) * min(b_bytes, free - row),
-                            (down - 1) * min(b_bytes, free * across)
-                            + (across - 1) * min(a_bytes, free - column),
+                        price_b = machine.cut_price(layouts.b, (r, h))
+                        moved = _moved(
+                            (across, a_bytes, min(free, w * k * a), price_a),
+                            (down, b_bytes, min(free, k * h * b), price_b),
+                            free,
                         )
-                        moved = float(across * a_bytes + down * b_bytes - found)
                         if cut:
                             moved *= max(cover_ratio(m, w, chunk_a), cover_ratio(n, h, chunk_b))
                         moved += down * across * per_tile
@@ -133,6 +132,18 @@ def shapes(
                     if area[0] == 0 and ceil_div(m, w) > EVERY:
                         most = (memory - h * r * (2 * b + beside)) // (h * c * acc + r * (2 * a + beside))
                         yield TileShape(max(w, *_long_extents(m, units_m, most)), h, r), c
+
+
+def _moved(a: tuple[int, int, int, float], b: tuple[int, int, int, float], free: int) -> float:
+    """Bytes loaded, times their price, where what is free keeps panels of a row of tiles for the next tile, or of a column. Of each
+    operand is given how many times it is loaded, its bytes, those of the panels of a row or column that are kept, and a price."""
+    (across, a_bytes, row, price_a), (down, b_bytes, column, price_b) = a, b
+    found = max(
+        price_a * (across - 1) * min(a_bytes, free * down) + price_b * (down - 1) * min(b_bytes, free - row),
+        price_b * (down - 1) * min(b_bytes, free * across)
+        + price_a * (across - 1) * min(a_bytes, free - column),
+    )
+    return price_a * across * a_bytes + price_b * down * b_bytes - found
 
 
 def with_less_last(problem: GemmProblem, layouts: Layouts, tile: TileShape) -> Iterator[TileShape]:
@@ -206,7 +217,9 @@ def _reading_shapes(
                     across = ceil_div(n, h)
                     free = memory - w * h * acc
                     stays = host * 0.97 - 3 * r * (w * a + h * b)
-                    row, column = (w * k * a, down, a_bytes), (k * h * b, across, b_bytes)
+                    price_a = machine.cut_price(layouts.a, (w, r))
+                    price_b = machine.cut_price(layouts.b, (r, h))
+                    row, column = (w * k * a, down, a_bytes, price_a), (k * h * b, across, b_bytes, price_b)
                     read = min(
                         _read(*row, *column, free, stays),
                         _read(*column, *row, free, stays),
@@ -216,14 +229,23 @@ def _reading_shapes(
 
 
 def _read(
-    row: int, down: int, a_bytes: int, column: int, across: int, b_bytes: int, device: float, host: float
+    row: int,
+    down: int,
+    a_bytes: int,
+    price_a: float,
+    column: int,
+    across: int,
+    b_bytes: int,
+    price_b: float,
+    device: float,
+    host: float,
 ) -> float:
-    """Bytes read by a walk along rows of that many bytes of panels, at best over who keeps what."""
+    """Bytes read, times their price, by a walk along rows of that many bytes of panels, at best over who keeps what."""
     least = float("inf")
     for keeps, other in ((device, host), (host, device), (host, max(device, host - row))):
         kept, passing = min(max(0.0, keeps), row), min(max(0.0, other), b_bytes)
         first = a_bytes * across - (across - 1) * down * kept
-        least = min(least, first + b_bytes * down - (down - 1) * passing)
+        least = min(least, price_a * first + price_b * (b_bytes * down - (down - 1) * passing))
         if keeps == host and down > 1 and keeps > row:
             fewest = ceil_div(down, int(keeps // row))
             for bands in {fewest, max(1, fewest - 1)}:  # and a band more rows than fits
@@ -231,7 +253,7 @@ def _read(
                 rest = min(max(device, host - band * row), column)
                 again = (down - bands) * max(0.0, b_bytes - across * max(0.0, rest))
                 spilt = (across - 1) * max(0.0, a_bytes - bands * keeps)
-                least = min(least, a_bytes + spilt + bands * b_bytes + again)
+                least = min(least, price_a * (a_bytes + spilt) + price_b * (bands * b_bytes + again))
     return least
 
 

@@ -14,6 +14,7 @@ the far edges only:
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import gcd, inf
 
 from oocgemm.plan.problem import GemmProblem, Op
 
@@ -114,7 +115,9 @@ class Layout:
     whatever part is wanted. `write_chunk` is what one writer must own: a chunk, or a shard; with `free_chunks`
     the array is yet to be created and the planner chooses. `decode_bytes` is the host memory that reading one
     chunk takes beside its destination, `encode_bytes` that of writing one, and `encodes` says that a codec has
-    work to do then. Elements along axis `contiguous` lie side by side. Panels of an array in memory with `wide` of these or
+    work to do then. Elements of `itemsize` bytes lie side by side along axis `contiguous`, in lines of `line` elements, or
+    of a chunk's extent where that is 0. `scratch_bytes` is the host memory that a thread takes to read or write a part of
+    them. Panels of an array in memory with `wide` of these or
     more in a row, if that is not 0, may be copied to a device from where they lie; where the memory is `held` locked by whom it
     belongs to, those half as wide, and far thinner ones among them.
     """
@@ -128,6 +131,9 @@ class Layout:
     in_memory: bool = False
     free_chunks: bool = False
     contiguous: int = 1
+    line: int = 0
+    itemsize: int = 8
+    scratch_bytes: int = 0
     wide: int = 0
     held: bool = False
 
@@ -143,11 +149,34 @@ class Layout:
         )
 
     def spread(self, panel: Span) -> float:
-        """How many times more than what panels of that shape take of them the rows of raw chunks hold: 1 for whole rows."""
-        if not self.partial_reads or self.in_memory:
-            return 1.0
+        """Elements of the lines that panels of that shape cross, over those that they take: 1 for whole lines."""
         extent = panel[self.contiguous]
+        if not self.partial_reads or self.in_memory or not extent:
+            return 1.0
+        if self.line:
+            return max(1.0, self.line / extent)
         return cover_ratio(PANELS * extent, extent, self.read_chunk[self.contiguous])
+
+    def segment(self, panel: Span) -> float:
+        """Mean bytes of the segments that panels of that shape are read or written in; inf for whole lines.
+
+        >>> npy, raw = Layout(line=4000, itemsize=8), Layout((500, 500), itemsize=8)
+        >>> [npy.segment((64, r)) for r in (1000, 4000)], [raw.segment((64, r)) for r in (250, 500, 750)]
+        ([8000.0, inf], [2000.0, inf, 6000.0])
+        """
+        extent, chunk = panel[self.contiguous], self.read_chunk[self.contiguous]
+        if not self.partial_reads or self.in_memory or not extent:
+            return inf
+        if self.line:
+            segments = float(extent < self.line)
+        else:  # panels begin at multiples of their extent: parts of chunks on average, whole ones left out
+            even = gcd(extent, chunk)
+            segments = (extent + chunk - even - max(0, extent - chunk + even)) / chunk
+        return extent * self.itemsize / segments if segments else inf
+
+    def part_bytes(self, panel: Span) -> int:
+        """Host memory that a thread takes to read panels of that shape, if they take a part of each line."""
+        return self.scratch_bytes if self.line or self.segment(panel) < inf else 0
 
     def in_place(self, panel: Span) -> bool:
         """Whether panels of that shape are worth copying to a device, or from one, where the array lies."""

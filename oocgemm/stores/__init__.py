@@ -14,12 +14,13 @@ from oocgemm.errors import InputError
 from oocgemm.plan import GemmProblem, Layout
 from oocgemm.plan.candidates import CHUNK_BYTES
 from oocgemm.stores import formats
-from oocgemm.stores.arrays import ArrayMatrix, by_rows, create_npy, memory, open_npy, span
+from oocgemm.stores.arrays import ArrayMatrix, by_rows, memory, span
 from oocgemm.stores.base import BATCH_BYTES, Array, DtypeError, Matrix, pieces, transient
 from oocgemm.stores.durable import DATA, SIDECAR
 from oocgemm.stores.files import padded
 from oocgemm.stores.formats import check_dtypes
 from oocgemm.stores.lazy import LazyMatrix, is_lazy, package
+from oocgemm.stores.npy import create_npy, open_npy
 from oocgemm.stores.room import FULL, check_room, no_room, raw_bytes
 
 __all__ = [
@@ -165,7 +166,9 @@ def new_layout(
             raise InputError(
                 f"C is to be {kind}: chunks and compressor are for a zarr array, give C such a path"
             )
-        return Layout(in_memory=place is None)
+        if place is None:
+            return Layout(in_memory=True)
+        return Layout(line=problem.n, itemsize=problem.itemsizes["C"])
     if chunks is not None and not (
         isinstance(chunks, tuple | list)
         and len(chunks) == 2
@@ -284,7 +287,7 @@ def create_output(
 
 
 def reserve(matrix: Matrix) -> None:
-    """Have the disk hold room for all of an existing result, or check that it has. Raises `InputError` if it has not."""
+    """Allocate disk space for all of an existing result, or check that there is enough. Raises `InputError` if not."""
     act = getattr(matrix, "reserve", None)
     if act is not None:
         try:

@@ -1,24 +1,22 @@
-"""NumPy arrays, memory maps and .npy files as matrices."""
+"""NumPy arrays and memory maps as matrices."""
 
-import errno
 import mmap
 import os
-import sys
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from oocgemm.errors import InputError
 from oocgemm.plan import Layout, Op
 from oocgemm.plan.tiling import Span
 from oocgemm.stores.base import Array, Matrix, checked
-from oocgemm.stores.durable import saved_block, saved_blocks, stamp, stamps, sync_files, sync_path
-from oocgemm.stores.files import WILL_NEED, advise, publish
+from oocgemm.stores.files import DONT_NEED, WILL_NEED, advise
 
 # Blocks of mapped files are asked for beforehand if they span so many bytes, and no more times their own size.
 LEAST_ASKED = 1 << 20
 SPARSEST = 16
+# A map is copied in parts that span so many bytes, since the pages around those that fault become resident, too.
+BAND_BYTES = 4 << 20
 # Memory of others is locked, for a device to copy from, if an array has so many bytes and is not much less than what it spans.
 LEAST_LOCKED = 256 << 20
 SPARSEST_LOCKED = 2
@@ -28,113 +26,68 @@ MOST_APART = 1 << 31  # as its driver takes rows
 
 
 class ArrayMatrix:
-    """Memory, mapped or not: read and written by plain copies. One at a `path` is durable (`stores.durable`); where it
-    is created it may have another `place` to go to when it is finished."""
+    """An array in memory or a memory map, read and written by plain copies."""
 
-    def __init__(self, name: str, array: Array, path: str | None = None, place: Path | None = None) -> None:
+    def __init__(self, name: str, array: Array) -> None:
         self.shape, self.dtype = checked(name, array.shape, array.dtype)
         self.name = name
         self.array = array
-        self._path = path
-        self._place = place
-        self._redirected: Path | None = None
         self._map = _map_under(array)
         self._file_bytes = self._map.size() if self._map is not None else 0
-        self.layout = Layout(
-            in_memory=path is None, wide=_wide(array) if path is None and self._map is None else 0
-        )
+        self._droppable = None if _is_private(array) else self._map
+        self.layout = Layout(in_memory=True, wide=_wide(array) if self._map is None else 0)
 
     def read(self, rows: Span, cols: Span, out: Array) -> None:
         self._check_length()
-        block = self.array[slice(*rows), slice(*cols)]
-        if self._map is not None:
-            _ask_for(self._map, block)
-        np.copyto(out, block, casting="equiv")
+        for source, target in self._bands(self.array[slice(*rows), slice(*cols)], out):
+            if self._map is not None:
+                _ask_for(self._map, source)
+            np.copyto(target, source, casting="equiv")
+            self._drop(source)
 
     def write(self, rows: Span, cols: Span, data: Array) -> None:
         self._check_length()
-        if self._redirected is not None:
-            publish(saved_block(self._redirected, rows, cols), data, data.nbytes)
-            return
-        np.copyto(self.array[slice(*rows), slice(*cols)], data, casting="equiv")
+        for target, source in self._bands(self.array[slice(*rows), slice(*cols)], data):
+            np.copyto(target, source, casting="equiv")
+            self._drop(target)
+
+    def _bands(self, block: Array, other: Array) -> Iterator[tuple[Array, Array]]:
+        """A block and another array of its shape, cut alike into parts that span few pages of a map."""
+        axis = 0 if abs(block.strides[0]) >= abs(block.strides[1]) else 1
+        extent = block.shape[axis]
+        count = extent if self._map is None else max(1, BAND_BYTES // max(1, abs(block.strides[axis])))
+        for first in range(0, extent, max(1, count)):
+            part = (slice(None),) * axis + (slice(first, first + count),)
+            yield block[part], other[part]
 
     def sync(self) -> None:
         if isinstance(self.array, np.memmap):
             self.array.flush()
 
-    def redirect(self, folder: Path) -> None:
-        self._redirected = folder
-
-    def sync_block(self, rows: Span, cols: Span) -> None:
-        if self._redirected is not None:
-            blocks = saved_blocks(self._redirected, rows, cols)
-            sync_files(self._redirected, [path.name for path, _, _ in blocks])
-        else:
-            self._sync_file()
-
-    def adopt(self, rows: Span, cols: Span) -> None:
-        assert self._redirected is not None
-        blocks = saved_blocks(self._redirected, rows, cols)
-        for path, r, c in blocks:
-            saved = np.fromfile(path, self.array.dtype).reshape(r[1] - r[0], c[1] - c[0])
-            np.copyto(self.array[slice(*r), slice(*c)], saved)
-        self._sync_file()
-        for path, _, _ in blocks:
-            path.unlink()
-
     def set_finished(self, finished: bool) -> None:
-        if not finished or self._path is None or self._place is None:
-            return
-        _name(Path(self._path), self._place)
-        sync_path(self._place.parent)
-        self._path = str(self._place)
-        if isinstance(self.array, np.memmap):  # which knows the file it is mapped from by name
-            self.array = np.load(self._place, mmap_mode="r+")
-
-    def sweep(self) -> None:
         pass
 
-    def stamp(self) -> str:
-        assert self._path is not None
-        return stamp([Path(self._path)])
-
-    def block_stamp(self, rows: Span, cols: Span) -> str | None:
+    def fingerprint(self) -> dict[str, object] | None:
         return None
 
-    def fingerprint(self) -> dict[str, object] | None:
-        if self._path is None:
-            return None
-        order = "columns" if self.array.flags.f_contiguous and not self.array.flags.c_contiguous else "rows"
-        said = f"{self.shape} {self.array.dtype.str} by {order}"
-        return {"path": os.path.realpath(self._path), "metadata": said, **stamps([self._path])}
-
-    def _sync_file(self) -> None:
-        assert self._path is not None
-        if sys.platform != "linux":
-            self.sync()
-        # Of what was written to a map too, and without keeping the interpreter, as flushing the map does.
-        sync_path(Path(self._path))
-
     def describe(self) -> dict[str, object]:
-        kind = "npy" if self._path else "memory"
-        return {"store": kind, "path": self._path, "shape": list(self.shape), "dtype": self.dtype.name}
+        return {"store": "memory", "path": None, "shape": list(self.shape), "dtype": self.dtype.name}
 
     def identities(self) -> set[object]:
         mapped = _mapped_file(self.array)
         return {mapped} if mapped else set()
 
-    def reserve(self) -> None:
-        """Have the disk hold room for all of a mapped file: in a hole of it a disk found full would end the process
-        (SIGBUS), where it is an `OSError` here. Other threads must not write meanwhile."""
-        if self._map is not None and isinstance(self.array, np.memmap) and self.array.filename is not None:
-            with open(self.array.filename, "r+b") as file:
-                os.posix_fallocate(file.fileno(), 0, self._file_bytes)
-
     def _check_length(self) -> None:
-        """Raises `EOFError` for a mapped file that has been cut short. Should that happen while a block is copied, the
-        system ends the process (SIGBUS)."""
+        """Raises `EOFError` for a mapped file that has been cut short. If that happens during a copy, the system ends
+        the process (SIGBUS)."""
         if self._map is not None and (size := self._map.size()) < self._file_bytes:
             raise EOFError(f"the file has been cut short, from {self._file_bytes} bytes to {size}")
+
+    def _drop(self, block: Array) -> None:
+        """Take the pages that a block spans out of the resident set. They stay in the page cache, with what was written
+        to them."""
+        if self._droppable is not None:
+            _advise(self._droppable, DONT_NEED, block)
 
 
 def by_rows(matrix: Matrix, op: Op) -> tuple[Matrix, Op]:
@@ -173,68 +126,20 @@ def _wide(array: Array) -> int:
     return min(cols, -(-WIDE // size))
 
 
-def open_npy(name: str, path: Path, *, writable: bool = False, place: Path | None = None) -> ArrayMatrix:
-    """A .npy file, mapped, that goes to `place` when it is finished. Raises `InputError` if it is none."""
-    try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-        if writable and isinstance(array, np.ndarray):  # not at once: that would lengthen a file cut short
-            array = np.load(path, mmap_mode="r+", allow_pickle=False)
-    except Exception as error:  # NumPy's reader of headers raises of every kind
-        if path.exists() and path.stat().st_size and _is_empty_npy(path):
-            array = np.load(path, allow_pickle=False)  # nothing to map
-        else:
-            raise InputError(f"{name}: {path} cannot be opened as a .npy file: {error}") from error
-    if not isinstance(array, np.ndarray):  # np.load opens archives by their content
-        array.close()
-        raise InputError(f"{name}: {path} cannot be opened as a .npy file: it is an archive of arrays")
-    return ArrayMatrix(name, array, str(path), place)
-
-
-def create_npy(
-    name: str, path: Path, shape: tuple[int, int], dtype: np.dtype[Any], place: Path | None = None
-) -> ArrayMatrix:
-    """A new .npy file of that shape, mapped for writing; nothing is left of one that cannot be made. It goes to `place`
-    when it is finished."""
-    open(path, "xb").close()
-    try:
-        if 0 in shape:
-            array = np.empty(shape, dtype)
-            np.save(path, array)
-        else:
-            array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
-        matrix = ArrayMatrix(name, array, str(path), place)
-        matrix.reserve()
-        sync_files(path.parent, [path.name])  # what it comes to hold is synced block by block
-    except BaseException:
-        path.unlink()
-        raise
-    return matrix
-
-
-def _name(path: Path, place: Path) -> None:
-    """Give a finished file its name, unless another file has got it meanwhile. Raises `OSError`."""
-    if path != place and place.exists():
-        raise FileExistsError(
-            errno.EEXIST, f"something else was put at its place; it is in {path}", str(place)
-        )
-    os.replace(path, place)
-
-
-def _is_empty_npy(path: Path) -> bool:
-    try:
-        return bool(np.load(path, allow_pickle=False).size == 0)
-    except Exception:
-        return False
-
-
 def _ask_for(mapped: mmap.mmap, block: Array) -> None:
-    """Have the system read what a block of a mapped array spans, at once and not fault by fault: on a cold cache that
-    takes a fraction of the processor time. Not where most of the span is none of the block."""
+    """Prefetch what a block of a mapped array spans, at once and not fault by fault: on a cold cache that takes a
+    fraction of the processor time. Not where most of the span is outside the block."""
     low, high = np.lib.array_utils.byte_bounds(block)
     if LEAST_ASKED <= high - low <= SPARSEST * block.nbytes:
-        start = low - np.frombuffer(mapped, np.uint8).ctypes.data
-        page = start % mmap.PAGESIZE
-        advise(mapped, WILL_NEED, start - page, high - low + page)
+        _advise(mapped, WILL_NEED, block)
+
+
+def _advise(mapped: mmap.mmap, advice: int | None, block: Array) -> None:
+    """Advise the system on the pages that a block of a mapped array spans."""
+    low, high = np.lib.array_utils.byte_bounds(block)
+    start = low - np.frombuffer(mapped, np.uint8).ctypes.data
+    page = start % mmap.PAGESIZE
+    advise(mapped, advice, start - page, high - low + page)
 
 
 def _map_under(array: Any) -> mmap.mmap | None:
@@ -244,6 +149,15 @@ def _map_under(array: Any) -> mmap.mmap | None:
         named = named or (isinstance(array, np.memmap) and array.filename is not None)
         array = getattr(array, "base", None)
     return array if named else None
+
+
+def _is_private(array: Any) -> bool:
+    """Whether what is written to an array stays in its own copies of a file's pages (`mmap_mode="c"`)."""
+    while array is not None:
+        if isinstance(array, np.memmap) and array.mode == "c":
+            return True
+        array = getattr(array, "base", None)
+    return False
 
 
 def _mapped_file(array: Any) -> object | None:

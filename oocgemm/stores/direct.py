@@ -18,6 +18,7 @@ from oocgemm.plan.tiling import Span
 from oocgemm.stores.base import Array
 from oocgemm.stores.encoding import CHECKSUM_BYTES, Encoding, checked_content
 from oocgemm.stores.files import LEAST_SEGMENT, OpenFile, modified, publish
+from oocgemm.stores.lines import read_block, straight
 
 _NOWHERE = (1 << 64) - 1
 
@@ -147,25 +148,24 @@ class DirectChunks:
         if length != self.chunk_bytes:
             self._damaged(number, f"has {length} bytes instead of {self.chunk_bytes}")
         encoding, (height, width) = self.encoding, self.chunk
-        itemsize = encoding.dtype.itemsize
-        row = width * itemsize
-        straight = encoding.in_place and out.shape[1] == width and out.strides[1] == itemsize
-        if straight and (out.flags.c_contiguous or row >= LEAST_SEGMENT):
-            start = offset + wanted[0].start * row
-            again = (number, start) in self._seen
-            self._seen.add((number, start))
-            file.read(start, out, past_cache=not (again and self.worth_caching))
+        by_rows = encoding.order == "C"
+        (lines, part), line, block = (wanted, width, out) if by_rows else (wanted[::-1], height, out.T)
+        row = line * encoding.dtype.itemsize
+        whole = block.shape[1] == line
+        if whole and not (
+            straight(encoding.dtype, block) and (out.flags.c_contiguous or row >= LEAST_SEGMENT)
+        ):
+            # All of it is wanted, in another order or in lines too short for a buffer each: copied from a mapping.
+            stored = file.mapped(offset + lines.start * row, block.shape[0] * row).view(encoding.dtype)
+            np.copyto(block, stored.reshape(block.shape), casting="equiv")
             return
-        # Only the lines that are wanted are mapped: rows, or columns where these are what lies side by side.
-        lines, line = (wanted[0], row) if encoding.order == "C" else (wanted[1], height * itemsize)
-        stored = file.mapped(offset + lines.start * line, (lines.stop - lines.start) * line).view(
-            encoding.dtype
-        )
-        if encoding.order == "C":
-            block = stored.reshape(-1, width)[:, wanted[1]]
-        else:
-            block = stored.reshape(-1, height).T[wanted[0]]
-        np.copyto(out, block, casting="equiv")
+        past_cache = False
+        if whole:
+            start = offset + lines.start * row
+            past_cache = not ((number, start) in self._seen and self.worth_caching)
+            self._seen.add((number, start))
+        spans = (lines.start, lines.stop), (part.start, part.stop)
+        read_block(file, offset, line, encoding.dtype, *spans, block, past_cache=past_cache)
 
     def _decode(
         self, number: tuple[int, int], stored: Array, wanted: tuple[slice, slice], out: Array

@@ -37,8 +37,12 @@ _RWF_DONTCACHE = 0x80 if sys.platform == "linux" else 0
 POPULATE: int | None = 22 if sys.platform == "linux" else None
 LEAST_POPULATED = 8 << 20
 WILL_NEED: int | None = getattr(mmap, "MADV_WILLNEED", None)
+# On Linux only: elsewhere it may discard what was written to a map.
+DONT_NEED: int | None = getattr(mmap, "MADV_DONTNEED", None) if sys.platform == "linux" else None
 PAGES_ASKED = 8
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)
+# Files that take more of the machine's memory than this are not worth keeping in its page cache.
+CACHED_SHARE = 0.5
 _own = threading.local()
 
 
@@ -173,6 +177,11 @@ def publish(path: Path, data: Array, size: int) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
+
+
+def worth_caching(size: int) -> bool:
+    """Whether so many bytes of files fit into the page cache beside all else."""
+    return size <= CACHED_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def modified(folder: Path) -> int | None:

@@ -28,13 +28,11 @@ from oocgemm.stores.base import BATCH_BYTES, Array, checked, pieces, transient
 from oocgemm.stores.direct import DirectChunks, Shards
 from oocgemm.stores.durable import spread, stamp, stamps, sync_files, sync_names
 from oocgemm.stores.encoding import from_v2, from_v3
-from oocgemm.stores.files import padded, scratch
+from oocgemm.stores.files import padded, scratch, worth_caching
+from oocgemm.stores.lines import SCRATCH_BYTES
 from oocgemm.stores.room import check_room, free_bytes, raw_bytes
 
 bfloat16.register()
-# Arrays larger than this part of the machine's memory would push each other out of the page cache before they are
-# read again.
-CACHED_SHARE = 0.5
 # The attribute by which an array says that it is the result of a run that has not ended.
 ATTRIBUTE = "oocgemm"
 # What a process that was killed leaves of a file that it was writing, here or in zarr.
@@ -79,10 +77,14 @@ class ZarrMatrix:
             decode_bytes = self.direct.encoding.decode_bytes(self.direct.chunk_bytes)
             if self._writes_directly:
                 encode_bytes = self.direct.encoding.encode_bytes(self.direct.chunk_bytes)
+        raw = self.direct.encoding if self.direct and self.direct.encoding.raw else None
         self.layout = Layout(
             read_chunk=chunk,
             write_chunk=shard,
-            partial_reads=self.direct is not None and self.direct.encoding.raw,
+            partial_reads=raw is not None,
+            contiguous=0 if raw and raw.order == "F" else 1,
+            itemsize=size,
+            scratch_bytes=SCRATCH_BYTES if raw else 0,
             decode_bytes=decode_bytes,
             encode_bytes=encode_bytes,
             encodes=not self.raw,
@@ -333,7 +335,7 @@ def _direct_chunks(array: "zarr.Array[Any]", at_rest: bool) -> DirectChunks | No
         fill=array.fill_value if array.fill_value is not None else 0,
         shards=shards,
         at_rest=at_rest,
-        worth_caching=array.shape[0] * array.shape[1] * dtype.itemsize <= CACHED_SHARE * _memory(),
+        worth_caching=worth_caching(array.shape[0] * array.shape[1] * dtype.itemsize),
     )
 
 
@@ -362,8 +364,3 @@ def _through_pipeline(array: "zarr.Array[Any]") -> tuple["zarr.Array[Any]", bool
 def _configurations(codecs: Any) -> list[dict[str, Any]]:
     """Codecs as the specification writes them."""
     return [dict(codec if isinstance(codec, Mapping) else codec.to_dict()) for codec in codecs]
-
-
-def _memory() -> int:
-    """Bytes of memory that the machine has."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
