@@ -28,6 +28,7 @@ from zarr.codecs import (
     ZstdCodec,
 )
 
+from oocgemm.backends.memory import allocate
 from oocgemm.errors import ExecutionError
 from oocgemm.stores import encoding, files, zarr_store
 from oocgemm.stores.arrays import ArrayMatrix
@@ -411,7 +412,7 @@ def test_reading_past_the_page_cache_gives_the_same(
     array = zarr.create_array(tmp_path / "A", data=values, chunks=chunk, compressors=None)
     for cols in ((0, 1100), (0, chunk[1])):
         matrix = ZarrMatrix("A", array)
-        out = files.scratch(1100 * 1100 * 8).view("f8")[: 1100 * cols[1]].reshape(1100, cols[1])
+        out = allocate(1100 * 1100 * 8).view("f8")[: 1100 * cols[1]].reshape(1100, cols[1])
         for _ in ("past the cache", "through it"):
             out[...] = np.nan
             matrix.read((0, 1100), cols, out)
