@@ -1,7 +1,6 @@
 """The command line: run, plan, verify, report, calibrate, bench, tune, info."""
 
 import os
-import re
 import shlex
 import sys
 import traceback
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import click
-from click.shell_completion import CompletionItem
 
 from oocgemm import __version__, api, backends, exports, measuring, resume, stores, system
 from oocgemm.display import (
@@ -28,6 +26,7 @@ from oocgemm.executor import Observer
 from oocgemm.interrupts import Interrupted, stopping
 from oocgemm.live import progress_display
 from oocgemm.measuring import DEVICE, print_json, taking
+from oocgemm.parameters import Chunks, Place, Scalar
 from oocgemm.plan import COMPUTES, Plan
 from oocgemm.result import Result
 from oocgemm.timeline import read_log, report, same_product
@@ -41,43 +40,9 @@ EXIT_FAILED, EXIT_USAGE, EXIT_BUDGET, EXIT_INTERRUPTED = 1, 2, 3, 130
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class _Scalar(click.ParamType[complex]):
-    name = "number"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> complex:
-        if isinstance(value, int | float | complex):
-            return value
-        try:
-            number = complex(re.sub("i$", "j", str(value).replace(" ", "")))
-        except ValueError:
-            self.fail(f"{value!r} is not a number", param, ctx)
-        return number.real if number.imag == 0 else number
-
-
-class _Place(click.ParamType[str]):
-    """The path or URL of an array. Shells complete file names; whether anything is there is checked later."""
-
-    name = "path"
-
-    def shell_complete(self, ctx: Any, param: Any, incomplete: str) -> list[CompletionItem]:
-        return [CompletionItem(incomplete, type="file")]
-
-
-class _Chunks(click.ParamType[tuple[int, int]]):
-    name = "RxC"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, int]:
-        if isinstance(value, tuple):
-            return value
-        parts = str(value).lower().split("x")
-        if len(parts) != 2 or not all(p.isdecimal() and int(p) for p in parts):
-            self.fail(f"{value!r} is not a chunk shape: write ROWSxCOLUMNS, such as 1024x1024", param, ctx)
-        return int(parts[0]), int(parts[1])
-
-
 _PRODUCT = (
-    click.option("--alpha", type=_Scalar(), default=1.0, help="Factor of op(A) op(B).  [default: 1]"),
-    click.option("--beta", type=_Scalar(), default=0.0, help="Factor of the old C.  [default: 0]"),
+    click.option("--alpha", type=Scalar(), default=1.0, help="Factor of op(A) op(B).  [default: 1]"),
+    click.option("--beta", type=Scalar(), default=0.0, help="Factor of the old C.  [default: 0]"),
     click.option("--transpose-a", is_flag=True, help="Multiply by the transpose of A."),
     click.option("--transpose-b", is_flag=True, help="Multiply by the transpose of B."),
     click.option("--adjoint-a", is_flag=True, help="Multiply by the conjugate transpose of A."),
@@ -131,7 +96,7 @@ _PROBLEM = (
     ),
     click.option(
         "--chunks",
-        type=_Chunks(),
+        type=Chunks(),
         metavar="RxC",
         help="Chunks of a new C, such as 1024x1024.  [default: about 8 MiB]",
     ),
@@ -152,9 +117,9 @@ def cli(context: click.Context, debug: bool) -> None:
 
 
 @cli.command()
-@click.argument("a", type=_Place())
-@click.argument("b", type=_Place())
-@click.argument("c", type=_Place())
+@click.argument("a", type=Place())
+@click.argument("b", type=Place())
+@click.argument("c", type=Place())
 @taking(*_PROBLEM)
 @DEVICE
 @click.option("--timeline", type=click.Path(dir_okay=False), help="Log every operation to this file.")
@@ -241,9 +206,9 @@ def _noting(progress: Callable[[Plan], Observer]) -> Callable[[Plan], Observer]:
 
 
 @cli.command()
-@click.argument("a", type=_Place())
-@click.argument("b", type=_Place())
-@click.argument("c", type=_Place(), required=False)
+@click.argument("a", type=Place())
+@click.argument("b", type=Place())
+@click.argument("c", type=Place(), required=False)
 @taking(*_PROBLEM)
 @click.option("--explain", is_flag=True, help="Say what else was considered, and why this was chosen.")
 def plan(a: str, b: str, c: str | None, as_json: bool, explain: bool, **options: Any) -> None:
@@ -261,11 +226,11 @@ def plan(a: str, b: str, c: str | None, as_json: bool, explain: bool, **options:
 
 
 @cli.command()
-@click.argument("a", type=_Place())
-@click.argument("b", type=_Place())
-@click.argument("c", type=_Place())
+@click.argument("a", type=Place())
+@click.argument("b", type=Place())
+@click.argument("c", type=Place())
 @taking(*_PRODUCT, _JSON)
-@click.option("--c-before", type=_Place(), metavar="PATH", help="What C was before, where beta is not 0.")
+@click.option("--c-before", type=Place(), metavar="PATH", help="What C was before, where beta is not 0.")
 @click.option(
     "--host-memory",
     metavar="SIZE",

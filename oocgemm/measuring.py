@@ -15,6 +15,7 @@ from oocgemm.display import doing
 from oocgemm.display_measured import print_bench, print_calibration, print_tuning
 from oocgemm.exports import check_place, writing
 from oocgemm.job import budgets
+from oocgemm.parameters import Size
 from oocgemm.plan import OPERANDS
 from oocgemm.roofline import roofline_of
 
@@ -53,16 +54,6 @@ def _snake(key: Any) -> Any:
 DEVICE = click.option(
     "--device", metavar="N", type=click.IntRange(min=0), default=0, show_default=True, help="CUDA device."
 )
-
-
-class Size(click.ParamType[tuple[int, int, int]]):
-    name = "MxNxK"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, int, int]:
-        parts = str(value).lower().split("x")
-        if len(parts) != 3 or not all(p.isdecimal() and int(p) for p in parts):
-            self.fail(f"{value!r} is not a product: write MxNxK, such as 4096x4096x1024", param, ctx)
-        return int(parts[0]), int(parts[1]), int(parts[2])
 
 
 @click.command()
