@@ -39,7 +39,7 @@ def read_rows(descriptor: int, rows: Array, numbers: Array, offsets: Array, flag
     Returns for each of them the number of bytes read, negative where that has failed.
     """
     try:
-        context = _contexts.pop() if _contexts else _new_context()
+        context = _free_context()
     except OSError:
         pairs = zip(numbers.tolist(), offsets.tolist(), strict=True)
         return np.array(
@@ -81,6 +81,14 @@ def _read(descriptor: int, row: Any, offset: int, flags: int) -> int:
         return os.preadv(descriptor, [row], offset, flags)
     except OSError:
         return -1
+
+
+def _free_context() -> int:
+    """Take a context that no other thread uses. Raises `OSError` where the system gives none."""
+    try:
+        return _contexts.pop()
+    except IndexError:
+        return _new_context()
 
 
 def _new_context() -> int:
