@@ -49,7 +49,7 @@ def test_any_block_is_read_and_written_as_numpy_does(
     matrix = open_npy("X", path, writable=True)
     right, cached = aio.read_rows, draw(st.booleans())
 
-    def read_rows(descriptor: int, rows: Any, numbers: Any, offsets: Any, flags: int) -> Any:
+    def read_rows(descriptor: int, rows: Any, numbers: Any, offsets: Any, flags: int = 0) -> Any:
         if flags and not cached:
             return np.zeros(len(numbers), np.int64)
         return right(descriptor, rows, numbers, offsets, flags)
@@ -105,8 +105,8 @@ def test_short_segments_are_read_without_readahead(tmp_path: Path, kind: str) ->
     read = bytes_from_disk() - before
     np.testing.assert_array_equal(out, values[:, 5000:5256])
     assert (
-        read <= 6 * out.nbytes
-    )  # whole pages, at both ends of each segment; with readahead more than 30 times
+        read <= 16 * out.nbytes
+    )  # windows of whole pages; with readahead it is all of the file, 64 times as much
 
 
 @pytest.mark.parametrize("kind", ["npy", "raw chunk"])
@@ -121,7 +121,7 @@ def test_all_segments_are_requested_before_one_is_awaited(
         requested += advice == os.POSIX_FADV_WILLNEED
         right(descriptor, offset, length, advice)
 
-    def read_rows(descriptor: int, rows: Any, numbers: Any, offsets: Any, flags: int) -> Any:
+    def read_rows(descriptor: int, rows: Any, numbers: Any, offsets: Any, flags: int = 0) -> Any:
         if flags:
             return np.zeros(len(numbers), np.int64)
         assert requested == 256

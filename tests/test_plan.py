@@ -41,7 +41,7 @@ from oocgemm.plan.candidates import CHUNK_BYTES
 from oocgemm.plan.cost import least_bytes
 from oocgemm.plan.hazards import verify
 from oocgemm.plan.placing import Loads
-from oocgemm.plan.predict import DIGESTING, multiply_seconds, predict, unfilled
+from oocgemm.plan.predict import DIGESTING, multiply_seconds, predict, strip_rate, unfilled
 from oocgemm.plan.replacement import SlotCache
 from oocgemm.plan.simulate import simulate
 from oocgemm.plan.traversal import walk
@@ -513,6 +513,50 @@ def test_rows_of_raw_chunks_read_in_part_take_the_longer_the_less_is_taken_of_th
     assert half == pytest.approx(12e9)
     assert fifth < 0.6 * half
     assert machine.store_rate(replace(raw, in_memory=True), (4096, 400)) == machine.memory
+
+
+def npy(rows: int, cols: int, op: Op = Op.N) -> Layout:
+    return Layout(line=cols, itemsize=8).oriented(op)
+
+
+def test_segments_of_files_and_raw_chunks_have_a_price() -> None:
+    machine = replace(default_model("host", 2), read=16e9, read_scattered=12e9, segment=4e-6)
+    file, raw = npy(4000, 40_000), Layout((4000, 40_000))
+    assert machine.store_rate(file, (64, 40_000)) == pytest.approx(machine.read)
+    assert 1 / machine.store_rate(file, (64, 256)) == pytest.approx(1 / 16e9 + 4e-6 / (256 * 8))
+    assert machine.store_rate(file, (64, 1000)) == machine.store_rate(npy(40_000, 4000, Op.T), (64, 1000))
+    # Panels of 3000 columns begin anywhere in chunks: 1.05 segments for each row.
+    assert 1 / machine.store_rate(raw, (64, 3000)) == pytest.approx(1 / 16e9 + 1.05 * 4e-6 / (3000 * 8))
+
+
+@pytest.mark.parametrize(
+    ("trans_a", "trans_b", "cut"),
+    [(Op.N, Op.T, "both along k"), (Op.N, Op.N, "B along n"), (Op.T, Op.T, "A along m")],
+)
+def test_panels_of_files_take_long_parts_of_rows(trans_a: Op, trans_b: Op, cut: str) -> None:
+    m, n, k = 4000, 4000, 40_000
+    p = replace(problem(m, n, k, "float64"), trans_a=trans_a, trans_b=trans_b)
+    a = npy(k, m, trans_a) if trans_a.swaps else npy(m, k)
+    b = npy(n, k, trans_b) if trans_b.swaps else npy(k, n)
+    budgets, machine = Budgets(64 * MIB, 64 * MIB), default_model("host", 2)
+    memory = Layout(in_memory=True)
+    there, here = (make_plan(p, budgets, machine, Layouts(*of, memory)) for of in ((a, b), (memory, memory)))
+
+    def reading(plan: Plan) -> float:
+        (w, h, r), panels = (plan.tile.w, plan.tile.h, plan.tile.r), plan.loads
+        return sum(
+            loaded / machine.store_rate(layout, panel)
+            for loaded, layout, panel in ((panels.a_read, a, (w, r)), (panels.b_read, b, (r, h)))
+        )
+
+    assert reading(there) < 0.6 * reading(here), cut
+
+
+def test_strips_of_a_file_have_a_price_by_their_rows() -> None:
+    p, machine = problem(4000, 4000, 4000), default_model("host", 2)
+    whole, part = (strip_rate(p, machine, npy(4000, 4000), (100, width)) for width in (4000, 64))
+    assert whole == pytest.approx(machine.write)
+    assert part < 0.2 * whole
 
 
 def test_few_compressed_chunks_are_not_decoded_by_all_cores() -> None:

@@ -76,6 +76,9 @@ class MachineModel:
     step_latency: float = 10e-6
     write_latency: float = 200e-6
     issue: float = 50e-6  # the interpreter is busy with each operation
+    # A segment of a line that panels cut: a part of a system call and, on a cold cache, a request to the disk. Measured with
+    # `oocgemm.stores.lines` on segments of 2 to 8 KiB that lie 320 KB apart, two Zen 5 cores and a virtual disk: 2 to 3 us
+    # from the page cache, 7 to 20 us from the disk. Between the two, since a plan does not know what the cache holds.
     segment: float = 8e-6
     arena_seconds_per_byte: float = 0.03 / 2**30
     io_threads: int = 1
@@ -144,6 +147,7 @@ def default_model(backend: str, cores: int) -> MachineModel:
             write=1.6e9,
             cores=cores,
             multiprocessors=132,
+            segment=2e-6,  # several threads: 0.3 to 0.5 us from the page cache, beside an H100
             io_threads=min(8, cores),  # more of them are slower: memory is the limit then
             device_reserve=80
             << 20,  # cuBLAS: its handle, kernels and workspace; more than 64 MiB seen on an H200

@@ -112,6 +112,8 @@ def panel_rate(
 
 def strip_rate(problem: GemmProblem, machine: MachineModel, layout: Layout, strip: Span) -> float:
     """Bytes per second of strips of C from the host's slots to where they belong."""
+    if layout.line:
+        return 1 / (1 / machine.write + machine.segment / layout.segment(strip))
     if not layout.in_memory:
         return machine.write
     # Those that are checked are looked at in their slots.

@@ -4,13 +4,14 @@ Such a block is many segments. Page faults on a mapping would read each with the
 hundred times its size, and keep its pages in the resident set. Segments are read by system calls instead:
 
 - of short lines with the gaps between them, into memory of the thread, from which they are copied;
-- of others each into its place, many in a call. A first pass takes what the page cache holds and requests the rest, so
-  that the disk has many requests in flight. A second pass waits for them.
+- of others each into its place, many in a call. What the page cache does not hold is requested for all segments before
+  any is waited for, so that the disk has many requests in flight.
 
 On two Zen 5 cores and a virtual disk a segment of 2 to 8 KiB took 2 to 3 us from the page cache. On a cold cache it took
-9 to 12 us, and 85 to 140 us if each read waited for its own request.
+7 to 20 us, and 85 to 140 us if each read waited for its own request.
 """
 
+import mmap
 import os
 from typing import Any
 
@@ -27,6 +28,11 @@ MAX_LINE = 8 << 10
 # many lines at a time. It stays in the processor's cache.
 SCRATCH_BYTES = 256 << 10
 SCRATCH_LINES = SCRATCH_BYTES // MAX_LINE
+# Segments that are not cached are requested in windows of the file up to twice as long, of so many bytes at most: what
+# follows is often wanted next. That takes a fifth less of processor time; eight times as long they thrashed a page cache
+# of 300 MiB.
+WINDOW, MAX_WINDOW = 2, 64 << 10
+SAMPLES = 8  # segments that tell whether a block is cached
 
 _NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
 
@@ -65,8 +71,7 @@ def read_block(
     else:
         for top, left, piece in _pieces(out):
             held = scratch(piece.size * dtype.itemsize).view(dtype).reshape(piece.shape)
-            at = start + top * stride + left * dtype.itemsize
-            _read_segments(file, at, stride, held.view(np.uint8))
+            _read_segments(file, start + top * stride + left * dtype.itemsize, stride, held.view(np.uint8))
             np.copyto(piece, held, casting="equiv")
 
 
@@ -101,14 +106,22 @@ def _read_segments(file: OpenFile, start: int, stride: int, rows: Array) -> None
     """Fill rows of bytes with segments that begin `stride` bytes apart, the first at `start`."""
     os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
     size, left = rows.shape[1], np.arange(len(rows))
-    for flags in (_NOWAIT, 0):
-        offsets = start + stride * left
-        left = left[read_rows(file.descriptor, rows, left, offsets, flags) < size]
-        if flags:
-            for number in left.tolist():  # kernels before 5.10 have not requested it yet
-                os.posix_fadvise(file.descriptor, start + stride * number, size, os.POSIX_FADV_WILLNEED)
+    some = left[:: -(-len(rows) // SAMPLES)]
+    if (read_rows(file.descriptor, rows, some, start + stride * some, _NOWAIT) == size).all():
+        left = left[read_rows(file.descriptor, rows, left, start + stride * left, _NOWAIT) < size]
+    _request(file, start + stride * left, size)
+    left = left[::-1]  # when the last request is done most others are, and take no wait each
+    left = left[read_rows(file.descriptor, rows, left, start + stride * left) < size]
     for number in left.tolist():  # at the end of the file, or with an error to raise
         _fill(file, rows[number], start + stride * number)
+
+
+def _request(file: OpenFile, offsets: Array, size: int) -> None:
+    """Have the system read segments of so many bytes into the page cache, in whole windows."""
+    window = 1 << (WINDOW * size).bit_length() - 1 if WINDOW * size <= MAX_WINDOW else mmap.PAGESIZE
+    for offset in offsets.tolist():
+        first, last = offset // window * window, -(-(offset + size) // window) * window
+        os.posix_fadvise(file.descriptor, first, last - first, os.POSIX_FADV_WILLNEED)
 
 
 def _fill(file: OpenFile, buffer: Any, offset: int) -> None:
