@@ -59,7 +59,7 @@ def ceil_size(size: int) -> str:
     `parse_size` reads it.
 
     >>> ceil_size(16787456), ceil_size(1), ceil_size(10 * 2**40 + 1)
-    ('17MiB', '1MiB', '10241GiB')
+    ('17MiB', '1MiB', '11TiB')
     """
     unit, factor = "MiB", 1 << 20
     for larger in ("GiB", "TiB", "PiB"):
