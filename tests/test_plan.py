@@ -524,6 +524,7 @@ def test_segments_of_files_and_raw_chunks_have_a_price() -> None:
     file, raw = npy(4000, 40_000), Layout((4000, 40_000))
     assert machine.store_rate(file, (64, 40_000)) == pytest.approx(machine.read)
     assert 1 / machine.store_rate(file, (64, 256)) == pytest.approx(1 / 16e9 + 4e-6 / (256 * 8))
+    assert machine.store_rate(npy(4000, 40_000, Op.T), (256, 64)) == machine.store_rate(file, (64, 256))
     # Panels of 3000 columns begin anywhere in chunks: 1.05 segments for each row.
     assert 1 / machine.store_rate(raw, (64, 3000)) == pytest.approx(1 / 16e9 + 1.05 * 4e-6 / (3000 * 8))
 
