@@ -138,6 +138,11 @@ def _write_segments(descriptor: int, start: int, stride: int, data: Array) -> No
     """Write rows as segments that begin `stride` bytes apart, the first at `start`."""
     if data.flags.c_contiguous and stride * len(data) == data.nbytes:
         data = data.reshape(1, -1)
+    size = data.shape[1] * data.itemsize
+    for offset in range(start, start + stride * len(data), stride):
+        # The system reads pages that are written in part. It takes them one after another if they are not requested before.
+        for edge in (offset, offset + size - 1):
+            os.posix_fadvise(descriptor, edge, 1, os.POSIX_FADV_WILLNEED)
     for number, row in enumerate(data.view(np.uint8)):
         done = 0
         while done < row.nbytes:
