@@ -11,12 +11,12 @@ from typing import Any
 from oocgemm import backends, job, stores, system, target
 from oocgemm.backends import Backend, Session
 from oocgemm.backends.ladder import check_plan
-from oocgemm.backends.memory import available_memory
 from oocgemm.checks import Checks
 from oocgemm.cpu import CpuTimes, used_since
 from oocgemm.errors import ExecutionError, InputError, OutOfMemoryError
 from oocgemm.executor import Observer, Run
 from oocgemm.job import Size, Transpose
+from oocgemm.memory import available_memory
 from oocgemm.plan import Op, Plan, TileShape
 from oocgemm.result import Result
 from oocgemm.staging import Staging

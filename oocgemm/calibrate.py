@@ -21,10 +21,10 @@ import numpy as np
 from oocgemm import backends, cache, stores
 from oocgemm.backends import Backend
 from oocgemm.backends.base import Array, known_dtypes, numpy_dtype
-from oocgemm.backends.memory import allocate, available_memory
 from oocgemm.cpu import CpuTimes, used_since
 from oocgemm.errors import BackendError, InputError
 from oocgemm.executor import Run
+from oocgemm.memory import allocate, available_memory
 from oocgemm.plan import (
     RATES,
     Budgets,

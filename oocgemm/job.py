@@ -10,8 +10,8 @@ import numpy as np
 
 from oocgemm import cache, stores, system
 from oocgemm.backends.base import numpy_dtype
-from oocgemm.backends.memory import available_memory
 from oocgemm.errors import InputError, OutOfMemoryError
+from oocgemm.memory import available_memory
 from oocgemm.plan import (
     COMPUTES,
     DTYPES,

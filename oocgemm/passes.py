@@ -9,8 +9,8 @@ from itertools import pairwise
 import numpy as np
 
 from oocgemm.backends.base import Array
-from oocgemm.backends.memory import allocate
 from oocgemm.bounds import ONE_THREAD, wide_dtype
+from oocgemm.memory import allocate
 from oocgemm.plan.tiling import Span
 from oocgemm.stores import Matrix, pieces
 from oocgemm.units import format_size

@@ -8,9 +8,9 @@ from itertools import takewhile
 from threading import Event, Lock
 
 from oocgemm.backends.base import InPlace, Locks, numpy_dtype, slot_offsets, stored_shape
-from oocgemm.backends.memory import allocate
 from oocgemm.errors import ExecutionError
 from oocgemm.locking import Locked
+from oocgemm.memory import allocate
 from oocgemm.plan import Kind, Op, Operation, Plan, Slot, Tier
 from oocgemm.plan.cost import HOST_ALIGNMENT, held_bytes, slot_bytes
 from oocgemm.plan.tiling import Span

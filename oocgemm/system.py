@@ -11,8 +11,8 @@ from typing import Any
 from oocgemm import backends, cache
 from oocgemm.backends import Backend
 from oocgemm.backends.base import known_dtypes
-from oocgemm.backends.memory import available_memory
 from oocgemm.errors import BackendError
+from oocgemm.memory import available_memory
 from oocgemm.plan import Calibration, MachineModel, StoreRates, default_model
 from oocgemm.stores import Matrix
 from oocgemm.version import __version__

@@ -13,10 +13,10 @@ import numpy as np
 
 from oocgemm import job, stores
 from oocgemm.backends.base import numpy_dtype
-from oocgemm.backends.memory import available_memory
 from oocgemm.errors import InputError
 from oocgemm.freivalds import Check, Operands, cut, hull
 from oocgemm.job import Size, Transpose
+from oocgemm.memory import available_memory
 from oocgemm.passes import Oriented, Passes
 from oocgemm.plan import DTYPES, GemmProblem, Op
 from oocgemm.plan.tiling import Span, ceil_div

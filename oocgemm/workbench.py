@@ -6,8 +6,8 @@ from time import perf_counter_ns
 
 from oocgemm.backends import Backend
 from oocgemm.backends.base import Array, Token
-from oocgemm.backends.memory import available_memory
 from oocgemm.errors import BackendError
+from oocgemm.memory import available_memory
 from oocgemm.plan import (
     DTYPES,
     Budgets,

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from oocgemm import backends, staging, stores
-from oocgemm.backends import host, memory
+from oocgemm import backends, memory, staging, stores
+from oocgemm.backends import host
 from oocgemm.backends.base import Backend, Session, Token
 from oocgemm.plan import Kind, Operation, Plan
 from oocgemm.plan.tiling import Span

@@ -15,8 +15,8 @@ import pytest
 
 from oocgemm import backends
 from oocgemm.backends.base import InPlace
-from oocgemm.backends.memory import allocate
 from oocgemm.errors import BackendError, OutOfMemoryError
+from oocgemm.memory import allocate
 from oocgemm.plan import (
     Budgets,
     GemmProblem,

@@ -28,8 +28,8 @@ from zarr.codecs import (
     ZstdCodec,
 )
 
-from oocgemm.backends.memory import allocate
 from oocgemm.errors import ExecutionError
+from oocgemm.memory import allocate
 from oocgemm.stores import encoding, files, zarr_store
 from oocgemm.stores.arrays import ArrayMatrix
 from oocgemm.stores.npy import NpyMatrix, create_npy, open_npy

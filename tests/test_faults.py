@@ -25,8 +25,17 @@ from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, ShardingCodec, Zstd
 from zarr.storage import MemoryStore, WrapperStore
 
 import oocgemm
-from oocgemm import ExecutionError, InputError, OocGemmError, OutOfMemoryError, job, resume, staging, stores
-from oocgemm.backends import memory
+from oocgemm import (
+    ExecutionError,
+    InputError,
+    OocGemmError,
+    OutOfMemoryError,
+    job,
+    memory,
+    resume,
+    staging,
+    stores,
+)
 from oocgemm.backends.host import HostSession
 from oocgemm.cli import EXIT_FAILED, EXIT_USAGE
 from oocgemm.journal import JOURNAL

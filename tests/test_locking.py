@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 import oocgemm
 from oocgemm import locking, stores, system
 from oocgemm.backends.base import Array, Locks
+from oocgemm.backends.borders import cut
 from oocgemm.backends.host import HostBackend, HostSession
-from oocgemm.backends.memory import allocate, cut
 from oocgemm.errors import ExecutionError
 from oocgemm.locking import Locked
+from oocgemm.memory import allocate
 from oocgemm.plan import (
     Budgets,
     GemmProblem,

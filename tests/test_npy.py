@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 import oocgemm
 from oocgemm.errors import InputError
-from oocgemm.stores import Matrix, aio, lines
+from oocgemm.stores import Matrix, aio, lines, npy, zarr_store
+from oocgemm.stores.files import OpenFile
 from oocgemm.stores.npy import create_npy, open_npy
 from oocgemm.stores.zarr_store import ZarrMatrix
 from oocgemm.units import parse_size
@@ -47,16 +48,21 @@ def test_any_block_is_read_and_written_as_numpy_does(
         values = values.T
     path = tmp_path_factory.mktemp("npy") / "X.npy"
     np.save(path, values)
-    matrix = open_npy("X", path, writable=True)
-    right, cached = aio.read_rows, draw(st.booleans())
+    right, cached, cacheable = aio.start_reads, draw(st.booleans()), draw(st.booleans())
 
-    def read_rows(descriptor: int, rows: Any, numbers: Any, offsets: Any, flags: int = 0) -> Any:
+    def start_reads(memory: Any, places: Any, size: int, file: int, offsets: Any, flags: int = 0) -> Any:
         if flags and not cached:
-            return np.zeros(len(numbers), np.int64)
-        return right(descriptor, rows, numbers, offsets, flags)
+            return lambda: np.zeros(len(places), np.int64)
+        return right(memory, places, size, file, offsets, flags)
 
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(lines, "read_rows", read_rows)
+        patches.setattr(aio, "start_reads", start_reads)
+        patches.setattr(lines, "start_reads", start_reads)
+        patches.setattr(OpenFile, "cached", lambda file, offsets: cached)
+        patches.setattr(npy, "worth_caching", lambda size: cacheable)
+        patches.setattr(lines, "DIRECT_BYTES", draw(st.sampled_from([1 << 12, 1 << 17, 1 << 20])))
+        patches.setattr(lines, "MAX_READS", draw(st.sampled_from([3, 512])))
+        matrix = open_npy("X", path, writable=True)
         patches.setattr(lines, "SCRATCH_BYTES", draw(st.sampled_from([1 << 8, 1 << 18])))
         patches.setattr(aio, "MAX_READS", draw(st.sampled_from([3, 512])))
         if draw(st.booleans()):  # a system that knows no such calls
@@ -108,6 +114,26 @@ def test_short_segments_are_read_without_readahead(tmp_path: Path, kind: str) ->
     assert (
         read <= 16 * out.nbytes
     )  # windows of whole pages; with readahead it is all of the file, 64 times as much
+
+
+@LINUX
+@pytest.mark.parametrize("kind", ["npy", "raw chunk"])
+def test_files_too_large_to_cache_are_read_past_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    for module in (npy, zarr_store):
+        monkeypatch.setattr(module, "worth_caching", lambda size: False)
+    matrix, values = far_apart(tmp_path, kind)
+    out = np.empty((256, 256))
+    for left in range(5000, 5256, 16):
+        matrix.read((0, 256), (left, left + 256), out)
+        np.testing.assert_array_equal(out, values[:, left : left + 256])
+    (path,) = (path for path in tmp_path.rglob("*") if path.stat().st_size > values.nbytes / 2)
+    with OpenFile(path) as file:
+        rows = [row * 128 << 10 for row in range(1, 256)]
+        held = [file.cached([row + 8 * 5000]) for row in rows]
+        # tmpfs is memory, and holds everything
+        assert sum(held) < 10 or file.cached(rows)
 
 
 @pytest.mark.parametrize("kind", ["npy", "raw chunk"])

@@ -19,13 +19,13 @@ from cupy_backends.cuda.libs import cublas
 
 from oocgemm.backends import cuda_calls, int8, pcie, tuning
 from oocgemm.backends.base import Array, InPlace, Locks, Token, device_offsets, step_scalars
+from oocgemm.backends.borders import cut
 from oocgemm.backends.cuda_events import Clock, CudaToken, Work
 from oocgemm.backends.cuda_host import HostMemory
 from oocgemm.backends.integers import too_large
 from oocgemm.backends.kernel import Call
 from oocgemm.backends.ladder import check_plan
 from oocgemm.backends.launch import SumsDevice, describe_device
-from oocgemm.backends.memory import cut
 from oocgemm.backends.multiplier import Multiplier, device_name
 from oocgemm.backends.summing import Summing
 from oocgemm.errors import BackendError, OutOfMemoryError

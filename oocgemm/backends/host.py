@@ -25,10 +25,10 @@ from oocgemm.backends.base import (
 )
 from oocgemm.backends.blas import blas_name, gemm
 from oocgemm.backends.integers import finish
-from oocgemm.backends.memory import allocate, available_memory
 from oocgemm.backends.residues import Prepared, multiply, prepare
 from oocgemm.backends.summing import Summing
 from oocgemm.errors import InputError
+from oocgemm.memory import allocate, available_memory
 from oocgemm.plan import GemmProblem, Kind, Operation, Plan, Region, Slot
 from oocgemm.plan.emulation import described, plane_offsets
 

@@ -9,13 +9,14 @@ import ctypes
 import errno
 import os
 import platform
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from oocgemm.stores.base import Array
 
-MAX_READS = 512  # in one call
+MAX_READS = 1024
 # Numbers of io_setup, io_getevents and io_submit by processor: the C library has no functions for them.
 _CALLS = {"x86_64": (206, 208, 209), "aarch64": (0, 4, 2)}
 # struct iocb and struct io_event of linux/aio_abi.h. The operation 0 is a read.
@@ -33,46 +34,61 @@ _contexts: list[int] = []
 os.register_at_fork(after_in_child=_contexts.clear)
 
 
-def read_rows(descriptor: int, rows: Array, numbers: Array, offsets: Array, flags: int = 0) -> Array:
-    """Read into some rows of an array of bytes, each from its own offset of a file, as preadv would with these flags.
+def start_reads(
+    memory: Array, places: Array, size: int, descriptor: int, offsets: Array, flags: int = 0
+) -> Callable[[], Array]:
+    """Start to read `size` bytes from each of up to `MAX_READS` offsets of a file, as preadv would with these flags.
 
-    Returns for each of them the number of bytes read, negative where that has failed.
+    The bytes go into `memory`, one row of contiguous bytes, from the index in `places` on. Returns a function that waits for
+    the reads. It must be called once, before the memory is used for anything else. It returns for each read the number of
+    bytes, negative where it has failed.
     """
+    count = len(places)
+    results = np.full(count, -1, np.int64)
     try:
         context = _free_context()
     except OSError:
-        pairs = zip(numbers.tolist(), offsets.tolist(), strict=True)
-        return np.array(
-            [_read(descriptor, rows[number], offset, flags) for number, offset in pairs], np.int64
-        )
-    results = np.empty(len(numbers), np.int64)
-    for first in range(0, len(numbers), MAX_READS):
-        part = slice(first, first + MAX_READS)
-        results[part] = _submit(context, descriptor, rows, numbers[part], offsets[part], flags)
-    _contexts.append(context)
-    return results
-
-
-def _submit(context: int, descriptor: int, rows: Array, numbers: Array, offsets: Array, flags: int) -> Array:
-    count = len(numbers)
+        for number, (place, offset) in enumerate(zip(places.tolist(), offsets.tolist(), strict=True)):
+            results[number] = _read(descriptor, memory[place : place + size], offset, flags)
+        return lambda: results
     requests, events = np.zeros(count, _REQUEST), np.zeros(count, _EVENT)
     requests["number"] = np.arange(count)
-    requests["flags"], requests["descriptor"], requests["size"] = flags, descriptor, rows.shape[1]
-    requests["address"] = rows.ctypes.data + rows.strides[0] * numbers
+    requests["flags"], requests["descriptor"], requests["size"] = flags, descriptor, size
+    requests["address"] = memory.ctypes.data + places
     requests["offset"] = offsets
     addresses = requests.ctypes.data + _REQUEST.itemsize * np.arange(count)
     _, get, submit = _CALLS[platform.machine()]
-    begun = ended = 0
+    begun = 0
     try:
         while begun < count:
             begun += _call(submit, context, count - begun, addresses.ctypes.data + 8 * begun)
     except OSError:  # of the next request, such as flags that the file system does not know
         pass
-    while ended < begun:
-        left = begun - ended
-        ended += _call(get, context, left, left, events.ctypes.data + ended * _EVENT.itemsize, 0)
-    results = np.full(count, -1, np.int64)
-    results[events["number"][:ended].astype(np.int64)] = events["result"][:ended]
+
+    def wait() -> Array:
+        ended = 0
+        while ended < begun:
+            left = begun - ended
+            ended += _call(get, context, left, left, events.ctypes.data + ended * _EVENT.itemsize, 0)
+        _contexts.append(context)
+        results[events["number"][:ended].astype(np.int64)] = events["result"][:ended]
+        return results
+
+    return wait
+
+
+def read_rows(descriptor: int, rows: Array, numbers: Array, offsets: Array, flags: int = 0) -> Array:
+    """Read into some rows of an array of bytes, each from its own offset of a file, as preadv would with these flags.
+
+    Returns for each of them the number of bytes read, negative where that has failed.
+    """
+    height, size = rows.shape
+    stride = rows.strides[0]
+    memory = np.lib.stride_tricks.as_strided(rows, ((height - 1) * stride + size,), (1,))
+    results = np.empty(len(numbers), np.int64)
+    for first in range(0, len(numbers), MAX_READS):
+        part = slice(first, first + MAX_READS)
+        results[part] = start_reads(memory, stride * numbers[part], size, descriptor, offsets[part], flags)()
     return results
 
 

@@ -159,7 +159,7 @@ class DirectChunks:
             stored = file.mapped(offset + lines.start * row, block.shape[0] * row).view(encoding.dtype)
             np.copyto(block, stored.reshape(block.shape), casting="equiv")
             return
-        past_cache = False
+        past_cache = not self.worth_caching
         if whole:
             start = offset + lines.start * row
             past_cache = not ((number, start) in self._seen and self.worth_caching)

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from oocgemm.memory import memory_limit
 from oocgemm.stores.base import Array
 from oocgemm.units import format_size
 
@@ -41,7 +42,7 @@ WILL_NEED: int | None = getattr(mmap, "MADV_WILLNEED", None)
 DONT_NEED: int | None = getattr(mmap, "MADV_DONTNEED", None) if sys.platform == "linux" else None
 PAGES_ASKED = 8
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)
-# Files that take more of the machine's memory than this are not worth keeping in its page cache.
+# Files that take more of the memory that the process may use than this are not worth keeping in its page cache.
 CACHED_SHARE = 0.5
 _own = threading.local()
 
@@ -88,6 +89,18 @@ class OpenFile:
         if length >= LEAST_DIRECT:
             advise(view, WILL_NEED)
         return np.frombuffer(view, np.uint8, length, before)
+
+    def cached(self, offsets: list[int]) -> bool:
+        """Whether the page cache holds the pages at all of these ascending offsets. Asking does not change it."""
+        if _mincore is None or offsets[-1] >= self.size:
+            return True
+        view, before = self._map(offsets[0], offsets[-1] + 1 - offsets[0])
+        page, start = (ctypes.c_ubyte * 1)(), _address(view) + before - offsets[0]
+        for offset in offsets:
+            place = (start + offset) // mmap.PAGESIZE * mmap.PAGESIZE
+            if _mincore(place, 1, ctypes.addressof(page)) or not page[0] & 1:
+                return False
+        return True
 
     def _map(self, offset: int, length: int) -> tuple[mmap.mmap, int]:
         """A map that has a part of the file in it, and how many bytes before it."""
@@ -181,7 +194,7 @@ def publish(path: Path, data: Array, size: int) -> None:
 
 def worth_caching(size: int) -> bool:
     """Whether so many bytes of files fit into the page cache beside all else."""
-    return size <= CACHED_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return size <= CACHED_SHARE * memory_limit()
 
 
 def modified(folder: Path) -> int | None:

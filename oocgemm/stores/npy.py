@@ -14,7 +14,7 @@ from oocgemm.plan.tiling import Span
 from oocgemm.stores.base import Array, checked
 from oocgemm.stores.durable import saved_block, saved_blocks, stamp, stamps, sync_files, sync_path
 from oocgemm.stores.files import OpenFile, publish, worth_caching
-from oocgemm.stores.lines import SCRATCH_BYTES, read_block, write_block
+from oocgemm.stores.lines import read_block, scratch_bytes, write_block
 
 ARCHIVE = b"PK\x03\x04"  # as .npz files begin
 
@@ -44,11 +44,12 @@ class NpyMatrix:
         self._by_columns = by_columns
         self._line = self.shape[0 if by_columns else 1]
         self._size = offset + prod(shape) * dtype.itemsize
+        self._past_cache = not worth_caching(self._size)
         self.layout = Layout(
             contiguous=0 if by_columns else 1,
             line=self._line,
             itemsize=self.dtype.itemsize,
-            scratch_bytes=SCRATCH_BYTES,
+            scratch_bytes=scratch_bytes(past_cache=self._past_cache),
         )
 
     @property
@@ -62,9 +63,8 @@ class NpyMatrix:
         with OpenFile(self._path) as file:
             self._check_length(file.size)
             lines, part, block = self._oriented(rows, cols, out)
-            past_cache = not worth_caching(self._size)
             read_block(
-                file, self._offset, self._line, self._stored, lines, part, block, past_cache=past_cache
+                file, self._offset, self._line, self._stored, lines, part, block, past_cache=self._past_cache
             )
 
     def write(self, rows: Span, cols: Span, data: Array) -> None:

@@ -1,16 +1,17 @@
-"""Large blocks of host memory, and how much of it there is."""
+"""Large blocks of host memory, and how much memory there is."""
 
 import mmap
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from math import inf
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from oocgemm.backends.base import Array
 from oocgemm.errors import OutOfMemoryError
 from oocgemm.units import format_size
 
@@ -27,7 +28,7 @@ CGROUP_FILES = {
 }
 
 
-def allocate(size: int) -> Array:
+def allocate(size: int) -> npt.NDArray[Any]:
     """`size` bytes, page-aligned, on huge pages where the system has them (first touch is several times
     cheaper), returned to the system when the last view of them goes."""
     try:
@@ -52,6 +53,12 @@ def available_memory() -> int:
                 available = int(line.split()[1]) * 1024
     left = (_left(kind, group) for kind, group in _memory_groups())
     return max(0, int(min([available, *left])))
+
+
+def memory_limit() -> int:
+    """Return the bytes of host memory that the process may take at most: those of the machine, or fewer by its cgroups."""
+    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(min([installed, *(_limit(kind, group) for kind, group in _memory_groups())]))
 
 
 def _memory_groups() -> Iterator[tuple[str, Path]]:
@@ -83,32 +90,22 @@ def _memory_groups() -> Iterator[tuple[str, Path]]:
 
 def _left(kind: str, group: Path) -> float:
     """Return the bytes that the processes of a cgroup may still take; infinity if it has no limit."""
-    limits, used, caches = CGROUP_FILES[kind]
+    _, used, caches = CGROUP_FILES[kind]
+    limit = _limit(kind, group)
+    if limit == inf:
+        return inf
     try:
-        texts = [(group / name).read_text().strip() for name in limits if (group / name).exists()]
-        limit = min((int(text) for text in texts if text != "max"), default=None)
-        if limit is None:
-            return inf
         parts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         return limit - int((group / used).read_text()) + sum(int(parts.get(name, 0)) for name in caches)
     except OSError:
         return inf
 
 
-def cut(block: Array, borders: Sequence[int]) -> Iterator[Array]:
-    """A block in pieces that have none of these addresses inside, in order: whole rows, or a part of one."""
-    (height, width), low = block.shape, block.ctypes.data
-    high = low + (height - 1) * block.strides[0] + width * block.itemsize
-    places = [divmod(border - low, block.strides[0]) for border in borders if low < border < high]
-    columns = [(r, inside // block.itemsize) for r, inside in places]
-    row, col = 0, 0
-    for r, c in [*((r, c) if c < width else (r + 1, 0) for r, c in columns), (height, 0)]:
-        if row < r and col:
-            yield block[row : row + 1, col:]
-            row, col = row + 1, 0
-        if row < r:
-            yield block[row:r]
-            row = r
-        if c > col:
-            yield block[row : row + 1, col:c]
-            col = c
+def _limit(kind: str, group: Path) -> float:
+    """Return the bytes that the processes of a cgroup may take in all; infinity if it has no limit."""
+    try:
+        files = [group / name for name in CGROUP_FILES[kind][0]]
+        texts = [file.read_text().strip() for file in files if file.exists()]
+    except OSError:
+        return inf
+    return min((int(text) for text in texts if text != "max"), default=inf)
