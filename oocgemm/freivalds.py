@@ -35,7 +35,7 @@ import numpy as np
 from oocgemm.backends.base import Array, numpy_dtype
 from oocgemm.bounds import wide_dtype
 from oocgemm.errors import BudgetError
-from oocgemm.passes import MAX_CUT_WIDTH, PIECE, STRIP, Oriented, Passes
+from oocgemm.passes import MAX_CUT_WIDTH, PIECE, Oriented, Passes
 from oocgemm.plan import GemmProblem
 from oocgemm.plan.tiling import Span, ceil_div
 from oocgemm.random_words import VECTORS, SignVectors
@@ -96,7 +96,9 @@ def cut(problem: GemmProblem, x: Operands, memory: int, threads: int, groups: in
     k = k if problem.depth else 0
     wide = wide_dtype(numpy_dtype(problem.acc_dtype)).itemsize
     affordable = int(MAX_SHARE * (m * k + k * n + m * n) / max(1, m * k))
-    worthwhile = ceil_div(n, max(GROUP, STRIP // max(1, min(m, k))))  # strips have none of the borders inside
+    worthwhile = ceil_div(
+        n, max(GROUP, MIN_PIECE // max(1, min(m, k)))
+    )  # strips have none of the borders inside
     groups = max(1, min(worthwhile, affordable, groups or affordable))
     # Per column: whether it is left out. Per row and group: whether it is wrong.
     fixed = n + m
@@ -108,7 +110,7 @@ def cut(problem: GemmProblem, x: Operands, memory: int, threads: int, groups: in
     def scratch(threads: int, piece: int) -> int:
         pieces = max(y.piece_bytes(piece) for y in x.all()) + (x.before.piece_bytes(piece) if x.before else 0)
         # Strips as read and converted, their squares, their products with signs, sums or norms, and signs.
-        return threads * (pieces + 8 * STRIP * wide + VECTORS * MAX_CUT_WIDTH * wide)
+        return threads * (pieces + 8 * piece * wide + VECTORS * MAX_CUT_WIDTH * wide)
 
     piece = PIECE
     while piece > MIN_PIECE and scratch(threads, piece) > memory // 2:

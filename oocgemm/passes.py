@@ -15,13 +15,12 @@ from oocgemm.plan.tiling import Span
 from oocgemm.stores import Matrix, pieces
 from oocgemm.units import format_size
 
-# Elements that a thread reads at a time, but for whole chunks that must be decoded.
+# Elements that a thread reads at a time, but for whole chunks that must be decoded, and of a strip. With a quarter of them,
+# which would fit into a core's own cache, threads wait for the GIL most of the time.
 PIECE = 1 << 18
-# Elements of a strip, at most, and of its product: what is computed of it stays in a core's cache.
-STRIP = 1 << 16
 # Columns of a strip. It is multiplied in calls that the BLAS does in one thread, of at least MIN_ROWS rows. A strip with cuts may
 # have up to MAX_CUT_WIDTH, where the matrix has few rows.
-MIN_WIDTH, MAX_WIDTH, MAX_CUT_WIDTH = 1 << 6, 1 << 8, 1 << 13
+MIN_WIDTH, MAX_WIDTH, MAX_CUT_WIDTH = 1 << 6, 1 << 10, 1 << 13
 MIN_ROWS = 8
 
 # Called with rows, columns and elements of a strip, and the elements there of the matrix beside it, if there is one.
@@ -172,12 +171,12 @@ class Passes:
         borders = [first, *(cut for cut in cuts if first < cut < last), last]
         width = max(MIN_WIDTH, min(MAX_WIDTH, ONE_THREAD // (MIN_ROWS * columns)))
         if cuts:
-            width = max(width, min(MAX_CUT_WIDTH, STRIP // (bottom - top)))
+            width = max(width, min(MAX_CUT_WIDTH, self._piece // (bottom - top)))
         with np.errstate(all="ignore"):
             for start, stop in pairwise(borders):
                 for left in range(start, stop, width):
                     right = min(stop, left + width)
-                    height = max(1, STRIP // max(right - left, columns))
+                    height = max(1, self._piece // max(right - left, columns))
                     for r0 in range(top, bottom, height):
                         r1 = min(bottom, r0 + height)
                         parts = [
@@ -197,7 +196,7 @@ class Passes:
         wide = wide_dtype(part.dtype)
         if part.dtype == wide and not source.conjugate:
             return part
-        buffer = self._buffer((thread, number + 2), STRIP * wide.itemsize)
+        buffer = self._buffer((thread, number + 2), self._piece * wide.itemsize)
         shape = part.shape[::-1] if source.swapped else part.shape
         strip = buffer[: part.size * wide.itemsize].view(wide).reshape(shape)
         strip = strip.T if source.swapped else strip
