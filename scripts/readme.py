@@ -14,11 +14,11 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from oocgemm.bench import AGAINST, BY_NCU, against
-from oocgemm.display import print_plan, print_report
-from oocgemm.measuring import snake_keys
-from oocgemm.plan import Budgets, GemmProblem, Layout, Layouts, default_model, make_plan
-from oocgemm.roofline import roofline
+from oocgemm.cli.display import print_plan, print_report
+from oocgemm.cli.measuring import snake_keys
+from oocgemm.machine.bench import AGAINST, BY_NCU, against
+from oocgemm.planning import Budgets, GemmProblem, Layout, Layouts, default_model, make_plan
+from oocgemm.reports.roofline import roofline
 from oocgemm.stores import new_layout
 from oocgemm.timeline import read_log, report
 from oocgemm.timeline.verdict import shares, verdict

@@ -296,7 +296,7 @@ def test_a_store_that_fails_on_the_way_is_an_execution_error(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("oocgemm.stores.zarr_store.ZarrMatrix.write", full)
+    monkeypatch.setattr("oocgemm.stores.zarr.matrix.ZarrMatrix.write", full)
     monkeypatch.setattr("oocgemm.stores.npy.NpyMatrix.write", full)
     with pytest.raises(ExecutionError, match=r"tile \(0, 0\).*writing C\[.*No space left on device"):
         gemm(A, B, tmp_path / name)

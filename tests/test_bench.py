@@ -10,12 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oocgemm import bench
-from oocgemm.backends import ladder, model, tuning
-from oocgemm.backends.kernel import Kernel
-from oocgemm.backends.tuning import CUBLAS, Measured, Tuning
 from oocgemm.errors import BackendError, InputError
-from oocgemm.plan import OPERANDS, Op
+from oocgemm.kernels import access as model
+from oocgemm.kernels import registry as ladder
+from oocgemm.kernels import tuning
+from oocgemm.kernels.spec import Kernel
+from oocgemm.kernels.tuning import CUBLAS, Measured, Tuning
+from oocgemm.machine import bench
+from oocgemm.planning import OPERANDS, Op
 from tests.backends_here import CUDA, needs_gpu
 from tests.command import command, contents
 from tests.gemm_cases import assert_close, random_case

@@ -21,13 +21,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import oocgemm
-from oocgemm import backends, cache
-from oocgemm import calibrate as module
-from oocgemm.backends.host import HostBackend
-from oocgemm.calibrate import SIZES, Sizes, calibrate
-from oocgemm.cli import EXIT_USAGE
+from oocgemm import backends
+from oocgemm.backends.host.backend import HostBackend
+from oocgemm.cli.main import EXIT_USAGE
 from oocgemm.errors import BackendError, InputError
-from oocgemm.plan import (
+from oocgemm.machine import calibrate as module
+from oocgemm.machine.calibrate import SIZES, Sizes, calibrate
+from oocgemm.planning import (
     RATES,
     Calibration,
     KernelRate,
@@ -36,12 +36,13 @@ from oocgemm.plan import (
     default_model,
     fit_line,
     fit_link,
-    fits,
 )
-from oocgemm.plan.fits import MAX_LINK
-from oocgemm.plan.machine import VERSION
-from oocgemm.roofline import BOTTOM, LEFT, LINE, roofline
-from oocgemm.units import format_rate
+from oocgemm.planning.cost import fits
+from oocgemm.planning.cost.fits import MAX_LINK
+from oocgemm.planning.cost.machine import VERSION
+from oocgemm.planning.units import format_rate
+from oocgemm.reports.roofline import BOTTOM, LEFT, LINE, roofline
+from oocgemm.system import cache
 from tests.backends_here import needs_gpu
 from tests.command import command, contents, own_threads
 
@@ -546,7 +547,7 @@ def test_a_folder_that_is_not_there_is_refused() -> None:
 @pytest.mark.usefixtures("here")
 def test_a_calibrated_plan_for_a_gpu_leaves_cupy_out() -> None:
     cache.save(known())
-    code = "import sys; from oocgemm.cli import cli; cli(standalone_mode=False); print('cupy' in sys.modules)"
+    code = "import sys; from oocgemm.cli.main import cli; cli(standalone_mode=False); print('cupy' in sys.modules)"
     plan = ("plan", "raw", "raw", "--backend", "cuda", "--device-memory", "1GiB")
     done = subprocess.run([sys.executable, "-c", code, *plan], check=True, capture_output=True, text=True)
     assert "NVIDIA H200, calibrated on 2026-11-21" in done.stdout

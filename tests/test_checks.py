@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 
 import oocgemm
 from oocgemm.backends.base import DoneToken
-from oocgemm.backends.host import HostSession
-from oocgemm.checks import Checks
+from oocgemm.backends.host.backend import HostSession
+from oocgemm.engine.staging import Staging
 from oocgemm.errors import ExecutionError
-from oocgemm.plan import Kind, Op, Operation, candidates
-from oocgemm.staging import Staging
-from oocgemm.sums_host import HostSums
+from oocgemm.integrity.checks import Checks
+from oocgemm.integrity.sums_host import HostSums
+from oocgemm.planning import Kind, Op, Operation
+from oocgemm.planning.search import candidates
 from tests.backends_here import CUDA, needs_gpu, staged
 from tests.problems import DTYPES, Array, drawn_product, integers, reference, scaled
 from tests.summing import summed
@@ -117,7 +118,7 @@ def _on_device(of: Callable[[Operation], bool], change: Callable[[Array], None])
             return
         import cupy
 
-        from oocgemm.backends.cuda import CudaSession
+        from oocgemm.backends.cuda.backend import CudaSession
 
         on_cuda = CudaSession.submit
 
@@ -242,7 +243,7 @@ def test_a_stale_slot_is_noticed(engine: str, operand: str) -> None:
 
     session: Any = HostSession
     if engine == "cuda":
-        from oocgemm.backends.cuda import CudaSession as session  # noqa: N813
+        from oocgemm.backends.cuda.backend import CudaSession as session  # noqa: N813
     with patch.object(session, "submit", stale(session.submit)):
         result = product(engine, a, b, tile="150x160x30")
     assert checked(result)["recomputed"] == [[0, 0]]
@@ -292,7 +293,7 @@ def test_what_a_digest_finds_on_the_way_to_the_device_is_put_right(
     left = 1
     session: Any = HostSession
     if engine == "cuda":
-        from oocgemm.backends.cuda import CudaSession as session  # noqa: N813
+        from oocgemm.backends.cuda.backend import CudaSession as session  # noqa: N813
     right = session.submit
 
     def submit(self: Any, operation: Operation, host: Any, after: Any) -> Any:

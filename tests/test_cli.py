@@ -15,9 +15,10 @@ import pytest
 import zarr
 
 import oocgemm
-from oocgemm import cli, result
-from oocgemm.cli import EXIT_BUDGET, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
-from oocgemm.plan import planner
+from oocgemm.cli import main as cli
+from oocgemm.cli.main import EXIT_BUDGET, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
+from oocgemm.jobs import result
+from oocgemm.planning.search import planner
 from tests.command import Finished, command, contents, run
 from tests.problems import Array, integers
 
@@ -272,7 +273,7 @@ def test_info_tells_the_version_of_a_tree_that_is_not_installed(monkeypatch: pyt
     def version(package: str) -> str:
         raise PackageNotFoundError(package)
 
-    monkeypatch.setattr("oocgemm.system.version", version)
+    monkeypatch.setattr("oocgemm.machine.info.version", version)
     assert command("info", "--json").json()["versions"]["oocgemm"] == oocgemm.__version__
 
 
@@ -283,7 +284,7 @@ def test_info_in_an_interpreter_that_lacks_packages_says_how_to_get_them(tmp_pat
         "sys.modules |= dict.fromkeys(('cupy', 'resvg_py', 'ml_dtypes'))\n"
         "class Driver:\n"
         "    def cuDriverGetVersion(self, version): version._obj.value = 12080; return 0\n"
-        "from oocgemm import cli\n"
+        "from oocgemm.cli import main as cli\n"
         "with patch.object(ctypes, 'CDLL', lambda name: Driver()), patch.object(Path, 'exists', lambda path: True):\n"
         "    cli.cli(['info', '--json'])"
     )
@@ -398,7 +399,7 @@ def test_a_reader_that_goes_away_is_no_traceback() -> None:
     "code",
     [
         pytest.param("import oocgemm", id="import"),
-        pytest.param("import oocgemm.cli", id="the command line"),
+        pytest.param("import oocgemm.cli.main", id="the command line"),
         pytest.param("from oocgemm.__main__ import main; main()", id="plan"),
     ],
 )

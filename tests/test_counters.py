@@ -10,12 +10,12 @@ from unittest.mock import patch
 
 import pytest
 
-from oocgemm import bench, counters
-from oocgemm.backends.ladder import LADDER
-from oocgemm.backends.tuning import CUBLAS
-from oocgemm.display_measured import print_bench
+from oocgemm.cli.display_measured import print_bench
+from oocgemm.cli.measuring import snake_keys
 from oocgemm.errors import BackendError
-from oocgemm.measuring import snake_keys
+from oocgemm.kernels.registry import LADDER
+from oocgemm.kernels.tuning import CUBLAS
+from oocgemm.machine import bench, counters
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 sys.path.insert(0, str(SCRIPTS))
@@ -90,8 +90,8 @@ def test_launches_that_are_not_those_made_are_refused(expected: list[list[str]])
 DEVICE = """
 import os, sys, types
 from contextlib import contextmanager
-from oocgemm.backends.kernel import Call
-from oocgemm.plan import Op
+from oocgemm.kernels.spec import Call
+from oocgemm.planning import Op
 
 class Stopwatch:
     def __init__(self, device): assert device == 1
@@ -105,7 +105,7 @@ class Stopwatch:
         else: names = [kernel.entry or kernel.source for _ in kernel.parts(call, params)]
         with open(os.environ["LAUNCHED"], "a") as file: print(*names, sep="\\n", file=file)
 
-module = sys.modules["oocgemm.backends.measure"] = types.ModuleType("measure")
+module = sys.modules["oocgemm.backends.cuda.measure"] = types.ModuleType("measure")
 module.Stopwatch = Stopwatch
 module.Product = lambda m, n, k, dtype, beta, compute: (m, n, k, dtype, beta, compute)
 """

@@ -16,8 +16,7 @@ import pytest
 from oocgemm import backends
 from oocgemm.backends.base import InPlace
 from oocgemm.errors import BackendError, OutOfMemoryError
-from oocgemm.memory import allocate
-from oocgemm.plan import (
+from oocgemm.planning import (
     Budgets,
     GemmProblem,
     Kind,
@@ -28,6 +27,7 @@ from oocgemm.plan import (
     default_model,
     make_plan,
 )
+from oocgemm.system.memory import allocate
 
 ARENA, FREE, NO_MEMORY, LAUNCH_FAILED = 0x10000000, 5 << 20, 2, 719
 PROPERTIES = {
@@ -39,18 +39,6 @@ PROPERTIES = {
     "maxThreadsPerMultiProcessor": 2048,
     "totalGlobalMem": 1 << 37,
 }
-# Modules that import cupy, and what they import of it.
-OURS = (
-    "cuda",
-    "cuda_calls",
-    "cuda_events",
-    "cuda_host",
-    "cublas",
-    "emulated",
-    "int8",
-    "launch",
-    "multiplier",
-)
 CUPY = ("cupy", "cupy.cuda", "cupy_backends", "cupy_backends.cuda", "cupy_backends.cuda.libs")
 
 
@@ -90,12 +78,12 @@ def device() -> Iterator[SimpleNamespace]:
     stood_in = dict.fromkeys(CUPY, cupy) | {"cupy.cuda": cupy.cuda}
     stood_in["cupy_backends.cuda.libs"] = MagicMock(cublas=cublas)
     with patch.dict(sys.modules, stood_in), patch.dict(vars(backends)):
-        for name in OURS:
-            sys.modules.pop(f"oocgemm.backends.{name}", None)
-            vars(backends).pop(name, None)
+        for name in [name for name in sys.modules if name.startswith("oocgemm.backends.cuda")]:
+            del sys.modules[name]
+        vars(backends).pop("cuda", None)
         with patch.object(backends, "missing_for_cuda", lambda: None):
             cuda, calls = (
-                importlib.import_module(f"oocgemm.backends.{name}") for name in ("cuda", "cuda_calls")
+                importlib.import_module(f"oocgemm.backends.cuda.{name}") for name in ("backend", "calls")
             )
             yield SimpleNamespace(
                 runtime=runtime, cublas=cublas, cupy=cupy, backend=cuda.CudaBackend, calls=calls
@@ -111,7 +99,7 @@ def plan() -> Plan:
 
 def idle(device: SimpleNamespace) -> bool:
     """Whether each cuBLAS is there for the next run, once."""
-    left = sys.modules["oocgemm.backends.multiplier"]._idle.values()
+    left = sys.modules["oocgemm.backends.cuda.multiplier"]._idle.values()
     return bool(sum(map(len, left)) == device.cublas.create.call_count)
 
 
@@ -138,7 +126,7 @@ def test_the_limit_of_a_link_is_that_of_the_devices_address(device: SimpleNamesp
         return 64e9
 
     device.runtime.deviceGetPCIBusId.return_value = "0000:1B:00.0"
-    with patch("oocgemm.backends.pcie.link_limit", limit):
+    with patch("oocgemm.backends.cuda.pcie.link_limit", limit):
         device.runtime.deviceGetAttribute.return_value = 0
         assert device.backend().link_limit() == 64e9
         assert asked == ["0000:1B:00.0"]
@@ -208,7 +196,7 @@ def test_slots_are_locked_in_parts_and_no_copy_goes_from_one_into_another(
     device: SimpleNamespace, plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that orders come in between."""
-    monkeypatch.setattr(sys.modules["oocgemm.backends.cuda_host"], "PART", 4096)
+    monkeypatch.setattr(sys.modules["oocgemm.backends.cuda.host_memory"], "PART", 4096)
     session, made = device.backend().open(plan, "cublas"), list[str]()
     panel = allocate(8192).view(np.float64).reshape(32, 32)
     with issued(device, {}, made):

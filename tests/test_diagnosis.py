@@ -11,11 +11,11 @@ from unittest.mock import patch
 import pytest
 from hypothesis import given
 
-from oocgemm.display import print_report
-from oocgemm.plan import Budgets, Layout, Layouts, TileShape, recorded_plan
-from oocgemm.timeline import Span, Timeline, diagnose, diagnosis_lines, remedy, report
-from oocgemm.timeline.page import page
-from oocgemm.timeline.remedies import CONTENDED, ONLY_KERNEL, TRUSTED, Remedy, fit
+from oocgemm.cli.display import print_report
+from oocgemm.planning import Budgets, Layout, Layouts, TileShape, recorded_plan
+from oocgemm.reports.advice import CONTENDED, ONLY_KERNEL, TRUSTED, Remedy, diagnosis_lines, fit, remedy
+from oocgemm.reports.page import page
+from oocgemm.timeline import Span, Timeline, diagnose, report
 
 from .test_figures import timelines
 from .virtual_runs import CHUNKS, GIB, machine, run_of, virtual_plan

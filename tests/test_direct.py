@@ -29,11 +29,13 @@ from zarr.codecs import (
 )
 
 from oocgemm.errors import ExecutionError
-from oocgemm.memory import allocate
-from oocgemm.stores import encoding, files, zarr_store
+from oocgemm.stores import files
 from oocgemm.stores.arrays import ArrayMatrix
 from oocgemm.stores.npy import NpyMatrix, create_npy, open_npy
-from oocgemm.stores.zarr_store import ZarrMatrix
+from oocgemm.stores.zarr import codecs as encoding
+from oocgemm.stores.zarr import matrix as zarr_store
+from oocgemm.stores.zarr.matrix import ZarrMatrix
+from oocgemm.system.memory import allocate
 from tests.problems import DTYPES
 
 V2_COMPRESSORS: list[Any] = [

@@ -12,16 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from oocgemm.backends.residues import (
-    Prepared,
-    look,
-    multiply,
-    prepare,
-    split,
-    views,
-    workspace_bytes,
-)
-from oocgemm.plan.emulation import (
+from oocgemm.backends.host.residues import Prepared, look, multiply, prepare, split, views, workspace_bytes
+from oocgemm.planning.emulation import (
     LEVELS,
     NUMBERS,
     UNITS,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from oocgemm.backends import resolve
-from oocgemm.backends.blas import AVX512_FLAGS, CHOICE, better_family, blas_name
+from oocgemm.backends.host.blas import AVX512_FLAGS, CHOICE, better_family, blas_name
 
 # The command with a processor and an OpenBLAS that are told to it, and a start that is only printed.
 CODE = """
@@ -114,5 +114,5 @@ def test_what_multiplies_in_the_end_is_said(environment: dict[str, str]) -> None
 
 
 def test_the_library_leaves_the_environment_alone() -> None:
-    code = "import os; before = dict(os.environ); import oocgemm.cli; assert dict(os.environ) == before"
+    code = "import os; before = dict(os.environ); import oocgemm.cli.main; assert dict(os.environ) == before"
     subprocess.run([sys.executable, "-c", code], check=True)

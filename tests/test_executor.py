@@ -17,10 +17,11 @@ import zarr
 
 import oocgemm
 from oocgemm.backends.base import Token
-from oocgemm.backends.host import HostSession
+from oocgemm.backends.host.backend import HostSession
+from oocgemm.engine.executor import Run
 from oocgemm.errors import ExecutionError
-from oocgemm.executor import Run
-from oocgemm.plan import Kind, Operation, Plan, TileShape, candidates
+from oocgemm.planning import Kind, Operation, Plan, TileShape
+from oocgemm.planning.search import candidates
 from oocgemm.stores.arrays import ArrayMatrix
 from oocgemm.timeline import Span
 from tests.backends_here import staged

@@ -25,23 +25,16 @@ from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, ShardingCodec, Zstd
 from zarr.storage import MemoryStore, WrapperStore
 
 import oocgemm
-from oocgemm import (
-    ExecutionError,
-    InputError,
-    OocGemmError,
-    OutOfMemoryError,
-    job,
-    memory,
-    resume,
-    staging,
-    stores,
-)
-from oocgemm.backends.host import HostSession
-from oocgemm.cli import EXIT_FAILED, EXIT_USAGE
-from oocgemm.journal import JOURNAL
-from oocgemm.plan import Kind, Plan
-from oocgemm.staging import RETRY_AFTER, Staging
+from oocgemm import ExecutionError, InputError, OocGemmError, OutOfMemoryError, stores
+from oocgemm.backends.host.backend import HostSession
+from oocgemm.cli.main import EXIT_FAILED, EXIT_USAGE
+from oocgemm.engine import staging
+from oocgemm.engine.staging import RETRY_AFTER, Staging
+from oocgemm.jobs import job, resume
+from oocgemm.jobs.journal import JOURNAL
+from oocgemm.planning import Kind, Plan
 from oocgemm.stores import files
+from oocgemm.system import memory
 from oocgemm.timeline import Span
 from tests.backends_here import staged
 from tests.command import run
@@ -628,10 +621,10 @@ def test_memory_that_the_system_refuses_is_one_line(tmp_path: Path) -> None:
     for name in "AB":
         np.save(tmp_path / f"{name}.npy", np.ones((2000, 2000)))
     code = (
-        "import resource, sys, numpy, oocgemm.cli, oocgemm.stores, oocgemm.backends.host;"
+        "import resource, sys, numpy, oocgemm.cli.main, oocgemm.stores, oocgemm.backends.host.backend;"
         "oocgemm.stores.load_zarr(); numpy.ones((64, 64)) @ numpy.ones((64, 64));"
         "size = int(open('/proc/self/statm').read().split()[0]) * 4096;"
-        "resource.setrlimit(resource.RLIMIT_AS, (size + (int(sys.argv.pop(1)) << 20),) * 2); oocgemm.cli.main()"
+        "resource.setrlimit(resource.RLIMIT_AS, (size + (int(sys.argv.pop(1)) << 20),) * 2); oocgemm.cli.main.main()"
     )
     for room in (5, 11, 31, 46):
         command = [

@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oocgemm.errors import InputError
-from oocgemm.plan import Budgets, TileShape
-from oocgemm.timeline import Recorder, Span, Timeline, gantt, log, read_log, report
+from oocgemm.planning import Budgets, TileShape
+from oocgemm.reports.gantt import gantt
+from oocgemm.timeline import Recorder, Span, Timeline, log, read_log, report
 from oocgemm.timeline.busy import MAX_INTERVALS, BusyTime
-from oocgemm.timeline.figures import exposed, intersection, length, stream_predecessors, union
+from oocgemm.timeline.metrics import exposed, intersection, length, stream_predecessors, union
 
 from .virtual_runs import machine, run_of, virtual_plan, write_log
 

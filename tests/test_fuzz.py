@@ -31,8 +31,9 @@ from zarr.codecs import (
     ZstdCodec,
 )
 
-from oocgemm import BackendError, measuring
-from oocgemm.cli import EXIT_BUDGET, EXIT_FAILED, EXIT_USAGE
+from oocgemm import BackendError
+from oocgemm.cli import measuring
+from oocgemm.cli.main import EXIT_BUDGET, EXIT_FAILED, EXIT_USAGE
 from tests.command import Finished, command, own_threads
 
 BOUND = 30  # seconds a case may take

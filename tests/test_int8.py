@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import oocgemm
 from oocgemm.errors import ExecutionError, InputError
-from oocgemm.plan import Budgets, GemmProblem, Op, default_model, make_plan
-from oocgemm.plan.integers import DEEPEST, LIMIT, MOST_DEPTH, room
+from oocgemm.planning import Budgets, GemmProblem, Op, default_model, make_plan
+from oocgemm.planning.integers import DEEPEST, LIMIT, MOST_DEPTH, room
 from tests.backends_here import BACKENDS, ENGINES, staged
 from tests.command import command, contents
 from tests.problems import Array, applied, stored
@@ -237,7 +237,7 @@ def test_a_resumed_run_comes_to_the_same_integers(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize("engine", ENGINES[:2])
 def test_a_sum_that_is_off_by_one_is_computed_again(engine: Any) -> None:
     """What checksums of floating-point tiles would let pass."""
-    from oocgemm.plan import Kind
+    from oocgemm.planning import Kind
     from tests.test_checks import tampering
 
     def change(held: Array) -> None:

@@ -16,9 +16,10 @@ import pytest
 import zarr
 
 import oocgemm
-from oocgemm import ExecutionError, InputError, journal
-from oocgemm.journal import JOURNAL, LOCK, Journal, Keeper, read
-from oocgemm.resume import how_far
+from oocgemm import ExecutionError, InputError
+from oocgemm.jobs import journal
+from oocgemm.jobs.journal import JOURNAL, LOCK, Journal, Keeper, read
+from oocgemm.jobs.resume import how_far
 from oocgemm.stores.durable import stamp, sync_path
 from tests.faults import nothing_left
 
@@ -161,7 +162,7 @@ def test_a_folder_that_may_not_be_listed_may_hold_c(tmp_path: Path, monkeypatch:
             raise PermissionError(errno.EACCES, "Permission denied")
         sync_path(path)
 
-    monkeypatch.setattr("oocgemm.journal.sync_path", sync)
+    monkeypatch.setattr("oocgemm.jobs.journal.sync_path", sync)
     np.testing.assert_array_equal(multiply(tmp_path / "C")[:], A @ A)
 
 

@@ -17,14 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import oocgemm
-from oocgemm import locking, stores, system
+from oocgemm import stores
 from oocgemm.backends.base import Array, Locks
-from oocgemm.backends.borders import cut
-from oocgemm.backends.host import HostBackend, HostSession
+from oocgemm.backends.cuda.borders import cut
+from oocgemm.backends.host.backend import HostBackend, HostSession
+from oocgemm.engine import pinning as locking
+from oocgemm.engine.pinning import Locked
 from oocgemm.errors import ExecutionError
-from oocgemm.locking import Locked
-from oocgemm.memory import allocate
-from oocgemm.plan import (
+from oocgemm.machine import info as system
+from oocgemm.planning import (
     Budgets,
     GemmProblem,
     Kind,
@@ -37,11 +38,12 @@ from oocgemm.plan import (
 )
 from oocgemm.stores import arrays
 from oocgemm.stores.files import PAGE
-from oocgemm.timeline import figures
+from oocgemm.system.memory import allocate
+from oocgemm.timeline import metrics as figures
 from tests.backends_here import needs_gpu
 
 KIB = 1 << 10
-PLANS = import_module("oocgemm.plan.plan")  # oocgemm.plan is a function, too
+PLANS = import_module("oocgemm.planning.plan")
 
 
 def held(rows: int, cols: int) -> Array:

@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 
 import oocgemm
 from oocgemm.errors import InputError
-from oocgemm.stores import Matrix, aio, lines, npy, zarr_store
+from oocgemm.planning.units import parse_size
+from oocgemm.stores import Matrix, aio, lines, npy
 from oocgemm.stores.files import OpenFile
 from oocgemm.stores.npy import create_npy, open_npy
-from oocgemm.stores.zarr_store import ZarrMatrix
-from oocgemm.units import parse_size
+from oocgemm.stores.zarr import matrix as zarr_store
+from oocgemm.stores.zarr.matrix import ZarrMatrix
 
 MIB = 1 << 20
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
@@ -242,7 +243,7 @@ def test_changes_to_a_private_map_are_kept(tmp_path: Path) -> None:
 # Runs a product, or none, and prints the peak of the resident set. Budgets are far below the size of the operands.
 CODE = """
 import json, sys
-import numpy, zarr, oocgemm, oocgemm.stores.zarr_store, oocgemm.backends.host
+import numpy, zarr, oocgemm, oocgemm.stores.zarr.matrix, oocgemm.backends.host.backend
 numpy.ones((64, 64)) @ numpy.ones((64, 64))
 arguments, mapped = json.loads(sys.argv[1])
 for name in mapped:

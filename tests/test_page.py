@@ -16,13 +16,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oocgemm.cli import EXIT_USAGE
-from oocgemm.plan import Budgets
+from oocgemm.cli.main import EXIT_USAGE
+from oocgemm.planning import Budgets
+from oocgemm.reports.page import page, run_data
+from oocgemm.reports.svg import COLUMNS, svg
+from oocgemm.reports.trace import write_trace
 from oocgemm.timeline import Span, Timeline, read_log, report
-from oocgemm.timeline.page import page, run_data
 from oocgemm.timeline.series import finished, limits, rates, rows
-from oocgemm.timeline.svg import COLUMNS, svg
-from oocgemm.timeline.trace import write_trace
 
 from .command import command
 from .virtual_runs import GIB, machine, run_of, virtual_plan, write_log

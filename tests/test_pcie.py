@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from oocgemm.backends.pcie import link_limit
+from oocgemm.backends.cuda.pcie import link_limit
 
 
 def described(folder: Path, speed: str, lanes: str) -> Path:

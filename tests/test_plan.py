@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from oocgemm.errors import BudgetError, InputError
-from oocgemm.plan import (
+from oocgemm.planning import (
     DTYPES,
     OPERANDS,
     Budgets,
@@ -33,22 +33,21 @@ from oocgemm.plan import (
     continued,
     default_model,
     make_plan,
-    planner,
-    shapes,
 )
-from oocgemm.plan.by_tile import gone, seconds_each, shares
-from oocgemm.plan.candidates import CHUNK_BYTES
-from oocgemm.plan.cost import least_bytes
-from oocgemm.plan.hazards import verify
-from oocgemm.plan.placing import Loads
-from oocgemm.plan.predict import DIGESTING, multiply_seconds, predict, strip_rate, unfilled
-from oocgemm.plan.replacement import SlotCache
-from oocgemm.plan.simulate import simulate
-from oocgemm.plan.traversal import walk
-from oocgemm.units import parse_size
+from oocgemm.planning.cost.by_tile import gone, seconds_each, shares
+from oocgemm.planning.cost.footprint import least_bytes
+from oocgemm.planning.cost.predict import DIGESTING, multiply_seconds, predict, strip_rate, unfilled
+from oocgemm.planning.cost.simulate import simulate
+from oocgemm.planning.schedule.eviction import SlotCache
+from oocgemm.planning.schedule.hazards import verify
+from oocgemm.planning.schedule.placement import Loads
+from oocgemm.planning.schedule.traversal import walk
+from oocgemm.planning.search import planner, shapes
+from oocgemm.planning.search.candidates import CHUNK_BYTES
+from oocgemm.planning.units import parse_size
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
-plan_module: Any = importlib.import_module("oocgemm.plan.plan")
+plan_module: Any = importlib.import_module("oocgemm.planning.plan")
 bench_traffic: Any = importlib.import_module("bench_traffic")
 traffic_oracle: Any = importlib.import_module("traffic_oracle")
 

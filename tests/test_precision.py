@@ -8,9 +8,9 @@ import pytest
 import zarr
 
 import oocgemm
-from oocgemm.backends.tuning import Measured, Tuning
 from oocgemm.errors import InputError
-from oocgemm.plan import Op
+from oocgemm.kernels.tuning import Measured, Tuning
+from oocgemm.planning import Op
 from tests.backends_here import BACKENDS, needs_gpu
 from tests.command import command, contents
 from tests.gemm_cases import ROUNDOFF, assert_close, random_case

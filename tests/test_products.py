@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import oocgemm
-from oocgemm import staging
-from oocgemm.backends.blas import numpy_gemm
+from oocgemm.backends.host.blas import numpy_gemm
+from oocgemm.engine import staging
 from oocgemm.errors import InputError
-from oocgemm.plan import Op
-from oocgemm.stores.encoding import Encoding
+from oocgemm.planning import Op
+from oocgemm.stores.zarr.codecs import Encoding
 from tests.backends_here import BACKENDS, ENGINES, staged
 from tests.problems import (
     ALL_DTYPES,
@@ -288,7 +288,7 @@ def test_a_chunk_that_is_missing_reads_as_the_fill_value(tmp_path: Path) -> None
 @pytest.mark.parametrize("op_a", list(Op))
 @pytest.mark.parametrize("op_b", list(Op))
 def test_numpys_own_product_stands_in_for_blas(op_a: Op, op_b: Op, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("oocgemm.backends.blas._BLOCK", 7)
+    monkeypatch.setattr("oocgemm.backends.host.blas._BLOCK", 7)
     rng = np.random.default_rng(5)
     a, b = integers(rng, stored(op_a, 20, 9), "complex128"), integers(rng, stored(op_b, 9, 15), "complex128")
     c = integers(rng, (20, 15), "complex128")

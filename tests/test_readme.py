@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from oocgemm.cli import cli
+from oocgemm.cli.main import cli
 
 TOP = Path(__file__).resolve().parent.parent
 

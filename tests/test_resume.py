@@ -21,14 +21,23 @@ import zarr
 
 import oocgemm
 from oocgemm import stores
-from oocgemm.backends.host import HostBackend
-from oocgemm.cli import EXIT_FAILED, EXIT_USAGE
+from oocgemm.backends.host.backend import HostBackend
+from oocgemm.cli.main import EXIT_FAILED, EXIT_USAGE
 from oocgemm.errors import BackendError, ExecutionError, InputError
-from oocgemm.journal import ATTRIBUTE, JOURNAL, Journal, Keeper, read
-from oocgemm.plan import Budgets, GemmProblem, Layouts, Slots, TileShape, continued, default_model, make_plan
-from oocgemm.plan.tiling import Span, Tile
+from oocgemm.jobs.journal import ATTRIBUTE, JOURNAL, Journal, Keeper, read
+from oocgemm.planning import (
+    Budgets,
+    GemmProblem,
+    Layouts,
+    Slots,
+    TileShape,
+    continued,
+    default_model,
+    make_plan,
+)
+from oocgemm.planning.tiling import Span, Tile
 from oocgemm.stores.npy import NpyMatrix
-from oocgemm.stores.zarr_store import ZarrMatrix
+from oocgemm.stores.zarr.matrix import ZarrMatrix
 from tests.command import Finished, contents, own_threads, run
 from tests.crash_points import CASES
 from tests.faults import Fault, faulty_stores
@@ -167,7 +176,9 @@ def test_auto_is_the_kernel_that_it_stands_for(here: Path) -> None:
 
 def test_another_kernel_is_refused(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unfinished("c")
-    monkeypatch.setattr("oocgemm.backends.host.HostBackend.arithmetic", lambda self, problem, kernel: "tiled")
+    monkeypatch.setattr(
+        "oocgemm.backends.host.backend.HostBackend.arithmetic", lambda self, problem, kernel: "tiled"
+    )
     done = run("a", "b", "c", "--resume")
     assert (done.code, "kernel is tiled now and was blas" in done.err) == (EXIT_USAGE, True)
 
@@ -638,7 +649,7 @@ def test_with_less_memory_a_run_goes_on_with_fewer_panels() -> None:
 STUCK = """
 import time
 from pathlib import Path
-from oocgemm.backends.host import HostSession
+from oocgemm.backends.host.backend import HostSession
 from oocgemm.cli import main
 HostSession._multiply = lambda *arguments: Path("stuck").touch() or time.sleep(600)
 main()

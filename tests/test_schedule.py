@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from oocgemm.errors import ScheduleError
-from oocgemm.plan import GemmProblem, Kind, Op, Schedule, Slots, TileGrid, TileShape
-from oocgemm.plan.hazards import HazardTracker, verify, waits_of
-from oocgemm.plan.placing import step_groups
-from oocgemm.plan.replacement import NEVER, SlotCache
-from oocgemm.plan.traversal import NextUse, Traversal, last, step_order, walk
+from oocgemm.planning import GemmProblem, Kind, Op, Schedule, Slots, TileGrid, TileShape
+from oocgemm.planning.schedule.eviction import NEVER, SlotCache
+from oocgemm.planning.schedule.hazards import HazardTracker, verify, waits_of
+from oocgemm.planning.schedule.placement import step_groups
+from oocgemm.planning.schedule.traversal import NextUse, Traversal, last, step_order, walk
 from tests.problems import integers
 from tests.simulator import Simulator
 

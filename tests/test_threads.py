@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import oocgemm
-from oocgemm import threads
-from oocgemm.threads import SWITCH_INTERVAL, Cancel, shielded, short_switch_interval
+from oocgemm.system import threads
+from oocgemm.system.threads import SWITCH_INTERVAL, Cancel, shielded, short_switch_interval
 from tests.command import own_threads
 
 # What the calling thread runs. Not the start of a thread itself, where Python delivers no signal while it holds a lock.

@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import oocgemm
-from oocgemm import freivalds
+from oocgemm.backends.random_words import VECTORS, SignVectors
 from oocgemm.errors import BudgetError, InputError
-from oocgemm.plan import Op
-from oocgemm.random_words import VECTORS, SignVectors
+from oocgemm.integrity import freivalds
+from oocgemm.planning import Op
 from oocgemm.stores.arrays import ArrayMatrix
 from tests.command import command
 from tests.problems import DTYPES, EXTENTS, Array, drawn_product, integers, reference, stored

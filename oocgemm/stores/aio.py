@@ -111,7 +111,7 @@ def _new_context() -> int:
     context = ctypes.c_ulong(0)
     if platform.system() != "Linux" or platform.machine() not in _CALLS:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-    _call(_CALLS[platform.machine()][0], MAX_READS, ctypes.addressof(context))
+    _call(_CALLS[platform.machine()][0], _CAPACITY, ctypes.addressof(context))
     return context.value
 
 
