@@ -16,7 +16,8 @@ import numpy as np
 
 from oocgemm.stores.base import Array
 
-MAX_READS = 1024
+_CAPACITY = 512  # reads in flight of a context
+MAX_READS = _CAPACITY  # of one call
 # Numbers of io_setup, io_getevents and io_submit by processor: the C library has no functions for them.
 _CALLS = {"x86_64": (206, 208, 209), "aarch64": (0, 4, 2)}
 # struct iocb and struct io_event of linux/aio_abi.h. The operation 0 is a read.
