@@ -198,7 +198,7 @@ def _with_copies(d2h: dict[str, Any], limit: float | None = None) -> Callable[[d
     ],
 )
 @pytest.mark.usefixtures("here")
-def test_a_file_that_is_no_calibration_of_this_machine_is_ignored(spoil: Callable[[Any], Any]) -> None:
+def test_a_calibration_of_another_machine_is_ignored(spoil: Callable[[Any], Any]) -> None:
     path = cache.save(known())
     assert cache.load("cuda", None)[0] == known()
     path.write_text(json.dumps(spoil(known().to_dict())))
@@ -491,7 +491,7 @@ def test_the_roofline_shows_what_was_measured(here: Path, tmp_path: Path) -> Non
     assert not any(str(text).startswith("h2d") for text in shown)  # the host is the device
 
 
-def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_measured(here: Path) -> None:
+def test_an_unwritable_svg_is_refused_before_measuring(here: Path) -> None:
     done = command("calibrate", "--backend", "host", "--svg", here / "nowhere" / "roofline.svg")
     assert (done.code, done.out) == (EXIT_USAGE, "")
     assert "--svg" in done.err

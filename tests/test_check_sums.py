@@ -26,6 +26,7 @@ from oocgemm.planning.check_blocks import DIGESTED, Cut, borders
 from tests.backends_here import CUDA
 from tests.nvrtc import Nvrtc, resources
 from tests.problems import Array, integers
+from tests.suite import examples
 from tests.summing import FLOATS, ModelDevice, plain_digest
 
 # Digests
@@ -36,7 +37,7 @@ def whole(x: Array) -> int:
 
 
 @given(data=st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_pieces_in_any_order_make_up_the_digest(data: st.DataObject) -> None:
     dtype = numpy_dtype(data.draw(st.sampled_from(FLOATS)))
     rows, cols = data.draw(st.integers(1, 3 * DIGESTED)), data.draw(st.integers(1, 40))

@@ -24,6 +24,7 @@ from oocgemm.planning import Kind, Op, Operation
 from oocgemm.planning.search import candidates
 from tests.backends_here import CUDA, needs_gpu, staged
 from tests.problems import DTYPES, Array, drawn_product, integers, reference, scaled
+from tests.suite import examples
 from tests.summing import summed
 
 ENGINES = [
@@ -52,7 +53,7 @@ def checked(result: oocgemm.Result) -> dict[str, Any]:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @given(data=st.data())
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
 def test_what_is_right_passes(engine: str, data: st.DataObject) -> None:
     a, b, c, options = drawn_product(data)
     tile = data.draw(st.none() | st.builds("{}x{}x{}".format, *(st.integers(10, 200),) * 3), "tile")
@@ -284,7 +285,7 @@ def of_another_panel(panel: Array) -> None:
 @pytest.mark.parametrize("change", [flipped, rows_swapped, of_another_panel])
 @pytest.mark.parametrize("operand", ["A", "B", "C"])
 @pytest.mark.parametrize("dtype", ["float64", "float16"])
-def test_what_a_digest_finds_on_the_way_to_the_device_is_put_right(
+def test_a_panel_corrupted_before_upload_is_corrected(
     engine: str, change: Callable[[Array], None], operand: str, dtype: str
 ) -> None:
     """In a slot of the host, after the panel was read and before the device has it."""
@@ -392,7 +393,7 @@ def test_a_last_strip_that_is_shorter_passes(engine: str, beta: int, monkeypatch
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_checksums_are_within_the_plan(data: st.DataObject) -> None:
     """What the checksums really take, at most what the footprint says of them."""
     m, n, k = (data.draw(st.integers(50, 400)) for _ in "mnk")

@@ -117,9 +117,7 @@ def test_a_tile_larger_than_the_product_is_clipped_to_it(tile: str, used: str) -
         ("blosc-zstd", "BloscCodec"),
     ],
 )
-def test_run_creates_c_with_the_chunks_and_the_compressor_that_are_given(
-    compressor: str, codec: str | None
-) -> None:
+def test_run_creates_c_with_the_given_chunks_and_compressor(compressor: str, codec: str | None) -> None:
     assert run("a", "b", "new", "--chunks", "6x5", "--compressor", compressor).code == 0
     made = zarr.open_array("new", mode="r")
     assert made.chunks == (6, 5)
@@ -135,7 +133,7 @@ def test_run_reads_and_writes_npy_files() -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_run_shows_the_figures_where_c_is_and_what_reads_the_timeline() -> None:
+def test_run_prints_figures_and_names_c_and_the_timeline() -> None:
     done = run("a", "b", "new", "--timeline", "log")
     assert (done.code, done.err) == (0, "")
     for part in (
@@ -277,7 +275,7 @@ def test_info_tells_the_version_of_a_tree_that_is_not_installed(monkeypatch: pyt
     assert command("info", "--json").json()["versions"]["oocgemm"] == oocgemm.__version__
 
 
-def test_info_in_an_interpreter_that_lacks_packages_says_how_to_get_them(tmp_path: Path) -> None:
+def test_info_says_how_to_install_missing_packages(tmp_path: Path) -> None:
     """With a driver for CUDA 12, and without cupy, resvg_py and ml_dtypes."""
     code = (
         "import ctypes, sys; from pathlib import Path; from unittest.mock import patch\n"
@@ -371,7 +369,7 @@ def _process(*arguments: str, **environment: str) -> subprocess.CompletedProcess
 
 
 @pytest.mark.usefixtures("here")
-def test_the_installed_program_runs_and_fails_as_the_entry_point_does() -> None:
+def test_the_module_as_a_process_exits_as_the_entry_point_does() -> None:
     done = _process("-m", "oocgemm", "run", "a", "b", "new", "--backend", "host", "--quiet")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     np.testing.assert_array_equal(stored("new"), A @ B)

@@ -18,7 +18,6 @@ from oocgemm.kernels.tuning import CUBLAS
 from oocgemm.machine import bench, counters
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
-sys.path.insert(0, str(SCRIPTS))
 readme: Any = importlib.import_module("readme")
 
 HEADER = (
@@ -56,7 +55,7 @@ PAGE = "\n".join(
 )
 
 
-def test_a_raw_page_is_read_and_the_launches_of_a_row_are_summed() -> None:
+def test_counters_of_the_launches_of_a_row_are_summed() -> None:
     dealt = counters._dealt(counters.launched(PAGE), [[], ["naive_grid", "naive_grid"], ["tiled"]])
     blas, grid, tiled = map(counters._summed, dealt)
     assert blas == {
@@ -156,7 +155,7 @@ def kept() -> dict[str, Any]:
     return result
 
 
-def test_each_rung_is_counted_on_its_largest_product_that_is_not_too_large(
+def test_each_rung_is_counted_on_its_largest_affordable_product(
     ncu: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = kept()

@@ -78,7 +78,7 @@ def test_the_command_line_gives_the_better_kernels(
 
 
 @pytest.mark.skipif("openblas" not in blas_name(), reason="needs OpenBLAS")
-def test_the_new_start_has_the_chosen_kernels() -> None:
+def test_the_restarted_process_has_the_chosen_kernels() -> None:
     code = (
         "from oocgemm import __main__ as entry; entry._on_host = lambda: True; "
         "entry.better_family = lambda: ('Nehalem', 'Haswell'); entry.main()"

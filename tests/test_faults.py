@@ -206,9 +206,7 @@ def chunk_name(a: Path) -> str:
 
 @pytest.mark.parametrize("kind", DIRECT, indirect=True)
 @pytest.mark.parametrize("part", ["chunk", "row", "all"])
-def test_a_file_that_vanishes_under_a_run_is_not_taken_for_the_fill_value(
-    tmp_path: Path, a: Path, part: str
-) -> None:
+def test_a_chunk_deleted_during_a_run_is_not_the_fill_value(tmp_path: Path, a: Path, part: str) -> None:
     place = {"chunk": chunk(a), "row": chunk(a).parent, "all": a}[part]
 
     def vanish() -> None:
@@ -226,7 +224,7 @@ def test_a_chunk_that_has_never_been_there_is_the_fill_value(tmp_path: Path, a: 
     np.testing.assert_array_equal(multiply(tmp_path, a).out[:], expected)
 
 
-def test_chunks_of_c_that_come_by_the_run_are_no_sign_of_others_gone(tmp_path: Path) -> None:
+def test_chunks_that_a_run_adds_to_c_are_no_vanished_chunks(tmp_path: Path) -> None:
     zarr.create_array(tmp_path / "C", shape=(M, N), dtype="f8", chunks=(CHUNK, CHUNK), compressors=None)
     result = multiply(tmp_path, A, beta=1)
     np.testing.assert_array_equal(result.out[:], PRODUCT)
@@ -273,9 +271,7 @@ def test_a_c_that_vanishes_under_a_run_is_not_half_made_again(
 
 
 @pytest.mark.parametrize(("name", "beta"), [("A", 1), ("B", 1), ("C", 1), ("C", 0)])
-def test_a_mapped_file_that_is_cut_short_under_a_run_is_an_error_and_no_crash(
-    tmp_path: Path, name: str, beta: int
-) -> None:
+def test_a_mapped_file_truncated_during_a_run_is_an_error(tmp_path: Path, name: str, beta: int) -> None:
     for place, values in (("A", A), ("B", B), ("C", PRODUCT)):
         np.save(tmp_path / f"{place}.npy", values)
     operands = [tmp_path / f"{place}.npy" for place in "ABC"]
@@ -336,7 +332,7 @@ def test_how_often_and_when_it_is_tried_again_is_stated() -> None:
     assert f"tried again five times, after {', '.join(first)} and {last} s" in readme
 
 
-def test_a_failure_that_does_not_pass_is_tried_as_often_as_stated(tmp_path: Path) -> None:
+def test_a_persistent_failure_is_retried_as_often_as_stated(tmp_path: Path) -> None:
     fault = Fault(OSError(errno.EIO, "Input/output error"), first=1)
     with faulty_stores(read_B=fault), staged():
         said = failure(tmp_path, A, tile=f"{M}x{N}x{K}")
@@ -446,9 +442,7 @@ def test_a_report_tells_of_reads_that_were_tried_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("most", [1, 1000])
-def test_a_system_that_reads_and_writes_little_at_a_time_gives_the_same(
-    tmp_path: Path, a: Path, most: int
-) -> None:
+def test_short_reads_and_writes_give_the_same_product(tmp_path: Path, a: Path, most: int) -> None:
     b = store(tmp_path / "B", "raw", B)
     with bytewise(most):
         result = multiply(tmp_path, a, b)
@@ -457,7 +451,7 @@ def test_a_system_that_reads_and_writes_little_at_a_time_gives_the_same(
 
 
 @pytest.mark.parametrize("most", [1, 700_001, 1 << 20])
-def test_little_at_a_time_past_the_page_cache(
+def test_short_direct_reads_give_the_same_product(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     monkeypatch.setattr("oocgemm.stores.files.resident", lambda address, size: False)
@@ -565,7 +559,7 @@ def refused() -> OutOfMemoryError:
     return OutOfMemoryError("the device refuses 90 MiB, 40 MiB are free: pass a smaller --device-memory")
 
 
-def test_memory_that_others_have_taken_meanwhile_is_planned_without(tmp_path: Path) -> None:
+def test_memory_taken_by_others_meanwhile_is_not_planned_with(tmp_path: Path) -> None:
     free = [96 << 20, 48 << 20]
     with nothing_left(tmp_path):
         with faulty_backend(False, free, open=Fault(refused(), times=1)):
@@ -655,7 +649,7 @@ def mapping_files_only(descriptor: int, *rest: Any, **options: Any) -> mmap.mmap
 
 
 @pytest.mark.parametrize("compressor", ["zstd", "none"])
-def test_a_chunk_that_there_is_no_memory_for_is_not_called_damaged(
+def test_a_chunk_without_memory_to_decode_is_not_called_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compressor: str
 ) -> None:
     """Not one that is to be decoded, nor one that is to be written and hangs over the edge of C."""
@@ -698,7 +692,7 @@ def staging_of(
     return Staging(plan, operands, page_lock), plan
 
 
-def test_slots_are_locked_when_they_hold_something_by_threads_that_touched_them() -> None:
+def test_slots_are_pinned_by_the_thread_that_faults_them_in() -> None:
     """Not by those that issue copies."""
     locked: dict[str, list[Any]] = {}
 
@@ -820,7 +814,7 @@ def test_a_disk_that_is_full_has_no_room_for_a_mapped_file(disk: tuple[Path, Any
     assert sorted(disk[0].iterdir()) == before
 
 
-def test_an_array_that_cannot_be_made_is_named_and_leaves_nothing(
+def test_a_c_that_cannot_be_created_is_named_and_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -840,7 +834,7 @@ def test_a_disk_that_is_read_only_is_refused(disk: tuple[Path, Callable[[], None
 
 
 @pytest.mark.parametrize("first", range(1, 40, 3))
-def test_a_run_over_a_disk_that_turns_read_only_can_be_gone_on_with(tmp_path: Path, first: int) -> None:
+def test_a_run_whose_disk_turns_read_only_can_be_resumed(tmp_path: Path, first: int) -> None:
     """Nothing can be taken away again then, either."""
     a, b, c = store(tmp_path / "A", "raw"), store(tmp_path / "B", "raw", B), tmp_path / "C"
     fault = Fault(OSError(errno.EROFS, os.strerror(errno.EROFS)), first=first)
@@ -933,7 +927,7 @@ def test_a_c_without_a_journal_says_whether_it_is_whole() -> None:
     assert (marks, dict(c.attrs)) == ([unfinished], {})
 
 
-def test_a_c_that_was_created_elsewhere_is_not_whole_before_it_is_written(
+def test_a_c_without_a_sidecar_is_unfinished_until_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stores, "sidecar", lambda c: None)

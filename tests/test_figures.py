@@ -236,7 +236,7 @@ def test_the_gantt_picture_shades_by_share() -> None:
     assert lanes["write"] == "        █ "
 
 
-def test_of_a_stream_with_several_threads_that_one_comes_before_which_made_one_free() -> None:
+def test_a_span_follows_the_one_that_freed_its_thread() -> None:
     reads = [span(0, "read", "read", 0, 10), span(1, "read", "read", 0, 30)]
     reads += [span(2, "read", "read", 10, 40), span(3, "read", "read", 30, 50)]
     assert stream_predecessors(reads) == {1: 0, 2: 0, 3: 1}

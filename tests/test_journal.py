@@ -100,7 +100,7 @@ def test_a_lock_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.Monke
         multiply(tmp_path / "old", overwrite=True)
 
 
-def test_what_another_run_has_done_just_before_the_lock_is_noticed(
+def test_changes_made_before_the_lock_was_taken_are_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = journal._lock
@@ -178,7 +178,7 @@ def test_a_stamp_tells_files_apart_by_size_time_and_place(tmp_path: Path) -> Non
     assert len(set(stamps)) == 5
 
 
-def test_a_run_that_goes_on_sees_to_the_names_that_an_earlier_one_has_made(
+def test_a_resumed_run_syncs_directory_entries_of_earlier_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may have been killed before it had brought them to the disk."""

@@ -112,7 +112,7 @@ def edited_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_finish_compiles_where_c_is_narrower_than_its_accumulator() -> None:
+def test_finish_compiles_for_c_narrower_than_the_accumulator() -> None:
     for narrow in ("half_t", "bfloat_t"):
         assert compiled(Nvrtc(), "finish", "sm_80", (f"-DOOC_STORED={narrow}", "-DOOC_ACCUMULATED=float"))
 

@@ -23,6 +23,7 @@ from oocgemm.stores.files import OpenFile
 from oocgemm.stores.npy import create_npy, open_npy
 from oocgemm.stores.zarr import matrix as zarr_store
 from oocgemm.stores.zarr.matrix import ZarrMatrix
+from tests.suite import examples
 
 MIB = 1 << 20
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
@@ -33,7 +34,7 @@ def draw_span(data: st.DataObject, extent: int) -> tuple[int, int]:
     return min(one, other), max(one, other)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_block_is_read_and_written_as_numpy_does(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -118,7 +118,7 @@ def test_shielded_work_returns_or_raises_as_if_called() -> None:
         shielded(fail)
 
 
-def test_a_failure_of_stopping_work_is_the_cause_of_the_interrupt() -> None:
+def test_an_error_while_stopping_is_the_cause_of_the_interrupt() -> None:
     def work(cancel: Cancel) -> None:
         stopped_within(cancel, LONG)
         raise OSError("disk full")
