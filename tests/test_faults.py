@@ -978,8 +978,8 @@ STRIKES: dict[str, Callable[[Fault], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["raw", "shards", "C.npy"])
-@pytest.mark.parametrize("beta", [0, 1])
+@pytest.mark.parametrize("name", ["raw", pytest.param("shards", marks=pytest.mark.slow), "C.npy"])
+@pytest.mark.parametrize("beta", [pytest.param(0, marks=pytest.mark.slow), 1])
 @pytest.mark.parametrize("strikes", STRIKES)
 def test_a_run_that_has_failed_can_be_gone_on_with(
     tmp_path: Path, strikes: str, beta: int, name: str

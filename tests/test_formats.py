@@ -64,7 +64,9 @@ ZARR: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("path", [*ZARR, "A 2.npy", "A.f.npy"])
-@pytest.mark.parametrize("dtype", ["int64", "uint8", "bool", "int32"])
+@pytest.mark.parametrize(
+    "dtype", ["int64", "bool", *(pytest.param(x, marks=pytest.mark.slow) for x in ("uint8", "int32"))]
+)
 def test_the_command_that_converts_a_path_works(here: Path, path: str, dtype: str) -> None:
     values = A.astype(dtype)
     if path.endswith(".npy"):
