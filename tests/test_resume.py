@@ -32,6 +32,7 @@ from oocgemm.stores.zarr_store import ZarrMatrix
 from tests.command import Finished, contents, own_threads, run
 from tests.crash_points import CASES
 from tests.faults import Fault, faulty_stores
+from tests.suite import slow
 
 TOP = Path(__file__).resolve().parent.parent
 TILE = ("--tile", "4x4x4")
@@ -653,7 +654,7 @@ main()
 """
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), *slow((signal.SIGTERM, 143))])
 @pytest.mark.parametrize("stuck", [False, True], ids=["between operations", "amid a long one"])
 def test_a_signal_ends_a_run_in_good_time(here: Path, number: int, code: int, stuck: bool) -> None:
     array = np.lib.format.open_memmap("large.npy", mode="w+", dtype=np.float64, shape=(2000, 2000))
