@@ -278,7 +278,7 @@ def check(case: Case, given: Callable[[int], ctypes.Structure], run: Runs) -> di
 
 
 CASES = [
-    pytest.param("float64", lambda: panel("float64", 0), id="panel-float64"),
+    pytest.param("float64", lambda: panel("float64", 0), id="panel-float64", marks=pytest.mark.slow),
     pytest.param("complex64", lambda: panel("complex64", 1, True), id="panel-complex64-columns"),
     pytest.param(
         "bfloat16", lambda: panel("bfloat16", 1), id="panel-bfloat16-columns", marks=pytest.mark.slow

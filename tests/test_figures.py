@@ -17,6 +17,7 @@ from oocgemm.reports.gantt import gantt
 from oocgemm.timeline import Recorder, Span, Timeline, log, read_log, report
 from oocgemm.timeline.busy import MAX_INTERVALS, BusyTime
 from oocgemm.timeline.metrics import exposed, intersection, length, stream_predecessors, union
+from tests.suite import slow
 
 from .virtual_runs import machine, run_of, virtual_plan, write_log
 
@@ -246,7 +247,7 @@ def test_a_span_follows_the_one_that_freed_its_thread() -> None:
     assert exposed([begun, *late], 60) == {"read": 39, "h2d": 5}
 
 
-@pytest.mark.parametrize("room", [True, False])
+@pytest.mark.parametrize("room", [True, *slow((False,))])
 def test_a_log_that_outgrows_its_memory_comes_back_whole(room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "no space left")

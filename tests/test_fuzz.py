@@ -233,7 +233,7 @@ def test_any_command_line_ends_well(here: Path, words: list[str]) -> None:
 
 def _fresh(here: Path) -> None:
     """Undo what a run may have done."""
-    for name in ("new", "deep", "C.ZARR"):
+    for name in ("new", "new.npy.oocgemm", "deep", "C.ZARR"):
         shutil.rmtree(here / name, ignore_errors=True)
     (here / "new.npy").unlink(missing_ok=True)
 
@@ -358,7 +358,7 @@ def stored(here: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
 
 def product_of(stored: Path, *options: str, must: bool = False) -> Any:
     """The product with B, or nothing if it is refused, which it must not be if that is said."""
-    (stored.parent / "new.npy").unlink(missing_ok=True)
+    _fresh(stored.parent)
     done = ended("run", stored.name, "b.npy", "new.npy", "--backend", "host", *options)
     assert done.code == 0 or not must, done
     if done.code == 0:

@@ -179,7 +179,11 @@ def test_the_traffic_oracle_agrees_with_simulation(m: int, n: int, k: int, memor
 
 @pytest.mark.parametrize(
     ("m", "n", "k"),
-    [(4096, 4096, 4096), (10_007, 10_009, 10_037), (2048, 100_003, 8192), (32_768, 32_768, 1024)],
+    [
+        (4096, 4096, 4096),
+        (10_007, 10_009, 10_037),
+        *slow((2048, 100_003, 8192), (32_768, 32_768, 1024)),
+    ],
 )
 @pytest.mark.parametrize("link", ["h2d", "read", "unified"])
 def test_traffic_is_near_the_least_that_a_search_finds(m: int, n: int, k: int, link: str) -> None:
@@ -639,8 +643,10 @@ def test_pruning_tile_shapes_never_changes_the_plan(monkeypatch: pytest.MonkeyPa
     ("extents", "budgets", "backend"),
     [
         ((10**7, 10**7, 10**7), (64 * MIB, 64 * MIB), "host"),
-        ((10**7, 10**7, 3), (64 * MIB, 64 * MIB), "host"),
-        ((10**6, 10**6, 10**7), (GIB, 200 * GIB), "cuda"),  # of 28,867 slots of one operand
+        *slow(
+            ((10**7, 10**7, 3), (64 * MIB, 64 * MIB), "host"),
+            ((10**6, 10**6, 10**7), (GIB, 200 * GIB), "cuda"),  # of 28,867 slots of one operand
+        ),
     ],
 )
 def test_planning_is_bounded_however_many_tiles_there_are(

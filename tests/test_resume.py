@@ -86,8 +86,9 @@ def stored(c: str) -> bytes:
     return bytes(np.load(c).data if c.endswith(".npy") else np.asarray(zarr.open_array(c, mode="r")[:]).data)
 
 
-@pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 11])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "stride"), [("new.npy", 11), ("in place", 11), *slow(*((case, 1) for case in CASES))]
+)
 def test_a_run_may_end_before_any_step(case: str, stride: int) -> None:
     """And the one that goes on with it, too."""
     in_memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # where a sync takes no time
@@ -99,7 +100,7 @@ def test_a_run_may_end_before_any_step(case: str, stride: int) -> None:
 
 
 @pytest.mark.timeout(900)  # more than five minutes were seen where others used the cores too
-@pytest.mark.parametrize(("kills", "cases"), [pytest.param(50, 10, marks=pytest.mark.slow), (4, 2)])
+@pytest.mark.parametrize(("kills", "cases"), [(2, 1), *slow((50, 10))])
 def test_killed_at_random_a_run_comes_to_the_same_bits(tmp_path: Path, kills: int, cases: int) -> None:
     output = tmp_path / "torture.json"
     line = [
