@@ -18,7 +18,7 @@ from oocgemm.kernels import tuning
 from oocgemm.machine import bench
 from oocgemm.machine.calibrate import calibrate as measure
 from oocgemm.planning import OPERANDS
-from oocgemm.reports.exports import check_place, writing
+from oocgemm.reports.exports import check_writable, writing
 from oocgemm.reports.roofline import roofline_of
 from oocgemm.system import cache
 
@@ -84,7 +84,7 @@ def calibrate(backend: str, device: int, path: str | None, svg: str | None, as_j
     meanwhile.
     """
     if svg is not None:
-        check_place("--svg", svg)
+        check_writable("--svg", svg)
     if backends.resolve(backend) == "host":
         stores.load_zarr()
     with doing(not as_json) as say:
@@ -159,7 +159,7 @@ def bench_kernels(as_json: bool, svg: str | None, **options: Any) -> None:
     ncu is on PATH and may read the GPU's counters, it counts them too, in one launch of each kernel.
     """
     if svg is not None:
-        check_place("--svg", svg)
+        check_writable("--svg", svg)
     given = {name: value for name, value in options.items() if value != ()}
     with doing(not as_json) as say:
         result = bench.bench_kernels(**given, say=say)
