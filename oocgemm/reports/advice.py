@@ -220,7 +220,7 @@ def remedy(timeline: Timeline, figures: Report, diagnosis: Diagnosis, fitted: Fi
     tried = [(change, fitted.ratio(change.plan)) for change in _changed(timeline, fitted)]
     best = min((ratio for _, ratio in tried), default=1.0)
     if 1 - best < MIN_GAIN:
-        why = "no other budget, tile or chunk shape is predicted to be faster"
+        why = "the cost model finds no faster budget, tile or chunk shape"
         return Remedy(_advice(diagnosis, timeline), why)
     change, ratio = next(t for t in tried if 1 - t[1] >= COMPARABLE_GAIN * (1 - best))
     moved = {link: traffic["bytes"] or 0 for link, traffic in figures.traffic.items()}

@@ -63,7 +63,8 @@ def throughput(timeline: Timeline, report: Report) -> str:
             f"<span>{format_time(timeline.wall / 1e9)}</span></div></figure>"
         )
     note = (
-        '<p class="note">Broken line: the rate limit, calibrated on this machine or assumed by the plan. '
+        f'<p class="note">Each column is the mean rate over 1/{BINS} of T, idle time included. '
+        "Broken line: the rate limit, calibrated on this machine or assumed by the plan. "
         "It is left out if it is far above the rates.</p>"
     )
     return f'<div class="rates">{"".join(charts)}</div>{note}'

@@ -144,7 +144,9 @@ def _figures(runs: Sequence[Run]) -> str:
         ("Copy overlap", "of copy time hidden behind compute"),
     ]
     rows += [("Storage overlap", "of storage time hidden behind compute")]
-    rows += [("Efficiency", "least time by calibrated rates, over T")]
+    calibrated = any(run.header.get("rates") for run in runs)
+    efficiency = "least time by calibrated rates, over T" if calibrated else "needs oocgemm calibrate"
+    rows += [("Efficiency", efficiency)]
     values = [
         [
             format_time(r.wall),
@@ -263,24 +265,16 @@ def _predicted(run: Run) -> str:
     rows = []
     for lane in lanes_of(run.timeline.spans):
         measured = run.report.lanes.get(lane, {}).get("busy", 0.0)
-        rows.append([escape(lane), *_compared(predicted.get(lane), measured), ""])
-    rows.append(
-        [
-            "<b>T</b>",
-            *_compared(predicted.get("total"), run.report.wall),
-            format_time(run.fitted.seconds(run.fitted.plan)) if run.fitted else "-",
-        ]
-    )
+        rows.append([escape(lane), *_compared(predicted.get(lane), measured)])
+    rows.append(["<b>T</b>", *_compared(predicted.get("total"), run.report.wall)])
     model = escape(str(run.header.get("plan", {}).get("machine", "unknown")))
-    calibrated = run.header.get("plan", {}).get("calibrated")
-    rough = (
-        "" if calibrated else " Its rates are assumed; run <code>oocgemm calibrate</code> to measure them."
-    )
-    return (
-        table(["", "predicted", "measured", "ratio", "refitted"], rows)
-        + f'<p class="note">Busy time of each lane, and T. Machine model: {model}.{rough} '
-        "Refitted: the prediction with the measured rates of this run.</p>"
-    )
+    note = f"Busy time of each lane, and T. Machine model: {model}."
+    if not run.header.get("plan", {}).get("calibrated"):
+        note += " Its rates are assumed; run <code>oocgemm calibrate</code> to measure them."
+    if run.fitted:
+        refitted = format_time(run.fitted.seconds(run.fitted.plan))
+        note += f" With the measured rates of this run the model predicts T = {refitted}."
+    return table(["", "predicted", "measured", "ratio"], rows) + f'<p class="note">{note}</p>'
 
 
 def _compared(predicted: float | None, measured: float) -> list[str]:
