@@ -16,7 +16,7 @@ from oocgemm.kernels import registry as ladder
 from oocgemm.kernels import tuning
 from oocgemm.kernels.spec import Kernel
 from oocgemm.kernels.tuning import CUBLAS, Measured, Tuning
-from oocgemm.machine import bench
+from oocgemm.machine.measure import bench
 from oocgemm.planning import OPERANDS, Op
 from tests.backends_here import CUDA, needs_gpu
 from tests.command import command, contents

@@ -25,8 +25,8 @@ from oocgemm import backends
 from oocgemm.backends.host.backend import HostBackend
 from oocgemm.cli.main import EXIT_USAGE
 from oocgemm.errors import BackendError, InputError
-from oocgemm.machine import calibrate as module
-from oocgemm.machine.calibrate import SIZES, Sizes, calibrate
+from oocgemm.machine.measure import calibrate as module
+from oocgemm.machine.measure.calibrate import SIZES, Sizes, calibrate
 from oocgemm.planning import (
     RATES,
     Calibration,

@@ -15,7 +15,7 @@ from oocgemm.cli.measuring import snake_keys
 from oocgemm.errors import BackendError
 from oocgemm.kernels.registry import LADDER
 from oocgemm.kernels.tuning import CUBLAS
-from oocgemm.machine import bench, counters
+from oocgemm.machine.measure import bench, counters
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 readme: Any = importlib.import_module("readme")

@@ -15,8 +15,8 @@ from oocgemm.cli.parameters import Size
 from oocgemm.jobs.job import budgets
 from oocgemm.kernels import registry as ladder
 from oocgemm.kernels import tuning
-from oocgemm.machine import bench
-from oocgemm.machine.calibrate import calibrate as measure
+from oocgemm.machine.measure import bench
+from oocgemm.machine.measure.calibrate import calibrate as measure
 from oocgemm.planning import OPERANDS
 from oocgemm.reports.exports import check_writable, writing
 from oocgemm.reports.roofline import roofline_of

@@ -24,8 +24,8 @@ from oocgemm.backends.base import Array, known_dtypes, numpy_dtype
 from oocgemm.engine.executor import Run
 from oocgemm.engine.staging import Staging
 from oocgemm.errors import BackendError, InputError
-from oocgemm.machine.sampling import explained, per_second, typical
-from oocgemm.machine.workbench import Workbench, moving, plan_of
+from oocgemm.machine.measure.sampling import explained, per_second, typical
+from oocgemm.machine.measure.workbench import Workbench, moving, plan_of
 from oocgemm.planning import (
     RATES,
     Budgets,

@@ -52,7 +52,7 @@ def counted(rows: Sequence[Mapping[str, Any]], device: int) -> list[dict[str, fl
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
         asked = [tool, *_OPTIONS.split(), "--metrics", ",".join(METRICS.values()), "--log-file", str(log)]
-        child = [sys.executable, "-m", "oocgemm.machine.counters", str(device), json.dumps(rows)]
+        child = [sys.executable, "-m", "oocgemm.machine.measure.counters", str(device), json.dumps(rows)]
         try:
             done = subprocess.run([*asked, *child], capture_output=True, text=True, check=False)
         except OSError as error:

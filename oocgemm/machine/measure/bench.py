@@ -13,7 +13,7 @@ from oocgemm.kernels import tuning
 from oocgemm.kernels.registry import LADDER, names
 from oocgemm.kernels.spec import Call, Kernel, Params
 from oocgemm.kernels.tuning import CUBLAS, Measured, Tuning
-from oocgemm.machine import counters
+from oocgemm.machine.measure import counters
 from oocgemm.planning import COMPUTES, OPERANDS
 
 if TYPE_CHECKING:
