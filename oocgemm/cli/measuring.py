@@ -16,6 +16,7 @@ from oocgemm.jobs.job import budgets
 from oocgemm.kernels import registry as ladder
 from oocgemm.kernels import tuning
 from oocgemm.machine.measure import bench
+from oocgemm.machine.measure.bench_chart import chart
 from oocgemm.machine.measure.calibrate import calibrate as measure
 from oocgemm.planning import OPERANDS
 from oocgemm.reports.exports import check_writable, writing
@@ -165,7 +166,7 @@ def bench_kernels(as_json: bool, svg: str | None, **options: Any) -> None:
         result = bench.bench_kernels(**given, say=say)
     if svg is not None:
         with writing("--svg", svg):
-            Path(svg).write_text(bench.chart(result), encoding="utf-8")
+            Path(svg).write_text(chart(result), encoding="utf-8")
     if as_json:
         print_json(result)
     else:
