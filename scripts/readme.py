@@ -16,7 +16,7 @@ from typing import Any
 
 from oocgemm.cli.display import print_plan, print_report
 from oocgemm.cli.measuring import snake_keys
-from oocgemm.machine.bench import AGAINST, BY_NCU, against
+from oocgemm.machine.measure.bench import AGAINST, BY_NCU, against
 from oocgemm.planning import Budgets, GemmProblem, Layout, Layouts, default_model, make_plan
 from oocgemm.reports.roofline import roofline
 from oocgemm.stores import new_layout

@@ -13,7 +13,7 @@ from hypothesis import given
 
 from oocgemm.cli.display import print_report
 from oocgemm.planning import Budgets, Layout, Layouts, TileShape, recorded_plan
-from oocgemm.reports.advice import CONTENDED, ONLY_KERNEL, TRUSTED, Remedy, diagnosis_lines, fit, remedy
+from oocgemm.reports.advice import CONTENDED, MAX_FIT_ERROR, ONLY_KERNEL, Remedy, diagnosis_lines, fit, remedy
 from oocgemm.reports.page import page
 from oocgemm.timeline import Span, Timeline, diagnose, report
 from tests import suite
@@ -106,7 +106,7 @@ def test_the_finding_and_the_evidence_have_the_figures() -> None:
     assert found.finding == "Read-bound, 57.7%: waiting for reads; compute 42.3%."
     assert found.evidence == (
         "Reading took 78% of the time, at 581 MB/s, 58% of the calibrated 1 GB/s; it moved 200 B, "
-        "2.00 times the least possible."
+        "2.00 times the lower bound."
     )
     multiplying = diagnose(Timeline(first(), 102, header))
     assert multiplying.finding == "Compute-bound, 94.1%; largest stall: read 3.9%, waiting for reads."
@@ -245,10 +245,10 @@ def test_no_gain_is_made_up() -> None:
     run = run_of(plan)
     assert advice(run).seconds is None  # all of it fits already
     older = Timeline(run.spans, run.wall, {"plan": {"tile": run.header["plan"]["tile"]}})
-    assert advice(older).why.startswith("this log does not hold the plan in full, or is of a version")
-    lost, half = round(run.wall * 2 * TRUSTED), run.wall // 2  # in the midst of the run, on nothing
+    assert advice(older).why.startswith("this log does not hold the whole plan")
+    lost, half = round(run.wall * 2 * MAX_FIT_ERROR), run.wall // 2  # in the midst of the run, on nothing
     late = [replace(s, start=s.start + lost, end=s.end + lost) if s.start > half else s for s in run.spans]
-    assert "too far off" in advice(Timeline(tuple(late), run.wall + lost, run.header)).why
+    assert "but the run took" in advice(Timeline(tuple(late), run.wall + lost, run.header)).why
     assert advice(Timeline((), 100)).seconds is None
 
 
@@ -338,7 +338,7 @@ def test_what_is_in_memory_is_no_storage() -> None:
     header = dict(run.header) | {"operands": {x: {"store": "memory"} for x in "ABC"}}
     found = diagnose(Timeline(run.spans, run.wall, header))
     assert found.verdict.bound == "write"
-    assert found.evidence.startswith("Copying C from the slots")
+    assert found.evidence.startswith("Copying C out of host slots")
     assert diagnose(run).evidence.startswith("Writing took")
 
 

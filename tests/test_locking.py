@@ -362,7 +362,7 @@ def test_operands_are_multiplied_in_place_unless_verified(
         moved = sum(span.bytes for span in result.timeline.spans if span.kind == "read")
         assert moved < result.plan.traffic["read"]
     lying = sum(there for _, there in counts.values())
-    said = f"{lying} of {sum(read for read, _ in counts.values())} panels of A and B copied from where they lie in memory"
+    said = f"{lying} of {sum(read for read, _ in counts.values())} panels of A and B copied directly from the caller's arrays"
     assert figures.in_place(result.timeline) == (said if lying else "")
     uploaded = sum(span.bytes for span in result.timeline.spans if span.kind == "upload")
     assert uploaded == result.plan.traffic["h2d"]
@@ -397,7 +397,7 @@ def test_arrays_already_pinned_are_not_pinned_again(beta: float, rows: int, cols
     assert all(read == there for read, there in in_place(result).values())
     count, there = strips(result)
     assert count == there > 1
-    assert f"{there} of {count} strips of C copied to where they lie in memory" in figures.in_place(
+    assert f"{there} of {count} strips of C copied directly to the caller's array" in figures.in_place(
         result.timeline
     )
     down = sum(span.bytes for span in result.timeline.spans if span.kind == "download")
