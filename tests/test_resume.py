@@ -226,7 +226,7 @@ def test_a_repaired_operand_is_gone_on_with_if_trusted(here: Path) -> None:
     whole = path.read_bytes()
     path.write_bytes(whole[:-8])
     done = run("a", "b", "c", *TILE)
-    assert (done.code, "damaged or cut short" in done.err) == (EXIT_FAILED, True)
+    assert (done.code, "damaged or truncated" in done.err) == (EXIT_FAILED, True)
     assert "--resume goes on with the others (with --trust-operands too" in done.err
     path.write_bytes(whole)
     refused = run("a", "b", "c", *TILE, "--resume")
@@ -596,7 +596,7 @@ def test_what_another_has_put_at_c_meanwhile_is_left_alone(here: Path, c: str) -
     assert done.code == (EXIT_USAGE if c == "c" else EXIT_FAILED)  # a file takes its name at the end
     assert stored(c) == bytes(C.data)
     if c == "c.npy":
-        assert "something else was put at its place; it is in" in done.err
+        assert "another file was put at its path; the result is in" in done.err
         Path(c).unlink()
         assert run("a", "b", c, "--resume").code == 0
         np.testing.assert_allclose(np.load(c), A @ B)

@@ -199,7 +199,7 @@ def open_matrix(name: str, source: Any, *, writable: bool = False, folder: Path 
     except DtypeError as error:
         if writable:
             raise InputError(f"{error}: give {name} another place") from None
-        raise formats.unsupported(name, error.dtype, *_where(name, source)) from None
+        raise formats.unsupported_dtype(name, error.dtype, *_where(name, source)) from None
 
 
 def _where(name: str, source: Any) -> tuple[str, str | None]:

@@ -1,4 +1,4 @@
-"""What a store is: a matrix of which any block can be read into a slot, or written from one."""
+"""Define what a store is: a matrix whose blocks can be read into a slot and written from one."""
 
 import errno
 from collections.abc import Iterator
@@ -13,17 +13,17 @@ from oocgemm.planning.tiling import Span
 
 Array = NDArray[Any]
 
-# What a disk or a server may get over; anything else comes back however often one tries.
+# Errors that a retry may overcome.
 _TRANSIENT = {
     *(errno.EIO, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.ESTALE),
     *(errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.ENETRESET, errno.ENOTCONN),
 }
-# Smaller chunks are read and written several at a time: each call to zarr costs a fraction of a millisecond.
+# Smaller chunks are read and written in batches, since each call to zarr costs a fraction of a millisecond.
 BATCH_BYTES = 1 << 20
 
 
 class Matrix(Protocol):
-    """A two-dimensional array, as it is stored (op() is not applied here)."""
+    """Store a two-dimensional array. Blocks are in stored orientation: op() is not applied here."""
 
     name: str
     shape: tuple[int, int]
@@ -31,34 +31,44 @@ class Matrix(Protocol):
     layout: Layout
 
     def read(self, rows: Span, cols: Span, out: Array) -> None:
-        """Fill `out` (of the block's shape and this matrix's dtype) with the block. Threads may call it side
-        by side."""
+        """Fill `out`, of the block's shape and this matrix's dtype, with the block.
+
+        Several threads may call it at once.
+        """
 
     def write(self, rows: Span, cols: Span, data: Array) -> None:
-        """Store `data` as the block. Threads may call it side by side for blocks that share no write chunk."""
+        """Store `data` as the block.
+
+        Several threads may call it at once for blocks that share no write chunk.
+        """
 
     def sync(self) -> None:
-        """Have the system bring all that was written to the disk, as far as it has one. Raises `OSError`."""
+        """Flush all written data to stable storage, where there is any. Raises `OSError`."""
 
     def set_finished(self, finished: bool) -> None:
-        """Have it say of itself, durably, that it is the result of a run that has not ended, or that it is not; as far
-        as there is a place to say it."""
+        """Mark the matrix, durably, as the complete or incomplete result of a run.
+
+        Stores without metadata do nothing.
+        """
 
     def fingerprint(self) -> dict[str, object] | None:
-        """Where it is, what it is, and what stands for its content, to tell later whether it is still the same; None
-        for memory."""
+        """Identify path, metadata and content, so that a later run can tell whether they changed.
+
+        None for memory.
+        """
 
     def describe(self) -> dict[str, object]:
-        """What it is, for the header of a timeline."""
+        """Return store, path, shape and dtype for the header of a timeline, with what else the store records."""
 
     def identities(self) -> set[object]:
-        """What it occupies: two matrices that share an identity may share memory or files."""
+        """Name the files or stores it occupies. Two matrices that share an identity may share data."""
 
 
 def transient(error: BaseException) -> bool:
-    """Whether reading may well succeed if tried again.
+    """Return whether a failed read may succeed when it is retried.
 
-    Clients of remote stores have classes of their own for a connection that broke; they name them alike.
+    Clients of remote stores raise their own exception classes for a lost connection. They are recognized by
+    name.
     """
     if isinstance(error, OSError) and error.errno in _TRANSIENT:
         return True
@@ -67,7 +77,7 @@ def transient(error: BaseException) -> bool:
 
 
 class DtypeError(InputError):
-    """An operand of a dtype that cannot be multiplied."""
+    """Report an operand whose dtype cannot be multiplied."""
 
     def __init__(self, name: str, dtype: np.dtype[Any]) -> None:
         super().__init__(f"{name} is of dtype {dtype}, supported are {', '.join(OPERANDS)}")
@@ -77,20 +87,20 @@ class DtypeError(InputError):
 def checked(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[tuple[int, int], np.dtype[Any]]:
     """Return the shape and native dtype of an operand that can be multiplied.
 
-    Raises `InputError` for any other, `DtypeError` because of its dtype.
+    Raises `InputError` for an unsupported shape and `DtypeError` for an unsupported dtype.
     """
     if len(shape) != 2:
         hint = "multiply its matrices one by one" if len(shape) > 2 else "reshape it to (1, n) or (n, 1)"
         raise InputError(f"{name} has {len(shape)} dimensions, a product needs 2: {hint}")
     if shape[0] * shape[1] >= 2**60:
-        raise InputError(f"{name} says that it is {shape[0]} x {shape[1]}, more than any machine can address")
+        raise InputError(f"{name} has the shape {shape[0]} x {shape[1]}: at most 2^60 elements are supported")
     if dtype.name not in DTYPES:
         raise DtypeError(name, dtype)
     return (int(shape[0]), int(shape[1])), dtype.newbyteorder("=")
 
 
 def pieces(rows: Span, cols: Span, chunk: tuple[int, int], least: int) -> Iterator[tuple[Span, Span]]:
-    """Cut a block along chunk borders into parts of at least `least` elements, where there are as many.
+    """Cut a block along chunk borders into parts of at least `least` elements, where it has as many.
 
     >>> list(pieces((0, 4), (1, 7), (2, 3), 1))[:2]
     [((0, 2), (1, 3)), ((0, 2), (3, 6))]
