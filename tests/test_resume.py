@@ -475,18 +475,18 @@ def test_a_tile_whose_commit_raises_is_not_added_to_twice(
     here: Path, monkeypatch: pytest.MonkeyPatch, kind: Any
 ) -> None:
     """The first one: nothing was done before, but C is not what it was any more."""
-    c, right = "c" if kind is ZarrMatrix else "c.npy", kind.adopt
+    c, right = "c" if kind is ZarrMatrix else "c.npy", kind.apply_redo
     for place in (c, "right"):
         zarr.create_array(place, data=C, chunks=(4, 4), compressors=None) if c == "c" else np.save(place, C)
 
-    def adopt(self: Any, rows: Span, cols: Span) -> None:
+    def apply_redo(self: Any, rows: Span, cols: Span) -> None:
         right(self, rows, cols)
         raise OSError(5, "Input/output error")
 
     options = (*TILE, "--beta", "0.5")
-    monkeypatch.setattr(kind, "adopt", adopt)
+    monkeypatch.setattr(kind, "apply_redo", apply_redo)
     assert run("a", "b", c, *options).code == EXIT_FAILED
-    monkeypatch.setattr(kind, "adopt", right)
+    monkeypatch.setattr(kind, "apply_redo", right)
     assert run("a", "b", c, *options, "--resume").code == 0
     assert run("a", "b", "right" + Path(c).suffix, *options).code == 0
     assert stored(c) == stored("right" + Path(c).suffix)

@@ -45,7 +45,7 @@ SIDECAR = ".oocgemm"
 # In that folder: a new .npy file that is not complete.
 DATA = "data.npy"
 # Chunk files that an array's fingerprint covers at most, evenly spread.
-MAX_STAMPED = 10_000
+MAX_FINGERPRINTED = 10_000
 
 
 class Durable(Matrix, Protocol):
@@ -53,7 +53,7 @@ class Durable(Matrix, Protocol):
 
     array: Any
 
-    def redirect(self, folder: Path) -> None:
+    def redirect_writes(self, folder: Path) -> None:
         """Send later writes to files in `folder`, on the same file system. Reads are not redirected."""
 
     def sync_block(self, rows: Span, cols: Span) -> None:
@@ -62,19 +62,19 @@ class Durable(Matrix, Protocol):
         Raises `OSError`.
         """
 
-    def adopt(self, rows: Span, cols: Span) -> None:
+    def apply_redo(self, rows: Span, cols: Span) -> None:
         """Move the redirected content of a block to its place and flush it. Idempotent, also after a crash.
 
         Raises `OSError`.
         """
 
-    def sweep(self) -> None:
+    def delete_partial_files(self) -> None:
         """Delete the temporary files that a killed process left."""
 
-    def stamp(self) -> str:
+    def files_fingerprint(self) -> str:
         """Return a fingerprint of the files: a digest of their sizes and modification times."""
 
-    def block_stamp(self, rows: Span, cols: Span) -> str | None:
+    def block_fingerprint(self, rows: Span, cols: Span) -> str | None:
         """Return the fingerprint of a flushed block's files; None if its files also hold other blocks."""
 
 
@@ -108,12 +108,12 @@ def sync_path(path: Path) -> None:
         os.close(descriptor)
 
 
-def stamp(paths: Iterable[str | Path]) -> str:
+def fingerprint_of(paths: Iterable[str | Path]) -> str:
     """Return a digest of the sizes and modification times of files, which need not exist."""
-    return stamps(paths)["content"]
+    return fingerprints(paths)["content"]
 
 
-def stamps(paths: Iterable[str | Path]) -> dict[str, str]:
+def fingerprints(paths: Iterable[str | Path]) -> dict[str, str]:
     """Return that digest as `content`, and a digest of the inode change times (ctime) as `changes`.
 
     A program can write to a file and restore its modification time, but no program can set its ctime. The
@@ -134,8 +134,8 @@ def stamps(paths: Iterable[str | Path]) -> dict[str, str]:
 
 
 def spread(down: int, across: int) -> Iterable[tuple[int, int]]:
-    """Yield the indices of all chunks of a grid, or of `MAX_STAMPED` evenly spread ones."""
-    every = -(-down * across // MAX_STAMPED)
+    """Yield the indices of all chunks of a grid, or of `MAX_FINGERPRINTED` evenly spread ones."""
+    every = -(-down * across // MAX_FINGERPRINTED)
     return (divmod(number, across) for number in range(0, down * across, max(1, every)))
 
 

@@ -197,5 +197,7 @@ def _touched(sizes: Sequence[int], cell: int) -> int:
     largest = 1
     for start in range(0, borders[-1], cell):
         stop = min(start + cell, borders[-1])
-        largest = max(largest, borders[bisect_left(borders, stop)] - borders[bisect_right(borders, start) - 1])
+        largest = max(
+            largest, borders[bisect_left(borders, stop)] - borders[bisect_right(borders, start) - 1]
+        )
     return largest

@@ -15,7 +15,14 @@ from oocgemm.errors import InputError
 from oocgemm.planning import Layout
 from oocgemm.planning.tiling import Span
 from oocgemm.stores.base import Array, checked
-from oocgemm.stores.durable import saved_block, saved_blocks, stamp, stamps, sync_files, sync_path
+from oocgemm.stores.durable import (
+    fingerprint_of,
+    fingerprints,
+    saved_block,
+    saved_blocks,
+    sync_files,
+    sync_path,
+)
 from oocgemm.stores.files import OpenFile, publish, worth_caching
 from oocgemm.stores.lines import read_block, scratch_bytes, write_block
 
@@ -103,7 +110,7 @@ class NpyMatrix:
     def sync(self) -> None:
         sync_path(self._path)
 
-    def redirect(self, folder: Path) -> None:
+    def redirect_writes(self, folder: Path) -> None:
         self._redirected = folder
 
     def sync_block(self, rows: Span, cols: Span) -> None:
@@ -113,7 +120,7 @@ class NpyMatrix:
         else:
             self.sync()
 
-    def adopt(self, rows: Span, cols: Span) -> None:
+    def apply_redo(self, rows: Span, cols: Span) -> None:
         assert self._redirected is not None
         blocks = saved_blocks(self._redirected, rows, cols)
         for path, r, c in blocks:
@@ -129,20 +136,20 @@ class NpyMatrix:
             sync_path(self._place.parent)
             self._path, self._place = self._place, None
 
-    def sweep(self) -> None:
+    def delete_partial_files(self) -> None:
         pass
 
-    def stamp(self) -> str:
-        return stamp([self._path])
+    def files_fingerprint(self) -> str:
+        return fingerprint_of([self._path])
 
-    def block_stamp(self, rows: Span, cols: Span) -> str | None:
+    def block_fingerprint(self, rows: Span, cols: Span) -> str | None:
         """Return None: all blocks share one file."""
         return None
 
     def fingerprint(self) -> dict[str, object] | None:
         order = "columns" if self._by_columns else "rows"
         metadata = f"{self.shape} {self._stored.str} by {order}"
-        return {"path": os.path.realpath(self._path), "metadata": metadata, **stamps([self._path])}
+        return {"path": os.path.realpath(self._path), "metadata": metadata, **fingerprints([self._path])}
 
     def describe(self) -> dict[str, object]:
         path = str(self._path)

@@ -24,7 +24,7 @@ from oocgemm.errors import ExecutionError
 from oocgemm.planning import Layout
 from oocgemm.planning.tiling import Span
 from oocgemm.stores.base import BATCH_BYTES, Array, checked, pieces, transient
-from oocgemm.stores.durable import spread, stamp, stamps, sync_files, sync_names
+from oocgemm.stores.durable import fingerprint_of, fingerprints, spread, sync_files, sync_names
 from oocgemm.stores.files import padded, scratch, worth_caching
 from oocgemm.stores.lines import SCRATCH_BYTES
 from oocgemm.stores.space import check_room, free_bytes, raw_bytes
@@ -146,7 +146,7 @@ class ZarrMatrix:
     def sync(self) -> None:
         """Do nothing: a local array is synced block by block."""
 
-    def redirect(self, folder: Path) -> None:
+    def redirect_writes(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._target = folder
         if self._writer is not None and self._writes_directly:
@@ -163,7 +163,7 @@ class ZarrMatrix:
         assert self._target is not None
         sync_files(self._target, self._names(rows, cols))
 
-    def adopt(self, rows: Span, cols: Span) -> None:
+    def apply_redo(self, rows: Span, cols: Span) -> None:
         assert self._target is not None
         names = self._names(rows, cols)
         for name in names:
@@ -182,17 +182,17 @@ class ZarrMatrix:
         if folder is not None:
             sync_files(folder, METADATA)
 
-    def sweep(self) -> None:
+    def delete_partial_files(self) -> None:
         for folder, _, names in os.walk(self.folder):
             for name in names:
                 if PARTIAL.search(name):
                     os.unlink(os.path.join(folder, name))
 
-    def stamp(self) -> str:
-        return stamps(self._spread())["content"]
+    def files_fingerprint(self) -> str:
+        return fingerprints(self._spread())["content"]
 
-    def block_stamp(self, rows: Span, cols: Span) -> str | None:
-        return stamp(self.folder / name for name in self._names(rows, cols))
+    def block_fingerprint(self, rows: Span, cols: Span) -> str | None:
+        return fingerprint_of(self.folder / name for name in self._names(rows, cols))
 
     def _spread(self) -> Iterator[str]:
         """Return the paths of all chunk files, or of evenly spread ones."""
@@ -234,7 +234,7 @@ class ZarrMatrix:
         digest = hashlib.sha256(json.dumps(metadata, sort_keys=True, default=str).encode()).hexdigest()[:32]
         folder = local_folder(self.array)
         place = str(self.array.store_path) if folder is None else os.path.realpath(folder)
-        found = {"content": "", "changes": ""} if folder is None else stamps(self._spread())
+        found = {"content": "", "changes": ""} if folder is None else fingerprints(self._spread())
         return {"path": place, "metadata": digest, **found}
 
     @property
