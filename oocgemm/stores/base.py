@@ -58,7 +58,7 @@ class Matrix(Protocol):
         """
 
     def describe(self) -> dict[str, object]:
-        """Return store, path, shape and dtype for the header of a timeline, with what else the store records."""
+        """Return store, path, shape, dtype and other facts for the header of a timeline."""
 
     def identities(self) -> set[object]:
         """Name the files or stores it occupies. Two matrices that share an identity may share data."""

@@ -56,7 +56,7 @@ def check_new(name: str, path: str) -> None:
 
 
 def wrong_format(name: str, path: str, *, writable: bool = False) -> InputError | None:
-    """Return the error for a file that cannot be an operand, with its conversion; None for folders and URLs."""
+    """Return the error for a file that cannot be an operand, with the remedy; None for folders and URLs."""
     if "://" in path or not os.path.isfile(path):
         return None
     kind = format_of(path)

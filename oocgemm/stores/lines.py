@@ -113,7 +113,7 @@ def write_block(
 
 
 def _read_with_gaps(file: OpenFile, start: int, line: int, dtype: np.dtype[Any], out: Array) -> None:
-    """Fill the rows of `out` from lines of `line` elements, the first at the byte `start`. Read the gaps too."""
+    """Fill the rows of `out` from lines of `line` elements, the first at the byte `start`, gaps included."""
     stride, height = line * dtype.itemsize, max(1, SCRATCH_BYTES // (line * dtype.itemsize))
     for top in range(0, len(out), height):
         block = out[top : top + height]

@@ -99,7 +99,7 @@ class NpyMatrix:
             os.close(descriptor)
 
     def _oriented(self, rows: Span, cols: Span, block: Array) -> tuple[Span, Span, Array]:
-        """Return the stored lines that a block crosses, its range in each, and the array with a row per line."""
+        """Return the stored lines of a block, its range in each, and its array with one row per line."""
         return (cols, rows, block.T) if self._by_columns else (rows, cols, block)
 
     def _check_length(self, size: int) -> None:

@@ -14,7 +14,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def check_room(name: str, path: str, wanted: int) -> None:
-    """Raise `InputError` unless `wanted` more bytes fit on the file system of a path, which need not exist."""
+    """Raise `InputError` unless `wanted` more bytes fit on the file system of a path, existing or not."""
     free = free_bytes(path)
     if free < wanted:
         raise InputError(

@@ -37,7 +37,7 @@ class Shards:
         return 16 * self.chunks[0] * self.chunks[1] + CHECKSUM_BYTES * self.checksum
 
     def index(self, file: OpenFile) -> Array:
-        """Read the offset and length of every chunk of a shard. Raises `ValueError` if the index is damaged."""
+        """Read the offset and length of every chunk of a shard. Raises `ValueError` for a damaged index."""
         if file.size < self.index_bytes:
             raise ValueError(f"it has {file.size} bytes, and its index alone has {self.index_bytes}")
         stored = file.mapped(file.size - self.index_bytes if self.at_end else 0, self.index_bytes)
@@ -197,8 +197,8 @@ class DirectChunks:
             folder_mtime(folder) != self._mtimes.get(folder) for folder in self._folders(number)
         ):
             raise ExecutionError(
-                f"chunk {self.key(number)} is missing in {self.root}, where files were added or removed since "
-                "it was opened: do not change operands while a run reads them"
+                f"chunk {self.key(number)} is missing in {self.root}, where files were added or removed "
+                "since it was opened: do not change operands while a run reads them"
             )
 
     def _damaged(self, number: tuple[int, int], how: str, error: Exception | None = None) -> NoReturn:

@@ -46,7 +46,7 @@ METADATA = ("zarr.json", ".zarray", ".zattrs")
 
 
 def _batch_bytes(chunk: tuple[int, int], itemsize: int) -> int:
-    """Return the bytes of the chunks in one call of zarr: one chunk, or a batch of small ones and one more."""
+    """Return the bytes of the chunks in a call of zarr: one chunk, or a batch of small ones plus one."""
     size = chunk[0] * chunk[1] * itemsize
     return size if size >= BATCH_BYTES else BATCH_BYTES + size
 
