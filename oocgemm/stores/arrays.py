@@ -3,13 +3,15 @@
 import mmap
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from oocgemm.planning import Layout, Op
+from oocgemm.errors import InputError
+from oocgemm.planning import GemmProblem, Layout, Op
 from oocgemm.planning.tiling import Span
-from oocgemm.stores.base import Array, Matrix, checked
+from oocgemm.stores.base import Array, Matrix, Store, checked, is_path, not_writable, refuse_zarr_options
 from oocgemm.stores.files import DONT_NEED, WILL_NEED, advise
 
 # A mapped file's block is prefetched if it spans at least MIN_PREFETCH bytes, and at most MAX_PREFETCH_RATIO
@@ -25,6 +27,50 @@ MAX_PINNED_RATIO = 2
 # During a multiplication an H200 copies strided rows of 16 KiB at 31-36 GB/s, 32 KiB at 48-53, 96 KiB at 54.
 MIN_ROW_BYTES = 32 << 10  # of rows that are uploaded in place
 MAX_STRIDE = 1 << 31  # bytes between rows, the driver's limit
+
+
+class Arrays(Store):
+    """Open NumPy arrays and memory maps."""
+
+    kind = "memory"
+
+    def matches(self, operand: Any) -> bool:
+        return isinstance(operand, np.ndarray)
+
+    def open(self, name: str, operand: Any, *, writable: bool = False, journal: Path | None = None) -> Matrix:
+        if isinstance(operand, np.ma.MaskedArray):
+            raise InputError(f"{name} is a masked array: replace the masked elements, with .filled(value)")
+        if writable and not operand.flags.writeable:
+            raise not_writable(name)
+        return ArrayMatrix(name, operand)
+
+    def new_layout(
+        self, path: str, problem: GemmProblem, chunks: tuple[int, int] | None, compressor: str | None
+    ) -> Layout:
+        """Return the layout of a result that is returned in memory. It has no path."""
+        refuse_zarr_options("an ndarray", chunks, compressor)
+        return Layout(in_memory=True)
+
+
+class ArrayLikes(Store):
+    """Open any other object that NumPy converts to an array, read-only."""
+
+    kind = "memory"
+
+    def matches(self, operand: Any) -> bool:
+        return not is_path(operand)
+
+    def open(self, name: str, operand: Any, *, writable: bool = False, journal: Path | None = None) -> Matrix:
+        if writable:
+            raise not_writable(name)
+        try:
+            array = np.asarray(operand)
+        except Exception as error:  # the object's conversion may raise any exception
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise InputError(
+                f"{name}: {type(operand).__name__} cannot be turned into an array: {reason}"
+            ) from error
+        return ArrayMatrix(name, array)
 
 
 class ArrayMatrix:

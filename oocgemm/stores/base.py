@@ -1,14 +1,17 @@
-"""Define what a store is: a matrix whose blocks can be read into a slot and written from one."""
+"""Define a matrix, whose blocks are read into slots and written from them, and a store of matrices."""
 
 import errno
+import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from oocgemm.errors import InputError
-from oocgemm.planning import DTYPES, OPERANDS, Layout
+from oocgemm.planning import DTYPES, OPERANDS, GemmProblem, Layout
 from oocgemm.planning.tiling import Span
 
 Array = NDArray[Any]
@@ -62,6 +65,90 @@ class Matrix(Protocol):
 
     def identities(self) -> set[object]:
         """Name the files or stores it occupies. Two matrices that share an identity may share data."""
+
+
+class Store(ABC):
+    """Open and create matrices of one kind. See `oocgemm.stores.registry` for how to add a store.
+
+    An operand may be any Python object. A path or URL is a string. Unless it is an ndarray, a result
+    that a run creates has a path. A store that overrides only the abstract methods is read-only.
+    """
+
+    kind = "another store"  # in messages
+
+    @abstractmethod
+    def matches(self, operand: Any) -> bool:
+        """Return whether this store opens an operand. It must be fast, and must not raise."""
+
+    @abstractmethod
+    def open(self, name: str, operand: Any, *, writable: bool = False, journal: Path | None = None) -> Matrix:
+        """Open an operand, or with `writable` an existing result.
+
+        `journal` is the folder that `create` got, if the run did not complete the result. Raises
+        `InputError`, which says what is wrong and what to do, and `DtypeError`.
+        """
+
+    def prepare(self) -> None:  # noqa: B027  # most stores need nothing
+        """Import the packages that the store needs, so that no run includes that time."""
+
+    def exists(self, path: str) -> bool:
+        """Return whether there is a result at a path."""
+        return False
+
+    def new_layout(
+        self, path: str, problem: GemmProblem, chunks: tuple[int, int] | None, compressor: str | None
+    ) -> Layout:
+        """Return the layout of a new result. Raises `InputError` for options that do not apply."""
+        raise self._read_only(path)
+
+    def create(
+        self,
+        name: str,
+        path: str,
+        shape: tuple[int, int],
+        dtype: np.dtype[Any],
+        chunks: tuple[int, int],
+        compressor: str | None,
+        *,
+        journal: Path | None = None,
+    ) -> Matrix:
+        """Create a result, which may be kept in the folder `journal` until it is complete.
+
+        Raises `InputError` if it cannot be created, or if the disk has no room for it.
+        """
+        raise self._read_only(path)
+
+    def journal_folder(self, operand: Any) -> Path | None:
+        """Return the folder for the journal of a run with this result; None if the run cannot be resumed."""
+        return None
+
+    def location(self, operand: Any) -> tuple[str, str | None]:
+        """Return the kind of store and the path of an operand, for messages."""
+        return self.kind, operand if is_path(operand) else None
+
+    def _read_only(self, path: str) -> InputError:
+        return InputError(f"C at {path}: {self.kind} is read-only, give a path that ends in .zarr or .npy")
+
+
+def is_path(value: object) -> bool:
+    """Return whether a value is a path or URL rather than an array."""
+    return isinstance(value, str | os.PathLike)
+
+
+def package(source: object) -> str:
+    """Return the name of the package that defines an object's type."""
+    return type(source).__module__.partition(".")[0]
+
+
+def not_writable(name: str) -> InputError:
+    """Return the error for a result that cannot be written to."""
+    return InputError(f"{name} cannot be written to: pass a writable ndarray, a zarr array or a path")
+
+
+def refuse_zarr_options(kind: str, chunks: tuple[int, int] | None, compressor: str | None) -> None:
+    """Raise `InputError` if chunks or a compressor are given for a result that is not a zarr array."""
+    if chunks or compressor not in (None, "none"):
+        raise InputError(f"C is to be {kind}: chunks and compressor are for a zarr array, give C such a path")
 
 
 def transient(error: BaseException) -> bool:

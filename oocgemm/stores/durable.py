@@ -42,7 +42,7 @@ from oocgemm.stores.base import Matrix
 
 # Name of the journal's folder inside a zarr array. Beside a .npy file it is appended to the file's name.
 SIDECAR = ".oocgemm"
-# In that folder: a new .npy file that is not complete.
+# A new .npy file that is not complete, in the journal's folder.
 DATA = "data.npy"
 # Chunk files that an array's fingerprint covers at most, evenly spread.
 MAX_FINGERPRINTED = 10_000
@@ -137,6 +137,19 @@ def spread(down: int, across: int) -> Iterable[tuple[int, int]]:
     """Yield the indices of all chunks of a grid, or of `MAX_FINGERPRINTED` evenly spread ones."""
     every = -(-down * across // MAX_FINGERPRINTED)
     return (divmod(number, across) for number in range(0, down * across, max(1, every)))
+
+
+def found_locally(path: str) -> bool:
+    """Return whether anything is at a local path, or at the path that its `..` and links lead to.
+
+    A folder that is empty, or has only the journal of a run that was killed as it began, does not count.
+    """
+    try:
+        if set(os.listdir(path)) <= {SIDECAR}:
+            return False
+    except OSError:
+        pass
+    return os.path.lexists(path) or os.path.lexists(os.path.realpath(path))
 
 
 def saved_block(folder: Path, rows: Span, cols: Span) -> Path:

@@ -70,6 +70,19 @@ def wrong_format(name: str, path: str, *, writable: bool = False) -> InputError 
     return InputError(f"{name}: {path} is {kind}, not a zarr array or a .npy file: {remedy}")
 
 
+def check_found(name: str, path: str) -> None:
+    """Raise `InputError` for a local path at which nothing exists. It says where a symbolic link leads."""
+    if "://" in path or os.path.exists(path):
+        return
+    problem = f"{name}: there is nothing at {path}"
+    if os.path.islink(path):
+        problem += (
+            f": it is a symbolic link to {os.path.realpath(path)}, which does not exist; "
+            "remove the link, or give another path"
+        )
+    raise InputError(problem)
+
+
 def missing_client(name: str, path: str, error: ImportError) -> InputError:
     """Return the error for a URL whose client package is not installed."""
     kind = path.partition("://")[0]
@@ -129,6 +142,8 @@ def conversion(name: str, store: str, path: str | None, dtype: str) -> str:
         elif store not in ("memory", "zarr"):
             line = f'{name} = dask.array.from_array({name}).astype("{dtype}")'
         return f"convert {name} by {line}"
+    if store not in ("npy", "zarr"):
+        return f"convert {path} to {dtype}"
     path = path.rstrip("/")
     new = os.path.splitext(path)[0] + f"-{dtype}" + os.path.splitext(path)[1]
     old, made = json.dumps(path), json.dumps(new)

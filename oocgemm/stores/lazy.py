@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import accumulate
 from numbers import Integral
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,17 @@ import numpy as np
 from oocgemm.errors import ExecutionError, InputError
 from oocgemm.planning import Layout
 from oocgemm.planning.tiling import Span
-from oocgemm.stores.base import BATCH_BYTES, Array, checked, pieces
+from oocgemm.stores.base import (
+    BATCH_BYTES,
+    Array,
+    Matrix,
+    Store,
+    checked,
+    is_path,
+    not_writable,
+    package,
+    pieces,
+)
 
 # Packages whose arrays several threads may read at once. h5py has its own lock.
 CONCURRENT = ("dask", "h5py", "tensorstore", "xarray")
@@ -31,6 +42,38 @@ ROW_BYTES = 16 << 10
 MEMORY = ("__array_interface__", "__cuda_array_interface__", "__dlpack__")
 # Arrays of all other packages are read by one thread at a time: their C libraries may share state.
 _serial = threading.Lock()
+
+
+class LazyArrays(Store):
+    """Open lazy operands, read-only. It also matches collections of arrays, in order to refuse them."""
+
+    kind = "a lazy array"
+
+    def matches(self, operand: Any) -> bool:
+        if is_path(operand):
+            return False
+        if isinstance(operand, Mapping):
+            return True
+        if any(hasattr(operand, attribute) for attribute in MEMORY):
+            return False
+        return _sliceable(operand) or hasattr(operand, "__dask_graph__")
+
+    def open(self, name: str, operand: Any, *, writable: bool = False, journal: Path | None = None) -> Matrix:
+        if writable:
+            raise not_writable(name)
+        if isinstance(operand, Mapping):
+            names = ", ".join(repr(key) for key in list(operand)[:8])
+            raise InputError(
+                f"{name}: {type(operand).__name__} is a collection: give one array of it ({names})"
+            )
+        if not _sliceable(operand):  # NumPy would compute it as a whole
+            raise InputError(
+                f"{name}: {type(operand).__name__} is no array: convert it with .to_dask_array(lengths=True)"
+            )
+        return LazyMatrix(name, operand)
+
+    def location(self, operand: Any) -> tuple[str, str | None]:
+        return package(operand), None
 
 
 class LazyMatrix:
@@ -121,30 +164,12 @@ class LazyMatrix:
         return set()
 
 
-def package(source: object) -> str:
-    """Return the name of the package that defines an object's type."""
-    return type(source).__module__.partition(".")[0]
-
-
-def is_lazy(name: str, source: Any) -> bool:
-    """Return whether an object has a shape, a NumPy dtype and slices, and does not expose its memory.
-
-    Raises `InputError` for other dask collections, which NumPy would compute as a whole, and for mappings of
-    arrays.
-    """
-    if isinstance(source, Mapping):
-        names = ", ".join(repr(key) for key in list(source)[:8])
-        raise InputError(f"{name}: {type(source).__name__} is a collection: give one array of it ({names})")
-    if any(hasattr(source, attribute) for attribute in MEMORY):
-        return False
+def _sliceable(source: Any) -> bool:
+    """Return whether an object has a shape, a NumPy dtype and slices."""
     if hasattr(source, "shape") and hasattr(source, "__getitem__"):
         with suppress(AttributeError, TypeError):
             numpy_dtype(source)
             return True
-    if hasattr(source, "__dask_graph__"):
-        raise InputError(
-            f"{name}: {type(source).__name__} is no array: convert it with .to_dask_array(lengths=True)"
-        )
     return False
 
 

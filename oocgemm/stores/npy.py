@@ -12,21 +12,72 @@ from typing import Any, BinaryIO, Literal
 import numpy as np
 
 from oocgemm.errors import InputError
-from oocgemm.planning import Layout
+from oocgemm.planning import GemmProblem, Layout
 from oocgemm.planning.tiling import Span
-from oocgemm.stores.base import Array, checked
+from oocgemm.stores.base import Array, Matrix, Store, checked, is_path, refuse_zarr_options
 from oocgemm.stores.durable import (
+    DATA,
+    SIDECAR,
     fingerprint_of,
     fingerprints,
+    found_locally,
     saved_block,
     saved_blocks,
     sync_files,
     sync_path,
 )
 from oocgemm.stores.files import OpenFile, publish, worth_caching
+from oocgemm.stores.formats import check_found
 from oocgemm.stores.lines import read_block, scratch_bytes, write_block
+from oocgemm.stores.space import check_room
 
 ARCHIVE = b"PK\x03\x04"  # the first bytes of a .npz file
+
+
+class NpyFiles(Store):
+    """Open and create .npy files, recognized by that suffix."""
+
+    kind = "npy"
+
+    def matches(self, operand: Any) -> bool:
+        return is_path(operand) and os.fspath(operand).endswith(".npy")
+
+    def open(self, name: str, operand: Any, *, writable: bool = False, journal: Path | None = None) -> Matrix:
+        if journal is not None and (journal / DATA).exists():
+            return open_npy(name, journal / DATA, writable=writable, place=Path(operand))
+        check_found(name, operand)
+        return open_npy(name, Path(operand), writable=writable)
+
+    def exists(self, path: str) -> bool:
+        return found_locally(path)
+
+    def new_layout(
+        self, path: str, problem: GemmProblem, chunks: tuple[int, int] | None, compressor: str | None
+    ) -> Layout:
+        refuse_zarr_options("a .npy file", chunks, compressor)
+        return Layout(line=problem.n, itemsize=problem.itemsizes["C"])
+
+    def create(
+        self,
+        name: str,
+        path: str,
+        shape: tuple[int, int],
+        dtype: np.dtype[Any],
+        chunks: tuple[int, int],
+        compressor: str | None,
+        *,
+        journal: Path | None = None,
+    ) -> Matrix:
+        check_room(name, path, shape[0] * shape[1] * dtype.itemsize)
+        try:
+            Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
+            at = Path(path) if journal is None else journal / DATA
+            return create_npy(name, at, shape, dtype, Path(path))
+        except (OSError, ValueError, OverflowError) as error:
+            raise InputError(f"{name}: cannot create {path}: {error}") from error
+
+    def journal_folder(self, operand: Any) -> Path | None:
+        return Path(os.path.realpath(operand) + SIDECAR)
 
 
 class NpyMatrix:
