@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oocgemm.integrity.sums_host import runs
+from oocgemm.integrity.checksums.host import runs
 from oocgemm.planning import DTYPES, Budgets, GemmProblem, Layouts, Tier, TileShape, default_model, make_plan
 from oocgemm.planning.check_blocks import HEAD, Cut, PanelRoom, StripRoom, borders, room_bytes
 from oocgemm.planning.cost.footprint import held_bytes, slot_bytes

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from oocgemm.backends.base import numpy_dtype
 from oocgemm.backends.checksums import CutFields, Device, Multiplied, Summed, check_options
-from oocgemm.integrity.sums_device import Weights
+from oocgemm.integrity.checksums.device import Weights
 from oocgemm.kernels.compile import compiled
 from oocgemm.kernels.sources import kernel_folder
 from oocgemm.planning import DTYPES

@@ -189,7 +189,7 @@ def test_a_damaged_file_is_named(
     assert chunk_name(a) in said
     if (kind, damage) == ("shards", _garbage_index):
         assert (
-            "is a shard whose index cannot be read (its checksum (crc32c) is not that of its content)" in said
+            "is a shard whose index cannot be read (its checksum (crc32c) does not match its content)" in said
         )
 
 
@@ -287,7 +287,7 @@ def test_a_mapped_file_truncated_during_a_run_is_an_error(tmp_path: Path, name: 
         except ExecutionError as error:
             said = str(error)
     assert f"{'reading' if beta else 'writing'} {name}[0:" in said
-    assert "cut short, from" in said
+    assert "truncated from" in said
 
 
 # Reading again.
@@ -660,7 +660,7 @@ def test_a_chunk_without_memory_to_decode_is_not_called_damaged(
         patches.setattr(files, "mmap", SimpleNamespace(**vars(mmap) | {"mmap": mapping_files_only}))
         said = failure(tmp_path, a, tile="16x20x10", chunks=(16, 20), compressor=compressor)
     assert f"{'reading A[' if compressor == 'zstd' else 'writing C['}" in said
-    assert "the system refuses 4 KiB of host memory, for a chunk: pass a smaller --host-memory" in said
+    assert "the system refuses 4 KiB of host memory for a chunk: pass a smaller --host-memory" in said
     assert "damaged" not in said
 
 

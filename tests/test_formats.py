@@ -121,7 +121,7 @@ def test_both_operands_are_converted_if_neither_is_wide_enough() -> None:
 
 @pytest.mark.parametrize("values", [A.astype("U1"), A.astype("M8[s]"), A.astype("S1")], ids=str)
 def test_what_is_no_number_is_not_said_to_be_convertible(values: Any) -> None:
-    assert said_of(values, B).endswith("it holds no numbers that could be converted")
+    assert said_of(values, B).endswith("its elements are not numbers")
 
 
 def _make(path: str) -> None:
@@ -195,7 +195,7 @@ def test_a_result_that_is_a_file_of_another_format_is_refused(here: Path) -> Non
     before = contents(here)
     done = run("A.npy", "B.npy", "out.csv", "--overwrite")
     assert done.code == EXIT_USAGE
-    assert "out.csv is a text file, not a zarr array or a .npy file: give another place" in done.err
+    assert "out.csv is a text file, not a zarr array or a .npy file: give another path" in done.err
     assert contents(here) == before
 
 

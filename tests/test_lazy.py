@@ -239,7 +239,7 @@ def _unknown() -> Any:
             Unsliced(A),
             r"A: Unsliced cannot be sliced as \[0:1, 0:1\] \(no slices\): convert it with np.asarray",
         ),
-        (Sparse(A), r"A: Sparse gives no array when it is sliced: convert it with .toarray\(\)"),
+        (Sparse(A), r"A: slicing Sparse gives no array: convert it with .toarray\(\)"),
         (Collection(), r"A: Collection is no array: convert it with .to_dask_array"),
         (_unknown(), r"A has the unknown shape \(nan, 90\): call A.compute_chunk_sizes"),
         (Sliced(A[0]), "A has 1 dimensions"),
@@ -257,7 +257,7 @@ def test_a_lazy_object_that_is_no_operand_is_named(a: Any, part: str) -> None:
     [
         (lambda x: np.ma.masked_array(x, True), "elements are masked"),
         (lambda x: x.astype("f4"), r"dtype float32, where its shape and dtype say"),
-        (lambda x: x[:1], r"gives a block of shape \(1, 90\)"),
+        (lambda x: x[:1], r"returned a block of shape \(1, 90\)"),
     ],
     ids=["masked", "dtype", "shape"],
 )

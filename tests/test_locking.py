@@ -103,8 +103,8 @@ class Locker:
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locking, "PART", 4 * PAGE)
     monkeypatch.setattr(locking, "ONE_BY_ONE", 3)
-    monkeypatch.setattr(arrays, "MIN_LOCKED", 1)
-    monkeypatch.setattr(arrays, "WIDE", 64)
+    monkeypatch.setattr(arrays, "MIN_PINNED", 1)
+    monkeypatch.setattr(arrays, "MIN_ROW_BYTES", 64)
 
 
 @given(
@@ -257,7 +257,7 @@ def test_files_are_not_pinned(tmp_path: Any) -> None:
 
 
 def test_small_arrays_are_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrays, "MIN_LOCKED", WIDE.nbytes + 1)
+    monkeypatch.setattr(arrays, "MIN_PINNED", WIDE.nbytes + 1)
     assert stores.open_matrix("A", WIDE).layout.wide == 0
 
 

@@ -218,7 +218,7 @@ def test_a_file_cut_short_while_it_is_read_is_named(
 def test_a_short_file_is_not_lengthened_by_a_write(tmp_path: Path) -> None:
     matrix = create_npy("X", tmp_path / "X.npy", (40, 40), np.dtype("f8"))
     os.truncate(tmp_path / "X.npy", 1000)
-    with pytest.raises(EOFError, match="cut short, from 12928 bytes to 1000"):
+    with pytest.raises(EOFError, match="truncated from 12928 bytes to 1000"):
         matrix.write((0, 4), (0, 4), np.ones((4, 4)))
     assert (tmp_path / "X.npy").stat().st_size == 1000
 

@@ -236,7 +236,7 @@ def test_a_repaired_operand_is_gone_on_with_if_trusted(here: Path) -> None:
     whole = path.read_bytes()
     path.write_bytes(whole[:-8])
     done = run("a", "b", "c", *TILE)
-    assert (done.code, "damaged or cut short" in done.err) == (EXIT_FAILED, True)
+    assert (done.code, "damaged or truncated" in done.err) == (EXIT_FAILED, True)
     assert "--resume goes on with the others (with --trust-operands too" in done.err
     path.write_bytes(whole)
     refused = run("a", "b", "c", *TILE, "--resume")
@@ -485,18 +485,18 @@ def test_a_tile_whose_commit_raises_is_not_added_to_twice(
     here: Path, monkeypatch: pytest.MonkeyPatch, kind: Any
 ) -> None:
     """The first one: nothing was done before, but C is not what it was any more."""
-    c, right = "c" if kind is ZarrMatrix else "c.npy", kind.adopt
+    c, right = "c" if kind is ZarrMatrix else "c.npy", kind.apply_redo
     for place in (c, "right"):
         zarr.create_array(place, data=C, chunks=(4, 4), compressors=None) if c == "c" else np.save(place, C)
 
-    def adopt(self: Any, rows: Span, cols: Span) -> None:
+    def apply_redo(self: Any, rows: Span, cols: Span) -> None:
         right(self, rows, cols)
         raise OSError(5, "Input/output error")
 
     options = (*TILE, "--beta", "0.5")
-    monkeypatch.setattr(kind, "adopt", adopt)
+    monkeypatch.setattr(kind, "apply_redo", apply_redo)
     assert run("a", "b", c, *options).code == EXIT_FAILED
-    monkeypatch.setattr(kind, "adopt", right)
+    monkeypatch.setattr(kind, "apply_redo", right)
     assert run("a", "b", c, *options, "--resume").code == 0
     assert run("a", "b", "right" + Path(c).suffix, *options).code == 0
     assert stored(c) == stored("right" + Path(c).suffix)
@@ -606,7 +606,7 @@ def test_what_another_has_put_at_c_meanwhile_is_left_alone(here: Path, c: str) -
     assert done.code == (EXIT_USAGE if c == "c" else EXIT_FAILED)  # a file takes its name at the end
     assert stored(c) == bytes(C.data)
     if c == "c.npy":
-        assert "something else was put at its place; it is in" in done.err
+        assert "another file was put at its path; the result is in" in done.err
         Path(c).unlink()
         assert run("a", "b", c, "--resume").code == 0
         np.testing.assert_allclose(np.load(c), A @ B)

@@ -13,7 +13,7 @@ from oocgemm.backends import Backend, Session
 from oocgemm.engine.executor import Observer, Run
 from oocgemm.engine.staging import Staging
 from oocgemm.errors import ExecutionError, InputError, OutOfMemoryError
-from oocgemm.integrity.checks import Checks
+from oocgemm.integrity.checksums.check import Checks
 from oocgemm.jobs import job
 from oocgemm.jobs import output as target
 from oocgemm.jobs.job import Size, Transpose
@@ -106,7 +106,7 @@ def gemm(
         resume: go on with the run that has not ended at `c`, a local path, and was called with the same arguments; begin
             one if there is none, and do nothing if it has ended. Budgets may differ, and be less.
         trust_operands: resume although files of a or b have changed since. Tiles that are done are not computed again.
-        verify: hold every tile against checksums of the panels it is made from (`oocgemm.integrity.checks`) before it is written,
+        verify: hold every tile against checksums of the panels it is made from (`oocgemm.integrity.checksums.check`) before it is written,
             and compute once more what differs. A GPU takes them of what has come to it, the processor a digest of each
             panel when it is read; without a GPU the processor takes the checksums.
         timeline: path of a log of every operation, for `oocgemm report`. It is written as the run goes on, and tells of

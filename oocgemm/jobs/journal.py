@@ -333,8 +333,8 @@ class Keeper:
         if self._redo:
             self._journal.commit(tile)
             self.kept += 1
-            self._matrix.adopt(*block)
-        self._journal.done(tile, self._matrix.block_stamp(*block))
+            self._matrix.apply_redo(*block)
+        self._journal.done(tile, self._matrix.block_fingerprint(*block))
         self.kept += not self._redo
 
     def _work(self) -> None:

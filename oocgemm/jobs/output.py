@@ -134,13 +134,13 @@ class Kept:
         if work.c is not None:
             stores.reserve(work.c)
         if earlier.resumed:
-            self.matrix.sweep()
+            self.matrix.delete_partial_files()
         self.matrix.set_finished(False)
         if self._redo:
             redo = earlier.folder / REDO
-            self.matrix.redirect(redo)
+            self.matrix.redirect_writes(redo)
             for tile in earlier.committed:
-                self.matrix.adopt(plan.grid.rows(tile[0]), plan.grid.cols(tile[1]))
+                self.matrix.apply_redo(plan.grid.rows(tile[0]), plan.grid.cols(tile[1]))
             shutil.rmtree(redo, ignore_errors=True)  # of tiles that were not committed
             redo.mkdir()
             sync_path(earlier.folder)
@@ -154,7 +154,7 @@ class Kept:
         self._keeper.close()
         self._journal.check_in_place()
         self.matrix.set_finished(True)
-        self._journal.complete({"content": self.matrix.stamp()})
+        self._journal.complete({"content": self.matrix.files_fingerprint()})
         shutil.rmtree(self._earlier.folder / REDO, ignore_errors=True)
         if self._earlier.folder.name != SIDECAR:  # beside a .npy file; in a zarr array it is in nobody's way
             self._journal.move_into_c()
