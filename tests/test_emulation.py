@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from oocgemm.backends.host.residues import Prepared, look, multiply, prepare, split, views, workspace_bytes
 from oocgemm.planning.emulation import (
     LEVELS,
-    NUMBERS,
+    MODULI_COUNTS,
     UNITS,
     PanelFacts,
     largest_error,
@@ -30,13 +30,13 @@ Array = NDArray[Any]
 
 DTYPES = ["float64", "float32"]
 
-ALL_NUMBERS = list(chain(*NUMBERS.values()))
+ALL_NUMBERS = list(chain(*MODULI_COUNTS.values()))
 GUARD = 77
 
 
 def room_bytes(m: int, n: int, depth: int, dtype: str) -> int:
     """Bytes of a plane slot."""
-    return plane_offsets(NUMBERS[dtype][-1], m, n, depth).end
+    return plane_offsets(MODULI_COUNTS[dtype][-1], m, n, depth).end
 
 
 def prepared(a: Array, b: Array) -> Prepared:
@@ -153,7 +153,7 @@ rows = st.lists(
 
 
 @settings(max_examples=examples(60), deadline=None)
-@given(row=rows, far=st.integers(-1000, 960), number=st.sampled_from(NUMBERS["float64"]))
+@given(row=rows, far=st.integers(-1000, 960), number=st.sampled_from(MODULI_COUNTS["float64"]))
 def test_products_stay_below_half_the_modulus(row: list[float], far: int, number: int) -> None:
     """Where Cauchy and Schwarz have equality, a row against itself; and the planes hold what they should."""
     x = np.ldexp(np.array([row]), far)
@@ -351,7 +351,7 @@ def test_small_integers_are_exact(shape: tuple[int, int, int], dtype: str) -> No
     rng = np.random.default_rng(5)
     a, b, c = (rng.integers(-9, 10, s).astype(dtype) for s in ((m, k), (k, n), (m, n)))
     found = prepared(a, b)
-    assert found.number == NUMBERS[dtype][0]
+    assert found.number == MODULI_COUNTS[dtype][0]
     np.testing.assert_array_equal(product(found, dtype), a @ b)
     np.testing.assert_array_equal(product(found, dtype, -0.5, 3, c), -0.5 * (a @ b) + 3 * c)
     np.testing.assert_array_equal(product(found, dtype, 0, 1, c), c)
@@ -404,7 +404,7 @@ def test_zeros_and_lone_elements_are_exact_or_fall_back(dtype: str) -> None:
     b = rng.standard_normal((50, 40)).astype(dtype)
     zeros, some = np.zeros((30, 50), dtype), np.zeros((30, 50), dtype)
     found = prepared(zeros, b)
-    assert found.number == NUMBERS[dtype][0]
+    assert found.number == MODULI_COUNTS[dtype][0]
     assert not found.a.exponents.any()
     assert not product(found, dtype).any()
     some[np.arange(30), rng.integers(0, 50, 30)] = np.exp2(rng.integers(-30, 30, 30))
@@ -440,7 +440,7 @@ def test_subnormal_rows_are_exact_and_lost_bits_are_noticed(dtype: str) -> None:
     np.testing.assert_array_equal(product(prepared(a, b), dtype), a @ b)
     b[3, 4] = least
     planes, _ = views(np.zeros(room_bytes(30, 0, 64, dtype), np.uint8), 30, 0, 64, dtype)
-    how = residues(NUMBERS[dtype][-1])
+    how = residues(MODULI_COUNTS[dtype][-1])
     assert not split(b.T, planes, how, look(b.T, planes.norms)).exact
     b[3, 4] = 0
     assert split(b.T, planes, how, look(b.T, planes.norms)).exact
@@ -470,7 +470,7 @@ def test_the_less_must_meet_the_more_moduli_until_none_will_do(dtype: str) -> No
             x[rng.permuted(np.tile(np.arange(4000), (10, 1)), axis=1) >= 2000 + more] *= 2.0**-20
         numbers.append(prepared(a.astype(dtype), b.T.astype(dtype)).number)
     assert [n or 99 for n in numbers] == sorted(n or 99 for n in numbers)
-    assert set(numbers) == {0, *NUMBERS[dtype]}
+    assert set(numbers) == {0, *MODULI_COUNTS[dtype]}
     assert numbers[-2] > 0
 
 

@@ -40,7 +40,7 @@ from oocgemm.integrity.rounding import wide_dtype
 from oocgemm.integrity.sign_sums import Rows, Sums, lean_of, product, row_norms
 from oocgemm.integrity.tolerance import SumTolerance
 from oocgemm.planning import GemmProblem
-from oocgemm.planning.tiling import Span, ceil_div
+from oocgemm.planning.tiling import Range, ceil_div
 from oocgemm.planning.units import format_size
 
 # Columns of a group: the fewer, the smaller are the errors that show, and the more multiplications op(A) takes.
@@ -165,7 +165,7 @@ class Check:
         self,
         problem: GemmProblem,
         x: Operands,
-        cols: Span,
+        cols: Range,
         blocks: Blocks,
         passes: Passes,
         seed: tuple[int, ...],
@@ -224,7 +224,7 @@ class Check:
         left_out = self._left_out
         some = left_out.any()
 
-        def act(rows: Span, cols: Span, x: Array, _: Array | None) -> None:
+        def act(rows: Range, cols: Range, x: Array, _: Array | None) -> None:
             at, group, which = (
                 slice(rows[0] - sums.span[0], rows[1] - sums.span[0]),
                 self._group(cols),
@@ -249,7 +249,7 @@ class Check:
     def _add_left(self, rows: Rows, sums: Sums) -> None:
         """op(A) of the sums, and the norms of its terms."""
 
-        def act(at_rows: Span, cols: Span, x: Array, _: Array | None) -> None:
+        def act(at_rows: Range, cols: Range, x: Array, _: Array | None) -> None:
             at = slice(at_rows[0] - rows.span[0], at_rows[1] - rows.span[0])
             inside = slice(cols[0] - sums.span[0], cols[1] - sums.span[0])
             values, terms, spoiled = sums.values[inside], sums.terms(x, inside), None
@@ -283,7 +283,7 @@ class Check:
             overflow[0][...] = True
         some = rows.spoiled.any() or self._left_out.any()
 
-        def act(at_rows: Span, cols: Span, part: Array, before: Array | None) -> None:
+        def act(at_rows: Range, cols: Range, part: Array, before: Array | None) -> None:
             at, group, which = (
                 slice(at_rows[0] - rows.span[0], at_rows[1] - rows.span[0]),
                 self._group(cols),
@@ -326,14 +326,14 @@ class Check:
         found.excess = max(found.excess, worst)
         found.tolerance = max(found.tolerance, float(allowed[decided].max(initial=0)))
 
-    def _signs_of(self, cols: Span) -> Array:
+    def _signs_of(self, cols: Range) -> Array:
         """The signs of a strip's columns. A thread meets strips of the same columns one after another."""
         if getattr(self._drawn, "cols", None) != cols:
             self._drawn.cols, self._drawn.signs = cols, self._signs.part(*cols)
         signs: Array = self._drawn.signs
         return signs
 
-    def _group(self, cols: Span) -> int:
+    def _group(self, cols: Range) -> int:
         """The group that a strip's columns are in."""
         return int((cols[0] - self._cuts[0]) // self._blocks.group)
 
@@ -365,6 +365,6 @@ def _vectors(group: int) -> slice:
     return slice(group * VECTORS, (group + 1) * VECTORS)
 
 
-def hull(which: Array) -> Span:
+def hull(which: Array) -> Range:
     found = np.flatnonzero(which)
     return int(found[0]), int(found[-1]) + 1

@@ -10,7 +10,7 @@ import numpy as np
 
 from oocgemm.backends.base import Array, limits_of, numpy_dtype
 from oocgemm.planning import GemmProblem
-from oocgemm.planning.integers import LIMIT
+from oocgemm.planning.integers import EXACT_LIMIT
 
 # Squares between these lose nothing to underflow and overflow that matters.
 SMALLEST, LARGEST = 1e-270, 1e290
@@ -84,7 +84,7 @@ class Rounding:
         where C is of integers, as long as none of these sums could have rounded itself."""
         root = np.sqrt(elements)
         if self._whole:
-            return np.where(root * norm < LIMIT / 2, 0.0, self._own * root * norm)
+            return np.where(root * norm < EXACT_LIMIT / 2, 0.0, self._own * root * norm)
         rounding = np.minimum(T, root) * (self._relative * norm + self._stored * stored)
         return np.asarray(rounding + self._own * root * norm + elements * self._least)
 

@@ -5,7 +5,7 @@ import numpy as np
 from oocgemm.backends.base import Array
 from oocgemm.backends.random_words import VECTORS
 from oocgemm.integrity.rounding import LARGEST, ONE_THREAD, SMALLEST, norms
-from oocgemm.planning.tiling import Span
+from oocgemm.planning.tiling import Range
 
 # Norms are alike if the largest is at most so many times the smallest.
 ALIKE = 2
@@ -18,7 +18,7 @@ MIN_SHARE = 1e-120
 class Sums:
     """op(B) y for a span of k: `values` for each group's vectors, and the 2-norms of op(B)'s rows in each group."""
 
-    def __init__(self, span: Span, groups: int, dtype: np.dtype[np.generic]) -> None:
+    def __init__(self, span: Range, groups: int, dtype: np.dtype[np.generic]) -> None:
         extent = span[1] - span[0]
         self.span = span
         self.values = np.zeros((extent, groups * VECTORS), dtype)
@@ -59,7 +59,7 @@ class Rows:
     """A span of C's rows: op(A) op(B) y, the norms of its terms, what partial sums exceed them by, and the rows where op(A)
     holds an Inf or a NaN."""
 
-    def __init__(self, span: Span, groups: int, dtype: np.dtype[np.generic]) -> None:
+    def __init__(self, span: Range, groups: int, dtype: np.dtype[np.generic]) -> None:
         extent = span[1] - span[0]
         self.span = span
         self.expected = np.zeros((extent, groups * VECTORS), dtype)

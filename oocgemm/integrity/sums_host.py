@@ -17,8 +17,8 @@ from oocgemm.backends.random_words import signs
 from oocgemm.engine.staging import Staging
 from oocgemm.integrity.rounding import add_product, block_norms, block_squares, signed, wide_dtype
 from oocgemm.planning import Kind, Op, Operation, Plan, Slot
-from oocgemm.planning.check_blocks import WIDENED, borders
-from oocgemm.planning.tiling import Span, Tile
+from oocgemm.planning.check_blocks import WIDENING_ELEMENTS, borders
+from oocgemm.planning.tiling import Range, Tile
 from oocgemm.timeline.busy import BusyTime
 
 
@@ -55,7 +55,7 @@ class Sums:
     bare: bool = False  # the signed sums alone
     _adding: threading.Lock = field(default_factory=threading.Lock)
 
-    def add(self, rows: Span, cols: Span, piece: Array) -> None:
+    def add(self, rows: Range, cols: Range, piece: Array) -> None:
         """Take in a piece, in stored orientation, its spans those of the stored matrix."""
         if self.axis == 1:
             rows, cols, piece = cols, rows, piece.T
@@ -123,7 +123,7 @@ class HostSums:
         if operation.operand != "C":
             self._panels.pop(region.slot, None)  # its panel is being overwritten
 
-        def look(rows: Span, cols: Span, piece: Array) -> None:
+        def look(rows: Range, cols: Range, piece: Array) -> None:
             start = perf_counter_ns()
             sums.add(rows, cols, piece)
             self._busy.append((start, perf_counter_ns()))
@@ -259,8 +259,8 @@ def widened(blocks: Array) -> Iterator[tuple[slice, Array, slice]]:
     if blocks.dtype == wide:
         yield slice(0, count), blocks, slice(0, width)
         return
-    across = max(1, min(width, WIDENED // size))
-    several = max(1, WIDENED // (size * across))
+    across = max(1, min(width, WIDENING_ELEMENTS // size))
+    several = max(1, WIDENING_ELEMENTS // (size * across))
     for first in range(0, count, several):
         groups = slice(first, min(first + several, count))
         for left in range(0, width, across):

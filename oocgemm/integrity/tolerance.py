@@ -31,7 +31,7 @@ from oocgemm.backends.base import Array, numpy_dtype
 from oocgemm.errors import InputError
 from oocgemm.integrity.rounding import DOUBLE, OPERANDS, Rounding, gamma, sum_error
 from oocgemm.planning import GemmProblem
-from oocgemm.planning.integers import LIMIT
+from oocgemm.planning.integers import EXACT_LIMIT
 
 BOUNDS = ("probabilistic", "worst-case")
 FALSE_ALARM = 1e-6
@@ -81,7 +81,7 @@ class SumTolerance(Rounding):
         root = np.sqrt(elements)
         largest = alpha * self.product_norm(terms) + old
         if self._whole:  # every sum is exact, unless it is too large to be
-            return np.where(root * largest < LIMIT / 2, 0.0, self._own * root * largest)
+            return np.where(root * largest < EXACT_LIMIT / 2, 0.0, self._own * root * largest)
         signs = np.minimum(self._signs, root)
         if self._probabilistic:
             reduced = self._operands * ((self._t + self._signs) * terms + self._signs * lean)

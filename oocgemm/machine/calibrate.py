@@ -46,8 +46,8 @@ from oocgemm.planning import (
     default_model,
     fit_link,
 )
-from oocgemm.planning.cost.predict import multiply_seconds, unfilled
-from oocgemm.planning.tiling import Span
+from oocgemm.planning.cost.predict import multiply_seconds, wave_quantization
+from oocgemm.planning.tiling import Range
 from oocgemm.system import cache
 from oocgemm.system.cpu import CpuTimes, used_since
 from oocgemm.system.memory import allocate, available_memory
@@ -210,7 +210,7 @@ def _whole(plan: Plan, rates: Mapping[int, float]) -> dict[int, float]:
     tile = plan.tile
     ideal = replace(plan.machine, kernels={plan.problem.rate: KernelRate(1.0, 0.0)})
     loss = multiply_seconds(plan.problem, ideal, 1.0, tile.m, tile.n, tile.k)
-    loss *= unfilled(plan.problem, ideal, tile.m, tile.n)
+    loss *= wave_quantization(plan.problem, ideal, tile.m, tile.n)
     return {depth: rate * loss for depth, rate in rates.items()}
 
 
@@ -330,7 +330,7 @@ def _storage(
             cleanup.callback(staging.close)
             return staging
 
-        def rate(staging: Staging, columns: Span = (0, cols), *, cold: bool = False) -> float:
+        def rate(staging: Staging, columns: Range = (0, cols), *, cold: bool = False) -> float:
             operation = moving(Kind.READ, "A", (0, rows), columns, data.itemsize)
 
             def once() -> float:

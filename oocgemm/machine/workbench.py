@@ -24,7 +24,7 @@ from oocgemm.planning import (
     Tier,
     TileShape,
 )
-from oocgemm.planning.tiling import Span
+from oocgemm.planning.tiling import Range
 from oocgemm.stores import Matrix
 from oocgemm.system.memory import available_memory
 
@@ -168,7 +168,7 @@ def _device(operand: str, elements: int) -> Region:
     return Region(Slot(Tier.DEVICE, operand, 0), 0, elements)
 
 
-def moving(kind: Kind, operand: str, rows: Span, cols: Span, itemsize: int) -> Operation:
+def moving(kind: Kind, operand: str, rows: Range, cols: Range, itemsize: int) -> Operation:
     """A copy of a block between the first slots of an operand, or between one of them and its store."""
     elements = (rows[1] - rows[0]) * (cols[1] - cols[0])
     region, nothing = (_device(operand, elements),), (0, 0)

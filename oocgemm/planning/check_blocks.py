@@ -23,15 +23,15 @@ from oocgemm.planning.tiling import TileShape, ceil_div, round_up
 # Small blocks find small errors and cost memory, one part in SIDE of the panels.
 SIDE = 128
 # Elements that a thread brings to double precision at a time, where operands are narrower.
-WIDENED = 1 << 18
+WIDENING_ELEMENTS = 1 << 18
 PART = 16
 HEAD = 16
 # Rows of a stored panel from one that a digest takes to the next, as in kernels/check_sums.cu.
-DIGESTED = 64
+DIGEST_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class Blocking:
     """An extent in strips, each of `per` blocks of `size`, the last of each perhaps shorter, as the last strip may be."""
 
     extent: int
@@ -40,7 +40,7 @@ class Cut:
     per: int
 
     @classmethod
-    def of(cls, extent: int, strip: int) -> "Cut":
+    def of(cls, extent: int, strip: int) -> "Blocking":
         """Strips are cut evenly, a shorter last one as the others, so that a strip alone is cut as it is in its tile."""
         strip = max(1, strip)
         size = ceil_div(strip, ceil_div(strip, SIDE))
@@ -62,7 +62,7 @@ def borders(extent: int, strip: int) -> list[int]:
     >>> borders(500, 200), borders(450, 200), borders(3, 128)
     ([0, 100, 200, 300, 400, 500], [0, 100, 200, 300, 400, 450], [0, 3])
     """
-    cut = Cut.of(extent, strip)
+    cut = Blocking.of(extent, strip)
     strips = range(0, extent, cut.strip)
     return [0, *(b for top in strips for b in _inside(top, min(top + cut.strip, extent), cut.size))]
 
@@ -73,7 +73,7 @@ def _inside(top: int, bottom: int, size: int) -> Iterator[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class PanelRoom:
+class PanelOffsets:
     """Where the parts of a panel's checksums begin, on the device; the head is at 0."""
 
     flags: int
@@ -82,16 +82,16 @@ class PanelRoom:
     end: int
 
     @classmethod
-    def of(cls, problem: GemmProblem, extent: int, depth: int, strip: int) -> "PanelRoom":
+    def of(cls, problem: GemmProblem, extent: int, depth: int, strip: int) -> "PanelOffsets":
         """For a panel of that extent, in strips, and depth."""
-        blocks = Cut.of(extent, strip).blocks
+        blocks = Blocking.of(extent, strip).blocks
         norms = round_up(HEAD + extent, PART)
         sums = round_up(norms + 8 * blocks * ceil_div(depth, SIDE), PART)
         return cls(HEAD, norms, sums, round_up(sums + _wide(problem) * blocks * depth, PART))
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PartOffsets:
     """Where sums, norms and flags of one part of a strip's checksums begin; the head is at `begin`."""
 
     begin: int
@@ -102,7 +102,7 @@ class Part:
     end: int
 
     @classmethod
-    def of(cls, begin: int, wide: int, blocks: int, rows: int, cols: int) -> "Part":
+    def of(cls, begin: int, wide: int, blocks: int, rows: int, cols: int) -> "PartOffsets":
         flags = begin + HEAD
         sums = round_up(flags + rows + cols, PART)
         norms = sums + wide * blocks
@@ -110,55 +110,55 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class StripRoom:
+class StripOffsets:
     """Where the checksums of a strip lie on the device: of what is `found` in it, of what it was `made` of, of the `old` C.
     A strip has at most `down` x `across` blocks, and always so many across as its tile can have."""
 
     down: int
     across: int
-    found: Part
-    made: Part
-    old: Part
+    found: PartOffsets
+    made: PartOffsets
+    old: PartOffsets
 
     @property
     def end(self) -> int:
         return self.old.end
 
     @classmethod
-    def of(cls, problem: GemmProblem, tile: TileShape, strip: int) -> "StripRoom":
+    def of(cls, problem: GemmProblem, tile: TileShape, strip: int) -> "StripOffsets":
         w, h = min(tile.m, problem.m), min(tile.n, problem.n)
-        down, across, wide = Cut.of(w, strip).per, Cut.of(h, h).blocks, _wide(problem)
+        down, across, wide = Blocking.of(w, strip).per, Blocking.of(h, h).blocks, _wide(problem)
         strip, blocks = min(strip, w), down * across
-        found = Part.of(0, wide, blocks, 0, 0)
-        made = Part.of(found.end, wide, blocks, strip, h)
+        found = PartOffsets.of(0, wide, blocks, 0, 0)
+        made = PartOffsets.of(found.end, wide, blocks, strip, h)
         if problem.reads_c:
-            return cls(down, across, found, made, Part.of(made.end, wide, blocks, strip, 0))
-        return cls(down, across, found, made, Part(*[made.end] * 6))
+            return cls(down, across, found, made, PartOffsets.of(made.end, wide, blocks, strip, 0))
+        return cls(down, across, found, made, PartOffsets(*[made.end] * 6))
 
 
-def room_bytes(problem: GemmProblem, tile: TileShape, strip: int) -> dict[tuple[str, str], int]:
+def checksum_bytes(problem: GemmProblem, tile: TileShape, strip: int) -> dict[tuple[str, str], int]:
     """Bytes of checksums behind a slot by tier and operand, where the device takes them."""
     if problem.checked != "device":
         return {}
     w, h, r = min(tile.m, problem.m), min(tile.n, problem.n), min(tile.k, problem.depth)
-    of_strip = StripRoom.of(problem, tile, strip).end
+    of_strip = StripOffsets.of(problem, tile, strip).end
     return {
-        ("device", "A"): PanelRoom.of(problem, w, r, strip).end,
-        ("device", "B"): PanelRoom.of(problem, h, r, h).end,
-        ("device", "C"): Cut.of(w, strip).strips * of_strip,
+        ("device", "A"): PanelOffsets.of(problem, w, r, strip).end,
+        ("device", "B"): PanelOffsets.of(problem, h, r, h).end,
+        ("device", "C"): Blocking.of(w, strip).strips * of_strip,
         ("device", "D"): of_strip,
         ("host", "C"): of_strip,
     }
 
 
-def room_share(problem: GemmProblem) -> float:
+def checksum_fraction(problem: GemmProblem) -> float:
     """About what checksums on the device add to a slot, as a part of it: somewhat more than in most cases."""
     if problem.checked != "device":
         return 0.0
     return 1.3 * _wide(problem) / (SIDE * problem.itemsizes["A"]) + 0.005
 
 
-def panel_check_bytes(problem: GemmProblem, tile: TileShape, strip: int) -> tuple[int, int]:
+def panel_checksum_bytes(problem: GemmProblem, tile: TileShape, strip: int) -> tuple[int, int]:
     """Bytes on the host of the checksums of one panel of op(A), and of op(B); none where the host takes none."""
     if problem.checked != "host":
         return 0, 0
@@ -166,19 +166,19 @@ def panel_check_bytes(problem: GemmProblem, tile: TileShape, strip: int) -> tupl
     return down * (deep + 1) * _wide(problem), across * (deep + 1) * _wide(problem)
 
 
-def check_bytes(problem: GemmProblem, tile: TileShape, slots: Slots, io_threads: int) -> int:
+def host_check_bytes(problem: GemmProblem, tile: TileShape, slots: Slots, io_threads: int) -> int:
     """Host memory that checking takes: checksums of every panel held, sums of the tiles in work, signs, and room to
     bring narrow elements to double precision; where the device takes the checksums, what panels are weighted with, and
     a strip's checksums once more while it is judged."""
     if not problem.checked:
         return 0
     if problem.checked == "device":
-        return 12 * sum(weights(problem, tile)) + 4 * StripRoom.of(problem, tile, slots.strip).end
-    a, b = panel_check_bytes(problem, tile, slots.strip)
+        return 12 * sum(digest_weights(problem, tile)) + 4 * StripOffsets.of(problem, tile, slots.strip).end
+    a, b = panel_checksum_bytes(problem, tile, slots.strip)
     down, across, _ = _blocks(problem, tile, slots.strip)
     wide = _wide(problem)
     tiles = (slots.c + 1) * down * across * (2 * wide + 16)
-    widened = 0 if problem.itemsizes["A"] == wide else (io_threads + 2) * WIDENED * wide
+    widened = 0 if problem.itemsizes["A"] == wide else (io_threads + 2) * WIDENING_ELEMENTS * wide
     return (
         (slots.a + slots.host_a) * a
         + (slots.b + slots.host_b) * b
@@ -188,7 +188,7 @@ def check_bytes(problem: GemmProblem, tile: TileShape, slots: Slots, io_threads:
     )
 
 
-def weights(problem: GemmProblem, tile: TileShape) -> tuple[int, int]:
+def digest_weights(problem: GemmProblem, tile: TileShape) -> tuple[int, int]:
     """How many rows a stored panel or strip may have, and how many words of 4 bytes in a row."""
     most = max(1, min(tile.m, problem.m), min(tile.n, problem.n), min(tile.k, problem.depth))
     return most, ceil_div(most * max(problem.itemsizes["A"], problem.itemsizes["C"]), 4)
@@ -197,7 +197,7 @@ def weights(problem: GemmProblem, tile: TileShape) -> tuple[int, int]:
 def _blocks(problem: GemmProblem, tile: TileShape, strip: int) -> tuple[int, int, int]:
     """Blocks of a tile down and across, and the depth of its panels."""
     w, h, r = min(tile.m, problem.m), min(tile.n, problem.n), min(tile.k, problem.depth)
-    return Cut.of(w, strip).blocks, Cut.of(h, h).blocks, r
+    return Blocking.of(w, strip).blocks, Blocking.of(h, h).blocks, r
 
 
 def _wide(problem: GemmProblem) -> int:

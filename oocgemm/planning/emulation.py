@@ -21,7 +21,7 @@ from math import ceil, log2, prod, sqrt
 MODULI = (256, 255, 253, 251, 247, 241, 239, 233, 229, 227, 223, 217, 211, 199, 197, 193)
 # How many moduli are tried, fewest first: of less a normal product's error would be seen, more than the last do not
 # pay or do not fit into int64.
-NUMBERS = {"float64": (14, 15, 16), "float32": (7, 8, 9)}
+MODULI_COUNTS = {"float64": (14, 15, 16), "float32": (7, 8, 9)}
 UNITS = {"float64": 2.0**-53, "float32": 2.0**-24}  # roundoff
 MAX_DEPTH = 1 << 17  # so many products of residues fit into int32
 MIN_DEPTH = 16  # below, rounding the result weighs against k u
@@ -148,7 +148,7 @@ def least_share(a: Sequence[int], b: Sequence[int], depth: int) -> float:
     return total / depth
 
 
-STRIP = 4096  # rows of C whose residues are held at a time
+STRIP_ROWS = 4096  # rows of C whose residues are held at a time
 _ROW_FACTS = 32  # bytes
 VERDICT_BYTES = 256  # what a device has to say of two panels
 _ALIGNMENT = 512
@@ -188,13 +188,13 @@ HOST_WORK = 6 << 20  # bytes, the same on the host, which multiplies block by bl
 
 def work_bytes(planes: int, m: int, n: int) -> int:
     """Bytes beside the slots to multiply an m x n tile: for a strip of it the residues, and sums of one modulus."""
-    return min(m, STRIP) * pitch(n) * (planes + 4)
+    return min(m, STRIP_ROWS) * pitch(n) * (planes + 4)
 
 
-def described(steps: Mapping[int, int]) -> list[str]:
+def describe_steps(steps: Mapping[int, int]) -> list[str]:
     """How many steps used how many moduli, 0 being those that fell back to a native product.
 
-    >>> described({14: 30, 0: 2})
+    >>> describe_steps({14: 30, 0: 2})
     ['30 steps by 14 moduli', '2 steps natively']
     """
     return [

@@ -7,11 +7,11 @@ sums in int32 as deep as that holds, and of deeper products those of each step, 
 
 from dataclasses import dataclass
 
-from oocgemm.planning.emulation import STRIP, pitch
+from oocgemm.planning.emulation import STRIP_ROWS, pitch
 
-MAX_DEPTH = (2**31 - 1) >> 14  # that int32 holds
-DEEPEST = (2**53 - 1) >> 14  # that float64 holds exactly
-LIMIT = 2**53  # integers below it are exact in float64
+MAX_INT32_DEPTH = (2**31 - 1) >> 14  # that int32 holds
+MAX_FLOAT64_DEPTH = (2**53 - 1) >> 14  # that float64 holds exactly
+EXACT_LIMIT = 2**53  # integers below it are exact in float64
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,8 @@ class Room:
     end: int
 
 
-def room(m: int, n: int, k: int) -> Room:
+def workspace_layout(m: int, n: int, k: int) -> Room:
     """The room for an m x n x k step."""
     b = m * pitch(k)
     sums = b + n * pitch(k)
-    return Room(b, sums, sums + 4 * min(m, STRIP) * pitch(n))
+    return Room(b, sums, sums + 4 * min(m, STRIP_ROWS) * pitch(n))

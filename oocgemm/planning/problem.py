@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
-from oocgemm.planning.emulation import NUMBERS
+from oocgemm.planning.emulation import MODULI_COUNTS
 
 
 class Op(StrEnum):
@@ -102,7 +102,7 @@ class GemmProblem:
     @property
     def planes(self) -> int:
         """Planes of residues, a byte an element, that a panel may be turned into before it is multiplied."""
-        return NUMBERS[self.a_dtype][-1] if self.compute == "emulated" else 0
+        return MODULI_COUNTS[self.a_dtype][-1] if self.compute == "emulated" else 0
 
     @property
     def rate(self) -> str:

@@ -18,7 +18,7 @@ from math import gcd, inf
 
 from oocgemm.planning.problem import GemmProblem, Op
 
-Span = tuple[int, int]
+Range = tuple[int, int]
 Tile = tuple[int, int]
 
 
@@ -85,11 +85,11 @@ class TileGrid:
         """Steps in a tile. At least one: where k = 0 a step of no depth leaves beta * C."""
         return max(1, ceil_div(self.k, self.tile.k))
 
-    def rows(self, i: int) -> Span:
+    def rows(self, i: int) -> Range:
         """Valid rows of C in tile row i."""
         return i * self.tile.m, min((i + 1) * self.tile.m, self.m)
 
-    def cols(self, j: int) -> Span:
+    def cols(self, j: int) -> Range:
         """Valid columns of C in tile column j."""
         return j * self.tile.n, min((j + 1) * self.tile.n, self.n)
 
@@ -98,7 +98,7 @@ class TileGrid:
         (m0, m1), (n0, n1) = self.rows(tile[0]), self.cols(tile[1])
         return (m1 - m0) * (n1 - n0)
 
-    def depth(self, p: int) -> Span:
+    def depth(self, p: int) -> Range:
         """Valid extent along k of step p."""
         start = p * self.tile.k
         if start < self.k or p == 0:
@@ -134,8 +134,8 @@ class Layout:
     line: int = 0
     itemsize: int = 8
     scratch_bytes: int = 0
-    wide: int = 0
-    held: bool = False
+    zero_copy_width: int = 0
+    pinned: bool = False
 
     def oriented(self, op: Op) -> "Layout":
         """The same in the orientation of op(X)."""
@@ -148,7 +148,7 @@ class Layout:
             contiguous=1 - self.contiguous,
         )
 
-    def spread(self, panel: Span) -> float:
+    def spread(self, panel: Range) -> float:
         """Elements of the lines that panels of that shape cross, over those that they take: 1 for whole lines."""
         extent = panel[self.contiguous]
         if not self.partial_reads or self.in_memory or not extent:
@@ -157,7 +157,7 @@ class Layout:
             return max(1.0, self.line / extent)
         return cover_ratio(PANELS * extent, extent, self.read_chunk[self.contiguous])
 
-    def segment(self, panel: Span) -> float:
+    def segment(self, panel: Range) -> float:
         """Mean bytes of the segments that panels of that shape are read or written in; inf for whole lines.
 
         >>> npy, raw = Layout(line=4000, itemsize=8), Layout((500, 500), itemsize=8)
@@ -174,20 +174,20 @@ class Layout:
             segments = (extent + chunk - even - max(0, extent - chunk + even)) / chunk
         return extent * self.itemsize / segments if segments else inf
 
-    def part_bytes(self, panel: Span) -> int:
+    def part_bytes(self, panel: Range) -> int:
         """Host memory that a thread takes to read panels of that shape, if they take a part of each line."""
         return self.scratch_bytes if self.line or self.segment(panel) < inf else 0
 
-    def in_place(self, panel: Span) -> bool:
+    def in_place(self, panel: Range) -> bool:
         """Whether panels of that shape are worth copying to a device, or from one, where the array lies."""
-        return 0 < self.wide <= panel[self.contiguous] * (2 if self.held else 1)
+        return 0 < self.zero_copy_width <= panel[self.contiguous] * (2 if self.pinned else 1)
 
-    def straight(self, panel: Span, thin: Span | None = None) -> bool:
+    def straight(self, panel: Range, thin: Range | None = None) -> bool:
         """Whether panels of that shape are copied with nothing done on the host, or `thin` ones among them."""
         row = (thin or panel)[self.contiguous]
-        return self.held and self.in_place(panel) and self.wide <= EASE * row
+        return self.pinned and self.in_place(panel) and self.zero_copy_width <= EASE * row
 
-    def cover(self, extents: Span, panel: Span) -> float:
+    def cover(self, extents: Range, panel: Range) -> float:
         """Read amplification: bytes read and decoded over bytes wanted, panels of that shape being read."""
         if self.partial_reads:
             return 1.0

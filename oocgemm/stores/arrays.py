@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from oocgemm.planning import Layout, Op
-from oocgemm.planning.tiling import Span
+from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import Array, Matrix, checked
 from oocgemm.stores.files import DONT_NEED, WILL_NEED, advise
 
@@ -35,9 +35,9 @@ class ArrayMatrix:
         self._map = _map_under(array)
         self._file_bytes = self._map.size() if self._map is not None else 0
         self._droppable = None if _is_private(array) else self._map
-        self.layout = Layout(in_memory=True, wide=_wide(array) if self._map is None else 0)
+        self.layout = Layout(in_memory=True, zero_copy_width=_wide(array) if self._map is None else 0)
 
-    def read(self, rows: Span, cols: Span, out: Array) -> None:
+    def read(self, rows: Range, cols: Range, out: Array) -> None:
         self._check_length()
         for source, target in self._bands(self.array[slice(*rows), slice(*cols)], out):
             if self._map is not None:
@@ -45,7 +45,7 @@ class ArrayMatrix:
             np.copyto(target, source, casting="equiv")
             self._drop(source)
 
-    def write(self, rows: Span, cols: Span, data: Array) -> None:
+    def write(self, rows: Range, cols: Range, data: Array) -> None:
         self._check_length()
         for target, source in self._bands(self.array[slice(*rows), slice(*cols)], data):
             np.copyto(target, source, casting="equiv")

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from oocgemm.planning.tiling import Span
+from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import Matrix
 
 # The folder that a run keeps its journal in: in a zarr array's own, where no reader looks; of a file by its name and this.
@@ -27,10 +27,10 @@ class Durable(Matrix, Protocol):
     def redirect(self, folder: Path) -> None:
         """Write to files in `folder` from now on, of the same file system; reads go where they went."""
 
-    def sync_block(self, rows: Span, cols: Span) -> None:
+    def sync_block(self, rows: Range, cols: Range) -> None:
         """Bring a block to the disk, contents and names, as it was written last. Raises `OSError`."""
 
-    def adopt(self, rows: Span, cols: Span) -> None:
+    def adopt(self, rows: Range, cols: Range) -> None:
         """Bring what was redirected of a block to its place, and to the disk. Doing it again, all or from amid,
         is harmless. Raises `OSError`."""
 
@@ -40,7 +40,7 @@ class Durable(Matrix, Protocol):
     def stamp(self) -> str:
         """Stands for what the files hold, by their sizes and modification times."""
 
-    def block_stamp(self, rows: Span, cols: Span) -> str | None:
+    def block_stamp(self, rows: Range, cols: Range) -> str | None:
         """The same for a block that was synced; None where blocks have no files of their own."""
 
 
@@ -103,12 +103,12 @@ def spread(down: int, across: int) -> Iterable[tuple[int, int]]:
     return (divmod(number, across) for number in range(0, down * across, max(1, every)))
 
 
-def saved_block(folder: Path, rows: Span, cols: Span) -> Path:
+def saved_block(folder: Path, rows: Range, cols: Range) -> Path:
     """The file in which a block of a .npy file waits to take its place."""
     return folder / "-".join(map(str, (*rows, *cols)))
 
 
-def saved_blocks(folder: Path, rows: Span, cols: Span) -> list[tuple[Path, Span, Span]]:
+def saved_blocks(folder: Path, rows: Range, cols: Range) -> list[tuple[Path, Range, Range]]:
     """Those files that lie within a block."""
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():

@@ -18,7 +18,7 @@ import numpy as np
 
 from oocgemm.errors import ExecutionError, InputError
 from oocgemm.planning import Layout
-from oocgemm.planning.tiling import Span
+from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import BATCH_BYTES, Array, checked, pieces
 
 # Packages whose arrays several threads may read at a time. h5py takes a lock of its own.
@@ -75,7 +75,7 @@ class LazyMatrix:
         if shape != (0, 0):
             raise InputError(f"{self.name}: {kind} gives no array when it is sliced: convert it with {hint}")
 
-    def read(self, rows: Span, cols: Span, out: Array) -> None:
+    def read(self, rows: Range, cols: Range, out: Array) -> None:
         """Fill `out` piece by piece. Raises `ExecutionError` for a piece of another shape or dtype, or with masked elements."""
         for (r0, r1), (c0, c1) in pieces(rows, cols, self._chunk, self._piece):
             part = out[r0 - rows[0] : r1 - rows[0], c0 - cols[0] : c1 - cols[0]]
@@ -96,7 +96,7 @@ class LazyMatrix:
             )
         np.copyto(out, block, casting="equiv")
 
-    def write(self, rows: Span, cols: Span, data: Array) -> None:
+    def write(self, rows: Range, cols: Range, data: Array) -> None:
         """Raise: a lazy operand is read only."""
         raise ExecutionError(f"{self.name} is lazy and cannot be written to")
 

@@ -18,7 +18,7 @@ from oocgemm.errors import ScheduleError
 from oocgemm.planning.schedule.operations import Kind, Operation, Schedule
 from oocgemm.planning.schedule.slots import Slot, Tier
 from oocgemm.planning.schedule.traversal import step_order
-from oocgemm.planning.tiling import Span, Tile
+from oocgemm.planning.tiling import Range, Tile
 
 T = TypeVar("T")
 
@@ -89,8 +89,8 @@ def verify(schedule: Schedule, chunks: tuple[int, int] = (1, 1)) -> None:
     schedule. Raises `ScheduleError`.
     """
     held: dict[Slot, object] = {}
-    sums: dict[Slot, dict[Span, tuple[Tile, set[int]]]] = defaultdict(dict)
-    written: dict[Span, list[Span]] = defaultdict(list)
+    sums: dict[Slot, dict[Range, tuple[Tile, set[int]]]] = defaultdict(dict)
+    written: dict[Range, list[Range]] = defaultdict(list)
     grid, extents = schedule.grid, (schedule.grid.m, schedule.grid.n)
     for op in schedule:
         steps = set(step_order(op.tile, grid.steps, grid.ramp))
@@ -155,7 +155,7 @@ def _require(condition: bool, op: Operation) -> None:
         raise ScheduleError(f"{op}: a slot it uses does not hold what it needs")
 
 
-def _strips_in(schedule: Schedule, op: Operation) -> Iterator[Span]:
+def _strips_in(schedule: Schedule, op: Operation) -> Iterator[Range]:
     """The strips that a Multiply adds to: one, or all of its tile."""
     size = schedule.slots.strip
     for start in range(op.m[0], op.m[1], size):
@@ -167,5 +167,5 @@ def _area(schedule: Schedule, tile: tuple[int, int]) -> int:
     return (m1 - m0) * (n1 - n0)
 
 
-def _pairs(spans: list[Span]) -> Iterable[tuple[Span, Span]]:
+def _pairs(spans: list[Range]) -> Iterable[tuple[Range, Range]]:
     return pairwise(spans)

@@ -33,7 +33,7 @@ from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.schedule.placement import Loads, Placed, Placing
 from oocgemm.planning.schedule.slots import Region, Slot, Slots, Tier, slot_of
 from oocgemm.planning.schedule.traversal import step_order
-from oocgemm.planning.tiling import Span, Tile, TileGrid, ceil_div
+from oocgemm.planning.tiling import Range, Tile, TileGrid, ceil_div
 
 
 class Kind(StrEnum):
@@ -92,9 +92,9 @@ class Operation(NamedTuple):
     step: int
     reads: tuple[Region, ...]
     writes: tuple[Region, ...]
-    m: Span = (0, 0)
-    n: Span = (0, 0)
-    k: Span = (0, 0)
+    m: Range = (0, 0)
+    n: Range = (0, 0)
+    k: Range = (0, 0)
     bytes: int = 0
     flops: int = 0
     first: bool = False
@@ -113,7 +113,7 @@ class Operation(NamedTuple):
         return f"{lane}-c" if self.operand == "C" and self.kind in _LOADS else lane
 
     @property
-    def block(self) -> tuple[Span, Span]:
+    def block(self) -> tuple[Range, Range]:
         """Rows and columns of the operand, in the orientation of op(X)."""
         if self.operand == "A":
             return self.m, self.k
@@ -210,7 +210,7 @@ class Schedule:
     def _placing(self) -> Placing:
         return Placing(self.tiles, self.grid.steps, self.slots, self.grid.ramp, self.last)
 
-    def _strips(self, tile: Tile) -> Iterator[Span]:
+    def _strips(self, tile: Tile) -> Iterator[Range]:
         m0, m1 = self.grid.rows(tile[0])
         for start in range(m0, m1, self.slots.strip):
             yield start, min(start + self.slots.strip, m1)
@@ -256,7 +256,7 @@ class Schedule:
         return Operation(Kind.PREPARE, "P", tile, step, reads, (planes,), m, n, k, size)
 
     def _multiply(
-        self, tile: Tile, rows: Span, step: int, inputs: tuple[Region, ...], c_slot: Slot, *, first: bool
+        self, tile: Tile, rows: Range, step: int, inputs: tuple[Region, ...], c_slot: Slot, *, first: bool
     ) -> Operation:
         n, k = self.grid.cols(tile[1]), self.grid.depth(step)
         c = self._in_tile(c_slot, tile, rows)
@@ -277,7 +277,7 @@ class Schedule:
         )
 
     def _load_c(
-        self, tile: Tile, rows: Span, number: int, slot: Slot, *, whole_tile: bool
+        self, tile: Tile, rows: Range, number: int, slot: Slot, *, whole_tile: bool
     ) -> Iterator[Operation]:
         """Read and upload a strip of C into rows of the tile's accumulator, or into a slot of its own."""
         n, size, host = self._strip_parts(tile, rows, number)
@@ -290,7 +290,7 @@ class Schedule:
         yield Operation(Kind.READ, "C", tile, 0, (), (host,), rows, n, bytes=size, coded=coded)
         yield Operation(Kind.UPLOAD, "C", tile, 0, (host,), targets, rows, n, bytes=size)
 
-    def _drain(self, tile: Tile, rows: Span, number: int, c_slot: Slot) -> Iterator[Operation]:
+    def _drain(self, tile: Tile, rows: Range, number: int, c_slot: Slot) -> Iterator[Operation]:
         """Bring a strip of the finished accumulator to the store."""
         n, size, host = self._strip_parts(tile, rows, number)
         source, sums = self._in_tile(c_slot, tile, rows), self._sums(c_slot, tile, rows)
@@ -309,14 +309,14 @@ class Schedule:
         yield Operation(Kind.DOWNLOAD, "C", tile, last, (source,), (host, *sums), rows, n, bytes=size)
         yield Operation(Kind.WRITE, "C", tile, last, (host,), (), rows, n, bytes=size, coded=coded)
 
-    def _strip_parts(self, tile: Tile, rows: Span, number: int) -> tuple[Span, int, Region]:
+    def _strip_parts(self, tile: Tile, rows: Range, number: int) -> tuple[Range, int, Region]:
         """Columns, bytes and host slot of strip `number` of the run."""
         n = self.grid.cols(tile[1])
         elements = _length(rows) * _length(n)
         host = Region(slot_of(Tier.HOST, "C", number % max(1, self.slots.host_c)), 0, elements)
         return n, elements * self.problem.itemsizes["C"], host
 
-    def _sums(self, slot: Slot, tile: Tile, rows: Span) -> tuple[Region, ...]:
+    def _sums(self, slot: Slot, tile: Tile, rows: Range) -> tuple[Region, ...]:
         """The checksums of some strips of the tile that an accumulator holds, where the device takes them. Those of a panel
         or a finished strip go with it, which begins where its slot does; strips of tiles lie now here, now there."""
         if self.problem.checked != "device":
@@ -325,11 +325,11 @@ class Schedule:
         span = (rows[0] - top) // strip, ceil_div(rows[1] - top, strip)
         return (Region(slot_of(Tier.DEVICE, "S", slot.index), *span),)
 
-    def _in_tile(self, slot: Slot, tile: Tile, rows: Span) -> Region:
+    def _in_tile(self, slot: Slot, tile: Tile, rows: Range) -> Region:
         """Some rows of the tile that an accumulator holds."""
         top, cols = self.grid.rows(tile[0])[0], _length(self.grid.cols(tile[1]))
         return Region(slot, (rows[0] - top) * cols, (rows[1] - top) * cols)
 
 
-def _length(span: Span) -> int:
+def _length(span: Range) -> int:
     return span[1] - span[0]

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from oocgemm.errors import ExecutionError
-from oocgemm.planning.tiling import Span
+from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import Array
 from oocgemm.stores.files import MIN_SEGMENT, OpenFile, modified, publish
 from oocgemm.stores.lines import read_block, straight
@@ -81,7 +81,7 @@ class DirectChunks:
         """Bytes of a chunk's elements; chunks at the edges are stored whole."""
         return self.chunk[0] * self.chunk[1] * self.encoding.dtype.itemsize
 
-    def read(self, rows: Span, cols: Span, out: Array) -> None:
+    def read(self, rows: Range, cols: Range, out: Array) -> None:
         """Read a block into `out`. Raises `ExecutionError`, naming the file, for chunks that are damaged; `MemoryError`
         where there is none to decode them in."""
         across = self.shards.chunks if self.shards else (1, 1)
@@ -100,7 +100,7 @@ class DirectChunks:
                 except EOFError as error:
                     self._damaged(number, str(error), error)
 
-    def write(self, rows: Span, cols: Span, data: Array) -> None:
+    def write(self, rows: Range, cols: Range, data: Array) -> None:
         """Write a block that covers whole chunks (but for those cut by the matrix's own edges), each file
         written beside its place and renamed into it."""
         for number, block in _cut((rows, cols), self.chunk):
@@ -109,7 +109,7 @@ class DirectChunks:
             publish(self.root / self.key(number), stored, size)
 
     def _read_file(
-        self, number: tuple[int, int], file: OpenFile, block: tuple[Span, Span], out: Array
+        self, number: tuple[int, int], file: OpenFile, block: tuple[Range, Range], out: Array
     ) -> None:
         try:
             index = self.shards.index(file) if self.shards else None
@@ -200,22 +200,22 @@ class DirectChunks:
 
 
 def _cut(
-    block: tuple[Span, Span], chunk: tuple[int, int]
-) -> Iterator[tuple[tuple[int, int], tuple[Span, Span]]]:
+    block: tuple[Range, Range], chunk: tuple[int, int]
+) -> Iterator[tuple[tuple[int, int], tuple[Range, Range]]]:
     """Numbers of the chunks that a block touches, with the part of the block in each."""
     for i, rows in _chunks(block[0], chunk[0]):
         for j, cols in _chunks(block[1], chunk[1]):
             yield (i, j), (rows, cols)
 
 
-def _part(array: Array, block: tuple[Span, Span], part: tuple[Span, Span]) -> Array:
+def _part(array: Array, block: tuple[Range, Range], part: tuple[Range, Range]) -> Array:
     """The part of a block's array."""
     (top, _), (left, _) = block
     (r0, r1), (c0, c1) = part
     return array[r0 - top : r1 - top, c0 - left : c1 - left]
 
 
-def _chunks(span: Span, chunk: int) -> list[tuple[int, Span]]:
+def _chunks(span: Range, chunk: int) -> list[tuple[int, Range]]:
     """Chunk numbers that a span touches, with the part of the span in each."""
     start, stop = span
     return [
