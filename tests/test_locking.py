@@ -301,10 +301,10 @@ def test_panels_of_pinned_arrays_are_wide_enough_for_zero_copy() -> None:
     assert narrow < cuda.upload_rate(held, (8192, 4096)) == cuda.h2d
     assert cuda.upload_rate(pageable, (8192, 2048)) == cuda.h2d
     # Thin panels go straight among wide ones only.
-    assert held.straight((8192, 4096), (8192, 512))
-    assert not held.straight((8192, 4096), (8192, 511))
-    assert not held.straight((8192, 1024))
-    assert not pageable.straight((8192, 4096))
+    assert held.is_direct((8192, 4096), (8192, 512))
+    assert not held.is_direct((8192, 4096), (8192, 511))
+    assert not held.is_direct((8192, 1024))
+    assert not pageable.is_direct((8192, 4096))
     # Digests are taken where panels lie: no slot is touched for that.
     checked = make_plan(replace(problem, checked="device"), budgets, cuda, Layouts(held, held, held))
     assert straight.prediction.total < checked.prediction.total < 1.02 * straight.prediction.total

@@ -1,4 +1,4 @@
-"""Plans: pure decisions. Standard library only; no I/O, no clock, no array library."""
+"""Plan products: pure decisions from shapes, budgets and rates. No I/O, no clock, no arrays."""
 
 from oocgemm.planning.cost.fits import check_fit, check_link, fit_line, fit_link
 from oocgemm.planning.cost.footprint import Candidate, Layouts

@@ -182,7 +182,11 @@ class Plan:
             return set()
         sizes = {"A": problem.m * k * problem.itemsizes["A"], "B": k * problem.n * problem.itemsizes["B"]}
         copied = {"A": self.loads.a_read, "B": self.loads.b_read}
-        lying = {operand for operand in sizes if self._panels[operand][0].in_place(self._panels[operand][1])}
+        lying = {
+            operand
+            for operand in sizes
+            if self._panels[operand][0].allows_zero_copy(self._panels[operand][1])
+        }
         held = {operand for operand in lying if self._panels[operand][0].pinned}
 
         def seconds(locked: set[str]) -> float:
@@ -198,10 +202,10 @@ class Plan:
         rows, cols = operation.block
         block = _length(rows), _length(cols)
         if not layout.pinned:
-            return operation.operand in self.operands_to_pin and layout.in_place(block)
+            return operation.operand in self.operands_to_pin and layout.allows_zero_copy(block)
         if operation.operand == "C" and self.problem.checked:  # strips are looked at in their slots
             return False
-        return layout.straight(panel, block)
+        return layout.is_direct(panel, block)
 
     @cached_property
     def _panels(self) -> dict[str, tuple[Layout, Range]]:

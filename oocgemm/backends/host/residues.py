@@ -141,7 +141,7 @@ def split(x: Array, planes: Planes, how: Residues, facts: PanelFacts) -> PanelFa
                 shifted += integers
                 plane[rows, :k] = shifted
     planes.residues[:, :, k:] = 0
-    return PanelFacts(True, exact, grain, facts.most, facts.least, facts.above)
+    return PanelFacts(True, exact, grain, facts.max_ratio, facts.min_ratio, facts.above)
 
 
 def _pieces(x: Array) -> list[slice]:

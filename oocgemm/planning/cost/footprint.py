@@ -99,7 +99,7 @@ def scratch_bytes(
     if tile is not None:
         w, h, r = extents(problem, tile)
         panels = zip(sources, ((w, r), (r, h), (w, h)), strict=False)
-        reading = max(reading, *(source.part_bytes(panel) for source, panel in panels))
+        reading = max(reading, *(source.line_scratch(panel) for source, panel in panels))
         writing = max(writing, layouts.c.scratch_bytes if layouts.c.line else 0)
     return io_threads * (reading + writing)
 

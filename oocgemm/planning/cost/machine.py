@@ -94,23 +94,25 @@ class MachineModel:
 
     def upload_rate(self, layout: Layout, panel: Range, thin: Range | None = None) -> float:
         """Bytes per second at which panels of that shape are copied to the device, or `thin` ones among them."""
-        narrow = layout.in_place(panel) and (thin or panel)[layout.contiguous] < layout.zero_copy_width
+        narrow = (
+            layout.allows_zero_copy(panel) and (thin or panel)[layout.contiguous] < layout.zero_copy_width
+        )
         return NARROW * self.h2d if narrow else self.h2d
 
     def store_rate(self, layout: Layout, panel: Range) -> float:
         """Bytes per second at which panels of that shape are read from an array of that layout."""
         if layout.in_memory:
-            if not self.pin or not layout.in_place(panel):
+            if not self.pin or not layout.allows_zero_copy(panel):
                 return self.memory
-            return AT_ONCE if layout.straight(panel) else self.pin
+            return AT_ONCE if layout.is_direct(panel) else self.pin
         if layout.decode_bytes:
             chunks = prod(
                 ceil_div(extent, chunk) for extent, chunk in zip(panel, layout.read_chunk, strict=True)
             )
             return self.decode * min(1.0, CODEC_WORKERS * max(1, chunks) / self.cores)
         # `read_scattered` is that of panels that take half of each line. Short gaps are read over, others are passed by.
-        over = (layout.spread(panel) - 1) * max(0.0, 1 / self.read_scattered - 1 / self.read)
-        return 1 / (1 / self.read + min(over, self.segment / layout.segment(panel)))
+        over = (layout.line_overread(panel) - 1) * max(0.0, 1 / self.read_scattered - 1 / self.read)
+        return 1 / (1 / self.read + min(over, self.segment / layout.segment_bytes(panel)))
 
     def cut_price(self, layout: Layout, panel: Range) -> float:
         """How many times as long as whole lines panels of that shape take to read, for each byte: 1 where none are cut."""

@@ -60,8 +60,8 @@ class Prediction:
 def amplification(problem: GemmProblem, tile: TileShape, layouts: Layouts) -> dict[str, float]:
     """Bytes of the chunks touched over bytes wanted, for reads of A and B."""
     return {
-        "A": layouts.a.cover((problem.m, problem.depth), (tile.m, tile.k)),
-        "B": layouts.b.cover((problem.depth, problem.n), (tile.k, tile.n)),
+        "A": layouts.a.read_amplification((problem.m, problem.depth), (tile.m, tile.k)),
+        "B": layouts.b.read_amplification((problem.depth, problem.n), (tile.k, tile.n)),
     }
 
 
@@ -106,18 +106,18 @@ def panel_rate(
 ) -> float:
     """Bytes per second of what is read of an operand of that shape in such panels, what is read beside them, and taking their
     digests, counted as time."""
-    rate = machine.store_rate(layout, panel) / layout.cover(whole, panel)
+    rate = machine.store_rate(layout, panel) / layout.read_amplification(whole, panel)
     return 1 / (1 / rate + DIGESTING) if problem.checked == "device" else rate
 
 
 def strip_rate(problem: GemmProblem, machine: MachineModel, layout: Layout, strip: Range) -> float:
     """Bytes per second of strips of C from the host's slots to where they belong."""
     if layout.line:
-        return 1 / (1 / machine.write + machine.segment / layout.segment(strip))
+        return 1 / (1 / machine.write + machine.segment / layout.segment_bytes(strip))
     if not layout.in_memory:
         return machine.write
     # Those that are checked are looked at in their slots.
-    return AT_ONCE if layout.straight(strip) and not problem.checked else machine.memory
+    return AT_ONCE if layout.is_direct(strip) and not problem.checked else machine.memory
 
 
 def multiply_seconds(
@@ -330,7 +330,7 @@ def _streams(
             prod(panel) * size,
             prod(strip) * size,
             *held,
-            layout.straight(panel),
+            layout.is_direct(panel),
         )
 
     a, b = problem.itemsizes["A"], problem.itemsizes["B"]

@@ -84,7 +84,7 @@ def timed(
         if operation.kind is Kind.READ:
             slot, (layout, _) = operation.writes[0].slot, _stored(operation, problem, layouts)
             shape = _shape(operation)
-            straight = layout.straight(panels.get(operation.operand, shape), shape)
+            straight = layout.is_direct(panels.get(operation.operand, shape), shape)
             if slot not in touched and not straight:
                 touched.add(slot)
                 seconds += operation.bytes * machine.arena_seconds_per_byte

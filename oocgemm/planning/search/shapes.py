@@ -19,7 +19,7 @@ from oocgemm.planning.cost.footprint import Layouts, MachineModel, casts, panel_
 from oocgemm.planning.cost.predict import multiply_seconds
 from oocgemm.planning.emulation import MAX_DEPTH, STRIP_ROWS, work_bytes
 from oocgemm.planning.problem import GemmProblem
-from oocgemm.planning.tiling import TileShape, ceil_div, cover_ratio, round_up
+from oocgemm.planning.tiling import TileShape, ceil_div, overread, round_up
 
 DEPTHS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192)
 DEEPER = (16384, 32768)  # panels of bytes
@@ -114,7 +114,7 @@ def shapes(
                             free,
                         )
                         if cut:
-                            moved *= max(cover_ratio(m, w, chunk_a), cover_ratio(n, h, chunk_b))
+                            moved *= max(overread(m, w, chunk_a), overread(n, h, chunk_b))
                         moved += down * across * per_tile
                         area = kept, (w * h).bit_length()
                         best = bins.get(area)
@@ -282,7 +282,10 @@ def _depths(problem: GemmProblem, machine: MachineModel, layouts: Layouts, memor
         moved = problem.m * problem.n * k * itemsize * (1 / w + 1 / h)
         copied = moved / _link(machine, layouts, (w, h, r))
         steps = ceil_div(problem.m, w) * ceil_div(problem.n, h) * ceil_div(k, r)
-        cover = max(layouts.a.cover((problem.m, k), (w, r)), layouts.b.cover((k, problem.n), (r, h)))
+        cover = max(
+            layouts.a.read_amplification((problem.m, k), (w, r)),
+            layouts.b.read_amplification((k, problem.n), (r, h)),
+        )
         return max(compute, copied * cover) + 0.1 * (compute + copied * cover) + steps * machine.step_latency
 
     def whole(r: int) -> bool:
