@@ -19,7 +19,7 @@ from oocgemm.errors import ExecutionError
 from oocgemm.kernels.compile import compiled
 from oocgemm.kernels.spec import Call
 from oocgemm.planning import Op
-from oocgemm.planning.integers import room
+from oocgemm.planning.integers import workspace_layout
 from tests.nvrtc import Nvrtc, resources
 from tests.problems import Array, stored
 from tests.suite import slow
@@ -134,7 +134,7 @@ def test_products_are_exact_however_operands_lie(int8: Any, op_a: Op, op_b: Op, 
         if not beta:
             c[...] = np.nan if wide else 2**31 - 1
         (_, left), (_, right), (whole, held) = (placed(x, pad) for x in (a, b, c))
-        work, at = placed(np.zeros((1, room(m, n, k).end), np.int8), None)
+        work, at = placed(np.zeros((1, workspace_layout(m, n, k).end), np.int8), None)
         ld_a, ld_b, ld_c = (x.strides[0] // x.itemsize for x in (left, right, held))
         call = Call(
             *("int8", op_a, op_b, m, n, k, 1, left.ctypes.data, ld_a, right.ctypes.data, ld_b),

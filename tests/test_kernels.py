@@ -23,7 +23,7 @@ from oocgemm.kernels.registry import LADDER
 from oocgemm.kernels.sources import kernel_folder
 from oocgemm.kernels.spec import H200, Call, Device, Kernel, Params, options
 from oocgemm.planning import DTYPES, Op
-from oocgemm.planning.emulation import NUMBERS
+from oocgemm.planning.emulation import MODULI_COUNTS
 from tests.gemm_cases import OP_PAIRS
 from tests.nvrtc import Nvrtc, instructions, resources
 from tests.problems import applied, integers, stored
@@ -129,7 +129,7 @@ def test_finish_compiles_for_c_narrower_than_the_accumulator() -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100"])
 def test_kernels_of_int8_products_compile_without_spills(arch: str, tmp_path: Path) -> None:
     dtype, cubin = ("float32" if arch == "sm_100" else "float64"), tmp_path / "code.cubin"
-    most = NUMBERS[dtype][-1]
+    most = MODULI_COUNTS[dtype][-1]
     fused = (("ozaki_multiply", ("ozaki_multiply",), multiply_options(most)),) if arch == "sm_90a" else ()
     for source, entries, macros in (
         ("ozaki_split", ("ozaki_facts", "ozaki_split"), split_options(dtype, arch == "sm_80", most)),

@@ -31,11 +31,11 @@ from oocgemm.planning import (
     Layouts,
     Slots,
     TileShape,
-    continued,
     default_model,
     make_plan,
+    resumed_plan,
 )
-from oocgemm.planning.tiling import Span, Tile
+from oocgemm.planning.tiling import Range, Tile
 from oocgemm.stores.npy import NpyMatrix
 from oocgemm.stores.zarr.matrix import ZarrMatrix
 from tests.command import Finished, contents, own_threads, run
@@ -489,7 +489,7 @@ def test_a_tile_whose_commit_raises_is_not_added_to_twice(
     for place in (c, "right"):
         zarr.create_array(place, data=C, chunks=(4, 4), compressors=None) if c == "c" else np.save(place, C)
 
-    def apply_redo(self: Any, rows: Span, cols: Span) -> None:
+    def apply_redo(self: Any, rows: Range, cols: Range) -> None:
         right(self, rows, cols)
         raise OSError(5, "Input/output error")
 
@@ -641,7 +641,7 @@ def test_with_less_memory_a_run_goes_on_with_fewer_panels() -> None:
 
     def again(device: int) -> Slots:
         budgets = Budgets(device, 1 << 30)
-        plan = continued(problem, budgets, machine, Layouts(), roomy.candidate, done)
+        plan = resumed_plan(problem, budgets, machine, Layouts(), roomy.candidate, done)
         assert plan.footprint.device_total <= device
         assert (plan.tile, plan.slots.strip, plan.slots.c) == (roomy.tile, roomy.slots.strip, roomy.slots.c)
         assert (0, 0) not in plan.schedule().tiles

@@ -42,7 +42,7 @@ from oocgemm.integrity.rounding import wide_dtype
 from oocgemm.integrity.sign_sums import Rows, Sums, bias_of, product, row_norms
 from oocgemm.integrity.tolerance import SumTolerance
 from oocgemm.planning import GemmProblem
-from oocgemm.planning.tiling import Span, ceil_div
+from oocgemm.planning.tiling import Range, ceil_div
 from oocgemm.planning.units import format_size
 
 # Columns per group. Smaller groups reveal smaller errors, and cost more multiplications with op(A).
@@ -178,7 +178,7 @@ class Check:
         self,
         problem: GemmProblem,
         x: Operands,
-        cols: Span,
+        cols: Range,
         blocks: Blocks,
         passes: Passes,
         seed: tuple[int, ...],
@@ -237,7 +237,7 @@ class Check:
         excluded = self._excluded
         some = excluded.any()
 
-        def act(rows: Span, cols: Span, x: Array, _: Array | None) -> None:
+        def act(rows: Range, cols: Range, x: Array, _: Array | None) -> None:
             at, group, which = (
                 slice(rows[0] - sums.span[0], rows[1] - sums.span[0]),
                 self._group(cols),
@@ -262,7 +262,7 @@ class Check:
     def _add_left(self, rows: Rows, sums: Sums) -> None:
         """Add op(A) times the sums, and the norms of its terms."""
 
-        def act(at_rows: Span, cols: Span, x: Array, _: Array | None) -> None:
+        def act(at_rows: Range, cols: Range, x: Array, _: Array | None) -> None:
             at = slice(at_rows[0] - rows.span[0], at_rows[1] - rows.span[0])
             inside = slice(cols[0] - sums.span[0], cols[1] - sums.span[0])
             values, terms, nonfinite = sums.values[inside], sums.terms(x, inside), None
@@ -296,7 +296,7 @@ class Check:
             overflow[0][...] = True
         some = rows.nonfinite.any() or self._excluded.any()
 
-        def act(at_rows: Span, cols: Span, part: Array, before: Array | None) -> None:
+        def act(at_rows: Range, cols: Range, part: Array, before: Array | None) -> None:
             at, group, which = (
                 slice(at_rows[0] - rows.span[0], at_rows[1] - rows.span[0]),
                 self._group(cols),
@@ -339,7 +339,7 @@ class Check:
         found.excess = max(found.excess, worst)
         found.tolerance = max(found.tolerance, float(allowed[decided].max(initial=0)))
 
-    def _signs_of(self, cols: Span) -> Array:
+    def _signs_of(self, cols: Range) -> Array:
         """Return the signs of a strip's columns.
 
         They are cached: a thread's strips often have the same columns.
@@ -349,7 +349,7 @@ class Check:
         signs: Array = self._drawn.signs
         return signs
 
-    def _group(self, cols: Span) -> int:
+    def _group(self, cols: Range) -> int:
         """Return the group of a strip's columns."""
         return int((cols[0] - self._cuts[0]) // self._blocks.group)
 
@@ -383,7 +383,7 @@ def _vectors(group: int) -> slice:
     return slice(group * VECTORS, (group + 1) * VECTORS)
 
 
-def hull(which: Array) -> Span:
+def hull(which: Array) -> Range:
     """Return the smallest range that has all set flags."""
     found = np.flatnonzero(which)
     return int(found[0]), int(found[-1]) + 1

@@ -10,7 +10,7 @@ import numpy as np
 
 from oocgemm.backends.base import Array
 from oocgemm.integrity.rounding import ONE_THREAD, wide_dtype
-from oocgemm.planning.tiling import Span
+from oocgemm.planning.tiling import Range
 from oocgemm.planning.units import format_size
 from oocgemm.stores import Matrix, pieces
 from oocgemm.system.memory import allocate
@@ -24,7 +24,7 @@ MIN_WIDTH, MAX_WIDTH, MAX_CUT_WIDTH = 1 << 6, 1 << 10, 1 << 13
 MIN_ROWS = 8
 
 # Takes rows, columns and elements of a strip, and the same elements of the matrix beside it, if there is one.
-Act = Callable[[Span, Span, Array, Array | None], None]
+Act = Callable[[Range, Range, Array, Array | None], None]
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,13 @@ class Oriented:
     def transposed(self) -> "Oriented":
         return replace(self, swapped=not self.swapped)
 
-    def pieces(self, rows: Span, cols: Span, least: int) -> Iterator[tuple[Span, Span]]:
+    def pieces(self, rows: Range, cols: Range, least: int) -> Iterator[tuple[Range, Range]]:
         """Cut a block for reading into pieces of about `least` elements, or of whole chunks."""
         size = min(least, max(1, self.matrix.shape[0] * self.matrix.shape[1]))
         for r, c in pieces(*self._stored(rows, cols), self._cut_along(least), size):
             yield (c, r) if self.swapped else (r, c)
 
-    def read(self, rows: Span, cols: Span, out: Array) -> Array:
+    def read(self, rows: Range, cols: Range, out: Array) -> Array:
         """Read a block into `out`, of at least as many bytes. Return it in the matrix's own dtype."""
         (r0, r1), (c0, c1) = stored = self._stored(rows, cols)
         shape = r1 - r0, c1 - c0
@@ -82,7 +82,7 @@ class Oriented:
             height = max(1, min(height, least // width))
         return height, width
 
-    def _stored(self, rows: Span, cols: Span) -> tuple[Span, Span]:
+    def _stored(self, rows: Range, cols: Range) -> tuple[Range, Range]:
         return (cols, rows) if self.swapped else (rows, cols)
 
 
@@ -107,8 +107,8 @@ class Passes:
     def each(
         self,
         x: Oriented,
-        rows: Span,
-        cols: Span,
+        rows: Range,
+        cols: Range,
         act: Act | None,
         *,
         cuts: Sequence[int] = (),
@@ -165,7 +165,7 @@ class Passes:
         self,
         thread: int,
         sources: tuple[Oriented, Oriented | None],
-        piece: tuple[Span, Span],
+        piece: tuple[Range, Range],
         blocks: Sequence[Array],
         act: Act,
         cuts: Sequence[int],

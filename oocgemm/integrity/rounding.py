@@ -11,7 +11,7 @@ import numpy as np
 
 from oocgemm.backends.base import Array, limits_of, numpy_dtype
 from oocgemm.planning import GemmProblem
-from oocgemm.planning.integers import LIMIT
+from oocgemm.planning.integers import EXACT_LIMIT
 
 # Sums of squares in this range are accurate: no term that matters underflowed or overflowed.
 SMALLEST, LARGEST = 1e-270, 1e290
@@ -91,7 +91,7 @@ class Rounding:
         """
         root = np.sqrt(elements)
         if self._integer:
-            return np.where(root * norm < LIMIT / 2, 0.0, self._check_error * root * norm)
+            return np.where(root * norm < EXACT_LIMIT / 2, 0.0, self._check_error * root * norm)
         rounding = np.minimum(T, root) * (self._relative * norm + self._stored * stored)
         return np.asarray(rounding + self._check_error * root * norm + elements * self._underflow)
 

@@ -8,7 +8,7 @@ import numpy as np
 from oocgemm.backends.base import Array
 from oocgemm.backends.random_words import VECTORS
 from oocgemm.integrity.rounding import LARGEST, ONE_THREAD, SMALLEST, norms
-from oocgemm.planning.tiling import Span
+from oocgemm.planning.tiling import Range
 
 # Norms are alike if the largest is at most ALIKE times the smallest.
 ALIKE = 2
@@ -24,7 +24,7 @@ class Sums:
     `values` has one column per group and vector, `norms` the 2-norms of op(B)'s rows in each group.
     """
 
-    def __init__(self, span: Span, groups: int, dtype: np.dtype[np.generic]) -> None:
+    def __init__(self, span: Range, groups: int, dtype: np.dtype[np.generic]) -> None:
         extent = span[1] - span[0]
         self.span = span
         self.values = np.zeros((extent, groups * VECTORS), dtype)
@@ -70,7 +70,7 @@ class Rows:
     flags the rows of op(A) with an Inf or NaN.
     """
 
-    def __init__(self, span: Span, groups: int, dtype: np.dtype[np.generic]) -> None:
+    def __init__(self, span: Range, groups: int, dtype: np.dtype[np.generic]) -> None:
         extent = span[1] - span[0]
         self.span = span
         self.expected = np.zeros((extent, groups * VECTORS), dtype)

@@ -34,7 +34,7 @@ from oocgemm.backends.base import Array, numpy_dtype
 from oocgemm.errors import InputError
 from oocgemm.integrity.rounding import DOUBLE, OPERANDS, Rounding, gamma, sum_error
 from oocgemm.planning import GemmProblem
-from oocgemm.planning.integers import LIMIT
+from oocgemm.planning.integers import EXACT_LIMIT
 
 BOUNDS = ("probabilistic", "worst-case")
 FALSE_ALARM = 1e-6
@@ -91,8 +91,8 @@ class SumTolerance(Rounding):
         old = beta * old if beta else np.zeros_like(old)
         root = np.sqrt(elements)
         largest = alpha * self.product_norm(terms) + old
-        if self._integer:  # sums below LIMIT are exact
-            return np.where(root * largest < LIMIT / 2, 0.0, self._check_error * root * largest)
+        if self._integer:  # sums below EXACT_LIMIT are exact
+            return np.where(root * largest < EXACT_LIMIT / 2, 0.0, self._check_error * root * largest)
         signs = np.minimum(self._signs, root)
         if self._probabilistic:
             reduced = self._operands * ((self._t + self._signs) * terms + self._signs * bias)

@@ -24,9 +24,9 @@ from oocgemm.planning import (
     Op,
     Plan,
     TileShape,
-    continued,
     integers,
     make_plan,
+    resumed_plan,
 )
 from oocgemm.planning.units import format_size, parse_size
 from oocgemm.stores import Matrix
@@ -81,7 +81,7 @@ def prepare(
     left, trans_a = stores.by_rows(stores.open_matrix("A", a), _op("trans_a", trans_a))
     right, trans_b = stores.by_rows(stores.open_matrix("B", b), _op("trans_b", trans_b))
     problem = problem_of(left, right, alpha, beta, trans_a, trans_b, compute, out_dtype)
-    if problem.exact and backend == "cuda" and problem.depth <= integers.MAX_DEPTH:
+    if problem.exact and backend == "cuda" and problem.depth <= integers.MAX_INT32_DEPTH:
         problem = replace(problem, acc_dtype="int32")
     problem = replace(problem, checked=sums_tier(backend, problem) if checked else "")
     earlier, identity = None, {}
@@ -130,7 +130,7 @@ def prepare(
     reads = system.stored_on(left, right, existing if problem.reads_c else None)
     machine = system.model(backend, device, reads, writes)
     if resumed is not None:
-        plan = continued(problem, budgets, machine, layouts, resumed.candidate, resumed.done)
+        plan = resumed_plan(problem, budgets, machine, layouts, resumed.candidate, resumed.done)
         if plan.grid.ramp != resumed.header["ramp"]:
             version = resumed.header["version"]
             raise InputError(
@@ -144,7 +144,7 @@ def prepare(
 def _layout(matrix: stores.Matrix, holds: Callable[[int, int], bool]) -> Layout:
     """A matrix as the planner sees it, and whether its memory is locked."""
     layout = matrix.layout
-    return replace(layout, held=holds(*stores.span(matrix))) if layout.wide else layout
+    return replace(layout, pinned=holds(*stores.span(matrix))) if layout.zero_copy_width else layout
 
 
 def sums_tier(backend: str, problem: GemmProblem) -> str:
@@ -239,9 +239,9 @@ def problem_of(
         fitting = ", ".join(name for name, dtypes in COMPUTES.items() if dtype.name in dtypes)
         raise InputError(f"{dtype.name} operands cannot be computed in {compute!r}: choose among {fitting}")
     problem = GemmProblem(m, n, k, *names, alpha, beta, trans_a, trans_b, compute)
-    if problem.exact and problem.depth > integers.DEEPEST:
+    if problem.exact and problem.depth > integers.MAX_FLOAT64_DEPTH:
         raise InputError(
-            f"op(A) has {k} columns; sums of more than {integers.DEEPEST} products of int8 numbers may not be exact: multiply "
+            f"op(A) has {k} columns; sums of more than {integers.MAX_FLOAT64_DEPTH} products of int8 numbers may not be exact: multiply "
             "parts of the operands"
         )
     return problem
@@ -274,7 +274,7 @@ def _scalar(name: str, value: complex, operands: DType, c_dtype: str) -> complex
         return number
     if number.imag != 0:
         raise InputError(f"{name} = {value} is complex, but the operands are real")
-    if c_dtype.startswith("int") and not (number.real.is_integer() and abs(number) < integers.LIMIT):
+    if c_dtype.startswith("int") and not (number.real.is_integer() and abs(number) < integers.EXACT_LIMIT):
         raise InputError(
             f"{name} = {value} is no integer below 2^53, and the product is of dtype {c_dtype} unless told otherwise: pass "
             "out_dtype='float64' (--out-dtype float64)"

@@ -10,7 +10,7 @@ import numpy as np
 
 from oocgemm.errors import InputError
 from oocgemm.planning import GemmProblem, Layout, Op
-from oocgemm.planning.tiling import Span
+from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import Array, Matrix, Store, checked, is_path, not_writable, refuse_zarr_options
 from oocgemm.stores.files import DONT_NEED, WILL_NEED, advise
 
@@ -83,9 +83,11 @@ class ArrayMatrix:
         self._map = _underlying_map(array)
         self._file_bytes = self._map.size() if self._map is not None else 0
         self._droppable = None if _is_private(array) else self._map
-        self.layout = Layout(in_memory=True, wide=_min_row_elements(array) if self._map is None else 0)
+        self.layout = Layout(
+            in_memory=True, zero_copy_width=_min_row_elements(array) if self._map is None else 0
+        )
 
-    def read(self, rows: Span, cols: Span, out: Array) -> None:
+    def read(self, rows: Range, cols: Range, out: Array) -> None:
         self._check_length()
         for source, target in self._bands(self.array[slice(*rows), slice(*cols)], out):
             if self._map is not None:
@@ -93,7 +95,7 @@ class ArrayMatrix:
             np.copyto(target, source, casting="equiv")
             self._drop(source)
 
-    def write(self, rows: Span, cols: Span, data: Array) -> None:
+    def write(self, rows: Range, cols: Range, data: Array) -> None:
         self._check_length()
         for target, source in self._bands(self.array[slice(*rows), slice(*cols)], data):
             np.copyto(target, source, casting="equiv")

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from oocgemm.errors import InputError
 from oocgemm.planning import DTYPES, OPERANDS, GemmProblem, Layout
-from oocgemm.planning.tiling import Span
+from oocgemm.planning.tiling import Range
 
 Array = NDArray[Any]
 
@@ -33,13 +33,13 @@ class Matrix(Protocol):
     dtype: np.dtype[Any]
     layout: Layout
 
-    def read(self, rows: Span, cols: Span, out: Array) -> None:
+    def read(self, rows: Range, cols: Range, out: Array) -> None:
         """Fill `out`, of the block's shape and this matrix's dtype, with the block.
 
         Several threads may call it at once.
         """
 
-    def write(self, rows: Span, cols: Span, data: Array) -> None:
+    def write(self, rows: Range, cols: Range, data: Array) -> None:
         """Store `data` as the block.
 
         Several threads may call it at once for blocks that share no write chunk.
@@ -186,7 +186,7 @@ def checked(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[tu
     return (int(shape[0]), int(shape[1])), dtype.newbyteorder("=")
 
 
-def pieces(rows: Span, cols: Span, chunk: tuple[int, int], least: int) -> Iterator[tuple[Span, Span]]:
+def pieces(rows: Range, cols: Range, chunk: tuple[int, int], least: int) -> Iterator[tuple[Range, Range]]:
     """Cut a block along chunk borders into parts of at least `least` elements, where it has as many.
 
     >>> list(pieces((0, 4), (1, 7), (2, 3), 1))[:2]
@@ -202,7 +202,7 @@ def pieces(rows: Span, cols: Span, chunk: tuple[int, int], least: int) -> Iterat
             yield (r0, r1), (c0, c1)
 
 
-def _cuts(span: Span, chunk: int, chunks_each: int) -> Iterator[Span]:
+def _cuts(span: Range, chunk: int, chunks_each: int) -> Iterator[Range]:
     start, stop = span
     while start < stop:
         end = min(stop, (start // chunk + chunks_each) * chunk)

@@ -37,7 +37,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from oocgemm.planning.tiling import Span
+from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import Matrix
 
 # Name of the journal's folder inside a zarr array. Beside a .npy file it is appended to the file's name.
@@ -56,13 +56,13 @@ class Durable(Matrix, Protocol):
     def redirect_writes(self, folder: Path) -> None:
         """Send later writes to files in `folder`, on the same file system. Reads are not redirected."""
 
-    def sync_block(self, rows: Span, cols: Span) -> None:
+    def sync_block(self, rows: Range, cols: Range) -> None:
         """Flush the last written content of a block, and the directory entries of its files.
 
         Raises `OSError`.
         """
 
-    def apply_redo(self, rows: Span, cols: Span) -> None:
+    def apply_redo(self, rows: Range, cols: Range) -> None:
         """Move the redirected content of a block to its place and flush it. Idempotent, also after a crash.
 
         Raises `OSError`.
@@ -74,7 +74,7 @@ class Durable(Matrix, Protocol):
     def files_fingerprint(self) -> str:
         """Return a fingerprint of the files: a digest of their sizes and modification times."""
 
-    def block_fingerprint(self, rows: Span, cols: Span) -> str | None:
+    def block_fingerprint(self, rows: Range, cols: Range) -> str | None:
         """Return the fingerprint of a flushed block's files; None if its files also hold other blocks."""
 
 
@@ -152,12 +152,12 @@ def found_locally(path: str) -> bool:
     return os.path.lexists(path) or os.path.lexists(os.path.realpath(path))
 
 
-def saved_block(folder: Path, rows: Span, cols: Span) -> Path:
+def saved_block(folder: Path, rows: Range, cols: Range) -> Path:
     """Return the redo file of a block of a .npy file."""
     return folder / "-".join(map(str, (*rows, *cols)))
 
 
-def saved_blocks(folder: Path, rows: Span, cols: Span) -> list[tuple[Path, Span, Span]]:
+def saved_blocks(folder: Path, rows: Range, cols: Range) -> list[tuple[Path, Range, Range]]:
     """Return the redo files whose blocks are inside a block, with their rows and columns."""
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():

@@ -20,7 +20,7 @@ import numpy as np
 
 from oocgemm.errors import ExecutionError, InputError
 from oocgemm.planning import Layout
-from oocgemm.planning.tiling import Span
+from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import (
     BATCH_BYTES,
     Array,
@@ -118,7 +118,7 @@ class LazyMatrix:
         if shape != (0, 0):
             raise InputError(f"{self.name}: slicing {kind} gives no array: convert it with {hint}")
 
-    def read(self, rows: Span, cols: Span, out: Array) -> None:
+    def read(self, rows: Range, cols: Range, out: Array) -> None:
         """Fill `out` piece by piece.
 
         Raises `ExecutionError` for a piece of another shape or dtype, or with masked elements.
@@ -142,7 +142,7 @@ class LazyMatrix:
             )
         np.copyto(out, block, casting="equiv")
 
-    def write(self, rows: Span, cols: Span, data: Array) -> None:
+    def write(self, rows: Range, cols: Range, data: Array) -> None:
         """Raise `ExecutionError`: a lazy operand is read-only."""
         raise ExecutionError(f"{self.name} is lazy and cannot be written to")
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from oocgemm.planning.tiling import Span
+from oocgemm.planning.tiling import Range
 from oocgemm.stores.aio import MAX_READS, read_rows, start_reads
 from oocgemm.stores.base import Array
 from oocgemm.stores.files import O_DIRECT, SECTOR, OpenFile, scratch
@@ -60,8 +60,8 @@ def read_block(
     offset: int,
     line: int,
     dtype: np.dtype[Any],
-    lines: Span,
-    part: Span,
+    lines: Range,
+    part: Range,
     out: Array,
     *,
     past_cache: bool = False,
@@ -94,7 +94,7 @@ def read_block(
 
 
 def write_block(
-    descriptor: int, offset: int, line: int, dtype: np.dtype[Any], lines: Span, part: Span, data: Array
+    descriptor: int, offset: int, line: int, dtype: np.dtype[Any], lines: Range, part: Range, data: Array
 ) -> None:
     """Write the rows of `data` as the elements `part` of a range of lines.
 

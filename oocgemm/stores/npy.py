@@ -13,7 +13,7 @@ import numpy as np
 
 from oocgemm.errors import InputError
 from oocgemm.planning import GemmProblem, Layout
-from oocgemm.planning.tiling import Span
+from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import Array, Matrix, Store, checked, is_path, refuse_zarr_options
 from oocgemm.stores.durable import (
     DATA,
@@ -126,7 +126,7 @@ class NpyMatrix:
         mapped: Array = np.load(self._path, mmap_mode=mode)
         return mapped
 
-    def read(self, rows: Span, cols: Span, out: Array) -> None:
+    def read(self, rows: Range, cols: Range, out: Array) -> None:
         with OpenFile(self._path) as file:
             self._check_length(file.size)
             lines, part, block = self._oriented(rows, cols, out)
@@ -134,13 +134,13 @@ class NpyMatrix:
                 file, self._offset, self._line, self._stored, lines, part, block, past_cache=self._past_cache
             )
 
-    def write(self, rows: Span, cols: Span, data: Array) -> None:
+    def write(self, rows: Range, cols: Range, data: Array) -> None:
         if self._redirected is not None:
             publish(saved_block(self._redirected, rows, cols), data, data.nbytes)
         else:
             self._write(rows, cols, data)
 
-    def _write(self, rows: Span, cols: Span, data: Array) -> None:
+    def _write(self, rows: Range, cols: Range, data: Array) -> None:
         descriptor = os.open(self._path, os.O_WRONLY)
         try:
             self._check_length(os.fstat(descriptor).st_size)
@@ -149,7 +149,7 @@ class NpyMatrix:
         finally:
             os.close(descriptor)
 
-    def _oriented(self, rows: Span, cols: Span, block: Array) -> tuple[Span, Span, Array]:
+    def _oriented(self, rows: Range, cols: Range, block: Array) -> tuple[Range, Range, Array]:
         """Return the stored lines of a block, its range in each, and its array with one row per line."""
         return (cols, rows, block.T) if self._by_columns else (rows, cols, block)
 
@@ -164,14 +164,14 @@ class NpyMatrix:
     def redirect_writes(self, folder: Path) -> None:
         self._redirected = folder
 
-    def sync_block(self, rows: Span, cols: Span) -> None:
+    def sync_block(self, rows: Range, cols: Range) -> None:
         if self._redirected is not None:
             blocks = saved_blocks(self._redirected, rows, cols)
             sync_files(self._redirected, [path.name for path, _, _ in blocks])
         else:
             self.sync()
 
-    def apply_redo(self, rows: Span, cols: Span) -> None:
+    def apply_redo(self, rows: Range, cols: Range) -> None:
         assert self._redirected is not None
         blocks = saved_blocks(self._redirected, rows, cols)
         for path, r, c in blocks:
@@ -193,7 +193,7 @@ class NpyMatrix:
     def files_fingerprint(self) -> str:
         return fingerprint_of([self._path])
 
-    def block_fingerprint(self, rows: Span, cols: Span) -> str | None:
+    def block_fingerprint(self, rows: Range, cols: Range) -> str | None:
         """Return None: all blocks share one file."""
         return None
 

@@ -46,10 +46,10 @@ from oocgemm.integrity.checksums.host import HostSums, StripSums
 from oocgemm.integrity.rounding import Rounding
 from oocgemm.planning import Kind, Operation, Plan
 from oocgemm.planning.check_blocks import SIDE
-from oocgemm.planning.tiling import Span, Tile
+from oocgemm.planning.tiling import Range, Tile
 from oocgemm.timeline.busy import BusyTime
 
-Strip = tuple[Tile, Span]
+Strip = tuple[Tile, Range]
 
 
 class Checks:

@@ -27,8 +27,8 @@ from oocgemm.engine.staging import Staging
 from oocgemm.integrity.checksums.host import StripSums
 from oocgemm.integrity.rounding import wide_dtype
 from oocgemm.planning import Kind, Op, Operation, Plan, Slot
-from oocgemm.planning.check_blocks import DIGESTED, HEAD, Part, borders, weights
-from oocgemm.planning.tiling import Span, Tile
+from oocgemm.planning.check_blocks import DIGEST_ROWS, HEAD, PartOffsets, borders, digest_weights
+from oocgemm.planning.tiling import Range, Tile
 from oocgemm.timeline.busy import BusyTime
 
 _WORD = 4
@@ -84,9 +84,9 @@ class DeviceSums:
         self._plan = plan
         self._problem = plan.problem
         self._wide = wide_dtype(numpy_dtype(plan.problem.acc_dtype))
-        self._weights = Weights(*weights(plan.problem, plan.tile))
+        self._weights = Weights(*digest_weights(plan.problem, plan.tile))
         self._digests: dict[Slot, int] = {}  # of the panel in each slot, on either tier
-        self._old: dict[tuple[Tile, Span], int] = {}  # of strips of the old C
+        self._old: dict[tuple[Tile, Range], int] = {}  # of strips of the old C
         self._busy = busy
         self._summing = summing
         summing.begin(seed)
@@ -128,7 +128,7 @@ class DeviceSums:
         rows, cols = borders(height, strip), borders(width, width)
         blocks = len(rows) - 1, len(cols) - 1
 
-        def numbers(part: Part) -> tuple[Array, Array]:
+        def numbers(part: PartOffsets) -> tuple[Array, Array]:
             return tuple(
                 downloaded[begin:][: room.down * room.across * dtype.itemsize]
                 .view(dtype)
@@ -139,7 +139,7 @@ class DeviceSums:
         def flags(begin: int, count: int) -> Array:
             return downloaded[begin : begin + count].view(bool)
 
-        def head(part: Part) -> int:
+        def head(part: PartOffsets) -> int:
             return int(downloaded[part.begin :][:HEAD].view(np.uint64)[0])
 
         found, made, old = room.found, room.made, room.old
@@ -166,7 +166,7 @@ class DeviceSums:
         rows, cols = operation.block
         op = {"A": self._problem.trans_a, "B": self._problem.trans_b}.get(operation.operand, Op.N)
         top, left = (cols[0], rows[0]) if op.swaps else (rows[0], cols[0])
-        every = 1 if operation.operand == "C" else DIGESTED
+        every = 1 if operation.operand == "C" else DIGEST_ROWS
         return Digest(self._weights, top, left, every, self._busy)
 
 
@@ -180,7 +180,7 @@ class Digest:
         self._busy = busy
         self._lock = threading.Lock()
 
-    def __call__(self, rows: Span, cols: Span, piece: Array) -> None:
+    def __call__(self, rows: Range, cols: Range, piece: Array) -> None:
         """Add a piece. Its ranges are those of the stored matrix."""
         start = perf_counter_ns()
         part = self._weights.digest(piece, rows[0] - self._top, cols[0] - self._left, self._every)

@@ -18,8 +18,8 @@ from oocgemm.backends.random_words import signs
 from oocgemm.engine.staging import Staging
 from oocgemm.integrity.rounding import add_product, block_norms, block_squares, signed, wide_dtype
 from oocgemm.planning import Kind, Op, Operation, Plan, Slot
-from oocgemm.planning.check_blocks import WIDENED, borders
-from oocgemm.planning.tiling import Span, Tile
+from oocgemm.planning.check_blocks import WIDENING_ELEMENTS, borders
+from oocgemm.planning.tiling import Range, Tile
 from oocgemm.timeline.busy import BusyTime
 
 
@@ -61,7 +61,7 @@ class BlockSums:
     sums_only: bool = False  # without norms
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def add(self, rows: Span, cols: Span, piece: Array) -> None:
+    def add(self, rows: Range, cols: Range, piece: Array) -> None:
         """Add a piece in stored orientation. Its ranges are those of the stored matrix."""
         if self.axis == 1:
             rows, cols, piece = cols, rows, piece.T
@@ -131,7 +131,7 @@ class HostSums:
         if operation.operand != "C":
             self._panels.pop(region.slot, None)  # the Read overwrites its panel
 
-        def add(rows: Span, cols: Span, piece: Array) -> None:
+        def add(rows: Range, cols: Range, piece: Array) -> None:
             start = perf_counter_ns()
             sums.add(rows, cols, piece)
             self._busy.append((start, perf_counter_ns()))
@@ -275,8 +275,8 @@ def widened(blocks: Array) -> Iterator[tuple[slice, Array, slice]]:
     if blocks.dtype == wide:
         yield slice(0, count), blocks, slice(0, width)
         return
-    across = max(1, min(width, WIDENED // size))
-    several = max(1, WIDENED // (size * across))
+    across = max(1, min(width, WIDENING_ELEMENTS // size))
+    several = max(1, WIDENING_ELEMENTS // (size * across))
     for first in range(0, count, several):
         groups = slice(first, min(first + several, count))
         for left in range(0, width, across):

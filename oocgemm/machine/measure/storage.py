@@ -14,7 +14,7 @@ from oocgemm.engine.staging import Staging
 from oocgemm.machine.measure.sampling import typical
 from oocgemm.machine.measure.workbench import block_copy, plan_of, transfer_seconds
 from oocgemm.planning import Kind, MachineModel, StoreRates, TileShape
-from oocgemm.planning.tiling import Span as Range
+from oocgemm.planning.tiling import Range
 from oocgemm.system.memory import allocate
 
 

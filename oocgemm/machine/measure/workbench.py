@@ -24,7 +24,7 @@ from oocgemm.planning import (
     Tier,
     TileShape,
 )
-from oocgemm.planning.tiling import Span as Range
+from oocgemm.planning.tiling import Range
 from oocgemm.stores import Matrix
 from oocgemm.system.memory import available_memory
 

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from oocgemm.errors import ExecutionError
-from oocgemm.planning.tiling import Span
+from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import Array
 from oocgemm.stores.files import MIN_SEGMENT, OpenFile, folder_mtime, publish
 from oocgemm.stores.lines import copies_bytes, read_block
@@ -83,7 +83,7 @@ class DirectChunks:
         """The bytes of a chunk's elements. Chunks at the edges are stored whole."""
         return self.chunk[0] * self.chunk[1] * self.encoding.dtype.itemsize
 
-    def read(self, rows: Span, cols: Span, out: Array) -> None:
+    def read(self, rows: Range, cols: Range, out: Array) -> None:
         """Read a block into `out`.
 
         Raises `ExecutionError`, which names the file, for damaged chunks, and `MemoryError` without memory
@@ -105,7 +105,7 @@ class DirectChunks:
                 except EOFError as error:
                     self._damaged(number, str(error), error)
 
-    def write(self, rows: Span, cols: Span, data: Array) -> None:
+    def write(self, rows: Range, cols: Range, data: Array) -> None:
         """Write a block of whole chunks, or what the matrix's edges leave of them.
 
         Each file is replaced atomically.
@@ -116,7 +116,7 @@ class DirectChunks:
             publish(self.root / self.key(number), stored, size)
 
     def _read_file(
-        self, number: tuple[int, int], file: OpenFile, block: tuple[Span, Span], out: Array
+        self, number: tuple[int, int], file: OpenFile, block: tuple[Range, Range], out: Array
     ) -> None:
         try:
             index = self.shards.index(file) if self.shards else None
@@ -208,22 +208,22 @@ class DirectChunks:
 
 
 def _cut(
-    block: tuple[Span, Span], chunk: tuple[int, int]
-) -> Iterator[tuple[tuple[int, int], tuple[Span, Span]]]:
+    block: tuple[Range, Range], chunk: tuple[int, int]
+) -> Iterator[tuple[tuple[int, int], tuple[Range, Range]]]:
     """Yield the indices of the chunks that a block touches, with the part of the block in each."""
     for i, rows in _chunks(block[0], chunk[0]):
         for j, cols in _chunks(block[1], chunk[1]):
             yield (i, j), (rows, cols)
 
 
-def _part(array: Array, block: tuple[Span, Span], part: tuple[Span, Span]) -> Array:
+def _part(array: Array, block: tuple[Range, Range], part: tuple[Range, Range]) -> Array:
     """Return the view of a part of a block's array."""
     (top, _), (left, _) = block
     (r0, r1), (c0, c1) = part
     return array[r0 - top : r1 - top, c0 - left : c1 - left]
 
 
-def _chunks(span: Span, chunk: int) -> list[tuple[int, Span]]:
+def _chunks(span: Range, chunk: int) -> list[tuple[int, Range]]:
     """Return the indices of the chunks that a range touches, with the part of the range in each."""
     start, stop = span
     return [

@@ -22,7 +22,7 @@ from zarr.storage import LocalStore
 
 from oocgemm.errors import ExecutionError
 from oocgemm.planning import Layout
-from oocgemm.planning.tiling import Span
+from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import BATCH_BYTES, Array, checked, pieces, transient
 from oocgemm.stores.durable import fingerprint_of, fingerprints, spread, sync_files, sync_names
 from oocgemm.stores.files import padded, scratch, worth_caching
@@ -97,7 +97,7 @@ class ZarrMatrix:
             encodes=not self.raw,
         )
 
-    def read(self, rows: Span, cols: Span, out: Array) -> None:
+    def read(self, rows: Range, cols: Range, out: Array) -> None:
         if out.dtype != self.dtype:
             raise ExecutionError(f"{self.name} has dtype {self.dtype}, and the slot has {out.dtype}")
         if self.direct:
@@ -113,7 +113,7 @@ class ZarrMatrix:
                 f"chunk {key} in {self.array.store_path} cannot be read, it may be damaged: {reason(error)}"
             ) from error
 
-    def _read_through(self, rows: Span, cols: Span, out: Array) -> None:
+    def _read_through(self, rows: Range, cols: Range, out: Array) -> None:
         """Read a block through zarr."""
         into = out
         if self._contiguous and not out.flags.c_contiguous:
@@ -123,7 +123,7 @@ class ZarrMatrix:
         if into is not out:
             np.copyto(out, into)
 
-    def _failing(self, rows: Span, cols: Span, out: Array) -> str:
+    def _failing(self, rows: Range, cols: Range, out: Array) -> str:
         """Return the key of the first chunk, or shard, of a block that cannot be read."""
         for r, c in pieces(rows, cols, self.layout.read_chunk, 1):
             number = r[0] // self.layout.write_chunk[0], c[0] // self.layout.write_chunk[1]
@@ -133,7 +133,7 @@ class ZarrMatrix:
                 break
         return self.array.metadata.encode_chunk_key(number)
 
-    def write(self, rows: Span, cols: Span, data: Array) -> None:
+    def write(self, rows: Range, cols: Range, data: Array) -> None:
         if not self._owns(rows, cols):
             raise ExecutionError(
                 f"{self.name}[{rows[0]}:{rows[1]}, {cols[0]}:{cols[1]}] shares chunks with other writers"
@@ -159,11 +159,11 @@ class ZarrMatrix:
         opened = zarr.open_array(folder, mode="r+")
         self._written = opened.with_config({"write_empty_chunks": True})
 
-    def sync_block(self, rows: Span, cols: Span) -> None:
+    def sync_block(self, rows: Range, cols: Range) -> None:
         assert self._target is not None
         sync_files(self._target, self._names(rows, cols))
 
-    def apply_redo(self, rows: Span, cols: Span) -> None:
+    def apply_redo(self, rows: Range, cols: Range) -> None:
         assert self._target is not None
         names = self._names(rows, cols)
         for name in names:
@@ -191,7 +191,7 @@ class ZarrMatrix:
     def files_fingerprint(self) -> str:
         return fingerprints(self._spread())["content"]
 
-    def block_fingerprint(self, rows: Span, cols: Span) -> str | None:
+    def block_fingerprint(self, rows: Range, cols: Range) -> str | None:
         return fingerprint_of(self.folder / name for name in self._names(rows, cols))
 
     def _spread(self) -> Iterator[str]:
@@ -244,7 +244,7 @@ class ZarrMatrix:
         assert folder is not None
         return folder
 
-    def _names(self, rows: Span, cols: Span) -> list[str]:
+    def _names(self, rows: Range, cols: Range) -> list[str]:
         """Return the files of the chunks, or shards, of a block, relative to the array's folder."""
         numbers = (
             range(span[0] // chunk, -(-span[1] // chunk))
@@ -252,7 +252,7 @@ class ZarrMatrix:
         )
         return [self.array.metadata.encode_chunk_key(number) for number in product(*numbers)]
 
-    def _owns(self, rows: Span, cols: Span) -> bool:
+    def _owns(self, rows: Range, cols: Range) -> bool:
         """Return whether a block consists of whole write chunks, or what the matrix's edges leave of them."""
         return all(
             start % chunk == 0 and (stop % chunk == 0 or stop == extent)
