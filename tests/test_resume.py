@@ -660,7 +660,7 @@ STUCK = """
 import time
 from pathlib import Path
 from oocgemm.backends.host.backend import HostSession
-from oocgemm.cli import main
+from oocgemm.cli.main import main
 HostSession._multiply = lambda *arguments: Path("stuck").touch() or time.sleep(600)
 main()
 """
