@@ -28,7 +28,7 @@ from oocgemm.timeline.svg import svg
 TOP = Path(__file__).resolve().parent.parent
 IMAGES = TOP / "docs" / "images"
 LOG = tables.RESULTS / "report.jsonl"
-BLOCK = re.compile(r"(<!-- begin ([\w-]+) -->\n).*?(\n<!-- end \2 -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- begin ([\w-]+) -->\n).*?(<!-- end \2 -->)", re.DOTALL)
 
 
 def fenced(show: Callable[[], None]) -> str:
@@ -86,7 +86,7 @@ def block(name: str) -> str:
 
 def filled(text: str) -> str:
     """Return a page with its blocks made anew."""
-    return BLOCK.sub(lambda found: f"{found[1]}{block(found[2])}{found[3]}", text)
+    return BLOCK.sub(lambda found: f"{found[1]}{block(found[2])}\n{found[3]}", text)
 
 
 def pages() -> list[Path]:

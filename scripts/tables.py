@@ -37,12 +37,17 @@ def median(values: Sequence[float]) -> float:
 
 def seconds(samples: Sequence[float]) -> str:
     """Return the median, the least and the most, in seconds."""
-    return f"{median(samples):.3g} s ({min(samples):.3g}-{max(samples):.3g})"
+    return unbroken(f"{median(samples):.3g} s ({min(samples):.3g}-{max(samples):.3g})")
 
 
 def ratio(samples: Sequence[float]) -> str:
     """Return the median, the least and the most."""
-    return f"{median(samples):.3f} ({min(samples):.3f}-{max(samples):.3f})"
+    return unbroken(f"{median(samples):.3f} ({min(samples):.3f}-{max(samples):.3f})")
+
+
+def unbroken(text: str) -> str:
+    """Return the text with spaces and hyphens at which a browser ends no line."""
+    return text.replace(" ", "\N{NO-BREAK SPACE}").replace("-", "\N{NON-BREAKING HYPHEN}")
 
 
 def results() -> list[str]:
@@ -81,41 +86,40 @@ def results() -> list[str]:
 
 
 def streamed() -> list[str]:
-    """`bench_stream.py`: T of oocgemm beside cuBLAS on operands in GPU memory."""
+    """`bench_stream.py`: T of oocgemm beside cuBLAS on operands in GPU memory, a table for each product."""
     cases = load("bench_stream.json")
     machine = next(iter(cases.values()))["machine"]
-    rows = []
+    lines = [
+        f"One {machine['device']}, {machine['cores']} CPU cores, NumPy arrays in host memory. Pinned arrays were pinned before "
+        "the run; pinning is not part of T.",
+    ]
     for case in cases.values():
         samples, of_in_core = case["samples_seconds"], case["of_in_core_samples"]
-        rows.append([case["what"], "cuBLAS in-core", "in GPU memory", seconds(samples["in_core"]), ""])
+        rows = [["cuBLAS in-core", "in GPU memory", seconds(samples["in_core"]), ""]]
         for name in ("oocgemm", "oocgemm_pinned", "emulated", "emulated_pinned"):
             compute = "emulated" if "emulated" in name else "native"
             arrays = "pinned" if "pinned" in name else "pageable"
-            rows.append(["", f"oocgemm, {compute}", arrays, seconds(samples[name]), ratio(of_in_core[name])])
-    heads = ["product", "run", "operands", "T", "in-core T / T"]
-    return [
-        f"One {machine['device']}, {machine['cores']} CPU cores, NumPy arrays in host memory. Each T is the median "
-        "(minimum-maximum) of interleaved runs. Pinned arrays were pinned before the run; pinning is not part of T.",
-        "",
-        *table(heads, rows),
-    ]
+            rows.append([f"oocgemm, {compute}", arrays, seconds(samples[name]), ratio(of_in_core[name])])
+        lines += ["", f"### {case['what']}", "", *table(["run", "operands", "T", "in-core T / T"], rows)]
+    return lines
 
 
 def peers() -> list[str]:
-    """`bench_stream.py`: other ways to multiply arrays in host memory on a GPU."""
-    rows = []
+    """`bench_stream.py`: other ways to multiply arrays in host memory on a GPU, the fastest first."""
+    lines: list[str] = []
+    heads = ["program", "operands", "T", "its T / T of oocgemm, native", "its T / T of oocgemm, emulated"]
     for case in load("bench_stream.json").values():
-        times, what = case["median_seconds"], case["what"]
-        found = sorted((name for name in times if name.startswith("xt")), key=lambda name: times[name])
-        for name in [*found, *(["cupy_loop"] if "cupy_loop" in times else [])]:
+        times, rows = case["median_seconds"], []
+        for name in sorted(times, key=lambda name: times[name]):
+            if not name.startswith("xt") and name != "cupy_loop":
+                continue
             title = "loop of CuPy calls" if name == "cupy_loop" else f"cuBLASXt, block {name.split()[1]}"
-            arrays = "pinned" if "pinned" in name else "pageable"
-            suffix = "_pinned" if arrays == "pinned" else ""
+            suffix = "_pinned" if "pinned" in name else ""
             over = [f"{times[name] / times[own + suffix]:.2f}" for own in ("oocgemm", "emulated")]
-            rows.append([what, title, arrays, f"{times[name]:.3g} s", *over])
-            what = ""
-    heads = ["product", "program", "operands", "T", "over T of oocgemm, native", "emulated"]
-    return table(heads, rows)
+            rows.append([title, "pinned" if suffix else "pageable", f"{times[name]:.3g} s", *over])
+        if rows:
+            lines += [f"### {case['what']}, beside others", "", *table(heads, rows), ""]
+    return lines[:-1]
 
 
 def from_disk() -> list[str]:
