@@ -1,4 +1,4 @@
-// check_sums: checksums of panels and of strips of C, where they lie (plan/checking.py says which and where they go).
+// check_sums: checksums of panels and of strips of C, where they lie (planning/check_blocks.py says which and where they go).
 //
 // A panel is `extent` rows of op(A) (or columns of op(B)) by `depth`; it is summed along the former, with random signs, in
 // blocks. OOC_AXIS 0: each of them is a row of the stored panel, 1: a column. A strip of C is summed along both, AXIS 0.

@@ -1,6 +1,6 @@
 // ozaki_combine: C = alpha * (what the residues stand for) * 2^-(sA + sB) + beta * C, by the Chinese remainder theorem.
 //
-// The sums of weights' parts are exact in float64, and so are the products with the quotient (plan/emulation.py).
+// The sums of weights' parts are exact in float64, and so are the products with the quotient (planning/emulation.py).
 //
 // Macros: OOC_STORED (of C), OOC_WEIGHTS (3 N parts), OOC_MODULUS (3), OOC_INVERSE (1 / P).
 // Launch: 256 threads; blockIdx.y a row, blockIdx.x 1024 columns.

@@ -1,4 +1,4 @@
-// ozaki_split: a panel becomes planes of int8 residues, one a modulus (plan/emulation.py says what they are for).
+// ozaki_split: a panel becomes planes of int8 residues, one a modulus (planning/emulation.py says what they are for).
 //
 // A row is one of op(A) or a column of op(B); `depth` is the panel's extent along k. A block takes ROWS rows over all of k.
 //   ozaki_facts   2-norm of each row, as norm * 2^exponent, and 1-norm over 2-norm. Three accumulators (Blue, 1978) for large,

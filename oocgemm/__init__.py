@@ -7,7 +7,6 @@ the GPU's memory nor the host's.
 array([[11.]])
 """
 
-from oocgemm.api import gemm, matmul, plan
 from oocgemm.errors import (
     BackendError,
     BudgetError,
@@ -16,11 +15,12 @@ from oocgemm.errors import (
     OocGemmError,
     OutOfMemoryError,
 )
-from oocgemm.plan import Plan, TileShape
-from oocgemm.result import Result
+from oocgemm.jobs.api import gemm, matmul, plan
+from oocgemm.jobs.result import Result
+from oocgemm.jobs.verify import Verification, verify
+from oocgemm.planning import Plan, TileShape
+from oocgemm.system.version import __version__ as __version__
 from oocgemm.timeline import Report, Timeline, read_log, report
-from oocgemm.verify import Verification, verify
-from oocgemm.version import __version__ as __version__
 
 __all__ = [
     "BackendError",

@@ -9,9 +9,10 @@ import os
 import sys
 from typing import NoReturn
 
-from oocgemm import backends, cli
-from oocgemm.backends.blas import CHOICE, better_family
-from oocgemm.streams import use_safe_streams
+from oocgemm import backends
+from oocgemm.backends.host.blas import CHOICE, better_family
+from oocgemm.cli import main as cli
+from oocgemm.cli.streams import use_safe_streams
 
 # The others multiply nothing.
 MULTIPLYING = {"run", "verify", "calibrate", "info"}

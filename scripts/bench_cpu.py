@@ -32,8 +32,8 @@ from typing import Any
 import click
 from cpu_contenders import CONTENDERS, Case, make_operands
 
-from oocgemm.backends.blas import blas_name
-from oocgemm.system import info
+from oocgemm.backends.host.blas import blas_name
+from oocgemm.machine.info import info
 
 TOP = Path(__file__).resolve().parent
 PEERS = ("dask", "cubed", "blosc2")

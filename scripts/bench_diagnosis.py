@@ -35,9 +35,9 @@ from bench_cpu import set_cache
 from zarr.codecs import ZstdCodec
 
 import oocgemm
-from oocgemm.timeline import diagnose, diagnosis_lines, remedy
-from oocgemm.timeline.remedies import fit
-from oocgemm.units import parse_size
+from oocgemm.planning.units import parse_size
+from oocgemm.reports.advice import diagnosis_lines, fit, remedy
+from oocgemm.timeline import diagnose
 
 EVICTED_EVERY = 0.02  # seconds
 WITHIN = 0.2  # a gain was predicted if it is this near

@@ -36,8 +36,8 @@ from keeping import here
 from linked import CORES, linked_zarr
 
 from oocgemm import stores
-from oocgemm.staging import PIECE_BYTES
-from oocgemm.units import format_size
+from oocgemm.engine.staging import PIECE_BYTES
+from oocgemm.planning.units import format_size
 
 
 def in_core_seconds(m: int, n: int, k: int, times: int, dtype: str = "float64") -> float:

@@ -10,15 +10,15 @@ from unittest.mock import patch
 
 import cupy
 
-from oocgemm.backends import cublas as blas
-from oocgemm.backends import cuda_calls
-from oocgemm.backends import emulated as backend
-from oocgemm.backends.emulated import Emulated
-from oocgemm.backends.kernel import Call
-from oocgemm.backends.launch import Kernels
-from oocgemm.backends.multiplier import Multiplier, device_name
-from oocgemm.plan import Op
-from oocgemm.plan.emulation import NUMBERS, plane_offsets, work_bytes
+from oocgemm.backends.cuda import calls as cuda_calls
+from oocgemm.backends.cuda import cublas as blas
+from oocgemm.backends.cuda import emulated as backend
+from oocgemm.backends.cuda.emulated import Emulated
+from oocgemm.backends.cuda.launch import Kernels
+from oocgemm.backends.cuda.multiplier import Multiplier, device_name
+from oocgemm.kernels.spec import Call
+from oocgemm.planning import Op
+from oocgemm.planning.emulation import NUMBERS, plane_offsets, work_bytes
 
 SHAPES = ((8192, 8192, 8192), (16384, 16384, 8192), (16384, 16384, 16384))
 REPEATS = 5

@@ -24,8 +24,8 @@ from keeping import work as work_option
 from linked import linked_zarr
 
 import oocgemm
-from oocgemm import target
-from oocgemm.job import Job
+from oocgemm.jobs import output as target
+from oocgemm.jobs.job import Job
 from oocgemm.stores.durable import Durable
 
 WAYS = ("plain", "journal", "journal and verify")

@@ -19,7 +19,7 @@ import click
 from bench_journal import make
 
 import oocgemm
-from oocgemm import api
+from oocgemm.jobs import api
 from oocgemm.timeline import Recorder, Timeline
 
 

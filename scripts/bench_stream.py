@@ -22,7 +22,7 @@ import numpy as np
 from cupy.cuda import runtime
 
 import oocgemm
-from oocgemm.plan import Plan
+from oocgemm.planning import Plan
 from oocgemm.timeline import in_place
 
 BLOCKS = (1024, 2048, 4096, 8192, 16384)

@@ -18,7 +18,7 @@ from typing import Any
 import click
 from traffic_oracle import Case, least_panels
 
-from oocgemm.plan import (
+from oocgemm.planning import (
     DTYPES,
     Budgets,
     GemmProblem,
@@ -29,8 +29,8 @@ from oocgemm.plan import (
     default_model,
     make_plan,
 )
-from oocgemm.plan.cost import least_bytes
-from oocgemm.plan.predict import closed_loads
+from oocgemm.planning.cost.footprint import least_bytes
+from oocgemm.planning.cost.predict import closed_loads
 
 MIB, GIB = 1 << 20, 1 << 30
 SLOW, FREE = 1e9, 1e18

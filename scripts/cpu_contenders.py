@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import zarr
 
-from oocgemm.backends.blas import blas_name
-from oocgemm.units import parse_size
+from oocgemm.backends.host.blas import blas_name
+from oocgemm.planning.units import parse_size
 
 SMALL = 512  # side of the product that warms up
 CHECKED_ROWS = 4

@@ -18,12 +18,12 @@ from pathlib import Path
 import ladder_tables
 import tables
 
-from oocgemm.display import print_plan, print_report
-from oocgemm.plan import Budgets, GemmProblem, Layout, Layouts, default_model, make_plan
-from oocgemm.roofline import roofline
+from oocgemm.cli.display import print_plan, print_report
+from oocgemm.planning import Budgets, GemmProblem, Layout, Layouts, default_model, make_plan
+from oocgemm.reports.roofline import roofline
+from oocgemm.reports.svg import svg
 from oocgemm.stores import new_layout
 from oocgemm.timeline import read_log, report
-from oocgemm.timeline.svg import svg
 
 TOP = Path(__file__).resolve().parent.parent
 IMAGES = TOP / "docs" / "images"

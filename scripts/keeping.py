@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from oocgemm import system
+from oocgemm.machine import info as system
 
 work = click.option(
     "--work", type=click.Path(path_type=Path), help="Folder for the matrices.  [default: a temporary one]"

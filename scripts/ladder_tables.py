@@ -4,8 +4,8 @@ from typing import Any
 
 from tables import RESULTS, load, table
 
-from oocgemm.bench import AGAINST, BY_NCU, against
-from oocgemm.measuring import snake_keys
+from oocgemm.cli.measuring import snake_keys
+from oocgemm.machine.bench import AGAINST, BY_NCU, against
 
 Rates = dict[tuple[str, str, str], float]  # flop/s by kernel, parameters and dtype
 # Square products, and updates of a C of 12288 x 12288 (beta = 1) by panels of several depths.

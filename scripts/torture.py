@@ -33,9 +33,10 @@ from keeping import keep
 from keeping import output as output_option
 from keeping import work as work_option
 
-from oocgemm import journal, stores
-from oocgemm.backends.blas import CHOICE, better_family
-from oocgemm.plan import default_model
+from oocgemm import stores
+from oocgemm.backends.host.blas import CHOICE, better_family
+from oocgemm.jobs import journal
+from oocgemm.planning import default_model
 
 # Chunks across a matrix, and tiles.
 CHUNKS, TILES = 12, 6

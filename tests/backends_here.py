@@ -7,9 +7,10 @@ from unittest.mock import patch
 
 import pytest
 
-from oocgemm import backends, system
+from oocgemm import backends
 from oocgemm.errors import BackendError
-from oocgemm.plan import MachineModel, default_model
+from oocgemm.machine import info as system
+from oocgemm.planning import MachineModel, default_model
 
 
 def _cuda_answers() -> bool:

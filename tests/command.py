@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from oocgemm import cli
+from oocgemm.cli import main as cli
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,27 @@ from hypothesis import settings
 
 from tests.command import forget_threads, own_threads
 
-# How long an example takes says more of the machine's load than of the code.
-settings.register_profile("oocgemm", deadline=None)
-settings.load_profile("oocgemm")
+# How long an example takes depends on the load of the machine more than on the code.
+settings.register_profile("all", deadline=None)
+settings.register_profile("quick", deadline=None, max_examples=20)  # `tests.suite.examples` scales by it
 
+QUICK = "not slow"
 SECONDS_TO_END = 10.0  # for threads that a test has stopped, on a busy machine
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all", action="store_true", help="run slow tests too, and every property on all examples"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Select the quick suite, unless the command line selects tests: by --all, -m, -k or paths."""
+    option = config.option
+    by_path = config.args_source is config.ArgsSource.ARGS
+    if not (option.all or option.markexpr or option.keyword or by_path):
+        option.markexpr = QUICK  # workers of pytest-xdist receive it
+    settings.load_profile("quick" if option.markexpr == QUICK else "all")
 
 
 @pytest.fixture(scope="session", autouse=True)

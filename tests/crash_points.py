@@ -19,7 +19,7 @@ import numpy as np
 import zarr
 
 import oocgemm
-from oocgemm.journal import read
+from oocgemm.jobs.journal import read
 from oocgemm.stores import sidecar
 
 STEPS = (

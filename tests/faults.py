@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from oocgemm import backends, memory, staging, stores
-from oocgemm.backends import host
+from oocgemm import backends, stores
 from oocgemm.backends.base import Backend, Session, Token
-from oocgemm.plan import Kind, Operation, Plan
-from oocgemm.plan.tiling import Span
+from oocgemm.backends.host import backend as host
+from oocgemm.engine import staging
+from oocgemm.planning import Kind, Operation, Plan
+from oocgemm.planning.tiling import Span
 from oocgemm.stores import Matrix
+from oocgemm.system import memory
 from tests.command import own_threads
 from tests.problems import Array
 

@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oocgemm.backends.base import numpy_dtype
-from oocgemm.backends.kernel import summed_in
-from oocgemm.plan import DTYPES, Op
+from oocgemm.kernels.spec import summed_in
+from oocgemm.planning import DTYPES, Op
 from tests.problems import applied, integers, stored
 
 Array = NDArray[Any]

@@ -29,7 +29,7 @@ def _library() -> ctypes.CDLL:
 
 
 class Nvrtc:
-    """The compiler as `oocgemm.backends.compile` wants it."""
+    """The compiler as `oocgemm.kernels.compile` wants it."""
 
     def version(self) -> str:
         major, minor = ctypes.c_int(), ctypes.c_int()

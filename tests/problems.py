@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from oocgemm.backends.base import numpy_dtype
-from oocgemm.plan import DTYPES as OPERAND_TYPES
-from oocgemm.plan import Op
+from oocgemm.planning import DTYPES as OPERAND_TYPES
+from oocgemm.planning import Op
 
 Array = NDArray[Any]
 

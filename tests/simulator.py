@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from oocgemm.backends.base import step_scalars
-from oocgemm.plan import Kind, Operation, Region, Schedule, Slot, Tier
-from oocgemm.plan.hazards import IN_ORDER, waits_of
-from oocgemm.plan.traversal import step_order
+from oocgemm.planning import Kind, Operation, Region, Schedule, Slot, Tier
+from oocgemm.planning.schedule.hazards import IN_ORDER, waits_of
+from oocgemm.planning.schedule.traversal import step_order
 from tests.problems import Array
 
 POISON = np.nan

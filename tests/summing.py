@@ -8,15 +8,15 @@ from unittest.mock import patch
 
 import numpy as np
 
-from oocgemm import job
 from oocgemm.backends.base import Array, DoneToken, Token, numpy_dtype
-from oocgemm.backends.host import HostBackend, HostSession
-from oocgemm.backends.kernel import C_TYPES
-from oocgemm.backends.summing import CutFields, Multiplied, Summed, Summing
-from oocgemm.bounds import norms, wide_dtype
-from oocgemm.plan import OPERANDS, Kind, Operation, Plan
-from oocgemm.plan.checking import DIGESTED, SIDE, borders
-from oocgemm.random_words import random_words
+from oocgemm.backends.checksums import CutFields, Multiplied, Summed, Summing
+from oocgemm.backends.host.backend import HostBackend, HostSession
+from oocgemm.backends.random_words import random_words
+from oocgemm.integrity.rounding import norms, wide_dtype
+from oocgemm.jobs import job
+from oocgemm.kernels.spec import C_TYPES
+from oocgemm.planning import OPERANDS, Kind, Operation, Plan
+from oocgemm.planning.check_blocks import DIGESTED, SIDE, borders
 from tests.backends_here import staged
 
 FLOATS = [name for name in OPERANDS if name != "int8"]  # a device sums no integers

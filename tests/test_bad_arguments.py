@@ -296,7 +296,7 @@ def test_a_store_that_fails_on_the_way_is_an_execution_error(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("oocgemm.stores.zarr_store.ZarrMatrix.write", full)
+    monkeypatch.setattr("oocgemm.stores.zarr.matrix.ZarrMatrix.write", full)
     monkeypatch.setattr("oocgemm.stores.npy.NpyMatrix.write", full)
     with pytest.raises(ExecutionError, match=r"tile \(0, 0\).*writing C\[.*No space left on device"):
         gemm(A, B, tmp_path / name)
@@ -304,7 +304,7 @@ def test_a_store_that_fails_on_the_way_is_an_execution_error(
     assert own_threads() == []
 
 
-def test_a_file_that_cannot_be_made_to_measure_is_not_left_behind(
+def test_a_npy_file_that_cannot_be_created_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(file: Any, said: object) -> None:
@@ -317,7 +317,7 @@ def test_a_file_that_cannot_be_made_to_measure_is_not_left_behind(
     assert contents(tmp_path) == {}
 
 
-def test_a_relative_path_that_names_no_file_does_not_name_the_folder_it_is_read_in(
+def test_an_empty_path_does_not_name_the_current_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "kept").write_text("of another program")

@@ -16,7 +16,7 @@ import zarr
 
 import oocgemm
 from oocgemm import BackendError, InputError
-from oocgemm.cli import EXIT_BUDGET, EXIT_FAILED, EXIT_USAGE
+from oocgemm.cli.main import EXIT_BUDGET, EXIT_FAILED, EXIT_USAGE
 from tests.backends_here import CUDA
 from tests.command import Finished, command, contents, own_threads, run
 
@@ -320,7 +320,7 @@ def _empty(chunk: Path) -> None:
         ),
     ],
 )
-def test_a_damaged_chunk_fails_the_run_and_no_one_takes_its_c_for_whole(
+def test_a_damaged_chunk_fails_the_run_and_leaves_c_unfinished(
     here: Path, operand: str, damage: Callable[[Path], None], parts: tuple[str, ...], result: str
 ) -> None:
     damage(here / operand / "c" / "1" / "1")
@@ -356,7 +356,7 @@ def test_a_timeline_that_cannot_be_begun_is_refused(here: Path) -> None:
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no disk that is always full")
-def test_a_timeline_that_cannot_be_gone_on_with_costs_no_product(here: Path) -> None:
+def test_a_timeline_that_cannot_be_written_costs_no_product(here: Path) -> None:
     done = run("a", "b", "new", "--timeline", "/dev/full")
     assert_one_line(done, EXIT_FAILED, "C is done, but its timeline cannot be written to /dev/full: No space")
     np.testing.assert_array_equal(zarr.open_array(here / "new")[:], A @ B)
@@ -371,7 +371,7 @@ def test_report_refuses_what_is_no_timeline(place: str) -> None:
     assert_one_line(command("report", place, "--json"), EXIT_USAGE, place)
 
 
-def test_report_refuses_a_timeline_cut_in_its_header_and_says_of_others_that_they_are_cut(here: Path) -> None:
+def test_report_refuses_a_cut_header_and_notes_a_cut_timeline(here: Path) -> None:
     assert run("a", "b", "new", "--tile", "4x10x4", "--timeline", "log").code == 0
     whole = (here / "log").read_bytes()
     header = whole.index(b"\n")

@@ -10,12 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oocgemm import bench
-from oocgemm.backends import ladder, model, tuning
-from oocgemm.backends.kernel import Kernel
-from oocgemm.backends.tuning import CUBLAS, Measured, Tuning
 from oocgemm.errors import BackendError, InputError
-from oocgemm.plan import OPERANDS, Op
+from oocgemm.kernels import access as model
+from oocgemm.kernels import registry as ladder
+from oocgemm.kernels import tuning
+from oocgemm.kernels.spec import Kernel
+from oocgemm.kernels.tuning import CUBLAS, Measured, Tuning
+from oocgemm.machine import bench
+from oocgemm.planning import OPERANDS, Op
 from tests.backends_here import CUDA, needs_gpu
 from tests.command import command, contents
 from tests.gemm_cases import assert_close, random_case
@@ -88,7 +90,7 @@ def test_rungs_and_variants_that_are_gone_are_left_out() -> None:
 
 
 @given(*(st.integers(1, 40000),) * 3)
-def test_every_shape_has_a_class_and_it_does_not_depend_on_order(m: int, n: int, k: int) -> None:
+def test_the_class_of_a_shape_does_not_depend_on_order(m: int, n: int, k: int) -> None:
     assert tuning.shape_class(m, n, k) == tuning.shape_class(n, m, k) in tuning.CLASSES
 
 
@@ -171,7 +173,9 @@ def test_kernels_are_tuned_for_every_dtype_where_none_is_named() -> None:
 
 
 @pytest.mark.parametrize("mark", [pytest.param(None, marks=needs_gpu)])
-def test_bench_and_tune_on_a_gpu(mark: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_covers_all_rungs_and_tuning_is_saved(
+    mark: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     result = bench.bench_kernels(shapes=[(64, 64, 64), (700, 300, 100)], seconds=0.001)
     assert {row["kernel"] for row in result["rows"]} == {CUBLAS, *ladder.names()}
     assert all(row["flops"] > 0 and row["seconds"][1] <= row["seconds"][0] for row in result["rows"])
@@ -232,7 +236,7 @@ def test_a_plan_takes_a_kernel_that_can_do_its_steps(tmp_path: Path, monkeypatch
     assert all(command(*given, name).code == 0 for name in ladder.names() if name != "single_block")
 
 
-def test_the_bound_on_errors_lets_neither_nan_nor_a_wrong_element_pass() -> None:
+def test_assert_close_rejects_nonfinite_and_wrong_elements() -> None:
     case = random_case(np.random.default_rng(7), "float32", (Op.T, Op.N), (20, 30, 40))
     exact = case.alpha * (case.a.T.astype(float) @ case.b.astype(float)) + case.beta * case.c
     good = exact.astype(np.float32)

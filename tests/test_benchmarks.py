@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from oocgemm.backends.blas import blas_name
+from oocgemm.backends.host.blas import blas_name
 
 TOP = Path(__file__).resolve().parent.parent
 CASE = ("--size", "512x256x384", "--chunk", "128", "--device-memory", "64MiB", "--host-memory", "64MiB")

@@ -44,7 +44,7 @@ def product(x: Array) -> Array:
     ],
 )
 @pytest.mark.parametrize("compressor", ["none", "blosc-lz4"])
-def test_it_is_read_and_written_as_it_is_stored(
+def test_bfloat16_zarr_is_read_and_written_as_bfloat16(
     zarr_format: int, options: dict[str, Any], compressor: str, tmp_path: Path
 ) -> None:
     x = integers(RNG, (50, 70), "bfloat16", most=60)

@@ -21,13 +21,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import oocgemm
-from oocgemm import backends, cache
-from oocgemm import calibrate as module
-from oocgemm.backends.host import HostBackend
-from oocgemm.calibrate import SIZES, Sizes, calibrate
-from oocgemm.cli import EXIT_USAGE
+from oocgemm import backends
+from oocgemm.backends.host.backend import HostBackend
+from oocgemm.cli.main import EXIT_USAGE
 from oocgemm.errors import BackendError, InputError
-from oocgemm.plan import (
+from oocgemm.machine import calibrate as module
+from oocgemm.machine.calibrate import SIZES, Sizes, calibrate
+from oocgemm.planning import (
     RATES,
     Calibration,
     KernelRate,
@@ -36,12 +36,13 @@ from oocgemm.plan import (
     default_model,
     fit_line,
     fit_link,
-    fits,
 )
-from oocgemm.plan.fits import MAX_LINK
-from oocgemm.plan.machine import VERSION
-from oocgemm.roofline import BOTTOM, LEFT, LINE, roofline
-from oocgemm.units import format_rate
+from oocgemm.planning.cost import fits
+from oocgemm.planning.cost.fits import MAX_LINK
+from oocgemm.planning.cost.machine import VERSION
+from oocgemm.planning.units import format_rate
+from oocgemm.reports.roofline import BOTTOM, LEFT, LINE, roofline
+from oocgemm.system import cache
 from tests.backends_here import needs_gpu
 from tests.command import command, contents, own_threads
 
@@ -197,7 +198,7 @@ def _with_copies(d2h: dict[str, Any], limit: float | None = None) -> Callable[[d
     ],
 )
 @pytest.mark.usefixtures("here")
-def test_a_file_that_is_no_calibration_of_this_machine_is_ignored(spoil: Callable[[Any], Any]) -> None:
+def test_a_calibration_of_another_machine_is_ignored(spoil: Callable[[Any], Any]) -> None:
     path = cache.save(known())
     assert cache.load("cuda", None)[0] == known()
     path.write_text(json.dumps(spoil(known().to_dict())))
@@ -490,7 +491,7 @@ def test_the_roofline_shows_what_was_measured(here: Path, tmp_path: Path) -> Non
     assert not any(str(text).startswith("h2d") for text in shown)  # the host is the device
 
 
-def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_measured(here: Path) -> None:
+def test_an_unwritable_svg_is_refused_before_measuring(here: Path) -> None:
     done = command("calibrate", "--backend", "host", "--svg", here / "nowhere" / "roofline.svg")
     assert (done.code, done.out) == (EXIT_USAGE, "")
     assert "--svg" in done.err
@@ -546,7 +547,7 @@ def test_a_folder_that_is_not_there_is_refused() -> None:
 @pytest.mark.usefixtures("here")
 def test_a_calibrated_plan_for_a_gpu_leaves_cupy_out() -> None:
     cache.save(known())
-    code = "import sys; from oocgemm.cli import cli; cli(standalone_mode=False); print('cupy' in sys.modules)"
+    code = "import sys; from oocgemm.cli.main import cli; cli(standalone_mode=False); print('cupy' in sys.modules)"
     plan = ("plan", "raw", "raw", "--backend", "cuda", "--device-memory", "1GiB")
     done = subprocess.run([sys.executable, "-c", code, *plan], check=True, capture_output=True, text=True)
     assert "NVIDIA H200, calibrated on 2026-11-21" in done.stdout

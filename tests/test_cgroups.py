@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from oocgemm import memory
+from oocgemm.system import memory
 
 MIB = 1 << 20
 CACHE = 60 * MIB  # of each group's use

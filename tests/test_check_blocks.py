@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oocgemm.plan import DTYPES, Budgets, GemmProblem, Layouts, Tier, TileShape, default_model, make_plan
-from oocgemm.plan.checking import HEAD, Cut, PanelRoom, StripRoom, borders, room_bytes
-from oocgemm.plan.cost import held_bytes, slot_bytes
-from oocgemm.sums_host import runs
+from oocgemm.integrity.sums_host import runs
+from oocgemm.planning import DTYPES, Budgets, GemmProblem, Layouts, Tier, TileShape, default_model, make_plan
+from oocgemm.planning.check_blocks import HEAD, Cut, PanelRoom, StripRoom, borders, room_bytes
+from oocgemm.planning.cost.footprint import held_bytes, slot_bytes
 from tests.problems import Array
+from tests.suite import examples
 from tests.summing import FLOATS
 
 
@@ -51,8 +52,8 @@ def test_pieces_are_cut_where_blocks_begin(extent: int, strip: int, data: st.Dat
 
 
 @given(data=st.data())
-@settings(max_examples=100, deadline=None)
-def test_rooms_lie_behind_what_they_are_of_and_parts_apart(data: st.DataObject) -> None:
+@settings(max_examples=examples(100), deadline=None)
+def test_checksum_workspaces_follow_panels_without_overlap(data: st.DataObject) -> None:
     m, n, k, w, h, r, cut = (data.draw(st.integers(1, 700)) for _ in range(7))
     dtype = data.draw(st.sampled_from(FLOATS))
     names = dtype, dtype, DTYPES[dtype].accumulator, dtype

@@ -17,15 +17,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oocgemm.backends.base import numpy_dtype
-from oocgemm.backends.compile import compiled
-from oocgemm.backends.sources import kernel_folder
-from oocgemm.backends.summing import CutFields, Device, Multiplied, Summed, check_options
-from oocgemm.plan import DTYPES
-from oocgemm.plan.checking import DIGESTED, Cut, borders
-from oocgemm.sums_device import Weights
+from oocgemm.backends.checksums import CutFields, Device, Multiplied, Summed, check_options
+from oocgemm.integrity.sums_device import Weights
+from oocgemm.kernels.compile import compiled
+from oocgemm.kernels.sources import kernel_folder
+from oocgemm.planning import DTYPES
+from oocgemm.planning.check_blocks import DIGESTED, Cut, borders
 from tests.backends_here import CUDA
 from tests.nvrtc import Nvrtc, resources
 from tests.problems import Array, integers
+from tests.suite import examples
 from tests.summing import FLOATS, ModelDevice, plain_digest
 
 # Digests
@@ -36,7 +37,7 @@ def whole(x: Array) -> int:
 
 
 @given(data=st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_pieces_in_any_order_make_up_the_digest(data: st.DataObject) -> None:
     dtype = numpy_dtype(data.draw(st.sampled_from(FLOATS)))
     rows, cols = data.draw(st.integers(1, 3 * DIGESTED)), data.draw(st.integers(1, 40))
@@ -314,7 +315,7 @@ def test_the_kernels_are_what_numpy_does(dtype: str, build: Callable[[], Built])
 def test_the_kernels_on_a_device_are_what_numpy_does(dtype: str, build: Callable[[], Built]) -> None:
     import cupy
 
-    from oocgemm.backends.launch import Kernels, SumsDevice
+    from oocgemm.backends.cuda.launch import Kernels, SumsDevice
 
     def run(case: Case, given: Callable[[int], ctypes.Structure]) -> Array:
         memory = cupy.asarray(case.memory)

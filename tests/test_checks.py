@@ -15,14 +15,16 @@ from hypothesis import strategies as st
 
 import oocgemm
 from oocgemm.backends.base import DoneToken
-from oocgemm.backends.host import HostSession
-from oocgemm.checks import Checks
+from oocgemm.backends.host.backend import HostSession
+from oocgemm.engine.staging import Staging
 from oocgemm.errors import ExecutionError
-from oocgemm.plan import Kind, Op, Operation, candidates
-from oocgemm.staging import Staging
-from oocgemm.sums_host import HostSums
+from oocgemm.integrity.checks import Checks
+from oocgemm.integrity.sums_host import HostSums
+from oocgemm.planning import Kind, Op, Operation
+from oocgemm.planning.search import candidates
 from tests.backends_here import CUDA, needs_gpu, staged
 from tests.problems import DTYPES, Array, drawn_product, integers, reference, scaled
+from tests.suite import examples
 from tests.summing import summed
 
 ENGINES = [
@@ -51,7 +53,7 @@ def checked(result: oocgemm.Result) -> dict[str, Any]:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @given(data=st.data())
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
 def test_what_is_right_passes(engine: str, data: st.DataObject) -> None:
     a, b, c, options = drawn_product(data)
     tile = data.draw(st.none() | st.builds("{}x{}x{}".format, *(st.integers(10, 200),) * 3), "tile")
@@ -117,7 +119,7 @@ def _on_device(of: Callable[[Operation], bool], change: Callable[[Array], None])
             return
         import cupy
 
-        from oocgemm.backends.cuda import CudaSession
+        from oocgemm.backends.cuda.backend import CudaSession
 
         on_cuda = CudaSession.submit
 
@@ -242,7 +244,7 @@ def test_a_stale_slot_is_noticed(engine: str, operand: str) -> None:
 
     session: Any = HostSession
     if engine == "cuda":
-        from oocgemm.backends.cuda import CudaSession as session  # noqa: N813
+        from oocgemm.backends.cuda.backend import CudaSession as session  # noqa: N813
     with patch.object(session, "submit", stale(session.submit)):
         result = product(engine, a, b, tile="150x160x30")
     assert checked(result)["recomputed"] == [[0, 0]]
@@ -283,7 +285,7 @@ def of_another_panel(panel: Array) -> None:
 @pytest.mark.parametrize("change", [flipped, rows_swapped, of_another_panel])
 @pytest.mark.parametrize("operand", ["A", "B", "C"])
 @pytest.mark.parametrize("dtype", ["float64", "float16"])
-def test_what_a_digest_finds_on_the_way_to_the_device_is_put_right(
+def test_a_panel_corrupted_before_upload_is_corrected(
     engine: str, change: Callable[[Array], None], operand: str, dtype: str
 ) -> None:
     """In a slot of the host, after the panel was read and before the device has it."""
@@ -292,7 +294,7 @@ def test_what_a_digest_finds_on_the_way_to_the_device_is_put_right(
     left = 1
     session: Any = HostSession
     if engine == "cuda":
-        from oocgemm.backends.cuda import CudaSession as session  # noqa: N813
+        from oocgemm.backends.cuda.backend import CudaSession as session  # noqa: N813
     right = session.submit
 
     def submit(self: Any, operation: Operation, host: Any, after: Any) -> Any:
@@ -391,7 +393,7 @@ def test_a_last_strip_that_is_shorter_passes(engine: str, beta: int, monkeypatch
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_checksums_are_within_the_plan(data: st.DataObject) -> None:
     """What the checksums really take, at most what the footprint says of them."""
     m, n, k = (data.draw(st.integers(50, 400)) for _ in "mnk")

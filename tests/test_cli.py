@@ -15,9 +15,10 @@ import pytest
 import zarr
 
 import oocgemm
-from oocgemm import cli, result
-from oocgemm.cli import EXIT_BUDGET, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
-from oocgemm.plan import planner
+from oocgemm.cli import main as cli
+from oocgemm.cli.main import EXIT_BUDGET, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
+from oocgemm.jobs import result
+from oocgemm.planning.search import planner
 from tests.command import Finished, command, contents, run
 from tests.problems import Array, integers
 
@@ -116,9 +117,7 @@ def test_a_tile_larger_than_the_product_is_clipped_to_it(tile: str, used: str) -
         ("blosc-zstd", "BloscCodec"),
     ],
 )
-def test_run_creates_c_with_the_chunks_and_the_compressor_that_are_given(
-    compressor: str, codec: str | None
-) -> None:
+def test_run_creates_c_with_the_given_chunks_and_compressor(compressor: str, codec: str | None) -> None:
     assert run("a", "b", "new", "--chunks", "6x5", "--compressor", compressor).code == 0
     made = zarr.open_array("new", mode="r")
     assert made.chunks == (6, 5)
@@ -134,7 +133,7 @@ def test_run_reads_and_writes_npy_files() -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_run_shows_the_figures_where_c_is_and_what_reads_the_timeline() -> None:
+def test_run_prints_figures_and_names_c_and_the_timeline() -> None:
     done = run("a", "b", "new", "--timeline", "log")
     assert (done.code, done.err) == (0, "")
     for part in (
@@ -272,18 +271,18 @@ def test_info_tells_the_version_of_a_tree_that_is_not_installed(monkeypatch: pyt
     def version(package: str) -> str:
         raise PackageNotFoundError(package)
 
-    monkeypatch.setattr("oocgemm.system.version", version)
+    monkeypatch.setattr("oocgemm.machine.info.version", version)
     assert command("info", "--json").json()["versions"]["oocgemm"] == oocgemm.__version__
 
 
-def test_info_in_an_interpreter_that_lacks_packages_says_how_to_get_them(tmp_path: Path) -> None:
+def test_info_says_how_to_install_missing_packages(tmp_path: Path) -> None:
     """With a driver for CUDA 12, and without cupy, resvg_py and ml_dtypes."""
     code = (
         "import ctypes, sys; from pathlib import Path; from unittest.mock import patch\n"
         "sys.modules |= dict.fromkeys(('cupy', 'resvg_py', 'ml_dtypes'))\n"
         "class Driver:\n"
         "    def cuDriverGetVersion(self, version): version._obj.value = 12080; return 0\n"
-        "from oocgemm import cli\n"
+        "from oocgemm.cli import main as cli\n"
         "with patch.object(ctypes, 'CDLL', lambda name: Driver()), patch.object(Path, 'exists', lambda path: True):\n"
         "    cli.cli(['info', '--json'])"
     )
@@ -370,7 +369,7 @@ def _process(*arguments: str, **environment: str) -> subprocess.CompletedProcess
 
 
 @pytest.mark.usefixtures("here")
-def test_the_installed_program_runs_and_fails_as_the_entry_point_does() -> None:
+def test_the_module_as_a_process_exits_as_the_entry_point_does() -> None:
     done = _process("-m", "oocgemm", "run", "a", "b", "new", "--backend", "host", "--quiet")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     np.testing.assert_array_equal(stored("new"), A @ B)
@@ -398,7 +397,7 @@ def test_a_reader_that_goes_away_is_no_traceback() -> None:
     "code",
     [
         pytest.param("import oocgemm", id="import"),
-        pytest.param("import oocgemm.cli", id="the command line"),
+        pytest.param("import oocgemm.cli.main", id="the command line"),
         pytest.param("from oocgemm.__main__ import main; main()", id="plan"),
     ],
 )

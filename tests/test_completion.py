@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from click.shell_completion import BashComplete
 
-from oocgemm.cli import cli
+from oocgemm.cli.main import cli
 
 TOP = Path(__file__).resolve().parent.parent
 

@@ -10,15 +10,14 @@ from unittest.mock import patch
 
 import pytest
 
-from oocgemm import bench, counters
-from oocgemm.backends.ladder import LADDER
-from oocgemm.backends.tuning import CUBLAS
-from oocgemm.display_measured import print_bench
+from oocgemm.cli.display_measured import print_bench
+from oocgemm.cli.measuring import snake_keys
 from oocgemm.errors import BackendError
-from oocgemm.measuring import snake_keys
+from oocgemm.kernels.registry import LADDER
+from oocgemm.kernels.tuning import CUBLAS
+from oocgemm.machine import bench, counters
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
-sys.path.insert(0, str(SCRIPTS))
 readme: Any = importlib.import_module("readme")
 
 HEADER = (
@@ -56,7 +55,7 @@ PAGE = "\n".join(
 )
 
 
-def test_a_raw_page_is_read_and_the_launches_of_a_row_are_summed() -> None:
+def test_counters_of_the_launches_of_a_row_are_summed() -> None:
     dealt = counters._dealt(counters.launched(PAGE), [[], ["naive_grid", "naive_grid"], ["tiled"]])
     blas, grid, tiled = map(counters._summed, dealt)
     assert blas == {
@@ -90,8 +89,8 @@ def test_launches_that_are_not_those_made_are_refused(expected: list[list[str]])
 DEVICE = """
 import os, sys, types
 from contextlib import contextmanager
-from oocgemm.backends.kernel import Call
-from oocgemm.plan import Op
+from oocgemm.kernels.spec import Call
+from oocgemm.planning import Op
 
 class Stopwatch:
     def __init__(self, device): assert device == 1
@@ -105,7 +104,7 @@ class Stopwatch:
         else: names = [kernel.entry or kernel.source for _ in kernel.parts(call, params)]
         with open(os.environ["LAUNCHED"], "a") as file: print(*names, sep="\\n", file=file)
 
-module = sys.modules["oocgemm.backends.measure"] = types.ModuleType("measure")
+module = sys.modules["oocgemm.backends.cuda.measure"] = types.ModuleType("measure")
 module.Stopwatch = Stopwatch
 module.Product = lambda m, n, k, dtype, beta, compute: (m, n, k, dtype, beta, compute)
 """
@@ -156,7 +155,7 @@ def kept() -> dict[str, Any]:
     return result
 
 
-def test_each_rung_is_counted_on_its_largest_product_that_is_not_too_large(
+def test_each_rung_is_counted_on_its_largest_affordable_product(
     ncu: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = kept()

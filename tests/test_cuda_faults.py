@@ -16,8 +16,7 @@ import pytest
 from oocgemm import backends
 from oocgemm.backends.base import InPlace
 from oocgemm.errors import BackendError, OutOfMemoryError
-from oocgemm.memory import allocate
-from oocgemm.plan import (
+from oocgemm.planning import (
     Budgets,
     GemmProblem,
     Kind,
@@ -28,6 +27,7 @@ from oocgemm.plan import (
     default_model,
     make_plan,
 )
+from oocgemm.system.memory import allocate
 
 ARENA, FREE, NO_MEMORY, LAUNCH_FAILED = 0x10000000, 5 << 20, 2, 719
 PROPERTIES = {
@@ -39,18 +39,6 @@ PROPERTIES = {
     "maxThreadsPerMultiProcessor": 2048,
     "totalGlobalMem": 1 << 37,
 }
-# Modules that import cupy, and what they import of it.
-OURS = (
-    "cuda",
-    "cuda_calls",
-    "cuda_events",
-    "cuda_host",
-    "cublas",
-    "emulated",
-    "int8",
-    "launch",
-    "multiplier",
-)
 CUPY = ("cupy", "cupy.cuda", "cupy_backends", "cupy_backends.cuda", "cupy_backends.cuda.libs")
 
 
@@ -90,12 +78,12 @@ def device() -> Iterator[SimpleNamespace]:
     stood_in = dict.fromkeys(CUPY, cupy) | {"cupy.cuda": cupy.cuda}
     stood_in["cupy_backends.cuda.libs"] = MagicMock(cublas=cublas)
     with patch.dict(sys.modules, stood_in), patch.dict(vars(backends)):
-        for name in OURS:
-            sys.modules.pop(f"oocgemm.backends.{name}", None)
-            vars(backends).pop(name, None)
+        for name in [name for name in sys.modules if name.startswith("oocgemm.backends.cuda")]:
+            del sys.modules[name]
+        vars(backends).pop("cuda", None)
         with patch.object(backends, "missing_for_cuda", lambda: None):
             cuda, calls = (
-                importlib.import_module(f"oocgemm.backends.{name}") for name in ("cuda", "cuda_calls")
+                importlib.import_module(f"oocgemm.backends.cuda.{name}") for name in ("backend", "calls")
             )
             yield SimpleNamespace(
                 runtime=runtime, cublas=cublas, cupy=cupy, backend=cuda.CudaBackend, calls=calls
@@ -111,7 +99,7 @@ def plan() -> Plan:
 
 def idle(device: SimpleNamespace) -> bool:
     """Whether each cuBLAS is there for the next run, once."""
-    left = sys.modules["oocgemm.backends.multiplier"]._idle.values()
+    left = sys.modules["oocgemm.backends.cuda.multiplier"]._idle.values()
     return bool(sum(map(len, left)) == device.cublas.create.call_count)
 
 
@@ -138,7 +126,7 @@ def test_the_limit_of_a_link_is_that_of_the_devices_address(device: SimpleNamesp
         return 64e9
 
     device.runtime.deviceGetPCIBusId.return_value = "0000:1B:00.0"
-    with patch("oocgemm.backends.pcie.link_limit", limit):
+    with patch("oocgemm.backends.cuda.pcie.link_limit", limit):
         device.runtime.deviceGetAttribute.return_value = 0
         assert device.backend().link_limit() == 64e9
         assert asked == ["0000:1B:00.0"]
@@ -168,7 +156,7 @@ def test_a_device_without_room_beside_the_arena_gives_it_back(
 
 
 @pytest.mark.parametrize("name", ["auto", "cuda"])
-def test_a_device_whose_memory_others_hold_is_not_taken_for_none(device: SimpleNamespace, name: str) -> None:
+def test_a_device_full_of_other_processes_is_out_of_memory(device: SimpleNamespace, name: str) -> None:
     device.runtime.free.side_effect = CudaError(NO_MEMORY)
     with pytest.raises(OutOfMemoryError, match="other processes hold so much of CUDA device 0's memory"):
         backends.open_backend(name)
@@ -195,7 +183,7 @@ def test_memory_that_cannot_be_locked_is_an_error_with_a_remedy(device: SimpleNa
         session.submit(first(plan, Kind.UPLOAD), [np.ones((32, 32))], [])
 
 
-def test_what_is_locked_by_who_touched_it_is_not_locked_again(device: SimpleNamespace, plan: Plan) -> None:
+def test_a_slot_pinned_by_its_reader_is_not_pinned_again(device: SimpleNamespace, plan: Plan) -> None:
     """Whoever issues the copy would hold up all other orders."""
     session, panel = device.backend().open(plan, "cublas"), np.ones((32, 32))
     session.page_lock([panel])
@@ -204,11 +192,11 @@ def test_what_is_locked_by_who_touched_it_is_not_locked_again(device: SimpleName
     assert device.runtime.hostRegister.call_count == 1
 
 
-def test_slots_are_locked_in_parts_and_no_copy_goes_from_one_into_another(
+def test_slots_are_pinned_in_parts_that_no_copy_straddles(
     device: SimpleNamespace, plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that orders come in between."""
-    monkeypatch.setattr(sys.modules["oocgemm.backends.cuda_host"], "PART", 4096)
+    monkeypatch.setattr(sys.modules["oocgemm.backends.cuda.host_memory"], "PART", 4096)
     session, made = device.backend().open(plan, "cublas"), list[str]()
     panel = allocate(8192).view(np.float64).reshape(32, 32)
     with issued(device, {}, made):
@@ -222,7 +210,7 @@ def test_slots_are_locked_in_parts_and_no_copy_goes_from_one_into_another(
 @pytest.mark.parametrize(
     ("borders", "copies"), [([], 1), ([4096], 2), ([1280], 2), ([1408], 4), ([1408, 2048], 6)]
 )
-def test_a_panel_in_place_is_copied_in_pieces_of_one_locked_range_each(
+def test_a_zero_copy_panel_is_split_at_borders_of_pinned_ranges(
     device: SimpleNamespace, plan: Plan, borders: list[int], copies: int
 ) -> None:
     """Of rows of 256 bytes that lie 640 apart: between two of them, or in one, which is cut in two."""
@@ -235,7 +223,7 @@ def test_a_panel_in_place_is_copied_in_pieces_of_one_locked_range_each(
     device.runtime.hostRegister.assert_not_called()
 
 
-def test_an_operand_is_locked_when_nobody_has_an_order(device: SimpleNamespace, plan: Plan) -> None:
+def test_operands_are_pinned_while_no_operation_is_submitted(device: SimpleNamespace, plan: Plan) -> None:
     session = device.backend().open(plan, "cublas")
     memory, register = session._host, device.runtime.hostRegister
     thread = threading.Thread(target=session.locks.lock, args=(4096, 4096))
@@ -253,7 +241,7 @@ def test_an_operand_is_locked_when_nobody_has_an_order(device: SimpleNamespace, 
     device.runtime.hostUnregister.assert_called_once_with(4096)
 
 
-def test_an_order_that_is_given_up_holds_nobody_up(device: SimpleNamespace, plan: Plan) -> None:
+def test_an_abandoned_operation_blocks_nobody(device: SimpleNamespace, plan: Plan) -> None:
     memory = device.backend().open(plan, "cublas")._host
     with patch.object(memory, "_driver") as driver:
         driver.acquire.side_effect = KeyboardInterrupt
@@ -288,7 +276,7 @@ def issued(device: SimpleNamespace, status: dict[str, int], made: list[str] | No
         (0, 2, 8192, False),  # memory of a device
     ],
 )
-def test_memory_is_held_that_lies_in_one_locked_range(
+def test_memory_within_one_pinned_range_counts_as_pinned(
     device: SimpleNamespace, status: int, kind: int, address: int, holds: bool
 ) -> None:
     """Of 8 KiB from 8192 on."""
@@ -332,7 +320,7 @@ def test_cublas_is_kept_for_the_next_run_but_not_shared(device: SimpleNamespace,
 
 
 @pytest.mark.parametrize("name", ["cuEventRecord", "cuMemcpyAsync", "cuStreamWaitEvent", "cuLaunchKernel"])
-def test_every_status_of_a_launch_is_looked_at(device: SimpleNamespace, name: str) -> None:
+def test_every_status_of_a_launch_is_checked(device: SimpleNamespace, name: str) -> None:
     calls, stream = device.calls, MagicMock()
 
     def record() -> None:
@@ -346,7 +334,7 @@ def test_every_status_of_a_launch_is_looked_at(device: SimpleNamespace, name: st
         acts.get(name, record)()
 
 
-def test_the_status_of_any_of_several_launches_is_looked_at(device: SimpleNamespace) -> None:
+def test_the_status_of_each_of_several_launches_is_checked(device: SimpleNamespace) -> None:
     fine, failing = (
         (lambda: 0, device.calls.driver.check_status),
         (lambda: 7, device.calls.driver.check_status),
@@ -358,7 +346,7 @@ def test_the_status_of_any_of_several_launches_is_looked_at(device: SimpleNamesp
         device.calls.make(failing)
 
 
-def test_what_fails_on_its_way_is_told_to_whoever_waits(device: SimpleNamespace, plan: Plan) -> None:
+def test_a_failed_operation_raises_in_its_waiters(device: SimpleNamespace, plan: Plan) -> None:
     session = device.backend().open(plan, "cublas")
     with issued(device, {}):
         token = session.submit(first(plan, Kind.UPLOAD), [np.ones((32, 32))], [])
@@ -367,9 +355,7 @@ def test_what_fails_on_its_way_is_told_to_whoever_waits(device: SimpleNamespace,
         token.synchronize()
 
 
-def test_a_stream_waits_for_others_and_for_the_host_before_it_is_given_work(
-    device: SimpleNamespace, plan: Plan
-) -> None:
+def test_a_stream_waits_for_host_and_device_before_its_copy(device: SimpleNamespace, plan: Plan) -> None:
     """However late these are."""
     session, block, made = device.backend().open(plan, "cublas"), np.ones((32, 32)), list[str]()
     host = MagicMock()

@@ -11,11 +11,11 @@ from unittest.mock import patch
 import pytest
 from hypothesis import given
 
-from oocgemm.display import print_report
-from oocgemm.plan import Budgets, Layout, Layouts, TileShape, recorded_plan
-from oocgemm.timeline import Span, Timeline, diagnose, diagnosis_lines, remedy, report
-from oocgemm.timeline.page import page
-from oocgemm.timeline.remedies import CONTENDED, ONLY_KERNEL, TRUSTED, Remedy, fit
+from oocgemm.cli.display import print_report
+from oocgemm.planning import Budgets, Layout, Layouts, TileShape, recorded_plan
+from oocgemm.reports.advice import CONTENDED, ONLY_KERNEL, TRUSTED, Remedy, diagnosis_lines, fit, remedy
+from oocgemm.reports.page import page
+from oocgemm.timeline import Span, Timeline, diagnose, report
 
 from .test_figures import timelines
 from .virtual_runs import CHUNKS, GIB, machine, run_of, virtual_plan
@@ -90,7 +90,7 @@ def advice(timeline: Timeline) -> Remedy:
         ("nothing", (), 0),
     ],
 )
-def test_a_run_is_bound_by(bound: str, spans: tuple[Span, ...], wall: int) -> None:
+def test_the_verdict_names_what_bounds_the_run(bound: str, spans: tuple[Span, ...], wall: int) -> None:
     found = diagnose(Timeline(spans, wall))
     assert found.verdict.bound == bound, found
     assert found.finding.endswith(".")
@@ -216,7 +216,7 @@ def test_following_the_advice_gains_what_it_promised(slow: dict[str, float]) -> 
     assert gained == pytest.approx(promised, rel=0.2)
 
 
-def test_the_fitted_model_gives_back_the_time_of_a_run_that_the_plan_misjudged() -> None:
+def test_a_fitted_model_reproduces_the_time_of_a_slow_run() -> None:
     plan = virtual_plan(CUBE, SMALL, machine())
     slower = run_of(replace(plan, machine=machine(read=6e9, h2d=10e9)), believed=plan.machine, jitter=0.2)
     fitted = fit(slower, report(slower))
@@ -255,7 +255,7 @@ def test_advice_keeps_to_the_memory_that_there_is() -> None:
     assert "-memory" not in advice(Timeline(run.spans, run.wall, header)).change
 
 
-def test_operands_in_chunks_that_straddle_panels_are_said_to_be_better_rechunked() -> None:
+def test_rechunking_is_advised_where_chunks_straddle_panels() -> None:
     across = Layout((16384, 64), partial_reads=False, decode_bytes=8 << 20)
     layouts = Layouts(across, Layout((512, 512)), Layout(write_chunk=(512, 512)))
     size = 16384, 4096, 16384
@@ -296,7 +296,7 @@ def test_a_run_that_went_on_is_advised_by_the_tiles_it_computed() -> None:
     assert rest.seconds / run.wall == pytest.approx(anew.seconds / run_of(whole).wall, rel=0.05)
 
 
-def test_a_slow_kernel_is_advised_against_where_the_rate_of_cublas_is_calibrated() -> None:
+def test_cublas_is_advised_where_its_calibrated_rate_is_higher() -> None:
     plan = virtual_plan(CUBE, Budgets(2 * GIB, 2 * GIB), machine())
     kernels = {d: replace(rate, peak=rate.peak / 8) for d, rate in plan.machine.kernels.items()}
     run = run_of(replace(plan, machine=replace(plan.machine, kernels=kernels)), believed=plan.machine)
@@ -347,7 +347,7 @@ def test_the_text_report_says_the_same() -> None:
     assert "predicted" in advised[2]
 
 
-def test_a_lane_that_only_the_end_waits_for_is_taken_to_be_as_slow_as_it_was() -> None:
+def test_a_slow_write_that_only_the_drain_shows_is_fitted() -> None:
     plan = virtual_plan((8192, 8192, 16384), Budgets(2 * GIB, 4 * GIB), machine())
     late = run_of(replace(plan, machine=machine(write=0.4e9)), believed=plan.machine)
     figures = report(late)
@@ -357,7 +357,7 @@ def test_a_lane_that_only_the_end_waits_for_is_taken_to_be_as_slow_as_it_was() -
     assert fitted.machine.write == pytest.approx(0.4e9, rel=0.1)
 
 
-def test_a_slow_download_that_the_accumulator_waits_for_is_fitted() -> None:
+def test_a_slow_download_that_blocks_the_accumulator_is_fitted() -> None:
     plan = virtual_plan((16384, 16384, 512), Budgets(GIB, 4 * GIB), machine())
     late = run_of(replace(plan, machine=machine(d2h=2e9)), believed=plan.machine)
     figures = report(late)

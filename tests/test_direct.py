@@ -29,12 +29,15 @@ from zarr.codecs import (
 )
 
 from oocgemm.errors import ExecutionError
-from oocgemm.memory import allocate
-from oocgemm.stores import encoding, files, zarr_store
+from oocgemm.stores import files
 from oocgemm.stores.arrays import ArrayMatrix
 from oocgemm.stores.npy import NpyMatrix, create_npy, open_npy
-from oocgemm.stores.zarr_store import ZarrMatrix
+from oocgemm.stores.zarr import codecs as encoding
+from oocgemm.stores.zarr import matrix as zarr_store
+from oocgemm.stores.zarr.matrix import ZarrMatrix
+from oocgemm.system.memory import allocate
 from tests.problems import DTYPES
+from tests.suite import examples
 
 V2_COMPRESSORS: list[Any] = [
     None,
@@ -56,7 +59,7 @@ V3_COMPRESSORS: list[Any] = [
     GzipCodec(level=1),
 ]
 EVERYTHING = settings(
-    max_examples=150,
+    max_examples=examples(150),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
@@ -191,7 +194,7 @@ def test_what_is_not_understood_is_left_to_zarr(
     assert by_zarrs is (reader == "told" or (reader == "zarrs" and not delta))
 
 
-def test_arrays_opened_side_by_side_leave_zarr_configured_as_before(
+def test_concurrent_opens_restore_the_zarr_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first to begin ends first: its settings must not be what the second one restores."""
@@ -420,7 +423,7 @@ def test_reading_past_the_page_cache_gives_the_same(
 
 
 @pytest.mark.parametrize("error", [errno.EINVAL, errno.EOPNOTSUPP])
-def test_systems_that_cannot_read_past_the_page_cache_read_through_it(
+def test_reads_fall_back_to_the_page_cache_without_direct_io(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
 ) -> None:
     place, data = tmp_path / "file", np.random.default_rng(0).bytes(1 << 21)
@@ -538,7 +541,7 @@ def test_a_file_that_cannot_be_made_leaves_nothing(tmp_path: Path, monkeypatch: 
 @pytest.mark.skipif(not files.O_DIRECT, reason="there is no way past the page cache")
 @pytest.mark.parametrize("call", ["open", "pwritev"])
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSPC])
-def test_only_where_it_cannot_be_done_otherwise_is_a_file_written_through_the_page_cache(
+def test_writes_use_the_page_cache_only_where_direct_io_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
 ) -> None:
     data = files.scratch(8192)

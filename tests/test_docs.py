@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import oocgemm
-from oocgemm.cli import cli
+from oocgemm.cli.main import cli
 
 TOP = Path(__file__).resolve().parent.parent
 README = TOP / "README.md"

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from oocgemm.plan import Op
-from oocgemm.plan.emulation import NUMBERS, pitch, plane_offsets, residues, work_bytes
+from oocgemm.planning import Op
+from oocgemm.planning.emulation import NUMBERS, pitch, plane_offsets, residues, work_bytes
 from tests.backends_here import CUDA
 
 pytestmark = [
@@ -22,7 +22,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 @pytest.fixture(scope="module")
 def multiplier() -> Iterator[Any]:
-    from oocgemm.backends.multiplier import Multiplier
+    from oocgemm.backends.cuda.multiplier import Multiplier
 
     made = Multiplier(0)
     yield made

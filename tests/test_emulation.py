@@ -12,16 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from oocgemm.backends.residues import (
-    Prepared,
-    look,
-    multiply,
-    prepare,
-    split,
-    views,
-    workspace_bytes,
-)
-from oocgemm.plan.emulation import (
+from oocgemm.backends.host.residues import Prepared, look, multiply, prepare, split, views, workspace_bytes
+from oocgemm.planning.emulation import (
     LEVELS,
     NUMBERS,
     UNITS,
@@ -32,6 +24,7 @@ from oocgemm.plan.emulation import (
     residues,
     suffices,
 )
+from tests.suite import examples
 
 Array = NDArray[Any]
 
@@ -159,7 +152,7 @@ rows = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(row=rows, far=st.integers(-1000, 960), number=st.sampled_from(NUMBERS["float64"]))
 def test_products_stay_below_half_the_modulus(row: list[float], far: int, number: int) -> None:
     """Where Cauchy and Schwarz have equality, a row against itself; and the planes hold what they should."""
@@ -180,7 +173,7 @@ def test_products_stay_below_half_the_modulus(row: list[float], far: int, number
 
 @pytest.mark.parametrize("number", ALL_NUMBERS)
 @pytest.mark.parametrize("k", [16, 1000, 1 << 17])
-def test_norms_where_the_exponent_steps_stay_below_half_the_modulus(k: int, number: int) -> None:
+def test_norms_at_exponent_steps_stay_below_half_the_modulus(k: int, number: int) -> None:
     how = residues(number)
     for factor, exponent in ((1 - 2.0**-30, 0), (1 + 2.0**-30, -1), (1.001, -1), (1.003, -1)):
         value = 2**how.exponent / sqrt(k) * factor
@@ -192,7 +185,7 @@ def test_norms_where_the_exponent_steps_stay_below_half_the_modulus(k: int, numb
         assert 2 * k * integer**2 < prod(how.moduli)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(a=rows, b=rows)
 def test_the_least_share_is_one(a: list[float], b: list[float]) -> None:
     k = min(len(a), len(b))
@@ -234,7 +227,7 @@ def test_facts_of_a_panel_are_those_of_its_worst_rows() -> None:
     assert len({f.above for f in one}) == 4
 
 
-def test_the_least_share_by_hand() -> None:
+def test_the_least_share_agrees_with_sums_done_by_hand() -> None:
     """Half of a row, and of a column, all that there is: they need not meet. Three quarters: half must."""
     assert least_share((8, 8, 8, 0), (8, 8, 8, 0), 16) == 0
     assert least_share((12, 12, 12, 0), (12, 12, 12, 0), 16) == 0.5
@@ -277,7 +270,7 @@ def hard_panels(draw: st.DrawFn) -> tuple[Array, Array]:
     return panel(), panel().T
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(panels=hard_panels())
 def test_no_error_is_above_the_bound(panels: tuple[Array, Array]) -> None:
     """That of a native product, k u (|A||B|), by fractions; and 6 sqrt(k) u, by which products are verified."""
@@ -325,7 +318,7 @@ def facts(**changes: Any) -> PanelFacts:
     return PanelFacts(**(given | {"above": (k, k, k, 0)} | changes))
 
 
-def test_what_suffices() -> None:
+def test_emulation_suffices_for_deep_finite_even_panels() -> None:
     u = 2.0**-53
     good = facts()
     assert suffices(good, good, 1024, u)
@@ -395,7 +388,7 @@ def test_the_same_bits_by_strips_and_from_any_strides(dtype: str) -> None:
         np.testing.assert_array_equal(whole, product(other, dtype, 1.5))
 
 
-def test_scalars_are_those_of_the_dtype_and_float32_is_rounded_once() -> None:
+def test_scalars_have_the_dtype_and_float32_is_rounded_once() -> None:
     rng = np.random.default_rng(7)
     a, b = (rng.integers(-999, 1000, s).astype("float32") for s in ((20, 64), (64, 30)))
     c = 1e7 * rng.standard_normal((20, 30)).astype("float32")
@@ -406,7 +399,7 @@ def test_scalars_are_those_of_the_dtype_and_float32_is_rounded_once() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_zeros_and_single_elements(dtype: str) -> None:
+def test_zeros_and_lone_elements_are_exact_or_fall_back(dtype: str) -> None:
     rng = np.random.default_rng(8)
     b = rng.standard_normal((50, 40)).astype(dtype)
     zeros, some = np.zeros((30, 50), dtype), np.zeros((30, 50), dtype)
@@ -437,7 +430,7 @@ def test_neither_overflow_nor_underflow_decides(dtype: str, far: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_subnormal_numbers_count(dtype: str) -> None:
+def test_subnormal_rows_are_exact_and_lost_bits_are_noticed(dtype: str) -> None:
     """Rows of nothing else are scaled up; one beside large numbers is lost, so that its panel is not exact."""
     rng = np.random.default_rng(10)
     least = float(np.finfo(dtype).smallest_subnormal)

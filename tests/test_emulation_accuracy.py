@@ -1,15 +1,12 @@
 """Emulated products are as good as native ones over data made to be hard for them: `scripts/accuracy_emulated.py`, small."""
 
 import importlib
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 accuracy: Any = importlib.import_module("accuracy_emulated")
 AGAINST, Size, error, judge, reference = (
     getattr(accuracy, name) for name in ("AGAINST", "Size", "error", "judge", "reference")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from oocgemm.backends import resolve
-from oocgemm.backends.blas import AVX512_FLAGS, CHOICE, better_family, blas_name
+from oocgemm.backends.host.blas import AVX512_FLAGS, CHOICE, better_family, blas_name
 
 # The command with a processor and an OpenBLAS that are told to it, and a start that is only printed.
 CODE = """
@@ -78,7 +78,7 @@ def test_the_command_line_gives_the_better_kernels(
 
 
 @pytest.mark.skipif("openblas" not in blas_name(), reason="needs OpenBLAS")
-def test_the_new_start_has_the_chosen_kernels() -> None:
+def test_the_restarted_process_has_the_chosen_kernels() -> None:
     code = (
         "from oocgemm import __main__ as entry; entry._on_host = lambda: True; "
         "entry.better_family = lambda: ('Nehalem', 'Haswell'); entry.main()"
@@ -114,5 +114,5 @@ def test_what_multiplies_in_the_end_is_said(environment: dict[str, str]) -> None
 
 
 def test_the_library_leaves_the_environment_alone() -> None:
-    code = "import os; before = dict(os.environ); import oocgemm.cli; assert dict(os.environ) == before"
+    code = "import os; before = dict(os.environ); import oocgemm.cli.main; assert dict(os.environ) == before"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -17,10 +17,11 @@ import zarr
 
 import oocgemm
 from oocgemm.backends.base import Token
-from oocgemm.backends.host import HostSession
+from oocgemm.backends.host.backend import HostSession
+from oocgemm.engine.executor import Run
 from oocgemm.errors import ExecutionError
-from oocgemm.executor import Run
-from oocgemm.plan import Kind, Operation, Plan, TileShape, candidates
+from oocgemm.planning import Kind, Operation, Plan, TileShape
+from oocgemm.planning.search import candidates
 from oocgemm.stores.arrays import ArrayMatrix
 from oocgemm.timeline import Span
 from tests.backends_here import staged
@@ -106,7 +107,7 @@ def test_a_failing_progress_callback_fails_the_run() -> None:
         oocgemm.matmul(A, B, tile="10x10x10", backend="host", progress=begin)
 
 
-def test_what_is_to_come_is_not_gone_through_once_something_has_failed(
+def test_a_failure_stops_the_queueing_of_later_operations(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     right, seen, total = Run._queue, 0, 0
@@ -124,7 +125,7 @@ def test_what_is_to_come_is_not_gone_through_once_something_has_failed(
     assert seen < total // 2
 
 
-def test_strips_of_tiles_of_different_widths_do_not_overwrite_each_other(
+def test_strips_of_different_widths_do_not_overwrite_each_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A narrow tile and a wide one take turns in an accumulator, and slow writes keep the old one in it."""
@@ -161,7 +162,7 @@ def test_a_new_c_written_in_many_strips_is_whole(
         np.testing.assert_array_equal(zarr.open_array(place)[:], a @ b)
 
 
-def test_a_chunk_file_cut_short_under_a_run_is_an_error_not_a_crash(tmp_path: Path) -> None:
+def test_a_chunk_file_truncated_during_a_run_is_an_error(tmp_path: Path) -> None:
     array = zarr.create_array(tmp_path / "A", data=A, chunks=(10, 10), compressors=None)
     assert isinstance(array, zarr.Array)
     (tmp_path / "A" / "c" / "2" / "1").write_bytes(b"\0" * 99)
@@ -183,7 +184,7 @@ def test_chunk_files_are_renamed_into_place(tmp_path: Path, monkeypatch: pytest.
     assert not list((tmp_path / "C").rglob("*.partial"))
 
 
-def test_operations_are_nvtx_ranges_where_that_package_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operations_are_nvtx_ranges_where_nvtx_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     names: list[str] = []
 
     @contextmanager
@@ -205,7 +206,7 @@ def test_operations_are_nvtx_ranges_where_that_package_is_installed(monkeypatch:
 
 @pytest.mark.parametrize("beta", [0, 1])
 @pytest.mark.parametrize("verify", [False, True])
-def test_orders_are_issued_by_whoever_ended_what_they_wait_for(
+def test_the_thread_that_ends_a_wait_submits_what_is_ready(
     beta: int, verify: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A device that only takes orders has no threads of its own; each stream's are issued in the schedule's order, one at a
@@ -241,7 +242,7 @@ def test_orders_are_issued_by_whoever_ended_what_they_wait_for(
     assert threading.main_thread().name not in names  # it may be interrupted anywhere
 
 
-def test_what_takes_its_time_as_it_is_issued_does_not_hold_orders_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_operation_slow_to_submit_does_not_block_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """A Prepare that waits for the device holds nothing up but what needs its planes: here it waits for the Multiply of the
     step before to be issued."""
     monkeypatch.setattr(HostSession, "asynchronous", set(ON_DEVICE) - {Kind.PREPARE})
@@ -262,7 +263,7 @@ def test_what_takes_its_time_as_it_is_issued_does_not_hold_orders_up(monkeypatch
     np.testing.assert_array_equal(c, a @ b)
 
 
-def test_orders_are_issued_as_they_come_in_the_schedule_not_stream_by_stream(
+def test_operations_are_submitted_in_schedule_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All multiplications of a tile may be issued at once; a strip of it is ordered to leave before the next is multiplied."""

@@ -25,23 +25,16 @@ from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, ShardingCodec, Zstd
 from zarr.storage import MemoryStore, WrapperStore
 
 import oocgemm
-from oocgemm import (
-    ExecutionError,
-    InputError,
-    OocGemmError,
-    OutOfMemoryError,
-    job,
-    memory,
-    resume,
-    staging,
-    stores,
-)
-from oocgemm.backends.host import HostSession
-from oocgemm.cli import EXIT_FAILED, EXIT_USAGE
-from oocgemm.journal import JOURNAL
-from oocgemm.plan import Kind, Plan
-from oocgemm.staging import RETRY_AFTER, Staging
+from oocgemm import ExecutionError, InputError, OocGemmError, OutOfMemoryError, stores
+from oocgemm.backends.host.backend import HostSession
+from oocgemm.cli.main import EXIT_FAILED, EXIT_USAGE
+from oocgemm.engine import staging
+from oocgemm.engine.staging import RETRY_AFTER, Staging
+from oocgemm.jobs import job, resume
+from oocgemm.jobs.journal import JOURNAL
+from oocgemm.planning import Kind, Plan
 from oocgemm.stores import files
+from oocgemm.system import memory
 from oocgemm.timeline import Span
 from tests.backends_here import staged
 from tests.command import run
@@ -213,9 +206,7 @@ def chunk_name(a: Path) -> str:
 
 @pytest.mark.parametrize("kind", DIRECT, indirect=True)
 @pytest.mark.parametrize("part", ["chunk", "row", "all"])
-def test_a_file_that_vanishes_under_a_run_is_not_taken_for_the_fill_value(
-    tmp_path: Path, a: Path, part: str
-) -> None:
+def test_a_chunk_deleted_during_a_run_is_not_the_fill_value(tmp_path: Path, a: Path, part: str) -> None:
     place = {"chunk": chunk(a), "row": chunk(a).parent, "all": a}[part]
 
     def vanish() -> None:
@@ -233,7 +224,7 @@ def test_a_chunk_that_has_never_been_there_is_the_fill_value(tmp_path: Path, a: 
     np.testing.assert_array_equal(multiply(tmp_path, a).out[:], expected)
 
 
-def test_chunks_of_c_that_come_by_the_run_are_no_sign_of_others_gone(tmp_path: Path) -> None:
+def test_chunks_that_a_run_adds_to_c_are_no_vanished_chunks(tmp_path: Path) -> None:
     zarr.create_array(tmp_path / "C", shape=(M, N), dtype="f8", chunks=(CHUNK, CHUNK), compressors=None)
     result = multiply(tmp_path, A, beta=1)
     np.testing.assert_array_equal(result.out[:], PRODUCT)
@@ -280,9 +271,7 @@ def test_a_c_that_vanishes_under_a_run_is_not_half_made_again(
 
 
 @pytest.mark.parametrize(("name", "beta"), [("A", 1), ("B", 1), ("C", 1), ("C", 0)])
-def test_a_mapped_file_that_is_cut_short_under_a_run_is_an_error_and_no_crash(
-    tmp_path: Path, name: str, beta: int
-) -> None:
+def test_a_mapped_file_truncated_during_a_run_is_an_error(tmp_path: Path, name: str, beta: int) -> None:
     for place, values in (("A", A), ("B", B), ("C", PRODUCT)):
         np.save(tmp_path / f"{place}.npy", values)
     operands = [tmp_path / f"{place}.npy" for place in "ABC"]
@@ -345,7 +334,7 @@ def test_how_often_and_when_it_is_tried_again_is_stated() -> None:
     )
 
 
-def test_a_failure_that_does_not_pass_is_tried_as_often_as_stated(tmp_path: Path) -> None:
+def test_a_persistent_failure_is_retried_as_often_as_stated(tmp_path: Path) -> None:
     fault = Fault(OSError(errno.EIO, "Input/output error"), first=1)
     with faulty_stores(read_B=fault), staged():
         said = failure(tmp_path, A, tile=f"{M}x{N}x{K}")
@@ -455,9 +444,7 @@ def test_a_report_tells_of_reads_that_were_tried_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("most", [1, 1000])
-def test_a_system_that_reads_and_writes_little_at_a_time_gives_the_same(
-    tmp_path: Path, a: Path, most: int
-) -> None:
+def test_short_reads_and_writes_give_the_same_product(tmp_path: Path, a: Path, most: int) -> None:
     b = store(tmp_path / "B", "raw", B)
     with bytewise(most):
         result = multiply(tmp_path, a, b)
@@ -466,7 +453,7 @@ def test_a_system_that_reads_and_writes_little_at_a_time_gives_the_same(
 
 
 @pytest.mark.parametrize("most", [1, 700_001, 1 << 20])
-def test_little_at_a_time_past_the_page_cache(
+def test_short_direct_reads_give_the_same_product(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     monkeypatch.setattr("oocgemm.stores.files.resident", lambda address, size: False)
@@ -574,7 +561,7 @@ def refused() -> OutOfMemoryError:
     return OutOfMemoryError("the device refuses 90 MiB, 40 MiB are free: pass a smaller --device-memory")
 
 
-def test_memory_that_others_have_taken_meanwhile_is_planned_without(tmp_path: Path) -> None:
+def test_memory_taken_by_others_meanwhile_is_not_planned_with(tmp_path: Path) -> None:
     free = [96 << 20, 48 << 20]
     with nothing_left(tmp_path):
         with faulty_backend(False, free, open=Fault(refused(), times=1)):
@@ -630,10 +617,10 @@ def test_memory_that_the_system_refuses_is_one_line(tmp_path: Path) -> None:
     for name in "AB":
         np.save(tmp_path / f"{name}.npy", np.ones((2000, 2000)))
     code = (
-        "import resource, sys, numpy, oocgemm.cli, oocgemm.stores, oocgemm.backends.host;"
+        "import resource, sys, numpy, oocgemm.cli.main, oocgemm.stores, oocgemm.backends.host.backend;"
         "oocgemm.stores.load_zarr(); numpy.ones((64, 64)) @ numpy.ones((64, 64));"
         "size = int(open('/proc/self/statm').read().split()[0]) * 4096;"
-        "resource.setrlimit(resource.RLIMIT_AS, (size + (int(sys.argv.pop(1)) << 20),) * 2); oocgemm.cli.main()"
+        "resource.setrlimit(resource.RLIMIT_AS, (size + (int(sys.argv.pop(1)) << 20),) * 2); oocgemm.cli.main.main()"
     )
     for room in (5, 11, 31, 46):
         command = [
@@ -664,7 +651,7 @@ def mapping_files_only(descriptor: int, *rest: Any, **options: Any) -> mmap.mmap
 
 
 @pytest.mark.parametrize("compressor", ["zstd", "none"])
-def test_a_chunk_that_there_is_no_memory_for_is_not_called_damaged(
+def test_a_chunk_without_memory_to_decode_is_not_called_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compressor: str
 ) -> None:
     """Not one that is to be decoded, nor one that is to be written and hangs over the edge of C."""
@@ -707,7 +694,7 @@ def staging_of(
     return Staging(plan, operands, page_lock), plan
 
 
-def test_slots_are_locked_when_they_hold_something_by_threads_that_touched_them() -> None:
+def test_slots_are_pinned_by_the_thread_that_faults_them_in() -> None:
     """Not by those that issue copies."""
     locked: dict[str, list[Any]] = {}
 
@@ -829,7 +816,7 @@ def test_a_disk_that_is_full_has_no_room_for_a_mapped_file(disk: tuple[Path, Any
     assert sorted(disk[0].iterdir()) == before
 
 
-def test_an_array_that_cannot_be_made_is_named_and_leaves_nothing(
+def test_a_c_that_cannot_be_created_is_named_and_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -849,7 +836,7 @@ def test_a_disk_that_is_read_only_is_refused(disk: tuple[Path, Callable[[], None
 
 
 @pytest.mark.parametrize("first", range(1, 40, 3))
-def test_a_run_over_a_disk_that_turns_read_only_can_be_gone_on_with(tmp_path: Path, first: int) -> None:
+def test_a_run_whose_disk_turns_read_only_can_be_resumed(tmp_path: Path, first: int) -> None:
     """Nothing can be taken away again then, either."""
     a, b, c = store(tmp_path / "A", "raw"), store(tmp_path / "B", "raw", B), tmp_path / "C"
     fault = Fault(OSError(errno.EROFS, os.strerror(errno.EROFS)), first=first)
@@ -942,7 +929,7 @@ def test_a_c_without_a_journal_says_whether_it_is_whole() -> None:
     assert (marks, dict(c.attrs)) == ([unfinished], {})
 
 
-def test_a_c_that_was_created_elsewhere_is_not_whole_before_it_is_written(
+def test_a_c_without_a_sidecar_is_unfinished_until_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stores, "sidecar", lambda c: None)

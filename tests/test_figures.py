@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oocgemm.errors import InputError
-from oocgemm.plan import Budgets, TileShape
-from oocgemm.timeline import Recorder, Span, Timeline, gantt, log, read_log, report
+from oocgemm.planning import Budgets, TileShape
+from oocgemm.reports.gantt import gantt
+from oocgemm.timeline import Recorder, Span, Timeline, log, read_log, report
 from oocgemm.timeline.busy import MAX_INTERVALS, BusyTime
-from oocgemm.timeline.figures import exposed, intersection, length, stream_predecessors, union
+from oocgemm.timeline.metrics import exposed, intersection, length, stream_predecessors, union
 
 from .virtual_runs import machine, run_of, virtual_plan, write_log
 
@@ -235,7 +236,7 @@ def test_the_gantt_picture_shades_by_share() -> None:
     assert lanes["write"] == "        █ "
 
 
-def test_of_a_stream_with_several_threads_that_one_comes_before_which_made_one_free() -> None:
+def test_a_span_follows_the_one_that_freed_its_thread() -> None:
     reads = [span(0, "read", "read", 0, 10), span(1, "read", "read", 0, 30)]
     reads += [span(2, "read", "read", 10, 40), span(3, "read", "read", 30, 50)]
     assert stream_predecessors(reads) == {1: 0, 2: 0, 3: 1}

@@ -14,7 +14,7 @@ import oocgemm
 from oocgemm.backends.base import known_dtypes, numpy_dtype
 from oocgemm.backends.integers import finish
 from oocgemm.errors import ExecutionError
-from oocgemm.plan.cost import FINISH_ARRAYS, FINISH_PIECE, MIN_FINISH_PIECE
+from oocgemm.planning.cost.footprint import FINISH_ARRAYS, FINISH_PIECE, MIN_FINISH_PIECE
 from tests.problems import Array
 
 COUNT = 2 * FINISH_PIECE + 77

@@ -15,7 +15,7 @@ import zarr
 
 import oocgemm
 from oocgemm import InputError
-from oocgemm.cli import EXIT_USAGE
+from oocgemm.cli.main import EXIT_USAGE
 from tests.command import contents, run
 
 _rng = np.random.default_rng(0)

@@ -31,9 +31,11 @@ from zarr.codecs import (
     ZstdCodec,
 )
 
-from oocgemm import BackendError, measuring
-from oocgemm.cli import EXIT_BUDGET, EXIT_FAILED, EXIT_USAGE
+from oocgemm import BackendError
+from oocgemm.cli import measuring
+from oocgemm.cli.main import EXIT_BUDGET, EXIT_FAILED, EXIT_USAGE
 from tests.command import Finished, command, own_threads
+from tests.suite import examples
 
 BOUND = 30  # seconds a case may take
 A, B = np.arange(42.0).reshape(7, 6) % 5, np.arange(30.0).reshape(6, 5) % 7
@@ -43,7 +45,11 @@ C = np.ones((7, 5))
 def fuzz(cases: int) -> Callable[[Any], Any]:
     checks = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large]
     return settings(
-        max_examples=cases, deadline=None, derandomize=True, database=None, suppress_health_check=checks
+        max_examples=examples(cases),
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=checks,
     )
 
 

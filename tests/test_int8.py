@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 import oocgemm
 from oocgemm.errors import ExecutionError, InputError
-from oocgemm.plan import Budgets, GemmProblem, Op, default_model, make_plan
-from oocgemm.plan.integers import DEEPEST, LIMIT, MOST_DEPTH, room
+from oocgemm.planning import Budgets, GemmProblem, Op, default_model, make_plan
+from oocgemm.planning.integers import DEEPEST, LIMIT, MOST_DEPTH, room
 from tests.backends_here import BACKENDS, ENGINES, staged
 from tests.command import command, contents
 from tests.problems import Array, applied, stored
+from tests.suite import examples
 
 GENOTYPES = 3  # 0, 1, 2
 
@@ -35,7 +36,7 @@ def exact(a: Array, b: Array, op_a: Op = Op.N, op_b: Op = Op.N) -> Array:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @given(data=st.data())
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
 def test_any_product_is_that_of_integers(engine: tuple[str, str], data: st.DataObject) -> None:
     """Over transposes, edges, tiles, scalars and what C is of; in a C that was there."""
     backend, kernel = engine
@@ -110,7 +111,7 @@ def test_what_int32_holds_to_the_last_and_not_one_more(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_half_a_million_variants(backend: str) -> None:
+def test_half_a_million_variants_sum_exactly(backend: str) -> None:
     rng = np.random.default_rng(4)
     x = rng.integers(0, GENOTYPES, (9, 500_000), np.int8)
     c = np.ones((9, 9), np.int32)
@@ -237,7 +238,7 @@ def test_a_resumed_run_comes_to_the_same_integers(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize("engine", ENGINES[:2])
 def test_a_sum_that_is_off_by_one_is_computed_again(engine: Any) -> None:
     """What checksums of floating-point tiles would let pass."""
-    from oocgemm.plan import Kind
+    from oocgemm.planning import Kind
     from tests.test_checks import tampering
 
     def change(held: Array) -> None:

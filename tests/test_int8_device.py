@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from oocgemm.backends.compile import compiled
 from oocgemm.backends.integers import finish as finish_on_host
-from oocgemm.backends.kernel import Call
 from oocgemm.errors import ExecutionError
-from oocgemm.plan import Op
-from oocgemm.plan.integers import room
+from oocgemm.kernels.compile import compiled
+from oocgemm.kernels.spec import Call
+from oocgemm.planning import Op
+from oocgemm.planning.integers import room
 from tests.nvrtc import Nvrtc, resources
 from tests.problems import Array, stored
 from tests.test_int8 import exact, numbers
@@ -95,11 +95,11 @@ def int8(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         for name in names:
             patch.setitem(sys.modules, name, ModuleType(name))
         patch.setattr(sys.modules[names[-1]], "cublas", SimpleNamespace(gemmEx=gemm_ex), raising=False)
-        patch.delitem(sys.modules, "oocgemm.backends.int8", raising=False)
-        module = importlib.import_module("oocgemm.backends.int8")
+        patch.delitem(sys.modules, "oocgemm.backends.cuda.int8", raising=False)
+        module = importlib.import_module("oocgemm.backends.cuda.int8")
         patch.setattr(module, "STRIP", 4)
         yield SimpleNamespace(module=module, kernels=Processor(tmp_path_factory.mktemp("kernels")))
-    sys.modules.pop("oocgemm.backends.int8", None)
+    sys.modules.pop("oocgemm.backends.cuda.int8", None)
 
 
 def placed(x: Array, pad: int | None) -> tuple[Array, Array]:

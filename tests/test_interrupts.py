@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from oocgemm import interrupts
-from oocgemm.interrupts import SIGNALS, Interrupted, stopping
+from oocgemm.cli import interrupts
+from oocgemm.cli.interrupts import SIGNALS, Interrupted, stopping
 from tests.command import own_threads
 
 

@@ -16,9 +16,10 @@ import pytest
 import zarr
 
 import oocgemm
-from oocgemm import ExecutionError, InputError, journal
-from oocgemm.journal import JOURNAL, LOCK, Journal, Keeper, read
-from oocgemm.resume import how_far
+from oocgemm import ExecutionError, InputError
+from oocgemm.jobs import journal
+from oocgemm.jobs.journal import JOURNAL, LOCK, Journal, Keeper, read
+from oocgemm.jobs.resume import how_far
 from oocgemm.stores.durable import stamp, sync_path
 from tests.faults import nothing_left
 
@@ -99,7 +100,7 @@ def test_a_lock_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.Monke
         multiply(tmp_path / "old", overwrite=True)
 
 
-def test_what_another_run_has_done_just_before_the_lock_is_noticed(
+def test_changes_made_before_the_lock_was_taken_are_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = journal._lock
@@ -161,7 +162,7 @@ def test_a_folder_that_may_not_be_listed_may_hold_c(tmp_path: Path, monkeypatch:
             raise PermissionError(errno.EACCES, "Permission denied")
         sync_path(path)
 
-    monkeypatch.setattr("oocgemm.journal.sync_path", sync)
+    monkeypatch.setattr("oocgemm.jobs.journal.sync_path", sync)
     np.testing.assert_array_equal(multiply(tmp_path / "C")[:], A @ A)
 
 
@@ -177,7 +178,7 @@ def test_a_stamp_tells_files_apart_by_size_time_and_place(tmp_path: Path) -> Non
     assert len(set(stamps)) == 5
 
 
-def test_a_run_that_goes_on_sees_to_the_names_that_an_earlier_one_has_made(
+def test_a_resumed_run_syncs_directory_entries_of_earlier_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may have been killed before it had brought them to the disk."""

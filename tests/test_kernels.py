@@ -13,16 +13,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oocgemm.backends import compile as compiling
-from oocgemm.backends import ladder, sources
-from oocgemm.backends.compile import compiled
-from oocgemm.backends.kernel import H200, Call, Device, Kernel, Params, options
-from oocgemm.backends.ladder import LADDER
-from oocgemm.backends.ozaki import combine_options, multiply_options, split_options
-from oocgemm.backends.sources import kernel_folder
 from oocgemm.errors import BackendError, InputError
-from oocgemm.plan import DTYPES, Op
-from oocgemm.plan.emulation import NUMBERS
+from oocgemm.kernels import compile as compiling
+from oocgemm.kernels import registry as ladder
+from oocgemm.kernels import sources
+from oocgemm.kernels.compile import compiled
+from oocgemm.kernels.emulation import combine_options, multiply_options, split_options
+from oocgemm.kernels.registry import LADDER
+from oocgemm.kernels.sources import kernel_folder
+from oocgemm.kernels.spec import H200, Call, Device, Kernel, Params, options
+from oocgemm.planning import DTYPES, Op
+from oocgemm.planning.emulation import NUMBERS
 from tests.gemm_cases import OP_PAIRS
 from tests.nvrtc import Nvrtc, instructions, resources
 from tests.problems import applied, integers, stored
@@ -111,7 +112,7 @@ def edited_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_finish_compiles_where_c_is_narrower_than_its_accumulator() -> None:
+def test_finish_compiles_for_c_narrower_than_the_accumulator() -> None:
     for narrow in ("half_t", "bfloat_t"):
         assert compiled(Nvrtc(), "finish", "sm_80", (f"-DOOC_STORED={narrow}", "-DOOC_ACCUMULATED=float"))
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from oocgemm.backends.kernel import Kernel, Params, arguments, options
-from oocgemm.backends.ladder import LADDER
-from oocgemm.backends.sources import kernel_folder
-from oocgemm.plan import Op
+from oocgemm.kernels.registry import LADDER
+from oocgemm.kernels.sources import kernel_folder
+from oocgemm.kernels.spec import Kernel, Params, arguments, options
+from oocgemm.planning import Op
 from tests.gemm_cases import Array, Case, integer_case, triple_loop
 from tests.test_kernels import call
 

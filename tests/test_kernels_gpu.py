@@ -12,12 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import oocgemm
-from oocgemm.backends import ladder, tuning
-from oocgemm.backends.kernel import Call, Kernel, Params
-from oocgemm.backends.ladder import LADDER
-from oocgemm.backends.tuning import Measured, Tuning
-from oocgemm.plan import OPERANDS, Op
-from oocgemm.plan.integers import room
+from oocgemm.kernels import registry as ladder
+from oocgemm.kernels import tuning
+from oocgemm.kernels.registry import LADDER
+from oocgemm.kernels.spec import Call, Kernel, Params
+from oocgemm.kernels.tuning import Measured, Tuning
+from oocgemm.planning import OPERANDS, Op
+from oocgemm.planning.integers import room
 from tests.backends_here import CUDA
 from tests.gemm_cases import (
     ODD_SHAPES,
@@ -43,7 +44,7 @@ SCALARS = st.sampled_from([0, 1, -1, 2])
 
 @pytest.fixture(scope="module")
 def multiplier() -> Iterator[Any]:
-    from oocgemm.backends.multiplier import Multiplier
+    from oocgemm.backends.cuda.multiplier import Multiplier
 
     made = Multiplier(0)
     yield made
@@ -201,7 +202,7 @@ def test_a_whole_run_takes_the_kernel_it_is_told(name: str) -> None:
 def test_auto_takes_what_was_measured_fastest(
     fastest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from oocgemm.backends.multiplier import device_name
+    from oocgemm.backends.cuda.multiplier import device_name
 
     monkeypatch.setenv("OOCGEMM_CACHE", str(tmp_path))
     rungs = {kernel.name: kernel.variants[0] for kernel in LADDER if kernel.name in ("register", "tiled")}
@@ -219,7 +220,7 @@ def test_auto_takes_what_was_measured_fastest(
 @contextmanager
 def watched(ran: list[str]) -> Iterator[None]:
     """Notes the rungs that are launched."""
-    from oocgemm.backends.launch import Kernels
+    from oocgemm.backends.cuda.launch import Kernels
 
     with pytest.MonkeyPatch.context() as patch:
         launch = Kernels.multiply

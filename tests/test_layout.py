@@ -43,14 +43,14 @@ def layout(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return loaded
 
 
-def test_the_eight_rows_of_a_column_of_chunks_lie_in_different_banks(layout: ctypes.CDLL) -> None:
+def test_eight_rows_of_a_chunk_column_lie_in_different_banks(layout: ctypes.CDLL) -> None:
     for chunk in range(8):
         assert len({layout.swizzled_(row, 16 * chunk) % 128 for row in range(8, 16)}) == 8
 
 
 @pytest.mark.parametrize("item", [2, 4])
 @pytest.mark.parametrize("k_major", [True, False])
-def test_elements_fill_their_slabs_as_the_copy_engine_writes_them(
+def test_element_offsets_follow_the_128_byte_swizzle_of_tma(
     layout: ctypes.CDLL, k_major: bool, item: int
 ) -> None:
     depth, rows = 128 // item, 128
@@ -81,7 +81,9 @@ def test_words_that_a_warp_reads_lie_in_different_banks(layout: ctypes.CDLL) -> 
 
 
 @pytest.mark.parametrize(("k_major", "depth", "leading"), [(True, 64, 1), (False, 64, 512), (False, 32, 256)])
-def test_descriptor_fields(layout: ctypes.CDLL, k_major: bool, depth: int, leading: int) -> None:
+def test_slab_descriptors_encode_address_and_strides(
+    layout: ctypes.CDLL, k_major: bool, depth: int, leading: int
+) -> None:
     for block_of_cluster in (0, 1):
         value = layout.slab_descriptor_(block_of_cluster << 24 | 0x2A400, k_major, depth)
         fields = value & 0x3FFF, value >> 16 & 0x3FFF, value >> 32 & 0x3FFF, value >> 62

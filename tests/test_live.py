@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from oocgemm import display, live
-from oocgemm.plan import Budgets
+from oocgemm.cli import display
+from oocgemm.planning import Budgets
+from oocgemm.reports import progress as live
 from oocgemm.timeline import Span, report
 from oocgemm.timeline.series import utilisation
 
@@ -116,7 +117,9 @@ def test_verify_says_what_it_reads(
 ) -> None:
     assert run("a.npy", "b.npy", "c.npy").code == 0
     said: list[str] = []
-    monkeypatch.setattr("oocgemm.cli.doing", lambda enabled: nullcontext(said.append if enabled else len))
+    monkeypatch.setattr(
+        "oocgemm.cli.main.doing", lambda enabled: nullcontext(said.append if enabled else len)
+    )
     assert command(*arguments).code == 0
     assert said == expected
 

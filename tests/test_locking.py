@@ -17,14 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import oocgemm
-from oocgemm import locking, stores, system
+from oocgemm import stores
 from oocgemm.backends.base import Array, Locks
-from oocgemm.backends.borders import cut
-from oocgemm.backends.host import HostBackend, HostSession
+from oocgemm.backends.cuda.borders import cut
+from oocgemm.backends.host.backend import HostBackend, HostSession
+from oocgemm.engine import pinning as locking
+from oocgemm.engine.pinning import Locked
 from oocgemm.errors import ExecutionError
-from oocgemm.locking import Locked
-from oocgemm.memory import allocate
-from oocgemm.plan import (
+from oocgemm.machine import info as system
+from oocgemm.planning import (
     Budgets,
     GemmProblem,
     Kind,
@@ -37,11 +38,12 @@ from oocgemm.plan import (
 )
 from oocgemm.stores import arrays
 from oocgemm.stores.files import PAGE
-from oocgemm.timeline import figures
+from oocgemm.system.memory import allocate
+from oocgemm.timeline import metrics as figures
 from tests.backends_here import needs_gpu
 
 KIB = 1 << 10
-PLANS = import_module("oocgemm.plan.plan")  # oocgemm.plan is a function, too
+PLANS = import_module("oocgemm.planning.plan")
 
 
 def held(rows: int, cols: int) -> Array:
@@ -126,7 +128,7 @@ def test_a_block_is_cut_at_borders_and_nowhere_else(
     assert len(pieces) <= 1 + 3 * len(borders)
 
 
-def test_everything_is_locked_once_and_what_is_needed_first_before_the_rest() -> None:
+def test_each_page_is_pinned_once_in_order_of_first_use() -> None:
     a, b, locker = held(64, 4 * KIB), held(64, 4 * KIB), Locker()
     b_rows = [b[r : r + 8, :KIB] for r in range(0, 64, 8)]
     locked = Locked([a, b], [a[:, : KIB // 2], *b_rows], locker.locks)
@@ -166,7 +168,7 @@ def test_operands_may_share_memory(offset: int, rows: int, top: int, left: int, 
     assert not locker.ranges
 
 
-def test_what_is_not_locked_soon_is_not_waited_for() -> None:
+def test_a_block_not_pinned_soon_is_not_waited_for() -> None:
     a, locker = held(256, KIB), Locker()
     locker.hold.clear()
     locked = Locked([a], [], locker.locks)
@@ -181,7 +183,7 @@ def test_what_is_not_locked_soon_is_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize("allows", [0, 2])
-def test_what_the_system_refuses_is_not_in_place(allows: int) -> None:
+def test_blocks_the_system_refuses_to_pin_are_copied(allows: int) -> None:
     a, locker = held(64, KIB), Locker(allows)
     locked = Locked([a], [], locker.locks)
     locked._thread.join()
@@ -193,7 +195,7 @@ def test_what_the_system_refuses_is_not_in_place(allows: int) -> None:
     assert not locker.ranges
 
 
-def test_memory_that_is_not_there_is_not_made_to_be() -> None:
+def test_pages_never_written_are_not_pinned() -> None:
     """np.zeros takes none until it is written to."""
     empty, locker = allocate(1 << 20).view(np.float64).reshape(128, 1024), Locker()
     locked = Locked([empty], [], locker.locks)
@@ -203,7 +205,7 @@ def test_memory_that_is_not_there_is_not_made_to_be() -> None:
     locked.release()
 
 
-def test_a_stop_ends_the_waiting_and_the_locking() -> None:
+def test_a_stop_ends_waiting_and_pinning() -> None:
     a, locker = held(64, KIB), Locker(slow=0.01)
     locked = Locked([a], [a], locker.locks)
     locked.stop()
@@ -213,7 +215,7 @@ def test_a_stop_ends_the_waiting_and_the_locking() -> None:
     assert not locker.ranges
 
 
-def test_without_a_thread_nothing_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_thread_nothing_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     a, locker = held(64, KIB), Locker()
 
     def start(thread: threading.Thread) -> None:
@@ -244,22 +246,22 @@ WIDE = held(32, 64)
         (np.broadcast_to(WIDE[:1], (32, 64)), 0),
     ],
 )
-def test_arrays_whose_rows_can_be_copied_from_where_they_lie(array: Array, wide: int) -> None:
+def test_rows_long_enough_are_copied_in_place(array: Array, wide: int) -> None:
     assert stores.open_matrix("A", array).layout.wide == wide
 
 
-def test_files_are_not_locked(tmp_path: Any) -> None:
+def test_files_are_not_pinned(tmp_path: Any) -> None:
     np.save(tmp_path / "a.npy", WIDE)
     for source in (tmp_path / "a.npy", np.load(tmp_path / "a.npy", mmap_mode="r")):
         assert stores.open_matrix("A", source).layout.wide == 0
 
 
-def test_small_arrays_are_not_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_arrays_are_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrays, "LEAST_LOCKED", WIDE.nbytes + 1)
     assert stores.open_matrix("A", WIDE).layout.wide == 0
 
 
-def test_operands_are_locked_where_copying_them_would_take_longer() -> None:
+def test_operands_are_pinned_where_copying_would_take_longer() -> None:
     """Of X X^T panels of both operands are as wide as deep; of A B those of B are as wide as a tile."""
     memory = Layout(in_memory=True, wide=4096)
     cuda, budgets = default_model("cuda", 16), Budgets(3 << 30, 8 << 30)
@@ -280,7 +282,7 @@ def test_operands_are_locked_where_copying_them_would_take_longer() -> None:
     assert default_model("host", 2).lock == 0
 
 
-def test_the_planner_has_panels_of_locked_arrays_wide_enough_to_be_copied_from_where_they_lie() -> None:
+def test_panels_of_pinned_arrays_are_wide_enough_for_zero_copy() -> None:
     """Nothing is read then, but narrow panels take the link longer."""
     pageable = Layout(in_memory=True, wide=4096)
     held, n = replace(pageable, held=True), 24576
@@ -340,7 +342,7 @@ def integers(rows: int, cols: int) -> Array:
 
 @pytest.mark.parametrize("verify", [False, True])
 @pytest.mark.parametrize(("trans_a", "trans_b"), [(False, False), (True, False), (False, True), (True, True)])
-def test_a_product_of_operands_in_place(
+def test_operands_are_multiplied_in_place_unless_verified(
     trans_a: bool, trans_b: bool, verify: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With checksums of the host's all that is read is looked at on the way, and copied."""
@@ -367,7 +369,7 @@ def test_a_product_of_operands_in_place(
     assert not locker.ranges
 
 
-def test_a_product_whose_operands_cannot_be_locked_is_copied() -> None:
+def test_operands_that_cannot_be_pinned_are_copied() -> None:
     a, b, locker = integers(300, 200), integers(200, 250), Locker(0)
     result = product_in_place(a, b, locker, tile="128x96x40")
     assert np.array_equal(result.out, a @ b)
@@ -382,9 +384,7 @@ def strips(result: oocgemm.Result) -> tuple[int, int]:
 
 @pytest.mark.parametrize("beta", [0.0, 2.0])
 @pytest.mark.parametrize(("rows", "cols", "tile"), [(300, 250, "128x96x40"), (64, 512, "64x256x40")])
-def test_arrays_that_are_locked_already_are_not_locked_again(
-    beta: float, rows: int, cols: int, tile: str
-) -> None:
+def test_arrays_already_pinned_are_not_pinned_again(beta: float, rows: int, cols: int, tile: str) -> None:
     """Panels come from where they lie, from the first on, and C goes there; what lies beside it stays."""
     a, b, old, locker = integers(rows, 200), integers(200, cols), integers(rows, cols), Locker()
     c = np.full((rows, cols + 10), 7.0)
@@ -404,7 +404,7 @@ def test_arrays_that_are_locked_already_are_not_locked_again(
     assert down == result.plan.traffic["d2h"]
 
 
-def test_of_arrays_that_are_locked_in_part_nothing_is_in_place() -> None:
+def test_partly_pinned_arrays_are_copied() -> None:
     a, b, c, locker = integers(300, 200), integers(200, 250), integers(300, 250), Locker(0)
     locker.own(a[:299], b[1:], c[:, :249])
     result = product_in_place(a, b, locker, out=c, tile="128x96x40")
@@ -413,7 +413,7 @@ def test_of_arrays_that_are_locked_in_part_nothing_is_in_place() -> None:
     assert strips(result)[1] == 0
 
 
-def test_strips_that_are_checked_are_not_copied_to_where_they_lie() -> None:
+def test_verified_strips_are_not_downloaded_in_place() -> None:
     a, b, c, locker = integers(300, 200), integers(200, 250), integers(300, 250), Locker()
     locker.own(a, b, c)
     result = product_in_place(a, b, locker, out=c, tile="128x96x40", verify=True)
@@ -421,7 +421,7 @@ def test_strips_that_are_checked_are_not_copied_to_where_they_lie() -> None:
     assert strips(result)[1] == 0
 
 
-def test_operands_go_when_their_owner_lets_go_of_them() -> None:
+def test_operands_are_freed_when_their_owner_drops_them() -> None:
     """A run keeps none of them, by cycles of objects that only the collector finds."""
     a, b, c = integers(300, 200), integers(200, 250), np.empty((300, 250))
     kept = [weakref.ref(array) for array in (a, b, c)]
@@ -436,14 +436,14 @@ def test_operands_go_when_their_owner_lets_go_of_them() -> None:
 
 
 @pytest.mark.parametrize("allows", [1, 3, 6])
-def test_a_product_of_which_some_could_be_locked(allows: int) -> None:
+def test_a_product_of_partly_pinned_operands_is_right(allows: int) -> None:
     a, b, locker = integers(300, 200), integers(200, 250), Locker(allows)
     result = product_in_place(a, b, locker, tile="128x96x40")
     assert np.array_equal(result.out, a @ b)
     assert not locker.ranges
 
 
-def test_a_run_that_fails_unlocks_what_it_has_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_run_unpins_its_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
     a, b, locker = integers(300, 200), integers(200, 250), Locker()
 
     def fail(*arguments: Any) -> None:
@@ -473,7 +473,7 @@ GPU: dict[str, Callable[[], tuple[Array, Array, dict[str, Any]]]] = {
 
 @pytest.mark.parametrize("case", [pytest.param(name, marks=needs_gpu) for name in GPU])
 @pytest.mark.parametrize("owned", [False, True])
-def test_a_gpu_copies_from_where_operands_lie(
+def test_a_gpu_copies_pinned_operands_in_place(
     case: str, owned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And to where C lies. Afterwards nothing of it is locked that was not before, so that others can copy it."""
@@ -505,7 +505,7 @@ def test_a_gpu_copies_from_where_operands_lie(
 
 
 @pytest.mark.parametrize("case", [pytest.param("read-only", marks=needs_gpu)])
-def test_a_gpu_copies_what_cannot_be_locked(
+def test_a_gpu_copies_memory_that_cannot_be_pinned(
     case: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     """Memory that the process may only read."""

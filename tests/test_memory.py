@@ -13,7 +13,7 @@ import zarr
 from zarr.codecs import BloscCodec, Crc32cCodec
 
 import oocgemm
-from oocgemm.units import parse_size
+from oocgemm.planning.units import parse_size
 from tests.backends_here import needs_gpu
 
 MIB = 1 << 20
@@ -21,7 +21,7 @@ MIB = 1 << 20
 # prints the peaks of what is held of both. The operands may be made by a `setup`, before.
 CODE = """
 import json, sys, threading
-import numpy, zarr, oocgemm, oocgemm.stores.zarr_store, oocgemm.backends.host
+import numpy, zarr, oocgemm, oocgemm.stores.zarr.matrix, oocgemm.backends.host.backend
 arguments = json.loads(sys.argv[1])
 exec(arguments.pop("setup", ""))
 if arguments.get("backend") == "cuda":

@@ -17,11 +17,13 @@ from hypothesis import strategies as st
 
 import oocgemm
 from oocgemm.errors import InputError
-from oocgemm.stores import Matrix, aio, lines, npy, zarr_store
+from oocgemm.planning.units import parse_size
+from oocgemm.stores import Matrix, aio, lines, npy
 from oocgemm.stores.files import OpenFile
 from oocgemm.stores.npy import create_npy, open_npy
-from oocgemm.stores.zarr_store import ZarrMatrix
-from oocgemm.units import parse_size
+from oocgemm.stores.zarr import matrix as zarr_store
+from oocgemm.stores.zarr.matrix import ZarrMatrix
+from tests.suite import examples
 
 MIB = 1 << 20
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
@@ -32,7 +34,7 @@ def draw_span(data: st.DataObject, extent: int) -> tuple[int, int]:
     return min(one, other), max(one, other)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_block_is_read_and_written_as_numpy_does(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
@@ -242,7 +244,7 @@ def test_changes_to_a_private_map_are_kept(tmp_path: Path) -> None:
 # Runs a product, or none, and prints the peak of the resident set. Budgets are far below the size of the operands.
 CODE = """
 import json, sys
-import numpy, zarr, oocgemm, oocgemm.stores.zarr_store, oocgemm.backends.host
+import numpy, zarr, oocgemm, oocgemm.stores.zarr.matrix, oocgemm.backends.host.backend
 numpy.ones((64, 64)) @ numpy.ones((64, 64))
 arguments, mapped = json.loads(sys.argv[1])
 for name in mapped:

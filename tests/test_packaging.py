@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from oocgemm.backends.sources import kernel_folder, kernel_source
 from oocgemm.errors import BackendError
+from oocgemm.kernels.sources import kernel_folder, kernel_source
 
 TOP = Path(__file__).resolve().parent.parent
 
@@ -32,8 +32,8 @@ def test_an_installed_wheel_has_its_kernels_and_its_page(tmp_path: Path) -> None
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)  # what an installer does with a wheel of pure Python
     code = (
-        "from oocgemm.backends.sources import *; print(kernel_folder()); kernel_source('tiled'); "
-        "from oocgemm.timeline.page import *; page([('', Timeline((), 1))])"
+        "from oocgemm.kernels.sources import *; print(kernel_folder()); kernel_source('tiled'); "
+        "from oocgemm.reports.page import *; page([('', Timeline((), 1))])"
     )
     found = subprocess.run(
         [sys.executable, "-c", code],
@@ -47,7 +47,7 @@ def test_an_installed_wheel_has_its_kernels_and_its_page(tmp_path: Path) -> None
     assert {p.name for p in (TOP / "kernels").glob("*.cu*")} == {
         p.name for p in (site / "oocgemm/_kernels").iterdir()
     }
-    web = Path("oocgemm/timeline/web")
+    web = Path("oocgemm/reports/web")
     assert {p.name for p in (TOP / web).iterdir()} == {p.name for p in (site / web).iterdir()}
 
 

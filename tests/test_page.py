@@ -16,13 +16,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oocgemm.cli import EXIT_USAGE
-from oocgemm.plan import Budgets
+from oocgemm.cli.main import EXIT_USAGE
+from oocgemm.planning import Budgets
+from oocgemm.reports.page import page, run_data
+from oocgemm.reports.svg import COLUMNS, svg
+from oocgemm.reports.trace import write_trace
 from oocgemm.timeline import Span, Timeline, read_log, report
-from oocgemm.timeline.page import page, run_data
 from oocgemm.timeline.series import finished, limits, rates, rows
-from oocgemm.timeline.svg import COLUMNS, svg
-from oocgemm.timeline.trace import write_trace
 
 from .command import command
 from .virtual_runs import GIB, machine, run_of, virtual_plan, write_log
@@ -205,7 +205,7 @@ def test_the_picture_covers_what_lanes_are_busy(run: Timeline) -> None:
     assert drawn / COLUMNS == pytest.approx(figures.compute_share, abs=0.05)
 
 
-def test_the_trace_has_a_track_a_lane_and_arrows_from_loads_to_uses(run: Timeline) -> None:
+def test_the_trace_has_a_track_per_lane_and_arrows_to_uses(run: Timeline) -> None:
     file = io.StringIO()
     write_trace(file, run)
     events = json.loads(file.getvalue())["traceEvents"]
@@ -270,7 +270,7 @@ def test_a_run_that_did_not_end_is_shown_as_such(log: Path, tmp_path: Path) -> N
     assert command("report", log, part).out.count("Unfinished") == 1
 
 
-def test_limits_are_those_of_the_arithmetic_and_said_to_be_measured_only_where_they_were() -> None:
+def test_limits_say_whether_their_rates_were_measured() -> None:
     model = machine()
     run = run_of(virtual_plan((2048, 2048, 2048), Budgets(GIB, GIB), model))
     assert limits(run)["compute"] == (model.kernels["float64"].peak, True)

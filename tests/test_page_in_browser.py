@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from oocgemm.plan import RATES, Budgets
-from oocgemm.roofline import roofline
+from oocgemm.planning import RATES, Budgets
+from oocgemm.reports.page import page
+from oocgemm.reports.roofline import roofline
 from oocgemm.timeline import Span, Timeline
-from oocgemm.timeline.page import page
 
 from .browser import Page, browser, find_browser
 from .virtual_runs import GIB, machine, run_of, virtual_plan

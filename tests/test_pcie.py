@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from oocgemm.backends.pcie import link_limit
+from oocgemm.backends.cuda.pcie import link_limit
 
 
 def described(folder: Path, speed: str, lanes: str) -> Path:
@@ -36,5 +36,5 @@ def test_a_link_carries_what_its_generation_and_lanes_can(
     assert link_limit("0000:1B:00.0", folder) == limit  # CUDA writes capitals
 
 
-def test_a_device_that_the_system_does_not_describe_has_no_limit(tmp_path: Path) -> None:
+def test_a_device_unknown_to_the_system_has_no_link_limit(tmp_path: Path) -> None:
     assert link_limit("0000:1B:00.0", tmp_path) is None

@@ -4,10 +4,8 @@ import importlib
 import itertools
 import json
 import re
-import sys
 import tracemalloc
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from oocgemm.errors import BudgetError, InputError
-from oocgemm.plan import (
+from oocgemm.planning import (
     DTYPES,
     OPERANDS,
     Budgets,
@@ -33,22 +31,21 @@ from oocgemm.plan import (
     continued,
     default_model,
     make_plan,
-    planner,
-    shapes,
 )
-from oocgemm.plan.by_tile import gone, seconds_each, shares
-from oocgemm.plan.candidates import CHUNK_BYTES
-from oocgemm.plan.cost import least_bytes
-from oocgemm.plan.hazards import verify
-from oocgemm.plan.placing import Loads
-from oocgemm.plan.predict import DIGESTING, multiply_seconds, predict, strip_rate, unfilled
-from oocgemm.plan.replacement import SlotCache
-from oocgemm.plan.simulate import simulate
-from oocgemm.plan.traversal import walk
-from oocgemm.units import parse_size
+from oocgemm.planning.cost.by_tile import gone, seconds_each, shares
+from oocgemm.planning.cost.footprint import least_bytes
+from oocgemm.planning.cost.predict import DIGESTING, multiply_seconds, predict, strip_rate, unfilled
+from oocgemm.planning.cost.simulate import simulate
+from oocgemm.planning.schedule.eviction import SlotCache
+from oocgemm.planning.schedule.hazards import verify
+from oocgemm.planning.schedule.placement import Loads
+from oocgemm.planning.schedule.traversal import walk
+from oocgemm.planning.search import planner, shapes
+from oocgemm.planning.search.candidates import CHUNK_BYTES
+from oocgemm.planning.units import parse_size
+from tests.suite import examples
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
-plan_module: Any = importlib.import_module("oocgemm.plan.plan")
+plan_module: Any = importlib.import_module("oocgemm.planning.plan")
 bench_traffic: Any = importlib.import_module("bench_traffic")
 traffic_oracle: Any = importlib.import_module("traffic_oracle")
 
@@ -92,7 +89,7 @@ def layouts(draw: st.DrawFn) -> Layouts:
     *(EXTENTS, EXTENTS, EXTENTS, st.sampled_from(OPERANDS), st.sampled_from([0, 1]), layouts()),
     *(st.integers(1 * MIB, 600 * MIB), st.integers(1 * MIB, 600 * MIB), st.sampled_from(["cuda", "host"])),
 )
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_a_plan_fits_its_budgets_or_says_what_would_do(
     m: int, n: int, k: int, dtype: str, beta: int, on: Layouts, device: int, host: int, backend: str
 ) -> None:
@@ -171,9 +168,7 @@ def fewest_by_simulation(p: GemmProblem, r: int, memory: int) -> float:
     ("m", "n", "k", "memory"),
     [(6, 6, 6, 200), (5, 5, 5, 250), (4, 9, 3, 240), (8, 3, 4, 250), (5, 4, 9, 300)],
 )
-def test_the_oracle_of_the_traffic_benchmark_is_what_simulation_finds(
-    m: int, n: int, k: int, memory: int
-) -> None:
+def test_the_traffic_oracle_agrees_with_simulation(m: int, n: int, k: int, memory: int) -> None:
     least, _ = traffic_oracle.least_panels(traffic_oracle.Case(m, n, k, 8, 1, memory))
     found = fewest_by_simulation(problem(m, n, k), 1, memory)
     assert 0.93 * found <= least <= found
@@ -205,7 +200,7 @@ def test_a_slow_link_carries_once_what_a_tier_can_keep(
     assert plan.traffic[link] == plan.required[link]
 
 
-def test_the_host_keeps_panels_and_no_tile_of_c_where_the_store_is_quick() -> None:
+def test_the_host_caches_panels_not_c_where_the_store_is_fast() -> None:
     p = problem(24_576, 24_576, 24_576)
     plan = make_plan(p, Budgets(128 * MIB, 128 * MIB), bench_traffic.machine("read", p))
     assert plan.slots.host_c <= 3
@@ -288,7 +283,7 @@ def test_explanations_name_what_each_candidate_loses() -> None:
         ("host", 7_000, Budgets(640 * MIB, 64 * MIB)),
     ],
 )
-def test_of_plans_that_the_model_cannot_tell_apart_the_one_with_least_to_do_is_taken(
+def test_of_equally_fast_plans_the_one_with_least_work_is_taken(
     backend: str, size: int, budgets: Budgets
 ) -> None:
     stored = Layout((1000, 1000))
@@ -319,7 +314,7 @@ def test_the_last_tile_is_thinner_where_c_leaves_slowly() -> None:
     assert quick.grid.rows(0)[1] * quick.grid.shape[0] == p.m
 
 
-def test_the_last_tile_is_thinner_though_others_would_be_best_if_none_of_c_were_left() -> None:
+def test_the_last_tile_is_thinner_to_shorten_the_drain_of_c() -> None:
     """Were nothing left for the end, one tile would be best here, and after it two halves at any of several depths."""
     p = replace(problem(32_768, 32_768, 524_288), compute="emulated")
     plan = make_plan(p, Budgets(120 * GIB, 32 * GIB), default_model("cuda", 16), STORED)
@@ -386,7 +381,7 @@ def test_no_thin_tile_is_left_to_wait_for_its_panels() -> None:
     )
 
 
-def test_what_a_tile_loads_and_makes() -> None:
+def test_shares_of_a_tile_count_its_loads_and_flops() -> None:
     """A is kept for the second tile of its row; B comes whole for either; with a third and fourth tile B comes again."""
     p = problem(300, 400, 100, "float32")
     loads = Loads(0, 0, 4 * 300 * 100, 2 * 4 * 400 * 100)
@@ -427,7 +422,7 @@ def test_every_operation_takes_the_interpreter(size: int, k: int, budgets: Budge
     assert make_plan(p, budgets, slow, STORED).steps < free.steps
 
 
-def test_a_tile_takes_as_long_as_the_blocks_that_it_is_multiplied_in() -> None:
+def test_predicted_time_of_a_tile_follows_whole_blocks() -> None:
     """Milliseconds of one step 4096 deep in float32 on an H200, medians of 28: what is a little wider may take less."""
     measured = {
         (9472, 9472): 14.594,
@@ -504,7 +499,7 @@ def test_scarce_memory_gets_shallow_panels_not_tiny_tiles(c: Layout) -> None:
     assert plan.steps < 1000
 
 
-def test_rows_of_raw_chunks_read_in_part_take_the_longer_the_less_is_taken_of_them() -> None:
+def test_partial_reads_of_raw_chunks_cost_more_the_less_is_read() -> None:
     machine = replace(default_model("cuda", 16), read=16e9, read_scattered=12e9)
     raw = Layout((2048, 2048))
     whole, half, fifth = (machine.store_rate(raw, (4096, width)) for width in (4096, 1024, 400))
@@ -622,7 +617,7 @@ def test_memory_that_is_used_for_the_first_time_takes_its_time(gibibytes: int) -
     assert more.footprint.host_total < 130 * GIB
 
 
-def test_shapes_that_cannot_be_best_are_passed_over_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pruning_tile_shapes_never_changes_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = default_model("cuda", 16)
     cases = [
         (problem(m, n, k), Budgets(device * GIB, 3 * device * GIB))
@@ -690,7 +685,7 @@ def test_an_error_names_both_budgets_that_are_too_small() -> None:
     *(st.sampled_from([1, 1 * MIB, 20 * MIB]), st.sampled_from([1, 1 * MIB, 20 * MIB]), st.booleans()),
     st.sampled_from(["cuda", "host"]),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_a_run_goes_on_with_the_budgets_an_error_names(
     device: int, host: int, zipped: bool, backend: str
 ) -> None:
@@ -751,7 +746,7 @@ def slow_case() -> tuple[GemmProblem, Layouts, Budgets]:
     return p, on, Budgets(raised.value.least, 16 * MIB)
 
 
-def test_a_slow_plan_names_budgets_that_make_it_ten_times_as_fast() -> None:
+def test_a_slow_plan_names_budgets_that_speed_it_up_tenfold() -> None:
     p, on, budgets = slow_case()
     machine = default_model("host", 2)
     plan = make_plan(p, budgets, machine, on)

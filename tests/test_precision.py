@@ -8,9 +8,9 @@ import pytest
 import zarr
 
 import oocgemm
-from oocgemm.backends.tuning import Measured, Tuning
 from oocgemm.errors import InputError
-from oocgemm.plan import Op
+from oocgemm.kernels.tuning import Measured, Tuning
+from oocgemm.planning import Op
 from tests.backends_here import BACKENDS, needs_gpu
 from tests.command import command, contents
 from tests.gemm_cases import ROUNDOFF, assert_close, random_case
@@ -64,7 +64,9 @@ def test_narrow_operands_give_a_float32_c_where_asked(dtype: str, beta: int, bac
         ("float32", {"compute": "tf32"}, "the host backend computes in native precision, not tf32"),
     ],
 )
-def test_what_cannot_be_is_refused(dtype: str, options: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_unsupported_dtypes_and_precisions_are_refused(
+    dtype: str, options: dict[str, Any], said: str, tmp_path: Path
+) -> None:
     x = np.ones((4, 4), dtype)
     for act in (oocgemm.gemm, oocgemm.plan):
         with pytest.raises(InputError, match=said):
@@ -72,7 +74,7 @@ def test_what_cannot_be_is_refused(dtype: str, options: dict[str, Any], said: st
     assert contents(tmp_path) == {}
 
 
-def test_the_command_takes_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_takes_out_dtype_and_compute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     np.save("A.npy", np.full((30, 30), 50, np.float16))
     done = command(
@@ -94,7 +96,7 @@ def test_the_command_takes_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("compute", [pytest.param(name, marks=needs_gpu) for name in ROUNDOFF])
-def test_reduced_precision_is_within_its_bound_and_never_by_itself(compute: str) -> None:
+def test_reduced_precision_keeps_its_bound_and_is_never_chosen(compute: str) -> None:
     case = random_case(np.random.default_rng(2), "float32", (Op.N, Op.N), (300, 260, 515))
     results = {}
     for name in ("native", compute):

@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import oocgemm
-from oocgemm import staging
-from oocgemm.backends.blas import numpy_gemm
+from oocgemm.backends.host.blas import numpy_gemm
+from oocgemm.engine import staging
 from oocgemm.errors import InputError
-from oocgemm.plan import Op
-from oocgemm.stores.encoding import Encoding
+from oocgemm.planning import Op
+from oocgemm.stores.zarr.codecs import Encoding
 from tests.backends_here import BACKENDS, ENGINES, staged
 from tests.problems import (
     ALL_DTYPES,
@@ -30,6 +30,7 @@ from tests.problems import (
     spoil,
     stored,
 )
+from tests.suite import examples
 
 SCALARS = st.sampled_from([0, 1, -1, 2])
 EXTENTS = st.one_of(st.integers(1, 40), st.sampled_from([1, 2, 13, 31, 64]))
@@ -39,7 +40,7 @@ OPS = st.sampled_from(list(Op))
 @pytest.mark.parametrize("engine", ENGINES)
 @given(data=st.data())
 @settings(
-    max_examples=80,
+    max_examples=examples(80),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
@@ -68,7 +69,7 @@ def test_any_product_is_exact(engine: tuple[str, str], data: st.DataObject) -> N
 
 
 @given(data=st.data())
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_chunking_and_budget_is_exact(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
@@ -118,7 +119,7 @@ def _store(path: Path, array: np.ndarray[Any, Any], data: st.DataObject) -> None
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("tile", ["32x48x24", "20x13x17"])  # along chunk borders, and across them
 @pytest.mark.parametrize("op", list(Op))
-def test_panels_of_compressed_chunks_are_exact_and_decoded_in_place(
+def test_compressed_panels_are_exact_and_decoded_in_place(
     engine: tuple[str, str], tile: str, op: Op, tmp_path: Path
 ) -> None:
     rng = np.random.default_rng(5)
@@ -248,7 +249,7 @@ def test_npy_memory_maps_and_views_are_operands(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("op", ["N", "T", "C"])
-def test_an_operand_that_lies_by_columns_is_taken_as_what_it_is_the_transpose_of(op: str) -> None:
+def test_a_fortran_ordered_operand_is_taken_as_a_transpose(op: str) -> None:
     """X.T as X with the other op, and so as fast; but no op undoes a transpose and conjugates."""
     rng = np.random.default_rng(5)
     real, imaginary = integers(rng, (30, 20), "float64"), integers(rng, (30, 20), "float64")
@@ -288,7 +289,7 @@ def test_a_chunk_that_is_missing_reads_as_the_fill_value(tmp_path: Path) -> None
 @pytest.mark.parametrize("op_a", list(Op))
 @pytest.mark.parametrize("op_b", list(Op))
 def test_numpys_own_product_stands_in_for_blas(op_a: Op, op_b: Op, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("oocgemm.backends.blas._BLOCK", 7)
+    monkeypatch.setattr("oocgemm.backends.host.blas._BLOCK", 7)
     rng = np.random.default_rng(5)
     a, b = integers(rng, stored(op_a, 20, 9), "complex128"), integers(rng, stored(op_b, 9, 15), "complex128")
     c = integers(rng, (20, 15), "complex128")

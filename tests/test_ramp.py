@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from oocgemm.plan import Budgets, GemmProblem, Layout, Layouts, TileShape, default_model, make_plan
-from oocgemm.plan.plan import schedule_of
-from oocgemm.plan.ramp import THINNEST, best_ramp
-from oocgemm.plan.simulate import simulate
+from oocgemm.planning import Budgets, GemmProblem, Layout, Layouts, TileShape, default_model, make_plan
+from oocgemm.planning.cost.simulate import simulate
+from oocgemm.planning.plan import schedule_of
+from oocgemm.planning.schedule.ramp import THINNEST, best_ramp
 
 CUDA = default_model("cuda", 16)
 

@@ -10,8 +10,8 @@ import pytest
 import zarr
 
 import oocgemm
-from oocgemm import live
 from oocgemm.errors import InputError
+from oocgemm.reports import progress as live
 
 A = np.arange(12.0).reshape(3, 4)
 B = np.arange(20.0).reshape(4, 5)

@@ -21,14 +21,23 @@ import zarr
 
 import oocgemm
 from oocgemm import stores
-from oocgemm.backends.host import HostBackend
-from oocgemm.cli import EXIT_FAILED, EXIT_USAGE
+from oocgemm.backends.host.backend import HostBackend
+from oocgemm.cli.main import EXIT_FAILED, EXIT_USAGE
 from oocgemm.errors import BackendError, ExecutionError, InputError
-from oocgemm.journal import ATTRIBUTE, JOURNAL, Journal, Keeper, read
-from oocgemm.plan import Budgets, GemmProblem, Layouts, Slots, TileShape, continued, default_model, make_plan
-from oocgemm.plan.tiling import Span, Tile
+from oocgemm.jobs.journal import ATTRIBUTE, JOURNAL, Journal, Keeper, read
+from oocgemm.planning import (
+    Budgets,
+    GemmProblem,
+    Layouts,
+    Slots,
+    TileShape,
+    continued,
+    default_model,
+    make_plan,
+)
+from oocgemm.planning.tiling import Span, Tile
 from oocgemm.stores.npy import NpyMatrix
-from oocgemm.stores.zarr_store import ZarrMatrix
+from oocgemm.stores.zarr.matrix import ZarrMatrix
 from tests.command import Finished, contents, own_threads, run
 from tests.crash_points import CASES
 from tests.faults import Fault, faulty_stores
@@ -167,7 +176,9 @@ def test_auto_is_the_kernel_that_it_stands_for(here: Path) -> None:
 
 def test_another_kernel_is_refused(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unfinished("c")
-    monkeypatch.setattr("oocgemm.backends.host.HostBackend.arithmetic", lambda self, problem, kernel: "tiled")
+    monkeypatch.setattr(
+        "oocgemm.backends.host.backend.HostBackend.arithmetic", lambda self, problem, kernel: "tiled"
+    )
     done = run("a", "b", "c", "--resume")
     assert (done.code, "kernel is tiled now and was blas" in done.err) == (EXIT_USAGE, True)
 
@@ -225,7 +236,7 @@ def test_a_repaired_operand_is_gone_on_with_if_trusted(here: Path) -> None:
     np.testing.assert_allclose(np.asarray(zarr.open_array("c", mode="r")[:]), A @ B)
 
 
-def test_other_operands_are_not_trusted(here: Path) -> None:
+def test_trusting_operands_excludes_operands_at_other_paths(here: Path) -> None:
     unfinished("c")
     done = run("old", "b", "c", *TILE, "--resume", "--trust-operands")
     assert (done.code, "/old now and was at" in done.err) == (EXIT_USAGE, True)
@@ -233,7 +244,7 @@ def test_other_operands_are_not_trusted(here: Path) -> None:
 
 @pytest.mark.parametrize("c", KINDS)
 @pytest.mark.parametrize("complete", [False, True])
-def test_the_way_out_of_another_run_works(here: Path, c: str, complete: bool) -> None:
+def test_overwrite_replaces_the_result_of_another_run(here: Path, c: str, complete: bool) -> None:
     assert run("a", "b", c, *TILE).code == 0 if complete else unfinished(c)
     done = run("a", "b", c, *TILE, "--alpha", "2", "--resume")
     assert "or begin anew with --overwrite in place of --resume" in done.err
@@ -342,7 +353,7 @@ def test_a_journal_cut_back_after_the_end_is_noticed(here: Path) -> None:
     assert contents(here) == before
 
 
-def test_a_c_that_changed_since_it_was_completed_is_not_taken_for_done(here: Path) -> None:
+def test_a_c_changed_since_completion_is_not_taken_as_done(here: Path) -> None:
     assert run("a", "b", "c", *TILE).code == 0
     (here / "c" / "c" / "0" / "0").write_bytes(bytes(128))
     assert "C has changed since" in run("a", "b", "c", *TILE, "--resume").err
@@ -357,7 +368,7 @@ def test_a_c_that_was_removed_since_is_made_anew(here: Path, c: str) -> None:
     assert stored(c) == before
 
 
-def test_a_torn_last_line_is_not_written_and_a_damaged_one_is_refused(here: Path) -> None:
+def test_a_torn_last_line_is_dropped_and_a_damaged_one_refused(here: Path) -> None:
     unfinished("c", tiles=3)
     path = here / "c" / ".oocgemm" / JOURNAL
     whole = path.read_bytes()
@@ -428,7 +439,7 @@ def test_an_unfinished_c_is_no_operand(here: Path, c: str) -> None:
     assert not Path("new").exists()
 
 
-def test_an_unfinished_c_that_has_lost_its_journal_is_not_added_to(here: Path) -> None:
+def test_an_unfinished_c_without_its_journal_is_refused(here: Path) -> None:
     unfinished("c")
     for path in (here / "c" / ".oocgemm").iterdir():
         path.unlink()
@@ -438,7 +449,7 @@ def test_an_unfinished_c_that_has_lost_its_journal_is_not_added_to(here: Path) -
 
 
 @pytest.mark.parametrize("c", KINDS)
-def test_overwriting_begins_anew_but_not_where_old_values_are_needed(here: Path, c: str) -> None:
+def test_overwriting_an_unfinished_c_needs_beta_zero(here: Path, c: str) -> None:
     unfinished(c)
     assert run("a", "b", c, "--tile", "4x4x12", "--alpha", "2", "--overwrite").code == 0
     assert run("a", "b", "right", "--tile", "4x4x12", "--alpha", "2").code == 0
@@ -460,7 +471,7 @@ def test_a_run_that_fails_before_a_tile_is_done_leaves_nothing(here: Path, c: st
 
 
 @pytest.mark.parametrize("kind", [ZarrMatrix, NpyMatrix])
-def test_a_tile_that_comes_to_c_by_a_run_that_fails_of_it_is_not_forgotten(
+def test_a_tile_whose_commit_raises_is_not_added_to_twice(
     here: Path, monkeypatch: pytest.MonkeyPatch, kind: Any
 ) -> None:
     """The first one: nothing was done before, but C is not what it was any more."""
@@ -600,7 +611,7 @@ def test_what_is_in_memory_cannot_be_resumed(here: Path) -> None:
         oocgemm.matmul(A, "b", out="c", tile="4x4x4", backend="host", resume=True)
 
 
-def test_a_zarr_array_in_a_group_is_resumed_and_the_group_stays_readable(here: Path) -> None:
+def test_a_zarr_array_in_a_group_is_resumed(here: Path) -> None:
     group = zarr.create_group("group")
     c = group.create_array("c", shape=(12, 12), chunks=(4, 4), dtype="float64", attributes={"kept": 1})
     with failing_after(2), pytest.raises(ExecutionError):
@@ -638,7 +649,7 @@ def test_with_less_memory_a_run_goes_on_with_fewer_panels() -> None:
 STUCK = """
 import time
 from pathlib import Path
-from oocgemm.backends.host import HostSession
+from oocgemm.backends.host.backend import HostSession
 from oocgemm.cli import main
 HostSession._multiply = lambda *arguments: Path("stuck").touch() or time.sleep(600)
 main()
@@ -688,7 +699,7 @@ def test_a_signal_ends_a_run_in_good_time(here: Path, number: int, code: int, st
     assert last.endswith("of 1600 tiles are done: the same command with --resume goes on with the others")
 
 
-def test_a_link_in_what_is_taken_away_is_taken_away_and_not_what_it_leads_to(tmp_path: Path) -> None:
+def test_removing_a_folder_does_not_follow_its_links(tmp_path: Path) -> None:
     journal, elsewhere = tmp_path / "C.zarr" / ".oocgemm", tmp_path / "elsewhere"
     for folder in (journal, elsewhere):
         folder.mkdir(parents=True)

@@ -15,8 +15,9 @@ import zarr
 
 import oocgemm
 from oocgemm import ExecutionError, InputError
-from oocgemm.cli import EXIT_FAILED
-from oocgemm.stores import direct, files, open_matrix
+from oocgemm.cli.main import EXIT_FAILED
+from oocgemm.stores import files, open_matrix
+from oocgemm.stores.zarr import chunks as direct
 from tests.command import contents, run
 
 _rng = np.random.default_rng(0)

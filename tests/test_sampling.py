@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from oocgemm import calibrate, workbench
 from oocgemm.backends.base import Array, Token
-from oocgemm.calibrate import Sizes
 from oocgemm.errors import BackendError
-from oocgemm.plan import Kind, MachineModel, Operation, Plan, TileShape, default_model, fit_link
-from oocgemm.sampling import explained
-from oocgemm.workbench import QUEUED, Workbench
+from oocgemm.machine import calibrate, workbench
+from oocgemm.machine.calibrate import Sizes
+from oocgemm.machine.sampling import explained
+from oocgemm.machine.workbench import QUEUED, Workbench
+from oocgemm.planning import Kind, MachineModel, Operation, Plan, TileShape, default_model, fit_link
 
 ROWS, COLS = 512, 64
 PANEL = ROWS * COLS * 8
@@ -25,7 +25,7 @@ SUBMIT = 100_000  # nanoseconds in which the host issues an operation: far more 
 
 @dataclass(frozen=True)
 class Queued:
-    """An operation on the device: its interval is that of `oocgemm.backends.cuda_events.Work`."""
+    """An operation on the device: its interval is that of `oocgemm.backends.cuda.events.Work`."""
 
     device: "Device"
     began: int

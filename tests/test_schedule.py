@@ -12,13 +12,14 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from oocgemm.errors import ScheduleError
-from oocgemm.plan import GemmProblem, Kind, Op, Schedule, Slots, TileGrid, TileShape
-from oocgemm.plan.hazards import HazardTracker, verify, waits_of
-from oocgemm.plan.placing import step_groups
-from oocgemm.plan.replacement import NEVER, SlotCache
-from oocgemm.plan.traversal import NextUse, Traversal, last, step_order, walk
+from oocgemm.planning import GemmProblem, Kind, Op, Schedule, Slots, TileGrid, TileShape
+from oocgemm.planning.schedule.eviction import NEVER, SlotCache
+from oocgemm.planning.schedule.hazards import HazardTracker, verify, waits_of
+from oocgemm.planning.schedule.placement import step_groups
+from oocgemm.planning.schedule.traversal import NextUse, Traversal, last, step_order, walk
 from tests.problems import integers
 from tests.simulator import Simulator
+from tests.suite import examples
 
 
 def problem(
@@ -81,7 +82,7 @@ def expected(schedule: Schedule, a: Any, b: Any, c: Any) -> Any:
 
 
 @given(schedule=schedules(), seed=st.integers(0, 2**16))
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_no_legal_order_breaks_a_schedule(schedule: Schedule, seed: int) -> None:
     verify(schedule)
     a, b, c = operands(schedule, seed)
@@ -112,7 +113,7 @@ def test_the_simulator_notices_a_wait_left_out() -> None:
 
 
 @given(schedule=schedules())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_traffic_is_what_the_operations_move(schedule: Schedule) -> None:
     moved = dict.fromkeys(("read", "h2d", "d2h", "write"), 0)
     for operation in schedule:
@@ -122,14 +123,14 @@ def test_traffic_is_what_the_operations_move(schedule: Schedule) -> None:
 
 
 @given(schedule=schedules())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_a_schedule_can_be_read_again(schedule: Schedule) -> None:
     assert list(schedule) == list(schedule)
 
 
 @given(schedule=schedules(), random=st.randoms())
-@settings(max_examples=200, deadline=None)
-def test_what_is_left_of_a_run_is_multiplied_as_it_would_have_been(schedule: Schedule, random: Any) -> None:
+@settings(max_examples=examples(200), deadline=None)
+def test_a_resumed_schedule_multiplies_the_same_blocks_in_order(schedule: Schedule, random: Any) -> None:
     """In the same order, in blocks of the same shape: a resumed run gives the same bits."""
 
     def multiplications(s: Schedule) -> dict[tuple[int, int], list[object]]:
@@ -199,7 +200,7 @@ def test_verify_refuses_strips_that_share_a_chunk() -> None:
         (Slots(6, 4, 2, drain=3, turn=2), (), (), ([7, 8, 9],)),  # a tile leaves while the next is multiplied
     ],
 )
-def test_steps_go_strip_by_strip_where_tiles_take_turns_and_at_the_end(
+def test_steps_go_strip_by_strip_between_tiles_and_at_the_end(
     slots: Slots, first: Any, between: Any, last: Any
 ) -> None:
     def by_strips(**which: bool) -> tuple[list[int], ...]:
@@ -212,7 +213,7 @@ def test_steps_go_strip_by_strip_where_tiles_take_turns_and_at_the_end(
     assert by_strips(first=False, last=True) == last
 
 
-def test_copies_of_the_next_panels_do_not_wait_for_the_multiplication() -> None:
+def test_uploads_of_the_next_panels_do_not_wait_for_multiplies() -> None:
     """The five-buffer scheme: while C0 += A0 B0 runs, A1 and B1 are loaded."""
     p = problem(4, 4, 8)
     grid = TileGrid.of(p, TileShape(4, 4, 2))
@@ -265,7 +266,7 @@ def test_no_more_is_loaded_where_loads_are_spread(
 
 @pytest.mark.parametrize("count", [12, 25, 50, 80])
 @pytest.mark.parametrize("turns", [True, False])
-def test_what_the_host_does_not_keep_is_loaded_evenly_over_a_tile(count: int, turns: bool) -> None:
+def test_panels_not_cached_on_the_host_load_evenly_over_a_tile(count: int, turns: bool) -> None:
     """Whatever reads it has then as long for each as there is on the average."""
     steps, tiles = 100, walk(Traversal(0, 1, turns), 1, 4)
     for numbers in loaded(tiles, steps, 0, count, steps)[1:]:

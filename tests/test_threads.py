@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import oocgemm
-from oocgemm import threads
-from oocgemm.threads import SWITCH_INTERVAL, Cancel, shielded, short_switch_interval
+from oocgemm.system import threads
+from oocgemm.system.threads import SWITCH_INTERVAL, Cancel, shielded, short_switch_interval
 from tests.command import own_threads
 
 # What the calling thread runs. Not the start of a thread itself, where Python delivers no signal while it holds a lock.
@@ -118,7 +118,7 @@ def test_shielded_work_returns_or_raises_as_if_called() -> None:
         shielded(fail)
 
 
-def test_a_failure_of_stopping_work_is_the_cause_of_the_interrupt() -> None:
+def test_an_error_while_stopping_is_the_cause_of_the_interrupt() -> None:
     def work(cancel: Cancel) -> None:
         stopped_within(cancel, LONG)
         raise OSError("disk full")

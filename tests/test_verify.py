@@ -12,17 +12,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import oocgemm
-from oocgemm import freivalds
+from oocgemm.backends.random_words import VECTORS, SignVectors
 from oocgemm.errors import BudgetError, InputError
-from oocgemm.plan import Op
-from oocgemm.random_words import VECTORS, SignVectors
+from oocgemm.integrity import freivalds
+from oocgemm.planning import Op
 from oocgemm.stores.arrays import ArrayMatrix
 from tests.command import command
 from tests.problems import DTYPES, EXTENTS, Array, drawn_product, integers, reference, stored
+from tests.suite import examples
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
 def test_what_is_right_passes(data: st.DataObject) -> None:
     a, b, c, options = drawn_product(data)
     before = c.copy()
@@ -33,7 +34,7 @@ def test_what_is_right_passes(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(data=st.data())
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(15), deadline=None, suppress_health_check=list(HealthCheck))
 def test_a_wrong_element_is_found_where_it_is(dtype: str, data: st.DataObject) -> None:
     m, n, k = (data.draw(EXTENTS, label) for label in "mnk")
     op_a, op_b = (data.draw(st.sampled_from(list(Op))) for _ in "AB")
@@ -342,7 +343,7 @@ def test_empty_products_are_right() -> None:
             assert not oocgemm.verify(np.ones((m, k)), np.ones((k, n)), c).right
 
 
-def test_single_precision_in_long_sums() -> None:
+def test_long_float32_sums_pass_and_their_errors_are_found() -> None:
     """Of any order of summation, and sensitive all the same: a chunk of zeros is far off."""
     rng = np.random.default_rng(8)
     k = 20_000

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from oocgemm.plan import Budgets
+from oocgemm.planning import Budgets
 from oocgemm.timeline import Timeline
 
 from .command import command

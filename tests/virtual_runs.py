@@ -5,7 +5,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
-from oocgemm.plan import (
+from oocgemm.planning import (
     Budgets,
     GemmProblem,
     Layout,
@@ -16,8 +16,8 @@ from oocgemm.plan import (
     default_model,
     make_plan,
 )
-from oocgemm.plan.hazards import HazardTracker
-from oocgemm.plan.simulate import duration
+from oocgemm.planning.cost.simulate import duration
+from oocgemm.planning.schedule.hazards import HazardTracker
 from oocgemm.timeline import Recorder, Span, Timeline
 
 GIB = 1 << 30

@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from oocgemm.backends import ladder
 from oocgemm.backends.base import Backend, Session
 from oocgemm.errors import BackendError, InputError, OutOfMemoryError
+from oocgemm.kernels import registry as ladder
 
 __all__ = [
     "NAMES",
@@ -100,7 +100,7 @@ def load(name: str, device: int = 0) -> None:
         with suppress(RuntimeError):  # the system has no room for the thread
             threading.Thread(target=_wake, args=(device,), name="oocgemm-wake", daemon=True).start()
         with suppress(ImportError):  # open_backend says so, or takes another
-            importlib.import_module("oocgemm.backends.cuda")
+            importlib.import_module("oocgemm.backends.cuda.backend")
 
 
 def _wake(device: int) -> None:
@@ -130,7 +130,7 @@ def open_backend(name: str, device: int = 0) -> Backend:
             fall_back(str(error))
     elif name == "auto":
         fall_back(missing_for_cuda())
-    from oocgemm.backends.host import HostBackend
+    from oocgemm.backends.host.backend import HostBackend
 
     return HostBackend()
 
@@ -140,7 +140,7 @@ def _open_cuda(device: int) -> Backend:
     if missing:
         raise BackendError(f"the cuda backend cannot run: {missing}; --backend host runs without a GPU")
     try:
-        from oocgemm.backends.cuda import CudaBackend
+        from oocgemm.backends.cuda.backend import CudaBackend
     except ImportError as error:
         raise BackendError(f"cupy is installed but cannot be imported: {error}") from error
     return CudaBackend(device)

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from oocgemm.backends.summing import Summing
+from oocgemm.backends.checksums import Summing
 from oocgemm.errors import missing_bfloat16
-from oocgemm.plan import DTYPES, OPERANDS, GemmProblem, Kind, Op, Operation, Plan, Region, Slot, Tier
-from oocgemm.plan.cost import DEVICE_ALIGNMENT, slot_bytes
-from oocgemm.plan.tiling import round_up
+from oocgemm.planning import DTYPES, OPERANDS, GemmProblem, Kind, Op, Operation, Plan, Region, Slot, Tier
+from oocgemm.planning.cost.footprint import DEVICE_ALIGNMENT, slot_bytes
+from oocgemm.planning.tiling import round_up
 
 Array = NDArray[Any]
 

@@ -4,8 +4,8 @@ import numpy as np
 
 from oocgemm.backends.base import Array
 from oocgemm.errors import ExecutionError
-from oocgemm.plan.cost import FINISH_ARRAYS, FINISH_PIECE
-from oocgemm.plan.integers import LIMIT
+from oocgemm.planning.cost.footprint import FINISH_ARRAYS, FINISH_PIECE
+from oocgemm.planning.integers import LIMIT
 
 
 def finish(sums: Array, alpha: float, beta: float, result: Array, workspace: Array) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from oocgemm.errors import InputError
-from oocgemm.plan import GemmProblem, Layout
-from oocgemm.plan.candidates import CHUNK_BYTES
+from oocgemm.planning import GemmProblem, Layout
+from oocgemm.planning.search.candidates import CHUNK_BYTES
 from oocgemm.stores import formats
 from oocgemm.stores.arrays import ArrayMatrix, by_rows, memory, span
 from oocgemm.stores.base import BATCH_BYTES, Array, DtypeError, Matrix, pieces, transient
@@ -21,7 +21,7 @@ from oocgemm.stores.files import padded
 from oocgemm.stores.formats import check_dtypes
 from oocgemm.stores.lazy import LazyMatrix, is_lazy, package
 from oocgemm.stores.npy import create_npy, open_npy
-from oocgemm.stores.room import FULL, check_room, no_room, raw_bytes
+from oocgemm.stores.space import FULL, check_room, no_room, raw_bytes
 
 __all__ = [
     "BATCH_BYTES",
@@ -82,7 +82,7 @@ def exists(path: str) -> bool:
             if set(os.listdir(path)) <= {SIDECAR}:
                 return False
         return os.path.lexists(path) or os.path.lexists(os.path.realpath(path))
-    from oocgemm.stores.zarr_open import remote_exists
+    from oocgemm.stores.zarr.opening import remote_exists
 
     return remote_exists(path)
 
@@ -97,7 +97,7 @@ def sidecar(source: Any) -> Path | None:
             return Path(os.path.realpath(path) + SIDECAR)
         return None if os.path.isfile(path) else Path(path) / SIDECAR
     if package(source) == "zarr":
-        from oocgemm.stores.zarr_store import local_folder
+        from oocgemm.stores.zarr.matrix import local_folder
 
         folder = local_folder(source)
         return None if folder is None else folder / SIDECAR
@@ -130,7 +130,7 @@ def clear(folder: Path, keep: Collection[str] = (), *, c: bool = True) -> None:
 def load(*operands: Any) -> None:
     """Import what these operands need: imports are no part of a run's time."""
     if any(is_path(x) and not os.fspath(x).endswith(".npy") for x in operands):
-        from oocgemm.stores import zarr_open  # noqa: F401
+        from oocgemm.stores.zarr import opening as zarr_open  # noqa: F401
 
 
 def load_zarr() -> None:
@@ -142,7 +142,7 @@ def load_zarr() -> None:
     if hidden:
         sys.modules["cupy"] = None  # type: ignore[assignment]  # how an import is made to fail
     try:
-        from oocgemm.stores import zarr_open  # noqa: F401
+        from oocgemm.stores.zarr import opening as zarr_open  # noqa: F401
     finally:
         if hidden:
             del sys.modules["cupy"]
@@ -221,11 +221,11 @@ def _opened(name: str, source: Any, writable: bool, folder: Path | None) -> Matr
             raise InputError(f"{name}: {_nothing_at(path)}")
         if path.endswith(".npy"):
             return open_npy(name, Path(path), writable=writable)
-        from oocgemm.stores.zarr_open import open_zarr
+        from oocgemm.stores.zarr.opening import open_zarr
 
         return open_zarr(name, path, writable=writable)
     if package(source) == "zarr":
-        from oocgemm.stores.zarr_open import wrap_zarr
+        from oocgemm.stores.zarr.opening import wrap_zarr
 
         return wrap_zarr(name, source, writable=writable)
     if isinstance(source, np.ma.MaskedArray):
@@ -281,7 +281,7 @@ def create_output(
             return create_npy(name, at, shape, dtype, Path(path))
         except (OSError, ValueError, OverflowError) as error:
             raise InputError(f"{name}: cannot create {path}: {error}") from error
-    from oocgemm.stores.zarr_open import create_zarr
+    from oocgemm.stores.zarr.opening import create_zarr
 
     return create_zarr(name, path, shape, dtype, chunks, compressor)
 

@@ -16,7 +16,8 @@ import numpy as np
 
 from oocgemm.stores.base import Array
 
-MAX_READS = 1024
+_CAPACITY = 512  # reads in flight of a context
+MAX_READS = _CAPACITY  # of one call
 # Numbers of io_setup, io_getevents and io_submit by processor: the C library has no functions for them.
 _CALLS = {"x86_64": (206, 208, 209), "aarch64": (0, 4, 2)}
 # struct iocb and struct io_event of linux/aio_abi.h. The operation 0 is a read.
@@ -111,7 +112,7 @@ def _new_context() -> int:
     context = ctypes.c_ulong(0)
     if platform.system() != "Linux" or platform.machine() not in _CALLS:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-    _call(_CALLS[platform.machine()][0], MAX_READS, ctypes.addressof(context))
+    _call(_CALLS[platform.machine()][0], _CAPACITY, ctypes.addressof(context))
     return context.value
 
 

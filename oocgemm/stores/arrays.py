@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from oocgemm.plan import Layout, Op
-from oocgemm.plan.tiling import Span
+from oocgemm.planning import Layout, Op
+from oocgemm.planning.tiling import Span
 from oocgemm.stores.base import Array, Matrix, checked
 from oocgemm.stores.files import DONT_NEED, WILL_NEED, advise
 

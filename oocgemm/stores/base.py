@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oocgemm.errors import InputError
-from oocgemm.plan import DTYPES, OPERANDS, Layout
-from oocgemm.plan.tiling import Span
+from oocgemm.planning import DTYPES, OPERANDS, Layout
+from oocgemm.planning.tiling import Span
 
 Array = NDArray[Any]
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from oocgemm.plan.tiling import Span
+from oocgemm.planning.tiling import Span
 from oocgemm.stores.base import Matrix
 
 # The folder that a run keeps its journal in: in a zarr array's own, where no reader looks; of a file by its name and this.

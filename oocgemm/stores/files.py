@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from oocgemm.memory import memory_limit
+from oocgemm.planning.units import format_size
 from oocgemm.stores.base import Array
-from oocgemm.units import format_size
+from oocgemm.system.memory import memory_limit
 
 # Addresses, offsets and lengths of direct I/O are multiples of this; of a page where we choose them ourselves.
 SECTOR = 512

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from oocgemm.errors import InputError
-from oocgemm.plan import OPERANDS
+from oocgemm.planning import OPERANDS
 from oocgemm.stores.base import Matrix
 
 FORMATS = {

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from oocgemm.errors import ExecutionError, InputError
-from oocgemm.plan import Layout
-from oocgemm.plan.tiling import Span
+from oocgemm.planning import Layout
+from oocgemm.planning.tiling import Span
 from oocgemm.stores.base import BATCH_BYTES, Array, checked, pieces
 
 # Packages whose arrays several threads may read at a time. h5py takes a lock of its own.

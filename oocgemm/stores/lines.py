@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from oocgemm.plan.tiling import Span
+from oocgemm.planning.tiling import Span
 from oocgemm.stores.aio import MAX_READS, read_rows, start_reads
 from oocgemm.stores.base import Array
 from oocgemm.stores.files import O_DIRECT, SECTOR, OpenFile, scratch

@@ -9,8 +9,8 @@ from typing import Any, BinaryIO, Literal
 import numpy as np
 
 from oocgemm.errors import InputError
-from oocgemm.plan import Layout
-from oocgemm.plan.tiling import Span
+from oocgemm.planning import Layout
+from oocgemm.planning.tiling import Span
 from oocgemm.stores.base import Array, checked
 from oocgemm.stores.durable import saved_block, saved_blocks, stamp, stamps, sync_files, sync_path
 from oocgemm.stores.files import OpenFile, publish, worth_caching

@@ -2,7 +2,7 @@
 
 from threading import Lock
 
-from oocgemm.timeline.figures import Interval, length, union
+from oocgemm.timeline.metrics import Interval, length, union
 
 MAX_INTERVALS = 4000
 

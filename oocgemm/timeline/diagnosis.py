@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from oocgemm.timeline.figures import Report, length, report, union
+from oocgemm.planning.units import format_rate, format_share, format_size, format_time
+from oocgemm.timeline.metrics import Report, length, report, union
 from oocgemm.timeline.series import limits
 from oocgemm.timeline.spans import Timeline
 from oocgemm.timeline.verdict import CAUSES, COMPUTE, Verdict
-from oocgemm.units import format_rate, format_share, format_size, format_time
 
 # Other programs are mentioned from this share of the cores on; the run competed with them if the cores were this busy.
 MIN_OTHERS, MIN_BUSY = 0.1, 0.8

@@ -20,7 +20,7 @@ from typing import Any
 from weakref import finalize
 
 from oocgemm.errors import InputError
-from oocgemm.plan import Kind, Lane
+from oocgemm.planning import Kind, Lane
 from oocgemm.timeline.spans import Span, Timeline
 
 FORMAT = "oocgemm-timeline"

@@ -4,9 +4,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from oocgemm.timeline.figures import length, union
-from oocgemm.timeline.gantt import LANES
-from oocgemm.timeline.spans import Span, Timeline
+from oocgemm.timeline.metrics import length, union
+from oocgemm.timeline.spans import LANES, Span, Timeline
 
 # The order in which data flow from kind to kind: a wait along it is for what the operation uses, any other for a slot.
 FLOW = ("read", "upload", "prepare", "multiply", "finish", "download", "write")

@@ -4,7 +4,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from oocgemm.plan import Operation
+from oocgemm.planning import Operation
+
+# Lanes in the order in which data flow through them.
+LANES = ("read", "decode", "h2d", "prepare", "compute", "d2h", "encode", "write")
 
 
 @dataclass(frozen=True, slots=True)

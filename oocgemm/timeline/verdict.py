@@ -1,14 +1,14 @@
 """What bounds a run: the cause with the largest share of T.
 
 There is one list of causes. ``compute`` is the time in which any Multiply ran; the others are the causes of exposed time
-(`oocgemm.timeline.figures.exposed_intervals`), the stalls. Their shares of T add up to 1. The text report, the page,
+(`oocgemm.timeline.metrics.exposed_intervals`), the stalls. Their shares of T add up to 1. The text report, the page,
 the JSON, the live display and the docs take the verdict from here, so it always agrees with the table of causes.
 """
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from oocgemm.units import format_percent
+from oocgemm.planning.units import format_percent
 
 COMPUTE = "compute"
 CAUSES = {

@@ -1,0 +1,39 @@
+"""cuBLAS by cublasGemmEx, on the ladder's calls."""
+
+from ctypes import c_void_p
+
+import numpy as np
+
+from oocgemm.backends.base import numpy_dtype
+from oocgemm.backends.cuda import calls as cuda_calls
+from oocgemm.kernels.spec import Call
+from oocgemm.planning import Op
+
+# cudaDataType of each dtype.
+_TYPES = {"float16": 2, "bfloat16": 14, "float32": 0, "float64": 1, "complex64": 4, "complex128": 5}
+# cublasComputeType_t: by accumulator, and CUBLAS_COMPUTE_32F_FAST_TF32 and _FAST_16BF.
+_COMPUTE_TYPES = {"float32": 68, "float64": 70, "complex64": 68, "complex128": 70}
+_REDUCED_COMPUTE_TYPES = {"tf32": 77, "bf16": 75}
+_MOST = 2**31 - 1
+_OPS = {Op.N: 0, Op.T: 1, Op.C: 2}
+
+
+def gemm(handle: int, call: Call, *, alone: bool = True) -> cuda_calls.Launch:
+    """To do C = alpha op(A) @ op(B) + beta C on cupy's current stream; k > 0. The interpreter is kept meanwhile if `alone`.
+
+    Row-major C is column-major C^T = op(B)^T op(A)^T: operands swap places, their flags stay.
+    """
+    accumulator = call.accumulator
+    if max(call.m, call.n, call.k, call.lda, call.ldb, call.ldc) > _MOST:
+        raise OverflowError(f"cuBLAS counts to {_MOST}: {call}")
+    alpha, beta = (np.array(value, numpy_dtype(accumulator)) for value in (call.alpha, call.beta))
+    return cuda_calls.gemm_ex(
+        *(handle, _OPS[call.op_b], _OPS[call.op_a], call.n, call.m, call.k),
+        alpha.ctypes.data_as(c_void_p),  # which keeps it
+        *(call.b, _TYPES[call.dtype], call.ldb),
+        *(call.a, _TYPES[call.dtype], call.lda),
+        beta.ctypes.data_as(c_void_p),
+        *(call.c, _TYPES[accumulator], call.ldc),
+        *(_REDUCED_COMPUTE_TYPES.get(call.compute, _COMPUTE_TYPES[accumulator]), -1),
+        alone=alone,
+    )

@@ -1,0 +1,180 @@
+"""Products of float64 or float32 panels from exact int8 products, on a CUDA device (planning/emulation.py has the method).
+
+Everything is launched on cupy's current stream, into memory that is handed in; addresses are integers.
+"""
+
+import ctypes
+from typing import Any
+
+import cupy
+import numpy as np
+from cupy.cuda import runtime
+from cupy_backends.cuda.libs import cublas
+
+from oocgemm.backends.cuda.launch import Kernels, encoded
+from oocgemm.kernels.emulation import (
+    combine_options,
+    multiply_launch,
+    multiply_options,
+    planes_map,
+    split_options,
+)
+from oocgemm.planning import Op
+from oocgemm.planning.emulation import (
+    LEVELS,
+    NUMBERS,
+    STRIP,
+    UNITS,
+    VERDICT_BYTES,
+    Offsets,
+    PanelFacts,
+    residues,
+    suffices,
+)
+from oocgemm.planning.tiling import round_up
+
+_ROWS = 16  # of a block of the splitting kernels
+_INT8, _INT32, _COMPUTE_32I = 3, 10, 72
+
+
+class Emulated:
+    """Prepares and multiplies panels of one dtype. `handle` is of cuBLAS."""
+
+    def __init__(self, kernels: Kernels, handle: int, dtype: str) -> None:
+        self._kernels = kernels
+        self._handle = handle
+        self._dtype = dtype
+        self._verdict = cupy.cuda.alloc_pinned_memory(VERDICT_BYTES)
+        self._alpha, self._beta = np.array(1, np.int32), np.array(0, np.int32)
+
+    def prepare(
+        self,
+        a: int,
+        b: int,
+        shape: tuple[int, int, int],
+        trans_a: Op,
+        trans_b: Op,
+        slot: int,
+        offsets: Offsets,
+    ) -> int:
+        """Split raw panels of op(A), m x k, and op(B), k x n, into planes; the number of moduli, 0 if none will do.
+
+        Waits for the current stream, which has 256 bytes to bring.
+        """
+        m, n, k = shape
+        ld, facts = round_up(k, 16), slot + offsets.facts
+        sides = (
+            (a, m, not trans_a.swaps, facts, slot + offsets.a, slot + offsets.a_exponents),
+            (b, n, trans_b.swaps, facts + 16 * m, slot + offsets.b, slot + offsets.b_exponents),
+        )
+        whole = ctypes.c_int
+        for raw, extent, k_major, fact, _, _ in sides:
+            function = self._split("ozaki_facts", k_major, NUMBERS[self._dtype][0])
+            grid = -(-extent // _ROWS), 1, 1
+            function(grid, _pointer(raw), whole(extent), whole(k), _pointer(fact))
+        for number in NUMBERS[self._dtype]:
+            verdict, stream = slot + offsets.verdict, cupy.cuda.get_current_stream()
+            runtime.memsetAsync(verdict, 0, VERDICT_BYTES, stream.ptr)
+            for side, (raw, extent, k_major, fact, planes, exponents) in enumerate(sides):
+                grid = -(-extent // _ROWS), 1, 1
+                self._split("ozaki_split", k_major, number)(
+                    *(grid, _pointer(raw), whole(extent), whole(k), whole(ld)),
+                    *(_pointer(fact), _pointer(planes), _pointer(exponents)),
+                    _pointer(verdict + side * VERDICT_BYTES // 2),
+                )
+            runtime.memcpyAsync(
+                self._verdict.ptr, verdict, VERDICT_BYTES, runtime.memcpyDeviceToHost, stream.ptr
+            )
+            stream.synchronize()
+            words = np.frombuffer(self._verdict, np.uint32, VERDICT_BYTES // 4).reshape(2, -1)
+            left, right = (_panel_facts(side, k) for side in words)
+            if suffices(left, right, k, UNITS[self._dtype]):
+                return number
+            if not (left.finite and right.finite):
+                break
+        return 0
+
+    def multiply(
+        self,
+        slot: int,
+        offsets: Offsets,
+        work: int,
+        span: tuple[int, int],
+        shape: tuple[int, int, int],
+        number: int,
+        alpha: float,
+        beta: float,
+        c: int,
+        ldc: int,
+    ) -> None:
+        """C = alpha A B + beta C for rows `span` of the prepared panels of a step of that shape; `c` is where they begin.
+
+        `work`: room for min(4096, rows) * round_up(n, 16) * (number + 4) bytes.
+        """
+        m, n, k = shape
+        ld, pitch = round_up(k, 16), round_up(n, 16)
+        combine = self._combine(number)
+        for top in range(*span, STRIP):
+            rows = min(STRIP, span[1] - top)
+            plane = rows * pitch
+            left, right = slot + offsets.a + top * ld, slot + offsets.b
+            if self._kernels.device.capability == (9, 0):
+                self._residues(left, right, work, (m, n, ld), rows, number)
+            else:
+                for place, modulus in enumerate(residues(number).moduli):
+                    cublas.gemmEx(
+                        *(self._handle, 1, 0, n, rows, ld, self._alpha.ctypes.data),
+                        *(right + place * n * ld, _INT8, ld, left + place * m * ld, _INT8, ld),
+                        *(self._beta.ctypes.data, work + number * plane, _INT32, pitch, _COMPUTE_32I, -1),
+                    )
+                    self._reduce(work + number * plane, work + place * plane, plane, modulus)
+            itemsize = 8 if self._dtype == "float64" else 4
+            combine(
+                (-(-n // 1024), rows, 1),
+                *(_pointer(work), ctypes.c_longlong(pitch), ctypes.c_longlong(plane), ctypes.c_int(n)),
+                *(_pointer(slot + offsets.a_exponents + 4 * top), _pointer(slot + offsets.b_exponents)),
+                *(ctypes.c_double(alpha), ctypes.c_double(beta)),
+                *(_pointer(c + (top - span[0]) * ldc * itemsize), ctypes.c_longlong(ldc)),
+            )
+
+    def _residues(
+        self, left: int, right: int, work: int, shape: tuple[int, int, int], rows: int, number: int
+    ) -> None:
+        """Residues of `rows` rows of C in `work`, from planes of a step of shape m, n, ld."""
+        m, n, ld = shape
+        pitch, maps = round_up(n, 16), ((left, rows, m), (right, n, n))
+        self._kernels.plain("ozaki_multiply", "ozaki_multiply", multiply_options(number))(
+            multiply_launch(self._kernels.device, rows, pitch, number),
+            *(encoded(planes_map(at, ld, extent, number, ld * of)) for at, extent, of in maps),
+            *(_pointer(work), ctypes.c_int(rows), ctypes.c_int(pitch), ctypes.c_int(ld)),
+        )
+
+    def _reduce(self, sums: int, planes: int, elements: int, modulus: int) -> None:
+        high = (2**16 + modulus // 2) % modulus - modulus // 2
+        function = self._kernels.plain("ozaki_reduce", "ozaki_reduce", ())
+        function(
+            (min(4096, -(-elements // 1024)), 1, 1),
+            *(_pointer(sums), _pointer(planes), ctypes.c_longlong(elements // 4)),
+            *(ctypes.c_int(modulus), ctypes.c_int(-(-(2**38) // modulus)), ctypes.c_int(high)),
+        )
+
+    def _split(self, entry: str, k_major: bool, number: int) -> Any:
+        return self._kernels.plain("ozaki_split", entry, split_options(self._dtype, k_major, number))
+
+    def _combine(self, number: int) -> Any:
+        return self._kernels.plain("ozaki_combine", "ozaki_combine", combine_options(self._dtype, number))
+
+
+def _pointer(address: int) -> ctypes.c_void_p:
+    return ctypes.c_void_p(address)
+
+
+def _panel_facts(words: Any, depth: int) -> PanelFacts:
+    """`verdict` of kernels/ozaki_split.cu."""
+    not_finite, inexact, nonzero = map(bool, words[:3])
+    if not nonzero:
+        return PanelFacts(not not_finite, True, 0.0, 0.0, 0.0, (0,) * len(LEVELS))
+    grain, most, least = map(float, np.array([words[3], words[4], ~words[5]], np.uint32).view(np.float32))
+    return PanelFacts(
+        not not_finite, not inexact, grain, most, least, tuple(depth - int(x) for x in words[6:10])
+    )

@@ -1,0 +1,189 @@
+"""Launches the ladder's kernels on a device: loads their machine code, makes tensor maps, passes arguments."""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import cupy
+from cupy.cuda import driver, nvrtc, runtime
+
+from oocgemm.backends.cuda import calls as cuda_calls
+from oocgemm.errors import BackendError
+from oocgemm.kernels.compile import compiled
+from oocgemm.kernels.spec import C_TYPES, Call, Device, Kernel, Launch, Params, TensorMap, arguments, options
+
+_MAP_BYTES = 128
+# cuTensorMapEncodeTiled's enumerations, cuda.h.
+_MAP_TYPES = {"int8": 0, "float16": 6, "float32": 7, "float64": 8, "bfloat16": 9, "tf32": 11}
+_MAP_SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
+_MAP_L2_PROMOTION = 3  # 256 bytes
+
+
+class _Nvrtc:
+    """The NVRTC that cupy finds."""
+
+    def version(self) -> str:
+        return ".".join(map(str, nvrtc.getVersion()))
+
+    def compile(self, name: str, source: str, options: Sequence[str]) -> tuple[bytes | None, str]:
+        program = nvrtc.createProgram(source, name, (), ())
+        try:
+            nvrtc.compileProgram(program, tuple(options))
+            return bytes(nvrtc.getCUBIN(program)), ""
+        except nvrtc.NVRTCError as error:
+            return None, f"{error}\n{nvrtc.getProgramLog(program)}"
+        finally:
+            nvrtc.destroyProgram(program)
+
+
+class Kernels:
+    """Our kernels on one device, each compiled and loaded when it is first called. Launches on cupy's current stream."""
+
+    def __init__(self, device: int) -> None:
+        self.device = describe_device(device)
+        self._most_threads = runtime.getDeviceProperties(device)["maxThreadsPerMultiProcessor"]
+        self._functions: dict[tuple[object, ...], Any] = {}
+
+    def multiply(self, kernel: Kernel, call: Call, params: Params) -> None:
+        """C = alpha op(A) @ op(B) + beta C by a kernel that does not refuse the call."""
+        for part in kernel.parts(call, params):
+            function, launch = self.function(kernel, call, params), kernel.launch(part, params)
+            maps = [encoded(described) for described in kernel.maps(part, params)] if kernel.maps else []
+            cuda_calls.launch(
+                function.ptr, launch.grid, launch.block, launch.shared, (*maps, arguments(part))
+            )
+
+    def function(self, kernel: Kernel, call: Call, params: Params) -> Any:
+        """The function that does a call."""
+        key = kernel.source, call.dtype, call.op_a, call.op_b, *params.values()
+        if key not in self._functions:
+            arch = kernel.target(self.device)
+            assert arch is not None, "a kernel is called that refuses the device"
+            macros = options(kernel, call.dtype, call.op_a, call.op_b, params)
+            function = self._load(kernel.source, kernel.entry or kernel.source, arch, macros)
+            self._functions[key] = function
+        return self._functions[key]
+
+    def finish(
+        self,
+        dtypes: tuple[str, str],
+        scalars: tuple[complex, complex],
+        elements: int,
+        source: int,
+        result: int,
+    ) -> None:
+        """result = alpha source + beta result, element by element; `dtypes` are those of source and result."""
+        real, pointer = ctypes.c_double, ctypes.c_void_p
+        alpha, beta = (complex(scalar) for scalar in scalars)
+        values = (
+            *(ctypes.c_longlong(elements), real(alpha.real), real(alpha.imag), pointer(source)),
+            *(real(beta.real), real(beta.imag), pointer(result)),
+        )
+        grid = min(4096, -(-elements // 256)), 1, 1
+        cuda_calls.launch(self.finisher(dtypes).ptr, grid, (256, 1, 1), 0, values)
+
+    def finisher(self, dtypes: tuple[str, str]) -> Any:
+        """The function that finishes strips."""
+        if dtypes not in self._functions:
+            major, minor = self.device.capability
+            macros = [
+                f"-DOOC_{x}={C_TYPES[t]}" for x, t in zip(("ACCUMULATED", "STORED"), dtypes, strict=True)
+            ]
+            self._functions[dtypes] = self._load("finish", "finish", f"sm_{major}{minor}", macros)
+        return self._functions[dtypes]
+
+    def plain(self, source: str, entry: str, macros: tuple[str, ...]) -> Callable[..., None]:
+        """A kernel that is no rung: called with its grid, if its blocks are of 256 threads, or with how it is launched, and
+        ctypes values."""
+        key = source, entry, macros
+        if key not in self._functions:
+            major, minor = self.device.capability
+            own = "a" if (major, minor) == (9, 0) else ""
+            function = self._load(source, entry, f"sm_{major}{minor}{own}", macros)
+
+            def start(how: tuple[int, int, int] | Launch, *values: Any) -> None:
+                launch = how if isinstance(how, Launch) else Launch(how, (256, 1, 1))
+                cuda_calls.launch(function.ptr, launch.grid, launch.block, launch.shared, values)
+
+            self._functions[key] = start
+        found: Callable[..., None] = self._functions[key]
+        return found
+
+    def occupancy(self, kernel: Kernel, call: Call, params: Params) -> float:
+        """The part of the threads that a multiprocessor can hold which blocks of a launch fill."""
+        launch = kernel.launch(call, params)
+        threads = launch.block[0] * launch.block[1] * launch.block[2]
+        function = self.function(kernel, call, params)
+        blocks = driver.occupancyMaxActiveBlocksPerMultiprocessor(function.ptr, threads, launch.shared)
+        return float(blocks * threads / self._most_threads)
+
+    def registers(self, kernel: Kernel, call: Call, params: Params) -> int:
+        """Registers of a thread."""
+        function = self.function(kernel, call, params)
+        return int(driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_NUM_REGS, function.ptr))
+
+    def _load(self, source: str, entry: str, arch: str, macros: Sequence[str]) -> Any:
+        """A function, allowed as much shared memory as a block can have."""
+        module = cupy.cuda.function.Module()
+        module.load(compiled(_Nvrtc(), source, arch, macros))
+        function = module.get_function(entry)
+        # Beyond 48 KiB a block has only what its function has asked for.
+        static = driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function.ptr)
+        driver.funcSetAttribute(
+            function.ptr,
+            driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+            self.device.shared_bytes - static,
+        )
+        return function
+
+
+class SumsDevice:
+    """Launches kernels of checksums, and copies, on the current stream."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+
+    def load(self, entry: str, macros: tuple[str, ...]) -> None:
+        self._kernels.plain("check_sums", entry, macros)
+
+    def launch(
+        self, entry: str, macros: tuple[str, ...], grid: tuple[int, int, int], given: ctypes.Structure
+    ) -> None:
+        self._kernels.plain("check_sums", entry, macros)(grid, given)
+
+    def zero(self, address: int, size: int) -> None:
+        cuda_calls.make(cuda_calls.zero(address, size, cupy.cuda.get_current_stream()))
+
+    def copy(self, to: int, source: int, size: int) -> None:
+        cuda_calls.make(cuda_calls.copy(to, source, size, cupy.cuda.get_current_stream()))
+
+
+def describe_device(device: int) -> Device:
+    """What kernels ask of a device."""
+    found = runtime.getDeviceProperties(device)
+    capability = found["major"], found["minor"]
+    return Device(capability, found["multiProcessorCount"], found["sharedMemPerBlockOptin"])
+
+
+@lru_cache(maxsize=256)
+def encoded(described: TensorMap) -> Any:
+    """A tensor map as the driver encodes it: 128 bytes, which it wants on a boundary of 64."""
+    room = ctypes.create_string_buffer(_MAP_BYTES + 64)
+    aligned = -ctypes.addressof(room) % 64
+    rank = len(described.extents)
+    longs, words = ctypes.c_uint64 * rank, ctypes.c_uint32 * rank
+    status = _libcuda().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(ctypes.addressof(room) + aligned),
+        *(_MAP_TYPES[described.dtype], rank, ctypes.c_void_p(described.address)),
+        *(longs(*described.extents), longs(*described.pitches), words(*described.box), words(*[1] * rank)),
+        *(0, _MAP_SWIZZLES[described.swizzle], _MAP_L2_PROMOTION, 0),
+    )
+    if status:
+        raise BackendError(f"the driver refuses a tensor map (error {status}): {described}")
+    return (ctypes.c_char * _MAP_BYTES).from_buffer(room, aligned)
+
+
+@lru_cache(maxsize=1)
+def _libcuda() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")

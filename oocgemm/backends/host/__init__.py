@@ -1,0 +1,1 @@
+"""The host backend: NumPy's BLAS multiplies, threads are the streams."""

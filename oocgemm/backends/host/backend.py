@@ -1,0 +1,200 @@
+"""The host backend: NumPy's BLAS multiplies, threads are the streams, plain memory is the device.
+
+It runs the same schedules with the same hazards as a GPU, so that everything can be tested without one, and
+it is of use in its own right: products of arrays on disk within a hard memory budget.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from time import perf_counter_ns
+from typing import Any
+
+import numpy as np
+
+from oocgemm.backends.base import (
+    Array,
+    DoneToken,
+    Locks,
+    Token,
+    device_offsets,
+    numpy_dtype,
+    step_scalars,
+    stored_shape,
+)
+from oocgemm.backends.checksums import Summing
+from oocgemm.backends.host.blas import blas_name, gemm
+from oocgemm.backends.host.residues import Prepared, multiply, prepare
+from oocgemm.backends.integers import finish
+from oocgemm.errors import InputError
+from oocgemm.planning import GemmProblem, Kind, Operation, Plan, Region, Slot
+from oocgemm.planning.emulation import described, plane_offsets
+from oocgemm.system.memory import allocate, available_memory
+
+
+class HostSession:
+    """Slots in plain memory; operations run in the thread that submits them."""
+
+    summing: Summing | None = None
+    locks: Locks | None = None
+    asynchronous: Collection[Kind] = ()
+
+    def __init__(self, plan: Plan) -> None:
+        self._problem = plan.problem
+        self._offsets, size = device_offsets(plan)
+        self._tile_rows = plan.grid.rows
+        self._prepared: dict[Slot, Prepared] = {}
+        self._steps: Counter[int] = Counter()
+        work = plan.footprint.device["work"]
+        self._arena = allocate(size + work)
+        # Multiply and Finish share it: both run in the thread of the compute stream.
+        self._work = self._arena[size : size + work]
+
+    @contextmanager
+    def worker(self, stream: str) -> Iterator[None]:
+        yield
+
+    def submit(self, operation: Operation, host: Sequence[Array], after: Sequence[Token]) -> DoneToken:
+        start = perf_counter_ns()  # those in `after` are done: here all are before they have a token
+        match operation.kind:
+            case Kind.UPLOAD:
+                np.concatenate(host, axis=1, out=self.view(operation, operation.writes[0]), casting="no")
+            case Kind.DOWNLOAD:
+                strip, left = self._rows(operation, operation.reads[0]), 0
+                for group in host:
+                    np.copyto(group, strip[:, left : (left := left + group.shape[1])], casting="no")
+            case Kind.PREPARE:
+                self._prepare(operation)
+            case Kind.MULTIPLY:
+                self._multiply(operation)
+            case Kind.FINISH:
+                self._finish(operation)
+            case _:
+                raise AssertionError(f"{operation} is not for a device")
+        return DoneToken(start, perf_counter_ns())
+
+    def multiplied_by(self) -> list[str]:
+        return ["blas", *described(self._steps)]
+
+    def device_bytes(self) -> int:
+        return self._arena.nbytes
+
+    def close(self) -> None:
+        del self._arena, self._work
+
+    def page_lock(self, host: Sequence[Array]) -> None:
+        pass
+
+    def view(self, operation: Operation, region: Region) -> Array:
+        if region.slot.operand in ("C", "D"):
+            return self._rows(operation, region)
+        return self._panel(region, operation.operand, stored_shape(operation, self._problem))
+
+    def _panel(self, region: Region, operand: str, shape: tuple[int, int]) -> Array:
+        dtype = numpy_dtype(self._problem.a_dtype if operand == "A" else self._problem.b_dtype)
+        return self._view(self._offsets[region.slot], shape, dtype)
+
+    def _rows(self, operation: Operation, region: Region) -> Array:
+        """Rows of a tile (C) or of a finished strip (D): as wide as the tile's valid columns."""
+        rows, cols = (span[1] - span[0] for span in (operation.m, operation.n))
+        name = self._problem.acc_dtype if region.slot.operand == "C" else self._problem.c_dtype
+        dtype = numpy_dtype(name)
+        return self._view(self._offsets[region.slot] + region.start * dtype.itemsize, (rows, cols), dtype)
+
+    def _view(self, offset: int, shape: tuple[int, int], dtype: np.dtype[Any]) -> Array:
+        size = shape[0] * shape[1] * dtype.itemsize
+        return self._arena[offset : offset + size].view(dtype).reshape(shape)
+
+    def _multiply(self, op: Operation) -> None:
+        problem = self._problem
+        alpha, beta = step_scalars(problem, op.first)
+        c = self._rows(op, op.writes[0])
+        m, _, k = (span[1] - span[0] for span in (op.m, op.n, op.k))
+        if k == 0:
+            empty = np.empty((m, 0), c.dtype)
+            gemm(problem.trans_a, problem.trans_b, alpha, empty, empty, beta, c)
+            return
+        top, bottom = self._tile_rows(op.tile[0])
+        rows = slice(op.m[0] - top, op.m[1] - top)  # of the panel: all, or a strip
+        whole = bottom - top
+        a, b = self._panels(op, whole)
+        a = a[:, rows] if problem.trans_a.swaps else a[rows]
+        if self._problem.planes:
+            prepared = self._prepared[op.reads[2].slot]
+            if prepared.number:
+                multiply(prepared, rows, alpha.real, beta.real, c, self._work)
+                return
+        elif problem.a_dtype != problem.acc_dtype:
+            a, b = self._in_accumulator_dtype(a, b)
+        gemm(problem.trans_a, problem.trans_b, alpha, a, b, beta, c)
+
+    def _panels(self, op: Operation, whole: int) -> tuple[Array, Array]:
+        """The step's panels as they are stored, the one of op(A) with all `whole` rows of the tile."""
+        problem, (n, k) = self._problem, (span[1] - span[0] for span in (op.n, op.k))
+        return (
+            self._panel(op.reads[0], "A", (k, whole) if problem.trans_a.swaps else (whole, k)),
+            self._panel(op.reads[1], "B", (n, k) if problem.trans_b.swaps else (k, n)),
+        )
+
+    def _prepare(self, op: Operation) -> None:
+        problem, slot = self._problem, op.writes[0].slot
+        m, n, k = (span[1] - span[0] for span in (op.m, op.n, op.k))
+        a, b = self._panels(op, m)
+        size = plane_offsets(problem.planes, m, n, k).end
+        room = self._arena[self._offsets[slot] :][:size]
+        a, b = a.T if problem.trans_a.swaps else a, b.T if problem.trans_b.swaps else b
+        self._prepared[slot] = prepare(a, b, room, problem.a_dtype)
+        self._steps[self._prepared[slot].number] += 1
+
+    def _in_accumulator_dtype(self, a: Array, b: Array) -> tuple[Array, Array]:
+        dtype = numpy_dtype(self._problem.acc_dtype)
+        room = self._work.view(dtype)
+        wide_a = room[: a.size].reshape(a.shape)
+        wide_b = room[a.size : a.size + b.size].reshape(b.shape)
+        np.copyto(wide_a, a)
+        np.copyto(wide_b, b)
+        return wide_a, wide_b
+
+    def _finish(self, op: Operation) -> None:
+        accumulator, finished = self._rows(op, op.reads[0]), self._rows(op, op.writes[0])
+        alpha, beta = self._problem.applied_alpha.real, self._problem.beta.real
+        finish(accumulator, alpha, beta, finished, self._work)
+
+
+class HostBackend:
+    """NumPy on the processor's own memory."""
+
+    name = "host"
+
+    def free_memory(self) -> int:
+        return available_memory()
+
+    def multiprocessors(self) -> int:
+        return 1
+
+    def holds(self, address: int, size: int) -> bool:
+        return False
+
+    def link_limit(self) -> float | None:
+        return None
+
+    def describe(self) -> dict[str, str]:
+        return {
+            "device": f"{len(os.sched_getaffinity(0))} cores",
+            "numpy": np.__version__,
+            "blas": blas_name(),
+        }
+
+    def check(self, plan: Plan, kernel: str) -> None:
+        compute = plan.problem.compute
+        if compute not in ("native", "emulated"):
+            raise InputError(
+                f"the host backend computes in native precision, not {compute}: leave --compute out"
+            )
+
+    def arithmetic(self, problem: GemmProblem, kernel: str) -> str:
+        return "blas"
+
+    def open(self, plan: Plan, kernel: str) -> HostSession:
+        return HostSession(plan)

@@ -1,0 +1,186 @@
+"""``C = alpha op(A) op(B) + beta C`` in place, through the BLAS that NumPy itself has loaded.
+
+NumPy has no product that accumulates: ``C += A @ B`` writes a temporary of C's size and reads it again. The
+library that NumPy multiplies with exports cblas's gemm, which does; it is found among the process's mapped
+libraries and called through ctypes (which releases the GIL). Where none is found, NumPy does it in blocks.
+"""
+
+import ctypes
+import os
+import re
+from collections.abc import Callable
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from oocgemm.backends.base import Array
+from oocgemm.errors import BackendError
+from oocgemm.planning import Op
+
+_LETTERS = {"float32": "s", "float64": "d", "complex64": "c", "complex128": "z"}
+_TRANS = {Op.N: 111, Op.T: 112, Op.C: 113}
+_ROW_MAJOR = 101
+# What sets OpenBLAS's kernel family, when it is loaded.
+CHOICE = "OPENBLAS_CORETYPE"
+AVX512_FAMILIES = {"SkylakeX", "Cooperlake", "SapphireRapids"}
+AVX512_FLAGS = {"avx512f", "avx512dq", "avx512bw", "avx512vl", "avx512cd"}  # what SkylakeX's kernels use
+_BLOCK = 1024  # NumPy's fallback: temporaries of this side, 8 MiB in float64
+
+Gemm = Callable[[Op, Op, complex, Array, Array, complex, Array], None]
+
+
+def gemm(trans_a: Op, trans_b: Op, alpha: complex, a: Array, b: Array, beta: complex, c: Array) -> None:
+    """``c = alpha op(a) @ op(b) + beta c``; a, b as stored, c of shape m x n, all C-contiguous and of one dtype.
+
+    beta = 0 overwrites c without reading it.
+    """
+    if c.size == 0:
+        return
+    if a.size == 0 or b.size == 0:
+        _scale(beta, c)
+        return
+    (_cblas_gemm() or numpy_gemm)(trans_a, trans_b, alpha, a, b, beta, c)
+
+
+def numpy_gemm(trans_a: Op, trans_b: Op, alpha: complex, a: Array, b: Array, beta: complex, c: Array) -> None:
+    """The same with NumPy alone, in blocks so that temporaries stay small."""
+    left, right = _view(trans_a, a), _view(trans_b, b)
+    scalar = c.dtype.type
+    _scale(beta, c)
+    for i, j, p in product(*(range(0, extent, _BLOCK) for extent in (*c.shape, left.shape[1]))):
+        rows, cols = left[i : i + _BLOCK, p : p + _BLOCK], right[p : p + _BLOCK, j : j + _BLOCK]
+        rows = rows.conj() if trans_a is Op.C else rows
+        cols = cols.conj() if trans_b is Op.C else cols
+        part = rows @ cols
+        if alpha != 1:
+            part *= scalar(alpha)
+        c[i : i + _BLOCK, j : j + _BLOCK] += part
+
+
+def _view(trans: Op, x: Array) -> Array:
+    return x.T if trans.swaps else x
+
+
+def _scale(beta: complex, c: Array) -> None:
+    if beta == 0:
+        c[...] = 0
+    elif beta != 1:
+        with np.errstate(all="ignore"):  # infinities and NaNs go through silently, as in BLAS
+            c *= c.dtype.type(beta)
+
+
+@cache
+def blas_name() -> str:
+    """What multiplies on the host: the library's file and, where it says so, its kernel family."""
+    found = _library()
+    if found is None:
+        return "numpy"
+    name = re.sub(r"-[0-9a-f]{8,}|\.so.*", "", found[1].rsplit("/", 1)[-1])
+    family = _ask("get_corename")
+    asked = os.environ.get(CHOICE)
+    return f"{name} ({family}{f', {CHOICE}={asked}' if asked else ''})" if family else name
+
+
+def better_family(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, str] | None:
+    """The kernel family that OpenBLAS has picked, and the one that suits this processor better: it tells processors by
+    number, and takes those newer than itself for old ones. None where it has picked well, or cannot be told otherwise.
+
+    Which family it is to be can only be said before the library is loaded, by `CHOICE` in the environment.
+    """
+    picked = _ask("get_corename")
+    if picked is None or picked in AVX512_FAMILIES or "DYNAMIC_ARCH" not in (_ask("get_config") or ""):
+        return None
+    try:
+        flags = next(line for line in cpuinfo.read_text().splitlines() if line.startswith("flags"))
+    except (OSError, StopIteration):
+        return None
+    return (picked, "SkylakeX") if set(flags.split()) >= AVX512_FLAGS else None
+
+
+def _ask(question: str) -> str | None:
+    """What OpenBLAS answers to one of its `openblas_get_...`; None from another library."""
+    found = _library()
+    if found is None:
+        return None
+    library, _, prefix, suffix = found
+    function = getattr(library, f"{prefix.removesuffix('cblas_')}openblas_{question}{suffix}", None)
+    if function is None:
+        return None
+    function.restype = ctypes.c_char_p
+    answer: bytes = function()
+    return answer.decode()
+
+
+@cache
+def _library() -> tuple[ctypes.CDLL, str, str, str] | None:
+    """The loaded library that exports gemm, its path, and the prefix and suffix of its names."""
+    try:
+        with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+            paths = {line.split(maxsplit=5)[5].strip() for line in maps if line.count("/")}
+    except OSError:
+        return None
+    wanted = [p for p in paths if re.search(r"openblas|mkl_rt|blis|libcblas", p.rsplit("/", 1)[-1])]
+    # NumPy's own first: SciPy's may be loaded beside it.
+    for path in sorted(wanted, key=lambda p: ("numpy" not in p, p)):
+        try:
+            library = ctypes.CDLL(path)
+        except OSError:
+            continue
+        for prefix, suffix in (
+            ("scipy_cblas_", "64_"),
+            ("cblas_", "64_"),
+            ("scipy_cblas_", ""),
+            ("cblas_", ""),
+        ):
+            if hasattr(library, f"{prefix}dgemm{suffix}"):
+                return library, path, prefix, suffix
+    return None
+
+
+def _leading(x: Array) -> int:
+    """Elements from one row to the next, which for a part of a panel are more than the row has."""
+    apart = int(x.strides[0]) // x.itemsize if x.shape[0] > 1 else 0
+    return max(1, int(x.shape[1]), apart)
+
+
+@cache
+def _cblas_gemm() -> Gemm | None:
+    found = _library()
+    if found is None:
+        return None
+    library, _, prefix, suffix = found
+    integer: Any = ctypes.c_int64 if suffix == "64_" else ctypes.c_int32
+    pointer, enum = ctypes.c_void_p, ctypes.c_int
+
+    def bind(dtype: str) -> Any:
+        scalar: Any = {"float32": ctypes.c_float, "float64": ctypes.c_double}.get(dtype, pointer)
+        function = getattr(library, f"{prefix}{_LETTERS[dtype]}gemm{suffix}")
+        function.restype = None
+        function.argtypes = [
+            *(enum, enum, enum, integer, integer, integer, scalar),
+            *(pointer, integer, pointer, integer, scalar, pointer, integer),
+        ]
+        return function
+
+    functions = {dtype: bind(dtype) for dtype in _LETTERS}
+
+    def call(trans_a: Op, trans_b: Op, alpha: complex, a: Array, b: Array, beta: complex, c: Array) -> None:
+        m, n = c.shape
+        k = a.shape[0] if trans_a.swaps else a.shape[1]
+        if integer is ctypes.c_int32 and max(m, n, k, a.shape[1], b.shape[1]) >= 2**31:
+            raise BackendError(
+                f"this BLAS counts in 32 bits, too few for {m} x {n} x {k}: pass a smaller --tile"
+            )
+        scalars: list[Any] = [alpha, beta]
+        if c.dtype.kind == "c":
+            held = [np.array(value, c.dtype) for value in scalars]
+            scalars = [value.ctypes.data for value in held]
+        functions[c.dtype.name](
+            *(_ROW_MAJOR, _TRANS[trans_a], _TRANS[trans_b], m, n, k, scalars[0]),
+            *(a.ctypes.data, _leading(a), b.ctypes.data, _leading(b), scalars[1], c.ctypes.data, n),
+        )
+
+    return call

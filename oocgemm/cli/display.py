@@ -1,0 +1,393 @@
+"""What the command line shows: plans and reports, drawn with rich."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from threading import Event, Thread
+from time import perf_counter
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.measure import Measurement
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from oocgemm.jobs.verify import Verification
+from oocgemm.planning import Plan
+from oocgemm.planning.cost.links import LINKS
+from oocgemm.planning.units import format_percent, format_rate, format_size, format_time
+from oocgemm.reports.advice import diagnosis_lines
+from oocgemm.reports.gantt import gantt
+from oocgemm.reports.sections import heading
+from oocgemm.timeline import Report, Timeline, in_place, same_product
+from oocgemm.timeline.verdict import COMPUTE
+
+TRAFFIC = ("read", "h2d", "d2h", "write")
+# Columns of the Gantt chart: the names of lanes, what is beside its bars, and bars that still tell something.
+LANE_WIDTH = 8
+GANTT_MARGIN, MIN_GANTT = LANE_WIDTH + 3, 10
+SELDOM = 10.0  # seconds between two lines of progress off a terminal, as in `live`
+
+
+def console() -> Console:
+    """Open stdout as wide as the terminal, or as $COLUMNS; 80 columns where there is neither."""
+    return Console(highlight=False)
+
+
+def table_of(*columns: str) -> Table:
+    """Make a table whose first column holds names. What does not fit a column is folded, never cut."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column(columns[0], overflow="fold")
+    for column in columns[1:]:
+        table.add_column(column, justify="right", overflow="fold")
+    return table
+
+
+def full_width(out: Console, table: Table) -> int:
+    """Count the columns that a table takes if nothing is folded."""
+    return Measurement.get(out, out.options.update(max_width=1000), table).maximum
+
+
+def print_plan(plan: Plan, explain: bool = False) -> None:
+    """A plan: what it computes, tile and slots, memory, traffic, predicted times."""
+    out = console()
+    problem, tile, slots = plan.problem, plan.tile, plan.slots
+    down, across = plan.grid.shape
+    out.print(
+        f"[bold]C[/] {problem.m} x {problem.n}  =  {_scalar(problem.alpha)}op(A) {problem.m} x {problem.k}  @  "
+        f"op(B) {problem.k} x {problem.n}"
+        + (f"  +  {_scalar(problem.beta)}C" if problem.reads_c else "")
+        + f"   {problem.a_dtype}"
+        + ("" if problem.c_dtype == problem.a_dtype else f" into {problem.c_dtype}")
+        + ("" if problem.compute == "native" else f" by {problem.compute}")
+        + f", {problem.flops:.3g} flops"
+    )
+    out.print(
+        f"[bold]tile[/] {tile.w} x {tile.h}, panels {tile.r} deep: {down} x {across} tiles, "
+        f"{plan.grid.steps} steps each, {plan.steps} in all"
+    )
+    out.print(
+        f"[bold]slots[/] device: C {slots.c}, A {slots.a}, B {slots.b}; "
+        + (
+            "none on the host, which is the device; "
+            if slots.unified
+            else f"host: A {slots.host_a}, B {slots.host_b}, "
+        )
+        + f"{'' if slots.unified else f'C {slots.host_c} '}strips of {slots.strip} rows; "
+        f"{plan.candidate.io_threads} I/O threads"
+    )
+    out.print()
+    memory = table_of("memory", "holds", "budget", "of which")
+    for tier, held, total, budget in (
+        ("device", plan.footprint.device, plan.footprint.device_total, plan.budgets.device),
+        ("host", plan.footprint.host, plan.footprint.host_total, plan.budgets.host),
+    ):
+        parts = ", ".join(f"{name} {format_size(size)}" for name, size in held.items() if size)
+        memory.add_row(tier, format_size(total), format_size(budget), parts)
+    memory.columns[-1].justify = "left"
+    out.print(memory)
+    out.print()
+    traffic = table_of("link", "bytes", "each once", "least possible", "ratio", "predicted")
+    lanes = plan.prediction.lanes
+    for link in TRAFFIC:
+        if plan.traffic[link]:
+            least = plan.least[link]
+            ratio = f"{plan.traffic[link] / least:.2f}" if least else "-"
+            sizes = (format_size(x[link]) for x in (plan.traffic, plan.required, plan.least))
+            traffic.add_row(link, *sizes, ratio, format_time(lanes[link]) if lanes[link] else "")
+    for lane in (lane for lane in lanes if lane not in TRAFFIC and lanes[lane]):
+        traffic.add_row(lane, "", "", "", "", format_time(lanes[lane]))
+    out.print(traffic)
+    for operand, factor in plan.amplification.items():
+        if factor > 1.005:
+            out.print(f"reading {operand} decodes {factor:.2f} times its bytes: its chunks straddle panels")
+    prediction = plan.prediction
+    out.print()
+    out.print(
+        f"[bold]predicted[/] {format_time(prediction.total)}, longest lane [bold]{prediction.bottleneck}[/] "
+        f"(start-up {format_time(prediction.start_up)}, bubbles {format_time(prediction.bubbles)}, "
+        f"tail {format_time(prediction.tail)})"
+    )
+    _print_model(out, plan.machine.name, plan.machine.calibrated)
+    if plan.note:
+        out.print(f"Note: {plan.note}", soft_wrap=True)
+    if explain:
+        _print_considered(out, plan)
+
+
+def _print_model(out: Console, name: str, calibrated: bool) -> None:
+    out.print(f"machine model: {escape(name)}", soft_wrap=True)
+    if not calibrated:
+        out.print("times are rough: run `oocgemm calibrate` for this machine")
+
+
+def _print_considered(out: Console, plan: Plan) -> None:
+    """The plans considered, with the time of each lane, or of the longest only where there is no room for all."""
+    out.print()
+    rows = plan.explain()
+    lanes = [lane for lane in plan.prediction.lanes if any(row["lanes"][lane] for row in rows)]
+    table = _considered(rows, lanes, lambda row: [format_time(row["lanes"][lane]) for lane in lanes])
+    if full_width(out, table) > out.width:
+
+        def longest(row: dict[str, Any]) -> list[str]:
+            lane, seconds = max(row["lanes"].items(), key=lambda part: part[1])
+            return [f"{lane} {format_time(seconds)}"]
+
+        table = _considered(rows, ["longest lane"], longest)
+    out.print(table)
+
+
+def _considered(
+    rows: Sequence[dict[str, Any]], columns: Sequence[str], cells: Callable[[dict[str, Any]], list[str]]
+) -> Table:
+    table = table_of("considered", "C slots", "predicted", *columns, "bubbles", "why not")
+    for column in table.columns[:-1]:
+        column.no_wrap = True
+    table.columns[-1].justify = "left"
+    for row in rows:
+        table.add_row(
+            *(row["tile"], str(row["c_slots"]), format_time(row["total"]), *cells(row)),
+            *(format_time(row["bubbles"]), row["why"]),
+        )
+    return table
+
+
+def print_report(report: Report, timeline: Timeline, *, advise: bool = False) -> None:
+    """What bounded a run, its figures and its Gantt picture; with `advise` what to change, which takes plans to be made."""
+    out = console()
+    for text in diagnosis_lines(report, timeline, advise=advise):
+        out.print(escape(text))
+    out.print()
+    rate = f", {format_rate(report.flop_rate, 'FLOP')}" if report.flop_rate else ""
+    out.print(f"[bold]T[/] {format_time(report.wall)}{rate}")
+    out.print(
+        f"[bold]compute share[/] {format_percent(report.compute_share)}   "
+        f"[bold]copy overlap[/] {format_percent(report.copy_overlap)}   "
+        f"[bold]storage overlap[/] {format_percent(report.storage_overlap)}   "
+        f"[bold]efficiency[/] {format_percent(report.efficiency)}"
+        + (" (needs `oocgemm calibrate`)" if _uncalibrated(report, timeline) else "")
+    )
+    stalls = {cause: share for cause, share in report.shares.items() if cause != COMPUTE}
+    parts = ", ".join(
+        f"{cause} {format_percent(share)} ({format_time(report.exposed[cause])})"
+        for cause, share in stalls.items()
+    )
+    total = format_percent(sum(stalls.values())), format_time(sum(report.exposed.values()))
+    out.print(f"[bold]exposed[/] {total[0]} ({total[1]}): {parts}" if stalls else "[bold]exposed[/] nothing")
+    if report.checks:
+        _print_checks(out, report.checks)
+    plan = timeline.header.get("plan", {})
+    if "machine" in plan:
+        _print_model(out, plan["machine"], plan.get("calibrated", False))
+    if kernels := timeline.header.get("backend", {}).get("multiplied by"):
+        out.print(f"multiplied by {escape(', '.join(kernels))}", soft_wrap=True)
+    if lying := in_place(timeline):
+        out.print(lying)
+    if retried := timeline.header.get("retried"):
+        out.print(
+            f"tried again {len(retried)} times what had failed, at last {escape(retried[-1])}",
+            soft_wrap=True,
+        )
+    out.print()
+    table = table_of("lane", "busy", "operations", "bytes", "rate", "required", "least possible")
+    for lane, _ in gantt(timeline, 1):
+        figures = report.lanes[lane]
+        moved = figures["bytes"]
+        rate = format_rate(moved / figures["busy"]) if moved and figures["busy"] else ""
+        if lane == "compute" and figures["busy"]:
+            rate = format_rate(report.flops / figures["busy"], "FLOP")
+        # Of chunks that are decoded on their way, that lane tells what the link has moved.
+        through = {"decode": "read", "encode": "write"}.get(lane, lane)
+        link = report.traffic.get(lane if through in report.lanes else through, {})
+        bounds = (format_size(link[x]) if link.get(x) is not None else "" for x in ("required", "least"))  # type: ignore[arg-type]
+        size = format_size(moved) if moved else ""
+        table.add_row(
+            lane, format_time(figures["busy"]), str(round(figures["operations"])), size, rate, *bounds
+        )
+    out.print(table)
+    out.print()
+    width = max(MIN_GANTT, out.width - GANTT_MARGIN)
+    for lane, picture in gantt(timeline, width):
+        out.print(f"{lane:>{LANE_WIDTH}} │{picture}│", soft_wrap=True)
+    out.print(f"{'':>{LANE_WIDTH}}  0{format_time(report.wall):>{width - 1}}", soft_wrap=True)
+
+
+def _uncalibrated(report: Report, timeline: Timeline) -> bool:
+    """Whether a calibration would give the run an efficiency: none has the rates of what is rounded."""
+    compute = timeline.header.get("plan", {}).get("problem", {}).get("compute", "native")
+    return report.efficiency is None and not report.unfinished and compute not in ("tf32", "bf16")
+
+
+def print_verification(found: Verification) -> None:
+    """Print what `verify` has found, and how far it can be trusted."""
+    out = console()
+    out.print(
+        f"[bold]C is {'right' if found.right else 'wrong'}[/]: {found.vectors} random vectors on {found.groups} "
+        f"groups of columns, the worst sum off by {found.excess:.2g} of its tolerance"
+    )
+    if found.right:
+        out.print(
+            f"A row that is wrong within a group is missed with a probability of at most {100 * found.missed:.2g}%, unless "
+            f"by less than rounding; a single element off by more than {2 * found.tolerance:.2g} is never missed"
+        )
+    model = {
+        "probabilistic": "rounding errors independent and of mean 0 (Higham and Mary, 2019)",
+        "worst-case": "rounding errors of any sign, all as large as can be",
+    }
+    out.print(
+        f"Tolerance: {found.bound} bound, {model[found.bound]}; it calls a right C wrong with a probability of at most "
+        f"{found.false_alarm:.0e}"
+    )
+    out.print(
+        f"{format_size(found.bytes)} in {format_time(found.seconds)}, {format_rate(found.bytes / found.seconds)}"
+    )
+
+
+def _print_checks(out: Console, checks: dict[str, Any]) -> None:
+    redone = checks["recomputed"]
+    which = ", ".join(f"({i}, {j})" for i, j in redone[:5]) + (", ..." if len(redone) > 5 else "")
+    out.print(
+        f"[bold]checked[/] {checks['tiles']} tiles in {checks['blocks']} blocks"
+        + (f", {checks['undecided']} of them for Inf and NaN only" if checks["undecided"] else "")
+        + f"; recomputed {len(redone)}{f': tiles {which}' if redone else ''}; "
+        + f"took {format_percent(checks['core_share'])} of the cores' time"
+        + (
+            f" and {format_time(checks['device_seconds'])} of the device's"
+            if checks["device_seconds"]
+            else ""
+        ),
+        soft_wrap=True,
+    )
+
+
+def print_comparison(names: Sequence[str], reports: Sequence[Report], timelines: Sequence[Timeline]) -> None:
+    """Print two runs side by side. Times and bytes of different products are not compared."""
+    out = console()
+    for name, report, timeline in zip(names, reports, timelines, strict=True):
+        out.print(f"[bold]{escape(name)}[/]  {escape(' '.join(diagnosis_lines(report, timeline)))}")
+    alike = same_product(timelines)
+    if not alike:
+        products = " and ".join(heading(timeline.header) for timeline in timelines)
+        out.print(f"different products, {escape(products)}: compare rates and shares, not times and bytes")
+    out.print()
+    table = table_of("", *map(escape, names), "change")
+    first, second = reports
+
+    def row(name: str, form: Callable[[float], str], old: float, new: float, *, compared: bool) -> None:
+        table.add_row(name, form(old), form(new), _change(old, new) if compared else "")
+
+    row("T", format_time, first.wall, second.wall, compared=alike)
+    if first.flop_rate and second.flop_rate:
+        row("rate", partial(format_rate, unit="FLOP"), first.flop_rate, second.flop_rate, compared=True)
+    for name in ("compute_share", "copy_overlap", "storage_overlap", "efficiency"):
+        shares = [getattr(report, name) for report in reports]
+        table.add_row(name.replace("_", " "), *map(format_percent, shares), "")
+    for cause in dict.fromkeys(cause for report in reports for cause in report.exposed):
+        parts = [(report.exposed if alike else report.shares).get(cause, 0.0) for report in reports]
+        row(f"exposed, {cause}", format_time if alike else format_percent, *parts, compared=alike)
+    for link in TRAFFIC:
+        moved = [report.traffic[link]["bytes"] or 0 for report in reports]
+        if any(moved):
+            row(f"bytes, {link}", format_size, *moved, compared=alike)
+    out.print(table)
+
+
+def _change(old: float, new: float) -> str:
+    return f"{100 * (new / old - 1):+.1f}%" if old else ""
+
+
+def print_info(found: dict[str, Any]) -> None:
+    """What there is to work with, and what is missing."""
+    out = console()
+    here, engines = found["machine"], {name: found[f"{name}_backend"] for name in ("host", "cuda")}
+    for name, text in {
+        "versions": ", ".join(f"{package} {version}" for package, version in found["versions"].items()),
+        "machine": f"{here['processor']}, {here['cores']} cores, {format_size(here['memory'])} of memory, "
+        f"{format_size(here['available'])} available; {here['platform']}",
+        **{name: _engine(engine) for name, engine in engines.items()},
+    }.items():
+        out.print(f"[bold]{name:<9}[/] {escape(text)}", soft_wrap=name in engines)  # commands stay whole
+    there = {name: engine for name, engine in engines.items() if "missing" not in engine}
+    out.print()
+    table = table_of("rates", *there)
+    for group, unit in (("kernels", "FLOP"), ("links", "B")):
+        for rate in dict.fromkeys(rate for engine in there.values() for rate in engine[group]):
+            cells = (_rate(engine, rate, engine[group].get(rate), unit) for engine in there.values())
+            table.add_row(LINKS.get(rate, rate.replace("_", " ")), *cells)
+    out.print(table)
+    for name, engine in there.items():
+        out.print(f"{name}: {escape(engine['rates'])}", soft_wrap=True)
+    if any(engine["assumed"] for engine in there.values()):
+        out.print("~ assumed, not measured here")
+    if found["missing"]:
+        out.print()
+        table = table_of("missing", "for", "command")
+        for column in table.columns:
+            column.justify, column.no_wrap = "left", column.header != "for"
+        for one in found["missing"]:
+            table.add_row(one["what"], one["for"], escape(one["command"]))
+        out.print(table)
+
+
+def _engine(engine: dict[str, Any]) -> str:
+    """A backend in a line: what it runs on, and with what."""
+    if "missing" in engine:
+        return str(engine["missing"])
+    if "blas" in engine:
+        return f"{engine['device']}, BLAS {engine['blas']}"
+    cuda, driver = (f"{int(engine[x]) // 1000}.{int(engine[x]) % 1000 // 10}" for x in ("cuda", "driver"))
+    memory = f"{engine['memory']} of memory, {format_size(engine['free'])} free"
+    return f"{engine['device']}, {memory}; cupy {engine['cupy']}, CUDA {cuda}, driver for CUDA {driver}"
+
+
+def _rate(engine: dict[str, Any], name: str, rate: float | None, unit: str) -> str:
+    if rate is None:
+        return ""
+    return ("~ " if name in engine["assumed"] else "") + format_rate(rate, unit)
+
+
+@contextmanager
+def doing(enabled: bool) -> Iterator[Callable[[str], None]]:
+    """Yield a function that shows on stderr what is being done, and for how long this has gone on.
+
+    On a terminal it is one line, which goes at the end; elsewhere a line every `SELDOM` seconds.
+    """
+    console = Console(stderr=True, highlight=False)
+    if not enabled:
+        yield lambda what: None
+    elif console.is_terminal:
+        columns = SpinnerColumn("line"), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task("", total=None)
+            yield lambda what: bar.update(task, description=what)
+    else:
+        with _lines(console) as say:
+            yield say
+
+
+@contextmanager
+def _lines(console: Console) -> Iterator[Callable[[str], None]]:
+    started, ended, now = perf_counter(), Event(), "starting"
+
+    def say(what: str) -> None:
+        nonlocal now
+        now = what
+
+    def repeat() -> None:  # in a thread, since one thing alone may take long
+        while not ended.wait(SELDOM):
+            console.print(f"{format_time(perf_counter() - started)}  {now}", soft_wrap=True, markup=False)
+
+    thread = Thread(target=repeat, name="oocgemm-progress", daemon=True)
+    try:
+        with suppress(RuntimeError):  # no thread to be had: no lines, but the work goes on
+            thread.start()
+        yield say
+    finally:
+        ended.set()
+        if thread.ident is not None:
+            thread.join()
+
+
+def _scalar(value: complex) -> str:
+    return "" if value == 1 else f"{value:g} "

@@ -1,0 +1,1 @@
+"""Rounding bounds, checksums of tiles, and Freivalds' check of a whole product."""

@@ -1,0 +1,178 @@
+"""Checksums that a device takes, and the digests by which the host knows that it took them of what was read.
+
+The host only takes the digest of a panel that it has read (kernels/check_sums.cu has the formula): a sum of the words of every 64th
+row, weighted by where they are, of integers modulo 2^32 and so exact in any order; of a strip of C, of every row. The device takes it again of what has
+arrived in the slot, with its checksums; each Multiply finds the two alike, or all that it writes is damaged. So a panel that
+is another's, is still that which was there before, or lies elsewhere does not go unnoticed. Of every row of every panel it would take
+the host as long as copying them, or longer. In the rows that are taken no single flipped bit goes unnoticed, since weights are odd;
+other damage does with a probability near 2^-32, or 2^-8 if two numbers of 16 bits are all that has changed, and that in their
+highest bits only. On the way out it is the device that takes the digest first.
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
+from time import perf_counter_ns
+
+import numpy as np
+from numpy.typing import NDArray
+
+from oocgemm.backends.base import Array, numpy_dtype, stored_shape
+from oocgemm.backends.checksums import Summing
+from oocgemm.backends.random_words import ROW_WEIGHTS, WORD_WEIGHTS, random_words
+from oocgemm.engine.staging import Staging
+from oocgemm.integrity.rounding import wide_dtype
+from oocgemm.integrity.sums_host import StripSums
+from oocgemm.planning import Kind, Op, Operation, Plan, Slot
+from oocgemm.planning.check_blocks import DIGESTED, HEAD, Part, borders, weights
+from oocgemm.planning.tiling import Span, Tile
+from oocgemm.timeline.busy import BusyTime
+
+_WORD = 4
+_MODULUS = 1 << 32
+
+
+class Weights:
+    """Of the rows of a stored panel or strip, and of the words of a row."""
+
+    def __init__(self, rows: int, words: int) -> None:
+        self.rows, self.words = (
+            (random_words(stream, count) >> np.uint64(32)).astype(np.uint32) | np.uint32(1)
+            for stream, count in ((ROW_WEIGHTS, rows), (WORD_WEIGHTS, words))
+        )
+
+    def digest(self, piece: Array, top: int, left: int, every: int) -> int:
+        """The part of a digest of `every` so many rows that a piece makes up, whose first row and column in the whole are
+        these."""
+        skipped, total = -top % every, 0
+        rows = self.rows[top + skipped : top + len(piece) : every]
+        for first, words in in_words(piece[skipped::every], left):
+            # Any alignment and byte order will do: einsum brings a part at a time into a buffer.
+            columns = np.einsum("i,ij->j", rows, words)
+            total += int(np.vecdot(columns, self.words[first : first + len(columns)]))
+        return total % _MODULUS
+
+
+def in_words(piece: Array, left: int) -> Iterator[tuple[int, NDArray[np.uint32]]]:
+    """Rows of a piece, which begins at column `left`, in words: the number of the first, and several (rows, words). Where it
+    begins or ends within a word the rest of that is zero."""
+    raw = piece.view(np.uint8)
+    begin = left * piece.itemsize
+    end = begin + raw.shape[1]
+    first, last = -(-begin // _WORD), end // _WORD
+    if first < last:
+        yield first, raw[:, _WORD * first - begin : _WORD * last - begin].view(">u4")
+    cuts = [(begin, min(end, _WORD * first)), (max(begin, _WORD * last), end)]
+    for start, stop in dict.fromkeys(cut for cut in cuts if cut[0] % _WORD or cut[1] % _WORD):
+        filled = np.zeros((len(raw), _WORD), np.uint8)
+        number = start // _WORD
+        filled[:, start - number * _WORD : stop - number * _WORD] = raw[:, start - begin : stop - begin]
+        yield number, filled.view(">u4")
+
+
+class DeviceSums:
+    """The checksums of one run, which a device takes. What the host does for them is noted in `busy`."""
+
+    def __init__(self, plan: Plan, seed: int, busy: BusyTime, summing: Summing) -> None:
+        self._plan = plan
+        self._problem = plan.problem
+        self._wide = wide_dtype(numpy_dtype(plan.problem.acc_dtype))
+        self._weights = Weights(*weights(plan.problem, plan.tile))
+        self._digests: dict[Slot, int] = {}  # of the panel in each slot, on either tier
+        self._old: dict[tuple[Tile, Span], int] = {}  # of strips of the old C
+        self._busy = busy
+        self._summing = summing
+        summing.begin(seed)
+
+    def read(self, staging: Staging, operation: Operation, columns: Sequence[Array]) -> None:
+        """Do a Read and take the digest of it: of C, of which every row is taken, by the threads that read it; of a panel in one
+        go, since so few of its rows are taken that to begin would take each of them longer."""
+        look = self._digest(operation)
+        if operation.operand == "C":
+            staging.transfer(operation, columns, look)
+        else:
+            for part in staging.groups(operation, staging.transfer(operation, columns)):
+                look(*part)
+        self._digests[operation.writes[0].slot] = look.value
+
+    def submit(self, operation: Operation) -> None:
+        """Follow an operation as it is issued: what is in which slot, and so what digests a Multiply must find."""
+        if operation.kind is Kind.UPLOAD:
+            digest = self._digests[operation.reads[0].slot]
+            if operation.operand == "C":
+                self._old[operation.tile, operation.m] = digest
+            else:
+                self._digests[operation.writes[0].slot] = digest
+        elif operation.kind is Kind.MULTIPLY and operation.k[0] < operation.k[1]:
+            a, b = (self._digests[region.slot] for region in operation.reads[:2])
+            self._summing.expected = a, b
+
+    def strip(self, staging: Staging, operation: Operation, columns: Sequence[Array]) -> StripSums:
+        """The checksums of a strip that is to be written, as they have come down with it."""
+        look = self._digest(operation)
+        staging.show(operation, columns, look)
+        start = perf_counter_ns()
+        room, problem = self._summing.room, self._problem
+        held = staging.behind(operation.reads[0].slot)
+        (height, width), strip = stored_shape(operation, problem), self._plan.slots.strip
+        rows, cols = borders(height, strip), borders(width, width)
+        blocks = len(rows) - 1, len(cols) - 1
+
+        def numbers(part: Part) -> tuple[Array, Array]:
+            return tuple(
+                held[begin:][: room.down * room.across * dtype.itemsize]
+                .view(dtype)
+                .reshape(room.down, room.across)[: blocks[0], : blocks[1]]
+                for begin, dtype in ((part.sums, self._wide), (part.norms, np.dtype(np.float64)))
+            )  # type: ignore[return-value]
+
+        def flags(begin: int, count: int) -> Array:
+            return held[begin : begin + count].view(bool)
+
+        def head(part: Part) -> int:
+            return int(held[part.begin :][:HEAD].view(np.uint64)[0])
+
+        found, made, old = room.found, room.made, room.old
+        damaged = head(found) != look.value or head(made) != 0
+        sums, norms = numbers(found)
+        nothing = np.zeros(blocks, self._wide), np.zeros(blocks)
+        of_old, old_rows = nothing, np.zeros(height, bool)
+        if problem.reads_c:
+            damaged = damaged or head(old) != self._old.pop((operation.tile, operation.m))
+            of_old, old_rows = numbers(old), flags(old.rows, height)
+        checksums = StripSums(
+            rows,
+            cols,
+            (sums, norms if problem.finishes else nothing[1]),
+            numbers(made),
+            of_old,
+            (flags(made.rows, height), flags(made.cols, width), old_rows),
+            damaged,
+        )
+        self._busy.append((start, perf_counter_ns()))
+        return checksums
+
+    def _digest(self, operation: Operation) -> "Digest":
+        rows, cols = operation.block
+        op = {"A": self._problem.trans_a, "B": self._problem.trans_b}.get(operation.operand, Op.N)
+        top, left = (cols[0], rows[0]) if op.swaps else (rows[0], cols[0])
+        every = 1 if operation.operand == "C" else DIGESTED
+        return Digest(self._weights, top, left, every, self._busy)
+
+
+class Digest:
+    """The digest of a panel whose pieces come from several threads in any order."""
+
+    def __init__(self, weights: Weights, top: int, left: int, every: int, busy: BusyTime) -> None:
+        self.value = 0
+        self._weights = weights
+        self._top, self._left, self._every = top, left, every
+        self._busy = busy
+        self._adding = threading.Lock()
+
+    def __call__(self, rows: Span, cols: Span, piece: Array) -> None:
+        """Take in a piece, its spans those of the stored matrix."""
+        start = perf_counter_ns()
+        part = self._weights.digest(piece, rows[0] - self._top, cols[0] - self._left, self._every)
+        with self._adding:
+            self.value = (self.value + part) % _MODULUS
+        self._busy.append((start, perf_counter_ns()))

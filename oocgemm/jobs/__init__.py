@@ -1,0 +1,1 @@
+"""Jobs: from what a call asks for to a finished C."""

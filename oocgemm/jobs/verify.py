@@ -1,0 +1,232 @@
+"""Whether a C on disk is the product that it is said to be, and where it is not."""
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from itertools import product
+from math import isfinite
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from oocgemm import stores
+from oocgemm.backends.base import numpy_dtype
+from oocgemm.backends.random_words import VECTORS
+from oocgemm.errors import InputError
+from oocgemm.integrity.freivalds import Check, Operands, cut, hull
+from oocgemm.integrity.passes import Oriented, Passes
+from oocgemm.integrity.tolerance import BOUNDS, FALSE_ALARM
+from oocgemm.jobs import job
+from oocgemm.jobs.job import Size, Transpose
+from oocgemm.jobs.resume import check_whole
+from oocgemm.planning import DTYPES, GemmProblem, Op
+from oocgemm.planning.tiling import Span, ceil_div
+from oocgemm.planning.units import parse_size
+from oocgemm.stores import Matrix
+from oocgemm.system.memory import available_memory
+
+# Threads that read and compute: more than cores, so that a core computes while another thread waits for the disk.
+MAX_THREADS, THREADS_PER_CORE = 8, 2
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What was found.
+
+    `rows` and `cols` span all that is wrong in C, of which `wrong_rows` rows hold something; the worst sum was off by
+    `excess` times its tolerance. An error in a row of a group of columns is missed with a probability of at most `missed`;
+    a single element that is off by more than twice `tolerance` is always found. A right C is called wrong with a
+    probability of at most `false_alarm`, by the model of rounding errors that `bound` names (`oocgemm.integrity.tolerance`).
+    `instead` lists options of A and B by which the shapes would fit as well.
+    """
+
+    right: bool
+    shape: tuple[int, int]
+    rows: Span | None
+    cols: Span | None
+    wrong_rows: int
+    excess: float
+    missed: float
+    tolerance: float
+    bound: str
+    false_alarm: float
+    instead: tuple[str, ...]
+    vectors: int
+    groups: int
+    seed: int
+    seconds: float
+    bytes: int
+
+    @property
+    def complaint(self) -> str:
+        """Where C is wrong, by how much, and what to do."""
+        if self.rows is None or self.cols is None:
+            return "is right"
+        far = f"by up to {self.excess:.3g} times what rounding explains"
+        if self.tolerance == 0:
+            far = f"in sums by up to {self.excess:.3g}, where nothing is rounded"
+        where = (
+            f"is wrong in C[{self.rows[0]}:{self.rows[1]}, {self.cols[0]}:{self.cols[1]}]: {self.wrong_rows} rows of it hold "
+            f"elements that differ from the product{', ' + far if isfinite(self.excess) else ' by an Inf or NaN'}"
+        )
+        if self.wrong_rows == self.shape[0] > 1 and self.cols == (0, self.shape[1]):
+            fitting = f"; the shapes also fit with {' or '.join(self.instead)}" if self.instead else ""
+            return (
+                f"{where}. All rows are wrong: check that A and B are the operands that C was made from, in this order, and "
+                f"that --transpose-a, --transpose-b, --alpha and --beta are those of the run{fitting}"
+            )
+        return f"{where}. Run it again, with --overwrite (or from what C was before, where beta is not 0), and with --verify"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data; what is no finite number becomes null."""
+        return {
+            name: None if isinstance(value, float) and not np.isfinite(value) else value
+            for name, value in asdict(self).items()
+        }
+
+
+def verify(
+    a: Any,
+    b: Any,
+    c: Any,
+    *,
+    alpha: complex = 1.0,
+    beta: complex = 0.0,
+    c_before: Any = None,
+    trans_a: Transpose = Op.N,
+    trans_b: Transpose = Op.N,
+    compute: str = "native",
+    host_memory: Size | None = None,
+    bound: str = "probabilistic",
+    seed: int = 0,
+    say: Callable[[str], None] = lambda doing: None,
+) -> Verification:
+    """Check that ``c = alpha op(a) @ op(b) + beta c_before`` within rounding error, in bounded memory.
+
+    Each array is read once, or b several times where the memory holds sums for neither all rows of c nor all of k.
+
+    Args:
+        a, b, c: as for `gemm`; c is the result, by whatever program.
+        alpha, beta, trans_a, trans_b, compute: as for `gemm`.
+        c_before: what C was before; needed if beta is not 0.
+        host_memory: hard bound on memory, in bytes or as "2GiB"; half of what is available by default. With more of it
+            groups have fewer columns, which lets smaller errors show.
+        bound: of rounding errors: "probabilistic" takes them to be independent and of mean 0, "worst-case" assumes
+            nothing and finds large errors only.
+        seed: of the random signs.
+        say: called now and then with what is being read, and how far, by one thread at a time.
+
+    Returns:
+        A `Verification`.
+
+    Raises:
+        InputError: operands or options that cannot be used. BudgetError: a piece of an operand does not fit.
+        ExecutionError: an operand cannot be read.
+    """
+    started = perf_counter()
+    if bound not in BOUNDS:
+        raise InputError(f"unknown bound {bound!r}: choose one of {', '.join(BOUNDS)}")
+    named = (("A", a), ("B", b), ("C", c), ("the C from before", c_before))
+    matrices = [
+        stores.open_matrix(name, stores.located(name, x)) if x is not None else None for name, x in named
+    ]
+    left, right, result, before = matrices
+    if left is None or right is None or result is None:
+        raise InputError("A, B and C are all needed")
+    name = result.dtype.name
+    out_dtype = name if name in DTYPES[left.dtype.name].results else None
+    swaps = [trans in (True, "T", "C") for trans in (trans_a, trans_b)]
+    instead = fitting(left.shape, right.shape, result.shape, (swaps[0], swaps[1]))
+    hint = f"; the shapes fit with {' or '.join(instead)}" if instead else ""
+    try:
+        problem = job.problem_of(left, right, alpha, beta, trans_a, trans_b, compute, out_dtype)
+    except InputError as error:
+        raise InputError(f"{error}{hint if 'shapes' in str(error) else ''}") from error
+    _check(problem, result, before, hint)
+    check_whole(*(x for x in matrices if x is not None))
+    operands = Operands(
+        Oriented(left, problem.trans_a.swaps, problem.trans_a is Op.C),
+        Oriented(right, problem.trans_b.swaps, problem.trans_b is Op.C),
+        Oriented(result),
+        Oriented(before) if before is not None and problem.reads_c else None,
+    )
+    memory = available_memory() // 2 if host_memory is None else parse_size(host_memory)
+    threads = min(MAX_THREADS, THREADS_PER_CORE * len(os.sched_getaffinity(0)))
+    turned = operands.transposed()
+    blocks = cut(problem, operands, memory, threads)
+    once_more = cut(problem, turned, memory, blocks.threads, groups=1)
+    with ThreadPoolExecutor(blocks.threads, thread_name_prefix="oocgemm-verify") as pool:
+        passes = Passes(pool, blocks.threads, blocks.piece, say)
+        found = Check(problem, operands, (0, problem.n), blocks, passes, (seed, 0), bound).run()
+        rows, cols, bytes_read = None, None, passes.bytes
+        if found.wrong.any():
+            rows, near = (hull(np.logical_or.reduce(found.wrong, axis)) for axis in (1, 0))
+            cols = near[0] * blocks.group, min(near[1] * blocks.group, problem.n)
+            second = Passes(pool, once_more.threads, once_more.piece, say)
+            again = Check(problem, turned, rows, once_more, second, (seed, 1), bound).run()
+            bytes_read += second.bytes
+            inside = again.wrong[cols[0] : cols[1], 0]
+            if inside.any():
+                start, stop = hull(inside)
+                cols = cols[0] + start, cols[0] + stop
+    return Verification(
+        right=rows is None,
+        shape=(problem.m, problem.n),
+        rows=rows,
+        cols=cols,
+        wrong_rows=int(found.wrong.any(axis=1).sum()),
+        excess=found.excess,
+        missed=2.0**-VECTORS,
+        tolerance=found.tolerance,
+        bound=bound,
+        false_alarm=FALSE_ALARM,
+        instead=instead,
+        vectors=VECTORS,
+        groups=ceil_div(problem.n, blocks.group),
+        seed=seed,
+        seconds=perf_counter() - started,
+        bytes=bytes_read,
+    )
+
+
+def fitting(
+    a: tuple[int, int], b: tuple[int, int], c: tuple[int, int], given: tuple[bool, bool]
+) -> tuple[str, ...]:
+    """Other transposes and another order of A and B by which op(A) op(B) would have C's shape than those `given`.
+
+    >>> fitting((4, 3), (4, 5), (3, 5), (False, False))
+    ('--transpose-a',)
+    >>> fitting((3, 3), (3, 3), (3, 3), (True, False))
+    ('no --transpose', '--transpose-b', '--transpose-a --transpose-b', 'A and B swapped')
+    """
+    found = []
+    for swaps in product((False, True), repeat=2):
+        left, right = (x[::-1] if swap else x for x, swap in zip((a, b), swaps, strict=True))
+        if swaps != given and left[1] == right[0] and (left[0], right[1]) == c:
+            names = [f"--transpose-{name}" for name, swap in zip("ab", swaps, strict=True) if swap]
+            found.append(" ".join(names) or "no --transpose")
+    left, right = (x[::-1] if swap else x for x, swap in zip((b, a), given[::-1], strict=True))
+    if left[1] == right[0] and (left[0], right[1]) == c:
+        found.append("A and B swapped")
+    return tuple(found)
+
+
+def _check(problem: GemmProblem, result: Matrix, before: Matrix | None, hint: str) -> None:
+    """Raises `InputError`, with the `hint`, if C or the C from before cannot be of that product."""
+    wanted = (problem.m, problem.n), numpy_dtype(problem.c_dtype)
+    for matrix in (result, before):
+        if matrix is not None and (matrix.shape, matrix.dtype) != wanted:
+            raise InputError(
+                f"{matrix.name} has shape {matrix.shape} and dtype {matrix.dtype}, the product has shape {wanted[0]} and "
+                f"dtype {wanted[1]}: it is not of these operands{hint if matrix.shape != wanted[0] else ''}"
+            )
+    if problem.reads_c and before is None:
+        raise InputError(
+            f"beta = {problem.beta}: C alone does not tell what it was made from. Give what it was before (--c-before)"
+        )
+    if before is not None and stores.same_place(result, before):
+        raise InputError(
+            "C and the C from before are the same array: give a copy that was made before the run"
+        )

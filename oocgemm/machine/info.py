@@ -1,0 +1,145 @@
+"""What there is to work with: processor, device, versions, and the rates that are known of them."""
+
+import os
+import platform
+from collections.abc import Collection, Iterator
+from dataclasses import fields, replace
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any
+
+from oocgemm import backends
+from oocgemm.backends import Backend
+from oocgemm.backends.base import known_dtypes
+from oocgemm.errors import BackendError
+from oocgemm.planning import MachineModel, StoreRates, default_model
+from oocgemm.planning.cost.links import link_rates
+from oocgemm.stores import Matrix
+from oocgemm.system import cache
+from oocgemm.system.memory import available_memory
+from oocgemm.system.version import __version__
+
+STORAGE = {field.name for field in fields(StoreRates)}
+# Packages that most do without: what they are for, and the extra that brings them.
+OPTIONAL = {
+    "ml_dtypes": ("operands of bfloat16", "bfloat16"),
+    "resvg_py": ("pictures as PNG", "png"),
+    "zarrs": ("quick reading of arrays with filters", "zarrs"),
+}
+
+
+def info() -> dict[str, Any]:
+    """What there is to work with: versions, processor, backends with the rates that plans go by in the current folder,
+    and what is missing with the command that brings it. Bytes, bytes per second, flop/s."""
+    found: dict[str, Any] = {"versions": versions(), "machine": machine() | {"available": available_memory()}}
+    found["host_backend"] = _described(backends.open_backend("host"))
+    missing = backends.missing_for_cuda()
+    if missing is None:
+        try:
+            found["cuda_backend"] = _described(backends.open_backend("cuda"))
+        except BackendError as error:
+            missing = str(error)
+    if missing is not None:
+        found["cuda_backend"] = {"missing": missing}
+    return found | {"missing": list(_missing(found))}
+
+
+def _described(engine: Backend) -> dict[str, Any]:
+    """A backend, and what plans take its rates to be."""
+    device, here = backends.identity(engine), cache.file_system(".")
+    believed, (calibration, _) = model(engine.name, device, [here], [here]), cache.load(engine.name, device)
+    measured: set[str] = set()
+    if calibration is not None:
+        measured = {
+            *(name.replace(" ", "_") for name in calibration.kernels),
+            *calibration.rates,
+            *(STORAGE if here in calibration.stores else ()),
+        }
+    dtypes = known_dtypes()
+    kernels = {
+        name.replace(" ", "_"): rate.peak
+        for name, rate in believed.kernels.items()
+        if name.removeprefix("emulated ") in dtypes
+    }
+    links = link_rates(believed, calibration.stores.get(here) if calibration else None)
+    return engine.describe() | {
+        "free": engine.free_memory(),
+        "rates": believed.name,
+        "kernels": kernels,
+        "links": links,
+        "assumed": [name for name in (*kernels, *links) if name not in measured],
+    }
+
+
+def _missing(found: dict[str, Any]) -> Iterator[dict[str, str]]:
+    """What `info` has not found, what it is for, and the command that brings it."""
+    extra = backends.cuda_extra()
+    if extra and not {"cupy", f"cupy-{extra}x"} & found["versions"].keys():
+        yield _lacking("cupy", "products on the GPU", f"pip install 'oocgemm[{extra}]'")
+    for package, (purpose, extra) in OPTIONAL.items():
+        if find_spec(package) is None:
+            yield _lacking(package, purpose, f"pip install 'oocgemm[{extra}]'")
+    for name in ("host", "cuda"):
+        assumed = found[f"{name}_backend"].get("assumed")
+        if assumed:
+            where = " --path ." if set(assumed) <= STORAGE else ""
+            yield _lacking(
+                f"rates of {name}",
+                "plans that fit this machine",
+                f"oocgemm calibrate --backend {name}{where}",
+            )
+
+
+def _lacking(what: str, purpose: str, command: str) -> dict[str, str]:
+    return {"what": what, "for": purpose, "command": command}
+
+
+def model(
+    backend: str, device: str | None = None, reads: Collection[str] = (), writes: Collection[str] = ()
+) -> MachineModel:
+    """What is known of the machine: as calibrated for that device and those file systems, or else the defaults."""
+    defaults = default_model(backend, len(os.sched_getaffinity(0)))
+    found, note = cache.load(backend, device)
+    if found is not None:
+        return found.model(defaults, reads, writes)
+    return replace(defaults, name="; ".join(filter(None, (defaults.name, note))))
+
+
+def stored_on(*matrices: Matrix | None) -> set[str]:
+    """The file systems that matrices lie on, those in memory left out."""
+    found = set()
+    for matrix in matrices:
+        if matrix is not None and not matrix.layout.in_memory:
+            numbers = [i[1] for i in matrix.identities() if isinstance(i, tuple) and i[0] == "file"]
+            found |= {cache.device_id(number) for number in numbers} or {"elsewhere"}
+    return found
+
+
+def machine() -> dict[str, Any]:
+    return {
+        "platform": platform.platform(),
+        "processor": cache.processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python, of this code, installed or not, and of the packages that are installed."""
+    found = {"python": platform.python_version(), "oocgemm": __version__}
+    for package in (
+        "numpy",
+        "zarr",
+        "numcodecs",
+        "cupy",
+        "cupy-cuda13x",
+        "cupy-cuda12x",
+        "ml_dtypes",
+        "resvg-py",
+        "zarrs",
+    ):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

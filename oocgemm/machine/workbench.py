@@ -1,0 +1,177 @@
+"""A session and a staging without a schedule: operations made by hand, one after the other, each of them timed."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from time import perf_counter_ns
+
+from oocgemm.backends import Backend
+from oocgemm.backends.base import Array, Token
+from oocgemm.engine.staging import Staging
+from oocgemm.errors import BackendError
+from oocgemm.planning import (
+    DTYPES,
+    Budgets,
+    Candidate,
+    GemmProblem,
+    Kind,
+    Layouts,
+    MachineModel,
+    Operation,
+    Plan,
+    Region,
+    Slot,
+    Slots,
+    Tier,
+    TileShape,
+)
+from oocgemm.planning.tiling import Span
+from oocgemm.stores import Matrix
+from oocgemm.system.memory import available_memory
+
+_TILE = (0, 0)
+QUEUED = 4  # operations that a sample is taken over
+MAX_AHEAD = 64  # copies of a panel that hold them back
+
+
+class Workbench:
+    """A session and its staging, with a slot for each panel and for one tile, and operations on them."""
+
+    def __init__(
+        self,
+        engine: Backend,
+        machine: MachineModel,
+        dtype: str,
+        tile: TileShape,
+        a: Matrix | None = None,
+        compute: str = "native",
+    ) -> None:
+        self.plan = plan_of(machine, dtype, tile, compute)
+        self._cleanup = ExitStack()
+        self.staging = Staging(self.plan, {"A": a} if a else {})
+        self._cleanup.callback(self.staging.close)
+        try:
+            self.session = engine.open(self.plan, "auto")
+        except BaseException:
+            self._cleanup.close()
+            raise
+        self._cleanup.callback(self.session.close)
+
+    def __enter__(self) -> "Workbench":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._cleanup.close()
+
+    def multiply(self, depth: int, *, first: bool = False) -> Operation:
+        """The whole tile, by panels of that depth; where residues are multiplied, after a Prepare of that depth."""
+        tile, problem = self.plan.tile, self.plan.problem
+        c, spans = _device("C", tile.w * tile.h), ((0, tile.w), (0, tile.h), (0, depth))
+        planes = (_device("P", 1),) if problem.planes else ()
+        reads = (*self._panels(depth), *planes, *(() if first else (c,)))
+        flops = problem.step_flops(tile.w, tile.h, depth)
+        return Operation(Kind.MULTIPLY, "C", _TILE, 0, reads, (c,), *spans, flops=flops, first=first)
+
+    def prepare(self, depth: int) -> Operation:
+        """Residues of panels of that depth."""
+        tile, planes = self.plan.tile, (_device("P", 1),)
+        size = (tile.w + tile.h) * depth * self.plan.problem.itemsizes["A"]
+        spans = (0, tile.w), (0, tile.h), (0, depth)
+        return Operation(Kind.PREPARE, "P", _TILE, 0, self._panels(depth), planes, *spans, size)
+
+    def _panels(self, depth: int) -> tuple[Region, Region]:
+        return _device("A", self.plan.tile.w * depth), _device("B", depth * self.plan.tile.h)
+
+    def load(self, kind: Kind, operand: str, rows: int | None = None) -> Operation:
+        """A Read or an Upload of a panel, or of the first rows of one."""
+        tile, itemsize = self.plan.tile, self.plan.problem.itemsizes[operand]
+        height, width = (tile.w, tile.r) if operand == "A" else (tile.r, tile.h)
+        return moving(kind, operand, (0, rows or height), (0, width), itemsize)
+
+    def download(self, rows: int) -> Operation:
+        """A Download of the first rows of the tile."""
+        itemsize = self.plan.problem.itemsizes["C"]
+        return moving(Kind.DOWNLOAD, "C", (0, rows), (0, self.plan.tile.h), itemsize)
+
+    def slot(self, operation: Operation) -> Array:
+        """What a Read fills: the device's slot where that is memory, else the host's."""
+        if self.plan.machine.unified:
+            return self.session.view(operation, operation.writes[0])
+        return self.staging.columns(Slot(Tier.HOST, operation.operand, 0), operation)[0]
+
+    def intervals(self, *operations: Operation) -> list[tuple[int, int]]:
+        """Issue operations one after the other; return when each began and ended, in nanoseconds of the host's clock."""
+        return self._intervals([self._submit(operation) for operation in operations])
+
+    @staticmethod
+    def _intervals(tokens: Sequence[Token]) -> list[tuple[int, int]]:
+        for token in tokens:
+            token.synchronize()
+        return [token.interval() for token in tokens]
+
+    def seconds(self, operation: Operation) -> float:
+        """Return the seconds that an operation takes on a busy device.
+
+        An asynchronous operation is queued several times behind copies of a panel, and the device's time from end to end is
+        taken. The interval of a token does not do for this. It begins no earlier than the host noted that the work was
+        issued, since events on an idle stream may come long before the work. A short copy can be over by then, and its
+        interval is empty.
+
+        Raises:
+            BackendError: the device always finished the copies before the host had issued the operations.
+        """
+        if operation.kind not in self.session.asynchronous:  # it ends before it is submitted
+            ((start, end),) = self.intervals(operation)
+            return (end - start) / 1e9
+        panel, ahead = self.load(Kind.UPLOAD, "A"), 1
+        while ahead <= MAX_AHEAD:
+            tokens = [self._submit(panel) for _ in range(ahead)][-1:]
+            tokens += [self._submit(operation, tokens[:1]) for _ in range(QUEUED)]
+            issued = perf_counter_ns()
+            held, first, *_, last = (end for _, end in self._intervals(tokens))
+            if held > issued:
+                return (last - first) / (QUEUED - 1) / 1e9
+            ahead *= 2
+        raise BackendError(
+            f"operations cannot be timed: the device copies {MAX_AHEAD} panels before the host has issued {QUEUED} of them; end "
+            "other programs and run oocgemm calibrate again"
+        )
+
+    def fill(self, operand: str, numbers: Array) -> None:
+        """Put numbers into a panel: how fast a device multiplies depends on what it multiplies."""
+        slot = self.slot(self.load(Kind.READ, operand)).reshape(-1)
+        for start in range(0, slot.size, numbers.size):
+            slot[start : start + numbers.size] = numbers[: slot.size - start]
+        if not self.plan.machine.unified:
+            self.intervals(self.load(Kind.UPLOAD, operand))
+
+    def _submit(self, operation: Operation, after: Sequence[Token] = ()) -> Token:
+        host: list[Array] = []
+        if operation.kind in (Kind.UPLOAD, Kind.DOWNLOAD):
+            host = self.staging.columns(Slot(Tier.HOST, operation.operand, 0), operation)
+        with self.session.worker(operation.stream):
+            return self.session.submit(operation, host, after)
+
+
+def plan_of(machine: MachineModel, dtype: str, tile: TileShape, compute: str = "native") -> Plan:
+    """One tile and one step, in one slot each."""
+    kind = DTYPES[dtype]
+    shape = tile.w, tile.h, tile.r
+    problem = GemmProblem(*shape, dtype, dtype, kind.accumulator, kind.results[0], compute=compute)
+    host, planes = 0 if machine.unified else 1, 1 if problem.planes else 0
+    slots = Slots(1, 1, 1, host, host, host, strip=tile.w, planes=planes, unified=machine.unified)
+    available = available_memory()
+    candidate = Candidate(tile, slots, io_threads=machine.io_threads)
+    return Plan(problem, Layouts(), Budgets(available, available), machine, candidate)
+
+
+def _device(operand: str, elements: int) -> Region:
+    return Region(Slot(Tier.DEVICE, operand, 0), 0, elements)
+
+
+def moving(kind: Kind, operand: str, rows: Span, cols: Span, itemsize: int) -> Operation:
+    """A copy of a block between the first slots of an operand, or between one of them and its store."""
+    elements = (rows[1] - rows[0]) * (cols[1] - cols[0])
+    region, nothing = (_device(operand, elements),), (0, 0)
+    reads, writes = ((), region) if kind in (Kind.READ, Kind.UPLOAD) else (region, ())
+    m, n, k = {"A": (rows, nothing, cols), "B": (nothing, cols, rows)}.get(operand, (rows, cols, nothing))
+    return Operation(kind, operand, _TILE, 0, reads, writes, m, n, k, elements * itemsize)

@@ -1,0 +1,335 @@
+"""The schedule: every copy and every multiplication of a run, and the buffers they use, as data.
+
+A schedule is the *sequential* program of the run, in the order one would write it without any overlap::
+
+    for each tile (i, j):
+        [load C]                                       beta != 0
+        for each step p but the last few:
+            Read A(i,p) -> host slot    Upload A -> A0 or A1
+            Read B(p,j) -> host slot    Upload B -> B0 or B1
+            [Prepare  A_p, B_p -> planes of residues]      compute = emulated
+            Multiply  C0 += A_p B_p
+        Read, Upload the panels of the last few steps
+        for each strip of rows of C0:
+            Multiply  C0[strip] += A_p[strip] B_p      for each of these steps
+            [Finish]  Download -> host slot  Write     Finish: accumulator wider than C
+
+The last steps go strip by strip, so that a strip leaves while the next is multiplied, and with one accumulator
+the first steps of the tile that follows go strip by strip too, into the strips that have left. Of the last tile there may be
+more: nothing else hides its leaving.
+
+All overlap follows from two things: operations of different streams do not wait for one another, and the
+waits that remain are derived from the regions each operation reads and writes (`oocgemm.planning.schedule.hazards`).
+Nothing here says "wait". An executor, a simulator and a checker consume the same operations.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from math import inf
+from typing import NamedTuple
+
+from oocgemm.planning.problem import GemmProblem
+from oocgemm.planning.schedule.placement import Loads, Placed, Placing
+from oocgemm.planning.schedule.slots import Region, Slot, Slots, Tier, slot_of
+from oocgemm.planning.schedule.traversal import step_order
+from oocgemm.planning.tiling import Span, Tile, TileGrid, ceil_div
+
+
+class Kind(StrEnum):
+    """What an operation does."""
+
+    READ = "read"
+    UPLOAD = "upload"
+    PREPARE = "prepare"
+    MULTIPLY = "multiply"
+    FINISH = "finish"
+    DOWNLOAD = "download"
+    WRITE = "write"
+
+
+class Lane(StrEnum):
+    """Where an operation runs; the lanes of the report."""
+
+    READ = "read"
+    DECODE = "decode"
+    H2D = "h2d"
+    PREPARE = "prepare"
+    COMPUTE = "compute"
+    D2H = "d2h"
+    ENCODE = "encode"
+    WRITE = "write"
+
+
+LANES = {
+    Kind.READ: Lane.READ,
+    Kind.UPLOAD: Lane.H2D,
+    Kind.PREPARE: Lane.PREPARE,
+    Kind.MULTIPLY: Lane.COMPUTE,
+    Kind.FINISH: Lane.COMPUTE,
+    Kind.DOWNLOAD: Lane.D2H,
+    Kind.WRITE: Lane.WRITE,
+}
+
+
+_CODED = {Lane.READ: Lane.DECODE, Lane.WRITE: Lane.ENCODE}
+_LOADS = (Kind.READ, Kind.UPLOAD)
+
+
+class Operation(NamedTuple):
+    """One copy or one computation.
+
+    `m`, `n`, `k` are the spans of the problem it concerns: m and k for a panel of op(A), k and n for one of
+    op(B), m and n for a tile of C or a strip of it, all three for a Prepare and a Multiply (whose m may be a strip of the rows
+    that its panel of op(A) holds). `first` marks the Multiply that
+    begins a tile, the one that applies beta. `coded` marks a Read or a Write through a codec, which is what takes
+    its time. `bytes` cross the lane's link, `flops` are done.
+    """
+
+    kind: Kind
+    operand: str
+    tile: Tile
+    step: int
+    reads: tuple[Region, ...]
+    writes: tuple[Region, ...]
+    m: Span = (0, 0)
+    n: Span = (0, 0)
+    k: Span = (0, 0)
+    bytes: int = 0
+    flops: int = 0
+    first: bool = False
+    coded: bool = False
+    device: int = 0
+
+    @property
+    def lane(self) -> Lane:
+        lane = LANES[self.kind]
+        return _CODED.get(lane, lane) if self.coded else lane
+
+    @property
+    def stream(self) -> str:
+        """The queue it is issued on: its lane, but C is loaded beside A and B, not between them."""
+        lane = self.lane.value
+        return f"{lane}-c" if self.operand == "C" and self.kind in _LOADS else lane
+
+    @property
+    def block(self) -> tuple[Span, Span]:
+        """Rows and columns of the operand, in the orientation of op(X)."""
+        if self.operand == "A":
+            return self.m, self.k
+        return (self.k if self.operand == "B" else self.m), self.n
+
+    def __str__(self) -> str:
+        (r0, r1), (c0, c1) = self.block
+        return f"{self.kind} {self.operand}[{r0}:{r1}, {c0}:{c1}] of tile {self.tile}, step {self.step}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The operations of a run over `tiles` in that order: re-iterable, made as it is read, in memory
+    proportional to slots, never to steps or tiles, where `tiles` is a `Walk`. Operands in `coded` go through a codec. `last` is the tile that
+    ends the whole product, where `tiles` are a part of it only."""
+
+    problem: GemmProblem
+    grid: TileGrid
+    tiles: Sequence[Tile]
+    slots: Slots
+    coded: frozenset[str] = frozenset()
+    last: Tile | None = None
+
+    def __iter__(self) -> Iterator[Operation]:
+        strips_done = prepared = 0
+        placing = self._placing()
+        for position, tile in enumerate(self.tiles):
+            strips = list(enumerate(self._strips(tile), strips_done))
+            strips_done += len(strips)
+            c_slot = slot_of(Tier.DEVICE, "C", position % self.slots.c)
+            if self.problem.reads_c and not self.problem.finishes:
+                for number, rows in strips:
+                    yield from self._load_c(tile, rows, number, c_slot, whole_tile=True)
+            order = step_order(tile, self.grid.steps, self.grid.ramp)
+            left, begins = len(order), order[0]
+            by_strips = False
+            for by_strips, group in placing.groups(position):
+                left -= len(group)
+                for step, a, b in group:
+                    yield from self._load_panel("A", tile, step, a)
+                    yield from self._load_panel("B", tile, step, b)
+                planes: dict[int, Region] = {}
+                for step, a, b in group if self.slots.planes else ():
+                    if _length(self.grid.depth(step)):
+                        slot = slot_of(Tier.DEVICE, "P", prepared % self.slots.planes)
+                        planes[step] = Region(slot, 0, 1)
+                        prepared += 1
+                        yield self._prepare(tile, step, a, b, planes[step])
+                for number, rows in strips if by_strips else [(0, self.grid.rows(tile[0]))]:
+                    for step, a, b in group:
+                        inputs = self._inputs(tile, step, a, b, planes)
+                        yield self._multiply(tile, rows, step, inputs, c_slot, first=step == begins)
+                    if by_strips and not left:
+                        yield from self._drain(tile, rows, number, c_slot)
+            if not by_strips:
+                for number, rows in strips:
+                    yield from self._drain(tile, rows, number, c_slot)
+
+    def loads(self) -> Loads:
+        """Exact bytes of the panels that `__iter__` would load, without making the operations."""
+        loads = self.loads_within(inf)
+        assert loads is not None
+        return loads
+
+    def loads_within(self, max_work: float) -> Loads | None:
+        """The same; None where counting takes more than `max_work` placements of panels, about 10 us each."""
+        depths = [_length(self.grid.depth(p)) for p in range(self.grid.steps + self.grid.ramp + 1)]
+        heights, widths = (lambda i: _length(self.grid.rows(i))), (lambda j: _length(self.grid.cols(j)))
+        found = self._placing().loads(depths, heights, widths, max_work)
+        if found is None:
+            return None
+        (a_up, a_read), (b_up, b_read) = found
+        a, b = self.problem.itemsizes["A"], self.problem.itemsizes["B"]
+        return Loads(a_up * a, b_up * b, a_read * a, b_read * b)
+
+    def traffic(self, loads: Loads | None = None) -> dict[str, int]:
+        """Exact bytes that cross each link over the whole schedule: read, h2d, d2h, write."""
+        loads = loads or self.loads()
+        c = self.problem.itemsizes["C"] * self.elements
+        c_in = c if self.problem.reads_c else 0
+        read, up = int(loads.a_read + loads.b_read) + c_in, int(loads.a_up + loads.b_up) + c_in
+        if self.slots.unified:
+            return {"read": read, "h2d": 0, "d2h": 0, "write": c}
+        return {"read": read, "h2d": up, "d2h": c, "write": c}
+
+    @property
+    def elements(self) -> int:
+        """Elements of C in all tiles."""
+        down, across = self.grid.shape
+        if len(self.tiles) == down * across:
+            return self.grid.m * self.grid.n
+        return sum(map(self.grid.elements, self.tiles))
+
+    def _placing(self) -> Placing:
+        return Placing(self.tiles, self.grid.steps, self.slots, self.grid.ramp, self.last)
+
+    def _strips(self, tile: Tile) -> Iterator[Span]:
+        m0, m1 = self.grid.rows(tile[0])
+        for start in range(m0, m1, self.slots.strip):
+            yield start, min(start + self.slots.strip, m1)
+
+    def _load_panel(self, operand: str, tile: Tile, step: int, placed: Placed) -> Iterator[Operation]:
+        k = self.grid.depth(step)
+        if not placed.upload or k[0] == k[1]:
+            return
+        nothing = (0, 0)
+        m = self.grid.rows(tile[0]) if operand == "A" else nothing
+        n = self.grid.cols(tile[1]) if operand == "B" else nothing
+        elements = _length(k) * _length(m if operand == "A" else n)
+        size = elements * self.problem.itemsizes[operand]
+        coded = operand in self.coded
+        device = Region(slot_of(Tier.DEVICE, operand, placed.device_slot), 0, elements)
+        if self.slots.unified:
+            yield Operation(Kind.READ, operand, tile, step, (), (device,), m, n, k, size, coded=coded)
+            return
+        host = Region(slot_of(Tier.HOST, operand, placed.host_slot), 0, elements)
+        if placed.read:
+            yield Operation(Kind.READ, operand, tile, step, (), (host,), m, n, k, size, coded=coded)
+        yield Operation(Kind.UPLOAD, operand, tile, step, (host,), (device,), m, n, k, size)
+
+    def _inputs(
+        self, tile: Tile, step: int, a: Placed, b: Placed, planes: Mapping[int, Region]
+    ) -> tuple[Region, ...]:
+        """The panels of a step, and their residues if it has any."""
+        m, n, k = (
+            _length(x) for x in (self.grid.rows(tile[0]), self.grid.cols(tile[1]), self.grid.depth(step))
+        )
+        if k == 0:
+            return ()
+        panels = (
+            Region(slot_of(Tier.DEVICE, "A", a.device_slot), 0, m * k),
+            Region(slot_of(Tier.DEVICE, "B", b.device_slot), 0, k * n),
+        )
+        return (*panels, planes[step]) if step in planes else panels
+
+    def _prepare(self, tile: Tile, step: int, a: Placed, b: Placed, planes: Region) -> Operation:
+        m, n, k = self.grid.rows(tile[0]), self.grid.cols(tile[1]), self.grid.depth(step)
+        size = (_length(m) + _length(n)) * _length(k) * self.problem.itemsizes["A"]
+        reads = self._inputs(tile, step, a, b, {})
+        return Operation(Kind.PREPARE, "P", tile, step, reads, (planes,), m, n, k, size)
+
+    def _multiply(
+        self, tile: Tile, rows: Span, step: int, inputs: tuple[Region, ...], c_slot: Slot, *, first: bool
+    ) -> Operation:
+        n, k = self.grid.cols(tile[1]), self.grid.depth(step)
+        c = self._in_tile(c_slot, tile, rows)
+        keeps_old = not first or (self.problem.reads_c and not self.problem.finishes)
+        sums = self._sums(c_slot, tile, rows)
+        return Operation(
+            Kind.MULTIPLY,
+            "C",
+            tile,
+            step,
+            (*inputs, c) if keeps_old else inputs,
+            (c, *sums),
+            rows,
+            n,
+            k,
+            flops=self.problem.step_flops(_length(rows), _length(n), _length(k)),
+            first=first,
+        )
+
+    def _load_c(
+        self, tile: Tile, rows: Span, number: int, slot: Slot, *, whole_tile: bool
+    ) -> Iterator[Operation]:
+        """Read and upload a strip of C into rows of the tile's accumulator, or into a slot of its own."""
+        n, size, host = self._strip_parts(tile, rows, number)
+        target = self._in_tile(slot, tile, rows) if whole_tile else Region(slot, 0, host.stop)
+        targets = (target, *self._sums(slot, tile, rows)) if whole_tile else (target,)
+        coded = "C" in self.coded
+        if self.slots.unified:
+            yield Operation(Kind.READ, "C", tile, 0, (), (target,), rows, n, bytes=size, coded=coded)
+            return
+        yield Operation(Kind.READ, "C", tile, 0, (), (host,), rows, n, bytes=size, coded=coded)
+        yield Operation(Kind.UPLOAD, "C", tile, 0, (host,), targets, rows, n, bytes=size)
+
+    def _drain(self, tile: Tile, rows: Span, number: int, c_slot: Slot) -> Iterator[Operation]:
+        """Bring a strip of the finished accumulator to the store."""
+        n, size, host = self._strip_parts(tile, rows, number)
+        source, sums = self._in_tile(c_slot, tile, rows), self._sums(c_slot, tile, rows)
+        last = self.grid.steps - 1
+        if self.problem.finishes:
+            finished = Region(slot_of(Tier.DEVICE, "D", number % self.slots.finish), 0, host.stop)
+            if self.problem.reads_c:
+                yield from self._load_c(tile, rows, number, finished.slot, whole_tile=False)
+            inputs = (source, finished, *sums) if self.problem.reads_c else (source, *sums)
+            yield Operation(Kind.FINISH, "D", tile, last, inputs, (finished,), rows, n)
+            source, sums = finished, ()
+        coded = "C" in self.coded
+        if self.slots.unified:
+            yield Operation(Kind.WRITE, "C", tile, last, (source,), (), rows, n, bytes=size, coded=coded)
+            return
+        yield Operation(Kind.DOWNLOAD, "C", tile, last, (source,), (host, *sums), rows, n, bytes=size)
+        yield Operation(Kind.WRITE, "C", tile, last, (host,), (), rows, n, bytes=size, coded=coded)
+
+    def _strip_parts(self, tile: Tile, rows: Span, number: int) -> tuple[Span, int, Region]:
+        """Columns, bytes and host slot of strip `number` of the run."""
+        n = self.grid.cols(tile[1])
+        elements = _length(rows) * _length(n)
+        host = Region(slot_of(Tier.HOST, "C", number % max(1, self.slots.host_c)), 0, elements)
+        return n, elements * self.problem.itemsizes["C"], host
+
+    def _sums(self, slot: Slot, tile: Tile, rows: Span) -> tuple[Region, ...]:
+        """The checksums of some strips of the tile that an accumulator holds, where the device takes them. Those of a panel
+        or a finished strip go with it, which begins where its slot does; strips of tiles lie now here, now there."""
+        if self.problem.checked != "device":
+            return ()
+        top, strip = self.grid.rows(tile[0])[0], self.slots.strip
+        span = (rows[0] - top) // strip, ceil_div(rows[1] - top, strip)
+        return (Region(slot_of(Tier.DEVICE, "S", slot.index), *span),)
+
+    def _in_tile(self, slot: Slot, tile: Tile, rows: Span) -> Region:
+        """Some rows of the tile that an accumulator holds."""
+        top, cols = self.grid.rows(tile[0])[0], _length(self.grid.cols(tile[1]))
+        return Region(slot, (rows[0] - top) * cols, (rows[1] - top) * cols)
+
+
+def _length(span: Span) -> int:
+    return span[1] - span[0]

@@ -1,0 +1,222 @@
+"""The order in which tiles and steps are visited.
+
+Tiles are walked as a snake, if nothing speaks for another way, and k runs backwards on every other tile, so that at each turn
+the panels just used are used again. The direction of k hangs on the tile's coordinates alone, never on its place
+in the sequence: a run over any part of the tiles sums every element in the same order.
+"""
+
+from array import array
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
+from typing import overload
+
+from oocgemm.planning.schedule.eviction import NEVER
+from oocgemm.planning.tiling import Tile
+
+
+@dataclass(frozen=True, slots=True)
+class Traversal:
+    """How the tiles are walked: in bands of `band` tile rows (axis 0) or tile columns (axis 1).
+
+    Within a band the *other* axis is the slow one. A band of one tile row is a plain snake along the row: its
+    panels of op(A) are used by one tile after another, and those of op(B) come round again with the next
+    row. Wider bands suit a memory that holds the panels of several rows: op(B) then comes round once a band.
+    Without `turns` each band begins where the first did: the walk then ends in the last row and column, where tiles may
+    be thinner and less of C is left to leave.
+    """
+
+    axis: int = 0
+    band: int = 1
+    turns: bool = True
+
+    def __str__(self) -> str:
+        if self.band == 1:
+            how = "row by row" if self.axis == 0 else "column by column"
+        else:
+            how = f"bands of {self.band} {'rows' if self.axis == 0 else 'columns'}"
+        return how if self.turns else f"{how}, all in one direction"
+
+    @property
+    def along_rows(self) -> "Traversal":
+        """The same of the transposed product, if this is along columns."""
+        return Traversal(0, self.band, self.turns)
+
+
+ROW_BY_ROW = Traversal()
+
+
+class Walk(Sequence[Tile]):
+    """The tiles of a grid in the order of a traversal, each next to the one before where the traversal turns.
+
+    Every tile is computed from its position, so that a walk takes no memory however many tiles it has. Of a resumed run
+    it skips the tiles in `done` and keeps 8 bytes for each of the others.
+
+    >>> tuple(walk(Traversal(), 2, 3))
+    ((0, 0), (0, 1), (0, 2), (1, 2), (1, 1), (1, 0))
+    >>> tuple(walk(Traversal(axis=1), 2, 2))
+    ((0, 0), (1, 0), (1, 1), (0, 1))
+    >>> tuple(walk(Traversal(band=2), 2, 3))
+    ((0, 0), (1, 0), (1, 1), (0, 1), (0, 2), (1, 2))
+    >>> tuple(walk(Traversal(turns=False), 2, 2))
+    ((0, 0), (0, 1), (1, 0), (1, 1))
+    """
+
+    def __init__(
+        self, traversal: Traversal, tile_rows: int, tile_cols: int, done: Container[Tile] = ()
+    ) -> None:
+        self.traversal = traversal
+        self.axis = traversal.axis
+        # Bands are cut along one extent and walked along the other.
+        self._down, self._across = (tile_rows, tile_cols) if self.axis == 0 else (tile_cols, tile_rows)
+        self.whole = self._down * self._across
+        self._left: array[int] | None = None
+        if done:
+            self._left = array("q", (p for p in range(self.whole) if self._tile(p) not in done))
+
+    def __len__(self) -> int:
+        return self.whole if self._left is None else len(self._left)
+
+    @overload
+    def __getitem__(self, position: int) -> Tile: ...
+    @overload
+    def __getitem__(self, position: slice) -> tuple[Tile, ...]: ...
+    def __getitem__(self, position: int | slice) -> Tile | tuple[Tile, ...]:
+        places = range(self.whole) if self._left is None else self._left
+        if isinstance(position, slice):
+            return tuple(map(self._tile, places[position]))
+        return self._tile(places[position])
+
+    def bands(self) -> Iterator[tuple[int, int, object]]:
+        """Where each band of a walk over all tiles begins and ends. The third value is equal for bands that are walked alike: the same but
+        for where they begin. A band that ends the grid is like no other, since its last tiles may be thinner."""
+        for top in range(0, self._down, self.traversal.band) if self._across else ():
+            height = self._height(top)
+            alike = top % 2, self._backwards(top), height, top + height == self._down
+            yield top * self._across, (top + height) * self._across, alike
+
+    def next_in(self, axis: int, line: int, position: int) -> int | None:
+        """The first position after `position` whose tile is in a row (axis 0) or column (axis 1) of tiles."""
+        crosses = axis != self.axis
+        if self._left is None:
+            return self._next(crosses, line, position)
+        later = self._next(crosses, line, self._left[position])
+        while later is not None:
+            found = bisect_left(self._left, later)
+            if found < len(self._left) and self._left[found] == later:
+                return found
+            later = self._next(crosses, line, later)
+        return None
+
+    def _next(self, crosses: bool, line: int, position: int) -> int | None:
+        """The same over all tiles, of a line along the bands or of one that `crosses` them."""
+        band, area = self.traversal.band, self.traversal.band * self._across
+        if not crosses:
+            top = line // band * band
+            height, start = self._height(top), top * self._across
+            col = max(0, (position - start) // height)
+            for c in (col, col + 1):
+                row = line - top if c % 2 == 0 else height - 1 - (line - top)
+                if c < self._across and start + c * height + row > position:
+                    return start + c * height + row
+            return None
+        # The tiles of a crossing line in one band come one after another.
+        for top in (position // area * band, (position // area + 1) * band):
+            if top < self._down:
+                height = self._height(top)
+                col = self._across - 1 - line if self._backwards(top) else line
+                start = top * self._across + col * height
+                if position < start + height - 1:
+                    return max(start, position + 1)
+        return None
+
+    def _tile(self, position: int) -> Tile:
+        top = position // (self.traversal.band * self._across) * self.traversal.band
+        height = self._height(top)
+        col, row = divmod(position - top * self._across, height)
+        i = top + (row if col % 2 == 0 else height - 1 - row)
+        j = self._across - 1 - col if self._backwards(top) else col
+        return (i, j) if self.axis == 0 else (j, i)
+
+    def _height(self, top: int) -> int:
+        return min(self.traversal.band, self._down - top)
+
+    def _backwards(self, top: int) -> bool:
+        return self.traversal.turns and top // self.traversal.band % 2 == 1
+
+
+def walk(traversal: Traversal, tile_rows: int, tile_cols: int, done: Container[Tile] = ()) -> Walk:
+    """All tiles that are not done, in the order of the traversal."""
+    return Walk(traversal, tile_rows, tile_cols, done)
+
+
+def last(traversal: Traversal, tile_rows: int, tile_cols: int) -> Tile:
+    """The tile at which a walk over at least one ends.
+
+    >>> last(Traversal(), 2, 3), last(Traversal(axis=1), 2, 2), last(Traversal(band=2), 2, 3)
+    ((1, 0), (0, 1), (1, 2))
+    """
+    if traversal.axis == 1:
+        j, i = last(traversal.along_rows, tile_cols, tile_rows)
+        return i, j
+    top = (tile_rows - 1) // traversal.band * traversal.band
+    row = tile_rows - 1 if tile_cols % 2 else top
+    backwards = traversal.turns and top // traversal.band % 2
+    return row, 0 if backwards else tile_cols - 1
+
+
+def forwards(tile: Tile) -> bool:
+    """Whether k runs forwards in a tile."""
+    return sum(tile) % 2 == 0
+
+
+def step_order(tile: Tile, steps: int, ramp: int = 0) -> Sequence[int]:
+    """The steps of a tile in the order they run; with a `ramp` those of tile (0, 0) begin with thin ones.
+
+    >>> list(step_order((0, 0), 3)), list(step_order((0, 1), 3))
+    ([0, 1, 2], [2, 1, 0])
+    >>> step_order((0, 0), 3, ramp=1)
+    (3, 4, 1, 2)
+    """
+    if not forwards(tile):
+        return range(steps - 1, -1, -1)
+    return (*range(steps, steps + ramp + 1), *range(1, steps)) if ramp and tile == (0, 0) else range(steps)
+
+
+class NextUse:
+    """When a panel of op(A) (axis 0) or op(B) (axis 1) is used next, the whole future being known: positions counted
+    in steps of the run."""
+
+    def __init__(self, tiles: Sequence[Tile], steps: int, axis: int) -> None:
+        self._tiles = tiles
+        self._steps = steps
+        self._axis = axis
+        # Line, position, the next position and whether k runs forwards there: steps of a tile share them.
+        self._known: tuple[int, int, int | None, bool] = -1, -1, None, True
+        self._positions: defaultdict[int, array[int]] = defaultdict(lambda: array("q"))
+        for position, tile in enumerate(() if isinstance(tiles, Walk) else tiles):
+            self._positions[tile[axis]].append(position)
+
+    def tile(self, line: int, position: int) -> int | None:
+        """The next tile after tile number `position` that is in a tile row (or column)."""
+        if self._known[0] != line or self._known[1] != position:
+            later = self._next(line, position)
+            self._known = line, position, later, later is not None and forwards(self._tiles[later])
+        return self._known[2]
+
+    def _next(self, line: int, position: int) -> int | None:
+        if isinstance(self._tiles, Walk):
+            return self._tiles.next_in(self._axis, line, position)
+        positions = self._positions[line]
+        index = bisect_right(positions, position)
+        return positions[index] if index < len(positions) else None
+
+    def __call__(self, line: int, step: int, position: int) -> int:
+        """First use, after tile number `position`, of the panel `step` of a tile row (or column); NEVER if there is
+        none."""
+        later = self.tile(line, position)
+        if later is None or step >= self._steps:  # thin steps are of one tile only
+            return NEVER
+        ahead = step if self._known[3] else self._steps - 1 - step
+        return later * self._steps + ahead

@@ -1,0 +1,1 @@
+"""The planner: candidates, their scores, and the choice."""

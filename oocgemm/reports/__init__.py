@@ -1,0 +1,1 @@
+"""Reports: figures of a timeline as text, pictures, pages and traces."""

@@ -1,0 +1,73 @@
+"""Writes what a report can be made into: a page, pictures, a trace."""
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+from oocgemm.errors import InputError
+from oocgemm.reports.page import page
+from oocgemm.reports.svg import svg
+from oocgemm.reports.trace import write_trace
+from oocgemm.timeline import Timeline
+
+PNG_WIDTH = 2700
+
+
+def export(
+    logs: Sequence[str], timelines: Sequence[Timeline], outputs: dict[str, str | None]
+) -> list[tuple[str, str]]:
+    """Write what is asked for under ``html``, ``svg``, ``png`` and ``trace``; returns names and paths of what was
+    written. Pictures and traces are of one run.
+
+    Raises `InputError` for a path that cannot be written or is that of a log, for more than one run where one is
+    meant, and for a PNG without the library that draws it.
+    """
+    wanted = {kind: path for kind, path in outputs.items() if path is not None}
+    for kind, path in wanted.items():
+        if any(os.path.realpath(path) == os.path.realpath(log) for log in logs):
+            raise InputError(f"--{kind} {path} is the timeline that is read: give another place")
+        if kind != "html" and len(logs) > 1:
+            raise InputError(f"--{kind} takes one timeline, {len(logs)} were given")
+    makers: dict[str, Callable[[TextIO], object]] = {
+        "html": lambda file: file.write(page(list(zip(logs, timelines, strict=True)))),
+        "svg": lambda file: file.write(svg(timelines[0], logs[0])),
+        "trace": lambda file: write_trace(file, timelines[0]),
+    }
+    for kind, path in wanted.items():
+        with writing(f"--{kind}", path):
+            if kind == "png":
+                Path(path).write_bytes(_png(svg(timelines[0], logs[0])))
+            else:
+                with open(path, "w", encoding="utf-8") as file:
+                    makers[kind](file)
+    names = {"html": "Page", "svg": "Picture", "png": "Picture", "trace": "Trace, for ui.perfetto.dev"}
+    return [(names[kind], path) for kind, path in wanted.items()]
+
+
+@contextmanager
+def writing(option: str, path: str) -> Iterator[None]:
+    """What goes wrong with a file of the user's is said as `InputError`, with the option that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"cannot write {option} {path}: {error.strerror}") from error
+
+
+def check_place(option: str, path: str) -> None:
+    """Raise `InputError` where no file can be written: what is to be in it may take a minute to find."""
+    with writing(option, path):
+        folder = os.path.dirname(os.path.abspath(path))
+        tempfile.TemporaryFile(dir=folder).close()
+
+
+def _png(picture: str) -> bytes:
+    try:
+        import resvg_py
+    except ImportError as error:
+        raise InputError(
+            "--png needs resvg-py, which draws it: pip install 'oocgemm[png]', or take --svg"
+        ) from error
+    return bytes(resvg_py.svg_to_bytes(svg_string=picture, width=PNG_WIDTH))

@@ -1,0 +1,42 @@
+"""A Gantt picture in characters: a line a lane, each cell shaded by how much of it the lane was busy."""
+
+from collections import defaultdict
+
+from oocgemm.timeline.metrics import Interval, union
+from oocgemm.timeline.spans import LANES, Timeline
+
+SHADES = " ▁▂▃▄▅▆▇█"
+
+
+def busy_cells(intervals: list[Interval], wall: int, cells: int) -> list[float]:
+    """Share of each of `cells` equal parts of the run that is covered.
+
+    >>> busy_cells([(0, 25), (50, 100)], 100, 4)
+    [1.0, 0.0, 1.0, 1.0]
+    """
+    shares = [0.0] * cells
+    if wall <= 0:
+        return shares
+    width = wall / cells
+    for start, end in union(intervals):
+        for cell in range(int(start / width), min(cells, int(end / width) + 1)):
+            shares[cell] += max(0.0, min(end, (cell + 1) * width) - max(start, cell * width)) / width
+    return [min(1.0, share) for share in shares]
+
+
+def gantt(timeline: Timeline, width: int = 80) -> list[tuple[str, str]]:
+    """Lanes in the order data flows, each with its picture `width` characters wide."""
+    lanes: defaultdict[str, list[Interval]] = defaultdict(list)
+    for span in timeline.spans:
+        lanes[span.lane].append((span.start, span.end))
+    return [
+        (lane, "".join(_shade(share) for share in busy_cells(lanes[lane], timeline.wall, width)))
+        for lane in LANES
+        if lanes[lane]
+    ]
+
+
+def _shade(share: float) -> str:
+    # The least activity shows, and only a full cell is drawn full.
+    level = 0 if share <= 0 else max(1, min(8, int(share * 8 + 0.02)))
+    return SHADES[level]

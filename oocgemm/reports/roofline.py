@@ -1,0 +1,139 @@
+"""The roofline of a machine as a picture: what each link lets be computed, by the flops made of a byte that crosses it.
+
+After Williams, Waterman and Patterson, *Roofline: an insightful visual performance model* (2009). A tile of w x h makes
+2 w h r flops of (w + h) r elements, so the intensity follows from the memory that holds it: both have an axis.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from html import escape
+from math import ceil, floor, log10, sqrt
+
+from oocgemm.planning import Calibration
+from oocgemm.planning.cost.links import LINKS, calibrated_rates
+from oocgemm.planning.units import format_rate, format_size
+
+WIDTH, HEIGHT = 1040, 550
+LEFT, RIGHT, TOP, BOTTOM = 295, 810, 112, 490
+LINE = 17  # from label to label
+ITEMSIZE = 8  # of the float64 tile that the upper axis tells of
+# Of links, in the order in which they are given.
+COLOURS = ("#d55e00", "#56a8dc", "#b8860b", "#cc79a7", "#009e73")
+SOURCES = {"read_cold", "read", "decode", "memory", "h2d"}  # what operands come over
+STYLE = """
+svg { background: #fff; font: 12px Helvetica, Arial, "DejaVu Sans", sans-serif; }
+text { fill: #16191d; } .soft { fill: #5b636d; } .title { font-size: 16px; font-weight: bold; }
+.grid { stroke: #e3e6ea; } .frame { stroke: #8a9097; fill: none; } .roof { stroke: #59616c; stroke-width: 1.5; fill: none; }
+.link { stroke-width: 2; fill: none; } .lead { stroke-width: 1; fill: none; } .mark { stroke: #16191d; stroke-dasharray: 4 3; }
+.over { stroke: #fff; stroke-width: 4; paint-order: stroke; }
+@media (prefers-color-scheme: dark) {
+svg { background: #181c22; } text { fill: #e8ebef; } .soft { fill: #9aa4b0; } .grid { stroke: #2a3038; } .frame { stroke: #6a737d; }
+.roof { stroke: #a9b2bd; } .mark { stroke: #e8ebef; } .over { stroke: #181c22; }
+}"""
+
+
+def roofline_of(found: Calibration, budget: int) -> str:
+    """The picture of what was calibrated, with a mark at a device budget in bytes."""
+    links = {LINKS[name]: rate for name, rate in calibrated_rates(found).items() if name in SOURCES}
+    roofs = {dtype: rate.peak for dtype, rate in found.kernels.items()}
+    return roofline(f"{found.device}, calibrated on {found.date}", links, roofs, budget)
+
+
+def roofline(title: str, links: Mapping[str, float], roofs: Mapping[str, float], budget: int) -> str:
+    """SVG of attainable flop/s against flop per byte, for links in bytes per second under roofs in flop/s, both positive
+    and by the names that they are shown under. A mark says where the square tile is that fills `budget` bytes."""
+    fastest, slowest, mark = max(links.values()), min(links.values()), sqrt(budget / ITEMSIZE) / ITEMSIZE
+    # From well left of where the lowest roof is reached first, to right of where the highest is reached last.
+    first = 10.0 ** (floor(log10(min(min(roofs.values()) / fastest, mark))) - 1)
+    last = 10.0 ** ceil(log10(max(2 * max(roofs.values()) / slowest, 1.5 * mark)))
+    low, high = first * slowest / 1.5, 2 * max(roofs.values())
+
+    def x(intensity: float) -> float:
+        return LEFT + (RIGHT - LEFT) * log10(intensity / first) / log10(last / first)
+
+    def y(rate: float) -> float:
+        return BOTTOM - (BOTTOM - TOP) * log10(rate / low) / log10(high / low)
+
+    parts = [
+        _text(24, 34, title, "title"),
+        _text(24, 54, "What each link lets be computed, by the flops made of a byte that crosses it", "soft"),
+    ]
+    for power in range(ceil(log10(low)), floor(log10(high)) + 1):
+        parts.append(_line(98, y(10.0**power), RIGHT, y(10.0**power), "grid"))
+        parts.append(_text(91, y(10.0**power) + 4, format_rate(10.0**power, "FLOP"), "soft", "end"))
+    for power in range(round(log10(first)), round(log10(last)) + 1):
+        parts.append(_line(x(10.0**power), TOP, x(10.0**power), BOTTOM, "grid"))
+        number = f"{10**power:,}".replace(",", "\u202f") if power >= 0 else f"{10.0**power:g}"
+        parts.append(_text(x(10.0**power), BOTTOM + 18, number, "soft", "middle"))
+    for size in (1 << bits for bits in range(5, 70, 5)):
+        if first <= (intensity := sqrt(size / ITEMSIZE) / ITEMSIZE) <= last:
+            parts.append(_line(x(intensity), TOP - 5, x(intensity), TOP, "frame"))
+            parts.append(_text(x(intensity), TOP - 10, format_size(size), "soft", "middle"))
+    middle = (LEFT + RIGHT) / 2
+    parts.append(_text(middle, BOTTOM + 38, "flop per byte over the link", "soft", "middle"))
+    parts.append(
+        _text(
+            middle,
+            TOP - 28,
+            "device memory of the square float64 tile that makes as many of a byte",
+            "soft",
+            "middle",
+        )
+    )
+    parts.append(f'<path d="M{LEFT} {TOP}H{RIGHT}V{BOTTOM}H{LEFT}z" class="frame"/>')
+    for name, rate, at in _labelled(roofs, y):
+        parts.append(
+            f'<path d="M{x(rate / fastest):.1f} {y(rate):.1f}H{RIGHT}L{RIGHT + 14} {at:.1f}h4" class="roof"/>'
+        )
+        parts.append(_text(RIGHT + 23, at + 4, f"{name} {format_rate(rate, 'FLOP')}"))
+    colours = dict(zip(links, COLOURS, strict=False))
+    for name, rate, at in _labelled(links, lambda r: y(r * first)):
+        colour = colours[name]
+        start, top = y(rate * first), max(roofs.values())
+        parts.append(
+            f'<path d="M{LEFT} {start:.1f}L{x(top / rate):.1f} {y(top):.1f}" class="link" stroke="{colour}"/>'
+        )
+        parts.append(
+            f'<path d="M{LEFT} {start:.1f}L{LEFT - 16} {at:.1f}h-4" class="lead" stroke="{colour}"/>'
+        )
+        parts.append(_text(LEFT - 25, at + 4, f"{name} {format_rate(rate)}", "over", "end"))
+    parts.append(_line(x(mark), TOP, x(mark), BOTTOM, "mark"))
+    right = x(mark) < middle
+    label = f"tile of the default budget, {format_size(budget)}"
+    parts.append(
+        _text(x(mark) + (6 if right else -6), BOTTOM - 10, label, "over", "start" if right else "end")
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}">'
+        f"<title>{escape(title)}</title><style>{STYLE}</style>{''.join(parts)}</svg>\n"
+    )
+
+
+def _labelled(rates: Mapping[str, float], y: Callable[[float], float]) -> Iterator[tuple[str, float, float]]:
+    """Names, rates, and how high their labels stand, the fastest first."""
+    ordered = sorted(rates.items(), key=lambda item: -item[1])
+    heights = spread([y(rate) for _, rate in ordered], LINE, TOP, BOTTOM)
+    yield from ((name, rate, at) for (name, rate), at in zip(ordered, heights, strict=True))
+
+
+def spread(places: Sequence[float], gap: float, least: float, most: float) -> list[float]:
+    """Rising places moved apart, none nearer to the next than `gap`, all within bounds if they fit there.
+
+    >>> spread([10.0, 11.0, 50.0], 6.0, 0.0, 54.0)
+    [10.0, 16.0, 50.0]
+    >>> spread([52.0, 53.0], 6.0, 0.0, 54.0)
+    [48.0, 54.0]
+    """
+    found: list[float] = []
+    for place in places:
+        found.append(max(place, found[-1] + gap if found else least))
+    for index in reversed(range(len(found))):
+        found[index] = min(found[index], found[index + 1] - gap if index + 1 < len(found) else most)
+    return found
+
+
+def _line(x1: float, y1: float, x2: float, y2: float, style: str) -> str:
+    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" class="{style}"/>'
+
+
+def _text(x: float, y: float, text: str, style: str = "", anchor: str = "start") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{style}">{escape(text)}</text>'

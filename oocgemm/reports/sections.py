@@ -1,0 +1,308 @@
+"""The sections of a page: figures, sentences, tables and the small charts, as HTML."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from html import escape
+from typing import Any
+
+from oocgemm.planning.serialize import recorded_scalar
+from oocgemm.planning.units import format_percent, format_rate, format_size, format_time
+from oocgemm.reports.advice import Fitted, Remedy, fit, remedy, sentence
+from oocgemm.reports.charts import c_grid, extents, lane_class, stacked_bar, throughput
+from oocgemm.timeline.diagnosis import Diagnosis, diagnose, unfinished
+from oocgemm.timeline.metrics import Report, in_place, same_product
+from oocgemm.timeline.series import lanes_of
+from oocgemm.timeline.spans import Timeline
+from oocgemm.timeline.verdict import CAUSES
+
+LINKS = {
+    "read": "storage to host",
+    "h2d": "host to device",
+    "d2h": "device to host",
+    "write": "host to storage",
+}
+OPERATORS = {"N": "", "T": "<sup>T</sup>", "C": "<sup>H</sup>"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as the page describes it."""
+
+    name: str
+    timeline: Timeline
+    report: Report
+    diagnosis: Diagnosis
+    fitted: Fitted | None
+    remedy: Remedy
+
+    @classmethod
+    def of(cls, name: str, timeline: Timeline, figures: Report) -> "Run":
+        diagnosis = diagnose(timeline, figures)
+        fitted = fit(timeline, figures)
+        return cls(name, timeline, figures, diagnosis, fitted, remedy(timeline, figures, diagnosis, fitted))
+
+    @property
+    def header(self) -> Mapping[str, Any]:
+        return self.timeline.header
+
+
+def body(runs: Sequence[Run]) -> str:
+    """All sections, those of several runs beside one another."""
+    plain = [_title(runs), _each(runs, _verdict, "verdict"), _figures(runs)]
+    sections = (
+        ("Where the time went", _each(runs, _exposed)),
+        ("Timeline", _gantt(runs)),
+        ("Throughput", _each(runs, lambda run: throughput(run.timeline, run.report))),
+        ("Traffic against the lower bound", _each(runs, _traffic)),
+        ("Predicted and measured", _each(runs, _predicted)),
+        ("C by finishing time", _each(runs, lambda run: c_grid(run.timeline))),
+        ("How it was run", _each(runs, _setup)),
+    )
+    half = len(runs) == 1
+    cards = [
+        f'<section class="card{" half" if half and number > 2 else ""}"><h2>{name}</h2>{content}</section>'
+        for number, (name, content) in enumerate(sections)
+    ]
+    return f'<main class="runs-{len(runs)}">{"".join([*plain, *cards])}</main>'
+
+
+def heading(header: Mapping[str, Any]) -> str:
+    """What was computed, on a line of text."""
+    problem = header.get("plan", {}).get("problem")
+    if not problem:
+        return "Matrix product"
+    into = f" into {problem['c_dtype']}" if problem["c_dtype"] != problem["a_dtype"] else ""
+    return f"{problem['m']} x {problem['n']} x {problem['k']} {problem['a_dtype']}{into}"
+
+
+def _title(runs: Sequence[Run]) -> str:
+    header = runs[0].header
+    plan = header.get("plan", {})
+    problem = plan.get("problem")
+    name = "Matrix product"
+    if problem and len({heading(run.header) for run in runs}) == 1:
+        alpha, beta = (recorded_scalar(problem[name]) for name in ("alpha", "beta"))
+        name = (
+            f"C = {_factor(alpha)}A{OPERATORS[problem['trans_a']]} B{OPERATORS[problem['trans_b']]}"
+            + (f" + {_factor(beta)}C" if beta else "")
+            + f' <span class="shape">{extents(problem["m"], problem["n"], problem["k"])} {escape(problem["a_dtype"])}</span>'
+        )
+    where = " vs ".join(_where(run.header) for run in runs) if len(runs) > 1 else _where(header)
+    return (
+        f'<header class="top"><div><p class="brow">oocgemm report</p><h1>{name}</h1><p class="meta">{where}</p></div>'
+        '<button id="theme" type="button" aria-label="Switch between light and dark">Dark</button></header>'
+    )
+
+
+def _where(header: Mapping[str, Any]) -> str:
+    backend, plan = header.get("backend", {}), header.get("plan", {})
+    parts = [str(backend.get("device", ""))]
+    if budget := plan.get("budget"):
+        parts.append(f"device {format_size(budget['device'])}, host {format_size(budget['host'])}")
+    if started := header.get("started"):
+        parts.append(f"{datetime.fromtimestamp(started, UTC):%Y-%m-%d %H:%M} UTC")
+    return escape(" · ".join(part for part in parts if part))
+
+
+def _factor(scalar: complex) -> str:
+    number = complex(scalar)
+    return "" if number == 1 else f"({number:g}) " if number.imag else f"{number.real:g} "
+
+
+def _each(runs: Sequence[Run], section: Callable[[Run], str], kind: str = "") -> str:
+    if len(runs) == 1:
+        inner = section(runs[0])
+        return f'<section class="card {kind}">{inner}</section>' if kind else inner
+    columns = "".join(
+        f'<div class="run {f"card {kind}" if kind else ""}"><p class="name">{escape(run.name)}</p>{section(run)}</div>'
+        for run in runs
+    )
+    return f'<div class="columns">{columns}</div>'
+
+
+def _verdict(run: Run) -> str:
+    advice = escape(sentence(run.remedy, run.report.wall))
+    cut = f'<p class="finding">{unfinished(run.report)}</p>' if run.report.unfinished else ""
+    return (
+        cut + '<p class="finding">'
+        f"<strong>{escape(run.diagnosis.headline)}</strong>{escape(run.diagnosis.rest)}</p>"
+        f"<p>{escape(run.diagnosis.evidence)}</p>"
+        f'<p class="remedy">{advice}</p>'
+    )
+
+
+def _figures(runs: Sequence[Run]) -> str:
+    until = "the log ends" if any(run.report.unfinished for run in runs) else "C is in its place"
+    rows = [("T", f"wall time until {until}"), ("Rate", "flops over T")]
+    rows += [("Compute share", "of T in multiplications"), ("Copy overlap", "of copies hidden behind them")]
+    rows += [("Storage overlap", "of reads and writes hidden"), ("Efficiency", "of what the machine allows")]
+    values = [
+        [
+            format_time(r.wall),
+            format_rate(r.flop_rate, "FLOP") if r.flop_rate else "-",
+            *(format_percent(x) for x in (r.compute_share, r.copy_overlap, r.storage_overlap, r.efficiency)),
+        ]
+        for r in (run.report for run in runs)
+    ]
+    tiles = "".join(
+        f"<div><dt>{name}</dt>{''.join(f'<dd>{value[i]}</dd>' for value in values)}<dd class='what'>{what}</dd></div>"
+        for i, (name, what) in enumerate(rows)
+    )
+    note = ""
+    if len(runs) > 1:
+        first, *others = runs
+        alike = same_product([run.timeline for run in runs])
+        said = ", ".join(f"{escape(run.name)}, {_beside(run.report, first.report, alike)}" for run in others)
+        note = f'<p class="note legend">Above: {escape(first.name)}. Below, in blue: {said}.</p>'
+    return f'<div><dl class="figures">{tiles}</dl>{note}</div>'
+
+
+def _beside(figures: Report, first: Report, alike: bool) -> str:
+    """How a run compares with the first: by T, or by the rate where they multiplied different products."""
+    if alike and first.wall:
+        return f"T {figures.wall / first.wall:.2f} times as long"
+    if figures.flop_rate and first.flop_rate:
+        return f"a different product, its rate {figures.flop_rate / first.flop_rate:.2f} times as high"
+    return "not comparable"
+
+
+def _exposed(run: Run) -> str:
+    """The table of causes: compute and the stalls, the largest first."""
+    wall = run.report.wall
+    parts = {cause: share * wall for cause, share in run.report.shares.items()}
+    rows = [
+        [
+            f'<i class="key {lane_class(cause)}"></i>{escape(cause)}',
+            format_time(seconds),
+            format_percent(run.report.shares[cause]),
+            CAUSES.get(cause, ""),
+        ]
+        for cause, seconds in parts.items()
+    ]
+    return stacked_bar(parts, wall) + table(["", "time", "of T", ""], rows, wide_last=True)
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, wide_last: bool = False) -> str:
+    """A table of cells that are HTML; the first column, and the last if it is wide, hold text, the others numbers."""
+
+    def cell(tag: str, index: int, text: str) -> str:
+        left = index == 0 or (wide_last and index == len(head) - 1)
+        return f"<{tag}{'' if left else ' class=n'}>{text}</{tag}>"
+
+    lines = ["".join(cell("td", i, text) for i, text in enumerate(row)) for row in rows]
+    top = "".join(cell("th", i, text) for i, text in enumerate(head))
+    kind = ' class="wide"' if wide_last else ""
+    return f"<table{kind}><thead><tr>{top}</tr></thead><tbody>{''.join(f'<tr>{line}</tr>' for line in lines)}</tbody></table>"
+
+
+def _gantt(runs: Sequence[Run]) -> str:
+    keys = (
+        "<span class='hint'>A solid, B and C paler. Drag to pan, Ctrl + wheel to zoom, hover for details; arrows, +, - and 0 "
+        "on the keyboard.</span>"
+    )
+    tools = (
+        '<div class="tools"><button type="button" data-zoom="in" aria-label="Zoom in">+</button>'
+        '<button type="button" data-zoom="out" aria-label="Zoom out">−</button>'
+        f'<button type="button" data-zoom="all">All</button><output id="range"></output>{keys}</div>'
+    )
+    charts = "".join(
+        (f'<p class="name">{escape(run.name)}</p>' if len(runs) > 1 else "")
+        + '<div class="gantt"><canvas class="lanes" tabindex="0" role="img" '
+        f'aria-label="Gantt chart of {len(run.timeline.spans)} operations on {len(lanes_of(run.timeline.spans))} lanes"></canvas>'
+        '<canvas class="overview" aria-hidden="true"></canvas></div>'
+        for run in runs
+    )
+    return tools + charts
+
+
+def _traffic(run: Run) -> str:
+    rows = []
+    for link, figures in run.report.traffic.items():
+        moved, once, least = (figures[name] or 0 for name in ("bytes", "required", "least"))
+        if not (moved or once):
+            continue
+        whole = max(moved, once, least, 1)
+        bar = (
+            f'<div class="bar"><b class="lane-{link}" style="width:{100 * moved / whole:.2f}%"></b>'
+            + (f'<u style="left:{min(100 * least / whole, 99.6):.2f}%"></u>' if least else "")
+            + "</div>"
+        )
+        ratio = f"{moved / least:.2f}" if least else "-"
+        sizes = (format_size(x) if x else "-" for x in (moved, once, least))
+        rows.append([f"{link}<small>{LINKS[link]}</small>", *sizes, ratio, bar])
+    return (
+        table(["link", "moved", "each once", "least", "ratio", ""], rows, wide_last=True)
+        + '<p class="note">least: the fewest bytes that any schedule within these budgets moves, the line across the bar.</p>'
+    )
+
+
+def _predicted(run: Run) -> str:
+    # What is predicted is the whole run.
+    plan = {} if run.report.unfinished else run.header.get("plan", {})
+    predicted: dict[str, float] = plan.get("predicted_seconds", {})
+    rows = []
+    for lane in lanes_of(run.timeline.spans):
+        measured = run.report.lanes.get(lane, {}).get("busy", 0.0)
+        rows.append([escape(lane), *_compared(predicted.get(lane), measured), ""])
+    rows.append(
+        [
+            "<b>T</b>",
+            *_compared(predicted.get("total"), run.report.wall),
+            format_time(run.fitted.seconds(run.fitted.plan)) if run.fitted else "-",
+        ]
+    )
+    model = escape(str(run.header.get("plan", {}).get("machine", "unknown")))
+    calibrated = run.header.get("plan", {}).get("calibrated")
+    rough = "" if calibrated else " It is rough: <code>oocgemm calibrate</code> measures this machine."
+    return (
+        table(["", "predicted", "measured", "ratio", "at its rates"], rows)
+        + f'<p class="note">Busy time of each lane. Model: {model}.{rough} At its rates: the model with the rates of this run.</p>'
+    )
+
+
+def _compared(predicted: float | None, measured: float) -> list[str]:
+    if not predicted:
+        return ["-", format_time(measured), "-"]
+    return [format_time(predicted), format_time(measured), f"{measured / predicted:.2f}"]
+
+
+def _setup(run: Run) -> str:
+    plan, header = run.header.get("plan", {}), run.header
+    rows: list[list[str]] = []
+
+    def row(name: str, value: object) -> None:
+        if value:
+            rows.append([name, escape(str(value))])
+
+    if tile := plan.get("tile"):
+        down, across = plan["tiles"]
+        row("tile", f"{tile['w']} × {tile['h']}, panels {tile['r']} deep")
+        row("grid", f"{down} × {across} tiles, {plan['steps']} steps, {plan.get('traversal', '')}")
+    if slots := plan.get("slots"):
+        on_host = (
+            ""
+            if slots["unified"]
+            else f"; host C {slots['host_c']}, A {slots['host_a']}, B {slots['host_b']}"
+        )
+        residues = f", residues {slots['planes']}" if slots.get("planes") else ""
+        row("slots", f"device C {slots['c']}, A {slots['a']}, B {slots['b']}{residues}{on_host}")
+    for tier, held in plan.get("footprint", {}).items():
+        row(f"{tier} memory", f"{format_size(held['total'])} of {format_size(plan['budget'][tier])}")
+    for name, operand in header.get("operands", {}).items():
+        codecs = ", ".join(operand.get("codecs") or ())
+        chunks = " × ".join(map(str, operand.get("chunks") or ()))
+        shown = [operand.get("store"), f"chunks {chunks}" if chunks else "", codecs, operand.get("path")]
+        row(name, ", ".join(str(part) for part in shown if part))
+    backend = dict(header.get("backend", {}))
+    kernels = ", ".join(backend.pop("multiplied by", ()))
+    row("backend", ", ".join(f"{k} {v}" if k != "name" else str(v) for k, v in backend.items()))
+    row("multiplied by", kernels)
+    row("in place", in_place(run.timeline))
+    row(
+        "machine",
+        ", ".join(str(header.get("machine", {}).get(k, "")) for k in ("processor", "platform")).strip(", "),
+    )
+    row("versions", ", ".join(f"{k} {v}" for k, v in header.get("versions", {}).items()))
+    lines = "".join(f"<tr><th>{name}</th><td>{value}</td></tr>" for name, value in rows)
+    return f'<table class="setup"><tbody>{lines}</tbody></table>'

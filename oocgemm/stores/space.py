@@ -1,0 +1,52 @@
+"""Room on the disk for C: how much it takes, how much is free, and what to say where it is not enough."""
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+from oocgemm.errors import InputError
+from oocgemm.planning.units import format_size
+from oocgemm.stores.base import Matrix
+from oocgemm.stores.files import padded
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def check_room(name: str, path: str, wanted: int) -> None:
+    """Raise `InputError` unless `wanted` more bytes fit on the file system that a path is on, or would be."""
+    free = free_bytes(path)
+    if free < wanted:
+        raise InputError(
+            f"{name} at {path} takes {format_size(wanted)} more, and its disk has {format_size(free)} free: make room for "
+            f"{format_size(wanted - free)}, or give a place on another disk"
+        )
+
+
+def no_room(matrix: Matrix, error: OSError, least: int) -> str:
+    """Say which path a full disk keeps from being written, how much is missing (`least` bytes at least), and what to do."""
+    path = str(matrix.describe()["path"]).removeprefix("file://")
+    missing = getattr(matrix, "missing_bytes", None)
+    wanted = max(least, missing() if missing is not None else 0)
+    free = ""
+    if error.errno == errno.ENOSPC:
+        left = free_bytes(path)
+        free, wanted = f", {format_size(left)} are free", max(least, wanted - left)
+    return (
+        f"{error.strerror}: C at {path} needs about {format_size(wanted)} more{free}. Make room, then "
+        "--resume (resume=True) goes on"
+    )
+
+
+def raw_bytes(shape: tuple[int, int], chunks: tuple[int, int], itemsize: int) -> int:
+    """Return the bytes that the raw chunks of an array take on the disk; those at its edges are stored whole."""
+    count = -(-shape[0] // chunks[0]) * -(-shape[1] // chunks[1])
+    return count * padded(chunks[0] * chunks[1] * itemsize)
+
+
+def free_bytes(path: str) -> int:
+    """Return the free bytes of the file system that a path is on, or would be."""
+    place = Path(path).absolute()
+    while not os.path.exists(place):
+        place = place.parent
+    return shutil.disk_usage(place).free

@@ -1,0 +1,1 @@
+"""zarr arrays: matrices, chunks, and their codecs."""

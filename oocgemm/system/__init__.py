@@ -1,0 +1,1 @@
+"""The operating system: memory, threads, processor time, and the user's cache folder."""

@@ -1,0 +1,111 @@
+"""Large blocks of host memory, and how much memory there is."""
+
+import mmap
+import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from math import inf
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from oocgemm.errors import OutOfMemoryError
+from oocgemm.planning.units import format_size
+
+ROOT = Path("/")  # of /proc and of the mount points of cgroups
+# Of a memory cgroup, versions 2 and 1: the files of its limits, that of its use, and the lines of memory.stat that count page
+# cache, which the system reclaims on demand.
+CGROUP_FILES = {
+    "cgroup2": (("memory.max", "memory.high"), "memory.current", ("active_file", "inactive_file")),
+    "cgroup": (
+        ("memory.limit_in_bytes",),
+        "memory.usage_in_bytes",
+        ("total_active_file", "total_inactive_file"),
+    ),
+}
+
+
+def allocate(size: int) -> npt.NDArray[Any]:
+    """`size` bytes, page-aligned, on huge pages where the system has them (first touch is several times
+    cheaper), returned to the system when the last view of them goes."""
+    try:
+        block = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, ValueError, OverflowError) as error:
+        raise OutOfMemoryError(
+            f"the system refuses {format_size(size)} of host memory ({error}), {format_size(available_memory())} are "
+            "available: pass a smaller --host-memory, and on the host backend a smaller --device-memory"
+        ) from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without huge pages is only slower
+            block.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(block, np.uint8)[:size]
+
+
+def available_memory() -> int:
+    """Return the bytes of host memory that can be had without swapping, within the limits of all cgroups of the process."""
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+    left = (_left(kind, group) for kind, group in _memory_groups())
+    return max(0, int(min([available, *left])))
+
+
+def memory_limit() -> int:
+    """Return the bytes of host memory that the process may take at most: those of the machine, or fewer by its cgroups."""
+    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(min([installed, *(_limit(kind, group) for kind, group in _memory_groups())]))
+
+
+def _memory_groups() -> Iterator[tuple[str, Path]]:
+    """Yield the folders of the process's own memory cgroup and of its parents, as far as they are mounted, with their version.
+
+    See cgroups(7) and, for the fields of mountinfo, proc_pid_mountinfo(5).
+    """
+    paths: dict[str, PurePosixPath] = {}
+    mounts: list[list[str]] = []
+    with suppress(OSError):
+        for line in (ROOT / "proc/self/cgroup").read_text().splitlines():
+            number, controllers, path = line.split(":", 2)
+            if number == "0" or "memory" in controllers.split(","):
+                paths["cgroup2" if number == "0" else "cgroup"] = PurePosixPath(path)
+        mounts = [line.split() for line in (ROOT / "proc/self/mountinfo").read_text().splitlines()]
+    for fields in mounts:
+        kind, _, options = fields[fields.index("-") + 1 :]
+        if kind not in paths or (kind == "cgroup" and "memory" not in options.split(",")):
+            continue
+        root, place = (
+            re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), field) for field in fields[3:5]
+        )
+        below = PurePosixPath()  # the mount point itself, where the own group is not below it
+        if paths[kind].is_relative_to(root):
+            below = paths[kind].relative_to(root)
+        for group in (below, *below.parents):
+            yield kind, ROOT / place.lstrip("/") / group
+
+
+def _left(kind: str, group: Path) -> float:
+    """Return the bytes that the processes of a cgroup may still take; infinity if it has no limit."""
+    _, used, caches = CGROUP_FILES[kind]
+    limit = _limit(kind, group)
+    if limit == inf:
+        return inf
+    try:
+        parts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return limit - int((group / used).read_text()) + sum(int(parts.get(name, 0)) for name in caches)
+    except OSError:
+        return inf
+
+
+def _limit(kind: str, group: Path) -> float:
+    """Return the bytes that the processes of a cgroup may take in all; infinity if it has no limit."""
+    try:
+        files = [group / name for name in CGROUP_FILES[kind][0]]
+        texts = [file.read_text().strip() for file in files if file.exists()]
+    except OSError:
+        return inf
+    return min((int(text) for text in texts if text != "max"), default=inf)
