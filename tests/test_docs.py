@@ -1,6 +1,7 @@
 """The README and the docs are true: their code runs, their figures are current, what they name exists."""
 
 import logging
+import pkgutil
 import re
 import shlex
 import subprocess
@@ -114,6 +115,12 @@ def test_options_and_commands_named_exist(page: Path) -> None:
     outside = {"--all", "--no-setup", "--strict", "--make-rel"}  # of scripts/test, mypy, plink2
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) - outside <= set(options(cli))
     assert set(re.findall(r"`oocgemm (\w+)", text)) <= set(cli.commands)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_modules_and_names_mentioned_exist(page: Path) -> None:
+    for name in set(re.findall(r"`(oocgemm(?:\.\w+)+)", page.read_text())):
+        pkgutil.resolve_name(name)
 
 
 def test_the_readme_is_short_and_its_links_lead_somewhere() -> None:
