@@ -111,9 +111,9 @@ def loop_seconds(a: Any, b: Any, c: Any, plan: Plan) -> float:
         for j in range(grid.shape[1]):
             rows, cols = slice(*grid.rows(i)), slice(*grid.cols(j))
             total = cupy.zeros((rows.stop - rows.start, cols.stop - cols.start), a.dtype)
-            for p in range(0, a.shape[1], tile.r):
-                left = cupy.asarray(a[rows, p : p + tile.r])
-                right = cupy.asarray(b[p : p + tile.r, cols])
+            for p in range(0, a.shape[1], tile.k):
+                left = cupy.asarray(a[rows, p : p + tile.k])
+                right = cupy.asarray(b[p : p + tile.k, cols])
                 total += left @ right
             c[rows, cols] = total.get()
             del total

@@ -132,7 +132,7 @@ def oracle(plan: Plan, kind: str, moved: int) -> tuple[int, dict[str, int]]:
     hundredth of the time of the panels that the plan moves: what moves less but takes longer is no better."""
     p = plan.problem
     most = max(plan.steps, (moved - c_bytes(p)) / SLOW / plan.machine.step_latency / 100)
-    r = min(plan.tile.r, p.depth)
+    r = min(plan.tile.k, p.depth)
     least, how = least_panels(Case(p.m, p.n, p.depth, p.itemsizes["A"], r, *net(plan, kind), most))
     return int(least) + c_bytes(p), how
 

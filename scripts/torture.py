@@ -43,7 +43,7 @@ CHUNKS, TILES = 12, 6
 # An aimed kill comes this much after what it is aimed at, at most, in seconds.
 JITTER = 0.002
 # A case that is not done after so many kills is resumed in peace.
-MOST_KILLS = 12
+MAX_KILLS = 12
 # A process ends so soon after SIGINT or SIGTERM.
 MAX_SECONDS_TO_END = 2.0
 
@@ -194,7 +194,7 @@ class Torture:
         kills = 0
         while True:
             process = self.start("--resume")
-            if kills < min(most, MOST_KILLS) and self.kill(process):
+            if kills < min(most, MAX_KILLS) and self.kill(process):
                 kills += 1
                 self.kills[self.phase()] += 1
                 continue

@@ -199,7 +199,7 @@ def test_an_error_in_a_tile_is_put_right(
         change = one_element_much  # rounding alone leaves some units in the sum of a block
     with tampering(change, kind, (1, 1), times=1):
         result = product(engine, a, b, c, beta=beta, tile="80x100x30")
-    assert result.plan.slots.strip < result.plan.tile.w
+    assert result.plan.slots.strip < result.plan.tile.m
     # A panel is multiplied in another tile of its row or column too.
     *others, last = checked(result)["recomputed"]
     assert last == [1, 1]

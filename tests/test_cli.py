@@ -82,7 +82,7 @@ def test_run_writes_the_product(places: str, options: str, expected: Array) -> N
 @pytest.mark.usefixtures("here")
 def test_run_takes_the_tile_that_is_given() -> None:
     done = run("a", "b", "new", "--tile", "4x5x3", "--json").json()
-    assert done["plan"]["tile"] == {"w": 4, "h": 5, "r": 3}
+    assert done["plan"]["tile"] == {"m": 4, "n": 5, "k": 3}
     assert (done["plan"]["tiles"], done["plan"]["steps"]) == ([3, 2], 18)
     assert done["report"]["lanes"]["compute"]["operations"] == 18
     np.testing.assert_array_equal(stored("new"), A @ B)
@@ -101,7 +101,7 @@ def test_a_tile_larger_than_the_product_is_clipped_to_it(tile: str, used: str) -
     for done in (planned, ran):
         assert done.err == ("" if tile.startswith("0") else said)
     for plan in (planned.json(), ran.json()["plan"]):
-        assert plan["tile"] == {"w": w, "h": h, "r": r}
+        assert plan["tile"] == {"m": w, "n": h, "k": r}
     assert run("a", "b", "new", "--tile", tile, "--resume", "--quiet") == Finished(0, "", "")
     np.testing.assert_array_equal(stored("new"), A @ B)
 

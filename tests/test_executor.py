@@ -158,7 +158,7 @@ def test_a_new_c_written_in_many_strips_is_whole(
         place = tmp_path / f"{tile}.zarr"
         with staged(io_threads=4):
             result = oocgemm.matmul(a, b, out=place, tile=tile, compressor=compressor, backend="host")
-        assert result.plan.tile.w > result.plan.slots.strip
+        assert result.plan.tile.m > result.plan.slots.strip
         np.testing.assert_array_equal(zarr.open_array(place)[:], a @ b)
 
 

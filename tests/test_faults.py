@@ -459,7 +459,7 @@ def test_short_direct_reads_give_the_same_product(
     monkeypatch.setattr("oocgemm.stores.files.resident", lambda address, size: False)
     rows = 512 if most > 1 else 1
     values = np.random.default_rng(0).standard_normal((rows, 512))
-    monkeypatch.setattr("oocgemm.stores.files.LEAST_DIRECT", 4096)
+    monkeypatch.setattr("oocgemm.stores.files.MIN_DIRECT", 4096)
     a = zarr.create_array(tmp_path / "A", data=values, chunks=(rows, 512), compressors=None)
     with nothing_left(tmp_path), bytewise(most):
         oocgemm.matmul(tmp_path / "A", np.eye(512), out=tmp_path / "C", chunks=(rows, 512), backend="host")
@@ -722,7 +722,7 @@ def test_a_panel_that_cannot_be_read_is_left_alone_from_then_on(
     monkeypatch: pytest.MonkeyPatch, threads: int
 ) -> None:
     """Its slot may be used again."""
-    monkeypatch.setattr(staging, "LEAST_PIECE_BYTES", 160)
+    monkeypatch.setattr(staging, "MIN_PIECE_BYTES", 160)
     monkeypatch.setattr(staging, "PIECE_BYTES", 160)
     fault = Fault(ValueError("wrong"), times=1, delay=0.01)
     slots, plan = staging_of(threads, read_A=fault)

@@ -110,7 +110,7 @@ def test_panels_are_aligned_to_the_chunks() -> None:
     planned = oocgemm.plan(
         a, np.ones((3000, 3000)), backend="host", device_memory="48MiB", host_memory="48MiB"
     )
-    assert planned.tile.w % 300 == planned.tile.r % 500 == 0
+    assert planned.tile.m % 300 == planned.tile.k % 500 == 0
 
 
 @pytest.mark.parametrize("chunks", [(20, 30), ((50, 10, 70), (1, 80, 9)), (1, 1), (500, 500)], ids=str)

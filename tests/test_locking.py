@@ -103,7 +103,7 @@ class Locker:
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locking, "PART", 4 * PAGE)
     monkeypatch.setattr(locking, "ONE_BY_ONE", 3)
-    monkeypatch.setattr(arrays, "LEAST_LOCKED", 1)
+    monkeypatch.setattr(arrays, "MIN_LOCKED", 1)
     monkeypatch.setattr(arrays, "WIDE", 64)
 
 
@@ -257,7 +257,7 @@ def test_files_are_not_pinned(tmp_path: Any) -> None:
 
 
 def test_small_arrays_are_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrays, "LEAST_LOCKED", WIDE.nbytes + 1)
+    monkeypatch.setattr(arrays, "MIN_LOCKED", WIDE.nbytes + 1)
     assert stores.open_matrix("A", WIDE).layout.wide == 0
 
 
@@ -290,7 +290,7 @@ def test_panels_of_pinned_arrays_are_wide_enough_for_zero_copy() -> None:
     cuda, budgets = default_model("cuda", 16), Budgets(3 << 30, 8 << 30)
     through, straight = (make_plan(problem, budgets, cuda, Layouts(x, x, x)) for x in (pageable, held))
     assert straight.worth_locking == set()
-    assert straight.tile.r >= held.wide / 2 > through.tile.r
+    assert straight.tile.k >= held.wide / 2 > through.tile.k
     assert straight.prediction.lanes["read"] < 1e-3 < through.prediction.lanes["read"]
     assert straight.prediction.total < through.prediction.total
     reads = [op for op in straight.schedule() if op.kind is Kind.READ]

@@ -111,7 +111,7 @@ def test_a_plan_fits_its_budgets_or_says_what_would_do(
 
 def test_tiles_take_the_memory_and_panels_are_thin() -> None:
     plan = make_plan(problem(100_000, 100_000, 900_000), Budgets(8 * GIB, 8 * GIB), default_model("cuda", 16))
-    accumulators = plan.slots.c * plan.tile.w * plan.tile.h * 8
+    accumulators = plan.slots.c * plan.tile.m * plan.tile.n * 8
     assert accumulators > 0.3 * plan.budgets.device
     assert plan.traffic["h2d"] < 2.2 * plan.least["h2d"]
 
@@ -152,9 +152,9 @@ def fewest_by_simulation(p: GemmProblem, r: int, memory: int) -> float:
     for down, across in itertools.product(range(1, p.m + 1), range(1, p.n + 1)):
         tile = TileShape(-(-p.m // down), -(-p.n // across), r)
         grid = TileGrid.of(p, tile)
-        free = memory // 8 - tile.w * tile.h
-        for axis, a in itertools.product((0, 1), range(2, max(2, free // (tile.w * r)) + 1)):
-            b = (free - a * tile.w * r) // (tile.h * r)
+        free = memory // 8 - tile.m * tile.n
+        for axis, a in itertools.product((0, 1), range(2, max(2, free // (tile.m * r)) + 1)):
+            b = (free - a * tile.m * r) // (tile.n * r)
             if b < 2 or a > grid.shape[0] * grid.steps + 2:
                 continue
             for band in range(1, grid.shape[axis] + 1):
@@ -228,8 +228,8 @@ def test_a_new_c_gets_chunks_that_divide_the_tile() -> None:
         problem(30_000, 30_000, 3000), Budgets(800 * MIB, 800 * MIB), default_model("cuda", 4), on
     )
     rows, cols = plan.chunks
-    assert plan.tile.w >= plan.problem.m or plan.tile.w % rows == 0
-    assert plan.tile.h >= plan.problem.n or plan.tile.h % cols == 0
+    assert plan.tile.m >= plan.problem.m or plan.tile.m % rows == 0
+    assert plan.tile.n >= plan.problem.n or plan.tile.n % cols == 0
     assert CHUNK_BYTES / 8 <= rows * cols * 8 <= CHUNK_BYTES * 4
 
 
@@ -238,7 +238,7 @@ def test_panels_follow_the_chunks_of_compressed_operands() -> None:
     plan = make_plan(
         problem(20_000, 20_000, 20_000), Budgets(2 * GIB, 8 * GIB), default_model("cuda", 16), on
     )
-    assert plan.tile.r % 1000 == 0
+    assert plan.tile.k % 1000 == 0
     assert all(factor < 1.1 for factor in plan.amplification.values())
     # None that cuts chunks of either operand is tried in place of one that does not.
     on = Layouts(on.a, replace(on.b, read_chunk=(1500, 1500)))
@@ -306,8 +306,8 @@ def test_the_last_tile_is_thinner_where_c_leaves_slowly() -> None:
     plan = make_plan(p, budgets, machine, STORED)
     i, j = plan.schedule().tiles[-1]
     ends = [rows[1] - rows[0] for rows in (plan.grid.rows(i), plan.grid.cols(j))]
-    assert ends[0] * ends[1] < plan.tile.w * plan.tile.h
-    alike = make_plan(p, budgets, machine, STORED, TileShape(16_384, 16_384, plan.tile.r))
+    assert ends[0] * ends[1] < plan.tile.m * plan.tile.n
+    alike = make_plan(p, budgets, machine, STORED, TileShape(16_384, 16_384, plan.tile.k))
     assert plan.prediction.tail < 0.8 * alike.prediction.tail
     assert plan.prediction.total < alike.prediction.total
     quick = make_plan(p, budgets, replace(machine, write=1e12), STORED)
@@ -321,7 +321,7 @@ def test_the_last_tile_is_thinner_to_shorten_the_drain_of_c() -> None:
     i, j = plan.schedule().tiles[-1]
     ends = [rows[1] - rows[0] for rows in (plan.grid.rows(i), plan.grid.cols(j))]
     assert plan.grid.shape in ((1, 2), (2, 1))
-    assert ends[0] * ends[1] < 0.6 * plan.tile.w * plan.tile.h
+    assert ends[0] * ends[1] < 0.6 * plan.tile.m * plan.tile.n
 
 
 def test_the_last_steps_go_strip_by_strip_where_c_leaves_late() -> None:
@@ -366,7 +366,7 @@ def test_tiles_of_unlike_size_take_as_long_as_their_schedule(tile: str, write: f
     plan = make_plan(p, Budgets(8 * GIB, 24 * GIB), machine, STORED, shape)
     seconds = simulate(plan.schedule(), p, machine, STORED)
     # With one accumulator and no room for a tile on the host, leaving is reckoned to hide nothing.
-    most = 0.14 if plan.slots.c == 1 and plan.slots.host_c * plan.slots.strip < shape.w else 0.04
+    most = 0.14 if plan.slots.c == 1 and plan.slots.host_c * plan.slots.strip < shape.m else 0.04
     assert seconds * 0.98 < plan.prediction.total < seconds * (1 + most)
 
 
@@ -453,8 +453,8 @@ def test_a_tile_fills_the_multiprocessors() -> None:
         default_model("cuda", 16),
         Layouts(memory, memory, memory),
     )
-    assert unfilled(plan.problem, plan.machine, plan.tile.w, plan.tile.h) < 1.005
-    assert plan.tile.w % 32 == plan.tile.h % 32 == 0  # rows begin at multiples of 128 bytes
+    assert unfilled(plan.problem, plan.machine, plan.tile.m, plan.tile.n) < 1.005
+    assert plan.tile.m % 32 == plan.tile.n % 32 == 0  # rows begin at multiples of 128 bytes
 
 
 @pytest.mark.parametrize(
@@ -477,7 +477,7 @@ def test_a_c_that_is_pinned_goes_straight_to_its_place(
 def test_a_tile_is_not_cut_into_many_strips() -> None:
     """Though the host has room for few rows of one: each strip is several operations."""
     plan = make_plan(problem(8192, 8192, 16_384), Budgets(GIB, 384 * MIB), default_model("cuda", 16), STORED)
-    assert -(-plan.tile.w // plan.slots.strip) <= 32
+    assert -(-plan.tile.m // plan.slots.strip) <= 32
 
 
 def test_a_plan_is_the_same_every_time() -> None:
@@ -538,7 +538,7 @@ def test_panels_of_files_take_long_parts_of_rows(trans_a: Op, trans_b: Op, cut: 
     there, here = (make_plan(p, budgets, machine, Layouts(*of, memory)) for of in ((a, b), (memory, memory)))
 
     def reading(plan: Plan) -> float:
-        (w, h, r), panels = (plan.tile.w, plan.tile.h, plan.tile.r), plan.loads
+        (w, h, r), panels = (plan.tile.m, plan.tile.n, plan.tile.k), plan.loads
         return sum(
             loaded / machine.store_rate(layout, panel)
             for loaded, layout, panel in ((panels.a_read, a, (w, r)), (panels.b_read, b, (r, h)))
@@ -723,8 +723,8 @@ def test_chunks_are_read_whole_by_deep_panels() -> None:
     chunk = Layout(read_chunk=(4, 3000), partial_reads=False, decode_bytes=4 * 3000 * 4)
     on = Layouts(chunk, replace(chunk, read_chunk=(3000, 4)))
     plan = make_plan(problem(4, 4, 10**8, "float32"), Budgets(GIB, GIB), default_model("host", 2), on)
-    assert plan.tile.r > max(shapes.DEPTHS)
-    assert plan.tile.r % 3000 == 0
+    assert plan.tile.k > max(shapes.DEPTHS)
+    assert plan.tile.k % 3000 == 0
 
 
 @pytest.mark.parametrize("extent", [100, 1000, 10_000, 100_000])

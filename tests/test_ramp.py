@@ -58,7 +58,7 @@ def test_thin_steps_are_whole_chunks_and_deep_enough() -> None:
     p, tile = cube(32_768, 262_144, "float64"), TileShape(16_384, 16_384, 4096)
 
     def ramp(layouts: Layouts, problem: GemmProblem = p, depth: int = 4096) -> int:
-        return best_ramp(problem, CUDA, layouts, replace(tile, r=depth))
+        return best_ramp(problem, CUDA, layouts, replace(tile, k=depth))
 
     assert ramp(stored()) == ramp(stored(1024)) == 2
     assert ramp(stored(2048)) == 1

@@ -64,7 +64,7 @@ def print_plan(plan: Plan, explain: bool = False) -> None:
         + f", {problem.flops:.3g} flops"
     )
     out.print(
-        f"[bold]tile[/] {tile.w} x {tile.h}, panels {tile.r} deep: {down} x {across} tiles, "
+        f"[bold]tile[/] {tile.m} x {tile.n}, panels {tile.k} deep: {down} x {across} tiles, "
         f"{plan.grid.steps} steps each, {plan.steps} in all"
     )
     out.print(

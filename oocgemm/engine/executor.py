@@ -166,7 +166,7 @@ class Run:
 
     def _dispatch(self) -> None:
         tracker: HazardTracker[Completion] = HazardTracker()
-        ahead = AHEAD + AHEAD_STRIPS * -(-self._plan.tile.w // max(1, self._plan.slots.strip))
+        ahead = AHEAD + AHEAD_STRIPS * -(-self._plan.tile.m // max(1, self._plan.slots.strip))
         for number, operation in enumerate(self._plan.schedule(), self._first):
             while self._error is None and number - self._first - self._ended > ahead:
                 sleep(LOOK_EVERY)

@@ -19,7 +19,7 @@ from oocgemm.system.memory import allocate
 # A block is cut into a part for each thread, within these bounds: handing out a part takes the interpreter tens of
 # microseconds, in which no other thread can begin or end one.
 PIECE_BYTES = 16 << 20
-LEAST_PIECE_BYTES = 4 << 20
+MIN_PIECE_BYTES = 4 << 20
 PAGE = 4096
 # A read that fails in a way that may pass is tried again after so many seconds each: 12 in all.
 RETRY_AFTER = (0.1, 0.3, 0.9, 2.7, 8.1)
@@ -288,7 +288,7 @@ class Staging:
             batch = BATCH_BYTES if height * width * itemsize < BATCH_BYTES else 1
             return pieces(rows, cols, (height, width), -(-batch // itemsize))
         size = (rows[1] - rows[0]) * (cols[1] - cols[0]) * itemsize
-        wanted = max(LEAST_PIECE_BYTES, min(PIECE_BYTES, size // self._threads)) // itemsize
+        wanted = max(MIN_PIECE_BYTES, min(PIECE_BYTES, size // self._threads)) // itemsize
         if layout.in_memory or (height, width) == (1, 1):  # one piece spans all that lies side by side
             if layout.contiguous:
                 height, width = max(1, wanted // (cols[1] - cols[0])), cols[1]

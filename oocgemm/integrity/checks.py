@@ -63,7 +63,7 @@ class Checks:
             self._sums = HostSums(plan, seed, self._busy)
         else:
             self._sums = DeviceSums(plan, seed, self._busy, summing)
-        depth, panels = min(plan.tile.r, problem.depth), plan.grid.steps + plan.grid.ramp
+        depth, panels = min(plan.tile.k, problem.depth), plan.grid.steps + plan.grid.ramp
         # Each panel's product is summed, scaled and added. The checksums go over the rows and columns of a block, on
         # both sides, and over k.
         self._rounding = Rounding(problem, depth + 2 * panels, depth + panels + 4 * SIDE)

@@ -81,7 +81,7 @@ def prepare(
     left, trans_a = stores.by_rows(stores.open_matrix("A", a), _op("trans_a", trans_a))
     right, trans_b = stores.by_rows(stores.open_matrix("B", b), _op("trans_b", trans_b))
     problem = problem_of(left, right, alpha, beta, trans_a, trans_b, compute, out_dtype)
-    if problem.exact and backend == "cuda" and problem.depth <= integers.MOST_DEPTH:
+    if problem.exact and backend == "cuda" and problem.depth <= integers.MAX_DEPTH:
         problem = replace(problem, acc_dtype="int32")
     problem = replace(problem, checked=sums_tier(backend, problem) if checked else "")
     earlier, identity = None, {}

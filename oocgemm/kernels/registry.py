@@ -40,7 +40,7 @@ def check_plan(name: str, plan: Plan, device: Device = H200) -> None:
     if name not in names():
         return
     problem, tile = plan.problem, plan.tile
-    extents = ((problem.m, tile.w), (problem.n, tile.h), (problem.depth, tile.r))
+    extents = ((problem.m, tile.m), (problem.n, tile.n), (problem.depth, tile.k))
     sizes = [{min(extent, nominal), extent % nominal or nominal} for extent, nominal in extents]
     for m, n, k in product(*sizes):
         lda, ldb = (m if problem.trans_a.swaps else k), (k if problem.trans_b.swaps else n)

@@ -209,8 +209,8 @@ def _whole(plan: Plan, rates: Mapping[int, float]) -> dict[int, float]:
     """Rates as they would be on a tile without end: the model accounts for the extents of tiles by itself."""
     tile = plan.tile
     ideal = replace(plan.machine, kernels={plan.problem.rate: KernelRate(1.0, 0.0)})
-    loss = multiply_seconds(plan.problem, ideal, 1.0, tile.w, tile.h, tile.r)
-    loss *= unfilled(plan.problem, ideal, tile.w, tile.h)
+    loss = multiply_seconds(plan.problem, ideal, 1.0, tile.m, tile.n, tile.k)
+    loss *= unfilled(plan.problem, ideal, tile.m, tile.n)
     return {depth: rate * loss for depth, rate in rates.items()}
 
 
@@ -291,7 +291,7 @@ def _issuing(engine: Backend, machine: MachineModel, seconds: float) -> float:
     """Seconds an operation of a run that has next to nothing to do but to issue them."""
     side, tile = 8 * 64, TileShape(64, 64, 64)
     host = 0 if machine.unified else 2
-    slots = Slots(2, 2, 1, host, host, host, strip=tile.w, unified=machine.unified)
+    slots = Slots(2, 2, 1, host, host, host, strip=tile.m, unified=machine.unified)
     room = available_memory()
     problem = GemmProblem(side, side, side, "float64", "float64", "float64", "float64")
     plan = Plan(problem, Layouts(), Budgets(room, room), machine, Candidate(tile, slots))

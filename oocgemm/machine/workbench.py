@@ -65,32 +65,32 @@ class Workbench:
     def multiply(self, depth: int, *, first: bool = False) -> Operation:
         """The whole tile, by panels of that depth; where residues are multiplied, after a Prepare of that depth."""
         tile, problem = self.plan.tile, self.plan.problem
-        c, spans = _device("C", tile.w * tile.h), ((0, tile.w), (0, tile.h), (0, depth))
+        c, spans = _device("C", tile.m * tile.n), ((0, tile.m), (0, tile.n), (0, depth))
         planes = (_device("P", 1),) if problem.planes else ()
         reads = (*self._panels(depth), *planes, *(() if first else (c,)))
-        flops = problem.step_flops(tile.w, tile.h, depth)
+        flops = problem.step_flops(tile.m, tile.n, depth)
         return Operation(Kind.MULTIPLY, "C", _TILE, 0, reads, (c,), *spans, flops=flops, first=first)
 
     def prepare(self, depth: int) -> Operation:
         """Residues of panels of that depth."""
         tile, planes = self.plan.tile, (_device("P", 1),)
-        size = (tile.w + tile.h) * depth * self.plan.problem.itemsizes["A"]
-        spans = (0, tile.w), (0, tile.h), (0, depth)
+        size = (tile.m + tile.n) * depth * self.plan.problem.itemsizes["A"]
+        spans = (0, tile.m), (0, tile.n), (0, depth)
         return Operation(Kind.PREPARE, "P", _TILE, 0, self._panels(depth), planes, *spans, size)
 
     def _panels(self, depth: int) -> tuple[Region, Region]:
-        return _device("A", self.plan.tile.w * depth), _device("B", depth * self.plan.tile.h)
+        return _device("A", self.plan.tile.m * depth), _device("B", depth * self.plan.tile.n)
 
     def load(self, kind: Kind, operand: str, rows: int | None = None) -> Operation:
         """A Read or an Upload of a panel, or of the first rows of one."""
         tile, itemsize = self.plan.tile, self.plan.problem.itemsizes[operand]
-        height, width = (tile.w, tile.r) if operand == "A" else (tile.r, tile.h)
+        height, width = (tile.m, tile.k) if operand == "A" else (tile.k, tile.n)
         return moving(kind, operand, (0, rows or height), (0, width), itemsize)
 
     def download(self, rows: int) -> Operation:
         """A Download of the first rows of the tile."""
         itemsize = self.plan.problem.itemsizes["C"]
-        return moving(Kind.DOWNLOAD, "C", (0, rows), (0, self.plan.tile.h), itemsize)
+        return moving(Kind.DOWNLOAD, "C", (0, rows), (0, self.plan.tile.n), itemsize)
 
     def slot(self, operation: Operation) -> Array:
         """What a Read fills: the device's slot where that is memory, else the host's."""
@@ -155,10 +155,10 @@ class Workbench:
 def plan_of(machine: MachineModel, dtype: str, tile: TileShape, compute: str = "native") -> Plan:
     """One tile and one step, in one slot each."""
     kind = DTYPES[dtype]
-    shape = tile.w, tile.h, tile.r
+    shape = tile.m, tile.n, tile.k
     problem = GemmProblem(*shape, dtype, dtype, kind.accumulator, kind.results[0], compute=compute)
     host, planes = 0 if machine.unified else 1, 1 if problem.planes else 0
-    slots = Slots(1, 1, 1, host, host, host, strip=tile.w, planes=planes, unified=machine.unified)
+    slots = Slots(1, 1, 1, host, host, host, strip=tile.m, planes=planes, unified=machine.unified)
     available = available_memory()
     candidate = Candidate(tile, slots, io_threads=machine.io_threads)
     return Plan(problem, Layouts(), Budgets(available, available), machine, candidate)

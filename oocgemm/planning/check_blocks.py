@@ -126,7 +126,7 @@ class StripRoom:
 
     @classmethod
     def of(cls, problem: GemmProblem, tile: TileShape, strip: int) -> "StripRoom":
-        w, h = min(tile.w, problem.m), min(tile.h, problem.n)
+        w, h = min(tile.m, problem.m), min(tile.n, problem.n)
         down, across, wide = Cut.of(w, strip).per, Cut.of(h, h).blocks, _wide(problem)
         strip, blocks = min(strip, w), down * across
         found = Part.of(0, wide, blocks, 0, 0)
@@ -140,7 +140,7 @@ def room_bytes(problem: GemmProblem, tile: TileShape, strip: int) -> dict[tuple[
     """Bytes of checksums behind a slot by tier and operand, where the device takes them."""
     if problem.checked != "device":
         return {}
-    w, h, r = min(tile.w, problem.m), min(tile.h, problem.n), min(tile.r, problem.depth)
+    w, h, r = min(tile.m, problem.m), min(tile.n, problem.n), min(tile.k, problem.depth)
     of_strip = StripRoom.of(problem, tile, strip).end
     return {
         ("device", "A"): PanelRoom.of(problem, w, r, strip).end,
@@ -190,13 +190,13 @@ def check_bytes(problem: GemmProblem, tile: TileShape, slots: Slots, io_threads:
 
 def weights(problem: GemmProblem, tile: TileShape) -> tuple[int, int]:
     """How many rows a stored panel or strip may have, and how many words of 4 bytes in a row."""
-    most = max(1, min(tile.w, problem.m), min(tile.h, problem.n), min(tile.r, problem.depth))
+    most = max(1, min(tile.m, problem.m), min(tile.n, problem.n), min(tile.k, problem.depth))
     return most, ceil_div(most * max(problem.itemsizes["A"], problem.itemsizes["C"]), 4)
 
 
 def _blocks(problem: GemmProblem, tile: TileShape, strip: int) -> tuple[int, int, int]:
     """Blocks of a tile down and across, and the depth of its panels."""
-    w, h, r = min(tile.w, problem.m), min(tile.h, problem.n), min(tile.r, problem.depth)
+    w, h, r = min(tile.m, problem.m), min(tile.n, problem.n), min(tile.k, problem.depth)
     return Cut.of(w, strip).blocks, Cut.of(h, h).blocks, r
 
 

@@ -23,8 +23,8 @@ MODULI = (256, 255, 253, 251, 247, 241, 239, 233, 229, 227, 223, 217, 211, 199, 
 # pay or do not fit into int64.
 NUMBERS = {"float64": (14, 15, 16), "float32": (7, 8, 9)}
 UNITS = {"float64": 2.0**-53, "float32": 2.0**-24}  # roundoff
-MOST_DEPTH = 1 << 17  # so many products of residues fit into int32
-LEAST_DEPTH = 16  # below, rounding the result weighs against k u
+MAX_DEPTH = 1 << 17  # so many products of residues fit into int32
+MIN_DEPTH = 16  # below, rounding the result weighs against k u
 # Elements are counted from these fractions of their row's root mean square up.
 LEVELS = (0.25, 0.5, 1.0, 1.5)
 # The sums of squares of a row are rounded, and so is a': by less than this part of an exponent.
@@ -113,7 +113,7 @@ def suffices(a: PanelFacts, b: PanelFacts, depth: int, unit: float) -> bool:
     deviation, for roundings that know nothing of one another, is at most u/2 of what (|A||B|) is for elements
     that know nothing of one another: what a native product's is about.
     """
-    if not (a.finite and b.finite) or not LEAST_DEPTH <= depth <= MOST_DEPTH:
+    if not (a.finite and b.finite) or not MIN_DEPTH <= depth <= MAX_DEPTH:
         return False
     error = largest_error(a, b, depth)
     if error == 0:

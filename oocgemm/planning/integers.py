@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from oocgemm.planning.emulation import STRIP, pitch
 
-MOST_DEPTH = (2**31 - 1) >> 14  # that int32 holds
+MAX_DEPTH = (2**31 - 1) >> 14  # that int32 holds
 DEEPEST = (2**53 - 1) >> 14  # that float64 holds exactly
 LIMIT = 2**53  # integers below it are exact in float64
 

@@ -42,19 +42,19 @@ def round_up(a: int, b: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TileShape:
-    """Nominal extents: a tile of C is w x h, a panel of op(A) is w x r, a panel of op(B) is r x h."""
+    """Nominal extents: a tile of C is m x n, a panel of op(A) is m x k, a panel of op(B) is k x n."""
 
-    w: int
-    h: int
-    r: int
+    m: int
+    n: int
+    k: int
 
     def __str__(self) -> str:
-        return f"{self.w}x{self.h}x{self.r}"
+        return f"{self.m}x{self.n}x{self.k}"
 
     def within(self, problem: GemmProblem) -> "TileShape":
         """Clip the extents to those of the product: a larger tile would hold no more."""
-        w, h, r = (max(1, extent) for extent in (problem.m, problem.n, problem.k))
-        return TileShape(min(self.w, w), min(self.h, h), min(self.r, r))
+        m, n, k = (max(1, extent) for extent in (problem.m, problem.n, problem.k))
+        return TileShape(min(self.m, m), min(self.n, n), min(self.k, k))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,20 +78,20 @@ class TileGrid:
     @property
     def shape(self) -> tuple[int, int]:
         """Tiles down and across."""
-        return ceil_div(self.m, self.tile.w), ceil_div(self.n, self.tile.h)
+        return ceil_div(self.m, self.tile.m), ceil_div(self.n, self.tile.n)
 
     @property
     def steps(self) -> int:
         """Steps in a tile. At least one: where k = 0 a step of no depth leaves beta * C."""
-        return max(1, ceil_div(self.k, self.tile.r))
+        return max(1, ceil_div(self.k, self.tile.k))
 
     def rows(self, i: int) -> Span:
         """Valid rows of C in tile row i."""
-        return i * self.tile.w, min((i + 1) * self.tile.w, self.m)
+        return i * self.tile.m, min((i + 1) * self.tile.m, self.m)
 
     def cols(self, j: int) -> Span:
         """Valid columns of C in tile column j."""
-        return j * self.tile.h, min((j + 1) * self.tile.h, self.n)
+        return j * self.tile.n, min((j + 1) * self.tile.n, self.n)
 
     def elements(self, tile: Tile) -> int:
         """Elements of C in a tile."""
@@ -100,11 +100,11 @@ class TileGrid:
 
     def depth(self, p: int) -> Span:
         """Valid extent along k of step p."""
-        start = p * self.tile.r
+        start = p * self.tile.k
         if start < self.k or p == 0:
-            return start, min(start + self.tile.r, self.k)
+            return start, min(start + self.tile.k, self.k)
         thin = p - self.steps
-        return (self.tile.r >> (self.ramp - thin + 1) if thin else 0), self.tile.r >> (self.ramp - thin)
+        return (self.tile.k >> (self.ramp - thin + 1) if thin else 0), self.tile.k >> (self.ramp - thin)
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ MIN_STALL = 0.1
 # How far from the run the fitted model may be and still be asked.
 TRUSTED = 0.25
 # Steps of plans that are simulated, at about 0.1 ms each.
-MOST_SIMULATED = 4000
+MAX_SIMULATED = 4000
 # Share of the memory there is that a budget may be raised to.
 USABLE = {"device": 0.9, "host": 0.7}
 # The part of a run that may wait for a lane which still has time to spare.
@@ -81,7 +81,7 @@ class Fitted:
     def seconds(self, plan: Plan, *, closed: bool | None = None) -> float:
         """Predicted T of a plan made with the fitted model: its schedule on a virtual clock, or in closed form if that
         would take long."""
-        if plan.steps > MOST_SIMULATED if closed is None else closed:
+        if plan.steps > MAX_SIMULATED if closed is None else closed:
             return plan.prediction.total + self.beyond
         # What slots take that are not read into was paid for in the times that were measured; more of it costs more.
         more = plan.footprint.device_total - self.plan.footprint.device_total if plan.machine.unified else 0
@@ -95,7 +95,7 @@ class Fitted:
 
     def ratio(self, plan: Plan) -> float:
         """Predicted T of a plan over that of the run's own, both of the whole product and predicted in the same way."""
-        closed = max(plan.steps, self.whole.steps) > MOST_SIMULATED
+        closed = max(plan.steps, self.whole.steps) > MAX_SIMULATED
         return self.seconds(plan, closed=closed) / self.seconds(self.whole, closed=closed)
 
 
@@ -165,7 +165,7 @@ def fit(timeline: Timeline, figures: Report) -> Fitted | None:
 
 def _modelled(plan: Plan) -> Mapping[str, float]:
     """Seconds that each lane is busy by the model: of all operations, or in closed form if there are too many."""
-    if plan.steps > MOST_SIMULATED:
+    if plan.steps > MAX_SIMULATED:
         return plan.prediction.lanes
     lanes = dict.fromkeys(plan.prediction.lanes, 0.0)
     for operation, seconds in timed(plan.schedule(), plan.problem, plan.machine, plan.layouts):
@@ -245,8 +245,8 @@ def _changed(timeline: Timeline, fitted: Fitted) -> Iterator[_Change]:
     straddled = {
         name: replace(layout, read_chunk=panel)
         for name, layout, panel in (
-            ("a", layouts.a, (plan.tile.w, plan.tile.r)),
-            ("b", layouts.b, (plan.tile.r, plan.tile.h)),
+            ("a", layouts.a, (plan.tile.m, plan.tile.k)),
+            ("b", layouts.b, (plan.tile.k, plan.tile.n)),
         )
         if plan.amplification[name.upper()] > 1 + WORTH
     }

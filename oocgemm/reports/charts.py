@@ -11,7 +11,7 @@ from oocgemm.timeline.spans import Timeline
 BINS = 240
 # Points of cividis, a scale of colours that everybody sees alike: from early to late.
 CIVIDIS = ((0, 34, 78), (53, 69, 108), (102, 105, 112), (148, 142, 119), (200, 184, 102), (254, 232, 56))
-MOST_TILES = 10_000
+MAX_TILES = 10_000
 
 
 def lane_class(cause: str) -> str:
@@ -76,15 +76,15 @@ def c_grid(timeline: Timeline) -> str:
     done = finished(timeline.spans)
     if not done or "problem" not in plan or not timeline.wall:
         return '<p class="note">No tile of C was finished.</p>'
-    if len(done) > MOST_TILES:
+    if len(done) > MAX_TILES:
         return f'<p class="note">{len(done)} tiles are too many to draw.</p>'
     problem, tile = plan["problem"], plan["tile"]
     m, n = problem["m"], problem["n"]
-    tiles = -(-m // tile["w"]) * -(-n // tile["h"])
+    tiles = -(-m // tile["m"]) * -(-n // tile["n"])
     cells = []
     for (i, j), end in sorted(done.items()):
-        y, x = i * tile["w"], j * tile["h"]
-        height, width = min(tile["w"], m - y), min(tile["h"], n - x)
+        y, x = i * tile["m"], j * tile["n"]
+        height, width = min(tile["m"], m - y), min(tile["n"], n - x)
         where = f'x="{100 * x / n:.3f}" y="{100 * y / m:.3f}" width="{100 * width / n:.3f}" height="{100 * height / m:.3f}"'
         cells.append(
             f'<rect {where} fill="{_colour(end / timeline.wall)}" data-tile="{i},{j}" data-end="{end}"/>'

@@ -277,7 +277,7 @@ def _setup(run: Run) -> str:
 
     if tile := plan.get("tile"):
         down, across = plan["tiles"]
-        row("tile", f"{tile['w']} × {tile['h']}, panels {tile['r']} deep")
+        row("tile", f"{tile['m']} × {tile['n']}, panels {tile['k']} deep")
         row("grid", f"{down} × {across} tiles, {plan['steps']} steps, {plan.get('traversal', '')}")
     if slots := plan.get("slots"):
         on_host = (

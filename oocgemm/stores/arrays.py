@@ -13,16 +13,16 @@ from oocgemm.stores.base import Array, Matrix, checked
 from oocgemm.stores.files import DONT_NEED, WILL_NEED, advise
 
 # Blocks of mapped files are asked for beforehand if they span so many bytes, and no more times their own size.
-LEAST_ASKED = 1 << 20
+MIN_ASKED = 1 << 20
 SPARSEST = 16
 # A map is copied in parts that span so many bytes, since the pages around those that fault become resident, too.
 BAND_BYTES = 4 << 20
 # Memory of others is locked, for a device to copy from, if an array has so many bytes and is not much less than what it spans.
-LEAST_LOCKED = 256 << 20
+MIN_LOCKED = 256 << 20
 SPARSEST_LOCKED = 2
 # Beside a multiplication an H200 copies rows of 16 KiB that lie apart at 31 to 36 GB/s, of 32 KiB at 48 to 53, of 96 KiB at 54.
 WIDE = 32 << 10
-MOST_APART = 1 << 31  # as its driver takes rows
+MAX_APART = 1 << 31  # as its driver takes rows
 
 
 class ArrayMatrix:
@@ -115,10 +115,10 @@ def _wide(array: Array) -> int:
     """How many elements a panel must have in a row to be worth copying to a device from where it lies; 0 if none is."""
     rows, cols = map(int, array.shape)
     (apart, step), size = array.strides, int(array.itemsize)
-    lies = step == size and cols * size <= apart < MOST_APART and array.ctypes.data % size == 0
+    lies = step == size and cols * size <= apart < MAX_APART and array.ctypes.data % size == 0
     if (
         not lies
-        or array.nbytes < LEAST_LOCKED
+        or array.nbytes < MIN_LOCKED
         or rows * apart > SPARSEST_LOCKED * array.nbytes
         or not array.dtype.isnative
     ):
@@ -130,7 +130,7 @@ def _ask_for(mapped: mmap.mmap, block: Array) -> None:
     """Prefetch what a block of a mapped array spans, at once and not fault by fault: on a cold cache that takes a
     fraction of the processor time. Not where most of the span is outside the block."""
     low, high = np.lib.array_utils.byte_bounds(block)
-    if LEAST_ASKED <= high - low <= SPARSEST * block.nbytes:
+    if MIN_ASKED <= high - low <= SPARSEST * block.nbytes:
         _advise(mapped, WILL_NEED, block)
 
 

@@ -16,7 +16,7 @@ SIDECAR = ".oocgemm"
 # In it, a .npy file that is yet to be given its name.
 DATA = "data.npy"
 # At most so many chunk files, evenly spread, are looked at to tell whether an array has changed.
-MOST_STAMPED = 10_000
+MAX_STAMPED = 10_000
 
 
 class Durable(Matrix, Protocol):
@@ -98,8 +98,8 @@ def stamps(paths: Iterable[str | Path]) -> dict[str, str]:
 
 
 def spread(down: int, across: int) -> Iterable[tuple[int, int]]:
-    """The numbers of all chunks of a grid, or of `MOST_STAMPED` of them."""
-    every = -(-down * across // MOST_STAMPED)
+    """The numbers of all chunks of a grid, or of `MAX_STAMPED` of them."""
+    every = -(-down * across // MAX_STAMPED)
     return (divmod(number, across) for number in range(0, down * across, max(1, every)))
 
 

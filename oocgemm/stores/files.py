@@ -27,16 +27,16 @@ from oocgemm.system.memory import memory_limit
 SECTOR = 512
 PAGE = 4096
 # Less is not worth the questions that have to be asked first.
-LEAST_DIRECT = 1 << 20
+MIN_DIRECT = 1 << 20
 # Segments that one call may take, and the length under which a mapped copy is faster than so many of them.
 SEGMENTS = 1024
-LEAST_SEGMENT = 4096
+MIN_SEGMENT = 4096
 
 # Reads through the page cache and leaves nothing behind (Linux 6.14); no constant of Python yet.
 _RWF_DONTCACHE = 0x80 if sys.platform == "linux" else 0
 # Brings all pages of a map in at once (Linux 5.14); no constant of Python yet. Worth a call of its own from so many bytes up.
 POPULATE: int | None = 22 if sys.platform == "linux" else None
-LEAST_POPULATED = 8 << 20
+MIN_POPULATED = 8 << 20
 WILL_NEED: int | None = getattr(mmap, "MADV_WILLNEED", None)
 # On Linux only: elsewhere it may discard what was written to a map.
 DONT_NEED: int | None = getattr(mmap, "MADV_DONTNEED", None) if sys.platform == "linux" else None
@@ -86,7 +86,7 @@ class OpenFile:
         ends before; should it be cut short while it is looked at, the system ends the process (SIGBUS).
         """
         view, before = self._map(offset, length)
-        if length >= LEAST_DIRECT:
+        if length >= MIN_DIRECT:
             advise(view, WILL_NEED)
         return np.frombuffer(view, np.uint8, length, before)
 
@@ -119,11 +119,11 @@ class OpenFile:
         the file ends before.
         """
         done = flags = 0
-        large = LEAST_DIRECT <= out.nbytes <= self.size - offset
+        large = MIN_DIRECT <= out.nbytes <= self.size - offset
         if large:
             view, before = self._map(offset, out.nbytes)
             if resident(_address(view), len(view)):
-                if out.nbytes >= LEAST_POPULATED:
+                if out.nbytes >= MIN_POPULATED:
                     advise(view, POPULATE)
                 stored = np.frombuffer(view, np.uint8, out.nbytes, before)
                 np.copyto(out.view(np.uint8), stored.reshape(out.shape[0], -1))

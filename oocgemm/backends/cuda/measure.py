@@ -19,7 +19,7 @@ from oocgemm.planning import DTYPES, Op
 from oocgemm.planning.integers import room
 
 _BLOCK = 1_000_003  # random numbers, repeated; no power of 2, so that rows differ
-_LEAST_SAMPLES, _SAMPLES = 5, 25
+_MIN_SAMPLES, _SAMPLES = 5, 25
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class Stopwatch:
             self.seconds(*contender, call)  # loads code
             once = max(self.seconds(*contender, call), 1e-6)
             times.append((max(1, min(100, int(1e-3 / once))), once))  # a sample of a millisecond or more
-        rounds = [max(_LEAST_SAMPLES, min(_SAMPLES, int(seconds / (n * once)))) for n, once in times]
+        rounds = [max(_MIN_SAMPLES, min(_SAMPLES, int(seconds / (n * once)))) for n, once in times]
         samples: list[list[float]] = [[] for _ in contenders]
         clocks: list[list[int]] = [[] for _ in contenders]
         for turn in range(max(rounds, default=0)):

@@ -61,7 +61,7 @@ class Footprint:
 
 def extents(problem: GemmProblem, tile: TileShape) -> tuple[int, int, int]:
     """Valid w, h and r of the largest tile."""
-    return min(tile.w, problem.m), min(tile.h, problem.n), min(tile.r, problem.depth)
+    return min(tile.m, problem.m), min(tile.n, problem.n), min(tile.k, problem.depth)
 
 
 def slot_bytes(problem: GemmProblem, tile: TileShape, strip: int) -> dict[tuple[str, str], int]:

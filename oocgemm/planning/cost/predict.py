@@ -30,7 +30,7 @@ BY_STRIPS = 1.03
 BLOCKS = {"float32": (256, 128), "float64": (64, 128)}
 SMALL_BLOCK = 64, 64
 # So much longer takes at most a tile that ends with some multiprocessors idle: where it would be more, cuBLAS has other blocks.
-MOST_UNFILLED = 1.1
+MAX_UNFILLED = 1.1
 # The last is the interpreter, in which operations are issued one after another.
 LANES = ("read", "decode", "h2d", "prepare", "compute", "d2h", "encode", "write", "issue")
 LOADING = ("read", "decode", "h2d")
@@ -60,8 +60,8 @@ class Prediction:
 def amplification(problem: GemmProblem, tile: TileShape, layouts: Layouts) -> dict[str, float]:
     """Bytes of the chunks touched over bytes wanted, for reads of A and B."""
     return {
-        "A": layouts.a.cover((problem.m, problem.depth), (tile.w, tile.r)),
-        "B": layouts.b.cover((problem.depth, problem.n), (tile.r, tile.h)),
+        "A": layouts.a.cover((problem.m, problem.depth), (tile.m, tile.k)),
+        "B": layouts.b.cover((problem.depth, problem.n), (tile.k, tile.n)),
     }
 
 
@@ -143,7 +143,7 @@ def unfilled(problem: GemmProblem, machine: MachineModel, w: int, h: int) -> flo
         return 1.0
     rows, cols = BLOCKS.get(problem.rate, SMALL_BLOCK)
     blocks = round_up(ceil_div(w, rows) * ceil_div(h, cols), machine.multiprocessors)
-    return min(MOST_UNFILLED, blocks * rows * cols / (w * h))
+    return min(MAX_UNFILLED, blocks * rows * cols / (w * h))
 
 
 def least_seconds(

@@ -42,7 +42,7 @@ class Placed(NamedTuple):
 Step = tuple[int, Placed, Placed]
 
 # Panels in the situations that counting remembers, about 100 bytes each and each several times.
-MOST_REMEMBERED = 300_000
+MAX_REMEMBERED = 300_000
 # Slots whose contents are compared in the time of one placement.
 SLOTS_PER_PLACEMENT = 4
 
@@ -211,7 +211,7 @@ class Placing:
                     elements = extent(panels.line(position))
                     loaded = loaded[0] + deep[0] * elements, loaded[1] + deep[1] * elements
                 after, seen = panels.contents(stop - 1), panels.contents(min(stop, len(self._tiles) - 1))
-                if len(known) * panels.slots > MOST_REMEMBERED:
+                if len(known) * panels.slots > MAX_REMEMBERED:
                     known.clear()
                 known[key] = loaded, after, seen
                 passed = None
@@ -251,7 +251,7 @@ class Placing:
                 read += depths[step] if placed.read else 0
             panels.advance()
         if memoised:
-            if len(known) * panels.slots > MOST_REMEMBERED:
+            if len(known) * panels.slots > MAX_REMEMBERED:
                 known.clear()
             known[situation] = (up, read), panels.contents(position)
         return up, read

@@ -10,7 +10,7 @@ from oocgemm.planning.schedule.traversal import step_order
 from oocgemm.planning.tiling import TileGrid, TileShape
 
 # The thinnest first step: half as deep twice over, and deep enough for a kernel to be worth starting.
-MOST_HALVINGS = 2
+MAX_HALVINGS = 2
 THINNEST = 256
 
 
@@ -21,7 +21,7 @@ def best_ramp(problem: GemmProblem, machine: MachineModel, layouts: Layouts, til
     that is whole; and thin ones take the link longer where rows of an array are copied from where they lie.
     """
     unit = lcm(layouts.a.read_chunk[1], layouts.b.read_chunk[0])
-    most = _most_halvings(problem.depth, tile.r, unit)
+    most = _most_halvings(problem.depth, tile.k, unit)
     if most == 0:
         return 0
     # Of equals, to the microsecond, the thinnest: the panels may come sooner than they are believed to.
@@ -32,7 +32,7 @@ def _most_halvings(k: int, r: int, unit: int) -> int:
     """How often r can be halved so that thin steps are whole multiples of `unit` and not too thin."""
     halvings = 0
     while (
-        halvings < MOST_HALVINGS
+        halvings < MAX_HALVINGS
         and k > r
         and (r >> halvings) % (2 * unit) == 0
         and r >> (halvings + 1) >= THINNEST

@@ -35,11 +35,11 @@ BLOCK = 128  # of strips, that cuBLAS works on at a time
 # Where panels can be kept on the host, a strip takes at most one part in so many of its budget, but a tile is not cut into more
 # strips than this.
 HOST_SHARE = 400
-MOST_STRIPS = 32
+MAX_STRIPS = 32
 # Beside a store so much slower than the link, reading and uploading may take turns if that spares memory for panels.
 FAR_SLOWER = 10
 CHUNK_BYTES = 8 << 20  # of a new C: cheap to allocate again and again, long enough for a disk
-MOST_DRAIN = 16
+MAX_DRAIN = 16
 SCARCE = 1 << 20  # of device memory, in which all depths and the smallest tile are tried
 # What is kept first, on the device and on the host.
 PAIRS = (
@@ -91,7 +91,7 @@ def candidates(
         for shape, c in dict.fromkeys((shape, c) for shape, most in tried for c in range(1, most + 1)):
             if least[shape] > limit():
                 break
-            if c == 1 or shape.w < problem.m or shape.h < problem.n:
+            if c == 1 or shape.m < problem.m or shape.n < problem.n:
                 for candidate in _with_slots(problem, budgets, machine, layouts, shape, c, io_threads):
                     none = False
                     yield candidate
@@ -234,7 +234,7 @@ def _bands(
 ) -> list[int]:
     """One row (or column) at a time, and the widest bands of which all panels fit into what is free; where another
     tier has room too, bands that do not fit quite."""
-    rows = ceil_div(problem.m, tile.w) if axis == 0 else ceil_div(problem.n, tile.h)
+    rows = ceil_div(problem.m, tile.m) if axis == 0 else ceil_div(problem.n, tile.n)
     kept, passing = ("A", "B") if axis == 0 else ("B", "A")
     panels = max(1, size["host", kept])
     row = free // max(1, steps)
@@ -285,16 +285,16 @@ def _least_slots(
     """Two panels of each operand, and on the host as many as fit: a third rides out jitter, one alone has reading and
     uploading take turns."""
     unit = c_chunks(problem, layouts, tile)[0]
-    row_bytes = max(1, min(tile.h, problem.n) * problem.itemsizes["C"])
+    row_bytes = max(1, min(tile.n, problem.n) * problem.itemsizes["C"])
     # Few strips a tile, since each is several operations; fewer rows where memory is short.
-    wanted = max(STRIP_BYTES // row_bytes, ceil_div(tile.w, STRIPS if machine.unified else STAGED_STRIPS), 1)
+    wanted = max(STRIP_BYTES // row_bytes, ceil_div(tile.m, STRIPS if machine.unified else STAGED_STRIPS), 1)
     if not machine.shares_cores:
-        wanted = _in_waves(wanted, min(tile.h, problem.n), machine.multiprocessors)
-    share = tile.w
+        wanted = _in_waves(wanted, min(tile.n, problem.n), machine.multiprocessors)
+    share = tile.m
     if _keeps_on_host(machine, layouts):
-        share = max(budgets.host // HOST_SHARE // row_bytes, ceil_div(tile.w, MOST_STRIPS))
+        share = max(budgets.host // HOST_SHARE // row_bytes, ceil_div(tile.m, MAX_STRIPS))
     sizes = (wanted, STRIP_BYTES // row_bytes, STRIP_BYTES // 32 // row_bytes, 1)
-    strips = sorted({min(round_up(max(1, min(rows, share)), unit), tile.w) for rows in sizes}, reverse=True)
+    strips = sorted({min(round_up(max(1, min(rows, share)), unit), tile.m) for rows in sizes}, reverse=True)
     finish = 2 if problem.finishes else 0
     two = machine.shares_cores or not _keeps_on_host(machine, layouts)
     for host in (0,) if machine.unified else (2, 1) if two else (3, 2, 1):
@@ -340,7 +340,7 @@ def _draining(
         w * h * problem.itemsizes["C"] / (machine.write if base.unified else min(to_memory, machine.d2h))
     )
     several = w < problem.m or h < problem.n
-    wanted = min(steps, MOST_DRAIN, int(leaving / step) + 1)
+    wanted = min(steps, MAX_DRAIN, int(leaving / step) + 1)
     for drain in range(wanted, 1, -1):
         a = b = drain + 1 if several else drain
         if (a - base.a) * size["device", "A"] + (b - base.b) * size["device", "B"] <= free:
@@ -364,8 +364,8 @@ def c_chunks(problem: GemmProblem, layouts: Layouts, tile: TileShape) -> tuple[i
     if not layouts.c.free_chunks:
         return layouts.c.write_chunk
     elements = CHUNK_BYTES // problem.itemsizes["C"]
-    rows = _dividing(isqrt(elements), tile.w, problem.m)
-    return rows, _dividing(max(1, elements // rows), tile.h, problem.n)
+    rows = _dividing(isqrt(elements), tile.m, problem.m)
+    return rows, _dividing(max(1, elements // rows), tile.n, problem.n)
 
 
 @lru_cache(4096)

@@ -22,13 +22,13 @@ from oocgemm.planning.cost.footprint import (
 )
 from oocgemm.planning.cost.predict import multiply_seconds, predict
 from oocgemm.planning.cost.simulate import simulate
-from oocgemm.planning.integers import MOST_DEPTH
+from oocgemm.planning.integers import MAX_DEPTH
 from oocgemm.planning.plan import Faster, Plan, Scored, schedule_of
 from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.schedule.ramp import best_ramp
 from oocgemm.planning.schedule.slots import Slots
 from oocgemm.planning.schedule.traversal import last
-from oocgemm.planning.search.candidates import MOST_DRAIN, Budgets, c_chunks, candidates, io_threads, smallest
+from oocgemm.planning.search.candidates import MAX_DRAIN, Budgets, c_chunks, candidates, io_threads, smallest
 from oocgemm.planning.search.shapes import with_less_last, with_more
 from oocgemm.planning.tiling import Tile, TileGrid, TileShape, ceil_div
 from oocgemm.planning.units import ceil_size, format_size, parse_size
@@ -228,7 +228,7 @@ def _draining_longer(
     size, best = slot_bytes(problem, candidate.tile, slots.strip), s
     a_size, b_size = size["device", "A"], size["device", "B"]
     held = slots.a * a_size + slots.b * b_size
-    most = min(held // max(1, a_size + b_size), MOST_DRAIN, TileGrid.of(problem, candidate.tile).steps)
+    most = min(held // max(1, a_size + b_size), MAX_DRAIN, TileGrid.of(problem, candidate.tile).steps)
     for drain in range(slots.last_steps + 1, most + 1):
         a = max(drain, min(slots.a, (held - drain * b_size) // a_size))
         b = max(drain, min(slots.b, (held - a * a_size) // b_size))
@@ -252,7 +252,7 @@ def _ramped(problem: GemmProblem, machine: MachineModel, layouts: Layouts, s: Sc
 def _rank(s: Scored) -> tuple[float, int, int, int]:
     """Of equals the simpler: fewer accumulators, shallower panels, less pinned memory."""
     slots = s.candidate.slots
-    return s.prediction.total, slots.c, s.candidate.tile.r, slots.host_a + slots.host_b
+    return s.prediction.total, slots.c, s.candidate.tile.k, slots.host_a + slots.host_b
 
 
 def _least_work(timed: Sequence[tuple[float, Scored]]) -> Scored:
@@ -293,7 +293,7 @@ def _walked(
 
 def _simulating(problem: GemmProblem, candidate: Candidate) -> float:
     """About how many seconds it takes to run a candidate's schedule on a virtual clock."""
-    grid, strips = TileGrid.of(problem, candidate.tile), ceil_div(candidate.tile.w, candidate.slots.strip)
+    grid, strips = TileGrid.of(problem, candidate.tile), ceil_div(candidate.tile.m, candidate.slots.strip)
     return SIMULATED * grid.shape[0] * grid.shape[1] * (5 * grid.steps + 4 * strips)
 
 
@@ -309,17 +309,17 @@ def _varied(scored: Sequence[Scored], most: int = 6) -> Iterator[Scored]:
 
 
 def _check_alignment(problem: GemmProblem, layouts: Layouts, tile: TileShape) -> None:
-    if min(tile.w, tile.h, tile.r) < 1:
+    if min(tile.m, tile.n, tile.k) < 1:
         raise InputError(f"tile {tile} has an extent below 1")
-    if problem.exact and min(tile.r, problem.depth) > MOST_DEPTH:
+    if problem.exact and min(tile.k, problem.depth) > MAX_DEPTH:
         raise InputError(
-            f"tile {tile}: int32 holds sums of {MOST_DEPTH} products of int8 numbers, and panels would be {tile.r} deep: make "
-            f"r at most {MOST_DEPTH}"
+            f"tile {tile}: int32 holds sums of {MAX_DEPTH} products of int8 numbers, and panels would be {tile.k} deep: make "
+            f"r at most {MAX_DEPTH}"
         )
     chunk = layouts.c.write_chunk
     for name, extent, nominal, unit in (
-        ("w", problem.m, tile.w, chunk[0]),
-        ("h", problem.n, tile.h, chunk[1]),
+        ("w", problem.m, tile.m, chunk[0]),
+        ("h", problem.n, tile.n, chunk[1]),
     ):
         if nominal < extent and nominal % unit:
             raise InputError(
@@ -337,7 +337,7 @@ def _budget_error(
 ) -> BudgetError:
     """The error that says which budgets are too small for the smallest plan."""
     shape = tile or smallest(problem, layouts)
-    strip = min(c_chunks(problem, layouts, shape)[0], shape.w)
+    strip = min(c_chunks(problem, layouts, shape)[0], shape.m)
     host = 0 if machine.unified else 1
     slots = Slots(
         host_a=host,

@@ -17,7 +17,7 @@ from oocgemm.planning import integers
 from oocgemm.planning.check_blocks import room_share
 from oocgemm.planning.cost.footprint import Layouts, MachineModel, casts, panel_room
 from oocgemm.planning.cost.predict import multiply_seconds
-from oocgemm.planning.emulation import MOST_DEPTH, STRIP, work_bytes
+from oocgemm.planning.emulation import MAX_DEPTH, STRIP, work_bytes
 from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.tiling import TileShape, ceil_div, cover_ratio, round_up
 
@@ -152,8 +152,8 @@ def with_less_last(problem: GemmProblem, layouts: Layouts, tile: TileShape) -> I
     (*_, unit_m), (*_, unit_n) = _alignments(problem, layouts)
     for share in LEFT:
         for shape in (
-            replace(tile, w=_longer(problem.m, tile.w, unit_m, share)),
-            replace(tile, h=_longer(problem.n, tile.h, unit_n, share)),
+            replace(tile, m=_longer(problem.m, tile.m, unit_m, share)),
+            replace(tile, n=_longer(problem.n, tile.n, unit_n, share)),
         ):
             if shape != tile:
                 yield shape
@@ -162,10 +162,10 @@ def with_less_last(problem: GemmProblem, layouts: Layouts, tile: TileShape) -> I
 def with_more(problem: GemmProblem, layouts: Layouts, tile: TileShape) -> Iterator[TileShape]:
     """Smaller tiles, a few more of them along either extent: their C begins to leave sooner, and less of it is left at the end."""
     (*_, unit_m), (*_, unit_n) = _alignments(problem, layouts)
-    counts = ceil_div(problem.m, tile.w), ceil_div(problem.n, tile.h)
+    counts = ceil_div(problem.m, tile.m), ceil_div(problem.n, tile.n)
     for down, across in product(*(range(count, min(count + MORE, FEW) + 1) for count in counts)):
         w, h = round_up(ceil_div(problem.m, down), unit_m), round_up(ceil_div(problem.n, across), unit_n)
-        yield replace(tile, w=min(w, tile.w), h=min(h, tile.h))
+        yield replace(tile, m=min(w, tile.m), n=min(h, tile.n))
 
 
 def _longer(extent: int, nominal: int, unit: int, share: float) -> int:
@@ -318,8 +318,8 @@ def _max_depth(problem: GemmProblem) -> int:
     """The deepest panels that a kernel of the problem sums at once."""
     k = max(1, problem.depth)
     if problem.exact:
-        return min(k, integers.MOST_DEPTH // 16 * 16)
-    return min(k, MOST_DEPTH) if problem.planes else k
+        return min(k, integers.MAX_DEPTH // 16 * 16)
+    return min(k, MAX_DEPTH) if problem.planes else k
 
 
 def _link(machine: MachineModel, layouts: Layouts, panels: tuple[int, int, int]) -> float:

@@ -16,7 +16,7 @@ import numpy as np
 from oocgemm.errors import ExecutionError
 from oocgemm.planning.tiling import Span
 from oocgemm.stores.base import Array
-from oocgemm.stores.files import LEAST_SEGMENT, OpenFile, modified, publish
+from oocgemm.stores.files import MIN_SEGMENT, OpenFile, modified, publish
 from oocgemm.stores.lines import read_block, straight
 from oocgemm.stores.zarr.codecs import CHECKSUM_BYTES, Encoding, checked_content
 
@@ -152,9 +152,7 @@ class DirectChunks:
         (lines, part), line, block = (wanted, width, out) if by_rows else (wanted[::-1], height, out.T)
         row = line * encoding.dtype.itemsize
         whole = block.shape[1] == line
-        if whole and not (
-            straight(encoding.dtype, block) and (out.flags.c_contiguous or row >= LEAST_SEGMENT)
-        ):
+        if whole and not (straight(encoding.dtype, block) and (out.flags.c_contiguous or row >= MIN_SEGMENT)):
             # All of it is wanted, in another order or in lines too short for a buffer each: copied from a mapping.
             stored = file.mapped(offset + lines.start * row, block.shape[0] * row).view(encoding.dtype)
             np.copyto(block, stored.reshape(block.shape), casting="equiv")
