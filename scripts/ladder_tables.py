@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from tables import RESULTS, load, table
+from tables import load, table
 
-from oocgemm.cli.measuring import snake_keys
 from oocgemm.machine.bench import AGAINST, BY_NCU, against
 
 Rates = dict[tuple[str, str, str], float]  # flop/s by kernel, parameters and dtype
@@ -12,14 +11,9 @@ Rates = dict[tuple[str, str, str], float]  # flop/s by kernel, parameters and dt
 FAST_SHAPES = [[n, n, n] for n in (4096, 8192, 16384)] + [[12288, 12288, k] for k in (512, 1024, 2048)]
 
 
-def load_kernels(name: str) -> Any:
-    """Load a file of an earlier version, whose keys hold spaces."""
-    return snake_keys(load(name))
-
-
 def _rates() -> tuple[str, list[str], Rates]:
     """Return the device, the dtypes and the rates of all rungs on square products of 4096."""
-    result = load_kernels("bench_kernels.json")
+    result = load("bench_kernels.json")
     rows = [row for row in result["rows"] if row["shape"] == [4096] * 3]
     rates = {
         (row["kernel"], " ".join(map(str, row["params"].values())), row["dtype"]): row["flops"]
@@ -61,7 +55,7 @@ def gains() -> list[str]:
 
 def fast() -> list[str]:
     """The speed of `simt` and `tensor` divided by that of cuBLAS."""
-    results = load_kernels("kernels_fast.json")["results"]
+    results = load("kernels_fast.json")["results"]
     best: dict[tuple[str, str, tuple[int, ...]], dict[str, Any]] = {}
     for row in (row for result in results for row in result["rows"] if row["kernel"] != "cublas"):
         key = row["kernel"], row["dtype"], tuple(row["shape"])
@@ -82,9 +76,7 @@ def fast() -> list[str]:
 
 def counted() -> list[str]:
     """What ncu counted, beside the model."""
-    if not (RESULTS / "bench_kernels_counters.json").exists():
-        return []
-    result = load_kernels("bench_kernels_counters.json")
+    result = load("bench_kernels_counters.json")
     rows = [
         [row["dtype"], " x ".join(map(str, row["shape"])), f"`{row['kernel']}`", *against(row)]
         for row in result["rows"]

@@ -132,8 +132,11 @@ def test_the_readme_is_short_and_its_links_lead_somewhere() -> None:
 
 
 def test_the_api_page_shows_every_public_name() -> None:
-    shown = (TOP / "docs" / "reference" / "api.md").read_text()
-    assert {name for name in oocgemm.__all__ if f":: {name}\n" not in shown} == set()
+    page = (TOP / "docs" / "reference" / "api.md").read_text()
+    # Documented classes that no directive of their own shows come with the module.
+    alone = {name for name in oocgemm.__all__ if not isinstance(getattr(oocgemm, name), type)}
+    assert {name for name in alone if f":: {name}\n" not in page and f"`{name}`" not in page} == set()
+    assert ".. automodule:: oocgemm\n   :members:\n" in page
 
 
 def test_the_citation_and_the_changelog_name_this_version() -> None:
