@@ -26,7 +26,7 @@ from oocgemm.planning.check_blocks import DIGESTED, Cut, borders
 from tests.backends_here import CUDA
 from tests.nvrtc import Nvrtc, resources
 from tests.problems import Array, integers
-from tests.suite import examples
+from tests.suite import examples, slow
 from tests.summing import FLOATS, ModelDevice, plain_digest
 
 # Digests
@@ -280,7 +280,9 @@ def check(case: Case, given: Callable[[int], ctypes.Structure], run: Runs) -> di
 CASES = [
     pytest.param("float64", lambda: panel("float64", 0), id="panel-float64"),
     pytest.param("complex64", lambda: panel("complex64", 1, True), id="panel-complex64-columns"),
-    pytest.param("bfloat16", lambda: panel("bfloat16", 1), id="panel-bfloat16-columns"),
+    pytest.param(
+        "bfloat16", lambda: panel("bfloat16", 1), id="panel-bfloat16-columns", marks=pytest.mark.slow
+    ),
     pytest.param("float64", lambda: strip("float64"), id="strip-float64"),
     pytest.param("float64", lambda: product("float64", True), id="product-first"),
     pytest.param("complex64", lambda: product("complex64", False), id="product-complex"),
@@ -325,7 +327,7 @@ def test_the_kernels_on_a_device_are_what_numpy_does(dtype: str, build: Callable
     check(*build(), run)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("arch", ["sm_80", *slow(("sm_90",), ("sm_100",))])
 def test_the_kernels_compile_without_spills(
     arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

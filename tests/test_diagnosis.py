@@ -16,6 +16,7 @@ from oocgemm.planning import Budgets, Layout, Layouts, TileShape, recorded_plan
 from oocgemm.reports.advice import CONTENDED, ONLY_KERNEL, TRUSTED, Remedy, diagnosis_lines, fit, remedy
 from oocgemm.reports.page import page
 from oocgemm.timeline import Span, Timeline, diagnose, report
+from tests import suite
 
 from .test_figures import timelines
 from .virtual_runs import CHUNKS, GIB, machine, run_of, virtual_plan
@@ -163,6 +164,7 @@ def test_contention_is_told_from_a_slow_kernel(
     assert (f"Other programs used {others:.1f} of {cores} cores." in said[1]) == (others >= 0.1 * cores)
 
 
+@pytest.mark.slow
 def test_contention_goes_before_a_gain_by_rates_that_it_spoiled() -> None:
     slow = machine(read=1e9, read_scattered=1e9)
     run = run_of(virtual_plan(CUBE, SMALL, slow))
@@ -195,7 +197,9 @@ def test_a_planned_run_is_bound_by_the_link_that_is_made_slow(slow: dict[str, fl
     assert diagnose(run_of(plan)).verdict.bound == bound
 
 
-@pytest.mark.parametrize("slow", [{"read": 4e9, "read_scattered": 4e9}, {"h2d": 4e9}, {"read": 8e9}])
+@pytest.mark.parametrize(
+    "slow", [{"h2d": 4e9}, *suite.slow(({"read": 4e9, "read_scattered": 4e9},), ({"read": 8e9},))]
+)
 def test_following_the_advice_gains_what_it_promised(slow: dict[str, float]) -> None:
     """The plan was made for the machine of the defaults and ran on one with a slower link."""
     usual, real = machine(), machine(**slow)
@@ -226,6 +230,7 @@ def test_a_fitted_model_reproduces_the_time_of_a_slow_run() -> None:
     assert fitted.machine.h2d == pytest.approx(10e9, rel=0.2)
 
 
+@pytest.mark.slow
 def test_what_passes_outside_all_operations_stays_as_it_is() -> None:
     run = run_of(virtual_plan(CUBE, SMALL, machine(read=4e9, read_scattered=4e9)))
     idle = round(0.5 * run.wall)

@@ -39,6 +39,7 @@ from oocgemm.timeline import Span
 from tests.backends_here import staged
 from tests.command import run
 from tests.faults import ON_DEVICE, Fault, bytewise, faulty_backend, faulty_stores, nothing_left, small_disk
+from tests.suite import slow
 
 M, N, K, CHUNK = 40, 50, 30, 10
 _rng = np.random.default_rng(0)
@@ -171,7 +172,7 @@ UNSEEN = {("raw", _garbage), ("filtered", _folder)}
     [(kind, damage) for kind in STORES for damage in DAMAGES if (kind, damage) not in UNSEEN],
     indirect=["kind"],
 )
-@pytest.mark.parametrize("when", ["before", "once planned"])
+@pytest.mark.parametrize("when", [*slow(("before",)), "once planned"])
 def test_a_damaged_file_is_named(
     tmp_path: Path, a: Path, kind: str, damage: Callable[[Path], None], when: str
 ) -> None:
@@ -205,7 +206,7 @@ def chunk_name(a: Path) -> str:
 
 
 @pytest.mark.parametrize("kind", DIRECT, indirect=True)
-@pytest.mark.parametrize("part", ["chunk", "row", "all"])
+@pytest.mark.parametrize("part", ["chunk", *slow(("row",), ("all",))])
 def test_a_chunk_deleted_during_a_run_is_not_the_fill_value(tmp_path: Path, a: Path, part: str) -> None:
     place = {"chunk": chunk(a), "row": chunk(a).parent, "all": a}[part]
 
@@ -973,8 +974,8 @@ STRIKES: dict[str, Callable[[Fault], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["raw", "shards", "C.npy"])
-@pytest.mark.parametrize("beta", [0, 1])
+@pytest.mark.parametrize("name", ["raw", *slow(("shards",), ("C.npy",))])
+@pytest.mark.parametrize("beta", [pytest.param(0, marks=pytest.mark.slow), 1])
 @pytest.mark.parametrize("strikes", STRIKES)
 def test_a_run_that_has_failed_can_be_gone_on_with(
     tmp_path: Path, strikes: str, beta: int, name: str

@@ -35,7 +35,7 @@ from oocgemm import BackendError
 from oocgemm.cli import measuring
 from oocgemm.cli.main import EXIT_BUDGET, EXIT_FAILED, EXIT_USAGE
 from tests.command import Finished, command, own_threads
-from tests.suite import examples
+from tests.suite import examples, slow
 
 BOUND = 30  # seconds a case may take
 A, B = np.arange(42.0).reshape(7, 6) % 5, np.arange(30.0).reshape(6, 5) % 7
@@ -522,8 +522,9 @@ def test_a_header_that_says_nonsense_is_refused(here: Path, log: list[str], dama
 
 @pytest.mark.parametrize(
     "words",
-    ["run a b new.npy --tile 4x3x2 --backend host", "run a missing new", "run a a new --beta nan", "plan a b --json", "report a.npy",
-     "info", "run a b new --device-memory 1", "run", "nonsense", "run a b /proc/x --chunks 4x3 --debugg"],
+    ["run a b new.npy --tile 4x3x2 --backend host", "run a missing new", "report a.npy",
+     *slow(("run a a new --beta nan",), ("plan a b --json",), ("info",), ("run a b new --device-memory 1",), ("run",),
+           ("nonsense",), ("run a b /proc/x --chunks 4x3 --debugg",))],
 )  # fmt: skip
 def test_a_process_ends_well(here: Path, words: str) -> None:
     _fresh(here)

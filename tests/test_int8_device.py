@@ -22,13 +22,14 @@ from oocgemm.planning import Op
 from oocgemm.planning.integers import room
 from tests.nvrtc import Nvrtc, resources
 from tests.problems import Array, stored
+from tests.suite import slow
 from tests.test_int8 import exact, numbers
 from tests.test_kernels_cpu import built
 
 ACCUMULATED, STORED = ("int", "double"), {"int": 2**31 - 1, "long long": 2**53, "float": None, "double": None}
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100"])
+@pytest.mark.parametrize("arch", ["sm_80", *slow(("sm_90a",), ("sm_100",))])
 def test_the_kernels_compile_without_spills(
     arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,7 +123,7 @@ def add_up(int8: Any, call: Call) -> None:
 
 
 @pytest.mark.parametrize(("op_a", "op_b"), [(Op.N, Op.C), (Op.T, Op.N)])
-@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("wide", [*slow((False,)), True])
 def test_products_are_exact_however_operands_lie(int8: Any, op_a: Op, op_b: Op, wide: bool) -> None:
     rng = np.random.default_rng(1)
     shapes = (5, 70, 65), (8, 32, 48), (1, 1, 1)

@@ -67,6 +67,15 @@ def call(
     return replace(made, **more)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    "kernel",
+    [pytest.param(kernel, id=source) for source, kernel in {x.source: x for x in reversed(LADDER)}.items()],
+)
+def test_the_default_variant_compiles_without_spills(kernel: Kernel, tmp_path: Path) -> None:
+    check_code(kernel, max(kernel.archs), kernel.dtypes[0], (Op.N, Op.T), kernel.variants[0], tmp_path)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("kernel", "arch"), ENTRIES)
 def test_every_variant_compiles_without_spills(kernel: Kernel, arch: str, tmp_path: Path) -> None:
     wanted = [(kernel.dtypes[0], (Op.N, Op.T), params) for params in kernel.variants]

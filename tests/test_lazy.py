@@ -15,6 +15,7 @@ from oocgemm.stores import lazy, open_matrix
 from oocgemm.stores.lazy import LazyMatrix
 from tests.backends_here import BACKENDS
 from tests.problems import Array
+from tests.suite import slow
 
 _rng = np.random.default_rng(0)
 A, B = (_rng.integers(-3, 4, shape).astype(float) for shape in ((130, 90), (90, 70)))
@@ -113,7 +114,9 @@ def test_panels_are_aligned_to_the_chunks() -> None:
     assert planned.tile.m % 300 == planned.tile.k % 500 == 0
 
 
-@pytest.mark.parametrize("chunks", [(20, 30), ((50, 10, 70), (1, 80, 9)), (1, 1), (500, 500)], ids=str)
+@pytest.mark.parametrize(
+    "chunks", [((50, 10, 70), (1, 80, 9)), *slow(((20, 30),), ((1, 1),), ((500, 500),))], ids=str
+)
 def test_dask_arrays_are_operands(chunks: Any) -> None:
     array = module("dask.array")
     a, b = array.from_array(A, chunks=chunks), array.from_array(B, chunks=(40, 11))

@@ -273,15 +273,14 @@ def idle() -> int:
     return peak({})
 
 
-@pytest.mark.slow
 @LINUX
 @pytest.mark.parametrize(
     ("trans_b", "tile", "mapped"),
     [
         pytest.param("T", None, "", id="parts of rows"),
-        pytest.param("N", None, "", id="parts of rows, of both extents"),
-        pytest.param("T", "100x100x6000", "", id="whole rows"),
-        pytest.param("T", None, "abc", id="memory maps"),
+        pytest.param("N", None, "", id="parts of rows, of both extents", marks=pytest.mark.slow),
+        pytest.param("T", "100x100x6000", "", id="whole rows", marks=pytest.mark.slow),
+        pytest.param("T", None, "abc", id="memory maps", marks=pytest.mark.slow),
     ],
 )
 def test_the_resident_set_stays_within_the_budgets(

@@ -69,8 +69,10 @@ def test_git_ignores_what_the_quick_start_writes() -> None:
     assert done.stdout.splitlines() == written
 
 
-@pytest.mark.parametrize("workers", [[], ["-n", "2"]], ids=["alone", "by workers"])
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize(
+    "workers", [[], pytest.param(["-n", "2"], marks=pytest.mark.slow)], ids=["alone", "by workers"]
+)
+@pytest.mark.parametrize("fails", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_only_failing_tests_leave_files(tmp_path: Path, workers: list[str], fails: bool) -> None:
     if workers:
         pytest.importorskip("xdist")
