@@ -18,7 +18,8 @@ from oocgemm.kernels.tuning import CUBLAS
 from oocgemm.machine.measure import bench, counters
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
-readme: Any = importlib.import_module("readme")
+ladder_tables: Any = importlib.import_module("ladder_tables")
+tables: Any = importlib.import_module("tables")
 
 HEADER = (
     '"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid Size",'
@@ -176,8 +177,8 @@ def test_each_rung_is_counted_on_its_largest_affordable_product(
     tiled = next(row for row in rows if (row["dtype"], row["kernel"]) == ("float64", "tiled"))
     model = f"{tiled['load_sectors']:.3g} / 1e+03", f"{tiled['occupancy']:.3g} / 0.5"
     (tmp_path / "bench_kernels_counters.json").write_text(json.dumps(result))
-    with patch.object(readme, "RESULTS", tmp_path):
-        table = readme.counted()
+    with patch.object(tables, "RESULTS", tmp_path):
+        table = ladder_tables.counted()
     for lines in (shown.splitlines(), table):
         assert any(all(cell in line for cell in ("float64", "tiled", *model)) for line in lines)
 

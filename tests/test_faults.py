@@ -328,9 +328,11 @@ def test_a_failure_that_passes_costs_nothing_but_time(tmp_path: Path, error: Exc
 
 def test_how_often_and_when_it_is_tried_again_is_stated() -> None:
     *first, last = map(str, RETRY_AFTER)
-    readme = " ".join((Path(__file__).parent.parent / "README.md").read_text().split())
+    limits = Path(__file__).parent.parent / "docs" / "limits.md"
     assert len(RETRY_AFTER) == 5
-    assert f"tried again five times, after {', '.join(first)} and {last} s" in readme
+    assert f"tried again five times, after {', '.join(first)} and {last} s" in " ".join(
+        limits.read_text().split()
+    )
 
 
 def test_a_persistent_failure_is_retried_as_often_as_stated(tmp_path: Path) -> None:
