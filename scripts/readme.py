@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from oocgemm.cli.display import print_plan, print_report
-from oocgemm.cli.measuring import snake_keys
+from oocgemm.cli.output import snake_keys
 from oocgemm.machine.bench import AGAINST, BY_NCU, against
 from oocgemm.planning import Budgets, GemmProblem, Layout, Layouts, default_model, make_plan
 from oocgemm.reports.roofline import roofline

@@ -16,7 +16,7 @@ import zarr
 
 import oocgemm
 from oocgemm import BackendError, InputError
-from oocgemm.cli.main import EXIT_BUDGET, EXIT_FAILED, EXIT_USAGE
+from oocgemm.cli.output import EXIT_BUDGET, EXIT_FAILED, EXIT_USAGE
 from tests.backends_here import CUDA
 from tests.command import Finished, command, contents, own_threads, run
 

@@ -15,8 +15,8 @@ import pytest
 import zarr
 
 import oocgemm
-from oocgemm.cli import main as cli
-from oocgemm.cli.main import EXIT_BUDGET, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
+from oocgemm.cli import products
+from oocgemm.cli.output import EXIT_BUDGET, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
 from oocgemm.jobs import result
 from oocgemm.planning.search import planner
 from tests.command import Finished, command, contents, run
@@ -443,11 +443,11 @@ def test_a_slow_plan_is_noted_before_it_runs(here: Path, monkeypatch: pytest.Mon
 
 
 def test_a_report_takes_no_more_memory_than_its_run(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "REPORT_BYTES", 0)
+    monkeypatch.setattr(products, "MIN_REPORT_ROOM", 0)
     monkeypatch.setattr(result, "REPORTED_SPAN_BYTES", 1 << 30)
     shown = run("a", "b", "new", "--device-memory", "20MiB", "--host-memory", "20MiB", "--timeline", "log")
     assert shown.code == 0
-    assert re.search(r"no report, which takes \d+ GiB for \d+ operations, more than the 40 MiB", shown.out)
+    assert re.search(r"no report: it takes \d+ GiB for \d+ operations, more than the 40 MiB", shown.out)
     assert "compute share" not in shown.out
     options = ("--device-memory", "20MiB", "--host-memory", "20MiB", "--json")
     found = run("a", "b", "other", *options).json()

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 
 from oocgemm.cli.display_measured import print_bench
-from oocgemm.cli.measuring import snake_keys
+from oocgemm.cli.output import snake_keys
 from oocgemm.errors import BackendError
 from oocgemm.kernels.registry import LADDER
 from oocgemm.kernels.tuning import CUBLAS

@@ -22,7 +22,7 @@ import zarr
 import oocgemm
 from oocgemm import stores
 from oocgemm.backends.host.backend import HostBackend
-from oocgemm.cli.main import EXIT_FAILED, EXIT_USAGE
+from oocgemm.cli.output import EXIT_FAILED, EXIT_USAGE
 from oocgemm.errors import BackendError, ExecutionError, InputError
 from oocgemm.jobs.journal import ATTRIBUTE, JOURNAL, Journal, Keeper, read
 from oocgemm.planning import (

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from oocgemm.cli.main import EXIT_FAILED
+from oocgemm.cli.output import EXIT_FAILED
 from oocgemm.planning import Budgets
 
 from .virtual_runs import GIB, machine, run_of, virtual_plan, write_log

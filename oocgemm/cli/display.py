@@ -223,20 +223,20 @@ def print_verification(found: Verification) -> None:
     """Print what `verify` has found, and how far it can be trusted."""
     out = console()
     out.print(
-        f"[bold]C is {'right' if found.right else 'wrong'}[/]: {found.vectors} random vectors on {found.groups} "
-        f"groups of columns, the worst sum off by {found.excess:.2g} of its tolerance"
+        f"[bold]C is {'correct' if found else 'wrong'}[/]: {found.vectors} random vectors on {found.groups} "
+        f"groups of columns; the error of the worst sum is {found.excess:.2g} times its tolerance"
     )
-    if found.right:
+    if found:
         out.print(
-            f"A row that is wrong within a group is missed with a probability of at most {100 * found.missed:.2g}%, unless "
-            f"by less than rounding; a single element off by more than {2 * found.tolerance:.2g} is never missed"
+            f"An error in one row of a group that exceeds rounding is missed with a probability of at most "
+            f"{100 * found.miss_probability:.2g}%; an element off by more than {2 * found.tolerance:.2g} is never missed"
         )
     model = {
-        "probabilistic": "rounding errors independent and of mean 0 (Higham and Mary, 2019)",
-        "worst-case": "rounding errors of any sign, all as large as can be",
+        "probabilistic": "rounding errors are independent and of mean 0 (Higham and Mary, 2019)",
+        "worst-case": "all rounding errors have their largest size and the worst sign",
     }
     out.print(
-        f"Tolerance: {found.bound} bound, {model[found.bound]}; it calls a right C wrong with a probability of at most "
+        f"Tolerance: {found.bound} bound: {model[found.bound]}. A correct C fails with a probability of at most "
         f"{found.false_alarm:.0e}"
     )
     out.print(

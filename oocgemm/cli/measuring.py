@@ -1,18 +1,18 @@
-"""The commands that measure: calibrate, bench, tune; and what they share with the others."""
+"""The commands that measure: calibrate, bench, tune."""
 
-import json
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
 from oocgemm import backends, stores
 from oocgemm.cli.display import doing
 from oocgemm.cli.display_measured import print_bench, print_calibration, print_tuning
+from oocgemm.cli.options import DEVICE, JSON
+from oocgemm.cli.output import print_json
 from oocgemm.cli.parameters import Size
-from oocgemm.jobs.job import budgets
+from oocgemm.jobs.budgets import budgets_of
 from oocgemm.kernels import registry as ladder
 from oocgemm.kernels import tuning
 from oocgemm.machine import bench
@@ -21,42 +21,6 @@ from oocgemm.planning import OPERANDS
 from oocgemm.reports.exports import check_place, writing
 from oocgemm.reports.roofline import roofline_of
 from oocgemm.system import cache
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def taking(*options: Callable[[F], F]) -> Callable[[F], F]:
-    def apply(function: F) -> F:
-        for option in reversed(options):
-            function = option(function)
-        return function
-
-    return apply
-
-
-def print_json(value: object) -> None:
-    """Print a value as JSON, its keys in snake_case."""
-    click.echo(json.dumps(snake_keys(value), indent=2))
-
-
-def snake_keys(value: Any) -> Any:
-    """The same plain data with keys that hold no spaces: names of rates, for one, are written for people.
-
-    >>> snake_keys({"emulated float64": [{"multiplied by": "blas"}], "A": 1})
-    {'emulated_float64': [{'multiplied_by': 'blas'}], 'A': 1}
-    """
-    if isinstance(value, dict):
-        return {_snake(key): snake_keys(one) for key, one in value.items()}
-    return [snake_keys(one) for one in value] if isinstance(value, list | tuple) else value
-
-
-def _snake(key: Any) -> Any:
-    return key.replace(" ", "_").lower() if isinstance(key, str) and " " in key else key
-
-
-DEVICE = click.option(
-    "--device", metavar="N", type=click.IntRange(min=0), default=0, show_default=True, help="CUDA device."
-)
 
 
 @click.command()
@@ -75,7 +39,7 @@ DEVICE = click.option(
     help="Folder whose storage is measured, with temporary files of some 500 MiB.  [default: the current one]",
 )
 @click.option("--svg", type=click.Path(dir_okay=False), help="Draw the machine's roofline to this file.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@JSON
 def calibrate(backend: str, device: int, path: str | None, svg: str | None, as_json: bool) -> None:
     """Measure this machine, for plans and reports to use.
 
@@ -92,7 +56,7 @@ def calibrate(backend: str, device: int, path: str | None, svg: str | None, as_j
     kept = cache.save(found)
     if svg is not None:
         engine = backends.open_backend(found.backend, device)
-        budget = budgets(engine.name, None, None, engine.free_memory).device
+        budget = budgets_of(engine.name, engine.free_memory).device
         with writing("--svg", svg):
             Path(svg).write_text(roofline_of(found, budget), encoding="utf-8")
     if as_json:
@@ -181,7 +145,7 @@ def bench_kernels(as_json: bool, svg: str | None, **options: Any) -> None:
     type=click.Choice(OPERANDS),
     help="May be repeated.  [default: all]",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@JSON
 def tune(device: int, dtypes: tuple[str, ...], as_json: bool) -> None:
     """Find the fastest kernels on this GPU, for --kernel auto.
 

@@ -1,6 +1,5 @@
 """What an earlier run has left at C, and whether it is the one that is asked for now. Nothing here writes."""
 
-import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -9,6 +8,7 @@ from typing import Any, cast
 
 from oocgemm import stores
 from oocgemm.errors import InputError
+from oocgemm.jobs.destination import Destination
 from oocgemm.jobs.journal import Record, busy, owner, read
 from oocgemm.planning import Candidate, GemmProblem, TileGrid, TileShape
 from oocgemm.planning.serialize import recorded_candidate
@@ -63,13 +63,13 @@ class Earlier:
         return (self.record.done | self.record.committed) - self.lost
 
 
-def look(c: Any, *, resume: bool, overwrite: bool, reads_c: bool) -> Earlier | None:
+def look(c: Destination, *, resume: bool, overwrite: bool, reads_c: bool) -> Earlier | None:
     """What earlier runs have left at C; None where no journal can be kept. Writes nothing.
 
     Raises `InputError` if another run is writing there, or if one has not ended and this one neither goes on with it
     nor may overwrite it.
     """
-    folder = stores.sidecar(c)
+    folder = c.journal_folder
     if folder is None:
         if resume:
             raise InputError(
@@ -81,7 +81,7 @@ def look(c: Any, *, resume: bool, overwrite: bool, reads_c: bool) -> Earlier | N
     if holder is not None:
         raise InputError(busy(folder, holder))
     if record is None:
-        if resume and not (overwrite or reads_c) and stores.is_path(c) and stores.exists(os.fspath(c)):
+        if resume and not (overwrite or reads_c) and c.is_path_in_use():
             raise InputError(
                 f"C exists at {c}, and no journal tells which run made it: oocgemm verify checks whether it is the product; "
                 "pass --overwrite to compute it anew"
@@ -120,7 +120,7 @@ def without_lost(earlier: Earlier, c: Matrix, problem: GemmProblem) -> Earlier:
 
 def how_far(c: Any) -> str:
     """What is left of a run at C that has been stopped, in a sentence; nothing if there is nothing to go on with."""
-    folder = stores.sidecar(stores.located("C", c))
+    folder = Destination.parse(c).journal_folder
     with suppress(InputError):
         record = read(folder) if folder is not None else None
         if record is not None and record.complete is None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from oocgemm.errors import InputError
+from oocgemm.errors import InputError, NotFoundError
 from oocgemm.planning import GemmProblem, Layout
 from oocgemm.planning.search.candidates import CHUNK_BYTES
 from oocgemm.stores import formats
@@ -218,7 +218,7 @@ def _opened(name: str, source: Any, writable: bool, folder: Path | None) -> Matr
         if folder is not None and (folder / DATA).exists():
             return open_npy(name, folder / DATA, writable=writable, place=Path(path))
         if "://" not in path and not os.path.exists(path):
-            raise InputError(f"{name}: {_nothing_at(path)}")
+            raise NotFoundError(f"{name}: {_nothing_at(path)}")
         if path.endswith(".npy"):
             return open_npy(name, Path(path), writable=writable)
         from oocgemm.stores.zarr.opening import open_zarr
