@@ -16,8 +16,8 @@ class NotFoundError(InputError, FileNotFoundError):
 class BudgetError(OocGemmError, MemoryError):
     """A memory budget that is too small for the smallest plan.
 
-    The message names budgets that suffice. `least` is the size in bytes that the first budget named there must have.
-    `needed` holds the bytes of device and of host memory that the smallest plan occupies.
+    The message names budgets that suffice. `least` is the size in bytes that the first budget named there
+    must have. `needed` holds the bytes of device and of host memory that the smallest plan occupies.
     """
 
     def __init__(

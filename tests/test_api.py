@@ -31,7 +31,7 @@ def test_matmul_returns_out() -> None:
 
 
 @pytest.mark.parametrize(("name", "kind"), [("c.zarr", zarr.Array), ("c.npy", np.memmap)])
-def test_matmul_returns_the_array_at_a_path(tmp_path: Path, name: str, kind: type) -> None:
+def test_matmul_returns_the_array_at_a_path(tmp_path: Path, name: str, kind: Any) -> None:
     product: Any = oocgemm.matmul(A, B, out=tmp_path / name, backend="host")
     assert isinstance(product, kind)
     np.testing.assert_array_equal(product[:], A @ B)

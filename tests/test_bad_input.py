@@ -1,4 +1,7 @@
-"""Bad input ends in one line that names what is wrong and in the right exit code; nothing is written, nothing lost."""
+"""Bad input ends in one line that names what is wrong, and in the right exit code.
+
+Nothing is written or lost.
+"""
 
 import json
 import os

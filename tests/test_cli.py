@@ -283,8 +283,8 @@ def test_info_says_how_to_install_missing_packages(tmp_path: Path) -> None:
         "class Driver:\n"
         "    def cuDriverGetVersion(self, version): version._obj.value = 12080; return 0\n"
         "from oocgemm.cli import main as cli\n"
-        "with patch.object(ctypes, 'CDLL', lambda name: Driver()), patch.object(Path, 'exists', lambda path: True):\n"
-        "    cli.cli(['info', '--json'])"
+        "with patch.object(ctypes, 'CDLL', lambda name: Driver()), patch.object(Path, 'exists', lambda path: "
+        "True):\n    cli.cli(['info', '--json'])"
     )
     environment = os.environ | {"OOCGEMM_CACHE": str(tmp_path)}
     done = subprocess.run(
@@ -421,7 +421,10 @@ def test_shells_can_complete_commands_without_zarr_or_cupy() -> None:
     asked = _process("-m", "oocgemm", _OOCGEMM_COMPLETE="bash_complete", **environment)
     assert (asked.returncode, asked.stdout) == (0, "plain,calibrate\n")
     assert "_oocgemm_completion" in _process("-m", "oocgemm", _OOCGEMM_COMPLETE="bash_source").stdout
-    loaded = "import atexit, sys; atexit.register(lambda: print({'zarr', 'cupy'} & set(sys.modules), file=sys.stderr)); "
+    loaded = (
+        "import atexit, sys; "
+        "atexit.register(lambda: print({'zarr', 'cupy'} & set(sys.modules), file=sys.stderr)); "
+    )
     code = loaded + "from oocgemm.__main__ import main; main()"
     slow = _process("-c", code, _OOCGEMM_COMPLETE="bash_complete", **environment)
     assert slow.stderr == "set()\n"

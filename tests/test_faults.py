@@ -117,7 +117,7 @@ def assert_not_whole(c: Path) -> None:
     """There is no C, or one that says that it is the result of a run that has not ended, which can be gone on with."""
     if c.exists():
         assert zarr.open_array(c).attrs["oocgemm"] == {"complete": False}
-        assert "with --resume" in resume.how_far(c)
+        assert "with --resume" in resume.resume_hint(c)
         with pytest.raises(InputError, match="A is the result of an unfinished run"):
             oocgemm.matmul(c, np.eye(zarr.open_array(c).shape[1]), backend="host")
 
@@ -602,7 +602,7 @@ def test_a_c_that_no_memory_would_hold_wants_a_path(monkeypatch: pytest.MonkeyPa
     column = np.ones((3000, 1))
     options: dict[str, Any] = {"device_memory": "20MiB", "host_memory": "8MiB", "tile": "300x300x1"}
     with pytest.raises(
-        InputError, match=r"C is 68\.7 MiB, more than the 60 MiB of memory that are available: give a path"
+        InputError, match=r"C takes 68\.7 MiB, more than the 60 MiB of memory that are available: pass a path"
     ):
         oocgemm.gemm(column, column, trans_b="T", backend="host", **options)
 
@@ -898,7 +898,7 @@ def test_a_tile_that_cannot_be_brought_to_the_disk_is_named(
         right(descriptor)
 
     monkeypatch.setattr(os, "fsync", failing)
-    assert f"bringing tile (1, 1) of C to the disk: {error}" in failure(tmp_path, A, chunks=(20, 20))
+    assert f"tile (1, 1) of C cannot be made durable: {error}" in failure(tmp_path, A, chunks=(20, 20))
 
 
 def test_a_map_that_cannot_be_brought_to_the_disk_is_an_error(

@@ -54,7 +54,7 @@ def test_a_memory_map_is_an_array(tmp_path: Path) -> None:
 
 
 def test_a_result_without_an_array_says_so(result: oocgemm.Result) -> None:
-    with pytest.raises(InputError, match="holds no array"):
+    with pytest.raises(InputError, match="has no array"):
         np.asarray(oocgemm.Result(None, result.plan, result.log))
 
 
@@ -91,7 +91,8 @@ def test_progress_true_shows_the_display(
 def test_the_library_imports_rich_for_progress_only() -> None:
     code = (
         "import sys, numpy as np, oocgemm; a = np.ones((4, 4)); oocgemm.matmul(a, a, backend='host')\n"
-        "assert 'rich' not in sys.modules; oocgemm.matmul(a, a, backend='host', progress=True); assert 'rich' in sys.modules"
+        "assert 'rich' not in sys.modules; oocgemm.matmul(a, a, backend='host', progress=True); assert "
+        "'rich' in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 

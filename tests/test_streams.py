@@ -1,4 +1,4 @@
-"""Printing fails no command: characters that cannot be encoded, readers that go away, streams that are closed or full."""
+"""Printing never fails a command: unencodable characters, exited readers, closed or full streams."""
 
 import os
 import re

@@ -248,7 +248,7 @@ def by_columns(a: Array, b: Array) -> Array:
 
 
 def structured(kind: str, rng: np.random.Generator, m: int, k: int, n: int) -> tuple[Array, Array]:
-    """Operands whose partial sums behave in different ways: like a random walk, growing steadily, or cancelling."""
+    """Return operands whose partial sums walk randomly, grow steadily, or cancel."""
     a, b = rng.random((m, k)), rng.random((k, n))
     match kind:
         case "normal":
@@ -309,14 +309,15 @@ def test_all_rows_wrong_hints_at_wrong_operands(tmp_path: Path) -> None:
 def test_what_cannot_be_verified_is_refused(tmp_path: Path) -> None:
     a, b = np.ones((4, 3)), np.ones((3, 5))
     c = a @ b
-    for wrong, options, message in (
+    cases: list[tuple[Any, dict[str, Any], str]] = [
         (c[:3], {}, r"C has shape \(3, 5\)"),
         (c.astype("f4"), {}, "dtype float32"),
         (c, {"beta": 1}, "--c-before"),
         (c, {"beta": 1, "c_before": c}, "the same array"),
-        (c, {"beta": 1, "c_before": c[:2].copy()}, "the C from before has shape"),
+        (c, {"beta": 1, "c_before": c[:2].copy()}, "the old C has shape"),
         (None, {}, "all needed"),
-    ):
+    ]
+    for wrong, options, message in cases:
         with pytest.raises(InputError, match=message):
             oocgemm.verify(a, b, wrong, **options)
     assert command("verify", tmp_path / "none", tmp_path / "none", tmp_path / "none").code == 2

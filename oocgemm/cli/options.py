@@ -32,7 +32,8 @@ PRODUCT = (
         type=click.Choice(list(COMPUTES)),
         default="native",
         show_default=True,
-        help="tf32, bf16: on cuda, float32 operands may be rounded to that precision. emulated: float64 and float32 "
+        help="tf32, bf16: on cuda, float32 operands may be rounded to that precision. emulated: float64 and "
+        "float32 "
         "from exact int8 products, as accurate as native.",
     ),
 )
@@ -50,36 +51,42 @@ PROBLEM = (
         type=click.Choice(list(dict.fromkeys(k for kernels in backends.KERNELS.values() for k in kernels))),
         default="auto",
         show_default=True,
-        help="blas on the host; on cuda cublas or a kernel of this package. auto uses the fastest that tune measured.",
+        help="blas on the host; on cuda cublas or a kernel of this package. auto uses the fastest that tune "
+        "measured.",
     ),
     click.option(
         "--out-dtype",
         metavar="DTYPE",
-        help="dtype of C: float32 for float16 or bfloat16 operands; int32, int64, float32 or float64 for int8.  "
+        help="dtype of C: float32 for float16 or bfloat16 operands; int32, int64, float32 or float64 for "
+        "int8.  "
         "[default: that of the operands; int32 for int8]",
     ),
     click.option(
         "--memory",
         metavar="SIZE",
-        help="Bound on all memory on the host backend, such as 4GiB, in place of the next two options: 3/4 for tiles "
+        help="Bound on all memory on the host backend, such as 4GiB, in place of the next two options: 3/4 "
+        "for tiles "
         "and panels, the rest for reading and writing.",
     ),
     click.option(
         "--device-memory",
         metavar="SIZE",
-        help="Bound on device memory, such as 2GiB; on the host backend, on RAM for tiles and panels.  [default: 90% of "
+        help="Bound on device memory, such as 2GiB; on the host backend, on RAM for tiles and panels.  "
+        "[default: 90% of "
         "free device memory; host backend: 37.5% of available RAM]",
     ),
     click.option(
         "--host-memory",
         metavar="SIZE",
-        help="Bound on host memory for staging, such as 8GiB; on the host backend, on RAM for reading and writing.  "
+        help="Bound on host memory for staging, such as 8GiB; on the host backend, on RAM for reading and "
+        "writing.  "
         "[default: 50% of available RAM; host backend: 12.5%]",
     ),
     click.option(
         "--tile",
         metavar="MxNxK",
-        help="Tile of C (M x N) and depth K of panels, such as 4096x4096x512; clipped to the product.  [default: planned]",
+        help="Tile of C (M x N) and depth K of panels, such as 4096x4096x512; clipped to the product.  "
+        "[default: planned]",
     ),
     click.option(
         "--chunks",

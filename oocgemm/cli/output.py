@@ -50,7 +50,7 @@ def print_interrupted(note: str) -> None:
 
 
 def exit_code(error: Exception) -> int:
-    """Return the exit code of an error: 2 for wrong input, 3 for a budget that is too small, 1 for any other."""
+    """Return the exit code of an error: 2 for wrong input, 3 for a small budget, 1 for any other."""
     if isinstance(error, BudgetError):
         return EXIT_BUDGET
     return EXIT_USAGE if isinstance(error, InputError) else EXIT_FAILED

@@ -65,15 +65,15 @@ def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> N
         silence_warnings()
     try:
         with (
-            stopping(lambda: print_interrupted(resume.how_far(c))),
+            stopping(lambda: print_interrupted(resume.resume_hint(c))),
             progress_display(live) as progress,
         ):
             result = api.gemm(a, b, c, progress=progress and _noting(progress), **transposes(options))
     except BudgetError:
         raise
     except (ExecutionError, BackendError, MemoryError, KeyboardInterrupt) as error:
-        error.add_note(resume.how_far(c))
-        if isinstance(error, ExecutionError) and resume.how_far(c):
+        error.add_note(resume.resume_hint(c))
+        if isinstance(error, ExecutionError) and resume.resume_hint(c):
             error.add_note("(with --trust-operands too, if files of A or B are repaired before)")
         raise
     planned = result.plan
@@ -104,14 +104,18 @@ def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> N
 
 
 def _too_long(result: Result) -> str:
-    """Return why a run gets no report: the report would take more memory than the run. Empty if it gets one."""
+    """Return why a run gets no report: the report would take more memory than the run.
+
+    Empty if it gets one.
+    """
     budgets = result.plan.budgets
     room = max(MIN_REPORT_ROOM, budgets.host + (budgets.device if result.plan.machine.unified else 0))
     if result.report_bytes <= room:
         return ""
     return (
-        f"Note: no report: it takes {format_size(result.report_bytes)} for {result.log.spans} operations, more than the "
-        f"{format_size(room)} of the run; for one, run with --timeline FILE and call oocgemm report FILE"
+        f"Note: no report: it takes {format_size(result.report_bytes)} for {result.log.spans} operations, "
+        f"more than the {format_size(room)} of the run; for one, run with --timeline FILE and call oocgemm "
+        "report FILE"
     )
 
 

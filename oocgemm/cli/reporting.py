@@ -45,8 +45,8 @@ def report(timeline: str, other: str | None, as_json: bool, **outputs: str | Non
 def info(as_json: bool) -> None:
     """Show what is installed, how fast it is, and what is missing.
 
-    Rates are those that plans use in the current folder: calibrated, or else assumed. Each missing part is listed with
-    the command that installs or measures it.
+    Rates are those that plans use in the current folder: calibrated, or else assumed. Each missing part is
+    listed with the command that installs or measures it.
     """
     found = system.info()
     if as_json:

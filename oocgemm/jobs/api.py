@@ -23,12 +23,13 @@ def matmul(a: Operand, b: Operand, /, *, out: Output = None, **options: Unpack[O
     Args:
         a: m x k, an operand as for `gemm`.
         b: k x n, of a's dtype.
-        out: where the product is stored: an array of its shape and dtype, which is overwritten, or a path at which
-            nothing exists. By default a new ndarray.
+        out: where the product is stored: an array of its shape and dtype, which is overwritten, or a path at
+            which nothing exists. By default a new ndarray.
         options: as for `gemm`.
 
     Returns:
-        The array that holds the product: `out`, or the array at that path opened for reading, or a new ndarray.
+        The array that holds the product: `out`, or the array at that path opened for reading, or a new
+            ndarray.
 
     Raises:
         InputError, BudgetError, BackendError, ExecutionError: as `gemm` does.
@@ -52,58 +53,65 @@ def gemm(
     """Compute ``C = alpha op(A) @ op(B) + beta C`` in bounded memory.
 
     Args:
-        a, b: two-dimensional operands of one dtype: float16, float32, float64, complex64, complex128, int8, or
-            ml_dtypes' bfloat16. Each is a path or URL of a zarr array, the path of a .npy file, an ndarray, a memory
-            map, a zarr array, or a lazy array (dask, h5py, xarray, tensorstore, or any object with shape, dtype and
-            slicing), which is read chunk by chunk. op(A) is m x k, op(B) is k x n.
-        c: where C is stored, and read from if beta != 0: an m x n array, a path or a URL. If nothing exists at the
-            path, C is created there, as a .npy file by that ending, else as a zarr array. By default a new ndarray.
-        plan: a plan from `oocgemm.plan` to run, in place of operands and of the options that it was made with. Pass
-            only options from `device` on.
-        alpha, beta: scalars, 1 and 0 by default. They are real for real dtypes, and integers below 2^53 for an
-            integer C. With beta = 0, C is never read; with alpha = 0, A and B are never read.
-        trans_a, trans_b: "N" or False (default), "T" or True for the transpose, "C" for the conjugate transpose.
+        a, b: two-dimensional operands of one dtype: float16, float32, float64, complex64, complex128, int8,
+            or ml_dtypes' bfloat16. Each is a path or URL of a zarr array, the path of a .npy file, an
+            ndarray, a memory map, a zarr array, or a lazy array (dask, h5py, xarray, tensorstore, or any
+            object with shape, dtype and slicing), which is read chunk by chunk. op(A) is m x k, op(B) is k x
+            n.
+        c: where C is stored, and read from if beta != 0: an m x n array, a path or a URL. If nothing exists
+            at the path, C is created there, as a .npy file by that ending, else as a zarr array. By default a
+            new ndarray.
+        plan: a plan from `oocgemm.plan` to run, in place of operands and of the options that it was made
+            with. Pass only options from `device` on.
+        alpha, beta: scalars, 1 and 0 by default. They are real for real dtypes, and integers below 2^53 for
+            an integer C. With beta = 0, C is never read; with alpha = 0, A and B are never read.
+        trans_a, trans_b: "N" or False (default), "T" or True for the transpose, "C" for the conjugate
+            transpose.
         backend: "cuda", "host", or "auto" (default): cuda if a device is available.
-        kernel: on cuda "cublas" or a kernel of `oocgemm.kernels.registry`, on the host "blas". "auto" (default) is the
-            fastest kernel that `oocgemm tune` has measured, or cuBLAS where it has measured none.
-        compute: "native" (default). For float32 operands on cuda "tf32" or "bf16": operands may be rounded to 11 or 8
-            bits, sums stay float32. For float64 and float32 operands "emulated": exact products of int8 residues,
-            as accurate as native.
-        out_dtype: dtype of C. float16 and bfloat16 operands give their own dtype (default) or float32; int8 operands
-            give int32 (default), int64, float32 or float64. Other operands give their own dtype.
+        kernel: on cuda "cublas" or a kernel of `oocgemm.kernels.registry`, on the host "blas". "auto"
+            (default) is the fastest kernel that `oocgemm tune` has measured, or cuBLAS where it has measured
+            none.
+        compute: "native" (default). For float32 operands on cuda "tf32" or "bf16": operands may be rounded to
+            11 or 8 bits, sums stay float32. For float64 and float32 operands "emulated": exact products of
+            int8 residues, as accurate as native.
+        out_dtype: dtype of C. float16 and bfloat16 operands give their own dtype (default) or float32; int8
+            operands give int32 (default), int64, float32 or float64. Other operands give their own dtype.
         memory: bound on all memory, on the host backend only, in bytes or as "4GiB". It takes the place of
-            `device_memory` and `host_memory`: three quarters hold tiles and panels, the rest holds buffers for
-            reading and writing, and more of it if the chunks require that.
-        device_memory: bound on device memory, 90% of the free memory by default. On the host backend it bounds the
-            RAM for tiles and panels, 37.5% of the available RAM by default.
-        host_memory: bound on host memory for staging, half of the available RAM by default. On the host backend it
-            bounds buffers for reading and writing, 12.5% of the available RAM by default.
-        tile: "MxNxK" to set the tile of C (m x n) and the depth k of panels. By default the planner chooses them.
-        chunks: chunk extents (rows, columns) of a new zarr array; by default about 8 MiB that divide the tile.
+            `device_memory` and `host_memory`: three quarters hold tiles and panels, the rest holds buffers
+            for reading and writing, and more of it if the chunks require that.
+        device_memory: bound on device memory, 90% of the free memory by default. On the host backend it
+            bounds the RAM for tiles and panels, 37.5% of the available RAM by default.
+        host_memory: bound on host memory for staging, half of the available RAM by default. On the host
+            backend it bounds buffers for reading and writing, 12.5% of the available RAM by default.
+        tile: "MxNxK" to set the tile of C (m x n) and the depth k of panels. By default the planner chooses
+            them.
+        chunks: chunk extents (rows, columns) of a new zarr array; by default about 8 MiB that divide the
+            tile.
         compressor: of a new zarr array: "none" (default), "zstd", "blosc-lz4", "blosc-zstd" or "gzip".
-        verify: check every tile against checksums of its panels before it is written, and compute it again if they
-            differ (`oocgemm.integrity.checks`).
+        verify: check every tile against checksums of its panels before it is written, and compute it again if
+            they differ (`oocgemm.integrity.checks`).
         device: number of the CUDA device, 0 by default.
         overwrite: allow an array that exists at a path to be replaced. It must have C's shape and dtype.
-        resume: continue an unfinished run at `c`, a local path, that had the same arguments. If there is none, begin
-            one; if it is complete, do nothing. Budgets may differ. The plan is that of the unfinished run.
+        resume: continue an unfinished run at `c`, a local path, that had the same arguments. If there is
+            none, begin one; if it is complete, do nothing. Budgets may differ. The plan is that of the
+            unfinished run.
         trust_operands: resume even if files of A or B have changed. Finished tiles are not computed again.
         timeline: path of a log of every operation, for `oocgemm report`. It is written during the run.
-        progress: True shows the progress on stderr, as a bar on a terminal, elsewhere as a line every ten seconds. A
-            callable is called with the plan, and returns the observer of every finished operation.
+        progress: True shows the progress on stderr, as a bar on a terminal, elsewhere as a line every ten
+            seconds. A callable is called with the plan, and returns the observer of every finished operation.
 
     Returns:
         A `Result`.
 
     Raises:
-        InputError: operands, destination or options cannot be used. Nothing was written. `NotFoundError` for a path at
-            which nothing exists.
+        InputError: operands, destination or options cannot be used. Nothing was written. `NotFoundError` for
+            a path at which nothing exists.
         BudgetError: a budget is smaller than the smallest plan; the message and `least` say what suffices.
-        BackendError: no such device, kernel or library; `OutOfMemoryError` if memory within the budgets is not
-            available. Nothing was written.
-        ExecutionError: the run failed, for example because a sum of int8 products overflows C. A C at a local path
-            remains, with a journal to `resume` from, once one of its tiles is complete. Otherwise a C that the run
-            created is removed.
+        BackendError: no such device, kernel or library; `OutOfMemoryError` if memory within the budgets is
+            not available. Nothing was written.
+        ExecutionError: the run failed, for example because a sum of int8 products overflows C. A C at a local
+            path remains, with a journal to `resume` from, once one of its tiles is complete. Otherwise a C
+            that the run created is removed.
     """
     if plan is None:
         check_names("gemm", options, PLAN_OPTIONS | RUN_OPTIONS)
@@ -121,8 +129,8 @@ def plan(a: Operand, b: Operand, c: Output = None, **options: Unpack[PlanOptions
 
     Args:
         a, b, c: as for `gemm`. C may exist.
-        options: options of `gemm` up to `verify`. The cuda backend requires `device_memory`, since no device is asked
-            how much of its memory is free.
+        options: options of `gemm` up to `verify`. The cuda backend requires `device_memory`, since no device
+            is asked how much of its memory is free.
 
     Returns:
         A `Plan`. Its `run` method computes the product.

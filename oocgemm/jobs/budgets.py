@@ -36,8 +36,8 @@ def within_budgets(
     if request.memory is not None:
         if backend != "host":
             raise InputError(
-                "memory bounds RAM, which holds both budgets on the host backend only: on cuda pass device_memory and "
-                "host_memory (--device-memory, --host-memory)"
+                "memory bounds RAM, which holds both budgets on the host backend only: on cuda pass "
+                "device_memory and host_memory (--device-memory, --host-memory)"
             )
         return _within(parse_size(request.memory), plan)
     return plan(budgets_of(backend, free, request.device_memory, request.host_memory))
@@ -46,8 +46,8 @@ def within_budgets(
 def _within(memory: int, plan: Callable[[Budgets], Plan]) -> Plan:
     """Split one bound, in bytes, and plan.
 
-    Three quarters hold tiles and panels, one quarter holds what reading and writing need. If a plan needs more of
-    either, that budget becomes as large as the smallest plan requires.
+    Three quarters hold tiles and panels, one quarter holds what reading and writing need. If a plan needs
+    more of either, that budget becomes as large as the smallest plan requires.
     """
     budgets = Budgets(memory - memory // 4, memory // 4)
     try:
@@ -68,7 +68,7 @@ def _within(memory: int, plan: Callable[[Budgets], Plan]) -> Plan:
 
 
 def check_memory(plan: Plan, request: Request) -> None:
-    """Raise `OutOfMemoryError`, with budgets that fit, for a plan that needs more host memory than is available.
+    """Raise `OutOfMemoryError`, with budgets that fit, if a plan needs more than the available memory.
 
     The system might grant the memory and kill a process once it is used.
     """
@@ -86,6 +86,6 @@ def check_memory(plan: Plan, request: Request) -> None:
     arguments = ", ".join(f"{name}='{size}'" for name, size in sizes.items())
     options = " ".join(f"--{name.replace('_', '-')} {size}" for name, size in sizes.items())
     raise OutOfMemoryError(
-        f"the plan takes {format_size(needed)} of host memory, {format_size(free)} are available: pass {arguments} "
-        f"({options})"
+        f"the plan takes {format_size(needed)} of host memory, {format_size(free)} are available: pass "
+        f"{arguments} ({options})"
     )

@@ -1,4 +1,4 @@
-"""Where C goes: a new ndarray, an array that exists, a .npy file, a zarr array in a local folder, or a URL."""
+"""The destination of C: a new ndarray, an array of the caller, a .npy file, a local zarr array, or a URL."""
 
 import os
 from dataclasses import dataclass
@@ -25,7 +25,10 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Destination:
-    """Where C goes, parsed once. `path` is a path or a URL; `array` is what the caller passed in place of one."""
+    """Where C goes, parsed once.
+
+    `path` is a path or a URL; `array` is what the caller passed in place of one.
+    """
 
     kind: Kind
     path: str = ""
@@ -65,8 +68,8 @@ class Destination:
         """Raise `InputError` where the format cannot store the dtype of a new C."""
         if self.kind is Kind.NPY and problem.c_dtype == "bfloat16":
             raise InputError(
-                f"C at {self.path} cannot hold bfloat16: pass out_dtype='float32' (--out-dtype float32), or the path "
-                "of a zarr array"
+                f"C at {self.path} cannot hold bfloat16: pass out_dtype='float32' (--out-dtype float32), or "
+                "the path of a zarr array"
             )
 
     def check_apart(self, operand: Matrix) -> None:

@@ -13,7 +13,8 @@ import numpy as np
 from oocgemm import stores
 from oocgemm.backends.base import numpy_dtype
 from oocgemm.errors import InputError
-from oocgemm.jobs.journal import JOURNAL, LOCK, REDO, Journal, Keeper
+from oocgemm.jobs.committer import Committer
+from oocgemm.jobs.journal import JOURNAL, LOCK, REDO, Journal
 from oocgemm.jobs.prepare import Job
 from oocgemm.jobs.resume import Earlier
 from oocgemm.machine import info as system
@@ -71,7 +72,7 @@ class Unjournaled(Target):
     """A C without a journal: in memory, or in a remote store."""
 
     def __init__(self, job: Job) -> None:
-        self._was_whole = _was_whole(job)
+        self._was_complete = _was_complete(job)
         self.matrix = create_output(job)
         self.matrix.set_finished(False)
 
@@ -83,7 +84,7 @@ class Unjournaled(Target):
         self.matrix.set_finished(True)
 
     def abandon(self) -> None:
-        if self._was_whole and not self.written:
+        if self._was_complete and not self.written:
             self.matrix.set_finished(True)
 
     def close(self) -> None:
@@ -120,7 +121,7 @@ class Journaled(Target):
         found = job.output.matrix
         self._creates, self._created = found is None, False
         ended = earlier.record is None or earlier.record.complete is not None
-        self._was_whole = ended and _was_whole(job)
+        self._was_complete = ended and _was_complete(job)
         self._redo = job.plan.problem.reads_c
         if found is not None:
             self.matrix = cast(Durable, found)
@@ -131,11 +132,11 @@ class Journaled(Target):
             raise InputError(f"C: cannot {what}: {error.strerror}") from error
         if self._journal.record != earlier.record:
             self._journal.close()
-            raise InputError(f"another run was at C just now, by the journal in {earlier.folder}: try again")
-        self._keeper: Keeper | None = None
+            raise InputError(f"another run has just changed the journal in {earlier.folder}: try again")
+        self._committer: Committer | None = None
         try:
             self._open(job)
-            self._keeper = Keeper(self._journal, self.matrix, job.plan.grid, redo=self._redo)
+            self._committer = Committer(self._journal, self.matrix, job.plan.grid, redo=self._redo)
         except BaseException:
             self.abandon()
             self.close()
@@ -148,7 +149,7 @@ class Journaled(Target):
             self._journal.resume()
         else:
             self._journal.start(_header(job))
-        if self._creates and earlier.anew:
+        if self._creates and earlier.recreates:
             stores.clear(earlier.folder, keep=(JOURNAL, LOCK))
         self.matrix = cast(Durable, create_output(job, earlier.folder))
         self._created = self._creates
@@ -160,34 +161,36 @@ class Journaled(Target):
             self.matrix.redirect(redo)
             for tile in earlier.committed:
                 self.matrix.adopt(plan.grid.rows(tile[0]), plan.grid.cols(tile[1]))
-            shutil.rmtree(redo, ignore_errors=True)  # of tiles that were not committed
+            shutil.rmtree(redo, ignore_errors=True)  # left by tiles that were not committed
             redo.mkdir()
             sync_path(earlier.folder)
 
     def finished(self, tile: Tile) -> None:
-        assert self._keeper is not None
-        self._keeper.finished(tile)
+        assert self._committer is not None
+        self._committer.finished(tile)
 
     def seal(self) -> None:
-        assert self._keeper is not None
-        self._keeper.close()
+        assert self._committer is not None
+        self._committer.close()
         self._journal.check_in_place()
         self.matrix.set_finished(True)
         self._journal.complete({"content": self.matrix.stamp()})
         shutil.rmtree(self._earlier.folder / REDO, ignore_errors=True)
-        if self._earlier.folder.name != SIDECAR:  # beside a .npy file; in a zarr array it is in nobody's way
+        if (
+            self._earlier.folder.name != SIDECAR
+        ):  # next to a .npy file; inside a zarr array the folder may stay
             self._journal.move_into_c()
 
     def abandon(self) -> None:
         kept = 0
-        if self._keeper is not None:
-            self._keeper.stop()
-            kept = self._keeper.kept
-        untouched = self._creates or (self._was_whole and (self._redo or not self.written))
+        if self._committer is not None:
+            self._committer.stop()
+            kept = self._committer.recorded
+        untouched = self._creates or (self._was_complete and (self._redo or not self.written))
         if self._earlier.resumed or kept or not untouched:
-            return  # there is something to go on with, or C is neither old nor new
+            return  # a later run can resume, or C is part old and part new
         with suppress(OSError):
-            self._journal.check_in_place()  # else what is there is another's
+            self._journal.check_in_place()  # otherwise C and the folder belong to another run
             if not self._creates:
                 self.matrix.set_finished(True)
             stores.clear(self._earlier.folder, c=self._created)
@@ -210,13 +213,13 @@ def create_output(job: Job, folder: Path | None = None) -> Matrix:
     size = problem.m * problem.n * dtype.itemsize
     if size > available_memory():
         raise InputError(
-            f"C is {format_size(size)}, more than the {format_size(available_memory())} of memory that are available: "
-            "give a path for it"
+            f"C takes {format_size(size)}, more than the {format_size(available_memory())} of memory that "
+            "are available: pass a path for it"
         )
     return stores.open_matrix("C", np.empty(shape, dtype), writable=True)
 
 
-def _was_whole(job: Job) -> bool:
+def _was_complete(job: Job) -> bool:
     """Tell whether C exists and does not say that it is the result of an unfinished run."""
     return job.output.matrix is not None and not job.output.matrix.describe().get("unfinished")
 

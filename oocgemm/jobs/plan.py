@@ -43,8 +43,8 @@ class Plan(planning.Plan):
         """Yield the product, the tiles, the memory, the bytes moved, and the time."""
         problem, tile, prediction = self.problem, self.tile, self.prediction
         yield (
-            f"C {problem.m} x {problem.n} {problem.c_dtype} = op(A) {problem.m} x {problem.k} @ op(B) {problem.k} x "
-            f"{problem.n} {problem.a_dtype}"
+            f"C {problem.m} x {problem.n} {problem.c_dtype} = op(A) {problem.m} x {problem.k} @ op(B) "
+            f"{problem.k} x {problem.n} {problem.a_dtype}"
         )
         down, across = self.grid.shape
         yield f"tile {tile.m} x {tile.n}, panels {tile.k} deep: {down} x {across} tiles, {self.steps} steps"

@@ -1,4 +1,7 @@
-"""A request becomes a prepared job: operands opened, everything checked, the run planned. Nothing is written."""
+"""A request becomes a prepared job: operands opened, everything checked, the run planned.
+
+Nothing is written.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +14,7 @@ from oocgemm.jobs.budgets import within_budgets
 from oocgemm.jobs.destination import Destination, Kind
 from oocgemm.jobs.problem import op_of, problem_of, tile_of
 from oocgemm.jobs.request import Request
-from oocgemm.jobs.resume import Earlier, check_same, check_whole, identify, look, without_lost
+from oocgemm.jobs.resume import Earlier, check_complete, check_same, find_earlier, find_lost, identify
 from oocgemm.machine import info as system
 from oocgemm.planning import (
     Budgets,
@@ -32,8 +35,8 @@ from oocgemm.stores import Matrix
 class Output:
     """What was found at C's destination.
 
-    `matrix` is None if C must be created, with `chunks` and `compressor`. `earlier` is the journal there; it is None
-    where no journal is kept. `identity` describes the run to a later one that resumes it.
+    `matrix` is None if C must be created, with `chunks` and `compressor`. `earlier` is the journal there; it
+    is None where no journal is kept. `identity` describes the run to a later one that resumes it.
     """
 
     matrix: Matrix | None
@@ -105,9 +108,9 @@ def _find_output(
 
     Raises `InputError` if C may not be written, or if the run to resume is another one.
     """
-    check_whole(a, b)
+    check_complete(a, b)
     c, chunks, compressor = request.c, request.chunks, request.compressor
-    earlier = look(c, resume=request.resume, overwrite=request.overwrite, reads_c=problem.reads_c)
+    earlier = find_earlier(c, resume=request.resume, overwrite=request.overwrite, reads_c=problem.reads_c)
     existing = _existing(c, problem, earlier, overwrite=request.overwrite)
     resumed = earlier if earlier is not None and earlier.resumed else None
     identity: dict[str, Any] = {}
@@ -118,10 +121,10 @@ def _find_output(
         trust = request.trust_operands
         check_same(resumed, identity, existing, tile, chunks, compressor, trust_operands=trust)
         if existing is not None and not resumed.complete:
-            earlier = resumed = without_lost(resumed, existing, problem)
+            earlier = resumed = find_lost(resumed, existing, problem)
         chunks, compressor = (None, None) if existing is not None else _as_begun(c, resumed)
     elif existing is not None and problem.reads_c:
-        check_whole(existing)
+        check_complete(existing)
     return Output(existing, chunks, compressor, earlier, identity)
 
 
@@ -129,7 +132,7 @@ def _existing(
     c: Destination, problem: GemmProblem, earlier: Earlier | None, *, overwrite: bool
 ) -> Matrix | None:
     """Open C if it exists. Raises `InputError` if the product cannot be stored there."""
-    if earlier is not None and earlier.anew:
+    if earlier is not None and earlier.recreates:
         c.check_new(problem)
         return None
     resumed = earlier is not None and earlier.resumed
@@ -147,8 +150,8 @@ def _existing(
     wanted = (problem.m, problem.n), numpy_dtype(problem.c_dtype)
     if (matrix.shape, matrix.dtype) != wanted:
         raise InputError(
-            f"C exists with shape {matrix.shape} and dtype {matrix.dtype}, the product has shape {wanted[0]} and "
-            f"dtype {wanted[1]}: give another path or array"
+            f"C exists with shape {matrix.shape} and dtype {matrix.dtype}, the product has shape {wanted[0]} "
+            f"and dtype {wanted[1]}: give another path or array"
         )
     if c.path and not overwrite and not problem.reads_c and not resumed:
         raise InputError(
@@ -166,14 +169,14 @@ def _as_begun(c: Destination, earlier: Earlier) -> tuple[tuple[int, int] | None,
 
 
 def _check_output(c: Destination, output: Output, a: Matrix, b: Matrix) -> None:
-    """Raise `InputError` if C overlaps an operand, or if an option for new arrays is given for an existing one."""
+    """Raise `InputError` if C overlaps an operand, or for options of a new array if C exists."""
     for operand in (a, b):
         if output.matrix is None:
             c.check_apart(operand)
         elif stores.same_place(output.matrix, operand):
             raise InputError(
-                f"C is the same array as {operand.name} or overlaps it, and would be overwritten while it is read: "
-                "give another path or array for C"
+                f"C is the same array as {operand.name} or overlaps it, and would be overwritten while it is "
+                "read: give another path or array for C"
             )
     if output.compressor is not None:
         stores.check_compressor(output.compressor)
@@ -232,7 +235,10 @@ def _unknown() -> int:
 def _continued(
     earlier: Earlier, problem: GemmProblem, budgets: Budgets, machine: MachineModel, layouts: Layouts
 ) -> Plan:
-    """Return the plan of a run that is resumed. Raises `InputError` if this version would cut panels differently."""
+    """Return the plan of a run that is resumed.
+
+    Raises `InputError` if this version would cut panels differently.
+    """
     plan = continued(problem, budgets, machine, layouts, earlier.candidate, earlier.done)
     if plan.grid.ramp != earlier.header["ramp"]:
         version = earlier.header["version"]
@@ -243,7 +249,10 @@ def _continued(
 
 
 def _as_planned(planned: Plan, problem: GemmProblem, machine: MachineModel, layouts: Layouts) -> Plan:
-    """Return a plan that was made before, for the operands as they are now. Raises `InputError` if they differ."""
+    """Return a plan that was made before, for the operands as they are now.
+
+    Raises `InputError` if they differ.
+    """
     now = replace(planned, machine=machine, layouts=layouts)
 
     def operands(found: Layouts) -> tuple[Layout, Layout]:  # pinned or not

@@ -29,7 +29,7 @@ def recorder(job: Job, c: Matrix, known: dict[str, Any]) -> Recorder:
 
 
 def rates(job: Job, c: Matrix) -> dict[str, float] | None:
-    """Return the calibrated rates of all that a run uses, in flop/s and bytes per second; None if one is unknown."""
+    """Return the calibrated rates that bound a run, in flop/s and bytes/s; None if one is unknown."""
     machine, problem = job.plan.machine, job.plan.problem
     sources = [job.a, job.b, *([c] if problem.reads_c else [])]
     stored = [x.layout for x in (*sources, c) if not x.layout.in_memory]

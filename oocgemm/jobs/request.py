@@ -48,7 +48,8 @@ class Request:
         budgets = [name for name in ("device_memory", "host_memory") if getattr(self, name) is not None]
         if self.memory is not None and budgets:
             raise InputError(
-                f"memory bounds both budgets together: drop {' and '.join(budgets)}, or drop memory and pass both budgets"
+                f"memory bounds both budgets together: drop {' and '.join(budgets)}, or drop memory and pass "
+                "both budgets"
             )
 
 

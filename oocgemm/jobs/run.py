@@ -82,7 +82,8 @@ class PreparedJob:
             raise
         if log.failure is not None:
             raise ExecutionError(
-                f"C is done, but its timeline cannot be written to {self._request.timeline}: {log.failure.strerror}"
+                f"C is done, but its timeline cannot be written to {self._request.timeline}: "
+                f"{log.failure.strerror}"
             ) from log.failure
         logger.info("C is done in %s", format_time(log.wall / 1e9))
         return Result(getattr(matrix, "array", None), job.plan, log)
@@ -97,8 +98,8 @@ class PreparedJob:
     def _take_memory(self) -> tuple[Job, Session | None]:
         """Allocate the memory of the plan before anything is written; return the job and its session.
 
-        Other programs may allocate memory after the query of what is free. Then the job is planned once more, which
-        helps where the budgets are defaults. The session is None where no step is left to run.
+        Other programs may allocate memory after the query of what is free. Then the job is planned once more,
+        which helps where the budgets are defaults. The session is None where no step is left to run.
         """
         job, request = self._job, self._request
         for last in (False, True):
@@ -125,7 +126,8 @@ def execute(
 ) -> tuple[stores.Matrix, Recorder]:
     """Run a planned job, from the creation of C until C is durable; return C and the record of the run.
 
-    When this returns or raises, the session is closed and all memory is released. Only C and its journal remain.
+    When this returns or raises, the session is closed and all memory is released. Only C and its journal
+    remain.
 
     Args:
         job: what to run.

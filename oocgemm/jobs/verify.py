@@ -18,9 +18,9 @@ from oocgemm.errors import InputError
 from oocgemm.integrity.freivalds import Check, Operands, cut, hull
 from oocgemm.integrity.passes import Oriented, Passes
 from oocgemm.integrity.tolerance import BOUNDS, FALSE_ALARM
-from oocgemm.jobs.options import Size, Transpose
+from oocgemm.jobs.options import Operand, Size, Transpose
 from oocgemm.jobs.problem import problem_of
-from oocgemm.jobs.resume import check_whole
+from oocgemm.jobs.resume import check_complete
 from oocgemm.planning import DTYPES, GemmProblem, Op
 from oocgemm.planning.tiling import Span, ceil_div
 from oocgemm.planning.units import parse_size
@@ -82,14 +82,16 @@ class Verification:
         if self.tolerance == 0:
             excess = f"in sums by up to {self.excess:.3g}, where nothing is rounded"
         where = (
-            f"C is wrong in C[{self.rows[0]}:{self.rows[1]}, {self.cols[0]}:{self.cols[1]}]: {self.wrong_rows} of these rows "
-            f"hold elements that differ from the product{', ' + excess if isfinite(self.excess) else ' by an Inf or NaN'}"
+            f"C is wrong in C[{self.rows[0]}:{self.rows[1]}, {self.cols[0]}:{self.cols[1]}]: "
+            f"{self.wrong_rows} of these rows hold elements that differ from the "
+            f"product{', ' + excess if isfinite(self.excess) else ' by an Inf or NaN'}"
         )
         if self.wrong_rows == self.shape[0] > 1 and self.cols == (0, self.shape[1]):
             fitting = f"; the shapes also fit with {' or '.join(self.instead)}" if self.instead else ""
             return (
-                f"{where}. All rows are wrong: check that A and B are the operands that C was computed from, in this order, "
-                f"and that --transpose-a, --transpose-b, --alpha and --beta are those of the run{fitting}"
+                f"{where}. All rows are wrong: check that A and B are the operands that C was computed from, "
+                "in this order, and that --transpose-a, --transpose-b, --alpha and --beta are those of the "
+                f"run{fitting}"
             )
         return f"{where}. Compute it again with --overwrite (if beta is not 0, from a copy of the old C) and --verify"
 
@@ -102,34 +104,34 @@ class Verification:
 
 
 def verify(
-    a: Any,
-    b: Any,
-    c: Any,
+    a: Operand,
+    b: Operand,
+    c: Operand,
     *,
     alpha: complex = 1.0,
     beta: complex = 0.0,
-    c_before: Any = None,
+    c_before: Operand | None = None,
     trans_a: Transpose = Op.N,
     trans_b: Transpose = Op.N,
     compute: str = "native",
     host_memory: Size | None = None,
     bound: str = "probabilistic",
     seed: int = 0,
-    say: Callable[[str], None] = lambda doing: None,
+    say: Callable[[str], None] = lambda what: None,
 ) -> Verification:
     """Check that ``c = alpha op(a) @ op(b) + beta c_before`` within rounding error, in bounded memory.
 
-    The method is Freivalds' (1977), with random signs. Each array is read once; b is read several times where the memory
-    holds sums for neither all rows of c nor all of k.
+    The method is Freivalds' (1977), with random signs. Each array is read once; b is read several times where
+    the memory holds sums for neither all rows of c nor all of k.
 
     Args:
         a, b, c: as for `gemm`. Any program may have computed c.
         alpha, beta, trans_a, trans_b, compute: as for `gemm`.
         c_before: C before the run; required if beta is not 0.
-        host_memory: bound on memory, in bytes or as "2GiB"; half of the available RAM by default. With more memory,
-            groups have fewer columns, and smaller errors are found.
-        bound: model of rounding errors. "probabilistic" takes them to be independent and of mean 0; "worst-case" assumes
-            nothing, and finds large errors only.
+        host_memory: bound on memory, in bytes or as "2GiB"; half of the available RAM by default. With more
+            memory, groups have fewer columns, and smaller errors are found.
+        bound: model of rounding errors. "probabilistic" takes them to be independent and of mean 0;
+            "worst-case" assumes nothing, and finds large errors only.
         seed: of the random signs.
         say: called with the progress of reading, by one thread at a time.
 
@@ -161,7 +163,7 @@ def verify(
     except InputError as error:
         raise InputError(f"{error}{hint if 'shapes' in str(error) else ''}") from error
     _check(problem, result, before, hint)
-    check_whole(*(x for x in matrices if x is not None))
+    check_complete(*(x for x in matrices if x is not None))
     operands = Operands(
         Oriented(left, problem.trans_a.swaps, problem.trans_a is Op.C),
         Oriented(right, problem.trans_b.swaps, problem.trans_b is Op.C),
@@ -170,9 +172,9 @@ def verify(
     )
     memory = available_memory() // 2 if host_memory is None else parse_size(host_memory)
     threads = min(MAX_THREADS, THREADS_PER_CORE * len(os.sched_getaffinity(0)))
-    turned = operands.transposed()
+    transposed = operands.transposed()
     blocks = cut(problem, operands, memory, threads)
-    once_more = cut(problem, turned, memory, blocks.threads, groups=1)
+    transposed_blocks = cut(problem, transposed, memory, blocks.threads, groups=1)
     with ThreadPoolExecutor(blocks.threads, thread_name_prefix="oocgemm-verify") as pool:
         passes = Passes(pool, blocks.threads, blocks.piece, say)
         found = Check(problem, operands, (0, problem.n), blocks, passes, (seed, 0), bound).run()
@@ -180,8 +182,8 @@ def verify(
         if found.wrong.any():
             rows, near = (hull(np.logical_or.reduce(found.wrong, axis)) for axis in (1, 0))
             cols = near[0] * blocks.group, min(near[1] * blocks.group, problem.n)
-            second = Passes(pool, once_more.threads, once_more.piece, say)
-            again = Check(problem, turned, rows, once_more, second, (seed, 1), bound).run()
+            second = Passes(pool, transposed_blocks.threads, transposed_blocks.piece, say)
+            again = Check(problem, transposed, rows, transposed_blocks, second, (seed, 1), bound).run()
             bytes_read += second.bytes
             inside = again.wrong[cols[0] : cols[1], 0]
             if inside.any():
@@ -235,8 +237,9 @@ def _check(problem: GemmProblem, result: Matrix, before: Matrix | None, hint: st
     for matrix in (result, before):
         if matrix is not None and (matrix.shape, matrix.dtype) != wanted:
             raise InputError(
-                f"{matrix.name} has shape {matrix.shape} and dtype {matrix.dtype}, the product has shape {wanted[0]} and "
-                f"dtype {wanted[1]}: pass the operands of this C{hint if matrix.shape != wanted[0] else ''}"
+                f"{matrix.name} has shape {matrix.shape} and dtype {matrix.dtype}, the product has shape "
+                f"{wanted[0]} and dtype {wanted[1]}: pass the operands of this "
+                f"C{hint if matrix.shape != wanted[0] else ''}"
             )
     if problem.reads_c and before is None:
         raise InputError(
