@@ -173,7 +173,7 @@ def streamed(backend: str, compute: str, **options: Any) -> Product:
     """A B as the library makes it, and what has multiplied."""
 
     def multiply(a: Array, b: Array) -> tuple[Array, list[str]]:
-        result = oocgemm.matmul(a, b, backend=backend, compute=compute, **options)
+        result = oocgemm.gemm(a, b, backend=backend, compute=compute, **options)
         return np.asarray(result.out), result.timeline.header["backend"]["multiplied by"]
 
     return multiply

@@ -126,7 +126,7 @@ def measure(case: Case, folder: Path, rounds: int, backend: str, shrink: int) ->
     def run(settings: dict[str, Any]) -> oocgemm.Result:
         np.empty(parse_size(case.host), np.uint8)[::4096] = 0  # have the machine give its memory before
         with forgetting(folder, case.cold):
-            return oocgemm.matmul(a, b, out=c, timeline=folder / "run.jsonl", **settings)
+            return oocgemm.gemm(a, b, c=c, timeline=folder / "run.jsonl", **settings)
 
     def told(result: oocgemm.Result) -> dict[str, Any]:
         timeline, figures = result.timeline, result.report

@@ -25,13 +25,13 @@ from linked import linked_zarr
 
 import oocgemm
 from oocgemm.jobs import output as target
-from oocgemm.jobs.job import Job
+from oocgemm.jobs.prepare import Job
 from oocgemm.stores.durable import Durable
 
 WAYS = ("plain", "journal", "journal and verify")
 
 
-class Unkept(target.Plain):
+class Unkept(target.Unjournaled):
     """A C in local files without a journal."""
 
     def seal(self) -> None:
@@ -41,8 +41,8 @@ class Unkept(target.Plain):
         durable.set_finished(True)
 
 
-def without_journal(work: Job, c: Any) -> target.Target:
-    return Unkept(work, c)
+def without_journal(job: Job) -> target.Target:
+    return Unkept(job)
 
 
 def make(path: Path, rows: int, cols: int, chunk: int, dtype: str, seed: int) -> None:

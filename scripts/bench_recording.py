@@ -19,7 +19,7 @@ import click
 from bench_journal import make
 
 import oocgemm
-from oocgemm.jobs import api
+from oocgemm.jobs import recording as recorded_runs
 from oocgemm.timeline import Recorder, Timeline
 
 
@@ -39,7 +39,7 @@ def seconds(folder: Path, recorded: bool, options: dict[str, Any]) -> tuple[floa
     shutil.rmtree(folder / "C.zarr", ignore_errors=True)
     os.sync()  # or the first to sync anything pays for that
     log = folder / "run.jsonl" if recorded else None
-    with patch.object(api, "Recorder", Recorder if recorded else Unrecorded):
+    with patch.object(recorded_runs, "Recorder", Recorder if recorded else Unrecorded):
         operands = folder / "A.zarr", folder / "B.zarr", folder / "C.zarr"
         run = oocgemm.gemm(*operands, timeline=log, **options).timeline
     return run.wall / 1e9, run
@@ -63,7 +63,7 @@ def recording(run: Timeline, path: Path) -> float:
 @click.option("--dtype", default="float64", show_default=True)
 @click.option("--device-memory", default="256MiB", show_default=True)
 @click.option("--host-memory", default="256MiB", show_default=True)
-@click.option("--tile", help="WxHxR.  [default: what the plan chooses]")
+@click.option("--tile", help="MxNxK.  [default: what the plan chooses]")
 @click.option(
     "--rounds", default=10, show_default=True, help="Pairs that are measured, after one that is not."
 )

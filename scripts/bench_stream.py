@@ -183,7 +183,7 @@ def main(
             touch()
             kept = timeline if name == "oocgemm_pinned" else None
             with pinned(a, b, c) if name.endswith("_pinned") else nullcontext():
-                result = oocgemm.matmul(a, b, out=c, compute=compute, timeline=kept, **options)
+                result = oocgemm.gemm(a, b, c=c, compute=compute, timeline=kept, **options)
             samples[name].append(result.report.wall)
             shares[name].append(result.report.compute_share)
             results[name] = result

@@ -59,7 +59,7 @@ def main(
         if turn > 1 and time.monotonic() - started > seconds:
             break
         for way in ways if turn % 2 else ways[::-1]:
-            result = oocgemm.matmul(a, b, out=c, verify=way == "verify", **options)
+            result = oocgemm.gemm(a, b, c=c, verify=way == "verify", **options)
             if turn:
                 samples[way].append(result.report.wall)
                 if result.report.checks is not None:

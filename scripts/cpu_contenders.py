@@ -96,9 +96,9 @@ def library(job: Job) -> Callable[[], None]:
     import oocgemm
 
     def product() -> None:
-        result = oocgemm.matmul(
+        result = oocgemm.gemm(
             *job.zarrs,
-            out=str(job.place),
+            c=str(job.place),
             backend="host",
             device_memory=job.case.device,
             host_memory=job.case.host,

@@ -60,7 +60,8 @@ def contents(folder: Path) -> dict[str, object]:
     return found
 
 
-# Threads of runs that were alive when the current test began: an earlier test leaked them, and has failed for it.
+# Threads of runs that were alive when the current test began: an earlier test leaked them, and has failed for
+# it.
 _leaked: set[threading.Thread] = set()
 
 

@@ -1,4 +1,7 @@
-"""Bad input ends in one line that names what is wrong and in the right exit code; nothing is written, nothing lost."""
+"""Bad input ends in one line that names what is wrong, and in the right exit code.
+
+Nothing is written or lost.
+"""
 
 import json
 import os
@@ -16,7 +19,7 @@ import zarr
 
 import oocgemm
 from oocgemm import BackendError, InputError
-from oocgemm.cli.main import EXIT_BUDGET, EXIT_FAILED, EXIT_USAGE
+from oocgemm.cli.output import EXIT_BUDGET, EXIT_FAILED, EXIT_USAGE
 from tests.backends_here import CUDA
 from tests.command import Finished, command, contents, own_threads, run
 

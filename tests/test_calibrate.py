@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 import oocgemm
 from oocgemm import backends
 from oocgemm.backends.host.backend import HostBackend
-from oocgemm.cli.main import EXIT_USAGE
+from oocgemm.cli.output import EXIT_USAGE
 from oocgemm.errors import BackendError, InputError
 from oocgemm.machine.measure import calibrate as module
 from oocgemm.machine.measure.calibrate import SIZES, Sizes, calibrate
@@ -295,7 +295,7 @@ def test_a_calibration_is_used_by_plans_runs_and_info(here: Path) -> None:
     rough = command("plan", "raw", "raw", "--backend", "host").out
     assert "host defaults" in rough
     assert "run `oocgemm calibrate`" in rough
-    assert oocgemm.matmul("raw", "raw", backend="host").report.efficiency is None
+    assert oocgemm.gemm("raw", "raw", backend="host").report.efficiency is None
 
     shown = command("calibrate", "--backend", "host")
     assert (shown.code, shown.err) == (0, "")
@@ -334,7 +334,7 @@ def test_only_what_a_run_uses_counts_for_its_efficiency(
     operand: Any, out: str | None, expected: set[str]
 ) -> None:
     cache.save(known(backend="host", device=_host(), stores={cache.file_system("raw"): STORES["8:1"]}))
-    result = oocgemm.matmul(operand, operand, out=out, backend="host")
+    result = oocgemm.gemm(operand, operand, c=out, backend="host")
     assert set(result.timeline.header["rates"]) == expected
     assert result.report.efficiency is not None
 
@@ -342,7 +342,7 @@ def test_only_what_a_run_uses_counts_for_its_efficiency(
 @pytest.mark.usefixtures("here")
 def test_storage_that_was_never_measured_leaves_no_efficiency() -> None:
     cache.save(known(backend="host", device=_host()))
-    on_disk, in_memory = (oocgemm.matmul(x, x, backend="host") for x in ("raw", np.eye(40)))
+    on_disk, in_memory = (oocgemm.gemm(x, x, backend="host") for x in ("raw", np.eye(40)))
     assert on_disk.report.efficiency is None
     assert "--path" in on_disk.plan.machine.name
     assert in_memory.report.efficiency is not None
@@ -403,7 +403,7 @@ def test_a_gpu_is_measured_by_the_same_code(here: Path, backend: str) -> None:
     model = oocgemm.plan("raw", "raw", backend="cuda", device_memory="1GiB").machine
     assert found.date in model.name
     assert model.multiprocessors == found.multiprocessors > 1
-    result = oocgemm.matmul("raw", "raw", out="C", backend="cuda")
+    result = oocgemm.gemm("raw", "raw", c="C", backend="cuda")
     assert set(result.timeline.header["rates"]) == {"kernel", "read", "h2d", "d2h", "write"}
     assert result.report.efficiency is not None
 

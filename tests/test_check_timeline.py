@@ -31,7 +31,7 @@ def check() -> Any:
 def result() -> oocgemm.Result:
     a = np.ones((50, 70))
     with staged():
-        return oocgemm.matmul(a, np.ones((70, 60)), backend="host", tile="30x30x20")
+        return oocgemm.gemm(a, np.ones((70, 60)), backend="host", tile="30x30x20")
 
 
 def seen(check: Any, result: oocgemm.Result) -> list[list[Any]]:

@@ -371,7 +371,7 @@ def test_without_verify_nothing_is_noticed() -> None:
     """What the other tests rest on: the errors they make are errors."""
     a, b, _ = operands()
     with _on_device(lambda o: o.kind is Kind.MULTIPLY and o.tile == (0, 0), one_element):
-        result = oocgemm.matmul(a, b, backend="host", tile="80x100x30")
+        result = oocgemm.gemm(a, b, backend="host", tile="80x100x30")
     assert result.report.checks is None
     assert (result.out != a @ b).any()
 

@@ -15,8 +15,8 @@ import pytest
 import zarr
 
 import oocgemm
-from oocgemm.cli import main as cli
-from oocgemm.cli.main import EXIT_BUDGET, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
+from oocgemm.cli import products
+from oocgemm.cli.output import EXIT_BUDGET, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
 from oocgemm.jobs import result
 from oocgemm.planning.search import planner
 from tests.command import Finished, command, contents, run
@@ -283,8 +283,8 @@ def test_info_says_how_to_install_missing_packages(tmp_path: Path) -> None:
         "class Driver:\n"
         "    def cuDriverGetVersion(self, version): version._obj.value = 12080; return 0\n"
         "from oocgemm.cli import main as cli\n"
-        "with patch.object(ctypes, 'CDLL', lambda name: Driver()), patch.object(Path, 'exists', lambda path: True):\n"
-        "    cli.cli(['info', '--json'])"
+        "with patch.object(ctypes, 'CDLL', lambda name: Driver()), patch.object(Path, 'exists', lambda path: "
+        "True):\n    cli.cli(['info', '--json'])"
     )
     environment = os.environ | {"OOCGEMM_CACHE": str(tmp_path)}
     done = subprocess.run(
@@ -421,7 +421,10 @@ def test_shells_can_complete_commands_without_zarr_or_cupy() -> None:
     asked = _process("-m", "oocgemm", _OOCGEMM_COMPLETE="bash_complete", **environment)
     assert (asked.returncode, asked.stdout) == (0, "plain,calibrate\n")
     assert "_oocgemm_completion" in _process("-m", "oocgemm", _OOCGEMM_COMPLETE="bash_source").stdout
-    loaded = "import atexit, sys; atexit.register(lambda: print({'zarr', 'cupy'} & set(sys.modules), file=sys.stderr)); "
+    loaded = (
+        "import atexit, sys; "
+        "atexit.register(lambda: print({'zarr', 'cupy'} & set(sys.modules), file=sys.stderr)); "
+    )
     code = loaded + "from oocgemm.__main__ import main; main()"
     slow = _process("-c", code, _OOCGEMM_COMPLETE="bash_complete", **environment)
     assert slow.stderr == "set()\n"
@@ -443,11 +446,11 @@ def test_a_slow_plan_is_noted_before_it_runs(here: Path, monkeypatch: pytest.Mon
 
 
 def test_a_report_takes_no_more_memory_than_its_run(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "REPORT_BYTES", 0)
+    monkeypatch.setattr(products, "MIN_REPORT_ROOM", 0)
     monkeypatch.setattr(result, "REPORTED_SPAN_BYTES", 1 << 30)
     shown = run("a", "b", "new", "--device-memory", "20MiB", "--host-memory", "20MiB", "--timeline", "log")
     assert shown.code == 0
-    assert re.search(r"no report, which takes \d+ GiB for \d+ operations, more than the 40 MiB", shown.out)
+    assert re.search(r"no report: it takes \d+ GiB for \d+ operations, more than the 40 MiB", shown.out)
     assert "compute share" not in shown.out
     options = ("--device-memory", "20MiB", "--host-memory", "20MiB", "--json")
     found = run("a", "b", "other", *options).json()

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 
 from oocgemm.cli.display_measured import print_bench
-from oocgemm.cli.measuring import snake_keys
+from oocgemm.cli.output import snake_keys
 from oocgemm.errors import BackendError
 from oocgemm.kernels.registry import LADDER
 from oocgemm.kernels.tuning import CUBLAS
@@ -235,9 +235,7 @@ def test_where_ncu_refuses_a_line_says_why(
         raise BackendError(result["not_counted"])
     assert not any("ncu" in row for row in result["rows"])
     print_bench(result, bench.best_rows(result))
-    assert (
-        f"nothing is counted on the device: {result['not_counted']}" in capsys.readouterr().out.splitlines()
-    )
+    assert f"no counters of the device: {result['not_counted']}" in capsys.readouterr().out.splitlines()
 
 
 def test_what_fails_below_ncu_is_said(ncu: Path) -> None:

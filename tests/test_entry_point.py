@@ -1,4 +1,4 @@
-"""The command starts itself anew where OpenBLAS has picked slower kernels than the processor has, and only there."""
+"""The command executes itself again only where OpenBLAS chose slower kernels than the processor has."""
 
 import json
 import os

@@ -157,7 +157,7 @@ def test_a_new_c_written_in_many_strips_is_whole(
     for tile in ("70x90x20", "32x48x20", "37x41x20"):
         place = tmp_path / f"{tile}.zarr"
         with staged(io_threads=4):
-            result = oocgemm.matmul(a, b, out=place, tile=tile, compressor=compressor, backend="host")
+            result = oocgemm.gemm(a, b, c=place, tile=tile, compressor=compressor, backend="host")
         assert result.plan.tile.m > result.plan.slots.strip
         np.testing.assert_array_equal(zarr.open_array(place)[:], a @ b)
 
@@ -194,13 +194,13 @@ def test_operations_are_nvtx_ranges_where_nvtx_is_installed(monkeypatch: pytest.
 
     monkeypatch.setitem(sys.modules, "nvtx", SimpleNamespace(annotate=annotate))
     with staged():
-        spans = oocgemm.matmul(A, B, tile="10x10x10", backend="host").timeline.spans
+        spans = oocgemm.gemm(A, B, tile="10x10x10", backend="host").timeline.spans
         assert len(names) == len(spans)
         kinds = sorted((name.split()[0], name.split()[1][0]) for name in names)
         assert kinds == sorted((span.kind, span.operand) for span in spans)
         names.clear()
         monkeypatch.setitem(sys.modules, "nvtx", None)  # as if it were not installed
-        assert np.array_equal(oocgemm.matmul(A, B, tile="10x10x10", backend="host").out, A @ B)
+        assert np.array_equal(oocgemm.matmul(A, B, tile="10x10x10", backend="host"), A @ B)
         assert names == []
 
 
@@ -259,7 +259,7 @@ def test_an_operation_slow_to_submit_does_not_block_others(monkeypatch: pytest.M
     monkeypatch.setattr(HostSession, "submit", submit)
     a, b = np.arange(30.0).reshape(10, 3), np.arange(36.0).reshape(3, 12)
     with staged(2):
-        c = oocgemm.matmul(a, b, compute="emulated", backend="host", tile="5x6x1").out
+        c = oocgemm.matmul(a, b, compute="emulated", backend="host", tile="5x6x1")
     np.testing.assert_array_equal(c, a @ b)
 
 
@@ -279,7 +279,7 @@ def test_operations_are_submitted_in_schedule_order(
     monkeypatch.setattr(HostSession, "submit", submit)
     a, b = np.arange(64.0 * 8).reshape(64, 8), np.arange(64.0).reshape(8, 8)
     with staged():
-        result = oocgemm.matmul(a, b, tile="64x8x8", backend="host")
+        result = oocgemm.gemm(a, b, tile="64x8x8", backend="host")
     np.testing.assert_array_equal(result.out, a @ b)
     rooms = result.plan.slots.host_c
     assert len(kinds) > 2 + 2 * rooms

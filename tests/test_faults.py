@@ -27,10 +27,11 @@ from zarr.storage import MemoryStore, WrapperStore
 import oocgemm
 from oocgemm import ExecutionError, InputError, OocGemmError, OutOfMemoryError, stores
 from oocgemm.backends.host.backend import HostSession
-from oocgemm.cli.main import EXIT_FAILED, EXIT_USAGE
+from oocgemm.cli.output import EXIT_FAILED, EXIT_USAGE
 from oocgemm.engine import staging
 from oocgemm.engine.staging import RETRY_AFTER, Staging
-from oocgemm.jobs import job, resume
+from oocgemm.jobs import budgets as budgets_module
+from oocgemm.jobs import output, resume
 from oocgemm.jobs.journal import JOURNAL
 from oocgemm.planning import Kind, Plan
 from oocgemm.stores import files
@@ -117,7 +118,7 @@ def assert_not_whole(c: Path) -> None:
     """There is no C, or one that says that it is the result of a run that has not ended, which can be gone on with."""
     if c.exists():
         assert zarr.open_array(c).attrs["oocgemm"] == {"complete": False}
-        assert "with --resume" in resume.how_far(c)
+        assert "with --resume" in resume.resume_hint(c)
         with pytest.raises(InputError, match="A is the result of an unfinished run"):
             oocgemm.matmul(c, np.eye(zarr.open_array(c).shape[1]), backend="host")
 
@@ -586,8 +587,8 @@ def test_a_budget_that_the_device_does_not_have_is_refused(tmp_path: Path) -> No
 def test_a_plan_for_more_memory_than_there_is_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unified: bool
 ) -> None:
-    monkeypatch.setattr(job, "available_memory", lambda: 100 << 20)
-    budgets = {"device_memory": "200MiB", "host_memory": "200MiB"}
+    monkeypatch.setattr(budgets_module, "available_memory", lambda: 100 << 20)
+    budgets: dict[str, Any] = {"device_memory": "200MiB", "host_memory": "200MiB"}
     a = np.ones((1800, 1800))
     with nullcontext() if unified else staged():
         said = failure(tmp_path, a, a, tile="1800x1800x1800", **budgets)
@@ -595,15 +596,16 @@ def test_a_plan_for_more_memory_than_there_is_is_refused(
         assert ("device_memory=" in said) == unified
         named = dict(re.findall(r"(\w+_memory)='(\w+)'", said))
         assert all(f"--{name.replace('_', '-')} {size}" in said for name, size in named.items())
-        np.testing.assert_array_equal(oocgemm.matmul(a, a, backend="host", **budgets | named).out, a @ a)
+        np.testing.assert_array_equal(oocgemm.matmul(a, a, backend="host", **budgets | named), a @ a)
 
 
 def test_a_c_that_no_memory_would_hold_wants_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job, "available_memory", lambda: 60 << 20)
+    monkeypatch.setattr(budgets_module, "available_memory", lambda: 60 << 20)
+    monkeypatch.setattr(output, "available_memory", lambda: 60 << 20)
     column = np.ones((3000, 1))
     options: dict[str, Any] = {"device_memory": "20MiB", "host_memory": "8MiB", "tile": "300x300x1"}
     with pytest.raises(
-        InputError, match=r"C is 68\.7 MiB, more than the 60 MiB of memory there is: give a path"
+        InputError, match=r"C takes 68\.7 MiB, more than the 60 MiB of memory that are available: pass a path"
     ):
         oocgemm.gemm(column, column, trans_b="T", backend="host", **options)
 
@@ -899,7 +901,7 @@ def test_a_tile_that_cannot_be_brought_to_the_disk_is_named(
         right(descriptor)
 
     monkeypatch.setattr(os, "fsync", failing)
-    assert f"bringing tile (1, 1) of C to the disk: {error}" in failure(tmp_path, A, chunks=(20, 20))
+    assert f"tile (1, 1) of C cannot be made durable: {error}" in failure(tmp_path, A, chunks=(20, 20))
 
 
 def test_a_map_that_cannot_be_brought_to_the_disk_is_an_error(
@@ -908,7 +910,7 @@ def test_a_map_that_cannot_be_brought_to_the_disk_is_an_error(
     c = np.lib.format.open_memmap(tmp_path / "C.npy", mode="w+", dtype="f8", shape=(M, N))
     failing = Mock(side_effect=OSError(errno.EIO, "Input/output error"))
     monkeypatch.setattr(np.memmap, "flush", failing)
-    with pytest.raises(ExecutionError, match="C cannot be brought to the disk"):
+    with pytest.raises(ExecutionError, match="C cannot be written to the disk"):
         oocgemm.gemm(A, B, c, backend="host", tile=TILE)
 
 

@@ -15,7 +15,7 @@ import zarr
 
 import oocgemm
 from oocgemm import InputError
-from oocgemm.cli.main import EXIT_USAGE
+from oocgemm.cli.output import EXIT_USAGE
 from tests.command import contents, run
 from tests.suite import slow
 
@@ -74,7 +74,7 @@ def test_the_command_that_converts_a_path_works(here: Path, path: str, dtype: st
         zarr.create_array(path, shape=A.shape, dtype=dtype, **ZARR[path])[:] = values
     wanted = "float32" if values.itemsize < 4 else "float64"
     made = obey(said_of(path, B.astype(wanted)))
-    np.testing.assert_array_equal(oocgemm.matmul(made, B.astype(wanted), backend="host").out, PRODUCT)
+    np.testing.assert_array_equal(oocgemm.matmul(made, B.astype(wanted), backend="host"), PRODUCT)
 
 
 @pytest.mark.parametrize("end", ["", ".npy"])
@@ -87,7 +87,7 @@ def test_the_command_that_makes_two_dtypes_one_works(here: Path, end: str) -> No
     said = said_of(f"A{end}", f"B{end}")
     assert said.startswith("A is of dtype float64 and B of float32: convert B by ")
     made = obey(said, "convert B by ")
-    np.testing.assert_array_equal(oocgemm.matmul(f"A{end}", made, backend="host").out, PRODUCT)
+    np.testing.assert_array_equal(oocgemm.matmul(f"A{end}", made, backend="host"), PRODUCT)
 
 
 # An operand as an object of some package, which may read from a folder.
@@ -108,7 +108,7 @@ def test_the_line_that_converts_an_object_works(tmp_path: Path, kind: str) -> No
     names["tensorstore"] = sys.modules.get("tensorstore")
     said = said_of(names["A"], B.astype("f8"))
     exec(said.split("convert A by ")[1], names)
-    np.testing.assert_array_equal(oocgemm.matmul(names["A"], B.astype("f8"), backend="host").out, PRODUCT)
+    np.testing.assert_array_equal(oocgemm.matmul(names["A"], B.astype("f8"), backend="host"), PRODUCT)
 
 
 def test_both_operands_are_converted_if_neither_is_wide_enough() -> None:
@@ -116,7 +116,7 @@ def test_both_operands_are_converted_if_neither_is_wide_enough() -> None:
     said = said_of(names["A"], names["B"])
     for line in said.split(": ", 1)[1].split("; "):
         exec(re.sub("convert . by ", "", line), names)
-    np.testing.assert_array_equal(oocgemm.matmul(names["A"], names["B"], backend="host").out, PRODUCT)
+    np.testing.assert_array_equal(oocgemm.matmul(names["A"], names["B"], backend="host"), PRODUCT)
 
 
 @pytest.mark.parametrize("values", [A.astype("U1"), A.astype("M8[s]"), A.astype("S1")], ids=str)
@@ -166,7 +166,7 @@ def test_hdf5_files_are_to_be_read_by_the_library(here: Path, path: str, reader:
     found = re.search(r'is an HDF5 file, .* pass (h5py.File\(".*"\))\[NAME\] to oocgemm.matmul', said)
     assert found is not None, said
     opened = eval(found[1], {"h5py": module("h5py")})
-    np.testing.assert_array_equal(oocgemm.matmul(opened["a"], B, backend="host").out, PRODUCT)
+    np.testing.assert_array_equal(oocgemm.matmul(opened["a"], B, backend="host"), PRODUCT)
 
 
 def test_a_file_of_no_known_format_is_said_to_be_a_file(here: Path) -> None:

@@ -33,7 +33,7 @@ from zarr.codecs import (
 
 from oocgemm import BackendError
 from oocgemm.cli import measuring
-from oocgemm.cli.main import EXIT_BUDGET, EXIT_FAILED, EXIT_USAGE
+from oocgemm.cli.output import EXIT_BUDGET, EXIT_FAILED, EXIT_USAGE
 from tests.command import Finished, command, own_threads
 from tests.suite import examples, slow
 

@@ -1,4 +1,4 @@
-"""One run at a time writes a C, and its journal says what is done: the lock, and files that are not what they should be."""
+"""One run at a time writes a C, and its journal lists the finished tiles. Damaged journals are refused."""
 
 import errno
 import fcntl
@@ -18,8 +18,9 @@ import zarr
 import oocgemm
 from oocgemm import ExecutionError, InputError
 from oocgemm.jobs import journal
-from oocgemm.jobs.journal import JOURNAL, LOCK, Journal, Keeper, read
-from oocgemm.jobs.resume import how_far
+from oocgemm.jobs.committer import Committer
+from oocgemm.jobs.journal import JOURNAL, LOCK, Journal, read
+from oocgemm.jobs.resume import resume_hint
 from oocgemm.stores.durable import fingerprint_of, sync_path
 from tests.faults import nothing_left
 
@@ -127,7 +128,7 @@ def test_changes_made_before_the_lock_was_taken_are_noticed(
         (lines(b'{"run":{"format":1}}', b"[1]", b'{"done":[0,0]}'), "damaged in line 2"),
         (lines(b'{"run":{"format":7,"version":"7.0"}}'), "of format 7, this version reads 1: .* oocgemm 7.0"),
         (lines(b"{}"), "of format None"),
-        (None, "cannot look for a journal at .*Is a directory"),
+        (None, "cannot read the journal .*Is a directory"),
     ],
 )
 def test_what_is_no_journal_is_refused_and_left(tmp_path: Path, content: bytes | None, said: str) -> None:
@@ -138,7 +139,7 @@ def test_what_is_no_journal_is_refused_and_left(tmp_path: Path, content: bytes |
         with nothing_left(tmp_path), pytest.raises(InputError, match=said):
             multiply(tmp_path / "C", **options)
     assert content is None or path.read_bytes() == content
-    assert how_far(tmp_path / "C") == ""
+    assert resume_hint(tmp_path / "C") == ""
     with pytest.raises(InputError, match=said):
         read(path.parent)
     with nothing_left(tmp_path), pytest.raises(InputError, match=said):
@@ -201,10 +202,10 @@ def test_once_a_tile_cannot_be_kept_no_other_is() -> None:
         raise OSError(errno.EIO, "Input/output error")
 
     matrix.sync_block.side_effect = failing
-    keeper = Keeper(Mock(), matrix, Mock(), redo=False)
+    keeper = Committer(Mock(), matrix, Mock(), redo=False)
     for tile in ((0, 0), (0, 1)):
         keeper.finished(tile)
     queued.set()
-    with pytest.raises(ExecutionError, match=r"bringing tile \(0, 0\) of C to the disk"):
+    with pytest.raises(ExecutionError, match=r"tile \(0, 0\) of C cannot be made durable"):
         keeper.close()
     matrix.sync_block.assert_called_once()

@@ -51,7 +51,7 @@ def module(name: str) -> Any:
 
 
 def multiply(a: Any, b: Any, **options: Any) -> Any:
-    return oocgemm.matmul(a, b, **({"backend": "host"} | options)).out
+    return oocgemm.matmul(a, b, **({"backend": "host"} | options))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -190,7 +190,7 @@ def test_tensorstore_arrays_are_operands(tmp_path: Path) -> None:
 
 
 def test_a_lazy_product_is_verified() -> None:
-    assert oocgemm.verify(Sliced(A, chunks=(20, 30)), Sliced(B), PRODUCT).right
+    assert oocgemm.verify(Sliced(A, chunks=(20, 30)), Sliced(B), PRODUCT).ok
 
 
 @pytest.mark.parametrize(

@@ -324,7 +324,7 @@ def product_in_place(a: Array, b: Array, locker: Locker, **options: Any) -> oocg
         patch.object(HostSession, "locks", locker.locks),
         patch.object(HostBackend, "holds", lambda self, address, size: locker.holds(address, size)),
     ):
-        return oocgemm.matmul(a, b, backend="host", **options)
+        return oocgemm.gemm(a, b, backend="host", **options)
 
 
 def in_place(result: oocgemm.Result) -> dict[str, tuple[int, int]]:
@@ -427,7 +427,7 @@ def test_operands_are_freed_when_their_owner_drops_them() -> None:
     kept = [weakref.ref(array) for array in (a, b, c)]
     gc.disable()
     try:
-        result = oocgemm.matmul(a, b, out=c, backend="host", tile="128x96x40")
+        result = oocgemm.gemm(a, b, c=c, backend="host", tile="128x96x40")
         assert result.report.wall
         del a, b, c, result
         assert not any(one() is not None for one in kept)
@@ -515,5 +515,5 @@ def test_a_gpu_copies_memory_that_cannot_be_pinned(
     with open(tmp_path / "a", "rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
     a = np.frombuffer(mapped, np.float64).reshape(whole.shape)
-    result = oocgemm.matmul(a, whole, trans_b=True, backend="cuda", tile="512x640x256", device_memory="1GiB")
+    result = oocgemm.gemm(a, whole, trans_b=True, backend="cuda", tile="512x640x256", device_memory="1GiB")
     assert np.array_equal(result.out, whole @ whole.T)

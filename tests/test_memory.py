@@ -210,6 +210,6 @@ def test_the_cuda_backend_stays_within_its_budgets(
 @pytest.mark.parametrize("dtype", ["float64", "float16"])
 def test_the_device_holds_no_more_than_its_budget(kernel: str, dtype: str) -> None:
     a = np.ones((3000, 3000), dtype)
-    result = oocgemm.matmul(a, a, backend="cuda", kernel=kernel, device_memory="100MiB", host_memory="1GiB")
+    result = oocgemm.gemm(a, a, backend="cuda", kernel=kernel, device_memory="100MiB", host_memory="1GiB")
     assert 0 < result.timeline.header["held"]["device"] <= 100 * MIB
     assert (np.asarray(result.out) == 3000).all()

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oocgemm.cli.main import EXIT_USAGE
+from oocgemm.cli.output import EXIT_USAGE
 from oocgemm.planning import Budgets
 from oocgemm.reports.page import page, run_data
 from oocgemm.reports.svg import COLUMNS, svg

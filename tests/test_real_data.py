@@ -34,7 +34,7 @@ def stored(mnist: NDArray[np.float64], tmp_path_factory: pytest.TempPathFactory)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("trans_a", "trans_b"), [pytest.param("N", "T", marks=pytest.mark.slow), ("T", "N")])
 def test_gram_matrices_of_digits_are_exact(
-    backend: str, trans_a: str, trans_b: str, mnist: NDArray[np.float64], stored: Path, tmp_path: Path
+    backend: str, trans_a: Any, trans_b: Any, mnist: NDArray[np.float64], stored: Path, tmp_path: Path
 ) -> None:
     """X X^T (similarity of digits) and X^T X (covariance of pixels): pixels are integers, so nothing rounds."""
     result = oocgemm.gemm(

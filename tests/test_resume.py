@@ -1,4 +1,4 @@
-"""What is done stays done: runs are killed, go on, and come to the same bits; what does not belong together is refused."""
+"""Killed runs are resumed, keep their finished tiles and give the same bits. Other runs are refused."""
 
 import json
 import os
@@ -22,9 +22,10 @@ import zarr
 import oocgemm
 from oocgemm import stores
 from oocgemm.backends.host.backend import HostBackend
-from oocgemm.cli.main import EXIT_FAILED, EXIT_USAGE
+from oocgemm.cli.output import EXIT_FAILED, EXIT_USAGE
 from oocgemm.errors import BackendError, ExecutionError, InputError
-from oocgemm.jobs.journal import ATTRIBUTE, JOURNAL, Journal, Keeper, read
+from oocgemm.jobs.committer import Committer
+from oocgemm.jobs.journal import ATTRIBUTE, JOURNAL, Journal, read
 from oocgemm.planning import (
     Budgets,
     GemmProblem,
@@ -62,16 +63,16 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @contextmanager
 def failing_after(tiles: int) -> Iterator[None]:
     """Runs fail when that many tiles are done."""
-    right, seen = Keeper.keep, 0
+    right, seen = Committer.commit, 0
 
-    def keep(self: Keeper, tile: Tile) -> None:
+    def keep(self: Committer, tile: Tile) -> None:
         nonlocal seen
         seen += 1
         if seen > tiles:
             raise OSError(5, "Input/output error")
         right(self, tile)
 
-    with patch.object(Keeper, "keep", keep):
+    with patch.object(Committer, "commit", keep):
         yield
 
 
@@ -131,7 +132,7 @@ def test_a_failed_run_says_how_far_it_came_and_is_gone_on_with(here: Path, c: st
             (shutil.copytree if old.is_dir() else shutil.copyfile)(old, name)
     assert run("a", "b", right, *options).code == 0
     done = unfinished(c, *options)
-    assert "2 of 9 tiles are done: the same command with --resume goes on" in done.err
+    assert "2 of 9 tiles are done: the same command with --resume computes the others" in done.err
     if c == "c":
         assert zarr.open_array(c, mode="r").attrs["oocgemm"] == {"complete": False}
     else:
@@ -155,25 +156,25 @@ def test_a_failed_run_says_how_far_it_came_and_is_gone_on_with(here: Path, c: st
 
 
 def test_a_run_stops_once_a_tile_cannot_be_kept(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right, written = Keeper.finished, []
+    right, written = Committer.finished, []
 
-    def finished(self: Keeper, tile: Tile) -> None:
+    def finished(self: Committer, tile: Tile) -> None:
         written.append(tile)
         right(self, tile)
         while self._error is None:
             time.sleep(0.001)
 
-    monkeypatch.setattr(Keeper, "finished", finished)
+    monkeypatch.setattr(Committer, "finished", finished)
     unfinished("c", tiles=0)
     assert 1 <= len(written) < 9
 
 
 DIFFERENCES = {
-    "alpha is 2.0 now and was 1.0": ("a", "b", "--alpha", "2"),
-    "beta is 0.25 now and was 0.5": ("a", "b", "--beta", "0.25"),
-    "trans_a is T now and was N": ("a", "b", "--transpose-a"),
-    "tile is 8x4x4 now and was 4x4x4": ("a", "b", "--tile", "8x4x4"),
-    "/old now and was at": ("old", "b"),
+    "alpha is 2.0 and was 1.0": ("a", "b", "--alpha", "2"),
+    "beta is 0.25 and was 0.5": ("a", "b", "--beta", "0.25"),
+    "trans_a is T and was N": ("a", "b", "--transpose-a"),
+    "tile is 8x4x4 and was 4x4x4": ("a", "b", "--tile", "8x4x4"),
+    "/old and was at": ("old", "b"),
     "A is at ": ("a.npy", "b"),
     "B is at ": ("a", "b.npy"),
 }
@@ -190,7 +191,7 @@ def test_another_kernel_is_refused(here: Path, monkeypatch: pytest.MonkeyPatch) 
         "oocgemm.backends.host.backend.HostBackend.arithmetic", lambda self, problem, kernel: "tiled"
     )
     done = run("a", "b", "c", "--resume")
-    assert (done.code, "kernel is tiled now and was blas" in done.err) == (EXIT_USAGE, True)
+    assert (done.code, "kernel is tiled and was blas" in done.err) == (EXIT_USAGE, True)
 
 
 @pytest.mark.parametrize("part", DIFFERENCES)
@@ -216,7 +217,7 @@ def test_operands_that_changed_are_refused(here: Path, operand: str) -> None:
     path = here / operand if operand.endswith(".npy") else here / "a" / "c" / "1" / "1"
     os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
     done = run(operand, "b", "c", *TILE, "--resume")
-    assert "A has changed since, in its content" in done.err
+    assert "the content of A has changed" in done.err
     assert done.code == EXIT_USAGE
 
 
@@ -228,7 +229,7 @@ def test_operand_bytes_changed_behind_their_time_are_noticed(here: Path) -> None
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     done = run("a", "b", "c", *TILE, "--resume")
     assert (done.code, done.err.count("\n")) == (EXIT_USAGE, 1)
-    assert "A has changed since: modification times of its files are the same" in done.err
+    assert "A has changed: modification times of its files are the same" in done.err
 
 
 def test_a_repaired_operand_is_gone_on_with_if_trusted(here: Path) -> None:
@@ -240,7 +241,7 @@ def test_a_repaired_operand_is_gone_on_with_if_trusted(here: Path) -> None:
     assert "--resume goes on with the others (with --trust-operands too" in done.err
     path.write_bytes(whole)
     refused = run("a", "b", "c", *TILE, "--resume")
-    assert (refused.code, "go on with --trust-operands" in refused.err) == (EXIT_USAGE, True)
+    assert (refused.code, "pass --trust-operands" in refused.err) == (EXIT_USAGE, True)
     resumed = run("a", "b", "c", *TILE, "--resume", "--trust-operands", "--json")
     assert (resumed.code, resumed.json()["plan"]["tiles_done_before"] > 0) == (0, True)
     np.testing.assert_allclose(np.asarray(zarr.open_array("c", mode="r")[:]), A @ B)
@@ -249,7 +250,7 @@ def test_a_repaired_operand_is_gone_on_with_if_trusted(here: Path) -> None:
 def test_trusting_operands_excludes_operands_at_other_paths(here: Path) -> None:
     unfinished("c")
     done = run("old", "b", "c", *TILE, "--resume", "--trust-operands")
-    assert (done.code, "/old now and was at" in done.err) == (EXIT_USAGE, True)
+    assert (done.code, "/old and was at" in done.err) == (EXIT_USAGE, True)
 
 
 @pytest.mark.parametrize("c", KINDS)
@@ -257,7 +258,7 @@ def test_trusting_operands_excludes_operands_at_other_paths(here: Path) -> None:
 def test_overwrite_replaces_the_result_of_another_run(here: Path, c: str, complete: bool) -> None:
     assert run("a", "b", c, *TILE).code == 0 if complete else unfinished(c)
     done = run("a", "b", c, *TILE, "--alpha", "2", "--resume")
-    assert "or begin anew with --overwrite in place of --resume" in done.err
+    assert "or start over with --overwrite in place of --resume" in done.err
     assert run("a", "b", c, *TILE, "--alpha", "2").code == EXIT_USAGE
     assert run("a", "b", c, *TILE, "--alpha", "2", "--overwrite").code == 0
     assert run("a", "b", f"right-{c}", *TILE, "--alpha", "2").code == 0
@@ -298,7 +299,7 @@ def test_a_damaged_tile_that_needs_the_old_c_is_refused(here: Path) -> None:
     done = run("a", "b", "c", *TILE, "--beta", "0.5", "--resume")
     assert (done.code, done.err.count("\n")) == (EXIT_USAGE, 1)
     assert (
-        "files of 1 of 2 finished tiles of C are missing or have changed since, those of C[0:4, 0:4]"
+        "files of 1 of 2 finished tiles of C are missing or have changed, for example those of C[0:4, 0:4]"
         in done.err
     )
     assert contents(here) == before
@@ -399,7 +400,7 @@ def test_a_torn_last_line_is_dropped_and_a_damaged_one_refused(here: Path) -> No
 
 
 def test_nothing_is_recorded_behind_a_line_that_was_torn(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right, keep, lines = os.write, Keeper.keep, 0
+    right, keep, lines = os.write, Committer.commit, 0
 
     def write(descriptor: int, data: bytes) -> int:
         nonlocal lines
@@ -409,14 +410,14 @@ def test_nothing_is_recorded_behind_a_line_that_was_torn(here: Path, monkeypatch
             raise OSError(28, "No space left on device")
         return right(descriptor, data)
 
-    def late(self: Keeper, tile: Tile) -> None:
+    def late(self: Committer, tile: Tile) -> None:
         while lines == 1 and self._queue.qsize() < 5:
             time.sleep(0.001)
         keep(self, tile)
 
     with monkeypatch.context() as patches:
         patches.setattr(os, "write", write)
-        patches.setattr(Keeper, "keep", late)
+        patches.setattr(Committer, "commit", late)
         assert "bringing tile" in run("a", "b", "c", *TILE).err
     assert run("a", "b", "c", *TILE, "--resume").code == 0
     np.testing.assert_allclose(np.asarray(zarr.open_array("c", mode="r")[:]), A @ B)
@@ -466,7 +467,7 @@ def test_overwriting_an_unfinished_c_needs_beta_zero(here: Path, c: str) -> None
     assert stored(c) == stored("right")
     unfinished(c, "--beta", "0.5")
     done = run("a", "b", c, *TILE, "--beta", "0.5", "--overwrite")
-    assert (done.code, "pass --resume to go on with it, or remove C" in done.err) == (EXIT_USAGE, True)
+    assert (done.code, "pass --resume to continue it, or remove C" in done.err) == (EXIT_USAGE, True)
 
 
 @pytest.mark.parametrize("c", KINDS)
@@ -548,7 +549,7 @@ def test_nothing_stays_beside_a_finished_npy_file(here: Path, beta: str) -> None
     assert run("a", "b", "c.npy", *TILE, "--beta", beta, "--resume", "--quiet") == Finished(0, "", "")
     assert (stored("c.npy"), {path.name for path in here.iterdir()}) == (before, names)
     done = run("a", "b", "c.npy", *TILE, "--beta", beta, "--alpha", "2", "--resume")
-    assert (done.code, "alpha is 2.0 now and was 1.0" in done.err) == (EXIT_USAGE, True)
+    assert (done.code, "alpha is 2.0 and was 1.0" in done.err) == (EXIT_USAGE, True)
 
 
 @pytest.mark.parametrize("beta", ["0", "0.5"])
@@ -579,7 +580,7 @@ def test_an_attribute_that_cannot_be_read_says_nothing(here: Path, value: bytes)
     os.setxattr("c.npy", ATTRIBUTE, value)
     assert run("c.npy", "b", "d", *TILE).code == 0
     done = run("a", "b", "c.npy", *TILE, "--resume")
-    assert (done.code, "no journal tells which run made it" in done.err) == (EXIT_USAGE, True)
+    assert (done.code, "without a journal" in done.err) == (EXIT_USAGE, True)
 
 
 @pytest.mark.parametrize("c", KINDS)
@@ -706,7 +707,7 @@ def test_a_signal_ends_a_run_in_good_time(here: Path, number: int, code: int, st
     assert (process.returncode, out) == (code, ""), err
     last = err.splitlines()[-1]
     assert last.startswith("Interrupted. ")
-    assert last.endswith("of 1600 tiles are done: the same command with --resume goes on with the others")
+    assert last.endswith("of 1600 tiles are done: the same command with --resume computes the others")
 
 
 def test_removing_a_folder_does_not_follow_its_links(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import zarr
 
 import oocgemm
 from oocgemm import ExecutionError, InputError
-from oocgemm.cli.main import EXIT_FAILED
+from oocgemm.cli.output import EXIT_FAILED
 from oocgemm.stores import files, open_matrix
 from oocgemm.stores.zarr import chunks as direct
 from tests.command import contents, run

@@ -1,4 +1,4 @@
-"""Printing fails no command: characters that cannot be encoded, readers that go away, streams that are closed or full."""
+"""Printing never fails a command: unencodable characters, exited readers, closed or full streams."""
 
 import os
 import re
@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from oocgemm.cli.main import EXIT_FAILED
+from oocgemm.cli.output import EXIT_FAILED
 from oocgemm.planning import Budgets
 from oocgemm.timeline import Timeline
 from tests.suite import slow

@@ -29,7 +29,7 @@ def test_what_is_right_passes(data: st.DataObject) -> None:
     before = c.copy()
     oocgemm.gemm(a, b, c, backend="host", **options)
     found = oocgemm.verify(a, b, c, c_before=before, seed=data.draw(st.integers(0, 99)), **options)
-    assert found.right, found
+    assert found.ok, found
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -48,7 +48,7 @@ def test_a_wrong_element_is_found_where_it_is(dtype: str, data: st.DataObject) -
     off = data.draw(st.sampled_from([1, np.nan, np.inf]), "off by")
     c[i, j] += off * {"float16": 32, "complex64": 8}.get(dtype, 1)  # above rounding
     found = oocgemm.verify(a, b, c, beta=beta, c_before=before, trans_a=op_a, trans_b=op_b)
-    assert not found.right
+    assert not found.ok
     assert (found.rows, found.cols, found.wrong_rows) == ((i, i + 1), (j, j + 1), 1)
 
 
@@ -58,7 +58,7 @@ def test_infinities_do_not_hide_errors_beside_them() -> None:
     a[3, 4], b[7, 60] = np.nan, np.inf
     with np.errstate(all="ignore"):
         c = a @ b
-    assert oocgemm.verify(a, b, c).right
+    assert oocgemm.verify(a, b, c).ok
     for place in ((10, 20), (150, 149)):
         wrong = c.copy()
         wrong[place] += 1e-6
@@ -92,7 +92,7 @@ def test_a_chunk_of_zeros_is_found(tmp_path: Path) -> None:
     assert "--overwrite" in found.err
     said = command("verify", a, b, c, "--json")
     assert said.code == 1
-    assert (said.json()["right"], said.json()["rows"], said.json()["cols"]) == (False, [100, 150], [350, 400])
+    assert (said.json()["ok"], said.json()["rows"], said.json()["cols"]) == (False, [100, 150], [350, 400])
     (c / "c" / "2" / "7").unlink()  # which reads as zeros as well
     assert command("verify", a, b, c).code == 1
 
@@ -110,7 +110,7 @@ def test_each_operand_is_read_once_in_bounded_pieces(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(ArrayMatrix, "read", read)
     found = oocgemm.verify(a, b, a @ b)
-    assert found.right
+    assert found.ok
     assert found.bytes == 8 * (a.size + b.size + 700 * 800)
     assert largest <= 12_000
 
@@ -119,7 +119,7 @@ def least_memory(a: Any, b: Any, c: Any, **options: Any) -> int:
     """The memory that a `BudgetError` asks for, in bytes; what its message says is enough too."""
     with pytest.raises(BudgetError, match="--host-memory is 1 MiB: pass --host-memory") as short:
         oocgemm.verify(a, b, c, host_memory="1MiB", **options)
-    assert oocgemm.verify(a, b, c, host_memory=str(short.value).split()[-1], **options).right
+    assert oocgemm.verify(a, b, c, host_memory=str(short.value).split()[-1], **options).ok
     assert short.value.least is not None
     return short.value.least
 
@@ -130,7 +130,7 @@ def test_fewer_groups_where_memory_is_short() -> None:
     c = a @ b
     assert oocgemm.verify(a, b, c).groups == 3
     found = oocgemm.verify(a, b, c, host_memory=least_memory(a, b, c))
-    assert (found.right, found.groups) == (True, 1)
+    assert (found.ok, found.groups) == (True, 1)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "complex64"])
@@ -145,7 +145,7 @@ def test_blocks_of_rows_and_depth_find_the_same(dtype: str) -> None:
     least = least_memory(a, b, c, **options)
     found = oocgemm.verify(a, b, c, host_memory=least, **options)
     passes = found.bytes / (a.nbytes + b.nbytes + 2 * c.nbytes)
-    assert found.right
+    assert found.ok
     assert passes > 1.001  # the memory holds neither all rows nor all of k: op(B) is read more than once
     c[650, 2] += 1000
     found = oocgemm.verify(a, b, c, host_memory=least, **options)
@@ -182,7 +182,7 @@ thread.start()
 found = oocgemm.verify(*names, host_memory=int(sys.argv[1]))
 done.set()
 thread.join()
-assert found.right
+assert found.ok
 print(peak - before)
 """
 
@@ -208,7 +208,7 @@ def test_single_precision_errors_are_found_50_times_smaller() -> None:
         right = oocgemm.verify(a, b, c)
         norm = np.linalg.norm(abs(a) @ abs(b), axis=1).max()
         before = 48 * 2.0**-24 * np.sqrt(k) * norm
-        assert right.right
+        assert right.ok
         assert right.tolerance < before / 50
         c[100, 700] += before / 25
         found = oocgemm.verify(a, b, c)
@@ -220,13 +220,13 @@ def test_the_worst_case_bound_is_an_option(tmp_path: Path) -> None:
     a, b = (rng.standard_normal((300, 300)).astype("f4") for _ in "ab")
     c = a @ b
     sharp, sure = (oocgemm.verify(a, b, c, bound=bound) for bound in ("probabilistic", "worst-case"))
-    assert (sharp.right, sure.right) == (True, True)
+    assert (sharp.ok, sure.ok) == (True, True)
     assert sure.tolerance > 100 * sharp.tolerance
     c[3, 4] += 10 * sharp.tolerance
-    assert not oocgemm.verify(a, b, c).right
-    assert oocgemm.verify(a, b, c, bound="worst-case").right
+    assert not oocgemm.verify(a, b, c).ok
+    assert oocgemm.verify(a, b, c, bound="worst-case").ok
     c[3, 4] += 3 * sure.tolerance
-    assert not oocgemm.verify(a, b, c, bound="worst-case").right
+    assert not oocgemm.verify(a, b, c, bound="worst-case").ok
     for name, array in zip("abc", (a, b, c), strict=True):
         np.save(tmp_path / name, array)
     line: list[str | Path] = ["verify", *(tmp_path / f"{name}.npy" for name in "abc")]
@@ -248,7 +248,7 @@ def by_columns(a: Array, b: Array) -> Array:
 
 
 def structured(kind: str, rng: np.random.Generator, m: int, k: int, n: int) -> tuple[Array, Array]:
-    """Operands whose partial sums behave in different ways: like a random walk, growing steadily, or cancelling."""
+    """Return operands whose partial sums walk randomly, grow steadily, or cancel."""
     a, b = rng.random((m, k)), rng.random((k, n))
     match kind:
         case "normal":
@@ -283,7 +283,7 @@ def test_no_right_product_is_called_wrong(kind: str) -> None:
             a, b = (x.astype(dtype) for x in structured(kind, rng, m, k, n))
             for c in (a @ b, by_columns(a, b)):
                 found = oocgemm.verify(a, b, c, seed=int(rng.integers(99)))
-                assert found.right, (m, k, n, dtype, found.excess)
+                assert found.ok, (m, k, n, dtype, found.excess)
                 assert found.excess < 0.8
 
 
@@ -313,14 +313,15 @@ def test_all_rows_wrong_hints_at_wrong_operands(tmp_path: Path) -> None:
 def test_what_cannot_be_verified_is_refused(tmp_path: Path) -> None:
     a, b = np.ones((4, 3)), np.ones((3, 5))
     c = a @ b
-    for wrong, options, message in (
+    cases: list[tuple[Any, dict[str, Any], str]] = [
         (c[:3], {}, r"C has shape \(3, 5\)"),
         (c.astype("f4"), {}, "dtype float32"),
         (c, {"beta": 1}, "--c-before"),
         (c, {"beta": 1, "c_before": c}, "the same array"),
-        (c, {"beta": 1, "c_before": c[:2].copy()}, "the C from before has shape"),
+        (c, {"beta": 1, "c_before": c[:2].copy()}, "the old C has shape"),
         (None, {}, "all needed"),
-    ):
+    ]
+    for wrong, options, message in cases:
         with pytest.raises(InputError, match=message):
             oocgemm.verify(a, b, wrong, **options)
     assert command("verify", tmp_path / "none", tmp_path / "none", tmp_path / "none").code == 2
@@ -341,10 +342,10 @@ def test_progress_is_said_of_each_operand() -> None:
 def test_empty_products_are_right() -> None:
     for m, n, k in ((0, 5, 3), (5, 0, 3), (5, 4, 0)):
         c = np.zeros((m, n))
-        assert oocgemm.verify(np.ones((m, k)), np.ones((k, n)), c).right
+        assert oocgemm.verify(np.ones((m, k)), np.ones((k, n)), c).ok
         if c.size:
             c[1, 2] = 1
-            assert not oocgemm.verify(np.ones((m, k)), np.ones((k, n)), c).right
+            assert not oocgemm.verify(np.ones((m, k)), np.ones((k, n)), c).ok
 
 
 def test_long_float32_sums_pass_and_their_errors_are_found() -> None:
@@ -354,7 +355,7 @@ def test_long_float32_sums_pass_and_their_errors_are_found() -> None:
     for make in (rng.standard_normal, rng.random):
         a, b = make((60, k)).astype("f4"), make((k, 400)).astype("f4")
         c = a @ b
-        assert oocgemm.verify(a, b, c).right
+        assert oocgemm.verify(a, b, c).ok
         c[10:30, 100:130] = 0
         found = oocgemm.verify(a, b, c)
         assert (found.rows, found.cols) == ((10, 30), (100, 130))

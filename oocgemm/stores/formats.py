@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from oocgemm.errors import InputError
+from oocgemm.errors import InputError, NotFoundError
 from oocgemm.planning import OPERANDS
 from oocgemm.stores.base import Matrix
 
@@ -71,7 +71,7 @@ def wrong_format(name: str, path: str, *, writable: bool = False) -> InputError 
 
 
 def check_found(name: str, path: str) -> None:
-    """Raise `InputError` for a local path at which nothing exists. It says where a symbolic link leads."""
+    """Raise `NotFoundError` for a local path at which nothing exists. It says where a symbolic link leads."""
     if "://" in path or os.path.exists(path):
         return
     problem = f"{name}: there is nothing at {path}"
@@ -80,7 +80,7 @@ def check_found(name: str, path: str) -> None:
             f": it is a symbolic link to {os.path.realpath(path)}, which does not exist; "
             "remove the link, or give another path"
         )
-    raise InputError(problem)
+    raise NotFoundError(problem)
 
 
 def missing_client(name: str, path: str, error: ImportError) -> InputError:

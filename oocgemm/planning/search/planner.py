@@ -378,4 +378,5 @@ def _too_small(budgets: Budgets, held: Footprint, what: str, otherwise: str = ""
     return BudgetError(
         f"{given} cannot hold {what} ({needed}): pass {arguments} ({options}){otherwise and f', or {otherwise}'}",
         least=short[0][2],
+        needed=(held.device_total, held.host_total),
     )
