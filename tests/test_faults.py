@@ -682,14 +682,14 @@ def test_a_thread_that_cannot_be_started_is_an_error(
 
 
 def staging_of(
-    threads: int, page_lock: Callable[[Sequence[Any]], object] = lambda columns: None, /, **faults: Fault
+    threads: int, pin: Callable[[Sequence[Any]], object] = lambda columns: None, /, **faults: Fault
 ) -> tuple[Staging, Plan]:
     """Host slots of operands with faults."""
     with staged(threads):
         plan = oocgemm.plan(A, B, backend="host", tile=TILE)
     with faulty_stores(**faults):
         operands = {name: stores.open_matrix(name, x) for name, x in (("A", A), ("B", B), ("C", PRODUCT))}
-    return Staging(plan, operands, page_lock), plan
+    return Staging(plan, operands, pin), plan
 
 
 def test_slots_are_pinned_by_the_thread_that_faults_them_in() -> None:

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 
 import oocgemm
 from oocgemm import stores
-from oocgemm.backends.base import Array, Locks
+from oocgemm.backends.base import Array, Pinner
 from oocgemm.backends.cuda.borders import cut
 from oocgemm.backends.host.backend import HostBackend, HostSession
 from oocgemm.engine import pinning as locking
-from oocgemm.engine.pinning import Locked
+from oocgemm.engine.pinning import PinnedOperands
 from oocgemm.errors import ExecutionError
 from oocgemm.machine import info as system
 from oocgemm.planning import (
@@ -69,7 +69,7 @@ class Locker:
         self.allows, self.slow = allows, slow
         self.hold = threading.Event()
         self.hold.set()
-        self.locks = Locks(self.lock, self.unlock)
+        self.pinner = Pinner(self.lock, self.unlock)
 
     def lock(self, address: int, size: int) -> None:
         self.hold.wait()
@@ -88,7 +88,7 @@ class Locker:
         """Have arrays be locked by whom they belong to."""
         self.owned += map(np.lib.array_utils.byte_bounds, arrays)
 
-    def holds(self, address: int, size: int) -> bool:
+    def is_pinned(self, address: int, size: int) -> bool:
         return any(low <= address and address + size <= high for low, high in self.owned)
 
     def covers(self, block: Array, borders: Sequence[int]) -> bool:
@@ -131,7 +131,7 @@ def test_a_block_is_cut_at_borders_and_nowhere_else(
 def test_each_page_is_pinned_once_in_order_of_first_use() -> None:
     a, b, locker = held(64, 4 * KIB), held(64, 4 * KIB), Locker()
     b_rows = [b[r : r + 8, :KIB] for r in range(0, 64, 8)]
-    locked = Locked([a, b], [a[:, : KIB // 2], *b_rows], locker.locks)
+    locked = PinnedOperands([a, b], [a[:, : KIB // 2], *b_rows], locker.pinner)
     found = [locked.find(block) for block in b_rows]
     assert all(
         one is not None and one[0] is block and locker.covers(block, one.borders)
@@ -156,7 +156,7 @@ def test_operands_may_share_memory(offset: int, rows: int, top: int, left: int, 
     """X and its own transpose, or parts of one array; from any address on."""
     whole, locker = held(130, 1024).reshape(-1)[offset:][: 128 * 1024].reshape(128, 1024), Locker()
     parts = [whole[:96], whole[48:], whole[top : top + rows]]
-    locked = Locked(parts, [], locker.locks)
+    locked = PinnedOperands(parts, [], locker.pinner)
     locked._thread.join()
     for part in parts:
         block = part[:, 64 * left : 64 * (left + width)]
@@ -171,7 +171,7 @@ def test_operands_may_share_memory(offset: int, rows: int, top: int, left: int, 
 def test_a_block_not_pinned_soon_is_not_waited_for() -> None:
     a, locker = held(256, KIB), Locker()
     locker.hold.clear()
-    locked = Locked([a], [], locker.locks)
+    locked = PinnedOperands([a], [], locker.pinner)
     assert locked.find(a[200:201]) is None  # all before it would come first
     waiting: list[Any] = []
     thread = threading.Thread(target=lambda: waiting.append(locked.find(a[:8])))
@@ -185,7 +185,7 @@ def test_a_block_not_pinned_soon_is_not_waited_for() -> None:
 @pytest.mark.parametrize("allows", [0, 2])
 def test_blocks_the_system_refuses_to_pin_are_copied(allows: int) -> None:
     a, locker = held(64, KIB), Locker(allows)
-    locked = Locked([a], [], locker.locks)
+    locked = PinnedOperands([a], [], locker.pinner)
     locked._thread.join()
     first = locked.find(a[:2])
     assert (first is not None) == bool(allows)
@@ -198,7 +198,7 @@ def test_blocks_the_system_refuses_to_pin_are_copied(allows: int) -> None:
 def test_pages_never_written_are_not_pinned() -> None:
     """np.zeros takes none until it is written to."""
     empty, locker = allocate(1 << 20).view(np.float64).reshape(128, 1024), Locker()
-    locked = Locked([empty], [], locker.locks)
+    locked = PinnedOperands([empty], [], locker.pinner)
     locked._thread.join()
     assert not locker.locked
     assert locked.find(empty[:1]) is None
@@ -207,7 +207,7 @@ def test_pages_never_written_are_not_pinned() -> None:
 
 def test_a_stop_ends_waiting_and_pinning() -> None:
     a, locker = held(64, KIB), Locker(slow=0.01)
-    locked = Locked([a], [a], locker.locks)
+    locked = PinnedOperands([a], [a], locker.pinner)
     locked.stop()
     assert locked.find(a) is None
     locked.release()
@@ -223,7 +223,7 @@ def test_without_a_thread_nothing_is_pinned(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(threading.Thread, "start", start)
     with pytest.raises(ExecutionError, match="oocgemm-lock"):
-        Locked([a], [a], locker.locks)
+        PinnedOperands([a], [a], locker.pinner)
 
 
 # Which arrays, and which panels of them.
@@ -321,8 +321,8 @@ def product_in_place(a: Array, b: Array, locker: Locker, **options: Any) -> oocg
 
     with (
         patch.object(system, "model", model),
-        patch.object(HostSession, "locks", locker.locks),
-        patch.object(HostBackend, "holds", lambda self, address, size: locker.holds(address, size)),
+        patch.object(HostSession, "pinner", locker.pinner),
+        patch.object(HostBackend, "is_pinned", lambda self, address, size: locker.is_pinned(address, size)),
     ):
         return oocgemm.matmul(a, b, backend="host", **options)
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 
 import numpy as np
 
-from oocgemm.backends.base import Array, InPlace, Locks
+from oocgemm.backends.base import Array, InPlace, Pinner
 from oocgemm.planning.tiling import round_up
 from oocgemm.stores.files import PAGE, resident
 from oocgemm.system.threads import start
@@ -27,13 +27,13 @@ ONE_BY_ONE, TOGETHER = 32, 4
 WORTH_WAITING = 4
 
 
-class Locked:
+class PinnedOperands:
     """Arrays, of which ever more is locked: what is needed first, then the rest as it lies."""
 
-    def __init__(self, arrays: Sequence[Array], first: Iterable[Array], locks: Locks) -> None:
+    def __init__(self, arrays: Sequence[Array], first: Iterable[Array], pinner: Pinner) -> None:
         """`first` are blocks of these arrays, of which those come first that are no small part of what is to be locked for
         them. Raises `ExecutionError` if no thread can be started."""
-        self._locks = locks
+        self._locks = pinner
         self._begins, self._ends = _parts(arrays)
         needed = dict.fromkeys(
             part
@@ -75,7 +75,7 @@ class Locked:
                 # Memory that was never written to is none yet.
                 if self._stopped or not resident(begin, size):
                     break
-                self._locks.lock(begin, size)
+                self._locks.pin(begin, size)
                 self._ranges.add(begin)
                 with self._more:
                     self._done += len(parts)
@@ -105,7 +105,7 @@ class Locked:
         self._thread.join()
         for begin in self._ranges:
             with suppress(Exception):  # after a failed launch every call fails
-                self._locks.unlock(begin)
+                self._locks.unpin(begin)
         self._ranges.clear()
 
 

@@ -7,8 +7,8 @@ from functools import partial
 from itertools import takewhile
 from threading import Event, Lock
 
-from oocgemm.backends.base import InPlace, Locks, numpy_dtype, slot_offsets, stored_shape
-from oocgemm.engine.pinning import Locked
+from oocgemm.backends.base import InPlace, Pinner, numpy_dtype, slot_offsets, stored_shape
+from oocgemm.engine.pinning import PinnedOperands
 from oocgemm.errors import ExecutionError
 from oocgemm.planning import Kind, Op, Operation, Plan, Slot, Tier
 from oocgemm.planning.cost.footprint import HOST_ALIGNMENT, held_bytes, slot_bytes
@@ -38,14 +38,14 @@ class Staging:
         self,
         plan: Plan,
         operands: Mapping[str, Matrix],
-        page_lock: Callable[[Sequence[Array]], object] = lambda columns: None,
-        locks: Locks | None = None,
+        pin: Callable[[Sequence[Array]], object] = lambda columns: None,
+        pinner: Pinner | None = None,
     ) -> None:
-        """`page_lock` is called with what of a slot has been touched, from its start on, by a thread that did, before a device is to
+        """`pin` is called with what of a slot has been touched, from its start on, by a thread that did, before a device is to
         copy from there or to there. With `locks` panels are copied from where they lie in memory, and strips to where they go: of
         arrays that are locked, and of operands that are worth it, which are locked until `release`."""
         self._plan = plan
-        self._page_lock = page_lock
+        self._page_lock = pin
         self._operands = operands
         self._offsets, size = slot_offsets(plan, "host", HOST_ALIGNMENT)
         self.arena = allocate(size)
@@ -56,7 +56,7 @@ class Staging:
         self._threads = plan.candidate.io_threads
         self._stopped = Event()
         self._in_place: dict[Slot, InPlace] = {}  # panels and strips that slots stand for, and do not hold
-        self._locked: Locked | None = None
+        self._locked: PinnedOperands | None = None
         # What each read that was tried again had failed of.
         self.retried: list[str] = []
         # Apart, so that reading ahead never queues behind writing.
@@ -70,14 +70,14 @@ class Staging:
         self._touch_once = Lock()
         self._filled: set[Slot] = set()
         try:
-            self._begin_locking(locks)
+            self._begin_locking(pinner)
         except BaseException:
             self.close()
             raise
 
-    def _begin_locking(self, locks: Locks | None) -> None:
+    def _begin_locking(self, pinner: Pinner | None) -> None:
         """Lock operands in memory that are worth it, the panels of the first tile before others."""
-        if locks is None or not (lying := self._plan.worth_locking):
+        if pinner is None or not (lying := self._plan.worth_locking):
             return
         schedule = self._plan.schedule()
         first = (
@@ -86,7 +86,7 @@ class Staging:
             if operation.kind is Kind.READ and operation.operand in lying
         )
         arrays = [memory(self._operands[operand]) for operand in sorted(lying)]
-        self._locked = Locked(arrays, first, locks)
+        self._locked = PinnedOperands(arrays, first, pinner)
 
     def _block(self, operation: Operation) -> Array:
         """What an operation is to bring from an array in memory or to there, where it lies."""

@@ -16,8 +16,7 @@ from time import perf_counter_ns
 import numpy as np
 from numpy.typing import NDArray
 
-from oocgemm.backends.base import Array, numpy_dtype, stored_shape
-from oocgemm.backends.checksums import Summing
+from oocgemm.backends.base import Array, Checksums, numpy_dtype, stored_shape
 from oocgemm.backends.random_words import ROW_WEIGHTS, WORD_WEIGHTS, random_words
 from oocgemm.engine.staging import Staging
 from oocgemm.integrity.rounding import wide_dtype
@@ -72,7 +71,7 @@ def in_words(piece: Array, left: int) -> Iterator[tuple[int, NDArray[np.uint32]]
 class DeviceSums:
     """The checksums of one run, which a device takes. What the host does for them is noted in `busy`."""
 
-    def __init__(self, plan: Plan, seed: int, busy: BusyTime, summing: Summing) -> None:
+    def __init__(self, plan: Plan, seed: int, busy: BusyTime, summing: Checksums) -> None:
         self._plan = plan
         self._problem = plan.problem
         self._wide = wide_dtype(numpy_dtype(plan.problem.acc_dtype))

@@ -152,7 +152,7 @@ def gemm(
                 "backend": engine.name,
                 "kernel": engine.arithmetic(problem, kernel),
             },
-            holds=engine.holds,
+            holds=engine.is_pinned,
             checked=verify,
             compute=compute,
             out_dtype=out_dtype,
@@ -208,21 +208,21 @@ def _execute(
         log = _begun(header, path)
         if session is not None:
             operands = {"A": work.a, "B": work.b, "C": output.matrix}
-            staging = Staging(plan, operands, session.page_lock, session.locks)
+            staging = Staging(plan, operands, session.pin, session.pinner)
             observe = _observer(log, progress(plan) if progress else None)
-            checks = Checks(plan, SEED, session.summing) if plan.problem.checked else None
+            checks = Checks(plan, SEED, session.checksums) if plan.problem.checked else None
             run = Run(plan, session, staging, origin, observe, output.finished, checks)
             run.execute(cancel)
             retried = staging.retried
             if checks is not None and checks.failed:
                 some = checks.failing()
-                again = Checks(some, SEED + 1, session.summing, checks.failed)
+                again = Checks(some, SEED + 1, session.checksums, checks.failed)
                 repair = Run(some, session, staging, origin, observe, output.finished, again, log.spans)
                 repair.execute(cancel)
                 again.complain()
             staging.release()
             held = {"device": session.device_bytes(), "host": staging.arena.nbytes}
-            kernels = session.multiplied_by()
+            kernels = session.kernels_used()
         output.seal()
         facts = {
             "backend": known["backend"] | {"multiplied by": kernels},

@@ -29,10 +29,10 @@
 #define CLUSTER 2
 #define GROUP 8
 #endif
-#include "gemm.cuh"
-#include "hopper.cuh"
-#include "layout.cuh"
-#include "fragments_f64.cuh"
+#include "common/gemm.cuh"
+#include "common/hopper.cuh"
+#include "common/layout.cuh"
+#include "fast/fragments_f64.cuh"
 
 constexpr int DEPTH = 16, TEAMS = 2;
 constexpr int BLOCK_X = TURNED ? BLOCK_N : BLOCK_M, BLOCK_Y = TURNED ? BLOCK_M : BLOCK_N;

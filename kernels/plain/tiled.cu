@@ -16,7 +16,7 @@
 // Parameters
 //   TILE (16)  side of a tile. TILE * TILE threads a block, at most 1024; 2 * TILE * TILE elements of shared
 //              memory: 8 KiB for complex128 at 16. At 8 a warp spans four rows, and reads of A's tile hit four words.
-#include "operand.cuh"
+#include "plain/operand.cuh"
 
 #ifndef TILE
 #define TILE 16

@@ -21,7 +21,7 @@
 // Macros: OOC_STORED, OOC_AXIS, OOC_WIDE (double or complex_t<double>).
 // Launch: 256 threads. check_panel: a block of threads for SIDE of the depth (x) of a block (y); check_strip: for a block
 // across (x) and one down (y); check_product: for 16 blocks across (x) and 16 down (y).
-#include "scalar.cuh"
+#include "common/scalar.cuh"
 
 using word = unsigned long long;
 constexpr int SIDE = 128, DIGESTED = 64, THREADS = 256, ACROSS = 32, LANES = THREADS / ACROSS;

@@ -13,9 +13,9 @@
 #define OOC_FORMAT s8
 #define OOC_INTEGER_SUMS
 #define MMA_N 256
-#include "hopper.cuh"
-#include "layout.cuh"
-#include "residue.cuh"
+#include "common/hopper.cuh"
+#include "common/layout.cuh"
+#include "emulation/residue.cuh"
 
 constexpr int CONSUMERS = 2, CLUSTER = 2, BOX = 128;
 constexpr int TILE_X = 64 * CONSUMERS, TILE_Y = MMA_N;

@@ -15,7 +15,7 @@
 //
 // Parameters
 //   THREADS (1024)  threads of the block
-#include "operand.cuh"
+#include "plain/operand.cuh"
 
 #ifndef THREADS
 #define THREADS 1024

@@ -2,7 +2,7 @@
 //
 // Where the accumulator is wider than C (float32 for float16), a strip of finished sums becomes a strip of C:
 // `result` comes in holding the old C if beta != 0 and leaves holding the new one. beta = 0 never reads it.
-#include "scalar.cuh"
+#include "common/scalar.cuh"
 
 extern "C" __global__ void finish(
     long long elements,

@@ -39,9 +39,9 @@
 #define GROUP 16
 #define RESIDENT 2
 #endif
-#include "gemm.cuh"
-#include "layout.cuh"
-#include "async_copy.cuh"
+#include "common/gemm.cuh"
+#include "common/layout.cuh"
+#include "fast/async_copy.cuh"
 
 constexpr bool TURNED = OOC_OP_B == 0;  // X is B
 constexpr int BLOCK_X = TURNED ? BLOCK_N : BLOCK_M, BLOCK_Y = TURNED ? BLOCK_M : BLOCK_N;

@@ -17,7 +17,7 @@
 //   W (16)   rows of a block's tile of C, each a register (2 for float64, 4 for complex128) of every thread
 //   H (64)   columns of it, and threads of a block
 //   R (16)   depth of a step along k
-#include "operand.cuh"
+#include "plain/operand.cuh"
 
 #ifndef W
 #define W 16

@@ -44,10 +44,10 @@
 #define REDUCE 1024
 #define PREFETCH 1
 #endif
-#include "epilogue.cuh"
-#include "gemm.cuh"
-#include "hopper.cuh"
-#include "layout.cuh"
+#include "fast/epilogue.cuh"
+#include "common/gemm.cuh"
+#include "common/hopper.cuh"
+#include "common/layout.cuh"
 
 constexpr bool TF32 = OOC_TEXT(OOC_FORMAT)[0] == 't';
 constexpr int ITEM = TF32 ? 4 : 2;           // bytes

@@ -15,7 +15,7 @@
 //   TILE (32)     side of a tile
 //   RESULTS (8)   elements of C a thread: 1, 2, 4, 8, 16 or 32. TILE * TILE / RESULTS threads a block. More of them
 //                 take more registers and leave fewer threads to hide the latency of loads behind.
-#include "operand.cuh"
+#include "plain/operand.cuh"
 
 #ifndef TILE
 #define TILE 32

@@ -1,6 +1,6 @@
 // int8_finish: result = alpha * sum + beta * result in double precision, sums being integers. beta = 0 never reads result.
 //
-// Macros: OOC_ACCUMULATED, of the sums; OOC_STORED, of the result; and where that is an integer type OOC_MOST, the largest
+// Macros: OOC_ACCUMULATED, of the sums; OOC_STORED, of the result; and where that is an integer type OOC_MAX, the largest
 // that it may be: more, or a sum that may not be exact, makes *too_large 1.
 // Launch: any number of blocks of 256 threads.
 extern "C" __global__ void __launch_bounds__(256) int8_finish(
@@ -14,9 +14,9 @@ extern "C" __global__ void __launch_bounds__(256) int8_finish(
             value += kept;
             size += fabs(kept);
         }
-#ifdef OOC_MOST
-        constexpr double EXACT = 9007199254740992.0, MOST = OOC_MOST;  // 2^53
-        if (!(size < EXACT && value <= MOST && value >= -MOST - 1)) {
+#ifdef OOC_MAX
+        constexpr double EXACT = 9007199254740992.0, MAX = OOC_MAX;  // 2^53
+        if (!(size < EXACT && value <= MAX && value >= -MAX - 1)) {
             *too_large = 1;
             continue;
         }

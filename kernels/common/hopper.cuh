@@ -9,7 +9,7 @@
 // Compile-time, for wgmma: OOC_FORMAT (tf32 | f16 | bf16, with sums in float32; s8, with sums in int32, and OOC_INTEGER_SUMS), MMA_N (128 | 256).
 #pragma once
 
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 struct alignas(128) tensor_map {
     unsigned char opaque[128];

@@ -1,7 +1,7 @@
 // ozaki_reduce: sums of products of residues, int32, become residues again.
 //
 // Launch: any number of blocks of 256 threads; `quads` is the number of elements / 4.
-#include "residue.cuh"
+#include "emulation/residue.cuh"
 
 extern "C" __global__ void __launch_bounds__(256) ozaki_reduce(
     const int4* __restrict__ sums, unsigned* __restrict__ residues, long long quads, int p, int inverse, int high_residue) {

@@ -28,10 +28,10 @@
 #define GROUP 8
 #define RESIDENT 2
 #endif
-#include "epilogue.cuh"
-#include "gemm.cuh"
-#include "layout.cuh"
-#include "ptx.cuh"
+#include "fast/epilogue.cuh"
+#include "common/gemm.cuh"
+#include "common/layout.cuh"
+#include "common/ptx.cuh"
 
 constexpr bool TF32 = OOC_TEXT(OOC_FORMAT)[0] == 't';
 constexpr int ITEM = TF32 ? 4 : 2;       // bytes

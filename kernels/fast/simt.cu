@@ -31,9 +31,9 @@
 #define GROUP 16
 #define RESIDENT 1
 #endif
-#include "gemm.cuh"
-#include "layout.cuh"
-#include "async_copy.cuh"
+#include "common/gemm.cuh"
+#include "common/layout.cuh"
+#include "fast/async_copy.cuh"
 
 using T = OOC_STORED;
 constexpr int SIZE = sizeof(T), CHUNK = 16 / SIZE;  // values in 16 bytes

@@ -11,7 +11,7 @@
 //   COVER_M, COVER_N (32768, 32768)  rows and columns of a submatrix
 //   BLOCK_X, BLOCK_Y (32, 8)         threads of a block, as in naive
 #define ENTRY naive_grid
-#include "naive.cu"
+#include "plain/naive.cu"
 
 #ifndef COVER_M
 #define COVER_M 32768

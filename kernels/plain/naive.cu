@@ -19,7 +19,7 @@
 #ifndef ENTRY
 #define ENTRY naive
 #endif
-#include "operand.cuh"
+#include "plain/operand.cuh"
 
 #ifndef BLOCK_X
 #define BLOCK_X 32

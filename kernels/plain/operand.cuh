@@ -6,8 +6,8 @@
 // The rungs say __launch_bounds__(threads, 1): registers for one block a multiprocessor at least. Without the 1 the
 // compiler aims at some number of blocks of its own choice and spills a register or two for it.
 #pragma once
-#include "gemm.cuh"
-#include "scalar.cuh"
+#include "common/gemm.cuh"
+#include "common/scalar.cuh"
 
 using Stored = OOC_STORED;
 using Accumulated = OOC_ACCUMULATED;

@@ -17,7 +17,7 @@
 //   W (32), H (64)   rows and columns of a block's tile of C
 //   R (16)           depth of a step along k
 //   THREADS (512)    threads of a block
-#include "operand.cuh"
+#include "plain/operand.cuh"
 
 #ifndef W
 #define W 32

@@ -14,7 +14,7 @@
 #ifndef OOC_COUNT
 #define OOC_COUNT 1
 #endif
-#include "residue.cuh"
+#include "emulation/residue.cuh"
 
 constexpr int ROWS = 16, THREADS = 256, DEPTH = 128, RUN = 8;  // a tile of rows by k; consecutive k of a thread
 // A run is one place longer in shared memory than its elements; banks differ for those that read, or write, at one time.

@@ -10,7 +10,7 @@
 // the matrix's edge is filled with zeros and never read.
 #pragma once
 
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING>
