@@ -1,26 +1,30 @@
-// check_sums: checksums of panels and of strips of C, where they lie (planning/check_blocks.py says which and where they go).
+// check_sums: takes checksums of panels and of strips of C in device memory (planning/check_blocks.py has
+// their layout).
 //
-// A panel is `extent` rows of op(A) (or columns of op(B)) by `depth`; it is summed along the former, with random signs, in
-// blocks. OOC_AXIS 0: each of them is a row of the stored panel, 1: a column. A strip of C is summed along both, AXIS 0.
+// A panel has `extent` rows of op(A) (or columns of op(B)) by `depth`. It is cut into blocks along `extent`,
+// and each block is summed along `extent` with random signs. OOC_AXIS 0: the index s along `extent` is a row
+// of the stored panel; 1: a column. A strip of C is summed along both of its dimensions; OOC_AXIS is 0.
 //
-//   check_panel    sums[block][d] = sum_s sign(s) x(s, d), norms of SIDE of them at a time, flags of what is not finite in s
-//   check_strip    sums[block][block across] = sum_s sum_d sign(s) sign(d) x(s, d), norms and flags
-//   check_product  product[i][j] += sum_d a.sums[i][d] b.sums[j][d], norm[i][j] += |a_i| |b_j|, flags of either panel, and whether
-//                  their digests are those that are expected
+//   check_panel    sums[block][d] = sum_s sign(s) x(s, d); one norm per block and SIDE values of d; a flag per nonfinite s
+//   check_strip    sums[block down][block across] = sum_s sum_d sign(s) sign(d) x(s, d); norms and flags
+//   check_product  product[i][j] += sum_d a.sums[i][d] b.sums[j][d]; norm[i][j] += |a_i| |b_j|; the flags of both panels;
+//                  and whether the digests of the panels are the expected ones
 //
-// The first two also take the digest of what they read, by addition modulo 2^32 in any order:
+// The first two also compute a digest of what they read, by addition modulo 2^32 in any order:
 //
 //   sum over rows r and words j of  weight(0, r) weight(1, j) word(r, j)
 //
-// of the stored matrix, of a panel over every 64th row, of a strip over all; a row in words of 4 bytes, the first byte the highest (the last is filled up with zeros): signs and
-// exponents, which may be all that differs, are then at the low end, where a product keeps them. Weights are odd.
+// Rows are those of the stored matrix: every 64th row of a panel, all rows of a strip. A row is read as
+// big-endian words of 4 bytes, the last one padded with zeros. Two matrices may differ only in signs and
+// exponents; byte order puts these into the low bits of a word, which survive a multiplication modulo 2^32.
+// Weights are odd.
 //
-// Sums are double precision and always in the same order. Squares are kept as large, middle and small ones (Blue, 1978), so
-// that neither overflow nor underflow decides.
+// Sums are in double precision and always in the same order. Squares have three accumulators, for large,
+// medium and small values (Blue, 1978), so that they neither overflow nor underflow.
 //
-// Macros: OOC_STORED, OOC_AXIS, OOC_WIDE (double or complex_t<double>).
-// Launch: 256 threads. check_panel: a block of threads for SIDE of the depth (x) of a block (y); check_strip: for a block
-// across (x) and one down (y); check_product: for 16 blocks across (x) and 16 down (y).
+// Macros: OOC_STORED, OOC_AXIS, OOC_WIDE (double or complex_t<double>). Launch: 256 threads. A thread block
+// of check_panel takes SIDE values of the depth (x) of one block (y); of check_strip, one block across (x)
+// and down (y); of check_product, 16 blocks across (x) and 16 down (y).
 #include "common/scalar.cuh"
 
 using word = unsigned long long;
@@ -30,7 +34,7 @@ template <typename T> struct parts_of { static constexpr int count = 1; using re
 template <typename Real> struct parts_of<complex_t<Real>> { static constexpr int count = 2; using real = Real; };
 using real = parts_of<OOC_STORED>::real;
 constexpr int PARTS = parts_of<OOC_STORED>::count;
-constexpr int WORDS = sizeof(OOC_STORED) < 4 ? 1 : sizeof(OOC_STORED) / 4;  // of 4 bytes in an element, or half of one
+constexpr int WORDS = sizeof(OOC_STORED) < 4 ? 1 : sizeof(OOC_STORED) / 4;  // words of 4 bytes per element; a 2-byte element is half a word
 
 struct cut {
     long long extent, strip, size;
@@ -49,10 +53,10 @@ struct summed {
     unsigned char* flags;
     double* norms;
     OOC_WIDE* sums;
-    cut rows, cols;                  // cols of a strip
-    long long depth, pitch;          // of a panel; stored elements from row to row
-    long long sums_pitch;            // blocks across that a strip has room for
-    long long first_row, first_col;  // where signs begin
+    cut rows, cols;                  // cols: of a strip only
+    long long depth, pitch;          // depth: of a panel only; pitch: elements between stored rows
+    long long sums_pitch;            // blocks across in the layout of a strip's sums
+    long long first_row, first_col;  // in C: they index the random signs
     int row_signs, col_signs, conjugates;
 };
 
@@ -60,10 +64,10 @@ struct multiplied {
     const OOC_WIDE *a, *b;
     const double *a_norms, *b_norms;
     const word *a_head, *b_head;
-    word a_expected, b_expected;  // their digests
+    word a_expected, b_expected;  // expected digests of the panels
     const unsigned char *a_flags, *b_flags;
-    unsigned char* strips;  // the checksums of the first strip that is multiplied
-    long long strip_bytes, made, sums, norms, row_flags, col_flags;  // of one, and where its parts begin
+    unsigned char* strips;  // the checksums of the first strip
+    long long strip_bytes, made, sums, norms, row_flags, col_flags;  // bytes per strip; offsets of the parts
     long long depth, chunks, rows, cols, strip;
     int down, across, pitch, per, first;
 };
@@ -77,7 +81,8 @@ __device__ inline word random_word(word stream, word index) {
 __device__ inline double random_sign(int stream, long long index) { return random_word(stream, index) >> 63 ? -1.0 : 1.0; }
 __device__ inline unsigned weight(int stream, long long index) { return static_cast<unsigned>(random_word(stream, index) >> 32) | 1; }
 __device__ inline unsigned row_weight(long long row, int every) { return row % every == 0 ? weight(0, row) : 0; }
-// Of word w of an element in a row, or for half a word of the element in its place there.
+// The weight of word w of an element of a row. For 2-byte elements, it is shifted to the element's half of
+// the word.
 __device__ inline unsigned element_weight(long long element, int w) {
     return sizeof(OOC_STORED) < 4 ? weight(1, element / 2) << (element % 2 ? 0 : 16) : weight(1, element * WORDS + w);
 }
@@ -93,7 +98,7 @@ __device__ inline unsigned swapped(const OOC_STORED& x, int w) {
 
 __device__ inline bool is_finite(double x) { return x - x == 0; }
 
-// A sum of squares that has no range.
+// A sum of squares that neither overflows nor underflows.
 struct squares {
     double large = 0, middle = 0, small = 0;
     __device__ void add(double v) {
@@ -102,17 +107,17 @@ struct squares {
             middle += v * v;
         } else if (v < 0x1p-480) {
             small += v * 0x1p600 * (v * 0x1p600);
-        } else {  // NaN too
+        } else {  // NaN included
             large += v * 0x1p-600 * (v * 0x1p-600);
         }
     }
-    __device__ double norm() const {  // what is left out beside a larger kind is less than 2^-80 of it
+    __device__ double norm() const {  // the omitted sum of a smaller kind is less than 2^-80 of the larger one
         if (large != 0) return sqrt(large + middle * 0x1p-600 * 0x1p-600) * 0x1p600;
         return middle != 0 ? sqrt(middle + small * 0x1p-600 * 0x1p-600) : sqrt(small) * 0x1p-600;
     }
 };
 
-// The sum of what all threads have, to all of them, in the same order always.
+// Sums a value over all threads, always in the same order, and returns the sum to all of them.
 template <typename T>
 __device__ T total(T value, T* room) {
     __syncthreads();
@@ -134,7 +139,9 @@ __shared__ unsigned weights_of[SIDE][OOC_AXIS ? WORDS : 1];
 __shared__ double partial[THREADS * PARTS];
 __shared__ unsigned digests[THREADS];
 
-// One block of what is summed, [top, bottom), by [left, right) of the depth, at most SIDE each; `every` so many rows are digested.
+// Sums one block, [top, bottom) of the extent by [left, right) of the depth, at most SIDE each. Every
+// `every`-th row goes into the digest. Calls store(i, lane, d, sum) with this thread's partial sums, and
+// returns the norm of the block.
 template <typename Store>
 __device__ inline double take(const summed& p, long long top, long long bottom, long long left, long long right, int every,
                               Store store) {
@@ -149,15 +156,15 @@ __device__ inline double take(const summed& p, long long top, long long bottom, 
         }
     }
     __syncthreads();
-    // Neighbours in memory are read by neighbouring threads.
+    // Reads are coalesced for either axis.
     const int i = OOC_AXIS == 0 ? threadIdx.x % ACROSS : threadIdx.x / LANES;
     const int lane = OOC_AXIS == 0 ? threadIdx.x / ACROSS : threadIdx.x % LANES;
     const auto place = [&](int s, long long d) { return p.x + (OOC_AXIS == 0 ? (top + s) * p.pitch + d : d * p.pitch + top + s); };
     squares square;
     unsigned digest = 0;
-    for (long long d = left + i; d - i < right; d += ACROSS) {  // all threads as often
+    for (long long d = left + i; d - i < right; d += ACROSS) {  // the same number of iterations for all threads
         double sum[PARTS] = {};
-        unsigned held[WORDS] = {};
+        unsigned weighted[WORDS] = {};
         if (d < right) {
 #pragma unroll 8
             for (int s = lane; s < size; s += LANES) {
@@ -169,10 +176,10 @@ __device__ inline double take(const summed& p, long long top, long long bottom, 
                     square.add(value);
                 }
 #pragma unroll
-                for (int w = 0; w < WORDS; ++w) held[w] += weights_of[s][OOC_AXIS * w] * swapped(x, w);
+                for (int w = 0; w < WORDS; ++w) weighted[w] += weights_of[s][OOC_AXIS * w] * swapped(x, w);
             }
 #pragma unroll
-            for (int w = 0; w < WORDS; ++w) digest += held[w] * (OOC_AXIS == 0 ? element_weight(d, w) : row_weight(d, every));
+            for (int w = 0; w < WORDS; ++w) digest += weighted[w] * (OOC_AXIS == 0 ? element_weight(d, w) : row_weight(d, every));
         }
         store(i, lane, d, sum);
     }
@@ -238,13 +245,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) check_strip(summed p) {
     p.norms[at] = norm;
 }
 
-// The norm of a block from those of parts of its depth.
+// The norm of a block, from the norms of the parts of its depth.
 __device__ inline double whole_norm(const double* norms, long long count) {
-    double most = 0, sum = 0;
-    for (long long c = 0; c < count; ++c) most = norms[c] > most || norms[c] != norms[c] ? norms[c] : most;
-    if (most == 0 || !is_finite(most)) return most;
-    for (long long c = 0; c < count; ++c) sum += norms[c] / most * (norms[c] / most);
-    return most * sqrt(sum);
+    double largest = 0, sum = 0;
+    for (long long c = 0; c < count; ++c) largest = norms[c] > largest || norms[c] != norms[c] ? norms[c] : largest;
+    if (largest == 0 || !is_finite(largest)) return largest;
+    for (long long c = 0; c < count; ++c) sum += norms[c] / largest * (norms[c] / largest);
+    return largest * sqrt(sum);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) check_product(multiplied p) {
@@ -281,20 +288,20 @@ extern "C" __global__ void __launch_bounds__(THREADS) check_product(multiplied p
         *product = p.first ? sum : multiply_add(one, *product, sum);
         *norm = p.first ? more : *norm + more;
     }
-    // The flags: a byte each of the rows, and of the columns once a strip; few panels have any.
-    const bool broken_a = p.depth > 0 && p.a_head[1] != 0, broken_b = p.depth > 0 && p.b_head[1] != 0;
+    // Flags take a byte per row, and a byte per column and strip. Few panels have any.
+    const bool nonfinite_a = p.depth > 0 && p.a_head[1] != 0, nonfinite_b = p.depth > 0 && p.b_head[1] != 0;
     const word damaged = p.depth > 0 && (p.a_head[0] != p.a_expected || p.b_head[0] != p.b_expected);
     const long long strips = (p.rows + p.strip - 1) / p.strip, threads = static_cast<long long>(gridDim.x) * gridDim.y * THREADS;
     const long long self = (static_cast<long long>(blockIdx.y) * gridDim.x + blockIdx.x) * THREADS + threadIdx.x;
-    if (p.first || broken_a)
+    if (p.first || nonfinite_a)
         for (long long r = self; r < p.rows; r += threads) {
             unsigned char* flag = p.strips + r / p.strip * p.strip_bytes + p.row_flags + r % p.strip;
-            *flag = (p.first ? 0 : *flag) | (broken_a ? p.a_flags[r] : 0);
+            *flag = (p.first ? 0 : *flag) | (nonfinite_a ? p.a_flags[r] : 0);
         }
-    if (p.first || broken_b)
+    if (p.first || nonfinite_b)
         for (long long c = self; c < strips * p.cols; c += threads) {
             unsigned char* flag = p.strips + c / p.cols * p.strip_bytes + p.col_flags + c % p.cols;
-            *flag = (p.first ? 0 : *flag) | (broken_b ? p.b_flags[c % p.cols] : 0);
+            *flag = (p.first ? 0 : *flag) | (nonfinite_b ? p.b_flags[c % p.cols] : 0);
         }
     for (long long strip = self; strip < strips; strip += threads) {
         word* head = reinterpret_cast<word*>(p.strips + strip * p.strip_bytes + p.made);

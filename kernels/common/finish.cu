@@ -1,7 +1,7 @@
-// finish: result = narrow(alpha * sum + beta * result), element by element.
+// finish: result = narrow(alpha * sum + beta * result), elementwise: the epilogue of a strip of C.
 //
-// Where the accumulator is wider than C (float32 for float16), a strip of finished sums becomes a strip of C:
-// `result` comes in holding the old C if beta != 0 and leaves holding the new one. beta = 0 never reads it.
+// Used if the accumulator is wider than C (float32 for float16). `result` contains the old C if beta != 0.
+// beta = 0 never reads it.
 #include "common/scalar.cuh"
 
 extern "C" __global__ void finish(

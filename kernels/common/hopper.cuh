@@ -1,12 +1,13 @@
-// hopper.cuh: the instructions of sm_90a that a GEMM kernel needs, one small function each. Shared memory is addressed by the
-// 32-bit addresses of the shared window.
+// hopper.cuh: the sm_90a instructions that a GEMM kernel needs, one small function each. Shared memory is
+// addressed by the 32-bit addresses of the shared window.
 //
-//   barriers     mbarriers in shared memory count arrivals and bytes; a wait names the parity of the phase it waits for
-//   position     a place in a ring of stages, and the parity of the round
-//   tensor_map   what the host's cuTensorMapEncodeTiled made; copy_box lets the copy engine bring one box of it
+//   mbarriers    count arrivals and bytes in shared memory; a wait names the parity of the phase that it waits for
+//   position     a stage in a ring of stages, and the parity of the round
+//   TMA          tma_copy_box copies one box of a tensor_map, which the host encodes by cuTensorMapEncodeTiled
 //   wgmma        D (64 x N, registers) += X (64 x k-step) Y (k-step x N) by the 128 threads of a warpgroup, asynchronously
 //
-// Compile-time, for wgmma: OOC_FORMAT (tf32 | f16 | bf16, with sums in float32; s8, with sums in int32, and OOC_INTEGER_SUMS), MMA_N (128 | 256).
+// Macros for wgmma: OOC_FORMAT (tf32 | f16 | bf16, with sums in float32; s8 with OOC_INTEGER_SUMS, with sums
+// in int32), MMA_N (128 | 256).
 #pragma once
 
 #include "common/ptx.cuh"
@@ -15,29 +16,29 @@ struct alignas(128) tensor_map {
     unsigned char opaque[128];
 };
 
-// --- barriers ---------------------------------------------------------------------------------------------------------
+// --- mbarriers ---------------------------------------------------------------------------------------------
 
-__device__ inline void barrier_init(unsigned barrier, int arrivals) {
+__device__ inline void mbarrier_init(unsigned barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
-__device__ inline void barrier_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ inline void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-// Arrives once and says how many bytes of copies the phase waits for beside.
-__device__ inline void barrier_expect(unsigned barrier, int bytes) {
+// Arrives once, and adds to the bytes of TMA copies that the phase waits for.
+__device__ inline void mbarrier_expect_bytes(unsigned barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
-__device__ inline void barrier_arrive(unsigned barrier) {
+__device__ inline void mbarrier_arrive(unsigned barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// The same at the barrier that lies in the same place of another block of the cluster.
-__device__ inline void barrier_arrive_at(unsigned barrier, int block) {
+// Arrives at the mbarrier at the same address in another block of the cluster.
+__device__ inline void mbarrier_arrive_at(unsigned barrier, int block) {
     asm volatile("{\n"
                  ".reg .b32 there;\n"
                  "mapa.shared::cluster.u32 there, %0, %1;\n"
                  "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
                  "}" ::"r"(barrier), "r"(block) : "memory");
 }
-__device__ inline void barrier_wait(unsigned barrier, unsigned parity) {
+__device__ inline void mbarrier_wait(unsigned barrier, unsigned parity) {
     asm volatile("{\n"
                  ".reg .pred done;\n"
                  "AGAIN:\n"
@@ -46,7 +47,7 @@ __device__ inline void barrier_wait(unsigned barrier, unsigned parity) {
                  "}" ::"r"(barrier), "r"(parity) : "memory");
 }
 
-// Where one is in a ring of COUNT stages.
+// A position in a ring of COUNT stages.
 template <int COUNT>
 struct position {
     int stage = 0;
@@ -71,34 +72,36 @@ __device__ inline void cluster_barrier() {
                  "barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// --- copy engine ------------------------------------------------------------------------------------------------------
+// --- TMA ---------------------------------------------------------------------------------------------------
 
-// Brings the box whose first element is (x, y), x along the contiguous dimension, and counts its bytes at `barrier`.
-__device__ inline void copy_box(const tensor_map& map, unsigned to, unsigned barrier, int x, int y) {
+// Copies the box whose first element is (x, y), x along the contiguous dimension, and counts its bytes at an
+// mbarrier.
+__device__ inline void tma_copy_box(const tensor_map& map, unsigned to, unsigned barrier, int x, int y) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::
                      "r"(to), "l"(&map), "r"(x), "r"(y), "r"(barrier)
                  : "memory");
 }
-// The same into the same place of every block of the cluster named in `blocks`, counted at each one's barrier.
-__device__ inline void copy_box_to(const tensor_map& map, unsigned to, unsigned barrier, int x, int y, unsigned short blocks) {
+// Multicast: copies the box to the same address in every block of the cluster whose bit is set in `blocks`,
+// and counts its bytes at the mbarrier of each.
+__device__ inline void tma_multicast_box(const tensor_map& map, unsigned to, unsigned barrier, int x, int y, unsigned short blocks) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
                  " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(&map), "r"(x), "r"(y), "r"(barrier), "h"(blocks)
                  : "memory");
 }
 
-// Both of a box of a matrix that is the z-th of several.
-__device__ inline void copy_box(const tensor_map& map, unsigned to, unsigned barrier, int x, int y, int z) {
+// Both for a three-dimensional map: a box of its z-th matrix.
+__device__ inline void tma_copy_box(const tensor_map& map, unsigned to, unsigned barrier, int x, int y, int z) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::
                      "r"(to), "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier)
                  : "memory");
 }
-__device__ inline void copy_box_to(const tensor_map& map, unsigned to, unsigned barrier, int x, int y, int z, unsigned short blocks) {
+__device__ inline void tma_multicast_box(const tensor_map& map, unsigned to, unsigned barrier, int x, int y, int z, unsigned short blocks) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
                  " [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to), "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier), "h"(blocks)
                  : "memory");
 }
 
-// --- registers --------------------------------------------------------------------------------------------------------
+// --- registers ---------------------------------------------------------------------------------------------
 
 template <int COUNT>
 __device__ inline void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
@@ -107,12 +110,12 @@ __device__ inline void more_registers() { asm volatile("setmaxnreg.inc.sync.alig
 
 #ifdef MMA_N
 
-// --- wgmma ------------------------------------------------------------------------------------------------------------
+// --- wgmma -------------------------------------------------------------------------------------------------
 
-// Registers written by other instructions may now be read by wgmma.
+// Orders earlier register writes before the reads of later wgmmas.
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Waits until at most PENDING of the groups committed are unfinished.
+// Waits until at most PENDING committed groups are in flight.
 template <int PENDING>
 __device__ inline void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
 
@@ -126,7 +129,8 @@ using wgmma_sum = float;
 #define OOC_KEPT "+f"
 #endif
 
-// The accumulators are operands %0 to %(N/2 - 1) of the instruction; OOC_AFTER(i) is the i-th operand after them.
+// The accumulators are operands %0 to %(N/2 - 1) of the instruction; OOC_AFTER(i) is the i-th operand after
+// them.
 #define OOC_TEN(t) "%" t "0,%" t "1,%" t "2,%" t "3,%" t "4,%" t "5,%" t "6,%" t "7,%" t "8,%" t "9,"
 #define OOC_4(d, i) OOC_KEPT(d[i]), OOC_KEPT(d[i + 1]), OOC_KEPT(d[i + 2]), OOC_KEPT(d[i + 3])
 #define OOC_8(d, i) OOC_4(d, i), OOC_4(d, i + 4)
@@ -155,7 +159,7 @@ using wgmma_sum = float;
 #endif
 #define OOC_WGMMA(k) "wgmma.mma_async.sync.aligned.m64n" OOC_TEXT(MMA_N) k "." OOC_SUM "." OOC_TEXT(OOC_FORMAT) "." OOC_TEXT(OOC_FORMAT) " " OOC_LIST
 
-// 16-bit operands, k-step 16, either layout of each. `keep` = 0 forgets what d held.
+// 16-bit operands, k-step 16, each K-major or not. `keep` = 0 overwrites d instead of adding to it.
 template <bool X_K_MAJOR, bool Y_K_MAJOR>
 __device__ inline void wgmma_16bit(wgmma_sum (&d)[MMA_N / 2], unsigned long long x, unsigned long long y, int keep) {
     asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, " OOC_P2 ", 0;\n"
@@ -170,7 +174,8 @@ __device__ inline void wgmma_tf32(wgmma_sum (&d)[MMA_N / 2], unsigned long long 
                  : OOC_ACCUMULATORS(d)
                  : "l"(x), "l"(y), "r"(keep));
 }
-// The same with X in registers: of warp w, lane 4 g + q, rows 16 w + g and + 8, columns q (x[0], x[1]) and q + 4 (x[2], x[3]).
+// tf32 with X in registers: lane 4 g + q of warp w has rows 16 w + g and 16 w + g + 8, of column q in x[0],
+// x[1] and of column q + 4 in x[2], x[3].
 __device__ inline void wgmma_tf32(wgmma_sum (&d)[MMA_N / 2], const unsigned (&x)[4], unsigned long long y, int keep) {
     asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, " OOC_P5 ", 0;\n"
                  OOC_WGMMA("k8") ", {" OOC_P0 ", " OOC_P1 ", " OOC_P2 ", " OOC_P3 "}, " OOC_P4 ", keep, 1, 1;\n}"

@@ -1,11 +1,11 @@
-// Element types of the kernels: what is stored, what is accumulated, and the arithmetic between them.
+// scalar.cuh: the stored and the accumulated element types, and the arithmetic between them.
 //
-// A kernel is compiled once a dtype with two macros:
+// A kernel is compiled once per dtype with two macros:
 //
 //   OOC_STORED       half_t | bfloat_t | float | double | complex_t<float> | complex_t<double> | signed char
 //   OOC_ACCUMULATED  float             | float | double | complex_t<float> | complex_t<double> | int
 //
-// No CUDA header is needed, so that NVRTC alone compiles everything here.
+// No CUDA header is included, so NVRTC needs no toolkit.
 #pragma once
 
 struct half_t {
@@ -31,7 +31,7 @@ template <typename T>
 __device__ inline T widen(T x) { return x; }
 
 __device__ inline void narrow(float x, half_t& y) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x)); }
-__device__ inline void narrow(float x, bfloat_t& y) {  // to the nearest, ties to even; NaN stays NaN
+__device__ inline void narrow(float x, bfloat_t& y) {  // round to nearest even; NaN stays NaN
     const unsigned bits = __float_as_uint(x);
     y.bits = static_cast<unsigned short>(x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fff);
 }
@@ -61,6 +61,6 @@ struct make_scalar<complex_t<Real>> {
     }
 };
 
-// alpha * product + beta * old; beta = 0 must not look at old, which may be anything, NaN included.
+// alpha * product.
 template <typename T>
 __device__ inline T scaled(T alpha, T product) { return multiply_add(alpha, product, make_scalar<T>::of(0, 0)); }

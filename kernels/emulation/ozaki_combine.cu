@@ -1,15 +1,18 @@
-// ozaki_combine: C = alpha * (what the residues stand for) * 2^-(sA + sB) + beta * C, by the Chinese remainder theorem.
+// ozaki_combine: C = alpha * x * 2^-(sA + sB) + beta * C, where the Chinese remainder theorem gives x from
+// its residues.
 //
-// The sums of weights' parts are exact in float64, and so are the products with the quotient (planning/emulation.py).
+// The sums of the parts of the weights are exact in float64, and so are the products with the quotient
+// (planning/emulation.py).
 //
 // Macros: OOC_STORED (of C), OOC_WEIGHTS (3 N parts), OOC_MODULUS (3), OOC_INVERSE (1 / P).
-// Launch: 256 threads; blockIdx.y a row, blockIdx.x 1024 columns.
+// Launch: 256 threads; one row per blockIdx.y, 1024 columns per blockIdx.x.
 constexpr double WEIGHTS[][3] = {OOC_WEIGHTS}, MODULUS[] = {OOC_MODULUS};
 constexpr int NUMBER = sizeof(WEIGHTS) / sizeof(WEIGHTS[0]);
 
 __device__ inline double power(int e) { return __longlong_as_double(static_cast<long long>(e + 1023) << 52); }
 
-// The I-th of four signed bytes. The bits of 2^52 + 128 + it are put together: converting takes four times as long.
+// The I-th of four signed bytes as double. It assembles the bits of 2^52 + 128 + byte: a conversion takes
+// four times as long.
 template <int I>
 __device__ inline double value_of(unsigned four) {
     return __hiloint2double(0x43300000, (four ^ 0x80808080) >> 8 * I & 0xff) - (0x1p52 + 128);
@@ -37,7 +40,8 @@ extern "C" __global__ void __launch_bounds__(256) ozaki_combine(
         const double q = rint(sum[i][0] * OOC_INVERSE);
         const double value = fma(-q, MODULUS[0], sum[i][0]) + fma(-q, MODULUS[1], sum[i][1]) + fma(-q, MODULUS[2], sum[i][2]);
         OOC_STORED* to = c + row * ldc + first + i;
-        // Exponents of each side lie between -1030 and 1140: their powers are taken in two factors each.
+        // The exponents of A and B are between -1030 and 1140 each, so the power of two is applied in four
+        // factors.
         const int e = -(s + column_exponents[first + i]), half = e >> 1, quarter = half >> 1;
         double scaled = alpha * value * power(quarter) * power(half - quarter);
         scaled *= power((e - half) >> 1);

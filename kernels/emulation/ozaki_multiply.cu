@@ -1,15 +1,17 @@
-// ozaki_multiply: residues of a strip of C from planes of residues of A and B, for all moduli, on the int8 tensor cores of sm_90a.
+// ozaki_multiply: computes the residues of a strip of C from the residue planes of A and B, for all moduli,
+// on the int8 tensor cores of sm_90a.
 //
-// Plane l of the result is (plane l of A) (plane l of B)^T modulo p_l. The sums, exact in int32, are reduced where they lie, in
-// registers: memory sees bytes only. The pipeline is that of tensor_wgmma.cu, one tile shared by two consumers: a producer warp, two
-// consumer warpgroups, stages of k-blocks of 128 bytes, and clusters of two blocks that share a box of B. The tiles of one modulus
-// come before those of the next, so that the L2 holds of one plane what neighbours share.
+// Plane l of the result is (plane l of A) (plane l of B)^T modulo p_l. The sums are exact in int32 and are
+// reduced in registers, so only bytes go to memory. The pipeline is that of tensor_wgmma.cu with TEAM = 2: a
+// producer warp, two consumer warpgroups that share a tile, stages of k-blocks of 128 bytes, and clusters of
+// two blocks that share B by TMA multicast. All tiles of one modulus precede those of the next, so that
+// neighbours share planes in L2.
 //
 // Macros: OOC_MODULI, and
 //   STAGES    k-blocks in shared memory
-//   GROUP     pairs of tiles along the rows that are taken together (layout.cuh)
-// Launch: min(blocks that fit at once, tiles) rounded to clusters, 384 threads, SHARED_BYTES.
-// Maps: of A and of B, (k, row, plane), bytes; box (128, 128, 1), 128-byte swizzle. What lies beyond is read as zeros.
+//   GROUP     pairs of tiles along the rows in a group (layout.cuh)
+// Launch: min(blocks that fit at once, tiles) rounded to clusters, 384 threads, SHARED_BYTES. Tensor maps: A
+// and B as bytes, (k, row, plane); box (128, 128, 1), 128-byte swizzle. TMA fills with zeros past the edge.
 #define OOC_FORMAT s8
 #define OOC_INTEGER_SUMS
 #define MMA_N 256
@@ -21,13 +23,13 @@ constexpr int CONSUMERS = 2, CLUSTER = 2, BOX = 128;
 constexpr int TILE_X = 64 * CONSUMERS, TILE_Y = MMA_N;
 constexpr int X_BYTES = TILE_X * ROW_BYTES, STAGE_BYTES = X_BYTES + TILE_Y * ROW_BYTES;
 constexpr int SHARED_BYTES = STAGES * (STAGE_BYTES + 16) + 1024;  // stages, their barriers, alignment
-static_assert(TILE_X == BOX && TILE_Y == BOX * CLUSTER, "each block of a cluster brings one box of A and one of B");
-static_assert(STAGES >= 2 && SHARED_BYTES <= 232448, "227 KiB of shared memory are a block's at most");
+static_assert(TILE_X == BOX && TILE_Y == BOX * CLUSTER, "each block of a cluster copies one box of A and one of B");
+static_assert(STAGES >= 2 && SHARED_BYTES <= 232448, "a block has at most 227 KiB of shared memory");
 
 constexpr int MODULI[] = {OOC_MODULI};
 constexpr int NUMBER = sizeof(MODULI) / sizeof(int);
 struct divisor {
-    int p, inverse, high;  // high: what 2^16 leaves
+    int p, inverse, high;  // high: 2^16 mod p
 };
 struct divisors {
     divisor all[NUMBER] = {};
@@ -37,8 +39,9 @@ struct divisors {
 };
 __constant__ constexpr divisors DIVISORS;
 
-// Eight neighbouring bytes of each of four runs lie in pairs with the four lanes of a quad; a lane gets the run of its own rank.
-// v: this lane's pairs of runs 0 and 2 and of runs 1 and 3.
+// Transposes pairs of bytes among the four lanes of a quad. Before, each lane has one pair of bytes of each
+// of four runs of eight bytes: of runs 0 and 2 in v, of runs 1 and 3 in w. After, lane i of the quad has all
+// of run i.
 __device__ inline uint2 gathered(unsigned v, unsigned w, int lane) {
     const bool odd = lane & 1, upper = lane & 2;
     const unsigned kept = odd ? w : v, got = __shfl_xor_sync(~0u, odd ? v : w, 1);
@@ -62,10 +65,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128
 
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) {
-            barrier_init(full + 8 * s, 1);
-            barrier_init(empty + 8 * s, 4 * CONSUMERS * CLUSTER);
+            mbarrier_init(full + 8 * s, 1);
+            mbarrier_init(empty + 8 * s, 4 * CONSUMERS * CLUSTER);
         }
-        barrier_init_done();
+        mbarrier_init_fence();
     }
     cluster_barrier();
 
@@ -77,18 +80,18 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128
                 const tile_position tile = tile_at(t % plane_tiles, x_tiles, y_tiles, GROUP);
                 const int plane = t / plane_tiles, x = (tile.row * CLUSTER + rank) * TILE_X, y = tile.column * TILE_Y;
                 for (int kb = 0; kb < k_blocks; ++kb, p.advance(1)) {
-                    barrier_wait(empty + 8 * p.stage, p.phase ^ 1);
+                    mbarrier_wait(empty + 8 * p.stage, p.phase ^ 1);
                     const unsigned at = stages + p.stage * STAGE_BYTES, barrier = full + 8 * p.stage;
-                    barrier_expect(barrier, STAGE_BYTES);
-                    copy_box(map_a, at, barrier, kb * ROW_BYTES, x, plane);
-                    copy_box_to(map_b, at + X_BYTES + rank * BOX * ROW_BYTES, barrier, kb * ROW_BYTES, y + rank * BOX, plane, 3);
+                    mbarrier_expect_bytes(barrier, STAGE_BYTES);
+                    tma_copy_box(map_a, at, barrier, kb * ROW_BYTES, x, plane);
+                    tma_multicast_box(map_b, at + X_BYTES + rank * BOX * ROW_BYTES, barrier, kb * ROW_BYTES, y + rank * BOX, plane, 3);
                 }
             }
     } else {
         more_registers<232>();
         const int part = (warpgroup - 1) * 64;
         const auto release = [&](int stage) {
-            if (lane < CLUSTER) barrier_arrive_at(empty + 8 * stage, lane);
+            if (lane < CLUSTER) mbarrier_arrive_at(empty + 8 * stage, lane);
         };
         const unsigned long long x_base = slab_descriptor(stages + part * ROW_BYTES, true, ROW_BYTES);
         const unsigned long long y_base = slab_descriptor(stages + X_BYTES, true, ROW_BYTES);
@@ -96,7 +99,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128
             int d[TILE_Y / 2], before = 0;  // the stage that wgmmas in flight may still read
 #pragma unroll 1
             for (int kb = 0; kb < k_blocks; ++kb) {
-                barrier_wait(full + 8 * p.stage, p.phase);
+                mbarrier_wait(full + 8 * p.stage, p.phase);
                 const unsigned stage = p.stage * STAGE_BYTES >> 4, step = step_bytes(true, 1) >> 4;
                 wgmma_fence();
 #pragma unroll
@@ -110,10 +113,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128
             }
             wgmma_wait<0>();
 #pragma unroll
-            for (int i = 0; i < TILE_Y / 2; ++i) asm volatile("" : "+r"(d[i])::"memory");  // no sum is read before the wait
+            for (int i = 0; i < TILE_Y / 2; ++i) asm volatile("" : "+r"(d[i])::"memory");  // keeps reads of the sums after the wait
             release(before);
 
-            // A thread has two neighbours of each eight columns of two rows: rows r and r + 8, columns 2 (lane % 4) and + 1.
+            // A thread has two neighbours of each eight columns, in rows r and r + 8: columns 2 (lane % 4)
+            // and 2 (lane % 4) + 1.
             const tile_position tile = tile_at(t % plane_tiles, x_tiles, y_tiles, GROUP);
             const int l = t / plane_tiles, row = (tile.row * CLUSTER + rank) * TILE_X + part + 16 * warp + lane / 4;
             const int column = tile.column * TILE_Y + 8 * (lane % 4);
@@ -135,5 +139,5 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128
             }
         }
     }
-    cluster_barrier();  // no block leaves while another may still write to its shared memory
+    cluster_barrier();  // no block exits while another may still write to its shared memory
 }

@@ -1,11 +1,11 @@
-// ozaki_reduce: sums of products of residues, int32, become residues again.
+// ozaki_reduce: reduces sums of products of residues (int32) modulo p, to residues (int8).
 //
 // Launch: any number of blocks of 256 threads; `quads` is the number of elements / 4.
 #include "emulation/residue.cuh"
 
 extern "C" __global__ void __launch_bounds__(256) ozaki_reduce(
     const int4* __restrict__ sums, unsigned* __restrict__ residues, long long quads, int p, int inverse, int high_residue) {
-    const auto reduced = [&](int y) {  // 2^16 is high_residue
+    const auto reduced = [&](int y) {  // high_residue = 2^16 mod p
         return static_cast<unsigned>(residue((y >> 16) * high_residue + (y & 0xffff), p, inverse) & 0xff);
     };
     const long long stride = static_cast<long long>(gridDim.x) * blockDim.x;

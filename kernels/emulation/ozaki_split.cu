@@ -1,34 +1,38 @@
-// ozaki_split: a panel becomes planes of int8 residues, one a modulus (planning/emulation.py says what they are for).
+// ozaki_split: splits a panel into planes of int8 residues, one plane per modulus (the method:
+// planning/emulation.py).
 //
-// A row is one of op(A) or a column of op(B); `depth` is the panel's extent along k. A block takes ROWS rows over all of k.
-//   ozaki_facts   2-norm of each row, as norm * 2^exponent, and 1-norm over 2-norm. Three accumulators (Blue, 1978) for large,
-//                 middle and small elements: neither overflow nor underflow decides.
-//   ozaki_split   s = floor(L - log2 norm); rint(a 2^s) modulo each p, K-contiguous, zero beyond depth; and what PanelFacts asks.
+// A row is a row of op(A) or a column of op(B); `depth` is the panel's extent along k. A block processes ROWS
+// rows, all of k.
+//   ozaki_facts   The 2-norm of each row, as norm * 2^exponent, and the ratio of 1-norm to 2-norm. It has three accumulators
+//                 (Blue, 1978), for large, medium and small elements, so that squares neither overflow nor underflow.
+//   ozaki_split   s = floor(L - log2 norm). Writes rint(a 2^s) modulo each p, contiguous along k, zero beyond depth; and the
+//                 row's contribution to the verdict (PanelFacts).
 //
-// The verdict is gathered by integer atomics, whose order does not matter, over zeros: what is a least is kept as the most of
-// its complement.
+// Integer atomics gather the verdict, so the order does not matter. It starts as zeros, so a minimum is kept
+// as the maximum of the complement.
 //
-// Macros: OOC_STORED, OOC_K_MAJOR (1: rows are contiguous along k), OOC_MODULI, OOC_EXPONENT (L), OOC_LEVELS; OOC_COUNT 0 leaves
-// out counting, to measure what it costs.
-// Launch: a block for ROWS rows, 256 threads.
+// Macros: OOC_STORED, OOC_K_MAJOR (1: rows are contiguous along k), OOC_MODULI, OOC_EXPONENT (L), OOC_LEVELS.
+// OOC_COUNT 0 omits counting elements above the levels, to measure the cost of it. Launch: one block per ROWS
+// rows, 256 threads.
 #ifndef OOC_COUNT
 #define OOC_COUNT 1
 #endif
 #include "emulation/residue.cuh"
 
-constexpr int ROWS = 16, THREADS = 256, DEPTH = 128, RUN = 8;  // a tile of rows by k; consecutive k of a thread
-// A run is one place longer in shared memory than its elements; banks differ for those that read, or write, at one time.
+constexpr int ROWS = 16, THREADS = 256, DEPTH = 128, RUN = 8;  // extents of a tile along rows and k; consecutive ks per thread
+// In shared memory each run has one element of padding, so that neither reads nor writes of a warp have bank
+// conflicts.
 constexpr int PITCH = DEPTH + DEPTH / RUN + (OOC_K_MAJOR ? 0 : 1);
 constexpr int MODULI[] = {OOC_MODULI};
 constexpr int NUMBER = sizeof(MODULI) / sizeof(int);
-// Blocks of a multiprocessor: as many as hide what waits for memory, where they leave registers enough.
+// Blocks per multiprocessor: as many as hide the latency of memory, if enough registers remain.
 #if __CUDA_ARCH__ == 900
 constexpr int RESIDENT = NUMBER < 15 ? 4 : 2;
 #else
 constexpr int RESIDENT = 2;
 #endif
 constexpr double LEVELS[] = {OOC_LEVELS};
-constexpr double SLACK = 1.0 + 0x1p-30;  // more than the rounding of a norm
+constexpr double SLACK = 1.0 + 0x1p-30;  // exceeds the rounding error of a norm
 
 struct row_facts {
     double norm;
@@ -42,7 +46,7 @@ struct verdict {
 
 __device__ inline double power(int e) { return __longlong_as_double(static_cast<long long>(e + 1023) << 52); }
 
-// x 2^e for |e| up to 2000, in two factors.
+// x 2^e for |e| <= 2000, applied in two factors.
 __device__ inline double scaled(double x, int e) {
     const int half = e >> 1;
     return x * power(half) * power(e - half);
@@ -53,7 +57,7 @@ __device__ inline long long place(int row, int k, int rows, int depth) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) ozaki_facts(const OOC_STORED* __restrict__ x, int rows, int depth, row_facts* facts) {
-    constexpr int LANES = THREADS / ROWS, SHIFT = 600;  // of large and small elements, whose squares would not do
+    constexpr int LANES = THREADS / ROWS, SHIFT = 600;  // scaling of large and small elements, whose squares would overflow or underflow
     constexpr double LARGE = 0x1p480, SMALL = 0x1p-480;
     __shared__ double sums[6][THREADS];
     const int i = OOC_K_MAJOR ? threadIdx.x / LANES : threadIdx.x % ROWS;
@@ -61,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) ozaki_facts(const OOC_STOR
     const int row = blockIdx.x * ROWS + i;
     double square[3] = {}, sum[3] = {};
     if (row < rows) {
-        constexpr int BATCH = 8;  // loads that are on their way together
+        constexpr int BATCH = 8;  // loads in flight per thread
         for (int k = lane; k < depth; k += BATCH * LANES) {
             double batch[BATCH];
 #pragma unroll
@@ -79,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) ozaki_facts(const OOC_STOR
                     const double up = v * 0x1p600;
                     square[2] += up * up;
                     sum[2] += up;
-                } else {  // NaN too
+                } else {  // NaN included
                     const double down = v * 0x1p-600;
                     square[0] += down * down;
                     sum[0] += down;
@@ -100,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) ozaki_facts(const OOC_STOR
 #pragma unroll
         for (int j = 0; j < 6; ++j) total[j] += sums[j][at];
     }
-    // What is left out beside a larger kind is less than 2^-80 of it.
+    // The omitted sum of a smaller kind is less than 2^-80 of the larger one.
     const int kind = total[0] != 0 ? 0 : total[1] != 0 ? 1 : 2;
     double norm = kind == 0 ? total[0] : kind == 1 ? total[1] : total[2];
     double one = kind == 0 ? total[3] : kind == 1 ? total[4] : total[5];
@@ -127,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) ozaki_split(
     if (row < rows) f = facts[row];
     const bool finite = f.norm <= 0x1p1000 , nonzero = f.norm != 0;
     int s = 0;
-    double unit = 0;  // a root mean square, scaled
+    double unit = 0;  // the root mean square of the row, scaled
     if (finite && nonzero) {
         s = static_cast<int>(floor(OOC_EXPONENT - log2(f.norm) - f.exponent));
         unit = scaled(f.norm, s + f.exponent) / sqrt(static_cast<double>(depth)) * SLACK;
@@ -143,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) ozaki_split(
             tile[r * PITCH + k + k / RUN] = inside ? static_cast<double>(x[place(top + r, k0 + k, rows, depth)]) : 0.0;
         }
         __syncthreads();
-        unsigned long long lifted[RUN];  // by 2^63
+        unsigned long long lifted[RUN];  // plus 2^63
 #pragma unroll
         for (int e = 0; e < RUN; ++e) {
             const double v = tile[i * PITCH + run * (RUN + 1) + e], y = scaled(v, s), whole = rint(y);

@@ -1,13 +1,13 @@
-// async_copy.cuh: panels of op(A) and op(B) on their way from device memory into shared memory, by cp.async (sm_80).
+// async_copy.cuh: copies panels of op(A) and op(B) from device memory to shared memory by cp.async (sm_80).
 //
-// A panel is `depth` along k by `width` along mn (rows of op(A), columns of op(B)). It is copied in units of WIDE
-// values along whichever of the two is contiguous in memory:
+// A panel is `depth` along k by `width` along mn (rows of op(A), columns of op(B)). It is copied in units of
+// WIDE values along the dimension that is contiguous in memory:
 //
 //   K_CONTIGUOUS   across = mn, along = k     (A as stored, B transposed)
 //   otherwise      across = k,  along = mn    (A transposed, B as stored)
 //
-// THREADS threads cover ALONG units by ACROSS rows in one pass, and as many passes as the panel needs. What lies past
-// the matrix's edge is filled with zeros and never read.
+// THREADS threads cover ALONG units by ACROSS rows in one pass; a panel takes several passes. Values past the
+// edge of the matrix are filled with zeros, and that memory is not read.
 #pragma once
 
 #include "common/ptx.cuh"
@@ -19,7 +19,7 @@ __device__ inline void await_copies() { asm volatile("cp.async.wait_group %0;" :
 // Copies BYTES (4, 8 or 16) if `wanted`.
 template <int BYTES>
 __device__ inline void copy_async(unsigned to, const void* from, bool wanted) {
-    if constexpr (BYTES == 16)  // past the L1 cache: nothing is read twice by one multiprocessor
+    if constexpr (BYTES == 16)  // bypasses L1: a multiprocessor reads nothing twice
         asm volatile(
             "{.reg .pred p; setp.ne.b32 p, %3, 0; @p cp.async.cg.shared.global.L2::128B [%0], [%1], %2;}" ::"r"(to),
             "l"(from), "n"(BYTES), "r"(static_cast<int>(wanted))
@@ -31,7 +31,7 @@ __device__ inline void copy_async(unsigned to, const void* from, bool wanted) {
             : "memory");
 }
 
-// Copies the first `valid` of BYTES bytes and fills up with zeros; reads nothing where `valid` is 0.
+// Copies the first `valid` of BYTES bytes and fills the rest with zeros. Reads nothing if `valid` is 0.
 template <int BYTES>
 __device__ inline void copy_async_filled(unsigned to, const void* from, int valid) {
     if constexpr (BYTES == 16)
@@ -42,7 +42,7 @@ __device__ inline void copy_async_filled(unsigned to, const void* from, int vali
                      : "memory");
 }
 
-// Brings a tile of C, of which rows x columns lie inside, into the L2 cache, so that it waits there when the sums are done.
+// Prefetches a tile of C, rows x columns of which are inside C, into the L2 cache for the epilogue.
 template <int THREADS, int WIDTH, typename T>
 __device__ inline void prefetch_tile(const T* c, long long ldc, int rows, int columns) {
     constexpr int LINE = 128 / sizeof(T), LINES = WIDTH / LINE;
@@ -51,19 +51,19 @@ __device__ inline void prefetch_tile(const T* c, long long ldc, int rows, int co
             asm volatile("prefetch.global.L2 [%0];" ::"l"(c + i * ldc + threadIdx.x % LINES * LINE));
 }
 
-// A barrier in two halves: a warp that arrives goes on, and waits for the others only where it needs them. Between
-// the halves warps may drift apart, so that they do not all stand still together. Phases are counted by their parity.
-__device__ inline void barrier_make(unsigned barrier, int warps) {
+// An mbarrier as a split barrier: a warp arrives, continues, and waits for the others later. Between the two,
+// warps may drift apart, so they do not all stall at the same time. A wait names the parity of its phase.
+__device__ inline void mbarrier_init(unsigned barrier, int warps) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(warps) : "memory");
 }
-__device__ inline void barrier_arrive(unsigned barrier) {
+__device__ inline void mbarrier_arrive(unsigned barrier) {
     __syncwarp();
     if (threadIdx.x % 32 == 0) asm volatile("{.reg .b64 s; mbarrier.arrive.shared.b64 s, [%0];}" ::"r"(barrier) : "memory");
 }
-__device__ inline void barrier_wait(unsigned barrier, unsigned parity) {
+__device__ inline void mbarrier_wait(unsigned barrier, unsigned parity) {
     unsigned done;
     do {
-#if __CUDA_ARCH__ >= 900  // sleeps a while before it answers no
+#if __CUDA_ARCH__ >= 900  // suspends the thread for a while before it returns false
         asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
                      : "=r"(done)
                      : "r"(barrier), "r"(parity)
@@ -77,7 +77,8 @@ __device__ inline void barrier_wait(unsigned barrier, unsigned parity) {
     } while (!done);
 }
 
-// PLACE::offset(mn, k) says where a value goes inside the panel. It must be linear in steps of whole passes.
+// PLACE::offset(mn, k) is the byte offset of a value in the panel. It must be linear in steps of whole
+// passes.
 template <typename T, typename PLACE, int DEPTH, int WIDTH, bool K_CONTIGUOUS, int WIDE, int ALONG, int THREADS>
 struct panel_copy {
     static constexpr int ACROSS = THREADS / ALONG;
@@ -85,19 +86,19 @@ struct panel_copy {
     static constexpr int PASSES_ACROSS = (K_CONTIGUOUS ? WIDTH : DEPTH) / ACROSS;
     static constexpr int COPIES = PASSES_ALONG * PASSES_ACROSS;
     static constexpr int BYTES = WIDE * sizeof(T);
-    static_assert(ALONG * ACROSS == THREADS, "a pass takes every thread");
+    static_assert(ALONG * ACROSS == THREADS, "a pass uses every thread");
     static_assert(PASSES_ALONG * ALONG * WIDE == (K_CONTIGUOUS ? DEPTH : WIDTH), "passes must fit along the panel");
     static_assert(PASSES_ACROSS * ACROSS == (K_CONTIGUOUS ? WIDTH : DEPTH), "passes must fit across the panel");
 
     const char* from;   // this thread's first unit of the next panel
-    long long row;      // bytes from a row to the next that this thread copies
-    long long advance;  // bytes from a panel to the next
+    long long row;      // bytes between rows that this thread copies
+    long long advance;  // bytes from one panel to the next
     unsigned to;        // this thread's first unit inside the panel
 
     __device__ static int along() { return static_cast<int>(threadIdx.x) % ALONG * WIDE; }
     __device__ static int across() { return static_cast<int>(threadIdx.x) / ALONG; }
 
-    // The first panel is that of the rows or columns from `first` on.
+    // `first` is the first row of op(A), or column of op(B), of the panels.
     __device__ panel_copy(const T* matrix, long long ld, long long first)
         : from(reinterpret_cast<const char*>(
               matrix + (K_CONTIGUOUS ? (first + across()) * ld + along() : across() * ld + first + along()))),
@@ -114,18 +115,18 @@ struct panel_copy {
         return from + copy / PASSES_ACROSS * (ALONG * BYTES) + copy % PASSES_ACROSS * row;
     }
 
-    // One copy of a panel that lies wholly inside its matrix.
+    // One copy of a panel that is entirely inside its matrix.
     __device__ void copy_inside(unsigned panel, int copy, bool wanted) const {
         copy_async<BYTES>(panel + to + step(copy), source(copy), wanted);
     }
 
-    // All of a panel of which only mn_left by k_left values lie inside the matrix.
+    // All copies of a panel of which only mn_left by k_left values are inside the matrix.
     __device__ void copy_edge(unsigned panel, int mn_left, int k_left) const {
         const int along_left = (K_CONTIGUOUS ? k_left : mn_left) - along();
         const int across_left = (K_CONTIGUOUS ? mn_left : k_left) - across();
         const char* at = from;
         unsigned into = panel + to;
-#pragma unroll 1  // seldom run, and registers are short
+#pragma unroll 1  // runs rarely, and registers are scarce
         for (int l = 0; l < PASSES_ALONG; ++l) {
             const int values = along_left - l * (ALONG * WIDE), valid = (values <= 0 ? 0 : values < WIDE ? values : WIDE) * sizeof(T);
 #pragma unroll 1
@@ -140,11 +141,11 @@ struct panel_copy {
     }
 };
 
-// Both operands' panels for one tile of C, in order along k.
+// The panels of both operands for one tile of C, in order along k.
 template <typename T, typename COPY_A, typename COPY_B>
 struct panel_stream {
-    unsigned panel, panels, inside;  // the next, how many there are, and how many lie wholly inside their matrices
-    int m_left, n_left, k_last;      // what lies inside: at most a whole tile, and of the last panel along k
+    unsigned panel, panels, inside;  // the next one, their number, and how many are entirely inside their matrices
+    int m_left, n_left, k_last;      // values inside: of the tile, and of the last panel along k
     COPY_A a;
     COPY_B b;
 
@@ -159,7 +160,7 @@ struct panel_stream {
         inside = m_left == BLOCK_M && n_left == BLOCK_N ? panels - (k_last != 0) : 0;
     }
 
-    // Part `part` of `parts` of the next panels, where they lie inside; else the first part brings all.
+    // Copies part `part` of `parts` of the next panels. Panels at the edge are copied entirely by part 0.
     __device__ void copy(unsigned panel_a, unsigned panel_b, int part, int parts) const {
         const bool whole = panel < inside;
 #pragma unroll

@@ -1,26 +1,29 @@
-// fragments_f64.cuh: from slabs in shared memory to the registers of mma.m16n8k8 in fp64, and from its sums to C.
+// fragments_f64.cuh: loads the fragments of fp64 mma.m16n8k8 from slabs in shared memory, and writes its sums
+// to C.
 //
-// The instruction multiplies a row operand X (16 rows) by a column operand Y (8 columns) over 8 ks. Which rows, columns
-// and ks these are is free, as long as both operands agree; they are chosen so that no two lanes that are answered at one
-// time read the same bank, and that sums lie in pairs along a row of C. Of 16 rows of X, or two tiles of 8 columns of Y, and 8
-// ks lane (g, t) = (lane / 4, lane % 4) holds a quad:
+// The instruction multiplies a row operand X (16 rows) by a column operand Y (8 columns) over 8 ks. Any
+// mapping of its rows, columns and ks to those of the matrices is valid if both operands use the same ks. The
+// mapping here makes reads free of bank conflicts and puts sums in pairs along a row of C. Of 16 rows of X,
+// or of two tiles of 8 columns of Y, and of 8 ks, lane (g, t) = (lane / 4, lane % 4) has a quad:
 //
-//   X    instruction's row g, g + 8        row 2 g, 2 g + 1
-//   Y    instruction's column g of tile j  column 2 s(g) + j, s(g) being g with its two low bits swapped; 8 j + g if Y's
-//                                          columns are contiguous
-//   ks   instruction's k t, t + 4          k 2 t, 2 t + 1; t, t + 4 if the ks of X are contiguous
+//         of the instruction          of the matrix
+//   X     row g, g + 8                row 2 g, 2 g + 1
+//   Y     column g of tile j          column 2 s(g) + j, where s(g) is g with its two low bits swapped; 8 j + g if Y's
+//                                     columns are contiguous
+//   ks    k t, t + 4                  k 2 t, 2 t + 1; t, t + 4 if the ks of X are contiguous
 //
-// With B as stored X is B and the product is turned (C^T = B^T A^T), else X is A. If A and B are both as stored, or both
-// transposed, the rows of X and the ks of Y are contiguous, and a lane reads 16 bytes at a time. Otherwise it reads one of
-// them, or both, 8 bytes at a time: an operand of the instruction lies in neighbouring registers, X row by row and Y k by k.
+// If B is used as stored, X is B and the kernel computes C^T = B^T A^T; else X is A. If A and B are both as
+// stored or both transposed, the rows of X and the ks of Y are contiguous, and a lane reads 16 bytes at a
+// time. Otherwise it reads one or both of them 8 bytes at a time, because the instruction takes X row by row
+// and Y k by k in consecutive registers.
 //
-// A slab (layout.cuh) is 16 by 16 values here. From one to the next along mn it is 2048 bytes, and within one every
-// offset is one of the lane's, some bits of it flipped, plus a constant.
+// A slab (layout.cuh) has 16 by 16 values here, 2048 bytes. Within a slab, the offset of each read is the
+// lane's offset with some bits xored, plus a constant.
 #pragma once
 
-constexpr bool TURNED = OOC_OP_B == 0;  // X is B
+constexpr bool SWAP = OOC_OP_B == 0;  // the kernel computes C^T, and X is B
 constexpr bool A_K = OOC_OP_A == 0, B_K = OOC_OP_B != 0;  // k is contiguous
-constexpr bool X_K = TURNED ? B_K : A_K, Y_K = TURNED ? A_K : B_K;
+constexpr bool X_K = SWAP ? B_K : A_K, Y_K = SWAP ? A_K : B_K;
 constexpr int SLAB = 2048;
 
 struct quad {
@@ -48,7 +51,7 @@ __device__ inline void read_one(double& to, unsigned from) {
     asm volatile("ld.shared.f64 %0, [%1];" : "=d"(to) : "r"(from) : "memory");
 }
 
-// `half` is which 8 of a slab's 16 ks; `at` is the slab's address plus the lane's offset.
+// `half` selects 8 of a slab's 16 ks. `at` is the slab's address plus the lane's offset.
 __device__ inline void read_x(quad& q, unsigned at, int half) {
 #pragma unroll
     for (int k = 0; k < 2; ++k)
@@ -82,7 +85,7 @@ __device__ inline void multiply(double (&sums)[4], const quad& x, const quad& y,
         : "d"(x.at[0][0]), "d"(x.at[0][1]), "d"(x.at[1][0]), "d"(x.at[1][1]), "d"(y.at[j][0]), "d"(y.at[j][1]));
 }
 
-// Two neighbours in a row of C, of which `left` lie inside; all of both if WHOLE.
+// Two neighbours in a row of C. The first `left` of them are inside C; both if WHOLE.
 template <bool WHOLE>
 __device__ inline pair load_pair(const double* from, int left, bool wide) {
     if (WHOLE || (wide && left >= 2)) return *reinterpret_cast<const pair*>(from);
@@ -98,23 +101,24 @@ __device__ inline void store_pair(double* to, pair values, int left, bool wide) 
     }
 }
 
-// A warp's sums to C: sums[i][2 p + j][2 r + s] is row 16 i + 2 g + r of X by column of Y 16 p + 4 s + 2 (t % 2) + 8 (t / 2) + j,
-// or 16 p + 8 j + 2 t + s. `c` is where the warp's part of C begins, of which rows_left x columns_left lie inside.
-// Four pairs are one batch; AHEAD batches of C are on their way while those before them are added to.
+// Writes a warp's sums to C. sums[i][2 p + j][2 r + s] belongs to row 16 i + 2 g + r of X, and to column 16 p
+// + 4 s + 2 (t % 2) + 8 (t / 2) + j of Y, or 16 p + 8 j + 2 t + s if Y's columns are contiguous. `c` is the
+// start of the warp's part of C, of which rows_left x columns_left are inside. A batch is four pairs; loads
+// of C run AHEAD batches ahead of the stores.
 template <bool WHOLE, int GROUPS_X, int GROUPS_Y>
 __device__ inline void write_sums(const double (&sums)[GROUPS_X][2 * GROUPS_Y][4], double* c, const gemm_arguments& g, int rows_left,
                                   int columns_left, bool wide) {
-    constexpr int BATCHES = GROUPS_X * GROUPS_Y, INNER = TURNED ? GROUPS_X : GROUPS_Y, AHEAD = TURNED && Y_K ? 2 : 1;
+    constexpr int BATCHES = GROUPS_X * GROUPS_Y, INNER = SWAP ? GROUPS_X : GROUPS_Y, AHEAD = SWAP && Y_K ? 2 : 1;
     const int lane = threadIdx.x % 32, in_x = 2 * (lane / 4), t = lane % 4;
     const int in_y = Y_K ? 2 * (t % 2) + 8 * (t / 2) : 2 * t;
-    c += (TURNED ? in_y : in_x) * g.ldc + (TURNED ? in_x : in_y);
-    rows_left -= TURNED ? in_y : in_x;
-    columns_left -= TURNED ? in_x : in_y;
-    // Pair e of a batch is (j, s) if turned, else (r, s).
+    c += (SWAP ? in_y : in_x) * g.ldc + (SWAP ? in_x : in_y);
+    rows_left -= SWAP ? in_y : in_x;
+    columns_left -= SWAP ? in_x : in_y;
+    // Pair e of a batch is (j, s) if SWAP, else (r, s).
     const auto row_of = [&](int batch, int e) {
-        return batch / INNER * 16 + (TURNED ? (Y_K ? e / 2 + 4 * (e % 2) : 8 * (e / 2) + e % 2) : e / 2);
+        return batch / INNER * 16 + (SWAP ? (Y_K ? e / 2 + 4 * (e % 2) : 8 * (e / 2) + e % 2) : e / 2);
     };
-    const auto column_of = [&](int batch, int e) { return batch % INNER * 16 + (TURNED ? 0 : 4 * (e % 2)); };
+    const auto column_of = [&](int batch, int e) { return batch % INNER * 16 + (SWAP ? 0 : 4 * (e % 2)); };
     pair old[AHEAD + 1][4];
 #pragma unroll
     for (int b = 0; b < BATCHES + AHEAD; ++b) {
@@ -125,11 +129,11 @@ __device__ inline void write_sums(const double (&sums)[GROUPS_X][2 * GROUPS_Y][4
                     old[b % (AHEAD + 1)][e] = load_pair<WHOLE>(c + row_of(b, e) * g.ldc + column_of(b, e), columns_left - column_of(b, e), wide);
         }
         if (b >= AHEAD) {
-            const int done = b - AHEAD, i = TURNED ? done % INNER : done / INNER, p = TURNED ? done / INNER : done % INNER;
+            const int done = b - AHEAD, i = SWAP ? done % INNER : done / INNER, p = SWAP ? done / INNER : done % INNER;
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 const int s = e % 2;
-                pair values = TURNED ? pair{sums[i][2 * p + e / 2][s], sums[i][2 * p + e / 2][2 + s]}
+                pair values = SWAP ? pair{sums[i][2 * p + e / 2][s], sums[i][2 * p + e / 2][2 + s]}
                                      : pair{sums[i][2 * p][e / 2 * 2 + s], sums[i][2 * p + 1][e / 2 * 2 + s]};
 #pragma unroll
                 for (int v = 0; v < 2; ++v) {

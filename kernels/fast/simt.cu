@@ -1,25 +1,27 @@
-// simt: C = alpha op(A) @ op(B) + beta C with ordinary multiply-adds, fp32 (and fp64 where no tensor core has it).
+// simt: C = alpha op(A) @ op(B) + beta C with ordinary multiply-adds: fp32, and fp64 on devices without fp64
+// tensor cores.
 //
 //   block tile BLOCK_M x BLOCK_N of C        warp tile                      thread: THREAD_M x THREAD_N sums
-//   +-----------------+                      +-----------------+            in chunks of 16 bytes each way, so that
-//   | warp | warp | . |   panels of op(A)    | LANES_M rows of |            every read of shared memory takes 16 bytes
-//   |------+------+---|   and op(B), each    | lanes, 32 /     |            and the lanes of a warp read side by side:
+//   +-----------------+                      +-----------------+            in chunks of 16 bytes along m and n, so that
+//   | warp | warp | . |   panels of op(A)    | LANES_M rows of |            every read of shared memory is 16 bytes
+//   |------+------+---|   and op(B), each    | lanes, 32 /     |            and a warp's lanes read adjacent chunks:
 //   | warp | warp | . |   BLOCK_K deep       | LANES_M columns |
 //   +-----------------+                      +-----------------+            |c0|c1|c2|..|c7|c0|c1|..  lane columns
 //
-// A multiprocessor issues at most four instructions a cycle, and 128 multiply-adds are four: every other instruction
-// costs speed. A thread reads THREAD_M + THREAD_N values for THREAD_M * THREAD_N multiply-adds, so that its tile is as
-// large as registers allow, and copies come by cp.async, past the registers. Fragments are read one k ahead of use,
-// panels STAGES - 1 ahead. Panels always lie mn contiguous in shared memory (layout.cuh); those that are stored k
-// contiguous are turned while they are copied, value by value.
+// A multiprocessor issues at most four warp instructions per cycle. Its 128 multiply-add units take all four,
+// so every other instruction costs speed. A thread reads THREAD_M + THREAD_N values for THREAD_M * THREAD_N
+// multiply-adds, so its tile is as large as the registers allow, and cp.async copies bypass the registers.
+// Fragments are read one k ahead of use, panels STAGES - 1 ahead. In shared memory panels always have mn
+// contiguous (layout.cuh). Panels that are stored with k contiguous are transposed while they are copied,
+// value by value.
 //
 // Parameters
 //   BLOCK_M, BLOCK_N, BLOCK_K   tile of C and depth of a panel
-//   THREAD_M, THREAD_N          sums a thread holds
+//   THREAD_M, THREAD_N          sums per thread
 //   LANES_M                     rows of lanes in a warp: 4 or 8
 //   STAGES                      panels in shared memory: STAGES * (BLOCK_M + BLOCK_N + 8) * BLOCK_K * 4 bytes in fp32
-//   GROUP                       tile rows that are walked together (layout.cuh)
-//   RESIDENT                    blocks that share a multiprocessor
+//   GROUP                       rows of tiles in a group (layout.cuh)
+//   RESIDENT                    blocks per multiprocessor
 #ifndef BLOCK_M
 #define BLOCK_M 128
 #define BLOCK_N 256
@@ -49,9 +51,9 @@ static_assert(sizeof(OOC_STORED) == sizeof(OOC_ACCUMULATED), "fp32 or fp64, accu
 static_assert(LANES_M == 4 || LANES_M == 8, "4 x 8 or 8 x 4 lanes");
 static_assert(THREAD_M % CHUNK == 0 && THREAD_N % CHUNK == 0, "shared memory is read 16 bytes at a time");
 static_assert(BLOCK_M % WARP_M == 0 && BLOCK_N % WARP_N == 0, "warps divide the tile");
-static_assert(BLOCK_K % 8 == 0, "eight ks are turned together");
+static_assert(BLOCK_K % 8 == 0, "eight ks are transposed together");
 static_assert(THREADS <= 1024, "a block has at most 1024 threads");
-static_assert(STAGES >= 3, "one panel is read, one is at hand and one is being filled");
+static_assert(STAGES >= 3, "one panel is read, one is ready and one is being filled");
 static_assert(STAGES * STAGE * RESIDENT <= 227 * 1024, "shared memory of a multiprocessor (sm_90)");
 
 struct alignas(16) chunk {
@@ -64,7 +66,7 @@ struct placed {
     __device__ static constexpr unsigned step(int mn, int k) { return offset(mn, k); }
 };
 
-// Chunks of a row of C, of which `left` values lie inside.
+// A chunk of a row of C, of which the first `left` values are inside C.
 __device__ inline chunk load_chunk(const T* from, int left, bool wide) {
     if (wide && left >= CHUNK) return *reinterpret_cast<const chunk*>(from);
     chunk c = {};
@@ -106,10 +108,10 @@ __device__ inline void run(const gemm_arguments& g, char* shared) {
     __shared__ unsigned long long read_barrier;
     const unsigned barrier = shared_address(&read_barrier);
     unsigned parity = 0;
-    if (threadIdx.x == 0) barrier_make(barrier, THREADS / 32);
+    if (threadIdx.x == 0) mbarrier_init(barrier, THREADS / 32);
     await_copies<STAGES - 3>();
     __syncthreads();
-    barrier_arrive(barrier);
+    mbarrier_arrive(barrier);
 
     T a[2][THREAD_M], b[2][THREAD_N];
     int reading = 0, filling = (STAGES - 1) * STAGE;  // offsets of stages
@@ -137,15 +139,15 @@ __device__ inline void run(const gemm_arguments& g, char* shared) {
     for (unsigned panel = stream.panels; panel > 0; --panel) {
 #pragma unroll
         for (int k = 0; k < BLOCK_K; ++k) {
-            if (k == FIRST_COPY) {  // every warp has read the last panel and has copied its part of the next
-                barrier_wait(barrier, parity);
+            if (k == FIRST_COPY) {  // every warp has read the previous panel and has issued its copies
+                mbarrier_wait(barrier, parity);
                 parity ^= 1;
             }
-            if (k == BLOCK_K - 1) {  // every value of this panel is read: on to the next
+            if (k == BLOCK_K - 1) {  // every value of this panel has been read: advance
                 stream.advance();
                 commit_copies();
                 await_copies<STAGES - 3>();
-                barrier_arrive(barrier);
+                mbarrier_arrive(barrier);
                 filling = reading;
                 reading = reading == (STAGES - 1) * STAGE ? 0 : reading + STAGE;
             } else if (k == FIRST_COPY) {
@@ -156,7 +158,7 @@ __device__ inline void run(const gemm_arguments& g, char* shared) {
             for (int j = 0; j < THREAD_N; ++j)
 #pragma unroll
                 for (int e = 0; e < THREAD_M; ++e) {
-                    const int i = j % 2 ? THREAD_M - 1 - e : e;  // there and back: one operand of two stays the same
+                    const int i = j % 2 ? THREAD_M - 1 - e : e;  // alternate directions: consecutive multiply-adds share an operand
                     sums[i][j] += a[k % 2][i] * b[k % 2][j];
                 }
         }
@@ -195,7 +197,7 @@ __device__ inline void run(const gemm_arguments& g, char* shared) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) simt(gemm_arguments g) {
     extern __shared__ __align__(128) char shared[];
-    // Operands that are turned on the way are copied value by value and need no alignment.
+    // Operands that are transposed while they are copied are copied value by value and need no alignment.
     const unsigned long long a = reinterpret_cast<unsigned long long>(g.a) | static_cast<unsigned long long>(g.lda) * SIZE;
     const unsigned long long b = reinterpret_cast<unsigned long long>(g.b) | static_cast<unsigned long long>(g.ldb) * SIZE;
     if (((A_K ? 0 : a) | (B_K ? 0 : b)) % 16 == 0)

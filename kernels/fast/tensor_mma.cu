@@ -1,23 +1,25 @@
-// tensor_mma: C = alpha op(A) @ op(B) + beta C on the tensor cores by mma.sync, from sm_80 on; operands fp16, bf16 or tf32, sums
-// in float32. It takes any extents, addresses and leading dimensions.
+// tensor_mma: C = alpha op(A) @ op(B) + beta C on the tensor cores by mma.sync, from sm_80 on; operands fp16,
+// bf16 or tf32, sums in float32. It takes any extents, addresses and leading dimensions.
 //
-// A block of WARPS warps computes a TILE_M x TILE_N tile of C. k-blocks of A and B lie in STAGES buffers of shared memory in the slabs
-// of layout.cuh, brought by cp.async STAGES - 1 ahead, so that there is one barrier a k-block:
+// A block of WARPS warps computes a TILE_M x TILE_N tile of C. cp.async copies k-blocks of A and B, STAGES -
+// 1 ahead, to STAGES buffers in shared memory, in the slabs of layout.cuh. There is one barrier per k-block.
+// For k-block i:
 //
-//      ask for k-block i + STAGES - 1, over k-block i - 1 | multiply all steps of k-block i but the last, each while the next
-//      one's fragments are read | wait for k-block i + 1 | barrier | read its first step's fragments | multiply the last step
+//      issue the copies of k-block i + STAGES - 1 to the buffer of k-block i - 1
+//      multiply all steps but the last, reading the fragments of the next step at the same time
+//      wait for k-block i + 1; barrier; read the fragments of its first step; multiply the last step
 //
-// Both layouts of an operand are brought as they are stored, and turned while they are read into registers: a K-major operand by
-// ldmatrix, the other one by ldmatrix.trans (16 bits) or by single loads (tf32). tf32 operands are rounded to nearest there.
+// An operand is copied as it is stored. Fragments are read by ldmatrix if the operand is K-major; otherwise
+// by ldmatrix.trans (16 bits) or by single loads (tf32). tf32 operands are then rounded to nearest.
 //
 // Parameters (macros), beside OOC_OP_A and OOC_OP_B (0 as stored, 1 or 2 transposed):
 //   OOC_FORMAT   f16 | bf16 | tf32
-//   TILE_M, TILE_N   the tile; WARPS_M of the WARPS warps lie along m
+//   TILE_M, TILE_N   the tile; there are WARPS_M of the WARPS warps along m
 //   STAGES   k-blocks in shared memory, (TILE_M + TILE_N) * 128 bytes each
-//   COPY     bytes copied at once, which divide addresses and row strides of A and B: 16 | 4 | 2 (2 through registers: slow)
-//   GROUP    rows of tiles that are taken together (layout.cuh)
-//   RESIDENT blocks that a multiprocessor should hold: bounds the registers
-// Launch: as many blocks as tiles, 32 * WARPS threads, STAGES * STAGE_BYTES bytes. k = 0 is served.
+//   COPY     bytes per copy, which divide addresses and row pitches of A and B: 16 | 4 | 2 (2 goes through registers: slow)
+//   GROUP    rows of tiles in a group (layout.cuh)
+//   RESIDENT blocks per multiprocessor: limits the registers
+// Launch: one block per tile, 32 * WARPS threads, STAGES * STAGE_BYTES bytes of shared memory. k may be 0.
 #ifndef TILE_M
 #define TILE_M 128
 #define TILE_N 64
@@ -38,7 +40,7 @@ constexpr int ITEM = TF32 ? 4 : 2;       // bytes
 constexpr int DEPTH = ROW_BYTES / ITEM;  // elements of k in a k-block
 constexpr int STEPS = 4;                 // mma steps in a k-block, 32 bytes of k each
 constexpr int THREADS = 32 * WARPS;
-constexpr int PIECE = COPY == 2 ? 16 : COPY;  // bytes that a thread brings at once; with COPY = 2 element by element
+constexpr int PIECE = COPY == 2 ? 16 : COPY;  // bytes that a thread copies at a time; element by element if COPY = 2
 constexpr int WARPS_N = WARPS / WARPS_M;
 constexpr int WARP_M = TILE_M / WARPS_M, WARP_N = TILE_N / WARPS_N;  // a warp's part of the tile
 constexpr int A_BYTES = TILE_M * ROW_BYTES, STAGE_BYTES = A_BYTES + TILE_N * ROW_BYTES;
@@ -47,21 +49,21 @@ constexpr bool A_K_MAJOR = OOC_OP_A == 0, B_K_MAJOR = OOC_OP_B != 0;
 static_assert(WARPS_M * WARPS_N == WARPS && WARP_M * WARPS_M == TILE_M && WARP_N * WARPS_N == TILE_N, "the warps share the tile");
 static_assert(WARP_M % 16 == 0 && WARP_N % 16 == 0, "fragments are 16 rows of A, and two times 8 columns of B");
 static_assert(TILE_M % DEPTH == 0 && TILE_N % DEPTH == 0, "operands that are not K-major are whole slabs");
-static_assert(WARP_M * WARP_N / 32 <= 128, "a thread holds WARP_M * WARP_N / 32 sums, and 128 leave room for little else");
-static_assert(THREADS * PIECE / ROW_BYTES <= DEPTH, "the lines that are brought at once lie in one slab");
+static_assert(WARP_M * WARP_N / 32 <= 128, "a thread has WARP_M * WARP_N / 32 sums; more than 128 leave too few registers");
+static_assert(THREADS * PIECE / ROW_BYTES <= DEPTH, "the lines that are copied at a time are in one slab");
 static_assert(STAGES >= 2, "one is read while another is filled");
 static_assert((COPY == 16 || COPY == 4 || COPY == 2) && COPY % ITEM == 0, "what cp.async or a load can copy, in whole elements");
 
 template <int ROWS>
-constexpr int PIECES = ROWS * ROW_BYTES / PIECE / THREADS;  // a thread, of an operand's part of a k-block
+constexpr int PIECES = ROWS * ROW_BYTES / PIECE / THREADS;  // per thread, of one operand's k-block
 
-// Calls take(i, offset in the slabs, pointer, bytes that are inside) for each of a thread's pieces of one operand's part of a
-// k-block: ROWS rows (of C's rows or columns) from `row` on, of `extent`, by DEPTH elements of k from `k` on, of `depth`. Thread
-// and pointer are hidden from the compiler, which else computes all that follows ahead of the loop over k and keeps it in more
-// registers than there are.
+// Calls take(i, offset in the slabs, pointer, valid bytes) for each of this thread's pieces of one operand's
+// k-block: ROWS rows (or columns) of C from `row` on, of `extent`, by DEPTH elements of k from `k` on, of
+// `depth`. The asm statements hide the thread number and the pointer from the compiler, which otherwise
+// computes all addresses before the loop over k and spills registers.
 template <bool K_MAJOR, int ROWS, typename Take>
 __device__ inline void each_piece(const void* operand, long long ld, long long row, long long extent, long long k, long long depth, const Take& take) {
-    constexpr int WIDTH = ROW_BYTES / PIECE, LINES = THREADS / WIDTH;  // pieces in a line of a slab, lines brought at once
+    constexpr int WIDTH = ROW_BYTES / PIECE, LINES = THREADS / WIDTH;  // pieces per line of a slab, lines copied at a time
     constexpr int SLABS = K_MAJOR ? 1 : ROWS / DEPTH, SLAB_LINES = K_MAJOR ? ROWS : DEPTH;
     constexpr int FAR = 1 << 28;
     unsigned thread = threadIdx.x;
@@ -82,13 +84,13 @@ __device__ inline void each_piece(const void* operand, long long ld, long long r
     }
 }
 
-// COPY bytes to shared memory, of which the first `valid` come from memory and the rest are zero.
+// Copies COPY bytes to shared memory: the first `valid` from memory, zeros for the rest.
 __device__ inline void copy_async(unsigned to, const unsigned char* from, int valid) {
     if constexpr (COPY == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid) : "memory");
     else asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(valid) : "memory");
 }
 
-// A chunk of 16-bit elements at any even address, in four registers.
+// Loads a chunk of 16-bit elements from any even address into four registers.
 __device__ inline uint4 gather(const unsigned char* from, int valid) {
     unsigned words[4];
 #pragma unroll
@@ -106,7 +108,7 @@ __device__ inline void store_chunk(unsigned to, uint4 v) {
 __device__ inline void load_matrices(unsigned from, unsigned (&r)[4]) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(from) : "memory");
 }
-__device__ inline void load_matrices_turned(unsigned from, unsigned (&r)[4]) {
+__device__ inline void load_matrices_transposed(unsigned from, unsigned (&r)[4]) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(from) : "memory");
 }
 __device__ inline unsigned load_word(unsigned from) {
@@ -116,8 +118,9 @@ __device__ inline unsigned load_word(unsigned from) {
 }
 __device__ inline void round_to_tf32(unsigned& x) { asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(x) : "f"(__uint_as_float(x))); }
 
-// Sixteen rows of an operand from `row` on by one step, in the registers that mma wants: rows g and k low, g + 8 and k low,
-// g and k high, g + 8 and k high for A; for B the middle two change places, so that r[0], r[1] are columns 0 to 7.
+// Loads sixteen rows of an operand from `row` on, by one step, into the registers of mma. For A: (row g, low
+// k), (row g + 8, low k), (row g, high k), (row g + 8, high k). For B the middle two are swapped, so that
+// r[0], r[1] are columns 0 to 7.
 template <bool K_MAJOR, bool IS_A>
 __device__ inline void load_fragment(unsigned operand, int row, int step, int lane, unsigned (&r)[4]) {
     if constexpr (K_MAJOR) {
@@ -125,9 +128,9 @@ __device__ inline void load_fragment(unsigned operand, int row, int step, int la
         load_matrices(operand + element_offset(true, row + line, (step * 32 + half * 16) / ITEM, ITEM), r);
     } else if constexpr (!TF32) {
         const int k = step * 16 + (IS_A ? lane % 8 + lane / 16 * 8 : lane % 16), x = row + (IS_A ? lane / 8 % 2 : lane / 16) * 8;
-        load_matrices_turned(operand + element_offset(false, x, k, ITEM), r);
+        load_matrices_transposed(operand + element_offset(false, x, k, ITEM), r);
     } else {
-        // Lanes with odd q load the high k first: then 32 lanes read 32 different banks.
+        // Lanes with odd q load the high k first, so that 32 lanes read 32 different banks.
         const int g = lane / 4, q = lane % 4, odd = q & 1, k = step * 8 + q + 4 * odd;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -160,23 +163,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) tensor_mma(const
     const long long m0 = static_cast<long long>(tile.row) * TILE_M, n0 = static_cast<long long>(tile.column) * TILE_N;
     const unsigned k_blocks = static_cast<unsigned>((g.k + DEPTH - 1) / DEPTH);
 
-    // Asks for a k-block. With COPY = 2 it comes into registers, and put_chunks stores it.
+    // Issues the copies of a k-block. If COPY = 2, they go to registers, and put_chunks stores them.
     uint4 chunks_a[COPY == 2 ? PIECES<TILE_M> : 1], chunks_b[COPY == 2 ? PIECES<TILE_N> : 1];
-    const auto ask = [&](unsigned block, int stage) {
+    const auto issue_copies = [&](unsigned block, int stage) {
         const unsigned a_at = stages + stage * STAGE_BYTES, b_at = a_at + A_BYTES;
-        const auto bring_a = [&](int i, int offset, const unsigned char* from, int valid) {
+        const auto copy_a = [&](int i, int offset, const unsigned char* from, int valid) {
             if constexpr (COPY == 2) chunks_a[i] = gather(from, valid);
             else copy_async(a_at + offset, from, valid);
         };
-        const auto bring_b = [&](int i, int offset, const unsigned char* from, int valid) {
+        const auto copy_b = [&](int i, int offset, const unsigned char* from, int valid) {
             if constexpr (COPY == 2) chunks_b[i] = gather(from, valid);
             else copy_async(b_at + offset, from, valid);
         };
         if (block < k_blocks) {
-            each_piece<A_K_MAJOR, TILE_M>(g.a, g.lda, m0, g.m, static_cast<long long>(block) * DEPTH, g.k, bring_a);
-            each_piece<B_K_MAJOR, TILE_N>(g.b, g.ldb, n0, g.n, static_cast<long long>(block) * DEPTH, g.k, bring_b);
+            each_piece<A_K_MAJOR, TILE_M>(g.a, g.lda, m0, g.m, static_cast<long long>(block) * DEPTH, g.k, copy_a);
+            each_piece<B_K_MAJOR, TILE_N>(g.b, g.ldb, n0, g.n, static_cast<long long>(block) * DEPTH, g.k, copy_b);
         }
-        asm volatile("cp.async.commit_group;" ::: "memory");  // empty groups keep the count
+        asm volatile("cp.async.commit_group;" ::: "memory");  // an empty group keeps the group count right
     };
     const auto put_chunks = [&](int stage) {
         if constexpr (COPY == 2) {
@@ -187,11 +190,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) tensor_mma(const
     };
 
     float d[WARP_M / 16][WARP_N / 8][4] = {};
-    unsigned a[2][WARP_M / 16][4], b[2][WARP_N / 16][4];  // the fragments of this step and of the next
+    unsigned a[2][WARP_M / 16][4], b[2][WARP_N / 16][4];  // fragments of this step and of the next
     const auto load_step = [&](int stage, int s) {
         const unsigned a_at = stages + stage * STAGE_BYTES, b_at = a_at + A_BYTES;
         unsigned thread = threadIdx.x;
-        asm volatile("" : "+r"(thread));  // computes addresses anew: kept for all steps they take too many registers
+        asm volatile("" : "+r"(thread));  // recomputes the addresses: kept for all steps they take too many registers
         const int lane = thread % 32;
 #pragma unroll
         for (int i = 0; i < WARP_M / 16; ++i) load_fragment<A_K_MAJOR, true>(a_at, warp_m + 16 * i, s, lane, a[s % 2][i]);
@@ -200,7 +203,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) tensor_mma(const
     };
 #pragma unroll
     for (int s = 0; s < STAGES - 1; ++s) {
-        ask(s, s);
+        issue_copies(s, s);
         put_chunks(s);
     }
     asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
@@ -212,7 +215,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) tensor_mma(const
         const int before = stage == 0 ? STAGES - 1 : stage - 1;
 #pragma unroll
         for (int s = 0; s < STEPS; ++s) {
-            if (s == 0) ask(kb + STAGES - 1, before);
+            if (s == 0) issue_copies(kb + STAGES - 1, before);
             if (s < STEPS - 1) load_step(stage, s + 1);
             else {
                 put_chunks(before);

@@ -1,39 +1,44 @@
-// tensor_wgmma: C = alpha op(A) @ op(B) + beta C on the tensor cores of sm_90a, operands fp16, bf16 or tf32, sums in float32.
+// tensor_wgmma: C = alpha op(A) @ op(B) + beta C on the tensor cores of sm_90a; operands fp16, bf16 or tf32,
+// sums in float32.
 //
-// The product is computed as D (X rows by Y columns) = X Y: X is op(A) and Y is op(B), or, if SWAP, X is op(B)^T and Y is
-// op(A)^T and D is C^T. A block computes tiles of TILE_X by TILE_Y, one after the other, with three warpgroups:
+// The kernel computes D = X Y. X is op(A) and Y is op(B); or, if SWAP, X is op(B)^T, Y is op(A)^T and D is
+// C^T. A block computes tiles of TILE_X by TILE_Y of D, one after the other, with three warpgroups:
 //
-//   producer        one warp asks the copy engine for k-blocks of X and Y, STAGES ahead, across tiles; it also asks the L2 for
-//                   the tile of C that will be read.
-//   two consumers   issue wgmma on stages that are full, one k-block in flight behind the one being issued, and hand the
-//                   stages back; then they write their part of the tile while the producer fills stages for the next one.
+//   producer        One warp issues TMA copies of k-blocks of X and Y, STAGES ahead, also across tiles. It prefetches the
+//                   tile of C into L2 if C is read.
+//   two consumers   They issue wgmma on full stages, keep one k-block in flight behind the one being issued, and release
+//                   stages. Then they write their part of the tile while the producer fills stages for the next tile.
 //
+// mbarriers:
 //      full[s]   one arrival (the producer's) and the bytes of the stage
-//      empty[s]  an arrival by each consumer warp that reads the stage, in every block of the cluster
-//      turns[w]  an arrival by each warp of the other consumer, when it has waited for its last stage (TEAM = 1): a wait
-//                by parity is only sound for a consumer that is less than two rounds through the stages away
+//      empty[s]  one arrival per consumer warp that reads the stage, in every block of the cluster
+//      turns[w]  one arrival per warp of the other consumer, once it has waited for its last stage (TEAM = 1). A wait by
+//                parity is only valid for a consumer that is less than two rounds through the stages behind.
 //
-// A cluster of two blocks takes two tiles of one Y: each block brings half of Y and the copy engine writes it to both, so that
-// of a 256 x 256 square 512 rows cross from the L2 where two blocks alone would bring 768. A stage is refilled when both have read it.
+// A cluster of two blocks computes two tiles with the same Y. Each block copies half of Y by TMA multicast to
+// both. For a 256 x 256 square of D, 512 rows are then read from L2 instead of 768. A stage is refilled when
+// both blocks have read it.
 //
-// wgmma reads 16-bit operands from shared memory in either layout, but tf32 only K-major. The tf32 operand that is not K-major
-// becomes X, and is read by the consumers into registers (fragment_reader), from where wgmma takes it; that is why NN needs
-// SWAP: A is K-major and becomes Y, B is not and becomes X. Where neither is K-major (op(A) = A^T, op(B) = B) this kernel
-// does not serve. The copy engine rounds float32 to tf32 on its way (the maps' type is TFLOAT32): no instruction is spent on it.
+// wgmma reads 16-bit operands from shared memory in either layout, but tf32 only K-major. A tf32 operand that
+// is not K-major becomes X, and the consumers read it into registers (fragment_reader), from where wgmma
+// takes it. This is why A and B both as stored need SWAP: A is K-major and becomes Y, B is not and becomes X.
+// The kernel refuses tf32 if neither operand is K-major (op(A) = A^T, op(B) = B). TMA rounds float32 to tf32
+// (the type of the tensor maps is TFLOAT32), at no cost.
 //
 // Parameters (macros), beside OOC_OP_A and OOC_OP_B (0 as stored, 1 or 2 transposed):
 //   OOC_FORMAT    f16 | bf16 | tf32
 //   MMA_N     columns of Y in one wgmma: 128 | 256
-//   M_BLOCKS  64-row blocks of X that one consumer holds in registers: 1 | 2
-//   TEAM      consumers on one tile: 2 share it; 1: each has tiles of its own, and writes one while the other multiplies
+//   M_BLOCKS  64-row blocks of X whose sums one consumer has in registers: 1 | 2
+//   TEAM      consumers per tile. 2: they share a tile. 1: each computes another tile, and one writes while the other multiplies
 //   STAGES    k-blocks in shared memory
 //   CLUSTER   blocks that share Y: 1 | 2
-//   GROUP     tiles along X that are taken together (layout.cuh)
-//   REDUCE    from this k on, where beta = 1, the L2 adds to C, which no multiprocessor then reads (subnormal sums become 0)
-//   PREFETCH  1: ask the L2 for C ahead of reading it
-// Launch: min(blocks that fit at once, tiles) rounded to clusters, 384 threads, SHARED_BYTES.
-// Maps: for X and Y each, box (128 bytes, R), 128-byte swizzle; R is the rows brought at once if K-major, else the depth of a k-block.
-// m, n and k are 1 to 2^31 - 1.
+//   GROUP     tiles along X in a group (layout.cuh)
+//   REDUCE    if k >= REDUCE and beta = 1, sums are added to C in L2 by red.add; then no multiprocessor reads C (subnormal
+//             sums become 0)
+//   PREFETCH  1: prefetch C into L2 before it is read
+// Launch: min(blocks that fit at once, tiles) rounded to clusters, 384 threads, SHARED_BYTES. Tensor maps:
+// box (128 bytes, R), 128-byte swizzle, for X and for Y; R is the rows per copy if K-major, else the depth of
+// a k-block. m, n and k are 1 to 2^31 - 1.
 #ifndef MMA_N
 #define MMA_N 256
 #define M_BLOCKS 1
@@ -61,36 +66,37 @@ constexpr bool X_IN_REGISTERS = TF32 && !X_K_MAJOR;
 constexpr int CONSUMERS = 2;
 constexpr int TILE_X = 64 * M_BLOCKS * TEAM, TILE_Y = MMA_N;
 constexpr int X_BYTES = TILE_X * ROW_BYTES, Y_BYTES = TILE_Y * ROW_BYTES, STAGE_BYTES = X_BYTES + Y_BYTES;
-constexpr int RELEASES = 4 * TEAM * CLUSTER;   // arrivals that make a stage empty: warps that read it
+constexpr int RELEASES = 4 * TEAM * CLUSTER;   // arrivals that release a stage: one per warp that reads it
 
-static_assert(!TF32 || Y_K_MAJOR, "tf32 wgmma reads Y K-major only: transposed A with B as stored is for tensor_mma");
-static_assert(M_BLOCKS * MMA_N <= 256, "a thread holds M_BLOCKS * MMA_N / 2 sums, and 128 leave room for little else");
+static_assert(!TF32 || Y_K_MAJOR, "tf32 wgmma reads Y K-major only: tensor_mma runs transposed A with B as stored");
+static_assert(M_BLOCKS * MMA_N <= 256, "a thread has M_BLOCKS * MMA_N / 2 sums; more than 128 leave too few registers");
 static_assert(TEAM == 1 || TEAM == 2, "there are two consumers");
-static_assert(CLUSTER == 1 || CLUSTER == 2, "Y is brought in as many parts, each a whole number of slabs");
+static_assert(CLUSTER == 1 || CLUSTER == 2, "Y is copied in CLUSTER parts, each a whole number of slabs");
 constexpr int SHARED_BYTES = STAGES * (STAGE_BYTES + 16) + 16 + 1024;  // stages, their barriers, turns, alignment
-static_assert(STAGES >= 2 && SHARED_BYTES <= 232448, "227 KiB of shared memory are a block's at most");
-static_assert(TILE_X <= 256, "a box of the copy engine is at most 256 rows high");
+static_assert(STAGES >= 2 && SHARED_BYTES <= 232448, "a block has at most 227 KiB of shared memory");
+static_assert(TILE_X <= 256, "a TMA box has at most 256 rows");
 
-// --- producer ---------------------------------------------------------------------------------------------------------
+// --- producer ----------------------------------------------------------------------------------------------
 
 template <bool K_MAJOR, bool SHARED>
-__device__ inline void bring(const tensor_map& map, unsigned to, unsigned barrier, int row, int rows, int k) {
+__device__ inline void copy_rows(const tensor_map& map, unsigned to, unsigned barrier, int row, int rows, int k) {
     constexpr unsigned short everyone = (1 << CLUSTER) - 1;
     const int step = K_MAJOR ? rows : DEPTH;
     for (int done = 0; done < rows; done += step, to += step * ROW_BYTES) {
         const int x = K_MAJOR ? k : row + done, y = K_MAJOR ? row : k;
-        if (SHARED && CLUSTER > 1) copy_box_to(map, to, barrier, x, y, everyone);
-        else copy_box(map, to, barrier, x, y);
+        if (SHARED && CLUSTER > 1) tma_multicast_box(map, to, barrier, x, y, everyone);
+        else tma_copy_box(map, to, barrier, x, y);
     }
 }
 
 __device__ inline void prefetch(const float* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
-// --- consumers --------------------------------------------------------------------------------------------------------
+// --- consumers ---------------------------------------------------------------------------------------------
 
-// One warp's part of one k-step of X, in the registers that wgmma wants: (row, k), (row + 8, k), (row, k + 4), (row + 8, k + 4)
-// with row = g, k = q. The rows that wgmma calls g and g + 8 are X's rows 2 g and 2 g + 1, so that one 8-byte load brings both.
-// Lanes with odd q load k + 4 first: then 16 lanes read 16 different pairs of banks.
+// Loads one warp's part of one k-step of X into the registers of wgmma: (row, k), (row + 8, k), (row, k + 4),
+// (row + 8, k + 4) with row = g, k = q. The instruction's rows g and g + 8 are X's rows 2 g and 2 g + 1, so
+// that one 8-byte load gets both. Lanes with odd q load k + 4 first, so that 16 lanes read 16 different pairs
+// of banks.
 struct fragment_reader {
     int low, high, odd;  // offsets in a stage of X
     __device__ fragment_reader(int row, int g, int q) {
@@ -110,7 +116,7 @@ struct fragment_reader {
     }
 };
 
-// After a wait: keeps the compiler from reading sums ahead of it.
+// After a wait: keeps the compiler from moving reads of the sums before it.
 __device__ inline void settle(float (&d)[M_BLOCKS][MMA_N / 2]) {
 #pragma unroll
     for (int b = 0; b < M_BLOCKS; ++b)
@@ -122,14 +128,14 @@ __device__ inline void add_in_l2(float* p, float4 v) {
     asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
 }
 
-// Writes what one consumer holds: rows x to x + 64 M_BLOCKS and columns y to y + TILE_Y of D. Each thread's sums become runs of
-// four along LINES rows of C; with one instruction a warp writes 64 bytes in each of eight rows.
-constexpr int LINES = SWAP ? TILE_Y / 8 : 2 * M_BLOCKS, RUNS = SWAP ? M_BLOCKS : TILE_Y / 16;  // lines a thread, runs a line
-constexpr int RUN_GAP = SWAP ? 64 : 16;                                                   // columns from run to run
+// Writes the sums of one consumer: rows x to x + 64 M_BLOCKS and columns y to y + TILE_Y of D. Each thread's
+// sums become runs of four along LINES rows of C; one store of a warp writes 64 bytes in each of eight rows.
+constexpr int LINES = SWAP ? TILE_Y / 8 : 2 * M_BLOCKS, RUNS = SWAP ? M_BLOCKS : TILE_Y / 16;  // lines per thread, runs per line
+constexpr int RUN_GAP = SWAP ? 64 : 16;                                                   // columns between runs
 struct writer {
     float* c;
     long long ldc;
-    int down, right, lane;  // rows and columns of C from this thread's first run on
+    int down, right, lane;  // rows and columns of C that are left from this thread's first run on
     float alpha, beta;
     bool aligned;
 
@@ -145,14 +151,14 @@ struct writer {
         alpha = static_cast<float>(g.alpha_re), beta = static_cast<float>(g.beta_re);
         aligned = reinterpret_cast<unsigned long long>(g.c) % 16 == 0 && g.ldc % 4 == 0;
     }
-    // Rows of C from the first line to another.
+    // Rows of C between the first line and another one.
     __device__ static int line_row(int line) { return SWAP ? line * 8 : line / 2 * 64 + line % 2 * (X_IN_REGISTERS ? 1 : 8); }
     __device__ float4 run(const float (&d)[M_BLOCKS][TILE_Y / 2], int line, int r) const {
         const float* e = SWAP ? d[r] + line * 4 : d[line / 2] + r * 8 + line % 2 * 2;
         return scaled(alpha, SWAP ? exchange(e[0], e[2], e[1], e[3], lane / 4 & 1, 4) : exchange(e[0], e[1], e[4], e[5], lane & 1, 1));
     }
-    // Goes to where run i begins, i counting through the lines, from run i - 1. The pointer is hidden from the compiler, which
-    // else computes the addresses of all lines ahead and keeps them in more registers than there are.
+    // Advances a pointer from run i - 1 to run i, line by line. The asm statement hides the pointer from the
+    // compiler, which otherwise computes the addresses of all lines first and spills registers.
     template <typename Pointer>
     __device__ void go_to(Pointer& p, int i) const {
         if (i % RUNS > 0) {
@@ -162,10 +168,10 @@ struct writer {
         if (i > 0) p += (line_row(i / RUNS) - line_row(i / RUNS - 1)) * ldc - (RUNS - 1) * RUN_GAP;
         asm volatile("" : "+l"(p)::"memory");
     }
-    // EDGE: the tile may reach over C's edge, or C is not aligned.
+    // EDGE: the tile may extend past the edge of C, or C is not aligned.
     template <bool EDGE>
     __device__ void write(const float (&d)[M_BLOCKS][TILE_Y / 2], bool reduce) const {
-        constexpr int ALL = LINES * RUNS, BATCH = 8;  // BATCH runs of C are on their way while those before them are added to
+        constexpr int ALL = LINES * RUNS, BATCH = 8;  // loads of C run BATCH runs ahead of the stores
         const auto valid = [&](int i) { return down > line_row(i / RUNS) ? right - i % RUNS * RUN_GAP : 0; };
         float* to = c;
         if (beta == 0) {
@@ -219,12 +225,12 @@ extern "C" __global__ void
 
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) {
-            barrier_init(full + 8 * s, 1);
-            barrier_init(empty + 8 * s, RELEASES);
+            mbarrier_init(full + 8 * s, 1);
+            mbarrier_init(empty + 8 * s, RELEASES);
         }
-        barrier_init(turns, 4);
-        barrier_init(turns + 8, 4);
-        barrier_init_done();
+        mbarrier_init(turns, 4);
+        mbarrier_init(turns + 8, 4);
+        mbarrier_init_fence();
     }
     if (CLUSTER > 1) cluster_barrier();
     else __syncthreads();
@@ -239,17 +245,17 @@ extern "C" __global__ void
                 const tile_position tile = tile_at(t, x_tiles, y_tiles, GROUP);
                 const int x = (tile.row * CLUSTER + rank) * TILE_X, y = tile.column * TILE_Y;
                 constexpr int part = TILE_Y / CLUSTER;
-                // The tile of C in lines of 128 bytes, `share` a lane in each k-block.
+                // Prefetches the tile of C in lines of 128 bytes, `share` lines per lane and k-block.
                 constexpr int columns = SWAP ? TILE_X : TILE_Y, lines_per_row = columns / 32, lines = TILE_X * TILE_Y / 32;
                 const int share = PREFETCH && g.beta_re != 0 ? (lines / 32 + k_blocks - 1) / k_blocks : 0;
                 int line = lane;
                 for (unsigned kb = 0; kb < k_blocks; ++kb, p.advance(1)) {
-                    barrier_wait(empty + 8 * p.stage, p.phase ^ 1);
+                    mbarrier_wait(empty + 8 * p.stage, p.phase ^ 1);
                     if (lane == 0) {
                         const unsigned at = stages + p.stage * STAGE_BYTES, barrier = full + 8 * p.stage;
-                        barrier_expect(barrier, STAGE_BYTES);
-                        bring<X_K_MAJOR, false>(map_x, at, barrier, x, TILE_X, kb * DEPTH);
-                        bring<Y_K_MAJOR, true>(map_y, at + X_BYTES + rank * part * ROW_BYTES, barrier, y + rank * part, part, kb * DEPTH);
+                        mbarrier_expect_bytes(barrier, STAGE_BYTES);
+                        copy_rows<X_K_MAJOR, false>(map_x, at, barrier, x, TILE_X, kb * DEPTH);
+                        copy_rows<Y_K_MAJOR, true>(map_y, at + X_BYTES + rank * part * ROW_BYTES, barrier, y + rank * part, part, kb * DEPTH);
                     }
                     __syncwarp();
                     for (int i = 0; i < share && line < lines; ++i, line += 32) {
@@ -262,10 +268,10 @@ extern "C" __global__ void
         more_registers<232>();
         const int consumer = warpgroup - 1, part = TEAM == 2 ? consumer * 64 * M_BLOCKS : 0;
         const auto release = [&](int stage) {
-            if (CLUSTER == 1 && lane == 0) barrier_arrive(empty + 8 * stage);
-            if (CLUSTER > 1 && lane < CLUSTER) barrier_arrive_at(empty + 8 * stage, lane);
+            if (CLUSTER == 1 && lane == 0) mbarrier_arrive(empty + 8 * stage);
+            if (CLUSTER > 1 && lane < CLUSTER) mbarrier_arrive_at(empty + 8 * stage, lane);
         };
-        // 64 rows are as many bytes in either layout: 64 rows of a slab, or a slab as deep as 64 rows.
+        // 64 rows of X take 64 * ROW_BYTES bytes in either layout.
         const unsigned long long x_base = slab_descriptor(stages + part * ROW_BYTES, X_K_MAJOR, DEPTH);
         const unsigned long long y_base = slab_descriptor(stages + X_BYTES, Y_K_MAJOR, DEPTH);
         unsigned t = blockIdx.x / CLUSTER, turn = consumer == 0;  // parity
@@ -276,12 +282,13 @@ extern "C" __global__ void
         for (; t < tiles; t += clusters * (3 - TEAM)) {
             float d[M_BLOCKS][TILE_Y / 2];
             if (TEAM == 1) {
-                barrier_wait(turns + 8 * consumer, turn);
+                mbarrier_wait(turns + 8 * consumer, turn);
                 turn ^= 1;
             }
             int before = 0;  // the stage that wgmmas in flight may still read
             if constexpr (X_IN_REGISTERS) {
-                // One group of wgmmas a k-step: while two are in flight, the fragments of the next step are read.
+                // One group of wgmmas per k-step. While two groups are in flight, the fragments of the next
+                // step are read.
                 const fragment_reader reader(part + 16 * warp, lane / 4, lane % 4);
                 unsigned fragments[STEPS][M_BLOCKS][4];
                 const auto read = [&](int step) {
@@ -289,7 +296,7 @@ extern "C" __global__ void
                     for (int b = 0; b < M_BLOCKS; ++b)
                         reader.read(stages + p.stage * STAGE_BYTES + 64 * b * ROW_BYTES, step, fragments[step][b]);
                 };
-                barrier_wait(full + 8 * p.stage, p.phase);
+                mbarrier_wait(full + 8 * p.stage, p.phase);
                 read(0);
 #pragma unroll 1
                 for (unsigned kb = 0; kb < k_blocks; ++kb) {
@@ -308,14 +315,14 @@ extern "C" __global__ void
                     before = p.stage;
                     p.advance(1);
                     if (kb + 1 < k_blocks) {
-                        barrier_wait(full + 8 * p.stage, p.phase);
+                        mbarrier_wait(full + 8 * p.stage, p.phase);
                         read(0);
                     }
                 }
             } else {
 #pragma unroll 1
                 for (unsigned kb = 0; kb < k_blocks; ++kb) {
-                    barrier_wait(full + 8 * p.stage, p.phase);
+                    mbarrier_wait(full + 8 * p.stage, p.phase);
                     const unsigned long long x = x_base + (p.stage * STAGE_BYTES >> 4), y = y_base + (p.stage * STAGE_BYTES >> 4);
                     wgmma_fence();
 #pragma unroll
@@ -334,7 +341,7 @@ extern "C" __global__ void
                     p.advance(1);
                 }
             }
-            if (TEAM == 1 && lane == 0) barrier_arrive(turns + 8 * (1 - consumer));
+            if (TEAM == 1 && lane == 0) mbarrier_arrive(turns + 8 * (1 - consumer));
             wgmma_wait<0>();
             settle(d);
             release(before);
@@ -348,5 +355,5 @@ extern "C" __global__ void
             else w.write<true>(d, false);
         }
     }
-    if (CLUSTER > 1) cluster_barrier();  // no block leaves while another may still write to its shared memory
+    if (CLUSTER > 1) cluster_barrier();  // no block exits while another may still write to its shared memory
 }

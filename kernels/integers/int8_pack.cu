@@ -1,10 +1,10 @@
-// int8_pack: rows of op(A), or columns of op(B), as rows of `pitch` bytes that begin at multiples of 16, zero beyond k: what
-// int8 products read fastest.
+// int8_pack: copies rows of op(A), or columns of op(B), to rows of `pitch` bytes that are contiguous along k,
+// aligned to 16 bytes, and zero beyond k: the layout that cuBLAS needs for int8.
 //
-// Macro: OOC_K_MAJOR, 1 where elements along k lie side by side, ld bytes from one row to the next; 0 where those along
-// the rows do, ld bytes from one k to the next. A block takes 64 rows by 64 k through shared memory, whose rows are a word
-// longer than their values: the 32 rows that a warp writes down a column lie in different banks.
-// Launch: 256 threads; blockIdx.x counts along pitch, blockIdx.y along the rows.
+// Macro: OOC_K_MAJOR. 1: x is contiguous along k, with ld bytes per row. 0: x is contiguous along the rows,
+// with ld bytes per k. A block copies 64 rows by 64 ks through shared memory. A word of padding per row keeps
+// the 32 rows that a warp writes in one column in different banks. Launch: 256 threads; blockIdx.x counts
+// along pitch, blockIdx.y along the rows.
 constexpr int SIDE = 64;
 
 extern "C" __global__ void __launch_bounds__(256) int8_pack(
@@ -17,7 +17,7 @@ extern "C" __global__ void __launch_bounds__(256) int8_pack(
         tile[r][c] = inside ? x[OOC_K_MAJOR ? (row + r) * ld + first + c : (first + c) * ld + row + r] : 0;
     }
     __syncthreads();
-    const int r = threadIdx.x / 4, c = threadIdx.x % 4 * 16;  // 16 bytes a thread
+    const int r = threadIdx.x / 4, c = threadIdx.x % 4 * 16;  // 16 bytes per thread
     if (row + r >= rows || first + c >= pitch) return;
     const int* const from = reinterpret_cast<const int*>(&tile[r][c]);
     *reinterpret_cast<int4*>(packed + (row + r) * pitch + first + c) = make_int4(from[0], from[1], from[2], from[3]);

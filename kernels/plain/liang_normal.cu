@@ -3,15 +3,15 @@
 //
 //           R              H = 64
 //        +----+        +-----------+        A block of 512 threads owns a W x H tile of C and keeps it in registers,
-//  W = 32| A  |     R  |     B     |        W * H / THREADS = 4 elements a thread. Along k, R = 16 at a time:
+//  W = 32| A  |     R  |     B     |        W * H / THREADS = 4 elements per thread. Along k, R = 16 at a time:
 //        +----+        +-----------+
 //                                             1. copy the W x R part of A and the R x H part of B to shared memory
 //   thread: column x = t % H, rows            2. barrier
-//   y, y + 8, y + 16, ...  of the tile,       3. multiply: a row of B's part is read once for 4 elements of C
+//   y, y + 8, y + 16, ...  of the tile,       3. multiply: an element of B is read once for 4 elements of C
 //   y = t / H                                 4. barrier
 //
-// Of A, W * R elements are read for 2 * W * R * H flops: 64 flops an element of A and 32 an element of B, where the
-// square tile of 16 of the tiled kernel has 16.
+// An element of A that is read is multiplied H = 64 times, an element of B W = 32 times. In the tiled kernel
+// with its square tile of 16, each is multiplied 16 times.
 //
 // Parameters
 //   W (32), H (64)   rows and columns of a block's tile of C
@@ -26,8 +26,8 @@
 #define THREADS 512
 #endif
 constexpr int STEP = THREADS / H, RESULTS = W / STEP;
-static_assert(THREADS % H == 0 && W % STEP == 0, "every thread has as many rows of one column");
-static_assert(THREADS <= 1024 && H % 32 == 0, "at most 1024 threads a block; a warp lies in one row");
+static_assert(THREADS % H == 0 && W % STEP == 0, "each thread has as many rows of one column");
+static_assert(THREADS <= 1024 && H % 32 == 0, "at most 1024 threads per block; a warp covers part of one row");
 static_assert((W * (R + 1) + R * (H + 1)) * sizeof(Accumulated) <= 48 * 1024, "both parts fit static shared memory");
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) liang_normal(const gemm_arguments g) {

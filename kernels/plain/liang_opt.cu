@@ -1,8 +1,8 @@
-// liang_opt: the kernel of section 3.2 of Liang, Ren, Guo and Liu, Design and Implementation of Matrix Multiplication
-// on GPU (2010): B never goes through shared memory.
+// liang_opt: the kernel of section 3.2 of Liang, Ren, Guo and Liu, Design and Implementation of Matrix
+// Multiplication on GPU (2010): B bypasses shared memory.
 //
 //           R             H = 64
-//        +----+        +-----------+        A block of H threads owns a W x H tile of C, a thread one column of it: W
+//        +----+        +-----------+        A block of H threads owns a W x H tile of C, each thread one column: W
 //  W = 16| A  |     R  |  |        |        sums in registers. Along k, R = 16 at a time:
 //        +----+        |  v        |
 //       in shared      +-----------+          1. copy the W x R part of A to shared memory; barrier
@@ -10,12 +10,12 @@
 //                                                (the threads of a warp read neighbours), and multiply it with the W
 //                                                elements of A's column p, which all threads share; barrier
 //
-// A thread's element of B is used by no other thread, so that shared memory would only be a detour. What is left to
-// shared memory is one read of A a multiply-add, the same word for the whole warp.
+// No other thread uses a thread's element of B, so shared memory would not help. Shared memory serves one
+// read of A per multiply-add, the same word for the whole warp.
 //
 // Parameters
-//   W (16)   rows of a block's tile of C, each a register (2 for float64, 4 for complex128) of every thread
-//   H (64)   columns of it, and threads of a block
+//   W (16)   rows of a block's tile of C; each takes a register per thread (2 for float64, 4 for complex128)
+//   H (64)   columns of the tile, and threads of a block
 //   R (16)   depth of a step along k
 #include "plain/operand.cuh"
 
@@ -24,7 +24,7 @@
 #define H 64
 #define R 16
 #endif
-static_assert(H % 32 == 0 && H <= 1024, "whole warps, and at most 1024 threads a block");
+static_assert(H % 32 == 0 && H <= 1024, "whole warps, and at most 1024 threads per block");
 static_assert(W * (R + 1) * sizeof(Accumulated) <= 48 * 1024, "the part of A fits static shared memory");
 
 extern "C" __global__ void __launch_bounds__(H, 1) liang_opt(const gemm_arguments g) {

@@ -1,4 +1,4 @@
-// naive: C = alpha * op(A) @ op(B) + beta * C, one thread an element of C, from device memory alone.
+// naive: C = alpha * op(A) @ op(B) + beta * C, one thread per element of C, without shared memory.
 //
 //            k                n
 //        +-------+        +-------+         Thread (x, y) of block (bx, by) owns C[i, j],
@@ -9,12 +9,13 @@
 //                                           threads past its edges do nothing.
 //   C[i, j] = sum_p A[i, p] * B[p, j]
 //
-// Two loads a multiply-add. The threads of a warp share i: they read one element of A, and neighbours in B's row. So
-// caches are all that keeps this from 2 * m * n * k elements of traffic: every element is asked for m or n times.
+// There are two loads per multiply-add. The threads of a warp share i: they read the same element of A, and
+// consecutive elements of a row of B. Threads request each element of A n times and each of B m times. Only
+// the caches reduce these 2 * m * n * k requests.
 //
 // Parameters
-//   BLOCK_X (32), BLOCK_Y (8)  threads of a block along columns and rows of C. BLOCK_X a multiple of a warp's 32 keeps
-//                              B's reads whole lines; more rows a block share the lines of B in the L1 cache.
+//   BLOCK_X (32), BLOCK_Y (8)  threads of a block along columns and rows of C. If BLOCK_X is a multiple of the warp size,
+//                              reads of B cover whole cache lines. The rows of a block share these lines in the L1 cache.
 // The grid has at most 65535 rows of blocks: m <= 65535 * BLOCK_Y. naive_grid has no such limit.
 #ifndef ENTRY
 #define ENTRY naive
@@ -25,7 +26,7 @@
 #define BLOCK_X 32
 #define BLOCK_Y 8
 #endif
-static_assert(BLOCK_X * BLOCK_Y <= 1024, "a block has at most 1024 threads, one an element of C");
+static_assert(BLOCK_X * BLOCK_Y <= 1024, "a block has at most 1024 threads, one per element of C");
 
 extern "C" __global__ void __launch_bounds__(BLOCK_X* BLOCK_Y, 1) ENTRY(const gemm_arguments g) {
     const long long i = static_cast<long long>(blockIdx.y) * BLOCK_Y + threadIdx.y;

@@ -1,11 +1,11 @@
 // naive_grid: the naive kernel for a C larger than one grid.
 //
 //        n
-//      +------+------+---+          C is covered by submatrices of at most COVER_M x COVER_N elements, launched one
-//    m |  1   |  2   | 3 |          after the other. A submatrix is a product of its own: of rows of op(A) and columns
-//      +------+------+---+          of op(B), which begin elsewhere and have the same leading dimensions. So the kernel
-//      |  4   |  5   | 6 |          is the naive one, and the cover is made by whoever launches it, who moves three
-//      +------+------+---+          pointers: a to op(A)[i0, 0], b to op(B)[0, j0], c to C[i0, j0].
+//      +------+------+---+          Submatrices of at most COVER_M x COVER_N elements cover C. Each is launched as a
+//    m |  1   |  2   | 3 |          product of some rows of op(A) and some columns of op(B), with unchanged leading
+//      +------+------+---+          dimensions. The kernel is the naive one. The caller makes the launches and moves
+//      |  4   |  5   | 6 |          three pointers for each: a to op(A)[i0, 0], b to op(B)[0, j0], c to C[i0, j0].
+//      +------+------+---+
 //
 // Parameters
 //   COVER_M, COVER_N (32768, 32768)  rows and columns of a submatrix
@@ -18,4 +18,4 @@
 #define COVER_N 32768
 #endif
 static_assert((COVER_M + BLOCK_Y - 1) / BLOCK_Y <= 65535, "a grid has at most 65535 rows of blocks");
-static_assert(COVER_M > 0 && COVER_N > 0, "a submatrix holds something");
+static_assert(COVER_M > 0 && COVER_N > 0, "a submatrix is not empty");

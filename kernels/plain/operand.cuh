@@ -1,10 +1,10 @@
 // operand.cuh: how the plain rungs read op(A) and op(B) and write C.
 //
-// op() is known when a kernel is compiled, so that it costs nothing at run time: element (row, col) of op(X) lies at
-// x[row * ld + col] as stored, and at x[col * ld + row] transposed.
+// op() is a compile-time constant and costs nothing at run time: element (row, col) of op(X) is x[row * ld +
+// col] if X is used as stored, and x[col * ld + row] if it is transposed.
 //
-// The rungs say __launch_bounds__(threads, 1): registers for one block a multiprocessor at least. Without the 1 the
-// compiler aims at some number of blocks of its own choice and spills a register or two for it.
+// The rungs have __launch_bounds__(threads, 1): at least one block per multiprocessor. Without the 1 the
+// compiler picks a number of blocks itself and spills a register or two to reach it.
 #pragma once
 #include "common/gemm.cuh"
 #include "common/scalar.cuh"
@@ -12,8 +12,8 @@
 using Stored = OOC_STORED;
 using Accumulated = OOC_ACCUMULATED;
 
-// Columns of a tile in shared memory: one more than it has where a transpose is written down its columns, which
-// would otherwise lie in one bank.
+// Row pitch of a tile in shared memory. A transposed operand is written down the tile's columns: one column
+// of padding keeps a column's elements in different banks.
 constexpr int pitch(int op, int columns) { return columns + (op != 0); }
 
 __device__ inline Accumulated zero() { return make_scalar<Accumulated>::of(0, 0); }
@@ -25,13 +25,13 @@ __device__ inline Accumulated element(const void* x, long long ld, long long row
     return Op == 2 ? conjugate(value) : value;
 }
 
-// The Rows x Cols block of op(X) that begins at (row0, col0), into shared memory by Threads threads; zero where the
-// matrix, rows x cols, has ended. Consecutive threads read consecutive addresses, whichever way X is stored.
+// Copies the Rows x Cols block of op(X) at (row0, col0) to shared memory, by Threads threads; zero past the
+// edge of the rows x cols matrix. Reads are coalesced for either op().
 template <int Op, int Rows, int Cols, int Threads>
 __device__ inline void load_tile(Accumulated (&tile)[Rows][pitch(Op, Cols)], const void* x, long long ld,
                                  long long rows, long long cols, long long row0, long long col0, int thread) {
-    static_assert(Rows * Cols % Threads == 0, "every thread copies as many elements");
-#pragma unroll 8  // so many loads in flight; 32 at once would cost more registers than there are
+    static_assert(Rows * Cols % Threads == 0, "each thread copies as many elements");
+#pragma unroll 8  // loads in flight per thread; 32 would exceed the registers
     for (int q = 0; q < Rows * Cols / Threads; ++q) {
         const int e = thread + q * Threads;
         const int r = Op == 0 ? e / Cols : e % Rows;
@@ -41,7 +41,7 @@ __device__ inline void load_tile(Accumulated (&tile)[Rows][pitch(Op, Cols)], con
     }
 }
 
-// C[i, j] = alpha * sum + beta * C[i, j] if C has such an element. beta = 0 never reads it.
+// C[i, j] = alpha * sum + beta * C[i, j] if (i, j) is inside C. beta = 0 never reads C.
 __device__ inline void write_result(const gemm_arguments& g, long long i, long long j, Accumulated sum) {
     if (i >= g.m || j >= g.n) return;
     Accumulated* const target = static_cast<Accumulated*>(g.c) + i * g.ldc + j;
@@ -51,7 +51,8 @@ __device__ inline void write_result(const gemm_arguments& g, long long i, long l
     *target = value;
 }
 
-// A kernel's blocks are counted along one dimension, which may be long, row of tiles by row of tiles.
+// The first row and column of this block's tile. The grid is one-dimensional, in row-major order of tiles,
+// since only gridDim.x may exceed 65535.
 struct tile_origin {
     long long row, col;
 };

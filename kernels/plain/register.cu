@@ -1,20 +1,20 @@
-// register: the tiled kernel with RESULTS elements of C a thread, in registers. Its entry is register_kernel, since
-// C++ keeps the word for itself.
+// register: the tiled kernel with RESULTS elements of C per thread, in registers. Its entry is
+// register_kernel, since `register` is reserved in C++.
 //
-//        TILE                     The same TILE x TILE tiles, by RESULTS times fewer threads. A thread owns RESULTS
+//        TILE                     The same TILE x TILE tiles, with RESULTS times fewer threads. A thread owns RESULTS
 //      +------+                   elements of one column of C's tile, TILE / RESULTS rows apart:
 //      |  0   |  y
 //      |  1   |                     C[y + 0 * step, x], C[y + 1 * step, x], ...    step = TILE / RESULTS
 //      |  0   |  y + step
 //      |  1   |                   For each p it reads B[p, x] once for all of them: 1 + 1 / RESULTS reads of shared memory
-//      +------+                   a multiply-add instead of 2; and its RESULTS sums are independent of one another, so
-//         x                       that one thread keeps several multiply-adds in flight (instruction-level parallelism:
-//                                 V. Volkov, Better Performance at Lower Occupancy, 2010).
+//      +------+                   per multiply-add instead of 2. The RESULTS sums are independent, so one thread keeps
+//         x                       several multiply-adds in flight (instruction-level parallelism: V. Volkov, Better
+//                                 Performance at Lower Occupancy, 2010).
 //
 // Parameters
 //   TILE (32)     side of a tile
-//   RESULTS (8)   elements of C a thread: 1, 2, 4, 8, 16 or 32. TILE * TILE / RESULTS threads a block. More of them
-//                 take more registers and leave fewer threads to hide the latency of loads behind.
+//   RESULTS (8)   elements of C per thread: 1, 2, 4, 8, 16 or 32. A block has TILE * TILE / RESULTS threads. More
+//                 elements take more registers and leave fewer threads to hide the latency of loads.
 #include "plain/operand.cuh"
 
 #ifndef TILE
@@ -24,8 +24,8 @@
 #define RESULTS 8
 #endif
 constexpr int THREADS = TILE * TILE / RESULTS, STEP = TILE / RESULTS;
-static_assert(TILE % RESULTS == 0, "the rows of a tile are dealt out evenly");
-static_assert(THREADS <= 1024 && THREADS % 32 == 0, "whole warps, and at most 1024 threads a block");
+static_assert(TILE % RESULTS == 0, "each thread has as many rows of the tile");
+static_assert(THREADS <= 1024 && THREADS % 32 == 0, "whole warps, and at most 1024 threads per block");
 static_assert(2 * TILE * (TILE + 1) * sizeof(Accumulated) <= 48 * 1024, "both tiles must fit static shared memory");
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) register_kernel(const gemm_arguments g) {

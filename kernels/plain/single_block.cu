@@ -1,4 +1,4 @@
-// single_block: C = alpha * op(A) @ op(B) + beta * C by one block that holds both operands wholly in shared memory.
+// single_block: C = alpha * op(A) @ op(B) + beta * C by one block that keeps both operands in shared memory.
 //
 //            k                n
 //        +-------+        +-------+           1. the block copies op(A) and op(B) into shared memory
@@ -7,11 +7,11 @@
 //        +-------+        |#######|              from shared memory alone
 //                         +-------+
 //
-// Every element of A and B is read from device memory once: the least there can be. But
+// Every element of A and B is read from device memory once, which is the minimum. But
 //   - (m + n) * k elements of the accumulator's dtype must fit one block's shared memory: 227 KiB on an H100 or H200,
 //     163 KiB on an A100; in float64 on an H200 two matrices of 120 x 120
-//   - one block runs on one multiprocessor: the others, 131 of 132 on an H200, do nothing
-//   - nothing is multiplied until all is read.
+//   - one block runs on one multiprocessor; the others (131 of 132 on an H200) are idle
+//   - the first multiplication waits until all of A and B has been read.
 //
 // Parameters
 //   THREADS (1024)  threads of the block
@@ -20,7 +20,7 @@
 #ifndef THREADS
 #define THREADS 1024
 #endif
-static_assert(THREADS % 32 == 0 && THREADS <= 1024, "whole warps, and at most 1024 threads a block");
+static_assert(THREADS % 32 == 0 && THREADS <= 1024, "whole warps, and at most 1024 threads per block");
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) single_block(const gemm_arguments g) {
     extern __shared__ __align__(16) unsigned char shared[];

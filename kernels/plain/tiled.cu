@@ -1,27 +1,27 @@
 // tiled: C = alpha * op(A) @ op(B) + beta * C through square tiles in shared memory.
 //
 //            k                n
-//        +-------+        +-------+         A thread block of TILE x TILE threads owns one tile of C, a thread
-//      m | A     |      k |   B   |         one element of it. It walks along k a tile at a time:
+//        +-------+        +-------+         A thread block of TILE x TILE threads owns one tile of C, each
+//      m | A     |      k |   B   |         thread one element. The block walks along k, one tile at a time:
 //        |  ===> |        |   |   |
 //        +-------+        |   v   |           1. every thread copies one element of A's tile and one of B's
-//                         +-------+              into shared memory, zero where the matrix has ended
-//                                             2. barrier: the tiles are there
+//                         +-------+              to shared memory, or zero past the edge of the matrix
+//                                             2. barrier: the tiles are complete
 //   C[i, j] = sum_p A[i, p] * B[p, j]         3. TILE multiply-adds from shared memory
 //                                             4. barrier: the tiles may be overwritten
 //
-// Each element of A and B is read from device memory TILE times less often than by a thread alone. What bounds it now
-// is shared memory: two reads a multiply-add.
+// Device memory is read TILE times less often than by the naive kernel. Shared memory is the bottleneck: two
+// reads per multiply-add.
 //
 // Parameters
-//   TILE (16)  side of a tile. TILE * TILE threads a block, at most 1024; 2 * TILE * TILE elements of shared
-//              memory: 8 KiB for complex128 at 16. At 8 a warp spans four rows, and reads of A's tile hit four words.
+//   TILE (16)  side of a tile: TILE * TILE threads per block, at most 1024, and 2 * TILE * TILE elements of shared
+//              memory (8 KiB for complex128 at 16). At 8, a warp spans four rows and reads four words of A's tile.
 #include "plain/operand.cuh"
 
 #ifndef TILE
 #define TILE 16
 #endif
-static_assert(TILE * TILE <= 1024, "a block has at most 1024 threads, one an element of the tile");
+static_assert(TILE * TILE <= 1024, "a block has at most 1024 threads, one per element of the tile");
 static_assert(2 * TILE * (TILE + 1) * sizeof(Accumulated) <= 48 * 1024, "both tiles must fit static shared memory");
 
 extern "C" __global__ void __launch_bounds__(TILE* TILE, 1) tiled(const gemm_arguments g) {
