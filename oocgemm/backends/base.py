@@ -1,7 +1,7 @@
 """The protocol between the engine and a backend: sessions that hold slots and run operations on streams.
 
-The executor derives the waits of each operation and passes them as tokens. A backend makes its streams honour them.
-Nothing else about an accelerator is visible outside its backend.
+The executor derives the waits of each operation and passes them as tokens. A backend makes its streams honour
+them. Nothing else about an accelerator is visible outside its backend.
 """
 
 import importlib
@@ -27,7 +27,8 @@ Array = NDArray[Any]
 class InPlace(tuple[Array, ...]):
     """A block of an operand in the caller's memory, copied from or to there without a host slot (zero-copy).
 
-    A sequence of one array. `borders` are the addresses inside it where one pinned range ends and the next begins.
+    A sequence of one array. `borders` are the addresses inside it where one pinned range ends and the next
+    begins.
     """
 
     borders: Sequence[int]
@@ -39,7 +40,8 @@ class InPlace(tuple[Array, ...]):
 
 
 class Pinner(NamedTuple):
-    """Pins the caller's memory for a device: `pin(address, bytes)` whole pages, `unpin(address)` what `pin` pinned there.
+    """Pins the caller's memory for a device: `pin(address, bytes)` whole pages, `unpin(address)` what `pin`
+    pinned there.
 
     Both raise the driver's error.
     """
@@ -55,12 +57,14 @@ class Token(Protocol):
         """Block the calling thread until the operation has ended; raise if it failed."""
 
     def interval(self) -> tuple[int, int]:
-        """Return start and end, in nanoseconds of `time.perf_counter_ns`. Call it only after `synchronize`."""
+        """Return start and end, in nanoseconds of `time.perf_counter_ns`. Call it only after
+        `synchronize`."""
 
 
 @dataclass(frozen=True, slots=True)
 class DoneToken:
-    """An operation that the submitting thread ran to its end. `moved` is False if no bytes were copied (zero-copy)."""
+    """An operation that the submitting thread ran to its end. `moved` is False if no bytes were copied
+    (zero-copy)."""
 
     start: int
     end: int
@@ -76,8 +80,9 @@ class DoneToken:
 class Checksums(Protocol):
     """Checksums that a device takes of its slots during one run (the verification of `oocgemm.integrity`).
 
-    `expected` is the pair of digests that the next Multiply must find in its panels of op(A) and op(B). `busy` collects
-    the time that the device spends on checksums. `room` is the layout of the checksums of one strip of C.
+    `expected` is the pair of digests that the next Multiply must find in its panels of op(A) and op(B).
+    `busy` collects the time that the device spends on checksums. `room` is the layout of the checksums of one
+    strip of C.
     """
 
     expected: tuple[int, int]
@@ -91,9 +96,9 @@ class Checksums(Protocol):
 class Session(Protocol):
     """A backend at work on one plan: its arena is allocated, its streams exist.
 
-    `checksums` is None unless the plan has the device take checksums. `submit` returns at once for the kinds in
-    `asynchronous`; any thread may submit these, one thread at a time. `pinner` is None if the device needs no pinned
-    memory.
+    `checksums` is None unless the plan has the device take checksums. `submit` returns at once for the kinds
+    in `asynchronous`; any thread may submit these, one thread at a time. `pinner` is None if the device needs
+    no pinned memory.
     """
 
     pinner: Pinner | None
@@ -116,21 +121,23 @@ class Session(Protocol):
         """
 
     def pin(self, host: Sequence[Array]) -> None:
-        """Pin the pages of a host slot that `host`, as given to `submit`, covers. Does nothing if the device needs no
-        pinned memory.
+        """Pin the pages of a host slot that `host`, as given to `submit`, covers. Does nothing if the device
+        needs no pinned memory.
 
-        The pages must be resident: pinning them is then ten times as fast. Any thread may call this for a slot that no
-        other thread uses.
+        The pages must be resident: pinning them is then ten times as fast. Any thread may call this for a
+        slot that no other thread uses.
         """
 
     def view(self, operation: Operation, region: Region) -> Array:
-        """Return a region of a device slot as host memory, as stored. Only where host and device share one memory."""
+        """Return a region of a device slot as host memory, as stored. Only where host and device share one
+        memory."""
 
     def kernels_used(self) -> list[str]:
         """Return the names of the kernels that have multiplied so far."""
 
     def device_bytes(self) -> int:
-        """Return the measured bytes of device memory that this session has allocated: arena and library workspaces.
+        """Return the measured bytes of device memory that this session has allocated: arena and library
+        workspaces.
 
         Memory that a library kept from an earlier session is not counted.
         """
@@ -148,8 +155,8 @@ class Backend(Protocol):
         """Return the bytes of device memory that could be allocated now."""
 
     def multiprocessors(self) -> int:
-        """Return the number of multiprocessors, each of which multiplies one block of a product at a time; 1 where the
-        plan does not depend on it."""
+        """Return the number of multiprocessors, each of which multiplies one block of a product at a time; 1
+        where the plan does not depend on it."""
 
     def is_pinned(self, address: int, size: int) -> bool:
         """Return whether one pinned range contains `size` bytes of host memory from `address` on."""
@@ -191,7 +198,8 @@ def device_offsets(plan: Plan) -> tuple[dict[Slot, int], int]:
 
 
 def slot_offsets(plan: Plan, tier: str, alignment: int) -> tuple[dict[Slot, int], int]:
-    """Return the offset of each slot of a tier, one after the other in one arena, and the bytes of all slots."""
+    """Return the offset of each slot of a tier, one after the other in one arena, and the bytes of all
+    slots."""
     sizes = slot_bytes(plan.problem, plan.tile, plan.slots.strip)
     offsets: dict[Slot, int] = {}
     end = 0

@@ -1,11 +1,13 @@
-"""Checksums that a device takes of its slots with kernels/checks/check_sums.cu: the launches and their addresses.
+"""Checksums that a device takes of its slots with kernels/checks/check_sums.cu: the launches and their
+addresses.
 
 - An Upload of a panel also sums the panel.
 - A Multiply also multiplies the checksums of its two panels.
 - An Upload or a Download of a strip of C also sums the strip.
 
-These launches read and write only the slots of their operation (layout: `oocgemm.planning.check_blocks`), so they need
-no waits of their own. This module does not import cupy: a `Device` launches and copies on the current stream.
+These launches read and write only the slots of their operation (layout: `oocgemm.planning.check_blocks`), so
+they need no waits of their own. This module does not import cupy: a `Device` launches and copies on the
+current stream.
 """
 
 import ctypes
@@ -43,8 +45,8 @@ class Summed(ctypes.Structure):
 
 
 class Multiplied(ctypes.Structure):
-    """The C struct `multiplied` of check_sums.cu: the checksums of two panels, and of the strips that their product
-    updates."""
+    """The C struct `multiplied` of check_sums.cu: the checksums of two panels, and of the strips that their
+    product updates."""
 
     _fields_ = (
         *((f"{x}{part}", _POINTER) for part in ("", "_norms", "_head") for x in "ab"),
@@ -76,7 +78,8 @@ class Device(Protocol):
 
 
 def check_options(dtype: str, accumulator: str, axis: int) -> tuple[str, ...]:
-    """Return the compiler options of check_sums.cu. `axis` 1: signs and sums run along the columns of the stored panel."""
+    """Return the compiler options of check_sums.cu. `axis` 1: signs and sums run along the columns of the
+    stored panel."""
     wide = "complex_t<double>" if DTYPES[accumulator].is_complex else "double"
     return f"-DOOC_STORED={C_TYPES[dtype]}", f"-DOOC_AXIS={axis}", f"-DOOC_WIDE={wide}"
 
@@ -114,7 +117,8 @@ class DeviceChecksums:
             self._sum_panel(op, op.writes[0])
 
     def multiplied(self, op: Operation) -> None:
-        """Add the product of the checksums of a step's panels to the checksums of the strips that its Multiply writes."""
+        """Add the product of the checksums of a step's panels to the checksums of the strips that its
+        Multiply writes."""
         problem, room = self._problem, self.room
         top, bottom = self._rows(op.tile[0])
         depth, cols, c = op.k[1] - op.k[0], op.n[1] - op.n[0], op.writes[0].slot
@@ -160,7 +164,8 @@ class DeviceChecksums:
         self._sum_strip(op, op.reads[0], self.room.found)
 
     def strip_at(self, op: Operation) -> int:
-        """Return the device address of the checksums of a strip. A Download copies them together with the strip."""
+        """Return the device address of the checksums of a strip. A Download copies them together with the
+        strip."""
         return self._at(op.reads[0].slot, op.tile, op.m)
 
     def beside(self, host: int) -> int:
@@ -172,7 +177,8 @@ class DeviceChecksums:
         return self._address(Region(slot, 0, 0)) + self._data_bytes["device", slot.operand]
 
     def _at(self, slot: Slot, tile: Tile, rows: Span) -> int:
-        """Return the device address of the checksums of a strip, or of the first of several consecutive ones."""
+        """Return the device address of the checksums of a strip, or of the first of several consecutive
+        ones."""
         number = (rows[0] - self._rows(tile[0])[0]) // self._strip if slot.operand == "C" else 0
         return self._behind(slot) + number * self.room.end
 

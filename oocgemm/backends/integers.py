@@ -26,7 +26,8 @@ def finish(sums: Array, alpha: float, beta: float, result: Array, workspace: Arr
     spaces = workspace.view(sums.dtype)[: FINISH_ARRAYS * piece].reshape(FINISH_ARRAYS, piece)
     flat, old_flat = sums.reshape(-1), result.reshape(-1)
     with np.errstate(all="ignore"):  # Inf and NaN propagate silently, as in BLAS
-        # Pieces instead of rows: the time does not depend on the shape, and the temporaries stay in the cache.
+        # Pieces instead of rows: the time does not depend on the shape, and the temporaries stay in the
+        # cache.
         for start in range(0, flat.size, piece):
             old = old_flat[start : start + piece]
             value, kept, size = spaces[:, : old.size]

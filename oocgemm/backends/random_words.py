@@ -1,7 +1,8 @@
-"""Counter-based random numbers, equal on host and device: word `index` of a stream needs none of the words before it.
+"""Counter-based random numbers, equal on host and device: word `index` of a stream needs none of the words
+before it.
 
-`random_words` is SplitMix64 (Steele, Lea and Flood, *Fast splittable pseudorandom number generators*, 2014), as in
-kernels/checks/check_sums.cu.
+`random_words` is SplitMix64 (Steele, Lea and Flood, *Fast splittable pseudorandom number generators*, 2014),
+as in kernels/checks/check_sums.cu.
 """
 
 from typing import Any
@@ -37,15 +38,17 @@ def signs(seed: int, axis: int, extent: int) -> NDArray[Any]:
 class SignVectors:
     """`VECTORS` vectors of random signs. Any part of them can be drawn without the parts before it.
 
-    The generator is Philox (Salmon, Moraes, Dror and Shaw, *Parallel random numbers: as easy as 1, 2, 3*, 2011). Its
-    output for a counter depends on the key and the counter alone. Byte j of the output holds the signs of element j.
+    The generator is Philox (Salmon, Moraes, Dror and Shaw, *Parallel random numbers: as easy as 1, 2, 3*,
+    2011). Its output for a counter depends on the key and the counter alone. Byte j of the output holds the
+    signs of element j.
     """
 
     def __init__(self, *seed: int) -> None:
         self._key = np.random.SeedSequence(seed).generate_state(2, np.uint64)
 
     def part(self, start: int, stop: int) -> NDArray[Any]:
-        """Return elements `start` to `stop` of all vectors: shape (stop - start, VECTORS), float64, 1.0 or -1.0."""
+        """Return elements `start` to `stop` of all vectors: shape (stop - start, VECTORS), float64, 1.0 or
+        -1.0."""
         counter = start // _BYTES_PER_COUNT
         skipped = start - counter * _BYTES_PER_COUNT
         count = -(-(stop - counter * _BYTES_PER_COUNT) // 8)

@@ -18,7 +18,8 @@ NAMES = ("auto", "cuda", "host")
 # The kernels of each backend; `auto` is the fastest one.
 KERNELS = {"cuda": ("auto", "cublas", *ladder.names()), "host": ("auto", "blas")}
 
-# Files that exist if a device is visible, and files that exist if a driver is loaded. Containers see the host's /proc/driver.
+# Files that exist if a device is visible, and files that exist if a driver is loaded. Containers see the
+# host's /proc/driver.
 DEVICE_NODES = "/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg"
 DRIVER_FILES = "/proc/driver/nvidia/version", "/dev/nvidia-uvm", "/dev/nvidia-modeset"
 
@@ -45,7 +46,8 @@ def missing_for_cuda() -> str | None:
 
 
 def fall_back(reason: str | None) -> None:
-    """Warn that `auto` falls back to the host for this reason. Silent on a machine without any sign of a GPU."""
+    """Warn that `auto` falls back to the host for this reason. Silent on a machine without any sign of a
+    GPU."""
     if reason and _any_exists((*DEVICE_NODES, *DRIVER_FILES)):
         warnings.warn(f"running on the host: {reason}", stacklevel=3)
 
@@ -65,7 +67,8 @@ def cuda_extra() -> str | None:
 
 
 def resolve(name: str) -> str:
-    """Return `cuda` or `host` for a backend name: `auto` is cuda if a device and cupy are found. Touches no device."""
+    """Return `cuda` or `host` for a backend name: `auto` is cuda if a device and cupy are found. Touches no
+    device."""
     if name not in NAMES:
         raise BackendError(f"unknown backend {name!r}: choose one of {', '.join(NAMES)}")
     if name == "auto":
@@ -81,7 +84,8 @@ def check_kernel(backend: str, kernel: str) -> None:
 
 
 def load(name: str, device: int = 0) -> None:
-    """Import the modules of a backend and create its device context ahead of a run, so that neither counts as run time.
+    """Import the modules of a backend and create its device context ahead of a run, so that neither counts as
+    run time.
 
     Does nothing where that fails: `open_backend` raises the error.
     """
@@ -139,6 +143,7 @@ def _open_cuda(device: int) -> Backend:
 
 
 def identity(backend: Backend) -> str:
-    """Return the key under which a backend's measured rates are stored: its device, and its BLAS on the host."""
+    """Return the key under which a backend's measured rates are stored: its device, and its BLAS on the
+    host."""
     described = backend.describe()
     return ", ".join(described[part] for part in ("device", "blas") if part in described)

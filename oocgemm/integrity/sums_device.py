@@ -108,10 +108,10 @@ class DeviceSums:
     def strip(self, staging: Staging, operation: Operation, columns: Sequence[Array]) -> StripSums:
         """The checksums of a strip that is to be written, as they have come down with it."""
         look = self._digest(operation)
-        staging.show(operation, columns, look)
+        staging.inspect(operation, columns, look)
         start = perf_counter_ns()
         room, problem = self._summing.room, self._problem
-        held = staging.behind(operation.reads[0].slot)
+        held = staging.checksum_bytes(operation.reads[0].slot)
         (height, width), strip = stored_shape(operation, problem), self._plan.slots.strip
         rows, cols = borders(height, strip), borders(width, width)
         blocks = len(rows) - 1, len(cols) - 1

@@ -12,8 +12,8 @@ WARP, BANKS, WORD, SECTOR = 32, 32, 4, 32
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Sectors of 32 bytes loaded from and stored to device memory; and the extra cycles per shared-memory access of a warp
-    due to bank conflicts, of the worst of its patterns."""
+    """Sectors of 32 bytes loaded from and stored to device memory; and the extra cycles per shared-memory
+    access of a warp due to bank conflicts, of the worst of its patterns."""
 
     load_sectors: int
     store_sectors: int
@@ -27,7 +27,8 @@ def stores(m: int, n: int, itemsize: int, *, reads: bool) -> tuple[int, int]:
 
 
 def tiles_sectors(m: int, n: int, k: int, itemsize: int, rows: int, cols: int) -> int:
-    """Return the sectors of A and B if each block loads them once per rows x cols tile of C, with coalesced accesses."""
+    """Return the sectors of A and B if each block loads them once per rows x cols tile of C, with coalesced
+    accesses."""
     return (m * k * -(-n // cols) + k * n * -(-m // rows)) * itemsize // SECTOR
 
 
@@ -43,12 +44,13 @@ def warps_sectors(m: int, n: int, k: int, itemsize: int, cols: int) -> int:
 
 
 def conflicts(itemsize: int, *patterns: Callable[[int], int]) -> int:
-    """Return the extra cycles of the worst of some accesses of a warp, each a function from lane to element index.
+    """Return the extra cycles of the worst of some accesses of a warp, each a function from lane to element
+    index.
 
-    >>> conflicts(4, lambda lane: lane), conflicts(4, lambda lane: 32 * lane), conflicts(4, lambda lane: 33 * lane)
-    (0, 31, 0)
-    >>> conflicts(8, lambda lane: lane), conflicts(8, lambda lane: lane // 16 * 16), conflicts(4, lambda lane: 0)
-    (0, 0, 0)
+    >>> conflicts(4, lambda lane: lane), conflicts(4, lambda lane: 32 * lane), conflicts(4, lambda lane: 33 *
+    lane) (0, 31, 0)
+    >>> conflicts(8, lambda lane: lane), conflicts(8, lambda lane: lane // 16 * 16), conflicts(4, lambda lane:
+    0) (0, 0, 0)
     """
     return max(_extra_cycles(itemsize, pattern) for pattern in patterns)
 

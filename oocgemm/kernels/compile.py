@@ -29,7 +29,8 @@ class Compiler(Protocol):
 def compiled(compiler: Compiler, source: str, arch: str, options: Sequence[str]) -> bytes:
     """Return the machine code of the kernel source `SOURCE.cu` for an architecture such as "sm_90a".
 
-    The cache key is a hash of the compiler's version, the options, and the text of the source and all its includes.
+    The cache key is a hash of the compiler's version, the options, and the text of the source and all its
+    includes.
 
     Raises:
         BackendError: the source does not compile. The message contains the compiler's log.

@@ -39,7 +39,8 @@ def multiply_launch(device: Device, rows: int, columns: int, number: int) -> Lau
 
 
 def planes_map(address: int, ld: int, rows: int, number: int, plane: int) -> TensorMap:
-    """Return the tensor map of ozaki_multiply.cu for `number` planes of `plane` bytes with rows of `ld` bytes."""
+    """Return the tensor map of ozaki_multiply.cu for `number` planes of `plane` bytes with rows of `ld`
+    bytes."""
     return TensorMap("int8", address, (ld, rows, number), (ld, plane), (128, _BOX, 1), 128)
 
 

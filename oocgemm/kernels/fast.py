@@ -1,8 +1,8 @@
 """The fast rungs of the ladder: `simt` uses ordinary multiply-adds, `tensor` the tensor cores.
 
-`tensor` has several entries, for different instructions and alignments. Of each kind, the last entry accepts every call
-of its dtypes and precision. The sources explain their parameters. The first variant of an entry was the fastest for
-most shapes on an H200; the others win for some class of shapes.
+`tensor` has several entries, for different instructions and alignments. Of each kind, the last entry accepts
+every call of its dtypes and precision. The sources explain their parameters. The first variant of an entry
+was the fastest for most shapes on an H200; the others win for some class of shapes.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,7 +38,7 @@ def _too_many(launch: Callable[[Call, Params], Launch]) -> Callable[[Call, Param
     return refuses
 
 
-# --- simt ---------------------------------------------------------------------------------------------------------------
+# --- simt ---------------------------------------------------------------------------------------------------
 
 
 def _simt_bytes(call: Call, p: Params) -> int:
@@ -58,7 +58,7 @@ def _simt_params(block: tuple[int, int, int], thread: tuple[int, int], stages: i
     return dict(zip(names, (*block, *thread, 8, stages, 16, resident), strict=True))
 
 
-# --- tensor, float64 ----------------------------------------------------------------------------------------------------
+# --- tensor, float64 ----------------------------------------------------------------------------------------
 
 _f64 = _tiled(
     "BLOCK_M",
@@ -73,7 +73,7 @@ def _f64_params(block: tuple[int, int], mma_k: int, stages: int, resident: int) 
     return dict(zip(names, (*block, 16, 64, 32, mma_k, stages, 16, resident), strict=True))
 
 
-# --- tensor, by wgmma ---------------------------------------------------------------------------------------------------
+# --- tensor, by wgmma ---------------------------------------------------------------------------------------
 
 
 def _swaps(call: Call) -> bool:
@@ -133,7 +133,7 @@ def _wgmma_params(
     return dict(zip(names, (mma_n, m_blocks, team, stages, cluster, group, reduce, 1), strict=True))
 
 
-# --- tensor, float64, by TMA ----------------------------------------------------------------------------------------------
+# --- tensor, float64, by TMA --------------------------------------------------------------------------------
 
 
 def _f64_tma(call: Call, p: Params) -> Launch:
@@ -169,7 +169,7 @@ def _f64_tma_params(cluster: int, group: int) -> Params:
     return dict(zip(names, (64, 128, 64, 32, 4, cluster, group), strict=True))
 
 
-# --- tensor, by mma.sync ------------------------------------------------------------------------------------------------
+# --- tensor, by mma.sync ------------------------------------------------------------------------------------
 
 _mma = _tiled(
     "TILE_M",
@@ -180,14 +180,15 @@ _mma = _tiled(
 
 
 def _alignment(call: Call) -> int:
-    """Return the bitwise or of all addresses and row pitches in bytes: its trailing zeros are their common alignment."""
+    """Return the bitwise or of all addresses and row pitches in bytes: its trailing zeros are their common
+    alignment."""
     item = DTYPES[call.dtype].itemsize
     return call.a | call.b | call.lda * item | call.ldb * item
 
 
 def _mma_refuses(call: Call, p: Params) -> str | None:
     if _alignment(call) % p["COPY"]:
-        return f"it copies {p['COPY']} bytes at once, and an address or a row of A or B is not a multiple of that"
+        return f"it copies {p['COPY']} bytes at once, and not all rows of A and B begin at a multiple of that"
     return _too_many(_mma)(call, p)
 
 

@@ -24,7 +24,8 @@ def _by_tiles(rows: str, cols: str, threads: Callable[[Params], int]) -> Callabl
 def _tile_model(
     rows: str, cols: str, depth: str, reads: Callable[[Params], tuple[Callable[[int], int], ...]]
 ) -> Callable[[Call, Params], Access]:
-    """Return the access model of a kernel that copies parts of A (rows x depth) and of B (depth x cols) to shared memory.
+    """Return the access model of a kernel that copies parts of A (rows x depth) and of B (depth x cols) to
+    shared memory.
 
     `reads` gives its reads of shared memory; writes along the columns of a transposed part are added here.
     """
@@ -104,8 +105,8 @@ def _single_block_refuses(call: Call, params: Params) -> str | None:
     if needed <= limit:
         return None
     return (
-        f"it holds op(A) {call.m} x {call.k} and op(B) {call.k} x {call.n}, {needed} bytes, in one block's shared "
-        f"memory, which is {limit}: pass a --tile such as 64x64x64"
+        f"it holds op(A) {call.m} x {call.k} and op(B) {call.k} x {call.n}, {needed} bytes, in one block's "
+        f"shared memory, which is {limit}: pass a --tile such as 64x64x64"
     )
 
 

@@ -1,8 +1,8 @@
 """The ladder of GEMM kernels, and the choice of an entry for a call.
 
-To add a kernel, add one file to the CUDA sources in `kernels/plain` or `kernels/fast`, and one `Kernel` to `plain.py` or
-`fast.py` here. This module neither touches a device nor imports cupy, so plans, tests and tuners can list the kernels
-without a GPU.
+To add a kernel, add one file to the CUDA sources in `kernels/plain` or `kernels/fast`, and one `Kernel` to
+`plain.py` or `fast.py` here. This module neither touches a device nor imports cupy, so plans, tests and
+tuners can list the kernels without a GPU.
 """
 
 from itertools import product
@@ -43,7 +43,8 @@ def choose(name: str, call: Call, wanted: Params | None = None) -> tuple[Kernel,
 def check_plan(name: str, plan: Plan, device: Device = H200) -> None:
     """Raise `InputError` if a rung cannot run the steps of a plan, edge tiles and edge panels included.
 
-    A name that is not a rung, such as "cublas", passes. `device` defaults to an H200 for a machine without a GPU.
+    A name that is not a rung, such as "cublas", passes. `device` defaults to an H200 for a machine without a
+    GPU.
     """
     if name not in names():
         return

@@ -24,7 +24,8 @@ def kernel_folder() -> Path:
 
 
 def kernel_path(name: str) -> Path:
-    """Return the path of the source `NAME.cu`. Raises `BackendError` for an unknown name; the message lists the known ones."""
+    """Return the path of the source `NAME.cu`. Raises `BackendError` for an unknown name; the message lists
+    the known ones."""
     found = {path.stem: path for path in kernel_folder().glob("*/*.cu")}
     if name not in found:
         raise BackendError(f"there is no kernel {name!r}; there are {', '.join(sorted(found))}")

@@ -26,8 +26,8 @@ OP_CODES = {Op.N: 0, Op.T: 1, Op.C: 2}
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The properties of a device that kernels depend on: compute capability, number of multiprocessors, and the maximum
-    bytes of shared memory per block."""
+    """The properties of a device that kernels depend on: compute capability, number of multiprocessors, and
+    the maximum bytes of shared memory per block."""
 
     capability: tuple[int, int]
     processors: int
@@ -41,9 +41,10 @@ H200 = Device((9, 0), 132, 227 << 10)
 class Call:
     """One product on a device: C (m x n) = alpha op(A) @ op(B) + beta C, row-major.
 
-    `a`, `b` and `c` are device addresses; leading dimensions are in elements. A and B have `dtype`, C has the dtype that
-    kernels accumulate in. `compute` is "native", or the reduced precision that the caller allows. `work` is the address
-    of the workspace that int8 operands are packed into (its layout: planning/integers.py).
+    `a`, `b` and `c` are device addresses; leading dimensions are in elements. A and B have `dtype`, C has the
+    dtype that kernels accumulate in. `compute` is "native", or the reduced precision that the caller allows.
+    `work` is the address of the workspace that int8 operands are packed into (its layout:
+    planning/integers.py).
     """
 
     dtype: str
@@ -107,8 +108,9 @@ class Launch:
 class TensorMap:
     """A stored matrix as TMA (the copy engine of sm_90) sees it: the arguments of cuTensorMapEncodeTiled.
 
-    `extents` and `box` are in elements, innermost dimension first. `pitches` are the bytes between neighbours along each
-    dimension except the innermost, multiples of 16. `swizzle` is the span of the swizzle in bytes: 0, 32, 64 or 128.
+    `extents` and `box` are in elements, innermost dimension first. `pitches` are the bytes between neighbours
+    along each dimension except the innermost, multiples of 16. `swizzle` is the span of the swizzle in bytes:
+    0, 32, 64 or 128.
     """
 
     dtype: str
@@ -131,9 +133,10 @@ class Kernel:
         launch: returns the launch of a call.
         entry: the function's name if it is not the file's stem.
         compute: the precisions that it computes in: "native" or reduced ones.
-        archs: the targets that the tests compile it for. It runs on these and on later ones; an "a" target runs only on
-            that architecture.
-        refuses: returns why it cannot run a call, such as an alignment that TMA needs or a size that is too large, or None.
+        archs: the targets that the tests compile it for. It runs on these and on later ones; an "a" target
+            runs only on that architecture.
+        refuses: returns why it cannot run a call, such as an alignment that TMA needs or a size that is too
+            large, or None.
         parts: splits a call into the calls that are launched, one after the other.
         macros: further macros of the source, from the stored dtype and op() of A and B.
         maps: returns the tensor maps of A and B, which precede the arguments.

@@ -1,4 +1,5 @@
-"""The results of `oocgemm tune`: per GPU, dtype and class of shapes, the rate of every rung and its best parameters.
+"""The results of `oocgemm tune`: per GPU, dtype and class of shapes, the rate of every rung and its best
+parameters.
 
 They are stored beside the calibrations.
 """
@@ -26,7 +27,8 @@ _THIN = 256
 
 
 def shape_class(m: int, n: int, k: int) -> str:
-    """Return the class of a product: `thin` if C has few rows or columns, `update` if k is small beside both."""
+    """Return the class of a product: `thin` if C has few rows or columns, `update` if k is small beside
+    both."""
     if min(m, n) <= _THIN:
         return "thin"
     return "update" if 4 * k <= min(m, n) else "square"
@@ -97,7 +99,8 @@ def save(tuning: Tuning) -> Path:
         cache.write_whole(path, json.dumps(whole, indent=1).encode())
     except OSError as error:
         raise InputError(
-            f"the tuning cannot be written to {path}: {error.strerror}; set OOCGEMM_CACHE to a writable folder"
+            f"the tuning cannot be written to {path}: {error.strerror}; "
+            "set OOCGEMM_CACHE to a writable folder"
         ) from error
     return path
 

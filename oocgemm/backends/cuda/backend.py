@@ -35,8 +35,8 @@ class CudaBackend:
         except runtime.CUDARuntimeError as error:
             if error.status == _OUT_OF_MEMORY:
                 raise OutOfMemoryError(
-                    f"other processes use so much of CUDA device {device}'s memory that it cannot even be opened: "
-                    "wait for them, or pass another --device"
+                    f"other processes use so much of CUDA device {device}'s memory that it cannot even be "
+                    "opened: wait for them, or pass another --device"
                 ) from error
             raise BackendError(f"no CUDA device answers: {error}") from error
 

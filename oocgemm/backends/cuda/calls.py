@@ -1,8 +1,8 @@
 """Calls of the CUDA driver and cuBLAS that keep the GIL.
 
-Such a call takes microseconds. CuPy releases the GIL during it, and then other threads may hold the GIL a hundred times
-as long. If this happens between a launch and the events on either side of it, the events tell when the thread held the
-GIL, not when the work ran.
+Such a call takes microseconds. CuPy releases the GIL during it, and then other threads may hold the GIL a
+hundred times as long. If this happens between a launch and the events on either side of it, the events tell
+when the thread held the GIL, not when the work ran.
 """
 
 import ctypes
@@ -37,17 +37,20 @@ class _Launched(threading.local):
 
 _launched = _Launched()
 
-# A prepared call, and a function that raises for the status that it returns. A call in Python returns None and raises itself.
+# A prepared call, and a function that raises for the status that it returns. A call in Python returns None
+# and raises itself.
 Launch = tuple[Callable[[], int | None], Callable[[int], None]]
 
 
 def record_around(launches: Sequence[Launch], start: Any, end: Any, stream: Any) -> int:
     """Record an event, launch, record another event.
 
-    All calls are made by one `map` in C, so that the thread keeps the GIL throughout, unless a launch is in Python.
+    All calls are made by one `map` in C, so that the thread keeps the GIL throughout, unless a launch is in
+    Python.
 
     Returns:
-        The host time in nanoseconds after the first launch; after its first kernel if that launch is in Python.
+        The host time in nanoseconds after the first launch; after its first kernel if that launch is in
+        Python.
     """
     record = _cuda("cuEventRecord", _AT, _AT)
     before, after = (partial(record, event.ptr, stream.ptr) for event in (start, end))
@@ -75,7 +78,8 @@ def record(event: Any, stream: Any) -> None:
 
 
 def pinned_bytes(address: int) -> int:
-    """Return the bytes from an address to the end of the pinned range that contains it; 0 if it is not pinned."""
+    """Return the bytes from an address to the end of the pinned range that contains it; 0 if it is not
+    pinned."""
     kind, begin, size = _UNSIGNED(), _SIZE(), _SIZE()
     ask = _cuda("cuPointerGetAttribute", _AT, _INT, _SIZE)
     for found, attribute in ((kind, _KIND), (begin, _BEGIN), (size, _SIZE_OF)):
@@ -115,7 +119,8 @@ class _Rectangle(ctypes.Structure):
 
 
 def copy_rows(to: tuple[int, int], source: tuple[int, int], width: int, rows: int, stream: Any) -> Launch:
-    """Return the launch of a copy of `rows` rows of `width` bytes; `to` and `source` are (address, pitch in bytes)."""
+    """Return the launch of a copy of `rows` rows of `width` bytes; `to` and `source` are (address, pitch in
+    bytes)."""
     given = _Rectangle(
         source_kind=_UNIFIED, source_address=source[0], source_pitch=source[1],
         to_kind=_UNIFIED, to_address=to[0], to_pitch=to[1], width=width, height=rows,
@@ -145,7 +150,8 @@ def in_python(made: Callable[[], None]) -> Launch:
 def launch(
     function: int, grid: Sequence[int], block: Sequence[int], shared: int, values: Sequence[Any]
 ) -> None:
-    """Launch a kernel on cupy's current stream with ctypes values as arguments; the driver copies them before it returns."""
+    """Launch a kernel on cupy's current stream with ctypes values as arguments; the driver copies them before
+    it returns."""
     pointers = (_AT * len(values))(*(ctypes.addressof(value) for value in values))
     types = _AT, *[_UNSIGNED] * 7, _AT, _AT, _AT
     stream = cupy.cuda.get_current_stream().ptr

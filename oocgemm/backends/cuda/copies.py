@@ -1,4 +1,5 @@
-"""Builds the copies of a block between device memory, where its rows are contiguous, and pinned host memory."""
+"""Builds the copies of a block between device memory, where its rows are contiguous, and pinned host
+memory."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -12,13 +13,14 @@ from oocgemm.backends.cuda.borders import cut
 def block_copies(
     device: int, host: Sequence[Array], borders: Sequence[int], stream: Any, *, uploading: bool
 ) -> list[cuda_calls.Launch]:
-    """Return the launches that copy a block. CUDA refuses a copy that crosses from one pinned range into another.
+    """Return the launches that copy a block. CUDA refuses a copy that crosses from one pinned range into
+    another.
 
     Args:
         device: address of the block in device memory.
         host: its groups of columns in a host slot, or an `InPlace`.
-        borders: addresses where one pinned range of the host memory ends and the next begins. For a host slot, the
-            first and the last one are the ends of its pinned memory.
+        borders: addresses where one pinned range of the host memory ends and the next begins. For a host
+            slot, the first and the last one are the ends of its pinned memory.
         stream: where the copies run.
         uploading: host to device if true, else device to host.
     """

@@ -21,8 +21,8 @@ _OPS = {Op.N: 0, Op.T: 1, Op.C: 2}
 def gemm(handle: int, call: Call, *, keep_gil: bool = True) -> cuda_calls.Launch:
     """Return the launch of C = alpha op(A) @ op(B) + beta C on cupy's current stream; k > 0.
 
-    A row-major C is a column-major C^T = op(B)^T op(A)^T: the operands swap places and keep their transposition flags.
-    The launch holds the GIL if `keep_gil`.
+    A row-major C is a column-major C^T = op(B)^T op(A)^T: the operands swap places and keep their
+    transposition flags. The launch holds the GIL if `keep_gil`.
     """
     accumulator = call.accumulator
     if max(call.m, call.n, call.k, call.lda, call.ldb, call.ldc) > _MAX:

@@ -1,4 +1,5 @@
-"""Products of float64 or float32 panels from exact int8 products on a CUDA device (the method: planning/emulation.py).
+"""Products of float64 or float32 panels from exact int8 products on a CUDA device (the method:
+planning/emulation.py).
 
 All launches go to cupy's current stream. The caller provides all device memory. Addresses are integers.
 """
@@ -57,9 +58,11 @@ class Emulated:
         slot: int,
         offsets: Offsets,
     ) -> int:
-        """Split panels of op(A) and op(B) into planes of residues; return the number of moduli, 0 if none suffices.
+        """Split panels of op(A) and op(B) into planes of residues; return the number of moduli, 0 if none
+        suffices.
 
-        Waits for the current stream, to read the verdict (`VERDICT_BYTES`) that decides whether a number suffices.
+        Waits for the current stream, to read the verdict (`VERDICT_BYTES`) that decides whether a number
+        suffices.
 
         Args:
             a, b: device addresses of the panels as stored.

@@ -25,12 +25,13 @@ class Clock:
         self._time = (before + after) // 2
 
     def host(self, event: Any) -> int:
-        """Return the host time of a completed event, in nanoseconds of `perf_counter_ns`. One thread at a time."""
+        """Return the host time of a completed event, in nanoseconds of `perf_counter_ns`. One thread at a
+        time."""
         if perf_counter_ns() - self._time > REANCHOR_NS:
             with self._device:
                 before, after, new = self._probe()
-            # The thread may lose the GIL between the event and its clock reading, so the readings only bound the event's
-            # time. Within these bounds, the device's own clock is taken.
+            # The thread may lose the GIL between the event and its clock reading, so the readings only bound
+            # the event's time. Within these bounds, the device's own clock is taken.
             self._time, self._event = min(max(self._at(new), before), after), new
         return self._at(event)
 
@@ -38,7 +39,8 @@ class Clock:
         return self._time + int(cuda_calls.milliseconds(self._event, event) * 1e6)
 
     def _probe(self) -> tuple[int, int, Any]:
-        """Record an event; return the host times before and after it, and the event. The tightest of several tries."""
+        """Record an event; return the host times before and after it, and the event. The tightest of several
+        tries."""
         probes = []
         for _ in range(5):
             event = cupy.cuda.Event()
@@ -65,8 +67,8 @@ class Work:
 
     def interval(self, clock: Clock) -> tuple[int, int]:
         """Return the host times of start and end, in nanoseconds. Only after the work has ended."""
-        # On an idle stream the start event completes as soon as it is recorded, perhaps long before the work is launched: a
-        # library may load a kernel in between.
+        # On an idle stream the start event completes as soon as it is recorded, perhaps long before the work
+        # is launched: a library may load a kernel in between.
         start, end = clock.host(self.start), clock.host(self.end)
         return min(max(start, self.issued), end), end
 
@@ -75,8 +77,8 @@ class Work:
 class CudaToken:
     """An operation that has ended when the event `end` on `stream` has completed.
 
-    `own` is its own work, without checksums. `check`, called after the end, raises if the operation failed. `noting`,
-    called after the end, records the time that its checksums took.
+    `own` is its own work, without checksums. `check`, called after the end, raises if the operation failed.
+    `noting`, called after the end, records the time that its checksums took.
     """
 
     stream: str

@@ -1,8 +1,8 @@
 """Pins host memory that a device copies from and to: host slots, and operands in the caller's memory.
 
-While the driver pins pages (0.3 ms per 16 MiB), it blocks every thread that submits a copy or a kernel, and such a thread
-holds the GIL. So memory is pinned in parts, and pinning and submitting take turns. Operands, which are needed last, are
-pinned only when no other thread waits.
+While the driver pins pages (0.3 ms per 16 MiB), it blocks every thread that submits a copy or a kernel, and
+such a thread holds the GIL. So memory is pinned in parts, and pinning and submitting take turns. Operands,
+which are needed last, are pinned only when no other thread waits.
 """
 
 import threading
@@ -49,10 +49,12 @@ class HostMemory:
             self._driver.release()
 
     def pin_slot(self, address: int, size: int) -> Sequence[int]:
-        """Pin the used part of a slot, as far as it is not pinned yet, and return the borders of its pinned ranges.
+        """Pin the used part of a slot, as far as it is not pinned yet, and return the borders of its pinned
+        ranges.
 
-        The threads that fault the pages in call this first, while other copies run. A call during `submit` then finds
-        nothing left to pin: it would delay every other submission, by ten times as much if the pages are not resident.
+        The threads that fault the pages in call this first, while other copies run. A call during `submit`
+        then finds nothing left to pin: it would delay every other submission, by ten times as much if the
+        pages are not resident.
 
         Raises:
             BackendError: the system refuses.

@@ -1,8 +1,9 @@
-"""Products of int8 matrices on a CUDA device, summed in int32 by cuBLAS, for any layout; and the finish of their sums.
+"""Products of int8 matrices on a CUDA device, summed in int32 by cuBLAS, for any layout; and the finish of
+their sums.
 
-cuBLAS multiplies int8 only if both operands are contiguous along k and their rows are aligned to 16 bytes. Other operands
-are packed into the workspace of the call first, and a C that is not aligned gets its sums by way of the workspace (its
-layout: planning/integers.py). All launches go to cupy's current stream.
+cuBLAS multiplies int8 only if both operands are contiguous along k and their rows are aligned to 16 bytes.
+Other operands are packed into the workspace of the call first, and a C that is not aligned gets its sums by
+way of the workspace (its layout: planning/integers.py). All launches go to cupy's current stream.
 """
 
 import ctypes
@@ -82,7 +83,8 @@ def finish(
 ) -> None:
     """Compute result = alpha source + beta result elementwise; `dtypes` are those of source and result.
 
-    If result has an integer dtype and an element overflows it or may not be exact, the int32 at `too_large` becomes 1.
+    If result has an integer dtype and an element overflows it or may not be exact, the int32 at `too_large`
+    becomes 1.
     """
     alpha, beta = map(ctypes.c_double, scalars)
     finisher(kernels, dtypes)(

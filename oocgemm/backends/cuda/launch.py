@@ -38,7 +38,8 @@ class _Nvrtc:
 
 
 class Kernels:
-    """Our kernels on one device. Each is compiled and loaded at its first use. Launches go to cupy's current stream."""
+    """Our kernels on one device. Each is compiled and loaded at its first use. Launches go to cupy's current
+    stream."""
 
     def __init__(self, device: int) -> None:
         self.device = describe_device(device)
@@ -73,7 +74,8 @@ class Kernels:
         source: int,
         result: int,
     ) -> None:
-        """Compute result = alpha source + beta result elementwise; `dtypes` are those of source and result."""
+        """Compute result = alpha source + beta result elementwise; `dtypes` are those of source and
+        result."""
         real, pointer = ctypes.c_double, ctypes.c_void_p
         alpha, beta = (complex(scalar) for scalar in scalars)
         values = (
@@ -96,7 +98,8 @@ class Kernels:
     def plain(self, source: str, entry: str, macros: tuple[str, ...]) -> Callable[..., None]:
         """Return a callable that launches a kernel outside the ladder.
 
-        Its arguments are a grid, for blocks of 256 threads, or a `Launch`; and then the kernel's arguments as ctypes values.
+        Its arguments are a grid, for blocks of 256 threads, or a `Launch`; and then the kernel's arguments as
+        ctypes values.
         """
         key = source, entry, macros
         if key not in self._functions:
@@ -141,7 +144,8 @@ class Kernels:
 
 
 class SumsDevice:
-    """Launches checksum kernels, and copies, on cupy's current stream. Implements `oocgemm.backends.checksums.Device`."""
+    """Launches checksum kernels, and copies, on cupy's current stream. Implements
+    `oocgemm.backends.checksums.Device`."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels

@@ -1,4 +1,5 @@
-"""Times kernels on a CUDA device: with random operands, after a warm-up, interleaved, with the clock rate observed."""
+"""Times kernels on a CUDA device: with random operands, after a warm-up, interleaved, with the clock rate
+observed."""
 
 import ctypes
 import random
@@ -75,7 +76,8 @@ class Stopwatch:
 
     @contextmanager
     def operands(self, product: Product) -> Iterator[Call]:
-        """Allocate a product's operands on the device, filled with random numbers, for the duration of the context."""
+        """Allocate a product's operands on the device, filled with random numbers, for the duration of the
+        context."""
         swaps_a, swaps_b = product.op_a.swaps, product.op_b.swaps
         lda, ldb = (product.m if swaps_a else product.k), (product.k if swaps_b else product.n)
         kind, shape = (product.dtype, product.op_a, product.op_b), (product.m, product.n, product.k)
@@ -110,10 +112,12 @@ class Stopwatch:
     def compare(
         self, contenders: Sequence[tuple[Kernel | None, Params]], call: Call, seconds: float
     ) -> list[Timing]:
-        """Time contenders (cuBLAS is None) in turns, for about `seconds` each and at least `_MIN_SAMPLES` times.
+        """Time contenders (cuBLAS is None) in turns, for about `seconds` each and at least `_MIN_SAMPLES`
+        times.
 
-        The order is shuffled in each round: a GPU at its power limit is faster after a contender that drew little power.
-        A launch takes the host a few microseconds, so a shorter product measures the launch instead.
+        The order is shuffled in each round: a GPU at its power limit is faster after a contender that drew
+        little power. A launch takes the host a few microseconds, so a shorter product measures the launch
+        instead.
         """
         times = []
         for contender in contenders:
@@ -163,7 +167,8 @@ class _Clocks:
 
 
 def _random(count: int, dtype: np.dtype[Any]) -> int:
-    """Allocate device memory for `count` random elements; return its address. Integer dtypes get small integers."""
+    """Allocate device memory for `count` random elements; return its address. Integer dtypes get small
+    integers."""
     rng = np.random.default_rng(0)
     numbers: np.ndarray[Any, Any] = rng.standard_normal(min(count, _BLOCK))
     if dtype.kind == "c":

@@ -66,14 +66,15 @@ class Multiplier:
         return self.launch(None, {}, call)
 
     def load(self, call: Call) -> None:
-        """Run a call once so that cuBLAS loads its kernels, if cuBLAS would run it. That takes tens of milliseconds, without
-        the GIL."""
+        """Run a call once so that cuBLAS loads its kernels, if cuBLAS would run it. That takes tens of
+        milliseconds, without the GIL."""
         name, _ = self._tuning.choice(self._kernel, call.dtype, call.compute, (call.m, call.n, call.k))
         if name == tuning.CUBLAS and call.dtype != "int8":
             make(blas.gemm(self._blas, call, keep_gil=False))
 
     def accumulate(self, call: Call) -> None:
-        """Compute C (float64) = op(A) @ op(B) + beta C for int8 operands; k is at most `integers.MAX_DEPTH`."""
+        """Compute C (float64) = op(A) @ op(B) + beta C for int8 operands; k is at most
+        `integers.MAX_DEPTH`."""
         packed = int8.packed(self.kernels, call)
         int8.by_strips(self.kernels, packed, "float64", lambda part: make(self.choose(part)))
 

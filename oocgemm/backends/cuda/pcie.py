@@ -10,8 +10,8 @@ MAX_LANES = 32
 def link_limit(address: str, devices: Path = DEVICES) -> float | None:
     """Return an upper bound on the rate of a device's link in one direction, in bytes per second.
 
-    It is the transfer rate of the link's generation times its number of lanes, without the encoding overhead. The link's
-    current speed is not used, since an idle link slows down.
+    It is the transfer rate of the link's generation times its number of lanes, without the encoding overhead.
+    The link's current speed is not used, since an idle link slows down.
 
     Args:
         address: domain, bus, device and function, such as 0000:1B:00.0.

@@ -1,7 +1,8 @@
-"""Runs the operations of one plan on a CUDA device: one arena, cupy's streams and events, cuBLAS or our kernels.
+"""Runs the operations of one plan on a CUDA device: one arena, cupy's streams and events, cuBLAS or our
+kernels.
 
-Each device lane is a CUDA stream. A wait between two operations becomes a `cuStreamWaitEvent`, so no thread waits for
-the device between steps, Prepare excepted.
+Each device lane is a CUDA stream. A wait between two operations becomes a `cuStreamWaitEvent`, so no thread
+waits for the device between steps, Prepare excepted.
 """
 
 import threading
@@ -35,8 +36,9 @@ from oocgemm.planning.schedule.slots import slot_of
 from oocgemm.planning.units import format_size
 from oocgemm.system.threads import start
 
-# The priority of each stream. When a multiprocessor becomes free, the device runs blocks of a high-priority stream (-1) first:
-# short work that the next Multiply waits for precedes the remaining blocks of the current Multiply.
+# The priority of each stream. When a multiprocessor becomes free, the device runs blocks of a high-priority
+# stream (-1) first: short work that the next Multiply waits for precedes the remaining blocks of the current
+# Multiply.
 STREAMS = {"h2d": 0, "h2d-c": 0, "prepare": -1, "compute": 0, "d2h": 0}
 LOADED_DEPTH = 64  # k of the product that makes cuBLAS load its kernels
 SUMS = "sums"  # the stream that takes checksums: the next upload runs while the last one is summed
@@ -91,8 +93,8 @@ class CudaSession:
                 free = runtime.memGetInfo()[0]
                 self.close()
                 raise OutOfMemoryError(
-                    f"the device refuses what the kernels take beside the buffers ({error}), {format_size(free)} are "
-                    "free: pass a smaller --device-memory"
+                    f"the device refuses what the kernels take beside the buffers ({error}), "
+                    f"{format_size(free)} are free: pass a smaller --device-memory"
                 ) from error
             except BaseException:
                 self.close()
@@ -105,7 +107,8 @@ class CudaSession:
             yield
 
     def _begin_loading(self, plan: Plan, device: int, kernel: str) -> None:
-        """Make cuBLAS load its kernels in a thread while the first panels are read, unless this process has done so.
+        """Make cuBLAS load its kernels in a thread while the first panels are read, unless this process has
+        done so.
 
         Otherwise the first Multiply would load them, holding the GIL for tens of milliseconds.
         """
@@ -118,7 +121,8 @@ class CudaSession:
             _loaded.add(kind)
 
     def _load_multiplier(self, plan: Plan) -> None:
-        """Multiply once, in slots that are still unused. Errors are ignored: the first Multiply raises them again."""
+        """Multiply once, in slots that are still unused. Errors are ignored: the first Multiply raises them
+        again."""
         (m, n, r), stream = extents(plan.problem, plan.tile), cupy.cuda.Stream(non_blocking=True)
         a, b, c = (self._arena + self._offsets[slot_of(Tier.DEVICE, x, 0)] for x in "ABC")
         with suppress(Exception), self._device, stream:
@@ -163,8 +167,8 @@ class CudaSession:
     ) -> CudaToken:
         """Enqueue an operation together with the launches that take its checksums.
 
-        An Upload is summed afterwards on the checksum stream, a Download before it on its own stream. The checksums of a
-        Multiply or a Finish run beside it on the checksum stream, which has the same waits.
+        An Upload is summed afterwards on the checksum stream, a Download before it on its own stream. The
+        checksums of a Multiply or a Finish run beside it on the checksum stream, which has the same waits.
         """
         name, stream, beside = op.stream, self._streams[op.stream], self._streams[SUMS]
         match op.kind:
@@ -249,7 +253,8 @@ class CudaSession:
         return block_copies(device, host, borders, stream, uploading=uploading)
 
     def _checksums(self, op: Operation, host: Sequence[Array], stream: Any) -> list[cuda_calls.Launch]:
-        """Return the copy of a strip's checksums to the host, behind the strip; none if the device takes none."""
+        """Return the copy of a strip's checksums to the host, behind the strip; none if the device takes
+        none."""
         if self.checksums is None:
             return []
         to, size = self.checksums.beside(host[0].ctypes.data), self.checksums.room.end
@@ -302,7 +307,8 @@ class CudaSession:
     def _call(
         self, extents: tuple[int, int, int], height: int, at: tuple[int, int, int], *, first: bool
     ) -> Call:
-        """Return the native call for panels and a tile at addresses `at`. The panel of op(A) has `height` rows."""
+        """Return the native call for panels and a tile at addresses `at`. The panel of op(A) has `height`
+        rows."""
         problem, (m, n, k), (a, b, c) = self._problem, extents, at
         lda = height if problem.trans_a.swaps else k
         ldb = k if problem.trans_b.swaps else n
@@ -313,7 +319,8 @@ class CudaSession:
         return Call(*kind, m, n, k, alpha, a, lda, b, ldb, beta, c, n, *how)
 
     def _check(self, op: Operation) -> None:
-        """Raise `ExecutionError` if a strip that has been finished or downloaded overflows C's integer dtype."""
+        """Raise `ExecutionError` if a strip that has been finished or downloaded overflows C's integer
+        dtype."""
         region = op.writes[0] if op.kind is Kind.FINISH else op.reads[0] if op.kind is Kind.DOWNLOAD else None
         finished = region is not None and region.slot.operand == "D"
         if region is not None and finished and np.frombuffer(self._flags, np.int32)[region.slot.index]:
@@ -350,5 +357,6 @@ def _allocate(size: int) -> int:
     except runtime.CUDARuntimeError as error:
         free = runtime.memGetInfo()[0]
         raise OutOfMemoryError(
-            f"the device refuses {format_size(size)}, {format_size(free)} are free: pass a smaller --device-memory"
+            f"the device refuses {format_size(size)}, {format_size(free)} are free: "
+            "pass a smaller --device-memory"
         ) from error

@@ -1,7 +1,7 @@
 """The host backend: NumPy's BLAS multiplies, threads are the streams, and ordinary memory is the device.
 
-It runs the same schedules as a GPU, with the same hazards. Tests therefore need no GPU. It is also useful by itself:
-it multiplies arrays on disk within a hard memory budget.
+It runs the same schedules as a GPU, with the same hazards. Tests therefore need no GPU. It is also useful by
+itself: it multiplies arrays on disk within a hard memory budget.
 """
 
 import os
@@ -98,7 +98,8 @@ class HostSession:
         return self._view(self._offsets[region.slot], shape, dtype)
 
     def _rows(self, operation: Operation, region: Region) -> Array:
-        """Return the rows of a tile (slot C) or of a finished strip (slot D) as an array, valid columns only."""
+        """Return the rows of a tile (slot C) or of a finished strip (slot D) as an array, valid columns
+        only."""
         rows, cols = (stop - start for start, stop in (operation.m, operation.n))
         name = self._problem.acc_dtype if region.slot.operand == "C" else self._problem.c_dtype
         dtype = numpy_dtype(name)

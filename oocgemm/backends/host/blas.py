@@ -1,8 +1,9 @@
 """``C = alpha op(A) op(B) + beta C`` in place, through the BLAS that NumPy itself has loaded.
 
-NumPy has no accumulating product: ``C += A @ B`` writes a temporary of C's size and reads it back. The BLAS that
-NumPy is linked to exports cblas's gemm, which accumulates. This module finds that library among the libraries mapped
-into the process and calls it through ctypes, which releases the GIL. If it finds none, NumPy multiplies in blocks.
+NumPy has no accumulating product: ``C += A @ B`` writes a temporary of C's size and reads it back. The BLAS
+that NumPy is linked to exports cblas's gemm, which accumulates. This module finds that library among the
+libraries mapped into the process and calls it through ctypes, which releases the GIL. If it finds none, NumPy
+multiplies in blocks.
 """
 
 import ctypes
@@ -87,7 +88,8 @@ def _scale(beta: complex, c: Array) -> None:
 
 @cache
 def blas_name() -> str:
-    """Return the name of the BLAS library and, if it reports one, its kernel family; "numpy" if no BLAS is found."""
+    """Return the name of the BLAS library and, if it reports one, its kernel family; "numpy" if no BLAS is
+    found."""
     found = _library()
     if found is None:
         return "numpy"
@@ -98,10 +100,11 @@ def blas_name() -> str:
 
 
 def better_family(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, str] | None:
-    """Return the kernel family that OpenBLAS has picked and a faster one for this CPU; None if its choice is good.
+    """Return the kernel family that OpenBLAS has picked and a faster one for this CPU; None if its choice is
+    good.
 
-    OpenBLAS identifies CPUs by model number and treats a model newer than itself as an old one. The family can only be
-    set before the library is loaded, by the environment variable `CHOICE`.
+    OpenBLAS identifies CPUs by model number and treats a model newer than itself as an old one. The family
+    can only be set before the library is loaded, by the environment variable `CHOICE`.
     """
     picked = _ask("get_corename")
     if picked is None or picked in AVX512_FAMILIES or "DYNAMIC_ARCH" not in (_ask("get_config") or ""):
@@ -129,7 +132,8 @@ def _ask(question: str) -> str | None:
 
 @cache
 def _library() -> tuple[ctypes.CDLL, str, str, str] | None:
-    """Return the loaded library that exports gemm, its path, and the prefix and suffix of its symbol names."""
+    """Return the loaded library that exports gemm, its path, and the prefix and suffix of its symbol
+    names."""
     try:
         with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
             paths = {line.split(maxsplit=5)[5].strip() for line in maps if line.count("/")}

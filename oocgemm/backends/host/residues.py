@@ -1,12 +1,14 @@
-"""Products of float64 or float32 panels from their residues, in NumPy (the method is in `oocgemm.planning.emulation`).
+"""Products of float64 or float32 panels from their residues, in NumPy (the method is in
+`oocgemm.planning.emulation`).
 
-`prepare` scales a step's panels and splits them into residues, once. `multiply` computes the product, row strip by row
-strip. The host has no fast int8 products, so residues are multiplied in float32, in parts short enough that every sum is
-exact. This code is a reference for small sizes; it is not fast.
+`prepare` scales a step's panels and splits them into residues, once. `multiply` computes the product, row
+strip by row strip. The host has no fast int8 products, so residues are multiplied in float32, in parts short
+enough that every sum is exact. This code is a reference for small sizes; it is not fast.
 
 Layout of a planes slot, where N is the largest number of moduli of the dtype:
 
-    planes of A [N][m][pitch], planes of B [N][n][pitch], exponents of A [m], of B [n], log2 of the row norms [m + n]
+    planes of A [N][m][pitch], planes of B [N][n][pitch], exponents of A [m], of B [n], log2 of the row norms
+    [m + n]
 
 A row of B's planes is a column of op(B), so that both operands are contiguous along k.
 """
@@ -39,7 +41,8 @@ _BELOW = 1 - 2.0**-30
 
 @dataclass(frozen=True, slots=True)
 class Planes:
-    """A panel's residues [N, rows, ld] int8, its rows' exponents, and the base-2 logarithms of their norms."""
+    """A panel's residues [N, rows, ld] int8, its rows' exponents, and the base-2 logarithms of their
+    norms."""
 
     residues: Array
     exponents: Array
@@ -75,10 +78,11 @@ def views(space: Array, m: int, n: int, depth: int, dtype: str) -> tuple[Planes,
 
 
 def prepare(a: Array, b: Array, space: Array, dtype: str) -> Prepared:
-    """Split a panel of op(A) (m x k) and one of op(B) (k x n), of any strides, into residues in a planes slot.
+    """Split a panel of op(A) (m x k) and one of op(B) (k x n), of any strides, into residues in a planes
+    slot.
 
-    Takes the fewest moduli that make the product as accurate as a native one in `dtype`. Returns 0 moduli, and planes
-    without meaning, if no number of moduli suffices or an element is Inf or NaN.
+    Takes the fewest moduli that make the product as accurate as a native one in `dtype`. Returns 0 moduli,
+    and planes without meaning, if no number of moduli suffices or an element is Inf or NaN.
     """
     (m, k), n = a.shape, b.shape[1]
     planes = views(space, m, n, k, dtype)
@@ -163,8 +167,8 @@ def workspace_bytes(n: int, depth: int) -> int:
 
 
 def _workspace(n: int, depth: int) -> tuple[int, int, int, int]:
-    """Return the bytes of five blocks of C in float64, of one in float32, and of one block of A's and of B's residues in
-    float32."""
+    """Return the bytes of five blocks of C in float64, of one in float32, and of one block of A's and of B's
+    residues in float32."""
     across, deep = min(_SIDE, n), min(_DEPTH, pitch(depth))
     return 5 * 8 * _SIDE * across, 4 * _SIDE * across, 4 * _SIDE * deep, 4 * across * deep
 

@@ -21,7 +21,7 @@ from oocgemm import stores
 from oocgemm.backends.base import Array, Pinner
 from oocgemm.backends.cuda.borders import cut
 from oocgemm.backends.host.backend import HostBackend, HostSession
-from oocgemm.engine import pinning as locking
+from oocgemm.engine import pinning
 from oocgemm.engine.pinning import PinnedOperands
 from oocgemm.errors import ExecutionError
 from oocgemm.machine import info as system
@@ -101,8 +101,8 @@ class Locker:
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(locking, "PART", 4 * PAGE)
-    monkeypatch.setattr(locking, "ONE_BY_ONE", 3)
+    monkeypatch.setattr(pinning, "PART", 4 * PAGE)
+    monkeypatch.setattr(pinning, "SINGLE_PARTS", 3)
     monkeypatch.setattr(arrays, "MIN_LOCKED", 1)
     monkeypatch.setattr(arrays, "WIDE", 64)
 
@@ -132,7 +132,7 @@ def test_each_page_is_pinned_once_in_order_of_first_use() -> None:
     a, b, locker = held(64, 4 * KIB), held(64, 4 * KIB), Locker()
     b_rows = [b[r : r + 8, :KIB] for r in range(0, 64, 8)]
     locked = PinnedOperands([a, b], [a[:, : KIB // 2], *b_rows], locker.pinner)
-    found = [locked.find(block) for block in b_rows]
+    found = [locked.await_block(block) for block in b_rows]
     assert all(
         one is not None and one[0] is block and locker.covers(block, one.borders)
         for one, block in zip(found, b_rows, strict=True)
@@ -143,9 +143,9 @@ def test_each_page_is_pinned_once_in_order_of_first_use() -> None:
     # A's first panel takes a part of every row: locked for it, all of A would come before B.
     assert in_b == sorted(in_b, reverse=True)
     assert any(in_b)
-    assert {size for _, size in locker.locked[:3]} == {locking.PART}
-    assert max(size for _, size in locker.locked[3:]) == locking.TOGETHER * locking.PART
-    assert locked.find(a[:, KIB : 2 * KIB]) is not None
+    assert {size for _, size in locker.locked[:3]} == {pinning.PART}
+    assert max(size for _, size in locker.locked[3:]) == pinning.PARTS_PER_CALL * pinning.PART
+    assert locked.await_block(a[:, KIB : 2 * KIB]) is not None
     locked.release()
     assert not locker.ranges
 
@@ -160,7 +160,7 @@ def test_operands_may_share_memory(offset: int, rows: int, top: int, left: int, 
     locked._thread.join()
     for part in parts:
         block = part[:, 64 * left : 64 * (left + width)]
-        found = locked.find(block)
+        found = locked.await_block(block)
         if block.size:
             assert found is not None
             assert locker.covers(block, found.borders)
@@ -172,9 +172,9 @@ def test_a_block_not_pinned_soon_is_not_waited_for() -> None:
     a, locker = held(256, KIB), Locker()
     locker.hold.clear()
     locked = PinnedOperands([a], [], locker.pinner)
-    assert locked.find(a[200:201]) is None  # all before it would come first
+    assert locked.await_block(a[200:201]) is None  # all before it would come first
     waiting: list[Any] = []
-    thread = threading.Thread(target=lambda: waiting.append(locked.find(a[:8])))
+    thread = threading.Thread(target=lambda: waiting.append(locked.await_block(a[:8])))
     thread.start()
     locker.hold.set()
     thread.join()
@@ -187,9 +187,9 @@ def test_blocks_the_system_refuses_to_pin_are_copied(allows: int) -> None:
     a, locker = held(64, KIB), Locker(allows)
     locked = PinnedOperands([a], [], locker.pinner)
     locked._thread.join()
-    first = locked.find(a[:2])
+    first = locked.await_block(a[:2])
     assert (first is not None) == bool(allows)
-    assert locked.find(a[48:]) is None
+    assert locked.await_block(a[48:]) is None
     assert len(locker.ranges) == allows
     locked.release()
     assert not locker.ranges
@@ -201,7 +201,7 @@ def test_pages_never_written_are_not_pinned() -> None:
     locked = PinnedOperands([empty], [], locker.pinner)
     locked._thread.join()
     assert not locker.locked
-    assert locked.find(empty[:1]) is None
+    assert locked.await_block(empty[:1]) is None
     locked.release()
 
 
@@ -209,7 +209,7 @@ def test_a_stop_ends_waiting_and_pinning() -> None:
     a, locker = held(64, KIB), Locker(slow=0.01)
     locked = PinnedOperands([a], [a], locker.pinner)
     locked.stop()
-    assert locked.find(a) is None
+    assert locked.await_block(a) is None
     locked.release()
     assert len(locker.locked) < 8
     assert not locker.ranges
@@ -222,7 +222,7 @@ def test_without_a_thread_nothing_is_pinned(monkeypatch: pytest.MonkeyPatch) -> 
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", start)
-    with pytest.raises(ExecutionError, match="oocgemm-lock"):
+    with pytest.raises(ExecutionError, match="oocgemm-pin"):
         PinnedOperands([a], [a], locker.pinner)
 
 
@@ -346,7 +346,7 @@ def test_operands_are_multiplied_in_place_unless_verified(
     trans_a: bool, trans_b: bool, verify: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With checksums of the host's all that is read is looked at on the way, and copied."""
-    monkeypatch.setattr(locking, "WORTH_WAITING", 1000)
+    monkeypatch.setattr(pinning, "MAX_WAIT_RATIO", 1000)
     left, right = integers(300, 200), integers(200, 250)
     a, b = left.T.copy() if trans_a else left, right.T.copy() if trans_b else right
     options: dict[str, Any] = {"trans_a": trans_a, "trans_b": trans_b, "verify": verify}
