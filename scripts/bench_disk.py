@@ -36,7 +36,7 @@ from keeping import here
 from linked import CORES, linked_zarr
 
 from oocgemm import stores
-from oocgemm.engine.staging import PIECE_BYTES
+from oocgemm.engine.blocks import PIECE_BYTES
 from oocgemm.planning.units import format_size
 
 

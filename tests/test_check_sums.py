@@ -1,4 +1,4 @@
-"""What takes checksums on a device: digests by their definition, kernels/check_sums.cu against NumPy, and the room for it all."""
+"""What takes checksums on a device: digests by their definition, kernels/checks/check_sums.cu against NumPy, and the room for it all."""
 
 import ctypes
 import shutil
@@ -20,7 +20,7 @@ from oocgemm.backends.base import numpy_dtype
 from oocgemm.backends.checksums import CutFields, Device, Multiplied, Summed, check_options
 from oocgemm.integrity.checksums.device import Weights
 from oocgemm.kernels.compile import compiled
-from oocgemm.kernels.sources import kernel_folder
+from oocgemm.kernels.sources import kernel_folder, kernel_path
 from oocgemm.planning import DTYPES
 from oocgemm.planning.check_blocks import DIGEST_ROWS, Blocking, borders
 from tests.backends_here import CUDA
@@ -253,7 +253,7 @@ class LockstepDevice(ModelDevice):
 def _built(macros: tuple[str, ...]) -> ctypes.CDLL:
     runs = "RUN(check_panel) RUN(check_strip) RUN(check_product)"
     flags = "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", f"-I{kernel_folder()}"
-    names = f'-DSOURCE="{kernel_folder() / "check_sums.cu"}"', f"-DRUNS={runs}"
+    names = f'-DSOURCE="{kernel_path("check_sums")}"', f"-DRUNS={runs}"
     shim = Path(__file__).parent / "lockstep.hpp"
     with TemporaryDirectory() as folder:
         library = f"{folder}/check_sums.so"

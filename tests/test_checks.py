@@ -119,7 +119,7 @@ def _on_device(of: Callable[[Operation], bool], change: Callable[[Array], None])
             return
         import cupy
 
-        from oocgemm.backends.cuda.backend import CudaSession
+        from oocgemm.backends.cuda.session import CudaSession
 
         on_cuda = CudaSession.submit
 
@@ -244,7 +244,7 @@ def test_a_stale_slot_is_noticed(engine: str, operand: str) -> None:
 
     session: Any = HostSession
     if engine == "cuda":
-        from oocgemm.backends.cuda.backend import CudaSession as session  # noqa: N813
+        from oocgemm.backends.cuda.session import CudaSession as session  # noqa: N813
     with patch.object(session, "submit", stale(session.submit)):
         result = product(engine, a, b, tile="150x160x30")
     assert checked(result)["recomputed"] == [[0, 0]]
@@ -294,7 +294,7 @@ def test_a_panel_corrupted_before_upload_is_corrected(
     left = 1
     session: Any = HostSession
     if engine == "cuda":
-        from oocgemm.backends.cuda.backend import CudaSession as session  # noqa: N813
+        from oocgemm.backends.cuda.session import CudaSession as session  # noqa: N813
     right = session.submit
 
     def submit(self: Any, operation: Operation, host: Any, after: Any) -> Any:

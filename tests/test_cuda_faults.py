@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from oocgemm import backends
+from oocgemm.backends import registry
 from oocgemm.backends.base import InPlace
 from oocgemm.errors import BackendError, OutOfMemoryError
 from oocgemm.planning import (
@@ -81,7 +82,7 @@ def device() -> Iterator[SimpleNamespace]:
         for name in [name for name in sys.modules if name.startswith("oocgemm.backends.cuda")]:
             del sys.modules[name]
         vars(backends).pop("cuda", None)
-        with patch.object(backends, "missing_for_cuda", lambda: None):
+        with patch.object(registry, "missing_for_cuda", lambda: None):
             cuda, calls = (
                 importlib.import_module(f"oocgemm.backends.cuda.{name}") for name in ("backend", "calls")
             )
@@ -158,7 +159,7 @@ def test_a_device_without_room_beside_the_arena_gives_it_back(
 @pytest.mark.parametrize("name", ["auto", "cuda"])
 def test_a_device_full_of_other_processes_is_out_of_memory(device: SimpleNamespace, name: str) -> None:
     device.runtime.free.side_effect = CudaError(NO_MEMORY)
-    with pytest.raises(OutOfMemoryError, match="other processes hold so much of CUDA device 0's memory"):
+    with pytest.raises(OutOfMemoryError, match="other processes use so much of CUDA device 0's memory"):
         backends.open_backend(name)
 
 
@@ -176,9 +177,9 @@ def first(plan: Plan, kind: Kind) -> Operation:
 def test_memory_that_cannot_be_locked_is_an_error_with_a_remedy(device: SimpleNamespace, plan: Plan) -> None:
     session = device.backend().open(plan, "cublas")
     device.runtime.hostRegister.side_effect = CudaError(NO_MEMORY)
-    said = r"refuses to lock .*KiB of host memory .*--host-memory, or raise ulimit -l"
+    said = r"refuses to pin .*KiB of host memory .*--host-memory, or raise ulimit -l"
     with pytest.raises(BackendError, match=said):
-        session.page_lock([np.ones((32, 32))])
+        session.pin([np.ones((32, 32))])
     with pytest.raises(BackendError, match=said):
         session.submit(first(plan, Kind.UPLOAD), [np.ones((32, 32))], [])
 
@@ -186,7 +187,7 @@ def test_memory_that_cannot_be_locked_is_an_error_with_a_remedy(device: SimpleNa
 def test_a_slot_pinned_by_its_reader_is_not_pinned_again(device: SimpleNamespace, plan: Plan) -> None:
     """Whoever issues the copy would hold up all other orders."""
     session, panel = device.backend().open(plan, "cublas"), np.ones((32, 32))
-    session.page_lock([panel])
+    session.pin([panel])
     with issued(device, {}):
         session.submit(first(plan, Kind.UPLOAD), [panel], [])
     assert device.runtime.hostRegister.call_count == 1
@@ -226,9 +227,9 @@ def test_a_zero_copy_panel_is_split_at_borders_of_pinned_ranges(
 def test_operands_are_pinned_while_no_operation_is_submitted(device: SimpleNamespace, plan: Plan) -> None:
     session = device.backend().open(plan, "cublas")
     memory, register = session._host, device.runtime.hostRegister
-    thread = threading.Thread(target=session.locks.lock, args=(4096, 4096))
+    thread = threading.Thread(target=session.pinner.pin, args=(4096, 4096))
     memory._waiting.add(0)  # some thread that has yet to get the driver
-    with memory.ordering():
+    with memory.submitting():
         thread.start()
         thread.join(0.05)
         register.assert_not_called()
@@ -237,7 +238,7 @@ def test_operands_are_pinned_while_no_operation_is_submitted(device: SimpleNames
     memory._waiting.discard(0)
     thread.join()
     register.assert_called_once_with(4096, 4096, 0)
-    session.locks.unlock(4096)
+    session.pinner.unpin(4096)
     device.runtime.hostUnregister.assert_called_once_with(4096)
 
 
@@ -245,11 +246,11 @@ def test_an_abandoned_operation_blocks_nobody(device: SimpleNamespace, plan: Pla
     memory = device.backend().open(plan, "cublas")._host
     with patch.object(memory, "_driver") as driver:
         driver.acquire.side_effect = KeyboardInterrupt
-        with pytest.raises(KeyboardInterrupt), memory.ordering():
+        with pytest.raises(KeyboardInterrupt), memory.submitting():
             pass
-    with pytest.raises(CudaError), memory.ordering():
+    with pytest.raises(CudaError), memory.submitting():
         raise CudaError(LAUNCH_FAILED)
-    memory.locks.lock(4096, 4096)  # would wait for either
+    memory.pinner.pin(4096, 4096)  # would wait for either
 
 
 def issued(device: SimpleNamespace, status: dict[str, int], made: list[str] | None = None) -> Any:
@@ -267,7 +268,7 @@ def issued(device: SimpleNamespace, status: dict[str, int], made: list[str] | No
 
 
 @pytest.mark.parametrize(
-    ("status", "kind", "address", "holds"),
+    ("status", "kind", "address", "pinned"),
     [
         (0, 1, 8192, True),
         (0, 1, 8192 + 4096, True),
@@ -277,7 +278,7 @@ def issued(device: SimpleNamespace, status: dict[str, int], made: list[str] | No
     ],
 )
 def test_memory_within_one_pinned_range_counts_as_pinned(
-    device: SimpleNamespace, status: int, kind: int, address: int, holds: bool
+    device: SimpleNamespace, status: int, kind: int, address: int, pinned: bool
 ) -> None:
     """Of 8 KiB from 8192 on."""
     attributes = {2: kind, 11: 8192, 12: 8192}
@@ -289,7 +290,7 @@ def test_memory_within_one_pinned_range_counts_as_pinned(
         return status
 
     with patch.object(device.calls, "_cuda", lambda name, *types: ask):
-        assert device.backend().holds(address, 4096) == holds
+        assert device.backend().is_pinned(address, 4096) == pinned
 
 
 def test_after_a_failed_launch_all_is_given_back(device: SimpleNamespace, plan: Plan) -> None:

@@ -16,7 +16,7 @@ CODE = """
 import functools, json, os, sys
 from pathlib import Path
 from oocgemm import __main__ as entry
-from oocgemm.backends import blas
+from oocgemm.backends.host import blas
 cpuinfo, answers = Path(sys.argv.pop(1)), json.loads(sys.argv.pop(1))
 blas._ask = answers.get
 entry.better_family = functools.partial(blas.better_family, cpuinfo)

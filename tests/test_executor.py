@@ -110,7 +110,7 @@ def test_a_failing_progress_callback_fails_the_run() -> None:
 def test_a_failure_stops_the_queueing_of_later_operations(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    right, seen, total = Run._queue, 0, 0
+    right, seen, total = Run._queue_of, 0, 0
 
     def queue(self: Run, operation: Operation) -> Any:
         nonlocal seen, total
@@ -118,7 +118,7 @@ def test_a_failure_stops_the_queueing_of_later_operations(
         seen += 1
         return right(self, operation)
 
-    monkeypatch.setattr(Run, "_queue", queue)
+    monkeypatch.setattr(Run, "_queue_of", queue)
     monkeypatch.setattr(HostSession, "submit", Mock(side_effect=RuntimeError("the launch failed")))
     with pytest.raises(ExecutionError, match="the launch failed"):
         oocgemm.matmul(A, B, tile="4x4x4", backend="host")

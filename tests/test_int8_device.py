@@ -38,7 +38,7 @@ def test_the_kernels_compile_without_spills(
     wanted += [("int8_add", [f"-DOOC_ACCUMULATED={kind}"]) for kind in ACCUMULATED]
     for accumulated, (kept, most) in product(ACCUMULATED, STORED.items()):
         macros = [f"-DOOC_ACCUMULATED={accumulated}", f"-DOOC_STORED={kept}"]
-        wanted.append(("int8_finish", macros + ([f"-DOOC_MOST={most}.0"] if most else [])))
+        wanted.append(("int8_finish", macros + ([f"-DOOC_MAX={most}.0"] if most else [])))
     cubin = tmp_path / "code.cubin"
     for source, told in wanted:
         cubin.write_bytes(compiled(Nvrtc(), source, arch, told))

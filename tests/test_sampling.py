@@ -47,7 +47,7 @@ class Device:
     """
 
     asynchronous: Collection[Kind] = (Kind.UPLOAD, Kind.MULTIPLY, Kind.DOWNLOAD)
-    summing = locks = None
+    checksums = pinner = None
 
     def __init__(self, skew: int = 0) -> None:
         self.now, self.skew, self.issues = 0, skew, 0

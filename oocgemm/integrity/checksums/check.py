@@ -37,8 +37,7 @@ from typing import Any
 
 import numpy as np
 
-from oocgemm.backends.base import Array
-from oocgemm.backends.checksums import Summing
+from oocgemm.backends.base import Array, Checksums
 from oocgemm.engine.staging import Staging
 from oocgemm.errors import ExecutionError
 from oocgemm.integrity.checksums.device import DeviceSums
@@ -59,7 +58,7 @@ class Checks:
     """
 
     def __init__(
-        self, plan: Plan, seed: int, summing: Summing | None, only: Collection[Strip] | None = None
+        self, plan: Plan, seed: int, summing: Checksums | None, only: Collection[Strip] | None = None
     ) -> None:
         self._plan = plan
         self._problem = problem = plan.problem

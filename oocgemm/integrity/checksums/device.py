@@ -20,8 +20,7 @@ from time import perf_counter_ns
 import numpy as np
 from numpy.typing import NDArray
 
-from oocgemm.backends.base import Array, numpy_dtype, stored_shape
-from oocgemm.backends.checksums import Summing
+from oocgemm.backends.base import Array, Checksums, numpy_dtype, stored_shape
 from oocgemm.backends.random_words import ROW_WEIGHTS, WORD_WEIGHTS, random_words
 from oocgemm.engine.staging import Staging
 from oocgemm.integrity.checksums.host import StripSums
@@ -80,7 +79,7 @@ def in_words(piece: Array, left: int) -> Iterator[tuple[int, NDArray[np.uint32]]
 class DeviceSums:
     """Collect the checksums of one run from a device. What the host does for them is recorded in `busy`."""
 
-    def __init__(self, plan: Plan, seed: int, busy: BusyTime, summing: Summing) -> None:
+    def __init__(self, plan: Plan, seed: int, busy: BusyTime, summing: Checksums) -> None:
         self._plan = plan
         self._problem = plan.problem
         self._wide = wide_dtype(numpy_dtype(plan.problem.acc_dtype))
@@ -120,10 +119,10 @@ class DeviceSums:
     def strip(self, staging: Staging, operation: Operation, columns: Sequence[Array]) -> StripSums:
         """Return the checksums of a strip that is about to be written. They were downloaded with it."""
         digest = self._digest(operation)
-        staging.show(operation, columns, digest)
+        staging.inspect(operation, columns, digest)
         start = perf_counter_ns()
         room, problem = self._summing.room, self._problem
-        downloaded = staging.behind(operation.reads[0].slot)
+        downloaded = staging.checksum_bytes(operation.reads[0].slot)
         (height, width), strip = stored_shape(operation, problem), self._plan.slots.strip
         rows, cols = borders(height, strip), borders(width, width)
         blocks = len(rows) - 1, len(cols) - 1

@@ -97,7 +97,7 @@ def bench_kernels(
     rows: list[dict[str, Any]] = []
     with _open_stopwatch(device) as watch:
         facts = watch.multiplier.kernels.device
-        clock = watch.clocks.most()
+        clock = watch.clocks.max()
         for dtype in dtypes:
             peak = _peak(facts.capability, facts.processors, clock, dtype if compute == "native" else compute)
             best: dict[Any, float] = {}

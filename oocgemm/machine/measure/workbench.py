@@ -151,7 +151,9 @@ class Workbench:
     def _submit(self, operation: Operation, after: Sequence[Token] = ()) -> Token:
         host: list[Array] = []
         if operation.kind in (Kind.UPLOAD, Kind.DOWNLOAD):
-            host = self.staging.columns(Slot(Tier.HOST, operation.operand, 0), operation)
+            slot = Slot(Tier.HOST, operation.operand, 0)
+            self.staging.await_prefault(slot)
+            host = self.staging.columns(slot, operation)
         with self.session.worker(operation.stream):
             return self.session.submit(operation, host, after)
 
