@@ -26,6 +26,7 @@ from zarr.storage import MemoryStore, WrapperStore
 
 import oocgemm
 from oocgemm import ExecutionError, InputError, OocGemmError, OutOfMemoryError, stores
+from oocgemm.backends.base import Stream
 from oocgemm.backends.host.backend import HostSession
 from oocgemm.cli.main import EXIT_FAILED, EXIT_USAGE
 from oocgemm.engine import blocks, transfers
@@ -546,10 +547,10 @@ def test_a_stream_that_cannot_be_used_is_named(
     monkeypatch.setattr(HostSession, "asynchronous", ON_DEVICE if asynchronous else ())
 
     @contextmanager
-    def worker(self: HostSession, stream: str) -> Iterator[None]:
-        if begun or stream != "compute":
+    def worker(self: HostSession, stream: Stream) -> Iterator[None]:
+        if begun or stream.lane != "compute":
             yield
-        if stream == "compute":
+        if stream.lane == "compute":
             raise RuntimeError("cudaErrorDevicesUnavailable")
 
     monkeypatch.setattr(HostSession, "worker", worker)
