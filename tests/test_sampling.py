@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from oocgemm.backends.base import Array, Token
+from oocgemm.backends.base import Array, Stream, Token
 from oocgemm.errors import BackendError
 from oocgemm.machine.measure import calibrate, workbench
 from oocgemm.machine.measure.calibrate import Sizes
@@ -66,7 +66,7 @@ class Device:
         return self.now
 
     @contextmanager
-    def worker(self, stream: str) -> Iterator[None]:
+    def worker(self, stream: Stream) -> Iterator[None]:
         yield
 
     def submit(self, operation: Operation, host: Sequence[Array], after: Sequence[Token]) -> Queued:

@@ -22,7 +22,8 @@
 // Sums are in double precision and always in the same order. Squares have three accumulators, for large,
 // medium and small values (Blue, 1978), so that they neither overflow nor underflow.
 //
-// Macros: OOC_STORED, OOC_AXIS, OOC_WIDE (double or complex_t<double>). Launch: 256 threads. A thread block
+// Macros: OOC_STORED, OOC_AXIS, OOC_WIDE (double or complex_t<double>).
+// Launch: 256 threads. A thread block
 // of check_panel takes SIDE values of the depth (x) of one block (y); of check_strip, one block across (x)
 // and down (y); of check_product, 16 blocks across (x) and 16 down (y).
 #include "common/scalar.cuh"

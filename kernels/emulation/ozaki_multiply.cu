@@ -10,7 +10,8 @@
 // Macros: OOC_MODULI, and
 //   STAGES    k-blocks in shared memory
 //   GROUP     pairs of tiles along the rows in a group (layout.cuh)
-// Launch: min(blocks that fit at once, tiles) rounded to clusters, 384 threads, SHARED_BYTES. Tensor maps: A
+// Launch: min(blocks that fit at once, tiles) rounded to clusters, 384 threads, SHARED_BYTES.
+// Tensor maps: A
 // and B as bytes, (k, row, plane); box (128, 128, 1), 128-byte swizzle. TMA fills with zeros past the edge.
 #define OOC_FORMAT s8
 #define OOC_INTEGER_SUMS

@@ -12,7 +12,8 @@
 // as the maximum of the complement.
 //
 // Macros: OOC_STORED, OOC_K_MAJOR (1: rows are contiguous along k), OOC_MODULI, OOC_EXPONENT (L), OOC_LEVELS.
-// OOC_COUNT 0 omits counting elements above the levels, to measure the cost of it. Launch: one block per ROWS
+// OOC_COUNT 0 omits counting elements above the levels, to measure the cost of it.
+// Launch: one block per ROWS
 // rows, 256 threads.
 #ifndef OOC_COUNT
 #define OOC_COUNT 1

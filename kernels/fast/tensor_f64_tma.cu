@@ -21,7 +21,8 @@
 //   STAGES             panels per team in shared memory: STAGES * (BLOCK_M + BLOCK_N) * 128 bytes
 //   CLUSTER            blocks that share B: 1 | 2
 //   GROUP              rows of tiles (of a cluster) in a group (layout.cuh)
-// Launch: min(blocks that fit at once, tiles) rounded to clusters. Tensor maps: box (16, R) of 8 bytes,
+// Launch: min(blocks that fit at once, tiles) rounded to clusters.
+// Tensor maps: box (16, R) of 8 bytes,
 // 128-byte swizzle; R is the number of rows of a panel that a block copies if k is contiguous, else 16. m, n
 // and k are 1 to 2^31 - 1.
 #ifndef BLOCK_M

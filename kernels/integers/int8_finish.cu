@@ -3,7 +3,8 @@
 //
 // Macros: OOC_ACCUMULATED, the type of the sums; OOC_STORED, the type of the result; and OOC_MAX if that is
 // an integer type:
-// a result beyond OOC_MAX, or one that may not be exact, sets *too_large to 1. Launch: any number of blocks
+// a result beyond OOC_MAX, or one that may not be exact, sets *too_large to 1.
+// Launch: any number of blocks
 // of 256 threads.
 extern "C" __global__ void __launch_bounds__(256) int8_finish(
     long long elements, const OOC_ACCUMULATED* __restrict__ sums, double alpha, double beta, OOC_STORED* __restrict__ result,

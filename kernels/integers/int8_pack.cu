@@ -3,7 +3,8 @@
 //
 // Macro: OOC_K_MAJOR. 1: x is contiguous along k, with ld bytes per row. 0: x is contiguous along the rows,
 // with ld bytes per k. A block copies 64 rows by 64 ks through shared memory. A word of padding per row keeps
-// the 32 rows that a warp writes in one column in different banks. Launch: 256 threads; blockIdx.x counts
+// the 32 rows that a warp writes in one column in different banks.
+// Launch: 256 threads; blockIdx.x counts
 // along pitch, blockIdx.y along the rows.
 constexpr int SIDE = 64;
 

@@ -50,6 +50,18 @@ class Pinner(NamedTuple):
     unpin: Callable[[int], object]
 
 
+class Stream(NamedTuple):
+    """A queue of operations on one device, submitted in order. `lane` is the operations' `stream` in the
+    schedule."""
+
+    device: int
+    lane: str
+
+    @classmethod
+    def of(cls, operation: Operation) -> Self:
+        return cls(operation.device, operation.stream)
+
+
 class Token(Protocol):
     """A submitted operation, which may still be running."""
 
@@ -107,7 +119,7 @@ class Session(Protocol):
     @property
     def checksums(self) -> Checksums | None: ...
 
-    def worker(self, stream: str) -> AbstractContextManager[None]:
+    def worker(self, stream: Stream) -> AbstractContextManager[None]:
         """Prepare the calling thread to submit the operations of one stream."""
 
     def submit(self, operation: Operation, host: Sequence[Array], after: Sequence[Token]) -> Token:

@@ -26,7 +26,7 @@ from queue import SimpleQueue
 from time import perf_counter_ns, sleep
 from typing import Protocol
 
-from oocgemm.backends.base import Array, DoneToken, Session, Token
+from oocgemm.backends.base import Array, DoneToken, Session, Stream, Token
 from oocgemm.engine.staging import Staging
 from oocgemm.errors import ExecutionError
 from oocgemm.planning import Kind, Operation, Plan, Tier
@@ -43,6 +43,8 @@ MAX_IN_FLIGHT, MAX_IN_FLIGHT_PER_STRIP = 256, 16
 # that submit and decode. Nothing waits for the polling thread, since so many operations are in flight.
 POLL_INTERVAL = 4e-3
 _STORE_KINDS = (Kind.READ, Kind.WRITE)
+# The queue of the thread that submits asynchronous operations which are ready when they are queued.
+_WAKEUP = Stream(0, "asynchronous")
 
 Observer = Callable[[Span], None]
 
@@ -144,8 +146,10 @@ class Run:
         self._first = first
         self._unwritten: dict[Tile, int] = {}  # bytes left to write, of partly written tiles
         self._writing = threading.Lock()
-        self._queues: dict[str, tuple[SimpleQueue[_Item | None], list[threading.Thread]]] = {}
-        self._asynchronous: dict[str, deque[_Item]] = {}  # asynchronous operations that are queued, by stream
+        self._queues: dict[Stream, tuple[SimpleQueue[_Item | None], list[threading.Thread]]] = {}
+        self._asynchronous: dict[
+            Stream, deque[_Item]
+        ] = {}  # asynchronous operations that are queued, by stream
         self._submitting = threading.Lock()
         self._rescan = False  # whether an asynchronous operation may have become ready
         self._annotate = _annotation()
@@ -195,10 +199,10 @@ class Run:
             waits = tracker.admit(operation, completion)
             item = operation, waits, completion
             if operation.kind in self._session.asynchronous:
-                self._asynchronous.setdefault(operation.stream, deque()).append(item)
+                self._asynchronous.setdefault(Stream.of(operation), deque()).append(item)
                 # If it is not ready, the thread that posts its last wait submits it.
                 if _ready(item):
-                    self._queue("asynchronous", 1, self._submit_on_wakeup).put(item)
+                    self._queue(_WAKEUP, 1, self._submit_on_wakeup).put(item)
             else:
                 self._queue_of(operation).put(item)
 
@@ -217,27 +221,28 @@ class Run:
             finally:
                 self._submitting.release()
 
-    def _next_stream(self) -> str | None:
+    def _next_stream(self) -> Stream | None:
         """Return the stream of the earliest ready asynchronous operation in program order.
 
         Submitting all Multiplies of a tile takes longer than multiplying one strip. With this order, the
         Download of the strip is not submitted after all of them.
         """
         heads = [(items[0], stream) for stream, items in list(self._asynchronous.items()) if items]
-        return min(((item[2].number, stream) for item, stream in heads if _ready(item)), default=(0, None))[1]
+        ready = ((item[2].number, stream) for item, stream in heads if _ready(item))
+        return min(ready, default=(0, None))[1]
 
-    def _submit_from(self, stream: str) -> None:
+    def _submit_from(self, stream: Stream) -> None:
         """Submit operations of one stream for as long as the next operation is on it."""
         try:
             with nullcontext() if self._error is not None else self._session.worker(stream):
                 while self._next_stream() == stream:
                     self._step(self._asynchronous[stream].popleft(), self._submit)
         except BaseException as error:  # of the context: the device is lost, for example
-            self._fail(_located_error(error, f"stream {stream}"))
+            self._fail(_located_error(error, f"stream {stream.lane}"))
 
     def _queue_of(self, operation: Operation) -> "SimpleQueue[_Item | None]":
         """Return the queue of an operation's stream."""
-        stream = operation.stream
+        stream = Stream.of(operation)
         if stream in self._queues:
             return self._queues[stream][0]
         on_store = operation.kind in _STORE_KINDS
@@ -247,20 +252,20 @@ class Run:
         return self._queue(stream, workers, partial(self._work, stream, on_store))
 
     def _queue(
-        self, name: str, workers: int, work: Callable[["SimpleQueue[_Item | None]"], None]
+        self, stream: Stream, workers: int, work: Callable[["SimpleQueue[_Item | None]"], None]
     ) -> "SimpleQueue[_Item | None]":
-        """Return the queue of that name; on first use, start its threads."""
-        if name not in self._queues:
+        """Return the queue of a stream; on first use, start its threads."""
+        if stream not in self._queues:
             queue: SimpleQueue[_Item | None] = SimpleQueue()
             threads: list[threading.Thread] = []
-            self._queues[name] = queue, threads
+            self._queues[stream] = queue, threads
             for index in range(workers):
-                thread = threading.Thread(target=work, args=(queue,), name=f"oocgemm-{name}-{index}")
+                thread = threading.Thread(target=work, args=(queue,), name=f"oocgemm-{stream.lane}-{index}")
                 start(thread)
                 threads.append(thread)
-        return self._queues[name][0]
+        return self._queues[stream][0]
 
-    def _work(self, stream: str, on_store: bool, queue: "SimpleQueue[_Item | None]") -> None:
+    def _work(self, stream: Stream, on_store: bool, queue: "SimpleQueue[_Item | None]") -> None:
         """Run the operations of a stream's queue: the body of its threads."""
         context: AbstractContextManager[None] = nullcontext() if on_store else self._session.worker(stream)
         ended = False
@@ -273,7 +278,7 @@ class Run:
                         self._submit_ready()
                 ended = True
         except BaseException as error:  # of the context: the device is lost, for example
-            self._fail(_located_error(error, f"stream {stream}"))
+            self._fail(_located_error(error, f"stream {stream.lane}"))
             while not ended and (item := queue.get()) is not None:
                 item[2].post()
 

@@ -12,8 +12,10 @@ WARP, BANKS, WORD, SECTOR = 32, 32, 4, 32
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Sectors of 32 bytes loaded from and stored to device memory; and the extra cycles per shared-memory
-    access of a warp due to bank conflicts, of the worst of its patterns."""
+    """Sectors of 32 bytes loaded from and stored to device memory, and cycles lost to bank conflicts.
+
+    `bank_conflicts` are the extra cycles per shared-memory access of a warp, for its worst access pattern.
+    """
 
     load_sectors: int
     store_sectors: int

@@ -17,7 +17,7 @@ import numpy as np
 from cupy.cuda import driver, runtime
 from cupy_backends.cuda.libs import cublas
 
-from oocgemm.backends.base import Array, InPlace, Pinner, Token, device_offsets, step_scalars
+from oocgemm.backends.base import Array, InPlace, Pinner, Stream, Token, device_offsets, step_scalars
 from oocgemm.backends.checksums import DeviceChecksums
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda import int8
@@ -101,9 +101,9 @@ class CudaSession:
                 raise
 
     @contextmanager
-    def worker(self, stream: str) -> Iterator[None]:
+    def worker(self, stream: Stream) -> Iterator[None]:
         # cuBLAS and kernels are launched on cupy's current stream.
-        with self._device, self._streams[stream]:
+        with self._device, self._streams[stream.lane]:
             yield
 
     def _begin_loading(self, plan: Plan, device: int, kernel: str) -> None:

@@ -18,6 +18,7 @@ from oocgemm.backends.base import (
     Checksums,
     DoneToken,
     Pinner,
+    Stream,
     Token,
     device_offsets,
     numpy_dtype,
@@ -52,7 +53,7 @@ class HostSession:
         self._work = self._arena[size : size + work]
 
     @contextmanager
-    def worker(self, stream: str) -> Iterator[None]:
+    def worker(self, stream: Stream) -> Iterator[None]:
         yield
 
     def submit(self, operation: Operation, host: Sequence[Array], after: Sequence[Token]) -> DoneToken:

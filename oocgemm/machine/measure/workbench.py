@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from time import perf_counter, perf_counter_ns
 
 from oocgemm.backends import Backend
-from oocgemm.backends.base import Array, Token
+from oocgemm.backends.base import Array, Stream, Token
 from oocgemm.engine.staging import Staging
 from oocgemm.errors import BackendError
 from oocgemm.planning import (
@@ -154,7 +154,7 @@ class Workbench:
             slot = Slot(Tier.HOST, operation.operand, 0)
             self.staging.await_prefault(slot)
             host = self.staging.columns(slot, operation)
-        with self.session.worker(operation.stream):
+        with self.session.worker(Stream.of(operation)):
             return self.session.submit(operation, host, after)
 
 
