@@ -176,7 +176,7 @@ def test_what_is_not_understood_is_left_to_zarr(
 ) -> None:
     """And to zarrs where that is installed and knows the codecs, or where zarr was told to leave it to that."""
     if reader == "zarr":
-        monkeypatch.setattr(zarr_store, "FASTER", "not_installed")
+        monkeypatch.setattr(zarr_store, "FAST_PIPELINE", "not_installed")
     told = {"codec_pipeline.path": "zarrs.ZarrsCodecPipeline"} if reader == "told" else {}
     values = np.arange(130.0).reshape(13, 10)
     with zarr.config.set(told):
