@@ -1,4 +1,4 @@
-"""Lazy operands are read piece by piece, by several threads only where their package allows it, and never converted whole."""
+"""Test that lazy operands are read in pieces, and by several threads only if the package allows it."""
 
 import importlib
 import threading
@@ -22,7 +22,7 @@ PRODUCT = A @ B
 
 
 class Sliced:
-    """An array that can only be sliced. It counts the elements of its blocks, and the threads that read at a time."""
+    """An array that can only be sliced. It records the largest block and the most concurrent readers."""
 
     def __init__(self, array: Array, chunks: object = None, delay: float = 0.0) -> None:
         self.shape, self.dtype, self.chunks = array.shape, array.dtype, chunks
@@ -183,7 +183,7 @@ def test_tensorstore_arrays_are_operands(tmp_path: Path) -> None:
     a[...] = A
     assert open_matrix("A", a).layout.read_chunk == (20, 30)
     np.testing.assert_array_equal(multiply(a, B), PRODUCT)
-    np.testing.assert_array_equal(multiply(a[30:90], B), PRODUCT[30:90])  # its indices begin at 30
+    np.testing.assert_array_equal(multiply(a[30:90], B), PRODUCT[30:90])  # indices start at 30
 
 
 def test_a_lazy_product_is_verified() -> None:
