@@ -663,7 +663,7 @@ def test_a_chunk_without_memory_to_decode_is_not_called_damaged(
     """Not one that is to be decoded, nor one that is to be written and hangs over the edge of C."""
     a = store(tmp_path / "A", "zstd") if compressor == "zstd" else A
     with monkeypatch.context() as patches:
-        patches.setattr(files, "_own", threading.local())
+        patches.setattr(files, "_of_thread", threading.local())
         patches.setattr(files, "mmap", SimpleNamespace(**vars(mmap) | {"mmap": mapping_files_only}))
         said = failure(tmp_path, a, tile="16x20x10", chunks=(16, 20), compressor=compressor)
     assert f"{'reading A[' if compressor == 'zstd' else 'writing C['}" in said

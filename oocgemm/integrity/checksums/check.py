@@ -52,7 +52,7 @@ Strip = tuple[Tile, Range]
 
 
 class Checks:
-    """Check the strips of one run, with checksums taken by the host, or by a device that has a `summing`.
+    """The checks of one run's strips, with checksums taken by the host, or by a device that has a `summing`.
 
     With `only`, just these strips are checked and written: all others are correct already.
     """
@@ -109,10 +109,10 @@ class Checks:
         return replace(self._plan, done=self._plan.done | (set(self._plan.schedule().tiles) - tiles))
 
     def figures(self, again: "Checks | None" = None) -> dict[str, Any]:
-        """Return the figures of this check, and of the second check `again` of tiles that were recomputed.
+        """Return the figures for the report, including those of the second check `again` of recomputed tiles.
 
-        They are the numbers of tiles and blocks, the tier that took the checksums, and the cost: seconds in
-        which any thread was busy with them, the seconds of all threads, and the device's seconds.
+        They are the numbers of tiles and blocks, the recomputed tiles, the tier that took the checksums, and
+        the cost: `seconds` with any thread busy, the sum over all threads, and the device's seconds.
         """
         runs = [self] if again is None else [self, again]
         return {

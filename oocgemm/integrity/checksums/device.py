@@ -35,7 +35,7 @@ _MODULUS = 1 << 32
 
 
 class Weights:
-    """Hold the weights of the rows of a stored panel or strip, and of the words in a row."""
+    """The weights of the rows of a stored panel or strip, and of the words in a row."""
 
     def __init__(self, rows: int, words: int) -> None:
         self.rows, self.words = (
@@ -77,7 +77,7 @@ def in_words(piece: Array, left: int) -> Iterator[tuple[int, NDArray[np.uint32]]
 
 
 class DeviceSums:
-    """Collect the checksums of one run from a device. What the host does for them is recorded in `busy`."""
+    """The checksums of one run, taken by a device. The host's own work is recorded in `busy`."""
 
     def __init__(self, plan: Plan, seed: int, busy: BusyTime, summing: Checksums) -> None:
         self._plan = plan
@@ -170,7 +170,7 @@ class DeviceSums:
 
 
 class Digest:
-    """Compute the digest of a panel whose pieces arrive from several threads in any order."""
+    """The digest of a panel whose pieces arrive from several threads in any order."""
 
     def __init__(self, weights: Weights, top: int, left: int, every: int, busy: BusyTime) -> None:
         self.value = 0
