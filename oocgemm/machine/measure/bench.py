@@ -307,8 +307,8 @@ AGAINST = (
 )
 BY_NCU = (
     "Counters of one launch, by ncu; loads and stores in sectors of 32 bytes. Conflicts are extra cycles per "
-    "access to shared memory: the model gives the worst access, ncu the mean. Loads may exclude what cp.async "
-    "and TMA copy to shared memory; the sectors from L2 include it, but exclude hits of the L1 cache."
+    "access to shared memory: the model gives the worst access, ncu the mean. Loads may exclude what "
+    "cp.async and TMA copy to shared memory; the sectors from L2 include it, but exclude hits of the L1 cache."
 )
 
 
