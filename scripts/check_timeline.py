@@ -122,9 +122,9 @@ def matched(spans: Sequence[Span], streams: Sequence[Sequence[Activity]]) -> dic
 
 
 def _paired(spans: Sequence[Span], stream: Sequence[Activity]) -> dict[int, tuple[int, int]] | None:
-    """Return the start of the first and the end of the last activity of each span.
+    """Return the start of the first and the end of the last activity of each span by id.
 
-    None if they do not match.
+    Returns None if the activities do not match the spans.
     """
     if any(activity.lane != spans[0].lane for activity in stream):
         return None

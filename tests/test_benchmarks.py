@@ -1,4 +1,4 @@
-"""The benchmark of the host backend runs, checks what it measures, and adds to what is recorded."""
+"""The benchmark of the host backend runs, checks its products, and adds to its results file."""
 
 import json
 import subprocess
@@ -33,7 +33,7 @@ def test_rounds_of_several_invocations_add_up(tmp_path: Path) -> None:
         f"512x256x384 float64 {blas_name()}": [["in-core", "oocgemm", "oocgemm, cold"], ["oocgemm run"]],
         f"512x256x384 float32 {blas_name()}": [["in-core"]],
     }
-    assert [p.name for p in tmp_path.iterdir()] == ["results.json"]  # operands and results are gone
+    assert [p.name for p in tmp_path.iterdir()] == ["results.json"]  # operands and products are deleted
 
 
 @pytest.mark.slow
