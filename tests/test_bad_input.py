@@ -201,8 +201,8 @@ RESULTS = {
     "C is a vector": ("a b vector", "--overwrite", "C has 1 dimensions"),
     "C is to be read and is not there": ("a b new", "--beta 1", "beta = 1.0 needs an existing C"),
     "C is to be read by nan": ("a b new.npy", "--beta nan", "beta = nan needs an existing C"),
-    "C exists, and is to have chunks": ("a b c", "--overwrite --chunks 4x4", "C exists: --chunks"),
-    "C exists, and is to be compressed": ("a b c", "--overwrite --compressor zstd", "C exists: --chunks"),
+    "C exists, and is to have chunks": ("a b c", "--overwrite --chunks 4x4", "C exists: drop --chunks"),
+    "C exists, and is to be compressed": ("a b c", "--overwrite --compressor zstd", "C exists: drop --chunks"),
     "C below a file": ("a b plain/new", "", "plain/new"),
     "C below a file, as .npy": ("a b plain/new.npy", "", "plain/new.npy"),
     "C where nothing can be made": ("a b /proc/new", "", "cannot create /proc/new"),
@@ -268,8 +268,8 @@ OPTIONS: dict[str, tuple[int, str]] = {
     "--timeline empty": (EXIT_USAGE, "is a directory"),
     "--timeline a.npy": (EXIT_USAGE, "the timeline at a.npy would lie in A"),
     "--timeline b/zarr.json": (EXIT_USAGE, "the timeline at b/zarr.json would lie in B"),
-    "--timeline new": (EXIT_USAGE, "the timeline at new would lie in C"),
-    "--timeline ./new": (EXIT_USAGE, "the timeline at ./new would lie in C"),
+    "--timeline new": (EXIT_USAGE, "the timeline at new would overwrite C"),
+    "--timeline ./new": (EXIT_USAGE, "the timeline at ./new would overwrite C"),
 }
 
 

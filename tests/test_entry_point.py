@@ -16,7 +16,7 @@ CODE = """
 import functools, json, os, sys
 from pathlib import Path
 from oocgemm import __main__ as entry
-from oocgemm.backends import blas
+from oocgemm.backends.host import blas
 cpuinfo, answers = Path(sys.argv.pop(1)), json.loads(sys.argv.pop(1))
 blas._ask = answers.get
 entry.better_family = functools.partial(blas.better_family, cpuinfo)
@@ -88,7 +88,7 @@ def test_the_restarted_process_has_the_chosen_kernels() -> None:
         [sys.executable, "-c", code, "info"], env=clean, capture_output=True, text=True, check=True
     )
     assert f"{CHOICE}=Haswell" in done.stdout
-    assert done.stderr.startswith(f"Note: {CHOICE}=Haswell, as this processor has AVX-512")
+    assert done.stderr.startswith(f"Note: {CHOICE}=Haswell is set, because this processor has AVX-512")
     assert done.stderr.count("\n") == 1
 
 

@@ -102,7 +102,7 @@ def test_an_exit_code_outlives_the_reader() -> None:
     np.save("product.npy", np.zeros((40, 40)))
     done = program("verify", "a.npy", "b.npy", "product.npy", shell="{} | true")
     assert done.returncode == EXIT_FAILED
-    assert done.stderr.startswith(b"Error: C at product.npy")
+    assert done.stderr.startswith(b"Error: product.npy: C[0:40, 0:40] is wrong")
 
 
 @pytest.mark.usefixtures("here")
@@ -116,7 +116,7 @@ def test_output_that_a_full_disk_refuses_is_an_error() -> None:
 def test_progress_on_a_stream_that_fails_ends_no_run() -> None:
     """Of the library, which leaves the streams as they are."""
     code = (
-        "import oocgemm, numpy as np; from oocgemm import live; live.SELDOM = 0.0\n"
+        "import oocgemm, numpy as np; from oocgemm.reports import progress; progress.SELDOM = 0.0\n"
         "oocgemm.matmul('a.npy', 'b.npy', out='d.npy', backend='host', tile='8x8x8', progress=True)"
     )
     for target in ("/dev/full", "&-"):

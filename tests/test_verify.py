@@ -88,7 +88,7 @@ def test_a_chunk_of_zeros_is_found(tmp_path: Path) -> None:
     found = command("verify", a, b, c)
     assert found.code == 1
     assert found.err.count("\n") == 1
-    assert "wrong in C[100:150, 350:400]: 50 rows" in found.err
+    assert "C[100:150, 350:400] is wrong: 50 of these rows" in found.err
     assert "--overwrite" in found.err
     said = command("verify", a, b, c, "--json")
     assert said.code == 1
