@@ -18,7 +18,7 @@ from oocgemm.backends.cuda.launch import Kernels
 from oocgemm.backends.cuda.multiplier import Multiplier, device_name
 from oocgemm.kernels.spec import Call
 from oocgemm.planning import Op
-from oocgemm.planning.emulation import NUMBERS, plane_offsets, work_bytes
+from oocgemm.planning.emulation import MODULI_COUNTS, plane_offsets, work_bytes
 
 SHAPES = ((8192, 8192, 8192), (16384, 16384, 8192), (16384, 16384, 16384))
 REPEATS = 5
@@ -71,7 +71,7 @@ def measured(multiplier: Multiplier, dtype: str, shape: tuple[int, int, int]) ->
     `parts` are those of one more step, kernel by kernel.
     """
     m, n, k = shape
-    most = NUMBERS[dtype][-1]
+    most = MODULI_COUNTS[dtype][-1]
     a, b = (cupy.random.standard_normal(s, cupy.float32).astype(dtype) for s in ((m, k), (k, n)))
     a *= 1 + cupy.random.random(a.shape, cupy.float32) / 3  # all bits of a float64
     c = cupy.zeros((m, n), dtype)
@@ -124,7 +124,7 @@ def main() -> None:
     multiplier = Multiplier(0)
     rows = []
     with cupy.cuda.Stream(non_blocking=True):
-        for dtype in NUMBERS:
+        for dtype in MODULI_COUNTS:
             for shape in SHAPES:
                 rows.append(measured(multiplier, dtype, shape))
                 cupy.get_default_memory_pool().free_all_blocks()

@@ -216,6 +216,15 @@ def summary(rows: list[Row]) -> dict[str, Any]:
     return out
 
 
+def worst(rows: list[Row], count: int = 3) -> list[dict[str, Any]]:
+    """Return the plans of each machine that move most over the oracle."""
+    found = []
+    for kind in dict.fromkeys(row.machine for row in rows):
+        some = [row for row in rows if row.machine == kind]
+        found += sorted(some, key=lambda row: -row.over_oracle)[:count]
+    return [asdict(row) | row.ratios for row in found]
+
+
 HEADS = (
     f"{'shape':8}{'m':>8}{'n':>8}{'k':>8} beta {'device':>7}{'host':>7} {'machine':8}"
     f"{'GB':>9}{'/oracle':>9}{'/least':>8}  seconds; tile, walk / oracle's"
@@ -240,7 +249,10 @@ def print_rows(rows: list[Row]) -> None:
 @click.option("--only", default="", help="Only these shapes, by name.")
 @click.option("--processes", default=2, show_default=True)
 def main(output: Path, machines: str, only: str, processes: int) -> None:
-    """Plans over a grid of shapes and budgets, small products first; writes a table and a JSON file."""
+    """Plan over a grid of shapes and budgets, small products first.
+
+    Prints a row for each plan; writes a summary and the worst plans to a JSON file.
+    """
     started = time.perf_counter()
     print(HEADS)
     cases = [
@@ -264,11 +276,11 @@ def main(output: Path, machines: str, only: str, processes: int) -> None:
             result = grid | {
                 "cases_done": done,
                 "summary": summary(rows),
+                "worst": worst(rows),
                 "seconds": time.perf_counter() - started,
             }
-            raw = [asdict(row) | row.ratios for row in rows]
-            output.write_text(json.dumps(result | {"rows": raw}, indent=1) + "\n")
-    print(json.dumps(result, indent=2))
+            output.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result["summary"], indent=2))
 
 
 if __name__ == "__main__":

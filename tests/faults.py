@@ -21,7 +21,7 @@ from oocgemm.backends.base import Backend, Session, Token
 from oocgemm.backends.host import backend as host
 from oocgemm.engine import staging
 from oocgemm.planning import Kind, Operation, Plan
-from oocgemm.planning.tiling import Span
+from oocgemm.planning.tiling import Range
 from oocgemm.stores import Matrix
 from oocgemm.system import memory
 from tests.command import own_threads
@@ -58,12 +58,12 @@ class FaultyMatrix:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._matrix, name)
 
-    def read(self, rows: Span, cols: Span, out: Array) -> None:
+    def read(self, rows: Range, cols: Range, out: Array) -> None:
         if self._read:
             self._read.strike()
         self._matrix.read(rows, cols, out)
 
-    def write(self, rows: Span, cols: Span, data: Array) -> None:
+    def write(self, rows: Range, cols: Range, data: Array) -> None:
         if self._write:
             self._write.strike()
         self._matrix.write(rows, cols, data)

@@ -16,7 +16,7 @@ from oocgemm.integrity.rounding import norms, wide_dtype
 from oocgemm.jobs import prepare
 from oocgemm.kernels.spec import C_TYPES
 from oocgemm.planning import OPERANDS, Kind, Operation, Plan
-from oocgemm.planning.check_blocks import DIGESTED, SIDE, borders
+from oocgemm.planning.check_blocks import DIGEST_ROWS, SIDE, borders
 from tests.backends_here import staged
 
 FLOATS = [name for name in OPERANDS if name != "int8"]  # a device sums no integers
@@ -89,7 +89,7 @@ class ModelDevice:
             [norms(part[:, d : d + SIDE].ravel()) for d in chunks] for part in np.split(wide, edges[1:-1])
         ]
         at(p.norms, float, len(edges) - 1, len(chunks))[...] = found
-        self._note(p, stored, wide, DIGESTED)
+        self._note(p, stored, wide, DIGEST_ROWS)
 
     def strip(self, p: Summed, dtype: np.dtype[Any], axis: int, grid: tuple[int, int, int]) -> None:
         stored = at(p.x, dtype, p.rows.extent, p.cols.extent)

@@ -100,7 +100,7 @@ OPERANDS = {
     "vector.npy": "has 1 dimensions",
     "number.npy": "has 0 dimensions",
     "cube": "has 3 dimensions, a product needs 2: multiply its matrices one by one",
-    "group": "group is a zarr group, not an array; give one of those in it: inner",
+    "group": "group is a zarr group, not an array; give an array in it: inner",
     "missing": "there is nothing at missing",
     "missing.npy": "there is nothing at missing.npy",
     "plain/below": "there is nothing at plain/below",

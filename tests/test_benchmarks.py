@@ -36,9 +36,10 @@ def test_rounds_of_several_invocations_add_up(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["results.json"]  # operands and results are gone
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
-@pytest.mark.parametrize("peer", ["dask", "cubed", "blosc2"])
+@pytest.mark.parametrize(
+    "peer", [*(pytest.param(x, marks=pytest.mark.slow) for x in ("dask", "cubed")), "blosc2"]
+)
 def test_peers_are_measured_where_they_are_installed(tmp_path: Path, peer: str) -> None:
     out = bench(tmp_path / "results.json", "--rounds", "1", "--discard", "0", "--warm", "--contender", peer)
     assert ("round 1" in out) == (find_spec(peer) is not None)

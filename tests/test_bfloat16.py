@@ -94,7 +94,9 @@ def test_bytes_that_would_have_to_be_swapped_are_refused(
     before = contents(tmp_path)
     for place in (tmp_path / "X", zarr.open_array(tmp_path / "X")):
         for act in (oocgemm.gemm, oocgemm.plan):
-            with pytest.raises(InputError, match=r"A: .* low byte first only: store it with endian = little"):
+            with pytest.raises(
+                InputError, match=r"A: big-endian bfloat16 is not supported: store it with endian = little"
+            ):
                 act(place, x, tmp_path / "C", backend="host")
     assert contents(tmp_path) == before
 

@@ -25,8 +25,8 @@ from oocgemm import backends
 from oocgemm.backends.host.backend import HostBackend
 from oocgemm.cli.output import EXIT_USAGE
 from oocgemm.errors import BackendError, InputError
-from oocgemm.machine import calibrate as module
-from oocgemm.machine.calibrate import SIZES, Sizes, calibrate
+from oocgemm.machine.measure import calibrate as module
+from oocgemm.machine.measure.calibrate import SIZES, Sizes, calibrate
 from oocgemm.planning import (
     RATES,
     Calibration,
@@ -379,7 +379,7 @@ def test_a_calibration_with_impossible_rates_keeps_the_last_one(here: Path) -> N
     assert done.code not in (0, EXIT_USAGE)
     said = " ".join(done.err.split())
     assert re.search(r"h2d of 512 B came to .*/s, the link of this device carries at most 1 B/s", said)
-    assert "nothing is kept of this calibration: end other programs" in said
+    assert "this calibration was not saved: end other programs" in said
     assert contents(here.parent / "cache") == kept
     assert path.is_file()
 

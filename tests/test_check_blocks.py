@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oocgemm.integrity.sums_host import runs
+from oocgemm.integrity.checksums.host import runs
 from oocgemm.planning import DTYPES, Budgets, GemmProblem, Layouts, Tier, TileShape, default_model, make_plan
-from oocgemm.planning.check_blocks import HEAD, Cut, PanelRoom, StripRoom, borders, room_bytes
-from oocgemm.planning.cost.footprint import held_bytes, slot_bytes
+from oocgemm.planning.check_blocks import HEAD, Blocking, PanelOffsets, StripOffsets, borders, checksum_bytes
+from oocgemm.planning.cost.footprint import payload_bytes, slot_bytes
 from tests.problems import Array
 from tests.suite import examples
 from tests.summing import FLOATS
@@ -62,14 +62,14 @@ def test_checksum_workspaces_follow_panels_without_overlap(data: st.DataObject) 
     wide = 16 if DTYPES[dtype].is_complex else 8
     for extent, own in ((min(w, m), cut), (min(h, n), min(h, n))):
         blocks, depth = len(borders(extent, own)) - 1, min(r, k)
-        assert Cut.of(extent, own).blocks == blocks
-        room = PanelRoom.of(problem, extent, depth, own)
+        assert Blocking.of(extent, own).blocks == blocks
+        room = PanelOffsets.of(problem, extent, depth, own)
         assert HEAD + extent <= room.norms + (room.flags - HEAD)
         assert room.norms + 8 * blocks * -(-depth // 128) <= room.sums
         assert room.sums + wide * blocks * depth <= room.end
         # That of an edge tile, or of a thinner panel, is no larger.
-        assert PanelRoom.of(problem, max(1, extent // 2), max(1, depth // 2), own).end <= room.end
-    strips = StripRoom.of(problem, tile, cut)
+        assert PanelOffsets.of(problem, max(1, extent // 2), max(1, depth // 2), own).end <= room.end
+    strips = StripOffsets.of(problem, tile, cut)
     parts = [strips.found, strips.made] + [strips.old] * problem.reads_c
     for part, then in zip(parts, [*(part.begin for part in parts[1:]), strips.end], strict=True):
         assert part.begin + HEAD <= part.rows <= part.cols <= part.sums
@@ -78,8 +78,8 @@ def test_checksum_workspaces_follow_panels_without_overlap(data: st.DataObject) 
         assert part.end == then
         assert all(x % 16 == 0 for x in (part.begin, part.sums, part.end))
         assert part.norms % 8 == 0
-    held, whole_slots = held_bytes(problem, tile, cut), slot_bytes(problem, tile, cut)
-    for slot, more in room_bytes(problem, tile, cut).items():
+    held, whole_slots = payload_bytes(problem, tile, cut), slot_bytes(problem, tile, cut)
+    for slot, more in checksum_bytes(problem, tile, cut).items():
         assert held[slot] + more <= whole_slots[slot]
 
 
@@ -98,4 +98,4 @@ def test_a_plan_takes_room_for_checksums_within_its_budgets(dtype: str) -> None:
     assert checked.footprint.host_total <= budgets.host
     assert checked.prediction.total <= 1.02 * plain.prediction.total
     assert checked.slots.count(Tier.DEVICE, "S") == checked.slots.c
-    assert not room_bytes(plain.problem, plain.tile, plain.slots.strip)
+    assert not checksum_bytes(plain.problem, plain.tile, plain.slots.strip)

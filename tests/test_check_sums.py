@@ -18,29 +18,29 @@ from hypothesis import strategies as st
 
 from oocgemm.backends.base import numpy_dtype
 from oocgemm.backends.checksums import CutFields, Device, Multiplied, Summed, check_options
-from oocgemm.integrity.sums_device import Weights
+from oocgemm.integrity.checksums.device import Weights
 from oocgemm.kernels.compile import compiled
 from oocgemm.kernels.sources import kernel_folder
 from oocgemm.planning import DTYPES
-from oocgemm.planning.check_blocks import DIGESTED, Cut, borders
+from oocgemm.planning.check_blocks import DIGEST_ROWS, Blocking, borders
 from tests.backends_here import CUDA
 from tests.nvrtc import Nvrtc, resources
 from tests.problems import Array, integers
-from tests.suite import examples
+from tests.suite import examples, slow
 from tests.summing import FLOATS, ModelDevice, plain_digest
 
 # Digests
 
 
 def whole(x: Array) -> int:
-    return Weights(len(x), x.shape[1] * 4).digest(x, 0, 0, DIGESTED)
+    return Weights(len(x), x.shape[1] * 4).digest(x, 0, 0, DIGEST_ROWS)
 
 
 @given(data=st.data())
 @settings(max_examples=examples(100), deadline=None)
 def test_pieces_in_any_order_make_up_the_digest(data: st.DataObject) -> None:
     dtype = numpy_dtype(data.draw(st.sampled_from(FLOATS)))
-    rows, cols = data.draw(st.integers(1, 3 * DIGESTED)), data.draw(st.integers(1, 40))
+    rows, cols = data.draw(st.integers(1, 3 * DIGEST_ROWS)), data.draw(st.integers(1, 40))
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     x = rng.integers(0, 256, (rows, cols * dtype.itemsize), np.uint8).view(dtype)
     cuts = [
@@ -49,7 +49,7 @@ def test_pieces_in_any_order_make_up_the_digest(data: st.DataObject) -> None:
     ]
     pieces = [(r, c) for r in pairwise(cuts[0]) for c in pairwise(cuts[1])]
     weights = Weights(rows, cols * 4)
-    every = data.draw(st.sampled_from([1, DIGESTED]))
+    every = data.draw(st.sampled_from([1, DIGEST_ROWS]))
     parts = [
         weights.digest(x[r[0] : r[1], c[0] : c[1]], r[0], c[0], every)
         for r, c in data.draw(st.permutations(pieces))
@@ -63,19 +63,19 @@ def test_a_digest_tells_what_is_another_panel(dtype: str) -> None:
     differ."""
     rng = np.random.default_rng(1)
     kind = numpy_dtype(dtype)
-    normal = rng.standard_normal((40 * DIGESTED, 30))
+    normal = rng.standard_normal((40 * DIGEST_ROWS, 30))
     for values in (normal, np.sign(normal)):
         x = values.astype(kind)
         right = whole(x)
         raw = x.view(np.uint8)
         for bit in range(8 * kind.itemsize):
             changed = raw.copy()
-            changed[17 * DIGESTED, 12 * kind.itemsize + bit // 8] ^= 1 << bit % 8
+            changed[17 * DIGEST_ROWS, 12 * kind.itemsize + bit // 8] ^= 1 << bit % 8
             assert whole(changed.view(kind)) != right
-        rows, cols, two = np.arange(40 * DIGESTED), np.arange(30), x.copy()
-        rows[[5 * DIGESTED, 9 * DIGESTED]] = 9 * DIGESTED, 5 * DIGESTED
+        rows, cols, two = np.arange(40 * DIGEST_ROWS), np.arange(30), x.copy()
+        rows[[5 * DIGEST_ROWS, 9 * DIGEST_ROWS]] = 9 * DIGEST_ROWS, 5 * DIGEST_ROWS
         cols[[4, 21]] = 21, 4
-        ends = (0, 3 * DIGESTED), (2, 20)
+        ends = (0, 3 * DIGEST_ROWS), (2, 20)
         two[ends] = 1, -1
         swapped = two.copy()
         swapped[ends] = -1, 1
@@ -142,12 +142,12 @@ def panel_values(rng: np.random.Generator, shape: tuple[int, int], dtype: str) -
     return np.asarray(x)
 
 
-def cut_fields(cut: Cut) -> CutFields:
+def cut_fields(cut: Blocking) -> CutFields:
     return CutFields(cut.extent, cut.strip, cut.size, cut.per)
 
 
 def panel(dtype: str, axis: int, conjugates: bool = False) -> Built:
-    rng, cut, depth = np.random.default_rng(2), Cut.of(190, 150), 157
+    rng, cut, depth = np.random.default_rng(2), Blocking.of(190, 150), 157
     x = panel_values(rng, (cut.extent, depth), dtype)
     wide = np.complex128 if DTYPES[dtype].is_complex else np.float64
     options = check_options(dtype, DTYPES[dtype].accumulator, axis)
@@ -165,7 +165,7 @@ def panel(dtype: str, axis: int, conjugates: bool = False) -> Built:
 
 
 def strip(dtype: str) -> Built:
-    rng, rows, cols, room = np.random.default_rng(3), Cut.of(190, 150), Cut.of(300, 300), 5
+    rng, rows, cols, room = np.random.default_rng(3), Blocking.of(190, 150), Blocking.of(300, 300), 5
     x = panel_values(rng, (rows.extent, cols.extent), dtype)
     wide = np.complex128 if DTYPES[dtype].is_complex else np.float64
     options = check_options(dtype, DTYPES[dtype].accumulator, 0)
@@ -278,9 +278,11 @@ def check(case: Case, given: Callable[[int], ctypes.Structure], run: Runs) -> di
 
 
 CASES = [
-    pytest.param("float64", lambda: panel("float64", 0), id="panel-float64"),
+    pytest.param("float64", lambda: panel("float64", 0), id="panel-float64", marks=pytest.mark.slow),
     pytest.param("complex64", lambda: panel("complex64", 1, True), id="panel-complex64-columns"),
-    pytest.param("bfloat16", lambda: panel("bfloat16", 1), id="panel-bfloat16-columns"),
+    pytest.param(
+        "bfloat16", lambda: panel("bfloat16", 1), id="panel-bfloat16-columns", marks=pytest.mark.slow
+    ),
     pytest.param("float64", lambda: strip("float64"), id="strip-float64"),
     pytest.param("float64", lambda: product("float64", True), id="product-first"),
     pytest.param("complex64", lambda: product("complex64", False), id="product-complex"),
@@ -325,7 +327,7 @@ def test_the_kernels_on_a_device_are_what_numpy_does(dtype: str, build: Callable
     check(*build(), run)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("arch", ["sm_80", *slow(("sm_90",), ("sm_100",))])
 def test_the_kernels_compile_without_spills(
     arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,8 +18,8 @@ from oocgemm.backends.base import DoneToken
 from oocgemm.backends.host.backend import HostSession
 from oocgemm.engine.staging import Staging
 from oocgemm.errors import ExecutionError
-from oocgemm.integrity.checks import Checks
-from oocgemm.integrity.sums_host import HostSums
+from oocgemm.integrity.checksums.check import Checks
+from oocgemm.integrity.checksums.host import HostSums
 from oocgemm.planning import Kind, Op, Operation
 from oocgemm.planning.search import candidates
 from tests.backends_here import CUDA, needs_gpu, staged

@@ -396,8 +396,8 @@ def test_a_reader_that_goes_away_is_no_traceback() -> None:
 @pytest.mark.parametrize(
     "code",
     [
-        pytest.param("import oocgemm", id="import"),
-        pytest.param("import oocgemm.cli.main", id="the command line"),
+        pytest.param("import oocgemm", id="import", marks=pytest.mark.slow),
+        pytest.param("import oocgemm.cli.main", id="the command line", marks=pytest.mark.slow),
         pytest.param("from oocgemm.__main__ import main; main()", id="plan"),
     ],
 )

@@ -316,7 +316,7 @@ def test_a_damaged_chunk_is_an_error_that_names_its_file(
     key = matrix.direct.key((0, 0))
     chunk = tmp_path / "A" / key
     chunk.write_bytes(damage(chunk.read_bytes()))
-    with pytest.raises(ExecutionError, match=f"chunk {key} in .*A .*damaged or cut short"):
+    with pytest.raises(ExecutionError, match=f"chunk {key} in .*A .*damaged or truncated"):
         matrix.read((0, 16), (0, 16), np.empty((16, 16)))
 
 
@@ -333,7 +333,7 @@ def test_what_lies_behind_a_chunk_is_not_taken_for_its_end(length: int) -> None:
     stored = np.frombuffer(blosc.compressor.encode(values), np.uint8)
     assert len(stored) == 528
     np.testing.assert_array_equal(blosc.decode(stored, (8, 8), None), values)
-    with pytest.raises(ValueError, match=f"blosc data of {length} bytes is cut short"):
+    with pytest.raises(ValueError, match=f"blosc data of {length} bytes is truncated"):
         blosc.decode(stored[:length], (8, 8), None)
 
 
@@ -370,7 +370,7 @@ def test_a_chunk_that_is_cut_once_it_is_open_is_damaged(
         os.truncate(path, 0)
 
     monkeypatch.setattr(files.OpenFile, "__init__", cut)
-    with pytest.raises(ExecutionError, match=r"chunk c/0/0 in .*A ends .*damaged or cut short"):
+    with pytest.raises(ExecutionError, match=r"chunk c/0/0 in .*A ends .*damaged or truncated"):
         matrix.read((0, 16), (0, 16), np.empty((16, 16)))
 
 
@@ -448,7 +448,7 @@ def test_reads_fall_back_to_the_page_cache_without_direct_io(
 def test_what_is_read_again_is_cached_if_it_fits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float, expected: list[bool]
 ) -> None:
-    monkeypatch.setattr("oocgemm.stores.files.CACHED_SHARE", share)
+    monkeypatch.setattr("oocgemm.stores.files.MAX_CACHED_SHARE", share)
     asked: list[bool] = []
     read = files.OpenFile.read
 

@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from oocgemm.backends.host.residues import Prepared, look, multiply, prepare, split, views, workspace_bytes
 from oocgemm.planning.emulation import (
     LEVELS,
-    NUMBERS,
+    MODULI_COUNTS,
     UNITS,
     PanelFacts,
-    largest_error,
-    least_share,
+    max_error,
+    min_cosine,
     plane_offsets,
     residues,
     suffices,
@@ -30,13 +30,13 @@ Array = NDArray[Any]
 
 DTYPES = ["float64", "float32"]
 
-ALL_NUMBERS = list(chain(*NUMBERS.values()))
+ALL_NUMBERS = list(chain(*MODULI_COUNTS.values()))
 GUARD = 77
 
 
 def room_bytes(m: int, n: int, depth: int, dtype: str) -> int:
     """Bytes of a plane slot."""
-    return plane_offsets(NUMBERS[dtype][-1], m, n, depth).end
+    return plane_offsets(MODULI_COUNTS[dtype][-1], m, n, depth).end
 
 
 def prepared(a: Array, b: Array) -> Prepared:
@@ -153,7 +153,7 @@ rows = st.lists(
 
 
 @settings(max_examples=examples(60), deadline=None)
-@given(row=rows, far=st.integers(-1000, 960), number=st.sampled_from(NUMBERS["float64"]))
+@given(row=rows, far=st.integers(-1000, 960), number=st.sampled_from(MODULI_COUNTS["float64"]))
 def test_products_stay_below_half_the_modulus(row: list[float], far: int, number: int) -> None:
     """Where Cauchy and Schwarz have equality, a row against itself; and the planes hold what they should."""
     x = np.ldexp(np.array([row]), far)
@@ -196,10 +196,10 @@ def test_the_least_share_is_one(a: list[float], b: list[float]) -> None:
     x, y = (np.abs(p[0]) for p in panels)
     norms = np.linalg.norm(x) * np.linalg.norm(y)
     for right in (y, np.sort(y)[np.argsort(np.argsort(-x))]):  # as it is, and at its worst
-        assert least_share(facts[0].above, facts[1].above, k) <= x @ right / norms * (1 + 1e-8)
+        assert min_cosine(facts[0].above, facts[1].above, k) <= x @ right / norms * (1 + 1e-8)
     for fact, sizes in zip(facts, (x, y), strict=True):
-        assert fact.most == pytest.approx(sizes.sum() / np.linalg.norm(sizes), rel=1e-12)
-        assert fact.least == pytest.approx(fact.most)
+        assert fact.max_ratio == pytest.approx(sizes.sum() / np.linalg.norm(sizes), rel=1e-12)
+        assert fact.min_ratio == pytest.approx(fact.max_ratio)
         levels = np.linalg.norm(sizes) / sqrt(k) * np.array(LEVELS)
         assert all(
             np.sum(sizes >= v * (1 - 1e-8)) >= n >= np.sum(sizes > v)
@@ -219,8 +219,8 @@ def test_facts_of_a_panel_are_those_of_its_worst_rows() -> None:
         planes, _ = views(np.zeros(room_bytes(5, 0, 64, "float64"), np.uint8), len(some), 0, 64, "float64")
         seen.append(split(some, planes, how, look(some, planes.norms)))
     panel, *one = seen
-    assert panel.most == max(f.most for f in one)
-    assert panel.least == min(f.least for f in one)
+    assert panel.max_ratio == max(f.max_ratio for f in one)
+    assert panel.min_ratio == min(f.min_ratio for f in one)
     assert panel.grain == max(f.grain for f in one)
     assert panel.above == tuple(min(f.above[i] for f in one) for i in range(len(LEVELS)))
     assert one[-1].above == (64, 64, 64, 0)
@@ -229,10 +229,10 @@ def test_facts_of_a_panel_are_those_of_its_worst_rows() -> None:
 
 def test_the_least_share_agrees_with_sums_done_by_hand() -> None:
     """Half of a row, and of a column, all that there is: they need not meet. Three quarters: half must."""
-    assert least_share((8, 8, 8, 0), (8, 8, 8, 0), 16) == 0
-    assert least_share((12, 12, 12, 0), (12, 12, 12, 0), 16) == 0.5
-    assert least_share((16, 16, 16, 0), (16, 16, 16, 0), 16) == 1
-    assert least_share((16, 16, 0, 0), (16, 4, 4, 4), 16) == pytest.approx(
+    assert min_cosine((8, 8, 8, 0), (8, 8, 8, 0), 16) == 0
+    assert min_cosine((12, 12, 12, 0), (12, 12, 12, 0), 16) == 0.5
+    assert min_cosine((16, 16, 16, 0), (16, 16, 16, 0), 16) == 1
+    assert min_cosine((16, 16, 0, 0), (16, 4, 4, 4), 16) == pytest.approx(
         (12 * 0.5 * 0.25 + 4 * 0.5 * 1.5) / 16
     )
 
@@ -303,7 +303,7 @@ def test_the_error_before_the_last_roundings_is_what_is_said(number: int) -> Non
             value = Fraction(sum(x * y for x, y in zip(*numbers, strict=True)))
             value /= Fraction(2) ** int(planes[0].exponents[0] + planes[1].exponents[0])
             off = float(abs(value - exact(a, b.T)[0][0][0])) / norms
-            bound = largest_error(found[0], found[1], k)
+            bound = max_error(found[0], found[1], k)
             assert [fact.exact for fact in found] == [x is whole for x in (a, b)]
             assert off <= bound * (1 + 1e-12)
             assert (off == 0) == (bound == 0)
@@ -314,7 +314,7 @@ def test_the_error_before_the_last_roundings_is_what_is_said(number: int) -> Non
 def facts(**changes: Any) -> PanelFacts:
     """Of rows of equal elements that need rounding."""
     k = changes.pop("k", 1024)
-    given = {"finite": True, "exact": False, "grain": 2.0**-56, "most": sqrt(k), "least": sqrt(k)}
+    given = {"finite": True, "exact": False, "grain": 2.0**-56, "max_ratio": sqrt(k), "min_ratio": sqrt(k)}
     return PanelFacts(**(given | {"above": (k, k, k, 0)} | changes))
 
 
@@ -351,7 +351,7 @@ def test_small_integers_are_exact(shape: tuple[int, int, int], dtype: str) -> No
     rng = np.random.default_rng(5)
     a, b, c = (rng.integers(-9, 10, s).astype(dtype) for s in ((m, k), (k, n), (m, n)))
     found = prepared(a, b)
-    assert found.number == NUMBERS[dtype][0]
+    assert found.number == MODULI_COUNTS[dtype][0]
     np.testing.assert_array_equal(product(found, dtype), a @ b)
     np.testing.assert_array_equal(product(found, dtype, -0.5, 3, c), -0.5 * (a @ b) + 3 * c)
     np.testing.assert_array_equal(product(found, dtype, 0, 1, c), c)
@@ -404,7 +404,7 @@ def test_zeros_and_lone_elements_are_exact_or_fall_back(dtype: str) -> None:
     b = rng.standard_normal((50, 40)).astype(dtype)
     zeros, some = np.zeros((30, 50), dtype), np.zeros((30, 50), dtype)
     found = prepared(zeros, b)
-    assert found.number == NUMBERS[dtype][0]
+    assert found.number == MODULI_COUNTS[dtype][0]
     assert not found.a.exponents.any()
     assert not product(found, dtype).any()
     some[np.arange(30), rng.integers(0, 50, 30)] = np.exp2(rng.integers(-30, 30, 30))
@@ -440,7 +440,7 @@ def test_subnormal_rows_are_exact_and_lost_bits_are_noticed(dtype: str) -> None:
     np.testing.assert_array_equal(product(prepared(a, b), dtype), a @ b)
     b[3, 4] = least
     planes, _ = views(np.zeros(room_bytes(30, 0, 64, dtype), np.uint8), 30, 0, 64, dtype)
-    how = residues(NUMBERS[dtype][-1])
+    how = residues(MODULI_COUNTS[dtype][-1])
     assert not split(b.T, planes, how, look(b.T, planes.norms)).exact
     b[3, 4] = 0
     assert split(b.T, planes, how, look(b.T, planes.norms)).exact
@@ -470,7 +470,7 @@ def test_the_less_must_meet_the_more_moduli_until_none_will_do(dtype: str) -> No
             x[rng.permuted(np.tile(np.arange(4000), (10, 1)), axis=1) >= 2000 + more] *= 2.0**-20
         numbers.append(prepared(a.astype(dtype), b.T.astype(dtype)).number)
     assert [n or 99 for n in numbers] == sorted(n or 99 for n in numbers)
-    assert set(numbers) == {0, *NUMBERS[dtype]}
+    assert set(numbers) == {0, *MODULI_COUNTS[dtype]}
     assert numbers[-2] > 0
 
 

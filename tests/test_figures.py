@@ -17,6 +17,7 @@ from oocgemm.reports.gantt import gantt
 from oocgemm.timeline import Recorder, Span, Timeline, log, read_log, report
 from oocgemm.timeline.busy import MAX_INTERVALS, BusyTime
 from oocgemm.timeline.metrics import exposed, intersection, length, stream_predecessors, union
+from tests.suite import slow
 
 from .virtual_runs import machine, run_of, virtual_plan, write_log
 
@@ -185,16 +186,16 @@ def parsed(line: bytes) -> object:
 def test_a_log_grows_as_the_run_goes_on_and_takes_little_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log, "SOON", 1e9)
+    monkeypatch.setattr(log, "FLUSH_SECONDS", 1e9)
     recorder = Recorder({}, tmp_path / "run.jsonl")
     tracemalloc.start()
-    for number in range(10 * log.TOGETHER):
+    for number in range(10 * log.FLUSH_LINES):
         recorder.add(span(number, "read", "read", 1000 * number, 1000 * number + 900, size=4096))
     kept, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     so_far = read_log(tmp_path / "run.jsonl")
     assert so_far.unfinished
-    assert recorder.spans - len(so_far.spans) < log.TOGETHER
+    assert recorder.spans - len(so_far.spans) < log.FLUSH_LINES
     assert kept / recorder.spans < 60  # a span alone takes more than 200
     recorder.finish(10**12, {"held": {}})
     recorder.close()
@@ -213,7 +214,7 @@ def test_a_hundred_thousand_steps_take_less_than_50_mb(tmp_path: Path) -> None:
 
 
 def test_a_slow_run_is_in_its_log_within_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log, "SOON", 0.0)
+    monkeypatch.setattr(log, "FLUSH_SECONDS", 0.0)
     recorder = Recorder({}, tmp_path / "run.jsonl")
     for one in RUN:
         recorder.add(one)
@@ -246,20 +247,20 @@ def test_a_span_follows_the_one_that_freed_its_thread() -> None:
     assert exposed([begun, *late], 60) == {"read": 39, "h2d": 5}
 
 
-@pytest.mark.parametrize("room", [True, False])
+@pytest.mark.parametrize("room", [True, *slow((False,))])
 def test_a_log_that_outgrows_its_memory_comes_back_whole(room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "no space left")
 
-    monkeypatch.setattr(log, "MAX_KEPT", 20_000)
+    monkeypatch.setattr(log, "MAX_IN_MEMORY", 20_000)
     if not room:
         monkeypatch.setattr(log, "TemporaryFile", full)
     recorder = Recorder({})
     tracemalloc.start()
     held = []
-    for number in range(40 * log.TOGETHER):
+    for number in range(40 * log.FLUSH_LINES):
         recorder.add(span(number, "read", "read", 1000 * number, 1000 * number + 900, size=4096))
-        if number in (20 * log.TOGETHER, 40 * log.TOGETHER - 1):
+        if number in (20 * log.FLUSH_LINES, 40 * log.FLUSH_LINES - 1):
             held.append(tracemalloc.get_traced_memory()[0])
     tracemalloc.stop()
     assert (held[1] < held[0] + 20_000) == room

@@ -17,6 +17,7 @@ import oocgemm
 from oocgemm import InputError
 from oocgemm.cli.output import EXIT_USAGE
 from tests.command import contents, run
+from tests.suite import slow
 
 _rng = np.random.default_rng(0)
 A, B = _rng.integers(0, 2, (30, 40)), _rng.integers(0, 2, (40, 20)).astype("f4")
@@ -63,8 +64,8 @@ ZARR: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("path", [*ZARR, "A 2.npy", "A.f.npy"])
-@pytest.mark.parametrize("dtype", ["int64", "uint8", "bool", "int32"])
+@pytest.mark.parametrize("path", ["A 2.zarr/", "A 2.npy", *slow(("A.zarr",), ("A",), ("A.f.npy",))])
+@pytest.mark.parametrize("dtype", ["int64", "bool", *slow(("uint8",), ("int32",))])
 def test_the_command_that_converts_a_path_works(here: Path, path: str, dtype: str) -> None:
     values = A.astype(dtype)
     if path.endswith(".npy"):
@@ -120,7 +121,7 @@ def test_both_operands_are_converted_if_neither_is_wide_enough() -> None:
 
 @pytest.mark.parametrize("values", [A.astype("U1"), A.astype("M8[s]"), A.astype("S1")], ids=str)
 def test_what_is_no_number_is_not_said_to_be_convertible(values: Any) -> None:
-    assert said_of(values, B).endswith("it holds no numbers that could be converted")
+    assert said_of(values, B).endswith("its elements are not numbers")
 
 
 def _make(path: str) -> None:
@@ -194,7 +195,7 @@ def test_a_result_that_is_a_file_of_another_format_is_refused(here: Path) -> Non
     before = contents(here)
     done = run("A.npy", "B.npy", "out.csv", "--overwrite")
     assert done.code == EXIT_USAGE
-    assert "out.csv is a text file, not a zarr array or a .npy file: give another place" in done.err
+    assert "out.csv is a text file, not a zarr array or a .npy file: give another path" in done.err
     assert contents(here) == before
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import oocgemm
 from oocgemm.errors import ExecutionError, InputError
 from oocgemm.planning import Budgets, GemmProblem, Op, default_model, make_plan
-from oocgemm.planning.integers import DEEPEST, LIMIT, MAX_DEPTH, room
+from oocgemm.planning.integers import EXACT_LIMIT, MAX_FLOAT64_DEPTH, MAX_INT32_DEPTH, workspace_layout
 from tests.backends_here import BACKENDS, ENGINES, staged
 from tests.command import command, contents
 from tests.problems import Array, applied, stored
@@ -94,8 +94,8 @@ def test_c_is_int32_unless_asked_otherwise(backend: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_int32_holds_to_the_last_and_not_one_more(backend: str) -> None:
     """The largest sums: of 131071 products, and of one more, on either side of what a device sums in int32."""
-    x = np.full((3, MAX_DEPTH + 1), -128, np.int8)
-    last = x[:, :MAX_DEPTH]
+    x = np.full((3, MAX_INT32_DEPTH + 1), -128, np.int8)
+    last = x[:, :MAX_INT32_DEPTH]
     most = oocgemm.gemm(last, last, trans_b="T", backend=backend, tile="3x3x50000").out
     np.testing.assert_array_equal(most, np.full((3, 3), 2**31 - 2**14, np.int32))
     with pytest.raises(
@@ -260,8 +260,8 @@ def of_int8(m: int, n: int, k: int, acc: str) -> GemmProblem:
 
 
 def test_a_device_sums_in_int32_what_it_holds() -> None:
-    x = np.zeros((8, MAX_DEPTH), np.int8)
-    y = np.zeros((8, MAX_DEPTH + 1), np.int8)
+    x = np.zeros((8, MAX_INT32_DEPTH), np.int8)
+    y = np.zeros((8, MAX_INT32_DEPTH + 1), np.int8)
     for operand, held in ((x, "int32"), (y, "float64")):
         options: dict[str, Any] = {"trans_b": "T", "device_memory": "4GiB"}
         planned = oocgemm.plan(operand, operand, backend="cuda", **options).problem
@@ -273,19 +273,21 @@ def test_a_device_sums_in_int32_what_it_holds() -> None:
 
 
 def test_panels_are_no_deeper_than_int32_holds() -> None:
-    deep = of_int8(1000, 1000, 10 * MAX_DEPTH, "float64")
+    deep = of_int8(1000, 1000, 10 * MAX_INT32_DEPTH, "float64")
     for backend in ("cuda", "host"):
         plan = make_plan(deep, Budgets(64 << 30, 64 << 30), default_model(backend, 16))
-        assert plan.tile.k <= MAX_DEPTH
-    x = np.zeros((2, MAX_DEPTH + 1), np.int8)
-    with pytest.raises(InputError, match=f"int32 holds sums of {MAX_DEPTH} products .* {MAX_DEPTH + 1} deep"):
-        oocgemm.gemm(x, x, trans_b="T", backend="host", tile=f"2x2x{MAX_DEPTH + 1}")
+        assert plan.tile.k <= MAX_INT32_DEPTH
+    x = np.zeros((2, MAX_INT32_DEPTH + 1), np.int8)
+    with pytest.raises(
+        InputError, match=f"int32 holds sums of {MAX_INT32_DEPTH} products .* {MAX_INT32_DEPTH + 1} deep"
+    ):
+        oocgemm.gemm(x, x, trans_b="T", backend="host", tile=f"2x2x{MAX_INT32_DEPTH + 1}")
 
 
 def test_the_bounds_are_those_of_the_numbers() -> None:
     largest = (-128) ** 2
-    assert MAX_DEPTH * largest < 2**31 <= (MAX_DEPTH + 1) * largest
-    assert DEEPEST * largest < LIMIT <= (DEEPEST + 1) * largest
+    assert MAX_INT32_DEPTH * largest < 2**31 <= (MAX_INT32_DEPTH + 1) * largest
+    assert MAX_FLOAT64_DEPTH * largest < EXACT_LIMIT <= (MAX_FLOAT64_DEPTH + 1) * largest
 
 
 @pytest.mark.parametrize("gib", [1, 16, 120])
@@ -302,7 +304,7 @@ def test_genotypes_of_many_samples_are_planned_within_memory(gib: int, backend: 
 
 def test_the_room_of_a_step_holds_its_parts() -> None:
     for m, n, k in ((1, 1, 1), (17, 33, 5), (5000, 70, 100)):
-        held = room(m, n, k)
+        held = workspace_layout(m, n, k)
         assert held.b >= m * k
         assert held.sums - held.b >= n * k
         assert held.end - held.sums >= 4 * min(m, 4096) * n

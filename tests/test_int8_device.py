@@ -19,16 +19,17 @@ from oocgemm.errors import ExecutionError
 from oocgemm.kernels.compile import compiled
 from oocgemm.kernels.spec import Call
 from oocgemm.planning import Op
-from oocgemm.planning.integers import room
+from oocgemm.planning.integers import workspace_layout
 from tests.nvrtc import Nvrtc, resources
 from tests.problems import Array, stored
+from tests.suite import slow
 from tests.test_int8 import exact, numbers
 from tests.test_kernels_cpu import built
 
 ACCUMULATED, STORED = ("int", "double"), {"int": 2**31 - 1, "long long": 2**53, "float": None, "double": None}
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100"])
+@pytest.mark.parametrize("arch", ["sm_80", *slow(("sm_90a",), ("sm_100",))])
 def test_the_kernels_compile_without_spills(
     arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,7 +123,7 @@ def add_up(int8: Any, call: Call) -> None:
 
 
 @pytest.mark.parametrize(("op_a", "op_b"), [(Op.N, Op.C), (Op.T, Op.N)])
-@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("wide", [*slow((False,)), True])
 def test_products_are_exact_however_operands_lie(int8: Any, op_a: Op, op_b: Op, wide: bool) -> None:
     rng = np.random.default_rng(1)
     shapes = (5, 70, 65), (8, 32, 48), (1, 1, 1)
@@ -133,7 +134,7 @@ def test_products_are_exact_however_operands_lie(int8: Any, op_a: Op, op_b: Op, 
         if not beta:
             c[...] = np.nan if wide else 2**31 - 1
         (_, left), (_, right), (whole, held) = (placed(x, pad) for x in (a, b, c))
-        work, at = placed(np.zeros((1, room(m, n, k).end), np.int8), None)
+        work, at = placed(np.zeros((1, workspace_layout(m, n, k).end), np.int8), None)
         ld_a, ld_b, ld_c = (x.strides[0] // x.itemsize for x in (left, right, held))
         call = Call(
             *("int8", op_a, op_b, m, n, k, 1, left.ctypes.data, ld_a, right.ctypes.data, ld_b),
@@ -157,7 +158,7 @@ def test_products_are_exact_however_operands_lie(int8: Any, op_a: Op, op_b: Op, 
 
 @pytest.mark.parametrize(
     ("sums", "c_dtype"),
-    [("int32", "int32"), ("float64", "int32"), ("float64", "int64"), ("float64", "float32")],
+    [("int32", "int32"), ("float64", "int64"), *slow(("float64", "int32"), ("float64", "float32"))],
 )
 def test_a_strip_is_finished_as_on_the_host(int8: Any, sums: Any, c_dtype: str) -> None:
     rng = np.random.default_rng(2)

@@ -21,7 +21,7 @@ from oocgemm.jobs import journal
 from oocgemm.jobs.committer import Committer
 from oocgemm.jobs.journal import JOURNAL, LOCK, Journal, read
 from oocgemm.jobs.resume import resume_hint
-from oocgemm.stores.durable import stamp, sync_path
+from oocgemm.stores.durable import fingerprint_of, sync_path
 from tests.faults import nothing_left
 
 ME = f"process {os.getpid()} on {socket.gethostname()}\n"
@@ -167,16 +167,16 @@ def test_a_folder_that_may_not_be_listed_may_hold_c(tmp_path: Path, monkeypatch:
     np.testing.assert_array_equal(multiply(tmp_path / "C")[:], A @ A)
 
 
-def test_a_stamp_tells_files_apart_by_size_time_and_place(tmp_path: Path) -> None:
+def test_a_fingerprint_tells_files_apart_by_size_time_and_path(tmp_path: Path) -> None:
     paths = [tmp_path / name for name in "ab"]
-    stamps = [stamp(paths)]
+    found = [fingerprint_of(paths)]
     for content, modified in ((b"x", 1), (b"xy", 1), (b"xy", 2)):
         paths[0].write_bytes(content)
         os.utime(paths[0], ns=(0, modified))
-        stamps.append(stamp(paths))
+        found.append(fingerprint_of(paths))
     paths[0].rename(paths[1])
-    stamps.append(stamp(paths))
-    assert len(set(stamps)) == 5
+    found.append(fingerprint_of(paths))
+    assert len(set(found)) == 5
 
 
 def test_a_resumed_run_syncs_directory_entries_of_earlier_runs(

@@ -23,7 +23,7 @@ from oocgemm.kernels.registry import LADDER
 from oocgemm.kernels.sources import kernel_folder
 from oocgemm.kernels.spec import H200, Call, Device, Kernel, Params, options
 from oocgemm.planning import DTYPES, Op
-from oocgemm.planning.emulation import NUMBERS
+from oocgemm.planning.emulation import MODULI_COUNTS
 from tests.gemm_cases import OP_PAIRS
 from tests.nvrtc import Nvrtc, instructions, resources
 from tests.problems import applied, integers, stored
@@ -67,6 +67,15 @@ def call(
     return replace(made, **more)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    "kernel",
+    [pytest.param(kernel, id=source) for source, kernel in {x.source: x for x in reversed(LADDER)}.items()],
+)
+def test_the_default_variant_compiles_without_spills(kernel: Kernel, tmp_path: Path) -> None:
+    check_code(kernel, max(kernel.archs), kernel.dtypes[0], (Op.N, Op.T), kernel.variants[0], tmp_path)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("kernel", "arch"), ENTRIES)
 def test_every_variant_compiles_without_spills(kernel: Kernel, arch: str, tmp_path: Path) -> None:
     wanted = [(kernel.dtypes[0], (Op.N, Op.T), params) for params in kernel.variants]
@@ -120,7 +129,7 @@ def test_finish_compiles_for_c_narrower_than_the_accumulator() -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100"])
 def test_kernels_of_int8_products_compile_without_spills(arch: str, tmp_path: Path) -> None:
     dtype, cubin = ("float32" if arch == "sm_100" else "float64"), tmp_path / "code.cubin"
-    most = NUMBERS[dtype][-1]
+    most = MODULI_COUNTS[dtype][-1]
     fused = (("ozaki_multiply", ("ozaki_multiply",), multiply_options(most)),) if arch == "sm_90a" else ()
     for source, entries, macros in (
         ("ozaki_split", ("ozaki_facts", "ozaki_split"), split_options(dtype, arch == "sm_80", most)),

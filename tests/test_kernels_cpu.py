@@ -20,7 +20,12 @@ from tests.test_kernels import call
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
 
 RUNGS = [
-    pytest.param(kernel, params, id=f"{kernel.name}-{index}")
+    pytest.param(
+        kernel,
+        params,
+        id=f"{kernel.name}-{index}",
+        marks=[pytest.mark.slow] if index > 2 or (index and kernel.name != "naive") else [],
+    )
     for kernel in LADDER
     if kernel.instruction is None
     and kernel.source

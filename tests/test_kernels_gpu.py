@@ -18,7 +18,7 @@ from oocgemm.kernels.registry import LADDER
 from oocgemm.kernels.spec import Call, Kernel, Params
 from oocgemm.kernels.tuning import Measured, Tuning
 from oocgemm.planning import OPERANDS, Op
-from oocgemm.planning.integers import room
+from oocgemm.planning.integers import workspace_layout
 from tests.backends_here import CUDA
 from tests.gemm_cases import (
     ODD_SHAPES,
@@ -67,7 +67,7 @@ def product(
         return room, inner
 
     (_, a), (_, b), (around, c) = (placed(x) for x in (case.a, case.b, case.c))
-    work = cupy.full(room(*case.shape).end, 77, cupy.int8)
+    work = cupy.full(workspace_layout(*case.shape).end, 77, cupy.int8)
     leading = [x.strides[0] // x.itemsize for x in (a, b, c)]
     call = Call(
         *(case.a.dtype.name, case.op_a, case.op_b, *case.shape, case.alpha, a.data.ptr, leading[0]),

@@ -77,10 +77,10 @@ def test_the_multiply_that_is_running_is_no_stall() -> None:
         Span(0, "multiply", "A", "compute", "compute", 0, (0, 0), 0, 0, 100, 0, 8),
         Span(1, "read", "A", "read", "read", 0, (0, 0), 1, 50, 900, 0, 0),
     ]
-    assert live._lately(deque(known), multiplied=False).endswith("compute-bound, 100.0%")
-    ended = live._lately(deque(known), multiplied=True)
+    assert live._recent_activity(deque(known), multiplied=False).endswith("compute-bound, 100.0%")
+    ended = live._recent_activity(deque(known), multiplied=True)
     assert ended.endswith("tail-bound, 88.9%; compute 11.1%")
-    assert "-bound" not in live._lately(deque(known[1:]), multiplied=False)
+    assert "-bound" not in live._recent_activity(deque(known[1:]), multiplied=False)
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.usefixtures("here")
 def test_lines_are_printed_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "SELDOM", 0.0)
+    monkeypatch.setattr(live, "LINE_SECONDS", 0.0)
     done = run("a.npy", "b.npy", "c", "--tile", "10x10x10")
     assert done.code == 0
     lines = done.err.splitlines()
@@ -160,7 +160,7 @@ def test_a_bar_is_drawn_on_a_terminal_and_taken_away(monkeypatch: pytest.MonkeyP
     terminal = io.StringIO()
     console = partial(Console, file=terminal, force_terminal=True, width=200)
     monkeypatch.setattr(live, "Console", lambda **_: console())
-    monkeypatch.setattr(live, "SOON", 0.0)
+    monkeypatch.setattr(live, "REFRESH_SECONDS", 0.0)
     done = run("a.npy", "b.npy", "c", "--tile", "10x10x10")
     assert (done.code, done.err) == (0, "")
     drawn = terminal.getvalue()

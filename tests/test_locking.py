@@ -103,8 +103,8 @@ class Locker:
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locking, "PART", 4 * PAGE)
     monkeypatch.setattr(locking, "ONE_BY_ONE", 3)
-    monkeypatch.setattr(arrays, "MIN_LOCKED", 1)
-    monkeypatch.setattr(arrays, "WIDE", 64)
+    monkeypatch.setattr(arrays, "MIN_PINNED", 1)
+    monkeypatch.setattr(arrays, "MIN_ROW_BYTES", 64)
 
 
 @given(
@@ -247,64 +247,64 @@ WIDE = held(32, 64)
     ],
 )
 def test_rows_long_enough_are_copied_in_place(array: Array, wide: int) -> None:
-    assert stores.open_matrix("A", array).layout.wide == wide
+    assert stores.open_matrix("A", array).layout.zero_copy_width == wide
 
 
 def test_files_are_not_pinned(tmp_path: Any) -> None:
     np.save(tmp_path / "a.npy", WIDE)
     for source in (tmp_path / "a.npy", np.load(tmp_path / "a.npy", mmap_mode="r")):
-        assert stores.open_matrix("A", source).layout.wide == 0
+        assert stores.open_matrix("A", source).layout.zero_copy_width == 0
 
 
 def test_small_arrays_are_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrays, "MIN_LOCKED", WIDE.nbytes + 1)
-    assert stores.open_matrix("A", WIDE).layout.wide == 0
+    monkeypatch.setattr(arrays, "MIN_PINNED", WIDE.nbytes + 1)
+    assert stores.open_matrix("A", WIDE).layout.zero_copy_width == 0
 
 
 def test_operands_are_pinned_where_copying_would_take_longer() -> None:
     """Of X X^T panels of both operands are as wide as deep; of A B those of B are as wide as a tile."""
-    memory = Layout(in_memory=True, wide=4096)
+    memory = Layout(in_memory=True, zero_copy_width=4096)
     cuda, budgets = default_model("cuda", 16), Budgets(3 << 30, 8 << 30)
 
     def locked(machine: MachineModel, depth: int, layout: Layout = memory, n: int = 98304) -> set[str]:
         problem = GemmProblem(n, n, n, "float64", "float64", "float64", "float64")
         layouts = Layouts(layout, layout, Layout(in_memory=True))
-        return make_plan(problem, budgets, machine, layouts, TileShape(12288, 12288, depth)).worth_locking
+        return make_plan(problem, budgets, machine, layouts, TileShape(12288, 12288, depth)).operands_to_pin
 
     assert locked(cuda, 1024) == {"B"}
     assert locked(cuda, 4096) == {"A"}  # of two as large one is enough
     assert locked(replace(cuda, memory=10e9), 4096) == {"A", "B"}
     assert locked(cuda, 1024, n=24576) == set()  # each panel is read once or twice
     assert locked(replace(cuda, memory=200e9), 1024) == set()
-    assert locked(replace(cuda, lock=0.0), 1024) == set()
+    assert locked(replace(cuda, pin=0.0), 1024) == set()
     assert locked(cuda, 1024, Layout(in_memory=True)) == set()
-    assert locked(cuda, 1024, Layout(in_memory=True, wide=20_000)) == set()
-    assert default_model("host", 2).lock == 0
+    assert locked(cuda, 1024, Layout(in_memory=True, zero_copy_width=20_000)) == set()
+    assert default_model("host", 2).pin == 0
 
 
 def test_panels_of_pinned_arrays_are_wide_enough_for_zero_copy() -> None:
     """Nothing is read then, but narrow panels take the link longer."""
-    pageable = Layout(in_memory=True, wide=4096)
-    held, n = replace(pageable, held=True), 24576
+    pageable = Layout(in_memory=True, zero_copy_width=4096)
+    held, n = replace(pageable, pinned=True), 24576
     problem = GemmProblem(n, n, n, "float64", "float64", "float64", "float64")
     cuda, budgets = default_model("cuda", 16), Budgets(3 << 30, 8 << 30)
     through, straight = (make_plan(problem, budgets, cuda, Layouts(x, x, x)) for x in (pageable, held))
-    assert straight.worth_locking == set()
-    assert straight.tile.k >= held.wide / 2 > through.tile.k
+    assert straight.operands_to_pin == set()
+    assert straight.tile.k >= held.zero_copy_width / 2 > through.tile.k
     assert straight.prediction.lanes["read"] < 1e-3 < through.prediction.lanes["read"]
     assert straight.prediction.total < through.prediction.total
     reads = [op for op in straight.schedule() if op.kind is Kind.READ]
     assert reads
-    assert all(map(straight.lies_in_place, reads))
+    assert all(map(straight.is_zero_copy, reads))
     narrow = cuda.upload_rate(held, (8192, 2048))
     assert narrow == cuda.upload_rate(held, (8192, 4096), (8192, 1024))
     assert narrow < cuda.upload_rate(held, (8192, 4096)) == cuda.h2d
     assert cuda.upload_rate(pageable, (8192, 2048)) == cuda.h2d
     # Thin panels go straight among wide ones only.
-    assert held.straight((8192, 4096), (8192, 512))
-    assert not held.straight((8192, 4096), (8192, 511))
-    assert not held.straight((8192, 1024))
-    assert not pageable.straight((8192, 4096))
+    assert held.is_direct((8192, 4096), (8192, 512))
+    assert not held.is_direct((8192, 4096), (8192, 511))
+    assert not held.is_direct((8192, 1024))
+    assert not pageable.is_direct((8192, 4096))
     # Digests are taken where panels lie: no slot is touched for that.
     checked = make_plan(replace(problem, checked="device"), budgets, cuda, Layouts(held, held, held))
     assert straight.prediction.total < checked.prediction.total < 1.02 * straight.prediction.total
@@ -317,7 +317,7 @@ def product_in_place(a: Array, b: Array, locker: Locker, **options: Any) -> oocg
     """On the host backend with slots as a GPU has them, and locks."""
 
     def model(backend: str, *known: object) -> MachineModel:
-        return replace(default_model(backend, 2), unified=False, io_threads=2, lock=1e12, memory=1e3)
+        return replace(default_model(backend, 2), unified=False, io_threads=2, pin=1e12, memory=1e3)
 
     with (
         patch.object(system, "model", model),
@@ -362,7 +362,7 @@ def test_operands_are_multiplied_in_place_unless_verified(
         moved = sum(span.bytes for span in result.timeline.spans if span.kind == "read")
         assert moved < result.plan.traffic["read"]
     lying = sum(there for _, there in counts.values())
-    said = f"{lying} of {sum(read for read, _ in counts.values())} panels of A and B copied from where they lie in memory"
+    said = f"{lying} of {sum(read for read, _ in counts.values())} panels of A and B copied directly from the caller's arrays"
     assert figures.in_place(result.timeline) == (said if lying else "")
     uploaded = sum(span.bytes for span in result.timeline.spans if span.kind == "upload")
     assert uploaded == result.plan.traffic["h2d"]
@@ -397,7 +397,7 @@ def test_arrays_already_pinned_are_not_pinned_again(beta: float, rows: int, cols
     assert all(read == there for read, there in in_place(result).values())
     count, there = strips(result)
     assert count == there > 1
-    assert f"{there} of {count} strips of C copied to where they lie in memory" in figures.in_place(
+    assert f"{there} of {count} strips of C copied directly to the caller's array" in figures.in_place(
         result.timeline
     )
     down = sum(span.bytes for span in result.timeline.spans if span.kind == "download")

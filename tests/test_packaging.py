@@ -19,7 +19,6 @@ def test_the_source_tree_has_its_kernels() -> None:
         kernel_source("nonsense")
 
 
-@pytest.mark.slow
 def test_an_installed_wheel_has_its_kernels_and_its_page(tmp_path: Path) -> None:
     pytest.importorskip("build")
     pytest.importorskip("hatchling")

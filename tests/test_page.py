@@ -22,7 +22,7 @@ from oocgemm.reports.page import page, run_data
 from oocgemm.reports.svg import COLUMNS, svg
 from oocgemm.reports.trace import write_trace
 from oocgemm.timeline import Span, Timeline, read_log, report
-from oocgemm.timeline.series import finished, limits, rates, rows
+from oocgemm.timeline.series import finish_times, rate_limits, rates, rows
 
 from .command import command
 from .virtual_runs import GIB, machine, run_of, virtual_plan, write_log
@@ -151,7 +151,7 @@ def test_rates_over_time_add_up_to_the_bytes(pairs: list[tuple[int, int]], bins:
 
 
 def test_tiles_are_finished_when_their_last_part_is_written(run: Timeline) -> None:
-    done = finished(run.spans)
+    done = finish_times(run.spans)
     down, across = run.header["plan"]["tiles"]
     assert set(done) == {(i, j) for i in range(down) for j in range(across)}
     assert max(done.values()) == run.wall
@@ -256,8 +256,10 @@ def test_a_run_that_did_not_end_is_shown_as_such(log: Path, tmp_path: Path) -> N
         part.write_bytes(header + b"\n" + recorded[: round(share * len(recorded))])
         shown = command("report", part, "--html", tmp_path / "part.html", "--svg", tmp_path / "part.svg")
         assert (shown.code, shown.err) == (0, "")
-        assert shown.out.startswith("Unfinished: the run was stopped, or still goes on; this is its first ")
-        assert "log does not hold the run in full" in " ".join(shown.out.split())
+        assert shown.out.startswith(
+            "Unfinished: the run was stopped or is still running. The figures cover its first"
+        )
+        assert "log does not hold the whole run" in " ".join(shown.out.split())
         text = (tmp_path / "part.html").read_text()
         assert Elements(text).open == []
         assert "Unfinished: the run was stopped" in text
@@ -273,9 +275,9 @@ def test_a_run_that_did_not_end_is_shown_as_such(log: Path, tmp_path: Path) -> N
 def test_limits_say_whether_their_rates_were_measured() -> None:
     model = machine()
     run = run_of(virtual_plan((2048, 2048, 2048), Budgets(GIB, GIB), model))
-    assert limits(run)["compute"] == (model.kernels["float64"].peak, True)
+    assert rate_limits(run)["compute"] == (model.kernels["float64"].peak, True)
     plan = run.header["plan"] | {"problem": run.header["plan"]["problem"] | {"compute": "emulated"}}
-    emulated = limits(replace(run, header=dict(run.header) | {"plan": plan, "rates": None}))
+    emulated = rate_limits(replace(run, header=dict(run.header) | {"plan": plan, "rates": None}))
     assert emulated["compute"] == (model.kernels["emulated float64"].peak, False)
     assert emulated["h2d"] == (model.h2d, True)
     assert emulated["read"] == (model.read, True)
@@ -307,8 +309,8 @@ def test_different_products_are_compared_by_rates_only(log: Path, tmp_path: Path
     ]
     assert changed == ["rate"]
     assert command("report", log, other, "--json").json()["same_product"] is False
-    assert "times as long" not in page_of_both.read_text()
-    assert "a different product, its rate " in page_of_both.read_text()
+    assert "times the T" not in page_of_both.read_text()
+    assert "a different product, " in page_of_both.read_text()
     assert "different product" not in command("report", log, log).out
 
 
@@ -326,9 +328,9 @@ def test_a_png_is_drawn_or_the_way_to_it_is_said(log: Path, tmp_path: Path) -> N
 def test_what_cannot_be_written_is_refused(log: Path, tmp_path: Path) -> None:
     before = log.read_bytes()
     for arguments, part in (
-        ((log, "--html", log), "is the timeline that is read"),
+        ((log, "--html", log), "would overwrite the timeline"),
         ((log, "--svg", tmp_path / "none" / "out.svg"), "cannot write --svg"),
-        ((log, log, "--trace", tmp_path / "out.json"), "takes one timeline, 2 were given"),
+        ((log, log, "--trace", tmp_path / "out.json"), "takes one timeline, but 2 were given"),
     ):
         refused = command("report", *arguments)
         assert refused.code == EXIT_USAGE

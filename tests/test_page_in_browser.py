@@ -14,13 +14,10 @@ from .browser import Page, browser, find_browser
 from .virtual_runs import GIB, machine, run_of, virtual_plan
 
 PROGRAM = find_browser()
-pytestmark = [
-    pytest.mark.skipif(
-        PROGRAM is None,
-        reason="no Chromium is on the PATH: install chromium-headless-shell or chromium, or set OOCGEMM_BROWSER",
-    ),
-    pytest.mark.slow,
-]
+pytestmark = pytest.mark.skipif(
+    PROGRAM is None,
+    reason="no Chromium is on the PATH: install chromium-headless-shell or chromium, or set OOCGEMM_BROWSER",
+)
 
 # Texts that leave their box, texts that lie on one another, and boxes wider than the window.
 FAULTS = """(() => {
@@ -264,6 +261,7 @@ def test_two_runs_are_looked_at_through_one_window(shown: Page, one: Path) -> No
     assert shown.js("gantts.every((g) => g.view === view && g.x(view.from) === GUTTER)")
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_spans_are_drawn_in_bounded_work(shown: Page, folder: Path) -> None:
     """What is drawn is bounded by the width of the chart, and time grows no faster than the spans do."""
     medians = {}

@@ -28,13 +28,13 @@ from oocgemm.planning import (
     TileGrid,
     TileShape,
     Traversal,
-    continued,
     default_model,
     make_plan,
+    resumed_plan,
 )
-from oocgemm.planning.cost.by_tile import gone, seconds_each, shares
+from oocgemm.planning.cost.by_tile import drain_end, shares, tile_seconds
 from oocgemm.planning.cost.footprint import least_bytes
-from oocgemm.planning.cost.predict import DIGESTING, multiply_seconds, predict, strip_rate, unfilled
+from oocgemm.planning.cost.predict import DIGESTING, multiply_seconds, predict, strip_rate, wave_quantization
 from oocgemm.planning.cost.simulate import simulate
 from oocgemm.planning.schedule.eviction import SlotCache
 from oocgemm.planning.schedule.hazards import verify
@@ -43,7 +43,7 @@ from oocgemm.planning.schedule.traversal import walk
 from oocgemm.planning.search import planner, shapes
 from oocgemm.planning.search.candidates import CHUNK_BYTES
 from oocgemm.planning.units import parse_size
-from tests.suite import examples
+from tests.suite import examples, slow
 
 plan_module: Any = importlib.import_module("oocgemm.planning.plan")
 bench_traffic: Any = importlib.import_module("bench_traffic")
@@ -166,7 +166,10 @@ def fewest_by_simulation(p: GemmProblem, r: int, memory: int) -> float:
 
 @pytest.mark.parametrize(
     ("m", "n", "k", "memory"),
-    [(6, 6, 6, 200), (5, 5, 5, 250), (4, 9, 3, 240), (8, 3, 4, 250), (5, 4, 9, 300)],
+    [
+        (8, 3, 4, 250),
+        *slow((6, 6, 6, 200), (5, 5, 5, 250), (4, 9, 3, 240), (5, 4, 9, 300)),
+    ],
 )
 def test_the_traffic_oracle_agrees_with_simulation(m: int, n: int, k: int, memory: int) -> None:
     least, _ = traffic_oracle.least_panels(traffic_oracle.Case(m, n, k, 8, 1, memory))
@@ -176,7 +179,11 @@ def test_the_traffic_oracle_agrees_with_simulation(m: int, n: int, k: int, memor
 
 @pytest.mark.parametrize(
     ("m", "n", "k"),
-    [(4096, 4096, 4096), (10_007, 10_009, 10_037), (2048, 100_003, 8192), (32_768, 32_768, 1024)],
+    [
+        (4096, 4096, 4096),
+        (10_007, 10_009, 10_037),
+        *slow((2048, 100_003, 8192), (32_768, 32_768, 1024)),
+    ],
 )
 @pytest.mark.parametrize("link", ["h2d", "read", "unified"])
 def test_traffic_is_near_the_least_that_a_search_finds(m: int, n: int, k: int, link: str) -> None:
@@ -389,14 +396,14 @@ def test_shares_of_a_tile_count_its_loads_and_flops() -> None:
     assert [part.made for part in parts] == pytest.approx([0.5, 1 / 6, 1 / 12, 0.25])
     assert [part.loaded * 1100 for part in parts] == pytest.approx([200 + 300, 100, 100 + 100, 300])
     # The second is short and has its panels at once, the third waits for its own, unless they come while the second runs.
-    assert seconds_each(parts, 12, 11, ahead=False) == pytest.approx([6, 2, 2, 3])
-    assert seconds_each(parts, 12, 11, ahead=True) == pytest.approx([6, 2, 1, 3])
-    assert seconds_each(parts, 12, 33, ahead=True) == pytest.approx([15, 3, 6, 9])
+    assert tile_seconds(parts, 12, 11, ahead=False) == pytest.approx([6, 2, 2, 3])
+    assert tile_seconds(parts, 12, 11, ahead=True) == pytest.approx([6, 2, 1, 3])
+    assert tile_seconds(parts, 12, 33, ahead=True) == pytest.approx([15, 3, 6, 9])
     # C begins to leave when the first has been made, and leaves in turn.
-    assert gone(parts, [6, 2, 1, 3], 12, 24, 0, 4) == pytest.approx(6 + 24)
-    assert gone(parts, [6, 2, 1, 3], 12, 0, 0, 4) == 12
-    assert gone(parts, [6, 2, 1, 3], 12, 4, 0, 1) == pytest.approx(12 + 1)
-    assert gone(parts, [6, 2, 1, 3], 12, 1, 0.5, 10) == pytest.approx(12 + 0.025)
+    assert drain_end(parts, [6, 2, 1, 3], 12, 24, 0, 4) == pytest.approx(6 + 24)
+    assert drain_end(parts, [6, 2, 1, 3], 12, 0, 0, 4) == 12
+    assert drain_end(parts, [6, 2, 1, 3], 12, 4, 0, 1) == pytest.approx(12 + 1)
+    assert drain_end(parts, [6, 2, 1, 3], 12, 1, 0.5, 10) == pytest.approx(12 + 0.025)
 
 
 @pytest.mark.parametrize(
@@ -441,19 +448,19 @@ def test_predicted_time_of_a_tile_follows_whole_blocks() -> None:
     for (w, h), milliseconds in measured.items():
         p = problem(w, h, 4096, "float32")
         even = multiply_seconds(p, machine, p.flops, w, h, 4096)
-        over.append(even * unfilled(p, machine, w, h) / milliseconds)
+        over.append(even * wave_quantization(p, machine, w, h) / milliseconds)
     assert max(over) / min(over) < 1.015
 
 
 def test_a_tile_fills_the_multiprocessors() -> None:
-    memory = Layout(in_memory=True, wide=8192, held=True)
+    memory = Layout(in_memory=True, zero_copy_width=8192, pinned=True)
     plan = make_plan(
         problem(49_152, 49_152, 49_152, "float32"),
         Budgets(2 * GIB, 8 * GIB),
         default_model("cuda", 16),
         Layouts(memory, memory, memory),
     )
-    assert unfilled(plan.problem, plan.machine, plan.tile.m, plan.tile.n) < 1.005
+    assert wave_quantization(plan.problem, plan.machine, plan.tile.m, plan.tile.n) < 1.005
     assert plan.tile.m % 32 == plan.tile.n % 32 == 0  # rows begin at multiples of 128 bytes
 
 
@@ -465,11 +472,11 @@ def test_a_c_that_is_pinned_goes_straight_to_its_place(
     held: bool, checked: str, width: int, copied: bool
 ) -> None:
     """As far as the model goes: where strips are wide, and are not looked at in their slots."""
-    memory = Layout(in_memory=True, wide=4096, held=held)
+    memory = Layout(in_memory=True, zero_copy_width=4096, pinned=held)
     p = replace(problem(8192, width, 8192), checked=checked)
     machine, on = default_model("cuda", 16), Layouts(memory, memory, memory)
     plan = make_plan(p, Budgets(GIB, GIB), machine, on)
-    assert any(plan.lies_in_place(op) for op in plan.schedule() if op.kind is Kind.WRITE) is not copied
+    assert any(plan.is_zero_copy(op) for op in plan.schedule() if op.kind is Kind.WRITE) is not copied
     least = p.m * p.n * 8 / machine.memory
     assert (plan.prediction.lanes["write"] > least) is copied
 
@@ -625,7 +632,7 @@ def test_pruning_tile_shapes_never_changes_the_plan(monkeypatch: pytest.MonkeyPa
         for device in (1, 8)
     ]
     plans = [make_plan(p, budgets, machine, STORED) for p, budgets in cases]
-    monkeypatch.setattr(planner, "HOPELESS", float("inf"))
+    monkeypatch.setattr(planner, "PRUNE_FACTOR", float("inf"))
     planner._planned.cache_clear()
     for plan, (p, budgets) in zip(plans, cases, strict=True):
         every = make_plan(p, budgets, machine, STORED)
@@ -636,8 +643,10 @@ def test_pruning_tile_shapes_never_changes_the_plan(monkeypatch: pytest.MonkeyPa
     ("extents", "budgets", "backend"),
     [
         ((10**7, 10**7, 10**7), (64 * MIB, 64 * MIB), "host"),
-        ((10**7, 10**7, 3), (64 * MIB, 64 * MIB), "host"),
-        ((10**6, 10**6, 10**7), (GIB, 200 * GIB), "cuda"),  # of 28,867 slots of one operand
+        *slow(
+            ((10**7, 10**7, 3), (64 * MIB, 64 * MIB), "host"),
+            ((10**6, 10**6, 10**7), (GIB, 200 * GIB), "cuda"),  # of 28,867 slots of one operand
+        ),
     ],
 )
 def test_planning_is_bounded_however_many_tiles_there_are(
@@ -693,9 +702,9 @@ def test_a_run_goes_on_with_the_budgets_an_error_names(
     p, machine, on = problem(3000, 3000, 3000), default_model(backend, 4), Layouts(chunk, chunk)
     begun = make_plan(p, Budgets(200 * MIB, 200 * MIB), machine, on)
     with pytest.raises(BudgetError, match="cannot hold the plan that the run was begun with") as raised:
-        continued(p, Budgets(device, host), machine, on, begun.candidate, frozenset())
+        resumed_plan(p, Budgets(device, host), machine, on, begun.candidate, frozenset())
     budgets = advised(raised.value, Budgets(device, host))
-    footprint = continued(p, budgets, machine, on, begun.candidate, frozenset()).footprint
+    footprint = resumed_plan(p, budgets, machine, on, begun.candidate, frozenset()).footprint
     assert footprint.device_total <= budgets.device
     assert footprint.host_total <= budgets.host
 

@@ -17,7 +17,9 @@ def cube(n: int, k: int, dtype: str) -> GemmProblem:
 
 
 def pinned(dtype: str) -> Layouts:
-    layout = Layout(in_memory=True, held=True, wide=(32 << 10) // {"float64": 8, "float32": 4}[dtype])
+    layout = Layout(
+        in_memory=True, pinned=True, zero_copy_width=(32 << 10) // {"float64": 8, "float32": 4}[dtype]
+    )
     return Layouts(layout, layout, layout)
 
 

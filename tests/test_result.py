@@ -79,7 +79,7 @@ def test_notebooks_show_a_result(result: oocgemm.Result) -> None:
 def test_progress_true_shows_the_display(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(live, "SELDOM", 0.0)
+    monkeypatch.setattr(live, "LINE_SECONDS", 0.0)
     oocgemm.matmul(A, B, backend="host", progress=False)
     assert capfd.readouterr() == ("", "")
     oocgemm.matmul(A, B, backend="host", progress=True)

@@ -11,10 +11,10 @@ import pytest
 
 from oocgemm.backends.base import Array, Token
 from oocgemm.errors import BackendError
-from oocgemm.machine import calibrate, workbench
-from oocgemm.machine.calibrate import Sizes
-from oocgemm.machine.sampling import explained
-from oocgemm.machine.workbench import QUEUED, Workbench
+from oocgemm.machine.measure import calibrate, workbench
+from oocgemm.machine.measure.calibrate import Sizes
+from oocgemm.machine.measure.sampling import explained
+from oocgemm.machine.measure.workbench import QUEUED, Workbench
 from oocgemm.planning import Kind, MachineModel, Operation, Plan, TileShape, default_model, fit_link
 
 ROWS, COLS = 512, 64
@@ -121,7 +121,7 @@ def test_more_copies_are_queued_where_one_is_too_short(
 
 def test_a_device_that_outruns_the_host_is_refused(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "SUBMIT", 5_000_000)  # a panel takes 4 ms
-    with bench(device) as held, pytest.raises(BackendError, match="the device copies 64 panels before"):
+    with bench(device) as held, pytest.raises(BackendError, match="the device copied 64 panels before"):
         held.seconds(held.download(1))
 
 
@@ -154,7 +154,7 @@ def test_outliers_are_measured_again_until_a_fit_explains_them() -> None:
 
 
 def test_rates_that_stay_impossible_are_refused_with_what_to_do() -> None:
-    for bad, part in ((1.05e15, "d2h of 1 MiB came to 1.05 PB/s"), (float("inf"), "saw no time pass")):
+    for bad, part in ((1.05e15, "d2h of 1 MiB came to 1.05 PB/s"), (float("inf"), "no measurable time")):
         rates = {1 << 20: bad, 1 << 28: 5e10}
         with pytest.raises(BackendError, match=f"{part}.*run oocgemm calibrate again"):
             explained(rates.__getitem__, rates, partial(fit_link, "d2h"))

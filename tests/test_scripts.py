@@ -69,6 +69,7 @@ def test_git_ignores_what_the_quick_start_writes() -> None:
     assert done.stdout.splitlines() == written
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [[], ["-n", "2"]], ids=["alone", "by workers"])
 @pytest.mark.parametrize("fails", [False, True])
 def test_only_failing_tests_leave_files(tmp_path: Path, workers: list[str], fails: bool) -> None:

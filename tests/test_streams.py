@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,8 @@ import pytest
 
 from oocgemm.cli.output import EXIT_FAILED
 from oocgemm.planning import Budgets
+from oocgemm.timeline import Timeline
+from tests.suite import slow
 
 from .virtual_runs import GIB, machine, run_of, virtual_plan, write_log
 
@@ -26,6 +29,11 @@ COMMANDS = [MULTIPLY, ("report", "log"), ("report", "log", "log"), ("plan", "a.n
 COMMANDS += [("info",), ("verify", "a.npy", "b.npy", "product.npy")]
 
 
+@cache
+def virtual_run() -> Timeline:
+    return run_of(virtual_plan((4096, 4096, 4096), Budgets(GIB // 4, GIB), machine()))
+
+
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
@@ -33,7 +41,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delenv(name, raising=False)
     for name in ("a", "b", "product"):
         np.save(f"{name}.npy", np.eye(40))
-    write_log("log", run_of(virtual_plan((4096, 4096, 4096), Budgets(GIB // 4, GIB), machine())))
+    write_log("log", virtual_run())
     return tmp_path
 
 
@@ -47,7 +55,10 @@ def program(*arguments: str, shell: str = "{}", **environment: str) -> subproces
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(
     ("arguments", "environment"),
-    [*((MULTIPLY, setting) for setting in ASCII_ONLY), *((other, ASCII_ONLY[2]) for other in COMMANDS[1:])],
+    [
+        *((command, ASCII_ONLY[2]) for command in COMMANDS),
+        *slow(*((MULTIPLY, setting) for setting in ASCII_ONLY if setting != ASCII_ONLY[2])),
+    ],
 )
 def test_every_command_prints_ascii(arguments: tuple[str, ...], environment: dict[str, str]) -> None:
     done = program(*arguments, **environment)
@@ -88,7 +99,10 @@ def test_names_that_no_encoding_holds_are_printed() -> None:
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(
     ("arguments", "shell"),
-    [*((MULTIPLY, shell) for shell in FAILING), *((other, FAILING[0]) for other in COMMANDS[1:])],
+    [
+        *((MULTIPLY, shell) for shell in FAILING),
+        *slow(*((other, FAILING[0]) for other in COMMANDS[1:])),
+    ],
 )
 def test_streams_that_take_no_more_fail_no_command(arguments: tuple[str, ...], shell: str) -> None:
     done = program(*arguments, shell=shell)

@@ -14,9 +14,9 @@ from typing import Protocol
 from oocgemm.backends.random_words import sign_stream
 from oocgemm.kernels.spec import C_TYPES
 from oocgemm.planning import DTYPES, Op, Operation, Plan, Region, Slot
-from oocgemm.planning.check_blocks import HEAD, SIDE, Cut, PanelRoom, Part, StripRoom
-from oocgemm.planning.cost.footprint import held_bytes
-from oocgemm.planning.tiling import Span, Tile, ceil_div
+from oocgemm.planning.check_blocks import HEAD, SIDE, Blocking, PanelOffsets, PartOffsets, StripOffsets
+from oocgemm.planning.cost.footprint import payload_bytes
+from oocgemm.planning.tiling import Range, Tile, ceil_div
 from oocgemm.timeline.busy import BusyTime
 
 _LONG, _INT, _POINTER = ctypes.c_longlong, ctypes.c_int, ctypes.c_void_p
@@ -25,7 +25,7 @@ _LONG, _INT, _POINTER = ctypes.c_longlong, ctypes.c_int, ctypes.c_void_p
 class CutFields(ctypes.Structure):
     """`cut` of kernels/check_sums.cu."""
 
-    _fields_ = (*((field.name, _LONG) for field in fields(Cut)[:3]), ("per", _INT))
+    _fields_ = (*((field.name, _LONG) for field in fields(Blocking)[:3]), ("per", _INT))
 
 
 class Summed(ctypes.Structure):
@@ -88,8 +88,8 @@ class Summing:
         self._strip = plan.slots.strip
         self._address = address
         self._device = device
-        self._held = held_bytes(problem, plan.tile, plan.slots.strip)
-        self.room = StripRoom.of(problem, plan.tile, plan.slots.strip)
+        self._held = payload_bytes(problem, plan.tile, plan.slots.strip)
+        self.room = StripOffsets.of(problem, plan.tile, plan.slots.strip)
         self._seed = 0
         self.expected = 0, 0  # digests of the panels that the next Multiply must find
         self.busy = BusyTime()  # when the device was at it, in nanoseconds
@@ -121,9 +121,9 @@ class Summing:
             depth=depth, chunks=ceil_div(depth, SIDE), rows=op.m[1] - op.m[0], cols=cols, strip=self._strip,
             pitch=room.across, first=op.first, a_expected=self.expected[0], b_expected=self.expected[1],
         )  # fmt: skip
-        down = Cut.of(bottom - top, self._strip)
-        given.down, given.per = Cut.of(given.rows, self._strip).blocks, down.per
-        given.across = Cut.of(cols, cols).blocks
+        down = Blocking.of(bottom - top, self._strip)
+        given.down, given.per = Blocking.of(given.rows, self._strip).blocks, down.per
+        given.across = Blocking.of(cols, cols).blocks
         if depth:
             skipped = (op.m[0] - top) // self._strip * down.per  # blocks of the panel, before the first strip
             wide = 16 if DTYPES[problem.acc_dtype].is_complex else 8
@@ -132,7 +132,7 @@ class Summing:
                 ("b", op.reads[1].slot, cols, cols, 0, 0),
             )
             for name, slot, extent, strip, block, row in sides:
-                start, of = self._behind(slot), PanelRoom.of(problem, extent, depth, strip)
+                start, of = self._behind(slot), PanelOffsets.of(problem, extent, depth, strip)
                 setattr(given, name, start + of.sums + block * depth * wide)
                 setattr(given, f"{name}_norms", start + of.norms + block * given.chunks * 8)
                 setattr(given, f"{name}_head", start)
@@ -168,7 +168,7 @@ class Summing:
         """Where the checksums of a slot begin."""
         return self._address(Region(slot, 0, 0)) + self._held["device", slot.operand]
 
-    def _at(self, slot: Slot, tile: Tile, rows: Span) -> int:
+    def _at(self, slot: Slot, tile: Tile, rows: Range) -> int:
         """Where the checksums of a strip begin, or of the first of several."""
         number = (rows[0] - self._rows(tile[0])[0]) // self._strip if slot.operand == "C" else 0
         return self._behind(slot) + number * self.room.end
@@ -185,8 +185,8 @@ class Summing:
         problem, on_a = self._problem, op.operand == "A"
         trans, span = (problem.trans_a, op.m) if on_a else (problem.trans_b, op.n)
         extent, depth = span[1] - span[0], op.k[1] - op.k[0]
-        rows = Cut.of(extent, self._strip if on_a else extent)
-        start, room = self._behind(region.slot), PanelRoom.of(problem, extent, depth, rows.strip)
+        rows = Blocking.of(extent, self._strip if on_a else extent)
+        start, room = self._behind(region.slot), PanelOffsets.of(problem, extent, depth, rows.strip)
         axis = self._axis(op.operand)
         self._device.zero(start, HEAD + extent)
         given = Summed(
@@ -198,9 +198,9 @@ class Summing:
         options = self._options(problem.a_dtype, axis)
         self._device.launch("check_panel", options, (ceil_div(depth, SIDE), rows.blocks, 1), given)
 
-    def _sum_strip(self, op: Operation, region: Region, part: Part) -> None:
+    def _sum_strip(self, op: Operation, region: Region, part: PartOffsets) -> None:
         problem, (height, width) = self._problem, (span[1] - span[0] for span in (op.m, op.n))
-        rows, cols = Cut.of(height, self._strip), Cut.of(width, width)
+        rows, cols = Blocking.of(height, self._strip), Blocking.of(width, width)
         start = self._at(region.slot, op.tile, op.m)
         flags = part is self.room.old
         self._device.zero(start + part.begin, HEAD + height * flags)
@@ -214,5 +214,5 @@ class Summing:
         self._device.launch("check_strip", options, (cols.blocks, rows.blocks, 1), given)
 
 
-def _fields(cut: Cut) -> CutFields:
+def _fields(cut: Blocking) -> CutFields:
     return CutFields(cut.extent, cut.strip, cut.size, cut.per)

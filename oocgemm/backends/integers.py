@@ -5,7 +5,7 @@ import numpy as np
 from oocgemm.backends.base import Array
 from oocgemm.errors import ExecutionError
 from oocgemm.planning.cost.footprint import FINISH_ARRAYS, FINISH_PIECE
-from oocgemm.planning.integers import LIMIT
+from oocgemm.planning.integers import EXACT_LIMIT
 
 
 def finish(sums: Array, alpha: float, beta: float, result: Array, workspace: Array) -> None:
@@ -39,7 +39,7 @@ def finish(sums: Array, alpha: float, beta: float, result: Array, workspace: Arr
                 if limits is not None:
                     size += np.abs(kept, out=kept)
             if limits is not None and not (
-                size.max() < LIMIT and limits.min <= value.min() and value.max() <= limits.max
+                size.max() < EXACT_LIMIT and limits.min <= value.min() and value.max() <= limits.max
             ):
                 raise too_large(result.dtype.name)
             old[...] = value

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from oocgemm.cli.display import console, full_width, table_of
 from oocgemm.kernels.tuning import Tuning
-from oocgemm.machine.bench import AGAINST, BY_NCU, against
+from oocgemm.machine.measure.bench import AGAINST, BY_NCU, against
 from oocgemm.planning import Calibration
 from oocgemm.planning.cost.links import LINKS, calibrated_rates
 from oocgemm.planning.units import format_size, format_time

@@ -15,10 +15,11 @@ from oocgemm.cli.parameters import Size
 from oocgemm.jobs.budgets import budgets_of
 from oocgemm.kernels import registry as ladder
 from oocgemm.kernels import tuning
-from oocgemm.machine import bench
-from oocgemm.machine.calibrate import calibrate as measure
+from oocgemm.machine.measure import bench
+from oocgemm.machine.measure.bench_chart import chart
+from oocgemm.machine.measure.calibrate import calibrate as measure
 from oocgemm.planning import OPERANDS
-from oocgemm.reports.exports import check_place, writing
+from oocgemm.reports.exports import check_writable, writing
 from oocgemm.reports.roofline import roofline_of
 from oocgemm.system import cache
 
@@ -51,7 +52,7 @@ def calibrate(backend: str, device: int, path: str | None, svg: str | None, as_j
     $OOCGEMM_CACHE. Stop other programs meanwhile.
     """
     if svg is not None:
-        check_place("--svg", svg)
+        check_writable("--svg", svg)
     if backends.resolve(backend) == "host":
         stores.load_zarr()
     with doing(not as_json) as say:
@@ -135,13 +136,13 @@ def bench_kernels(as_json: bool, svg: str | None, **options: Any) -> None:
     it also counts them, in one launch per kernel.
     """
     if svg is not None:
-        check_place("--svg", svg)
+        check_writable("--svg", svg)
     given = {name: value for name, value in options.items() if value != ()}
     with doing(not as_json) as say:
         result = bench.bench_kernels(**given, say=say)
     if svg is not None:
         with writing("--svg", svg):
-            Path(svg).write_text(bench.chart(result), encoding="utf-8")
+            Path(svg).write_text(chart(result), encoding="utf-8")
     if as_json:
         print_json(result)
     else:

@@ -11,8 +11,8 @@ from oocgemm.backends.base import InPlace, Locks, numpy_dtype, slot_offsets, sto
 from oocgemm.engine.pinning import Locked
 from oocgemm.errors import ExecutionError
 from oocgemm.planning import Kind, Op, Operation, Plan, Slot, Tier
-from oocgemm.planning.cost.footprint import HOST_ALIGNMENT, held_bytes, slot_bytes
-from oocgemm.planning.tiling import Span
+from oocgemm.planning.cost.footprint import HOST_ALIGNMENT, payload_bytes, slot_bytes
+from oocgemm.planning.tiling import Range
 from oocgemm.stores import BATCH_BYTES, FULL, Array, Matrix, memory, no_room, pieces, transient
 from oocgemm.system.memory import allocate
 
@@ -25,7 +25,7 @@ PAGE = 4096
 RETRY_AFTER = (0.1, 0.3, 0.9, 2.7, 8.1)
 
 # Is shown a block, by its rows and columns, and what was read.
-Look = Callable[[Span, Span, Array], None]
+Look = Callable[[Range, Range, Array], None]
 
 
 class Staging:
@@ -49,7 +49,7 @@ class Staging:
         self._operands = operands
         self._offsets, size = slot_offsets(plan, "host", HOST_ALIGNMENT)
         self.arena = allocate(size)
-        sizes = slot_bytes, held_bytes
+        sizes = slot_bytes, payload_bytes
         self._c_bytes, self._c_held = (
             f(plan.problem, plan.tile, plan.slots.strip)["host", "C"] for f in sizes
         )
@@ -77,7 +77,7 @@ class Staging:
 
     def _begin_locking(self, locks: Locks | None) -> None:
         """Lock operands in memory that are worth it, the panels of the first tile before others."""
-        if locks is None or not (lying := self._plan.worth_locking):
+        if locks is None or not (lying := self._plan.operands_to_pin):
             return
         schedule = self._plan.schedule()
         first = (
@@ -111,10 +111,10 @@ class Staging:
         """Have the slot of a Read or a Download stand for its block where that lies, if it is worth it and can be."""
         slot = operation.writes[0].slot
         self._in_place.pop(slot, None)
-        if not self._plan.lies_in_place(operation):
+        if not self._plan.is_zero_copy(operation):
             return False
         found = None
-        if operation.operand not in self._plan.worth_locking:
+        if operation.operand not in self._plan.operands_to_pin:
             found = InPlace(self._block(operation), [])
         elif self._locked is not None:
             found = self._locked.find(self._block(operation))
@@ -155,7 +155,7 @@ class Staging:
         held = self.arena[start : start + height * width * dtype.itemsize].view(dtype)
         return [held[height * c0 : height * c1].reshape(height, c1 - c0) for c0, c1 in self._cuts(operation)]
 
-    def _cuts(self, operation: Operation) -> list[Span]:
+    def _cuts(self, operation: Operation) -> list[Range]:
         """Columns of an operation's block as the operand is stored, counted from its first, in groups."""
         _, (first, last) = self._stored(operation)
         problem, layouts = self._plan.problem, self._plan.layouts
@@ -180,7 +180,7 @@ class Staging:
         read it. Returns where the block is then, which need not be the slot if nothing is to look."""
         if operation.kind is Kind.READ:
             slot = operation.writes[0].slot
-            if slot in self._filled and not self._plan.layouts.c.held:
+            if slot in self._filled and not self._plan.layouts.c.pinned:
                 self._begin_touching()
             self._filled.add(slot)
             if look is None and self._find_in_place(operation):
@@ -196,7 +196,7 @@ class Staging:
         """Show a strip that a Write is to bring to its store, each part by a thread that writes."""
         self._each(operation, columns, self._writers, lambda matrix, rows, cols, part: look(rows, cols, part))
 
-    def groups(self, operation: Operation, columns: Sequence[Array]) -> Iterator[tuple[Span, Span, Array]]:
+    def groups(self, operation: Operation, columns: Sequence[Array]) -> Iterator[tuple[Range, Range, Array]]:
         """The groups of columns of a block, with their rows and columns as the operand is stored."""
         rows, (left, _) = self._stored(operation)
         for group in columns:
@@ -212,7 +212,7 @@ class Staging:
         operation: Operation,
         columns: Sequence[Array],
         pool: ThreadPoolExecutor,
-        act: Callable[[Matrix, Span, Span, Array], None],
+        act: Callable[[Matrix, Range, Range, Array], None],
     ) -> None:
         """Do something with each part of a slot, on the threads of a pool."""
         matrix, reading = self._operands[operation.operand], operation.kind is Kind.READ
@@ -241,7 +241,7 @@ class Staging:
         for future in futures:
             future.result()
 
-    def _read(self, look: Look | None, matrix: Matrix, rows: Span, cols: Span, out: Array) -> None:
+    def _read(self, look: Look | None, matrix: Matrix, rows: Range, cols: Range, out: Array) -> None:
         """Read a block, and again after failures that may pass, until the run is stopped."""
         waits = iter(RETRY_AFTER)
         while True:
@@ -257,7 +257,7 @@ class Staging:
         if look is not None:
             look(rows, cols, out)
 
-    def _write(self, matrix: Matrix, rows: Span, cols: Span, data: Array) -> None:
+    def _write(self, matrix: Matrix, rows: Range, cols: Range, data: Array) -> None:
         try:
             matrix.write(rows, cols, data)
         except Exception as error:
@@ -272,14 +272,16 @@ class Staging:
         if self._locked is not None:
             self._locked.stop()
 
-    def _stored(self, operation: Operation) -> tuple[Span, Span]:
+    def _stored(self, operation: Operation) -> tuple[Range, Range]:
         """Rows and columns of an operation's block as the operand is stored, op() undone."""
         problem = self._plan.problem
         op = {"A": problem.trans_a, "B": problem.trans_b}.get(operation.operand, Op.N)
         rows, cols = operation.block
         return (cols, rows) if op.swaps else (rows, cols)
 
-    def _parts(self, matrix: Matrix, rows: Span, cols: Span, reading: bool) -> Iterator[tuple[Span, Span]]:
+    def _parts(
+        self, matrix: Matrix, rows: Range, cols: Range, reading: bool
+    ) -> Iterator[tuple[Range, Range]]:
         """A block (as stored) cut into what the threads do one by one."""
         layout, itemsize = matrix.layout, matrix.dtype.itemsize
         height, width = layout.read_chunk if reading else layout.write_chunk
@@ -320,7 +322,7 @@ def _divisor(extent: int, least: int) -> int:
     return next(part for part in range(least, extent + 1) if extent % part == 0)
 
 
-def _placed(verb: str, matrix: Matrix, rows: Span, cols: Span, error: Exception) -> ExecutionError:
+def _placed(verb: str, matrix: Matrix, rows: Range, cols: Range, error: Exception) -> ExecutionError:
     """An error that says where it struck."""
     what = str(error) if isinstance(error, ExecutionError) else f"{type(error).__name__}: {error}"
     return ExecutionError(f"{verb} {matrix.name}[{rows[0]}:{rows[1]}, {cols[0]}:{cols[1]}]: {what}")

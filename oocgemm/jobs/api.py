@@ -89,7 +89,7 @@ def gemm(
             tile.
         compressor: of a new zarr array: "none" (default), "zstd", "blosc-lz4", "blosc-zstd" or "gzip".
         verify: check every tile against checksums of its panels before it is written, and compute it again if
-            they differ (`oocgemm.integrity.checks`).
+            they differ (`oocgemm.integrity.checksums.check`).
         device: number of the CUDA device, 0 by default.
         overwrite: allow an array that exists at a path to be replaced. It must have C's shape and dtype.
         resume: continue an unfinished run at `c`, a local path, that had the same arguments. If there is

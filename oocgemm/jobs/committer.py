@@ -49,8 +49,8 @@ class Committer:
         if self._redo:
             self._journal.commit(tile)
             self.recorded += 1
-            self._matrix.adopt(*block)
-        self._journal.done(tile, self._matrix.block_stamp(*block))
+            self._matrix.apply_redo(*block)
+        self._journal.done(tile, self._matrix.block_fingerprint(*block))
         self.recorded += not self._redo
 
     def _work(self) -> None:

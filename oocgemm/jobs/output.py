@@ -154,13 +154,13 @@ class Journaled(Target):
         self.matrix = cast(Durable, create_output(job, earlier.folder))
         self._created = self._creates
         if earlier.resumed:
-            self.matrix.sweep()
+            self.matrix.delete_partial_files()
         self.matrix.set_finished(False)
         if self._redo:
             redo = earlier.folder / REDO
-            self.matrix.redirect(redo)
+            self.matrix.redirect_writes(redo)
             for tile in earlier.committed:
-                self.matrix.adopt(plan.grid.rows(tile[0]), plan.grid.cols(tile[1]))
+                self.matrix.apply_redo(plan.grid.rows(tile[0]), plan.grid.cols(tile[1]))
             shutil.rmtree(redo, ignore_errors=True)  # left by tiles that were not committed
             redo.mkdir()
             sync_path(earlier.folder)
@@ -174,7 +174,7 @@ class Journaled(Target):
         self._committer.close()
         self._journal.check_in_place()
         self.matrix.set_finished(True)
-        self._journal.complete({"content": self.matrix.stamp()})
+        self._journal.complete({"content": self.matrix.files_fingerprint()})
         shutil.rmtree(self._earlier.folder / REDO, ignore_errors=True)
         if (
             self._earlier.folder.name != SIDECAR

@@ -24,9 +24,9 @@ from oocgemm.planning import (
     MachineModel,
     Plan,
     TileShape,
-    continued,
     integers,
     make_plan,
+    resumed_plan,
 )
 from oocgemm.stores import Matrix
 
@@ -79,7 +79,7 @@ def prepare(request: Request, engine: Backend | None, *, running: bool) -> Job:
     scalars = request.alpha, request.beta
     problem = problem_of(a, b, *scalars, trans_a, trans_b, request.compute, request.out_dtype)
     backend = "cuda" if engine is None else engine.name
-    if problem.exact and backend == "cuda" and problem.depth <= integers.MAX_DEPTH:
+    if problem.exact and backend == "cuda" and problem.depth <= integers.MAX_INT32_DEPTH:
         problem = replace(problem, acc_dtype="int32")
     problem = replace(problem, checked=checksum_tier(backend, problem) if request.verify else "")
     tile = tile_of(request.tile, problem)
@@ -223,9 +223,9 @@ def _plan(
 def _layout(matrix: Matrix, engine: Backend | None) -> Layout:
     """Return a matrix's layout, which says whether its memory is pinned."""
     layout = matrix.layout
-    if engine is None or not layout.wide:
+    if engine is None or not layout.zero_copy_width:
         return layout
-    return replace(layout, held=engine.holds(*stores.span(matrix)))
+    return replace(layout, pinned=engine.holds(*stores.span(matrix)))
 
 
 def _unknown() -> int:
@@ -239,7 +239,7 @@ def _continued(
 
     Raises `InputError` if this version would cut panels differently.
     """
-    plan = continued(problem, budgets, machine, layouts, earlier.candidate, earlier.done)
+    plan = resumed_plan(problem, budgets, machine, layouts, earlier.candidate, earlier.done)
     if plan.grid.ramp != earlier.header["ramp"]:
         version = earlier.header["version"]
         raise InputError(
@@ -256,7 +256,7 @@ def _as_planned(planned: Plan, problem: GemmProblem, machine: MachineModel, layo
     now = replace(planned, machine=machine, layouts=layouts)
 
     def operands(found: Layouts) -> tuple[Layout, Layout]:  # pinned or not
-        return replace(found.a, held=False), replace(found.b, held=False)
+        return replace(found.a, pinned=False), replace(found.b, pinned=False)
 
     if (problem, operands(layouts), now.chunks) != (
         *(planned.problem, operands(planned.layouts), planned.chunks),

@@ -39,9 +39,9 @@ def problem_of(
         fitting = ", ".join(name for name, dtypes in COMPUTES.items() if dtype.name in dtypes)
         raise InputError(f"{dtype.name} operands cannot be computed in {compute!r}: choose one of {fitting}")
     problem = GemmProblem(m, n, k, *names, alpha, beta, trans_a, trans_b, compute)
-    if problem.exact and problem.depth > integers.DEEPEST:
+    if problem.exact and problem.depth > integers.MAX_FLOAT64_DEPTH:
         raise InputError(
-            f"op(A) has {k} columns; sums of more than {integers.DEEPEST} int8 products may not be exact: "
+            f"op(A) has {k} columns; sums of more than {integers.MAX_FLOAT64_DEPTH} int8 products may not be exact: "
             "multiply parts of the operands"
         )
     return problem
@@ -77,7 +77,7 @@ def _scalar(name: str, value: complex, operands: DType, c_dtype: str) -> complex
         return number
     if number.imag != 0:
         raise InputError(f"{name} = {value} is complex, but the operands are real")
-    if c_dtype.startswith("int") and not (number.real.is_integer() and abs(number) < integers.LIMIT):
+    if c_dtype.startswith("int") and not (number.real.is_integer() and abs(number) < integers.EXACT_LIMIT):
         raise InputError(
             f"{name} = {value} is not an integer below 2^53, but C has dtype {c_dtype}: pass "
             "out_dtype='float64' (--out-dtype float64)"

@@ -111,7 +111,7 @@ def find_lost(earlier: Earlier, c: Matrix, problem: GemmProblem) -> Earlier:
     lost = frozenset(
         tile
         for tile, files in record.files.items()
-        if cast(Durable, c).block_stamp(grid.rows(tile[0]), grid.cols(tile[1])) != files
+        if cast(Durable, c).block_fingerprint(grid.rows(tile[0]), grid.cols(tile[1])) != files
     )
     if lost and problem.reads_c:
         (top, bottom), (left, right) = (
@@ -215,7 +215,7 @@ def check_same(
     if (
         record.complete is not None
         and c is not None
-        and cast(Durable, c).stamp() != record.complete["content"]
+        and cast(Durable, c).files_fingerprint() != record.complete["content"]
     ):
         raise InputError(f"C has changed since the run started {started} completed it: {restart}")
 

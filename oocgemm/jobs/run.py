@@ -14,7 +14,7 @@ from oocgemm.backends import Session
 from oocgemm.engine.executor import Observer, Run
 from oocgemm.engine.staging import Staging
 from oocgemm.errors import ExecutionError, OocGemmError, OutOfMemoryError
-from oocgemm.integrity.checks import Checks
+from oocgemm.integrity.checksums.check import Checks
 from oocgemm.jobs import output
 from oocgemm.jobs.budgets import check_memory
 from oocgemm.jobs.options import Progress

@@ -22,7 +22,7 @@ from oocgemm.jobs.options import Operand, Size, Transpose
 from oocgemm.jobs.problem import problem_of
 from oocgemm.jobs.resume import check_complete
 from oocgemm.planning import DTYPES, GemmProblem, Op
-from oocgemm.planning.tiling import Span, ceil_div
+from oocgemm.planning.tiling import Range, ceil_div
 from oocgemm.planning.units import parse_size
 from oocgemm.stores import Matrix
 from oocgemm.system.memory import available_memory
@@ -55,8 +55,8 @@ class Verification:
 
     ok: bool
     shape: tuple[int, int]
-    rows: Span | None
-    cols: Span | None
+    rows: Range | None
+    cols: Range | None
     wrong_rows: int
     excess: float
     miss_probability: float

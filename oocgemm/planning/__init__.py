@@ -1,4 +1,4 @@
-"""Plans: pure decisions. Standard library only; no I/O, no clock, no array library."""
+"""Plan products: pure decisions from shapes, budgets and rates. No I/O, no clock, no arrays."""
 
 from oocgemm.planning.cost.fits import check_fit, check_link, fit_line, fit_link
 from oocgemm.planning.cost.footprint import Candidate, Layouts
@@ -17,7 +17,7 @@ from oocgemm.planning.schedule.operations import Kind, Lane, Operation, Schedule
 from oocgemm.planning.schedule.slots import Region, Slot, Slots, Tier
 from oocgemm.planning.schedule.traversal import Traversal
 from oocgemm.planning.search.candidates import Budgets
-from oocgemm.planning.search.planner import continued, make_plan
+from oocgemm.planning.search.planner import make_plan, resumed_plan
 from oocgemm.planning.serialize import recorded_plan
 from oocgemm.planning.tiling import Layout, TileGrid, TileShape
 
@@ -52,10 +52,10 @@ __all__ = [
     "Traversal",
     "check_fit",
     "check_link",
-    "continued",
     "default_model",
     "fit_line",
     "fit_link",
     "make_plan",
     "recorded_plan",
+    "resumed_plan",
 ]

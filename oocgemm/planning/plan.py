@@ -24,7 +24,7 @@ from oocgemm.planning.schedule.placement import Loads
 from oocgemm.planning.schedule.slots import Slots
 from oocgemm.planning.schedule.traversal import last, walk
 from oocgemm.planning.search.candidates import Budgets, c_chunks
-from oocgemm.planning.tiling import Layout, Span, Tile, TileGrid, TileShape
+from oocgemm.planning.tiling import Layout, Range, Tile, TileGrid, TileShape
 from oocgemm.planning.units import ceil_size, format_time
 
 
@@ -174,37 +174,41 @@ class Plan:
         return amplification(self.problem, self.tile, self.layouts)
 
     @cached_property
-    def worth_locking(self) -> set[str]:
+    def operands_to_pin(self) -> set[str]:
         """The operands in memory that are to be locked, for a device to copy panels from where they lie: of which to lock and
         unlock them takes least beside what copying through slots holds up the multiplication."""
         problem, machine, k = self.problem, self.machine, self.problem.depth
-        if not machine.lock:
+        if not machine.pin:
             return set()
         sizes = {"A": problem.m * k * problem.itemsizes["A"], "B": k * problem.n * problem.itemsizes["B"]}
         copied = {"A": self.loads.a_read, "B": self.loads.b_read}
-        lying = {operand for operand in sizes if self._panels[operand][0].in_place(self._panels[operand][1])}
-        held = {operand for operand in lying if self._panels[operand][0].held}
+        lying = {
+            operand
+            for operand in sizes
+            if self._panels[operand][0].allows_zero_copy(self._panels[operand][1])
+        }
+        held = {operand for operand in lying if self._panels[operand][0].pinned}
 
         def seconds(locked: set[str]) -> float:
             copying = sum(copied[x] for x in copied.keys() - locked - held) / (BESIDE_A_GPU * machine.memory)
             late = max(0.0, copying - self.prediction.lanes["compute"])
-            return late + 2 * sum(sizes[x] for x in locked) / machine.lock
+            return late + 2 * sum(sizes[x] for x in locked) / machine.pin
 
         return min((x for x in (set[str](), {"A"}, {"B"}, {"A", "B"}) if x <= lying - held), key=seconds)
 
-    def lies_in_place(self, operation: Operation) -> bool:
+    def is_zero_copy(self, operation: Operation) -> bool:
         """Whether what an operation brings is worth copying from where it lies in memory that is locked, or to there."""
         layout, panel = self._panels[operation.operand]
         rows, cols = operation.block
         block = _length(rows), _length(cols)
-        if not layout.held:
-            return operation.operand in self.worth_locking and layout.in_place(block)
+        if not layout.pinned:
+            return operation.operand in self.operands_to_pin and layout.allows_zero_copy(block)
         if operation.operand == "C" and self.problem.checked:  # strips are looked at in their slots
             return False
-        return layout.straight(panel, block)
+        return layout.is_direct(panel, block)
 
     @cached_property
-    def _panels(self) -> dict[str, tuple[Layout, Span]]:
+    def _panels(self) -> dict[str, tuple[Layout, Range]]:
         """Of each operand its layout, and the shape of its panels or strips."""
         (w, h, r), layouts = extents(self.problem, self.tile), self.layouts
         return {"A": (layouts.a, (w, r)), "B": (layouts.b, (r, h)), "C": (layouts.c, (self.slots.strip, h))}
@@ -303,7 +307,7 @@ def _falls_short(other: Prediction, best: Prediction) -> str:
     return f"as good as equal, {why}" if other.total < best.total else why
 
 
-def _length(span: Span) -> int:
+def _length(span: Range) -> int:
     return span[1] - span[0]
 
 

@@ -33,7 +33,7 @@ from oocgemm.kernels.registry import check_plan
 from oocgemm.kernels.spec import Call
 from oocgemm.planning import GemmProblem, Kind, Operation, Plan, Region, Slot, Tier
 from oocgemm.planning.cost.footprint import extents
-from oocgemm.planning.emulation import Offsets, described, plane_offsets
+from oocgemm.planning.emulation import Offsets, describe_steps, plane_offsets
 from oocgemm.planning.schedule.slots import slot_of
 from oocgemm.planning.units import format_size
 from oocgemm.system.threads import start
@@ -197,7 +197,7 @@ class CudaSession:
         raise AssertionError(f"{operation}: device memory is not host memory here")
 
     def multiplied_by(self) -> list[str]:
-        return [*sorted(self._multiplier.used), *described(self._steps)]
+        return [*sorted(self._multiplier.used), *describe_steps(self._steps)]
 
     def device_bytes(self) -> int:
         self._await_loading()

@@ -22,8 +22,8 @@ from oocgemm.kernels.emulation import (
 from oocgemm.planning import Op
 from oocgemm.planning.emulation import (
     LEVELS,
-    NUMBERS,
-    STRIP,
+    MODULI_COUNTS,
+    STRIP_ROWS,
     UNITS,
     VERDICT_BYTES,
     Offsets,
@@ -69,10 +69,10 @@ class Emulated:
         )
         whole = ctypes.c_int
         for raw, extent, k_major, fact, _, _ in sides:
-            function = self._split("ozaki_facts", k_major, NUMBERS[self._dtype][0])
+            function = self._split("ozaki_facts", k_major, MODULI_COUNTS[self._dtype][0])
             grid = -(-extent // _ROWS), 1, 1
             function(grid, _pointer(raw), whole(extent), whole(k), _pointer(fact))
-        for number in NUMBERS[self._dtype]:
+        for number in MODULI_COUNTS[self._dtype]:
             verdict, stream = slot + offsets.verdict, cupy.cuda.get_current_stream()
             runtime.memsetAsync(verdict, 0, VERDICT_BYTES, stream.ptr)
             for side, (raw, extent, k_major, fact, planes, exponents) in enumerate(sides):
@@ -114,8 +114,8 @@ class Emulated:
         m, n, k = shape
         ld, pitch = round_up(k, 16), round_up(n, 16)
         combine = self._combine(number)
-        for top in range(*span, STRIP):
-            rows = min(STRIP, span[1] - top)
+        for top in range(*span, STRIP_ROWS):
+            rows = min(STRIP_ROWS, span[1] - top)
             plane = rows * pitch
             left, right = slot + offsets.a + top * ld, slot + offsets.b
             if self._kernels.device.capability == (9, 0):

@@ -16,8 +16,8 @@ from cupy_backends.cuda.libs import cublas
 
 from oocgemm.kernels.spec import C_TYPES, Call
 from oocgemm.planning import Op
-from oocgemm.planning.emulation import STRIP, pitch
-from oocgemm.planning.integers import LIMIT, room
+from oocgemm.planning.emulation import STRIP_ROWS, pitch
+from oocgemm.planning.integers import EXACT_LIMIT, workspace_layout
 
 if TYPE_CHECKING:
     from oocgemm.backends.cuda.launch import Kernels
@@ -39,7 +39,7 @@ def gemm(kernels: "Kernels", handle: int, call: Call) -> None:
 
 def packed(kernels: "Kernels", call: Call) -> Call:
     """The same product, of operands that lie along k on boundaries of 16 bytes."""
-    depth, at = pitch(call.k), room(call.m, call.n, call.k)
+    depth, at = pitch(call.k), workspace_layout(call.m, call.n, call.k)
     if depth == 0:
         return call
     a_lies = not call.op_a.swaps and (call.a | call.lda | call.k) % _ALIGNMENT == 0
@@ -56,11 +56,11 @@ def packed(kernels: "Kernels", call: Call) -> Call:
 def by_strips(kernels: "Kernels", call: Call, c_dtype: str, product: Callable[[Call], None]) -> None:
     """C = op(A) @ op(B) + beta C of `packed` operands and a C of any alignment, float64 or int32: strip by strip, by
     products in int32 that are added to it."""
-    sums, across = call.work + room(call.m, call.n, call.k).sums, pitch(call.n)
+    sums, across = call.work + workspace_layout(call.m, call.n, call.k).sums, pitch(call.n)
     add = kernels.plain("int8_add", "int8_add", (f"-DOOC_ACCUMULATED={C_TYPES[c_dtype]}",))
     row = call.ldc * np.dtype(c_dtype).itemsize
-    for top in range(0, call.m, STRIP):
-        rows = min(STRIP, call.m - top)
+    for top in range(0, call.m, STRIP_ROWS):
+        rows = min(STRIP_ROWS, call.m - top)
         product(replace(call, m=rows, a=call.a + top * call.lda, beta=0, c=sums, ldc=across))
         add(
             (-(-call.n // 1024), rows, 1),
@@ -90,7 +90,7 @@ def finish(
 def finisher(kernels: "Kernels", dtypes: tuple[str, str]) -> Callable[..., None]:
     """The kernel that finishes strips."""
     macros = [f"-DOOC_{x}={C_TYPES[t]}" for x, t in zip(("ACCUMULATED", "STORED"), dtypes, strict=True)]
-    most = {"int32": 2**31 - 1, "int64": LIMIT}.get(dtypes[1])
+    most = {"int32": 2**31 - 1, "int64": EXACT_LIMIT}.get(dtypes[1])
     if most is not None:
         macros.append(f"-DOOC_MOST={most}.0")
     return kernels.plain("int8_finish", "int8_finish", tuple(macros))

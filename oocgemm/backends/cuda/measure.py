@@ -16,7 +16,7 @@ from oocgemm.backends.base import numpy_dtype
 from oocgemm.backends.cuda.multiplier import Multiplier, device_name
 from oocgemm.kernels.spec import Call, Kernel, Params
 from oocgemm.planning import DTYPES, Op
-from oocgemm.planning.integers import room
+from oocgemm.planning.integers import workspace_layout
 
 _BLOCK = 1_000_003  # random numbers, repeated; no power of 2, so that rows differ
 _MIN_SAMPLES, _SAMPLES = 5, 25
@@ -80,7 +80,7 @@ class Stopwatch:
         facts = product.compute, self.multiplier.kernels.device
         call = Call(*kind, *shape, 1.0, 0, lda, 0, ldb, product.beta, 0, product.n, *facts)
         m, n, k = shape
-        work = room(m, n, k).end if product.dtype == "int8" else 0
+        work = workspace_layout(m, n, k).end if product.dtype == "int8" else 0
         dtypes = product.dtype, product.dtype, call.accumulator, "int8"
         addresses: list[int] = []
         with self._device:

@@ -66,7 +66,7 @@ class Multiplier:
             make(blas.gemm(self._blas, call, alone=False))
 
     def accumulate(self, call: Call) -> None:
-        """C float64 = op(A) @ op(B) + beta C of int8 operands; k at most `integers.MAX_DEPTH`."""
+        """C float64 = op(A) @ op(B) + beta C of int8 operands; k at most `integers.MAX_INT32_DEPTH`."""
         packed = int8.packed(self.kernels, call)
         int8.by_strips(self.kernels, packed, "float64", lambda part: make(self.choose(part)))
 

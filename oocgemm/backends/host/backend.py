@@ -29,7 +29,7 @@ from oocgemm.backends.host.residues import Prepared, multiply, prepare
 from oocgemm.backends.integers import finish
 from oocgemm.errors import InputError
 from oocgemm.planning import GemmProblem, Kind, Operation, Plan, Region, Slot
-from oocgemm.planning.emulation import described, plane_offsets
+from oocgemm.planning.emulation import describe_steps, plane_offsets
 from oocgemm.system.memory import allocate, available_memory
 
 
@@ -75,7 +75,7 @@ class HostSession:
         return DoneToken(start, perf_counter_ns())
 
     def multiplied_by(self) -> list[str]:
-        return ["blas", *described(self._steps)]
+        return ["blas", *describe_steps(self._steps)]
 
     def device_bytes(self) -> int:
         return self._arena.nbytes

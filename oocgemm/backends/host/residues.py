@@ -18,7 +18,7 @@ import numpy as np
 from oocgemm.backends.base import Array
 from oocgemm.planning.emulation import (
     LEVELS,
-    NUMBERS,
+    MODULI_COUNTS,
     UNITS,
     PanelFacts,
     Residues,
@@ -55,7 +55,7 @@ class Prepared:
 
 def views(room: Array, m: int, n: int, depth: int, dtype: str) -> tuple[Planes, Planes]:
     """What lies in a room, planes of all moduli."""
-    number, across = NUMBERS[dtype][-1], pitch(depth)
+    number, across = MODULI_COUNTS[dtype][-1], pitch(depth)
     offsets = plane_offsets(number, m, n, depth)
 
     def at(start: int, shape: tuple[int, ...], kind: type) -> Array:
@@ -82,7 +82,7 @@ def prepare(a: Array, b: Array, room: Array, dtype: str) -> Prepared:
     planes = views(room, m, n, k, dtype)
     panels = list(zip((a, b.T), planes, strict=True))
     seen = [look(panel, held.norms) for panel, held in panels]
-    for number in NUMBERS[dtype] if all(facts.finite for facts in seen) else ():
+    for number in MODULI_COUNTS[dtype] if all(facts.finite for facts in seen) else ():
         how = residues(number)
         for at, (panel, held) in enumerate(panels):
             seen[at] = split(panel, held, how, seen[at])
@@ -141,7 +141,7 @@ def split(x: Array, planes: Planes, how: Residues, facts: PanelFacts) -> PanelFa
                 shifted += integers
                 plane[rows, :k] = shifted
     planes.residues[:, :, k:] = 0
-    return PanelFacts(True, exact, grain, facts.most, facts.least, facts.above)
+    return PanelFacts(True, exact, grain, facts.max_ratio, facts.min_ratio, facts.above)
 
 
 def _pieces(x: Array) -> list[slice]:

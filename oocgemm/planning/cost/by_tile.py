@@ -8,7 +8,7 @@ from typing import NamedTuple
 from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.schedule.placement import Loads
 from oocgemm.planning.schedule.traversal import Traversal, last, walk
-from oocgemm.planning.tiling import Span, Tile, TileGrid
+from oocgemm.planning.tiling import Range, Tile, TileGrid
 
 FEW_TILES = 16
 
@@ -51,7 +51,7 @@ def shares(problem: GemmProblem, grid: TileGrid, traversal: Traversal, loads: Lo
     ]
 
 
-def seconds_each(parts: Sequence[Share], computing: float, loading: float, *, ahead: bool) -> list[float]:
+def tile_seconds(parts: Sequence[Share], computing: float, loading: float, *, ahead: bool) -> list[float]:
     """How long tiles take if all of C takes so long to compute and all panels so long to load, side by side; where there is
     room for them, panels come a tile `ahead`."""
     each: list[float] = []
@@ -63,7 +63,7 @@ def seconds_each(parts: Sequence[Share], computing: float, loading: float, *, ah
     return each
 
 
-def gone(
+def drain_end(
     parts: Sequence[Share], each: Sequence[float], end: float, out: float, at_once: float, strips: int
 ) -> float:
     """When C has left, the last of these tiles, which take so long each, having been multiplied at `end`. All of C takes `out`
@@ -87,5 +87,5 @@ def _loaded(lines: Sequence[int], extents: Sequence[int], loaded: float, once: f
     ]
 
 
-def _length(span: Span) -> int:
+def _length(span: Range) -> int:
     return span[1] - span[0]

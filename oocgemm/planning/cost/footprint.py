@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import sqrt
 
-from oocgemm.planning.check_blocks import check_bytes, room_bytes
+from oocgemm.planning.check_blocks import checksum_bytes, host_check_bytes
 from oocgemm.planning.cost.machine import KernelRate, MachineModel, default_model
 from oocgemm.planning.emulation import HOST_WORK, plane_offsets, work_bytes
-from oocgemm.planning.integers import room
+from oocgemm.planning.integers import workspace_layout
 from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.schedule.slots import Slots
 from oocgemm.planning.schedule.traversal import ROW_BY_ROW, Traversal
@@ -66,13 +66,13 @@ def extents(problem: GemmProblem, tile: TileShape) -> tuple[int, int, int]:
 
 def slot_bytes(problem: GemmProblem, tile: TileShape, strip: int) -> dict[tuple[str, str], int]:
     """Bytes of one slot by tier and operand, aligned: of what it holds, and of the checksums behind that."""
-    sizes = held_bytes(problem, tile, strip)
-    for slot, more in room_bytes(problem, tile, strip).items():
+    sizes = payload_bytes(problem, tile, strip)
+    for slot, more in checksum_bytes(problem, tile, strip).items():
         sizes[slot] += round_up(more, DEVICE_ALIGNMENT if slot[0] == "device" else HOST_ALIGNMENT)
     return sizes
 
 
-def held_bytes(problem: GemmProblem, tile: TileShape, strip: int) -> dict[tuple[str, str], int]:
+def payload_bytes(problem: GemmProblem, tile: TileShape, strip: int) -> dict[tuple[str, str], int]:
     """Bytes of what one slot holds by tier and operand, aligned: where its checksums begin if it has any."""
     w, h, r = extents(problem, tile)
     sizes = problem.itemsizes
@@ -99,7 +99,7 @@ def scratch_bytes(
     if tile is not None:
         w, h, r = extents(problem, tile)
         panels = zip(sources, ((w, r), (r, h), (w, h)), strict=False)
-        reading = max(reading, *(source.part_bytes(panel) for source, panel in panels))
+        reading = max(reading, *(source.line_scratch(panel) for source, panel in panels))
         writing = max(writing, layouts.c.scratch_bytes if layouts.c.line else 0)
     return io_threads * (reading + writing)
 
@@ -124,7 +124,7 @@ def footprint(
         "B": slots.host_b * size["host", "B"],
         "C": slots.host_c * size["host", "C"],
         "scratch": scratch_bytes(problem, layouts, candidate.io_threads, tile),
-        "checks": check_bytes(problem, tile, slots, candidate.io_threads),
+        "checks": host_check_bytes(problem, tile, slots, candidate.io_threads),
         "reserve": machine.host_reserve,
     }
     return Footprint(device, host)
@@ -144,7 +144,7 @@ def work_room(problem: GemmProblem, tile: TileShape, machine: MachineModel) -> i
         size = problem.itemsizes["acc"]
         finish = FINISH_ARRAYS * min(MIN_FINISH_PIECE, w * h) * size if problem.finishes else 0
         return round_up(max((w + h) * r * size, finish), DEVICE_ALIGNMENT)
-    return room(w, h, r).end if problem.exact else 0
+    return workspace_layout(w, h, r).end if problem.exact else 0
 
 
 def panel_room(problem: GemmProblem, machine: MachineModel) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 from oocgemm.planning.cost.fits import check_link, fit_line, fit_link
 from oocgemm.planning.problem import COMPUTES, OPERANDS
-from oocgemm.planning.tiling import Layout, Span, ceil_div
+from oocgemm.planning.tiling import Layout, Range, ceil_div
 
 # Panels that are read at a time: two keep the threads busy from the end of one into the next, a third while digests of what has
 # been read are taken; those of compressed chunks have fewer parts, of more work each.
@@ -69,7 +69,7 @@ class MachineModel:
     decode: float
     memory: float
     write: float
-    lock: float = 0.0  # memory of others, where it lies; 0 where nothing need be locked
+    pin: float = 0.0  # memory of others, where it lies; 0 where nothing need be locked
     prepare: float = 600e9  # bytes of raw panels into planes of residues
     half_width: float = 32
     copy_latency: float = 10e-6
@@ -92,27 +92,29 @@ class MachineModel:
     calibrated: bool = False
     storage_calibrated: bool = False
 
-    def upload_rate(self, layout: Layout, panel: Span, thin: Span | None = None) -> float:
+    def upload_rate(self, layout: Layout, panel: Range, thin: Range | None = None) -> float:
         """Bytes per second at which panels of that shape are copied to the device, or `thin` ones among them."""
-        narrow = layout.in_place(panel) and (thin or panel)[layout.contiguous] < layout.wide
+        narrow = (
+            layout.allows_zero_copy(panel) and (thin or panel)[layout.contiguous] < layout.zero_copy_width
+        )
         return NARROW * self.h2d if narrow else self.h2d
 
-    def store_rate(self, layout: Layout, panel: Span) -> float:
+    def store_rate(self, layout: Layout, panel: Range) -> float:
         """Bytes per second at which panels of that shape are read from an array of that layout."""
         if layout.in_memory:
-            if not self.lock or not layout.in_place(panel):
+            if not self.pin or not layout.allows_zero_copy(panel):
                 return self.memory
-            return AT_ONCE if layout.straight(panel) else self.lock
+            return AT_ONCE if layout.is_direct(panel) else self.pin
         if layout.decode_bytes:
             chunks = prod(
                 ceil_div(extent, chunk) for extent, chunk in zip(panel, layout.read_chunk, strict=True)
             )
             return self.decode * min(1.0, CODEC_WORKERS * max(1, chunks) / self.cores)
         # `read_scattered` is that of panels that take half of each line. Short gaps are read over, others are passed by.
-        over = (layout.spread(panel) - 1) * max(0.0, 1 / self.read_scattered - 1 / self.read)
-        return 1 / (1 / self.read + min(over, self.segment / layout.segment(panel)))
+        over = (layout.line_overread(panel) - 1) * max(0.0, 1 / self.read_scattered - 1 / self.read)
+        return 1 / (1 / self.read + min(over, self.segment / layout.segment_bytes(panel)))
 
-    def cut_price(self, layout: Layout, panel: Span) -> float:
+    def cut_price(self, layout: Layout, panel: Range) -> float:
         """How many times as long as whole lines panels of that shape take to read, for each byte: 1 where none are cut."""
         if layout.in_memory or layout.decode_bytes:
             return 1.0
@@ -141,7 +143,7 @@ def default_model(backend: str, cores: int) -> MachineModel:
             read_scattered=min(10e9, 1.5e9 * cores),
             decode=min(3e9, 1.2e9 * cores),
             memory=min(33e9, 4.2e9 * cores),
-            lock=50e9,
+            pin=50e9,
             step_latency=60e-6,
             issue=150e-6,
             write=1.6e9,

@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from oocgemm.planning.cost.by_tile import Share, gone, seconds_each, shares
+from oocgemm.planning.cost.by_tile import Share, drain_end, shares, tile_seconds
 from oocgemm.planning.cost.footprint import Candidate, Layouts, MachineModel, extents
 from oocgemm.planning.cost.machine import AT_ONCE
 from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.schedule.placement import Loads
 from oocgemm.planning.schedule.slots import Slots
 from oocgemm.planning.schedule.traversal import Traversal
-from oocgemm.planning.tiling import Layout, Span, TileGrid, TileShape, ceil_div, round_up
+from oocgemm.planning.tiling import Layout, Range, TileGrid, TileShape, ceil_div, round_up
 
 # Two lanes of equal length take longer than one by 2^(1/12), 6%; one four fifths as long adds half a percent. That is about
 # what was seen on an H200, and it makes the planner prefer less traffic among plans that a perfect overlap would make equal.
@@ -60,8 +60,8 @@ class Prediction:
 def amplification(problem: GemmProblem, tile: TileShape, layouts: Layouts) -> dict[str, float]:
     """Bytes of the chunks touched over bytes wanted, for reads of A and B."""
     return {
-        "A": layouts.a.cover((problem.m, problem.depth), (tile.m, tile.k)),
-        "B": layouts.b.cover((problem.depth, problem.n), (tile.k, tile.n)),
+        "A": layouts.a.read_amplification((problem.m, problem.depth), (tile.m, tile.k)),
+        "B": layouts.b.read_amplification((problem.depth, problem.n), (tile.k, tile.n)),
     }
 
 
@@ -102,22 +102,22 @@ def _bridged(slots: int, panels: int) -> float:
 
 
 def panel_rate(
-    problem: GemmProblem, machine: MachineModel, layout: Layout, whole: Span, panel: Span
+    problem: GemmProblem, machine: MachineModel, layout: Layout, whole: Range, panel: Range
 ) -> float:
     """Bytes per second of what is read of an operand of that shape in such panels, what is read beside them, and taking their
     digests, counted as time."""
-    rate = machine.store_rate(layout, panel) / layout.cover(whole, panel)
+    rate = machine.store_rate(layout, panel) / layout.read_amplification(whole, panel)
     return 1 / (1 / rate + DIGESTING) if problem.checked == "device" else rate
 
 
-def strip_rate(problem: GemmProblem, machine: MachineModel, layout: Layout, strip: Span) -> float:
+def strip_rate(problem: GemmProblem, machine: MachineModel, layout: Layout, strip: Range) -> float:
     """Bytes per second of strips of C from the host's slots to where they belong."""
     if layout.line:
-        return 1 / (1 / machine.write + machine.segment / layout.segment(strip))
+        return 1 / (1 / machine.write + machine.segment / layout.segment_bytes(strip))
     if not layout.in_memory:
         return machine.write
     # Those that are checked are looked at in their slots.
-    return AT_ONCE if layout.straight(strip) and not problem.checked else machine.memory
+    return AT_ONCE if layout.is_direct(strip) and not problem.checked else machine.memory
 
 
 def multiply_seconds(
@@ -136,7 +136,7 @@ def multiply_seconds(
     )
 
 
-def unfilled(problem: GemmProblem, machine: MachineModel, w: int, h: int) -> float:
+def wave_quantization(problem: GemmProblem, machine: MachineModel, w: int, h: int) -> float:
     """Time of a tile over what it would be if all multiprocessors were busy until its end: each works on one whole block of it
     after another. In float32 9832 x 9832 are 39 x 77 blocks, 22.75 for each of 132, which takes as long as 23 for each."""
     if machine.shares_cores:
@@ -242,11 +242,11 @@ def _together(
         # Every copy takes its time from the cores that multiply, that of the first panels too; a disk that is written to
         # does most of it itself.
         busy = sum(lanes.values()) - (1 - WRITING) * lanes["write"] + bubbles - first
-        tail = gone(parts, seconds_each(parts, busy, 0.0, ahead=False), busy, *out) - busy
+        tail = drain_end(parts, tile_seconds(parts, busy, 0.0, ahead=False), busy, *out) - busy
         return busy, tail
     held_up = _held_up(lanes, first, one_by_one=1 in (slots.host_a, slots.host_b))
     loading = max(held_up[lane] for lane in LOADING)
-    each = seconds_each(parts, held_up["compute"], loading, ahead=max(slots.a, slots.b) >= steps)
+    each = tile_seconds(parts, held_up["compute"], loading, ahead=max(slots.a, slots.b) >= steps)
     # Tiles wait for their own panels, though lanes are long enough on the whole.
     uneven = max(0.0, sum(each) - max(held_up["compute"], loading))
     but_out = held_up | {"write": 0.0, "encode": 0.0}
@@ -254,7 +254,9 @@ def _together(
     busy = max(pace, _side_by_side(held_up, bubbles))
     # C leaves in the bubbles, too: all of it, if that takes longest, and in any case the last tile after its end.
     smooth = _side_by_side(but_out, 0.0) + uneven
-    return busy, max(gone(parts, each, smooth, *out), gone(parts[-1:], each[-1:], pace, *out), busy) - busy
+    return busy, max(
+        drain_end(parts, each, smooth, *out), drain_end(parts[-1:], each[-1:], pace, *out), busy
+    ) - busy
 
 
 def _held_up(lanes: Mapping[str, float], first: float, *, one_by_one: bool) -> dict[str, float]:
@@ -310,7 +312,13 @@ def _streams(
     (w, h, r), k = extents(problem, tile), problem.depth
 
     def stream(
-        layout: Layout, whole: Span, panel: Span, strip: Span, size: int, read: float, held: tuple[int, int]
+        layout: Layout,
+        whole: Range,
+        panel: Range,
+        strip: Range,
+        size: int,
+        read: float,
+        held: tuple[int, int],
     ) -> _Stream:
         rate = panel_rate(problem, machine, layout, whole, panel)
         lane = "decode" if layout.decode_bytes else "read"
@@ -322,7 +330,7 @@ def _streams(
             prod(panel) * size,
             prod(strip) * size,
             *held,
-            layout.straight(panel),
+            layout.is_direct(panel),
         )
 
     a, b = problem.itemsizes["A"], problem.itemsizes["B"]
@@ -385,7 +393,7 @@ def _lanes(
     steps = down * across * grid.steps
     lanes = dict.fromkeys(LANES, 0.0)
     lanes["compute"] = (
-        multiply_seconds(problem, machine, problem.flops, w, h, r) * unfilled(problem, machine, w, h)
+        multiply_seconds(problem, machine, problem.flops, w, h, r) * wave_quantization(problem, machine, w, h)
         + steps * machine.step_latency
     )
     first = 0.0

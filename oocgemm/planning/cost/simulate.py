@@ -6,12 +6,18 @@ The waits are those of the run, derived by the same tracker; its tokens are the 
 from collections.abc import Iterator
 
 from oocgemm.planning.cost.footprint import Layouts, MachineModel, extents
-from oocgemm.planning.cost.predict import BY_STRIPS, multiply_seconds, panel_rate, strip_rate, unfilled
+from oocgemm.planning.cost.predict import (
+    BY_STRIPS,
+    multiply_seconds,
+    panel_rate,
+    strip_rate,
+    wave_quantization,
+)
 from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.schedule.hazards import HazardTracker
 from oocgemm.planning.schedule.operations import Kind, Operation, Schedule
 from oocgemm.planning.schedule.slots import Slot
-from oocgemm.planning.tiling import Layout, Span
+from oocgemm.planning.tiling import Layout, Range
 
 # What waits, or is waited for, on the host: by a thread, that has to be woken. Others wait on the device.
 _HANDED_ON = (Kind.READ, Kind.UPLOAD, Kind.DOWNLOAD, Kind.WRITE)
@@ -27,13 +33,13 @@ def _rate(operation: Operation, problem: GemmProblem, layouts: Layouts, machine:
     return panel_rate(problem, machine, layout, whole, _shape(operation))
 
 
-def _stored(operation: Operation, problem: GemmProblem, layouts: Layouts) -> tuple[Layout, Span]:
+def _stored(operation: Operation, problem: GemmProblem, layouts: Layouts) -> tuple[Layout, Range]:
     """How the operand lies, and its extents, in the orientation of op(X)."""
     m, n, k = problem.m, problem.n, problem.depth
     return {"A": (layouts.a, (m, k)), "B": (layouts.b, (k, n)), "C": (layouts.c, (m, n))}[operation.operand]
 
 
-def _shape(operation: Operation) -> Span:
+def _shape(operation: Operation) -> Range:
     (r0, r1), (c0, c1) = operation.block
     return r1 - r0, c1 - c0
 
@@ -60,7 +66,7 @@ def duration(
             more = 1.0
             if r and not machine.unified:
                 strip, w = w, operation.reads[0].stop // r
-                more = BY_STRIPS if strip < w else unfilled(problem, machine, w, h)
+                more = BY_STRIPS if strip < w else wave_quantization(problem, machine, w, h)
             seconds = more * multiply_seconds(problem, machine, operation.flops, w, h, r) if r else 0.0
             return seconds + machine.step_latency
         case _:  # a Prepare, or a Finish, which has no bytes
@@ -78,7 +84,7 @@ def timed(
         if operation.kind is Kind.READ:
             slot, (layout, _) = operation.writes[0].slot, _stored(operation, problem, layouts)
             shape = _shape(operation)
-            straight = layout.straight(panels.get(operation.operand, shape), shape)
+            straight = layout.is_direct(panels.get(operation.operand, shape), shape)
             if slot not in touched and not straight:
                 touched.add(slot)
                 seconds += operation.bytes * machine.arena_seconds_per_byte

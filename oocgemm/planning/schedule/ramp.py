@@ -54,7 +54,7 @@ def _waited(
             (layouts.a, (problem.m, k), (w, r), (w, deep), problem.itemsizes["A"]),
             (layouts.b, (k, problem.n), (r, h), (deep, h), problem.itemsizes["B"]),
         ):
-            untouched = 0.0 if layout.straight(panel) else machine.arena_seconds_per_byte
+            untouched = 0.0 if layout.is_direct(panel) else machine.arena_seconds_per_byte
             read += prod(thin) * size * (1 / panel_rate(problem, machine, layout, whole, panel) + untouched)
             uploaded = max(read, uploaded) + prod(thin) * size / machine.upload_rate(layout, panel, thin)
         waited = max(waited, uploaded - multiplied)

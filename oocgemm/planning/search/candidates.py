@@ -10,7 +10,7 @@ from functools import lru_cache
 from itertools import product
 from math import ceil, inf, isqrt, prod
 
-from oocgemm.planning.check_blocks import panel_check_bytes
+from oocgemm.planning.check_blocks import panel_checksum_bytes
 from oocgemm.planning.cost.footprint import (
     Candidate,
     Layouts,
@@ -141,7 +141,7 @@ def _with_slots(
             # Each tier may serve either operand first: what one of them keeps need not be kept by the other.
             for (fewest, spare), (on_device, on_host) in product(bases, PAIRS if band > 1 else PAIRS[:4]):
                 a, b = _filled(base.a, base.b, free, *device, down, across, steps, traversal, on_device)
-                checks = panel_check_bytes(problem, tile, fewest.strip)
+                checks = panel_checksum_bytes(problem, tile, fewest.strip)
                 host = size["host", "A"] + checks[0], size["host", "B"] + checks[1]
                 sizes = fewest.host_a, fewest.host_b, spare, *host
                 host_a, host_b = _filled(*sizes, down, across, steps, traversal, on_host)
@@ -265,7 +265,7 @@ def _free(
     that fill what the device has left."""
     held = footprint(problem, Candidate(tile, slots, io_threads=io_threads), layouts, machine)
     device, host = budgets.device - held.device_total, budgets.host - held.host_total
-    size, checks = slot_bytes(problem, tile, slots.strip), panel_check_bytes(problem, tile, slots.strip)
+    size, checks = slot_bytes(problem, tile, slots.strip), panel_checksum_bytes(problem, tile, slots.strip)
     share = max(check / max(1, size["device", x]) for x, check in zip("AB", checks, strict=True))
     if share and min(device, host) > 0:
         device = min(device, int(host / share))

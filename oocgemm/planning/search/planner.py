@@ -22,7 +22,7 @@ from oocgemm.planning.cost.footprint import (
 )
 from oocgemm.planning.cost.predict import multiply_seconds, predict
 from oocgemm.planning.cost.simulate import simulate
-from oocgemm.planning.integers import MAX_DEPTH
+from oocgemm.planning.integers import MAX_INT32_DEPTH
 from oocgemm.planning.plan import Faster, Plan, Scored, schedule_of
 from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.schedule.ramp import best_ramp
@@ -39,7 +39,7 @@ EFFORT, LONGEST = 0.004, 0.5
 COUNTED, SIMULATED = 20e-6, 15e-6
 FINALISTS = 4
 LIKE = 3  # shapes that others are derived from where C leaves late
-HOPELESS = 1.1  # times the best predicted time
+PRUNE_FACTOR = 1.1  # times the best predicted time
 # A plan is slow that takes longer than this, in seconds, if a few times as much memory makes it so many times as fast.
 MIN_SLOW, MIN_FASTER = 5.0, 10
 CLOSE = 0.01  # share of the best predicted time that the model cannot tell apart
@@ -92,7 +92,7 @@ def _faster(plan: Plan) -> Faster | None:
     return None
 
 
-def continued(
+def resumed_plan(
     problem: GemmProblem,
     budgets: Budgets,
     machine: MachineModel,
@@ -190,7 +190,7 @@ def _add(
     before = len(known)
 
     def limit() -> float:
-        return HOPELESS * best
+        return PRUNE_FACTOR * best
 
     for tile, left in tiles.items():
         found = candidates(problem, budgets, machine, layouts, tile, threads, limit)
@@ -311,10 +311,10 @@ def _varied(scored: Sequence[Scored], most: int = 6) -> Iterator[Scored]:
 def _check_alignment(problem: GemmProblem, layouts: Layouts, tile: TileShape) -> None:
     if min(tile.m, tile.n, tile.k) < 1:
         raise InputError(f"tile {tile} has an extent below 1")
-    if problem.exact and min(tile.k, problem.depth) > MAX_DEPTH:
+    if problem.exact and min(tile.k, problem.depth) > MAX_INT32_DEPTH:
         raise InputError(
-            f"tile {tile}: int32 holds sums of {MAX_DEPTH} products of int8 numbers, and panels would be {tile.k} deep: make "
-            f"r at most {MAX_DEPTH}"
+            f"tile {tile}: int32 holds sums of {MAX_INT32_DEPTH} products of int8 numbers, and panels would be {tile.k} deep: make "
+            f"r at most {MAX_INT32_DEPTH}"
         )
     chunk = layouts.c.write_chunk
     for name, extent, nominal, unit in (

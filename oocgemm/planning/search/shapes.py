@@ -14,12 +14,12 @@ from itertools import product
 from math import inf, isqrt, lcm
 
 from oocgemm.planning import integers
-from oocgemm.planning.check_blocks import room_share
+from oocgemm.planning.check_blocks import checksum_fraction
 from oocgemm.planning.cost.footprint import Layouts, MachineModel, casts, panel_room
 from oocgemm.planning.cost.predict import multiply_seconds
-from oocgemm.planning.emulation import MAX_DEPTH, STRIP, work_bytes
+from oocgemm.planning.emulation import MAX_DEPTH, STRIP_ROWS, work_bytes
 from oocgemm.planning.problem import GemmProblem
-from oocgemm.planning.tiling import TileShape, ceil_div, cover_ratio, round_up
+from oocgemm.planning.tiling import TileShape, ceil_div, overread, round_up
 
 DEPTHS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192)
 DEEPER = (16384, 32768)  # panels of bytes
@@ -73,7 +73,7 @@ def shapes(
     chunk_a = 1 if layouts.a.partial_reads else layouts.a.read_chunk[0]
     chunk_b = 1 if layouts.b.partial_reads else layouts.b.read_chunk[1]
     cut = chunk_a > 1 or chunk_b > 1
-    memory = int((device - machine.device_reserve) / (1 + room_share(problem)))
+    memory = int((device - machine.device_reserve) / (1 + checksum_fraction(problem)))
     # Narrower tiles would leave most of the memory empty, were they as long as C and all panels of B kept.
     narrowest = min(m, memory // (16 * (n * acc + k * b)))
     thin_m, thin_n = (min(x, round_up(THIN, min(unit))) for x, unit in ((m, units_m), (n, units_n)))
@@ -114,7 +114,7 @@ def shapes(
                             free,
                         )
                         if cut:
-                            moved *= max(cover_ratio(m, w, chunk_a), cover_ratio(n, h, chunk_b))
+                            moved *= max(overread(m, w, chunk_a), overread(n, h, chunk_b))
                         moved += down * across * per_tile
                         area = kept, (w * h).bit_length()
                         best = bins.get(area)
@@ -182,7 +182,7 @@ def _work(problem: GemmProblem, machine: MachineModel, w: int) -> int:
     """Bytes for each column of a tile of w rows, for the residues of its elements or sums of int8 products."""
     if problem.planes:
         return work_bytes(problem.planes, w, 16) // 16
-    return 4 * min(w, STRIP) if problem.exact and not casts(problem, machine) else 0
+    return 4 * min(w, STRIP_ROWS) if problem.exact and not casts(problem, machine) else 0
 
 
 def _reading_shapes(
@@ -282,7 +282,10 @@ def _depths(problem: GemmProblem, machine: MachineModel, layouts: Layouts, memor
         moved = problem.m * problem.n * k * itemsize * (1 / w + 1 / h)
         copied = moved / _link(machine, layouts, (w, h, r))
         steps = ceil_div(problem.m, w) * ceil_div(problem.n, h) * ceil_div(k, r)
-        cover = max(layouts.a.cover((problem.m, k), (w, r)), layouts.b.cover((k, problem.n), (r, h)))
+        cover = max(
+            layouts.a.read_amplification((problem.m, k), (w, r)),
+            layouts.b.read_amplification((k, problem.n), (r, h)),
+        )
         return max(compute, copied * cover) + 0.1 * (compute + copied * cover) + steps * machine.step_latency
 
     def whole(r: int) -> bool:
@@ -318,7 +321,7 @@ def _max_depth(problem: GemmProblem) -> int:
     """The deepest panels that a kernel of the problem sums at once."""
     k = max(1, problem.depth)
     if problem.exact:
-        return min(k, integers.MAX_DEPTH // 16 * 16)
+        return min(k, integers.MAX_INT32_DEPTH // 16 * 16)
     return min(k, MAX_DEPTH) if problem.planes else k
 
 

@@ -1,12 +1,16 @@
-"""Checksums that a device takes, and the digests by which the host knows that it took them of what was read.
+"""Use checksums that a device takes, and digests that prove that it took them of the right panels.
 
-The host only takes the digest of a panel that it has read (kernels/check_sums.cu has the formula): a sum of the words of every 64th
-row, weighted by where they are, of integers modulo 2^32 and so exact in any order; of a strip of C, of every row. The device takes it again of what has
-arrived in the slot, with its checksums; each Multiply finds the two alike, or all that it writes is damaged. So a panel that
-is another's, is still that which was there before, or lies elsewhere does not go unnoticed. Of every row of every panel it would take
-the host as long as copying them, or longer. In the rows that are taken no single flipped bit goes unnoticed, since weights are odd;
-other damage does with a probability near 2^-32, or 2^-8 if two numbers of 16 bits are all that has changed, and that in their
-highest bits only. On the way out it is the device that takes the digest first.
+The host takes only the digest of a panel that it has read (kernels/check_sums.cu has the formula). A digest
+is a sum of the words of every 64th row, weighted by position. It is a sum of integers modulo 2^32, hence
+exact in any order. For a strip of C it covers every row. The device takes the digest again, with its
+checksums, of the data that arrived in the slot. Each Multiply compares the two digests, and marks all that it
+writes as damaged if they differ. A wrong panel, a stale one, or one in the wrong place is therefore found. On
+the way out the device takes the digest first.
+
+A digest of every row would take the host as long as copying the panel, or longer. In the rows that are
+covered, any single flipped bit is found, since weights are odd. Other damage is missed with a probability
+near 2^-32. The exception is damage to just two 16-bit numbers, in their highest bits only: that is missed
+with 2^-8.
 """
 
 import threading
@@ -20,11 +24,11 @@ from oocgemm.backends.base import Array, numpy_dtype, stored_shape
 from oocgemm.backends.checksums import Summing
 from oocgemm.backends.random_words import ROW_WEIGHTS, WORD_WEIGHTS, random_words
 from oocgemm.engine.staging import Staging
+from oocgemm.integrity.checksums.host import StripSums
 from oocgemm.integrity.rounding import wide_dtype
-from oocgemm.integrity.sums_host import StripSums
 from oocgemm.planning import Kind, Op, Operation, Plan, Slot
-from oocgemm.planning.check_blocks import DIGESTED, HEAD, Part, borders, weights
-from oocgemm.planning.tiling import Span, Tile
+from oocgemm.planning.check_blocks import DIGEST_ROWS, HEAD, PartOffsets, borders, digest_weights
+from oocgemm.planning.tiling import Range, Tile
 from oocgemm.timeline.busy import BusyTime
 
 _WORD = 4
@@ -32,7 +36,7 @@ _MODULUS = 1 << 32
 
 
 class Weights:
-    """Of the rows of a stored panel or strip, and of the words of a row."""
+    """Hold the weights of the rows of a stored panel or strip, and of the words in a row."""
 
     def __init__(self, rows: int, words: int) -> None:
         self.rows, self.words = (
@@ -41,20 +45,24 @@ class Weights:
         )
 
     def digest(self, piece: Array, top: int, left: int, every: int) -> int:
-        """The part of a digest of `every` so many rows that a piece makes up, whose first row and column in the whole are
-        these."""
+        """Return the contribution of a piece to a digest of every `every`-th row.
+
+        `top` and `left` are the piece's first row and column in the whole.
+        """
         skipped, total = -top % every, 0
         rows = self.rows[top + skipped : top + len(piece) : every]
         for first, words in in_words(piece[skipped::every], left):
-            # Any alignment and byte order will do: einsum brings a part at a time into a buffer.
+            # einsum copies parts into an aligned, native buffer, so any alignment and byte order is accepted.
             columns = np.einsum("i,ij->j", rows, words)
             total += int(np.vecdot(columns, self.words[first : first + len(columns)]))
         return total % _MODULUS
 
 
 def in_words(piece: Array, left: int) -> Iterator[tuple[int, NDArray[np.uint32]]]:
-    """Rows of a piece, which begins at column `left`, in words: the number of the first, and several (rows, words). Where it
-    begins or ends within a word the rest of that is zero."""
+    """Yield rows of a piece, which begins at column `left`, as words: their first number, and (rows, words).
+
+    A word that is only partly in the piece is padded with zeros.
+    """
     raw = piece.view(np.uint8)
     begin = left * piece.itemsize
     end = begin + raw.shape[1]
@@ -70,32 +78,35 @@ def in_words(piece: Array, left: int) -> Iterator[tuple[int, NDArray[np.uint32]]
 
 
 class DeviceSums:
-    """The checksums of one run, which a device takes. What the host does for them is noted in `busy`."""
+    """Collect the checksums of one run from a device. What the host does for them is recorded in `busy`."""
 
     def __init__(self, plan: Plan, seed: int, busy: BusyTime, summing: Summing) -> None:
         self._plan = plan
         self._problem = plan.problem
         self._wide = wide_dtype(numpy_dtype(plan.problem.acc_dtype))
-        self._weights = Weights(*weights(plan.problem, plan.tile))
+        self._weights = Weights(*digest_weights(plan.problem, plan.tile))
         self._digests: dict[Slot, int] = {}  # of the panel in each slot, on either tier
-        self._old: dict[tuple[Tile, Span], int] = {}  # of strips of the old C
+        self._old: dict[tuple[Tile, Range], int] = {}  # of strips of the old C
         self._busy = busy
         self._summing = summing
         summing.begin(seed)
 
     def read(self, staging: Staging, operation: Operation, columns: Sequence[Array]) -> None:
-        """Do a Read and take the digest of it: of C, of which every row is taken, by the threads that read it; of a panel in one
-        go, since so few of its rows are taken that to begin would take each of them longer."""
-        look = self._digest(operation)
+        """Run a Read and take its digest.
+
+        The reading threads take the digest of C, which covers every row. That of a panel is taken in one go
+        afterwards: it covers so few rows that the overhead per piece would exceed the work.
+        """
+        digest = self._digest(operation)
         if operation.operand == "C":
-            staging.transfer(operation, columns, look)
+            staging.transfer(operation, columns, digest)
         else:
             for part in staging.groups(operation, staging.transfer(operation, columns)):
-                look(*part)
-        self._digests[operation.writes[0].slot] = look.value
+                digest(*part)
+        self._digests[operation.writes[0].slot] = digest.value
 
     def submit(self, operation: Operation) -> None:
-        """Follow an operation as it is issued: what is in which slot, and so what digests a Multiply must find."""
+        """Track which panel is in which slot, and hence which digests a Multiply must find."""
         if operation.kind is Kind.UPLOAD:
             digest = self._digests[operation.reads[0].slot]
             if operation.operand == "C":
@@ -107,32 +118,32 @@ class DeviceSums:
             self._summing.expected = a, b
 
     def strip(self, staging: Staging, operation: Operation, columns: Sequence[Array]) -> StripSums:
-        """The checksums of a strip that is to be written, as they have come down with it."""
-        look = self._digest(operation)
-        staging.show(operation, columns, look)
+        """Return the checksums of a strip that is about to be written. They were downloaded with it."""
+        digest = self._digest(operation)
+        staging.show(operation, columns, digest)
         start = perf_counter_ns()
         room, problem = self._summing.room, self._problem
-        held = staging.behind(operation.reads[0].slot)
+        downloaded = staging.behind(operation.reads[0].slot)
         (height, width), strip = stored_shape(operation, problem), self._plan.slots.strip
         rows, cols = borders(height, strip), borders(width, width)
         blocks = len(rows) - 1, len(cols) - 1
 
-        def numbers(part: Part) -> tuple[Array, Array]:
+        def numbers(part: PartOffsets) -> tuple[Array, Array]:
             return tuple(
-                held[begin:][: room.down * room.across * dtype.itemsize]
+                downloaded[begin:][: room.down * room.across * dtype.itemsize]
                 .view(dtype)
                 .reshape(room.down, room.across)[: blocks[0], : blocks[1]]
                 for begin, dtype in ((part.sums, self._wide), (part.norms, np.dtype(np.float64)))
             )  # type: ignore[return-value]
 
         def flags(begin: int, count: int) -> Array:
-            return held[begin : begin + count].view(bool)
+            return downloaded[begin : begin + count].view(bool)
 
-        def head(part: Part) -> int:
-            return int(held[part.begin :][:HEAD].view(np.uint64)[0])
+        def head(part: PartOffsets) -> int:
+            return int(downloaded[part.begin :][:HEAD].view(np.uint64)[0])
 
         found, made, old = room.found, room.made, room.old
-        damaged = head(found) != look.value or head(made) != 0
+        damaged = head(found) != digest.value or head(made) != 0
         sums, norms = numbers(found)
         nothing = np.zeros(blocks, self._wide), np.zeros(blocks)
         of_old, old_rows = nothing, np.zeros(height, bool)
@@ -155,24 +166,24 @@ class DeviceSums:
         rows, cols = operation.block
         op = {"A": self._problem.trans_a, "B": self._problem.trans_b}.get(operation.operand, Op.N)
         top, left = (cols[0], rows[0]) if op.swaps else (rows[0], cols[0])
-        every = 1 if operation.operand == "C" else DIGESTED
+        every = 1 if operation.operand == "C" else DIGEST_ROWS
         return Digest(self._weights, top, left, every, self._busy)
 
 
 class Digest:
-    """The digest of a panel whose pieces come from several threads in any order."""
+    """Compute the digest of a panel whose pieces arrive from several threads in any order."""
 
     def __init__(self, weights: Weights, top: int, left: int, every: int, busy: BusyTime) -> None:
         self.value = 0
         self._weights = weights
         self._top, self._left, self._every = top, left, every
         self._busy = busy
-        self._adding = threading.Lock()
+        self._lock = threading.Lock()
 
-    def __call__(self, rows: Span, cols: Span, piece: Array) -> None:
-        """Take in a piece, its spans those of the stored matrix."""
+    def __call__(self, rows: Range, cols: Range, piece: Array) -> None:
+        """Add a piece. Its ranges are those of the stored matrix."""
         start = perf_counter_ns()
         part = self._weights.digest(piece, rows[0] - self._top, cols[0] - self._left, self._every)
-        with self._adding:
+        with self._lock:
             self.value = (self.value + part) % _MODULUS
         self._busy.append((start, perf_counter_ns()))

@@ -1,6 +1,7 @@
-"""Checksums that the host takes of panels, as the threads that read them go, and of strips of C.
+"""Take checksums of panels on the host, in the threads that read them, and of strips of C.
 
-They follow a panel from slot to slot as the schedule says: nothing of them comes from a slot after the panel was read.
+They follow a panel from slot to slot as the schedule moves it. Nothing is read from a slot for them after the
+panel has arrived there.
 """
 
 import threading
@@ -17,17 +18,19 @@ from oocgemm.backends.random_words import signs
 from oocgemm.engine.staging import Staging
 from oocgemm.integrity.rounding import add_product, block_norms, block_squares, signed, wide_dtype
 from oocgemm.planning import Kind, Op, Operation, Plan, Slot
-from oocgemm.planning.check_blocks import WIDENED, borders
-from oocgemm.planning.tiling import Span, Tile
+from oocgemm.planning.check_blocks import WIDENING_ELEMENTS, borders
+from oocgemm.planning.tiling import Range, Tile
 from oocgemm.timeline.busy import BusyTime
 
 
 @dataclass
 class StripSums:
-    """What a strip is held against, and what was found in it. For each of its blocks, from row border to row border and
-    column border to column border: the signed sum and the norm of what was `found` there, of the `product` that it was made
-    of, and of the `old` C (norms of what is found and old may be of whole rows of blocks); and which rows and columns of the
-    panels, and rows of the old C, hold an Inf or a NaN. `damaged` where a digest tells that some of that is not to be relied on.
+    """Hold the two sides that a strip's check compares, as arrays with one entry per block.
+
+    A block extends between two borders in `rows` and two in `cols`. There are signed sums and norms of the
+    strip as `found`, of the `product` of its panels, and of the `old` C. Norms of `found` and `old` may be
+    those of whole rows of blocks. `nonfinite` flags rows of op(A), columns of op(B) and rows of the old C
+    with an Inf or NaN. `damaged` is set if a digest differs, so that these numbers cannot be trusted.
     """
 
     rows: list[int]
@@ -35,14 +38,17 @@ class StripSums:
     found: tuple[Array, Array]
     product: tuple[Array, Array]
     old: tuple[Array, Array]
-    broken: tuple[Array, Array, Array]
+    nonfinite: tuple[Array, Array, Array]
     damaged: bool = False
 
 
 @dataclass
-class Sums:
-    """Checksums of a panel as it is read: for every block along its summed axis the signed sums, one a depth, and the
-    2-norm; and which of its rows (or columns) hold an Inf or a NaN, if any does."""
+class BlockSums:
+    """Accumulate checksums of a panel while its pieces are read.
+
+    For each block along the summed axis there are signed sums, one per index along the other axis, and the
+    2-norm. `nonfinite` flags rows (or columns) with an Inf or NaN, and is None as long as there are none.
+    """
 
     begin: tuple[int, int]
     axis: int
@@ -51,12 +57,12 @@ class Sums:
     borders: list[int]
     sums: Array
     norms: Array
-    broken: Array | None = None
-    bare: bool = False  # the signed sums alone
-    _adding: threading.Lock = field(default_factory=threading.Lock)
+    nonfinite: Array | None = None
+    sums_only: bool = False  # without norms
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def add(self, rows: Span, cols: Span, piece: Array) -> None:
-        """Take in a piece, in stored orientation, its spans those of the stored matrix."""
+    def add(self, rows: Range, cols: Range, piece: Array) -> None:
+        """Add a piece in stored orientation. Its ranges are those of the stored matrix."""
         if self.axis == 1:
             rows, cols, piece = cols, rows, piece.T
         top, left = rows[0] - self.begin[0], cols[0] - self.begin[1]
@@ -68,13 +74,13 @@ class Sums:
                 sums, squares = np.empty((count, width), self.sums.dtype), np.zeros(count)
                 for groups, wide, where in widened(blocks):
                     sums[groups, where] = signed(x[groups], wide)
-                    if not self.bare:  # along what lies side by side
+                    if not self.sums_only:  # along the contiguous axis
                         squares[groups] += block_squares(wide.swapaxes(1, 2) if self.axis else wide)
                 target, at = slice(first, first + count), slice(left, left + width)
                 if self.conjugate:
                     sums = sums.conj()
-                parts = squares if self.bare else block_norms(blocks, squares)
-                with self._adding:
+                parts = squares if self.sums_only else block_norms(blocks, squares)
+                with self._lock:
                     self.sums[target, at] += sums
                     self.norms[target] = np.hypot(self.norms[target], parts)
                 if not np.isfinite(parts).all():
@@ -82,16 +88,18 @@ class Sums:
 
     def _note(self, top: int, blocks: Array) -> None:
         found = ~np.isfinite(blocks).all(axis=2).reshape(-1)
-        with self._adding:
-            if self.broken is None:
-                self.broken = np.zeros(self.borders[-1], bool)
-            self.broken[top : top + len(found)] |= found
+        with self._lock:
+            if self.nonfinite is None:
+                self.nonfinite = np.zeros(self.borders[-1], bool)
+            self.nonfinite[top : top + len(found)] |= found
 
 
 @dataclass
 class TileSums:
-    """What a tile is held against: for each of its blocks the sum that it must have, the bound of its norm, both
-    for the product and for the old C; and the rows and columns that are not finite."""
+    """Hold what a tile's check expects: for each block, signed sum and norm of the product and of the old C.
+
+    `nonfinite` flags its rows and columns. `unchecked` counts the rows that are left to check.
+    """
 
     rows: list[int]
     cols: list[int]
@@ -99,36 +107,36 @@ class TileSums:
     norm: Array
     old: Array
     old_norm: Array
-    broken: tuple[Array, Array, Array]
-    unjudged: int
+    nonfinite: tuple[Array, Array, Array]
+    unchecked: int
 
 
 class HostSums:
-    """The checksums of one run. What takes time is noted in `busy`."""
+    """Take the checksums of one run. Their cost is recorded in `busy`."""
 
     def __init__(self, plan: Plan, seed: int, busy: BusyTime) -> None:
         self._plan = plan
         self._problem = problem = plan.problem
         self._wide = wide_dtype(numpy_dtype(problem.acc_dtype))
         self._signs = signs(seed, 0, problem.m), signs(seed, 1, problem.n)
-        self._panels: dict[Slot, Sums] = {}
+        self._panels: dict[Slot, BlockSums] = {}
         self._tiles: dict[Tile, TileSums] = {}
-        self._judging = threading.Lock()
+        self._checking = threading.Lock()
         self._busy = busy
 
     def read(self, staging: Staging, operation: Operation, columns: Sequence[Array]) -> None:
-        """Do a Read and take checksums of it."""
+        """Run a Read and take its checksums."""
         region = operation.writes[0]
         sums = self._old(operation) if operation.operand == "C" else self._panel(operation)
         if operation.operand != "C":
-            self._panels.pop(region.slot, None)  # its panel is being overwritten
+            self._panels.pop(region.slot, None)  # the Read overwrites its panel
 
-        def look(rows: Span, cols: Span, piece: Array) -> None:
+        def add(rows: Range, cols: Range, piece: Array) -> None:
             start = perf_counter_ns()
             sums.add(rows, cols, piece)
             self._busy.append((start, perf_counter_ns()))
 
-        staging.transfer(operation, columns, look)
+        staging.transfer(operation, columns, add)
         if operation.operand != "C":
             self._panels[region.slot] = sums
             return
@@ -137,11 +145,11 @@ class HostSums:
         with np.errstate(all="ignore"):
             tile.old[rows] = self._across(tile, operation, sums)
         tile.old_norm[rows] = sums.norms[:, None]
-        if sums.broken is not None:
-            tile.broken[2][tile.rows[rows.start] : tile.rows[rows.stop]] = sums.broken
+        if sums.nonfinite is not None:
+            tile.nonfinite[2][tile.rows[rows.start] : tile.rows[rows.stop]] = sums.nonfinite
 
     def submit(self, operation: Operation) -> None:
-        """Follow an operation of the device as it is issued: a panel goes from slot to slot, or is multiplied."""
+        """Track an operation of the device as it is submitted: it copies a panel, or multiplies two."""
         if operation.kind is Kind.UPLOAD and operation.operand != "C":
             self._panels[operation.writes[0].slot] = self._panels[operation.reads[0].slot]
         elif operation.kind is Kind.MULTIPLY and operation.k[0] < operation.k[1]:
@@ -152,26 +160,26 @@ class HostSums:
             with np.errstate(all="ignore"):
                 add_product(tile.product[rows], a.sums[rows], b.sums)
                 tile.norm[rows] += np.outer(a.norms[rows], b.norms)
-            for held, found in zip(tile.broken[:2], (a.broken, b.broken), strict=True):
+            for flags, found in zip(tile.nonfinite[:2], (a.nonfinite, b.nonfinite), strict=True):
                 if found is not None:
-                    held[:] |= found
+                    flags[:] |= found
             self._busy.append((start, perf_counter_ns()))
 
     def strip(self, staging: Staging, operation: Operation, columns: Sequence[Array]) -> StripSums:
-        """The checksums of a strip that is to be written. Once for each."""
+        """Return the checksums of a strip that is about to be written. Call it once per strip."""
         start = perf_counter_ns()
         tile = self._tile(operation.tile)
         rows = self._blocks(tile, operation)
         found = self._old(operation)
-        found.bare = not self._problem.finishes
+        found.sums_only = not self._problem.finishes
         for part in staging.groups(operation, columns):
             found.add(*part)
         with np.errstate(all="ignore"):
             sums = self._across(tile, operation, found)
         top, bottom = tile.rows[rows.start], tile.rows[rows.stop]
-        with self._judging:
-            tile.unjudged -= bottom - top
-            if not tile.unjudged:
+        with self._checking:
+            tile.unchecked -= bottom - top
+            if not tile.unchecked:
                 del self._tiles[operation.tile]
         self._busy.append((start, perf_counter_ns()))
         return StripSums(
@@ -180,16 +188,16 @@ class HostSums:
             (sums, found.norms[:, None]),
             (tile.product[rows], tile.norm[rows]),
             (tile.old[rows], tile.old_norm[rows]),
-            (tile.broken[0][top:bottom], tile.broken[1], tile.broken[2][top:bottom]),
+            (tile.nonfinite[0][top:bottom], tile.nonfinite[1], tile.nonfinite[2][top:bottom]),
         )
 
-    def _across(self, tile: TileSums, operation: Operation, sums: Sums) -> Array:
-        """The sums of a strip's blocks, from those of its rows of blocks."""
+    def _across(self, tile: TileSums, operation: Operation, sums: BlockSums) -> Array:
+        """Return the sums of a strip's blocks, from those of its rows of blocks."""
         y = self._signs[1][slice(*operation.n)]
         return np.asarray(np.add.reduceat(sums.sums * y, tile.cols[:-1], axis=1))
 
-    def _panel(self, operation: Operation) -> Sums:
-        """Empty checksums of a panel of op(A) or op(B)."""
+    def _panel(self, operation: Operation) -> BlockSums:
+        """Return empty checksums of a panel of op(A) or op(B)."""
         on_a = operation.operand == "A"
         op = self._problem.trans_a if on_a else self._problem.trans_b
         span, k = operation.m if on_a else operation.n, operation.k
@@ -204,40 +212,45 @@ class HostSums:
             k[1] - k[0],
         )
 
-    def _old(self, operation: Operation) -> Sums:
-        """Empty checksums of a strip of C."""
+    def _old(self, operation: Operation) -> BlockSums:
+        """Return empty checksums of a strip of C."""
         (top, bottom), (left, right) = operation.block
         cuts = borders(bottom - top, self._plan.slots.strip)
         return self._empty((top, left), 0, False, self._signs[0][top:bottom], cuts, right - left)
 
     def _empty(
         self, begin: tuple[int, int], axis: int, conjugate: bool, x: Array, cuts: list[int], depth: int
-    ) -> Sums:
+    ) -> BlockSums:
         count = len(cuts) - 1
-        return Sums(begin, axis, conjugate, x, cuts, np.zeros((count, depth), self._wide), np.zeros(count))
+        return BlockSums(
+            begin, axis, conjugate, x, cuts, np.zeros((count, depth), self._wide), np.zeros(count)
+        )
 
     def _tile(self, tile: Tile) -> TileSums:
-        """The sums of a tile, begun when it first appears."""
+        """Return the sums of a tile, created when it first appears."""
         if tile not in self._tiles:
             height, width = (b - a for a, b in (self._plan.grid.rows(tile[0]), self._plan.grid.cols(tile[1])))
             rows, cols = borders(height, self._plan.slots.strip), borders(width, width)
             shape = len(rows) - 1, len(cols) - 1
-            broken = np.zeros(height, bool), np.zeros(width, bool), np.zeros(height, bool)
+            nonfinite = np.zeros(height, bool), np.zeros(width, bool), np.zeros(height, bool)
             sums, bounds = [np.zeros(shape, self._wide) for _ in "CO"], [np.zeros(shape) for _ in "CO"]
-            begun = TileSums(rows, cols, sums[0], bounds[0], sums[1], bounds[1], broken, height)
-            return self._tiles.setdefault(tile, begun)  # whichever thread came first
+            empty = TileSums(rows, cols, sums[0], bounds[0], sums[1], bounds[1], nonfinite, height)
+            return self._tiles.setdefault(tile, empty)  # keep the one of the first thread
         return self._tiles[tile]
 
     def _blocks(self, tile: TileSums, operation: Operation) -> slice:
-        """The blocks of a tile, down, that an operation's rows are cut into."""
+        """Return the range of a tile's rows of blocks that an operation covers."""
         top = self._plan.grid.rows(operation.tile[0])[0]
         first, last = (tile.rows.index(row - top) for row in operation.m)
         return slice(first, last)
 
 
 def runs(piece: Array, top: int, cuts: list[int]) -> Iterator[tuple[int, Array, int]]:
-    """A piece whose first row is row `top` of a panel, cut where blocks begin: the number of the first block, several
-    of the same height as one array (blocks, rows, columns), and where they begin in the piece."""
+    """Cut a piece, whose first row is row `top` of a panel, at the borders of blocks.
+
+    Yields consecutive blocks of equal height together: the number of the first, an array (blocks, rows,
+    columns), and their first row in the piece.
+    """
     stop = top + piece.shape[0]
     first = bisect_right(cuts, top) - 1
     inner = [b for b in cuts[first + 1 :] if b < stop]
@@ -252,15 +265,18 @@ def runs(piece: Array, top: int, cuts: list[int]) -> Iterator[tuple[int, Array, 
 
 
 def widened(blocks: Array) -> Iterator[tuple[slice, Array, slice]]:
-    """Blocks in double precision: which blocks, their elements, which columns. All at a time if they are in it already,
-    else as many as stay in a cache: each call costs the interpreter, for which all threads queue."""
+    """Convert blocks to double precision. Yield which blocks, their elements, and which columns.
+
+    Blocks that are in double precision already come all at once. Others come in parts that fit into the
+    processor's cache, yet as few as possible: each call needs the GIL, for which all threads queue.
+    """
     wide = wide_dtype(blocks.dtype)
     count, size, width = blocks.shape
     if blocks.dtype == wide:
         yield slice(0, count), blocks, slice(0, width)
         return
-    across = max(1, min(width, WIDENED // size))
-    several = max(1, WIDENED // (size * across))
+    across = max(1, min(width, WIDENING_ELEMENTS // size))
+    several = max(1, WIDENING_ELEMENTS // (size * across))
     for first in range(0, count, several):
         groups = slice(first, min(first + several, count))
         for left in range(0, width, across):

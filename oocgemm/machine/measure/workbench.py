@@ -1,8 +1,8 @@
-"""A session and a staging without a schedule: operations made by hand, one after the other, each of them timed."""
+"""A session and its host slots without a schedule: single operations are submitted and timed."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from time import perf_counter_ns
+from time import perf_counter, perf_counter_ns
 
 from oocgemm.backends import Backend
 from oocgemm.backends.base import Array, Token
@@ -24,17 +24,17 @@ from oocgemm.planning import (
     Tier,
     TileShape,
 )
-from oocgemm.planning.tiling import Span
+from oocgemm.planning.tiling import Range
 from oocgemm.stores import Matrix
 from oocgemm.system.memory import available_memory
 
 _TILE = (0, 0)
-QUEUED = 4  # operations that a sample is taken over
-MAX_AHEAD = 64  # copies of a panel that hold them back
+QUEUED = 4  # operations per sample
+MAX_AHEAD = 64  # copies queued before them, at most
 
 
 class Workbench:
-    """A session and its staging, with a slot for each panel and for one tile, and operations on them."""
+    """A session and its host slots: one slot for each panel and for one tile, and operations on them."""
 
     def __init__(
         self,
@@ -63,43 +63,47 @@ class Workbench:
         self._cleanup.close()
 
     def multiply(self, depth: int, *, first: bool = False) -> Operation:
-        """The whole tile, by panels of that depth; where residues are multiplied, after a Prepare of that depth."""
+        """Return a Multiply of the whole tile by panels `depth` deep.
+
+        With emulated compute, run `prepare` with the same depth first. `first`: overwrite C instead of adding
+        to it.
+        """
         tile, problem = self.plan.tile, self.plan.problem
-        c, spans = _device("C", tile.m * tile.n), ((0, tile.m), (0, tile.n), (0, depth))
+        c, ranges = _device("C", tile.m * tile.n), ((0, tile.m), (0, tile.n), (0, depth))
         planes = (_device("P", 1),) if problem.planes else ()
         reads = (*self._panels(depth), *planes, *(() if first else (c,)))
         flops = problem.step_flops(tile.m, tile.n, depth)
-        return Operation(Kind.MULTIPLY, "C", _TILE, 0, reads, (c,), *spans, flops=flops, first=first)
+        return Operation(Kind.MULTIPLY, "C", _TILE, 0, reads, (c,), *ranges, flops=flops, first=first)
 
     def prepare(self, depth: int) -> Operation:
-        """Residues of panels of that depth."""
+        """Return a Prepare that splits panels `depth` deep into planes of residues."""
         tile, planes = self.plan.tile, (_device("P", 1),)
         size = (tile.m + tile.n) * depth * self.plan.problem.itemsizes["A"]
-        spans = (0, tile.m), (0, tile.n), (0, depth)
-        return Operation(Kind.PREPARE, "P", _TILE, 0, self._panels(depth), planes, *spans, size)
+        ranges = (0, tile.m), (0, tile.n), (0, depth)
+        return Operation(Kind.PREPARE, "P", _TILE, 0, self._panels(depth), planes, *ranges, size)
 
     def _panels(self, depth: int) -> tuple[Region, Region]:
         return _device("A", self.plan.tile.m * depth), _device("B", depth * self.plan.tile.n)
 
     def load(self, kind: Kind, operand: str, rows: int | None = None) -> Operation:
-        """A Read or an Upload of a panel, or of the first rows of one."""
+        """Return a Read or an Upload of a panel, or of its first `rows` rows."""
         tile, itemsize = self.plan.tile, self.plan.problem.itemsizes[operand]
         height, width = (tile.m, tile.k) if operand == "A" else (tile.k, tile.n)
-        return moving(kind, operand, (0, rows or height), (0, width), itemsize)
+        return block_copy(kind, operand, (0, rows or height), (0, width), itemsize)
 
     def download(self, rows: int) -> Operation:
-        """A Download of the first rows of the tile."""
+        """Return a Download of the first `rows` rows of the tile."""
         itemsize = self.plan.problem.itemsizes["C"]
-        return moving(Kind.DOWNLOAD, "C", (0, rows), (0, self.plan.tile.n), itemsize)
+        return block_copy(Kind.DOWNLOAD, "C", (0, rows), (0, self.plan.tile.n), itemsize)
 
     def slot(self, operation: Operation) -> Array:
-        """What a Read fills: the device's slot where that is memory, else the host's."""
+        """Return the slot that a Read fills: the device's if the device is the host, else the host's."""
         if self.plan.machine.unified:
             return self.session.view(operation, operation.writes[0])
         return self.staging.columns(Slot(Tier.HOST, operation.operand, 0), operation)[0]
 
     def intervals(self, *operations: Operation) -> list[tuple[int, int]]:
-        """Issue operations one after the other; return when each began and ended, in nanoseconds of the host's clock."""
+        """Submit operations in order; return the start and end of each in nanoseconds of the host clock."""
         return self._intervals([self._submit(operation) for operation in operations])
 
     @staticmethod
@@ -111,13 +115,13 @@ class Workbench:
     def seconds(self, operation: Operation) -> float:
         """Return the seconds that an operation takes on a busy device.
 
-        An asynchronous operation is queued several times behind copies of a panel, and the device's time from end to end is
-        taken. The interval of a token does not do for this. It begins no earlier than the host noted that the work was
-        issued, since events on an idle stream may come long before the work. A short copy can be over by then, and its
-        interval is empty.
+        An asynchronous operation is queued `QUEUED` times behind copies of a panel. The result is the time
+        between the first end and the last, on the device. The interval of a single token is not accurate
+        enough. It starts at the host's time of issue at the earliest, because events on an idle stream can
+        fire long before the work starts. A short copy can end before that, and its interval is then empty.
 
         Raises:
-            BackendError: the device always finished the copies before the host had issued the operations.
+            BackendError: the device always finished the copies before the host had queued the operations.
         """
         if operation.kind not in self.session.asynchronous:  # it ends before it is submitted
             ((start, end),) = self.intervals(operation)
@@ -127,17 +131,17 @@ class Workbench:
             tokens = [self._submit(panel) for _ in range(ahead)][-1:]
             tokens += [self._submit(operation, tokens[:1]) for _ in range(QUEUED)]
             issued = perf_counter_ns()
-            held, first, *_, last = (end for _, end in self._intervals(tokens))
-            if held > issued:
+            copies_end, first, *_, last = (end for _, end in self._intervals(tokens))
+            if copies_end > issued:
                 return (last - first) / (QUEUED - 1) / 1e9
             ahead *= 2
         raise BackendError(
-            f"operations cannot be timed: the device copies {MAX_AHEAD} panels before the host has issued {QUEUED} of them; end "
-            "other programs and run oocgemm calibrate again"
+            f"operations cannot be timed: the device copied {MAX_AHEAD} panels before the host had queued "
+            f"{QUEUED} operations; end other programs and run oocgemm calibrate again"
         )
 
     def fill(self, operand: str, numbers: Array) -> None:
-        """Put numbers into a panel: how fast a device multiplies depends on what it multiplies."""
+        """Fill a panel with `numbers`, repeated: the flop rate of a device depends on the data."""
         slot = self.slot(self.load(Kind.READ, operand)).reshape(-1)
         for start in range(0, slot.size, numbers.size):
             slot[start : start + numbers.size] = numbers[: slot.size - start]
@@ -153,7 +157,7 @@ class Workbench:
 
 
 def plan_of(machine: MachineModel, dtype: str, tile: TileShape, compute: str = "native") -> Plan:
-    """One tile and one step, in one slot each."""
+    """Return a plan of one tile and one step, with one slot per panel and tile."""
     kind = DTYPES[dtype]
     shape = tile.m, tile.n, tile.k
     problem = GemmProblem(*shape, dtype, dtype, kind.accumulator, kind.results[0], compute=compute)
@@ -168,10 +172,17 @@ def _device(operand: str, elements: int) -> Region:
     return Region(Slot(Tier.DEVICE, operand, 0), 0, elements)
 
 
-def moving(kind: Kind, operand: str, rows: Span, cols: Span, itemsize: int) -> Operation:
-    """A copy of a block between the first slots of an operand, or between one of them and its store."""
+def block_copy(kind: Kind, operand: str, rows: Range, cols: Range, itemsize: int) -> Operation:
+    """Return a copy of a block between two slots of an operand, or between a slot and its store."""
     elements = (rows[1] - rows[0]) * (cols[1] - cols[0])
     region, nothing = (_device(operand, elements),), (0, 0)
     reads, writes = ((), region) if kind in (Kind.READ, Kind.UPLOAD) else (region, ())
     m, n, k = {"A": (rows, nothing, cols), "B": (nothing, cols, rows)}.get(operand, (rows, cols, nothing))
     return Operation(kind, operand, _TILE, 0, reads, writes, m, n, k, elements * itemsize)
+
+
+def transfer_seconds(staging: Staging, operation: Operation, view: Array) -> float:
+    """Return the wall time of a transfer between a store and a view."""
+    started = perf_counter()
+    staging.transfer(operation, [view])
+    return perf_counter() - started

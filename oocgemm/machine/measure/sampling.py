@@ -1,4 +1,4 @@
-"""Samples of rates: what is typical of them, taken again until a fit explains them."""
+"""Sampling of rates: medians, repeated until a fit explains them."""
 
 from collections.abc import Callable, Iterable, Mapping
 from math import inf
@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from oocgemm.errors import BackendError
 
-_ROUNDS = 5  # of samples, until a fit explains them
+_ROUNDS = 5  # rounds of samples before the fit is given up
 
 Fit = TypeVar("Fit")
 
@@ -16,18 +16,18 @@ Fit = TypeVar("Fit")
 def explained(
     measure: Callable[[int], float], places: Iterable[int], fit: Callable[[Mapping[int, float]], Fit]
 ) -> tuple[Fit, dict[int, float]]:
-    """Measure rates at some places until a fit explains them.
+    """Measure rates at several sizes, or depths, until a fit explains them.
 
     Args:
-        measure: takes one sample, of a size or a depth.
-        places: where to measure.
-        fit: fits the median rate of each place. It raises `ValueError` for rates that it cannot explain.
+        measure: takes one sample at a size and returns its rate.
+        places: the sizes.
+        fit: fits the median rate of each size. It raises `ValueError` for rates that it cannot explain.
 
     Returns:
-        The fit, and the medians.
+        The fit, and the median rate of each size.
 
     Raises:
-        BackendError: after `_ROUNDS` samples of each place the fit still refuses.
+        BackendError: the fit still fails after `_ROUNDS` samples of each size.
     """
     taken = {place: [measure(place)] for place in places}
     for again in range(_ROUNDS):
@@ -37,23 +37,26 @@ def explained(
         medians = {place: median(rates) for place, rates in taken.items()}
         try:
             if inf in medians.values():
-                raise ValueError("the clock saw no time pass")
+                raise ValueError("an operation took no measurable time")
             return fit(medians), medians
         except ValueError as error:
             reason = error
     raise BackendError(
-        f"{reason}; nothing is kept of this calibration: end other programs on this machine and run oocgemm calibrate again"
+        f"{reason}; this calibration was not saved: end other programs on this machine and run "
+        "oocgemm calibrate again"
     ) from reason
 
 
 def per_second(amount: float, seconds: float) -> float:
-    """Return a rate: infinite, which `explained` refuses, where no time has passed."""
+    """Return a rate. It is infinite if `seconds` is 0; `explained` rejects that."""
     return amount / seconds if seconds > 0 else inf
 
 
 def typical(act: Callable[[], float], limit: float) -> float:
-    """Return the median of what `act` returns, called for `limit` seconds. The first call warms up, and counts only if it
-    took that long by itself."""
+    """Call `act` for `limit` seconds and return the median of its results.
+
+    The first call warms up. Its result counts only if that call alone took longer than `limit`.
+    """
     started = perf_counter()
     samples = [act()]
     if perf_counter() - started > limit:

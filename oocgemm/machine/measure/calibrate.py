@@ -1,11 +1,10 @@
-"""Measures what a machine does: kernels, links, memory and storage.
+"""Calibration: measure the rates of kernels, links, memory and storage.
 
-All of it goes through the engine's own pieces, a session and a staging, with operations made by hand: so that what
-is measured is what runs get, and no device needs code of its own here.
+All operations go through the engine's own session and host slots. The rates are therefore those of real runs,
+and no device needs its own code here.
 """
 
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -24,8 +23,9 @@ from oocgemm.backends.base import Array, known_dtypes, numpy_dtype
 from oocgemm.engine.executor import Run
 from oocgemm.engine.staging import Staging
 from oocgemm.errors import BackendError, InputError
-from oocgemm.machine.sampling import explained, per_second, typical
-from oocgemm.machine.workbench import Workbench, moving, plan_of
+from oocgemm.machine.measure.sampling import explained, per_second, typical
+from oocgemm.machine.measure.storage import storage_rates
+from oocgemm.machine.measure.workbench import Workbench, plan_of, transfer_seconds
 from oocgemm.planning import (
     RATES,
     Budgets,
@@ -39,26 +39,28 @@ from oocgemm.planning import (
     Operation,
     Plan,
     Slots,
-    StoreRates,
     TileShape,
     check_fit,
     check_link,
     default_model,
     fit_link,
 )
-from oocgemm.planning.cost.predict import multiply_seconds, unfilled
-from oocgemm.planning.tiling import Span
+from oocgemm.planning.cost.predict import multiply_seconds, wave_quantization
+from oocgemm.planning.units import format_size
 from oocgemm.system import cache
 from oocgemm.system.cpu import CpuTimes, used_since
-from oocgemm.system.memory import allocate, available_memory
+from oocgemm.system.memory import available_memory
 
-_FREE_SHARE = 0.5  # of the memory that is free
+_FREE_SHARE = 0.5  # share of the free memory that a calibration uses
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much is measured on, and for how long: tiles of `side` squared with panels of these depths, copies of these
-    many rows of the `block`, and for each measurement so many seconds (storage three times that)."""
+    """Sizes and durations of the measurements.
+
+    Tiles are `side` x `side`, with panels of `depths`. Copies take `copies` rows of a block of shape `block`.
+    Each measurement takes `seconds`, each of storage three times that.
+    """
 
     side: int
     depths: tuple[int, ...]
@@ -67,7 +69,7 @@ class Sizes:
     seconds: float
 
 
-# Tiles that saturate the kernel, and a block well above the processor's caches: 256 MiB in float64.
+# The tiles saturate the kernel. The block, 256 MiB in float64, is much larger than the processor's caches.
 SIZES = {
     "cuda": Sizes(8192, (256, 512, 1024, 2048, 4096), (8192, 4096), (32, 128, 512, 2048, 8192), 0.3),
     "host": Sizes(2048, (64, 128, 256, 512, 1024), (8192, 4096), (), 0.3),
@@ -82,43 +84,45 @@ def calibrate(
     sizes: Sizes | None = None,
     say: Callable[[str], None] = lambda doing: None,
 ) -> Calibration:
-    """Measure this machine, in under a minute; nothing else should run on it meanwhile.
+    """Measure this machine, in less than a minute. No other program should run meanwhile.
 
     Args:
-        backend: "cuda", "host", or "auto": cuda where a device answers.
+        backend: "cuda", "host", or "auto": cuda if a device is available.
         device: number of the CUDA device.
-        path: the folder whose storage is measured, by files that are taken away again; None for the current one.
-        sizes: how much is measured on; None for what suits the backend.
-        say: called with what is being measured.
+        path: folder whose storage is measured, with temporary files; None is the current folder.
+        sizes: sizes and durations; None selects those of the backend.
+        say: called with a description of each measurement before it starts.
 
     Returns:
-        A `Calibration`: flop/s, bytes per second, seconds. It is not kept: `oocgemm.system.cache.save` does that.
+        A `Calibration`, in flop/s, bytes per second and seconds. Save it with `oocgemm.system.cache.save`.
 
     Raises:
-        InputError: a folder that cannot be written to.
-        BackendError: no such device, not the memory to measure in, or rates that cannot be or that no fit explains.
-        ExecutionError: a disk that fails or is full.
+        InputError: the folder cannot be written to.
+        BackendError: there is no such device, too little free memory, or no fit explains the measured rates.
+        ExecutionError: the disk fails or is full.
     """
     started, cpu = perf_counter(), CpuTimes.now()
     folder = Path.cwd() if path is None else Path(path)
     if not (folder.is_dir() and os.access(folder, os.W_OK)):
         raise InputError(
-            f"storage cannot be measured in {folder}: give a folder that can be written to with --path"
+            f"storage cannot be measured in {folder}: it is not a writable folder; choose one with --path"
         )
     engine = backends.open_backend(backend, device)
-    say = _naming(engine, say)
+    say = _with_backend(engine, say)
     machine = default_model(engine.name, len(os.sched_getaffinity(0)))
     machine = replace(machine, multiprocessors=engine.multiprocessors())
     sizes = sizes or SIZES[engine.name]
     rows, cols = sizes.block
-    rows = max(1, min(rows, available_memory() // (64 * cols)))  # four blocks are held at a time, at most
+    rows = max(
+        1, min(rows, available_memory() // (64 * cols))
+    )  # at most four blocks exist at once: half of the available memory
     sizes = replace(sizes, block=(rows, cols), copies=tuple(c for c in sizes.copies if c <= rows))
     source = _numbers(sizes.block)
     kernels, prepare, samples = _kernels(engine, machine, sizes, say)
     rates, copies = _links(engine, machine, sizes, source, say)
-    say("issuing")
-    issue = _issuing(engine, machine, sizes.seconds)
-    storage, decode = _storage(machine, folder, sizes, source, say)
+    say("issue")
+    issue = _issue_seconds(engine, machine, sizes.seconds)
+    storage, decode = storage_rates(machine, folder, source, 3 * sizes.seconds, say)
     seconds, used = perf_counter() - started, used_since(cpu)
     others = used["busy_seconds"] - used["own_seconds"] if used else 0.0
     return Calibration(
@@ -141,19 +145,19 @@ def calibrate(
     )
 
 
-def _naming(engine: Backend, say: Callable[[str], None]) -> Callable[[str], None]:
-    """Have `say` name the backend that is measured."""
+def _with_backend(engine: Backend, say: Callable[[str], None]) -> Callable[[str], None]:
+    """Prefix messages with the name of the backend."""
     return lambda doing: say(f"{engine.name}: {doing}")
 
 
 def _kernels(
     engine: Backend, machine: MachineModel, sizes: Sizes, say: Callable[[str], None]
 ) -> tuple[dict[str, KernelRate], float, dict[str, dict[str, float]]]:
-    """Measure the multiplication, by what is multiplied and how.
+    """Measure the multiplication for each dtype, native and emulated.
 
     Returns:
-        Fitted rates; bytes per second of panels that are split into planes of residues, of the dtype where that is slowest;
-        measured flop/s by panel depth.
+        Fitted rates by name; the rate of Prepare in bytes per second of panels, for the slowest dtype;
+        measured flop/s by name and panel depth.
     """
     numbers = _numbers((64, 1024)).reshape(-1)
     fitted, prepare, samples = {}, [], {}
@@ -175,7 +179,7 @@ def _kernels(
 def _kernel(
     bench: Workbench, name: str, sizes: Sizes, say: Callable[[str], None]
 ) -> tuple[KernelRate, dict[int, float]]:
-    """Measure the multiplication on a bench; return what is fitted to flop/s by panel depth, and these."""
+    """Measure the multiplication on a workbench; return the fit, and flop/s by panel depth."""
     seen: dict[int, float] = {}
 
     def rate(depth: int) -> float:
@@ -183,7 +187,7 @@ def _kernel(
         if bench.plan.problem.planes:
             bench.intervals(bench.prepare(depth))
         if not seen:
-            bench.intervals(bench.multiply(depth, first=True))  # whatever C held is gone
+            bench.intervals(bench.multiply(depth, first=True))  # overwrites C, which is uninitialised
         operation = bench.multiply(depth)
         seen[depth] = per_second(operation.flops, typical(partial(bench.seconds, operation), sizes.seconds))
         return seen[depth]
@@ -191,11 +195,11 @@ def _kernel(
     def depths() -> Iterator[int]:
         for depth in sizes.depths:
             if len(seen) >= 2 and bench.multiply(depth).flops > 4 * sizes.seconds * max(seen.values()):
-                return  # a slow machine: two depths make a line
+                return  # slow machine: two depths suffice for a line
             yield depth
 
     def fit(rates: Mapping[int, float]) -> KernelRate:
-        ideal = _whole(bench.plan, rates)
+        ideal = _of_infinite_tile(bench.plan, rates)
         found = KernelRate.fitted(ideal)
         check_fit(
             name, "FLOP", ideal, lambda r: found.peak / (1 + found.half_depth / r), "panels {} deep".format
@@ -205,41 +209,54 @@ def _kernel(
     return explained(rate, depths(), fit)
 
 
-def _whole(plan: Plan, rates: Mapping[int, float]) -> dict[int, float]:
-    """Rates as they would be on a tile without end: the model accounts for the extents of tiles by itself."""
+def _of_infinite_tile(plan: Plan, rates: Mapping[int, float]) -> dict[int, float]:
+    """Convert rates to those of an infinite tile, since the model accounts for tile extents itself."""
     tile = plan.tile
     ideal = replace(plan.machine, kernels={plan.problem.rate: KernelRate(1.0, 0.0)})
     loss = multiply_seconds(plan.problem, ideal, 1.0, tile.m, tile.n, tile.k)
-    loss *= unfilled(plan.problem, ideal, tile.m, tile.n)
+    loss *= wave_quantization(plan.problem, ideal, tile.m, tile.n)
     return {depth: rate * loss for depth, rate in rates.items()}
 
 
 def _fitting(engine: Backend, machine: MachineModel, dtype: str, sizes: Sizes, compute: str) -> TileShape:
-    """The tile to multiply on: smaller where memory is short. Raises `BackendError` where there is next to none."""
+    """Return the largest tile, at most `sizes.side`, that fits the free memory.
+
+    Raise `BackendError` below 64.
+    """
     side, free = sizes.side, engine.free_memory()
     while True:
         tile = TileShape(side, side, sizes.depths[-1])
         if plan_of(machine, dtype, tile, compute).footprint.device_total <= _FREE_SHARE * free:
             return tile
         if side < 64:
-            raise BackendError(f"{free} bytes of free memory are too few to calibrate in: free some of it")
+            raise BackendError(
+                f"{format_size(free)} of free memory are too little to calibrate: a tile of {side} x {side} "
+                "does not fit; end other programs"
+            )
         side //= 2
 
 
 def _links(
     engine: Backend, machine: MachineModel, sizes: Sizes, source: Array, say: Callable[[str], None]
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """Copies within memory, and over the links where there are any; what the first use of memory costs."""
+    """Measure copies within memory and over the device's links, and the cost of touching memory first.
+
+    Returns:
+        Rates in bytes per second, `copy_latency` in seconds and `arena_seconds_per_byte`; the samples by
+        link.
+    """
     say("memory")
     (rows, cols), matrix = sizes.block, stores.open_matrix("A", source)
-    tile, first_use, again = TileShape(rows, cols, cols), [], []
+    tile, first_touch, warm = TileShape(rows, cols, cols), [], []
     for _ in range(3):
         with Workbench(engine, machine, "float64", tile, matrix) as bench:
             before, after = (_fill_seconds(bench) for _ in range(2))
-            first_use.append(max(0.0, before - after) / source.nbytes)
+            first_touch.append(max(0.0, before - after) / source.nbytes)
             read = bench.load(Kind.READ, "A")
-            again.append(typical(partial(_wall, bench.staging, read, bench.slot(read)), sizes.seconds))
-    rates = {"arena_seconds_per_byte": median(first_use), "memory": source.nbytes / median(again)}
+            warm.append(
+                typical(partial(transfer_seconds, bench.staging, read, bench.slot(read)), sizes.seconds)
+            )
+    rates = {"arena_seconds_per_byte": median(first_touch), "memory": source.nbytes / median(warm)}
     if machine.unified:
         return rates | {"h2d": rates["memory"], "d2h": rates["memory"]}, {}
     samples: dict[str, Any] = {}
@@ -266,7 +283,7 @@ def _links(
         both = [bench.load(Kind.UPLOAD, "A"), bench.download(rows)] * 4
 
         def together(size: int) -> float:
-            return per_second(size, typical(lambda: _span(bench.intervals(*both)), sizes.seconds))
+            return per_second(size, typical(lambda: _total_seconds(bench.intervals(*both)), sizes.seconds))
 
         def check(found: Mapping[int, float]) -> float:
             (total,) = found.values()
@@ -278,7 +295,7 @@ def _links(
 
 
 def _fill_seconds(bench: Workbench) -> float:
-    """Seconds to bring a panel from memory onto the device."""
+    """Return the seconds that a panel takes from memory to the device."""
     started = perf_counter()
     read = bench.load(Kind.READ, "A")
     bench.staging.transfer(read, [bench.slot(read)])
@@ -287,8 +304,8 @@ def _fill_seconds(bench: Workbench) -> float:
     return perf_counter() - started
 
 
-def _issuing(engine: Backend, machine: MachineModel, seconds: float) -> float:
-    """Seconds an operation of a run that has next to nothing to do but to issue them."""
+def _issue_seconds(engine: Backend, machine: MachineModel, seconds: float) -> float:
+    """Return the seconds per operation of a run on tiny tiles, whose time is almost only that of issuing."""
     side, tile = 8 * 64, TileShape(64, 64, 64)
     host = 0 if machine.unified else 2
     slots = Slots(2, 2, 1, host, host, host, strip=tile.m, unified=machine.unified)
@@ -311,73 +328,13 @@ def _issuing(engine: Backend, machine: MachineModel, seconds: float) -> float:
         return typical(once, 3 * seconds)
 
 
-def _storage(
-    machine: MachineModel, folder: Path, sizes: Sizes, source: Array, say: Callable[[str], None]
-) -> tuple[StoreRates, float]:
-    """Rates of the file system at a folder, and bytes a second that all cores decode."""
-    data = source.reshape(2 * source.shape[0], -1)
-    rows, cols = data.shape
-    side, cores = max(1, cols // 2), len(os.sched_getaffinity(0))
-    room = allocate(data.nbytes).view(data.dtype).reshape(data.shape)
-    place = tempfile.TemporaryDirectory(prefix=".oocgemm-calibrate-", dir=folder)
-    with place, ExitStack() as cleanup:
-
-        def array(name: str, compressor: str, threads: int) -> Staging:
-            where = os.path.join(place.name, name)
-            matrix = stores.create_output(name, where, data.shape, data.dtype, (side, side), compressor)
-            plan = plan_of(replace(machine, io_threads=threads), "float64", TileShape(rows, cols, cols))
-            staging = Staging(plan, {"A": matrix, "C": matrix})
-            cleanup.callback(staging.close)
-            return staging
-
-        def rate(staging: Staging, columns: Span = (0, cols), *, cold: bool = False) -> float:
-            operation = moving(Kind.READ, "A", (0, rows), columns, data.itemsize)
-
-            def once() -> float:
-                if cold:
-                    _evict(Path(place.name))
-                return _wall(staging, operation, room[:, : columns[1] - columns[0]])
-
-            return operation.bytes / typical(once, 3 * sizes.seconds)
-
-        fill = moving(Kind.WRITE, "C", (0, rows), (0, cols), data.itemsize)
-        raw, packed = array("raw", "none", machine.io_threads), array("packed", "zstd", cores)
-        say(f"writing in {folder}")
-        write = fill.bytes / typical(partial(_wall, raw, fill, data), 3 * sizes.seconds)
-        say(f"reading in {folder}")
-        cold, read = rate(raw, cold=True), rate(raw)
-        scattered = rate(raw, (side // 2, side // 2 + side))  # half of the columns of each chunk
-        say("decoding zstd")
-        _wall(packed, fill, data)
-        decode = rate(packed)
-    return StoreRates(read=read, read_scattered=scattered, read_cold=cold, write=write), decode
-
-
-def _evict(folder: Path) -> None:
-    """Have the system forget the contents of files, as far as it will: of those not yet on disk, it begins to write
-    them and forgets them the next time. Waiting for that instead would take as long as other programs write."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(descriptor)
-
-
 def _numbers(shape: tuple[int, int]) -> Array:
-    """Numbers as measurements are: normal, of limited resolution, so that they can be compressed somewhat."""
+    """Return normal random numbers in steps of 1/64, so that they compress about as well as measured data."""
     count = shape[0] * shape[1]
     some = np.round(np.random.default_rng(0).standard_normal(min(count, 1 << 20)) * 64) / 64
     return np.resize(some, count).reshape(shape)
 
 
-def _wall(staging: Staging, operation: Operation, view: Array) -> float:
-    started = perf_counter()
-    staging.transfer(operation, [view])
-    return perf_counter() - started
-
-
-def _span(intervals: Sequence[tuple[int, int]]) -> float:
-    """Seconds from the first beginning to the last end."""
+def _total_seconds(intervals: Sequence[tuple[int, int]]) -> float:
+    """Return the seconds from the first start to the last end; intervals are in nanoseconds."""
     return (max(end for _, end in intervals) - min(start for start, _ in intervals)) / 1e9

@@ -1,9 +1,8 @@
-"""Measures the ladder of kernels beside cuBLAS, and tunes it: which rung and parameters are fastest for what."""
+"""Benchmark the kernel ladder against cuBLAS, and tune it: find the fastest rung and parameters by shape."""
 
 from collections.abc import Callable, Iterator, Sequence
 from datetime import date
-from itertools import pairwise
-from math import log2, prod
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from oocgemm import backends
@@ -13,7 +12,7 @@ from oocgemm.kernels import tuning
 from oocgemm.kernels.registry import LADDER, names
 from oocgemm.kernels.spec import Call, Kernel, Params
 from oocgemm.kernels.tuning import CUBLAS, Measured, Tuning
-from oocgemm.machine import counters
+from oocgemm.machine.measure import counters
 from oocgemm.planning import COMPUTES, OPERANDS
 
 if TYPE_CHECKING:
@@ -23,18 +22,21 @@ Contender = tuple[Kernel | None, Params]
 Say = Callable[[str], None]
 Shape = tuple[int, int, int]
 
-# What kernels compute in: emulated products are none of theirs.
+# Precisions of the ladder's kernels. Emulated products have kernels of their own, which are not benchmarked
+# here.
 PRECISIONS = [compute for compute in COMPUTES if compute != "emulated"]
 SQUARES = (8, 32, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 ODD = ((1023, 1025, 1021), (4097, 4095, 4099))
 THIN = ((16384, 16, 4096), (16, 16384, 4096), (4096, 1024, 16384), (1024, 16384, 4096))
-UPDATES = ((12288, 12288, 512), (12288, 12288, 1024), (12288, 12288, 2048))  # the engine's steps: beta = 1
+# Steps of the engine, with beta = 1.
+UPDATES = ((12288, 12288, 512), (12288, 12288, 1024), (12288, 12288, 2048))
 SHAPES: tuple[Shape, ...] = (*((n, n, n) for n in SQUARES), *ODD, *THIN, *UPDATES)
 
-_COUNTED = 2048**3  # multiplications of the largest product that ncu counts
+_MAX_COUNTED = 2048**3  # m n k of the largest product that is preferred for hardware counters
 
-# Flops a clock and multiprocessor at the fastest unit for each precision, from the vendor's architecture papers.
-_FLOPS_A_CLOCK = {
+# Flops per clock and multiprocessor of the fastest unit for each precision, by compute capability. Source:
+# NVIDIA's architecture white papers.
+_FLOPS_PER_CLOCK = {
     (8, 0): {
         "float64": 128,
         "float32": 128,
@@ -67,31 +69,33 @@ def bench_kernels(
     limit: float = 1.0,
     say: Say = lambda doing: None,
 ) -> dict[str, Any]:
-    """Time rungs of the ladder, all their variants, beside cuBLAS.
+    """Time all variants of the rungs of the ladder, and cuBLAS.
 
     Args:
-        device: number of the CUDA device.
-        dtypes, compute, kernels, shapes: what is measured; float32 and float64 where no dtype is named, as far as they
-            have that precision, and every rung where none is. A shape whose k is short beside m and
-            n is measured as the engine's update, with beta = 1.
-        seconds: for each variant and shape, about.
-        limit: a variant that would take longer than this for one product, by its best rate so far, is left out.
-        say: called with what is being measured.
+        device: number of the CUDA device. dtypes: dtypes of A, B and C; by default those of float32 and
+        float64 that have the precision. compute: precision. kernels: names of rungs; all by default. shapes:
+        products (m, n, k). If k is short beside m and n, the product is timed as a step of the engine, with
+            beta = 1.
+        seconds: approximate time per variant and shape. limit: a variant is skipped if one product would take
+        longer than this, in seconds, at its best rate so far. say: called with a description of each
+        measurement before it starts.
 
     Returns:
-        Plain data: the device, and a row for each dtype, shape, rung and variant: flop/s, its share of the peak and of
-        cuBLAS, occupancy, and what the access model says; of the rows that ncu counted also "ncu" (see `count`).
+        Plain data: the device, and a row per dtype, shape, rung and variant. A row holds flop/s, its ratio to
+        the peak and to cuBLAS, the occupancy, and the access model. Some rows also have hardware counters,
+        "ncu" (see `count`).
 
     Raises:
-        InputError: an unknown rung or dtype. BackendError: no device answers.
+        InputError: there is no such rung or dtype.
+        BackendError: no device is available.
     """
-    _known("kernel", kernels, names())
-    _known("dtype", dtypes, OPERANDS)
+    _check_known("kernel", kernels, names())
+    _check_known("dtype", dtypes, OPERANDS)
     dtypes = dtypes or [dtype for dtype in ("float32", "float64") if dtype in COMPUTES.get(compute, ())]
     for dtype in dtypes or ("float32",):
-        _known(f"precision of {dtype}", [compute], [c for c in PRECISIONS if dtype in COMPUTES[c]])
+        _check_known(f"precision of {dtype}", [compute], [c for c in PRECISIONS if dtype in COMPUTES[c]])
     rows: list[dict[str, Any]] = []
-    with _stopwatch(device) as watch:
+    with _open_stopwatch(device) as watch:
         facts = watch.multiplier.kernels.device
         clock = watch.clocks.most()
         for dtype in dtypes:
@@ -101,7 +105,9 @@ def bench_kernels(
                 say(f"{dtype}, {'x'.join(map(str, shape))}")
                 product = _product(dtype, compute, shape)
                 with watch.operands(product) as call:
-                    fitting = [c for c in _contenders(kernels, call) if _worth(c, product.flops, best, limit)]
+                    fitting = [
+                        c for c in _contenders(kernels, call) if _affordable(c, product.flops, best, limit)
+                    ]
                     timed = watch.compare(fitting, call, seconds)
                     reference = product.flops / timed[0].seconds
                     for contender, timing in zip(fitting, timed, strict=True):
@@ -121,7 +127,7 @@ def bench_kernels(
                                 "samples": timing.samples,
                                 "clock": timing.clock,
                             }
-                            | _counted(watch, contender, call, product)
+                            | _modelled(watch, contender, call, product)
                         )
         result = {
             "device": watch.name,
@@ -130,7 +136,7 @@ def bench_kernels(
             "versions": backends.open_backend("cuda", device).describe(),
             "rows": rows,
         }
-    say("counting by ncu")
+    say("hardware counters")
     count(result, device)
     return result
 
@@ -143,23 +149,24 @@ def tune(
     classes: dict[str, Shape] | None = None,
     say: Say = lambda doing: None,
 ) -> Tuning:
-    """Time every rung and variant on a product of each class of shapes. The result is not kept: `tuning.save` does that.
+    """Time every rung and variant on one product per class of shapes. Save the result with `tuning.save`.
 
     Args:
         device: number of the CUDA device.
-        dtypes: what is measured; all that NumPy has here where none is named.
-        seconds: for each variant and product, about.
-        classes: the products; `tuning.CLASSES` where none are given.
-        say: called with what is being measured.
+        dtypes: dtypes of A, B and C; by default all that NumPy has here.
+        seconds: approximate time per variant and product.
+        classes: the product of each class; `tuning.CLASSES` by default.
+        say: called with a description of each measurement before it starts.
 
-    What is more than ten times as slow as the best on a small product is not tried on the large one.
+    Variants more than ten times slower than the best on a small product are not tried on the large ones.
 
     Raises:
-        InputError: an unknown dtype. BackendError: no device answers.
+        InputError: there is no such dtype.
+        BackendError: no device is available.
     """
-    _known("dtype", dtypes, OPERANDS)
+    _check_known("dtype", dtypes, OPERANDS)
     rungs: dict[str, dict[str, dict[str, Measured]]] = {}
-    with _stopwatch(device) as watch:
+    with _open_stopwatch(device) as watch:
         for dtype, compute in pairs(dtypes):
             small = _product(dtype, compute, (1024, 1024, 1024))
             with watch.operands(small) as call:
@@ -183,15 +190,15 @@ def tune(
 
 
 def pairs(dtypes: Sequence[str]) -> list[tuple[str, str]]:
-    """What kernels are tuned for: dtypes, all that NumPy has here where none is named, by the precisions they have."""
+    """Return all pairs of dtype and precision; by default of all dtypes that NumPy has here."""
     return [(d, c) for c in PRECISIONS for d in dtypes or known_dtypes() if d in COMPUTES[c]]
 
 
-def _stopwatch(device: int) -> "Stopwatch":
+def _open_stopwatch(device: int) -> "Stopwatch":
     missing = backends.missing_for_cuda()
     if missing:
-        raise BackendError(f"kernels are timed on an NVIDIA GPU: {missing}")
-    backends.open_backend("cuda", device)  # says what else is missing
+        raise BackendError(f"timing kernels needs an NVIDIA GPU: {missing}")
+    backends.open_backend("cuda", device)  # raises if anything else is missing
     from oocgemm.backends.cuda.measure import Stopwatch
 
     return Stopwatch(device)
@@ -204,14 +211,14 @@ def _product(dtype: str, compute: str, shape: Shape) -> "Product":
     return Product(*shape, dtype, beta=beta, compute=compute)
 
 
-def _known(what: str, given: Sequence[str], known: Sequence[str]) -> None:
+def _check_known(what: str, given: Sequence[str], known: Sequence[str]) -> None:
     for name in given:
         if name not in known:
             raise InputError(f"there is no {what} {name!r}: choose among {', '.join(known)}")
 
 
 def _contenders(kernels: Sequence[str], call: Call) -> list[Contender]:
-    """cuBLAS, and every variant of the rungs named that does not refuse the call."""
+    """Return cuBLAS, and all variants of the named rungs that support the call."""
     found: list[Contender] = [(None, {})]
     for kernel in LADDER:
         if not kernels or kernel.name in kernels:
@@ -224,21 +231,24 @@ def _key(contender: Contender) -> tuple[object, ...]:
     return (kernel.source if kernel else CUBLAS, *params.values())
 
 
-def _worth(contender: Contender, flops: int, best: dict[Any, float], limit: float) -> bool:
-    """Whether a product would be done in time; cuBLAS is always measured."""
+def _affordable(contender: Contender, flops: int, best: dict[Any, float], limit: float) -> bool:
+    """Return whether one product takes at most `limit` seconds at the best rate so far.
+
+    Always true for cuBLAS.
+    """
     rate = best.get(_key(contender))
     return contender[0] is None or rate is None or flops / rate <= limit
 
 
 def _peak(capability: tuple[int, int], processors: int, clock: int | None, dtype: str) -> float | None:
-    """Flop/s of a dtype at the highest clock, None where the architecture is not in the table."""
+    """Return the peak flop/s of a dtype at clock `clock` in MHz, None for an unknown architecture."""
     real = {"complex64": "float32", "complex128": "float64"}.get(dtype, dtype)
-    a_clock = _FLOPS_A_CLOCK.get(capability, {}).get(real)
-    return a_clock * processors * clock * 1e6 if a_clock and clock else None
+    per_clock = _FLOPS_PER_CLOCK.get(capability, {}).get(real)
+    return per_clock * processors * clock * 1e6 if per_clock and clock else None
 
 
-def _counted(watch: "Stopwatch", contender: Contender, call: Call, product: "Product") -> dict[str, Any]:
-    """Occupancy as the driver computes it, and the access model."""
+def _modelled(watch: "Stopwatch", contender: Contender, call: Call, product: "Product") -> dict[str, Any]:
+    """Return the occupancy as the driver computes it, and the predictions of the access model."""
     kernel, params = contender
     if kernel is None:
         return {}
@@ -258,34 +268,36 @@ def _counted(watch: "Stopwatch", contender: Contender, call: Call, product: "Pro
 
 
 def count(result: dict[str, Any], device: int) -> None:
-    """Have ncu count one launch of each rung, with its fastest parameters for the largest product that is not above 2048^3.
+    """Add hardware counters of one launch per rung to a benchmark's result.
 
-    Puts what `counters.counted` finds into these rows as "ncu", or into the result as "not_counted" why there is nothing.
+    Of each rung the largest product up to 2048^3 is chosen, with its fastest parameters. Its row gets the
+    counters of `counters.read_counters` as "ncu". If they cannot be read, the result gets the reason as
+    "not_counted".
     """
     chosen: dict[tuple[str, str], dict[str, Any]] = {}
     for row in best_rows(result):
         best = chosen.setdefault((row["dtype"], row["kernel"]), row)
-        if _suits(row) > _suits(best):
+        if _preference(row) > _preference(best):
             chosen[row["dtype"], row["kernel"]] = row
     ours = {dtype for dtype, kernel in chosen if kernel != CUBLAS}
     rows = [row for (dtype, _), row in chosen.items() if dtype in ours]
     if not rows:
         return
-    asked = [{name: row[name] for name in ("dtype", "shape", "beta", "kernel", "params")} for row in rows]
+    launches = [{name: row[name] for name in ("dtype", "shape", "beta", "kernel", "params")} for row in rows]
     try:
-        for row, found in zip(rows, counters.counted(asked, device), strict=True):
+        for row, found in zip(rows, counters.read_counters(launches, device), strict=True):
             row["ncu"] = found
     except BackendError as error:
         result["not_counted"] = str(error)
 
 
-def _suits(row: dict[str, Any]) -> tuple[bool, int]:
-    """Products that are counted, in order: ncu takes its time, as it launches a kernel several times."""
+def _preference(row: dict[str, Any]) -> tuple[bool, int]:
+    """Order rows for counting. ncu launches a kernel several times, so products above the limit come last."""
     size = prod(row["shape"])
-    return (True, size) if size <= _COUNTED else (False, -size)
+    return (True, size) if size <= _MAX_COUNTED else (False, -size)
 
 
-# What stands beside what: the access model and the driver's occupancy, and what ncu counted.
+# Columns that compare the access model and the driver's occupancy with the hardware counters.
 AGAINST = (
     "loads: model / ncu",
     "stores: model / ncu",
@@ -294,14 +306,14 @@ AGAINST = (
     "occupancy: possible / achieved",
 )
 BY_NCU = (
-    "Counted by ncu in one launch. Conflicts are extra cycles an access to shared memory: in the model the worst access's, by "
-    "ncu the mean. What cp.async and the copy engine bring past the registers need not be among the loads; the sectors from L2 "
-    "hold it, and leave out what the L1 cache had."
+    "Counters of one launch, by ncu; loads and stores in sectors of 32 bytes. Conflicts are extra cycles per "
+    "access to shared memory: the model gives the worst access, ncu the mean. Loads may exclude what cp.async "
+    "and TMA copy to shared memory; the sectors from L2 include it, but exclude hits of the L1 cache."
 )
 
 
 def against(row: dict[str, Any]) -> Iterator[str]:
-    """What the model says of a row and what ncu counted, for the columns of `AGAINST`."""
+    """Yield the cells of a row for the columns of `AGAINST`."""
     counted = row["ncu"]
     for name in ("load_sectors", "store_sectors", "sectors_from_l2", "bank_conflicts", "occupancy"):
         found = (counted[name],) if name == "sectors_from_l2" else (row.get(name), counted[name])
@@ -309,77 +321,10 @@ def against(row: dict[str, Any]) -> Iterator[str]:
 
 
 def best_rows(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of each dtype, shape and rung the fastest variant, in the order measured."""
+    """Return the row of the fastest variant of each dtype, shape and rung, in the order measured."""
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in result["rows"]:
         key = row["dtype"], tuple(row["shape"]), row["kernel"]
         if key not in found or row["flops"] > found[key]["flops"]:
             found[key] = row
     return list(found.values())
-
-
-_COLOURS = (
-    "#000000",
-    "#4477aa",
-    "#66ccee",
-    "#228833",
-    "#ccbb44",
-    "#ee6677",
-    "#aa3377",
-    "#bbbbbb",
-    "#ee8866",
-    "#44bb99",
-)
-
-
-def chart(result: dict[str, Any]) -> str:
-    """An SVG picture of flop/s over the side of square products, a panel a dtype and a line a rung, both axes by powers."""
-    rows = [row for row in best_rows(result) if len(set(row["shape"])) == 1]
-    dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
-    if not rows:
-        raise InputError("there is nothing to draw: the picture shows square products, and none was measured")
-    parts = list(_panels(rows, dtypes))
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="720" height="{400 * len(dtypes)}" font-family="sans-serif" '
-        f'font-size="12"><rect width="100%" height="100%" fill="white"/>{"".join(parts)}</svg>\n'
-    )
-
-
-def _panels(rows: Sequence[dict[str, Any]], dtypes: Sequence[str]) -> Iterator[str]:
-    left, right, height = 60, 560, 320
-    sides = sorted({row["shape"][0] for row in rows})
-    kernels = list(dict.fromkeys(row["kernel"] for row in rows))
-    lowest, highest = log2(sides[0]), max(log2(sides[-1]), log2(sides[0]) + 1)
-    for number, dtype in enumerate(dtypes):
-        mine = [row for row in rows if row["dtype"] == dtype]
-        top = 400 * number + 40
-        # Five powers of ten below the best and up to it.
-        ceiling = log2(max(row["flops"] for row in mine) * 1.2)
-        floor = ceiling - 5 * log2(10)
-
-        def place(
-            side: int, flops: float, top: int = top, floor: float = floor, ceiling: float = ceiling
-        ) -> str:
-            x = left + (log2(side) - lowest) / (highest - lowest) * (right - left)
-            y = top + height * (1 - (max(log2(flops), floor) - floor) / (ceiling - floor))
-            return f"{x:.1f},{y:.1f}"
-
-        yield f'<text x="{left}" y="{top - 14}" font-weight="bold">{dtype}, flop/s of square products</text>'
-        yield f'<rect x="{left}" y="{top}" width="{right - left}" height="{height}" fill="none" stroke="#999"/>'
-        for side in sides:
-            x, _ = place(side, 2**floor).split(",")
-            yield f'<text x="{x}" y="{top + height + 16}" text-anchor="middle">{side}</text>'
-        for power in range(8, 16):
-            if floor <= log2(10**power) <= ceiling:
-                _, y = place(sides[0], 10**power).split(",")
-                yield f'<text x="{left - 6}" y="{y}" text-anchor="end">1e{power}</text>'
-                yield f'<line x1="{left}" x2="{right}" y1="{y}" y2="{y}" stroke="#ddd"/>'
-        for index, kernel in enumerate(kernels):
-            points = sorted((row["shape"][0], row["flops"]) for row in mine if row["kernel"] == kernel)
-            colour = _COLOURS[index % len(_COLOURS)]
-            for (side, flops), (next_side, next_flops) in pairwise(points):
-                (x1, y1), (x2, y2) = place(side, flops).split(","), place(next_side, next_flops).split(",")
-                yield f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" stroke="{colour}" stroke-width="2"/>'
-            line = top + 14 + 18 * index
-            yield f'<line x1="{right + 12}" x2="{right + 34}" y1="{line - 4}" y2="{line - 4}" stroke="{colour}" stroke-width="2"/>'
-            yield f'<text x="{right + 40}" y="{line}">{kernel}</text>'
