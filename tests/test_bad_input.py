@@ -202,7 +202,11 @@ RESULTS = {
     "C is to be read and is not there": ("a b new", "--beta 1", "beta = 1.0 needs an existing C"),
     "C is to be read by nan": ("a b new.npy", "--beta nan", "beta = nan needs an existing C"),
     "C exists, and is to have chunks": ("a b c", "--overwrite --chunks 4x4", "C exists: drop --chunks"),
-    "C exists, and is to be compressed": ("a b c", "--overwrite --compressor zstd", "C exists: drop --chunks"),
+    "C exists, and is to be compressed": (
+        "a b c",
+        "--overwrite --compressor zstd",
+        "C exists: drop --chunks",
+    ),
     "C below a file": ("a b plain/new", "", "plain/new"),
     "C below a file, as .npy": ("a b plain/new.npy", "", "plain/new.npy"),
     "C where nothing can be made": ("a b /proc/new", "", "cannot create /proc/new"),
