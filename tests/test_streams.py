@@ -85,7 +85,7 @@ def test_the_gantt_chart_keeps_its_shades_in_ascii() -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_names_that_no_encoding_holds_are_printed() -> None:
+def test_names_that_cannot_be_decoded_are_printed() -> None:
     name = os.fsdecode(b"c\xff\xe9.npy")
     done = subprocess.run(
         [sys.executable, "-m", "oocgemm", *MULTIPLY[:3], name, *MULTIPLY[4:]],
@@ -104,7 +104,7 @@ def test_names_that_no_encoding_holds_are_printed() -> None:
         *slow(*((other, FAILING[0]) for other in COMMANDS[1:])),
     ],
 )
-def test_streams_that_take_no_more_fail_no_command(arguments: tuple[str, ...], shell: str) -> None:
+def test_streams_that_cannot_be_written_fail_no_command(arguments: tuple[str, ...], shell: str) -> None:
     done = program(*arguments, shell=shell)
     assert (done.returncode, done.stderr) == (0, b"")
     if arguments is MULTIPLY:
