@@ -1,4 +1,4 @@
-"""The command line as tests call it, and folders as they compare them."""
+"""Run the command line in tests, and compare folders."""
 
 import io
 import json

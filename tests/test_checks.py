@@ -54,7 +54,7 @@ def checked(result: oocgemm.Result) -> dict[str, Any]:
 @pytest.mark.parametrize("engine", ENGINES)
 @given(data=st.data())
 @settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
-def test_what_is_right_passes(engine: str, data: st.DataObject) -> None:
+def test_correct_products_pass(engine: str, data: st.DataObject) -> None:
     a, b, c, options = drawn_product(data)
     tile = data.draw(st.none() | st.builds("{}x{}x{}".format, *(st.integers(10, 200),) * 3), "tile")
     result = product(engine, a, b, c, tile=tile, **options)

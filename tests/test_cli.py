@@ -222,7 +222,7 @@ def test_plan_for_cuda_needs_the_device_memory_and_no_device() -> None:
     assert planned["budget"]["device"] == 2 << 30
 
 
-def test_info_says_what_there_is_and_what_is_missing() -> None:
+def test_info_lists_what_is_installed_and_missing() -> None:
     found = command("info", "--json").json()
     assert found["versions"]["oocgemm"] == oocgemm.__version__
     assert found["machine"]["cores"] == len(os.sched_getaffinity(0))
@@ -320,7 +320,7 @@ def test_exit_codes_tell_usage_budget_and_failure_apart() -> None:
 
 @pytest.mark.parametrize("options", ["", "--tile 4x5x3", "--chunks 4x5 --compressor zstd"])
 @pytest.mark.parametrize("tier", ["device", "host"])
-def test_the_least_that_a_budget_error_states_does(here: Path, tier: str, options: str) -> None:
+def test_the_budget_that_an_error_names_suffices(here: Path, tier: str, options: str) -> None:
     before = contents(here)
     asked = run("a", "b", "new", f"--{tier}-memory", "1", *options.split())
     assert (asked.code, asked.out, asked.err.count("\n")) == (EXIT_BUDGET, "", 1)
@@ -333,7 +333,7 @@ def test_the_least_that_a_budget_error_states_does(here: Path, tier: str, option
 
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("tier", ["device", "host"])
-def test_a_byte_less_than_a_given_tile_needs_does_not_do(tier: str) -> None:
+def test_one_byte_less_than_a_tile_needs_is_refused(tier: str) -> None:
     options = ("--tile", "4x5x3", f"--{tier}-memory")
     least = re.search(r"(\d+) bytes", run("a", "b", "new", *options, "1").err)
     assert least
@@ -342,7 +342,7 @@ def test_a_byte_less_than_a_given_tile_needs_does_not_do(tier: str) -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_debug_shows_the_traceback_wherever_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_debug_shows_the_traceback_at_any_position(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Callable[[], Finished]] = [
         lambda: command("--debug", "run", "a", "a", "new"),
         lambda: command("run", "a", "a", "--debug", "new"),
@@ -378,7 +378,7 @@ def test_the_module_as_a_process_exits_as_the_entry_point_does() -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_a_reader_that_goes_away_is_no_traceback() -> None:
+def test_a_reader_that_exits_causes_no_traceback() -> None:
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(

@@ -158,7 +158,7 @@ def test_a_sum_that_c_cannot_hold_ends_the_run(
             r"alpha = 0.5 is not an integer below 2\^53, but C has dtype int32: pass out_dtype='float64'",
         ),
         ({"beta": float("nan"), "out_dtype": "int64"}, "beta = nan is not an integer"),
-        ({"alpha": 2**53}, "no integer below"),
+        ({"alpha": 2**53}, "not an integer below"),
         ({"alpha": 1j}, "alpha = 1j is complex"),
         (
             {"out_dtype": "int8"},

@@ -1,4 +1,4 @@
-"""While a run goes on it says how far it is and which lane holds it up, on a terminal and elsewhere."""
+"""Progress shows how far a run is and which lane bounds it, on a terminal and elsewhere."""
 
 import io
 import re
@@ -41,12 +41,12 @@ def shown(rates: dict[str, float]) -> list[tuple[float, str, str]]:
         ({"write": 0.2e9}, "write"),
     ],
 )
-def test_the_lane_that_holds_a_run_up_is_named(rates: dict[str, float], bound: str) -> None:
+def test_the_lane_that_bounds_a_run_is_named(rates: dict[str, float], bound: str) -> None:
     seen = shown(rates)
     assert f"  |  {bound}-bound, " in seen[len(seen) // 2][2]
 
 
-def test_what_is_shown_goes_from_nothing_to_all() -> None:
+def test_progress_runs_from_0_to_100_percent() -> None:
     seen = shown({})
     shares = [share for share, _, _ in seen]
     assert shares == sorted(shares)
@@ -112,7 +112,7 @@ def test_lines_are_printed_where_there_is_no_terminal(monkeypatch: pytest.Monkey
         (["verify", "a.npy", "b.npy", "c.npy", "--json"], []),
     ],
 )
-def test_verify_says_what_it_reads(
+def test_verify_reports_what_it_reads(
     monkeypatch: pytest.MonkeyPatch, arguments: list[str], expected: list[str]
 ) -> None:
     assert run("a.npy", "b.npy", "c.npy").code == 0
@@ -124,7 +124,7 @@ def test_verify_says_what_it_reads(
     assert said == expected
 
 
-def test_lines_go_on_while_one_thing_takes_long(
+def test_lines_continue_during_one_long_task(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(display, "SELDOM", 0.01)

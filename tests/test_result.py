@@ -1,4 +1,4 @@
-"""What the library returns can be used as an array, printed, shown in notebooks, and its log read by name."""
+"""A result is an array that can be printed and shown in notebooks, and a log can be read by its path."""
 
 import subprocess
 import sys

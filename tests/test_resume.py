@@ -102,7 +102,7 @@ def test_a_run_may_end_before_any_step(case: str, stride: int) -> None:
 
 @pytest.mark.timeout(900)  # more than five minutes were seen where others used the cores too
 @pytest.mark.parametrize(("kills", "cases"), [(2, 1), *slow((50, 10))])
-def test_killed_at_random_a_run_comes_to_the_same_bits(tmp_path: Path, kills: int, cases: int) -> None:
+def test_a_run_killed_at_random_gives_the_same_bits(tmp_path: Path, kills: int, cases: int) -> None:
     output = tmp_path / "torture.json"
     line = [
         sys.executable,
@@ -123,7 +123,7 @@ def test_killed_at_random_a_run_comes_to_the_same_bits(tmp_path: Path, kills: in
 
 @pytest.mark.parametrize("beta", ["0", "0.5"])
 @pytest.mark.parametrize("c", KINDS)
-def test_a_failed_run_says_how_far_it_came_and_is_gone_on_with(here: Path, c: str, beta: str) -> None:
+def test_a_failed_run_reports_its_progress_and_can_be_resumed(here: Path, c: str, beta: str) -> None:
     options = (*TILE, "--beta", beta)
     right = f"right-{c}"
     if beta != "0":
@@ -155,7 +155,7 @@ def test_a_failed_run_says_how_far_it_came_and_is_gone_on_with(here: Path, c: st
     assert contents(here) == before
 
 
-def test_a_run_stops_once_a_tile_cannot_be_kept(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_stops_once_a_tile_cannot_be_made_durable(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right, written = Committer.finished, []
 
     def finished(self: Committer, tile: Tile) -> None:
@@ -180,7 +180,7 @@ DIFFERENCES = {
 }
 
 
-def test_auto_is_the_kernel_that_it_stands_for(here: Path) -> None:
+def test_auto_and_its_kernel_resume_each_other(here: Path) -> None:
     unfinished("c")
     assert run("a", "b", "c", "--kernel", "blas", "--resume").code == 0
 
@@ -221,7 +221,7 @@ def test_operands_that_changed_are_refused(here: Path, operand: str) -> None:
     assert done.code == EXIT_USAGE
 
 
-def test_operand_bytes_changed_behind_their_time_are_noticed(here: Path) -> None:
+def test_operand_bytes_changed_with_restored_times_are_found(here: Path) -> None:
     unfinished("c")
     path = here / "a" / "c" / "1" / "1"
     before = path.stat()
@@ -232,13 +232,13 @@ def test_operand_bytes_changed_behind_their_time_are_noticed(here: Path) -> None
     assert "A has changed: modification times of its files are the same" in done.err
 
 
-def test_a_repaired_operand_is_gone_on_with_if_trusted(here: Path) -> None:
+def test_a_run_with_a_repaired_operand_resumes_if_trusted(here: Path) -> None:
     path = here / "a" / "c" / "2" / "2"
     whole = path.read_bytes()
     path.write_bytes(whole[:-8])
     done = run("a", "b", "c", *TILE)
     assert (done.code, "damaged or truncated" in done.err) == (EXIT_FAILED, True)
-    assert "--resume goes on with the others (with --trust-operands too" in done.err
+    assert "--resume computes the others (with --trust-operands too" in done.err
     path.write_bytes(whole)
     refused = run("a", "b", "c", *TILE, "--resume")
     assert (refused.code, "pass --trust-operands" in refused.err) == (EXIT_USAGE, True)
@@ -312,7 +312,7 @@ def relined(path: Path, change: Callable[[list[dict[str, Any]]], list[dict[str, 
     path.write_bytes(b"".join(b"%08x %s\n" % (zlib.crc32(text), text) for text in texts))
 
 
-def test_a_journal_without_stamps_of_files_is_read(here: Path) -> None:
+def test_a_journal_without_fingerprints_is_read(here: Path) -> None:
     """As earlier versions wrote it."""
     unfinished("c", "--chunks", "4x4")
     finished_chunk(here / "c").touch()
@@ -329,7 +329,7 @@ def test_a_journal_without_stamps_of_files_is_read(here: Path) -> None:
 
 @pytest.mark.parametrize("lines", [0, 1, 3])
 @pytest.mark.parametrize("c", KINDS)
-def test_a_journal_cut_back_does_not_apply_beta_twice(here: Path, c: str, lines: int) -> None:
+def test_a_truncated_journal_does_not_apply_beta_twice(here: Path, c: str, lines: int) -> None:
     zarr.create_array("c", data=C, chunks=(4, 4), compressors=None)
     np.save("c.npy", C)
     unfinished(c, "--beta", "0.5")
@@ -344,7 +344,7 @@ def test_a_journal_cut_back_does_not_apply_beta_twice(here: Path, c: str, lines:
     before = contents(here)
     for options in (("--resume",), ()):
         done = run("a", "b", c, *TILE, "--beta", "0.5", *options)
-        assert (done.code, "it has been cut back" in done.err) == (EXIT_USAGE, True)
+        assert (done.code, "it was truncated" in done.err) == (EXIT_USAGE, True)
         assert contents(here) == before
     path.write_bytes(whole)
     assert run("a", "b", c, *TILE, "--beta", "0.5", "--resume").code == 0
@@ -353,7 +353,7 @@ def test_a_journal_cut_back_does_not_apply_beta_twice(here: Path, c: str, lines:
     )
 
 
-def test_a_journal_cut_back_after_the_end_is_noticed(here: Path) -> None:
+def test_a_journal_truncated_after_the_end_is_detected(here: Path) -> None:
     zarr.create_array("c", data=C, chunks=(4, 4), compressors=None)
     assert run("a", "b", "c", *TILE, "--beta", "0.5").code == 0
     path = here / "c" / ".oocgemm" / JOURNAL
@@ -371,7 +371,7 @@ def test_a_c_changed_since_completion_is_not_taken_as_done(here: Path) -> None:
 
 
 @pytest.mark.parametrize("c", KINDS)
-def test_a_c_that_was_removed_since_is_made_anew(here: Path, c: str) -> None:
+def test_a_c_that_was_removed_is_created_again(here: Path, c: str) -> None:
     assert run("a", "b", c, *TILE).code == 0
     before = stored(c)
     Path(c).unlink() if c.endswith(".npy") else shutil.rmtree(c)
@@ -399,7 +399,7 @@ def test_a_torn_last_line_is_dropped_and_a_damaged_one_refused(here: Path) -> No
     np.testing.assert_allclose(np.asarray(zarr.open_array("c", mode="r")[:]), A @ B)
 
 
-def test_nothing_is_recorded_behind_a_line_that_was_torn(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_appended_to_a_torn_line(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right, keep, lines = os.write, Committer.commit, 0
 
     def write(descriptor: int, data: bytes) -> int:
@@ -418,7 +418,7 @@ def test_nothing_is_recorded_behind_a_line_that_was_torn(here: Path, monkeypatch
     with monkeypatch.context() as patches:
         patches.setattr(os, "write", write)
         patches.setattr(Committer, "commit", late)
-        assert "bringing tile" in run("a", "b", "c", *TILE).err
+        assert "cannot be made durable" in run("a", "b", "c", *TILE).err
     assert run("a", "b", "c", *TILE, "--resume").code == 0
     np.testing.assert_allclose(np.asarray(zarr.open_array("c", mode="r")[:]), A @ B)
 
@@ -440,7 +440,7 @@ def test_a_second_run_is_refused_while_the_first_lives(here: Path, c: str) -> No
 
 
 @pytest.mark.parametrize("c", KINDS)
-def test_an_unfinished_c_is_no_operand(here: Path, c: str) -> None:
+def test_an_unfinished_c_is_refused_as_an_operand(here: Path, c: str) -> None:
     if c.endswith(".npy"):
         np.save(c, C)  # overwritten in place
     unfinished(c, *(("--overwrite",) if c.endswith(".npy") else ()))
@@ -482,7 +482,7 @@ def test_a_run_that_fails_before_a_tile_is_done_leaves_nothing(here: Path, c: st
 
 
 @pytest.mark.parametrize("kind", [ZarrMatrix, NpyMatrix])
-def test_a_tile_whose_commit_raises_is_not_added_to_twice(
+def test_a_tile_whose_commit_raises_is_applied_once(
     here: Path, monkeypatch: pytest.MonkeyPatch, kind: Any
 ) -> None:
     """The first one: nothing was done before, but C is not what it was any more."""
@@ -523,7 +523,7 @@ def test_a_c_that_is_overwritten_in_part_stays_unfinished(here: Path, c: str, ti
     assert dict(zarr.open_array("c", mode="r").attrs) == {"kept": 1}
 
 
-def test_chunks_that_are_left_out_need_not_come_to_the_disk(here: Path) -> None:
+def test_chunks_left_out_need_no_sync(here: Path) -> None:
     zarr.create_array("zero", shape=(12, 12), dtype="f8", chunks=(4, 4))
     zarr.create_array("c", shape=(12, 12), dtype="f8", chunks=(2, 2), shards=(4, 4))
     assert run("zero", "b", "c", *TILE, "--overwrite").code == 0
@@ -539,7 +539,7 @@ def test_a_tile_of_nothing_but_zeros_replaces_the_old_one(here: Path, shards: tu
 
 
 @pytest.mark.parametrize("beta", ["0", "0.5"])
-def test_nothing_stays_beside_a_finished_npy_file(here: Path, beta: str) -> None:
+def test_no_folder_stays_next_to_a_finished_npy_file(here: Path, beta: str) -> None:
     if beta != "0":
         np.save("c.npy", C)
     names = {path.name for path in here.iterdir()} | {"c.npy"}
@@ -575,7 +575,7 @@ def test_a_second_update_that_failed_is_not_taken_for_done(here: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [b"", b"nonsense", b"00000000 {}\n"])
-def test_an_attribute_that_cannot_be_read_says_nothing(here: Path, value: bytes) -> None:
+def test_an_attribute_that_cannot_be_parsed_is_ignored(here: Path, value: bytes) -> None:
     assert run("a", "b", "c.npy", *TILE).code == 0
     os.setxattr("c.npy", ATTRIBUTE, value)
     assert run("c.npy", "b", "d", *TILE).code == 0
@@ -584,7 +584,7 @@ def test_an_attribute_that_cannot_be_read_says_nothing(here: Path, value: bytes)
 
 
 @pytest.mark.parametrize("c", KINDS)
-def test_what_is_done_stays_done_whatever_a_later_run_fails_of(here: Path, c: str) -> None:
+def test_finished_tiles_survive_failures_of_later_runs(here: Path, c: str) -> None:
     assert run("a", "b", c, *TILE).code == 0
     before = contents(here)
     assert run("a", "b", c, *TILE, "--resume", "--timeline", "/proc/log").code == EXIT_USAGE
@@ -592,7 +592,7 @@ def test_what_is_done_stays_done_whatever_a_later_run_fails_of(here: Path, c: st
 
 
 @pytest.mark.parametrize("c", ["c", "c.npy"])
-def test_what_another_has_put_at_c_meanwhile_is_left_alone(here: Path, c: str) -> None:
+def test_files_put_at_c_by_others_are_kept(here: Path, c: str) -> None:
     right = Journal.start
 
     def late(self: Journal, header: dict[str, object]) -> None:
@@ -613,8 +613,8 @@ def test_what_another_has_put_at_c_meanwhile_is_left_alone(here: Path, c: str) -
         np.testing.assert_allclose(np.load(c), A @ B)
 
 
-def test_what_is_in_memory_cannot_be_resumed(here: Path) -> None:
-    with pytest.raises(InputError, match="only a run with C at a local path"):
+def test_a_run_with_operands_in_memory_cannot_be_resumed(here: Path) -> None:
+    with pytest.raises(InputError, match="only if C is at a local path"):
         oocgemm.matmul("a", "b", backend="host", resume=True)
     with failing_after(2), pytest.raises(ExecutionError):
         oocgemm.matmul(A, "b", out="c", tile="4x4x4", backend="host")
@@ -634,7 +634,7 @@ def test_a_zarr_array_in_a_group_is_resumed(here: Path) -> None:
     assert dict(found.attrs) == {"kept": 1}
 
 
-def test_with_less_memory_a_run_goes_on_with_fewer_panels() -> None:
+def test_with_less_memory_a_run_resumes_with_fewer_panels() -> None:
     problem = GemmProblem(64, 64, 640, "float64", "float64", "float64", "float64")
     machine = default_model("cuda", 2)
     roomy = make_plan(problem, Budgets(1 << 30, 1 << 30), machine, Layouts(), TileShape(16, 16, 16))
@@ -669,7 +669,7 @@ main()
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), *slow((signal.SIGTERM, 143))])
 @pytest.mark.parametrize("stuck", [False, True], ids=["between operations", "amid a long one"])
-def test_a_signal_ends_a_run_in_good_time(here: Path, number: int, code: int, stuck: bool) -> None:
+def test_a_signal_ends_a_run_promptly(here: Path, number: int, code: int, stuck: bool) -> None:
     array = np.lib.format.open_memmap("large.npy", mode="w+", dtype=np.float64, shape=(2000, 2000))
     del array  # zeros take no room
     start = [sys.executable, *(("-c", STUCK) if stuck else ("-m", "oocgemm"))]

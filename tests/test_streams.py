@@ -85,7 +85,7 @@ def test_the_gantt_chart_keeps_its_shades_in_ascii() -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_names_that_no_encoding_holds_are_printed() -> None:
+def test_names_that_cannot_be_decoded_are_printed() -> None:
     name = os.fsdecode(b"c\xff\xe9.npy")
     done = subprocess.run(
         [sys.executable, "-m", "oocgemm", *MULTIPLY[:3], name, *MULTIPLY[4:]],
@@ -104,7 +104,7 @@ def test_names_that_no_encoding_holds_are_printed() -> None:
         *slow(*((other, FAILING[0]) for other in COMMANDS[1:])),
     ],
 )
-def test_streams_that_take_no_more_fail_no_command(arguments: tuple[str, ...], shell: str) -> None:
+def test_streams_that_cannot_be_written_fail_no_command(arguments: tuple[str, ...], shell: str) -> None:
     done = program(*arguments, shell=shell)
     assert (done.returncode, done.stderr) == (0, b"")
     if arguments is MULTIPLY:
@@ -116,7 +116,7 @@ def test_an_exit_code_outlives_the_reader() -> None:
     np.save("product.npy", np.zeros((40, 40)))
     done = program("verify", "a.npy", "b.npy", "product.npy", shell="{} | true")
     assert done.returncode == EXIT_FAILED
-    assert done.stderr.startswith(b"Error: C at product.npy")
+    assert done.stderr.startswith(b"Error: product.npy: C[0:40, 0:40] is wrong")
 
 
 @pytest.mark.usefixtures("here")
@@ -130,7 +130,7 @@ def test_output_that_a_full_disk_refuses_is_an_error() -> None:
 def test_progress_on_a_stream_that_fails_ends_no_run() -> None:
     """Of the library, which leaves the streams as they are."""
     code = (
-        "import oocgemm, numpy as np; from oocgemm import live; live.SELDOM = 0.0\n"
+        "import oocgemm, numpy as np; from oocgemm.reports import progress; progress.SELDOM = 0.0\n"
         "oocgemm.matmul('a.npy', 'b.npy', out='d.npy', backend='host', tile='8x8x8', progress=True)"
     )
     for target in ("/dev/full", "&-"):

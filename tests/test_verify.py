@@ -24,7 +24,7 @@ from tests.suite import examples, slow
 
 @given(data=st.data())
 @settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
-def test_what_is_right_passes(data: st.DataObject) -> None:
+def test_correct_products_pass(data: st.DataObject) -> None:
     a, b, c, options = drawn_product(data)
     before = c.copy()
     oocgemm.gemm(a, b, c, backend="host", **options)
@@ -35,7 +35,7 @@ def test_what_is_right_passes(data: st.DataObject) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(data=st.data())
 @settings(max_examples=examples(15), deadline=None, suppress_health_check=list(HealthCheck))
-def test_a_wrong_element_is_found_where_it_is(dtype: str, data: st.DataObject) -> None:
+def test_a_wrong_element_is_located(dtype: str, data: st.DataObject) -> None:
     m, n, k = (data.draw(EXTENTS, label) for label in "mnk")
     op_a, op_b = (data.draw(st.sampled_from(list(Op))) for _ in "AB")
     beta = data.draw(st.sampled_from([0, 1]), "beta")
@@ -88,7 +88,7 @@ def test_a_chunk_of_zeros_is_found(tmp_path: Path) -> None:
     found = command("verify", a, b, c)
     assert found.code == 1
     assert found.err.count("\n") == 1
-    assert "wrong in C[100:150, 350:400]: 50 rows" in found.err
+    assert "C[100:150, 350:400] is wrong: 50 of these rows" in found.err
     assert "--overwrite" in found.err
     said = command("verify", a, b, c, "--json")
     assert said.code == 1
@@ -276,7 +276,7 @@ def structured(kind: str, rng: np.random.Generator, m: int, k: int, n: int) -> t
         *slow(("positive",), ("constant",), ("rank 1",), ("alternating",), ("sparse",)),
     ],
 )
-def test_no_right_product_is_called_wrong(kind: str) -> None:
+def test_no_correct_product_fails(kind: str) -> None:
     rng = np.random.default_rng(12)
     for m, k, n in ((300, 1, 20), (60, 200, 900), (40, 1024, 400), (20, 6000, 100)):
         for dtype in ("f4", "f8", "c8"):
@@ -327,7 +327,7 @@ def test_what_cannot_be_verified_is_refused(tmp_path: Path) -> None:
     assert command("verify", tmp_path / "none", tmp_path / "none", tmp_path / "none").code == 2
 
 
-def test_progress_is_said_of_each_operand() -> None:
+def test_progress_is_reported_for_each_operand() -> None:
     rng = np.random.default_rng(14)
     a, b = rng.standard_normal((600, 700)), rng.standard_normal((700, 800))
     said: list[str] = []
@@ -339,7 +339,7 @@ def test_progress_is_said_of_each_operand() -> None:
     ]
 
 
-def test_empty_products_are_right() -> None:
+def test_empty_products_pass() -> None:
     for m, n, k in ((0, 5, 3), (5, 0, 3), (5, 4, 0)):
         c = np.zeros((m, n))
         assert oocgemm.verify(np.ones((m, k)), np.ones((k, n)), c).ok

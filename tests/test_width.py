@@ -1,4 +1,4 @@
-"""What is printed is as wide as the terminal, and what does not fit is folded and not cut."""
+"""Output is as wide as the terminal. Wide cells are folded, not cut."""
 
 import fcntl
 import os

@@ -38,7 +38,7 @@ class Result:
 
     @cached_property
     def report(self) -> Report:
-        """The figures of the run: T, shares, overlaps, traffic, efficiency."""
+        """The figures of the run: wall time T, shares, overlaps, traffic, efficiency."""
         return report(self.timeline)
 
     @property
@@ -61,12 +61,12 @@ class Result:
         return f"<Result {', '.join(self._facts())}>"
 
     def _repr_html_(self) -> str:
-        """Return HTML for notebooks: C, T, the rate, and what bounded the run."""
+        """Return HTML for notebooks: C, the wall time T, the rate, and what bounded the run."""
         rows = [*self._facts(), *diagnosis_lines(self.report, self.timeline)]
         return f"<div><b>oocgemm.Result</b><br>{'<br>'.join(map(escape, rows))}</div>"
 
     def _facts(self) -> list[str]:
-        """Return the facts that need no timeline: C and its location, T and the rate."""
+        """Return the facts that need no timeline: C and its location, the wall time T and the rate."""
         problem, seconds = self.plan.problem, self.log.wall / 1e9
         where = type(self.out).__name__ if isinstance(self.out, np.ndarray | None) else repr(self.out)
         facts = [f"C {problem.m} x {problem.n} {problem.c_dtype} in {where}", f"T {format_time(seconds)}"]

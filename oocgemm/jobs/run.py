@@ -155,6 +155,8 @@ def execute(
             facts["checks"] = _stream(job.plan, session, staging, target, observe, log, origin, cancel)
             staging.release()
             facts["retried"] = staging.retried
+            for failed in staging.retried:
+                logger.warning("read again after a failure: %s", failed)
             facts["held"] = {"device": session.device_bytes(), "host": staging.arena.nbytes}
             kernels = session.kernels_used()
         target.seal()

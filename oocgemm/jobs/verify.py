@@ -82,7 +82,7 @@ class Verification:
         if self.tolerance == 0:
             excess = f"in sums by up to {self.excess:.3g}, where nothing is rounded"
         where = (
-            f"C is wrong in C[{self.rows[0]}:{self.rows[1]}, {self.cols[0]}:{self.cols[1]}]: "
+            f"C[{self.rows[0]}:{self.rows[1]}, {self.cols[0]}:{self.cols[1]}] is wrong: "
             f"{self.wrong_rows} of these rows hold elements that differ from the "
             f"product{', ' + excess if isfinite(self.excess) else ' by an Inf or NaN'}"
         )
