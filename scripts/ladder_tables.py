@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from oocgemm.machine.bench import AGAINST, BY_NCU, against
+from oocgemm.machine.measure.bench import AGAINST, BY_NCU, against
 from tables import load, table
 
 Rates = dict[tuple[str, str, str], float]  # flop/s by kernel, parameters and dtype
