@@ -1,4 +1,4 @@
-"""A device that takes checksums, without one: kernels/checks/check_sums.cu in NumPy, and a host backend that calls it as a GPU's does."""
+"""A model of a device that takes checksums: check_sums.cu in NumPy, and a host backend that calls it as a GPU's does."""
 
 import ctypes
 from collections.abc import Iterator, Sequence
