@@ -1,4 +1,4 @@
-"""A device that takes checksums, without one: kernels/checks/check_sums.cu in NumPy, and a host backend that calls it as a GPU's does."""
+"""A model of a device that takes checksums: check_sums.cu in NumPy, and a host backend that calls it as a GPU's does."""
 
 import ctypes
 from collections.abc import Iterator, Sequence
@@ -178,18 +178,18 @@ class SummingSession(HostSession):
             token.synchronize()
         checksums = self.checksums
         if operation.kind is Kind.DOWNLOAD:
-            checksums.leaving(operation)
+            checksums.before_download(operation)
         token = super().submit(operation, host, after)
         match operation.kind:
             case Kind.UPLOAD:
-                checksums.uploaded(operation)
+                checksums.after_upload(operation)
             case Kind.MULTIPLY:
-                checksums.multiplied(operation)
+                checksums.with_multiply(operation)
             case Kind.FINISH:
-                checksums.finished(operation)
+                checksums.with_finish(operation)
             case Kind.DOWNLOAD:
-                to = checksums.beside(host[0].ctypes.data)
-                ctypes.memmove(to, checksums.strip_at(operation), checksums.room.end)
+                to = checksums.host_address(host[0].ctypes.data)
+                ctypes.memmove(to, checksums.device_address(operation), checksums.room.end)
         return token
 
 

@@ -1,4 +1,4 @@
-"""What a GPU may refuse or fail of, by the CUDA backend on a stand-in for cupy: no GPU fails when it is asked to."""
+"""Failures of a GPU: the CUDA backend on a fake cupy that fails on demand."""
 
 import ctypes
 import importlib
@@ -44,7 +44,7 @@ CUPY = ("cupy", "cupy.cuda", "cupy_backends", "cupy_backends.cuda", "cupy_backen
 
 
 class CudaError(RuntimeError):
-    """What cupy raises; `status` is CUDA's own number."""
+    """The error that cupy raises for the runtime; `status` is CUDA's error number."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"CUDA error {status}")
@@ -52,16 +52,16 @@ class CudaError(RuntimeError):
 
 
 class DriverError(RuntimeError):
-    """What cupy raises for the driver."""
+    """The error that cupy raises for the driver."""
 
 
 class CublasError(RuntimeError):
-    """What cupy raises for cuBLAS."""
+    """The error that cupy raises for cuBLAS."""
 
 
 @pytest.fixture
 def device() -> Iterator[SimpleNamespace]:
-    """A stand-in for cupy, under the backend's own modules: `runtime`, `cublas` and `driver` do as they are told."""
+    """Import the backend's modules on a fake cupy; tests program its `runtime`, `cublas` and `driver`."""
 
     def check_status(status: int) -> None:
         if status:
@@ -99,13 +99,13 @@ def plan() -> Plan:
 
 
 def idle(device: SimpleNamespace) -> bool:
-    """Whether each cuBLAS is there for the next run, once."""
+    """Return whether each cuBLAS handle is idle, exactly once."""
     left = sys.modules["oocgemm.backends.cuda.multiplier"]._idle.values()
     return bool(sum(map(len, left)) == device.cublas.create.call_count)
 
 
 def released(device: SimpleNamespace) -> bool:
-    """Whether all was given back that had been taken: of the arena, and of cuBLAS."""
+    """Return whether the arena is freed and all cuBLAS handles are idle."""
     runtime = device.runtime
     freed = call(ARENA) in runtime.free.mock_calls or not runtime.malloc.called
     return freed and idle(device)
@@ -185,7 +185,7 @@ def test_memory_that_cannot_be_locked_is_an_error_with_a_remedy(device: SimpleNa
 
 
 def test_a_slot_pinned_by_its_reader_is_not_pinned_again(device: SimpleNamespace, plan: Plan) -> None:
-    """Whoever issues the copy would hold up all other orders."""
+    """Pinning in the submitting thread would delay all other submissions."""
     session, panel = device.backend().open(plan, "cublas"), np.ones((32, 32))
     session.pin([panel])
     with issued(device, {}):
@@ -196,7 +196,7 @@ def test_a_slot_pinned_by_its_reader_is_not_pinned_again(device: SimpleNamespace
 def test_slots_are_pinned_in_parts_that_no_copy_straddles(
     device: SimpleNamespace, plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that orders come in between."""
+    """Submissions can run between the parts."""
     monkeypatch.setattr(sys.modules["oocgemm.backends.cuda.host_memory"], "PART", 4096)
     session, made = device.backend().open(plan, "cublas"), list[str]()
     panel = allocate(8192).view(np.float64).reshape(32, 32)
@@ -214,7 +214,7 @@ def test_slots_are_pinned_in_parts_that_no_copy_straddles(
 def test_a_zero_copy_panel_is_split_at_borders_of_pinned_ranges(
     device: SimpleNamespace, plan: Plan, borders: list[int], copies: int
 ) -> None:
-    """Of rows of 256 bytes that lie 640 apart: between two of them, or in one, which is cut in two."""
+    """Rows of 256 bytes with a pitch of 640. A border between rows splits the copy, a border inside a row splits the row."""
     session, made = device.backend().open(plan, "cublas"), list[str]()
     block = allocate(32 * 640).view(np.float64).reshape(32, 80)[:, :32]
     at = [block.ctypes.data + border for border in borders]
@@ -254,7 +254,7 @@ def test_an_abandoned_operation_blocks_nobody(device: SimpleNamespace, plan: Pla
 
 
 def issued(device: SimpleNamespace, status: dict[str, int], made: list[str] | None = None) -> Any:
-    """Calls of the driver, which return a status by their names, and are noted."""
+    """Return a patch of the driver whose calls are recorded and return a status by name."""
 
     def driver(name: str, *types: Any) -> Callable[..., int]:
         def act(*arguments: Any) -> int:
@@ -280,7 +280,7 @@ def issued(device: SimpleNamespace, status: dict[str, int], made: list[str] | No
 def test_memory_within_one_pinned_range_counts_as_pinned(
     device: SimpleNamespace, status: int, kind: int, address: int, pinned: bool
 ) -> None:
-    """Of 8 KiB from 8192 on."""
+    """The pinned range is 8 KiB from address 8192 on."""
     attributes = {2: kind, 11: 8192, 12: 8192}
 
     def ask(found: int, attribute: int, of: int) -> int:
@@ -294,7 +294,7 @@ def test_memory_within_one_pinned_range_counts_as_pinned(
 
 
 def test_after_a_failed_launch_all_is_given_back(device: SimpleNamespace, plan: Plan) -> None:
-    """Though every call fails from then on."""
+    """Even though every CUDA call fails after the first failure."""
     session, runtime, panel = device.backend().open(plan, "cublas"), device.runtime, np.ones((32, 32))
     with issued(device, {}):
         session.submit(first(plan, Kind.UPLOAD), [panel], [])
@@ -357,7 +357,7 @@ def test_a_failed_operation_raises_in_its_waiters(device: SimpleNamespace, plan:
 
 
 def test_a_stream_waits_for_host_and_device_before_its_copy(device: SimpleNamespace, plan: Plan) -> None:
-    """However late these are."""
+    """Even if the waits end late."""
     session, block, made = device.backend().open(plan, "cublas"), np.ones((32, 32)), list[str]()
     host = MagicMock()
     host.synchronize.side_effect = lambda: made.append("the host")

@@ -1,4 +1,4 @@
-"""Every kernel compiles for what it declares, without a GPU: no spills, its tensor instruction, and one cache."""
+"""Every kernel compiles for its architectures without spills and with its tensor instruction; the compile cache."""
 
 import os
 import shutil
@@ -45,7 +45,7 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def check_code(
     kernel: Kernel, arch: str, dtype: str, ops: tuple[Op, Op], params: Params, folder: Path
 ) -> None:
-    """Compile and fail on local memory, which is where registers are spilled to, and on a missing instruction."""
+    """Compile; fail on local memory, into which registers spill, and on a missing instruction."""
     if kernel.refuses(call(256, 256, 256, dtype, ops), params) is not None:
         return
     macros, cubin = options(kernel, dtype, *ops, params), folder / "code.cubin"
@@ -84,7 +84,7 @@ def test_every_variant_compiles_without_spills(kernel: Kernel, arch: str, tmp_pa
         pairs = OP_PAIRS if DTYPES[last].is_complex else REAL_PAIRS  # of which C is T
         wanted += [(dtype, (Op.N, Op.T), default) for dtype in kernel.dtypes[1:]]
         wanted += [(last, ops, default) for ops in pairs if (last, ops, default) not in wanted]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # the compiler lets go of the interpreter
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # NVRTC releases the GIL
         checks = []
         for number, (dtype, ops, params) in enumerate(wanted):
             (folder := tmp_path / str(number)).mkdir()
@@ -113,7 +113,7 @@ def test_the_check_sees_a_spill_and_a_missing_instruction(
 
 
 def edited_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the sources that takes their place."""
+    """Return a copy of the sources, from which kernels are compiled instead."""
     folder = tmp_path / "kernels"
     shutil.copytree(kernel_folder(), folder)
     for module in (compiling, sources):
@@ -156,7 +156,7 @@ def test_parameters_that_cannot_be_say_why() -> None:
 
 
 class Counting(Nvrtc):
-    """A compiler of a version that counts how often it is called."""
+    """A fake compiler with a version that counts its calls."""
 
     def __init__(self, version: str = "1.0") -> None:
         self.calls, self._version = 0, version

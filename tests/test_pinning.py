@@ -1,4 +1,4 @@
-"""Operands in memory that a device copies from where they lie."""
+"""Zero-copy operands: a thread pins them, and a device copies them without host slots."""
 
 import gc
 import mmap
@@ -47,7 +47,7 @@ PLANS = import_module("oocgemm.planning.plan")
 
 
 def held(rows: int, cols: int) -> Array:
-    """An array that begins on a page, of memory that is there."""
+    """Return an array that begins on a page and whose pages are resident."""
     array = allocate(rows * cols * 8).view(np.float64).reshape(rows, cols)
     array[...] = np.arange(rows * cols).reshape(rows, cols) % 8
     return array
@@ -59,40 +59,40 @@ def on_its_own_pages(array: Array) -> Array:
     return copied
 
 
-class Locker:
-    """Stands in for a device: what is locked, and unlocked again. It refuses after so many locks as it `allows`."""
+class FakePinner:
+    """Records what is pinned and unpinned, and refuses after `allows` calls."""
 
     def __init__(self, allows: int | None = None, slow: float = 0.0) -> None:
         self.ranges: dict[int, int] = {}
-        self.locked: list[tuple[int, int]] = []
+        self.calls: list[tuple[int, int]] = []
         self.owned: list[tuple[int, int]] = []  # what is locked by whom it belongs to
         self.allows, self.slow = allows, slow
-        self.hold = threading.Event()
-        self.hold.set()
-        self.pinner = Pinner(self.lock, self.unlock)
+        self.allowed = threading.Event()
+        self.allowed.set()
+        self.pinner = Pinner(self.pin, self.unpin)
 
-    def lock(self, address: int, size: int) -> None:
-        self.hold.wait()
+    def pin(self, address: int, size: int) -> None:
+        self.allowed.wait()
         time.sleep(self.slow)
-        if self.allows is not None and len(self.locked) >= self.allows:
+        if self.allows is not None and len(self.calls) >= self.allows:
             raise OSError("refused")
         for begin, length in self.ranges.items():
-            assert address + size <= begin or begin + length <= address, "locked twice"
+            assert address + size <= begin or begin + length <= address, "pinned twice"
         self.ranges[address] = size
-        self.locked.append((address, size))
+        self.calls.append((address, size))
 
-    def unlock(self, address: int) -> None:
+    def unpin(self, address: int) -> None:
         del self.ranges[address]
 
     def own(self, *arrays: Array) -> None:
-        """Have arrays be locked by whom they belong to."""
+        """Treat arrays as pinned by the caller."""
         self.owned += map(np.lib.array_utils.byte_bounds, arrays)
 
     def is_pinned(self, address: int, size: int) -> bool:
         return any(low <= address and address + size <= high for low, high in self.owned)
 
     def covers(self, block: Array, borders: Sequence[int]) -> bool:
-        """Whether every piece of a block lies in one locked range."""
+        """Return whether every piece of a block is inside one pinned range."""
         return all(
             any(begin <= low and high <= begin + size for begin, size in self.ranges.items())
             for low, high in map(np.lib.array_utils.byte_bounds, cut(block, borders))
@@ -129,101 +129,101 @@ def test_a_block_is_cut_at_borders_and_nowhere_else(
 
 
 def test_each_page_is_pinned_once_in_order_of_first_use() -> None:
-    a, b, locker = held(64, 4 * KIB), held(64, 4 * KIB), Locker()
+    a, b, fake = held(64, 4 * KIB), held(64, 4 * KIB), FakePinner()
     b_rows = [b[r : r + 8, :KIB] for r in range(0, 64, 8)]
-    locked = PinnedOperands([a, b], [a[:, : KIB // 2], *b_rows], locker.pinner)
-    found = [locked.await_block(block) for block in b_rows]
+    pinned = PinnedOperands([a, b], [a[:, : KIB // 2], *b_rows], fake.pinner)
+    found = [pinned.await_block(block) for block in b_rows]
     assert all(
-        one is not None and one[0] is block and locker.covers(block, one.borders)
+        one is not None and one[0] is block and fake.covers(block, one.borders)
         for one, block in zip(found, b_rows, strict=True)
     )
-    locked._thread.join()
-    assert sum(size for _, size in locker.locked) == a.nbytes + b.nbytes
-    in_b = [b.ctypes.data <= begin < b.ctypes.data + b.nbytes for begin, _ in locker.locked]
+    pinned._thread.join()
+    assert sum(size for _, size in fake.calls) == a.nbytes + b.nbytes
+    in_b = [b.ctypes.data <= begin < b.ctypes.data + b.nbytes for begin, _ in fake.calls]
     # A's first panel takes a part of every row: locked for it, all of A would come before B.
     assert in_b == sorted(in_b, reverse=True)
     assert any(in_b)
-    assert {size for _, size in locker.locked[:3]} == {pinning.PART}
-    assert max(size for _, size in locker.locked[3:]) == pinning.PARTS_PER_CALL * pinning.PART
-    assert locked.await_block(a[:, KIB : 2 * KIB]) is not None
-    locked.release()
-    assert not locker.ranges
+    assert {size for _, size in fake.calls[:3]} == {pinning.PART}
+    assert max(size for _, size in fake.calls[3:]) == pinning.PARTS_PER_CALL * pinning.PART
+    assert pinned.await_block(a[:, KIB : 2 * KIB]) is not None
+    pinned.release()
+    assert not fake.ranges
 
 
 @settings(deadline=None)
 @given(st.integers(0, 7), st.integers(1, 64), st.integers(0, 63), st.integers(0, 12), st.integers(1, 16))
 def test_operands_may_share_memory(offset: int, rows: int, top: int, left: int, width: int) -> None:
-    """X and its own transpose, or parts of one array; from any address on."""
-    whole, locker = held(130, 1024).reshape(-1)[offset:][: 128 * 1024].reshape(128, 1024), Locker()
+    """Such as X and its transpose, or parts of one array, at any address."""
+    whole, fake = held(130, 1024).reshape(-1)[offset:][: 128 * 1024].reshape(128, 1024), FakePinner()
     parts = [whole[:96], whole[48:], whole[top : top + rows]]
-    locked = PinnedOperands(parts, [], locker.pinner)
-    locked._thread.join()
+    pinned = PinnedOperands(parts, [], fake.pinner)
+    pinned._thread.join()
     for part in parts:
         block = part[:, 64 * left : 64 * (left + width)]
-        found = locked.await_block(block)
+        found = pinned.await_block(block)
         if block.size:
             assert found is not None
-            assert locker.covers(block, found.borders)
-    locked.release()
-    assert not locker.ranges
+            assert fake.covers(block, found.borders)
+    pinned.release()
+    assert not fake.ranges
 
 
 def test_a_block_not_pinned_soon_is_not_waited_for() -> None:
-    a, locker = held(256, KIB), Locker()
-    locker.hold.clear()
-    locked = PinnedOperands([a], [], locker.pinner)
-    assert locked.await_block(a[200:201]) is None  # all before it would come first
+    a, fake = held(256, KIB), FakePinner()
+    fake.allowed.clear()
+    pinned = PinnedOperands([a], [], fake.pinner)
+    assert pinned.await_block(a[200:201]) is None  # all before it would come first
     waiting: list[Any] = []
-    thread = threading.Thread(target=lambda: waiting.append(locked.await_block(a[:8])))
+    thread = threading.Thread(target=lambda: waiting.append(pinned.await_block(a[:8])))
     thread.start()
-    locker.hold.set()
+    fake.allowed.set()
     thread.join()
     assert waiting[0] is not None
-    locked.release()
+    pinned.release()
 
 
 @pytest.mark.parametrize("allows", [0, 2])
 def test_blocks_the_system_refuses_to_pin_are_copied(allows: int) -> None:
-    a, locker = held(64, KIB), Locker(allows)
-    locked = PinnedOperands([a], [], locker.pinner)
-    locked._thread.join()
-    first = locked.await_block(a[:2])
+    a, fake = held(64, KIB), FakePinner(allows)
+    pinned = PinnedOperands([a], [], fake.pinner)
+    pinned._thread.join()
+    first = pinned.await_block(a[:2])
     assert (first is not None) == bool(allows)
-    assert locked.await_block(a[48:]) is None
-    assert len(locker.ranges) == allows
-    locked.release()
-    assert not locker.ranges
+    assert pinned.await_block(a[48:]) is None
+    assert len(fake.ranges) == allows
+    pinned.release()
+    assert not fake.ranges
 
 
 def test_pages_never_written_are_not_pinned() -> None:
-    """np.zeros takes none until it is written to."""
-    empty, locker = allocate(1 << 20).view(np.float64).reshape(128, 1024), Locker()
-    locked = PinnedOperands([empty], [], locker.pinner)
-    locked._thread.join()
-    assert not locker.locked
-    assert locked.await_block(empty[:1]) is None
-    locked.release()
+    """np.zeros has no resident pages until they are written."""
+    empty, fake = allocate(1 << 20).view(np.float64).reshape(128, 1024), FakePinner()
+    pinned = PinnedOperands([empty], [], fake.pinner)
+    pinned._thread.join()
+    assert not fake.calls
+    assert pinned.await_block(empty[:1]) is None
+    pinned.release()
 
 
 def test_a_stop_ends_waiting_and_pinning() -> None:
-    a, locker = held(64, KIB), Locker(slow=0.01)
-    locked = PinnedOperands([a], [a], locker.pinner)
-    locked.stop()
-    assert locked.await_block(a) is None
-    locked.release()
-    assert len(locker.locked) < 8
-    assert not locker.ranges
+    a, fake = held(64, KIB), FakePinner(slow=0.01)
+    pinned = PinnedOperands([a], [a], fake.pinner)
+    pinned.stop()
+    assert pinned.await_block(a) is None
+    pinned.release()
+    assert len(fake.calls) < 8
+    assert not fake.ranges
 
 
 def test_without_a_thread_nothing_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    a, locker = held(64, KIB), Locker()
+    a, fake = held(64, KIB), FakePinner()
 
     def start(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", start)
     with pytest.raises(ExecutionError, match="oocgemm-pin"):
-        PinnedOperands([a], [a], locker.pinner)
+        PinnedOperands([a], [a], fake.pinner)
 
 
 # Which arrays, and which panels of them.
@@ -313,22 +313,22 @@ def test_panels_of_pinned_arrays_are_wide_enough_for_zero_copy() -> None:
 # Runs.
 
 
-def product_in_place(a: Array, b: Array, locker: Locker, **options: Any) -> oocgemm.Result:
-    """On the host backend with slots as a GPU has them, and locks."""
+def product_in_place(a: Array, b: Array, fake: FakePinner, **options: Any) -> oocgemm.Result:
+    """Multiply on the host backend with the slots of a GPU and a fake pinner."""
 
     def model(backend: str, *known: object) -> MachineModel:
         return replace(default_model(backend, 2), unified=False, io_threads=2, pin=1e12, memory=1e3)
 
     with (
         patch.object(system, "model", model),
-        patch.object(HostSession, "pinner", locker.pinner),
-        patch.object(HostBackend, "is_pinned", lambda self, address, size: locker.is_pinned(address, size)),
+        patch.object(HostSession, "pinner", fake.pinner),
+        patch.object(HostBackend, "is_pinned", lambda self, address, size: fake.is_pinned(address, size)),
     ):
         return oocgemm.gemm(a, b, backend="host", **options)
 
 
 def in_place(result: oocgemm.Result) -> dict[str, tuple[int, int]]:
-    """Of each operand how many panels were read, and how many of them in place."""
+    """Return, per operand, how many panels were read, and how many of them in place."""
     reads = [span for span in result.timeline.spans if span.kind == "read"]
     return {
         x: (sum(s.operand == x for s in reads), sum(s.operand == x and not s.bytes for s in reads))
@@ -345,13 +345,13 @@ def integers(rows: int, cols: int) -> Array:
 def test_operands_are_multiplied_in_place_unless_verified(
     trans_a: bool, trans_b: bool, verify: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With checksums of the host's all that is read is looked at on the way, and copied."""
+    """Host checksums read every part, so the panels are copied to slots."""
     monkeypatch.setattr(pinning, "MAX_WAIT_RATIO", 1000)
     left, right = integers(300, 200), integers(200, 250)
     a, b = left.T.copy() if trans_a else left, right.T.copy() if trans_b else right
     options: dict[str, Any] = {"trans_a": trans_a, "trans_b": trans_b, "verify": verify}
-    locker = Locker()
-    result = product_in_place(a, b, locker, tile="128x96x40", **options)
+    fake = FakePinner()
+    result = product_in_place(a, b, fake, tile="128x96x40", **options)
     assert np.array_equal(result.out, left @ right)
     counts = in_place(result)
     if verify:
@@ -366,18 +366,18 @@ def test_operands_are_multiplied_in_place_unless_verified(
     assert figures.in_place(result.timeline) == (said if lying else "")
     uploaded = sum(span.bytes for span in result.timeline.spans if span.kind == "upload")
     assert uploaded == result.plan.traffic["h2d"]
-    assert not locker.ranges
+    assert not fake.ranges
 
 
 def test_operands_that_cannot_be_pinned_are_copied() -> None:
-    a, b, locker = integers(300, 200), integers(200, 250), Locker(0)
-    result = product_in_place(a, b, locker, tile="128x96x40")
+    a, b, fake = integers(300, 200), integers(200, 250), FakePinner(0)
+    result = product_in_place(a, b, fake, tile="128x96x40")
     assert np.array_equal(result.out, a @ b)
     assert all(not there for _, there in in_place(result).values())
 
 
 def strips(result: oocgemm.Result) -> tuple[int, int]:
-    """How many strips of C were written, and how many of them by the device."""
+    """Return how many strips of C were written, and how many of them by the device in place."""
     writes = [span for span in result.timeline.spans if span.kind == "write"]
     return len(writes), sum(not span.bytes for span in writes)
 
@@ -385,15 +385,15 @@ def strips(result: oocgemm.Result) -> tuple[int, int]:
 @pytest.mark.parametrize("beta", [0.0, 2.0])
 @pytest.mark.parametrize(("rows", "cols", "tile"), [(300, 250, "128x96x40"), (64, 512, "64x256x40")])
 def test_arrays_already_pinned_are_not_pinned_again(beta: float, rows: int, cols: int, tile: str) -> None:
-    """Panels come from where they lie, from the first on, and C goes there; what lies beside it stays."""
-    a, b, old, locker = integers(rows, 200), integers(200, cols), integers(rows, cols), Locker()
+    """All panels are zero-copy, and C is written in place without changing its surroundings."""
+    a, b, old, fake = integers(rows, 200), integers(200, cols), integers(rows, cols), FakePinner()
     c = np.full((rows, cols + 10), 7.0)
     c[:, :cols] = old
-    locker.own(a, b, c)
-    result = product_in_place(a, b, locker, out=c[:, :cols], beta=beta, tile=tile)
+    fake.own(a, b, c)
+    result = product_in_place(a, b, fake, out=c[:, :cols], beta=beta, tile=tile)
     assert np.array_equal(c[:, :cols], a @ b + beta * old)
     assert np.all(c[:, cols:] == 7)
-    assert not locker.locked
+    assert not fake.calls
     assert all(read == there for read, there in in_place(result).values())
     count, there = strips(result)
     assert count == there > 1
@@ -405,24 +405,24 @@ def test_arrays_already_pinned_are_not_pinned_again(beta: float, rows: int, cols
 
 
 def test_partly_pinned_arrays_are_copied() -> None:
-    a, b, c, locker = integers(300, 200), integers(200, 250), integers(300, 250), Locker(0)
-    locker.own(a[:299], b[1:], c[:, :249])
-    result = product_in_place(a, b, locker, out=c, tile="128x96x40")
+    a, b, c, fake = integers(300, 200), integers(200, 250), integers(300, 250), FakePinner(0)
+    fake.own(a[:299], b[1:], c[:, :249])
+    result = product_in_place(a, b, fake, out=c, tile="128x96x40")
     assert np.array_equal(c, a @ b)
     assert all(not there for _, there in in_place(result).values())
     assert strips(result)[1] == 0
 
 
 def test_verified_strips_are_not_downloaded_in_place() -> None:
-    a, b, c, locker = integers(300, 200), integers(200, 250), integers(300, 250), Locker()
-    locker.own(a, b, c)
-    result = product_in_place(a, b, locker, out=c, tile="128x96x40", verify=True)
+    a, b, c, fake = integers(300, 200), integers(200, 250), integers(300, 250), FakePinner()
+    fake.own(a, b, c)
+    result = product_in_place(a, b, fake, out=c, tile="128x96x40", verify=True)
     assert np.array_equal(c, a @ b)
     assert strips(result)[1] == 0
 
 
 def test_operands_are_freed_when_their_owner_drops_them() -> None:
-    """A run keeps none of them, by cycles of objects that only the collector finds."""
+    """A run leaves no reference cycle that keeps an operand alive until the garbage collector runs."""
     a, b, c = integers(300, 200), integers(200, 250), np.empty((300, 250))
     kept = [weakref.ref(array) for array in (a, b, c)]
     gc.disable()
@@ -437,23 +437,23 @@ def test_operands_are_freed_when_their_owner_drops_them() -> None:
 
 @pytest.mark.parametrize("allows", [1, 3, 6])
 def test_a_product_of_partly_pinned_operands_is_right(allows: int) -> None:
-    a, b, locker = integers(300, 200), integers(200, 250), Locker(allows)
-    result = product_in_place(a, b, locker, tile="128x96x40")
+    a, b, fake = integers(300, 200), integers(200, 250), FakePinner(allows)
+    result = product_in_place(a, b, fake, tile="128x96x40")
     assert np.array_equal(result.out, a @ b)
-    assert not locker.ranges
+    assert not fake.ranges
 
 
 def test_a_failed_run_unpins_its_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
-    a, b, locker = integers(300, 200), integers(200, 250), Locker()
+    a, b, fake = integers(300, 200), integers(200, 250), FakePinner()
 
     def fail(*arguments: Any) -> None:
         raise OSError("no more")
 
     monkeypatch.setattr(HostSession, "_multiply", fail)
     with pytest.raises(ExecutionError, match="no more"):
-        product_in_place(a, b, locker, tile="128x96x40")
-    assert locker.locked
-    assert not locker.ranges
+        product_in_place(a, b, fake, tile="128x96x40")
+    assert fake.calls
+    assert not fake.ranges
 
 
 GPU: dict[str, Callable[[], tuple[Array, Array, dict[str, Any]]]] = {
@@ -476,7 +476,7 @@ GPU: dict[str, Callable[[], tuple[Array, Array, dict[str, Any]]]] = {
 def test_a_gpu_copies_pinned_operands_in_place(
     case: str, owned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And to where C lies. Afterwards nothing of it is locked that was not before, so that others can copy it."""
+    """C too. Afterwards only memory that the caller had pinned is pinned."""
     import cupy
     from cupy.cuda import runtime
 

@@ -109,14 +109,14 @@ class DeviceChecksums:
         """Draw the random signs of all later checksums from this seed."""
         self._seed = seed
 
-    def uploaded(self, op: Operation) -> None:
+    def after_upload(self, op: Operation) -> None:
         """Sum the panel or the strip that an Upload has copied to the device."""
         if op.operand == "C":
             self._sum_strip(op, op.writes[0], self.room.old)
         else:
             self._sum_panel(op, op.writes[0])
 
-    def multiplied(self, op: Operation) -> None:
+    def with_multiply(self, op: Operation) -> None:
         """Add the product of the checksums of a step's panels to the checksums of the strips that its
         Multiply writes."""
         problem, room = self._problem, self.room
@@ -151,7 +151,7 @@ class DeviceChecksums:
             arguments,
         )
 
-    def finished(self, op: Operation) -> None:
+    def with_finish(self, op: Operation) -> None:
         """Copy the checksums of a finished strip from the accumulator's slot to the strip's own slot."""
         made = self.room.made
         source = self._at(op.reads[0].slot, op.tile, op.m)
@@ -159,16 +159,16 @@ class DeviceChecksums:
             self._behind(op.writes[0].slot) + made.begin, source + made.begin, made.end - made.begin
         )
 
-    def leaving(self, op: Operation) -> None:
+    def before_download(self, op: Operation) -> None:
         """Sum a strip before its Download."""
         self._sum_strip(op, op.reads[0], self.room.found)
 
-    def strip_at(self, op: Operation) -> int:
+    def device_address(self, op: Operation) -> int:
         """Return the device address of the checksums of a strip. A Download copies them together with the
         strip."""
         return self._at(op.reads[0].slot, op.tile, op.m)
 
-    def beside(self, host: int) -> int:
+    def host_address(self, host: int) -> int:
         """Return the host address of a strip's checksums, from the address of its host slot."""
         return host + self._data_bytes["host", "C"]
 

@@ -175,16 +175,16 @@ class CudaSession:
             case Kind.UPLOAD:
                 own = Work.on(stream, launches)
                 cuda_calls.wait(beside, own.end)
-                sums = self._sums(beside, checksums.uploaded, op)
+                sums = self._sums(beside, checksums.after_upload, op)
                 name, end = SUMS, sums.end
             case Kind.MULTIPLY | Kind.FINISH:
-                take = checksums.multiplied if op.kind is Kind.MULTIPLY else checksums.finished
+                take = checksums.with_multiply if op.kind is Kind.MULTIPLY else checksums.with_finish
                 sums, own = self._sums(beside, take, op), Work.on(stream, launches)
                 cuda_calls.wait(stream, sums.end)
                 end = cupy.cuda.Event(block=True)
                 cuda_calls.record(end, stream)
             case Kind.DOWNLOAD:
-                sums, own = self._sums(stream, checksums.leaving, op), Work.on(stream, launches)
+                sums, own = self._sums(stream, checksums.before_download, op), Work.on(stream, launches)
                 end = own.end
             case _:
                 own = Work.on(stream, launches)
@@ -257,9 +257,9 @@ class CudaSession:
         none."""
         if self.checksums is None:
             return []
-        to, size = self.checksums.beside(host[0].ctypes.data), self.checksums.room.end
+        to, size = self.checksums.host_address(host[0].ctypes.data), self.checksums.room.end
         self._host.pin_slot(to, size)
-        return [cuda_calls.copy(to, self.checksums.strip_at(op), size, stream)]
+        return [cuda_calls.copy(to, self.checksums.device_address(op), size, stream)]
 
     def _address(self, region: Region) -> int:
         """Return the device address of a region."""
