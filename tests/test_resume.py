@@ -360,7 +360,7 @@ def test_a_journal_truncated_after_the_end_is_detected(here: Path) -> None:
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:5]))
     before = contents(here)
     done = run("a", "b", "c", *TILE, "--beta", "0.5", "--resume")
-    assert (done.code, "lists 2 tiles of C as committed, 9 were" in done.err) == (EXIT_USAGE, True)
+    assert (done.code, "lists 2 committed tiles of C, but 9 were committed" in done.err) == (EXIT_USAGE, True)
     assert contents(here) == before
 
 

@@ -41,8 +41,8 @@ def problem_of(
     problem = GemmProblem(m, n, k, *names, alpha, beta, trans_a, trans_b, compute)
     if problem.exact and problem.depth > integers.MAX_FLOAT64_DEPTH:
         raise InputError(
-            f"op(A) has {k} columns; sums of more than {integers.MAX_FLOAT64_DEPTH} int8 products may not be exact: "
-            "multiply parts of the operands"
+            f"op(A) has {k} columns; sums of more than {integers.MAX_FLOAT64_DEPTH} int8 products may not be "
+            "exact: multiply parts of the operands"
         )
     return problem
 
