@@ -12,11 +12,12 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from oocgemm.errors import ScheduleError
-from oocgemm.planning import GemmProblem, Kind, Op, Schedule, Slots, TileGrid, TileShape
+from oocgemm.planning import GemmProblem, Kind, Op, Schedule, Slots, TileGrid, TileSet, TileShape
 from oocgemm.planning.schedule.eviction import NEVER, SlotCache
 from oocgemm.planning.schedule.hazards import HazardTracker, verify, waits_of
 from oocgemm.planning.schedule.placement import step_groups
 from oocgemm.planning.schedule.traversal import NextUse, Traversal, last, step_order, walk
+from oocgemm.planning.tile_set import Coverage
 from tests.problems import integers
 from tests.simulator import Simulator
 from tests.suite import examples
@@ -338,7 +339,8 @@ def test_a_walk_is_computed_from_positions(traversal: Traversal, rows: int, cols
     tiles = listed(traversal, rows, cols)
     assert list(walk(traversal, rows, cols)) == tiles
     done = frozenset(tile for tile in tiles if random.random() < 0.5)
-    left, found = [tile for tile in tiles if tile not in done], walk(traversal, rows, cols, done)
+    left = [tile for tile in tiles if tile not in done]
+    found = walk(traversal, rows, cols, left)
     assert list(found) == left == list(found[:])
     for axis, extent in enumerate((rows, cols)):
         expected, computed = NextUse(left, 2, axis), NextUse(found, 2, axis)
@@ -362,3 +364,64 @@ def peak_of_iterating(cols: int) -> int:
 def test_a_schedule_takes_no_memory_for_more_steps() -> None:
     peak_of_iterating(10)  # fills caches
     assert peak_of_iterating(1000) < peak_of_iterating(100) + 20_000
+
+
+@st.composite
+def grids(draw: st.DrawFn, square: bool = False) -> TileGrid:
+    m = draw(st.integers(1, 12))
+    n = m if square else draw(st.integers(1, 12))
+    return TileGrid(m, n, 6, TileShape(draw(st.integers(1, 5)), draw(st.integers(1, 5)), 3))
+
+
+def assert_covers(tiles: TileSet, listed: set[tuple[int, int]]) -> None:
+    """Count, coverage, order and membership of a set agree with a list of its tiles."""
+    grid = tiles.grid
+    assert list(tiles) == sorted(listed)
+    assert tiles.count == len(listed)
+    every = itertools.product(range(-1, grid.shape[0] + 1), range(-1, grid.shape[1] + 1))
+    assert {tile for tile in every if tile in tiles} == listed
+    covered = np.zeros((grid.m, grid.n), bool)
+    for i, j in listed:
+        covered[slice(*grid.rows(i)), slice(*grid.cols(j))] = True
+    assert tiles.coverage == Coverage(covered.any(1).sum(), covered.any(0).sum(), covered.sum())
+    assert tiles.is_whole == bool(covered.all())
+
+
+@given(grids(), st.data())
+def test_parts_and_remaining_tiles_partition_a_rectangle(grid: TileGrid, data: st.DataObject) -> None:
+    whole = TileSet.rectangle(grid)
+    down, across = grid.shape
+    every = set(itertools.product(range(down), range(across)))
+    assert_covers(whole, every)
+    done = data.draw(st.sets(st.sampled_from(sorted(every))))
+    left = whole.remaining(done)
+    assert_covers(left, every - done)
+    cut = data.draw(st.integers(0, grid.shape[0]))
+    parts = [left.part(rows, (0, grid.shape[1])) for rows in ((0, cut), (cut, grid.shape[0]))]
+    assert parts[0].count + parts[1].count == left.count
+    for part, above in zip(parts, (True, False), strict=True):
+        assert_covers(part, {tile for tile in every - done if (tile[0] < cut) == above})
+
+
+@given(grids(square=True))
+def test_a_triangle_has_each_tile_with_lower_elements(grid: TileGrid) -> None:
+    lower = {
+        (i, j)
+        for i, j in itertools.product(*map(range, grid.shape))
+        if grid.cols(j)[0] <= grid.rows(i)[1] - 1
+    }
+    assert_covers(TileSet.triangle(grid), lower)
+
+
+def test_a_triangle_needs_a_square_c() -> None:
+    with pytest.raises(ValueError, match="a square C, not 4 x 5"):
+        TileSet.triangle(TileGrid(4, 5, 6, TileShape(2, 2, 2)))
+
+
+@given(grids(square=True), traversals)
+def test_a_schedule_over_a_triangle_is_valid(grid: TileGrid, traversal: Traversal) -> None:
+    p = problem(grid.m, grid.n, grid.k)
+    tiles = walk(traversal, *grid.shape, TileSet.triangle(grid))
+    schedule = Schedule(p, grid, tiles, Slots())
+    verify(schedule)
+    assert schedule.elements == TileSet.triangle(grid).coverage.elements

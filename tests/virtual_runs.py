@@ -54,7 +54,7 @@ def run_of(plan: Plan, believed: MachineModel | None = None, jitter: float = 0.0
         done = [0, number]
         waits = tracker.admit(operation, done)
         start = max([start_up, free.get(operation.stream, 0), *(wait[0] for wait in waits)])
-        seconds = duration(operation, plan.problem, real, plan.layouts) * (1 + jitter * chance.random())
+        seconds = duration(operation, plan.setting) * (1 + jitter * chance.random())
         done[0] = free[operation.stream] = start + max(1, round(seconds * 1e9))
         spans.append(Span.of(number, operation, start, done[0], (wait[1] for wait in waits)))
     header = header_of(replace(plan, machine=believed or real))

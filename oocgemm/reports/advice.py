@@ -85,7 +85,7 @@ class Fitted:
             return plan.prediction.total + self.beyond
         # What slots take that are not read into was paid for in the times that were measured; more of it costs more.
         more = plan.footprint.device_total - self.plan.footprint.device_total if plan.machine.unified else 0
-        seconds = simulate(plan.schedule(), plan.problem, plan.machine, plan.layouts)
+        seconds = simulate(plan.schedule(), plan.setting)
         return seconds + self.outside + max(0.0, more * plan.machine.arena_seconds_per_byte)
 
     @property
@@ -168,7 +168,7 @@ def _modelled(plan: Plan) -> Mapping[str, float]:
     if plan.steps > MAX_SIMULATED:
         return plan.prediction.lanes
     lanes = dict.fromkeys(plan.prediction.lanes, 0.0)
-    for operation, seconds in timed(plan.schedule(), plan.problem, plan.machine, plan.layouts):
+    for operation, seconds in timed(plan.schedule(), plan.setting):
         lanes[operation.lane] += seconds
     return lanes
 

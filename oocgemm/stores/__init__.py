@@ -12,7 +12,7 @@ import numpy as np
 
 from oocgemm.errors import InputError
 from oocgemm.planning import GemmProblem, Layout
-from oocgemm.planning.search.candidates import CHUNK_BYTES
+from oocgemm.planning.setting import CHUNK_BYTES
 from oocgemm.stores import formats
 from oocgemm.stores.arrays import ArrayMatrix, by_rows, memory, span
 from oocgemm.stores.base import BATCH_BYTES, Array, DtypeError, Matrix, pieces, transient
