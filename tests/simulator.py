@@ -81,8 +81,8 @@ class Simulator:
 
     def _region(self, region: Region) -> Array:
         """Return the elements of a region, as a view of its slot."""
-        most = max(*self.a.shape, *self.b.shape) + 1
-        slot = self._slots.setdefault(region.slot, np.full(most * most, POISON))
+        side = max(*self.a.shape, *self.b.shape) + 1
+        slot = self._slots.setdefault(region.slot, np.full(side * side, POISON))
         return slot[region.start : region.stop]
 
     def _start(self, op: Operation) -> list[Array]:

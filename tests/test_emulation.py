@@ -297,9 +297,11 @@ def test_the_error_before_final_roundings_meets_its_bound(number: int) -> None:
     for a in (halves, whole, wide):
         for b in (halves, whole, wide):
             planes = views(np.zeros(room_bytes(1, 1, k, "float64"), np.uint8), 1, 1, k, "float64")
-            found = [split(x, held, how, look(x, held.norms)) for x, held in zip((a, b), planes, strict=True)]
+            found = [
+                split(x, plane, how, look(x, plane.norms)) for x, plane in zip((a, b), planes, strict=True)
+            ]
             norms = np.linalg.norm(a) * np.linalg.norm(b)
-            numbers = [integers_of(x, held.exponents)[0] for x, held in zip((a, b), planes, strict=True)]
+            numbers = [integers_of(x, plane.exponents)[0] for x, plane in zip((a, b), planes, strict=True)]
             value = Fraction(sum(x * y for x, y in zip(*numbers, strict=True)))
             value /= Fraction(2) ** int(planes[0].exponents[0] + planes[1].exponents[0])
             off = float(abs(value - exact(a, b.T)[0][0][0])) / norms
@@ -364,8 +366,8 @@ def test_the_largest_residues_at_depth_are_summed_exactly(number: int) -> None:
     how, k = residues(number), 5999
     whole = prod(how.moduli)
     planes = views(np.zeros(room_bytes(1, 1, k, "float64"), np.uint8), 1, 1, k, "float64")
-    for held in planes:
-        held.residues[:number, :, :k] = np.array([(p - 1) // 2 for p in how.moduli])[:, None, None]
+    for plane in planes:
+        plane.residues[:number, :, :k] = np.array([(p - 1) // 2 for p in how.moduli])[:, None, None]
     wanted = sum(k * ((p - 1) // 2) ** 2 * (whole // p) * pow(whole // p, -1, p) for p in how.moduli) % whole
     wanted -= whole if wanted > whole // 2 else 0
     assert abs(int(product(Prepared(number, *planes), "float64")[0, 0]) - wanted) <= abs(wanted) // 2**52

@@ -20,7 +20,7 @@ from oocgemm.backends.base import Token
 from oocgemm.backends.host.backend import HostSession
 from oocgemm.engine.executor import Run
 from oocgemm.errors import ExecutionError
-from oocgemm.planning import Kind, Operation, Plan, TileShape
+from oocgemm.planning import Kind, Operation, Plan, TileShape, setting
 from oocgemm.planning.search import slot_counts
 from oocgemm.stores.arrays import ArrayMatrix
 from oocgemm.timeline import Span
@@ -152,7 +152,7 @@ def test_a_new_c_written_in_many_strips_is_whole(
     compressor: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(slot_counts, "STRIP_BYTES", 1)
-    monkeypatch.setattr(slot_counts, "CHUNK_BYTES", 8 * 64)
+    monkeypatch.setattr(setting, "CHUNK_BYTES", 8 * 64)
     a, b = np.arange(70.0 * 60).reshape(70, 60) % 7, np.arange(60.0 * 90).reshape(60, 90) % 5
     for tile in ("70x90x20", "32x48x20", "37x41x20"):
         place = tmp_path / f"{tile}.zarr"

@@ -369,8 +369,8 @@ def test_tiles_of_unlike_size_take_as_long_as_their_schedule(tile: str, write: f
     plan = make_plan(p, Budgets(8 * GIB, 24 * GIB), machine, STORED, shape)
     seconds = simulate(plan.schedule(), plan.setting)
     # With one accumulator and no room for a tile on the host, the closed form lets the drain hide nothing.
-    most = 0.14 if plan.slots.c == 1 and plan.slots.host_c * plan.slots.strip < shape.m else 0.04
-    assert seconds * 0.98 < plan.prediction.total < seconds * (1 + most)
+    excess = 0.14 if plan.slots.c == 1 and plan.slots.host_c * plan.slots.strip < shape.m else 0.04
+    assert seconds * 0.98 < plan.prediction.total < seconds * (1 + excess)
 
 
 def test_no_plan_ends_in_a_thin_tile_that_waits_for_panels() -> None:
@@ -461,12 +461,12 @@ def test_a_tile_fills_the_multiprocessors() -> None:
 
 
 @pytest.mark.parametrize(
-    ("held", "checked", "width", "copied"),
+    ("pinned", "checked", "width", "copied"),
     [(True, "", 8192, False), (False, "", 8192, True), (True, "device", 8192, True), (True, "", 1024, True)],
 )
-def test_a_pinned_c_is_downloaded_in_place(held: bool, checked: str, width: int, copied: bool) -> None:
+def test_a_pinned_c_is_downloaded_in_place(pinned: bool, checked: str, width: int, copied: bool) -> None:
     """In the cost model: if strips are wide and are not checked in their slots."""
-    memory = Layout(in_memory=True, zero_copy_width=4096, pinned=held)
+    memory = Layout(in_memory=True, zero_copy_width=4096, pinned=pinned)
     p = replace(problem(8192, width, 8192), checked=checked)
     machine, on = default_model("cuda", 16), Layouts(memory, memory, memory)
     plan = make_plan(p, Budgets(GIB, GIB), machine, on)

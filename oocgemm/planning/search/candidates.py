@@ -65,9 +65,7 @@ def io_threads(setting: Setting) -> int:
     - Copies need `MachineModel.io_threads`.
     - Beside a device, they need up to half as many more for large chunks of files, for arrays in memory and
       for digests.
-    - Codecs use one thread per core, less one beside a device. Sixteen decoding threads on sixteen cores were
-      10 to 18% slower than fifteen beside an H200, because threads that issue operations had to wait for a
-      core and the GIL.
+    - Codecs need `MachineModel.codec_threads`.
     - Their scratch memory takes at most half of the host budget.
     """
     problem, machine, layouts = setting.problem, setting.machine, setting.layouts
@@ -82,7 +80,7 @@ def io_threads(setting: Setting) -> int:
     if more and not machine.shares_cores:
         threads = max(threads, min(machine.cores, threads * 3 // 2))
     if codecs:
-        threads = max(threads, machine.cores if machine.shares_cores else machine.cores - 1)
+        threads = max(threads, machine.codec_threads)
     while threads > 1 and scratch_bytes(setting, threads) > setting.budgets.host // 2:
         threads -= 1
     return threads

@@ -129,7 +129,8 @@ def _best_of(
 ) -> Iterator[tuple[int, int, bool]]:
     """Yield tile.m and tile.n of the best shapes, and whether a longer tile may fit.
 
-    `bins` has (bytes moved, tile.n, tile.m) by which panels are all in slots, and the logarithm of the area.
+    The keys of `bins` are (which panels are all in slots, bits of the area). Its values are (bytes moved,
+    tile.n, tile.m).
     """
     for kept in range(3):
         areas = sorted((x for x in bins if x[0] == kept), reverse=True)
