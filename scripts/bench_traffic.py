@@ -33,7 +33,7 @@ from oocgemm.planning import (
     make_plan,
 )
 from oocgemm.planning.cost.footprint import least_bytes
-from oocgemm.planning.cost.predict import closed_loads
+from oocgemm.planning.cost.loads import estimate_loads
 
 MIB, GIB = 1 << 20, 1 << 30
 SLOW, FREE = 1e9, 1e18
@@ -172,7 +172,7 @@ def measure(case: tuple[str, tuple[int, int, int], tuple[int, int], str]) -> lis
         started = time.perf_counter()
         plan = make_plan(p, budgets, on)
         planning = time.perf_counter() - started
-        loads = closed_loads(p, plan.grid, plan.slots, plan.candidate.traversal)
+        loads = estimate_loads(p, plan.grid, plan.slots, plan.candidate.traversal)
         closed = plan.schedule().traffic(loads)[link]
         counted = plan.steps <= MAX_COUNTED
         moved = plan.schedule().traffic()[link] if counted else closed

@@ -38,8 +38,8 @@ from oocgemm.planning import (
     fit_link,
 )
 from oocgemm.planning.cost import fits
+from oocgemm.planning.cost.calibration import VERSION
 from oocgemm.planning.cost.fits import MAX_LINK
-from oocgemm.planning.cost.machine import VERSION
 from oocgemm.planning.units import format_rate
 from oocgemm.reports.roofline import BOTTOM, LEFT, LINE, roofline
 from oocgemm.system import cache

@@ -21,7 +21,8 @@ from oocgemm.errors import ExecutionError
 from oocgemm.integrity.checksums.check import Checks
 from oocgemm.integrity.checksums.host import HostSums
 from oocgemm.planning import Kind, Op, Operation
-from oocgemm.planning.search import candidates
+from oocgemm.planning.cost import machine as machine_model
+from oocgemm.planning.search import slot_counts
 from tests.backends_here import CUDA, needs_gpu, staged
 from tests.problems import DTYPES, Array, drawn_product, integers, reference, scaled
 from tests.suite import examples
@@ -192,10 +193,10 @@ def test_an_error_in_a_tile_is_put_right(
 ) -> None:
     if engine == "host" and kind is Kind.UPLOAD:
         pytest.skip("nothing is uploaded where the device is the host")
-    monkeypatch.setattr(candidates, "STRIP_BYTES", 1)
-    monkeypatch.setattr(candidates, "STAGED_STRIPS", 4)  # some strips of the tile are correct, and written
-    monkeypatch.setattr(candidates, "STRIPS", 4)
-    monkeypatch.setattr(candidates, "BLOCK", 1)
+    monkeypatch.setattr(slot_counts, "STRIP_BYTES", 1)
+    monkeypatch.setattr(slot_counts, "STAGED_STRIPS", 4)  # some strips of the tile are right, and written
+    monkeypatch.setattr(slot_counts, "STRIPS", 4)
+    monkeypatch.setattr(machine_model, "STRIP_BLOCK", 1)
     a, b, c = operands(dtype)
     expected = reference(1, Op.N, a, Op.N, b, beta, c)
     if dtype == "float16" and change is one_element:
@@ -385,9 +386,9 @@ def test_without_verify_nothing_is_noticed() -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("beta", [0, 1])
 def test_a_last_strip_that_is_shorter_passes(engine: str, beta: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(candidates, "STRIP_BYTES", 1)
-    monkeypatch.setattr(candidates, "STAGED_STRIPS", 3)
-    monkeypatch.setattr(candidates, "STRIPS", 3)
+    monkeypatch.setattr(slot_counts, "STRIP_BYTES", 1)
+    monkeypatch.setattr(slot_counts, "STAGED_STRIPS", 3)
+    monkeypatch.setattr(slot_counts, "STRIPS", 3)
     rng = np.random.default_rng(9)
     a, b, c = (scaled(rng, shape, "float64", "normal") for shape in ((1000, 60), (60, 90), (1000, 90)))
     result = product(engine, a, b, c, beta=beta, tile="700x90x60")

@@ -1,4 +1,4 @@
-"""Products from exact int8 products: what is claimed of residues, ranges, bounds and of falling back, held by integers."""
+"""Emulated products: residues, ranges, error bounds and fallbacks, checked with exact integers."""
 
 import tracemalloc
 from fractions import Fraction
@@ -48,11 +48,11 @@ def room_bytes(m: int, n: int, depth: int, dtype: str) -> int:
 
 
 def prepared(a: Array, b: Array) -> Prepared:
-    """Into a room just large enough, whose surroundings stay as they are."""
+    """Prepare panels in a slot of exactly the needed size, and check that bytes behind it stay unchanged."""
     size = room_bytes(a.shape[0], b.shape[1], a.shape[1], a.dtype.name)
-    room = np.full(size + 512, GUARD, np.uint8)
-    found = prepare(a, b, room[:size], a.dtype.name)
-    assert (room[size:] == GUARD).all()
+    slot = np.full(size + 512, GUARD, np.uint8)
+    found = prepare(a, b, slot[:size], a.dtype.name)
+    assert (slot[size:] == GUARD).all()
     return found
 
 
@@ -64,7 +64,7 @@ def product(
     c: Array | None = None,
     step: int | None = None,
 ) -> Array:
-    """alpha A B + beta C by strips of `step` rows, in a workspace just large enough."""
+    """Compute alpha A B + beta C by strips of `step` rows, in a workspace of exactly the needed size."""
     m, n = len(found.a.exponents), len(found.b.exponents)
     c = np.full((m, n), np.nan, dtype) if c is None else c.copy()
     workspace = np.full(workspace_bytes(n, found.a.residues.shape[2]), GUARD, np.uint8)
@@ -75,7 +75,7 @@ def product(
 
 
 def exact(a: Array, b: Array) -> tuple[list[list[Fraction]], list[list[Fraction]]]:
-    """A B and |A||B|."""
+    """Compute A B and |A||B| in fractions."""
     left, right = ([[Fraction(float(e)) for e in row] for row in x] for x in (a, b.T))
     return (
         [[sum((x * y for x, y in zip(r, c, strict=True)), Fraction()) for c in right] for r in left],
@@ -84,7 +84,7 @@ def exact(a: Array, b: Array) -> tuple[list[list[Fraction]], list[list[Fraction]
 
 
 def integers_of(x: Array, exponents: Array) -> list[list[int]]:
-    """What the rows of a panel are scaled and rounded to."""
+    """Scale and round the rows of a panel to integers."""
     return [
         [round(Fraction(float(e)) * Fraction(2) ** int(s)) for e in row]
         for row, s in zip(x, exponents, strict=True)
@@ -92,7 +92,7 @@ def integers_of(x: Array, exponents: Array) -> list[list[int]]:
 
 
 def assert_residues(residue: Array, numbers: list[list[int]], moduli: tuple[int, ...]) -> None:
-    """Of each modulus the symmetric residues, and zeros beyond the depth."""
+    """Check that planes have the symmetric residues of numbers, and zeros beyond the depth."""
     k = len(numbers[0])
     for plane, p in zip(residue, moduli, strict=False):
         wanted = [[(x + p // 2) % p - p // 2 for x in row] for row in numbers]
@@ -109,7 +109,7 @@ def test_sums_over_residues_are_exact(number: int) -> None:
     assert [sum(map(int, parts)) for parts in how.weights] == exact_weights
     assert sum(map(int, how.modulus)) == whole
     most = [p // 2 for p in how.moduli]
-    # Of a number below P/2, S / P is within 1/2 of Q.
+    # For a number below P/2, S / P is within 1/2 of Q.
     quotient = sum(c * w for c, w in zip(most, exact_weights, strict=True)) // whole + 1
     assert quotient <= 2**11
     for rank in range(3):
@@ -118,19 +118,19 @@ def test_sums_over_residues_are_exact(number: int) -> None:
         unit = bits & -bits
         total = sum(c * part for c, part in zip(most, parts, strict=False))
         assert total <= 2**53 * unit
-        assert quotient * parts[-1] <= 2**53 * unit  # NumPy has no fma
-        if rank:  # the first difference is a number below P, which is fewer units
+        assert quotient * parts[-1] <= 2**53 * unit  # exact without a fused multiply-add
+        if rank:  # the first difference is below P, which is fewer units
             assert total + quotient * parts[-1] <= 2**53 * unit
         else:
             rest = sum(c * (w - int(p[0])) for c, w, p in zip(most, exact_weights, how.weights, strict=True))
             assert whole + rest + quotient * (whole - parts[-1]) <= 2**53 * unit
-            # Nor does what the first sum leaves out, or rounding, take Q to another integer.
+            # The parts beyond the first sum, and rounding, do not change the integer Q.
             assert rest / whole + 4 * quotient * 2.0**-53 < 0.5 - 2.0 ** (2 * how.exponent) / whole
 
 
 @pytest.mark.parametrize("number", ALL_NUMBERS)
-def test_numbers_come_back_from_their_residues(number: int) -> None:
-    """As products with 1: every number whatever, in (-P/2, P/2) but for the margin."""
+def test_numbers_are_reconstructed_from_their_residues(number: int) -> None:
+    """Numbers in (-P/2, P/2), except for the margin, are reconstructed from products with 1."""
     how = residues(number)
     most = int(2 ** (2 * how.exponent))
     rng = np.random.default_rng(number)
@@ -163,7 +163,7 @@ rows = st.lists(
 @settings(max_examples=examples(60), deadline=None)
 @given(row=rows, far=st.integers(-1000, 960), number=st.sampled_from(MODULI_COUNTS["float64"]))
 def test_products_stay_below_half_the_modulus(row: list[float], far: int, number: int) -> None:
-    """Where Cauchy and Schwarz have equality, a row against itself; and the planes hold what they should."""
+    """A row times itself is the extreme case of the Cauchy-Schwarz inequality."""
     x = np.ldexp(np.array([row]), far)
     planes, _ = views(
         np.full(room_bytes(1, 0, len(row), "float64"), GUARD, np.uint8), 1, 0, len(row), "float64"
@@ -175,7 +175,7 @@ def test_products_stay_below_half_the_modulus(row: list[float], far: int, number
     assert max(map(abs, numbers[0])) < 2**63
     assert_residues(planes.residues, numbers, how.moduli)
     norm = sqrt(sum(Fraction(e) ** 2 for e in x[0])) if 1e-100 < np.abs(x).max() < 1e100 else 0
-    if norm:  # no bit is given away
+    if norm:  # the scale wastes no bit
         assert 2 ** (how.exponent - 1.001) < norm * 2.0 ** int(planes.exponents[0])
 
 
@@ -195,7 +195,7 @@ def test_norms_at_exponent_steps_stay_below_half_the_modulus(k: int, number: int
 
 @settings(max_examples=examples(100), deadline=None)
 @given(a=rows, b=rows)
-def test_the_least_share_is_one(a: list[float], b: list[float]) -> None:
+def test_the_cosine_is_bounded_from_below(a: list[float], b: list[float]) -> None:
     k = min(len(a), len(b))
     panels = [np.array([x[:k]]) for x in (a, b)]
     if not all(x.any() for x in panels):
@@ -203,7 +203,7 @@ def test_the_least_share_is_one(a: list[float], b: list[float]) -> None:
     facts = [measure_rows(x, np.zeros(1)) for x in panels]
     x, y = (np.abs(p[0]) for p in panels)
     norms = np.linalg.norm(x) * np.linalg.norm(y)
-    for right in (y, np.sort(y)[np.argsort(np.argsort(-x))]):  # as it is, and at its worst
+    for right in (y, np.sort(y)[np.argsort(np.argsort(-x))]):  # in its order, and in the worst order
         assert min_cosine(facts[0].above, facts[1].above, k) <= x @ right / norms * (1 + 1e-8)
     for fact, sizes in zip(facts, (x, y), strict=True):
         assert fact.max_ratio == pytest.approx(sizes.sum() / np.linalg.norm(sizes), rel=1e-12)
@@ -216,7 +216,7 @@ def test_the_least_share_is_one(a: list[float], b: list[float]) -> None:
 
 
 def test_facts_of_a_panel_are_those_of_its_worst_rows() -> None:
-    """Rows of zeros do not count; all elements of a row that are alike are at its root mean square."""
+    """Rows of zeros do not count. Elements of equal magnitude are at their root mean square."""
     rng = np.random.default_rng(4)
     x = rng.standard_normal((5, 64)) * np.exp2(rng.integers(-3, 1, (5, 64)))
     x[2] = 0
@@ -235,8 +235,8 @@ def test_facts_of_a_panel_are_those_of_its_worst_rows() -> None:
     assert len({f.above for f in one}) == 4
 
 
-def test_the_least_share_agrees_with_sums_done_by_hand() -> None:
-    """Half of a row, and of a column, all that there is: they need not meet. Three quarters: half must."""
+def test_the_cosine_bound_agrees_with_sums_done_by_hand() -> None:
+    """If half of each row is nonzero, nonzeros need not meet. If three quarters are, half of them must."""
     assert min_cosine((8, 8, 8, 0), (8, 8, 8, 0), 16) == 0
     assert min_cosine((12, 12, 12, 0), (12, 12, 12, 0), 16) == 0.5
     assert min_cosine((16, 16, 16, 0), (16, 16, 16, 0), 16) == 1
@@ -247,7 +247,7 @@ def test_the_least_share_agrees_with_sums_done_by_hand() -> None:
 
 @st.composite
 def hard_panels(draw: st.DrawFn) -> tuple[Array, Array]:
-    """Panels of few rows, whose elements have something to do with one another."""
+    """Draw panels of few rows with correlated elements."""
     dtype = draw(st.sampled_from(DTYPES))
     k, seed = draw(st.integers(16, 200)), draw(st.integers(0, 2**32))
     rng = np.random.default_rng(seed)
@@ -281,7 +281,7 @@ def hard_panels(draw: st.DrawFn) -> tuple[Array, Array]:
 @settings(max_examples=examples(120), deadline=None)
 @given(panels=hard_panels())
 def test_no_error_is_above_the_bound(panels: tuple[Array, Array]) -> None:
-    """That of a native product, k u (|A||B|), by fractions; and 6 sqrt(k) u, by which products are verified."""
+    """The bounds are k u (|A||B|) of a native product, and 6 sqrt(k) u (|A||B|), which verification uses."""
     a, b = panels
     found = prepared(a, b)
     if not found.number:
@@ -295,8 +295,8 @@ def test_no_error_is_above_the_bound(panels: tuple[Array, Array]) -> None:
 
 
 @pytest.mark.parametrize("number", [2, 3, 8, 14])
-def test_the_error_before_the_last_roundings_is_what_is_said(number: int) -> None:
-    """All of the bound where every element is rounded by a half; none where a panel of integers meets another."""
+def test_the_error_before_final_roundings_meets_its_bound(number: int) -> None:
+    """It equals the bound if every element is rounded by 1/2, and it is 0 for panels of integers."""
     rng = np.random.default_rng(3)
     how, k = residues(number), 40
     even = 2**how.exponent / sqrt(k) // 2 * 2
@@ -310,7 +310,7 @@ def test_the_error_before_the_last_roundings_is_what_is_said(number: int) -> Non
                 for x, held in zip((a, b), planes, strict=True)
             ]
             norms = np.linalg.norm(a) * np.linalg.norm(b)
-            numbers = [integers_of(x, held.exponents)[0] for x, held in zip((a, b), planes, strict=True)]
+            numbers = [integers_of(x, plane.exponents)[0] for x, plane in zip((a, b), planes, strict=True)]
             value = Fraction(sum(x * y for x, y in zip(*numbers, strict=True)))
             value /= Fraction(2) ** int(planes[0].exponents[0] + planes[1].exponents[0])
             off = float(abs(value - exact(a, b.T)[0][0][0])) / norms
@@ -323,7 +323,7 @@ def test_the_error_before_the_last_roundings_is_what_is_said(number: int) -> Non
 
 
 def facts(**changes: Any) -> PanelFacts:
-    """Of rows of equal elements that need rounding."""
+    """Facts of rows of equal elements that need rounding."""
     k = changes.pop("k", 1024)
     given = {"finite": True, "exact": False, "grain": 2.0**-56, "max_ratio": sqrt(k), "min_ratio": sqrt(k)}
     return PanelFacts(**(given | {"above": (k, k, k, 0)} | changes))
@@ -336,20 +336,20 @@ def test_emulation_suffices_for_deep_finite_even_panels() -> None:
     assert not suffices(facts(finite=False), good, 1024, u)
     assert not suffices(good, facts(finite=False), 1024, u)
     assert suffices(facts(k=16), facts(k=16), 16, u)
-    assert not suffices(facts(k=15), facts(k=15), 15, u)  # roundings of the result weigh too much
+    assert not suffices(facts(k=15), facts(k=15), 15, u)  # final roundings exceed the bound
     assert not suffices(facts(k=1 << 18), facts(k=1 << 18), 1 << 18, u)  # int32 would overflow
     assert not suffices(facts(grain=2.0**-50), good, 1024, u)  # coarse
     assert not suffices(good, facts(grain=2.0**-50), 1024, u)
     assert suffices(facts(grain=2.0**-50, exact=True), good, 1024, u)
     assert not suffices(
         facts(above=(500, 0, 0, 0)), facts(above=(500, 0, 0, 0)), 1024, u
-    )  # they need not meet
+    )  # large elements need not meet
     wide = facts(above=(0, 0, 0, 0), exact=True)
-    assert suffices(wide, wide, 1024, u)  # no error, however wide
+    assert suffices(wide, wide, 1024, u)  # no error, however wide the range
     nothing = PanelFacts(True, True, 0.0, 0.0, 0.0, (0,) * len(LEVELS))
     assert suffices(nothing, facts(grain=1.0), 1024, u)
     assert suffices(nothing, nothing, 1024, u)
-    # The deviation alone.
+    # Only the standard deviation is too large.
     assert not suffices(facts(grain=2.0**-52.5), facts(grain=2.0**-52.5), 1 << 17, u)
 
 
@@ -371,12 +371,12 @@ def test_small_integers_are_exact(shape: tuple[int, int, int], dtype: str) -> No
 
 @pytest.mark.parametrize("number", ALL_NUMBERS)
 def test_the_largest_residues_at_depth_are_summed_exactly(number: int) -> None:
-    """More of them than a sum in float32 holds."""
+    """The sums exceed the integers that float32 represents."""
     how, k = residues(number), 5999
     whole = prod(how.moduli)
     planes = views(np.zeros(room_bytes(1, 1, k, "float64"), np.uint8), 1, 1, k, "float64")
-    for held in planes:
-        held.residues[:number, :, :k] = np.array([(p - 1) // 2 for p in how.moduli])[:, None, None]
+    for plane in planes:
+        plane.residues[:number, :, :k] = np.array([(p - 1) // 2 for p in how.moduli])[:, None, None]
     wanted = sum(k * ((p - 1) // 2) ** 2 * (whole // p) * pow(whole // p, -1, p) for p in how.moduli) % whole
     wanted -= whole if wanted > whole // 2 else 0
     assert abs(int(product(Prepared(number, *planes), "float64")[0, 0]) - wanted) <= abs(wanted) // 2**52
@@ -420,14 +420,14 @@ def test_zeros_and_lone_elements_are_exact_or_fall_back(dtype: str) -> None:
     assert not product(found, dtype).any()
     some[np.arange(30), rng.integers(0, 50, 30)] = np.exp2(rng.integers(-30, 30, 30))
     some[7] = 0
-    assert prepared(some, b).number == 0  # what of b meets the one element may have lost all
+    assert prepared(some, b).number == 0  # all bits of the element of b that it meets may be lost
     exact_b = np.rint(b * 100)
     np.testing.assert_array_equal(product(prepared(some, exact_b), dtype), some @ exact_b)
 
 
 @pytest.mark.parametrize(("dtype", "far"), [("float64", 1000), ("float32", 100)])
-def test_neither_overflow_nor_underflow_decides(dtype: str, far: int) -> None:
-    """Rows and columns of 1e300 and 1e-300: as if they were not scaled. Squares of none of them are numbers."""
+def test_neither_overflow_nor_underflow_changes_products(dtype: str, far: int) -> None:
+    """Rows and columns near 1e300 and 1e-300, whose squares overflow or underflow, are scaled correctly."""
     rng = np.random.default_rng(9)
     a, b = rng.standard_normal((40, 100)).astype(dtype), rng.standard_normal((100, 30)).astype(dtype)
     rows, cols = (np.ldexp(np.ones(n, dtype), rng.choice([-far, far], n)).astype(dtype) for n in (40, 30))
@@ -442,7 +442,7 @@ def test_neither_overflow_nor_underflow_decides(dtype: str, far: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_subnormal_rows_are_exact_and_lost_bits_are_noticed(dtype: str) -> None:
-    """Rows of nothing else are scaled up; one beside large numbers is lost, so that its panel is not exact."""
+    """Subnormal rows are scaled up. A subnormal element beside large ones is lost, so the panel is inexact."""
     rng = np.random.default_rng(10)
     least = float(np.finfo(dtype).smallest_subnormal)
     large = float(np.finfo(dtype).max) / 1000
@@ -463,7 +463,7 @@ def test_subnormal_rows_are_exact_and_lost_bits_are_noticed(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("operand", [0, 1])
-def test_what_is_not_finite_falls_back(operand: int, value: float, dtype: str) -> None:
+def test_nonfinite_panels_fall_back(operand: int, value: float, dtype: str) -> None:
     panels = [np.ones((20, 64), dtype), np.ones((64, 20), dtype)]
     assert prepared(*panels).number
     panels[operand][3, 5] = value
@@ -471,8 +471,8 @@ def test_what_is_not_finite_falls_back(operand: int, value: float, dtype: str) -
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_less_must_meet_the_more_moduli_until_none_will_do(dtype: str) -> None:
-    """Ever fewer elements of each row and column are large, until they need not meet."""
+def test_small_cosines_need_more_moduli_until_none_suffice(dtype: str) -> None:
+    """Fewer and fewer elements of each row and column are large, until they need not meet."""
     rng = np.random.default_rng(11)
     numbers = []
     for more in (2000, 1000, 200, 50, 20, 8, 4, 2, 0):
@@ -486,7 +486,7 @@ def test_the_less_must_meet_the_more_moduli_until_none_will_do(dtype: str) -> No
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_nothing_of_a_panels_size_is_held_beside(dtype: str) -> None:
+def test_preparing_allocates_nothing_of_a_panels_size(dtype: str) -> None:
     """The panels are 16 and 8 MiB."""
     rng = np.random.default_rng(12)
     a, b = rng.random((1024, 2048)).astype(dtype), rng.random((512, 2048)).astype(dtype).T
@@ -507,8 +507,8 @@ def test_nothing_of_a_panels_size_is_held_beside(dtype: str) -> None:
 
 @pytest.mark.parametrize("number", ALL_NUMBERS)
 def test_the_largest_exponent_is_used(number: int) -> None:
-    """L may be no larger, and is not much less."""
+    """A larger exponent L would break the bound, and L is not much smaller."""
     how = residues(number)
     assert 2 * how.exponent + 1 == pytest.approx(log2(prod(how.moduli)), abs=0.003)
     assert 2 * how.exponent + 1 < log2(prod(how.moduli)) - 2.0**-10
-    assert how.exponent < 62.5  # a' and the half that is added to it fit into int64
+    assert how.exponent < 62.5  # a' + 1/2 fits into int64

@@ -20,8 +20,8 @@ from oocgemm.backends.base import Token
 from oocgemm.backends.host.backend import HostSession
 from oocgemm.engine.executor import Run
 from oocgemm.errors import ExecutionError
-from oocgemm.planning import Kind, Operation, Plan, TileShape
-from oocgemm.planning.search import candidates
+from oocgemm.planning import Kind, Operation, Plan, TileShape, setting
+from oocgemm.planning.search import slot_counts
 from oocgemm.stores.arrays import ArrayMatrix
 from oocgemm.timeline import Span
 from tests.backends_here import staged
@@ -136,8 +136,8 @@ def test_strips_of_different_widths_do_not_overwrite_each_other(
         right(self, rows, cols, data)
 
     monkeypatch.setattr(ArrayMatrix, "write", slow)
-    monkeypatch.setattr(candidates, "STRIP_BYTES", 1)
-    monkeypatch.setattr(candidates, "STRIPS", 20)
+    monkeypatch.setattr(slot_counts, "STRIP_BYTES", 1)
+    monkeypatch.setattr(slot_counts, "STRIPS", 20)
     rng = np.random.default_rng(0)
     a, b = rng.integers(-3, 4, (120, 40)).astype(float), rng.integers(-3, 4, (40, 130)).astype(float)
     c = rng.integers(-3, 4, (120, 130)).astype(float)
@@ -151,8 +151,8 @@ def test_strips_of_different_widths_do_not_overwrite_each_other(
 def test_a_new_c_written_in_many_strips_is_whole(
     compressor: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(candidates, "STRIP_BYTES", 1)
-    monkeypatch.setattr(candidates, "CHUNK_BYTES", 8 * 64)
+    monkeypatch.setattr(slot_counts, "STRIP_BYTES", 1)
+    monkeypatch.setattr(setting, "CHUNK_BYTES", 8 * 64)
     a, b = np.arange(70.0 * 60).reshape(70, 60) % 7, np.arange(60.0 * 90).reshape(60, 90) % 5
     for tile in ("70x90x20", "32x48x20", "37x41x20"):
         place = tmp_path / f"{tile}.zarr"
@@ -268,7 +268,7 @@ def test_operations_are_submitted_in_schedule_order(
 ) -> None:
     """Even if all Multiplies of a tile are ready at once, the Download of a strip is submitted before the next strip."""
     monkeypatch.setattr(HostSession, "asynchronous", ON_DEVICE)
-    monkeypatch.setattr(candidates, "STRIP_BYTES", 1)
+    monkeypatch.setattr(slot_counts, "STRIP_BYTES", 1)
     right = HostSession.submit
     kinds: list[Kind] = []
 

@@ -64,7 +64,7 @@ from oocgemm.stores.durable import sync_path
 FORMAT = 1
 JOURNAL, LOCK, REDO, COUNT = "journal", "lock", "redo", "count"
 # Extended attribute of a complete .npy file: the first and last lines of its journal.
-ATTRIBUTE = "user.oocgemm.jobs.journal"
+ATTRIBUTE = "user.oocgemm.journal"
 # `owner` takes the lock for an instant, so another process tries again.
 TRIES, PAUSE = 5, 0.02
 

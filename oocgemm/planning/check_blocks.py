@@ -55,7 +55,7 @@ class Blocking:
 
     @classmethod
     def of(cls, extent: int, strip: int) -> "Blocking":
-        """Divide an extent. All strips have the same borders, so that a strip alone is divided alike."""
+        """Divide an extent. A strip alone is divided as it is in its tile."""
         strip = max(1, strip)
         size = ceil_div(strip, ceil_div(strip, SIDE))
         return cls(extent, strip, size, ceil_div(strip, size))

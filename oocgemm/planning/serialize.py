@@ -5,13 +5,13 @@ from dataclasses import fields, replace
 from math import isclose, isfinite
 from typing import Any, TypeVar
 
-from oocgemm.planning.cost.footprint import Candidate, Layouts
+from oocgemm.planning.cost.footprint import Candidate
 from oocgemm.planning.cost.machine import KernelRate, MachineModel
 from oocgemm.planning.plan import Plan
 from oocgemm.planning.problem import DTYPES, GemmProblem, Op
 from oocgemm.planning.schedule.slots import Slots
 from oocgemm.planning.schedule.traversal import Traversal
-from oocgemm.planning.search.candidates import Budgets
+from oocgemm.planning.setting import Budgets, Layouts
 from oocgemm.planning.tiling import Layout, Tile, TileShape
 
 T = TypeVar("T")

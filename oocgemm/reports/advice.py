@@ -99,7 +99,7 @@ class Fitted:
             return plan.prediction.total + self.closed_outside
         # The measured times include the first touch of the run's arena. A larger arena costs more.
         more = plan.footprint.device_total - self.plan.footprint.device_total if plan.machine.unified else 0
-        seconds = simulate(plan.schedule(), plan.problem, plan.machine, plan.layouts)
+        seconds = simulate(plan.schedule(), plan.setting)
         return seconds + self.outside + max(0.0, more * plan.machine.arena_seconds_per_byte)
 
     @property
@@ -191,7 +191,7 @@ def _modelled(plan: Plan) -> Mapping[str, float]:
     if plan.steps > MAX_SIMULATED:
         return plan.prediction.lanes
     lanes = dict.fromkeys(plan.prediction.lanes, 0.0)
-    for operation, seconds in timed(plan.schedule(), plan.problem, plan.machine, plan.layouts):
+    for operation, seconds in timed(plan.schedule(), plan.setting):
         lanes[operation.lane] += seconds
     return lanes
 

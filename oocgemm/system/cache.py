@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from oocgemm.errors import InputError
-from oocgemm.planning.cost.machine import Calibration
+from oocgemm.planning.cost.calibration import Calibration
 
 
 def folder() -> Path:

@@ -45,7 +45,6 @@ from oocgemm.planning import (
     default_model,
     fit_link,
 )
-from oocgemm.planning.cost.predict import multiply_seconds, wave_quantization
 from oocgemm.planning.units import format_size
 from oocgemm.system import cache
 from oocgemm.system.cpu import CpuTimes, used_since
@@ -213,8 +212,8 @@ def _of_infinite_tile(plan: Plan, rates: Mapping[int, float]) -> dict[int, float
     """Convert rates to those of an infinite tile, since the model accounts for tile extents itself."""
     tile = plan.tile
     ideal = replace(plan.machine, kernels={plan.problem.rate: KernelRate(1.0, 0.0)})
-    loss = multiply_seconds(plan.problem, ideal, 1.0, tile.m, tile.n, tile.k)
-    loss *= wave_quantization(plan.problem, ideal, tile.m, tile.n)
+    loss = ideal.multiply_seconds(plan.problem.rate, 1.0, tile.m, tile.n, tile.k)
+    loss *= ideal.wave_quantization(plan.problem.rate, tile.m, tile.n)
     return {depth: rate * loss for depth, rate in rates.items()}
 
 

@@ -118,7 +118,7 @@ class Panels:
         )
 
     def refill(self, contents: Contents, position: int) -> None:
-        """Replace the contents of the slots by `contents`, now relative to the tile at `position`."""
+        """Replace the contents of the slots by `contents`, relative to the tile at `position`."""
         own = self.line(position)
         for cache, (live, latest) in zip(self._tiers, contents, strict=True):
             panels = [(row + own, step) for row, step in live]
@@ -128,7 +128,7 @@ class Panels:
             )
 
     def state(self, position: int) -> object:
-        """Return a key of all that determines which panels the tile at `position` loads, and the contents after it.
+        """Return a key of all that determines which panels the tile at `position` loads.
 
         Next uses enter only through their order, and through the rank of the tile's own panels in it.
         """

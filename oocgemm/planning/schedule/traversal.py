@@ -52,8 +52,8 @@ ROW_BY_ROW = Traversal()
 class Walk(Sequence[Tile]):
     """The tiles of a grid in the order of a traversal.
 
-    Tiles are computed from their positions, so that a walk over all tiles takes no memory. A walk that skips
-    the tiles in `done` takes 8 bytes for each of the others.
+    Tiles are computed from their positions, so that a walk over all tiles takes no memory. A walk over only
+    the tiles in `tiles` takes 8 bytes per tile.
 
     >>> tuple(walk(Traversal(), 2, 3))
     ((0, 0), (0, 1), (0, 2), (1, 2), (1, 1), (1, 0))
@@ -66,26 +66,30 @@ class Walk(Sequence[Tile]):
     """
 
     def __init__(
-        self, traversal: Traversal, tile_rows: int, tile_cols: int, done: Container[Tile] = ()
+        self,
+        traversal: Traversal,
+        tile_rows: int,
+        tile_cols: int,
+        tiles: Container[Tile] | None = None,
     ) -> None:
         self.traversal = traversal
         self.axis = traversal.axis
         # Bands divide the first extent; each band runs along the second.
         self._down, self._across = (tile_rows, tile_cols) if self.axis == 0 else (tile_cols, tile_rows)
         self.whole = self._down * self._across
-        self._left: array[int] | None = None
-        if done:
-            self._left = array("q", (p for p in range(self.whole) if self._tile(p) not in done))
+        self._positions: array[int] | None = None
+        if tiles is not None:
+            self._positions = array("q", (p for p in range(self.whole) if self._tile(p) in tiles))
 
     def __len__(self) -> int:
-        return self.whole if self._left is None else len(self._left)
+        return self.whole if self._positions is None else len(self._positions)
 
     @overload
     def __getitem__(self, position: int) -> Tile: ...
     @overload
     def __getitem__(self, position: slice) -> tuple[Tile, ...]: ...
     def __getitem__(self, position: int | slice) -> Tile | tuple[Tile, ...]:
-        places = range(self.whole) if self._left is None else self._left
+        places = range(self.whole) if self._positions is None else self._positions
         if isinstance(position, slice):
             return tuple(map(self._tile, places[position]))
         return self._tile(places[position])
@@ -104,12 +108,12 @@ class Walk(Sequence[Tile]):
     def next_in(self, axis: int, line: int, position: int) -> int | None:
         """Return the first position after `position` in a tile row (axis 0) or column (axis 1), or None."""
         crosses = axis != self.axis
-        if self._left is None:
+        if self._positions is None:
             return self._next(crosses, line, position)
-        later = self._next(crosses, line, self._left[position])
+        later = self._next(crosses, line, self._positions[position])
         while later is not None:
-            found = bisect_left(self._left, later)
-            if found < len(self._left) and self._left[found] == later:
+            found = bisect_left(self._positions, later)
+            if found < len(self._positions) and self._positions[found] == later:
                 return found
             later = self._next(crosses, line, later)
         return None
@@ -151,9 +155,9 @@ class Walk(Sequence[Tile]):
         return self.traversal.turns and top // self.traversal.band % 2 == 1
 
 
-def walk(traversal: Traversal, tile_rows: int, tile_cols: int, done: Container[Tile] = ()) -> Walk:
-    """Order all tiles that are not done by a traversal."""
-    return Walk(traversal, tile_rows, tile_cols, done)
+def walk(traversal: Traversal, tile_rows: int, tile_cols: int, tiles: Container[Tile] | None = None) -> Walk:
+    """Order the tiles of a grid by a traversal: all of them, or those in `tiles`."""
+    return Walk(traversal, tile_rows, tile_cols, tiles)
 
 
 def last(traversal: Traversal, tile_rows: int, tile_cols: int) -> Tile:
@@ -217,7 +221,7 @@ class NextUse:
         return positions[index] if index < len(positions) else None
 
     def __call__(self, line: int, step: int, position: int) -> int:
-        """Return the first use of a panel after the tile at `position`, or NEVER. `line` is its row (or column)."""
+        """Return the first use of a panel after the tile at `position`, or NEVER."""
         later = self.tile(line, position)
         if later is None or step >= self._steps:  # the panels of thin steps are used in one tile only
             return NEVER

@@ -8,7 +8,7 @@ import numpy as np
 
 from oocgemm.errors import InputError
 from oocgemm.planning import GemmProblem, Layout
-from oocgemm.planning.search.candidates import CHUNK_BYTES
+from oocgemm.planning.setting import CHUNK_BYTES
 from oocgemm.stores.base import Matrix, Store, is_path, package
 from oocgemm.stores.durable import SIDECAR, found_locally
 from oocgemm.stores.files import padded
