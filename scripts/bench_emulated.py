@@ -1,4 +1,4 @@
-"""In-core steps from int8 products beside cuBLAS, on one GPU: scripts/results/bench_emulated.json."""
+"""In-core steps emulated with int8 products, against cuBLAS: scripts/results/bench_emulated.json."""
 
 import json
 from collections import defaultdict
@@ -25,7 +25,7 @@ REPEATS = 5
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Of one call on the device."""
+    """Return the device time of one call, in seconds."""
     start, end = cupy.cuda.Event(), cupy.cuda.Event()
     start.record()
     work()
@@ -35,7 +35,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 class Watched(Kernels):
-    """Kernels with the seconds that each took. `macros`: what splitting is told beside."""
+    """Kernels that record their device times. `macros`: additional macros of the splitting kernel."""
 
     def __init__(self, device: int, *macros: str) -> None:
         super().__init__(device)
@@ -55,7 +55,7 @@ class Watched(Kernels):
         return watched
 
     def seconds(self) -> dict[str, float]:
-        """Of all launches since the last call, by entry."""
+        """Return the seconds of all launches since the last call, by entry."""
         cupy.cuda.get_current_stream().synchronize()
         found = {
             entry: sum(cupy.cuda.get_elapsed_time(*pair) for pair in pairs) / 1e3
@@ -66,9 +66,10 @@ class Watched(Kernels):
 
 
 def measured(multiplier: Multiplier, dtype: str, shape: tuple[int, int, int]) -> dict[str, Any]:
-    """Medians of native and emulated steps, taken in turn; of `unguarded` preparing, whose verdict is not counted for.
+    """Return the median seconds of native and emulated steps, run in turns, and their ratio.
 
-    `parts` are those of one more step, kernel by kernel.
+    `unguarded` prepares without counting for the accuracy check. `parts` holds the seconds of each kernel of
+    one step.
     """
     m, n, k = shape
     most = MODULI_COUNTS[dtype][-1]

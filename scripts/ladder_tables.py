@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from oocgemm.machine.bench import AGAINST, BY_NCU, against
 from tables import load, table
+
+from oocgemm.machine.measure.bench import AGAINST, BY_NCU, against
 
 Rates = dict[tuple[str, str, str], float]  # flop/s by kernel, parameters and dtype
 # Square products, and updates of a C of 12288 x 12288 (beta = 1) by panels of several depths.

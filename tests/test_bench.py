@@ -1,4 +1,4 @@
-"""What is counted, kept, chosen and drawn of measurements of kernels; measuring itself needs a GPU."""
+"""Benchmarks of kernels: access model, saved tunings, choices and charts. Measuring needs a GPU."""
 
 import json
 from pathlib import Path
@@ -102,7 +102,7 @@ def test_the_products_measured_are_of_their_class() -> None:
 
 def test_accesses_are_counted_as_by_hand() -> None:
     square = call(128, 128, 128, "float32")
-    # 16 x 16 tiles: each operand is read 128 / 16 times, 8 floats a sector; C is written once.
+    # 16 x 16 tiles: each operand is read 128 / 16 times, 8 floats per sector; C is written once.
     assert rung("tiled").model is not None
     tiled = rung("tiled").model(square, {"TILE": 16})  # type: ignore[misc]
     assert tiled == model.Access(2 * 128 * 128 * 8 // 8, 128 * 128 // 8, 0)
@@ -112,7 +112,7 @@ def test_accesses_are_counted_as_by_hand() -> None:
     # Transposed, the tile is written down its columns: the extra column keeps the banks apart for float32.
     transposed = call(128, 128, 128, "float32", (Op.T, Op.N))
     assert rung("tiled").model(transposed, {"TILE": 32}).bank_conflicts == 0  # type: ignore[misc]
-    assert model.conflicts(4, lambda lane: lane * 32) == 31  # what it would be without
+    assert model.conflicts(4, lambda lane: lane * 32) == 31  # without the extra column
     beta = rung("tiled").model(call(128, 128, 128, "float32", beta=1.0), {"TILE": 16})  # type: ignore[misc]
     assert beta.load_sectors - tiled.load_sectors == tiled.store_sectors
 

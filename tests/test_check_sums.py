@@ -1,4 +1,4 @@
-"""What takes checksums on a device: digests by their definition, kernels/check_sums.cu against NumPy, and the room for it all."""
+"""Test checksums on a device: digests, kernels/checks/check_sums.cu against NumPy, and their memory."""
 
 import ctypes
 import shutil
@@ -20,7 +20,7 @@ from oocgemm.backends.base import numpy_dtype
 from oocgemm.backends.checksums import CutFields, Device, Multiplied, Summed, check_options
 from oocgemm.integrity.checksums.device import Weights
 from oocgemm.kernels.compile import compiled
-from oocgemm.kernels.sources import kernel_folder
+from oocgemm.kernels.sources import kernel_folder, kernel_path
 from oocgemm.planning import DTYPES
 from oocgemm.planning.check_blocks import DIGEST_ROWS, Blocking, borders
 from tests.backends_here import CUDA
@@ -59,8 +59,7 @@ def test_pieces_in_any_order_make_up_the_digest(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_a_digest_tells_what_is_another_panel(dtype: str) -> None:
-    """One bit, whichever, of the rows that count; rows, columns, elements that have changed places; even where only signs
-    differ."""
+    """Flip any bit of the covered rows. Swap rows, columns or elements, even if only their signs differ."""
     rng = np.random.default_rng(1)
     kind = numpy_dtype(dtype)
     normal = rng.standard_normal((40 * DIGEST_ROWS, 30))
@@ -85,7 +84,7 @@ def test_a_digest_tells_what_is_another_panel(dtype: str) -> None:
 
 
 def test_integers_have_digests_of_their_own() -> None:
-    """Panels of few bits set, such as those of small integers, differ in theirs."""
+    """Panels with few bits set, such as small integers, have different digests."""
     rng = np.random.default_rng(5)
     found = {whole(integers(rng, (20, 20), "float64", most=1)) for _ in range(500)}
     assert len(found) == 500
@@ -96,7 +95,7 @@ def test_integers_have_digests_of_their_own() -> None:
 
 @dataclass
 class Case:
-    """A launch: memory, where things lie in it, and what comes out of it, by name, as numbers or bytes."""
+    """A kernel launch: its memory, the offsets of named arrays in it, and their content afterwards."""
 
     macros: tuple[str, ...]
     entry: str
@@ -106,7 +105,7 @@ class Case:
     sizes: dict[str, Array] = field(default_factory=dict)
 
     def put(self, x: Array) -> int:
-        """Add an array; where it begins."""
+        """Add an array, and return its offset."""
         start = -(-self.memory.size // 16) * 16
         self.memory = np.concatenate(
             [self.memory, np.zeros(start - self.memory.size, np.uint8), x.reshape(-1).view(np.uint8)]
@@ -132,7 +131,7 @@ Runs = Callable[[Case, Callable[[int], ctypes.Structure]], Array]
 def panel_values(rng: np.random.Generator, shape: tuple[int, int], dtype: str) -> Array:
     x = rng.standard_normal(shape) * 10.0 ** rng.integers(-3, 3, shape)
     if dtype in ("float64", "complex128"):
-        x[5:40, 3:70] *= 1e290  # squares of neither are numbers
+        x[5:40, 3:70] *= 1e290  # squares overflow, or below underflow
         x[90:120] *= 1e-290
         x[130:] *= 1e-200
     if DTYPES[dtype].is_complex:
@@ -184,7 +183,7 @@ def strip(dtype: str) -> Built:
 
 
 def product(dtype: str, first: bool, wrong: int = 0, depth: int = 70) -> Built:
-    """20 blocks of rows in strips of 3 of them, by 18."""
+    """20 rows of blocks, in strips of 3, by 18."""
     rng, down, across, per, strip, cols, pitch = np.random.default_rng(4), 20, 18, 3, 40, 333, 21
     rows, strips = 260, 7
     wide = np.complex128 if DTYPES[dtype].is_complex else np.float64
@@ -194,14 +193,14 @@ def product(dtype: str, first: bool, wrong: int = 0, depth: int = 70) -> Built:
         (-(-across // 16), -(-down // 16), 1),
     )
     at: dict[str, int] = {}
-    chunks = -(-depth // 35)  # as if they were of fewer than there can be
+    chunks = -(-depth // 35)  # as if there were fewer than the maximum
     for name, count, extent in (("a", down, rows), ("b", across, cols)):
         sums = rng.standard_normal((count, depth))
         at[name] = case.put(sums + 1j * sums[::-1] if wide is np.complex128 else sums)
         at[f"{name}_norms"] = case.put(10.0 ** rng.integers(-160, 150, (count, max(1, chunks))))
         at[f"{name}_head"] = case.put(np.array([3 + (wrong == ord(name)), name == "a"], np.uint64))
         at[f"{name}_flags"] = case.put(rng.integers(0, 2, extent, np.uint8))
-    # Behind one another, strip by strip: a head, sums, norms, flags of rows and columns.
+    # Per strip, in this order: a head, sums, norms, flags of rows and columns.
     item = np.dtype(wide).itemsize
     sums_at, norms_at = 16, 16 + per * pitch * item
     rows_at = norms_at + 8 * per * pitch
@@ -253,7 +252,7 @@ class LockstepDevice(ModelDevice):
 def _built(macros: tuple[str, ...]) -> ctypes.CDLL:
     runs = "RUN(check_panel) RUN(check_strip) RUN(check_product)"
     flags = "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", f"-I{kernel_folder()}"
-    names = f'-DSOURCE="{kernel_folder() / "check_sums.cu"}"', f"-DRUNS={runs}"
+    names = f'-DSOURCE="{kernel_path("check_sums")}"', f"-DRUNS={runs}"
     shim = Path(__file__).parent / "lockstep.hpp"
     with TemporaryDirectory() as folder:
         library = f"{folder}/check_sums.so"
@@ -262,7 +261,7 @@ def _built(macros: tuple[str, ...]) -> ctypes.CDLL:
 
 
 def check(case: Case, given: Callable[[int], ctypes.Structure], run: Runs) -> dict[str, Array]:
-    """Run a case, and hold it against NumPy: numbers but for their rounding, which of them are none, all else bit for bit."""
+    """Run a case, and compare it with NumPy: numbers within rounding, nonfinite ones and all else exactly."""
     expected = case.results(on_host(ModelDevice())(case, given))
     got = case.results(run(case, given))
     for name, wanted in expected.items():
@@ -271,7 +270,7 @@ def check(case: Case, given: Callable[[int], ctypes.Structure], run: Runs) -> di
             continue
         there = np.isfinite(wanted)
         np.testing.assert_array_equal(np.isfinite(got[name]), there, err_msg=name)
-        size = case.sizes.get(name, np.abs(wanted))  # of all that was added up
+        size = case.sizes.get(name, np.abs(wanted))  # of all terms
         off = np.abs(np.where(there, got[name], 0) - np.where(there, wanted, 0))
         assert (off <= 1e-14 * np.where(np.isfinite(size), size, np.inf)).all(), name
     return got

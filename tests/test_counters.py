@@ -1,4 +1,4 @@
-"""Kernels counted by ncu, of which a stand-in is on PATH: what is asked, launched, read, dealt out and shown."""
+"""Hardware counters by ncu, replaced by a fake program: launches, parsing, grouping and display."""
 
 import importlib
 import json
@@ -61,7 +61,7 @@ def test_counters_of_the_launches_of_a_row_are_summed() -> None:
     blas, grid, tiled = map(counters._summed, dealt)
     assert blas == {
         **{"load_sectors": 30, "store_sectors": 10, "sectors_from_l2": 3, "bank_conflicts": 7 / 34},
-        "occupancy": pytest.approx(0.2),  # of three times as long 10%, and of the other 50%
+        "occupancy": pytest.approx(0.2),  # 10% for three quarters of the time, 50% for the rest
     }
     assert grid == {
         **{"load_sectors": 2**31 + 352, "store_sectors": 2**19 + 12, "sectors_from_l2": 2**20 + 24},
@@ -86,7 +86,7 @@ def test_launches_that_are_not_those_made_are_refused(expected: list[list[str]])
         counters._grouped(counters.parse_launches(PAGE), expected)
 
 
-# Stands for a GPU in the child: it writes down what is launched.
+# Replaces the GPU in the child process: it records the launches.
 DEVICE = """
 import os, sys, types
 from contextlib import contextmanager
@@ -110,7 +110,7 @@ module.Stopwatch = Stopwatch
 module.Product = lambda m, n, k, dtype, beta, compute: (m, n, k, dtype, beta, compute)
 """
 
-# Stands for ncu: it runs the command after its options, and writes a page.
+# Replaces ncu: it runs the command after its options, and writes a raw page.
 NCU = f"""#!{sys.executable}
 import os, subprocess, sys
 from pathlib import Path
@@ -135,7 +135,7 @@ log.write_text("==PROF== Connected\\n" + page + "\\n")
 
 @pytest.fixture
 def ncu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An ncu on PATH, and a device for what it starts; the file in which launches are written down."""
+    """Put a fake ncu on the PATH, with a fake device for its child; return the file that records launches."""
     for name, text in (("ncu", NCU), ("sitecustomize.py", DEVICE)):
         (tmp_path / name).write_text(text)
     (tmp_path / "ncu").chmod(0o755)
@@ -146,7 +146,7 @@ def ncu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def kept() -> dict[str, Any]:
-    """Measurements without counters."""
+    """Return the results of a benchmark without their counters."""
     result: dict[str, Any] = snake_keys(json.loads((SCRIPTS / "results" / "bench_kernels.json").read_text()))
     result.pop("not_counted", None)
     for row in result["rows"]:
@@ -213,7 +213,8 @@ def test_cublas_alone_is_not_counted(ncu: Path) -> None:
     ("said", "why"),
     [
         (
-            "==PROF== Connected to process 1\n==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access "
+            "==PROF== Connected to process 1\n==ERROR== ERR_NVGPUCTRPERM - The user does not have "
+            "permission to access "
             "NVIDIA GPU Performance Counters on the target device 0. For instructions ...\n",
             r"may not read the GPU's counters \(ERR_NVGPUCTRPERM\): run as root",
         ),

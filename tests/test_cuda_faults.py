@@ -1,4 +1,4 @@
-"""What a GPU may refuse or fail of, by the CUDA backend on a stand-in for cupy: no GPU fails when it is asked to."""
+"""Failures of a GPU: the CUDA backend on a fake cupy that fails on demand."""
 
 import ctypes
 import importlib
@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from oocgemm import backends
+from oocgemm.backends import registry
 from oocgemm.backends.base import InPlace
 from oocgemm.errors import BackendError, OutOfMemoryError
 from oocgemm.planning import (
@@ -43,7 +44,7 @@ CUPY = ("cupy", "cupy.cuda", "cupy_backends", "cupy_backends.cuda", "cupy_backen
 
 
 class CudaError(RuntimeError):
-    """What cupy raises; `status` is CUDA's own number."""
+    """The error that cupy raises for the runtime; `status` is CUDA's error number."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"CUDA error {status}")
@@ -51,16 +52,16 @@ class CudaError(RuntimeError):
 
 
 class DriverError(RuntimeError):
-    """What cupy raises for the driver."""
+    """The error that cupy raises for the driver."""
 
 
 class CublasError(RuntimeError):
-    """What cupy raises for cuBLAS."""
+    """The error that cupy raises for cuBLAS."""
 
 
 @pytest.fixture
 def device() -> Iterator[SimpleNamespace]:
-    """A stand-in for cupy, under the backend's own modules: `runtime`, `cublas` and `driver` do as they are told."""
+    """Import the backend's modules on a fake cupy; tests program its `runtime`, `cublas` and `driver`."""
 
     def check_status(status: int) -> None:
         if status:
@@ -81,7 +82,7 @@ def device() -> Iterator[SimpleNamespace]:
         for name in [name for name in sys.modules if name.startswith("oocgemm.backends.cuda")]:
             del sys.modules[name]
         vars(backends).pop("cuda", None)
-        with patch.object(backends, "missing_for_cuda", lambda: None):
+        with patch.object(registry, "missing_for_cuda", lambda: None):
             cuda, calls = (
                 importlib.import_module(f"oocgemm.backends.cuda.{name}") for name in ("backend", "calls")
             )
@@ -98,13 +99,13 @@ def plan() -> Plan:
 
 
 def idle(device: SimpleNamespace) -> bool:
-    """Whether each cuBLAS is there for the next run, once."""
+    """Return whether each cuBLAS handle is idle, exactly once."""
     left = sys.modules["oocgemm.backends.cuda.multiplier"]._idle.values()
     return bool(sum(map(len, left)) == device.cublas.create.call_count)
 
 
 def released(device: SimpleNamespace) -> bool:
-    """Whether all was given back that had been taken: of the arena, and of cuBLAS."""
+    """Return whether the arena is freed and all cuBLAS handles are idle."""
     runtime = device.runtime
     freed = call(ARENA) in runtime.free.mock_calls or not runtime.malloc.called
     return freed and idle(device)
@@ -158,7 +159,7 @@ def test_a_device_without_room_beside_the_arena_gives_it_back(
 @pytest.mark.parametrize("name", ["auto", "cuda"])
 def test_a_device_full_of_other_processes_is_out_of_memory(device: SimpleNamespace, name: str) -> None:
     device.runtime.free.side_effect = CudaError(NO_MEMORY)
-    with pytest.raises(OutOfMemoryError, match="other processes hold so much of CUDA device 0's memory"):
+    with pytest.raises(OutOfMemoryError, match="other processes use so much of CUDA device 0's memory"):
         backends.open_backend(name)
 
 
@@ -176,17 +177,17 @@ def first(plan: Plan, kind: Kind) -> Operation:
 def test_memory_that_cannot_be_locked_is_an_error_with_a_remedy(device: SimpleNamespace, plan: Plan) -> None:
     session = device.backend().open(plan, "cublas")
     device.runtime.hostRegister.side_effect = CudaError(NO_MEMORY)
-    said = r"refuses to lock .*KiB of host memory .*--host-memory, or raise ulimit -l"
+    said = r"refuses to pin .*KiB of host memory .*--host-memory, or raise ulimit -l"
     with pytest.raises(BackendError, match=said):
-        session.page_lock([np.ones((32, 32))])
+        session.pin([np.ones((32, 32))])
     with pytest.raises(BackendError, match=said):
         session.submit(first(plan, Kind.UPLOAD), [np.ones((32, 32))], [])
 
 
 def test_a_slot_pinned_by_its_reader_is_not_pinned_again(device: SimpleNamespace, plan: Plan) -> None:
-    """Whoever issues the copy would hold up all other orders."""
+    """Pinning in the submitting thread would delay all other submissions."""
     session, panel = device.backend().open(plan, "cublas"), np.ones((32, 32))
-    session.page_lock([panel])
+    session.pin([panel])
     with issued(device, {}):
         session.submit(first(plan, Kind.UPLOAD), [panel], [])
     assert device.runtime.hostRegister.call_count == 1
@@ -195,7 +196,7 @@ def test_a_slot_pinned_by_its_reader_is_not_pinned_again(device: SimpleNamespace
 def test_slots_are_pinned_in_parts_that_no_copy_straddles(
     device: SimpleNamespace, plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that orders come in between."""
+    """Submissions can run between the parts."""
     monkeypatch.setattr(sys.modules["oocgemm.backends.cuda.host_memory"], "PART", 4096)
     session, made = device.backend().open(plan, "cublas"), list[str]()
     panel = allocate(8192).view(np.float64).reshape(32, 32)
@@ -213,7 +214,7 @@ def test_slots_are_pinned_in_parts_that_no_copy_straddles(
 def test_a_zero_copy_panel_is_split_at_borders_of_pinned_ranges(
     device: SimpleNamespace, plan: Plan, borders: list[int], copies: int
 ) -> None:
-    """Of rows of 256 bytes that lie 640 apart: between two of them, or in one, which is cut in two."""
+    """Rows of 256 bytes with a pitch of 640. A border between rows splits the copy, a border inside a row splits the row."""
     session, made = device.backend().open(plan, "cublas"), list[str]()
     block = allocate(32 * 640).view(np.float64).reshape(32, 80)[:, :32]
     at = [block.ctypes.data + border for border in borders]
@@ -226,9 +227,9 @@ def test_a_zero_copy_panel_is_split_at_borders_of_pinned_ranges(
 def test_operands_are_pinned_while_no_operation_is_submitted(device: SimpleNamespace, plan: Plan) -> None:
     session = device.backend().open(plan, "cublas")
     memory, register = session._host, device.runtime.hostRegister
-    thread = threading.Thread(target=session.locks.lock, args=(4096, 4096))
+    thread = threading.Thread(target=session.pinner.pin, args=(4096, 4096))
     memory._waiting.add(0)  # some thread that has yet to get the driver
-    with memory.ordering():
+    with memory.submitting():
         thread.start()
         thread.join(0.05)
         register.assert_not_called()
@@ -237,7 +238,7 @@ def test_operands_are_pinned_while_no_operation_is_submitted(device: SimpleNames
     memory._waiting.discard(0)
     thread.join()
     register.assert_called_once_with(4096, 4096, 0)
-    session.locks.unlock(4096)
+    session.pinner.unpin(4096)
     device.runtime.hostUnregister.assert_called_once_with(4096)
 
 
@@ -245,15 +246,15 @@ def test_an_abandoned_operation_blocks_nobody(device: SimpleNamespace, plan: Pla
     memory = device.backend().open(plan, "cublas")._host
     with patch.object(memory, "_driver") as driver:
         driver.acquire.side_effect = KeyboardInterrupt
-        with pytest.raises(KeyboardInterrupt), memory.ordering():
+        with pytest.raises(KeyboardInterrupt), memory.submitting():
             pass
-    with pytest.raises(CudaError), memory.ordering():
+    with pytest.raises(CudaError), memory.submitting():
         raise CudaError(LAUNCH_FAILED)
-    memory.locks.lock(4096, 4096)  # would wait for either
+    memory.pinner.pin(4096, 4096)  # would wait for either
 
 
 def issued(device: SimpleNamespace, status: dict[str, int], made: list[str] | None = None) -> Any:
-    """Calls of the driver, which return a status by their names, and are noted."""
+    """Return a patch of the driver whose calls are recorded and return a status by name."""
 
     def driver(name: str, *types: Any) -> Callable[..., int]:
         def act(*arguments: Any) -> int:
@@ -267,7 +268,7 @@ def issued(device: SimpleNamespace, status: dict[str, int], made: list[str] | No
 
 
 @pytest.mark.parametrize(
-    ("status", "kind", "address", "holds"),
+    ("status", "kind", "address", "pinned"),
     [
         (0, 1, 8192, True),
         (0, 1, 8192 + 4096, True),
@@ -277,9 +278,9 @@ def issued(device: SimpleNamespace, status: dict[str, int], made: list[str] | No
     ],
 )
 def test_memory_within_one_pinned_range_counts_as_pinned(
-    device: SimpleNamespace, status: int, kind: int, address: int, holds: bool
+    device: SimpleNamespace, status: int, kind: int, address: int, pinned: bool
 ) -> None:
-    """Of 8 KiB from 8192 on."""
+    """The pinned range is 8 KiB from address 8192 on."""
     attributes = {2: kind, 11: 8192, 12: 8192}
 
     def ask(found: int, attribute: int, of: int) -> int:
@@ -289,11 +290,11 @@ def test_memory_within_one_pinned_range_counts_as_pinned(
         return status
 
     with patch.object(device.calls, "_cuda", lambda name, *types: ask):
-        assert device.backend().holds(address, 4096) == holds
+        assert device.backend().is_pinned(address, 4096) == pinned
 
 
 def test_after_a_failed_launch_all_is_given_back(device: SimpleNamespace, plan: Plan) -> None:
-    """Though every call fails from then on."""
+    """Even though every CUDA call fails after the first failure."""
     session, runtime, panel = device.backend().open(plan, "cublas"), device.runtime, np.ones((32, 32))
     with issued(device, {}):
         session.submit(first(plan, Kind.UPLOAD), [panel], [])
@@ -356,7 +357,7 @@ def test_a_failed_operation_raises_in_its_waiters(device: SimpleNamespace, plan:
 
 
 def test_a_stream_waits_for_host_and_device_before_its_copy(device: SimpleNamespace, plan: Plan) -> None:
-    """However late these are."""
+    """Even if the waits end late."""
     session, block, made = device.backend().open(plan, "cublas"), np.ones((32, 32)), list[str]()
     host = MagicMock()
     host.synchronize.side_effect = lambda: made.append("the host")

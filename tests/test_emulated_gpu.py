@@ -1,4 +1,4 @@
-"""Products from int8 products on a device: exact on integers, residues by Python's integers, errors in units of roundoff."""
+"""Emulated products on a GPU: exact on integers, residues equal to Python's, errors within units of roundoff."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -37,7 +37,7 @@ def multiplied(
     scalars: tuple[float, float] = (1, 0),
     c: Array | None = None,
 ) -> tuple[int, Array, dict[str, Array]]:
-    """Number of moduli, C (C as it was if that is 0), and what lies in the plane slot."""
+    """Return the number of moduli, C (unchanged if that number is 0), and the planes slot."""
     import cupy
 
     dtype = a.dtype.name

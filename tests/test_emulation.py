@@ -12,7 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from oocgemm.backends.host.residues import Prepared, look, multiply, prepare, split, views, workspace_bytes
+from oocgemm.backends.host.residues import (
+    Prepared,
+    measure_rows,
+    multiply,
+    prepare,
+    split,
+    views,
+    workspace_bytes,
+)
 from oocgemm.planning.emulation import (
     LEVELS,
     MODULI_COUNTS,
@@ -161,7 +169,7 @@ def test_products_stay_below_half_the_modulus(row: list[float], far: int, number
         np.full(room_bytes(1, 0, len(row), "float64"), GUARD, np.uint8), 1, 0, len(row), "float64"
     )
     how = residues(number)
-    split(x, planes, how, look(x, planes.norms))
+    split(x, planes, how, measure_rows(x, planes.norms))
     numbers = integers_of(x, planes.exponents)
     assert sum(e * e for e in numbers[0]) * 2 < prod(how.moduli)
     assert max(map(abs, numbers[0])) < 2**63
@@ -179,7 +187,7 @@ def test_norms_at_exponent_steps_stay_below_half_the_modulus(k: int, number: int
         value = 2**how.exponent / sqrt(k) * factor
         x = np.full((1, k), value)
         planes, _ = views(np.zeros(room_bytes(1, 0, k, "float64"), np.uint8), 1, 0, k, "float64")
-        split(x, planes, how, look(x, planes.norms))
+        split(x, planes, how, measure_rows(x, planes.norms))
         assert planes.exponents[0] == exponent
         integer = round(Fraction(value) * Fraction(2) ** exponent)
         assert 2 * k * integer**2 < prod(how.moduli)
@@ -192,7 +200,7 @@ def test_the_least_share_is_one(a: list[float], b: list[float]) -> None:
     panels = [np.array([x[:k]]) for x in (a, b)]
     if not all(x.any() for x in panels):
         return
-    facts = [look(x, np.zeros(1)) for x in panels]
+    facts = [measure_rows(x, np.zeros(1)) for x in panels]
     x, y = (np.abs(p[0]) for p in panels)
     norms = np.linalg.norm(x) * np.linalg.norm(y)
     for right in (y, np.sort(y)[np.argsort(np.argsort(-x))]):  # as it is, and at its worst
@@ -217,7 +225,7 @@ def test_facts_of_a_panel_are_those_of_its_worst_rows() -> None:
     how, seen = residues(14), []
     for some in (x, x[:1], x[1:2], x[3:4], x[4:]):
         planes, _ = views(np.zeros(room_bytes(5, 0, 64, "float64"), np.uint8), len(some), 0, 64, "float64")
-        seen.append(split(some, planes, how, look(some, planes.norms)))
+        seen.append(split(some, planes, how, measure_rows(some, planes.norms)))
     panel, *one = seen
     assert panel.max_ratio == max(f.max_ratio for f in one)
     assert panel.min_ratio == min(f.min_ratio for f in one)
@@ -297,7 +305,10 @@ def test_the_error_before_the_last_roundings_is_what_is_said(number: int) -> Non
     for a in (halves, whole, wide):
         for b in (halves, whole, wide):
             planes = views(np.zeros(room_bytes(1, 1, k, "float64"), np.uint8), 1, 1, k, "float64")
-            found = [split(x, held, how, look(x, held.norms)) for x, held in zip((a, b), planes, strict=True)]
+            found = [
+                split(x, held, how, measure_rows(x, held.norms))
+                for x, held in zip((a, b), planes, strict=True)
+            ]
             norms = np.linalg.norm(a) * np.linalg.norm(b)
             numbers = [integers_of(x, held.exponents)[0] for x, held in zip((a, b), planes, strict=True)]
             value = Fraction(sum(x * y for x, y in zip(*numbers, strict=True)))
@@ -441,12 +452,12 @@ def test_subnormal_rows_are_exact_and_lost_bits_are_noticed(dtype: str) -> None:
     b[3, 4] = least
     planes, _ = views(np.zeros(room_bytes(30, 0, 64, dtype), np.uint8), 30, 0, 64, dtype)
     how = residues(MODULI_COUNTS[dtype][-1])
-    assert not split(b.T, planes, how, look(b.T, planes.norms)).exact
+    assert not split(b.T, planes, how, measure_rows(b.T, planes.norms)).exact
     b[3, 4] = 0
-    assert split(b.T, planes, how, look(b.T, planes.norms)).exact
+    assert split(b.T, planes, how, measure_rows(b.T, planes.norms)).exact
     b[:, 4] *= large
     b[3, 4] = least  # scaled, it is less than any number
-    assert not split(b.T, planes, how, look(b.T, planes.norms)).exact
+    assert not split(b.T, planes, how, measure_rows(b.T, planes.norms)).exact
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

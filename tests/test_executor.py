@@ -1,4 +1,4 @@
-"""The executor: failures anywhere stop everything, name the place, and leave nothing behind."""
+"""The executor: any failure stops the run, names the operation, and leaves no thread or memory behind."""
 
 import os
 import sys
@@ -110,7 +110,7 @@ def test_a_failing_progress_callback_fails_the_run() -> None:
 def test_a_failure_stops_the_queueing_of_later_operations(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    right, seen, total = Run._queue, 0, 0
+    right, seen, total = Run._queue_of, 0, 0
 
     def queue(self: Run, operation: Operation) -> Any:
         nonlocal seen, total
@@ -118,7 +118,7 @@ def test_a_failure_stops_the_queueing_of_later_operations(
         seen += 1
         return right(self, operation)
 
-    monkeypatch.setattr(Run, "_queue", queue)
+    monkeypatch.setattr(Run, "_queue_of", queue)
     monkeypatch.setattr(HostSession, "submit", Mock(side_effect=RuntimeError("the launch failed")))
     with pytest.raises(ExecutionError, match="the launch failed"):
         oocgemm.matmul(A, B, tile="4x4x4", backend="host")
@@ -128,7 +128,7 @@ def test_a_failure_stops_the_queueing_of_later_operations(
 def test_strips_of_different_widths_do_not_overwrite_each_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A narrow tile and a wide one take turns in an accumulator, and slow writes keep the old one in it."""
+    """A narrow and a wide tile alternate in an accumulator, and slow writes delay the reuse of its slot."""
     right = ArrayMatrix.write
 
     def slow(self: ArrayMatrix, rows: Any, cols: Any, data: Any) -> None:
@@ -209,8 +209,8 @@ def test_operations_are_nvtx_ranges_where_nvtx_is_installed(monkeypatch: pytest.
 def test_the_thread_that_ends_a_wait_submits_what_is_ready(
     beta: int, verify: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A device that only takes orders has no threads of its own; each stream's are issued in the schedule's order, one at a
-    time, and all that they wait for before them."""
+    """Asynchronous operations have no threads. Those of a stream are submitted in the order of the schedule, one at a
+    time, each after all its waits."""
     monkeypatch.setattr(HostSession, "asynchronous", ON_DEVICE)
     right, at_once = HostSession.submit, threading.Lock()
     done: list[Operation] = []
@@ -243,8 +243,8 @@ def test_the_thread_that_ends_a_wait_submits_what_is_ready(
 
 
 def test_an_operation_slow_to_submit_does_not_block_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Prepare that waits for the device holds nothing up but what needs its planes: here it waits for the Multiply of the
-    step before to be issued."""
+    """A Prepare that waits for the device delays only the operations that need its planes. Here it waits until the
+    Multiply of the previous step has been submitted."""
     monkeypatch.setattr(HostSession, "asynchronous", set(ON_DEVICE) - {Kind.PREPARE})
     right, multiplied = HostSession.submit, threading.Semaphore(1)  # the first waits for none
 
@@ -266,7 +266,7 @@ def test_an_operation_slow_to_submit_does_not_block_others(monkeypatch: pytest.M
 def test_operations_are_submitted_in_schedule_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All multiplications of a tile may be issued at once; a strip of it is ordered to leave before the next is multiplied."""
+    """Even if all Multiplies of a tile are ready at once, the Download of a strip is submitted before the next strip."""
     monkeypatch.setattr(HostSession, "asynchronous", ON_DEVICE)
     monkeypatch.setattr(candidates, "STRIP_BYTES", 1)
     right = HostSession.submit

@@ -26,10 +26,13 @@ from zarr.storage import MemoryStore, WrapperStore
 
 import oocgemm
 from oocgemm import ExecutionError, InputError, OocGemmError, OutOfMemoryError, stores
+from oocgemm.backends.base import Stream
 from oocgemm.backends.host.backend import HostSession
 from oocgemm.cli.output import EXIT_FAILED, EXIT_USAGE
-from oocgemm.engine import staging
-from oocgemm.engine.staging import RETRY_AFTER, Staging
+from oocgemm.engine import blocks, transfers
+from oocgemm.engine.slots import HostSlots
+from oocgemm.engine.staging import Staging
+from oocgemm.engine.transfers import RETRY_AFTER
 from oocgemm.jobs import budgets as budgets_module
 from oocgemm.jobs import output, resume
 from oocgemm.jobs.journal import JOURNAL
@@ -71,7 +74,7 @@ def _zarr_has_its_threads() -> None:
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "RETRY_AFTER", (0.01,) * 3)
+    monkeypatch.setattr(transfers, "RETRY_AFTER", (0.01,) * 3)
 
 
 @pytest.fixture(params=STORES)
@@ -340,7 +343,7 @@ def test_a_persistent_failure_is_retried_as_often_as_stated(tmp_path: Path) -> N
     fault = Fault(OSError(errno.EIO, "Input/output error"), first=1)
     with faulty_stores(read_B=fault), staged():
         said = failure(tmp_path, A, tile=f"{M}x{N}x{K}")
-    assert fault.calls == 1 + len(staging.RETRY_AFTER)
+    assert fault.calls == 1 + len(transfers.RETRY_AFTER)
     assert (
         "read B[0:30, 0:50] of tile (0, 0), step 0: reading B[0:30, 0:50]: OSError: [Errno 5] Input/output"
         in said
@@ -371,10 +374,10 @@ def test_writes_are_not_tried_again(tmp_path: Path, error: Exception) -> None:
 def ended_early(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The wait before a read is tried again is long, and is not waited for. (A time limit of the test itself would not
     do: a run that is stopping puts off all that interrupts it.)"""
-    monkeypatch.setattr(staging, "RETRY_AFTER", (20.0,) * 3)
+    monkeypatch.setattr(transfers, "RETRY_AFTER", (20.0,) * 3)
     start = time.monotonic()
     yield
-    assert time.monotonic() - start < staging.RETRY_AFTER[0]
+    assert time.monotonic() - start < transfers.RETRY_AFTER[0]
 
 
 def test_a_run_that_stops_waits_for_no_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -472,13 +475,13 @@ def test_short_direct_reads_give_the_same_product(
 def test_whatever_is_slow_the_product_is_right(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool
 ) -> None:
-    def touch(self: Staging, start: int) -> None:
+    def prefault(self: HostSlots, start: int) -> None:
         end = time.monotonic() + 0.1
         while time.monotonic() < end:
             self.arena[start : start + self._c_bytes] = 255
             time.sleep(0.001)
 
-    monkeypatch.setattr(Staging, "_touch", touch)
+    monkeypatch.setattr(HostSlots, "_prefault", prefault)
     zarr.create_array(tmp_path / "C", data=PRODUCT, chunks=(CHUNK, CHUNK))
     slow = {name: Fault(delay=0.004) for name in ("read_A", "read_B", "read_C", "write_C")}
     busy = {name: Fault(delay=0.002) for name in ("upload", "multiply", "download")}
@@ -548,10 +551,10 @@ def test_a_stream_that_cannot_be_used_is_named(
     monkeypatch.setattr(HostSession, "asynchronous", ON_DEVICE if asynchronous else ())
 
     @contextmanager
-    def worker(self: HostSession, stream: str) -> Iterator[None]:
-        if begun or stream != "compute":
+    def worker(self: HostSession, stream: Stream) -> Iterator[None]:
+        if begun or stream.lane != "compute":
             yield
-        if stream == "compute":
+        if stream.lane == "compute":
             raise RuntimeError("cudaErrorDevicesUnavailable")
 
     monkeypatch.setattr(HostSession, "worker", worker)
@@ -660,7 +663,7 @@ def test_a_chunk_without_memory_to_decode_is_not_called_damaged(
     """Not one that is to be decoded, nor one that is to be written and hangs over the edge of C."""
     a = store(tmp_path / "A", "zstd") if compressor == "zstd" else A
     with monkeypatch.context() as patches:
-        patches.setattr(files, "_own", threading.local())
+        patches.setattr(files, "_of_thread", threading.local())
         patches.setattr(files, "mmap", SimpleNamespace(**vars(mmap) | {"mmap": mapping_files_only}))
         said = failure(tmp_path, a, tile="16x20x10", chunks=(16, 20), compressor=compressor)
     assert f"{'reading A[' if compressor == 'zstd' else 'writing C['}" in said
@@ -687,14 +690,14 @@ def test_a_thread_that_cannot_be_started_is_an_error(
 
 
 def staging_of(
-    threads: int, page_lock: Callable[[Sequence[Any]], object] = lambda columns: None, /, **faults: Fault
+    threads: int, pin: Callable[[Sequence[Any]], object] = lambda columns: None, /, **faults: Fault
 ) -> tuple[Staging, Plan]:
     """Host slots of operands with faults."""
     with staged(threads):
         plan = oocgemm.plan(A, B, backend="host", tile=TILE)
     with faulty_stores(**faults):
         operands = {name: stores.open_matrix(name, x) for name, x in (("A", A), ("B", B), ("C", PRODUCT))}
-    return Staging(plan, operands, page_lock), plan
+    return Staging(plan, operands, pin), plan
 
 
 def test_slots_are_pinned_by_the_thread_that_faults_them_in() -> None:
@@ -709,14 +712,14 @@ def test_slots_are_pinned_by_the_thread_that_faults_them_in() -> None:
     slots.transfer(read, slots.columns(read.writes[0].slot, read))
     for operation in plan.schedule():
         if operation.kind is Kind.WRITE:
-            slots.columns(operation.reads[0].slot, operation)  # waits until it is touched
+            slots.await_prefault(operation.reads[0].slot)
     slots.close()
     (m0, m1), (k0, k1) = read.block
     here = threading.current_thread().name
     assert np.array_equal(locked[here][0][0], A[m0:m1, k0:k1])
     assert len(locked[here]) == 1
     (touched,) = (name for name in locked if name != here)
-    assert touched.startswith("oocgemm-toucher")
+    assert touched.startswith("oocgemm-prefault")
     assert len(locked[touched]) == plan.slots.host_c
 
 
@@ -725,8 +728,8 @@ def test_a_panel_that_cannot_be_read_is_left_alone_from_then_on(
     monkeypatch: pytest.MonkeyPatch, threads: int
 ) -> None:
     """Its slot may be used again."""
-    monkeypatch.setattr(staging, "MIN_PIECE_BYTES", 160)
-    monkeypatch.setattr(staging, "PIECE_BYTES", 160)
+    monkeypatch.setattr(blocks, "MIN_PIECE_BYTES", 160)
+    monkeypatch.setattr(blocks, "PIECE_BYTES", 160)
     fault = Fault(ValueError("wrong"), times=1, delay=0.01)
     slots, plan = staging_of(threads, read_A=fault)
     operation = next(operation for operation in plan.schedule() if operation.operand == "A")

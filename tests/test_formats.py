@@ -1,4 +1,4 @@
-"""What is no operand is named for what it is, and the line that is to make an operand of it does."""
+"""Test that errors name the format or dtype of an unsupported operand, and a conversion that works."""
 
 import os
 import re
@@ -30,7 +30,7 @@ def module(name: str) -> Any:
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder to work in, with a name that shells take apart."""
+    """Change into a folder whose name a shell would split."""
     folder = tmp_path / 'it\'s a "folder"'
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -38,7 +38,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def said_of(a: Any, b: Any) -> str:
-    """The error that a product is refused with, by the library and, of paths, by the command."""
+    """Return the error for a product, from the library and, for paths, from the command."""
     with pytest.raises(InputError) as raised:
         oocgemm.matmul(a, b, backend="host")
     said = str(raised.value)
@@ -49,7 +49,7 @@ def said_of(a: Any, b: Any) -> str:
 
 
 def obey(said: str, before: str = "convert A by ") -> str:
-    """Do what an error says in a shell, and return the path that it says to pass then."""
+    """Run the conversion of an error in a shell, and return the path that the error says to pass."""
     found = re.search(f"{before}(python -c .*) and pass (.*)", said)
     assert found is not None, said
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -90,7 +90,7 @@ def test_the_command_that_makes_two_dtypes_one_works(here: Path, end: str) -> No
     np.testing.assert_array_equal(oocgemm.matmul(f"A{end}", made, backend="host"), PRODUCT)
 
 
-# An operand as an object of some package, which may read from a folder.
+# An operand as an object of another package, which may read from a folder.
 OBJECTS: dict[str, Callable[[Any, Path], Any]] = {
     "numpy": lambda values, _: values,
     "list": lambda values, _: values.tolist(),

@@ -1,5 +1,7 @@
-"""How a device multiplies int8: its own code, with kernels that g++ has compiled and a cublasGemmEx that NumPy stands in for,
-where there is no device; and itself where there is one (tests/test_kernels_gpu.py, tests/test_int8.py)."""
+"""Products of int8 by the CUDA backend's code, without a GPU: g++ compiles the kernels, NumPy replaces cublasGemmEx.
+
+The same on a GPU: tests/test_kernels_gpu.py and tests/test_int8.py.
+"""
 
 import ctypes
 import importlib
@@ -38,7 +40,7 @@ def test_the_kernels_compile_without_spills(
     wanted += [("int8_add", [f"-DOOC_ACCUMULATED={kind}"]) for kind in ACCUMULATED]
     for accumulated, (kept, most) in product(ACCUMULATED, STORED.items()):
         macros = [f"-DOOC_ACCUMULATED={accumulated}", f"-DOOC_STORED={kept}"]
-        wanted.append(("int8_finish", macros + ([f"-DOOC_MOST={most}.0"] if most else [])))
+        wanted.append(("int8_finish", macros + ([f"-DOOC_MAX={most}.0"] if most else [])))
     cubin = tmp_path / "code.cubin"
     for source, told in wanted:
         cubin.write_bytes(compiled(Nvrtc(), source, arch, told))
@@ -47,7 +49,7 @@ def test_the_kernels_compile_without_spills(
 
 
 class Processor:
-    """Kernels on the processor, each compiled once; how often each was launched."""
+    """Runs kernels on the CPU, each compiled once, and counts their launches."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -68,13 +70,13 @@ class Processor:
 
 
 def memory(address: int, kind: Any, rows: int, cols: int, ld: int) -> Array:
-    """A row-major matrix at an address."""
+    """Return a row-major matrix at an address, as a view."""
     whole = np.ctypeslib.as_array((kind * ((rows - 1) * ld + cols)).from_address(address))
     return np.lib.stride_tricks.as_strided(whole, (rows, cols), (ld * whole.itemsize, whole.itemsize))
 
 
 def gemm_ex(*given: Any) -> None:
-    """cublasGemmEx for int8 that lies along k, column-major; refuses what does not lie on boundaries of 16 bytes."""
+    """Replace cublasGemmEx for int8, K-major operands, column-major C; refuse operands not aligned to 16 bytes."""
     _, op_left, op_right, m, n, k, alpha, left, left_type, ld_left, right, right_type, ld_right = given[:13]
     beta, c, c_type, ldc, compute, _ = given[13:]
     assert (op_left, op_right, left_type, right_type, c_type, compute) == (1, 0, 3, 3, 10, 72)
@@ -88,7 +90,7 @@ def gemm_ex(*given: Any) -> None:
 
 @pytest.fixture(scope="module")
 def int8(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """The module that multiplies int8 on a device, and the kernels that it may launch."""
+    """Return the module that multiplies int8 on a device, and the kernels that it launches."""
     if shutil.which("g++") is None:
         pytest.skip("there is no g++")
     names = ["cupy_backends", "cupy_backends.cuda", "cupy_backends.cuda.libs"]
@@ -104,7 +106,7 @@ def int8(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 def placed(x: Array, pad: int | None) -> tuple[Array, Array]:
-    """A matrix in a larger one of 77s, on boundaries of 16 bytes where there is no `pad`."""
+    """Return a larger matrix of 77s, and x as a part of it, aligned to 16 bytes if `pad` is None."""
     rows, cols = x.shape
     ld = -(-cols // 16) * 16 if pad is None else cols + pad
     whole = np.full(rows * ld + 64, 77, x.dtype)
@@ -115,7 +117,7 @@ def placed(x: Array, pad: int | None) -> tuple[Array, Array]:
 
 
 def add_up(int8: Any, call: Call) -> None:
-    """C float64 += op(A) @ op(B), as `Multiplier.accumulate` does by cuBLAS."""
+    """Compute C (float64) += op(A) @ op(B) as `Multiplier.accumulate` does with cuBLAS."""
     module, kernels = int8.module, int8.kernels
     module.by_strips(
         kernels, module.packed(kernels, call), "float64", lambda part: module.gemm(kernels, 0, part)

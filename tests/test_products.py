@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import oocgemm
 from oocgemm.backends.host.blas import numpy_gemm
-from oocgemm.engine import staging
+from oocgemm.engine import blocks
 from oocgemm.errors import InputError
 from oocgemm.planning import Op
 from oocgemm.stores.zarr.codecs import Encoding
@@ -137,7 +137,7 @@ def test_compressed_panels_are_exact_and_decoded_in_place(
     plainly = Encoding.decode
     with (
         staged(2) if backend == "host-staged" else nullcontext(),
-        patch.object(staging, "BATCH_BYTES", 1),
+        patch.object(blocks, "BATCH_BYTES", 1),
         patch.object(Encoding, "decode", decode),
     ):
         options: Any = {"backend": backend.removesuffix("-staged"), "kernel": kernel, "tile": tile}
@@ -168,7 +168,7 @@ def test_chunks_of_c_come_whole_and_exact_from_their_slots(
     plainly = Encoding.encode
     with (
         staged(2) if backend == "host-staged" else nullcontext(),
-        patch.object(staging, "BATCH_BYTES", 1),
+        patch.object(blocks, "BATCH_BYTES", 1),
         patch.object(Encoding, "encode", encode),
     ):
         options: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""`oocgemm verify`: correct results of any program pass; errors are found and located."""
+"""Test `oocgemm verify`: correct results of any origin pass, and wrong ones are found and located."""
 
 import subprocess
 import sys
@@ -64,7 +64,7 @@ def test_infinities_do_not_hide_errors_beside_them() -> None:
         wrong[place] += 1e-6
         found = oocgemm.verify(a, b, wrong)
         assert (found.rows, found.cols) == tuple((x, x + 1) for x in place)
-    for place in ((3, 10), (20, 60)):  # where there must be none that is finite
+    for place in ((3, 10), (20, 60)):  # where all elements must be nonfinite
         wrong = c.copy()
         wrong[place] = 1
         found = oocgemm.verify(a, b, wrong)
@@ -116,7 +116,7 @@ def test_each_operand_is_read_once_in_bounded_pieces(tmp_path: Path, monkeypatch
 
 
 def least_memory(a: Any, b: Any, c: Any, **options: Any) -> int:
-    """The memory that a `BudgetError` asks for, in bytes; what its message says is enough too."""
+    """Return the bytes that a `BudgetError` asks for, after a check that the size in its message suffices."""
     with pytest.raises(BudgetError, match="--host-memory is 1 MiB: pass --host-memory") as short:
         oocgemm.verify(a, b, c, host_memory="1MiB", **options)
     assert oocgemm.verify(a, b, c, host_memory=str(short.value).split()[-1], **options).ok
@@ -162,7 +162,7 @@ def test_vectors_are_the_same_in_any_parts() -> None:
     assert not np.array_equal(SignVectors(6).part(0, 1000), whole)
 
 
-# Verifies, and prints how far anonymous memory rose above that of a process that has verified a little.
+# Verify, and print the growth of anonymous memory over that of a process that verified a small product.
 PEAK = """
 import sys, threading
 import numpy as np
@@ -200,7 +200,7 @@ def test_memory_stays_within_its_bound(tmp_path: Path, m: int, k: int, n: int) -
 
 
 def test_single_precision_errors_are_found_50_times_smaller() -> None:
-    """Than by the bound that was used before: 48 u sqrt(k) times the norm of |A| |B| in a group."""
+    """The comparison is with the bound 48 u sqrt(k) times the norm of |A| |B| in a group."""
     rng = np.random.default_rng(10)
     for k in (1000, 4000):
         a, b = (rng.standard_normal(shape).astype("f4") for shape in ((300, k), (k, 1000)))
@@ -240,7 +240,7 @@ def test_the_worst_case_bound_is_an_option(tmp_path: Path) -> None:
 
 
 def by_columns(a: Array, b: Array) -> Array:
-    """A product summed term by term, in the operands' precision."""
+    """Return a product summed term by term, in the operands' precision."""
     c = np.zeros((len(a), b.shape[1]), a.dtype)
     for p in range(len(b)):
         c += a[:, p : p + 1] * b[p]
@@ -349,7 +349,7 @@ def test_empty_products_pass() -> None:
 
 
 def test_long_float32_sums_pass_and_their_errors_are_found() -> None:
-    """Of any order of summation, and sensitive all the same: a chunk of zeros is far off."""
+    """The bound holds for any order of summation, and a chunk of zeros still exceeds it."""
     rng = np.random.default_rng(8)
     k = 20_000
     for make in (rng.standard_normal, rng.random):

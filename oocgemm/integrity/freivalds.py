@@ -58,7 +58,7 @@ _KNOWN, _NEW = 1, 2  # columns excluded from the sums, and columns to exclude fr
 
 @dataclass(frozen=True)
 class Operands:
-    """Hold the matrices of a product: op(A), op(B), C, and the old C if beta != 0."""
+    """The matrices of a product: op(A), op(B), C, and the old C if beta != 0."""
 
     left: Oriented
     right: Oriented
@@ -76,13 +76,13 @@ class Operands:
         return Operands(self.right.transposed(), self.left.transposed(), self.result.transposed(), before)
 
     def all(self) -> list[Oriented]:
-        """Return the matrices that there are."""
+        """Return all matrices, without the old C if it is not read."""
         return [x for x in (self.left, self.right, self.result, self.before) if x is not None]
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Divide a check so that it fits into its memory.
+    """How a check is divided to fit into its memory.
 
     There are `group` columns per group, and `rows` and `depth` per block. Each of `threads` reads `piece`
     elements at a time.
@@ -161,7 +161,7 @@ def _blocks(
 
 @dataclass
 class Found:
-    """Report which rows of C are wrong in which groups of columns.
+    """The rows of C that are wrong in each group of columns.
 
     `excess` is the worst ratio of error to tolerance, and `tolerance` the largest tolerance.
     """
@@ -172,7 +172,7 @@ class Found:
 
 
 class Check:
-    """Check a product in one orientation, over the columns `cols` of C in groups."""
+    """The check of a product in one orientation, over the columns `cols` of C in groups."""
 
     def __init__(
         self,

@@ -29,7 +29,7 @@ Act = Callable[[Range, Range, Array, Array | None], None]
 
 @dataclass(frozen=True)
 class Oriented:
-    """Present a stored matrix transposed, conjugated, or both."""
+    """A stored matrix, presented as it is, transposed, or conjugated."""
 
     matrix: Matrix
     swapped: bool = False
@@ -87,7 +87,7 @@ class Oriented:
 
 
 class Passes:
-    """Read matrices by `threads` threads of a pool, in pieces of at least `piece` elements."""
+    """Reads of whole blocks by `threads` threads of a pool, in pieces of at least `piece` elements."""
 
     def __init__(
         self,

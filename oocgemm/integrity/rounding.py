@@ -42,7 +42,7 @@ def sum_error(n: float, u: float) -> float:
 
 
 class Rounding:
-    """Bound the error of sums of a product's elements, taken with random signs.
+    """The error bound of sums of a product's elements, taken with random signs.
 
     An element of C results from `chain` additions. The check adds `check_chain` more, in double precision.
 

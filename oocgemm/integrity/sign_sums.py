@@ -19,7 +19,7 @@ MIN_SHARE = 1e-120
 
 
 class Sums:
-    """Accumulate op(B) y over a range of k.
+    """The products op(B) y over a range of k.
 
     `values` has one column per group and vector, `norms` the 2-norms of op(B)'s rows in each group.
     """
@@ -64,7 +64,7 @@ class Sums:
 
 
 class Rows:
-    """Accumulate op(A) op(B) y over a range of C's rows.
+    """The products op(A) op(B) y over a range of C's rows.
 
     `terms` has the norms of the terms, `bias` the excess of partial sums over a random walk, and `nonfinite`
     flags the rows of op(A) with an Inf or NaN.

@@ -42,7 +42,7 @@ EPILOGUE = 8  # operations on an element after the sum of its products: alpha, b
 
 
 class SumTolerance(Rounding):
-    """Bound the error of `tests` sums over `elements` columns each, of a product whose sums have `k` terms.
+    """The error bound of `tests` sums over `elements` columns each, for a product whose sums have `k` terms.
 
     Raises `InputError` where the worst-case bound is infinite.
     """

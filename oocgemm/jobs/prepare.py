@@ -225,7 +225,7 @@ def _layout(matrix: Matrix, engine: Backend | None) -> Layout:
     layout = matrix.layout
     if engine is None or not layout.zero_copy_width:
         return layout
-    return replace(layout, pinned=engine.holds(*stores.span(matrix)))
+    return replace(layout, pinned=engine.is_pinned(*stores.span(matrix)))
 
 
 def _unknown() -> int:

@@ -148,7 +148,7 @@ def execute(
         kernels: list[str] = []
         if session is not None:
             operands = {"A": job.a, "B": job.b, "C": target.matrix}
-            staging = Staging(job.plan, operands, session.page_lock, session.locks)
+            staging = Staging(job.plan, operands, session.pin, session.pinner)
             pinned.callback(staging.release)
             cleanup.callback(staging.close)
             observe = _observer(log, progress(job.plan) if progress else None)
@@ -158,7 +158,7 @@ def execute(
             for failed in staging.retried:
                 logger.warning("read again after a failure: %s", failed)
             facts["held"] = {"device": session.device_bytes(), "host": staging.arena.nbytes}
-            kernels = session.multiplied_by()
+            kernels = session.kernels_used()
         target.seal()
         facts |= {"backend": known["backend"] | {"multiplied by": kernels}, "cpu": used_since(cpu)}
         log.finish(perf_counter_ns() - origin, facts)
@@ -187,7 +187,7 @@ def _stream(
         finally:
             target.written = target.written or one.wrote
 
-    checks = Checks(plan, SEED, session.summing) if plan.problem.checked else None
+    checks = Checks(plan, SEED, session.checksums) if plan.problem.checked else None
     run(plan, checks)
     if checks is None:
         return None
@@ -195,7 +195,7 @@ def _stream(
     if checks.failed:
         logger.warning("%d tiles fail their checksums and are computed again", len(checks.failed))
         failing = checks.failing()
-        again = Checks(failing, SEED + 1, session.summing, checks.failed)
+        again = Checks(failing, SEED + 1, session.checksums, checks.failed)
         run(failing, again)
         again.complain()
     return checks.figures(again)

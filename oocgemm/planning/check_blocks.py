@@ -37,7 +37,7 @@ WIDENING_ELEMENTS = 1 << 18
 # Alignment of the parts of a slot's checksums, and bytes of a head.
 PART = 16
 HEAD = 16
-# A digest covers every DIGEST_ROWS-th row of a stored panel, as in kernels/check_sums.cu.
+# A digest covers every DIGEST_ROWS-th row of a stored panel, as in kernels/checks/check_sums.cu.
 DIGEST_ROWS = 64
 
 

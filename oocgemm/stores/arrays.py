@@ -74,7 +74,7 @@ class ArrayLikes(Store):
 
 
 class ArrayMatrix:
-    """Read and write an array in memory, or a memory map, by plain copies."""
+    """An array in memory, or a memory map, read and written by plain copies."""
 
     def __init__(self, name: str, array: Array) -> None:
         self.shape, self.dtype = checked(name, array.shape, array.dtype)

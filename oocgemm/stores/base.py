@@ -26,7 +26,7 @@ BATCH_BYTES = 1 << 20
 
 
 class Matrix(Protocol):
-    """Store a two-dimensional array. Blocks are in stored orientation: op() is not applied here."""
+    """A two-dimensional array in a store. Blocks are in stored orientation: op() is not applied here."""
 
     name: str
     shape: tuple[int, int]
@@ -64,17 +64,17 @@ class Matrix(Protocol):
         """Return store, path, shape, dtype and other facts for the header of a timeline."""
 
     def identities(self) -> set[object]:
-        """Name the files or stores it occupies. Two matrices that share an identity may share data."""
+        """Return ids of the files or stores that it occupies. Matrices with a common id may share data."""
 
 
 class Store(ABC):
-    """Open and create matrices of one kind. See `oocgemm.stores.registry` for how to add a store.
+    """A kind of operand, and how to open and create it. See `oocgemm.stores.registry` for how to add one.
 
     An operand may be any Python object. A path or URL is a string. Unless it is an ndarray, a result
     that a run creates has a path. A store that overrides only the abstract methods is read-only.
     """
 
-    kind = "another store"  # in messages
+    kind = "another store"  # for messages
 
     @abstractmethod
     def matches(self, operand: Any) -> bool:
@@ -164,7 +164,7 @@ def transient(error: BaseException) -> bool:
 
 
 class DtypeError(InputError):
-    """Report an operand whose dtype cannot be multiplied."""
+    """The error for an operand whose dtype cannot be multiplied."""
 
     def __init__(self, name: str, dtype: np.dtype[Any]) -> None:
         super().__init__(f"{name} is of dtype {dtype}, supported are {', '.join(OPERANDS)}")

@@ -44,12 +44,12 @@ from oocgemm.stores.base import Matrix
 SIDECAR = ".oocgemm"
 # A new .npy file that is not complete, in the journal's folder.
 DATA = "data.npy"
-# Chunk files that an array's fingerprint covers at most, evenly spread.
+# Maximum number of chunk files in an array's fingerprint. They are evenly spread.
 MAX_FINGERPRINTED = 10_000
 
 
 class Durable(Matrix, Protocol):
-    """Store a matrix in local files."""
+    """A matrix in local files, whose blocks can be made durable."""
 
     array: Any
 

@@ -72,7 +72,7 @@ def scratch(size: int) -> Array:
 
 
 class OpenFile:
-    """Keep a file of `size` bytes open for reading. Raises `FileNotFoundError` or `OSError`."""
+    """A file of `size` bytes, open for reading. Raises `FileNotFoundError` or `OSError`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

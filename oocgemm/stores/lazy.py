@@ -77,7 +77,7 @@ class LazyArrays(Store):
 
 
 class LazyMatrix:
-    """Read an object with shape, dtype and slicing piece by piece."""
+    """An object with shape, dtype and slicing, read piece by piece."""
 
     def __init__(self, name: str, source: Any) -> None:
         """Raise `InputError` for an object that cannot be an operand."""

@@ -81,7 +81,7 @@ class NpyFiles(Store):
 
 
 class NpyMatrix:
-    """Store a matrix in a .npy file, durably (`stores.durable`).
+    """A matrix in a .npy file, durable (`stores.durable`).
 
     A new file may have a `place`, its final path.
     """

@@ -39,7 +39,7 @@ def refusal(error: RuntimeError) -> str:
 
 
 class Cancel:
-    """Carry a request to stop from one thread to another. The first request counts."""
+    """A request to stop, passed from one thread to another. The first request counts."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -119,7 +119,7 @@ def _insist(act: Callable[[], object]) -> None:
 
 
 class _SwitchInterval:
-    """Shorten the GIL's switch interval while at least one user needs it."""
+    """The GIL's switch interval, shortened while at least one user needs it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -37,8 +37,7 @@ from typing import Any
 
 import numpy as np
 
-from oocgemm.backends.base import Array
-from oocgemm.backends.checksums import Summing
+from oocgemm.backends.base import Array, Checksums
 from oocgemm.engine.staging import Staging
 from oocgemm.errors import ExecutionError
 from oocgemm.integrity.checksums.device import DeviceSums
@@ -53,13 +52,13 @@ Strip = tuple[Tile, Range]
 
 
 class Checks:
-    """Check the strips of one run, with checksums taken by the host, or by a device that has a `summing`.
+    """The checks of one run's strips, with checksums taken by the host, or by a device that has a `summing`.
 
     With `only`, just these strips are checked and written: all others are correct already.
     """
 
     def __init__(
-        self, plan: Plan, seed: int, summing: Summing | None, only: Collection[Strip] | None = None
+        self, plan: Plan, seed: int, summing: Checksums | None, only: Collection[Strip] | None = None
     ) -> None:
         self._plan = plan
         self._problem = problem = plan.problem
@@ -110,10 +109,10 @@ class Checks:
         return replace(self._plan, done=self._plan.done | (set(self._plan.schedule().tiles) - tiles))
 
     def figures(self, again: "Checks | None" = None) -> dict[str, Any]:
-        """Return the figures of this check, and of the second check `again` of tiles that were recomputed.
+        """Return the figures for the report, including those of the second check `again` of recomputed tiles.
 
-        They are the numbers of tiles and blocks, the tier that took the checksums, and the cost: seconds in
-        which any thread was busy with them, the seconds of all threads, and the device's seconds.
+        They are the numbers of tiles and blocks, the recomputed tiles, the tier that took the checksums, and
+        the cost: `seconds` with any thread busy, the sum over all threads, and the device's seconds.
         """
         runs = [self] if again is None else [self, again]
         return {

@@ -1,6 +1,6 @@
 """Use checksums that a device takes, and digests that prove that it took them of the right panels.
 
-The host takes only the digest of a panel that it has read (kernels/check_sums.cu has the formula). A digest
+The host takes only the digest of a panel that it has read (kernels/checks/check_sums.cu has the formula). A digest
 is a sum of the words of every 64th row, weighted by position. It is a sum of integers modulo 2^32, hence
 exact in any order. For a strip of C it covers every row. The device takes the digest again, with its
 checksums, of the data that arrived in the slot. Each Multiply compares the two digests, and marks all that it
@@ -20,8 +20,7 @@ from time import perf_counter_ns
 import numpy as np
 from numpy.typing import NDArray
 
-from oocgemm.backends.base import Array, numpy_dtype, stored_shape
-from oocgemm.backends.checksums import Summing
+from oocgemm.backends.base import Array, Checksums, numpy_dtype, stored_shape
 from oocgemm.backends.random_words import ROW_WEIGHTS, WORD_WEIGHTS, random_words
 from oocgemm.engine.staging import Staging
 from oocgemm.integrity.checksums.host import StripSums
@@ -36,7 +35,7 @@ _MODULUS = 1 << 32
 
 
 class Weights:
-    """Hold the weights of the rows of a stored panel or strip, and of the words in a row."""
+    """The weights of the rows of a stored panel or strip, and of the words in a row."""
 
     def __init__(self, rows: int, words: int) -> None:
         self.rows, self.words = (
@@ -78,9 +77,9 @@ def in_words(piece: Array, left: int) -> Iterator[tuple[int, NDArray[np.uint32]]
 
 
 class DeviceSums:
-    """Collect the checksums of one run from a device. What the host does for them is recorded in `busy`."""
+    """The checksums of one run, taken by a device. The host's own work is recorded in `busy`."""
 
-    def __init__(self, plan: Plan, seed: int, busy: BusyTime, summing: Summing) -> None:
+    def __init__(self, plan: Plan, seed: int, busy: BusyTime, summing: Checksums) -> None:
         self._plan = plan
         self._problem = plan.problem
         self._wide = wide_dtype(numpy_dtype(plan.problem.acc_dtype))
@@ -120,10 +119,10 @@ class DeviceSums:
     def strip(self, staging: Staging, operation: Operation, columns: Sequence[Array]) -> StripSums:
         """Return the checksums of a strip that is about to be written. They were downloaded with it."""
         digest = self._digest(operation)
-        staging.show(operation, columns, digest)
+        staging.inspect(operation, columns, digest)
         start = perf_counter_ns()
         room, problem = self._summing.room, self._problem
-        downloaded = staging.behind(operation.reads[0].slot)
+        downloaded = staging.checksum_bytes(operation.reads[0].slot)
         (height, width), strip = stored_shape(operation, problem), self._plan.slots.strip
         rows, cols = borders(height, strip), borders(width, width)
         blocks = len(rows) - 1, len(cols) - 1
@@ -171,7 +170,7 @@ class DeviceSums:
 
 
 class Digest:
-    """Compute the digest of a panel whose pieces arrive from several threads in any order."""
+    """The digest of a panel whose pieces arrive from several threads in any order."""
 
     def __init__(self, weights: Weights, top: int, left: int, every: int, busy: BusyTime) -> None:
         self.value = 0

@@ -25,7 +25,7 @@ from oocgemm.timeline.busy import BusyTime
 
 @dataclass
 class StripSums:
-    """Hold the two sides that a strip's check compares, as arrays with one entry per block.
+    """The two sides of a strip's check, as arrays with one entry per block.
 
     A block extends between two borders in `rows` and two in `cols`. There are signed sums and norms of the
     strip as `found`, of the `product` of its panels, and of the `old` C. Norms of `found` and `old` may be
@@ -44,7 +44,7 @@ class StripSums:
 
 @dataclass
 class BlockSums:
-    """Accumulate checksums of a panel while its pieces are read.
+    """Checksums of a panel, accumulated while its pieces are read.
 
     For each block along the summed axis there are signed sums, one per index along the other axis, and the
     2-norm. `nonfinite` flags rows (or columns) with an Inf or NaN, and is None as long as there are none.
@@ -96,7 +96,7 @@ class BlockSums:
 
 @dataclass
 class TileSums:
-    """Hold what a tile's check expects: for each block, signed sum and norm of the product and of the old C.
+    """Expected checksums of a tile: for each block, signed sum and norm of the product and of the old C.
 
     `nonfinite` flags its rows and columns. `unchecked` counts the rows that are left to check.
     """
@@ -112,7 +112,7 @@ class TileSums:
 
 
 class HostSums:
-    """Take the checksums of one run. Their cost is recorded in `busy`."""
+    """The checksums of one run. Their cost is recorded in `busy`."""
 
     def __init__(self, plan: Plan, seed: int, busy: BusyTime) -> None:
         self._plan = plan

@@ -72,13 +72,16 @@ def bench_kernels(
     """Time all variants of the rungs of the ladder, and cuBLAS.
 
     Args:
-        device: number of the CUDA device. dtypes: dtypes of A, B and C; by default those of float32 and
-        float64 that have the precision. compute: precision. kernels: names of rungs; all by default. shapes:
-        products (m, n, k). If k is short beside m and n, the product is timed as a step of the engine, with
-            beta = 1.
-        seconds: approximate time per variant and shape. limit: a variant is skipped if one product would take
-        longer than this, in seconds, at its best rate so far. say: called with a description of each
-        measurement before it starts.
+        device: number of the CUDA device.
+        dtypes: dtypes of A, B and C; by default those of float32 and float64 that have the precision.
+        compute: precision.
+        kernels: names of rungs; all by default.
+        shapes: products (m, n, k). With a k that is short beside m and n, the product is timed as a step of
+            the engine, with beta = 1.
+        seconds: approximate time per variant and shape.
+        limit: a variant is skipped if one product would take longer than this, in seconds, at its best rate
+            so far.
+        say: called with a description of each measurement before it starts.
 
     Returns:
         Plain data: the device, and a row per dtype, shape, rung and variant. A row holds flop/s, its ratio to
@@ -97,7 +100,7 @@ def bench_kernels(
     rows: list[dict[str, Any]] = []
     with _open_stopwatch(device) as watch:
         facts = watch.multiplier.kernels.device
-        clock = watch.clocks.most()
+        clock = watch.clocks.max()
         for dtype in dtypes:
             peak = _peak(facts.capability, facts.processors, clock, dtype if compute == "native" else compute)
             best: dict[Any, float] = {}
@@ -307,8 +310,9 @@ AGAINST = (
 )
 BY_NCU = (
     "Counters of one launch, by ncu; loads and stores in sectors of 32 bytes. Conflicts are extra cycles per "
-    "access to shared memory: the model gives the worst access, ncu the mean. Loads may exclude what cp.async "
-    "and TMA copy to shared memory; the sectors from L2 include it, but exclude hits of the L1 cache."
+    "access to shared memory: the model gives the worst access, ncu the mean. Loads may exclude what "
+    "cp.async and TMA copy to shared memory; the sectors from L2 include it, but exclude hits of the L1 "
+    "cache."
 )
 
 

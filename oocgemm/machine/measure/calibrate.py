@@ -219,9 +219,9 @@ def _of_infinite_tile(plan: Plan, rates: Mapping[int, float]) -> dict[int, float
 
 
 def _fitting(engine: Backend, machine: MachineModel, dtype: str, sizes: Sizes, compute: str) -> TileShape:
-    """Return the largest tile, at most `sizes.side`, that fits the free memory.
+    """Return the largest tile of at most `sizes.side` that fits the free memory.
 
-    Raise `BackendError` below 64.
+    Raises `BackendError` if not even a tile of 32 x 32 fits.
     """
     side, free = sizes.side, engine.free_memory()
     while True:

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from time import perf_counter, perf_counter_ns
 
 from oocgemm.backends import Backend
-from oocgemm.backends.base import Array, Token
+from oocgemm.backends.base import Array, Stream, Token
 from oocgemm.engine.staging import Staging
 from oocgemm.errors import BackendError
 from oocgemm.planning import (
@@ -151,8 +151,10 @@ class Workbench:
     def _submit(self, operation: Operation, after: Sequence[Token] = ()) -> Token:
         host: list[Array] = []
         if operation.kind in (Kind.UPLOAD, Kind.DOWNLOAD):
-            host = self.staging.columns(Slot(Tier.HOST, operation.operand, 0), operation)
-        with self.session.worker(operation.stream):
+            slot = Slot(Tier.HOST, operation.operand, 0)
+            self.staging.await_prefault(slot)
+            host = self.staging.columns(slot, operation)
+        with self.session.worker(Stream.of(operation)):
             return self.session.submit(operation, host, after)
 
 

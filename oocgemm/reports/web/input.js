@@ -75,7 +75,7 @@ Object.assign(Gantt.prototype, {
     ];
     if (bytes) lines.push(["bytes", formatSize(bytes)], ["rate", formatRate(bytes, length, "B")]);
     if (flops) lines.push(["work", scaled(flops, ["", "k", "M", "G", "T", "P"].map((p) => `${p}FLOP`), 1000)], ["rate", formatRate(flops, length, "FLOP")]);
-    if (after >= 0) lines.push(["waited for", `${this.title(after)}, ended ${formatTime(this.start[i] - this.end[after])} before`]);
+    if (after >= 0) lines.push(["predecessor", `${this.title(after)}, ended ${formatTime(this.start[i] - this.end[after])} before`]);
     return [this.title(i), lines];
   },
 

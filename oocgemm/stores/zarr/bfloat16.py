@@ -25,7 +25,7 @@ DataTypeValidationError: type[ValueError] = (
 # zarr needs the byte order to know whether to swap. NumPy has these elements in native order only.
 @dataclass(frozen=True, kw_only=True)
 class BFloat16(Float16):
-    """Describe bfloat16 to zarr. Only the elements differ from float16."""
+    """bfloat16 as a zarr data type. Only the elements differ from float16."""
 
     _zarr_v3_name: ClassVar[Any] = NAME
     _zarr_v2_names: ClassVar[Any] = (NAME,)

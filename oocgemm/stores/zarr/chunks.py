@@ -25,7 +25,7 @@ _MISSING = (1 << 64) - 1
 
 @dataclass(frozen=True)
 class Shards:
-    """Describe shards: each has `chunks` down and across, and an index of their (offset, length)."""
+    """The format of shards: each has `chunks` down and across, and an index of their (offset, length)."""
 
     chunks: tuple[int, int]
     at_end: bool = True
@@ -47,7 +47,7 @@ class Shards:
 
 @dataclass(frozen=True)
 class DirectChunks:
-    """Access a regular grid of chunks, in files of their own or in shards.
+    """A regular grid of chunks, each in its own file or in a shard.
 
     The first read of a chunk bypasses the page cache, which costs the least and leaves the cache to others. A
     later read keeps the chunk in the cache if `worth_caching`. So an array that fits in memory is read from
@@ -106,7 +106,7 @@ class DirectChunks:
                     self._damaged(number, str(error), error)
 
     def write(self, rows: Range, cols: Range, data: Array) -> None:
-        """Write a block of whole chunks, or what the matrix's edges leave of them.
+        """Write a block of whole chunks, cut only by the matrix's own edges.
 
         Each file is replaced atomically.
         """

@@ -31,7 +31,7 @@ _CHECKSUM_PART = 1 << 20
 
 @dataclass(frozen=True)
 class Encoding:
-    """Describe the bytes of a chunk. `dtype` carries the stored byte order, `order` is C or Fortran order."""
+    """The format of a chunk's bytes. `dtype` has the stored byte order, and `order` is C or Fortran order."""
 
     dtype: np.dtype[Any]
     order: Literal["C", "F"] = "C"

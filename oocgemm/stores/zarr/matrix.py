@@ -52,7 +52,7 @@ def _batch_bytes(chunk: tuple[int, int], itemsize: int) -> int:
 
 
 class ZarrMatrix:
-    """Store a matrix in a zarr array. Local chunks of known encodings bypass zarr, all others go through it.
+    """A matrix in a zarr array. Local chunks of known encodings bypass zarr, all others go through it.
 
     Both read straight into the caller's memory where the codecs can.
     """
@@ -253,7 +253,7 @@ class ZarrMatrix:
         return [self.array.metadata.encode_chunk_key(number) for number in product(*numbers)]
 
     def _owns(self, rows: Range, cols: Range) -> bool:
-        """Return whether a block consists of whole write chunks, or what the matrix's edges leave of them."""
+        """Return whether a block consists of whole write chunks. Only the matrix's own edge may cut one."""
         return all(
             start % chunk == 0 and (stop % chunk == 0 or stop == extent)
             for (start, stop), chunk, extent in zip(
