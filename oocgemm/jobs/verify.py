@@ -93,7 +93,8 @@ class Verification:
                 "in this order, and that --transpose-a, --transpose-b, --alpha and --beta are those of the "
                 f"run{fitting}"
             )
-        return f"{where}. Compute it again with --overwrite (if beta is not 0, from a copy of the old C) and --verify"
+        remedy = "with --overwrite (if beta is not 0, from a copy of the old C) and --verify"
+        return f"{where}. Compute it again {remedy}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data with `message`; numbers that are not finite become None."""
