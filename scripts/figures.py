@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""Write the tables, outputs and pictures of the README and the docs from scripts/results/ and from the program itself.
+"""Write the tables, outputs and pictures of the README and the docs from scripts/results/ and from the
+program itself.
 
 A page names what it shows between two comments, `<!-- begin NAME -->` and `<!-- end NAME -->`.
 

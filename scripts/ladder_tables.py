@@ -67,7 +67,8 @@ def fast() -> list[str]:
         rows.append([f"`{rung}`, {dtype}", *(f"{row['of_cublas']:.3f}" if row else "" for row in found)])
     samples = [row["samples"] for row in best.values()]
     return [
-        f"Speed divided by that of cuBLAS on one {results[0]['device']}, with the best parameters of each, medians of "
+        f"Speed divided by that of cuBLAS on one {results[0]['device']}, with the best parameters "
+        f"of each, medians of "
         f"{min(samples)} to {max(samples)} interleaved samples:",
         "",
         *table(["kernel", *(f"{n}^3" if m == k else f"12288^2, k = {k}" for m, n, k in FAST_SHAPES)], rows),

@@ -98,7 +98,8 @@ def streamed() -> list[str]:
     cases = load("bench_stream.json")
     machine = next(iter(cases.values()))["machine"]
     lines = [
-        f"One {machine['device']}, {machine['cores']} CPU cores, NumPy arrays in host memory. Pinned arrays were pinned before "
+        f"One {machine['device']}, {machine['cores']} CPU cores, NumPy arrays in host memory. "
+        f"Pinned arrays were pinned before "
         "the run; pinning is not part of T.",
     ]
     for case in cases.values():
@@ -178,8 +179,10 @@ def on_cores() -> list[str]:
         lines += [
             f"### {case['m']} x {case['k']} x {case['n']} {case['dtype']}, {blas}",
             "",
-            f"{machine['cores']} cores ({machine['processor']}), no GPU. Chunks of {case['chunk']} x {case['chunk']}, from "
-            f"zarr to zarr, within {found['budget_mib']:.0f} MiB (device {case['device']}, host {case['host']}). "
+            f"{machine['cores']} cores ({machine['processor']}), no GPU. Chunks of {case['chunk']} "
+            f"x {case['chunk']}, from "
+            f"zarr to zarr, within {found['budget_mib']:.0f} MiB (device {case['device']}, host "
+            f"{case['host']}). "
             f"Versions: {', '.join(versions)}.",
             "",
             *table(["program", "T, warm", "in-core T / T", "T, cold", "in-core T / T", "peak memory"], rows),
@@ -232,8 +235,10 @@ def traffic() -> list[str]:
     return [
         *table([*heads, "of these, the search too"], rows),
         "",
-        f"The grid has {found['cases']} cases, with beta 0 and 1; {found['cases_done']} were run. Bytes are counted exactly "
-        f"for the {counted['counted']} of {plans} plans of up to a million steps. The other plans use a closed form. Where "
+        f"The grid has {found['cases']} cases, with beta 0 and 1; {found['cases_done']} were run. "
+        f"Bytes are counted exactly "
+        f"for the {counted['counted']} of {plans} plans of up to a million steps. The other plans "
+        f"use a closed form. Where "
         f"both are known, they differ by at most {off:.2%}.",
         "",
         *table(
@@ -263,7 +268,8 @@ def emulated() -> list[str]:
         cells = [f"{x['over_native']:.2f} ({x['moduli']} moduli)" if x and x["moduli"] else "" for x in steps]
         rows.append([" x ".join(map(str, shape)), *cells])
     return [
-        f"Speed of one emulated step, preparation included, divided by the speed of cuBLAS on one {found['device']}:",
+        f"Speed of one emulated step, preparation included, divided by the speed of cuBLAS on one "
+        f"{found['device']}:",
         "",
         *table(["m x n x k", *dtypes], rows),
     ]

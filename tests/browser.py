@@ -1,4 +1,7 @@
-"""A headless Chromium, driven by its DevTools protocol over a pair of pipes: nothing but the browser is needed."""
+"""A headless Chromium, driven by its DevTools protocol over a pair of pipes:
+
+nothing but the browser is needed.
+"""
 
 import base64
 import json
@@ -81,7 +84,10 @@ class Page:
         self.call("Emulation.setEmulatedMedia", media="", features=features)
 
     def js(self, expression: str) -> Any:
-        """The value of an expression, a promise being waited for. Raises `RuntimeError` for what it throws."""
+        """The value of an expression, a promise being waited for.
+
+        Raises `RuntimeError` for what it throws.
+        """
         done = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in done:
             raise RuntimeError(str(done["exceptionDetails"].get("exception", {}).get("description", done)))

@@ -1,6 +1,7 @@
-"""Ends runs at every step that changes a file, and goes on with them: by a kill, which leaves all that was written, and
-by cuts of the power, which leave what was brought to the disk. A program of its own: `python -m tests.crash_points CASE
-FOLDER [STRIDE]`; it forks, which wants that no thread was started before."""
+"""Ends runs at every step that changes a file, and goes on with them: by a kill, which leaves all that was
+written, and by cuts of the power, which leave what was brought to the disk. A program of its own: `python
+-m tests.crash_points CASE FOLDER [STRIDE]`; it forks, which wants that no thread was started before.
+"""
 
 import os
 import pickle
@@ -74,8 +75,8 @@ def multiply(case: str, folder: Path) -> None:
     )
 
 
-# By inode: what a folder holds, by name (inode, whether it is a folder); what a file holds, when it was changed, and its
-# extended attributes.
+# By inode: what a folder holds, by name (inode, whether it is a folder); what a file holds, when it was
+# changed, and its extended attributes.
 Names = dict[int, dict[str, tuple[int, bool]]]
 Files = dict[int, tuple[bytes, int, dict[str, bytes]]]
 
@@ -198,7 +199,8 @@ def forked(act: Callable[..., None], *arguments: Any) -> int:
 def main(case: str, work: Path, stride: int = 1) -> None:
     """Crash at every `stride`-th step of a run, and resume.
 
-    Resume from what a kill leaves, and from what a power cut at that moment leaves. Names made later may or may
+    Resume from what a kill leaves, and from what a power cut at that moment leaves. Names made later may or
+    may
     not have reached the disk by then. After some kills, crash at a step of the next run, too.
     """
     assert forked(prepare, case, work / "begin") == DONE

@@ -1,5 +1,6 @@
-"""Faults on demand: stores and backends that fail at a chosen call, are slow, or take and give a little at a time; and
-what must not be left behind when a run fails of one."""
+"""Faults on demand: stores and backends that fail at a chosen call, are slow, or take and give a little at a
+time; and what must not be left behind when a run fails of one.
+"""
 
 import gc
 import os
@@ -30,7 +31,8 @@ from tests.problems import Array
 
 @dataclass
 class Fault:
-    """Strikes call number `first`, counted from 1, and so many more; every call takes `delay` seconds more."""
+    """Strikes call number `first`, counted from 1, and so many more; every call takes `delay` seconds
+    more."""
 
     error: BaseException | None = None
     first: int = 1
@@ -109,8 +111,9 @@ ON_DEVICE = tuple(kind for kind in Kind if kind not in (Kind.READ, Kind.WRITE))
 
 
 class FaultySession:
-    """A session whose operations may fail, by kind, when issued or once they run: `late`, in threads of their own, one a
-    stream."""
+    """A session whose operations may fail, by kind, when issued or once they run: `late`, in threads of
+    their own, one a stream.
+    """
 
     def __init__(self, session: Session, faults: dict[str, Fault], late: bool) -> None:
         self._session, self._faults, self._late = session, faults, late
@@ -141,7 +144,9 @@ class FaultySession:
 
 
 class FaultyBackend:
-    """A backend that may fail to open, and whose sessions may fail; `free` is what it says is free, call by call."""
+    """A backend that may fail to open, and whose sessions may fail; `free` is what it says is free, call by
+    call.
+    """
 
     def __init__(self, backend: Backend, faults: dict[str, Fault], late: bool, free: list[int]) -> None:
         self._backend, self._faults, self._late, self._free = backend, faults, late, free
@@ -204,7 +209,10 @@ def bytewise(most: int) -> Iterator[None]:
 
 @contextmanager
 def nothing_left(folder: Path) -> Iterator[None]:
-    """What a run takes it gives back: threads, memory of slots, and descriptors and maps of files in a folder."""
+    """What a run takes it gives back:
+
+    threads, memory of slots, and descriptors and maps of files in a folder.
+    """
     arenas: list[weakref.ref[Any]] = []
     allocating = memory.allocate
 
@@ -250,8 +258,9 @@ def _open_files(folder: Path) -> list[str]:
 
 @contextmanager
 def small_disk(place: Path, size: int) -> Iterator[Callable[[], None]]:
-    """A disk of so many bytes at a new folder, and what turns it read-only. Raises `PermissionError` where this process
-    may mount none."""
+    """A disk of so many bytes at a new folder, and what turns it read-only. Raises `PermissionError` where
+    this process may mount none.
+    """
     place.mkdir()
     options = f"size={size}"
     if subprocess.run(

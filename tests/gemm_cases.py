@@ -1,4 +1,7 @@
-"""Products for kernels: the reference, and operands inside larger arrays whose surroundings must stay as they are."""
+"""Products for kernels:
+
+the reference, and operands inside larger arrays whose surroundings must stay as they are.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -94,8 +97,9 @@ def triple_loop(case: Case) -> Array:
 
 
 def assert_close(actual: Array, case: Case, compute: str = "native") -> None:
-    """|dC| <= 2 (k + 4) u (|alpha| |A| |B| + |beta| |C|), element by element, against a wider product; four times that
-    for complex numbers. NaN does not pass."""
+    """|dC| <= 2 (k + 4) u (|alpha| |A| |B| + |beta| |C|), element by element, against a wider product; four
+    times that for complex numbers. NaN does not pass.
+    """
     real, single = case.c.dtype.kind != "c", case.c.dtype in (np.float32, np.complex64)
     wide: Any = (
         (np.float64 if real else np.complex128) if single else (np.longdouble if real else np.clongdouble)

@@ -1,4 +1,7 @@
-"""NVRTC of the pinned wheel by ctypes, and what its machine code says of itself: no GPU and no toolkit needed."""
+"""NVRTC of the pinned wheel by ctypes, and what its machine code says of itself:
+
+no GPU and no toolkit needed.
+"""
 
 import ctypes
 import importlib.util
@@ -59,7 +62,10 @@ class Nvrtc:
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """Of one entry: registers a thread, and bytes of stack, of local memory (a thread), of static shared memory."""
+    """Of one entry:
+
+    registers a thread, and bytes of stack, of local memory (a thread), of static shared memory.
+    """
 
     registers: int
     stack: int

@@ -214,7 +214,10 @@ def test_slots_are_pinned_in_parts_that_no_copy_straddles(
 def test_a_zero_copy_panel_is_split_at_borders_of_pinned_ranges(
     device: SimpleNamespace, plan: Plan, borders: list[int], copies: int
 ) -> None:
-    """Rows of 256 bytes with a pitch of 640. A border between rows splits the copy, a border inside a row splits the row."""
+    """Rows of 256 bytes with a pitch of 640.
+
+    A border between rows splits the copy, a border inside a row splits the row.
+    """
     session, made = device.backend().open(plan, "cublas"), list[str]()
     block = allocate(32 * 640).view(np.float64).reshape(32, 80)[:, :32]
     at = [block.ctypes.data + border for border in borders]

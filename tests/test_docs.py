@@ -50,7 +50,9 @@ class Block:
         assert not pending
 
     def run(self, names: dict[str, Any]) -> None:
-        """Run the block in this process, in the current folder; `names` are those of the page's Python blocks."""
+        """Run the block in this process, in the current folder; `names` are those of the page's Python
+        blocks.
+        """
         where = f"{self.page.relative_to(TOP)}:{self.line}"
         if self.language == "python":
             # As many lines before it as on the page, so that tracebacks point there.

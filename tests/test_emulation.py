@@ -442,7 +442,10 @@ def test_neither_overflow_nor_underflow_changes_products(dtype: str, far: int) -
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_subnormal_rows_are_exact_and_lost_bits_are_noticed(dtype: str) -> None:
-    """Subnormal rows are scaled up. A subnormal element beside large ones is lost, so the panel is inexact."""
+    """Subnormal rows are scaled up.
+
+    A subnormal element beside large ones is lost, so the panel is inexact.
+    """
     rng = np.random.default_rng(10)
     least = float(np.finfo(dtype).smallest_subnormal)
     large = float(np.finfo(dtype).max) / 1000

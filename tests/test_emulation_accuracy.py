@@ -1,4 +1,7 @@
-"""Emulated products are as good as native ones over data made to be hard for them: `scripts/accuracy_emulated.py`, small."""
+"""Emulated products are as good as native ones over data made to be hard for them:
+
+`scripts/accuracy_emulated.py`, small.
+"""
 
 import importlib
 from typing import Any

@@ -209,8 +209,9 @@ def test_operations_are_nvtx_ranges_where_nvtx_is_installed(monkeypatch: pytest.
 def test_the_thread_that_ends_a_wait_submits_what_is_ready(
     beta: int, verify: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Asynchronous operations have no threads. Those of a stream are submitted in the order of the schedule, one at a
-    time, each after all its waits."""
+    """Asynchronous operations have no threads. Those of a stream are submitted in the order of the schedule,
+    one at a time, each after all its waits.
+    """
     monkeypatch.setattr(HostSession, "asynchronous", ON_DEVICE)
     right, at_once = HostSession.submit, threading.Lock()
     done: list[Operation] = []
@@ -243,8 +244,9 @@ def test_the_thread_that_ends_a_wait_submits_what_is_ready(
 
 
 def test_an_operation_slow_to_submit_does_not_block_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Prepare that waits for the device delays only the operations that need its planes. Here it waits until the
-    Multiply of the previous step has been submitted."""
+    """A Prepare that waits for the device delays only the operations that need its planes. Here it waits
+    until the Multiply of the previous step has been submitted.
+    """
     monkeypatch.setattr(HostSession, "asynchronous", set(ON_DEVICE) - {Kind.PREPARE})
     right, multiplied = HostSession.submit, threading.Semaphore(1)  # the first waits for none
 
@@ -266,7 +268,9 @@ def test_an_operation_slow_to_submit_does_not_block_others(monkeypatch: pytest.M
 def test_operations_are_submitted_in_schedule_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Even if all Multiplies of a tile are ready at once, the Download of a strip is submitted before the next strip."""
+    """Even if all Multiplies of a tile are ready at once, the Download of a strip is submitted before the
+    next strip.
+    """
     monkeypatch.setattr(HostSession, "asynchronous", ON_DEVICE)
     monkeypatch.setattr(slot_counts, "STRIP_BYTES", 1)
     right = HostSession.submit

@@ -1,4 +1,6 @@
-"""Whatever fails under a run ends it with an error that says what, where and why, and nothing is left behind."""
+"""Whatever fails under a run ends it with an error that says what, where and why, and nothing is left
+behind.
+"""
 
 import errno
 import mmap
@@ -118,7 +120,9 @@ def failure(folder: Path, a: Any, b: Any = B, **options: Any) -> str:
 
 
 def assert_not_whole(c: Path) -> None:
-    """There is no C, or one that says that it is the result of a run that has not ended, which can be gone on with."""
+    """There is no C, or one that says that it is the result of a run that has not ended, which can be gone
+    on with.
+    """
     if c.exists():
         assert zarr.open_array(c).attrs["oocgemm"] == {"complete": False}
         assert "with --resume" in resume.resume_hint(c)
@@ -372,8 +376,9 @@ def test_writes_are_not_tried_again(tmp_path: Path, error: Exception) -> None:
 
 @contextmanager
 def ended_early(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The wait before a read is tried again is long, and is not waited for. (A time limit of the test itself would not
-    do: a run that is stopping puts off all that interrupts it.)"""
+    """The wait before a read is tried again is long, and is not waited for. (A time limit of the test itself
+    would not do: a run that is stopping puts off all that interrupts it.)
+    """
     monkeypatch.setattr(transfers, "RETRY_AFTER", (20.0,) * 3)
     start = time.monotonic()
     yield
@@ -626,7 +631,8 @@ def test_memory_that_the_system_refuses_is_one_line(tmp_path: Path) -> None:
         "import resource, sys, numpy, oocgemm.cli.main, oocgemm.stores, oocgemm.backends.host.backend;"
         "oocgemm.stores.load_zarr(); numpy.ones((64, 64)) @ numpy.ones((64, 64));"
         "size = int(open('/proc/self/statm').read().split()[0]) * 4096;"
-        "resource.setrlimit(resource.RLIMIT_AS, (size + (int(sys.argv.pop(1)) << 20),) * 2); oocgemm.cli.main.main()"
+        "resource.setrlimit(resource.RLIMIT_AS, (size + (int(sys.argv.pop(1)) << 20),) * 2); "
+        "oocgemm.cli.main.main()"
     )
     for room in (5, 11, 31, 46):
         command = [

@@ -1,4 +1,5 @@
-"""Whatever is given, a command ends: in success with the right product, or in one line that says what is wrong.
+"""Whatever is given, a command ends: in success with the right product, or in one line that says what is
+wrong.
 
 A few thousand cases, the same ones each time, each under a bound on its time.
 """
@@ -163,7 +164,41 @@ TILES = [
     "axbxc",
     "-1x1x1",
 ]
-PLACES = ["a", "a.npy", "b", "b.npy", "c", "c.npy", "new", "new.npy", "deep/er/new", ".", "..", "", "/", "missing", "a/c", "file://a.npy", "http://", "memory://", "s3://x/y", "zip://a", "a\0b", "x" * 300, "~", "-", "--help", "/dev/null", "/proc/self/mem", "/dev/null/x.npy", "\udcff", "nul\nnewline", "C.ZARR", "::", "a.npy::b"]  # fmt: skip
+PLACES = [
+    "a",
+    "a.npy",
+    "b",
+    "b.npy",
+    "c",
+    "c.npy",
+    "new",
+    "new.npy",
+    "deep/er/new",
+    ".",
+    "..",
+    "",
+    "/",
+    "missing",
+    "a/c",
+    "file://a.npy",
+    "http://",
+    "memory://",
+    "s3://x/y",
+    "zip://a",
+    "a\0b",
+    "x" * 300,
+    "~",
+    "-",
+    "--help",
+    "/dev/null",
+    "/proc/self/mem",
+    "/dev/null/x.npy",
+    "\udcff",
+    "nul\nnewline",
+    "C.ZARR",
+    "::",
+    "a.npy::b",
+]
 OPTIONS: dict[str, list[str] | None] = {
     "--alpha": NUMBERS,
     "--beta": NUMBERS,
@@ -200,7 +235,10 @@ def lines(draw: st.DrawFn) -> list[str]:
     )
     places = draw(st.lists(st.sampled_from(PLACES), max_size=4))
     if name in ("run", "plan") and draw(st.booleans()):  # or hardly any would get far
-        places = [draw(st.sampled_from(good)) for good in (["a", "a.npy"], ["b", "b.npy"], ["new", "new.npy", "c", "c.npy"])]  # fmt: skip
+        places = [
+            draw(st.sampled_from(good))
+            for good in (["a", "a.npy"], ["b", "b.npy"], ["new", "new.npy", "c", "c.npy"])
+        ]
     words = list(places)
     for option in draw(st.lists(st.sampled_from(list(OPTIONS)[:-4]), max_size=3, unique=True)):
         values = OPTIONS[option]
@@ -280,20 +318,21 @@ def test_any_product_that_is_asked_for_is_right(here: Path, data: st.DataObject)
 STORES: dict[str, dict[str, Any]] = {
     "v3 raw": {"compressors": None},
     "v3 zstd": {"compressors": ZstdCodec()},
-    "v3 blosc, transposed": {"compressors": BloscCodec(cname="lz4"), "filters": [TransposeCodec(order=(1, 0))]},
-    "v3 shards": {"chunks": (8, 6), "serializer": ShardingCodec(chunk_shape=(4, 3), codecs=[BytesCodec(), Crc32cCodec()]), "compressors": None},
+    "v3 blosc, transposed": {"compressors": BloscCodec(cname="lz4"), "filters": [TransposeCodec(order=(1, 0))]},  # noqa: E501
+    "v3 shards": {"chunks": (8, 6), "serializer": ShardingCodec(chunk_shape=(4, 3), codecs=[BytesCodec(), Crc32cCodec()]), "compressors": None},  # noqa: E501
     "v2 raw": {"zarr_format": 2, "compressors": None},
     "v2 lz4, Fortran": {"zarr_format": 2, "compressors": numcodecs.LZ4(), "order": "F"},
     "v2 delta": {"zarr_format": 2, "filters": [numcodecs.Delta("f8")], "compressors": numcodecs.Zlib()},
 }  # fmt: skip
-# Values that metadata may have where they do not belong. None of them is large and yet can be multiplied in a while.
+# Values that metadata may have where they do not belong. None of them is large and yet can be multiplied in
+# a while.
 ODD: list[Any] = [
-    *(None, True, False, -1, 0, 1, 2, 3, 7, 1.5, 1e308, float("nan"), 2**31, 2**53, 2**63, 2**64, 10**30, "", "x", "NaN", "0x7ff"),
-    *("C", "F", "K", "float32", "float64", "<f8", ">f8", "<f4", "|b1", "<U3", "|O", "complex64", "bfloat16", "string", "int8"),
-    *([], {}, [[]], [1], [7, 6], [4, 3], [0, 0], [1, 1, 1], [-4, 3], [2**40, 2**40], [7, 2**62], ["a", None], {"name": "x"}, {"id": "x"}),
-    *("default", "v2", "regular", "bytes", "zstd", "gzip", "blosc", "crc32c", "transpose", "sharding_indexed", "little", "big", "middle"),
-    *({"name": "bytes"}, {"name": "gzip", "configuration": {"level": 99}}, {"name": "transpose", "configuration": {"order": [1, 1]}}),
-    *({"id": "zstd"}, {"id": "blosc", "cname": "x"}, {"name": "blosc", "configuration": {}}, {"id": "pickle"}, {"id": "vlen-utf8"}),
+    *(None, True, False, -1, 0, 1, 2, 3, 7, 1.5, 1e308, float("nan"), 2**31, 2**53, 2**63, 2**64, 10**30, "", "x", "NaN", "0x7ff"),  # noqa: E501
+    *("C", "F", "K", "float32", "float64", "<f8", ">f8", "<f4", "|b1", "<U3", "|O", "complex64", "bfloat16", "string", "int8"),  # noqa: E501
+    *([], {}, [[]], [1], [7, 6], [4, 3], [0, 0], [1, 1, 1], [-4, 3], [2**40, 2**40], [7, 2**62], ["a", None], {"name": "x"}, {"id": "x"}),  # noqa: E501
+    *("default", "v2", "regular", "bytes", "zstd", "gzip", "blosc", "crc32c", "transpose", "sharding_indexed", "little", "big", "middle"),  # noqa: E501
+    *({"name": "bytes"}, {"name": "gzip", "configuration": {"level": 99}}, {"name": "transpose", "configuration": {"order": [1, 1]}}),  # noqa: E501
+    *({"id": "zstd"}, {"id": "blosc", "cname": "x"}, {"name": "blosc", "configuration": {}}, {"id": "pickle"}, {"id": "vlen-utf8"}),  # noqa: E501
 ]  # fmt: skip
 
 
@@ -523,7 +562,7 @@ def test_a_header_that_says_nonsense_is_refused(here: Path, log: list[str], dama
 @pytest.mark.parametrize(
     "words",
     ["run a b new.npy --tile 4x3x2 --backend host", "run a missing new", "report a.npy",
-     *slow(("run a a new --beta nan",), ("plan a b --json",), ("info",), ("run a b new --device-memory 1",), ("run",),
+     *slow(("run a a new --beta nan",), ("plan a b --json",), ("info",), ("run a b new --device-memory 1",), ("run",),  # noqa: E501
            ("nonsense",), ("run a b /proc/x --chunks 4x3 --debugg",))],
 )  # fmt: skip
 def test_a_process_ends_well(here: Path, words: str) -> None:

@@ -93,7 +93,10 @@ def test_c_is_int32_unless_asked_otherwise(backend: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_int32_holds_to_the_last_and_not_one_more(backend: str) -> None:
-    """The largest sums: of 131071 products, and of one more, on either side of what a device sums in int32."""
+    """The largest sums:
+
+    of 131071 products, and of one more, on either side of what a device sums in int32.
+    """
     x = np.full((3, MAX_INT32_DEPTH + 1), -128, np.int8)
     last = x[:, :MAX_INT32_DEPTH]
     most = oocgemm.gemm(last, last, trans_b="T", backend=backend, tile="3x3x50000").out
@@ -198,7 +201,9 @@ def test_operands_of_other_integers_are_refused() -> None:
 def test_the_command_multiplies_genotypes(
     compressor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of chunks that have a fill value, into chunks that are compressed; read again and verified, whole and in part."""
+    """Of chunks that have a fill value, into chunks that are compressed; read again and verified, whole and
+    in part.
+    """
     monkeypatch.chdir(tmp_path)
     x = np.random.default_rng(6).integers(0, GENOTYPES, (50, 400), np.int8)
     array = zarr.create_array("X", shape=x.shape, chunks=(16, 64), dtype="int8", fill_value=-1)

@@ -1,4 +1,5 @@
-"""Products of int8 by the CUDA backend's code, without a GPU: g++ compiles the kernels, NumPy replaces cublasGemmEx.
+"""Products of int8 by the CUDA backend's code, without a GPU: g++ compiles the kernels, NumPy replaces
+cublasGemmEx.
 
 The same on a GPU: tests/test_kernels_gpu.py and tests/test_int8.py.
 """
@@ -76,7 +77,9 @@ def memory(address: int, kind: Any, rows: int, cols: int, ld: int) -> Array:
 
 
 def gemm_ex(*given: Any) -> None:
-    """Replace cublasGemmEx for int8, K-major operands, column-major C; refuse operands not aligned to 16 bytes."""
+    """Replace cublasGemmEx for int8, K-major operands, column-major C; refuse operands not aligned to 16
+    bytes.
+    """
     _, op_left, op_right, m, n, k, alpha, left, left_type, ld_left, right, right_type, ld_right = given[:13]
     beta, c, c_type, ldc, compute, _ = given[13:]
     assert (op_left, op_right, left_type, right_type, c_type, compute) == (1, 0, 3, 3, 10, 72)

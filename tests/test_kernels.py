@@ -1,4 +1,6 @@
-"""Every kernel compiles for its architectures without spills and with its tensor instruction; the compile cache."""
+"""Every kernel compiles for its architectures without spills and with its tensor instruction; the compile
+cache.
+"""
 
 import os
 import shutil

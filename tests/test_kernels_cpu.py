@@ -1,4 +1,7 @@
-"""The sources of the plain rungs, compiled by g++ and run on the CPU: exact on shapes with every kind of edge."""
+"""The sources of the plain rungs, compiled by g++ and run on the CPU:
+
+exact on shapes with every kind of edge.
+"""
 
 import ctypes
 import shutil
@@ -33,7 +36,8 @@ RUNGS = [
     for index, params in enumerate(kernel.variants)
 ]
 SHIM = Path(__file__).parent / "lockstep.hpp"
-# All sizes at once are no multiple of any tile, so that every edge of each is met; a k of one step, of more, and of none.
+# All sizes at once are no multiple of any tile, so that every edge of each is met; a k of one step, of
+# more, and of none.
 SHAPES = ((37, 70, 19), (33, 65, 35), (3, 5, 0))
 
 

@@ -1,4 +1,7 @@
-"""Every rung of the ladder on a GPU: exact on small integers, within the bound on random numbers, on any shape."""
+"""Every rung of the ladder on a GPU:
+
+exact on small integers, within the bound on random numbers, on any shape.
+"""
 
 import itertools
 from collections.abc import Iterator
@@ -56,7 +59,8 @@ def product(
 ) -> Array | None:
     """Return the C of a case, computed by a kernel (cuBLAS if None); None if the kernel refuses the call.
 
-    Each operand begins `pad` elements into a larger array, nothing else of which may change. If `pad` is None, addresses
+    Each operand begins `pad` elements into a larger array, nothing else of which may change. If `pad` is
+    None, addresses
     and rows are aligned to 16 bytes.
     """
     import cupy

@@ -16,7 +16,8 @@ SOURCE = """
 extern "C" {
 int swizzled_(int row, int byte) { return swizzled(row, byte); }
 int element_offset_(bool k_major, int x, int k, int item) { return element_offset(k_major, x, k, item); }
-unsigned long long slab_descriptor_(unsigned address, bool k_major, int depth) { return slab_descriptor(address, k_major, depth); }
+unsigned long long slab_descriptor_(unsigned address, bool k_major, int depth) { return
+slab_descriptor(address, k_major, depth); }
 int step_bytes_(bool k_major, int item) { return step_bytes(k_major, item); }
 unsigned long long tile_at_(unsigned index, unsigned rows, unsigned columns, unsigned group) {
     const tile_position at = tile_at(index, rows, columns, group);
@@ -57,7 +58,8 @@ def test_element_offsets_follow_the_128_byte_swizzle_of_tma(
     seen = set()
     for x in range(rows):
         for k in range(depth):
-            # One slab of `rows` lines, or several of `depth` lines; a line is 128 bytes and its 16-byte chunks are swapped about.
+            # One slab of `rows` lines, or several of `depth` lines; a line is 128 bytes and its 16-byte
+            # chunks are swapped about.
             line, byte = (x, k * item) if k_major else (x // depth * depth + k, x % depth * item)
             expected = line * 128 + ((byte // 16) ^ (line % 8)) * 16 + byte % 16
             assert layout.element_offset_(k_major, x, k, item) == expected
@@ -66,7 +68,10 @@ def test_element_offsets_follow_the_128_byte_swizzle_of_tma(
 
 
 def test_pairs_that_sixteen_lanes_read_lie_in_different_banks(layout: ctypes.CDLL) -> None:
-    """The tf32 operand that wgmma takes from registers: lane 4 g + q reads rows 2 g, 2 g + 1 at k = q, or q + 4 if q is odd."""
+    """The tf32 operand that wgmma takes from registers:
+
+    lane 4 g + q reads rows 2 g, 2 g + 1 at k = q, or q + 4 if q is odd.
+    """
     for row in range(0, 64, 16):
         for half in range(2):
             lanes = [(lane // 4, lane % 4) for lane in range(16 * half, 16 * half + 16)]

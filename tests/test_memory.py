@@ -18,8 +18,8 @@ from tests.backends_here import needs_gpu
 from tests.suite import slow
 
 MIB = 1 << 20
-# Samples the process's anonymous memory all along a run, and what the device has free beside the CUDA context, and
-# prints the peaks of what is held of both. The operands may be made by a `setup`, before.
+# Samples the process's anonymous memory all along a run, and what the device has free beside the CUDA
+# context, and prints the peaks of what is held of both. The operands may be made by a `setup`, before.
 CODE = """
 import json, sys, threading
 import numpy, zarr, oocgemm, oocgemm.stores.zarr.matrix, oocgemm.backends.host.backend
@@ -70,7 +70,10 @@ def idle() -> int:
 
 @cache
 def idle_on_device(folder: Path, dtype: str, kernel: str) -> int:
-    """That of a process which multiplies next to nothing on the device: the libraries of CUDA, and what they load."""
+    """That of a process which multiplies next to nothing on the device:
+
+    the libraries of CUDA, and what they load.
+    """
     np.save(folder / f"{dtype}.npy", np.ones((64, 64), dtype))
     arguments = dict.fromkeys("ab", str(folder / f"{dtype}.npy")) | {"c": str(folder / f"{dtype}-{kernel}")}
     arguments |= {"backend": "cuda", "kernel": kernel, "device_memory": "100MiB", "host_memory": "8MiB"}

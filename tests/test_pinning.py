@@ -362,7 +362,7 @@ def test_operands_are_multiplied_in_place_unless_verified(
         moved = sum(span.bytes for span in result.timeline.spans if span.kind == "read")
         assert moved < result.plan.traffic["read"]
     lying = sum(there for _, there in counts.values())
-    said = f"{lying} of {sum(read for read, _ in counts.values())} panels of A and B copied directly from the caller's arrays"
+    said = f"{lying} of {sum(read for read, _ in counts.values())} panels of A and B copied directly from the caller's arrays"  # noqa: E501
     assert figures.in_place(result.timeline) == (said if lying else "")
     uploaded = sum(span.bytes for span in result.timeline.spans if span.kind == "upload")
     assert uploaded == result.plan.traffic["h2d"]

@@ -1,6 +1,7 @@
 """Use checksums that a device takes, and digests that prove that it took them of the right panels.
 
-The host takes only the digest of a panel that it has read (kernels/checks/check_sums.cu has the formula). A digest
+The host takes only the digest of a panel that it has read (kernels/checks/check_sums.cu has the formula). A
+digest
 is a sum of the words of every 64th row, weighted by position. It is a sum of integers modulo 2^32, hence
 exact in any order. For a strip of C it covers every row. The device takes the digest again, with its
 checksums, of the data that arrived in the slot. Each Multiply compares the two digests, and marks all that it
