@@ -46,13 +46,14 @@ def warps_sectors(m: int, n: int, k: int, itemsize: int, cols: int) -> int:
 
 
 def conflicts(itemsize: int, *patterns: Callable[[int], int]) -> int:
-    """Return the extra cycles of the worst of some accesses of a warp, each a function from lane to element
-    index.
+    """Return the extra cycles of the worst of some accesses of a warp.
 
-    >>> conflicts(4, lambda lane: lane), conflicts(4, lambda lane: 32 * lane), conflicts(4, lambda lane: 33 *
-    lane) (0, 31, 0)
-    >>> conflicts(8, lambda lane: lane), conflicts(8, lambda lane: lane // 16 * 16), conflicts(4, lambda lane:
-    0) (0, 0, 0)
+    Each access is a function from lane to element index.
+
+    >>> [conflicts(4, lambda lane: stride * lane) for stride in (0, 1, 32, 33)]
+    [0, 0, 31, 0]
+    >>> conflicts(8, lambda lane: lane), conflicts(8, lambda lane: lane // 16 * 16)
+    (0, 0)
     """
     return max(_extra_cycles(itemsize, pattern) for pattern in patterns)
 

@@ -21,14 +21,21 @@ def open_zarr(name: str, path: str, *, writable: bool = False) -> ZarrMatrix:
     """
     try:
         found = zarr.open(path, mode="r+" if writable else "r")
-    except InputError as error:
-        raise InputError(f"{name} at {path}: {error}") from error
     except MemoryError:
         raise
     except Exception as error:  # zarr and its stores raise exceptions of many types
+        if refused := _refused(error):
+            raise InputError(f"{name} at {path}: {refused}") from error
         _check_thread(name, path, error)
         raise _no_array(name, path, error, writable) from error
     return wrap_zarr(name, found, path, writable=writable)
+
+
+def _refused(error: BaseException | None) -> InputError | None:
+    """Return the `InputError` behind an exception. zarr replaces it by others, since it is a ValueError."""
+    while error is not None and not isinstance(error, InputError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _no_array(name: str, path: str, error: Exception, writable: bool) -> InputError:
