@@ -27,19 +27,23 @@ PROPERTIES = {
 }
 
 
-class CudaRuntimeError(RuntimeError):
-    """`runtime.CUDARuntimeError`."""
+class CupyError(RuntimeError):
+    """What cupy raises for an error number."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"CUDA error {status}")
         self.status = status
 
 
-class DriverError(RuntimeError):
+class CudaRuntimeError(CupyError):
+    """`runtime.CUDARuntimeError`."""
+
+
+class DriverError(CupyError):
     """`driver.CUDADriverError`."""
 
 
-class CublasError(RuntimeError):
+class CublasError(CupyError):
     """`cublas.CUBLASError`."""
 
 
@@ -48,7 +52,7 @@ class NvrtcError(RuntimeError):
 
 
 @contextmanager
-def raising(error: type[Exception]) -> Iterator[None]:
+def raising(error: type[CupyError]) -> Iterator[None]:
     """Raise refused calls as cupy's error."""
     try:
         yield
@@ -56,7 +60,7 @@ def raising(error: type[Exception]) -> Iterator[None]:
         raise error(refused.status) from None
 
 
-def check_status(error: type[Exception], status: int) -> None:
+def check_status(error: type[CupyError], status: int) -> None:
     if status:
         raise error(status)
 
@@ -231,7 +235,7 @@ def pinned_memory(objects: Objects, size: int) -> Any:
     memory.ptr = ctypes.addressof(memory)
     with raising(CudaRuntimeError), objects.device.lock:
         objects.device.enter("alloc_pinned_memory", size)
-        objects.device.memory.pin(memory.ptr, size)
+        objects.device.memory.pin(memory.ptr, size, owned=True)
     weakref.finalize(memory, objects.device.memory.unpin, memory.ptr).atexit = False
     return memory
 

@@ -8,7 +8,6 @@ Two accesses to the same bytes, of which one writes, must be ordered by streams,
 find those that are not (Lamport, *Time, clocks, and the ordering of events*, 1978), whatever order was drawn.
 """
 
-import gc
 import itertools
 import random
 import threading
@@ -216,7 +215,6 @@ class Device:
         """Raise the first misuse, or one for memory that is still allocated or pinned."""
         if self.misuses:
             raise self.misuses[0]
-        gc.collect()  # pinned memory that its owner unpins
         assert not self.memory.allocated, f"{self.memory.allocated} bytes of device memory are not freed"
         assert not self.memory.pinned, f"host memory is still pinned: {self.memory.pinned}"
 

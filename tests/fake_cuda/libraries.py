@@ -79,11 +79,11 @@ class Driver(Library):
 
     def _cuPointerGetAttribute(self, to: int, attribute: int, address: int) -> int:  # noqa: N802
         self._device.enter("cuPointerGetAttribute", attribute, address)
-        found = self._device.memory.pinned_range(address)
-        if found is None or address >= BASE:
+        found = self._device.memory.range_at(address)
+        if found is None:
             return INVALID_VALUE
         kind = ctypes.c_uint if attribute == 2 else ctypes.c_size_t
-        kind.from_address(to).value = {2: 1, 11: found[0], 12: found[1]}[attribute]
+        kind.from_address(to).value = {2: 2 if address >= BASE else 1, 11: found[0], 12: found[1]}[attribute]
         return 0
 
     def _cuMemcpyAsync(self, to: int, source: int, size: int, stream: int) -> None:  # noqa: N802
@@ -117,8 +117,8 @@ class Driver(Library):
 
     def _cuLaunchKernel(self, function: int, *how: Any) -> None:  # noqa: N802
         """Grid and block, bytes of shared memory, stream, pointers to the arguments, extra options."""
+        fault = self._device.enter("cuLaunchKernel", function, *how)
         kernel, (stream, pointers) = self._objects.function(function), how[7:9]
-        fault = self._device.enter("cuLaunchKernel", kernel.entry, *how)
         count, prepare = KERNELS[kernel.entry]
         given = list((ctypes.c_void_p * count).from_address(pointers))
         macros = {**kernel.macros, "grid x": str(how[0]), "grid y": str(how[1])}

@@ -44,6 +44,7 @@ class Block(NamedTuple):
 class _Range:
     begin: int
     data: Array  # bytes
+    owned: bool = False  # pinned until its owner is garbage
 
     @property
     def end(self) -> int:
@@ -69,8 +70,8 @@ class Memory:
 
     @property
     def pinned(self) -> dict[int, int]:
-        """Bytes of each pinned range, by its first address."""
-        return {begin: each.data.size for begin, each in self._pinned.items()}
+        """Bytes of each range that is to be unpinned, by its first address."""
+        return {begin: each.data.size for begin, each in self._pinned.items() if not each.owned}
 
     def allocate(self, size: int) -> int:
         """Return the address of new device memory, filled with poison."""
@@ -86,18 +87,18 @@ class Memory:
         if address and self._device.pop(address, None) is None:
             raise StatusError(INVALID_VALUE)
 
-    def pin(self, address: int, size: int) -> None:
+    def pin(self, address: int, size: int, *, owned: bool = False) -> None:
         if any(address < each.end and each.begin < address + size for each in self._pinned.values()):
             raise StatusError(ALREADY_PINNED)
-        self._pinned[address] = _Range(address, _host_bytes(address, size))
+        self._pinned[address] = _Range(address, _host_bytes(address, size), owned)
 
     def unpin(self, address: int) -> None:
         if self._pinned.pop(address, None) is None:
             raise StatusError(NOT_PINNED)
 
-    def pinned_range(self, address: int) -> tuple[int, int] | None:
-        """Return (address, bytes) of the pinned range that contains an address."""
-        for each in self._pinned.values():
+    def range_at(self, address: int) -> tuple[int, int] | None:
+        """Return (address, bytes) of the allocation or the pinned range that contains an address."""
+        for each in (*self._device.values(), *self._pinned.values()):
             if each.begin <= address < each.end:
                 return each.begin, each.data.size
         return None
