@@ -26,6 +26,7 @@ from oocgemm.planning import (
     make_plan,
 )
 from oocgemm.system.memory import allocate
+from tests import faults
 from tests.fake_cuda import PACKAGE, Device, Fault, fake_cuda
 from tests.problems import Array
 
@@ -279,7 +280,7 @@ def product(**options: Any) -> oocgemm.Result:
 
 
 @pytest.mark.parametrize("name", FAILING)
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("share", [0.0, pytest.param(0.5, marks=pytest.mark.slow), 1.0])
 def test_a_run_whose_call_fails_leaves_nothing_behind(device: Device, name: str, share: float) -> None:
     """The first call, one in the middle, or the last of those that a run makes."""
     device.memory.capacity = 1 << 30
@@ -296,6 +297,15 @@ def test_a_run_whose_call_fails_leaves_nothing_behind(device: Device, name: str,
     device.faults.clear()
     device.check()
     np.testing.assert_array_equal(product().out, A @ B)
+
+
+@pytest.mark.parametrize("fails", ["read_A", "write_C"])
+def test_a_store_that_fails_leaves_nothing_on_the_device(device: Device, fails: str) -> None:
+    device.memory.capacity = 1 << 30
+    fault = faults.Fault(OSError("no more"), first=3)
+    with faults.faulty_stores(**{fails: fault}), pytest.raises(ExecutionError, match="no more"):
+        product()
+    device.check()
 
 
 @pytest.mark.parametrize("name", ["cuMemcpyAsync", "cublasGemmEx"])

@@ -54,7 +54,7 @@ def test_any_product_is_that_of_integers(engine: Engine, data: st.DataObject) ->
     )
     if beta == 0:
         c[...] = np.iinfo(out_dtype).max if integer else np.nan
-    extents = st.integers(12 if engine[0] == "fake-cuda" else 1, 75)  # a fake GPU is slow
+    extents = st.integers(24 if engine[0] == "fake-cuda" else 1, 75)  # a fake GPU is slow
     tile = data.draw(st.none() | st.builds("{}x{}x{}".format, *(extents,) * 3))
     fits = not integer or np.abs(expected).max() <= np.iinfo(out_dtype).max
     with running_on(engine, seed=seed) as options:

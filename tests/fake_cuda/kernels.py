@@ -39,7 +39,7 @@ class Operand(NamedTuple):
 
     def load(self, memory: Memory, dtype: Any) -> Array:
         """Return op(X) in another dtype."""
-        x = self.view(memory).astype(dtype)
+        x = self.view(memory).astype(dtype, copy=False)
         return x.conj() if self.op == 2 else x
 
 
@@ -57,10 +57,11 @@ def gemm(memory: Memory, alpha: Any, a: Operand, b: Operand, beta: Any, c: Opera
         with np.errstate(all="ignore"):
             value = np.zeros(target.shape, wide)
             if multiplies:
-                value += wide_scalar(alpha) * (a.load(memory, wide) @ b.load(memory, wide))
+                np.matmul(a.load(memory, wide), b.load(memory, wide), out=value)
+                value *= wide_scalar(alpha)
             if beta:
-                value += wide_scalar(beta) * target.astype(wide)
-            target[...] = value.astype(target.dtype)
+                value += wide_scalar(beta) * target.astype(wide, copy=False)
+            target[...] = value
 
     def wide_scalar(value: Any) -> Any:
         return np.dtype(wide).type(value)

@@ -1,5 +1,6 @@
 """Device memory apart from host memory, and the ranges of host memory that are pinned."""
 
+from bisect import bisect_right, insort
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -58,6 +59,7 @@ class Memory:
         self.capacity = capacity
         self._device: dict[int, _Range] = {}
         self._pinned: dict[int, _Range] = {}
+        self._begins: list[int] = []  # of all ranges, in order
         self._next = BASE
 
     @property
@@ -79,29 +81,34 @@ class Memory:
             raise StatusError(OUT_OF_MEMORY)
         address = self._next
         self._device[address] = _Range(address, np.full(size, POISON, np.uint8))
+        insort(self._begins, address)
         # The gap finds accesses beyond the end.
         self._next += (size // ALIGNMENT + 2) * ALIGNMENT
         return address
 
     def free(self, address: int) -> None:
-        if address and self._device.pop(address, None) is None:
+        if not address:
+            return
+        if self._device.pop(address, None) is None:
             raise StatusError(INVALID_VALUE)
+        self._begins.remove(address)
 
     def pin(self, address: int, size: int, *, owned: bool = False) -> None:
-        if any(address < each.end and each.begin < address + size for each in self._pinned.values()):
+        before = self._last_begin(address + size - 1)
+        if before is not None and address < before.end:
             raise StatusError(ALREADY_PINNED)
+        insort(self._begins, address)
         self._pinned[address] = _Range(address, _host_bytes(address, size), owned)
 
     def unpin(self, address: int) -> None:
         if self._pinned.pop(address, None) is None:
             raise StatusError(NOT_PINNED)
+        self._begins.remove(address)
 
     def range_at(self, address: int) -> tuple[int, int] | None:
         """Return (address, bytes) of the allocation or the pinned range that contains an address."""
-        for each in (*self._device.values(), *self._pinned.values()):
-            if each.begin <= address < each.end:
-                return each.begin, each.data.size
-        return None
+        found = self._last_begin(address)
+        return (found.begin, found.data.size) if found is not None and address < found.end else None
 
     def bytes_of(self, block: Block) -> Array:
         """Return a view of a block of device or pinned memory, of shape (rows, width).
@@ -111,16 +118,21 @@ class Memory:
         """
         if block.rows > 1 and block.pitch < block.width:
             raise MisuseError(f"rows overlap: {block}")
-        ranges = self._device if block.address >= BASE else self._pinned
-        for each in ranges.values():
-            if each.begin <= block.address and block.end <= each.end:
-                start = block.address - each.begin
-                part = each.data[start : start + block.end - block.address]
-                return np.lib.stride_tricks.as_strided(
-                    part, (block.rows, block.width), (block.pitch or block.width, 1)
-                )
+        found = self._last_begin(block.address)
+        if found is not None and block.end <= found.end:
+            start = block.address - found.begin
+            part = found.data[start : start + block.end - block.address]
+            return np.lib.stride_tricks.as_strided(
+                part, (block.rows, block.width), (block.pitch or block.width, 1)
+            )
         what = "one device allocation" if block.address >= BASE else "one range of pinned host memory"
         raise MisuseError(f"{block} is not within {what}")
+
+    def _last_begin(self, address: int) -> _Range | None:
+        """The last range that begins at an address or before it."""
+        place = bisect_right(self._begins, address)
+        begin = self._begins[place - 1] if place else None
+        return None if begin is None else self._device.get(begin) or self._pinned[begin]
 
     def real_address(self, address: int) -> int:
         """Return where this process has a byte of device memory."""
