@@ -1,13 +1,15 @@
 #!/usr/bin/env python
-"""How accurate products from exact int8 products are, beside native ones, over data made to be hard for them.
+"""Accuracy of products emulated with int8 products, beside native products, on data chosen to be difficult.
 
-For each kind of data the largest error of an element, in units of u (|A||B|) of that element (and the least subnormal
-number, for what underflows), of the emulated product and of the backend's native one. Two things are asked: no error
-above k, which is what bounds a native product; and none above twice the native product's largest, except below 2.
+For each kind of data the script reports the largest error of an element, for the emulated and for the native
+product. Errors are in units of u (|A||B|) of that element, plus the least subnormal number for underflow.
+There are two requirements. No error exceeds k, which is the bound of a native product. No error exceeds twice
+the largest error of the native product, unless it is below 2.
 
-Among the data are the scalings that grade an implementation by Demmel and others (*How to grade the accuracy of an
-implementation of the BLAS*): of rows, of columns, and along k of A by D and B by 1 / D, which a native product does not
-notice and fixed-point schemes do. The reference is summed in extended precision, in parts, for some of the rows.
+The data include the scalings that grade a BLAS implementation by Demmel and others (*How to grade the
+accuracy of an implementation of the BLAS*): of rows, of columns, and along k of A by D and of B by 1 / D.
+They do not affect a native product, but they affect fixed-point schemes. The reference is summed in extended
+precision, for some of the rows.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,15 +30,16 @@ Product = Callable[[Array, Array], tuple[Array, list[str]]]
 Shape = tuple[int, int]
 UNIT = {"float64": 2.0**-53, "float32": 2.0**-24}
 SPREADS = (4, 10, 20, 40, 60)
-# Each large element of A meets a small one of B: `suffices` takes elements for strangers to one another, when it holds the
-# error against a native product's. Its bound holds all the same; twice the native error does not quite.
+# Each large element of A is multiplied by a small one of B. `suffices` assumes independent elements where it
+# compares with the error of a native product. The bound holds for these data too, but twice the native error
+# does not.
 AGAINST = "sorted against"
-_PART = 64  # of k, in the reference
+_PART = 64  # depth of the reference's partial sums
 
 
 @dataclass(frozen=True)
 class Size:
-    """Of C = A B, and how many of its rows are looked at."""
+    """Extents of C = A B, and the number of rows of C that are checked."""
 
     m: int
     n: int
@@ -45,9 +48,9 @@ class Size:
 
 
 def panels(size: Size, dtype: str) -> Iterator[tuple[str, Array, Array]]:
-    """Kinds of data by name: A (m x k) and B (k x n)."""
+    """Yield each kind of data: its name, A (m x k) and B (k x n)."""
     for kind in (_values, _spreads, _shapes, _zeros, _far):
-        with np.errstate(all="ignore"):  # what float32 has no number for becomes 0 or Inf, as it is to be
+        with np.errstate(all="ignore"):  # values outside the range of float32 become 0 or Inf on purpose
             for name, a, b in kind(np.random.default_rng(1), (size.m, size.k), (size.k, size.n)):
                 yield name, a.astype(dtype), b.astype(dtype)
 
@@ -123,7 +126,7 @@ def _zeros(rng: np.random.Generator, left: Shape, right: Shape) -> Iterator[tupl
 
 
 def _far(rng: np.random.Generator, left: Shape, right: Shape) -> Iterator[tuple[str, Array, Array]]:
-    """Near the ends of the range of either dtype, and beyond."""
+    """Yield data near the limits of each dtype's range, and beyond them."""
     a, b = _normal(rng, left, right)
     for dtype, low, far in (("float64", 1060, 996), ("float32", 140, 96)):
         yield f"subnormal in {dtype}", a * 2.0**-low, b * 2.0 ** (low // 2)
@@ -133,17 +136,17 @@ def _far(rng: np.random.Generator, left: Shape, right: Shape) -> Iterator[tuple[
         yield f"huge and tiny rows in {dtype}", a * rows, b
         yield f"overflow in {dtype}", a * rows, b * 2.0 ** (low // 4)
     for value in (np.inf, np.nan):
-        broken = a.copy()
-        broken[0, 2] = value
-        yield str(value), broken, b
+        nonfinite = a.copy()
+        nonfinite[0, 2] = value
+        yield str(value), nonfinite, b
 
 
 def reference(a: Array, b: Array) -> tuple[Array, Array]:
-    """A B and |A||B| in extended precision."""
+    """Return A B and |A||B| in extended precision."""
     assert np.finfo(np.longdouble).nmant >= 63, "this needs a long double of 64 bits"
     wide = np.longdouble
     rows, cols = ~np.isfinite(a).all(axis=1), ~np.isfinite(b).all(axis=0)
-    # Sums of NaN take some processors a hundred times as long; and what of C is to be none is known.
+    # Arithmetic on NaN is up to a hundred times slower on some processors, so NaN is set afterwards.
     a, b = (np.where(np.isfinite(x), x, 0) for x in (a, b))
     product, size = (np.zeros((a.shape[0], b.shape[1]), wide) for _ in range(2))
     with np.errstate(all="ignore"):
@@ -157,7 +160,10 @@ def reference(a: Array, b: Array) -> tuple[Array, Array]:
 
 
 def error(c: Array, product: Array, size: Array) -> float:
-    """The largest error in units of u (|A||B|); infinite where an Inf or a NaN is, or is not, where one should be."""
+    """Return the largest error in units of u (|A||B|).
+
+    Infinite if C has an unexpected or a missing Inf or NaN.
+    """
     limits = np.finfo(c.dtype)
     with np.errstate(all="ignore"):
         wanted = np.where(np.abs(product) > limits.max, np.inf, product)
@@ -170,17 +176,17 @@ def error(c: Array, product: Array, size: Array) -> float:
 
 
 def streamed(backend: str, compute: str, **options: Any) -> Product:
-    """A B as the library makes it, and what has multiplied."""
+    """Return a function that computes A B with the library; it also returns the kernels that multiplied."""
 
     def multiply(a: Array, b: Array) -> tuple[Array, list[str]]:
-        result = oocgemm.matmul(a, b, backend=backend, compute=compute, **options)
+        result = oocgemm.gemm(a, b, backend=backend, compute=compute, **options)
         return np.asarray(result.out), result.timeline.header["backend"]["multiplied by"]
 
     return multiply
 
 
 def judge(size: Size, dtype: str, emulated: Product, native: Product) -> Iterator[dict[str, Any]]:
-    """For each kind of data: both errors, and whether the emulated one may be as large."""
+    """Yield for each kind of data both errors, and whether the emulated one meets the requirements."""
     rows = np.unique(np.linspace(0, size.m - 1, size.rows).astype(int))
     for name, a, b in panels(size, dtype):
         wanted = reference(a[rows], b)
@@ -200,13 +206,13 @@ def judge(size: Size, dtype: str, emulated: Product, native: Product) -> Iterato
 @click.option("--backend", default="host", show_default=True, type=click.Choice(["host", "cuda"]))
 @click.option("--size", "sizes", default=["256x256x4096"], show_default=True, multiple=True, help="MxNxK.")
 @click.option("--dtype", "dtypes", default=list(UNIT), multiple=True, type=click.Choice(list(UNIT)))
-@click.option("--rows", default=32, show_default=True, help="Rows of C that are looked at.")
+@click.option("--rows", default=32, show_default=True, help="Rows of C that are checked.")
 @keeping.output
 def main(
     backend: str, sizes: tuple[str, ...], dtypes: tuple[str, ...], rows: int, output: Path | None
 ) -> None:
-    """Errors of emulated and native products, for every kind of data."""
-    broken = []
+    """Measure the errors of emulated and native products on every kind of data."""
+    unbounded = []
     for text, dtype in product(sizes, dtypes):
         m, n, k = map(int, text.split("x"))
         found = []
@@ -217,10 +223,10 @@ def main(
             note = f", not {' nor '.join(fails)}" if fails else ""
             click.echo(f"{text} {dtype} {one['error']:9.3f} {one['native']:9.3f} {one['data']}{note}")
             found.append(one)
-            broken += [one["data"]] if "bounded" in fails else []
+            unbounded += [one["data"]] if "bounded" in fails else []
         keeping.keep(output, f"{backend} {text} {dtype}", {"numpy": np.__version__, "kinds": found})
-    if broken:
-        raise click.ClickException(f"errors above the bound of a native product: {', '.join(broken)}")
+    if unbounded:
+        raise click.ClickException(f"errors above the bound of a native product: {', '.join(unbounded)}")
 
 
 if __name__ == "__main__":

@@ -1,16 +1,17 @@
 #!/usr/bin/env python
-"""Products from zarr to zarr within a memory budget: this project, dask, cubed and blosc2 beside NumPy's in-core `A @ B`.
+"""Products from zarr to zarr in a memory budget: oocgemm, dask, cubed and blosc2 against NumPy in-core.
 
-Each product runs in a process of its own (`cpu_contenders.py`) on the same arrays on disk, and only it is timed: imports,
-the start of BLAS threads and a small product to warm up come before. Contenders take turns; a round has each of them
-once, and ratios are taken within rounds. The files of the operands are put out of the page cache before a cold run and
-read into it before a warm one. NumPy has its operands in memory and leaves C there; the others write C, all but this
-project into the page cache. Memory is what the process takes above what it had at the start, sampled from outside. How
-long the cores worked for other processes meanwhile is noted: a round in which that is much is worth little.
+Each product runs in its own process (`cpu_contenders.py`) on the same arrays on disk. Imports, the start of
+BLAS threads and a small warm-up product are not timed. Contenders take turns: a round runs each of them once,
+and ratios are taken within rounds. Before a cold run the operands' files are evicted from the page cache,
+before a warm one they are read into it. NumPy has its operands in memory and leaves C there. The others write
+C; only oocgemm makes it durable. Memory is sampled from outside, and given relative to the start of the
+product. The script also records how long the cores worked for other processes: discard rounds in which that
+was much.
 
-Results go into one file, a key a case and a kernel family of BLAS, so that no processor's rounds are mixed with those of
-one twice as fast; rounds of a later invocation are added to those that are there. Peers that are
-not installed are left out, and the output says so: scripts/setup bench.
+Results go to one file with a key per case and BLAS kernel family, so that rounds of different processors stay
+apart. Rounds of later invocations are added. Contenders that are not installed are skipped with a message:
+run scripts/setup bench to install them.
 """
 
 import contextlib
@@ -38,11 +39,12 @@ from oocgemm.machine.info import info
 TOP = Path(__file__).resolve().parent
 PEERS = ("dask", "cubed", "blosc2")
 PACKAGES = ("oocgemm", "numpy", "zarr", *PEERS)
-SAMPLING_SECONDS = 0.2  # each sample takes its time from the cores
-Round = dict[str, dict[str, Any]]  # by label: a contender, ", cold" added where it is
+SAMPLING_SECONDS = 0.2  # sampling itself takes processor time
+Round = dict[str, dict[str, Any]]  # by label (see `label`)
 
 
 def label(name: str, cold: bool) -> str:
+    """Return the key of a contender's figures in a round."""
     return f"{name}, cold" if cold else name
 
 
@@ -50,7 +52,7 @@ LABELS = [label(name, cold) for name in CONTENDERS for cold in (False, True)]
 
 
 def set_cache(folder: Path, cold: bool) -> None:
-    """Every file below a folder out of the page cache, or into it."""
+    """Evict every file below a folder from the page cache, or read it into the page cache."""
     os.sync()
     for path in filter(Path.is_file, folder.rglob("*")):
         with path.open("rb", buffering=0) as file:
@@ -63,7 +65,7 @@ def set_cache(folder: Path, cold: bool) -> None:
 
 
 def anonymous_bytes(process: int) -> int:
-    """Memory of a process and its children that is not mapped files."""
+    """Return the anonymous memory of a process and its children, in bytes."""
     total = 0
     with contextlib.suppress(OSError):  # it may end at any moment
         lines = Path(f"/proc/{process}/status").read_text().splitlines()
@@ -74,7 +76,10 @@ def anonymous_bytes(process: int) -> int:
 
 
 def busy_elsewhere(process: int) -> float:
-    """Seconds that the cores have worked for others than a process and its ended children, since some time ago."""
+    """Return the processor seconds of all other processes since boot.
+
+    Subtract two calls to get an interval.
+    """
     ticks = [int(value) for value in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
     user, nice, system, _, _, irq, softirq, steal = ticks[:8]
     own = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[11:15]
@@ -83,17 +88,20 @@ def busy_elsewhere(process: int) -> float:
 
 
 def remove(*places: Path) -> None:
-    """Whatever is there."""
+    """Delete files and folders, if they exist."""
     for place in places:
         if place.exists():
             (shutil.rmtree if place.is_dir() else os.unlink)(place)
 
 
 def run(name: str, cold: bool, folder: Path, case: Case, settings: dict[str, str]) -> dict[str, Any]:
-    """One product of one contender: seconds, peak memory above that when ready, and what it tells."""
+    """Run one product of one contender.
+
+    Return its seconds, its peak memory over the start, and its own output.
+    """
     place = folder.parent / "C"
-    leavings = (place, folder.parent / "cubed")
-    remove(*leavings)  # of a run that was killed
+    leftovers = (place, folder.parent / "cubed")
+    remove(*leftovers)  # of a run that was killed
     arguments = {"contender": name, "case": asdict(case), "operands": str(folder), "place": str(place)}
     line = [
         sys.executable,
@@ -124,7 +132,7 @@ def run(name: str, cold: bool, folder: Path, case: Case, settings: dict[str, str
         finished.set()
         sampler.join()
         last = process.stdout.readline()
-    remove(*leavings)
+    remove(*leftovers)
     if process.returncode:
         raise click.ClickException(f"{name} failed")
     found: dict[str, Any] = json.loads(last)
@@ -133,14 +141,14 @@ def run(name: str, cold: bool, folder: Path, case: Case, settings: dict[str, str
 
 
 def spread(values: list[float], digits: str = ".3f") -> str:
-    """Median (least-most)."""
+    """Format values as median (minimum-maximum)."""
     if not values:
         return "-"
     return f"{statistics.median(values):{digits}} ({min(values):{digits}}-{max(values):{digits}})"
 
 
 def summary(rounds: list[Round]) -> Iterator[str]:
-    """A line for each contender: seconds, speed as a part of in-core's within rounds, peak memory."""
+    """Yield a line per contender: seconds, speed relative to in-core within rounds, peak memory."""
     for name in LABELS:
         having = [one for one in rounds if name in one]
         if having:
@@ -148,7 +156,8 @@ def summary(rounds: list[Round]) -> Iterator[str]:
             both = [one for one in having if "in-core" in one]
             of_in_core = spread([one["in-core"]["seconds"] / one[name]["seconds"] for one in both])
             peak = max(one[name].get("peak_mib", 0) for one in having)
-            yield f"{name:18} {seconds:24} s  of in-core {of_in_core:20}  peak {peak:5.0f} MiB  runs {len(having)}"
+            figures = f"of in-core {of_in_core:20}  peak {peak:5.0f} MiB  runs {len(having)}"
+            yield f"{name:18} {seconds:24} s  {figures}"
 
 
 def versions() -> dict[str, str]:
@@ -170,11 +179,17 @@ def versions() -> dict[str, str]:
 )
 @click.option("--cold/--warm", default=None, help="State of the page cache.  [default: each in turn]")
 @click.option("--rounds", default=3, show_default=True)
-@click.option("--discard", default=1, show_default=True, help="Rounds before those, not counted.")
-@click.option("--fresh", is_flag=True, help="Forget the rounds of this case that the results file has.")
+@click.option("--discard", default=1, show_default=True, help="Warm-up rounds, not counted.")
+@click.option("--fresh", is_flag=True, help="Discard the rounds of this case in the results file.")
 @click.option("--data", type=click.Path(), help="Keep the operands in this folder for the next time.")
 @click.option("--output", type=click.Path(), default=str(TOP / "results" / "bench_cpu.json"))
-@click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="Told to the contenders.")
+@click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Setting of a contender, such as dask=threads.",
+)
 def main(
     size: str,
     dtype: str,
@@ -192,15 +207,15 @@ def main(
 ) -> None:
     m, k, n = (int(extent) for extent in size.split("x"))
     case = Case(m, k, n, dtype, chunk, device_memory, host_memory)
-    told = dict(setting.split("=", 1) for setting in settings)
+    parsed_settings = dict(setting.split("=", 1) for setting in settings)
     chosen = list(names or CONTENDERS)
     for name in [peer for peer in PEERS if peer in chosen and peer not in versions()]:
-        click.echo(f"{name} is left out: it is not installed (scripts/setup bench)")
+        click.echo(f"skipping {name}: it is not installed (run scripts/setup bench)")
         chosen.remove(name)
     if not chosen:
         return
     states = (False, True) if cold is None else (cold,)
-    # The in-core product reads nothing: its cache is neither.
+    # The in-core product reads no files, so the state of the page cache does not matter.
     turns = [(name, state) for name in chosen for state in (states if name != "in-core" else (False,))]
     record = Path(output)
     cases = json.loads(record.read_text())["cases"] if record.exists() else {}
@@ -213,12 +228,13 @@ def main(
         make_operands(folder, case, converted="blosc2" in chosen)
         for number in range(discard + rounds):
             one: Round = {}
-            first = number % len(turns)  # who goes first changes from round to round
+            first = number % len(turns)  # rotate the order of the contenders
             for name, state in turns[first:] + turns[:first]:
-                found = one[label(name, state)] = run(name, state, folder, case, told)
+                found = one[label(name, state)] = run(name, state, folder, case, parsed_settings)
                 which = f"round {number - discard + 1}" if number >= discard else "not counted"
-                figures = f"{found['seconds']:.3f} s, {found['peak_mib']:.0f} MiB, cores busy elsewhere {found['busy_elsewhere_seconds']:.2f} s"
-                click.echo(f"{which}: {label(name, state)} {figures}")
+                figures = f"{found['seconds']:.3f} s, {found['peak_mib']:.0f} MiB"
+                others = f"other processes used {found['busy_elsewhere_seconds']:.2f} s of the cores"
+                click.echo(f"{which}: {label(name, state)} {figures}, {others}")
             if number < discard:
                 continue
             done.append(one)
@@ -232,7 +248,7 @@ def main(
             }
             record.parent.mkdir(parents=True, exist_ok=True)
             record.write_text(json.dumps({"cases": cases}, indent=1) + "\n")
-    click.echo(f"\n{key}; median (least-most):")
+    click.echo(f"\n{key}; median (minimum-maximum):")
     for line in summary(done):
         click.echo(line)
 

@@ -1,18 +1,19 @@
 #!/usr/bin/env python
-"""Six runs, each made to be bound by another cause, and what following their diagnosis gains.
+"""Six runs, each bound by a different cause, and the gains of following their advice.
 
-Each run's own timeline says what bounds it, what to change and what that gains; the change is made as it is said,
-before and after take turns, and the gain that was promised is held against the one measured:
+The timeline of each run says what bounds it, what to change, and the predicted gain. The script makes that
+change, runs the product with and without it in turns, and compares the predicted gain with the measured one.
+The cases are:
 
-- disk       raw chunk files that the page cache is made to forget all the while, read several times over
-- decode     zstd chunks, decoded several times over
-- pcie       panels kept in host memory, copied again and again for tiles that are too narrow, chosen by hand
+- disk       raw chunk files, constantly evicted from the page cache, and read several times
+- decode     zstd chunks, decoded several times
+- pcie       panels kept in host memory and uploaded repeatedly for tiles that are too narrow, chosen by hand
 - kernel     a plain kernel instead of cuBLAS
 - download   a product of little depth with a large C in memory
-- none       a run that cuBLAS bounds: no gain must be promised
+- none       a run bound by cuBLAS: no gain may be predicted
 
-For the kernel a gain is predicted from the calibrated rate: run `oocgemm calibrate` first. Raw samples go to a JSON
-file, a key a case.
+The prediction for the kernel uses its calibrated rate: run `oocgemm calibrate` first. Raw samples go to a
+JSON file with a key per case.
 """
 
 import json
@@ -39,14 +40,16 @@ from oocgemm.planning.units import parse_size
 from oocgemm.reports.advice import diagnosis_lines, fit, remedy
 from oocgemm.timeline import diagnose
 
-EVICTED_EVERY = 0.02  # seconds
-WITHIN = 0.2  # a gain was predicted if it is this near
+EVICTION_INTERVAL = 0.02  # seconds
+MAX_GAIN_ERROR = 0.2  # relative error of a predicted gain
 
 
 @dataclass(frozen=True)
 class Case:
-    """A product (m, n, k) with operands in "memory", or in chunk files that are "raw" or "zstd"; the causes that may bound
-    it."""
+    """A product of extents `size` (m, n, k), its budgets, and the causes that may bound it.
+
+    `operands` is "memory", or "raw" or "zstd" for chunk files.
+    """
 
     size: tuple[int, int, int]
     operands: str
@@ -65,14 +68,14 @@ CASES = {
         (32768, 32768, 12288), "raw", "768MiB", "10GiB", ("h2d",), {"tile": "16384x1024x2048"}, chunk=2048
     ),
     "kernel": Case((16384, 16384, 16384), "memory", "4GiB", "8GiB", ("compute",), {"kernel": "register"}),
-    # C in memory is brought there by two copies, one after the other.
+    # C in memory is written by two copies, one after the other.
     "download": Case((32768, 32768, 1024), "memory", "2GiB", "256MiB", ("accumulator", "write", "tail")),
     "none": Case((16384, 16384, 98304), "memory", "6GiB", "8GiB", ("compute",)),
 }
 
 
 def operand(folder: Path, name: str, shape: tuple[int, int], kind: str, chunk: int) -> Any:
-    """Random numbers of few bits, so that they can be compressed."""
+    """Create an operand of random integers, which compress well."""
 
     def block(row: int, rows: int) -> Any:
         chance = np.random.default_rng((row, *shape))
@@ -97,15 +100,17 @@ def operand(folder: Path, name: str, shape: tuple[int, int], kind: str, chunk: i
 
 
 @contextmanager
-def forgetting(folder: Path, cold: bool) -> Iterator[None]:
-    """While it lasts the page cache forgets all files of a folder, if they are to be cold: by another process, which takes
-    nothing of the interpreter from the run."""
+def evicting(folder: Path, cold: bool) -> Iterator[None]:
+    """If `cold`, evict all files of a folder from the page cache continuously.
+
+    Another process does this, since a thread would compete with the run for the GIL.
+    """
     if not cold:
         yield
         return
     set_cache(folder, cold=True)
-    forget = f"while True: time.sleep({EVICTED_EVERY}); set_cache(pathlib.Path(sys.argv[1]), cold=True)"
-    code = f"import pathlib, sys, time\nfrom bench_cpu import set_cache\n{forget}"
+    loop = f"while True: time.sleep({EVICTION_INTERVAL}); set_cache(pathlib.Path(sys.argv[1]), cold=True)"
+    code = f"import pathlib, sys, time\nfrom bench_cpu import set_cache\n{loop}"
     process = subprocess.Popen([sys.executable, "-c", code, str(folder.resolve())], cwd=Path(__file__).parent)
     try:
         yield
@@ -124,11 +129,13 @@ def measure(case: Case, folder: Path, rounds: int, backend: str, shrink: int) ->
     usual = {"device_memory": case.device, "host_memory": case.host, "backend": backend} | case.options
 
     def run(settings: dict[str, Any]) -> oocgemm.Result:
-        np.empty(parse_size(case.host), np.uint8)[::4096] = 0  # have the machine give its memory before
-        with forgetting(folder, case.cold):
-            return oocgemm.matmul(a, b, out=c, timeline=folder / "run.jsonl", **settings)
+        np.empty(parse_size(case.host), np.uint8)[::4096] = (
+            0  # make a virtual machine obtain its memory before the run
+        )
+        with evicting(folder, case.cold):
+            return oocgemm.gemm(a, b, c=c, timeline=folder / "run.jsonl", **settings)
 
-    def told(result: oocgemm.Result) -> dict[str, Any]:
+    def summarised(result: oocgemm.Result) -> dict[str, Any]:
         timeline, figures = result.timeline, result.report
         diagnosis = diagnose(timeline, figures)
         fitted = fit(timeline, figures)
@@ -148,31 +155,31 @@ def measure(case: Case, folder: Path, rounds: int, backend: str, shrink: int) ->
             },
         }
 
-    run(usual)  # not counted: it brings up libraries and memory
-    first = told(run(usual))
+    run(usual)  # warm-up: loads libraries and obtains memory
+    first = summarised(run(usual))
     print(*first["lines"], sep="\n  ", flush=True)
     print("  ", first["plan"], {x: round(lane["busy"], 3) for x, lane in first["lanes"].items()}, flush=True)
-    before, after, tellings = [], [], [first]
+    before, after, summaries = [], [], [first]
     changed: dict[str, Any] = {}
     if first["settings"]:
         run(usual | first["settings"])
     for _ in range(rounds):
-        tellings.append(told(run(usual)))
-        before.append(tellings[-1]["seconds"])
+        summaries.append(summarised(run(usual)))
+        before.append(summaries[-1]["seconds"])
         if first["settings"]:
-            changed = told(run(usual | first["settings"]))
+            changed = summarised(run(usual | first["settings"]))
             after.append(changed["seconds"])
     gained = 1 - statistics.median(after) / statistics.median(before) if after else None
     promised = first["promised"]
     found = {
         "what": f"{m} x {n} x {k} float64, operands {case.operands}, device {case.device}, host {case.host}",
         "expected": case.bounds,
-        "bounds": [telling["bound"] for telling in tellings],
-        "right": all(telling["bound"] in case.bounds for telling in tellings),
+        "bounds": [one["bound"] for one in summaries],
+        "right": all(one["bound"] in case.bounds for one in summaries),
         "promised": promised,
-        "promised_in_each": [telling["promised"] for telling in tellings],
+        "promised_in_each": [one["promised"] for one in summaries],
         "gained": gained,
-        "within": abs(gained / promised - 1) <= WITHIN if gained is not None and promised else None,
+        "within": abs(gained / promised - 1) <= MAX_GAIN_ERROR if gained is not None and promised else None,
         "seconds_before": before,
         "seconds_after": after,
         "before": first,
@@ -189,7 +196,7 @@ def measure(case: Case, folder: Path, rounds: int, backend: str, shrink: int) ->
 @click.option("--folder", type=click.Path(path_type=Path), default=Path("bench-diagnosis"), show_default=True)
 @click.option("--rounds", default=3, show_default=True)
 @click.option("--backend", default="cuda", show_default=True)
-@click.option("--shrink", default=1, show_default=True, help="Divides all extents, for a trial.")
+@click.option("--shrink", default=1, show_default=True, help="Divide all extents by this, for a quick trial.")
 @click.option(
     "--output",
     type=click.Path(path_type=Path),
@@ -204,7 +211,7 @@ def main(cases: tuple[str, ...], folder: Path, rounds: int, backend: str, shrink
         print(name, flush=True)
         found = measure(CASES[name], folder, rounds, backend, shrink)
         shutil.rmtree(folder)
-        print(f"  {time.perf_counter() - started:.0f} s for all of it", flush=True)
+        print(f"  {time.perf_counter() - started:.0f} s in total", flush=True)
         known = json.loads(output.read_text()) if output.exists() else {}
         output.write_text(json.dumps(known | {name: found}, indent=1) + "\n")
 

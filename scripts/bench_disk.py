@@ -1,17 +1,20 @@
 #!/usr/bin/env python
-"""Products from zarr to zarr on a GPU, a case each:
+"""Products from zarr to zarr on a GPU. The cases are:
 
 - zarr     24576^3 float64 in 3 GiB, page cache warm, against in-core cuBLAS
-- beyond   32768 x 524288 x 32768 float64 in 8 GiB: operands of 128 GiB each, larger than GPU, host and disk. Their
-           chunk files are hard links to a few dozen distinct ones, so that they fit the disk and the page cache
-- emulated-float64, emulated-float32   the same shape in 120 GiB by --compute emulated, against in-core cuBLAS in native
-           precision
-- cold     a product bound by the disk, page cache empty, against reading its operands' files once
-- codecs   zstd and blosc operands, against decoding them alone with all cores
-- kernels  a product as in `beyond` by our own tensor kernel, and by what `--kernel auto` takes after `oocgemm tune`,
+- beyond   32768 x 524288 x 32768 float64 in 8 GiB: operands of 128 GiB each, larger than GPU, host and disk.
+  Their
+           chunk files are hard links to a few dozen distinct files, so that they fit the disk and the page
+           cache
+- emulated-float64, emulated-float32   the same shape in 120 GiB with --compute emulated, against native
+  in-core cuBLAS
+- cold     an I/O-bound product, page cache empty, against reading the operands' files once
+- codecs   zstd and blosc operands, against only decoding them on all cores
+- kernels  a product as in `beyond` with our tensor kernel, and with what `--kernel auto` chooses after
+  `oocgemm tune`,
            against the same run with cuBLAS
 
-Each is checked against cuBLAS, repeated, and written with raw samples into a JSON file, a key a case.
+Each result is checked against cuBLAS. Runs are repeated. Raw samples go to a JSON file with a key per case.
 """
 
 import json
@@ -36,12 +39,12 @@ from keeping import here
 from linked import CORES, linked_zarr
 
 from oocgemm import stores
-from oocgemm.engine.staging import PIECE_BYTES
+from oocgemm.engine.blocks import PIECE_BYTES
 from oocgemm.planning.units import format_size
 
 
 def in_core_seconds(m: int, n: int, k: int, times: int, dtype: str = "float64") -> float:
-    """cuBLAS, operands on the device: that many rank-k updates of an m x n result, in sequence."""
+    """Return the seconds of `times` cuBLAS products (m, n, k) in sequence, all matrices on the device."""
     a, b = cupy.ones((m, k), dtype), cupy.ones((k, n), dtype)
     rng = cupy.random.default_rng(0)
     for x in (a, b):
@@ -62,7 +65,7 @@ def in_core_seconds(m: int, n: int, k: int, times: int, dtype: str = "float64") 
 
 
 def run(a: Path, b: Path, c: Path, *options: str, timeline: Path | None = None) -> dict[str, Any]:
-    """`oocgemm run` as a process: its JSON, and the seconds of the whole process."""
+    """Run `oocgemm run` as a process; return its JSON, with the seconds of the whole process."""
     shutil.rmtree(c, ignore_errors=True)
     command = [sys.executable, "-m", "oocgemm", "run", str(a), str(b), str(c), "--json", "--backend", "cuda"]
     command += [*options, *(["--timeline", str(timeline)] if timeline else [])]
@@ -90,7 +93,7 @@ def summary(runs: list[dict[str, Any]], what: str, **more: Any) -> dict[str, Any
         "report": last["report"],
         "samples_seconds": [r["report"]["wall"] for r in runs],
         "process_seconds": [r["process_seconds"] for r in runs],
-        # From the start of the interpreter to the first multiplication, and what the process does after the run.
+        # From the start of the process to the first multiplication, plus the time after the run.
         "start_up_seconds": [
             r["process_seconds"] - r["report"]["wall"] + r["report"]["exposed"].get("start-up", 0.0)
             for r in runs
@@ -102,7 +105,7 @@ def summary(runs: list[dict[str, Any]], what: str, **more: Any) -> dict[str, Any
 
 
 def random_zarr(path: Path, shape: tuple[int, int], chunk: int, seed: int, codec: Any = None) -> None:
-    """Random numbers; for a codec with few bits each, so that they can be compressed."""
+    """Create an array of normal random numbers; with a codec they are integers, which compress well."""
     array = zarr.create_array(path, shape=shape, dtype="float64", chunks=(chunk, chunk), compressors=codec)
     rng = np.random.default_rng(seed)
 
@@ -115,7 +118,7 @@ def random_zarr(path: Path, shape: tuple[int, int], chunk: int, seed: int, codec
 
 
 def block_error(a: Path, b: Path, c: Path, chunk: int, at: tuple[int, int]) -> float:
-    """Largest |dC| / (k eps |A| |B|) over a chunk of C, computed anew from the operands' chunk files."""
+    """Return the largest |dC| / (k eps |A| |B|) of chunk `at` of C, recomputed from the operands."""
     arrays = {path: zarr.open_array(path, mode="r") for path in (a, b)}
     k = arrays[a].shape[1]
 
@@ -138,7 +141,7 @@ def chunk_files(*arrays: Path) -> list[Path]:
 
 
 def evict(files: list[Path]) -> None:
-    """Have the page cache forget these files."""
+    """Evict files from the page cache."""
     for path in files:
         with open(path, "rb+") as file:
             os.fsync(file.fileno())
@@ -146,7 +149,7 @@ def evict(files: list[Path]) -> None:
 
 
 def disk_seconds(files: list[Path], threads: int) -> float:
-    """Reading files once, past the page cache, in pieces of 16 MiB: what the disk can do."""
+    """Return the seconds of reading files once with O_DIRECT, in pieces of 16 MiB: the limit of the disk."""
     import mmap
 
     def read(path: Path) -> None:
@@ -163,8 +166,10 @@ def disk_seconds(files: list[Path], threads: int) -> float:
 
 
 def decode_seconds(*arrays: Path, upload: bool = False) -> float:
-    """Decoding every chunk of arrays once, on all cores, through the stores alone; with `upload` each is also copied to
-    the device, which reads host memory that decoding is writing."""
+    """Return the seconds of decoding every chunk of arrays once through the stores, on all cores.
+
+    With `upload` each chunk is also copied to the device, which competes with decoding for host memory.
+    """
     matrices = [stores.open_matrix("X", str(path)) for path in arrays]
     height, width = matrices[0].layout.read_chunk
     places = [
@@ -173,7 +178,7 @@ def decode_seconds(*arrays: Path, upload: bool = False) -> float:
         for r in range(0, matrix.shape[0], height)
         for s in range(0, matrix.shape[1], width)
     ]
-    # Into more memory than the caches hold, as a run has it.
+    # The buffers exceed the processor's caches, as those of a run do.
     shape = CORES, 8, height, width
     pinned = cupy.cuda.alloc_pinned_memory(8 * math.prod(shape))
     outs = np.frombuffer(pinned, np.float64, math.prod(shape)).reshape(shape)
@@ -226,7 +231,7 @@ def beyond_case(
     linked_zarr(b, (k, size), 2048, distinct, 2, dtype=dtype)
     budgets = ["--device-memory", memory[0], *(["--host-memory", memory[1]] if memory[1] else [])]
     core, runs = [], []
-    # Not counted: the machine may have to find memory and blocks of its disk, and kernels are compiled once.
+    # Warm-up: a virtual machine obtains memory and disk blocks, and kernels are compiled.
     run(a, b, c, *budgets, "--compute", compute, *options)
     for repeat in range(repeats):
         core.append(in_core_seconds(size, size, size // 2, 32, dtype))
@@ -253,9 +258,8 @@ def cold_case(work: Path, repeats: int, size: int, *options: str) -> dict[str, A
         before = disk_seconds(files, 8)
         runs.append(run(a, b, c, "--device-memory", "8GiB", "--host-memory", "8GiB", *options))
         evict(files)
-        alone.append(
-            (before + disk_seconds(files, 8)) / 2
-        )  # before and after: its speed changes by the minute
+        # The mean of before and after, since the speed of the disk changes within minutes.
+        alone.append((before + disk_seconds(files, 8)) / 2)
         print(f"disk alone {alone[-1]:.3f} s, {size_read / alone[-1] / 1e9:.2f} GB/s", flush=True)
     error = block_error(a, b, c, 2048, (1, 0))
     ratios = [r["report"]["wall"] / x for r, x in zip(runs, alone, strict=True)]
@@ -308,7 +312,7 @@ def kernels_case(work: Path, repeats: int, size: int, *options: str) -> dict[str
     errors = {}
     for repeat in range(repeats):
         for name, done in runs.items():
-            if name == "auto" and repeat:  # what it takes has been seen, and is timed by name
+            if name == "auto" and repeat:  # the kernel it chooses is timed by its name
                 continue
             done.append(
                 run(a, b, c, "--device-memory", "8GiB", "--host-memory", "24GiB", "--kernel", name, *options)
@@ -316,7 +320,8 @@ def kernels_case(work: Path, repeats: int, size: int, *options: str) -> dict[str
             print(f"--kernel {name}: multiplied by {done[-1]['backend']['multiplied_by']}", flush=True)
             errors[name] = block_error(a, b, c, 2048, (size // 2048 - 1, 1))
     cublas = [one["report"]["wall"] for one in runs["cublas"]]
-    what = f"{size} x {k} x {size} float64, device memory 8GiB, host memory 24GiB; chunk files hard-linked to {distinct}"
+    what = f"{size} x {k} x {size} float64, device memory 8GiB, host memory 24GiB; "
+    what += f"chunk files hard-linked to {distinct}"
     found = {name: summary(done, f"{what}; `--kernel {name}`") for name, done in runs.items()}
     for name, one in found.items():
         one["worst_error_over_bound"] = errors[name]
@@ -345,9 +350,9 @@ CASES: dict[str, tuple[Callable[..., dict[str, Any]], int]] = {
 @click.command()
 @click.argument("cases", nargs=-1, type=click.Choice(list(CASES)))
 @click.option("--folder", type=click.Path(path_type=Path), default=Path("bench-disk"), show_default=True)
-@click.option("--tile", help="By hand instead of as planned.")
+@click.option("--tile", help="Tile shape MxNxK, such as 8192x8192x1024.  [default: as planned]")
 @click.option("--repeats", default=3, show_default=True)
-@click.option("--size", type=int, default=None, help="Smaller or larger than the case's own.")
+@click.option("--size", type=int, default=None, help="Size of the product.  [default: that of the case]")
 @click.option(
     "--output",
     type=click.Path(path_type=Path),

@@ -1,4 +1,4 @@
-"""In-core steps from int8 products beside cuBLAS, on one GPU: scripts/results/bench_emulated.json."""
+"""In-core steps emulated with int8 products, against cuBLAS: scripts/results/bench_emulated.json."""
 
 import json
 from collections import defaultdict
@@ -18,14 +18,14 @@ from oocgemm.backends.cuda.launch import Kernels
 from oocgemm.backends.cuda.multiplier import Multiplier, device_name
 from oocgemm.kernels.spec import Call
 from oocgemm.planning import Op
-from oocgemm.planning.emulation import NUMBERS, plane_offsets, work_bytes
+from oocgemm.planning.emulation import MODULI_COUNTS, plane_offsets, work_bytes
 
 SHAPES = ((8192, 8192, 8192), (16384, 16384, 8192), (16384, 16384, 16384))
 REPEATS = 5
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Of one call on the device."""
+    """Return the device time of one call, in seconds."""
     start, end = cupy.cuda.Event(), cupy.cuda.Event()
     start.record()
     work()
@@ -35,7 +35,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 class Watched(Kernels):
-    """Kernels with the seconds that each took. `macros`: what splitting is told beside."""
+    """Kernels that record their device times. `macros`: additional macros of the splitting kernel."""
 
     def __init__(self, device: int, *macros: str) -> None:
         super().__init__(device)
@@ -55,7 +55,7 @@ class Watched(Kernels):
         return watched
 
     def seconds(self) -> dict[str, float]:
-        """Of all launches since the last call, by entry."""
+        """Return the seconds of all launches since the last call, by entry."""
         cupy.cuda.get_current_stream().synchronize()
         found = {
             entry: sum(cupy.cuda.get_elapsed_time(*pair) for pair in pairs) / 1e3
@@ -66,12 +66,13 @@ class Watched(Kernels):
 
 
 def measured(multiplier: Multiplier, dtype: str, shape: tuple[int, int, int]) -> dict[str, Any]:
-    """Medians of native and emulated steps, taken in turn; of `unguarded` preparing, whose verdict is not counted for.
+    """Return the median seconds of native and emulated steps, run in turns, and their ratio.
 
-    `parts` are those of one more step, kernel by kernel.
+    `unguarded` prepares without counting for the accuracy check. `parts` holds the seconds of each kernel of
+    one step.
     """
     m, n, k = shape
-    most = NUMBERS[dtype][-1]
+    most = MODULI_COUNTS[dtype][-1]
     a, b = (cupy.random.standard_normal(s, cupy.float32).astype(dtype) for s in ((m, k), (k, n)))
     a *= 1 + cupy.random.random(a.shape, cupy.float32) / 3  # all bits of a float64
     c = cupy.zeros((m, n), dtype)
@@ -124,7 +125,7 @@ def main() -> None:
     multiplier = Multiplier(0)
     rows = []
     with cupy.cuda.Stream(non_blocking=True):
-        for dtype in NUMBERS:
+        for dtype in MODULI_COUNTS:
             for shape in SHAPES:
                 rows.append(measured(multiplier, dtype, shape))
                 cupy.get_default_memory_pool().free_all_blocks()

@@ -1,9 +1,9 @@
 #!/usr/bin/env python
-"""What a journal costs, and checking every tile with it (`--verify`): the same product from zarr to zarr without either,
-with a journal, and with both, by turns, C being durable at the end of each.
+"""The cost of a journal, and of checking every tile with it (`--verify`).
 
-Without a journal C is written to its place and synced as a whole when all of it is there. T is that of the run; what is
-given is the ratio to the run without in the same round, in changing order.
+The same product from zarr to zarr is run without either, with a journal, and with both, in turns. C is
+durable at the end of each run. Without a journal C is written in place and synced as a whole at the end. The
+result is the ratio of T to the run without a journal in the same round; the order alternates.
 """
 
 import os
@@ -25,14 +25,14 @@ from linked import linked_zarr
 
 import oocgemm
 from oocgemm.jobs import output as target
-from oocgemm.jobs.job import Job
+from oocgemm.jobs.prepare import Job
 from oocgemm.stores.durable import Durable
 
 WAYS = ("plain", "journal", "journal and verify")
 
 
-class Unkept(target.Plain):
-    """A C in local files without a journal."""
+class WithoutJournal(target.Unjournaled):
+    """An output in local files without a journal."""
 
     def seal(self) -> None:
         matrix: Any = self.matrix
@@ -41,12 +41,12 @@ class Unkept(target.Plain):
         durable.set_finished(True)
 
 
-def without_journal(work: Job, c: Any) -> target.Target:
-    return Unkept(work, c)
+def without_journal(job: Job) -> target.Target:
+    return WithoutJournal(job)
 
 
 def make(path: Path, rows: int, cols: int, chunk: int, dtype: str, seed: int) -> None:
-    """Normal random numbers, drawn once for some rows and shifted for the others."""
+    """Create an array of normal random numbers, drawn for the first rows and shifted for the others."""
     drawn = np.random.default_rng(seed).standard_normal((chunk, cols)).astype(dtype)
     array = zarr.create_array(path, shape=(rows, cols), chunks=(chunk, chunk), dtype=dtype, compressors=None)
     for row in range(0, rows, chunk):
@@ -54,12 +54,12 @@ def make(path: Path, rows: int, cols: int, chunk: int, dtype: str, seed: int) ->
 
 
 def once(folder: Path, way: str, beta: float, options: dict[str, Any]) -> oocgemm.Result:
-    """One run."""
+    """Run the product once."""
     c = folder / "C.zarr"
     shutil.rmtree(c, ignore_errors=True)
     if beta != 0:
         shutil.copytree(folder / "old.zarr", c)
-    os.sync()  # or the first to sync anything pays for that
+    os.sync()  # so that the run does not sync earlier writes
     with patch.object(target, "open_target", without_journal if way == "plain" else target.open_target):
         a, b, verify = folder / "A.zarr", folder / "B.zarr", "verify" in way
         return oocgemm.gemm(a, b, c, beta=beta, verify=verify, **options)
@@ -74,10 +74,12 @@ def once(folder: Path, way: str, beta: float, options: dict[str, Any]) -> oocgem
 @click.option("--host-memory", default="256MiB", show_default=True)
 @click.option("--beta", "betas", type=float, multiple=True, default=(0.0, 0.5), show_default=True)
 @click.option(
-    "--linked", type=int, help="Operands whose chunk files are hard links to so many: larger than the disk."
+    "--linked",
+    type=int,
+    help="Make the chunk files of A and B hard links to this many files, to exceed the disk.",
 )
-@click.option("--rounds", default=5, show_default=True, help="That are measured, after one that is not.")
-@click.option("--seconds", default=3600.0, show_default=True, help="Begin no further round after so long.")
+@click.option("--rounds", default=5, show_default=True, help="Measured rounds, after a warm-up round.")
+@click.option("--seconds", default=3600.0, show_default=True, help="Start no further round after this time.")
 @work_option
 @output_option
 def main(
@@ -94,7 +96,7 @@ def main(
     work: Path | None,
     output: Path | None,
 ) -> None:
-    """Measure rounds of runs."""
+    """Measure rounds of runs with and without a journal."""
     m, n, k = map(int, size.split("x"))
     options = {"backend": backend, "device_memory": device_memory, "host_memory": host_memory}
     with tempfile.TemporaryDirectory(dir=work) as temporary:
@@ -113,7 +115,7 @@ def main(
                 for way in WAYS if turn % 2 else WAYS[::-1]:
                     result = once(folder, way, beta, options)
                     click.echo(f"round {turn}, beta = {beta:g}: {way} {result.report.wall:.3f} s")
-                    if turn:  # the first is not counted
+                    if turn:  # round 0 warms up
                         samples[beta][way].append(result.report.wall)
     header = result.timeline.header
     for beta, taken in samples.items():
@@ -122,8 +124,8 @@ def main(
             for way in WAYS[1:]
         }
         found = {
-            "what": f"{m} x {n} x {k} {dtype}, beta = {beta:g}, zarr to zarr, device memory {device_memory}, host memory "
-            f"{host_memory}" + (f"; chunk files hard-linked to {linked}" if linked else ""),
+            "what": f"{m} x {n} x {k} {dtype}, beta = {beta:g}, zarr to zarr, device memory {device_memory}, "
+            f"host memory {host_memory}" + (f"; chunk files hard-linked to {linked}" if linked else ""),
             "chunk": chunk,
             "machine": header["machine"] | header["backend"],
             "versions": header["versions"],

@@ -1,8 +1,9 @@
 #!/usr/bin/env python
-"""What recording costs: a product whose operations are recorded into a log and one whose are not, in turn.
+"""The cost of recording the timeline: the same product with and without recording, in turns.
 
-Given are the ratio of each pair's T, and the processor's time that recording the same spans once more takes, over T: what
-recording costs at most, since a thread of its own does it beside the others. Then the size of the log of each.
+The results are the ratio of T within each pair, the processor time of recording the same spans once more
+relative to T, and the size of the log. The second is an upper bound on the cost, since a thread of its own
+records during a run.
 """
 
 import json
@@ -19,12 +20,12 @@ import click
 from bench_journal import make
 
 import oocgemm
-from oocgemm.jobs import api
+from oocgemm.jobs import recording as recorded_runs
 from oocgemm.timeline import Recorder, Timeline
 
 
 class Unrecorded(Recorder):
-    """Takes spans and forgets them."""
+    """A recorder that discards its spans."""
 
     def add(self, span: Any) -> None:
         self.spans += 1
@@ -35,18 +36,18 @@ class Unrecorded(Recorder):
 
 
 def seconds(folder: Path, recorded: bool, options: dict[str, Any]) -> tuple[float, Timeline]:
-    """T of one run, and its timeline."""
+    """Return T of one run in seconds, and its timeline."""
     shutil.rmtree(folder / "C.zarr", ignore_errors=True)
-    os.sync()  # or the first to sync anything pays for that
+    os.sync()  # so that the run does not sync earlier writes
     log = folder / "run.jsonl" if recorded else None
-    with patch.object(api, "Recorder", Recorder if recorded else Unrecorded):
+    with patch.object(recorded_runs, "Recorder", Recorder if recorded else Unrecorded):
         operands = folder / "A.zarr", folder / "B.zarr", folder / "C.zarr"
         run = oocgemm.gemm(*operands, timeline=log, **options).timeline
     return run.wall / 1e9, run
 
 
 def recording(run: Timeline, path: Path) -> float:
-    """Processor's time that it takes to record a run, in seconds."""
+    """Return the processor time of recording a run again, in seconds."""
     began = time.process_time()
     log = Recorder(run.header, path)
     for span in sorted(run.spans, key=lambda span: span.end):
@@ -63,10 +64,8 @@ def recording(run: Timeline, path: Path) -> float:
 @click.option("--dtype", default="float64", show_default=True)
 @click.option("--device-memory", default="256MiB", show_default=True)
 @click.option("--host-memory", default="256MiB", show_default=True)
-@click.option("--tile", help="WxHxR.  [default: what the plan chooses]")
-@click.option(
-    "--rounds", default=10, show_default=True, help="Pairs that are measured, after one that is not."
-)
+@click.option("--tile", help="Tile shape MxNxK.  [default: as planned]")
+@click.option("--rounds", default=10, show_default=True, help="Measured pairs, after a warm-up pair.")
 @click.option(
     "--work", type=click.Path(path_type=Path), help="Folder for the matrices.  [default: a temporary one]"
 )
@@ -74,7 +73,7 @@ def recording(run: Timeline, path: Path) -> float:
 def main(
     size: str, chunk: int, dtype: str, rounds: int, work: Path | None, output: Path | None, **options: Any
 ) -> None:
-    """Measure pairs of runs, in either order by turns."""
+    """Measure pairs of runs; the order within a pair alternates."""
     m, n, k = map(int, size.split("x"))
     samples: dict[bool, list[float]] = {True: [], False: []}
     with tempfile.TemporaryDirectory(dir=work) as temporary:
@@ -103,11 +102,11 @@ def main(
         "spans": len(kept.spans),
         "log_bytes": log_bytes,
     }
-    click.echo(
-        f"{found['steps']} steps, {found['spans']} spans, {log_bytes} bytes: recorded {statistics.median(samples[True]):.3f} s, "
-        f"not recorded {statistics.median(samples[False]):.3f} s, ratio {found['median']:.4f} "
-        f"({min(ratios):.4f}-{max(ratios):.4f}); recording takes {1e3 * again:.2f} ms, {100 * again / statistics.median(samples[True]):.3f}% of T"
-    )
+    recorded, unrecorded = (statistics.median(samples[way]) for way in (True, False))
+    click.echo(f"{found['steps']} steps, {found['spans']} spans, a log of {log_bytes} bytes")
+    click.echo(f"recorded {recorded:.3f} s, not recorded {unrecorded:.3f} s")
+    click.echo(f"ratio {found['median']:.4f} ({min(ratios):.4f}-{max(ratios):.4f})")
+    click.echo(f"recording takes {1e3 * again:.2f} ms, {100 * found['share']:.3f}% of T")
     if output is not None:
         results = json.loads(output.read_text()) if output.exists() else {}
         results[f"{options['backend']} {size} {dtype} tile = {options['tile']}"] = found | {

@@ -1,10 +1,11 @@
 #!/usr/bin/env python
-"""Products of NumPy arrays in host memory against the same in-core in cuBLAS and against peers, all in one run.
+"""Products of NumPy arrays in host memory, against in-core cuBLAS and other streaming implementations.
 
-Contenders, interleaved: in-core cuBLAS (operands and result on the device), `oocgemm.matmul`, natively and emulated, and cuBLASXt
-at several block sizes, both with pageable arrays and with arrays pinned beforehand (which is not timed, and no budget binds
-cuBLASXt), and a plain synchronous loop of CuPy calls over the tiles of the same plan. Every result is checked against in-core.
-Raw samples go to a JSON file, a key a case; cases of other invocations are kept.
+The contenders take turns: in-core cuBLAS (all matrices on the device), `oocgemm.matmul` (native and
+emulated), cuBLASXt with several block sizes, and a synchronous loop of CuPy calls over the tiles of the same
+plan. oocgemm and cuBLASXt run with pageable arrays and with arrays that were pinned before; that pinning is
+not timed. No budget limits cuBLASXt. Every result is checked against in-core. Raw samples go to a JSON file
+with a key per case; other cases in it are kept.
 """
 
 import ctypes
@@ -26,8 +27,9 @@ from oocgemm.planning import Plan
 from oocgemm.timeline import in_place
 
 BLOCKS = (1024, 2048, 4096, 8192, 16384)
-SLOW = 2048  # blocks up to this size are run once
-# As samples are named, and how they compute; those that follow "pinned" with pinned arrays. The last is reported too.
+MAX_SLOW_BLOCK = 2048  # blocks up to this size are slow, and run once
+# Names of samples, and their compute mode. Those that end in "pinned" use pinned arrays. The last one gives
+# the plan.
 OURS = {
     "emulated": "emulated",
     "oocgemm": "native",
@@ -38,7 +40,7 @@ OURS = {
 
 @contextmanager
 def pinned(*arrays: Any) -> Iterator[None]:
-    """Arrays while they are pinned by whom they belong to."""
+    """Pin arrays, as their owner would, for the duration of the block."""
     for x in arrays:
         runtime.hostRegister(x.ctypes.data, x.nbytes, 0)
     try:
@@ -57,14 +59,17 @@ def in_core_seconds(a: cupy.ndarray, b: cupy.ndarray, out: cupy.ndarray) -> floa
     return float(cupy.cuda.get_elapsed_time(start, end)) / 1e3
 
 
-def touch(size: int = 4 << 30) -> None:
-    """Have the machine give memory that a run is about to take: a virtual machine's grows as it is first touched, and
-    shrinks again, at a cost that says nothing about the contenders."""
+def prefault(size: int = 4 << 30) -> None:
+    """Touch and free memory before a timed run.
+
+    The memory of a virtual machine grows when it is first touched, at a cost that would be charged to one
+    contender.
+    """
     np.empty(size, np.uint8)[::4096] = 0
 
 
 class CublasXt:
-    """cuBLASXt through ctypes, from the library that CuPy has loaded."""
+    """cuBLASXt, called through ctypes in the library that CuPy has loaded."""
 
     def __init__(self, dtype: str) -> None:
         with open("/proc/self/maps", encoding="utf-8") as maps:
@@ -78,7 +83,7 @@ class CublasXt:
         self._scalar = {"float32": ctypes.c_float, "float64": ctypes.c_double}[dtype]
 
     def seconds(self, a: Any, b: Any, c: Any, block: int) -> float:
-        """a @ b into c, row-major: to a column-major library that is b^T and a^T in turn."""
+        """Compute c = a @ b and return the seconds; row-major, so that cuBLASXt sees c^T = b^T a^T."""
         self._check(self._library.cublasXtSetBlockDim(self._handle, block))
         one, zero = self._scalar(1), self._scalar(0)
         (m, k), n = a.shape, b.shape[1]
@@ -104,7 +109,7 @@ class CublasXt:
 
 
 def loop_seconds(a: Any, b: Any, c: Any, plan: Plan) -> float:
-    """What is written by hand: for each tile, for each panel pair, copy, multiply, wait; the same tiles as ours."""
+    """Run a hand-written loop over the tiles of the plan: copy a pair of panels, multiply, wait."""
     tile, grid = plan.tile, plan.grid
     started = time.perf_counter()
     for i in range(grid.shape[0]):
@@ -121,7 +126,7 @@ def loop_seconds(a: Any, b: Any, c: Any, plan: Plan) -> float:
 
 
 def worst_error(c: Any, reference: cupy.ndarray, bound: cupy.ndarray) -> float:
-    """Largest |dC| / (k eps |A| |B|); NaN counts as infinite."""
+    """Return the largest |dC| / (k eps |A| |B|); NaN counts as infinite."""
     worst = 0.0
     for row in range(0, c.shape[0], 4096):
         block = cupy.asarray(c[row : row + 4096])
@@ -131,7 +136,7 @@ def worst_error(c: Any, reference: cupy.ndarray, bound: cupy.ndarray) -> float:
 
 
 def random_operands(size: int, dtype: str) -> list[cupy.ndarray]:
-    """Normal random A and B on the device."""
+    """Return normal random A and B on the device."""
     rng = cupy.random.default_rng(0)
     operands = [cupy.empty((size, size), dtype) for _ in range(2)]
     for row in range(0, size, 2048):
@@ -147,9 +152,9 @@ def random_operands(size: int, dtype: str) -> list[cupy.ndarray]:
 @click.option("--host-memory", default="8GiB", show_default=True)
 @click.option("--repeats", default=5, show_default=True)
 @click.option(
-    "--xt-repeats", default=2, show_default=True, help="Runs of cuBLASXt a block size; 0: leave it out."
+    "--xt-repeats", default=2, show_default=True, help="Runs of cuBLASXt per block size; 0 skips it."
 )
-@click.option("--loop/--no-loop", default=True, help="The plain loop of CuPy calls.")
+@click.option("--loop/--no-loop", default=True, help="Run the synchronous loop of CuPy calls.")
 @click.option("--output", type=click.Path(), default="scripts/results/bench_stream.json", show_default=True)
 @click.option("--timeline", type=click.Path(), default=None, help="Keep the timeline of the last run.")
 def main(
@@ -180,10 +185,10 @@ def main(
         for name, compute in OURS.items():
             if repeat == 0:
                 c[...] = np.nan
-            touch()
+            prefault()
             kept = timeline if name == "oocgemm_pinned" else None
             with pinned(a, b, c) if name.endswith("_pinned") else nullcontext():
-                result = oocgemm.matmul(a, b, out=c, compute=compute, timeline=kept, **options)
+                result = oocgemm.gemm(a, b, c=c, compute=compute, timeline=kept, **options)
             samples[name].append(result.report.wall)
             shares[name].append(result.report.compute_share)
             results[name] = result
@@ -236,26 +241,28 @@ def main(
 
 
 def keep(path: Path, case: str, found: dict[str, Any]) -> None:
-    """Put a case into the file of results."""
+    """Add a case to the results file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     cases = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps(cases | {case: found}, indent=1) + "\n")
 
 
 def peers(a: Any, b: Any, c: Any, dtype: str, repeats: int, samples: dict[str, list[float]]) -> None:
+    """Add the samples of cuBLASXt, and the time of pinning all arrays."""
     xt = CublasXt(dtype)
     started = time.perf_counter()
     with pinned(a, b, c):
         pass
-    samples["pinning"] = [time.perf_counter() - started]  # and letting go, which nobody had to pay
+    samples["pinning"] = [time.perf_counter() - started]  # including unpinning; not part of any other sample
     for kind in ("pageable", "pinned"):
         with pinned(a, b, c) if kind == "pinned" else nullcontext():
             for block in BLOCKS:
                 name = f"xt {block} {kind}"
-                # The first run, which brings the library up, is kept off; so is what is slow beyond interest.
+                # The very first run loads the library and is not counted.
                 warm_up = block == BLOCKS[0] and kind == "pageable"
                 times = [
-                    xt.seconds(a, b, c, block) for _ in range((1 if block <= SLOW else repeats) + warm_up)
+                    xt.seconds(a, b, c, block)
+                    for _ in range((1 if block <= MAX_SLOW_BLOCK else repeats) + warm_up)
                 ]
                 samples[name] = times[warm_up:]
                 print(name, samples[name], flush=True)

@@ -1,8 +1,11 @@
 #!/usr/bin/env python
-"""Bytes that plans move, against the least possible and against the best that a search finds. Needs no hardware.
+"""Bytes that plans move, against the lower bound and against the best plan that a search finds.
 
-The planner chooses by time. To be asked for least traffic it is given machines on which one link is slow and
-all else is as good as free. The oracle (`traffic_oracle.py`) searches at the step depth that the plan chose.
+Needs no hardware.
+
+The planner minimises time. Here it plans for machines on which one link is slow and everything else is
+practically free, so that it minimises the traffic on that link. The search (`traffic_oracle.py`) uses the
+step depth of the plan.
 """
 
 import json
@@ -30,7 +33,7 @@ from oocgemm.planning import (
     make_plan,
 )
 from oocgemm.planning.cost.footprint import least_bytes
-from oocgemm.planning.cost.predict import closed_loads
+from oocgemm.planning.cost.loads import estimate_loads
 
 MIB, GIB = 1 << 20, 1 << 30
 SLOW, FREE = 1e9, 1e18
@@ -43,14 +46,14 @@ SHAPES = {
     "primes": [(1009, 1013, 1019), (10007, 10009, 10037), (99991, 50021, 30011), (10007, 200003, 5003)],
 }
 BUDGETS = [(128 * MIB, 128 * MIB), (256 * MIB, 2 * GIB), (GIB, GIB), (3 * GIB, 8 * GIB), (8 * GIB, 64 * GIB)]
-# Plans of more steps than this are not walked operation by operation; of more than that their loads are not counted,
-# but taken as the planner scores them.
-WALKED, COUNTED = 3000, 1 << 20
+# Up to MAX_WALKED steps the operations of the schedule are summed. Up to MAX_COUNTED steps the loads are
+# counted. Larger plans are scored in closed form, as the planner does.
+MAX_WALKED, MAX_COUNTED = 3000, 1 << 20
 TARGET, NEAR = 1.02, 1.10
 
 
 def machine(kind: str, p: GemmProblem) -> MachineModel:
-    """A machine that has one slow link: 1 GB/s."""
+    """Return a machine with one slow link of 1 GB/s."""
     base = default_model("host" if kind == "unified" else "cuda", 16)
     links = dict.fromkeys(("h2d", "d2h", "read", "read_scattered", "decode", "memory", "write"), FREE)
     if kind == "h2d":
@@ -58,10 +61,10 @@ def machine(kind: str, p: GemmProblem) -> MachineModel:
     else:
         links |= {"read": SLOW, "read_scattered": SLOW}
     free = dict.fromkeys(("copy_latency", "write_latency", "issue", "arena_seconds_per_byte"), 0.0)
-    # A million steps take a hundredth of the time of the operands' bytes, lest there be as many where a few move as
-    # little.
+    # A million steps take 1% of the time of the operands' bytes. Otherwise plans of needlessly many steps
+    # would tie.
     free["step_latency"] = 1e-8 * (p.m + p.n) * p.k * p.itemsizes["A"] / SLOW
-    # Depths as a kernel would want them, were it not so fast that it takes no time.
+    # Kernels take practically no time, but still prefer their usual depths.
     kernels = {name: KernelRate(1e22, rate.half_depth) for name, rate in base.kernels.items()}
     return replace(base, name=f"slow {kind}", kernels=kernels, **links, **free)
 
@@ -89,15 +92,15 @@ class Row:
     slots: dict[str, Any]
     steps: int
     bytes: int
-    counted: bool  # or else in closed form
+    counted: bool  # False: `bytes` is in closed form
     closed: int  # bytes in closed form
     least: int
     oracle: int
     oracle_tiling: dict[str, int]
-    misses_least: str  # why the plan moves more than NEAR times the lower bound; "" where it does not
-    walked: int | None  # bytes of the schedule's operations on that link
+    misses_least: str  # why the plan moves more than NEAR times the lower bound; "" if it does not
+    walked: int | None  # bytes of the schedule's operations on the link, None for long schedules
     planning_seconds: float
-    seconds: float  # in all, the search for the oracle included
+    seconds: float  # total, including the search
 
     @property
     def over_oracle(self) -> float:
@@ -117,28 +120,31 @@ class Row:
 
 
 def c_bytes(p: GemmProblem) -> int:
-    """Bytes of C that are loaded."""
+    """Return the bytes of C that are loaded."""
     return p.m * p.n * p.itemsizes["C"] if p.reads_c else 0
 
 
 def net(plan: Plan, kind: str) -> tuple[int, int | None]:
-    """Device and host memory without what is set aside; of the host only where it helps the link."""
+    """Return device and host memory without reserves; host memory is None if it does not relieve the link."""
     host = plan.budgets.host - plan.machine.host_reserve if kind == "read" else None
     return plan.budgets.device - plan.machine.device_reserve, host
 
 
 def oracle(plan: Plan, kind: str, moved: int) -> tuple[int, dict[str, int]]:
-    """Fewest bytes over the slow link at the plan's depth, in as many steps as the plan's or so many that they take a
-    hundredth of the time of the panels that the plan moves: what moves less but takes longer is no better."""
+    """Return the fewest bytes over the slow link at the plan's depth, and the tiling.
+
+    The number of steps is limited to that of the plan, or to so many that steps take 1% of the time of the
+    plan's panels: a plan that moves less but takes longer is no better.
+    """
     p = plan.problem
-    most = max(plan.steps, (moved - c_bytes(p)) / SLOW / plan.machine.step_latency / 100)
-    r = min(plan.tile.k, p.depth)
-    least, how = least_panels(Case(p.m, p.n, p.depth, p.itemsizes["A"], r, *net(plan, kind), most))
+    max_steps = max(plan.steps, (moved - c_bytes(p)) / SLOW / plan.machine.step_latency / 100)
+    depth = min(plan.tile.k, p.depth)
+    least, how = least_panels(Case(p.m, p.n, p.depth, p.itemsizes["A"], depth, *net(plan, kind), max_steps))
     return int(least) + c_bytes(p), how
 
 
 def misses_least(plan: Plan, kind: str, moved: int, found: int, least: int) -> str:
-    """Why a plan moves more than NEAR times the lower bound: the first thing without which the oracle would not."""
+    """Return why a plan moves more than NEAR times the lower bound: the first constraint that explains it."""
     if moved <= NEAR * least:
         return ""
     if found <= NEAR * least:
@@ -156,7 +162,7 @@ def misses_least(plan: Plan, kind: str, moved: int, found: int, least: int) -> s
 
 
 def measure(case: tuple[str, tuple[int, int, int], tuple[int, int], str]) -> list[Row]:
-    """Plans of one product within one pair of budgets, with beta 0 and 1."""
+    """Measure the plans of one product within one pair of budgets, with beta 0 and 1."""
     shape, extents, memories, kind = case
     budgets, link = Budgets(*memories), "h2d" if kind == "h2d" else "read"
     on = machine(kind, problem(*extents, "float64", 0))
@@ -166,14 +172,14 @@ def measure(case: tuple[str, tuple[int, int, int], tuple[int, int], str]) -> lis
         started = time.perf_counter()
         plan = make_plan(p, budgets, on)
         planning = time.perf_counter() - started
-        loads = closed_loads(p, plan.grid, plan.slots, plan.candidate.traversal)
+        loads = estimate_loads(p, plan.grid, plan.slots, plan.candidate.traversal)
         closed = plan.schedule().traffic(loads)[link]
-        counted = plan.steps <= COUNTED
+        counted = plan.steps <= MAX_COUNTED
         moved = plan.schedule().traffic()[link] if counted else closed
         found, how = oracle(plan, kind, moved)
         least = plan.least[link]
         walked = None
-        if plan.steps <= WALKED:
+        if plan.steps <= MAX_WALKED:
             walked = sum(op.bytes for op in plan.schedule() if op.lane.value == link)
         rows.append(
             Row(
@@ -188,7 +194,7 @@ def measure(case: tuple[str, tuple[int, int, int], tuple[int, int], str]) -> lis
 
 
 def summary(rows: list[Row]) -> dict[str, Any]:
-    """Largest and median ratios for each machine, and how many rows miss what is wanted, and why."""
+    """Return for each machine the largest and median ratios, and how many rows miss the targets, and why."""
     by_kind = defaultdict(list)
     for row in rows:
         by_kind[row.machine].append(row)
@@ -216,6 +222,15 @@ def summary(rows: list[Row]) -> dict[str, Any]:
     return out
 
 
+def worst(rows: list[Row], count: int = 3) -> list[dict[str, Any]]:
+    """Return the plans of each machine that move most over the oracle."""
+    found = []
+    for kind in dict.fromkeys(row.machine for row in rows):
+        some = [row for row in rows if row.machine == kind]
+        found += sorted(some, key=lambda row: -row.over_oracle)[:count]
+    return [asdict(row) | row.ratios for row in found]
+
+
 HEADS = (
     f"{'shape':8}{'m':>8}{'n':>8}{'k':>8} beta {'device':>7}{'host':>7} {'machine':8}"
     f"{'GB':>9}{'/oracle':>9}{'/least':>8}  seconds; tile, walk / oracle's"
@@ -227,8 +242,9 @@ def print_rows(rows: list[Row]) -> None:
         gib = [f"{size / GIB:.3g}G" for size in (x.device, x.host)]
         mark = " <--" if x.over_oracle > TARGET else ""
         print(
-            f"{x.shape:8}{x.m:8}{x.n:8}{x.k:8}{x.beta:5} {gib[0]:>7}{gib[1]:>7} {x.machine:8}{x.bytes / 1e9:9.4g}"
-            f"{x.over_oracle:9.4f}{x.over_least:8.3f} {x.seconds:8.1f}; {x.tile}, {x.traversal} / "
+            f"{x.shape:8}{x.m:8}{x.n:8}{x.k:8}{x.beta:5} {gib[0]:>7}{gib[1]:>7} {x.machine:8}"
+            f"{x.bytes / 1e9:9.4g}{x.over_oracle:9.4f}{x.over_least:8.3f} {x.seconds:8.1f}; "
+            f"{x.tile}, {x.traversal} / "
             f"{x.oracle_tiling} {x.misses_least}{mark}",
             flush=True,
         )
@@ -240,7 +256,10 @@ def print_rows(rows: list[Row]) -> None:
 @click.option("--only", default="", help="Only these shapes, by name.")
 @click.option("--processes", default=2, show_default=True)
 def main(output: Path, machines: str, only: str, processes: int) -> None:
-    """Plans over a grid of shapes and budgets, small products first; writes a table and a JSON file."""
+    """Plan over a grid of shapes and budgets, small products first.
+
+    Prints a row for each plan; writes a summary and the worst plans to a JSON file.
+    """
     started = time.perf_counter()
     print(HEADS)
     cases = [
@@ -250,7 +269,7 @@ def main(output: Path, machines: str, only: str, processes: int) -> None:
         for extents in sizes
         for memories in BUDGETS
         for kind in machines.split(",")
-        # What the host's BLAS sets aside leaves nothing of little memory.
+        # The reserve of the host's BLAS exceeds the smallest budgets.
         if kind != "unified" or memories[0] >= 256 * MIB
     ]
     cases.sort(key=lambda case: prod(case[1]))
@@ -264,11 +283,11 @@ def main(output: Path, machines: str, only: str, processes: int) -> None:
             result = grid | {
                 "cases_done": done,
                 "summary": summary(rows),
+                "worst": worst(rows),
                 "seconds": time.perf_counter() - started,
             }
-            raw = [asdict(row) | row.ratios for row in rows]
-            output.write_text(json.dumps(result | {"rows": raw}, indent=1) + "\n")
-    print(json.dumps(result, indent=2))
+            output.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result["summary"], indent=2))
 
 
 if __name__ == "__main__":

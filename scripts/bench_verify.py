@@ -1,9 +1,9 @@
 #!/usr/bin/env python
-"""What it costs to check every tile (`--verify`): the same product with and without, in turns, of normal random numbers
-in memory. (From disk, with a journal: `bench_journal.py`.)
+"""The cost of checking every tile (`--verify`): the same product with and without checks, in turns.
 
-Ratios are of runs in the same round, in changing order. Samples go to a JSON file, a key a case; cases of other
-invocations are kept.
+Operands are normal random numbers in memory; `bench_journal.py` measures products from disk, with a journal.
+Ratios are taken within a round; the order alternates. Samples go to a JSON file with a key per case; other
+cases in it are kept.
 """
 
 import json
@@ -22,7 +22,7 @@ CHUNK = 1024
 
 
 def filled(rng: np.random.Generator, n: int, dtype: str) -> Any:
-    """Normal random numbers, drawn once for some rows and shifted for the others."""
+    """Return normal random numbers, drawn for the first rows and shifted for the others."""
     x, drawn = np.empty((n, n), dtype), rng.standard_normal((CHUNK, n)).astype(dtype)
     for top in range(0, n, CHUNK):
         x[top : top + CHUNK] = np.roll(drawn, top + 1, axis=1)[: n - top]
@@ -36,7 +36,7 @@ def filled(rng: np.random.Generator, n: int, dtype: str) -> Any:
 @click.option("--device-memory", default="600MiB", show_default=True)
 @click.option("--host-memory", default="400MiB", show_default=True)
 @click.option("--repeats", default=7, show_default=True)
-@click.option("--seconds", default=600.0, show_default=True, help="Begin no further round after so long.")
+@click.option("--seconds", default=600.0, show_default=True, help="Start no further round after this time.")
 @click.option("--output", type=click.Path(), default="scripts/results/bench_verify.json", show_default=True)
 def main(
     backend: str,
@@ -55,11 +55,11 @@ def main(
     samples: dict[str, list[float]] = {way: [] for way in ways}
     checks: list[dict[str, Any]] = []
     started = time.monotonic()
-    for turn in range(repeats + 1):  # the first is not counted
+    for turn in range(repeats + 1):  # round 0 warms up
         if turn > 1 and time.monotonic() - started > seconds:
             break
         for way in ways if turn % 2 else ways[::-1]:
-            result = oocgemm.matmul(a, b, out=c, verify=way == "verify", **options)
+            result = oocgemm.gemm(a, b, c=c, verify=way == "verify", **options)
             if turn:
                 samples[way].append(result.report.wall)
                 if result.report.checks is not None:

@@ -1,14 +1,15 @@
 #!/usr/bin/env python
-"""The timeline held against a tracer that knows nothing of it: CUPTI, which times kernels and copies on the device
-itself, here through torch.profiler.
+"""Check timelines against CUPTI, which times kernels and copies on the device, by way of torch.profiler.
 
-A run's operations and the tracer's activities are matched stream by stream, in order. An activity of a copy must have
-the bytes that its operation has left, so that matches cannot be shifted by one; a stream of kernels must have as many for
-each operation. The clocks are brought together by one offset a case, the median of all differences; whatever else
-differs counts. An operation passes if its start and its end are as the tracer has them, within 50 us or 2% of what it
-takes; the figures of a case, which are shares, pass within 0.02. What fails is named. Now and then an event is recorded
-some 100 us from the work beside it: whoever records it, or the device, was held up. One operation in 200 may be off so;
-more of them, or a figure that fails, make the exit code 1.
+The operations of a run and the activities that the tracer reports are matched stream by stream, in order. The
+copies of an operation must have exactly its bytes, so that a match cannot be shifted by one. Every operation
+of a compute stream must have the same number of kernels. One clock offset per case is removed: the median of
+all differences. Every other difference counts.
+
+An operation passes if its start and its end differ from the tracer's by at most 50 us or 2% of its duration.
+The figures of a case, which are shares, pass within 0.02. Failing operations are listed. Occasionally an
+event is recorded about 100 us away from its work, because the recording thread or the device was delayed. One
+operation in 200 may therefore fail. If more fail, or a figure fails, the exit code is 1.
 """
 
 import json
@@ -30,7 +31,7 @@ T = TypeVar("T")
 
 LANES = ("h2d", "d2h", "compute")
 NANOSECONDS, PART = 50_000, 0.02
-ODD = 1 / 200  # of a case's operations
+MAX_FAILING = 1 / 200  # share of the operations of a case
 FIGURES = ("copy_overlap", "compute_share")
 
 
@@ -44,18 +45,21 @@ class Case:
 
 
 CASES = {
-    # As it is meant to be: steps of milliseconds, the device always busy.
+    # The usual case: steps of milliseconds, and the device is always busy.
     "large steps": Case(16384, "float64", {"device_memory": "1GiB"}),
-    # Steps shorter than what issuing them takes, so that streams are idle again and again; C is read too.
+    # Steps shorter than the time to issue them, so that streams are often idle; C is read too.
     "small steps": Case(8192, "float32", {"device_memory": "128MiB", "tile": "2048x2048x256", "beta": 1.0}),
-    # A slow kernel: long enough for the clocks to be compared anew on the way.
+    # A slow kernel: the run is long enough that the clocks are re-anchored.
     "seconds": Case(20480, "float64", {"device_memory": "2GiB", "kernel": "naive"}),
 }
 
 
 @dataclass(frozen=True)
 class Activity:
-    """What the tracer saw on a stream. Times in nanoseconds of its own clock; bytes of a copy."""
+    """A kernel or copy reported by the tracer.
+
+    Times are in nanoseconds of its clock; `bytes` is 0 for kernels.
+    """
 
     lane: str
     start: int
@@ -64,7 +68,7 @@ class Activity:
 
 
 def traced(work: Callable[[], T]) -> tuple[T, list[list[Activity]]]:
-    """What `work` returns, and the activities of each stream in order."""
+    """Run `work`; return its result, and the activities of each stream in order."""
     from torch.profiler import ProfilerActivity, profile  # here, so that tests need no torch
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -89,8 +93,10 @@ def traced(work: Callable[[], T]) -> tuple[T, list[list[Activity]]]:
 
 
 def matched(spans: Sequence[Span], streams: Sequence[Sequence[Activity]]) -> dict[int, tuple[int, int]]:
-    """When the tracer has each operation of the device start and end, by its id. Raises `ValueError` where the two do not
-    agree on what there was."""
+    """Return the tracer's start and end of each device operation, by id.
+
+    Raises `ValueError` if operations and activities do not match.
+    """
     ours: defaultdict[str, list[Span]] = defaultdict(list)
     for span in sorted(spans, key=lambda s: s.id):
         if span.lane in LANES:
@@ -107,14 +113,19 @@ def matched(spans: Sequence[Span], streams: Sequence[Sequence[Activity]]) -> dic
         else:
             counts = [(stream[0].lane, len(stream), sum(a.bytes for a in stream)) for stream in left]
             total = len(mine), sum(span.bytes for span in mine)
-            raise ValueError(f"{name}: no stream of the tracer's is like {total}: {counts}")
+            raise ValueError(
+                f"{name}: no stream of the tracer has these operations and bytes {total}: {counts}"
+            )
     if left:
-        raise ValueError(f"the tracer saw {len(left)} streams more, one with {left[0][:3]}")
+        raise ValueError(f"the tracer has {len(left)} more streams, one with {left[0][:3]}")
     return found
 
 
 def _paired(spans: Sequence[Span], stream: Sequence[Activity]) -> dict[int, tuple[int, int]] | None:
-    """Start of the first and end of the last activity of each span; None if they are not those of this stream."""
+    """Return the start of the first and the end of the last activity of each span by id.
+
+    Returns None if the activities do not match the spans.
+    """
     if any(activity.lane != spans[0].lane for activity in stream):
         return None
     each, rest = divmod(len(stream), len(spans))
@@ -135,16 +146,16 @@ def _paired(spans: Sequence[Span], stream: Sequence[Activity]) -> dict[int, tupl
 
 
 def compare(result: oocgemm.Result, streams: Sequence[Sequence[Activity]]) -> dict[str, Any]:
-    """How far the timeline of a run is from the tracer's, and whether that passes."""
+    """Compare the timeline of a run with the tracer's, and return the differences and whether they pass."""
     timeline = result.timeline
     theirs = matched(timeline.spans, streams)
     spans = sorted((s for s in timeline.spans if s.id in theirs), key=lambda s: s.start)
     offset = round(median(x for s in spans for x in (s.start - theirs[s.id][0], s.end - theirs[s.id][1])))
-    brought = {i: (start + offset, end + offset) for i, (start, end) in theirs.items()}
+    traced_times = {i: (start + offset, end + offset) for i, (start, end) in theirs.items()}
     differences: dict[str, dict[int, int]] = {"start": {}, "end": {}, "length": {}}
     failing = []
     for span in spans:
-        start, end = brought[span.id]
+        start, end = traced_times[span.id]
         found = {"start": span.start - start, "end": span.end - end}
         found["length"] = found["end"] - found["start"]
         for what, value in found.items():
@@ -159,7 +170,7 @@ def compare(result: oocgemm.Result, streams: Sequence[Sequence[Activity]]) -> di
     other = replace(
         timeline,
         spans=tuple(
-            replace(s, start=brought[s.id][0], end=brought[s.id][1]) if s.id in brought else s
+            replace(s, start=traced_times[s.id][0], end=traced_times[s.id][1]) if s.id in traced_times else s
             for s in timeline.spans
         ),
     )
@@ -169,7 +180,7 @@ def compare(result: oocgemm.Result, streams: Sequence[Sequence[Activity]]) -> di
     }
     agree = all(abs(f["timeline"] - f["tracer"]) <= PART for f in figures.values())
     return {
-        "pass": agree and len(failing) <= ODD * len(spans),
+        "pass": agree and len(failing) <= MAX_FAILING * len(spans),
         "operations": len(spans),
         "activities": sum(map(len, streams)),
         "seconds": result.report.wall,
@@ -198,7 +209,7 @@ def compare(result: oocgemm.Result, streams: Sequence[Sequence[Activity]]) -> di
 
 
 def _summary(differences: Sequence[int]) -> dict[str, float]:
-    """In microseconds: the median with its sign, the others without."""
+    """Summarise differences in microseconds: the median is signed, the others are absolute."""
     far = sorted(abs(d) for d in differences)
     return {
         "median": median(differences) / 1e3,
@@ -208,13 +219,13 @@ def _summary(differences: Sequence[int]) -> dict[str, float]:
 
 
 def run(case: Case) -> Callable[[], oocgemm.Result]:
-    """The product of a case, its operands made."""
+    """Create the operands of a case; return a function that runs its product."""
     import torch
 
     kind = getattr(torch, case.dtype)
     a, b, c = (torch.randn(case.size, case.size, dtype=kind, device="cuda").cpu().numpy() for _ in range(3))
     torch.cuda.empty_cache()
-    # What brings cuBLAS's kernels up is not of any run's schedule, and done once a process.
+    # cuBLAS loads its kernels once per process, with activities that belong to no operation.
     kernel = {name: value for name, value in case.options.items() if name == "kernel"}
     oocgemm.matmul(a[:256, :256], b[:256, :256], backend="cuda", **kernel)
     return lambda: oocgemm.gemm(a, b, c, backend="cuda", host_memory="4GiB", **case.options)
@@ -225,8 +236,11 @@ def run(case: Case) -> Callable[[], oocgemm.Result]:
 def main(output: str) -> None:
     import torch
 
-    traced(lambda: torch.zeros(1, device="cuda"))  # brings the tracer up
-    found: dict[str, Any] = {"tolerance": {"us": NANOSECONDS / 1e3, "part": PART, "odd": ODD}, "cases": {}}
+    traced(lambda: torch.zeros(1, device="cuda"))  # starts the tracer
+    found: dict[str, Any] = {
+        "tolerance": {"us": NANOSECONDS / 1e3, "part": PART, "odd": MAX_FAILING},
+        "cases": {},
+    }
     for name, case in CASES.items():
         result, streams = traced(run(case))
         header = result.timeline.header

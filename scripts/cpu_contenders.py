@@ -1,8 +1,8 @@
 #!/usr/bin/env python
-"""The process of one product of `bench_cpu.py`: gets ready, waits for a line on stdin, multiplies, checks.
+"""The process of one product of `bench_cpu.py`: prepare, wait for a line on stdin, multiply, check.
 
-Getting ready is to import, to multiply something small by the same road, and for NumPy to read its operands. Peers are
-used as their documentation has it, on blocks as large as the budget allows.
+Preparing imports the library, multiplies a small product in the same way and, for NumPy, reads the operands.
+The other libraries are used as their documentation says, with blocks as large as the budget allows.
 """
 
 import json
@@ -22,13 +22,13 @@ import zarr
 from oocgemm.backends.host.blas import blas_name
 from oocgemm.planning.units import parse_size
 
-SMALL = 512  # side of the product that warms up
+SMALL = 512  # side of the warm-up product
 CHECKED_ROWS = 4
 
 
 @dataclass(frozen=True)
 class Case:
-    """One product: extents, dtype, side of the stored chunks, and the memory it may take."""
+    """One product: extents, dtype, side of the stored chunks, and memory budgets."""
 
     m: int
     k: int
@@ -42,14 +42,17 @@ class Case:
     def budget(self) -> int:
         return parse_size(self.device) + parse_size(self.host)
 
-    def blocks(self, held: int) -> tuple[int, int, int]:
-        """Of each extent the largest part, in whole chunks and dividing it, so that so many blocks fit the budget."""
-        most = int((self.budget / held / np.dtype(self.dtype).itemsize) ** 0.5)
+    def blocks(self, count: int) -> tuple[int, int, int]:
+        """Return block extents (m, k, n) so that `count` blocks fit the budget.
+
+        Each is the largest such divisor of its extent that is a multiple of the chunk.
+        """
+        max_side = int((self.budget / count / np.dtype(self.dtype).itemsize) ** 0.5)
 
         def part(extent: int) -> int:
-            count = extent // self.chunk
+            chunks = extent // self.chunk
             return self.chunk * max(
-                c for c in range(1, count + 1) if count % c == 0 and c * self.chunk <= most
+                c for c in range(1, chunks + 1) if chunks % c == 0 and c * self.chunk <= max_side
             )
 
         return part(self.m), part(self.k), part(self.n)
@@ -57,7 +60,7 @@ class Case:
 
 @dataclass
 class Job:
-    """Where the operands are and C is to be; what else the contender is told, and what it tells."""
+    """The operands and the place of C; the settings of the contender, and its output (`told`)."""
 
     case: Case
     operands: Path
@@ -82,7 +85,7 @@ class Job:
 
 
 def in_core(job: Job) -> Callable[[], None]:
-    """NumPy's `A @ B`: operands in memory, and the result too."""
+    """Multiply with NumPy, operands and result in memory."""
     a, b = (zarr.open_array(place, mode="r")[:] for place in job.zarrs)
 
     def product() -> None:
@@ -92,13 +95,13 @@ def in_core(job: Job) -> Callable[[], None]:
 
 
 def library(job: Job) -> Callable[[], None]:
-    """This project, called from Python."""
+    """Multiply with oocgemm, called from Python."""
     import oocgemm
 
     def product() -> None:
-        result = oocgemm.matmul(
+        result = oocgemm.gemm(
             *job.zarrs,
-            out=str(job.place),
+            c=str(job.place),
             backend="host",
             device_memory=job.case.device,
             host_memory=job.case.host,
@@ -111,8 +114,11 @@ def library(job: Job) -> Callable[[], None]:
 
 
 def command(job: Job) -> Callable[[], None]:
-    """This project's command, start-up and all; where NumPy's BLAS leaves a processor's AVX-512 unused, with kernels
-    other than those of the in-core product."""
+    """Multiply with `oocgemm run`, including its start-up.
+
+    The command may use other BLAS kernels than the in-core product: it selects AVX-512 kernels where NumPy's
+    BLAS does not.
+    """
     budgets = ("--device-memory", job.case.device, "--host-memory", job.case.host)
     line = ["-m", "oocgemm", "run", *job.zarrs, str(job.place), "--backend", "host", "--quiet", *budgets]
 
@@ -123,11 +129,14 @@ def command(job: Job) -> Callable[[], None]:
 
 
 def dask(job: Job) -> Callable[[], None]:
-    """dask.array, on blocks of several chunks; one at a time with all of BLAS's threads. `--set dask=threads`: several."""
+    """Multiply with dask.array, one block at a time with all BLAS threads.
+
+    `--set dask=threads`: several at once.
+    """
     import dask
     from dask import array
 
-    m, k, n = job.case.blocks(held=int(job.settings.get("dask_held", 6)))
+    m, k, n = job.case.blocks(int(job.settings.get("dask_blocks", 6)))
 
     def product() -> None:
         left, right = job.zarrs
@@ -139,7 +148,10 @@ def dask(job: Job) -> Callable[[], None]:
 
 
 def cubed(job: Job) -> Callable[[], None]:
-    """cubed on a local executor, its `allowed_mem` being the budget, none of it set aside for the interpreter."""
+    """Multiply with cubed on a local executor.
+
+    `allowed_mem` is the budget, with nothing reserved for Python.
+    """
     import cubed
     from cubed import array_api
 
@@ -150,7 +162,7 @@ def cubed(job: Job) -> Callable[[], None]:
         executor_name=job.settings.get("cubed", "single-threaded"),
         zarr_compressor=None,
     )
-    m, k, n = job.case.blocks(held=int(job.settings.get("cubed_held", 10)))
+    m, k, n = job.case.blocks(int(job.settings.get("cubed_blocks", 10)))
 
     def product() -> None:
         a, b = (cubed.from_zarr(place, spec=spec) for place in job.zarrs)
@@ -161,8 +173,10 @@ def cubed(job: Job) -> Callable[[], None]:
 
 
 def blosc2(job: Job) -> Callable[[], None]:
-    """python-blosc2's matmul of arrays on disk. They are in its own format, converted beforehand, chunks as it chose
-    them, uncompressed."""
+    """Multiply with python-blosc2, from arrays on disk in its own format.
+
+    The arrays were converted before, uncompressed, with the chunks that blosc2 chooses.
+    """
     import blosc2
 
     a, b = (blosc2.open(place.replace(".zarr", ".b2nd"), mode="r") for place in job.zarrs)
@@ -184,7 +198,7 @@ CONTENDERS: dict[str, Callable[[Job], Callable[[], None]]] = {
 
 
 def make_operands(folder: Path, case: Case, converted: bool) -> None:
-    """Normal random A and B, uncompressed; those that are there are kept. `converted`: in blosc2's format too."""
+    """Create normal random A and B, uncompressed, unless they exist; `converted`: also in blosc2's format."""
     rng = np.random.default_rng(0)
     for name, shape in (("A", (case.m, case.k)), ("B", (case.k, case.n))):
         bands = [slice(top, min(top + case.chunk, shape[0])) for top in range(0, shape[0], case.chunk)]
@@ -207,7 +221,7 @@ def make_operands(folder: Path, case: Case, converted: bool) -> None:
 
 
 def check(job: Job) -> None:
-    """A few whole rows of C against NumPy's, within the rounding that sums of k terms may have."""
+    """Check some rows of C against NumPy, within the rounding error of sums of k terms."""
     case = job.case
     c = zarr.open_array(job.place, mode="r") if job.result is None else job.result
     a, b = (zarr.open_array(place, mode="r") for place in job.zarrs)
@@ -221,13 +235,16 @@ def check(job: Job) -> None:
         wanted += part @ right
         bound += np.abs(part) @ np.abs(right)
     worst = float((np.abs(found - wanted) / bound).max() / (case.k * np.finfo(case.dtype).eps))
-    if not worst <= 1:  # a NaN is wrong too
-        raise SystemExit(f"the result is wrong: {worst} times the rounding allowed")
+    if not worst <= 1:  # true for NaN, too
+        raise SystemExit(f"the result is wrong: its error is {worst} times the rounding bound")
 
 
-def grow_memory(case: Case) -> None:
-    """Touch as much memory as C and the budget take, and give it back: a virtual machine that gets its memory from the
-    host as it is first used would charge that to whoever runs first, some seconds a GB."""
+def prefault(case: Case) -> None:
+    """Touch as much memory as C and the budget take, and free it.
+
+    A virtual machine may obtain memory from its host on first touch, at seconds per GB. The first contender
+    would pay.
+    """
     size = case.m * case.n * np.dtype(case.dtype).itemsize + case.budget
     np.empty(size, np.uint8)[:: mmap.PAGESIZE] = 1
 
@@ -244,7 +261,7 @@ def main() -> None:
     product = CONTENDERS[name](job)
     print("ready", flush=True)
     sys.stdin.readline()
-    grow_memory(case)
+    prefault(case)
     print("start", flush=True)
     started = time.perf_counter()
     product()

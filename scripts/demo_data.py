@@ -1,4 +1,4 @@
-"""Makes the demo's matrices, and checks its product with NumPy and zarr alone."""
+"""Create the matrices of the demo, and check its product with only NumPy and zarr."""
 
 import sys
 from pathlib import Path
@@ -8,6 +8,7 @@ import zarr
 
 
 def make(work: Path, size: int) -> None:
+    """Create A and B of normal random numbers."""
     rng = np.random.default_rng(2010)
     for name in ("A", "B"):
         array = zarr.create_array(
@@ -18,7 +19,7 @@ def make(work: Path, size: int) -> None:
 
 
 def check(work: Path) -> None:
-    """|dC| <= k eps (|A| |B|), element by element; NaN never passes."""
+    """Check that |dC| <= k eps (|A| |B|) for every element; NaN never passes."""
     a, b, c = (zarr.open_array(work / f"{name}.zarr", mode="r") for name in "ABC")
     k = a.shape[1]
     right = np.asarray(b[:])

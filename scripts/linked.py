@@ -1,4 +1,4 @@
-"""Arrays larger than the disk that they are on."""
+"""Arrays larger than the disk that stores them."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -20,9 +20,12 @@ def linked_zarr(
     codec: Any = None,
     dtype: str = "float64",
 ) -> None:
-    """An array whose chunk (i, j) is a hard link to number (i * 7 + j * 3) % distinct of so many files. For a codec the
-    numbers have few bits each, so that they can be compressed. The files are written to the disk, and then in the page cache as
-    far as that holds them: the first to read them is no slower than others."""
+    """Create an array whose chunk files are hard links to `distinct` files.
+
+    Chunk (i, j) is number (i * 7 + j * 3) % distinct. With a codec the elements are integers, which compress
+    well. The files are synced to the disk and then read into the page cache, so that the first timed reader
+    is no slower than later ones.
+    """
     zarr.create_array(path, shape=shape, dtype=dtype, chunks=(chunk, chunk), compressors=codec)
     made = zarr.create_array(
         path / ".originals",

@@ -1,14 +1,15 @@
 #!/usr/bin/env python
-"""Kills or interrupts real `oocgemm run` processes, resumes them until they are done, and compares bit for bit.
+"""Kill or interrupt real `oocgemm run` processes, resume them, and compare the results bit for bit.
 
-A case is a product with one kind of C: chunk files, compressed, sharded, .npy; new, replaced, or in place with beta != 0.
-Half of the kills fall at any instant of a process's life, the others are aimed: within two milliseconds of a line of the
-journal, which is where a tile changes hands, or of the journal itself coming to be. After each it is noted what the
-journal said. What comes out is compared with an undisturbed run of the same plan, and a last --resume must change
-nothing. Exits with 1 if any result differs.
+A case is a product with one kind of C: chunk files, compressed, sharded, .npy; new, replaced, or in place
+with beta != 0. Half of the kills are at random instants of a process's life. The others come within two
+milliseconds after a line is added to the journal, when the state of a tile changes, or after the journal is
+created. The state of the journal after each kill is counted. The result is compared with that of an
+undisturbed run of the same plan, and a last --resume must not change it. The exit code is 1 if any result
+differs.
 
-With --signal SIGINT or SIGTERM the signals fall at any instant from the start of a process to its end, and each process
-has to end within `MAX_SECONDS_TO_END`.
+With --signal SIGINT or SIGTERM all signals are at random instants, and each process must end within
+`MAX_SECONDS_TO_END`.
 """
 
 import os
@@ -38,19 +39,19 @@ from oocgemm.backends.host.blas import CHOICE, better_family
 from oocgemm.jobs import journal
 from oocgemm.planning import default_model
 
-# Chunks across a matrix, and tiles.
+# Chunks and tiles along each extent of a matrix.
 CHUNKS, TILES = 12, 6
-# An aimed kill comes this much after what it is aimed at, at most, in seconds.
+# Longest delay between a change of the journal and the kill that follows it, in seconds.
 JITTER = 0.002
-# A case that is not done after so many kills is resumed in peace.
+# After this many kills a case is resumed without further kills.
 MAX_KILLS = 12
-# A process ends so soon after SIGINT or SIGTERM.
+# Longest time from SIGINT or SIGTERM to the end of the process.
 MAX_SECONDS_TO_END = 2.0
 
 
 @dataclass(frozen=True)
 class Case:
-    """A product: the kind of its C, beta, and the shape of its tiles in parts of the matrix."""
+    """A product: the kind of its C, beta, and the number of tiles along m, n and k."""
 
     kind: str
     beta: str = "0"
@@ -80,13 +81,13 @@ CASES = (
 
 
 def environment() -> dict[str, str]:
-    """That of the processes: the better BLAS kernels at once, so that none starts itself anew."""
+    """Return the environment of the processes; it selects the BLAS kernels, so that none restarts itself."""
     better = better_family()
     return dict(os.environ) | ({CHOICE: better[1]} if better and CHOICE not in os.environ else {})
 
 
 def make(path: Path, extent: int, kind: str, dtype: str, seed: int) -> None:
-    """A matrix of noise, for operands and for a C that exists."""
+    """Create a matrix of noise, for an operand or an existing C."""
     rng = np.random.default_rng(seed)
     noise = rng.standard_normal((extent, extent))
     data = (noise + 1j * rng.standard_normal(noise.shape) if dtype.startswith("complex") else noise).astype(
@@ -102,16 +103,16 @@ def make(path: Path, extent: int, kind: str, dtype: str, seed: int) -> None:
 
 
 def content(path: Path) -> bytes:
-    """The bits of a result; of a zarr array it must not say that it is unfinished."""
+    """Return the bytes of a result; a zarr array must not be marked unfinished."""
     if path.suffix == ".npy":
         return bytes(np.load(path).data)
     array = zarr.open_array(path, mode="r")
-    assert "oocgemm" not in array.attrs, f"{path} says that it is unfinished"
+    assert "oocgemm" not in array.attrs, f"{path} is marked unfinished"
     return bytes(np.asarray(array[:]).data)
 
 
 class Torture:
-    """One case: its operands, its command, its undisturbed result, and what befell the others."""
+    """One case: its operands, its command, its undisturbed result, and counts of kills."""
 
     def __init__(
         self, case: Case, folder: Path, extent: int, backend: str, rng: random.Random, number: signal.Signals
@@ -155,7 +156,7 @@ class Torture:
         self.right = content(self.c)
 
     def fresh(self) -> None:
-        """C as it is before any run."""
+        """Restore C to its state before any run."""
         for path in (self.c, self.sidecar):
             if path.is_dir():
                 shutil.rmtree(path)
@@ -173,48 +174,46 @@ class Torture:
         )
 
     def wait(self, process: "subprocess.Popen[str]") -> None:
-        """A process that is to end by itself, and well."""
+        """Wait for a process that must succeed."""
         out, err = process.communicate()
         if process.returncode != 0:
             raise SystemExit(f"{' '.join(process.args)}: exit code {process.returncode}\n{out}{err}")  # type: ignore[arg-type]
 
     def go_on(self, kills: int, until: float) -> None:
-        """Run to the end again and again, until there were so many kills or it is late by the monotonic clock."""
+        """Repeat `once` until there were `kills` kills, or until the monotonic clock passes `until`."""
         while (left := kills - sum(self.kills.values())) > 0 and time.monotonic() < until:
             self.once(left)
             self.rounds += 1
         if self.rounds:
             self.wait(self.start("--resume"))
             if content(self.c) != self.right:
-                raise SystemExit(f"{self.case.name}: --resume has changed a C that was complete")
+                raise SystemExit(f"{self.case.name}: --resume changed a complete C")
 
-    def once(self, most: int) -> None:
-        """Run to the end, killed up to `most` times on the way."""
+    def once(self, max_kills: int) -> None:
+        """Run to completion, with up to `max_kills` kills."""
         self.fresh()
         kills = 0
         while True:
             process = self.start("--resume")
-            if kills < min(most, MAX_KILLS) and self.kill(process):
+            if kills < min(max_kills, MAX_KILLS) and self.kill(process):
                 kills += 1
                 self.kills[self.phase()] += 1
                 continue
             self.wait(process)
             break
         if content(self.c) != self.right:
-            raise SystemExit(
-                f"{self.case.name}: after {kills} kills C differs from that of an undisturbed run"
-            )
+            raise SystemExit(f"{self.case.name}: after {kills} kills C differs from the undisturbed result")
 
     def kill(self, process: "subprocess.Popen[str]") -> bool:
-        """Kill a process at an instant of its life; False if it had ended before."""
+        """Kill a process at a chosen instant; return False if it had already ended."""
         if self.signal is not signal.SIGKILL:
             return self.interrupt(process)
         path, record = self.sidecar / journal.JOURNAL, journal.read(self.sidecar)
         left = 1.0 if record is None else 1 - len(record.done) / tiles_of(record)
         how = self.rng.random()
-        if how < 0.1:  # while it starts
+        if how < 0.1:  # during start-up
             delay = self.rng.uniform(0.5, 1) * self.start_up
-        elif how < 0.5:  # while it runs
+        elif how < 0.5:  # during the run
             self.await_change(process, self.sidecar / journal.LOCK)
             delay = self.rng.uniform(0, left * (self.seconds - self.start_up))
         else:
@@ -227,7 +226,7 @@ class Torture:
         return process.returncode < 0
 
     def interrupt(self, process: "subprocess.Popen[str]") -> bool:
-        """Send the signal at any instant of a process's life; False if the process completed C."""
+        """Send the signal at a random instant; return False if the process completed C."""
         pause(process, self.rng.uniform(0, self.seconds))
         process.send_signal(self.signal)
         sent = time.monotonic()
@@ -250,13 +249,13 @@ class Torture:
         return process.returncode != 0
 
     def await_change(self, process: "subprocess.Popen[str]", path: Path) -> None:
-        """Until a file is written, or made, or the process ends."""
+        """Wait until a file is created or written, or the process ends."""
         before = written(path)
         while process.poll() is None and written(path) == before:
             time.sleep(0.0003)
 
     def phase(self) -> str:
-        """Where the last kill fell, by what it left."""
+        """Return the phase that the last kill hit, from the state of the journal."""
         record = journal.read(self.sidecar)
         if record is None:
             return "before the journal"
@@ -270,7 +269,7 @@ class Torture:
 
 
 def pause(process: "subprocess.Popen[str]", seconds: float) -> None:
-    """Wait so long, or until the process ends."""
+    """Wait for some seconds, or until the process ends."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and process.poll() is None:
         time.sleep(min(0.001, max(0, deadline - time.monotonic())))
@@ -282,7 +281,7 @@ def tiles_of(record: journal.Record) -> int:
 
 
 def written(path: Path) -> tuple[int, int]:
-    """Changes when a file does."""
+    """Return the size and the modification time of a file, (-1, -1) if there is none."""
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -292,11 +291,11 @@ def written(path: Path) -> tuple[int, int]:
 
 @click.command()
 @click.option("--backend", type=click.Choice(["host", "cuda"]), default="host", show_default=True)
-@click.option("--kills", default=200, show_default=True, help="How many at least, over all cases.")
-@click.option("--seconds", default=3600.0, show_default=True, help="No new round begins after that.")
+@click.option("--kills", default=200, show_default=True, help="Minimum number over all cases.")
+@click.option("--seconds", default=3600.0, show_default=True, help="Start no new round after this time.")
 @click.option("--extent", type=int, help="Rows and columns, a multiple of 12.  [default: 480, cuda 1536]")
-@click.option("--case", "numbers", type=int, multiple=True, help="Only these, counted from 0.")
-@click.option("--jobs", default=1, show_default=True, help="Cases that are run side by side.")
+@click.option("--case", "numbers", type=int, multiple=True, help="Run only these cases, numbered from 0.")
+@click.option("--jobs", default=1, show_default=True, help="Cases that run at the same time.")
 @click.option("--seed", default=2010, show_default=True)
 @click.option(
     "--signal",
@@ -319,7 +318,7 @@ def main(
     work: Path | None,
     output: Path | None,
 ) -> None:
-    """Kill runs until there were enough kills, and check what they come to."""
+    """Kill runs until there were enough kills, and check their results."""
     size = extent or (480 if backend == "host" else 1536)
     started = time.monotonic()
     cases = [CASES[number] for number in numbers] or list(CASES)
@@ -329,14 +328,14 @@ def main(
         place.mkdir()
         torture = Torture(case, place, size, backend, random.Random(seed + number), signal.Signals[name])
         torture.go_on(-(-kills // len(cases)), started + seconds)
-        times = f"{torture.rounds} times whole, {sum(torture.kills.values())} kills"
+        times = f"{torture.rounds} completed rounds, {sum(torture.kills.values())} kills"
         click.echo(f"{case.name}: {times}, {time.monotonic() - started:.0f} s")
         return torture
 
     with tempfile.TemporaryDirectory(dir=work) as folder, ThreadPoolExecutor(jobs) as pool:
         all_of_them = list(pool.map(tortured, range(len(cases)), cases))
     total = sum((torture.kills for torture in all_of_them), Counter[str]())
-    click.echo(f"{total.total()} kills, every result the same bit for bit:")
+    click.echo(f"{total.total()} kills; all results are bit-identical:")
     for phase, times in total.most_common():
         click.echo(f"  {times:5}  {phase}")
     slowest = max(torture.slowest for torture in all_of_them)

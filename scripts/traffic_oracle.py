@@ -1,19 +1,20 @@
-"""The least bytes that any plan of the scheme brings over a link: by search, without the planner.
+"""The fewest bytes that any plan of the scheme moves over a link, found by search without the planner.
 
-What is searched: every integral tiling (every count of tiles down and across; equal tiles dominate), both
-directions of the walk, bands of every size, and how the memory that a tile leaves is dealt out to panels of A
-and of B. One accumulator, two panels of each operand at least, as deep as the plan's.
+The search covers every integral tiling (every count of tiles down and across; equal tiles dominate), both
+directions of the traversal, bands of every size, and all divisions of the memory left by a tile between
+panels of A and of B. There is one accumulator, and at least two panels of each operand, as deep as those of
+the plan.
 
-How a tiling is judged: by what *no* replacement policy can beat. A run over tiles in bands of rows touches the
-panels of op(A) of a band once for each column, and those of op(B) once for each row. With slots for s panels,
-at most s of the panels that a pass touches can be there when the pass begins, so that
+A tiling is scored by what *no* replacement policy can beat. A traversal in bands of rows uses the panels of
+op(A) of a band once per column, and those of op(B) once per row. With slots for s panels, at most s of the
+panels that a pass uses can be resident when the pass starts. Therefore:
 
-- each pass over a band's A but the first finds at most s of them,
-- of a column of B each tile but the band's first finds at most s, and the first tiles of all columns of a band
-  together at most s that the bands before have left.
+- Each pass over a band's A, except the first, finds at most s of its panels.
+- Of a column of B, each tile except the band's first finds at most s panels. The first tiles of all columns
+  of a band together find at most s panels that earlier bands have left.
 
-Everything else must be loaded. Walks that turn back attain this (tests hold it against Belady's replacement,
-simulated), so that it is the oracle's figure, not a mere estimate, wherever a band is one row.
+All other panels must be loaded. Traversals that turn back attain this bound, as tests show by simulating
+Belady's replacement. Where a band is one row, the result is therefore exact and not only a lower bound.
 """
 
 from dataclasses import dataclass, replace
@@ -27,118 +28,133 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Case:
-    """A product in elements of one size, `r` the depth of a panel; memories in bytes, net of what is set aside; the
-    most steps that are let count."""
+    """A product (m, n, k) with panels `depth` deep.
+
+    `itemsize`, `device` and `host` are in bytes; the memories exclude reserves. Tilings of more than
+    `max_steps` steps are left out.
+    """
 
     m: int
     n: int
     k: int
     itemsize: int
-    r: int
+    depth: int
     device: int
-    host: int | None = None  # of the link from the stores; None for that to the device
-    most_steps: float = float("inf")
+    host: int | None = None  # None for the link to the device, which host memory does not relieve
+    max_steps: float = float("inf")
 
     @property
     def flipped(self) -> "Case":
-        """The same with A and B changing places."""
+        """Return the case with A and B exchanged."""
         return replace(self, m=self.n, n=self.m)
 
 
 def extents(extent: int) -> NDArray[np.int64]:
-    """Extents of equal tiles, for every count of them."""
+    """Return the tile extents for every count of equal tiles, in descending order."""
     counts = np.arange(1, extent + 1)
     return np.unique(-(-extent // counts))[::-1]
 
 
 def least_panels(case: Case) -> tuple[float, dict[str, int]]:
-    """Fewest bytes of panels over the link, and the tiling that needs no more."""
+    """Return the fewest bytes of panels over the link, and the tiling that attains them."""
     best, how = float("inf"), {}
     for axis, c in enumerate((case, case.flipped)):
-        found, w, h, band = _by_rows(c, best)
+        found, tile_m, tile_n, band = _by_rows(c, best)
         if found < best:
             best = found
-            how = {"w": w if axis == 0 else h, "h": h if axis == 0 else w, "axis": axis, "band": band}
+            how = {
+                "m": tile_m if axis == 0 else tile_n,
+                "n": tile_n if axis == 0 else tile_m,
+                "axis": axis,
+                "band": band,
+            }
     return best, how
 
 
 def _by_rows(c: Case, best: float) -> tuple[float, int, int, int]:
-    """The best walk in bands of rows, if it beats `best`."""
-    h = extents(c.n)
-    across = -(-c.n // h)
-    widths = extents(c.m)
+    """Return the best traversal in bands of rows, if it moves fewer bytes than `best`."""
+    tile_n = extents(c.n)
+    across = -(-c.n // tile_n)
+    tile_ms = extents(c.m)
     found = best, 0, 0, 0
-    # Every so many widths first: what they reach spares looking closely at most others.
-    coarse = widths[:: max(1, len(widths) // 32)]
-    for banded, some in ((False, coarse), (False, widths), (True, coarse), (True, widths)):
-        for w in map(int, some):
-            down = -(-c.m // w)
-            free, host_free = _free(c, w, h)
-            fits = (free >= 0) & (down * across * -(-c.k // c.r) <= c.most_steps)
+    # A coarse subset first: its result prunes most of the other tilings.
+    coarse = tile_ms[:: max(1, len(tile_ms) // 32)]
+    for banded, some in ((False, coarse), (False, tile_ms), (True, coarse), (True, tile_ms)):
+        for tile_m in map(int, some):
+            down = -(-c.m // tile_m)
+            free, host_free = _free(c, tile_m, tile_n)
+            fits = (free >= 0) & (down * across * -(-c.k // c.depth) <= c.max_steps)
             fits = np.flatnonzero(fits if host_free is None else fits & (host_free >= 0))
             bands = extents(down) if banded else np.ones(1, np.int64)
-            floor = _floor(c, w, h[fits], across[fits], bands[:, None])
+            floor = _floor(c, tile_m, tile_n[fits], across[fits], bands[:, None])
             at_band, at = np.nonzero(floor < found[0])
             if not len(at):
                 continue
             at, band = fits[at], bands[at_band]
             host = None if host_free is None else host_free[at]
-            moved = _loads(c, w, h[at], across[at], band, free[at], host)
+            moved = _loads(c, tile_m, tile_n[at], across[at], band, free[at], host)
             least = int(np.argmin(moved))
             if moved[least] < found[0]:
-                found = float(moved[least]), w, int(h[at[least]]), int(band[least])
+                found = float(moved[least]), tile_m, int(tile_n[at[least]]), int(band[least])
     return found
 
 
-def _free(c: Case, w: Any, h: Any) -> tuple[Any, Any]:
-    """What a tile and two panels of each operand leave of the device; one of each, and a row of C, of the host."""
-    pair = c.r * (w + h) * c.itemsize
-    host = None if c.host is None else c.host - pair - h * c.itemsize
-    return c.device - w * h * c.itemsize - 2 * pair, host
+def _free(c: Case, tile_m: Any, tile_n: Any) -> tuple[Any, Any]:
+    """Return the bytes left on each tier.
+
+    The device has one tile and two panels of each operand; the host has one panel of each, and a row of the
+    tile.
+    """
+    pair = c.depth * (tile_m + tile_n) * c.itemsize
+    host = None if c.host is None else c.host - pair - tile_n * c.itemsize
+    return c.device - tile_m * tile_n * c.itemsize - 2 * pair, host
 
 
-def _floor(c: Case, w: int, h: Any, across: Any, band: Any) -> Any:
-    """What cannot be beaten even if all memory held panels, cut as finely as one likes."""
+def _floor(c: Case, tile_m: int, tile_n: Any, across: Any, band: Any) -> Any:
+    """Return a lower bound: all memory is used for panels, which may be divided arbitrarily."""
     size = c.itemsize
-    a, b, down = c.m * c.k * size, c.k * c.n * size, -(-c.m // w)
+    a, b, down = c.m * c.k * size, c.k * c.n * size, -(-c.m // tile_m)
     bands = -(-down // band)
-    held = c.device - w * h * size + (0 if c.host is None else c.host)
-    # What may be kept, by how much a byte of it saves: a band of A, a column of B, and all of B.
-    row = np.minimum(np.minimum(band * w, c.m) * c.k * size, a), (across - 1) * bands
-    column = np.minimum(c.k * h * size, b), (down - bands) * across + bands - 1
+    memory = c.device - tile_m * tile_n * size + (0 if c.host is None else c.host)
+    # Candidates for residency, each as (bytes, loads saved per byte): a band of A, a column of B, the rest of
+    # B.
+    row = np.minimum(np.minimum(band * tile_m, c.m) * c.k * size, a), (across - 1) * bands
+    column = np.minimum(c.k * tile_n * size, b), (down - bands) * across + bands - 1
     whole = np.maximum(0, b - column[0]), bands - 1
     found: Any = 0
     for order in ((row, column, whole), (column, row, whole), (column, whole, row)):
-        left, saved = held, 0
-        for most, slope in order:
-            kept = np.minimum(left, most)
+        left, saved = memory, 0
+        for size_limit, slope in order:
+            kept = np.minimum(left, size_limit)
             left, saved = left - kept, saved + kept * slope
         found = np.maximum(found, saved)
     return np.maximum(a + b, across * a + down * b - found)
 
 
-def _loads(c: Case, w: int, h: Any, across: Any, band: Any, free: Any, host_free: Any) -> Any:
-    """Bytes of panels over the link, at best over the ways to deal out what is free on each tier."""
+def _loads(c: Case, tile_m: int, tile_n: Any, across: Any, band: Any, free: Any, host_free: Any) -> Any:
+    """Return the fewest bytes of panels over the link, over all divisions of each tier's free memory."""
     least: Any = np.inf
-    steps = -(-c.k // c.r)
-    for device in _deals(c, w, h, across, band, steps, free, 2):
+    steps = -(-c.k // c.depth)
+    for device in _divisions(c, tile_m, tile_n, across, band, steps, free, 2):
         if host_free is None:
-            least = np.minimum(least, _moved(c, w, h, across, band, *device))
+            least = np.minimum(least, _moved(c, tile_m, tile_n, across, band, *device))
         else:
-            for host in _deals(c, w, h, across, band, steps, host_free, 1):
+            for host in _divisions(c, tile_m, tile_n, across, band, steps, host_free, 1):
                 a, b = (np.maximum(x, y) for x, y in zip(device, host, strict=True))
-                least = np.minimum(least, _moved(c, w, h, across, band, a, b))
+                least = np.minimum(least, _moved(c, tile_m, tile_n, across, band, a, b))
     return least
 
 
-def _deals(
-    c: Case, w: int, h: Any, across: Any, band: Any, steps: int, free: Any, base: int
+def _divisions(
+    c: Case, tile_m: int, tile_n: Any, across: Any, band: Any, steps: int, free: Any, base: int
 ) -> list[tuple[Any, Any]]:
-    """Slots of A and B: what is free goes to a band's A, a column's B and all of B, in each possible order. Each
-    slot of one of these saves the same as the next, so that no other division saves more (but for the parts of a
-    slot that are left over)."""
-    a_panel, b_panel = w * c.r * c.itemsize, h * c.r * c.itemsize
-    deals = []
+    """Return divisions of free memory into slots of A and of B.
+
+    Memory goes to a band of A, a column of B and all of B, in each useful order. Within one of these every
+    slot saves the same, so that no other division saves more, apart from fractions of a slot.
+    """
+    a_panel, b_panel = tile_m * c.depth * c.itemsize, tile_n * c.depth * c.itemsize
+    divisions = []
     for order in (("a", "column", "all"), ("column", "a", "all"), ("column", "all", "a")):
         a, b, left = base + 0 * across, base + 0 * across, np.maximum(free, 0)
         for kind in order:
@@ -149,22 +165,22 @@ def _deals(
                 most = steps if kind == "column" else across * steps
                 more = np.clip(most - b, 0, left // b_panel)
                 b, left = b + more, left - more * b_panel
-        deals.append((a, b))
-    return deals
+        divisions.append((a, b))
+    return divisions
 
 
-def _moved(c: Case, w: int, h: Any, across: Any, band: Any, a_slots: Any, b_slots: Any) -> Any:
-    """Bytes loaded into that many slots when nothing that can be found again is loaded again."""
+def _moved(c: Case, tile_m: int, tile_n: Any, across: Any, band: Any, a_slots: Any, b_slots: Any) -> Any:
+    """Return the bytes loaded with that many slots if every panel that can still be resident is reused."""
     size = c.itemsize
-    down = -(-c.m // w)
+    down = -(-c.m // tile_m)
     whole, rest = np.divmod(down, band)
     bands = whole + (rest > 0)
     a_once, b_once = c.m * c.k * size, c.k * c.n * size
-    a_held, b_held = a_slots * (w * c.r * size), b_slots * (h * c.r * size)
-    heights = [(whole, np.minimum(band * w, c.m)), (1, np.maximum(0, c.m - whole * band * w))]
-    a_found = sum(count * np.minimum(a_held, rows * c.k * size) for count, rows in heights)
+    a_resident, b_resident = a_slots * (tile_m * c.depth * size), b_slots * (tile_n * c.depth * size)
+    band_rows = [(whole, np.minimum(band * tile_m, c.m)), (1, np.maximum(0, c.m - whole * band * tile_m))]
+    a_found = sum(count * np.minimum(a_resident, rows * c.k * size) for count, rows in band_rows)
     a_found = np.minimum(a_found, a_once)
-    columns = (across - 1) * np.minimum(b_held, c.k * h * size)
-    columns = columns + np.minimum(b_held, c.k * (c.n - (across - 1) * h) * size)
-    b_found = (down - bands) * columns + (bands - 1) * np.minimum(b_held, b_once)
+    columns = (across - 1) * np.minimum(b_resident, c.k * tile_n * size)
+    columns = columns + np.minimum(b_resident, c.k * (c.n - (across - 1) * tile_n) * size)
+    b_found = (down - bands) * columns + (bands - 1) * np.minimum(b_resident, b_once)
     return a_once * across - (across - 1) * a_found + b_once * down - b_found

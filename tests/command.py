@@ -1,4 +1,4 @@
-"""The command line as tests call it, and folders as they compare them."""
+"""Run the command line in tests, and compare folders."""
 
 import io
 import json
@@ -60,7 +60,8 @@ def contents(folder: Path) -> dict[str, object]:
     return found
 
 
-# Threads of runs that were alive when the current test began: an earlier test leaked them, and has failed for it.
+# Threads of runs that were alive when the current test began: an earlier test leaked them, and has failed for
+# it.
 _leaked: set[threading.Thread] = set()
 
 

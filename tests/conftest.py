@@ -10,7 +10,7 @@ from tests.command import forget_threads, own_threads
 
 # How long an example takes depends on the load of the machine more than on the code.
 settings.register_profile("all", deadline=None)
-settings.register_profile("quick", deadline=None, max_examples=20)  # `tests.suite.examples` scales by it
+settings.register_profile("quick", deadline=None, max_examples=10)  # `tests.suite.examples` scales by it
 
 QUICK = "not slow"
 SECONDS_TO_END = 10.0  # for threads that a test has stopped, on a busy machine

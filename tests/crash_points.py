@@ -1,6 +1,6 @@
 """Ends runs at every step that changes a file, and goes on with them: by a kill, which leaves all that was written, and
 by cuts of the power, which leave what was brought to the disk. A program of its own: `python -m tests.crash_points CASE
-FOLDER`; it forks, which wants that no thread was started before."""
+FOLDER [STRIDE]`; it forks, which wants that no thread was started before."""
 
 import os
 import pickle
@@ -195,13 +195,16 @@ def forked(act: Callable[..., None], *arguments: Any) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def main(case: str, work: Path) -> None:
-    """Crash at every step of a run, and go on with what a kill leaves, or a cut of the power at that moment, of which
-    later names may or may not have come to the disk. After a kill, crash at some step of the next run, too."""
+def main(case: str, work: Path, stride: int = 1) -> None:
+    """Crash at every `stride`-th step of a run, and resume.
+
+    Resume from what a kill leaves, and from what a power cut at that moment leaves. Names made later may or may
+    not have reached the disk by then. After some kills, crash at a step of the next run, too.
+    """
     assert forked(prepare, case, work / "begin") == DONE
-    folder, point, ended = work / "run", 0, False
+    folder, point, ended = work / "run", 1 - stride, False
     while not ended:
-        point += 1
+        point += stride
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(work / "begin", folder)
         codes = [forked(crash_at, point, case, folder)]
@@ -222,4 +225,4 @@ def main(case: str, work: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:]))

@@ -19,9 +19,9 @@ from unittest.mock import patch
 from oocgemm import backends, stores
 from oocgemm.backends.base import Backend, Session, Token
 from oocgemm.backends.host import backend as host
-from oocgemm.engine import staging
+from oocgemm.engine import slots
 from oocgemm.planning import Kind, Operation, Plan
-from oocgemm.planning.tiling import Span
+from oocgemm.planning.tiling import Range
 from oocgemm.stores import Matrix
 from oocgemm.system import memory
 from tests.command import own_threads
@@ -58,12 +58,12 @@ class FaultyMatrix:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._matrix, name)
 
-    def read(self, rows: Span, cols: Span, out: Array) -> None:
+    def read(self, rows: Range, cols: Range, out: Array) -> None:
         if self._read:
             self._read.strike()
         self._matrix.read(rows, cols, out)
 
-    def write(self, rows: Span, cols: Span, data: Array) -> None:
+    def write(self, rows: Range, cols: Range, data: Array) -> None:
         if self._write:
             self._write.strike()
         self._matrix.write(rows, cols, data)
@@ -214,7 +214,7 @@ def nothing_left(folder: Path) -> Iterator[None]:
         return arena
 
     before = _open_files(folder)
-    with patch.object(staging, "allocate", allocate), patch.object(host, "allocate", allocate):
+    with patch.object(slots, "allocate", allocate), patch.object(host, "allocate", allocate):
         yield
     assert own_threads() == []
     # A failure that has gone through zarr's own thread is held there for a moment more, and is garbage after.

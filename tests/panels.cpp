@@ -1,4 +1,4 @@
-// Checks the panels of kernels/layout.cuh on the CPU: each map one to one, no bank conflicts, and the offsets that
+// Checks the panels of kernels/common/layout.cuh on the CPU: each map one to one, no bank conflicts, and the offsets that
 // tensor_f64.cu forms by hand the same. Prints what is wrong, then ok.
 #include <cstdio>
 #include <set>

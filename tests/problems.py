@@ -1,4 +1,4 @@
-"""Problems: integer-valued operands whose products every dtype here holds without rounding, and numbers of all sizes."""
+"""Operands for tests: small integers with exact products in every dtype, and numbers of all magnitudes."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ EXTENTS = st.one_of(st.integers(1, 40), st.sampled_from([130, 257, 300]))
 
 
 def integers(rng: np.random.Generator, shape: tuple[int, int], dtype: str, most: int = 3) -> Array:
-    """A matrix of small integers (Gaussian integers for complex dtypes), exact in any dtype."""
+    """Draw a matrix of integers up to `most` in magnitude (Gaussian integers for complex dtypes)."""
     values = rng.integers(-most, most + 1, shape).astype(np.float64)
     if numpy_dtype(dtype).kind == "c":
         return (values + 1j * rng.integers(-most, most + 1, shape)).astype(dtype)
@@ -27,42 +27,42 @@ def integers(rng: np.random.Generator, shape: tuple[int, int], dtype: str, most:
 
 
 def integer_c(rng: np.random.Generator, shape: tuple[int, int], dtype: str) -> Array:
-    """The same, as the C of operands of that dtype."""
+    """Draw a C of small integers for operands of that dtype."""
     return integers(rng, shape, OPERAND_TYPES[dtype].results[0])
 
 
 def spoil(c: Array) -> None:
-    """Fill a C that must never be read."""
+    """Fill a C that must never be read with NaN, or with the largest integer."""
     c[...] = np.iinfo(c.dtype).max if c.dtype.kind == "i" else np.nan
 
 
 def applied(op: Op, x: Array) -> Array:
-    """op(X)."""
+    """Apply op to X."""
     return {Op.N: x, Op.T: x.T, Op.C: x.conj().T}[op]
 
 
 def stored(op: Op, rows: int, cols: int) -> tuple[int, int]:
-    """Shape of X as it is stored, op(X) being rows x cols."""
+    """Shape of the stored X if op(X) is rows x cols."""
     return (cols, rows) if op.swaps else (rows, cols)
 
 
 def reference(
     alpha: complex, op_a: Op, a: Array, op_b: Op, b: Array, beta: complex, c: Array | None
 ) -> Array:
-    """alpha op(A) op(B) + beta C, in the widest precision."""
+    """Compute alpha op(A) op(B) + beta C in complex128."""
     wide = np.complex128
     product = alpha * (applied(op_a, a).astype(wide) @ applied(op_b, b).astype(wide))
     return product if c is None or beta == 0 else product + beta * c.astype(wide)
 
 
 def assert_same(actual: Array, expected: Array) -> None:
-    """Equal bit for bit, once the reference is in the result's dtype."""
+    """Assert that a result equals the reference cast to its dtype, bit for bit."""
     narrowed = expected if actual.dtype.kind == "c" else expected.real
     np.testing.assert_array_equal(actual, narrowed.astype(actual.dtype))
 
 
 def scaled(rng: np.random.Generator, shape: tuple[int, int], dtype: str, kind: str) -> Array:
-    """A matrix whose elements are of all sizes that its dtype has, or of one, or none."""
+    """Draw a matrix of one of `KINDS`: for example with elements of all magnitudes of its dtype, or zeros."""
     x = rng.standard_normal(shape)
     limits = np.finfo(dtype)
     with np.errstate(all="ignore"):
@@ -84,7 +84,7 @@ def scaled(rng: np.random.Generator, shape: tuple[int, int], dtype: str, kind: s
 
 
 def drawn_product(data: st.DataObject) -> tuple[Array, Array, Array, dict[str, Any]]:
-    """A, B, C and options of any product, with some elements that are no finite numbers."""
+    """Draw A, B, C and the options of a product, with some nonfinite elements."""
     m, n, k = (data.draw(EXTENTS, label) for label in "mnk")
     dtype = data.draw(st.sampled_from(DTYPES))
     op_a, op_b = (data.draw(st.sampled_from(list(Op))) for _ in "AB")

@@ -1,10 +1,10 @@
-"""A schedule run by nothing but NumPy, in random legal order, on slots full of poison.
+"""Run a schedule with NumPy alone, in a random legal order, on slots filled with poison (NaN).
 
-Operations start and end as separate events, interleaved at random. An operation may start once those that it
-waits for have ended and, on a stream that runs in order, once its predecessor has. What it writes is poisoned
-when it starts and filled when it ends; what it reads must be the same at both. A wait too few therefore shows
-as poison in C, or as an input that changed under a running operation. For the checksums of a strip stands a tally of the
-steps that it is made of.
+Operations start and end as separate events, interleaved at random. An operation may start when those that it
+waits for have ended and, on a stream that runs in order, when its predecessor has ended. Its outputs are
+poisoned at its start and written at its end. Its inputs must be equal at its start and at its end. Therefore
+a missing wait shows as poison in C, or as an input that changes during an operation. A tally of the steps of
+a strip stands for its checksums.
 """
 
 import random
@@ -17,6 +17,7 @@ from oocgemm.backends.base import step_scalars
 from oocgemm.planning import Kind, Operation, Region, Schedule, Slot, Tier
 from oocgemm.planning.schedule.hazards import IN_ORDER, waits_of
 from oocgemm.planning.schedule.traversal import step_order
+from oocgemm.planning.tiling import length
 from tests.problems import Array
 
 POISON = np.nan
@@ -24,7 +25,7 @@ POISON = np.nan
 
 @dataclass
 class Simulator:
-    """op(A), op(B) and C as plain float64 matrices; C is updated in place."""
+    """A schedule with op(A), op(B) and C as float64 matrices. C is updated in place."""
 
     schedule: Schedule
     a: Array
@@ -32,8 +33,10 @@ class Simulator:
     c: Array
 
     def run(self, seed: int, drop_wait: int | None = None) -> None:
-        """Run everything in an order drawn from `seed`. `drop_wait` leaves out one of the waits, counted over
-        all: what a defect in the derivation would do."""
+        """Run all operations in an order drawn from `seed`.
+
+        `drop_wait` is the number of a wait to omit, as a defect in the derivation would.
+        """
         pick = random.Random(seed)
         planned = waits_of(self.schedule)
         if drop_wait is not None:
@@ -77,9 +80,9 @@ class Simulator:
         return found
 
     def _region(self, region: Region) -> Array:
-        """Elements of a flat slot, as hazards count them."""
-        most = max(*self.a.shape, *self.b.shape) + 1
-        slot = self._slots.setdefault(region.slot, np.full(most * most, POISON))
+        """Return the elements of a region, as a view of its slot."""
+        side = max(*self.a.shape, *self.b.shape) + 1
+        slot = self._slots.setdefault(region.slot, np.full(side * side, POISON))
         return slot[region.start : region.stop]
 
     def _start(self, op: Operation) -> list[Array]:
@@ -93,7 +96,7 @@ class Simulator:
         own = {(w.slot, w.start, w.stop) for w in op.writes}
         for region, before in zip(op.reads, inputs, strict=True):
             if (region.slot, region.start, region.stop) not in own:
-                np.testing.assert_array_equal(self._region(region), before, err_msg=f"changed under {op}")
+                np.testing.assert_array_equal(self._region(region), before, err_msg=f"changed during {op}")
         self._tally(op, tallies)
         (r0, r1), (c0, c1) = op.block
         match op.kind:
@@ -105,7 +108,7 @@ class Simulator:
             case Kind.WRITE:
                 self.c[r0:r1, c0:c1] = inputs[0].reshape(r1 - r0, c1 - c0)
             case Kind.PREPARE:
-                self._region(op.writes[0])[...] = _seal(inputs)
+                self._region(op.writes[0])[...] = _fingerprint(inputs)
             case Kind.MULTIPLY:
                 self._multiply(op, inputs)
             case Kind.FINISH:
@@ -118,36 +121,36 @@ class Simulator:
                 raise AssertionError(op)
 
     def _tallies(self, op: Operation) -> list[Region]:
-        """Where the tallies are of the strips that an operation makes or takes away."""
+        """Regions of the tallies of the strips that an operation computes or drains."""
         slots = [region.slot for region in (*op.writes, *op.reads) if region.slot.tier is Tier.DEVICE]
         accumulators = [slot.index for slot in slots if slot.operand == "C"]
         if op.kind is Kind.UPLOAD or not accumulators or self.schedule.problem.checked != "device":
             return []
         top, strip = self.schedule.grid.rows(op.tile[0])[0], self.schedule.slots.strip
-        span = (op.m[0] - top) // strip, -(-(op.m[1] - top) // strip)
-        return [Region(Slot(Tier.DEVICE, "S", accumulators[0]), *span)]
+        strips = (op.m[0] - top) // strip, -(-(op.m[1] - top) // strip)
+        return [Region(Slot(Tier.DEVICE, "S", accumulators[0]), *strips)]
 
     def _tally(self, op: Operation, before: list[Array]) -> None:
         grid, own = self.schedule.grid, 1 + op.tile[0] + op.tile[1] / 64
         for region, tally in zip(self._tallies(op), before, strict=True):
-            held = self._region(region)
+            current = self._region(region)
             if op.kind is Kind.MULTIPLY:
-                held[...] = own * (1 + op.step) + (0 if op.first else tally)
+                current[...] = own * (1 + op.step) + (0 if op.first else tally)
                 continue
-            if region in op.writes:  # of which this is a part that none but the operation itself touches
-                held[...] = tally
+            if region in op.writes:  # poisoned when the operation started
+                current[...] = tally
             steps = sum(1 + step for step in step_order(op.tile, grid.steps, grid.ramp))
             assert (tally == own * steps).all(), f"{op} finds the checksums of another tile"
-            np.testing.assert_array_equal(held, tally, err_msg=f"checksums changed under {op}")
+            np.testing.assert_array_equal(current, tally, err_msg=f"checksums changed during {op}")
 
     def _multiply(self, op: Operation, inputs: list[Array]) -> None:
-        m, n, k = (span[1] - span[0] for span in (op.m, op.n, op.k))
+        m, n, k = map(length, (op.m, op.n, op.k))
         alpha, beta = step_scalars(self.schedule.problem, op.first)
         value: Any = np.zeros((m, n))
         if k:
             top, bottom = self.schedule.grid.rows(op.tile[0])
-            if self.schedule.slots.planes:  # residues of these very panels
-                assert inputs[2] == _seal(inputs[:2]), f"{op} finds residues of something else"
+            if self.schedule.slots.planes:
+                assert inputs[2] == _fingerprint(inputs[:2]), f"{op} finds residues of other panels"
             panel = inputs[0].reshape(bottom - top, k)[op.m[0] - top : op.m[1] - top]
             value = alpha * (panel @ inputs[1].reshape(k, n))
         if beta != 0:
@@ -155,7 +158,7 @@ class Simulator:
         self._region(op.writes[0])[...] = np.real(value).ravel()
 
 
-def _seal(panels: list[Array]) -> float:
-    """A number that two panels have and hardly any others."""
+def _fingerprint(panels: list[Array]) -> float:
+    """Compute a number that identifies two panels; it stands for their residues."""
     elements = np.concatenate(panels)
     return float(elements @ np.sqrt(np.arange(2, 2 + elements.size)))

@@ -1,4 +1,4 @@
-"""A device that takes checksums, without one: kernels/check_sums.cu in NumPy, and a host backend that calls it as a GPU's does."""
+"""A model of a device that takes checksums: check_sums.cu in NumPy, and a host backend that calls it as a GPU's does."""
 
 import ctypes
 from collections.abc import Iterator, Sequence
@@ -9,14 +9,14 @@ from unittest.mock import patch
 import numpy as np
 
 from oocgemm.backends.base import Array, DoneToken, Token, numpy_dtype
-from oocgemm.backends.checksums import CutFields, Multiplied, Summed, Summing
+from oocgemm.backends.checksums import CutFields, DeviceChecksums, Multiplied, Summed
 from oocgemm.backends.host.backend import HostBackend, HostSession
 from oocgemm.backends.random_words import random_words
 from oocgemm.integrity.rounding import norms, wide_dtype
-from oocgemm.jobs import job
+from oocgemm.jobs import prepare
 from oocgemm.kernels.spec import C_TYPES
 from oocgemm.planning import OPERANDS, Kind, Operation, Plan
-from oocgemm.planning.check_blocks import DIGESTED, SIDE, borders
+from oocgemm.planning.check_blocks import DIGEST_ROWS, SIDE, borders
 from tests.backends_here import staged
 
 FLOATS = [name for name in OPERANDS if name != "int8"]  # a device sums no integers
@@ -89,7 +89,7 @@ class ModelDevice:
             [norms(part[:, d : d + SIDE].ravel()) for d in chunks] for part in np.split(wide, edges[1:-1])
         ]
         at(p.norms, float, len(edges) - 1, len(chunks))[...] = found
-        self._note(p, stored, wide, DIGESTED)
+        self._note(p, stored, wide, DIGEST_ROWS)
 
     def strip(self, p: Summed, dtype: np.dtype[Any], axis: int, grid: tuple[int, int, int]) -> None:
         stored = at(p.x, dtype, p.rows.extent, p.cols.extent)
@@ -158,7 +158,7 @@ class ModelDevice:
 class SummingSession(HostSession):
     """A host session that takes checksums of its slots as that of a GPU does."""
 
-    summing: Summing
+    checksums: DeviceChecksums
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
@@ -171,25 +171,25 @@ class SummingSession(HostSession):
             size = plan.problem.itemsizes[items.get(operand, operand)]
             return int(start + self._offsets[region.slot] + region.start * size)
 
-        self.summing = Summing(plan, address, ModelDevice())
+        self.checksums = DeviceChecksums(plan, address, ModelDevice())
 
     def submit(self, operation: Operation, host: Sequence[Array], after: Sequence[Token]) -> DoneToken:
         for token in after:
             token.synchronize()
-        summing = self.summing
+        checksums = self.checksums
         if operation.kind is Kind.DOWNLOAD:
-            summing.leaving(operation)
+            checksums.before_download(operation)
         token = super().submit(operation, host, after)
         match operation.kind:
             case Kind.UPLOAD:
-                summing.uploaded(operation)
+                checksums.after_upload(operation)
             case Kind.MULTIPLY:
-                summing.multiplied(operation)
+                checksums.with_multiply(operation)
             case Kind.FINISH:
-                summing.finished(operation)
+                checksums.with_finish(operation)
             case Kind.DOWNLOAD:
-                to = summing.beside(host[0].ctypes.data)
-                ctypes.memmove(to, summing.strip_at(operation), summing.room.end)
+                to = checksums.host_address(host[0].ctypes.data)
+                ctypes.memmove(to, checksums.device_address(operation), checksums.room.end)
         return token
 
 
@@ -202,7 +202,7 @@ def summed() -> Iterator[None]:
 
     with (
         staged(),
-        patch.object(job, "sums_tier", lambda backend, problem: "device"),
+        patch.object(prepare, "checksum_tier", lambda backend, problem: "device"),
         patch.object(HostBackend, "open", opened),
     ):
         yield

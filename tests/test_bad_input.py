@@ -1,4 +1,7 @@
-"""Bad input ends in one line that names what is wrong and in the right exit code; nothing is written, nothing lost."""
+"""Bad input ends in one line that names what is wrong, and in the right exit code.
+
+Nothing is written or lost.
+"""
 
 import json
 import os
@@ -16,7 +19,7 @@ import zarr
 
 import oocgemm
 from oocgemm import BackendError, InputError
-from oocgemm.cli.main import EXIT_BUDGET, EXIT_FAILED, EXIT_USAGE
+from oocgemm.cli.output import EXIT_BUDGET, EXIT_FAILED, EXIT_USAGE
 from tests.backends_here import CUDA
 from tests.command import Finished, command, contents, own_threads, run
 
@@ -97,7 +100,7 @@ OPERANDS = {
     "vector.npy": "has 1 dimensions",
     "number.npy": "has 0 dimensions",
     "cube": "has 3 dimensions, a product needs 2: multiply its matrices one by one",
-    "group": "group is a zarr group, not an array; give one of those in it: inner",
+    "group": "group is a zarr group, not an array; give an array in it: inner",
     "missing": "there is nothing at missing",
     "missing.npy": "there is nothing at missing.npy",
     "plain/below": "there is nothing at plain/below",
@@ -124,7 +127,7 @@ OPERANDS = {
 
 
 @pytest.mark.parametrize(("operand", "part"), OPERANDS.items(), ids=OPERANDS)
-def test_what_is_no_operand_is_named(here: Path, operand: str, part: str) -> None:
+def test_an_unusable_operand_is_named(here: Path, operand: str, part: str) -> None:
     before = contents(here)
     other = "a" if operand == "square" else "b"
     assert_one_line(run(operand, other, "new"), EXIT_USAGE, part)
@@ -135,7 +138,7 @@ def test_what_is_no_operand_is_named(here: Path, operand: str, part: str) -> Non
 
 
 @pytest.mark.parametrize("limit", [resource.RLIM_INFINITY, 1 << 40])
-def test_a_thread_that_is_refused_is_no_missing_array(
+def test_a_refused_thread_is_not_reported_as_a_missing_array(
     here: Path, monkeypatch: pytest.MonkeyPatch, limit: int
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
@@ -171,11 +174,11 @@ RESULTS = {
     "C is A as a .npy file": ("square.npy square square.npy", "--overwrite", SAME + "A"),
     "C is A by a link to a .npy file": ("square.npy square link.npy", "--overwrite", SAME + "A"),
     "C is A by a hard link": ("square.npy square hard.npy", "--overwrite", SAME + "A"),
-    "C in A": ("a b a/new", "", "C at a/new would lie in A"),
-    "C deep in A": ("a b a/c/0/new.npy", "", "would lie in A"),
-    "C in B": ("a b b/new", "", "C at b/new would lie in B"),
-    "C in A by way of nothing": ("a b missing/../a/new", "", "would lie in A"),
-    "C in A by way of a link": ("link square link/new", "", "would lie in A"),
+    "C in A": ("a b a/new", "", "C at a/new would be inside A"),
+    "C deep in A": ("a b a/c/0/new.npy", "", "would be inside A"),
+    "C in B": ("a b b/new", "", "C at b/new would be inside B"),
+    "C in A by way of nothing": ("a b missing/../a/new", "", "would be inside A"),
+    "C in A by way of a link": ("link square link/new", "", "would be inside A"),
     "C exists as zarr": ("a b c", "", EXISTS + "c: pass --overwrite"),
     "C exists as .npy": ("a b c.npy", "", EXISTS + "c.npy"),
     "C is a plain file": ("a b plain", "--overwrite", "no zarr array at plain"),
@@ -198,8 +201,12 @@ RESULTS = {
     "C is a vector": ("a b vector", "--overwrite", "C has 1 dimensions"),
     "C is to be read and is not there": ("a b new", "--beta 1", "beta = 1.0 needs an existing C"),
     "C is to be read by nan": ("a b new.npy", "--beta nan", "beta = nan needs an existing C"),
-    "C exists, and is to have chunks": ("a b c", "--overwrite --chunks 4x4", "C exists: --chunks"),
-    "C exists, and is to be compressed": ("a b c", "--overwrite --compressor zstd", "C exists: --chunks"),
+    "C exists, and is to have chunks": ("a b c", "--overwrite --chunks 4x4", "C exists: drop --chunks"),
+    "C exists, and is to be compressed": (
+        "a b c",
+        "--overwrite --compressor zstd",
+        "C exists: drop --chunks",
+    ),
     "C below a file": ("a b plain/new", "", "plain/new"),
     "C below a file, as .npy": ("a b plain/new.npy", "", "plain/new.npy"),
     "C where nothing can be made": ("a b /proc/new", "", "cannot create /proc/new"),
@@ -211,7 +218,9 @@ RESULTS = {
 
 
 @pytest.mark.parametrize(("places", "options", "part"), RESULTS.values(), ids=RESULTS)
-def test_a_place_that_cannot_take_c_is_left_alone(here: Path, places: str, options: str, part: str) -> None:
+def test_a_path_that_cannot_store_c_is_left_unchanged(
+    here: Path, places: str, options: str, part: str
+) -> None:
     before = contents(here)
     assert_one_line(run(*places.split(" "), *options.split()), EXIT_USAGE, part)
     assert contents(here) == before
@@ -243,8 +252,8 @@ OPTIONS: dict[str, tuple[int, str]] = {
     "--tile -4x4x4": (EXIT_USAGE, "as a tile"),
     "--tile 4x4x1.5": (EXIT_USAGE, "as a tile"),
     "--tile ²x4x4": (EXIT_USAGE, "as a tile"),
-    "--tile 3x4x4 --chunks 2x2": (EXIT_USAGE, "make w a multiple of 2"),
-    "--tile 4x3x4 --chunks 2x2": (EXIT_USAGE, "make h a multiple of 2"),
+    "--tile 3x4x4 --chunks 2x2": (EXIT_USAGE, "make m a multiple of 2"),
+    "--tile 4x3x4 --chunks 2x2": (EXIT_USAGE, "make n a multiple of 2"),
     "--chunks 4": (EXIT_USAGE, "'--chunks': '4' is not a chunk shape"),
     "--chunks 0x4": (EXIT_USAGE, "is not a chunk shape"),
     "--chunks 4x-4": (EXIT_USAGE, "is not a chunk shape"),
@@ -263,10 +272,10 @@ OPTIONS: dict[str, tuple[int, str]] = {
     "--timeline missing/log": (EXIT_USAGE, "folder"),
     "--timeline plain/log": (EXIT_USAGE, "folder"),
     "--timeline empty": (EXIT_USAGE, "is a directory"),
-    "--timeline a.npy": (EXIT_USAGE, "the timeline at a.npy would lie in A"),
-    "--timeline b/zarr.json": (EXIT_USAGE, "the timeline at b/zarr.json would lie in B"),
-    "--timeline new": (EXIT_USAGE, "the timeline at new would lie in C"),
-    "--timeline ./new": (EXIT_USAGE, "the timeline at ./new would lie in C"),
+    "--timeline a.npy": (EXIT_USAGE, "the timeline at a.npy would be inside A"),
+    "--timeline b/zarr.json": (EXIT_USAGE, "the timeline at b/zarr.json would be inside B"),
+    "--timeline new": (EXIT_USAGE, "the timeline at new would overwrite C"),
+    "--timeline ./new": (EXIT_USAGE, "the timeline at ./new would overwrite C"),
 }
 
 
@@ -340,7 +349,7 @@ def test_a_damaged_chunk_fails_the_run_and_leaves_c_unfinished(
         )
 
 
-def test_a_failing_run_leaves_a_c_that_was_there(here: Path) -> None:
+def test_a_failing_run_keeps_an_existing_c(here: Path) -> None:
     _cut(here / "a" / "c" / "0" / "0")
     before = contents(here)
     assert_one_line(run("a", "b", "c", "--overwrite"), EXIT_FAILED, "chunk c/0/0")
@@ -348,7 +357,7 @@ def test_a_failing_run_leaves_a_c_that_was_there(here: Path) -> None:
     assert own_threads() == []
 
 
-def test_a_timeline_that_cannot_be_begun_is_refused(here: Path) -> None:
+def test_a_timeline_that_cannot_be_created_is_refused(here: Path) -> None:
     before = contents(here)
     refused = run("a", "b", "new", "--timeline", "/proc/log")
     assert_one_line(refused, EXIT_USAGE, "the timeline cannot be written to /proc/log")
@@ -356,7 +365,7 @@ def test_a_timeline_that_cannot_be_begun_is_refused(here: Path) -> None:
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no disk that is always full")
-def test_a_timeline_that_cannot_be_written_costs_no_product(here: Path) -> None:
+def test_an_unwritable_timeline_keeps_the_product(here: Path) -> None:
     done = run("a", "b", "new", "--timeline", "/dev/full")
     assert_one_line(done, EXIT_FAILED, "C is done, but its timeline cannot be written to /dev/full: No space")
     np.testing.assert_array_equal(zarr.open_array(here / "new")[:], A @ B)
@@ -386,7 +395,7 @@ def test_report_refuses_a_cut_header_and_notes_a_cut_timeline(here: Path) -> Non
         assert shown.out.startswith("Unfinished") == (length < len(whole) - 1)
 
 
-def test_a_run_that_fails_leaves_its_timeline(here: Path) -> None:
+def test_a_failed_run_keeps_its_timeline(here: Path) -> None:
     _cut(here / "a" / "c" / "1" / "1")
     assert run("a", "b", "new", "--tile", "4x10x4", "--timeline", "log").code == EXIT_FAILED
     shown = command("report", "log", "--json").json()

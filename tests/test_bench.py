@@ -1,4 +1,4 @@
-"""What is counted, kept, chosen and drawn of measurements of kernels; measuring itself needs a GPU."""
+"""Benchmarks of kernels: access model, saved tunings, choices and charts. Measuring needs a GPU."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,8 @@ from oocgemm.kernels import registry as ladder
 from oocgemm.kernels import tuning
 from oocgemm.kernels.spec import Kernel
 from oocgemm.kernels.tuning import CUBLAS, Measured, Tuning
-from oocgemm.machine import bench
+from oocgemm.machine.measure import bench
+from oocgemm.machine.measure.bench_chart import chart
 from oocgemm.planning import OPERANDS, Op
 from tests.backends_here import CUDA, needs_gpu
 from tests.command import command, contents
@@ -101,7 +102,7 @@ def test_the_products_measured_are_of_their_class() -> None:
 
 def test_accesses_are_counted_as_by_hand() -> None:
     square = call(128, 128, 128, "float32")
-    # 16 x 16 tiles: each operand is read 128 / 16 times, 8 floats a sector; C is written once.
+    # 16 x 16 tiles: each operand is read 128 / 16 times, 8 floats per sector; C is written once.
     assert rung("tiled").model is not None
     tiled = rung("tiled").model(square, {"TILE": 16})  # type: ignore[misc]
     assert tiled == model.Access(2 * 128 * 128 * 8 // 8, 128 * 128 // 8, 0)
@@ -111,7 +112,7 @@ def test_accesses_are_counted_as_by_hand() -> None:
     # Transposed, the tile is written down its columns: the extra column keeps the banks apart for float32.
     transposed = call(128, 128, 128, "float32", (Op.T, Op.N))
     assert rung("tiled").model(transposed, {"TILE": 32}).bank_conflicts == 0  # type: ignore[misc]
-    assert model.conflicts(4, lambda lane: lane * 32) == 31  # what it would be without
+    assert model.conflicts(4, lambda lane: lane * 32) == 31  # without the extra column
     beta = rung("tiled").model(call(128, 128, 128, "float32", beta=1.0), {"TILE": 16})  # type: ignore[misc]
     assert beta.load_sectors - tiled.load_sectors == tiled.store_sectors
 
@@ -119,15 +120,15 @@ def test_accesses_are_counted_as_by_hand() -> None:
 def test_what_would_take_too_long_is_left_out_but_cublas_is_not() -> None:
     naive = rung("naive"), rung("naive").variants[0]
     key = bench._key(naive)
-    assert bench._worth(naive, 10, {key: 10.0}, 1.0)
-    assert not bench._worth(naive, 11, {key: 10.0}, 1.0)
-    assert bench._worth(naive, 11, {}, 1.0)
-    assert bench._worth((None, {}), 11, {bench._key((None, {})): 1.0}, 1.0)
+    assert bench._affordable(naive, 10, {key: 10.0}, 1.0)
+    assert not bench._affordable(naive, 11, {key: 10.0}, 1.0)
+    assert bench._affordable(naive, 11, {}, 1.0)
+    assert bench._affordable((None, {}), 11, {bench._key((None, {})): 1.0}, 1.0)
 
 
 def test_the_picture_has_a_line_for_each_rung_inside_its_frame() -> None:
     result = json.loads((RESULTS / "bench_kernels.json").read_text())
-    root = ElementTree.fromstring(bench.chart(result))
+    root = ElementTree.fromstring(chart(result))
     texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
     kernels = {row["kernel"] for row in result["rows"]}
     assert all(texts.count(kernel) == 2 for kernel in kernels)  # float32 and float64
@@ -136,7 +137,7 @@ def test_the_picture_has_a_line_for_each_rung_inside_its_frame() -> None:
     assert len(lines) > 2 * 6 * len(kernels)
     assert all(0 <= value <= 800 for value in coordinates)
     with pytest.raises(InputError, match="nothing to draw"):
-        bench.chart({"rows": [row for row in result["rows"] if row["shape"][0] != row["shape"][1]]})
+        chart({"rows": [row for row in result["rows"] if row["shape"][0] != row["shape"][1]]})
 
 
 def test_the_fastest_variant_of_each_rung_is_shown() -> None:
@@ -152,7 +153,7 @@ def test_without_a_gpu_there_is_nothing_to_measure() -> None:
     for measure in (bench.bench_kernels, bench.tune):
         with pytest.raises(
             BackendError,
-            match=r"kernels are timed on an NVIDIA GPU: no NVIDIA device|the cuda backend cannot run",
+            match=r"timing kernels needs an NVIDIA GPU: no NVIDIA device|the cuda backend cannot run",
         ):
             measure()
 

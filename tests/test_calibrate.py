@@ -1,4 +1,4 @@
-"""Calibration: what is measured is fitted right, kept, found again, and used; what cannot be read is ignored."""
+"""Calibrations are measured, fitted, saved, loaded and used; unreadable ones are ignored."""
 
 import json
 import os
@@ -23,10 +23,10 @@ from hypothesis import strategies as st
 import oocgemm
 from oocgemm import backends
 from oocgemm.backends.host.backend import HostBackend
-from oocgemm.cli.main import EXIT_USAGE
+from oocgemm.cli.output import EXIT_USAGE
 from oocgemm.errors import BackendError, InputError
-from oocgemm.machine import calibrate as module
-from oocgemm.machine.calibrate import SIZES, Sizes, calibrate
+from oocgemm.machine.measure import calibrate as module
+from oocgemm.machine.measure.calibrate import SIZES, Sizes, calibrate
 from oocgemm.planning import (
     RATES,
     Calibration,
@@ -38,8 +38,8 @@ from oocgemm.planning import (
     fit_link,
 )
 from oocgemm.planning.cost import fits
+from oocgemm.planning.cost.calibration import VERSION
 from oocgemm.planning.cost.fits import MAX_LINK
-from oocgemm.planning.cost.machine import VERSION
 from oocgemm.planning.units import format_rate
 from oocgemm.reports.roofline import BOTTOM, LEFT, LINE, roofline
 from oocgemm.system import cache
@@ -47,7 +47,7 @@ from tests.backends_here import needs_gpu
 from tests.command import command, contents, own_threads
 
 TINY = Sizes(side=64, depths=(8, 16, 32), block=(64, 64), copies=(1, 8, 64), seconds=0.002)
-LAX = 1e5  # residual of fits: so little work is timed that its rates are those of the scheduler
+LAX = 1e5  # residual of fits: tiny workloads mostly time the scheduler
 STORES = {"8:1": StoreRates(4e9, 3e9, 2e9, 1e9), "8:2": StoreRates(8e9, 2e9, 1e9, 5e8)}
 MEASURED = Calibration(
     machine="another",
@@ -84,7 +84,7 @@ calibrations = st.builds(
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder to work in with two small matrices, and an empty cache beside it."""
+    """Return a working folder with two small matrices; the cache folder beside it is empty."""
     monkeypatch.setenv("OOCGEMM_CACHE", str(tmp_path / "cache"))
     monkeypatch.setitem(SIZES, "host", TINY)
     monkeypatch.setattr(fits, "MAX_RESIDUAL", LAX)
@@ -97,7 +97,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def known(**changes: Any) -> Calibration:
-    """`MEASURED` as if it were of this machine."""
+    """Return `MEASURED` with the key of this machine."""
     return replace(MEASURED, machine=cache.machine_key(), **changes)
 
 
@@ -295,14 +295,14 @@ def test_a_calibration_is_used_by_plans_runs_and_info(here: Path) -> None:
     rough = command("plan", "raw", "raw", "--backend", "host").out
     assert "host defaults" in rough
     assert "run `oocgemm calibrate`" in rough
-    assert oocgemm.matmul("raw", "raw", backend="host").report.efficiency is None
+    assert oocgemm.gemm("raw", "raw", backend="host").report.efficiency is None
 
     shown = command("calibrate", "--backend", "host")
     assert (shown.code, shown.err) == (0, "")
     (kept,) = (here.parent / "cache").iterdir()
     for part in (*RATES, "read, disk", "decode, zstd", "write", str(here), str(kept)):
         assert part in shown.out.replace("\n", "")
-    assert contents(here) == before  # what it wrote is gone
+    assert contents(here) == before  # temporary files are deleted
     assert not own_threads()
 
     found = Calibration.from_dict(json.loads(kept.read_text()))
@@ -334,7 +334,7 @@ def test_only_what_a_run_uses_counts_for_its_efficiency(
     operand: Any, out: str | None, expected: set[str]
 ) -> None:
     cache.save(known(backend="host", device=_host(), stores={cache.file_system("raw"): STORES["8:1"]}))
-    result = oocgemm.matmul(operand, operand, out=out, backend="host")
+    result = oocgemm.gemm(operand, operand, c=out, backend="host")
     assert set(result.timeline.header["rates"]) == expected
     assert result.report.efficiency is not None
 
@@ -342,14 +342,14 @@ def test_only_what_a_run_uses_counts_for_its_efficiency(
 @pytest.mark.usefixtures("here")
 def test_storage_that_was_never_measured_leaves_no_efficiency() -> None:
     cache.save(known(backend="host", device=_host()))
-    on_disk, in_memory = (oocgemm.matmul(x, x, backend="host") for x in ("raw", np.eye(40)))
+    on_disk, in_memory = (oocgemm.gemm(x, x, backend="host") for x in ("raw", np.eye(40)))
     assert on_disk.report.efficiency is None
     assert "--path" in on_disk.plan.machine.name
     assert in_memory.report.efficiency is not None
 
 
 def test_links_are_measured_where_there_are_any(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the host, by copies to and from a device as a GPU has them."""
+    """Use the host backend with separate host and device slots, as for a GPU."""
 
     def staged(backend: str, cores: int) -> MachineModel:
         return replace(default_model(backend, cores), unified=False)
@@ -364,7 +364,7 @@ def test_links_are_measured_where_there_are_any(here: Path, monkeypatch: pytest.
 
 @pytest.fixture
 def one_byte_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host backend with copies to a device, over a link that is said to carry a byte per second."""
+    """Make the host backend copy to a device, over a link with a limit of one byte per second."""
     monkeypatch.setattr(
         module, "default_model", lambda name, cores: replace(default_model(name, cores), unified=False)
     )
@@ -379,7 +379,7 @@ def test_a_calibration_with_impossible_rates_keeps_the_last_one(here: Path) -> N
     assert done.code not in (0, EXIT_USAGE)
     said = " ".join(done.err.split())
     assert re.search(r"h2d of 512 B came to .*/s, the link of this device carries at most 1 B/s", said)
-    assert "nothing is kept of this calibration: end other programs" in said
+    assert "this calibration was not saved: end other programs" in said
     assert contents(here.parent / "cache") == kept
     assert path.is_file()
 
@@ -394,7 +394,7 @@ def test_a_kernel_whose_fit_is_far_off_is_refused(here: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("backend", [pytest.param("cuda", marks=needs_gpu)])
 def test_a_gpu_is_measured_by_the_same_code(here: Path, backend: str) -> None:
-    # Copies of a panel take longer than their launch, or nothing would hold the device back.
+    # Copies of a panel must take longer than their launch, or the device never has a queue.
     small = Sizes(side=4096, depths=(256, 1024, 4096), block=(4096, 2048), copies=(1, 32, 4096), seconds=0.01)
     found = calibrate(backend, path=here, sizes=small)
     assert set(found.kernels) == set(RATES)
@@ -403,7 +403,7 @@ def test_a_gpu_is_measured_by_the_same_code(here: Path, backend: str) -> None:
     model = oocgemm.plan("raw", "raw", backend="cuda", device_memory="1GiB").machine
     assert found.date in model.name
     assert model.multiprocessors == found.multiprocessors > 1
-    result = oocgemm.matmul("raw", "raw", out="C", backend="cuda")
+    result = oocgemm.gemm("raw", "raw", c="C", backend="cuda")
     assert set(result.timeline.header["rates"]) == {"kernel", "read", "h2d", "d2h", "write"}
     assert result.report.efficiency is not None
 
@@ -418,7 +418,7 @@ def test_what_is_measured_is_said_with_the_backend(here: Path) -> None:
 @pytest.mark.timeout(600, method="thread")
 @pytest.mark.parametrize("backend", [pytest.param("cuda", marks=needs_gpu)])
 def test_a_gpu_calibrates_to_the_same_rates_each_time(here: Path, backend: str) -> None:
-    """At full size: no copy is faster than the link, none far slower, and all fits agree."""
+    """At full size no copy is faster than the link or far slower, and all fits agree."""
     found = [calibrate(backend, path=here) for _ in range(3)]
     for calibration in found:
         limit = calibration.samples["link_limit"] or MAX_LINK
@@ -456,7 +456,7 @@ def test_json_is_the_calibration_and_where_it_is_kept(here: Path) -> None:
 
 
 def test_info_tells_a_gpu_with_what_was_measured_of_it(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By an engine that only says what it is."""
+    """Use a backend that only describes itself."""
     said = {"device": "NVIDIA H200", "memory": "140 GiB", "cupy": "14.2", "cuda": "13000", "driver": "13020"}
     gpu = SimpleNamespace(name="cuda", describe=lambda: said, free_memory=lambda: 120 << 30)
     opened = backends.open_backend
@@ -506,7 +506,7 @@ def test_an_unwritable_svg_is_refused_before_measuring(here: Path) -> None:
 def test_a_roofline_bends_where_link_and_kernel_are_as_fast(
     links: dict[str, float], roofs: dict[str, float], budget: int
 ) -> None:
-    """Read back from the picture by its own axes."""
+    """Read rates back from the picture with its own axes."""
     drawn = ElementTree.fromstring(roofline("", links, roofs, budget))
     across: dict[float, float] = {}
     up: dict[float, float] = {}
@@ -547,7 +547,10 @@ def test_a_folder_that_is_not_there_is_refused() -> None:
 @pytest.mark.usefixtures("here")
 def test_a_calibrated_plan_for_a_gpu_leaves_cupy_out() -> None:
     cache.save(known())
-    code = "import sys; from oocgemm.cli.main import cli; cli(standalone_mode=False); print('cupy' in sys.modules)"
+    code = (
+        "import sys; from oocgemm.cli.main import cli; "
+        "cli(standalone_mode=False); print('cupy' in sys.modules)"
+    )
     plan = ("plan", "raw", "raw", "--backend", "cuda", "--device-memory", "1GiB")
     done = subprocess.run([sys.executable, "-c", code, *plan], check=True, capture_output=True, text=True)
     assert "NVIDIA H200, calibrated on 2026-11-21" in done.stdout

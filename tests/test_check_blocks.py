@@ -1,4 +1,4 @@
-"""Blocks of tiles that are checked, and the room that their checksums take."""
+"""Blocks of tiles that are checked, and the memory of their checksums."""
 
 from itertools import pairwise
 
@@ -7,17 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oocgemm.integrity.sums_host import runs
+from oocgemm.integrity.checksums.host import runs
 from oocgemm.planning import DTYPES, Budgets, GemmProblem, Layouts, Tier, TileShape, default_model, make_plan
-from oocgemm.planning.check_blocks import HEAD, Cut, PanelRoom, StripRoom, borders, room_bytes
-from oocgemm.planning.cost.footprint import held_bytes, slot_bytes
+from oocgemm.planning.check_blocks import HEAD, Blocking, PanelOffsets, StripOffsets, borders, checksum_bytes
+from oocgemm.planning.cost.footprint import payload_bytes, slot_bytes
 from tests.problems import Array
 from tests.suite import examples
 from tests.summing import FLOATS
 
 
 @given(extent=st.integers(1, 2000), strip=st.integers(1, 2000))
-def test_blocks_never_reach_over_a_strip(extent: int, strip: int) -> None:
+def test_no_block_crosses_the_border_of_a_strip(extent: int, strip: int) -> None:
     cuts = borders(extent, strip)
     assert cuts[0] == 0
     assert cuts[-1] == extent
@@ -26,8 +26,8 @@ def test_blocks_never_reach_over_a_strip(extent: int, strip: int) -> None:
 
 
 @given(extent=st.integers(1, 2000), strip=st.integers(1, 2000))
-def test_a_strip_is_cut_as_its_tile_is(extent: int, strip: int) -> None:
-    """The last one too, which may be shorter than the others."""
+def test_a_strip_is_divided_as_it_is_in_its_tile(extent: int, strip: int) -> None:
+    """The last strip, which may be shorter, is too."""
     cuts = borders(extent, strip)
     for top in range(0, extent, strip):
         bottom = min(top + strip, extent)
@@ -35,7 +35,7 @@ def test_a_strip_is_cut_as_its_tile_is(extent: int, strip: int) -> None:
 
 
 @given(extent=st.integers(1, 500), strip=st.integers(1, 300), data=st.data())
-def test_pieces_are_cut_where_blocks_begin(extent: int, strip: int, data: st.DataObject) -> None:
+def test_pieces_are_divided_at_block_borders(extent: int, strip: int, data: st.DataObject) -> None:
     cuts = borders(extent, strip)
     top = data.draw(st.integers(0, extent - 1))
     stop = data.draw(st.integers(top + 1, extent))
@@ -54,22 +54,25 @@ def test_pieces_are_cut_where_blocks_begin(extent: int, strip: int, data: st.Dat
 @given(data=st.data())
 @settings(max_examples=examples(100), deadline=None)
 def test_checksum_workspaces_follow_panels_without_overlap(data: st.DataObject) -> None:
-    m, n, k, w, h, r, cut = (data.draw(st.integers(1, 700)) for _ in range(7))
+    m, n, k, tile_m, tile_n, tile_k, strip = (data.draw(st.integers(1, 700)) for _ in range(7))
     dtype = data.draw(st.sampled_from(FLOATS))
     names = dtype, dtype, DTYPES[dtype].accumulator, dtype
     beta = data.draw(st.sampled_from([0, 1]))
-    problem, tile = GemmProblem(m, n, k, *names, beta=beta, checked="device"), TileShape(w, h, r)
+    problem, tile = (
+        GemmProblem(m, n, k, *names, beta=beta, checked="device"),
+        TileShape(tile_m, tile_n, tile_k),
+    )
     wide = 16 if DTYPES[dtype].is_complex else 8
-    for extent, own in ((min(w, m), cut), (min(h, n), min(h, n))):
-        blocks, depth = len(borders(extent, own)) - 1, min(r, k)
-        assert Cut.of(extent, own).blocks == blocks
-        room = PanelRoom.of(problem, extent, depth, own)
+    for extent, own in ((min(tile_m, m), strip), (min(tile_n, n), min(tile_n, n))):
+        blocks, depth = len(borders(extent, own)) - 1, min(tile_k, k)
+        assert Blocking.of(extent, own).blocks == blocks
+        room = PanelOffsets.of(problem, extent, depth, own)
         assert HEAD + extent <= room.norms + (room.flags - HEAD)
         assert room.norms + 8 * blocks * -(-depth // 128) <= room.sums
         assert room.sums + wide * blocks * depth <= room.end
-        # That of an edge tile, or of a thinner panel, is no larger.
-        assert PanelRoom.of(problem, max(1, extent // 2), max(1, depth // 2), own).end <= room.end
-    strips = StripRoom.of(problem, tile, cut)
+        # Checksums of an edge tile, or of a thinner panel, take no more memory.
+        assert PanelOffsets.of(problem, max(1, extent // 2), max(1, depth // 2), own).end <= room.end
+    strips = StripOffsets.of(problem, tile, strip)
     parts = [strips.found, strips.made] + [strips.old] * problem.reads_c
     for part, then in zip(parts, [*(part.begin for part in parts[1:]), strips.end], strict=True):
         assert part.begin + HEAD <= part.rows <= part.cols <= part.sums
@@ -78,13 +81,13 @@ def test_checksum_workspaces_follow_panels_without_overlap(data: st.DataObject) 
         assert part.end == then
         assert all(x % 16 == 0 for x in (part.begin, part.sums, part.end))
         assert part.norms % 8 == 0
-    held, whole_slots = held_bytes(problem, tile, cut), slot_bytes(problem, tile, cut)
-    for slot, more in room_bytes(problem, tile, cut).items():
-        assert held[slot] + more <= whole_slots[slot]
+    data_bytes, whole_slots = payload_bytes(problem, tile, strip), slot_bytes(problem, tile, strip)
+    for slot, more in checksum_bytes(problem, tile, strip).items():
+        assert data_bytes[slot] + more <= whole_slots[slot]
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float16", "complex128"])
-def test_a_plan_takes_room_for_checksums_within_its_budgets(dtype: str) -> None:
+def test_a_plan_has_memory_for_checksums_within_its_budgets(dtype: str) -> None:
     budgets, machine = Budgets(3 << 30, 4 << 30), default_model("cuda", 16)
     names = dtype, dtype, DTYPES[dtype].accumulator, dtype
     plans = {
@@ -98,4 +101,4 @@ def test_a_plan_takes_room_for_checksums_within_its_budgets(dtype: str) -> None:
     assert checked.footprint.host_total <= budgets.host
     assert checked.prediction.total <= 1.02 * plain.prediction.total
     assert checked.slots.count(Tier.DEVICE, "S") == checked.slots.c
-    assert not room_bytes(plain.problem, plain.tile, plain.slots.strip)
+    assert not checksum_bytes(plain.problem, plain.tile, plain.slots.strip)

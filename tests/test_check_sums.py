@@ -1,4 +1,4 @@
-"""What takes checksums on a device: digests by their definition, kernels/check_sums.cu against NumPy, and the room for it all."""
+"""Test checksums on a device: digests, kernels/checks/check_sums.cu against NumPy, and their memory."""
 
 import ctypes
 import shutil
@@ -18,29 +18,29 @@ from hypothesis import strategies as st
 
 from oocgemm.backends.base import numpy_dtype
 from oocgemm.backends.checksums import CutFields, Device, Multiplied, Summed, check_options
-from oocgemm.integrity.sums_device import Weights
+from oocgemm.integrity.checksums.device import Weights
 from oocgemm.kernels.compile import compiled
-from oocgemm.kernels.sources import kernel_folder
+from oocgemm.kernels.sources import kernel_folder, kernel_path
 from oocgemm.planning import DTYPES
-from oocgemm.planning.check_blocks import DIGESTED, Cut, borders
+from oocgemm.planning.check_blocks import DIGEST_ROWS, Blocking, borders
 from tests.backends_here import CUDA
 from tests.nvrtc import Nvrtc, resources
 from tests.problems import Array, integers
-from tests.suite import examples
+from tests.suite import examples, slow
 from tests.summing import FLOATS, ModelDevice, plain_digest
 
 # Digests
 
 
 def whole(x: Array) -> int:
-    return Weights(len(x), x.shape[1] * 4).digest(x, 0, 0, DIGESTED)
+    return Weights(len(x), x.shape[1] * 4).digest(x, 0, 0, DIGEST_ROWS)
 
 
 @given(data=st.data())
 @settings(max_examples=examples(100), deadline=None)
 def test_pieces_in_any_order_make_up_the_digest(data: st.DataObject) -> None:
     dtype = numpy_dtype(data.draw(st.sampled_from(FLOATS)))
-    rows, cols = data.draw(st.integers(1, 3 * DIGESTED)), data.draw(st.integers(1, 40))
+    rows, cols = data.draw(st.integers(1, 3 * DIGEST_ROWS)), data.draw(st.integers(1, 40))
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     x = rng.integers(0, 256, (rows, cols * dtype.itemsize), np.uint8).view(dtype)
     cuts = [
@@ -49,7 +49,7 @@ def test_pieces_in_any_order_make_up_the_digest(data: st.DataObject) -> None:
     ]
     pieces = [(r, c) for r in pairwise(cuts[0]) for c in pairwise(cuts[1])]
     weights = Weights(rows, cols * 4)
-    every = data.draw(st.sampled_from([1, DIGESTED]))
+    every = data.draw(st.sampled_from([1, DIGEST_ROWS]))
     parts = [
         weights.digest(x[r[0] : r[1], c[0] : c[1]], r[0], c[0], every)
         for r, c in data.draw(st.permutations(pieces))
@@ -59,23 +59,22 @@ def test_pieces_in_any_order_make_up_the_digest(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_a_digest_tells_what_is_another_panel(dtype: str) -> None:
-    """One bit, whichever, of the rows that count; rows, columns, elements that have changed places; even where only signs
-    differ."""
+    """Flip any bit of the covered rows. Swap rows, columns or elements, even if only their signs differ."""
     rng = np.random.default_rng(1)
     kind = numpy_dtype(dtype)
-    normal = rng.standard_normal((40 * DIGESTED, 30))
+    normal = rng.standard_normal((40 * DIGEST_ROWS, 30))
     for values in (normal, np.sign(normal)):
         x = values.astype(kind)
         right = whole(x)
         raw = x.view(np.uint8)
         for bit in range(8 * kind.itemsize):
             changed = raw.copy()
-            changed[17 * DIGESTED, 12 * kind.itemsize + bit // 8] ^= 1 << bit % 8
+            changed[17 * DIGEST_ROWS, 12 * kind.itemsize + bit // 8] ^= 1 << bit % 8
             assert whole(changed.view(kind)) != right
-        rows, cols, two = np.arange(40 * DIGESTED), np.arange(30), x.copy()
-        rows[[5 * DIGESTED, 9 * DIGESTED]] = 9 * DIGESTED, 5 * DIGESTED
+        rows, cols, two = np.arange(40 * DIGEST_ROWS), np.arange(30), x.copy()
+        rows[[5 * DIGEST_ROWS, 9 * DIGEST_ROWS]] = 9 * DIGEST_ROWS, 5 * DIGEST_ROWS
         cols[[4, 21]] = 21, 4
-        ends = (0, 3 * DIGESTED), (2, 20)
+        ends = (0, 3 * DIGEST_ROWS), (2, 20)
         two[ends] = 1, -1
         swapped = two.copy()
         swapped[ends] = -1, 1
@@ -85,7 +84,7 @@ def test_a_digest_tells_what_is_another_panel(dtype: str) -> None:
 
 
 def test_integers_have_digests_of_their_own() -> None:
-    """Panels of few bits set, such as those of small integers, differ in theirs."""
+    """Panels with few bits set, such as small integers, have different digests."""
     rng = np.random.default_rng(5)
     found = {whole(integers(rng, (20, 20), "float64", most=1)) for _ in range(500)}
     assert len(found) == 500
@@ -96,7 +95,7 @@ def test_integers_have_digests_of_their_own() -> None:
 
 @dataclass
 class Case:
-    """A launch: memory, where things lie in it, and what comes out of it, by name, as numbers or bytes."""
+    """A kernel launch: its memory, the offsets of named arrays in it, and their content afterwards."""
 
     macros: tuple[str, ...]
     entry: str
@@ -106,7 +105,7 @@ class Case:
     sizes: dict[str, Array] = field(default_factory=dict)
 
     def put(self, x: Array) -> int:
-        """Add an array; where it begins."""
+        """Add an array, and return its offset."""
         start = -(-self.memory.size // 16) * 16
         self.memory = np.concatenate(
             [self.memory, np.zeros(start - self.memory.size, np.uint8), x.reshape(-1).view(np.uint8)]
@@ -132,7 +131,7 @@ Runs = Callable[[Case, Callable[[int], ctypes.Structure]], Array]
 def panel_values(rng: np.random.Generator, shape: tuple[int, int], dtype: str) -> Array:
     x = rng.standard_normal(shape) * 10.0 ** rng.integers(-3, 3, shape)
     if dtype in ("float64", "complex128"):
-        x[5:40, 3:70] *= 1e290  # squares of neither are numbers
+        x[5:40, 3:70] *= 1e290  # squares overflow, or below underflow
         x[90:120] *= 1e-290
         x[130:] *= 1e-200
     if DTYPES[dtype].is_complex:
@@ -142,12 +141,12 @@ def panel_values(rng: np.random.Generator, shape: tuple[int, int], dtype: str) -
     return np.asarray(x)
 
 
-def cut_fields(cut: Cut) -> CutFields:
+def cut_fields(cut: Blocking) -> CutFields:
     return CutFields(cut.extent, cut.strip, cut.size, cut.per)
 
 
 def panel(dtype: str, axis: int, conjugates: bool = False) -> Built:
-    rng, cut, depth = np.random.default_rng(2), Cut.of(190, 150), 157
+    rng, cut, depth = np.random.default_rng(2), Blocking.of(190, 150), 157
     x = panel_values(rng, (cut.extent, depth), dtype)
     wide = np.complex128 if DTYPES[dtype].is_complex else np.float64
     options = check_options(dtype, DTYPES[dtype].accumulator, axis)
@@ -165,7 +164,7 @@ def panel(dtype: str, axis: int, conjugates: bool = False) -> Built:
 
 
 def strip(dtype: str) -> Built:
-    rng, rows, cols, room = np.random.default_rng(3), Cut.of(190, 150), Cut.of(300, 300), 5
+    rng, rows, cols, room = np.random.default_rng(3), Blocking.of(190, 150), Blocking.of(300, 300), 5
     x = panel_values(rng, (rows.extent, cols.extent), dtype)
     wide = np.complex128 if DTYPES[dtype].is_complex else np.float64
     options = check_options(dtype, DTYPES[dtype].accumulator, 0)
@@ -184,7 +183,7 @@ def strip(dtype: str) -> Built:
 
 
 def product(dtype: str, first: bool, wrong: int = 0, depth: int = 70) -> Built:
-    """20 blocks of rows in strips of 3 of them, by 18."""
+    """20 rows of blocks, in strips of 3, by 18."""
     rng, down, across, per, strip, cols, pitch = np.random.default_rng(4), 20, 18, 3, 40, 333, 21
     rows, strips = 260, 7
     wide = np.complex128 if DTYPES[dtype].is_complex else np.float64
@@ -194,14 +193,14 @@ def product(dtype: str, first: bool, wrong: int = 0, depth: int = 70) -> Built:
         (-(-across // 16), -(-down // 16), 1),
     )
     at: dict[str, int] = {}
-    chunks = -(-depth // 35)  # as if they were of fewer than there can be
+    chunks = -(-depth // 35)  # as if there were fewer than the maximum
     for name, count, extent in (("a", down, rows), ("b", across, cols)):
         sums = rng.standard_normal((count, depth))
         at[name] = case.put(sums + 1j * sums[::-1] if wide is np.complex128 else sums)
         at[f"{name}_norms"] = case.put(10.0 ** rng.integers(-160, 150, (count, max(1, chunks))))
         at[f"{name}_head"] = case.put(np.array([3 + (wrong == ord(name)), name == "a"], np.uint64))
         at[f"{name}_flags"] = case.put(rng.integers(0, 2, extent, np.uint8))
-    # Behind one another, strip by strip: a head, sums, norms, flags of rows and columns.
+    # Per strip, in this order: a head, sums, norms, flags of rows and columns.
     item = np.dtype(wide).itemsize
     sums_at, norms_at = 16, 16 + per * pitch * item
     rows_at = norms_at + 8 * per * pitch
@@ -253,7 +252,7 @@ class LockstepDevice(ModelDevice):
 def _built(macros: tuple[str, ...]) -> ctypes.CDLL:
     runs = "RUN(check_panel) RUN(check_strip) RUN(check_product)"
     flags = "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", f"-I{kernel_folder()}"
-    names = f'-DSOURCE="{kernel_folder() / "check_sums.cu"}"', f"-DRUNS={runs}"
+    names = f'-DSOURCE="{kernel_path("check_sums")}"', f"-DRUNS={runs}"
     shim = Path(__file__).parent / "lockstep.hpp"
     with TemporaryDirectory() as folder:
         library = f"{folder}/check_sums.so"
@@ -262,7 +261,7 @@ def _built(macros: tuple[str, ...]) -> ctypes.CDLL:
 
 
 def check(case: Case, given: Callable[[int], ctypes.Structure], run: Runs) -> dict[str, Array]:
-    """Run a case, and hold it against NumPy: numbers but for their rounding, which of them are none, all else bit for bit."""
+    """Run a case, and compare it with NumPy: numbers within rounding, nonfinite ones and all else exactly."""
     expected = case.results(on_host(ModelDevice())(case, given))
     got = case.results(run(case, given))
     for name, wanted in expected.items():
@@ -271,16 +270,18 @@ def check(case: Case, given: Callable[[int], ctypes.Structure], run: Runs) -> di
             continue
         there = np.isfinite(wanted)
         np.testing.assert_array_equal(np.isfinite(got[name]), there, err_msg=name)
-        size = case.sizes.get(name, np.abs(wanted))  # of all that was added up
+        size = case.sizes.get(name, np.abs(wanted))  # of all terms
         off = np.abs(np.where(there, got[name], 0) - np.where(there, wanted, 0))
         assert (off <= 1e-14 * np.where(np.isfinite(size), size, np.inf)).all(), name
     return got
 
 
 CASES = [
-    pytest.param("float64", lambda: panel("float64", 0), id="panel-float64"),
+    pytest.param("float64", lambda: panel("float64", 0), id="panel-float64", marks=pytest.mark.slow),
     pytest.param("complex64", lambda: panel("complex64", 1, True), id="panel-complex64-columns"),
-    pytest.param("bfloat16", lambda: panel("bfloat16", 1), id="panel-bfloat16-columns"),
+    pytest.param(
+        "bfloat16", lambda: panel("bfloat16", 1), id="panel-bfloat16-columns", marks=pytest.mark.slow
+    ),
     pytest.param("float64", lambda: strip("float64"), id="strip-float64"),
     pytest.param("float64", lambda: product("float64", True), id="product-first"),
     pytest.param("complex64", lambda: product("complex64", False), id="product-complex"),
@@ -325,7 +326,7 @@ def test_the_kernels_on_a_device_are_what_numpy_does(dtype: str, build: Callable
     check(*build(), run)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("arch", ["sm_80", *slow(("sm_90",), ("sm_100",))])
 def test_the_kernels_compile_without_spills(
     arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

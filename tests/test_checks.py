@@ -1,4 +1,4 @@
-"""`verify=True`: what goes wrong between reading and writing is found and put right; what is right is let pass."""
+"""Test `verify=True`: errors between reading and writing are found and repaired, and correct tiles pass."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -18,10 +18,11 @@ from oocgemm.backends.base import DoneToken
 from oocgemm.backends.host.backend import HostSession
 from oocgemm.engine.staging import Staging
 from oocgemm.errors import ExecutionError
-from oocgemm.integrity.checks import Checks
-from oocgemm.integrity.sums_host import HostSums
+from oocgemm.integrity.checksums.check import Checks
+from oocgemm.integrity.checksums.host import HostSums
 from oocgemm.planning import Kind, Op, Operation
-from oocgemm.planning.search import candidates
+from oocgemm.planning.cost import machine as machine_model
+from oocgemm.planning.search import slot_counts
 from tests.backends_here import CUDA, needs_gpu, staged
 from tests.problems import DTYPES, Array, drawn_product, integers, reference, scaled
 from tests.suite import examples
@@ -30,7 +31,7 @@ from tests.summing import summed
 ENGINES = [
     pytest.param("host"),
     pytest.param("host-staged"),
-    pytest.param("host-summed"),  # by what stands for a device that takes the checksums
+    pytest.param("host-summed"),  # by a fake device that takes checksums
     pytest.param("cuda", marks=needs_gpu),
 ]
 SUMMED = ENGINES[2:]
@@ -48,13 +49,13 @@ def checked(result: oocgemm.Result) -> dict[str, Any]:
     return dict(found)
 
 
-# What is right
+# Correct runs
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 @given(data=st.data())
 @settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
-def test_what_is_right_passes(engine: str, data: st.DataObject) -> None:
+def test_correct_products_pass(engine: str, data: st.DataObject) -> None:
     a, b, c, options = drawn_product(data)
     tile = data.draw(st.none() | st.builds("{}x{}x{}".format, *(st.integers(10, 200),) * 3), "tile")
     result = product(engine, a, b, c, tile=tile, **options)
@@ -73,17 +74,20 @@ def test_ordinary_numbers_are_decided(engine: str, dtype: str) -> None:
     assert found["tiles"] == 4
 
 
-# What is wrong
+# Runs with errors
 
 
 def tampering(change: Callable[[Array], None], kind: Kind, tile: tuple[int, int], times: int) -> Any:
-    """Change what an operation of a tile has left in memory, so many times: on the device a panel, or a Multiply's sums
-    before they go anywhere, on the host a strip before it is written."""
+    """Change the output of a tile's operation in memory, `times` times.
+
+    On the device that is a panel, or an accumulator before its download. On the host it is a strip before
+    its Write.
+    """
     left = times
 
     def of(operation: Operation) -> bool:
         nonlocal left
-        # Not the old C, which is uploaded before or after panels, as it happens.
+        # Not the old C: it is uploaded before or after panels, in any order.
         panel = kind is not Kind.UPLOAD or operation.operand != "C"
         if operation.kind is kind and panel and operation.tile == tile and left:
             left -= 1
@@ -104,7 +108,7 @@ def tampering(change: Callable[[Array], None], kind: Kind, tile: tuple[int, int]
 
 @contextmanager
 def _on_device(of: Callable[[Operation], bool], change: Callable[[Array], None]) -> Iterator[None]:
-    """After the operations that are meant, change what they have written to the device."""
+    """Change the output of selected operations on the device."""
     on_host = HostSession.submit
 
     def submit(self: HostSession, operation: Operation, host: Any, after: Any) -> DoneToken:
@@ -119,7 +123,7 @@ def _on_device(of: Callable[[Operation], bool], change: Callable[[Array], None])
             return
         import cupy
 
-        from oocgemm.backends.cuda.backend import CudaSession
+        from oocgemm.backends.cuda.session import CudaSession
 
         on_cuda = CudaSession.submit
 
@@ -189,14 +193,14 @@ def test_an_error_in_a_tile_is_put_right(
 ) -> None:
     if engine == "host" and kind is Kind.UPLOAD:
         pytest.skip("nothing is uploaded where the device is the host")
-    monkeypatch.setattr(candidates, "STRIP_BYTES", 1)
-    monkeypatch.setattr(candidates, "STAGED_STRIPS", 4)  # some strips of the tile are right, and written
-    monkeypatch.setattr(candidates, "STRIPS", 4)
-    monkeypatch.setattr(candidates, "BLOCK", 1)
+    monkeypatch.setattr(slot_counts, "STRIP_BYTES", 1)
+    monkeypatch.setattr(slot_counts, "STAGED_STRIPS", 4)  # some strips of the tile are right, and written
+    monkeypatch.setattr(slot_counts, "STRIPS", 4)
+    monkeypatch.setattr(machine_model, "STRIP_BLOCK", 1)
     a, b, c = operands(dtype)
     expected = reference(1, Op.N, a, Op.N, b, beta, c)
     if dtype == "float16" and change is one_element:
-        change = one_element_much  # rounding alone leaves some units in the sum of a block
+        change = one_element_much  # rounding alone puts some units into a block's sum
     with tampering(change, kind, (1, 1), times=1):
         result = product(engine, a, b, c, beta=beta, tile="80x100x30")
     assert result.plan.slots.strip < result.plan.tile.m
@@ -226,7 +230,7 @@ def test_a_number_where_there_must_be_none_is_an_error(engine: str) -> None:
 @pytest.mark.parametrize("engine", ENGINES[1:])
 @pytest.mark.parametrize("operand", ["A", "B"])
 def test_a_stale_slot_is_noticed(engine: str, operand: str) -> None:
-    """An upload that never happens leaves in the slot what was there before."""
+    """If an upload is skipped, the slot keeps its previous content."""
     a, b, _ = operands()
     left = 1
 
@@ -244,7 +248,7 @@ def test_a_stale_slot_is_noticed(engine: str, operand: str) -> None:
 
     session: Any = HostSession
     if engine == "cuda":
-        from oocgemm.backends.cuda.backend import CudaSession as session  # noqa: N813
+        from oocgemm.backends.cuda.session import CudaSession as session  # noqa: N813
     with patch.object(session, "submit", stale(session.submit)):
         result = product(engine, a, b, tile="150x160x30")
     assert checked(result)["recomputed"] == [[0, 0]]
@@ -269,7 +273,7 @@ def test_an_error_that_comes_again_ends_the_run(engine: str, tmp_path: Path) -> 
 
 
 def flipped(panel: Array) -> None:
-    """The least bit of one element of a row that digests take: far within rounding."""
+    """One flipped bit, the lowest of an element in a row that digests cover, is far below rounding."""
     panel.view(np.uint8)[0, 2 * panel.itemsize] ^= 1
 
 
@@ -288,13 +292,13 @@ def of_another_panel(panel: Array) -> None:
 def test_a_panel_corrupted_before_upload_is_corrected(
     engine: str, change: Callable[[Array], None], operand: str, dtype: str
 ) -> None:
-    """In a slot of the host, after the panel was read and before the device has it."""
+    """The host slot changes after the panel was read and before its upload."""
     rng = np.random.default_rng(8)
     a, b, c = (scaled(rng, shape, dtype, "normal") for shape in ((150, 90), (90, 160), (150, 160)))
     left = 1
     session: Any = HostSession
     if engine == "cuda":
-        from oocgemm.backends.cuda.backend import CudaSession as session  # noqa: N813
+        from oocgemm.backends.cuda.session import CudaSession as session  # noqa: N813
     right = session.submit
 
     def submit(self: Any, operation: Operation, host: Any, after: Any) -> Any:
@@ -353,7 +357,7 @@ def test_a_wrong_strip_never_reaches_the_store(tmp_path: Path) -> None:
 @pytest.mark.parametrize("beta", [0, 1])
 @pytest.mark.parametrize("verify", [True, False])
 def test_a_tile_that_failed_is_left_to_resume(tmp_path: Path, beta: int, verify: bool) -> None:
-    """It is not recorded as done, and the others are."""
+    """It is not recorded as done, but the others are."""
     a, b, c = operands()
     for name, x in (("A", a), ("B", b), ("C", c)):
         if name != "C" or beta:
@@ -368,10 +372,10 @@ def test_a_tile_that_failed_is_left_to_resume(tmp_path: Path, beta: int, verify:
 
 
 def test_without_verify_nothing_is_noticed() -> None:
-    """What the other tests rest on: the errors they make are errors."""
+    """The other tests rely on this: the changes that they make are errors."""
     a, b, _ = operands()
     with _on_device(lambda o: o.kind is Kind.MULTIPLY and o.tile == (0, 0), one_element):
-        result = oocgemm.matmul(a, b, backend="host", tile="80x100x30")
+        result = oocgemm.gemm(a, b, backend="host", tile="80x100x30")
     assert result.report.checks is None
     assert (result.out != a @ b).any()
 
@@ -382,9 +386,9 @@ def test_without_verify_nothing_is_noticed() -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("beta", [0, 1])
 def test_a_last_strip_that_is_shorter_passes(engine: str, beta: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(candidates, "STRIP_BYTES", 1)
-    monkeypatch.setattr(candidates, "STAGED_STRIPS", 3)
-    monkeypatch.setattr(candidates, "STRIPS", 3)
+    monkeypatch.setattr(slot_counts, "STRIP_BYTES", 1)
+    monkeypatch.setattr(slot_counts, "STAGED_STRIPS", 3)
+    monkeypatch.setattr(slot_counts, "STRIPS", 3)
     rng = np.random.default_rng(9)
     a, b, c = (scaled(rng, shape, "float64", "normal") for shape in ((1000, 60), (60, 90), (1000, 90)))
     result = product(engine, a, b, c, beta=beta, tile="700x90x60")
@@ -395,7 +399,7 @@ def test_a_last_strip_that_is_shorter_passes(engine: str, beta: int, monkeypatch
 @given(data=st.data())
 @settings(max_examples=examples(60), deadline=None)
 def test_checksums_are_within_the_plan(data: st.DataObject) -> None:
-    """What the checksums really take, at most what the footprint says of them."""
+    """The memory of the checksums is at most their footprint."""
     m, n, k = (data.draw(st.integers(50, 400)) for _ in "mnk")
     most = 0
     right = HostSums.submit

@@ -15,8 +15,8 @@ import pytest
 import zarr
 
 import oocgemm
-from oocgemm.cli import main as cli
-from oocgemm.cli.main import EXIT_BUDGET, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
+from oocgemm.cli import products
+from oocgemm.cli.output import EXIT_BUDGET, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
 from oocgemm.jobs import result
 from oocgemm.planning.search import planner
 from tests.command import Finished, command, contents, run
@@ -222,7 +222,7 @@ def test_plan_for_cuda_needs_the_device_memory_and_no_device() -> None:
     assert planned["budget"]["device"] == 2 << 30
 
 
-def test_info_says_what_there_is_and_what_is_missing() -> None:
+def test_info_lists_what_is_installed_and_missing() -> None:
     found = command("info", "--json").json()
     assert found["versions"]["oocgemm"] == oocgemm.__version__
     assert found["machine"]["cores"] == len(os.sched_getaffinity(0))
@@ -283,8 +283,8 @@ def test_info_says_how_to_install_missing_packages(tmp_path: Path) -> None:
         "class Driver:\n"
         "    def cuDriverGetVersion(self, version): version._obj.value = 12080; return 0\n"
         "from oocgemm.cli import main as cli\n"
-        "with patch.object(ctypes, 'CDLL', lambda name: Driver()), patch.object(Path, 'exists', lambda path: True):\n"
-        "    cli.cli(['info', '--json'])"
+        "with patch.object(ctypes, 'CDLL', lambda name: Driver()), patch.object(Path, 'exists', lambda path: "
+        "True):\n    cli.cli(['info', '--json'])"
     )
     environment = os.environ | {"OOCGEMM_CACHE": str(tmp_path)}
     done = subprocess.run(
@@ -320,7 +320,7 @@ def test_exit_codes_tell_usage_budget_and_failure_apart() -> None:
 
 @pytest.mark.parametrize("options", ["", "--tile 4x5x3", "--chunks 4x5 --compressor zstd"])
 @pytest.mark.parametrize("tier", ["device", "host"])
-def test_the_least_that_a_budget_error_states_does(here: Path, tier: str, options: str) -> None:
+def test_the_budget_that_an_error_names_suffices(here: Path, tier: str, options: str) -> None:
     before = contents(here)
     asked = run("a", "b", "new", f"--{tier}-memory", "1", *options.split())
     assert (asked.code, asked.out, asked.err.count("\n")) == (EXIT_BUDGET, "", 1)
@@ -333,7 +333,7 @@ def test_the_least_that_a_budget_error_states_does(here: Path, tier: str, option
 
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("tier", ["device", "host"])
-def test_a_byte_less_than_a_given_tile_needs_does_not_do(tier: str) -> None:
+def test_one_byte_less_than_a_tile_needs_is_refused(tier: str) -> None:
     options = ("--tile", "4x5x3", f"--{tier}-memory")
     least = re.search(r"(\d+) bytes", run("a", "b", "new", *options, "1").err)
     assert least
@@ -342,7 +342,7 @@ def test_a_byte_less_than_a_given_tile_needs_does_not_do(tier: str) -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_debug_shows_the_traceback_wherever_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_debug_shows_the_traceback_at_any_position(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Callable[[], Finished]] = [
         lambda: command("--debug", "run", "a", "a", "new"),
         lambda: command("run", "a", "a", "--debug", "new"),
@@ -378,7 +378,7 @@ def test_the_module_as_a_process_exits_as_the_entry_point_does() -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_a_reader_that_goes_away_is_no_traceback() -> None:
+def test_a_reader_that_exits_causes_no_traceback() -> None:
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(
@@ -396,8 +396,8 @@ def test_a_reader_that_goes_away_is_no_traceback() -> None:
 @pytest.mark.parametrize(
     "code",
     [
-        pytest.param("import oocgemm", id="import"),
-        pytest.param("import oocgemm.cli.main", id="the command line"),
+        pytest.param("import oocgemm", id="import", marks=pytest.mark.slow),
+        pytest.param("import oocgemm.cli.main", id="the command line", marks=pytest.mark.slow),
         pytest.param("from oocgemm.__main__ import main; main()", id="plan"),
     ],
 )
@@ -421,7 +421,10 @@ def test_shells_can_complete_commands_without_zarr_or_cupy() -> None:
     asked = _process("-m", "oocgemm", _OOCGEMM_COMPLETE="bash_complete", **environment)
     assert (asked.returncode, asked.stdout) == (0, "plain,calibrate\n")
     assert "_oocgemm_completion" in _process("-m", "oocgemm", _OOCGEMM_COMPLETE="bash_source").stdout
-    loaded = "import atexit, sys; atexit.register(lambda: print({'zarr', 'cupy'} & set(sys.modules), file=sys.stderr)); "
+    loaded = (
+        "import atexit, sys; "
+        "atexit.register(lambda: print({'zarr', 'cupy'} & set(sys.modules), file=sys.stderr)); "
+    )
     code = loaded + "from oocgemm.__main__ import main; main()"
     slow = _process("-c", code, _OOCGEMM_COMPLETE="bash_complete", **environment)
     assert slow.stderr == "set()\n"
@@ -443,11 +446,11 @@ def test_a_slow_plan_is_noted_before_it_runs(here: Path, monkeypatch: pytest.Mon
 
 
 def test_a_report_takes_no_more_memory_than_its_run(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "REPORT_BYTES", 0)
+    monkeypatch.setattr(products, "MIN_REPORT_ROOM", 0)
     monkeypatch.setattr(result, "REPORTED_SPAN_BYTES", 1 << 30)
     shown = run("a", "b", "new", "--device-memory", "20MiB", "--host-memory", "20MiB", "--timeline", "log")
     assert shown.code == 0
-    assert re.search(r"no report, which takes \d+ GiB for \d+ operations, more than the 40 MiB", shown.out)
+    assert re.search(r"no report: it takes \d+ GiB for \d+ operations, more than the 40 MiB", shown.out)
     assert "compute share" not in shown.out
     options = ("--device-memory", "20MiB", "--host-memory", "20MiB", "--json")
     found = run("a", "b", "other", *options).json()

@@ -1,4 +1,4 @@
-"""Kernels counted by ncu, of which a stand-in is on PATH: what is asked, launched, read, dealt out and shown."""
+"""Hardware counters by ncu, replaced by a fake program: launches, parsing, grouping and display."""
 
 import importlib
 import json
@@ -11,14 +11,15 @@ from unittest.mock import patch
 import pytest
 
 from oocgemm.cli.display_measured import print_bench
-from oocgemm.cli.measuring import snake_keys
+from oocgemm.cli.output import snake_keys
 from oocgemm.errors import BackendError
 from oocgemm.kernels.registry import LADDER
 from oocgemm.kernels.tuning import CUBLAS
-from oocgemm.machine import bench, counters
+from oocgemm.machine.measure import bench, counters
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
-readme: Any = importlib.import_module("readme")
+ladder_tables: Any = importlib.import_module("ladder_tables")
+tables: Any = importlib.import_module("tables")
 
 HEADER = (
     '"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid Size",'
@@ -56,11 +57,11 @@ PAGE = "\n".join(
 
 
 def test_counters_of_the_launches_of_a_row_are_summed() -> None:
-    dealt = counters._dealt(counters.launched(PAGE), [[], ["naive_grid", "naive_grid"], ["tiled"]])
+    dealt = counters._grouped(counters.parse_launches(PAGE), [[], ["naive_grid", "naive_grid"], ["tiled"]])
     blas, grid, tiled = map(counters._summed, dealt)
     assert blas == {
         **{"load_sectors": 30, "store_sectors": 10, "sectors_from_l2": 3, "bank_conflicts": 7 / 34},
-        "occupancy": pytest.approx(0.2),  # of three times as long 10%, and of the other 50%
+        "occupancy": pytest.approx(0.2),  # 10% for three quarters of the time, 50% for the rest
     }
     assert grid == {
         **{"load_sectors": 2**31 + 352, "store_sectors": 2**19 + 12, "sectors_from_l2": 2**20 + 24},
@@ -81,11 +82,11 @@ def test_counters_of_the_launches_of_a_row_are_summed() -> None:
     ],
 )
 def test_launches_that_are_not_those_made_are_refused(expected: list[list[str]]) -> None:
-    with pytest.raises(BackendError, match="ncu counted other kernels than were launched"):
-        counters._dealt(counters.launched(PAGE), expected)
+    with pytest.raises(BackendError, match="ncu reports other kernels than were launched"):
+        counters._grouped(counters.parse_launches(PAGE), expected)
 
 
-# Stands for a GPU in the child: it writes down what is launched.
+# Replaces the GPU in the child process: it records the launches.
 DEVICE = """
 import os, sys, types
 from contextlib import contextmanager
@@ -109,7 +110,7 @@ module.Stopwatch = Stopwatch
 module.Product = lambda m, n, k, dtype, beta, compute: (m, n, k, dtype, beta, compute)
 """
 
-# Stands for ncu: it runs the command after its options, and writes a page.
+# Replaces ncu: it runs the command after its options, and writes a raw page.
 NCU = f"""#!{sys.executable}
 import os, subprocess, sys
 from pathlib import Path
@@ -134,20 +135,18 @@ log.write_text("==PROF== Connected\\n" + page + "\\n")
 
 @pytest.fixture
 def ncu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An ncu on PATH, and a device for what it starts; the file in which launches are written down."""
+    """Put a fake ncu on the PATH, with a fake device for its child; return the file that records launches."""
     for name, text in (("ncu", NCU), ("sitecustomize.py", DEVICE)):
         (tmp_path / name).write_text(text)
     (tmp_path / "ncu").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join([str(tmp_path), str(Path(bench.__file__).parent.parent)])
-    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(Path(bench.__file__).parents[3])]))
     monkeypatch.setenv("LAUNCHED", str(tmp_path / "launched"))
     return tmp_path / "launched"
 
 
 def kept() -> dict[str, Any]:
-    """Measurements without counters."""
+    """Return the results of a benchmark without their counters."""
     result: dict[str, Any] = snake_keys(json.loads((SCRIPTS / "results" / "bench_kernels.json").read_text()))
     result.pop("not_counted", None)
     for row in result["rows"]:
@@ -178,8 +177,8 @@ def test_each_rung_is_counted_on_its_largest_affordable_product(
     tiled = next(row for row in rows if (row["dtype"], row["kernel"]) == ("float64", "tiled"))
     model = f"{tiled['load_sectors']:.3g} / 1e+03", f"{tiled['occupancy']:.3g} / 0.5"
     (tmp_path / "bench_kernels_counters.json").write_text(json.dumps(result))
-    with patch.object(readme, "RESULTS", tmp_path):
-        table = readme.counted()
+    with patch.object(tables, "RESULTS", tmp_path):
+        table = ladder_tables.counted()
     for lines in (shown.splitlines(), table):
         assert any(all(cell in line for cell in ("float64", "tiled", *model)) for line in lines)
 
@@ -193,7 +192,7 @@ def test_a_product_launched_in_parts_is_one_row(ncu: Path) -> None:
         *(given, given | {"kernel": "naive_grid", "params": grid.variants[0]}),
         *(rounded, rounded | {"kernel": "tensor", "params": mma.variants[0]}),
     ]
-    found = counters.counted(rows, 1)
+    found = counters.read_counters(rows, 1)
     assert [one["store_sectors"] for one in found] == [2000, 2000, 2000, 1000]
     launches = ncu.read_text().splitlines()
     assert (launches[2:4], launches[-1]) == (["naive_grid", "naive_grid"], "tensor_mma")
@@ -214,9 +213,10 @@ def test_cublas_alone_is_not_counted(ncu: Path) -> None:
     ("said", "why"),
     [
         (
-            "==PROF== Connected to process 1\n==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access "
+            "==PROF== Connected to process 1\n==ERROR== ERR_NVGPUCTRPERM - The user does not have "
+            "permission to access "
             "NVIDIA GPU Performance Counters on the target device 0. For instructions ...\n",
-            r"may not read the GPU's counters \(ERR_NVGPUCTRPERM\): run it as root",
+            r"may not read the GPU's counters \(ERR_NVGPUCTRPERM\): run as root",
         ),
         (
             "==ERROR== Failed to find metric regex:^x$\n",
@@ -236,20 +236,18 @@ def test_where_ncu_refuses_a_line_says_why(
         raise BackendError(result["not_counted"])
     assert not any("ncu" in row for row in result["rows"])
     print_bench(result, bench.best_rows(result))
-    assert (
-        f"nothing is counted on the device: {result['not_counted']}" in capsys.readouterr().out.splitlines()
-    )
+    assert f"no counters of the device: {result['not_counted']}" in capsys.readouterr().out.splitlines()
 
 
 def test_what_fails_below_ncu_is_said(ncu: Path) -> None:
     with pytest.raises(
         BackendError, match=r"ncu failed: ==ERROR== The application .* error code \(1\)\. AssertionError"
     ):
-        counters.counted([], 2)  # the device is 1
+        counters.read_counters([], 2)  # the device is 1
 
 
 def test_without_ncu_a_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     result = kept()
     bench.count(result, 0)
-    assert result["not_counted"] == "ncu, which comes with Nsight Compute, is not on PATH"
+    assert result["not_counted"] == "ncu is not on the PATH: install NVIDIA Nsight Compute"

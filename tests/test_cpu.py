@@ -34,7 +34,7 @@ def test_what_this_process_uses_is_its_own() -> None:
 
 
 def test_a_run_records_the_processor_time_of_all() -> None:
-    figures = oocgemm.matmul(np.ones((50, 50)), np.ones((50, 50)), backend="host").report
+    figures = oocgemm.gemm(np.ones((50, 50)), np.ones((50, 50)), backend="host").report
     assert figures.cpu is not None
     assert figures.cpu["cores"] >= 1
     assert figures.cpu["own"] > 0

@@ -1,4 +1,4 @@
-"""What a GPU may refuse or fail of, by the CUDA backend on a fake device: no GPU fails when it is asked to."""
+"""Failures of a GPU: the CUDA backend on a fake CUDA device that fails on demand."""
 
 import sys
 import threading
@@ -47,7 +47,7 @@ def plan() -> Plan:
 
 
 def module(name: str) -> Any:
-    """The module of the CUDA backend that defines a name."""
+    """Return the module of the CUDA backend that defines a name."""
     for key, found in list(sys.modules.items()):
         if key.startswith(PACKAGE) and getattr(vars(found).get(name), "__module__", "") == key:
             return found
@@ -59,7 +59,7 @@ def opened(plan: Plan) -> Any:
 
 
 def panel() -> Array:
-    """A host slot of one panel."""
+    """Return a host slot of one panel."""
     slot: Array = allocate(8192).view(np.float64).reshape(32, 32)
     slot[...] = 1
     return slot
@@ -74,7 +74,7 @@ def pin(array: Array) -> None:
 
 
 def cublas_is_idle(device: Device, plan: Plan) -> bool:
-    """Whether the next run finds a cuBLAS handle."""
+    """Return whether the next run finds a cuBLAS handle."""
     created = device.count("cublas.create")
     opened(plan).close()
     return device.count("cublas.create") == created
@@ -126,7 +126,7 @@ def test_a_device_without_room_beside_the_arena_gives_it_back(
 @pytest.mark.parametrize("name", ["auto", "cuda"])
 def test_a_device_full_of_other_processes_is_out_of_memory(device: Device, name: str) -> None:
     device.faults["free"] = Fault(NO_MEMORY)
-    with pytest.raises(OutOfMemoryError, match="other processes hold so much of CUDA device 0's memory"):
+    with pytest.raises(OutOfMemoryError, match="other processes use so much of CUDA device 0's memory"):
         backends.open_backend(name)
 
 
@@ -140,9 +140,9 @@ def test_a_device_that_does_not_answer_is_one_that_is_not_there(device: Device) 
 def test_memory_that_cannot_be_locked_is_an_error_with_a_remedy(device: Device, plan: Plan) -> None:
     session = opened(plan)
     device.faults["hostRegister"] = Fault(NO_MEMORY)
-    said = r"refuses to lock .*KiB of host memory .*--host-memory, or raise ulimit -l"
+    said = r"refuses to pin .*KiB of host memory .*--host-memory, or raise ulimit -l"
     with pytest.raises(BackendError, match=said):
-        session.page_lock([panel()])
+        session.pin([panel()])
     with pytest.raises(BackendError, match=said):
         session.submit(first(plan, Kind.UPLOAD), [panel()], [])
     session.close()
@@ -150,9 +150,9 @@ def test_memory_that_cannot_be_locked_is_an_error_with_a_remedy(device: Device, 
 
 
 def test_a_slot_pinned_by_its_reader_is_not_pinned_again(device: Device, plan: Plan) -> None:
-    """Whoever issues the copy would hold up all other orders."""
+    """Pinning in the submitting thread would delay all other submissions."""
     session, slot = opened(plan), panel()
-    session.page_lock([slot])
+    session.pin([slot])
     session.submit(first(plan, Kind.UPLOAD), [slot], [])
     assert device.count("hostRegister") == 1
     session.close()
@@ -162,7 +162,7 @@ def test_a_slot_pinned_by_its_reader_is_not_pinned_again(device: Device, plan: P
 def test_slots_are_pinned_in_parts_that_no_copy_straddles(
     device: Device, plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that orders come in between."""
+    """Submissions can run between the parts."""
     session, slot = opened(plan), panel()
     monkeypatch.setattr(module("HostMemory"), "PART", 4096)
     session.submit(first(plan, Kind.UPLOAD), [slot], [])
@@ -179,7 +179,8 @@ def test_slots_are_pinned_in_parts_that_no_copy_straddles(
 def test_a_zero_copy_panel_is_split_at_borders_of_pinned_ranges(
     device: Device, plan: Plan, borders: list[int], copies: int
 ) -> None:
-    """Of rows of 256 bytes that lie 640 apart: between two of them, or in one, which is cut in two."""
+    """Rows of 256 bytes with a pitch of 640. A border between rows splits the copy, a border inside a row splits
+    the row."""
     session, whole = opened(plan), allocate(32 * 640)
     for part in np.split(whole, borders):
         pin(part)
@@ -197,9 +198,9 @@ def test_operands_are_pinned_while_no_operation_is_submitted(device: Device) -> 
     memory = module("HostMemory").HostMemory(sys.modules["cupy.cuda"].Device(0))
     slot = panel()
     at, size = slot.ctypes.data, slot.nbytes
-    thread = threading.Thread(target=memory.locks.lock, args=(at, size))
+    thread = threading.Thread(target=memory.pinner.pin, args=(at, size))
     memory._waiting.add(0)  # some thread that has yet to get the driver
-    with memory.ordering():
+    with memory.submitting():
         thread.start()
         thread.join(0.05)
         assert not device.memory.pinned
@@ -208,7 +209,7 @@ def test_operands_are_pinned_while_no_operation_is_submitted(device: Device) -> 
     memory._waiting.discard(0)
     thread.join()
     assert device.memory.pinned == {at: size}
-    memory.locks.unlock(at)
+    memory.pinner.unpin(at)
     device.check()
 
 
@@ -217,12 +218,12 @@ def test_an_abandoned_operation_blocks_nobody(device: Device) -> None:
     memory, slot = module("HostMemory").HostMemory(sys.modules["cupy.cuda"].Device(0)), panel()
     with patch.object(memory, "_driver") as driver:
         driver.acquire.side_effect = KeyboardInterrupt
-        with pytest.raises(KeyboardInterrupt), memory.ordering():
+        with pytest.raises(KeyboardInterrupt), memory.submitting():
             pass
-    with pytest.raises(OSError, match="failed"), memory.ordering():
+    with pytest.raises(OSError, match="failed"), memory.submitting():
         raise OSError("failed")
-    memory.locks.lock(slot.ctypes.data, slot.nbytes)  # would wait for either
-    memory.locks.unlock(slot.ctypes.data)
+    memory.pinner.pin(slot.ctypes.data, slot.nbytes)  # would wait for either
+    memory.pinner.unpin(slot.ctypes.data)
 
 
 def test_memory_within_one_pinned_range_counts_as_pinned(device: Device) -> None:
@@ -230,15 +231,15 @@ def test_memory_within_one_pinned_range_counts_as_pinned(device: Device) -> None
     begin, device_memory = whole.ctypes.data, device.memory.allocate(8192)
     pin(whole[:8192])
     pin(whole[8192:])
-    assert backend.holds(begin, 4096)
-    assert backend.holds(begin + 4096, 4096)
-    assert not backend.holds(begin + 4097, 4096)  # its last byte is in another range
-    assert not backend.holds(begin + 3 * 4096 + 4096, 1)
-    assert not backend.holds(device_memory, 4096)
+    assert backend.is_pinned(begin, 4096)
+    assert backend.is_pinned(begin + 4096, 4096)
+    assert not backend.is_pinned(begin + 4097, 4096)  # its last byte is in another range
+    assert not backend.is_pinned(begin + 3 * 4096 + 4096, 1)
+    assert not backend.is_pinned(device_memory, 4096)
 
 
 def test_after_a_failed_launch_all_is_given_back(device: Device, plan: Plan) -> None:
-    """Though every call fails from then on."""
+    """Even though every CUDA call fails after the first failure."""
     session, slot = opened(plan), panel()
     device.faults["cuMemcpyAsync"] = Fault(LAUNCH_FAILED, late=True)
     token = session.submit(first(plan, Kind.UPLOAD), [slot], [])
@@ -344,9 +345,9 @@ def test_the_status_of_each_of_several_launches_is_checked(device: Device) -> No
 
 
 def test_a_stream_waits_for_host_and_device_before_its_copy(device: Device, plan: Plan) -> None:
-    """However late these are."""
+    """Even if the waits end late."""
     session, slot = opened(plan), panel()
-    session.page_lock([slot])
+    session.pin([slot])
 
     class Host:
         def synchronize(self) -> None:

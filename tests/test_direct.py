@@ -1,4 +1,4 @@
-"""Chunks that are read and written past zarr: always what zarr itself reads, and what it can read."""
+"""Test chunks that bypass zarr: reads return what zarr returns, and zarr can read what is written."""
 
 import ctypes
 import errno
@@ -66,7 +66,7 @@ EVERYTHING = settings(
 
 
 def draw_array(data: st.DataObject, place: Path, **fixed: Any) -> "zarr.Array[Any]":
-    """An empty array of a layout that was drawn."""
+    """Create an empty array of a random layout."""
     draw = data.draw
     chunks = draw(st.tuples(st.integers(1, 9), st.integers(1, 9)))
     dtype = np.dtype(draw(st.sampled_from(DTYPES)))
@@ -118,7 +118,7 @@ def test_any_block_of_any_layout_is_what_zarr_reads(
 ) -> None:
     array = draw_array(data, tmp_path_factory.mktemp("read") / "A")
     values = data.draw(st.integers(0, 2**32).map(np.random.default_rng)).integers(-9, 9, array.shape)
-    # Some chunks are never written, and zarr leaves those away that hold but the fill value.
+    # Some chunks are not written, and zarr skips chunks of nothing but the fill value.
     rows = draw_block(data, array.shape[:1])[0]
     array[slice(*rows)] = values[slice(*rows)]
     matrix = ZarrMatrix("A", array)
@@ -174,9 +174,9 @@ def test_zarr_reads_what_was_written_past_it(
 def test_what_is_not_understood_is_left_to_zarr(
     tmp_path: Path, options: dict[str, Any], reader: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And to zarrs where that is installed and knows the codecs, or where zarr was told to leave it to that."""
+    """zarrs takes over where it is installed and knows the codecs, or where zarr is configured to use it."""
     if reader == "zarr":
-        monkeypatch.setattr(zarr_store, "FASTER", "not_installed")
+        monkeypatch.setattr(zarr_store, "FAST_PIPELINE", "not_installed")
     told = {"codec_pipeline.path": "zarrs.ZarrsCodecPipeline"} if reader == "told" else {}
     values = np.arange(130.0).reshape(13, 10)
     with zarr.config.set(told):
@@ -197,7 +197,7 @@ def test_what_is_not_understood_is_left_to_zarr(
 def test_concurrent_opens_restore_the_zarr_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first to begin ends first: its settings must not be what the second one restores."""
+    """The first to start ends first. The second one must not restore the first one's settings."""
     compressors = [ZstdCodec(), GzipCodec()]
     array = zarr.create_array(
         tmp_path / "A", shape=(8, 8), chunks=(4, 4), dtype="f8", compressors=compressors
@@ -242,7 +242,7 @@ def _zeros(stored: bytes) -> bytes:
 
 
 def _of_less(codec: Any) -> Callable[[bytes], bytes]:
-    """A whole chunk, of less than its array says."""
+    """Damage is a whole chunk that is smaller than the metadata say."""
     return lambda stored: bytes(codec.encode(np.zeros(3)))
 
 
@@ -316,7 +316,7 @@ def test_a_damaged_chunk_is_an_error_that_names_its_file(
     key = matrix.direct.key((0, 0))
     chunk = tmp_path / "A" / key
     chunk.write_bytes(damage(chunk.read_bytes()))
-    with pytest.raises(ExecutionError, match=f"chunk {key} in .*A .*damaged or cut short"):
+    with pytest.raises(ExecutionError, match=f"chunk {key} in .*A .*damaged or truncated"):
         matrix.read((0, 16), (0, 16), np.empty((16, 16)))
 
 
@@ -327,13 +327,13 @@ def test_a_chunk_of_another_size_says_both() -> None:
 
 @pytest.mark.parametrize("length", [12, 15, 527])
 def test_what_lies_behind_a_chunk_is_not_taken_for_its_end(length: int) -> None:
-    """As in a shard. Blosc goes by what the chunk itself says of its length."""
+    """Such a chunk may be in a shard. Blosc trusts the length in the chunk's own header."""
     values = np.random.default_rng(0).standard_normal((8, 8))
     blosc = encoding.Encoding(np.dtype("f8"), compressor=numcodecs.Blosc("lz4", shuffle=0))
     stored = np.frombuffer(blosc.compressor.encode(values), np.uint8)
     assert len(stored) == 528
     np.testing.assert_array_equal(blosc.decode(stored, (8, 8), None), values)
-    with pytest.raises(ValueError, match=f"blosc data of {length} bytes is cut short"):
+    with pytest.raises(ValueError, match=f"blosc data of {length} bytes is truncated"):
         blosc.decode(stored[:length], (8, 8), None)
 
 
@@ -370,7 +370,7 @@ def test_a_chunk_that_is_cut_once_it_is_open_is_damaged(
         os.truncate(path, 0)
 
     monkeypatch.setattr(files.OpenFile, "__init__", cut)
-    with pytest.raises(ExecutionError, match=r"chunk c/0/0 in .*A ends .*damaged or cut short"):
+    with pytest.raises(ExecutionError, match=r"chunk c/0/0 in .*A ends .*damaged or truncated"):
         matrix.read((0, 16), (0, 16), np.empty((16, 16)))
 
 
@@ -448,7 +448,7 @@ def test_reads_fall_back_to_the_page_cache_without_direct_io(
 def test_what_is_read_again_is_cached_if_it_fits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float, expected: list[bool]
 ) -> None:
-    monkeypatch.setattr("oocgemm.stores.files.CACHED_SHARE", share)
+    monkeypatch.setattr("oocgemm.stores.files.MAX_CACHED_SHARE", share)
     asked: list[bool] = []
     read = files.OpenFile.read
 
@@ -482,7 +482,7 @@ def test_half_of_the_pages_looked_at_are_enough(
 
     def mincore(address: int, length: int, found: int) -> int:
         asked.append(address)
-        ctypes.c_ubyte.from_address(found).value = 0xFE | (len(asked) <= held)  # its other bits mean nothing
+        ctypes.c_ubyte.from_address(found).value = 0xFE | (len(asked) <= held)  # its other bits are undefined
         return 0
 
     monkeypatch.setattr(files, "_mincore", mincore)

@@ -1,4 +1,4 @@
-"""Products from int8 products on a device: exact on integers, residues by Python's integers, errors in units of roundoff."""
+"""Emulated products on a GPU: exact on integers, residues equal to Python's, errors within units of roundoff."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from oocgemm.planning import Op
-from oocgemm.planning.emulation import NUMBERS, pitch, plane_offsets, residues, work_bytes
+from oocgemm.planning.emulation import MODULI_COUNTS, pitch, plane_offsets, residues, work_bytes
 from tests.backends_here import CUDA
 
 pytestmark = [
@@ -37,13 +37,13 @@ def multiplied(
     scalars: tuple[float, float] = (1, 0),
     c: Array | None = None,
 ) -> tuple[int, Array, dict[str, Array]]:
-    """Number of moduli, C (C as it was if that is 0), and what lies in the plane slot."""
+    """Return the number of moduli, C (unchanged if that number is 0), and the planes slot."""
     import cupy
 
     dtype = a.dtype.name
     m, k = a.shape[::-1] if ops[0].swaps else a.shape
     n = b.shape[0] if ops[1].swaps else b.shape[1]
-    most = NUMBERS[dtype][-1]
+    most = MODULI_COUNTS[dtype][-1]
     offsets = plane_offsets(most, m, n, k)
     slot = cupy.full(offsets.end, 77, cupy.int8)
     work = cupy.full(work_bytes(most, m, n), 77, cupy.int8)
@@ -79,7 +79,7 @@ def test_small_integers_are_exact(multiplier: Any, dtype: str) -> None:
         a, b, c = (rng.integers(-9, 10, shape).astype(dtype) for shape in ((m, k), (k, n), (m, n)))
         left, right = (x.T.copy() if op.swaps else x for x, op in zip((a, b), (op_a, op_b), strict=True))
         number, got, _ = multiplied(multiplier, left, right, (op_a, op_b), scalars=(2, -1), c=c)
-        assert number == NUMBERS[dtype][0]
+        assert number == MODULI_COUNTS[dtype][0]
         np.testing.assert_array_equal(got, 2 * (a @ b) - c)
 
 

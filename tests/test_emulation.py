@@ -1,4 +1,4 @@
-"""Products from exact int8 products: what is claimed of residues, ranges, bounds and of falling back, held by integers."""
+"""Emulated products: residues, ranges, error bounds and fallbacks, checked with exact integers."""
 
 import tracemalloc
 from fractions import Fraction
@@ -12,14 +12,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from oocgemm.backends.host.residues import Prepared, look, multiply, prepare, split, views, workspace_bytes
+from oocgemm.backends.host.residues import (
+    Prepared,
+    measure_rows,
+    multiply,
+    prepare,
+    split,
+    views,
+    workspace_bytes,
+)
 from oocgemm.planning.emulation import (
     LEVELS,
-    NUMBERS,
+    MODULI_COUNTS,
     UNITS,
     PanelFacts,
-    largest_error,
-    least_share,
+    max_error,
+    min_cosine,
     plane_offsets,
     residues,
     suffices,
@@ -30,21 +38,21 @@ Array = NDArray[Any]
 
 DTYPES = ["float64", "float32"]
 
-ALL_NUMBERS = list(chain(*NUMBERS.values()))
+ALL_NUMBERS = list(chain(*MODULI_COUNTS.values()))
 GUARD = 77
 
 
 def room_bytes(m: int, n: int, depth: int, dtype: str) -> int:
     """Bytes of a plane slot."""
-    return plane_offsets(NUMBERS[dtype][-1], m, n, depth).end
+    return plane_offsets(MODULI_COUNTS[dtype][-1], m, n, depth).end
 
 
 def prepared(a: Array, b: Array) -> Prepared:
-    """Into a room just large enough, whose surroundings stay as they are."""
+    """Prepare panels in a slot of exactly the needed size, and check that bytes behind it stay unchanged."""
     size = room_bytes(a.shape[0], b.shape[1], a.shape[1], a.dtype.name)
-    room = np.full(size + 512, GUARD, np.uint8)
-    found = prepare(a, b, room[:size], a.dtype.name)
-    assert (room[size:] == GUARD).all()
+    slot = np.full(size + 512, GUARD, np.uint8)
+    found = prepare(a, b, slot[:size], a.dtype.name)
+    assert (slot[size:] == GUARD).all()
     return found
 
 
@@ -56,7 +64,7 @@ def product(
     c: Array | None = None,
     step: int | None = None,
 ) -> Array:
-    """alpha A B + beta C by strips of `step` rows, in a workspace just large enough."""
+    """Compute alpha A B + beta C by strips of `step` rows, in a workspace of exactly the needed size."""
     m, n = len(found.a.exponents), len(found.b.exponents)
     c = np.full((m, n), np.nan, dtype) if c is None else c.copy()
     workspace = np.full(workspace_bytes(n, found.a.residues.shape[2]), GUARD, np.uint8)
@@ -67,7 +75,7 @@ def product(
 
 
 def exact(a: Array, b: Array) -> tuple[list[list[Fraction]], list[list[Fraction]]]:
-    """A B and |A||B|."""
+    """Compute A B and |A||B| in fractions."""
     left, right = ([[Fraction(float(e)) for e in row] for row in x] for x in (a, b.T))
     return (
         [[sum((x * y for x, y in zip(r, c, strict=True)), Fraction()) for c in right] for r in left],
@@ -76,7 +84,7 @@ def exact(a: Array, b: Array) -> tuple[list[list[Fraction]], list[list[Fraction]
 
 
 def integers_of(x: Array, exponents: Array) -> list[list[int]]:
-    """What the rows of a panel are scaled and rounded to."""
+    """Scale and round the rows of a panel to integers."""
     return [
         [round(Fraction(float(e)) * Fraction(2) ** int(s)) for e in row]
         for row, s in zip(x, exponents, strict=True)
@@ -84,7 +92,7 @@ def integers_of(x: Array, exponents: Array) -> list[list[int]]:
 
 
 def assert_residues(residue: Array, numbers: list[list[int]], moduli: tuple[int, ...]) -> None:
-    """Of each modulus the symmetric residues, and zeros beyond the depth."""
+    """Check that planes have the symmetric residues of numbers, and zeros beyond the depth."""
     k = len(numbers[0])
     for plane, p in zip(residue, moduli, strict=False):
         wanted = [[(x + p // 2) % p - p // 2 for x in row] for row in numbers]
@@ -101,7 +109,7 @@ def test_sums_over_residues_are_exact(number: int) -> None:
     assert [sum(map(int, parts)) for parts in how.weights] == exact_weights
     assert sum(map(int, how.modulus)) == whole
     most = [p // 2 for p in how.moduli]
-    # Of a number below P/2, S / P is within 1/2 of Q.
+    # For a number below P/2, S / P is within 1/2 of Q.
     quotient = sum(c * w for c, w in zip(most, exact_weights, strict=True)) // whole + 1
     assert quotient <= 2**11
     for rank in range(3):
@@ -110,19 +118,19 @@ def test_sums_over_residues_are_exact(number: int) -> None:
         unit = bits & -bits
         total = sum(c * part for c, part in zip(most, parts, strict=False))
         assert total <= 2**53 * unit
-        assert quotient * parts[-1] <= 2**53 * unit  # NumPy has no fma
-        if rank:  # the first difference is a number below P, which is fewer units
+        assert quotient * parts[-1] <= 2**53 * unit  # exact without a fused multiply-add
+        if rank:  # the first difference is below P, which is fewer units
             assert total + quotient * parts[-1] <= 2**53 * unit
         else:
             rest = sum(c * (w - int(p[0])) for c, w, p in zip(most, exact_weights, how.weights, strict=True))
             assert whole + rest + quotient * (whole - parts[-1]) <= 2**53 * unit
-            # Nor does what the first sum leaves out, or rounding, take Q to another integer.
+            # The parts beyond the first sum, and rounding, do not change the integer Q.
             assert rest / whole + 4 * quotient * 2.0**-53 < 0.5 - 2.0 ** (2 * how.exponent) / whole
 
 
 @pytest.mark.parametrize("number", ALL_NUMBERS)
-def test_numbers_come_back_from_their_residues(number: int) -> None:
-    """As products with 1: every number whatever, in (-P/2, P/2) but for the margin."""
+def test_numbers_are_reconstructed_from_their_residues(number: int) -> None:
+    """Numbers in (-P/2, P/2), except for the margin, are reconstructed from products with 1."""
     how = residues(number)
     most = int(2 ** (2 * how.exponent))
     rng = np.random.default_rng(number)
@@ -153,21 +161,21 @@ rows = st.lists(
 
 
 @settings(max_examples=examples(60), deadline=None)
-@given(row=rows, far=st.integers(-1000, 960), number=st.sampled_from(NUMBERS["float64"]))
+@given(row=rows, far=st.integers(-1000, 960), number=st.sampled_from(MODULI_COUNTS["float64"]))
 def test_products_stay_below_half_the_modulus(row: list[float], far: int, number: int) -> None:
-    """Where Cauchy and Schwarz have equality, a row against itself; and the planes hold what they should."""
+    """A row times itself is the extreme case of the Cauchy-Schwarz inequality."""
     x = np.ldexp(np.array([row]), far)
     planes, _ = views(
         np.full(room_bytes(1, 0, len(row), "float64"), GUARD, np.uint8), 1, 0, len(row), "float64"
     )
     how = residues(number)
-    split(x, planes, how, look(x, planes.norms))
+    split(x, planes, how, measure_rows(x, planes.norms))
     numbers = integers_of(x, planes.exponents)
     assert sum(e * e for e in numbers[0]) * 2 < prod(how.moduli)
     assert max(map(abs, numbers[0])) < 2**63
     assert_residues(planes.residues, numbers, how.moduli)
     norm = sqrt(sum(Fraction(e) ** 2 for e in x[0])) if 1e-100 < np.abs(x).max() < 1e100 else 0
-    if norm:  # no bit is given away
+    if norm:  # the scale wastes no bit
         assert 2 ** (how.exponent - 1.001) < norm * 2.0 ** int(planes.exponents[0])
 
 
@@ -179,7 +187,7 @@ def test_norms_at_exponent_steps_stay_below_half_the_modulus(k: int, number: int
         value = 2**how.exponent / sqrt(k) * factor
         x = np.full((1, k), value)
         planes, _ = views(np.zeros(room_bytes(1, 0, k, "float64"), np.uint8), 1, 0, k, "float64")
-        split(x, planes, how, look(x, planes.norms))
+        split(x, planes, how, measure_rows(x, planes.norms))
         assert planes.exponents[0] == exponent
         integer = round(Fraction(value) * Fraction(2) ** exponent)
         assert 2 * k * integer**2 < prod(how.moduli)
@@ -187,19 +195,19 @@ def test_norms_at_exponent_steps_stay_below_half_the_modulus(k: int, number: int
 
 @settings(max_examples=examples(100), deadline=None)
 @given(a=rows, b=rows)
-def test_the_least_share_is_one(a: list[float], b: list[float]) -> None:
+def test_the_cosine_is_bounded_from_below(a: list[float], b: list[float]) -> None:
     k = min(len(a), len(b))
     panels = [np.array([x[:k]]) for x in (a, b)]
     if not all(x.any() for x in panels):
         return
-    facts = [look(x, np.zeros(1)) for x in panels]
+    facts = [measure_rows(x, np.zeros(1)) for x in panels]
     x, y = (np.abs(p[0]) for p in panels)
     norms = np.linalg.norm(x) * np.linalg.norm(y)
-    for right in (y, np.sort(y)[np.argsort(np.argsort(-x))]):  # as it is, and at its worst
-        assert least_share(facts[0].above, facts[1].above, k) <= x @ right / norms * (1 + 1e-8)
+    for right in (y, np.sort(y)[np.argsort(np.argsort(-x))]):  # in its order, and in the worst order
+        assert min_cosine(facts[0].above, facts[1].above, k) <= x @ right / norms * (1 + 1e-8)
     for fact, sizes in zip(facts, (x, y), strict=True):
-        assert fact.most == pytest.approx(sizes.sum() / np.linalg.norm(sizes), rel=1e-12)
-        assert fact.least == pytest.approx(fact.most)
+        assert fact.max_ratio == pytest.approx(sizes.sum() / np.linalg.norm(sizes), rel=1e-12)
+        assert fact.min_ratio == pytest.approx(fact.max_ratio)
         levels = np.linalg.norm(sizes) / sqrt(k) * np.array(LEVELS)
         assert all(
             np.sum(sizes >= v * (1 - 1e-8)) >= n >= np.sum(sizes > v)
@@ -208,7 +216,7 @@ def test_the_least_share_is_one(a: list[float], b: list[float]) -> None:
 
 
 def test_facts_of_a_panel_are_those_of_its_worst_rows() -> None:
-    """Rows of zeros do not count; all elements of a row that are alike are at its root mean square."""
+    """Rows of zeros do not count. Elements of equal magnitude are at their root mean square."""
     rng = np.random.default_rng(4)
     x = rng.standard_normal((5, 64)) * np.exp2(rng.integers(-3, 1, (5, 64)))
     x[2] = 0
@@ -217,29 +225,29 @@ def test_facts_of_a_panel_are_those_of_its_worst_rows() -> None:
     how, seen = residues(14), []
     for some in (x, x[:1], x[1:2], x[3:4], x[4:]):
         planes, _ = views(np.zeros(room_bytes(5, 0, 64, "float64"), np.uint8), len(some), 0, 64, "float64")
-        seen.append(split(some, planes, how, look(some, planes.norms)))
+        seen.append(split(some, planes, how, measure_rows(some, planes.norms)))
     panel, *one = seen
-    assert panel.most == max(f.most for f in one)
-    assert panel.least == min(f.least for f in one)
+    assert panel.max_ratio == max(f.max_ratio for f in one)
+    assert panel.min_ratio == min(f.min_ratio for f in one)
     assert panel.grain == max(f.grain for f in one)
     assert panel.above == tuple(min(f.above[i] for f in one) for i in range(len(LEVELS)))
     assert one[-1].above == (64, 64, 64, 0)
     assert len({f.above for f in one}) == 4
 
 
-def test_the_least_share_agrees_with_sums_done_by_hand() -> None:
-    """Half of a row, and of a column, all that there is: they need not meet. Three quarters: half must."""
-    assert least_share((8, 8, 8, 0), (8, 8, 8, 0), 16) == 0
-    assert least_share((12, 12, 12, 0), (12, 12, 12, 0), 16) == 0.5
-    assert least_share((16, 16, 16, 0), (16, 16, 16, 0), 16) == 1
-    assert least_share((16, 16, 0, 0), (16, 4, 4, 4), 16) == pytest.approx(
+def test_the_cosine_bound_agrees_with_sums_done_by_hand() -> None:
+    """If half of each row is nonzero, nonzeros need not meet. If three quarters are, half of them must."""
+    assert min_cosine((8, 8, 8, 0), (8, 8, 8, 0), 16) == 0
+    assert min_cosine((12, 12, 12, 0), (12, 12, 12, 0), 16) == 0.5
+    assert min_cosine((16, 16, 16, 0), (16, 16, 16, 0), 16) == 1
+    assert min_cosine((16, 16, 0, 0), (16, 4, 4, 4), 16) == pytest.approx(
         (12 * 0.5 * 0.25 + 4 * 0.5 * 1.5) / 16
     )
 
 
 @st.composite
 def hard_panels(draw: st.DrawFn) -> tuple[Array, Array]:
-    """Panels of few rows, whose elements have something to do with one another."""
+    """Draw panels of few rows with correlated elements."""
     dtype = draw(st.sampled_from(DTYPES))
     k, seed = draw(st.integers(16, 200)), draw(st.integers(0, 2**32))
     rng = np.random.default_rng(seed)
@@ -273,7 +281,7 @@ def hard_panels(draw: st.DrawFn) -> tuple[Array, Array]:
 @settings(max_examples=examples(120), deadline=None)
 @given(panels=hard_panels())
 def test_no_error_is_above_the_bound(panels: tuple[Array, Array]) -> None:
-    """That of a native product, k u (|A||B|), by fractions; and 6 sqrt(k) u, by which products are verified."""
+    """The bounds are k u (|A||B|) of a native product, and 6 sqrt(k) u (|A||B|), which verification uses."""
     a, b = panels
     found = prepared(a, b)
     if not found.number:
@@ -287,8 +295,8 @@ def test_no_error_is_above_the_bound(panels: tuple[Array, Array]) -> None:
 
 
 @pytest.mark.parametrize("number", [2, 3, 8, 14])
-def test_the_error_before_the_last_roundings_is_what_is_said(number: int) -> None:
-    """All of the bound where every element is rounded by a half; none where a panel of integers meets another."""
+def test_the_error_before_final_roundings_meets_its_bound(number: int) -> None:
+    """It equals the bound if every element is rounded by 1/2, and it is 0 for panels of integers."""
     rng = np.random.default_rng(3)
     how, k = residues(number), 40
     even = 2**how.exponent / sqrt(k) // 2 * 2
@@ -297,13 +305,16 @@ def test_the_error_before_the_last_roundings_is_what_is_said(number: int) -> Non
     for a in (halves, whole, wide):
         for b in (halves, whole, wide):
             planes = views(np.zeros(room_bytes(1, 1, k, "float64"), np.uint8), 1, 1, k, "float64")
-            found = [split(x, held, how, look(x, held.norms)) for x, held in zip((a, b), planes, strict=True)]
+            found = [
+                split(x, held, how, measure_rows(x, held.norms))
+                for x, held in zip((a, b), planes, strict=True)
+            ]
             norms = np.linalg.norm(a) * np.linalg.norm(b)
-            numbers = [integers_of(x, held.exponents)[0] for x, held in zip((a, b), planes, strict=True)]
+            numbers = [integers_of(x, plane.exponents)[0] for x, plane in zip((a, b), planes, strict=True)]
             value = Fraction(sum(x * y for x, y in zip(*numbers, strict=True)))
             value /= Fraction(2) ** int(planes[0].exponents[0] + planes[1].exponents[0])
             off = float(abs(value - exact(a, b.T)[0][0][0])) / norms
-            bound = largest_error(found[0], found[1], k)
+            bound = max_error(found[0], found[1], k)
             assert [fact.exact for fact in found] == [x is whole for x in (a, b)]
             assert off <= bound * (1 + 1e-12)
             assert (off == 0) == (bound == 0)
@@ -312,9 +323,9 @@ def test_the_error_before_the_last_roundings_is_what_is_said(number: int) -> Non
 
 
 def facts(**changes: Any) -> PanelFacts:
-    """Of rows of equal elements that need rounding."""
+    """Facts of rows of equal elements that need rounding."""
     k = changes.pop("k", 1024)
-    given = {"finite": True, "exact": False, "grain": 2.0**-56, "most": sqrt(k), "least": sqrt(k)}
+    given = {"finite": True, "exact": False, "grain": 2.0**-56, "max_ratio": sqrt(k), "min_ratio": sqrt(k)}
     return PanelFacts(**(given | {"above": (k, k, k, 0)} | changes))
 
 
@@ -325,20 +336,20 @@ def test_emulation_suffices_for_deep_finite_even_panels() -> None:
     assert not suffices(facts(finite=False), good, 1024, u)
     assert not suffices(good, facts(finite=False), 1024, u)
     assert suffices(facts(k=16), facts(k=16), 16, u)
-    assert not suffices(facts(k=15), facts(k=15), 15, u)  # roundings of the result weigh too much
+    assert not suffices(facts(k=15), facts(k=15), 15, u)  # final roundings exceed the bound
     assert not suffices(facts(k=1 << 18), facts(k=1 << 18), 1 << 18, u)  # int32 would overflow
     assert not suffices(facts(grain=2.0**-50), good, 1024, u)  # coarse
     assert not suffices(good, facts(grain=2.0**-50), 1024, u)
     assert suffices(facts(grain=2.0**-50, exact=True), good, 1024, u)
     assert not suffices(
         facts(above=(500, 0, 0, 0)), facts(above=(500, 0, 0, 0)), 1024, u
-    )  # they need not meet
+    )  # large elements need not meet
     wide = facts(above=(0, 0, 0, 0), exact=True)
-    assert suffices(wide, wide, 1024, u)  # no error, however wide
+    assert suffices(wide, wide, 1024, u)  # no error, however wide the range
     nothing = PanelFacts(True, True, 0.0, 0.0, 0.0, (0,) * len(LEVELS))
     assert suffices(nothing, facts(grain=1.0), 1024, u)
     assert suffices(nothing, nothing, 1024, u)
-    # The deviation alone.
+    # Only the standard deviation is too large.
     assert not suffices(facts(grain=2.0**-52.5), facts(grain=2.0**-52.5), 1 << 17, u)
 
 
@@ -351,7 +362,7 @@ def test_small_integers_are_exact(shape: tuple[int, int, int], dtype: str) -> No
     rng = np.random.default_rng(5)
     a, b, c = (rng.integers(-9, 10, s).astype(dtype) for s in ((m, k), (k, n), (m, n)))
     found = prepared(a, b)
-    assert found.number == NUMBERS[dtype][0]
+    assert found.number == MODULI_COUNTS[dtype][0]
     np.testing.assert_array_equal(product(found, dtype), a @ b)
     np.testing.assert_array_equal(product(found, dtype, -0.5, 3, c), -0.5 * (a @ b) + 3 * c)
     np.testing.assert_array_equal(product(found, dtype, 0, 1, c), c)
@@ -360,12 +371,12 @@ def test_small_integers_are_exact(shape: tuple[int, int, int], dtype: str) -> No
 
 @pytest.mark.parametrize("number", ALL_NUMBERS)
 def test_the_largest_residues_at_depth_are_summed_exactly(number: int) -> None:
-    """More of them than a sum in float32 holds."""
+    """The sums exceed the integers that float32 represents."""
     how, k = residues(number), 5999
     whole = prod(how.moduli)
     planes = views(np.zeros(room_bytes(1, 1, k, "float64"), np.uint8), 1, 1, k, "float64")
-    for held in planes:
-        held.residues[:number, :, :k] = np.array([(p - 1) // 2 for p in how.moduli])[:, None, None]
+    for plane in planes:
+        plane.residues[:number, :, :k] = np.array([(p - 1) // 2 for p in how.moduli])[:, None, None]
     wanted = sum(k * ((p - 1) // 2) ** 2 * (whole // p) * pow(whole // p, -1, p) for p in how.moduli) % whole
     wanted -= whole if wanted > whole // 2 else 0
     assert abs(int(product(Prepared(number, *planes), "float64")[0, 0]) - wanted) <= abs(wanted) // 2**52
@@ -404,19 +415,19 @@ def test_zeros_and_lone_elements_are_exact_or_fall_back(dtype: str) -> None:
     b = rng.standard_normal((50, 40)).astype(dtype)
     zeros, some = np.zeros((30, 50), dtype), np.zeros((30, 50), dtype)
     found = prepared(zeros, b)
-    assert found.number == NUMBERS[dtype][0]
+    assert found.number == MODULI_COUNTS[dtype][0]
     assert not found.a.exponents.any()
     assert not product(found, dtype).any()
     some[np.arange(30), rng.integers(0, 50, 30)] = np.exp2(rng.integers(-30, 30, 30))
     some[7] = 0
-    assert prepared(some, b).number == 0  # what of b meets the one element may have lost all
+    assert prepared(some, b).number == 0  # all bits of the element of b that it meets may be lost
     exact_b = np.rint(b * 100)
     np.testing.assert_array_equal(product(prepared(some, exact_b), dtype), some @ exact_b)
 
 
 @pytest.mark.parametrize(("dtype", "far"), [("float64", 1000), ("float32", 100)])
-def test_neither_overflow_nor_underflow_decides(dtype: str, far: int) -> None:
-    """Rows and columns of 1e300 and 1e-300: as if they were not scaled. Squares of none of them are numbers."""
+def test_neither_overflow_nor_underflow_changes_products(dtype: str, far: int) -> None:
+    """Rows and columns near 1e300 and 1e-300, whose squares overflow or underflow, are scaled correctly."""
     rng = np.random.default_rng(9)
     a, b = rng.standard_normal((40, 100)).astype(dtype), rng.standard_normal((100, 30)).astype(dtype)
     rows, cols = (np.ldexp(np.ones(n, dtype), rng.choice([-far, far], n)).astype(dtype) for n in (40, 30))
@@ -431,7 +442,7 @@ def test_neither_overflow_nor_underflow_decides(dtype: str, far: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_subnormal_rows_are_exact_and_lost_bits_are_noticed(dtype: str) -> None:
-    """Rows of nothing else are scaled up; one beside large numbers is lost, so that its panel is not exact."""
+    """Subnormal rows are scaled up. A subnormal element beside large ones is lost, so the panel is inexact."""
     rng = np.random.default_rng(10)
     least = float(np.finfo(dtype).smallest_subnormal)
     large = float(np.finfo(dtype).max) / 1000
@@ -440,19 +451,19 @@ def test_subnormal_rows_are_exact_and_lost_bits_are_noticed(dtype: str) -> None:
     np.testing.assert_array_equal(product(prepared(a, b), dtype), a @ b)
     b[3, 4] = least
     planes, _ = views(np.zeros(room_bytes(30, 0, 64, dtype), np.uint8), 30, 0, 64, dtype)
-    how = residues(NUMBERS[dtype][-1])
-    assert not split(b.T, planes, how, look(b.T, planes.norms)).exact
+    how = residues(MODULI_COUNTS[dtype][-1])
+    assert not split(b.T, planes, how, measure_rows(b.T, planes.norms)).exact
     b[3, 4] = 0
-    assert split(b.T, planes, how, look(b.T, planes.norms)).exact
+    assert split(b.T, planes, how, measure_rows(b.T, planes.norms)).exact
     b[:, 4] *= large
     b[3, 4] = least  # scaled, it is less than any number
-    assert not split(b.T, planes, how, look(b.T, planes.norms)).exact
+    assert not split(b.T, planes, how, measure_rows(b.T, planes.norms)).exact
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("operand", [0, 1])
-def test_what_is_not_finite_falls_back(operand: int, value: float, dtype: str) -> None:
+def test_nonfinite_panels_fall_back(operand: int, value: float, dtype: str) -> None:
     panels = [np.ones((20, 64), dtype), np.ones((64, 20), dtype)]
     assert prepared(*panels).number
     panels[operand][3, 5] = value
@@ -460,8 +471,8 @@ def test_what_is_not_finite_falls_back(operand: int, value: float, dtype: str) -
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_less_must_meet_the_more_moduli_until_none_will_do(dtype: str) -> None:
-    """Ever fewer elements of each row and column are large, until they need not meet."""
+def test_small_cosines_need_more_moduli_until_none_suffice(dtype: str) -> None:
+    """Fewer and fewer elements of each row and column are large, until they need not meet."""
     rng = np.random.default_rng(11)
     numbers = []
     for more in (2000, 1000, 200, 50, 20, 8, 4, 2, 0):
@@ -470,12 +481,12 @@ def test_the_less_must_meet_the_more_moduli_until_none_will_do(dtype: str) -> No
             x[rng.permuted(np.tile(np.arange(4000), (10, 1)), axis=1) >= 2000 + more] *= 2.0**-20
         numbers.append(prepared(a.astype(dtype), b.T.astype(dtype)).number)
     assert [n or 99 for n in numbers] == sorted(n or 99 for n in numbers)
-    assert set(numbers) == {0, *NUMBERS[dtype]}
+    assert set(numbers) == {0, *MODULI_COUNTS[dtype]}
     assert numbers[-2] > 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_nothing_of_a_panels_size_is_held_beside(dtype: str) -> None:
+def test_preparing_allocates_nothing_of_a_panels_size(dtype: str) -> None:
     """The panels are 16 and 8 MiB."""
     rng = np.random.default_rng(12)
     a, b = rng.random((1024, 2048)).astype(dtype), rng.random((512, 2048)).astype(dtype).T
@@ -496,8 +507,8 @@ def test_nothing_of_a_panels_size_is_held_beside(dtype: str) -> None:
 
 @pytest.mark.parametrize("number", ALL_NUMBERS)
 def test_the_largest_exponent_is_used(number: int) -> None:
-    """L may be no larger, and is not much less."""
+    """A larger exponent L would break the bound, and L is not much smaller."""
     how = residues(number)
     assert 2 * how.exponent + 1 == pytest.approx(log2(prod(how.moduli)), abs=0.003)
     assert 2 * how.exponent + 1 < log2(prod(how.moduli)) - 2.0**-10
-    assert how.exponent < 62.5  # a' and the half that is added to it fit into int64
+    assert how.exponent < 62.5  # a' + 1/2 fits into int64

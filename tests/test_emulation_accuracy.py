@@ -16,7 +16,10 @@ Array = NDArray[Any]
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize(("k", "tile"), [(100, "40x33x100"), (600, "40x33x200")])  # in one step, and in three
+@pytest.mark.parametrize(
+    ("k", "tile"),
+    [(100, "40x33x100"), pytest.param(600, "40x33x200", marks=pytest.mark.slow)],  # in one step, and in three
+)
 def test_no_kind_of_data_has_more_than_a_native_product_s_error(k: int, tile: str, dtype: str) -> None:
     checked = {"emulated": True, "native": False}  # against checksums, with a native product's tolerance
     ways = (accuracy.streamed("host", how, tile=tile, verify=verify) for how, verify in checked.items())
@@ -53,6 +56,7 @@ def test_what_measures_tells_errors() -> None:
         assert error(np.where([[False], [True]], value, c), *reference(a_broken, b)) == 0
 
 
+@pytest.mark.slow
 def test_the_scalings_are_graded() -> None:
     """A product in fixed point, one exponent a row and nothing else, is found out."""
 

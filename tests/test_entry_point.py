@@ -1,4 +1,4 @@
-"""The command starts itself anew where OpenBLAS has picked slower kernels than the processor has, and only there."""
+"""The command executes itself again only where OpenBLAS chose slower kernels than the processor has."""
 
 import json
 import os
@@ -16,7 +16,7 @@ CODE = """
 import functools, json, os, sys
 from pathlib import Path
 from oocgemm import __main__ as entry
-from oocgemm.backends import blas
+from oocgemm.backends.host import blas
 cpuinfo, answers = Path(sys.argv.pop(1)), json.loads(sys.argv.pop(1))
 blas._ask = answers.get
 entry.better_family = functools.partial(blas.better_family, cpuinfo)
@@ -53,7 +53,7 @@ ZEN5 = "fma avx2 sha_ni avx512_bf16 " + " ".join(sorted(AVX512_FLAGS))
         pytest.param(None, OLD, RUN, {}, AS_IT_IS, 0, id="a processor that is not known"),
     ],
 )
-def test_the_command_line_gives_the_better_kernels(
+def test_the_command_line_selects_the_faster_kernels(
     tmp_path: Path,
     flags: str | None,
     answers: dict[str, str],
@@ -88,13 +88,13 @@ def test_the_restarted_process_has_the_chosen_kernels() -> None:
         [sys.executable, "-c", code, "info"], env=clean, capture_output=True, text=True, check=True
     )
     assert f"{CHOICE}=Haswell" in done.stdout
-    assert done.stderr.startswith(f"Note: {CHOICE}=Haswell, as this processor has AVX-512")
+    assert done.stderr.startswith(f"Note: {CHOICE}=Haswell is set, because this processor has AVX-512")
     assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.skipif("openblas" not in blas_name(), reason="needs OpenBLAS")
 @pytest.mark.parametrize("environment", [{}, {CHOICE: "Haswell"}])
-def test_what_multiplies_in_the_end_is_said(environment: dict[str, str]) -> None:
+def test_info_names_the_kernels_in_use(environment: dict[str, str]) -> None:
     clean = {name: value for name, value in os.environ.items() if name != CHOICE}
     done = subprocess.run(
         [sys.executable, "-m", "oocgemm", "info"],

@@ -1,4 +1,4 @@
-"""The executor: failures anywhere stop everything, name the place, and leave nothing behind."""
+"""The executor: any failure stops the run, names the operation, and leaves no thread or memory behind."""
 
 import os
 import sys
@@ -20,8 +20,8 @@ from oocgemm.backends.base import Token
 from oocgemm.backends.host.backend import HostSession
 from oocgemm.engine.executor import Run
 from oocgemm.errors import ExecutionError
-from oocgemm.planning import Kind, Operation, Plan, TileShape
-from oocgemm.planning.search import candidates
+from oocgemm.planning import Kind, Operation, Plan, TileShape, setting
+from oocgemm.planning.search import slot_counts
 from oocgemm.stores.arrays import ArrayMatrix
 from oocgemm.timeline import Span
 from tests.backends_here import staged
@@ -110,7 +110,7 @@ def test_a_failing_progress_callback_fails_the_run() -> None:
 def test_a_failure_stops_the_queueing_of_later_operations(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    right, seen, total = Run._queue, 0, 0
+    right, seen, total = Run._queue_of, 0, 0
 
     def queue(self: Run, operation: Operation) -> Any:
         nonlocal seen, total
@@ -118,7 +118,7 @@ def test_a_failure_stops_the_queueing_of_later_operations(
         seen += 1
         return right(self, operation)
 
-    monkeypatch.setattr(Run, "_queue", queue)
+    monkeypatch.setattr(Run, "_queue_of", queue)
     monkeypatch.setattr(HostSession, "submit", Mock(side_effect=RuntimeError("the launch failed")))
     with pytest.raises(ExecutionError, match="the launch failed"):
         oocgemm.matmul(A, B, tile="4x4x4", backend="host")
@@ -128,7 +128,7 @@ def test_a_failure_stops_the_queueing_of_later_operations(
 def test_strips_of_different_widths_do_not_overwrite_each_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A narrow tile and a wide one take turns in an accumulator, and slow writes keep the old one in it."""
+    """A narrow and a wide tile alternate in an accumulator, and slow writes delay the reuse of its slot."""
     right = ArrayMatrix.write
 
     def slow(self: ArrayMatrix, rows: Any, cols: Any, data: Any) -> None:
@@ -136,8 +136,8 @@ def test_strips_of_different_widths_do_not_overwrite_each_other(
         right(self, rows, cols, data)
 
     monkeypatch.setattr(ArrayMatrix, "write", slow)
-    monkeypatch.setattr(candidates, "STRIP_BYTES", 1)
-    monkeypatch.setattr(candidates, "STRIPS", 20)
+    monkeypatch.setattr(slot_counts, "STRIP_BYTES", 1)
+    monkeypatch.setattr(slot_counts, "STRIPS", 20)
     rng = np.random.default_rng(0)
     a, b = rng.integers(-3, 4, (120, 40)).astype(float), rng.integers(-3, 4, (40, 130)).astype(float)
     c = rng.integers(-3, 4, (120, 130)).astype(float)
@@ -151,13 +151,13 @@ def test_strips_of_different_widths_do_not_overwrite_each_other(
 def test_a_new_c_written_in_many_strips_is_whole(
     compressor: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(candidates, "STRIP_BYTES", 1)
-    monkeypatch.setattr(candidates, "CHUNK_BYTES", 8 * 64)
+    monkeypatch.setattr(slot_counts, "STRIP_BYTES", 1)
+    monkeypatch.setattr(setting, "CHUNK_BYTES", 8 * 64)
     a, b = np.arange(70.0 * 60).reshape(70, 60) % 7, np.arange(60.0 * 90).reshape(60, 90) % 5
     for tile in ("70x90x20", "32x48x20", "37x41x20"):
         place = tmp_path / f"{tile}.zarr"
         with staged(io_threads=4):
-            result = oocgemm.matmul(a, b, out=place, tile=tile, compressor=compressor, backend="host")
+            result = oocgemm.gemm(a, b, c=place, tile=tile, compressor=compressor, backend="host")
         assert result.plan.tile.m > result.plan.slots.strip
         np.testing.assert_array_equal(zarr.open_array(place)[:], a @ b)
 
@@ -194,13 +194,13 @@ def test_operations_are_nvtx_ranges_where_nvtx_is_installed(monkeypatch: pytest.
 
     monkeypatch.setitem(sys.modules, "nvtx", SimpleNamespace(annotate=annotate))
     with staged():
-        spans = oocgemm.matmul(A, B, tile="10x10x10", backend="host").timeline.spans
+        spans = oocgemm.gemm(A, B, tile="10x10x10", backend="host").timeline.spans
         assert len(names) == len(spans)
         kinds = sorted((name.split()[0], name.split()[1][0]) for name in names)
         assert kinds == sorted((span.kind, span.operand) for span in spans)
         names.clear()
         monkeypatch.setitem(sys.modules, "nvtx", None)  # as if it were not installed
-        assert np.array_equal(oocgemm.matmul(A, B, tile="10x10x10", backend="host").out, A @ B)
+        assert np.array_equal(oocgemm.matmul(A, B, tile="10x10x10", backend="host"), A @ B)
         assert names == []
 
 
@@ -209,8 +209,8 @@ def test_operations_are_nvtx_ranges_where_nvtx_is_installed(monkeypatch: pytest.
 def test_the_thread_that_ends_a_wait_submits_what_is_ready(
     beta: int, verify: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A device that only takes orders has no threads of its own; each stream's are issued in the schedule's order, one at a
-    time, and all that they wait for before them."""
+    """Asynchronous operations have no threads. Those of a stream are submitted in the order of the schedule, one at a
+    time, each after all its waits."""
     monkeypatch.setattr(HostSession, "asynchronous", ON_DEVICE)
     right, at_once = HostSession.submit, threading.Lock()
     done: list[Operation] = []
@@ -243,8 +243,8 @@ def test_the_thread_that_ends_a_wait_submits_what_is_ready(
 
 
 def test_an_operation_slow_to_submit_does_not_block_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Prepare that waits for the device holds nothing up but what needs its planes: here it waits for the Multiply of the
-    step before to be issued."""
+    """A Prepare that waits for the device delays only the operations that need its planes. Here it waits until the
+    Multiply of the previous step has been submitted."""
     monkeypatch.setattr(HostSession, "asynchronous", set(ON_DEVICE) - {Kind.PREPARE})
     right, multiplied = HostSession.submit, threading.Semaphore(1)  # the first waits for none
 
@@ -259,16 +259,16 @@ def test_an_operation_slow_to_submit_does_not_block_others(monkeypatch: pytest.M
     monkeypatch.setattr(HostSession, "submit", submit)
     a, b = np.arange(30.0).reshape(10, 3), np.arange(36.0).reshape(3, 12)
     with staged(2):
-        c = oocgemm.matmul(a, b, compute="emulated", backend="host", tile="5x6x1").out
+        c = oocgemm.matmul(a, b, compute="emulated", backend="host", tile="5x6x1")
     np.testing.assert_array_equal(c, a @ b)
 
 
 def test_operations_are_submitted_in_schedule_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All multiplications of a tile may be issued at once; a strip of it is ordered to leave before the next is multiplied."""
+    """Even if all Multiplies of a tile are ready at once, the Download of a strip is submitted before the next strip."""
     monkeypatch.setattr(HostSession, "asynchronous", ON_DEVICE)
-    monkeypatch.setattr(candidates, "STRIP_BYTES", 1)
+    monkeypatch.setattr(slot_counts, "STRIP_BYTES", 1)
     right = HostSession.submit
     kinds: list[Kind] = []
 
@@ -279,7 +279,7 @@ def test_operations_are_submitted_in_schedule_order(
     monkeypatch.setattr(HostSession, "submit", submit)
     a, b = np.arange(64.0 * 8).reshape(64, 8), np.arange(64.0).reshape(8, 8)
     with staged():
-        result = oocgemm.matmul(a, b, tile="64x8x8", backend="host")
+        result = oocgemm.gemm(a, b, tile="64x8x8", backend="host")
     np.testing.assert_array_equal(result.out, a @ b)
     rooms = result.plan.slots.host_c
     assert len(kinds) > 2 + 2 * rooms

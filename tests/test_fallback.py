@@ -12,6 +12,7 @@ import pytest
 
 import oocgemm
 from oocgemm import backends
+from oocgemm.backends import registry
 from oocgemm.errors import BackendError, OutOfMemoryError
 from tests.command import Finished, command
 
@@ -26,7 +27,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
     def pretend(*files: str, cupy: bool = True) -> None:
         exists, find = Path.exists, importlib.util.find_spec
-        known = {*backends.DEVICE_NODES, *backends.DRIVER_FILES}
+        known = {*registry.DEVICE_NODES, *registry.DRIVER_FILES}
         monkeypatch.setattr(
             Path, "exists", lambda path: str(path) in files if str(path) in known else exists(path)
         )

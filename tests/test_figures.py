@@ -1,4 +1,4 @@
-"""The figures of a report are those the definitions give, and the exposed time adds up exactly."""
+"""The figures of a report follow their definitions, and the causes of exposed time add up exactly."""
 
 import errno
 import json
@@ -17,6 +17,7 @@ from oocgemm.reports.gantt import gantt
 from oocgemm.timeline import Recorder, Span, Timeline, log, read_log, report
 from oocgemm.timeline.busy import MAX_INTERVALS, BusyTime
 from oocgemm.timeline.metrics import exposed, intersection, length, stream_predecessors, union
+from tests.suite import slow
 
 from .virtual_runs import machine, run_of, virtual_plan, write_log
 
@@ -27,7 +28,8 @@ def span(
     return Span(number, kind, "A", lane, lane, 0, (0, 0), 0, start, end, size, flops, waits)
 
 
-# read 0-10, upload 10-14, multiply 15-40; the next read 10-44 is late: upload 44-50, multiply 50-70; then out.
+# read 0-10, upload 10-14, multiply 15-40; the second read 10-44 is late: upload 44-50, multiply 50-70;
+# then download and write.
 RUN = (
     span(0, "read", "read", 0, 10, size=100),
     span(1, "upload", "h2d", 10, 14, 0, size=100),
@@ -82,7 +84,7 @@ def test_a_lane_that_decodes_says_how_much() -> None:
     assert report(Timeline((*RUN, decoding), 100, header)).efficiency == pytest.approx(0.6)
 
 
-def test_waiting_for_the_accumulator_is_named_so() -> None:
+def test_a_wait_for_a_download_is_named_accumulator() -> None:
     spans = (
         span(0, "multiply", "compute", 0, 10),
         span(1, "download", "d2h", 10, 18, 0),
@@ -91,8 +93,8 @@ def test_waiting_for_the_accumulator_is_named_so() -> None:
     assert exposed(spans, 30) == {"accumulator": 8, "issue": 2}
 
 
-def test_a_chain_is_followed_back_through_what_blocked_it() -> None:
-    """The upload waited for its slot, the slot for a write: the write is to blame, not the upload."""
+def test_a_gap_is_followed_back_along_its_predecessors() -> None:
+    """The download waited for a write, so the write is the cause of most of the gap."""
     spans = (
         span(0, "multiply", "compute", 0, 10),
         span(1, "write", "write", 5, 30),
@@ -162,11 +164,11 @@ def test_a_log_cut_anywhere_reads_as_far_as_it_goes(
     path = tmp_path_factory.mktemp("log") / "run.jsonl"
     write_log(path, timeline)
     whole = path.read_bytes()
-    # Without its last line end it is still whole.
+    # A log that lacks only its last newline is still complete.
     cut = data.draw(st.integers(whole.index(b"\n"), len(whole) - 2))
     path.write_bytes(whole[:cut])
     read = read_log(path)
-    # Every line that is whole counts. Lines of their own name the lanes.
+    # Every complete line counts; rows are lists, lines of shared fields are not.
     rows = [row for row in map(parsed, whole[:cut].split(b"\n")[1:]) if isinstance(row, list)]
     assert read.unfinished
     assert {span.id for span in read.spans} == {row[0] for row in rows}
@@ -185,35 +187,37 @@ def parsed(line: bytes) -> object:
 def test_a_log_grows_as_the_run_goes_on_and_takes_little_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log, "SOON", 1e9)
+    monkeypatch.setattr(log, "FLUSH_SECONDS", 1e9)
     recorder = Recorder({}, tmp_path / "run.jsonl")
     tracemalloc.start()
-    for number in range(10 * log.TOGETHER):
+    for number in range(10 * log.FLUSH_LINES):
         recorder.add(span(number, "read", "read", 1000 * number, 1000 * number + 900, size=4096))
     kept, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     so_far = read_log(tmp_path / "run.jsonl")
     assert so_far.unfinished
-    assert recorder.spans - len(so_far.spans) < log.TOGETHER
-    assert kept / recorder.spans < 60  # a span alone takes more than 200
-    recorder.finish(10**12, {"held": {}})
+    assert recorder.spans - len(so_far.spans) < log.FLUSH_LINES
+    assert kept / recorder.spans < 60  # a `Span` object takes more than 200
+    recorder.finish(10**12, {"facts": {}})
     recorder.close()
     assert read_log(tmp_path / "run.jsonl") == recorder.timeline()
     assert len(recorder.timeline().spans) == recorder.spans
 
 
 def test_a_hundred_thousand_steps_take_less_than_50_mb(tmp_path: Path) -> None:
-    """Panels that are all loaded, and most of them read anew: no step has more operations."""
+    """Every panel is loaded and most are read again, the most operations that a step can have."""
     size, tile = (8 * 512, 8 * 512, 25 * 512), TileShape(512, 512, 512)
     plan = virtual_plan(size, Budgets(92 << 20, 64 << 20), machine(), tile)
     timeline = run_of(plan)
     assert sum(span.kind == "upload" for span in timeline.spans) > 1.8 * plan.steps
     write_log(tmp_path / "run.jsonl", timeline)
-    assert 100_000 * (tmp_path / "run.jsonl").stat().st_size / plan.steps < 40e6  # numbers grow longer
+    assert (
+        100_000 * (tmp_path / "run.jsonl").stat().st_size / plan.steps < 40e6
+    )  # in longer runs the numbers have more digits
 
 
-def test_a_slow_run_is_in_its_log_within_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log, "SOON", 0.0)
+def test_a_slow_run_is_logged_without_delay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log, "FLUSH_SECONDS", 0.0)
     recorder = Recorder({}, tmp_path / "run.jsonl")
     for one in RUN:
         recorder.add(one)
@@ -240,29 +244,29 @@ def test_a_span_follows_the_one_that_freed_its_thread() -> None:
     reads = [span(0, "read", "read", 0, 10), span(1, "read", "read", 0, 30)]
     reads += [span(2, "read", "read", 10, 40), span(3, "read", "read", 30, 50)]
     assert stream_predecessors(reads) == {1: 0, 2: 0, 3: 1}
-    # The upload waits for a read that began when the first had ended: all of it is waiting for reads.
+    # The upload waits for a read that started after the first one ended, so the whole wait is for reads.
     late = [*reads[:3], span(4, "upload", "h2d", 40, 45, 2), span(5, "multiply", "compute", 45, 60, 4)]
     begun = span(6, "multiply", "compute", 0, 1)
     assert exposed([begun, *late], 60) == {"read": 39, "h2d": 5}
 
 
-@pytest.mark.parametrize("room", [True, False])
-def test_a_log_that_outgrows_its_memory_comes_back_whole(room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("room", [True, *slow((False,))])
+def test_a_log_larger_than_its_memory_reads_back_whole(room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "no space left")
 
-    monkeypatch.setattr(log, "MAX_KEPT", 20_000)
+    monkeypatch.setattr(log, "MAX_IN_MEMORY", 20_000)
     if not room:
         monkeypatch.setattr(log, "TemporaryFile", full)
     recorder = Recorder({})
     tracemalloc.start()
-    held = []
-    for number in range(40 * log.TOGETHER):
+    traced = []
+    for number in range(40 * log.FLUSH_LINES):
         recorder.add(span(number, "read", "read", 1000 * number, 1000 * number + 900, size=4096))
-        if number in (20 * log.TOGETHER, 40 * log.TOGETHER - 1):
-            held.append(tracemalloc.get_traced_memory()[0])
+        if number in (20 * log.FLUSH_LINES, 40 * log.FLUSH_LINES - 1):
+            traced.append(tracemalloc.get_traced_memory()[0])
     tracemalloc.stop()
-    assert (held[1] < held[0] + 20_000) == room
+    assert (traced[1] < traced[0] + 20_000) == room
     recorder.finish(10**12, {})
     recorder.close()
     spans = recorder.timeline().spans
@@ -273,7 +277,7 @@ def test_a_log_that_outgrows_its_memory_comes_back_whole(room: bool, monkeypatch
 def test_busy_time_is_added_up_in_little_memory() -> None:
     busy, intervals = BusyTime(), []
     for number in range(20_000):
-        for start in (10 * number, 10 * number + 2):  # two threads, side by side
+        for start in (10 * number, 10 * number + 2):  # two concurrent threads
             intervals.append((start, start + 5))
             busy.append(intervals[-1])
     assert busy.total == length(intervals)

@@ -33,9 +33,9 @@ from zarr.codecs import (
 
 from oocgemm import BackendError
 from oocgemm.cli import measuring
-from oocgemm.cli.main import EXIT_BUDGET, EXIT_FAILED, EXIT_USAGE
+from oocgemm.cli.output import EXIT_BUDGET, EXIT_FAILED, EXIT_USAGE
 from tests.command import Finished, command, own_threads
-from tests.suite import examples
+from tests.suite import examples, slow
 
 BOUND = 30  # seconds a case may take
 A, B = np.arange(42.0).reshape(7, 6) % 5, np.arange(30.0).reshape(6, 5) % 7
@@ -233,7 +233,7 @@ def test_any_command_line_ends_well(here: Path, words: list[str]) -> None:
 
 def _fresh(here: Path) -> None:
     """Undo what a run may have done."""
-    for name in ("new", "deep", "C.ZARR"):
+    for name in ("new", "new.npy.oocgemm", "deep", "C.ZARR"):
         shutil.rmtree(here / name, ignore_errors=True)
     (here / "new.npy").unlink(missing_ok=True)
 
@@ -358,7 +358,7 @@ def stored(here: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
 
 def product_of(stored: Path, *options: str, must: bool = False) -> Any:
     """The product with B, or nothing if it is refused, which it must not be if that is said."""
-    (stored.parent / "new.npy").unlink(missing_ok=True)
+    _fresh(stored.parent)
     done = ended("run", stored.name, "b.npy", "new.npy", "--backend", "host", *options)
     assert done.code == 0 or not must, done
     if done.code == 0:
@@ -522,8 +522,9 @@ def test_a_header_that_says_nonsense_is_refused(here: Path, log: list[str], dama
 
 @pytest.mark.parametrize(
     "words",
-    ["run a b new.npy --tile 4x3x2 --backend host", "run a missing new", "run a a new --beta nan", "plan a b --json", "report a.npy",
-     "info", "run a b new --device-memory 1", "run", "nonsense", "run a b /proc/x --chunks 4x3 --debugg"],
+    ["run a b new.npy --tile 4x3x2 --backend host", "run a missing new", "report a.npy",
+     *slow(("run a a new --beta nan",), ("plan a b --json",), ("info",), ("run a b new --device-memory 1",), ("run",),
+           ("nonsense",), ("run a b /proc/x --chunks 4x3 --debugg",))],
 )  # fmt: skip
 def test_a_process_ends_well(here: Path, words: str) -> None:
     _fresh(here)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import oocgemm
 from oocgemm.errors import ExecutionError, InputError
 from oocgemm.planning import Budgets, GemmProblem, Op, default_model, make_plan
-from oocgemm.planning.integers import DEEPEST, LIMIT, MAX_DEPTH, room
+from oocgemm.planning.integers import EXACT_LIMIT, MAX_FLOAT64_DEPTH, MAX_INT32_DEPTH, workspace_layout
 from tests.backends_here import BACKENDS, ENGINES, Engine, running_on, staged
 from tests.command import command, contents
 from tests.problems import Array, applied, stored
@@ -89,8 +89,8 @@ def test_c_is_int32_unless_asked_otherwise(backend: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_int32_holds_to_the_last_and_not_one_more(backend: str) -> None:
     """The largest sums: of 131071 products, and of one more, on either side of what a device sums in int32."""
-    x = np.full((3, MAX_DEPTH + 1), -128, np.int8)
-    last = x[:, :MAX_DEPTH]
+    x = np.full((3, MAX_INT32_DEPTH + 1), -128, np.int8)
+    last = x[:, :MAX_INT32_DEPTH]
     said = r"more than int32 holds .*out_dtype='int64' \(--out-dtype int64\)"
     with running_on(backend) as options:
         options |= {"trans_b": "T", "tile": "3x3x50000"}
@@ -153,17 +153,17 @@ def test_a_sum_that_c_cannot_hold_ends_the_run(
     [
         (
             {"alpha": 0.5},
-            r"alpha = 0.5 is no integer below 2\^53, and the product is of dtype int32 .*: pass out_dtype='float64'",
+            r"alpha = 0.5 is not an integer below 2\^53, but C has dtype int32: pass out_dtype='float64'",
         ),
-        ({"beta": float("nan"), "out_dtype": "int64"}, "beta = nan is no integer"),
-        ({"alpha": 2**53}, "no integer below"),
+        ({"beta": float("nan"), "out_dtype": "int64"}, "beta = nan is not an integer"),
+        ({"alpha": 2**53}, "not an integer below"),
         ({"alpha": 1j}, "alpha = 1j is complex"),
         (
             {"out_dtype": "int8"},
-            "C cannot be of dtype int8 where the operands are of int8: choose among int32, int64",
+            "C cannot have dtype int8 with int8 operands: choose one of int32, int64",
         ),
-        ({"out_dtype": "int16"}, "choose among int32, int64, float32, float64"),
-        ({"compute": "emulated"}, "int8 operands cannot be computed in 'emulated': choose among native"),
+        ({"out_dtype": "int16"}, "choose one of int32, int64, float32, float64"),
+        ({"compute": "emulated"}, "int8 operands cannot be computed in 'emulated': choose one of native"),
     ],
 )
 def test_what_would_not_be_exact_is_refused(options: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_a_resumed_run_comes_to_the_same_integers(tmp_path: Path, monkeypatch: p
     options: dict[str, Any] = {"trans_b": "T", "backend": "host", "tile": "16x16x32", "out_dtype": "int64"}
     with failing_after(3), pytest.raises(ExecutionError, match="Input/output"):
         oocgemm.gemm("X.npy", "X.npy", "C.zarr", **options)
-    with pytest.raises(InputError, match=r"alpha is 2\.0 now and was 1\.0"):
+    with pytest.raises(InputError, match=r"alpha is 2\.0 and was 1\.0"):
         oocgemm.gemm("X.npy", "X.npy", "C.zarr", resume=True, alpha=2, **options)
     result = oocgemm.gemm("X.npy", "X.npy", "C.zarr", resume=True, **options)
     np.testing.assert_array_equal(result.out[:], exact(x, x, op_b=Op.T))
@@ -258,8 +258,8 @@ def of_int8(m: int, n: int, k: int, acc: str) -> GemmProblem:
 
 
 def test_a_device_sums_in_int32_what_it_holds() -> None:
-    x = np.zeros((8, MAX_DEPTH), np.int8)
-    y = np.zeros((8, MAX_DEPTH + 1), np.int8)
+    x = np.zeros((8, MAX_INT32_DEPTH), np.int8)
+    y = np.zeros((8, MAX_INT32_DEPTH + 1), np.int8)
     for operand, held in ((x, "int32"), (y, "float64")):
         options: dict[str, Any] = {"trans_b": "T", "device_memory": "4GiB"}
         planned = oocgemm.plan(operand, operand, backend="cuda", **options).problem
@@ -271,19 +271,21 @@ def test_a_device_sums_in_int32_what_it_holds() -> None:
 
 
 def test_panels_are_no_deeper_than_int32_holds() -> None:
-    deep = of_int8(1000, 1000, 10 * MAX_DEPTH, "float64")
+    deep = of_int8(1000, 1000, 10 * MAX_INT32_DEPTH, "float64")
     for backend in ("cuda", "host"):
         plan = make_plan(deep, Budgets(64 << 30, 64 << 30), default_model(backend, 16))
-        assert plan.tile.k <= MAX_DEPTH
-    x = np.zeros((2, MAX_DEPTH + 1), np.int8)
-    with pytest.raises(InputError, match=f"int32 holds sums of {MAX_DEPTH} products .* {MAX_DEPTH + 1} deep"):
-        oocgemm.gemm(x, x, trans_b="T", backend="host", tile=f"2x2x{MAX_DEPTH + 1}")
+        assert plan.tile.k <= MAX_INT32_DEPTH
+    x = np.zeros((2, MAX_INT32_DEPTH + 1), np.int8)
+    with pytest.raises(
+        InputError, match=f"int32 holds sums of {MAX_INT32_DEPTH} products .* {MAX_INT32_DEPTH + 1} deep"
+    ):
+        oocgemm.gemm(x, x, trans_b="T", backend="host", tile=f"2x2x{MAX_INT32_DEPTH + 1}")
 
 
 def test_the_bounds_are_those_of_the_numbers() -> None:
     largest = (-128) ** 2
-    assert MAX_DEPTH * largest < 2**31 <= (MAX_DEPTH + 1) * largest
-    assert DEEPEST * largest < LIMIT <= (DEEPEST + 1) * largest
+    assert MAX_INT32_DEPTH * largest < 2**31 <= (MAX_INT32_DEPTH + 1) * largest
+    assert MAX_FLOAT64_DEPTH * largest < EXACT_LIMIT <= (MAX_FLOAT64_DEPTH + 1) * largest
 
 
 @pytest.mark.parametrize("gib", [1, 16, 120])
@@ -300,7 +302,7 @@ def test_genotypes_of_many_samples_are_planned_within_memory(gib: int, backend: 
 
 def test_the_room_of_a_step_holds_its_parts() -> None:
     for m, n, k in ((1, 1, 1), (17, 33, 5), (5000, 70, 100)):
-        held = room(m, n, k)
+        held = workspace_layout(m, n, k)
         assert held.b >= m * k
         assert held.sums - held.b >= n * k
         assert held.end - held.sums >= 4 * min(m, 4096) * n

@@ -1,5 +1,7 @@
-"""How a device multiplies int8: its own code, with kernels that g++ has compiled and a cublasGemmEx that NumPy stands in for,
-where there is no device; and itself where there is one (tests/test_kernels_gpu.py, tests/test_int8.py)."""
+"""Products of int8 by the CUDA backend's code, without a GPU: g++ compiles the kernels, NumPy replaces cublasGemmEx.
+
+The same on a GPU: tests/test_kernels_gpu.py and tests/test_int8.py.
+"""
 
 import ctypes
 import importlib
@@ -18,17 +20,18 @@ from oocgemm.errors import ExecutionError
 from oocgemm.kernels.compile import compiled
 from oocgemm.kernels.spec import Call
 from oocgemm.planning import Op
-from oocgemm.planning.integers import room
+from oocgemm.planning.integers import workspace_layout
 from tests.fake_cuda import fake_cuda
 from tests.nvrtc import Nvrtc, resources
 from tests.problems import Array, stored
+from tests.suite import slow
 from tests.test_int8 import exact, numbers
 from tests.test_kernels_cpu import built
 
 ACCUMULATED, STORED = ("int", "double"), {"int": 2**31 - 1, "long long": 2**53, "float": None, "double": None}
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100"])
+@pytest.mark.parametrize("arch", ["sm_80", *slow(("sm_90a",), ("sm_100",))])
 def test_the_kernels_compile_without_spills(
     arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -37,7 +40,7 @@ def test_the_kernels_compile_without_spills(
     wanted += [("int8_add", [f"-DOOC_ACCUMULATED={kind}"]) for kind in ACCUMULATED]
     for accumulated, (kept, most) in product(ACCUMULATED, STORED.items()):
         macros = [f"-DOOC_ACCUMULATED={accumulated}", f"-DOOC_STORED={kept}"]
-        wanted.append(("int8_finish", macros + ([f"-DOOC_MOST={most}.0"] if most else [])))
+        wanted.append(("int8_finish", macros + ([f"-DOOC_MAX={most}.0"] if most else [])))
     cubin = tmp_path / "code.cubin"
     for source, told in wanted:
         cubin.write_bytes(compiled(Nvrtc(), source, arch, told))
@@ -46,7 +49,7 @@ def test_the_kernels_compile_without_spills(
 
 
 class Processor:
-    """Kernels on the processor, each compiled once; how often each was launched."""
+    """Runs kernels on the CPU, each compiled once, and counts their launches."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -67,13 +70,13 @@ class Processor:
 
 
 def memory(address: int, kind: Any, rows: int, cols: int, ld: int) -> Array:
-    """A row-major matrix at an address."""
+    """Return a row-major matrix at an address, as a view."""
     whole = np.ctypeslib.as_array((kind * ((rows - 1) * ld + cols)).from_address(address))
     return np.lib.stride_tricks.as_strided(whole, (rows, cols), (ld * whole.itemsize, whole.itemsize))
 
 
 def gemm_ex(*given: Any) -> None:
-    """cublasGemmEx for int8 that lies along k, column-major; refuses what does not lie on boundaries of 16 bytes."""
+    """Replace cublasGemmEx for int8, K-major operands, column-major C; refuse operands not aligned to 16 bytes."""
     _, op_left, op_right, m, n, k, alpha, left, left_type, ld_left, right, right_type, ld_right = given[:13]
     beta, c, c_type, ldc, compute, _ = given[13:]
     assert (op_left, op_right, left_type, right_type, c_type, compute) == (1, 0, 3, 3, 10, 72)
@@ -87,7 +90,7 @@ def gemm_ex(*given: Any) -> None:
 
 @pytest.fixture(scope="module")
 def int8(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """The module that multiplies int8 on a device, and the kernels that it may launch."""
+    """Return the module that multiplies int8 on a device, and the kernels that it launches."""
     if shutil.which("g++") is None:
         pytest.skip("there is no g++")
     with fake_cuda(), pytest.MonkeyPatch.context() as patch:
@@ -98,7 +101,7 @@ def int8(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 def placed(x: Array, pad: int | None) -> tuple[Array, Array]:
-    """A matrix in a larger one of 77s, on boundaries of 16 bytes where there is no `pad`."""
+    """Return a larger matrix of 77s, and x as a part of it, aligned to 16 bytes if `pad` is None."""
     rows, cols = x.shape
     ld = -(-cols // 16) * 16 if pad is None else cols + pad
     whole = np.full(rows * ld + 64, 77, x.dtype)
@@ -109,7 +112,7 @@ def placed(x: Array, pad: int | None) -> tuple[Array, Array]:
 
 
 def add_up(int8: Any, call: Call) -> None:
-    """C float64 += op(A) @ op(B), as `Multiplier.accumulate` does by cuBLAS."""
+    """Compute C (float64) += op(A) @ op(B) as `Multiplier.accumulate` does with cuBLAS."""
     module, kernels = int8.module, int8.kernels
     module.by_strips(
         kernels, module.packed(kernels, call), "float64", lambda part: module.gemm(kernels, 0, part)
@@ -117,7 +120,7 @@ def add_up(int8: Any, call: Call) -> None:
 
 
 @pytest.mark.parametrize(("op_a", "op_b"), [(Op.N, Op.C), (Op.T, Op.N)])
-@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("wide", [*slow((False,)), True])
 def test_products_are_exact_however_operands_lie(int8: Any, op_a: Op, op_b: Op, wide: bool) -> None:
     rng = np.random.default_rng(1)
     shapes = (5, 70, 65), (8, 32, 48), (1, 1, 1)
@@ -128,7 +131,7 @@ def test_products_are_exact_however_operands_lie(int8: Any, op_a: Op, op_b: Op, 
         if not beta:
             c[...] = np.nan if wide else 2**31 - 1
         (_, left), (_, right), (whole, held) = (placed(x, pad) for x in (a, b, c))
-        work, at = placed(np.zeros((1, room(m, n, k).end), np.int8), None)
+        work, at = placed(np.zeros((1, workspace_layout(m, n, k).end), np.int8), None)
         ld_a, ld_b, ld_c = (x.strides[0] // x.itemsize for x in (left, right, held))
         call = Call(
             *("int8", op_a, op_b, m, n, k, 1, left.ctypes.data, ld_a, right.ctypes.data, ld_b),
@@ -152,7 +155,7 @@ def test_products_are_exact_however_operands_lie(int8: Any, op_a: Op, op_b: Op, 
 
 @pytest.mark.parametrize(
     ("sums", "c_dtype"),
-    [("int32", "int32"), ("float64", "int32"), ("float64", "int64"), ("float64", "float32")],
+    [("int32", "int32"), ("float64", "int64"), *slow(("float64", "int32"), ("float64", "float32"))],
 )
 def test_a_strip_is_finished_as_on_the_host(int8: Any, sums: Any, c_dtype: str) -> None:
     rng = np.random.default_rng(2)

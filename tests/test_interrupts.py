@@ -1,4 +1,4 @@
-"""A signal ends what goes on within `stopping`, in good time, and nothing of that is left behind."""
+"""A signal ends a run promptly, and leaves no thread or handler behind."""
 
 import os
 import signal
@@ -47,7 +47,7 @@ def test_a_signal_is_an_interrupt(said: list[Any], number: signal.Signals) -> No
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_what_does_not_stop_is_ended(
+def test_a_run_that_does_not_stop_is_killed(
     said: list[Any], monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     monkeypatch.setattr(interrupts, "PATIENCE", 0.05)
@@ -70,7 +70,7 @@ def test_a_second_signal_ends_it_at_once(said: list[Any], monkeypatch: pytest.Mo
     assert said == ["farewell", 128 + signal.SIGTERM]
 
 
-def test_without_a_signal_nothing_is_said(said: list[Any]) -> None:
+def test_without_a_signal_nothing_is_printed(said: list[Any]) -> None:
     with nothing_left(), stopping(lambda: said.append("farewell")):
         pass
     assert said == []

@@ -1,4 +1,4 @@
-"""One run at a time writes a C, and its journal says what is done: the lock, and files that are not what they should be."""
+"""One run at a time writes a C, and its journal lists the finished tiles. Damaged journals are refused."""
 
 import errno
 import fcntl
@@ -18,9 +18,10 @@ import zarr
 import oocgemm
 from oocgemm import ExecutionError, InputError
 from oocgemm.jobs import journal
-from oocgemm.jobs.journal import JOURNAL, LOCK, Journal, Keeper, read
-from oocgemm.jobs.resume import how_far
-from oocgemm.stores.durable import stamp, sync_path
+from oocgemm.jobs.committer import Committer
+from oocgemm.jobs.journal import JOURNAL, LOCK, Journal, read
+from oocgemm.jobs.resume import resume_hint
+from oocgemm.stores.durable import fingerprint_of, sync_path
 from tests.faults import nothing_left
 
 ME = f"process {os.getpid()} on {socket.gethostname()}\n"
@@ -35,7 +36,7 @@ def lines(*texts: bytes) -> bytes:
     return b"".join(b"%08x %s\n" % (zlib.crc32(text), text) for text in texts)
 
 
-def test_a_lock_says_whose_it_is_and_lets_go(tmp_path: Path) -> None:
+def test_a_lock_names_its_process_and_is_released(tmp_path: Path) -> None:
     (tmp_path / LOCK).write_text("process 4000000 of long ago" * 9)
     with nothing_left(tmp_path):
         held = Journal(tmp_path)
@@ -46,9 +47,7 @@ def test_a_lock_says_whose_it_is_and_lets_go(tmp_path: Path) -> None:
         Journal(tmp_path).close()
 
 
-def test_a_lock_that_is_held_for_an_instant_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_taken_for_an_instant_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / LOCK).touch()
     with open(tmp_path / LOCK) as looking:
         fcntl.flock(looking, fcntl.LOCK_SH)
@@ -58,7 +57,7 @@ def test_a_lock_that_is_held_for_an_instant_is_waited_for(
 
 @pytest.mark.parametrize("whole", [True, False], ids=["and its folder", "alone"])
 @pytest.mark.parametrize("call", ["open", "flock"])
-def test_a_lock_that_is_taken_away_meanwhile_is_made_anew(
+def test_a_lock_file_removed_meanwhile_is_created_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, whole: bool
 ) -> None:
     folder, module = tmp_path / "folder", os if call == "open" else fcntl
@@ -82,7 +81,7 @@ def test_a_lock_that_is_taken_away_meanwhile_is_made_anew(
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
-def test_where_there_are_no_locks_a_run_warns_and_goes_on(
+def test_a_file_system_without_locks_gives_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(number, "no locks")))
@@ -100,9 +99,7 @@ def test_a_lock_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.Monke
         multiply(tmp_path / "old", overwrite=True)
 
 
-def test_changes_made_before_the_lock_was_taken_are_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changes_made_before_locking_are_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = journal._lock
 
     def late(folder: Path) -> int:
@@ -112,7 +109,7 @@ def test_changes_made_before_the_lock_was_taken_are_noticed(
         return descriptor
 
     monkeypatch.setattr(journal, "_lock", late)
-    with nothing_left(tmp_path), pytest.raises(InputError, match="another run was at C just now"):
+    with nothing_left(tmp_path), pytest.raises(InputError, match="another run has just changed the journal"):
         multiply(tmp_path / "C")
 
 
@@ -125,12 +122,15 @@ def test_changes_made_before_the_lock_was_taken_are_noticed(
         (lines(b"[1]"), "damaged in line 1"),
         (lines(b"{no json"), "damaged in line 1"),
         (lines(b'{"run":{"format":1}}', b"[1]", b'{"done":[0,0]}'), "damaged in line 2"),
-        (lines(b'{"run":{"format":7,"version":"7.0"}}'), "of format 7, this version reads 1: .* oocgemm 7.0"),
-        (lines(b"{}"), "of format None"),
-        (None, "cannot look for a journal at .*Is a directory"),
+        (
+            lines(b'{"run":{"format":7,"version":"7.0"}}'),
+            "has format 7, this version reads format 1: .* oocgemm 7.0",
+        ),
+        (lines(b"{}"), "has format None"),
+        (None, "cannot read the journal .*Is a directory"),
     ],
 )
-def test_what_is_no_journal_is_refused_and_left(tmp_path: Path, content: bytes | None, said: str) -> None:
+def test_a_damaged_journal_is_refused_and_kept(tmp_path: Path, content: bytes | None, said: str) -> None:
     path = tmp_path / "C" / ".oocgemm" / JOURNAL
     path.parent.mkdir(parents=True)
     path.mkdir() if content is None else path.write_bytes(content)
@@ -138,14 +138,14 @@ def test_what_is_no_journal_is_refused_and_left(tmp_path: Path, content: bytes |
         with nothing_left(tmp_path), pytest.raises(InputError, match=said):
             multiply(tmp_path / "C", **options)
     assert content is None or path.read_bytes() == content
-    assert how_far(tmp_path / "C") == ""
+    assert resume_hint(tmp_path / "C") == ""
     with pytest.raises(InputError, match=said):
         read(path.parent)
     with nothing_left(tmp_path), pytest.raises(InputError, match=said):
         Journal(path.parent)
 
 
-def test_a_header_that_a_killed_run_has_left_is_written_over(tmp_path: Path) -> None:
+def test_a_header_left_by_a_killed_run_is_overwritten(tmp_path: Path) -> None:
     folder = tmp_path / "C" / ".oocgemm"
     folder.mkdir(parents=True)
     (folder / f"{JOURNAL}.new").write_bytes(b"x" * 10_000)
@@ -156,7 +156,7 @@ def test_a_header_that_a_killed_run_has_left_is_written_over(tmp_path: Path) -> 
     assert (folder / JOURNAL).stat().st_size == found.length
 
 
-def test_a_folder_that_may_not_be_listed_may_hold_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_c_may_be_in_a_folder_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def sync(path: Path) -> None:
         if path == tmp_path:
             raise PermissionError(errno.EACCES, "Permission denied")
@@ -166,16 +166,16 @@ def test_a_folder_that_may_not_be_listed_may_hold_c(tmp_path: Path, monkeypatch:
     np.testing.assert_array_equal(multiply(tmp_path / "C")[:], A @ A)
 
 
-def test_a_stamp_tells_files_apart_by_size_time_and_place(tmp_path: Path) -> None:
+def test_a_fingerprint_tells_files_apart_by_size_time_and_path(tmp_path: Path) -> None:
     paths = [tmp_path / name for name in "ab"]
-    stamps = [stamp(paths)]
+    found = [fingerprint_of(paths)]
     for content, modified in ((b"x", 1), (b"xy", 1), (b"xy", 2)):
         paths[0].write_bytes(content)
         os.utime(paths[0], ns=(0, modified))
-        stamps.append(stamp(paths))
+        found.append(fingerprint_of(paths))
     paths[0].rename(paths[1])
-    stamps.append(stamp(paths))
-    assert len(set(stamps)) == 5
+    found.append(fingerprint_of(paths))
+    assert len(set(found)) == 5
 
 
 def test_a_resumed_run_syncs_directory_entries_of_earlier_runs(
@@ -193,7 +193,7 @@ def test_a_resumed_run_syncs_directory_entries_of_earlier_runs(
     assert synced.mock_calls == [call(folder), call(folder.parent), call(tmp_path)]
 
 
-def test_once_a_tile_cannot_be_kept_no_other_is() -> None:
+def test_no_tile_is_recorded_after_one_fails() -> None:
     queued, matrix = threading.Event(), Mock()
 
     def failing(*block: Any) -> None:
@@ -201,10 +201,10 @@ def test_once_a_tile_cannot_be_kept_no_other_is() -> None:
         raise OSError(errno.EIO, "Input/output error")
 
     matrix.sync_block.side_effect = failing
-    keeper = Keeper(Mock(), matrix, Mock(), redo=False)
+    keeper = Committer(Mock(), matrix, Mock(), redo=False)
     for tile in ((0, 0), (0, 1)):
         keeper.finished(tile)
     queued.set()
-    with pytest.raises(ExecutionError, match=r"bringing tile \(0, 0\) of C to the disk"):
+    with pytest.raises(ExecutionError, match=r"tile \(0, 0\) of C cannot be made durable"):
         keeper.close()
     matrix.sync_block.assert_called_once()

@@ -1,4 +1,4 @@
-"""Every kernel compiles for what it declares, without a GPU: no spills, its tensor instruction, and one cache."""
+"""Every kernel compiles for its architectures without spills and with its tensor instruction; the compile cache."""
 
 import os
 import shutil
@@ -20,10 +20,10 @@ from oocgemm.kernels import sources
 from oocgemm.kernels.compile import compiled
 from oocgemm.kernels.emulation import combine_options, multiply_options, split_options
 from oocgemm.kernels.registry import LADDER
-from oocgemm.kernels.sources import kernel_folder
+from oocgemm.kernels.sources import kernel_folder, kernel_path
 from oocgemm.kernels.spec import H200, Call, Device, Kernel, Params, options
 from oocgemm.planning import DTYPES, Op
-from oocgemm.planning.emulation import NUMBERS
+from oocgemm.planning.emulation import MODULI_COUNTS
 from tests.gemm_cases import OP_PAIRS
 from tests.nvrtc import Nvrtc, instructions, resources
 from tests.problems import applied, integers, stored
@@ -45,7 +45,7 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def check_code(
     kernel: Kernel, arch: str, dtype: str, ops: tuple[Op, Op], params: Params, folder: Path
 ) -> None:
-    """Compile and fail on local memory, which is where registers are spilled to, and on a missing instruction."""
+    """Compile; fail on local memory, into which registers spill, and on a missing instruction."""
     if kernel.refuses(call(256, 256, 256, dtype, ops), params) is not None:
         return
     macros, cubin = options(kernel, dtype, *ops, params), folder / "code.cubin"
@@ -67,6 +67,15 @@ def call(
     return replace(made, **more)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    "kernel",
+    [pytest.param(kernel, id=source) for source, kernel in {x.source: x for x in reversed(LADDER)}.items()],
+)
+def test_the_default_variant_compiles_without_spills(kernel: Kernel, tmp_path: Path) -> None:
+    check_code(kernel, max(kernel.archs), kernel.dtypes[0], (Op.N, Op.T), kernel.variants[0], tmp_path)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("kernel", "arch"), ENTRIES)
 def test_every_variant_compiles_without_spills(kernel: Kernel, arch: str, tmp_path: Path) -> None:
     wanted = [(kernel.dtypes[0], (Op.N, Op.T), params) for params in kernel.variants]
@@ -75,7 +84,7 @@ def test_every_variant_compiles_without_spills(kernel: Kernel, arch: str, tmp_pa
         pairs = OP_PAIRS if DTYPES[last].is_complex else REAL_PAIRS  # of which C is T
         wanted += [(dtype, (Op.N, Op.T), default) for dtype in kernel.dtypes[1:]]
         wanted += [(last, ops, default) for ops in pairs if (last, ops, default) not in wanted]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # the compiler lets go of the interpreter
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # NVRTC releases the GIL
         checks = []
         for number, (dtype, ops, params) in enumerate(wanted):
             (folder := tmp_path / str(number)).mkdir()
@@ -92,7 +101,7 @@ def test_the_check_sees_a_spill_and_a_missing_instruction(
     check_code(replace(kernel, instruction="DFMA"), "sm_90a", *variant, tmp_path)
     with pytest.raises(AssertionError, match="has no DMMA"):
         check_code(replace(kernel, instruction="DMMA"), "sm_90a", *variant, tmp_path)
-    source = edited_kernels(tmp_path, monkeypatch) / "register.cu"
+    source = edited_kernels(tmp_path, monkeypatch) / "plain" / "register.cu"
     text = source.read_text(encoding="utf-8")
     crowded = text.replace(
         "__launch_bounds__(THREADS, 1)", "__launch_bounds__(THREADS, 32)"
@@ -104,7 +113,7 @@ def test_the_check_sees_a_spill_and_a_missing_instruction(
 
 
 def edited_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the sources that takes their place."""
+    """Return a copy of the sources, from which kernels are compiled instead."""
     folder = tmp_path / "kernels"
     shutil.copytree(kernel_folder(), folder)
     for module in (compiling, sources):
@@ -120,7 +129,7 @@ def test_finish_compiles_for_c_narrower_than_the_accumulator() -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100"])
 def test_kernels_of_int8_products_compile_without_spills(arch: str, tmp_path: Path) -> None:
     dtype, cubin = ("float32" if arch == "sm_100" else "float64"), tmp_path / "code.cubin"
-    most = NUMBERS[dtype][-1]
+    most = MODULI_COUNTS[dtype][-1]
     fused = (("ozaki_multiply", ("ozaki_multiply",), multiply_options(most)),) if arch == "sm_90a" else ()
     for source, entries, macros in (
         ("ozaki_split", ("ozaki_facts", "ozaki_split"), split_options(dtype, arch == "sm_80", most)),
@@ -147,7 +156,7 @@ def test_parameters_that_cannot_be_say_why() -> None:
 
 
 class Counting(Nvrtc):
-    """A compiler of a version that counts how often it is called."""
+    """A fake compiler with a version that counts its calls."""
 
     def __init__(self, version: str = "1.0") -> None:
         self.calls, self._version = 0, version
@@ -171,12 +180,12 @@ def test_what_was_compiled_is_kept_until_something_changes(
     compiled(compiler, "naive_grid", "sm_80", ("-DX=2",))
     compiled(compiler, "naive_grid", "sm_90a", ("-DX=1",))
     assert compiler.calls == 3
-    for changed in ("scalar.cuh", "naive.cu"):  # included by what it includes, and included
+    for changed in ("common/scalar.cuh", "plain/naive.cu"):  # included by what it includes, and included
         path = folder / changed
         path.write_text(path.read_text(encoding="utf-8") + "\n// changed\n", encoding="utf-8")
         compiled(compiler, "naive_grid", "sm_80", ("-DX=1",))
     assert compiler.calls == 5
-    (folder / "finish.cu").write_text("// not included\n", encoding="utf-8")
+    (folder / "common" / "finish.cu").write_text("// not included\n", encoding="utf-8")
     compiled(compiler, "naive_grid", "sm_80", ("-DX=1",))
     assert compiler.calls == 5
     newer = Counting("1.1")
@@ -198,12 +207,11 @@ def test_a_cache_that_cannot_be_written_to_is_done_without(
 def test_names_are_the_rungs_and_each_has_its_source() -> None:
     assert len(ladder.names()) == len(set(ladder.names())) >= 7
     for kernel in LADDER:
-        text = (kernel_folder() / f"{kernel.source}.cu").read_text(encoding="utf-8")
+        text = kernel_path(kernel.source).read_text(encoding="utf-8")
         assert f" {kernel.entry or kernel.source}(" in text or f"ENTRY {kernel.source}" in text, kernel.source
         assert all(dict(variant).keys() == dict(kernel.variants[0]).keys() for variant in kernel.variants)
         assert all(
-            f"#define {name} " in text + (kernel_folder() / "naive.cu").read_text()
-            for name in kernel.variants[0]
+            f"#define {name} " in text + kernel_path("naive").read_text() for name in kernel.variants[0]
         )
 
 

@@ -1,4 +1,4 @@
-"""The plain rungs' own sources, compiled by g++ and run on the processor: exact on shapes that have every edge."""
+"""The sources of the plain rungs, compiled by g++ and run on the CPU: exact on shapes with every kind of edge."""
 
 import ctypes
 import shutil
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from oocgemm.kernels.registry import LADDER
-from oocgemm.kernels.sources import kernel_folder
+from oocgemm.kernels.sources import kernel_folder, kernel_path
 from oocgemm.kernels.spec import Kernel, Params, arguments, options
 from oocgemm.planning import Op
 from tests.gemm_cases import Array, Case, integer_case, triple_loop
@@ -20,7 +20,12 @@ from tests.test_kernels import call
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
 
 RUNGS = [
-    pytest.param(kernel, params, id=f"{kernel.name}-{index}")
+    pytest.param(
+        kernel,
+        params,
+        id=f"{kernel.name}-{index}",
+        marks=[pytest.mark.slow] if index > 2 or (index and kernel.name != "naive") else [],
+    )
     for kernel in LADDER
     if kernel.instruction is None
     and kernel.source
@@ -33,9 +38,9 @@ SHAPES = ((37, 70, 19), (33, 65, 35), (3, 5, 0))
 
 
 def built(source: str, entry: str, macros: Sequence[str], folder: Path) -> Callable[..., None]:
-    """A kernel as a function of the processor, that is called with grid, block and ctypes values."""
+    """Compile a kernel for the CPU; return a function of grid, block and ctypes values."""
     place, library = folder / f"{source}.cu", folder / f"{source}{len(list(folder.glob('*.so')))}.so"
-    text = (kernel_folder() / place.name).read_text(encoding="utf-8")
+    text = kernel_path(source).read_text(encoding="utf-8")
     place.write_text(text.replace("extern __shared__", "extern"), encoding="utf-8")
     names = f'-DSOURCE="{place}"', f"-DRUNS=RUN({entry})"
     flags = "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", f"-I{kernel_folder()}"
@@ -50,7 +55,7 @@ def built(source: str, entry: str, macros: Sequence[str], folder: Path) -> Calla
 
 
 def product(run: Callable[..., None], kernel: Kernel, params: Params, case: Case) -> Array:
-    """The case's C by the kernel."""
+    """Return the C of a case, computed by the kernel."""
     c, dtype = case.c.copy(), case.a.dtype.name
     whole = call(
         *(*case.shape, dtype, (case.op_a, case.op_b)),

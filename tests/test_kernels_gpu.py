@@ -18,7 +18,7 @@ from oocgemm.kernels.registry import LADDER
 from oocgemm.kernels.spec import Call, Kernel, Params
 from oocgemm.kernels.tuning import Measured, Tuning
 from oocgemm.planning import OPERANDS, Op
-from oocgemm.planning.integers import room
+from oocgemm.planning.integers import workspace_layout
 from tests.backends_here import CUDA
 from tests.gemm_cases import (
     ODD_SHAPES,
@@ -54,8 +54,11 @@ def multiplier() -> Iterator[Any]:
 def product(
     multiplier: Any, kernel: Kernel | None, params: Params, case: Case, pad: int | None, compute: str
 ) -> Array | None:
-    """The case's C by a kernel (cuBLAS if None), each operand `pad` elements into a larger array of which nothing else
-    may change, or, with `pad` None, with rows and addresses that are multiples of 16 bytes; None if the kernel refuses it."""
+    """Return the C of a case, computed by a kernel (cuBLAS if None); None if the kernel refuses the call.
+
+    Each operand begins `pad` elements into a larger array, nothing else of which may change. If `pad` is None, addresses
+    and rows are aligned to 16 bytes.
+    """
     import cupy
 
     def placed(x: Array) -> tuple[Any, Any]:
@@ -67,7 +70,7 @@ def product(
         return room, inner
 
     (_, a), (_, b), (around, c) = (placed(x) for x in (case.a, case.b, case.c))
-    work = cupy.full(room(*case.shape).end, 77, cupy.int8)
+    work = cupy.full(workspace_layout(*case.shape).end, 77, cupy.int8)
     leading = [x.strides[0] // x.itemsize for x in (a, b, c)]
     call = Call(
         *(case.a.dtype.name, case.op_a, case.op_b, *case.shape, case.alpha, a.data.ptr, leading[0]),
@@ -219,7 +222,7 @@ def test_auto_takes_what_was_measured_fastest(
 
 @contextmanager
 def watched(ran: list[str]) -> Iterator[None]:
-    """Notes the rungs that are launched."""
+    """Records the rungs that are launched."""
     from oocgemm.backends.cuda.launch import Kernels
 
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""kernels/layout.cuh, compiled by g++: where operands lie in shared memory, and the order of tiles."""
+"""kernels/common/layout.cuh, compiled by g++: where operands lie in shared memory, and the order of tiles."""
 
 import ctypes
 import shutil
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-HEADER = Path(__file__).resolve().parent.parent / "kernels" / "layout.cuh"
+HEADER = Path(__file__).resolve().parent.parent / "kernels" / "common" / "layout.cuh"
 PANELS = Path(__file__).with_name("panels.cpp")
 SOURCE = """
 extern "C" {

@@ -1,4 +1,4 @@
-"""While a run goes on it says how far it is and which lane holds it up, on a terminal and elsewhere."""
+"""Progress shows how far a run is and which lane bounds it, on a terminal and elsewhere."""
 
 import io
 import re
@@ -41,12 +41,12 @@ def shown(rates: dict[str, float]) -> list[tuple[float, str, str]]:
         ({"write": 0.2e9}, "write"),
     ],
 )
-def test_the_lane_that_holds_a_run_up_is_named(rates: dict[str, float], bound: str) -> None:
+def test_the_lane_that_bounds_a_run_is_named(rates: dict[str, float], bound: str) -> None:
     seen = shown(rates)
     assert f"  |  {bound}-bound, " in seen[len(seen) // 2][2]
 
 
-def test_what_is_shown_goes_from_nothing_to_all() -> None:
+def test_progress_runs_from_0_to_100_percent() -> None:
     seen = shown({})
     shares = [share for share, _, _ in seen]
     assert shares == sorted(shares)
@@ -77,10 +77,10 @@ def test_the_multiply_that_is_running_is_no_stall() -> None:
         Span(0, "multiply", "A", "compute", "compute", 0, (0, 0), 0, 0, 100, 0, 8),
         Span(1, "read", "A", "read", "read", 0, (0, 0), 1, 50, 900, 0, 0),
     ]
-    assert live._lately(deque(known), multiplied=False).endswith("compute-bound, 100.0%")
-    ended = live._lately(deque(known), multiplied=True)
+    assert live._recent_activity(deque(known), multiplied=False).endswith("compute-bound, 100.0%")
+    ended = live._recent_activity(deque(known), multiplied=True)
     assert ended.endswith("tail-bound, 88.9%; compute 11.1%")
-    assert "-bound" not in live._lately(deque(known[1:]), multiplied=False)
+    assert "-bound" not in live._recent_activity(deque(known[1:]), multiplied=False)
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.usefixtures("here")
 def test_lines_are_printed_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "SELDOM", 0.0)
+    monkeypatch.setattr(live, "LINE_SECONDS", 0.0)
     done = run("a.npy", "b.npy", "c", "--tile", "10x10x10")
     assert done.code == 0
     lines = done.err.splitlines()
@@ -112,19 +112,19 @@ def test_lines_are_printed_where_there_is_no_terminal(monkeypatch: pytest.Monkey
         (["verify", "a.npy", "b.npy", "c.npy", "--json"], []),
     ],
 )
-def test_verify_says_what_it_reads(
+def test_verify_reports_what_it_reads(
     monkeypatch: pytest.MonkeyPatch, arguments: list[str], expected: list[str]
 ) -> None:
     assert run("a.npy", "b.npy", "c.npy").code == 0
     said: list[str] = []
     monkeypatch.setattr(
-        "oocgemm.cli.main.doing", lambda enabled: nullcontext(said.append if enabled else len)
+        "oocgemm.cli.products.doing", lambda enabled: nullcontext(said.append if enabled else len)
     )
     assert command(*arguments).code == 0
     assert said == expected
 
 
-def test_lines_go_on_while_one_thing_takes_long(
+def test_lines_continue_during_one_long_task(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(display, "SELDOM", 0.01)
@@ -160,7 +160,7 @@ def test_a_bar_is_drawn_on_a_terminal_and_taken_away(monkeypatch: pytest.MonkeyP
     terminal = io.StringIO()
     console = partial(Console, file=terminal, force_terminal=True, width=200)
     monkeypatch.setattr(live, "Console", lambda **_: console())
-    monkeypatch.setattr(live, "SOON", 0.0)
+    monkeypatch.setattr(live, "REFRESH_SECONDS", 0.0)
     done = run("a.npy", "b.npy", "c", "--tile", "10x10x10")
     assert (done.code, done.err) == (0, "")
     drawn = terminal.getvalue()

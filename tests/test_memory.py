@@ -15,6 +15,7 @@ from zarr.codecs import BloscCodec, Crc32cCodec
 import oocgemm
 from oocgemm.planning.units import parse_size
 from tests.backends_here import needs_gpu
+from tests.suite import slow
 
 MIB = 1 << 20
 # Samples the process's anonymous memory all along a run, and what the device has free beside the CUDA context, and
@@ -93,33 +94,40 @@ def operands(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 @pytest.mark.parametrize(
     ("operand", "device", "host", "options", "why"),
     [
         ("raw", "24MiB", "24MiB", {}, "raw chunks are mapped, not read"),
-        ("raw", "40MiB", "40MiB", {"trans_a": "T", "beta": 0}, "transposed on the fly"),
-        ("zstd", "24MiB", "32MiB", {}, "decoding takes scratch"),
-        ("small", "24MiB", "32MiB", {}, "many chunks a panel"),
         ("zstd", "32MiB", "96MiB", {"compressor": "zstd"}, "encoding takes scratch"),
-        ("half", "32MiB", "24MiB", {}, "panels are cast to float32"),
-        ("raw", "18MiB", "24MiB", {}, "little more than the least"),
-        ("raw", "24MiB", "26MiB", {"tile": "400x1200x100"}, "a wide tile, in parts of chunks"),
-        (
-            "zstd",
-            "32MiB",
-            "48MiB",
-            {"tile": "1200x400x200", "trans_b": "T"},
-            "a tall tile, transposed panels",
+        *slow(
+            ("raw", "40MiB", "40MiB", {"trans_a": "T", "beta": 0}, "transposed on the fly"),
+            ("zstd", "24MiB", "32MiB", {}, "decoding takes scratch"),
+            ("small", "24MiB", "32MiB", {}, "many chunks a panel"),
+            ("half", "32MiB", "24MiB", {}, "panels are cast to float32"),
+            ("raw", "18MiB", "24MiB", {}, "little more than the least"),
+            ("raw", "24MiB", "26MiB", {"tile": "400x1200x100"}, "a wide tile, in parts of chunks"),
+            (
+                "zstd",
+                "32MiB",
+                "48MiB",
+                {"tile": "1200x400x200", "trans_b": "T"},
+                "a tall tile, transposed panels",
+            ),
+            ("zstd", "24MiB", "32MiB", {"tile": "500x700x300"}, "a tile that no chunk divides"),
+            ("crc32c", "24MiB", "24MiB", {}, "checksums are taken of what is mapped"),
+            ("shards", "24MiB", "48MiB", {}, "chunks within shards"),
+            (
+                "blosc",
+                "32MiB",
+                "80MiB",
+                {"compressor": "blosc-lz4", "trans_a": "C"},
+                "both decoded and encoded",
+            ),
+            ("fortran", "24MiB", "32MiB", {}, "chunks that lie by columns"),
+            ("complex", "48MiB", "32MiB", {"tile": "800x800x400"}, "elements of 16 bytes"),
+            ("raw", "96MiB", "96MiB", {}, "all of it fits"),
         ),
-        ("zstd", "24MiB", "32MiB", {"tile": "500x700x300"}, "a tile that no chunk divides"),
-        ("crc32c", "24MiB", "24MiB", {}, "checksums are taken of what is mapped"),
-        ("shards", "24MiB", "48MiB", {}, "chunks within shards"),
-        ("blosc", "32MiB", "80MiB", {"compressor": "blosc-lz4", "trans_a": "C"}, "both decoded and encoded"),
-        ("fortran", "24MiB", "32MiB", {}, "chunks that lie by columns"),
-        ("complex", "48MiB", "32MiB", {"tile": "800x800x400"}, "elements of 16 bytes"),
-        ("raw", "96MiB", "96MiB", {}, "all of it fits"),
     ],
 )
 def test_the_host_backend_stays_within_its_budgets(
@@ -202,6 +210,6 @@ def test_the_cuda_backend_stays_within_its_budgets(
 @pytest.mark.parametrize("dtype", ["float64", "float16"])
 def test_the_device_holds_no_more_than_its_budget(kernel: str, dtype: str) -> None:
     a = np.ones((3000, 3000), dtype)
-    result = oocgemm.matmul(a, a, backend="cuda", kernel=kernel, device_memory="100MiB", host_memory="1GiB")
+    result = oocgemm.gemm(a, a, backend="cuda", kernel=kernel, device_memory="100MiB", host_memory="1GiB")
     assert 0 < result.timeline.header["held"]["device"] <= 100 * MIB
     assert (np.asarray(result.out) == 3000).all()

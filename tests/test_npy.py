@@ -1,4 +1,4 @@
-"""Parts of lines of .npy files and of raw chunks, and memory maps: what is read and written, and what stays resident."""
+"""Test parts of lines in .npy files and raw chunks, and memory maps: their content and their resident set."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def draw_span(data: st.DataObject, extent: int) -> tuple[int, int]:
 def test_any_block_is_read_and_written_as_numpy_does(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    """Gaps are short or long, segments cached or not, blocks reordered in one piece or in many."""
+    """Vary the gaps, whether segments are cached, and the number of pieces that reorder a block."""
     draw = data.draw
     shape = draw(st.integers(0, 9)), draw(st.sampled_from([1, 5, 700, lines.MAX_LINE]))
     dtype = np.dtype(draw(st.sampled_from(["<f8", ">f8", "<f4", ">c16", "i1"])))
@@ -67,7 +67,7 @@ def test_any_block_is_read_and_written_as_numpy_does(
         matrix = open_npy("X", path, writable=True)
         patches.setattr(lines, "SCRATCH_BYTES", draw(st.sampled_from([1 << 8, 1 << 18])))
         patches.setattr(aio, "MAX_READS", draw(st.sampled_from([3, 512])))
-        if draw(st.booleans()):  # a system that knows no such calls
+        if draw(st.booleans()):  # a system without these calls
             patches.setattr(aio, "_contexts", [])
             patches.setattr(aio, "_CALLS", {})
         rows, cols = draw_span(data, values.shape[0]), draw_span(data, values.shape[1])
@@ -82,7 +82,7 @@ def test_any_block_is_read_and_written_as_numpy_does(
 
 
 def far_apart(folder: Path, kind: str) -> tuple[Matrix, np.ndarray[Any, Any]]:
-    """A stored matrix with rows of 128 KiB, of which nothing is cached if there is a disk, and its values."""
+    """Store a matrix with rows of 128 KiB, uncached where there is a disk. Return it with its values."""
     values = np.random.default_rng(0).integers(-99, 99, (256, 16384)).astype("f8")
     matrix: Matrix
     if kind == "npy":
@@ -115,7 +115,7 @@ def test_short_segments_are_read_without_readahead(tmp_path: Path, kind: str) ->
     np.testing.assert_array_equal(out, values[:, 5000:5256])
     assert (
         read <= 16 * out.nbytes
-    )  # windows of whole pages; with readahead it is all of the file, 64 times as much
+    )  # windows of whole pages; readahead would load all of the file, 64 times as much
 
 
 @LINUX
@@ -134,7 +134,7 @@ def test_files_too_large_to_cache_are_read_past_it(
     with OpenFile(path) as file:
         rows = [row * 128 << 10 for row in range(1, 256)]
         held = [file.cached([row + 8 * 5000]) for row in rows]
-        # tmpfs is memory, and holds everything
+        # a tmpfs is always resident
         assert sum(held) < 10 or file.cached(rows)
 
 
@@ -166,7 +166,7 @@ def test_all_segments_are_requested_before_one_is_awaited(
 
 @LINUX
 def test_segments_are_read_by_few_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each call releases the GIL and takes it again, for which threads wait for one another."""
+    """Each call releases the GIL and takes it again, which makes threads wait for one another."""
     matrix, values = far_apart(tmp_path, "npy")
     calls, right, preadv = 0, aio._system, os.preadv
 
@@ -179,7 +179,7 @@ def test_segments_are_read_by_few_calls(tmp_path: Path, monkeypatch: pytest.Monk
         return call
 
     monkeypatch.setattr(aio, "_system", counted(right))
-    monkeypatch.setattr(os, "preadv", counted(preadv))  # for a segment that came in part
+    monkeypatch.setattr(os, "preadv", counted(preadv))  # for a segment that was read in part
     out = np.empty((256, 256))
     matrix.read((0, 256), (5000, 5256), out)
     np.testing.assert_array_equal(out, values[:, 5000:5256])
@@ -218,7 +218,7 @@ def test_a_file_cut_short_while_it_is_read_is_named(
 def test_a_short_file_is_not_lengthened_by_a_write(tmp_path: Path) -> None:
     matrix = create_npy("X", tmp_path / "X.npy", (40, 40), np.dtype("f8"))
     os.truncate(tmp_path / "X.npy", 1000)
-    with pytest.raises(EOFError, match="cut short, from 12928 bytes to 1000"):
+    with pytest.raises(EOFError, match="truncated from 12928 bytes to 1000"):
         matrix.write((0, 4), (0, 4), np.ones((4, 4)))
     assert (tmp_path / "X.npy").stat().st_size == 1000
 
@@ -241,7 +241,7 @@ def test_changes_to_a_private_map_are_kept(tmp_path: Path) -> None:
     np.testing.assert_array_equal(private, np.full((64, 64), 2))
 
 
-# Runs a product, or none, and prints the peak of the resident set. Budgets are far below the size of the operands.
+# Run a product, or none, and print the peak of the resident set. Budgets are far below the operands' size.
 CODE = """
 import json, sys
 import numpy, zarr, oocgemm, oocgemm.stores.zarr.matrix, oocgemm.backends.host.backend
@@ -269,25 +269,24 @@ def peak(arguments: dict[str, Any], mapped: str = "") -> int:
 
 @cache
 def idle() -> int:
-    """The peak of a process that multiplies nothing."""
+    """Return the peak resident set of a process that multiplies nothing."""
     return peak({})
 
 
-@pytest.mark.slow
 @LINUX
 @pytest.mark.parametrize(
     ("trans_b", "tile", "mapped"),
     [
         pytest.param("T", None, "", id="parts of rows"),
-        pytest.param("N", None, "", id="parts of rows, of both extents"),
-        pytest.param("T", "100x100x6000", "", id="whole rows"),
-        pytest.param("T", None, "abc", id="memory maps"),
+        pytest.param("N", None, "", id="parts of rows, of both extents", marks=pytest.mark.slow),
+        pytest.param("T", "100x100x6000", "", id="whole rows", marks=pytest.mark.slow),
+        pytest.param("T", None, "abc", id="memory maps", marks=pytest.mark.slow),
     ],
 )
 def test_the_resident_set_stays_within_the_budgets(
     tmp_path: Path, trans_b: str, tile: str | None, mapped: str
 ) -> None:
-    """But for the part of a panel that the reader thread maps, and small objects."""
+    """The allowance is for the part of a panel that a reader thread maps, and for small objects."""
     values = np.random.default_rng(0).integers(-3, 4, (3000, 6000)).astype("f8")
     a, b, c = (tmp_path / f"{name}.npy" for name in "ABC")
     np.save(a, values)

@@ -1,4 +1,4 @@
-"""The page, the pictures and the trace hold what the timeline says, and nothing from outside."""
+"""The HTML page, the pictures and the trace show the timeline and load nothing from outside."""
 
 import io
 import json
@@ -16,13 +16,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oocgemm.cli.main import EXIT_USAGE
+from oocgemm.cli.output import EXIT_USAGE
 from oocgemm.planning import Budgets
 from oocgemm.reports.page import page, run_data
 from oocgemm.reports.svg import COLUMNS, svg
 from oocgemm.reports.trace import write_trace
 from oocgemm.timeline import Span, Timeline, read_log, report
-from oocgemm.timeline.series import finished, limits, rates, rows
+from oocgemm.timeline.series import finish_times, rate_limits, rates, rows
 
 from .command import command
 from .virtual_runs import GIB, machine, run_of, virtual_plan, write_log
@@ -40,7 +40,7 @@ def log(tmp_path: Path, run: Timeline) -> Path:
 
 
 class Elements(HTMLParser):
-    """The elements of a page in order, each with its attributes; void ones are not closed."""
+    """The elements of a page in order, with their attributes; void elements need no end tag."""
 
     VOID = frozenset({"meta", "br", "line", "rect", "path", "input"})
 
@@ -118,7 +118,7 @@ def test_the_data_of_the_page_are_the_spans(run: Timeline) -> None:
     assert list(spans_of(data)) == expected
     waited = sum(length for _, length, _ in data["waits"]) / 1e9
     assert waited == pytest.approx(sum(report(run).exposed.values()))
-    # What a span comes after has ended by then.
+    # The last predecessor of a span ended before the span started.
     ends = [end for _, end, *_ in expected]
     after = data["spans"]["after"]
     assert any(after)
@@ -151,7 +151,7 @@ def test_rates_over_time_add_up_to_the_bytes(pairs: list[tuple[int, int]], bins:
 
 
 def test_tiles_are_finished_when_their_last_part_is_written(run: Timeline) -> None:
-    done = finished(run.spans)
+    done = finish_times(run.spans)
     down, across = run.header["plan"]["tiles"]
     assert set(done) == {(i, j) for i in range(down) for j in range(across)}
     assert max(done.values()) == run.wall
@@ -187,8 +187,8 @@ def test_a_run_without_anything_has_a_page_and_a_picture() -> None:
         ElementTree.fromstring(svg(empty))
 
 
-def test_the_picture_covers_what_lanes_are_busy(run: Timeline) -> None:
-    """Boxes, weighed by how opaque they are, have the area of the lane's busy time."""
+def test_the_area_of_the_picture_is_the_busy_time(run: Timeline) -> None:
+    """The area of the boxes, weighted by their opacity, is the lane's busy time."""
     root = ElementTree.fromstring(svg(run, "a < b"))
     space = "{http://www.w3.org/2000/svg}"
     title = root.find(f"{space}title")
@@ -199,7 +199,7 @@ def test_the_picture_covers_what_lanes_are_busy(run: Timeline) -> None:
     for path in root.iter(f"{space}path"):
         if path.get("fill") == "#59616c":
             boxes = re.findall(r"h([\d.e-]+)v([\d.e-]+)h-", path.get("d") or "")
-            # Lighter boxes of steps that are wide are no less busy.
+            # Every other wide step is drawn lighter, but counts fully.
             weight = 1.0 if path.get("fill-opacity") == "0.66" else float(path.get("fill-opacity") or 1)
             drawn += weight * sum(float(width) for width, _ in boxes)
     assert drawn / COLUMNS == pytest.approx(figures.compute_share, abs=0.05)
@@ -238,7 +238,7 @@ def test_the_trace_has_a_track_per_lane_and_arrows_to_uses(run: Timeline) -> Non
     )  # a panel of each, however often used
 
 
-def test_report_writes_what_it_is_asked_for(log: Path, tmp_path: Path) -> None:
+def test_report_writes_the_requested_files(log: Path, tmp_path: Path) -> None:
     paths = {kind: tmp_path / f"out.{kind}" for kind in ("html", "svg", "trace")}
     done = command("report", log, *(x for kind, path in paths.items() for x in (f"--{kind}", path)))
     assert (done.code, done.err) == (0, "")
@@ -248,16 +248,18 @@ def test_report_writes_what_it_is_asked_for(log: Path, tmp_path: Path) -> None:
     json.loads(paths["trace"].read_text())
 
 
-def test_a_run_that_did_not_end_is_shown_as_such(log: Path, tmp_path: Path) -> None:
-    """Its figures are of what was recorded: none of them is held against the whole that was planned."""
+def test_an_unfinished_run_is_reported_as_unfinished(log: Path, tmp_path: Path) -> None:
+    """Its figures cover what was recorded, and are not compared with the whole plan."""
     header, recorded = log.read_bytes().split(b"\n", 1)
     part = tmp_path / "part.jsonl"
     for share in (0.1, 0.5, 0.95):
         part.write_bytes(header + b"\n" + recorded[: round(share * len(recorded))])
         shown = command("report", part, "--html", tmp_path / "part.html", "--svg", tmp_path / "part.svg")
         assert (shown.code, shown.err) == (0, "")
-        assert shown.out.startswith("Unfinished: the run was stopped, or still goes on; this is its first ")
-        assert "log does not hold the run in full" in " ".join(shown.out.split())
+        assert shown.out.startswith(
+            "Unfinished: the run was stopped or is still running. The figures cover its first"
+        )
+        assert "log does not hold the whole run" in " ".join(shown.out.split())
         text = (tmp_path / "part.html").read_text()
         assert Elements(text).open == []
         assert "Unfinished: the run was stopped" in text
@@ -273,9 +275,9 @@ def test_a_run_that_did_not_end_is_shown_as_such(log: Path, tmp_path: Path) -> N
 def test_limits_say_whether_their_rates_were_measured() -> None:
     model = machine()
     run = run_of(virtual_plan((2048, 2048, 2048), Budgets(GIB, GIB), model))
-    assert limits(run)["compute"] == (model.kernels["float64"].peak, True)
+    assert rate_limits(run)["compute"] == (model.kernels["float64"].peak, True)
     plan = run.header["plan"] | {"problem": run.header["plan"]["problem"] | {"compute": "emulated"}}
-    emulated = limits(replace(run, header=dict(run.header) | {"plan": plan, "rates": None}))
+    emulated = rate_limits(replace(run, header=dict(run.header) | {"plan": plan, "rates": None}))
     assert emulated["compute"] == (model.kernels["emulated float64"].peak, False)
     assert emulated["h2d"] == (model.h2d, True)
     assert emulated["read"] == (model.read, True)
@@ -307,12 +309,12 @@ def test_different_products_are_compared_by_rates_only(log: Path, tmp_path: Path
     ]
     assert changed == ["rate"]
     assert command("report", log, other, "--json").json()["same_product"] is False
-    assert "times as long" not in page_of_both.read_text()
-    assert "a different product, its rate " in page_of_both.read_text()
+    assert "times the T" not in page_of_both.read_text()
+    assert "a different product, " in page_of_both.read_text()
     assert "different product" not in command("report", log, log).out
 
 
-def test_a_png_is_drawn_or_the_way_to_it_is_said(log: Path, tmp_path: Path) -> None:
+def test_a_png_is_drawn_or_the_error_names_its_package(log: Path, tmp_path: Path) -> None:
     with patch.dict("sys.modules", {"resvg_py": None}):
         refused = command("report", log, "--png", tmp_path / "out.png")
     assert refused.code == EXIT_USAGE
@@ -323,12 +325,12 @@ def test_a_png_is_drawn_or_the_way_to_it_is_said(log: Path, tmp_path: Path) -> N
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_cannot_be_written_is_refused(log: Path, tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_written_is_refused(log: Path, tmp_path: Path) -> None:
     before = log.read_bytes()
     for arguments, part in (
-        ((log, "--html", log), "is the timeline that is read"),
+        ((log, "--html", log), "would overwrite the timeline"),
         ((log, "--svg", tmp_path / "none" / "out.svg"), "cannot write --svg"),
-        ((log, log, "--trace", tmp_path / "out.json"), "takes one timeline, 2 were given"),
+        ((log, log, "--trace", tmp_path / "out.json"), "takes one timeline, but 2 were given"),
     ):
         refused = command("report", *arguments)
         assert refused.code == EXIT_USAGE
@@ -336,8 +338,8 @@ def test_what_cannot_be_written_is_refused(log: Path, tmp_path: Path) -> None:
     assert log.read_bytes() == before
 
 
-def test_reads_side_by_side_have_tracks_of_their_own() -> None:
-    """Two threads read at once, the one a little longer than the other's start: neither waits for the other."""
+def test_concurrent_reads_get_separate_tracks() -> None:
+    """Two threads read concurrently; one read ends shortly after the other starts, without a dependency."""
     run = Timeline(tuple(made([(0, 1000), (990, 1000), (1995, 300)])), 2300)
     file = io.StringIO()
     write_trace(file, run)

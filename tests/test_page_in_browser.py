@@ -1,4 +1,4 @@
-"""The page in a headless Chromium: it can be read at usual widths, zoomed, hovered over, switched, printed, and is quick."""
+"""The HTML page in a headless Chromium: layout, zoom, tooltips, themes, printing and drawing time."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,28 +14,27 @@ from .browser import Page, browser, find_browser
 from .virtual_runs import GIB, machine, run_of, virtual_plan
 
 PROGRAM = find_browser()
-pytestmark = [
-    pytest.mark.skipif(
-        PROGRAM is None,
-        reason="no Chromium is on the PATH: install chromium-headless-shell or chromium, or set OOCGEMM_BROWSER",
-    ),
-    pytest.mark.slow,
-]
+pytestmark = pytest.mark.skipif(
+    PROGRAM is None,
+    reason="no Chromium is on the PATH: install chromium-headless-shell or chromium, or set OOCGEMM_BROWSER",
+)
 
-# Texts that leave their box, texts that lie on one another, and boxes wider than the window.
+# Finds texts outside their box, overlapping texts and sections, and pages wider than the window.
 FAULTS = """(() => {
-  const found = [], texts = [];
-  if (document.documentElement.scrollWidth > innerWidth) found.push(`the page is ${document.documentElement.scrollWidth} wide`);
+  const found = [], texts = [], wide = document.documentElement.scrollWidth;
+  if (wide > innerWidth) found.push(`the page is ${wide} wide`);
   const walker = document.createTreeWalker(document.querySelector("main"), NodeFilter.SHOW_TEXT);
   for (let node; (node = walker.nextNode()); ) {
     if (!node.data.trim()) continue;
     const range = document.createRange();
     range.selectNodeContents(node);
-    const holder = node.parentElement.closest("td, th, dd, dt, figcaption, .card, .figures > div, .tools, .legend, header") ;
+    const holders = "td, th, dd, dt, figcaption, .card, .figures > div, .tools, .legend, header";
+    const holder = node.parentElement.closest(holders);
     const box = holder.getBoundingClientRect();
     for (const r of range.getClientRects()) {
       if (!r.width) continue;
-      if (r.left < box.left - 1 || r.right > box.right + 1 || r.top < box.top - 2 || r.bottom > box.bottom + 2)
+      const inside = r.left >= box.left - 1 && r.right <= box.right + 1;
+      if (!inside || r.top < box.top - 2 || r.bottom > box.bottom + 2)
         found.push(`"${node.data.trim().slice(0, 40)}" leaves its ${holder.tagName}`);
       texts.push([r, node.data.trim().slice(0, 40)]);
     }
@@ -47,7 +46,8 @@ FAULTS = """(() => {
   }));
   const cards = [...document.querySelectorAll("main > *")].map((e) => e.getBoundingClientRect());
   cards.forEach((a, i) => cards.slice(i + 1).forEach((b) => {
-    if (Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1 && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 1)
+    const across = Math.min(a.right, b.right) - Math.max(a.left, b.left);
+    if (across > 1 && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 1)
       found.push("sections lie on one another");
   }));
   return found;
@@ -79,7 +79,7 @@ def one(folder: Path) -> Path:
 
 
 def made(count: int) -> Timeline:
-    """That many spans on five lanes, at the pace of a long run."""
+    """Return a timeline of `count` spans on five lanes."""
     spans = []
     lanes = (
         ("read", "read"),
@@ -111,7 +111,7 @@ def made(count: int) -> Timeline:
 
 
 def complaints(shown: Page) -> list[object]:
-    """What the browser has complained of or loaded since it was last asked."""
+    """Return the errors and the network requests since the last call."""
     kinds = ("Runtime.exceptionThrown", "Log.entryAdded", "Runtime.consoleAPICalled")
     found: list[object] = [e for e in shown.events if e.get("method") in kinds]
     asked = [
@@ -127,10 +127,12 @@ def view(shown: Page) -> tuple[float, float]:
 
 
 def place(shown: Page, x: float = 0.5, lane: str = "compute") -> tuple[float, float]:
-    """A point of the window on a lane of the first chart, at a share of the time shown."""
+    """Return a point of the window on a lane of the first chart, at a share of the visible time."""
     left, top = shown.js(
-        "(() => { const g = gantts[0]; g.canvas.scrollIntoView({block: 'center'}); const r = g.canvas.getBoundingClientRect();"
-        f"return [r.left + GUTTER + {x} * (g.width - GUTTER), r.top + g.tops[g.run.lanes.indexOf('{lane}')] + 5]; }})()"
+        "(() => { const g = gantts[0]; g.canvas.scrollIntoView({block: 'center'});"
+        "const r = g.canvas.getBoundingClientRect();"
+        f"return [r.left + GUTTER + {x} * (g.width - GUTTER),"
+        f"r.top + g.tops[g.run.lanes.indexOf('{lane}')] + 5]; }})()"
     )
     return left, top
 
@@ -147,7 +149,8 @@ def test_nothing_overlaps_or_overflows(shown: Page, one: Path, name: str, width:
 def test_hovering_says_what_a_span_was(shown: Page, one: Path) -> None:
     shown.open(one)
     span = shown.js("(() => { const g = gantts[0]; const i = g.rows[g.run.lanes.indexOf('h2d')][0][3];"
-        "view.show(g.start[i] - 2e6, g.end[i] + 2e6); return [g.start[i], g.end[i], g.run.sizes[g.run.spans.size[i]][0],"
+        "view.show(g.start[i] - 2e6, g.end[i] + 2e6);"
+        "return [g.start[i], g.end[i], g.run.sizes[g.run.spans.size[i]][0],"
         "g.run.tiles[g.run.spans.tile[i]].join(', '), g.run.spans.step[i]]; })()")  # fmt: skip
     start, end, size, tile, step = span
     shown.painted()
@@ -159,14 +162,15 @@ def test_hovering_says_what_a_span_was(shown: Page, one: Path) -> None:
         "[...document.querySelectorAll('#tip > *')].map((e) => e.innerText.replace(/\\s+/g, ' '))"
     )
     assert lines[0].startswith("Upload ")
-    said = dict(line.split(" ", 1) for line in lines[1:])
-    assert said["tile"] == tile
-    assert said["step"] == str(step)
-    assert said["bytes"] == shown.js(f"formatSize({size})")
-    assert said["rate"] == f"{size / (end - start):.3g} GB/s"
-    assert "ended" in said["after"]
+    facts = dict(line.split(" ", 1) for line in lines[1:])
+    assert facts["tile"] == tile
+    assert facts["step"] == str(step)
+    assert facts["bytes"] == shown.js(f"formatSize({size})")
+    assert facts["rate"] == f"{size / (end - start):.3g} GB/s"
+    assert "ended" in facts["predecessor"]
     inside = shown.js("(() => { const r = document.getElementById('tip').getBoundingClientRect();"
-        "return r.left >= 0 && r.top >= 0 && r.right <= innerWidth && r.bottom <= innerHeight; })()")  # fmt: skip
+        "return r.left >= 0 && r.top >= 0 && r.right <= innerWidth && r.bottom <= innerHeight;"
+        "})()")  # fmt: skip
     assert inside
     shown.mouse("mouseMoved", 5, 5)
     assert shown.js("document.getElementById('tip').hidden")
@@ -214,13 +218,15 @@ def test_buttons_the_overview_and_tiles_of_c_move_the_view(shown: Page, one: Pat
     assert half[1] - half[0] == pytest.approx(whole[1] / 2)
     assert shown.js("document.getElementById('range').textContent").count(" to ") == 1
     x, y = shown.js(
-        "(() => { gantts[0].overview.scrollIntoView(); const r = gantts[0].overview.getBoundingClientRect(); return [r.right - 3, r.top + 8]; })()"
+        "(() => { gantts[0].overview.scrollIntoView();"
+        "const r = gantts[0].overview.getBoundingClientRect(); return [r.right - 3, r.top + 8]; })()"
     )
     shown.click(x, y)
     assert view(shown)[1] == whole[1]
     shown.js("document.querySelector('[data-zoom=all]').click()")
     assert view(shown) == whole
-    end = shown.js("(() => { const cell = document.querySelector('.grid rect'); cell.dispatchEvent(new MouseEvent('click',"
+    end = shown.js("(() => { const cell = document.querySelector('.grid rect');"
+        "cell.dispatchEvent(new MouseEvent('click',"
         "{bubbles: true})); return Number(cell.dataset.end); })()")  # fmt: skip
     assert view(shown)[1] == end
     assert view(shown) != whole
@@ -228,7 +234,10 @@ def test_buttons_the_overview_and_tiles_of_c_move_the_view(shown: Page, one: Pat
 
 def test_the_theme_follows_the_reader_and_can_be_switched(shown: Page, one: Path) -> None:
     ground = "getComputedStyle(document.body).backgroundColor"
-    ink = "(() => { const g = gantts[0]; return [...g.canvas.getContext('2d').getImageData(g.canvas.width - 3, 40, 1, 1).data].join(); })()"
+    ink = (
+        "(() => { const { canvas } = gantts[0], context = canvas.getContext('2d');"
+        "return [...context.getImageData(canvas.width - 3, 40, 1, 1).data].join(); })()"
+    )
     shown.open(one, theme="light")
     light = shown.js(ground), shown.js(ink)
     shown.js("document.getElementById('theme').click()")
@@ -264,8 +273,9 @@ def test_two_runs_are_looked_at_through_one_window(shown: Page, one: Path) -> No
     assert shown.js("gantts.every((g) => g.view === view && g.x(view.from) === GUTTER)")
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_spans_are_drawn_in_bounded_work(shown: Page, folder: Path) -> None:
-    """What is drawn is bounded by the width of the chart, and time grows no faster than the spans do."""
+    """The width of the chart bounds the number of boxes. Time grows at most as fast as the spans do."""
     medians = {}
     shown.events.clear()
     for count in (10_000, 100_000):
@@ -285,19 +295,20 @@ def test_a_hundred_thousand_spans_are_drawn_in_bounded_work(shown: Page, folder:
           return [times.at(-1), times[12]];
         })()""")
         medians[count] = median
-        print(
-            f"{count} spans: drawn after {first:.0f} ms, a frame {median:.1f} ms, the longest {longest:.1f} ms"
-        )
+        print(f"{count} spans: loaded in {first:.0f} ms, a frame {median:.1f} ms, at most {longest:.1f} ms")
         drawn = shown.js("""(() => {
           let calls = 0;
           const fill = CanvasRenderingContext2D.prototype.fillRect;
-          CanvasRenderingContext2D.prototype.fillRect = function (...box) { calls += 1; fill.apply(this, box); };
+          CanvasRenderingContext2D.prototype.fillRect = function (...box) {
+            calls += 1;
+            fill.apply(this, box);
+          };
           view.all();
           gantts[0].paint();
           CanvasRenderingContext2D.prototype.fillRect = fill;
           return calls / gantts[0].width;
         })()""")
-        # Five lanes, some rows each, and a cause of waiting a column; not 100,000 spans.
+        # Per column: five lanes with up to two rows each, and some causes of waits; not 100,000 spans.
         assert drawn < 5 * 2 + 5
     assert medians[100_000] < 40 * max(medians[10_000], 0.5)
     assert complaints(shown) == []
@@ -321,12 +332,15 @@ def test_labels_of_a_roofline_lie_apart_in_light_and_dark(shown: Page, folder: P
         assert (
             shown.js("""(() => {
           const drawn = document.documentElement.getBoundingClientRect(), found = [];
-          const texts = [...document.querySelectorAll("text")].map((e) => [e.getBoundingClientRect(), e.textContent]);
+          const elements = [...document.querySelectorAll("text")];
+          const texts = elements.map((e) => [e.getBoundingClientRect(), e.textContent]);
           texts.forEach(([a, one], i) => {
-            if (a.left < drawn.left || a.right > drawn.right || a.bottom > drawn.bottom) found.push(`${one} leaves the picture`);
+            const inside = a.left >= drawn.left && a.right <= drawn.right && a.bottom <= drawn.bottom;
+            if (!inside) found.push(`${one} leaves the picture`);
             texts.slice(i + 1).forEach(([b, other]) => {
               const across = Math.min(a.right, b.right) - Math.max(a.left, b.left);
-              if (across > 0 && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 2) found.push(`${one} lies on ${other}`);
+              const down = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
+              if (across > 0 && down > 2) found.push(`${one} lies on ${other}`);
             });
           });
           return texts.length ? found : ["there is no text"];

@@ -47,16 +47,16 @@ def test_narrow_operands_give_a_float32_c_where_asked(dtype: str, beta: int, bac
         (
             "float32",
             {"out_dtype": "float16"},
-            "C cannot be of dtype float16 where the operands are of float32",
+            "C cannot have dtype float16 with float32 operands",
         ),
-        ("float16", {"out_dtype": "float64"}, "choose among float16, float32"),
-        ("float64", {"out_dtype": "number"}, "C cannot be of dtype number"),
+        ("float16", {"out_dtype": "float64"}, "choose one of float16, float32"),
+        ("float64", {"out_dtype": "number"}, "C cannot have dtype number"),
         (
             "float64",
             {"compute": "tf32"},
-            "float64 operands cannot be computed in 'tf32': choose among native",
+            "float64 operands cannot be computed in 'tf32': choose one of native",
         ),
-        ("float32", {"compute": "fp8"}, "cannot be computed in 'fp8': choose among native, tf32, bf16"),
+        ("float32", {"compute": "fp8"}, "cannot be computed in 'fp8': choose one of native, tf32, bf16"),
         ("float32", {"compute": "tf32"}, "the host backend computes in native precision, not tf32"),
     ],
 )
@@ -111,9 +111,9 @@ def test_products_of_bfloat16_are_checked_and_verified() -> None:
         result = oocgemm.gemm(case.a, case.b, out_dtype=out_dtype, backend="host", verify=True)
         assert result.timeline.header["checks"]["recomputed"] == []
         assert result.timeline.header["backend"]["multiplied by"] == ["blas"]
-        assert oocgemm.verify(case.a, case.b, result.out).right
+        assert oocgemm.verify(case.a, case.b, result.out).ok
         result.out[3, 4] += 100
-        assert not oocgemm.verify(case.a, case.b, result.out).right
+        assert not oocgemm.verify(case.a, case.b, result.out).ok
 
 
 def test_an_identity_says_what_was_tuned() -> None:

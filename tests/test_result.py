@@ -1,4 +1,4 @@
-"""What the library returns can be used as an array, printed, shown in notebooks, and its log read by name."""
+"""A result is an array that can be printed and shown in notebooks, and a log can be read by its path."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ B = np.arange(20.0).reshape(4, 5)
 
 @pytest.fixture
 def result() -> oocgemm.Result:
-    return oocgemm.matmul(A, B, backend="host")
+    return oocgemm.gemm(A, B, backend="host")
 
 
 def test_a_result_is_its_array(result: oocgemm.Result) -> None:
@@ -38,7 +38,7 @@ def test_an_array_in_memory_is_copied_only_if_asked(result: oocgemm.Result) -> N
 
 
 def test_a_zarr_array_is_loaded(tmp_path: Path) -> None:
-    made = oocgemm.matmul(A, B, out=tmp_path / "c.zarr", backend="host")
+    made = oocgemm.gemm(A, B, c=tmp_path / "c.zarr", backend="host")
     assert isinstance(made.out, zarr.Array)
     loaded = np.asarray(made)
     assert type(loaded) is np.ndarray
@@ -48,18 +48,18 @@ def test_a_zarr_array_is_loaded(tmp_path: Path) -> None:
 
 
 def test_a_memory_map_is_an_array(tmp_path: Path) -> None:
-    made = oocgemm.matmul(A, B, out=tmp_path / "c.npy", backend="host")
+    made = oocgemm.gemm(A, B, c=tmp_path / "c.npy", backend="host")
     np.testing.assert_array_equal(np.asarray(made), A @ B)
     assert np.shares_memory(np.asarray(made), made.out)
 
 
 def test_a_result_without_an_array_says_so(result: oocgemm.Result) -> None:
-    with pytest.raises(InputError, match="holds no array"):
+    with pytest.raises(InputError, match="has no array"):
         np.asarray(oocgemm.Result(None, result.plan, result.log))
 
 
 def test_a_result_is_printed_on_a_line(result: oocgemm.Result, tmp_path: Path) -> None:
-    stored = oocgemm.matmul(A, B, out=tmp_path / "c.zarr", backend="host")
+    stored = oocgemm.gemm(A, B, c=tmp_path / "c.zarr", backend="host")
     for one in (result, stored):
         assert repr(one).startswith("<Result C 3 x 5 float64 in ")
         assert "\n" not in repr(one)
@@ -79,7 +79,7 @@ def test_notebooks_show_a_result(result: oocgemm.Result) -> None:
 def test_progress_true_shows_the_display(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(live, "SELDOM", 0.0)
+    monkeypatch.setattr(live, "LINE_SECONDS", 0.0)
     oocgemm.matmul(A, B, backend="host", progress=False)
     assert capfd.readouterr() == ("", "")
     oocgemm.matmul(A, B, backend="host", progress=True)
@@ -91,14 +91,15 @@ def test_progress_true_shows_the_display(
 def test_the_library_imports_rich_for_progress_only() -> None:
     code = (
         "import sys, numpy as np, oocgemm; a = np.ones((4, 4)); oocgemm.matmul(a, a, backend='host')\n"
-        "assert 'rich' not in sys.modules; oocgemm.matmul(a, a, backend='host', progress=True); assert 'rich' in sys.modules"
+        "assert 'rich' not in sys.modules; oocgemm.matmul(a, a, backend='host', progress=True); assert "
+        "'rich' in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
 def test_report_takes_a_timeline_or_a_path(tmp_path: Path) -> None:
     log = tmp_path / "run.jsonl"
-    result = oocgemm.matmul(A, B, backend="host", timeline=log)
+    result = oocgemm.gemm(A, B, backend="host", timeline=log)
     assert oocgemm.report(log) == oocgemm.report(str(log)) == oocgemm.report(result.timeline) == result.report
     with pytest.raises(InputError, match="cannot read the timeline"):
         oocgemm.report(tmp_path / "none.jsonl")

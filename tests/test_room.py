@@ -1,4 +1,4 @@
-"""A disk that cannot hold C is refused before a run, and one that fills up in its course says how to go on."""
+"""Test that a disk without room for C is refused, and that a disk that fills up says how to resume."""
 
 import errno
 import os
@@ -15,7 +15,7 @@ import zarr
 
 import oocgemm
 from oocgemm import ExecutionError, InputError
-from oocgemm.cli.main import EXIT_FAILED
+from oocgemm.cli.output import EXIT_FAILED
 from oocgemm.stores import files, open_matrix
 from oocgemm.stores.zarr import chunks as direct
 from tests.command import contents, run
@@ -24,13 +24,13 @@ _rng = np.random.default_rng(0)
 A, B = (_rng.integers(-3, 4, shape).astype(float) for shape in ((40, 30), (30, 50)))
 PRODUCT = A @ B
 KIB = 1 << 10
-# C in 20 chunks, each of them in one page of the disk, and 6 tiles.
+# C has 20 chunks of one disk page each, and 6 tiles.
 OPTIONS: dict[str, Any] = {"backend": "host", "tile": "20x20x10", "chunks": (10, 10)}
 WHOLE = 80 * KIB
 
 
 class Disk:
-    """A disk with so many bytes free, of which each chunk takes a page."""
+    """A disk with `free` bytes, of which each chunk takes a page."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.free = 1 << 40
@@ -82,7 +82,7 @@ def test_chunks_that_are_there_need_no_room(tmp_path: Path, disk: Disk) -> None:
     disk.free = 40 * KIB - 1
     with pytest.raises(InputError, match="takes 40 KiB more"):
         oocgemm.gemm(A, B, tmp_path / "C", overwrite=True, backend="host")
-    disk.free += 1 + 40 * KIB  # of the chunks that are replaced
+    disk.free += 1 + 40 * KIB  # the replaced chunks
     oocgemm.gemm(A, B, tmp_path / "C", overwrite=True, backend="host")
     np.testing.assert_array_equal(array[:], PRODUCT)
 
@@ -103,19 +103,20 @@ def test_a_disk_that_fills_up_says_how_to_go_on(
     arguments = str(a), str(b), str(c), "--tile", "20x20x10", "--quiet"
     chunks = "--chunks", "10x10", "--compressor", compressor
 
-    def fill() -> Any:  # another program, once the run has begun
+    def fill() -> Any:  # another program, after the run has started
         disk.free = 50 * KIB
         return lambda span: None
 
     with pytest.raises(ExecutionError) as raised:
         oocgemm.gemm(a, b, c, compressor=compressor, progress=lambda plan: fill(), **OPTIONS)
     found = re.search(
-        rf"writing C\[.*\]: No space left on device: C at {re.escape(str(c))} needs about (\d+) KiB more, 2 KiB are free\. "
+        rf"writing C\[.*\]: No space left on device: C at {re.escape(str(c))} needs about (\d+) KiB more, "
+        r"2 KiB are free\. "
         r"Make room, then --resume \(resume=True\) goes on",
         str(raised.value),
     )
     assert found is not None, str(raised.value)
-    assert int(found[1]) == 30  # 80 for all of C, less 48 that are written and 2 that are free
+    assert int(found[1]) == 30  # 80 for C, minus 48 written and 2 free
     again = run(*arguments, *chunks, "--resume")
     assert again.code != 0
     assert "80 KiB" not in again.err

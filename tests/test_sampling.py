@@ -1,4 +1,4 @@
-"""Samples of rates: a device is timed while it is busy, by its own clock, and outliers are measured again."""
+"""Rates are sampled on a busy device, by the device's clock, and outliers are measured again."""
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,23 +9,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from oocgemm.backends.base import Array, Token
+from oocgemm.backends.base import Array, Stream, Token
 from oocgemm.errors import BackendError
-from oocgemm.machine import calibrate, workbench
-from oocgemm.machine.calibrate import Sizes
-from oocgemm.machine.sampling import explained
-from oocgemm.machine.workbench import QUEUED, Workbench
+from oocgemm.machine.measure import calibrate, workbench
+from oocgemm.machine.measure.calibrate import Sizes
+from oocgemm.machine.measure.sampling import explained
+from oocgemm.machine.measure.workbench import QUEUED, Workbench
 from oocgemm.planning import Kind, MachineModel, Operation, Plan, TileShape, default_model, fit_link
 
 ROWS, COLS = 512, 64
 PANEL = ROWS * COLS * 8
 RATE, LATENCY = PANEL / 4e-3, 5e-6  # a panel takes 4 ms
-SUBMIT = 100_000  # nanoseconds in which the host issues an operation: far more than a short copy takes
+SUBMIT = 100_000  # nanoseconds to issue an operation: far longer than a short copy
 
 
 @dataclass(frozen=True)
 class Queued:
-    """An operation on the device: its interval is that of `oocgemm.backends.cuda.events.Work`."""
+    """An operation on the device; its interval is defined as in `oocgemm.backends.cuda.events.Work`."""
 
     device: "Device"
     began: int
@@ -47,7 +47,7 @@ class Device:
     """
 
     asynchronous: Collection[Kind] = (Kind.UPLOAD, Kind.MULTIPLY, Kind.DOWNLOAD)
-    summing = locks = None
+    checksums = pinner = None
 
     def __init__(self, skew: int = 0) -> None:
         self.now, self.skew, self.issues = 0, skew, 0
@@ -66,12 +66,12 @@ class Device:
         return self.now
 
     @contextmanager
-    def worker(self, stream: str) -> Iterator[None]:
+    def worker(self, stream: Stream) -> Iterator[None]:
         yield
 
     def submit(self, operation: Operation, host: Sequence[Array], after: Sequence[Token]) -> Queued:
         self.issues += 1
-        # On an idle stream the events and the work are done while the host is still at it.
+        # On an idle stream the events and the work end while the host is still issuing.
         earliest = max([self.now, *(token.ended for token in after if isinstance(token, Queued))])
         began = max(earliest, self._free.get(operation.stream, 0))
         seconds = LATENCY + (operation.bytes or operation.flops) / RATE
@@ -86,7 +86,7 @@ def machine() -> MachineModel:
 
 @pytest.fixture(params=[0, -60_000, 60_000], ids=["exact", "early", "late"])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Device:
-    """One whose clock is known exactly, or to be off by more than a short copy takes."""
+    """Return a device whose clock is exact, or off by more than the duration of a short copy."""
     made = Device(request.param)
     monkeypatch.setattr(workbench, "perf_counter_ns", made.perf_counter_ns)
     return made
@@ -112,7 +112,7 @@ def test_short_multiplications_are_timed_behind_copies(device: Device) -> None:
 def test_more_copies_are_queued_where_one_is_too_short(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(globals(), "SUBMIT", 3_000_000)  # four take the time of three panels
+    monkeypatch.setitem(globals(), "SUBMIT", 3_000_000)  # issuing four takes as long as copying three panels
     with bench(device) as held:
         copy = held.download(1)
         assert held.seconds(copy) == pytest.approx(LATENCY + copy.bytes / RATE, rel=1e-3)
@@ -121,7 +121,7 @@ def test_more_copies_are_queued_where_one_is_too_short(
 
 def test_a_device_that_outruns_the_host_is_refused(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "SUBMIT", 5_000_000)  # a panel takes 4 ms
-    with bench(device) as held, pytest.raises(BackendError, match="the device copies 64 panels before"):
+    with bench(device) as held, pytest.raises(BackendError, match="the device copied 64 panels before"):
         held.seconds(held.download(1))
 
 
@@ -154,7 +154,7 @@ def test_outliers_are_measured_again_until_a_fit_explains_them() -> None:
 
 
 def test_rates_that_stay_impossible_are_refused_with_what_to_do() -> None:
-    for bad, part in ((1.05e15, "d2h of 1 MiB came to 1.05 PB/s"), (float("inf"), "saw no time pass")):
+    for bad, part in ((1.05e15, "d2h of 1 MiB came to 1.05 PB/s"), (float("inf"), "no measurable time")):
         rates = {1 << 20: bad, 1 << 28: 5e10}
         with pytest.raises(BackendError, match=f"{part}.*run oocgemm calibrate again"):
             explained(rates.__getitem__, rates, partial(fit_link, "d2h"))

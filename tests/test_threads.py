@@ -1,4 +1,4 @@
-"""Threads: work shielded from signals, and settings of the process that several runs share."""
+"""Test work that is shielded from signals, and process-wide settings that concurrent runs share."""
 
 import os
 import signal
@@ -17,7 +17,8 @@ from oocgemm.system import threads
 from oocgemm.system.threads import SWITCH_INTERVAL, Cancel, shielded, short_switch_interval
 from tests.command import own_threads
 
-# What the calling thread runs. Not the start of a thread itself, where Python delivers no signal while it holds a lock.
+# Functions that the calling thread runs. Thread.start is not among them: Python delivers no signal while it
+# holds a lock there.
 WAITING = (shielded.__code__, threads.start.__code__)
 MAX_BYTECODES = 1000
 BRIEFLY, LONG = 0.02, 30.0  # seconds
@@ -25,14 +26,16 @@ BRIEFLY, LONG = 0.02, 30.0  # seconds
 
 @pytest.fixture(autouse=True)
 def _interruptible() -> Iterator[None]:
-    """SIGINT raises `KeyboardInterrupt`. Worker processes of pytest-xdist ignore it."""
+    """Let SIGINT raise `KeyboardInterrupt`. Worker processes of pytest-xdist ignore it by default."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 def interrupted_at(number: int, act: Callable[[], object]) -> bool:
-    """Call `act` and raise `KeyboardInterrupt` at a bytecode of `WAITING`, counted from 0. Return whether it was reached."""
+    """Call `act`, and raise `KeyboardInterrupt` at one bytecode of `WAITING`.
+
+    Return whether it was reached."""
     left = number
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
@@ -58,14 +61,14 @@ def interrupted_at(number: int, act: Callable[[], object]) -> bool:
 
 
 def stopped_within(cancel: Cancel, seconds: float) -> bool:
-    """Work that ends when it is asked to stop, or by itself after so many seconds. Return whether it was asked."""
+    """Work until a stop is requested, or until a timeout. Return whether it was requested."""
     stop = threading.Event()
     with cancel.calling(lambda error: stop.set()):
         return stop.wait(seconds)
 
 
 def interrupt_soon() -> None:
-    """Send this process a SIGINT in a tenth of a second, as a terminal does."""
+    """Send this process a SIGINT after a tenth of a second, as a terminal does."""
     threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGINT]).start()
 
 
@@ -130,7 +133,7 @@ def test_an_error_while_stopping_is_the_cause_of_the_interrupt() -> None:
 
 
 def test_interrupted_runs_leave_no_thread_and_no_setting() -> None:
-    """Signals arrive at instants spread over the whole run."""
+    """Signals arrive at times spread over the whole run."""
     a = np.ones((300, 300))
     interval = sys.getswitchinterval()
     started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What is printed is as wide as the terminal, and what does not fit is folded and not cut."""
+"""Output is as wide as the terminal. Wide cells are folded, not cut."""
 
 import fcntl
 import os
@@ -14,6 +14,7 @@ import pytest
 
 from oocgemm.planning import Budgets
 from oocgemm.timeline import Timeline
+from tests.suite import slow
 
 from .command import command
 from .virtual_runs import GIB, machine, run_of, virtual_plan, write_log
@@ -65,7 +66,7 @@ def test_explanations_name_every_tile(monkeypatch: pytest.MonkeyPatch, width: in
 
 
 @pytest.mark.usefixtures("here")
-@pytest.mark.parametrize("columns", [100, None])
+@pytest.mark.parametrize("columns", [100, *slow((None,))])
 def test_a_terminal_gives_its_width(columns: int | None) -> None:
     """And where there is none, neither here nor as stdin, it is 80 columns."""
     environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"} | {"TERM": "dumb"}

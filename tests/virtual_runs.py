@@ -1,4 +1,4 @@
-"""Timelines of runs that never were: a plan's schedule on a virtual clock, every operation taking its modelled time."""
+"""Timelines of simulated runs: a plan's schedule on a virtual clock, with modelled times of operations."""
 
 import os
 import random
@@ -25,7 +25,7 @@ CHUNKS = Layouts(Layout((512, 512)), Layout((512, 512)), Layout(write_chunk=(512
 
 
 def machine(**rates: float) -> MachineModel:
-    """A GPU that has been calibrated, beside fast storage, with some rates of its own."""
+    """Model of a calibrated GPU with fast storage and the given rates."""
     rates = {"write": 20e9} | rates
     model = replace(default_model("cuda", 16), calibrated=True, storage_calibrated=True, name="a virtual GPU")
     return replace(model, **rates)  # type: ignore[arg-type]
@@ -44,7 +44,7 @@ def virtual_plan(
 
 
 def run_of(plan: Plan, believed: MachineModel | None = None, jitter: float = 0.0) -> Timeline:
-    """What a plan takes on its machine, or one that the plan was made for while believing in another: the header says so."""
+    """Simulate a plan on its machine. The header records the machine model `believed` instead, if given."""
     real, start_up = plan.machine, 5_000_000
     tracker: HazardTracker[list[int]] = HazardTracker()
     free: dict[str, int] = {}
@@ -54,7 +54,7 @@ def run_of(plan: Plan, believed: MachineModel | None = None, jitter: float = 0.0
         done = [0, number]
         waits = tracker.admit(operation, done)
         start = max([start_up, free.get(operation.stream, 0), *(wait[0] for wait in waits)])
-        seconds = duration(operation, plan.problem, real, plan.layouts) * (1 + jitter * chance.random())
+        seconds = duration(operation, plan.setting) * (1 + jitter * chance.random())
         done[0] = free[operation.stream] = start + max(1, round(seconds * 1e9))
         spans.append(Span.of(number, operation, start, done[0], (wait[1] for wait in waits)))
     header = header_of(replace(plan, machine=believed or real))
@@ -62,7 +62,7 @@ def run_of(plan: Plan, believed: MachineModel | None = None, jitter: float = 0.0
 
 
 def write_log(path: str | os.PathLike[str], timeline: Timeline) -> None:
-    """The log of a run that was, without its last line if it did not end."""
+    """Write the log of a run, without the last line if the run is unfinished."""
     log = Recorder(timeline.header, path)
     for span in sorted(timeline.spans, key=lambda span: span.end):
         log.add(span)
@@ -72,7 +72,7 @@ def write_log(path: str | os.PathLike[str], timeline: Timeline) -> None:
 
 
 def header_of(plan: Plan) -> dict[str, Any]:
-    """What the API writes before a run's spans."""
+    """Build the header that the API writes before a run's spans."""
     model = plan.machine
     kernel = model.kernels[plan.problem.a_dtype].peak
     return {

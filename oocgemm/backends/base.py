@@ -1,7 +1,7 @@
-"""What a backend is: something that holds slots and runs operations on streams.
+"""The protocol between the engine and a backend: sessions that hold slots and run operations on streams.
 
-The executor derives waits and hands them over as tokens; a backend makes its streams honour them. Nothing
-else about an accelerator is visible outside its backend.
+The executor derives the waits of each operation and passes them as tokens. A backend makes its streams honour
+them. Nothing else about an accelerator is visible outside its backend.
 """
 
 import importlib
@@ -14,18 +14,22 @@ from typing import Any, NamedTuple, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from oocgemm.backends.checksums import Summing
 from oocgemm.errors import missing_bfloat16
 from oocgemm.planning import DTYPES, OPERANDS, GemmProblem, Kind, Op, Operation, Plan, Region, Slot, Tier
+from oocgemm.planning.check_blocks import StripOffsets
 from oocgemm.planning.cost.footprint import DEVICE_ALIGNMENT, slot_bytes
 from oocgemm.planning.tiling import round_up
+from oocgemm.timeline.busy import BusyTime
 
 Array = NDArray[Any]
 
 
 class InPlace(tuple[Array, ...]):
-    """A panel where it lies in the memory of its operand, as the one group of its columns, with the addresses in it where one locked
-    range of memory ends and the next begins."""
+    """A block of an operand in the caller's memory, copied from or to there without a host slot (zero-copy).
+
+    A sequence of one array. `borders` are the addresses inside it where one pinned range ends and the next
+    begins.
+    """
 
     borders: Sequence[int]
 
@@ -35,28 +39,44 @@ class InPlace(tuple[Array, ...]):
         return self
 
 
-class Locks(NamedTuple):
-    """How memory of others is locked, for a device to copy from: whole pages, by where they begin and how many bytes they are; and
-    unlocked, by where they begin. Both raise what the system refuses."""
+class Pinner(NamedTuple):
+    """Pins the caller's memory for a device: `pin(address, bytes)` whole pages, `unpin(address)` what `pin`
+    pinned there.
 
-    lock: Callable[[int, int], object]
-    unlock: Callable[[int], object]
+    Both raise the driver's error.
+    """
+
+    pin: Callable[[int, int], object]
+    unpin: Callable[[int], object]
+
+
+class Stream(NamedTuple):
+    """A queue of operations on one device, submitted in order. `lane` is the operations' `stream` in the
+    schedule."""
+
+    device: int
+    lane: str
+
+    @classmethod
+    def of(cls, operation: Operation) -> Self:
+        return cls(operation.device, operation.stream)
 
 
 class Token(Protocol):
-    """An operation that was issued, perhaps not done yet."""
+    """A submitted operation, which may still be running."""
 
     def synchronize(self) -> None:
-        """Block the calling thread until the operation is done; raise if it failed."""
+        """Block the calling thread until the operation has ended; raise if it failed."""
 
     def interval(self) -> tuple[int, int]:
-        """Start and end, in nanoseconds of `time.perf_counter_ns`. Only after `synchronize`."""
+        """Return start and end, in nanoseconds of `time.perf_counter_ns`. Call it only after
+        `synchronize`."""
 
 
 @dataclass(frozen=True, slots=True)
 class DoneToken:
-    """An operation that ran in the thread that submitted it: done before there is a token. `moved` is whether that took moving
-    its bytes."""
+    """An operation that the submitting thread ran to its end. `moved` is False if no bytes were copied
+    (zero-copy)."""
 
     start: int
     end: int
@@ -69,44 +89,73 @@ class DoneToken:
         return self.start, self.end
 
 
+class Checksums(Protocol):
+    """Checksums that a device takes of its slots during one run (the verification of `oocgemm.integrity`).
+
+    `expected` is the pair of digests that the next Multiply must find in its panels of op(A) and op(B).
+    `busy` collects the time that the device spends on checksums. `room` is the layout of the checksums of one
+    strip of C.
+    """
+
+    expected: tuple[int, int]
+    busy: BusyTime
+    room: StripOffsets
+
+    def begin(self, seed: int) -> None:
+        """Draw the random signs of all later checksums from this seed."""
+
+
 class Session(Protocol):
     """A backend at work on one plan: its arena is allocated, its streams exist.
 
-    `summing` is what takes checksums on the device, for a problem that says so. Of `asynchronous` kinds of operations
-    `submit` returns as soon as the device has its order; any thread may issue these, one at a time. `locks` is None where nothing
-    need be locked.
+    `checksums` is None unless the plan has the device take checksums. `submit` returns at once for the kinds
+    in `asynchronous`; any thread may submit these, one thread at a time. `pinner` is None if the device needs
+    no pinned memory.
     """
 
-    summing: Summing | None
-    locks: Locks | None
+    pinner: Pinner | None
     asynchronous: Collection[Kind]
 
-    def worker(self, stream: str) -> AbstractContextManager[None]:
-        """Prepares the calling thread to issue the operations of one stream."""
+    @property
+    def checksums(self) -> Checksums | None: ...
+
+    def worker(self, stream: Stream) -> AbstractContextManager[None]:
+        """Prepare the calling thread to submit the operations of one stream."""
 
     def submit(self, operation: Operation, host: Sequence[Array], after: Sequence[Token]) -> Token:
-        """Issue one operation of a device lane once those in `after` are done.
+        """Run an operation of a device lane once those in `after` have ended.
 
-        `host` is the host end of an Upload or a Download, in stored orientation: groups of columns, each contiguous,
-        one after the other from the start of a host slot. An Upload's may be `InPlace`.
+        Args:
+            operation: an Upload, a Prepare, a Multiply, a Finish or a Download.
+            host: the host memory of an Upload or a Download: groups of columns of the block as stored, each
+                contiguous, one after the other from the start of a host slot; or an `InPlace`.
+            after: the operations that this one waits for.
         """
 
-    def page_lock(self, host: Sequence[Array]) -> None:
-        """Lock the pages of what of a host slot has been touched, as `submit` is to be given it, if the device wants that. Any
-        thread may call it, for a slot that no other is at."""
+    def pin(self, host: Sequence[Array]) -> None:
+        """Pin the pages of a host slot that `host`, as given to `submit`, covers. Does nothing if the device
+        needs no pinned memory.
+
+        The pages must be resident: pinning them is then ten times as fast. Any thread may call this for a
+        slot that no other thread uses.
+        """
 
     def view(self, operation: Operation, region: Region) -> Array:
-        """A region of a device slot as host memory, in stored orientation; only where the two are one memory."""
+        """Return a region of a device slot as host memory, as stored. Only where host and device share one
+        memory."""
 
-    def multiplied_by(self) -> list[str]:
-        """The kernels that have multiplied so far."""
+    def kernels_used(self) -> list[str]:
+        """Return the names of the kernels that have multiplied so far."""
 
     def device_bytes(self) -> int:
-        """Bytes of device memory that this session has taken, as measured: the arena and library workspaces, but for what a
-        library kept from a session before it has."""
+        """Return the measured bytes of device memory that this session has allocated: arena and library
+        workspaces.
+
+        Memory that a library kept from an earlier session is not counted.
+        """
 
     def close(self) -> None:
-        """Wait for what is in flight, then release everything."""
+        """Wait for the operations in flight, then release everything."""
 
 
 class Backend(Protocol):
@@ -115,33 +164,40 @@ class Backend(Protocol):
     name: str
 
     def free_memory(self) -> int:
-        """Bytes of device memory that could be allocated now."""
+        """Return the bytes of device memory that could be allocated now."""
 
     def multiprocessors(self) -> int:
-        """Parts of the device that each multiply a block of a product at a time; 1 where the plan need not know."""
+        """Return the number of multiprocessors, each of which multiplies one block of a product at a time; 1
+        where the plan does not depend on it."""
 
-    def holds(self, address: int, size: int) -> bool:
-        """Whether so many bytes of host memory from an address on are locked as one, for devices to copy from and to."""
+    def is_pinned(self, address: int, size: int) -> bool:
+        """Return whether one pinned range contains `size` bytes of host memory from `address` on."""
 
     def link_limit(self) -> float | None:
-        """Most bytes per second that can be copied to the device, or from it; None where the system does not say, or there is
-        no link."""
+        """Return an upper bound on copies to or from the device, in bytes per second per direction.
+
+        None where the system does not report one, or where there is no link.
+        """
 
     def describe(self) -> dict[str, str]:
-        """Device, library versions and kernel, for headers and reports."""
+        """Return the device, the library versions and the kernel, for log headers and reports."""
 
     def check(self, plan: Plan, kernel: str) -> None:
-        """Raise `InputError` if a kernel cannot do the steps of a plan on this device. Allocates nothing."""
+        """Raise `InputError` if a kernel cannot run the steps of a plan on this device. Allocates nothing."""
 
     def arithmetic(self, problem: GemmProblem, kernel: str) -> str:
-        """What `kernel` stands for with such a problem, as far as the bits of C hang on it."""
+        """Describe what `kernel` runs for a problem. C has the same bits if the descriptions are equal."""
 
     def open(self, plan: Plan, kernel: str) -> Session:
-        """Allocate the device arena and create the streams."""
+        """Allocate the device arena and create the streams.
+
+        Raises:
+            OutOfMemoryError: the device has too little free memory.
+        """
 
 
 def stored_shape(operation: Operation, problem: GemmProblem) -> tuple[int, int]:
-    """Shape of the operation's block as it is stored, op() undone."""
+    """Return the shape of an operation's block as it is stored, op() undone."""
     (r0, r1), (c0, c1) = operation.block
     rows, cols = r1 - r0, c1 - c0
     op = {"A": problem.trans_a, "B": problem.trans_b}.get(operation.operand, Op.N)
@@ -149,12 +205,13 @@ def stored_shape(operation: Operation, problem: GemmProblem) -> tuple[int, int]:
 
 
 def device_offsets(plan: Plan) -> tuple[dict[Slot, int], int]:
-    """Offset of each device slot in the arena, and the arena's bytes, cast room at its end included."""
+    """Return the offset of each device slot in the arena, and the bytes of all slots."""
     return slot_offsets(plan, "device", DEVICE_ALIGNMENT)
 
 
 def slot_offsets(plan: Plan, tier: str, alignment: int) -> tuple[dict[Slot, int], int]:
-    """Offsets of the slots of a tier, one after the other."""
+    """Return the offset of each slot of a tier, one after the other in one arena, and the bytes of all
+    slots."""
     sizes = slot_bytes(plan.problem, plan.tile, plan.slots.strip)
     offsets: dict[Slot, int] = {}
     end = 0
@@ -166,29 +223,36 @@ def slot_offsets(plan: Plan, tier: str, alignment: int) -> tuple[dict[Slot, int]
 
 
 def step_scalars(problem: GemmProblem, first: bool) -> tuple[complex, complex]:
-    """(alpha, beta) of one Multiply: beta belongs to the first of a tile, and to Finish where there is one."""
+    """Return (alpha, beta) of one Multiply.
+
+    The problem's beta belongs to the first Multiply of a tile, or to Finish if the problem has one.
+    """
     if problem.finishes:
         return 1.0, 0.0 if first else 1.0
     return problem.applied_alpha, problem.beta if first else 1.0
 
 
 def limits_of(name: str) -> Any:
-    """`numpy.finfo` of one of our dtypes, bfloat16 too."""
+    """Return `numpy.finfo` of a dtype of the project, bfloat16 included."""
     if name == "bfloat16":
         return importlib.import_module("ml_dtypes").finfo(name)
     return np.finfo(numpy_dtype(name))
 
 
 def known_dtypes() -> list[str]:
-    """The dtypes of operands that NumPy has here: bfloat16 only with ml_dtypes."""
+    """Return the operand dtypes that NumPy supports here: bfloat16 only if ml_dtypes is installed."""
     missing = importlib.util.find_spec("ml_dtypes") is None
     return [name for name in OPERANDS if not (missing and name == "bfloat16")]
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The NumPy dtype of one of ours. Raises `InputError` for bfloat16 where ml_dtypes, which brings it, is missing."""
+    """Return the NumPy dtype for a dtype name of the project.
+
+    Raises:
+        InputError: the name is bfloat16 and ml_dtypes is not installed.
+    """
     if name == "bfloat16":
         if name not in known_dtypes():
             raise missing_bfloat16()
-        importlib.import_module("ml_dtypes")  # teaches NumPy the name
+        importlib.import_module("ml_dtypes")  # registers bfloat16 with NumPy
     return np.dtype(DTYPES[name].name)

@@ -1,11 +1,11 @@
-"""The Finish of a strip on the host, and the error, on any backend, where C cannot hold exact sums."""
+"""Finish a strip of C on the host; and the error, on any backend, for sums that do not fit C's dtype."""
 
 import numpy as np
 
 from oocgemm.backends.base import Array
 from oocgemm.errors import ExecutionError
 from oocgemm.planning.cost.footprint import FINISH_ARRAYS, FINISH_PIECE
-from oocgemm.planning.integers import LIMIT
+from oocgemm.planning.integers import EXACT_LIMIT
 
 
 def finish(sums: Array, alpha: float, beta: float, result: Array, workspace: Array) -> None:
@@ -18,15 +18,16 @@ def finish(sums: Array, alpha: float, beta: float, result: Array, workspace: Arr
         workspace: bytes for temporaries, at least `FINISH_ARRAYS` elements of sums.
 
     Raises:
-        ExecutionError: result is of integers, and an element may not be exact or is more than result holds.
+        ExecutionError: result has an integer dtype, and an element overflows it or may not be exact.
     """
     limits = np.iinfo(result.dtype) if result.dtype.kind == "i" else None
     scalars = sums.dtype.type(alpha), sums.dtype.type(beta)
     piece = min(FINISH_PIECE, workspace.size // (FINISH_ARRAYS * sums.itemsize))
     spaces = workspace.view(sums.dtype)[: FINISH_ARRAYS * piece].reshape(FINISH_ARRAYS, piece)
     flat, old_flat = sums.reshape(-1), result.reshape(-1)
-    with np.errstate(all="ignore"):  # infinities and NaNs propagate silently, as in BLAS
-        # Pieces, not rows: the time does not depend on the shape, and the temporaries stay in the cache.
+    with np.errstate(all="ignore"):  # Inf and NaN propagate silently, as in BLAS
+        # Pieces instead of rows: the time does not depend on the shape, and the temporaries stay in the
+        # cache.
         for start in range(0, flat.size, piece):
             old = old_flat[start : start + piece]
             value, kept, size = spaces[:, : old.size]
@@ -39,18 +40,18 @@ def finish(sums: Array, alpha: float, beta: float, result: Array, workspace: Arr
                 if limits is not None:
                     size += np.abs(kept, out=kept)
             if limits is not None and not (
-                size.max() < LIMIT and limits.min <= value.min() and value.max() <= limits.max
+                size.max() < EXACT_LIMIT and limits.min <= value.min() and value.max() <= limits.max
             ):
                 raise too_large(result.dtype.name)
             old[...] = value
 
 
 def too_large(c_dtype: str) -> ExecutionError:
-    """What ends a run whose sums C cannot hold."""
+    """Return the error for sums that do not fit C's dtype."""
     if c_dtype == "int32":
-        held, wider = "int32 holds (2^31 - 1)", "int64"
+        limit, wider = "int32 holds (2^31 - 1)", "int64"
     else:
-        held, wider = "can be summed exactly (2^53)", "float64"
+        limit, wider = "can be summed exactly (2^53)", "float64"
     return ExecutionError(
-        f"an element of C is more than {held}: pass out_dtype='{wider}' (--out-dtype {wider})"
+        f"an element of C is more than {limit}: pass out_dtype='{wider}' (--out-dtype {wider})"
     )

@@ -1,6 +1,8 @@
-"""Random words that the host and a device draw alike: word `index` of a stream, without any before it.
+"""Counter-based random numbers, equal on host and device: word `index` of a stream needs none of the words
+before it.
 
-Steele, Lea and Flood, *Fast splittable pseudorandom number generators* (2014): SplitMix64, as in kernels/check_sums.cu.
+`random_words` is SplitMix64 (Steele, Lea and Flood, *Fast splittable pseudorandom number generators*, 2014),
+as in kernels/checks/check_sums.cu.
 """
 
 from typing import Any
@@ -9,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 ROW_WEIGHTS, WORD_WEIGHTS, _SIGNS = 0, 1, 2  # streams
-VECTORS = 8  # of a `SignVectors`: one for each bit of a byte
-_BYTES_PER_COUNT = 32  # that Philox makes of one value of its counter
+VECTORS = 8  # vectors in a `SignVectors`: one per bit of a byte
+_BYTES_PER_COUNT = 32  # output of Philox per value of its counter
 _SIGNS_OF_BYTE = 1.0 - 2.0 * np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)
 
 
 def random_words(stream: int, count: int, first: int = 0) -> NDArray[np.uint64]:
-    """Words `first` to `first + count` of a stream; there are 2^16 streams of 2^48 words."""
+    """Return words `first` to `first + count` of a stream (uint64). There are 2^16 streams of 2^48 words."""
     index = np.arange(first, first + count, dtype=np.uint64)
     z = (index + np.uint64((stream << 48) + 1)) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ z >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
@@ -24,27 +26,29 @@ def random_words(stream: int, count: int, first: int = 0) -> NDArray[np.uint64]:
 
 
 def sign_stream(seed: int, axis: int) -> int:
-    """The stream of the signs of rows (axis 0) or columns (axis 1)."""
+    """Return the number of the stream that the signs of rows (axis 0) or columns (axis 1) are drawn from."""
     return _SIGNS + 2 * seed + axis
 
 
 def signs(seed: int, axis: int, extent: int) -> NDArray[Any]:
-    """Random signs, 1.0 or -1.0, for the rows (axis 0) or columns (axis 1) of a product."""
+    """Return `extent` random signs, 1.0 or -1.0, for the rows (axis 0) or columns (axis 1) of a product."""
     return 1.0 - 2.0 * (random_words(sign_stream(seed, axis), extent) >> np.uint64(63)).astype(np.float64)
 
 
 class SignVectors:
-    """`VECTORS` vectors of random signs, of which any part can be drawn without the parts before it.
+    """`VECTORS` vectors of random signs. Any part of them can be drawn without the parts before it.
 
-    The generator is Philox (Salmon, Moraes, Dror and Shaw, *Parallel random numbers: as easy as 1, 2, 3*, 2011). Its
-    output for a counter depends on the key and the counter alone. Byte j of the output holds the signs of element j.
+    The generator is Philox (Salmon, Moraes, Dror and Shaw, *Parallel random numbers: as easy as 1, 2, 3*,
+    2011). Its output for a counter depends on the key and the counter alone. Byte j of the output holds the
+    signs of element j.
     """
 
     def __init__(self, *seed: int) -> None:
         self._key = np.random.SeedSequence(seed).generate_state(2, np.uint64)
 
     def part(self, start: int, stop: int) -> NDArray[Any]:
-        """Elements `start` to `stop` of all vectors, as an array of shape (stop - start, VECTORS) of 1.0 and -1.0."""
+        """Return elements `start` to `stop` of all vectors: shape (stop - start, VECTORS), float64, 1.0 or
+        -1.0."""
         counter = start // _BYTES_PER_COUNT
         skipped = start - counter * _BYTES_PER_COUNT
         count = -(-(stop - counter * _BYTES_PER_COUNT) // 8)

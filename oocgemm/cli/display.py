@@ -1,4 +1,4 @@
-"""What the command line shows: plans and reports, drawn with rich."""
+"""Print plans, reports, checks and machine facts with rich."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -24,19 +24,19 @@ from oocgemm.timeline import Report, Timeline, in_place, same_product
 from oocgemm.timeline.verdict import COMPUTE
 
 TRAFFIC = ("read", "h2d", "d2h", "write")
-# Columns of the Gantt chart: the names of lanes, what is beside its bars, and bars that still tell something.
+# Widths of the Gantt chart, in columns: lane names, everything but the bars, and the narrowest useful bars.
 LANE_WIDTH = 8
 GANTT_MARGIN, MIN_GANTT = LANE_WIDTH + 3, 10
-SELDOM = 10.0  # seconds between two lines of progress off a terminal, as in `live`
+SELDOM = 10.0  # seconds between progress lines where there is no terminal, as in `reports.progress`
 
 
 def console() -> Console:
-    """Open stdout as wide as the terminal, or as $COLUMNS; 80 columns where there is neither."""
+    """Return a console on stdout, as wide as the terminal or $COLUMNS, else 80 columns."""
     return Console(highlight=False)
 
 
 def table_of(*columns: str) -> Table:
-    """Make a table whose first column holds names. What does not fit a column is folded, never cut."""
+    """Return a table whose first column holds names. Cells that are too wide are folded, never cut."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column(columns[0], overflow="fold")
     for column in columns[1:]:
@@ -45,18 +45,18 @@ def table_of(*columns: str) -> Table:
 
 
 def full_width(out: Console, table: Table) -> int:
-    """Count the columns that a table takes if nothing is folded."""
+    """Return the width of a table, in columns, if no cell is folded."""
     return Measurement.get(out, out.options.update(max_width=1000), table).maximum
 
 
 def print_plan(plan: Plan, explain: bool = False) -> None:
-    """A plan: what it computes, tile and slots, memory, traffic, predicted times."""
+    """Print a plan: the product, tile and slots, memory, traffic, predicted times."""
     out = console()
     problem, tile, slots = plan.problem, plan.tile, plan.slots
     down, across = plan.grid.shape
     out.print(
-        f"[bold]C[/] {problem.m} x {problem.n}  =  {_scalar(problem.alpha)}op(A) {problem.m} x {problem.k}  @  "
-        f"op(B) {problem.k} x {problem.n}"
+        f"[bold]C[/] {problem.m} x {problem.n}  =  {_scalar(problem.alpha)}op(A) {problem.m} x {problem.k}  "
+        f"@  op(B) {problem.k} x {problem.n}"
         + (f"  +  {_scalar(problem.beta)}C" if problem.reads_c else "")
         + f"   {problem.a_dtype}"
         + ("" if problem.c_dtype == problem.a_dtype else f" into {problem.c_dtype}")
@@ -70,7 +70,7 @@ def print_plan(plan: Plan, explain: bool = False) -> None:
     out.print(
         f"[bold]slots[/] device: C {slots.c}, A {slots.a}, B {slots.b}; "
         + (
-            "none on the host, which is the device; "
+            "none on the host, since the device uses the same memory; "
             if slots.unified
             else f"host: A {slots.host_a}, B {slots.host_b}, "
         )
@@ -78,12 +78,12 @@ def print_plan(plan: Plan, explain: bool = False) -> None:
         f"{plan.candidate.io_threads} I/O threads"
     )
     out.print()
-    memory = table_of("memory", "holds", "budget", "of which")
-    for tier, held, total, budget in (
+    memory = table_of("memory", "used", "budget", "of which")
+    for tier, used, total, budget in (
         ("device", plan.footprint.device, plan.footprint.device_total, plan.budgets.device),
         ("host", plan.footprint.host, plan.footprint.host_total, plan.budgets.host),
     ):
-        parts = ", ".join(f"{name} {format_size(size)}" for name, size in held.items() if size)
+        parts = ", ".join(f"{name} {format_size(size)}" for name, size in used.items() if size)
         memory.add_row(tier, format_size(total), format_size(budget), parts)
     memory.columns[-1].justify = "left"
     out.print(memory)
@@ -101,7 +101,9 @@ def print_plan(plan: Plan, explain: bool = False) -> None:
     out.print(traffic)
     for operand, factor in plan.amplification.items():
         if factor > 1.005:
-            out.print(f"reading {operand} decodes {factor:.2f} times its bytes: its chunks straddle panels")
+            out.print(
+                f"reading {operand} decodes {factor:.2f} times its bytes: its chunks cross panel borders"
+            )
     prediction = plan.prediction
     out.print()
     out.print(
@@ -119,11 +121,11 @@ def print_plan(plan: Plan, explain: bool = False) -> None:
 def _print_model(out: Console, name: str, calibrated: bool) -> None:
     out.print(f"machine model: {escape(name)}", soft_wrap=True)
     if not calibrated:
-        out.print("times are rough: run `oocgemm calibrate` for this machine")
+        out.print("times are rough estimates: run `oocgemm calibrate` on this machine")
 
 
 def _print_considered(out: Console, plan: Plan) -> None:
-    """The plans considered, with the time of each lane, or of the longest only where there is no room for all."""
+    """Print the plans considered, with the time of each lane, or only of the longest if columns are few."""
     out.print()
     rows = plan.explain()
     lanes = [lane for lane in plan.prediction.lanes if any(row["lanes"][lane] for row in rows)]
@@ -154,7 +156,10 @@ def _considered(
 
 
 def print_report(report: Report, timeline: Timeline, *, advise: bool = False) -> None:
-    """What bounded a run, its figures and its Gantt picture; with `advise` what to change, which takes plans to be made."""
+    """Print what bounded a run, its figures and its Gantt chart.
+
+    With `advise`, also print what to change. That takes some time, since alternatives are planned.
+    """
     out = console()
     for text in diagnosis_lines(report, timeline, advise=advise):
         out.print(escape(text))
@@ -182,11 +187,11 @@ def print_report(report: Report, timeline: Timeline, *, advise: bool = False) ->
         _print_model(out, plan["machine"], plan.get("calibrated", False))
     if kernels := timeline.header.get("backend", {}).get("multiplied by"):
         out.print(f"multiplied by {escape(', '.join(kernels))}", soft_wrap=True)
-    if lying := in_place(timeline):
-        out.print(lying)
+    if zero_copy := in_place(timeline):
+        out.print(zero_copy)
     if retried := timeline.header.get("retried"):
         out.print(
-            f"tried again {len(retried)} times what had failed, at last {escape(retried[-1])}",
+            f"retried {len(retried)} failed reads, the last one: {escape(retried[-1])}",
             soft_wrap=True,
         )
     out.print()
@@ -197,7 +202,7 @@ def print_report(report: Report, timeline: Timeline, *, advise: bool = False) ->
         rate = format_rate(moved / figures["busy"]) if moved and figures["busy"] else ""
         if lane == "compute" and figures["busy"]:
             rate = format_rate(report.flops / figures["busy"], "FLOP")
-        # Of chunks that are decoded on their way, that lane tells what the link has moved.
+        # Where chunks are decoded, the decode lane counts the bytes of the read link.
         through = {"decode": "read", "encode": "write"}.get(lane, lane)
         link = report.traffic.get(lane if through in report.lanes else through, {})
         bounds = (format_size(link[x]) if link.get(x) is not None else "" for x in ("required", "least"))  # type: ignore[arg-type]
@@ -214,33 +219,35 @@ def print_report(report: Report, timeline: Timeline, *, advise: bool = False) ->
 
 
 def _uncalibrated(report: Report, timeline: Timeline) -> bool:
-    """Whether a calibration would give the run an efficiency: none has the rates of what is rounded."""
+    """Tell whether a calibration would give the run an efficiency. None covers tf32 and bf16."""
     compute = timeline.header.get("plan", {}).get("problem", {}).get("compute", "native")
     return report.efficiency is None and not report.unfinished and compute not in ("tf32", "bf16")
 
 
 def print_verification(found: Verification) -> None:
-    """Print what `verify` has found, and how far it can be trusted."""
+    """Print the result of `verify`, and the probabilities of its errors."""
     out = console()
     out.print(
-        f"[bold]C is {'right' if found.right else 'wrong'}[/]: {found.vectors} random vectors on {found.groups} "
-        f"groups of columns, the worst sum off by {found.excess:.2g} of its tolerance"
+        f"[bold]C is {'correct' if found else 'wrong'}[/]: {found.vectors} random vectors on {found.groups} "
+        f"groups of columns; the error of the worst sum is {found.excess:.2g} times its tolerance"
     )
-    if found.right:
+    if found:
         out.print(
-            f"A row that is wrong within a group is missed with a probability of at most {100 * found.missed:.2g}%, unless "
-            f"by less than rounding; a single element off by more than {2 * found.tolerance:.2g} is never missed"
+            f"An error in one row of a group that exceeds rounding is missed with a probability of at most "
+            f"{100 * found.miss_probability:.2g}%; an element off by more than {2 * found.tolerance:.2g} is "
+            "never missed"
         )
     model = {
-        "probabilistic": "rounding errors independent and of mean 0 (Higham and Mary, 2019)",
-        "worst-case": "rounding errors of any sign, all as large as can be",
+        "probabilistic": "rounding errors are independent and of mean 0 (Higham and Mary, 2019)",
+        "worst-case": "all rounding errors have their largest size and the worst sign",
     }
     out.print(
-        f"Tolerance: {found.bound} bound, {model[found.bound]}; it calls a right C wrong with a probability of at most "
-        f"{found.false_alarm:.0e}"
+        f"Tolerance: {found.bound} bound: {model[found.bound]}. A correct C fails with a probability of at "
+        f"most {found.false_alarm:.0e}"
     )
     out.print(
-        f"{format_size(found.bytes)} in {format_time(found.seconds)}, {format_rate(found.bytes / found.seconds)}"
+        f"{format_size(found.bytes)} in {format_time(found.seconds)}, "
+        f"{format_rate(found.bytes / found.seconds)}"
     )
 
 
@@ -249,7 +256,7 @@ def _print_checks(out: Console, checks: dict[str, Any]) -> None:
     which = ", ".join(f"({i}, {j})" for i, j in redone[:5]) + (", ..." if len(redone) > 5 else "")
     out.print(
         f"[bold]checked[/] {checks['tiles']} tiles in {checks['blocks']} blocks"
-        + (f", {checks['undecided']} of them for Inf and NaN only" if checks["undecided"] else "")
+        + (f", {checks['undecided']} of them for nonfinite values only" if checks["undecided"] else "")
         + f"; recomputed {len(redone)}{f': tiles {which}' if redone else ''}; "
         + f"took {format_percent(checks['core_share'])} of the cores' time"
         + (
@@ -262,7 +269,7 @@ def _print_checks(out: Console, checks: dict[str, Any]) -> None:
 
 
 def print_comparison(names: Sequence[str], reports: Sequence[Report], timelines: Sequence[Timeline]) -> None:
-    """Print two runs side by side. Times and bytes of different products are not compared."""
+    """Print two runs side by side. Times and bytes are compared only for the same product."""
     out = console()
     for name, report, timeline in zip(names, reports, timelines, strict=True):
         out.print(f"[bold]{escape(name)}[/]  {escape(' '.join(diagnosis_lines(report, timeline)))}")
@@ -298,7 +305,7 @@ def _change(old: float, new: float) -> str:
 
 
 def print_info(found: dict[str, Any]) -> None:
-    """What there is to work with, and what is missing."""
+    """Print versions, machine, backends with their rates, and what is missing."""
     out = console()
     here, engines = found["machine"], {name: found[f"{name}_backend"] for name in ("host", "cuda")}
     for name, text in {
@@ -319,7 +326,7 @@ def print_info(found: dict[str, Any]) -> None:
     for name, engine in there.items():
         out.print(f"{name}: {escape(engine['rates'])}", soft_wrap=True)
     if any(engine["assumed"] for engine in there.values()):
-        out.print("~ assumed, not measured here")
+        out.print("~ assumed, not measured")
     if found["missing"]:
         out.print()
         table = table_of("missing", "for", "command")
@@ -331,7 +338,7 @@ def print_info(found: dict[str, Any]) -> None:
 
 
 def _engine(engine: dict[str, Any]) -> str:
-    """A backend in a line: what it runs on, and with what."""
+    """Return one line for a backend: device, memory and libraries."""
     if "missing" in engine:
         return str(engine["missing"])
     if "blas" in engine:
@@ -349,9 +356,9 @@ def _rate(engine: dict[str, Any], name: str, rate: float | None, unit: str) -> s
 
 @contextmanager
 def doing(enabled: bool) -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows on stderr what is being done, and for how long this has gone on.
+    """Yield a function that shows on stderr the present task and the elapsed time.
 
-    On a terminal it is one line, which goes at the end; elsewhere a line every `SELDOM` seconds.
+    On a terminal it is one line, removed at the end; elsewhere a new line every `SELDOM` seconds.
     """
     console = Console(stderr=True, highlight=False)
     if not enabled:
@@ -368,19 +375,19 @@ def doing(enabled: bool) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def _lines(console: Console) -> Iterator[Callable[[str], None]]:
-    started, ended, now = perf_counter(), Event(), "starting"
+    started, ended, task = perf_counter(), Event(), "starting"
 
     def say(what: str) -> None:
-        nonlocal now
-        now = what
+        nonlocal task
+        task = what
 
-    def repeat() -> None:  # in a thread, since one thing alone may take long
+    def repeat() -> None:  # in a thread, since one task may take long
         while not ended.wait(SELDOM):
-            console.print(f"{format_time(perf_counter() - started)}  {now}", soft_wrap=True, markup=False)
+            console.print(f"{format_time(perf_counter() - started)}  {task}", soft_wrap=True, markup=False)
 
     thread = Thread(target=repeat, name="oocgemm-progress", daemon=True)
     try:
-        with suppress(RuntimeError):  # no thread to be had: no lines, but the work goes on
+        with suppress(RuntimeError):  # without a thread there are no lines, but the work continues
             thread.start()
         yield say
     finally:

@@ -1,4 +1,4 @@
-"""What the commands that measure show: calibrations, benchmarks of kernels and their tuning."""
+"""Tables of the commands that measure: calibrations, benchmarks of kernels, tuning."""
 
 from typing import Any
 
@@ -8,14 +8,14 @@ from rich.table import Table
 
 from oocgemm.cli.display import console, full_width, table_of
 from oocgemm.kernels.tuning import Tuning
-from oocgemm.machine.bench import AGAINST, BY_NCU, against
+from oocgemm.machine.measure.bench import AGAINST, BY_NCU, against
 from oocgemm.planning import Calibration
 from oocgemm.planning.cost.links import LINKS, calibrated_rates
 from oocgemm.planning.units import format_size, format_time
 
 
 def print_calibration(found: Calibration, path: str) -> None:
-    """What was measured of a machine, and where it is kept."""
+    """Print the measured rates of a machine, and where they are stored."""
     out = console()
     out.print(f"[bold]{escape(found.device)}[/] ({found.backend}), {found.samples['seconds']:.0f} s\n")
     measured: dict[str, dict[str, float]] = found.samples["kernels"]
@@ -42,19 +42,20 @@ def print_calibration(found: Calibration, path: str) -> None:
     for name, rate in moved.items():
         links.add_row(name, f"{rate / 1e9:.3g}")
     out.print(links)
-    out.print(f"first use of memory {found.rates['arena_seconds_per_byte'] * 2**30:.3g} s a GiB")
-    out.print(f"issuing an operation {format_time(found.rates['issue'])}")
+    out.print(f"prefaulting memory {found.rates['arena_seconds_per_byte'] * 2**30:.3g} s per GiB")
+    out.print(f"submitting an operation {format_time(found.rates['issue'])}")
     others = found.samples["cores_used_by_others"]
     if others >= 0.2:
         out.print(
-            f"other programs kept {others:.1f} cores busy: rates are low, calibrate again when they are done"
+            f"other programs used {others:.1f} cores, so the rates are too low: calibrate again when they "
+            "have ended"
         )
     out.print(f"\nstorage: {escape(found.samples['path'])}", soft_wrap=True)
-    out.print(f"kept in {escape(path)}", soft_wrap=True)
+    out.print(f"stored in {escape(path)}", soft_wrap=True)
 
 
 def print_bench(result: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """Rungs beside cuBLAS: a table for each dtype, of the fastest variant of each rung."""
+    """Print a table per dtype: the fastest variant of each kernel, compared with cuBLAS."""
     out = console()
     out.print(f"[bold]{escape(result['device'])}[/], clock at most {result['max_clock'] or '-'} MHz")
     columns = "GFLOP/s", "of peak", "of cuBLAS", "flop/byte", "loads", "stores", "conflicts", "occupancy"
@@ -85,11 +86,11 @@ def print_bench(result: dict[str, Any], rows: list[dict[str, Any]]) -> None:
             last = shape
         _print_unfolded(out, table)
     out.print(
-        "\nflop/byte, loads and stores (sectors of 32 bytes) and bank conflicts are counted on paper, before caches; "
-        "small products measure the launch"
+        "\nflop/byte, loads and stores (sectors of 32 bytes) and bank conflicts are computed, before caches; "
+        "the time of small products is that of the launch"
     )
     if "not_counted" in result:
-        out.print(f"\nnothing is counted on the device: {escape(result['not_counted'])}", soft_wrap=True)
+        out.print(f"\nno counters of the device: {escape(result['not_counted'])}", soft_wrap=True)
     counted = table_of("\ncounted", "product", "kernel", *AGAINST)
     for column in counted.columns[:3]:
         column.no_wrap, column.justify = True, "left"
@@ -101,7 +102,7 @@ def print_bench(result: dict[str, Any], rows: list[dict[str, Any]]) -> None:
 
 
 def _print_unfolded(out: Console, table: Table) -> None:
-    """Print a table of many numbers: where it is wider than the terminal, the terminal breaks its lines."""
+    """Print a wide table unfolded. A terminal that is too narrow breaks its lines."""
     Console(highlight=False, width=max(out.width, full_width(out, table))).print(table)
 
 
@@ -110,7 +111,7 @@ def _product_of(row: dict[str, Any]) -> str:
 
 
 def print_tuning(tuning: Tuning, path: str) -> None:
-    """Rates of the rungs by dtype and class of shapes, the fastest first."""
+    """Print the rates of the kernels by dtype and class of shapes, fastest first."""
     out = console()
     table = table_of("dtype", "class", "kernel", "TFLOP/s", "parameters")
     for dtype, classes in tuning.rungs.items():
@@ -119,4 +120,4 @@ def print_tuning(tuning: Tuning, path: str) -> None:
                 params = " ".join(f"{key}={value}" for key, value in best.params.items())
                 table.add_row(dtype, name, rung, f"{best.rate / 1e12:.4g}", params)
     out.print(table)
-    out.print(f"\nkept in {path}")
+    out.print(f"\nstored in {path}")

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM end a run in good time, whatever it is at: a long read, a long multiplication, a full disk."""
+"""SIGINT and SIGTERM end a run promptly, even during a long read, a long multiplication or on a full disk."""
 
 import os
 import signal
@@ -11,12 +11,12 @@ from types import FrameType
 from oocgemm.system.threads import start
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# How long a run may take to stop by itself, in seconds. The system then has to take its memory back, which takes time too.
+# Seconds in which a run must stop by itself. After that, the system needs time to reclaim its memory.
 PATIENCE = 1.2
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal to stop; `code` is the exit code that says so."""
+    """A signal to stop. `code` is the exit code for it."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -25,9 +25,11 @@ class Interrupted(KeyboardInterrupt):
 
 @contextmanager
 def stopping(farewell: Callable[[], None]) -> Iterator[None]:
-    """Within, the first signal raises `Interrupted` in the main thread, to stop like any failure. If that takes longer
-    than `PATIENCE`, or at a second signal, the process says `farewell` and ends at once: that is as good as a kill,
-    which a journal is made for. For the main thread of a program."""
+    """Raise `Interrupted` in the main thread at the first signal, so that the run stops as after any failure.
+
+    If stopping takes longer than `PATIENCE`, or a second signal arrives, the process calls `farewell` and
+    exits at once. The journal makes that as safe as a kill. Only the main thread of a program may use this.
+    """
     ended = threading.Event()
     seen = 0
 
@@ -39,7 +41,7 @@ def stopping(farewell: Callable[[], None]) -> Iterator[None]:
         os._exit(128 + number)
 
     def watch() -> None:
-        # The system writes here at once, even while the main thread is held up in a library.
+        # The signal's number arrives here at once, even while the main thread is inside a library call.
         if (arrived := os.read(reading, 1)) and not ended.wait(PATIENCE):
             leave(arrived[0])
 
@@ -66,7 +68,7 @@ def stopping(farewell: Callable[[], None]) -> Iterator[None]:
         signal.set_wakeup_fd(old)
         for number, handler in before.items():
             signal.signal(number, handler)
-        os.close(writing)  # which ends the watcher's reading
+        os.close(writing)  # ends the watcher's read
         if watcher.is_alive():
             watcher.join()
         os.close(reading)

@@ -1,62 +1,27 @@
-"""The commands that measure: calibrate, bench, tune; and what they share with the others."""
+"""The commands that measure: calibrate, bench, tune."""
 
-import json
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
 from oocgemm import backends, stores
 from oocgemm.cli.display import doing
 from oocgemm.cli.display_measured import print_bench, print_calibration, print_tuning
+from oocgemm.cli.options import DEVICE, JSON
+from oocgemm.cli.output import print_json
 from oocgemm.cli.parameters import Size
-from oocgemm.jobs.job import budgets
+from oocgemm.jobs.budgets import budgets_of
 from oocgemm.kernels import registry as ladder
 from oocgemm.kernels import tuning
-from oocgemm.machine import bench
-from oocgemm.machine.calibrate import calibrate as measure
+from oocgemm.machine.measure import bench
+from oocgemm.machine.measure.bench_chart import chart
+from oocgemm.machine.measure.calibrate import calibrate as measure
 from oocgemm.planning import OPERANDS
-from oocgemm.reports.exports import check_place, writing
+from oocgemm.reports.exports import check_writable, writing
 from oocgemm.reports.roofline import roofline_of
 from oocgemm.system import cache
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def taking(*options: Callable[[F], F]) -> Callable[[F], F]:
-    def apply(function: F) -> F:
-        for option in reversed(options):
-            function = option(function)
-        return function
-
-    return apply
-
-
-def print_json(value: object) -> None:
-    """Print a value as JSON, its keys in snake_case."""
-    click.echo(json.dumps(snake_keys(value), indent=2))
-
-
-def snake_keys(value: Any) -> Any:
-    """The same plain data with keys that hold no spaces: names of rates, for one, are written for people.
-
-    >>> snake_keys({"emulated float64": [{"multiplied by": "blas"}], "A": 1})
-    {'emulated_float64': [{'multiplied_by': 'blas'}], 'A': 1}
-    """
-    if isinstance(value, dict):
-        return {_snake(key): snake_keys(one) for key, one in value.items()}
-    return [snake_keys(one) for one in value] if isinstance(value, list | tuple) else value
-
-
-def _snake(key: Any) -> Any:
-    return key.replace(" ", "_").lower() if isinstance(key, str) and " " in key else key
-
-
-DEVICE = click.option(
-    "--device", metavar="N", type=click.IntRange(min=0), default=0, show_default=True, help="CUDA device."
-)
 
 
 @click.command()
@@ -65,26 +30,29 @@ DEVICE = click.option(
     type=click.Choice(backends.NAMES),
     default="auto",
     show_default=True,
-    help="What to measure; auto is cuda where a device answers.",
+    help="What to measure; auto is cuda if a device is available, else host.",
 )
 @DEVICE
 @click.option(
     "--path",
     metavar="DIR",
     type=click.Path(),
-    help="Folder whose storage is measured, with temporary files of some 500 MiB.  [default: the current one]",
+    help="Folder whose storage is measured, with about 500 MiB of temporary files.  [default: current "
+    "folder]",
 )
-@click.option("--svg", type=click.Path(dir_okay=False), help="Draw the machine's roofline to this file.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option(
+    "--svg", type=click.Path(dir_okay=False), help="Write the machine's roofline to this file, as SVG."
+)
+@JSON
 def calibrate(backend: str, device: int, path: str | None, svg: str | None, as_json: bool) -> None:
-    """Measure this machine, for plans and reports to use.
+    """Measure this machine, for plans and reports.
 
-    Kernels, links and memory, and the storage at a folder, in under a minute: run it once more for each file system that
-    operands lie on. The figures are kept in the user's cache directory, or in $OOCGEMM_CACHE. Nothing else should run
-    meanwhile.
+    It measures kernels, links, memory, and the storage of one folder, in less than a minute. Run it again for
+    each file system that holds operands. The results are stored in the user's cache directory, or in
+    $OOCGEMM_CACHE. Stop other programs meanwhile.
     """
     if svg is not None:
-        check_place("--svg", svg)
+        check_writable("--svg", svg)
     if backends.resolve(backend) == "host":
         stores.load_zarr()
     with doing(not as_json) as say:
@@ -92,7 +60,7 @@ def calibrate(backend: str, device: int, path: str | None, svg: str | None, as_j
     kept = cache.save(found)
     if svg is not None:
         engine = backends.open_backend(found.backend, device)
-        budget = budgets(engine.name, None, None, engine.free_memory).device
+        budget = budgets_of(engine.name, engine.free_memory).device
         with writing("--svg", svg):
             Path(svg).write_text(roofline_of(found, budget), encoding="utf-8")
     if as_json:
@@ -103,7 +71,7 @@ def calibrate(backend: str, device: int, path: str | None, svg: str | None, as_j
 
 @click.group(name="bench")
 def bench_group() -> None:
-    """Measure parts of oocgemm by themselves."""
+    """Measure single parts of oocgemm."""
 
 
 @bench_group.command(name="kernels")
@@ -113,17 +81,21 @@ def bench_group() -> None:
     "dtypes",
     multiple=True,
     type=click.Choice(OPERANDS),
-    help="May be repeated.  [default: float32 and float64]",
+    help="Data type; may be repeated.  [default: float32 and float64]",
 )
 @click.option(
-    "--compute", type=click.Choice(bench.PRECISIONS), default="native", show_default=True, help="Precision."
+    "--compute",
+    type=click.Choice(bench.PRECISIONS),
+    default="native",
+    show_default=True,
+    help="Precision of the products.",
 )
 @click.option(
     "--kernel",
     "kernels",
     multiple=True,
     type=click.Choice(ladder.names()),
-    help="May be repeated.  [default: all]",
+    help="Kernel; may be repeated.  [default: all]",
 )
 @click.option(
     "--size",
@@ -131,7 +103,7 @@ def bench_group() -> None:
     multiple=True,
     metavar="MxNxK",
     type=Size(),
-    help="Product to time, may be repeated.  [default: many]",
+    help="Product to time, such as 4096x4096x1024; may be repeated.  [default: many]",
 )
 @click.option(
     "--seconds",
@@ -139,7 +111,7 @@ def bench_group() -> None:
     type=click.FloatRange(min=0),
     default=0.05,
     show_default=True,
-    help="Seconds for each measurement.",
+    help="Seconds per measurement.",
 )
 @click.option(
     "--limit",
@@ -147,25 +119,30 @@ def bench_group() -> None:
     type=click.FloatRange(min=0),
     default=1.0,
     show_default=True,
-    help="Seconds that one product may take.",
+    help="Skip products that take longer than this, in seconds.",
 )
-@click.option("--svg", type=click.Path(dir_okay=False), help="Draw square products to this file.")
+@click.option(
+    "--svg",
+    type=click.Path(dir_okay=False),
+    help="Write a chart of the square products to this file, as SVG.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, with all variants.")
 def bench_kernels(as_json: bool, svg: str | None, **options: Any) -> None:
-    """Time our kernels beside cuBLAS, which takes turns with them.
+    """Time the kernels of this package against cuBLAS.
 
-    Square products from 8 to 16384, odd and thin ones and the engine's updates of a 12288 x 12288 tile, on random
-    numbers; the median of several samples. Loads, stores and bank conflicts are reckoned on paper; where Nsight Compute's
-    ncu is on PATH and may read the GPU's counters, it counts them too, in one launch of each kernel.
+    Products of random numbers are square (8 to 16384), odd, thin, or updates of a 12288 x 12288 tile. Kernels
+    and cuBLAS take turns; the median of several samples is shown. Loads, stores and bank conflicts are
+    computed from the kernel's definition. If ncu (Nsight Compute) is on PATH and may read the GPU's counters,
+    it also counts them, in one launch per kernel.
     """
     if svg is not None:
-        check_place("--svg", svg)
+        check_writable("--svg", svg)
     given = {name: value for name, value in options.items() if value != ()}
     with doing(not as_json) as say:
         result = bench.bench_kernels(**given, say=say)
     if svg is not None:
         with writing("--svg", svg):
-            Path(svg).write_text(bench.chart(result), encoding="utf-8")
+            Path(svg).write_text(chart(result), encoding="utf-8")
     if as_json:
         print_json(result)
     else:
@@ -179,15 +156,15 @@ def bench_kernels(as_json: bool, svg: str | None, **options: Any) -> None:
     "dtypes",
     multiple=True,
     type=click.Choice(OPERANDS),
-    help="May be repeated.  [default: all]",
+    help="Data type; may be repeated.  [default: all]",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@JSON
 def tune(device: int, dtypes: tuple[str, ...], as_json: bool) -> None:
     """Find the fastest kernels on this GPU, for --kernel auto.
 
-    Of our kernels, with all their parameters, and cuBLAS: for each dtype, on a large square product, on an update as
-    the engine makes it, and on a thin one. What is found is kept in the user's cache directory, or in $OOCGEMM_CACHE.
-    Nothing else should run meanwhile.
+    It compares cuBLAS and the kernels of this package with all their parameters. For each dtype it times a
+    large square product, an update of a tile, and a thin product. The results are stored in the user's cache
+    directory, or in $OOCGEMM_CACHE. Stop other programs meanwhile.
     """
     with doing(not as_json) as say:
         found = bench.tune(device=device, dtypes=dtypes, say=say)

@@ -8,7 +8,7 @@ from click.shell_completion import CompletionItem
 
 
 class Scalar(click.ParamType[complex]):
-    """A real or complex number; its imaginary unit is written i or j."""
+    """A real or complex number; the imaginary unit is i or j."""
 
     name = "number"
 
@@ -23,7 +23,7 @@ class Scalar(click.ParamType[complex]):
 
 
 class Place(click.ParamType[str]):
-    """The path or URL of an array. Shells complete file names; whether anything is there is checked later."""
+    """The path or URL of an array, completed as a file name. Whether it exists is checked later."""
 
     name = "path"
 
@@ -32,7 +32,7 @@ class Place(click.ParamType[str]):
 
 
 class Chunks(click.ParamType[tuple[int, int]]):
-    """Extents of a chunk."""
+    """Extents of a chunk, ROWSxCOLUMNS."""
 
     name = "RxC"
 
@@ -46,7 +46,7 @@ class Chunks(click.ParamType[tuple[int, int]]):
 
 
 class Size(click.ParamType[tuple[int, int, int]]):
-    """Extents of a product."""
+    """Extents of a product, MxNxK."""
 
     name = "MxNxK"
 

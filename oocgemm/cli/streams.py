@@ -1,8 +1,8 @@
-"""Standard streams of the command line on which printing does not fail.
+"""Standard streams on which printing does not fail.
 
-A character that the encoding lacks is replaced by ASCII that looks like it. A stdout whose reader has gone away
-(``oocgemm run ... | head -1``) takes no more output, and the command goes on to its end and to its own exit code. What
-stderr cannot take is dropped: progress lines are no reason for a run to fail.
+A character that the encoding lacks is replaced by similar ASCII. If the reader of stdout has exited
+(``oocgemm run ... | head -1``), output is dropped, and the command continues to its own exit code. If stderr
+cannot be written, its output is dropped: a progress line must not make a run fail.
 """
 
 import codecs
@@ -15,18 +15,20 @@ from typing import Any, TextIO
 from oocgemm.errors import ExecutionError
 
 ERRORS = "oocgemm-ascii"
-# Shades of the Gantt chart, its frame, what rich draws bars and cuts with, and the signs in our texts.
+# Shades and frame of the Gantt chart, characters of rich's bars, and signs in messages.
 ASCII = str.maketrans(
     dict(zip("▁▂▃▄▅▆▇█", ".:-=+*%#", strict=True)) | {"│": "|", "━": "-", "╸": "-", "╺": "-", "─": "-"}
     | {"…": "...", "×": "x", "·": "-", "−": "-", "–": "-", "µ": "u", "•": "*", "\u202f": " ", "\u00a0": " "}
 )  # fmt: skip
-# Variables that choose the character set, the first that is set.
+# Variables that choose the character set; the first one that is set counts.
 LOCALE = ("LC_ALL", "LC_CTYPE", "LANG")
 
 
 class _Descriptor(io.FileIO):
-    """A file descriptor that drops what is written once its reader has gone away. Other errors are raised once, as
-    `ExecutionError`; if `lossy` they are dropped too."""
+    """A file descriptor that drops output once its reader has exited.
+
+    Other errors are raised once, as `ExecutionError`; a `lossy` descriptor drops output then too.
+    """
 
     def __init__(self, number: int, *, lossy: bool) -> None:
         super().__init__(number, "w", closefd=False)
@@ -37,7 +39,7 @@ class _Descriptor(io.FileIO):
             return super().write(data)
         except OSError as error:
             null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, self.fileno())  # for child processes too, and for what is still buffered
+            os.dup2(null, self.fileno())  # also for child processes, and for data still buffered
             os.close(null)
             if not (self._lossy or error.errno == errno.EPIPE):
                 raise ExecutionError(f"the output cannot be written: {error.strerror}") from error
@@ -45,15 +47,17 @@ class _Descriptor(io.FileIO):
 
 
 def use_safe_streams() -> None:
-    """Replace `sys.stdout` and `sys.stderr` by streams on which printing does not fail. For the main thread of a program,
-    before anything is printed."""
+    """Replace `sys.stdout` and `sys.stderr` by streams on which printing does not fail.
+
+    Call before anything is printed.
+    """
     codecs.register_error(ERRORS, _replaced)
     sys.stdout = _safe(sys.stdout, lossy=False)
     sys.stderr = _safe(sys.stderr, lossy=True)
 
 
 def _safe(stream: TextIO | None, *, lossy: bool) -> TextIO:
-    if stream is None:  # closed by whoever started the program
+    if stream is None:  # closed by the parent process
         return open(os.devnull, "w", encoding="utf-8")
     if not isinstance(stream, io.TextIOWrapper):
         return stream
@@ -68,14 +72,17 @@ def _safe(stream: TextIO | None, *, lossy: bool) -> TextIO:
 
 
 def _encoding(usual: str) -> str:
-    """The encoding of a stream: Python's, or ASCII where the locale asks for it. Python takes UTF-8 in the C locale."""
+    """Return Python's encoding of a stream, or ASCII in the C locale, where Python uses UTF-8."""
     chosen = next(filter(None, (os.environ.get(name) for name in LOCALE)), "")
     explicit = "PYTHONIOENCODING" in os.environ or "PYTHONUTF8" in os.environ
     return "ascii" if chosen in ("C", "POSIX") and not explicit else usual
 
 
 def _replaced(error: UnicodeError) -> tuple[str | bytes, int]:
-    """What is written in place of characters that the encoding lacks: bytes of file names as they are."""
+    """Return the replacement of characters that the encoding lacks.
+
+    Undecoded bytes of file names stay as they are.
+    """
     if not isinstance(error, UnicodeEncodeError):
         raise error
     part = error.object[error.start : error.end]

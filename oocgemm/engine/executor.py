@@ -1,16 +1,19 @@
-"""Runs a schedule: one queue a stream, waits derived as the operations go by.
+"""Runs a schedule: one queue per stream, with waits derived while the schedule is walked.
 
-The calling thread walks the schedule in program order, some way ahead of what has ended, derives what each operation
-waits for, and puts it on the queue of its stream. Each stream's operations are issued in order, once those they wait for
-have been *issued*: a host lane does the work, a device lane hands it to the backend, which
-makes its own streams wait. Since every wait is for an operation earlier in program order, and all earlier
-ones are on their queues, the earliest unfinished operation can always go on: nothing can deadlock.
+The calling thread walks the schedule in program order, a bounded number of operations ahead of completion
+(backpressure). It derives the waits of each operation and appends the operation to the queue of its stream.
+The operations of a stream are submitted in order, each once those it waits for have been *submitted*. For a
+host lane, to submit an operation is to run it. For a device lane, the backend makes its own streams wait.
+Every wait is for an operation earlier in program order, and all earlier operations are queued, so the
+earliest unfinished operation can always proceed: there is no deadlock.
 
-A stream whose operations take their time as they are issued has threads of its own. Those that a device only takes orders
-for are issued by whichever thread has just ended what they wait for: to wake another one would take longer than to issue.
+A stream whose operations run in the submitting thread has threads for it. Asynchronous operations, which a
+device only enqueues, are submitted by the thread that has just completed their last wait: to wake another
+thread takes longer than to submit.
 
-The first failure anywhere, or a request to cancel, stops the run: whatever waits for a failed operation is cancelled, nothing
-new starts, all threads are joined, and the first error is raised. No signal interrupts a run: see `threads.shielded`.
+The first failure anywhere, or a request to cancel, stops the run: nothing new starts, operations that wait
+for a failed one are cancelled, all threads are joined, and the first error is raised. Signals do not
+interrupt a run (`threads.shielded`).
 """
 
 import threading
@@ -23,7 +26,7 @@ from queue import SimpleQueue
 from time import perf_counter_ns, sleep
 from typing import Protocol
 
-from oocgemm.backends.base import Array, DoneToken, Session, Token
+from oocgemm.backends.base import Array, DoneToken, Session, Stream, Token
 from oocgemm.engine.staging import Staging
 from oocgemm.errors import ExecutionError
 from oocgemm.planning import Kind, Operation, Plan, Tier
@@ -33,34 +36,39 @@ from oocgemm.planning.tiling import Tile
 from oocgemm.system.threads import Cancel, short_switch_interval, start
 from oocgemm.timeline import Span
 
-# So many operations, and so many for each strip of a tile, may be on their way at a time: a tile can drain or load while the next
-# one is being issued, and a long schedule is not held in memory.
-AHEAD, AHEAD_STRIPS = 256, 16
-# How often is looked for operations that have ended, in seconds. A thread that is woken for each of them would take the
-# interpreter from those that issue and decode; so many are on their way that nothing waits for that.
-LOOK_EVERY = 4e-3
-_ON_STORE = (Kind.READ, Kind.WRITE)
+# Maximum number of operations in flight: a constant, plus a number per strip of a tile. A tile can then drain
+# or load while the next one is submitted, and memory does not grow with the length of the schedule.
+MAX_IN_FLIGHT, MAX_IN_FLIGHT_PER_STRIP = 256, 16
+# Completion poll interval, in seconds. Waking a thread at each completion would take the GIL from the threads
+# that submit and decode. Nothing waits for the polling thread, since so many operations are in flight.
+POLL_INTERVAL = 4e-3
+_STORE_KINDS = (Kind.READ, Kind.WRITE)
+# The queue of the thread that submits asynchronous operations which are ready when they are queued.
+_WAKEUP = Stream(0, "asynchronous")
 
 Observer = Callable[[Span], None]
 
 
 class Verifier(Protocol):
-    """Checks strips of C between the executor and the stores. Its methods are called by many threads."""
+    """Checks strips of C between the executor and the stores. Many threads call its methods."""
 
     def transfer(self, staging: Staging, operation: Operation, columns: Sequence[Array]) -> bool:
-        """Do a Read or a Write between a store and `columns`, the slot's memory. Return False for a strip that is wrong: it is
-        not written."""
+        """Run a Read or a Write between a store and `columns`, the slot's memory.
+
+        Returns:
+            False for a strip that fails the check; it is not written. Else True.
+        """
         ...
 
     def submit(self, operation: Operation) -> None:
-        """Follow an operation of the device. Called just before it is submitted."""
+        """Follow an operation of a device lane. Called just before it is submitted."""
         ...
 
 
 Perform = Callable[[Operation, list[Token]], Token]
 
 
-def _taken() -> threading.Lock:
+def _acquired_lock() -> threading.Lock:
     lock = threading.Lock()
     lock.acquire()
     return lock
@@ -68,28 +76,30 @@ def _taken() -> threading.Lock:
 
 @dataclass(slots=True, eq=False)
 class Completion:
-    """An operation on its way: posted with a token when issued, or cancelled."""
+    """The state of an operation: queued, then submitted (posted with a token) or cancelled (posted without
+    one)."""
 
     number: int
     token: Token | None = None
     posted: bool = False
-    _underway: threading.Lock = field(default_factory=_taken)
+    _pending: threading.Lock = field(default_factory=_acquired_lock)
 
-    def issued(self) -> Token:
-        """The token, once there is one. Raises `_Cancelled` if there never will be."""
-        with self._underway:
+    def submitted(self) -> Token:
+        """Wait until the operation has been submitted and return its token. Raises `_Cancelled` if it was
+        cancelled."""
+        with self._pending:
             if self.token is None:
                 raise _Cancelled
             return self.token
 
     def post(self) -> None:
-        """Let those go on who wait for it to be issued. Once."""
+        """Wake the threads that wait in `submitted`. Called once."""
         self.posted = True
-        self._underway.release()
+        self._pending.release()
 
 
-class _Cancelled(Exception):  # noqa: N818 - not an error: the end of work that another error has stopped
-    """This operation will not run, because an earlier one failed."""
+class _Cancelled(Exception):  # noqa: N818 - not an error: another error has stopped the run
+    """The operation will not run, because an earlier one has failed."""
 
 
 _Item = tuple[Operation, Sequence[Completion], Completion]
@@ -113,10 +123,19 @@ class Run:
         verifier: Verifier | None = None,
         first: int = 0,
     ) -> None:
-        """`observe` is called with every operation that has ended, by one thread, in the order in which that is noticed.
-        `finished` is called for each tile when all of it is written (not synced), by the thread that wrote the last of
-        it, once a tile. What either raises fails the run. Strips that the `verifier` finds wrong are not written.
-        Operations are numbered from `first` on."""
+        """Prepare a run. If a callback raises, the run fails.
+
+        Args:
+            plan: the schedule.
+            session, staging: its device slots and its host slots.
+            origin_ns: the time that spans are relative to, in nanoseconds of `perf_counter_ns`.
+            observe: called with the span of every operation that has ended, by one thread, in the order of
+                submission.
+            finished: called once per tile when all of it has been written (not synced), by the thread that
+                wrote the last part.
+            verifier: checks strips of C; strips that fail are not written.
+            first: the number of the first operation.
+        """
         self._plan = plan
         self._session = session
         self._staging = staging
@@ -125,24 +144,26 @@ class Run:
         self._finished = finished
         self._verifier = verifier
         self._first = first
-        self._unwritten: dict[Tile, int] = {}  # bytes, of tiles that have been written in part
+        self._unwritten: dict[Tile, int] = {}  # bytes left to write, of partly written tiles
         self._writing = threading.Lock()
-        self._streams: dict[str, tuple[SimpleQueue[_Item | None], list[threading.Thread]]] = {}
-        self._orders: dict[str, deque[_Item]] = {}  # that a device only takes, by stream
-        self._issuing = threading.Lock()
-        self._look = False  # whether there may be an order that can be issued
+        self._queues: dict[Stream, tuple[SimpleQueue[_Item | None], list[threading.Thread]]] = {}
+        self._asynchronous: dict[
+            Stream, deque[_Item]
+        ] = {}  # asynchronous operations that are queued, by stream
+        self._submitting = threading.Lock()
+        self._rescan = False  # whether an asynchronous operation may have become ready
         self._annotate = _annotation()
-        self._issued: SimpleQueue[_Item | None] = SimpleQueue()
-        self._all_issued = threading.Event()
+        self._in_flight: SimpleQueue[_Item | None] = SimpleQueue()
+        self._all_submitted = threading.Event()
         self._ended = 0
         self._error: BaseException | None = None
         self._failing = threading.Lock()
-        self.wrote = False  # whether anything was begun that overwrites C
+        self.wrote = False  # whether any write to C has begun
 
     def execute(self, cancel: Cancel | None = None) -> None:
-        """Run everything; returns when the last operation has ended and all threads are joined.
+        """Run the schedule; return when the last operation has ended and all threads are joined.
 
-        Raises the first error: that of an operation, or that of `cancel`. Must not be called where a signal may
+        Raises the first error: that of an operation, or that of `cancel`. Must be called where no signal can
         interrupt it.
         """
         collector = threading.Thread(target=self._collect, name="oocgemm-timeline")
@@ -152,93 +173,100 @@ class Run:
                 self._dispatch()
             except BaseException as error:
                 self._fail(error)
-            for queue, threads in self._streams.values():
+            for queue, threads in self._queues.values():
                 for _ in threads:
                     queue.put(None)
                 for thread in threads:
                     thread.join()
-            self._all_issued.set()
-            self._issued.put(None)
+            self._all_submitted.set()
+            self._in_flight.put(None)
             collector.join()
-        first, self._error = self._error, None  # or it would keep itself, and all that its frames refer to
+        first, self._error = self._error, None  # breaks a reference cycle through the error's frames
         if first is not None:
             raise first
 
     def _dispatch(self) -> None:
+        """Walk the schedule and queue its operations."""
         tracker: HazardTracker[Completion] = HazardTracker()
-        ahead = AHEAD + AHEAD_STRIPS * -(-self._plan.tile.m // max(1, self._plan.slots.strip))
+        strips = -(-self._plan.tile.m // max(1, self._plan.slots.strip))
+        limit = MAX_IN_FLIGHT + MAX_IN_FLIGHT_PER_STRIP * strips
         for number, operation in enumerate(self._plan.schedule(), self._first):
-            while self._error is None and number - self._first - self._ended > ahead:
-                sleep(LOOK_EVERY)
+            while self._error is None and number - self._first - self._ended > limit:
+                sleep(POLL_INTERVAL)
             if self._error is not None:
                 return
             completion = Completion(number)
             waits = tracker.admit(operation, completion)
             item = operation, waits, completion
             if operation.kind in self._session.asynchronous:
-                self._orders.setdefault(operation.stream, deque()).append(item)
-                # Otherwise the thread that posts the last of them issues it.
+                self._asynchronous.setdefault(Stream.of(operation), deque()).append(item)
+                # If it is not ready, the thread that posts its last wait submits it.
                 if _ready(item):
-                    self._started("orders", 1, self._wait_for_news).put(item)
+                    self._queue(_WAKEUP, 1, self._submit_on_wakeup).put(item)
             else:
-                self._queue(operation).put(item)
+                self._queue_of(operation).put(item)
 
-    def _wait_for_news(self, queue: "SimpleQueue[_Item | None]") -> None:
+    def _submit_on_wakeup(self, queue: "SimpleQueue[_Item | None]") -> None:
         while queue.get() is not None:
-            self._issue()
+            self._submit_ready()
 
-    def _issue(self) -> None:
-        """Issue all orders that can be issued, unless another thread is about it, which then looks once more."""
-        self._look = True
-        while self._look and self._issuing.acquire(blocking=False):
+    def _submit_ready(self) -> None:
+        """Submit every ready asynchronous operation. If another thread is submitting, it rescans instead."""
+        self._rescan = True
+        while self._rescan and self._submitting.acquire(blocking=False):
             try:
-                self._look = False
-                while stream := self._next():
-                    self._issue_from(stream)
+                self._rescan = False
+                while stream := self._next_stream():
+                    self._submit_from(stream)
             finally:
-                self._issuing.release()
+                self._submitting.release()
 
-    def _next(self) -> str | None:
-        """The stream of that order which comes first in the program of all that can be issued: to issue the multiplications of a
-        tile takes longer than to multiply a strip of it, which is to leave as soon as it is done."""
-        heads = [(orders[0], stream) for stream, orders in list(self._orders.items()) if orders]
-        return min(((item[2].number, stream) for item, stream in heads if _ready(item)), default=(0, None))[1]
+    def _next_stream(self) -> Stream | None:
+        """Return the stream of the earliest ready asynchronous operation in program order.
 
-    def _issue_from(self, stream: str) -> None:
-        """Issue orders of one stream for as long as it is their turn."""
+        Submitting all Multiplies of a tile takes longer than multiplying one strip. With this order, the
+        Download of the strip is not submitted after all of them.
+        """
+        heads = [(items[0], stream) for stream, items in list(self._asynchronous.items()) if items]
+        ready = ((item[2].number, stream) for item, stream in heads if _ready(item))
+        return min(ready, default=(0, None))[1]
+
+    def _submit_from(self, stream: Stream) -> None:
+        """Submit operations of one stream for as long as the next operation is on it."""
         try:
             with nullcontext() if self._error is not None else self._session.worker(stream):
-                while self._next() == stream:
-                    self._step(self._orders[stream].popleft(), self._submit)
-        except BaseException as error:  # of the context itself: no device, say
-            self._fail(_placed(error, f"stream {stream}"))
+                while self._next_stream() == stream:
+                    self._step(self._asynchronous[stream].popleft(), self._submit)
+        except BaseException as error:  # of the context: the device is lost, for example
+            self._fail(_located_error(error, f"stream {stream.lane}"))
 
-    def _queue(self, operation: Operation) -> "SimpleQueue[_Item | None]":
-        """The queue of the operation's stream."""
-        stream = operation.stream
-        if stream in self._streams:
-            return self._streams[stream][0]
-        on_store = operation.kind in _ON_STORE
-        side_by_side = DIGESTING_WORKERS if self._plan.problem.checked == "device" else STORE_WORKERS
-        side_by_side = CODEC_WORKERS if operation.coded else side_by_side
-        workers = side_by_side if on_store and self._plan.candidate.io_threads > 1 else 1
-        return self._started(stream, workers, partial(self._work, stream, on_store))
+    def _queue_of(self, operation: Operation) -> "SimpleQueue[_Item | None]":
+        """Return the queue of an operation's stream."""
+        stream = Stream.of(operation)
+        if stream in self._queues:
+            return self._queues[stream][0]
+        on_store = operation.kind in _STORE_KINDS
+        store_workers = DIGESTING_WORKERS if self._plan.problem.checked == "device" else STORE_WORKERS
+        store_workers = CODEC_WORKERS if operation.coded else store_workers
+        workers = store_workers if on_store and self._plan.candidate.io_threads > 1 else 1
+        return self._queue(stream, workers, partial(self._work, stream, on_store))
 
-    def _started(
-        self, name: str, workers: int, work: Callable[["SimpleQueue[_Item | None]"], None]
+    def _queue(
+        self, stream: Stream, workers: int, work: Callable[["SimpleQueue[_Item | None]"], None]
     ) -> "SimpleQueue[_Item | None]":
-        """The queue of that name, its threads started on first use."""
-        if name not in self._streams:
+        """Return the queue of a stream; on first use, start its threads."""
+        if stream not in self._queues:
             queue: SimpleQueue[_Item | None] = SimpleQueue()
             threads: list[threading.Thread] = []
-            self._streams[name] = queue, threads
+            self._queues[stream] = queue, threads
             for index in range(workers):
-                thread = threading.Thread(target=work, args=(queue,), name=f"oocgemm-{name}-{index}")
+                thread = threading.Thread(target=work, args=(queue,), name=f"oocgemm-{stream.lane}-{index}")
                 start(thread)
                 threads.append(thread)
-        return self._streams[name][0]
+        return self._queues[stream][0]
 
-    def _work(self, stream: str, on_store: bool, queue: "SimpleQueue[_Item | None]") -> None:
+    def _work(self, stream: Stream, on_store: bool, queue: "SimpleQueue[_Item | None]") -> None:
+        """Run the operations of a stream's queue: the body of its threads."""
         context: AbstractContextManager[None] = nullcontext() if on_store else self._session.worker(stream)
         ended = False
         try:
@@ -246,58 +274,60 @@ class Run:
             with context:
                 while (item := queue.get()) is not None:
                     self._step(item, perform)
-                    if self._orders:
-                        self._issue()
+                    if self._asynchronous:
+                        self._submit_ready()
                 ended = True
-        except BaseException as error:  # of the context itself: no device, say
-            self._fail(_placed(error, f"stream {stream}"))
+        except BaseException as error:  # of the context: the device is lost, for example
+            self._fail(_located_error(error, f"stream {stream.lane}"))
             while not ended and (item := queue.get()) is not None:
                 item[2].post()
 
     def _step(self, item: _Item, perform: Perform) -> None:
+        """Run or submit one operation once its waits have been submitted, and post its completion."""
         operation, waits, completion = item
         try:
-            tokens = [wait.issued() for wait in waits]
+            tokens = [wait.submitted() for wait in waits]
             if self._error is None:
                 with self._annotate(operation):
                     completion.token = perform(operation, tokens)
         except _Cancelled:
             pass
         except BaseException as error:
-            self._fail(_placed(error, operation))
+            self._fail(_located_error(error, operation))
         if completion.token is not None:
-            self._issued.put(item)
+            self._in_flight.put(item)
         completion.post()
 
     def _transfer(self, operation: Operation, tokens: list[Token]) -> Token:
+        """Run a Read or a Write."""
         for token in tokens:
             token.synchronize()
         reading = operation.kind is Kind.READ
         region = (operation.writes if reading else operation.reads)[0]
-        # Where device and host memory are one, the slots of the device are read into and written from.
+        # If device and host share one memory, stores read into device slots and write from them.
         on_host = region.slot.tier is Tier.HOST
         columns: Sequence[Array]
-        if on_host and not reading and self._staging.in_place(region.slot):
-            columns = []  # the device has brought it to where it goes
+        if on_host and not reading and self._staging.is_in_place(region.slot):
+            columns = []  # the Download has written C in place
         elif on_host:
             columns = self._staging.columns(region.slot, operation)
         else:
             columns = [self._session.view(operation, region)]
         self.wrote = self.wrote or not reading
         start = perf_counter_ns()
-        right = True
+        passed = True
         if self._verifier is None:
             self._staging.transfer(operation, columns)
         else:
-            right = self._verifier.transfer(self._staging, operation, columns)
-        moved = not (on_host and self._staging.in_place(region.slot))
+            passed = self._verifier.transfer(self._staging, operation, columns)
+        moved = not (on_host and self._staging.is_in_place(region.slot))
         token = DoneToken(start, perf_counter_ns(), moved)
-        if self._finished is not None and not reading and right:
-            self._count(operation)
+        if self._finished is not None and not reading and passed:
+            self._count_written(operation)
         return token
 
-    def _count(self, write: Operation) -> None:
-        """Note what a Write has written, and say so when that was the last of its tile."""
+    def _count_written(self, write: Operation) -> None:
+        """Count the bytes of a Write; call `finished` if they were the last of the tile."""
         tile = write.tile
         with self._writing:
             left = self._unwritten.pop(tile, None)
@@ -310,21 +340,22 @@ class Run:
             self._finished(tile)
 
     def _submit(self, operation: Operation, tokens: list[Token]) -> Token:
+        """Submit an operation of a device lane to the backend."""
         host: Sequence[Array] = []
         if operation.kind is Kind.UPLOAD:
-            host = self._staging.held(operation)
+            host = self._staging.upload_source(operation)
         elif operation.kind is Kind.DOWNLOAD:
-            host = self._staging.room(operation)
-            self.wrote = self.wrote or self._staging.in_place(operation.writes[0].slot)
+            host = self._staging.prepare_download(operation)
+            self.wrote = self.wrote or self._staging.is_in_place(operation.writes[0].slot)
         if self._verifier is not None:
             self._verifier.submit(operation)
         return self._session.submit(operation, host, tokens)
 
     def _collect(self) -> None:
-        """Turn finished operations into spans, apart from the threads that issue."""
-        while (item := self._issued.get()) is not None:
-            if self._issued.empty():
-                self._all_issued.wait(LOOK_EVERY)
+        """Turn ended operations into spans, in a thread that submits nothing."""
+        while (item := self._in_flight.get()) is not None:
+            if self._in_flight.empty():
+                self._all_submitted.wait(POLL_INTERVAL)
             operation, waits, completion = item
             assert completion.token is not None
             try:
@@ -335,7 +366,7 @@ class Run:
                     operation = operation._replace(bytes=0)
                 self._observe(Span.of(completion.number, operation, *times, (wait.number for wait in waits)))
             except BaseException as error:
-                self._fail(_placed(error, operation))
+                self._fail(_located_error(error, operation))
             self._ended += 1
 
     def _fail(self, error: BaseException) -> None:
@@ -346,7 +377,8 @@ class Run:
 
 
 def _annotation() -> Callable[[Operation], AbstractContextManager[object]]:
-    """What makes an NVTX range of an operation, which profilers show, where the package nvtx is installed."""
+    """Return a context manager that marks an operation as an NVTX range for profilers, if the package nvtx is
+    installed."""
     try:
         from nvtx import annotate
     except ImportError:
@@ -354,10 +386,10 @@ def _annotation() -> Callable[[Operation], AbstractContextManager[object]]:
     return lambda operation: annotate(str(operation))
 
 
-def _placed(error: BaseException, where: Operation | str) -> BaseException:
-    """An error that says what it stopped; interrupts stay what they are."""
+def _located_error(error: BaseException, where: Operation | str) -> BaseException:
+    """Return an error that names the operation that failed. Interrupts are returned unchanged."""
     if not isinstance(error, Exception):
         return error
-    placed = ExecutionError(f"{where}: {error or type(error).__name__}")
-    placed.__cause__ = error
-    return placed
+    located = ExecutionError(f"{where}: {error or type(error).__name__}")
+    located.__cause__ = error
+    return located

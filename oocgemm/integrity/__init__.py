@@ -1,1 +1,1 @@
-"""Rounding bounds, checksums of tiles, and Freivalds' check of a whole product."""
+"""Bound rounding errors, check tiles by checksums, and verify a whole product by Freivalds' algorithm."""

@@ -1,7 +1,8 @@
-"""How far a product may be from the exact one, and sums in double precision that it is held against.
+"""Bound the rounding error of a product, and sum in double precision for the checks.
 
-With u the unit roundoff, a sum of n products in any order errs in each element by at most gamma_n |A| |B|,
-gamma_n = n u / (1 - n u) (Higham, *Accuracy and Stability of Numerical Algorithms*, 2002, section 3.5).
+With unit roundoff u, a sum of n products in any order has an error of at most gamma_n |A| |B| in each
+element, where gamma_n = n u / (1 - n u) (Higham, *Accuracy and Stability of Numerical Algorithms*, 2002,
+section 3.5).
 """
 
 from typing import Any
@@ -10,19 +11,19 @@ import numpy as np
 
 from oocgemm.backends.base import Array, limits_of, numpy_dtype
 from oocgemm.planning import GemmProblem
-from oocgemm.planning.integers import LIMIT
+from oocgemm.planning.integers import EXACT_LIMIT
 
-# Squares between these lose nothing to underflow and overflow that matters.
+# Sums of squares in this range are accurate: no term that matters underflowed or overflowed.
 SMALLEST, LARGEST = 1e-270, 1e290
 DOUBLE = 2.0**-53
-ONE_THREAD = 1 << 18  # multiplications that OpenBLAS does in one thread
-T = 8
-# What one operand may be off by, relatively, when it is rounded, or cut off, to a reduced precision.
+ONE_THREAD = 1 << 18  # multiplications up to which OpenBLAS uses one thread
+T = 8  # sums of signed errors stay below T times their norm: see `Rounding`
+# Relative error of one operand that is rounded, or truncated, to a reduced precision.
 OPERANDS = {"native": 0.0, "tf32": 2.0**-10, "bf16": 2.0**-7, "emulated": 0.0}
 
 
 def gamma(n: float, u: float) -> float:
-    """Relative error of n rounded operations in a row; infinite where it bounds nothing.
+    """Return the relative error bound of n rounded operations in a row; infinite where n u >= 1.
 
     >>> gamma(0, 1e-16), gamma(1e20, 1e-16)
     (0.0, inf)
@@ -31,103 +32,120 @@ def gamma(n: float, u: float) -> float:
 
 
 def sum_error(n: float, u: float) -> float:
-    """Relative error of a sum of n terms: gamma_n, or 6 sqrt(n) u where that is less.
+    """Return the relative error bound of a sum of n terms: gamma_n, or 6 sqrt(n) u if that is less.
 
     The latter holds with high probability for rounding errors of mean 0 (Higham and Mary, *A new approach to
-    probabilistic rounding error analysis*, 2019), and for the lengths summed in one go here even where each goes the
-    same way.
+    probabilistic rounding error analysis*, 2019). For the lengths that are summed in one go here it holds
+    even if every error has the same sign.
     """
     return min(gamma(n, u), 6 * float(np.sqrt(n)) * u)
 
 
 class Rounding:
-    """What sums of a product's elements, taken with random signs, may be off by, and what its scalars really are.
+    """The error bound of sums of a product's elements, taken with random signs.
 
-    Each element of C is a `chain` of so many additions and the sums are one of `own` more, in double precision.
+    An element of C results from `chain` additions. The check adds `check_chain` more, in double precision.
 
-    The errors R of some elements have a 2-norm of at most the bound of one times the norm of |A| |B| there. Signs being
-    random, R adds up to more than T |R| with a probability below exp(-T / e) whatever it is, signs on rows and columns
-    both (moments of a Rademacher chaos), or 2 exp(-T^2 / 2) with signs on columns only (Hoeffding); and in truth far more
-    rarely, since rounding errors are a small part of their bounds.
+    The errors R of some elements have a 2-norm of at most the bound of one element, times the norm of |A| |B|
+    there. The signs are random. So for any R, the signed sum of R exceeds T |R| with a probability below
+    exp(-T / e) with signs on rows and columns (moments of a Rademacher chaos), and below 2 exp(-T^2 / 2) with
+    signs on columns only (Hoeffding). In practice it is far rarer, since rounding errors are a small part of
+    their bounds.
+
+    `alpha` and `beta` are the scalars as the accumulator's dtype rounds them.
     """
 
     alpha: complex
     beta: complex
 
-    def __init__(self, problem: GemmProblem, chain: int, own: int) -> None:
-        # Exact sums are scaled and added to C in float64, whatever they were summed in.
+    def __init__(self, problem: GemmProblem, chain: int, check_chain: int) -> None:
+        # Exact sums are scaled and added to C in float64, whatever the accumulator's dtype.
         accumulator = numpy_dtype("float64" if problem.exact else problem.acc_dtype)
-        self._whole = numpy_dtype(problem.c_dtype).kind == "i"
+        self._integer = numpy_dtype(problem.c_dtype).kind == "i"
         limits = np.finfo(accumulator)
-        stored = limits if self._whole else limits_of(problem.c_dtype)
-        # Products of complex numbers are four, added up.
+        stored = limits if self._integer else limits_of(problem.c_dtype)
+        # A product of complex numbers is four real products, added up.
         factor = 4 if accumulator.kind == "c" else 1
         self._relative = (
             sum_error(factor * ((0 if problem.exact else chain) + 8), float(limits.eps) / 2)
             + 2 * OPERANDS[problem.compute]
         )
-        self._own = sum_error(factor * (own + 8), DOUBLE)
+        self._check_error = sum_error(factor * (check_chain + 8), DOUBLE)
         self._stored = float(stored.eps) / 2 if problem.finishes else 0.0
         scalars = problem.applied_alpha, problem.beta
         self.alpha, self.beta = (accumulator.type(x).item() for x in scalars)
         self.multiplies = self.alpha != 0
         underflow = (problem.depth + 2) * (1 + abs(self.alpha) + abs(self.beta)) * float(limits.tiny)
-        self._least = underflow + (float(stored.smallest_subnormal) if problem.finishes else 0.0)
-        self.most, self._most_stored = float(limits.max) / 16, float(stored.max) * 0.99
+        self._underflow = underflow + (float(stored.smallest_subnormal) if problem.finishes else 0.0)
+        self.max_finite, self._max_stored = float(limits.max) / 16, float(stored.max) * 0.99
 
     def norm(self, product: Array, old: Array) -> Array:
-        """Norms of |alpha| |A| |B| + |beta| |C0| from those of |A| |B| and of the old C."""
+        """Return norms of |alpha| |A| |B| + |beta| |C0|, given those of |A| |B| and of the old C."""
         return np.asarray(abs(self.alpha) * product + (abs(self.beta) * old if self.beta else 0))
 
     def tolerance(self, norm: Array, stored: Array, elements: Array | float) -> Array:
-        """What sums over so many `elements` may be off by, their norms being `norm` and that of C there `stored`. Nothing
-        where C is of integers, as long as none of these sums could have rounded itself."""
+        """Return the error bound of sums over `elements` elements each.
+
+        `norm` is the norm of the summed terms, and `stored` that of C. For an integer C the bound is 0 as
+        long as none of the sums could have been rounded.
+        """
         root = np.sqrt(elements)
-        if self._whole:
-            return np.where(root * norm < LIMIT / 2, 0.0, self._own * root * norm)
+        if self._integer:
+            return np.where(root * norm < EXACT_LIMIT / 2, 0.0, self._check_error * root * norm)
         rounding = np.minimum(T, root) * (self._relative * norm + self._stored * stored)
-        return np.asarray(rounding + self._own * root * norm + elements * self._least)
+        return np.asarray(rounding + self._check_error * root * norm + elements * self._underflow)
 
     def may_overflow(self, product: Array, norm: Array) -> tuple[Array, Array]:
-        """Where a sum could have left the range of its dtype, so that an Inf or NaN says nothing; and where an element
-        could have left that of C's, so that an Inf does."""
-        return ~((product < self.most) & (norm < self.most)), ~(norm < self._most_stored)
+        """Return where a sum could have overflowed, and where an element could have overflowed C's dtype.
+
+        An Inf or NaN proves nothing in the former, and an Inf proves nothing in the latter.
+        """
+        return ~((product < self.max_finite) & (norm < self.max_finite)), ~(norm < self._max_stored)
 
 
 def norms(x: Array) -> Array:
-    """2-norms of a double-precision array along its last axis, safe from overflow and underflow; NaN or Inf where it
-    holds either."""
+    """Return the 2-norms of a double-precision array along its last axis, without overflow or underflow.
+
+    They are nonfinite where the array is.
+    """
     sizes = np.abs(x)
-    most = sizes.max(axis=-1, initial=0)
-    scaled = sizes / np.where(most > 0, most, 1)[..., None]
-    return np.asarray(most * np.sqrt(np.vecdot(scaled, scaled)))
+    largest = sizes.max(axis=-1, initial=0)
+    scaled = sizes / np.where(largest > 0, largest, 1)[..., None]
+    return np.asarray(largest * np.sqrt(np.vecdot(scaled, scaled)))
 
 
 def block_squares(blocks: Array) -> Array:
-    """Sums of the squares in double-precision blocks (number, rows, columns); columns should lie side by side."""
+    """Return the sums of squares of double-precision blocks (number, rows, columns).
+
+    Contiguous columns are fastest.
+    """
     flat = blocks.view(np.float64) if blocks.dtype.kind == "c" else blocks
     return np.asarray(np.vecdot(flat, flat).sum(axis=-1))
 
 
 def block_norms(blocks: Array, squares: Array) -> Array:
-    """Frobenius norms of blocks by the sums of their squares; by the elements, where squares have left their range. NaN or
-    Inf where a block holds either."""
+    """Return the Frobenius norms of blocks, from the sums of squares, or from the elements if those overflow.
+
+    They are nonfinite where a block is.
+    """
     if squares.min() > SMALLEST and squares.max() < LARGEST:
         return np.asarray(np.sqrt(squares))
     return norms(norms(blocks.astype(wide_dtype(blocks.dtype), copy=False)))
 
 
 def signed(x: Array, blocks: Array) -> Array:
-    """For each of some double-precision blocks (number, rows, columns) the sum of its rows times the signs x."""
-    if blocks.dtype.kind == "c":  # in parts: NumPy would make the signs complex first
+    """Return, per double-precision block (number, rows, columns), the sum of its rows times the signs x."""
+    if blocks.dtype.kind == "c":  # in two parts: NumPy would convert the signs to complex
         real, imaginary = (np.einsum("gi,gij->gj", x, part) for part in (blocks.real, blocks.imag))
         return np.asarray(real + 1j * imaginary)
     return np.asarray(np.einsum("gi,gij->gj", x, blocks))
 
 
 def add_product(c: Array, a: Array, b: Array) -> None:
-    """``c += a @ b.T``, in parts for which the BLAS takes no second thread: its threads would wait for one another where
-    all cores are busy, many times longer than the product takes."""
+    """Compute ``c += a @ b.T`` in parts so small that the BLAS uses one thread.
+
+    Where all cores are busy, its threads would wait for one another many times longer than the product takes.
+    """
     deep = max(1, ONE_THREAD // (8 * max(1, len(b))))
     for left in range(0, a.shape[1], deep):
         part = b[:, left : left + deep]
@@ -137,5 +155,5 @@ def add_product(c: Array, a: Array, b: Array) -> None:
 
 
 def wide_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Double precision, complex for complex."""
+    """Return float64, or complex128 for a complex dtype."""
     return np.dtype(np.complex128 if dtype.kind == "c" else np.float64)

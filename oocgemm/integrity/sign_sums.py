@@ -1,24 +1,30 @@
-"""What Freivalds' check accumulates: products of op(B) and op(A) with random signs, and norms that bound their rounding."""
+"""Accumulate the sums of Freivalds' check, and norms that bound their rounding errors.
+
+The sums are products of op(B), and then of op(A), with random signs.
+"""
 
 import numpy as np
 
 from oocgemm.backends.base import Array
 from oocgemm.backends.random_words import VECTORS
 from oocgemm.integrity.rounding import LARGEST, ONE_THREAD, SMALLEST, norms
-from oocgemm.planning.tiling import Span
+from oocgemm.planning.tiling import Range
 
-# Norms are alike if the largest is at most so many times the smallest.
+# Norms are alike if the largest is at most ALIKE times the smallest.
 ALIKE = 2
-# Norms between these have squares that neither overflow nor underflow.
+# Norms in this range have squares that neither overflow nor underflow.
 MIN_NORM, MAX_NORM = 1e-100, 1e100
-# Norms of the terms of a row that are smaller, relative to the norms of op(B), may have lost squares to underflow.
+# Below this share of the norms of op(B), the norm of a row's terms may have lost squares to underflow.
 MIN_SHARE = 1e-120
 
 
 class Sums:
-    """op(B) y for a span of k: `values` for each group's vectors, and the 2-norms of op(B)'s rows in each group."""
+    """The products op(B) y over a range of k.
 
-    def __init__(self, span: Span, groups: int, dtype: np.dtype[np.generic]) -> None:
+    `values` has one column per group and vector, `norms` the 2-norms of op(B)'s rows in each group.
+    """
+
+    def __init__(self, span: Range, groups: int, dtype: np.dtype[np.generic]) -> None:
         extent = span[1] - span[0]
         self.span = span
         self.values = np.zeros((extent, groups * VECTORS), dtype)
@@ -27,7 +33,7 @@ class Sums:
         self._largest = 0.0
 
     def square(self) -> None:
-        """Square the norms, if their squares are in range. Beside them goes a column of ones."""
+        """Square the norms if no square overflows or underflows, and append a column of ones."""
         self._largest = float(self.norms.max(initial=0))
         inside = (self.norms == 0) | ((self.norms > MIN_NORM) & (self.norms < MAX_NORM))
         if inside.all():
@@ -35,9 +41,11 @@ class Sums:
             np.square(self.norms, out=self._squares[:, :-1])
 
     def terms(self, x: Array, inside: slice) -> Array:
-        """Norms of the terms in rows of A's strip `x`, sqrt(sum_p |x_ip|^2 norms_p^2), in each group; not finite where x is
-        not. They are at most twice as large where the norms are alike, which saves the squares of x. Where squares are out
-        of range they are sums of |x_ip| norms_p, which are no less."""
+        """Return sqrt(sum_p |x_ip norms_p|^2), the norms of the terms in rows of A's strip `x`, per group.
+
+        They are nonfinite where x is. If the norms are alike, the result is up to twice too large, which
+        saves squaring x. Where squares are out of range, the result is the larger sum of |x_ip| norms_p.
+        """
         sizes = self.norms[inside]
         largest = sizes.max(axis=0)
         if (largest <= ALIKE * sizes.min(axis=0)).all():
@@ -56,32 +64,36 @@ class Sums:
 
 
 class Rows:
-    """A span of C's rows: op(A) op(B) y, the norms of its terms, what partial sums exceed them by, and the rows where op(A)
-    holds an Inf or a NaN."""
+    """The products op(A) op(B) y over a range of C's rows.
 
-    def __init__(self, span: Span, groups: int, dtype: np.dtype[np.generic]) -> None:
+    `terms` has the norms of the terms, `bias` the excess of partial sums over a random walk, and `nonfinite`
+    flags the rows of op(A) with an Inf or NaN.
+    """
+
+    def __init__(self, span: Range, groups: int, dtype: np.dtype[np.generic]) -> None:
         extent = span[1] - span[0]
         self.span = span
         self.expected = np.zeros((extent, groups * VECTORS), dtype)
-        self.terms, self.lean = np.zeros((extent, groups)), np.zeros((extent, groups))
-        self.spoiled = np.zeros(extent, bool)
+        self.terms, self.bias = np.zeros((extent, groups)), np.zeros((extent, groups))
+        self.nonfinite = np.zeros(extent, bool)
 
-    def lean_at_last(self) -> None:
-        """Count the whole sum as a partial sum too: blocks of k may be too short to show that it leans."""
-        np.maximum(self.lean, lean_of(self.expected, self.terms), out=self.lean)
+    def add_final_bias(self) -> None:
+        """Count the whole sum as a partial sum too: blocks of k may be too short to show a bias."""
+        np.maximum(self.bias, bias_of(self.expected, self.terms), out=self.bias)
 
 
-def lean_of(sums: Array, terms: Array) -> Array:
-    """What the norms of rows of partial sums exceed those of random walks by, from their products with random signs.
+def bias_of(sums: Array, terms: Array) -> Array:
+    """Estimate the excess of norms of partial sums over a random walk, from products with random signs.
 
-    The mean size of a product is 0.8 of the norm, spread by 0.2 of it. An excess of 1.5 of a random walk is not counted.
+    The mean size of a product is 0.8 times the norm, with a standard deviation of 0.2 times the norm. An
+    excess of up to 1.5 times the random walk is ignored.
     """
     sizes = np.abs(sums).reshape(*terms.shape, VECTORS).mean(axis=2)
     return np.asarray(np.maximum(1.25 * sizes - 2.5 * terms, 0))
 
 
 def product(x: Array, y: Array) -> Array:
-    """``x @ y``, in parts for which the BLAS takes no second thread."""
+    """Return ``x @ y``, computed in parts so small that the BLAS uses one thread."""
     out = np.empty((len(x), y.shape[1]), np.result_type(x, y))
     height = max(1, ONE_THREAD // max(1, y.size))
     for top in range(0, len(x), height):
@@ -90,10 +102,10 @@ def product(x: Array, y: Array) -> Array:
 
 
 def row_norms(x: Array) -> Array:
-    """2-norms of the rows of a double-precision strip."""
+    """Return the 2-norms of the rows of a double-precision strip."""
     if x.strides[1] == x.itemsize or x.shape[1] == 1:
         squares = np.vecdot(x, x).real
-    else:  # as a transposed matrix is stored
+    else:  # a transposed matrix
         squares = (x.real * x.real + x.imag * x.imag if x.dtype.kind == "c" else x * x).sum(axis=1)
     out = ~((squares > SMALLEST) & (squares < LARGEST))
     found = np.sqrt(squares)

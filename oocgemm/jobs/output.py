@@ -1,57 +1,79 @@
-"""Where a run writes to, from its begin to its end: C in local files, with a journal, or any other C, without."""
+"""C while a run writes it: in local files with a journal, or elsewhere without one."""
 
 import shutil
+from abc import ABC, abstractmethod
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import Any, Protocol, cast
+from pathlib import Path
+from typing import Any, Self, cast
+
+import numpy as np
 
 from oocgemm import stores
+from oocgemm.backends.base import numpy_dtype
 from oocgemm.errors import InputError
-from oocgemm.jobs import job
-from oocgemm.jobs.job import Job
-from oocgemm.jobs.journal import JOURNAL, LOCK, REDO, Journal, Keeper
+from oocgemm.jobs.committer import Committer
+from oocgemm.jobs.journal import JOURNAL, LOCK, REDO, Journal
+from oocgemm.jobs.prepare import Job
 from oocgemm.jobs.resume import Earlier
 from oocgemm.machine import info as system
 from oocgemm.planning.tiling import Tile
+from oocgemm.planning.units import format_size
 from oocgemm.stores import Matrix
 from oocgemm.stores.durable import SIDECAR, Durable, sync_path
+from oocgemm.system.memory import available_memory
 
 
-class Target(Protocol):
-    """A C that is being written."""
+class Target(ABC):
+    """C while a run writes it. It is a context manager: an error inside abandons it, and the end closes it.
 
-    @property
-    def matrix(self) -> Matrix:
-        """C."""
+    `matrix` is C. `written` tells whether the run has begun to write to C.
+    """
 
+    matrix: Matrix
+    written = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            if error is not None:
+                self.abandon()
+        finally:
+            self.close()
+
+    @abstractmethod
     def finished(self, tile: Tile) -> None:
-        """A tile is written, though perhaps not durable yet."""
+        """Note that a tile is written, though perhaps not durable yet."""
 
+    @abstractmethod
     def seal(self) -> None:
-        """All of C is written: see that it is durable, and that it says so."""
+        """Make all of C durable, then mark it as complete."""
 
-    def abandon(self, *, written: bool) -> None:
-        """The run has failed, with some of C `written` or nothing of it. What can be gone on with stays, and what would
-        only be in the way goes."""
+    @abstractmethod
+    def abandon(self) -> None:
+        """Keep what a later run can resume from, and remove the rest: the run has failed."""
 
+    @abstractmethod
     def close(self) -> None:
-        """Let go of what is held, at the very end."""
+        """Release locks and files."""
 
 
-def open_target(work: Job, c: Any) -> Target:
+def open_target(job: Job) -> Target:
     """Open C for a run, and create it if it does not exist. Raises `InputError` if that is impossible."""
-    if work.earlier is None:
-        return Plain(work, c)
-    return Whole(work) if work.earlier.complete else Kept(work, work.earlier, c)
+    if job.output.earlier is None:
+        return Unjournaled(job)
+    return Complete(job) if job.output.earlier.complete else Journaled(job, job.output.earlier)
 
 
-class Plain:
-    """A C without a journal: memory, or a store elsewhere."""
+class Unjournaled(Target):
+    """A C without a journal: in memory, or in a remote store."""
 
-    def __init__(self, work: Job, c: Any) -> None:
-        self._was_whole = _was_whole(work)
-        self.matrix = job.create_output(work, c)
+    def __init__(self, job: Job) -> None:
+        self._was_complete = _was_complete(job)
+        self.matrix = create_output(job)
         self.matrix.set_finished(False)
 
     def finished(self, tile: Tile) -> None:
@@ -61,20 +83,20 @@ class Plain:
         self.matrix.sync()
         self.matrix.set_finished(True)
 
-    def abandon(self, *, written: bool) -> None:
-        if self._was_whole and not written:
+    def abandon(self) -> None:
+        if self._was_complete and not self.written:
             self.matrix.set_finished(True)
 
     def close(self) -> None:
         pass
 
 
-class Whole:
-    """A C that the resumed run had completed: nothing is written."""
+class Complete(Target):
+    """A C that the resumed run had completed. Nothing is written."""
 
-    def __init__(self, work: Job) -> None:
-        assert work.c is not None
-        self.matrix = work.c
+    def __init__(self, job: Job) -> None:
+        assert job.output.matrix is not None
+        self.matrix = job.output.matrix
 
     def finished(self, tile: Tile) -> None:
         raise AssertionError(f"tile {tile} of a complete C was written")
@@ -82,93 +104,93 @@ class Whole:
     def seal(self) -> None:
         pass
 
-    def abandon(self, *, written: bool) -> None:
+    def abandon(self) -> None:
         pass
 
     def close(self) -> None:
         pass
 
 
-class Kept:
-    """A C in local files, with a journal: see `oocgemm.jobs.journal` for the order of things."""
+class Journaled(Target):
+    """A C in local files, with a journal. `oocgemm.jobs.journal` describes the order of writes."""
 
     matrix: Durable
 
-    def __init__(self, work: Job, earlier: Earlier, c: Any) -> None:
+    def __init__(self, job: Job, earlier: Earlier) -> None:
         self._earlier = earlier
-        self._creates, self._created = work.c is None, False
+        found = job.output.matrix
+        self._creates, self._created = found is None, False
         ended = earlier.record is None or earlier.record.complete is not None
-        self._was_whole = ended and _was_whole(work)
-        self._redo = work.plan.problem.reads_c
-        if work.c is not None:
-            self.matrix = cast(Durable, work.c)
+        self._was_complete = ended and _was_complete(job)
+        self._redo = job.plan.problem.reads_c
+        if found is not None:
+            self.matrix = cast(Durable, found)
         try:
             self._journal = Journal(earlier.folder)
         except OSError as error:
-            what = f"create {c}" if self._creates else f"keep a journal in {earlier.folder}"
+            what = f"create {job.request.c}" if self._creates else f"keep a journal in {earlier.folder}"
             raise InputError(f"C: cannot {what}: {error.strerror}") from error
         if self._journal.record != earlier.record:
             self._journal.close()
-            raise InputError(f"another run was at C just now, by the journal in {earlier.folder}: try again")
-        self._keeper: Keeper | None = None
+            raise InputError(f"another run has just changed the journal in {earlier.folder}: try again")
+        self._committer: Committer | None = None
         try:
-            self._open(work, c)
-            self._keeper = Keeper(self._journal, self.matrix, work.plan.grid, redo=self._redo)
+            self._open(job)
+            self._committer = Committer(self._journal, self.matrix, job.plan.grid, redo=self._redo)
         except BaseException:
-            self.abandon(written=False)
+            self.abandon()
             self.close()
             raise
 
-    def _open(self, work: Job, c: Any) -> None:
-        """C as it is to be written to, the journal saying so first."""
-        earlier, plan = self._earlier, work.plan
+    def _open(self, job: Job) -> None:
+        """Write to the journal first, then open or create C for writing."""
+        earlier, plan = self._earlier, job.plan
         if earlier.resumed:
             self._journal.resume()
         else:
-            self._journal.start(_header(work))
-        if work.c is None:
-            if earlier.anew:
-                stores.clear(earlier.folder, keep=(JOURNAL, LOCK))
-            self.matrix = cast(Durable, job.create_output(work, c, folder=earlier.folder))
-            self._created = True
-        if work.c is not None:
-            stores.reserve(work.c)
+            self._journal.start(_header(job))
+        if self._creates and earlier.recreates:
+            stores.clear(earlier.folder, keep=(JOURNAL, LOCK))
+        self.matrix = cast(Durable, create_output(job, earlier.folder))
+        self._created = self._creates
         if earlier.resumed:
-            self.matrix.sweep()
+            self.matrix.delete_partial_files()
         self.matrix.set_finished(False)
         if self._redo:
             redo = earlier.folder / REDO
-            self.matrix.redirect(redo)
+            self.matrix.redirect_writes(redo)
             for tile in earlier.committed:
-                self.matrix.adopt(plan.grid.rows(tile[0]), plan.grid.cols(tile[1]))
-            shutil.rmtree(redo, ignore_errors=True)  # of tiles that were not committed
+                self.matrix.apply_redo(plan.grid.rows(tile[0]), plan.grid.cols(tile[1]))
+            shutil.rmtree(redo, ignore_errors=True)  # left by tiles that were not committed
             redo.mkdir()
             sync_path(earlier.folder)
 
     def finished(self, tile: Tile) -> None:
-        assert self._keeper is not None
-        self._keeper.finished(tile)
+        assert self._committer is not None
+        self._committer.finished(tile)
 
     def seal(self) -> None:
-        assert self._keeper is not None
-        self._keeper.close()
+        assert self._committer is not None
+        self._committer.close()
         self._journal.check_in_place()
         self.matrix.set_finished(True)
-        self._journal.complete({"content": self.matrix.stamp()})
+        self._journal.complete({"content": self.matrix.files_fingerprint()})
         shutil.rmtree(self._earlier.folder / REDO, ignore_errors=True)
-        if self._earlier.folder.name != SIDECAR:  # beside a .npy file; in a zarr array it is in nobody's way
+        if (
+            self._earlier.folder.name != SIDECAR
+        ):  # next to a .npy file; inside a zarr array the folder may stay
             self._journal.move_into_c()
 
-    def abandon(self, *, written: bool) -> None:
+    def abandon(self) -> None:
         kept = 0
-        if self._keeper is not None:
-            self._keeper.stop()
-            kept = self._keeper.kept
-        untouched = self._creates or (self._was_whole and (self._redo or not written))
+        if self._committer is not None:
+            self._committer.stop()
+            kept = self._committer.recorded
+        untouched = self._creates or (self._was_complete and (self._redo or not self.written))
         if self._earlier.resumed or kept or not untouched:
-            return  # there is something to go on with, or C is neither old nor new
+            return  # a later run can resume, or C is part old and part new
         with suppress(OSError):
-            self._journal.check_in_place()  # else what is there is another's
+            self._journal.check_in_place()  # otherwise C and the folder belong to another run
             if not self._creates:
                 self.matrix.set_finished(True)
             stores.clear(self._earlier.folder, c=self._created)
@@ -177,24 +199,45 @@ class Kept:
         self._journal.close()
 
 
-def _was_whole(work: Job) -> bool:
-    """Whether there is a C that was not left by a run that has not ended, as far as it says so."""
-    return work.c is not None and not work.c.describe().get("unfinished")
+def create_output(job: Job, folder: Path | None = None) -> Matrix:
+    """Create C, or reserve its disk space if it exists. `folder` is that of its journal."""
+    found, c = job.output.matrix, job.request.c
+    if found is not None:
+        stores.reserve(found)
+        return found
+    problem = job.plan.problem
+    shape, dtype = (problem.m, problem.n), numpy_dtype(problem.c_dtype)
+    if c.path:
+        options = job.plan.chunks, job.output.compressor
+        return stores.create_output("C", c.path, shape, dtype, *options, folder=folder)
+    size = problem.m * problem.n * dtype.itemsize
+    if size > available_memory():
+        raise InputError(
+            f"C takes {format_size(size)}, more than the {format_size(available_memory())} of memory that "
+            "are available: pass a path for it"
+        )
+    return stores.open_matrix("C", np.empty(shape, dtype), writable=True)
 
 
-def _header(work: Job) -> dict[str, Any]:
-    plan = work.plan
+def _was_complete(job: Job) -> bool:
+    """Tell whether C exists and does not say that it is the result of an unfinished run."""
+    return job.output.matrix is not None and not job.output.matrix.describe().get("unfinished")
+
+
+def _header(job: Job) -> dict[str, Any]:
+    """Return the first line of the journal: what is computed, and by which plan."""
+    plan = job.plan
     return {
         "version": system.versions()["oocgemm"],
         "begun": datetime.now(UTC).isoformat(timespec="seconds"),
-        "identity": work.identity,
+        "identity": job.output.identity,
         "given": {
             "tile": str(plan.tile),
             "chunks": "x".join(map(str, plan.chunks)),
-            "compressor": work.compressor or "none",
+            "compressor": job.output.compressor or "none",
         },
         "candidate": asdict(plan.candidate),
         "ramp": plan.grid.ramp,
         "tiles": list(plan.grid.shape),
-        "created": work.c is None,
+        "created": job.output.matrix is None,
     }

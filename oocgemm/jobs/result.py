@@ -1,4 +1,4 @@
-"""What a run returns: the product, how it was planned, and what happened."""
+"""The result of a run: the product, its plan and its timeline."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,16 +13,18 @@ from oocgemm.planning.units import format_rate, format_time
 from oocgemm.reports.advice import diagnosis_lines
 from oocgemm.timeline import Recorder, Report, Timeline, report
 
-REPORTED_SPAN_BYTES = 1000  # measured with 132,500 spans: 910
+REPORTED_SPAN_BYTES = 1000  # memory of a timeline and its report, per span; 910 measured with 132,500 spans
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a run leaves: the product, how it was planned, and what happened.
+    """The result of a run. ``np.asarray(result)`` is C as an ndarray.
 
-    `out` is the array that holds C: the given one, an ndarray, or the zarr array or memory map at its path. `log` is what
-    was recorded; it becomes a timeline, and that a report, when one is asked for. ``np.asarray(result)`` is C as an
-    ndarray.
+    Attributes:
+        out: the array that holds C: the one passed in, a new ndarray, or the zarr array or memory map at C's
+            path.
+        plan: the plan that ran.
+        log: the compressed record of the run. `timeline` and `report` are made from it on first access.
     """
 
     out: Any
@@ -31,40 +33,40 @@ class Result:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """Every operation of the run, some 500 bytes each."""
+        """Every operation of the run. It takes about 500 bytes per operation."""
         return self.log.timeline()
 
     @cached_property
     def report(self) -> Report:
-        """The figures of the run."""
+        """The figures of the run: wall time T, shares, overlaps, traffic, efficiency."""
         return report(self.timeline)
 
     @property
     def report_bytes(self) -> int:
-        """About the memory that making the timeline and the report takes."""
+        """Estimated bytes of memory that `timeline` and `report` take."""
         return REPORTED_SPAN_BYTES * self.log.spans
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        """Return C as an ndarray. A C in memory is not copied unless `dtype` or `copy` ask for it; a zarr array is loaded.
+        """Return C as an ndarray. A zarr array is loaded; an ndarray is copied only if required.
 
         Raises:
-            InputError: no array holds this C.
+            InputError: C is not available as an array.
             ValueError: `copy` is False and a copy is needed.
         """
         if self.out is None:
-            raise InputError("this result holds no array: open C at its path")
+            raise InputError("this result has no array: open C at its path")
         return np.array(self.out, dtype=dtype, copy=copy)
 
     def __repr__(self) -> str:
         return f"<Result {', '.join(self._facts())}>"
 
     def _repr_html_(self) -> str:
-        """Return what notebooks show: C, T, the rate, and what bounded the run."""
+        """Return HTML for notebooks: C, the wall time T, the rate, and what bounded the run."""
         rows = [*self._facts(), *diagnosis_lines(self.report, self.timeline)]
         return f"<div><b>oocgemm.Result</b><br>{'<br>'.join(map(escape, rows))}</div>"
 
     def _facts(self) -> list[str]:
-        """What can be said without the timeline: C and where it is, T and the rate."""
+        """Return the facts that need no timeline: C and its location, the wall time T and the rate."""
         problem, seconds = self.plan.problem, self.log.wall / 1e9
         where = type(self.out).__name__ if isinstance(self.out, np.ndarray | None) else repr(self.out)
         facts = [f"C {problem.m} x {problem.n} {problem.c_dtype} in {where}", f"T {format_time(seconds)}"]

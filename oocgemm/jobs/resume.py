@@ -1,6 +1,5 @@
-"""What an earlier run has left at C, and whether it is the one that is asked for now. Nothing here writes."""
+"""Find what an earlier run left at C, and check that a new run may resume it. Nothing here writes."""
 
-import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -9,6 +8,7 @@ from typing import Any, cast
 
 from oocgemm import stores
 from oocgemm.errors import InputError
+from oocgemm.jobs.destination import Destination
 from oocgemm.jobs.journal import Record, busy, owner, read
 from oocgemm.planning import Candidate, GemmProblem, TileGrid, TileShape
 from oocgemm.planning.serialize import recorded_candidate
@@ -19,8 +19,11 @@ from oocgemm.stores.durable import Durable
 
 @dataclass(frozen=True)
 class Earlier:
-    """The journal in a C's folder, as it was found; `resumed` says that this run goes on with it. The files of `lost` tiles
-    are missing or changed: they are not done."""
+    """The journal that an earlier run left at C.
+
+    `record` is None if there is only room for one. `resumed` tells whether the new run continues the earlier
+    one. The files of `lost` tiles are missing or have changed, so these tiles are not done.
+    """
 
     folder: Path
     record: Record | None
@@ -28,52 +31,52 @@ class Earlier:
     lost: frozenset[Tile] = frozenset()
 
     @property
-    def anew(self) -> bool:
-        """Whether C is the creation of a run that has not ended, and nothing of it is kept: C is created anew."""
+    def recreates(self) -> bool:
+        """Whether an unfinished run created C and completed no tile: C is then created again."""
         if self.record is None or self.record.complete is not None:
             return False
         return self.record.header["created"] and not self.done
 
     @property
     def complete(self) -> bool:
-        """Whether the run that is resumed has nothing left to do."""
+        """Whether the resumed run has computed all tiles."""
         return self.resumed and self.record is not None and self.record.complete is not None
 
     @property
     def header(self) -> dict[str, Any]:
-        """What the run that is resumed began with."""
+        """The header of the journal: identity, options and plan of the earlier run."""
         assert self.record is not None
         return self.record.header
 
     @property
     def candidate(self) -> Candidate:
-        """The plan's decisions, as they were taken."""
+        """The decisions of the earlier run's plan."""
         return recorded_candidate(self.header["candidate"])
 
     @property
     def committed(self) -> frozenset[Tile]:
-        """Tiles that are only to be brought to C."""
+        """Tiles whose new content exists, and only has to be moved into C."""
         return self.record.committed if self.record and self.resumed else frozenset()
 
     @property
     def done(self) -> frozenset[Tile]:
-        """Tiles that need not be computed again."""
+        """Tiles that are not computed again."""
         if self.record is None or not self.resumed:
             return frozenset()
         return (self.record.done | self.record.committed) - self.lost
 
 
-def look(c: Any, *, resume: bool, overwrite: bool, reads_c: bool) -> Earlier | None:
-    """What earlier runs have left at C; None where no journal can be kept. Writes nothing.
+def find_earlier(c: Destination, *, resume: bool, overwrite: bool, reads_c: bool) -> Earlier | None:
+    """Find the journal at C; return None where no journal can be kept.
 
-    Raises `InputError` if another run is writing there, or if one has not ended and this one neither goes on with it
-    nor may overwrite it.
+    Raises `InputError` if another run is writing there, or if a run is unfinished and the new run neither
+    resumes it nor may overwrite it.
     """
-    folder = stores.sidecar(c)
+    folder = c.journal_folder
     if folder is None:
         if resume:
             raise InputError(
-                "only a run with C at a local path keeps a journal to resume from: drop --resume"
+                "a run can be resumed only if C is at a local path, where a journal is kept: drop --resume"
             )
         return None
     record = read(folder)
@@ -81,78 +84,85 @@ def look(c: Any, *, resume: bool, overwrite: bool, reads_c: bool) -> Earlier | N
     if holder is not None:
         raise InputError(busy(folder, holder))
     if record is None:
-        if resume and not (overwrite or reads_c) and stores.is_path(c) and stores.exists(os.fspath(c)):
+        if resume and not (overwrite or reads_c) and c.is_path_in_use():
             raise InputError(
-                f"C exists at {c}, and no journal tells which run made it: oocgemm verify checks whether it is the product; "
-                "pass --overwrite to compute it anew"
+                f"C exists at {c} without a journal, so it is unknown which run computed it: check it with "
+                "oocgemm verify, or pass --overwrite to compute it again"
             )
         return Earlier(folder, None, resumed=False)
     if record.complete is None and not resume and (reads_c or not overwrite):
-        anew = f"remove C and {folder}" if reads_c else "--overwrite"
+        restart = f"remove C and {folder}" if reads_c else "--overwrite"
         raise InputError(
-            f"C is the result of an unfinished run, {_share(record)}: pass --resume to go on with it, or {anew} to begin anew"
+            f"C is the result of an unfinished run, {_share(record)}: pass --resume to continue it, or "
+            f"{restart} to start over"
         )
-    gone = record.complete is not None and not stores.place(folder).exists()
-    return Earlier(folder, record, resumed=resume and not gone)
+    removed = record.complete is not None and not stores.place(folder).exists()
+    return Earlier(folder, record, resumed=resume and not removed)
 
 
-def without_lost(earlier: Earlier, c: Matrix, problem: GemmProblem) -> Earlier:
-    """Find the tiles whose files are not as the journal says. Raises `InputError` where they cannot be computed again."""
+def find_lost(earlier: Earlier, c: Matrix, problem: GemmProblem) -> Earlier:
+    """Find finished tiles whose files are missing or have changed.
+
+    Raises `InputError` with beta != 0: these tiles cannot be computed again without the old C.
+    """
     record = earlier.record
     assert record is not None
     grid = TileGrid.of(problem, earlier.candidate.tile)
     lost = frozenset(
         tile
         for tile, files in record.files.items()
-        if cast(Durable, c).block_stamp(grid.rows(tile[0]), grid.cols(tile[1])) != files
+        if cast(Durable, c).block_fingerprint(grid.rows(tile[0]), grid.cols(tile[1])) != files
     )
     if lost and problem.reads_c:
         (top, bottom), (left, right) = (
             cut(min(lost)[axis]) for axis, cut in enumerate((grid.rows, grid.cols))
         )
         raise InputError(
-            f"files of {len(lost)} of {len(record.done)} finished tiles of C are missing or have changed since, those of "
-            f"C[{top}:{bottom}, {left}:{right}] for one; beta = {problem.beta} needs what C was before, which is gone: restore "
-            f"C from a copy, remove {earlier.folder} and run anew"
+            f"files of {len(lost)} of {len(record.done)} finished tiles of C are missing or have changed, "
+            f"for example those of C[{top}:{bottom}, {left}:{right}]; beta = {problem.beta} needs the old C, "
+            f"which was overwritten: restore C from a copy, remove {earlier.folder} and start over"
         )
     return replace(earlier, lost=lost)
 
 
-def how_far(c: Any) -> str:
-    """What is left of a run at C that has been stopped, in a sentence; nothing if there is nothing to go on with."""
-    folder = stores.sidecar(stores.located("C", c))
+def resume_hint(c: Any) -> str:
+    """Return how many tiles an interrupted run has completed, and how to resume it; "" if it cannot be."""
+    folder = Destination.parse(c).journal_folder
     with suppress(InputError):
         record = read(folder) if folder is not None else None
         if record is not None and record.complete is None:
-            return f"{_share(record)}: the same command with --resume goes on with the others"
+            return f"{_share(record)}: the same command with --resume computes the others"
     return ""
 
 
-def check_whole(*operands: Matrix) -> None:
-    """Refuse to read the result of a run that has not ended. Raises `InputError`."""
+def check_complete(*operands: Matrix) -> None:
+    """Raise `InputError` for an operand that is the result of an unfinished run."""
     for operand in operands:
-        said = operand.describe()
-        whole = not said.get("unfinished", False)
-        if said["store"] == "npy":  # which has no place to say it
-            folder = stores.sidecar(said["path"])
+        described = operand.describe()
+        complete = not described.get("unfinished", False)
+        if described["store"] == "npy":  # the format has no attributes, so ask the journal
+            folder = stores.sidecar(described["path"])
             record = read(folder) if folder is not None else None
-            whole = record is None or record.complete is not None
-        if not whole:
+            complete = record is None or record.complete is not None
+        if not complete:
             raise InputError(
-                f"{operand.name} is the result of an unfinished run, and not whole: go on with that run first, by --resume"
+                f"{operand.name} is the result of an unfinished run: complete that run first, with --resume"
             )
 
 
 def identify(
     problem: GemmProblem, a: Matrix, b: Matrix, c: Matrix | None, arithmetic: dict[str, str]
 ) -> dict[str, Any]:
-    """What a run computes, from what and by what: two runs of one identity and one plan give the same bits."""
-    kept = c.fingerprint() if c is not None else None
+    """Describe what a run computes, from what, and with which arithmetic.
+
+    Two runs of the same identity and the same plan give the same bits.
+    """
+    existing = c.fingerprint() if c is not None else None
     return {
         "problem": {name: str(value) for name, value in asdict(problem).items() if name != "checked"},
         "arithmetic": arithmetic,
         "operands": {"A": a.fingerprint(), "B": b.fingerprint()},
-        "C": kept["metadata"] if kept is not None else None,
+        "C": existing["metadata"] if existing is not None else None,
     }
 
 
@@ -166,9 +176,11 @@ def check_same(
     *,
     trust_operands: bool,
 ) -> None:
-    """Raises `InputError`, naming the difference, if the run that is resumed is another than the one asked for. Where
-    tile, chunks or compressor are not given, they are what they were. With `trust_operands` changed files of A and B are
-    no difference."""
+    """Raise `InputError`, with the differences, if the earlier run is not the one that is requested now.
+
+    `now` is the identity of the new run. Options that are None stay what they were. With `trust_operands`,
+    changed files of A and B are allowed.
+    """
     then, given = earlier.header["identity"], earlier.header["given"]
     changed = [] if trust_operands else list(_changes(then, now))
     found = list(_differences(then, now))
@@ -178,69 +190,71 @@ def check_same(
         "compressor": compressor,
     }
     found += [
-        f"{name} is {value} now and was {given[name]}"
+        f"{name} is {value} and was {given[name]}"
         for name, value in asked.items()
         if value not in (None, given[name])
     ]
-    begun = earlier.header["begun"]
+    started = earlier.header["begun"]
     record = earlier.record
     assert record is not None
-    anew = "begin anew with --overwrite in place of --resume"
+    restart = "start over with --overwrite in place of --resume"
     if complex(now["problem"]["beta"]) != 0:
-        anew = "drop --resume to begin with C as it is now"
+        restart = "drop --resume to start from the present C"
         if record.complete is None:
-            anew = f"restore C, remove {earlier.folder} and drop --resume"
+            restart = f"restore C, remove {earlier.folder} and drop --resume"
     if found:
         raise InputError(
-            f"the run at C, begun {begun}, is another one: {'; '.join(found + changed)}. Resume it with what it was begun "
-            f"with, or {anew}"
+            f"the run at C, started {started}, differs from this one: {'; '.join(found + changed)}. Resume "
+            f"it with its own operands and options, or {restart}"
         )
     if changed:
         raise InputError(
-            f"{'; '.join(changed)}. If A and B still hold what they held, as after damage was repaired, go on with "
-            f"--trust-operands: tiles that are done stay as they are. Otherwise {anew}"
+            f"{'; '.join(changed)}. If A and B have the same values as before, for example after a repair, "
+            f"pass --trust-operands: finished tiles are kept. Otherwise {restart}"
         )
     if (
         record.complete is not None
         and c is not None
-        and cast(Durable, c).stamp() != record.complete["content"]
+        and cast(Durable, c).files_fingerprint() != record.complete["content"]
     ):
-        raise InputError(f"C has changed since the run begun {begun} completed it: {anew}")
+        raise InputError(f"C has changed since the run started {started} completed it: {restart}")
 
 
 def _share(record: Record) -> str:
+    """Return how many tiles are done, as words."""
     down, across = record.header["tiles"]
     return f"{len(record.done | record.committed)} of {down * across} tiles are done"
 
 
 def _differences(then: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
+    """Yield the differences of two identities, except changes of operand files."""
     for part in ("problem", "arithmetic"):
         for name in now[part]:
             old, new = then[part].get(name), now[part][name]
             if old != new:
-                yield f"{name} is {new} now and was {old}"
+                yield f"{name} is {new} and was {old}"
     for name, old in then["operands"].items():
         new = now["operands"][name]
         if old is None or new is None:
-            yield f"{name} is or was in memory, of which nothing tells whether it is the same"
+            yield f"{name} is or was in memory, where changes cannot be detected"
         elif old["path"] != new["path"]:
-            yield f"{name} is at {new['path']} now and was at {old['path']}"
+            yield f"{name} is at {new['path']} and was at {old['path']}"
         elif old["metadata"] != new["metadata"]:
-            yield f"{name} has changed since, in its metadata"
+            yield f"the metadata of {name} has changed"
     if then["C"] is not None and now["C"] != then["C"]:
-        yield "C has changed since, in its metadata"
+        yield "the metadata of C has changed"
 
 
 def _changes(then: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
-    """Operands whose files have changed. Journals of earlier versions know nothing of inode changes."""
+    """Yield changes of operand files. Journals of earlier versions hold no times of inode change."""
     for name, old in then["operands"].items():
         new = now["operands"][name]
         if old is None or new is None:
             continue
         if old["content"] != new["content"]:
-            yield f"{name} has changed since, in its content (sizes or modification times of its files)"
+            yield f"the content of {name} has changed (sizes or modification times of its files)"
         elif old.get("changes", new["changes"]) != new["changes"]:
             yield (
-                f"{name} has changed since: modification times of its files are the same, times of inode change are not "
-                "(it was written to, or chmod, a rename or a hard link has touched it)"
+                f"{name} has changed: modification times of its files are the same, times of inode change "
+                "are not (it was written to, or chmod, a rename or a hard link changed its inodes)"
             )

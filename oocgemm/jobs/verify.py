@@ -1,4 +1,4 @@
-"""Whether a C on disk is the product that it is said to be, and where it is not."""
+"""Check that a stored C is the product of A and B, and locate its errors."""
 
 import os
 from collections.abc import Callable
@@ -18,37 +18,48 @@ from oocgemm.errors import InputError
 from oocgemm.integrity.freivalds import Check, Operands, cut, hull
 from oocgemm.integrity.passes import Oriented, Passes
 from oocgemm.integrity.tolerance import BOUNDS, FALSE_ALARM
-from oocgemm.jobs import job
-from oocgemm.jobs.job import Size, Transpose
-from oocgemm.jobs.resume import check_whole
+from oocgemm.jobs.options import Operand, Size, Transpose
+from oocgemm.jobs.problem import problem_of
+from oocgemm.jobs.resume import check_complete
 from oocgemm.planning import DTYPES, GemmProblem, Op
-from oocgemm.planning.tiling import Span, ceil_div
+from oocgemm.planning.tiling import Range, ceil_div
 from oocgemm.planning.units import parse_size
 from oocgemm.stores import Matrix
 from oocgemm.system.memory import available_memory
 
-# Threads that read and compute: more than cores, so that a core computes while another thread waits for the disk.
+# More threads than cores, so that cores compute while other threads wait for the disk.
 MAX_THREADS, THREADS_PER_CORE = 8, 2
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What was found.
+    """The result of `verify`. It is true if C is the product.
 
-    `rows` and `cols` span all that is wrong in C, of which `wrong_rows` rows hold something; the worst sum was off by
-    `excess` times its tolerance. An error in a row of a group of columns is missed with a probability of at most `missed`;
-    a single element that is off by more than twice `tolerance` is always found. A right C is called wrong with a
-    probability of at most `false_alarm`, by the model of rounding errors that `bound` names (`oocgemm.integrity.tolerance`).
-    `instead` lists options of A and B by which the shapes would fit as well.
+    Attributes:
+        ok: whether C is the product within rounding error.
+        shape: that of C.
+        rows, cols: ranges that hold every error in C; None if there is none.
+        wrong_rows: number of rows with errors.
+        excess: error of the worst sum, as a multiple of its tolerance.
+        miss_probability: bound on the probability that an error in one row of one group of columns is missed.
+        tolerance: an element whose error exceeds twice this is always found.
+        bound: model of rounding errors (`oocgemm.integrity.tolerance`).
+        false_alarm: bound on the probability that a correct C fails, by that model.
+        instead: transposes or another order of A and B that the shapes also allow.
+        vectors: number of random vectors.
+        groups: number of groups of columns.
+        seed: of the random vectors.
+        seconds: wall time.
+        bytes: bytes read.
     """
 
-    right: bool
+    ok: bool
     shape: tuple[int, int]
-    rows: Span | None
-    cols: Span | None
+    rows: Range | None
+    cols: Range | None
     wrong_rows: int
     excess: float
-    missed: float
+    miss_probability: float
     tolerance: float
     bound: str
     false_alarm: float
@@ -59,76 +70,84 @@ class Verification:
     seconds: float
     bytes: int
 
+    def __bool__(self) -> bool:
+        return self.ok
+
     @property
-    def complaint(self) -> str:
-        """Where C is wrong, by how much, and what to do."""
+    def message(self) -> str:
+        """Whether C is correct; if not, where it is wrong, by how much, and what to do."""
         if self.rows is None or self.cols is None:
-            return "is right"
-        far = f"by up to {self.excess:.3g} times what rounding explains"
+            return "C is correct"
+        excess = f"by up to {self.excess:.3g} times the rounding error"
         if self.tolerance == 0:
-            far = f"in sums by up to {self.excess:.3g}, where nothing is rounded"
+            excess = f"in sums by up to {self.excess:.3g}, where nothing is rounded"
         where = (
-            f"is wrong in C[{self.rows[0]}:{self.rows[1]}, {self.cols[0]}:{self.cols[1]}]: {self.wrong_rows} rows of it hold "
-            f"elements that differ from the product{', ' + far if isfinite(self.excess) else ' by an Inf or NaN'}"
+            f"C[{self.rows[0]}:{self.rows[1]}, {self.cols[0]}:{self.cols[1]}] is wrong: "
+            f"{self.wrong_rows} of these rows hold elements that differ from the "
+            f"product{', ' + excess if isfinite(self.excess) else ' by an Inf or NaN'}"
         )
         if self.wrong_rows == self.shape[0] > 1 and self.cols == (0, self.shape[1]):
             fitting = f"; the shapes also fit with {' or '.join(self.instead)}" if self.instead else ""
             return (
-                f"{where}. All rows are wrong: check that A and B are the operands that C was made from, in this order, and "
-                f"that --transpose-a, --transpose-b, --alpha and --beta are those of the run{fitting}"
+                f"{where}. All rows are wrong: check that A and B are the operands that C was computed from, "
+                "in this order, and that --transpose-a, --transpose-b, --alpha and --beta are those of the "
+                f"run{fitting}"
             )
-        return f"{where}. Run it again, with --overwrite (or from what C was before, where beta is not 0), and with --verify"
+        remedy = "with --overwrite (if beta is not 0, from a copy of the old C) and --verify"
+        return f"{where}. Compute it again {remedy}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data; what is no finite number becomes null."""
+        """Return plain data with `message`; numbers that are not finite become None."""
         return {
             name: None if isinstance(value, float) and not np.isfinite(value) else value
-            for name, value in asdict(self).items()
+            for name, value in (asdict(self) | {"message": self.message}).items()
         }
 
 
 def verify(
-    a: Any,
-    b: Any,
-    c: Any,
+    a: Operand,
+    b: Operand,
+    c: Operand,
     *,
     alpha: complex = 1.0,
     beta: complex = 0.0,
-    c_before: Any = None,
+    c_before: Operand | None = None,
     trans_a: Transpose = Op.N,
     trans_b: Transpose = Op.N,
     compute: str = "native",
     host_memory: Size | None = None,
     bound: str = "probabilistic",
     seed: int = 0,
-    say: Callable[[str], None] = lambda doing: None,
+    say: Callable[[str], None] = lambda what: None,
 ) -> Verification:
     """Check that ``c = alpha op(a) @ op(b) + beta c_before`` within rounding error, in bounded memory.
 
-    Each array is read once, or b several times where the memory holds sums for neither all rows of c nor all of k.
+    The method is Freivalds' (1977), with random signs. Each array is read once; b is read several times where
+    the memory holds sums for neither all rows of c nor all of k.
 
     Args:
-        a, b, c: as for `gemm`; c is the result, by whatever program.
+        a, b, c: as for `gemm`. Any program may have computed c.
         alpha, beta, trans_a, trans_b, compute: as for `gemm`.
-        c_before: what C was before; needed if beta is not 0.
-        host_memory: hard bound on memory, in bytes or as "2GiB"; half of what is available by default. With more of it
-            groups have fewer columns, which lets smaller errors show.
-        bound: of rounding errors: "probabilistic" takes them to be independent and of mean 0, "worst-case" assumes
-            nothing and finds large errors only.
+        c_before: C before the run; required if beta is not 0.
+        host_memory: bound on memory, in bytes or as "2GiB"; half of the available RAM by default. With more
+            memory, groups have fewer columns, and smaller errors are found.
+        bound: model of rounding errors. "probabilistic" takes them to be independent and of mean 0;
+            "worst-case" assumes nothing, and finds large errors only.
         seed: of the random signs.
-        say: called now and then with what is being read, and how far, by one thread at a time.
+        say: called with the progress of reading, by one thread at a time.
 
     Returns:
         A `Verification`.
 
     Raises:
-        InputError: operands or options that cannot be used. BudgetError: a piece of an operand does not fit.
+        InputError: operands or options cannot be used.
+        BudgetError: the memory is too small for one block of an operand.
         ExecutionError: an operand cannot be read.
     """
     started = perf_counter()
     if bound not in BOUNDS:
         raise InputError(f"unknown bound {bound!r}: choose one of {', '.join(BOUNDS)}")
-    named = (("A", a), ("B", b), ("C", c), ("the C from before", c_before))
+    named = (("A", a), ("B", b), ("C", c), ("the old C", c_before))
     matrices = [
         stores.open_matrix(name, stores.located(name, x)) if x is not None else None for name, x in named
     ]
@@ -141,11 +160,11 @@ def verify(
     instead = fitting(left.shape, right.shape, result.shape, (swaps[0], swaps[1]))
     hint = f"; the shapes fit with {' or '.join(instead)}" if instead else ""
     try:
-        problem = job.problem_of(left, right, alpha, beta, trans_a, trans_b, compute, out_dtype)
+        problem = problem_of(left, right, alpha, beta, trans_a, trans_b, compute, out_dtype)
     except InputError as error:
         raise InputError(f"{error}{hint if 'shapes' in str(error) else ''}") from error
     _check(problem, result, before, hint)
-    check_whole(*(x for x in matrices if x is not None))
+    check_complete(*(x for x in matrices if x is not None))
     operands = Operands(
         Oriented(left, problem.trans_a.swaps, problem.trans_a is Op.C),
         Oriented(right, problem.trans_b.swaps, problem.trans_b is Op.C),
@@ -154,9 +173,9 @@ def verify(
     )
     memory = available_memory() // 2 if host_memory is None else parse_size(host_memory)
     threads = min(MAX_THREADS, THREADS_PER_CORE * len(os.sched_getaffinity(0)))
-    turned = operands.transposed()
+    transposed = operands.transposed()
     blocks = cut(problem, operands, memory, threads)
-    once_more = cut(problem, turned, memory, blocks.threads, groups=1)
+    transposed_blocks = cut(problem, transposed, memory, blocks.threads, groups=1)
     with ThreadPoolExecutor(blocks.threads, thread_name_prefix="oocgemm-verify") as pool:
         passes = Passes(pool, blocks.threads, blocks.piece, say)
         found = Check(problem, operands, (0, problem.n), blocks, passes, (seed, 0), bound).run()
@@ -164,21 +183,21 @@ def verify(
         if found.wrong.any():
             rows, near = (hull(np.logical_or.reduce(found.wrong, axis)) for axis in (1, 0))
             cols = near[0] * blocks.group, min(near[1] * blocks.group, problem.n)
-            second = Passes(pool, once_more.threads, once_more.piece, say)
-            again = Check(problem, turned, rows, once_more, second, (seed, 1), bound).run()
+            second = Passes(pool, transposed_blocks.threads, transposed_blocks.piece, say)
+            again = Check(problem, transposed, rows, transposed_blocks, second, (seed, 1), bound).run()
             bytes_read += second.bytes
             inside = again.wrong[cols[0] : cols[1], 0]
             if inside.any():
                 start, stop = hull(inside)
                 cols = cols[0] + start, cols[0] + stop
     return Verification(
-        right=rows is None,
+        ok=rows is None,
         shape=(problem.m, problem.n),
         rows=rows,
         cols=cols,
         wrong_rows=int(found.wrong.any(axis=1).sum()),
         excess=found.excess,
-        missed=2.0**-VECTORS,
+        miss_probability=2.0**-VECTORS,
         tolerance=found.tolerance,
         bound=bound,
         false_alarm=FALSE_ALARM,
@@ -194,7 +213,7 @@ def verify(
 def fitting(
     a: tuple[int, int], b: tuple[int, int], c: tuple[int, int], given: tuple[bool, bool]
 ) -> tuple[str, ...]:
-    """Other transposes and another order of A and B by which op(A) op(B) would have C's shape than those `given`.
+    """Return transposes and orders of A and B, other than those `given`, for which op(A) op(B) has C's shape.
 
     >>> fitting((4, 3), (4, 5), (3, 5), (False, False))
     ('--transpose-a',)
@@ -214,19 +233,18 @@ def fitting(
 
 
 def _check(problem: GemmProblem, result: Matrix, before: Matrix | None, hint: str) -> None:
-    """Raises `InputError`, with the `hint`, if C or the C from before cannot be of that product."""
+    """Raise `InputError`, with the `hint`, if C or the old C does not fit the product."""
     wanted = (problem.m, problem.n), numpy_dtype(problem.c_dtype)
     for matrix in (result, before):
         if matrix is not None and (matrix.shape, matrix.dtype) != wanted:
             raise InputError(
-                f"{matrix.name} has shape {matrix.shape} and dtype {matrix.dtype}, the product has shape {wanted[0]} and "
-                f"dtype {wanted[1]}: it is not of these operands{hint if matrix.shape != wanted[0] else ''}"
+                f"{matrix.name} has shape {matrix.shape} and dtype {matrix.dtype}, the product has shape "
+                f"{wanted[0]} and dtype {wanted[1]}: pass the operands of this "
+                f"C{hint if matrix.shape != wanted[0] else ''}"
             )
     if problem.reads_c and before is None:
         raise InputError(
-            f"beta = {problem.beta}: C alone does not tell what it was made from. Give what it was before (--c-before)"
+            f"beta = {problem.beta}: the check needs C from before the run: pass it as c_before (--c-before)"
         )
     if before is not None and stores.same_place(result, before):
-        raise InputError(
-            "C and the C from before are the same array: give a copy that was made before the run"
-        )
+        raise InputError("C and the old C are the same array: pass a copy that was made before the run")

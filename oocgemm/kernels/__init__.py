@@ -1,1 +1,2 @@
-"""The ladder of CUDA kernels as data: what they are, how they are compiled, and which is fastest for what."""
+"""The ladder of CUDA kernels as data: what each kernel is, how it is compiled, and which is fastest for which
+product."""

@@ -1,4 +1,4 @@
-"""What the kernels of products from int8 products are told when they are compiled and launched. Nothing here imports cupy."""
+"""Compiler options and launch shapes of the kernels in kernels/emulation. Does not import cupy."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -6,14 +6,14 @@ from functools import lru_cache
 from oocgemm.kernels.spec import C_TYPES, Device, Launch, TensorMap, blocks
 from oocgemm.planning.emulation import LEVELS, residues
 
-# Of kernels/ozaki_multiply.cu, which explains them.
+# Parameters of ozaki_multiply.cu, which explains them.
 STAGES, GROUP = 4, 8
-_TILE, _BOX = (256, 256), 128  # of a cluster
+_TILE, _BOX = (256, 256), 128  # the tile of a cluster; rows of a TMA box
 
 
 @lru_cache
 def split_options(dtype: str, k_major: bool, number: int) -> tuple[str, ...]:
-    """What kernels/ozaki_split.cu is told."""
+    """Return the compiler options of ozaki_split.cu."""
     found = residues(number)
     return (
         f"-DOOC_STORED={C_TYPES[dtype]}",
@@ -26,26 +26,27 @@ def split_options(dtype: str, k_major: bool, number: int) -> tuple[str, ...]:
 
 @lru_cache
 def multiply_options(number: int) -> tuple[str, ...]:
-    """What kernels/ozaki_multiply.cu is told."""
+    """Return the compiler options of ozaki_multiply.cu."""
     moduli = _listed(residues(number).moduli)
     return f"-DOOC_MODULI={moduli}", f"-DSTAGES={STAGES}", f"-DGROUP={GROUP}"
 
 
 def multiply_launch(device: Device, rows: int, columns: int, number: int) -> Launch:
-    """How kernels/ozaki_multiply.cu is launched for so many rows and columns of C."""
+    """Return the launch of ozaki_multiply.cu for that many rows and columns of C, and that many moduli."""
     tiles = number * blocks(rows, _TILE[0]) * blocks(columns, _TILE[1])
     clusters = max(1, min(device.processors // 2, tiles))
     return Launch((2 * clusters, 1, 1), (384, 1, 1), STAGES * (3 * _BOX * 128 + 16) + 1024)
 
 
 def planes_map(address: int, ld: int, rows: int, number: int, plane: int) -> TensorMap:
-    """Rows of `ld` bytes in planes of `plane` bytes, as kernels/ozaki_multiply.cu is told of them."""
+    """Return the tensor map of ozaki_multiply.cu for `number` planes of `plane` bytes with rows of `ld`
+    bytes."""
     return TensorMap("int8", address, (ld, rows, number), (ld, plane), (128, _BOX, 1), 128)
 
 
 @lru_cache
 def combine_options(dtype: str, number: int) -> tuple[str, ...]:
-    """What kernels/ozaki_combine.cu is told."""
+    """Return the compiler options of ozaki_combine.cu."""
     found = residues(number)
     return (
         f"-DOOC_STORED={C_TYPES[dtype]}",

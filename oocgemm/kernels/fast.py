@@ -1,8 +1,8 @@
-"""The fast rungs of the ladder: `simt`, ordinary multiply-adds, and `tensor`, the tensor cores.
+"""The fast rungs of the ladder: `simt` uses ordinary multiply-adds, `tensor` the tensor cores.
 
-`tensor` has entries for several instructions and alignments; of each kind the last refuses no call that its dtypes and its
-precision allow. Parameters are explained at the top of the sources. Of each entry the first variant is the fastest where
-most was measured, on an H200; the others win for some class of shapes.
+`tensor` has several entries, for different instructions and alignments. Of each kind, the last entry accepts
+every call of its dtypes and precision. The sources explain their parameters. The first variant of an entry
+was the fastest for most shapes on an H200; the others win for some class of shapes.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ from oocgemm.kernels.spec import Call, Kernel, Launch, Params, TensorMap, blocks
 from oocgemm.planning import DTYPES, Op
 
 _FORMATS = {"float32": "tf32", "float16": "f16", "bfloat16": "bf16"}
-_MOST = 2**31  # of blocks in a grid, and of what the copy engine counts
+_LIMIT = 2**31  # grids have fewer blocks, and TMA takes smaller extents
 
 
 def _format(dtype: str, op_a: Op, op_b: Op) -> Mapping[str, object]:
@@ -21,7 +21,7 @@ def _format(dtype: str, op_a: Op, op_b: Op) -> Mapping[str, object]:
 def _tiled(
     rows: str, cols: str, threads: Callable[[Params], int], shared: Callable[[Call, Params], int]
 ) -> Callable[[Call, Params], Launch]:
-    """A block a tile of C, counted along one dimension."""
+    """Return a launch of one block per tile of C, in a one-dimensional grid."""
 
     def launch(call: Call, params: Params) -> Launch:
         tiles = blocks(call.m, params[rows]) * blocks(call.n, params[cols])
@@ -33,12 +33,12 @@ def _tiled(
 def _too_many(launch: Callable[[Call, Params], Launch]) -> Callable[[Call, Params], str | None]:
     def refuses(call: Call, params: Params) -> str | None:
         tiles = launch(call, params).grid[0]
-        return f"its grid has fewer than {_MOST} blocks, and C takes {tiles}" if tiles >= _MOST else None
+        return f"its grid has fewer than {_LIMIT} blocks, and C takes {tiles}" if tiles >= _LIMIT else None
 
     return refuses
 
 
-# --- simt ---------------------------------------------------------------------------------------------------------------
+# --- simt ---------------------------------------------------------------------------------------------------
 
 
 def _simt_bytes(call: Call, p: Params) -> int:
@@ -58,7 +58,7 @@ def _simt_params(block: tuple[int, int, int], thread: tuple[int, int], stages: i
     return dict(zip(names, (*block, *thread, 8, stages, 16, resident), strict=True))
 
 
-# --- tensor, float64 ----------------------------------------------------------------------------------------------------
+# --- tensor, float64 ----------------------------------------------------------------------------------------
 
 _f64 = _tiled(
     "BLOCK_M",
@@ -73,16 +73,19 @@ def _f64_params(block: tuple[int, int], mma_k: int, stages: int, resident: int) 
     return dict(zip(names, (*block, 16, 64, 32, mma_k, stages, 16, resident), strict=True))
 
 
-# --- tensor, by wgmma ---------------------------------------------------------------------------------------------------
+# --- tensor, by wgmma ---------------------------------------------------------------------------------------
 
 
 def _swaps(call: Call) -> bool:
-    """Whether C^T is computed: tf32 is multiplied with one operand K-major, which is A then."""
+    """Return whether the kernel computes C^T.
+
+    wgmma takes tf32 only K-major from shared memory; computing C^T makes A that operand.
+    """
     return call.dtype == "float32" and not call.op_b.swaps
 
 
 def _wgmma_tile(p: Params) -> tuple[int, int]:
-    """Rows and columns of a tile of what is computed, C or C^T."""
+    """Return rows and columns of a tile of the computed matrix, C or C^T."""
     return 64 * p["M_BLOCKS"] * p["TEAM"], p["MMA_N"]
 
 
@@ -91,25 +94,25 @@ def _wgmma(call: Call, p: Params) -> Launch:
     rows, cols = (call.n, call.m) if _swaps(call) else (call.m, call.n)
     tiles = blocks(rows, x * p["CLUSTER"]) * blocks(cols, y)
     clusters = max(1, min(call.device.processors // p["CLUSTER"], tiles))
-    shared = p["STAGES"] * ((x + y) * 128 + 16) + 16 + 1024  # stages, barriers, room to align
+    shared = p["STAGES"] * ((x + y) * 128 + 16) + 16 + 1024  # stages, barriers, alignment
     return Launch((clusters * p["CLUSTER"], 1, 1), (384, 1, 1), shared)
 
 
 def _wgmma_refuses(call: Call, p: Params) -> str | None:
     if call.dtype == "float32" and call.op_a.swaps and not call.op_b.swaps:
         return "wgmma takes no tf32 with A transposed and B as stored"
-    if not all(0 < extent < _MOST for extent in (call.m, call.n, call.k)):
-        return f"the copy engine takes extents from 1 to {_MOST - 1}"
+    if not all(0 < extent < _LIMIT for extent in (call.m, call.n, call.k)):
+        return f"TMA takes extents from 1 to {_LIMIT - 1}"
     if _alignment(call) % 16:
-        return "the copy engine takes addresses and rows of A and B that are multiples of 16 bytes"
+        return "TMA takes addresses and rows of A and B that are multiples of 16 bytes"
     return None
 
 
 def _wgmma_maps(call: Call, p: Params) -> tuple[TensorMap, TensorMap]:
     x, y = _wgmma_tile(p)
-    y //= p["CLUSTER"]  # each block brings its part
+    y //= p["CLUSTER"]  # each block of the cluster copies its part
     item = DTYPES[call.dtype].itemsize
-    dtype = "tf32" if call.dtype == "float32" else call.dtype  # the copy engine rounds
+    dtype = "tf32" if call.dtype == "float32" else call.dtype  # TMA rounds to tf32
     rows_a, rows_b = (y, x) if _swaps(call) else (x, y)
 
     def described(address: int, ld: int, k_major: bool, extent: int, rows: int) -> TensorMap:
@@ -130,7 +133,7 @@ def _wgmma_params(
     return dict(zip(names, (mma_n, m_blocks, team, stages, cluster, group, reduce, 1), strict=True))
 
 
-# --- tensor, float64, by the copy engine -----------------------------------------------------------------------------------
+# --- tensor, float64, by TMA --------------------------------------------------------------------------------
 
 
 def _f64_tma(call: Call, p: Params) -> Launch:
@@ -142,11 +145,11 @@ def _f64_tma(call: Call, p: Params) -> Launch:
 
 def _f64_tma_refuses(call: Call, p: Params) -> str | None:
     if call.op_a.swaps and not call.op_b.swaps:
-        return "A transposed with B as stored takes more registers than a thread has: tensor_f64 does it"
-    if not all(0 < extent < _MOST for extent in (call.m, call.n, call.k)):
-        return f"the copy engine takes extents from 1 to {_MOST - 1}"
+        return "A transposed with B as stored takes more registers than a thread has: tensor_f64 runs it"
+    if not all(0 < extent < _LIMIT for extent in (call.m, call.n, call.k)):
+        return f"TMA takes extents from 1 to {_LIMIT - 1}"
     if _alignment(call) % 16:
-        return "the copy engine takes addresses and rows of A and B that are multiples of 16 bytes"
+        return "TMA takes addresses and rows of A and B that are multiples of 16 bytes"
     return None
 
 
@@ -166,7 +169,7 @@ def _f64_tma_params(cluster: int, group: int) -> Params:
     return dict(zip(names, (64, 128, 64, 32, 4, cluster, group), strict=True))
 
 
-# --- tensor, by mma.sync ------------------------------------------------------------------------------------------------
+# --- tensor, by mma.sync ------------------------------------------------------------------------------------
 
 _mma = _tiled(
     "TILE_M",
@@ -177,16 +180,15 @@ _mma = _tiled(
 
 
 def _alignment(call: Call) -> int:
-    """A number that is a multiple of just those powers of 2 that all addresses and rows of A and B are multiples of."""
+    """Return the bitwise or of all addresses and row pitches in bytes: its trailing zeros are their common
+    alignment."""
     item = DTYPES[call.dtype].itemsize
     return call.a | call.b | call.lda * item | call.ldb * item
 
 
 def _mma_refuses(call: Call, p: Params) -> str | None:
     if _alignment(call) % p["COPY"]:
-        return (
-            f"it copies {p['COPY']} bytes at once, and an address or a row of A or B is no multiple of that"
-        )
+        return f"it copies {p['COPY']} bytes at once, and not all rows of A and B begin at a multiple of that"
     return _too_many(_mma)(call, p)
 
 
@@ -196,7 +198,7 @@ def _mma_params(tile_n: int, warps: int, copy: int, resident: int) -> Params:
 
 
 def _mma_entry(dtypes: tuple[str, ...], compute: str, *variants: Params) -> Kernel:
-    """One of the entries that differ in how many bytes they copy at once."""
+    """Return one of the mma.sync entries, which differ in the bytes that they copy at once."""
     return Kernel(
         name="tensor",
         source="tensor_mma",
@@ -219,7 +221,9 @@ FAST: tuple[Kernel, ...] = (
         dtypes=("float32",),
         variants=(
             _simt_params((128, 256, 8), (8, 16), 5, 1),
-            _simt_params((128, 128, 8), (8, 16), 5, 2),  # two blocks: one begins while another ends
+            _simt_params(
+                (128, 128, 8), (8, 16), 5, 2
+            ),  # two blocks per multiprocessor: one starts while the other ends
         ),
         launch=_simt,
         refuses=_too_many(_simt),
@@ -252,7 +256,7 @@ FAST: tuple[Kernel, ...] = (
         archs=("sm_90a",),
         variants=(
             _f64_params((64, 128), 8, 4, 2),
-            _f64_params((128, 128), 16, 4, 1),  # less traffic: the best from k of about 16384 on
+            _f64_params((128, 128), 16, 4, 1),  # less traffic: the fastest from k of about 16384 on
         ),
         launch=_f64,
         refuses=_too_many(_f64),
@@ -262,7 +266,7 @@ FAST: tuple[Kernel, ...] = (
         name="tensor",
         source="tensor_f64",
         dtypes=("float64",),
-        archs=("sm_80", "sm_100"),  # which have but the smallest of the instructions
+        archs=("sm_80", "sm_100"),  # these only have the smallest of the instructions
         variants=(_f64_params((64, 128), 4, 3, 2), _f64_params((128, 128), 4, 4, 1)),
         launch=_f64,
         refuses=_too_many(_f64),
@@ -275,7 +279,7 @@ FAST: tuple[Kernel, ...] = (
         archs=("sm_90a",),
         variants=(
             _wgmma_params(256, 1, 2, 4, 2, 8, 1024),
-            _wgmma_params(128, 2, 1, 7, 2, 8, 1),  # consumers with tiles of their own: where k is short
+            _wgmma_params(128, 2, 1, 7, 2, 8, 1),  # one tile per consumer: the fastest if k is short
             _wgmma_params(256, 1, 1, 5, 2, 8, 1024),
         ),
         launch=_wgmma,

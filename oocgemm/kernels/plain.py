@@ -1,4 +1,4 @@
-"""The plain rungs of the ladder: each shows one idea, for every dtype and on every device."""
+"""The plain rungs of the ladder. Each shows one idea, and runs for every dtype on every device."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -9,7 +9,10 @@ from oocgemm.planning import DTYPES, Op
 
 
 def _by_tiles(rows: str, cols: str, threads: Callable[[Params], int]) -> Callable[[Call, Params], Launch]:
-    """A block a tile of C, counted along one dimension; rows and columns of a tile are named parameters."""
+    """Return a launch of one block per tile of C, in a one-dimensional grid.
+
+    `rows` and `cols` are the names of the parameters that give the tile's extents.
+    """
 
     def launch(call: Call, params: Params) -> Launch:
         tiles = blocks(call.m, params[rows]) * blocks(call.n, params[cols])
@@ -21,8 +24,11 @@ def _by_tiles(rows: str, cols: str, threads: Callable[[Params], int]) -> Callabl
 def _tile_model(
     rows: str, cols: str, depth: str, reads: Callable[[Params], tuple[Callable[[int], int], ...]]
 ) -> Callable[[Call, Params], Access]:
-    """Of a kernel that copies parts of A (rows x depth) and B (depth x cols) to shared memory, stored as they lie; `reads`
-    are its accesses to it, writes along the columns of a transposed part are added."""
+    """Return the access model of a kernel that copies parts of A (rows x depth) and of B (depth x cols) to
+    shared memory.
+
+    `reads` gives its reads of shared memory; writes along the columns of a transposed part are added here.
+    """
 
     def model(call: Call, params: Params) -> Access:
         stored, accumulated = (DTYPES[name].itemsize for name in (call.dtype, call.accumulator))
@@ -47,7 +53,7 @@ def _naive_model(call: Call, params: Params) -> Access:
 
 
 def _liang_opt_model(call: Call, params: Params) -> Access:
-    """A is shared by the block, B is read by each thread for itself, once for W rows."""
+    """The block shares A; each thread reads B for itself, once per W rows."""
     return _tile_model("W", "H", "R", lambda p: (lambda lane: 0,))(replace(call, op_b=Op.N), params)
 
 
@@ -67,12 +73,12 @@ def _naive(call: Call, params: Params) -> Launch:
 
 
 def _naive_refuses(call: Call, params: Params) -> str | None:
-    most = 65535 * params["BLOCK_Y"]
-    return f"its grid has at most {most} rows and C has {call.m}: use naive_grid" if call.m > most else None
+    limit = 65535 * params["BLOCK_Y"]
+    return f"its grid has at most {limit} rows and C has {call.m}: use naive_grid" if call.m > limit else None
 
 
 def _cover(call: Call, params: Params) -> Iterator[Call]:
-    """Products of submatrices that cover C."""
+    """Yield products whose submatrices cover C."""
     stored, accumulated = (DTYPES[name].itemsize for name in (call.dtype, call.accumulator))
     for i in range(0, call.m, params["COVER_M"]):
         for j in range(0, call.n, params["COVER_N"]):
@@ -95,12 +101,12 @@ def _single_block(call: Call, params: Params) -> Launch:
 
 
 def _single_block_refuses(call: Call, params: Params) -> str | None:
-    needed, most = _single_block_bytes(call), call.device.shared_bytes
-    if needed <= most:
+    needed, limit = _single_block_bytes(call), call.device.shared_bytes
+    if needed <= limit:
         return None
     return (
-        f"it holds op(A) {call.m} x {call.k} and op(B) {call.k} x {call.n}, {needed} bytes, in one block's shared "
-        f"memory, which is {most}: pass a --tile such as 64x64x64"
+        f"it holds op(A) {call.m} x {call.k} and op(B) {call.k} x {call.n}, {needed} bytes, in one block's "
+        f"shared memory, which is {limit}: pass a --tile such as 64x64x64"
     )
 
 

@@ -1,7 +1,8 @@
-"""The ladder of GEMM kernels, and which of them does a call.
+"""The ladder of GEMM kernels, and the choice of an entry for a call.
 
-Adding a kernel is one file in `kernels/` and one `Kernel` in `rungs_plain.py` or `rungs_fast.py`. Nothing here touches a
-device or imports cupy, so that plans, tests and tuners can enumerate kernels without one.
+To add a kernel, add one file to the CUDA sources in `kernels/plain` or `kernels/fast`, and one `Kernel` to
+`plain.py` or `fast.py` here. This module neither touches a device nor imports cupy, so plans, tests and
+tuners can list the kernels without a GPU.
 """
 
 from itertools import product
@@ -16,13 +17,18 @@ LADDER: tuple[Kernel, ...] = (*PLAIN, *FAST)
 
 
 def names() -> tuple[str, ...]:
-    """The rungs, from the bottom."""
+    """Return the names of the rungs, from the bottom."""
     return tuple(dict.fromkeys(kernel.name for kernel in LADDER))
 
 
 def choose(name: str, call: Call, wanted: Params | None = None) -> tuple[Kernel, Params]:
-    """The entry of a rung for a call, and its parameters: the entry that has the parameters wanted if it can do the call,
-    else the first that can, with its default ones. Raises `InputError` with the reasons if none can."""
+    """Choose the entry of a rung for a call, and its parameters.
+
+    The entry that has the `wanted` parameters comes first, then each entry with its default parameters.
+
+    Raises:
+        InputError: every entry refuses the call; the message has the reasons.
+    """
     entries = [kernel for kernel in LADDER if kernel.name == name]
     candidates = [(kernel, wanted) for kernel in entries if wanted is not None and wanted in kernel.variants]
     reasons: list[str] = []
@@ -35,8 +41,11 @@ def choose(name: str, call: Call, wanted: Params | None = None) -> tuple[Kernel,
 
 
 def check_plan(name: str, plan: Plan, device: Device = H200) -> None:
-    """Raise `InputError` if a rung cannot do the steps of a plan: those of whole tiles and panels, and of the last ones.
-    What is no rung, such as cuBLAS, can do any. The device is an H200 where none is known."""
+    """Raise `InputError` if a rung cannot run the steps of a plan, edge tiles and edge panels included.
+
+    A name that is not a rung, such as "cublas", passes. `device` defaults to an H200 for a machine without a
+    GPU.
+    """
     if name not in names():
         return
     problem, tile = plan.problem, plan.tile

@@ -1,4 +1,11 @@
-"""Finds the CUDA sources: inside the package in a wheel, beside it in a source tree."""
+"""Find the CUDA sources: inside the package in a wheel, beside it in a source tree.
+
+The sources are sorted into folders; each source has a unique name. Includes are relative to the top folder.
+
+    plain/      the rungs that show one idea each          emulation/  float64 and float32 from int8 products
+    fast/       the rungs for speed                        integers/   exact products of int8
+    checks/     checksums for the verification             common/     shared headers, and the finish kernel
+"""
 
 from functools import cache
 from pathlib import Path
@@ -8,18 +15,18 @@ from oocgemm.errors import BackendError
 
 @cache
 def kernel_folder() -> Path:
-    """The folder that holds the `.cu` and `.cuh` files. Raises `BackendError` if the installation lacks it."""
+    """Return the top folder of the CUDA sources. Raises `BackendError` if the installation lacks it."""
     package = Path(__file__).resolve().parent.parent
     for folder in (package / "_kernels", package.parent / "kernels"):
-        if (folder / "scalar.cuh").is_file():
+        if (folder / "common" / "scalar.cuh").is_file():
             return folder
     raise BackendError(f"the kernel sources are missing beside {package}: reinstall oocgemm")
 
 
-def kernel_source(name: str) -> str:
-    """The text of one kernel. Raises `BackendError` for a name that is no kernel, with those that are."""
-    path = kernel_folder() / f"{name}.cu"
-    if not path.is_file():
-        names = ", ".join(sorted(p.stem for p in kernel_folder().glob("*.cu")))
-        raise BackendError(f"there is no kernel {name!r}; there are {names}")
-    return path.read_text(encoding="utf-8")
+def kernel_path(name: str) -> Path:
+    """Return the path of the source `NAME.cu`. Raises `BackendError` for an unknown name; the message lists
+    the known ones."""
+    found = {path.stem: path for path in kernel_folder().glob("*/*.cu")}
+    if name not in found:
+        raise BackendError(f"there is no kernel {name!r}; there are {', '.join(sorted(found))}")
+    return found[name]

@@ -1,4 +1,4 @@
-"""What a kernel of the ladder is, as data, and the calls that it takes. Nothing here touches a device or imports cupy."""
+"""Kernels of the ladder and the calls that they take, as data. Neither touches a device nor imports cupy."""
 
 import ctypes
 from collections.abc import Callable, Iterator, Mapping
@@ -9,7 +9,7 @@ from oocgemm.planning import DTYPES, Op
 
 Params = Mapping[str, int]
 
-# C++ types of the dtypes, see kernels/scalar.cuh.
+# C++ types of the dtypes, see kernels/common/scalar.cuh.
 C_TYPES = {
     "float16": "half_t",
     "bfloat16": "bfloat_t",
@@ -26,8 +26,8 @@ OP_CODES = {Op.N: 0, Op.T: 1, Op.C: 2}
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What kernels ask of a device: its compute capability, how many multiprocessors it has, and the bytes of shared
-    memory that one block may have."""
+    """The properties of a device that kernels depend on: compute capability, number of multiprocessors, and
+    the maximum bytes of shared memory per block."""
 
     capability: tuple[int, int]
     processors: int
@@ -41,9 +41,10 @@ H200 = Device((9, 0), 132, 227 << 10)
 class Call:
     """One product on a device: C (m x n) = alpha op(A) @ op(B) + beta C, row-major.
 
-    `a`, `b` and `c` are device addresses; leading dimensions are in elements. A and B are of `dtype`, C is of the dtype
-    that kernels sum in. `compute` is "native", or the reduced precision that the caller allows; `work` is room for what is
-    not in place as cuBLAS wants it, which int8 operands need (planning/integers.py).
+    `a`, `b` and `c` are device addresses; leading dimensions are in elements. A and B have `dtype`, C has the
+    dtype that kernels accumulate in. `compute` is "native", or the reduced precision that the caller allows.
+    `work` is the address of the workspace that int8 operands are packed into (its layout:
+    planning/integers.py).
     """
 
     dtype: str
@@ -71,12 +72,12 @@ class Call:
 
 
 def summed_in(dtype: str) -> str:
-    """What kernels sum products of a dtype in."""
+    """Return the dtype in which kernels accumulate products of a dtype."""
     return "int32" if dtype == "int8" else DTYPES[dtype].accumulator
 
 
 class Arguments(ctypes.Structure):
-    """`gemm_arguments` of kernels/gemm.cuh."""
+    """The C struct `gemm_arguments` of kernels/common/gemm.cuh."""
 
     _fields_ = (
         *((name, ctypes.c_longlong) for name in ("m", "n", "k")),
@@ -86,7 +87,7 @@ class Arguments(ctypes.Structure):
 
 
 def arguments(call: Call) -> Arguments:
-    """A call as kernels take it."""
+    """Return a call as the struct that kernels take."""
     alpha, beta = complex(call.alpha), complex(call.beta)
     return Arguments(
         *(call.m, call.n, call.k, alpha.real, alpha.imag, beta.real, beta.imag),
@@ -96,7 +97,7 @@ def arguments(call: Call) -> Arguments:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How a kernel is started: blocks, threads of a block, and bytes of dynamic shared memory a block."""
+    """A launch: blocks in the grid, threads per block, and bytes of dynamic shared memory per block."""
 
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
@@ -105,10 +106,11 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class TensorMap:
-    """What the copy engine of sm_90 is told of a stored matrix: the arguments of cuTensorMapEncodeTiled.
+    """A stored matrix as TMA (the copy engine of sm_90) sees it: the arguments of cuTensorMapEncodeTiled.
 
-    `extents` and `box` are in elements, the innermost dimension first; `pitches` the bytes between neighbours along
-    each dimension but the innermost, multiples of 16; `swizzle` the bytes that are permuted, 0, 32, 64 or 128.
+    `extents` and `box` are in elements, innermost dimension first. `pitches` are the bytes between neighbours
+    along each dimension except the innermost, multiples of 16. `swizzle` is the span of the swizzle in bytes:
+    0, 32, 64 or 128.
     """
 
     dtype: str
@@ -121,23 +123,25 @@ class TensorMap:
 
 @dataclass(frozen=True)
 class Kernel:
-    """An entry of the ladder. A rung may have several, of which the first that fits a call is taken.
+    """An entry of the ladder. A rung may have several entries; the first one that accepts a call runs it.
 
     Args:
         name: the rung, as in `--kernel NAME`.
-        source: the file's stem, `kernels/SOURCE.cu`.
-        dtypes: stored dtypes it multiplies.
-        variants: its parameters, as macros of the source; the first is the default.
-        launch: how a call is launched.
-        entry: the function's name where it is not the file's.
-        compute: what it computes in: "native" or a reduced precision.
-        archs: targets it is compiled for in the tests: it runs on these and, an "a" target apart, on later ones.
-        refuses: why it cannot do a call, or None: the alignment that a copy engine asks for, a size that is too large.
-        parts: the calls that a call is made of, where it is launched more than once.
-        macros: what the source is told beside its parameters, by stored dtype and op() of A and B.
-        maps: the tensor maps that come before the arguments, for A and for B.
-        instruction: what its machine code must contain.
-        model: what its accesses cost on paper, where they have been counted.
+        source: the file's stem, `SOURCE.cu`.
+        dtypes: stored dtypes that it multiplies.
+        variants: sets of parameters, which are macros of the source; the first is the default.
+        launch: returns the launch of a call.
+        entry: the function's name if it is not the file's stem.
+        compute: the precisions that it computes in: "native" or reduced ones.
+        archs: the targets that the tests compile it for. It runs on these and on later ones; an "a" target
+            runs only on that architecture.
+        refuses: returns why it cannot run a call, such as an alignment that TMA needs or a size that is too
+            large, or None.
+        parts: splits a call into the calls that are launched, one after the other.
+        macros: further macros of the source, from the stored dtype and op() of A and B.
+        maps: returns the tensor maps of A and B, which precede the arguments.
+        instruction: an instruction that its machine code must contain.
+        model: the counted cost of its accesses, if they have been counted.
     """
 
     name: str
@@ -157,11 +161,11 @@ class Kernel:
 
     @property
     def label(self) -> str:
-        """The rung, and its source where it has several."""
+        """The rung, and the source where they differ."""
         return self.name if self.name == self.source else f"{self.name} ({self.source})"
 
     def target(self, device: Device) -> str | None:
-        """The architecture to compile for to run on a device; None if it does not run there."""
+        """Return the architecture to compile for on a device; None if the kernel does not run there."""
         major, minor = device.capability
         own = f"sm_{major}{minor}"
         if f"{own}a" in self.archs:
@@ -170,7 +174,7 @@ class Kernel:
         return own if floors and 10 * major + minor >= min(floors) else None
 
     def refusal(self, call: Call, params: Params) -> str | None:
-        """Why this entry cannot do a call; None if it can."""
+        """Return why this entry cannot run a call; None if it can."""
         if call.dtype not in self.dtypes:
             return f"it multiplies {', '.join(self.dtypes)}, not {call.dtype}"
         if call.compute not in self.compute:
@@ -183,14 +187,14 @@ class Kernel:
         refused = self.refuses(call, params)
         if refused is not None:
             return refused
-        needed, most = self.launch(call, params).shared, call.device.shared_bytes
-        if needed > most:
-            return f"a block takes {needed} bytes of shared memory, and the device has {most} for one"
+        needed, limit = self.launch(call, params).shared, call.device.shared_bytes
+        if needed > limit:
+            return f"a block takes {needed} bytes of shared memory, and the device has {limit} per block"
         return None
 
 
 def options(kernel: Kernel, dtype: str, op_a: Op, op_b: Op, params: Params) -> tuple[str, ...]:
-    """What the compiler is told of a variant."""
+    """Return the compiler options of a variant."""
     macros = {
         "OOC_STORED": C_TYPES[dtype],
         "OOC_ACCUMULATED": C_TYPES[summed_in(dtype)],
@@ -203,5 +207,5 @@ def options(kernel: Kernel, dtype: str, op_a: Op, op_b: Op, params: Params) -> t
 
 
 def blocks(extent: int, tile: int) -> int:
-    """How many tiles cover an extent."""
+    """Return the number of tiles that cover an extent."""
     return -(-extent // tile)

@@ -1,5 +1,8 @@
-"""What `oocgemm tune` has found: for each GPU, dtype and class of shapes how fast every rung is, and with which
-parameters. Kept beside the calibrations."""
+"""The results of `oocgemm tune`: per GPU, dtype and class of shapes, the rate of every rung and its best
+parameters.
+
+They are stored beside the calibrations.
+"""
 
 import json
 import re
@@ -18,13 +21,14 @@ FORMAT = "oocgemm-tuning"
 VERSION = 1
 CUBLAS = "cublas"
 
-# A product of each class, m x n x k, on which it is measured.
+# The product (m, n, k) on which each class is measured.
 CLASSES = {"square": (8192, 8192, 8192), "update": (12288, 12288, 1024), "thin": (16384, 128, 4096)}
 _THIN = 256
 
 
 def shape_class(m: int, n: int, k: int) -> str:
-    """The class of a product: `thin` where C has few rows or columns, `update` where k is short beside them."""
+    """Return the class of a product: `thin` if C has few rows or columns, `update` if k is small beside
+    both."""
     if min(m, n) <= _THIN:
         return "thin"
     return "update" if 4 * k <= min(m, n) else "square"
@@ -32,7 +36,7 @@ def shape_class(m: int, n: int, k: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The best parameters of a rung, none for cuBLAS, and the flop/s that they gave."""
+    """The best parameters of a rung (none for cuBLAS) and their rate in flop/s."""
 
     rate: float
     params: Params = field(default_factory=dict)
@@ -40,7 +44,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Tuning:
-    """Of one GPU: what was measured of each rung, by dtype (with "/compute" where that is not native) and class."""
+    """Measurements of one GPU: by dtype (`measured_as`), class and rung."""
 
     device: str
     date: str
@@ -49,15 +53,17 @@ class Tuning:
     def choice(
         self, kernel: str, dtype: str, compute: str, shape: tuple[int, int, int]
     ) -> tuple[str, Params | None]:
-        """A rung and its parameters, None for the default ones. `auto` is the fastest that was measured, cuBLAS where
-        nothing was."""
+        """Return a rung and its parameters (None: the defaults).
+
+        `auto` is the fastest rung that was measured, or cuBLAS if none was.
+        """
         found = self.rungs.get(measured_as(dtype, compute), {}).get(shape_class(*shape), {})
         if kernel == "auto":
             kernel = max(found, key=lambda name: found[name].rate, default=CUBLAS)
         return kernel, found[kernel].params if kernel in found else None
 
     def describe(self, kernel: str, dtype: str, compute: str) -> str:
-        """What `choice` answers for every class, in words: two that are alike give the same bits."""
+        """Describe the choice for every class. Equal descriptions give equal bits."""
         said: dict[str, list[str]] = {}
         for name, shape in CLASSES.items():
             rung, params = self.choice(kernel, dtype, compute, shape)
@@ -69,18 +75,21 @@ class Tuning:
 
 
 def measured_as(dtype: str, compute: str) -> str:
-    """The key that a dtype's measurements stand under."""
+    """Return the key of a dtype's measurements: the dtype, with "/compute" if that is not native."""
     return dtype if compute == "native" else f"{dtype}/{compute}"
 
 
 def path_of(device: str) -> Path:
-    """The file of a GPU's tuning."""
+    """Return the path of a GPU's tuning file."""
     return cache.folder() / f"tuned-{re.sub(r'[^a-z0-9]+', '-', device.lower()).strip('-')}.json"
 
 
 def save(tuning: Tuning) -> Path:
-    """Keep a tuning, in place of what was known of the same dtypes and classes. Returns its path. Raises `InputError`
-    if it cannot be written."""
+    """Store a tuning and return its path. It replaces earlier measurements of the same dtypes and classes.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
     path = path_of(tuning.device)
     rungs = {dtype: dict(classes) for dtype, classes in load(tuning.device).rungs.items()}
     for dtype, classes in tuning.rungs.items():
@@ -90,14 +99,17 @@ def save(tuning: Tuning) -> Path:
         cache.write_whole(path, json.dumps(whole, indent=1).encode())
     except OSError as error:
         raise InputError(
-            f"the tuning cannot be kept at {path}: {error.strerror}; set OOCGEMM_CACHE to a folder that can be written to"
+            f"the tuning cannot be written to {path}: {error.strerror}; "
+            "set OOCGEMM_CACHE to a writable folder"
         ) from error
     return path
 
 
 def load(device: str) -> Tuning:
-    """What is known of a GPU: nothing where there is no file, or one that is damaged or of another version. Rungs and
-    parameters that are no longer in the ladder are left out. Never raises."""
+    """Return the tuning of a GPU: empty if its file is missing, damaged or of another version. Never raises.
+
+    Rungs and parameters that are no longer in the ladder are left out.
+    """
     with suppress(OSError, InputError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         data = json.loads(path_of(device).read_text(encoding="utf-8"))
         if (data["format"], data["version"], data["device"]) == (FORMAT, VERSION, device):

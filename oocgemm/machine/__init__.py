@@ -1,1 +1,1 @@
-"""The machine: what it is, and what it does when it is measured."""
+"""The machine: what it has, and what it can do."""

@@ -1,4 +1,4 @@
-"""What there is to work with: processor, device, versions, and the rates that are known of them."""
+"""Information on this machine: processor, devices, versions, and the rates that plans use."""
 
 import os
 import platform
@@ -20,17 +20,21 @@ from oocgemm.system.memory import available_memory
 from oocgemm.system.version import __version__
 
 STORAGE = {field.name for field in fields(StoreRates)}
-# Packages that most do without: what they are for, and the extra that brings them.
+# Optional packages: what each is for, and the extra of this package that installs it.
 OPTIONAL = {
-    "ml_dtypes": ("operands of bfloat16", "bfloat16"),
-    "resvg_py": ("pictures as PNG", "png"),
-    "zarrs": ("quick reading of arrays with filters", "zarrs"),
+    "ml_dtypes": ("bfloat16 operands", "bfloat16"),
+    "resvg_py": ("PNG pictures of reports", "png"),
+    "zarrs": ("faster reads of arrays with filters", "zarrs"),
 }
 
 
 def info() -> dict[str, Any]:
-    """What there is to work with: versions, processor, backends with the rates that plans go by in the current folder,
-    and what is missing with the command that brings it. Bytes, bytes per second, flop/s."""
+    """Return information on this machine as plain data.
+
+    It holds the versions, the machine, both backends with the rates that plans use in the current folder, and
+    what is missing, each with the command that installs it. Sizes are in bytes, rates in bytes per second or
+    flop/s.
+    """
     found: dict[str, Any] = {"versions": versions(), "machine": machine() | {"available": available_memory()}}
     found["host_backend"] = _described(backends.open_backend("host"))
     missing = backends.missing_for_cuda()
@@ -45,9 +49,9 @@ def info() -> dict[str, Any]:
 
 
 def _described(engine: Backend) -> dict[str, Any]:
-    """A backend, and what plans take its rates to be."""
+    """Describe a backend and the rates that plans use for it."""
     device, here = backends.identity(engine), cache.file_system(".")
-    believed, (calibration, _) = model(engine.name, device, [here], [here]), cache.load(engine.name, device)
+    used, (calibration, _) = model(engine.name, device, [here], [here]), cache.load(engine.name, device)
     measured: set[str] = set()
     if calibration is not None:
         measured = {
@@ -58,13 +62,13 @@ def _described(engine: Backend) -> dict[str, Any]:
     dtypes = known_dtypes()
     kernels = {
         name.replace(" ", "_"): rate.peak
-        for name, rate in believed.kernels.items()
+        for name, rate in used.kernels.items()
         if name.removeprefix("emulated ") in dtypes
     }
-    links = link_rates(believed, calibration.stores.get(here) if calibration else None)
+    links = link_rates(used, calibration.stores.get(here) if calibration else None)
     return engine.describe() | {
         "free": engine.free_memory(),
-        "rates": believed.name,
+        "rates": used.name,
         "kernels": kernels,
         "links": links,
         "assumed": [name for name in (*kernels, *links) if name not in measured],
@@ -72,7 +76,7 @@ def _described(engine: Backend) -> dict[str, Any]:
 
 
 def _missing(found: dict[str, Any]) -> Iterator[dict[str, str]]:
-    """What `info` has not found, what it is for, and the command that brings it."""
+    """Yield what is missing in an `info`, what it is for, and the command that provides it."""
     extra = backends.cuda_extra()
     if extra and not {"cupy", f"cupy-{extra}x"} & found["versions"].keys():
         yield _lacking("cupy", "products on the GPU", f"pip install 'oocgemm[{extra}]'")
@@ -85,7 +89,7 @@ def _missing(found: dict[str, Any]) -> Iterator[dict[str, str]]:
             where = " --path ." if set(assumed) <= STORAGE else ""
             yield _lacking(
                 f"rates of {name}",
-                "plans that fit this machine",
+                "plans with the rates of this machine",
                 f"oocgemm calibrate --backend {name}{where}",
             )
 
@@ -97,7 +101,13 @@ def _lacking(what: str, purpose: str, command: str) -> dict[str, str]:
 def model(
     backend: str, device: str | None = None, reads: Collection[str] = (), writes: Collection[str] = ()
 ) -> MachineModel:
-    """What is known of the machine: as calibrated for that device and those file systems, or else the defaults."""
+    """Return the machine model of a backend: calibrated if possible, else the defaults.
+
+    Args:
+        backend: "host" or "cuda".
+        device: identity of the device that was calibrated.
+        reads, writes: ids of the file systems that operands are read from and C is written to.
+    """
     defaults = default_model(backend, len(os.sched_getaffinity(0)))
     found, note = cache.load(backend, device)
     if found is not None:
@@ -106,7 +116,7 @@ def model(
 
 
 def stored_on(*matrices: Matrix | None) -> set[str]:
-    """The file systems that matrices lie on, those in memory left out."""
+    """Return the ids of the file systems that store these matrices; matrices in memory have none."""
     found = set()
     for matrix in matrices:
         if matrix is not None and not matrix.layout.in_memory:
@@ -116,6 +126,7 @@ def stored_on(*matrices: Matrix | None) -> set[str]:
 
 
 def machine() -> dict[str, Any]:
+    """Return the platform, the processor, the cores that this process may use, and the memory in bytes."""
     return {
         "platform": platform.platform(),
         "processor": cache.processor(),
@@ -125,7 +136,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, of this code, installed or not, and of the packages that are installed."""
+    """Return the versions of Python, of oocgemm, and of the relevant packages that are installed."""
     found = {"python": platform.python_version(), "oocgemm": __version__}
     for package in (
         "numpy",

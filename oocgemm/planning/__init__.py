@@ -1,13 +1,12 @@
-"""Plans: pure decisions. Standard library only; no I/O, no clock, no array library."""
+"""Plan products: pure decisions from shapes, budgets and rates. No I/O, no clock, no arrays."""
 
+from oocgemm.planning.cost.calibration import Calibration, StoreRates
 from oocgemm.planning.cost.fits import check_fit, check_link, fit_line, fit_link
-from oocgemm.planning.cost.footprint import Candidate, Layouts
+from oocgemm.planning.cost.footprint import Candidate
 from oocgemm.planning.cost.machine import (
     RATES,
-    Calibration,
     KernelRate,
     MachineModel,
-    StoreRates,
     default_model,
 )
 from oocgemm.planning.cost.predict import Prediction
@@ -16,9 +15,10 @@ from oocgemm.planning.problem import COMPUTES, DTYPES, OPERANDS, DType, GemmProb
 from oocgemm.planning.schedule.operations import Kind, Lane, Operation, Schedule
 from oocgemm.planning.schedule.slots import Region, Slot, Slots, Tier
 from oocgemm.planning.schedule.traversal import Traversal
-from oocgemm.planning.search.candidates import Budgets
-from oocgemm.planning.search.planner import continued, make_plan
+from oocgemm.planning.search.planner import make_plan, resumed_plan
 from oocgemm.planning.serialize import recorded_plan
+from oocgemm.planning.setting import Budgets, Layouts, Setting
+from oocgemm.planning.tile_set import TileSet
 from oocgemm.planning.tiling import Layout, TileGrid, TileShape
 
 __all__ = [
@@ -43,19 +43,21 @@ __all__ = [
     "Prediction",
     "Region",
     "Schedule",
+    "Setting",
     "Slot",
     "Slots",
     "StoreRates",
     "Tier",
     "TileGrid",
+    "TileSet",
     "TileShape",
     "Traversal",
     "check_fit",
     "check_link",
-    "continued",
     "default_model",
     "fit_line",
     "fit_link",
     "make_plan",
     "recorded_plan",
+    "resumed_plan",
 ]

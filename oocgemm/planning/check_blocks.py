@@ -1,16 +1,25 @@
-"""How tiles are cut into the blocks that are checked, and the memory that their checksums take.
+"""Divide tiles into the blocks that are checked, and lay out the memory of their checksums.
 
-Blocks are near `SIDE` x `SIDE` and never reach over a strip: a strip is judged when it leaves.
+Blocks are about `SIDE` x `SIDE` elements. No block crosses the border of a strip, because a strip is checked
+when it drains.
 
-Where the device takes the checksums (`GemmProblem.checked`) they lie behind what they belong to, in its slot, and what
-holds of the slot holds of them: a panel's behind the panel, those of a tile's strips behind the tile, those of a finished
-strip behind it, and behind a strip's slot on the host those that come down with it. In bytes, each part from a boundary of
-`PART`, a number in double precision being 8 or, complex, 16:
+If the device computes the checksums (`GemmProblem.checked`), they are stored in the slot of the data that
+they belong to, behind that data. Therefore the waits that protect the slot also protect them:
 
-    panel:  head  flags [extent]  norms [blocks][depth / SIDE] 8  sums [blocks][depth]
-    strip:  found  made  old      each: head  rows [strip]  columns [width]  sums [down][across]  norms [down][across] 8
+- the checksums of a panel are behind the panel;
+- those of a tile's strips are behind the tile;
+- those of a finished strip are behind that strip;
+- a host slot for strips of C has a copy of the strip's checksums behind the strip, which is downloaded with
+  it.
 
-A head is two words: the digest (in `made`, 1 after a panel with a wrong one), and whether any flag is set. Flags, `rows` and `columns` of a strip too, are bytes, 1 for what is not finite.
+The layouts, in bytes, with each part aligned to `PART`; a double takes 8 bytes, or 16 if it is complex:
+
+    panel:  head  flags [extent]  norms [blocks][depth / SIDE] 8  sums [blocks][depth] strip:  found  made
+    old      each: head  rows [strip]  columns [n]  sums [down][across]  norms [down][across] 8
+
+A head is two words. The first is the digest; in `made` it is 1 if a panel had a wrong digest. The second
+tells whether any flag is set. A flag is one byte per row or column (of a strip: `rows` and `columns`) and is
+1 for nonfinite elements.
 """
 
 from collections.abc import Iterator
@@ -20,19 +29,24 @@ from oocgemm.planning.problem import DTYPES, GemmProblem
 from oocgemm.planning.schedule.slots import Slots
 from oocgemm.planning.tiling import TileShape, ceil_div, round_up
 
-# Small blocks find small errors and cost memory, one part in SIDE of the panels.
+# Extent of a block. Smaller blocks detect smaller errors, but checksums take 1 / SIDE of the memory of the
+# panels.
 SIDE = 128
-# Elements that a thread brings to double precision at a time, where operands are narrower.
-WIDENED = 1 << 18
+# Elements that a host thread casts to double precision at a time if the operands are narrower.
+WIDENING_ELEMENTS = 1 << 18
+# Alignment of the parts of a slot's checksums, and bytes of a head.
 PART = 16
 HEAD = 16
-# Rows of a stored panel from one that a digest takes to the next, as in kernels/check_sums.cu.
-DIGESTED = 64
+# A digest covers every DIGEST_ROWS-th row of a stored panel, as in kernels/checks/check_sums.cu.
+DIGEST_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """An extent in strips, each of `per` blocks of `size`, the last of each perhaps shorter, as the last strip may be."""
+class Blocking:
+    """Division of an extent into strips, and of each strip into `per` blocks of `size` elements.
+
+    The last strip, and the last block of each strip, may be shorter.
+    """
 
     extent: int
     strip: int
@@ -40,41 +54,44 @@ class Cut:
     per: int
 
     @classmethod
-    def of(cls, extent: int, strip: int) -> "Cut":
-        """Strips are cut evenly, a shorter last one as the others, so that a strip alone is cut as it is in its tile."""
+    def of(cls, extent: int, strip: int) -> "Blocking":
+        """Divide an extent. A strip alone is divided as it is in its tile."""
         strip = max(1, strip)
         size = ceil_div(strip, ceil_div(strip, SIDE))
         return cls(extent, strip, size, ceil_div(strip, size))
 
     @property
     def blocks(self) -> int:
+        """Number of blocks in the extent."""
         whole, rest = divmod(self.extent, self.strip)
         return whole * self.per + ceil_div(rest, self.size)
 
     @property
     def strips(self) -> int:
+        """Number of strips in the extent."""
         return ceil_div(self.extent, self.strip)
 
 
 def borders(extent: int, strip: int) -> list[int]:
-    """Where the blocks of a tile begin along one axis, and the end.
+    """List where the blocks of a tile start along one axis, and the end of the last one.
 
     >>> borders(500, 200), borders(450, 200), borders(3, 128)
     ([0, 100, 200, 300, 400, 500], [0, 100, 200, 300, 400, 450], [0, 3])
     """
-    cut = Cut.of(extent, strip)
-    strips = range(0, extent, cut.strip)
-    return [0, *(b for top in strips for b in _inside(top, min(top + cut.strip, extent), cut.size))]
+    blocking = Blocking.of(extent, strip)
+    tops = range(0, extent, blocking.strip)
+    ends = (end for top in tops for end in _block_ends(top, min(top + blocking.strip, extent), blocking.size))
+    return [0, *ends]
 
 
-def _inside(top: int, bottom: int, size: int) -> Iterator[int]:
+def _block_ends(top: int, bottom: int, size: int) -> Iterator[int]:
     for border in range(top + size, bottom + size, size):
         yield min(border, bottom)
 
 
 @dataclass(frozen=True, slots=True)
-class PanelRoom:
-    """Where the parts of a panel's checksums begin, on the device; the head is at 0."""
+class PanelOffsets:
+    """Byte offsets of the parts of a panel's checksums, and their size `end`. The head is at 0."""
 
     flags: int
     norms: int
@@ -82,17 +99,17 @@ class PanelRoom:
     end: int
 
     @classmethod
-    def of(cls, problem: GemmProblem, extent: int, depth: int, strip: int) -> "PanelRoom":
-        """For a panel of that extent, in strips, and depth."""
-        blocks = Cut.of(extent, strip).blocks
+    def of(cls, problem: GemmProblem, extent: int, depth: int, strip: int) -> "PanelOffsets":
+        """Lay out a panel of `extent` x `depth` elements, divided into strips along its extent."""
+        blocks = Blocking.of(extent, strip).blocks
         norms = round_up(HEAD + extent, PART)
         sums = round_up(norms + 8 * blocks * ceil_div(depth, SIDE), PART)
-        return cls(HEAD, norms, sums, round_up(sums + _wide(problem) * blocks * depth, PART))
+        return cls(HEAD, norms, sums, round_up(sums + _double_bytes(problem) * blocks * depth, PART))
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Where sums, norms and flags of one part of a strip's checksums begin; the head is at `begin`."""
+class PartOffsets:
+    """Byte offsets of flags, sums and norms of one part of a strip's checksums. The head is at `begin`."""
 
     begin: int
     rows: int
@@ -102,104 +119,114 @@ class Part:
     end: int
 
     @classmethod
-    def of(cls, begin: int, wide: int, blocks: int, rows: int, cols: int) -> "Part":
+    def of(cls, begin: int, double: int, blocks: int, rows: int, cols: int) -> "PartOffsets":
+        """Lay out `blocks` sums of `double` bytes, as many norms, and a flag per row and column."""
         flags = begin + HEAD
         sums = round_up(flags + rows + cols, PART)
-        norms = sums + wide * blocks
+        norms = sums + double * blocks
         return cls(begin, flags, flags + rows, sums, norms, round_up(norms + 8 * blocks, PART))
 
 
 @dataclass(frozen=True, slots=True)
-class StripRoom:
-    """Where the checksums of a strip lie on the device: of what is `found` in it, of what it was `made` of, of the `old` C.
-    A strip has at most `down` x `across` blocks, and always so many across as its tile can have."""
+class StripOffsets:
+    """Byte offsets of the checksums of a strip of C on the device.
+
+    `found` are those of the computed strip, `made` those that its panels predict, and `old` those of the C
+    that was read. A strip has at most `down` x `across` blocks; rows of blocks are always `across` long.
+    """
 
     down: int
     across: int
-    found: Part
-    made: Part
-    old: Part
+    found: PartOffsets
+    made: PartOffsets
+    old: PartOffsets
 
     @property
     def end(self) -> int:
+        """Bytes of all three parts."""
         return self.old.end
 
     @classmethod
-    def of(cls, problem: GemmProblem, tile: TileShape, strip: int) -> "StripRoom":
-        w, h = min(tile.m, problem.m), min(tile.n, problem.n)
-        down, across, wide = Cut.of(w, strip).per, Cut.of(h, h).blocks, _wide(problem)
-        strip, blocks = min(strip, w), down * across
-        found = Part.of(0, wide, blocks, 0, 0)
-        made = Part.of(found.end, wide, blocks, strip, h)
+    def of(cls, problem: GemmProblem, tile: TileShape, strip: int) -> "StripOffsets":
+        """Lay out the checksums of a strip of `strip` rows of a tile."""
+        m, n = min(tile.m, problem.m), min(tile.n, problem.n)
+        down, across, double = Blocking.of(m, strip).per, Blocking.of(n, n).blocks, _double_bytes(problem)
+        strip, blocks = min(strip, m), down * across
+        found = PartOffsets.of(0, double, blocks, 0, 0)
+        made = PartOffsets.of(found.end, double, blocks, strip, n)
         if problem.reads_c:
-            return cls(down, across, found, made, Part.of(made.end, wide, blocks, strip, 0))
-        return cls(down, across, found, made, Part(*[made.end] * 6))
+            return cls(down, across, found, made, PartOffsets.of(made.end, double, blocks, strip, 0))
+        return cls(down, across, found, made, PartOffsets(*[made.end] * 6))
 
 
-def room_bytes(problem: GemmProblem, tile: TileShape, strip: int) -> dict[tuple[str, str], int]:
-    """Bytes of checksums behind a slot by tier and operand, where the device takes them."""
+def checksum_bytes(problem: GemmProblem, tile: TileShape, strip: int) -> dict[tuple[str, str], int]:
+    """Bytes of checksums in each slot, by (tier, operand); empty unless the device computes the checksums."""
     if problem.checked != "device":
         return {}
-    w, h, r = min(tile.m, problem.m), min(tile.n, problem.n), min(tile.k, problem.depth)
-    of_strip = StripRoom.of(problem, tile, strip).end
+    m, n, k = min(tile.m, problem.m), min(tile.n, problem.n), min(tile.k, problem.depth)
+    per_strip = StripOffsets.of(problem, tile, strip).end
     return {
-        ("device", "A"): PanelRoom.of(problem, w, r, strip).end,
-        ("device", "B"): PanelRoom.of(problem, h, r, h).end,
-        ("device", "C"): Cut.of(w, strip).strips * of_strip,
-        ("device", "D"): of_strip,
-        ("host", "C"): of_strip,
+        ("device", "A"): PanelOffsets.of(problem, m, k, strip).end,
+        ("device", "B"): PanelOffsets.of(problem, n, k, n).end,
+        ("device", "C"): Blocking.of(m, strip).strips * per_strip,
+        ("device", "D"): per_strip,
+        ("host", "C"): per_strip,
     }
 
 
-def room_share(problem: GemmProblem) -> float:
-    """About what checksums on the device add to a slot, as a part of it: somewhat more than in most cases."""
+def checksum_fraction(problem: GemmProblem) -> float:
+    """Estimate, rather too high, the bytes of checksums per byte of data in a device slot."""
     if problem.checked != "device":
         return 0.0
-    return 1.3 * _wide(problem) / (SIDE * problem.itemsizes["A"]) + 0.005
+    return 1.3 * _double_bytes(problem) / (SIDE * problem.itemsizes["A"]) + 0.005
 
 
-def panel_check_bytes(problem: GemmProblem, tile: TileShape, strip: int) -> tuple[int, int]:
-    """Bytes on the host of the checksums of one panel of op(A), and of op(B); none where the host takes none."""
+def panel_checksum_bytes(problem: GemmProblem, tile: TileShape, strip: int) -> tuple[int, int]:
+    """Host bytes of the checksums of one panel of op(A) and of op(B); 0 unless the host computes them."""
     if problem.checked != "host":
         return 0, 0
-    down, across, deep = _blocks(problem, tile, strip)
-    return down * (deep + 1) * _wide(problem), across * (deep + 1) * _wide(problem)
+    down, across, depth = _blocks(problem, tile, strip)
+    double = _double_bytes(problem)
+    return down * (depth + 1) * double, across * (depth + 1) * double
 
 
-def check_bytes(problem: GemmProblem, tile: TileShape, slots: Slots, io_threads: int) -> int:
-    """Host memory that checking takes: checksums of every panel held, sums of the tiles in work, signs, and room to
-    bring narrow elements to double precision; where the device takes the checksums, what panels are weighted with, and
-    a strip's checksums once more while it is judged."""
+def host_check_bytes(problem: GemmProblem, tile: TileShape, slots: Slots, io_threads: int) -> int:
+    """Host bytes that checking takes.
+
+    If the host computes the checksums: those of the panels in all slots, the sums of the tiles in progress,
+    the random signs, and workspaces to cast narrow elements to double precision. If the device does: the
+    digest weights, and four copies of a strip's checksums for the comparison.
+    """
     if not problem.checked:
         return 0
     if problem.checked == "device":
-        return 12 * sum(weights(problem, tile)) + 4 * StripRoom.of(problem, tile, slots.strip).end
-    a, b = panel_check_bytes(problem, tile, slots.strip)
+        return 12 * sum(digest_weights(problem, tile)) + 4 * StripOffsets.of(problem, tile, slots.strip).end
+    a, b = panel_checksum_bytes(problem, tile, slots.strip)
     down, across, _ = _blocks(problem, tile, slots.strip)
-    wide = _wide(problem)
-    tiles = (slots.c + 1) * down * across * (2 * wide + 16)
-    widened = 0 if problem.itemsizes["A"] == wide else (io_threads + 2) * WIDENED * wide
+    double = _double_bytes(problem)
+    tiles = (slots.c + 1) * down * across * (2 * double + 16)
+    widening = 0 if problem.itemsizes["A"] == double else (io_threads + 2) * WIDENING_ELEMENTS * double
     return (
         (slots.a + slots.host_a) * a
         + (slots.b + slots.host_b) * b
         + tiles
         + 8 * (problem.m + problem.n)
-        + widened
+        + widening
     )
 
 
-def weights(problem: GemmProblem, tile: TileShape) -> tuple[int, int]:
-    """How many rows a stored panel or strip may have, and how many words of 4 bytes in a row."""
-    most = max(1, min(tile.m, problem.m), min(tile.n, problem.n), min(tile.k, problem.depth))
-    return most, ceil_div(most * max(problem.itemsizes["A"], problem.itemsizes["C"]), 4)
+def digest_weights(problem: GemmProblem, tile: TileShape) -> tuple[int, int]:
+    """Return the maximum number of rows of a stored panel or strip, and of 4-byte words per row."""
+    longest = max(1, min(tile.m, problem.m), min(tile.n, problem.n), min(tile.k, problem.depth))
+    return longest, ceil_div(longest * max(problem.itemsizes["A"], problem.itemsizes["C"]), 4)
 
 
 def _blocks(problem: GemmProblem, tile: TileShape, strip: int) -> tuple[int, int, int]:
-    """Blocks of a tile down and across, and the depth of its panels."""
-    w, h, r = min(tile.m, problem.m), min(tile.n, problem.n), min(tile.k, problem.depth)
-    return Cut.of(w, strip).blocks, Cut.of(h, h).blocks, r
+    """Return the blocks of a tile down and across, and the depth of its panels."""
+    m, n, k = min(tile.m, problem.m), min(tile.n, problem.n), min(tile.k, problem.depth)
+    return Blocking.of(m, strip).blocks, Blocking.of(n, n).blocks, k
 
 
-def _wide(problem: GemmProblem) -> int:
-    """Bytes of a number in double precision."""
+def _double_bytes(problem: GemmProblem) -> int:
+    """Bytes per real or complex number in double precision."""
     return 16 if DTYPES[problem.acc_dtype].is_complex else 8

@@ -1,31 +1,37 @@
-"""Products of int8 matrices, exactly: what their sums fit into, and the room that a device forms them in.
+"""Exact products of int8 matrices: which sums are exact, and the workspace that a device needs.
 
-A product of two int8 numbers is at most 2^14 in size, so that int32 holds every sum of 131071 of them, and float64 every
-sum of less than 2^39. A BLAS of the host has no int8 products: panels are brought to float64, and summed in it. A device
-sums in int32 as deep as that holds, and of deeper products those of each step, which it adds up in float64.
+The product of two int8 numbers is at most 2^14 in magnitude. Therefore int32 holds any sum of 131071
+products, and float64 holds any sum of fewer than 2^39 products exactly.
+
+- On the host, BLAS has no int8 product: panels are cast to float64 and summed in float64.
+- On a device, each step sums in int32, at most `MAX_INT32_DEPTH` deep. Sums over several steps are added in
+  float64.
 """
 
 from dataclasses import dataclass
 
-from oocgemm.planning.emulation import STRIP, pitch
+from oocgemm.planning.emulation import STRIP_ROWS, pitch
 
-MAX_DEPTH = (2**31 - 1) >> 14  # that int32 holds
-DEEPEST = (2**53 - 1) >> 14  # that float64 holds exactly
-LIMIT = 2**53  # integers below it are exact in float64
+MAX_INT32_DEPTH = (2**31 - 1) >> 14
+MAX_FLOAT64_DEPTH = (2**53 - 1) >> 14
+EXACT_LIMIT = 2**53  # float64 represents every integer below it
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """Where the parts of the room begin that a step is multiplied in, in bytes, and its size: op(A) and the transpose of
-    op(B) with rows of `pitch(k)` bytes, as int8 products want them, and a strip of sums in int32, rows of `pitch(n)`."""
+class Workspace:
+    """Byte offsets of the parts of a step's workspace, and its size `end`.
+
+    op(A) starts at 0. It and the transpose of op(B) at `b` have rows of `pitch(k)` bytes, as int8 products
+    need them. `sums` is a strip of int32 sums with rows of `pitch(n)` elements.
+    """
 
     b: int
     sums: int
     end: int
 
 
-def room(m: int, n: int, k: int) -> Room:
-    """The room for an m x n x k step."""
+def workspace_layout(m: int, n: int, k: int) -> Workspace:
+    """Lay out the workspace of an m x n x k step."""
     b = m * pitch(k)
     sums = b + n * pitch(k)
-    return Room(b, sums, sums + 4 * min(m, STRIP) * pitch(n))
+    return Workspace(b, sums, sums + 4 * min(m, STRIP_ROWS) * pitch(n))

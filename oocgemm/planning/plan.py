@@ -1,4 +1,4 @@
-"""A plan: everything decided about a product, and what that comes to."""
+"""A plan: every decision about a product, and the memory, traffic and time that follow from it."""
 
 from dataclasses import asdict, astuple, dataclass
 from functools import cached_property
@@ -8,29 +8,28 @@ from typing import Any
 from oocgemm.planning.cost.footprint import (
     Candidate,
     Footprint,
-    Layouts,
-    MachineModel,
-    Part,
     extents,
     footprint,
     least_bytes,
     required_bytes,
-    whole,
 )
-from oocgemm.planning.cost.predict import Prediction, amplification, closed_loads, predict
+from oocgemm.planning.cost.loads import estimate_loads
+from oocgemm.planning.cost.machine import COPIES_DURING_UPLOADS, MachineModel
+from oocgemm.planning.cost.predict import Prediction, predict, read_amplification
 from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.schedule.operations import Operation, Schedule
 from oocgemm.planning.schedule.placement import Loads
 from oocgemm.planning.schedule.slots import Slots
 from oocgemm.planning.schedule.traversal import last, walk
-from oocgemm.planning.search.candidates import Budgets, c_chunks
-from oocgemm.planning.tiling import Layout, Span, Tile, TileGrid, TileShape
+from oocgemm.planning.setting import Budgets, Layouts, Setting
+from oocgemm.planning.tile_set import Coverage, TileSet
+from oocgemm.planning.tiling import Layout, Shape, Tile, TileGrid, TileShape, length
 from oocgemm.planning.units import ceil_size, format_time
 
 
 @dataclass(frozen=True)
 class Scored:
-    """A candidate with what it is predicted to take."""
+    """A candidate with its predicted time."""
 
     candidate: Candidate
     prediction: Prediction
@@ -38,21 +37,24 @@ class Scored:
 
 @dataclass(frozen=True)
 class Faster:
-    """Budgets not much larger than those of a plan, with which the product is predicted to take far less time."""
+    """Budgets a few times as large as a plan's, and the seconds predicted with them."""
 
     budgets: Budgets
     seconds: float
 
 
-# Placements of panels that counting loads may take: about 4 seconds. A plan of half as many steps is always counted.
+# Bound on the placements of panels that counting loads may take: about 4 seconds. Plans of at most half as
+# many steps are always counted.
 MAX_COUNTED = 400_000
-# At what share of the rate that memory is believed to have panels are copied into slots beside a GPU: for 33 GB/s 23 to 33 were seen.
-BESIDE_A_GPU = 0.75
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a product will be run: everything decided, nothing done, but for the tiles in `done` if it is resumed."""
+    """How to run a product.
+
+    `considered` are the best candidates of different tile shapes. `done` are the tiles that an earlier run
+    completed. `faster` is set if somewhat larger budgets would make the product far faster.
+    """
 
     problem: GemmProblem
     layouts: Layouts
@@ -63,9 +65,14 @@ class Plan:
     done: frozenset[Tile] = frozenset()
     faster: Faster | None = None
 
+    @cached_property
+    def setting(self) -> Setting:
+        """Everything that the plan was made for."""
+        return Setting(self.problem, self.machine, self.layouts, self.budgets)
+
     @property
     def note(self) -> str:
-        """What to say of a plan that somewhat larger budgets would make far faster; empty for any other."""
+        """A hint that somewhat larger budgets would make the product far faster; empty if none would."""
         if self.faster is None:
             return ""
         options = " ".join(
@@ -77,143 +84,156 @@ class Plan:
             if size > given
         )
         return (
-            f"these budgets make the product slow, {format_time(self.prediction.total)} predicted; with {options} it would "
-            f"take {format_time(self.faster.seconds)}"
+            f"these budgets make the product slow, {format_time(self.prediction.total)} predicted; "
+            f"with {options} it would take {format_time(self.faster.seconds)}"
         )
 
     @property
     def tile(self) -> TileShape:
+        """The tile shape."""
         return self.candidate.tile
 
     @property
     def slots(self) -> Slots:
+        """The numbers of slots."""
         return self.candidate.slots
 
     @property
     def grid(self) -> TileGrid:
+        """The tiles and steps."""
         return _grid(self.problem, self.candidate)
 
     @cached_property
-    def part(self) -> Part:
-        """What of C is computed: that is left, if the run is resumed."""
-        if not self.done:
-            return whole(self.problem)
-        tiles = self.schedule().tiles
-        rows = {i: _length(self.grid.rows(i)) for i, _ in tiles}
-        cols = {j: _length(self.grid.cols(j)) for _, j in tiles}
-        return Part(sum(rows.values()), sum(cols.values()), sum(rows[i] * cols[j] for i, j in tiles))
+    def tiles(self) -> TileSet:
+        """The tiles to compute: all, or those that are not done."""
+        return TileSet.rectangle(self.grid).remaining(self.done)
+
+    @property
+    def coverage(self) -> Coverage:
+        """The part of C to compute."""
+        return self.tiles.coverage
 
     @property
     def flops(self) -> int:
-        """Real floating-point operations of that."""
-        return self.problem.step_flops(1, self.part.elements, self.problem.depth)
+        """Real floating-point operations of the tiles to compute."""
+        return self.problem.step_flops(1, self.coverage.elements, self.problem.depth)
 
     @property
     def steps(self) -> int:
-        """Multiplications in all."""
-        down, across = self.grid.shape
-        return (down * across - len(self.done)) * self.grid.steps
+        """Number of steps in all tiles to compute."""
+        return self.tiles.count * self.grid.steps
 
     def tile_bytes(self, tile: Tile) -> int:
-        """Bytes of a tile of C, as it is stored."""
-        return (
-            _length(self.grid.rows(tile[0])) * _length(self.grid.cols(tile[1])) * self.problem.itemsizes["C"]
-        )
+        """Bytes of a tile of C as stored."""
+        return self.grid.elements(tile) * self.problem.itemsizes["C"]
 
     @property
     def chunks(self) -> tuple[int, int]:
-        """Chunks (or shards) of C; no two tiles and no two strips share one."""
-        return c_chunks(self.problem, self.layouts, self.tile)
+        """Shape of C's chunks (or shards). No two tiles and no two strips share one."""
+        return self.setting.c_chunks(self.tile)
 
     @cached_property
     def footprint(self) -> Footprint:
-        return footprint(self.problem, self.candidate, self.layouts, self.machine)
+        """Bytes on each tier."""
+        return footprint(self.setting, self.candidate)
 
     @cached_property
     def loads(self) -> Loads:
-        """Bytes of the panels loaded. They are counted, but in plans of so many tiles and steps that counting takes seconds
-        they come from a closed form, which is within 1% there."""
+        """Bytes of the panels loaded.
+
+        They are counted. In plans of so many steps that counting takes seconds, they are estimated, within
+        1%.
+        """
         schedule = self.schedule()
         counted = schedule.loads_within(MAX_COUNTED)
         if counted is not None:
             return counted
-        whole = closed_loads(self.problem, self.grid, self.slots, self.candidate.traversal)
-        share = schedule.elements / (self.problem.m * self.problem.n)
-        return Loads(*(share * loaded for loaded in astuple(whole)))
+        every = estimate_loads(self.problem, self.grid, self.slots, self.candidate.traversal)
+        share = self.coverage.elements / (self.problem.m * self.problem.n)
+        return Loads(*(share * loaded for loaded in astuple(every)))
 
     @cached_property
     def traffic(self) -> dict[str, int]:
-        """Bytes over each link, of panels as in `loads`."""
+        """Bytes over each link, with the panels of `loads`."""
         return self.schedule().traffic(self.loads)
 
     @cached_property
     def required(self) -> dict[str, int]:
         """Bytes over each link if every element crossed it once."""
-        required = required_bytes(self.problem, self.part)
+        required = required_bytes(self.problem, self.coverage)
         return required | {"h2d": 0, "d2h": 0} if self.slots.unified else required
 
     @cached_property
     def least(self) -> dict[str, int]:
-        """Fewest bytes over each link that these budgets allow any schedule; for storage, host and device
-        memory count together."""
+        """Lower bound on the bytes over each link for any schedule within the budgets.
+
+        For reads from storage, host and device memory count together.
+        """
         once = self.required
         return {
-            "read": least_bytes(self.problem, self.budgets.device + self.budgets.host, self.part),
-            "h2d": 0 if self.slots.unified else least_bytes(self.problem, self.budgets.device, self.part),
+            "read": least_bytes(self.problem, self.budgets.device + self.budgets.host, self.coverage),
+            "h2d": 0 if self.slots.unified else least_bytes(self.problem, self.budgets.device, self.coverage),
             "d2h": once["d2h"],
             "write": once["write"],
         }
 
     @cached_property
     def prediction(self) -> Prediction:
-        return predict(self.problem, self.candidate, self.layouts, self.machine, self.loads)
+        """Predicted seconds, with the bytes of `loads`."""
+        return predict(self.setting, self.candidate, self.loads)
 
     @cached_property
     def amplification(self) -> dict[str, float]:
-        """Read amplification: bytes of the chunks touched over bytes wanted."""
-        return amplification(self.problem, self.tile, self.layouts)
+        """Read amplification of A and B: ratio of the bytes read to the bytes needed."""
+        return read_amplification(self.setting, self.tile)
 
     @cached_property
-    def worth_locking(self) -> set[str]:
-        """The operands in memory that are to be locked, for a device to copy panels from where they lie: of which to lock and
-        unlock them takes least beside what copying through slots holds up the multiplication."""
+    def operands_to_pin(self) -> set[str]:
+        """Operands in memory to pin, so that a device copies their panels without staging.
+
+        The choice minimizes the time to pin and unpin them, plus the time by which staging the panels of the
+        others delays the multiplications.
+        """
         problem, machine, k = self.problem, self.machine, self.problem.depth
-        if not machine.lock:
+        if not machine.pin:
             return set()
         sizes = {"A": problem.m * k * problem.itemsizes["A"], "B": k * problem.n * problem.itemsizes["B"]}
         copied = {"A": self.loads.a_read, "B": self.loads.b_read}
-        lying = {operand for operand in sizes if self._panels[operand][0].in_place(self._panels[operand][1])}
-        held = {operand for operand in lying if self._panels[operand][0].held}
+        eligible = {x for x in sizes if self._panels[x][0].allows_zero_copy(self._panels[x][1])}
+        pinned = {x for x in eligible if self._panels[x][0].pinned}
 
-        def seconds(locked: set[str]) -> float:
-            copying = sum(copied[x] for x in copied.keys() - locked - held) / (BESIDE_A_GPU * machine.memory)
-            late = max(0.0, copying - self.prediction.lanes["compute"])
-            return late + 2 * sum(sizes[x] for x in locked) / machine.lock
+        def seconds(chosen: set[str]) -> float:
+            staged = sum(copied[x] for x in copied.keys() - chosen - pinned)
+            staging = staged / (COPIES_DURING_UPLOADS * machine.memory)
+            late = max(0.0, staging - self.prediction.lanes["compute"])
+            return late + 2 * sum(sizes[x] for x in chosen) / machine.pin
 
-        return min((x for x in (set[str](), {"A"}, {"B"}, {"A", "B"}) if x <= lying - held), key=seconds)
+        choices = (set[str](), {"A"}, {"B"}, {"A", "B"})
+        return min((x for x in choices if x <= eligible - pinned), key=seconds)
 
-    def lies_in_place(self, operation: Operation) -> bool:
-        """Whether what an operation brings is worth copying from where it lies in memory that is locked, or to there."""
+    def is_zero_copy(self, operation: Operation) -> bool:
+        """Tell whether an operation's block is copied to or from the device without staging."""
         layout, panel = self._panels[operation.operand]
         rows, cols = operation.block
-        block = _length(rows), _length(cols)
-        if not layout.held:
-            return operation.operand in self.worth_locking and layout.in_place(block)
-        if operation.operand == "C" and self.problem.checked:  # strips are looked at in their slots
+        block = length(rows), length(cols)
+        if not layout.pinned:
+            return operation.operand in self.operands_to_pin and layout.allows_zero_copy(block)
+        if operation.operand == "C" and self.problem.checked:  # strips are checked in host slots
             return False
-        return layout.straight(panel, block)
+        return layout.is_direct(panel, block)
 
     @cached_property
-    def _panels(self) -> dict[str, tuple[Layout, Span]]:
-        """Of each operand its layout, and the shape of its panels or strips."""
-        (w, h, r), layouts = extents(self.problem, self.tile), self.layouts
-        return {"A": (layouts.a, (w, r)), "B": (layouts.b, (r, h)), "C": (layouts.c, (self.slots.strip, h))}
+    def _panels(self) -> dict[str, tuple[Layout, Shape]]:
+        """Layout and shape of the panels (or strips) of each operand."""
+        (m, n, k), layouts = extents(self.problem, self.tile), self.layouts
+        return {"A": (layouts.a, (m, k)), "B": (layouts.b, (k, n)), "C": (layouts.c, (self.slots.strip, n))}
 
     def schedule(self) -> Schedule:
-        return schedule_of(self.problem, self.layouts, self.candidate, self.done)
+        """Return the operations of the run."""
+        return schedule_of(self.setting, self.candidate, self.tiles)
 
     def explain(self) -> list[dict[str, Any]]:
-        """The best few candidates of different tile shapes, the chosen one first, with what each falls short in."""
+        """List the best candidates of different tile shapes, the chosen one first, and what slows each."""
         chosen = next((s for s in self.considered if s.candidate == self.candidate), None)
         rows = [chosen] if chosen else []
         rows += [s for s in self.considered if s is not chosen]
@@ -230,7 +250,7 @@ class Plan:
         ]
 
     def to_dict(self) -> dict[str, object]:
-        """Plain data, for ``--json`` and the header of a timeline."""
+        """Convert to plain data, for ``--json`` and the header of a timeline."""
         prediction = self.prediction
         problem = asdict(self.problem)
         problem |= {name: _number(problem[name]) for name in ("alpha", "beta")}
@@ -274,15 +294,15 @@ def _grid(problem: GemmProblem, candidate: Candidate) -> TileGrid:
     return TileGrid.of(problem, candidate.tile, candidate.ramp)
 
 
-def schedule_of(
-    problem: GemmProblem, layouts: Layouts, candidate: Candidate, done: frozenset[Tile] = frozenset()
-) -> Schedule:
+def schedule_of(setting: Setting, candidate: Candidate, tiles: TileSet | None = None) -> Schedule:
+    """Return the schedule of a candidate over some tiles of its grid, by default all of them."""
+    problem, layouts = setting.problem, setting.layouts
     grid = _grid(problem, candidate)
     coded = {"A": layouts.a.decode_bytes, "B": layouts.b.decode_bytes, "C": layouts.c.encodes}
     return Schedule(
         problem,
         grid,
-        walk(candidate.traversal, *grid.shape, done),
+        walk(candidate.traversal, *grid.shape, None if tiles is None or tiles.is_whole else tiles),
         candidate.slots,
         frozenset(operand for operand in coded if coded[operand]),
         last(candidate.traversal, *grid.shape) if 0 not in grid.shape else None,
@@ -290,7 +310,7 @@ def schedule_of(
 
 
 def _falls_short(other: Prediction, best: Prediction) -> str:
-    """Where a candidate loses most time against the chosen one."""
+    """Say where a candidate loses most time against the chosen one."""
     parts = {lane: other.lanes[lane] - best.lanes[lane] for lane in best.lanes}
     parts |= {
         "start-up": other.start_up - best.start_up,
@@ -299,16 +319,12 @@ def _falls_short(other: Prediction, best: Prediction) -> str:
     }
     worst = max(parts, key=lambda part: parts[part])
     why = f"{worst} +{format_time(parts[worst])}" if parts[worst] > 1e-6 else "no better"
-    # The planner's choice is not always the fastest predicted.
-    return f"as good as equal, {why}" if other.total < best.total else why
-
-
-def _length(span: Span) -> int:
-    return span[1] - span[0]
+    # The chosen candidate may be predicted to be slower by less than the model's error.
+    return f"within the model's error, {why}" if other.total < best.total else why
 
 
 def _number(value: complex) -> float | str | list[float | str]:
-    """A scalar as JSON holds it: complex ones as [real, imaginary], NaN and infinities as text."""
+    """Convert a scalar for JSON: complex numbers to [real, imaginary], Inf and NaN to text."""
     if isinstance(value, complex):
         return [_real(value.real), _real(value.imag)]
     return _real(value)

@@ -1,14 +1,12 @@
-"""What is to be computed: ``C = alpha * op(A) @ op(B) + beta * C``, by sizes and dtypes alone."""
+"""The product ``C = alpha * op(A) @ op(B) + beta * C``: its extents, dtypes and scalars."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
-from oocgemm.planning.emulation import NUMBERS
-
 
 class Op(StrEnum):
-    """What is done to an operand before it is multiplied; BLAS's letters."""
+    """Operation applied to a stored operand before the product, in BLAS's letters."""
 
     N = "N"
     T = "T"
@@ -22,51 +20,56 @@ class Op(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """An element type: its NumPy name, bytes, what products of it are accumulated in, and what they can be stored as,
-    that which they are by default first. Nothing where operands cannot be of it."""
+    """An element type: its NumPy name and its size in bytes.
+
+    `accumulator` is the dtype that products of it are summed in. `results` are the dtypes that C may have,
+    the default first. Both are empty for a dtype that operands cannot have. `planes` is the largest number of
+    int8 residue planes that emulation splits a panel into; 0 if products of the dtype are not emulated.
+    """
 
     name: str
     itemsize: int
     accumulator: str = ""
     results: tuple[str, ...] = ()
     is_complex: bool = False
+    planes: int = 0
 
 
 DTYPES = {
     d.name: d
     for d in (
         DType("float16", 2, "float32", ("float16", "float32")),
-        DType("bfloat16", 2, "float32", ("bfloat16", "float32")),  # ml_dtypes' in NumPy
-        DType("float32", 4, "float32", ("float32",)),
-        DType("float64", 8, "float64", ("float64",)),
+        DType("bfloat16", 2, "float32", ("bfloat16", "float32")),  # NumPy has it through ml_dtypes
+        DType("float32", 4, "float32", ("float32",), planes=9),
+        DType("float64", 8, "float64", ("float64",), planes=16),
         DType("complex64", 8, "complex64", ("complex64",), is_complex=True),
         DType("complex128", 16, "complex128", ("complex128",), is_complex=True),
-        # On a device in int32 where that holds the sums, see planning/integers.py.
+        # A device sums in int32 where that is exact: see planning/integers.py.
         DType("int8", 1, "float64", ("int32", "int64", "float32", "float64")),
         DType("int32", 4),
         DType("int64", 8),
     )
 }
-# What A and B can be of.
+# Dtypes of A and B.
 OPERANDS = tuple(d.name for d in DTYPES.values() if d.results)
 
-# The precisions that a product may be computed in, and the dtypes that have each.
+# Values of `compute`, each with the dtypes that it applies to.
 COMPUTES = {
     "native": OPERANDS,
     "tf32": ("float32",),
     "bf16": ("float32",),
-    "emulated": ("float32", "float64"),
+    "emulated": tuple(d.name for d in DTYPES.values() if d.planes),
 }
 
 
 @dataclass(frozen=True)
 class GemmProblem:
-    """``C (m x n) = alpha * op(A) (m x k) @ op(B) (k x n) + beta * C``, each tile `checked` against checksums or not: "host" and
-    "device" say which tier takes these, "" that none does.
+    """``C (m x n) = alpha * op(A) (m x k) @ op(B) (k x n) + beta * C``.
 
-    The dtypes of a, b, the accumulator and c are kept apart, so that wider accumulators and results fit in. `compute`
-    is one of `COMPUTES`: what float32 operands may be rounded to before they are multiplied, or "emulated" for exact
-    products of residues (`oocgemm.planning.emulation`).
+    The dtypes of A, B, the accumulator and C are independent, so that the accumulator and C may be wider than
+    A and B. `compute` is a key of `COMPUTES`: "tf32" and "bf16" round float32 operands before the product,
+    and "emulated" computes the product from exact int8 products (`oocgemm.planning.emulation`). `checked`
+    names the tier that computes checksums of each tile, "host" or "device"; "" means that no tile is checked.
     """
 
     m: int
@@ -85,39 +88,43 @@ class GemmProblem:
 
     @property
     def depth(self) -> int:
-        """The extent along k that is really multiplied: as in BLAS, alpha = 0 never reads A and B; nor does a C
-        that is empty."""
+        """Extent along k that is multiplied.
+
+        It is 0 if alpha = 0 or C is empty: as in BLAS, A and B are not read then.
+        """
         return 0 if self.alpha == 0 or 0 in (self.m, self.n) else self.k
 
     @property
     def applied_alpha(self) -> complex:
-        """alpha, or 0 where nothing is multiplied: as in BLAS, C is beta C then, even where alpha is Inf or NaN."""
+        """alpha, or 0 if nothing is multiplied: C is beta C then, as in BLAS, even if alpha is Inf or NaN."""
         return self.alpha if self.depth else 0.0
 
     @property
     def reads_c(self) -> bool:
-        """beta = 0 never reads C."""
+        """Whether C is read: beta = 0 never reads it."""
         return self.beta != 0
 
     @property
     def planes(self) -> int:
-        """Planes of residues, a byte an element, that a panel may be turned into before it is multiplied."""
-        return NUMBERS[self.a_dtype][-1] if self.compute == "emulated" else 0
+        """Maximum residue planes per panel, one byte per element each; 0 if the product is not emulated."""
+        return DTYPES[self.a_dtype].planes if self.compute == "emulated" else 0
 
     @property
     def rate(self) -> str:
-        """The name of the kernel rate that counts."""
+        """Key of the kernel rate in `MachineModel.kernels` that applies to the product."""
         return f"emulated {self.a_dtype}" if self.planes else self.a_dtype
 
     @property
     def exact(self) -> bool:
-        """Whether the product of op(A) and op(B) is summed without rounding."""
+        """Whether op(A) @ op(B) is summed without rounding."""
         return self.a_dtype == "int8"
 
     @property
     def finishes(self) -> bool:
-        """Whether a Finish must turn the accumulator into C's dtype (and then applies alpha and beta too, which exact
-        sums must not meet before)."""
+        """Whether a Finish casts the accumulator to C's dtype and applies alpha and beta.
+
+        Exact sums stay exact only if alpha and beta are applied after them.
+        """
         return self.acc_dtype != self.c_dtype or (self.exact and (self.alpha, self.beta) != (1, 0))
 
     @property
@@ -126,11 +133,11 @@ class GemmProblem:
         return self.step_flops(self.m, self.n, self.depth)
 
     def step_flops(self, m: int, n: int, k: int) -> int:
-        """Real floating-point operations of an m x n x k part of it."""
+        """Count the real floating-point operations of an m x n x k part of the product."""
         return (8 if DTYPES[self.acc_dtype].is_complex else 2) * m * n * k
 
     @cached_property
     def itemsizes(self) -> dict[str, int]:
-        """Bytes an element of A, B, C as stored, and of the accumulator."""
+        """Bytes per element of A, B and C as stored, and of the accumulator ("acc")."""
         names = {"A": self.a_dtype, "B": self.b_dtype, "C": self.c_dtype, "acc": self.acc_dtype}
         return {operand: DTYPES[name].itemsize for operand, name in names.items()}

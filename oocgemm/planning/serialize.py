@@ -1,27 +1,34 @@
-"""A plan back from its plain data, as the header of a timeline keeps it."""
+"""Rebuild a plan from its plain data, such as a timeline's header holds."""
 
 from collections.abc import Callable, Mapping, Set
 from dataclasses import fields, replace
 from math import isclose, isfinite
 from typing import Any, TypeVar
 
-from oocgemm.planning.cost.footprint import Candidate, Layouts
+from oocgemm.planning.cost.footprint import Candidate
 from oocgemm.planning.cost.machine import KernelRate, MachineModel
 from oocgemm.planning.plan import Plan
 from oocgemm.planning.problem import DTYPES, GemmProblem, Op
 from oocgemm.planning.schedule.slots import Slots
 from oocgemm.planning.schedule.traversal import Traversal
-from oocgemm.planning.search.candidates import Budgets
+from oocgemm.planning.setting import Budgets, Layouts
 from oocgemm.planning.tiling import Layout, Tile, TileShape
 
 T = TypeVar("T")
-NEARLY = 0.05  # a version whose model is better by so much reckons the same plan otherwise
+# Relative change of the predicted time from which on a recorded plan is rejected: another cost model
+# predicted it.
+TOLERANCE = 0.05
 
 
 def recorded_plan(data: Mapping[str, Any], computed: Set[Tile] = frozenset()) -> Plan | None:
-    """The plan whose `to_dict` this was, but for what else was considered; of one that went on with a run, the tiles
-    `computed` say which were done before. None for data that do not hold all of it, or are of a version that reckons
-    otherwise by more than `NEARLY`, or that no plan can have written."""
+    """Rebuild the plan that `Plan.to_dict` wrote, without the other candidates considered.
+
+    The data of a resumed run only count the tiles that were done before. `computed` are the tiles that the
+    run computed; all others were done before.
+
+    Returns None if the data are incomplete or inconsistent, or if this version predicts a time that differs
+    from the recorded one by more than `TOLERANCE`.
+    """
     try:
         problem = data["problem"]
         made: dict[str, Any] = {name: recorded_scalar(problem[name]) for name in ("alpha", "beta")}
@@ -47,16 +54,16 @@ def recorded_plan(data: Mapping[str, Any], computed: Set[Tile] = frozenset()) ->
                 return None
             done = {(i, j) for i in range(down) for j in range(across)} - computed
             plan = replace(plan, done=frozenset(done))
-        # What is in order by itself may still not go together; the cheap question first.
-        fits = list(plan.grid.shape) == data["tiles"] and plan.steps == data["steps"]
+        # Valid fields may still contradict one another. Compare the cheap ones first.
+        consistent = list(plan.grid.shape) == data["tiles"] and plan.steps == data["steps"]
         predicted = data["predicted_seconds"]["total"]
-        return plan if fits and isclose(plan.prediction.total, predicted, rel_tol=NEARLY) else None
+        return plan if consistent and isclose(plan.prediction.total, predicted, rel_tol=TOLERANCE) else None
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, IndexError):
         return None
 
 
 def recorded_candidate(data: Mapping[str, Any]) -> Candidate:
-    """A candidate back from its plain data, as `asdict` gives them. Raises `KeyError` or `TypeError` for others."""
+    """Rebuild a candidate from what `asdict` made of it. Raises `KeyError` or `TypeError` for other data."""
     made = {"tile": _typed(TileShape, data["tile"]), "slots": _typed(Slots, data["slots"])}
     return _typed(Candidate, data, **made, traversal=_typed(Traversal, data["traversal"]))
 
@@ -64,23 +71,23 @@ def recorded_candidate(data: Mapping[str, Any]) -> Candidate:
 def _layout(data: Mapping[str, Any]) -> Layout:
     pairs = {f.name: tuple(data[f.name]) for f in fields(Layout) if f.name.endswith("_chunk")}
     if any(list(map(type, pair)) != [int, int] for pair in pairs.values()):
-        raise TypeError("extents of chunks are pairs of integers")
+        raise TypeError(f"chunk extents must be pairs of integers, not {pairs}")
     return _typed(Layout, data, **pairs)
 
 
 def _typed(kind: Callable[..., T], data: Mapping[str, Any], **made: Any) -> T:
-    """A dataclass from plain data, some of it `made` already. Raises `TypeError` if a number, text or flag is none."""
+    """Build a dataclass from plain data and the fields already `made`. Raises `TypeError` for wrong types."""
     values = dict(data) | made
-    for field in fields(kind):  # type: ignore[arg-type]  # a dataclass is what is called
+    for field in fields(kind):  # type: ignore[arg-type]  # `kind` is always a dataclass
         value = values.get(field.name)
         if field.name in made or field.name not in values:
             continue
         allowed = (int, float) if field.type is float else (field.type,)
         if type(value) not in allowed or (isinstance(value, float) and not isfinite(value)):
-            raise TypeError(f"{field.name} is {value!r}")
+            raise TypeError(f"{field.name} must be a finite {field.type}, not {value!r}")
     return kind(**values)
 
 
 def recorded_scalar(value: Any) -> complex:
-    """alpha or beta from plain data: a number, a text such as "nan", or a pair of parts."""
+    """Parse alpha or beta: a number, a text such as "nan", or [real, imaginary] of those."""
     return complex(*map(float, value)) if isinstance(value, list) else float(value)

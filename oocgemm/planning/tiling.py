@@ -1,15 +1,15 @@
-"""How the product is cut: tiles of C, panels of op(A) and op(B), and how they lie on the chunks of the arrays.
+"""Divide the product into tiles and panels, and describe how arrays are stored.
 
-A *nominal* extent is what a slot is made for; a *valid* extent is what the matrix has there. They differ at
-the far edges only:
+A *nominal* extent is what a slot has memory for. A *valid* extent is what the matrix has there. They differ
+only in the last row and column of tiles:
 
-           h        h     (valid < h)
-        +--------+--------+---+
-      w |  (0,0) |  (0,1) |   |
-        +--------+--------+---+     rows(i) = [i w, min((i + 1) w, m))
-      w |  (1,0) |  (1,1) |   |
-        +--------+--------+---+
-        +--------+--------+---+     valid < w
+              tile.n   tile.n  (valid < tile.n)
+             +--------+--------+---+
+      tile.m |  (0,0) |  (0,1) |   |
+             +--------+--------+---+     rows(i) = [i tile.m, min((i + 1) tile.m, m))
+      tile.m |  (1,0) |  (1,1) |   |
+             +--------+--------+---+
+             +--------+--------+---+     valid < tile.m
 """
 
 from dataclasses import dataclass, replace
@@ -18,12 +18,16 @@ from math import gcd, inf
 
 from oocgemm.planning.problem import GemmProblem, Op
 
-Span = tuple[int, int]
+# Start and stop of a range of indices along one axis.
+Range = tuple[int, int]
+# Rows and columns of a matrix, panel, tile or chunk.
+Shape = tuple[int, int]
+# Row and column of a tile in its grid.
 Tile = tuple[int, int]
 
 
 def ceil_div(a: int, b: int) -> int:
-    """The least integer not below a / b.
+    """Divide and round up.
 
     >>> ceil_div(7, 3), ceil_div(6, 3), ceil_div(0, 3)
     (3, 2, 0)
@@ -32,12 +36,21 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def round_up(a: int, b: int) -> int:
-    """The least multiple of b not below a.
+    """Round a up to a multiple of b.
 
     >>> round_up(7, 3), round_up(6, 3)
     (9, 6)
     """
     return ceil_div(a, b) * b
+
+
+def length(indices: Range) -> int:
+    """Count the indices of a range.
+
+    >>> length((3, 7))
+    4
+    """
+    return indices[1] - indices[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +65,18 @@ class TileShape:
         return f"{self.m}x{self.n}x{self.k}"
 
     def within(self, problem: GemmProblem) -> "TileShape":
-        """Clip the extents to those of the product: a larger tile would hold no more."""
+        """Clip the extents to those of the product, and to at least 1."""
         m, n, k = (max(1, extent) for extent in (problem.m, problem.n, problem.k))
         return TileShape(min(self.m, m), min(self.n, n), min(self.k, k))
 
 
 @dataclass(frozen=True, slots=True)
 class TileGrid:
-    """The tiles and steps of a problem of m x n x k elements (k being the depth really multiplied).
+    """The tiles and steps of an m x n x k product, where k is the depth that is multiplied.
 
-    With a `ramp` tile (0, 0), which the others wait for, has 1 + ramp thin steps in place of step 0, each as deep as
-    all before it: thin panels are there sooner, so that the kernel begins sooner. They are numbered from `steps` on.
+    With a `ramp`, step 0 of tile (0, 0) is divided into 1 + ramp thin steps, numbered from `steps` on. The
+    first two are tile.k / 2^ramp deep, and each later one is as deep as all before it together. Thin panels
+    arrive sooner, so that the first multiplication starts sooner.
     """
 
     m: int
@@ -73,57 +87,69 @@ class TileGrid:
 
     @classmethod
     def of(cls, problem: GemmProblem, tile: TileShape, ramp: int = 0) -> "TileGrid":
+        """Divide a problem into tiles of that shape."""
         return cls(problem.m, problem.n, problem.depth, tile, ramp)
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """Tiles down and across."""
+    def shape(self) -> Shape:
+        """Number of tiles down and across."""
         return ceil_div(self.m, self.tile.m), ceil_div(self.n, self.tile.n)
 
     @property
     def steps(self) -> int:
-        """Steps in a tile. At least one: where k = 0 a step of no depth leaves beta * C."""
+        """Steps per tile, at least one: if k = 0, a step of depth 0 computes beta * C."""
         return max(1, ceil_div(self.k, self.tile.k))
 
-    def rows(self, i: int) -> Span:
-        """Valid rows of C in tile row i."""
+    def rows(self, i: int) -> Range:
+        """Range of valid rows of C in tile row i."""
         return i * self.tile.m, min((i + 1) * self.tile.m, self.m)
 
-    def cols(self, j: int) -> Span:
-        """Valid columns of C in tile column j."""
+    def cols(self, j: int) -> Range:
+        """Range of valid columns of C in tile column j."""
         return j * self.tile.n, min((j + 1) * self.tile.n, self.n)
 
     def elements(self, tile: Tile) -> int:
-        """Elements of C in a tile."""
-        (m0, m1), (n0, n1) = self.rows(tile[0]), self.cols(tile[1])
-        return (m1 - m0) * (n1 - n0)
+        """Count the elements of C in a tile."""
+        return length(self.rows(tile[0])) * length(self.cols(tile[1]))
 
-    def depth(self, p: int) -> Span:
-        """Valid extent along k of step p."""
-        start = p * self.tile.k
-        if start < self.k or p == 0:
+    def depth(self, step: int) -> Range:
+        """Range of indices along k of a step."""
+        start = step * self.tile.k
+        if start < self.k or step == 0:
             return start, min(start + self.tile.k, self.k)
-        thin = p - self.steps
+        thin = step - self.steps
         return (self.tile.k >> (self.ramp - thin + 1) if thin else 0), self.tile.k >> (self.ramp - thin)
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a stored array lies on its store, in the orientation of op(X).
+    """How an array is stored, in the orientation of op(X).
 
-    `read_chunk` is what a reader opens at a time; unless `partial_reads`, the whole of it is read and decoded
-    whatever part is wanted. `write_chunk` is what one writer must own: a chunk, or a shard; with `free_chunks`
-    the array is yet to be created and the planner chooses. `decode_bytes` is the host memory that reading one
-    chunk takes beside its destination, `encode_bytes` that of writing one, and `encodes` says that a codec has
-    work to do then. Elements of `itemsize` bytes lie side by side along axis `contiguous`, in lines of `line` elements, or
-    of a chunk's extent where that is 0. `scratch_bytes` is the host memory that a thread takes to read or write a part of
-    them. Panels of an array in memory with `wide` of these or
-    more in a row, if that is not 0, may be copied to a device from where they lie; where the memory is `held` locked by whom it
-    belongs to, those half as wide, and far thinner ones among them.
+    Chunks:
+
+    - `read_chunk`: shape of the chunks that are read. Unless `partial_reads`, a chunk is always read and
+      decoded whole.
+    - `write_chunk`: shape of what only one writer may write to: a chunk, or a shard. With `free_chunks`, the
+      array does not exist yet, and the planner chooses its chunks.
+    - `decode_bytes`, `encode_bytes`: host memory to read or write one chunk, besides the slot. `encodes`
+      tells whether writing runs a codec.
+
+    Lines are runs of contiguous elements:
+
+    - `contiguous`: the axis along which elements of `itemsize` bytes are contiguous.
+    - `line`: elements per line; 0 means the chunk's extent along that axis.
+    - `scratch_bytes`: host memory that a thread needs to read or write parts of lines.
+
+    Arrays `in_memory`:
+
+    - `zero_copy_width`: panels with at least as many contiguous elements per row may be copied to a device
+      without staging; 0 means that none may.
+    - `pinned`: the caller has pinned the array. Half that width then suffices, and less for thin panels
+      (`is_direct`).
     """
 
-    read_chunk: tuple[int, int] = (1, 1)
-    write_chunk: tuple[int, int] = (1, 1)
+    read_chunk: Shape = (1, 1)
+    write_chunk: Shape = (1, 1)
     partial_reads: bool = True
     decode_bytes: int = 0
     encode_bytes: int = 0
@@ -134,11 +160,11 @@ class Layout:
     line: int = 0
     itemsize: int = 8
     scratch_bytes: int = 0
-    wide: int = 0
-    held: bool = False
+    zero_copy_width: int = 0
+    pinned: bool = False
 
     def oriented(self, op: Op) -> "Layout":
-        """The same in the orientation of op(X)."""
+        """Turn a layout of X into one of op(X)."""
         if not op.swaps:
             return self
         return replace(
@@ -148,72 +174,81 @@ class Layout:
             contiguous=1 - self.contiguous,
         )
 
-    def spread(self, panel: Span) -> float:
-        """Elements of the lines that panels of that shape cross, over those that they take: 1 for whole lines."""
+    def line_overread(self, panel: Shape) -> float:
+        """Ratio of the elements of the lines that panels of that shape touch to the elements that they need.
+
+        It is 1 if panels take whole lines.
+        """
         extent = panel[self.contiguous]
         if not self.partial_reads or self.in_memory or not extent:
             return 1.0
         if self.line:
             return max(1.0, self.line / extent)
-        return cover_ratio(PANELS * extent, extent, self.read_chunk[self.contiguous])
+        return overread(SAMPLED_PANELS * extent, extent, self.read_chunk[self.contiguous])
 
-    def segment(self, panel: Span) -> float:
-        """Mean bytes of the segments that panels of that shape are read or written in; inf for whole lines.
+    def segment_bytes(self, panel: Shape) -> float:
+        """Mean bytes of the partial lines that such panels are read or written in; inf for whole lines.
 
         >>> npy, raw = Layout(line=4000, itemsize=8), Layout((500, 500), itemsize=8)
-        >>> [npy.segment((64, r)) for r in (1000, 4000)], [raw.segment((64, r)) for r in (250, 500, 750)]
-        ([8000.0, inf], [2000.0, inf, 6000.0])
+        >>> [npy.segment_bytes((64, k)) for k in (1000, 4000)]
+        [8000.0, inf]
+        >>> [raw.segment_bytes((64, k)) for k in (250, 500, 750)]
+        [2000.0, inf, 6000.0]
         """
         extent, chunk = panel[self.contiguous], self.read_chunk[self.contiguous]
         if not self.partial_reads or self.in_memory or not extent:
             return inf
         if self.line:
             segments = float(extent < self.line)
-        else:  # panels begin at multiples of their extent: parts of chunks on average, whole ones left out
+        else:  # panels start at multiples of their extent: average over the partial chunks that they touch
             even = gcd(extent, chunk)
             segments = (extent + chunk - even - max(0, extent - chunk + even)) / chunk
         return extent * self.itemsize / segments if segments else inf
 
-    def part_bytes(self, panel: Span) -> int:
-        """Host memory that a thread takes to read panels of that shape, if they take a part of each line."""
-        return self.scratch_bytes if self.line or self.segment(panel) < inf else 0
+    def line_scratch(self, panel: Shape) -> int:
+        """Host bytes per thread to read panels of that shape; 0 if they take whole lines."""
+        return self.scratch_bytes if self.line or self.segment_bytes(panel) < inf else 0
 
-    def in_place(self, panel: Span) -> bool:
-        """Whether panels of that shape are worth copying to a device, or from one, where the array lies."""
-        return 0 < self.wide <= panel[self.contiguous] * (2 if self.held else 1)
+    def allows_zero_copy(self, panel: Shape) -> bool:
+        """Whether rows of such panels are long enough to copy them to the device without staging."""
+        return 0 < self.zero_copy_width <= panel[self.contiguous] * (2 if self.pinned else 1)
 
-    def straight(self, panel: Span, thin: Span | None = None) -> bool:
-        """Whether panels of that shape are copied with nothing done on the host, or `thin` ones among them."""
+    def is_direct(self, panel: Shape, thin: Shape | None = None) -> bool:
+        """Whether panels of that shape are copied to the device with no work on the host.
+
+        `thin` is the shape of a thin panel among them, whose rows may be `THIN_PANEL_EASE` times shorter.
+        """
         row = (thin or panel)[self.contiguous]
-        return self.held and self.in_place(panel) and self.wide <= EASE * row
+        return self.pinned and self.allows_zero_copy(panel) and self.zero_copy_width <= THIN_PANEL_EASE * row
 
-    def cover(self, extents: Span, panel: Span) -> float:
-        """Read amplification: bytes read and decoded over bytes wanted, panels of that shape being read."""
+    def read_amplification(self, shape: Shape, panel: Shape) -> float:
+        """Ratio of the bytes read and decoded to the bytes needed, for an array of `shape` read in panels."""
         if self.partial_reads:
             return 1.0
-        return cover_ratio(extents[0], panel[0], self.read_chunk[0]) * cover_ratio(
-            extents[1], panel[1], self.read_chunk[1]
+        return overread(shape[0], panel[0], self.read_chunk[0]) * overread(
+            shape[1], panel[1], self.read_chunk[1]
         )
 
 
-PANELS = 64  # in a row, that are looked at
-# Of arrays that are locked anyway panels that much narrower are copied from where they lie, if most are not: the first ones.
-EASE = 8
+SAMPLED_PANELS = 64  # per row, to average over how panels are aligned to chunks
+# Only the first few panels of a run are thin. If the others are copied without staging, these are too,
+# although their rows are up to this many times shorter than the minimum.
+THIN_PANEL_EASE = 8
 
 
 @lru_cache(4096)  # candidates share extents
-def cover_ratio(extent: int, panel: int, chunk: int) -> float:
-    """How much longer than `extent` are the chunks that its panels touch: read amplification along one axis.
+def overread(extent: int, panel: int, chunk: int) -> float:
+    """Read amplification along one axis: elements of the chunks that panels touch, per element of `extent`.
 
-    >>> cover_ratio(100, 10, 5), cover_ratio(100, 10, 20), cover_ratio(90, 30, 20)
+    >>> overread(100, 10, 5), overread(100, 10, 20), overread(90, 30, 20)
     (1.0, 2.0, 1.2222222222222223)
     """
     if extent == 0 or chunk == 1 or panel % chunk == 0:
         return 1.0
     count = ceil_div(extent, panel)
     sampled = min(count, 512)
-    covered = 0
+    touched = 0
     for i in range(sampled):
         lo, hi = i * panel, min((i + 1) * panel, extent)
-        covered += min(round_up(hi, chunk), extent) - lo // chunk * chunk
-    return covered / min(sampled * panel, extent)
+        touched += min(round_up(hi, chunk), extent) - lo // chunk * chunk
+    return touched / min(sampled * panel, extent)

@@ -1,4 +1,4 @@
-"""Sizes and rates between people and programs: ``"8GiB"`` <-> bytes."""
+"""Parse and format sizes, times and rates: ``"8GiB"`` <-> bytes."""
 
 import re
 from fractions import Fraction
@@ -13,13 +13,13 @@ _FACTORS = {
     **{p: 1024 ** (i + 1) for i, p in enumerate("KMGTP")},
 }
 _SIZE = re.compile(r"\s*(\d{1,30}(?:\.\d{0,30})?|\.\d{1,30})\s*([a-z]*)\s*", re.IGNORECASE | re.ASCII)
-_LARGEST = 2**63
+_SIZE_LIMIT = 2**63  # no machine has as many bytes; larger numbers overflow C integers
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes from a size: an integer, or a number with B, KB, KiB, MB, MiB, ... (a bare K, M, G is binary).
+    """Convert a size to bytes. Units are B, KB, KiB, MB, MiB, ...; K, M, G, T and P are binary.
 
-    Raises `InputError` if it does not parse, is not positive, or is more than any machine has.
+    Raises `InputError` if the text does not parse, or if the size is not positive or not below 8 EiB.
 
     >>> parse_size("2GiB"), parse_size("1.5 MB"), parse_size("64k"), parse_size(4096)
     (2147483648, 1500000, 65536, 4096)
@@ -36,13 +36,13 @@ def parse_size(text: str | int) -> int:
         size = int(Fraction(match[1]) * factor)
     if size <= 0:
         raise InputError(f"a size must be positive, not {text!r}")
-    if size >= _LARGEST:
-        raise InputError("a size must be below 8 EiB")
+    if size >= _SIZE_LIMIT:
+        raise InputError(f"a size must be below 8 EiB, not {text!r}")
     return size
 
 
 def format_size(size: float) -> str:
-    """A size in binary units, with three significant digits.
+    """Format a size in binary units, with three significant digits.
 
     >>> format_size(2147483648), format_size(1000), format_size(1.5 * 2**20)
     ('2 GiB', '1000 B', '1.5 MiB')
@@ -55,8 +55,9 @@ def format_size(size: float) -> str:
 
 
 def ceil_size(size: int) -> str:
-    """Write the least whole number of MiB, or of GiB or more where that takes fewer than five digits, that is not below `size` bytes.
-    `parse_size` reads it.
+    """Round a size in bytes up to whole MiB and format it, so that `parse_size` reads it back.
+
+    Sizes of more than 9999 MiB are rounded up to whole GiB, and so on.
 
     >>> ceil_size(16787456), ceil_size(1), ceil_size(10 * 2**40 + 1)
     ('17MiB', '1MiB', '11TiB')
@@ -70,7 +71,7 @@ def ceil_size(size: int) -> str:
 
 
 def format_time(seconds: float) -> str:
-    """A duration, with the unit that suits it.
+    """Format a duration in seconds, in ms, s or h:mm:ss.
 
     >>> format_time(0.0042), format_time(12.34), format_time(3725)
     ('4.2 ms', '12.3 s', '1:02:05')
@@ -84,7 +85,7 @@ def format_time(seconds: float) -> str:
 
 
 def format_rate(rate: float, unit: str = "B") -> str:
-    """Units per second, with three significant digits and a decimal prefix.
+    """Format a rate in units per second, with three significant digits and a decimal prefix.
 
     >>> format_rate(54.23e9), format_rate(5.2e13, "FLOP"), format_rate(0)
     ('54.2 GB/s', '52 TFLOP/s', '0 B/s')
@@ -97,7 +98,7 @@ def format_rate(rate: float, unit: str = "B") -> str:
 
 
 def format_share(share: float | None) -> str:
-    """A share in percent; a dash for None.
+    """Format a share in percent; None gives a dash.
 
     >>> format_share(0.314), format_share(0.0432), format_share(None)
     ('31%', '4.3%', '-')
@@ -108,7 +109,9 @@ def format_share(share: float | None) -> str:
 
 
 def format_percent(share: float | None) -> str:
-    """A share of a whole that is split up, in percent with one decimal, so that parts can be added; a dash for None.
+    """Format one part of a whole in percent, always with one decimal, so that the parts can be added up.
+
+    None gives a dash.
 
     >>> format_percent(0.314), format_percent(0.00432), format_percent(None)
     ('31.4%', '0.4%', '-')

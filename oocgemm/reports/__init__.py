@@ -1,1 +1,1 @@
-"""Reports: figures of a timeline as text, pictures, pages and traces."""
+"""Reports: a timeline and its figures as text, pictures, an HTML page or a trace."""

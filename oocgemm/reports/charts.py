@@ -1,26 +1,26 @@
-"""The small charts of a page: a stacked bar, rates over time, the grid of C. SVG and HTML that need no script."""
+"""The small charts of the HTML page: a stacked bar, rates over time, the grid of C. They need no script."""
 
 from collections.abc import Mapping
 from html import escape
 
 from oocgemm.planning.units import format_percent, format_rate, format_time
 from oocgemm.timeline.metrics import Report
-from oocgemm.timeline.series import finished, lanes_of, limits, rates
+from oocgemm.timeline.series import finish_times, lanes_of, rate_limits, rates
 from oocgemm.timeline.spans import Timeline
 
 BINS = 240
-# Points of cividis, a scale of colours that everybody sees alike: from early to late.
+# Points of cividis, a colour scale for readers with any colour vision: from early to late.
 CIVIDIS = ((0, 34, 78), (53, 69, 108), (102, 105, 112), (148, 142, 119), (200, 184, 102), (254, 232, 56))
 MAX_TILES = 10_000
 
 
 def lane_class(cause: str) -> str:
-    """The style of a lane or of a cause of waiting."""
+    """Return the CSS class of a lane or of a cause of waits."""
     return "lane-d2h" if cause == "accumulator" else f"lane-{escape(cause)}"
 
 
 def stacked_bar(parts: Mapping[str, float], whole: float) -> str:
-    """Parts of a whole side by side."""
+    """Return a bar divided into the parts of a whole, in seconds."""
     pieces = "".join(
         f'<b class="{lane_class(name)}" style="width:{100 * part / whole:.3f}%" '
         f'title="{escape(name)} {format_time(part)}, {format_percent(part / whole)} of T"></b>'
@@ -31,8 +31,8 @@ def stacked_bar(parts: Mapping[str, float], whole: float) -> str:
 
 
 def throughput(timeline: Timeline, report: Report) -> str:
-    """Rates of each lane over the run, the limit of the machine as a line across."""
-    known = limits(timeline)
+    """Return a chart per lane of its rate over the run, with the machine's limit as a broken line."""
+    known = rate_limits(timeline)
     charts = []
     for lane in lanes_of(timeline.spans):
         spans = [span for span in timeline.spans if span.lane == lane]
@@ -41,39 +41,39 @@ def throughput(timeline: Timeline, report: Report) -> str:
             continue
         unit = "FLOP" if lane == "compute" else "B"
         limit, measured = known.get(lane, (0.0, False))
-        # Under a limit that is far above them, rates could not be seen; and one that was never calibrated may be far off.
+        # A limit far above the rates would flatten them. An assumed limit may itself be far off.
         shown = bool(limit) and limit < (10 if measured else 3) * max(found)
         top = 1.05 * max(*found, limit if shown else 0.0)
         steps = "".join(f"V{100 - 100 * rate / top:.2f}h1" for rate in found)
-        line = (
-            f'<line x1="0" x2="{BINS}" y1="{100 - 100 * limit / top:.2f}" y2="{100 - 100 * limit / top:.2f}"/>'
-            if shown
-            else ""
-        )
+        height = f"{100 - 100 * limit / top:.2f}"
+        line = f'<line x1="0" x2="{BINS}" y1="{height}" y2="{height}"/>' if shown else ""
         moved = report.flops if lane == "compute" else report.lanes[lane]["bytes"]
         busy = report.lanes[lane]["busy"]
-        beside = (
-            ("calibrated" if measured else "assumed") + f" {format_rate(limit, unit)}"
-            if limit
-            else "never calibrated"
-        )
+        source = "calibrated" if measured else "assumed"
+        known_limit = f"limit {format_rate(limit, unit)} ({source})" if limit else "limit unknown"
+        peak = format_rate(max(found), unit)
         charts.append(
             f'<figure class="rate"><figcaption><b><i class="key {lane_class(lane)}"></i>{escape(lane)}</b>'
-            f"<span>{format_rate(moved / busy if busy else 0.0, unit)} while busy, {beside}</span></figcaption>"
+            f"<span>{format_rate(moved / busy if busy else 0.0, unit)} while busy, {known_limit}</span>"
+            "</figcaption>"
             f'<svg class="{lane_class(lane)}" viewBox="0 0 {BINS} 100" preserveAspectRatio="none" role="img" '
-            f'aria-label="Rate of {escape(lane)} over time, most {format_rate(max(found), unit)}">'
+            f'aria-label="Rate of {escape(lane)} over time, at most {peak}">'
             f'<path d="M0 100{steps}V100Z"/>{line}</svg>'
-            f'<div class="axis"><span>0</span><span>most {format_rate(max(found), unit)}</span>'
+            f'<div class="axis"><span>0</span><span>peak {peak}</span>'
             f"<span>{format_time(timeline.wall / 1e9)}</span></div></figure>"
         )
-    note = '<p class="note">Broken line: the limit by calibration, or the one that the plan assumed, where it is not far above.</p>'
+    note = (
+        f'<p class="note">Each column is the mean rate over 1/{BINS} of T, idle time included. '
+        "Broken line: the rate limit, calibrated on this machine or assumed by the plan. "
+        "It is left out if it is far above the rates.</p>"
+    )
     return f'<div class="rates">{"".join(charts)}</div>{note}'
 
 
 def c_grid(timeline: Timeline) -> str:
-    """The tiles of C, each in the colour of the time when it was done."""
+    """Return the grid of C: each tile in the colour of its finishing time."""
     plan = timeline.header.get("plan", {})
-    done = finished(timeline.spans)
+    done = finish_times(timeline.spans)
     if not done or "problem" not in plan or not timeline.wall:
         return '<p class="note">No tile of C was finished.</p>'
     if len(done) > MAX_TILES:
@@ -85,25 +85,29 @@ def c_grid(timeline: Timeline) -> str:
     for (i, j), end in sorted(done.items()):
         y, x = i * tile["m"], j * tile["n"]
         height, width = min(tile["m"], m - y), min(tile["n"], n - x)
-        where = f'x="{100 * x / n:.3f}" y="{100 * y / m:.3f}" width="{100 * width / n:.3f}" height="{100 * height / m:.3f}"'
         cells.append(
-            f'<rect {where} fill="{_colour(end / timeline.wall)}" data-tile="{i},{j}" data-end="{end}"/>'
+            f'<rect x="{100 * x / n:.3f}" y="{100 * y / m:.3f}" width="{100 * width / n:.3f}" '
+            f'height="{100 * height / m:.3f}" fill="{_colour(end / timeline.wall)}" '
+            f'data-tile="{i},{j}" data-end="{end}"/>'
         )
+    count = f"{tiles}" if len(done) == tiles else f"{len(done)} of {tiles}"
+    end_of_log = " before the log ends" if timeline.unfinished else ""
     stops = ",".join(_colour(step / 5) for step in range(6))
     ratio = min(2.5, max(0.4, n / m))
     return (
-        f'<div class="grid"><svg viewBox="0 0 100 100" preserveAspectRatio="none" style="aspect-ratio:{ratio:.3f};width:{340 * ratio:.0f}px" role="img" '
+        '<div class="grid"><svg viewBox="0 0 100 100" preserveAspectRatio="none" '
+        f'style="aspect-ratio:{ratio:.3f};width:{340 * ratio:.0f}px" role="img" '
         f'aria-label="{len(done)} tiles of C by finishing time">{"".join(cells)}</svg>'
         f'<div class="scale"><span>0</span><i style="background:linear-gradient(90deg,{stops})"></i>'
         f"<span>{format_time(timeline.wall / 1e9)}</span></div></div>"
-        f'<p class="note">{extents(m, n)} elements in {"" if len(done) == tiles else f"{len(done)} of "}{tiles} tiles; when the last part of each was written'
-        f"{', or the last before the log ends' if timeline.unfinished else ''}. Click a tile "
-        "to see it in the timeline.</p>"
+        f'<p class="note">{extents(m, n)} elements in {count} tiles. '
+        "The colour is the time of a tile's last write"
+        f"{end_of_log}. Click a tile to see it in the timeline.</p>"
     )
 
 
 def extents(*sizes: int) -> str:
-    """Extents with thin spaces between thousands.
+    """Format extents, with thin spaces between thousands.
 
     >>> extents(32768, 512)
     '32\u202f768 × 512'
@@ -112,7 +116,7 @@ def extents(*sizes: int) -> str:
 
 
 def _colour(share: float) -> str:
-    """A share between 0 and 1 on the scale.
+    """Return the colour of a share between 0 and 1.
 
     >>> _colour(0.0), _colour(1.0)
     ('#00224e', '#fee838')

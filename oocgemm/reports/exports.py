@@ -1,4 +1,4 @@
-"""Writes what a report can be made into: a page, pictures, a trace."""
+"""Export a report to files: an HTML page, pictures, a trace."""
 
 import os
 import tempfile
@@ -19,18 +19,24 @@ PNG_WIDTH = 2700
 def export(
     logs: Sequence[str], timelines: Sequence[Timeline], outputs: dict[str, str | None]
 ) -> list[tuple[str, str]]:
-    """Write what is asked for under ``html``, ``svg``, ``png`` and ``trace``; returns names and paths of what was
-    written. Pictures and traces are of one run.
+    """Write the requested files and return the name and path of each.
 
-    Raises `InputError` for a path that cannot be written or is that of a log, for more than one run where one is
-    meant, and for a PNG without the library that draws it.
+    `outputs` maps ``html``, ``svg``, ``png`` and ``trace`` to a path or None. Only ``html`` takes several
+    runs.
+
+    Raises `InputError` if a path cannot be written or is one of `logs`, if a picture or trace is requested
+    for several runs, or if a PNG is requested and resvg-py is not installed.
     """
     wanted = {kind: path for kind, path in outputs.items() if path is not None}
     for kind, path in wanted.items():
         if any(os.path.realpath(path) == os.path.realpath(log) for log in logs):
-            raise InputError(f"--{kind} {path} is the timeline that is read: give another place")
+            raise InputError(
+                f"--{kind} {path} would overwrite the timeline of this report: give another path"
+            )
         if kind != "html" and len(logs) > 1:
-            raise InputError(f"--{kind} takes one timeline, {len(logs)} were given")
+            raise InputError(
+                f"--{kind} takes one timeline, but {len(logs)} were given; only --html takes several"
+            )
     makers: dict[str, Callable[[TextIO], object]] = {
         "html": lambda file: file.write(page(list(zip(logs, timelines, strict=True)))),
         "svg": lambda file: file.write(svg(timelines[0], logs[0])),
@@ -43,21 +49,24 @@ def export(
             else:
                 with open(path, "w", encoding="utf-8") as file:
                     makers[kind](file)
-    names = {"html": "Page", "svg": "Picture", "png": "Picture", "trace": "Trace, for ui.perfetto.dev"}
+    names = {"html": "Page", "svg": "Picture", "png": "Picture", "trace": "Trace for ui.perfetto.dev"}
     return [(names[kind], path) for kind, path in wanted.items()]
 
 
 @contextmanager
 def writing(option: str, path: str) -> Iterator[None]:
-    """What goes wrong with a file of the user's is said as `InputError`, with the option that names it."""
+    """Turn an `OSError` into an `InputError` that names the option and the path."""
     try:
         yield
     except OSError as error:
         raise InputError(f"cannot write {option} {path}: {error.strerror}") from error
 
 
-def check_place(option: str, path: str) -> None:
-    """Raise `InputError` where no file can be written: what is to be in it may take a minute to find."""
+def check_writable(option: str, path: str) -> None:
+    """Raise `InputError` if no file can be written at `path`.
+
+    Call it before a long computation of the content.
+    """
     with writing(option, path):
         folder = os.path.dirname(os.path.abspath(path))
         tempfile.TemporaryFile(dir=folder).close()
@@ -67,7 +76,5 @@ def _png(picture: str) -> bytes:
     try:
         import resvg_py
     except ImportError as error:
-        raise InputError(
-            "--png needs resvg-py, which draws it: pip install 'oocgemm[png]', or take --svg"
-        ) from error
+        raise InputError("--png needs resvg-py: pip install 'oocgemm[png]', or use --svg") from error
     return bytes(resvg_py.svg_to_bytes(svg_string=picture, width=PNG_WIDTH))

@@ -1,4 +1,7 @@
-"""A Gantt picture in characters: a line a lane, each cell shaded by how much of it the lane was busy."""
+"""A Gantt chart in characters: one line per lane.
+
+The height of a character is the lane's busy share of that cell.
+"""
 
 from collections import defaultdict
 
@@ -9,7 +12,7 @@ SHADES = " ▁▂▃▄▅▆▇█"
 
 
 def busy_cells(intervals: list[Interval], wall: int, cells: int) -> list[float]:
-    """Share of each of `cells` equal parts of the run that is covered.
+    """Divide the run into `cells` equal parts and return the share of each that the intervals cover.
 
     >>> busy_cells([(0, 25), (50, 100)], 100, 4)
     [1.0, 0.0, 1.0, 1.0]
@@ -25,7 +28,7 @@ def busy_cells(intervals: list[Interval], wall: int, cells: int) -> list[float]:
 
 
 def gantt(timeline: Timeline, width: int = 80) -> list[tuple[str, str]]:
-    """Lanes in the order data flows, each with its picture `width` characters wide."""
+    """Return each busy lane, in the order of data flow, with a picture of it `width` characters wide."""
     lanes: defaultdict[str, list[Interval]] = defaultdict(list)
     for span in timeline.spans:
         lanes[span.lane].append((span.start, span.end))
@@ -37,6 +40,6 @@ def gantt(timeline: Timeline, width: int = 80) -> list[tuple[str, str]]:
 
 
 def _shade(share: float) -> str:
-    # The least activity shows, and only a full cell is drawn full.
+    # The smallest activity is visible, and only a fully covered cell is drawn full.
     level = 0 if share <= 0 else max(1, min(8, int(share * 8 + 0.02)))
     return SHADES[level]

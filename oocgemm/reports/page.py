@@ -1,7 +1,7 @@
-"""The report as one page of HTML that needs nothing else: no network, no script or style from outside.
+"""The report as one self-contained HTML page: no network access, no external script or style.
 
-Figures and tables are HTML, written here and in `oocgemm.reports.sections`; the Gantt chart is drawn by the scripts in
-the folder `web` from the spans, which the page carries as JSON.
+`oocgemm.reports.sections` writes figures and tables as HTML. The scripts in the folder `web` draw the Gantt
+chart from the spans, which the page carries as JSON.
 """
 
 import json
@@ -11,7 +11,7 @@ from importlib.resources import files
 from typing import Any
 
 from oocgemm.reports.sections import Run, body, heading
-from oocgemm.timeline.metrics import exposed_intervals, last_of, report, stream_predecessors
+from oocgemm.timeline.metrics import exposed_intervals, last_predecessor, report, stream_predecessors
 from oocgemm.timeline.series import lanes_of, rows
 from oocgemm.timeline.spans import Timeline
 
@@ -19,7 +19,7 @@ SCRIPTS = ("format.js", "view.js", "gantt.js", "input.js", "main.js")
 
 
 def page(runs: Sequence[tuple[str, Timeline]]) -> str:
-    """The page of a run, or of several beside one another; each with a name for it."""
+    """Return the HTML page of one run, or of several side by side; each run is given as (name, timeline)."""
     described = [Run.of(name, timeline, report(timeline)) for name, timeline in runs]
     parts = {
         "title": escape(f"{heading(described[0].header)} - oocgemm report"),
@@ -28,7 +28,7 @@ def page(runs: Sequence[tuple[str, Timeline]]) -> str:
         "data": _json([run_data(timeline) for _, timeline in runs]),
         "script": "\n".join(_file(name) for name in SCRIPTS),
     }
-    # Piece by piece, so that nothing that is filled in is searched for places to fill in.
+    # Placeholders are looked for in the remaining template only, never in text already filled in.
     text = _file("page.html")
     filled = []
     for name, part in parts.items():
@@ -38,18 +38,22 @@ def page(runs: Sequence[tuple[str, Timeline]]) -> str:
 
 
 def run_data(timeline: Timeline) -> dict[str, Any]:
-    """What the scripts draw a run from: its spans in columns, in order of their start, each start as the difference
-    to the one before. `after` says how many places earlier that span is which ended last of those waited for, 0 for
-    none; a size is an index into the pairs of bytes and flops that there are."""
+    """Return the data from which the scripts draw a run.
+
+    Spans are stored as columns, in the order of their start. ``start`` holds the difference to the start
+    before. ``after`` is the distance to the last predecessor, counted in spans, or 0 if there is none.
+    ``lane``, ``kind``, ``operand``, ``tile`` and ``size`` (bytes, flops) are indices into tables of distinct
+    values.
+    """
     spans = sorted(timeline.spans, key=lambda s: (s.start, s.end, s.id))
     place = {span.id: index for index, span in enumerate(spans)}
     by_id = {span.id: span for span in spans}
     before = stream_predecessors(spans)
     lanes, kinds, operands, causes = lanes_of(spans), _Index(), _Index(), _Index()
     tiles, sizes = _Index(), _Index()
-    blockers = [last_of(span, by_id, before) for span in spans]
+    blockers = [last_predecessor(span, by_id, before) for span in spans]
     starts = [span.start for span in spans]
-    # Lists made in this order fill the indices before these are written.
+    # Building the columns fills the tables of distinct values, which are read afterwards.
     columns = {
         "start": [b - a for a, b in zip([0, *starts], starts, strict=False)],
         "length": [span.end - span.start for span in spans],
@@ -82,20 +86,22 @@ def run_data(timeline: Timeline) -> dict[str, Any]:
 
 
 class _Index:
-    """Numbers for values, in the order in which they come."""
+    """A table of distinct values, numbered in the order of their first use."""
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
 
     def of(self, value: Any) -> int:
+        """Return the number of a value."""
         return self._numbers.setdefault(value, len(self._numbers))
 
     def values(self) -> list[Any]:
+        """Return all values in the order of their numbers."""
         return [*self._numbers]
 
 
 def _json(data: Any) -> str:
-    """JSON that can stand in a script element, whatever its texts say."""
+    """Return JSON in which no text can end the script element around it."""
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
 
 

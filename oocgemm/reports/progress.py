@@ -1,4 +1,4 @@
-"""How far a run is and what holds it up, on stderr: a bar on a terminal, elsewhere a line now and then."""
+"""Progress of a run on stderr: a live bar on a terminal, elsewhere a line every ten seconds."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -20,19 +20,20 @@ from oocgemm.timeline.verdict import verdict
 
 LINKS = ("read", "h2d", "d2h", "write")
 # Seconds between two updates, on a terminal and elsewhere.
-SOON, SELDOM = 0.2, 10.0
-# What lanes have been doing is told of this many nanoseconds, and of no more operations than these.
-LATELY, LATEST = 5_000_000_000, 1000
+REFRESH_SECONDS, LINE_SECONDS = 0.2, 10.0
+# Busy shares and the verdict cover the last WINDOW_NS nanoseconds, but at most MAX_RECENT operations.
+WINDOW_NS, MAX_RECENT = 5_000_000_000, 1000
 
 Show = Callable[[float, str, str], None]
 
 
 @contextmanager
 def progress_display(enabled: bool) -> Iterator[Callable[[Plan], Callable[[Span], None]] | None]:
-    """Yield what `gemm` takes as `progress`, which shows how far the run is.
+    """Yield the `progress` argument of `gemm`, or None if not `enabled`.
 
-    It shows the backend, tiles done, the time since this call, flop/s and the rate of each link so far, and of the last
-    seconds how busy each lane was and what bounded the run. On a terminal it shows the time left too.
+    The display shows the backend, the tiles done, the elapsed time, and flop/s and the rate of each link so
+    far. For the last seconds it shows each lane's busy share and what bounded the run. On a terminal it also
+    estimates the time left.
     """
     if not enabled:
         yield None
@@ -40,7 +41,7 @@ def progress_display(enabled: bool) -> Iterator[Callable[[Plan], Callable[[Span]
     started = perf_counter()
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
-        yield partial(_watch, every=SELDOM, show=partial(_line, console, started))
+        yield partial(_watch, every=LINE_SECONDS, show=partial(_line, console, started))
         return
     bar = Progress(
         TextColumn("{task.description}"),
@@ -56,7 +57,7 @@ def progress_display(enabled: bool) -> Iterator[Callable[[Plan], Callable[[Span]
         doing.plain = rates
 
     with Live(Group(bar, doing), console=console, transient=True):
-        yield partial(_watch, every=SOON, show=show)
+        yield partial(_watch, every=REFRESH_SECONDS, show=show)
 
 
 def _line(console: Console, started: float, share: float, tiles: str, rates: str) -> None:
@@ -65,16 +66,16 @@ def _line(console: Console, started: float, share: float, tiles: str, rates: str
 
 
 def _watch(plan: Plan, *, every: float, show: Show) -> Callable[[Span], None]:
-    """Return the observer of finished operations. It shows how far the run is `every` so many seconds."""
+    """Return an observer of finished operations that updates the display at most once in `every` seconds."""
     backend = "host" if plan.machine.unified else "cuda"
     down, across = plan.grid.shape
     tiles, before = down * across, len(plan.done)
-    # Work is counted in flops; where there are none (k = 0), in bytes written.
+    # Progress is measured in flops, or in bytes written if there are no flops (k = 0).
     total = plan.flops or plan.traffic["write"]
     started = shown = perf_counter()
     moved = dict.fromkeys(LINKS, 0)
     flops = 0
-    recent: deque[Span] = deque(maxlen=LATEST)
+    recent: deque[Span] = deque(maxlen=MAX_RECENT)
 
     def step(span: Span) -> None:
         nonlocal shown, flops
@@ -87,30 +88,34 @@ def _watch(plan: Plan, *, every: float, show: Show) -> Callable[[Span], None]:
             return
         shown = now
         seconds = now - started
-        written = moved["write"] or moved["d2h"]  # by the device, where C lies in memory
+        written = moved["write"] or moved["d2h"]  # writes in place move no bytes
         done = before + (tiles - before) * written // max(1, plan.traffic["write"])
         links = "".join(f"  {link} {format_rate(size / seconds)}" for link, size in moved.items() if size)
         share = min(1.0, (flops if plan.flops else written) / max(1, total))
         tiles_done = f"{backend}: tile {min(done + 1, tiles)}/{tiles}"
-        rates = f"{format_rate(flops / seconds, 'FLOP')}{links}  |  {_lately(recent, flops >= plan.flops)}"
-        with suppress(OSError, ValueError):  # a stream that takes no more is no reason for the run to fail
+        activity = _recent_activity(recent, multiplied=flops >= plan.flops)
+        rates = f"{format_rate(flops / seconds, 'FLOP')}{links}  |  {activity}"
+        with suppress(OSError, ValueError):  # a closed stderr must not fail the run
             show(share, tiles_done, rates)
 
     return step
 
 
-def _lately(recent: deque[Span], multiplied: bool) -> str:
-    """How busy lanes were lately, and the verdict on these seconds. Until all is `multiplied` it looks no further than
-    the last Multiply that has ended: of what came after, the Multiply that is running is not known."""
-    # Of what ended before the first that is still known, nothing is.
-    known = recent[0].end if len(recent) == LATEST else 0
+def _recent_activity(recent: deque[Span], *, multiplied: bool) -> str:
+    """Return the busy shares of the lanes in the last seconds, and the verdict on that time.
+
+    Unless everything is `multiplied`, the verdict's window ends with the last finished Multiply: running
+    operations are not yet recorded.
+    """
+    # Operations that ended before the oldest one kept are unknown.
+    known = recent[0].end if len(recent) == MAX_RECENT else 0
     until = max(span.end for span in recent)
-    since = max(0, until - LATELY, known)
+    since = max(0, until - WINDOW_NS, known)
     shares = utilisation([span for span in recent if span.end > since], since, until)
     text = "busy " + "  ".join(f"{lane} {100 * share:.0f}%" for lane, share in shares.items())
     if not multiplied:
         until = max((span.end for span in recent if span.kind == "multiply"), default=0)
-    since = max(0, until - LATELY, known)
+    since = max(0, until - WINDOW_NS, known)
     if until <= since:
         return text
     found = verdict(shares_between(recent, since, until))

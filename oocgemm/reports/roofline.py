@@ -1,7 +1,9 @@
-"""The roofline of a machine as a picture: what each link lets be computed, by the flops made of a byte that crosses it.
+"""The roofline of a machine as a picture: attainable flop/s over each link, by flops per byte.
 
-After Williams, Waterman and Patterson, *Roofline: an insightful visual performance model* (2009). A tile of w x h makes
-2 w h r flops of (w + h) r elements, so the intensity follows from the memory that holds it: both have an axis.
+After Williams, Waterman and Patterson, *Roofline: an insightful visual performance model* (2009). One step of
+a tile computes 2 m n k flops from (m + n) k elements, where m, n and k are the extents of the tile. The
+intensity of a square tile therefore follows from the memory that holds its accumulator; the picture has an
+axis for each of the two.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,35 +16,44 @@ from oocgemm.planning.units import format_rate, format_size
 
 WIDTH, HEIGHT = 1040, 550
 LEFT, RIGHT, TOP, BOTTOM = 295, 810, 112, 490
-LINE = 17  # from label to label
-ITEMSIZE = 8  # of the float64 tile that the upper axis tells of
-# Of links, in the order in which they are given.
+LINE = 17  # distance between labels
+ITEMSIZE = 8  # bytes per element of the float64 tile on the upper axis
+# Colours of links, in the order in which the links are given.
 COLOURS = ("#d55e00", "#56a8dc", "#b8860b", "#cc79a7", "#009e73")
-SOURCES = {"read_cold", "read", "decode", "memory", "h2d"}  # what operands come over
+SOURCES = {"read_cold", "read", "decode", "memory", "h2d"}  # the links that operands cross
 STYLE = """
 svg { background: #fff; font: 12px Helvetica, Arial, "DejaVu Sans", sans-serif; }
 text { fill: #16191d; } .soft { fill: #5b636d; } .title { font-size: 16px; font-weight: bold; }
-.grid { stroke: #e3e6ea; } .frame { stroke: #8a9097; fill: none; } .roof { stroke: #59616c; stroke-width: 1.5; fill: none; }
-.link { stroke-width: 2; fill: none; } .lead { stroke-width: 1; fill: none; } .mark { stroke: #16191d; stroke-dasharray: 4 3; }
+.grid { stroke: #e3e6ea; } .frame { stroke: #8a9097; fill: none; }
+.roof { stroke: #59616c; stroke-width: 1.5; fill: none; }
+.link { stroke-width: 2; fill: none; } .lead { stroke-width: 1; fill: none; }
+.mark { stroke: #16191d; stroke-dasharray: 4 3; }
 .over { stroke: #fff; stroke-width: 4; paint-order: stroke; }
 @media (prefers-color-scheme: dark) {
-svg { background: #181c22; } text { fill: #e8ebef; } .soft { fill: #9aa4b0; } .grid { stroke: #2a3038; } .frame { stroke: #6a737d; }
+svg { background: #181c22; } text { fill: #e8ebef; } .soft { fill: #9aa4b0; }
+.grid { stroke: #2a3038; } .frame { stroke: #6a737d; }
 .roof { stroke: #a9b2bd; } .mark { stroke: #e8ebef; } .over { stroke: #181c22; }
 }"""
 
 
 def roofline_of(found: Calibration, budget: int) -> str:
-    """The picture of what was calibrated, with a mark at a device budget in bytes."""
+    """Return the roofline of a calibration, with a mark at a device budget in bytes."""
     links = {LINKS[name]: rate for name, rate in calibrated_rates(found).items() if name in SOURCES}
     roofs = {dtype: rate.peak for dtype, rate in found.kernels.items()}
     return roofline(f"{found.device}, calibrated on {found.date}", links, roofs, budget)
 
 
 def roofline(title: str, links: Mapping[str, float], roofs: Mapping[str, float], budget: int) -> str:
-    """SVG of attainable flop/s against flop per byte, for links in bytes per second under roofs in flop/s, both positive
-    and by the names that they are shown under. A mark says where the square tile is that fills `budget` bytes."""
+    """Return an SVG of attainable flop/s against flop per byte.
+
+    Args:
+        title: heading of the picture.
+        links: bytes per second by the link's label, positive.
+        roofs: flop/s by the roof's label, positive.
+        budget: bytes of the square float64 tile whose intensity is marked.
+    """
     fastest, slowest, mark = max(links.values()), min(links.values()), sqrt(budget / ITEMSIZE) / ITEMSIZE
-    # From well left of where the lowest roof is reached first, to right of where the highest is reached last.
+    # The axis spans the ridge points of all links and roofs, and the mark.
     first = 10.0 ** (floor(log10(min(min(roofs.values()) / fastest, mark))) - 1)
     last = 10.0 ** ceil(log10(max(2 * max(roofs.values()) / slowest, 1.5 * mark)))
     low, high = first * slowest / 1.5, 2 * max(roofs.values())
@@ -55,7 +66,12 @@ def roofline(title: str, links: Mapping[str, float], roofs: Mapping[str, float],
 
     parts = [
         _text(24, 34, title, "title"),
-        _text(24, 54, "What each link lets be computed, by the flops made of a byte that crosses it", "soft"),
+        _text(
+            24,
+            54,
+            "Attainable flop rate over each link, by the flops computed per byte that crosses it",
+            "soft",
+        ),
     ]
     for power in range(ceil(log10(low)), floor(log10(high)) + 1):
         parts.append(_line(98, y(10.0**power), RIGHT, y(10.0**power), "grid"))
@@ -70,15 +86,8 @@ def roofline(title: str, links: Mapping[str, float], roofs: Mapping[str, float],
             parts.append(_text(x(intensity), TOP - 10, format_size(size), "soft", "middle"))
     middle = (LEFT + RIGHT) / 2
     parts.append(_text(middle, BOTTOM + 38, "flop per byte over the link", "soft", "middle"))
-    parts.append(
-        _text(
-            middle,
-            TOP - 28,
-            "device memory of the square float64 tile that makes as many of a byte",
-            "soft",
-            "middle",
-        )
-    )
+    upper_axis = "device memory of the square float64 tile with this intensity"
+    parts.append(_text(middle, TOP - 28, upper_axis, "soft", "middle"))
     parts.append(f'<path d="M{LEFT} {TOP}H{RIGHT}V{BOTTOM}H{LEFT}z" class="frame"/>')
     for name, rate, at in _labelled(roofs, y):
         parts.append(
@@ -103,20 +112,21 @@ def roofline(title: str, links: Mapping[str, float], roofs: Mapping[str, float],
         _text(x(mark) + (6 if right else -6), BOTTOM - 10, label, "over", "start" if right else "end")
     )
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
+        f'height="{HEIGHT}">'
         f"<title>{escape(title)}</title><style>{STYLE}</style>{''.join(parts)}</svg>\n"
     )
 
 
 def _labelled(rates: Mapping[str, float], y: Callable[[float], float]) -> Iterator[tuple[str, float, float]]:
-    """Names, rates, and how high their labels stand, the fastest first."""
+    """Yield the name, the rate and the y of the label of each rate, the fastest first."""
     ordered = sorted(rates.items(), key=lambda item: -item[1])
     heights = spread([y(rate) for _, rate in ordered], LINE, TOP, BOTTOM)
     yield from ((name, rate, at) for (name, rate), at in zip(ordered, heights, strict=True))
 
 
-def spread(places: Sequence[float], gap: float, least: float, most: float) -> list[float]:
-    """Rising places moved apart, none nearer to the next than `gap`, all within bounds if they fit there.
+def spread(places: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+    """Move ascending positions apart to a distance of at least `gap`, within [low, high] if they fit.
 
     >>> spread([10.0, 11.0, 50.0], 6.0, 0.0, 54.0)
     [10.0, 16.0, 50.0]
@@ -125,9 +135,9 @@ def spread(places: Sequence[float], gap: float, least: float, most: float) -> li
     """
     found: list[float] = []
     for place in places:
-        found.append(max(place, found[-1] + gap if found else least))
+        found.append(max(place, found[-1] + gap if found else low))
     for index in reversed(range(len(found))):
-        found[index] = min(found[index], found[index + 1] - gap if index + 1 < len(found) else most)
+        found[index] = min(found[index], found[index + 1] - gap if index + 1 < len(found) else high)
     return found
 
 

@@ -1,4 +1,4 @@
-"""The sections of a page: figures, sentences, tables and the small charts, as HTML."""
+"""The sections of the HTML page: figures, sentences, tables and small charts."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ OPERATORS = {"N": "", "T": "<sup>T</sup>", "C": "<sup>H</sup>"}
 
 @dataclass(frozen=True)
 class Run:
-    """A run as the page describes it."""
+    """A run and everything that the page says about it."""
 
     name: str
     timeline: Timeline
@@ -38,6 +38,7 @@ class Run:
 
     @classmethod
     def of(cls, name: str, timeline: Timeline, figures: Report) -> "Run":
+        """Diagnose a run and find its remedy."""
         diagnosis = diagnose(timeline, figures)
         fitted = fit(timeline, figures)
         return cls(name, timeline, figures, diagnosis, fitted, remedy(timeline, figures, diagnosis, fitted))
@@ -48,7 +49,7 @@ class Run:
 
 
 def body(runs: Sequence[Run]) -> str:
-    """All sections, those of several runs beside one another."""
+    """Return all sections; several runs are shown side by side."""
     plain = [_title(runs), _each(runs, _verdict, "verdict"), _figures(runs)]
     sections = (
         ("Where the time went", _each(runs, _exposed)),
@@ -56,8 +57,8 @@ def body(runs: Sequence[Run]) -> str:
         ("Throughput", _each(runs, lambda run: throughput(run.timeline, run.report))),
         ("Traffic against the lower bound", _each(runs, _traffic)),
         ("Predicted and measured", _each(runs, _predicted)),
-        ("C by finishing time", _each(runs, lambda run: c_grid(run.timeline))),
-        ("How it was run", _each(runs, _setup)),
+        ("Tiles of C by finishing time", _each(runs, lambda run: c_grid(run.timeline))),
+        ("Setup", _each(runs, _setup)),
     )
     half = len(runs) == 1
     cards = [
@@ -68,7 +69,7 @@ def body(runs: Sequence[Run]) -> str:
 
 
 def heading(header: Mapping[str, Any]) -> str:
-    """What was computed, on a line of text."""
+    """Return the product as a line of text: its extents and dtypes."""
     problem = header.get("plan", {}).get("problem")
     if not problem:
         return "Matrix product"
@@ -86,11 +87,13 @@ def _title(runs: Sequence[Run]) -> str:
         name = (
             f"C = {_factor(alpha)}A{OPERATORS[problem['trans_a']]} B{OPERATORS[problem['trans_b']]}"
             + (f" + {_factor(beta)}C" if beta else "")
-            + f' <span class="shape">{extents(problem["m"], problem["n"], problem["k"])} {escape(problem["a_dtype"])}</span>'
+            + f' <span class="shape">{extents(problem["m"], problem["n"], problem["k"])} '
+            f"{escape(problem['a_dtype'])}</span>"
         )
     where = " vs ".join(_where(run.header) for run in runs) if len(runs) > 1 else _where(header)
     return (
-        f'<header class="top"><div><p class="brow">oocgemm report</p><h1>{name}</h1><p class="meta">{where}</p></div>'
+        '<header class="top"><div><p class="brow">oocgemm report</p>'
+        f'<h1>{name}</h1><p class="meta">{where}</p></div>'
         '<button id="theme" type="button" aria-label="Switch between light and dark">Dark</button></header>'
     )
 
@@ -115,7 +118,8 @@ def _each(runs: Sequence[Run], section: Callable[[Run], str], kind: str = "") ->
         inner = section(runs[0])
         return f'<section class="card {kind}">{inner}</section>' if kind else inner
     columns = "".join(
-        f'<div class="run {f"card {kind}" if kind else ""}"><p class="name">{escape(run.name)}</p>{section(run)}</div>'
+        f'<div class="run {f"card {kind}" if kind else ""}"><p class="name">{escape(run.name)}</p>'
+        f"{section(run)}</div>"
         for run in runs
     )
     return f'<div class="columns">{columns}</div>'
@@ -133,10 +137,16 @@ def _verdict(run: Run) -> str:
 
 
 def _figures(runs: Sequence[Run]) -> str:
-    until = "the log ends" if any(run.report.unfinished for run in runs) else "C is in its place"
+    until = "the log ends" if any(run.report.unfinished for run in runs) else "C is complete"
     rows = [("T", f"wall time until {until}"), ("Rate", "flops over T")]
-    rows += [("Compute share", "of T in multiplications"), ("Copy overlap", "of copies hidden behind them")]
-    rows += [("Storage overlap", "of reads and writes hidden"), ("Efficiency", "of what the machine allows")]
+    rows += [
+        ("Compute share", "of T spent multiplying"),
+        ("Copy overlap", "of copy time hidden behind compute"),
+    ]
+    rows += [("Storage overlap", "of storage time hidden behind compute")]
+    calibrated = any(run.header.get("rates") for run in runs)
+    efficiency = "least time by calibrated rates, over T" if calibrated else "needs oocgemm calibrate"
+    rows += [("Efficiency", efficiency)]
     values = [
         [
             format_time(r.wall),
@@ -146,29 +156,32 @@ def _figures(runs: Sequence[Run]) -> str:
         for r in (run.report for run in runs)
     ]
     tiles = "".join(
-        f"<div><dt>{name}</dt>{''.join(f'<dd>{value[i]}</dd>' for value in values)}<dd class='what'>{what}</dd></div>"
+        f"<div><dt>{name}</dt>{''.join(f'<dd>{value[i]}</dd>' for value in values)}"
+        f"<dd class='what'>{what}</dd></div>"
         for i, (name, what) in enumerate(rows)
     )
     note = ""
     if len(runs) > 1:
         first, *others = runs
         alike = same_product([run.timeline for run in runs])
-        said = ", ".join(f"{escape(run.name)}, {_beside(run.report, first.report, alike)}" for run in others)
-        note = f'<p class="note legend">Above: {escape(first.name)}. Below, in blue: {said}.</p>'
+        said = ", ".join(
+            f"{escape(run.name)}, {_compared_runs(run.report, first.report, alike)}" for run in others
+        )
+        note = f'<p class="note legend">First line: {escape(first.name)}. Second line, in blue: {said}.</p>'
     return f'<div><dl class="figures">{tiles}</dl>{note}</div>'
 
 
-def _beside(figures: Report, first: Report, alike: bool) -> str:
-    """How a run compares with the first: by T, or by the rate where they multiplied different products."""
+def _compared_runs(figures: Report, first: Report, alike: bool) -> str:
+    """Compare a run with the first: by T, or by the flop rate if they computed different products."""
     if alike and first.wall:
-        return f"T {figures.wall / first.wall:.2f} times as long"
+        return f"{figures.wall / first.wall:.2f} times the T"
     if figures.flop_rate and first.flop_rate:
-        return f"a different product, its rate {figures.flop_rate / first.flop_rate:.2f} times as high"
+        return f"a different product, {figures.flop_rate / first.flop_rate:.2f} times the rate"
     return "not comparable"
 
 
 def _exposed(run: Run) -> str:
-    """The table of causes: compute and the stalls, the largest first."""
+    """Return the table of causes: compute and the stalls, the largest first."""
     wall = run.report.wall
     parts = {cause: share * wall for cause, share in run.report.shares.items()}
     rows = [
@@ -184,7 +197,10 @@ def _exposed(run: Run) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, wide_last: bool = False) -> str:
-    """A table of cells that are HTML; the first column, and the last if it is wide, hold text, the others numbers."""
+    """Return a table of HTML cells.
+
+    The first column, and the last if `wide_last`, hold text; the others hold numbers.
+    """
 
     def cell(tag: str, index: int, text: str) -> str:
         left = index == 0 or (wide_last and index == len(head) - 1)
@@ -193,72 +209,72 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, wide_last: bool
     lines = ["".join(cell("td", i, text) for i, text in enumerate(row)) for row in rows]
     top = "".join(cell("th", i, text) for i, text in enumerate(head))
     kind = ' class="wide"' if wide_last else ""
-    return f"<table{kind}><thead><tr>{top}</tr></thead><tbody>{''.join(f'<tr>{line}</tr>' for line in lines)}</tbody></table>"
+    rest = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f"<table{kind}><thead><tr>{top}</tr></thead><tbody>{rest}</tbody></table>"
 
 
 def _gantt(runs: Sequence[Run]) -> str:
     keys = (
-        "<span class='hint'>A solid, B and C paler. Drag to pan, Ctrl + wheel to zoom, hover for details; arrows, +, - and 0 "
-        "on the keyboard.</span>"
+        "<span class='hint'>A is solid, B and C are paler. Drag to pan, Ctrl + wheel to zoom, hover for "
+        "details. Keys: arrows, +, -, 0.</span>"
     )
     tools = (
         '<div class="tools"><button type="button" data-zoom="in" aria-label="Zoom in">+</button>'
         '<button type="button" data-zoom="out" aria-label="Zoom out">−</button>'
         f'<button type="button" data-zoom="all">All</button><output id="range"></output>{keys}</div>'
     )
-    charts = "".join(
-        (f'<p class="name">{escape(run.name)}</p>' if len(runs) > 1 else "")
-        + '<div class="gantt"><canvas class="lanes" tabindex="0" role="img" '
-        f'aria-label="Gantt chart of {len(run.timeline.spans)} operations on {len(lanes_of(run.timeline.spans))} lanes"></canvas>'
-        '<canvas class="overview" aria-hidden="true"></canvas></div>'
-        for run in runs
-    )
-    return tools + charts
+
+    def chart(run: Run) -> str:
+        name = f'<p class="name">{escape(run.name)}</p>' if len(runs) > 1 else ""
+        spans = run.timeline.spans
+        label = f"Gantt chart of {len(spans)} operations on {len(lanes_of(spans))} lanes"
+        return (
+            f'{name}<div class="gantt"><canvas class="lanes" tabindex="0" role="img" aria-label="{label}">'
+            '</canvas><canvas class="overview" aria-hidden="true"></canvas></div>'
+        )
+
+    return tools + "".join(map(chart, runs))
 
 
 def _traffic(run: Run) -> str:
     rows = []
     for link, figures in run.report.traffic.items():
-        moved, once, least = (figures[name] or 0 for name in ("bytes", "required", "least"))
-        if not (moved or once):
+        moved, required, least = (figures[name] or 0 for name in ("bytes", "required", "least"))
+        if not (moved or required):
             continue
-        whole = max(moved, once, least, 1)
+        whole = max(moved, required, least, 1)
         bar = (
             f'<div class="bar"><b class="lane-{link}" style="width:{100 * moved / whole:.2f}%"></b>'
             + (f'<u style="left:{min(100 * least / whole, 99.6):.2f}%"></u>' if least else "")
             + "</div>"
         )
         ratio = f"{moved / least:.2f}" if least else "-"
-        sizes = (format_size(x) if x else "-" for x in (moved, once, least))
+        sizes = (format_size(x) if x else "-" for x in (moved, required, least))
         rows.append([f"{link}<small>{LINKS[link]}</small>", *sizes, ratio, bar])
     return (
-        table(["link", "moved", "each once", "least", "ratio", ""], rows, wide_last=True)
-        + '<p class="note">least: the fewest bytes that any schedule within these budgets moves, the line across the bar.</p>'
+        table(["link", "moved", "required", "lower bound", "ratio", ""], rows, wide_last=True)
+        + '<p class="note">Required: each element crosses the link once. Lower bound: the fewest bytes that '
+        "any schedule within these budgets moves, the mark across the bar. Ratio: moved over lower bound.</p>"
     )
 
 
 def _predicted(run: Run) -> str:
-    # What is predicted is the whole run.
+    # The prediction is for the whole run.
     plan = {} if run.report.unfinished else run.header.get("plan", {})
     predicted: dict[str, float] = plan.get("predicted_seconds", {})
     rows = []
     for lane in lanes_of(run.timeline.spans):
         measured = run.report.lanes.get(lane, {}).get("busy", 0.0)
-        rows.append([escape(lane), *_compared(predicted.get(lane), measured), ""])
-    rows.append(
-        [
-            "<b>T</b>",
-            *_compared(predicted.get("total"), run.report.wall),
-            format_time(run.fitted.seconds(run.fitted.plan)) if run.fitted else "-",
-        ]
-    )
+        rows.append([escape(lane), *_compared(predicted.get(lane), measured)])
+    rows.append(["<b>T</b>", *_compared(predicted.get("total"), run.report.wall)])
     model = escape(str(run.header.get("plan", {}).get("machine", "unknown")))
-    calibrated = run.header.get("plan", {}).get("calibrated")
-    rough = "" if calibrated else " It is rough: <code>oocgemm calibrate</code> measures this machine."
-    return (
-        table(["", "predicted", "measured", "ratio", "at its rates"], rows)
-        + f'<p class="note">Busy time of each lane. Model: {model}.{rough} At its rates: the model with the rates of this run.</p>'
-    )
+    note = f"Busy time of each lane, and T. Machine model: {model}."
+    if not run.header.get("plan", {}).get("calibrated"):
+        note += " Its rates are assumed; run <code>oocgemm calibrate</code> to measure them."
+    if run.fitted:
+        refitted = format_time(run.fitted.seconds(run.fitted.plan))
+        note += f" With the measured rates of this run the model predicts T = {refitted}."
+    return table(["", "predicted", "measured", "ratio"], rows) + f'<p class="note">{note}</p>'
 
 
 def _compared(predicted: float | None, measured: float) -> list[str]:
@@ -287,8 +303,8 @@ def _setup(run: Run) -> str:
         )
         residues = f", residues {slots['planes']}" if slots.get("planes") else ""
         row("slots", f"device C {slots['c']}, A {slots['a']}, B {slots['b']}{residues}{on_host}")
-    for tier, held in plan.get("footprint", {}).items():
-        row(f"{tier} memory", f"{format_size(held['total'])} of {format_size(plan['budget'][tier])}")
+    for tier, used in plan.get("footprint", {}).items():
+        row(f"{tier} memory", f"{format_size(used['total'])} of {format_size(plan['budget'][tier])}")
     for name, operand in header.get("operands", {}).items():
         codecs = ", ".join(operand.get("codecs") or ())
         chunks = " × ".join(map(str, operand.get("chunks") or ()))
@@ -298,7 +314,7 @@ def _setup(run: Run) -> str:
     kernels = ", ".join(backend.pop("multiplied by", ()))
     row("backend", ", ".join(f"{k} {v}" if k != "name" else str(v) for k, v in backend.items()))
     row("multiplied by", kernels)
-    row("in place", in_place(run.timeline))
+    row("zero-copy", in_place(run.timeline))
     row(
         "machine",
         ", ".join(str(header.get("machine", {}).get(k, "")) for k in ("processor", "platform")).strip(", "),

@@ -1,7 +1,7 @@
-"""The Gantt chart as a picture for papers: SVG, black on white, a line a lane.
+"""The Gantt chart as an SVG picture for papers: black on white, one line per lane.
 
-What is narrower than a unit of the picture is summed up, a column of one unit at a time: pictures of any run have a bounded
-size, and shares stay true.
+Boxes narrower than one unit of the picture are merged into columns of one unit, shaded by the busy share of
+the column. The size of a picture is therefore bounded for any run.
 """
 
 from collections import defaultdict
@@ -17,7 +17,7 @@ from oocgemm.timeline.spans import Span, Timeline
 WIDTH, GUTTER, AXIS, ROW, GAP, WAITS = 900, 80, 26, 22, 7, 10
 COLUMNS = WIDTH - GUTTER - 20
 LEVELS = 10
-# After Okabe and Ito, as on the page; the multiplications in grey.
+# Okabe and Ito's colours, as on the HTML page; compute is grey.
 COLOURS = {
     **{"read": "#0072b2", "decode": "#56b4e9", "h2d": "#009e73", "prepare": "#7a8b2e", "compute": "#59616c"},
     **{"d2h": "#cc79a7", "accumulator": "#cc79a7", "encode": "#b8860b", "write": "#d55e00"},
@@ -26,7 +26,7 @@ COLOURS = {
 
 
 def svg(timeline: Timeline, title: str = "") -> str:
-    """The Gantt chart of all lanes, and below the compute lane what it waits for."""
+    """Return the Gantt chart of all lanes as SVG; below the compute lane, the causes of its waits."""
     by_row: defaultdict[str, defaultdict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
     for span, row in zip(timeline.spans, rows(timeline.spans), strict=True):
         by_row[span.lane][row].append(span)
@@ -59,7 +59,10 @@ def svg(timeline: Timeline, title: str = "") -> str:
 
 
 def _row(spans: Sequence[Span], wall: int, y: float, height: float, colour: str) -> list[str]:
-    """A row of a lane: B is lighter than A, of the multiplications every other step is."""
+    """Return the boxes of one row of a lane.
+
+    B is lighter than A; every other step of a multiplication is lighter.
+    """
     scale = COLUMNS / max(1, wall)
     drawn: defaultdict[float, list[str]] = defaultdict(list)
     narrow: list[Interval] = []
@@ -77,7 +80,7 @@ def _row(spans: Sequence[Span], wall: int, y: float, height: float, colour: str)
 
 
 def _waits(causes: dict[str, list[Interval]], wall: int, y: float) -> list[str]:
-    """What each column waits for, by the share of it, one cause on the other."""
+    """Return for each column the causes of waits, stacked by their shares of the column."""
     parts = []
     bottoms = [y + WAITS] * COLUMNS
     for cause, intervals in causes.items():

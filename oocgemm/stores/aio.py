@@ -1,8 +1,8 @@
-"""Many reads from one file in one system call: Linux's asynchronous I/O (io_submit).
+"""Submit many reads of one file in one system call: Linux's asynchronous I/O (io_submit).
 
-Reads from files that are opened as usual are synchronous all the same. The gain is that the GIL is released once for all
-of them. On 16 cores beside an H100, eight threads read segments of 8 KiB from the page cache at 18 GB/s, and at 0.9 GB/s
-with a preadv for each. A system that refuses these calls gets one preadv for each read.
+Reads of a buffered file remain synchronous. The gain is that the GIL is released once for all of them. On 16
+cores beside an H100, eight threads read segments of 8 KiB from the page cache at 18 GB/s, and at 0.9 GB/s
+with one preadv per segment. Where the system refuses these calls, each read is one preadv.
 """
 
 import ctypes
@@ -16,9 +16,9 @@ import numpy as np
 
 from oocgemm.stores.base import Array
 
-_CAPACITY = 512  # reads in flight of a context
-MAX_READS = _CAPACITY  # of one call
-# Numbers of io_setup, io_getevents and io_submit by processor: the C library has no functions for them.
+_CAPACITY = 512  # reads in flight per context
+MAX_READS = _CAPACITY  # per call
+# System call numbers of io_setup, io_getevents and io_submit: the C library does not wrap them.
 _CALLS = {"x86_64": (206, 208, 209), "aarch64": (0, 4, 2)}
 # struct iocb and struct io_event of linux/aio_abi.h. The operation 0 is a read.
 _REQUEST = np.dtype("u8, u4, i4, u2, i2, u4, u8, u8, i8, u8, u4, u4")
@@ -30,7 +30,7 @@ _EVENT = np.dtype("u8, u8, i8, i8")
 _EVENT.names = ("number", "request", "result", "more")
 _system = ctypes.CDLL(None, use_errno=True).syscall
 _system.restype = ctypes.c_long
-# Contexts that no thread uses now. A child process cannot use them.
+# Contexts that no thread uses. A forked child cannot use them.
 _contexts: list[int] = []
 os.register_at_fork(after_in_child=_contexts.clear)
 
@@ -38,11 +38,17 @@ os.register_at_fork(after_in_child=_contexts.clear)
 def start_reads(
     memory: Array, places: Array, size: int, descriptor: int, offsets: Array, flags: int = 0
 ) -> Callable[[], Array]:
-    """Start to read `size` bytes from each of up to `MAX_READS` offsets of a file, as preadv would with these flags.
+    """Start to read `size` bytes from each of up to `MAX_READS` offsets of a file.
 
-    The bytes go into `memory`, one row of contiguous bytes, from the index in `places` on. Returns a function that waits for
-    the reads. It must be called once, before the memory is used for anything else. It returns for each read the number of
-    bytes, negative where it has failed.
+    Arguments:
+        memory: one row of contiguous bytes that receives the data
+        places: for each read, its index in `memory`
+        descriptor: the open file
+        offsets: for each read, its offset in the file
+        flags: as for preadv
+
+    Returns a function that waits for the reads. It must be called once, before `memory` is used for anything
+    else. It returns the number of bytes of each read, negative for a failed read.
     """
     count = len(places)
     results = np.full(count, -1, np.int64)
@@ -59,29 +65,29 @@ def start_reads(
     requests["offset"] = offsets
     addresses = requests.ctypes.data + _REQUEST.itemsize * np.arange(count)
     _, get, submit = _CALLS[platform.machine()]
-    begun = 0
+    submitted = 0
     try:
-        while begun < count:
-            begun += _call(submit, context, count - begun, addresses.ctypes.data + 8 * begun)
-    except OSError:  # of the next request, such as flags that the file system does not know
+        while submitted < count:
+            submitted += _call(submit, context, count - submitted, addresses.ctypes.data + 8 * submitted)
+    except OSError:  # for example, the file system does not support the flags
         pass
 
     def wait() -> Array:
-        ended = 0
-        while ended < begun:
-            left = begun - ended
-            ended += _call(get, context, left, left, events.ctypes.data + ended * _EVENT.itemsize, 0)
+        completed = 0
+        while completed < submitted:
+            left = submitted - completed
+            completed += _call(get, context, left, left, events.ctypes.data + completed * _EVENT.itemsize, 0)
         _contexts.append(context)
-        results[events["number"][:ended].astype(np.int64)] = events["result"][:ended]
+        results[events["number"][:completed].astype(np.int64)] = events["result"][:completed]
         return results
 
     return wait
 
 
 def read_rows(descriptor: int, rows: Array, numbers: Array, offsets: Array, flags: int = 0) -> Array:
-    """Read into some rows of an array of bytes, each from its own offset of a file, as preadv would with these flags.
+    """Read into rows of an array of bytes, each from its own offset of a file, with the flags of preadv.
 
-    Returns for each of them the number of bytes read, negative where that has failed.
+    Returns the number of bytes of each read, negative for a failed read.
     """
     height, size = rows.shape
     stride = rows.strides[0]
@@ -101,7 +107,7 @@ def _read(descriptor: int, row: Any, offset: int, flags: int) -> int:
 
 
 def _free_context() -> int:
-    """Take a context that no other thread uses. Raises `OSError` where the system gives none."""
+    """Take a context that no other thread uses. Raises `OSError` where the system provides none."""
     try:
         return _contexts.pop()
     except IndexError:
@@ -117,7 +123,7 @@ def _new_context() -> int:
 
 
 def _call(number: int, *arguments: int) -> int:
-    """Do a system call. Raises `OSError`."""
+    """Make a system call, and repeat it when a signal interrupts it. Raises `OSError`."""
     while (result := int(_system(number, *map(ctypes.c_long, arguments)))) < 0:
         if ctypes.get_errno() != errno.EINTR:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

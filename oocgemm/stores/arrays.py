@@ -1,58 +1,108 @@
-"""NumPy arrays and memory maps as matrices."""
+"""Use NumPy arrays and memory maps as matrices."""
 
 import mmap
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from oocgemm.planning import Layout, Op
-from oocgemm.planning.tiling import Span
-from oocgemm.stores.base import Array, Matrix, checked
+from oocgemm.errors import InputError
+from oocgemm.planning import GemmProblem, Layout, Op
+from oocgemm.planning.tiling import Range
+from oocgemm.stores.base import Array, Matrix, Store, checked, is_path, not_writable, refuse_zarr_options
 from oocgemm.stores.files import DONT_NEED, WILL_NEED, advise
 
-# Blocks of mapped files are asked for beforehand if they span so many bytes, and no more times their own size.
-MIN_ASKED = 1 << 20
-SPARSEST = 16
-# A map is copied in parts that span so many bytes, since the pages around those that fault become resident, too.
+# A mapped file's block is prefetched if it spans at least MIN_PREFETCH bytes, and at most MAX_PREFETCH_RATIO
+# times its own size.
+MIN_PREFETCH = 1 << 20
+MAX_PREFETCH_RATIO = 16
+# A map is copied in parts that span this many bytes: each page fault also makes neighbouring pages resident.
 BAND_BYTES = 4 << 20
-# Memory of others is locked, for a device to copy from, if an array has so many bytes and is not much less than what it spans.
-MIN_LOCKED = 256 << 20
-SPARSEST_LOCKED = 2
-# Beside a multiplication an H200 copies rows of 16 KiB that lie apart at 31 to 36 GB/s, of 32 KiB at 48 to 53, of 96 KiB at 54.
-WIDE = 32 << 10
-MAX_APART = 1 << 31  # as its driver takes rows
+# A caller's array is pinned for zero-copy uploads if it has at least MIN_PINNED bytes and spans at most
+# MAX_PINNED_RATIO times its own size.
+MIN_PINNED = 256 << 20
+MAX_PINNED_RATIO = 2
+# During a multiplication an H200 copies strided rows of 16 KiB at 31-36 GB/s, 32 KiB at 48-53, 96 KiB at 54.
+MIN_ROW_BYTES = 32 << 10  # of rows that are uploaded in place
+MAX_STRIDE = 1 << 31  # bytes between rows, the driver's limit
+
+
+class Arrays(Store):
+    """Open NumPy arrays and memory maps."""
+
+    kind = "memory"
+
+    def matches(self, operand: Any) -> bool:
+        return isinstance(operand, np.ndarray)
+
+    def open(self, name: str, operand: Any, *, writable: bool = False, journal: Path | None = None) -> Matrix:
+        if isinstance(operand, np.ma.MaskedArray):
+            raise InputError(f"{name} is a masked array: replace the masked elements, with .filled(value)")
+        if writable and not operand.flags.writeable:
+            raise not_writable(name)
+        return ArrayMatrix(name, operand)
+
+    def new_layout(
+        self, path: str, problem: GemmProblem, chunks: tuple[int, int] | None, compressor: str | None
+    ) -> Layout:
+        """Return the layout of a result that is returned in memory. It has no path."""
+        refuse_zarr_options("an ndarray", chunks, compressor)
+        return Layout(in_memory=True)
+
+
+class ArrayLikes(Store):
+    """Open any other object that NumPy converts to an array, read-only."""
+
+    kind = "memory"
+
+    def matches(self, operand: Any) -> bool:
+        return not is_path(operand)
+
+    def open(self, name: str, operand: Any, *, writable: bool = False, journal: Path | None = None) -> Matrix:
+        if writable:
+            raise not_writable(name)
+        try:
+            array = np.asarray(operand)
+        except Exception as error:  # the object's conversion may raise any exception
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise InputError(
+                f"{name}: {type(operand).__name__} cannot be turned into an array: {reason}"
+            ) from error
+        return ArrayMatrix(name, array)
 
 
 class ArrayMatrix:
-    """An array in memory or a memory map, read and written by plain copies."""
+    """An array in memory, or a memory map, read and written by plain copies."""
 
     def __init__(self, name: str, array: Array) -> None:
         self.shape, self.dtype = checked(name, array.shape, array.dtype)
         self.name = name
         self.array = array
-        self._map = _map_under(array)
+        self._map = _underlying_map(array)
         self._file_bytes = self._map.size() if self._map is not None else 0
         self._droppable = None if _is_private(array) else self._map
-        self.layout = Layout(in_memory=True, wide=_wide(array) if self._map is None else 0)
+        self.layout = Layout(
+            in_memory=True, zero_copy_width=_min_row_elements(array) if self._map is None else 0
+        )
 
-    def read(self, rows: Span, cols: Span, out: Array) -> None:
+    def read(self, rows: Range, cols: Range, out: Array) -> None:
         self._check_length()
         for source, target in self._bands(self.array[slice(*rows), slice(*cols)], out):
             if self._map is not None:
-                _ask_for(self._map, source)
+                _prefetch(self._map, source)
             np.copyto(target, source, casting="equiv")
             self._drop(source)
 
-    def write(self, rows: Span, cols: Span, data: Array) -> None:
+    def write(self, rows: Range, cols: Range, data: Array) -> None:
         self._check_length()
         for target, source in self._bands(self.array[slice(*rows), slice(*cols)], data):
             np.copyto(target, source, casting="equiv")
             self._drop(target)
 
     def _bands(self, block: Array, other: Array) -> Iterator[tuple[Array, Array]]:
-        """A block and another array of its shape, cut alike into parts that span few pages of a map."""
+        """Cut a block, and another array of its shape, into matching parts that span few pages of a map."""
         axis = 0 if abs(block.strides[0]) >= abs(block.strides[1]) else 1
         extent = block.shape[axis]
         count = extent if self._map is None else max(1, BAND_BYTES // max(1, abs(block.strides[axis])))
@@ -78,20 +128,27 @@ class ArrayMatrix:
         return {mapped} if mapped else set()
 
     def _check_length(self) -> None:
-        """Raises `EOFError` for a mapped file that has been cut short. If that happens during a copy, the system ends
-        the process (SIGBUS)."""
+        """Raise `EOFError` for a mapped file that was truncated.
+
+        If it is truncated during a copy instead, the system kills the process (SIGBUS).
+        """
         if self._map is not None and (size := self._map.size()) < self._file_bytes:
-            raise EOFError(f"the file has been cut short, from {self._file_bytes} bytes to {size}")
+            raise EOFError(f"the file was truncated from {self._file_bytes} bytes to {size}")
 
     def _drop(self, block: Array) -> None:
-        """Take the pages that a block spans out of the resident set. They stay in the page cache, with what was written
-        to them."""
+        """Remove the pages that a block spans from the resident set.
+
+        The page cache keeps them and all writes to them.
+        """
         if self._droppable is not None:
             _advise(self._droppable, DONT_NEED, block)
 
 
 def by_rows(matrix: Matrix, op: Op) -> tuple[Matrix, Op]:
-    """An array in memory that lies by columns, such as X.T, as its transpose, and what makes up for that; others as they are."""
+    """Return an array in memory that is contiguous by columns, such as X.T, as its transpose, with the op.
+
+    Return any other matrix, and its op, unchanged.
+    """
     if isinstance(matrix, ArrayMatrix) and matrix.layout.in_memory and op is not Op.C:
         flags = matrix.array.flags
         if flags.f_contiguous and not flags.c_contiguous:
@@ -100,50 +157,56 @@ def by_rows(matrix: Matrix, op: Op) -> tuple[Matrix, Op]:
 
 
 def memory(matrix: Matrix) -> Array:
-    """The array of a matrix that is in memory."""
+    """Return the array of a matrix in memory."""
     assert isinstance(matrix, ArrayMatrix)
     return matrix.array
 
 
 def span(matrix: Matrix) -> tuple[int, int]:
-    """Where the memory of a matrix that is in memory begins, and how many bytes it is to the end of its last element."""
+    """Return the address of a matrix in memory, and the bytes from there to the end of its last element."""
     low, high = np.lib.array_utils.byte_bounds(memory(matrix))
     return low, high - low
 
 
-def _wide(array: Array) -> int:
-    """How many elements a panel must have in a row to be worth copying to a device from where it lies; 0 if none is."""
+def _min_row_elements(array: Array) -> int:
+    """Return the row length, in elements, from which panels are copied to a device in place.
+
+    0: never in place.
+    """
     rows, cols = map(int, array.shape)
-    (apart, step), size = array.strides, int(array.itemsize)
-    lies = step == size and cols * size <= apart < MAX_APART and array.ctypes.data % size == 0
+    (stride, step), size = array.strides, int(array.itemsize)
+    contiguous = step == size and cols * size <= stride < MAX_STRIDE and array.ctypes.data % size == 0
     if (
-        not lies
-        or array.nbytes < MIN_LOCKED
-        or rows * apart > SPARSEST_LOCKED * array.nbytes
+        not contiguous
+        or array.nbytes < MIN_PINNED
+        or rows * stride > MAX_PINNED_RATIO * array.nbytes
         or not array.dtype.isnative
     ):
         return 0
-    return min(cols, -(-WIDE // size))
+    return min(cols, -(-MIN_ROW_BYTES // size))
 
 
-def _ask_for(mapped: mmap.mmap, block: Array) -> None:
-    """Prefetch what a block of a mapped array spans, at once and not fault by fault: on a cold cache that takes a
-    fraction of the processor time. Not where most of the span is outside the block."""
+def _prefetch(mapped: mmap.mmap, block: Array) -> None:
+    """Prefetch the pages that a block of a mapped array spans in one call.
+
+    On a cold cache this takes a fraction of the processor time of page faults. A block that covers little of
+    its span is not prefetched.
+    """
     low, high = np.lib.array_utils.byte_bounds(block)
-    if MIN_ASKED <= high - low <= SPARSEST * block.nbytes:
+    if MIN_PREFETCH <= high - low <= MAX_PREFETCH_RATIO * block.nbytes:
         _advise(mapped, WILL_NEED, block)
 
 
 def _advise(mapped: mmap.mmap, advice: int | None, block: Array) -> None:
-    """Advise the system on the pages that a block of a mapped array spans."""
+    """Pass madvise advice on the pages that a block of a mapped array spans."""
     low, high = np.lib.array_utils.byte_bounds(block)
     start = low - np.frombuffer(mapped, np.uint8).ctypes.data
     page = start % mmap.PAGESIZE
     advise(mapped, advice, start - page, high - low + page)
 
 
-def _map_under(array: Any) -> mmap.mmap | None:
-    """The mapped file that an array looks into, if it is known to."""
+def _underlying_map(array: Any) -> mmap.mmap | None:
+    """Return the mapped file that an array is a view of; None if there is none."""
     named = False
     while array is not None and not isinstance(array, mmap.mmap):
         named = named or (isinstance(array, np.memmap) and array.filename is not None)
@@ -152,7 +215,7 @@ def _map_under(array: Any) -> mmap.mmap | None:
 
 
 def _is_private(array: Any) -> bool:
-    """Whether what is written to an array stays in its own copies of a file's pages (`mmap_mode="c"`)."""
+    """Return whether writes to an array go to private copies of a file's pages (`mmap_mode="c"`)."""
     while array is not None:
         if isinstance(array, np.memmap) and array.mode == "c":
             return True
@@ -161,14 +224,14 @@ def _is_private(array: Any) -> bool:
 
 
 def _mapped_file(array: Any) -> object | None:
-    """Device and inode of the file that an array is mapped from, if any."""
+    """Return the identity (device, inode) of the file that an array is mapped from; None if there is none."""
     base = array
     while base is not None and not isinstance(base, mmap.mmap):
         filename = getattr(base, "filename", None)
         if isinstance(base, np.memmap) and filename is not None:
             try:
                 status = os.stat(filename)
-            except OSError:  # no path leads to it any more
+            except OSError:  # the path was unlinked
                 return None
             return ("file", status.st_dev, status.st_ino)
         base = getattr(base, "base", None)

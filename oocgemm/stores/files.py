@@ -1,9 +1,12 @@
-"""Local files: reading rows of them into given memory, mapping them, and putting new ones in place.
+"""Read rows of local files into given memory, map files, and publish new files atomically.
 
-What the page cache holds is mapped and copied: on sixteen cores, twelve threads of them reading beside copies to a GPU, that
-measured at 44 GB/s where the pages of 32 MiB are mapped at once, at 38 with a fault for every few of them, and reading row by
-row into the destination at 35. One core of another Xeon copied 7.9 GB/s so and read 4.2; of an EPYC, 3.9 and 4.6. What the cache
-does not hold, and need not keep, is read past it: filling the cache can take more processor time than the disk takes time.
+*What the page cache has* is mapped and copied. On 16 cores, twelve reader threads beside copies to a GPU read
+44 GB/s when the pages of 32 MiB are mapped in one call, 38 GB/s with a page fault for every few pages, and 35
+GB/s when rows are read straight into their destination. One core of another Xeon copied 7.9 GB/s and read 4.2
+GB/s; one of an EPYC, 3.9 and 4.6.
+
+*What the page cache lacks*, and need not keep, bypasses it. To fill the cache can take more processor time
+than the disk takes time.
 """
 
 import contextlib
@@ -23,48 +26,53 @@ from oocgemm.planning.units import format_size
 from oocgemm.stores.base import Array
 from oocgemm.system.memory import memory_limit
 
-# Addresses, offsets and lengths of direct I/O are multiples of this; of a page where we choose them ourselves.
+# Direct I/O takes addresses, offsets and lengths that are multiples of a sector. Ours are multiples of a
+# page.
 SECTOR = 512
 PAGE = 4096
-# Less is not worth the questions that have to be asked first.
+# Smaller reads do not repay the system calls that choose a path.
 MIN_DIRECT = 1 << 20
-# Segments that one call may take, and the length under which a mapped copy is faster than so many of them.
+# Buffers per preadv call, and the row length in bytes below which a mapped copy is faster.
 SEGMENTS = 1024
 MIN_SEGMENT = 4096
 
-# Reads through the page cache and leaves nothing behind (Linux 6.14); no constant of Python yet.
+# Drop the pages after the read (Linux 6.14). Python has no constant for it.
 _RWF_DONTCACHE = 0x80 if sys.platform == "linux" else 0
-# Brings all pages of a map in at once (Linux 5.14); no constant of Python yet. Worth a call of its own from so many bytes up.
+# Fault in all pages of a map (Linux 5.14). Python has no constant for it. It pays from MIN_POPULATED bytes.
 POPULATE: int | None = 22 if sys.platform == "linux" else None
 MIN_POPULATED = 8 << 20
 WILL_NEED: int | None = getattr(mmap, "MADV_WILLNEED", None)
-# On Linux only: elsewhere it may discard what was written to a map.
+# On Linux only: elsewhere it may discard writes to a map.
 DONT_NEED: int | None = getattr(mmap, "MADV_DONTNEED", None) if sys.platform == "linux" else None
-PAGES_ASKED = 8
+SAMPLED_PAGES = 8
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)
-# Files that take more of the memory that the process may use than this are not worth keeping in its page cache.
-CACHED_SHARE = 0.5
-_own = threading.local()
+# Share of the process's memory limit that an array's files may have to be kept in the page cache.
+MAX_CACHED_SHARE = 0.5
+_of_thread = threading.local()
 
 
 def scratch(size: int) -> Array:
-    """`size` bytes of memory, page-aligned, of the calling thread: the same at its next call. Raises `MemoryError`."""
-    held: Array | None = getattr(_own, "scratch", None)
-    if held is None or held.size < size:
-        _own.scratch = held = None  # first, so that both are never there together
+    """Return `size` page-aligned bytes that belong to the calling thread, and are reused by its next call.
+
+    Raises `MemoryError`.
+    """
+    buffer: Array | None = getattr(_of_thread, "scratch", None)
+    if buffer is None or buffer.size < size:
+        _of_thread.scratch = buffer = None  # before the allocation, so that both never exist together
         rounded = -(-max(size, 1) // PAGE) * PAGE
         try:
             block = mmap.mmap(-1, rounded, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise MemoryError(
-                f"the system refuses {format_size(rounded)} of host memory, for a chunk: pass a smaller --host-memory"
+                f"the system refuses {format_size(rounded)} of host memory for a chunk: "
+                "pass a smaller --host-memory"
             ) from error
-        _own.scratch = held = np.frombuffer(block, np.uint8)
-    return held[:size]
+        _of_thread.scratch = buffer = np.frombuffer(block, np.uint8)
+    return buffer[:size]
 
 
 class OpenFile:
-    """A file open for reading, `size` bytes long. Raises `FileNotFoundError`, `OSError`."""
+    """A file of `size` bytes, open for reading. Raises `FileNotFoundError` or `OSError`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -76,14 +84,14 @@ class OpenFile:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         os.close(self.descriptor)
-        if isinstance(error, OSError) and error.filename is None:  # what failed was told its descriptor only
+        if isinstance(error, OSError) and error.filename is None:  # the failed call knew only the descriptor
             error.filename = str(self.path)
 
     def mapped(self, offset: int, length: int) -> Array:
-        """Bytes of the file as they lie in the page cache, mapped for as long as they are looked at.
+        """Return bytes of the file as a map, which lives as long as the array.
 
-        They are asked for at once, since whoever maps them will go through them all. Raises `EOFError` if the file
-        ends before; should it be cut short while it is looked at, the system ends the process (SIGBUS).
+        All pages are prefetched at once, since every caller reads all of them. Raises `EOFError` if the file
+        is shorter. If it is truncated later, an access kills the process (SIGBUS).
         """
         view, before = self._map(offset, length)
         if length >= MIN_DIRECT:
@@ -91,7 +99,10 @@ class OpenFile:
         return np.frombuffer(view, np.uint8, length, before)
 
     def cached(self, offsets: list[int]) -> bool:
-        """Whether the page cache holds the pages at all of these ascending offsets. Asking does not change it."""
+        """Return whether the page cache has the pages at all of these ascending offsets.
+
+        It does not load any.
+        """
         if _mincore is None or offsets[-1] >= self.size:
             return True
         view, before = self._map(offsets[0], offsets[-1] + 1 - offsets[0])
@@ -103,20 +114,20 @@ class OpenFile:
         return True
 
     def _map(self, offset: int, length: int) -> tuple[mmap.mmap, int]:
-        """A map that has a part of the file in it, and how many bytes before it."""
+        """Map a part of the file. Return the map and the bytes in it before that part."""
         start = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         try:
             view = mmap.mmap(self.descriptor, offset + length - start, prot=mmap.PROT_READ, offset=start)
-        except ValueError as error:  # which looks at the size once more
+        except ValueError as error:  # mmap checks the size again
             raise EOFError(f"ends before byte {offset + length}") from error
         return view, offset - start
 
     def read(self, offset: int, out: Array, *, past_cache: bool) -> None:
-        """Fill `out`, whose rows are contiguous each, with as many bytes from `offset` on.
+        """Fill `out`, whose rows are contiguous, with the bytes from `offset` on.
 
-        With `past_cache` what the page cache does not hold is read past it, by DMA to where it belongs if that lies
-        on sectors, otherwise in a way that leaves nothing there; as far as the system knows how. Raises `EOFError` if
-        the file ends before.
+        With `past_cache`, bytes that the page cache lacks bypass it where the system can: by direct I/O into
+        rows that are sector-aligned, otherwise by reads that leave no pages behind. Raises `EOFError` if the
+        file is shorter.
         """
         done = flags = 0
         large = MIN_DIRECT <= out.nbytes <= self.size - offset
@@ -144,8 +155,10 @@ class OpenFile:
             raise EOFError(f"ends {out.nbytes - done} bytes too early")
 
     def _read_past_cache(self, rows: list[Array], offset: int) -> int:
-        """Bytes that could be read so: none of them where the system refuses. What else is wrong with the file shows when
-        it is read otherwise."""
+        """Return the number of bytes read by direct I/O: 0 where the system refuses.
+
+        Other errors are left to the buffered read that follows.
+        """
         with contextlib.suppress(OSError):
             descriptor = os.open(self.path, os.O_RDONLY | O_DIRECT)
             try:
@@ -156,30 +169,34 @@ class OpenFile:
 
 
 def advise(view: mmap.mmap, advice: int | None, start: int = 0, length: int | None = None) -> None:
-    """Advise the system on a part of a map that begins on a page, if it takes such advice. The interpreter is let go
-    meanwhile, which it is not by mmap's own method: to bring pages in takes milliseconds."""
+    """Pass madvise advice on a page-aligned part of a map, where the system knows it.
+
+    Unlike the method of `mmap`, this releases the GIL: to make pages resident takes milliseconds.
+    """
     if _madvise is not None and advice is not None:
         _madvise(_address(view) + start, len(view) - start if length is None else length, advice)
 
 
 def resident(address: int, size: int) -> bool:
-    """Whether at least half of these pages are in memory, those of a mapped file in the page cache, going by a few of them: to look
-    all of them up takes as long as copying a part of them. Asking does not change it."""
+    """Return whether at least half of a range's pages are in memory, or in the page cache for a mapped file.
+
+    Only `SAMPLED_PAGES` are checked: checking them all takes as long as copying some. It does not load any.
+    """
     if _mincore is None:
         return True
-    held = (ctypes.c_ubyte * PAGES_ASKED)()
-    answer = ctypes.addressof(held)
-    step = size // PAGES_ASKED // mmap.PAGESIZE * mmap.PAGESIZE
-    for number in range(PAGES_ASKED):
-        if _mincore(address + number * step, 1, answer + number):
+    flags = (ctypes.c_ubyte * SAMPLED_PAGES)()
+    address_of_flags = ctypes.addressof(flags)
+    step = size // SAMPLED_PAGES // mmap.PAGESIZE * mmap.PAGESIZE
+    for number in range(SAMPLED_PAGES):
+        if _mincore(address + number * step, 1, address_of_flags + number):
             return True
-    return 2 * sum(page & 1 for page in held) >= PAGES_ASKED
+    return 2 * sum(flag & 1 for flag in flags) >= SAMPLED_PAGES
 
 
 def publish(path: Path, data: Array, size: int) -> None:
-    """A new file at `path`, of the first `size` bytes of the rows of `data`: whole or not at all.
+    """Create a file at `path` atomically, from the first `size` bytes of the rows of `data`.
 
-    Where `data` goes on to the end of the sector, and lies on sectors, the file is written past the page cache.
+    The file is written past the page cache if `data` is sector-aligned and padded to whole sectors.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
@@ -193,12 +210,12 @@ def publish(path: Path, data: Array, size: int) -> None:
 
 
 def worth_caching(size: int) -> bool:
-    """Whether so many bytes of files fit into the page cache beside all else."""
-    return size <= CACHED_SHARE * memory_limit()
+    """Return whether files of `size` bytes fit into the page cache beside all else."""
+    return size <= MAX_CACHED_SHARE * memory_limit()
 
 
-def modified(folder: Path) -> int | None:
-    """When names in a folder last came or went, in nanoseconds; None if it cannot be looked at."""
+def folder_mtime(folder: Path) -> int | None:
+    """Return when a folder's entries last changed, in nanoseconds; None for an unreadable folder."""
     try:
         return os.stat(folder).st_mtime_ns
     except OSError:
@@ -206,12 +223,12 @@ def modified(folder: Path) -> int | None:
 
 
 def padded(size: int) -> int:
-    """`size` rounded up to what can be written past the page cache."""
+    """Return `size` rounded up to whole pages, which direct I/O can write."""
     return -(-size // PAGE) * PAGE
 
 
-def lies_on_sectors(data: Array) -> bool:
-    """Whether rows can be written past the page cache from where they lie."""
+def sector_aligned(data: Array) -> bool:
+    """Return whether direct I/O can write the rows of an array in place."""
     if data.size == 0 or data.strides[-1] != data.itemsize:
         return False
     direct = _sectors(_segments(data))
@@ -219,10 +236,9 @@ def lies_on_sectors(data: Array) -> bool:
 
 
 def _write(path: Path, data: Array, size: int) -> None:
-    """Past the page cache where the file system can: that leaves the processor to those who compute, and memory to
-    those who read."""
+    """Write past the page cache where the file system can, which saves processor time and page cache."""
     rows = _segments(data)
-    past_cache = O_DIRECT if lies_on_sectors(data) else 0
+    past_cache = O_DIRECT if sector_aligned(data) else 0
     for extra in (past_cache, 0) if past_cache else (0,):
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | extra, 0o666)
@@ -244,14 +260,14 @@ def _write(path: Path, data: Array, size: int) -> None:
 
 
 def _segments(data: Array) -> list[Array]:
-    """The rows of an array as bytes; one segment if they follow on one another."""
+    """Return the rows of an array as bytes, or one segment if they are contiguous."""
     if data.flags.c_contiguous:
         return [data.reshape(-1).view(np.uint8)]
     return list(data.view(np.uint8))
 
 
 def _sectors(rows: list[Array]) -> list[Array]:
-    """The leading part of the rows that direct I/O can take: whole sectors, all but the last row in full."""
+    """Return the leading part of the rows that direct I/O can take: whole sectors, all rows or none."""
     if rows[0].ctypes.data % SECTOR:
         return []
     if len(rows) == 1:
@@ -262,15 +278,17 @@ def _sectors(rows: list[Array]) -> list[Array]:
 
 
 def _after(rows: list[Array], done: int) -> list[Any]:
-    """What one call takes of rows of one length, their first `done` bytes being done."""
+    """Return the buffers of the next call, for rows of equal length whose first `done` bytes are done."""
     whole, part = divmod(done, rows[0].nbytes)
     rest = rows[whole : whole + SEGMENTS]
     return [rest[0][part:], *rest[1:]] if part else rest
 
 
 def _fill(descriptor: int, rows: list[Array], offset: int, done: int = 0, flags: int = 0) -> int:
-    """Read into rows of one length, whose first `done` bytes are done; how many are then, fewer than they hold only
-    at the end of the file."""
+    """Read into rows of equal length whose first `done` bytes are done, and return the bytes done then.
+
+    That is less than all only at the end of the file.
+    """
     total = len(rows) * rows[0].nbytes
     while done < total:
         got = os.preadv(descriptor, _after(rows, done), offset + done, flags)
@@ -293,6 +311,6 @@ def _function(library: type[ctypes.CDLL], name: str, *types: Any) -> Any:
     return found
 
 
-# The first takes a microsecond: to let the interpreter go meanwhile would take longer.
+# mincore takes a microsecond, less than releasing the GIL: hence PyDLL, which keeps it.
 _mincore = _function(ctypes.PyDLL, "mincore", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 _madvise = _function(ctypes.CDLL, "madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)

@@ -1,4 +1,4 @@
-"""Files and dtypes that are no operands: what they are, and the line of code that makes an operand of them."""
+"""Explain files and dtypes that cannot be operands, with the command that converts them."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from oocgemm.errors import InputError
+from oocgemm.errors import InputError, NotFoundError
 from oocgemm.planning import OPERANDS
 from oocgemm.stores.base import Matrix
 
@@ -27,7 +27,7 @@ FORMATS = {
     ".pt": "a PyTorch file",
     ".zip": "a zip archive",
 }
-# What reads each kind of URL, from PyPI. Each brings fsspec; so does none for other kinds.
+# PyPI packages that read each kind of URL. All of them depend on fsspec, which serves the other kinds.
 CLIENTS = {
     "s3": "s3fs",
     "gs": "gcsfs",
@@ -40,37 +40,51 @@ CLIENTS = {
 }
 
 
-def named(path: str) -> str:
-    """Return what a file with the ending of this path is, such as "an HDF5 file"; "" for other endings."""
+def format_of(path: str) -> str:
+    """Return the format that a path's suffix stands for, such as "an HDF5 file"; "" for an unknown suffix."""
     return FORMATS.get(Path(path).suffix.lower(), "")
 
 
 def check_new(name: str, path: str) -> None:
-    """Raise `InputError` for a new result whose path has the ending of a format that is not written."""
-    if kind := named(path):
+    """Raise `InputError` for a new result whose path has the suffix of a format that is not written."""
+    if kind := format_of(path):
         stem = os.fspath(Path(path).with_suffix(""))
         raise InputError(
-            f"{name} at {path} would be {kind}: a result is a zarr array or a .npy file, give {stem}.zarr or {stem}.npy"
+            f"{name} at {path} would be {kind}: a result is a zarr array or a .npy file, "
+            f"give {stem}.zarr or {stem}.npy"
         )
 
 
-def explained(name: str, path: str, *, writable: bool = False) -> InputError | None:
-    """Return the error for a file that is no operand, with the line that makes one of it; None for folders and URLs."""
+def wrong_format(name: str, path: str, *, writable: bool = False) -> InputError | None:
+    """Return the error for a file that cannot be an operand, with the remedy; None for folders and URLs."""
     if "://" in path or not os.path.isfile(path):
         return None
-    kind = named(path)
+    kind = format_of(path)
     if not kind:
         return InputError(
             f"{name}: no zarr array at {path}: it is a file, which must be .npy and have that ending"
         )
     remedy = _remedy(path)
     if writable:
-        remedy = "give another place: a result is a zarr array or a .npy file"
+        remedy = "give another path: a result is a zarr array or a .npy file"
     return InputError(f"{name}: {path} is {kind}, not a zarr array or a .npy file: {remedy}")
 
 
+def check_found(name: str, path: str) -> None:
+    """Raise `NotFoundError` for a local path at which nothing exists. It says where a symbolic link leads."""
+    if "://" in path or os.path.exists(path):
+        return
+    problem = f"{name}: there is nothing at {path}"
+    if os.path.islink(path):
+        problem += (
+            f": it is a symbolic link to {os.path.realpath(path)}, which does not exist; "
+            "remove the link, or give another path"
+        )
+    raise NotFoundError(problem)
+
+
 def missing_client(name: str, path: str, error: ImportError) -> InputError:
-    """Return the error for a URL whose client is not installed."""
+    """Return the error for a URL whose client package is not installed."""
     kind = path.partition("://")[0]
     return InputError(
         f"{name} at {path}: {kind}:// needs a package that is not installed ({error}): "
@@ -78,45 +92,46 @@ def missing_client(name: str, path: str, error: ImportError) -> InputError:
     )
 
 
-def unsupported(name: str, dtype: np.dtype[Any], store: str, path: str | None) -> InputError:
-    """Return the error for an operand of a dtype that cannot be multiplied, with the line that converts it."""
-    said = f"{name} is of dtype {dtype}, supported are {', '.join(OPERANDS)}"
-    if dtype.name == "void16":  # what np.save makes of it
-        return InputError(f"{said}: bfloat16 that has lost its name is had back by .view(ml_dtypes.bfloat16)")
+def unsupported_dtype(name: str, dtype: np.dtype[Any], store: str, path: str | None) -> InputError:
+    """Return the error for an operand of an unsupported_dtype dtype, with the command that converts it."""
+    problem = f"{name} is of dtype {dtype}, supported are {', '.join(OPERANDS)}"
+    if dtype.name == "void16":  # np.save stores bfloat16 as this
+        return InputError(f"{problem}: if it was bfloat16, restore that with .view(ml_dtypes.bfloat16)")
     if dtype.kind not in "biufc":
-        return InputError(f"{said}: it holds no numbers that could be converted")
+        return InputError(f"{problem}: its elements are not numbers")
     exact = dtype.kind in "biu" and dtype.itemsize <= 2
     wanted = "float32" if exact else "complex128" if dtype.kind == "c" else "float64"
-    return InputError(f"{said}: {conversion(name, store, path, wanted)}")
+    return InputError(f"{problem}: {conversion(name, store, path, wanted)}")
 
 
 def check_dtypes(a: Matrix, b: Matrix) -> None:
-    """Raise `InputError` for operands of a dtype that cannot be multiplied, or of two, with the lines that convert them."""
+    """Raise `InputError` for operands of unsupported or different dtypes, with the commands that convert."""
     for operand in (a, b):
         if operand.dtype.name not in OPERANDS:
-            raise unsupported(operand.name, operand.dtype, *_place(operand))
+            raise unsupported_dtype(operand.name, operand.dtype, *_store_and_path(operand))
     if a.dtype == b.dtype:
         return
     try:
         common = np.result_type(a.dtype, b.dtype).name
-    except TypeError:  # of bfloat16 and float16, for one
+    except TypeError:  # bfloat16 and float16, for example
         common = "float32"
-    wanted = common if common != "bfloat16" else "float32"  # .npy files hold none
-    lines = (conversion(x.name, *_place(x), wanted) for x in (a, b) if x.dtype.name != wanted)
+    wanted = common if common != "bfloat16" else "float32"  # .npy files cannot hold bfloat16
+    lines = (conversion(x.name, *_store_and_path(x), wanted) for x in (a, b) if x.dtype.name != wanted)
     raise InputError(f"A is of dtype {a.dtype} and B of {b.dtype}: {'; '.join(lines)}")
 
 
-def _place(matrix: Matrix) -> tuple[str, str | None]:
+def _store_and_path(matrix: Matrix) -> tuple[str, str | None]:
     """Return the kind of store that an operand is in, and its path."""
-    said = matrix.describe()
-    path = said["path"]
-    return str(said["store"]).split()[0], None if path is None else str(path).removeprefix("file://")
+    header = matrix.describe()
+    path = header["path"]
+    return str(header["store"]).split()[0], None if path is None else str(path).removeprefix("file://")
 
 
 def conversion(name: str, store: str, path: str | None, dtype: str) -> str:
     """Return how to convert an operand: a shell command for a path, a line of Python for an object.
 
-    The command for a zarr array holds one chunk or shard at a time, that for a .npy file the page cache only.
+    The command for a zarr array keeps one chunk or shard in memory at a time. The command for a .npy file
+    uses only the page cache.
     """
     if path is None or path.startswith("memory:"):
         line = f'{name} = numpy.asarray({name}[:], "{dtype}")'
@@ -127,6 +142,8 @@ def conversion(name: str, store: str, path: str | None, dtype: str) -> str:
         elif store not in ("memory", "zarr"):
             line = f'{name} = dask.array.from_array({name}).astype("{dtype}")'
         return f"convert {name} by {line}"
+    if store not in ("npy", "zarr"):
+        return f"convert {path} to {dtype}"
     path = path.rstrip("/")
     new = os.path.splitext(path)[0] + f"-{dtype}" + os.path.splitext(path)[1]
     old, made = json.dumps(path), json.dumps(new)
@@ -145,16 +162,17 @@ def conversion(name: str, store: str, path: str | None, dtype: str) -> str:
 
 
 def _remedy(path: str) -> str:
-    """Return what makes an operand of a file in one of `FORMATS`."""
+    """Return how to make an operand of a file in one of `FORMATS`."""
     suffix, stem = Path(path).suffix.lower(), os.fspath(Path(path).with_suffix(""))
     old, new = json.dumps(path), json.dumps(stem + ".npy")
     match suffix:
         case ".h5" | ".hdf5":
             return f"in Python pass h5py.File({old})[NAME] to oocgemm.matmul, which reads it chunk by chunk"
         case ".nc":
-            return f"in Python pass xarray.open_dataset({old})[NAME] to oocgemm.matmul, which reads it chunk by chunk"
+            opened = f"xarray.open_dataset({old})[NAME]"
+            return f"in Python pass {opened} to oocgemm.matmul, which reads it chunk by chunk"
         case ".npz":
-            load = f"numpy.load({old})[{json.dumps(_first(path))}]"
+            load = f"numpy.load({old})[{json.dumps(_first_array(path))}]"
         case ".csv":
             load = f'numpy.loadtxt({old}, delimiter=",", ndmin=2)'
         case ".tsv" | ".txt":
@@ -167,7 +185,7 @@ def _remedy(path: str) -> str:
     return f"convert it by {_command(f'import numpy; numpy.save({new}, {load})')} and pass {stem}.npy"
 
 
-def _first(path: str) -> str:
+def _first_array(path: str) -> str:
     """Return the name of the first array in an archive."""
     try:
         with zipfile.ZipFile(path) as archive:

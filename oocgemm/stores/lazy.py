@@ -1,8 +1,9 @@
-"""Lazy operands: objects that read or compute a block when they are sliced, such as arrays of dask, h5py, xarray and tensorstore.
+"""Read lazy operands: objects that read or compute a block when they are sliced.
 
-A lazy operand is never converted whole. Each read copies one piece after the other into the slot. A piece is one chunk, a batch
-of small chunks, or part of an array without chunks. `Layout.decode_bytes` counts what a piece allocates, so the host budget
-bounds it. What the graph of a dask array holds beside its chunks is not known, and not counted.
+Arrays of dask, h5py, xarray and tensorstore are lazy. A lazy operand is never converted as a whole. Each read
+copies one piece after the other into the slot. A piece is one chunk, a batch of small chunks, or part of an
+array without chunks. `Layout.decode_bytes` counts what a piece allocates, so the host budget bounds it.
+Memory that the graph of a dask array uses beside its chunks is unknown, and is not counted.
 """
 
 import importlib
@@ -12,37 +13,79 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import accumulate
 from numbers import Integral
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from oocgemm.errors import ExecutionError, InputError
 from oocgemm.planning import Layout
-from oocgemm.planning.tiling import Span
-from oocgemm.stores.base import BATCH_BYTES, Array, checked, pieces
+from oocgemm.planning.tiling import Range
+from oocgemm.stores.base import (
+    BATCH_BYTES,
+    Array,
+    Matrix,
+    Store,
+    checked,
+    is_path,
+    not_writable,
+    package,
+    pieces,
+)
 
-# Packages whose arrays several threads may read at a time. h5py takes a lock of its own.
+# Packages whose arrays several threads may read at once. h5py has its own lock.
 CONCURRENT = ("dask", "h5py", "tensorstore", "xarray")
-# A piece is held as stored, as decoded, and as given back.
-COPIES = 3
-# An array without chunks is taken to lie by rows, on which such segments are read at once: shorter ones are slow to read.
+COPIES = 3  # of a piece in memory: as stored, as decoded, and as returned
+# An array without chunks is read in segments of rows of this many bytes: shorter segments are slow.
 ROW_BYTES = 16 << 10
-# What an object has that lends its memory: NumPy converts it without a copy.
+# Attributes of objects that expose their memory, which NumPy converts without a copy.
 MEMORY = ("__array_interface__", "__cuda_array_interface__", "__dlpack__")
-# All other packages read one piece at a time in the whole process: their C libraries may share state.
+# Arrays of all other packages are read by one thread at a time: their C libraries may share state.
 _serial = threading.Lock()
+
+
+class LazyArrays(Store):
+    """Open lazy operands, read-only. It also matches collections of arrays, in order to refuse them."""
+
+    kind = "a lazy array"
+
+    def matches(self, operand: Any) -> bool:
+        if is_path(operand):
+            return False
+        if isinstance(operand, Mapping):
+            return True
+        if any(hasattr(operand, attribute) for attribute in MEMORY):
+            return False
+        return _sliceable(operand) or hasattr(operand, "__dask_graph__")
+
+    def open(self, name: str, operand: Any, *, writable: bool = False, journal: Path | None = None) -> Matrix:
+        if writable:
+            raise not_writable(name)
+        if isinstance(operand, Mapping):
+            names = ", ".join(repr(key) for key in list(operand)[:8])
+            raise InputError(
+                f"{name}: {type(operand).__name__} is a collection: give one array of it ({names})"
+            )
+        if not _sliceable(operand):  # NumPy would compute it as a whole
+            raise InputError(
+                f"{name}: {type(operand).__name__} is no array: convert it with .to_dask_array(lengths=True)"
+            )
+        return LazyMatrix(name, operand)
+
+    def location(self, operand: Any) -> tuple[str, str | None]:
+        return package(operand), None
 
 
 class LazyMatrix:
     """An object with shape, dtype and slicing, read piece by piece."""
 
     def __init__(self, name: str, source: Any) -> None:
-        """Raises `InputError` for an object that cannot be an operand."""
+        """Raise `InputError` for an object that cannot be an operand."""
         kind = package(source)
         if kind == "xarray" and source.chunks is not None:
-            source, kind = source.data, package(source.data)  # dask's array, which is not computed by this
+            source, kind = source.data, package(source.data)  # the dask array, not computed
         if kind == "tensorstore":
-            source = source.translate_to[0]  # its indices may begin elsewhere
+            source = source.translate_to[0]  # indices may start elsewhere
         shape = tuple(source.shape)
         if not all(isinstance(extent, Integral) for extent in shape):
             raise InputError(f"{name} has the unknown shape {shape}: call {name}.compute_chunk_sizes() first")
@@ -63,20 +106,23 @@ class LazyMatrix:
         )
 
     def _check_slices(self) -> None:
-        """Raises `InputError` unless the object gives an array for a block."""
+        """Raise `InputError` unless slicing the object gives an array."""
         kind = type(self._source).__name__
         hint = ".toarray()" if hasattr(self._source, "toarray") else "np.asarray"
         try:
             shape = np.asarray(self._source[0:0, 0:0]).shape
-        except Exception as error:  # whatever the object's own slicing raises
+        except Exception as error:  # slicing may raise any exception
             raise InputError(
                 f"{self.name}: {kind} cannot be sliced as [0:1, 0:1] ({error}): convert it with {hint}"
             ) from error
         if shape != (0, 0):
-            raise InputError(f"{self.name}: {kind} gives no array when it is sliced: convert it with {hint}")
+            raise InputError(f"{self.name}: slicing {kind} gives no array: convert it with {hint}")
 
-    def read(self, rows: Span, cols: Span, out: Array) -> None:
-        """Fill `out` piece by piece. Raises `ExecutionError` for a piece of another shape or dtype, or with masked elements."""
+    def read(self, rows: Range, cols: Range, out: Array) -> None:
+        """Fill `out` piece by piece.
+
+        Raises `ExecutionError` for a piece of another shape or dtype, or with masked elements.
+        """
         for (r0, r1), (c0, c1) in pieces(rows, cols, self._chunk, self._piece):
             part = out[r0 - rows[0] : r1 - rows[0], c0 - cols[0] : c1 - cols[0]]
             with self._turn:
@@ -91,56 +137,39 @@ class LazyMatrix:
         block = np.asarray(found)
         if block.shape != out.shape or block.dtype.newbyteorder("=") != self.dtype:
             raise ExecutionError(
-                f"{self._kind} gives a block of shape {block.shape} and dtype {block.dtype}, where its shape and dtype say "
-                f"{out.shape} and {self.dtype}"
+                f"{self._kind} returned a block of shape {block.shape} and dtype {block.dtype}, where "
+                f"{out.shape} and {self.dtype} were expected"
             )
         np.copyto(out, block, casting="equiv")
 
-    def write(self, rows: Span, cols: Span, data: Array) -> None:
-        """Raise: a lazy operand is read only."""
+    def write(self, rows: Range, cols: Range, data: Array) -> None:
+        """Raise `ExecutionError`: a lazy operand is read-only."""
         raise ExecutionError(f"{self.name} is lazy and cannot be written to")
 
     def sync(self) -> None:
-        """Do nothing: it is not written to."""
+        """Do nothing: nothing is written."""
 
     def set_finished(self, finished: bool) -> None:
-        """Do nothing: it is not written to."""
+        """Do nothing: nothing is written."""
 
     def fingerprint(self) -> None:
-        """Return None: nothing stands for its content."""
+        """Return None: nothing identifies the content."""
 
     def describe(self) -> dict[str, object]:
-        """Return what it is, for the header of a timeline."""
+        """Return package, shape and dtype for the header of a timeline."""
         return {"store": self._kind, "path": None, "shape": list(self.shape), "dtype": self.dtype.name}
 
     def identities(self) -> set[object]:
-        """Return nothing: what it reads from is not known."""
+        """Return nothing: the files that it reads are unknown."""
         return set()
 
 
-def package(source: object) -> str:
-    """Return the name of the package that an object's type comes from."""
-    return type(source).__module__.partition(".")[0]
-
-
-def is_lazy(name: str, source: Any) -> bool:
-    """Return whether an object has a shape, a NumPy dtype and slices, and does not lend its memory.
-
-    Raises `InputError` for other dask collections, which NumPy would compute whole, and for collections of arrays.
-    """
-    if isinstance(source, Mapping):
-        names = ", ".join(repr(key) for key in list(source)[:8])
-        raise InputError(f"{name}: {type(source).__name__} is a collection: give one array of it ({names})")
-    if any(hasattr(source, attribute) for attribute in MEMORY):
-        return False
+def _sliceable(source: Any) -> bool:
+    """Return whether an object has a shape, a NumPy dtype and slices."""
     if hasattr(source, "shape") and hasattr(source, "__getitem__"):
         with suppress(AttributeError, TypeError):
             numpy_dtype(source)
             return True
-    if hasattr(source, "__dask_graph__"):
-        raise InputError(
-            f"{name}: {type(source).__name__} is no array: convert it with .to_dask_array(lengths=True)"
-        )
     return False
 
 
@@ -151,19 +180,19 @@ def numpy_dtype(source: Any) -> np.dtype[Any]:
 
 
 def _computed(block: Any) -> Any:
-    """Compute a piece of a dask array in this thread, one chunk at a time, unless the user has chosen a scheduler.
+    """Compute a piece of a dask array in this thread, unless the user chose a scheduler.
 
-    dask's own threads would hold as many chunks at a time as there are cores.
+    dask's own threads would hold as many chunks in memory as there are cores.
     """
     chosen = importlib.import_module("dask").config.get("scheduler", None)
     return block.compute(scheduler=None if chosen else "synchronous")
 
 
 def _chunks(source: Any, shape: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return a grid's chunk extents for an array, and the extents of what is read for one chunk of this grid.
+    """Return the chunk extents of a regular grid for an array, and the extents read per chunk of it.
 
-    The chunks of a dask array may differ in extent: the grid has the largest, and one chunk of the grid may touch several of
-    the array's. An array without chunks gets segments of rows in their place.
+    The chunks of a dask array may differ in extent. The grid has the largest extent, so one chunk of the grid
+    may touch several of the array's. For an array without chunks, segments of rows take the place of chunks.
     """
     found = getattr(source, "chunks", None)
     if found is None and package(source) == "tensorstore":
@@ -190,8 +219,10 @@ def _touched(sizes: Sequence[int], cell: int) -> int:
     (4, 8, 1)
     """
     borders = [0, *accumulate(sizes)]
-    most = 1
+    largest = 1
     for start in range(0, borders[-1], cell):
         stop = min(start + cell, borders[-1])
-        most = max(most, borders[bisect_left(borders, stop)] - borders[bisect_right(borders, start) - 1])
-    return most
+        largest = max(
+            largest, borders[bisect_left(borders, stop)] - borders[bisect_right(borders, start) - 1]
+        )
+    return largest

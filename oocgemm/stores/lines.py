@@ -1,15 +1,18 @@
-"""Blocks of files that store lines (rows, or columns) one after another, where a block takes a part of each line.
+"""Read and write blocks of files that store lines (rows or columns) contiguously.
 
-Such a block is many segments. Page faults on a mapping would read each with the system's readahead, which can be a
-hundred times its size, and keep its pages in the resident set. Segments are read by system calls instead:
+A block takes a part of each line, so it consists of many segments. Page faults on a mapping would read each
+segment with the kernel's readahead, which can be a hundred times its size, and keep its pages in the resident
+set. Segments are read by system calls instead:
 
-- of short lines with the gaps between them, into memory of the thread, from which they are copied;
-- of others each into its place, many in a call. What the page cache does not hold is requested for all segments before
-  any is waited for, so that the disk has many requests in flight. Of a file that the page cache cannot hold they are
-  read past it, into memory of the thread.
+- Segments of short lines are read with the gaps between them into the thread's scratch memory, and copied
+  from there.
+- Other segments are read into their places, many per call. Before the first wait, the pages of all segments
+  that the page cache lacks are requested, so that the disk has many requests in flight.
+- Segments of a file that the page cache cannot hold bypass it. They are read into the thread's scratch
+  memory.
 
-On two Zen 5 cores and a virtual disk a segment of 2 to 8 KiB took 2 to 3 us from the page cache. On a cold cache it took
-7 to 20 us, and 85 to 140 us if each read waited for its own request.
+On two Zen 5 cores and a virtual disk a segment of 2 to 8 KiB took 2 to 3 us from the page cache. On a cold
+cache it took 7 to 20 us, and 85 to 140 us if each read waited for its own request.
 """
 
 import mmap
@@ -19,36 +22,36 @@ from typing import Any
 
 import numpy as np
 
-from oocgemm.planning.tiling import Span
+from oocgemm.planning.tiling import Range
 from oocgemm.stores.aio import MAX_READS, read_rows, start_reads
 from oocgemm.stores.base import Array
 from oocgemm.stores.files import O_DIRECT, SECTOR, OpenFile, scratch
 
-# Lines of up to so many bytes are read with their gaps: copying them takes about as long as a read of its own.
+# Lines of up to this many bytes are read with their gaps: a copy takes about as long as a separate read.
 MAX_LINE = 8 << 10
-# Memory of a thread in which segments are gathered, or reordered where stored and wanted order or byte order differ: so
-# many lines at a time. It stays in the processor's cache.
+# Scratch memory of a thread, in which segments are gathered, and transposed or byte-swapped if need be. It
+# takes SCRATCH_LINES of the longest lines, and fits into the processor's cache.
 SCRATCH_BYTES = 256 << 10
 SCRATCH_LINES = SCRATCH_BYTES // MAX_LINE
-# Segments that are not cached are requested in windows of the file up to twice as long, of so many bytes at most: what
-# follows is often wanted next. That takes a fifth less of processor time; eight times as long they thrashed a page cache
-# of 300 MiB.
+# Uncached segments are requested in windows of up to WINDOW times their length, and at most MAX_WINDOW bytes,
+# since the bytes that follow are often read next. This saves a fifth of the processor time. Windows of eight
+# times the length thrashed a page cache of 300 MiB.
 WINDOW, MAX_WINDOW = 2, 64 << 10
-# Memory of a thread for segments that are read past the page cache: as many requests in flight as fit in. With 128 of 8 to
+# Scratch memory of a thread for reads past the page cache. It bounds the requests in flight. With 128 of 8 to
 # 16 KiB a virtual disk is as fast as with 512.
 DIRECT_BYTES = 8 << 20
-SAMPLES = 8  # segments that tell whether a block is cached
+SAMPLES = 8  # segments checked to estimate whether a block is cached
 
 _NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
 
 
-def straight(dtype: np.dtype[Any], block: Array) -> bool:
-    """Whether the bytes of lines of a stored dtype are those of the rows of a block."""
+def copies_bytes(dtype: np.dtype[Any], block: Array) -> bool:
+    """Return whether rows of a block have the same bytes as lines of a stored dtype."""
     return dtype.isnative and block.strides[1] == dtype.itemsize
 
 
 def scratch_bytes(*, past_cache: bool) -> int:
-    """Return the memory that a thread takes to read or write blocks."""
+    """Return the scratch memory that a thread needs to read or write blocks."""
     return max(SCRATCH_BYTES, DIRECT_BYTES if past_cache else 0)
 
 
@@ -57,60 +60,66 @@ def read_block(
     offset: int,
     line: int,
     dtype: np.dtype[Any],
-    lines: Span,
-    part: Span,
+    lines: Range,
+    part: Range,
     out: Array,
     *,
     past_cache: bool = False,
 ) -> None:
-    """Fill `out` with the elements `part` of some lines, one in each row.
+    """Fill `out` with the elements `part` of a range of lines, one line per row.
 
-    The file holds lines of `line` elements from the byte `offset` on. `dtype` has the stored byte order, `out` that of
-    the machine. With `past_cache` what the page cache does not hold is read past it, as in `OpenFile.read`. Raises
-    `EOFError` if the file ends before.
+    Arguments:
+        offset, line: the file has lines of `line` elements from the byte `offset` on
+        dtype: the elements, in stored byte order; `out` has the native one
+        past_cache: bytes that the page cache lacks bypass it, as in `OpenFile.read`
+
+    Raises `EOFError` if the file is shorter.
     """
     start, stride = offset + (lines[0] * line + part[0]) * dtype.itemsize, line * dtype.itemsize
     if out.size == 0:
         return
-    if part == (0, line) and straight(dtype, out):
+    if part == (0, line) and copies_bytes(dtype, out):
         file.read(start, out, past_cache=past_cache)
     elif stride <= MAX_LINE:
         _read_with_gaps(file, start, line, dtype, out)
     elif past_cache and _read_past_cache(file, start, stride, dtype, out):
         pass
-    elif straight(dtype, out):
+    elif copies_bytes(dtype, out):
         _read_segments(file, start, stride, out.view(np.uint8))
     else:
         for top, left, piece in _pieces(out):
-            held = scratch(piece.size * dtype.itemsize).view(dtype).reshape(piece.shape)
-            _read_segments(file, start + top * stride + left * dtype.itemsize, stride, held.view(np.uint8))
-            np.copyto(piece, held, casting="equiv")
+            stored = scratch(piece.size * dtype.itemsize).view(dtype).reshape(piece.shape)
+            _read_segments(file, start + top * stride + left * dtype.itemsize, stride, stored.view(np.uint8))
+            np.copyto(piece, stored, casting="equiv")
 
 
 def write_block(
-    descriptor: int, offset: int, line: int, dtype: np.dtype[Any], lines: Span, part: Span, data: Array
+    descriptor: int, offset: int, line: int, dtype: np.dtype[Any], lines: Range, part: Range, data: Array
 ) -> None:
-    """Write the rows of `data` as the elements `part` of some lines. The arguments are those of `read_block`."""
+    """Write the rows of `data` as the elements `part` of a range of lines.
+
+    The arguments are those of `read_block`.
+    """
     start, stride = offset + (lines[0] * line + part[0]) * dtype.itemsize, line * dtype.itemsize
     if data.size == 0:
         return
-    if straight(dtype, data):
+    if copies_bytes(dtype, data):
         _write_segments(descriptor, start, stride, data)
         return
     for top, left, piece in _pieces(data):
-        held = scratch(piece.size * dtype.itemsize).view(dtype).reshape(piece.shape)
-        np.copyto(held, piece, casting="equiv")
-        _write_segments(descriptor, start + top * stride + left * dtype.itemsize, stride, held)
+        stored = scratch(piece.size * dtype.itemsize).view(dtype).reshape(piece.shape)
+        np.copyto(stored, piece, casting="equiv")
+        _write_segments(descriptor, start + top * stride + left * dtype.itemsize, stride, stored)
 
 
 def _read_with_gaps(file: OpenFile, start: int, line: int, dtype: np.dtype[Any], out: Array) -> None:
-    """Fill the rows of `out` from lines of `line` elements, the first at the byte `start`, gaps being read too."""
+    """Fill the rows of `out` from lines of `line` elements, the first at the byte `start`, gaps included."""
     stride, height = line * dtype.itemsize, max(1, SCRATCH_BYTES // (line * dtype.itemsize))
     for top in range(0, len(out), height):
         block = out[top : top + height]
-        held = scratch((len(block) - 1) * stride + block.shape[1] * dtype.itemsize)
-        _fill(file, held, start + top * stride)
-        stored = np.lib.stride_tricks.as_strided(held.view(dtype), block.shape, (stride, dtype.itemsize))
+        lines = scratch((len(block) - 1) * stride + block.shape[1] * dtype.itemsize)
+        _fill(file, lines, start + top * stride)
+        stored = np.lib.stride_tricks.as_strided(lines.view(dtype), block.shape, (stride, dtype.itemsize))
         np.copyto(block, stored, casting="equiv")
 
 
@@ -122,21 +131,21 @@ def _read_segments(file: OpenFile, start: int, stride: int, rows: Array) -> None
     if (read_rows(file.descriptor, rows, some, start + stride * some, _NOWAIT) == size).all():
         left = left[read_rows(file.descriptor, rows, left, start + stride * left, _NOWAIT) < size]
     _request(file, start + stride * left, size)
-    left = left[::-1]  # when the last request is done most others are, and take no wait each
+    left = left[::-1]  # once the last request is done most others are, so few reads wait
     left = left[read_rows(file.descriptor, rows, left, start + stride * left) < size]
-    for number in left.tolist():  # at the end of the file, or with an error to raise
+    for number in left.tolist():  # at the end of the file, or after an error, which a retry raises
         _fill(file, rows[number], start + stride * number)
 
 
 def _read_past_cache(file: OpenFile, start: int, stride: int, dtype: np.dtype[Any], out: Array) -> bool:
-    """Fill the rows of `out` from segments that begin `stride` bytes apart, past the page cache.
+    """Fill the rows of `out`, past the page cache, from segments that begin `stride` bytes apart.
 
-    Returns False if the page cache holds them, or if the system refuses. Segments are read in whole sectors into one half of
-    the thread's memory, and are copied from there while the other half is read into.
+    Returns False if the page cache has them, or if the system refuses. Whole sectors are read into one half
+    of the thread's scratch memory while segments are copied from the other half.
     """
     size, count = out.shape[1] * dtype.itemsize, len(out)
-    # Each read takes `sectors` bytes. Two segments are `pitch` bytes apart in memory, which has the same remainder as
-    # `stride`: so the distance of a segment from the sector that it begins in is the same in memory and in the file.
+    # Each read takes `sectors` bytes. Segments are `pitch` bytes apart in memory. `pitch` and `stride` are
+    # equal modulo a sector, so a segment has the same offset within its sector in memory as in the file.
     sectors = -(-(size + SECTOR - 1) // SECTOR) * SECTOR
     pitch = sectors + SECTOR + (stride - sectors) % SECTOR
     at_once = min(MAX_READS, DIRECT_BYTES // 2 // pitch)
@@ -151,7 +160,7 @@ def _read_past_cache(file: OpenFile, start: int, stride: int, dtype: np.dtype[An
     halves = scratch(DIRECT_BYTES).reshape(2, -1)
 
     def started(number: int) -> Callable[[], bool]:
-        """Start to read a batch. Returns a function that waits for it, copies it, and tells whether all of it was read."""
+        """Start to read a batch. Return a function that waits, copies, and returns whether all was read."""
         block, half = out[number * at_once : (number + 1) * at_once], halves[number % 2]
         begin = start + number * at_once * stride
         offsets = begin + stride * np.arange(len(block))
@@ -183,7 +192,7 @@ def _read_past_cache(file: OpenFile, start: int, stride: int, dtype: np.dtype[An
 
 
 def _request(file: OpenFile, offsets: Array, size: int) -> None:
-    """Have the system read segments of so many bytes into the page cache, in whole windows."""
+    """Start to load segments of `size` bytes into the page cache, in whole windows."""
     window = 1 << (WINDOW * size).bit_length() - 1 if WINDOW * size <= MAX_WINDOW else mmap.PAGESIZE
     for offset in offsets.tolist():
         first, last = offset // window * window, -(-(offset + size) // window) * window
@@ -191,7 +200,7 @@ def _request(file: OpenFile, offsets: Array, size: int) -> None:
 
 
 def _fill(file: OpenFile, buffer: Any, offset: int) -> None:
-    """Fill a buffer with the bytes from an offset on. Raises `EOFError` if the file ends before."""
+    """Fill a buffer with the bytes from an offset on. Raises `EOFError` if the file is shorter."""
     done = 0
     while done < buffer.nbytes:
         got = os.preadv(file.descriptor, [buffer[done:]], offset + done)
@@ -206,7 +215,7 @@ def _write_segments(descriptor: int, start: int, stride: int, data: Array) -> No
         data = data.reshape(1, -1)
     size = data.shape[1] * data.itemsize
     for offset in range(start, start + stride * len(data), stride):
-        # The system reads pages that are written in part. It takes them one after another if they are not requested before.
+        # The kernel reads each page that is written in part, and waits for it unless it was requested before.
         for edge in (offset, offset + size - 1):
             os.posix_fadvise(descriptor, edge, 1, os.POSIX_FADV_WILLNEED)
     for number, row in enumerate(data.view(np.uint8)):
@@ -216,7 +225,7 @@ def _write_segments(descriptor: int, start: int, stride: int, data: Array) -> No
 
 
 def _pieces(block: Array) -> list[tuple[int, int, Array]]:
-    """Cut a block into pieces that fit into the scratch: for each its first row and column, and itself."""
+    """Cut a block into pieces that fit into the scratch memory. Return each with its first row and column."""
     height, width = block.shape
     elements = SCRATCH_BYTES // block.itemsize
     across = max(1, min(width, elements // min(height, SCRATCH_LINES)))

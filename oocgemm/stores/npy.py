@@ -1,4 +1,7 @@
-"""A .npy file as a matrix: read and written by system calls, so that its pages are never in the process's resident set."""
+"""Use a .npy file as a matrix.
+
+It is read and written by system calls, which keep its pages out of the resident set.
+"""
 
 import errno
 import os
@@ -9,18 +12,79 @@ from typing import Any, BinaryIO, Literal
 import numpy as np
 
 from oocgemm.errors import InputError
-from oocgemm.planning import Layout
-from oocgemm.planning.tiling import Span
-from oocgemm.stores.base import Array, checked
-from oocgemm.stores.durable import saved_block, saved_blocks, stamp, stamps, sync_files, sync_path
+from oocgemm.planning import GemmProblem, Layout
+from oocgemm.planning.tiling import Range
+from oocgemm.stores.base import Array, Matrix, Store, checked, is_path, refuse_zarr_options
+from oocgemm.stores.durable import (
+    DATA,
+    SIDECAR,
+    fingerprint_of,
+    fingerprints,
+    found_locally,
+    saved_block,
+    saved_blocks,
+    sync_files,
+    sync_path,
+)
 from oocgemm.stores.files import OpenFile, publish, worth_caching
+from oocgemm.stores.formats import check_found
 from oocgemm.stores.lines import read_block, scratch_bytes, write_block
+from oocgemm.stores.space import check_room
 
-ARCHIVE = b"PK\x03\x04"  # as .npz files begin
+ARCHIVE = b"PK\x03\x04"  # the first bytes of a .npz file
+
+
+class NpyFiles(Store):
+    """Open and create .npy files, recognized by that suffix."""
+
+    kind = "npy"
+
+    def matches(self, operand: Any) -> bool:
+        return is_path(operand) and os.fspath(operand).endswith(".npy")
+
+    def open(self, name: str, operand: Any, *, writable: bool = False, journal: Path | None = None) -> Matrix:
+        if journal is not None and (journal / DATA).exists():
+            return open_npy(name, journal / DATA, writable=writable, place=Path(operand))
+        check_found(name, operand)
+        return open_npy(name, Path(operand), writable=writable)
+
+    def exists(self, path: str) -> bool:
+        return found_locally(path)
+
+    def new_layout(
+        self, path: str, problem: GemmProblem, chunks: tuple[int, int] | None, compressor: str | None
+    ) -> Layout:
+        refuse_zarr_options("a .npy file", chunks, compressor)
+        return Layout(line=problem.n, itemsize=problem.itemsizes["C"])
+
+    def create(
+        self,
+        name: str,
+        path: str,
+        shape: tuple[int, int],
+        dtype: np.dtype[Any],
+        chunks: tuple[int, int],
+        compressor: str | None,
+        *,
+        journal: Path | None = None,
+    ) -> Matrix:
+        check_room(name, path, shape[0] * shape[1] * dtype.itemsize)
+        try:
+            Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
+            at = Path(path) if journal is None else journal / DATA
+            return create_npy(name, at, shape, dtype, Path(path))
+        except (OSError, ValueError, OverflowError) as error:
+            raise InputError(f"{name}: cannot create {path}: {error}") from error
+
+    def journal_folder(self, operand: Any) -> Path | None:
+        return Path(os.path.realpath(operand) + SIDECAR)
 
 
 class NpyMatrix:
-    """A .npy file, durable (`stores.durable`). One that is created may have a `place` to go to when it is finished."""
+    """A matrix in a .npy file, durable (`stores.durable`).
+
+    A new file may have a `place`, its final path.
+    """
 
     def __init__(
         self,
@@ -33,7 +97,10 @@ class NpyMatrix:
         by_columns: bool = False,
         place: Path | None = None,
     ) -> None:
-        """Elements of a `dtype` of the stored byte order begin at the byte `offset`, in rows or `by_columns`."""
+        """Take a file whose elements begin at the byte `offset`, in rows or `by_columns`.
+
+        `dtype` carries the stored byte order.
+        """
         self.shape, self.dtype = checked(name, shape, dtype)
         self.name = name
         self._path = path
@@ -59,7 +126,7 @@ class NpyMatrix:
         mapped: Array = np.load(self._path, mmap_mode=mode)
         return mapped
 
-    def read(self, rows: Span, cols: Span, out: Array) -> None:
+    def read(self, rows: Range, cols: Range, out: Array) -> None:
         with OpenFile(self._path) as file:
             self._check_length(file.size)
             lines, part, block = self._oriented(rows, cols, out)
@@ -67,13 +134,13 @@ class NpyMatrix:
                 file, self._offset, self._line, self._stored, lines, part, block, past_cache=self._past_cache
             )
 
-    def write(self, rows: Span, cols: Span, data: Array) -> None:
+    def write(self, rows: Range, cols: Range, data: Array) -> None:
         if self._redirected is not None:
             publish(saved_block(self._redirected, rows, cols), data, data.nbytes)
         else:
             self._write(rows, cols, data)
 
-    def _write(self, rows: Span, cols: Span, data: Array) -> None:
+    def _write(self, rows: Range, cols: Range, data: Array) -> None:
         descriptor = os.open(self._path, os.O_WRONLY)
         try:
             self._check_length(os.fstat(descriptor).st_size)
@@ -82,29 +149,29 @@ class NpyMatrix:
         finally:
             os.close(descriptor)
 
-    def _oriented(self, rows: Span, cols: Span, block: Array) -> tuple[Span, Span, Array]:
-        """A block as the lines that it lies in, what it takes of each, and an array with a row for each line."""
+    def _oriented(self, rows: Range, cols: Range, block: Array) -> tuple[Range, Range, Array]:
+        """Return the stored lines of a block, its range in each, and its array with one row per line."""
         return (cols, rows, block.T) if self._by_columns else (rows, cols, block)
 
     def _check_length(self, size: int) -> None:
-        """Raises `EOFError` for a file that has been cut short: a write would lengthen it again, with zeros before."""
+        """Raise `EOFError` for a truncated file. A write would extend it again, with zeros in between."""
         if size < self._size:
-            raise EOFError(f"the file has been cut short, from {self._size} bytes to {size}")
+            raise EOFError(f"the file was truncated from {self._size} bytes to {size}")
 
     def sync(self) -> None:
         sync_path(self._path)
 
-    def redirect(self, folder: Path) -> None:
+    def redirect_writes(self, folder: Path) -> None:
         self._redirected = folder
 
-    def sync_block(self, rows: Span, cols: Span) -> None:
+    def sync_block(self, rows: Range, cols: Range) -> None:
         if self._redirected is not None:
             blocks = saved_blocks(self._redirected, rows, cols)
             sync_files(self._redirected, [path.name for path, _, _ in blocks])
         else:
             self.sync()
 
-    def adopt(self, rows: Span, cols: Span) -> None:
+    def apply_redo(self, rows: Range, cols: Range) -> None:
         assert self._redirected is not None
         blocks = saved_blocks(self._redirected, rows, cols)
         for path, r, c in blocks:
@@ -116,24 +183,24 @@ class NpyMatrix:
 
     def set_finished(self, finished: bool) -> None:
         if finished and self._place is not None:
-            _name(self._path, self._place)
+            _rename_into_place(self._path, self._place)
             sync_path(self._place.parent)
             self._path, self._place = self._place, None
 
-    def sweep(self) -> None:
+    def delete_partial_files(self) -> None:
         pass
 
-    def stamp(self) -> str:
-        return stamp([self._path])
+    def files_fingerprint(self) -> str:
+        return fingerprint_of([self._path])
 
-    def block_stamp(self, rows: Span, cols: Span) -> str | None:
-        """Return None: no file belongs to a block alone."""
+    def block_fingerprint(self, rows: Range, cols: Range) -> str | None:
+        """Return None: all blocks share one file."""
         return None
 
     def fingerprint(self) -> dict[str, object] | None:
         order = "columns" if self._by_columns else "rows"
-        said = f"{self.shape} {self._stored.str} by {order}"
-        return {"path": os.path.realpath(self._path), "metadata": said, **stamps([self._path])}
+        metadata = f"{self.shape} {self._stored.str} by {order}"
+        return {"path": os.path.realpath(self._path), "metadata": metadata, **fingerprints([self._path])}
 
     def describe(self) -> dict[str, object]:
         path = str(self._path)
@@ -142,7 +209,7 @@ class NpyMatrix:
     def identities(self) -> set[object]:
         try:
             status = os.stat(self._path)
-        except OSError:  # no path leads to it any more
+        except OSError:  # the path was unlinked
             return set()
         return {("file", status.st_dev, status.st_ino)}
 
@@ -153,7 +220,10 @@ class NpyMatrix:
 
 
 def open_npy(name: str, path: Path, *, writable: bool = False, place: Path | None = None) -> NpyMatrix:
-    """Open a .npy file that goes to `place` when it is finished. Raises `InputError` for any other file."""
+    """Open a .npy file, which is renamed to `place` when it is finished.
+
+    Raises `InputError` for any other file.
+    """
     try:
         with open(path, "r+b" if writable else "rb") as file:
             shape, by_columns, dtype = _read_header(file)
@@ -162,7 +232,7 @@ def open_npy(name: str, path: Path, *, writable: bool = False, place: Path | Non
             raise ValueError("its elements are Python objects")
         if size < (whole := offset + prod(shape) * dtype.itemsize):
             raise ValueError(f"it has {size} bytes instead of {whole}")
-    except Exception as error:  # NumPy's reader of headers raises of every kind
+    except Exception as error:  # NumPy's header reader raises exceptions of many types
         raise InputError(f"{name}: {path} cannot be opened as a .npy file: {error}") from error
     return NpyMatrix(name, path, shape, dtype, offset, by_columns=by_columns, place=place)
 
@@ -170,34 +240,39 @@ def open_npy(name: str, path: Path, *, writable: bool = False, place: Path | Non
 def create_npy(
     name: str, path: Path, shape: tuple[int, int], dtype: np.dtype[Any], place: Path | None = None
 ) -> NpyMatrix:
-    """Create a .npy file of zeros. It goes to `place` when it is finished. A file that cannot be made leaves nothing."""
+    """Create a .npy file of zeros, which is renamed to `place` when it is finished.
+
+    If that fails, no file is left behind.
+    """
     open(path, "xb").close()
     try:
         with open(path, "wb") as file:
-            said = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
-            np.lib.format.write_array_header_1_0(file, said)
+            header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+            np.lib.format.write_array_header_1_0(file, header)
             offset = file.tell()
         matrix = NpyMatrix(name, path, shape, dtype, offset, place=place)
         matrix.reserve()
-        sync_files(path.parent, [path.name])  # what it comes to hold is synced block by block
+        sync_files(path.parent, [path.name])  # its content is synced block by block
     except BaseException:
         path.unlink()
         raise
     return matrix
 
 
-def _name(path: Path, place: Path) -> None:
+def _rename_into_place(path: Path, place: Path) -> None:
     """Rename a finished file to its place, unless another file is there. Raises `OSError`."""
     if path != place and place.exists():
         raise FileExistsError(
-            errno.EEXIST, f"something else was put at its place; it is in {path}", str(place)
+            errno.EEXIST, f"another file was put at its path; the result is in {path}", str(place)
         )
     os.replace(path, place)
 
 
 def _read_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Shape, whether columns are contiguous, and stored dtype of the array that begins at the position of the file then.
-    Raises `ValueError`."""
+    """Read an array's header at the file's position: shape, whether columns are contiguous, and stored dtype.
+
+    Raises `ValueError`.
+    """
     if file.read(len(ARCHIVE)) == ARCHIVE:
         raise ValueError("it is an archive of arrays")
     file.seek(0)

@@ -1,1 +1,1 @@
-"""The operating system: memory, threads, processor time, and the user's cache folder."""
+"""Query and use the operating system: memory, threads, processor time, and the user's cache folder."""

@@ -1,4 +1,4 @@
-"""Processor time: what this process has used, and what others have on the same cores."""
+"""Measure processor time: of this process, and of all programs on the same cores."""
 
 import os
 from dataclasses import dataclass
@@ -7,14 +7,20 @@ from time import process_time
 
 @dataclass(frozen=True, slots=True)
 class CpuTimes:
-    """Processor seconds so far: of this process, and of the cores that it may use, whoever used them."""
+    """Hold processor seconds so far:
+
+    `own` of this process, `busy` of the cores that it may use, by any program.
+    """
 
     own: float
     busy: float
 
     @classmethod
     def now(cls) -> "CpuTimes | None":
-        """Read the counters; None where the system has none. Those of the cores are in ticks, of 10 ms on Linux."""
+        """Read the counters; None where the system has none.
+
+        The cores' counters advance in ticks, 10 ms on Linux.
+        """
         cores = {f"cpu{number}" for number in os.sched_getaffinity(0)}
         busy = 0.0
         try:
@@ -28,10 +34,10 @@ class CpuTimes:
 
 
 def used_since(start: CpuTimes | None) -> dict[str, float] | None:
-    """Processor seconds since `start`: those of this process, and those of all programs on the cores it may use."""
+    """Return the processor seconds since `start`: of this process, and of all programs on its cores."""
     end = CpuTimes.now()
     if start is None or end is None:
         return None
     own = end.own - start.own
-    busy = max(own, end.busy - start.busy)  # a tick more or less
+    busy = max(own, end.busy - start.busy)  # the counters may differ by a tick
     return {"cores": len(os.sched_getaffinity(0)), "own_seconds": own, "busy_seconds": busy}

@@ -1,4 +1,4 @@
-"""Large blocks of host memory, and how much memory there is."""
+"""Allocate large blocks of host memory, and query how much there is."""
 
 import mmap
 import os
@@ -15,9 +15,9 @@ import numpy.typing as npt
 from oocgemm.errors import OutOfMemoryError
 from oocgemm.planning.units import format_size
 
-ROOT = Path("/")  # of /proc and of the mount points of cgroups
-# Of a memory cgroup, versions 2 and 1: the files of its limits, that of its use, and the lines of memory.stat that count page
-# cache, which the system reclaims on demand.
+ROOT = Path("/")  # of /proc and of cgroup mount points; tests replace it
+# Per cgroup version: the files of the limits, the file of the usage, and the lines of memory.stat that count
+# page cache, which the kernel reclaims on demand.
 CGROUP_FILES = {
     "cgroup2": (("memory.max", "memory.high"), "memory.current", ("active_file", "inactive_file")),
     "cgroup": (
@@ -29,23 +29,27 @@ CGROUP_FILES = {
 
 
 def allocate(size: int) -> npt.NDArray[Any]:
-    """`size` bytes, page-aligned, on huge pages where the system has them (first touch is several times
-    cheaper), returned to the system when the last view of them goes."""
+    """Return `size` page-aligned bytes, on huge pages where the system has them.
+
+    Huge pages make the first touch several times cheaper. The memory is freed with the last view of it.
+    Raises `OutOfMemoryError`.
+    """
     try:
         block = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError, OverflowError) as error:
         raise OutOfMemoryError(
-            f"the system refuses {format_size(size)} of host memory ({error}), {format_size(available_memory())} are "
-            "available: pass a smaller --host-memory, and on the host backend a smaller --device-memory"
+            f"the system refuses {format_size(size)} of host memory ({error}), "
+            f"{format_size(available_memory())} are available: "
+            "pass a smaller --host-memory, and on the host backend a smaller --device-memory"
         ) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without huge pages is only slower
+        with suppress(OSError):  # a kernel without huge pages is just slower
             block.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(block, np.uint8)[:size]
 
 
 def available_memory() -> int:
-    """Return the bytes of host memory that can be had without swapping, within the limits of all cgroups of the process."""
+    """Return the bytes of host memory available without swapping, within the limits of all cgroups."""
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError):
         for line in Path("/proc/meminfo").read_text().splitlines():
@@ -56,13 +60,13 @@ def available_memory() -> int:
 
 
 def memory_limit() -> int:
-    """Return the bytes of host memory that the process may take at most: those of the machine, or fewer by its cgroups."""
+    """Return the host memory in bytes that the process may use: the machine's, or less by its cgroups."""
     installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return int(min([installed, *(_limit(kind, group) for kind, group in _memory_groups())]))
 
 
 def _memory_groups() -> Iterator[tuple[str, Path]]:
-    """Yield the folders of the process's own memory cgroup and of its parents, as far as they are mounted, with their version.
+    """Yield version and folder of the process's memory cgroup and its parents, if they are mounted.
 
     See cgroups(7) and, for the fields of mountinfo, proc_pid_mountinfo(5).
     """
@@ -81,7 +85,7 @@ def _memory_groups() -> Iterator[tuple[str, Path]]:
         root, place = (
             re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), field) for field in fields[3:5]
         )
-        below = PurePosixPath()  # the mount point itself, where the own group is not below it
+        below = PurePosixPath()  # the mount point itself, if the process's group is not below it
         if paths[kind].is_relative_to(root):
             below = paths[kind].relative_to(root)
         for group in (below, *below.parents):
@@ -89,7 +93,7 @@ def _memory_groups() -> Iterator[tuple[str, Path]]:
 
 
 def _left(kind: str, group: Path) -> float:
-    """Return the bytes that the processes of a cgroup may still take; infinity if it has no limit."""
+    """Return the bytes that the processes of a cgroup may still allocate; infinity without a limit."""
     _, used, caches = CGROUP_FILES[kind]
     limit = _limit(kind, group)
     if limit == inf:
@@ -102,7 +106,7 @@ def _left(kind: str, group: Path) -> float:
 
 
 def _limit(kind: str, group: Path) -> float:
-    """Return the bytes that the processes of a cgroup may take in all; infinity if it has no limit."""
+    """Return the bytes that the processes of a cgroup may allocate in total; infinity without a limit."""
     try:
         files = [group / name for name in CGROUP_FILES[kind][0]]
         texts = [file.read_text().strip() for file in files if file.exists()]

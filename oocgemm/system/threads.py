@@ -1,4 +1,4 @@
-"""Threads: start them, shield work from signals, and share process-wide settings between runs."""
+"""Start threads, shield work from signals, and share process-wide settings between runs."""
 
 import resource
 import sys
@@ -14,13 +14,13 @@ from oocgemm.errors import ExecutionError
 
 T = TypeVar("T")
 
-# How long a thread may keep the GIL from another thread that waits for it, in seconds, while a run goes on. Python's
-# own 5 ms is longer than a step.
+# Seconds that a thread may keep the GIL while another thread waits for it, during a run. Python's default of
+# 5 ms is longer than a step.
 SWITCH_INTERVAL = 0.2e-3
 
 
 def start(thread: threading.Thread) -> None:
-    """Start a thread. Raises `ExecutionError` where the system has no room for it."""
+    """Start a thread. Raises `ExecutionError` where the system refuses it."""
     try:
         thread.start()
     except RuntimeError as error:
@@ -28,17 +28,18 @@ def start(thread: threading.Thread) -> None:
 
 
 def refusal(error: RuntimeError) -> str:
-    """Say why the system refuses a thread, and which limit to raise."""
+    """Explain why the system refuses a thread, and which limit to raise."""
     limit, used = resource.getrlimit(resource.RLIMIT_AS)[0], 0
     if limit == resource.RLIM_INFINITY:
         return f"{error}: raise the limit on processes (ulimit -u), or end others"
     with suppress(OSError):
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    return f"{error}, {used >> 20} of the {limit >> 20} MiB of address space are in use: raise the limit (ulimit -v)"
+    address_space = f"{used >> 20} of the {limit >> 20} MiB of address space are in use"
+    return f"{error}, {address_space}: raise the limit (ulimit -v)"
 
 
 class Cancel:
-    """A request to stop that one thread makes and another obeys. The first request counts."""
+    """A request to stop, passed from one thread to another. The first request counts."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -46,7 +47,7 @@ class Cancel:
         self._stop: Callable[[BaseException], object] | None = None
 
     def request(self, error: BaseException) -> None:
-        """Ask for a stop because of `error`. It is safe to repeat a request that was itself interrupted."""
+        """Request a stop because of `error`. A request that was interrupted can be repeated safely."""
         with self._lock:
             self._error = self._error or error
             error, stop = self._error, self._stop
@@ -55,7 +56,7 @@ class Cancel:
 
     @contextmanager
     def calling(self, stop: Callable[[BaseException], object]) -> Iterator[None]:
-        """Within, call `stop` with the error as soon as a stop is requested, or at once if it was requested before."""
+        """Call `stop` with the error once a stop is requested, also if that was before this context."""
         with self._lock:
             self._stop, error = stop, self._error
         try:
@@ -68,11 +69,12 @@ class Cancel:
 
 
 def shielded(work: Callable[[Cancel], T]) -> T:
-    """Run `work` in a thread of its own, so that no signal interrupts it, and return what it returns.
+    """Run `work` in a thread of its own, which no signal interrupts, and return its result.
 
-    Python raises the exception of a signal handler in the main thread, between any two bytecodes: also between the
-    start of a thread and the `try` that would join it. Here the main thread only waits. An exception that interrupts
-    the waiting becomes a request to `work` to stop. It is raised once `work` has ended.
+    Python raises the exception of a signal handler in the main thread, between any two bytecodes. That may be
+    between the start of a thread and the `try` that would join it. Here the main thread only waits. An
+    exception that interrupts the wait becomes a request to `work` to stop, and is raised once `work` has
+    ended.
     """
     cancel, claim, ended = Cancel(), threading.Lock(), threading.Event()
     results: list[T] = []
@@ -80,7 +82,7 @@ def shielded(work: Callable[[Cancel], T]) -> T:
 
     def run() -> None:
         if not claim.acquire(blocking=False):
-            return  # the caller was interrupted before this thread began
+            return  # the caller was interrupted before this thread started
         try:
             results.append(work(cancel))
         except BaseException as error:
@@ -95,7 +97,7 @@ def shielded(work: Callable[[Cancel], T]) -> T:
         worker.join()
     except BaseException as error:
         if claim.acquire(blocking=False):
-            raise  # the thread has not begun, and will not
+            raise  # the thread has not started `work`, and will not
         _insist(partial(cancel.request, error))
         _insist(ended.wait)
         _insist(worker.join)
@@ -107,11 +109,11 @@ def shielded(work: Callable[[Cancel], T]) -> T:
 
 
 def _insist(act: Callable[[], object]) -> None:
-    """Do one step of stopping, however often it is interrupted. `act` raises nothing of its own."""
+    """Complete one step of stopping, however often it is interrupted. `act` itself raises nothing."""
     while True:
         try:
             act()
-        except BaseException:  # a further signal: the first one is raised at the end
+        except BaseException:  # another signal: the first one is raised at the end
             continue
         return
 
@@ -126,8 +128,10 @@ class _SwitchInterval:
 
     @contextmanager
     def shortened(self) -> Iterator[None]:
-        """Within, a thread keeps the GIL from others for at most `SWITCH_INTERVAL`. The last user restores the former
-        interval, unless another program part has set one meanwhile."""
+        """Within the context, a thread keeps the GIL from others for at most `SWITCH_INTERVAL`.
+
+        The last user restores the previous interval, unless other code has changed it in between.
+        """
         with self._lock:
             if not self._users:
                 self._before = sys.getswitchinterval()

@@ -1,3 +1,3 @@
-"""The version of this package, wherever its code lies: installed or not."""
+"""State the version of this package, installed or not."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""Timelines: what ran when, the figures that say how much of the copying was hidden."""
+"""Timelines: when each operation of a run ran, and the figures computed from that."""
 
 from oocgemm.timeline.diagnosis import Diagnosis, diagnose
 from oocgemm.timeline.log import Recorder, read_log

@@ -1,4 +1,4 @@
-"""How long a run was busy with something, added up as it goes."""
+"""Busy time of one activity of a run, summed while the run goes on."""
 
 from threading import Lock
 
@@ -8,20 +8,21 @@ MAX_INTERVALS = 4000
 
 
 class BusyTime:
-    """Add up intervals as they end, in bounded memory: the time in which any was under way, and their summed lengths.
+    """Sum time intervals in bounded memory: the length of their union, and their total length.
 
-    Threads append intervals about as they end. The oldest are folded into a number once there are `MAX_INTERVALS`; an interval
-    that begins before those that were folded counts from their end on.
+    Threads append intervals roughly in the order in which they end. When `MAX_INTERVALS` intervals are
+    stored, the oldest are replaced by the length of their union. An interval that starts before the end of
+    these counts in the union only from that end on. Appending is thread-safe.
     """
 
     def __init__(self) -> None:
         self._recent: list[Interval] = []
         self._folded = self._folded_until = self._total = 0
-        self._folding = Lock()
+        self._lock = Lock()
 
     def append(self, interval: Interval) -> None:
-        """Add an interval in nanoseconds."""
-        with self._folding:
+        """Add an interval (start, end), in nanoseconds."""
+        with self._lock:
             self._total += max(0, interval[1] - interval[0])
             self._recent.append((max(interval[0], self._folded_until), interval[1]))
             if len(self._recent) < MAX_INTERVALS:
@@ -34,10 +35,10 @@ class BusyTime:
 
     @property
     def covered(self) -> int:
-        """Nanoseconds in which any interval was under way."""
+        """Return the length of the union of all intervals, in nanoseconds."""
         return self._folded + length(union(self._recent))
 
     @property
     def total(self) -> int:
-        """Summed lengths of all intervals, in nanoseconds."""
+        """Return the sum of the lengths of all intervals, in nanoseconds."""
         return self._total

@@ -1,17 +1,20 @@
-"""The figures of a run, from its timeline alone.
+"""The figures of a run, computed from its timeline alone.
 
 |X| is the length of the union of the intervals of lanes X.
 
-- compute share    |compute| / T, compute = Multiply
-- copy overlap     |copy and compute| / |copy|, copy = h2d and d2h
-- storage overlap  |storage and compute| / |storage|, storage = read, decode, encode, write
-- exposed time     T - |compute|, every instant of it given to a cause; the causes add up to it exactly
-- traffic          bytes crossed per link, beside those required and the least possible for the budget
-- shares           compute and each cause of exposed time over T; they add up to 1 (`oocgemm.timeline.verdict`)
-- efficiency       the longest of flops / kernel rate, least bytes / rate of each link and bytes decoded / rate of
-                   decoding, over T, by the calibrated rates in the header: those of what the run uses
+- compute share    |compute| / T, where compute = Multiply
+- copy overlap     |copy and compute| / |copy|, where copy = h2d and d2h
+- storage overlap  |storage and compute| / |storage|, where storage = read, decode, encode, write
+- exposed time     T - |compute|. Each instant is attributed to one cause, and the causes add up to the whole
+- traffic          bytes crossed per link, bytes required (each input once), and the lower bound for the
+  budget
+- shares           compute and each cause of exposed time, over T; they add up to 1
+  (`oocgemm.timeline.verdict`)
+- efficiency       the longest of flops / kernel rate, least bytes / rate of each link and decoded bytes /
+  decode rate,
+                   over T; the rates are the calibrated ones in the header
 
-A ratio over nothing, or over rates never calibrated, is None.
+A ratio is None if its denominator is 0 or its rates were never calibrated.
 """
 
 import os
@@ -33,7 +36,7 @@ STORAGE = ("read", "decode", "encode", "write")
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same instants as disjoint intervals in order.
+    """Merge intervals into disjoint ones in ascending order; empty intervals are dropped.
 
     >>> union([(5, 7), (0, 3), (2, 4), (9, 9)])
     [(0, 4), (5, 7)]
@@ -48,12 +51,12 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(intervals: Iterable[Interval]) -> int:
-    """Summed lengths of disjoint intervals."""
+    """Return the sum of the lengths of disjoint intervals."""
     return sum(end - start for start, end in intervals)
 
 
 def intersection(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
-    """Instants in both of two unions.
+    """Return the intersection of two unions (see `union`).
 
     >>> intersection([(0, 4), (6, 9)], [(3, 7)])
     [(3, 4), (6, 7)]
@@ -72,18 +75,20 @@ def intersection(one: Sequence[Interval], other: Sequence[Interval]) -> list[Int
 
 @dataclass(frozen=True)
 class Report:
-    """The figures of one device. Times in seconds; ratios between 0 and 1, or None over nothing.
+    """The figures of one device. Times are in seconds; ratios are between 0 and 1, or None (see the module).
 
-    `checks` of a verified run: how many tiles and blocks of them were checked, how many blocks held an Inf or a NaN and
-    were only looked at for these (`undecided`), which tiles were `recomputed`, the seconds in which any thread was
-    checking, those of all threads together, and both as a share: of T, and of T on every core; and which `tier` took the
-    checksums, and the seconds in which the device was at that.
+    `checks` is None unless the run was verified. It counts the checked `tiles` and `blocks`, and the blocks
+    with an Inf or NaN, which were checked for nonfinite elements only (`undecided`). `recomputed` lists the
+    tiles that were recomputed. `seconds` is the time in which any thread was checking, `share` the same over
+    T. `thread_seconds` is summed over all threads, `core_share` the same over T on all cores. `tier` names
+    where the checksums were computed; `device_seconds` is the time that the device spent on them.
 
-    `cpu` says how many cores the process could use, and how many of them, on average over T, it used itself (`own`) and
-    others did: other programs, and other virtual machines of the host. None where the system does not say.
+    `cpu` is None if the system does not report processor time. `cores` counts the cores that this process may
+    use. `own` is the mean number of them that this process used over T. `others` is the mean number that
+    other programs used, including other virtual machines of the same host.
 
-    Of an `unfinished` run `wall` is the time up to the end of its last operation that was recorded; there is no efficiency,
-    and nothing required or least possible, since those are of the whole.
+    If `unfinished` is set, `wall` ends with the last recorded operation. The efficiency, the required bytes
+    and the lower bound are then None, since they are defined for the whole run.
     """
 
     wall: float
@@ -103,23 +108,23 @@ class Report:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Shares of T of compute and of each cause of exposed time, the largest first."""
+        """Return the shares of T of compute and of each cause of exposed time, the largest first."""
         return shares(self.compute, self.exposed, self.wall)
 
     @property
     def verdict(self) -> Verdict:
-        """What bounds the run: the largest of the shares."""
+        """Return what bounds the run: the largest of the shares."""
         return verdict(self.shares if self.compute else {})
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, the verdict and the shares included."""
+        """Return all figures as plain data, with the verdict and the shares."""
         return {"verdict": self.verdict.to_dict(), "shares": self.shares} | asdict(self)
 
 
 def report(timeline: Timeline | str | os.PathLike[str], device: int = 0) -> Report:
-    """Compute all figures of a timeline, or of the log of one at a path.
+    """Compute all figures of one device, from a timeline or from the path of its log.
 
-    Raises `InputError` for a path at which there is no log that can be read.
+    Raises `InputError` if the log cannot be read.
     """
     if not isinstance(timeline, Timeline):
         timeline = read_log(os.fspath(timeline))
@@ -156,14 +161,16 @@ def report(timeline: Timeline | str | os.PathLike[str], device: int = 0) -> Repo
 
 
 def same_product(timelines: Sequence[Timeline]) -> bool:
-    """Whether runs multiplied alike: the same extents and dtypes. True where a log does not say what it multiplied."""
+    """Return whether runs have the same extents and dtypes. A log without a problem matches any other."""
     problems = [timeline.header.get("plan", {}).get("problem") for timeline in timelines]
     names = ("m", "n", "k", "a_dtype", "b_dtype", "c_dtype")
     return len({tuple(problem.get(name) for name in names) for problem in problems if problem}) <= 1
 
 
 def shares_between(spans: Sequence[Span], since: int, until: int) -> dict[str, float]:
-    """Shares of the time between two instants by cause, of a run whose operations are known up to `until`.
+    """Return the share of each cause in the time from `since` to `until`, in nanoseconds, the largest first.
+
+    `spans` must hold all operations that ran in that time.
 
     >>> multiply = Span(0, "multiply", "A", "compute", "s", 0, (0, 0), 0, 10, 40, 0, 8)
     >>> shares_between([multiply], 0, 50)
@@ -178,7 +185,7 @@ def shares_between(spans: Sequence[Span], since: int, until: int) -> dict[str, f
 
 
 def exposed(spans: Sequence[Span], wall: int) -> dict[str, int]:
-    """Nanoseconds outside all Multiplies, by cause; they add up to T - |compute| exactly."""
+    """Return the exposed time of each cause in nanoseconds; the sum is exactly T - |compute|."""
     causes: defaultdict[str, int] = defaultdict(int)
     for start, end, cause in exposed_intervals(spans, wall):
         causes[cause] += end - start
@@ -186,50 +193,51 @@ def exposed(spans: Sequence[Span], wall: int) -> dict[str, int]:
 
 
 def exposed_intervals(spans: Sequence[Span], wall: int) -> list[Wait]:
-    """The instants outside all Multiplies and what each is given to, as intervals (start, end, cause) in order.
+    """Divide the time outside all Multiplies among its causes: intervals (start, end, cause), in order.
 
-    For each gap before a Multiply, the chain of the predecessors that ended last is followed back through the
-    gap: each instant belongs to the operation of that chain which was running, or else to ``issue``. What is
-    uncovered before the first Multiply is ``start-up``; all after the last is ``tail``.
+    Each gap before a Multiply is followed back along a chain of operations. The next operation of the chain
+    is the predecessor that ended last. Each instant of the gap belongs to the operation of the chain that was
+    running then, or to ``issue`` if none was. Time before the first Multiply without a running operation is
+    ``start-up``. All time after the last Multiply is ``tail``.
     """
     by_id = {s.id: s for s in spans}
     before = stream_predecessors(spans)
     found: list[Wait] = []
     covered_until = 0
-    rest = "start-up"
+    idle_cause = "start-up"
     for span in sorted((s for s in spans if s.kind == "multiply"), key=lambda s: (s.start, s.end)):
         if span.start > covered_until:
-            found += reversed(_blamed(span, (covered_until, span.start), rest, by_id, before))
+            found += reversed(_attributed(span, (covered_until, span.start), idle_cause, by_id, before))
         covered_until = max(covered_until, span.end)
-        rest = "issue"
+        idle_cause = "issue"
     found.append((covered_until, wall, "tail"))
     return [wait for wait in found if wait[0] < wait[1]]
 
 
-def _blamed(
-    span: Span, gap: Interval, rest: str, by_id: dict[int, Span], before: dict[int, int]
+def _attributed(
+    span: Span, gap: Interval, idle_cause: str, by_id: dict[int, Span], before: dict[int, int]
 ) -> list[Wait]:
-    """A gap shared among the chain of operations that the span waited for, from its end back to its start."""
+    """Divide a gap among the chain of operations that a span waited for, last instant first."""
     start, cursor = gap
     found: list[Wait] = []
     current = span
     while cursor > start:
-        latest = last_of(current, by_id, before)
+        latest = last_predecessor(current, by_id, before)
         if latest is None or latest.end <= start:
             break
         if latest.end < cursor:
-            found.append((latest.end, cursor, rest))
+            found.append((latest.end, cursor, idle_cause))
             cursor = latest.end
         begin = max(start, min(latest.start, cursor))
         found.append((begin, cursor, _cause(latest)))
         cursor = begin
         current = latest
-    found.append((start, cursor, rest))
+    found.append((start, cursor, idle_cause))
     return found
 
 
-def last_of(span: Span, by_id: dict[int, Span], before: dict[int, int]) -> Span | None:
-    """What ended last of all that a span had to wait for, its predecessor on the stream included."""
+def last_predecessor(span: Span, by_id: dict[int, Span], before: dict[int, int]) -> Span | None:
+    """Return the operation that ended last of those a span waited for, its stream predecessor included."""
     candidates = [by_id[i] for i in (*span.waits, before.get(span.id, -1)) if i in by_id]
     return max(candidates, key=lambda s: s.end, default=None)
 
@@ -239,8 +247,12 @@ def _cause(span: Span) -> str:
 
 
 def stream_predecessors(spans: Sequence[Span]) -> dict[int, int]:
-    """For each span the one of its stream that ended last before it began, or else was issued before it: a stream that several
-    threads work off takes the next operation when any of them is free."""
+    """Map the id of each span to that of its predecessor on its stream.
+
+    The predecessor is the operation of the stream that ended last before the span started, or else the one
+    issued just before it. Several threads may serve one stream. The next operation then starts when any of
+    them is free.
+    """
     streams: defaultdict[str, list[Span]] = defaultdict(list)
     for span in sorted(spans, key=lambda s: s.id):
         streams[span.stream].append(span)
@@ -250,7 +262,7 @@ def stream_predecessors(spans: Sequence[Span]) -> dict[int, int]:
         ends = [s.end for s in ended]
         for number, span in enumerate(issued):
             place = bisect_right(ends, span.start) - 1
-            while place >= 0 and ended[place].id >= span.id:  # of no length, or clocks that differ
+            while place >= 0 and ended[place].id >= span.id:  # empty spans, or spans of clocks that differ
                 place -= 1
             if place >= 0:
                 found[span.id] = ended[place].id
@@ -311,27 +323,31 @@ def _efficiency(timeline: Timeline, spans: Sequence[Span], flops: int) -> float 
 
 
 def _decoded(timeline: Timeline, spans: Sequence[Span]) -> float:
-    """Bytes decoded: those of the lane, or where reading decodes on its way, of the chunks that reads have touched."""
+    """Return the bytes decoded: those of the decode lane, or else those of the chunks covered by reads."""
     lane = sum(span.bytes for span in spans if span.lane == "decode")
     if lane:
         return lane
     operands = timeline.header.get("operands", {})
-    touched = timeline.header.get("plan", {}).get("read_amplification", {})
+    amplification = timeline.header.get("plan", {}).get("read_amplification", {})
     return sum(
-        span.bytes * float(touched.get(span.operand, 1.0))
+        span.bytes * float(amplification.get(span.operand, 1.0))
         for span in spans
         if span.lane == "read" and operands.get(span.operand, {}).get("direct") is False
     )
 
 
 def in_place(timeline: Timeline) -> str:
-    """How many panels were not read into a slot, and how many strips not written from one, if any."""
-    said = []
-    for kinds, operands, what, where in (
-        ("read", "AB", "panels of A and B", "from where they lie in memory"),
-        ("write", "C", "strips of C", "to where they lie in memory"),
+    """Return how many panels and strips bypassed the host slots, as text; empty if none did.
+
+    The device copies such blocks directly from or to the caller's arrays, so their reads and writes move no
+    bytes.
+    """
+    counts = []
+    for kind, operands, blocks, where in (
+        ("read", "AB", "panels of A and B", "from the caller's arrays"),
+        ("write", "C", "strips of C", "to the caller's array"),
     ):
-        spans = [span for span in timeline.spans if span.kind == kinds and span.operand in operands]
-        if lying := sum(not span.bytes for span in spans):
-            said.append(f"{lying} of {len(spans)} {what} copied {where}")
-    return ", ".join(said)
+        spans = [span for span in timeline.spans if span.kind == kind and span.operand in operands]
+        if direct := sum(not span.bytes for span in spans):
+            counts.append(f"{direct} of {len(spans)} {blocks} copied directly {where}")
+    return ", ".join(counts)

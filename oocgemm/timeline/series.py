@@ -1,4 +1,4 @@
-"""What pictures of a run are drawn from: rows for operations side by side, rates over time, when tiles were done."""
+"""Series for drawing a run: rows for concurrent operations, rates over time, finishing times of tiles."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -7,19 +7,23 @@ from typing import Any
 from oocgemm.timeline.metrics import length, union
 from oocgemm.timeline.spans import LANES, Span, Timeline
 
-# The order in which data flow from kind to kind: a wait along it is for what the operation uses, any other for a slot.
+# Kinds in the order of data flow. A wait for an earlier kind is a wait for data; any other wait is for a free
+# slot.
 FLOW = ("read", "upload", "prepare", "multiply", "finish", "download", "write")
 
 
 def lanes_of(spans: Iterable[Span]) -> list[str]:
-    """The lanes that spans are on, in the order data flow."""
-    there = {span.lane for span in spans}
-    return [*(lane for lane in LANES if lane in there), *sorted(there.difference(LANES))]
+    """Return the lanes of these spans, in the order of data flow."""
+    used = {span.lane for span in spans}
+    return [*(lane for lane in LANES if lane in used), *sorted(used.difference(LANES))]
 
 
 def rows(spans: Sequence[Span], *, exact: bool = False) -> list[int]:
-    """For each span the row of its lane it is drawn in: the first that is free, so that none covers another. Clocks of
-    devices are not exact: unless `exact`, what overlaps by a little counts as one after the other."""
+    """Return for each span its row in its lane: the first free row, so that no two spans overlap.
+
+    Device clocks are not exact. Unless `exact` is set, a span may overlap the one before it by 5% of its own
+    length.
+    """
     free: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
     found = [0] * len(spans)
     for index in sorted(range(len(spans)), key=lambda i: (spans[i].start, spans[i].end)):
@@ -33,7 +37,11 @@ def rows(spans: Sequence[Span], *, exact: bool = False) -> list[int]:
 
 
 def rates(spans: Iterable[Span], wall: int, bins: int) -> list[float]:
-    """Units per second in equal parts of the run: bytes, or flops where spans have any."""
+    """Return the rate in each of `bins` equal parts of the run.
+
+    Spans with flops count in flop/s, all others in bytes per second.
+    The amount of a span is spread evenly over the span. `wall` is in nanoseconds.
+    """
     moved = [0.0] * bins
     if wall <= 0:
         return moved
@@ -53,24 +61,28 @@ def rates(spans: Iterable[Span], wall: int, bins: int) -> list[float]:
 
 
 def utilisation(spans: Sequence[Span], since: int, until: int) -> dict[str, float]:
-    """The share of the time between two instants in which each lane was busy, in the order data flow."""
+    """Return each lane's busy share of the time from `since` to `until`, lanes in the order of data flow."""
     busy: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
     for span in spans:
         busy[span.lane].append((max(span.start, since), min(span.end, until)))
     return {lane: length(union(busy[lane])) / max(1, until - since) for lane in lanes_of(spans)}
 
 
-def finished(spans: Iterable[Span]) -> dict[tuple[int, int], int]:
-    """When the last operation of each tile that brought a part of C to its store, or computed it, ended."""
-    done: dict[tuple[int, int], int] = {}
+def finish_times(spans: Iterable[Span]) -> dict[tuple[int, int], int]:
+    """Return for each tile the end of its last Multiply or Write, in nanoseconds."""
+    ends: dict[tuple[int, int], int] = {}
     for span in spans:
         if span.kind in ("multiply", "write"):
-            done[span.tile] = max(done.get(span.tile, 0), span.end)
-    return done
+            ends[span.tile] = max(ends.get(span.tile, 0), span.end)
+    return ends
 
 
-def limits(timeline: Timeline) -> dict[str, tuple[float, bool]]:
-    """The rate of each lane that a calibration, or else the cost model, knows, and whether it was measured."""
+def rate_limits(timeline: Timeline) -> dict[str, tuple[float, bool]]:
+    """Return the rate limit of each lane, and whether it was measured.
+
+    The limit comes from the calibration in the header, else from the plan's machine model. Lanes without
+    either are left out. Rates are in flop/s for compute and in bytes per second for all other lanes.
+    """
     calibrated = timeline.header.get("rates") or {}
     model: dict[str, Any] = timeline.header.get("plan", {}).get("model", {})
     problem = timeline.header.get("plan", {}).get("problem", {})

@@ -1,4 +1,4 @@
-"""Spans: what ran, where, when, and what it had waited for. The timeline is their list."""
+"""A span is one operation as it ran: where, when, and what it waited for. A timeline is a list of spans."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -6,14 +6,17 @@ from typing import Any
 
 from oocgemm.planning import Operation
 
-# Lanes in the order in which data flow through them.
+# Lanes, in the order in which data flows through them.
 LANES = ("read", "decode", "h2d", "prepare", "compute", "d2h", "encode", "write")
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One operation as it ran. Times in nanoseconds since the API call; `waits` are ids of operations that
-    had to end before it could start."""
+    """One operation as it ran.
+
+    `start` and `end` are in nanoseconds since the API call. `waits` holds the ids of the operations that had
+    to end before this one could start.
+    """
 
     id: int
     kind: str
@@ -31,6 +34,7 @@ class Span:
 
     @classmethod
     def of(cls, number: int, op: Operation, start: int, end: int, waits: Iterable[int]) -> "Span":
+        """Return the span of a scheduled operation that ran from `start` to `end`."""
         return cls(
             *(number, op.kind.value, op.operand, op.lane.value, op.stream, op.device, op.tile, op.step),
             *(start, end, op.bytes, op.flops, tuple(waits)),
@@ -39,9 +43,10 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A run: its spans in program order, the wall time T in nanoseconds, and a header that says what it was.
+    """A run: its spans in program order, its wall time T in nanoseconds, and a header that describes it.
 
-    Of a run that was stopped, or still goes on, T is the end of the last span that was recorded, and `unfinished` says so.
+    `unfinished` is set if the log has no footer: the run was stopped or is still running. T is then the end
+    of the last recorded span.
     """
 
     spans: tuple[Span, ...]

@@ -1,8 +1,9 @@
-"""What bounds a run: the cause with the largest share of T.
+"""The verdict on a run: the cause with the largest share of T.
 
-There is one list of causes. ``compute`` is the time in which any Multiply ran; the others are the causes of exposed time
-(`oocgemm.timeline.metrics.exposed_intervals`), the stalls. Their shares of T add up to 1. The text report, the page,
-the JSON, the live display and the README take the verdict from here, so it always agrees with the table of causes.
+One list of causes covers all of T. ``compute`` is the time in which any Multiply ran. The other causes are
+stalls: they divide the exposed time (`oocgemm.timeline.metrics.exposed_intervals`). The shares of T add up to
+1. The text report, the HTML page, the JSON, the progress display and the documents all take the verdict from
+this module, so that it always agrees with the table of causes.
 """
 
 from collections.abc import Mapping
@@ -20,16 +21,18 @@ CAUSES = {
     "accumulator": "waiting for a tile to be copied off the device",
     "encode": "waiting for C to be encoded",
     "write": "waiting for C to be written",
-    "issue": "nothing that the kernel waited for was running",
-    "start-up": "nothing was running before the first multiplication",
+    "issue": "no operation that the kernel waited for was running",
+    "start-up": "before the first multiplication, no operation was running",
     "tail": "after the last multiplication",
 }
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The cause with the largest share of T, and the largest stall. `bound` is ``nothing`` where nothing was multiplied;
-    `stall` is empty where there is none."""
+    """The cause with the largest share of T (`bound`), and the largest stall.
+
+    `bound` is ``nothing`` if the run has no Multiply. `stall` is empty if the run has no stall.
+    """
 
     bound: str
     share: float
@@ -39,7 +42,7 @@ class Verdict:
 
     @property
     def headline(self) -> str:
-        """The bound and its share.
+        """Return the bound and its share.
 
         >>> verdict({"compute": 0.734, "write": 0.084}).headline
         'compute-bound, 73.4%'
@@ -48,7 +51,7 @@ class Verdict:
 
     @property
     def beside(self) -> str:
-        """What the bound is compared with: the largest stall, or compute.
+        """Return the share to compare the bound with: the largest stall, or compute.
 
         >>> verdict({"compute": 0.734, "write": 0.084}).beside
         'largest stall: write 8.4%'
@@ -62,11 +65,15 @@ class Verdict:
         return f"{COMPUTE} {format_percent(self.compute_share)}"
 
     def to_dict(self) -> dict[str, str | float]:
+        """Return the fields as plain data."""
         return asdict(self)
 
 
 def shares(compute: float, exposed: Mapping[str, float], wall: float) -> dict[str, float]:
-    """Shares of T by cause, the largest first; compute is always there. Empty for a run that took no time.
+    """Return the share of T of each cause, the largest first.
+
+    `compute`, `wall` and the values of `exposed` are in the same unit of time. ``compute`` is always in the
+    result. The result is empty if `wall` is 0.
 
     >>> shares(6.0, {"read": 1.0, "tail": 3.0}, 10.0)
     {'compute': 0.6, 'tail': 0.3, 'read': 0.1}
@@ -80,7 +87,10 @@ def shares(compute: float, exposed: Mapping[str, float], wall: float) -> dict[st
 
 
 def verdict(shares: Mapping[str, float]) -> Verdict:
-    """The verdict on a run of such shares of T, compute winning a tie. There are none where nothing was multiplied."""
+    """Return the verdict for these shares of T.
+
+    Compute wins a tie. Pass no shares for a run without a Multiply.
+    """
     compute = shares.get(COMPUTE, 0.0)
     stalls = {cause: share for cause, share in shares.items() if cause != COMPUTE}
     stall = max(stalls, key=lambda cause: stalls[cause], default="")

@@ -17,6 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 from oocgemm import backends
+from oocgemm.backends import registry
 from tests.fake_cuda.cupy_modules import modules
 from tests.fake_cuda.device import Device, Fault
 from tests.fake_cuda.libraries import Cublas, Driver
@@ -41,7 +42,7 @@ def fake_cuda(seed: int = 0, capacity: int = 1 << 30) -> Iterator[Device]:
     with (
         patch.dict(sys.modules, modules(device, objects, cublas)),
         patch.dict(vars(backends)),
-        patch.object(backends, "missing_for_cuda", lambda: None),
+        patch.object(registry, "missing_for_cuda", lambda: None),
         patch.object(ctypes, "CDLL", _loader(ctypes.CDLL, fakes)),
         patch.object(ctypes, "PyDLL", _loader(ctypes.PyDLL, fakes)),
     ):

@@ -86,7 +86,7 @@ def _rung(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
 
 
 def _finish(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
-    """kernels/finish.cu."""
+    """kernels/common/finish.cu."""
     kinds = _LONG, _REAL, _REAL, _POINTER, _REAL, _REAL, _POINTER
     elements, alpha_re, alpha_im, source, beta_re, beta_im, result = _values(kinds, pointers)
     summed, stored = (numpy_dtype(_DTYPES[macros[name]]) for name in ("OOC_ACCUMULATED", "OOC_STORED"))
@@ -106,7 +106,7 @@ def _finish(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
 
 
 def _int8_finish(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
-    """kernels/int8_finish.cu."""
+    """kernels/integers/int8_finish.cu."""
     kinds = _LONG, _POINTER, _REAL, _REAL, _POINTER, _POINTER
     elements, source, alpha, beta, result, flag_address = _values(kinds, pointers)
     summed, stored = (numpy_dtype(_DTYPES[macros[name]]) for name in ("OOC_ACCUMULATED", "OOC_STORED"))
@@ -133,7 +133,7 @@ def _int8_finish(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
 
 
 def _int8_add(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
-    """kernels/int8_add.cu. The grid gives the rows."""
+    """kernels/integers/int8_add.cu. The grid gives the rows."""
     kinds = _POINTER, _LONG, _LONG, _REAL, _POINTER, _LONG
     source, pitch, n, beta, to, ldc = _values(kinds, pointers)
     rows = int(macros["grid y"])
@@ -148,7 +148,7 @@ def _int8_add(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
 
 
 def _int8_pack(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
-    """kernels/int8_pack.cu."""
+    """kernels/integers/int8_pack.cu."""
     source, ld, rows, k, to, pitch = _values((_POINTER, _LONG, _LONG, _LONG, _POINTER, _LONG), pointers)
     x = Operand(source, np.int8, *((rows, k, ld, 0) if macros["OOC_K_MAJOR"] == "1" else (k, rows, ld, 1)))
     packed = memory.matrix(to, np.int8, rows, pitch, pitch)

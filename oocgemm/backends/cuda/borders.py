@@ -1,4 +1,4 @@
-"""Blocks of host memory that are pinned in several ranges."""
+"""Cut blocks of host memory at the borders of pinned ranges."""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,7 +6,10 @@ from oocgemm.backends.base import Array
 
 
 def cut(block: Array, borders: Sequence[int]) -> Iterator[Array]:
-    """A block in pieces that have none of these addresses inside, in order: whole rows, or a part of one."""
+    """Yield pieces of a block, in order, such that none of these addresses lies inside a piece.
+
+    A piece is several whole rows, or a part of one row.
+    """
     (height, width), low = block.shape, block.ctypes.data
     high = low + (height - 1) * block.strides[0] + width * block.itemsize
     places = [divmod(border - low, block.strides[0]) for border in borders if low < border < high]

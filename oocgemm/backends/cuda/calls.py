@@ -1,8 +1,8 @@
-"""Launches and events, called so that the interpreter's lock is kept.
+"""Calls of the CUDA driver and cuBLAS that keep the GIL.
 
-A call of this kind takes microseconds. Were the lock let go meanwhile, as CuPy does, other threads would take it and keep
-it for a hundred times as long: between a launch and the events on both sides of it, too, which then say when the lock was
-had and not when the work was done.
+Such a call takes microseconds. CuPy releases the GIL during it, and then other threads may hold the GIL a
+hundred times as long. If this happens between a launch and the events on either side of it, the events tell
+when the thread held the GIL, not when the work ran.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ from cupy_backends.cuda.libs import cublas
 
 _INT, _SIZE, _AT = ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p
 _UNSIGNED = ctypes.c_uint
-# Of each end of a copy of rows: where it begins, of what kind of memory, and how far one row is from the next.
+# The fields of each end of a `CUDA_MEMCPY2D`: offsets, kind of memory, address and pitch in bytes.
 _END = (
     *(("x", _SIZE), ("y", _SIZE), ("kind", _UNSIGNED)),
     *(("host", _AT), ("address", _AT), ("array", _AT), ("pitch", _SIZE)),
@@ -30,22 +30,27 @@ _HOST = 1  # CU_MEMORYTYPE_HOST
 
 
 class _Launched(threading.local):
-    """Host time of a thread's first kernel since the last `record_around`, 0 before it."""
+    """Host time of this thread's first kernel launch since `record_around` began; 0 if there was none."""
 
     at = 0
 
 
 _launched = _Launched()
 
-# A call that is ready to be made, and what raises for a status that it returns. One in Python returns None.
+# A prepared call, and a function that raises for the status that it returns. A call in Python returns None
+# and raises itself.
 Launch = tuple[Callable[[], int | None], Callable[[int], None]]
 
 
 def record_around(launches: Sequence[Launch], start: Any, end: Any, stream: Any) -> int:
-    """Record an event, launch, record the other; the host's time in nanoseconds when the first launch had been made, of those
-    in Python their first kernel.
+    """Record an event, launch, record another event.
 
-    One pass in C, so that the interpreter does not change threads in the middle of it, unless a launch is in Python.
+    All calls are made by one `map` in C, so that the thread keeps the GIL throughout, unless a launch is in
+    Python.
+
+    Returns:
+        The host time in nanoseconds after the first launch; after its first kernel if that launch is in
+        Python.
     """
     record = _cuda("cuEventRecord", _AT, _AT)
     before, after = (partial(record, event.ptr, stream.ptr) for event in (start, end))
@@ -63,17 +68,18 @@ def record_around(launches: Sequence[Launch], start: Any, end: Any, stream: Any)
 
 
 def wait(stream: Any, event: Any) -> None:
-    """Have a stream wait for an event."""
+    """Make a stream wait for an event."""
     driver.check_status(_cuda("cuStreamWaitEvent", _AT, _AT, _UNSIGNED)(stream.ptr, event.ptr, 0))
 
 
 def record(event: Any, stream: Any) -> None:
-    """Record an event."""
+    """Record an event on a stream."""
     driver.check_status(_cuda("cuEventRecord", _AT, _AT)(event.ptr, stream.ptr))
 
 
-def locked_from(address: int) -> int:
-    """How many bytes of host memory are locked as one from an address on; 0 of what is not."""
+def pinned_bytes(address: int) -> int:
+    """Return the bytes from an address to the end of the pinned range that contains it; 0 if it is not
+    pinned."""
     kind, begin, size = _UNSIGNED(), _SIZE(), _SIZE()
     ask = _cuda("cuPointerGetAttribute", _AT, _INT, _SIZE)
     for found, attribute in ((kind, _KIND), (begin, _BEGIN), (size, _SIZE_OF)):
@@ -83,12 +89,12 @@ def locked_from(address: int) -> int:
 
 
 def ended(event: Any) -> bool:
-    """Whether all that was recorded before an event has ended, and well."""
+    """Return whether all work before an event has ended without an error."""
     return not _cuda("cuEventQuery", _AT)(event.ptr)
 
 
 def milliseconds(start: Any, end: Any) -> float:
-    """Between two events that have ended."""
+    """Return the milliseconds between two completed events."""
     found = ctypes.c_float()
     driver.check_status(
         _cuda("cuEventElapsedTime", _AT, _AT, _AT)(ctypes.addressof(found), start.ptr, end.ptr)
@@ -97,13 +103,13 @@ def milliseconds(start: Any, end: Any) -> float:
 
 
 def copy(to: int, source: int, size: int, stream: Any) -> Launch:
-    """To copy bytes, of which the host's are locked."""
+    """Return the launch of a copy of bytes. Host memory must be pinned."""
     made = partial(_cuda("cuMemcpyAsync", _AT, _AT, _SIZE, _AT), to, source, size, stream.ptr)
     return made, driver.check_status
 
 
 class _Rectangle(ctypes.Structure):
-    """`CUDA_MEMCPY2D`, of addresses that the driver can tell apart: host or device."""
+    """`CUDA_MEMCPY2D` with unified addresses: the driver finds out which end is host memory."""
 
     _fields_ = (
         *((f"{end}_{name}", kind) for end in ("source", "to") for name, kind in _END),
@@ -113,7 +119,8 @@ class _Rectangle(ctypes.Structure):
 
 
 def copy_rows(to: tuple[int, int], source: tuple[int, int], width: int, rows: int, stream: Any) -> Launch:
-    """To copy rows of so many bytes; of both ends the address and how far one row is from the next."""
+    """Return the launch of a copy of `rows` rows of `width` bytes; `to` and `source` are (address, pitch in
+    bytes)."""
     given = _Rectangle(
         source_kind=_UNIFIED, source_address=source[0], source_pitch=source[1],
         to_kind=_UNIFIED, to_address=to[0], to_pitch=to[1], width=width, height=rows,
@@ -123,27 +130,28 @@ def copy_rows(to: tuple[int, int], source: tuple[int, int], width: int, rows: in
 
 
 def zero(address: int, size: int, stream: Any) -> Launch:
-    """To fill device memory with zeros."""
+    """Return the launch that fills device memory with zeros."""
     made = partial(_cuda("cuMemsetD8Async", _AT, ctypes.c_ubyte, _SIZE, _AT), address, 0, size, stream.ptr)
     return made, driver.check_status
 
 
 def make(launch: Launch) -> None:
-    """Make one by itself."""
+    """Make a launch; raise if it fails."""
     made, check = launch
     if status := made():
         check(status)
 
 
 def in_python(made: Callable[[], None]) -> Launch:
-    """A launch that raises by itself."""
+    """Return the launch of a Python function."""
     return made, driver.check_status
 
 
 def launch(
     function: int, grid: Sequence[int], block: Sequence[int], shared: int, values: Sequence[Any]
 ) -> None:
-    """Launch on cupy's current stream with ctypes values as arguments; the driver copies them before it returns."""
+    """Launch a kernel on cupy's current stream with ctypes values as arguments; the driver copies them before
+    it returns."""
     pointers = (_AT * len(values))(*(ctypes.addressof(value) for value in values))
     types = _AT, *[_UNSIGNED] * 7, _AT, _AT, _AT
     stream = cupy.cuda.get_current_stream().ptr
@@ -154,9 +162,9 @@ def launch(
     driver.check_status(status)
 
 
-def gemm_ex(handle: int, *arguments: Any, alone: bool = True) -> Launch:
-    """cublasGemmEx on cupy's current stream; unless `alone`, other threads may have the interpreter meanwhile."""
-    library = _cublas(handle, ctypes.PyDLL if alone else ctypes.CDLL)
+def gemm_ex(handle: int, *arguments: Any, keep_gil: bool = True) -> Launch:
+    """Return the launch of cublasGemmEx on cupy's current stream. It holds the GIL if `keep_gil`."""
+    library = _cublas(handle, ctypes.PyDLL if keep_gil else ctypes.CDLL)
     cublas.check_status(library.cublasSetStream_v2(handle, cupy.cuda.get_current_stream().ptr))
     return partial(library.cublasGemmEx, handle, *arguments), cublas.check_status
 
@@ -170,7 +178,7 @@ def _cuda(name: str, *types: Any) -> Any:
 
 @lru_cache(maxsize=16)
 def _cublas(handle: int, loader: type[ctypes.CDLL]) -> ctypes.CDLL:
-    library = loader(f"libcublas.so.{cublas.getVersion(handle) // 10000}")  # that which cupy has loaded
+    library = loader(f"libcublas.so.{cublas.getVersion(handle) // 10000}")  # the one that cupy has loaded
     library.cublasSetStream_v2.argtypes = [_AT, _AT]
     integers: list[Any] = [_INT, _INT]
     matrix = [_AT, *integers]

@@ -1,4 +1,4 @@
-"""cuBLAS by cublasGemmEx, on the ladder's calls."""
+"""Runs a `Call` by cublasGemmEx."""
 
 from ctypes import c_void_p
 
@@ -11,29 +11,30 @@ from oocgemm.planning import Op
 
 # cudaDataType of each dtype.
 _TYPES = {"float16": 2, "bfloat16": 14, "float32": 0, "float64": 1, "complex64": 4, "complex128": 5}
-# cublasComputeType_t: by accumulator, and CUBLAS_COMPUTE_32F_FAST_TF32 and _FAST_16BF.
+# cublasComputeType_t by accumulator; and CUBLAS_COMPUTE_32F_FAST_TF32 and _FAST_16BF by reduced precision.
 _COMPUTE_TYPES = {"float32": 68, "float64": 70, "complex64": 68, "complex128": 70}
 _REDUCED_COMPUTE_TYPES = {"tf32": 77, "bf16": 75}
-_MOST = 2**31 - 1
+_MAX = 2**31 - 1
 _OPS = {Op.N: 0, Op.T: 1, Op.C: 2}
 
 
-def gemm(handle: int, call: Call, *, alone: bool = True) -> cuda_calls.Launch:
-    """To do C = alpha op(A) @ op(B) + beta C on cupy's current stream; k > 0. The interpreter is kept meanwhile if `alone`.
+def gemm(handle: int, call: Call, *, keep_gil: bool = True) -> cuda_calls.Launch:
+    """Return the launch of C = alpha op(A) @ op(B) + beta C on cupy's current stream; k > 0.
 
-    Row-major C is column-major C^T = op(B)^T op(A)^T: operands swap places, their flags stay.
+    A row-major C is a column-major C^T = op(B)^T op(A)^T: the operands swap places and keep their
+    transposition flags. The launch holds the GIL if `keep_gil`.
     """
     accumulator = call.accumulator
-    if max(call.m, call.n, call.k, call.lda, call.ldb, call.ldc) > _MOST:
-        raise OverflowError(f"cuBLAS counts to {_MOST}: {call}")
+    if max(call.m, call.n, call.k, call.lda, call.ldb, call.ldc) > _MAX:
+        raise OverflowError(f"cuBLAS has 32-bit integers, at most {_MAX}: {call}")
     alpha, beta = (np.array(value, numpy_dtype(accumulator)) for value in (call.alpha, call.beta))
     return cuda_calls.gemm_ex(
         *(handle, _OPS[call.op_b], _OPS[call.op_a], call.n, call.m, call.k),
-        alpha.ctypes.data_as(c_void_p),  # which keeps it
+        alpha.ctypes.data_as(c_void_p),  # which keeps the array alive
         *(call.b, _TYPES[call.dtype], call.ldb),
         *(call.a, _TYPES[call.dtype], call.lda),
         beta.ctypes.data_as(c_void_p),
         *(call.c, _TYPES[accumulator], call.ldc),
         *(_REDUCED_COMPUTE_TYPES.get(call.compute, _COMPUTE_TYPES[accumulator]), -1),
-        alone=alone,
+        keep_gil=keep_gil,
     )

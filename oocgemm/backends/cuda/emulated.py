@@ -1,6 +1,7 @@
-"""Products of float64 or float32 panels from exact int8 products, on a CUDA device (planning/emulation.py has the method).
+"""Products of float64 or float32 panels from exact int8 products on a CUDA device (the method:
+planning/emulation.py).
 
-Everything is launched on cupy's current stream, into memory that is handed in; addresses are integers.
+All launches go to cupy's current stream. The caller provides all device memory. Addresses are integers.
 """
 
 import ctypes
@@ -22,8 +23,8 @@ from oocgemm.kernels.emulation import (
 from oocgemm.planning import Op
 from oocgemm.planning.emulation import (
     LEVELS,
-    NUMBERS,
-    STRIP,
+    MODULI_COUNTS,
+    STRIP_ROWS,
     UNITS,
     VERDICT_BYTES,
     Offsets,
@@ -33,12 +34,12 @@ from oocgemm.planning.emulation import (
 )
 from oocgemm.planning.tiling import round_up
 
-_ROWS = 16  # of a block of the splitting kernels
+_ROWS = 16  # rows per thread block of ozaki_facts and ozaki_split
 _INT8, _INT32, _COMPUTE_32I = 3, 10, 72
 
 
 class Emulated:
-    """Prepares and multiplies panels of one dtype. `handle` is of cuBLAS."""
+    """Prepares and multiplies panels of one dtype. `handle` is a cuBLAS handle."""
 
     def __init__(self, kernels: Kernels, handle: int, dtype: str) -> None:
         self._kernels = kernels
@@ -57,9 +58,18 @@ class Emulated:
         slot: int,
         offsets: Offsets,
     ) -> int:
-        """Split raw panels of op(A), m x k, and op(B), k x n, into planes; the number of moduli, 0 if none will do.
+        """Split panels of op(A) and op(B) into planes of residues; return the number of moduli, 0 if none
+        suffices.
 
-        Waits for the current stream, which has 256 bytes to bring.
+        Waits for the current stream, to read the verdict (`VERDICT_BYTES`) that decides whether a number
+        suffices.
+
+        Args:
+            a, b: device addresses of the panels as stored.
+            shape: (m, n, k); op(A) is m x k, op(B) is k x n.
+            trans_a, trans_b: op() of the panels.
+            slot: device address of the planes slot.
+            offsets: its layout, in bytes from `slot`.
         """
         m, n, k = shape
         ld, facts = round_up(k, 16), slot + offsets.facts
@@ -69,10 +79,10 @@ class Emulated:
         )
         whole = ctypes.c_int
         for raw, extent, k_major, fact, _, _ in sides:
-            function = self._split("ozaki_facts", k_major, NUMBERS[self._dtype][0])
+            function = self._split("ozaki_facts", k_major, MODULI_COUNTS[self._dtype][0])
             grid = -(-extent // _ROWS), 1, 1
             function(grid, _pointer(raw), whole(extent), whole(k), _pointer(fact))
-        for number in NUMBERS[self._dtype]:
+        for number in MODULI_COUNTS[self._dtype]:
             verdict, stream = slot + offsets.verdict, cupy.cuda.get_current_stream()
             runtime.memsetAsync(verdict, 0, VERDICT_BYTES, stream.ptr)
             for side, (raw, extent, k_major, fact, planes, exponents) in enumerate(sides):
@@ -99,7 +109,7 @@ class Emulated:
         slot: int,
         offsets: Offsets,
         work: int,
-        span: tuple[int, int],
+        rows: tuple[int, int],
         shape: tuple[int, int, int],
         number: int,
         alpha: float,
@@ -107,40 +117,48 @@ class Emulated:
         c: int,
         ldc: int,
     ) -> None:
-        """C = alpha A B + beta C for rows `span` of the prepared panels of a step of that shape; `c` is where they begin.
+        """Compute C = alpha A B + beta C for some rows of C, from panels that `prepare` has split.
 
-        `work`: room for min(4096, rows) * round_up(n, 16) * (number + 4) bytes.
+        Args:
+            slot, offsets: the planes slot and its layout.
+            work: device address of min(4096, rows) * round_up(n, 16) * (number + 4) bytes of workspace.
+            rows: (first, last) row of the tile to compute.
+            shape: (m, n, k) of the panels.
+            number: what `prepare` returned; not 0.
+            alpha, beta: scalars. beta = 0 never reads C.
+            c: device address of the first of these rows of C.
+            ldc: leading dimension of C, in elements.
         """
         m, n, k = shape
         ld, pitch = round_up(k, 16), round_up(n, 16)
         combine = self._combine(number)
-        for top in range(*span, STRIP):
-            rows = min(STRIP, span[1] - top)
-            plane = rows * pitch
+        for top in range(*rows, STRIP_ROWS):
+            count = min(STRIP_ROWS, rows[1] - top)
+            plane = count * pitch
             left, right = slot + offsets.a + top * ld, slot + offsets.b
             if self._kernels.device.capability == (9, 0):
-                self._residues(left, right, work, (m, n, ld), rows, number)
+                self._residues(left, right, work, (m, n, ld), count, number)
             else:
                 for place, modulus in enumerate(residues(number).moduli):
                     cublas.gemmEx(
-                        *(self._handle, 1, 0, n, rows, ld, self._alpha.ctypes.data),
+                        *(self._handle, 1, 0, n, count, ld, self._alpha.ctypes.data),
                         *(right + place * n * ld, _INT8, ld, left + place * m * ld, _INT8, ld),
                         *(self._beta.ctypes.data, work + number * plane, _INT32, pitch, _COMPUTE_32I, -1),
                     )
                     self._reduce(work + number * plane, work + place * plane, plane, modulus)
             itemsize = 8 if self._dtype == "float64" else 4
             combine(
-                (-(-n // 1024), rows, 1),
+                (-(-n // 1024), count, 1),
                 *(_pointer(work), ctypes.c_longlong(pitch), ctypes.c_longlong(plane), ctypes.c_int(n)),
                 *(_pointer(slot + offsets.a_exponents + 4 * top), _pointer(slot + offsets.b_exponents)),
                 *(ctypes.c_double(alpha), ctypes.c_double(beta)),
-                *(_pointer(c + (top - span[0]) * ldc * itemsize), ctypes.c_longlong(ldc)),
+                *(_pointer(c + (top - rows[0]) * ldc * itemsize), ctypes.c_longlong(ldc)),
             )
 
     def _residues(
         self, left: int, right: int, work: int, shape: tuple[int, int, int], rows: int, number: int
     ) -> None:
-        """Residues of `rows` rows of C in `work`, from planes of a step of shape m, n, ld."""
+        """Compute the residues of `rows` rows of C into `work`, from planes of shape (m, n, ld)."""
         m, n, ld = shape
         pitch, maps = round_up(n, 16), ((left, rows, m), (right, n, n))
         self._kernels.plain("ozaki_multiply", "ozaki_multiply", multiply_options(number))(
@@ -170,7 +188,7 @@ def _pointer(address: int) -> ctypes.c_void_p:
 
 
 def _panel_facts(words: Any, depth: int) -> PanelFacts:
-    """`verdict` of kernels/ozaki_split.cu."""
+    """Decode a `verdict` of kernels/emulation/ozaki_split.cu."""
     not_finite, inexact, nonzero = map(bool, words[:3])
     if not nonzero:
         return PanelFacts(not not_finite, True, 0.0, 0.0, 0.0, (0,) * len(LEVELS))

@@ -1,4 +1,4 @@
-"""When work on a device was done, by the host's clock."""
+"""Times of device work on the host's clock, from CUDA events."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,11 +9,13 @@ import cupy
 
 from oocgemm.backends.cuda import calls as cuda_calls
 
-REANCHOR_NS = 2_000_000_000  # float32 milliseconds stay finer than a microsecond for this long
+REANCHOR_NS = (
+    2_000_000_000  # CUDA returns float32 milliseconds: up to this long they resolve less than a microsecond
+)
 
 
 class Clock:
-    """Brings times of the device to the host's clock, by an event whose host time is known."""
+    """Converts event times to the host's clock, relative to an anchor event whose host time is known."""
 
     def __init__(self, device: Any) -> None:
         self._device = device
@@ -23,12 +25,13 @@ class Clock:
         self._time = (before + after) // 2
 
     def host(self, event: Any) -> int:
-        """Host time of a recorded event that is done, in nanoseconds. One thread at a time."""
+        """Return the host time of a completed event, in nanoseconds of `perf_counter_ns`. One thread at a
+        time."""
         if perf_counter_ns() - self._time > REANCHOR_NS:
             with self._device:
                 before, after, new = self._probe()
-            # Other threads can keep this one from reading the clock for a while: go by the device's own clock as far as
-            # the readings allow.
+            # The thread may lose the GIL between the event and its clock reading, so the readings only bound
+            # the event's time. Within these bounds, the device's own clock is taken.
             self._time, self._event = min(max(self._at(new), before), after), new
         return self._at(event)
 
@@ -36,7 +39,8 @@ class Clock:
         return self._time + int(cuda_calls.milliseconds(self._event, event) * 1e6)
 
     def _probe(self) -> tuple[int, int, Any]:
-        """An event, and host times before and after it."""
+        """Record an event; return the host times before and after it, and the event. The tightest of several
+        tries."""
         probes = []
         for _ in range(5):
             event = cupy.cuda.Event()
@@ -49,7 +53,7 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Launches between two events; `issued` is the host's time when the first of them had been made."""
+    """Launches between two events. `issued` is the host time at which the first launch call returned."""
 
     start: Any
     issued: int
@@ -57,24 +61,24 @@ class Work:
 
     @classmethod
     def on(cls, stream: Any, launches: Sequence[cuda_calls.Launch]) -> Self:
-        """Launch on a stream."""
+        """Launch on a stream, between two events."""
         start, end = cupy.cuda.Event(block=True), cupy.cuda.Event(block=True)
         return cls(start, cuda_calls.record_around(launches, start, end, stream), end)
 
     def interval(self, clock: Clock) -> tuple[int, int]:
-        """Host times of the start and the end of what is done, in nanoseconds."""
-        # On an idle stream an event is done as soon as it is recorded, before the work that follows has come: a library may
-        # have to load a kernel first.
+        """Return the host times of start and end, in nanoseconds. Only after the work has ended."""
+        # On an idle stream the start event completes as soon as it is recorded, perhaps long before the work
+        # is launched: a library may load a kernel in between.
         start, end = clock.host(self.start), clock.host(self.end)
         return min(max(start, self.issued), end), end
 
 
 @dataclass(frozen=True, slots=True)
 class CudaToken:
-    """An operation that is done when all has been done on `stream` up to `end`.
+    """An operation that has ended when the event `end` on `stream` has completed.
 
-    `own` is its own work. `check` raises if it, once it has ended, has failed. `noting` tells of the checksums that it
-    takes, once it has ended.
+    `own` is its own work, without checksums. `check`, called after the end, raises if the operation failed.
+    `noting`, called after the end, records the time that its checksums took.
     """
 
     stream: str

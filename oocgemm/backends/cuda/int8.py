@@ -1,8 +1,9 @@
-"""Products of int8 matrices on a CUDA device, in int32 by cuBLAS, however they lie, and what becomes of their sums.
+"""Products of int8 matrices on a CUDA device, summed in int32 by cuBLAS, for any layout; and the finish of
+their sums.
 
-cuBLAS multiplies int8 where both operands lie along k, their rows beginning at multiples of 16 bytes. Others are brought
-there first, and so are sums that would not: into the room of a call (planning/integers.py). Everything is launched on cupy's
-current stream.
+cuBLAS multiplies int8 only if both operands are contiguous along k and their rows are aligned to 16 bytes.
+Other operands are packed into the workspace of the call first, and a C that is not aligned gets its sums by
+way of the workspace (its layout: planning/integers.py). All launches go to cupy's current stream.
 """
 
 import ctypes
@@ -16,20 +17,20 @@ from cupy_backends.cuda.libs import cublas
 
 from oocgemm.kernels.spec import C_TYPES, Call
 from oocgemm.planning import Op
-from oocgemm.planning.emulation import STRIP, pitch
-from oocgemm.planning.integers import LIMIT, room
+from oocgemm.planning.emulation import STRIP_ROWS, pitch
+from oocgemm.planning.integers import EXACT_LIMIT, workspace_layout
 
 if TYPE_CHECKING:
     from oocgemm.backends.cuda.launch import Kernels
 
 _INT8, _INT32, _COMPUTE_32I = 3, 10, 72  # cudaDataType_t, cublasComputeType_t
 _ALIGNMENT = 16
-_PACKED = 64  # rows, and bytes along k, of a block of int8_pack
+_PACKED = 64  # rows, and bytes along k, per thread block of int8_pack
 
 
 def gemm(kernels: "Kernels", handle: int, call: Call) -> None:
-    """C int32 = op(A) @ op(B) + beta C, beta being an integer; k > 0. `handle` is of cuBLAS."""
-    assert call.alpha == 1, "exact sums are scaled when they are finished"
+    """Compute C (int32) = op(A) @ op(B) + beta C for an integer beta; k > 0. `handle` is a cuBLAS handle."""
+    assert call.alpha == 1, "Finish scales exact sums"
     call, product = packed(kernels, call), partial(_product, handle)
     if call.c % _ALIGNMENT or call.ldc % _ALIGNMENT or call.beta not in (0, 1):
         by_strips(kernels, call, "int32", product)
@@ -38,29 +39,31 @@ def gemm(kernels: "Kernels", handle: int, call: Call) -> None:
 
 
 def packed(kernels: "Kernels", call: Call) -> Call:
-    """The same product, of operands that lie along k on boundaries of 16 bytes."""
-    depth, at = pitch(call.k), room(call.m, call.n, call.k)
+    """Pack the operands that cuBLAS would refuse; return the equivalent call, whose k is rounded up to 16."""
+    depth, at = pitch(call.k), workspace_layout(call.m, call.n, call.k)
     if depth == 0:
         return call
-    a_lies = not call.op_a.swaps and (call.a | call.lda | call.k) % _ALIGNMENT == 0
-    b_lies = call.op_b.swaps and (call.b | call.ldb | call.k) % _ALIGNMENT == 0
-    if not a_lies:
+    a_accepted = not call.op_a.swaps and (call.a | call.lda | call.k) % _ALIGNMENT == 0
+    b_accepted = call.op_b.swaps and (call.b | call.ldb | call.k) % _ALIGNMENT == 0
+    if not a_accepted:
         _pack(kernels, call.a, call.lda, (call.m, call.k), not call.op_a.swaps, call.work)
         call = replace(call, op_a=Op.N, a=call.work, lda=depth)
-    if not b_lies:
+    if not b_accepted:
         _pack(kernels, call.b, call.ldb, (call.n, call.k), call.op_b.swaps, call.work + at.b)
         call = replace(call, op_b=Op.T, b=call.work + at.b, ldb=depth)
-    return replace(call, k=depth)  # beyond k both are zero
+    return replace(call, k=depth)  # both are zero beyond k
 
 
 def by_strips(kernels: "Kernels", call: Call, c_dtype: str, product: Callable[[Call], None]) -> None:
-    """C = op(A) @ op(B) + beta C of `packed` operands and a C of any alignment, float64 or int32: strip by strip, by
-    products in int32 that are added to it."""
-    sums, across = call.work + room(call.m, call.n, call.k).sums, pitch(call.n)
+    """Compute C = op(A) @ op(B) + beta C for `packed` operands and a C of any alignment, float64 or int32.
+
+    `product` computes strips in int32 into the workspace, which are then added to C.
+    """
+    sums, across = call.work + workspace_layout(call.m, call.n, call.k).sums, pitch(call.n)
     add = kernels.plain("int8_add", "int8_add", (f"-DOOC_ACCUMULATED={C_TYPES[c_dtype]}",))
     row = call.ldc * np.dtype(c_dtype).itemsize
-    for top in range(0, call.m, STRIP):
-        rows = min(STRIP, call.m - top)
+    for top in range(0, call.m, STRIP_ROWS):
+        rows = min(STRIP_ROWS, call.m - top)
         product(replace(call, m=rows, a=call.a + top * call.lda, beta=0, c=sums, ldc=across))
         add(
             (-(-call.n // 1024), rows, 1),
@@ -78,8 +81,11 @@ def finish(
     result: int,
     too_large: int,
 ) -> None:
-    """result = alpha source + beta result, element by element; `dtypes` are those of source and result. Where result is
-    of integers and one of them is more than it holds, or may not be exact, the int32 at `too_large` becomes 1."""
+    """Compute result = alpha source + beta result elementwise; `dtypes` are those of source and result.
+
+    If result has an integer dtype and an element overflows it or may not be exact, the int32 at `too_large`
+    becomes 1.
+    """
     alpha, beta = map(ctypes.c_double, scalars)
     finisher(kernels, dtypes)(
         (min(4096, -(-elements // 256)), 1, 1),
@@ -88,17 +94,19 @@ def finish(
 
 
 def finisher(kernels: "Kernels", dtypes: tuple[str, str]) -> Callable[..., None]:
-    """The kernel that finishes strips."""
+    """Return the finish kernel for these dtypes of source and result."""
     macros = [f"-DOOC_{x}={C_TYPES[t]}" for x, t in zip(("ACCUMULATED", "STORED"), dtypes, strict=True)]
-    most = {"int32": 2**31 - 1, "int64": LIMIT}.get(dtypes[1])
-    if most is not None:
-        macros.append(f"-DOOC_MOST={most}.0")
+    maximum = {"int32": 2**31 - 1, "int64": EXACT_LIMIT}.get(dtypes[1])
+    if maximum is not None:
+        macros.append(f"-DOOC_MAX={maximum}.0")
     return kernels.plain("int8_finish", "int8_finish", tuple(macros))
 
 
 def _product(handle: int, call: Call) -> None:
-    """The same as `gemm`, everything lying as cuBLAS wants it, and beta 0 or 1. Row-major C is column-major C^T =
-    op(B)^T op(A)^T."""
+    """Compute what `gemm` does for operands that cuBLAS accepts and beta 0 or 1.
+
+    A row-major C is a column-major C^T = op(B)^T op(A)^T.
+    """
     alpha, beta = (np.array(value, np.int32) for value in (1, int(call.beta == 1)))
     cublas.gemmEx(
         *(handle, 1, 0, call.n, call.m, call.k, alpha.ctypes.data),

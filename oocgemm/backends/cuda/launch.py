@@ -1,4 +1,4 @@
-"""Launches the ladder's kernels on a device: loads their machine code, makes tensor maps, passes arguments."""
+"""Launches our CUDA kernels: compiles and loads them, encodes tensor maps, passes arguments."""
 
 import ctypes
 from collections.abc import Callable, Sequence
@@ -14,14 +14,14 @@ from oocgemm.kernels.compile import compiled
 from oocgemm.kernels.spec import C_TYPES, Call, Device, Kernel, Launch, Params, TensorMap, arguments, options
 
 _MAP_BYTES = 128
-# cuTensorMapEncodeTiled's enumerations, cuda.h.
+# Enumerations of cuTensorMapEncodeTiled, from cuda.h.
 _MAP_TYPES = {"int8": 0, "float16": 6, "float32": 7, "float64": 8, "bfloat16": 9, "tf32": 11}
 _MAP_SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 _MAP_L2_PROMOTION = 3  # 256 bytes
 
 
 class _Nvrtc:
-    """The NVRTC that cupy finds."""
+    """The NVRTC that cupy has loaded."""
 
     def version(self) -> str:
         return ".".join(map(str, nvrtc.getVersion()))
@@ -38,15 +38,16 @@ class _Nvrtc:
 
 
 class Kernels:
-    """Our kernels on one device, each compiled and loaded when it is first called. Launches on cupy's current stream."""
+    """Our kernels on one device. Each is compiled and loaded at its first use. Launches go to cupy's current
+    stream."""
 
     def __init__(self, device: int) -> None:
         self.device = describe_device(device)
-        self._most_threads = runtime.getDeviceProperties(device)["maxThreadsPerMultiProcessor"]
+        self._max_threads = runtime.getDeviceProperties(device)["maxThreadsPerMultiProcessor"]
         self._functions: dict[tuple[object, ...], Any] = {}
 
     def multiply(self, kernel: Kernel, call: Call, params: Params) -> None:
-        """C = alpha op(A) @ op(B) + beta C by a kernel that does not refuse the call."""
+        """Compute C = alpha op(A) @ op(B) + beta C with a kernel that does not refuse the call."""
         for part in kernel.parts(call, params):
             function, launch = self.function(kernel, call, params), kernel.launch(part, params)
             maps = [encoded(described) for described in kernel.maps(part, params)] if kernel.maps else []
@@ -55,7 +56,7 @@ class Kernels:
             )
 
     def function(self, kernel: Kernel, call: Call, params: Params) -> Any:
-        """The function that does a call."""
+        """Return the loaded function for a call."""
         key = kernel.source, call.dtype, call.op_a, call.op_b, *params.values()
         if key not in self._functions:
             arch = kernel.target(self.device)
@@ -73,7 +74,8 @@ class Kernels:
         source: int,
         result: int,
     ) -> None:
-        """result = alpha source + beta result, element by element; `dtypes` are those of source and result."""
+        """Compute result = alpha source + beta result elementwise; `dtypes` are those of source and
+        result."""
         real, pointer = ctypes.c_double, ctypes.c_void_p
         alpha, beta = (complex(scalar) for scalar in scalars)
         values = (
@@ -84,7 +86,7 @@ class Kernels:
         cuda_calls.launch(self.finisher(dtypes).ptr, grid, (256, 1, 1), 0, values)
 
     def finisher(self, dtypes: tuple[str, str]) -> Any:
-        """The function that finishes strips."""
+        """Return the loaded finish kernel."""
         if dtypes not in self._functions:
             major, minor = self.device.capability
             macros = [
@@ -94,8 +96,11 @@ class Kernels:
         return self._functions[dtypes]
 
     def plain(self, source: str, entry: str, macros: tuple[str, ...]) -> Callable[..., None]:
-        """A kernel that is no rung: called with its grid, if its blocks are of 256 threads, or with how it is launched, and
-        ctypes values."""
+        """Return a callable that launches a kernel outside the ladder.
+
+        Its arguments are a grid, for blocks of 256 threads, or a `Launch`; and then the kernel's arguments as
+        ctypes values.
+        """
         key = source, entry, macros
         if key not in self._functions:
             major, minor = self.device.capability
@@ -111,24 +116,24 @@ class Kernels:
         return found
 
     def occupancy(self, kernel: Kernel, call: Call, params: Params) -> float:
-        """The part of the threads that a multiprocessor can hold which blocks of a launch fill."""
+        """Return the occupancy: resident threads per multiprocessor, as a fraction of the maximum."""
         launch = kernel.launch(call, params)
         threads = launch.block[0] * launch.block[1] * launch.block[2]
         function = self.function(kernel, call, params)
         blocks = driver.occupancyMaxActiveBlocksPerMultiprocessor(function.ptr, threads, launch.shared)
-        return float(blocks * threads / self._most_threads)
+        return float(blocks * threads / self._max_threads)
 
     def registers(self, kernel: Kernel, call: Call, params: Params) -> int:
-        """Registers of a thread."""
+        """Return the registers per thread."""
         function = self.function(kernel, call, params)
         return int(driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_NUM_REGS, function.ptr))
 
     def _load(self, source: str, entry: str, arch: str, macros: Sequence[str]) -> Any:
-        """A function, allowed as much shared memory as a block can have."""
+        """Compile and load a function, and allow it the maximum shared memory per block."""
         module = cupy.cuda.function.Module()
         module.load(compiled(_Nvrtc(), source, arch, macros))
         function = module.get_function(entry)
-        # Beyond 48 KiB a block has only what its function has asked for.
+        # A block gets more than 48 KiB of shared memory only if the function has opted in.
         static = driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function.ptr)
         driver.funcSetAttribute(
             function.ptr,
@@ -139,7 +144,8 @@ class Kernels:
 
 
 class SumsDevice:
-    """Launches kernels of checksums, and copies, on the current stream."""
+    """Launches checksum kernels, and copies, on cupy's current stream. Implements
+    `oocgemm.backends.checksums.Device`."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
@@ -160,7 +166,7 @@ class SumsDevice:
 
 
 def describe_device(device: int) -> Device:
-    """What kernels ask of a device."""
+    """Return the properties of a device that kernels depend on."""
     found = runtime.getDeviceProperties(device)
     capability = found["major"], found["minor"]
     return Device(capability, found["multiProcessorCount"], found["sharedMemPerBlockOptin"])
@@ -168,7 +174,7 @@ def describe_device(device: int) -> Device:
 
 @lru_cache(maxsize=256)
 def encoded(described: TensorMap) -> Any:
-    """A tensor map as the driver encodes it: 128 bytes, which it wants on a boundary of 64."""
+    """Encode a tensor map for TMA: 128 bytes, aligned to 64 bytes."""
     room = ctypes.create_string_buffer(_MAP_BYTES + 64)
     aligned = -ctypes.addressof(room) % 64
     rank = len(described.extents)

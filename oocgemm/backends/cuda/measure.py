@@ -1,4 +1,5 @@
-"""Times kernels on a CUDA device: random operands, warmed up, taking turns, with the clock they ran at."""
+"""Times kernels on a CUDA device: with random operands, after a warm-up, interleaved, with the clock rate
+observed."""
 
 import ctypes
 import random
@@ -16,15 +17,15 @@ from oocgemm.backends.base import numpy_dtype
 from oocgemm.backends.cuda.multiplier import Multiplier, device_name
 from oocgemm.kernels.spec import Call, Kernel, Params
 from oocgemm.planning import DTYPES, Op
-from oocgemm.planning.integers import room
+from oocgemm.planning.integers import workspace_layout
 
-_BLOCK = 1_000_003  # random numbers, repeated; no power of 2, so that rows differ
+_BLOCK = 1_000_003  # distinct random numbers, repeated; not a power of 2, so that rows differ
 _MIN_SAMPLES, _SAMPLES = 5, 25
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """What is timed: C (m x n) = op(A) @ op(B) + beta C, contiguous."""
+    """The product to time: C (m x n) = op(A) @ op(B) + beta C, all contiguous."""
 
     m: int
     n: int
@@ -42,8 +43,10 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds: the median, the least and the most of some samples; the lowest clock of the multiprocessors seen, in MHz
-    (None where the driver does not say)."""
+    """The median, minimum and maximum of the samples, in seconds; the lowest SM clock seen, in MHz.
+
+    The clock is None if the driver does not report it.
+    """
 
     seconds: float
     least: float
@@ -53,7 +56,7 @@ class Timing:
 
 
 class Stopwatch:
-    """Our kernels and cuBLAS on one device, to be timed."""
+    """Times our kernels and cuBLAS on one device."""
 
     def __init__(self, device: int = 0) -> None:
         self.name = device_name(device)
@@ -73,14 +76,15 @@ class Stopwatch:
 
     @contextmanager
     def operands(self, product: Product) -> Iterator[Call]:
-        """A product's operands on the device for a while, full of random numbers."""
+        """Allocate a product's operands on the device, filled with random numbers, for the duration of the
+        context."""
         swaps_a, swaps_b = product.op_a.swaps, product.op_b.swaps
         lda, ldb = (product.m if swaps_a else product.k), (product.k if swaps_b else product.n)
         kind, shape = (product.dtype, product.op_a, product.op_b), (product.m, product.n, product.k)
         facts = product.compute, self.multiplier.kernels.device
         call = Call(*kind, *shape, 1.0, 0, lda, 0, ldb, product.beta, 0, product.n, *facts)
         m, n, k = shape
-        work = room(m, n, k).end if product.dtype == "int8" else 0
+        work = workspace_layout(m, n, k).end if product.dtype == "int8" else 0
         dtypes = product.dtype, product.dtype, call.accumulator, "int8"
         addresses: list[int] = []
         with self._device:
@@ -95,7 +99,7 @@ class Stopwatch:
                     runtime.free(address)
 
     def seconds(self, kernel: Kernel | None, params: Params, call: Call, times: int = 1) -> float:
-        """What one multiplication takes, of so many one after the other."""
+        """Return the seconds per multiplication, of `times` back to back."""
         with self._device, cupy.cuda.Stream(non_blocking=True) as stream:
             start, end = cupy.cuda.Event(), cupy.cuda.Event()
             start.record(stream)
@@ -108,14 +112,16 @@ class Stopwatch:
     def compare(
         self, contenders: Sequence[tuple[Kernel | None, Params]], call: Call, seconds: float
     ) -> list[Timing]:
-        """Time contenders (cuBLAS is None) that take turns, for about so many seconds each and five times at least.
+        """Time contenders (cuBLAS is None) in turns, for about `seconds` each and at least `_MIN_SAMPLES`
+        times.
 
-        The order changes from turn to turn: a GPU at its power limit is faster after a contender that drew little.
-        Launching takes some microseconds of the host: of a shorter product that is what is measured.
+        The order is shuffled in each round: a GPU at its power limit is faster after a contender that drew
+        little power. A launch takes the host a few microseconds, so a shorter product measures the launch
+        instead.
         """
         times = []
         for contender in contenders:
-            self.seconds(*contender, call)  # loads code
+            self.seconds(*contender, call)  # warm-up: loads the code
             once = max(self.seconds(*contender, call), 1e-6)
             times.append((max(1, min(100, int(1e-3 / once))), once))  # a sample of a millisecond or more
         rounds = [max(_MIN_SAMPLES, min(_SAMPLES, int(seconds / (n * once)))) for n, once in times]
@@ -133,7 +139,7 @@ class Stopwatch:
 
 
 class _Clocks:
-    """Clocks of the multiprocessors by NVML, in MHz; nothing where it is missing."""
+    """SM clocks by NVML, in MHz; empty if NVML is missing."""
 
     def __init__(self, device: int) -> None:
         self._handle = ctypes.c_void_p()
@@ -149,8 +155,8 @@ class _Clocks:
     def now(self) -> list[int]:
         return self._ask("nvmlDeviceGetClockInfo")
 
-    def most(self) -> int | None:
-        """The highest they may run at."""
+    def max(self) -> int | None:
+        """Return the maximum SM clock."""
         return next(iter(self._ask("nvmlDeviceGetMaxClockInfo")), None)
 
     def _ask(self, function: str) -> list[int]:
@@ -161,7 +167,8 @@ class _Clocks:
 
 
 def _random(count: int, dtype: np.dtype[Any]) -> int:
-    """Device memory for so many elements, filled with random numbers; small integers for integer dtypes."""
+    """Allocate device memory for `count` random elements; return its address. Integer dtypes get small
+    integers."""
     rng = np.random.default_rng(0)
     numbers: np.ndarray[Any, Any] = rng.standard_normal(min(count, _BLOCK))
     if dtype.kind == "c":

@@ -1,4 +1,4 @@
-"""What multiplies on a CUDA device: cuBLAS or a rung of our ladder, chosen call by call."""
+"""Chooses and launches cuBLAS or a rung of our ladder for each call."""
 
 from dataclasses import replace
 from functools import cache, partial
@@ -16,17 +16,20 @@ from oocgemm.kernels import tuning
 from oocgemm.kernels.registry import choose
 from oocgemm.kernels.spec import Call, Kernel, Params
 
-# cuBLAS by device, for the next run: to create one takes 5 ms, and it is what no two runs at a time may use.
+# Idle cuBLAS handles by device. Creating one takes 5 ms. Concurrent runs do not share a handle.
 _idle: dict[int, list[int]] = {}
 
 
 class Multiplier:
-    """cuBLAS and our kernels on one device, launched on cupy's current stream. `kernel` is a rung, "cublas" or "auto"."""
+    """cuBLAS and our kernels on one device, launched on cupy's current stream.
+
+    `kernel` is a rung, "cublas", or "auto": the fastest one that was measured for the class of the call.
+    """
 
     def __init__(self, device: int, kernel: str = "auto") -> None:
         self.kernels = Kernels(device)
         self._kernel = kernel
-        self.used: set[str] = set()  # what has multiplied
+        self.used: set[str] = set()  # names of the kernels that have multiplied
         self._tuning = tuning.load(device_name(device))
         self._idle = _idle.setdefault(device, [])
         try:
@@ -35,20 +38,24 @@ class Multiplier:
             self._blas = cublas.create()
 
     def close(self) -> None:
-        """Leave cuBLAS to others. The device must be at nothing any more."""
+        """Return the cuBLAS handle to the idle ones. No work that uses it may be in flight."""
         if self._blas:
             self._idle.append(self._blas)
         self._blas = 0
 
     def emulated(self, dtype: str) -> Emulated:
-        """What multiplies by residues, with the same kernels and the same cuBLAS."""
+        """Return an emulated multiplier with the same kernels and the same cuBLAS handle."""
         return Emulated(self.kernels, self._blas, dtype)
 
     def choose(self, call: Call) -> Launch:
-        """To do C = alpha op(A) @ op(B) + beta C."""
+        """Return the launch of C = alpha op(A) @ op(B) + beta C.
+
+        Raises:
+            InputError: the rung that was asked for cannot run the call.
+        """
         name, params = self._tuning.choice(self._kernel, call.dtype, call.compute, (call.m, call.n, call.k))
         if call.k == 0:
-            # C = beta C, which cuBLAS may not take; nothing is multiplied, in whatever precision.
+            # C = beta C: cuBLAS may refuse k = 0, and precision does not matter since nothing is multiplied.
             name, params, call = "tiled", None, replace(call, compute="native")
         if name != tuning.CUBLAS:
             try:
@@ -59,19 +66,20 @@ class Multiplier:
         return self.launch(None, {}, call)
 
     def load(self, call: Call) -> None:
-        """Do a call, for cuBLAS to load the kernels that do such ones, if it is what does them. The first takes tens of
-        milliseconds, in which other threads may have the interpreter."""
+        """Run a call once so that cuBLAS loads its kernels, if cuBLAS would run it. That takes tens of
+        milliseconds, without the GIL."""
         name, _ = self._tuning.choice(self._kernel, call.dtype, call.compute, (call.m, call.n, call.k))
         if name == tuning.CUBLAS and call.dtype != "int8":
-            make(blas.gemm(self._blas, call, alone=False))
+            make(blas.gemm(self._blas, call, keep_gil=False))
 
     def accumulate(self, call: Call) -> None:
-        """C float64 = op(A) @ op(B) + beta C of int8 operands; k at most `integers.MAX_DEPTH`."""
+        """Compute C (float64) = op(A) @ op(B) + beta C for int8 operands; k is at most
+        `integers.MAX_DEPTH`."""
         packed = int8.packed(self.kernels, call)
         int8.by_strips(self.kernels, packed, "float64", lambda part: make(self.choose(part)))
 
     def launch(self, kernel: Kernel | None, params: Params, call: Call) -> Launch:
-        """The same by one entry of the ladder, or by cuBLAS if that is None."""
+        """Return the launch of a call by one entry of the ladder, or by cuBLAS if `kernel` is None."""
         if kernel is not None:
             self.used.add(kernel.label)
             return in_python(partial(self.kernels.multiply, kernel, call, params))
@@ -81,11 +89,11 @@ class Multiplier:
         return blas.gemm(self._blas, call)
 
     def run(self, kernel: Kernel | None, params: Params, call: Call) -> None:
-        """Do it."""
+        """Launch a call by one entry of the ladder, or by cuBLAS if `kernel` is None."""
         make(self.launch(kernel, params, call))
 
 
 @cache
 def device_name(device: int) -> str:
-    """The name of a GPU."""
+    """Return the name of a GPU."""
     return str(runtime.getDeviceProperties(device)["name"].decode())

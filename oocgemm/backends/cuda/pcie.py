@@ -1,4 +1,4 @@
-"""What the PCI Express link of a device can carry, by what the system says of it."""
+"""Find the maximum rate of a device's PCI Express link in sysfs."""
 
 import re
 from pathlib import Path
@@ -8,17 +8,17 @@ MAX_LANES = 32
 
 
 def link_limit(address: str, devices: Path = DEVICES) -> float | None:
-    """Return the most bytes per second that the link of a device carries in one direction.
+    """Return an upper bound on the rate of a device's link in one direction, in bytes per second.
 
-    It is that of its generation and of all its lanes, encoding left out: an upper bound. The link's current speed is none,
-    since an idle link is slower.
+    It is the transfer rate of the link's generation times its number of lanes, without the encoding overhead.
+    The link's current speed is not used, since an idle link slows down.
 
     Args:
         address: domain, bus, device and function, such as 0000:1B:00.0.
         devices: the folder where the system describes devices.
 
     Returns:
-        None where the system does not say, as in some virtual machines.
+        None where the system does not report the link, as in some virtual machines.
     """
     folder = devices / address.lower()
     try:

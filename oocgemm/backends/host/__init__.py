@@ -1,1 +1,1 @@
-"""The host backend: NumPy's BLAS multiplies, threads are the streams."""
+"""The host backend: NumPy's BLAS multiplies, and threads are the streams."""

@@ -1,7 +1,7 @@
-"""The host backend: NumPy's BLAS multiplies, threads are the streams, plain memory is the device.
+"""The host backend: NumPy's BLAS multiplies, threads are the streams, and ordinary memory is the device.
 
-It runs the same schedules with the same hazards as a GPU, so that everything can be tested without one, and
-it is of use in its own right: products of arrays on disk within a hard memory budget.
+It runs the same schedules as a GPU, with the same hazards. Tests therefore need no GPU. It is also useful by
+itself: it multiplies arrays on disk within a hard memory budget.
 """
 
 import os
@@ -15,29 +15,30 @@ import numpy as np
 
 from oocgemm.backends.base import (
     Array,
+    Checksums,
     DoneToken,
-    Locks,
+    Pinner,
+    Stream,
     Token,
     device_offsets,
     numpy_dtype,
     step_scalars,
     stored_shape,
 )
-from oocgemm.backends.checksums import Summing
 from oocgemm.backends.host.blas import blas_name, gemm
 from oocgemm.backends.host.residues import Prepared, multiply, prepare
 from oocgemm.backends.integers import finish
 from oocgemm.errors import InputError
 from oocgemm.planning import GemmProblem, Kind, Operation, Plan, Region, Slot
-from oocgemm.planning.emulation import described, plane_offsets
+from oocgemm.planning.emulation import describe_steps, plane_offsets
 from oocgemm.system.memory import allocate, available_memory
 
 
 class HostSession:
-    """Slots in plain memory; operations run in the thread that submits them."""
+    """Slots in ordinary memory. An operation runs in the thread that submits it."""
 
-    summing: Summing | None = None
-    locks: Locks | None = None
+    checksums: Checksums | None = None
+    pinner: Pinner | None = None
     asynchronous: Collection[Kind] = ()
 
     def __init__(self, plan: Plan) -> None:
@@ -48,15 +49,17 @@ class HostSession:
         self._steps: Counter[int] = Counter()
         work = plan.footprint.device["work"]
         self._arena = allocate(size + work)
-        # Multiply and Finish share it: both run in the thread of the compute stream.
+        # Multiply and Finish can share the workspace, since the thread of the compute stream runs both.
         self._work = self._arena[size : size + work]
 
     @contextmanager
-    def worker(self, stream: str) -> Iterator[None]:
+    def worker(self, stream: Stream) -> Iterator[None]:
         yield
 
     def submit(self, operation: Operation, host: Sequence[Array], after: Sequence[Token]) -> DoneToken:
-        start = perf_counter_ns()  # those in `after` are done: here all are before they have a token
+        start = (
+            perf_counter_ns()
+        )  # the operations in `after` have ended: on the host, a token exists only then
         match operation.kind:
             case Kind.UPLOAD:
                 np.concatenate(host, axis=1, out=self.view(operation, operation.writes[0]), casting="no")
@@ -74,8 +77,8 @@ class HostSession:
                 raise AssertionError(f"{operation} is not for a device")
         return DoneToken(start, perf_counter_ns())
 
-    def multiplied_by(self) -> list[str]:
-        return ["blas", *described(self._steps)]
+    def kernels_used(self) -> list[str]:
+        return ["blas", *describe_steps(self._steps)]
 
     def device_bytes(self) -> int:
         return self._arena.nbytes
@@ -83,7 +86,7 @@ class HostSession:
     def close(self) -> None:
         del self._arena, self._work
 
-    def page_lock(self, host: Sequence[Array]) -> None:
+    def pin(self, host: Sequence[Array]) -> None:
         pass
 
     def view(self, operation: Operation, region: Region) -> Array:
@@ -96,8 +99,9 @@ class HostSession:
         return self._view(self._offsets[region.slot], shape, dtype)
 
     def _rows(self, operation: Operation, region: Region) -> Array:
-        """Rows of a tile (C) or of a finished strip (D): as wide as the tile's valid columns."""
-        rows, cols = (span[1] - span[0] for span in (operation.m, operation.n))
+        """Return the rows of a tile (slot C) or of a finished strip (slot D) as an array, valid columns
+        only."""
+        rows, cols = (stop - start for start, stop in (operation.m, operation.n))
         name = self._problem.acc_dtype if region.slot.operand == "C" else self._problem.c_dtype
         dtype = numpy_dtype(name)
         return self._view(self._offsets[region.slot] + region.start * dtype.itemsize, (rows, cols), dtype)
@@ -110,13 +114,13 @@ class HostSession:
         problem = self._problem
         alpha, beta = step_scalars(problem, op.first)
         c = self._rows(op, op.writes[0])
-        m, _, k = (span[1] - span[0] for span in (op.m, op.n, op.k))
+        m, _, k = (stop - start for start, stop in (op.m, op.n, op.k))
         if k == 0:
             empty = np.empty((m, 0), c.dtype)
             gemm(problem.trans_a, problem.trans_b, alpha, empty, empty, beta, c)
             return
         top, bottom = self._tile_rows(op.tile[0])
-        rows = slice(op.m[0] - top, op.m[1] - top)  # of the panel: all, or a strip
+        rows = slice(op.m[0] - top, op.m[1] - top)  # of the panel: all of it, or one strip
         whole = bottom - top
         a, b = self._panels(op, whole)
         a = a[:, rows] if problem.trans_a.swaps else a[rows]
@@ -130,8 +134,8 @@ class HostSession:
         gemm(problem.trans_a, problem.trans_b, alpha, a, b, beta, c)
 
     def _panels(self, op: Operation, whole: int) -> tuple[Array, Array]:
-        """The step's panels as they are stored, the one of op(A) with all `whole` rows of the tile."""
-        problem, (n, k) = self._problem, (span[1] - span[0] for span in (op.n, op.k))
+        """Return the step's panels as stored. The panel of op(A) covers all `whole` rows of the tile."""
+        problem, (n, k) = self._problem, (stop - start for start, stop in (op.n, op.k))
         return (
             self._panel(op.reads[0], "A", (k, whole) if problem.trans_a.swaps else (whole, k)),
             self._panel(op.reads[1], "B", (n, k) if problem.trans_b.swaps else (k, n)),
@@ -139,19 +143,19 @@ class HostSession:
 
     def _prepare(self, op: Operation) -> None:
         problem, slot = self._problem, op.writes[0].slot
-        m, n, k = (span[1] - span[0] for span in (op.m, op.n, op.k))
+        m, n, k = (stop - start for start, stop in (op.m, op.n, op.k))
         a, b = self._panels(op, m)
         size = plane_offsets(problem.planes, m, n, k).end
-        room = self._arena[self._offsets[slot] :][:size]
+        space = self._arena[self._offsets[slot] :][:size]
         a, b = a.T if problem.trans_a.swaps else a, b.T if problem.trans_b.swaps else b
-        self._prepared[slot] = prepare(a, b, room, problem.a_dtype)
+        self._prepared[slot] = prepare(a, b, space, problem.a_dtype)
         self._steps[self._prepared[slot].number] += 1
 
     def _in_accumulator_dtype(self, a: Array, b: Array) -> tuple[Array, Array]:
         dtype = numpy_dtype(self._problem.acc_dtype)
-        room = self._work.view(dtype)
-        wide_a = room[: a.size].reshape(a.shape)
-        wide_b = room[a.size : a.size + b.size].reshape(b.shape)
+        space = self._work.view(dtype)
+        wide_a = space[: a.size].reshape(a.shape)
+        wide_b = space[a.size : a.size + b.size].reshape(b.shape)
         np.copyto(wide_a, a)
         np.copyto(wide_b, b)
         return wide_a, wide_b
@@ -163,7 +167,7 @@ class HostSession:
 
 
 class HostBackend:
-    """NumPy on the processor's own memory."""
+    """NumPy on the CPU's own memory."""
 
     name = "host"
 
@@ -173,7 +177,7 @@ class HostBackend:
     def multiprocessors(self) -> int:
         return 1
 
-    def holds(self, address: int, size: int) -> bool:
+    def is_pinned(self, address: int, size: int) -> bool:
         return False
 
     def link_limit(self) -> float | None:

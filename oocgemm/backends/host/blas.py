@@ -1,8 +1,9 @@
 """``C = alpha op(A) op(B) + beta C`` in place, through the BLAS that NumPy itself has loaded.
 
-NumPy has no product that accumulates: ``C += A @ B`` writes a temporary of C's size and reads it again. The
-library that NumPy multiplies with exports cblas's gemm, which does; it is found among the process's mapped
-libraries and called through ctypes (which releases the GIL). Where none is found, NumPy does it in blocks.
+NumPy has no accumulating product: ``C += A @ B`` writes a temporary of C's size and reads it back. The BLAS
+that NumPy is linked to exports cblas's gemm, which accumulates. This module finds that library among the
+libraries mapped into the process and calls it through ctypes, which releases the GIL. If it finds none, NumPy
+multiplies in blocks.
 """
 
 import ctypes
@@ -23,19 +24,32 @@ from oocgemm.planning import Op
 _LETTERS = {"float32": "s", "float64": "d", "complex64": "c", "complex128": "z"}
 _TRANS = {Op.N: 111, Op.T: 112, Op.C: 113}
 _ROW_MAJOR = 101
-# What sets OpenBLAS's kernel family, when it is loaded.
+# The environment variable from which OpenBLAS takes its kernel family when it is loaded.
 CHOICE = "OPENBLAS_CORETYPE"
 AVX512_FAMILIES = {"SkylakeX", "Cooperlake", "SapphireRapids"}
-AVX512_FLAGS = {"avx512f", "avx512dq", "avx512bw", "avx512vl", "avx512cd"}  # what SkylakeX's kernels use
-_BLOCK = 1024  # NumPy's fallback: temporaries of this side, 8 MiB in float64
+AVX512_FLAGS = {
+    "avx512f",
+    "avx512dq",
+    "avx512bw",
+    "avx512vl",
+    "avx512cd",
+}  # required by OpenBLAS's SkylakeX kernels
+_BLOCK = 1024  # side of numpy_gemm's temporaries: 8 MiB in float64
 
 Gemm = Callable[[Op, Op, complex, Array, Array, complex, Array], None]
 
 
 def gemm(trans_a: Op, trans_b: Op, alpha: complex, a: Array, b: Array, beta: complex, c: Array) -> None:
-    """``c = alpha op(a) @ op(b) + beta c``; a, b as stored, c of shape m x n, all C-contiguous and of one dtype.
+    """Compute ``c = alpha op(a) @ op(b) + beta c`` in place.
 
-    beta = 0 overwrites c without reading it.
+    Args:
+        trans_a, trans_b: op() of a and b.
+        alpha, beta: scalars. beta = 0 overwrites c without reading it.
+        a, b: panels as stored, in c's dtype. Rows are contiguous, and may be part of longer rows.
+        c: m x n, C-contiguous; float32, float64, complex64 or complex128.
+
+    Raises:
+        BackendError: the BLAS has 32-bit integers, and an extent is 2^31 or more.
     """
     if c.size == 0:
         return
@@ -46,7 +60,7 @@ def gemm(trans_a: Op, trans_b: Op, alpha: complex, a: Array, b: Array, beta: com
 
 
 def numpy_gemm(trans_a: Op, trans_b: Op, alpha: complex, a: Array, b: Array, beta: complex, c: Array) -> None:
-    """The same with NumPy alone, in blocks so that temporaries stay small."""
+    """Compute what `gemm` does with NumPy alone, in blocks, so that temporaries stay small."""
     left, right = _view(trans_a, a), _view(trans_b, b)
     scalar = c.dtype.type
     _scale(beta, c)
@@ -68,13 +82,14 @@ def _scale(beta: complex, c: Array) -> None:
     if beta == 0:
         c[...] = 0
     elif beta != 1:
-        with np.errstate(all="ignore"):  # infinities and NaNs go through silently, as in BLAS
+        with np.errstate(all="ignore"):  # Inf and NaN propagate silently, as in BLAS
             c *= c.dtype.type(beta)
 
 
 @cache
 def blas_name() -> str:
-    """What multiplies on the host: the library's file and, where it says so, its kernel family."""
+    """Return the name of the BLAS library and, if it reports one, its kernel family; "numpy" if no BLAS is
+    found."""
     found = _library()
     if found is None:
         return "numpy"
@@ -85,10 +100,11 @@ def blas_name() -> str:
 
 
 def better_family(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, str] | None:
-    """The kernel family that OpenBLAS has picked, and the one that suits this processor better: it tells processors by
-    number, and takes those newer than itself for old ones. None where it has picked well, or cannot be told otherwise.
+    """Return the kernel family that OpenBLAS has picked and a faster one for this CPU; None if its choice is
+    good.
 
-    Which family it is to be can only be said before the library is loaded, by `CHOICE` in the environment.
+    OpenBLAS identifies CPUs by model number and treats a model newer than itself as an old one. The family
+    can only be set before the library is loaded, by the environment variable `CHOICE`.
     """
     picked = _ask("get_corename")
     if picked is None or picked in AVX512_FAMILIES or "DYNAMIC_ARCH" not in (_ask("get_config") or ""):
@@ -101,7 +117,7 @@ def better_family(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, str] | No
 
 
 def _ask(question: str) -> str | None:
-    """What OpenBLAS answers to one of its `openblas_get_...`; None from another library."""
+    """Call `openblas_<question>` (a function without arguments); None if the library is not OpenBLAS."""
     found = _library()
     if found is None:
         return None
@@ -116,14 +132,15 @@ def _ask(question: str) -> str | None:
 
 @cache
 def _library() -> tuple[ctypes.CDLL, str, str, str] | None:
-    """The loaded library that exports gemm, its path, and the prefix and suffix of its names."""
+    """Return the loaded library that exports gemm, its path, and the prefix and suffix of its symbol
+    names."""
     try:
         with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
             paths = {line.split(maxsplit=5)[5].strip() for line in maps if line.count("/")}
     except OSError:
         return None
     wanted = [p for p in paths if re.search(r"openblas|mkl_rt|blis|libcblas", p.rsplit("/", 1)[-1])]
-    # NumPy's own first: SciPy's may be loaded beside it.
+    # NumPy's BLAS first: SciPy may have loaded another one.
     for path in sorted(wanted, key=lambda p: ("numpy" not in p, p)):
         try:
             library = ctypes.CDLL(path)
@@ -141,7 +158,7 @@ def _library() -> tuple[ctypes.CDLL, str, str, str] | None:
 
 
 def _leading(x: Array) -> int:
-    """Elements from one row to the next, which for a part of a panel are more than the row has."""
+    """Return the leading dimension in elements: for a part of a panel it exceeds the row's length."""
     apart = int(x.strides[0]) // x.itemsize if x.shape[0] > 1 else 0
     return max(1, int(x.shape[1]), apart)
 
@@ -172,12 +189,12 @@ def _cblas_gemm() -> Gemm | None:
         k = a.shape[0] if trans_a.swaps else a.shape[1]
         if integer is ctypes.c_int32 and max(m, n, k, a.shape[1], b.shape[1]) >= 2**31:
             raise BackendError(
-                f"this BLAS counts in 32 bits, too few for {m} x {n} x {k}: pass a smaller --tile"
+                f"this BLAS has 32-bit integers, too few for {m} x {n} x {k}: pass a smaller --tile"
             )
         scalars: list[Any] = [alpha, beta]
         if c.dtype.kind == "c":
-            held = [np.array(value, c.dtype) for value in scalars]
-            scalars = [value.ctypes.data for value in held]
+            boxed = [np.array(value, c.dtype) for value in scalars]
+            scalars = [value.ctypes.data for value in boxed]
         functions[c.dtype.name](
             *(_ROW_MAJOR, _TRANS[trans_a], _TRANS[trans_b], m, n, k, scalars[0]),
             *(a.ctypes.data, _leading(a), b.ctypes.data, _leading(b), scalars[1], c.ctypes.data, n),

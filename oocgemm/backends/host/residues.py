@@ -1,12 +1,16 @@
-"""Products of float64 or float32 panels by way of their residues, in NumPy: `oocgemm.planning.emulation` at work.
+"""Products of float64 or float32 panels from their residues, in NumPy (the method is in
+`oocgemm.planning.emulation`).
 
-The host has no int8 products worth having: residues are multiplied as float32, in parts so short that every sum is
-exact. This is for being right on small sizes. Panels are scaled and split in `prepare`, once; `multiply` takes the
-product, row strip by row strip.
+`prepare` scales a step's panels and splits them into residues, once. `multiply` computes the product, row
+strip by row strip. The host has no fast int8 products, so residues are multiplied in float32, in parts short
+enough that every sum is exact. This code is a reference for small sizes; it is not fast.
 
-    room:  planes of A [N][m][pitch]  planes of B [N][n][pitch]  exponents of A [m], of B [n]  log2 of norms of rows
+Layout of a planes slot, where N is the largest number of moduli of the dtype:
 
-N is the most moduli of the dtype. The rows of B's planes are columns of op(B), so that both operands lie along k.
+    planes of A [N][m][pitch], planes of B [N][n][pitch], exponents of A [m], of B [n], log2 of the row norms
+    [m + n]
+
+A row of B's planes is a column of op(B), so that both operands are contiguous along k.
 """
 
 from dataclasses import dataclass
@@ -18,7 +22,7 @@ import numpy as np
 from oocgemm.backends.base import Array
 from oocgemm.planning.emulation import (
     LEVELS,
-    NUMBERS,
+    MODULI_COUNTS,
     UNITS,
     PanelFacts,
     Residues,
@@ -28,16 +32,17 @@ from oocgemm.planning.emulation import (
     suffices,
 )
 
-_PIECE = 1 << 16  # elements of a panel that are looked at in one go
-_SIDE = 256  # of a block of C
-_DEPTH = 1 << 10  # products of residues whose sum is exact in float32
-# A row's norm is rounded; elements count that are this little below a level, too.
+_PIECE = 1 << 16  # elements of a panel that are processed at a time
+_SIDE = 256  # side of a block of C
+_DEPTH = 1 << 10  # so many products of residues have an exact sum in float32
+# A row's norm is rounded, so elements that are below a level by this little count as above it.
 _BELOW = 1 - 2.0**-30
 
 
 @dataclass(frozen=True, slots=True)
 class Planes:
-    """A panel's residues [N, rows, ld] int8, its rows' exponents, and the base-2 logarithms of their norms."""
+    """A panel's residues [N, rows, ld] int8, its rows' exponents, and the base-2 logarithms of their
+    norms."""
 
     residues: Array
     exponents: Array
@@ -46,20 +51,20 @@ class Planes:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Two panels ready to be multiplied by way of so many moduli; 0: natively."""
+    """Two panels split into residues of `number` moduli; 0 if their product must be computed natively."""
 
     number: int
     a: Planes
     b: Planes
 
 
-def views(room: Array, m: int, n: int, depth: int, dtype: str) -> tuple[Planes, Planes]:
-    """What lies in a room, planes of all moduli."""
-    number, across = NUMBERS[dtype][-1], pitch(depth)
+def views(space: Array, m: int, n: int, depth: int, dtype: str) -> tuple[Planes, Planes]:
+    """Return the planes of A and B in a planes slot, as views; for all moduli of the dtype."""
+    number, across = MODULI_COUNTS[dtype][-1], pitch(depth)
     offsets = plane_offsets(number, m, n, depth)
 
     def at(start: int, shape: tuple[int, ...], kind: type) -> Array:
-        return _of(room[start:], kind, shape)
+        return _of(space[start:], kind, shape)
 
     norms = at(offsets.facts, (m + n,), np.float64)
     return (
@@ -72,28 +77,31 @@ def views(room: Array, m: int, n: int, depth: int, dtype: str) -> tuple[Planes, 
     )
 
 
-def prepare(a: Array, b: Array, room: Array, dtype: str) -> Prepared:
-    """Split a panel of op(A) (m x k) and one of op(B) (k x n), of whatever strides, into the planes of a room.
+def prepare(a: Array, b: Array, space: Array, dtype: str) -> Prepared:
+    """Split a panel of op(A) (m x k) and one of op(B) (k x n), of any strides, into residues in a planes
+    slot.
 
-    With the fewest moduli that give a product as good as a native one of that dtype; none of them, and planes that
-    mean nothing, where none does or an element is infinite or NaN.
+    Takes the fewest moduli that make the product as accurate as a native one in `dtype`. Returns 0 moduli,
+    and planes without meaning, if no number of moduli suffices or an element is Inf or NaN.
     """
     (m, k), n = a.shape, b.shape[1]
-    planes = views(room, m, n, k, dtype)
+    planes = views(space, m, n, k, dtype)
     panels = list(zip((a, b.T), planes, strict=True))
-    seen = [look(panel, held.norms) for panel, held in panels]
-    for number in NUMBERS[dtype] if all(facts.finite for facts in seen) else ():
+    seen = [measure_rows(panel, split_panel.norms) for panel, split_panel in panels]
+    for number in MODULI_COUNTS[dtype] if all(facts.finite for facts in seen) else ():
         how = residues(number)
-        for at, (panel, held) in enumerate(panels):
-            seen[at] = split(panel, held, how, seen[at])
+        for at, (panel, split_panel) in enumerate(panels):
+            seen[at] = split(panel, split_panel, how, seen[at])
         if suffices(seen[0], seen[1], k, UNITS[dtype]):
             return Prepared(number, *planes)
     return Prepared(0, *planes)
 
 
-def look(x: Array, norms: Array) -> PanelFacts:
-    """What the rows of a panel are, as far as it does not hang on the number of moduli; of each row log2 of its 2-norm, -inf
-    if it is zero throughout, into `norms`."""
+def measure_rows(x: Array, norms: Array) -> PanelFacts:
+    """Return the facts about a panel's rows that do not depend on the number of moduli.
+
+    Writes log2 of each row's 2-norm into `norms`: -inf for a row of zeros.
+    """
     k = x.shape[1]
     most, least, above = 0.0, np.inf, np.full(len(LEVELS), k)
     with np.errstate(all="ignore"):
@@ -103,7 +111,7 @@ def look(x: Array, norms: Array) -> PanelFacts:
             if not np.isfinite(top).all():
                 return PanelFacts(False, False, 0.0, 0.0, 0.0, (0,) * len(LEVELS))
             up = np.frexp(top)[1]
-            np.ldexp(sizes, -up[:, None], out=sizes)  # to below 1: squares that vanish do not matter
+            np.ldexp(sizes, -up[:, None], out=sizes)  # to below 1: squares that underflow do not matter
             norm = np.sqrt(np.vecdot(sizes, sizes))
             norms[rows] = np.log2(norm) + up
             live = top > 0
@@ -119,7 +127,10 @@ def look(x: Array, norms: Array) -> PanelFacts:
 
 
 def split(x: Array, planes: Planes, how: Residues, facts: PanelFacts) -> PanelFacts:
-    """Scale the rows of a panel to integers and write their residues and exponents; the facts, completed."""
+    """Scale the rows of a panel to integers and write their residues and exponents into `planes`.
+
+    Returns the facts with those that depend on the number of moduli filled in.
+    """
     k = x.shape[1]
     live = np.isfinite(planes.norms)
     planes.exponents[...] = np.where(live, np.floor(how.exponent - np.where(live, planes.norms, 0)), 0)
@@ -129,7 +140,7 @@ def split(x: Array, planes: Planes, how: Residues, facts: PanelFacts) -> PanelFa
         for rows in _pieces(x):
             scaled = np.ldexp(x[rows].astype(np.float64, order="C"), planes.exponents[rows, None])
             whole = np.rint(scaled)
-            # Scaling itself may have made a 0 of what was none.
+            # Scaling may underflow a nonzero element to 0.
             same = np.array_equal(whole, scaled) and np.count_nonzero(whole) == np.count_nonzero(x[rows])
             exact = exact and bool(same)
             integers = whole.astype(np.int64)
@@ -141,31 +152,38 @@ def split(x: Array, planes: Planes, how: Residues, facts: PanelFacts) -> PanelFa
                 shifted += integers
                 plane[rows, :k] = shifted
     planes.residues[:, :, k:] = 0
-    return PanelFacts(True, exact, grain, facts.most, facts.least, facts.above)
+    return PanelFacts(True, exact, grain, facts.max_ratio, facts.min_ratio, facts.above)
 
 
 def _pieces(x: Array) -> list[slice]:
-    """A panel's rows, a few at a time."""
+    """Return slices that cover a panel's rows, a few rows at a time."""
     several = max(1, _PIECE // max(1, x.shape[1]))
     return [slice(top, min(top + several, len(x))) for top in range(0, len(x), several)]
 
 
 def workspace_bytes(n: int, depth: int) -> int:
-    """Bytes that `multiply` works in, for n columns and that depth."""
+    """Return the bytes of workspace that `multiply` needs for n columns and that depth."""
     return sum(_workspace(n, depth))
 
 
 def _workspace(n: int, depth: int) -> tuple[int, int, int, int]:
-    """Bytes of: five blocks of C in float64, one in float32, a block of residues of A and one of B in float32."""
+    """Return the bytes of five blocks of C in float64, of one in float32, and of one block of A's and of B's
+    residues in float32."""
     across, deep = min(_SIDE, n), min(_DEPTH, pitch(depth))
     return 5 * 8 * _SIDE * across, 4 * _SIDE * across, 4 * _SIDE * deep, 4 * across * deep
 
 
 def multiply(prepared: Prepared, rows: slice, alpha: float, beta: float, c: Array, workspace: Array) -> None:
-    """``c = alpha op(A)[rows] @ op(B) + beta c``, c being of the panels' dtype.
+    """Compute ``c = alpha op(A)[rows] @ op(B) + beta c`` in place, c in the dtype of the panels.
 
-    `workspace`: at least `workspace_bytes` bytes. beta = 0 overwrites c without reading it. The same bits whatever rows are
-    taken together.
+    The bits of c do not depend on how its rows are divided into calls.
+
+    Args:
+        prepared: the panels, with at least one modulus.
+        rows: rows of the panel of op(A), which are also the rows of c.
+        alpha, beta: scalars. beta = 0 overwrites c without reading it.
+        c: (number of rows) x n.
+        workspace: at least `workspace_bytes` bytes.
     """
     how = residues(prepared.number)
     first, last, _ = rows.indices(len(prepared.a.exponents))
@@ -202,12 +220,12 @@ def _multiply_block(
         np.rint(spare, out=spare)
         spare *= p
         total -= spare
-        for held, weight in zip(sums, how.weights[rank], strict=True):
-            np.add(held, np.multiply(total, weight, out=spare), out=held)
+        for sum_part, weight in zip(sums, how.weights[rank], strict=True):
+            np.add(sum_part, np.multiply(total, weight, out=spare), out=sum_part)
     np.multiply(sums[0], how.inverse, out=total)
     np.rint(total, out=total)
-    for held, modulus in zip(sums, how.modulus, strict=True):
-        np.subtract(held, np.multiply(total, modulus, out=spare), out=held)
+    for sum_part, modulus in zip(sums, how.modulus, strict=True):
+        np.subtract(sum_part, np.multiply(total, modulus, out=spare), out=sum_part)
     value = sums[0]
     value += sums[1]
     value += sums[2]
@@ -215,7 +233,7 @@ def _multiply_block(
     exponents = spare.reshape(-1).view(np.int32)[: value.size].reshape(value.shape)
     np.add(down[:, None], across, out=exponents)
     np.negative(exponents, out=exponents)
-    with np.errstate(all="ignore"):  # overflow and underflow go through silently, as in BLAS
+    with np.errstate(all="ignore"):  # overflow and underflow are silent, as in BLAS
         np.ldexp(value, exponents, out=value)
         value *= c.dtype.type(alpha)
         if beta != 0:
@@ -224,13 +242,13 @@ def _multiply_block(
 
 
 def _float32(space: Array, x: Array) -> Array:
-    """x as float32, at the beginning of a workspace."""
+    """Copy x to the start of a workspace as float32 and return that array."""
     narrow = _of(space, np.float32, x.shape)
     narrow[...] = x
     return narrow
 
 
 def _of(space: Array, dtype: Any, shape: tuple[int, ...]) -> Array:
-    """The beginning of a workspace, as an array."""
+    """Return the start of a workspace as an array of that dtype and shape."""
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     return np.asarray(space[:size].view(dtype).reshape(shape))

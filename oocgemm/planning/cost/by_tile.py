@@ -1,5 +1,8 @@
-"""What falls to each of a few tiles, whose shares differ: the first loads most, the last may be thin and load nearly as much as
-others, and what of C is made last leaves when nothing else is left to do."""
+"""Estimate the time of each tile of a small grid, where tiles differ much in their shares of work and loads.
+
+The first tile loads most. The last one may be small but load nearly as much as others. What is computed of C
+at the end drains when nothing else is left to hide it.
+"""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -8,35 +11,35 @@ from typing import NamedTuple
 from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.schedule.placement import Loads
 from oocgemm.planning.schedule.traversal import Traversal, last, walk
-from oocgemm.planning.tiling import Span, Tile, TileGrid
+from oocgemm.planning.tiling import Tile, TileGrid, length
 
-FEW_TILES = 16
+MAX_TILES = 16  # grids of more tiles are not estimated tile by tile
 
 
-@lru_cache(256)  # candidates of a planner differ in their slots
+@lru_cache(256)  # candidates that differ only in their slots share walks
 def _walk(traversal: Traversal, down: int, across: int) -> tuple[Tile, ...]:
     return tuple(walk(traversal, down, across))
 
 
 class Share(NamedTuple):
-    """Of one tile: parts of C, and of the bytes that are loaded."""
+    """Shares of one tile: of the elements of C that are computed, and of the bytes that are loaded."""
 
-    made: float
+    computed: float
     loaded: float
 
 
 def shares(problem: GemmProblem, grid: TileGrid, traversal: Traversal, loads: Loads) -> list[Share]:
-    """Those of all tiles in the order in which they are walked, if they are few; otherwise of the last one alone.
+    """Estimate the shares of all tiles in walk order if they are few; otherwise of the last one alone.
 
-    Panels of a row (or column) of tiles are loaded whole for its first tile; what is loaded beyond that falls to the others
-    by their extents.
+    The first tile of a row (or column) loads all panels of that row (or column). All further loads are
+    divided among the other tiles in proportion to their extents.
     """
     down, across = grid.shape
-    if down * across > FEW_TILES:
-        made = grid.elements(last(traversal, down, across)) / (problem.m * problem.n)
-        return [Share(made, made)]
+    if down * across > MAX_TILES:
+        computed = grid.elements(last(traversal, down, across)) / (problem.m * problem.n)
+        return [Share(computed, computed)]
     tiles = _walk(traversal, down, across)
-    heights, widths = [_length(grid.rows(i)) for i, _ in tiles], [_length(grid.cols(j)) for _, j in tiles]
+    heights, widths = [length(grid.rows(i)) for i, _ in tiles], [length(grid.cols(j)) for _, j in tiles]
     a = _loaded(
         [i for i, _ in tiles], heights, loads.a_read, problem.m * problem.depth * problem.itemsizes["A"]
     )
@@ -51,33 +54,43 @@ def shares(problem: GemmProblem, grid: TileGrid, traversal: Traversal, loads: Lo
     ]
 
 
-def seconds_each(parts: Sequence[Share], computing: float, loading: float, *, ahead: bool) -> list[float]:
-    """How long tiles take if all of C takes so long to compute and all panels so long to load, side by side; where there is
-    room for them, panels come a tile `ahead`."""
+def tile_seconds(parts: Sequence[Share], computing: float, loading: float, *, prefetch: bool) -> list[float]:
+    """Estimate the seconds of each tile from the seconds that computing and loading take in all.
+
+    With `prefetch`, slots have room for a tile's panels while the tile before is computed.
+    """
     each: list[float] = []
     before = done = loaded = 0.0
     for part in parts:
-        loaded = max(loaded, before if ahead else done) + part.loaded * loading
-        each.append(max(part.made * computing, loaded - done))
+        loaded = max(loaded, before if prefetch else done) + part.loaded * loading
+        each.append(max(part.computed * computing, loaded - done))
         before, done = done, done + each[-1]
     return each
 
 
-def gone(
-    parts: Sequence[Share], each: Sequence[float], end: float, out: float, at_once: float, strips: int
+def drain_end(
+    parts: Sequence[Share],
+    each: Sequence[float],
+    end: float,
+    drain_seconds: float,
+    last_step: float,
+    strips: int,
 ) -> float:
-    """When C has left, the last of these tiles, which take so long each, having been multiplied at `end`. All of C takes `out`
-    seconds to leave; a tile begins to in its last part, `at_once`, and in strips."""
-    done, left = end - sum(each), 0.0
+    """Estimate when C has drained, if the last of these tiles ends its last step at `end`.
+
+    `each` are the seconds of the tiles. All of C takes `drain_seconds` to drain. A tile starts to drain in
+    its last step, which takes the share `last_step` of the tile's time, and drains in that many strips.
+    """
+    done, drained = end - sum(each), 0.0
     for part, seconds in zip(parts, each, strict=True):
         done += seconds
-        leaving = part.made * out
-        left = max(max(left, done - at_once * seconds) + leaving, done + leaving / strips)
-    return left
+        draining = part.computed * drain_seconds
+        drained = max(max(drained, done - last_step * seconds) + draining, done + draining / strips)
+    return drained
 
 
 def _loaded(lines: Sequence[int], extents: Sequence[int], loaded: float, once: float) -> list[float]:
-    """Bytes for each tile, of an operand that has so many and of which so many are loaded, by its row (or column)."""
+    """Divide the `loaded` bytes of an operand of `once` bytes among tiles, by their rows (or columns)."""
     first = [line not in lines[:at] for at, line in enumerate(lines)]
     new = sum(extent for extent, is_first in zip(extents, first, strict=True) if is_first)
     again = sum(extents) - new
@@ -85,7 +98,3 @@ def _loaded(lines: Sequence[int], extents: Sequence[int], loaded: float, once: f
         extent * (once / new if is_first else max(0.0, loaded - once) / again)
         for extent, is_first in zip(extents, first, strict=True)
     ]
-
-
-def _length(span: Span) -> int:
-    return span[1] - span[0]

@@ -1,25 +1,26 @@
-"""Lines through measured rates, and which rates are refused: those beyond their link, and those that no line explains."""
+"""Fit lines to measured rates, and reject rates that exceed their link or that no line explains."""
 
 from collections.abc import Callable, Mapping, Sequence
 
 from oocgemm.planning.units import format_rate, format_size
 
-# Bytes per second that no link between host and device exceeds: NVLink-C2C carries 450e9 in one direction.
+# Bytes per second that no link between host and device exceeds. NVLink-C2C has 450e9 in one direction.
 MAX_LINK = 500e9
-# How far a measured rate may be from the fit to it, as a share of the lesser.
+# Maximum difference between a measured rate and the fit, relative to the smaller of the two.
 MAX_RESIDUAL = 0.5
 
 
-def fit_line(points: Sequence[tuple[float, float]], least: float = 0.0) -> tuple[float, float]:
-    """Return (intercept, slope) of the line through points of positive y with the least squared relative errors, the
-    intercept not below `least` and the slope not below 0.
+def fit_line(points: Sequence[tuple[float, float]], min_intercept: float = 0.0) -> tuple[float, float]:
+    """Fit a line to points of positive y by least squares of the relative errors; return (intercept, slope).
+
+    The intercept is at least `min_intercept`, and the slope is at least 0.
 
     >>> [round(x, 9) for x in fit_line([(0.0, 1.0), (1.0, 3.0), (2.0, 5.0)])]
     [1.0, 2.0]
     >>> fit_line([(1.0, 3.0), (2.0, 3.0), (3.0, 3.0)])
     (3.0, 0.0)
     """
-    # Both coordinates over y: the line is to come out at 1 everywhere.
+    # Dividing both coordinates by y turns relative errors into absolute ones.
     ones = [1 / y for _, y in points]
     xs = [x / y for x, y in points]
     s11, s1x, sxx = (
@@ -29,17 +30,18 @@ def fit_line(points: Sequence[tuple[float, float]], least: float = 0.0) -> tuple
     if determinant > 1e-12 * s11 * sxx:
         slope = (s11 * sum(xs) - s1x * sum(ones)) / determinant
         intercept = (sum(ones) - slope * s1x) / s11
-        if slope >= 0 and intercept >= least:
+        if slope >= 0 and intercept >= min_intercept:
             return intercept, slope
         if slope >= 0:
-            return least, max(0.0, (sum(xs) - least * s1x) / sxx)
-    return max(least, sum(ones) / s11), 0.0
+            return min_intercept, max(0.0, (sum(xs) - min_intercept * s1x) / sxx)
+    return max(min_intercept, sum(ones) / s11), 0.0
 
 
 def fit_link(link: str, rates: Mapping[int, float], limit: float | None = None) -> tuple[float, float]:
-    """Fit (latency, bytes per second) to the rates that copies of so many bytes were measured at.
+    """Fit (latency in seconds, bytes per second) to rates measured by bytes per copy.
 
-    Raises `ValueError` where a rate is more than `limit` (by default `MAX_LINK`), or further than `MAX_RESIDUAL` from the fit.
+    Raises `ValueError` if a rate exceeds `limit` (default `MAX_LINK`) or differs from the fit by more than
+    `MAX_RESIDUAL`.
 
     >>> [float(f"{x:.3g}") for x in fit_link("d2h", {1_000_000: 25e9, 9_000_000: 45e9})]
     [2e-05, 50000000000.0]
@@ -48,18 +50,18 @@ def fit_link(link: str, rates: Mapping[int, float], limit: float | None = None) 
         check_link(f"{link} of {format_size(size)}", rate, limit)
     latency, per_byte = fit_line([(size, size / rate) for size, rate in rates.items()])
     check_fit(link, "B", rates, lambda size: size / (latency + per_byte * size), format_size)
-    # Where all copies took the same time, they were too short to give a slope.
+    # The slope is 0 if all copies took the same time: they were too short.
     fitted = 1 / per_byte if per_byte else max(rates.values())
     check_link(f"the rate fitted to {link}", fitted, limit)
     return latency, fitted
 
 
 def check_link(name: str, rate: float, limit: float | None = None) -> None:
-    """Raise `ValueError` for a rate that no link has, or this one cannot have."""
+    """Raise `ValueError` if a rate exceeds `limit` (default `MAX_LINK`) or is not positive."""
     if not 0 < rate <= (limit or MAX_LINK):
-        what = "the link of this device" if limit else "any link"
+        link = "the link of this device" if limit else "any link"
         raise ValueError(
-            f"{name} came to {format_rate(rate)}, {what} carries at most {format_rate(limit or MAX_LINK)}"
+            f"{name} came to {format_rate(rate)}, {link} carries at most {format_rate(limit or MAX_LINK)}"
         )
 
 
@@ -70,7 +72,7 @@ def check_fit(
     fit: Callable[[int], float],
     at: Callable[[int], str] = str,
 ) -> None:
-    """Raise `ValueError` where a measured rate is further than `MAX_RESIDUAL` from the fitted one."""
+    """Raise `ValueError` if a measured rate differs from the fitted one by more than `MAX_RESIDUAL`."""
 
     def residual(place: int) -> float:
         return max(fit(place) / rates[place], rates[place] / fit(place)) - 1
@@ -79,6 +81,7 @@ def check_fit(
     if residual(worst) > MAX_RESIDUAL:
         found = ", ".join(f"{at(place)}: {format_rate(rate, unit)}" for place, rate in rates.items())
         raise ValueError(
-            f"no fit explains what was measured of {name} ({found}): the best expects {format_rate(fit(worst), unit)} at "
-            f"{at(worst)}, which is {residual(worst):.0%} off and may be {MAX_RESIDUAL:.0%}"
+            f"no fit explains what was measured of {name} ({found}): the best expects "
+            f"{format_rate(fit(worst), unit)} at {at(worst)}, which is {residual(worst):.0%} off and may be "
+            f"{MAX_RESIDUAL:.0%}"
         )

@@ -1,8 +1,9 @@
-"""Rates of a machine under the names that reports and tables give them."""
+"""Rates of a machine under their names in reports and tables."""
 
-from oocgemm.planning.cost.machine import Calibration, MachineModel, StoreRates, default_model
+from oocgemm.planning.cost.calibration import Calibration, StoreRates
+from oocgemm.planning.cost.machine import MachineModel, default_model
 
-# Rates of a machine that people are told, under the names that they are told them by, in the order in which data flow.
+# Names of rates in reports, in the order of the data flow.
 LINKS = {
     "read_cold": "read, disk",
     "read": "read, page cache",
@@ -17,7 +18,7 @@ LINKS = {
 
 
 def link_rates(machine: MachineModel, store: StoreRates | None) -> dict[str, float]:
-    """The rates of `LINKS` that there are: copies to a device where that is not the host, disks where one was measured."""
+    """Return the rates of `LINKS` that apply to a machine, and that of the disk if `store` is given."""
     found = {name: getattr(machine, name) for name in LINKS if hasattr(machine, name)}
     if store is not None:
         found["read_cold"] = store.read_cold
@@ -29,5 +30,5 @@ def link_rates(machine: MachineModel, store: StoreRates | None) -> dict[str, flo
 
 
 def calibrated_rates(found: Calibration) -> dict[str, float]:
-    """The rates of `LINKS` that were measured, of storage those measured last."""
+    """Return the rates of `LINKS` in a calibration, with those of the file system measured last."""
     return link_rates(found.model(default_model(found.backend, 1)), list(found.stores.values())[-1])

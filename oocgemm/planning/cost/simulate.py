@@ -1,107 +1,101 @@
-"""Runs a schedule on a virtual clock: what a plan would take if every operation took its modelled time.
+"""Run a schedule on a virtual clock: the time that it takes if every operation takes its modelled time.
 
-The waits are those of the run, derived by the same tracker; its tokens are the times at which operations end.
+Waits are derived by the same tracker as during a run. Its tokens are the end times of operations.
 """
 
 from collections.abc import Iterator
 
-from oocgemm.planning.cost.footprint import Layouts, MachineModel, extents
-from oocgemm.planning.cost.predict import BY_STRIPS, multiply_seconds, panel_rate, strip_rate, unfilled
-from oocgemm.planning.problem import GemmProblem
+from oocgemm.planning.cost.footprint import extents
+from oocgemm.planning.cost.machine import STRIP_OVERHEAD
+from oocgemm.planning.cost.price import panel_rate, strip_rate
 from oocgemm.planning.schedule.hazards import HazardTracker
 from oocgemm.planning.schedule.operations import Kind, Operation, Schedule
 from oocgemm.planning.schedule.slots import Slot
-from oocgemm.planning.tiling import Layout, Span
+from oocgemm.planning.setting import Setting
+from oocgemm.planning.tiling import Layout, Shape, length
 
-# What waits, or is waited for, on the host: by a thread, that has to be woken. Others wait on the device.
-_HANDED_ON = (Kind.READ, Kind.UPLOAD, Kind.DOWNLOAD, Kind.WRITE)
+# Operations that host threads run or wait for. A thread must be woken after a wait; others wait on the
+# device.
+_WOKEN = (Kind.READ, Kind.UPLOAD, Kind.DOWNLOAD, Kind.WRITE)
 
 
-def _rate(operation: Operation, problem: GemmProblem, layouts: Layouts, machine: MachineModel) -> float:
+def _rate(operation: Operation, setting: Setting) -> float:
     """Bytes per second of a Read, an Upload or a Write."""
     if operation.kind is Kind.WRITE:
-        return strip_rate(problem, machine, layouts.c, _shape(operation))
-    layout, whole = _stored(operation, problem, layouts)
+        return strip_rate(setting, _shape(operation))
+    layout, shape = _operand(operation, setting)
     if operation.kind is Kind.UPLOAD:
-        return machine.upload_rate(layout, _shape(operation))
-    return panel_rate(problem, machine, layout, whole, _shape(operation))
+        return setting.machine.upload_rate(layout, _shape(operation))
+    return panel_rate(setting, layout, shape, _shape(operation))
 
 
-def _stored(operation: Operation, problem: GemmProblem, layouts: Layouts) -> tuple[Layout, Span]:
-    """How the operand lies, and its extents, in the orientation of op(X)."""
+def _operand(operation: Operation, setting: Setting) -> tuple[Layout, Shape]:
+    """Layout and shape of the operation's operand, in the orientation of op(X)."""
+    problem, layouts = setting.problem, setting.layouts
     m, n, k = problem.m, problem.n, problem.depth
     return {"A": (layouts.a, (m, k)), "B": (layouts.b, (k, n)), "C": (layouts.c, (m, n))}[operation.operand]
 
 
-def _shape(operation: Operation) -> Span:
-    (r0, r1), (c0, c1) = operation.block
-    return r1 - r0, c1 - c0
+def _shape(operation: Operation) -> Shape:
+    rows, cols = operation.block
+    return length(rows), length(cols)
 
 
-def duration(
-    operation: Operation,
-    problem: GemmProblem,
-    machine: MachineModel,
-    layouts: Layouts,
-) -> float:
+def duration(operation: Operation, setting: Setting) -> float:
     """Modelled seconds of one operation."""
+    problem, machine = setting.problem, setting.machine
     match operation.kind:
         case Kind.READ:
-            return operation.bytes / _rate(operation, problem, layouts, machine)
+            return operation.bytes / _rate(operation, setting)
         case Kind.WRITE:
-            return operation.bytes / _rate(operation, problem, layouts, machine) + machine.write_latency
+            return operation.bytes / _rate(operation, setting) + machine.write_latency
         case Kind.UPLOAD:
-            return operation.bytes / _rate(operation, problem, layouts, machine) + machine.copy_latency
+            return operation.bytes / _rate(operation, setting) + machine.copy_latency
         case Kind.DOWNLOAD:
             return operation.bytes / machine.d2h + machine.copy_latency
         case Kind.MULTIPLY:
-            w, h, r = (s[1] - s[0] for s in (operation.m, operation.n, operation.k))
-            # Strips of a GPU are cut so that they fill it, and take little longer than those rows of a whole tile.
-            more = 1.0
-            if r and not machine.unified:
-                strip, w = w, operation.reads[0].stop // r
-                more = BY_STRIPS if strip < w else unfilled(problem, machine, w, h)
-            seconds = more * multiply_seconds(problem, machine, operation.flops, w, h, r) if r else 0.0
+            m, n, k = length(operation.m), length(operation.n), length(operation.k)
+            # Rows of a GPU's strips are chosen to fill its waves: a strip takes little longer than its share
+            # of the tile.
+            factor = 1.0
+            if k and not machine.unified:
+                rows, m = m, operation.reads[0].stop // k
+                factor = STRIP_OVERHEAD if rows < m else machine.wave_quantization(problem.rate, m, n)
+            seconds = factor * machine.multiply_seconds(problem.rate, operation.flops, m, n, k) if k else 0.0
             return seconds + machine.step_latency
         case _:  # a Prepare, or a Finish, which has no bytes
             return operation.bytes / machine.prepare + machine.step_latency
 
 
-def timed(
-    schedule: Schedule, problem: GemmProblem, machine: MachineModel, layouts: Layouts
-) -> Iterator[tuple[Operation, float]]:
-    """Operations with their modelled seconds. The first read into a slot faults its pages in."""
-    w, h, r = extents(problem, schedule.grid.tile)
-    panels, touched = {"A": (w, r), "B": (r, h)}, set[Slot]()
+def timed(schedule: Schedule, setting: Setting) -> Iterator[tuple[Operation, float]]:
+    """Yield operations with their modelled seconds. The first read into a slot faults its pages in."""
+    m, n, k = extents(setting.problem, schedule.grid.tile)
+    panels, touched = {"A": (m, k), "B": (k, n)}, set[Slot]()
     for operation in schedule:
-        seconds = duration(operation, problem, machine, layouts)
+        seconds = duration(operation, setting)
         if operation.kind is Kind.READ:
-            slot, (layout, _) = operation.writes[0].slot, _stored(operation, problem, layouts)
+            slot, (layout, _) = operation.writes[0].slot, _operand(operation, setting)
             shape = _shape(operation)
-            straight = layout.straight(panels.get(operation.operand, shape), shape)
-            if slot not in touched and not straight:
+            direct = layout.is_direct(panels.get(operation.operand, shape), shape)
+            if slot not in touched and not direct:
                 touched.add(slot)
-                seconds += operation.bytes * machine.arena_seconds_per_byte
+                seconds += operation.bytes * setting.machine.arena_seconds_per_byte
         yield operation, seconds
 
 
-def simulate(
-    schedule: Schedule,
-    problem: GemmProblem,
-    machine: MachineModel,
-    layouts: Layouts,
-) -> float:
-    """Seconds until the last operation ends, streams running side by side and operations being issued one by one."""
+def simulate(schedule: Schedule, setting: Setting) -> float:
+    """Seconds until the last operation ends, with concurrent streams and operations issued one by one."""
+    issue = setting.machine.issue
     tracker: HazardTracker[list[float]] = HazardTracker()
     stream_free: dict[str, float] = {}
     end = issued = 0.0
-    for operation, seconds in timed(schedule, problem, machine, layouts):
+    for operation, seconds in timed(schedule, setting):
         done = [0.0]
-        issued += machine.issue
+        issued += issue
         ready = max((t[0] for t in tracker.admit(operation, done)), default=0.0)
-        if ready and operation.kind in _HANDED_ON:
-            ready += machine.issue
-        # Preparing beside a multiplication takes as long from that.
+        if ready and operation.kind in _WOKEN:
+            ready += issue
+        # A Prepare takes its time from concurrent multiplications.
         stream = "compute" if operation.kind is Kind.PREPARE else operation.stream
         start = max(ready, issued, stream_free.get(stream, 0.0))
         done[0] = start + seconds

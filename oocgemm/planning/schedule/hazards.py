@@ -1,12 +1,12 @@
-"""Derives every wait of a schedule from what its operations read and write, and checks schedules.
+"""Derive every wait of a schedule from the regions that its operations read and write, and check schedules.
 
-For two operations in program order that touch overlapping regions of a slot, the later one waits
+Of two operations in program order that access overlapping regions of a slot, the later one waits if it
 
-- RAW: reads what the earlier one wrote,
-- WAR: overwrites what the earlier one still reads,
-- WAW: overwrites what the earlier one writes.
+- reads what the earlier one writes (RAW),
+- overwrites what the earlier one reads (WAR), or
+- overwrites what the earlier one writes (WAW).
 
-That is all there is: no wait is written by hand anywhere in this project.
+No wait is written by hand anywhere in this project.
 """
 
 from collections import defaultdict
@@ -18,35 +18,36 @@ from oocgemm.errors import ScheduleError
 from oocgemm.planning.schedule.operations import Kind, Operation, Schedule
 from oocgemm.planning.schedule.slots import Slot, Tier
 from oocgemm.planning.schedule.traversal import step_order
-from oocgemm.planning.tiling import Span, Tile
+from oocgemm.planning.tiling import Range, Tile, length
 
 T = TypeVar("T")
 
-# Streams whose operations run one after the other in program order. Reads and writes of the stores need not.
+# Streams whose operations run one after another in program order. Reads and writes of stores may run in any
+# order.
 IN_ORDER = frozenset({"h2d", "h2d-c", "prepare", "compute", "d2h"})
 
 
-# An access to elements of a slot: from, to, by which operation, on which stream, whether it writes.
+# An access to a region: start, stop, the operation's token, its stream, and whether it writes.
 _Access = tuple[int, int, T, str, bool]
 
 
 class HazardTracker(Generic[T]):
-    """Walks a schedule in program order and says which earlier operations each one must wait for.
+    """Derive waits from operations that are admitted in program order.
 
-    Operations are represented by tokens of the caller's choice: indices in tests, completions in the
-    executor, finishing times in the simulation. It remembers, for each slot, the accesses that nothing has
-    overwritten or overtaken since: its memory is bounded by the slots.
+    The caller chooses the tokens that stand for operations: indices in tests, completions in the executor,
+    end times in the simulation. The tracker stores, per slot, the accesses that no later access has
+    superseded. Its memory is therefore proportional to the number of slots.
     """
 
     def __init__(self) -> None:
         self._accesses: defaultdict[Slot, list[_Access[T]]] = defaultdict(list)
 
     def admit(self, operation: Operation, token: T) -> list[T]:
-        """Tokens of the earlier operations that this one must wait for, in program order."""
+        """Return the tokens of the earlier operations that this one must wait for, in program order."""
         waits: list[T] = []
         stream = operation.stream
         in_order = stream in IN_ORDER
-        # Flat on purpose: this is done for every operation of a run, while it runs.
+        # Inlined because it runs for every operation during the run.
         for slot, start, stop in operation.reads:
             kept = []
             for access in self._accesses[slot]:
@@ -55,7 +56,8 @@ class HazardTracker(Generic[T]):
                     if begin < stop and start < end:
                         waits.append(other)
                     kept.append(access)
-                # A read of the same stream ends before this one, and need not be waited for beside it.
+                # In a stream that runs in order, an earlier read ends before this one: waiting for this one
+                # suffices.
                 elif not in_order or its_stream != stream or begin < start or stop < end:
                     kept.append(access)
             kept.append((start, stop, token, stream, False))
@@ -66,7 +68,7 @@ class HazardTracker(Generic[T]):
                 begin, end, other, _, _ = access
                 if begin < stop and start < end and other is not token and other not in waits:
                     waits.append(other)
-                if begin < start or stop < end:  # not all of it is overwritten
+                if begin < start or stop < end:  # only a part is overwritten
                     kept.append(access)
             kept.append((start, stop, token, stream, True))
             self._accesses[slot] = kept
@@ -74,23 +76,25 @@ class HazardTracker(Generic[T]):
 
 
 def waits_of(operations: Iterable[Operation]) -> list[tuple[Operation, list[int]]]:
-    """Every operation with the indices of those it waits for. For tests and pictures: it is all in memory."""
+    """List every operation with the indices of those that it waits for, for small schedules."""
     tracker: HazardTracker[int] = HazardTracker()
     return [(operation, tracker.admit(operation, index)) for index, operation in enumerate(operations)]
 
 
 def verify(schedule: Schedule, chunks: tuple[int, int] = (1, 1)) -> None:
-    """Check in program order that every operation finds what it needs, and that C comes out whole.
+    """Check that every operation finds its inputs in its slots and that C is written exactly once.
 
-    Follows symbolically what each slot holds: an Upload must find in its host slot the block that it names, a
-    Multiply the panels of its tile and step and an accumulator with all earlier steps, a Write every step. No two
-    Writes may share one of C's `chunks`.
-    Together with the derived waits, which make any legal order equivalent to program order, this proves the
-    schedule. Raises `ScheduleError`.
+    The check goes through the operations in program order and tracks the contents of each slot symbolically.
+    An Upload must find its block in its host slot. A Multiply must find the panels of its tile and step, and
+    an accumulator with all earlier steps. A Write must find every step. No two Writes may write to the same
+    one of C's `chunks`.
+
+    The derived waits make any legal order equivalent to program order. Together with them, this check proves
+    the schedule correct. Raises `ScheduleError`.
     """
-    held: dict[Slot, object] = {}
-    sums: dict[Slot, dict[Span, tuple[Tile, set[int]]]] = defaultdict(dict)
-    written: dict[Span, list[Span]] = defaultdict(list)
+    contents: dict[Slot, object] = {}
+    sums: dict[Slot, dict[Range, tuple[Tile, set[int]]]] = defaultdict(dict)
+    written: dict[Range, list[Range]] = defaultdict(list)
     grid, extents = schedule.grid, (schedule.grid.m, schedule.grid.n)
     for op in schedule:
         steps = set(step_order(op.tile, grid.steps, grid.ramp))
@@ -104,23 +108,23 @@ def verify(schedule: Schedule, chunks: tuple[int, int] = (1, 1)) -> None:
                     or op.writes[0].slot.operand != "C"
                     or op.writes[0].slot.tier is Tier.HOST
                 ):
-                    held[op.writes[0].slot] = block
+                    contents[op.writes[0].slot] = block
             case Kind.UPLOAD:
-                _require(held.get(op.reads[0].slot) == block, op)
+                _require(contents.get(op.reads[0].slot) == block, op)
                 if op.operand != "C" or op.writes[0].slot.operand == "D":
-                    held[op.writes[0].slot] = block
+                    contents[op.writes[0].slot] = block
             case Kind.PREPARE:
                 for region, panel in zip(op.reads, (("A", (op.m, op.k)), ("B", (op.k, op.n))), strict=True):
-                    _require(held.get(region.slot) == panel, op)
-                held[op.writes[0].slot] = op.tile, op.step
+                    _require(contents.get(region.slot) == panel, op)
+                contents[op.writes[0].slot] = op.tile, op.step
             case Kind.MULTIPLY:
                 for region in op.reads:
                     if region.slot.operand in ("A", "B"):
                         whole = schedule.grid.rows(op.tile[0])
                         expected = {"A": (whole, op.k), "B": (op.k, op.n)}[region.slot.operand]
-                        _require(held.get(region.slot) == (region.slot.operand, expected), op)
+                        _require(contents.get(region.slot) == (region.slot.operand, expected), op)
                     elif region.slot.operand == "P":
-                        _require(held.get(region.slot) == (op.tile, op.step), op)
+                        _require(contents.get(region.slot) == (op.tile, op.step), op)
                 for strip in _strips_in(schedule, op):
                     if op.first:
                         sums[op.writes[0].slot][strip] = op.tile, set()
@@ -131,41 +135,34 @@ def verify(schedule: Schedule, chunks: tuple[int, int] = (1, 1)) -> None:
                 for region in op.reads:
                     if region.slot.operand == "C" and region.slot.tier is Tier.DEVICE:
                         _require(sums[region.slot].get(op.m) == (op.tile, steps), op)
-                held[op.writes[0].slot] = ("C", op.block)
+                contents[op.writes[0].slot] = ("C", op.block)
             case Kind.WRITE:
                 source = op.reads[0].slot
                 if source.tier is Tier.DEVICE and source.operand == "C":
                     _require(sums[source].get(op.m) == (op.tile, steps), op)
                 else:
-                    _require(held.get(source) == block, op)
+                    _require(contents.get(source) == block, op)
                 written[op.n].append(op.m)
                 for (start, stop), chunk, extent in zip(op.block, chunks, extents, strict=True):
                     _require(start % chunk == 0 and (stop % chunk == 0 or stop == extent), op)
             case _:
                 raise ScheduleError(f"no rule for {op}")
-    expected_area = sum(_area(schedule, tile) for tile in schedule.tiles)
-    area = sum((n[1] - n[0]) * (m[1] - m[0]) for n, spans in written.items() for m in spans)
-    disjoint = all(a[1] <= b[0] for spans in written.values() for a, b in _pairs(sorted(spans)))
+    expected_area = sum(map(grid.elements, schedule.tiles))
+    area = sum(length(n) * length(m) for n, ranges in written.items() for m in ranges)
+    disjoint = all(a[1] <= b[0] for ranges in written.values() for a, b in pairwise(sorted(ranges)))
     if area != expected_area or not disjoint:
-        raise ScheduleError(f"{area} elements of C are written instead of {expected_area}, or some twice")
+        raise ScheduleError(
+            f"{area} elements of C are written instead of {expected_area}, or some are written twice"
+        )
 
 
 def _require(condition: bool, op: Operation) -> None:
     if not condition:
-        raise ScheduleError(f"{op}: a slot it uses does not hold what it needs")
+        raise ScheduleError(f"{op}: a slot that it uses does not contain the data that it needs")
 
 
-def _strips_in(schedule: Schedule, op: Operation) -> Iterator[Span]:
-    """The strips that a Multiply adds to: one, or all of its tile."""
+def _strips_in(schedule: Schedule, op: Operation) -> Iterator[Range]:
+    """List the row ranges of the strips that a Multiply adds to: one, or all of its tile."""
     size = schedule.slots.strip
     for start in range(op.m[0], op.m[1], size):
         yield start, min(start + size, op.m[1])
-
-
-def _area(schedule: Schedule, tile: tuple[int, int]) -> int:
-    (m0, m1), (n0, n1) = schedule.grid.rows(tile[0]), schedule.grid.cols(tile[1])
-    return (m1 - m0) * (n1 - n0)
-
-
-def _pairs(spans: list[Span]) -> Iterable[tuple[Span, Span]]:
-    return pairwise(spans)

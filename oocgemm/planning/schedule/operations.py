@@ -1,26 +1,26 @@
-"""The schedule: every copy and every multiplication of a run, and the buffers they use, as data.
+"""The schedule: every copy and every multiplication of a run, and the slots that they use, as data.
 
-A schedule is the *sequential* program of the run, in the order one would write it without any overlap::
+A schedule is the *sequential* program of the run, in the order in which one would write it without overlap::
 
     for each tile (i, j):
         [load C]                                       beta != 0
         for each step p but the last few:
             Read A(i,p) -> host slot    Upload A -> A0 or A1
             Read B(p,j) -> host slot    Upload B -> B0 or B1
-            [Prepare  A_p, B_p -> planes of residues]      compute = emulated
+            [Prepare  A_p, B_p -> residue planes]          compute = emulated
             Multiply  C0 += A_p B_p
         Read, Upload the panels of the last few steps
         for each strip of rows of C0:
             Multiply  C0[strip] += A_p[strip] B_p      for each of these steps
-            [Finish]  Download -> host slot  Write     Finish: accumulator wider than C
+            [Finish]  Download -> host slot  Write         accumulator wider than C
 
-The last steps go strip by strip, so that a strip leaves while the next is multiplied, and with one accumulator
-the first steps of the tile that follows go strip by strip too, into the strips that have left. Of the last tile there may be
-more: nothing else hides its leaving.
+The last steps run strip by strip, so that one strip drains while the next is multiplied. With one
+accumulator, the first steps of the next tile also run strip by strip, into the strips that have drained. The
+last tile may run more steps strip by strip, because no next tile hides its drain.
 
-All overlap follows from two things: operations of different streams do not wait for one another, and the
-waits that remain are derived from the regions each operation reads and writes (`oocgemm.planning.schedule.hazards`).
-Nothing here says "wait". An executor, a simulator and a checker consume the same operations.
+Overlap follows from two facts. Operations of different streams do not wait for one another. All waits that
+remain are derived from the regions that each operation reads and writes
+(`oocgemm.planning.schedule.hazards`). Executor, simulator and checker consume the same operations.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,11 +33,11 @@ from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.schedule.placement import Loads, Placed, Placing
 from oocgemm.planning.schedule.slots import Region, Slot, Slots, Tier, slot_of
 from oocgemm.planning.schedule.traversal import step_order
-from oocgemm.planning.tiling import Span, Tile, TileGrid, ceil_div
+from oocgemm.planning.tiling import Range, Tile, TileGrid, ceil_div, length
 
 
 class Kind(StrEnum):
-    """What an operation does."""
+    """The kind of an operation."""
 
     READ = "read"
     UPLOAD = "upload"
@@ -49,7 +49,7 @@ class Kind(StrEnum):
 
 
 class Lane(StrEnum):
-    """Where an operation runs; the lanes of the report."""
+    """The resource that an operation occupies. Reports have one row per lane."""
 
     READ = "read"
     DECODE = "decode"
@@ -79,11 +79,12 @@ _LOADS = (Kind.READ, Kind.UPLOAD)
 class Operation(NamedTuple):
     """One copy or one computation.
 
-    `m`, `n`, `k` are the spans of the problem it concerns: m and k for a panel of op(A), k and n for one of
-    op(B), m and n for a tile of C or a strip of it, all three for a Prepare and a Multiply (whose m may be a strip of the rows
-    that its panel of op(A) holds). `first` marks the Multiply that
-    begins a tile, the one that applies beta. `coded` marks a Read or a Write through a codec, which is what takes
-    its time. `bytes` cross the lane's link, `flops` are done.
+    `m`, `n` and `k` are index ranges of the problem: m and k for a panel of op(A), k and n for a panel of
+    op(B), m and n for a tile of C or a strip of it. A Prepare and a Multiply have all three; m of a Multiply
+    may be a strip of the rows of its panel of op(A).
+
+    `first` marks the first Multiply of a tile, which applies beta. `coded` marks a Read or a Write through a
+    codec. `bytes` cross the lane's link. `flops` are real floating-point operations.
     """
 
     kind: Kind
@@ -92,9 +93,9 @@ class Operation(NamedTuple):
     step: int
     reads: tuple[Region, ...]
     writes: tuple[Region, ...]
-    m: Span = (0, 0)
-    n: Span = (0, 0)
-    k: Span = (0, 0)
+    m: Range = (0, 0)
+    n: Range = (0, 0)
+    k: Range = (0, 0)
     bytes: int = 0
     flops: int = 0
     first: bool = False
@@ -103,18 +104,22 @@ class Operation(NamedTuple):
 
     @property
     def lane(self) -> Lane:
+        """The lane of the operation's kind, or the codec's lane for a Read or a Write through a codec."""
         lane = LANES[self.kind]
         return _CODED.get(lane, lane) if self.coded else lane
 
     @property
     def stream(self) -> str:
-        """The queue it is issued on: its lane, but C is loaded beside A and B, not between them."""
+        """The queue that the operation is issued to: its lane, but loads of C have queues of their own.
+
+        Thus C is loaded concurrently with A and B, not between them.
+        """
         lane = self.lane.value
         return f"{lane}-c" if self.operand == "C" and self.kind in _LOADS else lane
 
     @property
-    def block(self) -> tuple[Span, Span]:
-        """Rows and columns of the operand, in the orientation of op(X)."""
+    def block(self) -> tuple[Range, Range]:
+        """Ranges of rows and columns of the operand, in the orientation of op(X)."""
         if self.operand == "A":
             return self.m, self.k
         return (self.k if self.operand == "B" else self.m), self.n
@@ -126,9 +131,14 @@ class Operation(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """The operations of a run over `tiles` in that order: re-iterable, made as it is read, in memory
-    proportional to slots, never to steps or tiles, where `tiles` is a `Walk`. Operands in `coded` go through a codec. `last` is the tile that
-    ends the whole product, where `tiles` are a part of it only."""
+    """The operations of a run over `tiles`, in that order.
+
+    A schedule can be iterated repeatedly. Operations are created during iteration. If `tiles` is a `Walk`,
+    memory is proportional to the number of slots, not to the number of tiles or steps.
+
+    Operands in `coded` pass a codec. `last` is the last tile of the whole product if `tiles` are only a part
+    of it.
+    """
 
     problem: GemmProblem
     grid: TileGrid
@@ -148,7 +158,7 @@ class Schedule:
                 for number, rows in strips:
                     yield from self._load_c(tile, rows, number, c_slot, whole_tile=True)
             order = step_order(tile, self.grid.steps, self.grid.ramp)
-            left, begins = len(order), order[0]
+            left, first_step = len(order), order[0]
             by_strips = False
             for by_strips, group in placing.groups(position):
                 left -= len(group)
@@ -157,7 +167,7 @@ class Schedule:
                     yield from self._load_panel("B", tile, step, b)
                 planes: dict[int, Region] = {}
                 for step, a, b in group if self.slots.planes else ():
-                    if _length(self.grid.depth(step)):
+                    if length(self.grid.depth(step)):
                         slot = slot_of(Tier.DEVICE, "P", prepared % self.slots.planes)
                         planes[step] = Region(slot, 0, 1)
                         prepared += 1
@@ -165,7 +175,7 @@ class Schedule:
                 for number, rows in strips if by_strips else [(0, self.grid.rows(tile[0]))]:
                     for step, a, b in group:
                         inputs = self._inputs(tile, step, a, b, planes)
-                        yield self._multiply(tile, rows, step, inputs, c_slot, first=step == begins)
+                        yield self._multiply(tile, rows, step, inputs, c_slot, first=step == first_step)
                     if by_strips and not left:
                         yield from self._drain(tile, rows, number, c_slot)
             if not by_strips:
@@ -173,15 +183,15 @@ class Schedule:
                     yield from self._drain(tile, rows, number, c_slot)
 
     def loads(self) -> Loads:
-        """Exact bytes of the panels that `__iter__` would load, without making the operations."""
+        """Count the bytes of the panels that the operations load, without creating the operations."""
         loads = self.loads_within(inf)
         assert loads is not None
         return loads
 
     def loads_within(self, max_work: float) -> Loads | None:
-        """The same; None where counting takes more than `max_work` placements of panels, about 10 us each."""
-        depths = [_length(self.grid.depth(p)) for p in range(self.grid.steps + self.grid.ramp + 1)]
-        heights, widths = (lambda i: _length(self.grid.rows(i))), (lambda j: _length(self.grid.cols(j)))
+        """Do the same; None if it takes more than `max_work` placements of panels, at about 10 us each."""
+        depths = [length(self.grid.depth(p)) for p in range(self.grid.steps + self.grid.ramp + 1)]
+        heights, widths = (lambda i: length(self.grid.rows(i))), (lambda j: length(self.grid.cols(j)))
         found = self._placing().loads(depths, heights, widths, max_work)
         if found is None:
             return None
@@ -190,7 +200,7 @@ class Schedule:
         return Loads(a_up * a, b_up * b, a_read * a, b_read * b)
 
     def traffic(self, loads: Loads | None = None) -> dict[str, int]:
-        """Exact bytes that cross each link over the whole schedule: read, h2d, d2h, write."""
+        """Count the bytes that cross each link ("read", "h2d", "d2h", "write") over the whole schedule."""
         loads = loads or self.loads()
         c = self.problem.itemsizes["C"] * self.elements
         c_in = c if self.problem.reads_c else 0
@@ -201,7 +211,7 @@ class Schedule:
 
     @property
     def elements(self) -> int:
-        """Elements of C in all tiles."""
+        """Elements of C in the tiles of the schedule."""
         down, across = self.grid.shape
         if len(self.tiles) == down * across:
             return self.grid.m * self.grid.n
@@ -210,7 +220,7 @@ class Schedule:
     def _placing(self) -> Placing:
         return Placing(self.tiles, self.grid.steps, self.slots, self.grid.ramp, self.last)
 
-    def _strips(self, tile: Tile) -> Iterator[Span]:
+    def _strips(self, tile: Tile) -> Iterator[Range]:
         m0, m1 = self.grid.rows(tile[0])
         for start in range(m0, m1, self.slots.strip):
             yield start, min(start + self.slots.strip, m1)
@@ -222,7 +232,7 @@ class Schedule:
         nothing = (0, 0)
         m = self.grid.rows(tile[0]) if operand == "A" else nothing
         n = self.grid.cols(tile[1]) if operand == "B" else nothing
-        elements = _length(k) * _length(m if operand == "A" else n)
+        elements = length(k) * length(m if operand == "A" else n)
         size = elements * self.problem.itemsizes[operand]
         coded = operand in self.coded
         device = Region(slot_of(Tier.DEVICE, operand, placed.device_slot), 0, elements)
@@ -237,9 +247,9 @@ class Schedule:
     def _inputs(
         self, tile: Tile, step: int, a: Placed, b: Placed, planes: Mapping[int, Region]
     ) -> tuple[Region, ...]:
-        """The panels of a step, and their residues if it has any."""
+        """Regions of the panels of a step, and of their residues if the product is emulated."""
         m, n, k = (
-            _length(x) for x in (self.grid.rows(tile[0]), self.grid.cols(tile[1]), self.grid.depth(step))
+            length(x) for x in (self.grid.rows(tile[0]), self.grid.cols(tile[1]), self.grid.depth(step))
         )
         if k == 0:
             return ()
@@ -251,12 +261,12 @@ class Schedule:
 
     def _prepare(self, tile: Tile, step: int, a: Placed, b: Placed, planes: Region) -> Operation:
         m, n, k = self.grid.rows(tile[0]), self.grid.cols(tile[1]), self.grid.depth(step)
-        size = (_length(m) + _length(n)) * _length(k) * self.problem.itemsizes["A"]
+        size = (length(m) + length(n)) * length(k) * self.problem.itemsizes["A"]
         reads = self._inputs(tile, step, a, b, {})
         return Operation(Kind.PREPARE, "P", tile, step, reads, (planes,), m, n, k, size)
 
     def _multiply(
-        self, tile: Tile, rows: Span, step: int, inputs: tuple[Region, ...], c_slot: Slot, *, first: bool
+        self, tile: Tile, rows: Range, step: int, inputs: tuple[Region, ...], c_slot: Slot, *, first: bool
     ) -> Operation:
         n, k = self.grid.cols(tile[1]), self.grid.depth(step)
         c = self._in_tile(c_slot, tile, rows)
@@ -272,14 +282,14 @@ class Schedule:
             rows,
             n,
             k,
-            flops=self.problem.step_flops(_length(rows), _length(n), _length(k)),
+            flops=self.problem.step_flops(length(rows), length(n), length(k)),
             first=first,
         )
 
     def _load_c(
-        self, tile: Tile, rows: Span, number: int, slot: Slot, *, whole_tile: bool
+        self, tile: Tile, rows: Range, number: int, slot: Slot, *, whole_tile: bool
     ) -> Iterator[Operation]:
-        """Read and upload a strip of C into rows of the tile's accumulator, or into a slot of its own."""
+        """Read and upload a strip of C into the tile's accumulator, or into a D slot unless `whole_tile`."""
         n, size, host = self._strip_parts(tile, rows, number)
         target = self._in_tile(slot, tile, rows) if whole_tile else Region(slot, 0, host.stop)
         targets = (target, *self._sums(slot, tile, rows)) if whole_tile else (target,)
@@ -290,8 +300,8 @@ class Schedule:
         yield Operation(Kind.READ, "C", tile, 0, (), (host,), rows, n, bytes=size, coded=coded)
         yield Operation(Kind.UPLOAD, "C", tile, 0, (host,), targets, rows, n, bytes=size)
 
-    def _drain(self, tile: Tile, rows: Span, number: int, c_slot: Slot) -> Iterator[Operation]:
-        """Bring a strip of the finished accumulator to the store."""
+    def _drain(self, tile: Tile, rows: Range, number: int, c_slot: Slot) -> Iterator[Operation]:
+        """Finish a strip of the accumulator, download it and write it to the store."""
         n, size, host = self._strip_parts(tile, rows, number)
         source, sums = self._in_tile(c_slot, tile, rows), self._sums(c_slot, tile, rows)
         last = self.grid.steps - 1
@@ -309,27 +319,27 @@ class Schedule:
         yield Operation(Kind.DOWNLOAD, "C", tile, last, (source,), (host, *sums), rows, n, bytes=size)
         yield Operation(Kind.WRITE, "C", tile, last, (host,), (), rows, n, bytes=size, coded=coded)
 
-    def _strip_parts(self, tile: Tile, rows: Span, number: int) -> tuple[Span, int, Region]:
-        """Columns, bytes and host slot of strip `number` of the run."""
+    def _strip_parts(self, tile: Tile, rows: Range, number: int) -> tuple[Range, int, Region]:
+        """Return the column range, the bytes and the host region of strip `number` of the run."""
         n = self.grid.cols(tile[1])
-        elements = _length(rows) * _length(n)
+        elements = length(rows) * length(n)
         host = Region(slot_of(Tier.HOST, "C", number % max(1, self.slots.host_c)), 0, elements)
         return n, elements * self.problem.itemsizes["C"], host
 
-    def _sums(self, slot: Slot, tile: Tile, rows: Span) -> tuple[Region, ...]:
-        """The checksums of some strips of the tile that an accumulator holds, where the device takes them. Those of a panel
-        or a finished strip go with it, which begins where its slot does; strips of tiles lie now here, now there."""
+    def _sums(self, slot: Slot, tile: Tile, rows: Range) -> tuple[Region, ...]:
+        """Region of the checksums of an accumulator's strips; none unless the device computes the checksums.
+
+        Checksums of a panel or of a finished strip need no region: they are in the slot of the data, and the
+        data start where the slot starts. Strips of a tile start at different offsets, so that their checksums
+        have a region of their own.
+        """
         if self.problem.checked != "device":
             return ()
         top, strip = self.grid.rows(tile[0])[0], self.slots.strip
-        span = (rows[0] - top) // strip, ceil_div(rows[1] - top, strip)
-        return (Region(slot_of(Tier.DEVICE, "S", slot.index), *span),)
+        strips = (rows[0] - top) // strip, ceil_div(rows[1] - top, strip)
+        return (Region(slot_of(Tier.DEVICE, "S", slot.index), *strips),)
 
-    def _in_tile(self, slot: Slot, tile: Tile, rows: Span) -> Region:
-        """Some rows of the tile that an accumulator holds."""
-        top, cols = self.grid.rows(tile[0])[0], _length(self.grid.cols(tile[1]))
+    def _in_tile(self, slot: Slot, tile: Tile, rows: Range) -> Region:
+        """Region of some rows of the tile in an accumulator."""
+        top, cols = self.grid.rows(tile[0])[0], length(self.grid.cols(tile[1]))
         return Region(slot, (rows[0] - top) * cols, (rows[1] - top) * cols)
-
-
-def _length(span: Span) -> int:
-    return span[1] - span[0]

@@ -1,4 +1,4 @@
-"""Follows which panel is in which slot while the tiles and their steps go by."""
+"""Place panels in slots, step by step, and count the panels that are loaded."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ from oocgemm.planning.tiling import Tile
 def step_groups(
     order: Sequence[int], slots: Slots, *, first: bool, last: bool
 ) -> Iterator[tuple[bool, Sequence[int]]]:
-    """The steps of a tile in groups that are loaded together; True marks those that go strip by strip.
+    """Divide a tile's steps into groups that are loaded together; True marks strip-by-strip groups.
 
-    `first` and `last` tell the tiles of a product that nothing leaves before or is multiplied after.
+    `first` marks the first tile of the product, which no tile drains before. `last` marks the last one.
     """
     tail = min(slots.last_steps if last else slots.turn_steps, len(order))
     stop = len(order) - tail
@@ -31,7 +31,7 @@ def step_groups(
 
 
 class Placed(NamedTuple):
-    """Where a panel is for a step, and whether it had to be loaded on the way."""
+    """The slots of a panel for a step, and whether it must be uploaded and read first."""
 
     device_slot: int
     upload: bool
@@ -41,15 +41,15 @@ class Placed(NamedTuple):
 
 Step = tuple[int, Placed, Placed]
 
-# Panels in the situations that counting remembers, about 100 bytes each and each several times.
-MAX_REMEMBERED = 300_000
-# Slots whose contents are compared in the time of one placement.
+# Bound on the panels in memoised cache states, at about 100 bytes per panel and several copies of each.
+MAX_MEMOISED_PANELS = 300_000
+# Comparing the contents of this many slots takes about as long as placing one panel.
 SLOTS_PER_PLACEMENT = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """Bytes of panels that a run loads: over the link to the device (`up`) and from the stores (`read`)."""
+    """Bytes of panels uploaded to the device (`a_up`, `b_up`) and read from stores (`a_read`, `b_read`)."""
 
     a_up: float
     b_up: float
@@ -57,19 +57,24 @@ class Loads:
     b_read: float
 
 
-# What the slots of an operand hold, on each tier, seen from a tile: the panels that are used again, soonest first, and
-# those of the latest steps, tile rows (or columns) counted from the tile's own.
+# The contents of an operand's slots on each tier: the panels that are used again, soonest first, and those of
+# the latest steps. Tile rows (or columns) are relative to the current tile's.
 Contents = tuple[tuple[tuple[Panel, ...], tuple[Panel | None, ...]], ...]
 
 
 class Panels:
-    """Follows the panels of one operand through its slots on both tiers."""
+    """The panels of one operand in its slots on both tiers, in program order.
+
+    `axis` is 0 for op(A), whose panels belong to tile rows, and 1 for op(B), whose panels belong to tile
+    columns. `device` and `host` are numbers of slots. `host` is None if panels are read directly into device
+    slots.
+    """
 
     def __init__(self, tiles: Sequence[Tile], steps: int, axis: int, device: int, host: int | None) -> None:
         self._tiles = tiles
         self._steps = steps
         self._axis = axis
-        self._known = -1, 0  # a position and its line: steps of a tile share them
+        self._known = -1, 0  # cache for the steps of one tile: its position, and its row (or column)
         self._next_use = NextUse(tiles, steps, axis)
         self._tiers = [SlotCache(device)]
         if host is not None:
@@ -77,13 +82,13 @@ class Panels:
         self.slots = device + (host or 0)
 
     def line(self, position: int) -> int:
-        """The tile row (or column) of tile number `position`."""
+        """Return the tile row (or column) of the tile at `position`."""
         if self._known[0] != position:
             self._known = position, self._tiles[position][self._axis]
         return self._known[1]
 
     def place(self, position: int, step: int) -> Placed:
-        """Where the panel of a step of tile number `position` goes."""
+        """Place the panel of a step of the tile at `position`."""
         row = self.line(position)
         use = self._next_use(row, step, position)
         slot, hit = self._tiers[0].acquire((row, step), use)
@@ -97,12 +102,12 @@ class Panels:
         return Placed(slot, upload=True, host_slot=host_slot, read=not on_host)
 
     def advance(self) -> None:
-        """The steps placed since the last call run together; others come now."""
+        """End a group of steps that run together."""
         for cache in self._tiers:
             cache.advance()
 
     def contents(self, position: int) -> Contents:
-        """What the slots hold, seen from tile number `position`."""
+        """Return the contents of the slots relative to the tile at `position`."""
         own = self.line(position)
         return tuple(
             (
@@ -113,7 +118,7 @@ class Panels:
         )
 
     def refill(self, contents: Contents, position: int) -> None:
-        """Take over contents seen from another tile after it, as if seen from tile number `position` after it."""
+        """Replace the contents of the slots by `contents`, relative to the tile at `position`."""
         own = self.line(position)
         for cache, (live, latest) in zip(self._tiers, contents, strict=True):
             panels = [(row + own, step) for row, step in live]
@@ -122,9 +127,11 @@ class Panels:
                 [None if key is None else (key[0] + own, key[1]) for key in latest],
             )
 
-    def situation(self, position: int) -> object:
-        """All that decides which panels tile number `position` loads, and what its slots hold then. Of the next uses
-        only the order counts, and where among them the tile's own panels come next."""
+    def state(self, position: int) -> object:
+        """Return a key of all that determines which panels the tile at `position` loads.
+
+        Next uses enter only through their order, and through the rank of the tile's own panels in it.
+        """
         row = self.line(position)
         later = self._next_use.tile(row, position)
         directions = [t is not None and forwards(self._tiles[t]) for t in (position, later)]
@@ -134,14 +141,14 @@ class Panels:
 
 
 class _TooMuchWork(Exception):  # noqa: N818 - not an error: counting stops
-    """Counting loads takes more placements than allowed."""
+    """Counting loads would take more placements than allowed."""
 
 
 class Placing:
-    """Follows which panel is in which slot, tile by tile, on both tiers.
+    """Places the panels of both operands, tile by tile, on both tiers.
 
-    How the steps of a tile are grouped hangs on its coordinates alone, as their order does: a strip may be summed in
-    another way than a whole tile, and a run over what is left of the tiles shall give the same bits.
+    How steps are grouped depends only on the coordinates of their tile, as their order does. A kernel may
+    round a strip differently from a whole tile, and a resumed run must be bit-identical.
     """
 
     def __init__(
@@ -158,8 +165,10 @@ class Placing:
         self._work, self._max_work = 0, inf
 
     def groups(self, position: int) -> Iterator[tuple[bool, list[Step]]]:
-        """The steps of tile number `position` with the places of their panels, as `step_groups` gives them. Tiles
-        must be asked for in order."""
+        """Place the panels of the tile at `position` and yield its steps in groups (`step_groups`).
+
+        Positions must be passed in ascending order.
+        """
         for by_strips, steps in self._step_groups(position):
             yield by_strips, [(s, self._a.place(position, s), self._b.place(position, s)) for s in steps]
             self._a.advance()
@@ -172,12 +181,13 @@ class Placing:
         width: Callable[[int], int],
         max_work: float = inf,
     ) -> tuple[tuple[int, int], tuple[int, int]] | None:
-        """Elements of the panels of op(A), and of op(B), that are uploaded and that are read; None where counting them takes
-        more than `max_work` placements. `depths` are those of the steps, `height` and `width` the extents of a row and of
-        a column of tiles.
+        """Count elements of loaded panels: (uploaded, read) of op(A), and of op(B).
 
-        Bands of a walk that are alike and find the slots alike load the same panels, and so do tiles that find the slots in the same
-        situation, seen from where they are: each is walked through once.
+        `depths` are the depths of the steps. `height` and `width` return the extents of a tile row and a tile
+        column. Returns None if counting takes more than `max_work` placements.
+
+        Tiles that find the slots in the same state, relative to their coordinates, load the same panels. So
+        do bands of a walk with equal keys. Each is counted once and memoised.
         """
         self._work, self._max_work = 0, max_work
         try:
@@ -188,7 +198,7 @@ class Placing:
     def _operand_loads(
         self, panels: Panels, depths: Sequence[int], extent: Callable[[int], int]
     ) -> tuple[int, int]:
-        """Elements of one operand's panels that are uploaded and that are read."""
+        """Count the elements of one operand's panels that are uploaded and that are read."""
         tiles: dict[object, tuple[tuple[int, int], Contents]] = {}
         known: dict[object, tuple[tuple[int, int], Contents, Contents]] = {}
         up = read = 0
@@ -197,9 +207,9 @@ class Placing:
         seen, passed = panels.contents(0), None
         bands, following = tee(self._bands())
         next(following)
-        for (start, stop, alike), (_, _, then) in zip_longest(bands, following, fillvalue=(0, 0, None)):
+        for (start, stop, band), (_, _, next_band) in zip_longest(bands, following, fillvalue=(0, 0, None)):
             self._add_work(1 + panels.slots // SLOTS_PER_PLACEMENT)
-            key = seen, start == 0, alike, then
+            key = seen, start == 0, band, next_band
             if key in known:
                 loaded, passed, seen = known[key]
             else:
@@ -211,7 +221,7 @@ class Placing:
                     elements = extent(panels.line(position))
                     loaded = loaded[0] + deep[0] * elements, loaded[1] + deep[1] * elements
                 after, seen = panels.contents(stop - 1), panels.contents(min(stop, len(self._tiles) - 1))
-                if len(known) * panels.slots > MAX_REMEMBERED:
+                if len(known) * panels.slots > MAX_MEMOISED_PANELS:
                     known.clear()
                 known[key] = loaded, after, seen
                 passed = None
@@ -219,7 +229,7 @@ class Placing:
         return up, read
 
     def _bands(self) -> Iterator[tuple[int, int, object]]:
-        """The bands of a walk over all tiles (`Walk.bands`). Any other sequence of tiles is a single one."""
+        """Yield the bands of a walk over all tiles. Any other sequence of tiles is a single band."""
         if isinstance(self._tiles, Walk) and len(self._tiles) == self._tiles.whole:
             return self._tiles.bands()
         return iter([(0, len(self._tiles), "all")])
@@ -231,15 +241,16 @@ class Placing:
         depths: Sequence[int],
         known: dict[object, tuple[tuple[int, int], Contents]],
     ) -> tuple[int, int]:
-        # Many slots take longer to look at than a few steps to walk through.
+        """Place a tile's panels of one operand and sum the depths of those uploaded and of those read."""
+        # With many slots and few steps, comparing states takes longer than placing the panels.
         memoised = panels.slots <= 4 * len(depths)
-        situation: object = None
+        state: object = None
         if memoised:
             tile = self._tiles[position]
             self._add_work(1 + panels.slots // SLOTS_PER_PLACEMENT)
-            situation = panels.situation(position), position == 0, tile == (0, 0), tile == self._last
-            if situation in known:
-                found, after = known[situation]
+            state = panels.state(position), position == 0, tile == (0, 0), tile == self._last
+            if state in known:
+                found, after = known[state]
                 panels.refill(after, position)
                 return found
         self._add_work(len(depths))
@@ -251,9 +262,9 @@ class Placing:
                 read += depths[step] if placed.read else 0
             panels.advance()
         if memoised:
-            if len(known) * panels.slots > MAX_REMEMBERED:
+            if len(known) * panels.slots > MAX_MEMOISED_PANELS:
                 known.clear()
-            known[situation] = (up, read), panels.contents(position)
+            known[state] = (up, read), panels.contents(position)
         return up, read
 
     def _add_work(self, placements: int) -> None:

@@ -1,4 +1,4 @@
-"""Slots: the buffers of a run, on both tiers, and regions of them."""
+"""Slots: the buffers of a run on both tiers, and regions of them."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Tier(StrEnum):
-    """Where a slot is."""
+    """The memory that a slot is in."""
 
     HOST = "host"
     DEVICE = "device"
@@ -15,8 +15,15 @@ class Tier(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A buffer: A and B hold a panel, C a tile (device) or a strip of one (host), D a finished strip
-    (device), P the residues of a step's panels (device), S the checksums of a tile's strips, behind it in its own slot."""
+    """One buffer of a tier. Its `operand` says what it stores:
+
+    - A, B: a panel;
+    - C: a tile (device), or a strip of one (host);
+    - D: a finished strip (device);
+    - P: the residues of a step's panels (device);
+    - S: the checksums of a tile's strips (device). They are stored behind the tile, in the C slot of the same
+      index.
+    """
 
     tier: Tier
     operand: str
@@ -24,7 +31,9 @@ class Slot:
     device: int = 0
 
     def __hash__(self) -> int:
-        return hash((self.operand, self.index))  # an Enum's own is slow, and slots are looked up all the time
+        # Slots are looked up for every operation, and the generated hash would include that of an Enum, which
+        # is slow.
+        return hash((self.operand, self.index))
 
     def __str__(self) -> str:
         return f"{self.tier}:{self.operand}{self.index}"
@@ -32,13 +41,17 @@ class Slot:
 
 @cache
 def slot_of(tier: Tier, operand: str, index: int) -> Slot:
-    """A slot, always the same object: found in a dict without being compared."""
+    """Return a slot, always the same object, so that dict lookups compare identities."""
     return Slot(tier, operand, index)
 
 
 class Region(NamedTuple):
-    """Elements [start, stop) of a slot, strips of an S: what hazards are derived on. Elements, not rows: tiles of different
-    widths take turns in a slot, and a row of one is not where that row of the other was."""
+    """Elements [start, stop) of a slot, or strips [start, stop) of an S slot.
+
+    Hazards are derived from regions.
+    Regions count elements rather than rows. Tiles of different widths use the same slot in turn, and one row
+    index is at different offsets in them.
+    """
 
     slot: Slot
     start: int
@@ -47,11 +60,15 @@ class Region(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """How many slots of each kind, how many rows of a tile drain at a time, over how many steps the last tile does, and over how
-    many those before it, 0 being half as many.
+    """Number of slots of each kind, and how tiles drain.
 
-    The five buffers of Liang et al. are c = 1, a = b = 2. `unified` means that device and host memory are one: there
-    are no host slots, panels are read straight into the device's slots and tiles written straight from them.
+    `a`, `b` and `c` are device slots of panels of op(A), panels of op(B) and accumulators. `host_a`, `host_b`
+    and `host_c` are the host slots. `finish` is the number of D slots and `planes` that of P slots. The five
+    buffers of Liang et al. are c = 1, a = b = 2. With `unified`, device and host memory are one: there are no
+    host slots, and panels are read into device slots and tiles written from them.
+
+    A tile drains in strips of `strip` rows. The last `drain` steps of the last tile run strip by strip. Of
+    the tiles before it, the last `turn` steps do; 0 means half of `drain`.
     """
 
     a: int = 2
@@ -69,20 +86,22 @@ class Slots:
 
     @property
     def last_steps(self) -> int:
-        """Of the last tile the steps that go strip by strip at its end: their panels are there at once."""
+        """Steps that run strip by strip at the end of the last tile, all with their panels in slots."""
         return min(self.drain, self.a, self.b)
 
     @property
     def turn_steps(self) -> int:
-        """Of the tiles before it the steps that do, and as many at the beginning of the next: with a second accumulator a tile
-        leaves while the next is multiplied, and only the last one must hurry; with one, half will do, since the next tile's first
-        steps hide the other half."""
+        """Steps that run strip by strip at the end of every other tile and at the start of the next.
+
+        With a second accumulator it is 0: a tile drains while the next one is multiplied. With one
+        accumulator, half of the drain time is hidden by the tile's last steps and half by the next tile's
+        first steps.
+        """
         return min(self.turn or -(-self.last_steps // 2), self.last_steps) if self.c == 1 else 0
 
     def count(self, tier: Tier, operand: str) -> int:
-        """Slots of an operand on a tier."""
+        """Return the number of slots of an operand on a tier."""
         if tier is Tier.HOST:
             return {"A": self.host_a, "B": self.host_b, "C": self.host_c}.get(operand, 0)
-        return {"A": self.a, "B": self.b, "C": self.c, "D": self.finish, "P": self.planes, "S": self.c}[
-            operand
-        ]
+        counts = {"A": self.a, "B": self.b, "C": self.c, "D": self.finish, "P": self.planes, "S": self.c}
+        return counts[operand]

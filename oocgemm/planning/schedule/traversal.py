@@ -1,8 +1,8 @@
 """The order in which tiles and steps are visited.
 
-Tiles are walked as a snake, if nothing speaks for another way, and k runs backwards on every other tile, so that at each turn
-the panels just used are used again. The direction of k hangs on the tile's coordinates alone, never on its place
-in the sequence: a run over any part of the tiles sums every element in the same order.
+By default, tiles are visited in a snake, and k runs backwards in every other tile, so that each turn reuses
+the latest panels. The direction of k depends only on the coordinates of the tile, never on its position in
+the sequence. Therefore a run over any subset of the tiles sums every element in the same order.
 """
 
 from array import array
@@ -18,13 +18,15 @@ from oocgemm.planning.tiling import Tile
 
 @dataclass(frozen=True, slots=True)
 class Traversal:
-    """How the tiles are walked: in bands of `band` tile rows (axis 0) or tile columns (axis 1).
+    """Visit tiles in bands of `band` tile rows (axis 0) or tile columns (axis 1).
 
-    Within a band the *other* axis is the slow one. A band of one tile row is a plain snake along the row: its
-    panels of op(A) are used by one tile after another, and those of op(B) come round again with the next
-    row. Wider bands suit a memory that holds the panels of several rows: op(B) then comes round once a band.
-    Without `turns` each band begins where the first did: the walk then ends in the last row and column, where tiles may
-    be thinner and less of C is left to leave.
+    Within a band of rows, tiles are visited column by column. With a band of one row, the tiles of the row
+    share its panels of op(A), and the panels of op(B) are used once per row. With wider bands, memory must
+    hold the panels of several rows, and the panels of op(B) are used once per band.
+
+    With `turns`, every other band is visited in the opposite direction. Without, every band starts at the
+    same side, and the last tile is the one in the last row and column. It may be smaller, so that less of C
+    drains at the end.
     """
 
     axis: int = 0
@@ -40,7 +42,7 @@ class Traversal:
 
     @property
     def along_rows(self) -> "Traversal":
-        """The same of the transposed product, if this is along columns."""
+        """The traversal of the transposed product, along rows."""
         return Traversal(0, self.band, self.turns)
 
 
@@ -48,10 +50,10 @@ ROW_BY_ROW = Traversal()
 
 
 class Walk(Sequence[Tile]):
-    """The tiles of a grid in the order of a traversal, each next to the one before where the traversal turns.
+    """The tiles of a grid in the order of a traversal.
 
-    Every tile is computed from its position, so that a walk takes no memory however many tiles it has. Of a resumed run
-    it skips the tiles in `done` and keeps 8 bytes for each of the others.
+    Tiles are computed from their positions, so that a walk over all tiles takes no memory. A walk over only
+    the tiles in `tiles` takes 8 bytes per tile.
 
     >>> tuple(walk(Traversal(), 2, 3))
     ((0, 0), (0, 1), (0, 2), (1, 2), (1, 1), (1, 0))
@@ -64,53 +66,60 @@ class Walk(Sequence[Tile]):
     """
 
     def __init__(
-        self, traversal: Traversal, tile_rows: int, tile_cols: int, done: Container[Tile] = ()
+        self,
+        traversal: Traversal,
+        tile_rows: int,
+        tile_cols: int,
+        tiles: Container[Tile] | None = None,
     ) -> None:
         self.traversal = traversal
         self.axis = traversal.axis
-        # Bands are cut along one extent and walked along the other.
+        # Bands divide the first extent; each band runs along the second.
         self._down, self._across = (tile_rows, tile_cols) if self.axis == 0 else (tile_cols, tile_rows)
         self.whole = self._down * self._across
-        self._left: array[int] | None = None
-        if done:
-            self._left = array("q", (p for p in range(self.whole) if self._tile(p) not in done))
+        self._positions: array[int] | None = None
+        if tiles is not None:
+            self._positions = array("q", (p for p in range(self.whole) if self._tile(p) in tiles))
 
     def __len__(self) -> int:
-        return self.whole if self._left is None else len(self._left)
+        return self.whole if self._positions is None else len(self._positions)
 
     @overload
     def __getitem__(self, position: int) -> Tile: ...
     @overload
     def __getitem__(self, position: slice) -> tuple[Tile, ...]: ...
     def __getitem__(self, position: int | slice) -> Tile | tuple[Tile, ...]:
-        places = range(self.whole) if self._left is None else self._left
+        places = range(self.whole) if self._positions is None else self._positions
         if isinstance(position, slice):
             return tuple(map(self._tile, places[position]))
         return self._tile(places[position])
 
     def bands(self) -> Iterator[tuple[int, int, object]]:
-        """Where each band of a walk over all tiles begins and ends. The third value is equal for bands that are walked alike: the same but
-        for where they begin. A band that ends the grid is like no other, since its last tiles may be thinner."""
+        """Yield start and stop position of each band of a walk over all tiles, and a key.
+
+        Bands with equal keys visit the same tiles relative to their start. The last band has a key of its
+        own, since its tiles may be smaller.
+        """
         for top in range(0, self._down, self.traversal.band) if self._across else ():
             height = self._height(top)
-            alike = top % 2, self._backwards(top), height, top + height == self._down
-            yield top * self._across, (top + height) * self._across, alike
+            key = top % 2, self._backwards(top), height, top + height == self._down
+            yield top * self._across, (top + height) * self._across, key
 
     def next_in(self, axis: int, line: int, position: int) -> int | None:
-        """The first position after `position` whose tile is in a row (axis 0) or column (axis 1) of tiles."""
+        """Return the first position after `position` in a tile row (axis 0) or column (axis 1), or None."""
         crosses = axis != self.axis
-        if self._left is None:
+        if self._positions is None:
             return self._next(crosses, line, position)
-        later = self._next(crosses, line, self._left[position])
+        later = self._next(crosses, line, self._positions[position])
         while later is not None:
-            found = bisect_left(self._left, later)
-            if found < len(self._left) and self._left[found] == later:
+            found = bisect_left(self._positions, later)
+            if found < len(self._positions) and self._positions[found] == later:
                 return found
             later = self._next(crosses, line, later)
         return None
 
     def _next(self, crosses: bool, line: int, position: int) -> int | None:
-        """The same over all tiles, of a line along the bands or of one that `crosses` them."""
+        """Do the same for a walk over all tiles. The line is along the bands, or `crosses` them."""
         band, area = self.traversal.band, self.traversal.band * self._across
         if not crosses:
             top = line // band * band
@@ -121,7 +130,7 @@ class Walk(Sequence[Tile]):
                 if c < self._across and start + c * height + row > position:
                     return start + c * height + row
             return None
-        # The tiles of a crossing line in one band come one after another.
+        # Within a band, the tiles of a crossing line are consecutive.
         for top in (position // area * band, (position // area + 1) * band):
             if top < self._down:
                 height = self._height(top)
@@ -146,13 +155,13 @@ class Walk(Sequence[Tile]):
         return self.traversal.turns and top // self.traversal.band % 2 == 1
 
 
-def walk(traversal: Traversal, tile_rows: int, tile_cols: int, done: Container[Tile] = ()) -> Walk:
-    """All tiles that are not done, in the order of the traversal."""
-    return Walk(traversal, tile_rows, tile_cols, done)
+def walk(traversal: Traversal, tile_rows: int, tile_cols: int, tiles: Container[Tile] | None = None) -> Walk:
+    """Order the tiles of a grid by a traversal: all of them, or those in `tiles`."""
+    return Walk(traversal, tile_rows, tile_cols, tiles)
 
 
 def last(traversal: Traversal, tile_rows: int, tile_cols: int) -> Tile:
-    """The tile at which a walk over at least one ends.
+    """Return the last tile of a walk over a grid of at least one tile.
 
     >>> last(Traversal(), 2, 3), last(Traversal(axis=1), 2, 2), last(Traversal(band=2), 2, 3)
     ((1, 0), (0, 1), (1, 2))
@@ -167,12 +176,12 @@ def last(traversal: Traversal, tile_rows: int, tile_cols: int) -> Tile:
 
 
 def forwards(tile: Tile) -> bool:
-    """Whether k runs forwards in a tile."""
+    """Tell whether k runs forwards in a tile."""
     return sum(tile) % 2 == 0
 
 
 def step_order(tile: Tile, steps: int, ramp: int = 0) -> Sequence[int]:
-    """The steps of a tile in the order they run; with a `ramp` those of tile (0, 0) begin with thin ones.
+    """Order the steps of a tile. With a `ramp`, tile (0, 0) starts with thin steps.
 
     >>> list(step_order((0, 0), 3)), list(step_order((0, 1), 3))
     ([0, 1, 2], [2, 1, 0])
@@ -185,21 +194,20 @@ def step_order(tile: Tile, steps: int, ramp: int = 0) -> Sequence[int]:
 
 
 class NextUse:
-    """When a panel of op(A) (axis 0) or op(B) (axis 1) is used next, the whole future being known: positions counted
-    in steps of the run."""
+    """The next use of each panel of op(A) (axis 0) or op(B) (axis 1), as a step number in the run."""
 
     def __init__(self, tiles: Sequence[Tile], steps: int, axis: int) -> None:
         self._tiles = tiles
         self._steps = steps
         self._axis = axis
-        # Line, position, the next position and whether k runs forwards there: steps of a tile share them.
+        # Cache for the steps of one tile: line, position, next position, and whether k runs forwards there.
         self._known: tuple[int, int, int | None, bool] = -1, -1, None, True
         self._positions: defaultdict[int, array[int]] = defaultdict(lambda: array("q"))
         for position, tile in enumerate(() if isinstance(tiles, Walk) else tiles):
             self._positions[tile[axis]].append(position)
 
     def tile(self, line: int, position: int) -> int | None:
-        """The next tile after tile number `position` that is in a tile row (or column)."""
+        """Return the next position after `position` in a tile row (or column), or None."""
         if self._known[0] != line or self._known[1] != position:
             later = self._next(line, position)
             self._known = line, position, later, later is not None and forwards(self._tiles[later])
@@ -213,10 +221,9 @@ class NextUse:
         return positions[index] if index < len(positions) else None
 
     def __call__(self, line: int, step: int, position: int) -> int:
-        """First use, after tile number `position`, of the panel `step` of a tile row (or column); NEVER if there is
-        none."""
+        """Return the first use of a panel after the tile at `position`, or NEVER."""
         later = self.tile(line, position)
-        if later is None or step >= self._steps:  # thin steps are of one tile only
+        if later is None or step >= self._steps:  # the panels of thin steps are used in one tile only
             return NEVER
         ahead = step if self._known[3] else self._steps - 1 - step
         return later * self._steps + ahead

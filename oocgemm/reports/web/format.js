@@ -1,4 +1,4 @@
-// Numbers with units, as the tables beside have them.
+// Numbers with units, formatted as in the tables of the page.
 const scaled = (value, units, base) => {
   let i = 0;
   while (Math.abs(value) >= base * 0.9995 && i < units.length - 1) { value /= base; i += 1; }
@@ -10,7 +10,7 @@ const formatRate = (amount, ns, unit) =>
   scaled(ns ? (amount / ns) * 1e9 : 0, ["", "k", "M", "G", "T", "P"].map((p) => `${p}${unit}/s`), 1000);
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
-// Steps between marks on an axis: 1, 2 or 5 of a power of ten, no closer than `least`.
+// Distance between axis marks: the smallest of 1, 2 or 5 times a power of ten that is at least `least`.
 const niceStep = (least) => {
   const power = 10 ** Math.floor(Math.log10(least));
   return [1, 2, 5, 10].map((f) => f * power).find((step) => step >= least * 0.9999);

@@ -1,4 +1,4 @@
-// The Gantt chart of a run on a canvas: a line a lane, what waits for what under the compute lane, an overview below.
+// The Gantt chart of a run on a canvas: one line per lane, the causes of waits under the compute lane, an overview below.
 const GUTTER = 84, AXIS = 24, ROW = 22, SIDE_BY_SIDE = 12, GAP = 6, WAITS = 10, OVERVIEW_LANE = 5;
 
 class Gantt {
@@ -24,7 +24,7 @@ class Gantt {
       this.start[i] = t;
       this.end[i] = t + spans.length[i];
     }
-    // Rows of each lane: spans of one row never overlap, so that both ends are in order.
+    // Spans of one row never overlap, so their starts and ends are both in ascending order.
     this.rows = lanes.map(() => []);
     for (let i = 0; i < n; i += 1) (this.rows[spans.lane[i]][spans.row[i]] ??= []).push(i);
   }
@@ -96,13 +96,13 @@ class Gantt {
     }
   }
 
-  // A time with as many digits as neighbouring marks need to differ.
+  // Formats a time with as many digits as neighbouring marks need to differ.
   mark(t, step) {
     const [unit, name] = step >= 1e8 ? [1e9, "s"] : step >= 1e5 ? [1e6, "ms"] : [1e3, "µs"];
     return `${(t / unit).toFixed(Math.max(0, -Math.floor(Math.log10(step / unit) + 1e-9)))} ${name}`;
   }
 
-  // Spans narrower than a pixel are summed up a pixel column at a time: what is drawn is bounded by the width.
+  // Spans narrower than 1.5 pixels are merged per pixel column, so the width of the canvas bounds the drawing time.
   paintRow(c, indices, y, height) {
     const { from, to } = this.view, scale = (this.width - GUTTER) / this.view.length;
     let column = -1, covered = 0;
@@ -141,7 +141,7 @@ class Gantt {
     return low;
   }
 
-  // B is lighter than A, and of the multiplications those of every other tile.
+  // Opacity: B is lighter than A, and the multiplications of every other tile are lighter.
   shade(i) {
     const { operand, kind, tile } = this.run.spans;
     if (this.run.kinds[kind[i]] === "multiply") return tile[i] % 2 ? 0.78 : 1;
@@ -170,7 +170,7 @@ class Gantt {
     const names = this.run.causes, fills = names.map((name) => colour(name === "accumulator" ? "d2h" : name));
     const shares = names.map(() => 0), bottom = this.waitsTop + WAITS;
     let column = -1;
-    // What is narrower than a pixel is summed up a column at a time, one cause on the other by their shares.
+    // Waits narrower than a pixel are merged per pixel column: causes are stacked by their shares.
     const flush = () => {
       let y = bottom;
       shares.forEach((share, cause) => {
@@ -249,7 +249,7 @@ class Gantt {
 
   recolour() { this.small = null; this.paint(); }
 
-  // The span at a point of the canvas, within two pixels, or -1.
+  // Returns the index of the span within two pixels of a point, or -1.
   spanAt(x, y) {
     if (x < GUTTER) return -1;
     for (let lane = 0; lane < this.rows.length; lane += 1) {

@@ -1,23 +1,23 @@
-// What a Gantt chart does with pointer, wheel and keys.
+// Pointer, wheel and keyboard handlers of a Gantt chart.
 Object.assign(Gantt.prototype, {
   listen() {
     const canvas = this.canvas;
-    let held = null;
+    let dragX = null; // clientX of the last event of a drag, null outside a drag
     canvas.addEventListener("pointerdown", (event) => {
-      held = event.clientX;
+      dragX = event.clientX;
       canvas.setPointerCapture(event.pointerId);
       canvas.classList.add("dragged");
     });
     canvas.addEventListener("pointermove", (event) => {
-      if (held !== null) {
-        this.view.pan(((held - event.clientX) / (this.width - GUTTER)) * this.view.length);
-        held = event.clientX;
+      if (dragX !== null) {
+        this.view.pan(((dragX - event.clientX) / (this.width - GUTTER)) * this.view.length);
+        dragX = event.clientX;
       } else {
         this.hover(event);
       }
     });
     for (const name of ["pointerup", "pointercancel"]) {
-      canvas.addEventListener(name, () => { held = null; canvas.classList.remove("dragged"); });
+      canvas.addEventListener(name, () => { dragX = null; canvas.classList.remove("dragged"); });
     }
     canvas.addEventListener("pointerleave", () => this.leave());
     canvas.addEventListener("dblclick", (event) => this.view.zoom(4, this.time(event.offsetX)));
@@ -30,12 +30,12 @@ Object.assign(Gantt.prototype, {
       event.preventDefault();
     }, { passive: false });
     canvas.addEventListener("keydown", (event) => {
-      const acts = {
+      const actions = {
         ArrowLeft: () => this.view.pan(-this.view.length / 8), ArrowRight: () => this.view.pan(this.view.length / 8),
         "+": () => this.view.zoom(1.5), "=": () => this.view.zoom(1.5), "-": () => this.view.zoom(1 / 1.5), 0: () => this.view.all(),
       };
-      if (!acts[event.key] || event.ctrlKey || event.metaKey) return;
-      acts[event.key]();
+      if (!actions[event.key] || event.ctrlKey || event.metaKey) return;
+      actions[event.key]();
       event.preventDefault();
     });
     let dragging = false;
@@ -56,7 +56,7 @@ Object.assign(Gantt.prototype, {
     const i = this.spanAt(event.offsetX, event.offsetY), wait = i < 0 ? this.waitAt(event.offsetX, event.offsetY) : null;
     if (i !== this.hovered) { this.hovered = i; this.draw(); }
     if (i >= 0) this.tip.show(event, ...this.described(i));
-    else if (wait) this.tip.show(event, `Waits: ${this.run.causes[wait[2]]}`, [["from", formatTime(wait[0])], ["for", formatTime(wait[1])]]);
+    else if (wait) this.tip.show(event, `Waits: ${this.run.causes[wait[2]]}`, [["start", formatTime(wait[0])], ["duration", formatTime(wait[1])]]);
     else this.tip.hide();
   },
 
@@ -65,17 +65,17 @@ Object.assign(Gantt.prototype, {
     if (this.hovered >= 0) { this.hovered = -1; this.draw(); }
   },
 
-  // Title and lines of what is said of a span.
+  // Returns the title and the lines of a span's tooltip.
   described(i) {
     const { spans, tiles, sizes } = this.run;
     const [bytes, flops] = sizes[spans.size[i]], length = this.end[i] - this.start[i], after = this.blocker(i);
     const lines = [
       ["tile", tiles[spans.tile[i]].join(", ")], ["step", spans.step[i]],
-      ["starts", `${(this.start[i] / 1e9).toFixed(6)} s`], ["takes", formatTime(length)],
+      ["start", `${(this.start[i] / 1e9).toFixed(6)} s`], ["duration", formatTime(length)],
     ];
     if (bytes) lines.push(["bytes", formatSize(bytes)], ["rate", formatRate(bytes, length, "B")]);
     if (flops) lines.push(["work", scaled(flops, ["", "k", "M", "G", "T", "P"].map((p) => `${p}FLOP`), 1000)], ["rate", formatRate(flops, length, "FLOP")]);
-    if (after >= 0) lines.push(["after", `${this.title(after)}, ended ${formatTime(this.start[i] - this.end[after])} before`]);
+    if (after >= 0) lines.push(["predecessor", `${this.title(after)}, ended ${formatTime(this.start[i] - this.end[after])} before`]);
     return [this.title(i), lines];
   },
 

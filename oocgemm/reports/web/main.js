@@ -21,7 +21,7 @@ const tip = {
   hide() { this.element.hidden = true; },
 };
 
-// A scale for all, so that runs can be compared.
+// All runs share one time scale, so that they can be compared.
 const view = new View(Math.max(...runs.map((run) => run.wall)));
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const button = document.getElementById("theme");
@@ -39,19 +39,19 @@ button.addEventListener("click", () => {
 });
 dark.addEventListener("change", () => { setTheme(dark.matches ? "dark" : "light"); recolour(); });
 
-// Paper is white.
+// Print in the light theme.
 let onScreen = null;
 addEventListener("beforeprint", () => { onScreen = document.documentElement.dataset.theme; setTheme("light"); recolour(); });
 addEventListener("afterprint", () => { setTheme(onScreen); recolour(); });
 
 const range = document.getElementById("range");
-const say = () => {
-  // As many digits as the ends of the window need to differ by a hundredth of it.
+const showRange = () => {
+  // Enough digits to show a hundredth of the window.
   const digits = Math.min(9, Math.max(0, 2 - Math.floor(Math.log10(view.length / 1e9))));
   range.textContent = `${(view.from / 1e9).toFixed(digits)} to ${(view.to / 1e9).toFixed(digits)} s`;
 };
-view.listeners.push(say);
-say();
+view.listeners.push(showRange);
+showRange();
 const zooms = { in: () => view.zoom(2), out: () => view.zoom(0.5), all: () => view.all() };
 document.querySelectorAll("[data-zoom]").forEach((b) => b.addEventListener("click", zooms[b.dataset.zoom]));
 
@@ -60,7 +60,7 @@ document.querySelectorAll(".grid").forEach((grid, n) => {
   const at = (event) => (event.target.dataset.tile ? event.target.dataset : null);
   grid.addEventListener("pointermove", (event) => {
     const cell = at(event);
-    if (cell) tip.show(event, `tile ${cell.tile.replace(",", ", ")} of C`, [["done", formatTime(Number(cell.end))]]);
+    if (cell) tip.show(event, `tile ${cell.tile.replace(",", ", ")} of C`, [["finished", formatTime(Number(cell.end))]]);
     else tip.hide();
   });
   grid.addEventListener("pointerleave", () => tip.hide());

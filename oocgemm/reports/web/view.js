@@ -1,4 +1,4 @@
-// The part of the time that is shown, shared by all charts: [from, to] in ns, within [0, whole].
+// The visible time window, shared by all charts: [from, to] in ns, within [0, whole].
 class View {
   constructor(whole) {
     this.whole = Math.max(1, whole);
@@ -11,11 +11,11 @@ class View {
     const length = Math.min(this.whole, Math.max(200, to - from));
     this.from = Math.min(Math.max(0, from), this.whole - length);
     this.to = this.from + length;
-    this.listeners.forEach((act) => act());
+    this.listeners.forEach((listener) => listener());
   }
   pan(by) { this.show(this.from + by, this.to + by); }
   zoom(factor, around = (this.from + this.to) / 2) {
-    // The zoomed length is bounded first: at the ends of the range the point looked at must stay where it is.
+    // Clamp the length first, so that `around` keeps its position on the screen at the zoom limits too.
     const length = Math.min(this.whole, Math.max(200, this.length / factor));
     const from = around - ((around - this.from) * length) / this.length;
     this.show(from, from + length);
@@ -23,12 +23,12 @@ class View {
   all() { this.show(0, this.whole); }
 }
 
-// Calls `act` once before the next picture however often it is asked.
-const oncePerFrame = (act) => {
-  let asked = false;
+// Returns a function that calls `action` at most once per animation frame.
+const oncePerFrame = (action) => {
+  let pending = false;
   return () => {
-    if (asked) return;
-    asked = true;
-    requestAnimationFrame(() => { asked = false; act(); });
+    if (pending) return;
+    pending = true;
+    requestAnimationFrame(() => { pending = false; action(); });
   };
 };

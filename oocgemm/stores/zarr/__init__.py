@@ -1,1 +1,1 @@
-"""zarr arrays: matrices, chunks, and their codecs."""
+"""Store matrices in zarr arrays: open them, read and write their chunks, decode and encode."""

@@ -1,5 +1,7 @@
-"""bfloat16 for zarr, which has no such data type itself: the name that the registry of zarr extensions has for it, and
-TensorStore in format 2, the elements being those of ml_dtypes."""
+"""Register bfloat16 with zarr, which has no such data type. The elements are those of ml_dtypes.
+
+The name is that of the registry of zarr extensions, and in format 2 that of TensorStore.
+"""
 
 import importlib
 from dataclasses import dataclass
@@ -13,17 +15,17 @@ from zarr.dtype import Float16, data_type_registry
 from oocgemm.errors import InputError, missing_bfloat16
 
 NAME = "bfloat16"
-BIG_ENDIAN = f"{NAME} is read with its low byte first only: store it with endian = little"
-# Where newer zarr has it, and where older.
+BIG_ENDIAN = f"big-endian {NAME} is not supported: store it with endian = little"
+# Newer zarr has it in zarr.errors, older zarr in zarr.dtype.
 DataTypeValidationError: type[ValueError] = (
     getattr(zarr.errors, "DataTypeValidationError", None) or zarr.dtype.DataTypeValidationError
 )
 
 
-# zarr tells by the order of bytes whether they must be swapped; NumPy knows the elements in the machine's order only.
+# zarr needs the byte order to know whether to swap. NumPy has these elements in native order only.
 @dataclass(frozen=True, kw_only=True)
 class BFloat16(Float16):
-    """The data type. Everything is as for float16, but the elements."""
+    """bfloat16 as a zarr data type. Only the elements differ from float16."""
 
     _zarr_v3_name: ClassVar[Any] = NAME
     _zarr_v2_names: ClassVar[Any] = (NAME,)
@@ -35,7 +37,7 @@ class BFloat16(Float16):
         return cls()
 
     def to_native_dtype(self) -> Any:
-        """Raises `InputError` where ml_dtypes is missing, and for elements whose high byte comes first."""
+        """Return NumPy's dtype. Raises `InputError` without ml_dtypes, and for big-endian elements."""
         if self.endianness != "little":
             raise InputError(BIG_ENDIAN)
         try:
@@ -56,13 +58,13 @@ class BFloat16(Float16):
         return data if isinstance(data, self.to_native_dtype().type) else super().cast_scalar(data)
 
     def from_json_scalar(self, data: Any, *, zarr_format: Any) -> Any:
-        if isinstance(data, str) and data.startswith("0x"):  # its bits
+        if isinstance(data, str) and data.startswith("0x"):  # the bits in hexadecimal
             return np.array(int(data, 16), np.uint16).view(self.to_native_dtype())[()]
         return super().from_json_scalar(data, zarr_format=zarr_format)
 
 
 def register() -> None:
-    """Have zarr know the data type, unless something else has taught it to."""
+    """Register the data type, unless another package did."""
     try:
         data_type_registry.match_json(NAME, zarr_format=3)
     except ValueError:

@@ -1,9 +1,9 @@
-"""Chunks of local zarr arrays, read and written past zarr: by the calling thread, into and from the memory it gives.
+"""Read and write chunks of local zarr arrays without zarr, in the calling thread and in the caller's memory.
 
-zarr reads a chunk into fresh memory and copies it from there, all copies of a process in one thread. Here raw
-chunks are read straight to where they shall lie, and compressed ones are decompressed straight to there where they
-fill contiguous memory, otherwise into memory that the thread uses again and again; each by as many threads as
-there are. In a shard the chunks lie in one file, which an index at its start or end leads to.
+zarr reads a chunk into fresh memory and copies it from there, and one thread makes all copies of a process.
+Here raw chunks are read straight into their destination. Compressed chunks are decoded straight into their
+destination where that is contiguous, otherwise into the thread's scratch memory. Each caller's thread does
+its own work. The chunks of a shard are in one file, whose index is at its start or end.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,22 +14,22 @@ from typing import Any, NoReturn
 import numpy as np
 
 from oocgemm.errors import ExecutionError
-from oocgemm.planning.tiling import Span
+from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import Array
-from oocgemm.stores.files import MIN_SEGMENT, OpenFile, modified, publish
-from oocgemm.stores.lines import read_block, straight
+from oocgemm.stores.files import MIN_SEGMENT, OpenFile, folder_mtime, publish
+from oocgemm.stores.lines import copies_bytes, read_block
 from oocgemm.stores.zarr.codecs import CHECKSUM_BYTES, Encoding, checked_content
 
-_NOWHERE = (1 << 64) - 1
+_MISSING = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
 class Shards:
-    """How chunks lie in shards: `chunks` down and across in each, found by an index of (offset, length)."""
+    """The format of shards: each has `chunks` down and across, and an index of their (offset, length)."""
 
     chunks: tuple[int, int]
     at_end: bool = True
-    dtype: np.dtype[Any] = np.dtype("<u8")  # noqa: RUF009  # a dtype cannot be changed
+    dtype: np.dtype[Any] = np.dtype("<u8")  # noqa: RUF009  # a dtype is immutable
     checksum: bool = True
 
     @property
@@ -37,9 +37,9 @@ class Shards:
         return 16 * self.chunks[0] * self.chunks[1] + CHECKSUM_BYTES * self.checksum
 
     def index(self, file: OpenFile) -> Array:
-        """Offset and length of every chunk in a shard. Raises `ValueError` if it is damaged."""
+        """Read the offset and length of every chunk of a shard. Raises `ValueError` for a damaged index."""
         if file.size < self.index_bytes:
-            raise ValueError(f"it has {file.size} bytes, its index alone takes {self.index_bytes}")
+            raise ValueError(f"it has {file.size} bytes, and its index alone has {self.index_bytes}")
         stored = file.mapped(file.size - self.index_bytes if self.at_end else 0, self.index_bytes)
         content = checked_content(stored) if self.checksum else stored
         return content.view(self.dtype).reshape(*self.chunks, 2)
@@ -47,11 +47,15 @@ class Shards:
 
 @dataclass(frozen=True)
 class DirectChunks:
-    """A regular grid of chunks in files of their own, or in shards.
+    """A regular grid of chunks, each in its own file or in a shard.
 
-    What is read for the first time is read past the page cache, which costs the least and leaves the cache to others.
-    What comes to be read again is kept there from then on if `worth_caching`: the disk is read twice at most for an
-    array that fits in memory, however often a run comes back to it.
+    The first read of a chunk bypasses the page cache, which costs the least and leaves the cache to others. A
+    later read keeps the chunk in the cache if `worth_caching`. So an array that fits in memory is read from
+    the disk at most twice.
+
+    With `unchanging`, nobody writes to the array during the run. Then the modification times of its folders
+    are recorded, and a missing chunk counts as the fill value only while they stay the same: no chunk was
+    deleted.
     """
 
     root: Path
@@ -63,27 +67,28 @@ class DirectChunks:
     shards: Shards | None = None
     worth_caching: bool = True
     _seen: set[tuple[tuple[int, int], int]] = field(default_factory=set, compare=False, repr=False)
-    # Whether nobody writes to it meanwhile. Then, when each of its folders was last modified, as this began: while that
-    # stays, no chunk has vanished.
-    at_rest: bool = False
-    _modified: dict[Path, int | None] = field(default_factory=dict, compare=False, repr=False)
+    unchanging: bool = False
+    _mtimes: dict[Path, int | None] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not self.at_rest:
+        if not self.unchanging:
             return
         folders = self._folders((0, 0))
-        if folders[0] != self._folders((1, 0))[0]:  # a folder a row of chunks
+        if folders[0] != self._folders((1, 0))[0]:  # one folder per row of chunks
             folders += [folder for folder in folders[1].glob("*") if folder.is_dir()]
-        self._modified.update({folder: modified(folder) for folder in folders})
+        self._mtimes.update({folder: folder_mtime(folder) for folder in folders})
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of a chunk's elements; chunks at the edges are stored whole."""
+        """The bytes of a chunk's elements. Chunks at the edges are stored whole."""
         return self.chunk[0] * self.chunk[1] * self.encoding.dtype.itemsize
 
-    def read(self, rows: Span, cols: Span, out: Array) -> None:
-        """Read a block into `out`. Raises `ExecutionError`, naming the file, for chunks that are damaged; `MemoryError`
-        where there is none to decode them in."""
+    def read(self, rows: Range, cols: Range, out: Array) -> None:
+        """Read a block into `out`.
+
+        Raises `ExecutionError`, which names the file, for damaged chunks, and `MemoryError` without memory
+        for decoding.
+        """
         across = self.shards.chunks if self.shards else (1, 1)
         extents = self.chunk[0] * across[0], self.chunk[1] * across[1]
         for number, block in _cut((rows, cols), extents):
@@ -91,8 +96,8 @@ class DirectChunks:
             try:
                 file = OpenFile(self.root / self.key(number))
             except FileNotFoundError:
-                self._check_never_there(number)
-                target[...] = self.fill  # zarr's meaning of a chunk that is not there
+                self._check_not_deleted(number)
+                target[...] = self.fill  # as zarr defines a missing chunk
                 continue
             with file:
                 try:
@@ -100,16 +105,18 @@ class DirectChunks:
                 except EOFError as error:
                     self._damaged(number, str(error), error)
 
-    def write(self, rows: Span, cols: Span, data: Array) -> None:
-        """Write a block that covers whole chunks (but for those cut by the matrix's own edges), each file
-        written beside its place and renamed into it."""
+    def write(self, rows: Range, cols: Range, data: Array) -> None:
+        """Write a block of whole chunks, cut only by the matrix's own edges.
+
+        Each file is replaced atomically.
+        """
         for number, block in _cut((rows, cols), self.chunk):
             part = _part(data, (rows, cols), block)
             stored, size = self.encoding.encode(part, self.chunk, self.fill)
             publish(self.root / self.key(number), stored, size)
 
     def _read_file(
-        self, number: tuple[int, int], file: OpenFile, block: tuple[Span, Span], out: Array
+        self, number: tuple[int, int], file: OpenFile, block: tuple[Range, Range], out: Array
     ) -> None:
         try:
             index = self.shards.index(file) if self.shards else None
@@ -121,12 +128,12 @@ class DirectChunks:
             if index is not None and self.shards:
                 place = index[chunk[0] % self.shards.chunks[0], chunk[1] % self.shards.chunks[1]]
                 offset, length = int(place[0]), int(place[1])
-                if offset == length == _NOWHERE:
+                if offset == length == _MISSING:
                     target[...] = self.fill
                     continue
                 if offset + length > file.size:
                     self._damaged(
-                        number, f"has {file.size} bytes, of which it has a chunk end at {offset + length}"
+                        number, f"has {file.size} bytes, and by its index a chunk ends at {offset + length}"
                     )
             (r0, r1), (c0, c1) = part
             top, left = chunk[0] * self.chunk[0], chunk[1] * self.chunk[1]
@@ -152,8 +159,9 @@ class DirectChunks:
         (lines, part), line, block = (wanted, width, out) if by_rows else (wanted[::-1], height, out.T)
         row = line * encoding.dtype.itemsize
         whole = block.shape[1] == line
-        if whole and not (straight(encoding.dtype, block) and (out.flags.c_contiguous or row >= MIN_SEGMENT)):
-            # All of it is wanted, in another order or in lines too short for a buffer each: copied from a mapping.
+        in_place = copies_bytes(encoding.dtype, block) and (out.flags.c_contiguous or row >= MIN_SEGMENT)
+        if whole and not in_place:
+            # Whole lines in another order, or too short for one buffer each: copied from a mapping.
             stored = file.mapped(offset + lines.start * row, block.shape[0] * row).view(encoding.dtype)
             np.copyto(block, stored.reshape(block.shape), casting="equiv")
             return
@@ -173,50 +181,50 @@ class DirectChunks:
             elements = self.encoding.decode(stored, self.chunk, into)
         except MemoryError:
             raise
-        except Exception as error:  # compressors raise of every kind
+        except Exception as error:  # compressors raise exceptions of many types
             self._damaged(number, f"cannot be decoded: {error}", error)
         if elements is not into:
             np.copyto(out, elements[wanted], casting="equiv")
 
     def _folders(self, number: tuple[int, int]) -> list[Path]:
-        """The folder that a chunk's file lies in, and those above it within the array."""
+        """Return the folder of a chunk's file, and its parents within the array."""
         parents = list((self.root / self.key(number)).parents)
         return parents[: parents.index(self.root) + 1]
 
-    def _check_never_there(self, number: tuple[int, int]) -> None:
-        """Raises `ExecutionError` for a missing chunk that may have been there when the array was opened."""
-        if self.at_rest and any(
-            modified(folder) != self._modified.get(folder) for folder in self._folders(number)
+    def _check_not_deleted(self, number: tuple[int, int]) -> None:
+        """Raise `ExecutionError` for a missing chunk that may have existed when the array was opened."""
+        if self.unchanging and any(
+            folder_mtime(folder) != self._mtimes.get(folder) for folder in self._folders(number)
         ):
             raise ExecutionError(
-                f"chunk {self.key(number)} is missing in {self.root}, where files have come or gone since it was opened: "
-                "leave operands as they are while a run reads them"
+                f"chunk {self.key(number)} is missing in {self.root}, where files were added or removed "
+                "since it was opened: do not change operands while a run reads them"
             )
 
     def _damaged(self, number: tuple[int, int], how: str, error: Exception | None = None) -> NoReturn:
         raise ExecutionError(
-            f"chunk {self.key(number)} in {self.root} {how}: it is damaged or cut short"
+            f"chunk {self.key(number)} in {self.root} {how}: it is damaged or truncated"
         ) from error
 
 
 def _cut(
-    block: tuple[Span, Span], chunk: tuple[int, int]
-) -> Iterator[tuple[tuple[int, int], tuple[Span, Span]]]:
-    """Numbers of the chunks that a block touches, with the part of the block in each."""
+    block: tuple[Range, Range], chunk: tuple[int, int]
+) -> Iterator[tuple[tuple[int, int], tuple[Range, Range]]]:
+    """Yield the indices of the chunks that a block touches, with the part of the block in each."""
     for i, rows in _chunks(block[0], chunk[0]):
         for j, cols in _chunks(block[1], chunk[1]):
             yield (i, j), (rows, cols)
 
 
-def _part(array: Array, block: tuple[Span, Span], part: tuple[Span, Span]) -> Array:
-    """The part of a block's array."""
+def _part(array: Array, block: tuple[Range, Range], part: tuple[Range, Range]) -> Array:
+    """Return the view of a part of a block's array."""
     (top, _), (left, _) = block
     (r0, r1), (c0, c1) = part
     return array[r0 - top : r1 - top, c0 - left : c1 - left]
 
 
-def _chunks(span: Span, chunk: int) -> list[tuple[int, Span]]:
-    """Chunk numbers that a span touches, with the part of the span in each."""
+def _chunks(span: Range, chunk: int) -> list[tuple[int, Range]]:
+    """Return the indices of the chunks that a range touches, with the part of the range in each."""
     start, stop = span
     return [
         (i, (max(start, i * chunk), min(stop, (i + 1) * chunk)))

@@ -1,10 +1,11 @@
-"""How the elements of a chunk became the bytes in its file, and the way back.
+"""Decode the bytes of a chunk's file into elements, and encode them.
 
-Both formats come to the same few steps, the middle and last of which may be missing:
+Both zarr formats come to the same steps, of which the compressor and the checksum may be missing:
 
     elements -> order and byte order -> compressor -> checksum at the end -> bytes
 
-Metadata is taken as the JSON of the specification. What is not understood gives None; zarr then does the work.
+Metadata is taken as the JSON of the specification. For codecs that are not known here the result is None, and
+zarr does the work.
 """
 
 import zlib
@@ -17,20 +18,20 @@ import numcodecs
 import numpy as np
 
 from oocgemm.stores.base import Array
-from oocgemm.stores.files import lies_on_sectors, padded, scratch
+from oocgemm.stores.files import padded, scratch, sector_aligned
 
-# Compressors that are called on their own; each gives back just what it was given.
+# Lossless compressors that are called directly, without zarr.
 _KNOWN = ("zstd", "blosc", "lz4", "gzip", "zlib", "bz2", "lzma")
-# Those which say how much they will give, and take the memory to give it in.
+# Those that state the decoded size and decode into given memory.
 _INTO_MEMORY = ("zstd", "blosc", "lz4")
 CHECKSUM_BYTES = 4
-# A checksum is taken in parts of this size, since no other thread of the interpreter runs meanwhile.
+# A checksum is computed in parts of this many bytes, since each call keeps the GIL.
 _CHECKSUM_PART = 1 << 20
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """The bytes of a chunk. `dtype` carries the stored byte order, `order` says which elements are neighbours."""
+    """The format of a chunk's bytes. `dtype` has the stored byte order, and `order` is C or Fortran order."""
 
     dtype: np.dtype[Any]
     order: Literal["C", "F"] = "C"
@@ -39,31 +40,33 @@ class Encoding:
 
     @property
     def raw(self) -> bool:
-        """Whether the bytes are the elements and nothing else, so that any part can be read on its own."""
+        """Whether the bytes are the elements and nothing else, so that any part can be read alone."""
         return self.compressor is None and not self.checksum
 
     @property
     def in_place(self) -> bool:
-        """Whether the elements, once decompressed, lie as in a C-contiguous array of this machine."""
+        """Whether the decompressed bytes are those of a C-contiguous array in native byte order."""
         return self.order == "C" and self.dtype.isnative
 
     def decode_bytes(self, size: int) -> int:
-        """Memory that decoding a chunk of `size` bytes takes beside its destination."""
+        """Return the memory that decoding a chunk of `size` bytes takes beside its destination."""
         if self.compressor is None:
             return 0
-        # Python's own modules return fresh bytes, gathered from parts where they do not know how many there will be.
+        # Python's modules return new bytes, joined from parts where the decoded size is unknown.
         return size if self.compressor.codec_id in (*_INTO_MEMORY, "gzip", "zlib") else 2 * size
 
     def encode_bytes(self, size: int) -> int:
-        """Memory that encoding a chunk of `size` bytes and writing it out takes beside its source."""
-        # Raw: as it lies in the file. Compressed: that, the compressor's room for the worst case, and what it returns.
+        """Return the memory that encoding and writing a chunk of `size` bytes takes beside its source."""
+        # Raw: the bytes of the file. Compressed: the elements, the compressor's worst-case buffer, and its
+        # result.
         return padded(size + CHECKSUM_BYTES * self.checksum) * (1 if self.compressor is None else 3)
 
     def decode(self, stored: Array, shape: tuple[int, int], into: Array | None) -> Array:
-        """The elements of a chunk, from its bytes: in `into` if that is given and could be used, a C-contiguous
-        array of the chunk's shape; otherwise in memory that is good until this thread's next call.
+        """Return the elements of a chunk, decoded from its bytes.
 
-        Raises `ValueError` and whatever the compressor raises.
+        They are in `into`, a C-contiguous array of the chunk's shape, if that is given and the codec can
+        decode in place. Otherwise they are valid until this thread's next call. Raises `ValueError` and
+        whatever the compressor raises.
         """
         if self.checksum:
             stored = checked_content(stored)
@@ -83,16 +86,16 @@ class Encoding:
         return elements.view(self.dtype).reshape(shape, order=self.order)
 
     def encode(self, part: Array, shape: tuple[int, int], fill: Any) -> tuple[Array, int]:
-        """The bytes of a chunk of which `part` is the upper left, the rest being filled.
+        """Return the bytes of a chunk and their number. `part` is its upper left corner, and `fill` the rest.
 
-        Returns them in memory that can be written past the page cache, which may be that of `part` and goes on for
-        as long as that takes, and their number. They are good until this thread's next call.
+        The bytes are padded so that direct I/O can write them. They may be the memory of `part`. They are
+        valid until this thread's next call.
         """
         size = shape[0] * shape[1] * self.dtype.itemsize
-        as_it_is = part.shape == shape and self.in_place
-        if as_it_is and self.raw and lies_on_sectors(part):
+        unchanged = part.shape == shape and self.in_place
+        if unchanged and self.raw and sector_aligned(part):
             return part, size
-        if as_it_is and self.compressor is not None and part.flags.c_contiguous:
+        if unchanged and self.compressor is not None and part.flags.c_contiguous:
             elements = part
         else:
             memory = scratch(padded(size + CHECKSUM_BYTES * self.checksum))
@@ -102,7 +105,7 @@ class Encoding:
             elements[: part.shape[0], : part.shape[1]] = part
         if self.compressor is not None:
             flat = elements.reshape(-1, order=self.order)
-            if flat.dtype.kind == "V":  # bfloat16: NumPy lends no elements that are not its own
+            if flat.dtype.kind == "V":  # bfloat16: NumPy exports no buffer of this dtype
                 flat = flat.view(np.uint16)
             encoded = np.frombuffer(self.compressor.encode(flat), np.uint8)
             size = encoded.nbytes
@@ -115,7 +118,7 @@ class Encoding:
 
 
 def from_v2(metadata: Mapping[str, Any], dtype: np.dtype[Any]) -> Encoding | None:
-    """The encoding of an array of format 2, `dtype` carrying its byte order."""
+    """Return the encoding of an array of format 2, or None. `dtype` carries the byte order."""
     if metadata.get("filters") or metadata.get("order") not in ("C", "F"):
         return None
     config = metadata.get("compressor")
@@ -129,7 +132,7 @@ def from_v2(metadata: Mapping[str, Any], dtype: np.dtype[Any]) -> Encoding | Non
 
 
 def from_v3(codecs: Sequence[Mapping[str, Any]], dtype: np.dtype[Any]) -> Encoding | None:
-    """The encoding that a chain of codecs of format 3 comes to, for elements of `dtype`."""
+    """Return the encoding that a chain of codecs of format 3 amounts to, for elements of `dtype`, or None."""
     order: Literal["C", "F"] = "C"
     names = [codec["name"] for codec in codecs]
     if names[:1] == ["transpose"]:
@@ -144,7 +147,7 @@ def from_v3(codecs: Sequence[Mapping[str, Any]], dtype: np.dtype[Any]) -> Encodi
     if names[:1] != ["bytes"]:
         return None
     endian = codecs[0].get("configuration", {}).get("endian", "little")
-    if dtype.kind == "V" and endian != "little":  # bfloat16: NumPy cannot swap its bytes, and zarr says so
+    if dtype.kind == "V" and endian != "little":  # bfloat16: NumPy cannot swap its bytes; zarr reports that
         return None
     dtype = dtype.newbyteorder(">" if endian == "big" else "<")
     compressor = None
@@ -166,19 +169,21 @@ def _v3_compressor(name: str, settings: Mapping[str, Any]) -> Any:
             return numcodecs.GZip(level=settings["level"])
         case "blosc":
             shuffle = ("noshuffle", "shuffle", "bitshuffle").index(settings["shuffle"])
-            # The size of an element need not be told: it is that of the array which is encoded.
+            # The codec takes the element size from the array that it encodes.
             return numcodecs.Blosc(settings["cname"], settings["clevel"], shuffle, settings["blocksize"])
     return None
 
 
 def _decoded_size(compressor: Any, stored: Array) -> int | None:
-    """Bytes that a compressed chunk says it holds, if it says so. Raises `ValueError` if it is cut short: the
-    compressors trust what it says."""
+    """Return the decoded size that a compressed chunk states, or None.
+
+    Raises `ValueError` for truncated blosc data: the compressor trusts the size in its header.
+    """
     head = stored[:18].tobytes()
     match compressor.codec_id:
         case "blosc":
             if len(head) < 16 or int.from_bytes(head[12:16], "little") > stored.nbytes:
-                raise ValueError(f"blosc data of {stored.nbytes} bytes is cut short")
+                raise ValueError(f"blosc data of {stored.nbytes} bytes is truncated")
             return int.from_bytes(head[4:8], "little")
         case "lz4":
             return int.from_bytes(head[:4], "little")
@@ -195,9 +200,9 @@ def _decoded_size(compressor: Any, stored: Array) -> int | None:
 
 
 def _decoded(compressor: Any, stored: Array, size: int) -> Array:
-    """What a compressor makes of bytes that do not say how much it will be."""
+    """Decompress bytes that do not state their decoded size."""
     if compressor.codec_id == "gzip":
-        # Unlike the codec's own way through a file object, this knows how much room to take.
+        # Unlike the codec, which reads through a file object, this allocates the known size.
         data = zlib.decompress(stored.data, 31, size + 1)
         if len(data) == size:
             return np.frombuffer(data, np.uint8)
@@ -207,10 +212,10 @@ def _decoded(compressor: Any, stored: Array, size: int) -> Array:
 
 
 def checked_content(stored: Array) -> Array:
-    """Bytes without the checksum at their end. Raises `ValueError` if it is not theirs."""
+    """Return the bytes before the checksum at their end. Raises `ValueError` if the checksum differs."""
     content = stored[:-CHECKSUM_BYTES]
     if _checksum(content) != stored[-CHECKSUM_BYTES:].tobytes():
-        raise ValueError("its checksum (crc32c) is not that of its content")
+        raise ValueError("its checksum (crc32c) does not match its content")
     return content
 
 

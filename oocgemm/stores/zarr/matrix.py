@@ -1,4 +1,4 @@
-"""zarr arrays (formats 2 and 3) as matrices."""
+"""Use zarr arrays (formats 2 and 3) as matrices."""
 
 import hashlib
 import importlib.util
@@ -22,9 +22,9 @@ from zarr.storage import LocalStore
 
 from oocgemm.errors import ExecutionError
 from oocgemm.planning import Layout
-from oocgemm.planning.tiling import Span
+from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import BATCH_BYTES, Array, checked, pieces, transient
-from oocgemm.stores.durable import spread, stamp, stamps, sync_files, sync_names
+from oocgemm.stores.durable import fingerprint_of, fingerprints, spread, sync_files, sync_names
 from oocgemm.stores.files import padded, scratch, worth_caching
 from oocgemm.stores.lines import SCRATCH_BYTES
 from oocgemm.stores.space import check_room, free_bytes, raw_bytes
@@ -33,46 +33,53 @@ from oocgemm.stores.zarr.chunks import DirectChunks, Shards
 from oocgemm.stores.zarr.codecs import from_v2, from_v3
 
 bfloat16.register()
-# The attribute by which an array says that it is the result of a run that has not ended.
+# The attribute that marks an array as the result of an incomplete run.
 ATTRIBUTE = "oocgemm"
-# What a process that was killed leaves of a file that it was writing, here or in zarr.
+# Temporary files that a killed process leaves, ours or zarr's.
 PARTIAL = re.compile(r"\.[0-9a-f]{32}\.partial$")
-# What decodes what we do not, in place of zarr's own pipeline, whose copies are made in one thread; where it is installed.
-FASTER = "zarrs"
-# zarr's configuration is the process's: two runs that set and restore it by turns would leave the one's behind.
+# The codec pipeline used for unknown encodings, if installed: zarr's own makes all copies in one thread.
+FAST_PIPELINE = "zarrs"
+# zarr's configuration is global: two runs that set and restore it concurrently could leave it changed.
 _config_lock = Lock()
 # Files of an array's metadata, in either format.
 METADATA = ("zarr.json", ".zarray", ".zattrs")
 
 
-def _at_a_time(chunk: tuple[int, int], itemsize: int) -> int:
-    """Bytes of the chunks that one call of zarr works on: one chunk, or a batch of small ones and one more."""
+def _batch_bytes(chunk: tuple[int, int], itemsize: int) -> int:
+    """Return the bytes of the chunks in a call of zarr: one chunk, or a batch of small ones plus one."""
     size = chunk[0] * chunk[1] * itemsize
     return size if size >= BATCH_BYTES else BATCH_BYTES + size
 
 
 class ZarrMatrix:
-    """A zarr array. Local chunks of the usual kinds go past zarr, all else through it, always into the given memory."""
+    """A matrix in a zarr array. Local chunks of known encodings bypass zarr, all others go through it.
 
-    def __init__(self, name: str, array: "zarr.Array[Any]", *, at_rest: bool = False) -> None:
-        """With `at_rest` nobody may write to it meanwhile: chunks that vanish are noticed."""
+    Both read straight into the caller's memory where the codecs can.
+    """
+
+    def __init__(self, name: str, array: "zarr.Array[Any]", *, unchanging: bool = False) -> None:
+        """Wrap an array.
+
+        With `unchanging` nobody may write to it during the run, and deleted chunks are detected.
+        """
         self.shape, self.dtype = checked(name, array.shape, array.dtype)
         self.name = name
         self.array = array
-        self.direct = _direct_chunks(array, at_rest)
-        # What is read through zarr, and whether into contiguous memory only.
-        self._read, self._contiguous = (array, False) if self.direct else _through(array)
-        # Through what it is written, and the folder that it goes to.
+        self.direct = _direct_chunks(array, unchanging)
+        # The array for reads through zarr, and whether it reads into contiguous memory only.
+        self._read, self._contiguous = (array, False) if self.direct else _reader(array)
+        # Direct access for writes, the array for writes through zarr, and the folder that both write to.
         self._writer, self._written, self._target = self.direct, array, local_folder(array)
         self._writes_directly = self.direct is not None and self.direct.shards is None
         chunk = (max(1, int(array.chunks[0])), max(1, int(array.chunks[1])))
         shards = array.shards or chunk
         shard = (max(1, int(shards[0])), max(1, int(shards[1])))
         size = self.dtype.itemsize
-        # Through zarr a thread holds a chunk as stored and as decoded, and once more if it is copied to its place,
-        decode_bytes = (3 if self._contiguous else 2) * _at_a_time(chunk, size)
-        # and to write one, its elements, what they are encoded to, and the bytes that go out.
-        encode_bytes = 3 * _at_a_time(shard, size)
+        # Copies of a chunk per thread: through zarr a read has it as stored and as decoded, and once more if
+        # it cannot decode in place.
+        decode_bytes = (3 if self._contiguous else 2) * _batch_bytes(chunk, size)
+        # A write has its elements, their encoding, and the bytes of the file.
+        encode_bytes = 3 * _batch_bytes(shard, size)
         if self.direct:
             decode_bytes = self.direct.encoding.decode_bytes(self.direct.chunk_bytes)
             if self._writes_directly:
@@ -90,17 +97,15 @@ class ZarrMatrix:
             encodes=not self.raw,
         )
 
-    def read(self, rows: Span, cols: Span, out: Array) -> None:
+    def read(self, rows: Range, cols: Range, out: Array) -> None:
         if out.dtype != self.dtype:
-            raise ExecutionError(
-                f"{self.name} is of dtype {self.dtype} and is read into a slot of {out.dtype}"
-            )
+            raise ExecutionError(f"{self.name} has dtype {self.dtype}, and the slot has {out.dtype}")
         if self.direct:
             self.direct.read(rows, cols, out)
             return
         try:
             self._read_through(rows, cols, out)
-        except Exception as error:  # codecs raise of every kind
+        except Exception as error:  # codecs raise exceptions of many types
             if transient(error) or isinstance(error, MemoryError):
                 raise
             key = self._failing(rows, cols, out)
@@ -108,7 +113,7 @@ class ZarrMatrix:
                 f"chunk {key} in {self.array.store_path} cannot be read, it may be damaged: {reason(error)}"
             ) from error
 
-    def _read_through(self, rows: Span, cols: Span, out: Array) -> None:
+    def _read_through(self, rows: Range, cols: Range, out: Array) -> None:
         """Read a block through zarr."""
         into = out
         if self._contiguous and not out.flags.c_contiguous:
@@ -118,8 +123,8 @@ class ZarrMatrix:
         if into is not out:
             np.copyto(out, into)
 
-    def _failing(self, rows: Span, cols: Span, out: Array) -> str:
-        """Return the key of the first chunk of a block that cannot be read; in shards, that of its shard."""
+    def _failing(self, rows: Range, cols: Range, out: Array) -> str:
+        """Return the key of the first chunk, or shard, of a block that cannot be read."""
         for r, c in pieces(rows, cols, self.layout.read_chunk, 1):
             number = r[0] // self.layout.write_chunk[0], c[0] // self.layout.write_chunk[1]
             try:
@@ -128,7 +133,7 @@ class ZarrMatrix:
                 break
         return self.array.metadata.encode_chunk_key(number)
 
-    def write(self, rows: Span, cols: Span, data: Array) -> None:
+    def write(self, rows: Range, cols: Range, data: Array) -> None:
         if not self._owns(rows, cols):
             raise ExecutionError(
                 f"{self.name}[{rows[0]}:{rows[1]}, {cols[0]}:{cols[1]}] shares chunks with other writers"
@@ -139,9 +144,9 @@ class ZarrMatrix:
             self._written.set_basic_selection((slice(*rows), slice(*cols)), data)
 
     def sync(self) -> None:
-        """Nothing: a local array is synced block by block."""
+        """Do nothing: a local array is synced block by block."""
 
-    def redirect(self, folder: Path) -> None:
+    def redirect_writes(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._target = folder
         if self._writer is not None and self._writes_directly:
@@ -150,23 +155,23 @@ class ZarrMatrix:
         for name in METADATA:
             if (self.folder / name).exists():
                 shutil.copyfile(self.folder / name, folder / name)
-        # All chunks: one left out would leave the old one in its place.
+        # Write all chunks: a skipped chunk would leave the old one in C.
         opened = zarr.open_array(folder, mode="r+")
         self._written = opened.with_config({"write_empty_chunks": True})
 
-    def sync_block(self, rows: Span, cols: Span) -> None:
+    def sync_block(self, rows: Range, cols: Range) -> None:
         assert self._target is not None
         sync_files(self._target, self._names(rows, cols))
 
-    def adopt(self, rows: Span, cols: Span) -> None:
+    def apply_redo(self, rows: Range, cols: Range) -> None:
         assert self._target is not None
         names = self._names(rows, cols)
         for name in names:
             target = self.folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
-            with suppress(FileNotFoundError):  # it is there already
+            with suppress(FileNotFoundError):  # it was moved before
                 os.replace(self._target / name, target)
-        sync_names(self.folder, names)  # what the files hold was synced before
+        sync_names(self.folder, names)  # the contents were synced before
 
     def set_finished(self, finished: bool) -> None:
         if not finished:
@@ -177,20 +182,20 @@ class ZarrMatrix:
         if folder is not None:
             sync_files(folder, METADATA)
 
-    def sweep(self) -> None:
+    def delete_partial_files(self) -> None:
         for folder, _, names in os.walk(self.folder):
             for name in names:
                 if PARTIAL.search(name):
                     os.unlink(os.path.join(folder, name))
 
-    def stamp(self) -> str:
-        return stamps(self._spread())["content"]
+    def files_fingerprint(self) -> str:
+        return fingerprints(self._spread())["content"]
 
-    def block_stamp(self, rows: Span, cols: Span) -> str | None:
-        return stamp(self.folder / name for name in self._names(rows, cols))
+    def block_fingerprint(self, rows: Range, cols: Range) -> str | None:
+        return fingerprint_of(self.folder / name for name in self._names(rows, cols))
 
     def _spread(self) -> Iterator[str]:
-        """Paths of all chunk files, or of some of them, evenly spread."""
+        """Return the paths of all chunk files, or of evenly spread ones."""
         grid = (
             -(-extent // chunk) for extent, chunk in zip(self.shape, self.layout.write_chunk, strict=True)
         )
@@ -198,14 +203,17 @@ class ZarrMatrix:
         return (f"{folder}/{key(number)}" for number in spread(*grid))
 
     def reserve(self) -> None:
-        """Check that the disk has room for all raw chunks of a local array. Raises `InputError` if it has not."""
+        """Check that the disk has room for all raw chunks of a local array.
+
+        Raises `InputError` if it has not.
+        """
         if self.raw and free_bytes(str(self.folder)) < raw_bytes(
             self.shape, self.layout.write_chunk, self.dtype.itemsize
         ):
             check_room(self.name, str(self.folder), self.missing_bytes())
 
     def missing_bytes(self) -> int:
-        """Return about how many bytes those chunks of a local array take that are not stored yet; exact for raw chunks."""
+        """Estimate the bytes of a local array's chunks that are not stored yet. Exact for raw chunks."""
         stored = []
         names = self._names((0, self.shape[0]), (0, self.shape[1]))
         for name in names:
@@ -217,35 +225,35 @@ class ZarrMatrix:
 
     @property
     def raw(self) -> bool:
-        """Whether every chunk of a local array takes the bytes of its elements."""
+        """Whether every chunk of a local array has exactly the bytes of its elements."""
         return self._writes_directly and self.direct is not None and self.direct.encoding.raw
 
     def fingerprint(self) -> dict[str, object]:
-        said = dict(self.array.metadata.to_dict())
-        said.pop("attributes", None)
-        digest = hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:32]
+        metadata = dict(self.array.metadata.to_dict())
+        metadata.pop("attributes", None)
+        digest = hashlib.sha256(json.dumps(metadata, sort_keys=True, default=str).encode()).hexdigest()[:32]
         folder = local_folder(self.array)
         place = str(self.array.store_path) if folder is None else os.path.realpath(folder)
-        found = {"content": "", "changes": ""} if folder is None else stamps(self._spread())
+        found = {"content": "", "changes": ""} if folder is None else fingerprints(self._spread())
         return {"path": place, "metadata": digest, **found}
 
     @property
     def folder(self) -> Path:
-        """Where a local array is."""
+        """The folder of a local array."""
         folder = local_folder(self.array)
         assert folder is not None
         return folder
 
-    def _names(self, rows: Span, cols: Span) -> list[str]:
-        """Files of the chunks, or shards, that a block of them consists of, below the array's folder."""
+    def _names(self, rows: Range, cols: Range) -> list[str]:
+        """Return the files of the chunks, or shards, of a block, relative to the array's folder."""
         numbers = (
             range(span[0] // chunk, -(-span[1] // chunk))
             for span, chunk in zip((rows, cols), self.layout.write_chunk, strict=True)
         )
         return [self.array.metadata.encode_chunk_key(number) for number in product(*numbers)]
 
-    def _owns(self, rows: Span, cols: Span) -> bool:
-        """Whether a block consists of whole write chunks (or what the matrix's edges leave of them)."""
+    def _owns(self, rows: Range, cols: Range) -> bool:
+        """Return whether a block consists of whole write chunks. Only the matrix's own edge may cut one."""
         return all(
             start % chunk == 0 and (stop % chunk == 0 or stop == extent)
             for (start, stop), chunk, extent in zip(
@@ -259,9 +267,9 @@ class ZarrMatrix:
         if codecs is None:
             compressor = getattr(metadata, "compressor", None)
             codecs = (compressor,) if compressor else ()
-        said = self.array.attrs.get(ATTRIBUTE)
+        mark = self.array.attrs.get(ATTRIBUTE)
         return {
-            "unfinished": isinstance(said, Mapping) and said.get("complete") is False,
+            "unfinished": isinstance(mark, Mapping) and mark.get("complete") is False,
             "store": f"zarr v{metadata.zarr_format}",
             "path": str(self.array.store_path),
             "shape": list(self.shape),
@@ -280,15 +288,15 @@ class ZarrMatrix:
 
 
 def folder_identity(folder: Path) -> set[object]:
-    """Identity of a local array: the folder it lives in, by whatever path."""
+    """Return the identity of a local array: device and inode of its folder."""
     status = os.stat(folder)
     return {("file", status.st_dev, status.st_ino)}
 
 
 def reason(error: BaseException) -> str:
-    """Return the first line of an error of zarr's."""
+    """Return the first line of a zarr error."""
     text = str(error).strip().splitlines()
-    if isinstance(error, KeyError | TypeError | AttributeError):  # metadata of a form zarr does not expect
+    if isinstance(error, KeyError | TypeError | AttributeError):  # metadata of an unexpected form
         return f"its metadata cannot be read ({': '.join([type(error).__name__, *text[:1]])})"
     return text[0] if text else type(error).__name__
 
@@ -298,8 +306,8 @@ def local_folder(array: "zarr.Array[Any] | zarr.Group") -> Path | None:
     return Path(store.root) / array.path if isinstance(store, LocalStore) else None
 
 
-def _direct_chunks(array: "zarr.Array[Any]", at_rest: bool) -> DirectChunks | None:
-    """How to reach the chunks past zarr, if they are local and of a kind that is understood."""
+def _direct_chunks(array: "zarr.Array[Any]", unchanging: bool) -> DirectChunks | None:
+    """Return access to the chunks without zarr, if they are local and their encoding is known."""
     folder = local_folder(array)
     if folder is None or 0 in array.shape:
         return None
@@ -334,27 +342,30 @@ def _direct_chunks(array: "zarr.Array[Any]", at_rest: bool) -> DirectChunks | No
         encoding=encoding,
         fill=array.fill_value if array.fill_value is not None else 0,
         shards=shards,
-        at_rest=at_rest,
+        unchanging=unchanging,
         worth_caching=worth_caching(array.shape[0] * array.shape[1] * dtype.itemsize),
     )
 
 
-def _through(array: "zarr.Array[Any]") -> tuple["zarr.Array[Any]", bool]:
-    """An array to read through, and whether into contiguous memory only, as is to be thought of a pipeline other than zarr's own:
-    the one that zarr was told to take, or `FASTER` where it is installed and knows these codecs."""
+def _reader(array: "zarr.Array[Any]") -> tuple["zarr.Array[Any]", bool]:
+    """Return the array to read through, and whether that reads into contiguous memory only.
+
+    zarr's own pipeline takes any memory. Others are assumed not to: one that the user configured, or
+    `FAST_PIPELINE`, which is used where it is installed and knows the codecs.
+    """
     with _config_lock:
-        return _through_pipeline(array)
+        return _configured_reader(array)
 
 
-def _through_pipeline(array: "zarr.Array[Any]") -> tuple["zarr.Array[Any]", bool]:
-    """The same, while no other thread sets zarr's configuration."""
+def _configured_reader(array: "zarr.Array[Any]") -> tuple["zarr.Array[Any]", bool]:
+    """Do so while no other thread changes zarr's configuration."""
     pipeline = "codec_pipeline.path"
     if zarr.config.get(pipeline) != zarr.config.defaults[0]["codec_pipeline"]["path"]:
         return array, True
-    if array.dtype.kind == "V" or importlib.util.find_spec(FASTER) is None:
+    if array.dtype.kind == "V" or importlib.util.find_spec(FAST_PIPELINE) is None:
         return array, False
-    # One chunk at a time: there are as many threads as are to decode, each with the memory for one.
-    settings = {pipeline: f"{FASTER}.ZarrsCodecPipeline", "codec_pipeline.strict": True}
+    # One chunk at a time: every reader thread decodes, and has memory for one chunk.
+    settings = {pipeline: f"{FAST_PIPELINE}.ZarrsCodecPipeline", "codec_pipeline.strict": True}
     settings |= {"codec_pipeline.chunk_concurrent_maximum": 1}
     with suppress(Exception), zarr.config.set(settings):
         return zarr.Array(zarr.AsyncArray(array.metadata, array.store_path)), True
@@ -362,5 +373,5 @@ def _through_pipeline(array: "zarr.Array[Any]") -> tuple["zarr.Array[Any]", bool
 
 
 def _configurations(codecs: Any) -> list[dict[str, Any]]:
-    """Codecs as the specification writes them."""
+    """Return codecs in the form of the specification's JSON."""
     return [dict(codec if isinstance(codec, Mapping) else codec.to_dict()) for codec in codecs]

@@ -1,4 +1,4 @@
-"""Opening and creating zarr arrays, with errors that say what is there and what to do."""
+"""Open and create zarr arrays, with errors that say what is there and what to do."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,7 +8,7 @@ import numpy as np
 import zarr
 
 from oocgemm.errors import ExecutionError, InputError
-from oocgemm.stores.formats import explained, missing_client
+from oocgemm.stores.formats import missing_client, wrong_format
 from oocgemm.stores.zarr import bfloat16
 from oocgemm.stores.zarr.matrix import ATTRIBUTE, ZarrMatrix, local_folder, reason
 from oocgemm.system.threads import refusal
@@ -17,7 +17,7 @@ from oocgemm.system.threads import refusal
 def open_zarr(name: str, path: str, *, writable: bool = False) -> ZarrMatrix:
     """Open the array at a path or URL.
 
-    Raises `InputError` if there is none, saying what there is; `ExecutionError` where the system refuses zarr a thread.
+    Raises `InputError` if there is none, and `ExecutionError` where the system refuses zarr a thread.
     """
     try:
         found = zarr.open(path, mode="r+" if writable else "r")
@@ -25,24 +25,24 @@ def open_zarr(name: str, path: str, *, writable: bool = False) -> ZarrMatrix:
         raise InputError(f"{name} at {path}: {error}") from error
     except MemoryError:
         raise
-    except Exception as error:  # zarr and its stores raise of every kind
+    except Exception as error:  # zarr and its stores raise exceptions of many types
         _check_thread(name, path, error)
         raise _no_array(name, path, error, writable) from error
     return wrap_zarr(name, found, path, writable=writable)
 
 
 def _no_array(name: str, path: str, error: Exception, writable: bool) -> InputError:
-    """Return the error for a path at which there is no array."""
+    """Return the error for a path without an array."""
     if isinstance(error, ImportError) and "://" in path:
         return missing_client(name, path, error)
-    if found := explained(name, path, writable=writable):
+    if found := wrong_format(name, path, writable=writable):
         return found
     why = "it holds no zarr metadata" if isinstance(error, FileNotFoundError) else reason(error)
     return InputError(f"{name}: no zarr array at {path}: {why}")
 
 
 def _check_thread(name: str, path: str, error: Exception) -> None:
-    """Raise `ExecutionError` for the error of a thread that could not be started, which says nothing of the array."""
+    """Raise `ExecutionError` for a thread that could not be started, which says nothing about the array."""
     if isinstance(error, RuntimeError) and "new thread" in str(error):
         raise ExecutionError(
             f"{name} at {path}: the system refuses zarr a thread: {refusal(error)}"
@@ -50,26 +50,29 @@ def _check_thread(name: str, path: str, error: Exception) -> None:
 
 
 def wrap_zarr(name: str, found: Any, path: str = "", *, writable: bool = False) -> ZarrMatrix:
-    """An open zarr array as a matrix. Raises `InputError` for a group, or if it was opened for reading only."""
+    """Wrap an open zarr array as a matrix.
+
+    Raises `InputError` for a group, or a read-only array that must be writable.
+    """
     if isinstance(found, zarr.Group):
         raise InputError(
             f"{name}: {path or found.store_path} is a zarr group, not an array{_members(local_folder(found))}"
         )
     if writable and found.read_only:
-        raise InputError(f"{name} was opened for reading only: open it with mode='r+'")
+        raise InputError(f"{name} is read-only: open it with mode='r+'")
     if not isinstance(found.metadata.attributes, Mapping):
         raise InputError(
-            f"{name}: no zarr array at {path}: its metadata cannot be read (attributes are no object)"
+            f"{name}: no zarr array at {path}: its metadata cannot be read (attributes are not an object)"
         )
     _check_endian(name, found)
-    return ZarrMatrix(name, found, at_rest=not writable)
+    return ZarrMatrix(name, found, unchanging=not writable)
 
 
 def _check_endian(name: str, array: "zarr.Array[Any]") -> None:
-    """Raise `InputError` for bfloat16 with the high byte first, which NumPy cannot swap."""
+    """Raise `InputError` for big-endian bfloat16, which NumPy cannot swap."""
     codecs = list(getattr(array.metadata, "codecs", ()))
     for codec in codecs:
-        codecs += getattr(codec, "codecs", ())  # of shards
+        codecs += getattr(codec, "codecs", ())  # those inside shards
         endian = getattr(codec, "endian", None)
         if array.dtype.kind == "V" and getattr(endian, "value", endian) == "big":
             raise InputError(f"{name}: {bfloat16.BIG_ENDIAN}")
@@ -83,7 +86,7 @@ def create_zarr(
     chunks: tuple[int, int],
     compressor: str | None,
 ) -> ZarrMatrix:
-    """A new array, uncompressed unless a compressor is named. Raises `InputError` if it cannot be made."""
+    """Create an array, uncompressed unless a compressor is named. Raises `InputError` if that fails."""
     try:
         array = zarr.create_array(
             path,
@@ -102,7 +105,7 @@ def create_zarr(
 
 
 def remote_exists(url: str) -> bool:
-    """Whether there is a zarr array or group at a URL."""
+    """Return whether there is a zarr array or group at a URL."""
     try:
         zarr.open(url, mode="r")
     except (FileNotFoundError, KeyError):
@@ -110,7 +113,7 @@ def remote_exists(url: str) -> bool:
     except ImportError as error:
         raise missing_client("C", url, error) from error
     except Exception as error:
-        raise InputError(f"cannot look at {url}: {reason(error)}") from error
+        raise InputError(f"cannot open {url}: {reason(error)}") from error
     return True
 
 
@@ -131,10 +134,10 @@ def _compressor(name: str | None) -> Any:
 
 
 def _members(folder: Path | None) -> str:
-    """What there is in a local group, found without opening any of it."""
+    """Name the arrays of a local group, found without opening them."""
     if folder is None:
         return ""
     names = sorted(
         p.name for p in folder.iterdir() if any((p / m).exists() for m in ("zarr.json", ".zarray"))
     )
-    return f"; give one of those in it: {', '.join(names)}" if names else ""
+    return f"; give an array in it: {', '.join(names)}" if names else ""

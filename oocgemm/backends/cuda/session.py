@@ -1,0 +1,362 @@
+"""Runs the operations of one plan on a CUDA device: one arena, cupy's streams and events, cuBLAS or our
+kernels.
+
+Each device lane is a CUDA stream. A wait between two operations becomes a `cuStreamWaitEvent`, so no thread
+waits for the device between steps, Prepare excepted.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
+from typing import Any
+
+import cupy
+import numpy as np
+from cupy.cuda import driver, runtime
+from cupy_backends.cuda.libs import cublas
+
+from oocgemm.backends.base import Array, InPlace, Pinner, Stream, Token, device_offsets, step_scalars
+from oocgemm.backends.checksums import DeviceChecksums
+from oocgemm.backends.cuda import calls as cuda_calls
+from oocgemm.backends.cuda import int8
+from oocgemm.backends.cuda.copies import block_copies
+from oocgemm.backends.cuda.events import Clock, CudaToken, Work
+from oocgemm.backends.cuda.host_memory import HostMemory
+from oocgemm.backends.cuda.launch import SumsDevice
+from oocgemm.backends.cuda.multiplier import Multiplier
+from oocgemm.backends.integers import too_large
+from oocgemm.errors import OutOfMemoryError
+from oocgemm.kernels.spec import Call
+from oocgemm.planning import Kind, Operation, Plan, Region, Slot, Tier
+from oocgemm.planning.cost.footprint import extents
+from oocgemm.planning.emulation import Offsets, describe_steps, plane_offsets
+from oocgemm.planning.schedule.slots import slot_of
+from oocgemm.planning.units import format_size
+from oocgemm.system.threads import start
+
+# The priority of each stream. When a multiprocessor becomes free, the device runs blocks of a high-priority
+# stream (-1) first: short work that the next Multiply waits for precedes the remaining blocks of the current
+# Multiply.
+STREAMS = {"h2d": 0, "h2d-c": 0, "prepare": -1, "compute": 0, "d2h": 0}
+LOADED_DEPTH = 64  # k of the product that makes cuBLAS load its kernels
+SUMS = "sums"  # the stream that takes checksums: the next upload runs while the last one is summed
+_NATIVE = {"emulated": "native"}  # what computes a step for which no number of moduli suffices
+# The kinds of products for which this process has made cuBLAS load its kernels.
+_loaded: set[tuple[object, ...]] = set()
+
+
+class CudaSession:
+    """An arena on one device, its streams, and the operations that run on them."""
+
+    # Not Prepare: it waits for the device, to read how many moduli suffice.
+    asynchronous: Collection[Kind] = (Kind.UPLOAD, Kind.MULTIPLY, Kind.FINISH, Kind.DOWNLOAD)
+
+    def __init__(self, device: int, plan: Plan, kernel: str) -> None:
+        self._device = cupy.cuda.Device(device)
+        self._problem = plan.problem
+        self._tile_rows = plan.grid.rows
+        self._arena = 0
+        self._host = HostMemory(self._device)
+        self.pinner: Pinner | None = self._host.pinner
+        self._steps: Counter[int] = Counter()  # steps by number of moduli; 0 for native steps
+        self._moduli: dict[Slot, int] = {}  # the number of moduli of the planes in each slot
+        self._loading: threading.Thread | None = None
+        self.checksums: DeviceChecksums | None = None
+        with self._device:
+            self._free_before = runtime.memGetInfo()[0]
+            try:
+                self._multiplier = Multiplier(device, kernel)
+                if self._problem.planes:
+                    self._emulated = self._multiplier.emulated(self._problem.a_dtype)
+                self._offsets, size = device_offsets(plan)
+                self._work = size
+                self._arena = _allocate(size + plan.footprint.device["work"])
+                if self._problem.exact:  # one overflow flag per slot of finished strips
+                    self._flags = cupy.cuda.alloc_pinned_memory(max(1, plan.slots.finish) * 4)
+                    np.frombuffer(self._flags, np.int32)[:] = 0
+                priorities = STREAMS | ({SUMS: -1} if self._problem.checked == "device" else {})
+                self._streams = {
+                    name: cupy.cuda.Stream(non_blocking=True, priority=priority)
+                    for name, priority in priorities.items()
+                }
+                if self._problem.checked == "device":
+                    self.checksums = DeviceChecksums(
+                        plan, self._address, SumsDevice(self._multiplier.kernels)
+                    )
+                if self._problem.finishes:
+                    self._load_finisher()
+                self._clock = Clock(self._device)
+                self._begin_loading(plan, device, kernel)
+            except (runtime.CUDARuntimeError, driver.CUDADriverError, cublas.CUBLASError) as error:
+                free = runtime.memGetInfo()[0]
+                self.close()
+                raise OutOfMemoryError(
+                    f"the device refuses what the kernels take beside the buffers ({error}), "
+                    f"{format_size(free)} are free: pass a smaller --device-memory"
+                ) from error
+            except BaseException:
+                self.close()
+                raise
+
+    @contextmanager
+    def worker(self, stream: Stream) -> Iterator[None]:
+        # cuBLAS and kernels are launched on cupy's current stream.
+        with self._device, self._streams[stream.lane]:
+            yield
+
+    def _begin_loading(self, plan: Plan, device: int, kernel: str) -> None:
+        """Make cuBLAS load its kernels in a thread while the first panels are read, unless this process has
+        done so.
+
+        Otherwise the first Multiply would load them, holding the GIL for tens of milliseconds.
+        """
+        p = self._problem
+        kind = device, kernel, p.a_dtype, p.trans_a, p.trans_b, p.compute
+        if p.depth and not p.planes and kind not in _loaded:
+            loading = threading.Thread(target=self._load_multiplier, args=(plan,), name="oocgemm-load")
+            start(loading)
+            self._loading = loading
+            _loaded.add(kind)
+
+    def _load_multiplier(self, plan: Plan) -> None:
+        """Multiply once, in slots that are still unused. Errors are ignored: the first Multiply raises them
+        again."""
+        (m, n, r), stream = extents(plan.problem, plan.tile), cupy.cuda.Stream(non_blocking=True)
+        a, b, c = (self._arena + self._offsets[slot_of(Tier.DEVICE, x, 0)] for x in "ABC")
+        with suppress(Exception), self._device, stream:
+            self._multiplier.load(self._call((m, n, min(r, LOADED_DEPTH)), m, (a, b, c), first=True))
+            stream.synchronize()
+
+    def _await_loading(self) -> None:
+        """Wait until cuBLAS has loaded its kernels, since loading uses the slots."""
+        loading = self._loading
+        if loading is not None:
+            loading.join()
+            self._loading = None
+
+    def submit(self, operation: Operation, host: Sequence[Array], after: Sequence[Token]) -> CudaToken:
+        self._await_loading()
+        launches = self._launches(operation, host, self._streams[operation.stream])
+        waits = operation.kind not in self.asynchronous
+        with nullcontext() if waits else self._host.submitting():
+            return self._enqueue(operation, launches, after)
+
+    def _enqueue(
+        self, operation: Operation, launches: list[cuda_calls.Launch], after: Sequence[Token]
+    ) -> CudaToken:
+        """Enqueue the waits of an operation and its launches on its stream."""
+        stream, checksums = self._streams[operation.stream], self.checksums
+        beside = checksums is not None and operation.kind in (Kind.MULTIPLY, Kind.FINISH)
+        for token in after:
+            if not isinstance(token, CudaToken):
+                token.synchronize()
+            elif token.stream != operation.stream:
+                cuda_calls.wait(stream, token.own.end if beside else token.end)
+                if beside and token.stream != SUMS:
+                    cuda_calls.wait(self._streams[SUMS], token.end)
+        if checksums is not None:
+            return self._submit_with_sums(operation, launches, checksums)
+        check = partial(self._check, operation) if self._problem.exact else None
+        own = Work.on(stream, launches)
+        return CudaToken(operation.stream, own, own.end, self._clock, check)
+
+    def _submit_with_sums(
+        self, op: Operation, launches: list[cuda_calls.Launch], checksums: DeviceChecksums
+    ) -> CudaToken:
+        """Enqueue an operation together with the launches that take its checksums.
+
+        An Upload is summed afterwards on the checksum stream, a Download before it on its own stream. The
+        checksums of a Multiply or a Finish run beside it on the checksum stream, which has the same waits.
+        """
+        name, stream, beside = op.stream, self._streams[op.stream], self._streams[SUMS]
+        match op.kind:
+            case Kind.UPLOAD:
+                own = Work.on(stream, launches)
+                cuda_calls.wait(beside, own.end)
+                sums = self._sums(beside, checksums.after_upload, op)
+                name, end = SUMS, sums.end
+            case Kind.MULTIPLY | Kind.FINISH:
+                take = checksums.with_multiply if op.kind is Kind.MULTIPLY else checksums.with_finish
+                sums, own = self._sums(beside, take, op), Work.on(stream, launches)
+                cuda_calls.wait(stream, sums.end)
+                end = cupy.cuda.Event(block=True)
+                cuda_calls.record(end, stream)
+            case Kind.DOWNLOAD:
+                sums, own = self._sums(stream, checksums.before_download, op), Work.on(stream, launches)
+                end = own.end
+            case _:
+                own = Work.on(stream, launches)
+                return CudaToken(name, own, own.end, self._clock)
+        return CudaToken(
+            name, own, end, self._clock, noting=lambda: checksums.busy.append(sums.interval(self._clock))
+        )
+
+    @staticmethod
+    def _sums(stream: Any, take: Callable[[Operation], None], op: Operation) -> Work:
+        """Enqueue the checksum launches of an operation on a stream."""
+        with stream:
+            return Work.on(stream, [cuda_calls.in_python(partial(take, op))])
+
+    def view(self, operation: Operation, region: Region) -> Array:
+        raise AssertionError(f"{operation}: device memory is not host memory here")
+
+    def kernels_used(self) -> list[str]:
+        return [*sorted(self._multiplier.used), *describe_steps(self._steps)]
+
+    def device_bytes(self) -> int:
+        self._await_loading()
+        with self._device:
+            return int(self._free_before - runtime.memGetInfo()[0])
+
+    def close(self) -> None:
+        self._await_loading()
+        releases = (
+            (runtime.deviceSynchronize, ()),
+            (lambda: self._multiplier.close(), ()),  # noqa: PLW0108  the attribute is missing if __init__ failed early
+            (self._host.close, ()),
+            *(((runtime.free, (self._arena,)),) if self._arena else ()),
+        )
+        self._arena = 0
+        with self._device:
+            for release, arguments in releases:
+                with suppress(
+                    Exception
+                ):  # after a failed launch every CUDA call fails: release the rest anyway
+                    release(*arguments)
+
+    def pin(self, host: Sequence[Array]) -> None:
+        self._host.pin_slot(host[0].ctypes.data, sum(group.nbytes for group in host))
+
+    def _launches(self, op: Operation, host: Sequence[Array], stream: Any) -> list[cuda_calls.Launch]:
+        """Return the launches of an operation, with all preparation done that needs no driver call."""
+        match op.kind:
+            case Kind.UPLOAD:
+                return self._copies(op, host, stream)
+            case Kind.DOWNLOAD:
+                return self._copies(op, host, stream) + self._checksums(op, host, stream)
+            case Kind.PREPARE:
+                return [cuda_calls.in_python(partial(self._prepare, op))]
+            case Kind.MULTIPLY:
+                return [self._multiply(op)]
+            case Kind.FINISH:
+                return [cuda_calls.in_python(partial(self._finish, op))]
+        raise AssertionError(f"{op} does not run on a device")
+
+    def _copies(self, op: Operation, host: Sequence[Array], stream: Any) -> list[cuda_calls.Launch]:
+        """Return the copies of an Upload or a Download. Pins the host slot as far as it is not pinned yet."""
+        uploading = op.kind is Kind.UPLOAD
+        device = self._address((op.writes if uploading else op.reads)[0])
+        start, size = host[0].ctypes.data, sum(group.nbytes for group in host)
+        borders = host.borders if isinstance(host, InPlace) else self._host.pin_slot(start, size)
+        return block_copies(device, host, borders, stream, uploading=uploading)
+
+    def _checksums(self, op: Operation, host: Sequence[Array], stream: Any) -> list[cuda_calls.Launch]:
+        """Return the copy of a strip's checksums to the host, behind the strip; none if the device takes
+        none."""
+        if self.checksums is None:
+            return []
+        to, size = self.checksums.host_address(host[0].ctypes.data), self.checksums.room.end
+        self._host.pin_slot(to, size)
+        return [cuda_calls.copy(to, self.checksums.device_address(op), size, stream)]
+
+    def _address(self, region: Region) -> int:
+        """Return the device address of a region."""
+        of = {"C": "acc", "D": "C"}.get(region.slot.operand, region.slot.operand)
+        return self._arena + self._offsets[region.slot] + region.start * self._problem.itemsizes[of]
+
+    def _plane_offsets(self, op: Operation) -> Offsets:
+        top, bottom = self._tile_rows(op.tile[0])
+        return plane_offsets(self._problem.planes, bottom - top, op.n[1] - op.n[0], op.k[1] - op.k[0])
+
+    def _prepare(self, op: Operation) -> None:
+        problem, planes = self._problem, op.writes[0].slot
+        shape = op.m[1] - op.m[0], op.n[1] - op.n[0], op.k[1] - op.k[0]
+        a, b = (self._address(region) for region in op.reads)
+        address = self._arena + self._offsets[planes]
+        number = self._emulated.prepare(
+            a, b, shape, problem.trans_a, problem.trans_b, address, self._plane_offsets(op)
+        )
+        self._moduli[planes] = number
+        self._steps[number] += 1
+
+    def _multiply(self, op: Operation) -> cuda_calls.Launch:
+        problem = self._problem
+        m, n, k = (stop - start for start, stop in (op.m, op.n, op.k))
+        top, bottom = self._tile_rows(op.tile[0])
+        # A strip begins at a row of its panel of op(A).
+        skipped = (op.m[0] - top) * (1 if problem.trans_a.swaps else k) * problem.itemsizes["A"]
+        a = self._address(op.reads[0]) + skipped if k else 0
+        b = self._address(op.reads[1]) if k else 0
+        c = self._address(op.writes[0])
+        number = self._moduli[op.reads[2].slot] if problem.planes and k else 0
+        if number:
+            planes, shape = self._arena + self._offsets[op.reads[2].slot], (bottom - top, n, k)
+            rows = op.m[0] - top, op.m[1] - top
+            alpha, beta = step_scalars(problem, op.first)
+            work = self._arena + self._work
+            offsets = self._plane_offsets(op)
+            arguments = planes, offsets, work, rows, shape, number, alpha.real, beta.real, c, n
+            return cuda_calls.in_python(partial(self._emulated.multiply, *arguments))
+        call = self._call((m, n, k), bottom - top, (a, b, c), first=op.first)
+        if problem.exact and problem.acc_dtype == "float64":
+            return cuda_calls.in_python(partial(self._multiplier.accumulate, call))
+        return self._multiplier.choose(call)
+
+    def _call(
+        self, extents: tuple[int, int, int], height: int, at: tuple[int, int, int], *, first: bool
+    ) -> Call:
+        """Return the native call for panels and a tile at addresses `at`. The panel of op(A) has `height`
+        rows."""
+        problem, (m, n, k), (a, b, c) = self._problem, extents, at
+        lda = height if problem.trans_a.swaps else k
+        ldb = k if problem.trans_b.swaps else n
+        compute = _NATIVE.get(problem.compute, problem.compute)
+        alpha, beta = step_scalars(problem, first)
+        kind = problem.a_dtype, problem.trans_a, problem.trans_b
+        how = compute, self._multiplier.kernels.device, self._arena + self._work
+        return Call(*kind, m, n, k, alpha, a, lda, b, ldb, beta, c, n, *how)
+
+    def _check(self, op: Operation) -> None:
+        """Raise `ExecutionError` if a strip that has been finished or downloaded overflows C's integer
+        dtype."""
+        region = op.writes[0] if op.kind is Kind.FINISH else op.reads[0] if op.kind is Kind.DOWNLOAD else None
+        finished = region is not None and region.slot.operand == "D"
+        if region is not None and finished and np.frombuffer(self._flags, np.int32)[region.slot.index]:
+            raise too_large(self._problem.c_dtype)
+
+    def _load_finisher(self) -> None:
+        """Load the finish kernel before the run: loading a kernel later would drain the device."""
+        problem, kernels = self._problem, self._multiplier.kernels
+        dtypes = problem.acc_dtype, problem.c_dtype
+        if problem.exact:
+            int8.finisher(kernels, dtypes)
+        else:
+            kernels.finisher(dtypes)
+
+    def _finish(self, op: Operation) -> None:
+        problem = self._problem
+        elements = (op.m[1] - op.m[0]) * (op.n[1] - op.n[0])
+        dtypes, scalars = (problem.acc_dtype, problem.c_dtype), (problem.applied_alpha, problem.beta)
+        source, result = self._address(op.reads[0]), self._address(op.writes[0])
+        kernels = self._multiplier.kernels
+        if problem.exact:
+            flag, real = (
+                self._flags.ptr + 4 * op.writes[0].slot.index,
+                (problem.applied_alpha.real, problem.beta.real),
+            )
+            int8.finish(kernels, dtypes, real, elements, source, result, flag)
+        else:
+            kernels.finish(dtypes, scalars, elements, source, result)
+
+
+def _allocate(size: int) -> int:
+    try:
+        return int(runtime.malloc(max(size, 1)))
+    except runtime.CUDARuntimeError as error:
+        free = runtime.memGetInfo()[0]
+        raise OutOfMemoryError(
+            f"the device refuses {format_size(size)}, {format_size(free)} are free: "
+            "pass a smaller --device-memory"
+        ) from error

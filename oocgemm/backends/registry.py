@@ -1,0 +1,149 @@
+"""Find and open backends by name. `auto` is resolved without importing cupy."""
+
+import ctypes
+import importlib
+import importlib.util
+import os
+import threading
+import warnings
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from oocgemm.backends.base import Backend
+from oocgemm.errors import BackendError, InputError, OutOfMemoryError
+from oocgemm.kernels import registry as ladder
+
+NAMES = ("auto", "cuda", "host")
+# The kernels of each backend; `auto` is the fastest one.
+KERNELS = {"cuda": ("auto", "cublas", *ladder.names()), "host": ("auto", "blas")}
+
+# Files that exist if a device is visible, and files that exist if a driver is loaded. Containers see the
+# host's /proc/driver.
+DEVICE_NODES = "/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg"
+DRIVER_FILES = "/proc/driver/nvidia/version", "/dev/nvidia-uvm", "/dev/nvidia-modeset"
+
+
+def missing_for_cuda() -> str | None:
+    """Return why the cuda backend cannot work here, with the remedy; None if no reason is known.
+
+    Neither imports cupy nor touches a device, so a cupy installation whose import fails is not noticed.
+    """
+    extra = cuda_extra()
+    if extra is None:
+        if not _any_exists(DRIVER_FILES):
+            return "no NVIDIA device is visible"
+        return (
+            "an NVIDIA driver is loaded but no device is visible: start the container with its GPUs, such as "
+            "docker run --gpus all"
+        )
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if shown is not None and shown.split(",")[0].strip() in ("", "-1"):
+        return f"CUDA_VISIBLE_DEVICES={shown!r} hides the NVIDIA devices: unset it"
+    if importlib.util.find_spec("cupy") is None:
+        return f"an NVIDIA device is there but cupy is not: pip install 'oocgemm[{extra}]'"
+    return None
+
+
+def fall_back(reason: str | None) -> None:
+    """Warn that `auto` falls back to the host for this reason. Silent on a machine without any sign of a
+    GPU."""
+    if reason and _any_exists((*DEVICE_NODES, *DRIVER_FILES)):
+        warnings.warn(f"running on the host: {reason}", stacklevel=3)
+
+
+def _any_exists(paths: Iterable[str]) -> bool:
+    return any(Path(path).exists() for path in paths)
+
+
+def cuda_extra() -> str | None:
+    """Return the package extra that installs cupy for the loaded driver; None if no device is visible."""
+    if not _any_exists(DEVICE_NODES):
+        return None
+    version = ctypes.c_int(13000)  # if the driver cannot be queried
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    return "cuda13" if version.value >= 13000 else "cuda12"
+
+
+def resolve(name: str) -> str:
+    """Return `cuda` or `host` for a backend name: `auto` is cuda if a device and cupy are found. Touches no
+    device."""
+    if name not in NAMES:
+        raise BackendError(f"unknown backend {name!r}: choose one of {', '.join(NAMES)}")
+    if name == "auto":
+        return "host" if missing_for_cuda() else "cuda"
+    return name
+
+
+def check_kernel(backend: str, kernel: str) -> None:
+    """Raise `InputError` if a backend has no such kernel."""
+    if kernel not in KERNELS[backend]:
+        names = ", ".join(KERNELS[backend])
+        raise InputError(f"the {backend} backend has no kernel {kernel!r}: choose one of {names}")
+
+
+def load(name: str, device: int = 0) -> None:
+    """Import the modules of a backend and create its device context ahead of a run, so that neither counts as
+    run time.
+
+    Does nothing where that fails: `open_backend` raises the error.
+    """
+    if resolve(name) == "cuda" and not missing_for_cuda():
+        with suppress(RuntimeError):  # no thread can be started
+            threading.Thread(target=_wake, args=(device,), name="oocgemm-wake", daemon=True).start()
+        with suppress(ImportError):  # open_backend raises it, or falls back
+            importlib.import_module("oocgemm.backends.cuda.backend")
+
+
+def _wake(device: int) -> None:
+    """Create the primary context of a device, which takes 0.2 s, while the main thread imports modules.
+
+    Errors are ignored here: opening the backend raises them.
+    """
+    with suppress(OSError, AttributeError):
+        driver = ctypes.CDLL("libcuda.so.1")
+        number, context = ctypes.c_int(), ctypes.c_void_p()
+        if not driver.cuInit(0) and not driver.cuDeviceGet(ctypes.byref(number), device):
+            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), number)
+
+
+def open_backend(name: str, device: int = 0) -> Backend:
+    """Open a backend by name. `auto` falls back to host, with a warning if there are signs of a GPU.
+
+    Raises:
+        BackendError: `cuda` cannot be opened.
+        OutOfMemoryError: other processes use the memory of the device. `auto` does not fall back then.
+    """
+    if resolve(name) == "cuda":
+        try:
+            return _open_cuda(device)
+        except OutOfMemoryError:
+            raise
+        except BackendError as error:
+            if name == "cuda":
+                raise
+            fall_back(str(error))
+    elif name == "auto":
+        fall_back(missing_for_cuda())
+    from oocgemm.backends.host.backend import HostBackend
+
+    return HostBackend()
+
+
+def _open_cuda(device: int) -> Backend:
+    missing = missing_for_cuda()
+    if missing:
+        raise BackendError(f"the cuda backend cannot run: {missing}; --backend host runs without a GPU")
+    try:
+        from oocgemm.backends.cuda.backend import CudaBackend
+    except ImportError as error:
+        raise BackendError(f"cupy is installed but cannot be imported: {error}") from error
+    return CudaBackend(device)
+
+
+def identity(backend: Backend) -> str:
+    """Return the key under which a backend's measured rates are stored: its device, and its BLAS on the
+    host."""
+    described = backend.describe()
+    return ", ".join(described[part] for part in ("device", "blas") if part in described)

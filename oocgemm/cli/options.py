@@ -1,0 +1,127 @@
+"""Options that several commands share."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from oocgemm import backends, stores
+from oocgemm.cli.parameters import Chunks, Scalar
+from oocgemm.planning import COMPUTES
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+DEVICE = click.option(
+    "--device",
+    metavar="N",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Number of the CUDA device.",
+)
+PRODUCT = (
+    click.option("--alpha", type=Scalar(), default=1.0, help="Factor of op(A) op(B).  [default: 1]"),
+    click.option("--beta", type=Scalar(), default=0.0, help="Factor of the old C.  [default: 0]"),
+    click.option("--transpose-a", is_flag=True, help="Use the transpose of A."),
+    click.option("--transpose-b", is_flag=True, help="Use the transpose of B."),
+    click.option("--adjoint-a", is_flag=True, help="Use the conjugate transpose of A."),
+    click.option("--adjoint-b", is_flag=True, help="Use the conjugate transpose of B."),
+    click.option(
+        "--compute",
+        type=click.Choice(list(COMPUTES)),
+        default="native",
+        show_default=True,
+        help="tf32, bf16: on cuda, float32 operands may be rounded to that precision. emulated: float64 and "
+        "float32 "
+        "from exact int8 products, as accurate as native.",
+    ),
+)
+PROBLEM = (
+    *PRODUCT,
+    click.option(
+        "--backend",
+        type=click.Choice(backends.NAMES),
+        default="auto",
+        show_default=True,
+        help="auto uses cuda if a device is available, else host.",
+    ),
+    click.option(
+        "--kernel",
+        type=click.Choice(list(dict.fromkeys(k for kernels in backends.KERNELS.values() for k in kernels))),
+        default="auto",
+        show_default=True,
+        help="blas on the host; on cuda cublas or a kernel of this package. auto uses the fastest that tune "
+        "measured.",
+    ),
+    click.option(
+        "--out-dtype",
+        metavar="DTYPE",
+        help="dtype of C: float32 for float16 or bfloat16 operands; int32, int64, float32 or float64 for "
+        "int8.  "
+        "[default: that of the operands; int32 for int8]",
+    ),
+    click.option(
+        "--memory",
+        metavar="SIZE",
+        help="Bound on all memory on the host backend, such as 4GiB, in place of the next two options: 3/4 "
+        "for tiles "
+        "and panels, the rest for reading and writing.",
+    ),
+    click.option(
+        "--device-memory",
+        metavar="SIZE",
+        help="Bound on device memory, such as 2GiB; on the host backend, on RAM for tiles and panels.  "
+        "[default: 90% of "
+        "free device memory; host backend: 37.5% of available RAM]",
+    ),
+    click.option(
+        "--host-memory",
+        metavar="SIZE",
+        help="Bound on host memory for staging, such as 8GiB; on the host backend, on RAM for reading and "
+        "writing.  "
+        "[default: 50% of available RAM; host backend: 12.5%]",
+    ),
+    click.option(
+        "--tile",
+        metavar="MxNxK",
+        help="Tile of C (M x N) and depth K of panels, such as 4096x4096x512; clipped to the product.  "
+        "[default: planned]",
+    ),
+    click.option(
+        "--chunks",
+        type=Chunks(),
+        metavar="RxC",
+        help="Chunk extents of a new zarr array, such as 1024x1024.  [default: about 8 MiB]",
+    ),
+    click.option(
+        "--compressor",
+        type=click.Choice(stores.COMPRESSORS),
+        help="Compressor of a new zarr array.  [default: none]",
+    ),
+    JSON,
+)
+
+
+def taking(*options: Callable[[F], F]) -> Callable[[F], F]:
+    """Return a decorator that adds options to a command, in this order."""
+
+    def apply(function: F) -> F:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return apply
+
+
+def transposes(options: dict[str, Any]) -> dict[str, Any]:
+    """Replace the flags --transpose-x and --adjoint-x by values of trans_x.
+
+    Raises `click.UsageError` if both are given for one operand.
+    """
+    for side in "ab":
+        transpose, adjoint = options.pop(f"transpose_{side}"), options.pop(f"adjoint_{side}")
+        if transpose and adjoint:
+            raise click.UsageError(f"--transpose-{side} and --adjoint-{side} exclude each other")
+        options[f"trans_{side}"] = "C" if adjoint else "T" if transpose else "N"
+    return options

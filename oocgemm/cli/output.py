@@ -1,0 +1,92 @@
+"""What every command prints: JSON, errors and warnings; and the exit codes."""
+
+import json
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+
+from oocgemm.errors import BudgetError, InputError
+
+EXIT_FAILED, EXIT_USAGE, EXIT_BUDGET, EXIT_INTERRUPTED = 1, 2, 3, 130
+
+
+def print_json(value: object) -> None:
+    """Print a value as JSON with keys in snake_case."""
+    click.echo(json.dumps(snake_keys(value), indent=2))
+
+
+def snake_keys(value: Any) -> Any:
+    """Return plain data whose keys hold no spaces. The names of some rates, for example, hold spaces.
+
+    >>> snake_keys({"emulated float64": [{"multiplied by": "blas"}], "A": 1})
+    {'emulated_float64': [{'multiplied_by': 'blas'}], 'A': 1}
+    """
+    if isinstance(value, dict):
+        return {_snake(key): snake_keys(one) for key, one in value.items()}
+    return [snake_keys(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _snake(key: Any) -> Any:
+    return key.replace(" ", "_").lower() if isinstance(key, str) and " " in key else key
+
+
+def print_note(message: str) -> None:
+    """Print a note on stderr."""
+    click.echo(f"Note: {message}", err=True)
+
+
+def print_error(message: str) -> None:
+    """Print an error on one line of stderr, even if the message has several."""
+    click.echo(f"Error: {' '.join(message.splitlines())}", err=True)
+
+
+def print_interrupted(note: str) -> None:
+    """Print that the command was interrupted, and what remains."""
+    click.echo(" ".join(filter(None, ("Interrupted.", note))), err=True)
+
+
+def exit_code(error: Exception) -> int:
+    """Return the exit code of an error: 2 for wrong input, 3 for a small budget, 1 for any other."""
+    if isinstance(error, BudgetError):
+        return EXIT_BUDGET
+    return EXIT_USAGE if isinstance(error, InputError) else EXIT_FAILED
+
+
+class _Notes(logging.Handler):
+    """Prints log records as notes."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print_note(record.getMessage())
+
+
+@contextmanager
+def warnings_as_notes() -> Iterator[None]:
+    """Print warnings of this package as notes on stderr, both Python warnings and records of its logger."""
+    handler, logger = _Notes(logging.WARNING), logging.getLogger("oocgemm")
+    with warnings.catch_warnings():
+        before = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+            if category is UserWarning:
+                print_note(str(message))
+            else:
+                before(message, category, *where, **more)
+
+        warnings.showwarning = show
+        logger.addHandler(handler)
+        try:
+            yield
+        finally:
+            logger.removeHandler(handler)
+
+
+def silence_warnings() -> None:
+    """Print no more warnings of this package, until the command ends."""
+    warnings.simplefilter("ignore", UserWarning)
+    for handler in logging.getLogger("oocgemm").handlers:
+        if isinstance(handler, _Notes):
+            handler.setLevel(logging.CRITICAL)

@@ -1,0 +1,200 @@
+"""The commands that work on products: run, plan, verify."""
+
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from oocgemm import stores
+from oocgemm.cli.display import doing, print_plan, print_report, print_verification
+from oocgemm.cli.interrupts import stopping
+from oocgemm.cli.options import DEVICE, JSON, PROBLEM, PRODUCT, taking, transposes
+from oocgemm.cli.output import (
+    EXIT_FAILED,
+    print_error,
+    print_interrupted,
+    print_json,
+    print_note,
+    silence_warnings,
+)
+from oocgemm.cli.parameters import Place
+from oocgemm.engine.executor import Observer
+from oocgemm.errors import BackendError, BudgetError, ExecutionError
+from oocgemm.integrity.tolerance import BOUNDS
+from oocgemm.jobs import api, resume
+from oocgemm.jobs.result import Result
+from oocgemm.jobs.verify import verify as check_product
+from oocgemm.planning import Plan
+from oocgemm.planning.units import format_size
+from oocgemm.reports.progress import progress_display
+
+MIN_REPORT_ROOM = 256 << 20  # bytes that a report may take, even if the budgets of its run are smaller
+
+
+@click.command()
+@click.argument("a", type=Place())
+@click.argument("b", type=Place())
+@click.argument("c", type=Place())
+@taking(*PROBLEM)
+@DEVICE
+@click.option("--timeline", type=click.Path(dir_okay=False), help="Log every operation to this file.")
+@click.option(
+    "--verify",
+    is_flag=True,
+    help="Check every tile against checksums of its panels, and compute it again if they differ.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace the contents of an existing C.")
+@click.option("--resume", is_flag=True, help="Continue an unfinished run of the same command.")
+@click.option(
+    "--trust-operands",
+    is_flag=True,
+    help="With --resume: continue even if files of A or B have changed, for example after a repair.",
+)
+@click.option("--quiet", is_flag=True, help="Print nothing but errors.")
+def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> None:
+    """Multiply A and B into C: paths of zarr arrays or .npy files.
+
+    Memory use stays within the budgets. An interrupted run continues with --resume.
+    """
+    live = not quiet and not as_json
+    if options["backend"] == "host":
+        stores.load_zarr()
+    if quiet:
+        silence_warnings()
+    try:
+        with (
+            stopping(lambda: print_interrupted(resume.resume_hint(c))),
+            progress_display(live) as progress,
+        ):
+            result = api.gemm(a, b, c, progress=progress and _noting(progress), **transposes(options))
+    except BudgetError:
+        raise
+    except (ExecutionError, BackendError, MemoryError, KeyboardInterrupt) as error:
+        error.add_note(resume.resume_hint(c))
+        if isinstance(error, ExecutionError) and resume.resume_hint(c):
+            error.add_note("(with --trust-operands too, if files of A or B are repaired before)")
+        raise
+    planned = result.plan
+    if not quiet:
+        _note_clipped(options["tile"], planned)
+    if live and planned.done:
+        tiles = planned.grid.shape[0] * planned.grid.shape[1]
+        print_note(f"{len(planned.done)} of {tiles} tiles were done already")
+    if as_json:
+        print_json(
+            {
+                "c": c,
+                "plan": planned.to_dict(),
+                "report": None if _too_long(result) else result.report.to_dict(),
+                "backend": result.log.header["backend"],
+                "timeline": options["timeline"],
+            }
+        )
+    elif not quiet:
+        if _too_long(result):
+            click.echo(_too_long(result))
+        elif planned.steps:
+            print_report(result.report, result.timeline)
+        click.echo(f"\nC: {Path(c) if '://' not in c else c}")
+        if options["timeline"]:
+            log = options["timeline"]
+            click.echo(f"Timeline: {log}  ({shlex.join(('oocgemm', 'report', log))})")
+
+
+def _too_long(result: Result) -> str:
+    """Return why a run gets no report: the report would take more memory than the run.
+
+    Empty if it gets one.
+    """
+    budgets = result.plan.budgets
+    room = max(MIN_REPORT_ROOM, budgets.host + (budgets.device if result.plan.machine.unified else 0))
+    if result.report_bytes <= room:
+        return ""
+    return (
+        f"Note: no report: it takes {format_size(result.report_bytes)} for {result.log.spans} operations, "
+        f"more than the {format_size(room)} of the run; for one, run with --timeline FILE and call oocgemm "
+        "report FILE"
+    )
+
+
+def _noting(progress: Callable[[Plan], Observer]) -> Callable[[Plan], Observer]:
+    """Return a progress callback that first prints the note of the plan."""
+
+    def begin(planned: Plan) -> Observer:
+        if planned.note:
+            print_note(planned.note)
+        return progress(planned)
+
+    return begin
+
+
+@click.command()
+@click.argument("a", type=Place())
+@click.argument("b", type=Place())
+@click.argument("c", type=Place(), required=False)
+@taking(*PROBLEM)
+@click.option("--explain", is_flag=True, help="List the plans considered, and why this one was chosen.")
+def plan(a: str, b: str, c: str | None, as_json: bool, explain: bool, **options: Any) -> None:
+    """Show how a product would be computed.
+
+    No GPU is used, and nothing is written.
+    """
+    stores.load_zarr()
+    planned = api.plan(a, b, c, **transposes(options))
+    _note_clipped(options["tile"], planned)
+    if as_json:
+        print_json(planned.to_dict() | ({"considered": planned.explain()} if explain else {}))
+    else:
+        print_plan(planned, explain)
+
+
+@click.command()
+@click.argument("a", type=Place())
+@click.argument("b", type=Place())
+@click.argument("c", type=Place())
+@taking(*PRODUCT, JSON)
+@click.option("--c-before", type=Place(), metavar="PATH", help="C before the run; required if beta is not 0.")
+@click.option(
+    "--host-memory",
+    metavar="SIZE",
+    help="Bound on memory, such as 8GiB.  [default: 50% of available RAM]",
+)
+@click.option(
+    "--bound",
+    type=click.Choice(BOUNDS),
+    default=BOUNDS[0],
+    show_default=True,
+    help="Model of rounding errors. worst-case assumes nothing, and finds large errors only.",
+)
+@click.option(
+    "--seed",
+    metavar="N",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Seed of the random vectors.",
+)
+def verify(a: str, b: str, c: str, as_json: bool, **options: Any) -> None:
+    """Check that C is the product of A and B within rounding error.
+
+    The check is Freivalds'. It reads each array once. It exits with 1 if C is wrong, and prints where.
+    """
+    stores.load_zarr()
+    with doing(not as_json) as say:
+        found = check_product(a, b, c, **transposes(options), say=say)
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        print_verification(found)
+    if not found:
+        print_error(f"{c}: {found.message}")
+        click.get_current_context().exit(EXIT_FAILED)
+
+
+def _note_clipped(tile: str | None, planned: Plan) -> None:
+    """Print a note if the requested tile is larger than the product."""
+    asked = tile and "x".join(str(int(extent)) for extent in tile.lower().split("x"))
+    if asked and asked != str(planned.tile):
+        print_note(f"tile {tile} is larger than the product: {planned.tile} is used")

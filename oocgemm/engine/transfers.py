@@ -1,0 +1,141 @@
+"""The reader and writer threads: they move parts of a block between a store and a host slot."""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
+from threading import Event
+
+from oocgemm.engine.blocks import located, parts
+from oocgemm.errors import ExecutionError
+from oocgemm.planning import Operation, Plan
+from oocgemm.planning.tiling import Range
+from oocgemm.stores import FULL, Array, Matrix, no_room, transient
+
+# Seconds before each retry of a read that has failed in a transient way: 12 s in all.
+RETRY_AFTER = (0.1, 0.3, 0.9, 2.7, 8.1)
+
+# A callback per part of a block: its ranges of rows and columns in the stored operand, and the part.
+OnPart = Callable[[Range, Range, Array], None]
+
+
+class Transfers:
+    """Pools of reader and writer threads.
+
+    At most `plan.candidate.io_threads` chunks are decoded at a time, and as many encoded. This bounds the
+    scratch memory.
+    """
+
+    def __init__(self, plan: Plan, operands: Mapping[str, Matrix]) -> None:
+        self._plan = plan
+        self._operands = operands
+        self._threads = plan.candidate.io_threads
+        self._stopped = Event()
+        self.retried: list[str] = []  # the error of each read that was retried
+        # Two pools, so that reads never queue behind writes.
+        self._readers = ThreadPoolExecutor(self._threads, thread_name_prefix="oocgemm-reader")
+        self._writers = ThreadPoolExecutor(self._threads, thread_name_prefix="oocgemm-writer")
+
+    def read(self, operation: Operation, columns: Sequence[Array], on_part: OnPart | None = None) -> None:
+        """Read a block from its store into `columns`. The thread that has read a part calls `on_part`.
+
+        Raises:
+            ExecutionError: a part cannot be read; the message names the store and the range.
+        """
+        self._each(operation, columns, self._readers, partial(self._read, on_part), reading=True)
+
+    def write(self, operation: Operation, columns: Sequence[Array]) -> None:
+        """Write a block from `columns` to its store.
+
+        Raises:
+            ExecutionError: a part cannot be written; the message names the store and the range.
+        """
+        self._each(operation, columns, self._writers, self._write, reading=False)
+
+    def inspect(self, operation: Operation, columns: Sequence[Array], on_part: OnPart) -> None:
+        """Call `on_part` for each part of a strip that is about to be written, in the writer threads."""
+        self._each(
+            operation,
+            columns,
+            self._writers,
+            lambda matrix, rows, cols, part: on_part(rows, cols, part),
+            reading=False,
+        )
+
+    def _each(
+        self,
+        operation: Operation,
+        columns: Sequence[Array],
+        pool: ThreadPoolExecutor,
+        act: Callable[[Matrix, Range, Range, Array], None],
+        *,
+        reading: bool,
+    ) -> None:
+        """Apply a function to each part of a block, in the threads of a pool."""
+        matrix = self._operands[operation.operand]
+        work = [
+            (r, c, group[r[0] - rows[0] : r[1] - rows[0], c[0] - cols[0] : c[1] - cols[0]])
+            for rows, cols, group in located(self._plan, operation, columns)
+            for r, c in parts(matrix, rows, cols, self._threads, reading=reading)
+        ]
+        # Passing a part to a thread takes as long as copying a small part. With a codec the pool is needed
+        # all the same: the budget has scratch memory for its threads only.
+        if len(work) == 1 and not matrix.layout.decode_bytes and not matrix.layout.encode_bytes:
+            act(matrix, *work[0])
+            return
+        left = iter(work)
+
+        def take() -> None:
+            """Process parts until none are left. One future per part would cost more than decoding a small
+            part."""
+            try:
+                for part in left:
+                    act(matrix, *part)
+            except BaseException:
+                deque(left, maxlen=0)  # the other threads start no further part
+                raise
+
+        futures = [pool.submit(take) for _ in range(min(self._threads, len(work)))]
+        wait(futures)
+        for future in futures:
+            future.result()
+
+    def _read(self, on_part: OnPart | None, matrix: Matrix, rows: Range, cols: Range, out: Array) -> None:
+        """Read a part. Retry after transient errors, unless the run has been stopped."""
+        delays = iter(RETRY_AFTER)
+        while True:
+            try:
+                matrix.read(rows, cols, out)
+                break
+            except Exception as error:
+                failed = _located_error("reading", matrix, rows, cols, error)
+                delay = next(delays, None) if transient(error) else None
+                if delay is None or self._stopped.wait(delay):
+                    raise failed from error
+            self.retried.append(str(failed))
+        if on_part is not None:
+            on_part(rows, cols, out)
+
+    def _write(self, matrix: Matrix, rows: Range, cols: Range, data: Array) -> None:
+        try:
+            matrix.write(rows, cols, data)
+        except Exception as error:
+            if isinstance(error, OSError) and error.errno in FULL:
+                failed = ExecutionError(no_room(matrix, error, data.nbytes))
+                raise _located_error("writing", matrix, rows, cols, failed) from error
+            raise _located_error("writing", matrix, rows, cols, error) from error
+
+    def stop(self) -> None:
+        """Retry no further read. A read that waits for its retry fails now."""
+        self._stopped.set()
+
+    def close(self) -> None:
+        """Join the threads."""
+        for pool in (self._readers, self._writers):
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _located_error(verb: str, matrix: Matrix, rows: Range, cols: Range, error: Exception) -> ExecutionError:
+    """Return an error that names the store and the range where another error occurred."""
+    what = str(error) if isinstance(error, ExecutionError) else f"{type(error).__name__}: {error}"
+    return ExecutionError(f"{verb} {matrix.name}[{rows[0]}:{rows[1]}, {cols[0]}:{cols[1]}]: {what}")

@@ -1,0 +1,284 @@
+"""Take checksums of panels on the host, in the threads that read them, and of strips of C.
+
+They follow a panel from slot to slot as the schedule moves it. Nothing is read from a slot for them after the
+panel has arrived there.
+"""
+
+import threading
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby, pairwise
+from time import perf_counter_ns
+
+import numpy as np
+
+from oocgemm.backends.base import Array, numpy_dtype
+from oocgemm.backends.random_words import signs
+from oocgemm.engine.staging import Staging
+from oocgemm.integrity.rounding import add_product, block_norms, block_squares, signed, wide_dtype
+from oocgemm.planning import Kind, Op, Operation, Plan, Slot
+from oocgemm.planning.check_blocks import WIDENING_ELEMENTS, borders
+from oocgemm.planning.tiling import Range, Tile
+from oocgemm.timeline.busy import BusyTime
+
+
+@dataclass
+class StripSums:
+    """The two sides of a strip's check, as arrays with one entry per block.
+
+    A block extends between two borders in `rows` and two in `cols`. There are signed sums and norms of the
+    strip as `found`, of the `product` of its panels, and of the `old` C. Norms of `found` and `old` may be
+    those of whole rows of blocks. `nonfinite` flags rows of op(A), columns of op(B) and rows of the old C
+    with an Inf or NaN. `damaged` is set if a digest differs, so that these numbers cannot be trusted.
+    """
+
+    rows: list[int]
+    cols: list[int]
+    found: tuple[Array, Array]
+    product: tuple[Array, Array]
+    old: tuple[Array, Array]
+    nonfinite: tuple[Array, Array, Array]
+    damaged: bool = False
+
+
+@dataclass
+class BlockSums:
+    """Checksums of a panel, accumulated while its pieces are read.
+
+    For each block along the summed axis there are signed sums, one per index along the other axis, and the
+    2-norm. `nonfinite` flags rows (or columns) with an Inf or NaN, and is None as long as there are none.
+    """
+
+    begin: tuple[int, int]
+    axis: int
+    conjugate: bool
+    signs: Array
+    borders: list[int]
+    sums: Array
+    norms: Array
+    nonfinite: Array | None = None
+    sums_only: bool = False  # without norms
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, rows: Range, cols: Range, piece: Array) -> None:
+        """Add a piece in stored orientation. Its ranges are those of the stored matrix."""
+        if self.axis == 1:
+            rows, cols, piece = cols, rows, piece.T
+        top, left = rows[0] - self.begin[0], cols[0] - self.begin[1]
+        with np.errstate(all="ignore"):
+            for first, blocks, offset in runs(piece, top, self.borders):
+                count, size, width = blocks.shape
+                start = top + offset
+                x = self.signs[start : start + count * size].reshape(count, size)
+                sums, squares = np.empty((count, width), self.sums.dtype), np.zeros(count)
+                for groups, wide, where in widened(blocks):
+                    sums[groups, where] = signed(x[groups], wide)
+                    if not self.sums_only:  # along the contiguous axis
+                        squares[groups] += block_squares(wide.swapaxes(1, 2) if self.axis else wide)
+                target, at = slice(first, first + count), slice(left, left + width)
+                if self.conjugate:
+                    sums = sums.conj()
+                parts = squares if self.sums_only else block_norms(blocks, squares)
+                with self._lock:
+                    self.sums[target, at] += sums
+                    self.norms[target] = np.hypot(self.norms[target], parts)
+                if not np.isfinite(parts).all():
+                    self._note(start, blocks)
+
+    def _note(self, top: int, blocks: Array) -> None:
+        found = ~np.isfinite(blocks).all(axis=2).reshape(-1)
+        with self._lock:
+            if self.nonfinite is None:
+                self.nonfinite = np.zeros(self.borders[-1], bool)
+            self.nonfinite[top : top + len(found)] |= found
+
+
+@dataclass
+class TileSums:
+    """Expected checksums of a tile: for each block, signed sum and norm of the product and of the old C.
+
+    `nonfinite` flags its rows and columns. `unchecked` counts the rows that are left to check.
+    """
+
+    rows: list[int]
+    cols: list[int]
+    product: Array
+    norm: Array
+    old: Array
+    old_norm: Array
+    nonfinite: tuple[Array, Array, Array]
+    unchecked: int
+
+
+class HostSums:
+    """The checksums of one run. Their cost is recorded in `busy`."""
+
+    def __init__(self, plan: Plan, seed: int, busy: BusyTime) -> None:
+        self._plan = plan
+        self._problem = problem = plan.problem
+        self._wide = wide_dtype(numpy_dtype(problem.acc_dtype))
+        self._signs = signs(seed, 0, problem.m), signs(seed, 1, problem.n)
+        self._panels: dict[Slot, BlockSums] = {}
+        self._tiles: dict[Tile, TileSums] = {}
+        self._checking = threading.Lock()
+        self._busy = busy
+
+    def read(self, staging: Staging, operation: Operation, columns: Sequence[Array]) -> None:
+        """Run a Read and take its checksums."""
+        region = operation.writes[0]
+        sums = self._old(operation) if operation.operand == "C" else self._panel(operation)
+        if operation.operand != "C":
+            self._panels.pop(region.slot, None)  # the Read overwrites its panel
+
+        def add(rows: Range, cols: Range, piece: Array) -> None:
+            start = perf_counter_ns()
+            sums.add(rows, cols, piece)
+            self._busy.append((start, perf_counter_ns()))
+
+        staging.transfer(operation, columns, add)
+        if operation.operand != "C":
+            self._panels[region.slot] = sums
+            return
+        tile = self._tile(operation.tile)
+        rows = self._blocks(tile, operation)
+        with np.errstate(all="ignore"):
+            tile.old[rows] = self._across(tile, operation, sums)
+        tile.old_norm[rows] = sums.norms[:, None]
+        if sums.nonfinite is not None:
+            tile.nonfinite[2][tile.rows[rows.start] : tile.rows[rows.stop]] = sums.nonfinite
+
+    def submit(self, operation: Operation) -> None:
+        """Track an operation of the device as it is submitted: it copies a panel, or multiplies two."""
+        if operation.kind is Kind.UPLOAD and operation.operand != "C":
+            self._panels[operation.writes[0].slot] = self._panels[operation.reads[0].slot]
+        elif operation.kind is Kind.MULTIPLY and operation.k[0] < operation.k[1]:
+            start = perf_counter_ns()
+            a, b = (self._panels[region.slot] for region in operation.reads[:2])
+            tile = self._tile(operation.tile)
+            rows = self._blocks(tile, operation)
+            with np.errstate(all="ignore"):
+                add_product(tile.product[rows], a.sums[rows], b.sums)
+                tile.norm[rows] += np.outer(a.norms[rows], b.norms)
+            for flags, found in zip(tile.nonfinite[:2], (a.nonfinite, b.nonfinite), strict=True):
+                if found is not None:
+                    flags[:] |= found
+            self._busy.append((start, perf_counter_ns()))
+
+    def strip(self, staging: Staging, operation: Operation, columns: Sequence[Array]) -> StripSums:
+        """Return the checksums of a strip that is about to be written. Call it once per strip."""
+        start = perf_counter_ns()
+        tile = self._tile(operation.tile)
+        rows = self._blocks(tile, operation)
+        found = self._old(operation)
+        found.sums_only = not self._problem.finishes
+        for part in staging.groups(operation, columns):
+            found.add(*part)
+        with np.errstate(all="ignore"):
+            sums = self._across(tile, operation, found)
+        top, bottom = tile.rows[rows.start], tile.rows[rows.stop]
+        with self._checking:
+            tile.unchecked -= bottom - top
+            if not tile.unchecked:
+                del self._tiles[operation.tile]
+        self._busy.append((start, perf_counter_ns()))
+        return StripSums(
+            [row - top for row in tile.rows[rows.start : rows.stop + 1]],
+            tile.cols,
+            (sums, found.norms[:, None]),
+            (tile.product[rows], tile.norm[rows]),
+            (tile.old[rows], tile.old_norm[rows]),
+            (tile.nonfinite[0][top:bottom], tile.nonfinite[1], tile.nonfinite[2][top:bottom]),
+        )
+
+    def _across(self, tile: TileSums, operation: Operation, sums: BlockSums) -> Array:
+        """Return the sums of a strip's blocks, from those of its rows of blocks."""
+        y = self._signs[1][slice(*operation.n)]
+        return np.asarray(np.add.reduceat(sums.sums * y, tile.cols[:-1], axis=1))
+
+    def _panel(self, operation: Operation) -> BlockSums:
+        """Return empty checksums of a panel of op(A) or op(B)."""
+        on_a = operation.operand == "A"
+        op = self._problem.trans_a if on_a else self._problem.trans_b
+        span, k = operation.m if on_a else operation.n, operation.k
+        extent = span[1] - span[0]
+        cuts = borders(extent, self._plan.slots.strip if on_a else extent)
+        return self._empty(
+            (span[0], k[0]),
+            int(on_a == op.swaps),
+            op is Op.C,
+            self._signs[not on_a][slice(*span)],
+            cuts,
+            k[1] - k[0],
+        )
+
+    def _old(self, operation: Operation) -> BlockSums:
+        """Return empty checksums of a strip of C."""
+        (top, bottom), (left, right) = operation.block
+        cuts = borders(bottom - top, self._plan.slots.strip)
+        return self._empty((top, left), 0, False, self._signs[0][top:bottom], cuts, right - left)
+
+    def _empty(
+        self, begin: tuple[int, int], axis: int, conjugate: bool, x: Array, cuts: list[int], depth: int
+    ) -> BlockSums:
+        count = len(cuts) - 1
+        return BlockSums(
+            begin, axis, conjugate, x, cuts, np.zeros((count, depth), self._wide), np.zeros(count)
+        )
+
+    def _tile(self, tile: Tile) -> TileSums:
+        """Return the sums of a tile, created when it first appears."""
+        if tile not in self._tiles:
+            height, width = (b - a for a, b in (self._plan.grid.rows(tile[0]), self._plan.grid.cols(tile[1])))
+            rows, cols = borders(height, self._plan.slots.strip), borders(width, width)
+            shape = len(rows) - 1, len(cols) - 1
+            nonfinite = np.zeros(height, bool), np.zeros(width, bool), np.zeros(height, bool)
+            sums, bounds = [np.zeros(shape, self._wide) for _ in "CO"], [np.zeros(shape) for _ in "CO"]
+            empty = TileSums(rows, cols, sums[0], bounds[0], sums[1], bounds[1], nonfinite, height)
+            return self._tiles.setdefault(tile, empty)  # keep the one of the first thread
+        return self._tiles[tile]
+
+    def _blocks(self, tile: TileSums, operation: Operation) -> slice:
+        """Return the range of a tile's rows of blocks that an operation covers."""
+        top = self._plan.grid.rows(operation.tile[0])[0]
+        first, last = (tile.rows.index(row - top) for row in operation.m)
+        return slice(first, last)
+
+
+def runs(piece: Array, top: int, cuts: list[int]) -> Iterator[tuple[int, Array, int]]:
+    """Cut a piece, whose first row is row `top` of a panel, at the borders of blocks.
+
+    Yields consecutive blocks of equal height together: the number of the first, an array (blocks, rows,
+    columns), and their first row in the piece.
+    """
+    stop = top + piece.shape[0]
+    first = bisect_right(cuts, top) - 1
+    inner = [b for b in cuts[first + 1 :] if b < stop]
+    inside = [top, *inner, stop]
+    heights = [b - a for a, b in pairwise(inside)]
+    at = 0
+    for height, group in groupby(heights):
+        count = len(list(group))
+        end = at + count * height
+        yield first, piece[at:end].reshape(count, height, piece.shape[1]), at
+        first, at = first + count, end
+
+
+def widened(blocks: Array) -> Iterator[tuple[slice, Array, slice]]:
+    """Convert blocks to double precision. Yield which blocks, their elements, and which columns.
+
+    Blocks that are in double precision already come all at once. Others come in parts that fit into the
+    processor's cache, yet as few as possible: each call needs the GIL, for which all threads queue.
+    """
+    wide = wide_dtype(blocks.dtype)
+    count, size, width = blocks.shape
+    if blocks.dtype == wide:
+        yield slice(0, count), blocks, slice(0, width)
+        return
+    across = max(1, min(width, WIDENING_ELEMENTS // size))
+    several = max(1, WIDENING_ELEMENTS // (size * across))
+    for first in range(0, count, several):
+        groups = slice(first, min(first + several, count))
+        for left in range(0, width, across):
+            cols = slice(left, min(left + across, width))
+            yield groups, blocks[groups, :, cols].astype(wide, order="K"), cols

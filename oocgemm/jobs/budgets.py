@@ -1,0 +1,91 @@
+"""Memory budgets: as given, or shares of the memory that is free; and how one bound is split in two."""
+
+from collections.abc import Callable
+
+from oocgemm.errors import BudgetError, InputError, OutOfMemoryError
+from oocgemm.jobs.options import Size
+from oocgemm.jobs.request import Request
+from oocgemm.planning import Budgets, Plan
+from oocgemm.planning.units import ceil_size, format_size, parse_size
+from oocgemm.system.memory import available_memory
+
+
+def budgets_of(
+    backend: str, free: Callable[[], int], device_memory: Size | None = None, host_memory: Size | None = None
+) -> Budgets:
+    """Return the budgets in bytes; what is not given is a share of the memory that is free.
+
+    `free` returns the free memory of the device. On the host backend, both budgets are RAM.
+    """
+    on_host = backend == "host"
+    if device_memory is not None:
+        device = parse_size(device_memory)
+    else:
+        device = free() * 3 // 8 if on_host else free() * 9 // 10
+    host = available_memory() // (8 if on_host else 2) if host_memory is None else parse_size(host_memory)
+    return Budgets(device, host)
+
+
+def within_budgets(
+    request: Request, backend: str, free: Callable[[], int], plan: Callable[[Budgets], Plan]
+) -> Plan:
+    """Call `plan` with the budgets that a request gives, or with their defaults.
+
+    Raises `BudgetError` if the budgets are too small.
+    """
+    if request.memory is not None:
+        if backend != "host":
+            raise InputError(
+                "memory bounds RAM, which holds both budgets on the host backend only: on cuda pass "
+                "device_memory and host_memory (--device-memory, --host-memory)"
+            )
+        return _within(parse_size(request.memory), plan)
+    return plan(budgets_of(backend, free, request.device_memory, request.host_memory))
+
+
+def _within(memory: int, plan: Callable[[Budgets], Plan]) -> Plan:
+    """Split one bound, in bytes, and plan.
+
+    Three quarters hold tiles and panels, one quarter holds what reading and writing need. If a plan needs
+    more of either, that budget becomes as large as the smallest plan requires.
+    """
+    budgets = Budgets(memory - memory // 4, memory // 4)
+    try:
+        return plan(budgets)
+    except BudgetError as error:
+        if error.needed is None:
+            raise
+        device, host = error.needed
+        if device + host > memory:
+            raise BudgetError(
+                f"memory {format_size(memory)} cannot hold the smallest plan ({device + host} bytes): pass "
+                f"memory='{ceil_size(device + host)}' (--memory {ceil_size(device + host)})",
+                least=device + host,
+                needed=error.needed,
+            ) from error
+        host = min(max(host, budgets.host), memory - device)
+    return plan(Budgets(memory - host, host))
+
+
+def check_memory(plan: Plan, request: Request) -> None:
+    """Raise `OutOfMemoryError`, with budgets that fit, if a plan needs more than the available memory.
+
+    The system might grant the memory and kill a process once it is used.
+    """
+    needed = plan.footprint.host_total + (plan.footprint.device_total if plan.machine.unified else 0)
+    free = available_memory()
+    if needed <= free:
+        return
+    given = {"device": plan.budgets.device, "host": plan.budgets.host}
+    # An eighth stays free: what is available changes from call to call.
+    shares = {"device": free * 3 // 4, "host": free // 8} if plan.machine.unified else {"host": free * 7 // 8}
+    smaller = {f"{tier}_memory": share for tier, share in shares.items() if given[tier] > share}
+    if request.memory is not None:
+        smaller = {"memory": free * 7 // 8}
+    sizes = {name: f"{max(1, share >> 20)}MiB" for name, share in smaller.items()}
+    arguments = ", ".join(f"{name}='{size}'" for name, size in sizes.items())
+    options = " ".join(f"--{name.replace('_', '-')} {size}" for name, size in sizes.items())
+    raise OutOfMemoryError(
+        f"the plan takes {format_size(needed)} of host memory, {format_size(free)} are available: pass "
+        f"{arguments} ({options})"
+    )

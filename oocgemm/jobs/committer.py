@@ -1,0 +1,62 @@
+"""Make finished tiles durable, in a thread beside the run."""
+
+import threading
+from queue import SimpleQueue
+
+from oocgemm.errors import ExecutionError
+from oocgemm.jobs.journal import Journal
+from oocgemm.planning import TileGrid
+from oocgemm.planning.tiling import Tile
+from oocgemm.stores.durable import Durable
+from oocgemm.system.threads import start
+
+
+class Committer:
+    """Makes finished tiles durable and records them. Its thread works while other tiles are computed."""
+
+    def __init__(self, journal: Journal, matrix: Durable, grid: TileGrid, *, redo: bool) -> None:
+        self._journal = journal
+        self._matrix = matrix
+        self._grid = grid
+        self._redo = redo
+        self._queue: SimpleQueue[Tile | None] = SimpleQueue()
+        self._error: ExecutionError | None = None
+        self.recorded = 0
+        self._thread = threading.Thread(target=self._work, name="oocgemm-journal")
+        start(self._thread)
+
+    def finished(self, tile: Tile) -> None:
+        """Queue a tile that is written but not durable. Raises the error of an earlier tile."""
+        if self._error is not None:
+            raise self._error
+        self._queue.put(tile)
+
+    def close(self) -> None:
+        """Wait until all tiles are recorded. Raises the first error."""
+        self.stop()
+        if self._error is not None:
+            raise self._error
+
+    def stop(self) -> None:
+        """Wait until all tiles are recorded, or one has failed. Raises nothing."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def commit(self, tile: Tile) -> None:
+        """Make one tile durable and record it."""
+        block = self._grid.rows(tile[0]), self._grid.cols(tile[1])
+        self._matrix.sync_block(*block)
+        if self._redo:
+            self._journal.commit(tile)
+            self.recorded += 1
+            self._matrix.apply_redo(*block)
+        self._journal.done(tile, self._matrix.block_fingerprint(*block))
+        self.recorded += not self._redo
+
+    def _work(self) -> None:
+        while (tile := self._queue.get()) is not None:
+            if self._error is None:
+                try:
+                    self.commit(tile)
+                except BaseException as error:
+                    self._error = ExecutionError(f"tile {tile} of C cannot be made durable: {error}")

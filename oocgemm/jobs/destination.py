@@ -1,0 +1,95 @@
+"""The destination of C: a new ndarray, an array of the caller, a .npy file, a local zarr array, or a URL."""
+
+import os
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from oocgemm import stores
+from oocgemm.errors import InputError
+from oocgemm.planning import GemmProblem, Layout
+from oocgemm.stores import Matrix
+from oocgemm.system import cache
+
+
+class Kind(StrEnum):
+    """Where an array is stored."""
+
+    NEW = "new"  # an ndarray that the run allocates
+    ARRAY = "array"  # an array that the caller passed
+    NPY = "npy"
+    ZARR = "zarr"
+    REMOTE = "remote"
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Where C goes, parsed once.
+
+    `path` is a path or a URL; `array` is what the caller passed in place of one.
+    """
+
+    kind: Kind
+    path: str = ""
+    array: Any = None
+
+    @classmethod
+    def parse(cls, given: Any) -> "Destination":
+        """Classify what a caller passed as C. Raises `InputError` for a string that cannot be a path."""
+        given = stores.located("C", given)
+        if given is None:
+            return cls(Kind.NEW)
+        if not stores.is_path(given):
+            return cls(Kind.ARRAY, array=given)
+        if "://" in given:
+            return cls(Kind.REMOTE, given)
+        return cls(Kind.NPY if given.endswith(".npy") else Kind.ZARR, given)
+
+    @property
+    def source(self) -> Any:
+        """The path, URL or array; None for a new ndarray."""
+        return self.path or self.array
+
+    @property
+    def journal_folder(self) -> Path | None:
+        """The folder for the journal of a run that writes here; None where no journal is kept."""
+        return stores.sidecar(self.source)
+
+    def exists(self) -> bool:
+        """Tell whether there is an array already, or anything else at the path."""
+        return self.kind is Kind.ARRAY or (bool(self.path) and stores.exists(self.path))
+
+    def is_path_in_use(self) -> bool:
+        """Tell whether there is anything at the path. An array that the caller passed has no path."""
+        return self.kind is not Kind.ARRAY and self.exists()
+
+    def check_new(self, problem: GemmProblem) -> None:
+        """Raise `InputError` where the format cannot store the dtype of a new C."""
+        if self.kind is Kind.NPY and problem.c_dtype == "bfloat16":
+            raise InputError(
+                f"C at {self.path} cannot hold bfloat16: pass out_dtype='float32' (--out-dtype float32), or "
+                "the path of a zarr array"
+            )
+
+    def check_apart(self, operand: Matrix) -> None:
+        """Raise `InputError` if a new C would be created inside an operand."""
+        if self.path:
+            stores.check_apart("C", self.path, operand)
+
+    def layout(self, problem: GemmProblem, chunks: tuple[int, int] | None, compressor: str | None) -> Layout:
+        """Return the layout of a new C. Without `chunks` the planner chooses their extents."""
+        return stores.new_layout(self.path or None, problem, chunks, compressor)
+
+    def file_systems(self) -> set[str]:
+        """Return the file system that a new C is written to; nothing for memory."""
+        if not self.path:
+            return set()
+        return {"elsewhere" if self.kind is Kind.REMOTE else cache.file_system(self.path)}
+
+    def is_same_path(self, path: str) -> bool:
+        """Tell whether a local path leads here, through symbolic links too."""
+        return bool(self.path) and os.path.realpath(path) == os.path.realpath(self.path)
+
+    def __str__(self) -> str:
+        return self.path or "memory"

@@ -1,0 +1,71 @@
+"""What callers pass: types of operands, destinations and options."""
+
+import os
+from collections.abc import Callable
+from typing import Any, Literal, Protocol, TypedDict
+
+import numpy.typing as npt
+
+from oocgemm.engine.executor import Observer
+from oocgemm.planning import Op, Plan, TileShape
+
+
+class LazyArray(Protocol):
+    """An array that is read by slicing: of zarr, h5py, dask, xarray, tensorstore or another library."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> Any: ...
+
+    def __getitem__(self, index: Any, /) -> Any: ...
+
+
+class WritableArray(LazyArray, Protocol):
+    """An array that is also written by slicing: an ndarray, a memory map or a zarr array."""
+
+    def __setitem__(self, index: Any, value: Any, /) -> None: ...
+
+
+PathLike = str | os.PathLike[str]
+Operand = npt.ArrayLike | LazyArray | os.PathLike[str]  # a str is a path or a URL
+Output = WritableArray | PathLike | None
+Size = int | str  # bytes, or a number with a unit
+Transpose = Op | Literal["N", "T", "C"] | bool
+Progress = Callable[[Plan], Observer]
+
+
+class PlanOptions(TypedDict, total=False):
+    """Options that decide what is computed, and how. `oocgemm.gemm` describes each."""
+
+    alpha: complex
+    beta: complex
+    trans_a: Transpose
+    trans_b: Transpose
+    backend: str
+    kernel: str
+    compute: str
+    out_dtype: npt.DTypeLike | None
+    memory: Size | None
+    device_memory: Size | None
+    host_memory: Size | None
+    tile: TileShape | str | None
+    chunks: tuple[int, int] | None
+    compressor: str | None
+    verify: bool
+
+
+class RunOptions(TypedDict, total=False):
+    """Options of one run of a plan. `oocgemm.gemm` describes each."""
+
+    device: int
+    overwrite: bool
+    resume: bool
+    trust_operands: bool
+    timeline: PathLike | None
+    progress: Progress | bool | None
+
+
+class Options(PlanOptions, RunOptions, total=False):
+    """All options of `oocgemm.gemm`."""

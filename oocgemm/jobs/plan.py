@@ -1,0 +1,64 @@
+"""The plan that `oocgemm.plan` returns: decisions, figures, and a way to run them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from typing import Unpack
+
+from oocgemm import planning
+from oocgemm.jobs.options import RunOptions
+from oocgemm.jobs.request import RUN_OPTIONS, Request, check_names
+from oocgemm.jobs.result import Result
+from oocgemm.planning.units import format_size, format_time
+
+
+@dataclass(frozen=True, repr=False)
+class Plan(planning.Plan):
+    """A planned product. `run` executes it; `str` describes it.
+
+    `tile`, `footprint`, `traffic`, `prediction` and the other figures are those of `oocgemm.planning.Plan`.
+    """
+
+    request: Request = field(kw_only=True, compare=False)
+
+    @classmethod
+    def of(cls, plan: planning.Plan, request: Request) -> "Plan":
+        """Return a plan that can run, of a request."""
+        decided = {part.name: getattr(plan, part.name) for part in fields(planning.Plan)}
+        return cls(**decided, request=request)
+
+    def run(self, **options: Unpack[RunOptions]) -> Result:
+        """Run the plan, as ``oocgemm.gemm(plan=self, **options)`` does."""
+        from oocgemm.jobs.api import gemm  # it imports this module
+
+        check_names("run", options, RUN_OPTIONS)
+        return gemm(plan=self, **options)
+
+    def __repr__(self) -> str:
+        return f"<Plan {next(self._lines())}>"
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        """Yield the product, the tiles, the memory, the bytes moved, and the time."""
+        problem, tile, prediction = self.problem, self.tile, self.prediction
+        yield (
+            f"C {problem.m} x {problem.n} {problem.c_dtype} = op(A) {problem.m} x {problem.k} @ op(B) "
+            f"{problem.k} x {problem.n} {problem.a_dtype}"
+        )
+        down, across = self.grid.shape
+        yield f"tile {tile.m} x {tile.n}, panels {tile.k} deep: {down} x {across} tiles, {self.steps} steps"
+        tiers = {"device": self.footprint.device_total, "host": self.footprint.host_total}
+        budgets = {"device": self.budgets.device, "host": self.budgets.host}
+        used = (f"{tier} {format_size(tiers[tier])} of {format_size(budgets[tier])}" for tier in tiers)
+        yield f"memory: {', '.join(used)}"
+        moved = (
+            f"{link} {format_size(size)} (at least {format_size(self.least[link])})"
+            for link, size in self.traffic.items()
+            if size
+        )
+        yield f"traffic: {', '.join(moved) or 'none'}"
+        rates = "calibrated" if self.machine.calibrated else "run `oocgemm calibrate` for better estimates"
+        yield f"predicted: {format_time(prediction.total)}, {prediction.bottleneck}-bound ({rates})"
+        if self.note:
+            yield f"note: {self.note}"

@@ -1,0 +1,267 @@
+"""A request becomes a prepared job: operands opened, everything checked, the run planned.
+
+Nothing is written.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from oocgemm import backends, stores
+from oocgemm.backends import Backend
+from oocgemm.backends.base import numpy_dtype
+from oocgemm.errors import InputError, NotFoundError
+from oocgemm.jobs.budgets import within_budgets
+from oocgemm.jobs.destination import Destination, Kind
+from oocgemm.jobs.problem import op_of, problem_of, tile_of
+from oocgemm.jobs.request import Request
+from oocgemm.jobs.resume import Earlier, check_complete, check_same, find_earlier, find_lost, identify
+from oocgemm.machine import info as system
+from oocgemm.planning import (
+    Budgets,
+    GemmProblem,
+    Layout,
+    Layouts,
+    MachineModel,
+    Plan,
+    TileShape,
+    integers,
+    make_plan,
+    resumed_plan,
+)
+from oocgemm.stores import Matrix
+
+
+@dataclass(frozen=True)
+class Output:
+    """What was found at C's destination.
+
+    `matrix` is None if C must be created, with `chunks` and `compressor`. `earlier` is the journal there; it
+    is None where no journal is kept. `identity` describes the run to a later one that resumes it.
+    """
+
+    matrix: Matrix | None
+    chunks: tuple[int, int] | None
+    compressor: str | None
+    earlier: Earlier | None
+    identity: dict[str, Any]
+
+    @property
+    def resumed(self) -> Earlier | None:
+        """The journal of the run that is resumed, if any."""
+        return self.earlier if self.earlier is not None and self.earlier.resumed else None
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request that is ready to run: open operands, checked output, plan."""
+
+    request: Request
+    a: Matrix
+    b: Matrix
+    output: Output
+    plan: Plan
+
+
+def prepare(request: Request, engine: Backend | None, *, running: bool) -> Job:
+    """Open and check everything, and plan. Nothing is written.
+
+    Args:
+        request: what to compute.
+        engine: the backend that the job runs on; None to plan for cuda without a device.
+        running: whether the job will run. Otherwise C may exist, and journals are ignored.
+
+    Raises:
+        InputError: operands, destination or options that cannot be used.
+        BudgetError: a budget that is too small.
+    """
+    a, trans_a = stores.by_rows(stores.open_matrix("A", request.a), op_of("trans_a", request.trans_a))
+    b, trans_b = stores.by_rows(stores.open_matrix("B", request.b), op_of("trans_b", request.trans_b))
+    scalars = request.alpha, request.beta
+    problem = problem_of(a, b, *scalars, trans_a, trans_b, request.compute, request.out_dtype)
+    backend = "cuda" if engine is None else engine.name
+    if problem.exact and backend == "cuda" and problem.depth <= integers.MAX_INT32_DEPTH:
+        problem = replace(problem, acc_dtype="int32")
+    problem = replace(problem, checked=checksum_tier(backend, problem) if request.verify else "")
+    tile = tile_of(request.tile, problem)
+    if engine is not None and running:
+        output = _find_output(request, problem, a, b, tile, engine)
+    else:
+        matrix = _existing(request.c, problem, None, overwrite=True)
+        output = Output(matrix, request.chunks, request.compressor, None, {})
+    _check_output(request.c, output, a, b)
+    plan = _plan(request, problem, a, b, output, tile, engine)
+    return Job(request, a, b, output, plan)
+
+
+def checksum_tier(backend: str, problem: GemmProblem) -> str:
+    """Return the tier that computes checksums.
+
+    A device reads its own memory far faster than the host does. Its kernels take no checksums of integers.
+    """
+    return "device" if backend == "cuda" and not problem.exact else "host"
+
+
+def _find_output(
+    request: Request, problem: GemmProblem, a: Matrix, b: Matrix, tile: TileShape | None, engine: Backend
+) -> Output:
+    """Open C if it exists, and find the journal of an earlier run there.
+
+    Raises `InputError` if C may not be written, or if the run to resume is another one.
+    """
+    check_complete(a, b)
+    c, chunks, compressor = request.c, request.chunks, request.compressor
+    earlier = find_earlier(c, resume=request.resume, overwrite=request.overwrite, reads_c=problem.reads_c)
+    existing = _existing(c, problem, earlier, overwrite=request.overwrite)
+    resumed = earlier if earlier is not None and earlier.resumed else None
+    identity: dict[str, Any] = {}
+    if earlier is not None:
+        arithmetic = {"backend": engine.name, "kernel": engine.arithmetic(problem, request.kernel)}
+        identity = identify(problem, a, b, existing, arithmetic)
+    if resumed is not None:
+        trust = request.trust_operands
+        check_same(resumed, identity, existing, tile, chunks, compressor, trust_operands=trust)
+        if existing is not None and not resumed.complete:
+            earlier = resumed = find_lost(resumed, existing, problem)
+        chunks, compressor = (None, None) if existing is not None else _as_begun(c, resumed)
+    elif existing is not None and problem.reads_c:
+        check_complete(existing)
+    return Output(existing, chunks, compressor, earlier, identity)
+
+
+def _existing(
+    c: Destination, problem: GemmProblem, earlier: Earlier | None, *, overwrite: bool
+) -> Matrix | None:
+    """Open C if it exists. Raises `InputError` if the product cannot be stored there."""
+    if earlier is not None and earlier.recreates:
+        c.check_new(problem)
+        return None
+    resumed = earlier is not None and earlier.resumed
+    if not resumed and not c.exists():
+        if problem.reads_c and c.kind is Kind.NEW:
+            raise InputError(f"beta = {problem.beta} needs an existing C, and none is given")
+        if problem.reads_c:
+            raise NotFoundError(
+                f"beta = {problem.beta} needs an existing C, and there is nothing at {c.path}"
+            )
+        c.check_new(problem)
+        return None
+    folder = earlier.folder if earlier is not None and resumed else None
+    matrix = stores.open_matrix("C", c.source, writable=True, folder=folder)
+    wanted = (problem.m, problem.n), numpy_dtype(problem.c_dtype)
+    if (matrix.shape, matrix.dtype) != wanted:
+        raise InputError(
+            f"C exists with shape {matrix.shape} and dtype {matrix.dtype}, the product has shape {wanted[0]} "
+            f"and dtype {wanted[1]}: give another path or array"
+        )
+    if c.path and not overwrite and not problem.reads_c and not resumed:
+        raise InputError(
+            f"C exists at {c.path}: pass --overwrite to replace its contents, or give another path"
+        )
+    return matrix
+
+
+def _as_begun(c: Destination, earlier: Earlier) -> tuple[tuple[int, int] | None, str | None]:
+    """Return chunks and compressor of a C that an earlier run was to create."""
+    if c.kind is Kind.NPY:
+        return None, None
+    rows, cols = map(int, earlier.header["given"]["chunks"].split("x"))
+    return (rows, cols), earlier.header["given"]["compressor"]
+
+
+def _check_output(c: Destination, output: Output, a: Matrix, b: Matrix) -> None:
+    """Raise `InputError` if C overlaps an operand, or for options of a new array if C exists."""
+    for operand in (a, b):
+        if output.matrix is None:
+            c.check_apart(operand)
+        elif stores.same_place(output.matrix, operand):
+            raise InputError(
+                f"C is the same array as {operand.name} or overlaps it, and would be overwritten while it is "
+                "read: give another path or array for C"
+            )
+    if output.compressor is not None:
+        stores.check_compressor(output.compressor)
+    if output.matrix is not None and (output.chunks or output.compressor):
+        raise InputError("C exists: drop --chunks and --compressor, which are for a new array")
+
+
+def _plan(
+    request: Request,
+    problem: GemmProblem,
+    a: Matrix,
+    b: Matrix,
+    output: Output,
+    tile: TileShape | None,
+    engine: Backend | None,
+) -> Plan:
+    """Plan within the request's budgets, or take the request's plan, or that of the run that is resumed."""
+    existing, c = output.matrix, request.c
+    layouts = Layouts(
+        _layout(a, engine).oriented(problem.trans_a),
+        _layout(b, engine).oriented(problem.trans_b),
+        c.layout(problem, output.chunks, output.compressor)
+        if existing is None
+        else _layout(existing, engine),
+    )
+    backend = "cuda" if engine is None else engine.name
+    device = None if engine is None else backends.identity(engine)
+    reads = system.stored_on(a, b, existing if problem.reads_c else None)
+    writes = c.file_systems() if existing is None else system.stored_on(existing)
+    machine = system.model(backend, device, reads, writes)
+
+    def plan(budgets: Budgets) -> Plan:
+        if output.resumed is None:
+            return make_plan(problem, budgets, machine, layouts, tile)
+        return _continued(output.resumed, problem, budgets, machine, layouts)
+
+    if request.planned is None:
+        return within_budgets(request, backend, _unknown if engine is None else engine.free_memory, plan)
+    if output.resumed is not None:
+        return plan(request.planned.budgets)
+    return _as_planned(request.planned, problem, machine, layouts)
+
+
+def _layout(matrix: Matrix, engine: Backend | None) -> Layout:
+    """Return a matrix's layout, which says whether its memory is pinned."""
+    layout = matrix.layout
+    if engine is None or not layout.zero_copy_width:
+        return layout
+    return replace(layout, pinned=engine.is_pinned(*stores.span(matrix)))
+
+
+def _unknown() -> int:
+    raise InputError("planning for cuda touches no device: pass the size of its memory as --device-memory")
+
+
+def _continued(
+    earlier: Earlier, problem: GemmProblem, budgets: Budgets, machine: MachineModel, layouts: Layouts
+) -> Plan:
+    """Return the plan of a run that is resumed.
+
+    Raises `InputError` if this version would cut panels differently.
+    """
+    plan = resumed_plan(problem, budgets, machine, layouts, earlier.candidate, earlier.done)
+    if plan.grid.ramp != earlier.header["ramp"]:
+        version = earlier.header["version"]
+        raise InputError(
+            f"this version cuts panels differently from oocgemm {version}: finish the run with that one"
+        )
+    return plan
+
+
+def _as_planned(planned: Plan, problem: GemmProblem, machine: MachineModel, layouts: Layouts) -> Plan:
+    """Return a plan that was made before, for the operands as they are now.
+
+    Raises `InputError` if they differ.
+    """
+    now = replace(planned, machine=machine, layouts=layouts)
+
+    def operands(found: Layouts) -> tuple[Layout, Layout]:  # pinned or not
+        return replace(found.a, pinned=False), replace(found.b, pinned=False)
+
+    if (problem, operands(layouts), now.chunks) != (
+        *(planned.problem, operands(planned.layouts), planned.chunks),
+    ):
+        raise InputError(
+            "A, B or C differ in shape, dtype or chunks from what was planned: call oocgemm.plan again"
+        )
+    return now

@@ -1,0 +1,125 @@
+"""The product that a request asks for: shapes, dtypes, scalars and the tile, checked."""
+
+from typing import Any
+
+import numpy as np
+
+from oocgemm import stores
+from oocgemm.backends.base import numpy_dtype
+from oocgemm.errors import InputError
+from oocgemm.jobs.options import Transpose
+from oocgemm.planning import COMPUTES, DTYPES, DType, GemmProblem, Op, TileShape, integers
+from oocgemm.stores import Matrix
+
+
+def problem_of(
+    a: Matrix,
+    b: Matrix,
+    alpha: complex,
+    beta: complex,
+    trans_a: Transpose,
+    trans_b: Transpose,
+    compute: str = "native",
+    out_dtype: Any = None,
+) -> GemmProblem:
+    """Return the product of two operands. Raises `InputError` if shapes, dtypes or scalars do not match."""
+    trans_a, trans_b = op_of("trans_a", trans_a), op_of("trans_b", trans_b)
+    stores.check_dtypes(a, b)
+    m, k = a.shape[::-1] if trans_a.swaps else a.shape
+    k_b, n = b.shape[::-1] if trans_b.swaps else b.shape
+    if k != k_b:
+        raise InputError(
+            f"shapes do not match: op(A) is {m} x {k} and op(B) is {k_b} x {n}; op(A) must have as many "
+            "columns as op(B) has rows"
+        )
+    dtype = DTYPES[a.dtype.name]
+    names = dtype.name, dtype.name, dtype.accumulator, _out_dtype(out_dtype, dtype)
+    alpha, beta = (_scalar(*s, dtype, names[-1]) for s in (("alpha", alpha), ("beta", beta)))
+    if dtype.name not in COMPUTES.get(compute, ()):
+        fitting = ", ".join(name for name, dtypes in COMPUTES.items() if dtype.name in dtypes)
+        raise InputError(f"{dtype.name} operands cannot be computed in {compute!r}: choose one of {fitting}")
+    problem = GemmProblem(m, n, k, *names, alpha, beta, trans_a, trans_b, compute)
+    if problem.exact and problem.depth > integers.MAX_FLOAT64_DEPTH:
+        raise InputError(
+            f"op(A) has {k} columns; sums of more than {integers.MAX_FLOAT64_DEPTH} int8 products may not be "
+            "exact: multiply parts of the operands"
+        )
+    return problem
+
+
+def _out_dtype(given: Any, operands: DType) -> str:
+    """Return the name of C's dtype. Raises `InputError` for one that these operands cannot give."""
+    if given is None:
+        return operands.results[0]
+    try:
+        name = str(np.dtype(given).name)
+    except TypeError:
+        name = str(given)
+    if name not in operands.results:
+        raise InputError(
+            f"C cannot have dtype {name} with {operands.name} operands: choose one of "
+            f"{', '.join(operands.results)}"
+        )
+    return name
+
+
+def _scalar(name: str, value: complex, operands: DType, c_dtype: str) -> complex:
+    """Return alpha or beta as a number.
+
+    Raises `InputError` if it does not suit the dtypes of the operands and of C.
+    """
+    try:
+        number = complex(value if np.ndim(value) == 0 else "an array")
+    except (TypeError, ValueError, OverflowError):
+        raise InputError(f"{name} = {value!r} is not a number") from None
+    if operands.is_complex:
+        _check_range(name, number, operands)
+        return number
+    if number.imag != 0:
+        raise InputError(f"{name} = {value} is complex, but the operands are real")
+    if c_dtype.startswith("int") and not (number.real.is_integer() and abs(number) < integers.EXACT_LIMIT):
+        raise InputError(
+            f"{name} = {value} is not an integer below 2^53, but C has dtype {c_dtype}: pass "
+            "out_dtype='float64' (--out-dtype float64)"
+        )
+    _check_range(name, number.real, operands)
+    return number.real
+
+
+def _check_range(name: str, number: complex, operands: DType) -> None:
+    """Raise `InputError` for a scalar that overflows, or rounds to 0, in the accumulator's dtype."""
+    accumulator = numpy_dtype(operands.accumulator)
+    limits = np.finfo(accumulator)
+    with np.errstate(all="ignore"):
+        rounded = accumulator.type(number)
+    if np.isinf(rounded) and not np.isinf(number):
+        limit = f"is beyond {accumulator} (at most {limits.max:.8g})"
+    elif number and not rounded:
+        limit = f"rounds to 0 in {accumulator} (at least {limits.smallest_subnormal:.8g})"
+    else:
+        return
+    wider = "complex128" if operands.is_complex else "float64"
+    raise InputError(
+        f"{name} = {number:g} {limit}, which {operands.name} operands are multiplied in: convert A, B and C "
+        f"to {wider}"
+    )
+
+
+def op_of(name: str, value: Transpose) -> Op:
+    """Return the op that an option stands for. Raises `InputError` for any other value."""
+    if isinstance(value, bool):
+        return Op.T if value else Op.N
+    try:
+        return Op(value)
+    except ValueError:
+        raise InputError(f"{name} = {value!r}: write 'N', 'T' or 'C'") from None
+
+
+def tile_of(value: TileShape | str | None, problem: GemmProblem) -> TileShape | None:
+    """Parse a tile shape and clip it to the product. Raises `InputError` if it cannot be parsed."""
+    if value is None or isinstance(value, TileShape):
+        return value and value.within(problem)
+    parts = str(value).lower().split("x")
+    if len(parts) != 3 or not all(p.strip().isdecimal() and int(p) for p in parts):
+        raise InputError(f"cannot read {value!r} as a tile: write MxNxK, such as 8192x8192x512")
+    return TileShape(*(int(p) for p in parts)).within(problem)

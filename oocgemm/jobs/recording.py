@@ -1,0 +1,67 @@
+"""The record of a run: its header, and where its log goes."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from oocgemm import stores
+from oocgemm.errors import InputError
+from oocgemm.jobs.prepare import Job
+from oocgemm.stores import Matrix
+from oocgemm.timeline import Recorder
+
+
+def recorder(job: Job, c: Matrix, known: dict[str, Any]) -> Recorder:
+    """Begin the record of a run. Raises `InputError` if its file cannot be created.
+
+    `known` is what the header says of the machine and the backend.
+    """
+    header = known | {
+        "plan": job.plan.to_dict(),
+        "operands": {"A": job.a.describe(), "B": job.b.describe(), "C": c.describe()},
+        "rates": rates(job, c),
+    }
+    path = job.request.timeline
+    try:
+        return Recorder(header, path)
+    except OSError as error:
+        raise InputError(f"the timeline cannot be written to {path}: {error.strerror}") from error
+
+
+def rates(job: Job, c: Matrix) -> dict[str, float] | None:
+    """Return the calibrated rates that bound a run, in flop/s and bytes/s; None if one is unknown."""
+    machine, problem = job.plan.machine, job.plan.problem
+    sources = [job.a, job.b, *([c] if problem.reads_c else [])]
+    stored = [x.layout for x in (*sources, c) if not x.layout.in_memory]
+    if problem.compute not in ("native", "emulated"):
+        return None  # the kernel's rate in lower precision is not measured
+    if not machine.calibrated or (stored and not machine.storage_calibrated):
+        return None
+    known = {"kernel": machine.kernels[problem.rate].peak}
+    if not machine.unified:
+        known |= {"h2d": machine.h2d, "d2h": machine.d2h}
+    if any(x.layout.decode_bytes for x in sources):
+        known["decode"] = machine.decode  # how many bytes are read to be decoded is not known
+    elif not any(x.layout.in_memory for x in sources):
+        known["read"] = machine.read
+    if c.describe().get("direct", not c.layout.in_memory):
+        known["write"] = machine.write
+    return known
+
+
+def check_log(timeline: str | os.PathLike[str]) -> None:
+    """Raise `InputError` if no log can be created at a path."""
+    path = Path(timeline).absolute()
+    if not path.parent.is_dir():
+        raise InputError(f"the timeline's folder {path.parent} does not exist")
+    if path.is_dir():
+        raise InputError(f"the timeline's path {path} is a folder: give the path of a file")
+
+
+def check_log_apart(timeline: str, job: Job) -> None:
+    """Raise `InputError` if the log would overwrite an operand or the result."""
+    for matrix in (job.a, job.b, job.output.matrix):
+        if matrix is not None:
+            stores.check_apart("the timeline", timeline, matrix)
+    if job.request.c.is_same_path(timeline):
+        raise InputError(f"the timeline at {timeline} would overwrite C: give it another path")

@@ -1,0 +1,72 @@
+"""A request: operands, destination and options of one call, before anything is opened."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from oocgemm import stores
+from oocgemm.errors import InputError
+from oocgemm.jobs.destination import Destination
+from oocgemm.jobs.options import Options, PathLike, PlanOptions, Progress, RunOptions, Size, Transpose
+from oocgemm.planning import Op, Plan, TileShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What one call asks for. `oocgemm.gemm` describes the options.
+
+    `planned` is the plan to run. Without one, the run is planned when it starts.
+    """
+
+    a: Any
+    b: Any
+    c: Destination
+    alpha: complex = 1.0
+    beta: complex = 0.0
+    trans_a: Transpose = Op.N
+    trans_b: Transpose = Op.N
+    backend: str = "auto"
+    kernel: str = "auto"
+    compute: str = "native"
+    out_dtype: Any = None
+    memory: Size | None = None
+    device_memory: Size | None = None
+    host_memory: Size | None = None
+    tile: TileShape | str | None = None
+    chunks: tuple[int, int] | None = None
+    compressor: str | None = None
+    verify: bool = False
+    device: int = 0
+    overwrite: bool = False
+    resume: bool = False
+    trust_operands: bool = False
+    timeline: PathLike | None = None
+    progress: Progress | bool | None = None
+    planned: Plan | None = None
+
+    def __post_init__(self) -> None:
+        budgets = [name for name in ("device_memory", "host_memory") if getattr(self, name) is not None]
+        if self.memory is not None and budgets:
+            raise InputError(
+                f"memory bounds both budgets together: drop {' and '.join(budgets)}, or drop memory and pass "
+                "both budgets"
+            )
+
+
+PLAN_OPTIONS = frozenset(PlanOptions.__annotations__)
+RUN_OPTIONS = frozenset(RunOptions.__annotations__)
+
+
+def parse(a: Any, b: Any, c: Any, options: Options | PlanOptions) -> Request:
+    """Return the request of a call. Raises `InputError` for a string that cannot be a path."""
+    a, b = stores.located("A", a), stores.located("B", b)
+    return Request(a=a, b=b, c=Destination.parse(c), **options)
+
+
+def check_names(function: str, options: Iterable[str], known: frozenset[str]) -> None:
+    """Raise `TypeError` for an option that a function does not take, as Python does for a parameter."""
+    for name in options:
+        if name not in known:
+            raise TypeError(
+                f"{function}() got an unexpected option {name!r}: it takes {', '.join(sorted(known))}"
+            )

@@ -1,0 +1,246 @@
+"""A prepared job runs: memory is taken, operations execute, C becomes durable, and everything is released."""
+
+import gc
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from time import perf_counter_ns, time
+from traceback import clear_frames
+from typing import Any
+
+from oocgemm import backends, stores
+from oocgemm.backends import Session
+from oocgemm.engine.executor import Observer, Run
+from oocgemm.engine.staging import Staging
+from oocgemm.errors import ExecutionError, OocGemmError, OutOfMemoryError
+from oocgemm.integrity.checksums.check import Checks
+from oocgemm.jobs import output
+from oocgemm.jobs.budgets import check_memory
+from oocgemm.jobs.options import Progress
+from oocgemm.jobs.prepare import Job, prepare
+from oocgemm.jobs.recording import check_log, check_log_apart, recorder
+from oocgemm.jobs.request import Request
+from oocgemm.jobs.result import Result
+from oocgemm.machine import info as system
+from oocgemm.planning import Plan
+from oocgemm.planning.units import format_size, format_time
+from oocgemm.system.cpu import CpuTimes, used_since
+from oocgemm.system.threads import Cancel
+from oocgemm.timeline import Recorder, Span
+
+SEED = 20261  # of the random signs of checksums; any number serves
+
+logger = logging.getLogger("oocgemm")
+
+
+class PreparedJob:
+    """A request with its backend, opened, checked and planned. It runs once.
+
+    T begins here, after imports. `plan` tells what the run will occupy.
+
+    Raises what `prepare` raises, and `BackendError` where the backend is unavailable. Nothing is written.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        if request.timeline is not None:
+            check_log(request.timeline)
+        backends.load(request.backend, request.device)
+        stores.load(request.a, request.b, request.c.source)
+        known: dict[str, Any] = {"machine": system.machine(), "versions": system.versions()}
+        self._origin = perf_counter_ns()
+        started = time()
+        self._engine = backends.open_backend(request.backend, request.device)
+        backends.check_kernel(self._engine.name, request.kernel)
+        described = {"name": self._engine.name, "kernel": request.kernel} | self._engine.describe()
+        self._known = known | {"started": started, "backend": described}
+        self._job = self._prepare()
+
+    @property
+    def plan(self) -> Plan:
+        """The plan, with its footprint on each tier."""
+        return self._job.plan
+
+    def run(self, progress: Progress | None, cancel: Cancel) -> Result:
+        """Run the job until C is durable. Must not be called where a signal may interrupt it.
+
+        Args:
+            progress: called with the plan; returns the observer of finished operations.
+            cancel: stops the run from another thread. The error of the request is raised here.
+
+        Raises:
+            OutOfMemoryError: the memory is not available now. Nothing was written.
+            ExecutionError: the run failed.
+        """
+        try:
+            job, session = self._take_memory()
+            _log_plan(job.plan)
+            matrix, log = execute(job, session, self._origin, self._known, progress, cancel)
+        except BaseException as error:
+            _clear_frames(error)
+            raise
+        if log.failure is not None:
+            raise ExecutionError(
+                f"C is done, but its timeline cannot be written to {self._request.timeline}: "
+                f"{log.failure.strerror}"
+            ) from log.failure
+        logger.info("C is done in %s", format_time(log.wall / 1e9))
+        return Result(getattr(matrix, "array", None), job.plan, log)
+
+    def _prepare(self) -> Job:
+        job = prepare(self._request, self._engine, running=True)
+        self._engine.check(job.plan, self._request.kernel)
+        if self._request.timeline is not None:
+            check_log_apart(os.fsdecode(self._request.timeline), job)
+        return job
+
+    def _take_memory(self) -> tuple[Job, Session | None]:
+        """Allocate the memory of the plan before anything is written; return the job and its session.
+
+        Other programs may allocate memory after the query of what is free. Then the job is planned once more,
+        which helps where the budgets are defaults. The session is None where no step is left to run.
+        """
+        job, request = self._job, self._request
+        for last in (False, True):
+            if not job.plan.steps:
+                break
+            try:
+                check_memory(job.plan, request)
+                return job, self._engine.open(job.plan, request.kernel)
+            except OutOfMemoryError as error:
+                if last:
+                    raise
+                logger.info("planning again: %s", error)
+                job = self._prepare()
+        return job, None
+
+
+def execute(
+    job: Job,
+    session: Session | None,
+    origin: int,
+    known: dict[str, Any],
+    progress: Progress | None,
+    cancel: Cancel,
+) -> tuple[stores.Matrix, Recorder]:
+    """Run a planned job, from the creation of C until C is durable; return C and the record of the run.
+
+    When this returns or raises, the session is closed and all memory is released. Only C and its journal
+    remain.
+
+    Args:
+        job: what to run.
+        session: the backend's memory and streams; None where no step is left to run.
+        origin: start of T in nanoseconds of `perf_counter_ns`.
+        known: what the header of the log says of the machine and the backend.
+        progress, cancel: as for `PreparedJob.run`.
+    """
+    with ExitStack() as cleanup, _disk_errors():
+        cpu = CpuTimes.now()
+        pinned = cleanup.enter_context(ExitStack())  # closes last, once the device has stopped copying
+        if session is not None:
+            cleanup.callback(session.close)
+        target = cleanup.enter_context(output.open_target(job))
+        log = recorder(job, target.matrix, known)
+        cleanup.callback(log.close)
+        facts: dict[str, Any] = {"held": {"device": 0, "host": 0}, "retried": [], "checks": None}
+        kernels: list[str] = []
+        if session is not None:
+            operands = {"A": job.a, "B": job.b, "C": target.matrix}
+            staging = Staging(job.plan, operands, session.pin, session.pinner)
+            pinned.callback(staging.release)
+            cleanup.callback(staging.close)
+            observe = _observer(log, progress(job.plan) if progress else None)
+            facts["checks"] = _stream(job.plan, session, staging, target, observe, log, origin, cancel)
+            staging.release()
+            facts["retried"] = staging.retried
+            for failed in staging.retried:
+                logger.warning("read again after a failure: %s", failed)
+            facts["held"] = {"device": session.device_bytes(), "host": staging.arena.nbytes}
+            kernels = session.kernels_used()
+        target.seal()
+        facts |= {"backend": known["backend"] | {"multiplied by": kernels}, "cpu": used_since(cpu)}
+        log.finish(perf_counter_ns() - origin, facts)
+        return target.matrix, log
+
+
+def _stream(
+    plan: Plan,
+    session: Session,
+    staging: Staging,
+    target: output.Target,
+    observe: Observer,
+    log: Recorder,
+    origin: int,
+    cancel: Cancel,
+) -> dict[str, Any] | None:
+    """Execute every operation of a plan; return the figures of its checksums.
+
+    Tiles that fail their checksums are computed once more. Raises `ExecutionError` if they fail again.
+    """
+
+    def run(part: Plan, checks: Checks | None) -> None:
+        one = Run(part, session, staging, origin, observe, target.finished, checks, log.spans)
+        try:
+            one.execute(cancel)
+        finally:
+            target.written = target.written or one.wrote
+
+    checks = Checks(plan, SEED, session.checksums) if plan.problem.checked else None
+    run(plan, checks)
+    if checks is None:
+        return None
+    again = None
+    if checks.failed:
+        logger.warning("%d tiles fail their checksums and are computed again", len(checks.failed))
+        failing = checks.failing()
+        again = Checks(failing, SEED + 1, session.checksums, checks.failed)
+        run(failing, again)
+        again.complain()
+    return checks.figures(again)
+
+
+def _log_plan(plan: Plan) -> None:
+    """Log what is about to run."""
+    budgets = f"{format_size(plan.budgets.device)} and {format_size(plan.budgets.host)}"
+    logger.info("tile %s, %d steps, budgets %s", plan.tile, plan.steps, budgets)
+    if plan.done:
+        logger.info("%d tiles were done already", len(plan.done))
+
+
+@contextmanager
+def _disk_errors() -> Iterator[None]:
+    """Raise errors of the operating system as `ExecutionError`."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, OocGemmError):
+            raise
+        raise ExecutionError(f"C cannot be written to the disk: {error}") from error
+
+
+def _observer(log: Recorder, watch: Observer | None) -> Observer:
+    """Return an observer that records every finished operation, and passes it on to another observer."""
+
+    def observe(span: Span) -> None:
+        log.add(span)
+        if watch is not None:
+            watch(span)
+
+    return observe
+
+
+def _clear_frames(failure: BaseException) -> None:
+    """Free the slots that the frames of a failure refer to, and those of its causes and contexts.
+
+    The slots would otherwise live as long as the exception does.
+    """
+    left, seen = [failure], set[int]()
+    while left:
+        one = left.pop()
+        if id(one) not in seen:
+            seen.add(id(one))
+            clear_frames(one.__traceback__)
+            left += [other for other in (one.__cause__, one.__context__) if other is not None]
+    gc.collect()  # failures that were not the first

@@ -1,0 +1,1 @@
+"""Measurements of this machine: calibration, kernel benchmarks and the GPU's counters."""

@@ -1,0 +1,339 @@
+"""Calibration: measure the rates of kernels, links, memory and storage.
+
+All operations go through the engine's own session and host slots. The rates are therefore those of real runs,
+and no device needs its own code here.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from datetime import date
+from functools import partial
+from pathlib import Path
+from statistics import median
+from time import perf_counter, perf_counter_ns
+from typing import Any
+
+import numpy as np
+
+from oocgemm import backends, stores
+from oocgemm.backends import Backend
+from oocgemm.backends.base import Array, known_dtypes, numpy_dtype
+from oocgemm.engine.executor import Run
+from oocgemm.engine.staging import Staging
+from oocgemm.errors import BackendError, InputError
+from oocgemm.machine.measure.sampling import explained, per_second, typical
+from oocgemm.machine.measure.storage import storage_rates
+from oocgemm.machine.measure.workbench import Workbench, plan_of, transfer_seconds
+from oocgemm.planning import (
+    RATES,
+    Budgets,
+    Calibration,
+    Candidate,
+    GemmProblem,
+    KernelRate,
+    Kind,
+    Layouts,
+    MachineModel,
+    Operation,
+    Plan,
+    Slots,
+    TileShape,
+    check_fit,
+    check_link,
+    default_model,
+    fit_link,
+)
+from oocgemm.planning.units import format_size
+from oocgemm.system import cache
+from oocgemm.system.cpu import CpuTimes, used_since
+from oocgemm.system.memory import available_memory
+
+_FREE_SHARE = 0.5  # share of the free memory that a calibration uses
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes and durations of the measurements.
+
+    Tiles are `side` x `side`, with panels of `depths`. Copies take `copies` rows of a block of shape `block`.
+    Each measurement takes `seconds`, each of storage three times that.
+    """
+
+    side: int
+    depths: tuple[int, ...]
+    block: tuple[int, int]
+    copies: tuple[int, ...]
+    seconds: float
+
+
+# The tiles saturate the kernel. The block, 256 MiB in float64, is much larger than the processor's caches.
+SIZES = {
+    "cuda": Sizes(8192, (256, 512, 1024, 2048, 4096), (8192, 4096), (32, 128, 512, 2048, 8192), 0.3),
+    "host": Sizes(2048, (64, 128, 256, 512, 1024), (8192, 4096), (), 0.3),
+}
+
+
+def calibrate(
+    backend: str = "auto",
+    device: int = 0,
+    path: str | os.PathLike[str] | None = None,
+    *,
+    sizes: Sizes | None = None,
+    say: Callable[[str], None] = lambda doing: None,
+) -> Calibration:
+    """Measure this machine, in less than a minute. No other program should run meanwhile.
+
+    Args:
+        backend: "cuda", "host", or "auto": cuda if a device is available.
+        device: number of the CUDA device.
+        path: folder whose storage is measured, with temporary files; None is the current folder.
+        sizes: sizes and durations; None selects those of the backend.
+        say: called with a description of each measurement before it starts.
+
+    Returns:
+        A `Calibration`, in flop/s, bytes per second and seconds. Save it with `oocgemm.system.cache.save`.
+
+    Raises:
+        InputError: the folder cannot be written to.
+        BackendError: there is no such device, too little free memory, or no fit explains the measured rates.
+        ExecutionError: the disk fails or is full.
+    """
+    started, cpu = perf_counter(), CpuTimes.now()
+    folder = Path.cwd() if path is None else Path(path)
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise InputError(
+            f"storage cannot be measured in {folder}: it is not a writable folder; choose one with --path"
+        )
+    engine = backends.open_backend(backend, device)
+    say = _with_backend(engine, say)
+    machine = default_model(engine.name, len(os.sched_getaffinity(0)))
+    machine = replace(machine, multiprocessors=engine.multiprocessors())
+    sizes = sizes or SIZES[engine.name]
+    rows, cols = sizes.block
+    rows = max(
+        1, min(rows, available_memory() // (64 * cols))
+    )  # at most four blocks exist at once: half of the available memory
+    sizes = replace(sizes, block=(rows, cols), copies=tuple(c for c in sizes.copies if c <= rows))
+    source = _numbers(sizes.block)
+    kernels, prepare, samples = _kernels(engine, machine, sizes, say)
+    rates, copies = _links(engine, machine, sizes, source, say)
+    say("issue")
+    issue = _issue_seconds(engine, machine, sizes.seconds)
+    storage, decode = storage_rates(machine, folder, source, 3 * sizes.seconds, say)
+    seconds, used = perf_counter() - started, used_since(cpu)
+    others = used["busy_seconds"] - used["own_seconds"] if used else 0.0
+    return Calibration(
+        machine=cache.machine_key(),
+        backend=engine.name,
+        device=backends.identity(engine),
+        date=date.today().isoformat(),
+        multiprocessors=machine.multiprocessors,
+        kernels=kernels,
+        rates=rates | {"prepare": prepare, "decode": decode, "issue": issue},
+        stores={cache.file_system(folder): storage},
+        samples={
+            "kernels": samples,
+            "copies": copies,
+            "path": str(folder.absolute()),
+            "link_limit": engine.link_limit(),
+            "seconds": seconds,
+            "cores_used_by_others": round(others / seconds, 2),
+        },
+    )
+
+
+def _with_backend(engine: Backend, say: Callable[[str], None]) -> Callable[[str], None]:
+    """Prefix messages with the name of the backend."""
+    return lambda doing: say(f"{engine.name}: {doing}")
+
+
+def _kernels(
+    engine: Backend, machine: MachineModel, sizes: Sizes, say: Callable[[str], None]
+) -> tuple[dict[str, KernelRate], float, dict[str, dict[str, float]]]:
+    """Measure the multiplication for each dtype, native and emulated.
+
+    Returns:
+        Fitted rates by name; the rate of Prepare in bytes per second of panels, for the slowest dtype;
+        measured flop/s by name and panel depth.
+    """
+    numbers = _numbers((64, 1024)).reshape(-1)
+    fitted, prepare, samples = {}, [], {}
+    for name, (dtype, compute) in RATES.items():
+        if dtype not in known_dtypes():
+            continue
+        tile = _fitting(engine, machine, dtype, sizes, compute)
+        with Workbench(engine, machine, dtype, tile, compute=compute) as bench:
+            for operand in "AB":
+                bench.fill(operand, numbers.astype(numpy_dtype(dtype)))
+            fitted[name], rates = _kernel(bench, name, sizes, say)
+            if bench.plan.problem.planes:
+                split = bench.prepare(max(rates))
+                prepare.append(split.bytes / typical(partial(bench.seconds, split), sizes.seconds))
+            samples[name] = {str(depth): rate for depth, rate in rates.items()}
+    return fitted, min(prepare), samples
+
+
+def _kernel(
+    bench: Workbench, name: str, sizes: Sizes, say: Callable[[str], None]
+) -> tuple[KernelRate, dict[int, float]]:
+    """Measure the multiplication on a workbench; return the fit, and flop/s by panel depth."""
+    seen: dict[int, float] = {}
+
+    def rate(depth: int) -> float:
+        say(f"{name}, panels {depth} deep")
+        if bench.plan.problem.planes:
+            bench.intervals(bench.prepare(depth))
+        if not seen:
+            bench.intervals(bench.multiply(depth, first=True))  # overwrites C, which is uninitialised
+        operation = bench.multiply(depth)
+        seen[depth] = per_second(operation.flops, typical(partial(bench.seconds, operation), sizes.seconds))
+        return seen[depth]
+
+    def depths() -> Iterator[int]:
+        for depth in sizes.depths:
+            if len(seen) >= 2 and bench.multiply(depth).flops > 4 * sizes.seconds * max(seen.values()):
+                return  # slow machine: two depths suffice for a line
+            yield depth
+
+    def fit(rates: Mapping[int, float]) -> KernelRate:
+        ideal = _of_infinite_tile(bench.plan, rates)
+        found = KernelRate.fitted(ideal)
+        check_fit(
+            name, "FLOP", ideal, lambda r: found.peak / (1 + found.half_depth / r), "panels {} deep".format
+        )
+        return found
+
+    return explained(rate, depths(), fit)
+
+
+def _of_infinite_tile(plan: Plan, rates: Mapping[int, float]) -> dict[int, float]:
+    """Convert rates to those of an infinite tile, since the model accounts for tile extents itself."""
+    tile = plan.tile
+    ideal = replace(plan.machine, kernels={plan.problem.rate: KernelRate(1.0, 0.0)})
+    loss = ideal.multiply_seconds(plan.problem.rate, 1.0, tile.m, tile.n, tile.k)
+    loss *= ideal.wave_quantization(plan.problem.rate, tile.m, tile.n)
+    return {depth: rate * loss for depth, rate in rates.items()}
+
+
+def _fitting(engine: Backend, machine: MachineModel, dtype: str, sizes: Sizes, compute: str) -> TileShape:
+    """Return the largest tile of at most `sizes.side` that fits the free memory.
+
+    Raises `BackendError` if not even a tile of 32 x 32 fits.
+    """
+    side, free = sizes.side, engine.free_memory()
+    while True:
+        tile = TileShape(side, side, sizes.depths[-1])
+        if plan_of(machine, dtype, tile, compute).footprint.device_total <= _FREE_SHARE * free:
+            return tile
+        if side < 64:
+            raise BackendError(
+                f"{format_size(free)} of free memory are too little to calibrate: a tile of {side} x {side} "
+                "does not fit; end other programs"
+            )
+        side //= 2
+
+
+def _links(
+    engine: Backend, machine: MachineModel, sizes: Sizes, source: Array, say: Callable[[str], None]
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Measure copies within memory and over the device's links, and the cost of touching memory first.
+
+    Returns:
+        Rates in bytes per second, `copy_latency` in seconds and `arena_seconds_per_byte`; the samples by
+        link.
+    """
+    say("memory")
+    (rows, cols), matrix = sizes.block, stores.open_matrix("A", source)
+    tile, first_touch, warm = TileShape(rows, cols, cols), [], []
+    for _ in range(3):
+        with Workbench(engine, machine, "float64", tile, matrix) as bench:
+            before, after = (_fill_seconds(bench) for _ in range(2))
+            first_touch.append(max(0.0, before - after) / source.nbytes)
+            read = bench.load(Kind.READ, "A")
+            warm.append(
+                typical(partial(transfer_seconds, bench.staging, read, bench.slot(read)), sizes.seconds)
+            )
+    rates = {"arena_seconds_per_byte": median(first_touch), "memory": source.nbytes / median(warm)}
+    if machine.unified:
+        return rates | {"h2d": rates["memory"], "d2h": rates["memory"]}, {}
+    samples: dict[str, Any] = {}
+    with Workbench(engine, machine, "float64", tile) as bench:
+        limit, latencies = engine.link_limit(), []
+        for link in ("h2d", "d2h"):
+            say(link)
+            copies = {
+                copy.bytes: copy
+                for copy in (
+                    bench.load(Kind.UPLOAD, "A", height) if link == "h2d" else bench.download(height)
+                    for height in sizes.copies
+                )
+            }
+
+            def rate(size: int, copies: Mapping[int, Operation] = copies) -> float:
+                return per_second(size, typical(partial(bench.seconds, copies[size]), sizes.seconds))
+
+            (latency, rates[link]), found = explained(rate, copies, partial(fit_link, link, limit=limit))
+            latencies.append(latency)
+            samples[link] = {str(size): found[size] for size in found}
+        rates["copy_latency"] = max(latencies)
+        say("h2d and d2h at once")
+        both = [bench.load(Kind.UPLOAD, "A"), bench.download(rows)] * 4
+
+        def together(size: int) -> float:
+            return per_second(size, typical(lambda: _total_seconds(bench.intervals(*both)), sizes.seconds))
+
+        def check(found: Mapping[int, float]) -> float:
+            (total,) = found.values()
+            check_link("half of h2d and d2h at once", total / 2, limit)
+            return total
+
+        samples["both ways"], _ = explained(together, [sum(copy.bytes for copy in both)], check)
+    return rates, samples
+
+
+def _fill_seconds(bench: Workbench) -> float:
+    """Return the seconds that a panel takes from memory to the device."""
+    started = perf_counter()
+    read = bench.load(Kind.READ, "A")
+    bench.staging.transfer(read, [bench.slot(read)])
+    if not bench.plan.machine.unified:
+        bench.intervals(bench.load(Kind.UPLOAD, "A"))
+    return perf_counter() - started
+
+
+def _issue_seconds(engine: Backend, machine: MachineModel, seconds: float) -> float:
+    """Return the seconds per operation of a run on tiny tiles, whose time is almost only that of issuing."""
+    side, tile = 8 * 64, TileShape(64, 64, 64)
+    host = 0 if machine.unified else 2
+    slots = Slots(2, 2, 1, host, host, host, strip=tile.m, unified=machine.unified)
+    room = available_memory()
+    problem = GemmProblem(side, side, side, "float64", "float64", "float64", "float64")
+    plan = Plan(problem, Layouts(), Budgets(room, room), machine, Candidate(tile, slots))
+    matrices = {name: stores.open_matrix(name, _numbers((side, side))) for name in "ABC"}
+    with ExitStack() as cleanup:
+        staging = Staging(plan, matrices)
+        cleanup.callback(staging.close)
+        session = engine.open(plan, "auto")
+        cleanup.callback(session.close)
+
+        def once() -> float:
+            ended: list[int] = []
+            origin = perf_counter_ns()
+            Run(plan, session, staging, origin, lambda span: ended.append(span.end)).execute()
+            return max(ended) / 1e9 / len(ended)
+
+        return typical(once, 3 * seconds)
+
+
+def _numbers(shape: tuple[int, int]) -> Array:
+    """Return normal random numbers in steps of 1/64, so that they compress about as well as measured data."""
+    count = shape[0] * shape[1]
+    some = np.round(np.random.default_rng(0).standard_normal(min(count, 1 << 20)) * 64) / 64
+    return np.resize(some, count).reshape(shape)
+
+
+def _total_seconds(intervals: Sequence[tuple[int, int]]) -> float:
+    """Return the seconds from the first start to the last end; intervals are in nanoseconds."""
+    return (max(end for _, end in intervals) - min(start for start, _ in intervals)) / 1e9

@@ -1,0 +1,190 @@
+"""A session and its host slots without a schedule: single operations are submitted and timed."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from time import perf_counter, perf_counter_ns
+
+from oocgemm.backends import Backend
+from oocgemm.backends.base import Array, Stream, Token
+from oocgemm.engine.staging import Staging
+from oocgemm.errors import BackendError
+from oocgemm.planning import (
+    DTYPES,
+    Budgets,
+    Candidate,
+    GemmProblem,
+    Kind,
+    Layouts,
+    MachineModel,
+    Operation,
+    Plan,
+    Region,
+    Slot,
+    Slots,
+    Tier,
+    TileShape,
+)
+from oocgemm.planning.tiling import Range
+from oocgemm.stores import Matrix
+from oocgemm.system.memory import available_memory
+
+_TILE = (0, 0)
+QUEUED = 4  # operations per sample
+MAX_AHEAD = 64  # copies queued before them, at most
+
+
+class Workbench:
+    """A session and its host slots: one slot for each panel and for one tile, and operations on them."""
+
+    def __init__(
+        self,
+        engine: Backend,
+        machine: MachineModel,
+        dtype: str,
+        tile: TileShape,
+        a: Matrix | None = None,
+        compute: str = "native",
+    ) -> None:
+        self.plan = plan_of(machine, dtype, tile, compute)
+        self._cleanup = ExitStack()
+        self.staging = Staging(self.plan, {"A": a} if a else {})
+        self._cleanup.callback(self.staging.close)
+        try:
+            self.session = engine.open(self.plan, "auto")
+        except BaseException:
+            self._cleanup.close()
+            raise
+        self._cleanup.callback(self.session.close)
+
+    def __enter__(self) -> "Workbench":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._cleanup.close()
+
+    def multiply(self, depth: int, *, first: bool = False) -> Operation:
+        """Return a Multiply of the whole tile by panels `depth` deep.
+
+        With emulated compute, run `prepare` with the same depth first. `first`: overwrite C instead of adding
+        to it.
+        """
+        tile, problem = self.plan.tile, self.plan.problem
+        c, ranges = _device("C", tile.m * tile.n), ((0, tile.m), (0, tile.n), (0, depth))
+        planes = (_device("P", 1),) if problem.planes else ()
+        reads = (*self._panels(depth), *planes, *(() if first else (c,)))
+        flops = problem.step_flops(tile.m, tile.n, depth)
+        return Operation(Kind.MULTIPLY, "C", _TILE, 0, reads, (c,), *ranges, flops=flops, first=first)
+
+    def prepare(self, depth: int) -> Operation:
+        """Return a Prepare that splits panels `depth` deep into planes of residues."""
+        tile, planes = self.plan.tile, (_device("P", 1),)
+        size = (tile.m + tile.n) * depth * self.plan.problem.itemsizes["A"]
+        ranges = (0, tile.m), (0, tile.n), (0, depth)
+        return Operation(Kind.PREPARE, "P", _TILE, 0, self._panels(depth), planes, *ranges, size)
+
+    def _panels(self, depth: int) -> tuple[Region, Region]:
+        return _device("A", self.plan.tile.m * depth), _device("B", depth * self.plan.tile.n)
+
+    def load(self, kind: Kind, operand: str, rows: int | None = None) -> Operation:
+        """Return a Read or an Upload of a panel, or of its first `rows` rows."""
+        tile, itemsize = self.plan.tile, self.plan.problem.itemsizes[operand]
+        height, width = (tile.m, tile.k) if operand == "A" else (tile.k, tile.n)
+        return block_copy(kind, operand, (0, rows or height), (0, width), itemsize)
+
+    def download(self, rows: int) -> Operation:
+        """Return a Download of the first `rows` rows of the tile."""
+        itemsize = self.plan.problem.itemsizes["C"]
+        return block_copy(Kind.DOWNLOAD, "C", (0, rows), (0, self.plan.tile.n), itemsize)
+
+    def slot(self, operation: Operation) -> Array:
+        """Return the slot that a Read fills: the device's if the device is the host, else the host's."""
+        if self.plan.machine.unified:
+            return self.session.view(operation, operation.writes[0])
+        return self.staging.columns(Slot(Tier.HOST, operation.operand, 0), operation)[0]
+
+    def intervals(self, *operations: Operation) -> list[tuple[int, int]]:
+        """Submit operations in order; return the start and end of each in nanoseconds of the host clock."""
+        return self._intervals([self._submit(operation) for operation in operations])
+
+    @staticmethod
+    def _intervals(tokens: Sequence[Token]) -> list[tuple[int, int]]:
+        for token in tokens:
+            token.synchronize()
+        return [token.interval() for token in tokens]
+
+    def seconds(self, operation: Operation) -> float:
+        """Return the seconds that an operation takes on a busy device.
+
+        An asynchronous operation is queued `QUEUED` times behind copies of a panel. The result is the time
+        between the first end and the last, on the device. The interval of a single token is not accurate
+        enough. It starts at the host's time of issue at the earliest, because events on an idle stream can
+        fire long before the work starts. A short copy can end before that, and its interval is then empty.
+
+        Raises:
+            BackendError: the device always finished the copies before the host had queued the operations.
+        """
+        if operation.kind not in self.session.asynchronous:  # it ends before it is submitted
+            ((start, end),) = self.intervals(operation)
+            return (end - start) / 1e9
+        panel, ahead = self.load(Kind.UPLOAD, "A"), 1
+        while ahead <= MAX_AHEAD:
+            tokens = [self._submit(panel) for _ in range(ahead)][-1:]
+            tokens += [self._submit(operation, tokens[:1]) for _ in range(QUEUED)]
+            issued = perf_counter_ns()
+            copies_end, first, *_, last = (end for _, end in self._intervals(tokens))
+            if copies_end > issued:
+                return (last - first) / (QUEUED - 1) / 1e9
+            ahead *= 2
+        raise BackendError(
+            f"operations cannot be timed: the device copied {MAX_AHEAD} panels before the host had queued "
+            f"{QUEUED} operations; end other programs and run oocgemm calibrate again"
+        )
+
+    def fill(self, operand: str, numbers: Array) -> None:
+        """Fill a panel with `numbers`, repeated: the flop rate of a device depends on the data."""
+        slot = self.slot(self.load(Kind.READ, operand)).reshape(-1)
+        for start in range(0, slot.size, numbers.size):
+            slot[start : start + numbers.size] = numbers[: slot.size - start]
+        if not self.plan.machine.unified:
+            self.intervals(self.load(Kind.UPLOAD, operand))
+
+    def _submit(self, operation: Operation, after: Sequence[Token] = ()) -> Token:
+        host: list[Array] = []
+        if operation.kind in (Kind.UPLOAD, Kind.DOWNLOAD):
+            slot = Slot(Tier.HOST, operation.operand, 0)
+            self.staging.await_prefault(slot)
+            host = self.staging.columns(slot, operation)
+        with self.session.worker(Stream.of(operation)):
+            return self.session.submit(operation, host, after)
+
+
+def plan_of(machine: MachineModel, dtype: str, tile: TileShape, compute: str = "native") -> Plan:
+    """Return a plan of one tile and one step, with one slot per panel and tile."""
+    kind = DTYPES[dtype]
+    shape = tile.m, tile.n, tile.k
+    problem = GemmProblem(*shape, dtype, dtype, kind.accumulator, kind.results[0], compute=compute)
+    host, planes = 0 if machine.unified else 1, 1 if problem.planes else 0
+    slots = Slots(1, 1, 1, host, host, host, strip=tile.m, planes=planes, unified=machine.unified)
+    available = available_memory()
+    candidate = Candidate(tile, slots, io_threads=machine.io_threads)
+    return Plan(problem, Layouts(), Budgets(available, available), machine, candidate)
+
+
+def _device(operand: str, elements: int) -> Region:
+    return Region(Slot(Tier.DEVICE, operand, 0), 0, elements)
+
+
+def block_copy(kind: Kind, operand: str, rows: Range, cols: Range, itemsize: int) -> Operation:
+    """Return a copy of a block between two slots of an operand, or between a slot and its store."""
+    elements = (rows[1] - rows[0]) * (cols[1] - cols[0])
+    region, nothing = (_device(operand, elements),), (0, 0)
+    reads, writes = ((), region) if kind in (Kind.READ, Kind.UPLOAD) else (region, ())
+    m, n, k = {"A": (rows, nothing, cols), "B": (nothing, cols, rows)}.get(operand, (rows, cols, nothing))
+    return Operation(kind, operand, _TILE, 0, reads, writes, m, n, k, elements * itemsize)
+
+
+def transfer_seconds(staging: Staging, operation: Operation, view: Array) -> float:
+    """Return the wall time of a transfer between a store and a view."""
+    started = perf_counter()
+    staging.transfer(operation, [view])
+    return perf_counter() - started

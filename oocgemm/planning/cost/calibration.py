@@ -1,0 +1,139 @@
+"""Calibrations: what `oocgemm calibrate` measured of a machine, and how it is stored as JSON."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from math import isfinite
+from typing import Any
+
+from oocgemm.planning.cost.fits import check_link, fit_link
+from oocgemm.planning.cost.machine import RATES, KernelRate, MachineModel
+
+# Identify the JSON format of a calibration.
+FORMAT = "oocgemm-calibration"
+VERSION = 3
+
+
+@dataclass(frozen=True, slots=True)
+class StoreRates:
+    """Bytes per second of one file system.
+
+    `read` and `read_scattered` are whole raw chunks, and panels of half of each line, from the page cache.
+    `read_cold` is from the disk. `write` includes the flush to the disk.
+    """
+
+    read: float
+    read_scattered: float
+    read_cold: float
+    write: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Measured rates of a machine, and the samples that they were fitted to.
+
+    `rates` are fields of `MachineModel` by name. `stores` are the rates of file systems by id, the latest
+    measured last. `samples` are informative, except that copy rates are checked against them. Rates that were
+    not measured keep their defaults.
+    """
+
+    machine: str
+    backend: str
+    device: str
+    date: str
+    multiprocessors: int
+    kernels: Mapping[str, KernelRate]
+    rates: Mapping[str, float]
+    stores: Mapping[str, StoreRates] = field(default_factory=dict)
+    samples: Mapping[str, Any] = field(default_factory=dict)
+
+    def model(
+        self, defaults: MachineModel, reads: Collection[str] = (), writes: Collection[str] = ()
+    ) -> MachineModel:
+        """Build the model of this machine for runs that read from and write to file systems.
+
+        A file system that was never measured gets the rates of the one measured last, and the model's name
+        says so.
+        """
+        name = f"{self.device}, calibrated on {self.date}"
+        measured_rates: dict[str, Any] = dict(self.rates)
+        if self.stores:
+            latest = list(self.stores.values())[-1]
+            sources = [self.stores.get(system, latest) for system in reads] or [latest]
+            targets = [self.stores.get(system, latest) for system in writes] or [latest]
+            measured_rates |= {
+                "read": min(s.read for s in sources),
+                "read_scattered": min(s.read_scattered for s in sources),
+                "write": min(s.write for s in targets),
+            }
+        measured = all(system in self.stores for system in (*reads, *writes))
+        if not measured:
+            name += "; not so the storage: oocgemm calibrate --path DIR"
+        return replace(
+            defaults,
+            name=name,
+            kernels={**defaults.kernels, **self.kernels},
+            multiprocessors=self.multiprocessors,
+            calibrated=True,
+            storage_calibrated=measured,
+            **measured_rates,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Convert to plain data for JSON."""
+        return {"format": FORMAT, "version": VERSION} | asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Any) -> "Calibration":
+        """Rebuild a calibration from `to_dict`, or from `calibrate --json`, whose keys have no spaces.
+
+        Raises `ValueError` for other data.
+        """
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise ValueError("it is not a calibration")
+        if data.get("version") != VERSION:
+            raise ValueError(f"it has version {data.get('version')!r}, this program reads version {VERSION}")
+        try:
+            texts = {name: str(data[name]) for name in ("machine", "backend", "device", "date")}
+            kernels = {
+                name.replace("_", " "): KernelRate(**_numbers(rate)) for name, rate in data["kernels"].items()
+            }
+            stores = {system: StoreRates(**_numbers(rate)) for system, rate in data["stores"].items()}
+            rates, samples = _numbers(data["rates"]), dict(data["samples"])
+            multiprocessors = max(1, int(data["multiprocessors"]))
+            _check_links(texts["backend"], rates, samples)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"it is incomplete: {error}") from error
+        known = {f.name for f in fields(MachineModel) if f.type is float}
+        unknown = (rates.keys() - known) | (kernels.keys() - RATES.keys())
+        if unknown or any(rate.peak <= 0 for rate in kernels.values()):
+            raise ValueError(f"it has invalid rates: {', '.join(sorted(unknown)) or 'a peak of 0'}")
+        return cls(
+            **texts,
+            multiprocessors=multiprocessors,
+            kernels=kernels,
+            rates=rates,
+            stores=stores,
+            samples=samples,
+        )
+
+
+def _check_links(backend: str, rates: Mapping[str, float], samples: Mapping[str, Any]) -> None:
+    """Raise `ValueError` for impossible rates of links, or for rates that contradict their samples."""
+    for link in ("h2d", "d2h"):
+        if (
+            backend != "host" and link in rates
+        ):  # the "link" of the host backend is memory, which no limit bounds
+            check_link(link, rates[link], samples.get("link_limit"))
+        copies = samples.get("copies", {}).get(link)
+        if copies:
+            fit_link(link, {int(size): rate for size, rate in copies.items()}, samples.get("link_limit"))
+
+
+def _numbers(data: Mapping[str, Any]) -> dict[str, float]:
+    """Check that values are finite and positive, or 0 for costs. Raises `ValueError`."""
+    may_be_0 = ("half_depth", "copy_latency", "arena_seconds_per_byte")
+    for name, value in data.items():
+        number = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+        if not number or value < 0 or (value == 0 and name not in may_be_0):
+            raise ValueError(f"{name} = {value!r} is not a rate")
+    return {name: float(value) for name, value in data.items()}

@@ -1,0 +1,45 @@
+"""Estimate in closed form how many bytes of panels a candidate loads."""
+
+from oocgemm.planning.problem import GemmProblem
+from oocgemm.planning.schedule.placement import Loads
+from oocgemm.planning.schedule.slots import Slots
+from oocgemm.planning.schedule.traversal import Traversal
+from oocgemm.planning.tiling import TileGrid, ceil_div
+
+
+def estimate_loads(problem: GemmProblem, grid: TileGrid, slots: Slots, traversal: Traversal) -> Loads:
+    """Estimate what `Schedule.loads` counts, from the share of reuses that the slots can serve."""
+    down, across = grid.shape
+    if down * across == 0:
+        return Loads(0, 0, 0, 0)
+    a = problem.m * problem.depth * problem.itemsizes["A"]
+    b = problem.depth * problem.n * problem.itemsizes["B"]
+    a_up, b_up = _times_loaded(down, across, grid.steps, slots.a, slots.b, traversal)
+    if slots.unified:
+        return Loads(a * a_up, b * b_up, a * a_up, b * b_up)
+    a_read, b_read = _times_loaded(down, across, grid.steps, slots.host_a, slots.host_b, traversal)
+    return Loads(a * a_up, b * b_up, a * min(a_up, a_read), b * min(b_up, b_read))
+
+
+def _times_loaded(
+    down: int, across: int, steps: int, a_slots: int, b_slots: int, traversal: Traversal
+) -> tuple[float, float]:
+    """Estimate how many times op(A) and op(B) are loaded into that many slots of one tier."""
+    if traversal.axis == 1:
+        b, a = _times_loaded(across, down, steps, b_slots, a_slots, traversal.along_rows)
+        return a, b
+    band = min(traversal.band, down)
+    bands = ceil_div(down, band)
+    # Panels of a row are reused after those of the other rows of its band. Panels of a column are reused by
+    # each row of the band, and then after those of all other columns.
+    a = 1 + (across - 1) * (1 - _hit_rate(a_slots, band * steps))
+    b = 1 + (bands - 1) * (1 - _hit_rate(b_slots, across * steps))
+    return a, b + bands * (band - 1) * (1 - _hit_rate(b_slots, steps))
+
+
+def _hit_rate(slots: int, panels: int) -> float:
+    """Share of `panels`, used forwards and backwards in turn, that are still in slots when they are reused.
+
+    At each turn, the slots are full of the panels that are used next.
+    """
+    return min(1.0, slots / panels)

@@ -1,0 +1,83 @@
+"""Refuse tile shapes and budgets, with errors that name the remedy."""
+
+from oocgemm.errors import BudgetError, InputError
+from oocgemm.planning.cost.footprint import Candidate, Footprint, footprint
+from oocgemm.planning.integers import MAX_INT32_DEPTH
+from oocgemm.planning.schedule.slots import Slots
+from oocgemm.planning.search.candidates import min_tile
+from oocgemm.planning.setting import Budgets, Setting
+from oocgemm.planning.tiling import TileShape
+from oocgemm.planning.units import ceil_size, format_size
+
+
+def check_tile(setting: Setting, tile: TileShape) -> None:
+    """Raise `InputError` for a tile shape that a product cannot use."""
+    problem = setting.problem
+    if min(tile.m, tile.n, tile.k) < 1:
+        raise InputError(f"tile {tile} has an extent below 1")
+    if problem.exact and min(tile.k, problem.depth) > MAX_INT32_DEPTH:
+        raise InputError(
+            f"tile {tile}: int32 holds sums of {MAX_INT32_DEPTH} products of int8 numbers, and panels would "
+            f"be {tile.k} deep: make k at most {MAX_INT32_DEPTH}"
+        )
+    chunk = setting.layouts.c.write_chunk
+    for name, extent, nominal, unit in (
+        ("m", problem.m, tile.m, chunk[0]),
+        ("n", problem.n, tile.n, chunk[1]),
+    ):
+        if nominal < extent and nominal % unit:
+            raise InputError(
+                f"tile {tile}: {name} = {nominal} would divide chunks of C ({chunk[0]} x {chunk[1]}) between "
+                f"tiles, and two tiles must not write one chunk: make {name} a multiple of {unit}"
+            )
+
+
+def budget_error(setting: Setting, tile: TileShape | None) -> BudgetError:
+    """Create the error for budgets that are too small for the smallest plan, of all or of that tile shape."""
+    problem, layouts, budgets = setting.problem, setting.layouts, setting.budgets
+    unified = setting.machine.unified
+    shape = tile or min_tile(setting)
+    strip = min(setting.c_chunks(shape)[0], shape.m)
+    host = 0 if unified else 1
+    slots = Slots(
+        host_a=host,
+        host_b=host,
+        host_c=host,
+        finish=2 if problem.finishes else 0,
+        strip=strip,
+        planes=2 if problem.planes else 0,
+        unified=unified,
+    )
+    needed = footprint(setting, Candidate(shape, slots))
+    if tile:
+        return too_small(budgets, needed, f"the plan of tile {tile}", "a smaller tile")
+    remedies = []
+    if needed.host_total > budgets.host:
+        remedies += [f"rechunk {x}" for x, on in (("A", layouts.a), ("B", layouts.b)) if on.decode_bytes]
+    if max(layouts.c.write_chunk) > 16 or (needed.host_total > budgets.host and layouts.c.encodes):
+        remedies.append("give C smaller chunks")
+    return too_small(budgets, needed, "the smallest plan", " or ".join(remedies))
+
+
+def too_small(budgets: Budgets, footprint: Footprint, what: str, otherwise: str = "") -> BudgetError:
+    """Create the error for budgets below a footprint. It names sizes that suffice."""
+    short = [
+        (tier, budget, total)
+        for tier, budget, total in (
+            ("device", budgets.device, footprint.device_total),
+            ("host", budgets.host, footprint.host_total),
+        )
+        if total > budget
+    ]
+    given = " and ".join(f"{tier} memory {format_size(budget)}" for tier, budget, _ in short)
+    needed = " and ".join(f"{total} bytes" for _, _, total in short)
+    if any(tier == "host" for tier, _, _ in short) and footprint.host["scratch"]:
+        needed += f", {format_size(footprint.host['scratch'])} of it to decode or encode chunks"
+    arguments = ", ".join(f"{tier}_memory='{ceil_size(total)}'" for tier, _, total in short)
+    options = " ".join(f"--{tier}-memory {ceil_size(total)}" for tier, _, total in short)
+    return BudgetError(
+        f"{given} cannot hold {what} ({needed}): pass {arguments} ({options})"
+        f"{otherwise and f', or {otherwise}'}",
+        least=short[0][2],
+        needed=(footprint.device_total, footprint.host_total),
+    )

@@ -1,0 +1,258 @@
+"""Give a tile shape slots: a minimum of them, and the memory left over to panels that are used again."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from math import ceil
+
+from oocgemm.planning.check_blocks import panel_checksum_bytes
+from oocgemm.planning.cost.footprint import Candidate, extents, footprint, slot_bytes
+from oocgemm.planning.cost.loads import estimate_loads
+from oocgemm.planning.cost.price import strip_rate
+from oocgemm.planning.schedule.slots import Slots
+from oocgemm.planning.schedule.traversal import Traversal
+from oocgemm.planning.setting import Setting
+from oocgemm.planning.tiling import TileGrid, TileShape, ceil_div, round_up
+
+# Bytes of a strip that drains: long enough for the link, short enough to start writing early.
+STRIP_BYTES = 32 << 20
+# Minimum number of strips per tile. On the host, the next tile's first step hides most of the drain. Beside a
+# device, each strip is several operations to issue.
+STRIPS = 3
+STAGED_STRIPS = 10
+# If the host caches panels, a strip takes at most this fraction of the host budget, but a tile has at most
+# this many strips.
+HOST_SHARE = 400
+MAX_STRIPS = 32
+# If the store is slower than the link by this factor, reads and uploads may run in turn, to leave more memory
+# to panels.
+SLOW_STORE_FACTOR = 10
+MAX_DRAIN = 16
+# Which panels get the free memory first, on the device and on the host.
+PRIORITIES = (
+    ("soonest", "soonest"),
+    ("soonest", "passing"),
+    ("passing", "soonest"),
+    ("soonest", "alone"),
+    ("soonest", "band"),
+    ("passing", "band"),
+)
+
+
+def slot_counts(setting: Setting, tile: TileShape, c: int, io_threads: int) -> Iterator[Candidate]:
+    """Yield candidates of a tile shape with `c` accumulators, with as many panel slots as fit the budgets."""
+    problem, machine, layouts = setting.problem, setting.machine, setting.layouts
+    base = _min_slots(setting, tile, c, io_threads)
+    if base is None:
+        return
+    size = slot_bytes(problem, tile, base.strip)
+    grid = TileGrid.of(problem, tile)
+    (down, across), steps = grid.shape, grid.steps
+    free, host_free = _free(setting, tile, base, io_threads)
+    base = _draining(setting, tile, base, steps, free, size)
+    if not machine.unified and not layouts.c.in_memory:
+        base = _with_tile_on_host(setting, tile, base, steps, host_free // 2, size)
+    free, host_free = _free(setting, tile, base, io_threads)
+    caches = down * across > 0 and setting.host_caches_panels
+    bases = [(base, host_free)]
+    if caches and SLOW_STORE_FACTOR * machine.read <= machine.h2d:
+        strip = min(base.strip, round_up(ceil_div(base.strip, 64), setting.c_chunks(tile)[0]))
+        lean = replace(base, host_a=1, host_b=1, host_c=1, strip=strip)
+        bases.append((lean, _free(setting, tile, lean, io_threads)[1]))
+    device = size["device", "A"], size["device", "B"]
+    room = free if machine.unified else host_free
+    for axis in (0, 1) if down * across > 1 else (0,):
+        found: list[tuple[float, bool, int, Candidate]] = []
+        for band in _bands((down, across)[axis], axis, steps, room, size, spills=caches):
+            traversal = Traversal(axis, band)
+            a, b = _filled(base.a, base.b, free, *device, down, across, steps, traversal)
+            yield Candidate(tile, replace(base, a=a, b=b), traversal, io_threads)
+            if not caches:
+                continue
+            known: set[tuple[bool, int, int, int, int]] = set()
+            # Either tier may serve either operand first: what one tier caches, the other need not.
+            priorities = PRIORITIES if band > 1 else PRIORITIES[:4]
+            for (fewest, spare), (on_device, on_host) in product(bases, priorities):
+                a, b = _filled(base.a, base.b, free, *device, down, across, steps, traversal, on_device)
+                checks = panel_checksum_bytes(problem, tile, fewest.strip)
+                host = size["host", "A"] + checks[0], size["host", "B"] + checks[1]
+                sizes = fewest.host_a, fewest.host_b, spare, *host
+                host_a, host_b = _filled(*sizes, down, across, steps, traversal, on_host)
+                in_turn = fewest is not base
+                if (in_turn, a, b, host_a, host_b) in known:
+                    continue
+                known.add((in_turn, a, b, host_a, host_b))
+                filled = replace(fewest, a=a, b=b, host_a=host_a, host_b=host_b)
+                loads = estimate_loads(problem, grid, filled, traversal)
+                up = (loads.a_up + loads.b_up) / machine.h2d
+                read = (loads.a_read + loads.b_read) / machine.read
+                read += (host_a * host[0] + host_b * host[1]) * machine.arena_seconds_per_byte
+                seconds = 1.01 * (up + read) if in_turn else max(up, read) + min(up, read) / 10
+                found.append((seconds, in_turn, len(found), Candidate(tile, filled, traversal, io_threads)))
+        found.sort()
+        # Reads and uploads run in turn only if that loads less.
+        yield from (candidate for _, in_turn, _, candidate in found[:2] if in_turn <= found[0][1])
+
+
+def _with_tile_on_host(
+    setting: Setting,
+    tile: TileShape,
+    base: Slots,
+    steps: int,
+    free: int,
+    size: dict[tuple[str, str], int],
+) -> Slots:
+    """Add host slots for a whole tile of C, so that the device continues at once, if that helps and fits.
+
+    It helps if the store is slower than the link, and writes the tile while the next one is computed.
+    """
+    problem, machine = setting.problem, setting.machine
+    if machine.write >= machine.d2h:
+        return base
+    m, n, k = extents(problem, tile)
+    seconds = steps * machine.multiply_seconds(problem.rate, problem.step_flops(m, n, k), m, n, k)
+    more = ceil_div(m, base.strip) + 1 - base.host_c
+    if (
+        more <= 0
+        or more * size["host", "C"] > free
+        or seconds < m * n * problem.itemsizes["C"] / machine.write
+    ):
+        return base
+    return replace(base, host_c=base.host_c + more)
+
+
+def _filled(
+    a: int,
+    b: int,
+    free: int,
+    a_size: int,
+    b_size: int,
+    down: int,
+    across: int,
+    steps: int,
+    traversal: Traversal,
+    first: str = "soonest",
+) -> tuple[int, int]:
+    """Fill free memory with slots of A and B, and return their numbers.
+
+    `first` names the panels that get memory first: those that are reused "soonest", those of the "passing"
+    operand, or those of a whole "band". "alone" fills only the panels reused soonest, since filling memory
+    takes time too.
+    """
+    if traversal.axis == 1:
+        b, a = _filled(b, a, free, b_size, a_size, across, down, steps, traversal.along_rows, first)
+        return a, b
+    band = min(traversal.band, down)
+    # Within a band, the panels of a column are reused sooner than those of a row.
+    wanted = [("a", band * steps), ("b", across * steps)]
+    if band > 1:
+        wanted.insert(1 if first == "band" else 0, ("b", steps))
+    if first == "passing":
+        wanted.reverse()
+    elif first == "alone":
+        del wanted[1:]
+    for operand, count in wanted:
+        if operand == "a" and across > 1 and a_size:
+            more = max(0, min(count - a, free // a_size))
+            a, free = a + more, free - more * a_size
+        elif operand == "b" and down > 1 and b_size:
+            more = max(0, min(count - b, free // b_size))
+            b, free = b + more, free - more * b_size
+    return a, b
+
+
+def _bands(
+    rows: int, axis: int, steps: int, free: int, size: dict[tuple[str, str], int], *, spills: bool
+) -> list[int]:
+    """List widths of bands to try: one row (or column) of tiles, and the widest bands whose panels fit.
+
+    If another tier has memory too (`spills`), also bands that do not fit completely.
+    """
+    kept, passing = ("A", "B") if axis == 0 else ("B", "A")
+    panels = max(1, size["host", kept])
+    row = free // max(1, steps)
+    # Bands that fit with a column of the other operand's panels, and without one, if the device caches the
+    # column.
+    fewest = {max(1, ceil_div(rows, max(1, x // panels))) for x in (row - size["host", passing], row)}
+    if not spills:
+        fewest = {max(fewest)}
+    else:
+        fewest |= {max(1, min(fewest) - 1)}
+    return sorted({1, *(ceil_div(rows, count) for count in fewest)}) if rows > 1 else [1]
+
+
+def _free(setting: Setting, tile: TileShape, slots: Slots, io_threads: int) -> tuple[int, int]:
+    """Bytes left on the device and on the host.
+
+    The host's are reduced by the checksums of the panels that fill the device's.
+    """
+    problem, budgets = setting.problem, setting.budgets
+    used = footprint(setting, Candidate(tile, slots, io_threads=io_threads))
+    device, host = budgets.device - used.device_total, budgets.host - used.host_total
+    size, checks = slot_bytes(problem, tile, slots.strip), panel_checksum_bytes(problem, tile, slots.strip)
+    share = max(check / max(1, size["device", x]) for x, check in zip("AB", checks, strict=True))
+    if share and min(device, host) > 0:
+        device = min(device, int(host / share))
+        host -= ceil(device * share)
+    return device, host
+
+
+def _min_slots(setting: Setting, tile: TileShape, c: int, io_threads: int) -> Slots | None:
+    """Return the minimum slots: two per operand on the device, and 3, 2 or 1 on the host; None if none fit.
+
+    A third host slot absorbs jitter. With a single one, reads and uploads run in turn.
+    """
+    problem, machine, budgets = setting.problem, setting.machine, setting.budgets
+    unit = setting.c_chunks(tile)[0]
+    row_bytes = max(1, min(tile.n, problem.n) * problem.itemsizes["C"])
+    # A tile has few strips, since each is several operations. Strips have fewer rows if memory is scarce.
+    wanted = max(STRIP_BYTES // row_bytes, ceil_div(tile.m, STRIPS if machine.unified else STAGED_STRIPS), 1)
+    if not machine.shares_cores:
+        wanted = machine.strip_rows(wanted, min(tile.n, problem.n))
+    max_rows = tile.m
+    if setting.host_caches_panels:
+        max_rows = max(budgets.host // HOST_SHARE // row_bytes, ceil_div(tile.m, MAX_STRIPS))
+    sizes = (wanted, STRIP_BYTES // row_bytes, STRIP_BYTES // 32 // row_bytes, 1)
+    strips = sorted(
+        {min(round_up(max(1, min(rows, max_rows)), unit), tile.m) for rows in sizes}, reverse=True
+    )
+    finish = 2 if problem.finishes else 0
+    two = machine.shares_cores or not setting.host_caches_panels
+    for host in (0,) if machine.unified else (2, 1) if two else (3, 2, 1):
+        for rows in strips:
+            slots = Slots(
+                *(2, 2, c, host, host, host, finish, rows),
+                planes=2 if problem.planes else 0,
+                unified=machine.unified,
+            )
+            if min(_free(setting, tile, slots, io_threads)) >= 0:
+                return slots
+    return None
+
+
+def _draining(
+    setting: Setting,
+    tile: TileShape,
+    base: Slots,
+    steps: int,
+    free: int,
+    size: dict[tuple[str, str], int],
+) -> Slots:
+    """Run as many steps strip by strip as hide the drain of a tile, if slots for their panels fit."""
+    problem, machine = setting.problem, setting.machine
+    m, n, k = extents(problem, tile)
+    flops = problem.step_flops(m, n, k)
+    if not flops or problem.planes:  # residues are in their slots for one step only
+        return base
+    step = machine.multiply_seconds(problem.rate, flops, m, n, k) + machine.step_latency
+    to_memory = strip_rate(setting, (base.strip, n)) if setting.layouts.c.in_memory else machine.d2h
+    seconds = (
+        m * n * problem.itemsizes["C"] / (machine.write if base.unified else min(to_memory, machine.d2h))
+    )
+    several = m < problem.m or n < problem.n
+    wanted = min(steps, MAX_DRAIN, int(seconds / step) + 1)
+    for drain in range(wanted, 1, -1):
+        a = b = drain + 1 if several else drain
+        if (a - base.a) * size["device", "A"] + (b - base.b) * size["device", "B"] <= free:
+            return replace(base, a=max(a, base.a), b=max(b, base.b), drain=drain)
+    return base

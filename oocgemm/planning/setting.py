@@ -1,0 +1,73 @@
+"""The setting of a plan: everything that the planner is given."""
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import isqrt
+
+from oocgemm.planning.cost.machine import MachineModel
+from oocgemm.planning.problem import GemmProblem
+from oocgemm.planning.tiling import Layout, Shape, TileShape, ceil_div
+
+# Bytes of a chunk of a new C: cheap to allocate repeatedly, long enough for a disk.
+CHUNK_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """Hard upper bounds, in bytes, on the memory that a run occupies on the device and on the host."""
+
+    device: int
+    host: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layouts:
+    """Layouts of op(A), op(B) and C."""
+
+    a: Layout = field(default_factory=Layout)
+    b: Layout = field(default_factory=Layout)
+    c: Layout = field(default_factory=Layout)
+
+    @property
+    def operands_in_memory(self) -> bool:
+        """Whether both A and B are in memory."""
+        return self.a.in_memory and self.b.in_memory
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A problem, the machine that computes it, the layouts of its arrays and the budgets."""
+
+    problem: GemmProblem
+    machine: MachineModel
+    layouts: Layouts
+    budgets: Budgets
+
+    @property
+    def host_caches_panels(self) -> bool:
+        """Whether panels cached on the host save reading them again."""
+        return not self.machine.unified and not self.layouts.operands_in_memory
+
+    def c_chunks(self, tile: TileShape) -> Shape:
+        """Return the shape of C's chunks: as they are, or for a new C as this tile shape needs them.
+
+        Chunks of a new C have about `CHUNK_BYTES` and at most twice that, are nearly square, and divide the
+        tile wherever tiles meet.
+        """
+        if not self.layouts.c.free_chunks:
+            return self.layouts.c.write_chunk
+        elements = CHUNK_BYTES // self.problem.itemsizes["C"]
+        rows = _dividing_extent(isqrt(elements), tile.m, self.problem.m)
+        return rows, _dividing_extent(max(1, elements // rows), tile.n, self.problem.n)
+
+
+@lru_cache(4096)
+def _dividing_extent(target: int, nominal: int, extent: int) -> int:
+    """Choose a chunk extent near `target`, at most sqrt(2) times it, that divides `nominal`.
+
+    If one tile spans `extent`, the chunk extent need not divide it.
+    """
+    if nominal >= extent:
+        return max(1, ceil_div(extent, max(1, ceil_div(extent, target))))
+    divisors = [d for q in range(1, isqrt(nominal) + 1) if nominal % q == 0 for d in (q, nominal // q)]
+    return max(d for d in divisors if d * d <= 2 * target * target)

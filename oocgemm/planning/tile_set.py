@@ -1,0 +1,107 @@
+"""Sets of tiles: the tiles of C that a run computes."""
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from oocgemm.planning.tiling import Range, Tile, TileGrid, ceil_div, length
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """The part of C that tiles cover: its number of elements, and of rows and columns that they are in."""
+
+    rows: int
+    cols: int
+    elements: int
+
+
+@dataclass(frozen=True)
+class TileSet:
+    """The tiles of a grid in a rectangle or in its lower triangle, except those that are done.
+
+    `rows` and `cols` are ranges of tile rows and tile columns. With `lower`, only tiles are in the set that
+    have an element on or below the diagonal of C. Coordinates are always those of the whole grid: they
+    determine the order of summation.
+    """
+
+    grid: TileGrid
+    rows: Range
+    cols: Range
+    lower: bool = False
+    done: frozenset[Tile] = frozenset()
+
+    @classmethod
+    def rectangle(cls, grid: TileGrid) -> "TileSet":
+        """Return all tiles of a grid."""
+        down, across = grid.shape
+        return cls(grid, (0, down), (0, across))
+
+    @classmethod
+    def triangle(cls, grid: TileGrid) -> "TileSet":
+        """Return the tiles that cover C's lower triangle and diagonal. Raises `ValueError` unless m = n."""
+        if grid.m != grid.n:
+            raise ValueError(f"a triangle needs a square C, not {grid.m} x {grid.n}")
+        return replace(cls.rectangle(grid), lower=True)
+
+    def part(self, rows: Range, cols: Range) -> "TileSet":
+        """Return the tiles of this set in a rectangle of tile rows and tile columns."""
+        return replace(self, rows=_common(self.rows, rows), cols=_common(self.cols, cols))
+
+    def remaining(self, done: Collection[Tile]) -> "TileSet":
+        """Return the tiles of this set that are not done."""
+        return replace(self, done=self.done | frozenset(done))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the set has every tile of its grid."""
+        down, across = self.grid.shape
+        return self.count == down * across
+
+    @cached_property
+    def count(self) -> int:
+        """Number of tiles."""
+        inside = sum(length(self._cols(i)) for i in range(*self.rows)) if self.lower else self._area
+        return inside - sum(map(self._covers, self.done))
+
+    @cached_property
+    def coverage(self) -> Coverage:
+        """The elements, rows and columns of C in the set."""
+        grid = self.grid
+        if self.is_whole:
+            return Coverage(grid.m, grid.n, grid.m * grid.n)
+        rows, cols, elements = dict[int, int](), dict[int, int](), 0
+        for i, j in self:
+            rows[i], cols[j] = length(grid.rows(i)), length(grid.cols(j))
+            elements += rows[i] * cols[j]
+        return Coverage(sum(rows.values()), sum(cols.values()), elements)
+
+    def __contains__(self, tile: object) -> bool:
+        return isinstance(tile, tuple) and self._covers(tile) and tile not in self.done
+
+    def __iter__(self) -> Iterator[Tile]:
+        """Yield the tiles row by row."""
+        for i in range(*self.rows):
+            yield from ((i, j) for j in range(*self._cols(i)) if (i, j) not in self.done)
+
+    @property
+    def _area(self) -> int:
+        return length(self.rows) * length(self.cols)
+
+    def _covers(self, tile: Tile) -> bool:
+        """Tell whether the rectangle or triangle has a tile, done or not."""
+        start, stop = self.rows
+        first, end = self._cols(tile[0])
+        return start <= tile[0] < stop and first <= tile[1] < end
+
+    def _cols(self, i: int) -> Range:
+        """Range of tile columns in tile row i."""
+        if not self.lower:
+            return self.cols
+        return _common(self.cols, (0, ceil_div(self.grid.rows(i)[1], self.grid.tile.n)))
+
+
+def _common(a: Range, b: Range) -> Range:
+    """Intersect two ranges."""
+    start = max(a[0], b[0])
+    return start, max(start, min(a[1], b[1]))

@@ -1,0 +1,95 @@
+"""Open operands and results, and create results, through the store that matches each."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from oocgemm.errors import InputError
+from oocgemm.planning import GemmProblem, Layout
+from oocgemm.stores.base import DtypeError, Matrix, is_path
+from oocgemm.stores.formats import unsupported_dtype
+from oocgemm.stores.registry import ARRAYS, store_of
+
+
+def open_matrix(name: str, source: Any, *, writable: bool = False, folder: Path | None = None) -> Matrix:
+    """Open an operand, or with `writable` an existing result.
+
+    Arguments:
+        name: the operand's name in messages
+        source: a path or URL, a zarr array, a lazy array, an array-like, or anything that a plugin opens
+        folder: the journal's folder, to open a result that a run did not complete
+
+    Raises `InputError`, which says what is wrong and what to do.
+    """
+    operand = os.fspath(source) if is_path(source) else source
+    store = store_of(operand)
+    try:
+        return store.open(name, operand, writable=writable, journal=folder)
+    except DtypeError as error:
+        if writable:
+            raise InputError(f"{error}: give {name} another path") from None
+        raise unsupported_dtype(name, error.dtype, *store.location(operand)) from None
+
+
+def create_output(
+    name: str,
+    path: str,
+    shape: tuple[int, int],
+    dtype: np.dtype[Any],
+    chunks: tuple[int, int],
+    compressor: str | None,
+    *,
+    folder: Path | None = None,
+) -> Matrix:
+    """Create a result at a path. A store may keep it in the journal's `folder` until it is complete.
+
+    Raises `InputError` if it cannot be created, or if the disk has no room for it.
+    """
+    return store_of(path).create(name, path, shape, dtype, chunks, compressor, journal=folder)
+
+
+def new_layout(
+    place: Any, problem: GemmProblem, chunks: tuple[int, int] | None, compressor: str | None
+) -> Layout:
+    """Return the layout that a result created at `place` will have; None stands for memory.
+
+    Without `chunks` the planner chooses them. Raises `InputError` for options that do not apply.
+    """
+    if place is None:
+        return ARRAYS.new_layout("", problem, chunks, compressor)
+    path = os.fspath(place)
+    return store_of(path).new_layout(path, problem, chunks, compressor)
+
+
+def reserve(matrix: Matrix) -> None:
+    """Allocate disk space for all of an existing result, or check for it. Raises `InputError`."""
+    act = getattr(matrix, "reserve", None)
+    if act is not None:
+        try:
+            act()
+        except OSError as error:
+            raise InputError(f"{matrix.name}: the disk refuses room for all of its file: {error}") from error
+
+
+def load(*operands: Any) -> None:
+    """Import the packages that operands need, so that no run includes that time."""
+    for operand in operands:
+        store_of(operand).prepare()
+
+
+def load_zarr() -> None:
+    """Import zarr but not cupy, which zarr imports where it is installed, and which takes seconds.
+
+    This is for programs, not for the library: zarr will offer no GPU buffers in this process.
+    """
+    hidden = "cupy" not in sys.modules
+    if hidden:
+        sys.modules["cupy"] = None  # type: ignore[assignment]  # makes an import fail
+    try:
+        from oocgemm.stores.zarr import opening  # noqa: F401
+    finally:
+        if hidden:
+            del sys.modules["cupy"]

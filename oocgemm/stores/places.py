@@ -1,0 +1,89 @@
+"""Handle places of results: paths, the folders of their journals, and whether two matrices share data."""
+
+import os
+import shutil
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from oocgemm.errors import InputError
+from oocgemm.stores.arrays import ArrayMatrix
+from oocgemm.stores.base import Array, Matrix, is_path
+from oocgemm.stores.durable import SIDECAR
+from oocgemm.stores.registry import store_of
+
+
+def located(name: str, source: Any) -> Any:
+    """Return the path or URL that a value names, and any other value unchanged. A file:// URL becomes a path.
+
+    Raises `InputError` for an invalid path. The empty path is invalid: it would name the working directory.
+    """
+    if not is_path(source):
+        return source
+    path = os.fsdecode(source).removeprefix("file://")
+    if not path or "\0" in path:
+        raise InputError(f"{name}: {path!r} is not a path")
+    return path
+
+
+def exists(path: str) -> bool:
+    """Return whether anything is at a path or URL."""
+    return store_of(path).exists(path)
+
+
+def sidecar(source: Any) -> Path | None:
+    """Return the folder for the journal of a run with this C; None for memory and remote stores."""
+    operand = os.fspath(source) if is_path(source) else source
+    return store_of(operand).journal_folder(operand)
+
+
+def place(folder: Path) -> Path:
+    """Return the path of the C that a journal's folder belongs to."""
+    return folder.parent if folder.name == SIDECAR else folder.with_name(folder.name.removesuffix(SIDECAR))
+
+
+def clear(folder: Path, keep: Collection[str] = (), *, c: bool = True) -> None:
+    """Delete the content of a journal's folder except the files to `keep`, and with `c` also the run's C."""
+    inside = place(folder) == folder.parent
+    found = [path for path in folder.iterdir() if path.name not in keep]
+    if inside and c:
+        found += [path for path in folder.parent.iterdir() if path != folder]
+    for path in found:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    if not keep:
+        for empty in (folder, folder.parent) if inside else (folder,):
+            with suppress(OSError):
+                empty.rmdir()
+
+
+def check_apart(name: str, path: str, operand: Matrix) -> None:
+    """Raise `InputError` for a new file or array at an operand's own path, or inside its folder."""
+    if "://" in path:
+        return
+    real = Path(os.path.realpath(path))
+    for parent in (real, *real.parents):
+        if os.path.exists(parent):
+            status = parent.stat()
+            if ("file", status.st_dev, status.st_ino) in operand.identities():
+                raise InputError(f"{name} at {path} would be inside {operand.name}: give it another path")
+
+
+def same_place(one: Matrix, other: Matrix) -> bool:
+    """Return whether two matrices share memory or files, by whatever path they were opened."""
+    if isinstance(one, ArrayMatrix) and isinstance(other, ArrayMatrix) and _overlap(one.array, other.array):
+        return True
+    return not one.identities().isdisjoint(other.identities())
+
+
+def _overlap(one: Array, other: Array) -> bool:
+    """Return whether two arrays may share memory. An exact answer can take exponential time."""
+    try:
+        return bool(np.shares_memory(one, other, max_work=100_000))  # type: ignore[arg-type]  # incomplete stub
+    except np.exceptions.TooHardError:
+        return True

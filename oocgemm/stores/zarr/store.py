@@ -1,0 +1,121 @@
+"""Open and create zarr arrays as operands and results. zarr is imported only when an array is opened."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from oocgemm.errors import InputError
+from oocgemm.planning import GemmProblem, Layout
+from oocgemm.planning.setting import CHUNK_BYTES
+from oocgemm.stores.base import Matrix, Store, is_path, package
+from oocgemm.stores.durable import SIDECAR, found_locally
+from oocgemm.stores.files import padded
+from oocgemm.stores.formats import check_found, check_new
+from oocgemm.stores.space import check_room, raw_bytes
+
+COMPRESSORS = ("none", "zstd", "blosc-lz4", "blosc-zstd", "gzip")
+
+
+class ZarrArrays(Store):
+    """Open arrays that the caller opened with zarr."""
+
+    kind = "zarr"
+
+    def matches(self, operand: Any) -> bool:
+        return package(operand) == "zarr"
+
+    def open(self, name: str, operand: Any, *, writable: bool = False, journal: Path | None = None) -> Matrix:
+        from oocgemm.stores.zarr.opening import wrap_zarr
+
+        return wrap_zarr(name, operand, writable=writable)
+
+    def prepare(self) -> None:
+        from oocgemm.stores.zarr import opening  # noqa: F401
+
+    def journal_folder(self, operand: Any) -> Path | None:
+        from oocgemm.stores.zarr.matrix import local_folder
+
+        folder = local_folder(operand)
+        return None if folder is None else folder / SIDECAR
+
+    def location(self, operand: Any) -> tuple[str, str | None]:
+        return self.kind, str(operand.store_path).removeprefix("file://")
+
+
+class ZarrPaths(Store):
+    """Open and create zarr arrays at paths and URLs. It matches every path, and explains wrong formats."""
+
+    kind = "zarr"
+
+    def matches(self, operand: Any) -> bool:
+        return is_path(operand)
+
+    def open(self, name: str, operand: Any, *, writable: bool = False, journal: Path | None = None) -> Matrix:
+        check_found(name, operand)
+        from oocgemm.stores.zarr.opening import open_zarr
+
+        return open_zarr(name, operand, writable=writable)
+
+    def prepare(self) -> None:
+        from oocgemm.stores.zarr import opening  # noqa: F401
+
+    def exists(self, path: str) -> bool:
+        if "://" not in path:
+            return found_locally(path)
+        from oocgemm.stores.zarr.opening import remote_exists
+
+        return remote_exists(path)
+
+    def new_layout(
+        self, path: str, problem: GemmProblem, chunks: tuple[int, int] | None, compressor: str | None
+    ) -> Layout:
+        """Return the layout of a new array. Without `chunks` the planner chooses them."""
+        check_new("C", path)
+        if chunks is not None and not (
+            isinstance(chunks, tuple | list)
+            and len(chunks) == 2
+            and all(isinstance(extent, int | np.integer) and extent > 0 for extent in chunks)
+        ):
+            raise InputError(f"chunks = {chunks!r}: write (rows, columns), integers of at least 1")
+        itemsize = problem.itemsizes["C"]
+        size = min(2 * CHUNK_BYTES, problem.m * problem.n * itemsize)
+        if chunks:
+            size = chunks[0] * chunks[1] * itemsize
+        encodes = compressor not in (None, "none")
+        return Layout(
+            write_chunk=chunks or (1, 1),
+            free_chunks=chunks is None,
+            encode_bytes=(3 if encodes else 1) * padded(size),
+            encodes=encodes,
+        )
+
+    def create(
+        self,
+        name: str,
+        path: str,
+        shape: tuple[int, int],
+        dtype: np.dtype[Any],
+        chunks: tuple[int, int],
+        compressor: str | None,
+        *,
+        journal: Path | None = None,
+    ) -> Matrix:
+        """Create an array. The room that compressed chunks take is unknown, and is not checked."""
+        if "://" not in path and compressor in (None, "none"):
+            check_room(name, path, raw_bytes(shape, chunks, dtype.itemsize))
+        from oocgemm.stores.zarr.opening import create_zarr
+
+        return create_zarr(name, path, shape, dtype, chunks, compressor)
+
+    def journal_folder(self, operand: Any) -> Path | None:
+        if "://" in operand or os.path.isfile(operand):
+            return None
+        return Path(operand) / SIDECAR
+
+
+def check_compressor(name: str) -> None:
+    """Raise `InputError` for an unknown compressor."""
+    if name not in COMPRESSORS:
+        raise InputError(f"unknown compressor {name!r}: choose one of {', '.join(COMPRESSORS)}")

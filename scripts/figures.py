@@ -1,0 +1,112 @@
+#!/usr/bin/env python
+"""Write the tables, outputs and pictures of the README and the docs from scripts/results/ and from the program itself.
+
+A page names what it shows between two comments, `<!-- begin NAME -->` and `<!-- end NAME -->`.
+
+usage: scripts/figures.py [--check]    --check: only say which files are out of date
+"""
+
+import io
+import os
+import re
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from functools import cache
+from pathlib import Path
+
+import ladder_tables
+import tables
+
+from oocgemm.cli.display import print_plan, print_report
+from oocgemm.planning import Budgets, GemmProblem, Layout, Layouts, default_model, make_plan
+from oocgemm.reports.roofline import roofline
+from oocgemm.reports.svg import svg
+from oocgemm.stores import new_layout
+from oocgemm.timeline import read_log, report
+
+TOP = Path(__file__).resolve().parent.parent
+IMAGES = TOP / "docs" / "images"
+LOG = tables.RESULTS / "report.jsonl"
+BLOCK = re.compile(r"(<!-- begin ([\w-]+) -->\n).*?(<!-- end \2 -->)", re.DOTALL)
+
+
+def fenced(show: Callable[[], None]) -> str:
+    """Return what a command prints, in the width of a page."""
+    os.environ["COLUMNS"] = "110"
+    with redirect_stdout(io.StringIO()) as printed:
+        show()
+    return (
+        "```text\n" + "\n".join(line.rstrip() for line in printed.getvalue().rstrip().splitlines()) + "\n```"
+    )
+
+
+def plan() -> None:
+    """`oocgemm plan` for an H200, which need not be there."""
+    names = "float64", "float64", "float64", "float64"
+    problem, chunks = GemmProblem(32768, 32768, 524288, *names), Layout((2048, 2048))
+    layouts = Layouts(chunks, chunks, new_layout("C.zarr", problem, None, None))
+    print_plan(make_plan(problem, Budgets(8 << 30, 24 << 30), default_model("cuda", 16), layouts))
+
+
+def reported() -> None:
+    """`oocgemm report` of the run whose timeline is kept."""
+    timeline = read_log(LOG)
+    print_report(report(timeline), timeline, advise=True)
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "plan": lambda: fenced(plan),
+    "report": lambda: fenced(reported),
+} | {
+    name: lambda make=make: "\n".join(make())  # type: ignore[misc]
+    for name, make in {
+        "results": tables.results,
+        "streamed": tables.streamed,
+        "peers": tables.peers,
+        "from-disk": tables.from_disk,
+        "on-cores": tables.on_cores,
+        "safeguards": tables.safeguards,
+        "diagnosed": tables.diagnosed,
+        "traffic": tables.traffic,
+        "recorded": tables.recorded,
+        "emulated": tables.emulated,
+        "rungs": ladder_tables.rungs,
+        "gains": ladder_tables.gains,
+        "fast": ladder_tables.fast,
+        "counted": ladder_tables.counted,
+    }.items()
+}
+
+
+@cache
+def block(name: str) -> str:
+    return BLOCKS[name]()
+
+
+def filled(text: str) -> str:
+    """Return a page with its blocks made anew."""
+    return BLOCK.sub(lambda found: f"{found[1]}{block(found[2])}\n{found[3]}", text)
+
+
+def pages() -> list[Path]:
+    """Return the README and the pages of the docs."""
+    docs = TOP / "docs"
+    return [TOP / "README.md", *sorted(p for p in docs.rglob("*.md") if "_build" not in p.parts)]
+
+
+def main() -> None:
+    made = {page: filled(page.read_text()) for page in pages()}
+    made[IMAGES / "report.svg"] = svg(read_log(LOG), "run.jsonl")
+    made[IMAGES / "roofline.svg"] = roofline(**tables.load("roofline.json"))
+    stale = [path for path, text in made.items() if not path.exists() or path.read_text() != text]
+    if "--check" in sys.argv[1:]:
+        names = ", ".join(str(path.relative_to(TOP)) for path in stale)
+        sys.exit(f"out of date: {names}; run scripts/figures.py" if stale else 0)
+    for path in stale:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(made[path])
+
+
+if __name__ == "__main__":
+    main()

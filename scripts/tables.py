@@ -1,0 +1,269 @@
+"""Markdown tables of the figures in scripts/results/."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from oocgemm.timeline.verdict import shares, verdict
+
+RESULTS = Path(__file__).resolve().parent / "results"
+# Why a plan moves more than the lower bound, as scripts/bench_traffic.py names it.
+MISSES = {
+    "the plan": "the plan is not the best",
+    "memory set aside": "memory is reserved for the kernel library",
+    "the bound's - 2 M - m n": "the bound subtracts `2 M + m n`, which no such schedule saves",
+    "no accumulators in host memory": "accumulators are on the device only",
+    "whole tiles, two panels of each operand": "tiles are whole, and each operand needs two panel slots",
+}
+CONTENDERS = {
+    "in-core": "NumPy in-core, `A @ B`",
+    "oocgemm": "`oocgemm.matmul`",
+    "dask": "dask.array",
+    "cubed": "cubed",
+    "blosc2": "python-blosc2, its own format",
+}
+
+
+def load(name: str) -> Any:
+    return json.loads((RESULTS / name).read_text())
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a Markdown table.
+
+    >>> table(["a", "b"], [["1", "2"]])
+    ['| a | b |', '| --- | --- |', '| 1 | 2 |']
+    """
+    return [f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows)]
+
+
+def median(values: Sequence[float]) -> float:
+    ordered = sorted(values)
+    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
+
+
+def seconds(samples: Sequence[float]) -> str:
+    """Return the median, the least and the most, in seconds."""
+    return unbroken(f"{median(samples):.3g} s ({min(samples):.3g}-{max(samples):.3g})")
+
+
+def ratio(samples: Sequence[float]) -> str:
+    """Return the median, the least and the most."""
+    return unbroken(f"{median(samples):.3f} ({min(samples):.3f}-{max(samples):.3f})")
+
+
+def unbroken(text: str) -> str:
+    """Return the text with spaces and hyphens at which a browser ends no line."""
+    return text.replace(" ", "\N{NO-BREAK SPACE}").replace("-", "\N{NON-BREAKING HYPHEN}")
+
+
+def results() -> list[str]:
+    """The one table of the README: T of oocgemm, and of others for the same product."""
+    pinned = load("bench_stream.json")["float64 24576"]
+    beyond = load("bench_disk.json")["beyond"]
+    cores = load("bench_cpu.json")["cases"]["12000x12000x12000 float64 libscipy_openblas64_ (Haswell)"]
+    rows = []
+    times = pinned["median_seconds"]
+    block = min((name for name in times if name.startswith("xt")), key=lambda name: times[name])
+    gpu = {
+        "cuBLAS in-core": "in_core",
+        f"cuBLASXt, best block ({block.split()[1]}), no memory limit": block,
+        "cuBLASXt, default block": "xt 2048 pageable",
+        "loop of CuPy calls": "cupy_loop",
+    }
+    for other, name in gpu.items():
+        arrays = "pageable" if name in ("xt 2048 pageable", "cupy_loop") else "pinned"
+        own = times["oocgemm" if arrays == "pageable" else "oocgemm_pinned"]
+        product = f"24576^3 float64, {arrays} host arrays, 3 GiB of GPU memory"
+        rows.append([product, "H200", f"{own:.3g} s", other, f"{times[name]:.3g} s", times[name] / own])
+    own, other = beyond["median_seconds"], median(beyond["in_core_seconds"])
+    product = "32768 x 524288 x 32768 float64, zarr to zarr, 8 GiB of GPU memory"
+    rows.append(
+        [product, "H200", f"{own:.3g} s", "cuBLAS in-core, same flops", f"{other:.3g} s", other / own]
+    )
+    rounds = cores["rounds"]
+    cpu = {name: median([one[name]["seconds"] for one in rounds if name in one]) for name in CONTENDERS}
+    case = cores["case"]
+    product = f"{case['m']}^3 float64, zarr to zarr, {cores['budget_mib']:.0f} MiB of RAM"
+    for name in ("in-core", "dask", "cubed", "blosc2"):
+        other, ours = CONTENDERS[name].partition(",")[0], f"{cpu['oocgemm']:.3g} s"
+        rows.append([product, "2 CPU cores", ours, other, f"{cpu[name]:.3g} s", cpu[name] / cpu["oocgemm"]])
+    heads = ["product", "machine", "T of oocgemm", "compared with", "T of it", "its T / our T"]
+    return table(heads, [[*cells, f"{over:.2f}"] for *cells, over in rows])
+
+
+def streamed() -> list[str]:
+    """`bench_stream.py`: T of oocgemm beside cuBLAS on operands in GPU memory, a table for each product."""
+    cases = load("bench_stream.json")
+    machine = next(iter(cases.values()))["machine"]
+    lines = [
+        f"One {machine['device']}, {machine['cores']} CPU cores, NumPy arrays in host memory. Pinned arrays were pinned before "
+        "the run; pinning is not part of T.",
+    ]
+    for case in cases.values():
+        samples, of_in_core = case["samples_seconds"], case["of_in_core_samples"]
+        rows = [["cuBLAS in-core", "in GPU memory", seconds(samples["in_core"]), ""]]
+        for name in ("oocgemm", "oocgemm_pinned", "emulated", "emulated_pinned"):
+            compute = "emulated" if "emulated" in name else "native"
+            arrays = "pinned" if "pinned" in name else "pageable"
+            rows.append([f"oocgemm, {compute}", arrays, seconds(samples[name]), ratio(of_in_core[name])])
+        lines += ["", f"### {case['what']}", "", *table(["run", "operands", "T", "in-core T / T"], rows)]
+    return lines
+
+
+def peers() -> list[str]:
+    """`bench_stream.py`: other ways to multiply arrays in host memory on a GPU, the fastest first."""
+    lines: list[str] = []
+    heads = ["program", "operands", "T", "its T / T of oocgemm, native", "its T / T of oocgemm, emulated"]
+    for case in load("bench_stream.json").values():
+        times, rows = case["median_seconds"], []
+        for name in sorted(times, key=lambda name: times[name]):
+            if not name.startswith("xt") and name != "cupy_loop":
+                continue
+            title = "loop of CuPy calls" if name == "cupy_loop" else f"cuBLASXt, block {name.split()[1]}"
+            suffix = "_pinned" if "pinned" in name else ""
+            over = [f"{times[name] / times[own + suffix]:.2f}" for own in ("oocgemm", "emulated")]
+            rows.append([title, "pinned" if suffix else "pageable", f"{times[name]:.3g} s", *over])
+        if rows:
+            lines += [f"### {case['what']}, beside others", "", *table(heads, rows), ""]
+    return lines[:-1]
+
+
+def from_disk() -> list[str]:
+    """`bench_disk.py`."""
+    cases = load("bench_disk.json")
+    beside = {
+        "over_in_core": ("in_core_seconds", "cuBLAS in-core, same flops", "T / its T"),
+        "over_disk": ("disk_alone_seconds", "reading the operands once", "T / its T"),
+        "of_decode": ("decode_alone_seconds", "decoding alone, all cores", "its T / T"),
+        "of_cublas": ("cublas_seconds", "the same run with cuBLAS", "its T / T"),
+    }
+    rows = []
+    for case in (one for some in cases.values() for one in ([some] if "what" in some else some.values())):
+        compared = ["", ""]
+        key = next((key for key in beside if key in case), None)
+        if key:
+            samples, what, form = beside[key]
+            compared = [f"{what}: {seconds(case[samples])}", f"{form}: {ratio(case[key])}"]
+        elif "in_core_seconds" in case:
+            compared = [f"cuBLAS in-core: {seconds(case['in_core_seconds'])}", ""]
+        share = f"{median(case['compute_share']):.3f}"
+        times = seconds(case["samples_seconds"]), seconds(case["process_seconds"])
+        rows.append([case["what"], *times, share, *compared])
+    return table(["product", "T", "whole process", "compute share", "compared with", "ratio"], rows)
+
+
+def on_cores() -> list[str]:
+    """`bench_cpu.py`: a table for each case, a row for each program."""
+    lines: list[str] = []
+    for found in load("bench_cpu.json")["cases"].values():
+        case, rounds, machine = found["case"], found["rounds"], found["machine"]
+        versions = [f"{name} {version}" for name, version in found["versions"].items() if name != "oocgemm"]
+        blas = ", ".join(sorted({one[name]["blas"] for one in rounds for name in one}))
+        rows = []
+        for name, title in CONTENDERS.items():
+            states = [name] if name == "in-core" else [name, f"{name}, cold"]
+            peaks = [one[state].get("peak_mib", 0) for one in rounds for state in states if state in one]
+            if not peaks:
+                continue
+            cells = []
+            for state in states:
+                own = [one[state]["seconds"] for one in rounds if state in one]
+                both = [one for one in rounds if state in one and "in-core" in one]
+                ratios = [one["in-core"]["seconds"] / one[state]["seconds"] for one in both]
+                cells += [seconds(own) if own else "", ratio(ratios) if ratios else ""]
+            cells += [""] * (4 - len(cells))
+            rows.append([title, *cells, f"{max(peaks):.0f} MiB"])
+        lines += [
+            f"### {case['m']} x {case['k']} x {case['n']} {case['dtype']}, {blas}",
+            "",
+            f"{machine['cores']} cores ({machine['processor']}), no GPU. Chunks of {case['chunk']} x {case['chunk']}, from "
+            f"zarr to zarr, within {found['budget_mib']:.0f} MiB (device {case['device']}, host {case['host']}). "
+            f"Versions: {', '.join(versions)}.",
+            "",
+            *table(["program", "T, warm", "in-core T / T", "T, cold", "in-core T / T", "peak memory"], rows),
+            "",
+        ]
+    return lines[:-1]
+
+
+def safeguards() -> list[str]:
+    """`bench_verify.py` and `bench_journal.py`."""
+    rows = []
+    for case in [*load("bench_verify.json").values(), *load("bench_journal.json").values()]:
+        machine = case["machine"]
+        on = machine["device"] if machine["name"] == "cuda" else f"{machine['cores']} cores"
+        for name, over in case["over_plain"].items():
+            figures = [f"{over[x]:.2f}" for x in ("min", "median", "max")]
+            rows.append([case["what"], on, str(len(case["samples_seconds"][name])), name, *figures])
+    return table(["product", "on", "rounds", "with", "minimum", "median", "maximum"], rows)
+
+
+def diagnosed() -> list[str]:
+    """`bench_diagnosis.py`: what bounded each run, and what following the advice gained."""
+    rows = []
+    for made_for, case in load("bench_diagnosis.json").items():
+        gains = [f"{x:.0%}" if x is not None else "no gain" for x in (case["promised"], case["gained"])]
+        first = case["before"]
+        found = verdict(shares(first["lanes"]["compute"]["busy"], first["exposed"], first["seconds"]))
+        said = "; ".join(filter(None, (found.headline, found.beside)))
+        rows.append([made_for, case["what"], said, seconds(case["seconds_before"]), *gains])
+    heads = ["made for", "product", "verdict", "T", "predicted reduction of T", "measured reduction"]
+    return table(heads, rows)
+
+
+def traffic() -> list[str]:
+    """`bench_traffic.py`."""
+    found = load("bench_traffic.json")
+    counted, closed = found["summary"]["announced"], found["summary"]["announced"]["closed_over_counted"]
+    off = max(abs(1 - value) for value in closed.values())
+    kinds = {kind: one for kind, one in found["summary"].items() if "over_oracle" in one}
+    plans = sum(one["plans"] for one in kinds.values())
+    rows, causes = [], dict[str, int]()
+    for kind, one in kinds.items():
+        for cause, count in one["because_of"].items():
+            causes[cause] = causes.get(cause, 0) + count
+        over = one["over_oracle"]
+        figures = f"{over['median']:.3f}", f"{over['max']:.3f}"
+        counts = [str(one[name]) for name in ("above_target", "above_near", "of_these_the_oracle")]
+        rows.append([kind, str(one["plans"]), *figures, *counts])
+    heads = ["slow link", "plans", "median", "maximum", "above 1.02", "above 1.10 of the lower bound"]
+    return [
+        *table([*heads, "of these, the search too"], rows),
+        "",
+        f"The grid has {found['cases']} cases, with beta 0 and 1; {found['cases_done']} were run. Bytes are counted exactly "
+        f"for the {counted['counted']} of {plans} plans of up to a million steps. The other plans use a closed form. Where "
+        f"both are known, they differ by at most {off:.2%}.",
+        "",
+        *table(
+            ["why plans are above 1.10 of the lower bound", "plans"],
+            [[MISSES[cause], str(count)] for cause, count in causes.items()],
+        ),
+    ]
+
+
+def recorded() -> list[str]:
+    """`bench_recording.py`."""
+    rows = []
+    for name, case in load("bench_recording.json").items():
+        figures = f"{case['log_bytes'] / 1e3:.0f} kB", f"{case['share']:.3%}", ratio(case["ratios"])
+        rows.append([name, str(case["steps"]), *figures])
+    return table(["run", "steps", "log", "CPU time of recording / T", "T / T without a log"], rows)
+
+
+def emulated() -> list[str]:
+    """`bench_emulated.py`: a row for each shape, a column for each dtype."""
+    found = load("bench_emulated.json")
+    rates = {(tuple(step["shape"]), step["dtype"]): step for step in found["steps"]}
+    dtypes = list(dict.fromkeys(dtype for _, dtype in rates))
+    rows = []
+    for shape in dict.fromkeys(shape for shape, _ in rates):
+        steps = [rates.get((shape, dtype)) for dtype in dtypes]
+        cells = [f"{x['over_native']:.2f} ({x['moduli']} moduli)" if x and x["moduli"] else "" for x in steps]
+        rows.append([" x ".join(map(str, shape)), *cells])
+    return [
+        f"Speed of one emulated step, preparation included, divided by the speed of cuBLAS on one {found['device']}:",
+        "",
+        *table(["m x n x k", *dtypes], rows),
+    ]

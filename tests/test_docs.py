@@ -1,0 +1,144 @@
+"""The README and the docs are true: their code runs, their figures are current, what they name exists."""
+
+import logging
+import pkgutil
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import pytest
+
+import oocgemm
+from oocgemm.cli.main import cli
+
+TOP = Path(__file__).resolve().parent.parent
+README = TOP / "README.md"
+PAGES = [README, *sorted(page for page in (TOP / "docs").rglob("*.md") if "_build" not in page.parts)]
+BLOCK = re.compile(r"(?:<!-- (not run|needs a GPU)\b[^>]*-->\n)?^```(python|sh)\n(.*?)^```", re.M | re.S)
+LINK = re.compile(r"\]\(([^)#]+)[^)]*\)")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A code block of a page; `mark` says why it is not run."""
+
+    page: Path
+    line: int
+    mark: str | None
+    language: str
+    code: str
+
+    def commands(self) -> Iterator[list[str]]:
+        """The words of each command of a shell block."""
+        pending = ""
+        for line in self.code.splitlines():
+            pending += line + "\n"
+            try:
+                words = shlex.split(pending, comments=True)
+            except ValueError:  # a quotation or a continued line goes on
+                continue
+            pending = ""
+            if words:
+                yield words
+        assert not pending
+
+    def run(self, names: dict[str, Any]) -> None:
+        """Run the block in this process, in the current folder; `names` are those of the page's Python blocks."""
+        where = f"{self.page.relative_to(TOP)}:{self.line}"
+        if self.language == "python":
+            # As many lines before it as on the page, so that tracebacks point there.
+            exec(compile("\n" * self.line + self.code, where, "exec"), names)
+            return
+        for words in self.commands():
+            if words[0] == "oocgemm":
+                cli.main(words[1:], prog_name="oocgemm", standalone_mode=False)
+            else:
+                assert words[:2] == ["python", "-c"], f"{where}: mark the block, or let a test run {words[0]}"
+                exec(words[2], {})
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text()
+    return [
+        Block(page, text[: found.start(3)].count("\n"), *found.groups()) for found in BLOCK.finditer(text)
+    ]
+
+
+WITH_CODE = [page for page in PAGES if any(not block.mark for block in blocks(page))]
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
+def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    np.random.seed(26)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    try:
+        for block in blocks(page):
+            if not block.mark:
+                block.run(names)
+    finally:
+        logging.getLogger("oocgemm").setLevel(logging.NOTSET)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_code_that_is_not_run_parses(page: Path) -> None:
+    for block in blocks(page):
+        if block.mark and block.language == "python":
+            compile(block.code, str(page), "exec")
+        elif block.mark:
+            subprocess.run(["bash", "-n"], input=block.code, text=True, check=True)
+
+
+def test_figures_are_those_of_the_results_files() -> None:
+    subprocess.run([sys.executable, str(TOP / "scripts" / "figures.py"), "--check"], check=True)
+
+
+def options(command: click.Command) -> Iterator[str]:
+    """The options of a command and of those below it."""
+    for parameter in command.params:
+        yield from parameter.opts
+    if isinstance(command, click.Group):
+        for below in command.commands.values():
+            yield from options(below)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_options_and_commands_named_exist(page: Path) -> None:
+    text = page.read_text()
+    outside = {"--all", "--no-setup", "--strict", "--make-rel"}  # of scripts/test, mypy, plink2
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) - outside <= set(options(cli))
+    assert set(re.findall(r"`oocgemm (\w+)", text)) <= set(cli.commands)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_modules_and_names_mentioned_exist(page: Path) -> None:
+    for name in set(re.findall(r"`(oocgemm(?:\.\w+)+)", page.read_text())):
+        pkgutil.resolve_name(name)
+
+
+def test_the_readme_is_short_and_its_links_lead_somewhere() -> None:
+    text = README.read_text()
+    assert len(text.splitlines()) <= 200
+    paths = [link for link in LINK.findall(text) if "://" not in link]
+    assert paths
+    assert [path for path in paths if not (TOP / path).exists()] == []
+
+
+def test_the_api_page_shows_every_public_name() -> None:
+    page = (TOP / "docs" / "reference" / "api.md").read_text()
+    # Documented classes that no directive of their own shows come with the module.
+    alone = {name for name in oocgemm.__all__ if not isinstance(getattr(oocgemm, name), type)}
+    assert {name for name in alone if f":: {name}\n" not in page and f"`{name}`" not in page} == set()
+    assert ".. automodule:: oocgemm\n   :members:\n" in page
+
+
+def test_the_citation_and_the_changelog_name_this_version() -> None:
+    assert f"version: {oocgemm.__version__}\n" in (TOP / "CITATION.cff").read_text()
+    assert f"\n## {oocgemm.__version__}" in (TOP / "docs" / "changelog.md").read_text()
