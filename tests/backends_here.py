@@ -60,14 +60,6 @@ def running_on(engine: Engine | str, *, io_threads: int = 1, seed: int = 0) -> I
         yield options
 
 
-# A defect of the CUDA backend. A token of an Upload ends with its checksums, which are taken on a stream of their own.
-# A Multiply or a Finish waits for the copy alone. It may overwrite an old C before `check_strip` has read it: the check
-# of a right strip then fails.
-OLD_C_RACE = pytest.mark.xfail(
-    strict=True, reason="the old C may be overwritten before its checksums are taken"
-)
-
-
 @contextmanager
 def staged(io_threads: int = 1) -> Iterator[None]:
     """The host backend with host slots and copies to a device, as a GPU has them."""

@@ -14,7 +14,6 @@ import pytest
 import oocgemm
 from oocgemm import backends
 from oocgemm.errors import ExecutionError
-from tests.backends_here import OLD_C_RACE
 from tests.fake_cuda import PACKAGE, Device, Fault, MisuseError, fake_cuda
 from tests.fake_cuda.memory import Block
 from tests.problems import integers
@@ -65,12 +64,10 @@ def test_checksums_taken_on_a_device_pass(seed: int) -> None:
     assert result.plan.problem.checked == "device"
 
 
-@OLD_C_RACE
 def test_checksums_of_an_old_c_are_taken_before_it_changes(device: Device) -> None:
     product(verify=True)
 
 
-@OLD_C_RACE
 def test_checksums_of_an_old_c_are_taken_before_finish(device: Device) -> None:
     a, b, c = (x.astype(np.float16) for x in (A, B, C))
     oocgemm.gemm(a, b, c, beta=1, verify=True, backend="cuda", kernel="cublas", tile="20x30x20")

@@ -18,7 +18,7 @@ from oocgemm.engine import blocks
 from oocgemm.errors import InputError
 from oocgemm.planning import Op
 from oocgemm.stores.zarr.codecs import Encoding
-from tests.backends_here import BACKENDS, ENGINES, OLD_C_RACE, REAL_ENGINES, Engine, running_on, staged
+from tests.backends_here import BACKENDS, ENGINES, REAL_ENGINES, Engine, running_on, staged
 from tests.problems import (
     ALL_DTYPES,
     DTYPES,
@@ -155,10 +155,7 @@ def test_chunks_of_c_come_whole_and_exact_from_their_slots(
     verify: bool,
     compressor: Literal["auto"] | None,
     tmp_path: Path,
-    request: pytest.FixtureRequest,
 ) -> None:
-    if verify and engine[0] == "fake-cuda":
-        request.applymarker(OLD_C_RACE)
     rng = np.random.default_rng(6)
     a, b, c = (integers(rng, shape, "float64") for shape in ((61, 30), (30, 70), (61, 70)))
     c[3, 5] = np.inf  # which is held against the pattern that it must make
@@ -220,7 +217,7 @@ def test_nothing_to_multiply_gives_beta_c_whatever_alpha_is(
     a, b = np.ones((3, 0), dtype), np.ones((0, 2), dtype)
     given: dict[str, Any] = {"alpha": alpha, "verify": verify, "out_dtype": c_dtype}
     with running_on(engine) as options:
-        for beta in (0,) if verify and engine[0] == "fake-cuda" else (0, 2):  # see OLD_C_RACE
+        for beta in (0, 2):
             c = np.full((3, 2), 3, c_dtype)
             oocgemm.gemm(a, b, c, beta=beta, **given, **options)
             np.testing.assert_array_equal(c, np.full((3, 2), 3 * beta, c_dtype))
