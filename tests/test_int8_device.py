@@ -96,7 +96,7 @@ def int8(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     with fake_cuda(), pytest.MonkeyPatch.context() as patch:
         module = importlib.import_module("oocgemm.backends.cuda.int8")
         patch.setattr(module.cublas, "gemmEx", gemm_ex)  # of host memory, as the kernels
-        patch.setattr(module, "STRIP", 4)
+        patch.setattr(module, "STRIP_ROWS", 4)
         yield SimpleNamespace(module=module, kernels=Processor(tmp_path_factory.mktemp("kernels")))
 
 

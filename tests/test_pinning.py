@@ -103,8 +103,8 @@ class FakePinner:
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pinning, "PART", 4 * PAGE)
     monkeypatch.setattr(pinning, "SINGLE_PARTS", 3)
-    monkeypatch.setattr(arrays, "MIN_LOCKED", 1)
-    monkeypatch.setattr(arrays, "WIDE", 64)
+    monkeypatch.setattr(arrays, "MIN_PINNED", 1)
+    monkeypatch.setattr(arrays, "MIN_ROW_BYTES", 64)
 
 
 @given(
@@ -390,7 +390,7 @@ def test_arrays_already_pinned_are_not_pinned_again(beta: float, rows: int, cols
     c = np.full((rows, cols + 10), 7.0)
     c[:, :cols] = old
     fake.own(a, b, c)
-    result = product_in_place(a, b, fake, out=c[:, :cols], beta=beta, tile=tile)
+    result = product_in_place(a, b, fake, c=c[:, :cols], beta=beta, tile=tile)
     assert np.array_equal(c[:, :cols], a @ b + beta * old)
     assert np.all(c[:, cols:] == 7)
     assert not fake.calls
@@ -407,7 +407,7 @@ def test_arrays_already_pinned_are_not_pinned_again(beta: float, rows: int, cols
 def test_partly_pinned_arrays_are_copied() -> None:
     a, b, c, fake = integers(300, 200), integers(200, 250), integers(300, 250), FakePinner(0)
     fake.own(a[:299], b[1:], c[:, :249])
-    result = product_in_place(a, b, fake, out=c, tile="128x96x40")
+    result = product_in_place(a, b, fake, c=c, tile="128x96x40")
     assert np.array_equal(c, a @ b)
     assert all(not there for _, there in in_place(result).values())
     assert strips(result)[1] == 0
@@ -416,7 +416,7 @@ def test_partly_pinned_arrays_are_copied() -> None:
 def test_verified_strips_are_not_downloaded_in_place() -> None:
     a, b, c, fake = integers(300, 200), integers(200, 250), integers(300, 250), FakePinner()
     fake.own(a, b, c)
-    result = product_in_place(a, b, fake, out=c, tile="128x96x40", verify=True)
+    result = product_in_place(a, b, fake, c=c, tile="128x96x40", verify=True)
     assert np.array_equal(c, a @ b)
     assert strips(result)[1] == 0
 
@@ -493,7 +493,7 @@ def copied_in_place(case: str, owned: bool, engine: dict[str, Any], monkeypatch:
     import cupy
     from cupy.cuda import runtime
 
-    monkeypatch.setattr(PLANS, "BESIDE_A_GPU", 1e-6)
+    monkeypatch.setattr(PLANS, "COPIES_DURING_UPLOADS", 1e-6)
     a, b, options = GPU[case]()
     c = np.ones((a.shape[0], b.shape[0] if options.get("trans_b") else b.shape[1]), a.dtype)
     if owned:
@@ -524,7 +524,7 @@ def test_a_gpu_copies_memory_that_cannot_be_pinned(
     case: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     """Memory that the process may only read."""
-    monkeypatch.setattr(PLANS, "BESIDE_A_GPU", 1e-6)
+    monkeypatch.setattr(PLANS, "COPIES_DURING_UPLOADS", 1e-6)
     whole = integers(1500, 1100)
     (tmp_path / "a").write_bytes(whole.tobytes())
     with open(tmp_path / "a", "rb") as file:

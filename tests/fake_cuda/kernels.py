@@ -110,7 +110,7 @@ def _int8_finish(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
     kinds = _LONG, _POINTER, _REAL, _REAL, _POINTER, _POINTER
     elements, source, alpha, beta, result, flag_address = _values(kinds, pointers)
     summed, stored = (numpy_dtype(_DTYPES[macros[name]]) for name in ("OOC_ACCUMULATED", "OOC_STORED"))
-    limit = float(macros["OOC_MOST"]) if "OOC_MOST" in macros else None
+    limit = float(macros["OOC_MAX"]) if "OOC_MAX" in macros else None
     sums = memory.matrix(source, summed, 1, elements, elements)
     old = memory.matrix(result, stored, 1, elements, elements)
     flag = memory.matrix(flag_address, np.int32, 1, 1, 1)
