@@ -366,3 +366,25 @@ def test_a_stream_waits_for_host_and_device_before_its_copy(device: Device, plan
     assert "cuStreamWaitEvent" not in made
     session.close()
     device.check()
+
+
+def test_a_multiply_waits_for_checksums_of_an_old_c_alone(device: Device, plan: Plan) -> None:
+    """The checksums of panels run beside it."""
+    problem = replace(plan.problem, beta=1, checked="device")
+    checked = make_plan(
+        problem, Budgets(1 << 28, 1 << 28), default_model("cuda", 2), Layouts(), TileShape(32, 32, 32)
+    )
+    session = opened(checked)
+    session.checksums.begin(0)
+    uploads = {op.operand: op for op in reversed(list(checked.schedule())) if op.kind is Kind.UPLOAD}
+    slots = {x: panel() for x in uploads}
+    tokens = {x: session.submit(op, [slots[x]], []) for x, op in uploads.items()}
+    before, compute = len(device.calls), session._streams["compute"]
+    with compute:
+        session.submit(first(checked, Kind.MULTIPLY), [], list(tokens.values()))
+    calls = [given for name, given in device.calls[before:] if name == "cuStreamWaitEvent"]
+    awaited = {event for stream, event, _ in calls if stream == compute.ptr}
+    assert {x for x, token in tokens.items() if token.end.ptr in awaited} == {"C"}
+    assert {x for x, token in tokens.items() if token.own.end.ptr in awaited} == {"A", "B"}
+    session.close()
+    device.check()
