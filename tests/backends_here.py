@@ -1,8 +1,12 @@
-"""Which backends tests run on: host everywhere, cuda (marked gpu) where a device answers."""
+"""Which backends tests run on:
+
+host and a fake CUDA device everywhere, cuda (marked gpu) where a device answers.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -11,6 +15,7 @@ from oocgemm import backends
 from oocgemm.errors import BackendError
 from oocgemm.machine import info as system
 from oocgemm.planning import MachineModel, default_model
+from tests.fake_cuda import fake_cuda
 
 
 def _cuda_answers() -> bool:
@@ -25,13 +30,37 @@ CUDA = _cuda_answers()
 
 needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="no CUDA device answers")]
 
-BACKENDS = [pytest.param("host"), pytest.param("cuda", marks=needs_gpu)]
-ENGINES = [
+Engine = tuple[str, str]  # a backend of `running_on`, and a kernel
+
+REAL_BACKENDS = [pytest.param("host"), pytest.param("cuda", marks=needs_gpu)]
+BACKENDS = [*REAL_BACKENDS, pytest.param("fake-cuda")]
+REAL_ENGINES = [
     pytest.param(("host", "auto"), id="host"),
     pytest.param(("host-staged", "auto"), id="host-staged"),
     pytest.param(("cuda", "cublas"), id="cublas", marks=needs_gpu),
     pytest.param(("cuda", "tiled"), id="tiled", marks=needs_gpu),
 ]
+ENGINES = [*REAL_ENGINES, pytest.param(("fake-cuda", "cublas"), id="fake-cuda")]
+
+
+@contextmanager
+def running_on(engine: Engine | str, *, io_threads: int = 1, seed: int = 0) -> Iterator[dict[str, Any]]:
+    """Prepare a backend of `ENGINES` or `BACKENDS`, and give the options that select it.
+
+    `io_threads` is for a staged host, `seed` for the order in which streams of a fake device run. What a run
+    leaves on a fake device fails the test.
+    """
+    backend, kernel = (engine, None) if isinstance(engine, str) else engine
+    options = {"backend": backend} | ({"kernel": kernel} if kernel else {})
+    if backend == "host-staged":
+        with staged(io_threads):
+            yield options | {"backend": "host"}
+    elif backend == "fake-cuda":
+        with fake_cuda(seed) as device:
+            yield {"kernel": "cublas"} | options | {"backend": "cuda"}
+            device.check()
+    else:
+        yield options
 
 
 @contextmanager

@@ -7,11 +7,10 @@ The same on a GPU: tests/test_kernels_gpu.py and tests/test_int8.py.
 import ctypes
 import importlib
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from oocgemm.kernels.compile import compiled
 from oocgemm.kernels.spec import Call
 from oocgemm.planning import Op
 from oocgemm.planning.integers import workspace_layout
+from tests.fake_cuda import fake_cuda
 from tests.nvrtc import Nvrtc, resources
 from tests.problems import Array, stored
 from tests.suite import slow
@@ -96,16 +96,11 @@ def int8(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Return the module that multiplies int8 on a device, and the kernels that it launches."""
     if shutil.which("g++") is None:
         pytest.skip("there is no g++")
-    names = ["cupy_backends", "cupy_backends.cuda", "cupy_backends.cuda.libs"]
-    with pytest.MonkeyPatch.context() as patch:
-        for name in names:
-            patch.setitem(sys.modules, name, ModuleType(name))
-        patch.setattr(sys.modules[names[-1]], "cublas", SimpleNamespace(gemmEx=gemm_ex), raising=False)
-        patch.delitem(sys.modules, "oocgemm.backends.cuda.int8", raising=False)
+    with fake_cuda(), pytest.MonkeyPatch.context() as patch:
         module = importlib.import_module("oocgemm.backends.cuda.int8")
-        patch.setattr(module, "STRIP", 4)
+        patch.setattr(module.cublas, "gemmEx", gemm_ex)  # of host memory, as the kernels
+        patch.setattr(module, "STRIP_ROWS", 4)
         yield SimpleNamespace(module=module, kernels=Processor(tmp_path_factory.mktemp("kernels")))
-    sys.modules.pop("oocgemm.backends.cuda.int8", None)
 
 
 def placed(x: Array, pad: int | None) -> tuple[Array, Array]:

@@ -11,7 +11,7 @@ import oocgemm
 from oocgemm.errors import InputError
 from oocgemm.kernels.tuning import Measured, Tuning
 from oocgemm.planning import Op
-from tests.backends_here import BACKENDS, needs_gpu
+from tests.backends_here import BACKENDS, REAL_BACKENDS, needs_gpu, running_on
 from tests.command import command, contents
 from tests.gemm_cases import ROUNDOFF, assert_close, random_case
 from tests.problems import integers, reference
@@ -25,20 +25,16 @@ def test_narrow_operands_give_a_float32_c_where_asked(dtype: str, beta: int, bac
     a, b = integers(rng, (40, 900), dtype), integers(rng, (70, 900), dtype, most=60)
     c = integers(rng, (40, 70), "float32", most=2000) if beta else np.full((40, 70), np.nan, np.float32)
     old = c.copy()
-    options: dict[str, Any] = {
-        "trans_b": "T",
-        "alpha": 0.5,
-        "beta": beta,
-        "backend": backend,
-        "tile": "32x32x100",
-    }
-    oocgemm.gemm(a, b, c, out_dtype="float32", **options)
+    with running_on(backend) as options:
+        options |= {"trans_b": "T"}
+        tile = "32x32x100"
+        oocgemm.gemm(a, b, c, out_dtype="float32", alpha=0.5, beta=beta, tile=tile, **options)
+        made = oocgemm.gemm(a, b, out_dtype=np.float32, **options).out
+        narrow = oocgemm.gemm(a, b, c.astype(a.dtype), tile=tile, **options).out
     expected = reference(0.5, Op.N, a, Op.T, b, beta, old).real
     np.testing.assert_array_equal(c, expected)
     assert (expected != expected.astype(a.dtype)).any()  # the operands' dtype would not have held it
-    made = oocgemm.gemm(a, b, out_dtype=np.float32, trans_b="T", backend=backend).out
     assert made.dtype == np.float32
-    narrow = oocgemm.gemm(a, b, c.astype(a.dtype), trans_b="T", backend=backend, tile="32x32x100").out
     np.testing.assert_array_equal(
         narrow, reference(1, Op.N, a, Op.T, b, 0, None).real.astype(np.float32).astype(a.dtype)
     )
@@ -136,7 +132,7 @@ def test_an_identity_says_what_was_tuned() -> None:
     assert said == "tiled TILE=16 for square, tiled TILE=32 for update, tiled for thin"
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", REAL_BACKENDS)
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize(("trans_a", "trans_b"), [("N", "N"), ("T", "T"), ("C", "N")])
 def test_products_of_residues_are_exact_where_native_ones_are(
@@ -159,7 +155,7 @@ def test_products_of_residues_are_exact_where_native_ones_are(
     assert done.timeline.header["backend"]["multiplied by"][-1] == f"24 steps by {fewest} moduli"
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", REAL_BACKENDS)
 def test_what_residues_would_not_do_for_is_multiplied_natively(backend: str) -> None:
     rng = np.random.default_rng(3)
     a, b = rng.standard_normal((64, 300)), rng.standard_normal((300, 40))

@@ -18,7 +18,7 @@ from oocgemm.engine import blocks
 from oocgemm.errors import InputError
 from oocgemm.planning import Op
 from oocgemm.stores.zarr.codecs import Encoding
-from tests.backends_here import BACKENDS, ENGINES, staged
+from tests.backends_here import BACKENDS, ENGINES, REAL_ENGINES, Engine, running_on, staged
 from tests.problems import (
     ALL_DTYPES,
     DTYPES,
@@ -44,23 +44,23 @@ OPS = st.sampled_from(list(Op))
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-def test_any_product_is_exact(engine: tuple[str, str], data: st.DataObject) -> None:
-    backend, kernel = engine
+def test_any_product_is_exact(engine: Engine, data: st.DataObject) -> None:
     m, n = data.draw(EXTENTS), data.draw(EXTENTS)
     k = data.draw(st.one_of(st.just(0), EXTENTS))
     dtype, op_a, op_b = data.draw(st.sampled_from(ALL_DTYPES)), data.draw(OPS), data.draw(OPS)
     alpha, beta = data.draw(SCALARS), data.draw(SCALARS)
-    tile = data.draw(st.none() | st.builds("{}x{}x{}".format, *(st.integers(1, 45),) * 3))
-    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    extents = st.integers(16 if engine[0] == "fake-cuda" else 1, 45)  # a fake GPU is slow
+    tile = data.draw(st.none() | st.builds("{}x{}x{}".format, *(extents,) * 3))
+    seed = data.draw(st.integers(0, 2**32))
+    rng = np.random.default_rng(seed)
     a, b = (integers(rng, s, dtype) for s in (stored(op_a, m, k), stored(op_b, k, n)))
     c = integer_c(rng, (m, n), dtype)
     expected = reference(alpha, op_a, a, op_b, b, beta, c)
     if beta == 0:
         spoil(c)  # must never be read
-    options: dict[str, Any] = {"tile": tile, "backend": backend, "kernel": kernel}
-    with staged() if backend == "host-staged" else nullcontext():
-        options["backend"] = backend.removesuffix("-staged")
-        result = oocgemm.gemm(a, b, c, alpha=alpha, beta=beta, trans_a=op_a, trans_b=op_b, **options)
+    with running_on(engine, seed=seed) as options:
+        options |= {"trans_a": op_a, "trans_b": op_b, "tile": tile}
+        result = oocgemm.gemm(a, b, c, alpha=alpha, beta=beta, **options)
     assert result.out is c
     assert_same(c, expected)
     crossed = {link: moved["bytes"] for link, moved in result.report.traffic.items()}
@@ -116,11 +116,11 @@ def _store(path: Path, array: np.ndarray[Any, Any], data: st.DataObject) -> None
     zarr.create_array(path, data=array, chunks=chunks, zarr_format=int(kind[1]), **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", REAL_ENGINES)
 @pytest.mark.parametrize("tile", ["32x48x24", "20x13x17"])  # along chunk borders, and across them
 @pytest.mark.parametrize("op", list(Op))
 def test_compressed_panels_are_exact_and_decoded_in_place(
-    engine: tuple[str, str], tile: str, op: Op, tmp_path: Path
+    engine: Engine, tile: str, op: Op, tmp_path: Path
 ) -> None:
     rng = np.random.default_rng(5)
     m, n, k = 61, 70, 90
@@ -133,15 +133,14 @@ def test_compressed_panels_are_exact_and_decoded_in_place(
         in_place.append(into is not None)
         return plainly(self, stored, shape, into)
 
-    backend, kernel = engine
     plainly = Encoding.decode
     with (
-        staged(2) if backend == "host-staged" else nullcontext(),
+        running_on(engine, io_threads=2) as options,
         patch.object(blocks, "BATCH_BYTES", 1),
         patch.object(Encoding, "decode", decode),
     ):
-        options: Any = {"backend": backend.removesuffix("-staged"), "kernel": kernel, "tile": tile}
-        result = oocgemm.gemm(tmp_path / "A", tmp_path / "B", trans_a=op, trans_b=op, **options)
+        given: dict[str, Any] = {"trans_a": op, "trans_b": op, "tile": tile}
+        result = oocgemm.gemm(tmp_path / "A", tmp_path / "B", **given, **options)
     assert_same(result.out, reference(1, op, a, op, b, 0, None))  # type: ignore[arg-type]
     if not result.plan.machine.unified and tile == "32x48x24":
         # All but the chunks that are cut by the matrices' own edges.
@@ -152,7 +151,10 @@ def test_compressed_panels_are_exact_and_decoded_in_place(
 @pytest.mark.parametrize("verify", [False, True])
 @pytest.mark.parametrize("compressor", [None, "auto"])
 def test_chunks_of_c_come_whole_and_exact_from_their_slots(
-    engine: tuple[str, str], verify: bool, compressor: Literal["auto"] | None, tmp_path: Path
+    engine: Engine,
+    verify: bool,
+    compressor: Literal["auto"] | None,
+    tmp_path: Path,
 ) -> None:
     rng = np.random.default_rng(6)
     a, b, c = (integers(rng, shape, "float64") for shape in ((61, 30), (30, 70), (61, 70)))
@@ -164,19 +166,14 @@ def test_chunks_of_c_come_whole_and_exact_from_their_slots(
         contiguous.append(part.flags.c_contiguous)
         return plainly(self, part, shape, fill)
 
-    backend, kernel = engine
     plainly = Encoding.encode
     with (
-        staged(2) if backend == "host-staged" else nullcontext(),
+        running_on(engine, io_threads=2) as options,
         patch.object(blocks, "BATCH_BYTES", 1),
         patch.object(Encoding, "encode", encode),
     ):
-        options: dict[str, Any] = {
-            "backend": backend.removesuffix("-staged"),
-            "kernel": kernel,
-            "verify": verify,
-        }
-        result = oocgemm.gemm(a, b, tmp_path / "C", beta=1, tile="24x36x10", **options)
+        given: dict[str, Any] = {"beta": 1, "verify": verify, "tile": "24x36x10"}
+        result = oocgemm.gemm(a, b, tmp_path / "C", **given, **options)
     np.testing.assert_array_equal(zarr.open_array(tmp_path / "C")[:], a @ b + c)
     if not result.plan.machine.unified:
         assert len(contiguous) == 8 * 6
@@ -188,10 +185,11 @@ def test_nan_and_inf_propagate_and_beta_zero_hides_them(backend: str) -> None:
     a = np.array([[1.0, np.nan], [np.inf, 2.0], [0.0, 0.0]])
     b = np.array([[1.0, 0.0], [0.0, 1.0]])
     c = np.full((3, 2), np.nan)
-    oocgemm.gemm(a, b, c, backend=backend, tile="2x2x1")
-    with np.errstate(invalid="ignore"):
-        np.testing.assert_array_equal(c, a @ b)
-    oocgemm.gemm(a, b, c, alpha=0, backend=backend)  # alpha = 0 reads neither A nor B
+    with running_on(backend) as options:
+        oocgemm.gemm(a, b, c, tile="2x2x1", **options)
+        with np.errstate(invalid="ignore"):
+            np.testing.assert_array_equal(c, a @ b)
+        oocgemm.gemm(a, b, c, alpha=0, **options)  # alpha = 0 reads neither A nor B
     np.testing.assert_array_equal(c, np.zeros((3, 2)))
 
 
@@ -199,11 +197,12 @@ def test_nan_and_inf_propagate_and_beta_zero_hides_them(backend: str) -> None:
 @pytest.mark.parametrize(("m", "n", "k"), [(0, 3, 2), (3, 0, 2), (3, 2, 0), (0, 0, 0)])
 def test_empty_extents_give_beta_c(backend: str, m: int, n: int, k: int, tmp_path: Path) -> None:
     c = np.full((m, n), 3.0)
-    oocgemm.gemm(np.ones((m, k)), np.ones((k, n)), c, beta=2, backend=backend)
-    np.testing.assert_array_equal(c, np.full((m, n), 6.0))
-    for name in ("C.zarr", "C.npy"):
-        out = oocgemm.matmul(np.ones((m, k)), np.ones((k, n)), out=tmp_path / name, backend=backend)
-        np.testing.assert_array_equal(out[:], np.zeros((m, n)))
+    with running_on(backend) as options:
+        oocgemm.gemm(np.ones((m, k)), np.ones((k, n)), c, beta=2, **options)
+        np.testing.assert_array_equal(c, np.full((m, n), 6.0))
+        for name in ("C.zarr", "C.npy"):
+            out = oocgemm.matmul(np.ones((m, k)), np.ones((k, n)), out=tmp_path / name, **options)
+            np.testing.assert_array_equal(out[:], np.zeros((m, n)))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -211,17 +210,16 @@ def test_empty_extents_give_beta_c(backend: str, m: int, n: int, k: int, tmp_pat
 @pytest.mark.parametrize("dtype", [*DTYPES, "int8"])
 @pytest.mark.parametrize("verify", [False, True])
 def test_nothing_to_multiply_gives_beta_c_whatever_alpha_is(
-    engine: tuple[str, str], alpha: float, dtype: str, verify: bool
+    engine: Engine, alpha: float, dtype: str, verify: bool
 ) -> None:
     """As BLAS does for k = 0."""
     c_dtype = "float64" if dtype == "int8" else dtype
     a, b = np.ones((3, 0), dtype), np.ones((0, 2), dtype)
-    options: dict[str, Any] = {"alpha": alpha, "kernel": engine[1], "verify": verify, "out_dtype": c_dtype}
-    options["backend"] = engine[0].removesuffix("-staged")
-    with staged() if engine[0] == "host-staged" else nullcontext():
+    given: dict[str, Any] = {"alpha": alpha, "verify": verify, "out_dtype": c_dtype}
+    with running_on(engine) as options:
         for beta in (0, 2):
             c = np.full((3, 2), 3, c_dtype)
-            oocgemm.gemm(a, b, c, beta=beta, **options)
+            oocgemm.gemm(a, b, c, beta=beta, **given, **options)
             np.testing.assert_array_equal(c, np.full((3, 2), 3 * beta, c_dtype))
 
 
@@ -230,7 +228,8 @@ def test_float16_accumulates_in_float32(backend: str) -> None:
     k = 4096
     a, b = np.full((2, k), 1, np.float16), np.full((k, 3), 0.5, np.float16)
     # In float16 the running sum would stop growing at 1024, where half an ulp exceeds 0.5.
-    result = oocgemm.gemm(a, b, backend=backend, tile="2x3x100")
+    with running_on(backend) as options:
+        result = oocgemm.gemm(a, b, tile="2x3x100", **options)
     np.testing.assert_array_equal(result.out, np.full((2, 3), 2048, np.float16))
 
 

@@ -10,7 +10,7 @@ import zarr
 from numpy.typing import NDArray
 
 import oocgemm
-from tests.backends_here import BACKENDS
+from tests.backends_here import REAL_BACKENDS
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def stored(mnist: NDArray[np.float64], tmp_path_factory: pytest.TempPathFactory)
     return place
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", REAL_BACKENDS)
 @pytest.mark.parametrize(("trans_a", "trans_b"), [pytest.param("N", "T", marks=pytest.mark.slow), ("T", "N")])
 def test_gram_matrices_of_digits_are_exact(
     backend: str, trans_a: Any, trans_b: Any, mnist: NDArray[np.float64], stored: Path, tmp_path: Path

@@ -8,6 +8,7 @@ from typing import Any, Self
 import cupy
 
 from oocgemm.backends.cuda import calls as cuda_calls
+from oocgemm.planning import Slot
 
 REANCHOR_NS = (
     2_000_000_000  # CUDA returns float32 milliseconds: up to this long they resolve less than a microsecond
@@ -78,7 +79,8 @@ class CudaToken:
     """An operation that has ended when the event `end` on `stream` has completed.
 
     `own` is its own work, without checksums. `check`, called after the end, raises if the operation failed.
-    `noting`, called after the end, records the time that its checksums took.
+    `noting`, called after the end, records the time that its checksums took. `uploaded` is the slot that an
+    Upload with checksums fills.
     """
 
     stream: str
@@ -87,6 +89,7 @@ class CudaToken:
     clock: Clock
     check: Callable[[], None] | None = None
     noting: Callable[[], None] | None = None
+    uploaded: Slot | None = None
 
     def synchronize(self) -> None:
         if not cuda_calls.ended(self.end):

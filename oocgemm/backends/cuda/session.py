@@ -153,7 +153,10 @@ class CudaSession:
             if not isinstance(token, CudaToken):
                 token.synchronize()
             elif token.stream != operation.stream:
-                cuda_calls.wait(stream, token.own.end if beside else token.end)
+                # The checksums of an upload may run beside a Multiply that reads the same panel. They must
+                # end before an old C is overwritten.
+                reads_only = beside and token.uploaded != operation.writes[0].slot
+                cuda_calls.wait(stream, token.own.end if reads_only else token.end)
                 if beside and token.stream != SUMS:
                     cuda_calls.wait(self._streams[SUMS], token.end)
         if checksums is not None:
@@ -171,6 +174,7 @@ class CudaSession:
         checksums of a Multiply or a Finish run beside it on the checksum stream, which has the same waits.
         """
         name, stream, beside = op.stream, self._streams[op.stream], self._streams[SUMS]
+        uploaded = op.writes[0].slot if op.kind is Kind.UPLOAD else None
         match op.kind:
             case Kind.UPLOAD:
                 own = Work.on(stream, launches)
@@ -190,8 +194,9 @@ class CudaSession:
                 own = Work.on(stream, launches)
                 return CudaToken(name, own, own.end, self._clock)
         return CudaToken(
-            name, own, end, self._clock, noting=lambda: checksums.busy.append(sums.interval(self._clock))
-        )
+            name, own, end, self._clock,
+            noting=lambda: checksums.busy.append(sums.interval(self._clock)), uploaded=uploaded,
+        )  # fmt: skip
 
     @staticmethod
     def _sums(stream: Any, take: Callable[[Operation], None], op: Operation) -> Work:

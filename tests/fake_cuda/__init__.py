@@ -1,0 +1,63 @@
+"""A CUDA device in this process, without a GPU: the CUDA backend runs on it as it is.
+
+It stands in for what the backend calls: the modules of cupy, libcuda and libcublas.
+
+- `memory`: device memory has addresses that the host cannot read. It begins as NaN. Copies need pinned host
+  memory.
+- `device`: streams run their commands late and overtake each other, in an order that a seed draws. An
+  access that is not ordered with another raises `MisuseError`. Calls fail on demand.
+- `kernels`: cuBLAS's product, `finish`, `tiled` and the int8 kernels in NumPy. Other kernels do not run.
+- `libraries`, `cupy_modules`, `objects`: the interfaces.
+"""
+
+import ctypes
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from oocgemm import backends
+from oocgemm.backends import registry
+from tests.fake_cuda.cupy_modules import modules
+from tests.fake_cuda.device import Device, Fault
+from tests.fake_cuda.libraries import Cublas, Driver
+from tests.fake_cuda.memory import MisuseError
+from tests.fake_cuda.objects import Objects
+
+__all__ = ["Device", "Fault", "MisuseError", "fake_cuda"]
+
+PACKAGE = "oocgemm.backends.cuda"
+
+
+@contextmanager
+def fake_cuda(seed: int = 0, capacity: int = 1 << 30) -> Iterator[Device]:
+    """Have the CUDA backend run on a new fake device with so many bytes of memory.
+
+    The backend's modules are imported anew. All is undone on exit.
+    """
+    device = Device(seed, capacity)
+    objects = Objects(device)
+    cublas = Cublas(device, objects)
+    fakes = {"libcuda.so.1": Driver(device, objects), "libcublas.so.13": cublas}
+    with (
+        patch.dict(sys.modules, modules(device, objects, cublas)),
+        patch.dict(vars(backends)),
+        patch.object(registry, "missing_for_cuda", lambda: None),
+        patch.object(ctypes, "CDLL", _loader(ctypes.CDLL, fakes)),
+        patch.object(ctypes, "PyDLL", _loader(ctypes.PyDLL, fakes)),
+    ):
+        for name in [name for name in sys.modules if name == PACKAGE or name.startswith(f"{PACKAGE}.")]:
+            del sys.modules[name]
+        vars(backends).pop("cuda", None)
+        yield device
+
+
+def _loader(kind: Any, fakes: dict[str, Any]) -> Any:
+    """A class of ctypes that loads the fake libraries too."""
+
+    class Loader(kind):  # type: ignore[misc]
+        def __new__(cls, name: str | None, *rest: Any, **options: Any) -> Any:
+            return fakes[name] if name in fakes else super().__new__(cls)
+
+    return Loader

@@ -1,0 +1,291 @@
+"""A device whose streams run asynchronously, in an order that a seed draws, and whose calls fail on demand.
+
+A command runs only when the host waits for an event, a stream or the device. The scheduler then draws one
+of the streams whose next command is not waiting, until what the host waits for is done. So every command
+runs as late as the waits allow, and streams overtake each other as far as the waits allow.
+
+Two accesses to the same bytes, of which one writes, must be ordered by streams, events or the host. Vector
+clocks find those that are not (Lamport, *Time, clocks, and the ordering of events*, 1978), whatever order
+was drawn.
+"""
+
+import itertools
+import random
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tests.fake_cuda.memory import Block, Memory, MisuseError, StatusError
+
+NOT_READY, LAUNCH_FAILED = 600, 719
+FOREVER = 1 << 30
+
+Clock = dict[int, int]  # the number of the last command of each stream that is known to be done
+
+
+@dataclass
+class Fault:
+    """Calls that fail: call number `first`, counted from 1, and `times - 1` more.
+
+    A `late` fault lets the call return, and fails the command on the device. Every later call fails then.
+    """
+
+    status: int = LAUNCH_FAILED
+    first: int = 1
+    times: int = FOREVER
+    late: bool = False
+
+
+@dataclass(eq=False)
+class Recording:
+    """One recording of an event."""
+
+    clock: Clock
+    time: int = 0  # nanoseconds of `time.perf_counter_ns`
+    done: bool = False
+
+
+class Access(NamedTuple):
+    """An access to memory by a command."""
+
+    stream: int
+    number: int
+    begin: int
+    end: int
+    block: Block
+    writes: bool
+    name: str
+
+
+@dataclass
+class Command:
+    """A command on a stream: work, a wait for a recording, or a recording."""
+
+    name: str
+    run: Callable[[], None] | None = None
+    awaits: Recording | None = None
+    records: Recording | None = None
+    seconds: float = 0.0
+    fault: Fault | None = None
+
+
+@dataclass
+class Queue:
+    """The commands of a stream that have not run, and what its next command may rely on."""
+
+    number: int
+    weight: float
+    commands: deque[Command] = field(default_factory=deque)
+    clock: Clock = field(default_factory=dict)
+    count: int = 0
+    busy_until: float = 0.0
+
+
+class Device:
+    """The state of one fake GPU. Thread-safe."""
+
+    def __init__(self, seed: int = 0, capacity: int = 1 << 30) -> None:
+        self.memory = Memory(capacity)
+        self.faults: dict[str, Fault] = {}  # by function
+        self.calls: list[tuple[str, tuple[object, ...]]] = []
+        self.link_rate: float | None = None  # bytes per second of host copies; None for no delay
+        self.misuses: list[MisuseError] = []
+        self.lock = threading.RLock()
+        self.failed = 0  # the status of the first command that has failed
+        self._random = random.Random(seed)
+        self._counts: Counter[str] = Counter()
+        self._queues: dict[int, Queue] = {}
+        self._handles = itertools.count(16)
+        self._accesses: list[Access] = []
+        self._host: Clock = {}
+        self.new_queue(0)
+
+    def new_handle(self) -> int:
+        return next(self._handles)
+
+    def new_queue(self, handle: int) -> None:
+        """Create a stream. The scheduler draws some streams far more often than others."""
+        with self.lock:
+            self._queues[handle] = Queue(handle, 10 ** self._random.uniform(-1.5, 1.5))
+
+    def count(self, name: str) -> int:
+        """Return how often a function was called."""
+        return self._counts[name]
+
+    def enter(self, name: str, *arguments: object) -> Fault | None:
+        """Note a call. Return the fault of its command, if that is to fail on the device.
+
+        Raises:
+            StatusError: the call is to fail, or a command has failed.
+        """
+        with self.lock:
+            self.calls.append((name, arguments))
+            self._counts[name] += 1
+            fault = self.faults.get(name)
+            if fault is not None and not fault.first <= self._counts[name] < fault.first + fault.times:
+                fault = None
+            if self.failed or (fault is not None and not fault.late):
+                raise StatusError(self.failed or (fault.status if fault else 0))
+            return fault
+
+    def work(
+        self,
+        stream: int,
+        name: str,
+        run: Callable[[], None],
+        reads: Iterable[Block] = (),
+        writes: Iterable[Block] = (),
+        *,
+        link_bytes: int = 0,
+        fault: Fault | None = None,
+    ) -> None:
+        """Put work on a stream.
+
+        Raises:
+            MisuseError: it accesses memory that is not the device's, or is not ordered with another access.
+        """
+        seconds = link_bytes / self.link_rate if self.link_rate else 0.0
+        with self.lock:
+            queue = self._append(stream, Command(name, run, seconds=seconds, fault=fault))
+            for blocks, writing in ((reads, False), (writes, True)):
+                for block in blocks:
+                    if block.rows and block.width:
+                        self._access(
+                            queue, Access(stream, queue.count, block.address, block.end, block, writing, name)
+                        )
+
+    def record(self, stream: int) -> Recording:
+        """Put a recording of an event on a stream."""
+        with self.lock:
+            recording = Recording({})
+            queue = self._append(stream, Command("record", records=recording))
+            recording.clock = dict(queue.clock)
+            return recording
+
+    def await_(self, stream: int, recording: Recording | None) -> None:
+        """Have a stream wait for a recording. An event that was never recorded counts as done."""
+        if recording is None:
+            return
+        with self.lock:
+            queue = self._append(stream, Command("wait", awaits=recording))
+            _merge(queue.clock, recording.clock)
+
+    def done(self, recording: Recording | None) -> bool:
+        """Poll a recording. The device takes a step, since it works while the host polls."""
+        with self.lock:
+            if recording is not None and not recording.done:
+                self._step()
+            return recording is None or self._known(recording)
+
+    def finish(self, recording: Recording | None) -> None:
+        """Block until a recording is done.
+
+        Raises:
+            StatusError: a command has failed.
+        """
+        while recording is not None:
+            with self.lock:
+                if self.failed:
+                    raise StatusError(self.failed)
+                if self._known(recording):
+                    return
+                pause = self._step()
+            if pause:
+                time.sleep(pause)
+
+    def finish_all(self) -> None:
+        """Block until every stream is idle."""
+        for handle in list(self._queues):
+            self.finish(self.record(handle))
+
+    def retire(self, handle: int) -> None:
+        """Forget a stream whose commands have all run."""
+        with self.lock:
+            if not self._queues[handle].commands:
+                del self._queues[handle]
+
+    def misuse(self, text: str) -> MisuseError:
+        """Return an error, and keep it for `check`, since the caller may suppress it."""
+        self.misuses.append(MisuseError(text))
+        return self.misuses[-1]
+
+    def check(self) -> None:
+        """Raise the first misuse, or one for memory that is still allocated or pinned."""
+        if self.misuses:
+            raise self.misuses[0]
+        assert not self.memory.allocated, f"{self.memory.allocated} bytes of device memory are not freed"
+        assert not self.memory.pinned, f"host memory is still pinned: {self.memory.pinned}"
+
+    def in_flight(self, begin: int, end: int) -> bool:
+        """Whether a command that may not have run accesses memory."""
+        with self.lock:
+            return any(each.begin < end and begin < each.end for each in self._accesses)
+
+    def _append(self, stream: int, command: Command) -> Queue:
+        queue = self._queues[stream]
+        _merge(queue.clock, self._host)
+        queue.count += 1
+        queue.clock[stream] = queue.count
+        queue.commands.append(command)
+        return queue
+
+    def _access(self, queue: Queue, new: Access) -> None:
+        kept = []
+        for old in self._accesses:
+            if old.begin < new.end and new.begin < old.end:
+                known = old.number <= queue.clock.get(old.stream, 0)
+                if not known and (old.writes or new.writes) and not _interleave(old.block, new.block):
+                    raise self.misuse(f"{new} is not ordered after {old}")
+                # What is ordered after the new access is ordered after the old one.
+                if (
+                    known
+                    and new.writes
+                    and new.begin <= old.begin
+                    and old.end <= new.end
+                    and new.block.rows == 1
+                ):
+                    continue
+            kept.append(old)
+        self._accesses = [*kept, new]
+
+    def _known(self, recording: Recording) -> bool:
+        if recording.done:
+            _merge(self._host, recording.clock)
+            self._accesses = [each for each in self._accesses if each.number > self._host.get(each.stream, 0)]
+        return recording.done
+
+    def _step(self) -> float:
+        """Run one command. Return how many seconds to wait before the next step."""
+        now = time.perf_counter()
+        waiting = [queue for queue in self._queues.values() if queue.commands]
+        free = [q for q in waiting if (awaits := q.commands[0].awaits) is None or awaits.done]
+        ready = [q for q in free if q.busy_until <= now]
+        if not ready:
+            return min((q.busy_until - now for q in free), default=0.0)
+        queue = self._random.choices(ready, [q.weight for q in ready])[0]
+        command = queue.commands.popleft()
+        if command.fault is not None:
+            self.failed = command.fault.status
+        elif command.run is not None:
+            command.run()
+            queue.busy_until = now + command.seconds
+        if command.records is not None:
+            command.records.time, command.records.done = time.perf_counter_ns(), True
+        return 0.0
+
+
+def _merge(clock: Clock, other: Clock) -> None:
+    for stream, number in other.items():
+        if number > clock.get(stream, 0):
+            clock[stream] = number
+
+
+def _interleave(x: Block, y: Block) -> bool:
+    """Whether two blocks are different columns of one matrix."""
+    if x.pitch != y.pitch or min(x.rows, y.rows) < 2:
+        return False
+    apart = (y.address - x.address) % x.pitch
+    return x.width <= apart and apart + y.width <= x.pitch

@@ -1,0 +1,188 @@
+"""Kernels of the project in NumPy, by entry, and cuBLAS's product.
+
+Each prepares a launch: the blocks that it reads and writes, and a callable that does the work.
+Kernels that are missing here cannot run on the fake device.
+"""
+
+import ctypes
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from oocgemm.backends.base import numpy_dtype
+from oocgemm.kernels.spec import C_TYPES, Arguments
+from tests.fake_cuda.checksums import check_panel, check_product, check_strip
+from tests.fake_cuda.memory import Array, Block, Memory, block_of
+from tests.fake_cuda.work import Macros, Work
+
+_LONG, _REAL, _POINTER = ctypes.c_longlong, ctypes.c_double, ctypes.c_void_p
+_DTYPES = {c: name for name, c in C_TYPES.items()}
+
+
+class Operand(NamedTuple):
+    """A row-major matrix as it is stored, and the op() to apply:
+
+    0 none, 1 transpose, 2 conjugate transpose.
+    """
+
+    address: int
+    dtype: Any
+    rows: int
+    cols: int
+    ld: int
+    op: int = 0
+
+    def block(self) -> Block:
+        return block_of(self.address, self.dtype, self.rows, self.cols, self.ld)
+
+    def view(self, memory: Memory) -> Array:
+        stored = memory.matrix(self.address, self.dtype, self.rows, self.cols, self.ld)
+        return stored if self.op == 0 else stored.T
+
+    def load(self, memory: Memory, dtype: Any) -> Array:
+        """Return op(X) in another dtype."""
+        x = self.view(memory).astype(dtype, copy=False)
+        return x.conj() if self.op == 2 else x
+
+
+def gemm(memory: Memory, alpha: Any, a: Operand, b: Operand, beta: Any, c: Operand) -> Work:
+    """C = alpha op(A) @ op(B) + beta C. alpha = 0 reads neither A nor B, and beta = 0 does not read C."""
+    target = c.view(memory)
+    multiplies = bool(alpha) and bool(a.rows and a.cols)
+    # NumPy multiplies integers without a BLAS: slowly. float64 holds these sums exactly.
+    wide = np.float64 if target.dtype.kind == "i" else target.dtype
+    operands = [a, b] if multiplies else []
+    for operand in operands:
+        operand.view(memory)  # checks the address
+
+    def run() -> None:
+        with np.errstate(all="ignore"):
+            value = np.zeros(target.shape, wide)
+            if multiplies:
+                np.matmul(a.load(memory, wide), b.load(memory, wide), out=value)
+                value *= wide_scalar(alpha)
+            if beta:
+                value += wide_scalar(beta) * target.astype(wide, copy=False)
+            target[...] = value
+
+    def wide_scalar(value: Any) -> Any:
+        return np.dtype(wide).type(value)
+
+    blocks = [operand.block() for operand in operands]
+    return Work(run, [*blocks, *([c.block()] if beta else [])], [c.block()])
+
+
+def _rung(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
+    """A kernel of the ladder that takes `gemm_arguments` alone."""
+    g = Arguments.from_address(pointers[0])
+    stored, summed = (numpy_dtype(_DTYPES[macros[name]]) for name in ("OOC_STORED", "OOC_ACCUMULATED"))
+    op_a, op_b = int(macros["OOC_OP_A"]), int(macros["OOC_OP_B"])
+    shapes = [(g.k, g.m) if op_a else (g.m, g.k), (g.n, g.k) if op_b else (g.k, g.n)]
+    scalars = [complex(g.alpha_re, g.alpha_im), complex(g.beta_re, g.beta_im)]
+    alpha, beta = scalars if summed.kind == "c" else (scalar.real for scalar in scalars)
+    return gemm(
+        *(memory, alpha, Operand(g.a or 0, stored, *shapes[0], g.lda, op_a)),
+        *(Operand(g.b or 0, stored, *shapes[1], g.ldb, op_b), beta),
+        Operand(g.c, summed, g.m, g.n, g.ldc),
+    )
+
+
+def _finish(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
+    """kernels/common/finish.cu."""
+    kinds = _LONG, _REAL, _REAL, _POINTER, _REAL, _REAL, _POINTER
+    elements, alpha_re, alpha_im, source, beta_re, beta_im, result = _values(kinds, pointers)
+    summed, stored = (numpy_dtype(_DTYPES[macros[name]]) for name in ("OOC_ACCUMULATED", "OOC_STORED"))
+    sums = memory.matrix(source, summed, 1, elements, elements)
+    old = memory.matrix(result, stored, 1, elements, elements)
+    alpha, beta = complex(alpha_re, alpha_im), complex(beta_re, beta_im)
+
+    def run() -> None:
+        with np.errstate(all="ignore"):
+            value = _scalar(summed, alpha) * sums
+            if beta:
+                value = value + _scalar(summed, beta) * old.astype(summed)
+            old[...] = value.astype(stored)
+
+    to = block_of(result, stored, 1, elements, elements)
+    return Work(run, [block_of(source, summed, 1, elements, elements), *([to] if beta else [])], [to])
+
+
+def _int8_finish(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
+    """kernels/integers/int8_finish.cu."""
+    kinds = _LONG, _POINTER, _REAL, _REAL, _POINTER, _POINTER
+    elements, source, alpha, beta, result, flag_address = _values(kinds, pointers)
+    summed, stored = (numpy_dtype(_DTYPES[macros[name]]) for name in ("OOC_ACCUMULATED", "OOC_STORED"))
+    limit = float(macros["OOC_MAX"]) if "OOC_MAX" in macros else None
+    sums = memory.matrix(source, summed, 1, elements, elements)
+    old = memory.matrix(result, stored, 1, elements, elements)
+    flag = memory.matrix(flag_address, np.int32, 1, 1, 1)
+
+    def run() -> None:
+        value = alpha * sums.astype(np.float64)
+        size = np.abs(value)
+        if beta:
+            kept = beta * old.astype(np.float64)
+            value, size = value + kept, size + np.abs(kept)
+        fits = np.full(value.shape, True)
+        if limit is not None:
+            fits = (size < 2.0**53) & (value <= limit) & (value >= -limit - 1)
+        old[fits] = value[fits].astype(stored)
+        if not fits.all():
+            flag[...] = 1
+
+    to = block_of(result, stored, 1, elements, elements)
+    return Work(run, [block_of(source, summed, 1, elements, elements), *([to] if beta else [])], [to])
+
+
+def _int8_add(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
+    """kernels/integers/int8_add.cu. The grid gives the rows."""
+    kinds = _POINTER, _LONG, _LONG, _REAL, _POINTER, _LONG
+    source, pitch, n, beta, to, ldc = _values(kinds, pointers)
+    rows = int(macros["grid y"])
+    dtype = numpy_dtype(_DTYPES[macros["OOC_ACCUMULATED"]])
+    sums, c = memory.matrix(source, np.int32, rows, n, pitch), memory.matrix(to, dtype, rows, n, ldc)
+
+    def run() -> None:
+        c[...] = sums + (_scalar(dtype, beta) * c if beta else 0)
+
+    written = block_of(to, dtype, rows, n, ldc)
+    return Work(run, [block_of(source, np.int32, rows, n, pitch), *([written] if beta else [])], [written])
+
+
+def _int8_pack(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
+    """kernels/integers/int8_pack.cu."""
+    source, ld, rows, k, to, pitch = _values((_POINTER, _LONG, _LONG, _LONG, _POINTER, _LONG), pointers)
+    x = Operand(source, np.int8, *((rows, k, ld, 0) if macros["OOC_K_MAJOR"] == "1" else (k, rows, ld, 1)))
+    packed = memory.matrix(to, np.int8, rows, pitch, pitch)
+    given = x.view(memory)
+
+    def run() -> None:
+        packed[:, :k] = given
+        packed[:, k:] = 0
+
+    return Work(run, [x.block()], [block_of(to, np.int8, rows, pitch, pitch)])
+
+
+def _scalar(dtype: np.dtype[Any], value: complex) -> Any:
+    return dtype.type(value if dtype.kind == "c" else complex(value).real)
+
+
+def _values(kinds: tuple[Any, ...], pointers: list[int]) -> tuple[Any, ...]:
+    """Arguments of a launch, by the C types of the kernel's parameters."""
+    return tuple(kind.from_address(at).value for kind, at in zip(kinds, pointers, strict=True))
+
+
+Prepare = Callable[[Memory, Macros, list[int]], Work]
+
+# By entry: how many parameters the kernel has, and what prepares a launch.
+KERNELS: dict[str, tuple[int, Prepare]] = {
+    "tiled": (1, _rung),
+    "finish": (7, _finish),
+    "int8_finish": (6, _int8_finish),
+    "int8_add": (6, _int8_add),
+    "int8_pack": (6, _int8_pack),
+    "check_panel": (1, check_panel),
+    "check_strip": (1, check_strip),
+    "check_product": (1, check_product),
+}

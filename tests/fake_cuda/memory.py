@@ -1,0 +1,162 @@
+"""Device memory apart from host memory, and the ranges of host memory that are pinned."""
+
+from bisect import bisect_right, insort
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+# No process maps such an address: a host access to device memory is a segmentation fault.
+BASE = 1 << 56
+ALIGNMENT = 256
+POISON = 0xFF  # NaN in every floating-point dtype, -1 in every integer dtype
+INVALID_VALUE, OUT_OF_MEMORY, ALREADY_PINNED, NOT_PINNED = 1, 2, 712, 713
+
+
+class MisuseError(AssertionError):
+    """A call that a GPU answers with wrong results or undefined behaviour."""
+
+
+class StatusError(Exception):
+    """A call that CUDA refuses with an error number."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"CUDA error {status}")
+        self.status = status
+
+
+class Block(NamedTuple):
+    """Rows of `width` bytes, `pitch` bytes apart. One row for a contiguous range."""
+
+    address: int
+    width: int
+    rows: int = 1
+    pitch: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.address + (self.rows - 1) * self.pitch + self.width if self.rows else self.address
+
+
+@dataclass
+class _Range:
+    begin: int
+    data: Array  # bytes
+    owned: bool = False  # pinned until its owner is garbage
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.data.size
+
+
+class Memory:
+    """Allocations on the device, by virtual address, and pinned ranges of the host, by real address."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._device: dict[int, _Range] = {}
+        self._pinned: dict[int, _Range] = {}
+        self._begins: list[int] = []  # of all ranges, in order
+        self._next = BASE
+
+    @property
+    def allocated(self) -> int:
+        return sum(each.data.size for each in self._device.values())
+
+    @property
+    def free_bytes(self) -> int:
+        return self.capacity - self.allocated
+
+    @property
+    def pinned(self) -> dict[int, int]:
+        """Bytes of each range that is to be unpinned, by its first address."""
+        return {begin: each.data.size for begin, each in self._pinned.items() if not each.owned}
+
+    def allocate(self, size: int) -> int:
+        """Return the address of new device memory, filled with poison."""
+        if size > self.free_bytes:
+            raise StatusError(OUT_OF_MEMORY)
+        address = self._next
+        self._device[address] = _Range(address, np.full(size, POISON, np.uint8))
+        insort(self._begins, address)
+        # The gap finds accesses beyond the end.
+        self._next += (size // ALIGNMENT + 2) * ALIGNMENT
+        return address
+
+    def free(self, address: int) -> None:
+        if not address:
+            return
+        if self._device.pop(address, None) is None:
+            raise StatusError(INVALID_VALUE)
+        self._begins.remove(address)
+
+    def pin(self, address: int, size: int, *, owned: bool = False) -> None:
+        before = self._last_begin(address + size - 1)
+        if before is not None and address < before.end:
+            raise StatusError(ALREADY_PINNED)
+        insort(self._begins, address)
+        self._pinned[address] = _Range(address, _host_bytes(address, size), owned)
+
+    def unpin(self, address: int) -> None:
+        if self._pinned.pop(address, None) is None:
+            raise StatusError(NOT_PINNED)
+        self._begins.remove(address)
+
+    def range_at(self, address: int) -> tuple[int, int] | None:
+        """Return (address, bytes) of the allocation or the pinned range that contains an address."""
+        found = self._last_begin(address)
+        return (found.begin, found.data.size) if found is not None and address < found.end else None
+
+    def bytes_of(self, block: Block) -> Array:
+        """Return a view of a block of device or pinned memory, of shape (rows, width).
+
+        Raises:
+            MisuseError: the block is not within one allocation or one pinned range.
+        """
+        if block.rows > 1 and block.pitch < block.width:
+            raise MisuseError(f"rows overlap: {block}")
+        found = self._last_begin(block.address)
+        if found is not None and block.end <= found.end:
+            start = block.address - found.begin
+            part = found.data[start : start + block.end - block.address]
+            return np.lib.stride_tricks.as_strided(
+                part, (block.rows, block.width), (block.pitch or block.width, 1)
+            )
+        what = "one device allocation" if block.address >= BASE else "one range of pinned host memory"
+        raise MisuseError(f"{block} is not within {what}")
+
+    def _last_begin(self, address: int) -> _Range | None:
+        """The last range that begins at an address or before it."""
+        place = bisect_right(self._begins, address)
+        begin = self._begins[place - 1] if place else None
+        return None if begin is None else self._device.get(begin) or self._pinned[begin]
+
+    def real_address(self, address: int) -> int:
+        """Return where this process has a byte of device memory."""
+        return int(self.bytes_of(Block(address, 1)).ctypes.data)
+
+    def matrix(self, address: int, dtype: Any, rows: int, cols: int, ld: int) -> Array:
+        """Return a view of a row-major matrix; the leading dimension is in elements."""
+        block = block_of(address, dtype, rows, cols, ld)
+        if not rows or not cols:
+            return np.zeros((rows, cols), dtype)
+        return self.bytes_of(block).view(dtype)
+
+
+def block_of(address: int, dtype: Any, rows: int, cols: int, ld: int) -> Block:
+    """Return the bytes of a row-major matrix."""
+    size = np.dtype(dtype).itemsize
+    return Block(address, cols * size, rows, ld * size)
+
+
+def _host_bytes(address: int, size: int) -> Array:
+    # A view without an owner, as the driver has. Whoever frees pinned memory before unpinning it is caught.
+    interface = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+    class Exposed:
+        __array_interface__ = interface
+
+    return np.asarray(Exposed())

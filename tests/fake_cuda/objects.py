@@ -1,0 +1,58 @@
+"""Events, functions and cuBLAS handles, by the numbers that the libraries know them by."""
+
+import weakref
+from typing import Any, NamedTuple
+
+from tests.fake_cuda.device import Device, Recording
+from tests.fake_cuda.memory import INVALID_VALUE, StatusError
+
+
+class Event:
+    """`cupy.cuda.Event`."""
+
+    def __init__(self, objects: "Objects") -> None:
+        self.ptr = objects.device.new_handle()
+        self.recording: Recording | None = None
+        self._objects = objects
+        objects.events[self.ptr] = self
+
+    def record(self, stream: Any) -> None:
+        self.recording = self._objects.device.record(stream.ptr)
+
+    def synchronize(self) -> None:
+        self._objects.synchronize("Event.synchronize", self.recording)
+
+
+class Function(NamedTuple):
+    """A kernel as it is loaded."""
+
+    ptr: int
+    entry: str
+    macros: dict[str, str]
+
+
+class Objects:
+    """All of one device."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.events: weakref.WeakValueDictionary[int, Event] = weakref.WeakValueDictionary()
+        self.functions: dict[int, Function] = {}
+        self.cublas_streams: dict[int, int] = {}
+
+    def event(self, handle: int) -> Event:
+        return self.events[handle]
+
+    def function(self, handle: int) -> Function:
+        return self.functions[handle]
+
+    def elapsed(self, start: int, end: int) -> float:
+        """Return the milliseconds between two events that are done."""
+        first, last = (self.events[handle].recording for handle in (start, end))
+        if first is None or last is None or not (first.done and last.done):
+            raise StatusError(INVALID_VALUE)
+        return (last.time - first.time) / 1e6
+
+    def synchronize(self, name: str, recording: Recording | None) -> None:
+        self.device.enter(name)
+        self.device.finish(recording)
