@@ -1,6 +1,6 @@
-"""Which backends tests run on:
+"""The backends that tests run on: host and a fake CUDA device everywhere, cuda where a device answers.
 
-host and a fake CUDA device everywhere, cuda (marked gpu) where a device answers.
+Tests on cuda are marked gpu.
 """
 
 from collections.abc import Iterator

@@ -51,8 +51,10 @@ class Pinner(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """A queue of operations on one device, submitted in order. `lane` is the operations' `stream` in the
-    schedule."""
+    """A queue of operations on one device. They are submitted in the order of the schedule.
+
+    `lane` names the kind of work, such as "h2d" or "compute". The operations of the schedule call it `stream`.
+    """
 
     device: int
     lane: str

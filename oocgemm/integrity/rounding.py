@@ -115,9 +115,9 @@ def norms(x: Array) -> Array:
 
 
 def block_squares(blocks: Array) -> Array:
-    """Return the sums of squares of double-precision blocks (number, rows, columns).
+    """Return the sum of squares of each of some blocks, of shape (blocks, rows, columns).
 
-    Contiguous columns are fastest.
+    Blocks whose rows are contiguous in memory are fastest.
     """
     flat = blocks.view(np.float64) if blocks.dtype.kind == "c" else blocks
     return np.asarray(np.vecdot(flat, flat).sum(axis=-1))

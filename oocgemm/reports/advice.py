@@ -244,8 +244,8 @@ def sentence(remedy: Remedy, wall: float) -> str:
 def diagnosis_lines(figures: Report, timeline: Timeline, *, advise: bool = False) -> list[str]:
     """Return what bounded a run as a list of sentences.
 
-    They say whether the run finished, what bounded it, how close the bound was to its limit and, with
-    `advise`, what to change.
+    They say whether the run finished, which resource bounded it, how close that resource was to its
+    maximum rate and, with `advise`, what to change.
     """
     found = diagnose(timeline, figures)
     lines = [unfinished(figures), found.finding, found.evidence]

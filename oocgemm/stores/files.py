@@ -38,7 +38,8 @@ MIN_SEGMENT = 4096
 
 # Drop the pages after the read (Linux 6.14). Python has no constant for it.
 _RWF_DONTCACHE = 0x80 if sys.platform == "linux" else 0
-# Fault in all pages of a map (Linux 5.14). Python has no constant for it. It pays from MIN_POPULATED bytes.
+# The advice to fault in all pages of a memory map (Linux 5.14). Python has no constant for it. Maps of
+# fewer than MIN_POPULATED bytes are faulted in as fast by reading them.
 POPULATE: int | None = 22 if sys.platform == "linux" else None
 MIN_POPULATED = 8 << 20
 WILL_NEED: int | None = getattr(mmap, "MADV_WILLNEED", None)

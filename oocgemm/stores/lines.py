@@ -192,7 +192,10 @@ def _read_past_cache(file: OpenFile, start: int, stride: int, dtype: np.dtype[An
 
 
 def _request(file: OpenFile, offsets: Array, size: int) -> None:
-    """Start to load segments of `size` bytes into the page cache, in whole windows."""
+    """Ask the system to load segments of `size` bytes into the page cache.
+
+    Each request is extended to an aligned window of the file, since what follows is often wanted next.
+    """
     window = 1 << (WINDOW * size).bit_length() - 1 if WINDOW * size <= MAX_WINDOW else mmap.PAGESIZE
     for offset in offsets.tolist():
         first, last = offset // window * window, -(-(offset + size) // window) * window

@@ -150,7 +150,11 @@ class NpyMatrix:
             os.close(descriptor)
 
     def _oriented(self, rows: Range, cols: Range, block: Array) -> tuple[Range, Range, Array]:
-        """Return the stored lines of a block, its range in each, and its array with one row per line."""
+        """Return the range of stored lines that a block touches, the range of elements in each, and the
+        block by lines.
+
+        A line is a row of the file or, in Fortran order, a column. The returned array has one row per line.
+        """
         return (cols, rows, block.T) if self._by_columns else (rows, cols, block)
 
     def _check_length(self, size: int) -> None:

@@ -36,10 +36,10 @@ OUTPUT_LANES = ("d2h", "encode", "write")  # those that can be busy after the la
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What bounds a run.
+    """What limits the speed of a run: a resource such as storage, the link to the device, or compute.
 
-    `evidence` says in words how close the bound was to its limit. `contended` is set if other programs used
-    cores that the bound needed.
+    `evidence` says in words how close that resource was to its maximum rate. `contended` is set if other
+    programs used CPU cores that the resource's work needed.
     """
 
     verdict: Verdict

@@ -39,7 +39,8 @@ COLUMNS = (
 # Lines are flushed when there are this many, or when the first of them is this many seconds old. A killed run
 # loses no more of its log than that.
 FLUSH_LINES, FLUSH_SECONDS = 1000, 1.0
-# Compressed bytes of a log kept in memory: those of about 50,000 operations.
+# A log without a file is kept in memory up to this many compressed bytes, about 50,000 operations. More
+# goes to a temporary file.
 MAX_IN_MEMORY = 1 << 20
 _SIZE_BYTES = 4  # bytes that give a compressed chunk's length in the temporary file
 _LARGEST = 2**63

@@ -262,7 +262,8 @@ def stream_predecessors(spans: Sequence[Span]) -> dict[int, int]:
         ends = [s.end for s in ended]
         for number, span in enumerate(issued):
             place = bisect_right(ends, span.start) - 1
-            while place >= 0 and ended[place].id >= span.id:  # empty spans, or spans of clocks that differ
+            # A later operation may seem to end before: its span is empty, or was timed by the device's clock.
+            while place >= 0 and ended[place].id >= span.id:
                 place -= 1
             if place >= 0:
                 found[span.id] = ended[place].id

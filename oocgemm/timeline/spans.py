@@ -14,8 +14,8 @@ LANES = ("read", "decode", "h2d", "prepare", "compute", "d2h", "encode", "write"
 class Span:
     """One operation as it ran.
 
-    `start` and `end` are in nanoseconds since the API call. `waits` holds the ids of the operations that had
-    to end before this one could start.
+    `start` and `end` are in nanoseconds since `gemm` was called. `waits` holds the ids of the operations
+    that had to end before this one could start.
     """
 
     id: int

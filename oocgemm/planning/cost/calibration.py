@@ -84,7 +84,8 @@ class Calibration:
 
     @classmethod
     def from_dict(cls, data: Any) -> "Calibration":
-        """Rebuild a calibration from `to_dict`, or from `calibrate --json`, whose keys have no spaces.
+        """Rebuild a calibration from `to_dict`, or from `calibrate --json`, which has underscores for spaces
+        in keys.
 
         Raises `ValueError` for other data.
         """

@@ -1,6 +1,7 @@
-"""Run a schedule on a virtual clock: the time that it takes if every operation takes its modelled time.
+"""Predict the time of a run: run its schedule on a virtual clock, each operation for its modelled time.
 
-Waits are derived by the same tracker as during a run. Its tokens are the end times of operations.
+The waits are derived by the tracker that derives them in a real run. Where a real run gives the tracker
+events, the simulation gives it the times at which operations end.
 """
 
 from collections.abc import Iterator

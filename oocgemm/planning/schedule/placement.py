@@ -43,7 +43,7 @@ Step = tuple[int, Placed, Placed]
 
 # Bound on the panels in memoised cache states, at about 100 bytes per panel and several copies of each.
 MAX_MEMOISED_PANELS = 300_000
-# Comparing the contents of this many slots takes about as long as placing one panel.
+# The planner compares two cache states slot by slot. This many comparisons take as long as placing one panel.
 SLOTS_PER_PLACEMENT = 4
 
 

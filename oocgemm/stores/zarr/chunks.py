@@ -25,7 +25,10 @@ _MISSING = (1 << 64) - 1
 
 @dataclass(frozen=True)
 class Shards:
-    """The format of shards: each has `chunks` down and across, and an index of their (offset, length)."""
+    """The format of a shard, a file of several chunks with an index of their offsets and lengths.
+
+    `chunks` is the number of chunks in a shard, as (rows of chunks, columns of chunks).
+    """
 
     chunks: tuple[int, int]
     at_end: bool = True

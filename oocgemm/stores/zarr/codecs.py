@@ -52,7 +52,8 @@ class Encoding:
         """Return the memory that decoding a chunk of `size` bytes takes beside its destination."""
         if self.compressor is None:
             return 0
-        # Python's modules return new bytes, joined from parts where the decoded size is unknown.
+        # The other compressors (bz2, lzma) cannot decode into a given buffer. They collect parts and join
+        # them, so that the decoded chunk is in memory twice.
         return size if self.compressor.codec_id in (*_INTO_MEMORY, "gzip", "zlib") else 2 * size
 
     def encode_bytes(self, size: int) -> int:
