@@ -53,7 +53,7 @@ class Pinner(NamedTuple):
 class Stream(NamedTuple):
     """A queue of operations on one device. They are submitted in the order of the schedule.
 
-    `lane` names the kind of work, such as "h2d" or "compute". The operations of the schedule call it `stream`.
+    `lane` names the kind of work, such as "h2d" or "compute". Operations of the schedule call it `stream`.
     """
 
     device: int
