@@ -1,6 +1,5 @@
-"""A headless Chromium, driven by its DevTools protocol over a pair of pipes:
-
-nothing but the browser is needed.
+"""A headless Chromium, driven by its DevTools protocol over a pair of pipes: nothing but the browser is
+needed.
 """
 
 import base64

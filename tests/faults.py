@@ -209,9 +209,8 @@ def bytewise(most: int) -> Iterator[None]:
 
 @contextmanager
 def nothing_left(folder: Path) -> Iterator[None]:
-    """What a run takes it gives back:
-
-    threads, memory of slots, and descriptors and maps of files in a folder.
+    """What a run takes it gives back: threads, memory of slots, and descriptors and maps of files in a
+    folder.
     """
     arenas: list[weakref.ref[Any]] = []
     allocating = memory.allocate

@@ -1,6 +1,5 @@
-"""Products for kernels:
-
-the reference, and operands inside larger arrays whose surroundings must stay as they are.
+"""Products for kernels: the reference, and operands inside larger arrays whose surroundings must stay as
+they are.
 """
 
 from dataclasses import dataclass

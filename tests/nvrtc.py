@@ -1,6 +1,5 @@
-"""NVRTC of the pinned wheel by ctypes, and what its machine code says of itself:
-
-no GPU and no toolkit needed.
+"""NVRTC of the pinned wheel by ctypes, and what its machine code says of itself: no GPU and no toolkit
+needed.
 """
 
 import ctypes
@@ -62,9 +61,8 @@ class Nvrtc:
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """Of one entry:
-
-    registers a thread, and bytes of stack, of local memory (a thread), of static shared memory.
+    """Of one entry: registers a thread, and bytes of stack, of local memory (a thread), of static shared
+    memory.
     """
 
     registers: int

@@ -1,6 +1,5 @@
-"""A model of a device that takes checksums:
-
-check_sums.cu in NumPy, and a host backend that calls it as a GPU's does.
+"""A model of a device that takes checksums: check_sums.cu in NumPy, and a host backend that calls it as a
+GPU's does.
 """
 
 import ctypes

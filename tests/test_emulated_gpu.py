@@ -1,6 +1,5 @@
-"""Emulated products on a GPU:
-
-exact on integers, residues equal to Python's, errors within units of roundoff.
+"""Emulated products on a GPU: exact on integers, residues equal to Python's, errors within units of
+roundoff.
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,5 @@
-"""The Finish of strips on the host:
-
-exact in any shape, in bounded memory, in steps that do not depend on the shape.
+"""The Finish of strips on the host: exact in any shape, in bounded memory, in steps that do not depend on
+the shape.
 """
 
 import sys

@@ -1,6 +1,5 @@
-"""The sources of the plain rungs, compiled by g++ and run on the CPU:
-
-exact on shapes with every kind of edge.
+"""The sources of the plain rungs, compiled by g++ and run on the CPU: exact on shapes with every kind of
+edge.
 """
 
 import ctypes

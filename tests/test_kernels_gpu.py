@@ -1,6 +1,5 @@
-"""Every rung of the ladder on a GPU:
-
-exact on small integers, within the bound on random numbers, on any shape.
+"""Every rung of the ladder on a GPU: exact on small integers, within the bound on random numbers, on any
+shape.
 """
 
 import itertools

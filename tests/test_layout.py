@@ -68,9 +68,8 @@ def test_element_offsets_follow_the_128_byte_swizzle_of_tma(
 
 
 def test_pairs_that_sixteen_lanes_read_lie_in_different_banks(layout: ctypes.CDLL) -> None:
-    """The tf32 operand that wgmma takes from registers:
-
-    lane 4 g + q reads rows 2 g, 2 g + 1 at k = q, or q + 4 if q is odd.
+    """The tf32 operand that wgmma takes from registers: lane 4 g + q reads rows 2 g, 2 g + 1 at k = q, or q
+    + 4 if q is odd.
     """
     for row in range(0, 64, 16):
         for half in range(2):

@@ -70,9 +70,8 @@ def idle() -> int:
 
 @cache
 def idle_on_device(folder: Path, dtype: str, kernel: str) -> int:
-    """That of a process which multiplies next to nothing on the device:
-
-    the libraries of CUDA, and what they load.
+    """That of a process which multiplies next to nothing on the device: the libraries of CUDA, and what they
+    load.
     """
     np.save(folder / f"{dtype}.npy", np.ones((64, 64), dtype))
     arguments = dict.fromkeys("ab", str(folder / f"{dtype}.npy")) | {"c": str(folder / f"{dtype}-{kernel}")}

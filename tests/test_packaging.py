@@ -1,6 +1,5 @@
-"""A wheel carries the kernels and the parts of the page, and so does an editable install:
-
-one resolver finds each.
+"""A wheel carries the kernels and the parts of the page, and so does an editable install: one resolver finds
+each.
 """
 
 import subprocess
