@@ -88,7 +88,7 @@ def test_c_is_int32_unless_asked_otherwise(backend: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_int32_holds_to_the_last_and_not_one_more(backend: str) -> None:
-    """The largest sums: of 131071 products, and of one more, on either side of what a device sums in int32."""
+    """Multiply the longest rows that int32 holds, and rows of one more element."""
     x = np.full((3, MAX_INT32_DEPTH + 1), -128, np.int8)
     last = x[:, :MAX_INT32_DEPTH]
     said = r"more than int32 holds .*out_dtype='int64' \(--out-dtype int64\)"

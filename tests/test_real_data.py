@@ -36,7 +36,7 @@ def stored(mnist: NDArray[np.float64], tmp_path_factory: pytest.TempPathFactory)
 def test_gram_matrices_of_digits_are_exact(
     backend: str, trans_a: Any, trans_b: Any, mnist: NDArray[np.float64], stored: Path, tmp_path: Path
 ) -> None:
-    """X X^T (similarity of digits) and X^T X (covariance of pixels): pixels are integers, so nothing rounds."""
+    """X X^T (similarity of digits) and X^T X (covariance of pixels): pixels are integers, nothing rounds."""
     result = oocgemm.gemm(
         *(stored, stored, tmp_path / "C.zarr"),
         trans_a=trans_a,

@@ -17,6 +17,7 @@ cache it took 7 to 20 us, and 85 to 140 us if each read waited for its own reque
 
 import mmap
 import os
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -153,11 +154,11 @@ def _read_past_cache(file: OpenFile, start: int, stride: int, dtype: np.dtype[An
         return False
     if file.cached([start + stride * number for number in range(0, count, -(-count // SAMPLES))]):
         return False
+    halves = scratch(DIRECT_BYTES).reshape(2, -1)
     try:
         descriptor = os.open(file.path, os.O_RDONLY | O_DIRECT)
     except OSError:
         return False
-    halves = scratch(DIRECT_BYTES).reshape(2, -1)
 
     def started(number: int) -> Callable[[], bool]:
         """Start to read a batch. Return a function that waits, copies, and returns whether all was read."""
@@ -178,16 +179,17 @@ def _read_past_cache(file: OpenFile, start: int, stride: int, dtype: np.dtype[An
 
         return copy
 
-    try:
-        batches, complete = -(-count // at_once), True
-        pending = started(0)
-        for number in range(1, batches + 1):
-            following = started(number) if number < batches else None
-            complete &= pending()
-            if following:
-                pending = following
-    finally:
-        os.close(descriptor)
+    complete = True
+    in_flight: deque[Callable[[], bool]] = deque()
+    with os.fdopen(descriptor, "rb", buffering=0):
+        try:
+            for number in range(-(-count // at_once)):
+                in_flight.append(started(number))
+                if len(in_flight) == 2:
+                    complete &= in_flight.popleft()()
+        finally:  # after an error too: reads must end before the scratch memory is used again
+            while in_flight:
+                complete &= in_flight.popleft()()
     return complete
 
 
