@@ -1,25 +1,26 @@
-"""Divide tiles into the blocks that are checked, and lay out the memory of their checksums.
+"""Divide tiles of C into blocks that are checked by checksums, and lay out the memory of the checksums.
 
-Blocks are about `SIDE` x `SIDE` elements. No block crosses the border of a strip, because a strip is checked
-when it drains.
+Blocks are about `SIDE` x `SIDE` elements. A tile is downloaded and checked in strips (blocks of its rows).
+Therefore no block crosses the border between two strips.
 
-If the device computes the checksums (`GemmProblem.checked`), they are stored in the slot of the data that
-they belong to, behind that data. Therefore the waits that protect the slot also protect them:
+If the device computes the checksums (`GemmProblem.checked`), they are stored in the same buffer (slot) as the
+data, behind the data. Therefore the waits that protect the slot also protect the checksums:
 
 - the checksums of a panel are behind the panel;
-- those of a tile's strips are behind the tile;
-- those of a finished strip are behind that strip;
-- a host slot for strips of C has a copy of the strip's checksums behind the strip, which is downloaded with
-  it.
+- the checksums of a tile's strips are behind the tile;
+- the checksums of a finished strip are behind that strip;
+- the checksums of a strip are downloaded with it, and are behind it in the host slot too.
 
-The layouts, in bytes, with each part aligned to `PART`; a double takes 8 bytes, or 16 if it is complex:
+The parts of the checksums, each with its shape. Each part is aligned to `PART` bytes:
 
-    panel:  head  flags [extent]  norms [blocks][depth / SIDE] 8  sums [blocks][depth] strip:  found  made
-    old      each: head  rows [strip]  columns [n]  sums [down][across]  norms [down][across] 8
+    of a panel:   head   flags [extent]   norms [blocks][depth / SIDE]   sums [blocks][depth]
+    of a strip:   found   made   old,   where each of the three consists of
+                  head   flags [strip rows]   flags [n columns]   sums [down][across]   norms [down][across]
 
-A head is two words. The first is the digest; in `made` it is 1 if a panel had a wrong digest. The second
-tells whether any flag is set. A flag is one byte per row or column (of a strip: `rows` and `columns`) and is
-1 for nonfinite elements.
+- A head is two words. The first is the digest; in `made` it is 1 if a panel had a wrong digest. The second
+  tells whether any flag is set.
+- A flag is one byte. It is 1 if the row or column contains Inf or NaN.
+- A norm takes 8 bytes. A sum takes 8 bytes, or 16 if it is complex.
 """
 
 from collections.abc import Iterator
@@ -29,15 +30,16 @@ from oocgemm.planning.problem import DTYPES, GemmProblem
 from oocgemm.planning.schedule.slots import Slots
 from oocgemm.planning.tiling import TileShape, ceil_div, round_up
 
-# Extent of a block. Smaller blocks detect smaller errors, but checksums take 1 / SIDE of the memory of the
-# panels.
+# Rows and columns of a block. Smaller blocks detect smaller errors but take more memory: checksums have about
+# 1 / SIDE as many elements as the panels.
 SIDE = 128
-# Elements that a host thread casts to double precision at a time if the operands are narrower.
+# Elements that a host thread casts to double precision at a time, before it sums operands of narrower dtypes.
+# More would take more memory.
 WIDENING_ELEMENTS = 1 << 18
-# Alignment of the parts of a slot's checksums, and bytes of a head.
+# Alignment of the parts of the checksums, and size of a head, both in bytes.
 PART = 16
 HEAD = 16
-# A digest covers every DIGEST_ROWS-th row of a stored panel, as in kernels/checks/check_sums.cu.
+# A digest covers every DIGEST_ROWS-th row of a stored panel. The CUDA kernels use the same number.
 DIGEST_ROWS = 64
 
 
@@ -55,7 +57,7 @@ class Blocking:
 
     @classmethod
     def of(cls, extent: int, strip: int) -> "Blocking":
-        """Divide an extent. A strip alone is divided as it is in its tile."""
+        """Divide an extent into strips of `strip` elements. A lone strip is divided as it is in its tile."""
         strip = max(1, strip)
         size = ceil_div(strip, ceil_div(strip, SIDE))
         return cls(extent, strip, size, ceil_div(strip, size))
@@ -109,7 +111,10 @@ class PanelOffsets:
 
 @dataclass(frozen=True, slots=True)
 class PartOffsets:
-    """Byte offsets of flags, sums and norms of one part of a strip's checksums. The head is at `begin`."""
+    """Byte offsets in one of the three parts of a strip's checksums (`StripOffsets`).
+
+    The head is at `begin`. `rows` and `cols` are the offsets of the flags of rows and columns.
+    """
 
     begin: int
     rows: int
@@ -120,7 +125,7 @@ class PartOffsets:
 
     @classmethod
     def of(cls, begin: int, double: int, blocks: int, rows: int, cols: int) -> "PartOffsets":
-        """Lay out `blocks` sums of `double` bytes, as many norms, and a flag per row and column."""
+        """Lay out `blocks` sums of `double` bytes, `blocks` norms, and a flag per row and per column."""
         flags = begin + HEAD
         sums = round_up(flags + rows + cols, PART)
         norms = sums + double * blocks
@@ -131,8 +136,9 @@ class PartOffsets:
 class StripOffsets:
     """Byte offsets of the checksums of a strip of C on the device.
 
-    `found` are those of the computed strip, `made` those that its panels predict, and `old` those of the C
-    that was read. A strip has at most `down` x `across` blocks; rows of blocks are always `across` long.
+    `found` are the checksums of the computed strip, and `made` are those that its panels predict. The two
+    must agree. `old` are the checksums of the C that was read. A strip has at most `down` x `across` blocks.
+    The arrays of sums and norms have rows of `across` elements, even if the strip has fewer blocks per row.
     """
 
     down: int
@@ -143,7 +149,7 @@ class StripOffsets:
 
     @property
     def end(self) -> int:
-        """Bytes of all three parts."""
+        """Bytes of the three parts `found`, `made` and `old`."""
         return self.old.end
 
     @classmethod
@@ -160,7 +166,7 @@ class StripOffsets:
 
 
 def checksum_bytes(problem: GemmProblem, tile: TileShape, strip: int) -> dict[tuple[str, str], int]:
-    """Bytes of checksums in each slot, by (tier, operand); empty unless the device computes the checksums."""
+    """Return the bytes of checksums per slot, by (tier, operand); empty unless the device computes them."""
     if problem.checked != "device":
         return {}
     m, n, k = min(tile.m, problem.m), min(tile.n, problem.n), min(tile.k, problem.depth)
@@ -175,14 +181,14 @@ def checksum_bytes(problem: GemmProblem, tile: TileShape, strip: int) -> dict[tu
 
 
 def checksum_fraction(problem: GemmProblem) -> float:
-    """Estimate, rather too high, the bytes of checksums per byte of data in a device slot."""
+    """Estimate the bytes of checksums per byte of data on the device. The estimate tends to be too high."""
     if problem.checked != "device":
         return 0.0
     return 1.3 * _double_bytes(problem) / (SIDE * problem.itemsizes["A"]) + 0.005
 
 
 def panel_checksum_bytes(problem: GemmProblem, tile: TileShape, strip: int) -> tuple[int, int]:
-    """Host bytes of the checksums of one panel of op(A) and of op(B); 0 unless the host computes them."""
+    """Return the host bytes of checksums per panel of op(A) and of op(B); 0 unless the host computes them."""
     if problem.checked != "host":
         return 0, 0
     down, across, depth = _blocks(problem, tile, strip)
@@ -191,11 +197,11 @@ def panel_checksum_bytes(problem: GemmProblem, tile: TileShape, strip: int) -> t
 
 
 def host_check_bytes(problem: GemmProblem, tile: TileShape, slots: Slots, io_threads: int) -> int:
-    """Host bytes that checking takes.
+    """Return the bytes of host memory that checking takes.
 
-    If the host computes the checksums: those of the panels in all slots, the sums of the tiles in progress,
-    the random signs, and workspaces to cast narrow elements to double precision. If the device does: the
-    digest weights, and four copies of a strip's checksums for the comparison.
+    If the host computes the checksums, they are the checksums of the panels in all slots, the sums of the
+    tiles in progress, the random signs, and workspaces to cast narrow elements to double precision. If the
+    device computes them, they are the digest weights, and four copies of a strip's checksums to compare.
     """
     if not problem.checked:
         return 0
@@ -222,7 +228,7 @@ def digest_weights(problem: GemmProblem, tile: TileShape) -> tuple[int, int]:
 
 
 def _blocks(problem: GemmProblem, tile: TileShape, strip: int) -> tuple[int, int, int]:
-    """Return the blocks of a tile down and across, and the depth of its panels."""
+    """Return the number of blocks of a tile down and across, and the depth of its panels along k."""
     m, n, k = min(tile.m, problem.m), min(tile.n, problem.n), min(tile.k, problem.depth)
     return Blocking.of(m, strip).blocks, Blocking.of(n, n).blocks, k
 

@@ -2,16 +2,16 @@
 
 The method is Ozaki scheme II (Ozaki, Uchino and Imamura, 2025):
 
-1. Each row of a panel of op(A) is scaled and rounded to integers a' = rint(a 2^s), each column of op(B) to
-   b'. The scales keep every element of A'B' between -P/2 and P/2, where P is the product of the first N
-   moduli.
+1. Each row a of a panel of op(A) is scaled and rounded to integers a' = rint(a 2^s), with an exponent s per
+   row. Each column b of a panel of op(B) gives b' in the same way. The exponents keep every element of A'B'
+   between -P/2 and P/2, where P is the product of the first N moduli.
 2. The residues of a' and b' fit into a byte. Their products are summed in int32 and reduced: these are the
    residues of A'B'.
 3. The Chinese remainder theorem reconstructs A'B' exactly.
 
 The only error left comes from rounding to a' and b'. `suffices` bounds this error from a few facts about each
-panel and compares it with the bound of a native product, k u (|A||B|) in each element. A step that is not
-shown to meet this bound is multiplied natively.
+panel and compares it with the bound of a native product: k u (|A||B|) in each element, where u is the unit
+roundoff and k the depth. A step that is not shown to meet this bound is multiplied natively.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,21 +22,23 @@ from math import ceil, log2, prod, sqrt
 
 from oocgemm.planning.problem import DTYPES
 
-# Pairwise coprime, largest first.
+# Moduli that are pairwise coprime and fit into a byte, largest first. A product uses the first N of them.
 MODULI = (256, 255, 253, 251, 247, 241, 239, 233, 229, 227, 223, 217, 211, 199, 197, 193)
 # Numbers of moduli to try, fewest first. With fewer, even well-scaled panels exceed the native error. With
 # more, the emulation is slower than a native product, or a' does not fit into int64.
 MODULI_COUNTS = {d.name: (d.planes - 2, d.planes - 1, d.planes) for d in DTYPES.values() if d.planes}
 UNITS = {"float64": 2.0**-53, "float32": 2.0**-24}  # unit roundoff
-MAX_DEPTH = 1 << 17  # int32 holds sums of as many products of residues
-MIN_DEPTH = 16  # in shallower steps, rounding the result is a large part of the bound k u
+MAX_DEPTH = 1 << 17  # int32 can overflow in sums of more products of residues
+MIN_DEPTH = 16  # shallower steps are native: rounding the result is a large part of their error bound
 # `PanelFacts.above` counts the elements of a row that are at least these multiples of the row's root mean
 # square.
 LEVELS = (0.25, 0.5, 1.0, 1.5)
-# Bound, in units of the exponent, on the rounding of a row's sum of squares and of a'.
+# Safety margin, subtracted from the base-2 exponent to which rows may be scaled. It covers the rounding of
+# the row's norm and of its elements.
 _MARGIN = 2.0**-10
-# Roundings after the exact product: two for the reconstruction, one for alpha, one for adding to C (or one
-# for the cast to float32), and one for second-order terms and the roundings of norms and counts.
+# Number of roundings after the exact product, in units of u: two for the reconstruction, one for alpha, one
+# for adding to C (or for the cast to float32), and one for second-order terms and for the roundings of norms
+# and counts.
 _ROUNDINGS = 5
 _LARGEST_RESIDUE = 128
 _MANTISSA = 53
@@ -46,11 +48,18 @@ _MANTISSA = 53
 class Residues:
     """The first N moduli and the constants that reconstruct a number from its residues.
 
-    `exponent` is L: if every row of A' and every column of B' has a 2-norm of at most 2^L, then |A'B'| < P/2.
-    `weights` has, per modulus p, the number (P/p) ((P/p)^-1 mod p), split into three parts. `modulus` is P,
-    split likewise. With residues c_l, S_j = sum over l of weights[l][j] c_l, and Q = rint(S_0 / P), the
-    number is the sum over j of S_j - Q modulus[j]. The parts of one rank j are multiples of one unit and
-    short enough that S_j and Q modulus[j] are exact in float64.
+    P is the product of the moduli. `exponent` is L: if every row of A' and every column of B' has a 2-norm of
+    at most 2^L, then |A'B'| < P/2.
+
+    `weights` has the number (P/p) ((P/p)^-1 mod p) for each modulus p, as a sum of three parts. `modulus` has
+    P as a sum of three parts. A number with the residues c_0, c_1, ... is reconstructed in three steps:
+
+    1. S_j = sum over l of weights[l][j] c_l, for each part j.
+    2. Q = rint(S_0 / P).
+    3. The number is the sum over j of S_j - Q modulus[j].
+
+    Parts with equal j are multiples of one power of 2. They have so few bits that S_j and Q modulus[j] are
+    exact in float64.
     """
 
     moduli: tuple[int, ...]
@@ -60,16 +69,16 @@ class Residues:
 
     @property
     def inverse(self) -> float:
-        """1 / P."""
+        """1 / P, where P is the product of the moduli."""
         return 1 / float(prod(self.moduli))
 
 
 @lru_cache
 def residues(number: int) -> Residues:
-    """Compute the constants for the first `number` moduli."""
+    """Compute the constants for products with the first `number` moduli."""
     moduli = MODULI[:number]
     whole = prod(moduli)
-    room = _MANTISSA - ceil(log2(number * _LARGEST_RESIDUE))  # bits per part that leave room for the sum
+    room = _MANTISSA - ceil(log2(number * _LARGEST_RESIDUE))  # bits per part of an exact sum
     units = [1 << max(0, whole.bit_length() - rank * room) for rank in (1, 2, 3)]
     weights = (whole // p * pow(whole // p, -1, p) for p in moduli)
     return Residues(
@@ -91,12 +100,14 @@ def _parts(value: int, units: Sequence[int]) -> tuple[float, float, float]:
 
 @dataclass(frozen=True, slots=True)
 class PanelFacts:
-    """Facts about a prepared panel, over its nonzero rows (of op(A)) or columns (of op(B)).
+    """Facts about a panel that was scaled to integers, from which `suffices` bounds the error of its product.
 
-    `finite` means that no element is Inf or NaN. `exact` means that scaling to integers rounded no element.
-    `grain` is the maximum of 2^-s / |row|_2. `max_ratio` and `min_ratio` are the extremes of |row|_1 /
-    |row|_2. `above` has, for each of `LEVELS`, the minimum count of elements of a row that are at least that
-    multiple of the row's root mean square. A panel of zeros is exact, and its other facts are 0.
+    "Rows" are the nonzero rows of a panel of op(A), or the nonzero columns of a panel of op(B). `finite`
+    means that no element is Inf or NaN. `exact` means that scaling to integers rounded no element. `grain` is
+    the maximum of 2^-s / |row|_2, where 2^s is the scale of the row. `max_ratio` and `min_ratio` are the
+    extremes of |row|_1 / |row|_2. For each of `LEVELS`, `above` has a count of elements: every row has at
+    least as many elements of at least that multiple of its root mean square. A panel of zeros is exact, and
+    its other facts are 0.
     """
 
     finite: bool
@@ -108,21 +119,22 @@ class PanelFacts:
 
     @property
     def rounded(self) -> float:
-        """Maximum of 2^-s / |row|_2 over the rows that rounding changed; 0 if it changed none."""
+        """`grain`, or 0 if scaling to integers rounded no element."""
         return 0.0 if self.exact else self.grain
 
 
 def suffices(a: PanelFacts, b: PanelFacts, depth: int, unit: float) -> bool:
     """Tell whether the emulated product of two panels is as accurate as a native one.
 
-    Both of these conditions must hold, with the unit roundoff u = `unit` and k = `depth`:
+    Both conditions below must hold. In them, u = `unit` is the unit roundoff, k = `depth`, a is a row of
+    op(A), b is a column of op(B), and 2^sA and 2^sB are their scales.
 
     - Worst case: the error of every element is at most min(k, 6 sqrt(k)) u (|A||B|). k u is the bound of a
       native product for any data. 6 sqrt(k) u is its bound for independent roundings, which verification
       uses. The emulated error is at most 2^-sA |b|_1 / 2 + 2^-sB |a|_1 / 2 + k 2^-(sA + sB) / 4, plus
       `_ROUNDINGS` u (|A||B|).
-    - Typical case: the standard deviation of the error, for independent roundings, is at most u/2 (|A||B|),
-      for independent elements. That is about the standard deviation of a native product.
+    - Typical case: the standard deviation of the error is at most u/2 (|A||B|), if elements and roundings are
+      independent. The error of a native product has about this standard deviation.
     """
     if not (a.finite and b.finite) or not MIN_DEPTH <= depth <= MAX_DEPTH:
         return False
@@ -139,18 +151,19 @@ def suffices(a: PanelFacts, b: PanelFacts, depth: int, unit: float) -> bool:
 
 
 def max_error(a: PanelFacts, b: PanelFacts, depth: int) -> float:
-    """Bound the error of an element of the product relative to |row|_2 |column|_2."""
+    """Return the maximum error of an element of the product, divided by the 2-norms of its row and column."""
     return (a.rounded * b.max_ratio + b.rounded * a.max_ratio) / 2 + depth * a.rounded * b.rounded / 4
 
 
 def min_cosine(a: Sequence[int], b: Sequence[int], depth: int) -> float:
-    """Bound |a|.|b| / (|a|_2 |b|_2) from below, for rows with `a` and `b` elements above each of `LEVELS`.
+    """Return a lower bound on |x|.|y| / (|x|_2 |y|_2) for a row x and a column y of `depth` elements.
 
-    By the rearrangement inequality, the minimum pairs the largest elements of one row with the smallest of
-    the other.
+    For each of `LEVELS`, `a` and `b` count the elements of x and of y that are at least that multiple of the
+    root mean square. By the rearrangement inequality, the minimum pairs the largest elements of x with the
+    smallest of y.
     """
-    # One row in ascending, the other in descending order: the positions at which each is known to reach a
-    # level.
+    # Sort x in ascending and y in descending order. x reaches a level from the position in `up` on. y stays at
+    # or above it up to the position in `down`.
     up = [(depth - count, level) for count, level in zip(a, LEVELS, strict=True)]
     down = [(count, level) for count, level in zip(b, LEVELS, strict=True)]
     borders = sorted({0, depth, *(at for at, _ in up), *(at for at, _ in down)})
@@ -162,18 +175,18 @@ def min_cosine(a: Sequence[int], b: Sequence[int], depth: int) -> float:
     return total / depth
 
 
-STRIP_ROWS = 4096  # rows of C whose residues are in the workspace at a time
-_ROW_FACTS = 32  # bytes
-VERDICT_BYTES = 256  # a device's summary of the facts about two panels
-_ALIGNMENT = 512
+STRIP_ROWS = 4096  # maximum rows of C whose residues are in the workspace at a time
+_ROW_FACTS = 32  # bytes of facts per row of op(A) and per column of op(B)
+VERDICT_BYTES = 256  # bytes in which the device summarizes the facts about two panels
+_ALIGNMENT = 512  # bytes, of each part of a plane slot
 
 
 @dataclass(frozen=True, slots=True)
 class Offsets:
-    """Byte offsets of the parts of a plane slot, and its size `end`.
+    """Byte offsets in a plane slot, the buffer for the residues of one step. `end` is its size.
 
-    The parts are the planes of A and of B in rows of `pitch(depth)` bytes, the int32 exponents of the scales
-    of A's rows and B's columns, the facts about each row and column, and the verdict.
+    The parts are the residue planes of A and of B in rows of `pitch(depth)` bytes, the int32 exponents of the
+    scales of A's rows and B's columns, the facts about each row and column, and the verdict.
     """
 
     a: int
@@ -186,7 +199,7 @@ class Offsets:
 
 
 def pitch(depth: int) -> int:
-    """Round a row of a plane up to 16 bytes, as int8 products need it."""
+    """Return the bytes of a padded row of `depth` int8 elements: int8 kernels need multiples of 16."""
     return -(-depth // 16) * 16
 
 
@@ -200,12 +213,15 @@ def plane_offsets(planes: int, m: int, n: int, depth: int) -> Offsets:
     return Offsets(*at)
 
 
-# Bytes that the host backend needs to multiply a tile of any size: it multiplies block by block.
+# Bytes of workspace of the host backend. It multiplies block by block, so that they suffice for every tile.
 HOST_WORK = 6 << 20
 
 
 def work_bytes(planes: int, m: int, n: int) -> int:
-    """Device bytes to multiply an m x n tile: residues of a strip and int32 sums for one modulus."""
+    """Return the device bytes of workspace to multiply an m x n tile.
+
+    They are the residues of at most `STRIP_ROWS` rows of C, and the int32 sums for one modulus.
+    """
     return min(m, STRIP_ROWS) * pitch(n) * (planes + 4)
 
 

@@ -29,7 +29,7 @@ from oocgemm.planning.units import ceil_size, format_time
 
 @dataclass(frozen=True)
 class Scored:
-    """A candidate with its predicted time."""
+    """A candidate (one way to run the product) with its predicted time."""
 
     candidate: Candidate
     prediction: Prediction
@@ -37,23 +37,23 @@ class Scored:
 
 @dataclass(frozen=True)
 class Faster:
-    """Budgets a few times as large as a plan's, and the seconds predicted with them."""
+    """Larger budgets that a plan recommends, and the seconds predicted for the product with them."""
 
     budgets: Budgets
     seconds: float
 
 
-# Bound on the placements of panels that counting loads may take: about 4 seconds. Plans of at most half as
-# many steps are always counted.
+# `Plan.loads` simulates the caches to count the panels that are loaded. After this many placements of a panel
+# in a slot, about 4 seconds, it gives up and estimates instead.
 MAX_COUNTED = 400_000
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How to run a product.
+    """How to run a product: the candidate that the planner chose, and the inputs that it was chosen for.
 
-    `considered` are the best candidates of different tile shapes. `done` are the tiles that an earlier run
-    completed. `faster` is set if somewhat larger budgets would make the product far faster.
+    `considered` are the best candidates of different tile shapes, for `explain`. `done` are the tiles that an
+    earlier run completed. `faster` is set if larger budgets would make the product many times as fast.
     """
 
     problem: GemmProblem
@@ -67,12 +67,12 @@ class Plan:
 
     @cached_property
     def setting(self) -> Setting:
-        """Everything that the plan was made for."""
+        """The inputs of the planner."""
         return Setting(self.problem, self.machine, self.layouts, self.budgets)
 
     @property
     def note(self) -> str:
-        """A hint that somewhat larger budgets would make the product far faster; empty if none would."""
+        """A hint for the user that larger budgets would make the product far faster; empty if none would."""
         if self.faster is None:
             return ""
         options = " ".join(
@@ -90,22 +90,22 @@ class Plan:
 
     @property
     def tile(self) -> TileShape:
-        """The tile shape."""
+        """Extents of a tile of C and of the panels of A and B that one step multiplies."""
         return self.candidate.tile
 
     @property
     def slots(self) -> Slots:
-        """The numbers of slots."""
+        """Numbers of slots, the buffers for panels and tiles on the device and on the host."""
         return self.candidate.slots
 
     @property
     def grid(self) -> TileGrid:
-        """The tiles and steps."""
+        """The division of C into tiles, and of k into steps."""
         return _grid(self.problem, self.candidate)
 
     @cached_property
     def tiles(self) -> TileSet:
-        """The tiles to compute: all, or those that are not done."""
+        """The tiles to compute: all except those in `done`."""
         return TileSet.rectangle(self.grid).remaining(self.done)
 
     @property
@@ -120,29 +120,33 @@ class Plan:
 
     @property
     def steps(self) -> int:
-        """Number of steps in all tiles to compute."""
+        """Number of steps over all tiles to compute. Each step multiplies one panel of A by one of B."""
         return self.tiles.count * self.grid.steps
 
     def tile_bytes(self, tile: Tile) -> int:
-        """Bytes of a tile of C as stored."""
+        """Size of a tile in bytes, in C's dtype."""
         return self.grid.elements(tile) * self.problem.itemsizes["C"]
 
     @property
     def chunks(self) -> tuple[int, int]:
-        """Shape of C's chunks (or shards). No two tiles and no two strips share one."""
+        """Shape of C's chunks or shards.
+
+        A chunk never contains elements of two tiles, or of two strips (blocks of rows) of a tile. Therefore
+        concurrent writes never touch the same chunk.
+        """
         return self.setting.c_chunks(self.tile)
 
     @cached_property
     def footprint(self) -> Footprint:
-        """Bytes on each tier."""
+        """Bytes that the run occupies on the device and on the host, by purpose."""
         return footprint(self.setting, self.candidate)
 
     @cached_property
     def loads(self) -> Loads:
-        """Bytes of the panels loaded.
+        """Bytes of the panels of A and B that the run loads, panels that it loads again included.
 
-        They are counted. In plans of so many steps that counting takes seconds, they are estimated, within
-        1%.
+        The bytes are counted. If counting would take longer than `MAX_COUNTED` allows, they are estimated
+        within 1%.
         """
         schedule = self.schedule()
         counted = schedule.loads_within(MAX_COUNTED)
@@ -154,7 +158,7 @@ class Plan:
 
     @cached_property
     def traffic(self) -> dict[str, int]:
-        """Bytes over each link, with the panels of `loads`."""
+        """Bytes that cross each link during the run."""
         return self.schedule().traffic(self.loads)
 
     @cached_property
@@ -167,7 +171,8 @@ class Plan:
     def least(self) -> dict[str, int]:
         """Lower bound on the bytes over each link for any schedule within the budgets.
 
-        For reads from storage, host and device memory count together.
+        The smaller the memory, the larger the bound. The bound on "h2d" follows from the device budget, the
+        bound on "read" from the sum of both budgets.
         """
         once = self.required
         return {
@@ -179,7 +184,7 @@ class Plan:
 
     @cached_property
     def prediction(self) -> Prediction:
-        """Predicted seconds, with the bytes of `loads`."""
+        """Predicted seconds of the run, computed from the bytes in `loads`."""
         return predict(self.setting, self.candidate, self.loads)
 
     @cached_property
@@ -189,10 +194,11 @@ class Plan:
 
     @cached_property
     def operands_to_pin(self) -> set[str]:
-        """Operands in memory to pin, so that a device copies their panels without staging.
+        """Operands, "A" or "B", whose host arrays the run pins, so that a GPU copies from them directly.
 
-        The choice minimizes the time to pin and unpin them, plus the time by which staging the panels of the
-        others delays the multiplications.
+        Panels of an operand that is not pinned are first copied to pinned slots (staged). The choice
+        minimizes the sum of two times: to pin and unpin arrays, and by which staging delays the
+        multiplications.
         """
         problem, machine, k = self.problem, self.machine, self.problem.depth
         if not machine.pin:
@@ -212,28 +218,28 @@ class Plan:
         return min((x for x in choices if x <= eligible - pinned), key=seconds)
 
     def is_zero_copy(self, operation: Operation) -> bool:
-        """Tell whether an operation's block is copied to or from the device without staging."""
+        """Tell whether the device copies an operation's block directly from or to the caller's array."""
         layout, panel = self._panels[operation.operand]
         rows, cols = operation.block
         block = length(rows), length(cols)
         if not layout.pinned:
             return operation.operand in self.operands_to_pin and layout.allows_zero_copy(block)
-        if operation.operand == "C" and self.problem.checked:  # strips are checked in host slots
+        if operation.operand == "C" and self.problem.checked:  # checksums are compared in host slots
             return False
         return layout.is_direct(panel, block)
 
     @cached_property
     def _panels(self) -> dict[str, tuple[Layout, Shape]]:
-        """Layout and shape of the panels (or strips) of each operand."""
+        """Layout of each operand, and the shape in which it is copied: panels of A and B, strips of C."""
         (m, n, k), layouts = extents(self.problem, self.tile), self.layouts
         return {"A": (layouts.a, (m, k)), "B": (layouts.b, (k, n)), "C": (layouts.c, (self.slots.strip, n))}
 
     def schedule(self) -> Schedule:
-        """Return the operations of the run."""
+        """Return the operations of the run in program order."""
         return schedule_of(self.setting, self.candidate, self.tiles)
 
     def explain(self) -> list[dict[str, Any]]:
-        """List the best candidates of different tile shapes, the chosen one first, and what slows each."""
+        """List the best candidates of different tile shapes, the chosen one first, and why each was rejected."""
         chosen = next((s for s in self.considered if s.candidate == self.candidate), None)
         rows = [chosen] if chosen else []
         rows += [s for s in self.considered if s is not chosen]
@@ -310,7 +316,7 @@ def schedule_of(setting: Setting, candidate: Candidate, tiles: TileSet | None = 
 
 
 def _falls_short(other: Prediction, best: Prediction) -> str:
-    """Say where a candidate loses most time against the chosen one."""
+    """Name the part of the predicted time in which a candidate loses most against the chosen one."""
     parts = {lane: other.lanes[lane] - best.lanes[lane] for lane in best.lanes}
     parts |= {
         "start-up": other.start_up - best.start_up,
@@ -319,7 +325,7 @@ def _falls_short(other: Prediction, best: Prediction) -> str:
     }
     worst = max(parts, key=lambda part: parts[part])
     why = f"{worst} +{format_time(parts[worst])}" if parts[worst] > 1e-6 else "no better"
-    # The chosen candidate may be predicted to be slower by less than the model's error.
+    # A rejected candidate may be predicted to be faster, by less than the error of the model.
     return f"within the model's error, {why}" if other.total < best.total else why
 
 

@@ -22,9 +22,10 @@ class Op(StrEnum):
 class DType:
     """An element type: its NumPy name and its size in bytes.
 
-    `accumulator` is the dtype that products of it are summed in. `results` are the dtypes that C may have,
-    the default first. Both are empty for a dtype that operands cannot have. `planes` is the largest number of
-    int8 residue planes that emulation splits a panel into; 0 if products of the dtype are not emulated.
+    `accumulator` is the dtype in which products of such elements are summed. `results` are the dtypes that C
+    may have, the default first. Both are empty if A and B cannot have the dtype. `planes` is the maximum
+    number of int8 matrices (residue planes) into which emulation splits a block of A or B; 0 if products of
+    the dtype cannot be emulated.
     """
 
     name: str
@@ -39,12 +40,12 @@ DTYPES = {
     d.name: d
     for d in (
         DType("float16", 2, "float32", ("float16", "float32")),
-        DType("bfloat16", 2, "float32", ("bfloat16", "float32")),  # NumPy has it through ml_dtypes
+        DType("bfloat16", 2, "float32", ("bfloat16", "float32")),  # ml_dtypes adds it to NumPy
         DType("float32", 4, "float32", ("float32",), planes=9),
         DType("float64", 8, "float64", ("float64",), planes=16),
         DType("complex64", 8, "complex64", ("complex64",), is_complex=True),
         DType("complex128", 16, "complex128", ("complex128",), is_complex=True),
-        # A device sums in int32 where that is exact: see planning/integers.py.
+        # A GPU sums the products of one step in int32: see planning/integers.py.
         DType("int8", 1, "float64", ("int32", "int64", "float32", "float64")),
         DType("int32", 4),
         DType("int64", 8),
@@ -53,7 +54,7 @@ DTYPES = {
 # Dtypes of A and B.
 OPERANDS = tuple(d.name for d in DTYPES.values() if d.results)
 
-# Values of `compute`, each with the dtypes that it applies to.
+# Values of `GemmProblem.compute`, each with the dtypes of A and B for which it is allowed.
 COMPUTES = {
     "native": OPERANDS,
     "tf32": ("float32",),
@@ -69,7 +70,8 @@ class GemmProblem:
     The dtypes of A, B, the accumulator and C are independent, so that the accumulator and C may be wider than
     A and B. `compute` is a key of `COMPUTES`: "tf32" and "bf16" round float32 operands before the product,
     and "emulated" computes the product from exact int8 products (`oocgemm.planning.emulation`). `checked`
-    names the tier that computes checksums of each tile, "host" or "device"; "" means that no tile is checked.
+    says whether the "host" or the "device" computes checksums of each tile of C; "" means that no tile is
+    checked.
     """
 
     m: int
@@ -88,30 +90,30 @@ class GemmProblem:
 
     @property
     def depth(self) -> int:
-        """Extent along k that is multiplied.
+        """Extent along k over which products are summed: `k`, or 0 if A and B are not read.
 
-        It is 0 if alpha = 0 or C is empty: as in BLAS, A and B are not read then.
+        As in BLAS, A and B are not read if alpha = 0 or C is empty.
         """
         return 0 if self.alpha == 0 or 0 in (self.m, self.n) else self.k
 
     @property
     def applied_alpha(self) -> complex:
-        """alpha, or 0 if nothing is multiplied: C is beta C then, as in BLAS, even if alpha is Inf or NaN."""
+        """alpha, or 0 if `depth` is 0: as in BLAS, the result is then beta * C, even if alpha is NaN."""
         return self.alpha if self.depth else 0.0
 
     @property
     def reads_c(self) -> bool:
-        """Whether C is read: beta = 0 never reads it."""
+        """Whether the old elements of C are read. They are not if beta = 0, as in BLAS."""
         return self.beta != 0
 
     @property
     def planes(self) -> int:
-        """Maximum residue planes per panel, one byte per element each; 0 if the product is not emulated."""
+        """Maximum number of int8 matrices that replace a block of A or B; 0 if not emulated."""
         return DTYPES[self.a_dtype].planes if self.compute == "emulated" else 0
 
     @property
     def rate(self) -> str:
-        """Key of the kernel rate in `MachineModel.kernels` that applies to the product."""
+        """Key in `MachineModel.kernels` of the speed at which the product is multiplied."""
         return f"emulated {self.a_dtype}" if self.planes else self.a_dtype
 
     @property
@@ -121,9 +123,10 @@ class GemmProblem:
 
     @property
     def finishes(self) -> bool:
-        """Whether a Finish casts the accumulator to C's dtype and applies alpha and beta.
+        """Whether a Finish operation applies alpha and beta and casts the accumulator to C's dtype.
 
-        Exact sums stay exact only if alpha and beta are applied after them.
+        Otherwise the multiplication itself applies alpha and beta. Sums of int8 products need a Finish,
+        because they stay exact only if alpha and beta are applied to the complete sum.
         """
         return self.acc_dtype != self.c_dtype or (self.exact and (self.alpha, self.beta) != (1, 0))
 

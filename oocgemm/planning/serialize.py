@@ -1,4 +1,4 @@
-"""Rebuild a plan from its plain data, such as a timeline's header holds."""
+"""Rebuild a plan from the plain data that `Plan.to_dict` returned, as stored in a timeline's header."""
 
 from collections.abc import Callable, Mapping, Set
 from dataclasses import fields, replace
@@ -15,16 +15,16 @@ from oocgemm.planning.setting import Budgets, Layouts
 from oocgemm.planning.tiling import Layout, Tile, TileShape
 
 T = TypeVar("T")
-# Relative change of the predicted time from which on a recorded plan is rejected: another cost model
-# predicted it.
+# Maximum relative difference between the recorded predicted time and the one that this version predicts. A
+# plan with a larger difference is rejected, because another cost model made it.
 TOLERANCE = 0.05
 
 
 def recorded_plan(data: Mapping[str, Any], computed: Set[Tile] = frozenset()) -> Plan | None:
-    """Rebuild the plan that `Plan.to_dict` wrote, without the other candidates considered.
+    """Rebuild the plan that `Plan.to_dict` wrote, without the candidates that the planner rejected.
 
-    The data of a resumed run only count the tiles that were done before. `computed` are the tiles that the
-    run computed; all others were done before.
+    The data of a resumed run contain only the number of tiles that an earlier run completed. `computed` are
+    the tiles that the resumed run computed. The earlier run must have completed all other tiles.
 
     Returns None if the data are incomplete or inconsistent, or if this version predicts a time that differs
     from the recorded one by more than `TOLERANCE`.
@@ -54,7 +54,7 @@ def recorded_plan(data: Mapping[str, Any], computed: Set[Tile] = frozenset()) ->
                 return None
             done = {(i, j) for i in range(down) for j in range(across)} - computed
             plan = replace(plan, done=frozenset(done))
-        # Valid fields may still contradict one another. Compare the cheap ones first.
+        # Valid fields may still contradict one another. The predicted time is slow to compute, so it comes last.
         consistent = list(plan.grid.shape) == data["tiles"] and plan.steps == data["steps"]
         predicted = data["predicted_seconds"]["total"]
         return plan if consistent and isclose(plan.prediction.total, predicted, rel_tol=TOLERANCE) else None
@@ -63,7 +63,7 @@ def recorded_plan(data: Mapping[str, Any], computed: Set[Tile] = frozenset()) ->
 
 
 def recorded_candidate(data: Mapping[str, Any]) -> Candidate:
-    """Rebuild a candidate from what `asdict` made of it. Raises `KeyError` or `TypeError` for other data."""
+    """Rebuild a candidate from the output of `asdict`. Raises `KeyError` or `TypeError` for other data."""
     made = {"tile": _typed(TileShape, data["tile"]), "slots": _typed(Slots, data["slots"])}
     return _typed(Candidate, data, **made, traversal=_typed(Traversal, data["traversal"]))
 
@@ -76,7 +76,7 @@ def _layout(data: Mapping[str, Any]) -> Layout:
 
 
 def _typed(kind: Callable[..., T], data: Mapping[str, Any], **made: Any) -> T:
-    """Build a dataclass from plain data and the fields already `made`. Raises `TypeError` for wrong types."""
+    """Build a dataclass from plain data and converted fields `made`. Raises `TypeError` for wrong types."""
     values = dict(data) | made
     for field in fields(kind):  # type: ignore[arg-type]  # `kind` is always a dataclass
         value = values.get(field.name)
@@ -89,5 +89,5 @@ def _typed(kind: Callable[..., T], data: Mapping[str, Any], **made: Any) -> T:
 
 
 def recorded_scalar(value: Any) -> complex:
-    """Parse alpha or beta: a number, a text such as "nan", or [real, imaginary] of those."""
+    """Parse alpha or beta: a number, a text such as "nan", or a list [real, imaginary] of these."""
     return complex(*map(float, value)) if isinstance(value, list) else float(value)

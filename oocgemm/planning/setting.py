@@ -1,4 +1,4 @@
-"""The setting of a plan: everything that the planner is given."""
+"""The inputs of the planner: problem, machine, layouts of the arrays, and memory budgets."""
 
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -8,7 +8,8 @@ from oocgemm.planning.cost.machine import MachineModel
 from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.tiling import Layout, Shape, TileShape, ceil_div
 
-# Bytes of a chunk of a new C: cheap to allocate repeatedly, long enough for a disk.
+# Target size of the chunks of a new C, in bytes. Buffers of this size are cheap to allocate repeatedly, and a
+# disk writes them at its full rate.
 CHUNK_BYTES = 8 << 20
 
 
@@ -36,7 +37,7 @@ class Layouts:
 
 @dataclass(frozen=True)
 class Setting:
-    """A problem, the machine that computes it, the layouts of its arrays and the budgets."""
+    """The inputs of the planner: a problem, the machine that runs it, the layouts of its arrays, budgets."""
 
     problem: GemmProblem
     machine: MachineModel
@@ -45,14 +46,17 @@ class Setting:
 
     @property
     def host_caches_panels(self) -> bool:
-        """Whether panels cached on the host save reading them again."""
+        """Whether it pays to cache panels of A and B in host slots, so that they are not read again.
+
+        It does not if A and B are in host memory already, or if the device shares the host's memory.
+        """
         return not self.machine.unified and not self.layouts.operands_in_memory
 
     def c_chunks(self, tile: TileShape) -> Shape:
-        """Return the shape of C's chunks: as they are, or for a new C as this tile shape needs them.
+        """Return the shape of C's chunks: those of an existing C, or chunks of a new C for this tile shape.
 
-        Chunks of a new C have about `CHUNK_BYTES` and at most twice that, are nearly square, and divide the
-        tile wherever tiles meet.
+        Chunks of a new C have about `CHUNK_BYTES` bytes, at most twice as many, and are nearly square. No
+        chunk crosses the border between two tiles.
         """
         if not self.layouts.c.free_chunks:
             return self.layouts.c.write_chunk

@@ -9,7 +9,7 @@ from oocgemm.planning.tiling import Range, Tile, TileGrid, ceil_div, length
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """The part of C that tiles cover: its number of elements, and of rows and columns that they are in."""
+    """How much of C some tiles cover: their elements, and the rows and columns of C that contain any."""
 
     rows: int
     cols: int
@@ -20,9 +20,9 @@ class Coverage:
 class TileSet:
     """The tiles of a grid in a rectangle or in its lower triangle, except those that are done.
 
-    `rows` and `cols` are ranges of tile rows and tile columns. With `lower`, only tiles are in the set that
-    have an element on or below the diagonal of C. Coordinates are always those of the whole grid: they
-    determine the order of summation.
+    `rows` and `cols` are ranges of tile rows and tile columns. With `lower`, the set contains only tiles with
+    an element on or below the diagonal of C. Coordinates of tiles are always those of the whole grid, because
+    they determine the order of summation.
     """
 
     grid: TileGrid
@@ -54,7 +54,7 @@ class TileSet:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the set has every tile of its grid."""
+        """Whether the set contains every tile of its grid."""
         down, across = self.grid.shape
         return self.count == down * across
 
@@ -66,7 +66,7 @@ class TileSet:
 
     @cached_property
     def coverage(self) -> Coverage:
-        """The elements, rows and columns of C in the set."""
+        """The numbers of elements, rows and columns of C that the tiles of the set cover."""
         grid = self.grid
         if self.is_whole:
             return Coverage(grid.m, grid.n, grid.m * grid.n)
@@ -89,13 +89,13 @@ class TileSet:
         return length(self.rows) * length(self.cols)
 
     def _covers(self, tile: Tile) -> bool:
-        """Tell whether the rectangle or triangle has a tile, done or not."""
+        """Tell whether a tile is in the rectangle or triangle, even if it is done."""
         start, stop = self.rows
         first, end = self._cols(tile[0])
         return start <= tile[0] < stop and first <= tile[1] < end
 
     def _cols(self, i: int) -> Range:
-        """Range of tile columns in tile row i."""
+        """Return the range of tile columns that the set covers in tile row i."""
         if not self.lower:
             return self.cols
         return _common(self.cols, (0, ceil_div(self.grid.rows(i)[1], self.grid.tile.n)))

@@ -1,7 +1,8 @@
 """Divide the product into tiles and panels, and describe how arrays are stored.
 
-A *nominal* extent is what a slot has memory for. A *valid* extent is what the matrix has there. They differ
-only in the last row and column of tiles:
+C is divided into tiles, and k into steps. In each step, a tile adds the product of a panel of op(A) and a
+panel of op(B). All tiles have the same *nominal* extents, which size the buffers. The *valid* extents of a
+tile count only the rows and columns that C has. They are smaller in the last row and column of tiles:
 
               tile.n   tile.n  (valid < tile.n)
              +--------+--------+---+
@@ -55,7 +56,7 @@ def length(indices: Range) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TileShape:
-    """Nominal extents: a tile of C is m x n, a panel of op(A) is m x k, a panel of op(B) is k x n."""
+    """Extents of full tiles and panels: a tile of C is m x n, a panel of op(A) m x k, of op(B) k x n."""
 
     m: int
     n: int
@@ -72,11 +73,11 @@ class TileShape:
 
 @dataclass(frozen=True, slots=True)
 class TileGrid:
-    """The tiles and steps of an m x n x k product, where k is the depth that is multiplied.
+    """The tiles of C and the steps along k of an m x n x k product.
 
-    With a `ramp`, step 0 of tile (0, 0) is divided into 1 + ramp thin steps, numbered from `steps` on. The
-    first two are tile.k / 2^ramp deep, and each later one is as deep as all before it together. Thin panels
-    arrive sooner, so that the first multiplication starts sooner.
+    With a `ramp`, step 0 of tile (0, 0) is divided into 1 + ramp thin steps, with the numbers `steps`,
+    `steps` + 1 and so on. The first two are tile.k / 2^ramp deep. Each later one is as deep as all thin steps
+    before it together. Thin panels arrive sooner, so that the first multiplication starts sooner.
     """
 
     m: int
@@ -87,7 +88,7 @@ class TileGrid:
 
     @classmethod
     def of(cls, problem: GemmProblem, tile: TileShape, ramp: int = 0) -> "TileGrid":
-        """Divide a problem into tiles of that shape."""
+        """Divide a problem into tiles of shape `tile`."""
         return cls(problem.m, problem.n, problem.depth, tile, ramp)
 
     @property
@@ -113,7 +114,7 @@ class TileGrid:
         return length(self.rows(tile[0])) * length(self.cols(tile[1]))
 
     def depth(self, step: int) -> Range:
-        """Range of indices along k of a step."""
+        """Return the range of indices along k that a step multiplies."""
         start = step * self.tile.k
         if start < self.k or step == 0:
             return start, min(start + self.tile.k, self.k)
@@ -123,16 +124,16 @@ class TileGrid:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How an array is stored, in the orientation of op(X).
+    """How an array X is stored. Shapes and axes are those of op(X), which may be the transpose of X.
 
     Chunks:
 
     - `read_chunk`: shape of the chunks that are read. Unless `partial_reads`, a chunk is always read and
-      decoded whole.
-    - `write_chunk`: shape of what only one writer may write to: a chunk, or a shard. With `free_chunks`, the
-      array does not exist yet, and the planner chooses its chunks.
-    - `decode_bytes`, `encode_bytes`: host memory to read or write one chunk, besides the slot. `encodes`
-      tells whether writing runs a codec.
+      decoded as a whole.
+    - `write_chunk`: shape of the unit, a chunk or a shard, that only one thread at a time may write to.
+    - `free_chunks`: the array does not exist yet, and the planner chooses its chunks.
+    - `decode_bytes`, `encode_bytes`: temporary host memory to read or to write one chunk; 0 if none.
+    - `encodes`: writing runs a codec.
 
     Lines are runs of contiguous elements:
 
@@ -140,12 +141,13 @@ class Layout:
     - `line`: elements per line; 0 means the chunk's extent along that axis.
     - `scratch_bytes`: host memory that a thread needs to read or write parts of lines.
 
-    Arrays `in_memory`:
+    Arrays in host memory:
 
-    - `zero_copy_width`: panels with at least as many contiguous elements per row may be copied to a device
-      without staging; 0 means that none may.
-    - `pinned`: the caller has pinned the array. Half that width then suffices, and less for thin panels
-      (`is_direct`).
+    - `in_memory`: the array is in host memory, not in a file.
+    - `zero_copy_width`: minimum contiguous elements per row of a panel for a direct copy to the device,
+      without a staging buffer; 0 means that no panel may be copied directly.
+    - `pinned`: the caller has pinned the array. Half of `zero_copy_width` then suffices, and less for thin
+      panels (`is_direct`).
     """
 
     read_chunk: Shape = (1, 1)
@@ -175,9 +177,9 @@ class Layout:
         )
 
     def line_overread(self, panel: Shape) -> float:
-        """Ratio of the elements of the lines that panels of that shape touch to the elements that they need.
+        """Ratio of the elements in all lines that panels of that shape overlap to the elements in the panels.
 
-        It is 1 if panels take whole lines.
+        A line is a run of contiguous elements. The ratio is 1 if panels consist of whole lines.
         """
         extent = panel[self.contiguous]
         if not self.partial_reads or self.in_memory or not extent:
@@ -187,7 +189,9 @@ class Layout:
         return overread(SAMPLED_PANELS * extent, extent, self.read_chunk[self.contiguous])
 
     def segment_bytes(self, panel: Shape) -> float:
-        """Mean bytes of the partial lines that such panels are read or written in; inf for whole lines.
+        """Mean bytes of the parts of lines in panels of that shape; inf if panels consist of whole lines.
+
+        A line is a run of contiguous elements. Each part of a line takes a separate request to the store.
 
         >>> npy, raw = Layout(line=4000, itemsize=8), Layout((500, 500), itemsize=8)
         >>> [npy.segment_bytes((64, k)) for k in (1000, 4000)]
@@ -200,29 +204,30 @@ class Layout:
             return inf
         if self.line:
             segments = float(extent < self.line)
-        else:  # panels start at multiples of their extent: average over the partial chunks that they touch
+        else:  # mean partial chunks per row of a panel: panels start at multiples of their extent
             even = gcd(extent, chunk)
             segments = (extent + chunk - even - max(0, extent - chunk + even)) / chunk
         return extent * self.itemsize / segments if segments else inf
 
     def line_scratch(self, panel: Shape) -> int:
-        """Host bytes per thread to read panels of that shape; 0 if they take whole lines."""
+        """Temporary host bytes per thread to read panels of that shape; 0 if they consist of whole lines."""
         return self.scratch_bytes if self.line or self.segment_bytes(panel) < inf else 0
 
     def allows_zero_copy(self, panel: Shape) -> bool:
-        """Whether rows of such panels are long enough to copy them to the device without staging."""
+        """Whether rows of panels of that shape are long enough for direct copies to the device."""
         return 0 < self.zero_copy_width <= panel[self.contiguous] * (2 if self.pinned else 1)
 
     def is_direct(self, panel: Shape, thin: Shape | None = None) -> bool:
-        """Whether panels of that shape are copied to the device with no work on the host.
+        """Whether the device copies panels of that shape directly from an array that the caller pinned.
 
-        `thin` is the shape of a thin panel among them, whose rows may be `THIN_PANEL_EASE` times shorter.
+        `thin` is the shape of a thin panel at the start of the run. Its rows may be `THIN_PANEL_EASE` times
+        shorter than those of other panels.
         """
         row = (thin or panel)[self.contiguous]
         return self.pinned and self.allows_zero_copy(panel) and self.zero_copy_width <= THIN_PANEL_EASE * row
 
     def read_amplification(self, shape: Shape, panel: Shape) -> float:
-        """Ratio of the bytes read and decoded to the bytes needed, for an array of `shape` read in panels."""
+        """Ratio of the bytes read to the bytes needed, if an array of that shape is read panel by panel."""
         if self.partial_reads:
             return 1.0
         return overread(shape[0], panel[0], self.read_chunk[0]) * overread(
@@ -230,15 +235,20 @@ class Layout:
         )
 
 
-SAMPLED_PANELS = 64  # per row, to average over how panels are aligned to chunks
-# Only the first few panels of a run are thin. If the others are copied without staging, these are too,
-# although their rows are up to this many times shorter than the minimum.
+# `Layout.line_overread` averages over this many consecutive panels, because each starts at another offset in
+# its chunk.
+SAMPLED_PANELS = 64
+# Thin panels are copied directly to the device even if their rows are up to this many times shorter than the
+# minimum. Such copies are slower, but only the first few panels of a run are thin.
 THIN_PANEL_EASE = 8
 
 
-@lru_cache(4096)  # candidates share extents
+@lru_cache(4096)  # many candidates have the same extents
 def overread(extent: int, panel: int, chunk: int) -> float:
-    """Read amplification along one axis: elements of the chunks that panels touch, per element of `extent`.
+    """Return the elements read per element needed, along one axis that is stored in chunks.
+
+    Panels of `panel` elements are read one after another from an axis of `extent` elements. Every chunk that
+    a panel overlaps is read as a whole. A chunk that two panels overlap is read twice.
 
     >>> overread(100, 10, 5), overread(100, 10, 20), overread(90, 30, 20)
     (1.0, 2.0, 1.2222222222222223)

@@ -13,7 +13,7 @@ _FACTORS = {
     **{p: 1024 ** (i + 1) for i, p in enumerate("KMGTP")},
 }
 _SIZE = re.compile(r"\s*(\d{1,30}(?:\.\d{0,30})?|\.\d{1,30})\s*([a-z]*)\s*", re.IGNORECASE | re.ASCII)
-_SIZE_LIMIT = 2**63  # no machine has as many bytes; larger numbers overflow C integers
+_SIZE_LIMIT = 2**63  # bytes; larger sizes would overflow 64-bit integers in C
 
 
 def parse_size(text: str | int) -> int:
@@ -98,7 +98,7 @@ def format_rate(rate: float, unit: str = "B") -> str:
 
 
 def format_share(share: float | None) -> str:
-    """Format a share in percent; None gives a dash.
+    """Format a fraction in percent; None gives a dash.
 
     >>> format_share(0.314), format_share(0.0432), format_share(None)
     ('31%', '4.3%', '-')
@@ -109,7 +109,7 @@ def format_share(share: float | None) -> str:
 
 
 def format_percent(share: float | None) -> str:
-    """Format one part of a whole in percent, always with one decimal, so that the parts can be added up.
+    """Format a fraction in percent, always with one decimal, so that parts of a whole can be added up.
 
     None gives a dash.
 
