@@ -34,7 +34,7 @@ from oocgemm.planning import (
     resumed_plan,
 )
 from oocgemm.planning.cost.by_tile import drain_end, shares, tile_seconds
-from oocgemm.planning.cost.footprint import least_bytes
+from oocgemm.planning.cost.footprint import min_bytes
 from oocgemm.planning.cost.machine import DIGEST_SECONDS_PER_BYTE
 from oocgemm.planning.cost.predict import predict
 from oocgemm.planning.cost.price import strip_rate
@@ -146,7 +146,7 @@ def test_the_lower_bound_holds_for_a_brute_force_oracle() -> None:
             for n in range(1, p.n + 1)
             if m * n + m + n <= elements
         )
-        assert least_bytes(p, memory) <= best
+        assert min_bytes(p, memory) <= best
 
 
 def fewest_by_simulation(p: GemmProblem, k: int, memory: int) -> float:

@@ -162,8 +162,8 @@ def min_cosine(a: Sequence[int], b: Sequence[int], depth: int) -> float:
     root mean square. By the rearrangement inequality, the minimum pairs the largest elements of x with the
     smallest of y.
     """
-    # Sort x in ascending and y in descending order. x reaches a level from the position in `up` on. y stays at
-    # or above it up to the position in `down`.
+    # Sort x in ascending and y in descending order. x reaches a level from the position in `up` on. y
+    # reaches it up to the position in `down`.
     up = [(depth - count, level) for count, level in zip(a, LEVELS, strict=True)]
     down = [(count, level) for count, level in zip(b, LEVELS, strict=True)]
     borders = sorted({0, depth, *(at for at, _ in up), *(at for at, _ in down)})

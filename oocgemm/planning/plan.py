@@ -10,7 +10,7 @@ from oocgemm.planning.cost.footprint import (
     Footprint,
     extents,
     footprint,
-    least_bytes,
+    min_bytes,
     required_bytes,
 )
 from oocgemm.planning.cost.loads import estimate_loads
@@ -176,8 +176,8 @@ class Plan:
         """
         once = self.required
         return {
-            "read": least_bytes(self.problem, self.budgets.device + self.budgets.host, self.coverage),
-            "h2d": 0 if self.slots.unified else least_bytes(self.problem, self.budgets.device, self.coverage),
+            "read": min_bytes(self.problem, self.budgets.device + self.budgets.host, self.coverage),
+            "h2d": 0 if self.slots.unified else min_bytes(self.problem, self.budgets.device, self.coverage),
             "d2h": once["d2h"],
             "write": once["write"],
         }
@@ -239,7 +239,7 @@ class Plan:
         return schedule_of(self.setting, self.candidate, self.tiles)
 
     def explain(self) -> list[dict[str, Any]]:
-        """List the best candidates of different tile shapes, the chosen one first, and why each was rejected."""
+        """List the best candidates of different tile shapes, the chosen one first, each with a reason."""
         chosen = next((s for s in self.considered if s.candidate == self.candidate), None)
         rows = [chosen] if chosen else []
         rows += [s for s in self.considered if s is not chosen]

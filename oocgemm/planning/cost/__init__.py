@@ -1,1 +1,1 @@
-"""The cost model: rates of a machine, memory that a plan takes, and the time that it takes."""
+"""The cost model: the rates of a machine, and the memory and time that a plan takes on it."""

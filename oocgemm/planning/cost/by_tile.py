@@ -1,7 +1,8 @@
-"""Estimate the time of each tile of a small grid, where tiles differ much in their shares of work and loads.
+"""Estimate the time of each tile of C if there are few tiles.
 
-The first tile loads most. The last one may be small but load nearly as much as others. What is computed of C
-at the end drains when nothing else is left to hide it.
+With few tiles, averages mislead. The first tile loads the most panels of A and B. The last tile may have few
+elements but load nearly as many bytes as a larger one. No multiplication hides the time in which the last
+tile drains (is downloaded and written).
 """
 
 from collections.abc import Sequence
@@ -16,23 +17,26 @@ from oocgemm.planning.tiling import Tile, TileGrid, length
 MAX_TILES = 16  # grids of more tiles are not estimated tile by tile
 
 
-@lru_cache(256)  # candidates that differ only in their slots share walks
+@lru_cache(256)  # many candidates visit the same tiles in the same order
 def _walk(traversal: Traversal, down: int, across: int) -> tuple[Tile, ...]:
     return tuple(walk(traversal, down, across))
 
 
 class Share(NamedTuple):
-    """Shares of one tile: of the elements of C that are computed, and of the bytes that are loaded."""
+    """The fractions of the elements of C, and of the bytes loaded during the run, that belong to one tile."""
 
     computed: float
     loaded: float
 
 
 def shares(problem: GemmProblem, grid: TileGrid, traversal: Traversal, loads: Loads) -> list[Share]:
-    """Estimate the shares of all tiles in walk order if they are few; otherwise of the last one alone.
+    """Estimate the shares of all tiles, in the order in which they are visited.
 
-    The first tile of a row (or column) loads all panels of that row (or column). All further loads are
-    divided among the other tiles in proportion to their extents.
+    Returns only the share of the last tile if there are more than `MAX_TILES`.
+
+    The first tile visited in a row of tiles loads all panels of op(A) of that row. The first tile visited in
+    a column loads all panels of op(B) of that column. All other bytes in `loads` are divided among the other
+    tiles in proportion to their extents.
     """
     down, across = grid.shape
     if down * across > MAX_TILES:
@@ -55,9 +59,9 @@ def shares(problem: GemmProblem, grid: TileGrid, traversal: Traversal, loads: Lo
 
 
 def tile_seconds(parts: Sequence[Share], computing: float, loading: float, *, prefetch: bool) -> list[float]:
-    """Estimate the seconds of each tile from the seconds that computing and loading take in all.
+    """Estimate the seconds of each tile, if all tiles together take `computing` and `loading` seconds.
 
-    With `prefetch`, slots have room for a tile's panels while the tile before is computed.
+    With `prefetch`, there are enough slots to load a tile's panels while the tile before it is computed.
     """
     each: list[float] = []
     before = done = loaded = 0.0
@@ -76,10 +80,11 @@ def drain_end(
     last_step: float,
     strips: int,
 ) -> float:
-    """Estimate when C has drained, if the last of these tiles ends its last step at `end`.
+    """Estimate the time at which the last element of C has been written.
 
-    `each` are the seconds of the tiles. All of C takes `drain_seconds` to drain. A tile starts to drain in
-    its last step, which takes the share `last_step` of the tile's time, and drains in that many strips.
+    The multiplications of the last tile of `parts` end at time `end`. `each` are the seconds that the tiles
+    take. Downloading and writing all of C takes `drain_seconds`. The output of a tile starts in its last
+    steps, which take the fraction `last_step` of the tile's time. It proceeds in `strips` blocks of rows.
     """
     done, drained = end - sum(each), 0.0
     for part, seconds in zip(parts, each, strict=True):
@@ -90,7 +95,12 @@ def drain_end(
 
 
 def _loaded(lines: Sequence[int], extents: Sequence[int], loaded: float, once: float) -> list[float]:
-    """Divide the `loaded` bytes of an operand of `once` bytes among tiles, by their rows (or columns)."""
+    """Divide the bytes that are loaded of one operand among tiles.
+
+    Tile number t uses the panels of tile row (or column) `lines[t]`, which has `extents[t]` rows (or columns)
+    of the matrix. `once` is the size of the operand. The first tile of each line loads the line once. The
+    other tiles share the rest of the `loaded` bytes.
+    """
     first = [line not in lines[:at] for at, line in enumerate(lines)]
     new = sum(extent for extent, is_first in zip(extents, first, strict=True) if is_first)
     again = sum(extents) - new

@@ -1,4 +1,4 @@
-"""Calibrations: what `oocgemm calibrate` measured of a machine, and how it is stored as JSON."""
+"""Calibrations: the rates that `oocgemm calibrate` measured on a machine, and their JSON format."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -8,17 +8,18 @@ from typing import Any
 from oocgemm.planning.cost.fits import check_link, fit_link
 from oocgemm.planning.cost.machine import RATES, KernelRate, MachineModel
 
-# Identify the JSON format of a calibration.
+# Name and version in the JSON of a calibration. Files with another name or version are rejected.
 FORMAT = "oocgemm-calibration"
 VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)
 class StoreRates:
-    """Bytes per second of one file system.
+    """Measured bytes per second of one file system.
 
-    `read` and `read_scattered` are whole raw chunks, and panels of half of each line, from the page cache.
-    `read_cold` is from the disk. `write` includes the flush to the disk.
+    `read` is the rate of whole uncompressed chunks from the page cache. `read_scattered` is the rate if half
+    of the columns of each chunk are read from the page cache. `read_cold` is the rate of whole chunks from
+    the disk. `write` includes the flush to the disk.
     """
 
     read: float
@@ -31,9 +32,9 @@ class StoreRates:
 class Calibration:
     """Measured rates of a machine, and the samples that they were fitted to.
 
-    `rates` are fields of `MachineModel` by name. `stores` are the rates of file systems by id, the latest
-    measured last. `samples` are informative, except that copy rates are checked against them. Rates that were
-    not measured keep their defaults.
+    `rates` has values for fields of `MachineModel`, by name; fields without a value keep their defaults.
+    `stores` has the rates of file systems by id, in the order in which they were measured. `samples` has the
+    single measurements; they serve only to check the rates of copies when a calibration is read.
     """
 
     machine: str
@@ -49,7 +50,7 @@ class Calibration:
     def model(
         self, defaults: MachineModel, reads: Collection[str] = (), writes: Collection[str] = ()
     ) -> MachineModel:
-        """Build the model of this machine for runs that read from and write to file systems.
+        """Build the model of this machine for a run that uses the file systems with ids `reads` and `writes`.
 
         A file system that was never measured gets the rates of the one measured last, and the model's name
         says so.
@@ -67,7 +68,7 @@ class Calibration:
             }
         measured = all(system in self.stores for system in (*reads, *writes))
         if not measured:
-            name += "; not so the storage: oocgemm calibrate --path DIR"
+            name += "; storage not calibrated: run oocgemm calibrate --path DIR"
         return replace(
             defaults,
             name=name,
@@ -84,10 +85,9 @@ class Calibration:
 
     @classmethod
     def from_dict(cls, data: Any) -> "Calibration":
-        """Rebuild a calibration from `to_dict`, or from `calibrate --json`, which has underscores for spaces
-        in keys.
+        """Rebuild a calibration from the output of `to_dict` or of ``oocgemm calibrate --json``.
 
-        Raises `ValueError` for other data.
+        The latter has underscores instead of spaces in keys. Raises `ValueError` for other data.
         """
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise ValueError("it is not a calibration")
@@ -121,9 +121,8 @@ class Calibration:
 def _check_links(backend: str, rates: Mapping[str, float], samples: Mapping[str, Any]) -> None:
     """Raise `ValueError` for impossible rates of links, or for rates that contradict their samples."""
     for link in ("h2d", "d2h"):
-        if (
-            backend != "host" and link in rates
-        ):  # the "link" of the host backend is memory, which no limit bounds
+        # The host backend copies within memory, so that no limit of a link applies.
+        if backend != "host" and link in rates:
             check_link(link, rates[link], samples.get("link_limit"))
         copies = samples.get("copies", {}).get(link)
         if copies:
@@ -131,10 +130,10 @@ def _check_links(backend: str, rates: Mapping[str, float], samples: Mapping[str,
 
 
 def _numbers(data: Mapping[str, Any]) -> dict[str, float]:
-    """Check that values are finite and positive, or 0 for costs. Raises `ValueError`."""
+    """Convert rates and costs to floats. Raises `ValueError` unless they are positive (costs: not negative)."""
     may_be_0 = ("half_depth", "copy_latency", "arena_seconds_per_byte")
     for name, value in data.items():
         number = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
         if not number or value < 0 or (value == 0 and name not in may_be_0):
-            raise ValueError(f"{name} = {value!r} is not a rate")
+            raise ValueError(f"{name} = {value!r} is not a positive finite number")
     return {name: float(value) for name, value in data.items()}

@@ -1,12 +1,14 @@
-"""Fit lines to measured rates, and reject rates that exceed their link or that no line explains."""
+"""Fit lines to measured rates. Reject rates that no link can reach, or that differ much from the line."""
 
 from collections.abc import Callable, Mapping, Sequence
 
 from oocgemm.planning.units import format_rate, format_size
 
-# Bytes per second that no link between host and device exceeds. NVLink-C2C has 450e9 in one direction.
+# Maximum plausible rate of a link between host and device, in bytes per second. The fastest link known,
+# NVLink-C2C, has 450e9 in one direction. A higher rate is a measurement error.
 MAX_LINK = 500e9
-# Maximum difference between a measured rate and the fit, relative to the smaller of the two.
+# Maximum difference between a measured rate and the fitted rate, relative to the smaller of the two. With a
+# larger difference, the fit is rejected.
 MAX_RESIDUAL = 0.5
 
 
@@ -20,7 +22,7 @@ def fit_line(points: Sequence[tuple[float, float]], min_intercept: float = 0.0) 
     >>> fit_line([(1.0, 3.0), (2.0, 3.0), (3.0, 3.0)])
     (3.0, 0.0)
     """
-    # Dividing both coordinates by y turns relative errors into absolute ones.
+    # Dividing the equation of each point by its y turns relative errors into absolute ones.
     ones = [1 / y for _, y in points]
     xs = [x / y for x, y in points]
     s11, s1x, sxx = (
@@ -38,7 +40,9 @@ def fit_line(points: Sequence[tuple[float, float]], min_intercept: float = 0.0) 
 
 
 def fit_link(link: str, rates: Mapping[int, float], limit: float | None = None) -> tuple[float, float]:
-    """Fit (latency in seconds, bytes per second) to rates measured by bytes per copy.
+    """Fit a latency in seconds and a rate in bytes per second to copies; return (latency, rate).
+
+    `rates` maps the bytes of a copy to its measured bytes per second.
 
     Raises `ValueError` if a rate exceeds `limit` (default `MAX_LINK`) or differs from the fit by more than
     `MAX_RESIDUAL`.
@@ -50,7 +54,7 @@ def fit_link(link: str, rates: Mapping[int, float], limit: float | None = None) 
         check_link(f"{link} of {format_size(size)}", rate, limit)
     latency, per_byte = fit_line([(size, size / rate) for size, rate in rates.items()])
     check_fit(link, "B", rates, lambda size: size / (latency + per_byte * size), format_size)
-    # The slope is 0 if all copies took the same time: they were too short.
+    # If all copies took the same time, they were too short for a fit, and the slope is 0.
     fitted = 1 / per_byte if per_byte else max(rates.values())
     check_link(f"the rate fitted to {link}", fitted, limit)
     return latency, fitted
@@ -72,7 +76,11 @@ def check_fit(
     fit: Callable[[int], float],
     at: Callable[[int], str] = str,
 ) -> None:
-    """Raise `ValueError` if a measured rate differs from the fitted one by more than `MAX_RESIDUAL`."""
+    """Raise `ValueError` if a measured rate differs from the fitted one by more than `MAX_RESIDUAL`.
+
+    `rates` maps sizes to measured rates, and `fit` returns the fitted rate for a size. `at` formats a size
+    for the message.
+    """
 
     def residual(place: int) -> float:
         return max(fit(place) / rates[place], rates[place] / fit(place)) - 1
@@ -81,7 +89,7 @@ def check_fit(
     if residual(worst) > MAX_RESIDUAL:
         found = ", ".join(f"{at(place)}: {format_rate(rate, unit)}" for place, rate in rates.items())
         raise ValueError(
-            f"no fit explains what was measured of {name} ({found}): the best expects "
-            f"{format_rate(fit(worst), unit)} at {at(worst)}, which is {residual(worst):.0%} off and may be "
-            f"{MAX_RESIDUAL:.0%}"
+            f"no fit explains what was measured of {name} ({found}): the best fit expects "
+            f"{format_rate(fit(worst), unit)} at {at(worst)}, which is {residual(worst):.0%} off; at "
+            f"most {MAX_RESIDUAL:.0%} is accepted"
         )

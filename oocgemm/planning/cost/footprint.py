@@ -1,4 +1,4 @@
-"""Memory and traffic of a plan: bytes on each tier, and lower bounds on the bytes over each link."""
+"""Memory of a plan on device and host, and lower bounds on the bytes that it moves over each link."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,12 +15,14 @@ from oocgemm.planning.setting import Setting
 from oocgemm.planning.tile_set import Coverage
 from oocgemm.planning.tiling import TileShape, round_up
 
-# Alignment of slots: cuBLAS needs the first, direct I/O the second.
+# Alignment, in bytes, of slots (buffers): on the device as cuBLAS needs it, on the host as direct I/O needs
+# it.
 DEVICE_ALIGNMENT = 512
 HOST_ALIGNMENT = 4096
-# The host finishes strips in pieces of at most this many elements, which fit into a cache, with this many
-# temporary arrays per piece. Temporaries use the workspace where panels are cast; it has room for the
-# smallest piece at least.
+# The host backend applies alpha and beta to C piece by piece. A piece has at most FINISH_PIECE elements, so
+# that it fits into a CPU cache, and needs FINISH_ARRAYS temporary arrays. The temporary arrays use the
+# workspace for casts of panels. The workspace is large enough for pieces of at least MIN_FINISH_PIECE
+# elements.
 FINISH_PIECE, MIN_FINISH_PIECE, FINISH_ARRAYS = 4096, 512, 3
 
 
@@ -32,12 +34,12 @@ class Candidate:
     slots: Slots
     traversal: Traversal = ROW_BY_ROW
     io_threads: int = 1
-    ramp: int = 0  # of the tile grid
+    ramp: int = 0  # thin first steps, see `TileGrid`
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes on each tier, by purpose. The budgets bound the totals."""
+    """Bytes that a plan occupies on the device and on the host, by purpose. The budgets limit the totals."""
 
     device: Mapping[str, int]
     host: Mapping[str, int]
@@ -59,7 +61,7 @@ def extents(problem: GemmProblem, tile: TileShape) -> tuple[int, int, int]:
 
 
 def slot_bytes(problem: GemmProblem, tile: TileShape, strip: int) -> dict[tuple[str, str], int]:
-    """Bytes of one slot by (tier, operand), aligned: its data and the checksums behind them."""
+    """Return the bytes of one slot by (tier, operand): the data and the checksums behind them, aligned."""
     sizes = payload_bytes(problem, tile, strip)
     for slot, more in checksum_bytes(problem, tile, strip).items():
         sizes[slot] += round_up(more, DEVICE_ALIGNMENT if slot[0] == "device" else HOST_ALIGNMENT)
@@ -67,7 +69,10 @@ def slot_bytes(problem: GemmProblem, tile: TileShape, strip: int) -> dict[tuple[
 
 
 def payload_bytes(problem: GemmProblem, tile: TileShape, strip: int) -> dict[tuple[str, str], int]:
-    """Bytes of the data in one slot by (tier, operand), aligned. Checksums, if any, start behind them."""
+    """Return the bytes of the data in one slot by (tier, operand), aligned. Checksums start behind the data.
+
+    `Slot` explains the letters of operands.
+    """
     m, n, k = extents(problem, tile)
     sizes = problem.itemsizes
     strip = min(strip, m)
@@ -84,10 +89,11 @@ def payload_bytes(problem: GemmProblem, tile: TileShape, strip: int) -> dict[tup
 
 
 def scratch_bytes(setting: Setting, io_threads: int, tile: TileShape | None = None) -> int:
-    """Bytes of host memory for reading and writing, besides the slots.
+    """Return the bytes of temporary host memory in which threads read and write chunks.
 
-    As many threads read as write. Each of them needs memory for one chunk or, if panels of the tile take
-    partial lines, for these.
+    `io_threads` threads read, and as many write. Each needs memory to decode or encode one chunk. If panels
+    of the `tile` consist of parts of the array's lines, each thread needs memory for those parts instead, if
+    that is more.
     """
     layouts = setting.layouts
     sources = (layouts.a, layouts.b, *([layouts.c] if setting.problem.reads_c else []))
@@ -101,7 +107,7 @@ def scratch_bytes(setting: Setting, io_threads: int, tile: TileShape | None = No
 
 
 def footprint(setting: Setting, candidate: Candidate) -> Footprint:
-    """Bytes that a candidate occupies on each tier."""
+    """Return the bytes that a candidate occupies on the device and on the host."""
     problem, machine = setting.problem, setting.machine
     tile, slots = candidate.tile, candidate.slots
     size = slot_bytes(problem, tile, slots.strip)
@@ -126,12 +132,12 @@ def footprint(setting: Setting, candidate: Candidate) -> Footprint:
 
 
 def casts(problem: GemmProblem, machine: MachineModel) -> bool:
-    """Whether panels are cast to the accumulator's dtype before they are multiplied."""
+    """Tell whether the machine casts panels to the accumulator's dtype before it multiplies them."""
     return machine.casts_panels and problem.a_dtype != problem.acc_dtype
 
 
 def workspace_bytes(problem: GemmProblem, tile: TileShape, machine: MachineModel) -> int:
-    """Bytes of workspace to multiply one step, besides the slots."""
+    """Return the bytes of temporary memory to multiply one step's panels, besides the slots."""
     m, n, k = extents(problem, tile)
     if problem.planes:
         return HOST_WORK if machine.casts_panels else work_bytes(problem.planes, m, n)
@@ -143,24 +149,29 @@ def workspace_bytes(problem: GemmProblem, tile: TileShape, machine: MachineModel
 
 
 def workspace_per_element(problem: GemmProblem, machine: MachineModel) -> int:
-    """Bytes of workspace per element of a step's panels: residues for two steps, or one cast or copy."""
+    """Return the bytes of temporary memory per element of a step's two panels.
+
+    An emulated product stores the residues of two steps. Other products need a cast of the panels, an int8
+    copy of them, or nothing.
+    """
     if problem.planes:
         return 2 * problem.planes
     return problem.itemsizes["acc"] if casts(problem, machine) else int(problem.exact)
 
 
-def least_bytes(problem: GemmProblem, memory: int, part: Coverage | None = None) -> int:
-    """Lower bound on the bytes that any schedule loads into a fast memory of `memory` bytes, for a part of C.
+def min_bytes(problem: GemmProblem, memory: int, part: Coverage | None = None) -> int:
+    """Return a lower bound on the bytes that any schedule loads into a memory of `memory` bytes.
 
-    With M elements of fast memory, and each operand read at least once, any schedule loads at least this many
-    elements:
+    If the memory has room for M elements, and each operand is read at least once, any schedule loads at least
+    this many elements:
 
     - beta = 0:  max(m k + k n, 2 m n k / sqrt(M) - 2 M - m n)
     - otherwise: max(m k + k n + m n, 2 m n k / sqrt(M) - 2 M)
 
     The source is Smith, Lowery, Langou and van de Geijn, *A tight I/O lower bound for matrix multiplication*
-    (2019). M counts elements of the narrowest dtype involved, so that the bound holds for mixed dtypes too.
-    For a part of C, m n is its number of elements, and m and n are its numbers of rows and columns.
+    (2019). M counts elements of the narrowest dtype of the product, so that the bound holds for mixed dtypes
+    too. If only a `part` of C is computed, m n is its number of elements, and m and n are its numbers of rows
+    and columns.
     """
     part = part or Coverage(problem.m, problem.n, problem.m * problem.n)
     sizes = problem.itemsizes
@@ -174,7 +185,7 @@ def least_bytes(problem: GemmProblem, memory: int, part: Coverage | None = None)
 
 
 def required_bytes(problem: GemmProblem, part: Coverage | None = None) -> dict[str, int]:
-    """Bytes over each link if every element that a part of C needs crosses it once."""
+    """Return the bytes over each link if every element that is needed for a part of C crosses it once."""
     part = part or Coverage(problem.m, problem.n, problem.m * problem.n)
     sizes = problem.itemsizes
     c_bytes = part.elements * sizes["C"]

@@ -1,4 +1,4 @@
-"""Estimate in closed form how long each lane is busy, and how the panels of each operand arrive."""
+"""Estimate with formulas how long each lane (disk, link or processor) is busy, and how panels arrive."""
 
 from dataclasses import dataclass
 from math import prod
@@ -11,18 +11,23 @@ from oocgemm.planning.schedule.slots import Slots
 from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import Layout, Shape, TileGrid, TileShape, ceil_div
 
-# The last is the GIL, under which operations are issued one after another.
+# All lanes whose time is predicted. "issue" is the time under the GIL, in which operations are submitted one
+# after another.
 LANES = ("read", "decode", "h2d", "prepare", "compute", "d2h", "encode", "write", "issue")
+# The lanes that panels of A and B pass before they are multiplied.
 LOADING = ("read", "decode", "h2d")
 
 
 @dataclass(frozen=True, slots=True)
 class PanelStream:
-    """How the panels of op(A) or op(B) are loaded.
+    """How the run loads the panels of one operand, op(A) or op(B).
 
-    `lane` is "read" or "decode". `rate` and `upload_rate` are in bytes per second. `read` is the bytes that
-    the run reads, `panel` those of one panel, and `tile` those of all panels of a tile. `slots` and
-    `host_slots` are numbers of slots. `direct` panels bypass the host's slots.
+    - `lane`: "read", or "decode" if chunks are compressed.
+    - `rate`, `upload_rate`: bytes per second of reading panels and of copying them to the device.
+    - `read`: bytes that the whole run reads. `panel`: bytes of one panel. `tile`: bytes of all panels that
+      one tile needs.
+    - `slots`, `host_slots`: numbers of buffers for panels on the device and on the host.
+    - `direct`: the device copies panels from the caller's array, without buffers on the host.
     """
 
     lane: str
@@ -37,14 +42,14 @@ class PanelStream:
 
     @property
     def faulted(self) -> float:
-        """Bytes that are read into host memory for the first time, so that its pages are faulted in."""
+        """Bytes that are read into host slots for the first time. Page faults slow these reads down."""
         return 0.0 if self.direct else min(self.read, self.host_slots * self.panel)
 
 
 def panel_streams(
     setting: Setting, tile: TileShape, slots: Slots, loads: Loads
 ) -> tuple[PanelStream, PanelStream]:
-    """Describe how the panels of op(A) and of op(B) are loaded."""
+    """Compute how the panels of op(A) and of op(B) are loaded."""
     problem, layouts, machine = setting.problem, setting.layouts, setting.machine
     m, n, k = extents(problem, tile)
     depth = problem.depth
@@ -78,7 +83,7 @@ def lane_seconds(
     loads: Loads,
     streams: tuple[PanelStream, PanelStream],
 ) -> tuple[dict[str, float], float]:
-    """Estimate the busy seconds of each lane but "issue", and the seconds to load the first panels."""
+    """Estimate the busy seconds of each lane except "issue", and the seconds to load the first panels."""
     problem, layouts, machine = setting.problem, setting.layouts, setting.machine
     slots, (m, n, k) = candidate.slots, extents(problem, candidate.tile)
     down, across = grid.shape
@@ -120,7 +125,10 @@ def lane_seconds(
 def count_copies(
     problem: GemmProblem, slots: Slots, strips: int, loads: Loads, panel_a: int, panel_b: int
 ) -> float:
-    """Estimate how many operations load panels of `panel_a` and `panel_b` bytes and move strips of C."""
+    """Estimate the number of operations that load panels, and that load, finish or store strips of C.
+
+    `panel_a` and `panel_b` are the bytes of a panel of op(A) and of op(B). `strips` is the number of strips.
+    """
     panels = loads.a_read / panel_a + loads.b_read / panel_b if problem.depth else 0.0
     if not slots.unified:
         panels += loads.a_up / panel_a + loads.b_up / panel_b if problem.depth else 0.0

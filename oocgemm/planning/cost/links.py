@@ -1,9 +1,9 @@
-"""Rates of a machine under their names in reports and tables."""
+"""Select the rates of a machine that reports show, and name them."""
 
 from oocgemm.planning.cost.calibration import Calibration, StoreRates
 from oocgemm.planning.cost.machine import MachineModel, default_model
 
-# Names of rates in reports, in the order of the data flow.
+# Names in reports of the rates in `MachineModel` and `StoreRates`, in the order in which data flow.
 LINKS = {
     "read_cold": "read, disk",
     "read": "read, page cache",
@@ -18,7 +18,7 @@ LINKS = {
 
 
 def link_rates(machine: MachineModel, store: StoreRates | None) -> dict[str, float]:
-    """Return the rates of `LINKS` that apply to a machine, and that of the disk if `store` is given."""
+    """Return the rates of `LINKS` that apply to a machine, with the rate of the disk if `store` is given."""
     found = {name: getattr(machine, name) for name in LINKS if hasattr(machine, name)}
     if store is not None:
         found["read_cold"] = store.read_cold

@@ -1,4 +1,4 @@
-"""Estimate in closed form how many bytes of panels a candidate loads."""
+"""Estimate with formulas how many bytes of panels of A and B a candidate loads."""
 
 from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.schedule.placement import Loads
@@ -8,7 +8,7 @@ from oocgemm.planning.tiling import TileGrid, ceil_div
 
 
 def estimate_loads(problem: GemmProblem, grid: TileGrid, slots: Slots, traversal: Traversal) -> Loads:
-    """Estimate what `Schedule.loads` counts, from the share of reuses that the slots can serve."""
+    """Estimate the bytes that `Schedule.loads` counts, from the fraction of uses that hit a cached panel."""
     down, across = grid.shape
     if down * across == 0:
         return Loads(0, 0, 0, 0)
@@ -24,22 +24,24 @@ def estimate_loads(problem: GemmProblem, grid: TileGrid, slots: Slots, traversal
 def _times_loaded(
     down: int, across: int, steps: int, a_slots: int, b_slots: int, traversal: Traversal
 ) -> tuple[float, float]:
-    """Estimate how many times op(A) and op(B) are loaded into that many slots of one tier."""
+    """Estimate how many times op(A) and op(B) are loaded into a cache of `a_slots` and `b_slots` panels."""
     if traversal.axis == 1:
         b, a = _times_loaded(across, down, steps, b_slots, a_slots, traversal.along_rows)
         return a, b
     band = min(traversal.band, down)
     bands = ceil_div(down, band)
-    # Panels of a row are reused after those of the other rows of its band. Panels of a column are reused by
-    # each row of the band, and then after those of all other columns.
+    # A panel of A is reused in the next column, after the panels of all rows of its band were used. A panel
+    # of B is reused in each row of a band, and again in the next band, after the panels of all columns were
+    # used.
     a = 1 + (across - 1) * (1 - _hit_rate(a_slots, band * steps))
     b = 1 + (bands - 1) * (1 - _hit_rate(b_slots, across * steps))
     return a, b + bands * (band - 1) * (1 - _hit_rate(b_slots, steps))
 
 
 def _hit_rate(slots: int, panels: int) -> float:
-    """Share of `panels`, used forwards and backwards in turn, that are still in slots when they are reused.
+    """Return the fraction of uses that find their panel in one of the slots.
 
-    At each turn, the slots are full of the panels that are used next.
+    A sequence of `panels` panels is used alternately forwards and backwards. When the direction changes, the
+    slots contain the panels that are used next.
     """
     return min(1.0, slots / panels)

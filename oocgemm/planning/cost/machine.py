@@ -1,7 +1,7 @@
 """The machine model: rates of multiplications, links and storage, and properties of GPUs.
 
-`default_model` returns figures that were measured on reference machines. A calibration
-(`oocgemm.planning.cost.calibration`) replaces those that it has measured.
+`default_model` returns rates that were measured on reference machines. A calibration
+(`oocgemm.planning.cost.calibration`) replaces the rates that it measured on the user's machine.
 """
 
 from collections.abc import Mapping
@@ -12,38 +12,43 @@ from oocgemm.planning.cost.fits import fit_line
 from oocgemm.planning.problem import COMPUTES, OPERANDS
 from oocgemm.planning.tiling import Layout, Shape, ceil_div, round_up
 
-# Panels that are read concurrently. Two keep the threads busy from the end of one panel to the start of the
-# next. Device checksums need a third, since digests of one panel are computed while others are read. A panel
-# of compressed chunks has fewer parts that take longer, so that it needs more.
+# Numbers of panels that are read at the same time: raw ones, raw ones with device checksums, and compressed
+# ones. With two, the I/O threads stay busy between the end of one panel and the start of the next. With
+# device checksums, a third panel is read while the digest of another is computed. Compressed chunks are few
+# and slow, so that it takes four panels to keep all threads busy.
 STORE_WORKERS = 2
 DIGESTING_WORKERS = 3
 CODEC_WORKERS = 4
-# Rate, in bytes per second, of panels that need not be read because they are copied without staging.
+# Bytes per second that stand for no time at all: the rate of reads that are skipped, because the device
+# copies directly from the caller's array.
 INSTANT = 1e15
-# Kernel rates by name, each with its dtype and how the product is computed.
+# Names of kernel rates, each with the dtype of A and B and the value of `compute` that it applies to.
 RATES = {dtype: (dtype, "native") for dtype in OPERANDS} | {
     f"emulated {dtype}": (dtype, "emulated") for dtype in COMPUTES["emulated"]
 }
 
 # Properties of GPUs, measured on an H200 with CUDA 13.
 
-# Rate of copying separate rows of 8 to 16 KiB to the device during a multiplication, relative to contiguous
-# panels.
+# Rate of copies of separate rows of 8 to 16 KiB to the device, relative to the rate of contiguous copies.
+# Both were measured during multiplications.
 NARROW_ROWS = 0.6
-# Rate of the host's copies from pageable memory into slots during uploads, relative to `MachineModel.memory`:
-# 23 to 33 GB/s were measured where 33 GB/s are modelled.
+# The host copies pageable arrays into pinned slots more slowly during uploads. This factor reduces
+# `MachineModel.memory` to that rate: 23 to 33 GB/s were measured where the model has 33 GB/s.
 COPIES_DURING_UPLOADS = 0.75
-# Seconds per byte that computing the digest of a panel adds to reading it.
+# Seconds per byte that the host takes to compute the digest of a panel after it has read the panel.
 DIGEST_SECONDS_PER_BYTE = 2.5e-12
-# Time of a tile strip by strip relative to the whole tile: in float32, 50-52 Tflop/s fall to 47-51.
+# Ratio of the time to multiply a tile strip by strip (in blocks of rows) to the time to multiply it at once:
+# in float32, 50-52 Tflop/s fall to 47-51.
 STRIP_OVERHEAD = 1.03
-# Blocks of C that one multiprocessor computes at a time, in cuBLAS's kernels for large products. For other
-# dtypes, blocks are small, or cuBLAS chooses among many kernels.
+# Rows and columns of the block of C that one multiprocessor computes at a time, in cuBLAS's kernels for large
+# products. SMALL_BLOCK stands for all other dtypes: their blocks are small, or cuBLAS chooses among many
+# kernels.
 BLOCKS = {"float32": (256, 128), "float64": (64, 128)}
 SMALL_BLOCK = 64, 64
-# Bound on the wave quantization factor: where it would be larger, cuBLAS chooses smaller blocks.
+# Maximum factor by which a partly filled last wave of blocks slows a product down. Where the factor would be
+# larger, cuBLAS chooses smaller blocks.
 MAX_WAVE_QUANTIZATION = 1.1
-# Strips are multiples of this many rows, so that they divide into whole blocks.
+# Strips have a multiple of this many rows, so that they consist of whole blocks.
 STRIP_BLOCK = 128
 # cuBLAS is 0.6% faster in float32 if rows of large tiles start at multiples of 128 bytes. Tile extents of at
 # least `LARGE_EXTENT` are therefore multiples of `LARGE_UNIT`.
@@ -54,8 +59,8 @@ LARGE_UNIT, LARGE_EXTENT = 32, 8192
 class KernelRate:
     """Speed of the multiplication of one dtype: peak / (1 + half_depth / k) flop/s at panel depth k.
 
-    C is read and written in device memory once per step. Therefore thin panels are slower: at a depth of
-    `half_depth`, the rate is half of `peak`.
+    Each step reads and writes C in device memory once. Therefore thin panels are slower: at a depth of
+    `half_depth` along k, the rate is half of `peak`.
     """
 
     peak: float
@@ -63,12 +68,13 @@ class KernelRate:
 
     @classmethod
     def fitted(cls, rates: Mapping[int, float]) -> "KernelRate":
-        """Fit to flop/s measured by panel depth: 1 / rate is linear in 1 / k.
+        """Fit a rate to measurements, a mapping from panel depth k to flop/s: 1 / rate is linear in 1 / k.
 
         >>> KernelRate.fitted({64: 50.0, 192: 75.0})
         KernelRate(peak=100.0, half_depth=64.0)
         """
-        # Noise can move the fitted peak far above every measurement.
+        # Noise could move the fitted peak far above every measurement. It is limited to 4 times the largest
+        # one.
         min_intercept = 0.25 / max(rates.values())
         inverse, slope = fit_line([(1 / k, 1 / rate) for k, rate in rates.items()], min_intercept)
         return cls(float(f"{1 / inverse:.6g}"), float(f"{slope / inverse:.6g}"))
@@ -78,18 +84,29 @@ class KernelRate:
 class MachineModel:
     """Rates and properties of a machine, in bytes, bytes per second, seconds and flop/s.
 
-    - `read`, `read_scattered`: whole chunks, and panels of half of each line. `decode`: decoded bytes.
-      `memory`: copies from arrays in memory. `pin`: pinning of the caller's memory; 0 if nothing needs
-      pinning.
-    - `prepare`: bytes of panels split into residue planes.
-    - `half_width`: the tile extent at which the kernel rate is half of that of a large tile.
-    - `copy_latency`, `step_latency`, `write_latency`: per copy, per step and per Write. `issue`: time under
-      the GIL per operation.
-    - `arena_seconds_per_byte`: page faults on the first use of host memory.
-    - `shares_cores`: reads, writes and multiplications use the same cores. `unified`: device and host memory
-      are one.
-    - `device_reserve`, `host_reserve`: bytes for libraries.
-    - `casts_panels`: operands narrower than the accumulator are cast before the product.
+    Rates, in bytes per second:
+
+    - `h2d`, `d2h`: copies from host to device, and from device to host.
+    - `read`: reads of whole chunks. `read_scattered`: reads of half of each chunk's columns.
+    - `decode`: output of the decoders. `write`: writes to storage.
+    - `memory`: copies from arrays in host memory into slots.
+    - `pin`: pinning of the caller's arrays; 0 if nothing needs pinning.
+    - `prepare`: input of the kernel that splits panels into residue planes, for emulated products.
+
+    Times, in seconds:
+
+    - `copy_latency`, `step_latency`, `write_latency`: overhead per copy, per step and per Write.
+    - `issue`: time under the GIL per operation.
+    - `arena_seconds_per_byte`: page faults at the first use of host memory.
+
+    Properties:
+
+    - `kernels`: speeds of multiplications, by the names in `RATES`.
+    - `half_width`: the tile extent, m or n, at which the kernel has half of its speed for large tiles.
+    - `shares_cores`: reads, writes and multiplications use the same CPU cores.
+    - `unified`: device and host memory are the same, so that nothing is uploaded or downloaded.
+    - `device_reserve`, `host_reserve`: bytes that libraries take of the budgets.
+    - `casts_panels`: operands narrower than the accumulator are cast before they are multiplied.
     """
 
     name: str
@@ -108,10 +125,10 @@ class MachineModel:
     step_latency: float = 10e-6
     write_latency: float = 200e-6
     issue: float = 50e-6
-    # Seconds per partial line: a share of a system call and, on a cold cache, a request to the disk. Measured
-    # with `oocgemm.stores.lines` on segments of 2 to 8 KiB at a stride of 320 KB, on two Zen 5 cores with a
-    # virtual disk: 2 to 3 us from the page cache; 4 us and 0.8 us of CPU time per KiB from the disk. Uncached
-    # bytes cost extra.
+    # Seconds to read one part of a line (a run of contiguous elements): its share of a system call and, if it
+    # is not in the page cache, of a request to the disk. Measured on parts of 2 to 8 KiB at a stride of 320
+    # KB, on two Zen 5 cores with a virtual disk: 2 to 3 us from the page cache, and 4 us plus 0.8 us per KiB
+    # from the disk.
     segment: float = 4e-6
     arena_seconds_per_byte: float = 0.03 / 2**30
     io_threads: int = 1
@@ -127,7 +144,7 @@ class MachineModel:
 
     @property
     def codec_threads(self) -> int:
-        """Threads that decode or encode: one per core, less one beside a device.
+        """Number of threads that decode or encode: one per core, but one fewer if a GPU multiplies.
 
         On the H200's host, sixteen decoding threads on sixteen cores were 10 to 18% slower than fifteen,
         because threads that issue operations had to wait for a core and the GIL.
@@ -135,7 +152,9 @@ class MachineModel:
         return self.cores if self.shares_cores else self.cores - 1
 
     def multiply_seconds(self, rate: str, flops: float, m: int, n: int, k: int) -> float:
-        """Seconds of products of m x n x k blocks with `flops` in all, without wave quantization.
+        """Return the seconds of `flops` operations, done in products of m x k by k x n blocks.
+
+        Partly filled waves of thread blocks come on top (`wave_quantization`).
 
         `rate` is the name of the kernel rate (`GemmProblem.rate`).
         """
@@ -151,10 +170,11 @@ class MachineModel:
         )
 
     def wave_quantization(self, rate: str, m: int, n: int) -> float:
-        """Ratio of the time of an m x n tile to its time if all multiprocessors were busy until its end.
+        """Return the factor by which a partly filled last wave of thread blocks slows an m x n tile down.
 
-        Multiprocessors compute whole blocks in waves, and the last wave may be partial. In float32, a tile of
-        9832 x 9832 is 39 x 77 blocks, which are 22.75 waves on 132 multiprocessors and take as long as 23.
+        A wave is one block on each multiprocessor. A partial wave takes as long as a full one. In float32, a
+        tile of 9832 x 9832 has 39 x 77 blocks. On 132 multiprocessors, these are 22.75 waves, which take as
+        long as 23.
         """
         if self.shares_cores:
             return 1.0
@@ -163,7 +183,7 @@ class MachineModel:
         return min(MAX_WAVE_QUANTIZATION, blocks * rows * cols / (m * n))
 
     def strip_rows(self, wanted: int, width: int) -> int:
-        """Choose the rows of a strip, up to a quarter more than `wanted`, that fill a GPU's waves best."""
+        """Choose the rows of a strip, `wanted` to 1.25 `wanted`, that best fill a GPU's waves of blocks."""
         across, fewest = max(1, ceil_div(width, STRIP_BLOCK)), ceil_div(wanted, STRIP_BLOCK)
         counts = range(fewest, fewest + fewest // 4 + 1)
         return STRIP_BLOCK * max(
@@ -171,14 +191,14 @@ class MachineModel:
         )
 
     def upload_rate(self, layout: Layout, panel: Shape, thin: Shape | None = None) -> float:
-        """Bytes per second of uploads of panels of that shape, or of `thin` ones among them."""
+        """Return the bytes per second of uploads of panels of that shape, or of `thin` panels if given."""
         narrow = (
             layout.allows_zero_copy(panel) and (thin or panel)[layout.contiguous] < layout.zero_copy_width
         )
         return NARROW_ROWS * self.h2d if narrow else self.h2d
 
     def store_rate(self, layout: Layout, panel: Shape) -> float:
-        """Bytes per second at which panels of that shape are read from an array of that layout."""
+        """Return the bytes per second at which panels of that shape are read from an array of that layout."""
         if layout.in_memory:
             if not self.pin or not layout.allows_zero_copy(panel):
                 return self.memory
@@ -188,13 +208,14 @@ class MachineModel:
                 ceil_div(extent, chunk) for extent, chunk in zip(panel, layout.read_chunk, strict=True)
             )
             return self.decode * min(1.0, CODEC_WORKERS * max(1, chunks) / self.cores)
-        # Panels of half of each line are read at `read_scattered`. Short gaps are read, longer ones are
-        # skipped.
+        # Between two rows of a panel, the file has bytes that are not needed. Short gaps are read too, longer
+        # ones are skipped with another request: the cheaper of the two counts. The cost of gaps follows from
+        # `read_scattered`, where gaps are as long as rows.
         gaps = (layout.line_overread(panel) - 1) * max(0.0, 1 / self.read_scattered - 1 / self.read)
         return 1 / (1 / self.read + min(gaps, self.segment / layout.segment_bytes(panel)))
 
     def partial_line_cost(self, layout: Layout, panel: Shape) -> float:
-        """Ratio of the time per byte to read panels of that shape to that of whole lines; at least 1."""
+        """Return the time per byte to read panels of that shape, relative to whole lines; at least 1."""
         if layout.in_memory or layout.decode_bytes:
             return 1.0
         return max(1.0, self.read / self.store_rate(layout, panel))
@@ -208,7 +229,7 @@ def default_model(backend: str, cores: int) -> MachineModel:
             kernels={
                 "float16": KernelRate(576e12, 300),
                 "bfloat16": KernelRate(576e12, 300),
-                "int8": KernelRate(1056e12, 4500),  # each step adds its sums to those in float64
+                "int8": KernelRate(1056e12, 4500),  # each step adds int32 sums to float64 sums
                 "float32": KernelRate(52.5e12, 70),
                 "float64": KernelRate(55.8e12, 25),
                 "complex64": KernelRate(48e12, 90),
@@ -228,9 +249,9 @@ def default_model(backend: str, cores: int) -> MachineModel:
             write=1.6e9,
             cores=cores,
             multiprocessors=132,
-            segment=2e-6,  # with several threads beside an H100: 0.3 to 0.5 us from the page cache
-            io_threads=min(8, cores),  # with more threads, memory bandwidth is the limit
-            device_reserve=80 << 20,  # cuBLAS handle, kernels and workspace: over 64 MiB on an H200
+            segment=2e-6,  # several threads on an H100's host take 0.3 to 0.5 us from the page cache
+            io_threads=min(8, cores),  # more threads only compete for memory bandwidth
+            device_reserve=80 << 20,  # cuBLAS's handle, kernels and workspace took over 64 MiB on an H200
             host_reserve=1 << 20,
         )
     fp64 = 55e9 * cores
@@ -260,7 +281,7 @@ def default_model(backend: str, cores: int) -> MachineModel:
         shares_cores=True,
         unified=True,
         prepare=100e6,
-        device_reserve=(8 << 20) * cores,  # packing buffers of OpenBLAS, measured
+        device_reserve=(8 << 20) * cores,  # measured size of OpenBLAS's packing buffers
         host_reserve=8 << 20,
         casts_panels=True,
     )

@@ -1,6 +1,6 @@
-"""Predict the time of a candidate in closed form, so that a planner can score thousands of them.
+"""Predict the time of a candidate with formulas, so that the planner can score thousands of candidates.
 
-`oocgemm.planning.cost.simulate` runs the schedules of the few best candidates.
+`oocgemm.planning.cost.simulate` is slower and more exact. It serves to compare the few best candidates.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,20 +17,22 @@ from oocgemm.planning.schedule.slots import Slots
 from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import TileGrid, TileShape, ceil_div
 
-# Order of the norm that combines the times of concurrent lanes. Two equally long lanes take 2^(1/12) times as
-# long as one, 6% more; a lane of four fifths of the longest adds 0.5%. That agrees with measurements on a
-# GPU. It also makes the planner prefer less traffic among plans that perfect overlap would make equal.
+# Concurrent lanes with the busy times t_1, t_2, ... take (sum of t_i^p)^(1/p) seconds, with p = OVERLAP_NORM.
+# Two equally long lanes take 6% longer than one; a lane of four fifths of the longest adds 0.5%. This agrees
+# with measurements on a GPU. It also makes the planner prefer less traffic among plans that would be equally
+# fast with perfect overlap.
 OVERLAP_NORM = 12
-# Share of the time of a Write that a core is busy with it; the disk does the rest.
+# Fraction of the time of a Write during which a CPU core is busy. The core waits for the disk in the rest.
 WRITE_CPU_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Predicted seconds: the busy time of each lane, and how they add up.
+    """The predicted seconds of a run in `total`, and the parts that it was computed from.
 
-    `start_up` passes before the first multiplication. `bubbles` are waits between multiplications. `tail`
-    passes after the last multiplication.
+    `lanes` has the seconds for which each lane is busy; lanes overlap. `start_up` is the time before the
+    first multiplication, `bubbles` the waits between multiplications, and `tail` the time after the last
+    multiplication.
     """
 
     lanes: Mapping[str, float]
@@ -41,17 +43,17 @@ class Prediction:
 
     @property
     def bottleneck(self) -> str:
-        """The lane that is busy longest."""
+        """Name of the lane that is busy longest."""
         return max(self.lanes, key=lambda lane: self.lanes[lane])
 
     @property
     def serial(self) -> float:
-        """Seconds if nothing overlapped."""
+        """Seconds that the run would take if no operations overlapped."""
         return sum(self.lanes.values()) + self.start_up + self.bubbles + self.tail
 
 
 def read_amplification(setting: Setting, tile: TileShape) -> dict[str, float]:
-    """Ratio of the bytes read to the bytes needed, for A and B."""
+    """Return the ratio of the bytes read to the bytes needed, for A and for B."""
     problem, layouts = setting.problem, setting.layouts
     return {
         "A": layouts.a.read_amplification((problem.m, problem.depth), (tile.m, tile.k)),
@@ -59,10 +61,10 @@ def read_amplification(setting: Setting, tile: TileShape) -> dict[str, float]:
     }
 
 
-def least_seconds(setting: Setting, tile: TileShape) -> float:
-    """Lower bound on the predicted time of any candidate of that tile shape.
+def min_seconds(setting: Setting, tile: TileShape) -> float:
+    """Return a lower bound on the predicted time of all candidates with that tile shape.
 
-    Between two tiles, the memory keeps at most as many bytes as the budgets allow.
+    The bound assumes that all of the budgets cache panels from each tile to the next.
     """
     problem, layouts, machine, budgets = setting.problem, setting.layouts, setting.machine, setting.budgets
     grid, (m, n, k) = TileGrid.of(problem, tile), extents(problem, tile)
@@ -81,7 +83,7 @@ def least_seconds(setting: Setting, tile: TileShape) -> float:
 
 
 def predict(setting: Setting, candidate: Candidate, loads: Loads | None = None) -> Prediction:
-    """Predict the seconds of a candidate, with the given `loads` or with estimated ones."""
+    """Predict the seconds of a candidate. If the bytes of its `loads` are not given, estimate them."""
     problem, machine = setting.problem, setting.machine
     tile, slots = candidate.tile, candidate.slots
     grid = TileGrid.of(problem, tile)
@@ -96,11 +98,11 @@ def predict(setting: Setting, candidate: Candidate, loads: Loads | None = None) 
     tile_bytes = m * n * problem.itemsizes["C"]
     accumulators = slots.c * m * n * problem.itemsizes["acc"] if slots.unified else 0
     start_up = accumulators * machine.arena_seconds_per_byte + first
-    # The drain of strips is hidden by the steps that run strip by strip: the last ones of the tile and, with
-    # one accumulator, the first ones of the next.
+    # A tile drains (is downloaded and written) while steps run strip by strip: its last steps and, with one
+    # accumulator, also the first steps of the next tile. These steps hide the drain.
     strips = ceil_div(m, slots.strip)
     write_rate = strip_rate(setting, (slots.strip, n))
-    # If host slots have room for a whole tile, it drains at the rate of the link.
+    # If the host slots have room for a whole tile, the device need not wait for writes to storage.
     roomy = not slots.unified and slots.host_c >= strips
     drain = tile_bytes / (
         machine.d2h if roomy else write_rate if slots.unified else min(machine.d2h, write_rate)
@@ -115,18 +117,18 @@ def predict(setting: Setting, candidate: Candidate, loads: Loads | None = None) 
         + tiles * grid.steps * (2 if problem.planes else 1)
         + by_strips * (strips - 1)
     )
-    # Strips have fewer rows than the tile. On a GPU, their rows are chosen to fill its waves.
+    # A product of a strip is less efficient than one of the whole tile, because it has fewer rows.
     if strips > 1:
         narrower = (1 + machine.half_width / slots.strip) / (1 + machine.half_width / m)
         lanes["compute"] += by_strips * step * ((narrower if slots.unified else STRIP_OVERHEAD) - 1)
     parts, bubbles = shares(problem, grid, candidate.traversal, loads), 0.0
     if len(parts) > 1 and not machine.shares_cores:
         bubbles += _first_tile_faults(streams, machine, parts[0], grid.steps, lanes["compute"])
-    elif not machine.shares_cores:  # with many tiles, the first ones wait for page faults in any case
+    elif not machine.shares_cores:  # with many tiles, page faults always delay the first ones
         start_up += sum(s.faulted for s in streams) * machine.arena_seconds_per_byte
     if slots.c == 1 and tiles > 1:
         exposed = max(drain - 2 * turn_steps * step, drain / strips)
-        # Panels that have no free slot before the tile ends are late.
+        # Panels of the next tile that find no free slot before this tile ends arrive late.
         changing, panel = (slots.b, panel_b) if candidate.traversal.axis == 0 else (slots.a, panel_a)
         late = max(0, 2 * turn_steps - changing) * panel
         others = (1 - parts[-1].computed) * problem.m * problem.n / (m * n)
@@ -148,36 +150,38 @@ def _combine(
     parts: Sequence[Share],
     drain_terms: tuple[float, float, int],
 ) -> tuple[float, float]:
-    """Combine the lanes: seconds until the last multiplication ends, and until C has drained after it.
+    """Combine the busy times of concurrent lanes; return the seconds of multiplications and of the tail.
 
-    `drain_terms` are the last arguments of `drain_end`.
+    The former are from the first multiplication to the end of the last one. The tail is the time after it in
+    which the rest of C is written. `drain_terms` are the last three arguments of `drain_end`.
     """
     if machine.shares_cores:
-        # Every copy takes time from the cores that multiply, also that of the first panels. A disk does most
-        # of the work of a Write by itself.
+        # Every copy takes time from the cores that multiply. Of a Write, it is only WRITE_CPU_SHARE, since
+        # the disk does the rest. The time to load the first panels counts as start-up.
         busy = sum(lanes.values()) - (1 - WRITE_CPU_SHARE) * lanes["write"] + bubbles - first
         tail = drain_end(parts, tile_seconds(parts, busy, 0.0, prefetch=False), busy, *drain_terms) - busy
         return busy, tail
     occupied = _occupied(lanes, first, in_turn=1 in (slots.host_a, slots.host_b))
     loading = max(occupied[lane] for lane in LOADING)
     each = tile_seconds(parts, occupied["compute"], loading, prefetch=max(slots.a, slots.b) >= steps)
-    # A tile may wait for its own panels even if the loading lanes are not busy on average.
+    # A tile may have to wait for its panels although loading takes less time than computing on average.
     uneven = max(0.0, sum(each) - max(occupied["compute"], loading))
     without_output = occupied | {"write": 0.0, "encode": 0.0}
     computed = _overlapped(without_output, bubbles) + uneven
     busy = max(computed, _overlapped(occupied, bubbles))
-    # C also drains during the bubbles. The end is the later of two: when all of C has drained if output takes
-    # longest, and when the last tile has drained after its last step.
+    # The tail ends when two conditions are met: all of C has been written, which bubbles do not delay, and
+    # the last tile has been written after its last step, which bubbles do delay.
     smooth = _overlapped(without_output, 0.0) + uneven
     drained = drain_end(parts, each, smooth, *drain_terms)
     return busy, max(drained, drain_end(parts[-1:], each[-1:], computed, *drain_terms), busy) - busy
 
 
 def _occupied(lanes: Mapping[str, float], first: float, *, in_turn: bool) -> dict[str, float]:
-    """Seconds for which each lane is busy after the first panels are loaded.
+    """Return the seconds for which each lane is busy after the first panels are loaded.
 
-    With one host slot per operand, reads and uploads run `in_turn`. Preparing takes its time from concurrent
-    multiplications.
+    `first` are the seconds to load the first panels. With one host slot per operand, reads and uploads cannot
+    overlap (`in_turn`). The kernel that prepares residues shares the GPU with multiplications, so that its
+    time is added to theirs.
     """
     reading = lanes["read"] + lanes["h2d"] if in_turn else lanes["read"]
     loading = {lane: max(0.0, (reading if lane == "read" else lanes[lane]) - first) for lane in LOADING}
@@ -185,10 +189,11 @@ def _occupied(lanes: Mapping[str, float], first: float, *, in_turn: bool) -> dic
 
 
 def _overlapped(lanes: Mapping[str, float], bubbles: float) -> float:
-    """Seconds of concurrent lanes.
+    """Return the seconds that concurrent lanes take together.
 
-    The longest lane hides the others, but one nearly as long delays it, by jitter and by sharing memory
-    bandwidth. Bubbles cost nothing where multiplications wait for a longer lane anyway.
+    The longest lane determines the time. A lane that is nearly as long delays it, because of jitter and
+    shared memory bandwidth. `bubbles`, waits between multiplications, add nothing while another lane takes
+    longer than multiplications and bubbles together.
     """
     longest = max(lanes.values()) or 1.0
     busy = longest * sum((x / longest) ** OVERLAP_NORM for x in lanes.values()) ** (1 / OVERLAP_NORM)
@@ -203,10 +208,11 @@ def _bursts(
     *,
     first_tile: bool,
 ) -> float:
-    """Seconds by which bursts of loads are late even if the loading lanes are not busy on average.
+    """Return the seconds for which multiplications wait because many panels are needed at once.
 
-    The first tile loads all its panels while it is computed; that counts if `first_tile`. So does a later
-    tile whose cached panels change, but its loads may start one tile earlier.
+    The first tile loads all its panels while it is computed. Its wait counts only if `first_tile`. A later
+    tile loads many panels at once if none of the cached panels is of use to it. Its loads may start one tile
+    earlier, so that the time of two tiles hides them.
     """
     if machine.shares_cores:
         return 0.0
@@ -226,15 +232,15 @@ def _first_tile_faults(
     steps: int,
     compute: float,
 ) -> float:
-    """Seconds by which page faults delay the first tile's panels.
+    """Return the seconds for which page faults delay the multiplications of the first tile.
 
-    Faults concern the panels of its first steps, which are read into slots for the first time. Time to spare
-    at later steps does not hide them.
+    The first panels of the run are read into host slots whose pages are not mapped yet. Later steps may have
+    time to spare, but it does not make up for a delay in the first steps.
     """
     loading = beginning.loaded * sum(s.read / s.rate for s in streams)
     spare = max(0.0, beginning.computed * compute - loading)
-    # Per operand: the share of the tile's steps that read into untouched slots, and the seconds of the
-    # faults.
+    # Per operand: the fraction of the tile's steps that read into slots for the first time, and the seconds
+    # of the page faults.
     faults = [
         (min(1.0, s.host_slots / steps), min(s.host_slots * s.panel, s.tile) * machine.arena_seconds_per_byte)
         for s in streams

@@ -6,20 +6,21 @@ from oocgemm.planning.tiling import Layout, Shape
 
 
 def panel_rate(setting: Setting, layout: Layout, shape: Shape, panel: Shape) -> float:
-    """Bytes per second of reading an operand of that shape in such panels.
+    """Return the bytes per second at which an operand of that shape is read in panels of shape `panel`.
 
-    The time includes bytes that are read but not needed, and digests if the device computes checksums.
+    Only needed bytes count. The time includes reads of other bytes of the same chunks, and the digests that
+    the host computes if the device computes checksums.
     """
     rate = setting.machine.store_rate(layout, panel) / layout.read_amplification(shape, panel)
     return 1 / (1 / rate + DIGEST_SECONDS_PER_BYTE) if setting.problem.checked == "device" else rate
 
 
 def strip_rate(setting: Setting, strip: Shape) -> float:
-    """Bytes per second of writing strips of C of that shape from host slots to their store."""
+    """Return the bytes per second at which strips of C of that shape are written to storage."""
     machine, layout = setting.machine, setting.layouts.c
     if layout.line:
         return 1 / (1 / machine.write + machine.segment / layout.segment_bytes(strip))
     if not layout.in_memory:
         return machine.write
-    # Strips are checked in host slots, so that a checked C is never downloaded in place.
+    # Checksums are compared in host slots. Therefore a checked C is never downloaded directly into its array.
     return INSTANT if layout.is_direct(strip) and not setting.problem.checked else machine.memory

@@ -1,7 +1,7 @@
-"""Predict the time of a run: run its schedule on a virtual clock, each operation for its modelled time.
+"""Predict the time of a run: simulate its schedule, in which each operation takes its modelled time.
 
-The waits are derived by the tracker that derives them in a real run. Where a real run gives the tracker
-events, the simulation gives it the times at which operations end.
+`HazardTracker` derives the waits of operations for one another, as it does in a real run. A real run
+registers operations with completion events. The simulation registers them with the times at which they end.
 """
 
 from collections.abc import Iterator
@@ -15,13 +15,13 @@ from oocgemm.planning.schedule.slots import Slot
 from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import Layout, Shape, length
 
-# Operations that host threads run or wait for. A thread must be woken after a wait; others wait on the
-# device.
+# Operations that a host thread runs or waits for. After a wait, the thread must be woken, which takes extra
+# time. All other operations wait on the device.
 _WOKEN = (Kind.READ, Kind.UPLOAD, Kind.DOWNLOAD, Kind.WRITE)
 
 
 def _rate(operation: Operation, setting: Setting) -> float:
-    """Bytes per second of a Read, an Upload or a Write."""
+    """Return the bytes per second of a Read, an Upload or a Write."""
     if operation.kind is Kind.WRITE:
         return strip_rate(setting, _shape(operation))
     layout, shape = _operand(operation, setting)
@@ -31,7 +31,7 @@ def _rate(operation: Operation, setting: Setting) -> float:
 
 
 def _operand(operation: Operation, setting: Setting) -> tuple[Layout, Shape]:
-    """Layout and shape of the operation's operand, in the orientation of op(X)."""
+    """Return layout and shape of the operand X that an operation copies. Their axes are those of op(X)."""
     problem, layouts = setting.problem, setting.layouts
     m, n, k = problem.m, problem.n, problem.depth
     return {"A": (layouts.a, (m, k)), "B": (layouts.b, (k, n)), "C": (layouts.c, (m, n))}[operation.operand]
@@ -43,7 +43,7 @@ def _shape(operation: Operation) -> Shape:
 
 
 def duration(operation: Operation, setting: Setting) -> float:
-    """Modelled seconds of one operation."""
+    """Return the modelled seconds of one operation."""
     problem, machine = setting.problem, setting.machine
     match operation.kind:
         case Kind.READ:
@@ -56,8 +56,8 @@ def duration(operation: Operation, setting: Setting) -> float:
             return operation.bytes / machine.d2h + machine.copy_latency
         case Kind.MULTIPLY:
             m, n, k = length(operation.m), length(operation.n), length(operation.k)
-            # Rows of a GPU's strips are chosen to fill its waves: a strip takes little longer than its share
-            # of the tile.
+            # `MachineModel.strip_rows` chooses strips that fill the GPU's waves of thread blocks. Therefore a
+            # strip needs no wave quantization, only a small overhead.
             factor = 1.0
             if k and not machine.unified:
                 rows, m = m, operation.reads[0].stop // k
@@ -69,7 +69,7 @@ def duration(operation: Operation, setting: Setting) -> float:
 
 
 def timed(schedule: Schedule, setting: Setting) -> Iterator[tuple[Operation, float]]:
-    """Yield operations with their modelled seconds. The first read into a slot faults its pages in."""
+    """Yield operations with their modelled seconds. The first read into a slot also pays for page faults."""
     m, n, k = extents(setting.problem, schedule.grid.tile)
     panels, touched = {"A": (m, k), "B": (k, n)}, set[Slot]()
     for operation in schedule:
@@ -85,7 +85,10 @@ def timed(schedule: Schedule, setting: Setting) -> Iterator[tuple[Operation, flo
 
 
 def simulate(schedule: Schedule, setting: Setting) -> float:
-    """Seconds until the last operation ends, with concurrent streams and operations issued one by one."""
+    """Return the seconds from the start of the run until its last operation ends.
+
+    Operations of different streams overlap. The host issues operations one by one.
+    """
     issue = setting.machine.issue
     tracker: HazardTracker[list[float]] = HazardTracker()
     stream_free: dict[str, float] = {}
@@ -96,7 +99,7 @@ def simulate(schedule: Schedule, setting: Setting) -> float:
         ready = max((t[0] for t in tracker.admit(operation, done)), default=0.0)
         if ready and operation.kind in _WOKEN:
             ready += issue
-        # A Prepare takes its time from concurrent multiplications.
+        # A Prepare runs on the GPU's cores, so that it cannot overlap multiplications.
         stream = "compute" if operation.kind is Kind.PREPARE else operation.stream
         start = max(ready, issued, stream_free.get(stream, 0.0))
         done[0] = start + seconds

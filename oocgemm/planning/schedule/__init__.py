@@ -1,1 +1,1 @@
-"""The schedule: every operation of a run, the slots that it uses and the order of tiles and steps."""
+"""The schedule of a run: its operations in order, and the buffers (slots) that they use."""

@@ -1,29 +1,29 @@
-"""Choose which panel to evict from the slots of an operand.
+"""Choose which panel of A or B to evict from the slots (buffers) that cache panels.
 
 All future uses are known. The policy is therefore Belady's: evict the panel whose next use is furthest away
 (Belady, 1966, *A study of replacement algorithms for a virtual-storage computer*). There are two deviations:
 
 - *Streaming.* A panel of the steps that run now is never evicted. A panel of the step before is evicted only
-  if no other can be: the copy into its slot would wait for that step, and nothing would overlap. With two
-  slots, this is the alternation of the five-buffer scheme.
-- *Spreading (host tier).* If a tile's panels do not all fit, the tile loads the same number of panels
-  whichever are kept. Belady keeps those that are used first, so that all misses follow one another and run at
-  the rate of the store. Instead, the panels to evict are spread evenly over the next tile's steps, so that
-  loads overlap multiplications.
+  if there is no other choice: the copy into its slot would wait for that step, and nothing would overlap.
+  With two slots, the panels alternate between the slots (double buffering).
+- *Spreading (on the host).* If a tile's panels do not all fit, the tile loads the same number of panels
+  whichever ones are cached. Belady caches the panels that are used first. All misses would then follow one
+  another, and multiplications would wait for storage. Instead, the misses are spread evenly over the next
+  tile's steps, so that loads overlap multiplications.
 """
 
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 from math import gcd
 
-# Next use of a panel that is never used again.
+# Next use of a panel that is never used again, larger than every step number.
 NEVER = 1 << 62
 
-# The panels of this many steps at the start of a tile keep their Belady rank. With fewer, spreading would
-# load more panels in all than Belady's policy does.
+# Spreading does not apply to the panels of the first steps of a tile, this many. With fewer, spreading would
+# load more panels in total than Belady's policy does.
 UNSPREAD_STEPS = 3
 
-# Heap entries per slot, stale ones included, before the heap is rebuilt.
+# Maximum heap entries per slot. A full heap is rebuilt without its stale entries, which bounds the memory.
 MAX_HEAP_PER_SLOT = 8
 
 # A panel of op(A) or op(B): its tile row or column, and its step along k.
@@ -31,9 +31,10 @@ Panel = tuple[int, int]
 
 
 class SlotCache:
-    """The contents of `count` slots of one operand on one tier, in program order.
+    """Simulate a cache of `count` slots for the panels of one operand, on the device or on the host.
 
-    `spread` is the number of steps per tile over which evicted panels are spread; 1 gives Belady's policy.
+    Panels are acquired in program order. `spread` is the number of steps per tile over which misses are
+    spread; 1 gives Belady's policy.
     """
 
     def __init__(self, count: int, spread: int = 1) -> None:
@@ -47,12 +48,15 @@ class SlotCache:
         self._used = [-1] * count
         self._clock = 0
         self._where: dict[Panel, int] = {}
-        self._current: list[int] = []  # slots of the steps being placed
-        self._latest: list[int] = []  # slots of the steps placed before them
+        self._current: list[int] = []  # slots of the current group of steps
+        self._latest: list[int] = []  # slots of the group before it
         self._heap: list[tuple[int, int, int]] = []
 
     def acquire(self, key: Panel, next_use: int) -> tuple[int, bool]:
-        """Return the slot for panel `key` and whether it is a hit. `next_use` is the use after this one."""
+        """Return the slot for panel `key`, and whether the panel is cached there already.
+
+        `next_use` is the step number of the use after this one.
+        """
         slot = self._where.get(key)
         hit = slot is not None
         if slot is None:
@@ -69,27 +73,30 @@ class SlotCache:
         return slot, hit
 
     def postpone(self, key: Panel, next_use: int) -> None:
-        """Update the next use of panel `key`, if cached: another tier served the use before."""
+        """Update the next use of panel `key` if it is cached.
+
+        The host's cache needs this when the device's cache has served a use of the panel.
+        """
         slot = self._where.get(key)
         if slot is not None:
             self._rank(slot, next_use)
 
     def advance(self) -> None:
-        """End a group of steps that run together; the next panels are those of the next group."""
+        """End a group of steps that are loaded together. Panels acquired later belong to the next group."""
         self._latest, self._current = self._current, []
 
     def live(self) -> list[tuple[int, Panel]]:
-        """List the panels that are used again with their next use, soonest first."""
+        """List (next use, panel) for the cached panels that are used again, soonest first."""
         pairs = zip(self._next_use, self._keys, strict=True)
         return sorted((use, key) for use, key in pairs if key is not None and use != NEVER)
 
     def latest(self) -> list[Panel | None]:
-        """List the panels of the latest group of steps; None stands for a panel that is not used again."""
-        slots = list(dict.fromkeys(reversed(self._latest)))[::-1]  # steps may have had to share a slot
+        """List the panels of the group of steps that ended last; None for a panel that is not used again."""
+        slots = list(dict.fromkeys(reversed(self._latest)))[::-1]  # several steps may use one slot
         return [self._keys[slot] if self._next_use[slot] != NEVER else None for slot in slots]
 
     def refill(self, live: Sequence[tuple[int, Panel]], latest: Sequence[Panel | None]) -> None:
-        """Replace the contents by what `live` and `latest` returned, in any order of slots."""
+        """Restore the contents that `live` and `latest` returned. Panels may get other slots than before."""
         dead = self._count - len(live)
         self._keys = [*(key for _, key in live), *((-1, slot) for slot in range(dead))]
         self._next_use = [*(self._ranked(use) for use, _ in live), *([NEVER] * dead)]
@@ -101,7 +108,7 @@ class SlotCache:
         self._rebuild_heap()
 
     def _rank(self, slot: int, next_use: int) -> None:
-        """Set the next use of the panel in a slot."""
+        """Set the next use of the panel in a slot, and enter the slot into the heap."""
         self._next_use[slot] = self._ranked(next_use)
         # An entry becomes stale when its slot is used again. Only evictions pop stale entries.
         if len(self._heap) >= MAX_HEAP_PER_SLOT * self._count:
@@ -117,10 +124,9 @@ class SlotCache:
         heapify(self._heap)
 
     def _ranked(self, next_use: int) -> int:
-        """Permute next uses within a tile, so that any number of the highest is spread over its steps.
+        """Permute the next uses within a tile, so that the panels evicted first are spread over its steps.
 
-        The first steps keep their rank: no panel of the tile can be evicted in favour of another before it is
-        used.
+        The first `UNSPREAD_STEPS` steps are not permuted.
         """
         tile, step = divmod(next_use, self._steps)
         if step < UNSPREAD_STEPS or next_use == NEVER:
@@ -136,10 +142,10 @@ class SlotCache:
             slot = self._furthest(avoided)
             if slot is not None:
                 return slot
-        return self._current[0]  # a single slot: every step waits for the step before
+        return self._current[0]  # there is a single slot: every step waits for the step before
 
     def _furthest(self, avoided: Sequence[int]) -> int | None:
-        """Return the slot with the furthest next use that is not avoided; None if all are avoided."""
+        """Return the slot with the furthest next use, except those in `avoided`; None if there is none."""
         if len(set(avoided)) >= self._count:
             return None
         passed, found = [], None
@@ -157,9 +163,10 @@ class SlotCache:
 
 
 def _even_stride(steps: int) -> int:
-    """Choose a stride that visits all steps, and whose first visits, however many, are spread evenly.
+    """Choose a stride s such that the multiples 0, s, 2 s, ... modulo `steps` are spread evenly.
 
-    It is near the golden section of `steps` and coprime to it. By the three-gap theorem (Sos, 1958), the gaps
-    between visited steps have at most three lengths.
+    Any number of the first multiples is spread evenly, and all `steps` multiples differ. The stride is near
+    0.618 `steps` (the golden section) and coprime to `steps`. By the three-gap theorem (Sos, 1958), the gaps
+    between the first multiples have at most three lengths.
     """
     return next(stride for stride in range(round(0.618 * steps), 2 * steps + 2) if gcd(stride, steps) == 1)

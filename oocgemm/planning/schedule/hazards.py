@@ -1,10 +1,11 @@
-"""Derive every wait of a schedule from the regions that its operations read and write, and check schedules.
+"""Derive every wait of a schedule from the parts of buffers that operations access, and check schedules.
 
-Of two operations in program order that access overlapping regions of a slot, the later one waits if it
+A region is a range of elements in a slot (buffer). If two operations access overlapping regions, the later
+one in program order waits for the earlier one in three cases:
 
-- reads what the earlier one writes (RAW),
-- overwrites what the earlier one reads (WAR), or
-- overwrites what the earlier one writes (WAW).
+- it reads elements that the earlier one writes (read after write, RAW);
+- it overwrites elements that the earlier one reads (write after read, WAR);
+- it overwrites elements that the earlier one writes (write after write, WAW).
 
 No wait is written by hand anywhere in this project.
 """
@@ -22,21 +23,25 @@ from oocgemm.planning.tiling import Range, Tile, length
 
 T = TypeVar("T")
 
-# Streams whose operations run one after another in program order. Reads and writes of stores may run in any
-# order.
+# Streams whose operations run one after another in program order, so that no waits are needed between their
+# operations. Reads from storage and writes to storage may run in any order.
 IN_ORDER = frozenset({"h2d", "h2d-c", "prepare", "compute", "d2h"})
 
 
-# An access to a region: start, stop, the operation's token, its stream, and whether it writes.
+# An access to elements [start, stop) of a slot: start, stop, the completion of the operation, its stream, and
+# whether it writes.
 _Access = tuple[int, int, T, str, bool]
 
 
 class HazardTracker(Generic[T]):
     """Derive waits from operations that are admitted in program order.
 
-    The caller chooses the tokens that stand for operations: indices in tests, completions in the executor,
-    end times in the simulation. The tracker stores, per slot, the accesses that no later access has
-    superseded. Its memory is therefore proportional to the number of slots.
+    The caller passes an object of type T, the `token`, with each operation and gets the tokens of the
+    operations to wait for. Tokens are indices in tests, completion events in the executor, and end times in
+    the simulation.
+
+    For each slot, the tracker stores only the accesses that a later operation may still have to wait for. Its
+    memory is therefore proportional to the number of slots.
     """
 
     def __init__(self) -> None:
@@ -47,7 +52,7 @@ class HazardTracker(Generic[T]):
         waits: list[T] = []
         stream = operation.stream
         in_order = stream in IN_ORDER
-        # Inlined because it runs for every operation during the run.
+        # No helper functions in the loops: they run for every operation and every access of the run.
         for slot, start, stop in operation.reads:
             kept = []
             for access in self._accesses[slot]:
@@ -56,8 +61,8 @@ class HazardTracker(Generic[T]):
                     if begin < stop and start < end:
                         waits.append(other)
                     kept.append(access)
-                # In a stream that runs in order, an earlier read ends before this one: waiting for this one
-                # suffices.
+                # Drop an earlier read of the same in-order stream that this read covers. It ends before this
+                # read, so that it suffices to wait for this one.
                 elif not in_order or its_stream != stream or begin < start or stop < end:
                     kept.append(access)
             kept.append((start, stop, token, stream, False))
@@ -68,7 +73,7 @@ class HazardTracker(Generic[T]):
                 begin, end, other, _, _ = access
                 if begin < stop and start < end and other is not token and other not in waits:
                     waits.append(other)
-                if begin < start or stop < end:  # only a part is overwritten
+                if begin < start or stop < end:  # some of its elements are not overwritten
                     kept.append(access)
             kept.append((start, stop, token, stream, True))
             self._accesses[slot] = kept
@@ -76,7 +81,7 @@ class HazardTracker(Generic[T]):
 
 
 def waits_of(operations: Iterable[Operation]) -> list[tuple[Operation, list[int]]]:
-    """List every operation with the indices of those that it waits for, for small schedules."""
+    """List every operation of a small schedule with the indices of the operations that it waits for."""
     tracker: HazardTracker[int] = HazardTracker()
     return [(operation, tracker.admit(operation, index)) for index, operation in enumerate(operations)]
 
@@ -84,13 +89,14 @@ def waits_of(operations: Iterable[Operation]) -> list[tuple[Operation, list[int]
 def verify(schedule: Schedule, chunks: tuple[int, int] = (1, 1)) -> None:
     """Check that every operation finds its inputs in its slots and that C is written exactly once.
 
-    The check goes through the operations in program order and tracks the contents of each slot symbolically.
-    An Upload must find its block in its host slot. A Multiply must find the panels of its tile and step, and
-    an accumulator with all earlier steps. A Write must find every step. No two Writes may write to the same
-    one of C's `chunks`.
+    The check goes through the operations in program order and records which block each slot contains. An
+    Upload must find its block in its host slot. A Multiply must find the panels of its tile and step in
+    device slots. A Write must find a strip to which every step has been added. No two Writes may write to the
+    same chunk of C; `chunks` is the shape of the chunks.
 
-    The derived waits make any legal order equivalent to program order. Together with them, this check proves
-    the schedule correct. Raises `ScheduleError`.
+    A real run executes operations in another order. The waits of `HazardTracker` make every such order
+    equivalent to program order. Therefore a schedule that passes is correct. Raises `ScheduleError`
+    otherwise.
     """
     contents: dict[Slot, object] = {}
     sums: dict[Slot, dict[Range, tuple[Tile, set[int]]]] = defaultdict(dict)
@@ -146,7 +152,7 @@ def verify(schedule: Schedule, chunks: tuple[int, int] = (1, 1)) -> None:
                 for (start, stop), chunk, extent in zip(op.block, chunks, extents, strict=True):
                     _require(start % chunk == 0 and (stop % chunk == 0 or stop == extent), op)
             case _:
-                raise ScheduleError(f"no rule for {op}")
+                raise ScheduleError(f"the checker has no rule for the operation {op}")
     expected_area = sum(map(grid.elements, schedule.tiles))
     area = sum(length(n) * length(m) for n, ranges in written.items() for m in ranges)
     disjoint = all(a[1] <= b[0] for ranges in written.values() for a, b in pairwise(sorted(ranges)))
@@ -162,7 +168,7 @@ def _require(condition: bool, op: Operation) -> None:
 
 
 def _strips_in(schedule: Schedule, op: Operation) -> Iterator[Range]:
-    """List the row ranges of the strips that a Multiply adds to: one, or all of its tile."""
+    """Yield the row ranges of the strips to which a Multiply adds: one strip, or all strips of its tile."""
     size = schedule.slots.strip
     for start in range(op.m[0], op.m[1], size):
         yield start, min(start + size, op.m[1])

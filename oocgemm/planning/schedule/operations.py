@@ -1,4 +1,4 @@
-"""The schedule: every copy and every multiplication of a run, and the slots that they use, as data.
+"""The schedule: every copy and every multiplication of a run, and the buffers that they use, as data.
 
 A schedule is the *sequential* program of the run, in the order in which one would write it without overlap::
 
@@ -14,13 +14,14 @@ A schedule is the *sequential* program of the run, in the order in which one wou
             Multiply  C0[strip] += A_p[strip] B_p      for each of these steps
             [Finish]  Download -> host slot  Write         accumulator wider than C
 
-The last steps run strip by strip, so that one strip drains while the next is multiplied. With one
-accumulator, the first steps of the next tile also run strip by strip, into the strips that have drained. The
-last tile may run more steps strip by strip, because no next tile hides its drain.
+The last steps of a tile run strip by strip: one strip (a block of rows of the tile) is downloaded and written
+while the next strip is multiplied. If there is memory for only one tile of C (one accumulator), the first
+steps of the next tile also run strip by strip, into strips that have been downloaded. The last tile may run
+more steps strip by strip, because no next tile overlaps its download.
 
-Overlap follows from two facts. Operations of different streams do not wait for one another. All waits that
-remain are derived from the regions that each operation reads and writes
-(`oocgemm.planning.schedule.hazards`). Executor, simulator and checker consume the same operations.
+In a run, operations of different streams overlap. They wait for one another only if they access the same part
+of a buffer (`oocgemm.planning.schedule.hazards`). The executor, the simulator and the checker all use the
+operations of this module.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +38,7 @@ from oocgemm.planning.tiling import Range, Tile, TileGrid, ceil_div, length
 
 
 class Kind(StrEnum):
-    """The kind of an operation."""
+    """What an operation does: copy from or to storage, copy from or to the device, or compute."""
 
     READ = "read"
     UPLOAD = "upload"
@@ -49,7 +50,7 @@ class Kind(StrEnum):
 
 
 class Lane(StrEnum):
-    """The resource that an operation occupies. Reports have one row per lane."""
+    """The disk, link or processor that an operation keeps busy. Reports have one row per lane."""
 
     READ = "read"
     DECODE = "decode"
@@ -72,6 +73,7 @@ LANES = {
 }
 
 
+# The lanes of Reads and Writes that decode or encode chunks.
 _CODED = {Lane.READ: Lane.DECODE, Lane.WRITE: Lane.ENCODE}
 _LOADS = (Kind.READ, Kind.UPLOAD)
 
@@ -79,12 +81,15 @@ _LOADS = (Kind.READ, Kind.UPLOAD)
 class Operation(NamedTuple):
     """One copy or one computation.
 
-    `m`, `n` and `k` are index ranges of the problem: m and k for a panel of op(A), k and n for a panel of
-    op(B), m and n for a tile of C or a strip of it. A Prepare and a Multiply have all three; m of a Multiply
-    may be a strip of the rows of its panel of op(A).
-
-    `first` marks the first Multiply of a tile, which applies beta. `coded` marks a Read or a Write through a
-    codec. `bytes` cross the lane's link. `flops` are real floating-point operations.
+    - `kind`, `operand`: what the operation does, and with which operand.
+    - `tile`, `step`: the tile of C and the step along k that it belongs to.
+    - `reads`, `writes`: the regions of slots (buffers) that it reads and writes.
+    - `m`, `n`, `k`: ranges of indices of the product. A panel of op(A) has m and k, a panel of op(B) has k and
+      n, a tile of C or a strip of it has m and n. A Prepare and a Multiply have all three. The m of a
+      Multiply may be one strip of the rows of the tile.
+    - `bytes`: bytes that it copies. `flops`: real floating-point operations.
+    - `first`: it is the first Multiply of its tile, which applies beta.
+    - `coded`: it is a Read that decodes or a Write that encodes.
     """
 
     kind: Kind
@@ -104,22 +109,23 @@ class Operation(NamedTuple):
 
     @property
     def lane(self) -> Lane:
-        """The lane of the operation's kind, or the codec's lane for a Read or a Write through a codec."""
+        """The disk, link or processor that the operation keeps busy. Codecs and disks have separate lanes."""
         lane = LANES[self.kind]
         return _CODED.get(lane, lane) if self.coded else lane
 
     @property
     def stream(self) -> str:
-        """The queue that the operation is issued to: its lane, but loads of C have queues of their own.
+        """The name of the queue that the operation is issued to.
 
-        Thus C is loaded concurrently with A and B, not between them.
+        It is the name of the lane. Only loads of C have separate queues, so that they need not wait for loads
+        of A and B.
         """
         lane = self.lane.value
         return f"{lane}-c" if self.operand == "C" and self.kind in _LOADS else lane
 
     @property
     def block(self) -> tuple[Range, Range]:
-        """Ranges of rows and columns of the operand, in the orientation of op(X)."""
+        """Ranges of rows and columns that the operation accesses in op(A), op(B) or C."""
         if self.operand == "A":
             return self.m, self.k
         return (self.k if self.operand == "B" else self.m), self.n
@@ -131,13 +137,13 @@ class Operation(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """The operations of a run over `tiles`, in that order.
+    """The operations of a run that computes `tiles` in the given order.
 
     A schedule can be iterated repeatedly. Operations are created during iteration. If `tiles` is a `Walk`,
     memory is proportional to the number of slots, not to the number of tiles or steps.
 
-    Operands in `coded` pass a codec. `last` is the last tile of the whole product if `tiles` are only a part
-    of it.
+    `coded` are the operands whose chunks are decoded or encoded. `last` is the last tile of the whole
+    product, which is not in `tiles` if the run computes only a part of C.
     """
 
     problem: GemmProblem
@@ -183,13 +189,16 @@ class Schedule:
                     yield from self._drain(tile, rows, number, c_slot)
 
     def loads(self) -> Loads:
-        """Count the bytes of the panels that the operations load, without creating the operations."""
+        """Count the bytes of panels of A and B that the run loads, without creating the operations."""
         loads = self.loads_within(inf)
         assert loads is not None
         return loads
 
     def loads_within(self, max_work: float) -> Loads | None:
-        """Do the same; None if it takes more than `max_work` placements of panels, at about 10 us each."""
+        """Count the bytes of panels that the run loads, or return None if that takes too long.
+
+        `max_work` is the maximum number of placements of panels in slots. One takes about 10 us.
+        """
         depths = [length(self.grid.depth(p)) for p in range(self.grid.steps + self.grid.ramp + 1)]
         heights, widths = (lambda i: length(self.grid.rows(i))), (lambda j: length(self.grid.cols(j)))
         found = self._placing().loads(depths, heights, widths, max_work)
@@ -200,7 +209,7 @@ class Schedule:
         return Loads(a_up * a, b_up * b, a_read * a, b_read * b)
 
     def traffic(self, loads: Loads | None = None) -> dict[str, int]:
-        """Count the bytes that cross each link ("read", "h2d", "d2h", "write") over the whole schedule."""
+        """Count the bytes that cross each link ("read", "h2d", "d2h", "write") during the whole run."""
         loads = loads or self.loads()
         c = self.problem.itemsizes["C"] * self.elements
         c_in = c if self.problem.reads_c else 0
@@ -247,7 +256,7 @@ class Schedule:
     def _inputs(
         self, tile: Tile, step: int, a: Placed, b: Placed, planes: Mapping[int, Region]
     ) -> tuple[Region, ...]:
-        """Regions of the panels of a step, and of their residues if the product is emulated."""
+        """Return the regions that a Multiply reads: the step's panels and, if emulated, their residues."""
         m, n, k = (
             length(x) for x in (self.grid.rows(tile[0]), self.grid.cols(tile[1]), self.grid.depth(step))
         )
@@ -289,7 +298,7 @@ class Schedule:
     def _load_c(
         self, tile: Tile, rows: Range, number: int, slot: Slot, *, whole_tile: bool
     ) -> Iterator[Operation]:
-        """Read and upload a strip of C into the tile's accumulator, or into a D slot unless `whole_tile`."""
+        """Load a strip of C into the tile's accumulator if `whole_tile`, otherwise into a slot for strips."""
         n, size, host = self._strip_parts(tile, rows, number)
         target = self._in_tile(slot, tile, rows) if whole_tile else Region(slot, 0, host.stop)
         targets = (target, *self._sums(slot, tile, rows)) if whole_tile else (target,)
@@ -301,7 +310,7 @@ class Schedule:
         yield Operation(Kind.UPLOAD, "C", tile, 0, (host,), targets, rows, n, bytes=size)
 
     def _drain(self, tile: Tile, rows: Range, number: int, c_slot: Slot) -> Iterator[Operation]:
-        """Finish a strip of the accumulator, download it and write it to the store."""
+        """Finish a strip of the accumulator (apply alpha and beta), download it and write it to storage."""
         n, size, host = self._strip_parts(tile, rows, number)
         source, sums = self._in_tile(c_slot, tile, rows), self._sums(c_slot, tile, rows)
         last = self.grid.steps - 1
@@ -320,18 +329,18 @@ class Schedule:
         yield Operation(Kind.WRITE, "C", tile, last, (host,), (), rows, n, bytes=size, coded=coded)
 
     def _strip_parts(self, tile: Tile, rows: Range, number: int) -> tuple[Range, int, Region]:
-        """Return the column range, the bytes and the host region of strip `number` of the run."""
+        """Return the column range, the bytes and the region in a host slot of strip `number` of the run."""
         n = self.grid.cols(tile[1])
         elements = length(rows) * length(n)
         host = Region(slot_of(Tier.HOST, "C", number % max(1, self.slots.host_c)), 0, elements)
         return n, elements * self.problem.itemsizes["C"], host
 
     def _sums(self, slot: Slot, tile: Tile, rows: Range) -> tuple[Region, ...]:
-        """Region of the checksums of an accumulator's strips; none unless the device computes the checksums.
+        """Return the region of the checksums of strips of a tile; empty unless the device computes checksums.
 
-        Checksums of a panel or of a finished strip need no region: they are in the slot of the data, and the
-        data start where the slot starts. Strips of a tile start at different offsets, so that their checksums
-        have a region of their own.
+        The checksums of a panel or of a finished strip need no region: every operation that accesses them
+        also accesses the start of the data in the same slot. The strips of a tile start at different offsets
+        of their slot. Therefore their checksums need a separate region.
         """
         if self.problem.checked != "device":
             return ()
@@ -340,6 +349,6 @@ class Schedule:
         return (Region(slot_of(Tier.DEVICE, "S", slot.index), *strips),)
 
     def _in_tile(self, slot: Slot, tile: Tile, rows: Range) -> Region:
-        """Region of some rows of the tile in an accumulator."""
+        """Return the region of some rows of the tile in its accumulator."""
         top, cols = self.grid.rows(tile[0])[0], length(self.grid.cols(tile[1]))
         return Region(slot, (rows[0] - top) * cols, (rows[1] - top) * cols)

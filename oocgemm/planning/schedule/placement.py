@@ -1,4 +1,4 @@
-"""Place panels in slots, step by step, and count the panels that are loaded."""
+"""Assign slots (buffers) to the panels of A and B, step by step, and count the panels that are loaded."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,9 +15,10 @@ from oocgemm.planning.tiling import Tile
 def step_groups(
     order: Sequence[int], slots: Slots, *, first: bool, last: bool
 ) -> Iterator[tuple[bool, Sequence[int]]]:
-    """Divide a tile's steps into groups that are loaded together; True marks strip-by-strip groups.
+    """Divide the steps of a tile into groups; yield (whether the group runs strip by strip, its steps).
 
-    `first` marks the first tile of the product, which no tile drains before. `last` marks the last one.
+    The panels of a group are all loaded before it runs. `first` marks the first tile of the product: no tile
+    before it has strips to download meanwhile. `last` marks the last tile.
     """
     tail = min(slots.last_steps if last else slots.turn_steps, len(order))
     stop = len(order) - tail
@@ -31,7 +32,7 @@ def step_groups(
 
 
 class Placed(NamedTuple):
-    """The slots of a panel for a step, and whether it must be uploaded and read first."""
+    """The device slot and host slot of a panel, and whether it must be uploaded and read before use."""
 
     device_slot: int
     upload: bool
@@ -39,17 +40,20 @@ class Placed(NamedTuple):
     read: bool
 
 
+# A step, and the slots of its panels of op(A) and op(B).
 Step = tuple[int, Placed, Placed]
 
-# Bound on the panels in memoised cache states, at about 100 bytes per panel and several copies of each.
+# Maximum number of panels in the memoised states of caches. Above it, all states are dropped, to bound the
+# memory: a panel takes about 100 bytes, in several states each.
 MAX_MEMOISED_PANELS = 300_000
-# The planner compares two cache states slot by slot. This many comparisons take as long as placing one panel.
+# Comparing two states of a cache takes as long as placing one panel per this many slots. It converts
+# comparisons to placements, the unit of `max_work`.
 SLOTS_PER_PLACEMENT = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """Bytes of panels uploaded to the device (`a_up`, `b_up`) and read from stores (`a_read`, `b_read`)."""
+    """Bytes of panels of A and B uploaded to the device (`a_up`, `b_up`) and read (`a_read`, `b_read`)."""
 
     a_up: float
     b_up: float
@@ -57,24 +61,25 @@ class Loads:
     b_read: float
 
 
-# The contents of an operand's slots on each tier: the panels that are used again, soonest first, and those of
-# the latest steps. Tile rows (or columns) are relative to the current tile's.
+# The contents of an operand's slots on each tier: the panels that are used again, soonest first, and the
+# panels of the latest steps. Tile rows (or columns) are relative to the current tile, so that the states of
+# two caches can be equal at different tiles.
 Contents = tuple[tuple[tuple[Panel, ...], tuple[Panel | None, ...]], ...]
 
 
 class Panels:
-    """The panels of one operand in its slots on both tiers, in program order.
+    """Simulate the caches for the panels of one operand, on the device and on the host.
 
-    `axis` is 0 for op(A), whose panels belong to tile rows, and 1 for op(B), whose panels belong to tile
-    columns. `device` and `host` are numbers of slots. `host` is None if panels are read directly into device
-    slots.
+    Panels are placed in program order. `axis` is 0 for op(A), whose panels belong to tile rows, and 1 for
+    op(B), whose panels belong to tile columns. `device` and `host` are numbers of slots. `host` is None if
+    panels are read directly into device slots.
     """
 
     def __init__(self, tiles: Sequence[Tile], steps: int, axis: int, device: int, host: int | None) -> None:
         self._tiles = tiles
         self._steps = steps
         self._axis = axis
-        self._known = -1, 0  # cache for the steps of one tile: its position, and its row (or column)
+        self._known = -1, 0  # the latest position passed to `line`, and its tile row (or column)
         self._next_use = NextUse(tiles, steps, axis)
         self._tiers = [SlotCache(device)]
         if host is not None:
@@ -88,7 +93,7 @@ class Panels:
         return self._known[1]
 
     def place(self, position: int, step: int) -> Placed:
-        """Place the panel of a step of the tile at `position`."""
+        """Choose slots for the panel of a step of the tile at `position`."""
         row = self.line(position)
         use = self._next_use(row, step, position)
         slot, hit = self._tiers[0].acquire((row, step), use)
@@ -102,12 +107,12 @@ class Panels:
         return Placed(slot, upload=True, host_slot=host_slot, read=not on_host)
 
     def advance(self) -> None:
-        """End a group of steps that run together."""
+        """End a group of steps whose panels are loaded together."""
         for cache in self._tiers:
             cache.advance()
 
     def contents(self, position: int) -> Contents:
-        """Return the contents of the slots relative to the tile at `position`."""
+        """Return the contents of the slots. Tile rows (or columns) are relative to the tile at `position`."""
         own = self.line(position)
         return tuple(
             (
@@ -118,7 +123,7 @@ class Panels:
         )
 
     def refill(self, contents: Contents, position: int) -> None:
-        """Replace the contents of the slots by `contents`, relative to the tile at `position`."""
+        """Restore `contents`, with tile rows (or columns) relative to the tile at `position`."""
         own = self.line(position)
         for cache, (live, latest) in zip(self._tiers, contents, strict=True):
             panels = [(row + own, step) for row, step in live]
@@ -128,9 +133,10 @@ class Panels:
             )
 
     def state(self, position: int) -> object:
-        """Return a key of all that determines which panels the tile at `position` loads.
+        """Return a key with this property: tiles with equal keys load the same panels.
 
-        Next uses enter only through their order, and through the rank of the tile's own panels in it.
+        Of the next uses, only their order matters, and how many of them come before the next uses of the
+        tile's own panels.
         """
         row = self.line(position)
         later = self._next_use.tile(row, position)
@@ -140,15 +146,15 @@ class Panels:
         return self.contents(position), *directions, later is None, *sooner
 
 
-class _TooMuchWork(Exception):  # noqa: N818 - not an error: counting stops
-    """Counting loads would take more placements than allowed."""
+class _TooMuchWork(Exception):  # noqa: N818 - not an error: it only ends the count
+    """Counting the loads takes more placements of panels than allowed."""
 
 
 class Placing:
-    """Places the panels of both operands, tile by tile, on both tiers.
+    """Assign slots to the panels of both operands, tile by tile, on the device and on the host.
 
-    How steps are grouped depends only on the coordinates of their tile, as their order does. A kernel may
-    round a strip differently from a whole tile, and a resumed run must be bit-identical.
+    The order and the grouping of a tile's steps depend only on the tile's coordinates. Otherwise a resumed
+    run would not be bit-identical: a kernel may round a strip differently from a whole tile.
     """
 
     def __init__(
@@ -165,7 +171,7 @@ class Placing:
         self._work, self._max_work = 0, inf
 
     def groups(self, position: int) -> Iterator[tuple[bool, list[Step]]]:
-        """Place the panels of the tile at `position` and yield its steps in groups (`step_groups`).
+        """Place the panels of the tile at `position`. Yield its steps in the groups of `step_groups`.
 
         Positions must be passed in ascending order.
         """
@@ -181,13 +187,14 @@ class Placing:
         width: Callable[[int], int],
         max_work: float = inf,
     ) -> tuple[tuple[int, int], tuple[int, int]] | None:
-        """Count elements of loaded panels: (uploaded, read) of op(A), and of op(B).
+        """Count the elements of all panels that are uploaded and read: (up, read) of op(A), and of op(B).
 
         `depths` are the depths of the steps. `height` and `width` return the extents of a tile row and a tile
         column. Returns None if counting takes more than `max_work` placements.
 
-        Tiles that find the slots in the same state, relative to their coordinates, load the same panels. So
-        do bands of a walk with equal keys. Each is counted once and memoised.
+        Tiles that find the caches in the same state, relative to their coordinates, load the same panels.
+        The same is true of bands of tiles with equal keys (`Walk.bands`). Therefore each state is counted
+        only once.
         """
         self._work, self._max_work = 0, max_work
         try:
@@ -198,7 +205,7 @@ class Placing:
     def _operand_loads(
         self, panels: Panels, depths: Sequence[int], extent: Callable[[int], int]
     ) -> tuple[int, int]:
-        """Count the elements of one operand's panels that are uploaded and that are read."""
+        """Count the elements of one operand's panels that are uploaded and read: (up, read)."""
         tiles: dict[object, tuple[tuple[int, int], Contents]] = {}
         known: dict[object, tuple[tuple[int, int], Contents, Contents]] = {}
         up = read = 0
@@ -229,7 +236,10 @@ class Placing:
         return up, read
 
     def _bands(self) -> Iterator[tuple[int, int, object]]:
-        """Yield the bands of a walk over all tiles. Any other sequence of tiles is a single band."""
+        """Return the bands (groups of tile rows or columns) of a walk over all tiles, as `Walk.bands` does.
+
+        Any other sequence of tiles counts as a single band.
+        """
         if isinstance(self._tiles, Walk) and len(self._tiles) == self._tiles.whole:
             return self._tiles.bands()
         return iter([(0, len(self._tiles), "all")])
@@ -241,8 +251,9 @@ class Placing:
         depths: Sequence[int],
         known: dict[object, tuple[tuple[int, int], Contents]],
     ) -> tuple[int, int]:
-        """Place a tile's panels of one operand and sum the depths of those uploaded and of those read."""
-        # With many slots and few steps, comparing states takes longer than placing the panels.
+        """Place a tile's panels of one operand. Return the total depths of those uploaded and of those read."""
+        # Memoise only if it saves time: with many slots and few steps, placing panels is faster than
+        # comparing.
         memoised = panels.slots <= 4 * len(depths)
         state: object = None
         if memoised:

@@ -1,4 +1,4 @@
-"""Slots: the buffers of a run on both tiers, and regions of them."""
+"""Slots: the buffers of a run on the device and on the host, and regions of slots."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -15,14 +15,15 @@ class Tier(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One buffer of a tier. Its `operand` says what it stores:
+    """One buffer, on the device or on the host. Its `operand` says what it stores:
 
     - A, B: a panel;
-    - C: a tile (device), or a strip of one (host);
-    - D: a finished strip (device);
-    - P: the residues of a step's panels (device);
-    - S: the checksums of a tile's strips (device). They are stored behind the tile, in the C slot of the same
-      index.
+    - C: on the device an accumulator, in which a tile of C is summed; on the host a strip (some rows) of a
+      tile;
+    - D: on the device, a strip to which alpha and beta have been applied;
+    - P: on the device, the residues of a step's panels, for emulated products;
+    - S: on the device, the checksums of a tile's strips. They have no separate memory: they are behind the
+      tile, in the C slot with the same index.
     """
 
     tier: Tier
@@ -31,8 +32,8 @@ class Slot:
     device: int = 0
 
     def __hash__(self) -> int:
-        # Slots are looked up for every operation, and the generated hash would include that of an Enum, which
-        # is slow.
+        # Every operation looks slots up in a dict. The generated hash would be slow, since it would include
+        # the hash of an Enum.
         return hash((self.operand, self.index))
 
     def __str__(self) -> str:
@@ -41,16 +42,16 @@ class Slot:
 
 @cache
 def slot_of(tier: Tier, operand: str, index: int) -> Slot:
-    """Return a slot, always the same object, so that dict lookups compare identities."""
+    """Return the same `Slot` object for equal arguments. Dicts look identical objects up faster."""
     return Slot(tier, operand, index)
 
 
 class Region(NamedTuple):
     """Elements [start, stop) of a slot, or strips [start, stop) of an S slot.
 
-    Hazards are derived from regions.
-    Regions count elements rather than rows. Tiles of different widths use the same slot in turn, and one row
-    index is at different offsets in them.
+    Two operations that access overlapping regions may have to wait for one another. Regions count elements
+    rather than rows, because tiles of different widths use the same slot: their rows start at different
+    offsets.
     """
 
     slot: Slot
@@ -60,15 +61,17 @@ class Region(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """Number of slots of each kind, and how tiles drain.
+    """Numbers of slots (buffers) of each kind, and how tiles of C drain, that is, are downloaded and written.
 
-    `a`, `b` and `c` are device slots of panels of op(A), panels of op(B) and accumulators. `host_a`, `host_b`
-    and `host_c` are the host slots. `finish` is the number of D slots and `planes` that of P slots. The five
-    buffers of Liang et al. are c = 1, a = b = 2. With `unified`, device and host memory are one: there are no
-    host slots, and panels are read into device slots and tiles written from them.
-
-    A tile drains in strips of `strip` rows. The last `drain` steps of the last tile run strip by strip. Of
-    the tiles before it, the last `turn` steps do; 0 means half of `drain`.
+    - `a`, `b`, `c`: device slots for panels of op(A), panels of op(B) and accumulators (tiles of C).
+    - `host_a`, `host_b`: host slots for panels. `host_c`: host slots for strips of C.
+    - `finish`: device slots for finished strips (D). `planes`: device slots for residues (P).
+    - `unified`: device and host share one memory. Panels are read directly into device slots, and tiles are
+      written directly from them. There are no host slots.
+    - `strip`: a tile drains in strips of this many rows.
+    - `drain`: the last `drain` steps of the last tile run strip by strip, so that its first strips drain
+      while later ones are multiplied.
+    - `turn`: the number of such steps in every other tile; 0 means half of `drain`.
     """
 
     a: int = 2
@@ -86,16 +89,16 @@ class Slots:
 
     @property
     def last_steps(self) -> int:
-        """Steps that run strip by strip at the end of the last tile, all with their panels in slots."""
+        """Number of steps that run strip by strip at the end of the last tile, with all their panels in slots."""
         return min(self.drain, self.a, self.b)
 
     @property
     def turn_steps(self) -> int:
-        """Steps that run strip by strip at the end of every other tile and at the start of the next.
+        """Number of steps that run strip by strip at the end of a tile, and at the start of the next one.
 
-        With a second accumulator it is 0: a tile drains while the next one is multiplied. With one
-        accumulator, half of the drain time is hidden by the tile's last steps and half by the next tile's
-        first steps.
+        It does not apply to the last tile. It is 0 with two accumulators: a tile then drains while the next
+        one is multiplied in the other accumulator. With one accumulator, the last steps of a tile overlap
+        half of its drain, and the first steps of the next tile overlap the other half.
         """
         return min(self.turn or -(-self.last_steps // 2), self.last_steps) if self.c == 1 else 0
 

@@ -1,8 +1,9 @@
 """The order in which tiles and steps are visited.
 
-By default, tiles are visited in a snake, and k runs backwards in every other tile, so that each turn reuses
-the latest panels. The direction of k depends only on the coordinates of the tile, never on its position in
-the sequence. Therefore a run over any subset of the tiles sums every element in the same order.
+By default, every other row of tiles is visited in the opposite direction, and every other tile goes through
+its steps along k backwards. Thus a tile starts with the panels that the tile before it used last. The
+direction of k depends only on the coordinates of the tile, never on its position in the sequence. Therefore a
+run over any subset of the tiles sums every element in the same order.
 """
 
 from array import array
@@ -18,15 +19,15 @@ from oocgemm.planning.tiling import Tile
 
 @dataclass(frozen=True, slots=True)
 class Traversal:
-    """Visit tiles in bands of `band` tile rows (axis 0) or tile columns (axis 1).
+    """An order in which to visit tiles: in bands of `band` tile rows (axis 0) or tile columns (axis 1).
 
-    Within a band of rows, tiles are visited column by column. With a band of one row, the tiles of the row
-    share its panels of op(A), and the panels of op(B) are used once per row. With wider bands, memory must
-    hold the panels of several rows, and the panels of op(B) are used once per band.
+    Within a band of rows, tiles are visited column by column. With bands of one row, memory caches the panels
+    of op(A) of one row, and every row loads all panels of op(B). With wider bands, memory must cache the
+    panels of op(A) of several rows, but all panels of op(B) are loaded only once per band.
 
-    With `turns`, every other band is visited in the opposite direction. Without, every band starts at the
-    same side, and the last tile is the one in the last row and column. It may be smaller, so that less of C
-    drains at the end.
+    With `turns`, every other band is visited in the opposite direction. Without it, every band starts at the
+    same side, and the last tile is the one in the last row and column. That tile may be smaller than the
+    others, so that less of C remains to be written at the end.
     """
 
     axis: int = 0
@@ -42,7 +43,7 @@ class Traversal:
 
     @property
     def along_rows(self) -> "Traversal":
-        """The traversal of the transposed product, along rows."""
+        """The traversal with axis 0 that visits the transposed grid in the same order."""
         return Traversal(0, self.band, self.turns)
 
 
@@ -52,8 +53,8 @@ ROW_BY_ROW = Traversal()
 class Walk(Sequence[Tile]):
     """The tiles of a grid in the order of a traversal.
 
-    Tiles are computed from their positions, so that a walk over all tiles takes no memory. A walk over only
-    the tiles in `tiles` takes 8 bytes per tile.
+    Tiles are computed from their positions in the sequence, so that a walk over the whole grid takes no
+    memory. If `tiles` is given, the walk visits only those tiles, and takes 8 bytes of memory per tile.
 
     >>> tuple(walk(Traversal(), 2, 3))
     ((0, 0), (0, 1), (0, 2), (1, 2), (1, 1), (1, 0))
@@ -74,7 +75,7 @@ class Walk(Sequence[Tile]):
     ) -> None:
         self.traversal = traversal
         self.axis = traversal.axis
-        # Bands divide the first extent; each band runs along the second.
+        # Bands divide the extent `_down`; within a band, the walk goes along `_across`.
         self._down, self._across = (tile_rows, tile_cols) if self.axis == 0 else (tile_cols, tile_rows)
         self.whole = self._down * self._across
         self._positions: array[int] | None = None
@@ -95,10 +96,10 @@ class Walk(Sequence[Tile]):
         return self._tile(places[position])
 
     def bands(self) -> Iterator[tuple[int, int, object]]:
-        """Yield start and stop position of each band of a walk over all tiles, and a key.
+        """Yield (start position, stop position, key) of each band, for a walk over the whole grid.
 
-        Bands with equal keys visit the same tiles relative to their start. The last band has a key of its
-        own, since its tiles may be smaller.
+        Bands with equal keys visit the same tiles relative to their first row. No other band has the key of
+        the last one, since the tiles of the last band may be smaller.
         """
         for top in range(0, self._down, self.traversal.band) if self._across else ():
             height = self._height(top)
@@ -106,7 +107,7 @@ class Walk(Sequence[Tile]):
             yield top * self._across, (top + height) * self._across, key
 
     def next_in(self, axis: int, line: int, position: int) -> int | None:
-        """Return the first position after `position` in a tile row (axis 0) or column (axis 1), or None."""
+        """Return the next position after `position` in tile row (axis 0) or column (axis 1) `line`, or None."""
         crosses = axis != self.axis
         if self._positions is None:
             return self._next(crosses, line, position)
@@ -119,7 +120,10 @@ class Walk(Sequence[Tile]):
         return None
 
     def _next(self, crosses: bool, line: int, position: int) -> int | None:
-        """Do the same for a walk over all tiles. The line is along the bands, or `crosses` them."""
+        """Return the same as `next_in`, for a walk over the whole grid.
+
+        The line of tiles `crosses` the bands, or is part of one band.
+        """
         band, area = self.traversal.band, self.traversal.band * self._across
         if not crosses:
             top = line // band * band
@@ -130,7 +134,7 @@ class Walk(Sequence[Tile]):
                 if c < self._across and start + c * height + row > position:
                     return start + c * height + row
             return None
-        # Within a band, the tiles of a crossing line are consecutive.
+        # A band visits its tiles of a crossing line one after another.
         for top in (position // area * band, (position // area + 1) * band):
             if top < self._down:
                 height = self._height(top)
@@ -176,12 +180,12 @@ def last(traversal: Traversal, tile_rows: int, tile_cols: int) -> Tile:
 
 
 def forwards(tile: Tile) -> bool:
-    """Tell whether k runs forwards in a tile."""
+    """Tell whether a tile goes through its steps along k forwards."""
     return sum(tile) % 2 == 0
 
 
 def step_order(tile: Tile, steps: int, ramp: int = 0) -> Sequence[int]:
-    """Order the steps of a tile. With a `ramp`, tile (0, 0) starts with thin steps.
+    """Return the steps of a tile in order. With a `ramp`, tile (0, 0) starts with thin steps (`TileGrid`).
 
     >>> list(step_order((0, 0), 3)), list(step_order((0, 1), 3))
     ([0, 1, 2], [2, 1, 0])
@@ -194,20 +198,24 @@ def step_order(tile: Tile, steps: int, ramp: int = 0) -> Sequence[int]:
 
 
 class NextUse:
-    """The next use of each panel of op(A) (axis 0) or op(B) (axis 1), as a step number in the run."""
+    """Look up when a panel of op(A) (axis 0) or op(B) (axis 1) is used next.
+
+    Uses are numbered by steps: step s of the tile at position p has the number p * steps + s, counted in the
+    order in which the steps run.
+    """
 
     def __init__(self, tiles: Sequence[Tile], steps: int, axis: int) -> None:
         self._tiles = tiles
         self._steps = steps
         self._axis = axis
-        # Cache for the steps of one tile: line, position, next position, and whether k runs forwards there.
+        # The arguments of the latest call of `tile`, its result, and whether k runs forwards in that tile.
         self._known: tuple[int, int, int | None, bool] = -1, -1, None, True
         self._positions: defaultdict[int, array[int]] = defaultdict(lambda: array("q"))
         for position, tile in enumerate(() if isinstance(tiles, Walk) else tiles):
             self._positions[tile[axis]].append(position)
 
     def tile(self, line: int, position: int) -> int | None:
-        """Return the next position after `position` in a tile row (or column), or None."""
+        """Return the next position after `position` whose tile is in tile row (or column) `line`, or None."""
         if self._known[0] != line or self._known[1] != position:
             later = self._next(line, position)
             self._known = line, position, later, later is not None and forwards(self._tiles[later])
@@ -221,7 +229,7 @@ class NextUse:
         return positions[index] if index < len(positions) else None
 
     def __call__(self, line: int, step: int, position: int) -> int:
-        """Return the first use of a panel after the tile at `position`, or NEVER."""
+        """Return the number of the first use of a panel after the tile at `position`, or NEVER."""
         later = self.tile(line, position)
         if later is None or step >= self._steps:  # the panels of thin steps are used in one tile only
             return NEVER

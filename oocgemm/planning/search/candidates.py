@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from math import inf, prod
 
 from oocgemm.planning.cost.footprint import Candidate, scratch_bytes
-from oocgemm.planning.cost.predict import least_seconds
+from oocgemm.planning.cost.predict import min_seconds
 from oocgemm.planning.search.shapes import shapes
 from oocgemm.planning.search.slot_counts import slot_counts
 from oocgemm.planning.setting import Setting
@@ -33,12 +33,12 @@ def candidates(
     scarce = setting.budgets.device - machine.device_reserve < SCARCE_MEMORY
     for every_depth in (False, True):
         tried = [(tile, 2)] if tile else list(shapes(setting, every_depth=every_depth))
-        least = {shape: least_seconds(setting, shape) for shape, _ in tried}
-        tried.sort(key=lambda found: least[found[0]])
+        bounds = {shape: min_seconds(setting, shape) for shape, _ in tried}
+        tried.sort(key=lambda found: bounds[found[0]])
         # A shape that fits with two accumulators leaves more memory to panels with one.
         accumulators = ((shape, c) for shape, count in tried for c in range(1, count + 1))
         for shape, c in dict.fromkeys(accumulators):
-            if least[shape] > limit():
+            if bounds[shape] > limit():
                 break
             if c == 1 or shape.m < problem.m or shape.n < problem.n:
                 for candidate in slot_counts(setting, shape, c, io_threads):
