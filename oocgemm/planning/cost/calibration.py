@@ -130,7 +130,7 @@ def _check_links(backend: str, rates: Mapping[str, float], samples: Mapping[str,
 
 
 def _numbers(data: Mapping[str, Any]) -> dict[str, float]:
-    """Convert rates and costs to floats. Raises `ValueError` unless they are positive (costs: not negative)."""
+    """Convert rates and costs to floats. Raises `ValueError` for negative values, and for a rate of 0."""
     may_be_0 = ("half_depth", "copy_latency", "arena_seconds_per_byte")
     for name, value in data.items():
         number = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)

@@ -84,9 +84,9 @@ class Operation(NamedTuple):
     - `kind`, `operand`: what the operation does, and with which operand.
     - `tile`, `step`: the tile of C and the step along k that it belongs to.
     - `reads`, `writes`: the regions of slots (buffers) that it reads and writes.
-    - `m`, `n`, `k`: ranges of indices of the product. A panel of op(A) has m and k, a panel of op(B) has k and
-      n, a tile of C or a strip of it has m and n. A Prepare and a Multiply have all three. The m of a
-      Multiply may be one strip of the rows of the tile.
+    - `m`, `n`, `k`: ranges of indices of the product. A panel of op(A) has m and k, a panel of op(B)
+      has k and n, a tile of C or a strip of it has m and n. A Prepare and a Multiply have all three. The m of
+      a Multiply may be one strip of the rows of the tile.
     - `bytes`: bytes that it copies. `flops`: real floating-point operations.
     - `first`: it is the first Multiply of its tile, which applies beta.
     - `coded`: it is a Read that decodes or a Write that encodes.

@@ -251,7 +251,7 @@ class Placing:
         depths: Sequence[int],
         known: dict[object, tuple[tuple[int, int], Contents]],
     ) -> tuple[int, int]:
-        """Place a tile's panels of one operand. Return the total depths of those uploaded and of those read."""
+        """Place a tile's panels of one operand. Sum the depth of those uploaded, and of those read."""
         # Memoise only if it saves time: with many slots and few steps, placing panels is faster than
         # comparing.
         memoised = panels.slots <= 4 * len(depths)

@@ -89,7 +89,7 @@ class Slots:
 
     @property
     def last_steps(self) -> int:
-        """Number of steps that run strip by strip at the end of the last tile, with all their panels in slots."""
+        """Number of steps that run strip by strip at the end of the last tile: `drain`, limited by the slots."""
         return min(self.drain, self.a, self.b)
 
     @property

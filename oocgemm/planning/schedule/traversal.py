@@ -107,7 +107,7 @@ class Walk(Sequence[Tile]):
             yield top * self._across, (top + height) * self._across, key
 
     def next_in(self, axis: int, line: int, position: int) -> int | None:
-        """Return the next position after `position` in tile row (axis 0) or column (axis 1) `line`, or None."""
+        """Find the next position after `position` in tile row (axis 0) or column (axis 1) `line`, if any."""
         crosses = axis != self.axis
         if self._positions is None:
             return self._next(crosses, line, position)

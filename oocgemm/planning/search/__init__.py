@@ -1,1 +1,1 @@
-"""The planner: candidates, their scores, and the choice."""
+"""The planner: enumerate candidates (tile shapes, slots, traversals), predict their times, choose one."""

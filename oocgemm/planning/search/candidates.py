@@ -1,4 +1,4 @@
-"""Enumerate the candidates for a product: tile shapes with numbers of slots."""
+"""Enumerate the candidates for a product: tile shapes with numbers of slots (buffers)."""
 
 from collections.abc import Callable, Iterator
 from math import inf, prod
@@ -10,9 +10,10 @@ from oocgemm.planning.search.slot_counts import slot_counts
 from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import TileShape, round_up
 
-# Chunks of this many bytes take longer to copy than to open and close.
+# Minimum size of a large chunk, in bytes. Threads spend most of their time copying the data of large chunks,
+# so that more threads help (`io_threads`). For smaller chunks, opening and closing files takes longer.
 LARGE_CHUNK = 8 << 20
-# Bytes of device memory below which all depths and the smallest tile are tried.
+# With less device memory than this, in bytes, all depths and the smallest tile are tried too.
 SCARCE_MEMORY = 1 << 20
 
 
@@ -22,20 +23,22 @@ def candidates(
     io_threads: int,
     limit: Callable[[], float] = lambda: inf,
 ) -> Iterator[Candidate]:
-    """Yield candidates that fit the budgets; with `tile`, for that tile shape only.
+    """Yield candidates that fit the budgets. If `tile` is given, all of them have that tile shape.
 
-    Shapes come in order of a lower bound on their time, in seconds. The enumeration stops at the first shape
-    whose bound exceeds `limit()`, which is called before each shape.
+    Tile shapes come in ascending order of a lower bound on the predicted seconds of their candidates. The
+    enumeration ends before the first shape whose bound exceeds `limit()`. The function is called before each
+    shape, so that a caller can lower the limit as it finds better candidates.
     """
     problem, machine = setting.problem, setting.machine
     none = True
-    # If memory is scarce, tiles may not fit beside panels of the best depths, or only tiny ones may.
+    # If memory is scarce, it may have room for tiny tiles only, or for none, beside panels of the best
+    # depths.
     scarce = setting.budgets.device - machine.device_reserve < SCARCE_MEMORY
     for every_depth in (False, True):
         tried = [(tile, 2)] if tile else list(shapes(setting, every_depth=every_depth))
         bounds = {shape: min_seconds(setting, shape) for shape, _ in tried}
         tried.sort(key=lambda found: bounds[found[0]])
-        # A shape that fits with two accumulators leaves more memory to panels with one.
+        # A shape that fits with two accumulators is also tried with one, which leaves more memory for panels.
         accumulators = ((shape, c) for shape, count in tried for c in range(1, count + 1))
         for shape, c in dict.fromkeys(accumulators):
             if bounds[shape] > limit():
@@ -50,7 +53,7 @@ def candidates(
 
 
 def min_tile(setting: Setting) -> TileShape:
-    """Return the smallest tile shape that is ever used."""
+    """Return the smallest tile shape that the planner uses: 16 x 16 x 16, rounded up to whole chunks of C."""
     problem, unit = setting.problem, setting.layouts.c.write_chunk
     return TileShape(
         max(1, min(problem.m, round_up(16, unit[0]))),
@@ -60,13 +63,14 @@ def min_tile(setting: Setting) -> TileShape:
 
 
 def io_threads(setting: Setting) -> int:
-    """Choose the number of threads that read and that write.
+    """Choose the number of reader threads, which is also the number of writer threads.
 
-    - Copies need `MachineModel.io_threads`.
-    - Beside a device, they need up to half as many more for large chunks of files, for arrays in memory and
-      for digests.
-    - Codecs need `MachineModel.codec_threads`.
-    - Their scratch memory takes at most half of the host budget.
+    - `MachineModel.io_threads` suffice for plain copies.
+    - If a GPU multiplies, 1.5 times as many (at most one per core) read large chunks, arrays in memory, or
+      panels with digests.
+    - Codecs need at least `MachineModel.codec_threads`.
+    - The temporary memory of all threads takes at most half of the host budget, if necessary with fewer
+      threads.
     """
     problem, machine, layouts = setting.problem, setting.machine, setting.layouts
     read = (layouts.a, layouts.b, layouts.c) if problem.reads_c else (layouts.a, layouts.b)

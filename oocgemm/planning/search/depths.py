@@ -1,4 +1,4 @@
-"""Choose the panel depths (tile.k) worth trying."""
+"""Choose the depths to try: the extents tile.k along k of the panels of A and B that a step multiplies."""
 
 from math import inf, isqrt, lcm
 
@@ -9,24 +9,28 @@ from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import ceil_div, round_up
 
+# Depths to try for all dtypes, and further ones for int8.
 DEPTHS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192)
-BYTE_DEPTHS = (16384, 32768)  # further ones, for int8
+BYTE_DEPTHS = (16384, 32768)
+# Maximum number of these depths for which tile shapes are enumerated. More would take longer to plan.
 BEST_DEPTHS = 4
-# Bound on the ratio of the time to load deep panels to the time to issue a step.
+# Maximum time to load the panels of a step, relative to the time in which the host issues the step, if m and
+# n are so small that deep panels pay. See `_deep_depths`.
 MAX_LOAD_RATIO = 4
 
 
 def best_depths(setting: Setting, memory: int, *, every_depth: bool) -> list[int]:
-    """List the best depths in ascending order, or all of them, with the deep ones that small m and n need.
+    """List the best depths in ascending order, or all depths if `every_depth`.
 
-    `memory` is in bytes on the device.
+    Products with small m and n also get deeper panels (`_deep_depths`). `memory` is the bytes of device
+    memory for tiles and panels.
     """
     usual = _usual_depths(setting, memory)[: None if every_depth else BEST_DEPTHS]
     return sorted({*usual, *_deep_depths(setting)})
 
 
 def link_rate(setting: Setting, tile: tuple[int, int, int]) -> float:
-    """Bytes per second of the slowest link that panels of a tile of m x n x k cross."""
+    """Return the bytes per second of the slowest link that panels cross, for tiles of shape (m, n, k)."""
     machine, layouts = setting.machine, setting.layouts
     m, n, k = tile
     stores = min(machine.store_rate(layouts.a, (m, k)), machine.store_rate(layouts.b, (k, n)))
@@ -34,9 +38,10 @@ def link_rate(setting: Setting, tile: tuple[int, int, int]) -> float:
 
 
 def _usual_depths(setting: Setting, memory: int) -> list[int]:
-    """List round depths, multiples of the chunks along k, and all of k, in order of estimated time.
+    """List the depths to try: `DEPTHS`, small multiples of the chunks along k, and the maximum depth.
 
-    The estimate is for a square tile that fills the memory. Depths that read whole chunks come first.
+    Depths that are multiples or divisors of chunks come first. Within these and within the other depths, the
+    order is that of the estimated time of the product, with a square tile that fills the memory.
     """
     problem, machine, layouts = setting.problem, setting.machine, setting.layouts
     depth = max(1, problem.depth)
@@ -49,8 +54,9 @@ def _usual_depths(setting: Setting, memory: int) -> list[int]:
 
     def seconds(k: int) -> float:
         itemsize, acc = problem.itemsizes["A"], problem.itemsizes["acc"]
+        # A tile and its panels fill the memory: side^2 + 4 panels side = memory, in accumulator elements.
         panels = k * (2 * itemsize + workspace_per_element(problem, machine)) // (2 * acc)
-        side = isqrt(4 * panels**2 + max(1, memory // acc)) - 2 * panels  # side^2 + 4 panels side = memory
+        side = isqrt(4 * panels**2 + max(1, memory // acc)) - 2 * panels
         if side < 1:
             return inf
         m, n = (
@@ -76,13 +82,16 @@ def _usual_depths(setting: Setting, memory: int) -> list[int]:
 
 
 def _deep_depths(setting: Setting) -> list[int]:
-    """List further depths, for m and n so small that issuing a step takes longer than loading its panels.
+    """List depths above `DEPTHS` for products with small m and n; otherwise return an empty list.
 
-    Deeper panels than `MAX_LOAD_RATIO` allows would only fault in more memory and overlap less.
+    If m and n are small, the host takes longer to issue a step than to load its panels.
+
+    Deeper panels mean fewer steps. The list ends where loading takes `MAX_LOAD_RATIO` times as long as
+    issuing. Still deeper panels would only fault in more memory and overlap less.
     """
     problem, machine, layouts = setting.problem, setting.machine, setting.layouts
     per_k = problem.m * problem.itemsizes["A"] + problem.n * problem.itemsizes["B"]  # bytes
-    # A step is a multiplication, and reads and uploads of two panels.
+    # Operations per step: a multiplication, two reads and, with a GPU, two uploads.
     issuing = machine.issue * (3 if machine.unified else 5)
     unit = lcm(layouts.a.read_chunk[1], layouts.b.read_chunk[0])
     k, limit = round_up(DEPTHS[-1], unit if unit < DEPTHS[-1] else 1), _max_depth(problem)
@@ -98,7 +107,7 @@ def _deep_depths(setting: Setting) -> list[int]:
 
 
 def _max_depth(problem: GemmProblem) -> int:
-    """Return the deepest panels that a kernel can sum in one step."""
+    """Return the maximum depth of a step: all of k, or the depth above which int32 sums could overflow."""
     depth = max(1, problem.depth)
     if problem.exact:
         return min(depth, integers.MAX_INT32_DEPTH // 16 * 16)

@@ -1,8 +1,8 @@
-"""Choose how to run a product: enumerate candidates, score them, simulate the best few, choose.
+"""Choose how to run a product: enumerate candidates, predict their times, simulate the best few, choose.
 
-The cost model is not accurate to a percent. Among plans that it predicts within one percent of each other,
-the planner chooses the one that would take least if nothing overlapped: it moves fewer bytes in fewer
-operations, and depends less on overlap.
+The predictions have errors of more than one percent. Among candidates whose predictions differ by at most one
+percent, the planner chooses the one that would be fastest if no operations overlapped. That candidate moves
+fewer bytes in fewer operations, and depends less on overlap.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,18 +27,23 @@ from oocgemm.planning.setting import Budgets, Layouts, Setting
 from oocgemm.planning.tiling import Tile, TileGrid, TileShape, ceil_div
 from oocgemm.planning.units import ceil_size, parse_size
 
-# Planning may take this share of the predicted time of the run, and at most this many seconds.
+# The planner counts loads and simulates schedules for at most this fraction of the predicted time of the run,
+# and for at most this many seconds.
 EFFORT, MAX_EFFORT = 0.004, 0.5
-# Seconds per step to count its loads, and per operation to simulate it.
+# Estimated seconds that the planner takes per step to count the loads of a candidate, and per operation to
+# simulate it.
 COUNT_SECONDS, SIMULATE_SECONDS = 20e-6, 15e-6
-FINALISTS = 4
-SEEDS = 3  # tile shapes from which others are derived where the drain takes long
-PRUNE_FACTOR = 1.1  # shapes that take at least as many times the best predicted time are not scored
-# A plan is slow if it takes at least this many seconds, and a few times as much memory makes it this many
-# times as fast.
+FINALISTS = 4  # candidates with the best predictions, which are compared more exactly
+# Maximum number of further candidates, besides the best one, from which `_with_shorter_tail` derives shapes.
+SEEDS = 3
+# A tile shape is skipped if a lower bound on its time exceeds the best predicted time by this factor.
+PRUNE_FACTOR = 1.1
+# Larger budgets are recommended only if the product takes at least MIN_SLOW seconds, and would be at least
+# MIN_FASTER times as fast.
 MIN_SLOW, MIN_FASTER = 5.0, 10
-CLOSE = 0.01  # relative difference of predicted times that is within the model's error
-MAX_EXPLAINED = 6
+# Predicted times with at most this relative difference count as equal, since the cost model is no more exact.
+CLOSE = 0.01
+MAX_EXPLAINED = 6  # candidates that a plan keeps for explanations
 
 
 def make_plan(
@@ -48,11 +53,13 @@ def make_plan(
     layouts: Layouts | None = None,
     tile: TileShape | None = None,
 ) -> Plan:
-    """Choose the plan that is predicted to be fastest within the budgets; with `tile`, for that tile shape.
+    """Choose the plan that is predicted to be fastest within the budgets. If given, `tile` is its tile shape.
 
-    `layouts` are in the orientation of op(X). Raises `BudgetError` if nothing fits, with the smallest budgets
-    that do, and `InputError` if tiles of that shape would divide chunks of C. Plans are cached: planning
-    takes milliseconds, and so may the product.
+    `layouts` are those of op(A), op(B) and C. Raises `BudgetError` if no plan fits; the message names
+    sufficient budgets. Raises `InputError` if the product cannot use tiles of shape `tile`, for instance
+    because their borders would divide chunks of C.
+
+    Plans are cached, because planning may take as long as a small product: milliseconds.
     """
     return _plan_with_advice(Setting(problem, machine, layouts or Layouts(), budgets), tile)
 
@@ -66,19 +73,19 @@ def _plan_with_advice(setting: Setting, tile: TileShape | None) -> Plan:
 
 
 def _faster(plan: Plan) -> Faster | None:
-    """Find the smallest of some larger budgets that make a slow product ten times as fast, or None.
+    """Find larger budgets that make a slow product at least `MIN_FASTER` times as fast, or return None.
 
-    A few times as much memory gains that much only if tiles are tiny. Then chunks are decoded many times
-    over, or issuing operations takes most of the time. Such a plan takes many times as long as the
-    multiplication alone.
+    Only budgets of 2 and 4 times the size are tried, smaller ones first. They gain that much only if tiles
+    are tiny, so that chunks are decoded many times or issuing operations takes most of the time. A plan that
+    is not many times slower than reading and multiplying alone is therefore not slow, and nothing is tried.
     """
     setting = plan.setting
     problem, budgets, machine = setting.problem, setting.budgets, setting.machine
     seconds = plan.considered[0].prediction.total
     once = required_bytes(problem)["read"] / min(machine.read, machine.decode)
     depth = max(1, problem.depth)
-    least = machine.multiply_seconds(problem.rate, problem.flops, problem.m, problem.n, depth)
-    if seconds < MIN_SLOW or seconds < MIN_FASTER * (least + once):
+    compute = machine.multiply_seconds(problem.rate, problem.flops, problem.m, problem.n, depth)
+    if seconds < MIN_SLOW or seconds < MIN_FASTER * (compute + once):
         return None
     for times in (2, 4):
         device, host = (parse_size(ceil_size(times * size)) for size in (budgets.device, budgets.host))
@@ -97,13 +104,14 @@ def resumed_plan(
     candidate: Candidate,
     done: frozenset[Tile],
 ) -> Plan:
-    """Return the plan of a run that resumes `candidate` with the tiles that are not done.
+    """Return a plan that completes an interrupted run: it computes the tiles that are not in `done`.
 
-    If the budgets are smaller than before, it caches fewer panels. Everything that affects rounding stays.
-    Raises `BudgetError` if the smallest such plan does not fit.
+    `candidate` is the choice of the interrupted run. If the budgets are smaller than then, the plan caches
+    fewer panels. It changes nothing that affects rounding, so that the result is bit-identical. Raises
+    `BudgetError` if the plan does not fit even with the fewest panels and one thread.
     """
     slots = candidate.slots
-    together = max(2, slots.last_steps)  # panels of the steps that run strip by strip
+    together = max(2, slots.last_steps)  # steps that run strip by strip need all their panels at once
     fewer = replace(
         slots,
         a=min(slots.a, together),
@@ -112,8 +120,8 @@ def resumed_plan(
         host_b=min(slots.host_b, 2),
         host_c=min(slots.host_c, 2),
     )
-    least = replace(candidate, slots=fewer, io_threads=1)
-    for tried in (candidate, replace(candidate, slots=fewer), least):
+    smallest = replace(candidate, slots=fewer, io_threads=1)
+    for tried in (candidate, replace(candidate, slots=fewer), smallest):
         plan = Plan(problem, layouts, budgets, machine, tried, done=done)
         used = plan.footprint
         if (used.device_total <= budgets.device and used.host_total <= budgets.host) or plan.steps == 0:
@@ -127,7 +135,7 @@ def _planned(setting: Setting, tile: TileShape | None) -> Plan:
         check_tile(setting, tile)
     threads, scored = io_threads(setting), list[Scored]()
     if not _add(scored, setting, {tile: 0}, threads):
-        threads = 1  # leaves more memory for slots
+        threads = 1  # needs less temporary memory
         if not _add(scored, setting, {tile: 0}, threads):
             raise budget_error(setting, tile)
     scored.sort(key=_rank)
@@ -135,7 +143,7 @@ def _planned(setting: Setting, tile: TileShape | None) -> Plan:
         scored = _with_shorter_tail(setting, scored, threads)
     limit = (1 + CLOSE) * scored[0].prediction.total
     close = sum(s.prediction.total <= limit for s in scored)
-    # The fastest stays first, so that it is always among the finalists.
+    # Keep the candidate that is predicted to be fastest in the first place, so that it is a finalist.
     scored[1:close] = sorted(scored[1:close], key=lambda s: s.prediction.serial)
     scored[:FINALISTS] = [_ramped(setting, _with_longer_drain(setting, s)) for s in scored[:FINALISTS]]
     best = _best_of(setting, scored)
@@ -150,10 +158,11 @@ def _planned(setting: Setting, tile: TileShape | None) -> Plan:
 
 
 def _with_shorter_tail(setting: Setting, scored: Sequence[Scored], threads: int) -> list[Scored]:
-    """Add candidates of which less of C drains at the end, and return all, best first.
+    """Add candidates with a smaller last tile, and return all candidates, best first.
 
-    They are derived from the best candidate and from those that would be best without their tails, one for
-    each number of tiles down and across.
+    No multiplication hides the time to download and write the last tile (the tail), so that a smaller last
+    tile may save time. The new shapes are derived from the best candidate, and from `SEEDS` candidates that
+    would be best without their tails. These have different numbers of tiles down and across.
     """
     found = list(scored)
     for derive in (with_more_tiles, with_smaller_last):
@@ -173,10 +182,11 @@ def _with_shorter_tail(setting: Setting, scored: Sequence[Scored], threads: int)
 
 
 def _add(scored: list[Scored], setting: Setting, tiles: Mapping[TileShape | None, int], threads: int) -> bool:
-    """Score the candidates of tile shapes, or of all shapes for None. Tell whether any is new.
+    """Predict the times of more candidates and append them to `scored`. Tell whether any is new.
 
-    Shapes that must be worse than the best candidate are skipped. If a shape comes with a number of elements,
-    only traversals whose last tile has fewer are added, with turns or without.
+    The keys of `tiles` are tile shapes; None stands for all shapes. Shapes that must be worse than the best
+    candidate are skipped. If the value of a shape is not 0, only candidates whose last tile has fewer
+    elements of C than that are added.
     """
     best = min((s.prediction.total for s in scored), default=inf)
     known = {s.candidate for s in scored}
@@ -196,7 +206,10 @@ def _add(scored: list[Scored], setting: Setting, tiles: Mapping[TileShape | None
 
 
 def _ending_smaller(problem: GemmProblem, found: Iterable[Candidate], elements: int) -> Iterator[Candidate]:
-    """Yield candidates whose last tile has fewer elements, without turns if it then has fewer still."""
+    """Yield the candidates whose last tile has fewer than `elements` elements of C.
+
+    Each candidate is yielded with or without `Traversal.turns`, whichever has the smaller last tile.
+    """
     for turning in found:
         straight = replace(turning, traversal=replace(turning.traversal, turns=False))
         candidate = min(turning, straight, key=lambda candidate: _last_elements(problem, candidate))
@@ -205,15 +218,17 @@ def _ending_smaller(problem: GemmProblem, found: Iterable[Candidate], elements: 
 
 
 def _last_elements(problem: GemmProblem, candidate: Candidate) -> int:
-    """Count the elements of C in the last tile."""
+    """Count the elements of C in the tile that a candidate computes last."""
     grid = TileGrid.of(problem, candidate.tile)
     return grid.elements(last(candidate.traversal, *grid.shape))
 
 
 def _with_longer_drain(setting: Setting, s: Scored) -> Scored:
-    """Run as many steps of the last tile strip by strip as is best; their panels replace cached ones.
+    """Choose how many steps of the last tile run strip by strip (`Slots.drain`).
 
-    That hides nothing unless multiplications are the bottleneck and the tail is long.
+    The more steps run strip by strip, the earlier the first strip can be written. Each of these steps needs
+    slots for its panels, which then cache fewer panels for reuse. It can only help if multiplications are the
+    bottleneck and the last tile takes long to write. Otherwise the candidate is returned unchanged.
     """
     problem, machine, budgets = setting.problem, setting.machine, setting.budgets
     candidate, slots, p = s.candidate, s.candidate.slots, s.prediction
@@ -234,10 +249,10 @@ def _with_longer_drain(setting: Setting, s: Scored) -> Scored:
 
 
 def _ramped(setting: Setting, s: Scored) -> Scored:
-    """Add thin first steps if multiplications are the bottleneck and overlap with copies.
+    """Add thin first steps (`TileGrid.ramp`) if multiplications are the bottleneck and overlap copies.
 
-    If a copying lane is the bottleneck, it starts at once in any case. It would copy the thin panels a second
-    time, as parts of the whole panels that other tiles use.
+    Otherwise return the candidate unchanged. If copies are the bottleneck, they start at once in any case.
+    Thin panels would add to them, because other tiles need the same data again as whole panels.
     """
     if setting.machine.shares_cores or s.prediction.bottleneck != "compute":
         return s
@@ -245,22 +260,23 @@ def _ramped(setting: Setting, s: Scored) -> Scored:
 
 
 def _rank(s: Scored) -> tuple[float, int, int, int]:
-    """Order by predicted time; then prefer fewer accumulators, thinner panels and less pinned memory."""
+    """Return a sort key: predicted time, then number of accumulators, depth of panels and host slots."""
     slots = s.candidate.slots
     return s.prediction.total, slots.c, s.candidate.tile.k, slots.host_a + slots.host_b
 
 
-def _least_work(timed: Sequence[tuple[float, Scored]]) -> Scored:
-    """Of the candidates about as fast as the fastest, choose the one that takes least without overlap."""
+def _min_work(timed: Sequence[tuple[float, Scored]]) -> Scored:
+    """Among the candidates within `CLOSE` of the fastest, choose the fastest if no operations overlapped."""
     limit = (1 + CLOSE) * min(seconds for seconds, _ in timed)
     return min((s for seconds, s in timed if seconds <= limit), key=lambda s: (s.prediction.serial, _rank(s)))
 
 
 def _best_of(setting: Setting, scored: Sequence[Scored]) -> Scored:
-    """Choose the best of the finalists.
+    """Choose the best of the first `FINALISTS` candidates.
 
-    Their loads are counted and, if lanes overlap, their schedules simulated. That
-    takes at most a small share of the predicted time of the run.
+    Their loads are counted instead of estimated. If copies and multiplications overlap, their schedules are
+    also simulated. Planning takes only a small fraction of the predicted time of the run (`EFFORT`), so that
+    some finalists may be compared by their estimates alone.
     """
     problem, machine = setting.problem, setting.machine
     effort = min(MAX_EFFORT, EFFORT * scored[0].prediction.total)
@@ -269,8 +285,8 @@ def _best_of(setting: Setting, scored: Sequence[Scored]) -> Scored:
         grid = TileGrid.of(problem, s.candidate.tile)
         cost = COUNT_SECONDS * grid.shape[0] * grid.shape[1] * grid.steps
         effort -= cost
-        # Stop before tiles are listed, which may be millions. A single counted candidate could not be
-        # compared.
+        # Check the cost before the schedule is made: it may have millions of tiles. The first candidate is
+        # counted only if there is time for a second one, to compare it with.
         if effort < 0 or (not exact and effort < cost):
             break
         schedule = schedule_of(setting, s.candidate)
@@ -279,14 +295,14 @@ def _best_of(setting: Setting, scored: Sequence[Scored]) -> Scored:
     costs = accumulate(_simulation_seconds(problem, s.candidate) for s in exact)
     simulated = [s for s, cost in zip(exact, costs, strict=True) if cost <= effort]
     if machine.shares_cores or len(simulated) < 2:
-        return _least_work([(s.prediction.total, s) for s in exact or scored])
-    least = min(max(s.prediction.lanes.values()) for s in simulated)
+        return _min_work([(s.prediction.total, s) for s in exact or scored])
+    bound = min(max(s.prediction.lanes.values()) for s in simulated)
     timed: list[tuple[float, Scored]] = []
     for s in sorted(simulated, key=lambda s: s.prediction.serial):
         timed.append((simulate(schedule_of(setting, s.candidate), setting), s))
-        if timed[-1][0] <= (1 + CLOSE) * least:
-            break  # the others have more to do, and none is faster by more than the model's error
-    return _least_work(timed)
+        if timed[-1][0] <= (1 + CLOSE) * bound:
+            break  # the rest has more work, and cannot be faster by more than the model's error
+    return _min_work(timed)
 
 
 def _simulation_seconds(problem: GemmProblem, candidate: Candidate) -> float:
@@ -296,7 +312,7 @@ def _simulation_seconds(problem: GemmProblem, candidate: Candidate) -> float:
 
 
 def _varied(scored: Sequence[Scored]) -> Iterator[Scored]:
-    """Yield the best candidates of different tile shapes, for explanations."""
+    """Yield the first candidate of each tile shape, up to `MAX_EXPLAINED` shapes."""
     shapes: set[TileShape] = set()
     for s in scored:
         if s.candidate.tile not in shapes:

@@ -1,4 +1,8 @@
-"""Choose thin first steps: multiplications start sooner, but may wait longer for the first whole step."""
+"""Choose thin first steps for the first tile.
+
+Panels of thin steps have a small extent along k, so that they arrive sooner. Multiplications start sooner,
+but may wait longer for the panels of the first full step.
+"""
 
 from itertools import islice
 from math import lcm, prod
@@ -9,26 +13,26 @@ from oocgemm.planning.schedule.traversal import step_order
 from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import TileGrid, TileShape
 
-# Bounds on thin first steps: the depth is halved at most twice, and stays large enough for a kernel launch to
-# pay.
+# The depth of the first step is halved at most MAX_HALVINGS times, and never below MIN_THIN_DEPTH: the launch
+# of a kernel would take longer than a still thinner step gains.
 MAX_HALVINGS = 2
 MIN_THIN_DEPTH = 256
 
 
 def best_ramp(setting: Setting, tile: TileShape) -> int:
-    """Choose how often to halve the first step (`TileGrid.ramp`), so that multiplications wait least.
+    """Choose how often to halve the depth of the first step (`TileGrid.ramp`); 0 if thin steps save no time.
 
-    A ramp gains nothing if panels take about as long to load as to multiply: the first whole step then waits
-    as long as without. It loses time if rows of panels are copied without staging, since short rows are
-    slower.
+    The choice minimizes the time for which multiplications wait in the first steps. Thin steps gain nothing
+    if panels take about as long to load as to multiply: the wait only moves to the first full step. They
+    lose time if the device copies rows directly from the caller's array, since short rows are copied slowly.
     """
     layouts = setting.layouts
     unit = lcm(layouts.a.read_chunk[1], layouts.b.read_chunk[0])
     halvings = _max_halvings(setting.problem.depth, tile.k, unit)
     if halvings == 0:
         return 0
-    # Among ramps that are equal to the microsecond, prefer the thinnest: panels may arrive sooner than
-    # modelled.
+    # Among ramps whose waits differ by less than a microsecond, prefer the one with the thinnest steps.
+    # Panels may arrive sooner than modelled.
     return min(range(halvings, -1, -1), key=lambda ramp: round(_waited(setting, tile, ramp), 6))
 
 
@@ -46,7 +50,10 @@ def _max_halvings(depth: int, k: int, unit: int) -> int:
 
 
 def _waited(setting: Setting, tile: TileShape, ramp: int) -> float:
-    """Seconds of waits before the second whole step. Later waits do not depend on the ramp."""
+    """Return the seconds for which multiplications wait before the second full step of the first tile.
+
+    Later waits do not depend on the ramp.
+    """
     problem, machine, layouts = setting.problem, setting.machine, setting.layouts
     (m, n, k), depth, grid = extents(problem, tile), problem.depth, TileGrid.of(problem, tile, ramp)
     read = uploaded = multiplied = waited = 0.0

@@ -1,4 +1,4 @@
-"""Refuse tile shapes and budgets, with errors that name the remedy."""
+"""Create the errors for tile shapes and budgets that no plan can use. Their messages name the remedy."""
 
 from oocgemm.errors import BudgetError, InputError
 from oocgemm.planning.cost.footprint import Candidate, Footprint, footprint
@@ -14,7 +14,7 @@ def check_tile(setting: Setting, tile: TileShape) -> None:
     """Raise `InputError` for a tile shape that a product cannot use."""
     problem = setting.problem
     if min(tile.m, tile.n, tile.k) < 1:
-        raise InputError(f"tile {tile} has an extent below 1")
+        raise InputError(f"tile {tile} has an extent below 1: make all three extents at least 1")
     if problem.exact and min(tile.k, problem.depth) > MAX_INT32_DEPTH:
         raise InputError(
             f"tile {tile}: int32 holds sums of {MAX_INT32_DEPTH} products of int8 numbers, and panels would "
@@ -33,7 +33,10 @@ def check_tile(setting: Setting, tile: TileShape) -> None:
 
 
 def budget_error(setting: Setting, tile: TileShape | None) -> BudgetError:
-    """Create the error for budgets that are too small for the smallest plan, of all or of that tile shape."""
+    """Create the error for budgets that are too small for every plan.
+
+    With `tile`, it is for budgets that are too small for every plan with that tile shape.
+    """
     problem, layouts, budgets = setting.problem, setting.layouts, setting.budgets
     unified = setting.machine.unified
     shape = tile or min_tile(setting)
@@ -60,7 +63,10 @@ def budget_error(setting: Setting, tile: TileShape | None) -> BudgetError:
 
 
 def too_small(budgets: Budgets, footprint: Footprint, what: str, otherwise: str = "") -> BudgetError:
-    """Create the error for budgets below a footprint. It names sizes that suffice."""
+    """Create the error for budgets below `footprint`. The message names budgets that suffice.
+
+    `what` names the plan that does not fit. `otherwise` names other remedies, if any.
+    """
     short = [
         (tier, budget, total)
         for tier, budget, total in (

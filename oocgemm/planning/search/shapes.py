@@ -1,12 +1,14 @@
 """Enumerate the tile shapes worth scoring.
 
-Traffic falls as tile.m and tile.n grow. Therefore a tile takes nearly all of the device memory, and panels
-are only as deep as the kernel and the copies need: ``c tile.m tile.n + 2 tile.k (tile.m + tile.n) <= M`` with
-c accumulators.
+The larger tile.m and tile.n, the fewer bytes are loaded. Therefore tiles of C take nearly all of the device
+memory, and the panels of A and B have only the depth tile.k that the kernel and the copies need. With c tiles
+(accumulators), two panels of each operand, and room for M elements:
+``c tile.m tile.n + 2 tile.k (tile.m + tile.n) <= M``.
 
-Extents are enumerated as *counts* of tiles down and across, so that tiles have equal sizes. For each depth
-and count down, the smallest count across that fits is tried, and one more. Each is tried with streamed
-panels, and with all panels of a tile row (or column) in slots.
+The extents follow from the *counts* of tiles down and across, so that tiles have equal sizes. For each depth
+and each count down, the smallest count across that fits is tried, and the next larger one. Each of these is
+tried in three ways: with two panels per operand in memory, with all panels of a row of tiles, and with all
+panels of a column of tiles.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,20 +25,22 @@ from oocgemm.planning.search.depths import best_depths, link_rate
 from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import TileShape, ceil_div, overread, round_up
 
-BINS = 3  # largest areas of tiles of which the best shape is scored
-DENSE_COUNTS = 32  # counts of tiles up to this are all tried, larger ones sparsely
-MAX_READING_COUNT = 48  # tiles down, of shapes that save reads
-LAST_SHARES = tuple(eighths / 8 for eighths in range(7, 1, -1))  # extents of a smaller last tile
-MORE_TILES = 3  # tiles added along an extent, so that their C starts to drain sooner
-FEW_TILES = 8  # tiles along an extent up to which shapes with a smaller end are derived
-THIN_EXTENT = 16  # of a tile that leaves the memory to the panels of a row (or column)
+BINS = 3  # shapes are binned by the bit length of their area; the best of this many largest bins are kept
+DENSE_COUNTS = 32  # all counts of tiles along an extent up to this one are tried, of larger counts only some
+MAX_READING_COUNT = 48  # maximum tiles down in `_reading_shapes`; more would take longer to enumerate
+# Extents of the last tile that `with_smaller_last` tries, relative to its present extent.
+LAST_SHARES = tuple(eighths / 8 for eighths in range(7, 1, -1))
+MORE_TILES = 3  # maximum number of tiles that `with_more_tiles` adds along an extent
+FEW_TILES = 8  # shapes with a smaller last tile are derived only up to this many tiles along an extent
+THIN_EXTENT = 16  # tile extent that leaves nearly all memory to the panels of a row (or column) of tiles
 
 
 def _alignments(setting: Setting) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """List units that tile extents along m and along n may be multiples of.
+    """List the units of which tile extents are multiples, for m and for n.
 
-    They are the chunks of C, which tiles must not divide (or a number that suits kernels and chunks of a new
-    C), and the chunks of A or B.
+    Some units are multiples of the chunks of C, since no chunk of C may be in two tiles. If C does not exist
+    yet, they are numbers that suit kernels and the chunks of C. Others are also multiples of the chunks of A
+    or B, so that whole chunks are read.
     """
     problem, layouts = setting.problem, setting.layouts
     units = []
@@ -53,11 +57,11 @@ def _alignments(setting: Setting) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def shapes(setting: Setting, *, every_depth: bool = False) -> Iterator[tuple[TileShape, int]]:
-    """Yield tile shapes worth scoring, with the number of accumulators that fit.
+    """Yield (tile shape, number of accumulators) for the shapes whose time is worth predicting.
 
-    For each of the best depths (or of all) and for one and two accumulators, shapes are binned by area. From
-    each of the bins of the largest areas, the shape that moves fewest bytes is kept. Larger tiles move less;
-    smaller ones start and end sooner.
+    For each depth, and for one and two accumulators (tiles of C in memory), shapes are divided into bins by
+    area. From each of the bins with the largest areas, the shape that moves the fewest bytes is kept. Several
+    bins are needed: larger tiles move fewer bytes, but smaller tiles start and end sooner.
     """
     problem, machine, layouts = setting.problem, setting.machine, setting.layouts
     if 0 in (problem.m, problem.n):
@@ -71,7 +75,7 @@ def shapes(setting: Setting, *, every_depth: bool = False) -> Iterator[tuple[Til
     chunk_b = 1 if layouts.b.partial_reads else layouts.b.read_chunk[1]
     whole_chunks = chunk_a > 1 or chunk_b > 1
     memory = int((setting.budgets.device - machine.device_reserve) / (1 + checksum_fraction(problem)))
-    # Narrower tiles leave most of the memory empty, even if they span n and all panels of B are in slots.
+    # Tiles with fewer rows leave most of the memory empty, even with n columns and all panels of B in memory.
     narrowest = min(m, memory // (16 * (n * acc + k * b)))
     thin_m, thin_n = (min(x, round_up(THIN_EXTENT, min(unit))) for x, unit in ((m, units_m), (n, units_n)))
     extents_m = sorted({thin_m, *(x for x in _extents(m, units_m, _counts(m)) if x >= narrowest)})
@@ -79,8 +83,8 @@ def shapes(setting: Setting, *, every_depth: bool = False) -> Iterator[tuple[Til
     if setting.host_caches_panels:
         yield from ((shape, 1) for shape in _reading_shapes(setting, memory, depths))
     for tile_k in depths:
-        padded_k = round_up(k, tile_k)  # panels take whole slots
-        # Bytes that the slowest link moves while the steps of one tile are issued.
+        padded_k = round_up(k, tile_k)  # the last panel takes a slot of full size
+        # Time to issue the steps of one tile, converted to bytes that the slowest link could move meanwhile.
         per_tile = padded_k // tile_k * machine.step_latency * link_rate(setting, (m, n, tile_k))
         for c in (1, 2):
             bins: dict[tuple[int, int], tuple[float, int, int]] = {}
@@ -88,7 +92,9 @@ def shapes(setting: Setting, *, every_depth: bool = False) -> Iterator[tuple[Til
                 down = ceil_div(m, tile_m)
                 cost_a = machine.partial_line_cost(layouts.a, (tile_m, tile_k))
                 column_work = _column_work(setting, tile_m)
-                for kept in range(3):  # panels of no operand, of A's row, or of B's column are all in slots
+                # kept = 1: all panels of A of a tile row are in memory; 2: all of B of a tile column; 0:
+                # neither.
+                for kept in range(3):
                     panels_a = tile_m * padded_k * a if kept == 1 else 2 * tile_m * tile_k * a
                     panels_a += tile_m * tile_k * work
                     per_column = (padded_k * b if kept == 2 else 2 * tile_k * b) + tile_k * work + column_work
@@ -116,7 +122,7 @@ def shapes(setting: Setting, *, every_depth: bool = False) -> Iterator[tuple[Til
                             bins[area] = moved, tile_n, tile_m
             for tile_m, tile_n, sparse in _best_of(bins, m):
                 yield TileShape(tile_m, tile_n, tile_k), c
-                # Larger counts are tried sparsely: a longer tile may fit between two of them.
+                # Not all large counts of tiles were tried: a tile with more rows than this one may fit too.
                 if sparse:
                     max_m = (memory - tile_n * tile_k * (2 * b + work)) // (
                         tile_n * c * acc + tile_k * (2 * a + work)
@@ -127,15 +133,15 @@ def shapes(setting: Setting, *, every_depth: bool = False) -> Iterator[tuple[Til
 def _best_of(
     bins: Mapping[tuple[int, int], tuple[float, int, int]], m: int
 ) -> Iterator[tuple[int, int, bool]]:
-    """Yield tile.m and tile.n of the best shapes, and whether a longer tile may fit.
+    """Yield (tile.m, tile.n, whether a tile with more rows may fit) for the best shapes.
 
-    The keys of `bins` are (which panels are all in slots, bits of the area). Its values are (bytes moved,
-    tile.n, tile.m).
+    `bins` has the best shape of each bin. Its keys are (which panels are all in memory, bit length of the
+    area), and its values (bytes moved, tile.n, tile.m).
     """
     for kept in range(3):
         areas = sorted((x for x in bins if x[0] == kept), reverse=True)
         best_areas = areas[: BINS if kept == 0 else 1]
-        if areas:  # a small tile may leave more memory to panels
+        if areas:  # also the shape that moves the fewest bytes: a small tile leaves memory for panels
             best_areas.append(min(areas, key=lambda x: bins[x][0]))
         for area in dict.fromkeys(best_areas):
             _, tile_n, tile_m = bins[area]
@@ -143,10 +149,10 @@ def _best_of(
 
 
 def _moved(a: tuple[int, int, int, float], b: tuple[int, int, int, float], free: int) -> float:
-    """Estimate the bytes loaded, times their cost, if free memory caches panels for the next tile.
+    """Estimate the bytes loaded, weighted by their cost, if `free` bytes of memory cache panels for reuse.
 
-    For each operand, the arguments are: times loaded, bytes, bytes of the panels of a row (or column) that
-    are cached, and cost per byte.
+    `a` and `b` describe the operands: how many times the operand is loaded without a cache, its bytes, the
+    bytes of the panels of a tile row (or column) that can be cached, and the cost per byte.
     """
     (across, a_bytes, row, cost_a), (down, b_bytes, column, cost_b) = a, b
     saved = max(
@@ -158,9 +164,9 @@ def _moved(a: tuple[int, int, int, float], b: tuple[int, int, int, float], free:
 
 
 def with_smaller_last(setting: Setting, tile: TileShape) -> Iterator[TileShape]:
-    """Yield larger tiles, in equal number, so that the last row or column of tiles is smaller.
+    """Yield shapes of larger tiles, in the same number, so that the last row or column of tiles is smaller.
 
-    The drain of the last tile is hidden by nothing.
+    No multiplication hides the time to download and write the last tile, so that a small one saves time.
     """
     problem = setting.problem
     (*_, unit_m), (*_, unit_n) = _alignments(setting)
@@ -174,7 +180,10 @@ def with_smaller_last(setting: Setting, tile: TileShape) -> Iterator[TileShape]:
 
 
 def with_more_tiles(setting: Setting, tile: TileShape) -> Iterator[TileShape]:
-    """Yield smaller tiles, a few more along either extent. They drain sooner, and less drains at the end."""
+    """Yield shapes of smaller tiles, with a few more tiles along m, n or both.
+
+    The output of smaller tiles starts sooner, and less of it remains after the last multiplication.
+    """
     problem = setting.problem
     (*_, unit_m), (*_, unit_n) = _alignments(setting)
     counts = ceil_div(problem.m, tile.m), ceil_div(problem.n, tile.n)
@@ -185,7 +194,10 @@ def with_more_tiles(setting: Setting, tile: TileShape) -> Iterator[TileShape]:
 
 
 def _longer(extent: int, nominal: int, unit: int, share: float) -> int:
-    """Lengthen tiles so that about this share of the last one is left, or return `nominal`."""
+    """Return a tile extent with which the last tile has about `share` of its present extent.
+
+    `nominal` is the present tile extent. It is returned if there is no longer extent with as many tiles.
+    """
     count = ceil_div(extent, nominal)
     if not 1 < count <= FEW_TILES:
         return nominal
@@ -195,7 +207,7 @@ def _longer(extent: int, nominal: int, unit: int, share: float) -> int:
 
 
 def _column_work(setting: Setting, tile_m: int) -> int:
-    """Bytes of workspace per column of a tile, for residues or for int32 sums."""
+    """Return the bytes of workspace per column of a tile, for residues or for int32 sums."""
     problem = setting.problem
     if problem.planes:
         return work_bytes(problem.planes, tile_m, 16) // 16
@@ -203,7 +215,7 @@ def _column_work(setting: Setting, tile_m: int) -> int:
 
 
 def _reading_shapes(setting: Setting, memory: int, depths: Sequence[int]) -> Iterator[TileShape]:
-    """Yield the two shapes per depth with fewest bytes read if the host caches panels."""
+    """Yield, for each depth, the two tile shapes with the fewest bytes read, if the host caches panels."""
     problem, machine, layouts = setting.problem, setting.machine, setting.layouts
     m, n, k = problem.m, problem.n, max(1, problem.depth)
     sizes = problem.itemsizes
@@ -220,11 +232,10 @@ def _reading_shapes(setting: Setting, memory: int, depths: Sequence[int]) -> Ite
             down = ceil_div(m, tile_m)
             left = memory - tile_m * tile_k * work
             column = tile_m * acc + tile_k * work + _column_work(setting, tile_m)
-            panels_a = (2 * tile_m * tile_k * a, memory // 2, tile_m * k * a)  # bytes that they may take
+            panels_a = (2 * tile_m * tile_k * a, memory // 2, tile_m * k * a)  # bytes for panels of A to try
             limits = {min(n, (left - x) // (column + 2 * tile_k * b)) for x in panels_a}
-            limits.add(
-                min(n, (left - 2 * tile_m * tile_k * a) // (column + k * b))
-            )  # with a column of B cached
+            # With all panels of B of a tile column in memory:
+            limits.add(min(n, (left - 2 * tile_m * tile_k * a) // (column + k * b)))
             for max_n in limits:
                 if max_n < 1:
                     continue
@@ -253,38 +264,44 @@ def _read(
     device: float,
     host: float,
 ) -> float:
-    """Estimate the bytes read, times their cost, of a walk along rows, at best over which tier caches what.
+    """Estimate the bytes read, weighted by their cost, if tiles are visited row by row or in bands of rows.
 
-    `row` and `column` are the bytes of panels of a tile row and a tile column. `device` and `host` are free
-    bytes.
+    The device may cache one operand and the host the other. The estimate is for the best choice.
+
+    Arguments:
+        row, column: bytes of the panels of A of a tile row, and of B of a tile column
+        down, across: numbers of tiles
+        a_bytes, b_bytes: bytes of the operands
+        cost_a, cost_b: cost per byte
+        device, host: bytes of free memory for cached panels
     """
-    least = inf
+    best = inf
     for keeps, other in ((device, host), (host, device), (host, max(device, host - row))):
         kept, passing = min(max(0.0, keeps), row), min(max(0.0, other), b_bytes)
         first = a_bytes * across - (across - 1) * down * kept
-        least = min(least, cost_a * first + cost_b * (b_bytes * down - (down - 1) * passing))
+        best = min(best, cost_a * first + cost_b * (b_bytes * down - (down - 1) * passing))
         if keeps == host and down > 1 and keeps > row:
             fewest = ceil_div(down, int(keeps // row))
-            for bands in {fewest, max(1, fewest - 1)}:  # also a band that does not fit completely
+            for bands in {fewest, max(1, fewest - 1)}:  # also wider bands that do not fit
                 band = ceil_div(down, bands)
                 rest = min(max(device, host - band * row), column)
                 again = (down - bands) * max(0.0, b_bytes - across * max(0.0, rest))
                 spilt = (across - 1) * max(0.0, a_bytes - bands * keeps)
-                least = min(least, cost_a * (a_bytes + spilt) + cost_b * (bands * b_bytes + again))
-    return least
+                best = min(best, cost_a * (a_bytes + spilt) + cost_b * (bands * b_bytes + again))
+    return best
 
 
 def _counts(extent: int) -> Iterator[int]:
-    """Yield counts of tiles along an extent: every count up to `DENSE_COUNTS`, then ever sparser ones."""
+    """Yield counts of tiles along an extent: all up to `DENSE_COUNTS`, then each about 4% above the last."""
     count = 1
     while count <= extent:
         yield count
         count = count + 1 if count < DENSE_COUNTS else ceil_div(count * 25, 24)
 
 
-@lru_cache(4096)  # depths share counts
+@lru_cache(4096)  # shapes of different depths have the same extents
 def _long_extents(extent: int, units: tuple[int, ...], longest: int) -> list[int]:
-    """List tile extents up to `longest`, for the smallest possible count of tiles and for one more."""
+    """List tile extents of at most `longest`, for the smallest possible count of tiles and for one more."""
     fewest = ceil_div(extent, longest)
     found = {x for x in _extents(extent, units, (fewest, fewest + 1)) if x <= longest}
     if not found:
@@ -293,7 +310,10 @@ def _long_extents(extent: int, units: tuple[int, ...], longest: int) -> list[int
 
 
 def _extents(extent: int, units: Sequence[int], counts: Iterable[int]) -> list[int]:
-    """List equal tile extents for each count, as multiples of each unit, or of `LARGE_UNIT` if large."""
+    """List the tile extents that divide `extent` evenly into each count, rounded up to each of the units.
+
+    Large extents are rounded up to `LARGE_UNIT`, which is faster on a GPU.
+    """
     found = set()
     for count in counts:
         even = ceil_div(extent, max(count, 1))

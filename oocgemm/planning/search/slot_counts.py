@@ -1,4 +1,8 @@
-"""Give a tile shape slots: a minimum of them, and the memory left over to panels that are used again."""
+"""Choose the numbers of slots (buffers) for a tile shape.
+
+Each kind of slot gets the minimum that the schedule needs. The memory left over caches panels of A and B that
+are used again.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,21 +18,26 @@ from oocgemm.planning.schedule.traversal import Traversal
 from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import TileGrid, TileShape, ceil_div, round_up
 
-# Bytes of a strip that drains: long enough for the link, short enough to start writing early.
+# Target size of a strip in bytes. A strip is the block of rows in which a tile of C is downloaded and
+# written. Strips must be large enough for the full rate of the link, and small enough that writing starts
+# early.
 STRIP_BYTES = 32 << 20
-# Minimum number of strips per tile. On the host, the next tile's first step hides most of the drain. Beside a
-# device, each strip is several operations to issue.
+# A strip has at least this fraction of a tile's rows: 1 / STRIPS on the host backend, 1 / STAGED_STRIPS with
+# a GPU. More strips would only take more operations to issue. With a GPU, each strip is several operations.
+# On the host, the first step of the next tile hides most of the writing anyway.
 STRIPS = 3
 STAGED_STRIPS = 10
-# If the host caches panels, a strip takes at most this fraction of the host budget, but a tile has at most
-# this many strips.
+# If the host caches panels, a strip takes at most 1 / HOST_SHARE of the host budget, so that most memory
+# is left to cache panels. But a tile has at most MAX_STRIPS strips.
 HOST_SHARE = 400
 MAX_STRIPS = 32
-# If the store is slower than the link by this factor, reads and uploads may run in turn, to leave more memory
-# to panels.
+# If reads from storage are slower than uploads by at least this factor, candidates with a single host slot
+# are tried. Reads and uploads then alternate instead of overlapping, but more memory is left to cache panels.
 SLOW_STORE_FACTOR = 10
+# Maximum number of steps of a tile that run strip by strip.
 MAX_DRAIN = 16
-# Which panels get the free memory first, on the device and on the host.
+# Pairs of priorities to try, for the device and for the host. They say which panels get the free memory
+# first: see `_filled`.
 PRIORITIES = (
     ("soonest", "soonest"),
     ("soonest", "passing"),
@@ -40,7 +49,7 @@ PRIORITIES = (
 
 
 def slot_counts(setting: Setting, tile: TileShape, c: int, io_threads: int) -> Iterator[Candidate]:
-    """Yield candidates of a tile shape with `c` accumulators, with as many panel slots as fit the budgets."""
+    """Yield candidates of a tile shape with `c` accumulators, and as many slots for panels as fit."""
     problem, machine, layouts = setting.problem, setting.machine, setting.layouts
     base = _min_slots(setting, tile, c, io_threads)
     if base is None:
@@ -70,7 +79,7 @@ def slot_counts(setting: Setting, tile: TileShape, c: int, io_threads: int) -> I
             if not caches:
                 continue
             known: set[tuple[bool, int, int, int, int]] = set()
-            # Either tier may serve either operand first: what one tier caches, the other need not.
+            # Device and host may give priority to different panels: panels cached in one need not be in both.
             priorities = PRIORITIES if band > 1 else PRIORITIES[:4]
             for (fewest, spare), (on_device, on_host) in product(bases, priorities):
                 a, b = _filled(base.a, base.b, free, *device, down, across, steps, traversal, on_device)
@@ -90,7 +99,8 @@ def slot_counts(setting: Setting, tile: TileShape, c: int, io_threads: int) -> I
                 seconds = 1.01 * (up + read) if in_turn else max(up, read) + min(up, read) / 10
                 found.append((seconds, in_turn, len(found), Candidate(tile, filled, traversal, io_threads)))
         found.sort()
-        # Reads and uploads run in turn only if that loads less.
+        # Candidates with a single host slot (`in_turn`) are worth trying only if the best one is such a
+        # candidate.
         yield from (candidate for _, in_turn, _, candidate in found[:2] if in_turn <= found[0][1])
 
 
@@ -102,9 +112,11 @@ def _with_tile_on_host(
     free: int,
     size: dict[tuple[str, str], int],
 ) -> Slots:
-    """Add host slots for a whole tile of C, so that the device continues at once, if that helps and fits.
+    """Add host slots for a whole tile of C, if they fit and help.
 
-    It helps if the store is slower than the link, and writes the tile while the next one is computed.
+    With them, the GPU need not wait for writes to storage before it goes on with the next tile. They help if
+    storage is slower than the link, but writes a tile in less time than the GPU takes to compute the next
+    one.
     """
     problem, machine = setting.problem, setting.machine
     if machine.write >= machine.d2h:
@@ -133,17 +145,21 @@ def _filled(
     traversal: Traversal,
     first: str = "soonest",
 ) -> tuple[int, int]:
-    """Fill free memory with slots of A and B, and return their numbers.
+    """Fill `free` bytes with slots for panels of A and B, and return the numbers of slots.
 
-    `first` names the panels that get memory first: those that are reused "soonest", those of the "passing"
-    operand, or those of a whole "band". "alone" fills only the panels reused soonest, since filling memory
-    takes time too.
+    `a` and `b` are the minimum numbers of slots. The traversal visits tiles in bands of rows (for columns, A
+    and B change roles). `first` names the panels that get memory first:
+
+    - "soonest": those that are reused soonest, then the others.
+    - "passing": those of B, which every band uses once, before those of A.
+    - "band": those of A of a whole band of rows, before those of B.
+    - "alone": only those that are reused soonest, since page faults of more slots take time too.
     """
     if traversal.axis == 1:
         b, a = _filled(b, a, free, b_size, a_size, across, down, steps, traversal.along_rows, first)
         return a, b
     band = min(traversal.band, down)
-    # Within a band, the panels of a column are reused sooner than those of a row.
+    # Within a band, panels of B are reused in the next tile, panels of A only in the next column.
     wanted = [("a", band * steps), ("b", across * steps)]
     if band > 1:
         wanted.insert(1 if first == "band" else 0, ("b", steps))
@@ -166,13 +182,14 @@ def _bands(
 ) -> list[int]:
     """List widths of bands to try: one row (or column) of tiles, and the widest bands whose panels fit.
 
-    If another tier has memory too (`spills`), also bands that do not fit completely.
+    With `spills`, both the host and the device cache panels. Bands that do not fit on the host completely are
+    then tried too.
     """
     kept, passing = ("A", "B") if axis == 0 else ("B", "A")
     panels = max(1, size["host", kept])
     row = free // max(1, steps)
-    # Bands that fit with a column of the other operand's panels, and without one, if the device caches the
-    # column.
+    # The memory has room for a band and a column of the other operand's panels, or for a wider band alone, if
+    # the device caches the column.
     fewest = {max(1, ceil_div(rows, max(1, x // panels))) for x in (row - size["host", passing], row)}
     if not spills:
         fewest = {max(fewest)}
@@ -182,9 +199,10 @@ def _bands(
 
 
 def _free(setting: Setting, tile: TileShape, slots: Slots, io_threads: int) -> tuple[int, int]:
-    """Bytes left on the device and on the host.
+    """Return the bytes of the budgets that are left on the device and on the host.
 
-    The host's are reduced by the checksums of the panels that fill the device's.
+    If the host stores checksums of all panels, panels that fill the rest of the device need host memory too.
+    Both numbers are reduced accordingly.
     """
     problem, budgets = setting.problem, setting.budgets
     used = footprint(setting, Candidate(tile, slots, io_threads=io_threads))
@@ -198,14 +216,16 @@ def _free(setting: Setting, tile: TileShape, slots: Slots, io_threads: int) -> t
 
 
 def _min_slots(setting: Setting, tile: TileShape, c: int, io_threads: int) -> Slots | None:
-    """Return the minimum slots: two per operand on the device, and 3, 2 or 1 on the host; None if none fit.
+    """Return the minimum numbers of slots with which a tile shape runs well, or None if they do not fit.
 
-    A third host slot absorbs jitter. With a single one, reads and uploads run in turn.
+    Each operand gets two slots on the device and, as memory permits, three, two or one on the host. A third
+    host slot absorbs variations in the time of reads. With a single host slot, reads and uploads cannot
+    overlap.
     """
     problem, machine, budgets = setting.problem, setting.machine, setting.budgets
     unit = setting.c_chunks(tile)[0]
     row_bytes = max(1, min(tile.n, problem.n) * problem.itemsizes["C"])
-    # A tile has few strips, since each is several operations. Strips have fewer rows if memory is scarce.
+    # Large strips are best, since each strip is several operations. Try smaller ones if memory is scarce.
     wanted = max(STRIP_BYTES // row_bytes, ceil_div(tile.m, STRIPS if machine.unified else STAGED_STRIPS), 1)
     if not machine.shares_cores:
         wanted = machine.strip_rows(wanted, min(tile.n, problem.n))
@@ -238,11 +258,14 @@ def _draining(
     free: int,
     size: dict[tuple[str, str], int],
 ) -> Slots:
-    """Run as many steps strip by strip as hide the drain of a tile, if slots for their panels fit."""
+    """Choose how many steps run strip by strip (`Slots.drain`), with slots for all their panels.
+
+    There are as many as overlap the download or write of a tile, or fewer if their panels do not fit.
+    """
     problem, machine = setting.problem, setting.machine
     m, n, k = extents(problem, tile)
     flops = problem.step_flops(m, n, k)
-    if not flops or problem.planes:  # residues are in their slots for one step only
+    if not flops or problem.planes:  # slots for residues have room for too few steps
         return base
     step = machine.multiply_seconds(problem.rate, flops, m, n, k) + machine.step_latency
     to_memory = strip_rate(setting, (base.strip, n)) if setting.layouts.c.in_memory else machine.d2h
