@@ -45,7 +45,9 @@ DIGEST_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class Blocking:
-    """Division of an extent into strips, and of each strip into `per` blocks of `size` elements.
+    """Division of the rows or columns of a tile into strips, and of each strip into `per` blocks of `size`.
+
+    A strip is the part of a tile that is downloaded at once, and a block the part that one checksum covers.
 
     The last strip, and the last block of each strip, may be shorter.
     """
@@ -57,7 +59,7 @@ class Blocking:
 
     @classmethod
     def of(cls, extent: int, strip: int) -> "Blocking":
-        """Divide an extent into strips of `strip` elements. A lone strip is divided as it is in its tile."""
+        """Divide an extent into strips of `strip` elements, and each strip into blocks of at most `SIDE`."""
         strip = max(1, strip)
         size = ceil_div(strip, ceil_div(strip, SIDE))
         return cls(extent, strip, size, ceil_div(strip, size))
@@ -70,7 +72,7 @@ class Blocking:
 
     @property
     def strips(self) -> int:
-        """Number of strips in the extent."""
+        """Number of strips into which the extent is divided."""
         return ceil_div(self.extent, self.strip)
 
 
@@ -102,7 +104,7 @@ class PanelOffsets:
 
     @classmethod
     def of(cls, problem: GemmProblem, extent: int, depth: int, strip: int) -> "PanelOffsets":
-        """Lay out a panel of `extent` x `depth` elements, divided into strips along its extent."""
+        """Lay out the checksums of a panel of `extent` x `depth` elements, with strips of `strip` rows."""
         blocks = Blocking.of(extent, strip).blocks
         norms = round_up(HEAD + extent, PART)
         sums = round_up(norms + 8 * blocks * ceil_div(depth, SIDE), PART)

@@ -28,7 +28,7 @@ MODULI = (256, 255, 253, 251, 247, 241, 239, 233, 229, 227, 223, 217, 211, 199, 
 # more, the emulation is slower than a native product, or a' does not fit into int64.
 MODULI_COUNTS = {d.name: (d.planes - 2, d.planes - 1, d.planes) for d in DTYPES.values() if d.planes}
 UNITS = {"float64": 2.0**-53, "float32": 2.0**-24}  # unit roundoff
-MAX_DEPTH = 1 << 17  # int32 can overflow in sums of more products of residues
+MAX_DEPTH = 1 << 17  # in deeper steps, int32 sums of int8 products could overflow
 MIN_DEPTH = 16  # shallower steps are native: rounding the result is a large part of their error bound
 # `PanelFacts.above` counts the elements of a row that are at least these multiples of the row's root mean
 # square.
@@ -46,7 +46,7 @@ _MANTISSA = 53
 
 @dataclass(frozen=True, slots=True)
 class Residues:
-    """The first N moduli and the constants that reconstruct a number from its residues.
+    """The first N moduli, and the constants that reconstruct an integer from its remainders (residues).
 
     P is the product of the moduli. `exponent` is L: if every row of A' and every column of B' has a 2-norm of
     at most 2^L, then |A'B'| < P/2.
@@ -175,17 +175,17 @@ def min_cosine(a: Sequence[int], b: Sequence[int], depth: int) -> float:
     return total / depth
 
 
-STRIP_ROWS = 4096  # maximum rows of C whose residues are in the workspace at a time
+STRIP_ROWS = 4096  # maximum rows of C that are computed at a time; bounds the workspace
 _ROW_FACTS = 32  # bytes of facts per row of op(A) and per column of op(B)
 VERDICT_BYTES = 256  # bytes in which the device summarizes the facts about two panels
-_ALIGNMENT = 512  # bytes, of each part of a plane slot
+_ALIGNMENT = 512  # bytes, of each part of a buffer for planes
 
 
 @dataclass(frozen=True, slots=True)
 class Offsets:
-    """Byte offsets in a plane slot, the buffer for the residues of one step. `end` is its size.
+    """Byte offsets in the buffer for the int8 matrices (planes) of one step. `end` is its size.
 
-    The parts are the residue planes of A and of B in rows of `pitch(depth)` bytes, the int32 exponents of the
+    The parts are the planes of A and of B in rows of `pitch(depth)` bytes, the int32 exponents of the
     scales of A's rows and B's columns, the facts about each row and column, and the verdict.
     """
 
@@ -205,7 +205,7 @@ def pitch(depth: int) -> int:
 
 @lru_cache(64)
 def plane_offsets(planes: int, m: int, n: int, depth: int) -> Offsets:
-    """Lay out a slot for `planes` planes of an m x depth panel of op(A) and of a depth x n panel of op(B)."""
+    """Lay out a buffer for int8 planes of a step: `planes` each of op(A), m x depth, and op(B), depth x n."""
     row = planes * pitch(depth)
     at = [0]
     for size in (m * row, n * row, 4 * m, 4 * n, _ROW_FACTS * (m + n), VERDICT_BYTES):
@@ -220,7 +220,8 @@ HOST_WORK = 6 << 20
 def work_bytes(planes: int, m: int, n: int) -> int:
     """Return the device bytes of workspace to multiply an m x n tile.
 
-    They are the residues of at most `STRIP_ROWS` rows of C, and the int32 sums for one modulus.
+    They are the residues (elements modulo each modulus) of at most `STRIP_ROWS` rows of C, and the int32 sums
+    for one modulus.
     """
     return min(m, STRIP_ROWS) * pitch(n) * (planes + 4)
 

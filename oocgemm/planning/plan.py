@@ -143,7 +143,7 @@ class Plan:
 
     @cached_property
     def loads(self) -> Loads:
-        """Bytes of the panels of A and B that the run loads, panels that it loads again included.
+        """Bytes of the panels of A and B that the run loads. A panel counts each time that it is loaded.
 
         The bytes are counted. If counting would take longer than `MAX_COUNTED` allows, they are estimated
         within 1%.
@@ -230,7 +230,7 @@ class Plan:
 
     @cached_property
     def _panels(self) -> dict[str, tuple[Layout, Shape]]:
-        """Layout of each operand, and the shape in which it is copied: panels of A and B, strips of C."""
+        """Layout of each operand, and the shape in which it is copied: panels of A and B, rows of C."""
         (m, n, k), layouts = extents(self.problem, self.tile), self.layouts
         return {"A": (layouts.a, (m, k)), "B": (layouts.b, (k, n)), "C": (layouts.c, (self.slots.strip, n))}
 

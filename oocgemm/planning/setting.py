@@ -67,9 +67,10 @@ class Setting:
 
 @lru_cache(4096)
 def _dividing_extent(target: int, nominal: int, extent: int) -> int:
-    """Choose a chunk extent near `target`, at most sqrt(2) times it, that divides `nominal`.
+    """Choose a chunk extent that divides the tile extent `nominal`.
 
-    If one tile spans `extent`, the chunk extent need not divide it.
+    It is near `target`, and at most sqrt(2) times `target`. If one tile spans the whole `extent` of C, the
+    chunk extent need not divide the tile extent.
     """
     if nominal >= extent:
         return max(1, ceil_div(extent, max(1, ceil_div(extent, target))))

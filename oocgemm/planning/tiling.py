@@ -102,11 +102,11 @@ class TileGrid:
         return max(1, ceil_div(self.k, self.tile.k))
 
     def rows(self, i: int) -> Range:
-        """Range of valid rows of C in tile row i."""
+        """Return the range of rows of C in tile row i. The last one may have fewer than tile.m."""
         return i * self.tile.m, min((i + 1) * self.tile.m, self.m)
 
     def cols(self, j: int) -> Range:
-        """Range of valid columns of C in tile column j."""
+        """Return the range of columns of C in tile column j. The last one may have fewer than tile.n."""
         return j * self.tile.n, min((j + 1) * self.tile.n, self.n)
 
     def elements(self, tile: Tile) -> int:

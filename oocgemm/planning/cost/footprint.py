@@ -61,7 +61,7 @@ def extents(problem: GemmProblem, tile: TileShape) -> tuple[int, int, int]:
 
 
 def slot_bytes(problem: GemmProblem, tile: TileShape, strip: int) -> dict[tuple[str, str], int]:
-    """Return the bytes of one slot by (tier, operand): the data and the checksums behind them, aligned."""
+    """Return the bytes of one buffer by (tier, operand): the data and the checksums behind them, aligned."""
     sizes = payload_bytes(problem, tile, strip)
     for slot, more in checksum_bytes(problem, tile, strip).items():
         sizes[slot] += round_up(more, DEVICE_ALIGNMENT if slot[0] == "device" else HOST_ALIGNMENT)
@@ -69,7 +69,7 @@ def slot_bytes(problem: GemmProblem, tile: TileShape, strip: int) -> dict[tuple[
 
 
 def payload_bytes(problem: GemmProblem, tile: TileShape, strip: int) -> dict[tuple[str, str], int]:
-    """Return the bytes of the data in one slot by (tier, operand), aligned. Checksums start behind the data.
+    """Return the bytes of data in one buffer by (tier, operand), aligned. Checksums start behind the data.
 
     `Slot` explains the letters of operands.
     """
@@ -92,8 +92,8 @@ def scratch_bytes(setting: Setting, io_threads: int, tile: TileShape | None = No
     """Return the bytes of temporary host memory in which threads read and write chunks.
 
     `io_threads` threads read, and as many write. Each needs memory to decode or encode one chunk. If panels
-    of the `tile` consist of parts of the array's lines, each thread needs memory for those parts instead, if
-    that is more.
+    of the `tile` contain only parts of the array's lines (runs of contiguous elements), each thread needs
+    memory to read these, if that is more.
     """
     layouts = setting.layouts
     sources = (layouts.a, layouts.b, *([layouts.c] if setting.problem.reads_c else []))

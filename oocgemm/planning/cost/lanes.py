@@ -11,10 +11,10 @@ from oocgemm.planning.schedule.slots import Slots
 from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import Layout, Shape, TileGrid, TileShape, ceil_div
 
-# All lanes whose time is predicted. "issue" is the time under the GIL, in which operations are submitted one
-# after another.
+# All lanes (disks, links and processors) whose time is predicted. "issue" is the time under the GIL, in which
+# operations are submitted one after another.
 LANES = ("read", "decode", "h2d", "prepare", "compute", "d2h", "encode", "write", "issue")
-# The lanes that panels of A and B pass before they are multiplied.
+# The lanes (disks and links) that panels of A and B pass before they are multiplied.
 LOADING = ("read", "decode", "h2d")
 
 
@@ -83,7 +83,10 @@ def lane_seconds(
     loads: Loads,
     streams: tuple[PanelStream, PanelStream],
 ) -> tuple[dict[str, float], float]:
-    """Estimate the busy seconds of each lane except "issue", and the seconds to load the first panels."""
+    """Estimate for how many seconds each lane (disk, link or processor) is busy, except "issue".
+
+    Also returns the seconds to load the first panels of A and B.
+    """
     problem, layouts, machine = setting.problem, setting.layouts, setting.machine
     slots, (m, n, k) = candidate.slots, extents(problem, candidate.tile)
     down, across = grid.shape
@@ -125,9 +128,10 @@ def lane_seconds(
 def count_copies(
     problem: GemmProblem, slots: Slots, strips: int, loads: Loads, panel_a: int, panel_b: int
 ) -> float:
-    """Estimate the number of operations that load panels, and that load, finish or store strips of C.
+    """Estimate the number of operations that load panels, and that load, finish or store C.
 
-    `panel_a` and `panel_b` are the bytes of a panel of op(A) and of op(B). `strips` is the number of strips.
+    `panel_a` and `panel_b` are the bytes of a panel of op(A) and of op(B). C is moved in `strips`
+    blocks of rows.
     """
     panels = loads.a_read / panel_a + loads.b_read / panel_b if problem.depth else 0.0
     if not slots.unified:

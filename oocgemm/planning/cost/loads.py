@@ -39,7 +39,7 @@ def _times_loaded(
 
 
 def _hit_rate(slots: int, panels: int) -> float:
-    """Return the fraction of uses that find their panel in one of the slots.
+    """Return the fraction of uses that find their panel in a cache with `slots` slots.
 
     A sequence of `panels` panels is used alternately forwards and backwards. When the direction changes, the
     slots contain the panels that are used next.

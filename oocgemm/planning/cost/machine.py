@@ -183,7 +183,11 @@ class MachineModel:
         return min(MAX_WAVE_QUANTIZATION, blocks * rows * cols / (m * n))
 
     def strip_rows(self, wanted: int, width: int) -> int:
-        """Choose the rows of a strip, `wanted` to 1.25 `wanted`, that best fill a GPU's waves of blocks."""
+        """Choose the number of rows of a strip, the part of a tile of C that is downloaded at once.
+
+        It is between `wanted` and 1.25 `wanted`. Among these numbers, it is the one whose thread blocks best
+        fill the GPU's last wave (one block on each multiprocessor).
+        """
         across, fewest = max(1, ceil_div(width, STRIP_BLOCK)), ceil_div(wanted, STRIP_BLOCK)
         counts = range(fewest, fewest + fewest // 4 + 1)
         return STRIP_BLOCK * max(
@@ -215,7 +219,10 @@ class MachineModel:
         return 1 / (1 / self.read + min(gaps, self.segment / layout.segment_bytes(panel)))
 
     def partial_line_cost(self, layout: Layout, panel: Shape) -> float:
-        """Return the time per byte to read panels of that shape, relative to whole lines; at least 1."""
+        """Return how much longer reads of panels of that shape take per byte than reads of whole lines.
+
+        A line is a run of contiguous elements. The factor is at least 1.
+        """
         if layout.in_memory or layout.decode_bytes:
             return 1.0
         return max(1.0, self.read / self.store_rate(layout, panel))

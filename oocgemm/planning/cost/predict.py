@@ -30,9 +30,9 @@ WRITE_CPU_SHARE = 0.25
 class Prediction:
     """The predicted seconds of a run in `total`, and the parts that it was computed from.
 
-    `lanes` has the seconds for which each lane is busy; lanes overlap. `start_up` is the time before the
-    first multiplication, `bubbles` the waits between multiplications, and `tail` the time after the last
-    multiplication.
+    `lanes` has the seconds for which each lane (disk, link or processor) is busy; lanes overlap. `start_up`
+    is the time before the first multiplication, `bubbles` the waits between multiplications, and `tail` the
+    time after the last multiplication.
     """
 
     lanes: Mapping[str, float]
@@ -43,7 +43,7 @@ class Prediction:
 
     @property
     def bottleneck(self) -> str:
-        """Name of the lane that is busy longest."""
+        """Name of the lane (disk, link or processor) that is busy longest."""
         return max(self.lanes, key=lambda lane: self.lanes[lane])
 
     @property
@@ -98,8 +98,8 @@ def predict(setting: Setting, candidate: Candidate, loads: Loads | None = None) 
     tile_bytes = m * n * problem.itemsizes["C"]
     accumulators = slots.c * m * n * problem.itemsizes["acc"] if slots.unified else 0
     start_up = accumulators * machine.arena_seconds_per_byte + first
-    # A tile drains (is downloaded and written) while steps run strip by strip: its last steps and, with one
-    # accumulator, also the first steps of the next tile. These steps hide the drain.
+    # A tile drains (is downloaded and written) while steps run strip by strip (some rows at a time): its last
+    # steps and, with one accumulator, also the first steps of the next tile. These steps hide the drain.
     strips = ceil_div(m, slots.strip)
     write_rate = strip_rate(setting, (slots.strip, n))
     # If the host slots have room for a whole tile, the device need not wait for writes to storage.
@@ -128,7 +128,7 @@ def predict(setting: Setting, candidate: Candidate, loads: Loads | None = None) 
         start_up += sum(s.faulted for s in streams) * machine.arena_seconds_per_byte
     if slots.c == 1 and tiles > 1:
         exposed = max(drain - 2 * turn_steps * step, drain / strips)
-        # Panels of the next tile that find no free slot before this tile ends arrive late.
+        # Panels of the next tile arrive late if no buffer is free for them before this tile ends.
         changing, panel = (slots.b, panel_b) if candidate.traversal.axis == 0 else (slots.a, panel_a)
         late = max(0, 2 * turn_steps - changing) * panel
         others = (1 - parts[-1].computed) * problem.m * problem.n / (m * n)
@@ -150,10 +150,10 @@ def _combine(
     parts: Sequence[Share],
     drain_terms: tuple[float, float, int],
 ) -> tuple[float, float]:
-    """Combine the busy times of concurrent lanes; return the seconds of multiplications and of the tail.
+    """Combine the busy times of concurrent lanes (disks, links, processors) to the time of the run.
 
-    The former are from the first multiplication to the end of the last one. The tail is the time after it in
-    which the rest of C is written. `drain_terms` are the last three arguments of `drain_end`.
+    Returns the seconds from the first multiplication to the end of the last one, and the seconds after that
+    in which the rest of C is written. `drain_terms` are the last three arguments of `drain_end`.
     """
     if machine.shares_cores:
         # Every copy takes time from the cores that multiply. Of a Write, it is only WRITE_CPU_SHARE, since
@@ -177,11 +177,11 @@ def _combine(
 
 
 def _occupied(lanes: Mapping[str, float], first: float, *, in_turn: bool) -> dict[str, float]:
-    """Return the seconds for which each lane is busy after the first panels are loaded.
+    """Return the seconds for which each lane (disk, link or processor) is busy, except for the first panels.
 
     `first` are the seconds to load the first panels. With one host slot per operand, reads and uploads cannot
-    overlap (`in_turn`). The kernel that prepares residues shares the GPU with multiplications, so that its
-    time is added to theirs.
+    overlap (`in_turn`). For emulated products, the kernel that splits panels into int8 matrices
+    shares the GPU with multiplications, so that its time is added to theirs.
     """
     reading = lanes["read"] + lanes["h2d"] if in_turn else lanes["read"]
     loading = {lane: max(0.0, (reading if lane == "read" else lanes[lane]) - first) for lane in LOADING}
@@ -189,7 +189,7 @@ def _occupied(lanes: Mapping[str, float], first: float, *, in_turn: bool) -> dic
 
 
 def _overlapped(lanes: Mapping[str, float], bubbles: float) -> float:
-    """Return the seconds that concurrent lanes take together.
+    """Return the seconds that concurrent lanes (disks, links and processors) take together.
 
     The longest lane determines the time. A lane that is nearly as long delays it, because of jitter and
     shared memory bandwidth. `bubbles`, waits between multiplications, add nothing while another lane takes
@@ -239,7 +239,7 @@ def _first_tile_faults(
     """
     loading = beginning.loaded * sum(s.read / s.rate for s in streams)
     spare = max(0.0, beginning.computed * compute - loading)
-    # Per operand: the fraction of the tile's steps that read into slots for the first time, and the seconds
+    # Per operand: the fraction of the tile's steps that read into buffers for the first time, and the seconds
     # of the page faults.
     faults = [
         (min(1.0, s.host_slots / steps), min(s.host_slots * s.panel, s.tile) * machine.arena_seconds_per_byte)

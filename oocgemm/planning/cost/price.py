@@ -1,4 +1,4 @@
-"""Rates of single operations: reads of panels and writes of strips."""
+"""Rates of single operations: reads of panels (blocks of A and B) and writes of blocks of rows of C."""
 
 from oocgemm.planning.cost.machine import DIGEST_SECONDS_PER_BYTE, INSTANT
 from oocgemm.planning.setting import Setting
@@ -16,7 +16,7 @@ def panel_rate(setting: Setting, layout: Layout, shape: Shape, panel: Shape) -> 
 
 
 def strip_rate(setting: Setting, strip: Shape) -> float:
-    """Return the bytes per second at which strips of C of that shape are written to storage."""
+    """Return the bytes per second at which blocks of rows of C of shape `strip` are written to storage."""
     machine, layout = setting.machine, setting.layouts.c
     if layout.line:
         return 1 / (1 / machine.write + machine.segment / layout.segment_bytes(strip))

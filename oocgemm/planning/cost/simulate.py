@@ -56,8 +56,8 @@ def duration(operation: Operation, setting: Setting) -> float:
             return operation.bytes / machine.d2h + machine.copy_latency
         case Kind.MULTIPLY:
             m, n, k = length(operation.m), length(operation.n), length(operation.k)
-            # `MachineModel.strip_rows` chooses strips that fill the GPU's waves of thread blocks. Therefore a
-            # strip needs no wave quantization, only a small overhead.
+            # `MachineModel.strip_rows` chooses strips that fill the GPU's waves of thread blocks. Therefore
+            # no partly filled wave slows a strip down, and its overhead is small.
             factor = 1.0
             if k and not machine.unified:
                 rows, m = m, operation.reads[0].stop // k
@@ -69,7 +69,7 @@ def duration(operation: Operation, setting: Setting) -> float:
 
 
 def timed(schedule: Schedule, setting: Setting) -> Iterator[tuple[Operation, float]]:
-    """Yield operations with their modelled seconds. The first read into a slot also pays for page faults."""
+    """Yield operations with their modelled seconds. The first read into a buffer includes its page faults."""
     m, n, k = extents(setting.problem, schedule.grid.tile)
     panels, touched = {"A": (m, k), "B": (k, n)}, set[Slot]()
     for operation in schedule:

@@ -33,8 +33,8 @@ Panel = tuple[int, int]
 class SlotCache:
     """Simulate a cache of `count` slots for the panels of one operand, on the device or on the host.
 
-    Panels are acquired in program order. `spread` is the number of steps per tile over which misses are
-    spread; 1 gives Belady's policy.
+    Panels are acquired in program order. Misses are spread evenly over the `spread` steps of a tile. If
+    `spread` is 1, the panel whose next use is furthest away is evicted (Belady's policy).
     """
 
     def __init__(self, count: int, spread: int = 1) -> None:
@@ -48,8 +48,8 @@ class SlotCache:
         self._used = [-1] * count
         self._clock = 0
         self._where: dict[Panel, int] = {}
-        self._current: list[int] = []  # slots of the current group of steps
-        self._latest: list[int] = []  # slots of the group before it
+        self._current: list[int] = []  # slots used by the current group of steps
+        self._latest: list[int] = []  # slots used by the group before it
         self._heap: list[tuple[int, int, int]] = []
 
     def acquire(self, key: Panel, next_use: int) -> tuple[int, bool]:
@@ -110,7 +110,8 @@ class SlotCache:
     def _rank(self, slot: int, next_use: int) -> None:
         """Set the next use of the panel in a slot, and enter the slot into the heap."""
         self._next_use[slot] = self._ranked(next_use)
-        # An entry becomes stale when its slot is used again. Only evictions pop stale entries.
+        # A heap entry becomes stale when its slot is used again. Only evictions remove stale entries, so that
+        # the heap could grow without bound.
         if len(self._heap) >= MAX_HEAP_PER_SLOT * self._count:
             self._rebuild_heap()
         else:
@@ -136,7 +137,7 @@ class SlotCache:
 
     def _victim(self) -> int:
         if len(self._where) < self._count:
-            return len(self._where)  # empty slots fill in order
+            return len(self._where)  # slots that are still empty come first, in order
         current, latest = self._current, self._latest
         for avoided in ((*current, *latest), (*current, *latest[-1:]), current):
             slot = self._furthest(avoided)
@@ -145,7 +146,7 @@ class SlotCache:
         return self._current[0]  # there is a single slot: every step waits for the step before
 
     def _furthest(self, avoided: Sequence[int]) -> int | None:
-        """Return the slot with the furthest next use, except those in `avoided`; None if there is none."""
+        """Return the slot with the furthest next use that is not in `avoided`; None if all slots are."""
         if len(set(avoided)) >= self._count:
             return None
         passed, found = [], None

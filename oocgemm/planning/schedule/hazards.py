@@ -28,8 +28,8 @@ T = TypeVar("T")
 IN_ORDER = frozenset({"h2d", "h2d-c", "prepare", "compute", "d2h"})
 
 
-# An access to elements [start, stop) of a slot: start, stop, the completion of the operation, its stream, and
-# whether it writes.
+# An access to elements [start, stop) of a buffer: start, stop, the completion of the operation, its stream,
+# and whether it writes.
 _Access = tuple[int, int, T, str, bool]
 
 
@@ -87,12 +87,12 @@ def waits_of(operations: Iterable[Operation]) -> list[tuple[Operation, list[int]
 
 
 def verify(schedule: Schedule, chunks: tuple[int, int] = (1, 1)) -> None:
-    """Check that every operation finds its inputs in its slots and that C is written exactly once.
+    """Check that every operation finds its inputs in its buffers (slots), and that C is written exactly once.
 
     The check goes through the operations in program order and records which block each slot contains. An
     Upload must find its block in its host slot. A Multiply must find the panels of its tile and step in
-    device slots. A Write must find a strip to which every step has been added. No two Writes may write to the
-    same chunk of C; `chunks` is the shape of the chunks.
+    device slots. A Write must find a strip (some rows of a tile) to which every step has been added. No two
+    Writes may write to the same chunk of C; `chunks` is the shape of the chunks.
 
     A real run executes operations in another order. The waits of `HazardTracker` make every such order
     equivalent to program order. Therefore a schedule that passes is correct. Raises `ScheduleError`
@@ -168,7 +168,10 @@ def _require(condition: bool, op: Operation) -> None:
 
 
 def _strips_in(schedule: Schedule, op: Operation) -> Iterator[Range]:
-    """Yield the row ranges of the strips to which a Multiply adds: one strip, or all strips of its tile."""
+    """Yield the row ranges of the strips to which a Multiply adds: one strip, or all strips of its tile.
+
+    A strip is the block of rows of a tile that is downloaded at once.
+    """
     size = schedule.slots.strip
     for start in range(op.m[0], op.m[1], size):
         yield start, min(start + size, op.m[1])

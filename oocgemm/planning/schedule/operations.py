@@ -73,7 +73,7 @@ LANES = {
 }
 
 
-# The lanes of Reads and Writes that decode or encode chunks.
+# Reads that decode chunks and Writes that encode chunks count in these lanes instead.
 _CODED = {Lane.READ: Lane.DECODE, Lane.WRITE: Lane.ENCODE}
 _LOADS = (Kind.READ, Kind.UPLOAD)
 
@@ -117,8 +117,8 @@ class Operation(NamedTuple):
     def stream(self) -> str:
         """The name of the queue that the operation is issued to.
 
-        It is the name of the lane. Only loads of C have separate queues, so that they need not wait for loads
-        of A and B.
+        It is the name of its lane (disk, link or processor). Only loads of C have separate queues, so that
+        they need not wait for loads of A and B.
         """
         lane = self.lane.value
         return f"{lane}-c" if self.operand == "C" and self.kind in _LOADS else lane
@@ -197,7 +197,8 @@ class Schedule:
     def loads_within(self, max_work: float) -> Loads | None:
         """Count the bytes of panels that the run loads, or return None if that takes too long.
 
-        `max_work` is the maximum number of placements of panels in slots. One takes about 10 us.
+        `max_work` is the maximum number of times that a panel may be placed in a buffer. Each takes about 10
+        us.
         """
         depths = [length(self.grid.depth(p)) for p in range(self.grid.steps + self.grid.ramp + 1)]
         heights, widths = (lambda i: length(self.grid.rows(i))), (lambda j: length(self.grid.cols(j)))
@@ -298,7 +299,10 @@ class Schedule:
     def _load_c(
         self, tile: Tile, rows: Range, number: int, slot: Slot, *, whole_tile: bool
     ) -> Iterator[Operation]:
-        """Load a strip of C into the tile's accumulator if `whole_tile`, otherwise into a slot for strips."""
+        """Load the old elements of a strip (some rows of a tile) of C, to which beta applies.
+
+        They go into the accumulator of the tile if `whole_tile`, otherwise into a buffer for one strip.
+        """
         n, size, host = self._strip_parts(tile, rows, number)
         target = self._in_tile(slot, tile, rows) if whole_tile else Region(slot, 0, host.stop)
         targets = (target, *self._sums(slot, tile, rows)) if whole_tile else (target,)
@@ -310,7 +314,7 @@ class Schedule:
         yield Operation(Kind.UPLOAD, "C", tile, 0, (host,), targets, rows, n, bytes=size)
 
     def _drain(self, tile: Tile, rows: Range, number: int, c_slot: Slot) -> Iterator[Operation]:
-        """Finish a strip of the accumulator (apply alpha and beta), download it and write it to storage."""
+        """Finish rows of the accumulator (apply alpha and beta), download them and write them to storage."""
         n, size, host = self._strip_parts(tile, rows, number)
         source, sums = self._in_tile(c_slot, tile, rows), self._sums(c_slot, tile, rows)
         last = self.grid.steps - 1
@@ -329,17 +333,20 @@ class Schedule:
         yield Operation(Kind.WRITE, "C", tile, last, (host,), (), rows, n, bytes=size, coded=coded)
 
     def _strip_parts(self, tile: Tile, rows: Range, number: int) -> tuple[Range, int, Region]:
-        """Return the column range, the bytes and the region in a host slot of strip `number` of the run."""
+        """Return the column range, the bytes and the host buffer of a strip, the given rows of a tile of C.
+
+        `number` counts the strips of the run. Strips use the host buffers in turn.
+        """
         n = self.grid.cols(tile[1])
         elements = length(rows) * length(n)
         host = Region(slot_of(Tier.HOST, "C", number % max(1, self.slots.host_c)), 0, elements)
         return n, elements * self.problem.itemsizes["C"], host
 
     def _sums(self, slot: Slot, tile: Tile, rows: Range) -> tuple[Region, ...]:
-        """Return the region of the checksums of strips of a tile; empty unless the device computes checksums.
+        """Return the region of the checksums of rows of a tile; empty unless the device computes checksums.
 
         The checksums of a panel or of a finished strip need no region: every operation that accesses them
-        also accesses the start of the data in the same slot. The strips of a tile start at different offsets
+        also accesses the start of the data in the same slot. The rows of a tile start at different offsets
         of their slot. Therefore their checksums need a separate region.
         """
         if self.problem.checked != "device":

@@ -17,8 +17,11 @@ def step_groups(
 ) -> Iterator[tuple[bool, Sequence[int]]]:
     """Divide the steps of a tile into groups; yield (whether the group runs strip by strip, its steps).
 
+    Strip by strip means that all steps of the group are applied to some rows of the tile, then to the next
+    rows.
+
     The panels of a group are all loaded before it runs. `first` marks the first tile of the product: no tile
-    before it has strips to download meanwhile. `last` marks the last tile.
+    before it has rows to download meanwhile. `last` marks the last tile.
     """
     tail = min(slots.last_steps if last else slots.turn_steps, len(order))
     stop = len(order) - tail
@@ -40,7 +43,7 @@ class Placed(NamedTuple):
     read: bool
 
 
-# A step, and the slots of its panels of op(A) and op(B).
+# A step, and the buffers of its panels of op(A) and op(B).
 Step = tuple[int, Placed, Placed]
 
 # Maximum number of panels in the memoised states of caches. Above it, all states are dropped, to bound the
@@ -93,7 +96,7 @@ class Panels:
         return self._known[1]
 
     def place(self, position: int, step: int) -> Placed:
-        """Choose slots for the panel of a step of the tile at `position`."""
+        """Choose the buffers for one panel: that of `step` in the tile at `position`."""
         row = self.line(position)
         use = self._next_use(row, step, position)
         slot, hit = self._tiers[0].acquire((row, step), use)
@@ -112,7 +115,7 @@ class Panels:
             cache.advance()
 
     def contents(self, position: int) -> Contents:
-        """Return the contents of the slots. Tile rows (or columns) are relative to the tile at `position`."""
+        """Return the contents of the caches. Tile rows (or columns) are relative to that at `position`."""
         own = self.line(position)
         return tuple(
             (
@@ -154,7 +157,7 @@ class Placing:
     """Assign slots to the panels of both operands, tile by tile, on the device and on the host.
 
     The order and the grouping of a tile's steps depend only on the tile's coordinates. Otherwise a resumed
-    run would not be bit-identical: a kernel may round a strip differently from a whole tile.
+    run would not be bit-identical: a kernel may round some rows of a tile differently from the whole tile.
     """
 
     def __init__(
@@ -192,9 +195,9 @@ class Placing:
         `depths` are the depths of the steps. `height` and `width` return the extents of a tile row and a tile
         column. Returns None if counting takes more than `max_work` placements.
 
-        Tiles that find the caches in the same state, relative to their coordinates, load the same panels.
-        The same is true of bands of tiles with equal keys (`Walk.bands`). Therefore each state is counted
-        only once.
+        Tiles that find the caches in the same state, relative to their coordinates, load the same panels. The
+        same is true of bands (groups of tile rows or columns) with equal keys (`Walk.bands`). Therefore each
+        state is counted only once.
         """
         self._work, self._max_work = 0, max_work
         try:

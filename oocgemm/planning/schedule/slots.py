@@ -32,8 +32,8 @@ class Slot:
     device: int = 0
 
     def __hash__(self) -> int:
-        # Every operation looks slots up in a dict. The generated hash would be slow, since it would include
-        # the hash of an Enum.
+        # Every operation looks its slots up in a dict. The generated hash would be slow, since it would
+        # include the hash of an Enum.
         return hash((self.operand, self.index))
 
     def __str__(self) -> str:
@@ -47,7 +47,7 @@ def slot_of(tier: Tier, operand: str, index: int) -> Slot:
 
 
 class Region(NamedTuple):
-    """Elements [start, stop) of a slot, or strips [start, stop) of an S slot.
+    """Elements [start, stop) of a slot (a buffer), or strips [start, stop) of a slot for checksums.
 
     Two operations that access overlapping regions may have to wait for one another. Regions count elements
     rather than rows, because tiles of different widths use the same slot: their rows start at different
@@ -89,21 +89,26 @@ class Slots:
 
     @property
     def last_steps(self) -> int:
-        """Number of steps that run strip by strip at the end of the last tile: `drain`, limited by the slots."""
+        """Number of steps of the last tile that run strip by strip (some rows of the tile at a time).
+
+        It is `drain`, limited by the number of buffers for the panels of these steps.
+        """
         return min(self.drain, self.a, self.b)
 
     @property
     def turn_steps(self) -> int:
         """Number of steps that run strip by strip at the end of a tile, and at the start of the next one.
 
-        It does not apply to the last tile. It is 0 with two accumulators: a tile then drains while the next
-        one is multiplied in the other accumulator. With one accumulator, the last steps of a tile overlap
-        half of its drain, and the first steps of the next tile overlap the other half.
+        A strip is some rows of a tile: they are written to storage while the next strip is multiplied. With
+        one accumulator (room for one tile of C), the last steps of a tile overlap half of its output, and the
+        first steps of the next tile the other half. With two accumulators, the number is 0: the output of a
+        tile overlaps the product of the next one in the other accumulator. It does not apply to the last
+        tile.
         """
         return min(self.turn or -(-self.last_steps // 2), self.last_steps) if self.c == 1 else 0
 
     def count(self, tier: Tier, operand: str) -> int:
-        """Return the number of slots of an operand on a tier."""
+        """Return the number of slots (buffers) of an operand on a tier."""
         if tier is Tier.HOST:
             return {"A": self.host_a, "B": self.host_b, "C": self.host_c}.get(operand, 0)
         counts = {"A": self.a, "B": self.b, "C": self.c, "D": self.finish, "P": self.planes, "S": self.c}

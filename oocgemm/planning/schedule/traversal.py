@@ -75,7 +75,8 @@ class Walk(Sequence[Tile]):
     ) -> None:
         self.traversal = traversal
         self.axis = traversal.axis
-        # Bands divide the extent `_down`; within a band, the walk goes along `_across`.
+        # A band consists of tile rows (axis 0) or columns (axis 1). There are `_down` of these, of `_across`
+        # tiles each.
         self._down, self._across = (tile_rows, tile_cols) if self.axis == 0 else (tile_cols, tile_rows)
         self.whole = self._down * self._across
         self._positions: array[int] | None = None
@@ -96,7 +97,9 @@ class Walk(Sequence[Tile]):
         return self._tile(places[position])
 
     def bands(self) -> Iterator[tuple[int, int, object]]:
-        """Yield (start position, stop position, key) of each band, for a walk over the whole grid.
+        """Yield (start position, stop position, key) of each band of tile rows or columns.
+
+        The walk must visit the whole grid.
 
         Bands with equal keys visit the same tiles relative to their first row. No other band has the key of
         the last one, since the tiles of the last band may be smaller.
@@ -120,9 +123,9 @@ class Walk(Sequence[Tile]):
         return None
 
     def _next(self, crosses: bool, line: int, position: int) -> int | None:
-        """Return the same as `next_in`, for a walk over the whole grid.
+        """Return the same as `next_in`, but positions count all tiles of the grid.
 
-        The line of tiles `crosses` the bands, or is part of one band.
+        `line` is a tile row or column. Either it `crosses` the bands, or it is part of one band.
         """
         band, area = self.traversal.band, self.traversal.band * self._across
         if not crosses:
@@ -134,7 +137,7 @@ class Walk(Sequence[Tile]):
                 if c < self._across and start + c * height + row > position:
                     return start + c * height + row
             return None
-        # A band visits its tiles of a crossing line one after another.
+        # A line that crosses a band has consecutive positions in it.
         for top in (position // area * band, (position // area + 1) * band):
             if top < self._down:
                 height = self._height(top)
@@ -165,7 +168,7 @@ def walk(traversal: Traversal, tile_rows: int, tile_cols: int, tiles: Container[
 
 
 def last(traversal: Traversal, tile_rows: int, tile_cols: int) -> Tile:
-    """Return the last tile of a walk over a grid of at least one tile.
+    """Return the tile that a traversal visits last in a grid of at least one tile.
 
     >>> last(Traversal(), 2, 3), last(Traversal(axis=1), 2, 2), last(Traversal(band=2), 2, 3)
     ((1, 0), (0, 1), (1, 2))

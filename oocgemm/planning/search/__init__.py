@@ -1,1 +1,1 @@
-"""The planner: enumerate candidates (tile shapes, slots, traversals), predict their times, choose one."""
+"""The planner: enumerate candidates (tile shapes, buffers, traversals), predict their times, choose one."""

@@ -111,7 +111,7 @@ def resumed_plan(
     `BudgetError` if the plan does not fit even with the fewest panels and one thread.
     """
     slots = candidate.slots
-    together = max(2, slots.last_steps)  # steps that run strip by strip need all their panels at once
+    together = max(2, slots.last_steps)  # the last steps of a tile need all their panels at once
     fewer = replace(
         slots,
         a=min(slots.a, together),

@@ -28,7 +28,7 @@ from oocgemm.planning.tiling import TileShape, ceil_div, overread, round_up
 BINS = 3  # shapes are binned by the bit length of their area; the best of this many largest bins are kept
 DENSE_COUNTS = 32  # all counts of tiles along an extent up to this one are tried, of larger counts only some
 MAX_READING_COUNT = 48  # maximum tiles down in `_reading_shapes`; more would take longer to enumerate
-# Extents of the last tile that `with_smaller_last` tries, relative to its present extent.
+# `with_smaller_last` tries to shrink the last tile to these fractions of its extent.
 LAST_SHARES = tuple(eighths / 8 for eighths in range(7, 1, -1))
 MORE_TILES = 3  # maximum number of tiles that `with_more_tiles` adds along an extent
 FEW_TILES = 8  # shapes with a smaller last tile are derived only up to this many tiles along an extent
@@ -75,7 +75,8 @@ def shapes(setting: Setting, *, every_depth: bool = False) -> Iterator[tuple[Til
     chunk_b = 1 if layouts.b.partial_reads else layouts.b.read_chunk[1]
     whole_chunks = chunk_a > 1 or chunk_b > 1
     memory = int((setting.budgets.device - machine.device_reserve) / (1 + checksum_fraction(problem)))
-    # Tiles with fewer rows leave most of the memory empty, even with n columns and all panels of B in memory.
+    # Do not try tiles with fewer rows: they leave most of the memory empty, even with n columns and all of
+    # B's panels in memory.
     narrowest = min(m, memory // (16 * (n * acc + k * b)))
     thin_m, thin_n = (min(x, round_up(THIN_EXTENT, min(unit))) for x, unit in ((m, units_m), (n, units_n)))
     extents_m = sorted({thin_m, *(x for x in _extents(m, units_m, _counts(m)) if x >= narrowest)})
@@ -83,7 +84,7 @@ def shapes(setting: Setting, *, every_depth: bool = False) -> Iterator[tuple[Til
     if setting.host_caches_panels:
         yield from ((shape, 1) for shape in _reading_shapes(setting, memory, depths))
     for tile_k in depths:
-        padded_k = round_up(k, tile_k)  # the last panel takes a slot of full size
+        padded_k = round_up(k, tile_k)  # the last panel takes a buffer of full size
         # Time to issue the steps of one tile, converted to bytes that the slowest link could move meanwhile.
         per_tile = padded_k // tile_k * machine.step_latency * link_rate(setting, (m, n, tile_k))
         for c in (1, 2):
@@ -92,8 +93,8 @@ def shapes(setting: Setting, *, every_depth: bool = False) -> Iterator[tuple[Til
                 down = ceil_div(m, tile_m)
                 cost_a = machine.partial_line_cost(layouts.a, (tile_m, tile_k))
                 column_work = _column_work(setting, tile_m)
-                # kept = 1: all panels of A of a tile row are in memory; 2: all of B of a tile column; 0:
-                # neither.
+                # 0: two panels per operand in memory. 1: all of A of a tile row. 2: all of B of a tile
+                # column.
                 for kept in range(3):
                     panels_a = tile_m * padded_k * a if kept == 1 else 2 * tile_m * tile_k * a
                     panels_a += tile_m * tile_k * work
@@ -207,7 +208,7 @@ def _longer(extent: int, nominal: int, unit: int, share: float) -> int:
 
 
 def _column_work(setting: Setting, tile_m: int) -> int:
-    """Return the bytes of workspace per column of a tile, for residues or for int32 sums."""
+    """Return the bytes of workspace per column of a tile, for emulated products or for int32 sums."""
     problem = setting.problem
     if problem.planes:
         return work_bytes(problem.planes, tile_m, 16) // 16
@@ -282,7 +283,7 @@ def _read(
         best = min(best, cost_a * first + cost_b * (b_bytes * down - (down - 1) * passing))
         if keeps == host and down > 1 and keeps > row:
             fewest = ceil_div(down, int(keeps // row))
-            for bands in {fewest, max(1, fewest - 1)}:  # also wider bands that do not fit
+            for bands in {fewest, max(1, fewest - 1)}:  # also bands with too many rows to fit
                 band = ceil_div(down, bands)
                 rest = min(max(device, host - band * row), column)
                 again = (down - bands) * max(0.0, b_bytes - across * max(0.0, rest))

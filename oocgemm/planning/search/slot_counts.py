@@ -27,14 +27,14 @@ STRIP_BYTES = 32 << 20
 # On the host, the first step of the next tile hides most of the writing anyway.
 STRIPS = 3
 STAGED_STRIPS = 10
-# If the host caches panels, a strip takes at most 1 / HOST_SHARE of the host budget, so that most memory
-# is left to cache panels. But a tile has at most MAX_STRIPS strips.
+# If the host caches panels, a strip (some rows of a tile of C) takes at most 1 / HOST_SHARE of the host
+# budget, so that most memory is left to cache panels. But a tile has at most MAX_STRIPS strips.
 HOST_SHARE = 400
 MAX_STRIPS = 32
 # If reads from storage are slower than uploads by at least this factor, candidates with a single host slot
 # are tried. Reads and uploads then alternate instead of overlapping, but more memory is left to cache panels.
 SLOW_STORE_FACTOR = 10
-# Maximum number of steps of a tile that run strip by strip.
+# Maximum number of steps of a tile that run strip by strip. Each needs buffers for its two panels.
 MAX_DRAIN = 16
 # Pairs of priorities to try, for the device and for the host. They say which panels get the free memory
 # first: see `_filled`.
@@ -49,7 +49,7 @@ PRIORITIES = (
 
 
 def slot_counts(setting: Setting, tile: TileShape, c: int, io_threads: int) -> Iterator[Candidate]:
-    """Yield candidates of a tile shape with `c` accumulators, and as many slots for panels as fit."""
+    """Yield candidates of a tile shape with `c` accumulators, and as many buffers for panels as fit."""
     problem, machine, layouts = setting.problem, setting.machine, setting.layouts
     base = _min_slots(setting, tile, c, io_threads)
     if base is None:
@@ -159,7 +159,7 @@ def _filled(
         b, a = _filled(b, a, free, b_size, a_size, across, down, steps, traversal.along_rows, first)
         return a, b
     band = min(traversal.band, down)
-    # Within a band, panels of B are reused in the next tile, panels of A only in the next column.
+    # Within a band of rows, panels of B are reused in the next tile, panels of A only in the next column.
     wanted = [("a", band * steps), ("b", across * steps)]
     if band > 1:
         wanted.insert(1 if first == "band" else 0, ("b", steps))
@@ -180,7 +180,7 @@ def _filled(
 def _bands(
     rows: int, axis: int, steps: int, free: int, size: dict[tuple[str, str], int], *, spills: bool
 ) -> list[int]:
-    """List widths of bands to try: one row (or column) of tiles, and the widest bands whose panels fit.
+    """List the numbers of tile rows (or columns) per band to try: one, and the most whose panels fit.
 
     With `spills`, both the host and the device cache panels. Bands that do not fit on the host completely are
     then tried too.
@@ -188,8 +188,8 @@ def _bands(
     kept, passing = ("A", "B") if axis == 0 else ("B", "A")
     panels = max(1, size["host", kept])
     row = free // max(1, steps)
-    # The memory has room for a band and a column of the other operand's panels, or for a wider band alone, if
-    # the device caches the column.
+    # The memory has room for a band of rows and a column of the other operand's panels. If the device caches
+    # the column, the memory has room for a band of more rows.
     fewest = {max(1, ceil_div(rows, max(1, x // panels))) for x in (row - size["host", passing], row)}
     if not spills:
         fewest = {max(fewest)}
@@ -225,7 +225,8 @@ def _min_slots(setting: Setting, tile: TileShape, c: int, io_threads: int) -> Sl
     problem, machine, budgets = setting.problem, setting.machine, setting.budgets
     unit = setting.c_chunks(tile)[0]
     row_bytes = max(1, min(tile.n, problem.n) * problem.itemsizes["C"])
-    # Large strips are best, since each strip is several operations. Try smaller ones if memory is scarce.
+    # Strips (blocks of rows) should be large, since each is several operations. Try smaller ones if memory is
+    # scarce.
     wanted = max(STRIP_BYTES // row_bytes, ceil_div(tile.m, STRIPS if machine.unified else STAGED_STRIPS), 1)
     if not machine.shares_cores:
         wanted = machine.strip_rows(wanted, min(tile.n, problem.n))
@@ -258,14 +259,14 @@ def _draining(
     free: int,
     size: dict[tuple[str, str], int],
 ) -> Slots:
-    """Choose how many steps run strip by strip (`Slots.drain`), with slots for all their panels.
+    """Choose how many of a tile's last steps run strip by strip (`Slots.drain`), and add buffers for them.
 
     There are as many as overlap the download or write of a tile, or fewer if their panels do not fit.
     """
     problem, machine = setting.problem, setting.machine
     m, n, k = extents(problem, tile)
     flops = problem.step_flops(m, n, k)
-    if not flops or problem.planes:  # slots for residues have room for too few steps
+    if not flops or problem.planes:  # there are planes for too few steps
         return base
     step = machine.multiply_seconds(problem.rate, flops, m, n, k) + machine.step_latency
     to_memory = strip_rate(setting, (base.strip, n)) if setting.layouts.c.in_memory else machine.d2h
