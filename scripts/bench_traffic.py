@@ -32,7 +32,7 @@ from oocgemm.planning import (
     default_model,
     make_plan,
 )
-from oocgemm.planning.cost.footprint import least_bytes
+from oocgemm.planning.cost.footprint import min_bytes
 from oocgemm.planning.cost.loads import estimate_loads
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -150,7 +150,7 @@ def misses_least(plan: Plan, kind: str, moved: int, found: int, least: int) -> s
     if found <= NEAR * least:
         return "the plan"
     p, (device, host) = plan.problem, net(plan, kind)
-    if found <= NEAR * least_bytes(p, device + (host or 0)):
+    if found <= NEAR * min_bytes(p, device + (host or 0)):
         return "memory set aside"
     panels = found - c_bytes(p)
     each = 2 * p.m * p.n * p.depth * p.itemsizes["A"] ** 1.5  # over the root of the memory

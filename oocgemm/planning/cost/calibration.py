@@ -119,7 +119,7 @@ class Calibration:
 
 
 def _check_links(backend: str, rates: Mapping[str, float], samples: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for impossible rates of links, or for rates that contradict their samples."""
+    """Raise `ValueError` for impossible rates of links, or for rates that do not fit the measured samples."""
     for link in ("h2d", "d2h"):
         # The host backend copies within memory, so that no limit of a link applies.
         if backend != "host" and link in rates:

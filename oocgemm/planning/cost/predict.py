@@ -17,10 +17,10 @@ from oocgemm.planning.schedule.slots import Slots
 from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import TileGrid, TileShape, ceil_div
 
-# Concurrent lanes with the busy times t_1, t_2, ... take (sum of t_i^p)^(1/p) seconds, with p = OVERLAP_NORM.
-# Two equally long lanes take 6% longer than one; a lane of four fifths of the longest adds 0.5%. This agrees
-# with measurements on a GPU. It also makes the planner prefer less traffic among plans that would be equally
-# fast with perfect overlap.
+# Concurrent lanes (disks, links, processors) with the busy times t_1, t_2, ... take (sum of t_i^p)^(1/p)
+# seconds, with p = OVERLAP_NORM. Two equally long lanes take 6% longer than one; a lane of four fifths of the
+# longest adds 0.5%. This agrees with measurements on a GPU. It also makes the planner prefer less traffic
+# among plans that would be equally fast with perfect overlap.
 OVERLAP_NORM = 12
 # Fraction of the time of a Write during which a CPU core is busy. The core waits for the disk in the rest.
 WRITE_CPU_SHARE = 0.25

@@ -23,8 +23,8 @@ from oocgemm.planning.tiling import Range, Tile, length
 
 T = TypeVar("T")
 
-# Streams whose operations run one after another in program order, so that no waits are needed between their
-# operations. Reads from storage and writes to storage may run in any order.
+# Streams whose operations run one after another in program order. To wait for one of them is to wait for all
+# earlier ones of its stream too. Reads from storage and writes to storage may run in any order.
 IN_ORDER = frozenset({"h2d", "h2d-c", "prepare", "compute", "d2h"})
 
 

@@ -255,8 +255,8 @@ class Placing:
         known: dict[object, tuple[tuple[int, int], Contents]],
     ) -> tuple[int, int]:
         """Place a tile's panels of one operand. Sum the depth of those uploaded, and of those read."""
-        # Memoise only if it saves time: with many slots and few steps, placing panels is faster than
-        # comparing.
+        # Memoise the loads of tiles only if it saves time. In a large cache with few steps per tile, it is
+        # faster to place the panels than to compare states of the cache.
         memoised = panels.slots <= 4 * len(depths)
         state: object = None
         if memoised:

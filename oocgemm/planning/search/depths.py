@@ -90,7 +90,7 @@ def _deep_depths(setting: Setting) -> list[int]:
     issuing. Still deeper panels would only fault in more memory and overlap less.
     """
     problem, machine, layouts = setting.problem, setting.machine, setting.layouts
-    per_k = problem.m * problem.itemsizes["A"] + problem.n * problem.itemsizes["B"]  # bytes
+    per_k = problem.m * problem.itemsizes["A"] + problem.n * problem.itemsizes["B"]  # bytes if k = 1
     # Operations per step: a multiplication, two reads and, with a GPU, two uploads.
     issuing = machine.issue * (3 if machine.unified else 5)
     unit = lcm(layouts.a.read_chunk[1], layouts.b.read_chunk[0])

@@ -39,8 +39,8 @@ def _alignments(setting: Setting) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """List the units of which tile extents are multiples, for m and for n.
 
     Some units are multiples of the chunks of C, since no chunk of C may be in two tiles. If C does not exist
-    yet, they are numbers that suit kernels and the chunks of C. Others are also multiples of the chunks of A
-    or B, so that whole chunks are read.
+    yet, they are numbers that suit kernels and new chunks of C. The other units are also multiples of the
+    chunks of A or B, so that whole chunks are read.
     """
     problem, layouts = setting.problem, setting.layouts
     units = []
