@@ -239,7 +239,7 @@ class Plan:
         return schedule_of(self.setting, self.candidate, self.tiles)
 
     def explain(self) -> list[dict[str, Any]]:
-        """List the best candidates of different tile shapes, the chosen one first, each with a reason."""
+        """List the best candidates of different tile shapes, the chosen one first, each with its drawback."""
         chosen = next((s for s in self.considered if s.candidate == self.candidate), None)
         rows = [chosen] if chosen else []
         rows += [s for s in self.considered if s is not chosen]

@@ -125,8 +125,9 @@ class GemmProblem:
     def finishes(self) -> bool:
         """Whether a Finish operation applies alpha and beta and casts the accumulator to C's dtype.
 
-        Otherwise the multiplication itself applies alpha and beta. Sums of int8 products need a Finish,
-        because they stay exact only if alpha and beta are applied to the complete sum.
+        Otherwise the multiplication itself applies alpha and beta. Sums of int8 products need a
+        Finish unless alpha = 1 and beta = 0: they stay exact only if alpha and beta are applied to the
+        complete sum.
         """
         return self.acc_dtype != self.c_dtype or (self.exact and (self.alpha, self.beta) != (1, 0))
 

@@ -156,8 +156,9 @@ def _combine(
     in which the rest of C is written. `drain_terms` are the last three arguments of `drain_end`.
     """
     if machine.shares_cores:
-        # Every copy takes time from the cores that multiply. Of a Write, it is only WRITE_CPU_SHARE, since
-        # the disk does the rest. The time to load the first panels counts as start-up.
+        # Every copy takes time from the cores that multiply. Of the time of a Write, only the fraction
+        # WRITE_CPU_SHARE does, since the core waits for the disk in the rest. The time to load the first
+        # panels counts as start-up.
         busy = sum(lanes.values()) - (1 - WRITE_CPU_SHARE) * lanes["write"] + bubbles - first
         tail = drain_end(parts, tile_seconds(parts, busy, 0.0, prefetch=False), busy, *drain_terms) - busy
         return busy, tail

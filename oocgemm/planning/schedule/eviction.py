@@ -154,7 +154,7 @@ class SlotCache:
             entry = heappop(self._heap)
             use, used, slot = entry
             if self._used[slot] != used or -use != self._next_use[slot]:
-                continue  # stale
+                continue  # the slot has been used since it was entered
             passed.append(entry)
             if slot not in avoided:
                 found = slot

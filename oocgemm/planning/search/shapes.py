@@ -93,8 +93,8 @@ def shapes(setting: Setting, *, every_depth: bool = False) -> Iterator[tuple[Til
                 down = ceil_div(m, tile_m)
                 cost_a = machine.partial_line_cost(layouts.a, (tile_m, tile_k))
                 column_work = _column_work(setting, tile_m)
-                # 0: two panels per operand in memory. 1: all of A of a tile row. 2: all of B of a tile
-                # column.
+                # Panels in memory: 0 for two per operand, 1 for all of A of a tile row, 2 for all of B of a
+                # tile column.
                 for kept in range(3):
                     panels_a = tile_m * padded_k * a if kept == 1 else 2 * tile_m * tile_k * a
                     panels_a += tile_m * tile_k * work
