@@ -20,7 +20,7 @@ MULTIPLYING = {"run", "verify", "calibrate", "info"}
 
 
 def main() -> NoReturn:
-    """Run the command line, again if the BLAS has faster kernels for this processor."""
+    """Run the command line. If the BLAS has faster kernels for this processor, restart with them first."""
     use_safe_streams()
     if CHOICE not in os.environ and MULTIPLYING & set(sys.argv[1:]) and _on_host():
         _choose_kernels()
@@ -34,9 +34,10 @@ def _on_host() -> bool:
 
 
 def _choose_kernels() -> None:
-    """Replace this process by the same command with faster BLAS kernels, if there are any. Then never return.
+    """Replace this process by the same command with faster BLAS kernels.
 
-    If the BLAS already uses its fastest kernels, or the system refuses, return and go on as before.
+    Return only if the BLAS already uses its fastest kernels, or if the system cannot replace the process. The
+    caller then continues with the present kernels.
     """
     better = better_family()
     if better is None or not sys.executable:

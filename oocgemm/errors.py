@@ -17,12 +17,12 @@ class NotFoundError(InputError, FileNotFoundError):
 
 
 class BudgetError(OocGemmError, MemoryError):
-    """Raised for a memory budget that is too small even for the plan that needs the least memory.
+    """Raised for a memory budget that is too small for every plan of the requested product.
 
     The message names budgets that suffice.
 
     - `least`: the bytes that the first budget in the message must have at least; None if unknown.
-    - `needed`: the bytes of device memory and of host memory that this smallest plan needs; None if unknown.
+    - `needed`: the bytes of device memory and of host memory that the smallest plan needs; None if unknown.
     """
 
     def __init__(

@@ -28,9 +28,9 @@ BAND_BYTES = 4 << 20
 # page of the span, and pays only if the GPU reads enough of it.
 MIN_PINNED = 256 << 20
 MAX_PINNED_RATIO = 2
-# The GPU copies a block of such an array directly if the rows of the block have at least this many bytes.
-# Shorter rows are gathered in a pinned buffer first. While it multiplies, an H200 copies strided rows of 16
-# KiB at 31-36 GB/s, rows of 32 KiB at 48-53 GB/s, and rows of 96 KiB at 54 GB/s.
+# The GPU copies a block directly from a page-locked array if the rows of the block have at least this many
+# bytes. Shorter rows are gathered in a pinned buffer first. While it multiplies, an H200 copies strided rows
+# of 16 KiB at 31-36 GB/s, rows of 32 KiB at 48-53 GB/s, and rows of 96 KiB at 54 GB/s.
 MIN_ROW_BYTES = 32 << 10
 # The CUDA driver copies two-dimensional blocks only if their rows begin less than this many bytes apart.
 MAX_STRIDE = 1 << 31
@@ -54,7 +54,10 @@ class Arrays(Store):
     def new_layout(
         self, path: str, problem: GemmProblem, chunks: tuple[int, int] | None, compressor: str | None
     ) -> Layout:
-        """Return the layout of a result that is returned as an ndarray. It has no path: `path` is ignored."""
+        """Return the layout of a result that is a new ndarray. It has no path: `path` is ignored.
+
+        Raises `InputError` for `chunks` or a `compressor`, which an ndarray does not have.
+        """
         refuse_zarr_options("an ndarray", chunks, compressor)
         return Layout(in_memory=True)
 
@@ -149,8 +152,8 @@ class ArrayMatrix:
     def _drop(self, block: Array) -> None:
         """Remove the pages that a block spans from the resident set, if the matrix is a memory map.
 
-        No write is lost: the pages stay in the page cache. A private map (`mmap_mode="c"`) is excluded,
-        because its changes exist in the resident set only.
+        No write is lost: the pages stay in the page cache. A copy-on-write map (`mmap_mode="c"`) is excluded,
+        because this would discard its changes, which are not in the page cache.
         """
         if self._droppable is not None:
             _advise(self._droppable, DONT_NEED, block)
@@ -170,7 +173,7 @@ def by_rows(matrix: Matrix, op: Op) -> tuple[Matrix, Op]:
 
 
 def memory(matrix: Matrix) -> Array:
-    """Return the NumPy array of a matrix whose layout is `in_memory`."""
+    """Return the NumPy array of a matrix, which must be an `ArrayMatrix`."""
     assert isinstance(matrix, ArrayMatrix)
     return matrix.array
 

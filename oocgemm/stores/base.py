@@ -104,13 +104,13 @@ class Store(ABC):
         """Import the packages that the store needs, so that the time of a run does not include the import."""
 
     def exists(self, path: str) -> bool:
-        """Return whether a file or array exists at a path, which creating a result there would overwrite."""
+        """Return whether anything exists at a path that a new result there would overwrite."""
         return False
 
     def new_layout(
         self, path: str, problem: GemmProblem, chunks: tuple[int, int] | None, compressor: str | None
     ) -> Layout:
-        """Return the layout that a result created at `path` will have.
+        """Return the layout (the chunks and the memory to read and write them) of a new result at `path`.
 
         If `chunks` is None, the planner chooses the shape of the chunks, if there are any. Raises
         `InputError` for `chunks` or a `compressor` that the store does not support.
@@ -227,7 +227,7 @@ def pieces(
 
 
 def _cuts(span: Range, chunk: int, chunks_each: int) -> Iterator[Range]:
-    """Cut a range into parts of `chunks_each` chunks. The first and last parts may be cut off."""
+    """Cut a range into parts of `chunks_each` chunks. The first and last parts may be smaller."""
     start, stop = span
     while start < stop:
         end = min(stop, (start // chunk + chunks_each) * chunk)

@@ -50,23 +50,25 @@ MAX_FINGERPRINTED = 10_000
 
 
 class Durable(Matrix, Protocol):
-    """A matrix in local files, whose blocks can be made durable."""
+    """A matrix in local files whose blocks can be flushed to the disk, so that a run can be resumed."""
 
     array: Any
 
     def redirect_writes(self, folder: Path) -> None:
-        """Make later writes go to redo files in `folder`, so that C keeps its content. Reads are unchanged.
+        """Make later writes go to files in `folder` (redo files) and not to the matrix.
 
-        `folder` must be on the file system of the matrix, because redo files may be renamed into place.
+        The matrix keeps its content, which `read` returns, until `apply_redo` is called. `folder` must be on
+        the file system of the matrix, because redo files may be renamed into place.
         """
 
     def sync_block(self, rows: Range, cols: Range) -> None:
         """Flush the files that a block was written to, and their directory entries. Raises `OSError`."""
 
     def apply_redo(self, rows: Range, cols: Range) -> None:
-        """Move the content of a block from its redo files to the matrix, and flush it. Raises `OSError`.
+        """Move the content of a block from the redo files to the matrix, and flush it. Raises `OSError`.
 
-        After a crash during this call, the call can be repeated.
+        Redo files are those to which `redirect_writes` makes writes go. After a crash during this call, the
+        call can be repeated.
         """
 
     def delete_partial_files(self) -> None:
@@ -136,7 +138,7 @@ def fingerprints(paths: Iterable[str | Path]) -> dict[str, str]:
     for path in paths:
         try:
             status = os.stat(path)
-        except OSError:  # a file without a status cannot be read either
+        except OSError:  # the file is missing or cannot be accessed, which is part of the digest
             content.update(b"-")
             changes.update(b"-")
         else:
@@ -169,12 +171,18 @@ def found_locally(path: str) -> bool:
 
 
 def saved_block(folder: Path, rows: Range, cols: Range) -> Path:
-    """Return the path of the redo file for a block of a .npy file. Its name contains the block's ranges."""
+    """Return the path of the redo file for a block of a .npy file. Its name contains the block's ranges.
+
+    A redo file contains the new content of a block until it is written to the .npy file.
+    """
     return folder / "-".join(map(str, (*rows, *cols)))
 
 
 def saved_blocks(folder: Path, rows: Range, cols: Range) -> list[tuple[Path, Range, Range]]:
-    """Return the redo files of all blocks that are inside a given block, each with its rows and columns."""
+    """Return the redo files in `folder` of all blocks inside a given block, each with its rows and columns.
+
+    A redo file contains the new content of a block until it is written to the .npy file.
+    """
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
         parts = path.name.split("-")

@@ -230,7 +230,7 @@ def publish(path: Path, data: Array, size: int) -> None:
 
 
 def worth_caching(size: int) -> bool:
-    """Return whether `size` bytes of files are few enough to be kept in the page cache for a second read."""
+    """Return whether files of `size` bytes are small enough to stay in the page cache for a second read."""
     return size <= MAX_CACHED_SHARE * memory_limit()
 
 

@@ -34,8 +34,8 @@ MAX_LINE = 8 << 10
 # Each thread collects parts of lines in scratch memory of this size, if they must be transposed or
 # byte-swapped, or are read as whole lines. 256 KiB fit into the processor's cache.
 SCRATCH_BYTES = 256 << 10
-# Blocks are cut so that the scratch memory receives at least this many lines at a time. It has room for that
-# many lines of MAX_LINE bytes.
+# The scratch memory has room for this many lines of MAX_LINE bytes. A block that does not fit is cut into
+# pieces of at least this many lines, if it has as many.
 SCRATCH_LINES = SCRATCH_BYTES // MAX_LINE
 # Parts of lines that are not in the page cache are requested from the disk before they are read. A request is
 # extended to up to WINDOW times the length of the part, and at most MAX_WINDOW bytes, because the bytes that

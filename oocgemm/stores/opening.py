@@ -1,4 +1,4 @@
-"""Open operands and results, and create results. The first store that matches an object or path does this."""
+"""Open operands and results, and create results, with the store (the class for one format) that matches."""
 
 import os
 import sys
@@ -55,7 +55,7 @@ def create_output(
 def new_layout(
     place: Any, problem: GemmProblem, chunks: tuple[int, int] | None, compressor: str | None
 ) -> Layout:
-    """Return the layout that a result created at the path `place` will have.
+    """Return the layout (the chunks and the memory to read and write them) of a new result at `place`.
 
     If `place` is None, the result is an array in memory. If `chunks` is None, the planner chooses the shape
     of the chunks, if there are any. Raises `InputError` for `chunks` or a `compressor` that do not apply.

@@ -51,10 +51,10 @@ def place(folder: Path) -> Path:
 
 
 def clear(folder: Path, keep: Collection[str] = (), *, c: bool = True) -> None:
-    """Delete a journal: everything in its folder, except the file names in `keep`.
+    """Delete everything in the journal's folder except the files that are named in `keep`.
 
     Also delete the folder itself if `keep` is empty. If the folder is inside a zarr array and `c` is true,
-    delete the array too. An unfinished .npy file is in the journal's folder, and is always deleted.
+    delete the array too. An unfinished .npy file is in the journal's folder, so it is deleted in any case.
     """
     inside = place(folder) == folder.parent
     found = [path for path in folder.iterdir() if path.name not in keep]

@@ -36,7 +36,7 @@ def stores() -> Iterator[Store]:
 
 
 def store_of(operand: Any) -> Store:
-    """Return the store that opens an operand, or creates a result at a path. There always is one."""
+    """Return the store that opens an operand, or creates a result at a path. Every operand has one."""
     return next(store for store in stores() if store.matches(operand))
 
 

@@ -78,8 +78,8 @@ def path_of(calibration: Calibration) -> Path:
 def save(calibration: Calibration) -> Path:
     """Save a calibration, and return its path.
 
-    It replaces the previous one, except for the rates of file systems that were measured only then. Raises
-    `InputError` if the file cannot be written.
+    It replaces the previous calibration of the device, but keeps the rates of file systems that were not
+    measured again. Raises `InputError` if the file cannot be written.
     """
     path = path_of(calibration)
     old = None
@@ -112,10 +112,11 @@ def write_whole(path: Path, contents: bytes) -> None:
 
 
 def load(backend: str, device: str | None) -> tuple[Calibration | None, str]:
-    """Return the calibration of a device of this machine, or None, and a note on unusable files, or "".
+    """Return the calibration of a device of this machine, and a note. Never raises.
 
-    If `device` is None, return the calibration of the device that was calibrated last. A file that cannot be
-    read or is not valid is ignored, and the note names it with the reason. Never raises.
+    If `device` is None, return the calibration of the device that was calibrated last. If there is none,
+    return None and a note that says which files were ignored because they are unreadable or invalid.
+    Otherwise the note is "".
     """
     key, notes = machine_key(), []
     for path in _newest(f"{key}-{backend}-*.json"):

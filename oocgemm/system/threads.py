@@ -103,7 +103,7 @@ def shielded(work: Callable[[Cancel], T]) -> T:
         worker.join()
     except BaseException as error:
         if claim.acquire(blocking=False):
-            raise  # `work` has not started, and the thread cannot start it without the claim
+            raise  # `work` has not started, and without the lock `claim` the thread will not start it
         _insist(partial(cancel.request, error))
         _insist(ended.wait)
         _insist(worker.join)

@@ -27,8 +27,8 @@ DataTypeValidationError: type[ValueError] = (
 class BFloat16(Float16):
     """The zarr data type for bfloat16. It behaves like zarr's float16, except for the dtype in NumPy.
 
-    float16 has a byte order (`endianness`), by which zarr decides whether to swap bytes. Only little-endian
-    bfloat16 is supported, because NumPy cannot swap the bytes of ml_dtypes elements.
+    Like float16, it has a byte order (`endianness`), by which zarr decides whether to swap bytes. Only
+    little-endian elements are supported, because NumPy cannot swap the bytes of ml_dtypes elements.
     """
 
     _zarr_v3_name: ClassVar[Any] = NAME

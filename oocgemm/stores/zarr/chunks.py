@@ -92,7 +92,7 @@ class DirectChunks:
         if not self.unchanging:
             return
         folders = self._folders((0, 0))
-        if folders[0] != self._folders((1, 0))[0]:  # one folder per row of chunks
+        if folders[0] != self._folders((1, 0))[0]:  # each row of chunks has its own folder: record them all
             folders += [folder for folder in folders[1].glob("*") if folder.is_dir()]
         self._mtimes.update({folder: folder_mtime(folder) for folder in folders})
 
@@ -126,7 +126,7 @@ class DirectChunks:
     def write(self, rows: Range, cols: Range, data: Array) -> None:
         """Write a block that consists of whole chunks. Replace each chunk's file atomically.
 
-        Only chunks at the edges of the matrix may be cut off.
+        Only at the edges of the matrix may the block contain a part of a chunk.
         """
         for number, block in _cut((rows, cols), self.chunk):
             part = _part(data, (rows, cols), block)

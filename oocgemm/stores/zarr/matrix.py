@@ -270,7 +270,7 @@ class ZarrMatrix:
         return [self.array.metadata.encode_chunk_key(number) for number in product(*numbers)]
 
     def _owns(self, rows: Range, cols: Range) -> bool:
-        """Return whether a block consists of whole write chunks. Only the matrix's own edge may cut one."""
+        """Return whether a block has only whole chunks, except at the edges: no other writer shares them."""
         return all(
             start % chunk == 0 and (stop % chunk == 0 or stop == extent)
             for (start, stop), chunk, extent in zip(

@@ -76,9 +76,10 @@ class ZarrPaths(Store):
     def new_layout(
         self, path: str, problem: GemmProblem, chunks: tuple[int, int] | None, compressor: str | None
     ) -> Layout:
-        """Return the layout of a new array. If `chunks` is None, the planner chooses the shape of the chunks.
+        """Return the layout (the chunks and the memory to write them) of a new array.
 
-        Raises `InputError` for `chunks` that are not two positive integers.
+        If `chunks` is None, the planner chooses the shape of the chunks. Raises `InputError` for `chunks`
+        that are not two positive integers.
         """
         check_new("C", path)
         if chunks is not None and not (
