@@ -168,7 +168,10 @@ def not_writable(name: str) -> InputError:
 def refuse_zarr_options(kind: str, chunks: tuple[int, int] | None, compressor: str | None) -> None:
     """Raise `InputError` if chunks or a compressor are given for a result that is not a zarr array."""
     if chunks or compressor not in (None, "none"):
-        raise InputError(f"C is to be {kind}: chunks and compressor are for a zarr array, give C such a path")
+        raise InputError(
+            f"C would be {kind}, but only a zarr array has chunks and a compressor: "
+            "give C a path that ends in .zarr, or omit them"
+        )
 
 
 def transient(error: BaseException) -> bool:

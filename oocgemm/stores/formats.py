@@ -67,7 +67,8 @@ def wrong_format(name: str, path: str, *, writable: bool = False) -> InputError 
     kind = format_of(path)
     if not kind:
         return InputError(
-            f"{name}: no zarr array at {path}: it is a file, which must be .npy and have that ending"
+            f"{name}: no zarr array at {path}: it is a file, and a file must be in .npy format "
+            "and end in .npy"
         )
     remedy = _remedy(path)
     if writable:
@@ -195,7 +196,7 @@ def _remedy(path: str) -> str:
             code = f"import numpy, pandas; numpy.save({new}, pandas.read_{suffix[1:]}({old}).to_numpy())"
             return f"convert it by {_command(code)} and pass {stem}.npy"
         case _:
-            return "store its array as one of these"
+            return "store its array in one of these formats"
     return f"convert it by {_command(f'import numpy; numpy.save({new}, {load})')} and pass {stem}.npy"
 
 

@@ -77,7 +77,8 @@ class LazyArrays(Store):
             )
         if not _sliceable(operand):  # a dask bag or delayed object: np.asarray would compute it as a whole
             raise InputError(
-                f"{name}: {type(operand).__name__} is no array: convert it with .to_dask_array(lengths=True)"
+                f"{name}: {type(operand).__name__} is not an array: convert it with "
+                ".to_dask_array(lengths=True)"
             )
         return LazyMatrix(name, operand)
 
@@ -122,7 +123,7 @@ class LazyMatrix:
             shape = np.asarray(self._source[0:0, 0:0]).shape
         except Exception as error:  # slicing may raise any exception
             raise InputError(
-                f"{self.name}: {kind} cannot be sliced as [0:1, 0:1] ({error}): convert it with {hint}"
+                f"{self.name}: {kind} cannot be sliced as [0:0, 0:0] ({error}): convert it with {hint}"
             ) from error
         if shape != (0, 0):
             raise InputError(f"{self.name}: slicing {kind} gives no array: convert it with {hint}")

@@ -40,7 +40,7 @@ def no_room(matrix: Matrix, error: OSError, min_bytes: int) -> str:
         free, wanted = f", {format_size(left)} are free", max(min_bytes, wanted - left)
     return (
         f"{error.strerror}: C at {path} needs about {format_size(wanted)} more{free}. Make room, then "
-        "--resume (resume=True) goes on"
+        "continue with --resume (resume=True)"
     )
 
 

@@ -24,7 +24,7 @@ def start(thread: threading.Thread) -> None:
     try:
         thread.start()
     except RuntimeError as error:
-        raise ExecutionError(f"the system refuses the thread {thread.name}: {refusal(error)}") from error
+        raise ExecutionError(f"the system cannot start the thread {thread.name}: {refusal(error)}") from error
 
 
 def refusal(error: RuntimeError) -> str:

@@ -56,7 +56,7 @@ def _check_thread(name: str, path: str, error: Exception) -> None:
     """Raise `ExecutionError` if `error` means that zarr could not start a thread: the array may be valid."""
     if isinstance(error, RuntimeError) and "new thread" in str(error):
         raise ExecutionError(
-            f"{name} at {path}: the system refuses zarr a thread: {refusal(error)}"
+            f"{name} at {path}: the system cannot start a thread for zarr: {refusal(error)}"
         ) from error
 
 

@@ -87,7 +87,7 @@ class ZarrPaths(Store):
             and len(chunks) == 2
             and all(isinstance(extent, int | np.integer) and extent > 0 for extent in chunks)
         ):
-            raise InputError(f"chunks = {chunks!r}: write (rows, columns), integers of at least 1")
+            raise InputError(f"chunks = {chunks!r}: pass (rows, columns), both integers of at least 1")
         itemsize = problem.itemsizes["C"]
         size = min(2 * CHUNK_BYTES, problem.m * problem.n * itemsize)
         if chunks:
