@@ -1,10 +1,10 @@
-"""Matrix products ``C = alpha op(A) @ op(B) + beta C`` of arrays that fit neither in GPU nor in host memory.
+"""Compute ``C = alpha op(A) @ op(B) + beta C`` for arrays that fit neither in GPU nor in host memory.
 
 >>> import oocgemm
 >>> oocgemm.matmul([[1.0, 2.0]], [[3.0], [4.0]], backend="host")
 array([[11.]])
 
-Messages go to the logger "oocgemm". No handler is installed.
+The package logs to the logger "oocgemm". Nothing is printed unless the program adds a handler to it.
 """
 
 import logging

@@ -1,8 +1,9 @@
-"""``oocgemm`` and ``python -m oocgemm``: the command line, with the BLAS kernels that suit the processor.
+"""Run the command line, ``oocgemm`` or ``python -m oocgemm``, with the fastest BLAS kernels of the processor.
 
-Importing this package loads NumPy and its BLAS, which chooses its kernels once. If it does not choose the
-fastest ones, the command executes itself again with an environment that selects them. That costs 0.2 s, on
-such processors only. The library never does this, since it must not change the environment of its program.
+NumPy's BLAS chooses its kernels once, when this package imports NumPy. On some processors it does not choose
+the fastest ones. The command then executes itself again, with an environment variable that selects them. That
+costs 0.2 s, on these processors only. The library never does this: it must not change the environment of the
+program that imports it.
 """
 
 import os
@@ -14,12 +15,12 @@ from oocgemm.backends.host.blas import CHOICE, better_family
 from oocgemm.cli import main as cli
 from oocgemm.cli.streams import use_safe_streams
 
-# Commands that multiply on the host.
+# The subcommands whose speed depends on the BLAS of the host. The others never execute themselves again.
 MULTIPLYING = {"run", "verify", "calibrate", "info"}
 
 
 def main() -> NoReturn:
-    """Run the command line."""
+    """Run the command line. If the BLAS has faster kernels for this processor, restart with them first."""
     use_safe_streams()
     if CHOICE not in os.environ and MULTIPLYING & set(sys.argv[1:]) and _on_host():
         _choose_kernels()
@@ -27,13 +28,17 @@ def main() -> NoReturn:
 
 
 def _on_host() -> bool:
-    """Tell from the command line whether the processor multiplies."""
+    """Return whether the backend that the command line selects is the host backend, which uses the BLAS."""
     words = {word.removeprefix("--backend=") for word in sys.argv[1:]}
     return backends.resolve(next((name for name in ("cuda", "host") if name in words), "auto")) == "host"
 
 
 def _choose_kernels() -> None:
-    """Execute the command again with a faster kernel family, if there is one."""
+    """Replace this process by the same command with faster BLAS kernels.
+
+    Return only if the BLAS already uses its fastest kernels, or if the system cannot replace the process. The
+    caller then continues with the present kernels.
+    """
     better = better_family()
     if better is None or not sys.executable:
         return

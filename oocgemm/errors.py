@@ -1,23 +1,28 @@
-"""Every error that oocgemm raises on purpose. A message names the object, the numbers and the remedy."""
+"""Define every error that oocgemm raises on purpose.
+
+A message names the object that is at fault, the numbers that do not fit, and the remedy.
+"""
 
 
 class OocGemmError(Exception):
-    """Base of all errors of this package."""
+    """The base class of all errors of this package."""
 
 
 class InputError(OocGemmError, ValueError):
-    """An operand, an output or an option that cannot be used."""
+    """Raised for an operand, an output or an option that cannot be used."""
 
 
 class NotFoundError(InputError, FileNotFoundError):
-    """A path at which no array exists."""
+    """Raised for a path at which no array exists."""
 
 
 class BudgetError(OocGemmError, MemoryError):
-    """A memory budget that is too small for the smallest plan.
+    """Raised for a memory budget that is too small for every plan of the requested product.
 
-    The message names budgets that suffice. `least` is the size in bytes that the first budget named there
-    must have. `needed` holds the bytes of device and of host memory that the smallest plan occupies.
+    The message names budgets that suffice.
+
+    - `least`: the bytes that the first budget in the message must have at least; None if unknown.
+    - `needed`: the bytes of device memory and of host memory that the smallest plan needs; None if unknown.
     """
 
     def __init__(
@@ -29,21 +34,24 @@ class BudgetError(OocGemmError, MemoryError):
 
 
 class BackendError(OocGemmError):
-    """A backend, device, kernel or library that was requested and is unavailable."""
+    """Raised for a backend, device, kernel or library that was requested and is unavailable."""
 
 
 class OutOfMemoryError(BackendError):
-    """Memory that a plan needs and that the device or the host cannot provide now."""
+    """Raised if a plan fits its budgets, but the device or the host has too little free memory now."""
 
 
 class ExecutionError(OocGemmError):
-    """A run that failed. The message names the operation, and the tile or the block that it worked on."""
+    """Raised for a run that failed.
+
+    The message names the operation that failed, and the tile or block of a matrix that it processed.
+    """
 
 
 class ScheduleError(OocGemmError):
-    """A schedule that violates an invariant. This is always a defect of the planner."""
+    """Raised for a schedule that breaks a rule on which correct results depend: a defect of the planner."""
 
 
 def missing_bfloat16() -> InputError:
-    """Return the error for bfloat16 operands where NumPy lacks the dtype."""
+    """Return the error for bfloat16 operands if ml_dtypes, which defines that dtype for NumPy, is missing."""
     return InputError("bfloat16 needs the package ml_dtypes: pip install 'oocgemm[bfloat16]'")

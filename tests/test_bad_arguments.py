@@ -221,7 +221,7 @@ def test_an_array_opened_for_reading_is_not_written(tmp_path: Path, compressors:
         ({"device_memory": 10**400}, "a size must be below"),
         ({"host_memory": []}, "cannot read [] as a size"),
         ({"host_memory": float("nan")}, "cannot read nan as a size"),
-        ({"chunks": (2, 2)}, "C is to be an ndarray"),
+        ({"chunks": (2, 2)}, "C would be an ndarray"),
         ({"compressor": "zip"}, "unknown compressor 'zip'"),
         ({"timeline": "missing/log"}, "folder"),
         ({"timeline": "/"}, "is a folder"),

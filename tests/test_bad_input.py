@@ -106,8 +106,8 @@ OPERANDS = {
     "plain/below": "there is nothing at plain/below",
     "dangling": "there is nothing at dangling: it is a symbolic link to ",
     "": "'' is not a path",
-    "empty": "no zarr array at empty: it holds no zarr metadata",
-    ".": "no zarr array at .: it holds no zarr metadata",
+    "empty": "no zarr array at empty: it contains no zarr metadata",
+    ".": "no zarr array at .: it contains no zarr metadata",
     "plain": "no zarr array at plain",
     "a/c": "no zarr array at a/c",
     "garbage": "no zarr array at garbage",
@@ -147,7 +147,7 @@ def test_a_refused_thread_is_not_reported_as_a_missing_array(
     monkeypatch.setattr(zarr, "open", refuse)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
     done = run("a", "b", "new")
-    assert_one_line(done, EXIT_FAILED, "A at a: the system refuses zarr a thread: can't start new thread")
+    assert_one_line(done, EXIT_FAILED, "A at a: the system cannot start a thread for zarr: can't start new")
     limited = r"\d+ of the 1048576 MiB of address space are in use: raise the limit \(ulimit -v\)"
     assert re.search(limited if limit > 0 else r"\(ulimit -u\)", done.err)
     assert not re.search("no zarr array", done.err)
@@ -212,8 +212,8 @@ RESULTS = {
     "C where nothing can be made": ("a b /proc/new", "", "cannot create /proc/new"),
     "C where no file can be made": ("a b /proc/new.npy", "", "cannot create /proc/new.npy"),
     "C of a name too long": (f"a b {'c' * 300}", "", "File name too long"),
-    "a .npy file has no chunks": ("a b new.npy", "--chunks 4x4", "C is to be a .npy file"),
-    "a .npy file has no compressor": ("a b new.npy", "--compressor zstd", "C is to be a .npy file"),
+    "a .npy file has no chunks": ("a b new.npy", "--chunks 4x4", "C would be a .npy file"),
+    "a .npy file has no compressor": ("a b new.npy", "--compressor zstd", "C would be a .npy file"),
 }
 
 

@@ -112,7 +112,7 @@ def test_a_disk_that_fills_up_says_how_to_go_on(
     found = re.search(
         rf"writing C\[.*\]: No space left on device: C at {re.escape(str(c))} needs about (\d+) KiB more, "
         r"2 KiB are free\. "
-        r"Make room, then --resume \(resume=True\) goes on",
+        r"Make room, then continue with --resume \(resume=True\)",
         str(raised.value),
     )
     assert found is not None, str(raised.value)

@@ -1,4 +1,4 @@
-"""Open everything that can be an operand or a result: files, arrays, lazy arrays, and more by plugins."""
+"""Open and create the matrices of a product: files, NumPy arrays, lazy arrays, and what plugins add."""
 
 from oocgemm.stores.arrays import by_rows, memory, span
 from oocgemm.stores.base import BATCH_BYTES, Array, Matrix, Store, is_path, pieces, transient

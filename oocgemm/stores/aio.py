@@ -1,8 +1,9 @@
 """Submit many reads of one file in one system call: Linux's asynchronous I/O (io_submit).
 
-Reads of a buffered file remain synchronous. The gain is that the GIL is released once for all of them. On 16
-cores beside an H100, eight threads read segments of 8 KiB from the page cache at 18 GB/s, and at 0.9 GB/s
-with one preadv per segment. Where the system refuses these calls, each read is one preadv.
+Reads through the page cache are still synchronous: io_submit returns when they are done. They are faster than
+separate calls because Python releases and takes the GIL once for all of them. On a machine with 16 cores,
+eight threads read pieces of 8 KiB from the page cache at 18 GB/s, but at 0.9 GB/s with one preadv for each
+piece. If the system does not support io_submit, this module calls preadv for each read.
 """
 
 import ctypes
@@ -16,11 +17,12 @@ import numpy as np
 
 from oocgemm.stores.base import Array
 
-_CAPACITY = 512  # reads in flight per context
-MAX_READS = _CAPACITY  # per call
-# System call numbers of io_setup, io_getevents and io_submit: the C library does not wrap them.
+_CAPACITY = 512  # the number of reads that one context (io_setup) can have in flight
+MAX_READS = _CAPACITY  # limit of reads per call of `start_reads`: each call uses one context
+# The numbers of the system calls io_setup, io_getevents and io_submit, for which the C library has no
+# functions.
 _CALLS = {"x86_64": (206, 208, 209), "aarch64": (0, 4, 2)}
-# struct iocb and struct io_event of linux/aio_abi.h. The operation 0 is a read.
+# _REQUEST is struct iocb of linux/aio_abi.h, whose operation 0 is a read. _EVENT is struct io_event.
 _REQUEST = np.dtype("u8, u4, i4, u2, i2, u4, u8, u8, i8, u8, u4, u4")
 _REQUEST.names = (
     *("number", "key", "flags", "operation", "priority", "descriptor"),
@@ -30,7 +32,7 @@ _EVENT = np.dtype("u8, u8, i8, i8")
 _EVENT.names = ("number", "request", "result", "more")
 _system = ctypes.CDLL(None, use_errno=True).syscall
 _system.restype = ctypes.c_long
-# Contexts that no thread uses. A forked child cannot use them.
+# Contexts that no thread uses now. A forked child forgets them: they belong to the parent process.
 _contexts: list[int] = []
 os.register_at_fork(after_in_child=_contexts.clear)
 
@@ -41,14 +43,15 @@ def start_reads(
     """Start to read `size` bytes from each of up to `MAX_READS` offsets of a file.
 
     Arguments:
-        memory: one row of contiguous bytes that receives the data
-        places: for each read, its index in `memory`
-        descriptor: the open file
-        offsets: for each read, its offset in the file
-        flags: as for preadv
+        memory: a contiguous one-dimensional array of bytes that receives the data
+        places: for each read, the index in `memory` of the first byte to fill
+        descriptor: the file descriptor
+        offsets: for each read, the offset in the file
+        flags: flags as for preadv2(2)
 
-    Returns a function that waits for the reads. It must be called once, before `memory` is used for anything
-    else. It returns the number of bytes of each read, negative for a failed read.
+    Returns a function that waits for all reads. The caller must call that function exactly once, before
+    `memory` is used for anything else or freed. It returns an array with the number of bytes of each read,
+    which is negative for a read that failed.
     """
     count = len(places)
     results = np.full(count, -1, np.int64)
@@ -70,7 +73,7 @@ def start_reads(
         while submitted < count:
             submitted += _call(submit, context, count - submitted, addresses.ctypes.data + 8 * submitted)
     except OSError:  # for example, the file system does not support the flags
-        pass
+        pass  # reads that were not submitted count as failed
 
     def wait() -> Array:
         completed = 0
@@ -85,9 +88,10 @@ def start_reads(
 
 
 def read_rows(descriptor: int, rows: Array, numbers: Array, offsets: Array, flags: int = 0) -> Array:
-    """Read into rows of an array of bytes, each from its own offset of a file, with the flags of preadv.
+    """Fill rows of an array of bytes from a file.
 
-    Returns the number of bytes of each read, negative for a failed read.
+    For each i, row `numbers[i]` receives the bytes that begin at `offsets[i]` in the file. `flags` are as for
+    preadv2(2). Returns the number of bytes of each read, which is negative for a read that failed.
     """
     height, size = rows.shape
     stride = rows.strides[0]
@@ -100,6 +104,7 @@ def read_rows(descriptor: int, rows: Array, numbers: Array, offsets: Array, flag
 
 
 def _read(descriptor: int, row: Any, offset: int, flags: int) -> int:
+    """Read into `row` with one preadv. Return the number of bytes, or -1 for an error."""
     try:
         return os.preadv(descriptor, [row], offset, flags)
     except OSError:
@@ -107,7 +112,7 @@ def _read(descriptor: int, row: Any, offset: int, flags: int) -> int:
 
 
 def _free_context() -> int:
-    """Take a context that no other thread uses. Raises `OSError` where the system provides none."""
+    """Return an io_setup context that no other thread uses. Raises `OSError` if the system provides none."""
     try:
         return _contexts.pop()
     except IndexError:
@@ -115,6 +120,7 @@ def _free_context() -> int:
 
 
 def _new_context() -> int:
+    """Create a context with io_setup. Raises `OSError` if the system does not support it."""
     context = ctypes.c_ulong(0)
     if platform.system() != "Linux" or platform.machine() not in _CALLS:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
@@ -123,7 +129,7 @@ def _new_context() -> int:
 
 
 def _call(number: int, *arguments: int) -> int:
-    """Make a system call, and repeat it when a signal interrupts it. Raises `OSError`."""
+    """Make a system call, and repeat it when a signal interrupts it. Raises `OSError` for other errors."""
     while (result := int(_system(number, *map(ctypes.c_long, arguments)))) < 0:
         if ctypes.get_errno() != errno.EINTR:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

@@ -14,19 +14,26 @@ from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import Array, Matrix, Store, checked, is_path, not_writable, refuse_zarr_options
 from oocgemm.stores.files import DONT_NEED, WILL_NEED, advise
 
-# A mapped file's block is prefetched if it spans at least MIN_PREFETCH bytes, and at most MAX_PREFETCH_RATIO
-# times its own size.
+# Before a block of a memory-mapped file is copied, its pages are prefetched in one call. This is done only if
+# the block spans at least MIN_PREFETCH bytes of the file: smaller blocks are left to page faults. It is not
+# done if the span is more than MAX_PREFETCH_RATIO times the block's size: most of its pages are not needed.
 MIN_PREFETCH = 1 << 20
 MAX_PREFETCH_RATIO = 16
-# A map is copied in parts that span this many bytes: each page fault also makes neighbouring pages resident.
+# A block of a memory map is copied in parts that span about this many bytes. After each part, its pages are
+# removed from the resident set. This keeps the resident set small: each page fault also maps neighbouring
+# pages that the block does not need.
 BAND_BYTES = 4 << 20
-# A caller's array is pinned for zero-copy uploads if it has at least MIN_PINNED bytes and spans at most
-# MAX_PINNED_RATIO times its own size.
+# The GPU copies directly from an array of the caller, which is then page-locked, only if the array has at
+# least MIN_PINNED bytes, and spans at most MAX_PINNED_RATIO times its size. Page-locking takes time for every
+# page of the span, and pays only if the GPU reads enough of it.
 MIN_PINNED = 256 << 20
 MAX_PINNED_RATIO = 2
-# During a multiplication an H200 copies strided rows of 16 KiB at 31-36 GB/s, 32 KiB at 48-53, 96 KiB at 54.
-MIN_ROW_BYTES = 32 << 10  # of rows that are uploaded in place
-MAX_STRIDE = 1 << 31  # bytes between rows, the driver's limit
+# The GPU copies a block directly from a page-locked array if the rows of the block have at least this many
+# bytes. Shorter rows are gathered in a pinned buffer first. While it multiplies, an H200 copies strided rows
+# of 16 KiB at 31-36 GB/s, rows of 32 KiB at 48-53 GB/s, and rows of 96 KiB at 54 GB/s.
+MIN_ROW_BYTES = 32 << 10
+# The CUDA driver copies two-dimensional blocks only if their rows begin less than this many bytes apart.
+MAX_STRIDE = 1 << 31
 
 
 class Arrays(Store):
@@ -47,7 +54,10 @@ class Arrays(Store):
     def new_layout(
         self, path: str, problem: GemmProblem, chunks: tuple[int, int] | None, compressor: str | None
     ) -> Layout:
-        """Return the layout of a result that is returned in memory. It has no path."""
+        """Return the layout of a result that is a new ndarray. It has no path: `path` is ignored.
+
+        Raises `InputError` for `chunks` or a `compressor`, which an ndarray does not have.
+        """
         refuse_zarr_options("an ndarray", chunks, compressor)
         return Layout(in_memory=True)
 
@@ -74,7 +84,7 @@ class ArrayLikes(Store):
 
 
 class ArrayMatrix:
-    """An array in memory, or a memory map, read and written by plain copies."""
+    """A matrix in a NumPy array or a memory map, which is read and written with `np.copyto`."""
 
     def __init__(self, name: str, array: Array) -> None:
         self.shape, self.dtype = checked(name, array.shape, array.dtype)
@@ -102,7 +112,10 @@ class ArrayMatrix:
             self._drop(target)
 
     def _bands(self, block: Array, other: Array) -> Iterator[tuple[Array, Array]]:
-        """Cut a block, and another array of its shape, into matching parts that span few pages of a map."""
+        """Cut a block of the matrix, and another array of the same shape, into pairs of matching parts.
+
+        Each part of a memory map spans about `BAND_BYTES`. A block of other memory is one part.
+        """
         axis = 0 if abs(block.strides[0]) >= abs(block.strides[1]) else 1
         extent = block.shape[axis]
         count = extent if self._map is None else max(1, BAND_BYTES // max(1, abs(block.strides[axis])))
@@ -128,26 +141,29 @@ class ArrayMatrix:
         return {mapped} if mapped else set()
 
     def _check_length(self) -> None:
-        """Raise `EOFError` for a mapped file that was truncated.
+        """Raise `EOFError` if the array is a memory map of a file that was truncated since it was mapped.
 
-        If it is truncated during a copy instead, the system kills the process (SIGBUS).
+        A file that is truncated after this check, during a copy, cannot be caught: the system then kills the
+        process (SIGBUS).
         """
         if self._map is not None and (size := self._map.size()) < self._file_bytes:
             raise EOFError(f"the file was truncated from {self._file_bytes} bytes to {size}")
 
     def _drop(self, block: Array) -> None:
-        """Remove the pages that a block spans from the resident set.
+        """Remove the pages that a block spans from the resident set, if the matrix is a memory map.
 
-        The page cache keeps them and all writes to them.
+        No write is lost: the pages stay in the page cache. A copy-on-write map (`mmap_mode="c"`) is excluded,
+        because this would discard its changes, which are not in the page cache.
         """
         if self._droppable is not None:
             _advise(self._droppable, DONT_NEED, block)
 
 
 def by_rows(matrix: Matrix, op: Op) -> tuple[Matrix, Op]:
-    """Return an array in memory that is contiguous by columns, such as X.T, as its transpose, with the op.
+    """Replace an array in column-major order, such as X.T, by its row-major transpose, and adapt `op`.
 
-    Return any other matrix, and its op, unchanged.
+    op(matrix) is the same before and after, and rows are contiguous after. A matrix that is not an array in
+    memory, is not in column-major order, or is conjugated by `op` is returned unchanged, with its op.
     """
     if isinstance(matrix, ArrayMatrix) and matrix.layout.in_memory and op is not Op.C:
         flags = matrix.array.flags
@@ -157,21 +173,25 @@ def by_rows(matrix: Matrix, op: Op) -> tuple[Matrix, Op]:
 
 
 def memory(matrix: Matrix) -> Array:
-    """Return the array of a matrix in memory."""
+    """Return the NumPy array of a matrix, which must be an `ArrayMatrix`."""
     assert isinstance(matrix, ArrayMatrix)
     return matrix.array
 
 
 def span(matrix: Matrix) -> tuple[int, int]:
-    """Return the address of a matrix in memory, and the bytes from there to the end of its last element."""
+    """Return the address of a matrix in memory, and the bytes from there to the end of the last element.
+
+    This is the range of memory that must be pinned.
+    """
     low, high = np.lib.array_utils.byte_bounds(memory(matrix))
     return low, high - low
 
 
 def _min_row_elements(array: Array) -> int:
-    """Return the row length, in elements, from which panels are copied to a device in place.
+    """Return how many elements a row of a block must have so that the GPU may copy the block directly.
 
-    0: never in place.
+    0 means that the GPU never copies from this array directly, because the array is too small, too sparse in
+    memory, not contiguous along rows, or not in native byte order.
     """
     rows, cols = map(int, array.shape)
     (stride, step), size = array.strides, int(array.itemsize)
@@ -187,10 +207,10 @@ def _min_row_elements(array: Array) -> int:
 
 
 def _prefetch(mapped: mmap.mmap, block: Array) -> None:
-    """Prefetch the pages that a block of a mapped array spans in one call.
+    """Request all pages that a block of a memory map spans in one call, if the block needs enough of them.
 
-    On a cold cache this takes a fraction of the processor time of page faults. A block that covers little of
-    its span is not prefetched.
+    For pages that are not in the page cache, this takes a fraction of the processor time of page faults. See
+    `MIN_PREFETCH` and `MAX_PREFETCH_RATIO` for when it is done.
     """
     low, high = np.lib.array_utils.byte_bounds(block)
     if MIN_PREFETCH <= high - low <= MAX_PREFETCH_RATIO * block.nbytes:
@@ -198,7 +218,7 @@ def _prefetch(mapped: mmap.mmap, block: Array) -> None:
 
 
 def _advise(mapped: mmap.mmap, advice: int | None, block: Array) -> None:
-    """Pass madvise advice on the pages that a block of a mapped array spans."""
+    """Call madvise with `advice` for all pages that a block of a memory map spans."""
     low, high = np.lib.array_utils.byte_bounds(block)
     start = low - np.frombuffer(mapped, np.uint8).ctypes.data
     page = start % mmap.PAGESIZE
@@ -206,7 +226,10 @@ def _advise(mapped: mmap.mmap, advice: int | None, block: Array) -> None:
 
 
 def _underlying_map(array: Any) -> mmap.mmap | None:
-    """Return the mapped file that an array is a view of; None if there is none."""
+    """Return the `mmap` object of the mapped file that an array is a view of; None if there is none.
+
+    Anonymous maps, which are ordinary memory, do not count.
+    """
     named = False
     while array is not None and not isinstance(array, mmap.mmap):
         named = named or (isinstance(array, np.memmap) and array.filename is not None)
@@ -215,7 +238,10 @@ def _underlying_map(array: Any) -> mmap.mmap | None:
 
 
 def _is_private(array: Any) -> bool:
-    """Return whether writes to an array go to private copies of a file's pages (`mmap_mode="c"`)."""
+    """Return whether an array is a view of a copy-on-write map (`mmap_mode="c"`).
+
+    Writes to such an array never reach the file.
+    """
     while array is not None:
         if isinstance(array, np.memmap) and array.mode == "c":
             return True
@@ -224,7 +250,7 @@ def _is_private(array: Any) -> bool:
 
 
 def _mapped_file(array: Any) -> object | None:
-    """Return the identity (device, inode) of the file that an array is mapped from; None if there is none."""
+    """Return ("file", device, inode) of the file that an array is mapped from; None if there is none."""
     base = array
     while base is not None and not isinstance(base, mmap.mmap):
         filename = getattr(base, "filename", None)

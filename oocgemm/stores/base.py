@@ -1,4 +1,4 @@
-"""Define a matrix, whose blocks are read into slots and written from them, and a store of matrices."""
+"""Define the interfaces `Matrix`, whose blocks are read and written, and `Store`, which opens matrices."""
 
 import errno
 import os
@@ -16,17 +16,22 @@ from oocgemm.planning.tiling import Range
 
 Array = NDArray[Any]
 
-# Errors that a retry may overcome.
+# Error numbers of failed reads that are worth a retry: the same read may succeed a moment later.
 _TRANSIENT = {
     *(errno.EIO, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.ESTALE),
     *(errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.ENETRESET, errno.ENOTCONN),
 }
-# Smaller chunks are read and written in batches, since each call to zarr costs a fraction of a millisecond.
+# Chunks that are smaller than this are read and written several per call, about this many bytes together.
+# The reason is that each call to zarr takes a fraction of a millisecond.
 BATCH_BYTES = 1 << 20
 
 
 class Matrix(Protocol):
-    """A two-dimensional array in a store. Blocks are in stored orientation: op() is not applied here."""
+    """An operand or result: a two-dimensional array in memory, in files or in a remote store.
+
+    Methods address a block of it by half-open ranges of rows and columns. These are rows and columns of the
+    stored array, before op(), the transposition that a product may apply.
+    """
 
     name: str
     shape: tuple[int, int]
@@ -34,71 +39,82 @@ class Matrix(Protocol):
     layout: Layout
 
     def read(self, rows: Range, cols: Range, out: Array) -> None:
-        """Fill `out`, of the block's shape and this matrix's dtype, with the block.
+        """Read the block at these rows and columns into `out`, which has its shape and the matrix's dtype.
 
-        Several threads may call it at once.
+        Several threads may call this method at once.
         """
 
     def write(self, rows: Range, cols: Range, data: Array) -> None:
-        """Store `data` as the block.
+        """Write `data` to the block at these rows and columns.
 
-        Several threads may call it at once for blocks that share no write chunk.
+        Several threads may call this method at once, if no two of their blocks touch the same chunk of
+        `layout.write_chunk`.
         """
 
     def sync(self) -> None:
-        """Flush all written data to stable storage, where there is any. Raises `OSError`."""
+        """Flush all written data to stable storage. Do nothing for a matrix in memory. Raises `OSError`."""
 
     def set_finished(self, finished: bool) -> None:
-        """Mark the matrix, durably, as the complete or incomplete result of a run.
+        """Mark the matrix, durably, as the complete (`finished`) or incomplete result of a run.
 
-        Stores without metadata do nothing.
+        Stores that have no place for the mark do nothing.
         """
 
     def fingerprint(self) -> dict[str, object] | None:
-        """Identify path, metadata and content, so that a later run can tell whether they changed.
+        """Return values that change when the path, the metadata or the content of the matrix changes.
 
-        None for memory.
+        A resumed run compares them with those of the interrupted run. None: changes cannot be detected, as
+        for a matrix in memory.
         """
 
     def describe(self) -> dict[str, object]:
-        """Return store, path, shape, dtype and other facts for the header of a timeline."""
+        """Return store, path, shape, dtype and other facts, which are written to the log of a run."""
 
     def identities(self) -> set[object]:
-        """Return ids of the files or stores that it occupies. Matrices with a common id may share data."""
+        """Return ids of the files or stores that contain the data.
+
+        Two matrices with a common id may share data, so a run may not write to one and read the other.
+        """
 
 
 class Store(ABC):
-    """A kind of operand, and how to open and create it. See `oocgemm.stores.registry` for how to add one.
+    """The code that opens and creates the matrices of one format, such as .npy files or zarr arrays.
 
-    An operand may be any Python object. A path or URL is a string. Unless it is an ndarray, a result
-    that a run creates has a path. A store that overrides only the abstract methods is read-only.
+    An operand may be any Python object: a path or URL (a string), an array, or another package's object.
+    The results that a run creates have a path or URL, except for ndarrays. A subclass that overrides only the
+    abstract methods is read-only. See `oocgemm.stores.registry` for how a package adds a store.
     """
 
-    kind = "another store"  # for messages
+    kind = "another store"  # the name of the format in messages
 
     @abstractmethod
     def matches(self, operand: Any) -> bool:
-        """Return whether this store opens an operand. It must be fast, and must not raise."""
+        """Return whether this store opens an operand. An implementation must be fast and must not raise."""
 
     @abstractmethod
     def open(self, name: str, operand: Any, *, writable: bool = False, journal: Path | None = None) -> Matrix:
-        """Open an operand, or with `writable` an existing result.
+        """Open an operand, or with `writable` an existing result. `name` is its name in messages.
 
-        `journal` is the folder that `create` got, if the run did not complete the result. Raises
-        `InputError`, which says what is wrong and what to do, and `DtypeError`.
+        If an interrupted run created the result, `journal` is the folder that was passed to `create`. Raises
+        `DtypeError` for an unsupported dtype. Raises `InputError`, which says what is wrong and what to do,
+        for everything else.
         """
 
     def prepare(self) -> None:  # noqa: B027  # most stores need nothing
-        """Import the packages that the store needs, so that no run includes that time."""
+        """Import the packages that the store needs, so that the time of a run does not include the import."""
 
     def exists(self, path: str) -> bool:
-        """Return whether there is a result at a path."""
+        """Return whether anything exists at a path that a new result there would overwrite."""
         return False
 
     def new_layout(
         self, path: str, problem: GemmProblem, chunks: tuple[int, int] | None, compressor: str | None
     ) -> Layout:
-        """Return the layout of a new result. Raises `InputError` for options that do not apply."""
+        """Return the layout (the chunks and the memory to read and write them) of a new result at `path`.
+
+        If `chunks` is None, the planner chooses the shape of the chunks, if there are any. Raises
+        `InputError` for `chunks` or a `compressor` that the store does not support.
+        """
         raise self._read_only(path)
 
     def create(
@@ -112,14 +128,18 @@ class Store(ABC):
         *,
         journal: Path | None = None,
     ) -> Matrix:
-        """Create a result, which may be kept in the folder `journal` until it is complete.
+        """Create a result at `path`. A store may keep it in the folder `journal` until the run is complete.
 
-        Raises `InputError` if it cannot be created, or if the disk has no room for it.
+        `name` is its name in messages. Raises `InputError` if the result cannot be created, or if the disk is
+        too full for it.
         """
         raise self._read_only(path)
 
     def journal_folder(self, operand: Any) -> Path | None:
-        """Return the folder for the journal of a run with this result; None if the run cannot be resumed."""
+        """Return the folder for the journal (the record of finished tiles) of a run with this result.
+
+        None means that such a run cannot be resumed.
+        """
         return None
 
     def location(self, operand: Any) -> tuple[str, str | None]:
@@ -148,14 +168,17 @@ def not_writable(name: str) -> InputError:
 def refuse_zarr_options(kind: str, chunks: tuple[int, int] | None, compressor: str | None) -> None:
     """Raise `InputError` if chunks or a compressor are given for a result that is not a zarr array."""
     if chunks or compressor not in (None, "none"):
-        raise InputError(f"C is to be {kind}: chunks and compressor are for a zarr array, give C such a path")
+        raise InputError(
+            f"C would be {kind}, but only a zarr array has chunks and a compressor: "
+            "give C a path that ends in .zarr, or omit them"
+        )
 
 
 def transient(error: BaseException) -> bool:
-    """Return whether a failed read may succeed when it is retried.
+    """Return whether an error of a read is temporary, so that a retry may succeed.
 
-    Clients of remote stores raise their own exception classes for a lost connection. They are recognized by
-    name.
+    Each client of a remote store has its own exception class for a lost connection. These classes are
+    recognized by words in their names.
     """
     if isinstance(error, OSError) and error.errno in _TRANSIENT:
         return True
@@ -164,7 +187,7 @@ def transient(error: BaseException) -> bool:
 
 
 class DtypeError(InputError):
-    """The error for an operand whose dtype cannot be multiplied."""
+    """Raised for an operand whose dtype cannot be multiplied. `dtype` is that dtype."""
 
     def __init__(self, name: str, dtype: np.dtype[Any]) -> None:
         super().__init__(f"{name} is of dtype {dtype}, supported are {', '.join(OPERANDS)}")
@@ -172,7 +195,7 @@ class DtypeError(InputError):
 
 
 def checked(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[tuple[int, int], np.dtype[Any]]:
-    """Return the shape and native dtype of an operand that can be multiplied.
+    """Check that an operand can be multiplied, and return its shape and its dtype in native byte order.
 
     Raises `InputError` for an unsupported shape and `DtypeError` for an unsupported dtype.
     """
@@ -186,8 +209,12 @@ def checked(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[tu
     return (int(shape[0]), int(shape[1])), dtype.newbyteorder("=")
 
 
-def pieces(rows: Range, cols: Range, chunk: tuple[int, int], least: int) -> Iterator[tuple[Range, Range]]:
-    """Cut a block along chunk borders into parts of at least `least` elements, where it has as many.
+def pieces(
+    rows: Range, cols: Range, chunk: tuple[int, int], min_elements: int
+) -> Iterator[tuple[Range, Range]]:
+    """Cut a block along chunk borders into parts of at least `min_elements` elements.
+
+    Parts at the edges of the block may be smaller.
 
     >>> list(pieces((0, 4), (1, 7), (2, 3), 1))[:2]
     [((0, 2), (1, 3)), ((0, 2), (3, 6))]
@@ -195,14 +222,15 @@ def pieces(rows: Range, cols: Range, chunk: tuple[int, int], least: int) -> Iter
     [((0, 4), (0, 6)), ((4, 8), (0, 6))]
     """
     chunk_row = chunk[0] * max(1, cols[1] - cols[0])
-    wide = -(-least // (chunk[0] * chunk[1]))
-    tall = max(1, -(-least // chunk_row)) if chunk_row < least else 1
+    wide = -(-min_elements // (chunk[0] * chunk[1]))
+    tall = max(1, -(-min_elements // chunk_row)) if chunk_row < min_elements else 1
     for r0, r1 in _cuts(rows, chunk[0], tall):
         for c0, c1 in _cuts(cols, chunk[1], max(1, wide)):
             yield (r0, r1), (c0, c1)
 
 
 def _cuts(span: Range, chunk: int, chunks_each: int) -> Iterator[Range]:
+    """Cut a range into parts of `chunks_each` chunks. The first and last parts may be smaller."""
     start, stop = span
     while start < stop:
         end = min(stop, (start // chunk + chunks_each) * chunk)

@@ -1,27 +1,26 @@
-"""Provide what a journal needs of local files: durable blocks, redo files, and fingerprints.
+"""Make written blocks of C durable, so that an interrupted run can be resumed. Fingerprint files.
 
-A run may be killed, or its machine may lose power. It must leave a C that a resumed run completes to the same
-bits. The journal (`oocgemm.jobs.journal`) records which tiles are done, and a resumed run does not compute
-those again. So one rule carries the argument: a record is written only when the bytes that it vouches for are
-durable.
+A run may be killed, or its machine may lose power. A resumed run must then complete C to the same bits as an
+uninterrupted one. The journal (`oocgemm.jobs.journal`) records which tiles of C are done, and a resumed run
+does not compute those again. This is correct because a tile is recorded only when all its bytes are durable.
 
-*beta = 0: C is only written.* The run writes a tile's blocks to C, flushes them with `sync_block`, then
-records the tile. A crash before the record leaves a tile that is partly written and not recorded. The resumed
-run overwrites it. A chunk file is replaced as a whole (`files.publish` writes a temporary file and renames
-it), so no reader sees half a chunk. `sync_block` flushes the contents of files and the directory entries that
-lead to them. A record therefore implies that every file of the tile has both its content and its name.
+*beta = 0: the run only writes C.* It writes a tile's blocks to C, flushes them with `sync_block`, and then
+records the tile. A crash before the record leaves a tile that may be partly written and is not recorded. The
+resumed run overwrites that tile. A chunk file is replaced as a whole (`files.publish` writes a temporary file
+and renames it), so no reader sees half a chunk. `sync_block` flushes the contents of files and also their
+directory entries. So if a tile is recorded, every file of it has both its content and its name.
 
-*beta != 0: C is also read.* To overwrite a tile in place would destroy the input of a repetition.
-`redirect_writes` therefore sends all writes to redo files in another folder, and reads still come from C. The
-run flushes a tile's redo files with `sync_block`, then records the tile: this record is the commit. Only then
-does `apply_redo` bring the redo files into C. A crash before the commit leaves C unchanged, and the redo
-files are discarded. A crash after it leaves some blocks in C and the others in redo files. `apply_redo` is
-idempotent. It deletes a redo file only when C has the file's content durably, so a repetition finds all that
-is missing. A resumed run calls `apply_redo` for every committed tile before it reads C.
+*beta != 0: the run also reads C.* If it overwrote a tile in place, a resumed run could not compute that tile
+again. `redirect_writes` therefore makes all writes go to redo files in another folder, and reads still come
+from C. The run flushes a tile's redo files with `sync_block`, and then records the tile: this commits the
+tile. Only then does `apply_redo` move the content of the redo files to C. If a crash comes before the commit,
+C is unchanged, and the redo files are discarded. If it comes later, some blocks of the tile may be in C and
+the rest in redo files. `apply_redo` deletes a redo file only when C contains its content durably, so it can
+be repeated until no redo file is left. A resumed run calls it for every committed tile before it reads C.
 
-*New results.* A new .npy file is written in the journal's folder, as `DATA`. It is renamed to its path when
-it is complete and durable, so a .npy file at that path is always whole. A zarr array carries an attribute
-that says that it is incomplete. `set_finished` removes the attribute at the end.
+*New results.* A new .npy file is written in the journal's folder, with the name `DATA`. It is renamed to its
+final path when it is complete and durable, so a .npy file at that path is always complete. A new zarr array
+has an attribute that marks it as incomplete. `set_finished` removes this attribute at the end.
 
 A crash can leave temporary files of interrupted writes. They have random names, so they never collide with a
 later write. `delete_partial_files` removes them.
@@ -40,48 +39,59 @@ from typing import Any, Protocol
 from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import Matrix
 
-# Name of the journal's folder inside a zarr array. Beside a .npy file it is appended to the file's name.
+# The journal's folder has this name inside the folder of a zarr array. For a file x.npy the folder is
+# x.npy.oocgemm.
 SIDECAR = ".oocgemm"
-# A new .npy file that is not complete, in the journal's folder.
+# In the journal's folder, a new .npy file has this name until it is complete.
 DATA = "data.npy"
-# Maximum number of chunk files in an array's fingerprint. They are evenly spread.
+# The fingerprint of a zarr array covers at most this many chunk files. If there are more, it covers evenly
+# spread ones, since reading the status of every file would take too long.
 MAX_FINGERPRINTED = 10_000
 
 
 class Durable(Matrix, Protocol):
-    """A matrix in local files, whose blocks can be made durable."""
+    """A matrix in local files whose blocks can be flushed to the disk, so that a run can be resumed."""
 
     array: Any
 
     def redirect_writes(self, folder: Path) -> None:
-        """Send later writes to files in `folder`, on the same file system. Reads are not redirected."""
+        """Make later writes go to files in `folder` (redo files) and not to the matrix.
 
-    def sync_block(self, rows: Range, cols: Range) -> None:
-        """Flush the last written content of a block, and the directory entries of its files.
-
-        Raises `OSError`.
+        The matrix keeps its content, which `read` returns, until `apply_redo` is called. `folder` must be on
+        the file system of the matrix, because redo files may be renamed into place.
         """
 
-    def apply_redo(self, rows: Range, cols: Range) -> None:
-        """Move the redirected content of a block to its place and flush it. Idempotent, also after a crash.
+    def sync_block(self, rows: Range, cols: Range) -> None:
+        """Flush the files that a block was written to, and their directory entries. Raises `OSError`."""
 
-        Raises `OSError`.
+    def apply_redo(self, rows: Range, cols: Range) -> None:
+        """Move the content of a block from the redo files to the matrix, and flush it. Raises `OSError`.
+
+        Redo files are those to which `redirect_writes` makes writes go. After a crash during this call, the
+        call can be repeated.
         """
 
     def delete_partial_files(self) -> None:
-        """Delete the temporary files that a killed process left."""
+        """Delete the temporary files of writes that a killed process did not complete."""
 
     def files_fingerprint(self) -> str:
-        """Return a fingerprint of the files: a digest of their sizes and modification times."""
+        """Return a digest of the sizes and modification times of the matrix's files.
+
+        If it differs from an earlier one, another program has changed the matrix.
+        """
 
     def block_fingerprint(self, rows: Range, cols: Range) -> str | None:
-        """Return the fingerprint of a flushed block's files; None if its files also hold other blocks."""
+        """Return the fingerprint of the files of a block; None if these files also contain other blocks.
+
+        The block must have been flushed before. Otherwise its files may still change.
+        """
 
 
 def sync_files(root: Path, names: Collection[str]) -> None:
-    """Flush files below `root` and the folders on their paths. Raises `OSError`.
+    """Flush files, and all folders on their paths. Raises `OSError`.
 
-    A missing file is not an error: chunks that hold only the fill value may be left out.
+    The `names` are relative to the folder `root`. A missing file is not an error: zarr need not store a chunk
+    whose elements all have the fill value.
     """
     for name in names:
         with suppress(FileNotFoundError):
@@ -90,7 +100,10 @@ def sync_files(root: Path, names: Collection[str]) -> None:
 
 
 def sync_names(root: Path, names: Collection[str]) -> None:
-    """Flush the directory entries of files below `root`, but not their contents. Raises `OSError`."""
+    """Flush the directory entries of files, but not their contents. Raises `OSError`.
+
+    The `names` are relative to the folder `root`.
+    """
     folders = {root}
     for parent in {(root / name).parent for name in names}:
         folders |= {folder for folder in (parent, *parent.parents) if root in folder.parents}
@@ -100,7 +113,7 @@ def sync_names(root: Path, names: Collection[str]) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Flush the content of one file, or the entries of one folder. Raises `OSError`."""
+    """Flush the content of one file, or the directory entries of one folder. Raises `OSError`."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -109,22 +122,23 @@ def sync_path(path: Path) -> None:
 
 
 def fingerprint_of(paths: Iterable[str | Path]) -> str:
-    """Return a digest of the sizes and modification times of files, which need not exist."""
+    """Return a digest of the sizes and modification times of files. Missing files change it too."""
     return fingerprints(paths)["content"]
 
 
 def fingerprints(paths: Iterable[str | Path]) -> dict[str, str]:
-    """Return that digest as `content`, and a digest of the inode change times (ctime) as `changes`.
+    """Return two digests of the status of files.
 
-    A program can write to a file and restore its modification time, but no program can set its ctime. The
-    ctime also changes where the content does not: on chmod, chown, a rename, or a hard link. So a change of
-    `changes` alone calls for a question to the user. It is no proof.
+    "content" is a digest of sizes and modification times, and "changes" of the inode change times (ctime). A
+    program can write to a file and restore its modification time, but it cannot set the ctime. The ctime
+    also changes when the content does not: on chmod, chown, a rename, or a hard link. So if only "changes"
+    is different, the content may have changed, and the user must decide.
     """
     content, changes = hashlib.sha256(), hashlib.sha256()
     for path in paths:
         try:
             status = os.stat(path)
-        except OSError:  # a file without a status cannot be read either
+        except OSError:  # the file is missing or cannot be accessed, which is part of the digest
             content.update(b"-")
             changes.update(b"-")
         else:
@@ -134,15 +148,19 @@ def fingerprints(paths: Iterable[str | Path]) -> dict[str, str]:
 
 
 def spread(down: int, across: int) -> Iterable[tuple[int, int]]:
-    """Yield the indices of all chunks of a grid, or of `MAX_FINGERPRINTED` evenly spread ones."""
+    """Yield the indices of the chunks to fingerprint, in a grid of `down` x `across` chunks.
+
+    These are all chunks, or at most `MAX_FINGERPRINTED` evenly spread ones.
+    """
     every = -(-down * across // MAX_FINGERPRINTED)
     return (divmod(number, across) for number in range(0, down * across, max(1, every)))
 
 
 def found_locally(path: str) -> bool:
-    """Return whether anything is at a local path, or at the path that its `..` and links lead to.
+    """Return whether anything exists at a local path, or where the `..` and links in the path lead.
 
-    A folder that is empty, or has only the journal of a run that was killed as it began, does not count.
+    A folder does not count if it is empty. It does not count either if it contains only the journal of a
+    run that was killed before it created C.
     """
     try:
         if set(os.listdir(path)) <= {SIDECAR}:
@@ -153,12 +171,18 @@ def found_locally(path: str) -> bool:
 
 
 def saved_block(folder: Path, rows: Range, cols: Range) -> Path:
-    """Return the redo file of a block of a .npy file."""
+    """Return the path of the redo file for a block of a .npy file. Its name contains the block's ranges.
+
+    A redo file contains the new content of a block until it is written to the .npy file.
+    """
     return folder / "-".join(map(str, (*rows, *cols)))
 
 
 def saved_blocks(folder: Path, rows: Range, cols: Range) -> list[tuple[Path, Range, Range]]:
-    """Return the redo files whose blocks are inside a block, with their rows and columns."""
+    """Return the redo files in `folder` of all blocks inside a given block, each with its rows and columns.
+
+    A redo file contains the new content of a block until it is written to the .npy file.
+    """
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
         parts = path.name.split("-")

@@ -1,12 +1,13 @@
-"""Read rows of local files into given memory, map files, and publish new files atomically.
+"""Read local files into given memory, map them, and create new files atomically.
 
-*What the page cache has* is mapped and copied. On 16 cores, twelve reader threads beside copies to a GPU read
-44 GB/s when the pages of 32 MiB are mapped in one call, 38 GB/s with a page fault for every few pages, and 35
-GB/s when rows are read straight into their destination. One core of another Xeon copied 7.9 GB/s and read 4.2
-GB/s; one of an EPYC, 3.9 and 4.6.
+*Data that is in the page cache* is mapped into memory and copied from the mapping. This was the fastest way
+for twelve reader threads on 16 cores, while a GPU also copied from host memory. They read 44 GB/s if one
+madvise call faults in all pages of 32 MiB. They read 38 GB/s if page faults do that a few pages at a time,
+and 35 GB/s with preadv. On a single core it depends on the processor: a Xeon copied 7.9 GB/s from a mapping
+and read 4.2 GB/s with preadv, and an EPYC 3.9 and 4.6 GB/s.
 
-*What the page cache lacks*, and need not keep, bypasses it. To fill the cache can take more processor time
-than the disk takes time.
+*Data that is not in the page cache* can be read past it, by direct I/O. This is faster, since filling the
+page cache can take more processor time than the disk needs to deliver the data.
 """
 
 import contextlib
@@ -26,40 +27,49 @@ from oocgemm.planning.units import format_size
 from oocgemm.stores.base import Array
 from oocgemm.system.memory import memory_limit
 
-# Direct I/O takes addresses, offsets and lengths that are multiples of a sector. Ours are multiples of a
-# page.
+# Direct I/O requires that memory addresses, file offsets and lengths are multiples of the sector size.
 SECTOR = 512
+# Buffers and files that this package creates are aligned to whole pages, which are whole sectors too.
 PAGE = 4096
-# Smaller reads do not repay the system calls that choose a path.
+# Reads of fewer bytes than this use preadv. For larger ones it pays to ask first, with extra system calls,
+# whether the data is in the page cache.
 MIN_DIRECT = 1 << 20
-# Buffers per preadv call, and the row length in bytes below which a mapped copy is faster.
+# Linux accepts at most this many buffers per call of preadv or pwritev (IOV_MAX).
 SEGMENTS = 1024
+# Rows that are shorter than this many bytes are copied from a mapping of the file, because a separate buffer
+# of preadv for each of them is slower.
 MIN_SEGMENT = 4096
 
-# Drop the pages after the read (Linux 6.14). Python has no constant for it.
+# The flag of preadv2 that drops the pages from the page cache after the read (Linux 6.14). Python has no
+# constant for it.
 _RWF_DONTCACHE = 0x80 if sys.platform == "linux" else 0
-# The advice to fault in all pages of a memory map (Linux 5.14). Python has no constant for it. Maps of
-# fewer than MIN_POPULATED bytes are faulted in as fast by reading them.
+# MADV_POPULATE_READ, the madvise advice that faults in all pages of a mapping (Linux 5.14). Python has no
+# constant for it. It is used for mappings of at least MIN_POPULATED bytes. For smaller ones, page faults
+# during the copy are as fast.
 POPULATE: int | None = 22 if sys.platform == "linux" else None
 MIN_POPULATED = 8 << 20
 WILL_NEED: int | None = getattr(mmap, "MADV_WILLNEED", None)
-# On Linux only: elsewhere it may discard writes to a map.
+# MADV_DONTNEED is used on Linux only. On other systems it may discard writes to a mapped file.
 DONT_NEED: int | None = getattr(mmap, "MADV_DONTNEED", None) if sys.platform == "linux" else None
+# The number of pages that `resident` checks to estimate which share of a range is in memory.
 SAMPLED_PAGES = 8
+# The open(2) flag for direct I/O; 0 on systems without it, so that files are then opened normally.
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)
-# Share of the process's memory limit that an array's files may have to be kept in the page cache.
+# The files of an array are kept in the page cache if they take at most this share of the host memory that the
+# process may use. Larger arrays would evict their own pages before these are read again.
 MAX_CACHED_SHARE = 0.5
 _of_thread = threading.local()
 
 
 def scratch(size: int) -> Array:
-    """Return `size` page-aligned bytes that belong to the calling thread, and are reused by its next call.
+    """Return the scratch buffer of the calling thread: a page-aligned array of `size` bytes.
 
+    Every call in the same thread returns the same memory, so the content is valid only until the next call.
     Raises `MemoryError`.
     """
     buffer: Array | None = getattr(_of_thread, "scratch", None)
     if buffer is None or buffer.size < size:
-        _of_thread.scratch = buffer = None  # before the allocation, so that both never exist together
+        _of_thread.scratch = buffer = None  # free the old buffer before the new one is allocated
         rounded = -(-max(size, 1) // PAGE) * PAGE
         try:
             block = mmap.mmap(-1, rounded, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -73,9 +83,10 @@ def scratch(size: int) -> Array:
 
 
 class OpenFile:
-    """A file of `size` bytes, open for reading. Raises `FileNotFoundError` or `OSError`."""
+    """A local file that is open for reading. `size` is its length in bytes when it was opened."""
 
     def __init__(self, path: Path) -> None:
+        """Open the file. Raises `FileNotFoundError` or another `OSError`."""
         self.path = path
         self.descriptor = os.open(path, os.O_RDONLY)
         self.size = os.fstat(self.descriptor).st_size
@@ -85,14 +96,15 @@ class OpenFile:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         os.close(self.descriptor)
-        if isinstance(error, OSError) and error.filename is None:  # the failed call knew only the descriptor
-            error.filename = str(self.path)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(self.path)  # calls that take a descriptor do not name the file
 
     def mapped(self, offset: int, length: int) -> Array:
-        """Return bytes of the file as a map, which lives as long as the array.
+        """Return `length` bytes of the file as an array that is mapped from it, not copied.
 
-        All pages are prefetched at once, since every caller reads all of them. Raises `EOFError` if the file
-        is shorter. If it is truncated later, an access kills the process (SIGBUS).
+        The mapping exists until the array is deleted. All its pages are requested at once if there are many,
+        since every caller reads all of them. Raises `EOFError` if the file is too short. If the file is
+        truncated later, an access to the array kills the process (SIGBUS).
         """
         view, before = self._map(offset, length)
         if length >= MIN_DIRECT:
@@ -100,9 +112,10 @@ class OpenFile:
         return np.frombuffer(view, np.uint8, length, before)
 
     def cached(self, offsets: list[int]) -> bool:
-        """Return whether the page cache has the pages at all of these ascending offsets.
+        """Return whether the page cache contains the pages at all these offsets of the file.
 
-        It does not load any.
+        The offsets are in ascending order. The check loads no page. Where the system cannot tell, the answer
+        is True.
         """
         if _mincore is None or offsets[-1] >= self.size:
             return True
@@ -115,20 +128,23 @@ class OpenFile:
         return True
 
     def _map(self, offset: int, length: int) -> tuple[mmap.mmap, int]:
-        """Map a part of the file. Return the map and the bytes in it before that part."""
+        """Map a part of the file into memory. Return the mapping and the position of the part in it.
+
+        A mapping begins at a multiple of the page size, so it may begin before the part.
+        """
         start = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         try:
             view = mmap.mmap(self.descriptor, offset + length - start, prot=mmap.PROT_READ, offset=start)
-        except ValueError as error:  # mmap checks the size again
+        except ValueError as error:  # mmap refuses a range beyond the end of the file
             raise EOFError(f"ends before byte {offset + length}") from error
         return view, offset - start
 
     def read(self, offset: int, out: Array, *, past_cache: bool) -> None:
-        """Fill `out`, whose rows are contiguous, with the bytes from `offset` on.
+        """Fill `out` with the bytes of the file from `offset` on. Each row of `out` must be contiguous.
 
-        With `past_cache`, bytes that the page cache lacks bypass it where the system can: by direct I/O into
-        rows that are sector-aligned, otherwise by reads that leave no pages behind. Raises `EOFError` if the
-        file is shorter.
+        With `past_cache`, data that is not in the page cache is not added to it, where the system allows
+        that. Direct I/O does this for sector-aligned rows. For other rows, the system drops the pages after
+        the read. Raises `EOFError` if the file is too short.
         """
         done = flags = 0
         large = MIN_DIRECT <= out.nbytes <= self.size - offset
@@ -156,9 +172,9 @@ class OpenFile:
             raise EOFError(f"ends {out.nbytes - done} bytes too early")
 
     def _read_past_cache(self, rows: list[Array], offset: int) -> int:
-        """Return the number of bytes read by direct I/O: 0 where the system refuses.
+        """Fill rows by direct I/O. Return the number of bytes read, or 0 after any error.
 
-        Other errors are left to the buffered read that follows.
+        The caller then reads the rest through the page cache. If the file cannot be read at all, that raises.
         """
         with contextlib.suppress(OSError):
             descriptor = os.open(self.path, os.O_RDONLY | O_DIRECT)
@@ -170,18 +186,20 @@ class OpenFile:
 
 
 def advise(view: mmap.mmap, advice: int | None, start: int = 0, length: int | None = None) -> None:
-    """Pass madvise advice on a page-aligned part of a map, where the system knows it.
+    """Call madvise for a page-aligned part of a mapping. Do nothing if the system does not have this advice.
 
-    Unlike the method of `mmap`, this releases the GIL: to make pages resident takes milliseconds.
+    Unlike `mmap.madvise`, this releases the GIL, since faulting in many pages takes milliseconds.
     """
     if _madvise is not None and advice is not None:
         _madvise(_address(view) + start, len(view) - start if length is None else length, advice)
 
 
 def resident(address: int, size: int) -> bool:
-    """Return whether at least half of a range's pages are in memory, or in the page cache for a mapped file.
+    """Estimate whether at least half of the pages in a range of addresses are in memory.
 
-    Only `SAMPLED_PAGES` are checked: checking them all takes as long as copying some. It does not load any.
+    For a mapped file, this means that they are in the page cache. `SAMPLED_PAGES` pages of the range are
+    checked, since checking all takes as long as copying some of them. The check loads no page. Where the
+    system cannot tell, the answer is True.
     """
     if _mincore is None:
         return True
@@ -195,9 +213,10 @@ def resident(address: int, size: int) -> bool:
 
 
 def publish(path: Path, data: Array, size: int) -> None:
-    """Create a file at `path` atomically, from the first `size` bytes of the rows of `data`.
+    """Create or replace the file at `path` with the first `size` bytes of the rows of `data`, atomically.
 
-    The file is written past the page cache if `data` is sector-aligned and padded to whole sectors.
+    The file is first written under a temporary name, and then renamed. It is written past the page cache if
+    `data` is sector-aligned and padded to whole sectors.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
@@ -211,12 +230,15 @@ def publish(path: Path, data: Array, size: int) -> None:
 
 
 def worth_caching(size: int) -> bool:
-    """Return whether files of `size` bytes fit into the page cache beside all else."""
+    """Return whether files of `size` bytes are small enough to stay in the page cache for a second read."""
     return size <= MAX_CACHED_SHARE * memory_limit()
 
 
 def folder_mtime(folder: Path) -> int | None:
-    """Return when a folder's entries last changed, in nanoseconds; None for an unreadable folder."""
+    """Return the modification time of a folder in nanoseconds; None for a missing or unreadable folder.
+
+    It changes when a file in the folder is created, deleted or renamed.
+    """
     try:
         return os.stat(folder).st_mtime_ns
     except OSError:
@@ -224,12 +246,12 @@ def folder_mtime(folder: Path) -> int | None:
 
 
 def padded(size: int) -> int:
-    """Return `size` rounded up to whole pages, which direct I/O can write."""
+    """Round `size` up to whole pages, because direct I/O cannot write parts of a sector."""
     return -(-size // PAGE) * PAGE
 
 
 def sector_aligned(data: Array) -> bool:
-    """Return whether direct I/O can write the rows of an array in place."""
+    """Return whether direct I/O can write all rows of an array without a copy to aligned memory."""
     if data.size == 0 or data.strides[-1] != data.itemsize:
         return False
     direct = _sectors(_segments(data))
@@ -237,7 +259,10 @@ def sector_aligned(data: Array) -> bool:
 
 
 def _write(path: Path, data: Array, size: int) -> None:
-    """Write past the page cache where the file system can, which saves processor time and page cache."""
+    """Write the first `size` bytes of the rows of `data` to a new file, by direct I/O where that is possible.
+
+    Direct I/O takes less processor time, and leaves the page cache to other data.
+    """
     rows = _segments(data)
     past_cache = O_DIRECT if sector_aligned(data) else 0
     for extra in (past_cache, 0) if past_cache else (0,):
@@ -261,14 +286,18 @@ def _write(path: Path, data: Array, size: int) -> None:
 
 
 def _segments(data: Array) -> list[Array]:
-    """Return the rows of an array as bytes, or one segment if they are contiguous."""
+    """Return the rows of an array as arrays of bytes. If the whole array is contiguous, return one array."""
     if data.flags.c_contiguous:
         return [data.reshape(-1).view(np.uint8)]
     return list(data.view(np.uint8))
 
 
 def _sectors(rows: list[Array]) -> list[Array]:
-    """Return the leading part of the rows that direct I/O can take: whole sectors, all rows or none."""
+    """Return the part of the rows that direct I/O can fill or write.
+
+    A single row is cut to whole sectors. Several rows are returned only if each begins and ends at a multiple
+    of a sector; otherwise the result is empty.
+    """
     if rows[0].ctypes.data % SECTOR:
         return []
     if len(rows) == 1:
@@ -279,16 +308,20 @@ def _sectors(rows: list[Array]) -> list[Array]:
 
 
 def _after(rows: list[Array], done: int) -> list[Any]:
-    """Return the buffers of the next call, for rows of equal length whose first `done` bytes are done."""
+    """Return the buffers for the next call of preadv or pwritev: the rows after their first `done` bytes.
+
+    All rows have the same length. At most `SEGMENTS` buffers are returned.
+    """
     whole, part = divmod(done, rows[0].nbytes)
     rest = rows[whole : whole + SEGMENTS]
     return [rest[0][part:], *rest[1:]] if part else rest
 
 
 def _fill(descriptor: int, rows: list[Array], offset: int, done: int = 0, flags: int = 0) -> int:
-    """Read into rows of equal length whose first `done` bytes are done, and return the bytes done then.
+    """Fill rows of equal length from the byte `offset` of a file on, after their first `done` bytes.
 
-    That is less than all only at the end of the file.
+    Return the number of bytes that are then filled, including `done`. It is less than the size of the rows
+    only if the file ends before.
     """
     total = len(rows) * rows[0].nbytes
     while done < total:
@@ -300,18 +333,20 @@ def _fill(descriptor: int, rows: list[Array], offset: int, done: int = 0, flags:
 
 
 def _address(view: mmap.mmap) -> int:
+    """Return the address at which a mapping begins."""
     return int(np.frombuffer(view, np.uint8).ctypes.data)
 
 
 def _function(library: type[ctypes.CDLL], name: str, *types: Any) -> Any:
+    """Return a function of the C library with these argument types; None if the system has none."""
     try:
         found = getattr(library(None), name)
-    except (AttributeError, OSError, TypeError):  # a system without it
+    except (AttributeError, OSError, TypeError):
         return None
     found.argtypes = types
     return found
 
 
-# mincore takes a microsecond, less than releasing the GIL: hence PyDLL, which keeps it.
+# PyDLL calls a function without releasing the GIL. mincore takes a microsecond, less than releasing the GIL.
 _mincore = _function(ctypes.PyDLL, "mincore", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 _madvise = _function(ctypes.CDLL, "madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)

@@ -1,4 +1,4 @@
-"""Explain files and dtypes that cannot be operands, with the command that converts them."""
+"""Make the errors for files and dtypes that cannot be operands. They state the command that converts them."""
 
 import json
 import os
@@ -13,6 +13,7 @@ from oocgemm.errors import InputError, NotFoundError
 from oocgemm.planning import OPERANDS
 from oocgemm.stores.base import Matrix
 
+# By suffix, the formats of files that this package recognizes, in order to explain how to convert them.
 FORMATS = {
     ".h5": "an HDF5 file",
     ".hdf5": "an HDF5 file",
@@ -27,7 +28,7 @@ FORMATS = {
     ".pt": "a PyTorch file",
     ".zip": "a zip archive",
 }
-# PyPI packages that read each kind of URL. All of them depend on fsspec, which serves the other kinds.
+# By the scheme of a URL, the PyPI packages that zarr needs to read it. Other schemes need only fsspec.
 CLIENTS = {
     "s3": "s3fs",
     "gs": "gcsfs",
@@ -41,12 +42,12 @@ CLIENTS = {
 
 
 def format_of(path: str) -> str:
-    """Return the format that a path's suffix stands for, such as "an HDF5 file"; "" for an unknown suffix."""
+    """Return the format that the suffix of a path denotes, such as "an HDF5 file"; "" if it is not known."""
     return FORMATS.get(Path(path).suffix.lower(), "")
 
 
 def check_new(name: str, path: str) -> None:
-    """Raise `InputError` for a new result whose path has the suffix of a format that is not written."""
+    """Raise `InputError` if a new result's suffix is that of a format that cannot be written, such as .h5."""
     if kind := format_of(path):
         stem = os.fspath(Path(path).with_suffix(""))
         raise InputError(
@@ -56,13 +57,18 @@ def check_new(name: str, path: str) -> None:
 
 
 def wrong_format(name: str, path: str, *, writable: bool = False) -> InputError | None:
-    """Return the error for a file that cannot be an operand, with the remedy; None for folders and URLs."""
+    """Return the error for a file that is neither zarr nor .npy, with the remedy.
+
+    Return None for a folder, a URL, and a path where nothing exists. With `writable`, the file was to be a
+    result, and the remedy is another path instead of a conversion.
+    """
     if "://" in path or not os.path.isfile(path):
         return None
     kind = format_of(path)
     if not kind:
         return InputError(
-            f"{name}: no zarr array at {path}: it is a file, which must be .npy and have that ending"
+            f"{name}: no zarr array at {path}: it is a file, and a file must be in .npy format "
+            "and end in .npy"
         )
     remedy = _remedy(path)
     if writable:
@@ -71,7 +77,10 @@ def wrong_format(name: str, path: str, *, writable: bool = False) -> InputError 
 
 
 def check_found(name: str, path: str) -> None:
-    """Raise `NotFoundError` for a local path at which nothing exists. It says where a symbolic link leads."""
+    """Raise `NotFoundError` for a local path at which nothing exists.
+
+    For a symbolic link to nothing, the message says where the link leads.
+    """
     if "://" in path or os.path.exists(path):
         return
     problem = f"{name}: there is nothing at {path}"
@@ -84,7 +93,10 @@ def check_found(name: str, path: str) -> None:
 
 
 def missing_client(name: str, path: str, error: ImportError) -> InputError:
-    """Return the error for a URL whose client package is not installed."""
+    """Return the error for a URL if the package that reads this kind of URL is not installed.
+
+    `error` is the failed import.
+    """
     kind = path.partition("://")[0]
     return InputError(
         f"{name} at {path}: {kind}:// needs a package that is not installed ({error}): "
@@ -93,9 +105,9 @@ def missing_client(name: str, path: str, error: ImportError) -> InputError:
 
 
 def unsupported_dtype(name: str, dtype: np.dtype[Any], store: str, path: str | None) -> InputError:
-    """Return the error for an operand of an unsupported_dtype dtype, with the command that converts it."""
+    """Return the error for an operand of an unsupported dtype, with the command that converts it."""
     problem = f"{name} is of dtype {dtype}, supported are {', '.join(OPERANDS)}"
-    if dtype.name == "void16":  # np.save stores bfloat16 as this
+    if dtype.name == "void16":  # the dtype that np.load returns for saved bfloat16 elements
         return InputError(f"{problem}: if it was bfloat16, restore that with .view(ml_dtypes.bfloat16)")
     if dtype.kind not in "biufc":
         return InputError(f"{problem}: its elements are not numbers")
@@ -105,7 +117,10 @@ def unsupported_dtype(name: str, dtype: np.dtype[Any], store: str, path: str | N
 
 
 def check_dtypes(a: Matrix, b: Matrix) -> None:
-    """Raise `InputError` for operands of unsupported or different dtypes, with the commands that convert."""
+    """Raise `InputError` if A or B has an unsupported dtype, or if their dtypes differ.
+
+    The message states the commands that convert them.
+    """
     for operand in (a, b):
         if operand.dtype.name not in OPERANDS:
             raise unsupported_dtype(operand.name, operand.dtype, *_store_and_path(operand))
@@ -113,25 +128,25 @@ def check_dtypes(a: Matrix, b: Matrix) -> None:
         return
     try:
         common = np.result_type(a.dtype, b.dtype).name
-    except TypeError:  # bfloat16 and float16, for example
+    except TypeError:  # NumPy has no common dtype, for example for bfloat16 and float16
         common = "float32"
-    wanted = common if common != "bfloat16" else "float32"  # .npy files cannot hold bfloat16
+    wanted = common if common != "bfloat16" else "float32"  # a .npy file cannot store bfloat16
     lines = (conversion(x.name, *_store_and_path(x), wanted) for x in (a, b) if x.dtype.name != wanted)
     raise InputError(f"A is of dtype {a.dtype} and B of {b.dtype}: {'; '.join(lines)}")
 
 
 def _store_and_path(matrix: Matrix) -> tuple[str, str | None]:
-    """Return the kind of store that an operand is in, and its path."""
+    """Return the kind of store of an operand, such as "npy", and its path; None without a path."""
     header = matrix.describe()
     path = header["path"]
     return str(header["store"]).split()[0], None if path is None else str(path).removeprefix("file://")
 
 
 def conversion(name: str, store: str, path: str | None, dtype: str) -> str:
-    """Return how to convert an operand: a shell command for a path, a line of Python for an object.
+    """Return the remedy "convert X by ...", with a shell command for a path and Python code for an object.
 
-    The command for a zarr array keeps one chunk or shard in memory at a time. The command for a .npy file
-    uses only the page cache.
+    The command works for files that are larger than memory. For a zarr array it loads one chunk or shard at a
+    time, and for a .npy file it uses memory maps.
     """
     if path is None or path.startswith("memory:"):
         line = f'{name} = numpy.asarray({name}[:], "{dtype}")'
@@ -162,7 +177,7 @@ def conversion(name: str, store: str, path: str | None, dtype: str) -> str:
 
 
 def _remedy(path: str) -> str:
-    """Return how to make an operand of a file in one of `FORMATS`."""
+    """Return the remedy for a file in one of `FORMATS`: how to convert it, or how to open it in Python."""
     suffix, stem = Path(path).suffix.lower(), os.fspath(Path(path).with_suffix(""))
     old, new = json.dumps(path), json.dumps(stem + ".npy")
     match suffix:
@@ -181,12 +196,12 @@ def _remedy(path: str) -> str:
             code = f"import numpy, pandas; numpy.save({new}, pandas.read_{suffix[1:]}({old}).to_numpy())"
             return f"convert it by {_command(code)} and pass {stem}.npy"
         case _:
-            return "store its array as one of these"
+            return "store its array in one of these formats"
     return f"convert it by {_command(f'import numpy; numpy.save({new}, {load})')} and pass {stem}.npy"
 
 
 def _first_array(path: str) -> str:
-    """Return the name of the first array in an archive."""
+    """Return the name of the first array in a .npz archive; NumPy's default name if it cannot be read."""
     try:
         with zipfile.ZipFile(path) as archive:
             return archive.namelist()[0].removesuffix(".npy")
@@ -195,4 +210,5 @@ def _first_array(path: str) -> str:
 
 
 def _command(code: str) -> str:
+    """Return the shell command that runs a line of Python."""
     return f"python -c {shlex.quote(code)}"

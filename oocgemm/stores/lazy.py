@@ -1,9 +1,10 @@
 """Read lazy operands: objects that read or compute a block when they are sliced.
 
 Arrays of dask, h5py, xarray and tensorstore are lazy. A lazy operand is never converted as a whole. Each read
-copies one piece after the other into the slot. A piece is one chunk, a batch of small chunks, or part of an
-array without chunks. `Layout.decode_bytes` counts what a piece allocates, so the host budget bounds it.
-Memory that the graph of a dask array uses beside its chunks is unknown, and is not counted.
+copies one piece after the other into the destination. A piece is one chunk, a batch of small chunks, or part
+of an array without chunks. `Layout.decode_bytes` counts the memory that slicing a piece allocates, so it is
+part of the host memory that a plan may use. The computation of a dask array can use memory besides its
+chunks. The size of that memory is unknown, and is not counted.
 """
 
 import importlib
@@ -33,19 +34,27 @@ from oocgemm.stores.base import (
     pieces,
 )
 
-# Packages whose arrays several threads may read at once. h5py has its own lock.
+# Packages whose arrays several threads may read at once. h5py locks its own calls.
 CONCURRENT = ("dask", "h5py", "tensorstore", "xarray")
-COPIES = 3  # of a piece in memory: as stored, as decoded, and as returned
-# An array without chunks is read in segments of rows of this many bytes: shorter segments are slow.
+# A piece that is read is assumed to be in memory this many times: as stored, as decoded, and as returned.
+COPIES = 3
+# An array without chunks is treated as if each chunk were a part of one row of at most this many bytes. Much
+# shorter parts are slow to read.
 ROW_BYTES = 16 << 10
-# Attributes of objects that expose their memory, which NumPy converts without a copy.
+# An object with one of these attributes exposes its memory. NumPy converts it without a copy, so it is not
+# lazy.
 MEMORY = ("__array_interface__", "__cuda_array_interface__", "__dlpack__")
-# Arrays of all other packages are read by one thread at a time: their C libraries may share state.
+# Taken while an array of a package that is not in CONCURRENT is read. The C libraries of such packages may
+# not be safe for several threads.
 _serial = threading.Lock()
 
 
 class LazyArrays(Store):
-    """Open lazy operands, read-only. It also matches collections of arrays, in order to refuse them."""
+    """Open lazy operands, read-only.
+
+    This store also matches mappings and dask objects that are not arrays, so that `open` can explain the
+    error.
+    """
 
     kind = "a lazy array"
 
@@ -66,9 +75,10 @@ class LazyArrays(Store):
             raise InputError(
                 f"{name}: {type(operand).__name__} is a collection: give one array of it ({names})"
             )
-        if not _sliceable(operand):  # NumPy would compute it as a whole
+        if not _sliceable(operand):  # a dask bag or delayed object: np.asarray would compute it as a whole
             raise InputError(
-                f"{name}: {type(operand).__name__} is no array: convert it with .to_dask_array(lengths=True)"
+                f"{name}: {type(operand).__name__} is not an array: convert it with "
+                ".to_dask_array(lengths=True)"
             )
         return LazyMatrix(name, operand)
 
@@ -77,15 +87,15 @@ class LazyArrays(Store):
 
 
 class LazyMatrix:
-    """An object with shape, dtype and slicing, read piece by piece."""
+    """A matrix whose blocks are slices of any object with a shape, a dtype and slicing. It is read-only."""
 
     def __init__(self, name: str, source: Any) -> None:
-        """Raise `InputError` for an object that cannot be an operand."""
+        """Wrap an object. Raises `InputError` if it cannot be an operand; `name` is its name in messages."""
         kind = package(source)
         if kind == "xarray" and source.chunks is not None:
-            source, kind = source.data, package(source.data)  # the dask array, not computed
+            source, kind = source.data, package(source.data)  # use the dask array; this computes nothing
         if kind == "tensorstore":
-            source = source.translate_to[0]  # indices may start elsewhere
+            source = source.translate_to[0]  # make its indices start at 0, which they need not do
         shape = tuple(source.shape)
         if not all(isinstance(extent, Integral) for extent in shape):
             raise InputError(f"{name} has the unknown shape {shape}: call {name}.compute_chunk_sizes() first")
@@ -106,22 +116,22 @@ class LazyMatrix:
         )
 
     def _check_slices(self) -> None:
-        """Raise `InputError` unless slicing the object gives an array."""
+        """Raise `InputError` unless an empty slice of the object converts to an array of shape (0, 0)."""
         kind = type(self._source).__name__
         hint = ".toarray()" if hasattr(self._source, "toarray") else "np.asarray"
         try:
             shape = np.asarray(self._source[0:0, 0:0]).shape
         except Exception as error:  # slicing may raise any exception
             raise InputError(
-                f"{self.name}: {kind} cannot be sliced as [0:1, 0:1] ({error}): convert it with {hint}"
+                f"{self.name}: {kind} cannot be sliced as [0:0, 0:0] ({error}): convert it with {hint}"
             ) from error
         if shape != (0, 0):
             raise InputError(f"{self.name}: slicing {kind} gives no array: convert it with {hint}")
 
     def read(self, rows: Range, cols: Range, out: Array) -> None:
-        """Fill `out` piece by piece.
+        """Read a block into `out`, one piece after the other.
 
-        Raises `ExecutionError` for a piece of another shape or dtype, or with masked elements.
+        Raises `ExecutionError` if a piece has an unexpected shape or dtype, or masked elements.
         """
         for (r0, r1), (c0, c1) in pieces(rows, cols, self._chunk, self._piece):
             part = out[r0 - rows[0] : r1 - rows[0], c0 - cols[0] : c1 - cols[0]]
@@ -129,6 +139,7 @@ class LazyMatrix:
                 self._copy(slice(r0, r1), slice(c0, c1), part)
 
     def _copy(self, rows: slice, cols: slice, out: Array) -> None:
+        """Slice one piece from the object, compute it if it is a dask array, and copy it to `out`."""
         found = self._source[rows, cols]
         if self._kind == "dask":
             found = _computed(found)
@@ -153,19 +164,19 @@ class LazyMatrix:
         """Do nothing: nothing is written."""
 
     def fingerprint(self) -> None:
-        """Return None: nothing identifies the content."""
+        """Return None: a change of the content cannot be detected."""
 
     def describe(self) -> dict[str, object]:
-        """Return package, shape and dtype for the header of a timeline."""
+        """Return package, shape and dtype, which are written to the log of a run."""
         return {"store": self._kind, "path": None, "shape": list(self.shape), "dtype": self.dtype.name}
 
     def identities(self) -> set[object]:
-        """Return nothing: the files that it reads are unknown."""
+        """Return no id: which files the object reads is unknown."""
         return set()
 
 
 def _sliceable(source: Any) -> bool:
-    """Return whether an object has a shape, a NumPy dtype and slices."""
+    """Return whether an object has a shape, a dtype that NumPy knows, and an indexing method."""
     if hasattr(source, "shape") and hasattr(source, "__getitem__"):
         with suppress(AttributeError, TypeError):
             numpy_dtype(source)
@@ -180,19 +191,20 @@ def numpy_dtype(source: Any) -> np.dtype[Any]:
 
 
 def _computed(block: Any) -> Any:
-    """Compute a piece of a dask array in this thread, unless the user chose a scheduler.
+    """Compute a piece of a dask array: in this thread, or with the scheduler that the user has configured.
 
-    dask's own threads would hold as many chunks in memory as there are cores.
+    dask's default scheduler would use one thread per core, and have as many chunks in memory.
     """
     chosen = importlib.import_module("dask").config.get("scheduler", None)
     return block.compute(scheduler=None if chosen else "synchronous")
 
 
 def _chunks(source: Any, shape: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the chunk extents of a regular grid for an array, and the extents read per chunk of it.
+    """Return the cell shape of a regular grid that stands for an array's chunks, and the shape read per cell.
 
-    The chunks of a dask array may differ in extent. The grid has the largest extent, so one chunk of the grid
-    may touch several of the array's. For an array without chunks, segments of rows take the place of chunks.
+    The chunks of a dask array may have different shapes. A grid cell has the largest extent on each axis, so
+    it may overlap several chunks. All chunks that it overlaps are then computed whole: their joint extents,
+    for the worst cell, are the second result. An array without chunks gets cells that are parts of one row.
     """
     found = getattr(source, "chunks", None)
     if found is None and package(source) == "tensorstore":
@@ -213,7 +225,9 @@ def _chunks(source: Any, shape: tuple[int, int]) -> tuple[tuple[int, int], tuple
 
 
 def _touched(sizes: Sequence[int], cell: int) -> int:
-    """Return the largest extent of whole chunks that a cell of a regular grid touches.
+    """Return the joint extent of the chunks that one cell of a regular grid overlaps, for the worst cell.
+
+    `sizes` are the extents of the chunks along one axis, and `cell` is the extent of the cells.
 
     >>> _touched((4, 4, 2), 4), _touched((1, 4, 4, 1), 4), _touched((0,), 1)
     (4, 8, 1)

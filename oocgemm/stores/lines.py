@@ -1,18 +1,18 @@
-"""Read and write blocks of files that store lines (rows or columns) contiguously.
+"""Read and write blocks of a matrix in a file whose lines (its rows or its columns) are contiguous.
 
-A block takes a part of each line, so it consists of many segments. Page faults on a mapping would read each
-segment with the kernel's readahead, which can be a hundred times its size, and keep its pages in the resident
-set. Segments are read by system calls instead:
+A block contains a part of each of several lines. Such a part is called a segment. A memory map would be slow
+here: a page fault reads each segment with the kernel's readahead, which can be a hundred times its size, and
+keeps the pages in the resident set. System calls read the segments instead:
 
-- Segments of short lines are read with the gaps between them into the thread's scratch memory, and copied
-  from there.
-- Other segments are read into their places, many per call. Before the first wait, the pages of all segments
-  that the page cache lacks are requested, so that the disk has many requests in flight.
-- Segments of a file that the page cache cannot hold bypass it. They are read into the thread's scratch
-  memory.
+- If lines are short, the segments are read together with the gaps between them into the thread's scratch
+  memory, and copied from there.
+- Otherwise they are read straight into the destination, many per call. First, all segments that are not in
+  the page cache are requested, so that the disk has many requests in flight.
+- If the file is too large for the page cache, segments that it does not contain are read by direct I/O into
+  the thread's scratch memory, and copied from there.
 
-On two Zen 5 cores and a virtual disk a segment of 2 to 8 KiB took 2 to 3 us from the page cache. On a cold
-cache it took 7 to 20 us, and 85 to 140 us if each read waited for its own request.
+On two Zen 5 cores with a virtual disk, reading a segment of 2 to 8 KiB took 2 to 3 us from the page cache,
+and 7 to 20 us from the disk. It took 85 to 140 us from the disk if each read waited for its own request.
 """
 
 import mmap
@@ -28,31 +28,40 @@ from oocgemm.stores.aio import MAX_READS, read_rows, start_reads
 from oocgemm.stores.base import Array
 from oocgemm.stores.files import O_DIRECT, SECTOR, OpenFile, scratch
 
-# Lines of up to this many bytes are read with their gaps: a copy takes about as long as a separate read.
+# If the lines of a file have at most this many bytes, whole lines are read, and the needed parts are copied
+# from them. To read and copy the rest of a line too takes about as long as a separate read of each part.
 MAX_LINE = 8 << 10
-# Scratch memory of a thread, in which segments are gathered, and transposed or byte-swapped if need be. It
-# takes SCRATCH_LINES of the longest lines, and fits into the processor's cache.
+# Each thread collects parts of lines in scratch memory of this size, if they must be transposed or
+# byte-swapped, or are read as whole lines. 256 KiB fit into the processor's cache.
 SCRATCH_BYTES = 256 << 10
+# The scratch memory has room for this many lines of MAX_LINE bytes. A block that does not fit is cut into
+# pieces of at least this many lines, if it has as many.
 SCRATCH_LINES = SCRATCH_BYTES // MAX_LINE
-# Uncached segments are requested in windows of up to WINDOW times their length, and at most MAX_WINDOW bytes,
-# since the bytes that follow are often read next. This saves a fifth of the processor time. Windows of eight
-# times the length thrashed a page cache of 300 MiB.
+# Parts of lines that are not in the page cache are requested from the disk before they are read. A request is
+# extended to up to WINDOW times the length of the part, and at most MAX_WINDOW bytes, because the bytes that
+# follow are often read next. This saves a fifth of the processor time. With a factor of 8, a page cache of
+# 300 MiB was too small: pages were evicted before they were read.
 WINDOW, MAX_WINDOW = 2, 64 << 10
-# Scratch memory of a thread for reads past the page cache. It bounds the requests in flight. With 128 of 8 to
-# 16 KiB a virtual disk is as fast as with 512.
+# The scratch memory of each thread for direct I/O, in bytes. It limits how many requests are in flight. 128
+# requests of 8 to 16 KiB are enough: a virtual disk was not faster with 512.
 DIRECT_BYTES = 8 << 20
-SAMPLES = 8  # segments checked to estimate whether a block is cached
+# This many parts of lines are checked to estimate whether a block is in the page cache.
+SAMPLES = 8
 
+# The flag of preadv2 for a read that fails instead of waiting for the disk; 0 on systems without it.
 _NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
 
 
 def copies_bytes(dtype: np.dtype[Any], block: Array) -> bool:
-    """Return whether rows of a block have the same bytes as lines of a stored dtype."""
+    """Return whether elements of a stored dtype can be read into the rows of a block without conversion.
+
+    This requires native byte order and contiguous rows.
+    """
     return dtype.isnative and block.strides[1] == dtype.itemsize
 
 
 def scratch_bytes(*, past_cache: bool) -> int:
-    """Return the scratch memory that a thread needs to read or write blocks."""
+    """Return the bytes of scratch memory that each thread needs to read or write blocks."""
     return max(SCRATCH_BYTES, DIRECT_BYTES if past_cache else 0)
 
 
@@ -67,14 +76,18 @@ def read_block(
     *,
     past_cache: bool = False,
 ) -> None:
-    """Fill `out` with the elements `part` of a range of lines, one line per row.
+    """Read the same range of elements from each of several lines of a file. Each line fills one row of `out`.
 
     Arguments:
-        offset, line: the file has lines of `line` elements from the byte `offset` on
-        dtype: the elements, in stored byte order; `out` has the native one
-        past_cache: bytes that the page cache lacks bypass it, as in `OpenFile.read`
+        offset: the byte of the file at which the first line begins
+        line: the number of elements in a line; lines follow each other without gaps
+        dtype: the dtype in stored byte order; `out` has the same dtype in native byte order
+        lines: the range of lines
+        part: the range of elements within each line
+        out: the destination
+        past_cache: do not add the data to the page cache, as in `OpenFile.read`
 
-    Raises `EOFError` if the file is shorter.
+    Raises `EOFError` if the file is too short.
     """
     start, stride = offset + (lines[0] * line + part[0]) * dtype.itemsize, line * dtype.itemsize
     if out.size == 0:
@@ -97,9 +110,9 @@ def read_block(
 def write_block(
     descriptor: int, offset: int, line: int, dtype: np.dtype[Any], lines: Range, part: Range, data: Array
 ) -> None:
-    """Write the rows of `data` as the elements `part` of a range of lines.
+    """Write each row of `data` to the same range of elements in one of several lines of a file.
 
-    The arguments are those of `read_block`.
+    `descriptor` is the open file. The other arguments are as for `read_block`.
     """
     start, stride = offset + (lines[0] * line + part[0]) * dtype.itemsize, line * dtype.itemsize
     if data.size == 0:
@@ -114,7 +127,10 @@ def write_block(
 
 
 def _read_with_gaps(file: OpenFile, start: int, line: int, dtype: np.dtype[Any], out: Array) -> None:
-    """Fill the rows of `out` from lines of `line` elements, the first at the byte `start`, gaps included."""
+    """Fill the rows of `out` from consecutive lines of a file. Read the lines with the gaps between the rows.
+
+    `start` is the byte of the file at which the first needed element is. A line has `line` elements.
+    """
     stride, height = line * dtype.itemsize, max(1, SCRATCH_BYTES // (line * dtype.itemsize))
     for top in range(0, len(out), height):
         block = out[top : top + height]
@@ -125,28 +141,38 @@ def _read_with_gaps(file: OpenFile, start: int, line: int, dtype: np.dtype[Any],
 
 
 def _read_segments(file: OpenFile, start: int, stride: int, rows: Array) -> None:
-    """Fill rows of bytes with segments that begin `stride` bytes apart, the first at `start`."""
-    os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+    """Fill each row of an array of bytes from its own place in a file.
+
+    Row 0 is at the byte `start` of the file, and each further row `stride` bytes later.
+    """
+    os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # no readahead between the rows
     size, left = rows.shape[1], np.arange(len(rows))
     some = left[:: -(-len(rows) // SAMPLES)]
     if (read_rows(file.descriptor, rows, some, start + stride * some, _NOWAIT) == size).all():
         left = left[read_rows(file.descriptor, rows, left, start + stride * left, _NOWAIT) < size]
     _request(file, start + stride * left, size)
-    left = left[::-1]  # once the last request is done most others are, so few reads wait
+    # Read in reverse order. When the disk has served the last request, it has served most of the earlier
+    # ones, so only few reads wait.
+    left = left[::-1]
     left = left[read_rows(file.descriptor, rows, left, start + stride * left) < size]
-    for number in left.tolist():  # at the end of the file, or after an error, which a retry raises
+    # A read that was too short or failed is at the end of the file, or had an error. `_fill` reads again, and
+    # raises in both cases.
+    for number in left.tolist():
         _fill(file, rows[number], start + stride * number)
 
 
 def _read_past_cache(file: OpenFile, start: int, stride: int, dtype: np.dtype[Any], out: Array) -> bool:
-    """Fill the rows of `out`, past the page cache, from segments that begin `stride` bytes apart.
+    """Fill each row of `out` from its own place in a file by direct I/O, past the page cache.
 
-    Returns False if the page cache has them, or if the system refuses. Whole sectors are read into one half
-    of the thread's scratch memory while segments are copied from the other half.
+    Row 0 is at the byte `start` of the file, and each further row `stride` bytes later. Direct I/O reads
+    whole sectors into one half of the thread's scratch memory, while rows are copied from the other half.
+    Return False if the data is in the page cache already, or if direct I/O fails. The caller must then read
+    all of it in another way.
     """
     size, count = out.shape[1] * dtype.itemsize, len(out)
-    # Each read takes `sectors` bytes. Segments are `pitch` bytes apart in memory. `pitch` and `stride` are
-    # equal modulo a sector, so a segment has the same offset within its sector in memory as in the file.
+    # Each read takes `sectors` bytes, the whole sectors that contain a row. In memory, rows are `pitch` bytes
+    # apart. `pitch` and `stride` are equal modulo a sector, so that a row has the same offset within its
+    # sector in memory as in the file.
     sectors = -(-(size + SECTOR - 1) // SECTOR) * SECTOR
     pitch = sectors + SECTOR + (stride - sectors) % SECTOR
     at_once = min(MAX_READS, DIRECT_BYTES // 2 // pitch)
@@ -161,7 +187,11 @@ def _read_past_cache(file: OpenFile, start: int, stride: int, dtype: np.dtype[An
         return False
 
     def started(number: int) -> Callable[[], bool]:
-        """Start to read a batch. Return a function that waits, copies, and returns whether all was read."""
+        """Start to read the batch with this number, `at_once` rows, into one half of the scratch memory.
+
+        Return a function that waits for the reads and copies the rows. That function returns False, and
+        copies nothing, if any read failed.
+        """
         block, half = out[number * at_once : (number + 1) * at_once], halves[number % 2]
         begin = start + number * at_once * stride
         offsets = begin + stride * np.arange(len(block))
@@ -187,16 +217,16 @@ def _read_past_cache(file: OpenFile, start: int, stride: int, dtype: np.dtype[An
                 in_flight.append(started(number))
                 if len(in_flight) == 2:
                     complete &= in_flight.popleft()()
-        finally:  # after an error too: reads must end before the scratch memory is used again
+        finally:  # also after an error, wait for all reads: they still write to the scratch memory
             while in_flight:
                 complete &= in_flight.popleft()()
     return complete
 
 
 def _request(file: OpenFile, offsets: Array, size: int) -> None:
-    """Ask the system to load segments of `size` bytes into the page cache.
+    """Ask the system to load the `size` bytes at each of these offsets into the page cache. Do not wait.
 
-    Each request is extended to an aligned window of the file, since what follows is often wanted next.
+    Each request is extended to aligned units of a power of two, since the bytes nearby are often read next.
     """
     window = 1 << (WINDOW * size).bit_length() - 1 if WINDOW * size <= MAX_WINDOW else mmap.PAGESIZE
     for offset in offsets.tolist():
@@ -205,7 +235,7 @@ def _request(file: OpenFile, offsets: Array, size: int) -> None:
 
 
 def _fill(file: OpenFile, buffer: Any, offset: int) -> None:
-    """Fill a buffer with the bytes from an offset on. Raises `EOFError` if the file is shorter."""
+    """Fill a buffer with the bytes at an offset of a file. Raises `EOFError` if the file is too short."""
     done = 0
     while done < buffer.nbytes:
         got = os.preadv(file.descriptor, [buffer[done:]], offset + done)
@@ -215,12 +245,16 @@ def _fill(file: OpenFile, buffer: Any, offset: int) -> None:
 
 
 def _write_segments(descriptor: int, start: int, stride: int, data: Array) -> None:
-    """Write rows as segments that begin `stride` bytes apart, the first at `start`."""
+    """Write each row of an array to its own place in a file.
+
+    Row 0 begins at the byte `start` of the file, and each further row `stride` bytes later.
+    """
     if data.flags.c_contiguous and stride * len(data) == data.nbytes:
         data = data.reshape(1, -1)
     size = data.shape[1] * data.itemsize
     for offset in range(start, start + stride * len(data), stride):
-        # The kernel reads each page that is written in part, and waits for it unless it was requested before.
+        # The kernel must read a page of which only a part is written. This requests the first and last page
+        # of every row at once. Otherwise each write would wait for its own pages.
         for edge in (offset, offset + size - 1):
             os.posix_fadvise(descriptor, edge, 1, os.POSIX_FADV_WILLNEED)
     for number, row in enumerate(data.view(np.uint8)):
@@ -230,7 +264,10 @@ def _write_segments(descriptor: int, start: int, stride: int, data: Array) -> No
 
 
 def _pieces(block: Array) -> list[tuple[int, int, Array]]:
-    """Cut a block into pieces that fit into the scratch memory. Return each with its first row and column."""
+    """Cut a block into pieces that fit into the scratch memory.
+
+    Return the first row, the first column, and the view of each piece.
+    """
     height, width = block.shape
     elements = SCRATCH_BYTES // block.itemsize
     across = max(1, min(width, elements // min(height, SCRATCH_LINES)))

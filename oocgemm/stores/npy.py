@@ -1,6 +1,7 @@
 """Use a .npy file as a matrix.
 
-It is read and written by system calls, which keep its pages out of the resident set.
+The file is read and written by system calls, not through a memory map. So its pages are not counted as
+memory of the process.
 """
 
 import errno
@@ -31,11 +32,11 @@ from oocgemm.stores.formats import check_found
 from oocgemm.stores.lines import read_block, scratch_bytes, write_block
 from oocgemm.stores.space import check_room
 
-ARCHIVE = b"PK\x03\x04"  # the first bytes of a .npz file
+ARCHIVE = b"PK\x03\x04"  # the first bytes of a .npz file, which may have been renamed to .npy
 
 
 class NpyFiles(Store):
-    """Open and create .npy files, recognized by that suffix."""
+    """Open and create .npy files. A path belongs to this store if it ends in .npy."""
 
     kind = "npy"
 
@@ -81,9 +82,10 @@ class NpyFiles(Store):
 
 
 class NpyMatrix:
-    """A matrix in a .npy file, durable (`stores.durable`).
+    """A matrix in a .npy file. It has the methods of `Durable` that resuming a run needs.
 
-    A new file may have a `place`, its final path.
+    A new file may be written in another folder first. Then `place` is its final path, to which `set_finished`
+    renames it.
     """
 
     def __init__(
@@ -97,9 +99,9 @@ class NpyMatrix:
         by_columns: bool = False,
         place: Path | None = None,
     ) -> None:
-        """Take a file whose elements begin at the byte `offset`, in rows or `by_columns`.
+        """Wrap a file whose elements begin at the byte `offset`.
 
-        `dtype` carries the stored byte order.
+        They are stored row by row or, with `by_columns`, column by column. `dtype` has the stored byte order.
         """
         self.shape, self.dtype = checked(name, shape, dtype)
         self.name = name
@@ -121,7 +123,7 @@ class NpyMatrix:
 
     @property
     def array(self) -> Array:
-        """The file as a memory map, for the caller of a run."""
+        """The matrix as a memory map of the file. A run returns this as its result."""
         mode: Literal["r+"] | None = "r+" if prod(self.shape) else None
         mapped: Array = np.load(self._path, mmap_mode=mode)
         return mapped
@@ -150,15 +152,18 @@ class NpyMatrix:
             os.close(descriptor)
 
     def _oriented(self, rows: Range, cols: Range, block: Array) -> tuple[Range, Range, Array]:
-        """Return the range of stored lines that a block touches, the range of elements in each, and the
-        block by lines.
+        """Express a block in lines of the file. A line is a row or, in Fortran order, a column of the matrix.
 
-        A line is a row of the file or, in Fortran order, a column. The returned array has one row per line.
+        Return the range of lines, the range of elements within each line, and the array `block` with one row
+        per line, which is transposed in Fortran order.
         """
         return (cols, rows, block.T) if self._by_columns else (rows, cols, block)
 
     def _check_length(self, size: int) -> None:
-        """Raise `EOFError` for a truncated file. A write would extend it again, with zeros in between."""
+        """Raise `EOFError` for a truncated file, given its present size.
+
+        Without this check, a write would extend the file again and leave zeros for the lost elements.
+        """
         if size < self._size:
             raise EOFError(f"the file was truncated from {self._size} bytes to {size}")
 
@@ -198,7 +203,7 @@ class NpyMatrix:
         return fingerprint_of([self._path])
 
     def block_fingerprint(self, rows: Range, cols: Range) -> str | None:
-        """Return None: all blocks share one file."""
+        """Return None: all blocks are in the same file, so a block has no fingerprint."""
         return None
 
     def fingerprint(self) -> dict[str, object] | None:
@@ -224,9 +229,9 @@ class NpyMatrix:
 
 
 def open_npy(name: str, path: Path, *, writable: bool = False, place: Path | None = None) -> NpyMatrix:
-    """Open a .npy file, which is renamed to `place` when it is finished.
+    """Open a .npy file. Raises `InputError` if it is not a valid one; `name` is its name in messages.
 
-    Raises `InputError` for any other file.
+    With `place`, the file is an unfinished result that is renamed to this path when it is finished.
     """
     try:
         with open(path, "r+b" if writable else "rb") as file:
@@ -244,9 +249,10 @@ def open_npy(name: str, path: Path, *, writable: bool = False, place: Path | Non
 def create_npy(
     name: str, path: Path, shape: tuple[int, int], dtype: np.dtype[Any], place: Path | None = None
 ) -> NpyMatrix:
-    """Create a .npy file of zeros, which is renamed to `place` when it is finished.
+    """Create a .npy file of zeros and allocate its disk space. Raises `OSError` if there is too little.
 
-    If that fails, no file is left behind.
+    With `place`, the file is renamed to this path when it is finished. If the creation fails, the file is
+    deleted again.
     """
     open(path, "xb").close()
     try:
@@ -256,7 +262,7 @@ def create_npy(
             offset = file.tell()
         matrix = NpyMatrix(name, path, shape, dtype, offset, place=place)
         matrix.reserve()
-        sync_files(path.parent, [path.name])  # its content is synced block by block
+        sync_files(path.parent, [path.name])  # make the name and header durable; blocks are flushed later
     except BaseException:
         path.unlink()
         raise
@@ -264,7 +270,7 @@ def create_npy(
 
 
 def _rename_into_place(path: Path, place: Path) -> None:
-    """Rename a finished file to its place, unless another file is there. Raises `OSError`."""
+    """Rename a finished file to `place`, its final path. Raises `OSError` if another file exists there."""
     if path != place and place.exists():
         raise FileExistsError(
             errno.EEXIST, f"another file was put at its path; the result is in {path}", str(place)
@@ -273,9 +279,10 @@ def _rename_into_place(path: Path, place: Path) -> None:
 
 
 def _read_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Read an array's header at the file's position: shape, whether columns are contiguous, and stored dtype.
+    """Read the header of a .npy file. The file is then positioned at the first element.
 
-    Raises `ValueError`.
+    Return the shape, whether the elements are in Fortran order, and the dtype with its stored byte order.
+    Raises `ValueError` for an invalid header.
     """
     if file.read(len(ARCHIVE)) == ARCHIVE:
         raise ValueError("it is an archive of arrays")

@@ -1,4 +1,4 @@
-"""Open operands and results, and create results, through the store that matches each."""
+"""Open operands and results, and create results, with the store (the class for one format) that matches."""
 
 import os
 import sys
@@ -20,7 +20,8 @@ def open_matrix(name: str, source: Any, *, writable: bool = False, folder: Path 
     Arguments:
         name: the operand's name in messages
         source: a path or URL, a zarr array, a lazy array, an array-like, or anything that a plugin opens
-        folder: the journal's folder, to open a result that a run did not complete
+        writable: open an existing result, to which the run writes
+        folder: to open the result of an interrupted run, the folder that contains the journal of that run
 
     Raises `InputError`, which says what is wrong and what to do.
     """
@@ -46,7 +47,7 @@ def create_output(
 ) -> Matrix:
     """Create a result at a path. A store may keep it in the journal's `folder` until it is complete.
 
-    Raises `InputError` if it cannot be created, or if the disk has no room for it.
+    `name` is its name in messages. Raises `InputError` if it cannot be created, or if the disk is too full.
     """
     return store_of(path).create(name, path, shape, dtype, chunks, compressor, journal=folder)
 
@@ -54,9 +55,10 @@ def create_output(
 def new_layout(
     place: Any, problem: GemmProblem, chunks: tuple[int, int] | None, compressor: str | None
 ) -> Layout:
-    """Return the layout that a result created at `place` will have; None stands for memory.
+    """Return the layout (the chunks and the memory to read and write them) of a new result at `place`.
 
-    Without `chunks` the planner chooses them. Raises `InputError` for options that do not apply.
+    If `place` is None, the result is an array in memory. If `chunks` is None, the planner chooses the shape
+    of the chunks, if there are any. Raises `InputError` for `chunks` or a `compressor` that do not apply.
     """
     if place is None:
         return ARRAYS.new_layout("", problem, chunks, compressor)
@@ -65,29 +67,32 @@ def new_layout(
 
 
 def reserve(matrix: Matrix) -> None:
-    """Allocate disk space for all of an existing result, or check for it. Raises `InputError`."""
+    """Allocate disk space for all of an existing result, or check that the disk has enough.
+
+    Raises `InputError` if it has not. Do nothing for stores without a method `reserve`.
+    """
     act = getattr(matrix, "reserve", None)
     if act is not None:
         try:
             act()
         except OSError as error:
-            raise InputError(f"{matrix.name}: the disk refuses room for all of its file: {error}") from error
+            raise InputError(f"{matrix.name}: the disk has no room for the whole file: {error}") from error
 
 
 def load(*operands: Any) -> None:
-    """Import the packages that operands need, so that no run includes that time."""
+    """Import the packages that operands need, so that the time of a run does not include the imports."""
     for operand in operands:
         store_of(operand).prepare()
 
 
 def load_zarr() -> None:
-    """Import zarr but not cupy, which zarr imports where it is installed, and which takes seconds.
+    """Import zarr, but prevent zarr from importing cupy, which takes seconds.
 
-    This is for programs, not for the library: zarr will offer no GPU buffers in this process.
+    Only programs may call this, not the library: zarr then has no GPU buffers in this process.
     """
     hidden = "cupy" not in sys.modules
     if hidden:
-        sys.modules["cupy"] = None  # type: ignore[assignment]  # makes an import fail
+        sys.modules["cupy"] = None  # type: ignore[assignment]  # None makes `import cupy` fail
     try:
         from oocgemm.stores.zarr import opening  # noqa: F401
     finally:

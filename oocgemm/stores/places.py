@@ -1,4 +1,4 @@
-"""Handle places of results: paths, the folders of their journals, and whether two matrices share data."""
+"""Check and derive the paths of results and of their journals. Find out whether two matrices share data."""
 
 import os
 import shutil
@@ -17,9 +17,10 @@ from oocgemm.stores.registry import store_of
 
 
 def located(name: str, source: Any) -> Any:
-    """Return the path or URL that a value names, and any other value unchanged. A file:// URL becomes a path.
+    """Return a path or URL as a string, without a leading "file://". Return any other object unchanged.
 
-    Raises `InputError` for an invalid path. The empty path is invalid: it would name the working directory.
+    Raises `InputError` for an invalid path; `name` is its name in the message. The empty path is invalid: it
+    would name the working directory.
     """
     if not is_path(source):
         return source
@@ -30,23 +31,31 @@ def located(name: str, source: Any) -> Any:
 
 
 def exists(path: str) -> bool:
-    """Return whether anything is at a path or URL."""
+    """Return whether a file or array exists at a path or URL."""
     return store_of(path).exists(path)
 
 
 def sidecar(source: Any) -> Path | None:
-    """Return the folder for the journal of a run with this C; None for memory and remote stores."""
+    """Return the folder for the journal of a run whose result is `source`.
+
+    The journal is the record of finished tiles from which a run is resumed. None means that such a run cannot
+    be resumed, because C is in memory or in a remote store.
+    """
     operand = os.fspath(source) if is_path(source) else source
     return store_of(operand).journal_folder(operand)
 
 
 def place(folder: Path) -> Path:
-    """Return the path of the C that a journal's folder belongs to."""
+    """Return the path of the result (C) whose journal is in `folder`."""
     return folder.parent if folder.name == SIDECAR else folder.with_name(folder.name.removesuffix(SIDECAR))
 
 
 def clear(folder: Path, keep: Collection[str] = (), *, c: bool = True) -> None:
-    """Delete the content of a journal's folder except the files to `keep`, and with `c` also the run's C."""
+    """Delete everything in the journal's folder except the files that are named in `keep`.
+
+    Also delete the folder itself if `keep` is empty. If the folder is inside a zarr array and `c` is true,
+    delete the array too. An unfinished .npy file is in the journal's folder, so it is deleted in any case.
+    """
     inside = place(folder) == folder.parent
     found = [path for path in folder.iterdir() if path.name not in keep]
     if inside and c:
@@ -63,7 +72,10 @@ def clear(folder: Path, keep: Collection[str] = (), *, c: bool = True) -> None:
 
 
 def check_apart(name: str, path: str, operand: Matrix) -> None:
-    """Raise `InputError` for a new file or array at an operand's own path, or inside its folder."""
+    """Raise `InputError` if a new file or array would overwrite an operand, or be inside its folder.
+
+    `name` is the name of the new file in the message, and `path` is where it would be created.
+    """
     if "://" in path:
         return
     real = Path(os.path.realpath(path))
@@ -75,14 +87,14 @@ def check_apart(name: str, path: str, operand: Matrix) -> None:
 
 
 def same_place(one: Matrix, other: Matrix) -> bool:
-    """Return whether two matrices share memory or files, by whatever path they were opened."""
+    """Return whether two matrices share memory or files, even if they were opened by different paths."""
     if isinstance(one, ArrayMatrix) and isinstance(other, ArrayMatrix) and _overlap(one.array, other.array):
         return True
     return not one.identities().isdisjoint(other.identities())
 
 
 def _overlap(one: Array, other: Array) -> bool:
-    """Return whether two arrays may share memory. An exact answer can take exponential time."""
+    """Return whether two arrays share memory. If an exact answer would take too long, return True."""
     try:
         return bool(np.shares_memory(one, other, max_work=100_000))  # type: ignore[arg-type]  # incomplete stub
     except np.exceptions.TooHardError:

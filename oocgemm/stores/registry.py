@@ -1,8 +1,9 @@
-"""Find the store of an operand: the first one in an ordered list that matches it.
+"""Find the store (the class that opens one format) of an operand: the first in a list that matches it.
 
-Stores of other packages come after .npy files, open zarr arrays and NumPy arrays, which they cannot take
-over. They come before zarr paths and array-likes, which match everything else. A package adds a store by
-naming a subclass of `oocgemm.stores.Store`, which takes no arguments, as an entry point in pyproject.toml::
+The stores for .npy files, open zarr arrays and NumPy arrays come first, so no other package can replace them.
+Then come the stores of other packages. The stores for zarr paths, lazy arrays and array-likes come last: they
+match everything else. A package adds a store by an entry point in its pyproject.toml. The entry point names a
+subclass of `oocgemm.stores.Store` whose constructor takes no arguments::
 
     [project.entry-points."oocgemm.stores"]
     parquet = "my_package.stores:ParquetStore"
@@ -19,30 +20,32 @@ from oocgemm.stores.lazy import LazyArrays
 from oocgemm.stores.npy import NpyFiles
 from oocgemm.stores.zarr.store import ZarrArrays, ZarrPaths
 
-GROUP = "oocgemm.stores"  # of entry points
+GROUP = "oocgemm.stores"  # the group of the entry points by which other packages add stores
 ARRAYS = Arrays()
+# These stores are tried before those of other packages.
 SPECIFIC: tuple[Store, ...] = (NpyFiles(), ZarrArrays(), ARRAYS)
+# These stores are tried last. Together they match any path and any object.
 GENERAL: tuple[Store, ...] = (ZarrPaths(), LazyArrays(), ArrayLikes())
 
 
 def stores() -> Iterator[Store]:
-    """Yield the stores in the order in which they are asked."""
+    """Yield all stores in the order in which they are tried."""
     yield from SPECIFIC
     yield from installed()
     yield from GENERAL
 
 
 def store_of(operand: Any) -> Store:
-    """Return the store that opens or creates an operand. The last stores match any path and any object."""
+    """Return the store that opens an operand, or creates a result at a path. Every operand has one."""
     return next(store for store in stores() if store.matches(operand))
 
 
 @cache
 def installed() -> tuple[Store, ...]:
-    """Load the stores of other packages, in the order of their names.
+    """Load the stores of other packages, in the alphabetical order of their entry points.
 
-    The result is cached: a search of all installed packages can take a tenth of a second. A store that cannot
-    be loaded is ignored with a warning.
+    The result is cached, because a search of all installed packages can take a tenth of a second. A store
+    that cannot be loaded is ignored with a warning.
     """
     from importlib.metadata import entry_points
 

@@ -1,4 +1,4 @@
-"""Check that the disk has room for C, and explain a full disk."""
+"""Check that the disk has enough free space for C. Make the message for a disk that becomes full."""
 
 import errno
 import os
@@ -10,11 +10,14 @@ from oocgemm.planning.units import format_size
 from oocgemm.stores.base import Matrix
 from oocgemm.stores.files import padded
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
+FULL = (errno.ENOSPC, errno.EDQUOT)  # the error numbers of a write for which the disk or quota is too small
 
 
 def check_room(name: str, path: str, wanted: int) -> None:
-    """Raise `InputError` unless `wanted` more bytes fit on the file system of a path, existing or not."""
+    """Raise `InputError` unless the disk of a path has `wanted` free bytes. The path need not exist.
+
+    `name` is the name of the array in the message.
+    """
     free = free_bytes(path)
     if free < wanted:
         raise InputError(
@@ -23,29 +26,35 @@ def check_room(name: str, path: str, wanted: int) -> None:
         )
 
 
-def no_room(matrix: Matrix, error: OSError, least: int) -> str:
-    """Explain a full disk: the path of C, how many bytes are missing (at least `least`), and the remedy."""
+def no_room(matrix: Matrix, error: OSError, min_bytes: int) -> str:
+    """Return the message for a full disk: the path of C, how many bytes are missing, and the remedy.
+
+    `min_bytes` is the size of the write that failed, so at least that much is missing.
+    """
     path = str(matrix.describe()["path"]).removeprefix("file://")
     missing = getattr(matrix, "missing_bytes", None)
-    wanted = max(least, missing() if missing is not None else 0)
+    wanted = max(min_bytes, missing() if missing is not None else 0)
     free = ""
     if error.errno == errno.ENOSPC:
         left = free_bytes(path)
-        free, wanted = f", {format_size(left)} are free", max(least, wanted - left)
+        free, wanted = f", {format_size(left)} are free", max(min_bytes, wanted - left)
     return (
         f"{error.strerror}: C at {path} needs about {format_size(wanted)} more{free}. Make room, then "
-        "--resume (resume=True) goes on"
+        "continue with --resume (resume=True)"
     )
 
 
 def raw_bytes(shape: tuple[int, int], chunks: tuple[int, int], itemsize: int) -> int:
-    """Return the bytes that the raw chunks of an array take on disk. Chunks at its edges are stored whole."""
+    """Return the bytes that an array takes on disk if its chunks are not compressed.
+
+    zarr stores chunks at the edges of the array in full size, and each file takes whole pages.
+    """
     count = -(-shape[0] // chunks[0]) * -(-shape[1] // chunks[1])
     return count * padded(chunks[0] * chunks[1] * itemsize)
 
 
 def free_bytes(path: str) -> int:
-    """Return the free bytes of the file system of a path, which need not exist."""
+    """Return the free bytes of the file system that a path is on. The path need not exist."""
     place = Path(path).absolute()
     while not os.path.exists(place):
         place = place.parent

@@ -1,1 +1,1 @@
-"""Query and use the operating system: memory, threads, processor time, and the user's cache folder."""
+"""Use the operating system: allocate memory, start threads, measure processor time, save calibrations."""

@@ -1,6 +1,7 @@
-"""Keep calibrations of this machine between runs, one file per device.
+"""Save calibrations (measured transfer and compute rates of this machine), and load them in later runs.
 
-Nothing here touches a device or imports its libraries, so a plan for a GPU can be made without it.
+There is one JSON file per device. This module uses no GPU and no GPU library, so a run on a GPU can be
+planned on a machine without one.
 """
 
 import hashlib
@@ -19,9 +20,9 @@ from oocgemm.planning.cost.calibration import Calibration
 
 
 def folder() -> Path:
-    """Return the folder of calibrations: $OOCGEMM_CACHE, or `oocgemm` in the user's cache directory.
+    """Return the folder for calibrations: $OOCGEMM_CACHE, or `oocgemm` in the user's cache directory.
 
-    Raises `InputError` for a user without a home directory.
+    That directory is $XDG_CACHE_HOME, or `~/.cache`. Raises `InputError` for a user without a home directory.
     """
     own, shared = os.environ.get("OOCGEMM_CACHE"), os.environ.get("XDG_CACHE_HOME", "")
     if own:
@@ -34,7 +35,7 @@ def folder() -> Path:
 
 
 def processor() -> str:
-    """Return the processor's name."""
+    """Return the model name of the processor."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
@@ -43,16 +44,17 @@ def processor() -> str:
 
 
 def machine_key() -> str:
-    """Return a digest of this host, its processor, and the number of cores that this process may use.
+    """Return a digest of the host name, the processor, and the number of cores that this process may use.
 
-    Machines may share a home directory, and rates depend on the cores.
+    A calibration applies only where this key is the same. Several machines may share one cache folder, and
+    the measured rates depend on the number of cores.
     """
     parts = platform.node(), processor(), len(os.sched_getaffinity(0))
     return hashlib.sha256("|".join(map(str, parts)).encode()).hexdigest()[:12]
 
 
 def file_system(path: str | os.PathLike[str]) -> str:
-    """Return the id of the file system of a path, which need not exist."""
+    """Return the id of the file system that a path is on. The path need not exist."""
     place = Path(path).absolute()
     while not os.path.exists(place):
         place = place.parent
@@ -60,22 +62,24 @@ def file_system(path: str | os.PathLike[str]) -> str:
 
 
 def device_id(number: int) -> str:
-    """Return the id of a file system, given the device number in the status of its files."""
+    """Return the id of a file system, "major:minor", from `st_dev`, its device number in stat(2)."""
     return f"{os.major(number)}:{os.minor(number)}"
 
 
 def path_of(calibration: Calibration) -> Path:
-    """Return the file of a calibration. Calibrations of the same machine, backend and device share it."""
+    """Return the path at which a calibration is saved.
+
+    A new calibration of the same machine, backend and device has the same path, and replaces the old one.
+    """
     device = re.sub(r"[^a-z0-9]+", "-", calibration.device.lower()).strip("-")
     return folder() / f"{calibration.machine}-{calibration.backend}-{device}.json"
 
 
 def save(calibration: Calibration) -> Path:
-    """Save a calibration over the previous one, and return its path.
+    """Save a calibration, and return its path.
 
-    Raises `InputError` if it cannot be written.
-
-    Rates of file systems that were not measured again are kept.
+    It replaces the previous calibration of the device, but keeps the rates of file systems that were not
+    measured again. Raises `InputError` if the file cannot be written.
     """
     path = path_of(calibration)
     old = None
@@ -95,7 +99,7 @@ def save(calibration: Calibration) -> Path:
 
 
 def write_whole(path: Path, contents: bytes) -> None:
-    """Write a file atomically, and create its folders."""
+    """Write a file atomically: other processes see the old contents or the new. Create missing folders."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("wb", dir=path.parent, delete=False) as file:
         try:
@@ -108,11 +112,11 @@ def write_whole(path: Path, contents: bytes) -> None:
 
 
 def load(backend: str, device: str | None) -> tuple[Calibration | None, str]:
-    """Return the calibration of a device of this machine, and a note on files that were ignored.
+    """Return the calibration of a device of this machine, and a note. Never raises.
 
-    Never raises.
-
-    With None for the device, return the one that was calibrated last.
+    If `device` is None, return the calibration of the device that was calibrated last. If there is none,
+    return None and a note that says which files were ignored because they are unreadable or invalid.
+    Otherwise the note is "".
     """
     key, notes = machine_key(), []
     for path in _newest(f"{key}-{backend}-*.json"):
@@ -130,7 +134,7 @@ def load(backend: str, device: str | None) -> tuple[Calibration | None, str]:
 
 
 def _newest(pattern: str) -> Iterator[Path]:
-    """Yield files in the cache, the last written first."""
+    """Yield the files in the calibration folder whose names match a glob pattern, newest first."""
     with suppress(OSError, InputError):
         aged = [(path.stat().st_mtime_ns, path) for path in folder().glob(pattern)]
         yield from (path for _, path in sorted(aged, reverse=True))

@@ -1,4 +1,7 @@
-"""Measure processor time: of this process, and of all programs on the same cores."""
+"""Measure the processor time of this process, and that of all programs on the same cores.
+
+The difference shows whether other programs slowed a run down.
+"""
 
 import os
 from dataclasses import dataclass
@@ -7,9 +10,10 @@ from time import process_time
 
 @dataclass(frozen=True, slots=True)
 class CpuTimes:
-    """Hold processor seconds so far:
+    """Processor time until one moment, in seconds. Only the difference between two such values has a meaning.
 
-    `own` of this process, `busy` of the cores that it may use, by any program.
+    - `own`: the time that this process used.
+    - `busy`: the time that all programs together used on the cores that this process may run on.
     """
 
     own: float
@@ -17,16 +21,16 @@ class CpuTimes:
 
     @classmethod
     def now(cls) -> "CpuTimes | None":
-        """Read the counters; None where the system has none.
+        """Read the counters now. Return None on a system without /proc/stat.
 
-        The cores' counters advance in ticks, 10 ms on Linux.
+        `busy` advances in clock ticks, 10 ms on Linux, so shorter intervals cannot be measured.
         """
         cores = {f"cpu{number}" for number in os.sched_getaffinity(0)}
         busy = 0.0
         try:
             with open("/proc/stat", encoding="utf-8") as file:
                 for name, *ticks in (line.split() for line in file):
-                    if name in cores:  # user, nice, system, irq, softirq, steal
+                    if name in cores:  # add user, nice, system, irq, softirq, steal; skip idle and iowait
                         busy += sum(int(ticks[i]) for i in (0, 1, 2, 5, 6, 7))
         except (OSError, IndexError, ValueError):
             return None
@@ -34,10 +38,14 @@ class CpuTimes:
 
 
 def used_since(start: CpuTimes | None) -> dict[str, float] | None:
-    """Return the processor seconds since `start`: of this process, and of all programs on its cores."""
+    """Return the processor time used since `start`, in seconds; None if it cannot be measured.
+
+    "own_seconds" is the time of this process. "busy_seconds" is that of all programs on the cores that this
+    process may use, and "cores" is the number of these cores.
+    """
     end = CpuTimes.now()
     if start is None or end is None:
         return None
     own = end.own - start.own
-    busy = max(own, end.busy - start.busy)  # the counters may differ by a tick
+    busy = max(own, end.busy - start.busy)  # `busy` is rounded to ticks, so its difference can be too small
     return {"cores": len(os.sched_getaffinity(0)), "own_seconds": own, "busy_seconds": busy}

@@ -1,4 +1,4 @@
-"""Allocate large blocks of host memory, and query how much there is."""
+"""Allocate large blocks of host memory, and query how much host memory the process may use."""
 
 import mmap
 import os
@@ -15,9 +15,10 @@ import numpy.typing as npt
 from oocgemm.errors import OutOfMemoryError
 from oocgemm.planning.units import format_size
 
-ROOT = Path("/")  # of /proc and of cgroup mount points; tests replace it
-# Per cgroup version: the files of the limits, the file of the usage, and the lines of memory.stat that count
-# page cache, which the kernel reclaims on demand.
+ROOT = Path("/")  # /proc and the cgroup mount points are below this folder; tests replace it
+# For each cgroup version, by the file system type of its mount: the files with the limits, the file with the
+# usage, and the lines of memory.stat that count page cache. Page cache is part of the usage, but the kernel
+# frees it on demand, so it counts as available.
 CGROUP_FILES = {
     "cgroup2": (("memory.max", "memory.high"), "memory.current", ("active_file", "inactive_file")),
     "cgroup": (
@@ -29,10 +30,10 @@ CGROUP_FILES = {
 
 
 def allocate(size: int) -> npt.NDArray[Any]:
-    """Return `size` page-aligned bytes, on huge pages where the system has them.
+    """Return a page-aligned array of `size` bytes, in huge pages where the system has them.
 
-    Huge pages make the first touch several times cheaper. The memory is freed with the last view of it.
-    Raises `OutOfMemoryError`.
+    With huge pages, the page faults of the first writes take a fraction of the time. The memory is freed
+    when the array and all views of it are deleted. Raises `OutOfMemoryError`.
     """
     try:
         block = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -43,13 +44,16 @@ def allocate(size: int) -> npt.NDArray[Any]:
             "pass a smaller --host-memory, and on the host backend a smaller --device-memory"
         ) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without huge pages is just slower
+        with suppress(OSError):  # the memory can also be used without huge pages
             block.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(block, np.uint8)[:size]
 
 
 def available_memory() -> int:
-    """Return the bytes of host memory available without swapping, within the limits of all cgroups."""
+    """Return the bytes of host memory that this process can allocate now without swapping.
+
+    The limits of its memory cgroup, and of the cgroups above that, are respected.
+    """
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError):
         for line in Path("/proc/meminfo").read_text().splitlines():
@@ -60,15 +64,19 @@ def available_memory() -> int:
 
 
 def memory_limit() -> int:
-    """Return the host memory in bytes that the process may use: the machine's, or less by its cgroups."""
+    """Return the bytes of host memory that this process may use in total, whether free now or not.
+
+    This is the memory of the machine, or the smallest limit of the process's cgroups.
+    """
     installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return int(min([installed, *(_limit(kind, group) for kind, group in _memory_groups())]))
 
 
 def _memory_groups() -> Iterator[tuple[str, Path]]:
-    """Yield version and folder of the process's memory cgroup and its parents, if they are mounted.
+    """Yield the memory cgroup of this process and all cgroups above it: (version, folder) for each.
 
-    See cgroups(7) and, for the fields of mountinfo, proc_pid_mountinfo(5).
+    The version is a key of `CGROUP_FILES`. Yield nothing where no cgroup file system is mounted. See
+    cgroups(7) and, for the fields of mountinfo, proc_pid_mountinfo(5).
     """
     paths: dict[str, PurePosixPath] = {}
     mounts: list[list[str]] = []
@@ -85,7 +93,7 @@ def _memory_groups() -> Iterator[tuple[str, Path]]:
         root, place = (
             re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), field) for field in fields[3:5]
         )
-        below = PurePosixPath()  # the mount point itself, if the process's group is not below it
+        below = PurePosixPath()  # use the mount point itself if the process's cgroup is not below it
         if paths[kind].is_relative_to(root):
             below = paths[kind].relative_to(root)
         for group in (below, *below.parents):

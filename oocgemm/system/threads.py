@@ -1,4 +1,4 @@
-"""Start threads, shield work from signals, and share process-wide settings between runs."""
+"""Start threads, run work that signals cannot interrupt, and shorten the GIL's switch interval."""
 
 import resource
 import sys
@@ -14,24 +14,24 @@ from oocgemm.errors import ExecutionError
 
 T = TypeVar("T")
 
-# Seconds that a thread may keep the GIL while another thread waits for it, during a run. Python's default of
-# 5 ms is longer than a step.
+# During a run, a thread that another thread waits for releases the GIL after at most this many seconds. With
+# Python's default of 5 ms, a thread that submits GPU work could wait for longer than the GPU computes.
 SWITCH_INTERVAL = 0.2e-3
 
 
 def start(thread: threading.Thread) -> None:
-    """Start a thread. Raises `ExecutionError` where the system refuses it."""
+    """Start a thread. Raises `ExecutionError` if the system cannot start another one."""
     try:
         thread.start()
     except RuntimeError as error:
-        raise ExecutionError(f"the system refuses the thread {thread.name}: {refusal(error)}") from error
+        raise ExecutionError(f"the system cannot start the thread {thread.name}: {refusal(error)}") from error
 
 
 def refusal(error: RuntimeError) -> str:
-    """Explain why the system refuses a thread, and which limit to raise."""
+    """Return a text that says why the system could not start a thread, and which resource limit to raise."""
     limit, used = resource.getrlimit(resource.RLIMIT_AS)[0], 0
     if limit == resource.RLIM_INFINITY:
-        return f"{error}: raise the limit on processes (ulimit -u), or end others"
+        return f"{error}: raise the limit on processes (ulimit -u), or end other processes"
     with suppress(OSError):
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     address_space = f"{used >> 20} of the {limit >> 20} MiB of address space are in use"
@@ -39,7 +39,10 @@ def refusal(error: RuntimeError) -> str:
 
 
 class Cancel:
-    """A request to stop, passed from one thread to another. The first request counts."""
+    """A request to stop work, passed from one thread to the thread that does the work.
+
+    If stopping is requested several times, the error of the first request is used.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -47,7 +50,7 @@ class Cancel:
         self._stop: Callable[[BaseException], object] | None = None
 
     def request(self, error: BaseException) -> None:
-        """Request a stop because of `error`. A request that was interrupted can be repeated safely."""
+        """Request a stop because of `error`. If a signal interrupts this call, it can be repeated safely."""
         with self._lock:
             self._error = self._error or error
             error, stop = self._error, self._stop
@@ -56,7 +59,10 @@ class Cancel:
 
     @contextmanager
     def calling(self, stop: Callable[[BaseException], object]) -> Iterator[None]:
-        """Call `stop` with the error once a stop is requested, also if that was before this context."""
+        """Within the context, call `stop` with the error as soon as a stop is requested.
+
+        If a stop was requested before, call `stop` on entry.
+        """
         with self._lock:
             self._stop, error = stop, self._error
         try:
@@ -69,12 +75,12 @@ class Cancel:
 
 
 def shielded(work: Callable[[Cancel], T]) -> T:
-    """Run `work` in a thread of its own, which no signal interrupts, and return its result.
+    """Run `work` in a new thread, so that no signal interrupts it, and return its result.
 
-    Python raises the exception of a signal handler in the main thread, between any two bytecodes. That may be
-    between the start of a thread and the `try` that would join it. Here the main thread only waits. An
-    exception that interrupts the wait becomes a request to `work` to stop, and is raised once `work` has
-    ended.
+    A signal handler may raise, for example KeyboardInterrupt. Python raises it in the main thread, between
+    any two bytecodes. If the main thread did the work, that could be after it has started a thread and before
+    the `try` that would join that thread. Here the main thread only waits. If an exception interrupts the
+    wait, this function requests `work` to stop, waits until it has ended, and then raises the exception.
     """
     cancel, claim, ended = Cancel(), threading.Lock(), threading.Event()
     results: list[T] = []
@@ -82,7 +88,7 @@ def shielded(work: Callable[[Cancel], T]) -> T:
 
     def run() -> None:
         if not claim.acquire(blocking=False):
-            return  # the caller was interrupted before this thread started
+            return  # the caller was interrupted and has raised: nobody waits for the work
         try:
             results.append(work(cancel))
         except BaseException as error:
@@ -97,7 +103,7 @@ def shielded(work: Callable[[Cancel], T]) -> T:
         worker.join()
     except BaseException as error:
         if claim.acquire(blocking=False):
-            raise  # the thread has not started `work`, and will not
+            raise  # `work` has not started, and without the lock `claim` the thread will not start it
         _insist(partial(cancel.request, error))
         _insist(ended.wait)
         _insist(worker.join)
@@ -109,17 +115,20 @@ def shielded(work: Callable[[Cancel], T]) -> T:
 
 
 def _insist(act: Callable[[], object]) -> None:
-    """Complete one step of stopping, however often it is interrupted. `act` itself raises nothing."""
+    """Call `act`, which never raises by itself, again until no signal handler raises during the call."""
     while True:
         try:
             act()
-        except BaseException:  # another signal: the first one is raised at the end
+        except BaseException:  # another signal: ignored, since `shielded` raises for the first one
             continue
         return
 
 
 class _SwitchInterval:
-    """The GIL's switch interval, shortened while at least one user needs it."""
+    """Python's switch interval, which is shortened while at least one run is in progress.
+
+    The interval is a setting of the whole process. Concurrent runs are therefore counted.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -128,9 +137,10 @@ class _SwitchInterval:
 
     @contextmanager
     def shortened(self) -> Iterator[None]:
-        """Within the context, a thread keeps the GIL from others for at most `SWITCH_INTERVAL`.
+        """Within the context, make each thread release the GIL to a waiting thread after `SWITCH_INTERVAL`.
 
-        The last user restores the previous interval, unless other code has changed it in between.
+        When the last of several concurrent contexts ends, it restores the previous interval. It does not if
+        other code has changed the interval in between.
         """
         with self._lock:
             if not self._users:

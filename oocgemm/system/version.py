@@ -1,3 +1,3 @@
-"""State the version of this package, installed or not."""
+"""Define the version of this package, so that it is known even where the package is not installed."""
 
 __version__ = "0.1.0"

@@ -1,1 +1,1 @@
-"""Store matrices in zarr arrays: open them, read and write their chunks, decode and encode."""
+"""Use zarr arrays as matrices: open and create them, and read, write, decode and encode their chunks."""

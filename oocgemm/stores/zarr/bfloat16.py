@@ -1,6 +1,7 @@
-"""Register bfloat16 with zarr, which has no such data type. The elements are those of ml_dtypes.
+"""Add the data type bfloat16 to zarr, which does not have it. ml_dtypes provides the dtype for NumPy.
 
-The name is that of the registry of zarr extensions, and in format 2 that of TensorStore.
+In zarr format 3 the name of the data type is the one in the registry of zarr extensions. In format 2 it is
+the one that TensorStore writes.
 """
 
 import importlib
@@ -16,16 +17,19 @@ from oocgemm.errors import InputError, missing_bfloat16
 
 NAME = "bfloat16"
 BIG_ENDIAN = f"big-endian {NAME} is not supported: store it with endian = little"
-# Newer zarr has it in zarr.errors, older zarr in zarr.dtype.
+# This exception class is in zarr.errors in newer versions of zarr, and in zarr.dtype in older ones.
 DataTypeValidationError: type[ValueError] = (
     getattr(zarr.errors, "DataTypeValidationError", None) or zarr.dtype.DataTypeValidationError
 )
 
 
-# zarr needs the byte order to know whether to swap. NumPy has these elements in native order only.
 @dataclass(frozen=True, kw_only=True)
 class BFloat16(Float16):
-    """bfloat16 as a zarr data type. Only the elements differ from float16."""
+    """The zarr data type for bfloat16. It behaves like zarr's float16, except for the dtype in NumPy.
+
+    Like float16, it has a byte order (`endianness`), by which zarr decides whether to swap bytes. Only
+    little-endian elements are supported, because NumPy cannot swap the bytes of ml_dtypes elements.
+    """
 
     _zarr_v3_name: ClassVar[Any] = NAME
     _zarr_v2_names: ClassVar[Any] = (NAME,)
@@ -37,7 +41,7 @@ class BFloat16(Float16):
         return cls()
 
     def to_native_dtype(self) -> Any:
-        """Return NumPy's dtype. Raises `InputError` without ml_dtypes, and for big-endian elements."""
+        """Return the NumPy dtype. Raises `InputError` if ml_dtypes is missing, or for big-endian elements."""
         if self.endianness != "little":
             raise InputError(BIG_ENDIAN)
         try:
@@ -58,13 +62,13 @@ class BFloat16(Float16):
         return data if isinstance(data, self.to_native_dtype().type) else super().cast_scalar(data)
 
     def from_json_scalar(self, data: Any, *, zarr_format: Any) -> Any:
-        if isinstance(data, str) and data.startswith("0x"):  # the bits in hexadecimal
+        if isinstance(data, str) and data.startswith("0x"):  # a fill value given as bits in hexadecimal
             return np.array(int(data, 16), np.uint16).view(self.to_native_dtype())[()]
         return super().from_json_scalar(data, zarr_format=zarr_format)
 
 
 def register() -> None:
-    """Register the data type, unless another package did."""
+    """Register `BFloat16` with zarr, unless another package has registered a data type of this name."""
     try:
         data_type_registry.match_json(NAME, zarr_format=3)
     except ValueError:

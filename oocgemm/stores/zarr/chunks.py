@@ -1,9 +1,10 @@
-"""Read and write chunks of local zarr arrays without zarr, in the calling thread and in the caller's memory.
+"""Read and write chunks of local zarr arrays without zarr, which is faster.
 
-zarr reads a chunk into fresh memory and copies it from there, and one thread makes all copies of a process.
-Here raw chunks are read straight into their destination. Compressed chunks are decoded straight into their
-destination where that is contiguous, otherwise into the thread's scratch memory. Each caller's thread does
-its own work. The chunks of a shard are in one file, whose index is at its start or end.
+zarr reads a chunk into newly allocated memory and copies it from there. A single thread of the process makes
+all these copies. This module does all work in the calling thread. It reads raw chunks straight into their
+destination. It decodes compressed chunks straight into their destination if that is contiguous, otherwise
+into the thread's scratch memory. In a sharded array, one file (a shard) contains several chunks, and an index
+at its start or end.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,14 +21,18 @@ from oocgemm.stores.files import MIN_SEGMENT, OpenFile, folder_mtime, publish
 from oocgemm.stores.lines import copies_bytes, read_block
 from oocgemm.stores.zarr.codecs import CHECKSUM_BYTES, Encoding, checked_content
 
+# If a shard does not contain a chunk, its index has this number as the chunk's offset and length.
 _MISSING = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
 class Shards:
-    """The format of a shard, a file of several chunks with an index of their offsets and lengths.
+    """The format of an array's shards: files of several chunks with an index of their offsets and lengths.
 
-    `chunks` is the number of chunks in a shard, as (rows of chunks, columns of chunks).
+    - `chunks`: the number of chunks in a shard, as (rows of chunks, columns of chunks).
+    - `at_end`: whether the index is at the end of the file rather than at its start.
+    - `dtype`: the dtype of the numbers in the index.
+    - `checksum`: whether a checksum (crc32c) follows the index.
     """
 
     chunks: tuple[int, int]
@@ -37,10 +42,15 @@ class Shards:
 
     @property
     def index_bytes(self) -> int:
+        """The size of the index with its checksum."""
         return 16 * self.chunks[0] * self.chunks[1] + CHECKSUM_BYTES * self.checksum
 
     def index(self, file: OpenFile) -> Array:
-        """Read the offset and length of every chunk of a shard. Raises `ValueError` for a damaged index."""
+        """Read the offset and length of every chunk from the index of a shard.
+
+        Returns an array of shape (rows of chunks, columns of chunks, 2). Raises `ValueError` for a damaged
+        index.
+        """
         if file.size < self.index_bytes:
             raise ValueError(f"it has {file.size} bytes, and its index alone has {self.index_bytes}")
         stored = file.mapped(file.size - self.index_bytes if self.at_end else 0, self.index_bytes)
@@ -50,15 +60,20 @@ class Shards:
 
 @dataclass(frozen=True)
 class DirectChunks:
-    """A regular grid of chunks, each in its own file or in a shard.
+    """The chunk files of a local zarr array, and how to read and write them.
 
-    The first read of a chunk bypasses the page cache, which costs the least and leaves the cache to others. A
-    later read keeps the chunk in the cache if `worth_caching`. So an array that fits in memory is read from
-    the disk at most twice.
-
-    With `unchanging`, nobody writes to the array during the run. Then the modification times of its folders
-    are recorded, and a missing chunk counts as the fill value only while they stay the same: no chunk was
-    deleted.
+    - `root`: the array's folder.
+    - `key`: returns the file name of a chunk or shard, given its indices in the grid.
+    - `shape`, `chunk`: the shapes of the array and of a chunk.
+    - `encoding`: the format of a chunk's bytes.
+    - `fill`: the value of all elements of a chunk that is not stored.
+    - `shards`: the format of the shards; None if each chunk has its own file.
+    - `worth_caching`: whether the array is small enough to stay in the page cache. The first read of a raw
+      chunk bypasses the page cache, which takes the least time. A later read adds the chunk to the page cache
+      if this is true. So such an array is read from the disk at most twice.
+    - `unchanging`: promises that nobody writes to the array during the run. A missing chunk file can mean
+      that the chunk has only the fill value, or that somebody has deleted the file. The modification times of
+      the array's folders are therefore recorded at first. A missing file is an error if they have changed.
     """
 
     root: Path
@@ -77,20 +92,20 @@ class DirectChunks:
         if not self.unchanging:
             return
         folders = self._folders((0, 0))
-        if folders[0] != self._folders((1, 0))[0]:  # one folder per row of chunks
+        if folders[0] != self._folders((1, 0))[0]:  # each row of chunks has its own folder: record them all
             folders += [folder for folder in folders[1].glob("*") if folder.is_dir()]
         self._mtimes.update({folder: folder_mtime(folder) for folder in folders})
 
     @property
     def chunk_bytes(self) -> int:
-        """The bytes of a chunk's elements. Chunks at the edges are stored whole."""
+        """The bytes of a chunk before compression. Chunks at the edges of the array have this size too."""
         return self.chunk[0] * self.chunk[1] * self.encoding.dtype.itemsize
 
     def read(self, rows: Range, cols: Range, out: Array) -> None:
-        """Read a block into `out`.
+        """Read the block at these rows and columns into `out`.
 
-        Raises `ExecutionError`, which names the file, for damaged chunks, and `MemoryError` without memory
-        for decoding.
+        Raises `ExecutionError`, which names the file, for a damaged chunk. Raises `MemoryError` if there is
+        too little memory to decode a chunk.
         """
         across = self.shards.chunks if self.shards else (1, 1)
         extents = self.chunk[0] * across[0], self.chunk[1] * across[1]
@@ -100,7 +115,7 @@ class DirectChunks:
                 file = OpenFile(self.root / self.key(number))
             except FileNotFoundError:
                 self._check_not_deleted(number)
-                target[...] = self.fill  # as zarr defines a missing chunk
+                target[...] = self.fill  # in zarr, a chunk without a file has this value everywhere
                 continue
             with file:
                 try:
@@ -109,9 +124,9 @@ class DirectChunks:
                     self._damaged(number, str(error), error)
 
     def write(self, rows: Range, cols: Range, data: Array) -> None:
-        """Write a block of whole chunks, cut only by the matrix's own edges.
+        """Write a block that consists of whole chunks. Replace each chunk's file atomically.
 
-        Each file is replaced atomically.
+        Only at the edges of the matrix may the block contain a part of a chunk.
         """
         for number, block in _cut((rows, cols), self.chunk):
             part = _part(data, (rows, cols), block)
@@ -121,6 +136,7 @@ class DirectChunks:
     def _read_file(
         self, number: tuple[int, int], file: OpenFile, block: tuple[Range, Range], out: Array
     ) -> None:
+        """Read the part of a block that is in one file, a chunk or a shard, into `out`."""
         try:
             index = self.shards.index(file) if self.shards else None
         except ValueError as error:
@@ -155,6 +171,7 @@ class DirectChunks:
         wanted: tuple[slice, slice],
         out: Array,
     ) -> None:
+        """Read the part `wanted` of an uncompressed chunk, which begins at `offset` of a file, into `out`."""
         if length != self.chunk_bytes:
             self._damaged(number, f"has {length} bytes instead of {self.chunk_bytes}")
         encoding, (height, width) = self.encoding, self.chunk
@@ -164,7 +181,8 @@ class DirectChunks:
         whole = block.shape[1] == line
         in_place = copies_bytes(encoding.dtype, block) and (out.flags.c_contiguous or row >= MIN_SEGMENT)
         if whole and not in_place:
-            # Whole lines in another order, or too short for one buffer each: copied from a mapping.
+            # Reading straight into `out` is impossible because rows and columns are exchanged or bytes are
+            # swapped, or it is slow because the rows are short. So copy from a memory map of the file.
             stored = file.mapped(offset + lines.start * row, block.shape[0] * row).view(encoding.dtype)
             np.copyto(block, stored.reshape(block.shape), casting="equiv")
             return
@@ -179,6 +197,7 @@ class DirectChunks:
     def _decode(
         self, number: tuple[int, int], stored: Array, wanted: tuple[slice, slice], out: Array
     ) -> None:
+        """Decode a compressed chunk from its bytes `stored`, and copy its part `wanted` to `out`."""
         into = out if out.shape == self.chunk and out.flags.c_contiguous else None
         try:
             elements = self.encoding.decode(stored, self.chunk, into)
@@ -190,12 +209,12 @@ class DirectChunks:
             np.copyto(out, elements[wanted], casting="equiv")
 
     def _folders(self, number: tuple[int, int]) -> list[Path]:
-        """Return the folder of a chunk's file, and its parents within the array."""
+        """Return the folder of a chunk's file, and the folders above it up to the array's folder."""
         parents = list((self.root / self.key(number)).parents)
         return parents[: parents.index(self.root) + 1]
 
     def _check_not_deleted(self, number: tuple[int, int]) -> None:
-        """Raise `ExecutionError` for a missing chunk that may have existed when the array was opened."""
+        """Raise `ExecutionError` if the missing file of a chunk may have been deleted during the run."""
         if self.unchanging and any(
             folder_mtime(folder) != self._mtimes.get(folder) for folder in self._folders(number)
         ):
@@ -205,6 +224,7 @@ class DirectChunks:
             )
 
     def _damaged(self, number: tuple[int, int], how: str, error: Exception | None = None) -> NoReturn:
+        """Raise the `ExecutionError` for a damaged file. `how` says what is wrong with it."""
         raise ExecutionError(
             f"chunk {self.key(number)} in {self.root} {how}: it is damaged or truncated"
         ) from error
@@ -213,21 +233,24 @@ class DirectChunks:
 def _cut(
     block: tuple[Range, Range], chunk: tuple[int, int]
 ) -> Iterator[tuple[tuple[int, int], tuple[Range, Range]]]:
-    """Yield the indices of the chunks that a block touches, with the part of the block in each."""
+    """Yield the indices of every chunk that overlaps a block, and the rows and columns that they share."""
     for i, rows in _chunks(block[0], chunk[0]):
         for j, cols in _chunks(block[1], chunk[1]):
             yield (i, j), (rows, cols)
 
 
 def _part(array: Array, block: tuple[Range, Range], part: tuple[Range, Range]) -> Array:
-    """Return the view of a part of a block's array."""
+    """Return a view of the part of `array` that has the rows and columns `part` of the matrix.
+
+    `array` contains the rows and columns `block` of the matrix.
+    """
     (top, _), (left, _) = block
     (r0, r1), (c0, c1) = part
     return array[r0 - top : r1 - top, c0 - left : c1 - left]
 
 
 def _chunks(span: Range, chunk: int) -> list[tuple[int, Range]]:
-    """Return the indices of the chunks that a range touches, with the part of the range in each."""
+    """Return the index of every chunk that overlaps a range along one axis, and the part that they share."""
     start, stop = span
     return [
         (i, (max(start, i * chunk), min(stop, (i + 1) * chunk)))

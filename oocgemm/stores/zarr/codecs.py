@@ -1,11 +1,12 @@
-"""Decode the bytes of a chunk's file into elements, and encode them.
+"""Decode the stored bytes of a zarr chunk into its elements, and encode elements into bytes.
 
-Both zarr formats come to the same steps, of which the compressor and the checksum may be missing:
+Zarr formats 2 and 3 describe codecs differently, but encode a chunk by the same steps. The compressor and the
+checksum are optional:
 
     elements -> order and byte order -> compressor -> checksum at the end -> bytes
 
-Metadata is taken as the JSON of the specification. For codecs that are not known here the result is None, and
-zarr does the work.
+`from_v2` and `from_v3` derive an `Encoding` from the JSON metadata of an array. For codecs that this module
+does not implement they return None, and the array is read and written by zarr instead.
 """
 
 import zlib
@@ -20,18 +21,25 @@ import numpy as np
 from oocgemm.stores.base import Array
 from oocgemm.stores.files import padded, scratch, sector_aligned
 
-# Lossless compressors that are called directly, without zarr.
+# The compressors of zarr format 2 that this module calls directly, without zarr. All are lossless.
 _KNOWN = ("zstd", "blosc", "lz4", "gzip", "zlib", "bz2", "lzma")
-# Those that state the decoded size and decode into given memory.
+# The compressors that can decode into a given buffer, and whose data states the decoded size.
 _INTO_MEMORY = ("zstd", "blosc", "lz4")
-CHECKSUM_BYTES = 4
-# A checksum is computed in parts of this many bytes, since each call keeps the GIL.
+CHECKSUM_BYTES = 4  # the size of a crc32c checksum
+# A checksum is computed in parts of this many bytes. Each call keeps the GIL, so a call for a whole chunk
+# would stop all other threads for too long.
 _CHECKSUM_PART = 1 << 20
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """The format of a chunk's bytes. `dtype` has the stored byte order, and `order` is C or Fortran order."""
+    """How the elements of a chunk are stored as bytes.
+
+    - `dtype`: the dtype with its stored byte order.
+    - `order`: C (row-major) or Fortran (column-major) order.
+    - `compressor`: the numcodecs codec; None if the chunk is not compressed.
+    - `checksum`: whether a checksum (crc32c) follows the bytes.
+    """
 
     dtype: np.dtype[Any]
     order: Literal["C", "F"] = "C"
@@ -40,34 +48,40 @@ class Encoding:
 
     @property
     def raw(self) -> bool:
-        """Whether the bytes are the elements and nothing else, so that any part can be read alone."""
+        """Whether the stored bytes are just the elements, so that parts of a chunk can be read alone."""
         return self.compressor is None and not self.checksum
 
     @property
     def in_place(self) -> bool:
-        """Whether the decompressed bytes are those of a C-contiguous array in native byte order."""
+        """Whether the decompressed bytes are a C-contiguous array in native byte order.
+
+        Then a chunk can be decompressed straight into its destination.
+        """
         return self.order == "C" and self.dtype.isnative
 
     def decode_bytes(self, size: int) -> int:
-        """Return the memory that decoding a chunk of `size` bytes takes beside its destination."""
+        """Return the bytes of memory that decoding a chunk of `size` bytes takes, without its destination."""
         if self.compressor is None:
             return 0
-        # The other compressors (bz2, lzma) cannot decode into a given buffer. They collect parts and join
-        # them, so that the decoded chunk is in memory twice.
+        # bz2 and lzma decode a chunk in parts and join the parts, so that the chunk is in memory twice.
         return size if self.compressor.codec_id in (*_INTO_MEMORY, "gzip", "zlib") else 2 * size
 
     def encode_bytes(self, size: int) -> int:
-        """Return the memory that encoding and writing a chunk of `size` bytes takes beside its source."""
-        # Raw: the bytes of the file. Compressed: the elements, the compressor's worst-case buffer, and its
-        # result.
+        """Return the bytes of memory that encoding and writing a chunk of `size` bytes takes.
+
+        This does not count the source.
+        """
+        # Without a compressor, only the bytes of the file are in memory. With one, the reordered elements and
+        # the compressor's output are in memory too, each of about the size of the chunk.
         return padded(size + CHECKSUM_BYTES * self.checksum) * (1 if self.compressor is None else 3)
 
     def decode(self, stored: Array, shape: tuple[int, int], into: Array | None) -> Array:
-        """Return the elements of a chunk, decoded from its bytes.
+        """Return the elements of a chunk, decoded from its bytes `stored`, as an array of shape `shape`.
 
-        They are in `into`, a C-contiguous array of the chunk's shape, if that is given and the codec can
-        decode in place. Otherwise they are valid until this thread's next call. Raises `ValueError` and
-        whatever the compressor raises.
+        `into` is None or a C-contiguous array of this shape. If possible, the elements are decoded into it,
+        and it is returned. Otherwise the result may be scratch memory of this thread, which is valid only
+        until the next call. Raises `ValueError` for a wrong size or checksum, and whatever the compressor
+        raises.
         """
         if self.checksum:
             stored = checked_content(stored)
@@ -87,10 +101,11 @@ class Encoding:
         return elements.view(self.dtype).reshape(shape, order=self.order)
 
     def encode(self, part: Array, shape: tuple[int, int], fill: Any) -> tuple[Array, int]:
-        """Return the bytes of a chunk and their number. `part` is its upper left corner, and `fill` the rest.
+        """Encode a chunk. Return an array that begins with the bytes to store, and the number of these bytes.
 
-        The bytes are padded so that direct I/O can write them. They may be the memory of `part`. They are
-        valid until this thread's next call.
+        `shape` is the shape of the chunk. `part` contains its elements inside the matrix, from the upper left
+        corner on. All other elements get the value `fill`. The array is padded so that direct I/O can write
+        it. It may be `part` itself or scratch memory of this thread, which is valid only until the next call.
         """
         size = shape[0] * shape[1] * self.dtype.itemsize
         unchanged = part.shape == shape and self.in_place
@@ -106,7 +121,7 @@ class Encoding:
             elements[: part.shape[0], : part.shape[1]] = part
         if self.compressor is not None:
             flat = elements.reshape(-1, order=self.order)
-            if flat.dtype.kind == "V":  # bfloat16: NumPy exports no buffer of this dtype
+            if flat.dtype.kind == "V":  # bfloat16, for which NumPy does not support the buffer protocol
                 flat = flat.view(np.uint16)
             encoded = np.frombuffer(self.compressor.encode(flat), np.uint8)
             size = encoded.nbytes
@@ -119,7 +134,10 @@ class Encoding:
 
 
 def from_v2(metadata: Mapping[str, Any], dtype: np.dtype[Any]) -> Encoding | None:
-    """Return the encoding of an array of format 2, or None. `dtype` carries the byte order."""
+    """Return the encoding of an array of zarr format 2, given its metadata; None for unknown codecs.
+
+    `dtype` has the stored byte order.
+    """
     if metadata.get("filters") or metadata.get("order") not in ("C", "F"):
         return None
     config = metadata.get("compressor")
@@ -133,7 +151,10 @@ def from_v2(metadata: Mapping[str, Any], dtype: np.dtype[Any]) -> Encoding | Non
 
 
 def from_v3(codecs: Sequence[Mapping[str, Any]], dtype: np.dtype[Any]) -> Encoding | None:
-    """Return the encoding that a chain of codecs of format 3 amounts to, for elements of `dtype`, or None."""
+    """Return the encoding that a chain of codecs of zarr format 3 describes; None for unknown codecs.
+
+    `dtype` is the dtype of the elements. Its byte order is ignored, since the codecs state that.
+    """
     order: Literal["C", "F"] = "C"
     names = [codec["name"] for codec in codecs]
     if names[:1] == ["transpose"]:
@@ -148,7 +169,8 @@ def from_v3(codecs: Sequence[Mapping[str, Any]], dtype: np.dtype[Any]) -> Encodi
     if names[:1] != ["bytes"]:
         return None
     endian = codecs[0].get("configuration", {}).get("endian", "little")
-    if dtype.kind == "V" and endian != "little":  # bfloat16: NumPy cannot swap its bytes; zarr reports that
+    # dtype.kind is "V" for bfloat16. NumPy cannot swap its bytes, so opening the array raises the error.
+    if dtype.kind == "V" and endian != "little":
         return None
     dtype = dtype.newbyteorder(">" if endian == "big" else "<")
     compressor = None
@@ -163,6 +185,7 @@ def from_v3(codecs: Sequence[Mapping[str, Any]], dtype: np.dtype[Any]) -> Encodi
 
 
 def _v3_compressor(name: str, settings: Mapping[str, Any]) -> Any:
+    """Return the numcodecs codec for a compressor of zarr format 3; None for an unknown one."""
     match name:
         case "zstd":
             return numcodecs.Zstd(level=settings["level"], checksum=settings.get("checksum", False))
@@ -170,15 +193,16 @@ def _v3_compressor(name: str, settings: Mapping[str, Any]) -> Any:
             return numcodecs.GZip(level=settings["level"])
         case "blosc":
             shuffle = ("noshuffle", "shuffle", "bitshuffle").index(settings["shuffle"])
-            # The codec takes the element size from the array that it encodes.
+            # The setting "typesize" is not passed on: the codec takes it from the array that it encodes.
             return numcodecs.Blosc(settings["cname"], settings["clevel"], shuffle, settings["blocksize"])
     return None
 
 
 def _decoded_size(compressor: Any, stored: Array) -> int | None:
-    """Return the decoded size that a compressed chunk states, or None.
+    """Return the decoded size in bytes that the header of a compressed chunk states; None if it states none.
 
-    Raises `ValueError` for truncated blosc data: the compressor trusts the size in its header.
+    Raises `ValueError` for truncated blosc data. The blosc decoder does not check this, and would read beyond
+    the end of the data.
     """
     head = stored[:18].tobytes()
     match compressor.codec_id:
@@ -201,9 +225,9 @@ def _decoded_size(compressor: Any, stored: Array) -> int | None:
 
 
 def _decoded(compressor: Any, stored: Array, size: int) -> Array:
-    """Decompress bytes that do not state their decoded size."""
+    """Decompress a chunk into new memory. `size` is the number of bytes that a valid chunk decodes to."""
     if compressor.codec_id == "gzip":
-        # Unlike the codec, which reads through a file object, this allocates the known size.
+        # This allocates `size` bytes at once. The numcodecs codec would read through a file object instead.
         data = zlib.decompress(stored.data, 31, size + 1)
         if len(data) == size:
             return np.frombuffer(data, np.uint8)
@@ -213,7 +237,7 @@ def _decoded(compressor: Any, stored: Array, size: int) -> Array:
 
 
 def checked_content(stored: Array) -> Array:
-    """Return the bytes before the checksum at their end. Raises `ValueError` if the checksum differs."""
+    """Return the stored bytes without the checksum at their end. Raises `ValueError` if it does not match."""
     content = stored[:-CHECKSUM_BYTES]
     if _checksum(content) != stored[-CHECKSUM_BYTES:].tobytes():
         raise ValueError("its checksum (crc32c) does not match its content")
@@ -221,6 +245,7 @@ def checked_content(stored: Array) -> Array:
 
 
 def _checksum(content: Array) -> bytes:
+    """Return the crc32c checksum of an array of bytes, in little-endian order."""
     value = 0
     for start in range(0, content.nbytes, _CHECKSUM_PART):
         value = google_crc32c.extend(value, content[start : start + _CHECKSUM_PART])

@@ -33,52 +33,61 @@ from oocgemm.stores.zarr.chunks import DirectChunks, Shards
 from oocgemm.stores.zarr.codecs import from_v2, from_v3
 
 bfloat16.register()
-# The attribute that marks an array as the result of an incomplete run.
+# A zarr array that has this attribute is the result of an incomplete run.
 ATTRIBUTE = "oocgemm"
-# Temporary files that a killed process leaves, ours or zarr's.
+# Temporary files, of this package or of zarr, have such names. A killed process leaves them behind.
 PARTIAL = re.compile(r"\.[0-9a-f]{32}\.partial$")
-# The codec pipeline used for unknown encodings, if installed: zarr's own makes all copies in one thread.
+# If this package is installed, its codec pipeline reads the arrays whose codecs `codecs` does not know. It is
+# faster than zarr's own pipeline, which makes all copies in one thread.
 FAST_PIPELINE = "zarrs"
-# zarr's configuration is global: two runs that set and restore it concurrently could leave it changed.
+# Taken while zarr's configuration, which is global, is changed and restored. Without it, two runs that do
+# this concurrently could leave it changed.
 _config_lock = Lock()
-# Files of an array's metadata, in either format.
+# The names of the metadata files of an array in zarr formats 2 and 3.
 METADATA = ("zarr.json", ".zarray", ".zattrs")
 
 
 def _batch_bytes(chunk: tuple[int, int], itemsize: int) -> int:
-    """Return the bytes of the chunks in a call of zarr: one chunk, or a batch of small ones plus one."""
+    """Return the maximum bytes of all chunks that one call to zarr reads or writes.
+
+    This is one large chunk, or for small chunks a batch of `BATCH_BYTES`, which may exceed that by a chunk.
+    """
     size = chunk[0] * chunk[1] * itemsize
     return size if size >= BATCH_BYTES else BATCH_BYTES + size
 
 
 class ZarrMatrix:
-    """A matrix in a zarr array. Local chunks of known encodings bypass zarr, all others go through it.
+    """A matrix in a zarr array of format 2 or 3.
 
-    Both read straight into the caller's memory where the codecs can.
+    If the array is local and `codecs` knows its encoding, this package reads and writes its chunk files
+    directly (`DirectChunks`). Otherwise zarr does.
     """
 
     def __init__(self, name: str, array: "zarr.Array[Any]", *, unchanging: bool = False) -> None:
-        """Wrap an array.
+        """Wrap an open array. `name` is its name in messages.
 
-        With `unchanging` nobody may write to it during the run, and deleted chunks are detected.
+        With `unchanging`, nobody may write to it during the run. Files of chunks that are deleted during the
+        run are then detected.
         """
         self.shape, self.dtype = checked(name, array.shape, array.dtype)
         self.name = name
         self.array = array
         self.direct = _direct_chunks(array, unchanging)
-        # The array for reads through zarr, and whether it reads into contiguous memory only.
+        # If zarr reads the array: the array object to use, and whether it can read into contiguous memory
+        # only.
         self._read, self._contiguous = (array, False) if self.direct else _reader(array)
-        # Direct access for writes, the array for writes through zarr, and the folder that both write to.
+        # `_writer` writes chunk files directly, and `_written` is the array if zarr writes. `_target` is the
+        # folder to which both write. `redirect_writes` changes them.
         self._writer, self._written, self._target = self.direct, array, local_folder(array)
         self._writes_directly = self.direct is not None and self.direct.shards is None
         chunk = (max(1, int(array.chunks[0])), max(1, int(array.chunks[1])))
         shards = array.shards or chunk
         shard = (max(1, int(shards[0])), max(1, int(shards[1])))
         size = self.dtype.itemsize
-        # Copies of a chunk per thread: through zarr a read has it as stored and as decoded, and once more if
-        # it cannot decode in place.
+        # A thread that reads through zarr has a chunk in memory as stored and as decoded. If zarr can read
+        # into contiguous memory only, the chunk is in a contiguous buffer as well.
         decode_bytes = (3 if self._contiguous else 2) * _batch_bytes(chunk, size)
-        # A write has its elements, their encoding, and the bytes of the file.
+        # A thread that writes through zarr has the elements, their encoding, and the bytes of the file.
         encode_bytes = 3 * _batch_bytes(shard, size)
         if self.direct:
             decode_bytes = self.direct.encoding.decode_bytes(self.direct.chunk_bytes)
@@ -114,7 +123,7 @@ class ZarrMatrix:
             ) from error
 
     def _read_through(self, rows: Range, cols: Range, out: Array) -> None:
-        """Read a block through zarr."""
+        """Read a block with zarr into `out`, or into scratch memory first if zarr needs contiguous memory."""
         into = out
         if self._contiguous and not out.flags.c_contiguous:
             into = scratch(out.nbytes).view(out.dtype).reshape(out.shape)
@@ -124,7 +133,10 @@ class ZarrMatrix:
             np.copyto(out, into)
 
     def _failing(self, rows: Range, cols: Range, out: Array) -> str:
-        """Return the key of the first chunk, or shard, of a block that cannot be read."""
+        """Find the first chunk of a block that cannot be read. Return the key of its file (chunk or shard).
+
+        `out` is overwritten.
+        """
         for r, c in pieces(rows, cols, self.layout.read_chunk, 1):
             number = r[0] // self.layout.write_chunk[0], c[0] // self.layout.write_chunk[1]
             try:
@@ -144,7 +156,7 @@ class ZarrMatrix:
             self._written.set_basic_selection((slice(*rows), slice(*cols)), data)
 
     def sync(self) -> None:
-        """Do nothing: a local array is synced block by block."""
+        """Do nothing: `sync_block` flushes each block of a local array after it is written."""
 
     def redirect_writes(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -155,7 +167,8 @@ class ZarrMatrix:
         for name in METADATA:
             if (self.folder / name).exists():
                 shutil.copyfile(self.folder / name, folder / name)
-        # Write all chunks: a skipped chunk would leave the old one in C.
+        # By default zarr does not write a chunk that has only the fill value. Here it must: otherwise the
+        # old chunk would stay in C.
         opened = zarr.open_array(folder, mode="r+")
         self._written = opened.with_config({"write_empty_chunks": True})
 
@@ -169,9 +182,9 @@ class ZarrMatrix:
         for name in names:
             target = self.folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
-            with suppress(FileNotFoundError):  # it was moved before
+            with suppress(FileNotFoundError):  # an earlier call, interrupted by a crash, has moved the file
                 os.replace(self._target / name, target)
-        sync_names(self.folder, names)  # the contents were synced before
+        sync_names(self.folder, names)  # `sync_block` has flushed the contents of the files
 
     def set_finished(self, finished: bool) -> None:
         if not finished:
@@ -195,7 +208,7 @@ class ZarrMatrix:
         return fingerprint_of(self.folder / name for name in self._names(rows, cols))
 
     def _spread(self) -> Iterator[str]:
-        """Return the paths of all chunk files, or of evenly spread ones."""
+        """Yield the paths of the chunk files to fingerprint: all, or evenly spread ones if there are many."""
         grid = (
             -(-extent // chunk) for extent, chunk in zip(self.shape, self.layout.write_chunk, strict=True)
         )
@@ -203,9 +216,9 @@ class ZarrMatrix:
         return (f"{folder}/{key(number)}" for number in spread(*grid))
 
     def reserve(self) -> None:
-        """Check that the disk has room for all raw chunks of a local array.
+        """Check that the disk has room for all chunks of a local, uncompressed array. Raises `InputError`.
 
-        Raises `InputError` if it has not.
+        Nothing is checked for other arrays, since the size of their chunk files is not known before.
         """
         if self.raw and free_bytes(str(self.folder)) < raw_bytes(
             self.shape, self.layout.write_chunk, self.dtype.itemsize
@@ -213,7 +226,11 @@ class ZarrMatrix:
             check_room(self.name, str(self.folder), self.missing_bytes())
 
     def missing_bytes(self) -> int:
-        """Estimate the bytes of a local array's chunks that are not stored yet. Exact for raw chunks."""
+        """Estimate the disk space of the chunks of a local array that are not stored yet, in bytes.
+
+        Compressed chunks are assumed to take as much as the average of those that are stored. For
+        uncompressed chunks the result is exact.
+        """
         stored = []
         names = self._names((0, self.shape[0]), (0, self.shape[1]))
         for name in names:
@@ -225,7 +242,7 @@ class ZarrMatrix:
 
     @property
     def raw(self) -> bool:
-        """Whether every chunk of a local array has exactly the bytes of its elements."""
+        """Whether the array is local and not sharded, and its chunk files are just the elements."""
         return self._writes_directly and self.direct is not None and self.direct.encoding.raw
 
     def fingerprint(self) -> dict[str, object]:
@@ -239,13 +256,13 @@ class ZarrMatrix:
 
     @property
     def folder(self) -> Path:
-        """The folder of a local array."""
+        """The folder of the array, which must be local."""
         folder = local_folder(self.array)
         assert folder is not None
         return folder
 
     def _names(self, rows: Range, cols: Range) -> list[str]:
-        """Return the files of the chunks, or shards, of a block, relative to the array's folder."""
+        """Return the names of the files (chunks or shards) of a block, relative to the array's folder."""
         numbers = (
             range(span[0] // chunk, -(-span[1] // chunk))
             for span, chunk in zip((rows, cols), self.layout.write_chunk, strict=True)
@@ -253,7 +270,7 @@ class ZarrMatrix:
         return [self.array.metadata.encode_chunk_key(number) for number in product(*numbers)]
 
     def _owns(self, rows: Range, cols: Range) -> bool:
-        """Return whether a block consists of whole write chunks. Only the matrix's own edge may cut one."""
+        """Return whether a block has only whole chunks, except at the edges: no other writer shares them."""
         return all(
             start % chunk == 0 and (stop % chunk == 0 or stop == extent)
             for (start, stop), chunk, extent in zip(
@@ -288,26 +305,27 @@ class ZarrMatrix:
 
 
 def folder_identity(folder: Path) -> set[object]:
-    """Return the identity of a local array: device and inode of its folder."""
+    """Return the identity of a local array: a set of ("file", device, inode) of its folder."""
     status = os.stat(folder)
     return {("file", status.st_dev, status.st_ino)}
 
 
 def reason(error: BaseException) -> str:
-    """Return the first line of a zarr error."""
+    """Return the first line of the message of an exception that zarr raised."""
     text = str(error).strip().splitlines()
-    if isinstance(error, KeyError | TypeError | AttributeError):  # metadata of an unexpected form
+    if isinstance(error, KeyError | TypeError | AttributeError):  # zarr raises these for invalid metadata
         return f"its metadata cannot be read ({': '.join([type(error).__name__, *text[:1]])})"
     return text[0] if text else type(error).__name__
 
 
 def local_folder(array: "zarr.Array[Any] | zarr.Group") -> Path | None:
+    """Return the folder of a zarr array or group on a local file system; None for other zarr stores."""
     store: Store = array.store
     return Path(store.root) / array.path if isinstance(store, LocalStore) else None
 
 
 def _direct_chunks(array: "zarr.Array[Any]", unchanging: bool) -> DirectChunks | None:
-    """Return access to the chunks without zarr, if they are local and their encoding is known."""
+    """Return access to the chunk files without zarr; None if they are not local or have unknown codecs."""
     folder = local_folder(array)
     if folder is None or 0 in array.shape:
         return None
@@ -348,23 +366,25 @@ def _direct_chunks(array: "zarr.Array[Any]", unchanging: bool) -> DirectChunks |
 
 
 def _reader(array: "zarr.Array[Any]") -> tuple["zarr.Array[Any]", bool]:
-    """Return the array to read through, and whether that reads into contiguous memory only.
+    """Choose how zarr reads an array. Return the array object to use, and whether `out` must be contiguous.
 
-    zarr's own pipeline takes any memory. Others are assumed not to: one that the user configured, or
-    `FAST_PIPELINE`, which is used where it is installed and knows the codecs.
+    zarr reads through a codec pipeline. If the user has configured one, it is used. Otherwise `FAST_PIPELINE`
+    is used if it is installed and supports the array's codecs. Only zarr's own pipeline is known to read into
+    an `out` that is not contiguous.
     """
     with _config_lock:
         return _configured_reader(array)
 
 
 def _configured_reader(array: "zarr.Array[Any]") -> tuple["zarr.Array[Any]", bool]:
-    """Do so while no other thread changes zarr's configuration."""
+    """Do the work of `_reader`. The caller has taken `_config_lock`, since this changes zarr's settings."""
     pipeline = "codec_pipeline.path"
     if zarr.config.get(pipeline) != zarr.config.defaults[0]["codec_pipeline"]["path"]:
         return array, True
     if array.dtype.kind == "V" or importlib.util.find_spec(FAST_PIPELINE) is None:
         return array, False
-    # One chunk at a time: every reader thread decodes, and has memory for one chunk.
+    # The pipeline may decode one chunk at a time only. Every reader thread calls it, and the plan counts
+    # memory for one chunk per thread.
     settings = {pipeline: f"{FAST_PIPELINE}.ZarrsCodecPipeline", "codec_pipeline.strict": True}
     settings |= {"codec_pipeline.chunk_concurrent_maximum": 1}
     with suppress(Exception), zarr.config.set(settings):
@@ -373,5 +393,5 @@ def _configured_reader(array: "zarr.Array[Any]") -> tuple["zarr.Array[Any]", boo
 
 
 def _configurations(codecs: Any) -> list[dict[str, Any]]:
-    """Return codecs in the form of the specification's JSON."""
+    """Return zarr codecs as dictionaries, in the form of the JSON metadata."""
     return [dict(codec if isinstance(codec, Mapping) else codec.to_dict()) for codec in codecs]

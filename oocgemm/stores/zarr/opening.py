@@ -1,4 +1,4 @@
-"""Open and create zarr arrays, with errors that say what is there and what to do."""
+"""Open and create zarr arrays. If that fails, the error says what is at the path and what to do."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,9 +15,9 @@ from oocgemm.system.threads import refusal
 
 
 def open_zarr(name: str, path: str, *, writable: bool = False) -> ZarrMatrix:
-    """Open the array at a path or URL.
+    """Open the zarr array at a path or URL. `name` is its name in messages.
 
-    Raises `InputError` if there is none, and `ExecutionError` where the system refuses zarr a thread.
+    Raises `InputError` if there is none, and `ExecutionError` if the system cannot start a thread for zarr.
     """
     try:
         found = zarr.open(path, mode="r+" if writable else "r")
@@ -32,34 +32,38 @@ def open_zarr(name: str, path: str, *, writable: bool = False) -> ZarrMatrix:
 
 
 def _refused(error: BaseException | None) -> InputError | None:
-    """Return the `InputError` behind an exception. zarr replaces it by others, since it is a ValueError."""
+    """Return the `InputError` that caused an exception of zarr, if any.
+
+    `BFloat16` raises an `InputError` while zarr opens an array. It is a ValueError, so zarr catches it and
+    raises another exception.
+    """
     while error is not None and not isinstance(error, InputError):
         error = error.__cause__ or error.__context__
     return error
 
 
 def _no_array(name: str, path: str, error: Exception, writable: bool) -> InputError:
-    """Return the error for a path without an array."""
+    """Return the error for a path or URL at which zarr found no array. `error` is zarr's exception."""
     if isinstance(error, ImportError) and "://" in path:
         return missing_client(name, path, error)
     if found := wrong_format(name, path, writable=writable):
         return found
-    why = "it holds no zarr metadata" if isinstance(error, FileNotFoundError) else reason(error)
+    why = "it contains no zarr metadata" if isinstance(error, FileNotFoundError) else reason(error)
     return InputError(f"{name}: no zarr array at {path}: {why}")
 
 
 def _check_thread(name: str, path: str, error: Exception) -> None:
-    """Raise `ExecutionError` for a thread that could not be started, which says nothing about the array."""
+    """Raise `ExecutionError` if `error` means that zarr could not start a thread: the array may be valid."""
     if isinstance(error, RuntimeError) and "new thread" in str(error):
         raise ExecutionError(
-            f"{name} at {path}: the system refuses zarr a thread: {refusal(error)}"
+            f"{name} at {path}: the system cannot start a thread for zarr: {refusal(error)}"
         ) from error
 
 
 def wrap_zarr(name: str, found: Any, path: str = "", *, writable: bool = False) -> ZarrMatrix:
-    """Wrap an open zarr array as a matrix.
+    """Make a matrix of an open zarr array. `name` is its name in messages.
 
-    Raises `InputError` for a group, or a read-only array that must be writable.
+    Raises `InputError` for a group, for invalid metadata, and with `writable` for a read-only array.
     """
     if isinstance(found, zarr.Group):
         raise InputError(
@@ -76,10 +80,10 @@ def wrap_zarr(name: str, found: Any, path: str = "", *, writable: bool = False) 
 
 
 def _check_endian(name: str, array: "zarr.Array[Any]") -> None:
-    """Raise `InputError` for big-endian bfloat16, which NumPy cannot swap."""
+    """Raise `InputError` for big-endian bfloat16, since NumPy cannot swap the bytes of bfloat16."""
     codecs = list(getattr(array.metadata, "codecs", ()))
     for codec in codecs:
-        codecs += getattr(codec, "codecs", ())  # those inside shards
+        codecs += getattr(codec, "codecs", ())  # the sharding codec contains the codecs of the chunks
         endian = getattr(codec, "endian", None)
         if array.dtype.kind == "V" and getattr(endian, "value", endian) == "big":
             raise InputError(f"{name}: {bfloat16.BIG_ENDIAN}")
@@ -93,7 +97,10 @@ def create_zarr(
     chunks: tuple[int, int],
     compressor: str | None,
 ) -> ZarrMatrix:
-    """Create an array, uncompressed unless a compressor is named. Raises `InputError` if that fails."""
+    """Create a zarr array, which is not compressed if `compressor` is None. `name` is its name in messages.
+
+    Raises `InputError` if that fails.
+    """
     try:
         array = zarr.create_array(
             path,
@@ -112,7 +119,7 @@ def create_zarr(
 
 
 def remote_exists(url: str) -> bool:
-    """Return whether there is a zarr array or group at a URL."""
+    """Return whether there is a zarr array or group at a URL. Raises `InputError` if zarr cannot tell."""
     try:
         zarr.open(url, mode="r")
     except (FileNotFoundError, KeyError):
@@ -125,6 +132,7 @@ def remote_exists(url: str) -> bool:
 
 
 def _compressor(name: str | None) -> Any:
+    """Return the zarr codec for a name in `COMPRESSORS`; None for no compression."""
     from zarr.codecs import BloscCodec, GzipCodec, ZstdCodec
 
     match name:
@@ -141,7 +149,10 @@ def _compressor(name: str | None) -> Any:
 
 
 def _members(folder: Path | None) -> str:
-    """Name the arrays of a local group, found without opening them."""
+    """Return the end of a message that lists the arrays in a local group; "" if there are none.
+
+    The arrays are found by their metadata files, without opening them.
+    """
     if folder is None:
         return ""
     names = sorted(

@@ -1,4 +1,4 @@
-"""Open and create zarr arrays as operands and results. zarr is imported only when an array is opened."""
+"""Define the stores for zarr arrays. zarr is imported only when an array is opened, since that is slow."""
 
 import os
 from pathlib import Path
@@ -15,11 +15,12 @@ from oocgemm.stores.files import padded
 from oocgemm.stores.formats import check_found, check_new
 from oocgemm.stores.space import check_room, raw_bytes
 
+# The names of the compressors that a new array can have. "none" and None mean the same.
 COMPRESSORS = ("none", "zstd", "blosc-lz4", "blosc-zstd", "gzip")
 
 
 class ZarrArrays(Store):
-    """Open arrays that the caller opened with zarr."""
+    """Open operands that are zarr array objects, which the caller has opened with zarr."""
 
     kind = "zarr"
 
@@ -45,7 +46,11 @@ class ZarrArrays(Store):
 
 
 class ZarrPaths(Store):
-    """Open and create zarr arrays at paths and URLs. It matches every path, and explains wrong formats."""
+    """Open and create zarr arrays at paths and URLs.
+
+    This store matches every path, so it is tried after the stores of other file formats. For a path of an
+    unsupported format, such as HDF5, `open` and `new_layout` raise an error that says how to convert it.
+    """
 
     kind = "zarr"
 
@@ -71,14 +76,18 @@ class ZarrPaths(Store):
     def new_layout(
         self, path: str, problem: GemmProblem, chunks: tuple[int, int] | None, compressor: str | None
     ) -> Layout:
-        """Return the layout of a new array. Without `chunks` the planner chooses them."""
+        """Return the layout (the chunks and the memory to write them) of a new array.
+
+        If `chunks` is None, the planner chooses the shape of the chunks. Raises `InputError` for `chunks`
+        that are not two positive integers.
+        """
         check_new("C", path)
         if chunks is not None and not (
             isinstance(chunks, tuple | list)
             and len(chunks) == 2
             and all(isinstance(extent, int | np.integer) and extent > 0 for extent in chunks)
         ):
-            raise InputError(f"chunks = {chunks!r}: write (rows, columns), integers of at least 1")
+            raise InputError(f"chunks = {chunks!r}: pass (rows, columns), both integers of at least 1")
         itemsize = problem.itemsizes["C"]
         size = min(2 * CHUNK_BYTES, problem.m * problem.n * itemsize)
         if chunks:
@@ -102,7 +111,10 @@ class ZarrPaths(Store):
         *,
         journal: Path | None = None,
     ) -> Matrix:
-        """Create an array. The room that compressed chunks take is unknown, and is not checked."""
+        """Create an array. Check the free space of the disk only if the chunks are not compressed.
+
+        The size of compressed chunks is not known before they are written.
+        """
         if "://" not in path and compressor in (None, "none"):
             check_room(name, path, raw_bytes(shape, chunks, dtype.itemsize))
         from oocgemm.stores.zarr.opening import create_zarr
@@ -116,6 +128,6 @@ class ZarrPaths(Store):
 
 
 def check_compressor(name: str) -> None:
-    """Raise `InputError` for an unknown compressor."""
+    """Raise `InputError` for a name that is not in `COMPRESSORS`."""
     if name not in COMPRESSORS:
         raise InputError(f"unknown compressor {name!r}: choose one of {', '.join(COMPRESSORS)}")
