@@ -1,6 +1,6 @@
-"""Compile our kernels, with a cache of machine code in the user's cache directory.
+"""Compile oocgemm's CUDA kernels. The machine code is cached in the user's cache directory.
 
-The caller passes the compiler: cupy's NVRTC on a machine with a GPU, the NVRTC of a wheel in tests.
+The caller passes the compiler: the NVRTC of cupy on a machine with a GPU, the NVRTC of a wheel in tests.
 """
 
 import hashlib
@@ -17,10 +17,10 @@ _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 
 
 class Compiler(Protocol):
-    """An NVRTC library."""
+    """An NVRTC library, which compiles CUDA C++ to machine code."""
 
     def version(self) -> str:
-        """Return the version, which is part of the cache key."""
+        """Return the version of the library. Machine code that another version compiled is not reused."""
 
     def compile(self, name: str, source: str, options: Sequence[str]) -> tuple[bytes | None, str]:
         """Return the machine code (None if the source does not compile) and the compiler's log."""
@@ -58,7 +58,10 @@ def compiled(compiler: Compiler, source: str, arch: str, options: Sequence[str])
 
 
 def _with_includes(name: str, seen: frozenset[str] = frozenset()) -> list[str]:
-    """Return the text of a source, and those of all files that it includes, as often as they are included."""
+    """Return the text of a source, followed by the texts of all files that it includes, directly or not.
+
+    A file that is included twice occurs twice.
+    """
     if name in seen:
         return []
     text = (kernel_folder() / name).read_text(encoding="utf-8")
