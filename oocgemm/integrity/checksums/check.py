@@ -89,8 +89,7 @@ class Checks:
         self._counting = threading.Lock()
 
     def transfer(self, staging: Staging, operation: Operation, columns: Sequence[Array]) -> bool:
-        """Run a Read and compute its checksums, or check a strip of C and run its Write only if it is
-        correct.
+        """Run a Read and compute its checksums; or check a strip of C and, if it is correct, run its Write.
 
         Returns False if the strip failed its check, so that the store does not have it; otherwise True.
         """

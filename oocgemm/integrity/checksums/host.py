@@ -171,8 +171,7 @@ class HostSums:
             tile.nonfinite[2][tile.rows[rows.start] : tile.rows[rows.stop]] = sums.nonfinite
 
     def submit(self, operation: Operation) -> None:
-        """Copy checksums with an Upload; for a Multiply, add the product of its inputs' checksums to the
-        tile.
+        """Copy checksums as an Upload copies data; for a Multiply, add their product to those of the tile.
 
         Call it for each operation when it is submitted.
         """
