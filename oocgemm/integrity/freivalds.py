@@ -50,8 +50,8 @@ from oocgemm.integrity.tolerance import SumTolerance
 from oocgemm.planning import GemmProblem
 from oocgemm.planning.tiling import Range
 
-# States of columns of op(B) with an Inf or NaN. _KNOWN: excluded from the sums. _NEW: found in this attempt,
-# to be excluded from the next one on.
+# States of columns of op(B) with an Inf or NaN. _KNOWN: excluded from the sums. _NEW: found during this pass
+# over the operands, to be excluded from the next one.
 _KNOWN, _NEW = 1, 2
 
 
@@ -71,7 +71,7 @@ class Found:
 
 
 class Check:
-    """One check of the columns `cols` of C, which finds the wrong rows.
+    """One check of the columns `cols` of C by Freivalds' algorithm, which finds the wrong rows.
 
     With transposed operands it finds the wrong columns. `bound` is one of `tolerance.BOUNDS`.
     """
@@ -169,7 +169,7 @@ class Check:
         self._passes.each(self._x.right, sums.span, self._cols, act, cuts=self._cuts, columns=VECTORS)
 
     def _add_left(self, rows: Rows, sums: Sums) -> None:
-        """Add op(A) times the sums, and the norms of the terms of these products, which bound rounding."""
+        """Add op(A) times the sums to the expected values; add up norms that bound the rounding errors."""
 
         def act(at_rows: Range, cols: Range, x: Array, _: Array | None) -> None:
             at = slice(at_rows[0] - rows.span[0], at_rows[1] - rows.span[0])
@@ -296,7 +296,7 @@ def _without_nonfinite(
 
 
 def _vectors(group: int) -> slice:
-    """Return the columns that belong to a group in arrays with `VECTORS` columns per group."""
+    """Return the columns of one group in an array of sums, which has `VECTORS` columns per group."""
     return slice(group * VECTORS, (group + 1) * VECTORS)
 
 

@@ -23,8 +23,9 @@ from oocgemm.system.memory import allocate
 # must be decoded whole. A quarter of this would fit into the L2 cache of a core, but with so short calls
 # threads wait for the GIL most of the time.
 PIECE = 1 << 18
-# Minimum and maximum columns per call of the callback. Within the limits, the BLAS can multiply MIN_ROWS rows
-# in a single thread. If the matrix has few rows, the caller's cuts allow up to MAX_CUT_WIDTH columns.
+# Minimum and maximum columns per call of the callback. Between them, the number of columns is such that the
+# BLAS multiplies MIN_ROWS rows in a single thread. If the caller passes `cuts` and the matrix has few rows,
+# up to MAX_CUT_WIDTH columns are passed, so that a call has enough elements.
 MIN_WIDTH, MAX_WIDTH, MAX_CUT_WIDTH = 1 << 6, 1 << 10, 1 << 13
 MIN_ROWS = 8
 
@@ -112,7 +113,7 @@ class Passes:
         self._piece = piece
         self._report = report
         self._buffers: dict[tuple[int, int], Array] = {}
-        self.bytes = 0  # read so far
+        self.bytes = 0  # bytes read so far
 
     def each(
         self,
@@ -235,7 +236,8 @@ class Passes:
     def _buffer(self, key: tuple[int, int], size: int) -> Array:
         """Return a buffer of at least `size` bytes for a key (thread, purpose).
 
-        The same buffer is returned each time, so its pages are faulted in only once.
+        Later calls with the same key return the same buffer if it is large enough. Its pages are then faulted
+        in only once.
         """
         buffer = self._buffers.get(key)
         if buffer is None or buffer.size < size:

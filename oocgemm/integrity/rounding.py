@@ -1,4 +1,4 @@
-"""Bound the rounding error of a product, and sum in double precision for the checks.
+"""Bound the rounding errors of a product; compute sums and norms in double precision for the checks.
 
 With unit roundoff u, a sum of n products in any order has an error of at most gamma_n |A| |B| in each
 element, where gamma_n = n u / (1 - n u) (Higham, *Accuracy and Stability of Numerical Algorithms*, 2002,
@@ -112,7 +112,7 @@ class Rounding:
         return np.asarray(rounding + self._check_error * root * norm + elements * self._underflow)
 
     def may_overflow(self, product: Array, norm: Array) -> tuple[Array, Array]:
-        """Return where the sum of an element could have overflowed, and where its cast to C's dtype could.
+        """Return where the sum for an element of C, and where its cast to C's dtype, could have overflowed.
 
         Where the sum could have, an Inf or NaN in C is no error. Where the cast could have, an Inf is
         no error. `product` has norms of |A| |B|, and `norm` is the result of the method `norm`.

@@ -10,8 +10,8 @@ from oocgemm.backends.random_words import VECTORS
 from oocgemm.integrity.rounding import MAX_SQUARES, MIN_SQUARES, ONE_THREAD, norms
 from oocgemm.planning.tiling import Range
 
-# If the largest norm is at most this many times the smallest, all are replaced by the largest. This costs
-# less time, and makes the error bound at most this many times larger.
+# If the largest norm of a row of op(B) is at most this many times the smallest, the largest is used for all
+# rows. This saves time, and makes the error bound at most this many times larger.
 ALIKE = 2
 # Norms in this range have squares that neither overflow nor underflow. Other norms are not squared.
 MIN_NORM, MAX_NORM = 1e-100, 1e100
@@ -99,10 +99,11 @@ class Rows:
 def bias_of(sums: Array, terms: Array) -> Array:
     """Estimate by how much partial sums exceed the size that they have if their terms have no bias in sign.
 
-    `sums` are partial sums of elements of C with random signs, `VECTORS` per row and group. `terms` are the
-    norms of their terms, which is the size of unbiased sums (a random walk). The mean size of the sums is 0.8
-    times the norm of the partial sums of the single elements, with a standard deviation of 0.2 times that
-    norm. Because of this uncertainty, an excess of up to 1.5 times `terms` is ignored.
+    Partial sums of elements of C have a norm of about `terms` if their terms have random signs. If the terms
+    have a bias in sign, the norm is larger, and so are the rounding errors. `sums` are products of the
+    partial sums with random sign vectors, `VECTORS` per row and group. The mean of their absolute values is
+    about 0.8 times the norm, with a standard deviation of 0.2 times the norm. Because of this uncertainty, an
+    excess of up to 1.5 times `terms` is ignored.
     """
     sizes = np.abs(sums).reshape(*terms.shape, VECTORS).mean(axis=2)
     return np.asarray(np.maximum(1.25 * sizes - 2.5 * terms, 0))

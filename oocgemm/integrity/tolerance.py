@@ -69,7 +69,7 @@ class SumTolerance(Rounding):
     def __init__(self, problem: GemmProblem, bound: str, k: int, elements: int, tests: int) -> None:
         super().__init__(problem, k, k + 2 * elements)
         self._probabilistic = bound == "probabilistic"
-        self._terms = sqrt(k)  # the norm of |A| |B| is at most sqrt(k) times the norm of the terms
+        self._terms = sqrt(k)  # norm of |A| |B| <= sqrt(k) times norm of the terms
         self._t = log(2 * max(1, tests) / FALSE_ALARM)
         self._signs = sqrt(2 * self._t)
         accumulator = numpy_dtype("float64" if problem.exact else problem.acc_dtype)
@@ -102,8 +102,8 @@ class SumTolerance(Rounding):
         """Return the error bound of sums of `elements` elements of C each, with random signs.
 
         Args:
-            terms: the norms sqrt(sum_j S_ij) of the products that are summed (S_ij as in the module
-            docstring).
+            terms: the norms sqrt(sum_j S_ij) of the products that are summed. This module's docstring
+                defines S_ij.
             bias: by how much the norms of partial sums exceed `terms`.
             old, stored: the norms of the old C, and of C as stored.
             elements: number of elements per sum.

@@ -27,10 +27,10 @@ class Compiler(Protocol):
 
 
 def compiled(compiler: Compiler, source: str, arch: str, options: Sequence[str]) -> bytes:
-    """Return the machine code of the kernel source `SOURCE.cu` for an architecture such as "sm_90a".
+    """Return the machine code of the CUDA source named `source` for an architecture such as "sm_90a".
 
-    The cache key is a hash of the compiler's version, the options, and the text of the source and all its
-    includes.
+    If the user's cache has it, it is not compiled again. The cache key is a hash of the compiler's version,
+    the options, and the texts of the source and all its includes.
 
     Raises:
         BackendError: the source does not compile. The message contains the compiler's log.
@@ -41,7 +41,7 @@ def compiled(compiler: Compiler, source: str, arch: str, options: Sequence[str])
     parts = compiler.version(), *options, *texts
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
     cached = None
-    with suppress(InputError):  # the user has no home directory: compile each time
+    with suppress(InputError):  # no home directory, so no cache: compile each time
         cached = cache.folder() / "kernels" / f"{source}-{arch}-{key}.cubin"
     if cached is not None:
         with suppress(OSError):

@@ -13,7 +13,7 @@ from oocgemm.kernels.spec import Call, Kernel, Launch, Params, TensorMap, blocks
 from oocgemm.planning import DTYPES, Op
 
 _FORMATS = {"float32": "tf32", "float16": "f16", "bfloat16": "bf16"}
-# Exclusive limit of CUDA on the thread blocks in a grid, and of the TMA kernels on m, n and k.
+# CUDA grids have fewer thread blocks than this. The TMA kernels need m, n and k to be smaller than this.
 _LIMIT = 2**31
 
 
@@ -45,7 +45,7 @@ def _too_many(launch: Callable[[Call, Params], Launch]) -> Callable[[Call, Param
     return refuses
 
 
-# --- simt ---------------------------------------------------------------------------------------------------
+# --- simt.cu: ordinary multiply-adds ------------------------------------------------------------------------
 
 
 def _simt_bytes(call: Call, p: Params) -> int:
@@ -65,7 +65,7 @@ def _simt_params(block: tuple[int, int, int], thread: tuple[int, int], stages: i
     return dict(zip(names, (*block, *thread, 8, stages, 16, resident), strict=True))
 
 
-# --- tensor, float64 ----------------------------------------------------------------------------------------
+# --- tensor_f64.cu: float64 tensor cores --------------------------------------------------------------------
 
 _f64 = _tiled(
     "BLOCK_M",
@@ -80,7 +80,7 @@ def _f64_params(block: tuple[int, int], mma_k: int, stages: int, resident: int) 
     return dict(zip(names, (*block, 16, 64, 32, mma_k, stages, 16, resident), strict=True))
 
 
-# --- tensor, by wgmma ---------------------------------------------------------------------------------------
+# --- tensor_wgmma.cu: tensor cores by wgmma, the instruction of sm_90 ---------------------------------------
 
 
 def _swaps(call: Call) -> bool:
@@ -119,7 +119,7 @@ def _wgmma_refuses(call: Call, p: Params) -> str | None:
 
 def _wgmma_maps(call: Call, p: Params) -> tuple[TensorMap, TensorMap]:
     x, y = _wgmma_tile(p)
-    y //= p["CLUSTER"]  # the blocks of a cluster share Y: each copies a part
+    y //= p["CLUSTER"]  # each block of a cluster copies its part of the operand that the blocks share
     item = DTYPES[call.dtype].itemsize
     dtype = "tf32" if call.dtype == "float32" else call.dtype  # TMA rounds to tf32
     rows_a, rows_b = (y, x) if _swaps(call) else (x, y)
@@ -142,7 +142,7 @@ def _wgmma_params(
     return dict(zip(names, (mma_n, m_blocks, team, stages, cluster, group, reduce, 1), strict=True))
 
 
-# --- tensor, float64, by TMA --------------------------------------------------------------------------------
+# --- tensor_f64_tma.cu: float64 tensor cores, operands copied by TMA ----------------------------------------
 
 
 def _f64_tma(call: Call, p: Params) -> Launch:
@@ -178,7 +178,7 @@ def _f64_tma_params(cluster: int, group: int) -> Params:
     return dict(zip(names, (64, 128, 64, 32, 4, cluster, group), strict=True))
 
 
-# --- tensor, by mma.sync ------------------------------------------------------------------------------------
+# --- tensor_mma.cu: tensor cores by mma.sync ----------------------------------------------------------------
 
 _mma = _tiled(
     "TILE_M",
@@ -189,9 +189,9 @@ _mma = _tiled(
 
 
 def _alignment(call: Call) -> int:
-    """Return a number that a power of two divides if and only if it divides all addresses and row pitches.
+    """Return the bitwise or of the addresses of A and B and of their row pitches in bytes.
 
-    It is the bitwise or of the addresses of A and B and their row pitches in bytes.
+    A power of two divides the result if and only if it divides all of them.
     """
     item = DTYPES[call.dtype].itemsize
     return call.a | call.b | call.lda * item | call.ldb * item

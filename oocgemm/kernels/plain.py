@@ -60,7 +60,8 @@ def _naive_model(call: Call, params: Params) -> Access:
 def _liang_opt_model(call: Call, params: Params) -> Access:
     """Predict the memory accesses of liang_opt.
 
-    A block keeps A in shared memory. Each thread reads its column of B from device memory, once per W rows.
+    A thread block computes W rows of C. It keeps A in shared memory. Each thread reads its column of B from
+    device memory.
     """
     return _tile_model("W", "H", "R", lambda p: (lambda lane: 0,))(replace(call, op_b=Op.N), params)
 

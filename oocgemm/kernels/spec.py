@@ -76,7 +76,7 @@ class Call:
 
     @property
     def accumulator(self) -> str:
-        """The dtype of C."""
+        """The dtype of C, in which the kernel accumulates."""
         return summed_in(self.dtype)
 
 

@@ -17,8 +17,8 @@ from oocgemm.kernels.registry import LADDER
 from oocgemm.kernels.spec import Params
 from oocgemm.system import cache
 
-FORMAT = "oocgemm-tuning"  # marks the file
-VERSION = 1  # of the file's layout; files of other versions are ignored
+FORMAT = "oocgemm-tuning"  # identifies a file as a tuning
+VERSION = 1  # version of the file's layout; `load` ignores files of other versions
 CUBLAS = "cublas"
 
 # Classes of shapes, each with the product (m, n, k) on which `oocgemm tune` measures it.
@@ -29,8 +29,7 @@ _THIN = 256  # C is thin if it has at most this many rows, or at most this many 
 def shape_class(m: int, n: int, k: int) -> str:
     """Return the class of a product: "thin", "update" or "square".
 
-    It is "thin" if C has few rows or few columns. Otherwise it is "update" if k is at most a quarter of m and
-    n.
+    It is "thin" if C has few rows or few columns. Otherwise it is "update" if 4 k is at most m and at most n.
     """
     if min(m, n) <= _THIN:
         return "thin"

@@ -80,9 +80,9 @@ class Checks:
         else:
             self._sums = DeviceSums(plan, seed, self._busy, summing)
         depth, panels = min(plan.tile.k, problem.depth), plan.grid.steps + plan.grid.ramp
-        # Operations in a row behind one element of C: a sum over a panel's depth, and for each panel one
-        # scaling and one addition. The checksums also sum over k and over the panels, and on both sides of
-        # the equation over at most SIDE rows and SIDE columns of a block.
+        # The numbers of rounded operations in a row. An element of C takes a sum over the extent of a panel
+        # along k, and for each panel one scaling and one addition. The checksums take the same sums, and sums
+        # over the rows and columns of a block, at most SIDE each, on both sides of the equation.
         self._rounding = Rounding(problem, depth + 2 * panels, depth + panels + 4 * SIDE)
         self.failed: dict[Strip, float] = {}
         self.blocks = self.undecided = 0
@@ -110,11 +110,14 @@ class Checks:
         return True
 
     def submit(self, operation: Operation) -> None:
-        """Record which checksums an operation uses or moves. Call it when the operation is submitted."""
+        """Update the checksums for an operation that is being submitted to the device.
+
+        A copy of data copies the checksums of the data. A Multiply combines the checksums of its inputs.
+        """
         self._sums.submit(operation)
 
     def failing(self) -> Plan:
-        """Return a plan that computes only the tiles with failed strips again."""
+        """Return a plan that computes again only the tiles of which a strip (some rows) failed its check."""
         tiles = {tile for tile, _ in self.failed}
         return replace(self._plan, done=self._plan.done | (set(self._plan.schedule().tiles) - tiles))
 
@@ -146,7 +149,8 @@ class Checks:
             much = f" {excess:.3g} times more than rounding allows," if isfinite(excess) else ""
             raise ExecutionError(
                 f"C[{rows[0]}:{rows[1]}, {left}:{right}] of tile {tile}{more} differs from its checksums,"
-                f"{much} twice in a row: the device, the memory or the BLAS computes or copies wrongly"
+                f"{much} twice in a row: the device, the memory or the BLAS computes or copies wrongly; "
+                "test this hardware, and do not use the results of this run"
             )
 
     def _excess(self, strip: StripSums, columns: Sequence[Array]) -> float | None:
@@ -182,11 +186,11 @@ class Checks:
     def _pattern_is_right(
         self, columns: Sequence[Array], strip: StripSums, overflow: Array, too_large: Array
     ) -> Array:
-        """Return, for each block of a strip, whether its pattern of nonfinite elements is possible.
+        """Return, for each block of a strip of C, whether Inf and NaN are only where they are expected.
 
-        Every element that must be nonfinite must be so, and no element may be that has no reason to be.
-        `overflow` flags blocks in which sums could have overflowed, `too_large` blocks in which elements
-        could have overflowed C's dtype.
+        An element must be nonfinite if its row of op(A) or its column of op(B) has an Inf or NaN. It may be
+        nonfinite if the old C is, or in blocks that `overflow` flags, because a sum could have overflowed. It
+        may be Inf in blocks that `too_large` flags, because a sum could have exceeded C's dtype.
         """
         a, b, old = strip.nonfinite
         across = np.diff(strip.cols)

@@ -41,7 +41,10 @@ _MODULUS = 1 << 32
 
 
 class Weights:
-    """The random odd weights of a digest: one per row of a stored matrix, one per 32-bit word of a row."""
+    """The random odd weights of a digest, which is a weighted sum of the 32-bit words of a stored matrix.
+
+    The weight of a word is that of its row times that of its position in the row.
+    """
 
     def __init__(self, rows: int, words: int) -> None:
         self.rows, self.words = (
@@ -85,9 +88,10 @@ def in_words(piece: Array, left: int) -> Iterator[tuple[int, NDArray[np.uint32]]
 
 
 class DeviceSums:
-    """The checksums of one run, which the device computes, and the digests, which the host compares.
+    """The checksums of one run, computed by the device, and the digests, computed by the host too.
 
-    `summing` is the device's side. The times in which host threads work for the checks are added to `busy`.
+    `summing` is the interface to the device. The times in which host threads work for the checks are added to
+    `busy`.
     """
 
     def __init__(self, plan: Plan, seed: int, busy: BusyTime, summing: Checksums) -> None:
@@ -95,8 +99,8 @@ class DeviceSums:
         self._problem = plan.problem
         self._wide = wide_dtype(numpy_dtype(plan.problem.acc_dtype))
         self._weights = Weights(*digest_weights(plan.problem, plan.tile))
-        self._digests: dict[Slot, int] = {}  # of each slot's content, in host and device memory
-        self._old: dict[tuple[Tile, Range], int] = {}  # of the strips that were read from the old C
+        self._digests: dict[Slot, int] = {}  # digest of each buffer's content
+        self._old: dict[tuple[Tile, Range], int] = {}  # digest of each strip of the old C
         self._busy = busy
         self._summing = summing
         summing.begin(seed)
@@ -201,7 +205,7 @@ class Digest:
         self._lock = threading.Lock()
 
     def __call__(self, rows: Range, cols: Range, piece: Array) -> None:
-        """Add a piece. `rows` and `cols` are its position in the stored operand."""
+        """Add the words of a piece to the digest. `rows` and `cols` are its place in the stored operand."""
         start = perf_counter_ns()
         part = self._weights.digest(piece, rows[0] - self._top, cols[0] - self._left, self._every)
         with self._lock:

@@ -1,8 +1,8 @@
-"""Compute checksums of blocks of A and B on the host, in the threads that read them, and of rows of C.
+"""Compute on the host the checksums of blocks of A and B, and of the computed rows of C.
 
-The checksums of a block are stored by the buffer that contains it. When the schedule copies the block to
-another buffer, they are copied too. They are never computed from a buffer after the read that filled it, so
-later damage to the buffer cannot change them.
+The threads that read a block compute its checksums. These are stored under the name of the buffer that
+contains the block. When the block is copied to another buffer, its checksums are copied too. They are not
+computed again from a buffer, so later damage to the buffer cannot change them.
 """
 
 import threading
@@ -32,10 +32,10 @@ class StripSums:
     `cols[j + 1]`.
 
     Attributes:
-        found: sums with random signs and norms of the computed strip, an array of each with one entry per
-            block. The norms may instead have one entry per row of blocks.
-        product: what the blocks of A and B predict for alpha = 1 and beta = 0.
-        old: the same as `found`, for the C that was read.
+        found: the sums with random signs of the blocks of the computed strip, and their norms. The norms may
+            instead be those of whole rows of blocks.
+        product: the sums, and bounds of the norms, of op(A) op(B), as predicted from A and B.
+        old: the sums and norms of the old C, as in `found`.
         nonfinite: flags of the rows of op(A), columns of op(B) and rows of the old C with an Inf or NaN.
         damaged: True if a digest differs. The checksums themselves may then be wrong.
     """

@@ -34,8 +34,8 @@ METRICS = {
     "time": "gpu__time_duration.sum",
     "occupancy": "sm__warps_active.avg.pct_of_peak_sustained_active",
 }
-# ncu does not lock the clocks, so that it measures them as a run has them. With base units, ncu does not
-# scale numbers to kilobytes or milliseconds, so every column has one unit.
+# By default ncu locks the clocks of the GPU. A run does not, so this is turned off. With base units, ncu does
+# not scale numbers to kilobytes or milliseconds, so every column has one unit.
 _OPTIONS = (
     "--csv --page raw --print-units base --print-kernel-base function --clock-control none "
     "--target-processes all"
