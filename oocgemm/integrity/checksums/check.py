@@ -150,7 +150,7 @@ class Checks:
             raise ExecutionError(
                 f"C[{rows[0]}:{rows[1]}, {left}:{right}] of tile {tile}{more} differs from its checksums,"
                 f"{much} twice in a row: the device, the memory or the BLAS computes or copies wrongly; "
-                "test this hardware, and do not use the results of this run"
+                "test this machine, then run again"
             )
 
     def _excess(self, strip: StripSums, columns: Sequence[Array]) -> float | None:

@@ -151,7 +151,7 @@ class HostSums:
         region = operation.writes[0]
         sums = self._old(operation) if operation.operand == "C" else self._panel(operation)
         if operation.operand != "C":
-            self._panels.pop(region.slot, None)  # those of the content that the Read overwrites
+            self._panels.pop(region.slot, None)  # the Read overwrites the data that they are of
 
         def add(rows: Range, cols: Range, piece: Array) -> None:
             start = perf_counter_ns()
