@@ -211,7 +211,7 @@ def test_bench_covers_all_rungs_and_tuning_is_saved(
                 "--kernel",
                 "single_block",
             ],
-            "single_block cannot do this product: it holds op(A) 300 x ",
+            "single_block cannot do this product: it stores op(A) 300 x ",
         ),
     ],
 )

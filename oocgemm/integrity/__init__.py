@@ -1,1 +1,1 @@
-"""Bound rounding errors, check tiles by checksums, and verify a whole product by Freivalds' algorithm."""
+"""Check that C is the product of A and B: rounding error bounds, checksums per tile, Freivalds' algorithm."""

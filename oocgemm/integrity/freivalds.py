@@ -1,31 +1,37 @@
-"""Verify a product by Freivalds' algorithm, streamed in one pass over each operand.
+"""Verify C = alpha op(A) op(B) + beta C0 by Freivalds' algorithm. C0 is the old content of C.
 
-Source: Freivalds, *Probabilistic machines can use less running time* (1977). The columns of C are divided
-into groups. With vectors y of random signs on the columns of one group, and zeros elsewhere,
+Source: Freivalds, *Probabilistic machines can use less running time* (1977). For a correct C and any vector
+y,
 
     C y  =  alpha op(A) (op(B) y) + beta C0 y
 
-which takes m k + k n + m n multiplications per vector instead of m n k. If a row of C is wrong within a
-group, each vector shows it with a probability of at least 1/2. If only one element of it is wrong, every
-vector shows it. Differences within `oocgemm.integrity.tolerance` count as rounding, so smaller errors pass.
-If rows differ, the check runs again with rows and columns swapped, and signs on the wrong rows only. This
-gives the wrong columns.
+The columns of C are divided into groups. For each group there are several vectors y, with random signs (+1 or
+-1) on the columns of the group and zeros elsewhere. C is m x n, and each product has k terms. A vector takes
+m k + k n + m n multiplications instead of the m n k of the whole product.
 
-Blocks of rows and of k bound the memory::
+If a row of C is wrong within a group, each vector detects it with a probability of at least 1/2. If only one
+element of the row is wrong, every vector detects it. Differences below the tolerance
+(`oocgemm.integrity.tolerance`) count as rounding errors and pass. If rows are wrong, the caller checks the
+transposed product with signs on the wrong rows only. This gives the wrong columns.
 
-    for rows of C:
-        for a block of k:
-            sums = op(B)[block] y               reused if there is only one block of k
-            expected[rows] += op(A)[rows, block] sums
+To limit the memory, rows of C and indices along k are processed in blocks::
+
+    for each block of rows of C:
+        for each block of k:
+            sums = op(B)[block of k] y
+            expected[rows] += op(A)[rows, block of k] sums
         compare C[rows] y with expected[rows]
 
-If one block has all rows, or all of k, each array is read once. Otherwise op(B) is read once per block of
-rows. The signs are generated where they are used.
+If there is only one block of k, the sums are computed once and used for all rows. If there is only one block
+of rows or of k, each matrix is therefore read once. Otherwise op(B) is read once per block of rows. The
+random signs are not stored; each thread generates them when it uses them.
 
-A nonfinite element in a row of op(A) or a column of op(B) must make all of that row or column of C nonfinite.
-No other element may be nonfinite, unless a sum could have overflowed. Columns of op(B) with nonfinite
-elements are excluded from the sums. When new ones are found the check restarts, which costs a second pass
-over op(B).
+If a row of op(A) has an Inf or NaN, all elements of that row of C must be nonfinite. The same holds for
+columns of op(B). All other elements of C must be finite, unless C0 is nonfinite there or a sum could have
+overflowed.
+
+Columns of op(B) with nonfinite elements are excluded from the sums. If the check finds a column of this kind,
+it starts again without it, which reads op(B) a second time.
 """
 
 import threading
@@ -36,134 +42,27 @@ import numpy as np
 
 from oocgemm.backends.base import Array, numpy_dtype
 from oocgemm.backends.random_words import VECTORS, SignVectors
-from oocgemm.errors import BudgetError
-from oocgemm.integrity.passes import MAX_CUT_WIDTH, PIECE, Oriented, Passes
+from oocgemm.integrity.blocks import Blocks, Operands
+from oocgemm.integrity.passes import Passes
 from oocgemm.integrity.rounding import wide_dtype
 from oocgemm.integrity.sign_sums import Rows, Sums, bias_of, product, row_norms
 from oocgemm.integrity.tolerance import SumTolerance
 from oocgemm.planning import GemmProblem
-from oocgemm.planning.tiling import Range, ceil_div
-from oocgemm.planning.units import format_size
+from oocgemm.planning.tiling import Range
 
-# Columns per group. Smaller groups reveal smaller errors, and cost more multiplications with op(A).
-GROUP = 1024
-# To multiply a strip of op(A) by the sums of a group takes about as long as to read it. The number of groups
-# times the size of op(A) is at most this share of all bytes read.
-MAX_SHARE = 1 / 2
-# Minimum rows and depth of a block. Larger chunks raise it.
-MIN_BLOCK = 256
-MIN_PIECE = 1 << 15
-_KNOWN, _NEW = 1, 2  # columns excluded from the sums, and columns to exclude from the next attempt on
-
-
-@dataclass(frozen=True)
-class Operands:
-    """The matrices of a product: op(A), op(B), C, and the old C if beta != 0."""
-
-    left: Oriented
-    right: Oriented
-    result: Oriented
-    before: Oriented | None
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """m, n and k."""
-        return *self.result.shape, self.left.shape[1]
-
-    def transposed(self) -> "Operands":
-        """Return the product with rows and columns of C swapped."""
-        before = self.before.transposed() if self.before else None
-        return Operands(self.right.transposed(), self.left.transposed(), self.result.transposed(), before)
-
-    def all(self) -> list[Oriented]:
-        """Return all matrices, without the old C if it is not read."""
-        return [x for x in (self.left, self.right, self.result, self.before) if x is not None]
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """How a check is divided to fit into its memory.
-
-    There are `group` columns per group, and `rows` and `depth` per block. Each of `threads` reads `piece`
-    elements at a time.
-    """
-
-    group: int
-    rows: int
-    depth: int
-    threads: int
-    piece: int
-
-
-def cut(problem: GemmProblem, x: Operands, memory: int, threads: int, groups: int | None = None) -> Blocks:
-    """Divide a check so that it takes at most `memory` bytes.
-
-    It gets as many threads, groups and rows of sums as fit. `groups` limits the number of groups. Raises
-    `BudgetError`.
-    """
-    m, n, k = x.shape
-    k = k if problem.depth else 0
-    wide = wide_dtype(numpy_dtype(problem.acc_dtype)).itemsize
-    affordable = int(MAX_SHARE * (m * k + k * n + m * n) / max(1, m * k))
-    worthwhile = ceil_div(
-        n, max(GROUP, MIN_PIECE // max(1, min(m, k)))
-    )  # strips do not cross borders of groups
-    groups = max(1, min(worthwhile, affordable, groups or affordable))
-    # Per column: whether it is excluded. Per row and group: whether it is wrong.
-    fixed = n + m
-    # Per group and row: expected sums and temporaries of them, norms, flags. Per group and k: sums, norms,
-    # squares.
-    per_row, per_depth = 3 * VECTORS * wide + 128, VECTORS * wide + 24
-    tall = max(MIN_BLOCK, x.left.chunk[0], x.result.chunk[0])
-    deep = max(MIN_BLOCK, x.left.chunk[1], x.right.chunk[0])
-
-    def scratch(threads: int, piece: int) -> int:
-        pieces = max(y.piece_bytes(piece) for y in x.all()) + (x.before.piece_bytes(piece) if x.before else 0)
-        # Strips as read and converted, their squares, their products with signs, sums or norms, and the
-        # signs.
-        return threads * (pieces + 8 * piece * wide + VECTORS * MAX_CUT_WIDTH * wide)
-
-    piece = PIECE
-    while piece > MIN_PIECE and scratch(threads, piece) > memory // 2:
-        piece //= 2
-    while threads > 1 and scratch(threads, piece) + fixed > memory // 2:
-        threads -= 1
-    taken = scratch(threads, piece) + fixed
-    least = taken + per_row * min(m, tall) + per_depth * min(k, deep)
-    if memory < least:
-        raise BudgetError(
-            f"verifying takes at least {format_size(least)}, --host-memory is {format_size(memory)}: "
-            f"pass --host-memory {ceil_div(least, 1 << 20)}MiB",
-            least=least,
-        )
-    free = memory - taken
-    while True:
-        rows_bytes, depth_bytes = per_row * groups + groups, per_depth * groups
-        if m * rows_bytes + min(k, deep) * depth_bytes <= free:
-            return _blocks(n, groups, m, (free - m * rows_bytes) // depth_bytes, deep, k, threads, piece)
-        if k * depth_bytes + min(m, tall) * rows_bytes <= free:
-            rows = (free - k * depth_bytes) // rows_bytes
-            return _blocks(n, groups, rows // tall * tall or rows, k, deep, k, threads, piece)
-        if groups == 1:
-            break
-        groups //= 2
-    # The more rows in a block, the fewer passes over op(B).
-    rows = (free - min(k, deep) * depth_bytes) // rows_bytes
-    return _blocks(n, 1, max(1, rows // tall * tall or rows), min(k, deep), deep, k, threads, piece)
-
-
-def _blocks(
-    n: int, groups: int, rows: int, depth: int, deep: int, k: int, threads: int, piece: int
-) -> Blocks:
-    depth = k if depth >= k else depth // deep * deep or depth
-    return Blocks(max(1, ceil_div(n, groups)), max(1, rows), max(1, depth), threads, piece)
+# States of columns of op(B) with an Inf or NaN. _KNOWN: excluded from the sums. _NEW: found during this pass
+# over the operands, to be excluded from the next one.
+_KNOWN, _NEW = 1, 2
 
 
 @dataclass
 class Found:
-    """The rows of C that are wrong in each group of columns.
+    """The result of one check of C.
 
-    `excess` is the worst ratio of error to tolerance, and `tolerance` the largest tolerance.
+    Attributes:
+        wrong: flags of shape (rows, groups): the row differs from the product in this group of columns.
+        excess: the largest ratio of an error to its tolerance; infinite for an Inf or NaN in the wrong place.
+        tolerance: the largest tolerance of any sum.
     """
 
     wrong: Array
@@ -172,7 +71,10 @@ class Found:
 
 
 class Check:
-    """The check of a product in one orientation, over the columns `cols` of C in groups."""
+    """One check of the columns `cols` of C by Freivalds' algorithm, which finds the wrong rows.
+
+    With transposed operands it finds the wrong columns. `bound` is one of `tolerance.BOUNDS`.
+    """
 
     def __init__(
         self,
@@ -201,7 +103,11 @@ class Check:
         self._tolerance = SumTolerance(problem, bound, self._k, min(blocks.group, cols[1] - cols[0]), tests)
 
     def run(self) -> Found:
-        """Compare C with the product of the operands."""
+        """Compare C with the product of the operands.
+
+        An attempt ends early if it finds new columns of op(B) with an Inf or NaN. These are excluded from the
+        sums of the next attempt.
+        """
         found = Found(np.zeros((self._m, self._groups), bool), 0.0, 0.0)
         if self._m == 0 or self._cols[0] == self._cols[1]:
             return found
@@ -212,7 +118,10 @@ class Check:
         return found
 
     def _attempt(self, found: Found) -> bool:
-        """Compare all rows. Return False once all columns to exclude are known, if there are new ones."""
+        """Compare all rows. Return False if op(B) has nonfinite elements in columns not yet excluded.
+
+        Those columns are then marked `_NEW`, and the comparison must be repeated without them.
+        """
         depth = self._blocks.depth
         spans = [(left, min(self._k, left + depth)) for left in range(0, self._k, depth)]
         sums = None
@@ -220,7 +129,7 @@ class Check:
             rows = Rows((top, min(self._m, top + self._blocks.rows)), self._groups, self._wide)
             for span in spans:
                 if sums is None or len(spans) > 1:
-                    sums = None  # freed first, so that two never exist together
+                    sums = None  # free the old sums before the new ones are allocated
                     sums = Sums(span, self._groups, self._wide)
                     self._add_right(sums)
                 if not (self._excluded == _NEW).any():
@@ -233,7 +142,7 @@ class Check:
         return True
 
     def _add_right(self, sums: Sums) -> None:
-        """Add op(B) y for each group, and the norms of op(B)'s rows there."""
+        """Add op(B) y for each group of columns, and the norm of each row of op(B) within the group."""
         excluded = self._excluded
         some = excluded.any()
 
@@ -260,7 +169,7 @@ class Check:
         self._passes.each(self._x.right, sums.span, self._cols, act, cuts=self._cuts, columns=VECTORS)
 
     def _add_left(self, rows: Rows, sums: Sums) -> None:
-        """Add op(A) times the sums, and the norms of its terms."""
+        """Add op(A) times the sums to the expected values; add up norms that bound the rounding errors."""
 
         def act(at_rows: Range, cols: Range, x: Array, _: Array | None) -> None:
             at = slice(at_rows[0] - rows.span[0], at_rows[1] - rows.span[0])
@@ -284,7 +193,7 @@ class Check:
         self._passes.each(self._x.left, rows.span, sums.span, act, columns=self._groups * VECTORS)
 
     def _compare(self, rows: Rows, found: Found) -> None:
-        """Compare C y with its expected value."""
+        """Compare C y with its expected value, and store which of the rows are wrong."""
         tolerance, x = self._tolerance, self._x
         difference = np.multiply(rows.expected, -tolerance.alpha, out=rows.expected)
         shape = rows.terms.shape
@@ -340,9 +249,9 @@ class Check:
         found.tolerance = max(found.tolerance, float(allowed[decided].max(initial=0)))
 
     def _signs_of(self, cols: Range) -> Array:
-        """Return the signs of a strip's columns.
+        """Return the random signs of a range of columns: shape (columns, VECTORS).
 
-        They are cached: a thread's strips often have the same columns.
+        Each thread caches its last result, because it often gets the same columns again.
         """
         if getattr(self._drawn, "cols", None) != cols:
             self._drawn.cols, self._drawn.signs = cols, self._signs.part(*cols)
@@ -350,7 +259,7 @@ class Check:
         return signs
 
     def _group(self, cols: Range) -> int:
-        """Return the group of a strip's columns."""
+        """Return the number of the group that contains a range of columns."""
         return int((cols[0] - self._cuts[0]) // self._blocks.group)
 
 
@@ -362,9 +271,17 @@ def _without_nonfinite(
     overflow: Array,
     too_large: Array,
 ) -> tuple[Array, Array | None, Array, Array]:
-    """Return blocks of C and of the old C with zeros for elements that are, or must be, nonfinite.
+    """Replace nonfinite elements of a block of C by zeros, and check that they are where they may be.
 
-    Also return the rows that violate the rule for nonfinite elements, and the elements that were replaced.
+    Args:
+        found, before: the block of C and of the old C.
+        nonfinite: elements that must be nonfinite, because of an Inf or NaN in op(A) or op(B).
+        overflow: where sums could have overflowed, so that an Inf or NaN may be right.
+        too_large: where elements could have overflowed C's dtype, so that an Inf may be right.
+
+    Returns:
+        Both blocks with zeros for the elements that are nonfinite or must be; flags of the rows in which an
+        element is wrongly finite or wrongly nonfinite; flags of the replaced elements.
     """
     actual = ~np.isfinite(found)
     may = nonfinite | overflow | (np.isinf(found) & too_large)
@@ -379,11 +296,11 @@ def _without_nonfinite(
 
 
 def _vectors(group: int) -> slice:
-    """Return the columns of sums that belong to a group."""
+    """Return the columns of one group in an array of sums, which has `VECTORS` columns per group."""
     return slice(group * VECTORS, (group + 1) * VECTORS)
 
 
 def hull(which: Array) -> Range:
-    """Return the smallest range that has all set flags."""
+    """Return the smallest range of indices (start, stop) that contains all set flags."""
     found = np.flatnonzero(which)
     return int(found[0]), int(found[-1]) + 1

@@ -1,4 +1,8 @@
-"""Read a stored matrix once: threads read pieces of it and pass strips in double precision to a callback."""
+"""Read a stored matrix once, with several threads, and pass its elements to a callback.
+
+Each thread reads a piece (whole chunks of the store, or some rows of them). It passes the piece to the
+callback in parts, converted to double precision.
+"""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -15,21 +19,24 @@ from oocgemm.planning.units import format_size
 from oocgemm.stores import Matrix, pieces
 from oocgemm.system.memory import allocate
 
-# Elements of a strip, and of a piece unless a chunk that must be decoded whole has more. A quarter of this
-# would fit into a core's own cache, but then threads wait for the GIL most of the time.
+# Default elements per read, and maximum elements per call of the callback. A read has more if a larger chunk
+# must be decoded whole. A quarter of this would fit into the L2 cache of a core, but with so short calls
+# threads wait for the GIL most of the time.
 PIECE = 1 << 18
-# Columns of a strip. It is multiplied in calls of at least MIN_ROWS rows that the BLAS runs in one thread. A
-# strip with cuts may have up to MAX_CUT_WIDTH columns if the matrix has few rows.
+# Minimum and maximum columns per call of the callback. Between them, the number of columns is such that the
+# BLAS multiplies MIN_ROWS rows in a single thread. If the caller passes `cuts` and the matrix has few rows,
+# up to MAX_CUT_WIDTH columns are passed, so that a call has enough elements.
 MIN_WIDTH, MAX_WIDTH, MAX_CUT_WIDTH = 1 << 6, 1 << 10, 1 << 13
 MIN_ROWS = 8
 
-# Takes rows, columns and elements of a strip, and the same elements of the matrix beside it, if there is one.
+# The callback. It gets the range of rows, the range of columns and the elements of one part of a matrix, in
+# double precision; and the same part of a second matrix, or None.
 Act = Callable[[Range, Range, Array, Array | None], None]
 
 
 @dataclass(frozen=True)
 class Oriented:
-    """A stored matrix, presented as it is, transposed, or conjugated."""
+    """A stored matrix that is read as it is, or transposed (`swapped`), or conjugated, or both."""
 
     matrix: Matrix
     swapped: bool = False
@@ -42,44 +49,48 @@ class Oriented:
 
     @property
     def chunk(self) -> tuple[int, int]:
-        """The extents of a chunk, oriented."""
+        """Rows and columns of a storage chunk, after the transposition."""
         rows, cols = self.matrix.layout.read_chunk
         return (cols, rows) if self.swapped else (rows, cols)
 
     def transposed(self) -> "Oriented":
         return replace(self, swapped=not self.swapped)
 
-    def pieces(self, rows: Range, cols: Range, least: int) -> Iterator[tuple[Range, Range]]:
-        """Cut a block for reading into pieces of about `least` elements, or of whole chunks."""
-        size = min(least, max(1, self.matrix.shape[0] * self.matrix.shape[1]))
-        for r, c in pieces(*self._stored(rows, cols), self._cut_along(least), size):
+    def pieces(self, rows: Range, cols: Range, min_elements: int) -> Iterator[tuple[Range, Range]]:
+        """Cut a block into pieces to read, of about `min_elements` elements or of whole chunks.
+
+        Yields the range of rows and of columns of each piece.
+        """
+        size = min(min_elements, max(1, self.matrix.shape[0] * self.matrix.shape[1]))
+        for r, c in pieces(*self._stored(rows, cols), self._cut_along(min_elements), size):
             yield (c, r) if self.swapped else (r, c)
 
     def read(self, rows: Range, cols: Range, out: Array) -> Array:
-        """Read a block into `out`, of at least as many bytes. Return it in the matrix's own dtype."""
+        """Read a block into `out`, a byte array of sufficient size. Return it in the stored dtype."""
         (r0, r1), (c0, c1) = stored = self._stored(rows, cols)
         shape = r1 - r0, c1 - c0
         block = out[: shape[0] * shape[1] * self.matrix.dtype.itemsize].view(self.matrix.dtype).reshape(shape)
         self.matrix.read(*stored, block)
         return block.T if self.swapped else block
 
-    def piece_bytes(self, least: int) -> int:
-        """Return the memory that a thread needs for the largest piece and for decoding it."""
-        height, width = self._cut_along(least)
-        # Cut at borders less than `least` elements apart, a piece has less than 2 `least` elements.
-        elements = min(max(height * width, 2 * least), self.matrix.shape[0] * self.matrix.shape[1])
+    def piece_bytes(self, min_elements: int) -> int:
+        """Return the memory, in bytes, that a thread needs for the largest piece and for decoding it."""
+        height, width = self._cut_along(min_elements)
+        # A piece grows until it has `min_elements`. If it grows by fewer elements than that at a time, it
+        # ends with fewer than twice as many.
+        elements = min(max(height * width, 2 * min_elements), self.matrix.shape[0] * self.matrix.shape[1])
         return elements * self.matrix.dtype.itemsize + self.matrix.layout.decode_bytes
 
-    def _cut_along(self, least: int) -> tuple[int, int]:
-        """Return the extents that pieces are multiples of: a chunk, or some rows of a chunk.
+    def _cut_along(self, min_elements: int) -> tuple[int, int]:
+        """Return the rows and columns that a piece is a multiple of, as stored.
 
-        Rows are possible only if chunks can be read in part.
+        They are those of a chunk, or some rows of a chunk if the store can read chunks in part.
         """
         layout = self.matrix.layout
         height, width = (min(pair) for pair in zip(layout.read_chunk, self.matrix.shape, strict=True))
         height, width = max(1, height), max(1, width)
         if layout.partial_reads and layout.read_chunk != (1, 1):
-            height = max(1, min(height, least // width))
+            height = max(1, min(height, min_elements // width))
         return height, width
 
     def _stored(self, rows: Range, cols: Range) -> tuple[Range, Range]:
@@ -87,7 +98,7 @@ class Oriented:
 
 
 class Passes:
-    """Reads of whole blocks by `threads` threads of a pool, in pieces of at least `piece` elements."""
+    """Reads blocks of matrices with `threads` threads of a pool, in pieces of at least `piece` elements."""
 
     def __init__(
         self,
@@ -96,13 +107,13 @@ class Passes:
         piece: int,
         report: Callable[[str], None] = lambda doing: None,
     ) -> None:
-        """`report` is called with the matrix being read and its progress, by one thread at a time."""
+        """`report` is called with a message about the progress, by one thread at a time."""
         self._pool = pool
         self._threads = threads
         self._piece = piece
         self._report = report
         self._buffers: dict[tuple[int, int], Array] = {}
-        self.bytes = 0  # read so far
+        self.bytes = 0  # bytes read so far
 
     def each(
         self,
@@ -115,10 +126,16 @@ class Passes:
         columns: int = 1,
         beside: Oriented | None = None,
     ) -> None:
-        """Read a block, and the same block of the matrix `beside` if given, and call `act` with each strip.
+        """Read a block of a matrix in parts, and call `act` with each part. Several threads call it.
 
-        Several threads call `act`. A strip crosses none of the `cuts`, and its shape suits a multiplication
-        by `columns` columns. Raises the first error once all threads have stopped.
+        Args:
+            x, rows, cols: the matrix and the block.
+            act: the callback; None only reads.
+            cuts: columns at which parts must be cut.
+            columns: columns of the matrix by which `act` multiplies a part; parts have a shape that suits it.
+            beside: another matrix, of which the same block is read.
+
+        Raises the first error of any thread, once all threads have stopped.
         """
         if rows[0] == rows[1] or cols[0] == cols[1]:
             return
@@ -141,7 +158,7 @@ class Passes:
                 ]
                 done += sum(block.nbytes for block in both)
                 if act is not None:
-                    self._strips(thread, (x, beside), piece, both, act, cuts, columns)
+                    self._call(thread, (x, beside), piece, both, act, cuts, columns)
                 with lock:
                     read += both[0].nbytes
                     self._report(f"reading {x.matrix.name}, {100 * read // total}% of {format_size(total)}")
@@ -161,7 +178,7 @@ class Passes:
             stop.set()
             wait(futures)
 
-    def _strips(
+    def _call(
         self,
         thread: int,
         sources: tuple[Oriented, Oriented | None],
@@ -171,7 +188,10 @@ class Passes:
         cuts: Sequence[int],
         columns: int,
     ) -> None:
-        """Call `act` with each strip of a piece. `blocks` has the piece's elements in each source."""
+        """Cut a piece into parts and call `act` with each part.
+
+        `blocks` has the elements of the piece: those of the matrix, and those of the second matrix if given.
+        """
         (top, bottom), (first, last) = piece
         borders = [first, *(cut for cut in cuts if first < cut < last), last]
         width = max(MIN_WIDTH, min(MAX_WIDTH, ONE_THREAD // (MIN_ROWS * columns)))
@@ -196,22 +216,29 @@ class Passes:
                         act((r0, r1), (left, right), parts[0], parts[1] if len(parts) > 1 else None)
 
     def _wide(self, thread: int, number: int, source: Oriented | None, part: Array) -> Array:
-        """Return a part of a piece in double precision, converted into the thread's own buffer if need be."""
+        """Return a part of a piece in double precision, and conjugated if `source` says so.
+
+        If this changes the elements, the result is in a buffer of the thread, which the next call overwrites.
+        """
         assert source is not None
         wide = wide_dtype(part.dtype)
         if part.dtype == wide and not source.conjugate:
             return part
         buffer = self._buffer((thread, number + 2), self._piece * wide.itemsize)
         shape = part.shape[::-1] if source.swapped else part.shape
-        strip = buffer[: part.size * wide.itemsize].view(wide).reshape(shape)
-        strip = strip.T if source.swapped else strip
-        np.copyto(strip, part)
+        wide_part = buffer[: part.size * wide.itemsize].view(wide).reshape(shape)
+        wide_part = wide_part.T if source.swapped else wide_part
+        np.copyto(wide_part, part)
         if source.conjugate:
-            np.conjugate(strip, out=strip)
-        return strip
+            np.conjugate(wide_part, out=wide_part)
+        return wide_part
 
     def _buffer(self, key: tuple[int, int], size: int) -> Array:
-        """Return a buffer of one thread for one purpose. Reuse keeps its pages faulted in."""
+        """Return a buffer of at least `size` bytes for a key (thread, purpose).
+
+        Later calls with the same key return the same buffer if it is large enough. Its pages are then faulted
+        in only once.
+        """
         buffer = self._buffers.get(key)
         if buffer is None or buffer.size < size:
             self._buffers.pop(key, None)

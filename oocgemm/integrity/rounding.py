@@ -1,4 +1,4 @@
-"""Bound the rounding error of a product, and sum in double precision for the checks.
+"""Bound the rounding errors of a product; compute sums and norms in double precision for the checks.
 
 With unit roundoff u, a sum of n products in any order has an error of at most gamma_n |A| |B| in each
 element, where gamma_n = n u / (1 - n u) (Higham, *Accuracy and Stability of Numerical Algorithms*, 2002,
@@ -13,17 +13,23 @@ from oocgemm.backends.base import Array, limits_of, numpy_dtype
 from oocgemm.planning import GemmProblem
 from oocgemm.planning.integers import EXACT_LIMIT
 
-# Sums of squares in this range are accurate: no term that matters underflowed or overflowed.
-SMALLEST, LARGEST = 1e-270, 1e290
-DOUBLE = 2.0**-53
-ONE_THREAD = 1 << 18  # multiplications up to which OpenBLAS uses one thread
-T = 8  # sums of signed errors stay below T times their norm: see `Rounding`
-# Relative error of one operand that is rounded, or truncated, to a reduced precision.
+# A sum of squares within these limits is accurate: no square overflowed, and squares that underflowed are too
+# small to matter. Outside them, norms are computed from scaled elements instead.
+MIN_SQUARES, MAX_SQUARES = 1e-270, 1e290
+DOUBLE = 2.0**-53  # unit roundoff of float64
+# Maximum scalar multiplications in one matrix product for which OpenBLAS uses a single thread.
+ONE_THREAD = 1 << 18
+# A sum of errors with random signs counts as rounding if it is at most this many times the 2-norm of the
+# errors. `Rounding` gives the probability that it is larger.
+MAX_DEVIATION = 8
+# Relative error that one operand gets when it is rounded, or truncated, to the precision of `--compute`.
 OPERANDS = {"native": 0.0, "tf32": 2.0**-10, "bf16": 2.0**-7, "emulated": 0.0}
 
 
 def gamma(n: float, u: float) -> float:
-    """Return the relative error bound of n rounded operations in a row; infinite where n u >= 1.
+    """Return the relative error bound n u / (1 - n u) of n rounded operations in a row.
+
+    `u` is the unit roundoff. The bound is infinite if n u >= 1.
 
     >>> gamma(0, 1e-16), gamma(1e20, 1e-16)
     (0.0, inf)
@@ -32,39 +38,46 @@ def gamma(n: float, u: float) -> float:
 
 
 def sum_error(n: float, u: float) -> float:
-    """Return the relative error bound of a sum of n terms: gamma_n, or 6 sqrt(n) u if that is less.
+    """Return the relative error bound of a sum of n terms with unit roundoff u.
 
-    The latter holds with high probability for rounding errors of mean 0 (Higham and Mary, *A new approach to
-    probabilistic rounding error analysis*, 2019). For the lengths that are summed in one go here it holds
-    even if every error has the same sign.
+    It is the smaller of `gamma(n, u)`, which always holds, and 6 sqrt(n) u. The latter holds with high
+    probability if the rounding errors have mean 0 (Higham and Mary, *A new approach to probabilistic rounding
+    error analysis*, 2019). For the lengths of sums that occur here, it holds even if all errors have the
+    same sign.
     """
     return min(gamma(n, u), 6 * float(np.sqrt(n)) * u)
 
 
 class Rounding:
-    """The error bound of sums of a product's elements, taken with random signs.
+    """The error bound of a sum of elements of C with random signs.
 
-    An element of C results from `chain` additions. The check adds `check_chain` more, in double precision.
+    A check compares the sum with its value as predicted from A and B.
 
-    The errors R of some elements have a 2-norm of at most the bound of one element, times the norm of |A| |B|
-    there. The signs are random. So for any R, the signed sum of R exceeds T |R| with a probability below
-    exp(-T / e) with signs on rows and columns (moments of a Rademacher chaos), and below 2 exp(-T^2 / 2) with
-    signs on columns only (Hoeffding). In practice it is far rarer, since rounding errors are a small part of
-    their bounds.
+    `chain` is the number of rounded operations in a row behind one element of C. `check_chain` is the number
+    of further ones in the check, which computes in double precision.
 
-    `alpha` and `beta` are the scalars as the accumulator's dtype rounds them.
+    Let R be the rounding errors of the summed elements. Their 2-norm |R| is at most the relative error bound
+    of one element times the norm of |A| |B| over these elements. Let T be `MAX_DEVIATION`. The signs do not
+    depend on R, so the sum of R with these signs exceeds T |R| only with a small probability:
+
+    - below exp(-T / e) with random signs on rows and columns (moments of a Rademacher chaos),
+    - below 2 exp(-T^2 / 2) with random signs on columns only (Hoeffding's inequality).
+
+    In practice it is far rarer, because rounding errors are much smaller than their bounds.
+
+    `alpha` and `beta` are the scalars of the product, rounded to the accumulator's dtype.
     """
 
     alpha: complex
     beta: complex
 
     def __init__(self, problem: GemmProblem, chain: int, check_chain: int) -> None:
-        # Exact sums are scaled and added to C in float64, whatever the accumulator's dtype.
+        # Exact sums (`problem.exact`) are scaled and added to C in float64, whatever the accumulator's dtype.
         accumulator = numpy_dtype("float64" if problem.exact else problem.acc_dtype)
         self._integer = numpy_dtype(problem.c_dtype).kind == "i"
         limits = np.finfo(accumulator)
         stored = limits if self._integer else limits_of(problem.c_dtype)
-        # A product of complex numbers is four real products, added up.
+        # A product of two complex numbers takes four real products, so it has four times as many roundings.
         factor = 4 if accumulator.kind == "c" else 1
         self._relative = (
             sum_error(factor * ((0 if problem.exact else chain) + 8), float(limits.eps) / 2)
@@ -80,25 +93,29 @@ class Rounding:
         self.max_finite, self._max_stored = float(limits.max) / 16, float(stored.max) * 0.99
 
     def norm(self, product: Array, old: Array) -> Array:
-        """Return norms of |alpha| |A| |B| + |beta| |C0|, given those of |A| |B| and of the old C."""
+        """Return bounds of the norm of |alpha| |A| |B| + |beta| |C0|, where C0 is the old C.
+
+        `product` has the norms of |A| |B|, and `old` those of C0.
+        """
         return np.asarray(abs(self.alpha) * product + (abs(self.beta) * old if self.beta else 0))
 
     def tolerance(self, norm: Array, stored: Array, elements: Array | float) -> Array:
-        """Return the error bound of sums over `elements` elements each.
+        """Return the error bound of sums of `elements` elements of C each, with random signs.
 
-        `norm` is the norm of the summed terms, and `stored` that of C. For an integer C the bound is 0 as
-        long as none of the sums could have been rounded.
+        `norm` is the result of the method `norm` for these elements, and `stored` the norm of C as stored.
+        For an integer C the bound is 0 if the sums are small enough to be exact.
         """
         root = np.sqrt(elements)
         if self._integer:
             return np.where(root * norm < EXACT_LIMIT / 2, 0.0, self._check_error * root * norm)
-        rounding = np.minimum(T, root) * (self._relative * norm + self._stored * stored)
+        rounding = np.minimum(MAX_DEVIATION, root) * (self._relative * norm + self._stored * stored)
         return np.asarray(rounding + self._check_error * root * norm + elements * self._underflow)
 
     def may_overflow(self, product: Array, norm: Array) -> tuple[Array, Array]:
-        """Return where a sum could have overflowed, and where an element could have overflowed C's dtype.
+        """Return where the sum for an element of C, and where its cast to C's dtype, could have overflowed.
 
-        An Inf or NaN proves nothing in the former, and an Inf proves nothing in the latter.
+        Where the sum could have, an Inf or NaN in C is no error. Where the cast could have, an Inf is
+        no error. `product` has norms of |A| |B|, and `norm` is the result of the method `norm`.
         """
         return ~((product < self.max_finite) & (norm < self.max_finite)), ~(norm < self._max_stored)
 
@@ -106,7 +123,7 @@ class Rounding:
 def norms(x: Array) -> Array:
     """Return the 2-norms of a double-precision array along its last axis, without overflow or underflow.
 
-    They are nonfinite where the array is.
+    A norm is nonfinite if it includes an Inf or NaN.
     """
     sizes = np.abs(x)
     largest = sizes.max(axis=-1, initial=0)
@@ -115,36 +132,42 @@ def norms(x: Array) -> Array:
 
 
 def block_squares(blocks: Array) -> Array:
-    """Return the sum of squares of each of some blocks, of shape (blocks, rows, columns).
+    """Return the sum of the squares of each block, for an array of shape (blocks, rows, columns).
 
-    Blocks whose rows are contiguous in memory are fastest.
+    This is fastest if the last axis is contiguous in memory.
     """
     flat = blocks.view(np.float64) if blocks.dtype.kind == "c" else blocks
     return np.asarray(np.vecdot(flat, flat).sum(axis=-1))
 
 
 def block_norms(blocks: Array, squares: Array) -> Array:
-    """Return the Frobenius norms of blocks, from the sums of squares, or from the elements if those overflow.
+    """Return the Frobenius norm of each block, for an array of shape (blocks, rows, columns).
 
-    They are nonfinite where a block is.
+    `squares` has the blocks' sums of squares. If one of them overflows or underflows, the norms are computed
+    from scaled elements. The norm of a block with an Inf or NaN is nonfinite.
     """
-    if squares.min() > SMALLEST and squares.max() < LARGEST:
+    if squares.min() > MIN_SQUARES and squares.max() < MAX_SQUARES:
         return np.asarray(np.sqrt(squares))
     return norms(norms(blocks.astype(wide_dtype(blocks.dtype), copy=False)))
 
 
 def signed(x: Array, blocks: Array) -> Array:
-    """Return, per double-precision block (number, rows, columns), the sum of its rows times the signs x."""
-    if blocks.dtype.kind == "c":  # in two parts: NumPy would convert the signs to complex
+    """Return the sum of each block's rows times signs.
+
+    `blocks` has the shape (blocks, rows, columns), the signs `x` have (blocks, rows). The result has (blocks,
+    columns).
+    """
+    if blocks.dtype.kind == "c":  # real and imaginary parts separately: einsum would convert x to complex
         real, imaginary = (np.einsum("gi,gij->gj", x, part) for part in (blocks.real, blocks.imag))
         return np.asarray(real + 1j * imaginary)
     return np.asarray(np.einsum("gi,gij->gj", x, blocks))
 
 
 def add_product(c: Array, a: Array, b: Array) -> None:
-    """Compute ``c += a @ b.T`` in parts so small that the BLAS uses one thread.
+    """Compute ``c += a @ b.T`` in parts so small that the BLAS uses only the calling thread.
 
-    Where all cores are busy, its threads would wait for one another many times longer than the product takes.
+    All cores are busy with the run. If the BLAS used several threads, they would wait for one another many
+    times longer than the product takes.
     """
     deep = max(1, ONE_THREAD // (8 * max(1, len(b))))
     for left in range(0, a.shape[1], deep):

@@ -1,27 +1,30 @@
-"""Accumulate the sums of Freivalds' check, and norms that bound their rounding errors.
+"""Add up the products that Freivalds' check compares, and norms that bound their rounding errors.
 
-The sums are products of op(B), and then of op(A), with random signs.
+The check compares C y with op(A) (op(B) y) for vectors y of random signs (`oocgemm.integrity.freivalds`).
 """
 
 import numpy as np
 
 from oocgemm.backends.base import Array
 from oocgemm.backends.random_words import VECTORS
-from oocgemm.integrity.rounding import LARGEST, ONE_THREAD, SMALLEST, norms
+from oocgemm.integrity.rounding import MAX_SQUARES, MIN_SQUARES, ONE_THREAD, norms
 from oocgemm.planning.tiling import Range
 
-# Norms are alike if the largest is at most ALIKE times the smallest.
+# If the largest norm of a row of op(B) is at most this many times the smallest, the largest is used for all
+# rows. This saves time, and makes the error bound at most this many times larger.
 ALIKE = 2
-# Norms in this range have squares that neither overflow nor underflow.
+# Norms in this range have squares that neither overflow nor underflow. Other norms are not squared.
 MIN_NORM, MAX_NORM = 1e-100, 1e100
-# Below this share of the norms of op(B), the norm of a row's terms may have lost squares to underflow.
+# If a norm that was computed from squares is below this share of the largest norm of op(B), squares may have
+# underflowed. It is then computed again without squares.
 MIN_SHARE = 1e-120
 
 
 class Sums:
-    """The products op(B) y over a range of k.
+    """The products op(B) y with random sign vectors y, for the range `span` of k.
 
-    `values` has one column per group and vector, `norms` the 2-norms of op(B)'s rows in each group.
+    The columns of C are divided into groups with `VECTORS` vectors each. `values` has one row per index along
+    k and one column per vector. `norms` has the 2-norm of each row of op(B) within each group.
     """
 
     def __init__(self, span: Range, groups: int, dtype: np.dtype[np.generic]) -> None:
@@ -33,7 +36,10 @@ class Sums:
         self._largest = 0.0
 
     def square(self) -> None:
-        """Square the norms if no square overflows or underflows, and append a column of ones."""
+        """Prepare `terms`: square the norms, unless a square would overflow or underflow.
+
+        A column of ones is appended, with which `terms` also gets the sum of squares of each row of op(A).
+        """
         self._largest = float(self.norms.max(initial=0))
         inside = (self.norms == 0) | ((self.norms > MIN_NORM) & (self.norms < MAX_NORM))
         if inside.all():
@@ -41,10 +47,12 @@ class Sums:
             np.square(self.norms, out=self._squares[:, :-1])
 
     def terms(self, x: Array, inside: slice) -> Array:
-        """Return sqrt(sum_p |x_ip norms_p|^2), the norms of the terms in rows of A's strip `x`, per group.
+        """Return the norms of the terms that products of `x` with `values` add up, by row of x and group.
 
-        They are nonfinite where x is. If the norms are alike, the result is up to twice too large, which
-        saves squaring x. Where squares are out of range, the result is the larger sum of |x_ip| norms_p.
+        `x` is a part of op(A) with the columns `inside`. The norm of row i is sqrt(sum_p |x_ip norms_p|^2).
+        Two shortcuts return a larger value. If all norms are within a factor of `ALIKE`, the largest replaces
+        all, which saves squaring x. If squares would overflow or underflow, the result is sum_p |x_ip|
+        norms_p. The result is nonfinite if x has an Inf or NaN.
         """
         sizes = self.norms[inside]
         largest = sizes.max(axis=0)
@@ -64,10 +72,13 @@ class Sums:
 
 
 class Rows:
-    """The products op(A) op(B) y over a range of C's rows.
+    """The products op(A) op(B) y with random sign vectors y, for the rows `span` of C.
 
-    `terms` has the norms of the terms, `bias` the excess of partial sums over a random walk, and `nonfinite`
-    flags the rows of op(A) with an Inf or NaN.
+    Attributes:
+        expected: the products, one column per vector.
+        terms: norms of the terms that were added up, by row and group of columns (`Sums.terms`).
+        bias: by how much partial sums exceed the size that they have if their terms have no bias in sign.
+        nonfinite: flags of the rows of op(A) with an Inf or NaN.
     """
 
     def __init__(self, span: Range, groups: int, dtype: np.dtype[np.generic]) -> None:
@@ -78,22 +89,28 @@ class Rows:
         self.nonfinite = np.zeros(extent, bool)
 
     def add_final_bias(self) -> None:
-        """Count the whole sum as a partial sum too: blocks of k may be too short to show a bias."""
+        """Raise the bias to that of the sum over all of k, if it is larger.
+
+        The partial sums may be too short to show a bias.
+        """
         np.maximum(self.bias, bias_of(self.expected, self.terms), out=self.bias)
 
 
 def bias_of(sums: Array, terms: Array) -> Array:
-    """Estimate the excess of norms of partial sums over a random walk, from products with random signs.
+    """Estimate by how much partial sums exceed the size that they have if their terms have no bias in sign.
 
-    The mean size of a product is 0.8 times the norm, with a standard deviation of 0.2 times the norm. An
-    excess of up to 1.5 times the random walk is ignored.
+    Partial sums of elements of C have a norm of about `terms` if their terms have random signs. If the terms
+    have a bias in sign, the norm is larger, and so are the rounding errors. `sums` are products of the
+    partial sums with random sign vectors, `VECTORS` per row and group. The mean of their absolute values is
+    about 0.8 times the norm, with a standard deviation of 0.2 times the norm. Because of this uncertainty, an
+    excess of up to 1.5 times `terms` is ignored.
     """
     sizes = np.abs(sums).reshape(*terms.shape, VECTORS).mean(axis=2)
     return np.asarray(np.maximum(1.25 * sizes - 2.5 * terms, 0))
 
 
 def product(x: Array, y: Array) -> Array:
-    """Return ``x @ y``, computed in parts so small that the BLAS uses one thread."""
+    """Return ``x @ y``, computed in parts so small that the BLAS uses only the calling thread."""
     out = np.empty((len(x), y.shape[1]), np.result_type(x, y))
     height = max(1, ONE_THREAD // max(1, y.size))
     for top in range(0, len(x), height):
@@ -102,12 +119,12 @@ def product(x: Array, y: Array) -> Array:
 
 
 def row_norms(x: Array) -> Array:
-    """Return the 2-norms of the rows of a double-precision strip."""
+    """Return the 2-norms of the rows of a double-precision matrix, without overflow or underflow."""
     if x.strides[1] == x.itemsize or x.shape[1] == 1:
         squares = np.vecdot(x, x).real
-    else:  # a transposed matrix
+    else:  # rows are not contiguous, as in a transposed matrix
         squares = (x.real * x.real + x.imag * x.imag if x.dtype.kind == "c" else x * x).sum(axis=1)
-    out = ~((squares > SMALLEST) & (squares < LARGEST))
+    out = ~((squares > MIN_SQUARES) & (squares < MAX_SQUARES))
     found = np.sqrt(squares)
     if out.any():
         found[out] = norms(np.ascontiguousarray(x[out]))

@@ -1,29 +1,38 @@
-"""Bound the rounding error of sums of C's rows, for Freivalds' check.
+"""Bound the rounding errors of sums of elements of C with random signs, for Freivalds' check.
 
-A sum is y^T C_i over a group of columns, where y is a vector of random signs independent of C. R_ij is the
-rounding error of C_ij, u the unit roundoff, c the number of additions in a row, and S_ij = sum_p (a_ip
-b_pj)^2. There are two bounds.
+Let y be a vector of random signs (+1 or -1) on a group of columns, independent of C. The sum is y^T C_i,
+where C_i are the elements of row i in the group. The symbols are:
+
+    R_ij    the rounding error of C_ij; R_i has those of row i
+    u       the unit roundoff of the accumulator's dtype
+    c       the number of additions in a row behind one element of C
+    S_ij    sum_p (a_ip b_pj)^2, the sum of the squared terms of C_ij
+
+There are two bounds. Each holds with a probability of at least 1 - 2 exp(-t). The value of t is chosen so
+that a whole check of a correct C fails with a probability of at most `FALSE_ALARM`.
 
 *Probabilistic.* Source: Higham and Mary, *A new approach to probabilistic rounding error analysis* (2019) and
-*Sharper probabilistic backward error analysis for basic linear algebra kernels with random data* (2020).
-Errors of single operations are modelled as independent, of mean 0 and uniform over their interval. Each is
-then sub-Gaussian with variance u^2 |s|^2 / 3, where s is the partial sum that was rounded. If the terms have
-no bias in sign, s has the size of a random walk, sqrt(S_ij), for any order of summation, with or without FMA.
-Hoeffding's inequality for R, and again for y, gives the tail of a product of two sub-Gaussian variables:
+*Sharper probabilistic backward error analysis for basic linear algebra kernels with random data* (2020). The
+model takes the errors of single operations to be independent, with mean 0, and uniform over their interval.
+The error of one operation is then sub-Gaussian with variance u^2 |s|^2 / 3, where s is the partial sum that
+was rounded. If the terms have no bias in sign, s has the size of a random walk, sqrt(S_ij). This holds for
+any order of summation, with or without FMA. Hoeffding's inequality for R, and again for y, gives the tail of
+a product of two sub-Gaussian variables:
 
-    |y^T R_i|  <=  t u sqrt(c / 3) sqrt(sum_j S_ij)    with a probability of at least 1 - 2 exp(-t)
+    |y^T R_i|  <=  t u sqrt(c / 3) sqrt(sum_j S_ij)
 
-If the terms are biased, partial sums grow with k, and rounding errors may repeat (sums of one number are the
-extreme). The excess of partial sums over a random walk is therefore measured on blocks of k, as `bias`. The
-allowance for it is min(gamma_c, 6 sqrt(c) u) for each element, and sqrt(2 t) for the signs.
+If the terms are biased, partial sums grow with k, and rounding errors may repeat. (Sums of equal numbers are
+the extreme.) The excess of the partial sums over a random walk is therefore measured on blocks of k, as
+`bias`. The bound of its rounding error is `bias` times min(gamma_c, 6 sqrt(c) u) times sqrt(2 t), where the
+last factor is due to the signs and gamma_c = c u / (1 - c u).
 
 *Worst case.* |R_ij| <= gamma_c (|A| |B|)_ij for any errors (Higham, *Accuracy and Stability of Numerical
-Algorithms*, 2002, section 3.5). Only y is random, and we choose it: |y^T R_i| <= sqrt(2 t) |R_i| with the
-same probability.
+Algorithms*, 2002, section 3.5). Only y is random here, and the check chooses it:
 
-t makes the probability of any false alarm in one check at most `FALSE_ALARM`. Operands rounded to a reduced
-precision (tf32, bf16) add an error per operand, which all elements of a row or column share. They may be
-truncated instead.
+    |y^T R_i|  <=  sqrt(2 t) |R_i|
+
+A reduced precision (tf32, bf16) adds the error of rounding each operand. All elements of a row or column of C
+share this error. It may also be a truncation, whose errors have the same sign.
 """
 
 from math import log, sqrt
@@ -36,21 +45,31 @@ from oocgemm.integrity.rounding import DOUBLE, OPERANDS, Rounding, gamma, sum_er
 from oocgemm.planning import GemmProblem
 from oocgemm.planning.integers import EXACT_LIMIT
 
-BOUNDS = ("probabilistic", "worst-case")
-FALSE_ALARM = 1e-6
-EPILOGUE = 8  # operations on an element after the sum of its products: alpha, beta, conversions
+BOUNDS = ("probabilistic", "worst-case")  # choices for the error bound; this module's docstring has both
+FALSE_ALARM = 1e-6  # maximum probability that a check fails for a correct C
+# Upper limit of the rounded operations on an element of C after the sum of its products: scaling by alpha and
+# beta, an addition, conversions.
+EPILOGUE = 8
 
 
 class SumTolerance(Rounding):
-    """The error bound of `tests` sums over `elements` columns each, for a product whose sums have `k` terms.
+    """The error bound of sums of elements of C with random signs, for Freivalds' check.
 
-    Raises `InputError` where the worst-case bound is infinite.
+    Args:
+        problem: the product.
+        bound: one of `BOUNDS`.
+        k: number of products per element of C.
+        elements: maximum number of elements of C per sum.
+        tests: number of sums that the check compares.
+
+    Raises:
+        InputError: the worst-case bound is infinite, because k is too large for the accumulator's precision.
     """
 
     def __init__(self, problem: GemmProblem, bound: str, k: int, elements: int, tests: int) -> None:
         super().__init__(problem, k, k + 2 * elements)
         self._probabilistic = bound == "probabilistic"
-        self._terms = sqrt(k)  # | |A| |B| | is at most sqrt(k) times the norm of the terms
+        self._terms = sqrt(k)  # norm of |A| |B| <= sqrt(k) times norm of the terms
         self._t = log(2 * max(1, tests) / FALSE_ALARM)
         self._signs = sqrt(2 * self._t)
         accumulator = numpy_dtype("float64" if problem.exact else problem.acc_dtype)
@@ -72,26 +91,28 @@ class SumTolerance(Rounding):
 
     @property
     def needs_stored(self) -> bool:
-        """Whether the bound depends on norms of C as it is stored."""
+        """Whether the bound depends on norms of the stored C, because its dtype rounds the results."""
         return bool(self._stored)
 
     def product_norm(self, terms: Array) -> Array:
-        """Return a bound of the norms of |A| |B|, given those of the terms."""
+        """Return upper bounds of the norms of |A| |B|, given the norms `terms` (sqrt(sum_j S_ij))."""
         return np.asarray(self._terms * terms)
 
     def of_sums(self, terms: Array, bias: Array, old: Array, stored: Array, elements: Array) -> Array:
-        """Return the error bound of sums over `elements` elements each.
+        """Return the error bound of sums of `elements` elements of C each, with random signs.
 
-        Arguments:
-            terms: the norms sqrt(sum_j S_ij)
-            bias: the excess of the norms of partial sums over them
-            old, stored: the norms of the old C and of C as it is stored
+        Args:
+            terms: the norms sqrt(sum_j S_ij) of the products that are summed. This module's docstring
+                defines S_ij.
+            bias: by how much the norms of partial sums exceed `terms`.
+            old, stored: the norms of the old C, and of C as stored.
+            elements: number of elements per sum.
         """
         alpha, beta = abs(self.alpha), abs(self.beta)
         old = beta * old if beta else np.zeros_like(old)
         root = np.sqrt(elements)
         largest = alpha * self.product_norm(terms) + old
-        if self._integer:  # sums below EXACT_LIMIT are exact
+        if self._integer:  # integer sums below EXACT_LIMIT are exact in float64
             return np.where(root * largest < EXACT_LIMIT / 2, 0.0, self._check_error * root * largest)
         signs = np.minimum(self._signs, root)
         if self._probabilistic:

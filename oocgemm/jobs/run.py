@@ -197,7 +197,7 @@ def _stream(
         failing = checks.failing()
         again = Checks(failing, SEED + 1, session.checksums, checks.failed)
         run(failing, again)
-        again.complain()
+        again.raise_first_failure()
     return checks.figures(again)
 
 

@@ -15,7 +15,8 @@ from oocgemm import stores
 from oocgemm.backends.base import numpy_dtype
 from oocgemm.backends.random_words import VECTORS
 from oocgemm.errors import InputError
-from oocgemm.integrity.freivalds import Check, Operands, cut, hull
+from oocgemm.integrity.blocks import Operands, cut
+from oocgemm.integrity.freivalds import Check, hull
 from oocgemm.integrity.passes import Oriented, Passes
 from oocgemm.integrity.tolerance import BOUNDS, FALSE_ALARM
 from oocgemm.jobs.options import Operand, Size, Transpose

@@ -1,2 +1,1 @@
-"""The ladder of CUDA kernels as data: what each kernel is, how it is compiled, and which is fastest for which
-product."""
+"""Describe oocgemm's own CUDA kernels: their parameters, how to compile them, and which is the fastest."""

@@ -1,20 +1,25 @@
-"""Count the cost of a kernel's access pattern: sectors of device memory and bank conflicts in shared memory.
+"""Predict the memory accesses of a kernel: sectors of device memory, and bank conflicts in shared memory.
 
-Nothing here is measured. A sector is counted each time a warp requests it, before any cache.
+A sector, 32 bytes, is the unit of access to device memory. It is counted each time that a warp requests it,
+even if a cache serves the request.
 """
 
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+# Threads per warp, banks of shared memory, bytes per bank word, and bytes per sector of device memory.
 WARP, BANKS, WORD, SECTOR = 32, 32, 4, 32
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Sectors of 32 bytes loaded from and stored to device memory, and cycles lost to bank conflicts.
+    """The predicted memory accesses of one launch of a kernel.
 
-    `bank_conflicts` are the extra cycles per shared-memory access of a warp, for its worst access pattern.
+    Attributes:
+        load_sectors, store_sectors: sectors of 32 bytes that warps load from and store to device memory.
+        bank_conflicts: cycles that bank conflicts add to one access of a warp to shared memory, for the
+            kernel's worst access pattern.
     """
 
     load_sectors: int
@@ -23,21 +28,24 @@ class Access:
 
 
 def stores(m: int, n: int, itemsize: int, *, reads: bool) -> tuple[int, int]:
-    """Return the sectors loaded and stored for C itself. C is loaded only if the kernel `reads` it."""
+    """Return the sectors of C that a kernel loads and stores. It loads C only if `reads` (beta != 0)."""
     sectors = m * -(-n * itemsize // SECTOR)
     return sectors if reads else 0, sectors
 
 
 def tiles_sectors(m: int, n: int, k: int, itemsize: int, rows: int, cols: int) -> int:
-    """Return the sectors of A and B if each block loads them once per rows x cols tile of C, with coalesced
-    accesses."""
+    """Return the sectors of A and B that a kernel loads if each block computes rows x cols elements of C.
+
+    Each block loads its rows of A and its columns of B once, with coalesced accesses.
+    """
     return (m * k * -(-n // cols) + k * n * -(-m // rows)) * itemsize // SECTOR
 
 
 def warps_sectors(m: int, n: int, k: int, itemsize: int, cols: int) -> int:
-    """Return the sectors of A and B if each thread loads both for itself.
+    """Return the sectors of A and B that a kernel loads if each thread loads a row of A and a column of B.
 
-    A warp covers `cols` columns of C. Its elements of A are in one sector per row.
+    The threads of a warp compute elements in `cols` columns of C. For each index along k, the warp loads one
+    sector of A for each of its rows of C.
     """
     cols = min(cols, WARP)
     rows = WARP // cols
@@ -46,9 +54,10 @@ def warps_sectors(m: int, n: int, k: int, itemsize: int, cols: int) -> int:
 
 
 def conflicts(itemsize: int, *patterns: Callable[[int], int]) -> int:
-    """Return the extra cycles of the worst of some accesses of a warp.
+    """Return the cycles that bank conflicts add to the worst of several accesses to shared memory.
 
-    Each access is a function from lane to element index.
+    An access is described by a function. It maps each lane (the number of a thread in its warp) to the index
+    of the element that this thread accesses. Elements have `itemsize` bytes.
 
     >>> [conflicts(4, lambda lane: stride * lane) for stride in (0, 1, 32, 33)]
     [0, 0, 31, 0]
@@ -59,7 +68,7 @@ def conflicts(itemsize: int, *patterns: Callable[[int], int]) -> int:
 
 
 def _extra_cycles(itemsize: int, pattern: Callable[[int], int]) -> int:
-    # Elements of 8 bytes are served to half a warp at a time, elements of 16 bytes to a quarter.
+    # The hardware serves elements of 8 bytes to half a warp at a time, elements of 16 bytes to a quarter.
     together = WARP * WORD // max(WORD, itemsize)
     extra = 0
     for first in range(0, WARP, together):

@@ -1,6 +1,6 @@
-"""Compile our kernels, with a cache of machine code in the user's cache directory.
+"""Compile oocgemm's CUDA kernels. The machine code is cached in the user's cache directory.
 
-The caller passes the compiler: cupy's NVRTC on a machine with a GPU, the NVRTC of a wheel in tests.
+The caller passes the compiler: the NVRTC of cupy on a machine with a GPU, the NVRTC of a wheel in tests.
 """
 
 import hashlib
@@ -17,20 +17,20 @@ _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 
 
 class Compiler(Protocol):
-    """An NVRTC library."""
+    """An NVRTC library, which compiles CUDA C++ to machine code."""
 
     def version(self) -> str:
-        """Return the version, which is part of the cache key."""
+        """Return the version of the library. Machine code that another version compiled is not reused."""
 
     def compile(self, name: str, source: str, options: Sequence[str]) -> tuple[bytes | None, str]:
         """Return the machine code (None if the source does not compile) and the compiler's log."""
 
 
 def compiled(compiler: Compiler, source: str, arch: str, options: Sequence[str]) -> bytes:
-    """Return the machine code of the kernel source `SOURCE.cu` for an architecture such as "sm_90a".
+    """Return the machine code of the CUDA source named `source` for an architecture such as "sm_90a".
 
-    The cache key is a hash of the compiler's version, the options, and the text of the source and all its
-    includes.
+    If the user's cache has it, it is not compiled again. The cache key is a hash of the compiler's version,
+    the options, and the texts of the source and all its includes.
 
     Raises:
         BackendError: the source does not compile. The message contains the compiler's log.
@@ -41,7 +41,7 @@ def compiled(compiler: Compiler, source: str, arch: str, options: Sequence[str])
     parts = compiler.version(), *options, *texts
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
     cached = None
-    with suppress(InputError):  # the user has no home directory: compile each time
+    with suppress(InputError):  # no home directory, so no cache: compile each time
         cached = cache.folder() / "kernels" / f"{source}-{arch}-{key}.cubin"
     if cached is not None:
         with suppress(OSError):
@@ -58,7 +58,10 @@ def compiled(compiler: Compiler, source: str, arch: str, options: Sequence[str])
 
 
 def _with_includes(name: str, seen: frozenset[str] = frozenset()) -> list[str]:
-    """Return the text of a source, and those of all files that it includes, as often as they are included."""
+    """Return the text of a source, followed by the texts of all files that it includes, directly or not.
+
+    A file that is included twice occurs twice.
+    """
     if name in seen:
         return []
     text = (kernel_folder() / name).read_text(encoding="utf-8")

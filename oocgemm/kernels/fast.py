@@ -1,8 +1,10 @@
-"""The fast rungs of the ladder: `simt` uses ordinary multiply-adds, `tensor` the tensor cores.
+"""Kernels for speed: `--kernel simt` uses ordinary multiply-adds, `--kernel tensor` the tensor cores.
 
-`tensor` has several entries, for different instructions and alignments. Of each kind, the last entry accepts
-every call of its dtypes and precision. The sources explain their parameters. The first variant of an entry
-was the fastest for most shapes on an H200; the others win for some class of shapes.
+Several `Kernel` objects have the name `tensor`, for different instructions and alignments. They are tried in
+order. The last one for a dtype and precision accepts every call, unless C needs too many thread blocks.
+
+Each has one or more sets of parameters (`variants`), which its CUDA source explains. The first one was the
+fastest for most shapes on an H200. Each of the others was the fastest for some class of shapes.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,7 +13,8 @@ from oocgemm.kernels.spec import Call, Kernel, Launch, Params, TensorMap, blocks
 from oocgemm.planning import DTYPES, Op
 
 _FORMATS = {"float32": "tf32", "float16": "f16", "bfloat16": "bf16"}
-_LIMIT = 2**31  # grids have fewer blocks, and TMA takes smaller extents
+# CUDA grids have fewer thread blocks than this. The TMA kernels need m, n and k to be smaller than this.
+_LIMIT = 2**31
 
 
 def _format(dtype: str, op_a: Op, op_b: Op) -> Mapping[str, object]:
@@ -21,7 +24,11 @@ def _format(dtype: str, op_a: Op, op_b: Op) -> Mapping[str, object]:
 def _tiled(
     rows: str, cols: str, threads: Callable[[Params], int], shared: Callable[[Call, Params], int]
 ) -> Callable[[Call, Params], Launch]:
-    """Return a launch of one block per tile of C, in a one-dimensional grid."""
+    """Return a function that computes the launch of a kernel with one thread block per tile of C.
+
+    A tile is `params[rows]` x `params[cols]` elements. `threads` and `shared` compute the threads and the
+    bytes of shared memory per block.
+    """
 
     def launch(call: Call, params: Params) -> Launch:
         tiles = blocks(call.m, params[rows]) * blocks(call.n, params[cols])
@@ -38,7 +45,7 @@ def _too_many(launch: Callable[[Call, Params], Launch]) -> Callable[[Call, Param
     return refuses
 
 
-# --- simt ---------------------------------------------------------------------------------------------------
+# --- simt.cu: ordinary multiply-adds ------------------------------------------------------------------------
 
 
 def _simt_bytes(call: Call, p: Params) -> int:
@@ -58,7 +65,7 @@ def _simt_params(block: tuple[int, int, int], thread: tuple[int, int], stages: i
     return dict(zip(names, (*block, *thread, 8, stages, 16, resident), strict=True))
 
 
-# --- tensor, float64 ----------------------------------------------------------------------------------------
+# --- tensor_f64.cu: float64 tensor cores --------------------------------------------------------------------
 
 _f64 = _tiled(
     "BLOCK_M",
@@ -73,19 +80,20 @@ def _f64_params(block: tuple[int, int], mma_k: int, stages: int, resident: int) 
     return dict(zip(names, (*block, 16, 64, 32, mma_k, stages, 16, resident), strict=True))
 
 
-# --- tensor, by wgmma ---------------------------------------------------------------------------------------
+# --- tensor_wgmma.cu: tensor cores by wgmma, the instruction of sm_90 ---------------------------------------
 
 
 def _swaps(call: Call) -> bool:
-    """Return whether the kernel computes C^T.
+    """Return whether tensor_wgmma computes C^T = op(B)^T op(A)^T instead of C.
 
-    wgmma takes tf32 only K-major from shared memory; computing C^T makes A that operand.
+    For tf32, wgmma needs its second operand K-major (contiguous along k) in shared memory. If B is stored
+    contiguous along n, the kernel computes C^T, whose second operand is A.
     """
     return call.dtype == "float32" and not call.op_b.swaps
 
 
 def _wgmma_tile(p: Params) -> tuple[int, int]:
-    """Return rows and columns of a tile of the computed matrix, C or C^T."""
+    """Return the rows and columns of C (or of C^T, if the kernel computes that) that one block computes."""
     return 64 * p["M_BLOCKS"] * p["TEAM"], p["MMA_N"]
 
 
@@ -94,13 +102,14 @@ def _wgmma(call: Call, p: Params) -> Launch:
     rows, cols = (call.n, call.m) if _swaps(call) else (call.m, call.n)
     tiles = blocks(rows, x * p["CLUSTER"]) * blocks(cols, y)
     clusters = max(1, min(call.device.processors // p["CLUSTER"], tiles))
-    shared = p["STAGES"] * ((x + y) * 128 + 16) + 16 + 1024  # stages, barriers, alignment
+    # Bytes: the stages with two barriers each, two more barriers, and alignment.
+    shared = p["STAGES"] * ((x + y) * 128 + 16) + 16 + 1024
     return Launch((clusters * p["CLUSTER"], 1, 1), (384, 1, 1), shared)
 
 
 def _wgmma_refuses(call: Call, p: Params) -> str | None:
     if call.dtype == "float32" and call.op_a.swaps and not call.op_b.swaps:
-        return "wgmma takes no tf32 with A transposed and B as stored"
+        return "wgmma takes no tf32 operands with A transposed and B not transposed"
     if not all(0 < extent < _LIMIT for extent in (call.m, call.n, call.k)):
         return f"TMA takes extents from 1 to {_LIMIT - 1}"
     if _alignment(call) % 16:
@@ -110,7 +119,7 @@ def _wgmma_refuses(call: Call, p: Params) -> str | None:
 
 def _wgmma_maps(call: Call, p: Params) -> tuple[TensorMap, TensorMap]:
     x, y = _wgmma_tile(p)
-    y //= p["CLUSTER"]  # each block of the cluster copies its part
+    y //= p["CLUSTER"]  # each block of a cluster copies its part of the operand that the blocks share
     item = DTYPES[call.dtype].itemsize
     dtype = "tf32" if call.dtype == "float32" else call.dtype  # TMA rounds to tf32
     rows_a, rows_b = (y, x) if _swaps(call) else (x, y)
@@ -133,7 +142,7 @@ def _wgmma_params(
     return dict(zip(names, (mma_n, m_blocks, team, stages, cluster, group, reduce, 1), strict=True))
 
 
-# --- tensor, float64, by TMA --------------------------------------------------------------------------------
+# --- tensor_f64_tma.cu: float64 tensor cores, operands copied by TMA ----------------------------------------
 
 
 def _f64_tma(call: Call, p: Params) -> Launch:
@@ -145,7 +154,7 @@ def _f64_tma(call: Call, p: Params) -> Launch:
 
 def _f64_tma_refuses(call: Call, p: Params) -> str | None:
     if call.op_a.swaps and not call.op_b.swaps:
-        return "A transposed with B as stored takes more registers than a thread has: tensor_f64 runs it"
+        return "with A transposed and B not, it needs more registers than a thread has: tensor_f64 runs that"
     if not all(0 < extent < _LIMIT for extent in (call.m, call.n, call.k)):
         return f"TMA takes extents from 1 to {_LIMIT - 1}"
     if _alignment(call) % 16:
@@ -169,7 +178,7 @@ def _f64_tma_params(cluster: int, group: int) -> Params:
     return dict(zip(names, (64, 128, 64, 32, 4, cluster, group), strict=True))
 
 
-# --- tensor, by mma.sync ------------------------------------------------------------------------------------
+# --- tensor_mma.cu: tensor cores by mma.sync ----------------------------------------------------------------
 
 _mma = _tiled(
     "TILE_M",
@@ -180,15 +189,17 @@ _mma = _tiled(
 
 
 def _alignment(call: Call) -> int:
-    """Return the bitwise or of all addresses and row pitches in bytes: its trailing zeros are their common
-    alignment."""
+    """Return the bitwise or of the addresses of A and B and of their row pitches in bytes.
+
+    A power of two divides the result if and only if it divides all of them.
+    """
     item = DTYPES[call.dtype].itemsize
     return call.a | call.b | call.lda * item | call.ldb * item
 
 
 def _mma_refuses(call: Call, p: Params) -> str | None:
     if _alignment(call) % p["COPY"]:
-        return f"it copies {p['COPY']} bytes at once, and not all rows of A and B begin at a multiple of that"
+        return f"it copies {p['COPY']} bytes at once, but not all rows of A and B begin at a multiple of that"
     return _too_many(_mma)(call, p)
 
 
@@ -198,7 +209,7 @@ def _mma_params(tile_n: int, warps: int, copy: int, resident: int) -> Params:
 
 
 def _mma_entry(dtypes: tuple[str, ...], compute: str, *variants: Params) -> Kernel:
-    """Return one of the mma.sync entries, which differ in the bytes that they copy at once."""
+    """Return a `Kernel` of tensor_mma.cu. Those that copy fewer bytes at once accept smaller alignments."""
     return Kernel(
         name="tensor",
         source="tensor_mma",
@@ -221,9 +232,8 @@ FAST: tuple[Kernel, ...] = (
         dtypes=("float32",),
         variants=(
             _simt_params((128, 256, 8), (8, 16), 5, 1),
-            _simt_params(
-                (128, 128, 8), (8, 16), 5, 2
-            ),  # two blocks per multiprocessor: one starts while the other ends
+            # Two blocks per multiprocessor: one computes while the other starts or ends.
+            _simt_params((128, 128, 8), (8, 16), 5, 2),
         ),
         launch=_simt,
         refuses=_too_many(_simt),
@@ -256,7 +266,8 @@ FAST: tuple[Kernel, ...] = (
         archs=("sm_90a",),
         variants=(
             _f64_params((64, 128), 8, 4, 2),
-            _f64_params((128, 128), 16, 4, 1),  # less traffic: the fastest from k of about 16384 on
+            # Larger tiles read A and B less often: the fastest if k is at least about 16384.
+            _f64_params((128, 128), 16, 4, 1),
         ),
         launch=_f64,
         refuses=_too_many(_f64),
@@ -266,7 +277,8 @@ FAST: tuple[Kernel, ...] = (
         name="tensor",
         source="tensor_f64",
         dtypes=("float64",),
-        archs=("sm_80", "sm_100"),  # these only have the smallest of the instructions
+        # These lack the larger float64 instructions of sm_90a, so MMA_K is 4.
+        archs=("sm_80", "sm_100"),
         variants=(_f64_params((64, 128), 4, 3, 2), _f64_params((128, 128), 4, 4, 1)),
         launch=_f64,
         refuses=_too_many(_f64),
@@ -279,7 +291,9 @@ FAST: tuple[Kernel, ...] = (
         archs=("sm_90a",),
         variants=(
             _wgmma_params(256, 1, 2, 4, 2, 8, 1024),
-            _wgmma_params(128, 2, 1, 7, 2, 8, 1),  # one tile per consumer: the fastest if k is short
+            # Two warpgroups compute a tile each, so one writes while the other multiplies: the fastest if k
+            # is small.
+            _wgmma_params(128, 2, 1, 7, 2, 8, 1),
             _wgmma_params(256, 1, 1, 5, 2, 8, 1024),
         ),
         launch=_wgmma,

@@ -1,4 +1,7 @@
-"""The plain rungs of the ladder. Each shows one idea, and runs for every dtype on every device."""
+"""Kernels for study, from one thread per element to register tiling. Each shows one idea.
+
+They run for every dtype on every device.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -9,9 +12,9 @@ from oocgemm.planning import DTYPES, Op
 
 
 def _by_tiles(rows: str, cols: str, threads: Callable[[Params], int]) -> Callable[[Call, Params], Launch]:
-    """Return a launch of one block per tile of C, in a one-dimensional grid.
+    """Return a function that computes the launch of a kernel with one thread block per tile of C.
 
-    `rows` and `cols` are the names of the parameters that give the tile's extents.
+    A tile is `params[rows]` x `params[cols]` elements. `threads` computes the threads per block.
     """
 
     def launch(call: Call, params: Params) -> Launch:
@@ -24,10 +27,12 @@ def _by_tiles(rows: str, cols: str, threads: Callable[[Params], int]) -> Callabl
 def _tile_model(
     rows: str, cols: str, depth: str, reads: Callable[[Params], tuple[Callable[[int], int], ...]]
 ) -> Callable[[Call, Params], Access]:
-    """Return the access model of a kernel that copies parts of A (rows x depth) and of B (depth x cols) to
-    shared memory.
+    """Return a function that predicts the memory accesses of a kernel that tiles A and B in shared memory.
 
-    `reads` gives its reads of shared memory; writes along the columns of a transposed part are added here.
+    Each block copies rows x depth elements of A and depth x cols of B at a time. The arguments `rows`, `cols`
+    and `depth` are names of parameters. `reads` returns the kernel's reads of shared memory, as `conflicts`
+    takes them. If A or B is transposed, the kernel writes columns to shared memory; these writes are added
+    here.
     """
 
     def model(call: Call, params: Params) -> Access:
@@ -53,7 +58,11 @@ def _naive_model(call: Call, params: Params) -> Access:
 
 
 def _liang_opt_model(call: Call, params: Params) -> Access:
-    """The block shares A; each thread reads B for itself, once per W rows."""
+    """Predict the memory accesses of liang_opt.
+
+    A thread block computes W rows of C. It keeps A in shared memory. Each thread reads its column of B from
+    device memory.
+    """
     return _tile_model("W", "H", "R", lambda p: (lambda lane: 0,))(replace(call, op_b=Op.N), params)
 
 
@@ -74,11 +83,13 @@ def _naive(call: Call, params: Params) -> Launch:
 
 def _naive_refuses(call: Call, params: Params) -> str | None:
     limit = 65535 * params["BLOCK_Y"]
-    return f"its grid has at most {limit} rows and C has {call.m}: use naive_grid" if call.m > limit else None
+    if call.m <= limit:
+        return None
+    return f"its grid covers at most {limit} rows, but C has {call.m}: use naive_grid"
 
 
 def _cover(call: Call, params: Params) -> Iterator[Call]:
-    """Yield products whose submatrices cover C."""
+    """Split a product into products of COVER_M x COVER_N elements of C, which are small enough for a grid."""
     stored, accumulated = (DTYPES[name].itemsize for name in (call.dtype, call.accumulator))
     for i in range(0, call.m, params["COVER_M"]):
         for j in range(0, call.n, params["COVER_N"]):
@@ -105,8 +116,8 @@ def _single_block_refuses(call: Call, params: Params) -> str | None:
     if needed <= limit:
         return None
     return (
-        f"it holds op(A) {call.m} x {call.k} and op(B) {call.k} x {call.n}, {needed} bytes, in one block's "
-        f"shared memory, which is {limit}: pass a --tile such as 64x64x64"
+        f"it stores op(A) {call.m} x {call.k} and op(B) {call.k} x {call.n}, {needed} bytes, in the shared "
+        f"memory of one block, {limit} bytes: pass a smaller --tile, such as 64x64x64"
     )
 
 

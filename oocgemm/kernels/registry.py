@@ -1,8 +1,8 @@
-"""The ladder of GEMM kernels, and the choice of an entry for a call.
+"""List oocgemm's own GEMM kernels (the ladder), and choose one for a product.
 
-To add a kernel, add one file to the CUDA sources in `kernels/plain` or `kernels/fast`, and one `Kernel` to
-`plain.py` or `fast.py` here. This module neither touches a device nor imports cupy, so plans, tests and
-tuners can list the kernels without a GPU.
+To add a kernel, add its CUDA source to `kernels/plain` or `kernels/fast`, and one `Kernel` to `plain.py` or
+`fast.py` in this package. This module needs no GPU and does not import cupy. Plans and tests can therefore
+list the kernels on any machine.
 """
 
 from itertools import product
@@ -17,17 +17,18 @@ LADDER: tuple[Kernel, ...] = (*PLAIN, *FAST)
 
 
 def names() -> tuple[str, ...]:
-    """Return the names of the rungs, from the bottom."""
+    """Return the names that `--kernel` accepts for oocgemm's own kernels, simplest first."""
     return tuple(dict.fromkeys(kernel.name for kernel in LADDER))
 
 
 def choose(name: str, call: Call, wanted: Params | None = None) -> tuple[Kernel, Params]:
-    """Choose the entry of a rung for a call, and its parameters.
+    """Choose a `Kernel` with this name for a call, and its parameters.
 
-    The entry that has the `wanted` parameters comes first, then each entry with its default parameters.
+    Several kernels can have the name. The first that accepts the call is chosen. A kernel that has the
+    `wanted` parameters is tried with these first, then every kernel with its default parameters.
 
     Raises:
-        InputError: every entry refuses the call; the message has the reasons.
+        InputError: no kernel with this name accepts the call; the message has the reasons.
     """
     entries = [kernel for kernel in LADDER if kernel.name == name]
     candidates = [(kernel, wanted) for kernel in entries if wanted is not None and wanted in kernel.variants]
@@ -41,10 +42,10 @@ def choose(name: str, call: Call, wanted: Params | None = None) -> tuple[Kernel,
 
 
 def check_plan(name: str, plan: Plan, device: Device = H200) -> None:
-    """Raise `InputError` if a rung cannot run the steps of a plan, edge tiles and edge panels included.
+    """Raise `InputError` if the kernel `name` cannot run all steps of a plan.
 
-    A name that is not a rung, such as "cublas", passes. `device` defaults to an H200 for a machine without a
-    GPU.
+    Steps at the edges of the matrices, with smaller extents, are checked too. Names of other kernels, such as
+    "cublas", pass without a check. Machines without a GPU check for an H200, the default of `device`.
     """
     if name not in names():
         return

@@ -2,8 +2,8 @@
 
 The sources are sorted into folders; each source has a unique name. Includes are relative to the top folder.
 
-    plain/      the rungs that show one idea each          emulation/  float64 and float32 from int8 products
-    fast/       the rungs for speed                        integers/   exact products of int8
+    plain/      kernels that show one idea each            emulation/  float64 and float32 from int8 products
+    fast/       kernels for speed                          integers/   exact products of int8
     checks/     checksums for the verification             common/     shared headers, and the finish kernel
 """
 
@@ -24,8 +24,11 @@ def kernel_folder() -> Path:
 
 
 def kernel_path(name: str) -> Path:
-    """Return the path of the source `NAME.cu`. Raises `BackendError` for an unknown name; the message lists
-    the known ones."""
+    """Return the path of the CUDA source `NAME.cu`.
+
+    Raises:
+        BackendError: there is no such source; the message lists those that exist.
+    """
     found = {path.stem: path for path in kernel_folder().glob("*/*.cu")}
     if name not in found:
         raise BackendError(f"there is no kernel {name!r}; there are {', '.join(sorted(found))}")

@@ -1,4 +1,7 @@
-"""Kernels of the ladder and the calls that they take, as data. Neither touches a device nor imports cupy."""
+"""Data types that describe a CUDA kernel, a product that it computes, and its launch.
+
+This module needs no GPU and does not import cupy.
+"""
 
 import ctypes
 from collections.abc import Callable, Iterator, Mapping
@@ -9,7 +12,7 @@ from oocgemm.planning import DTYPES, Op
 
 Params = Mapping[str, int]
 
-# C++ types of the dtypes, see kernels/common/scalar.cuh.
+# The C++ type for each dtype, as kernels/common/scalar.cuh defines it.
 C_TYPES = {
     "float16": "half_t",
     "bfloat16": "bfloat_t",
@@ -21,13 +24,19 @@ C_TYPES = {
     "int32": "int",
     "int64": "long long",
 }
+# Values of the macros OOC_OP_A and OOC_OP_B: not transposed, transposed, conjugate transposed.
 OP_CODES = {Op.N: 0, Op.T: 1, Op.C: 2}
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The properties of a device that kernels depend on: compute capability, number of multiprocessors, and
-    the maximum bytes of shared memory per block."""
+    """The properties of a GPU that decide whether and how kernels run on it.
+
+    Attributes:
+        capability: compute capability (major, minor).
+        processors: number of streaming multiprocessors.
+        shared_bytes: maximum bytes of shared memory per thread block.
+    """
 
     capability: tuple[int, int]
     processors: int
@@ -41,10 +50,10 @@ H200 = Device((9, 0), 132, 227 << 10)
 class Call:
     """One product on a device: C (m x n) = alpha op(A) @ op(B) + beta C, row-major.
 
-    `a`, `b` and `c` are device addresses; leading dimensions are in elements. A and B have `dtype`, C has the
-    dtype that kernels accumulate in. `compute` is "native", or the reduced precision that the caller allows.
-    `work` is the address of the workspace that int8 operands are packed into (its layout:
-    planning/integers.py).
+    `a`, `b` and `c` are device addresses. The leading dimensions `lda`, `ldb` and `ldc` are in elements. A
+    and B have `dtype`, C has the dtype that kernels accumulate in. `compute` is "native", or the reduced
+    precision that the caller allows. `work` is the address of a workspace for packed int8 operands;
+    planning/integers.py has its layout.
     """
 
     dtype: str
@@ -67,7 +76,7 @@ class Call:
 
     @property
     def accumulator(self) -> str:
-        """The dtype of C."""
+        """The dtype of C, in which the kernel accumulates."""
         return summed_in(self.dtype)
 
 
@@ -77,7 +86,7 @@ def summed_in(dtype: str) -> str:
 
 
 class Arguments(ctypes.Structure):
-    """The C struct `gemm_arguments` of kernels/common/gemm.cuh."""
+    """The kernel argument: the C struct `gemm_arguments` of kernels/common/gemm.cuh."""
 
     _fields_ = (
         *((name, ctypes.c_longlong) for name in ("m", "n", "k")),
@@ -87,7 +96,7 @@ class Arguments(ctypes.Structure):
 
 
 def arguments(call: Call) -> Arguments:
-    """Return a call as the struct that kernels take."""
+    """Convert a call to the struct that kernels take as their argument."""
     alpha, beta = complex(call.alpha), complex(call.beta)
     return Arguments(
         *(call.m, call.n, call.k, alpha.real, alpha.imag, beta.real, beta.imag),
@@ -97,7 +106,11 @@ def arguments(call: Call) -> Arguments:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A launch: blocks in the grid, threads per block, and bytes of dynamic shared memory per block."""
+    """The configuration of a kernel launch.
+
+    `grid` is the number of thread blocks along x, y and z, `block` the number of threads. `shared` is the
+    dynamic shared memory per block in bytes.
+    """
 
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
@@ -106,11 +119,17 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class TensorMap:
-    """A stored matrix as TMA (the copy engine of sm_90) sees it: the arguments of cuTensorMapEncodeTiled.
+    """A description of a matrix in device memory for TMA, the copy engine of sm_90.
 
-    `extents` and `box` are in elements, innermost dimension first. `pitches` are the bytes between neighbours
-    along each dimension except the innermost, multiples of 16. `swizzle` is the span of the swizzle in bytes:
-    0, 32, 64 or 128.
+    The fields are arguments of cuTensorMapEncodeTiled.
+
+    Attributes:
+        dtype: dtype of the elements; "tf32" rounds float32 to tf32 during the copy.
+        address: device address.
+        extents: elements along each dimension, innermost first.
+        pitches: bytes between neighbours along each dimension except the innermost; multiples of 16.
+        box: elements along each dimension that one copy moves.
+        swizzle: span in bytes of the swizzle in shared memory: 0, 32, 64 or 128.
     """
 
     dtype: str
@@ -123,25 +142,26 @@ class TensorMap:
 
 @dataclass(frozen=True)
 class Kernel:
-    """An entry of the ladder. A rung may have several entries; the first one that accepts a call runs it.
+    """A CUDA kernel of oocgemm, for some dtypes, precisions and GPUs.
+
+    Several kernels can have the same name. The first one that accepts a call runs it.
 
     Args:
-        name: the rung, as in `--kernel NAME`.
-        source: the file's stem, `SOURCE.cu`.
-        dtypes: stored dtypes that it multiplies.
+        name: the name for `--kernel NAME`.
+        source: the name of the CUDA source, `SOURCE.cu`.
+        dtypes: dtypes of A and B that it multiplies.
         variants: sets of parameters, which are macros of the source; the first is the default.
-        launch: returns the launch of a call.
-        entry: the function's name if it is not the file's stem.
+        launch: returns the launch for a call.
+        entry: the name of the CUDA function; by default that of the source.
         compute: the precisions that it computes in: "native" or reduced ones.
-        archs: the targets that the tests compile it for. It runs on these and on later ones; an "a" target
-            runs only on that architecture.
-        refuses: returns why it cannot run a call, such as an alignment that TMA needs or a size that is too
-            large, or None.
-        parts: splits a call into the calls that are launched, one after the other.
-        macros: further macros of the source, from the stored dtype and op() of A and B.
-        maps: returns the tensor maps of A and B, which precede the arguments.
-        instruction: an instruction that its machine code must contain.
-        model: the counted cost of its accesses, if they have been counted.
+        archs: the GPU architectures that the tests compile it for. It runs on these and on later ones; one
+            with an "a", such as sm_90a, runs only on that architecture.
+        refuses: returns why it cannot run a call (for example, TMA needs another alignment), or None.
+        parts: splits a call into several that are launched one after the other.
+        macros: returns further macros of the source for a dtype, op(A) and op(B).
+        maps: returns the tensor maps of A and B, which the kernel takes before its other argument.
+        instruction: a machine instruction that the compiled kernel must contain; a test checks this.
+        model: predicts the memory accesses of a call; None if there is no prediction.
     """
 
     name: str
@@ -161,11 +181,11 @@ class Kernel:
 
     @property
     def label(self) -> str:
-        """The rung, and the source where they differ."""
+        """The name, followed by the source if that has another name."""
         return self.name if self.name == self.source else f"{self.name} ({self.source})"
 
     def target(self, device: Device) -> str | None:
-        """Return the architecture to compile for on a device; None if the kernel does not run there."""
+        """Return the architecture to compile for, such as "sm_90a"; None if the device cannot run it."""
         major, minor = device.capability
         own = f"sm_{major}{minor}"
         if f"{own}a" in self.archs:
@@ -174,7 +194,7 @@ class Kernel:
         return own if floors and 10 * major + minor >= min(floors) else None
 
     def refusal(self, call: Call, params: Params) -> str | None:
-        """Return why this entry cannot run a call; None if it can."""
+        """Return why this kernel cannot run a call with these parameters; None if it can."""
         if call.dtype not in self.dtypes:
             return f"it multiplies {', '.join(self.dtypes)}, not {call.dtype}"
         if call.compute not in self.compute:
@@ -182,19 +202,19 @@ class Kernel:
         if self.target(call.device) is None:
             major, minor = call.device.capability
             return (
-                f"it needs {' or '.join(self.archs)}, and the device is of compute capability {major}.{minor}"
+                f"it needs {' or '.join(self.archs)}, but the device has compute capability {major}.{minor}"
             )
         refused = self.refuses(call, params)
         if refused is not None:
             return refused
         needed, limit = self.launch(call, params).shared, call.device.shared_bytes
         if needed > limit:
-            return f"a block takes {needed} bytes of shared memory, and the device has {limit} per block"
+            return f"a block needs {needed} bytes of shared memory, but the device has {limit} per block"
         return None
 
 
 def options(kernel: Kernel, dtype: str, op_a: Op, op_b: Op, params: Params) -> tuple[str, ...]:
-    """Return the compiler options of a variant."""
+    """Return the compiler options for a kernel with these parameters, dtype and transposes."""
     macros = {
         "OOC_STORED": C_TYPES[dtype],
         "OOC_ACCUMULATED": C_TYPES[summed_in(dtype)],
@@ -207,5 +227,5 @@ def options(kernel: Kernel, dtype: str, op_a: Op, op_b: Op, params: Params) -> t
 
 
 def blocks(extent: int, tile: int) -> int:
-    """Return the number of tiles that cover an extent."""
+    """Return the number of tiles of extent `tile` that cover `extent`: their quotient, rounded up."""
     return -(-extent // tile)

@@ -1,7 +1,7 @@
-"""The results of `oocgemm tune`: per GPU, dtype and class of shapes, the rate of every rung and its best
-parameters.
+"""Store the results of `oocgemm tune`, and choose a kernel from them.
 
-They are stored beside the calibrations.
+For each GPU, dtype and class of shapes, a result has the best parameters of each kernel and their rate. The
+file is in the same cache directory as those of `oocgemm calibrate`.
 """
 
 import json
@@ -17,18 +17,20 @@ from oocgemm.kernels.registry import LADDER
 from oocgemm.kernels.spec import Params
 from oocgemm.system import cache
 
-FORMAT = "oocgemm-tuning"
-VERSION = 1
+FORMAT = "oocgemm-tuning"  # identifies a file as a tuning
+VERSION = 1  # version of the file's layout; `load` ignores files of other versions
 CUBLAS = "cublas"
 
-# The product (m, n, k) on which each class is measured.
+# Classes of shapes, each with the product (m, n, k) on which `oocgemm tune` measures it.
 CLASSES = {"square": (8192, 8192, 8192), "update": (12288, 12288, 1024), "thin": (16384, 128, 4096)}
-_THIN = 256
+_THIN = 256  # C is thin if it has at most this many rows, or at most this many columns
 
 
 def shape_class(m: int, n: int, k: int) -> str:
-    """Return the class of a product: `thin` if C has few rows or columns, `update` if k is small beside
-    both."""
+    """Return the class of a product: "thin", "update" or "square".
+
+    It is "thin" if C has few rows or few columns. Otherwise it is "update" if 4 k is at most m and at most n.
+    """
     if min(m, n) <= _THIN:
         return "thin"
     return "update" if 4 * k <= min(m, n) else "square"
@@ -36,7 +38,7 @@ def shape_class(m: int, n: int, k: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The best parameters of a rung (none for cuBLAS) and their rate in flop/s."""
+    """The best parameters of a kernel (empty for cuBLAS), and the rate with them in flop/s."""
 
     rate: float
     params: Params = field(default_factory=dict)
@@ -44,7 +46,11 @@ class Measured:
 
 @dataclass(frozen=True)
 class Tuning:
-    """Measurements of one GPU: by dtype (`measured_as`), class and rung."""
+    """The measurements of one GPU.
+
+    `rungs` maps a dtype (as `measured_as` returns it), then a class of shapes, then the name of a kernel to
+    its result. `date` is an ISO date.
+    """
 
     device: str
     date: str
@@ -53,9 +59,10 @@ class Tuning:
     def choice(
         self, kernel: str, dtype: str, compute: str, shape: tuple[int, int, int]
     ) -> tuple[str, Params | None]:
-        """Return a rung and its parameters (None: the defaults).
+        """Return the name of the kernel to use, and its best parameters (None if they were not measured).
 
-        `auto` is the fastest rung that was measured, or cuBLAS if none was.
+        `kernel` is a name or "auto". The latter gives the fastest kernel that was measured for this dtype and
+        class of shapes, or cuBLAS if none was.
         """
         found = self.rungs.get(measured_as(dtype, compute), {}).get(shape_class(*shape), {})
         if kernel == "auto":
@@ -63,7 +70,10 @@ class Tuning:
         return kernel, found[kernel].params if kernel in found else None
 
     def describe(self, kernel: str, dtype: str, compute: str) -> str:
-        """Describe the choice for every class. Equal descriptions give equal bits."""
+        """Describe the kernel and the parameters that `choice` returns for each class of shapes.
+
+        Two runs with equal descriptions use the same kernels, so their results have equal bits.
+        """
         said: dict[str, list[str]] = {}
         for name, shape in CLASSES.items():
             rung, params = self.choice(kernel, dtype, compute, shape)
@@ -75,7 +85,7 @@ class Tuning:
 
 
 def measured_as(dtype: str, compute: str) -> str:
-    """Return the key of a dtype's measurements: the dtype, with "/compute" if that is not native."""
+    """Return the key of measurements for a dtype and precision, such as "float64" or "float32/tf32"."""
     return dtype if compute == "native" else f"{dtype}/{compute}"
 
 
@@ -85,7 +95,9 @@ def path_of(device: str) -> Path:
 
 
 def save(tuning: Tuning) -> Path:
-    """Store a tuning and return its path. It replaces earlier measurements of the same dtypes and classes.
+    """Merge a tuning into the file of its GPU, and return the path of the file.
+
+    New measurements replace old ones of the same dtype and class of shapes.
 
     Raises:
         InputError: the file cannot be written.
@@ -106,9 +118,10 @@ def save(tuning: Tuning) -> Path:
 
 
 def load(device: str) -> Tuning:
-    """Return the tuning of a GPU: empty if its file is missing, damaged or of another version. Never raises.
+    """Return the tuning of a GPU.
 
-    Rungs and parameters that are no longer in the ladder are left out.
+    It is empty if the file is missing, damaged or of another version. Kernels and parameters that this
+    version of oocgemm does not have are left out.
     """
     with suppress(OSError, InputError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         data = json.loads(path_of(device).read_text(encoding="utf-8"))

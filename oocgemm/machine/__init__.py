@@ -1,1 +1,1 @@
-"""The machine: what it has, and what it can do."""
+"""Describe this machine, and measure the rates of its kernels, links, memory and storage."""

@@ -1,4 +1,4 @@
-"""Information on this machine: processor, devices, versions, and the rates that plans use."""
+"""Collect what `oocgemm info` shows: processor, GPU, versions, and the rates that predict run times."""
 
 import os
 import platform
@@ -19,8 +19,8 @@ from oocgemm.system import cache
 from oocgemm.system.memory import available_memory
 from oocgemm.system.version import __version__
 
-STORAGE = {field.name for field in fields(StoreRates)}
-# Optional packages: what each is for, and the extra of this package that installs it.
+STORAGE = {field.name for field in fields(StoreRates)}  # names of the rates of a file system
+# Optional packages, each with its purpose and the extra in `pip install 'oocgemm[EXTRA]'` that installs it.
 OPTIONAL = {
     "ml_dtypes": ("bfloat16 operands", "bfloat16"),
     "resvg_py": ("PNG pictures of reports", "png"),
@@ -31,9 +31,14 @@ OPTIONAL = {
 def info() -> dict[str, Any]:
     """Return information on this machine as plain data.
 
-    It holds the versions, the machine, both backends with the rates that plans use in the current folder, and
-    what is missing, each with the command that installs it. Sizes are in bytes, rates in bytes per second or
-    flop/s.
+    Returns:
+        A dictionary with these keys. Sizes are in bytes, rates in bytes per second or flop/s.
+
+        - "versions": of Python, oocgemm and packages;
+        - "machine": processor and memory;
+        - "host_backend", "cuda_backend": the backend's properties and the rates that predict run times, for
+          the file system of the current folder;
+        - "missing": packages and measurements that this machine lacks, each with the command that adds it.
     """
     found: dict[str, Any] = {"versions": versions(), "machine": machine() | {"available": available_memory()}}
     found["host_backend"] = _described(backends.open_backend("host"))
@@ -49,7 +54,10 @@ def info() -> dict[str, Any]:
 
 
 def _described(engine: Backend) -> dict[str, Any]:
-    """Describe a backend and the rates that plans use for it."""
+    """Return the properties of a backend, and its rates.
+
+    "assumed" lists the rates that were not measured on this machine but are defaults.
+    """
     device, here = backends.identity(engine), cache.file_system(".")
     used, (calibration, _) = model(engine.name, device, [here], [here]), cache.load(engine.name, device)
     measured: set[str] = set()
@@ -76,7 +84,11 @@ def _described(engine: Backend) -> dict[str, Any]:
 
 
 def _missing(found: dict[str, Any]) -> Iterator[dict[str, str]]:
-    """Yield what is missing in an `info`, what it is for, and the command that provides it."""
+    """Yield the packages and measurements that this machine lacks.
+
+    Each is a dictionary: "what" is missing, what it is "for", and the "command" that adds it. `found` is the
+    result of `info` so far.
+    """
     extra = backends.cuda_extra()
     if extra and not {"cupy", f"cupy-{extra}x"} & found["versions"].keys():
         yield _lacking("cupy", "products on the GPU", f"pip install 'oocgemm[{extra}]'")
@@ -101,11 +113,11 @@ def _lacking(what: str, purpose: str, command: str) -> dict[str, str]:
 def model(
     backend: str, device: str | None = None, reads: Collection[str] = (), writes: Collection[str] = ()
 ) -> MachineModel:
-    """Return the machine model of a backend: calibrated if possible, else the defaults.
+    """Return the rates that predict run times: those that `oocgemm calibrate` has saved, otherwise defaults.
 
     Args:
         backend: "host" or "cuda".
-        device: identity of the device that was calibrated.
+        device: identity of the device, as `backends.identity` returns it.
         reads, writes: ids of the file systems that operands are read from and C is written to.
     """
     defaults = default_model(backend, len(os.sched_getaffinity(0)))
@@ -116,7 +128,7 @@ def model(
 
 
 def stored_on(*matrices: Matrix | None) -> set[str]:
-    """Return the ids of the file systems that store these matrices; matrices in memory have none."""
+    """Return the ids of the file systems that store these matrices. Matrices in memory are left out."""
     found = set()
     for matrix in matrices:
         if matrix is not None and not matrix.layout.in_memory:
@@ -126,7 +138,7 @@ def stored_on(*matrices: Matrix | None) -> set[str]:
 
 
 def machine() -> dict[str, Any]:
-    """Return the platform, the processor, the cores that this process may use, and the memory in bytes."""
+    """Return the platform, the processor, the number of cores for this process, and the RAM in bytes."""
     return {
         "platform": platform.platform(),
         "processor": cache.processor(),

@@ -1,1 +1,1 @@
-"""Check every tile of C against checksums of the panels that it was computed from."""
+"""Check each tile of C against checksums of the blocks of A and B that it was computed from."""

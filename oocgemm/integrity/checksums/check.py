@@ -1,30 +1,37 @@
-"""Check tiles of C against checksums of their panels: algorithm-based fault tolerance.
+"""Check tiles of C against checksums of the blocks of A and B that they were computed from.
 
-Source: Huang and Abraham, *Algorithm-based fault tolerance for matrix operations* (1984). With random signs x
-on the rows of a block of C and y on its columns,
+The method is algorithm-based fault tolerance. Source: Huang and Abraham, *Algorithm-based fault tolerance for
+matrix operations* (1984).
+
+A tile of C is the sum over p of products A_p B_p. A_p and B_p are panels: the blocks of op(A) and op(B) that
+one step multiplies. The tile is checked in blocks of about 128 x 128 elements. Let C be one block, C0 its old
+content, and A_p and B_p the rows and columns of the panels that contribute to it. Let x and y be vectors of
+random signs, +1 or -1: x has one per row of the block, y one per column. Then
 
     x^T C y  =  alpha sum_p (x^T A_p) (B_p y)  +  beta x^T C0 y
 
-The sums x^T A_p and B_p y are taken once per panel.
+The vectors x^T A_p and B_p y are the checksums of the panels. They are computed once per panel:
 
-- On the host backend, the threads that read a panel take its sums as its pieces arrive. The right-hand side
-  uses nothing that is read from a slot later.
-- A device has faster memory, so it takes the sums once the panel has arrived (`checksums.device`). It also
-  takes a digest, which must equal the digest that the reading threads took.
+- On the host backend, the threads that read a panel compute its checksums from the data as it arrives. If the
+  panel is damaged in memory later, the checksums are still right.
+- A GPU has faster memory, so it computes the checksums itself, after the panel's upload (`checksums.device`).
+  It also computes a digest of the panel, and compares it with the digest that the host has computed. This
+  detects a damaged upload.
 
-Damage to a panel in a slot or in transit, to an accumulator, or to a strip on its way out therefore makes two
-digests or the two sides of the equation differ. A strip is checked before it is written, in the memory that
-it is written from. Data that storage returns wrongly is not detected: `oocgemm verify` reads it again.
+The digests, or the two sides of the equation, therefore differ if something damages a panel in memory or in
+transit, the accumulator of a tile, or a strip (some rows of the finished tile) during its download. Each
+strip is checked in the buffer that it is then written from. Wrong data from storage is not detected here.
+`oocgemm verify` detects it, because it reads A and B again.
 
-The two sides may differ by rounding. `oocgemm.integrity.rounding` bounds that from the longest chain of
-additions, the depth of a panel and the number of panels. The norm of |A| |B| in a block is at most the sum
-over the panels of |A_p| |B_p|, the Frobenius norms of their parts in the block. A tile that fails is computed
-again and checked with other signs. Errors below the bound pass. An error above it in a single element is
-found with any signs.
+The two sides also differ by rounding errors, which `oocgemm.integrity.rounding` bounds. The bound grows with
+the number of additions per element of C, and with the norm of |A| |B| in the block. That norm is at most the
+sum over p of |A_p| |B_p|, where |A_p| and |B_p| are Frobenius norms. If a block exceeds its bound, its tile
+is computed again and checked with other signs. Errors below the bound pass. A larger error in a single
+element is detected with any signs.
 
-A nonfinite element in a row of op(A) or a column of op(B) must make all of that row or column of C nonfinite.
-No other element may be nonfinite, unless a sum could have overflowed. Blocks with nonfinite elements are
-checked for this pattern only.
+If a row of op(A) has an Inf or NaN, all elements of that row of C must be nonfinite. The same holds for
+columns of op(B). All other elements of C must be finite, unless C0 is nonfinite there or a sum could have
+overflowed. Only this pattern is checked in blocks with nonfinite elements.
 """
 
 import threading
@@ -52,9 +59,11 @@ Strip = tuple[Tile, Range]
 
 
 class Checks:
-    """The checks of one run's strips, with checksums taken by the host, or by a device that has a `summing`.
+    """The checks of all strips of C that one run writes. A strip is some rows of a finished tile.
 
-    With `only`, just these strips are checked and written: all others are correct already.
+    `summing` computes the checksums on the device. If it is None, the host computes them. A run that repeats
+    failed tiles passes the failed strips as `only`. It then checks and writes these alone, because the store
+    already has the other strips of the same tiles.
     """
 
     def __init__(
@@ -71,17 +80,18 @@ class Checks:
         else:
             self._sums = DeviceSums(plan, seed, self._busy, summing)
         depth, panels = min(plan.tile.k, problem.depth), plan.grid.steps + plan.grid.ramp
-        # Each panel's product is summed, scaled and added. The checksums add up the rows and columns of a
-        # block, on both sides of the equation, and k.
+        # The numbers of rounded operations in a row. An element of C takes a sum over the extent of a panel
+        # along k, and for each panel one scaling and one addition. The checksums take the same sums, and sums
+        # over the rows and columns of a block, at most SIDE each, on both sides of the equation.
         self._rounding = Rounding(problem, depth + 2 * panels, depth + panels + 4 * SIDE)
         self.failed: dict[Strip, float] = {}
         self.blocks = self.undecided = 0
         self._counting = threading.Lock()
 
     def transfer(self, staging: Staging, operation: Operation, columns: Sequence[Array]) -> bool:
-        """Run a Read and take its checksums, or check a strip and run its Write if the strip is correct.
+        """Run a Read and compute its checksums; or check a strip of C and, if it is correct, run its Write.
 
-        Returns whether the store now has the correct strip.
+        Returns False if the strip failed its check, so that the store does not have it; otherwise True.
         """
         if operation.kind is Kind.READ:
             self._sums.read(staging, operation, columns)
@@ -100,19 +110,24 @@ class Checks:
         return True
 
     def submit(self, operation: Operation) -> None:
-        """Track an operation of the device as it is submitted."""
+        """Update the checksums for an operation that is being submitted to the device.
+
+        A copy of data copies the checksums of the data. A Multiply combines the checksums of its inputs.
+        """
         self._sums.submit(operation)
 
     def failing(self) -> Plan:
-        """Return a plan of the tiles with failed strips."""
+        """Return a plan that computes again only the tiles of which a strip (some rows) failed its check."""
         tiles = {tile for tile, _ in self.failed}
         return replace(self._plan, done=self._plan.done | (set(self._plan.schedule().tiles) - tiles))
 
     def figures(self, again: "Checks | None" = None) -> dict[str, Any]:
-        """Return the figures for the report, including those of the second check `again` of recomputed tiles.
+        """Return the results and the cost of the checks, for the report.
 
-        They are the numbers of tiles and blocks, the recomputed tiles, the tier that took the checksums, and
-        the cost: `seconds` with any thread busy, the sum over all threads, and the device's seconds.
+        `again` has the checks of the recomputed tiles; their blocks and times are added. `undecided` counts
+        the blocks that were checked only for their pattern of nonfinite elements. `tier` is where the
+        checksums were computed: "host" or "device". `seconds` is the time in which at least one host thread
+        was checking, `thread_seconds` the sum over the host threads.
         """
         runs = [self] if again is None else [self, again]
         return {
@@ -126,7 +141,7 @@ class Checks:
             "device_seconds": self._summing.busy.covered / 1e9 if self._summing is not None else 0.0,
         }
 
-    def complain(self) -> None:
+    def raise_first_failure(self) -> None:
         """Raise `ExecutionError` for the first failed strip."""
         for (tile, rows), excess in sorted(self.failed.items()):
             (left, right), others = self._plan.grid.cols(tile[1]), len(self.failed) - 1
@@ -134,11 +149,15 @@ class Checks:
             much = f" {excess:.3g} times more than rounding allows," if isfinite(excess) else ""
             raise ExecutionError(
                 f"C[{rows[0]}:{rows[1]}, {left}:{right}] of tile {tile}{more} differs from its checksums,"
-                f"{much} twice in a row: the device, the memory or the BLAS computes or copies wrongly"
+                f"{much} twice in a row: the device, the memory or the BLAS computes or copies wrongly; "
+                "test this machine, then run again"
             )
 
     def _excess(self, strip: StripSums, columns: Sequence[Array]) -> float | None:
-        """Return None for a correct strip, otherwise the worst ratio of a block's error to its bound."""
+        """Return None for a correct strip, otherwise the largest ratio of a block's error to its error bound.
+
+        The ratio is infinite if a digest differs or the pattern of nonfinite elements is wrong.
+        """
         if strip.damaged:
             self._count(strip.product[0].size, 0)
             return float("inf")
@@ -167,7 +186,12 @@ class Checks:
     def _pattern_is_right(
         self, columns: Sequence[Array], strip: StripSums, overflow: Array, too_large: Array
     ) -> Array:
-        """Return, per block of a strip, whether elements are nonfinite exactly where they must or may be."""
+        """Return, for each block of a strip of C, whether Inf and NaN are only where they are expected.
+
+        An element must be nonfinite if its row of op(A) or its column of op(B) has an Inf or NaN. It may be
+        nonfinite if the old C is, or in blocks that `overflow` flags, because a sum could have overflowed. It
+        may be Inf in blocks that `too_large` flags, because a sum could have exceeded C's dtype.
+        """
         a, b, old = strip.nonfinite
         across = np.diff(strip.cols)
         right = np.ones(overflow.shape, bool)

@@ -1,17 +1,22 @@
-"""Use checksums that a device takes, and digests that prove that it took them of the right panels.
+"""Check C with checksums that a device computes, and with digests that detect damage to their input.
 
-The host takes only the digest of a panel that it has read (kernels/checks/check_sums.cu has the formula). A
-digest
-is a sum of the words of every 64th row, weighted by position. It is a sum of integers modulo 2^32, hence
-exact in any order. For a strip of C it covers every row. The device takes the digest again, with its
-checksums, of the data that arrived in the slot. Each Multiply compares the two digests, and marks all that it
-writes as damaged if they differ. A wrong panel, a stale one, or one in the wrong place is therefore found. On
-the way out the device takes the digest first.
+A digest is a weighted sum of the 32-bit words of a matrix (kernels/checks/check_sums.cu has the formula). A
+panel is a block of op(A) or op(B) that one step multiplies. The host computes only the digest of each panel
+that it reads. The device computes the digest again, and the checksums, from the panel as it arrived in device
+memory. Each Multiply compares the two digests of its panels. If they differ, it marks its results as damaged.
+This detects a damaged panel, an outdated one, and one in the wrong buffer.
 
-A digest of every row would take the host as long as copying the panel, or longer. In the rows that are
-covered, any single flipped bit is found, since weights are odd. Other damage is missed with a probability
-near 2^-32. The exception is damage to just two 16-bit numbers, in their highest bits only: that is missed
-with 2^-8.
+A strip (some rows of a finished tile of C) travels in the other direction: the device computes its digest
+before the download, and the host compares it afterwards.
+
+The weights are random odd numbers, one per row and one per word of a row. The sum is over integers modulo
+2^32. It is exact, so any order of summation gives the same digest. The digest of a strip covers every row.
+The digest of a panel covers only every 64th row: for all rows, the host would need as long as for copying the
+panel, or longer.
+
+In the rows that a digest covers, it detects any single flipped bit, because the weights are odd. It misses
+other damage with a probability near 2^-32. There is one exception: damage to exactly two 16-bit numbers, in
+their highest bits only, is missed with a probability of 2^-8.
 """
 
 import threading
@@ -36,7 +41,10 @@ _MODULUS = 1 << 32
 
 
 class Weights:
-    """The weights of the rows of a stored panel or strip, and of the words in a row."""
+    """The random odd weights of a digest, which is a weighted sum of the 32-bit words of a stored matrix.
+
+    The weight of a word is that of its row times that of its position in the row.
+    """
 
     def __init__(self, rows: int, words: int) -> None:
         self.rows, self.words = (
@@ -45,23 +53,25 @@ class Weights:
         )
 
     def digest(self, piece: Array, top: int, left: int, every: int) -> int:
-        """Return the contribution of a piece to a digest of every `every`-th row.
+        """Return the summand that one piece of a matrix adds to the matrix's digest.
 
-        `top` and `left` are the piece's first row and column in the whole.
+        The digest covers every `every`-th row of the matrix. The piece begins at row `top` and column `left`
+        of the matrix.
         """
         skipped, total = -top % every, 0
         rows = self.rows[top + skipped : top + len(piece) : every]
         for first, words in in_words(piece[skipped::every], left):
-            # einsum copies parts into an aligned, native buffer, so any alignment and byte order is accepted.
+            # The words are big-endian and may be unaligned. einsum accepts that: it casts them in a buffer.
             columns = np.einsum("i,ij->j", rows, words)
             total += int(np.vecdot(columns, self.words[first : first + len(columns)]))
         return total % _MODULUS
 
 
 def in_words(piece: Array, left: int) -> Iterator[tuple[int, NDArray[np.uint32]]]:
-    """Yield rows of a piece, which begins at column `left`, as words: their first number, and (rows, words).
+    """Split the rows of a piece of a matrix into the 32-bit words of the matrix's rows.
 
-    A word that is only partly in the piece is padded with zeros.
+    The piece begins at column `left` of the matrix. Yields arrays of shape (rows, words), each with the index
+    of its first word in a row of the matrix. A word that is only partly in the piece is padded with zeros.
     """
     raw = piece.view(np.uint8)
     begin = left * piece.itemsize
@@ -78,24 +88,28 @@ def in_words(piece: Array, left: int) -> Iterator[tuple[int, NDArray[np.uint32]]
 
 
 class DeviceSums:
-    """The checksums of one run, taken by a device. The host's own work is recorded in `busy`."""
+    """The checksums of one run, computed by the device, and the digests, computed by the host too.
+
+    `summing` is the interface to the device. The times in which host threads work for the checks are added to
+    `busy`.
+    """
 
     def __init__(self, plan: Plan, seed: int, busy: BusyTime, summing: Checksums) -> None:
         self._plan = plan
         self._problem = plan.problem
         self._wide = wide_dtype(numpy_dtype(plan.problem.acc_dtype))
         self._weights = Weights(*digest_weights(plan.problem, plan.tile))
-        self._digests: dict[Slot, int] = {}  # of the panel in each slot, on either tier
-        self._old: dict[tuple[Tile, Range], int] = {}  # of strips of the old C
+        self._digests: dict[Slot, int] = {}  # digest of each buffer's content
+        self._old: dict[tuple[Tile, Range], int] = {}  # digest of each strip of the old C
         self._busy = busy
         self._summing = summing
         summing.begin(seed)
 
     def read(self, staging: Staging, operation: Operation, columns: Sequence[Array]) -> None:
-        """Run a Read and take its digest.
+        """Run a Read and compute the digest of the data that it reads.
 
-        The reading threads take the digest of C, which covers every row. That of a panel is taken in one go
-        afterwards: it covers so few rows that the overhead per piece would exceed the work.
+        For C, each reading thread adds the part that it has read. The digest of a block of A or B is computed
+        in one call after the Read: it covers so few rows that a call per part would cost more than the sums.
         """
         digest = self._digest(operation)
         if operation.operand == "C":
@@ -106,7 +120,10 @@ class DeviceSums:
         self._digests[operation.writes[0].slot] = digest.value
 
     def submit(self, operation: Operation) -> None:
-        """Track which panel is in which slot, and hence which digests a Multiply must find."""
+        """Record the digest that each buffer's content must have, and pass a Multiply those of its inputs.
+
+        Call it for each operation when it is submitted.
+        """
         if operation.kind is Kind.UPLOAD:
             digest = self._digests[operation.reads[0].slot]
             if operation.operand == "C":
@@ -118,7 +135,10 @@ class DeviceSums:
             self._summing.expected = a, b
 
     def strip(self, staging: Staging, operation: Operation, columns: Sequence[Array]) -> StripSums:
-        """Return the checksums of a strip that is about to be written. They were downloaded with it."""
+        """Return the checksums of a strip of C that is about to be written.
+
+        The Download of the strip has copied them from the device, to the memory behind the strip.
+        """
         digest = self._digest(operation)
         staging.inspect(operation, columns, digest)
         start = perf_counter_ns()
@@ -171,7 +191,11 @@ class DeviceSums:
 
 
 class Digest:
-    """The digest of a panel whose pieces arrive from several threads in any order."""
+    """The digest of a matrix that several threads read in pieces, in any order.
+
+    The digest covers every `every`-th row. `top` and `left` are where the matrix begins in the stored
+    operand.
+    """
 
     def __init__(self, weights: Weights, top: int, left: int, every: int, busy: BusyTime) -> None:
         self.value = 0
@@ -181,7 +205,7 @@ class Digest:
         self._lock = threading.Lock()
 
     def __call__(self, rows: Range, cols: Range, piece: Array) -> None:
-        """Add a piece. Its ranges are those of the stored matrix."""
+        """Add the words of a piece to the digest. `rows` and `cols` are its place in the stored operand."""
         start = perf_counter_ns()
         part = self._weights.digest(piece, rows[0] - self._top, cols[0] - self._left, self._every)
         with self._lock:

@@ -1,7 +1,8 @@
-"""Take checksums of panels on the host, in the threads that read them, and of strips of C.
+"""Compute on the host the checksums of blocks of A and B, and of the computed rows of C.
 
-They follow a panel from slot to slot as the schedule moves it. Nothing is read from a slot for them after the
-panel has arrived there.
+The threads that read a block compute its checksums. These are stored under the name of the buffer that
+contains the block. When the block is copied to another buffer, its checksums are copied too. They are not
+computed again from a buffer, so later damage to the buffer cannot change them.
 """
 
 import threading
@@ -25,12 +26,18 @@ from oocgemm.timeline.busy import BusyTime
 
 @dataclass
 class StripSums:
-    """The two sides of a strip's check, as arrays with one entry per block.
+    """The checksums that decide whether a strip (some rows of a tile of C) is correct.
 
-    A block extends between two borders in `rows` and two in `cols`. There are signed sums and norms of the
-    strip as `found`, of the `product` of its panels, and of the `old` C. Norms of `found` and `old` may be
-    those of whole rows of blocks. `nonfinite` flags rows of op(A), columns of op(B) and rows of the old C
-    with an Inf or NaN. `damaged` is set if a digest differs, so that these numbers cannot be trusted.
+    The strip is cut into blocks. Block (i, j) has rows `rows[i]` to `rows[i + 1]` and columns `cols[j]` to
+    `cols[j + 1]`.
+
+    Attributes:
+        found: the sums with random signs of the blocks of the computed strip, and their norms. The norms may
+            instead be those of whole rows of blocks.
+        product: the sums, and bounds of the norms, of op(A) op(B), as predicted from A and B.
+        old: the sums and norms of the old C, as in `found`.
+        nonfinite: flags of the rows of op(A), columns of op(B) and rows of the old C with an Inf or NaN.
+        damaged: True if a digest differs. The checksums themselves may then be wrong.
     """
 
     rows: list[int]
@@ -44,10 +51,21 @@ class StripSums:
 
 @dataclass
 class BlockSums:
-    """Checksums of a panel, accumulated while its pieces are read.
+    """Checksums of one matrix (a block of op(A) or op(B), or a strip of C), added up piece by piece.
 
-    For each block along the summed axis there are signed sums, one per index along the other axis, and the
-    2-norm. `nonfinite` flags rows (or columns) with an Inf or NaN, and is None as long as there are none.
+    The matrix is cut into blocks along the stored axis `axis`. Within a block, the checksums are the sums
+    along this axis with random signs.
+
+    Attributes:
+        begin: first index in the stored operand, along `axis` and along the other axis.
+        axis: 0 if rows are summed, 1 if columns are summed.
+        conjugate: whether to conjugate the sums.
+        signs: the random signs, 1.0 or -1.0, one per index along `axis`.
+        borders: where the blocks begin, and the end of the last one, counted from `begin`.
+        sums: the sums, of shape (blocks, extent of the other axis).
+        norms: the Frobenius norm of each block.
+        nonfinite: flags of the indices along `axis` with an Inf or NaN; None if there are none so far.
+        sums_only: whether to skip the norms.
     """
 
     begin: tuple[int, int]
@@ -58,11 +76,11 @@ class BlockSums:
     sums: Array
     norms: Array
     nonfinite: Array | None = None
-    sums_only: bool = False  # without norms
+    sums_only: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, rows: Range, cols: Range, piece: Array) -> None:
-        """Add a piece in stored orientation. Its ranges are those of the stored matrix."""
+        """Add a piece of the matrix, as stored. `rows` and `cols` are its position in the stored operand."""
         if self.axis == 1:
             rows, cols, piece = cols, rows, piece.T
         top, left = rows[0] - self.begin[0], cols[0] - self.begin[1]
@@ -74,7 +92,8 @@ class BlockSums:
                 sums, squares = np.empty((count, width), self.sums.dtype), np.zeros(count)
                 for groups, wide, where in widened(blocks):
                     sums[groups, where] = signed(x[groups], wide)
-                    if not self.sums_only:  # along the contiguous axis
+                    if not self.sums_only:
+                        # Squares are summed fastest along the axis that is contiguous in memory.
                         squares[groups] += block_squares(wide.swapaxes(1, 2) if self.axis else wide)
                 target, at = slice(first, first + count), slice(left, left + width)
                 if self.conjugate:
@@ -96,9 +115,12 @@ class BlockSums:
 
 @dataclass
 class TileSums:
-    """Expected checksums of a tile: for each block, signed sum and norm of the product and of the old C.
+    """The checksums that a tile of C must have, added up while its product is computed.
 
-    `nonfinite` flags its rows and columns. `unchecked` counts the rows that are left to check.
+    The tile is cut into blocks at the borders `rows` and `cols`. `product` and `norm` have, for each block,
+    the sum with random signs and the norm of op(A) op(B); `old` and `old_norm` those of the old C.
+    `nonfinite` flags the rows of op(A), columns of op(B) and rows of the old C with an Inf or NaN.
+    `unchecked` counts the rows of the tile that have not been checked yet.
     """
 
     rows: list[int]
@@ -112,7 +134,7 @@ class TileSums:
 
 
 class HostSums:
-    """The checksums of one run. Their cost is recorded in `busy`."""
+    """The checksums of one run, computed by host threads. The times that they take are added to `busy`."""
 
     def __init__(self, plan: Plan, seed: int, busy: BusyTime) -> None:
         self._plan = plan
@@ -125,11 +147,11 @@ class HostSums:
         self._busy = busy
 
     def read(self, staging: Staging, operation: Operation, columns: Sequence[Array]) -> None:
-        """Run a Read and take its checksums."""
+        """Run a Read, and compute checksums of the data in the threads that read it."""
         region = operation.writes[0]
         sums = self._old(operation) if operation.operand == "C" else self._panel(operation)
         if operation.operand != "C":
-            self._panels.pop(region.slot, None)  # the Read overwrites its panel
+            self._panels.pop(region.slot, None)  # the Read overwrites the data that they are of
 
         def add(rows: Range, cols: Range, piece: Array) -> None:
             start = perf_counter_ns()
@@ -149,7 +171,10 @@ class HostSums:
             tile.nonfinite[2][tile.rows[rows.start] : tile.rows[rows.stop]] = sums.nonfinite
 
     def submit(self, operation: Operation) -> None:
-        """Track an operation of the device as it is submitted: it copies a panel, or multiplies two."""
+        """Copy checksums as an Upload copies data; for a Multiply, add their product to those of the tile.
+
+        Call it for each operation when it is submitted.
+        """
         if operation.kind is Kind.UPLOAD and operation.operand != "C":
             self._panels[operation.writes[0].slot] = self._panels[operation.reads[0].slot]
         elif operation.kind is Kind.MULTIPLY and operation.k[0] < operation.k[1]:
@@ -166,7 +191,10 @@ class HostSums:
             self._busy.append((start, perf_counter_ns()))
 
     def strip(self, staging: Staging, operation: Operation, columns: Sequence[Array]) -> StripSums:
-        """Return the checksums of a strip that is about to be written. Call it once per strip."""
+        """Return the checksums of a strip of C that is about to be written.
+
+        Call it once per strip: the checksums of a tile are deleted once all its rows have been checked.
+        """
         start = perf_counter_ns()
         tile = self._tile(operation.tile)
         rows = self._blocks(tile, operation)
@@ -192,12 +220,12 @@ class HostSums:
         )
 
     def _across(self, tile: TileSums, operation: Operation, sums: BlockSums) -> Array:
-        """Return the sums of a strip's blocks, from those of its rows of blocks."""
+        """Sum the checksums of each block over its columns, with the random signs of the columns."""
         y = self._signs[1][slice(*operation.n)]
         return np.asarray(np.add.reduceat(sums.sums * y, tile.cols[:-1], axis=1))
 
     def _panel(self, operation: Operation) -> BlockSums:
-        """Return empty checksums of a panel of op(A) or op(B)."""
+        """Return zeroed checksums for the block of op(A) or op(B) that an operation reads."""
         on_a = operation.operand == "A"
         op = self._problem.trans_a if on_a else self._problem.trans_b
         span, k = operation.m if on_a else operation.n, operation.k
@@ -213,7 +241,7 @@ class HostSums:
         )
 
     def _old(self, operation: Operation) -> BlockSums:
-        """Return empty checksums of a strip of C."""
+        """Return zeroed checksums for the rows of C that an operation reads or writes."""
         (top, bottom), (left, right) = operation.block
         cuts = borders(bottom - top, self._plan.slots.strip)
         return self._empty((top, left), 0, False, self._signs[0][top:bottom], cuts, right - left)
@@ -227,7 +255,7 @@ class HostSums:
         )
 
     def _tile(self, tile: Tile) -> TileSums:
-        """Return the sums of a tile, created when it first appears."""
+        """Return the checksums of a tile, zeroed at the first call for this tile."""
         if tile not in self._tiles:
             height, width = (b - a for a, b in (self._plan.grid.rows(tile[0]), self._plan.grid.cols(tile[1])))
             rows, cols = borders(height, self._plan.slots.strip), borders(width, width)
@@ -235,21 +263,24 @@ class HostSums:
             nonfinite = np.zeros(height, bool), np.zeros(width, bool), np.zeros(height, bool)
             sums, bounds = [np.zeros(shape, self._wide) for _ in "CO"], [np.zeros(shape) for _ in "CO"]
             empty = TileSums(rows, cols, sums[0], bounds[0], sums[1], bounds[1], nonfinite, height)
-            return self._tiles.setdefault(tile, empty)  # keep the one of the first thread
+            return self._tiles.setdefault(tile, empty)  # another thread may have added one meanwhile
         return self._tiles[tile]
 
     def _blocks(self, tile: TileSums, operation: Operation) -> slice:
-        """Return the range of a tile's rows of blocks that an operation covers."""
+        """Return which of a tile's rows of blocks an operation covers."""
         top = self._plan.grid.rows(operation.tile[0])[0]
         first, last = (tile.rows.index(row - top) for row in operation.m)
         return slice(first, last)
 
 
 def runs(piece: Array, top: int, cuts: list[int]) -> Iterator[tuple[int, Array, int]]:
-    """Cut a piece, whose first row is row `top` of a panel, at the borders of blocks.
+    """Cut a piece of a matrix into the blocks that begin at the rows `cuts` of the matrix.
 
-    Yields consecutive blocks of equal height together: the number of the first, an array (blocks, rows,
-    columns), and their first row in the piece.
+    Row 0 of the piece is row `top` of the matrix. Consecutive blocks of equal height are yielded together.
+
+    Yields:
+        The index of the first of these blocks, the blocks as an array of shape (blocks, rows, columns), and
+        the row of the piece at which they begin.
     """
     stop = top + piece.shape[0]
     first = bisect_right(cuts, top) - 1
@@ -265,10 +296,14 @@ def runs(piece: Array, top: int, cuts: list[int]) -> Iterator[tuple[int, Array, 
 
 
 def widened(blocks: Array) -> Iterator[tuple[slice, Array, slice]]:
-    """Convert blocks to double precision. Yield which blocks, their elements, and which columns.
+    """Convert an array of shape (blocks, rows, columns) to double precision, in parts.
 
-    Blocks that are in double precision already come all at once. Others come in parts that fit into the
-    processor's cache, yet as few as possible: each call needs the GIL, for which all threads queue.
+    A part has some of the blocks and some of the columns, with all rows. Parts fit into the processor's
+    cache, and are as large as possible otherwise: each NumPy call needs the GIL, for which threads queue. An
+    array in double precision is yielded whole, without a copy.
+
+    Yields:
+        The part's range of blocks, its elements, and its range of columns.
     """
     wide = wide_dtype(blocks.dtype)
     count, size, width = blocks.shape

@@ -1,1 +1,1 @@
-"""Measurements of this machine: calibration, kernel benchmarks and the GPU's counters."""
+"""Measure this machine: rates for predictions, benchmarks of kernels, and hardware counters of the GPU."""

@@ -1,4 +1,4 @@
-"""Benchmark the kernel ladder against cuBLAS, and tune it: find the fastest rung and parameters by shape."""
+"""Benchmark oocgemm's CUDA kernels against cuBLAS, and find the fastest kernel for each class of shapes."""
 
 from collections.abc import Callable, Iterator, Sequence
 from datetime import date
@@ -18,24 +18,26 @@ from oocgemm.planning import COMPUTES, OPERANDS
 if TYPE_CHECKING:
     from oocgemm.backends.cuda.measure import Product, Stopwatch
 
-Contender = tuple[Kernel | None, Params]
+Contender = tuple[Kernel | None, Params]  # None stands for cuBLAS
 Say = Callable[[str], None]
 Shape = tuple[int, int, int]
 
-# Precisions of the ladder's kernels. Emulated products have kernels of their own, which are not benchmarked
-# here.
+# Precisions that are benchmarked. "emulated" is left out, because other kernels compute it.
 PRECISIONS = [compute for compute in COMPUTES if compute != "emulated"]
+# The default products (m, n, k) of a benchmark. Odd extents test unaligned rows and partial tiles.
 SQUARES = (8, 32, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 ODD = ((1023, 1025, 1021), (4097, 4095, 4099))
 THIN = ((16384, 16, 4096), (16, 16384, 4096), (4096, 1024, 16384), (1024, 16384, 4096))
-# Steps of the engine, with beta = 1.
+# Shapes of the steps of a run, each of which adds to C (beta = 1).
 UPDATES = ((12288, 12288, 512), (12288, 12288, 1024), (12288, 12288, 2048))
 SHAPES: tuple[Shape, ...] = (*((n, n, n) for n in SQUARES), *ODD, *THIN, *UPDATES)
 
-_MAX_COUNTED = 2048**3  # m n k of the largest product that is preferred for hardware counters
+# Threshold on m n k. ncu, which reads the hardware counters, runs a kernel several times. So the largest
+# product up to this size is chosen, and a larger one only if there is none.
+_MAX_COUNTED = 2048**3
 
-# Flops per clock and multiprocessor of the fastest unit for each precision, by compute capability. Source:
-# NVIDIA's architecture white papers.
+# Flops per clock cycle and multiprocessor, by compute capability and precision. They are those of the fastest
+# unit, often the tensor cores. Source: NVIDIA's architecture white papers.
 _FLOPS_PER_CLOCK = {
     (8, 0): {
         "float64": 128,
@@ -69,27 +71,27 @@ def bench_kernels(
     limit: float = 1.0,
     say: Say = lambda doing: None,
 ) -> dict[str, Any]:
-    """Time all variants of the rungs of the ladder, and cuBLAS.
+    """Time oocgemm's CUDA kernels, with each of their sets of parameters, and cuBLAS.
 
     Args:
         device: number of the CUDA device.
-        dtypes: dtypes of A, B and C; by default those of float32 and float64 that have the precision.
-        compute: precision.
-        kernels: names of rungs; all by default.
-        shapes: products (m, n, k). With a k that is short beside m and n, the product is timed as a step of
-            the engine, with beta = 1.
-        seconds: approximate time per variant and shape.
-        limit: a variant is skipped if one product would take longer than this, in seconds, at its best rate
-            so far.
+        dtypes: dtypes of A, B and C. The default is float32 and float64, as far as `compute` allows them.
+        compute: precision of the products, one of `PRECISIONS`.
+        kernels: names of kernels; all by default.
+        shapes: products (m, n, k). If k is at most a quarter of m and n, the product is added to C (beta =
+            1), like the steps of a run.
+        seconds: approximate time per kernel, set of parameters and shape.
+        limit: maximum seconds of a single product. A kernel skips the shapes that would take longer at its
+            best rate so far.
         say: called with a description of each measurement before it starts.
 
     Returns:
-        Plain data: the device, and a row per dtype, shape, rung and variant. A row holds flop/s, its ratio to
-        the peak and to cuBLAS, the occupancy, and the access model. Some rows also have hardware counters,
-        "ncu" (see `count`).
+        Plain data: the device, and a row per dtype, shape, kernel and set of parameters. A row has the
+        flop/s, its ratio to the peak and to cuBLAS, the occupancy, and the predicted memory accesses. Some
+        rows also have hardware counters under "ncu" (see `count`).
 
     Raises:
-        InputError: there is no such rung or dtype.
+        InputError: there is no such kernel, dtype or precision.
         BackendError: no device is available.
     """
     _check_known("kernel", kernels, names())
@@ -152,16 +154,17 @@ def tune(
     classes: dict[str, Shape] | None = None,
     say: Say = lambda doing: None,
 ) -> Tuning:
-    """Time every rung and variant on one product per class of shapes. Save the result with `tuning.save`.
+    """Time all kernels on one product per class of shapes. Save the result with `tuning.save`.
+
+    Each kernel is timed with each of its sets of parameters. To save time, all are first timed on a small
+    product. Those that take more than ten times as long as the fastest are not timed again.
 
     Args:
         device: number of the CUDA device.
-        dtypes: dtypes of A, B and C; by default all that NumPy has here.
-        seconds: approximate time per variant and product.
-        classes: the product of each class; `tuning.CLASSES` by default.
+        dtypes: dtypes of A, B and C; by default all that NumPy supports on this machine.
+        seconds: approximate time per kernel, set of parameters and product.
+        classes: the product (m, n, k) of each class; `tuning.CLASSES` by default.
         say: called with a description of each measurement before it starts.
-
-    Variants more than ten times slower than the best on a small product are not tried on the large ones.
 
     Raises:
         InputError: there is no such dtype.
@@ -193,7 +196,7 @@ def tune(
 
 
 def pairs(dtypes: Sequence[str]) -> list[tuple[str, str]]:
-    """Return all pairs of dtype and precision; by default of all dtypes that NumPy has here."""
+    """Return all valid pairs (dtype, precision). Without `dtypes`, all that NumPy supports here are used."""
     return [(d, c) for c in PRECISIONS for d in dtypes or known_dtypes() if d in COMPUTES[c]]
 
 
@@ -201,7 +204,7 @@ def _open_stopwatch(device: int) -> "Stopwatch":
     missing = backends.missing_for_cuda()
     if missing:
         raise BackendError(f"timing kernels needs an NVIDIA GPU: {missing}")
-    backends.open_backend("cuda", device)  # raises if anything else is missing
+    backends.open_backend("cuda", device)  # raises BackendError if the device cannot be used
     from oocgemm.backends.cuda.measure import Stopwatch
 
     return Stopwatch(device)
@@ -221,7 +224,7 @@ def _check_known(what: str, given: Sequence[str], known: Sequence[str]) -> None:
 
 
 def _contenders(kernels: Sequence[str], call: Call) -> list[Contender]:
-    """Return cuBLAS, and all variants of the named rungs that support the call."""
+    """Return cuBLAS and the named kernels (by default all), with all parameters that support the call."""
     found: list[Contender] = [(None, {})]
     for kernel in LADDER:
         if not kernels or kernel.name in kernels:
@@ -235,23 +238,26 @@ def _key(contender: Contender) -> tuple[object, ...]:
 
 
 def _affordable(contender: Contender, flops: int, best: dict[Any, float], limit: float) -> bool:
-    """Return whether one product takes at most `limit` seconds at the best rate so far.
+    """Return whether a product of `flops` takes at most `limit` seconds at the contender's best rate so far.
 
-    Always true for cuBLAS.
+    The result is True if no rate is known, and for cuBLAS, the reference of the other rates.
     """
     rate = best.get(_key(contender))
     return contender[0] is None or rate is None or flops / rate <= limit
 
 
 def _peak(capability: tuple[int, int], processors: int, clock: int | None, dtype: str) -> float | None:
-    """Return the peak flop/s of a dtype at clock `clock` in MHz, None for an unknown architecture."""
+    """Return the peak flop/s for a dtype or precision at `clock` MHz; None for an unknown architecture."""
     real = {"complex64": "float32", "complex128": "float64"}.get(dtype, dtype)
     per_clock = _FLOPS_PER_CLOCK.get(capability, {}).get(real)
     return per_clock * processors * clock * 1e6 if per_clock and clock else None
 
 
 def _modelled(watch: "Stopwatch", contender: Contender, call: Call, product: "Product") -> dict[str, Any]:
-    """Return the occupancy as the driver computes it, and the predictions of the access model."""
+    """Return a kernel's registers and occupancy, from the driver, and its predicted memory accesses.
+
+    The result is empty for cuBLAS.
+    """
     kernel, params = contender
     if kernel is None:
         return {}
@@ -271,11 +277,10 @@ def _modelled(watch: "Stopwatch", contender: Contender, call: Call, product: "Pr
 
 
 def count(result: dict[str, Any], device: int) -> None:
-    """Add hardware counters of one launch per rung to a benchmark's result.
+    """Add hardware counters to the result of a benchmark, for one row per dtype and kernel.
 
-    Of each rung the largest product up to 2048^3 is chosen, with its fastest parameters. Its row gets the
-    counters of `counters.read_counters` as "ncu". If they cannot be read, the result gets the reason as
-    "not_counted".
+    This is the row of the largest product up to 2048^3, with the fastest parameters. It gets the counters of
+    `counters.read_counters` as "ncu". If they cannot be read, the result gets the reason as "not_counted".
     """
     chosen: dict[tuple[str, str], dict[str, Any]] = {}
     for row in best_rows(result):
@@ -295,12 +300,15 @@ def count(result: dict[str, Any], device: int) -> None:
 
 
 def _preference(row: dict[str, Any]) -> tuple[bool, int]:
-    """Order rows for counting. ncu launches a kernel several times, so products above the limit come last."""
+    """Return a key by which to choose a row for hardware counters: the row with the largest key.
+
+    That is the largest product up to `_MAX_COUNTED`, otherwise the smallest one above it.
+    """
     size = prod(row["shape"])
     return (True, size) if size <= _MAX_COUNTED else (False, -size)
 
 
-# Columns that compare the access model and the driver's occupancy with the hardware counters.
+# Headings of the columns that compare predicted accesses and occupancy with the hardware counters.
 AGAINST = (
     "loads: model / ncu",
     "stores: model / ncu",
@@ -317,7 +325,7 @@ BY_NCU = (
 
 
 def against(row: dict[str, Any]) -> Iterator[str]:
-    """Yield the cells of a row for the columns of `AGAINST`."""
+    """Yield the cells of a row for the columns of `AGAINST`. "-" stands for a missing number."""
     counted = row["ncu"]
     for name in ("load_sectors", "store_sectors", "sectors_from_l2", "bank_conflicts", "occupancy"):
         found = (counted[name],) if name == "sectors_from_l2" else (row.get(name), counted[name])
@@ -325,7 +333,7 @@ def against(row: dict[str, Any]) -> Iterator[str]:
 
 
 def best_rows(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the row of the fastest variant of each dtype, shape and rung, in the order measured."""
+    """Return the row with the fastest parameters for each dtype, shape and kernel, in the order measured."""
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in result["rows"]:
         key = row["dtype"], tuple(row["shape"]), row["kernel"]

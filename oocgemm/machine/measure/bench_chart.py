@@ -1,4 +1,4 @@
-"""The chart of a kernel benchmark: flop/s of square products."""
+"""Draw the result of a kernel benchmark as a chart: flop/s of square products."""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -23,12 +23,13 @@ _COLOURS = (
 
 
 def chart(result: dict[str, Any]) -> str:
-    """Return an SVG of flop/s against the side of square products.
+    """Return a chart of flop/s against the side of square products, as the text of an SVG file.
 
-    There is a panel per dtype and a line per rung. Both axes are logarithmic. `result` comes from
-    `bench.bench_kernels`.
+    There is one plot per dtype and one line per kernel. Both axes are logarithmic. `result` is the return
+    value of `bench.bench_kernels`.
 
-    Raises `InputError` if no square product was measured.
+    Raises:
+        InputError: no square product was measured.
     """
     rows = [row for row in best_rows(result) if len(set(row["shape"])) == 1]
     dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
@@ -52,7 +53,7 @@ def _panels(rows: Sequence[dict[str, Any]], dtypes: Sequence[str]) -> Iterator[s
     for number, dtype in enumerate(dtypes):
         mine = [row for row in rows if row["dtype"] == dtype]
         top = 400 * number + 40
-        # The vertical axis spans five powers of ten, up to 20% above the best.
+        # The vertical axis spans five powers of ten, and ends 20% above the highest rate.
         ceiling = log2(max(row["flops"] for row in mine) * 1.2)
         floor = ceiling - 5 * log2(10)
 

@@ -1,7 +1,7 @@
-"""Calibration: measure the rates of kernels, links, memory and storage.
+"""Measure the rates of kernels, of copies between host and GPU, of memory and of storage.
 
-All operations go through the engine's own session and host slots. The rates are therefore those of real runs,
-and no device needs its own code here.
+Measurements use the same code for copies and products as real runs, so the rates are those of real runs. No
+device needs its own code here.
 """
 
 import os
@@ -50,15 +50,19 @@ from oocgemm.system import cache
 from oocgemm.system.cpu import CpuTimes, used_since
 from oocgemm.system.memory import available_memory
 
-_FREE_SHARE = 0.5  # share of the free memory that a calibration uses
+_FREE_SHARE = 0.5  # maximum share of the free device memory that a measurement occupies
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes and durations of the measurements.
+    """Sizes and durations of the measurements of a calibration.
 
-    Tiles are `side` x `side`, with panels of `depths`. Copies take `copies` rows of a block of shape `block`.
-    Each measurement takes `seconds`, each of storage three times that.
+    Attributes:
+        side: maximum rows and columns of C in a timed product. They are halved until it fits the memory.
+        depths: the extents along k of the timed products.
+        block: shape of the float64 matrix with which memory, storage and copies are measured.
+        copies: numbers of rows of `block` that are copied between host and GPU; each is timed.
+        seconds: duration of each measurement. Those of storage take three times as long.
     """
 
     side: int
@@ -68,7 +72,8 @@ class Sizes:
     seconds: float
 
 
-# The tiles saturate the kernel. The block, 256 MiB in float64, is much larger than the processor's caches.
+# The default sizes for each backend. Products of this size reach the full rate of the kernel. The block has
+# 256 MiB, much more than the processor's caches, so caches do not serve the copies.
 SIZES = {
     "cuda": Sizes(8192, (256, 512, 1024, 2048, 4096), (8192, 4096), (32, 128, 512, 2048, 8192), 0.3),
     "host": Sizes(2048, (64, 128, 256, 512, 1024), (8192, 4096), (), 0.3),
@@ -83,13 +88,13 @@ def calibrate(
     sizes: Sizes | None = None,
     say: Callable[[str], None] = lambda doing: None,
 ) -> Calibration:
-    """Measure this machine, in less than a minute. No other program should run meanwhile.
+    """Measure the rates of this machine, in less than a minute. No other program should run meanwhile.
 
     Args:
         backend: "cuda", "host", or "auto": cuda if a device is available.
         device: number of the CUDA device.
         path: folder whose storage is measured, with temporary files; None is the current folder.
-        sizes: sizes and durations; None selects those of the backend.
+        sizes: sizes and durations; None selects the defaults of the backend.
         say: called with a description of each measurement before it starts.
 
     Returns:
@@ -112,9 +117,8 @@ def calibrate(
     machine = replace(machine, multiprocessors=engine.multiprocessors())
     sizes = sizes or SIZES[engine.name]
     rows, cols = sizes.block
-    rows = max(
-        1, min(rows, available_memory() // (64 * cols))
-    )  # at most four blocks exist at once: half of the available memory
+    # At most four blocks of 8-byte elements exist at once. They take at most half of the available memory.
+    rows = max(1, min(rows, available_memory() // (64 * cols)))
     sizes = replace(sizes, block=(rows, cols), copies=tuple(c for c in sizes.copies if c <= rows))
     source = _numbers(sizes.block)
     kernels, prepare, samples = _kernels(engine, machine, sizes, say)
@@ -145,18 +149,21 @@ def calibrate(
 
 
 def _with_backend(engine: Backend, say: Callable[[str], None]) -> Callable[[str], None]:
-    """Prefix messages with the name of the backend."""
+    """Return a callback that passes messages on to `say`, prefixed with the name of the backend."""
     return lambda doing: say(f"{engine.name}: {doing}")
 
 
 def _kernels(
     engine: Backend, machine: MachineModel, sizes: Sizes, say: Callable[[str], None]
 ) -> tuple[dict[str, KernelRate], float, dict[str, dict[str, float]]]:
-    """Measure the multiplication for each dtype, native and emulated.
+    """Measure the rate of products for each dtype and precision.
+
+    Emulated products are preceded by a Prepare operation, which splits the operands. Its rate is measured
+    too.
 
     Returns:
-        Fitted rates by name; the rate of Prepare in bytes per second of panels, for the slowest dtype;
-        measured flop/s by name and panel depth.
+        The fitted rates, by their names in `RATES`; the lowest rate of Prepare of any dtype, in bytes of
+        operands per second; the measured flop/s, by name and extent along k.
     """
     numbers = _numbers((64, 1024)).reshape(-1)
     fitted, prepare, samples = {}, [], {}
@@ -178,7 +185,7 @@ def _kernels(
 def _kernel(
     bench: Workbench, name: str, sizes: Sizes, say: Callable[[str], None]
 ) -> tuple[KernelRate, dict[int, float]]:
-    """Measure the multiplication on a workbench; return the fit, and flop/s by panel depth."""
+    """Measure products of several extents along k (depths). Return the fitted rate, and flop/s by depth."""
     seen: dict[int, float] = {}
 
     def rate(depth: int) -> float:
@@ -186,7 +193,7 @@ def _kernel(
         if bench.plan.problem.planes:
             bench.intervals(bench.prepare(depth))
         if not seen:
-            bench.intervals(bench.multiply(depth, first=True))  # overwrites C, which is uninitialised
+            bench.intervals(bench.multiply(depth, first=True))  # initialises C by overwriting it
         operation = bench.multiply(depth)
         seen[depth] = per_second(operation.flops, typical(partial(bench.seconds, operation), sizes.seconds))
         return seen[depth]
@@ -194,7 +201,7 @@ def _kernel(
     def depths() -> Iterator[int]:
         for depth in sizes.depths:
             if len(seen) >= 2 and bench.multiply(depth).flops > 4 * sizes.seconds * max(seen.values()):
-                return  # slow machine: two depths suffice for a line
+                return  # this depth would take too long, and two points suffice to fit a line
             yield depth
 
     def fit(rates: Mapping[int, float]) -> KernelRate:
@@ -209,7 +216,10 @@ def _kernel(
 
 
 def _of_infinite_tile(plan: Plan, rates: Mapping[int, float]) -> dict[int, float]:
-    """Convert rates to those of an infinite tile, since the model accounts for tile extents itself."""
+    """Convert measured rates to those that products with infinite m and n would have.
+
+    The machine model reduces these rates according to m and n itself.
+    """
     tile = plan.tile
     ideal = replace(plan.machine, kernels={plan.problem.rate: KernelRate(1.0, 0.0)})
     loss = ideal.multiply_seconds(plan.problem.rate, 1.0, tile.m, tile.n, tile.k)
@@ -218,9 +228,10 @@ def _of_infinite_tile(plan: Plan, rates: Mapping[int, float]) -> dict[int, float
 
 
 def _fitting(engine: Backend, machine: MachineModel, dtype: str, sizes: Sizes, compute: str) -> TileShape:
-    """Return the largest tile of at most `sizes.side` that fits the free memory.
+    """Return the size of the product to time: `sizes.side`, halved until the product fits the free memory.
 
-    Raises `BackendError` if not even a tile of 32 x 32 fits.
+    Raises:
+        BackendError: not even a C of about 32 x 32 elements fits.
     """
     side, free = sizes.side, engine.free_memory()
     while True:
@@ -238,11 +249,12 @@ def _fitting(engine: Backend, machine: MachineModel, dtype: str, sizes: Sizes, c
 def _links(
     engine: Backend, machine: MachineModel, sizes: Sizes, source: Array, say: Callable[[str], None]
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """Measure copies within memory and over the device's links, and the cost of touching memory first.
+    """Measure copies within host memory and between host and device, and the cost of page faults.
 
     Returns:
-        Rates in bytes per second, `copy_latency` in seconds and `arena_seconds_per_byte`; the samples by
-        link.
+        The rates in bytes per second, with two exceptions: `copy_latency`, in seconds, and
+        `arena_seconds_per_byte`, the cost of the first use of memory, which faults its pages in. Also the
+        measured rates of copies in each direction, by their size.
     """
     say("memory")
     (rows, cols), matrix = sizes.block, stores.open_matrix("A", source)
@@ -294,7 +306,7 @@ def _links(
 
 
 def _fill_seconds(bench: Workbench) -> float:
-    """Return the seconds that a panel takes from memory to the device."""
+    """Copy A from the caller's memory through a host buffer to the device, and return the seconds."""
     started = perf_counter()
     read = bench.load(Kind.READ, "A")
     bench.staging.transfer(read, [bench.slot(read)])
@@ -304,7 +316,10 @@ def _fill_seconds(bench: Workbench) -> float:
 
 
 def _issue_seconds(engine: Backend, machine: MachineModel, seconds: float) -> float:
-    """Return the seconds per operation of a run on tiny tiles, whose time is almost only that of issuing."""
+    """Return the time that the host needs to start one operation, in seconds.
+
+    It is the time per operation of a run with tiny tiles, whose operations themselves take almost no time.
+    """
     side, tile = 8 * 64, TileShape(64, 64, 64)
     host = 0 if machine.unified else 2
     slots = Slots(2, 2, 1, host, host, host, strip=tile.m, unified=machine.unified)
@@ -328,12 +343,12 @@ def _issue_seconds(engine: Backend, machine: MachineModel, seconds: float) -> fl
 
 
 def _numbers(shape: tuple[int, int]) -> Array:
-    """Return normal random numbers in steps of 1/64, so that they compress about as well as measured data."""
+    """Return normal random numbers, rounded to 1/64 so that they compress about as well as measured data."""
     count = shape[0] * shape[1]
     some = np.round(np.random.default_rng(0).standard_normal(min(count, 1 << 20)) * 64) / 64
     return np.resize(some, count).reshape(shape)
 
 
 def _total_seconds(intervals: Sequence[tuple[int, int]]) -> float:
-    """Return the seconds from the first start to the last end; intervals are in nanoseconds."""
+    """Return the seconds from the first start to the last end. An interval is (start, end) in nanoseconds."""
     return (max(end for _, end in intervals) - min(start for start, _ in intervals)) / 1e9

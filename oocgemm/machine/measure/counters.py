@@ -1,7 +1,7 @@
-"""Hardware counters of kernels, read with Nsight Compute's `ncu`.
+"""Read the hardware counters of kernels with `ncu`, the command of NVIDIA Nsight Compute.
 
-`ncu` runs this module as a program, which launches each kernel once. NVIDIA's Nsight Compute documentation
-describes the metrics and the raw page. A sector has 32 bytes.
+`ncu` runs this module as a program, which launches each kernel once. Its output (the "raw page") is a table
+of metrics with one row per launch. The documentation of Nsight Compute describes the table and the metrics.
 """
 
 import csv
@@ -21,31 +21,40 @@ from oocgemm.errors import BackendError
 from oocgemm.kernels.registry import choose
 from oocgemm.kernels.tuning import CUBLAS
 
+# The ncu metric for each counter. A sector has 32 bytes of device memory.
 METRICS = {
     "load_sectors": "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum",
     "store_sectors": "l1tex__t_sectors_pipe_lsu_mem_global_op_st.sum",
-    "sectors_from_l2": "l1tex__m_xbar2l1tex_read_sectors.sum",  # of loads, cp.async and TMA
+    "sectors_from_l2": "l1tex__m_xbar2l1tex_read_sectors.sum",  # by loads, cp.async and TMA
     "bank_conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",
-    "shared_loads": "smsp__inst_executed_op_shared_ld.sum",  # warp instructions, as the next two
+    # The next three count warp instructions. Their sum is the number of accesses to shared memory.
+    "shared_loads": "smsp__inst_executed_op_shared_ld.sum",
     "shared_stores": "smsp__inst_executed_op_shared_st.sum",
     "matrix_loads": "smsp__inst_executed_op_ldsm.sum",
     "time": "gpu__time_duration.sum",
     "occupancy": "sm__warps_active.avg.pct_of_peak_sustained_active",
 }
-# Clocks are not locked. Base units keep every column in one unit.
+# By default ncu locks the clocks of the GPU. A run does not, so this is turned off. With base units, ncu does
+# not scale numbers to kilobytes or milliseconds, so every column has one unit.
 _OPTIONS = (
     "--csv --page raw --print-units base --print-kernel-base function --clock-control none "
     "--target-processes all"
 )
 
-Launch = Mapping[str, str]  # a row of the raw page, by column name
+Launch = Mapping[str, str]  # the metrics of one launch, as ncu prints them: text by column name
 
 
 def read_counters(rows: Sequence[Mapping[str, Any]], device: int) -> list[dict[str, float | None]]:
-    """Launch each row of `bench.bench_kernels` once under ncu and return its counters.
+    """Run the product of each benchmark row once under ncu, and return its counters.
 
-    The counters are sectors loaded, stored and read from L2, bank conflicts as extra cycles per access to
-    shared memory, and the achieved occupancy as a fraction. A value is None if ncu does not report it.
+    Args:
+        rows: rows of the result of `bench.bench_kernels`.
+        device: number of the CUDA device.
+
+    Returns:
+        For each row: the sectors loaded, stored and read from the L2 cache; bank conflicts, as extra cycles
+        per access to shared memory; and the achieved occupancy, as a fraction. A value is None if ncu does
+        not report it.
 
     Raises:
         BackendError: ncu is missing or fails.
@@ -72,16 +81,17 @@ def read_counters(rows: Sequence[Mapping[str, Any]], device: int) -> list[dict[s
 
 
 def parse_launches(output: str) -> list[Launch]:
-    """Parse the launches of a raw page in CSV, in order.
+    """Parse the table that ncu prints as CSV, and return its launches in order.
 
-    The page has a header, a row of units and a row per launch. Messages of ncu may come between them.
+    The table has a header, a row of units, and a row per launch. Messages of ncu between the rows are
+    skipped.
     """
     lines = [line for line in output.splitlines() if line.startswith('"')]
     return [row for row in csv.DictReader(lines) if row.get("ID")]
 
 
 def _failure(output: str, stderr: str) -> str:
-    """Return why there are no counters, from the output and the stderr of ncu."""
+    """Return an error message that says why there are no counters, from the log and the stderr of ncu."""
     if "ERR_NVGPUCTRPERM" in output + stderr:
         return (
             "this user may not read the GPU's counters (ERR_NVGPUCTRPERM): run as root, or load the driver "
@@ -92,11 +102,13 @@ def _failure(output: str, stderr: str) -> str:
 
 
 def _grouped(launches: Sequence[Launch], expected: Sequence[Sequence[str]]) -> list[list[Launch]]:
-    """Group launches by row.
+    """Divide the launches, which are in order, among the benchmark rows that caused them.
 
-    `expected` names the kernels of each row; cuBLAS rows, without names, take all others.
+    `expected` has the names of the kernels that each row launches. It is empty for a row of cuBLAS, whose
+    kernel names are unknown. This row gets all launches up to the next kernel of oocgemm.
 
-    Raises `BackendError` if the launches are not the expected ones.
+    Raises:
+        BackendError: the launches are not the expected ones.
     """
     left, ours = deque(launches), {name for names in expected for name in names}
     found: list[list[Launch]] = []
@@ -112,7 +124,7 @@ def _grouped(launches: Sequence[Launch], expected: Sequence[Sequence[str]]) -> l
 
 
 def _summed(launches: Sequence[Launch]) -> dict[str, float | None]:
-    """Sum the counters of several launches; the occupancy is weighted by time."""
+    """Combine the counters of the launches of one product: sums, and the mean occupancy, weighted by time."""
     numbers = {name: [_number(launch.get(metric)) for launch in launches] for name, metric in METRICS.items()}
     total = {name: sum(values) for name, values in numbers.items()}
     accesses = total["shared_loads"] + total["shared_stores"] + total["matrix_loads"]
@@ -134,7 +146,7 @@ def _number(text: str | None) -> float:
 
 
 def _launch(device: int, rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Launch each row once; return the names of our kernels by row, in the order of their launches."""
+    """Run the product of each row once. Return the names of the launched kernels by row, none for cuBLAS."""
     from oocgemm.backends.cuda.measure import Product, Stopwatch
 
     names: list[list[str]] = []

@@ -1,4 +1,4 @@
-"""Sampling of rates: medians, repeated until a fit explains them."""
+"""Measure rates repeatedly, until their medians agree with a model of them."""
 
 from collections.abc import Callable, Iterable, Mapping
 from math import inf
@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from oocgemm.errors import BackendError
 
-_ROUNDS = 5  # rounds of samples before the fit is given up
+_ROUNDS = 5  # maximum samples per size; if the fit still fails then, the measurement fails
 
 Fit = TypeVar("Fit")
 
@@ -16,12 +16,15 @@ Fit = TypeVar("Fit")
 def explained(
     measure: Callable[[int], float], places: Iterable[int], fit: Callable[[Mapping[int, float]], Fit]
 ) -> tuple[Fit, dict[int, float]]:
-    """Measure rates at several sizes, or depths, until a fit explains them.
+    """Measure rates at several sizes, and fit a model to them.
+
+    If the fit fails, one more sample is measured at each size, and the fit is repeated with the medians.
 
     Args:
-        measure: takes one sample at a size and returns its rate.
+        measure: measures at a size and returns the rate.
         places: the sizes.
-        fit: fits the median rate of each size. It raises `ValueError` for rates that it cannot explain.
+        fit: fits a model to the median rate at each size. It raises `ValueError` if the model does not
+            explain the rates, for example because other programs disturbed the measurement.
 
     Returns:
         The fit, and the median rate of each size.
@@ -48,14 +51,14 @@ def explained(
 
 
 def per_second(amount: float, seconds: float) -> float:
-    """Return a rate. It is infinite if `seconds` is 0; `explained` rejects that."""
+    """Return `amount / seconds`, or infinity if `seconds` is 0; `explained` rejects infinite rates."""
     return amount / seconds if seconds > 0 else inf
 
 
 def typical(act: Callable[[], float], limit: float) -> float:
-    """Call `act` for `limit` seconds and return the median of its results.
+    """Call `act` repeatedly for `limit` seconds, and return the median of its results.
 
-    The first call warms up. Its result counts only if that call alone took longer than `limit`.
+    The first call only warms caches up. Its result is used only if this call alone takes longer than `limit`.
     """
     started = perf_counter()
     samples = [act()]

@@ -1,4 +1,4 @@
-"""Calibration of a file system: reading, writing, and decoding zstd chunks."""
+"""Measure the rates of a file system: reading, writing, and decoding zstd chunks."""
 
 import os
 import tempfile
@@ -21,12 +21,12 @@ from oocgemm.system.memory import allocate
 def storage_rates(
     machine: MachineModel, folder: Path, source: Array, seconds: float, say: Callable[[str], None]
 ) -> tuple[StoreRates, float]:
-    """Measure the file system at a folder.
+    """Measure the rates of the file system of a folder.
 
     Args:
-        machine: the machine model, for the number of I/O threads.
-        folder: where temporary arrays are written.
-        source: the data of these arrays, a float64 matrix.
+        machine: the machine model; only its number of I/O threads is used.
+        folder: where temporary zarr arrays are written.
+        source: a float64 matrix, the content of these arrays.
         seconds: duration of each measurement.
         say: called with a description of each measurement before it starts.
 
@@ -64,7 +64,7 @@ def storage_rates(
         write = fill.bytes / typical(partial(transfer_seconds, raw, fill, data), seconds)
         say(f"reading in {folder}")
         cold, read = rate(raw, cold=True), rate(raw)
-        scattered = rate(raw, (side // 2, side // 2 + side))  # half of the columns of each chunk
+        scattered = rate(raw, (side // 2, side // 2 + side))  # from each chunk, half of its columns
         say("decoding zstd")
         transfer_seconds(packed, fill, data)
         decode = rate(packed)
@@ -72,10 +72,10 @@ def storage_rates(
 
 
 def _evict(folder: Path) -> None:
-    """Evict files from the page cache, as far as possible.
+    """Evict the files in a folder from the page cache, so that the next read comes from the disk.
 
-    Of dirty pages the kernel only starts the write-back; the next call evicts them. Waiting for the
-    write-back would include the writes of other programs.
+    The kernel cannot evict dirty pages. It only starts to write them back, and a later call evicts them. This
+    function does not wait for the write-back, which could also include the writes of other programs.
     """
     for path in folder.rglob("*"):
         if path.is_file():

@@ -1,4 +1,4 @@
-"""A session and its host slots without a schedule: single operations are submitted and timed."""
+"""Time single operations of a run, such as a copy or a product, without a whole run."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -29,12 +29,26 @@ from oocgemm.stores import Matrix
 from oocgemm.system.memory import available_memory
 
 _TILE = (0, 0)
-QUEUED = 4  # operations per sample
-MAX_AHEAD = 64  # copies queued before them, at most
+QUEUED = 4  # operations that are timed together, back to back
+# Maximum copies that are queued before the timed operations. They keep the device busy while the host queues
+# the timed operations.
+MAX_AHEAD = 64
 
 
 class Workbench:
-    """A session and its host slots: one slot for each panel and for one tile, and operations on them."""
+    """A backend with buffers for one product, whose operations are run and timed one by one.
+
+    A tile is a block of C; a panel is the block of A or of B that one product takes. There is one buffer per
+    panel and tile, on the device and, unless the device is the host, in host memory.
+
+    Args:
+        engine: the backend.
+        machine: the machine model; tells whether the device is the host.
+        dtype: dtype of A, B and C.
+        tile: extents of the product.
+        a: the matrix that Read operations read A from.
+        compute: precision of the product.
+    """
 
     def __init__(
         self,
@@ -63,10 +77,10 @@ class Workbench:
         self._cleanup.close()
 
     def multiply(self, depth: int, *, first: bool = False) -> Operation:
-        """Return a Multiply of the whole tile by panels `depth` deep.
+        """Return the operation that multiplies A and B over the first `depth` indices along k.
 
-        With emulated compute, run `prepare` with the same depth first. `first`: overwrite C instead of adding
-        to it.
+        If `first`, it overwrites C; otherwise it adds to C. If the precision is "emulated", run the operation
+        of `prepare` with the same depth before it.
         """
         tile, problem = self.plan.tile, self.plan.problem
         c, ranges = _device("C", tile.m * tile.n), ((0, tile.m), (0, tile.n), (0, depth))
@@ -76,7 +90,10 @@ class Workbench:
         return Operation(Kind.MULTIPLY, "C", _TILE, 0, reads, (c,), *ranges, flops=flops, first=first)
 
     def prepare(self, depth: int) -> Operation:
-        """Return a Prepare that splits panels `depth` deep into planes of residues."""
+        """Return the operation that prepares an emulated product over `depth` indices along k.
+
+        It splits A and B into their residues modulo several small numbers.
+        """
         tile, planes = self.plan.tile, (_device("P", 1),)
         size = (tile.m + tile.n) * depth * self.plan.problem.itemsizes["A"]
         ranges = (0, tile.m), (0, tile.n), (0, depth)
@@ -86,24 +103,24 @@ class Workbench:
         return _device("A", self.plan.tile.m * depth), _device("B", depth * self.plan.tile.n)
 
     def load(self, kind: Kind, operand: str, rows: int | None = None) -> Operation:
-        """Return a Read or an Upload of a panel, or of its first `rows` rows."""
+        """Return a Read or an Upload of A or B, or of its first `rows` rows."""
         tile, itemsize = self.plan.tile, self.plan.problem.itemsizes[operand]
         height, width = (tile.m, tile.k) if operand == "A" else (tile.k, tile.n)
         return block_copy(kind, operand, (0, rows or height), (0, width), itemsize)
 
     def download(self, rows: int) -> Operation:
-        """Return a Download of the first `rows` rows of the tile."""
+        """Return a Download of the first `rows` rows of C."""
         itemsize = self.plan.problem.itemsizes["C"]
         return block_copy(Kind.DOWNLOAD, "C", (0, rows), (0, self.plan.tile.n), itemsize)
 
     def slot(self, operation: Operation) -> Array:
-        """Return the slot that a Read fills: the device's if the device is the host, else the host's."""
+        """Return the memory that a Read fills: the host buffer, or the device's if the device is the host."""
         if self.plan.machine.unified:
             return self.session.view(operation, operation.writes[0])
         return self.staging.columns(Slot(Tier.HOST, operation.operand, 0), operation)[0]
 
     def intervals(self, *operations: Operation) -> list[tuple[int, int]]:
-        """Submit operations in order; return the start and end of each in nanoseconds of the host clock."""
+        """Run operations in order. Return the start and end of each, in nanoseconds of the host clock."""
         return self._intervals([self._submit(operation) for operation in operations])
 
     @staticmethod
@@ -115,15 +132,16 @@ class Workbench:
     def seconds(self, operation: Operation) -> float:
         """Return the seconds that an operation takes on a busy device.
 
-        An asynchronous operation is queued `QUEUED` times behind copies of a panel. The result is the time
-        between the first end and the last, on the device. The interval of a single token is not accurate
-        enough. It starts at the host's time of issue at the earliest, because events on an idle stream can
-        fire long before the work starts. A short copy can end before that, and its interval is then empty.
+        An asynchronous operation is queued `QUEUED` times, behind copies that keep the device busy meanwhile.
+        The result is the time from the end of the first to the end of the last, divided by their number less
+        one. The start of a single operation is not known well enough: its interval starts at the earliest
+        when the host has submitted it, because an event on an idle stream can fire long before the work
+        starts. A short copy can end before that time, and its interval is then empty.
 
         Raises:
             BackendError: the device always finished the copies before the host had queued the operations.
         """
-        if operation.kind not in self.session.asynchronous:  # it ends before it is submitted
+        if operation.kind not in self.session.asynchronous:  # `submit` returns when the operation has ended
             ((start, end),) = self.intervals(operation)
             return (end - start) / 1e9
         panel, ahead = self.load(Kind.UPLOAD, "A"), 1
@@ -141,7 +159,7 @@ class Workbench:
         )
 
     def fill(self, operand: str, numbers: Array) -> None:
-        """Fill a panel with `numbers`, repeated: the flop rate of a device depends on the data."""
+        """Fill A or B on the device with `numbers`, repeated. The flop/s of a device depend on the data."""
         slot = self.slot(self.load(Kind.READ, operand)).reshape(-1)
         for start in range(0, slot.size, numbers.size):
             slot[start : start + numbers.size] = numbers[: slot.size - start]
@@ -159,7 +177,10 @@ class Workbench:
 
 
 def plan_of(machine: MachineModel, dtype: str, tile: TileShape, compute: str = "native") -> Plan:
-    """Return a plan of one tile and one step, with one slot per panel and tile."""
+    """Return a plan for a product in one step, with one buffer each for A, B and C.
+
+    The extents of `tile` are those of the whole product.
+    """
     kind = DTYPES[dtype]
     shape = tile.m, tile.n, tile.k
     problem = GemmProblem(*shape, dtype, dtype, kind.accumulator, kind.results[0], compute=compute)
@@ -175,7 +196,11 @@ def _device(operand: str, elements: int) -> Region:
 
 
 def block_copy(kind: Kind, operand: str, rows: Range, cols: Range, itemsize: int) -> Operation:
-    """Return a copy of a block between two slots of an operand, or between a slot and its store."""
+    """Return an operation that copies a block of an operand.
+
+    `kind` is Read or Write (from or to the store), or Upload or Download (to or from the device). The rows
+    and columns are those of the block in the operand. An element has `itemsize` bytes.
+    """
     elements = (rows[1] - rows[0]) * (cols[1] - cols[0])
     region, nothing = (_device(operand, elements),), (0, 0)
     reads, writes = ((), region) if kind in (Kind.READ, Kind.UPLOAD) else (region, ())
@@ -184,7 +209,7 @@ def block_copy(kind: Kind, operand: str, rows: Range, cols: Range, itemsize: int
 
 
 def transfer_seconds(staging: Staging, operation: Operation, view: Array) -> float:
-    """Return the wall time of a transfer between a store and a view."""
+    """Run a Read or Write between a store and the memory `view`. Return its wall time in seconds."""
     started = perf_counter()
     staging.transfer(operation, [view])
     return perf_counter() - started

@@ -1,0 +1,133 @@
+"""Divide a check by Freivalds' algorithm into blocks that fit into its memory."""
+
+from dataclasses import dataclass
+
+from oocgemm.backends.base import numpy_dtype
+from oocgemm.backends.random_words import VECTORS
+from oocgemm.errors import BudgetError
+from oocgemm.integrity.passes import MAX_CUT_WIDTH, PIECE, Oriented
+from oocgemm.integrity.rounding import wide_dtype
+from oocgemm.planning import GemmProblem
+from oocgemm.planning.tiling import ceil_div
+from oocgemm.planning.units import format_size
+
+# Minimum columns per group. Smaller groups reveal smaller errors, but op(A) is multiplied once per group.
+GROUP = 1024
+# Multiplying a part of op(A) by the vectors of one group takes about as long as reading the part. To limit
+# the cost, the number of groups times the elements of op(A) is at most this share of all elements read.
+MAX_SHARE = 1 / 2
+# Minimum rows, and minimum extent along k, of a block. A block also has at least the extent of a chunk.
+MIN_BLOCK = 256
+# Minimum elements that a thread reads at a time. Also the minimum elements that the columns of one group have
+# in C and in op(B), so that small matrices are not cut into tiny parts.
+MIN_PIECE = 1 << 15
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The matrices of the product to verify: op(A), op(B), C, and the old C (None if beta is 0)."""
+
+    left: Oriented
+    right: Oriented
+    result: Oriented
+    before: Oriented | None
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """m, n and k."""
+        return *self.result.shape, self.left.shape[1]
+
+    def transposed(self) -> "Operands":
+        """Return the transposed product, C^T = op(B)^T op(A)^T, whose rows are the columns of C."""
+        before = self.before.transposed() if self.before else None
+        return Operands(self.right.transposed(), self.left.transposed(), self.result.transposed(), before)
+
+    def all(self) -> list[Oriented]:
+        """Return the three or four matrices as a list."""
+        return [x for x in (self.left, self.right, self.result, self.before) if x is not None]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How a check divides its work to fit into its memory.
+
+    Attributes:
+        group: columns of C per group. Each group has its own random vectors.
+        rows: rows of C that are processed at a time.
+        depth: extent along k that is processed at a time.
+        threads: threads that read.
+        piece: elements that each thread reads at a time.
+    """
+
+    group: int
+    rows: int
+    depth: int
+    threads: int
+    piece: int
+
+
+def cut(problem: GemmProblem, x: Operands, memory: int, threads: int, groups: int | None = None) -> Blocks:
+    """Divide a check so that it takes at most `memory` bytes.
+
+    The result has as many threads, groups and rows per block as fit. `groups` is the maximum number of
+    groups.
+
+    Raises:
+        BudgetError: `memory` is too small even for one thread, one group and the smallest blocks.
+    """
+    m, n, k = x.shape
+    k = k if problem.depth else 0
+    wide = wide_dtype(numpy_dtype(problem.acc_dtype)).itemsize
+    affordable = int(MAX_SHARE * (m * k + k * n + m * n) / max(1, m * k))
+    # The parts that are multiplied do not cross borders of groups, so narrow groups would make them small.
+    worthwhile = ceil_div(n, max(GROUP, MIN_PIECE // max(1, min(m, k))))
+    groups = max(1, min(worthwhile, affordable, groups or affordable))
+    # Bytes: one flag per column (it is excluded) and, for one group, one per row (it is wrong).
+    fixed = n + m
+    # Bytes per group and row: the expected sums and two temporary arrays like them, norms and flags. Bytes
+    # per group and index along k: sums, norms and their squares.
+    per_row, per_depth = 3 * VECTORS * wide + 128, VECTORS * wide + 24
+    tall = max(MIN_BLOCK, x.left.chunk[0], x.result.chunk[0])
+    deep = max(MIN_BLOCK, x.left.chunk[1], x.right.chunk[0])
+
+    def scratch(threads: int, piece: int) -> int:
+        pieces = max(y.piece_bytes(piece) for y in x.all()) + (x.before.piece_bytes(piece) if x.before else 0)
+        # Bytes per thread: the elements as read; 8 arrays in double precision for the converted elements,
+        # their squares and their products; and the random signs.
+        return threads * (pieces + 8 * piece * wide + VECTORS * MAX_CUT_WIDTH * wide)
+
+    piece = PIECE
+    while piece > MIN_PIECE and scratch(threads, piece) > memory // 2:
+        piece //= 2
+    while threads > 1 and scratch(threads, piece) + fixed > memory // 2:
+        threads -= 1
+    taken = scratch(threads, piece) + fixed
+    minimum = taken + per_row * min(m, tall) + per_depth * min(k, deep)
+    if memory < minimum:
+        raise BudgetError(
+            f"verifying takes at least {format_size(minimum)}, --host-memory is {format_size(memory)}: "
+            f"pass --host-memory {ceil_div(minimum, 1 << 20)}MiB",
+            least=minimum,
+        )
+    free = memory - taken
+    while True:
+        rows_bytes, depth_bytes = per_row * groups + groups, per_depth * groups
+        if m * rows_bytes + min(k, deep) * depth_bytes <= free:
+            return _blocks(n, groups, m, (free - m * rows_bytes) // depth_bytes, deep, k, threads, piece)
+        if k * depth_bytes + min(m, tall) * rows_bytes <= free:
+            rows = (free - k * depth_bytes) // rows_bytes
+            return _blocks(n, groups, rows // tall * tall or rows, k, deep, k, threads, piece)
+        if groups == 1:
+            break
+        groups //= 2
+    # Neither all rows nor all of k fit. op(B) is read once per block of rows, so the blocks get as many rows
+    # as possible.
+    rows = (free - min(k, deep) * depth_bytes) // rows_bytes
+    return _blocks(n, 1, max(1, rows // tall * tall or rows), min(k, deep), deep, k, threads, piece)
+
+
+def _blocks(
+    n: int, groups: int, rows: int, depth: int, deep: int, k: int, threads: int, piece: int
+) -> Blocks:
+    depth = k if depth >= k else depth // deep * deep or depth
+    return Blocks(max(1, ceil_div(n, groups)), max(1, rows), max(1, depth), threads, piece)
