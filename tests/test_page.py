@@ -259,7 +259,7 @@ def test_an_unfinished_run_is_reported_as_unfinished(log: Path, tmp_path: Path) 
         assert shown.out.startswith(
             "Unfinished: the run was stopped or is still running. The figures cover its first"
         )
-        assert "log does not hold the whole run" in " ".join(shown.out.split())
+        assert "log does not contain the whole run" in " ".join(shown.out.split())
         text = (tmp_path / "part.html").read_text()
         assert Elements(text).open == []
         assert "Unfinished: the run was stopped" in text
