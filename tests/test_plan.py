@@ -175,7 +175,7 @@ def fewest_by_simulation(p: GemmProblem, k: int, memory: int) -> float:
     ],
 )
 def test_the_traffic_oracle_agrees_with_simulation(m: int, n: int, k: int, memory: int) -> None:
-    least, _ = traffic_oracle.least_panels(traffic_oracle.Case(m, n, k, 8, 1, memory))
+    least, _ = traffic_oracle.min_panels(traffic_oracle.Case(m, n, k, 8, 1, memory))
     found = fewest_by_simulation(problem(m, n, k), 1, memory)
     assert 0.93 * found <= least <= found
 

@@ -70,7 +70,7 @@ class Remedy:
 
 @dataclass(frozen=True)
 class _Change:
-    """A candidate change: its description, the plan that results, and the arguments of `gemm` that make it."""
+    """A candidate change: its description, the resulting plan, and the arguments of `gemm` that make it."""
 
     words: str
     plan: Plan

@@ -259,8 +259,9 @@ def _traffic(run: Run) -> str:
         rows.append([f"{link}<small>{LINKS[link]}</small>", *sizes, ratio, bar])
     return (
         table(["link", "moved", "required", "lower bound", "ratio", ""], rows, wide_last=True)
-        + '<p class="note">Required: the bytes if each element crossed the link once. Lower bound, marked across the bar: '
-        "no schedule within these budgets can move fewer bytes. Ratio: moved over lower bound.</p>"
+        + '<p class="note">Required: the bytes if each element crossed the link once. Lower bound, marked '
+        "across the bar: no schedule within these budgets can move fewer bytes. "
+        "Ratio: moved over lower bound.</p>"
     )
 
 
