@@ -193,7 +193,7 @@ def streamed(backend: str, compute: str, **options: Any) -> Product:
 
 
 def judge(size: Size, dtype: str, emulated: Product, native: Product) -> Iterator[dict[str, Any]]:
-    """Yield for each kind of data the errors of both products, and which requirements the emulated one meets."""
+    """Yield for each kind of data the errors of both products, and which requirements are met."""
     rows = np.unique(np.linspace(0, size.m - 1, size.rows).astype(int))
     for name, a, b in panels(size, dtype):
         wanted = reference(a[rows], b)

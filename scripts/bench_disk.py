@@ -45,7 +45,7 @@ from oocgemm.planning.units import format_size
 
 
 def in_core_seconds(m: int, n: int, k: int, times: int, dtype: str = "float64") -> float:
-    """Return the seconds of `times` cuBLAS products (m, n, k) in sequence, with all matrices on the device."""
+    """Return the seconds of `times` cuBLAS products (m, n, k) in sequence, with matrices on the device."""
     a, b = cupy.ones((m, k), dtype), cupy.ones((k, n), dtype)
     rng = cupy.random.default_rng(0)
     for x in (a, b):

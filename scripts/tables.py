@@ -208,7 +208,7 @@ def safeguards() -> list[str]:
 
 
 def diagnosed() -> list[str]:
-    """Return the table of `bench_diagnosis.py`: what limited each run, and what following the advice gained."""
+    """Return the table of `bench_diagnosis.py`: what limited each run, and what the advice gained."""
     rows = []
     for made_for, case in load("bench_diagnosis.json").items():
         gains = [f"{x:.0%}" if x is not None else "no gain" for x in (case["promised"], case["gained"])]

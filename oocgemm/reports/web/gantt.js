@@ -141,7 +141,7 @@ class Gantt {
     return low;
   }
 
-  // Opacity: B is lighter than A, and the multiplications of every other tile are lighter.
+  // Returns the opacity of span i. B and C are lighter than A, and every other tile's multiplications are lighter.
   shade(i) {
     const { operand, kind, tile } = this.run.spans;
     if (this.run.kinds[kind[i]] === "multiply") return tile[i] % 2 ? 0.78 : 1;
