@@ -25,10 +25,8 @@ def _wheel(*parts: str) -> Path:
 
 @cache
 def _library() -> ctypes.CDLL:
-    ctypes.CDLL(
-        str(_wheel("lib", "libnvrtc-builtins.so.13.0"))
-        # load it first: NVRTC would search it only on the system's path
-    )
+    # NVRTC would search this library only on the system's path, so load it first.
+    ctypes.CDLL(str(_wheel("lib", "libnvrtc-builtins.so.13.0")))
     return ctypes.CDLL(str(_wheel("lib", "libnvrtc.so.13")))
 
 
@@ -63,7 +61,10 @@ class Nvrtc:
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What one kernel uses: registers and bytes of local memory per thread, bytes of stack and shared memory."""
+    """What one kernel uses: registers and local memory per thread, stack and shared memory.
+
+    All but registers are in bytes.
+    """
 
     registers: int
     stack: int

@@ -151,8 +151,7 @@ class Device:
         """Put work on a stream.
 
         Raises:
-            MisuseError: the work accesses memory that is not the device's, or that another access may use at the
-                same time.
+            MisuseError: the work accesses memory of the host, or is not ordered with another access.
         """
         seconds = link_bytes / self.link_rate if self.link_rate else 0.0
         with self.lock:
