@@ -110,11 +110,8 @@ def test_the_check_sees_a_spill_and_a_missing_instruction(
         check_code(replace(kernel, instruction="DMMA"), "sm_90a", *variant, tmp_path)
     source = edited_kernels(tmp_path, monkeypatch) / "plain" / "register.cu"
     text = source.read_text(encoding="utf-8")
-    crowded = text.replace(
-        "__launch_bounds__(THREADS, 1)",
-        "__launch_bounds__(THREADS, 32)",
-        # this leaves 32 registers per thread, which are too few
-    )
+    # This leaves 32 registers per thread, which are too few.
+    crowded = text.replace("__launch_bounds__(THREADS, 1)", "__launch_bounds__(THREADS, 32)")
     assert crowded != text
     source.write_text(crowded, encoding="utf-8")
     with pytest.raises(AssertionError, match="spills"):

@@ -1,6 +1,4 @@
-"""The sources of the simpler kernels, compiled by g++ for the CPU, are exact on shapes with all kinds of
-edges.
-"""
+"""The simpler kernels, compiled by g++ for the CPU, are exact on shapes with all kinds of edges."""
 
 import ctypes
 import shutil

@@ -119,10 +119,8 @@ def test_short_segments_are_read_without_readahead(tmp_path: Path, kind: str) ->
     matrix.read((0, 256), (5000, 5256), out)
     read = bytes_from_disk() - before
     np.testing.assert_array_equal(out, values[:, 5000:5256])
-    assert (
-        read <= 16 * out.nbytes
-        # pages around each part are read; readahead would read the whole file, which is 64 times as much
-    )
+    # Whole pages around each part are read. Readahead would read the whole file, 64 times the parts.
+    assert read <= 16 * out.nbytes
 
 
 @LINUX
