@@ -33,8 +33,8 @@ Product = Callable[[Array, Array], tuple[Array, list[str]]]
 Shape = tuple[int, int]
 UNIT = {"float64": 2.0**-53, "float32": 2.0**-24}
 SPREADS = (4, 10, 20, 40, 60)
-# Data in which each large element of A meets a small one of B. The first requirement holds for them, but the
-# second does not: `suffices`, which compares with the error of a native product, assumes independent
+# Data in which each large element of A meets a small one of B. Errors are below the bound of a native
+# product, but they may exceed twice its error: `suffices`, which compares with that, assumes independent
 # elements.
 AGAINST = "sorted against"
 _PART = 64  # columns of A, and rows of B, that the reference multiplies at a time

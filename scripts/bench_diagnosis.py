@@ -130,9 +130,8 @@ def measure(case: Case, folder: Path, rounds: int, backend: str, shrink: int) ->
     usual = {"device_memory": case.device, "host_memory": case.host, "backend": backend} | case.options
 
     def run(settings: dict[str, Any]) -> oocgemm.Result:
-        np.empty(parse_size(case.host), np.uint8)[::4096] = (
-            0  # Fill the memory before the run, so that a virtual machine already has it from its host.
-        )
+        # Write to as much memory as the run needs, so that a virtual machine obtains it before the run.
+        np.empty(parse_size(case.host), np.uint8)[::4096] = 0
         with evicting(folder, case.cold):
             return oocgemm.gemm(a, b, c=c, timeline=folder / "run.jsonl", **settings)
 

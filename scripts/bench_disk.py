@@ -94,7 +94,7 @@ def summary(runs: list[dict[str, Any]], what: str, **more: Any) -> dict[str, Any
         "report": last["report"],
         "samples_seconds": [r["report"]["wall"] for r in runs],
         "process_seconds": [r["process_seconds"] for r in runs],
-        # the time from the start of the process to the first multiplication, plus the time after the run
+        # The time from the start of the process to the first multiplication, plus the time after the run.
         "start_up_seconds": [
             r["process_seconds"] - r["report"]["wall"] + r["report"]["exposed"].get("start-up", 0.0)
             for r in runs

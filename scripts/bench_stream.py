@@ -262,7 +262,7 @@ def peers(a: Any, b: Any, c: Any, dtype: str, repeats: int, samples: dict[str, l
     started = time.perf_counter()
     with pinned(a, b, c):
         pass
-    # time of pinning and unpinning, which is in no other sample
+    # Time of pinning and unpinning, which is in no other sample.
     samples["pinning"] = [time.perf_counter() - started]
     for kind in ("pageable", "pinned"):
         with pinned(a, b, c) if kind == "pinned" else nullcontext():

@@ -96,7 +96,7 @@ class Row:
     oracle: int
     oracle_tiling: dict[str, int]
     misses_least: str  # why the plan moves more than NEAR times the lower bound, empty if it does not
-    # bytes that the operations of the schedule move over the link, None for long schedules
+    # Bytes that the operations of the schedule move over the link, None for long schedules.
     walked: int | None
     planning_seconds: float
     seconds: float  # time of the whole measurement, including the search
@@ -156,7 +156,7 @@ def misses_least(plan: Plan, kind: str, moved: int, found: int, least: int) -> s
     if found <= NEAR * least_bytes(p, device + (host or 0)):
         return "memory set aside"
     panels = found - c_bytes(p)
-    # the bytes of panels are this over the square root of the memory
+    # The bytes of panels are this over the square root of the memory.
     each = 2 * p.m * p.n * p.depth * p.itemsizes["A"] ** 1.5
     if panels <= NEAR * each / sqrt(device + (host or 0)):
         return "the bound's - 2 M - m n"
@@ -273,7 +273,7 @@ def main(output: Path, machines: str, only: str, processes: int) -> None:
         for extents in sizes
         for memories in BUDGETS
         for kind in machines.split(",")
-        # budgets below the memory that is reserved for the host's BLAS are left out
+        # Budgets below the memory that is reserved for the host's BLAS are left out.
         if kind != "unified" or memories[0] >= 256 * MIB
     ]
     cases.sort(key=lambda case: prod(case[1]))

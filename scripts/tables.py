@@ -95,9 +95,9 @@ def results() -> list[str]:
 
 
 def streamed() -> list[str]:
-    """Return tables of `bench_stream.py`, one per product:
+    """Return tables of `bench_stream.py`, one per product.
 
-    T of oocgemm beside cuBLAS on matrices in GPU memory.
+    They show T of oocgemm beside that of cuBLAS on matrices in GPU memory.
     """
     cases = load("bench_stream.json")
     machine = next(iter(cases.values()))["machine"]

@@ -100,7 +100,7 @@ class Disk:
         if os.path.isdir(target):
             found = {entry.name: (entry.inode(), entry.is_dir()) for entry in os.scandir(target)}
             done = act()
-            # an entry that was moved here is no longer in its old folder
+            # An entry that was moved here is no longer in its old folder.
             for other, names in list(self.names.items()):
                 self.names[other] = {name: what for name, what in names.items() if what not in found.values()}
             self.names[status.st_ino] = found

@@ -53,7 +53,7 @@ def test_a_tuning_is_kept_and_chosen_from() -> None:
     square, thin, update = (4096, 4096, 4096), (4096, 100, 4096), (8192, 8192, 512)
     assert known.choice("auto", "float32", "native", square) == (CUBLAS, {})
     assert known.choice("auto", "float32", "native", thin) == ("liang_opt", rung("liang_opt").variants[0])
-    # cuBLAS is chosen, since products of this shape were never measured
+    # cuBLAS is chosen, since products of this shape were never measured.
     assert known.choice("auto", "float32", "native", update) == (CUBLAS, None)
     assert known.choice("auto", "float64", "native", thin) == (CUBLAS, None)
     assert known.choice("auto", "float32", "tf32", thin) == (CUBLAS, None)
@@ -118,7 +118,7 @@ def test_accesses_are_counted_as_by_hand() -> None:
     # conflicts.
     transposed = call(128, 128, 128, "float32", (Op.T, Op.N))
     assert rung("tiled").model(transposed, {"TILE": 32}).bank_conflicts == 0  # type: ignore[misc]
-    # without the extra column, 32 threads access one bank
+    # Without the extra column, 32 threads access one bank.
     assert model.conflicts(4, lambda lane: lane * 32) == 31
     beta = rung("tiled").model(call(128, 128, 128, "float32", beta=1.0), {"TILE": 16})  # type: ignore[misc]
     assert beta.load_sectors - tiled.load_sectors == tiled.store_sectors

@@ -105,7 +105,7 @@ def known(**changes: Any) -> Calibration:
 def test_a_fit_recovers_the_rate_it_was_made_from(peak: float, half_depth: float, depths: set[int]) -> None:
     deepest = max(depths)
     fitted = KernelRate.fitted({r: peak / (1 + half_depth / r) for r in depths})
-    # a fitted peak above four times the fastest measured rate is not believed
+    # A fitted peak above four times the fastest measured rate is not believed.
     believed = half_depth < 3 * deepest
     if believed:
         apart = 1 / min(depths) - 1 / deepest
@@ -487,7 +487,7 @@ def test_the_roofline_shows_what_was_measured(here: Path, tmp_path: Path) -> Non
     (storage,) = found["stores"].values()
     for link, rate in (("disk", "read_cold"), ("page cache", "read")):
         assert f"read, {link} {format_rate(storage[rate])}" in shown
-    # the device is the host, so there is no link to a device
+    # The device is the host, so there is no link to a device.
     assert not any(str(text).startswith("h2d") for text in shown)
 
 

@@ -58,7 +58,7 @@ def test_the_tightest_group_bounds_memory(root: Path, level: str) -> None:
     process(root, "0::/a/b/c\n", V2)
     for folder in ("sys/fs/cgroup/a", "sys/fs/cgroup/a/b", "sys/fs/cgroup/a/b/c"):
         group(root, folder, "max", 90 * MIB)
-    # a group that does not contain the process, so its limit does not count
+    # A group that does not contain the process, so its limit does not count.
     group(root, "sys/fs/cgroup/other", str(MIB), MIB)
     group(root, level, str(100 * MIB), 90 * MIB)
     assert memory.available_memory() == 10 * MIB + CACHE

@@ -186,10 +186,7 @@ def strip(dtype: str) -> Built:
 
 
 def product(dtype: str, first: bool, wrong: int = 0, depth: int = 70) -> Built:
-    """Build a launch that multiplies checksums:
-
-    20 blocks of rows, in strips of 3, by 18 blocks of columns.
-    """
+    """Build a launch that multiplies checksums: 20 blocks of rows, in strips of 3, by 18 columns."""
     rng, down, across, per, strip, cols, pitch = np.random.default_rng(4), 20, 18, 3, 40, 333, 21
     rows, strips = 260, 7
     wide = np.complex128 if DTYPES[dtype].is_complex else np.float64
@@ -280,7 +277,7 @@ def check(case: Case, given: Callable[[int], ctypes.Structure], run: Runs) -> di
             continue
         there = np.isfinite(wanted)
         np.testing.assert_array_equal(np.isfinite(got[name]), there, err_msg=name)
-        # sum of the magnitudes of all terms, to which rounding errors are proportional
+        # Sum of the magnitudes of all terms, to which rounding errors are proportional.
         size = case.sizes.get(name, np.abs(wanted))
         off = np.abs(np.where(there, got[name], 0) - np.where(there, wanted, 0))
         assert (off <= 1e-14 * np.where(np.isfinite(size), size, np.inf)).all(), name

@@ -194,14 +194,14 @@ def test_an_error_in_a_tile_is_put_right(
     if engine == "host" and kind is Kind.UPLOAD:
         pytest.skip("nothing is uploaded where the device is the host")
     monkeypatch.setattr(slot_counts, "STRIP_BYTES", 1)
-    # several strips per tile, of which some are right and are already written
+    # Several strips per tile, of which some are right and are already written.
     monkeypatch.setattr(slot_counts, "STAGED_STRIPS", 4)
     monkeypatch.setattr(slot_counts, "STRIPS", 4)
     monkeypatch.setattr(machine_model, "STRIP_BLOCK", 1)
     a, b, c = operands(dtype)
     expected = reference(1, Op.N, a, Op.N, b, beta, c)
     if dtype == "float16" and change is one_element:
-        # in float16, rounding changes the sums of a block by more than one_element does
+        # In float16, rounding changes the sums of a block by more than one_element does.
         change = one_element_much
     with tampering(change, kind, (1, 1), times=1):
         result = product(engine, a, b, c, beta=beta, tile="80x100x30")

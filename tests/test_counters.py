@@ -64,7 +64,7 @@ def test_counters_of_the_launches_of_a_row_are_summed() -> None:
     blas, grid, tiled = map(counters._summed, dealt)
     assert blas == {
         **{"load_sectors": 30, "store_sectors": 10, "sectors_from_l2": 3, "bank_conflicts": 7 / 34},
-        # the launches had 10% for three quarters of the time, and 50% for the rest
+        # The launches had 10% for three quarters of the time, and 50% for the rest.
         "occupancy": pytest.approx(0.2),
     }
     assert grid == {

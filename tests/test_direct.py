@@ -492,7 +492,7 @@ def test_half_of_the_pages_looked_at_are_enough(
 
     def mincore(address: int, length: int, found: int) -> int:
         asked.append(address)
-        # only the lowest bit says whether the page is cached, the others are undefined
+        # Only the lowest bit says whether the page is cached, the others are undefined.
         ctypes.c_ubyte.from_address(found).value = 0xFE | (len(asked) <= held)
         return 0
 

@@ -106,7 +106,7 @@ def test_residues_are_those_of_the_scaled_integers(multiplier: Any, dtype: str, 
 def test_errors_are_those_of_a_native_product(multiplier: Any, dtype: str, unit: float) -> None:
     rng = np.random.default_rng(3)
     a, b = rng.standard_normal((96, 4096)).astype(dtype), rng.standard_normal((4096, 80)).astype(dtype)
-    # scaling by powers of two, which neither overflows nor underflows
+    # Scaling by powers of two, which neither overflows nor underflows.
     for power in (0, 400 if dtype == "float64" else 40):
         number, got, _ = multiplied(multiplier, np.ldexp(a, power), np.ldexp(b, -power))
         assert number

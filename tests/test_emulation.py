@@ -119,7 +119,7 @@ def test_sums_over_residues_are_exact(number: int) -> None:
         unit = bits & -bits
         total = sum(c * part for c, part in zip(most, parts, strict=False))
         assert total <= 2**53 * unit
-        # the product is exact in float64 without a fused multiply-add
+        # The product is exact in float64 without a fused multiply-add.
         assert quotient * parts[-1] <= 2**53 * unit
         if rank:  # the first difference is below P, so the later ones are sums of fewer units
             assert total + quotient * parts[-1] <= 2**53 * unit
@@ -206,7 +206,7 @@ def test_the_cosine_is_bounded_from_below(a: list[float], b: list[float]) -> Non
     facts = [measure_rows(x, np.zeros(1)) for x in panels]
     x, y = (np.abs(p[0]) for p in panels)
     norms = np.linalg.norm(x) * np.linalg.norm(y)
-    # the second panel in its own order, and in the order that gives the smallest product
+    # The second panel in its own order, and in the order that gives the smallest product.
     for right in (y, np.sort(y)[np.argsort(np.argsort(-x))]):
         assert min_cosine(facts[0].above, facts[1].above, k) <= x @ right / norms * (1 + 1e-8)
     for fact, sizes in zip(facts, (x, y), strict=True):
@@ -349,9 +349,9 @@ def test_emulation_suffices_for_deep_finite_even_panels() -> None:
     assert not suffices(facts(finite=False), good, 1024, u)
     assert not suffices(good, facts(finite=False), 1024, u)
     assert suffices(facts(k=16), facts(k=16), 16, u)
-    # too shallow: the last roundings alone exceed the bound
+    # Too shallow: the last roundings alone exceed the bound.
     assert not suffices(facts(k=15), facts(k=15), 15, u)
-    # too deep: sums in int32 would overflow
+    # Too deep: sums in int32 would overflow.
     assert not suffices(facts(k=1 << 18), facts(k=1 << 18), 1 << 18, u)
     assert not suffices(facts(grain=2.0**-50), good, 1024, u)  # the rounding of elements is too coarse
     assert not suffices(good, facts(grain=2.0**-50), 1024, u)
@@ -435,7 +435,7 @@ def test_zeros_and_lone_elements_are_exact_or_fall_back(dtype: str) -> None:
     assert not product(found, dtype).any()
     some[np.arange(30), rng.integers(0, 50, 30)] = np.exp2(rng.integers(-30, 30, 30))
     some[7] = 0
-    # the one nonzero element of a row may meet an element of b whose bits are all lost
+    # The one nonzero element of a row may meet an element of b whose bits are all lost.
     assert prepared(some, b).number == 0
     exact_b = np.rint(b * 100)
     np.testing.assert_array_equal(product(prepared(some, exact_b), dtype), some @ exact_b)

@@ -21,17 +21,18 @@ Array = NDArray[Any]
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize(
     ("k", "tile"),
-    # k in one step, and k in three steps
+    # k in one step, and k in three steps.
     [(100, "40x33x100"), pytest.param(600, "40x33x200", marks=pytest.mark.slow)],
 )
 def test_no_kind_of_data_has_more_than_a_native_product_s_error(k: int, tile: str, dtype: str) -> None:
-    # checks of the emulated product have the tolerance of a native one
+    # Checks of the emulated product have the tolerance of a native one.
     checked = {"emulated": True, "native": False}
     ways = (accuracy.streamed("host", how, tile=tile, verify=verify) for how, verify in checked.items())
     found = {one["data"]: one for one in judge(Size(40, 33, k, 10), dtype, *ways)}
     assert [name for name, one in found.items() if not one["bounded"]] == []
     assert {name for name, one in found.items() if not one["as_good"]} <= {AGAINST}
-    assert found[AGAINST]["error"] < 4  # the reason is given where AGAINST is defined
+    # Such data may have more than twice the native error, but not far more.
+    assert found[AGAINST]["error"] < 4
     natively = {name for name, one in found.items() if "natively" in str(one["multiplied by"])}
     assert {
         "inf",

@@ -245,7 +245,7 @@ def test_the_thread_that_ends_a_wait_submits_what_is_ready(
         wanted = [o for o in plan.schedule() if o.stream == stream and o.kind not in (Kind.READ, Kind.WRITE)]
         assert [o for o in done if o.stream == stream] == wanted
     assert not names & {f"oocgemm-{lane}-0" for lane in ("h2d", "compute", "d2h")}
-    # the main thread submits nothing, since a signal may interrupt it anywhere
+    # The main thread submits nothing, since a signal may interrupt it anywhere.
     assert threading.main_thread().name not in names
 
 
@@ -255,7 +255,7 @@ def test_an_operation_slow_to_submit_does_not_block_others(monkeypatch: pytest.M
     Here it waits until the Multiply of the previous step has been submitted.
     """
     monkeypatch.setattr(HostSession, "asynchronous", set(ON_DEVICE) - {Kind.PREPARE})
-    # the first Prepare has no Multiply to wait for
+    # The first Prepare has no Multiply to wait for.
     right, multiplied = HostSession.submit, threading.Semaphore(1)
 
     def submit(self: HostSession, operation: Operation, host: Any, tokens: Any) -> Token:

@@ -403,7 +403,7 @@ def test_nothing_new_starts_once_something_has_failed(tmp_path: Path) -> None:
 
 def test_an_interrupt_ends_the_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waiting = Fault(OSError(errno.EIO, "passing"), times=1)
-    # a shell may have started the tests with SIGINT ignored
+    # A shell may have started the tests with SIGINT ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
     try:
@@ -510,7 +510,7 @@ def test_a_device_that_fails_names_the_operation(
     fault = Fault(RuntimeError("cudaErrorLaunchFailure: unspecified launch failure"), first=first)
     with faulty_backend(late, **{operation: fault}), staged():
         said = failure(tmp_path, A)
-    # an asynchronous failure may be noticed first by an operation that waited for the failed one
+    # An asynchronous failure may be noticed first by an operation that waited for the failed one.
     assert late or said.startswith(operation)
     assert "of tile (" in said
     assert "cudaErrorLaunchFailure" in said

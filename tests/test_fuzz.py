@@ -233,7 +233,7 @@ def lines(draw: st.DrawFn) -> list[str]:
         st.sampled_from(["run", "run", "run", "plan", "plan", "report", "calibrate", "info", "", "runs"])
     )
     places = draw(st.lists(st.sampled_from(PLACES), max_size=4))
-    # otherwise hardly any command would get as far as a product
+    # Otherwise hardly any command would get as far as a product.
     if name in ("run", "plan") and draw(st.booleans()):
         places = [
             draw(st.sampled_from(good))
@@ -266,7 +266,7 @@ def lines(draw: st.DrawFn) -> list[str]:
 def test_any_command_line_ends_well(here: Path, words: list[str]) -> None:
     _fresh(here)
     with patch.object(measuring, "measure", side_effect=BackendError("nothing is measured here")):
-        # no operating system passes NUL characters in arguments
+        # No operating system passes NUL characters in arguments.
         ended(*(word.replace("\0", "") for word in words))
 
 
@@ -552,7 +552,7 @@ def test_any_log_ends_well(here: Path, log: list[str], data: st.DataObject) -> N
     ids=str,
 )
 def test_a_header_that_says_nonsense_is_refused(here: Path, log: list[str], damage: dict[str, Any]) -> None:
-    # a fact in the last line replaces the same fact in the first line
+    # A fact in the last line replaces the same fact in the first line.
     ends = (json.dumps(json.loads(line) | damage) for line in (log[0], log[-1]))
     (here / "odd.jsonl").write_text("\n".join([next(ends), *log[1:-1], next(ends)]))
     assert "its header is damaged" in ended("report", "odd.jsonl").err

@@ -54,7 +54,7 @@ def test_any_product_is_that_of_integers(engine: Engine, data: st.DataObject) ->
     )
     if beta == 0:
         c[...] = np.iinfo(out_dtype).max if integer else np.nan
-    # small tiles would take too long on a fake GPU
+    # Small tiles would take too long on a fake GPU.
     extents = st.integers(24 if engine[0] == "fake-cuda" else 1, 75)
     tile = data.draw(st.none() | st.builds("{}x{}x{}".format, *(extents,) * 3))
     fits = not integer or np.abs(expected).max() <= np.iinfo(out_dtype).max
@@ -180,7 +180,7 @@ def test_what_is_said_of_a_fraction_holds_for_any_c() -> None:
     with pytest.raises(InputError) as raised:
         oocgemm.gemm(x, x, np.empty((4, 4)), alpha=0.5, backend="host")
     assert "C is of" not in str(raised.value)
-    # the error says to pass this dtype
+    # The error says to pass this dtype.
     c = oocgemm.gemm(x, x, np.empty((4, 4)), alpha=0.5, out_dtype="float64", backend="host").out
     np.testing.assert_array_equal(c, np.full((4, 4), 2.0))
 
@@ -270,7 +270,7 @@ def test_a_device_sums_in_int32_what_it_holds() -> None:
         planned = oocgemm.plan(operand, operand, backend="cuda", **options).problem
         assert (planned.acc_dtype, planned.c_dtype) == (held, "int32")
         assert planned.finishes == (held == "float64")
-        # with alpha = 2, sums that fit into int32 may have results that do not
+        # With alpha = 2, sums that fit into int32 may have results that do not.
         assert replace(planned, alpha=2).finishes
         assert replace(planned, beta=1).finishes
         assert oocgemm.plan(operand, operand, backend="host", **options).problem.acc_dtype == "float64"

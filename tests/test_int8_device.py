@@ -99,7 +99,7 @@ def int8(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         pytest.skip("there is no g++")
     with fake_cuda(), pytest.MonkeyPatch.context() as patch:
         module = importlib.import_module("oocgemm.backends.cuda.int8")
-        # the fake reads host memory, as the kernels compiled for the CPU do
+        # The fake reads host memory, as the kernels compiled for the CPU do.
         patch.setattr(module.cublas, "gemmEx", gemm_ex)
         patch.setattr(module, "STRIP_ROWS", 4)
         yield SimpleNamespace(module=module, kernels=Processor(tmp_path_factory.mktemp("kernels")))
@@ -171,7 +171,7 @@ def test_a_strip_is_finished_as_on_the_host(int8: Any, sums: Any, c_dtype: str) 
     cases: list[tuple[float, float, int]] = [(1, 0, 0), (-3, 2, 5)]
     cases += [(1, 1, np.iinfo(c_dtype).max), (1, 1, np.iinfo(c_dtype).min)] if integer else [(0.7, -1.3, 5)]
     if c_dtype == "int64":
-        # the result fits into int64, but its sum in float64 may be inexact, so it is refused
+        # The result fits into int64, but its sum in float64 may be inexact, so it is refused.
         cases.append((-1, 1, 2**53))
     ends = []
     for alpha, beta, before in cases:

@@ -87,7 +87,7 @@ def test_every_variant_compiles_without_spills(kernel: Kernel, arch: str, tmp_pa
     wanted = [(kernel.dtypes[0], (Op.N, Op.T), params) for params in kernel.variants]
     if arch == max(kernel.archs):
         default, last = kernel.variants[0], kernel.dtypes[-1]
-        # for real numbers, the conjugate transpose is the transpose
+        # For real numbers, the conjugate transpose is the transpose.
         pairs = OP_PAIRS if DTYPES[last].is_complex else REAL_PAIRS
         wanted += [(dtype, (Op.N, Op.T), default) for dtype in kernel.dtypes[1:]]
         wanted += [(last, ops, default) for ops in pairs if (last, ops, default) not in wanted]
@@ -186,7 +186,7 @@ def test_what_was_compiled_is_kept_until_something_changes(
     compiled(compiler, "naive_grid", "sm_80", ("-DX=2",))
     compiled(compiler, "naive_grid", "sm_90a", ("-DX=1",))
     assert compiler.calls == 3
-    # the source includes naive.cu, which includes scalar.cuh
+    # The source includes naive.cu, which includes scalar.cuh.
     for changed in ("common/scalar.cuh", "plain/naive.cu"):
         path = folder / changed
         path.write_text(path.read_text(encoding="utf-8") + "\n// changed\n", encoding="utf-8")
@@ -255,7 +255,7 @@ def test_kernels_say_what_they_cannot_do() -> None:
     with pytest.raises(InputError, match="at most 524280 rows and C has 524281: use naive_grid"):
         ladder.choose("naive", call(65535 * 8 + 1, 1, 1))
     assert ladder.choose("naive", call(65535 * 8, 1, 1))
-    # the largest m + n for k = 1, since (m + n) k elements of 16 bytes must fit into shared memory
+    # The largest m + n for k = 1, since (m + n) k elements of 16 bytes must fit into shared memory.
     largest = H200.shared_bytes // 16
     assert ladder.choose("single_block", call(largest - 1, 1, 1, "complex128"))
     with pytest.raises(InputError, match=f"op.A. {largest} x 1 and op.B. 1 x 1, {(largest + 1) * 16} bytes"):

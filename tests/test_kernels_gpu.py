@@ -38,7 +38,7 @@ from tests.problems import assert_same, integer_c, integers, reference, stored
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not CUDA, reason="no CUDA device answers"),
-    # a kernel that hangs cannot be interrupted by a signal, so the timeout ends the process
+    # A kernel that hangs cannot be interrupted by a signal, so the timeout ends the process.
     pytest.mark.timeout(60, method="thread"),
 ]
 

@@ -190,7 +190,7 @@ def test_tensorstore_arrays_are_operands(tmp_path: Path) -> None:
     a[...] = A
     assert open_matrix("A", a).layout.read_chunk == (20, 30)
     np.testing.assert_array_equal(multiply(a, B), PRODUCT)
-    # the array's own indices start at 30
+    # The array's own indices start at 30.
     np.testing.assert_array_equal(multiply(a[30:90], B), PRODUCT[30:90])
 
 

@@ -70,7 +70,7 @@ def test_any_block_is_read_and_written_as_numpy_does(
         matrix = open_npy("X", path, writable=True)
         patches.setattr(lines, "SCRATCH_BYTES", draw(st.sampled_from([1 << 8, 1 << 18])))
         patches.setattr(aio, "MAX_READS", draw(st.sampled_from([3, 512])))
-        if draw(st.booleans()):  # as on a system that lacks these calls
+        if draw(st.booleans()):  # as on a system without calls for asynchronous reads
             patches.setattr(aio, "_contexts", [])
             patches.setattr(aio, "_CALLS", {})
         rows, cols = draw_span(data, values.shape[0]), draw_span(data, values.shape[1])

@@ -173,7 +173,7 @@ def test_a_block_not_pinned_soon_is_not_waited_for() -> None:
     a, fake = held(256, KIB), FakePinner()
     fake.allowed.clear()
     pinned = PinnedOperands([a], [], fake.pinner)
-    # all pages before these rows must be pinned first, which takes too long to wait for
+    # All pages before these rows must be pinned first, which takes too long to wait for.
     assert pinned.await_block(a[200:201]) is None
     waiting: list[Any] = []
     thread = threading.Thread(target=lambda: waiting.append(pinned.await_block(a[:8])))
@@ -244,7 +244,7 @@ WIDE = held(32, 64)
         (WIDE.T, 0),
         (WIDE[:, :4].copy(), 4),  # the rows are contiguous
         (WIDE.astype(">f8"), 0),
-        # the address is no multiple of 8
+        # The address is no multiple of 8.
         (np.frombuffer(bytearray(8 * 64 + 1), np.float64, 64, 1).reshape(8, 8), 0),
         (np.broadcast_to(WIDE[:1], (32, 64)), 0),
     ],
@@ -280,7 +280,7 @@ def test_operands_are_pinned_where_copying_would_take_longer() -> None:
     assert locked(cuda, 1024) == {"B"}
     assert locked(cuda, 4096) == {"A"}  # the operands have the same size, and it suffices to pin one of them
     assert locked(replace(cuda, memory=10e9), 4096) == {"A", "B"}
-    # each panel is read only once or twice, so pinning would take longer than copying
+    # Each panel is read only once or twice, so pinning would take longer than copying.
     assert locked(cuda, 1024, n=24576) == set()
     assert locked(replace(cuda, memory=200e9), 1024) == set()
     assert locked(replace(cuda, pin=0.0), 1024) == set()
@@ -491,7 +491,10 @@ GPU: dict[str, Callable[[], tuple[Array, Array, dict[str, Any]]]] = {
 def test_a_gpu_copies_pinned_operands_in_place(
     backend: str, case: str, owned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This includes C. After the run only memory that the caller had pinned is still pinned."""
+    """A, B and C are copied directly.
+
+    After the run only memory that the caller had pinned is still pinned.
+    """
     with running_on(backend) as engine:
         copied_in_place(case, owned, engine, monkeypatch)
 

@@ -109,7 +109,7 @@ def test_a_plan_fits_its_budgets_or_the_error_names_larger_ones(
         assert all(plan.traffic[link] >= plan.least[link] for link in plan.traffic)
     if plan.steps <= 2000:
         verify(plan.schedule(), plan.chunks)
-        # the JSON must be standard, since the HTML report reads it
+        # The JSON must be standard, since the HTML report reads it.
         json.dumps(plan.to_dict(), allow_nan=False)
 
 
@@ -529,7 +529,7 @@ def test_partial_reads_of_raw_chunks_cost_more_the_less_is_read() -> None:
     machine = replace(default_model("cuda", 16), read=16e9, read_scattered=12e9)
     raw = Layout((2048, 2048))
     whole, half, fifth = (machine.store_rate(raw, (4096, width)) for width in (4096, 1024, 400))
-    # whole chunks are as wide as this panel, so whole rows of a chunk are read, however few
+    # Whole chunks are as wide as this panel, so whole rows of a chunk are read, however few.
     assert whole == machine.store_rate(raw, (100, 2048))
     assert whole == pytest.approx(16e9)
     assert half == pytest.approx(12e9)

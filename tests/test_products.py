@@ -49,7 +49,7 @@ def test_any_product_is_exact(engine: Engine, data: st.DataObject) -> None:
     k = data.draw(st.one_of(st.just(0), EXTENTS))
     dtype, op_a, op_b = data.draw(st.sampled_from(ALL_DTYPES)), data.draw(OPS), data.draw(OPS)
     alpha, beta = data.draw(SCALARS), data.draw(SCALARS)
-    # small tiles would take too long on a fake GPU
+    # Small tiles would take too long on a fake GPU.
     extents = st.integers(16 if engine[0] == "fake-cuda" else 1, 45)
     tile = data.draw(st.none() | st.builds("{}x{}x{}".format, *(extents,) * 3))
     seed = data.draw(st.integers(0, 2**32))
@@ -264,7 +264,7 @@ def test_a_fortran_ordered_operand_is_taken_as_a_transpose(op: Any) -> None:
     np.testing.assert_array_equal(result.out, expected)
     assert result.plan.problem.trans_a == {"N": "T", "T": "N", "C": "C"}[op]
     assert oocgemm.plan(a, a.T, backend="host").problem.trans_b == "T"
-    # a single row is in C and in Fortran order
+    # A single row is in C and in Fortran order.
     assert oocgemm.plan(a[:1], a[:1].T, backend="host").problem.trans_b == "N"
 
 
@@ -307,7 +307,7 @@ def test_numpys_own_product_stands_in_for_blas(op_a: Op, op_b: Op, monkeypatch: 
 
 
 def test_the_sum_does_not_depend_on_what_else_is_computed() -> None:
-    """The order of the steps along k depends on the tile's coordinates alone, so equal plans give equal bits."""
+    """The order of steps along k depends on the tile's coordinates alone, so equal plans give equal bits."""
     rng = np.random.default_rng(6)
     a, b = rng.standard_normal((60, 70)), rng.standard_normal((70, 50))
     first = oocgemm.matmul(a, b, tile="20x20x9", backend="host")

@@ -118,7 +118,7 @@ def test_a_run_killed_at_random_gives_the_same_bits(tmp_path: Path, kills: int, 
     found = json.loads(output.read_text())["host"]
     assert found["kills"] >= kills
     assert sum(bool(case["kills"]) for case in found["cases"]) >= 0.8 * cases
-    # few kills do not hit every phase
+    # Few kills do not hit every phase.
     assert {"in a tile", "in a commit"} <= found["phases"].keys() or cases < 10
 
 
@@ -506,7 +506,7 @@ def test_a_tile_whose_commit_raises_is_applied_once(
 @pytest.mark.parametrize("tiles", [0, 2])
 @pytest.mark.parametrize("c", KINDS)
 def test_a_c_that_is_overwritten_in_part_stays_unfinished(here: Path, c: str, tiles: int) -> None:
-    """This includes runs that finish no tile, and later runs that fail before they write."""
+    """C stays marked as unfinished if no tile was finished, and after runs that fail before they write."""
     zarr.create_array("c", data=C, chunks=(4, 4), compressors=None, attributes={"kept": 1})
     np.save("c.npy", C)
     unfinished(c, "--overwrite", tiles=tiles)
@@ -604,7 +604,7 @@ def test_files_put_at_c_by_others_are_kept(here: Path, c: str) -> None:
 
     with patch.object(Journal, "start", late):
         done = run("a", "b", c, *TILE)
-    # a .npy file is renamed into place at the end, so the run fails only then
+    # A .npy file is renamed into place at the end, so the run fails only then.
     assert done.code == (EXIT_USAGE if c == "c" else EXIT_FAILED)
     assert stored(c) == bytes(C.data)
     if c == "c.npy":

@@ -112,7 +112,7 @@ def test_short_multiplications_are_timed_behind_copies(device: Device) -> None:
 def test_more_copies_are_queued_where_one_is_too_short(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # issuing four copies takes as long as three copies of a panel
+    # Issuing four copies takes as long as three copies of a panel.
     monkeypatch.setitem(globals(), "SUBMIT", 3_000_000)
     with bench(device) as held:
         copy = held.download(1)
@@ -121,7 +121,7 @@ def test_more_copies_are_queued_where_one_is_too_short(
 
 
 def test_a_device_that_outruns_the_host_is_refused(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    # longer than the 4 ms of a copy, so that the device is always idle
+    # Longer than the 4 ms of a copy, so that the device is always idle.
     monkeypatch.setitem(globals(), "SUBMIT", 5_000_000)
     with bench(device) as held, pytest.raises(BackendError, match="the device copied 64 panels before"):
         held.seconds(held.download(1))

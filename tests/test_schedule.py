@@ -119,7 +119,7 @@ def test_the_simulator_detects_an_omitted_wait(stride: int) -> None:
 def test_traffic_is_what_the_operations_move(schedule: Schedule) -> None:
     moved = dict.fromkeys(("read", "h2d", "d2h", "write"), 0)
     for operation in schedule:
-        # a Prepare works within the device, so its bytes cross no link
+        # A Prepare works within the device, so its bytes cross no link.
         if operation.bytes and operation.kind is not Kind.PREPARE:
             moved[operation.lane.value] += operation.bytes
     assert schedule.traffic() == moved
@@ -193,10 +193,10 @@ def test_verify_refuses_strips_that_share_a_chunk() -> None:
     ("slots", "first", "between", "last"),
     [
         (Slots(9, 8, drain=8, turn=2), ([8, 9],), ([0, 1], [8, 9]), ([0, 1], [2, 3, 4, 5, 6, 7, 8, 9])),
-        # Between tiles, at most half as many steps run by blocks of rows as there are buffers of B.
+        # With 4 buffers for panels of B, 4 such steps are possible at the end of a run, and 2 between tiles.
         (Slots(6, 4, drain=6), ([8, 9],), ([0, 1], [8, 9]), ([0, 1], [6, 7, 8, 9])),
         (Slots(6, 3, drain=3, turn=5), ([7, 8, 9],), ([0, 1, 2], [7, 8, 9]), ([0, 1, 2], [7, 8, 9])),
-        # two accumulators: a tile is downloaded while the next is multiplied
+        # Two accumulators: a tile is downloaded while the next is multiplied.
         (Slots(6, 4, 2, drain=3, turn=2), (), (), ([7, 8, 9],)),
     ],
 )
@@ -352,7 +352,7 @@ def test_a_walk_is_computed_from_positions(traversal: Traversal, rows: int, cols
 
 
 def peak_of_iterating(cols: int) -> int:
-    """Return the peak memory of iterating over the schedule of a row of tiles, which reuse panels of op(A)."""
+    """Return the peak memory of iterating over the schedule of a row of tiles that reuse panels of op(A)."""
     p = problem(4, 4 * cols, 8)
     grid = TileGrid.of(p, TileShape(4, 4, 1))
     schedule = Schedule(p, grid, walk(Traversal(), *grid.shape), Slots(10, 4, host_a=10, host_b=4))

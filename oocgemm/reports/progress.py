@@ -92,7 +92,7 @@ def _watch(plan: Plan, *, every: float, show: Show) -> Callable[[Span], None]:
             return
         shown = now
         seconds = now - started
-        # writes into the caller's array move no bytes; the downloads before them do
+        # Writes into the caller's array move no bytes; the downloads before them do.
         written = moved["write"] or moved["d2h"]
         done = before + (tiles - before) * written // max(1, plan.traffic["write"])
         links = "".join(f"  {link} {format_rate(size / seconds)}" for link, size in moved.items() if size)

@@ -156,7 +156,7 @@ def _kernel_evidence(timeline: Timeline, figures: Report) -> str:
     text = f"The kernel ran at {format_rate(rate, 'FLOP')}"
     limit, measured = rate_limits(timeline).get(COMPUTE, (0.0, False))
     exact = timeline.header.get("plan", {}).get("problem", {}).get("compute") in ("native", "emulated")
-    # the default machine model has no rates of tf32 and bf16 products to compare with
+    # The default machine model has no rates of tf32 and bf16 products to compare with.
     if limit and (measured or exact):
         known = "calibrated" if measured else "assumed"
         text += f", {format_share(rate / limit)} of the {known} {format_rate(limit, 'FLOP')}"

@@ -113,7 +113,7 @@ def _finish(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
 
 
 def _int8_finish(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
-    """Prepare kernels/integers/int8_finish.cu, which does the same for sums of int8 products."""
+    """Prepare kernels/integers/int8_finish.cu, which applies alpha, beta and the cast to int32 sums."""
     kinds = _LONG, _POINTER, _REAL, _REAL, _POINTER, _POINTER
     elements, source, alpha, beta, result, flag_address = _values(kinds, pointers)
     summed, stored = (numpy_dtype(_DTYPES[macros[name]]) for name in ("OOC_ACCUMULATED", "OOC_STORED"))

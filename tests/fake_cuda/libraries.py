@@ -18,7 +18,7 @@ NOT_SUPPORTED = 15  # the status CUBLAS_STATUS_NOT_SUPPORTED
 
 _DTYPES = {2: "float16", 14: "bfloat16", 0: "float32", 1: "float64", 4: "complex64", 5: "complex128"}
 _DTYPES |= {3: "int8", 10: "int32"}
-# cuBLAS compute type -> the dtypes that C may have
+# cuBLAS compute type -> the dtypes that C may have.
 _COMPUTES = {68: ("float32", "complex64"), 70: ("float64", "complex128"), 72: ("int32",)}
 _COMPUTES |= {75: ("float32", "complex64"), 77: ("float32", "complex64")}
 _INT8_ALIGNMENT = 16
