@@ -47,6 +47,8 @@ BUDGETS = [(128 * MIB, 128 * MIB), (256 * MIB, 2 * GIB), (GIB, GIB), (3 * GIB, 8
 # How the bytes of a plan are counted. Up to MAX_WALKED steps, the operations of the schedule are summed. Up
 # to MAX_COUNTED steps, the loads of panels are counted. For larger plans the planner's formula is used.
 MAX_WALKED, MAX_COUNTED = 3000, 1 << 20
+# A plan is good if it moves at most TARGET times the bytes of the search's plan, and at most NEAR times the
+# lower bound.
 TARGET, NEAR = 1.02, 1.10
 
 

@@ -186,7 +186,7 @@ def strip(dtype: str) -> Built:
 
 
 def product(dtype: str, first: bool, wrong: int = 0, depth: int = 70) -> Built:
-    """Build a launch that multiplies checksums: 20 blocks of rows, in strips of 3, by 18 columns."""
+    """Build a launch that multiplies checksums: 20 by 18 blocks, of which 3 blocks of rows are a strip."""
     rng, down, across, per, strip, cols, pitch = np.random.default_rng(4), 20, 18, 3, 40, 333, 21
     rows, strips = 260, 7
     wide = np.complex128 if DTYPES[dtype].is_complex else np.float64

@@ -475,7 +475,7 @@ def test_subnormal_rows_are_exact_and_lost_bits_are_noticed(dtype: str) -> None:
     b[3, 4] = 0
     assert split(b.T, planes, how, measure_rows(b.T, planes.norms)).exact
     b[:, 4] *= large
-    b[3, 4] = least  # after scaling it is smaller than any number, so it is lost
+    b[3, 4] = least  # after scaling it is too small to be represented
     assert not split(b.T, planes, how, measure_rows(b.T, planes.norms)).exact
 
 

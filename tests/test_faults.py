@@ -852,7 +852,7 @@ def test_a_disk_that_is_read_only_is_refused(disk: tuple[Path, Callable[[], None
 
 @pytest.mark.parametrize("first", range(1, 40, 3))
 def test_a_run_whose_disk_turns_read_only_can_be_resumed(tmp_path: Path, first: int) -> None:
-    """The disk is then read-only for cleaning up, too."""
+    """The disk stays read-only while the failed run cleans up, so that nothing can be deleted."""
     a, b, c = store(tmp_path / "A", "raw"), store(tmp_path / "B", "raw", B), tmp_path / "C"
     fault = Fault(OSError(errno.EROFS, os.strerror(errno.EROFS)), first=first)
 

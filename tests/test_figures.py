@@ -47,7 +47,7 @@ def test_the_figures_of_a_run_worked_out_by_hand() -> None:
     assert figures.compute == pytest.approx(45e-9)
     assert figures.compute_share == pytest.approx(0.45)
     assert figures.copy_overlap == 0  # h2d at 10-14 and 44-50, d2h at 70-80: no copy overlaps compute
-    # Read 0-44 and write 80-90, of which 15-40 overlaps compute.
+    # Storage is busy at 0-44 and 80-90. Compute overlaps it at 15-40.
     assert figures.storage_overlap == pytest.approx(25 / 54)
     assert figures.exposed == {
         "start-up": pytest.approx(1e-9),  # at 14-15 nothing ran

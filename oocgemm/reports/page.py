@@ -28,8 +28,8 @@ def page(runs: Sequence[tuple[str, Timeline]]) -> str:
         "data": _json([run_data(timeline) for _, timeline in runs]),
         "script": "\n".join(_file(name) for name in SCRIPTS),
     }
-    # Each placeholder is searched only in the rest of the template. A run's name that looks like a
-    # placeholder is therefore left alone.
+    # Search placeholders only in the rest of the template. A run's name that looks like a placeholder is then
+    # left alone.
     text = _file("page.html")
     filled = []
     for name, part in parts.items():

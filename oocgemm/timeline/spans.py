@@ -17,8 +17,8 @@ LANES = ("read", "decode", "h2d", "prepare", "compute", "d2h", "encode", "write"
 class Span:
     """One operation of a run, with the times at which it started and ended.
 
-    `start` and `end` are in nanoseconds since `gemm` was called. `waits` is the ids of the operations that
-    had to end before this one could start.
+    `start` and `end` are in nanoseconds since `gemm` was called. `waits` lists the ids of the operations
+    that had to end before this one could start.
     """
 
     id: int
