@@ -1,15 +1,18 @@
 #!/usr/bin/env python
-"""Accuracy of products emulated with int8 products, beside native products, on data chosen to be difficult.
+"""Measure the accuracy of products emulated with int8 products, beside native products, on difficult data.
 
-For each kind of data the script reports the largest error of an element, for the emulated and for the native
-product. Errors are in units of u (|A||B|) of that element, plus the least subnormal number for underflow.
-There are two requirements. No error exceeds k, which is the bound of a native product. No error exceeds twice
-the largest error of the native product, unless it is below 2.
+For each kind of data the script reports the largest error of any element, for the emulated and for the native
+product. The unit of an error is u (|A||B|) of that element, where u is the unit roundoff of the dtype. The
+smallest subnormal number is added to the unit, because results may underflow. There are two requirements:
+
+- No error exceeds k, which is the bound for a native product of depth k.
+- No error of the emulated product exceeds twice the largest error of the native product, unless it is below
+  2.
 
 The data include the scalings that grade a BLAS implementation by Demmel and others (*How to grade the
 accuracy of an implementation of the BLAS*): of rows, of columns, and along k of A by D and of B by 1 / D.
-They do not affect a native product, but they affect fixed-point schemes. The reference is summed in extended
-precision, for some of the rows.
+They do not change the relative errors of a native product, but they do change those of fixed-point schemes.
+The reference is summed in extended precision, for some of the rows.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,11 +33,11 @@ Product = Callable[[Array, Array], tuple[Array, list[str]]]
 Shape = tuple[int, int]
 UNIT = {"float64": 2.0**-53, "float32": 2.0**-24}
 SPREADS = (4, 10, 20, 40, 60)
-# Each large element of A is multiplied by a small one of B. `suffices` assumes independent elements where it
-# compares with the error of a native product. The bound holds for these data too, but twice the native error
-# does not.
+# Data in which each large element of A meets a small one of B. Errors are below the bound of a native
+# product, but they may exceed twice its error: `suffices`, which compares with that, assumes independent
+# elements.
 AGAINST = "sorted against"
-_PART = 64  # depth of the reference's partial sums
+_PART = 64  # columns of A, and rows of B, that the reference multiplies at a time
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,7 @@ def _zeros(rng: np.random.Generator, left: Shape, right: Shape) -> Iterator[tupl
 
 
 def _far(rng: np.random.Generator, left: Shape, right: Shape) -> Iterator[tuple[str, Array, Array]]:
-    """Yield data near the limits of each dtype's range, and beyond them."""
+    """Yield data near the limits of each dtype's range, and data beyond them, which overflow or underflow."""
     a, b = _normal(rng, left, right)
     for dtype, low, far in (("float64", 1060, 996), ("float32", 140, 96)):
         yield f"subnormal in {dtype}", a * 2.0**-low, b * 2.0 ** (low // 2)
@@ -146,7 +149,8 @@ def reference(a: Array, b: Array) -> tuple[Array, Array]:
     assert np.finfo(np.longdouble).nmant >= 63, "this needs a long double of 64 bits"
     wide = np.longdouble
     rows, cols = ~np.isfinite(a).all(axis=1), ~np.isfinite(b).all(axis=0)
-    # Arithmetic on NaN is up to a hundred times slower on some processors, so NaN is set afterwards.
+    # Arithmetic on NaN is up to a hundred times slower on some processors. Therefore the product is computed
+    # without NaN, which is put in afterwards.
     a, b = (np.where(np.isfinite(x), x, 0) for x in (a, b))
     product, size = (np.zeros((a.shape[0], b.shape[1]), wide) for _ in range(2))
     with np.errstate(all="ignore"):
@@ -160,9 +164,9 @@ def reference(a: Array, b: Array) -> tuple[Array, Array]:
 
 
 def error(c: Array, product: Array, size: Array) -> float:
-    """Return the largest error in units of u (|A||B|).
+    """Return the largest error, in units of u (|A||B|), where u is the unit roundoff.
 
-    Infinite if C has an unexpected or a missing Inf or NaN.
+    It is infinite if an Inf or NaN of C is missing or unexpected.
     """
     limits = np.finfo(c.dtype)
     with np.errstate(all="ignore"):
@@ -176,7 +180,10 @@ def error(c: Array, product: Array, size: Array) -> float:
 
 
 def streamed(backend: str, compute: str, **options: Any) -> Product:
-    """Return a function that computes A B with the library; it also returns the kernels that multiplied."""
+    """Return a function that computes A B with the library.
+
+    It returns C and the names of the kernels that ran.
+    """
 
     def multiply(a: Array, b: Array) -> tuple[Array, list[str]]:
         result = oocgemm.gemm(a, b, backend=backend, compute=compute, **options)
@@ -186,7 +193,7 @@ def streamed(backend: str, compute: str, **options: Any) -> Product:
 
 
 def judge(size: Size, dtype: str, emulated: Product, native: Product) -> Iterator[dict[str, Any]]:
-    """Yield for each kind of data both errors, and whether the emulated one meets the requirements."""
+    """Yield for each kind of data the errors of both products, and which requirements are met."""
     rows = np.unique(np.linspace(0, size.m - 1, size.rows).astype(int))
     for name, a, b in panels(size, dtype):
         wanted = reference(a[rows], b)

@@ -2,16 +2,16 @@
 """Products from zarr to zarr in a memory budget: oocgemm, dask, cubed and blosc2 against NumPy in-core.
 
 Each product runs in its own process (`cpu_contenders.py`) on the same arrays on disk. Imports, the start of
-BLAS threads and a small warm-up product are not timed. Contenders take turns: a round runs each of them once,
-and ratios are taken within rounds. Before a cold run the operands' files are evicted from the page cache,
-before a warm one they are read into it. NumPy has its operands in memory and leaves C there. The others write
-C; only oocgemm makes it durable. Memory is sampled from outside, and given relative to the start of the
-product. The script also records how long the cores worked for other processes: discard rounds in which that
-was much.
+BLAS threads and a small warm-up product are not timed. Each round runs every contender once, and ratios
+compare runs of the same round. Before a cold run the files of A and B are evicted from the page cache. Before
+a warm run they are read into it. NumPy has A and B in memory and leaves C there. The other contenders write
+C, and only oocgemm makes C durable. Another process samples the memory, and the figure is the growth since
+the start of the product. The script also records how long the cores worked for other processes: discard
+rounds in which that was much.
 
-Results go to one file with a key per case and BLAS kernel family, so that rounds of different processors stay
-apart. Rounds of later invocations are added. Contenders that are not installed are skipped with a message:
-run scripts/setup bench to install them.
+Results go to one file with a key per case and BLAS kernel family, so that rounds of different processors are
+not mixed. A later invocation adds its rounds to the file. Contenders that are not installed are skipped with
+a message: run scripts/setup bench to install them.
 """
 
 import contextlib
@@ -39,12 +39,12 @@ from oocgemm.machine.info import info
 TOP = Path(__file__).resolve().parent
 PEERS = ("dask", "cubed", "blosc2")
 PACKAGES = ("oocgemm", "numpy", "zarr", *PEERS)
-SAMPLING_SECONDS = 0.2  # sampling itself takes processor time
-Round = dict[str, dict[str, Any]]  # by label (see `label`)
+SAMPLING_SECONDS = 0.2  # interval between two samples of memory; each sample takes processor time
+Round = dict[str, dict[str, Any]]  # the figures of each run of a round, by `label`
 
 
 def label(name: str, cold: bool) -> str:
-    """Return the key of a contender's figures in a round."""
+    """Return the key under which a round stores the figures of a contender."""
     return f"{name}, cold" if cold else name
 
 
@@ -67,7 +67,7 @@ def set_cache(folder: Path, cold: bool) -> None:
 def anonymous_bytes(process: int) -> int:
     """Return the anonymous memory of a process and its children, in bytes."""
     total = 0
-    with contextlib.suppress(OSError):  # it may end at any moment
+    with contextlib.suppress(OSError):  # the process may end at any moment
         lines = Path(f"/proc/{process}/status").read_text().splitlines()
         total = sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
         for task in Path(f"/proc/{process}/task").iterdir():
@@ -76,9 +76,9 @@ def anonymous_bytes(process: int) -> int:
 
 
 def busy_elsewhere(process: int) -> float:
-    """Return the processor seconds of all other processes since boot.
+    """Return the processor time that all other processes have used since boot, in seconds.
 
-    Subtract two calls to get an interval.
+    Subtract two results to get the time used in between.
     """
     ticks = [int(value) for value in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
     user, nice, system, _, _, irq, softirq, steal = ticks[:8]
@@ -97,11 +97,11 @@ def remove(*places: Path) -> None:
 def run(name: str, cold: bool, folder: Path, case: Case, settings: dict[str, str]) -> dict[str, Any]:
     """Run one product of one contender.
 
-    Return its seconds, its peak memory over the start, and its own output.
+    Return its seconds, the growth of its memory in bytes from the start to the peak, and what it printed.
     """
     place = folder.parent / "C"
     leftovers = (place, folder.parent / "cubed")
-    remove(*leftovers)  # of a run that was killed
+    remove(*leftovers)  # files that a killed run has left
     arguments = {"contender": name, "case": asdict(case), "operands": str(folder), "place": str(place)}
     line = [
         sys.executable,
@@ -112,11 +112,11 @@ def run(name: str, cold: bool, folder: Path, case: Case, settings: dict[str, str
     with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdout.readline()  # ready
+        process.stdout.readline()  # wait for "ready"
         set_cache(folder, cold)
         with contextlib.suppress(BrokenPipeError):
             print("go", file=process.stdin, flush=True)
-        process.stdout.readline()  # start
+        process.stdout.readline()  # wait for "start"
         base = peak = anonymous_bytes(process.pid)
         elsewhere = -busy_elsewhere(process.pid)
 
@@ -127,7 +127,7 @@ def run(name: str, cold: bool, folder: Path, case: Case, settings: dict[str, str
 
         sampler = threading.Thread(target=sample)
         sampler.start()
-        process.stdout.readline()  # done
+        process.stdout.readline()  # wait for "done"
         elsewhere += busy_elsewhere(process.pid)
         finished.set()
         sampler.join()
@@ -148,7 +148,7 @@ def spread(values: list[float], digits: str = ".3f") -> str:
 
 
 def summary(rounds: list[Round]) -> Iterator[str]:
-    """Yield a line per contender: seconds, speed relative to in-core within rounds, peak memory."""
+    """Yield a line per contender: seconds, speed relative to in-core in the same rounds, peak memory."""
     for name in LABELS:
         having = [one for one in rounds if name in one]
         if having:
@@ -215,7 +215,8 @@ def main(
     if not chosen:
         return
     states = (False, True) if cold is None else (cold,)
-    # The in-core product reads no files, so the state of the page cache does not matter.
+    # The in-core product reads no files while it is timed, so it runs once and not for each state of the page
+    # cache.
     turns = [(name, state) for name in chosen for state in (states if name != "in-core" else (False,))]
     record = Path(output)
     cases = json.loads(record.read_text())["cases"] if record.exists() else {}
@@ -228,7 +229,7 @@ def main(
         make_operands(folder, case, converted="blosc2" in chosen)
         for number in range(discard + rounds):
             one: Round = {}
-            first = number % len(turns)  # rotate the order of the contenders
+            first = number % len(turns)  # each round starts with another contender
             for name, state in turns[first:] + turns[:first]:
                 found = one[label(name, state)] = run(name, state, folder, case, parsed_settings)
                 which = f"round {number - discard + 1}" if number >= discard else "not counted"

@@ -1,19 +1,19 @@
 #!/usr/bin/env python
-"""Six runs, each bound by a different cause, and the gains of following their advice.
+"""Measure how much six runs, each limited by a different cause, gain from following their advice.
 
-The timeline of each run says what bounds it, what to change, and the predicted gain. The script makes that
-change, runs the product with and without it in turns, and compares the predicted gain with the measured one.
-The cases are:
+The timeline of each run says what limits its speed, what to change, and the predicted gain. The script makes
+that change. It then runs the product with and without the change, alternately, and compares the predicted
+gain with the measured one. The cases are:
 
-- disk       raw chunk files, constantly evicted from the page cache, and read several times
-- decode     zstd chunks, decoded several times
-- pcie       panels kept in host memory and uploaded repeatedly for tiles that are too narrow, chosen by hand
-- kernel     a plain kernel instead of cuBLAS
-- download   a product of little depth with a large C in memory
-- none       a run bound by cuBLAS: no gain may be predicted
+- disk: raw chunk files, read several times, which another process continuously evicts from the page cache.
+- decode: zstd chunks, decoded several times.
+- pcie: tiles that are too narrow, chosen by hand, for which panels are uploaded repeatedly.
+- kernel: a plain kernel instead of cuBLAS.
+- download: a product of little depth, whose large C is in memory.
+- none: a run limited by cuBLAS, for which no gain may be predicted.
 
-The prediction for the kernel uses its calibrated rate: run `oocgemm calibrate` first. Raw samples go to a
-JSON file with a key per case.
+The prediction for the kernel uses its calibrated rate: run `oocgemm calibrate` first. All measured times go
+to a JSON file with a key per case.
 """
 
 import json
@@ -40,15 +40,15 @@ from oocgemm.planning.units import parse_size
 from oocgemm.reports.advice import diagnosis_lines, fit, remedy
 from oocgemm.timeline import diagnose
 
-EVICTION_INTERVAL = 0.02  # seconds
-MAX_GAIN_ERROR = 0.2  # relative error of a predicted gain
+EVICTION_INTERVAL = 0.02  # seconds between two evictions of the files from the page cache
+MAX_GAIN_ERROR = 0.2  # largest relative error of a predicted gain that passes
 
 
 @dataclass(frozen=True)
 class Case:
-    """A product of extents `size` (m, n, k), its budgets, and the causes that may bound it.
+    """A product of extents `size` (m, n, k), its budgets, and the causes that may limit its speed.
 
-    `operands` is "memory", or "raw" or "zstd" for chunk files.
+    `operands` says where A and B are: "memory", or "raw" or "zstd" for chunk files.
     """
 
     size: tuple[int, int, int]
@@ -68,14 +68,15 @@ CASES = {
         (32768, 32768, 12288), "raw", "768MiB", "10GiB", ("h2d",), {"tile": "16384x1024x2048"}, chunk=2048
     ),
     "kernel": Case((16384, 16384, 16384), "memory", "4GiB", "8GiB", ("compute",), {"kernel": "register"}),
-    # C in memory is written by two copies, one after the other.
+    # A C in memory is written by two copies, one after the other, so that more than one cause may be the
+    # largest.
     "download": Case((32768, 32768, 1024), "memory", "2GiB", "256MiB", ("accumulator", "write", "tail")),
     "none": Case((16384, 16384, 98304), "memory", "6GiB", "8GiB", ("compute",)),
 }
 
 
 def operand(folder: Path, name: str, shape: tuple[int, int], kind: str, chunk: int) -> Any:
-    """Create an operand of random integers, which compress well."""
+    """Create an operand of random integers. Unlike random real numbers, they compress well."""
 
     def block(row: int, rows: int) -> Any:
         chance = np.random.default_rng((row, *shape))
@@ -101,7 +102,7 @@ def operand(folder: Path, name: str, shape: tuple[int, int], kind: str, chunk: i
 
 @contextmanager
 def evicting(folder: Path, cold: bool) -> Iterator[None]:
-    """If `cold`, evict all files of a folder from the page cache continuously.
+    """If `cold`, continuously evict all files of a folder from the page cache during the block.
 
     Another process does this, since a thread would compete with the run for the GIL.
     """
@@ -129,9 +130,8 @@ def measure(case: Case, folder: Path, rounds: int, backend: str, shrink: int) ->
     usual = {"device_memory": case.device, "host_memory": case.host, "backend": backend} | case.options
 
     def run(settings: dict[str, Any]) -> oocgemm.Result:
-        np.empty(parse_size(case.host), np.uint8)[::4096] = (
-            0  # make a virtual machine obtain its memory before the run
-        )
+        # Write to as much memory as the run needs, so that a virtual machine obtains it before the run.
+        np.empty(parse_size(case.host), np.uint8)[::4096] = 0
         with evicting(folder, case.cold):
             return oocgemm.gemm(a, b, c=c, timeline=folder / "run.jsonl", **settings)
 
@@ -155,7 +155,7 @@ def measure(case: Case, folder: Path, rounds: int, backend: str, shrink: int) ->
             },
         }
 
-    run(usual)  # warm-up: loads libraries and obtains memory
+    run(usual)  # This warm-up loads libraries and obtains memory, so that the timed runs do not.
     first = summarised(run(usual))
     print(*first["lines"], sep="\n  ", flush=True)
     print("  ", first["plan"], {x: round(lane["busy"], 3) for x, lane in first["lanes"].items()}, flush=True)

@@ -1,20 +1,21 @@
 #!/usr/bin/env python
-"""Products from zarr to zarr on a GPU. The cases are:
+"""Measure products from zarr to zarr on a GPU.
 
-- zarr     24576^3 float64 in 3 GiB, page cache warm, against in-core cuBLAS
-- beyond   32768 x 524288 x 32768 float64 in 8 GiB: operands of 128 GiB each, larger than GPU, host and disk.
-  Their
-           chunk files are hard links to a few dozen distinct files, so that they fit the disk and the page
-           cache
-- emulated-float64, emulated-float32   the same shape in 120 GiB with --compute emulated, against native
-  in-core cuBLAS
-- cold     an I/O-bound product, page cache empty, against reading the operands' files once
-- codecs   zstd and blosc operands, against only decoding them on all cores
-- kernels  a product as in `beyond` with our tensor kernel, and with what `--kernel auto` chooses after
-  `oocgemm tune`,
-           against the same run with cuBLAS
+The cases are:
 
-Each result is checked against cuBLAS. Runs are repeated. Raw samples go to a JSON file with a key per case.
+- zarr: 24576^3 float64 in 3 GiB, with the files in the page cache, against in-core cuBLAS.
+- beyond: 32768 x 524288 x 32768 float64 in 8 GiB. A and B have 128 GiB each, which is more than GPU, host and
+  disk can store. Their chunk files are therefore hard links to a few dozen distinct files, which fit the disk
+  and the page cache.
+- emulated-float64, emulated-float32: the same shape in 120 GiB with --compute emulated, against native
+  in-core cuBLAS.
+- cold: an I/O-bound product with an empty page cache, against reading the files of A and B once.
+- codecs: zstd and blosc operands, against only decoding them on all cores.
+- kernels: a product as in `beyond` with this project's tensor kernel, and with what `--kernel auto` chooses
+  after `oocgemm tune`, against the same run with cuBLAS.
+
+Each result is checked against cuBLAS. Runs are repeated. All measured times go to a JSON file with a key per
+case.
 """
 
 import json
@@ -44,7 +45,7 @@ from oocgemm.planning.units import format_size
 
 
 def in_core_seconds(m: int, n: int, k: int, times: int, dtype: str = "float64") -> float:
-    """Return the seconds of `times` cuBLAS products (m, n, k) in sequence, all matrices on the device."""
+    """Return the seconds of `times` cuBLAS products (m, n, k) in sequence, with matrices on the device."""
     a, b = cupy.ones((m, k), dtype), cupy.ones((k, n), dtype)
     rng = cupy.random.default_rng(0)
     for x in (a, b):
@@ -65,7 +66,7 @@ def in_core_seconds(m: int, n: int, k: int, times: int, dtype: str = "float64") 
 
 
 def run(a: Path, b: Path, c: Path, *options: str, timeline: Path | None = None) -> dict[str, Any]:
-    """Run `oocgemm run` as a process; return its JSON, with the seconds of the whole process."""
+    """Run `oocgemm run` as a process. Return its JSON, with the seconds of the whole process added."""
     shutil.rmtree(c, ignore_errors=True)
     command = [sys.executable, "-m", "oocgemm", "run", str(a), str(b), str(c), "--json", "--backend", "cuda"]
     command += [*options, *(["--timeline", str(timeline)] if timeline else [])]
@@ -93,7 +94,7 @@ def summary(runs: list[dict[str, Any]], what: str, **more: Any) -> dict[str, Any
         "report": last["report"],
         "samples_seconds": [r["report"]["wall"] for r in runs],
         "process_seconds": [r["process_seconds"] for r in runs],
-        # From the start of the process to the first multiplication, plus the time after the run.
+        # The time from the start of the process to the first multiplication, plus the time after the run.
         "start_up_seconds": [
             r["process_seconds"] - r["report"]["wall"] + r["report"]["exposed"].get("start-up", 0.0)
             for r in runs
@@ -105,7 +106,7 @@ def summary(runs: list[dict[str, Any]], what: str, **more: Any) -> dict[str, Any
 
 
 def random_zarr(path: Path, shape: tuple[int, int], chunk: int, seed: int, codec: Any = None) -> None:
-    """Create an array of normal random numbers; with a codec they are integers, which compress well."""
+    """Create an array of normal random numbers or, with a codec, of random integers, which compress well."""
     array = zarr.create_array(path, shape=shape, dtype="float64", chunks=(chunk, chunk), compressors=codec)
     rng = np.random.default_rng(seed)
 
@@ -118,7 +119,7 @@ def random_zarr(path: Path, shape: tuple[int, int], chunk: int, seed: int, codec
 
 
 def block_error(a: Path, b: Path, c: Path, chunk: int, at: tuple[int, int]) -> float:
-    """Return the largest |dC| / (k eps |A| |B|) of chunk `at` of C, recomputed from the operands."""
+    """Return the largest |dC| / (k eps |A| |B|) of chunk `at` of C, where dC is the difference to cuBLAS."""
     arrays = {path: zarr.open_array(path, mode="r") for path in (a, b)}
     k = arrays[a].shape[1]
 
@@ -149,7 +150,10 @@ def evict(files: list[Path]) -> None:
 
 
 def disk_seconds(files: list[Path], threads: int) -> float:
-    """Return the seconds of reading files once with O_DIRECT, in pieces of 16 MiB: the limit of the disk."""
+    """Return the seconds of reading files once with O_DIRECT, in pieces of 16 MiB.
+
+    No run can read them faster.
+    """
     import mmap
 
     def read(path: Path) -> None:
@@ -166,7 +170,7 @@ def disk_seconds(files: list[Path], threads: int) -> float:
 
 
 def decode_seconds(*arrays: Path, upload: bool = False) -> float:
-    """Return the seconds of decoding every chunk of arrays once through the stores, on all cores.
+    """Return the seconds of decoding every chunk of arrays once with oocgemm's stores, on all cores.
 
     With `upload` each chunk is also copied to the device, which competes with decoding for host memory.
     """
@@ -178,7 +182,7 @@ def decode_seconds(*arrays: Path, upload: bool = False) -> float:
         for r in range(0, matrix.shape[0], height)
         for s in range(0, matrix.shape[1], width)
     ]
-    # The buffers exceed the processor's caches, as those of a run do.
+    # The buffers are larger than the processor's caches, because those of a run are.
     shape = CORES, 8, height, width
     pinned = cupy.cuda.alloc_pinned_memory(8 * math.prod(shape))
     outs = np.frombuffer(pinned, np.float64, math.prod(shape)).reshape(shape)
@@ -231,7 +235,8 @@ def beyond_case(
     linked_zarr(b, (k, size), 2048, distinct, 2, dtype=dtype)
     budgets = ["--device-memory", memory[0], *(["--host-memory", memory[1]] if memory[1] else [])]
     core, runs = [], []
-    # Warm-up: a virtual machine obtains memory and disk blocks, and kernels are compiled.
+    # This warm-up makes a virtual machine obtain memory and disk blocks, and compiles kernels, so that the
+    # timed runs do not.
     run(a, b, c, *budgets, "--compute", compute, *options)
     for repeat in range(repeats):
         core.append(in_core_seconds(size, size, size // 2, 32, dtype))
@@ -258,7 +263,8 @@ def cold_case(work: Path, repeats: int, size: int, *options: str) -> dict[str, A
         before = disk_seconds(files, 8)
         runs.append(run(a, b, c, "--device-memory", "8GiB", "--host-memory", "8GiB", *options))
         evict(files)
-        # The mean of before and after, since the speed of the disk changes within minutes.
+        # The disk alone is timed before and after the run, and the mean is used, since its speed changes
+        # within minutes.
         alone.append((before + disk_seconds(files, 8)) / 2)
         print(f"disk alone {alone[-1]:.3f} s, {size_read / alone[-1] / 1e9:.2f} GB/s", flush=True)
     error = block_error(a, b, c, 2048, (1, 0))
@@ -312,7 +318,8 @@ def kernels_case(work: Path, repeats: int, size: int, *options: str) -> dict[str
     errors = {}
     for repeat in range(repeats):
         for name, done in runs.items():
-            if name == "auto" and repeat:  # the kernel it chooses is timed by its name
+            # The first run with `auto` shows which kernel it chooses. That kernel is then timed by its name.
+            if name == "auto" and repeat:
                 continue
             done.append(
                 run(a, b, c, "--device-memory", "8GiB", "--host-memory", "24GiB", "--kernel", name, *options)

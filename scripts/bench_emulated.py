@@ -1,4 +1,7 @@
-"""In-core steps emulated with int8 products, against cuBLAS: scripts/results/bench_emulated.json."""
+"""Time in-core steps emulated with int8 products, against cuBLAS.
+
+Writes scripts/results/bench_emulated.json.
+"""
 
 import json
 from collections import defaultdict
@@ -25,7 +28,7 @@ REPEATS = 5
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Return the device time of one call, in seconds."""
+    """Return the time that the device takes for one call of `work`, in seconds."""
     start, end = cupy.cuda.Event(), cupy.cuda.Event()
     start.record()
     work()
@@ -35,7 +38,10 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 class Watched(Kernels):
-    """Kernels that record their device times. `macros`: additional macros of the splitting kernel."""
+    """Kernels that record how long the device takes for each launch.
+
+    `macros` is additional macros for the kernel that splits panels into residues.
+    """
 
     def __init__(self, device: int, *macros: str) -> None:
         super().__init__(device)
@@ -55,7 +61,7 @@ class Watched(Kernels):
         return watched
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds of all launches since the last call, by entry."""
+        """Return the seconds of all launches since the last call, by the name of the kernel."""
         cupy.cuda.get_current_stream().synchronize()
         found = {
             entry: sum(cupy.cuda.get_elapsed_time(*pair) for pair in pairs) / 1e3
@@ -66,15 +72,15 @@ class Watched(Kernels):
 
 
 def measured(multiplier: Multiplier, dtype: str, shape: tuple[int, int, int]) -> dict[str, Any]:
-    """Return the median seconds of native and emulated steps, run in turns, and their ratio.
+    """Return the median seconds of native and of emulated steps, run alternately, and their ratio.
 
-    `unguarded` prepares without counting for the accuracy check. `parts` holds the seconds of each kernel of
-    one step.
+    `unguarded` is the time of a step whose preparation leaves out the accuracy check. `parts` is the seconds
+    of each kernel of one step.
     """
     m, n, k = shape
     most = MODULI_COUNTS[dtype][-1]
     a, b = (cupy.random.standard_normal(s, cupy.float32).astype(dtype) for s in ((m, k), (k, n)))
-    a *= 1 + cupy.random.random(a.shape, cupy.float32) / 3  # all bits of a float64
+    a *= 1 + cupy.random.random(a.shape, cupy.float32) / 3  # make all bits of a float64 random
     c = cupy.zeros((m, n), dtype)
     offsets = plane_offsets(most, m, n, k)
     slot, work = cupy.empty(offsets.end, cupy.int8), cupy.empty(work_bytes(most, m, n), cupy.int8)

@@ -1,9 +1,9 @@
 #!/usr/bin/env python
-"""The cost of a journal, and of checking every tile with it (`--verify`).
+"""Measure what a journal costs, and what checking every tile costs with it (`--verify`).
 
-The same product from zarr to zarr is run without either, with a journal, and with both, in turns. C is
-durable at the end of each run. Without a journal C is written in place and synced as a whole at the end. The
-result is the ratio of T to the run without a journal in the same round; the order alternates.
+The same product from zarr to zarr runs without either, with a journal, and with both, in changing order. C is
+durable at the end of each run. Without a journal, C is written in place and synced once at the end. The
+result is the ratio of T to that of the run without a journal in the same round.
 """
 
 import os
@@ -32,7 +32,7 @@ WAYS = ("plain", "journal", "journal and verify")
 
 
 class WithoutJournal(target.Unjournaled):
-    """An output in local files without a journal."""
+    """An output in local files that is written without a journal."""
 
     def seal(self) -> None:
         matrix: Any = self.matrix
@@ -46,7 +46,10 @@ def without_journal(job: Job) -> target.Target:
 
 
 def make(path: Path, rows: int, cols: int, chunk: int, dtype: str, seed: int) -> None:
-    """Create an array of normal random numbers, drawn for the first rows and shifted for the others."""
+    """Create an array of normal random numbers.
+
+    To save time, only the first rows are drawn; others repeat them, shifted.
+    """
     drawn = np.random.default_rng(seed).standard_normal((chunk, cols)).astype(dtype)
     array = zarr.create_array(path, shape=(rows, cols), chunks=(chunk, chunk), dtype=dtype, compressors=None)
     for row in range(0, rows, chunk):
@@ -54,12 +57,12 @@ def make(path: Path, rows: int, cols: int, chunk: int, dtype: str, seed: int) ->
 
 
 def once(folder: Path, way: str, beta: float, options: dict[str, Any]) -> oocgemm.Result:
-    """Run the product once."""
+    """Run the product in one of three ways: without a journal, with it, or with it and with checks."""
     c = folder / "C.zarr"
     shutil.rmtree(c, ignore_errors=True)
     if beta != 0:
         shutil.copytree(folder / "old.zarr", c)
-    os.sync()  # so that the run does not sync earlier writes
+    os.sync()  # Sync earlier writes now, so that the timed run does not.
     with patch.object(target, "open_target", without_journal if way == "plain" else target.open_target):
         a, b, verify = folder / "A.zarr", folder / "B.zarr", "verify" in way
         return oocgemm.gemm(a, b, c, beta=beta, verify=verify, **options)
@@ -96,7 +99,7 @@ def main(
     work: Path | None,
     output: Path | None,
 ) -> None:
-    """Measure rounds of runs with and without a journal."""
+    """Run rounds of products with and without a journal, and write their times to a file."""
     m, n, k = map(int, size.split("x"))
     options = {"backend": backend, "device_memory": device_memory, "host_memory": host_memory}
     with tempfile.TemporaryDirectory(dir=work) as temporary:
@@ -115,7 +118,7 @@ def main(
                 for way in WAYS if turn % 2 else WAYS[::-1]:
                     result = once(folder, way, beta, options)
                     click.echo(f"round {turn}, beta = {beta:g}: {way} {result.report.wall:.3f} s")
-                    if turn:  # round 0 warms up
+                    if turn:  # round 0 is a warm-up and is not counted
                         samples[beta][way].append(result.report.wall)
     header = result.timeline.header
     for beta, taken in samples.items():

@@ -1,9 +1,9 @@
 #!/usr/bin/env python
-"""The cost of recording the timeline: the same product with and without recording, in turns.
+"""Measure what recording the timeline costs, with the same product run alternately with and without it.
 
-The results are the ratio of T within each pair, the processor time of recording the same spans once more
-relative to T, and the size of the log. The second is an upper bound on the cost, since a thread of its own
-records during a run.
+The script reports three numbers: the ratio of T within each pair of runs, the processor time of recording the
+same spans once more relative to T, and the size of the log. The second is an upper bound on the cost, since a
+separate thread records during a run.
 """
 
 import json
@@ -38,7 +38,7 @@ class Unrecorded(Recorder):
 def seconds(folder: Path, recorded: bool, options: dict[str, Any]) -> tuple[float, Timeline]:
     """Return T of one run in seconds, and its timeline."""
     shutil.rmtree(folder / "C.zarr", ignore_errors=True)
-    os.sync()  # so that the run does not sync earlier writes
+    os.sync()  # Sync earlier writes now, so that the timed run does not.
     log = folder / "run.jsonl" if recorded else None
     with patch.object(recorded_runs, "Recorder", Recorder if recorded else Unrecorded):
         operands = folder / "A.zarr", folder / "B.zarr", folder / "C.zarr"
@@ -47,7 +47,7 @@ def seconds(folder: Path, recorded: bool, options: dict[str, Any]) -> tuple[floa
 
 
 def recording(run: Timeline, path: Path) -> float:
-    """Return the processor time of recording a run again, in seconds."""
+    """Return the processor time of recording the spans of a finished run once more, in seconds."""
     began = time.process_time()
     log = Recorder(run.header, path)
     for span in sorted(run.spans, key=lambda span: span.end):
@@ -73,7 +73,7 @@ def recording(run: Timeline, path: Path) -> float:
 def main(
     size: str, chunk: int, dtype: str, rounds: int, work: Path | None, output: Path | None, **options: Any
 ) -> None:
-    """Measure pairs of runs; the order within a pair alternates."""
+    """Run pairs of products with and without recording, in alternating order, and save their times."""
     m, n, k = map(int, size.split("x"))
     samples: dict[bool, list[float]] = {True: [], False: []}
     with tempfile.TemporaryDirectory(dir=work) as temporary:

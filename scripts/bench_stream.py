@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Products of NumPy arrays in host memory, against in-core cuBLAS and other streaming implementations.
+"""Measure products of NumPy arrays in host memory, against in-core cuBLAS and other ways to stream them.
 
-The contenders take turns: in-core cuBLAS (all matrices on the device), `oocgemm.matmul` (native and
-emulated), cuBLASXt with several block sizes, and a synchronous loop of CuPy calls over the tiles of the same
-plan. oocgemm and cuBLASXt run with pageable arrays and with arrays that were pinned before; that pinning is
-not timed. No budget limits cuBLASXt. Every result is checked against in-core. Raw samples go to a JSON file
-with a key per case; other cases in it are kept.
+Each round runs every contender once: in-core cuBLAS (all matrices on the device), `oocgemm.matmul` (native
+and emulated), cuBLASXt with several block sizes, and a synchronous loop of CuPy calls over the tiles of the
+same plan. oocgemm and cuBLASXt run with pageable arrays, and with arrays that were pinned before. That
+pinning is not timed. No budget limits cuBLASXt. Every result is checked against in-core. All measured times
+go to a JSON file with a key per case. Other cases in the file are kept.
 """
 
 import ctypes
@@ -27,9 +27,9 @@ from oocgemm.planning import Plan
 from oocgemm.timeline import in_place
 
 BLOCKS = (1024, 2048, 4096, 8192, 16384)
-MAX_SLOW_BLOCK = 2048  # blocks up to this size are slow, and run once
-# Names of samples, and their compute mode. Those that end in "pinned" use pinned arrays. The last one gives
-# the plan.
+MAX_SLOW_BLOCK = 2048  # cuBLASXt with blocks up to this size is slow, so it runs only once
+# Names of the runs of oocgemm, and the `compute` argument of each. Runs whose name ends in "pinned" use
+# pinned arrays. The loop of CuPy calls uses the plan of the last one.
 OURS = {
     "emulated": "emulated",
     "oocgemm": "native",
@@ -40,7 +40,7 @@ OURS = {
 
 @contextmanager
 def pinned(*arrays: Any) -> Iterator[None]:
-    """Pin arrays, as their owner would, for the duration of the block."""
+    """Pin arrays for the duration of the block, as a caller of the library could."""
     for x in arrays:
         runtime.hostRegister(x.ctypes.data, x.nbytes, 0)
     try:
@@ -60,16 +60,16 @@ def in_core_seconds(a: cupy.ndarray, b: cupy.ndarray, out: cupy.ndarray) -> floa
 
 
 def prefault(size: int = 4 << 30) -> None:
-    """Touch and free memory before a timed run.
+    """Write to memory before a timed run, and free it.
 
-    The memory of a virtual machine grows when it is first touched, at a cost that would be charged to one
-    contender.
+    The memory of a virtual machine grows when a page is first used. Otherwise the first contender would pay
+    for that.
     """
     np.empty(size, np.uint8)[::4096] = 0
 
 
 class CublasXt:
-    """cuBLASXt, called through ctypes in the library that CuPy has loaded."""
+    """cuBLASXt, called with ctypes in the library that CuPy has loaded."""
 
     def __init__(self, dtype: str) -> None:
         with open("/proc/self/maps", encoding="utf-8") as maps:
@@ -83,7 +83,10 @@ class CublasXt:
         self._scalar = {"float32": ctypes.c_float, "float64": ctypes.c_double}[dtype]
 
     def seconds(self, a: Any, b: Any, c: Any, block: int) -> float:
-        """Compute c = a @ b and return the seconds; row-major, so that cuBLASXt sees c^T = b^T a^T."""
+        """Compute c = a @ b and return the seconds.
+
+        The arrays are row-major, so cuBLASXt computes c^T = b^T a^T.
+        """
         self._check(self._library.cublasXtSetBlockDim(self._handle, block))
         one, zero = self._scalar(1), self._scalar(0)
         (m, k), n = a.shape, b.shape[1]
@@ -109,7 +112,10 @@ class CublasXt:
 
 
 def loop_seconds(a: Any, b: Any, c: Any, plan: Plan) -> float:
-    """Run a hand-written loop over the tiles of the plan: copy a pair of panels, multiply, wait."""
+    """Run a plain loop over the tiles of the plan, and return its seconds.
+
+    Each step copies a pair of panels, multiplies them and waits.
+    """
     tile, grid = plan.tile, plan.grid
     started = time.perf_counter()
     for i in range(grid.shape[0]):
@@ -126,7 +132,10 @@ def loop_seconds(a: Any, b: Any, c: Any, plan: Plan) -> float:
 
 
 def worst_error(c: Any, reference: cupy.ndarray, bound: cupy.ndarray) -> float:
-    """Return the largest |dC| / (k eps |A| |B|); NaN counts as infinite."""
+    """Return the largest |dC| / (k eps |A| |B|), where dC is the difference to the reference.
+
+    NaN counts as infinite.
+    """
     worst = 0.0
     for row in range(0, c.shape[0], 4096):
         block = cupy.asarray(c[row : row + 4096])
@@ -241,24 +250,25 @@ def main(
 
 
 def keep(path: Path, case: str, found: dict[str, Any]) -> None:
-    """Add a case to the results file."""
+    """Add the results of a case to the results file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     cases = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps(cases | {case: found}, indent=1) + "\n")
 
 
 def peers(a: Any, b: Any, c: Any, dtype: str, repeats: int, samples: dict[str, list[float]]) -> None:
-    """Add the samples of cuBLASXt, and the time of pinning all arrays."""
+    """Time cuBLASXt and the pinning of all arrays, and add the times to `samples`."""
     xt = CublasXt(dtype)
     started = time.perf_counter()
     with pinned(a, b, c):
         pass
-    samples["pinning"] = [time.perf_counter() - started]  # including unpinning; not part of any other sample
+    # Time of pinning and unpinning, which is in no other sample.
+    samples["pinning"] = [time.perf_counter() - started]
     for kind in ("pageable", "pinned"):
         with pinned(a, b, c) if kind == "pinned" else nullcontext():
             for block in BLOCKS:
                 name = f"xt {block} {kind}"
-                # The very first run loads the library and is not counted.
+                # The first run of all loads the library, so it is repeated and not counted.
                 warm_up = block == BLOCKS[0] and kind == "pageable"
                 times = [
                     xt.seconds(a, b, c, block)

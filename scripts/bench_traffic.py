@@ -1,11 +1,9 @@
 #!/usr/bin/env python
-"""Bytes that plans move, against the lower bound and against the best plan that a search finds.
+"""Compare the bytes that plans move with the lower bound, and with the best plan that a search finds.
 
-Needs no hardware.
-
-The planner minimises time. Here it plans for machines on which one link is slow and everything else is
-practically free, so that it minimises the traffic on that link. The search (`traffic_oracle.py`) uses the
-step depth of the plan.
+The script needs no hardware. The planner minimises time. Here it plans for machines on which one link is slow
+and everything else takes almost no time, so that it minimises the traffic on that link. The search
+(`traffic_oracle.py`) uses panels as deep as those of the plan.
 """
 
 import json
@@ -19,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from traffic_oracle import Case, least_panels
+from traffic_oracle import Case, min_panels
 
 from oocgemm.planning import (
     DTYPES,
@@ -46,14 +44,16 @@ SHAPES = {
     "primes": [(1009, 1013, 1019), (10007, 10009, 10037), (99991, 50021, 30011), (10007, 200003, 5003)],
 }
 BUDGETS = [(128 * MIB, 128 * MIB), (256 * MIB, 2 * GIB), (GIB, GIB), (3 * GIB, 8 * GIB), (8 * GIB, 64 * GIB)]
-# Up to MAX_WALKED steps the operations of the schedule are summed. Up to MAX_COUNTED steps the loads are
-# counted. Larger plans are scored in closed form, as the planner does.
+# How the bytes of a plan are counted. Up to MAX_WALKED steps, the operations of the schedule are summed. Up
+# to MAX_COUNTED steps, the loads of panels are counted. For larger plans the planner's formula is used.
 MAX_WALKED, MAX_COUNTED = 3000, 1 << 20
+# A plan is good if it moves at most TARGET times the bytes of the search's plan, and at most NEAR times the
+# lower bound.
 TARGET, NEAR = 1.02, 1.10
 
 
 def machine(kind: str, p: GemmProblem) -> MachineModel:
-    """Return a machine with one slow link of 1 GB/s."""
+    """Return a machine on which the link `kind` has 1 GB/s and everything else takes almost no time."""
     base = default_model("host" if kind == "unified" else "cuda", 16)
     links = dict.fromkeys(("h2d", "d2h", "read", "read_scattered", "decode", "memory", "write"), FREE)
     if kind == "h2d":
@@ -61,10 +61,10 @@ def machine(kind: str, p: GemmProblem) -> MachineModel:
     else:
         links |= {"read": SLOW, "read_scattered": SLOW}
     free = dict.fromkeys(("copy_latency", "write_latency", "issue", "arena_seconds_per_byte"), 0.0)
-    # A million steps take 1% of the time of the operands' bytes. Otherwise plans of needlessly many steps
-    # would tie.
+    # A million steps take 1% of the time of moving A and B once. If steps took no time, plans of needlessly
+    # many steps would be as good.
     free["step_latency"] = 1e-8 * (p.m + p.n) * p.k * p.itemsizes["A"] / SLOW
-    # Kernels take practically no time, but still prefer their usual depths.
+    # Kernels take almost no time, but still prefer their usual depths.
     kernels = {name: KernelRate(1e22, rate.half_depth) for name, rate in base.kernels.items()}
     return replace(base, name=f"slow {kind}", kernels=kernels, **links, **free)
 
@@ -76,7 +76,7 @@ def problem(m: int, n: int, k: int, dtype: str, beta: float) -> GemmProblem:
 
 @dataclass(frozen=True)
 class Row:
-    """One plan on one link."""
+    """One plan for a machine with one slow link, and the bytes that it moves over that link."""
 
     shape: str
     m: int
@@ -92,15 +92,16 @@ class Row:
     slots: dict[str, Any]
     steps: int
     bytes: int
-    counted: bool  # False: `bytes` is in closed form
-    closed: int  # bytes in closed form
+    counted: bool  # whether the loads were counted; if not, `bytes` is from the planner's formula
+    closed: int  # bytes by the planner's formula
     least: int
     oracle: int
     oracle_tiling: dict[str, int]
-    misses_least: str  # why the plan moves more than NEAR times the lower bound; "" if it does not
-    walked: int | None  # bytes of the schedule's operations on the link, None for long schedules
+    misses_least: str  # why the plan moves more than NEAR times the lower bound, empty if it does not
+    # Bytes that the operations of the schedule move over the link, None for long schedules.
+    walked: int | None
     planning_seconds: float
-    seconds: float  # total, including the search
+    seconds: float  # time of the whole measurement, including the search
 
     @property
     def over_oracle(self) -> float:
@@ -120,27 +121,31 @@ class Row:
 
 
 def c_bytes(p: GemmProblem) -> int:
-    """Return the bytes of C that are loaded."""
+    """Return the bytes of the old C that are loaded."""
     return p.m * p.n * p.itemsizes["C"] if p.reads_c else 0
 
 
 def net(plan: Plan, kind: str) -> tuple[int, int | None]:
-    """Return device and host memory without reserves; host memory is None if it does not relieve the link."""
+    """Return the bytes of device and host memory that panels and tiles can use, without reserves.
+
+    The bytes of host memory are None if host memory cannot reduce the traffic on the link.
+    """
     host = plan.budgets.host - plan.machine.host_reserve if kind == "read" else None
     return plan.budgets.device - plan.machine.device_reserve, host
 
 
 def oracle(plan: Plan, kind: str, moved: int) -> tuple[int, dict[str, int]]:
-    """Return the fewest bytes over the slow link at the plan's depth, and the tiling.
+    """Return the fewest bytes that any tiling moves over the slow link, and that tiling.
 
-    The number of steps is limited to that of the plan, or to so many that steps take 1% of the time of the
-    plan's panels: a plan that moves less but takes longer is no better.
+    Panels are as deep as in the plan. The number of steps is limited to that of the plan, or to so many that
+    they take 1% of the time of moving the plan's panels, if that is more. A plan that moves fewer bytes in
+    more steps takes longer, so it is not better.
     """
     p = plan.problem
     max_steps = max(plan.steps, (moved - c_bytes(p)) / SLOW / plan.machine.step_latency / 100)
     depth = min(plan.tile.k, p.depth)
-    least, how = least_panels(Case(p.m, p.n, p.depth, p.itemsizes["A"], depth, *net(plan, kind), max_steps))
-    return int(least) + c_bytes(p), how
+    fewest, how = min_panels(Case(p.m, p.n, p.depth, p.itemsizes["A"], depth, *net(plan, kind), max_steps))
+    return int(fewest) + c_bytes(p), how
 
 
 def misses_least(plan: Plan, kind: str, moved: int, found: int, least: int) -> str:
@@ -153,7 +158,8 @@ def misses_least(plan: Plan, kind: str, moved: int, found: int, least: int) -> s
     if found <= NEAR * min_bytes(p, device + (host or 0)):
         return "memory set aside"
     panels = found - c_bytes(p)
-    each = 2 * p.m * p.n * p.depth * p.itemsizes["A"] ** 1.5  # over the root of the memory
+    # The bytes of panels are this over the square root of the memory.
+    each = 2 * p.m * p.n * p.depth * p.itemsizes["A"] ** 1.5
     if panels <= NEAR * each / sqrt(device + (host or 0)):
         return "the bound's - 2 M - m n"
     if host is not None and panels <= NEAR * each / sqrt(device):
@@ -162,7 +168,7 @@ def misses_least(plan: Plan, kind: str, moved: int, found: int, least: int) -> s
 
 
 def measure(case: tuple[str, tuple[int, int, int], tuple[int, int], str]) -> list[Row]:
-    """Measure the plans of one product within one pair of budgets, with beta 0 and 1."""
+    """Measure the plans for one product and one pair of budgets, with beta 0 and 1."""
     shape, extents, memories, kind = case
     budgets, link = Budgets(*memories), "h2d" if kind == "h2d" else "read"
     on = machine(kind, problem(*extents, "float64", 0))
@@ -194,7 +200,7 @@ def measure(case: tuple[str, tuple[int, int, int], tuple[int, int], str]) -> lis
 
 
 def summary(rows: list[Row]) -> dict[str, Any]:
-    """Return for each machine the largest and median ratios, and how many rows miss the targets, and why."""
+    """Return for each machine the largest and the median ratio, and why plans miss the targets."""
     by_kind = defaultdict(list)
     for row in rows:
         by_kind[row.machine].append(row)
@@ -223,7 +229,7 @@ def summary(rows: list[Row]) -> dict[str, Any]:
 
 
 def worst(rows: list[Row], count: int = 3) -> list[dict[str, Any]]:
-    """Return the plans of each machine that move most over the oracle."""
+    """Return the plans of each machine that move the most bytes relative to the search."""
     found = []
     for kind in dict.fromkeys(row.machine for row in rows):
         some = [row for row in rows if row.machine == kind]
@@ -256,9 +262,9 @@ def print_rows(rows: list[Row]) -> None:
 @click.option("--only", default="", help="Only these shapes, by name.")
 @click.option("--processes", default=2, show_default=True)
 def main(output: Path, machines: str, only: str, processes: int) -> None:
-    """Plan over a grid of shapes and budgets, small products first.
+    """Plan products over a grid of shapes and budgets, small products first.
 
-    Prints a row for each plan; writes a summary and the worst plans to a JSON file.
+    Prints a row for each plan. Writes a summary and the worst plans to a JSON file.
     """
     started = time.perf_counter()
     print(HEADS)
@@ -269,7 +275,7 @@ def main(output: Path, machines: str, only: str, processes: int) -> None:
         for extents in sizes
         for memories in BUDGETS
         for kind in machines.split(",")
-        # The reserve of the host's BLAS exceeds the smallest budgets.
+        # Budgets below the memory that is reserved for the host's BLAS are left out.
         if kind != "unified" or memories[0] >= 256 * MIB
     ]
     cases.sort(key=lambda case: prod(case[1]))
@@ -279,7 +285,7 @@ def main(output: Path, machines: str, only: str, processes: int) -> None:
         for done, found in enumerate(pool.map(measure, cases), 1):
             print_rows(found)
             rows += found
-            # Written as it grows: the largest cases take the longest.
+            # The file is written after every case, because the last and largest cases take the longest.
             result = grid | {
                 "cases_done": done,
                 "summary": summary(rows),

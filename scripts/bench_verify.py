@@ -1,9 +1,9 @@
 #!/usr/bin/env python
-"""The cost of checking every tile (`--verify`): the same product with and without checks, in turns.
+"""Measure what checking every tile costs (`--verify`), with the same product run with and without checks.
 
-Operands are normal random numbers in memory; `bench_journal.py` measures products from disk, with a journal.
-Ratios are taken within a round; the order alternates. Samples go to a JSON file with a key per case; other
-cases in it are kept.
+A and B are normal random numbers in memory; `bench_journal.py` measures products from disk, with a journal.
+Ratios compare runs of the same round, and the order within a round alternates. All measured times go to a
+JSON file with a key per case. Other cases in the file are kept.
 """
 
 import json
@@ -22,7 +22,10 @@ CHUNK = 1024
 
 
 def filled(rng: np.random.Generator, n: int, dtype: str) -> Any:
-    """Return normal random numbers, drawn for the first rows and shifted for the others."""
+    """Return normal random numbers.
+
+    To save time, only the first rows are drawn; others repeat them, shifted.
+    """
     x, drawn = np.empty((n, n), dtype), rng.standard_normal((CHUNK, n)).astype(dtype)
     for top in range(0, n, CHUNK):
         x[top : top + CHUNK] = np.roll(drawn, top + 1, axis=1)[: n - top]
@@ -55,7 +58,7 @@ def main(
     samples: dict[str, list[float]] = {way: [] for way in ways}
     checks: list[dict[str, Any]] = []
     started = time.monotonic()
-    for turn in range(repeats + 1):  # round 0 warms up
+    for turn in range(repeats + 1):  # round 0 is a warm-up and is not counted
         if turn > 1 and time.monotonic() - started > seconds:
             break
         for way in ways if turn % 2 else ways[::-1]:

@@ -1,14 +1,14 @@
 #!/usr/bin/env python
-"""Check timelines against CUPTI, which times kernels and copies on the device, by way of torch.profiler.
+"""Check timelines against CUPTI, which times kernels and copies on the device.
 
-The operations of a run and the activities that the tracer reports are matched stream by stream, in order. The
-copies of an operation must have exactly its bytes, so that a match cannot be shifted by one. Every operation
-of a compute stream must have the same number of kernels. One clock offset per case is removed: the median of
-all differences. Every other difference counts.
+torch.profiler runs CUPTI. The script matches the operations of a run with the kernels and copies that CUPTI
+reports, stream by stream and in order. The copies of an operation must have exactly its bytes, so that a
+match shifted by one is noticed. Every operation of a compute stream must have the same number of kernels. The
+two clocks differ by a constant, which is estimated as the median of all differences and subtracted.
 
-An operation passes if its start and its end differ from the tracer's by at most 50 us or 2% of its duration.
-The figures of a case, which are shares, pass within 0.02. Failing operations are listed. Occasionally an
-event is recorded about 100 us away from its work, because the recording thread or the device was delayed. One
+An operation passes if its start and its end differ from CUPTI's by at most 50 us or 2% of its duration. The
+figures of a case, which are shares, pass within 0.02. Failing operations are listed. Occasionally an event is
+recorded about 100 us away from its work, because the recording thread or the device was delayed. One
 operation in 200 may therefore fail. If more fail, or a figure fails, the exit code is 1.
 """
 
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 LANES = ("h2d", "d2h", "compute")
 NANOSECONDS, PART = 50_000, 0.02
-MAX_FAILING = 1 / 200  # share of the operations of a case
+MAX_FAILING = 1 / 200  # largest share of the operations of a case that may fail
 FIGURES = ("copy_overlap", "compute_share")
 
 
@@ -45,20 +45,21 @@ class Case:
 
 
 CASES = {
-    # The usual case: steps of milliseconds, and the device is always busy.
+    # The usual case: steps take milliseconds, and the device is always busy.
     "large steps": Case(16384, "float64", {"device_memory": "1GiB"}),
-    # Steps shorter than the time to issue them, so that streams are often idle; C is read too.
+    # Steps are shorter than the time to issue them, so that streams are often idle. The old C is read too.
     "small steps": Case(8192, "float32", {"device_memory": "128MiB", "tile": "2048x2048x256", "beta": 1.0}),
-    # A slow kernel: the run is long enough that the clocks are re-anchored.
+    # The kernel is slow, so that the run is long enough for the device's and the host's clock to be compared
+    # again.
     "seconds": Case(20480, "float64", {"device_memory": "2GiB", "kernel": "naive"}),
 }
 
 
 @dataclass(frozen=True)
 class Activity:
-    """A kernel or copy reported by the tracer.
+    """A kernel or a copy that CUPTI reports.
 
-    Times are in nanoseconds of its clock; `bytes` is 0 for kernels.
+    Times are in nanoseconds of CUPTI's clock. `bytes` is 0 for kernels.
     """
 
     lane: str
@@ -68,8 +69,8 @@ class Activity:
 
 
 def traced(work: Callable[[], T]) -> tuple[T, list[list[Activity]]]:
-    """Run `work`; return its result, and the activities of each stream in order."""
-    from torch.profiler import ProfilerActivity, profile  # here, so that tests need no torch
+    """Run `work`. Return its result, and the kernels and copies of each stream in order."""
+    from torch.profiler import ProfilerActivity, profile  # imported here, so that tests need no torch
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         result = work()
@@ -93,9 +94,9 @@ def traced(work: Callable[[], T]) -> tuple[T, list[list[Activity]]]:
 
 
 def matched(spans: Sequence[Span], streams: Sequence[Sequence[Activity]]) -> dict[int, tuple[int, int]]:
-    """Return the tracer's start and end of each device operation, by id.
+    """Return the start and end that CUPTI reports for each operation on the device, by the operation's id.
 
-    Raises `ValueError` if operations and activities do not match.
+    Raises `ValueError` if the operations do not match what CUPTI reports.
     """
     ours: defaultdict[str, list[Span]] = defaultdict(list)
     for span in sorted(spans, key=lambda s: s.id):
@@ -122,9 +123,9 @@ def matched(spans: Sequence[Span], streams: Sequence[Sequence[Activity]]) -> dic
 
 
 def _paired(spans: Sequence[Span], stream: Sequence[Activity]) -> dict[int, tuple[int, int]] | None:
-    """Return the start of the first and the end of the last activity of each span by id.
+    """Return, by the id of each span, the start of its first and the end of its last kernel or copy.
 
-    Returns None if the activities do not match the spans.
+    Returns None if the kernels and copies of the stream do not match the spans.
     """
     if any(activity.lane != spans[0].lane for activity in stream):
         return None
@@ -146,7 +147,7 @@ def _paired(spans: Sequence[Span], stream: Sequence[Activity]) -> dict[int, tupl
 
 
 def compare(result: oocgemm.Result, streams: Sequence[Sequence[Activity]]) -> dict[str, Any]:
-    """Compare the timeline of a run with the tracer's, and return the differences and whether they pass."""
+    """Compare the timeline of a run with CUPTI's. Return the differences and whether they pass."""
     timeline = result.timeline
     theirs = matched(timeline.spans, streams)
     spans = sorted((s for s in timeline.spans if s.id in theirs), key=lambda s: s.start)
@@ -209,7 +210,10 @@ def compare(result: oocgemm.Result, streams: Sequence[Sequence[Activity]]) -> di
 
 
 def _summary(differences: Sequence[int]) -> dict[str, float]:
-    """Summarise differences in microseconds: the median is signed, the others are absolute."""
+    """Summarise differences in microseconds.
+
+    The median is signed, the other figures are of absolute values.
+    """
     far = sorted(abs(d) for d in differences)
     return {
         "median": median(differences) / 1e3,
@@ -219,13 +223,14 @@ def _summary(differences: Sequence[int]) -> dict[str, float]:
 
 
 def run(case: Case) -> Callable[[], oocgemm.Result]:
-    """Create the operands of a case; return a function that runs its product."""
+    """Create A and B of a case, and return a function that runs the product."""
     import torch
 
     kind = getattr(torch, case.dtype)
     a, b, c = (torch.randn(case.size, case.size, dtype=kind, device="cuda").cpu().numpy() for _ in range(3))
     torch.cuda.empty_cache()
-    # cuBLAS loads its kernels once per process, with activities that belong to no operation.
+    # When first used, cuBLAS loads kernels, which CUPTI reports although they belong to no operation. Load
+    # them now.
     kernel = {name: value for name, value in case.options.items() if name == "kernel"}
     oocgemm.matmul(a[:256, :256], b[:256, :256], backend="cuda", **kernel)
     return lambda: oocgemm.gemm(a, b, c, backend="cuda", host_memory="4GiB", **case.options)
@@ -236,7 +241,7 @@ def run(case: Case) -> Callable[[], oocgemm.Result]:
 def main(output: str) -> None:
     import torch
 
-    traced(lambda: torch.zeros(1, device="cuda"))  # starts the tracer
+    traced(lambda: torch.zeros(1, device="cuda"))  # start CUPTI before the timed run
     found: dict[str, Any] = {
         "tolerance": {"us": NANOSECONDS / 1e3, "part": PART, "odd": MAX_FAILING},
         "cases": {},

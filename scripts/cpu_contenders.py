@@ -1,7 +1,7 @@
 #!/usr/bin/env python
-"""The process of one product of `bench_cpu.py`: prepare, wait for a line on stdin, multiply, check.
+"""The process that `bench_cpu.py` starts for one product: prepare, wait for a line on stdin, multiply, check.
 
-Preparing imports the library, multiplies a small product in the same way and, for NumPy, reads the operands.
+To prepare, it imports the library, multiplies a small product in the same way and, for NumPy, reads A and B.
 The other libraries are used as their documentation says, with blocks as large as the budget allows.
 """
 
@@ -22,13 +22,13 @@ import zarr
 from oocgemm.backends.host.blas import blas_name
 from oocgemm.planning.units import parse_size
 
-SMALL = 512  # side of the warm-up product
+SMALL = 512  # rows and columns of the warm-up product
 CHECKED_ROWS = 4
 
 
 @dataclass(frozen=True)
 class Case:
-    """One product: extents, dtype, side of the stored chunks, and memory budgets."""
+    """One product: extents, dtype, rows and columns of a stored chunk, and memory budgets."""
 
     m: int
     k: int
@@ -43,9 +43,9 @@ class Case:
         return parse_size(self.device) + parse_size(self.host)
 
     def blocks(self, count: int) -> tuple[int, int, int]:
-        """Return block extents (m, k, n) so that `count` blocks fit the budget.
+        """Return block extents (m, k, n) such that `count` blocks fit the budget.
 
-        Each is the largest such divisor of its extent that is a multiple of the chunk.
+        Each extent is the largest such divisor of the matrix's extent that is a multiple of the chunk.
         """
         max_side = int((self.budget / count / np.dtype(self.dtype).itemsize) ** 0.5)
 
@@ -60,7 +60,7 @@ class Case:
 
 @dataclass
 class Job:
-    """The operands and the place of C; the settings of the contender, and its output (`told`)."""
+    """What a contender gets: the paths of A, B and C, and its settings. `told` collects what it reports."""
 
     case: Case
     operands: Path
@@ -85,7 +85,7 @@ class Job:
 
 
 def in_core(job: Job) -> Callable[[], None]:
-    """Multiply with NumPy, operands and result in memory."""
+    """Multiply with NumPy, with A, B and C in memory."""
     a, b = (zarr.open_array(place, mode="r")[:] for place in job.zarrs)
 
     def product() -> None:
@@ -116,8 +116,8 @@ def library(job: Job) -> Callable[[], None]:
 def command(job: Job) -> Callable[[], None]:
     """Multiply with `oocgemm run`, including its start-up.
 
-    The command may use other BLAS kernels than the in-core product: it selects AVX-512 kernels where NumPy's
-    BLAS does not.
+    The command selects AVX-512 kernels where OpenBLAS by itself does not. It may therefore use other BLAS
+    kernels than the in-core product.
     """
     budgets = ("--device-memory", job.case.device, "--host-memory", job.case.host)
     line = ["-m", "oocgemm", "run", *job.zarrs, str(job.place), "--backend", "host", "--quiet", *budgets]
@@ -131,7 +131,7 @@ def command(job: Job) -> Callable[[], None]:
 def dask(job: Job) -> Callable[[], None]:
     """Multiply with dask.array, one block at a time with all BLAS threads.
 
-    `--set dask=threads`: several at once.
+    With `--set dask=threads` it multiplies several blocks at once.
     """
     import dask
     from dask import array
@@ -148,9 +148,9 @@ def dask(job: Job) -> Callable[[], None]:
 
 
 def cubed(job: Job) -> Callable[[], None]:
-    """Multiply with cubed on a local executor.
+    """Multiply with cubed on its local executor.
 
-    `allowed_mem` is the budget, with nothing reserved for Python.
+    `allowed_mem` is the budget. Nothing is reserved for Python.
     """
     import cubed
     from cubed import array_api
@@ -198,7 +198,10 @@ CONTENDERS: dict[str, Callable[[Job], Callable[[], None]]] = {
 
 
 def make_operands(folder: Path, case: Case, converted: bool) -> None:
-    """Create normal random A and B, uncompressed, unless they exist; `converted`: also in blosc2's format."""
+    """Create A and B of normal random numbers, uncompressed, unless they exist.
+
+    With `converted`, also create them in blosc2's format.
+    """
     rng = np.random.default_rng(0)
     for name, shape in (("A", (case.m, case.k)), ("B", (case.k, case.n))):
         bands = [slice(top, min(top + case.chunk, shape[0])) for top in range(0, shape[0], case.chunk)]
@@ -235,15 +238,15 @@ def check(job: Job) -> None:
         wanted += part @ right
         bound += np.abs(part) @ np.abs(right)
     worst = float((np.abs(found - wanted) / bound).max() / (case.k * np.finfo(case.dtype).eps))
-    if not worst <= 1:  # true for NaN, too
+    if not worst <= 1:  # also true if `worst` is NaN
         raise SystemExit(f"the result is wrong: its error is {worst} times the rounding bound")
 
 
 def prefault(case: Case) -> None:
-    """Touch as much memory as C and the budget take, and free it.
+    """Write to as much memory as C and the budget take, and free it.
 
-    A virtual machine may obtain memory from its host on first touch, at seconds per GB. The first contender
-    would pay.
+    A virtual machine may obtain memory from its host when a page is first used, at seconds per GB. Otherwise
+    the first contender would pay for that.
     """
     size = case.m * case.n * np.dtype(case.dtype).itemsize + case.budget
     np.empty(size, np.uint8)[:: mmap.PAGESIZE] = 1

@@ -19,7 +19,7 @@ def make(work: Path, size: int) -> None:
 
 
 def check(work: Path) -> None:
-    """Check that |dC| <= k eps (|A| |B|) for every element; NaN never passes."""
+    """Check that |dC| <= k eps (|A| |B|) for every element, where dC is the error of C. NaN never passes."""
     a, b, c = (zarr.open_array(work / f"{name}.zarr", mode="r") for name in "ABC")
     k = a.shape[1]
     right = np.asarray(b[:])

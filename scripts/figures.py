@@ -1,8 +1,8 @@
 #!/usr/bin/env python
-"""Write the tables, outputs and pictures of the README and the docs from scripts/results/ and from the
-program itself.
+"""Write the generated parts of the README and the docs: tables, outputs of commands, and pictures.
 
-A page names what it shows between two comments, `<!-- begin NAME -->` and `<!-- end NAME -->`.
+They come from scripts/results/ and from the program itself. In a page, a generated part is between two
+comments, `<!-- begin NAME -->` and `<!-- end NAME -->`.
 
 usage: scripts/figures.py [--check]    --check: only say which files are out of date
 """
@@ -33,7 +33,7 @@ BLOCK = re.compile(r"(<!-- begin ([\w-]+) -->\n).*?(<!-- end \2 -->)", re.DOTALL
 
 
 def fenced(show: Callable[[], None]) -> str:
-    """Return what a command prints, in the width of a page."""
+    """Return what a command prints, as a Markdown block of the width of a page."""
     os.environ["COLUMNS"] = "110"
     with redirect_stdout(io.StringIO()) as printed:
         show()
@@ -43,7 +43,7 @@ def fenced(show: Callable[[], None]) -> str:
 
 
 def plan() -> None:
-    """`oocgemm plan` for an H200, which need not be there."""
+    """Return the output of `oocgemm plan` for an H200, which this machine need not have."""
     names = "float64", "float64", "float64", "float64"
     problem, chunks = GemmProblem(32768, 32768, 524288, *names), Layout((2048, 2048))
     layouts = Layouts(chunks, chunks, new_layout("C.zarr", problem, None, None))
@@ -51,7 +51,7 @@ def plan() -> None:
 
 
 def reported() -> None:
-    """`oocgemm report` of the run whose timeline is kept."""
+    """Return the output of `oocgemm report` for the timeline in scripts/results/."""
     timeline = read_log(LOG)
     print_report(report(timeline), timeline, advise=True)
 
@@ -86,12 +86,12 @@ def block(name: str) -> str:
 
 
 def filled(text: str) -> str:
-    """Return a page with its blocks made anew."""
+    """Return a page with its generated parts computed anew."""
     return BLOCK.sub(lambda found: f"{found[1]}{block(found[2])}\n{found[3]}", text)
 
 
 def pages() -> list[Path]:
-    """Return the README and the pages of the docs."""
+    """Return the paths of the README and of the pages of the docs."""
     docs = TOP / "docs"
     return [TOP / "README.md", *sorted(p for p in docs.rglob("*.md") if "_build" not in p.parts)]
 

@@ -1,4 +1,4 @@
-"""Options and functions shared by the scripts: the folder for matrices, and the results file."""
+"""What several scripts use: options, the folder for matrices, and functions that write a results file."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ output = click.option("--output", type=click.Path(path_type=Path), help="JSON to
 
 
 def keep(path: Path | None, key: str, found: dict[str, Any]) -> None:
-    """Add results to a JSON file under a key, with the machine and the versions; other keys are kept."""
+    """Add results to a JSON file under a key, with the machine and the versions. Other keys are kept."""
     if path is not None:
         kept = json.loads(path.read_text()) if path.exists() else {}
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -23,5 +23,5 @@ def keep(path: Path | None, key: str, found: dict[str, Any]) -> None:
 
 
 def here() -> dict[str, Any]:
-    """Return the machine and the versions of this run."""
+    """Return a description of the machine and the versions of the packages."""
     return {"machine": system.machine(), "versions": system.versions()}

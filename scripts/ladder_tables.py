@@ -1,4 +1,4 @@
-"""Markdown tables of the ladder of kernels, from what `oocgemm bench kernels --json` measured."""
+"""Markdown tables about this project's kernels, from what `oocgemm bench kernels --json` measured."""
 
 from typing import Any
 
@@ -6,13 +6,13 @@ from tables import load, table
 
 from oocgemm.machine.measure.bench import AGAINST, BY_NCU, against
 
-Rates = dict[tuple[str, str, str], float]  # flop/s by kernel, parameters and dtype
-# Square products, and updates of a C of 12288 x 12288 (beta = 1) by panels of several depths.
+Rates = dict[tuple[str, str, str], float]  # flop/s, by kernel, parameters and dtype
+# Square products, and products of thin panels that are added to a C of 12288 x 12288 (beta = 1).
 FAST_SHAPES = [[n, n, n] for n in (4096, 8192, 16384)] + [[12288, 12288, k] for k in (512, 1024, 2048)]
 
 
 def _rates() -> tuple[str, list[str], Rates]:
-    """Return the device, the dtypes and the rates of all rungs on square products of 4096."""
+    """Return the device, the dtypes, and the rates of all kernels on square products of 4096."""
     result = load("bench_kernels.json")
     rows = [row for row in result["rows"] if row["shape"] == [4096] * 3]
     rates = {
@@ -23,7 +23,7 @@ def _rates() -> tuple[str, list[str], Rates]:
 
 
 def rungs() -> list[str]:
-    """A column for each dtype."""
+    """Return the table of the rates of all kernels, with a column for each dtype."""
     device, dtypes, rates = _rates()
     rows = []
     for kernel, params in dict.fromkeys((kernel, params) for kernel, params, _ in rates):
@@ -37,7 +37,7 @@ def rungs() -> list[str]:
 
 
 def gains() -> list[str]:
-    """What each idea of the lower rungs gains, with the best parameters of each."""
+    """Return the table of what each optimisation of the simpler kernels gains, with their best parameters."""
     _, dtypes, rates = _rates()
 
     def best(kernel: str, dtype: str, params: str = "") -> float:
@@ -54,7 +54,7 @@ def gains() -> list[str]:
 
 
 def fast() -> list[str]:
-    """The speed of `simt` and `tensor` divided by that of cuBLAS."""
+    """Return the table of the speed of the kernels `simt` and `tensor` divided by that of cuBLAS."""
     results = load("kernels_fast.json")["results"]
     best: dict[tuple[str, str, tuple[int, ...]], dict[str, Any]] = {}
     for row in (row for result in results for row in result["rows"] if row["kernel"] != "cublas"):
@@ -76,7 +76,7 @@ def fast() -> list[str]:
 
 
 def counted() -> list[str]:
-    """What ncu counted, beside the model."""
+    """Return the table of memory accesses that ncu counted, beside the numbers that the model predicts."""
     result = load("bench_kernels_counters.json")
     rows = [
         [row["dtype"], " x ".join(map(str, row["shape"])), f"`{row['kernel']}`", *against(row)]

@@ -1,4 +1,4 @@
-"""Arrays larger than the disk that stores them."""
+"""Create arrays that are larger than the disk that stores them."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -22,9 +22,9 @@ def linked_zarr(
 ) -> None:
     """Create an array whose chunk files are hard links to `distinct` files.
 
-    Chunk (i, j) is number (i * 7 + j * 3) % distinct. With a codec the elements are integers, which compress
-    well. The files are synced to the disk and then read into the page cache, so that the first timed reader
-    is no slower than later ones.
+    Chunk (i, j) is file number (i * 7 + j * 3) % distinct. With a codec the elements are integers, which
+    compress well. The files are synced to the disk and then read into the page cache, so that the first timed
+    run reads as fast as later ones.
     """
     zarr.create_array(path, shape=shape, dtype=dtype, chunks=(chunk, chunk), compressors=codec)
     made = zarr.create_array(

@@ -1,4 +1,4 @@
-"""Markdown tables of the figures in scripts/results/."""
+"""Markdown tables of the measurements in scripts/results/."""
 
 import json
 from collections.abc import Sequence
@@ -8,7 +8,8 @@ from typing import Any
 from oocgemm.timeline.verdict import shares, verdict
 
 RESULTS = Path(__file__).resolve().parent / "results"
-# Why a plan moves more than the lower bound, as scripts/bench_traffic.py names it.
+# The reasons that scripts/bench_traffic.py gives for moving more than the lower bound, and their texts in a
+# table.
 MISSES = {
     "the plan": "the plan is not the best",
     "memory set aside": "memory is reserved for the kernel library",
@@ -44,22 +45,22 @@ def median(values: Sequence[float]) -> float:
 
 
 def seconds(samples: Sequence[float]) -> str:
-    """Return the median, the least and the most, in seconds."""
+    """Return the median, the minimum and the maximum of samples, in seconds."""
     return unbroken(f"{median(samples):.3g} s ({min(samples):.3g}-{max(samples):.3g})")
 
 
 def ratio(samples: Sequence[float]) -> str:
-    """Return the median, the least and the most."""
+    """Return the median, the minimum and the maximum of samples."""
     return unbroken(f"{median(samples):.3f} ({min(samples):.3f}-{max(samples):.3f})")
 
 
 def unbroken(text: str) -> str:
-    """Return the text with spaces and hyphens at which a browser ends no line."""
+    """Return the text with spaces and hyphens at which a browser does not break a line."""
     return text.replace(" ", "\N{NO-BREAK SPACE}").replace("-", "\N{NON-BREAKING HYPHEN}")
 
 
 def results() -> list[str]:
-    """The one table of the README: T of oocgemm, and of others for the same product."""
+    """Return the table of the README: T of oocgemm, and of other programs for the same product."""
     pinned = load("bench_stream.json")["float64 24576"]
     beyond = load("bench_disk.json")["beyond"]
     cores = load("bench_cpu.json")["cases"]["12000x12000x12000 float64 libscipy_openblas64_ (Haswell)"]
@@ -94,7 +95,10 @@ def results() -> list[str]:
 
 
 def streamed() -> list[str]:
-    """`bench_stream.py`: T of oocgemm beside cuBLAS on operands in GPU memory, a table for each product."""
+    """Return tables of `bench_stream.py`, one per product.
+
+    They show T of oocgemm beside that of cuBLAS on matrices in GPU memory.
+    """
     cases = load("bench_stream.json")
     machine = next(iter(cases.values()))["machine"]
     lines = [
@@ -114,7 +118,7 @@ def streamed() -> list[str]:
 
 
 def peers() -> list[str]:
-    """`bench_stream.py`: other ways to multiply arrays in host memory on a GPU, the fastest first."""
+    """Return the table of `bench_stream.py` on other ways to multiply arrays in host memory."""
     lines: list[str] = []
     heads = ["program", "operands", "T", "its T / T of oocgemm, native", "its T / T of oocgemm, emulated"]
     for case in load("bench_stream.json").values():
@@ -132,7 +136,7 @@ def peers() -> list[str]:
 
 
 def from_disk() -> list[str]:
-    """`bench_disk.py`."""
+    """Return the tables of `bench_disk.py`."""
     cases = load("bench_disk.json")
     beside = {
         "over_in_core": ("in_core_seconds", "cuBLAS in-core, same flops", "T / its T"),
@@ -156,7 +160,7 @@ def from_disk() -> list[str]:
 
 
 def on_cores() -> list[str]:
-    """`bench_cpu.py`: a table for each case, a row for each program."""
+    """Return the tables of `bench_cpu.py`, one for each case, with a row for each program."""
     lines: list[str] = []
     for found in load("bench_cpu.json")["cases"].values():
         case, rounds, machine = found["case"], found["rounds"], found["machine"]
@@ -192,7 +196,7 @@ def on_cores() -> list[str]:
 
 
 def safeguards() -> list[str]:
-    """`bench_verify.py` and `bench_journal.py`."""
+    """Return the table of what checks and a journal cost, by `bench_verify.py` and `bench_journal.py`."""
     rows = []
     for case in [*load("bench_verify.json").values(), *load("bench_journal.json").values()]:
         machine = case["machine"]
@@ -204,7 +208,7 @@ def safeguards() -> list[str]:
 
 
 def diagnosed() -> list[str]:
-    """`bench_diagnosis.py`: what bounded each run, and what following the advice gained."""
+    """Return the table of `bench_diagnosis.py`: what limited each run, and what the advice gained."""
     rows = []
     for made_for, case in load("bench_diagnosis.json").items():
         gains = [f"{x:.0%}" if x is not None else "no gain" for x in (case["promised"], case["gained"])]
@@ -217,7 +221,7 @@ def diagnosed() -> list[str]:
 
 
 def traffic() -> list[str]:
-    """`bench_traffic.py`."""
+    """Return the tables of `bench_traffic.py`."""
     found = load("bench_traffic.json")
     counted, closed = found["summary"]["announced"], found["summary"]["announced"]["closed_over_counted"]
     off = max(abs(1 - value) for value in closed.values())
@@ -249,7 +253,7 @@ def traffic() -> list[str]:
 
 
 def recorded() -> list[str]:
-    """`bench_recording.py`."""
+    """Return the table of `bench_recording.py`."""
     rows = []
     for name, case in load("bench_recording.json").items():
         figures = f"{case['log_bytes'] / 1e3:.0f} kB", f"{case['share']:.3%}", ratio(case["ratios"])
@@ -258,7 +262,7 @@ def recorded() -> list[str]:
 
 
 def emulated() -> list[str]:
-    """`bench_emulated.py`: a row for each shape, a column for each dtype."""
+    """Return the table of `bench_emulated.py`, with a row for each shape and a column for each dtype."""
     found = load("bench_emulated.json")
     rates = {(tuple(step["shape"]), step["dtype"]): step for step in found["steps"]}
     dtypes = list(dict.fromkeys(dtype for _, dtype in rates))

@@ -1,12 +1,12 @@
 #!/usr/bin/env python
 """Kill or interrupt real `oocgemm run` processes, resume them, and compare the results bit for bit.
 
-A case is a product with one kind of C: chunk files, compressed, sharded, .npy; new, replaced, or in place
-with beta != 0. Half of the kills are at random instants of a process's life. The others come within two
-milliseconds after a line is added to the journal, when the state of a tile changes, or after the journal is
-created. The state of the journal after each kill is counted. The result is compared with that of an
-undisturbed run of the same plan, and a last --resume must not change it. The exit code is 1 if any result
-differs.
+A case is a product with one kind of C: uncompressed chunk files, compressed ones, sharded ones or .npy, and
+new, replaced, or updated in place with beta != 0. Half of the kills are at random instants of a process's
+life. The others come within two milliseconds after a line is added to the journal, which is when the state of
+a tile changes, or after the journal is created. The script counts the state in which each kill left the
+journal. It compares the result with that of an undisturbed run of the same plan. A last run with --resume
+must not change the result. The exit code is 1 if any result differs.
 
 With --signal SIGINT or SIGTERM all signals are at random instants, and each process must end within
 `MAX_SECONDS_TO_END`.
@@ -39,13 +39,13 @@ from oocgemm.backends.host.blas import CHOICE, better_family
 from oocgemm.jobs import journal
 from oocgemm.planning import default_model
 
-# Chunks and tiles along each extent of a matrix.
+# Number of chunks and of tiles along each extent of a matrix.
 CHUNKS, TILES = 12, 6
 # Longest delay between a change of the journal and the kill that follows it, in seconds.
 JITTER = 0.002
 # After this many kills a case is resumed without further kills.
 MAX_KILLS = 12
-# Longest time from SIGINT or SIGTERM to the end of the process.
+# Longest time that a process may take to end after SIGINT or SIGTERM.
 MAX_SECONDS_TO_END = 2.0
 
 
@@ -81,13 +81,17 @@ CASES = (
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of the processes; it selects the BLAS kernels, so that none restarts itself."""
+    """Return the environment of the processes.
+
+    It selects the BLAS kernels. Otherwise the command would start itself again to select them, and a kill
+    could hit the wrong process.
+    """
     better = better_family()
     return dict(os.environ) | ({CHOICE: better[1]} if better and CHOICE not in os.environ else {})
 
 
 def make(path: Path, extent: int, kind: str, dtype: str, seed: int) -> None:
-    """Create a matrix of noise, for an operand or an existing C."""
+    """Create a matrix of random numbers, for an operand or an existing C."""
     rng = np.random.default_rng(seed)
     noise = rng.standard_normal((extent, extent))
     data = (noise + 1j * rng.standard_normal(noise.shape) if dtype.startswith("complex") else noise).astype(
@@ -103,7 +107,7 @@ def make(path: Path, extent: int, kind: str, dtype: str, seed: int) -> None:
 
 
 def content(path: Path) -> bytes:
-    """Return the bytes of a result; a zarr array must not be marked unfinished."""
+    """Return the bytes of a result. A zarr array must not be marked unfinished."""
     if path.suffix == ".npy":
         return bytes(np.load(path).data)
     array = zarr.open_array(path, mode="r")
@@ -112,13 +116,13 @@ def content(path: Path) -> bytes:
 
 
 class Torture:
-    """One case: its operands, its command, its undisturbed result, and counts of kills."""
+    """One case: its operands, its command, its undisturbed result, and the number of kills."""
 
     def __init__(
         self, case: Case, folder: Path, extent: int, backend: str, rng: random.Random, number: signal.Signals
     ) -> None:
         self.case, self.folder, self.rng, self.signal = case, folder, rng, number
-        self.slowest = 0.0  # seconds from a signal to the end of its process
+        self.slowest = 0.0  # longest time from a signal to the end of its process, in seconds
         self.kills: Counter[str] = Counter()
         self.rounds = 0
         suffix = "npy" if case.kind == "npy" else "zarr"
@@ -174,7 +178,7 @@ class Torture:
         )
 
     def wait(self, process: "subprocess.Popen[str]") -> None:
-        """Wait for a process that must succeed."""
+        """Wait for a process, which must succeed."""
         out, err = process.communicate()
         if process.returncode != 0:
             raise SystemExit(f"{' '.join(process.args)}: exit code {process.returncode}\n{out}{err}")  # type: ignore[arg-type]
@@ -190,7 +194,7 @@ class Torture:
                 raise SystemExit(f"{self.case.name}: --resume changed a complete C")
 
     def once(self, max_kills: int) -> None:
-        """Run to completion, with up to `max_kills` kills."""
+        """Run a product to completion, with up to `max_kills` kills."""
         self.fresh()
         kills = 0
         while True:
@@ -205,15 +209,18 @@ class Torture:
             raise SystemExit(f"{self.case.name}: after {kills} kills C differs from the undisturbed result")
 
     def kill(self, process: "subprocess.Popen[str]") -> bool:
-        """Kill a process at a chosen instant; return False if it had already ended."""
+        """Kill a process at a random instant or after a change of the journal.
+
+        Return False if it ended before.
+        """
         if self.signal is not signal.SIGKILL:
             return self.interrupt(process)
         path, record = self.sidecar / journal.JOURNAL, journal.read(self.sidecar)
         left = 1.0 if record is None else 1 - len(record.done) / tiles_of(record)
         how = self.rng.random()
-        if how < 0.1:  # during start-up
+        if how < 0.1:  # during the start of the process
             delay = self.rng.uniform(0.5, 1) * self.start_up
-        elif how < 0.5:  # during the run
+        elif how < 0.5:  # at a random time of the run
             self.await_change(process, self.sidecar / journal.LOCK)
             delay = self.rng.uniform(0, left * (self.seconds - self.start_up))
         else:
@@ -226,7 +233,7 @@ class Torture:
         return process.returncode < 0
 
     def interrupt(self, process: "subprocess.Popen[str]") -> bool:
-        """Send the signal at a random instant; return False if the process completed C."""
+        """Send the signal at a random instant. Return False if the process completed C before."""
         pause(process, self.rng.uniform(0, self.seconds))
         process.send_signal(self.signal)
         sent = time.monotonic()
@@ -241,7 +248,8 @@ class Torture:
             raise SystemExit(
                 f"{self.case.name}: a process ended {seconds:.2f} s after {self.signal.name}\n{out}{err}"
             )
-        in_start_up = "init_import_site" in err  # Python's own, before any code of ours
+        # The signal came while Python itself was starting, before any code of oocgemm ran.
+        in_start_up = "init_import_site" in err
         if process.returncode not in (0, 128 + self.signal, -self.signal) and not in_start_up:
             raise SystemExit(
                 f"{self.case.name}: exit code {process.returncode} after {self.signal.name}\n{out}{err}"
@@ -255,7 +263,7 @@ class Torture:
             time.sleep(0.0003)
 
     def phase(self) -> str:
-        """Return the phase that the last kill hit, from the state of the journal."""
+        """Return what the last kill interrupted, judged by the state of the journal."""
         record = journal.read(self.sidecar)
         if record is None:
             return "before the journal"
@@ -269,7 +277,7 @@ class Torture:
 
 
 def pause(process: "subprocess.Popen[str]", seconds: float) -> None:
-    """Wait for some seconds, or until the process ends."""
+    """Wait for `seconds`, or until the process ends."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and process.poll() is None:
         time.sleep(min(0.001, max(0, deadline - time.monotonic())))
@@ -281,7 +289,7 @@ def tiles_of(record: journal.Record) -> int:
 
 
 def written(path: Path) -> tuple[int, int]:
-    """Return the size and the modification time of a file, (-1, -1) if there is none."""
+    """Return the size and the modification time of a file, or (-1, -1) if there is none."""
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -318,7 +326,7 @@ def main(
     work: Path | None,
     output: Path | None,
 ) -> None:
-    """Kill runs until there were enough kills, and check their results."""
+    """Run all cases until enough runs were killed, and check their results."""
     size = extent or (480 if backend == "host" else 1536)
     started = time.monotonic()
     cases = [CASES[number] for number in numbers] or list(CASES)

@@ -1,20 +1,23 @@
-"""The fewest bytes that any plan of the scheme moves over a link, found by search without the planner.
+"""Find the fewest bytes that any plan can move over a link, by a search that does not use the planner.
 
-The search covers every integral tiling (every count of tiles down and across; equal tiles dominate), both
-directions of the traversal, bands of every size, and all divisions of the memory left by a tile between
-panels of A and of B. There is one accumulator, and at least two panels of each operand, as deep as those of
-the plan.
+The search covers every integral tiling and both directions of the traversal. The tiles of a tiling have equal
+extents, since that is never worse than unequal ones. A traversal visits bands of tile rows, of every size,
+one after the other. The memory that one tile leaves is divided between panels of A and of B in all ways.
+There is one accumulator, and there are slots for at least two panels of each operand, which are as deep as
+those of the plan.
 
-A tiling is scored by what *no* replacement policy can beat. A traversal in bands of rows uses the panels of
-op(A) of a band once per column, and those of op(B) once per row. With slots for s panels, at most s of the
-panels that a pass uses can be resident when the pass starts. Therefore:
+The score of a tiling is a number of bytes that *no* replacement policy can beat. A traversal in bands of rows
+uses the panels of op(A) of a band once per column of tiles, and those of op(B) once per row of tiles. If
+there are slots for s panels of an operand, at most s of the panels that a pass uses can be in memory when the
+pass starts. Therefore:
 
-- Each pass over a band's A, except the first, finds at most s of its panels.
-- Of a column of B, each tile except the band's first finds at most s panels. The first tiles of all columns
-  of a band together find at most s panels that earlier bands have left.
+- Each pass over a band's panels of A, except the first, finds at most s of them in memory.
+- Each tile of a column of tiles, except the first of a band, finds at most s of its panels of B in memory.
+  The first tiles of all columns of a band together find at most s panels that earlier bands have left.
 
-All other panels must be loaded. Traversals that turn back attain this bound, as tests show by simulating
-Belady's replacement. Where a band is one row, the result is therefore exact and not only a lower bound.
+All other panels must be loaded. Traversals that alternate their direction attain this bound, as tests show by
+simulating Belady's replacement policy. If a band is one row, the result is therefore exact and not only a
+lower bound.
 """
 
 from dataclasses import dataclass, replace
@@ -30,8 +33,8 @@ Floats = NDArray[np.float64]
 class Case:
     """A product (m, n, k) with panels `depth` deep.
 
-    `itemsize`, `device` and `host` are in bytes; the memories exclude reserves. Tilings of more than
-    `max_steps` steps are left out.
+    `itemsize`, `device` and `host` are in bytes. `device` and `host` are the memory that panels and tiles can
+    use, without reserves. Tilings of more than `max_steps` steps are left out.
     """
 
     m: int
@@ -40,7 +43,8 @@ class Case:
     itemsize: int
     depth: int
     device: int
-    host: int | None = None  # None for the link to the device, which host memory does not relieve
+    # None for the link to the device, on which host memory does not reduce the traffic
+    host: int | None = None
     max_steps: float = float("inf")
 
     @property
@@ -50,13 +54,13 @@ class Case:
 
 
 def extents(extent: int) -> NDArray[np.int64]:
-    """Return the tile extents for every count of equal tiles, in descending order."""
+    """Return the extents of the tiles for every number of equal tiles, in descending order."""
     counts = np.arange(1, extent + 1)
     return np.unique(-(-extent // counts))[::-1]
 
 
-def least_panels(case: Case) -> tuple[float, dict[str, int]]:
-    """Return the fewest bytes of panels over the link, and the tiling that attains them."""
+def min_panels(case: Case) -> tuple[float, dict[str, int]]:
+    """Return the fewest bytes of panels that must cross the link, and the tiling that attains them."""
     best, how = float("inf"), {}
     for axis, c in enumerate((case, case.flipped)):
         found, tile_m, tile_n, band = _by_rows(c, best)
@@ -72,12 +76,15 @@ def least_panels(case: Case) -> tuple[float, dict[str, int]]:
 
 
 def _by_rows(c: Case, best: float) -> tuple[float, int, int, int]:
-    """Return the best traversal in bands of rows, if it moves fewer bytes than `best`."""
+    """Return the best traversal in bands of rows, as (bytes, tile.m, tile.n, rows of tiles per band).
+
+    If none moves fewer bytes than `best`, return (best, 0, 0, 0).
+    """
     tile_n = extents(c.n)
     across = -(-c.n // tile_n)
     tile_ms = extents(c.m)
     found = best, 0, 0, 0
-    # A coarse subset first: its result prunes most of the other tilings.
+    # A coarse subset of the tilings comes first: its best result rules out most of the others.
     coarse = tile_ms[:: max(1, len(tile_ms) // 32)]
     for banded, some in ((False, coarse), (False, tile_ms), (True, coarse), (True, tile_ms)):
         for tile_m in map(int, some):
@@ -93,17 +100,17 @@ def _by_rows(c: Case, best: float) -> tuple[float, int, int, int]:
             at, band = fits[at], bands[at_band]
             host = None if host_free is None else host_free[at]
             moved = _loads(c, tile_m, tile_n[at], across[at], band, free[at], host)
-            least = int(np.argmin(moved))
-            if moved[least] < found[0]:
-                found = float(moved[least]), tile_m, int(tile_n[at[least]]), int(band[least])
+            best_at = int(np.argmin(moved))
+            if moved[best_at] < found[0]:
+                found = float(moved[best_at]), tile_m, int(tile_n[at[best_at]]), int(band[best_at])
     return found
 
 
 def _free(c: Case, tile_m: Any, tile_n: Any) -> tuple[Any, Any]:
-    """Return the bytes left on each tier.
+    """Return the bytes that the smallest set of slots leaves on the device and on the host.
 
-    The device has one tile and two panels of each operand; the host has one panel of each, and a row of the
-    tile.
+    This set is one tile and two panels of each operand on the device, and one panel of each and one row of
+    the tile on the host.
     """
     pair = c.depth * (tile_m + tile_n) * c.itemsize
     host = None if c.host is None else c.host - pair - tile_n * c.itemsize
@@ -111,13 +118,13 @@ def _free(c: Case, tile_m: Any, tile_n: Any) -> tuple[Any, Any]:
 
 
 def _floor(c: Case, tile_m: int, tile_n: Any, across: Any, band: Any) -> Any:
-    """Return a lower bound: all memory is used for panels, which may be divided arbitrarily."""
+    """Return a lower bound on the bytes, as if all memory stored panels and could be divided arbitrarily."""
     size = c.itemsize
     a, b, down = c.m * c.k * size, c.k * c.n * size, -(-c.m // tile_m)
     bands = -(-down // band)
     memory = c.device - tile_m * tile_n * size + (0 if c.host is None else c.host)
-    # Candidates for residency, each as (bytes, loads saved per byte): a band of A, a column of B, the rest of
-    # B.
+    # What can stay in memory: a band of A, a column of B, or the rest of B. Each is (bytes, loads that one
+    # resident byte saves).
     row = np.minimum(np.minimum(band * tile_m, c.m) * c.k * size, a), (across - 1) * bands
     column = np.minimum(c.k * tile_n * size, b), (down - bands) * across + bands - 1
     whole = np.maximum(0, b - column[0]), bands - 1
@@ -132,26 +139,27 @@ def _floor(c: Case, tile_m: int, tile_n: Any, across: Any, band: Any) -> Any:
 
 
 def _loads(c: Case, tile_m: int, tile_n: Any, across: Any, band: Any, free: Any, host_free: Any) -> Any:
-    """Return the fewest bytes of panels over the link, over all divisions of each tier's free memory."""
-    least: Any = np.inf
+    """Return the fewest bytes of panels over the link, over all divisions of the free memory into slots."""
+    fewest: Any = np.inf
     steps = -(-c.k // c.depth)
     for device in _divisions(c, tile_m, tile_n, across, band, steps, free, 2):
         if host_free is None:
-            least = np.minimum(least, _moved(c, tile_m, tile_n, across, band, *device))
+            fewest = np.minimum(fewest, _moved(c, tile_m, tile_n, across, band, *device))
         else:
             for host in _divisions(c, tile_m, tile_n, across, band, steps, host_free, 1):
                 a, b = (np.maximum(x, y) for x, y in zip(device, host, strict=True))
-                least = np.minimum(least, _moved(c, tile_m, tile_n, across, band, a, b))
-    return least
+                fewest = np.minimum(fewest, _moved(c, tile_m, tile_n, across, band, a, b))
+    return fewest
 
 
 def _divisions(
     c: Case, tile_m: int, tile_n: Any, across: Any, band: Any, steps: int, free: Any, base: int
 ) -> list[tuple[Any, Any]]:
-    """Return divisions of free memory into slots of A and of B.
+    """Return the divisions of free memory into slots of A and of B that can be the best.
 
-    Memory goes to a band of A, a column of B and all of B, in each useful order. Within one of these every
-    slot saves the same, so that no other division saves more, apart from fractions of a slot.
+    Memory goes to a band of A, to a column of B and to all of B, in each order that can be useful. Every slot
+    for the same one of these saves the same number of bytes. No other division therefore saves more, apart
+    from fractions of a slot.
     """
     a_panel, b_panel = tile_m * c.depth * c.itemsize, tile_n * c.depth * c.itemsize
     divisions = []
@@ -162,15 +170,15 @@ def _divisions(
                 more = np.clip(band * steps - a, 0, left // a_panel)
                 a, left = a + more, left - more * a_panel
             else:
-                most = steps if kind == "column" else across * steps
-                more = np.clip(most - b, 0, left // b_panel)
+                wanted = steps if kind == "column" else across * steps
+                more = np.clip(wanted - b, 0, left // b_panel)
                 b, left = b + more, left - more * b_panel
         divisions.append((a, b))
     return divisions
 
 
 def _moved(c: Case, tile_m: int, tile_n: Any, across: Any, band: Any, a_slots: Any, b_slots: Any) -> Any:
-    """Return the bytes loaded with that many slots if every panel that can still be resident is reused."""
+    """Return the bytes loaded with these numbers of slots, if every panel still in memory is reused."""
     size = c.itemsize
     down = -(-c.m // tile_m)
     whole, rest = np.divmod(down, band)

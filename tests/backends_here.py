@@ -1,6 +1,6 @@
-"""The backends that tests run on: host and a fake CUDA device everywhere, cuda where a device answers.
+"""The backends that tests run on.
 
-Tests on cuda are marked gpu.
+The host and a fake CUDA device are everywhere. Tests on cuda run if a device is present, and are marked gpu.
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ CUDA = _cuda_answers()
 
 needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="no CUDA device answers")]
 
-Engine = tuple[str, str]  # a backend of `running_on`, and a kernel
+Engine = tuple[str, str]  # a backend that `running_on` accepts, and a kernel
 
 REAL_BACKENDS = [pytest.param("host"), pytest.param("cuda", marks=needs_gpu)]
 BACKENDS = [*REAL_BACKENDS, pytest.param("fake-cuda")]
@@ -45,10 +45,10 @@ ENGINES = [*REAL_ENGINES, pytest.param(("fake-cuda", "cublas"), id="fake-cuda")]
 
 @contextmanager
 def running_on(engine: Engine | str, *, io_threads: int = 1, seed: int = 0) -> Iterator[dict[str, Any]]:
-    """Prepare a backend of `ENGINES` or `BACKENDS`, and give the options that select it.
+    """Set up a backend of `ENGINES` or `BACKENDS` for the block, and yield the options that select it.
 
-    `io_threads` is for a staged host, `seed` for the order in which streams of a fake device run. What a run
-    leaves on a fake device fails the test.
+    `io_threads` is for the backend "host-staged". `seed` is for "fake-cuda", and draws the order in which its
+    streams run. The test fails if a run leaves memory allocated or pinned on the fake device.
     """
     backend, kernel = (engine, None) if isinstance(engine, str) else engine
     options = {"backend": backend} | ({"kernel": kernel} if kernel else {})
@@ -65,7 +65,7 @@ def running_on(engine: Engine | str, *, io_threads: int = 1, seed: int = 0) -> I
 
 @contextmanager
 def staged(io_threads: int = 1) -> Iterator[None]:
-    """The host backend with host slots and copies to a device, as a GPU has them."""
+    """Make the host backend use host slots and copies to a device, as a GPU does, for the block."""
 
     def model(backend: str, *known: object) -> MachineModel:
         return replace(default_model(backend, 2), unified=False, io_threads=io_threads)

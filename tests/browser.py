@@ -1,5 +1,6 @@
-"""A headless Chromium, driven by its DevTools protocol over a pair of pipes: nothing but the browser is
-needed.
+"""Control a headless Chromium with its DevTools protocol over a pair of pipes.
+
+Needs no package other than the browser.
 """
 
 import base64
@@ -19,7 +20,7 @@ DEADLINE = 60
 
 
 def find_browser() -> str | None:
-    """The path of a Chromium: `$OOCGEMM_BROWSER`, or one of the usual names on the PATH."""
+    """Return the path of a Chromium: `$OOCGEMM_BROWSER`, or one of the usual names on the PATH."""
     given = os.environ.get("OOCGEMM_BROWSER")
     return given or next(filter(None, map(shutil.which, NAMES)), None)
 
@@ -39,7 +40,10 @@ class Page:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """What the browser answers. Raises `RuntimeError` if it refuses."""
+        """Call a method of the protocol and return its result.
+
+        Raises `RuntimeError` if the browser reports an error.
+        """
         self._number += 1
         message: dict[str, Any] = {"id": self._number, "method": method, "params": parameters}
         if self._session:
@@ -63,7 +67,7 @@ class Page:
         return found
 
     def open(self, path: Path, *, width: int = 1440, height: int = 900, theme: str = "light") -> None:
-        """Show a file, and wait until it has been painted."""
+        """Open a file, and wait until the browser has painted it."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -83,9 +87,9 @@ class Page:
         self.call("Emulation.setEmulatedMedia", media="", features=features)
 
     def js(self, expression: str) -> Any:
-        """The value of an expression, a promise being waited for.
+        """Evaluate an expression, wait if it is a promise, and return its value.
 
-        Raises `RuntimeError` for what it throws.
+        Raises `RuntimeError` if the expression throws.
         """
         done = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in done:
@@ -110,24 +114,24 @@ class Page:
         self.mouse("mouseReleased", *end, button="left", clickCount=1)
 
     def screenshot(self, path: Path) -> None:
-        """The whole page as a PNG."""
+        """Save a picture of the whole page as PNG."""
         shot = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(shot["data"]))
 
     def pdf(self) -> bytes:
-        """The page as it is printed."""
+        """Return the page as the PDF that is printed."""
         printed = self.call("Page.printToPDF", printBackground=True, preferCSSPageSize=True)
         return base64.b64decode(printed["data"])
 
 
 @contextmanager
 def browser(program: str) -> Iterator[Page]:
-    """A browser that ends with the block."""
+    """Start a browser, yield its page, and end the browser after the block."""
     to_read, out = os.pipe()
     back, to_write = os.pipe()
     options = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--remote-debugging-pipe")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        # The browser reads commands from descriptor 3 and answers on 4.
+        # The browser reads commands from file descriptor 3 and writes answers to 4.
         shell = f'exec 3<&{to_read} 4>&{to_write}; exec "$0" "$@"'
         process = subprocess.Popen(
             ["bash", "-c", shell, program, *options, f"--user-data-dir={profile}"],

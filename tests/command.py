@@ -16,21 +16,24 @@ from oocgemm.cli import main as cli
 
 @dataclass(frozen=True)
 class Finished:
-    """What a command leaves: its exit code and what it printed."""
+    """The exit code of a command, and what it printed on stdout and stderr."""
 
     code: int
     out: str
     err: str
 
     def json(self) -> dict[str, Any]:
-        """The one JSON object on stdout; anything beside it is an error."""
+        """Return the JSON object on stdout. Raises an error if stdout contains anything else."""
         value = json.loads(self.out)
         assert isinstance(value, dict)
         return value
 
 
 def command(*arguments: str | Path) -> Finished:
-    """`oocgemm ARGUMENTS`, by its entry point in this process. An exception that gets out of it, gets out."""
+    """Run `oocgemm ARGUMENTS` in this process, by its entry point.
+
+    Exceptions of the command are not caught.
+    """
     out, err = io.StringIO(), io.StringIO()
     argv = ["oocgemm", *map(str, arguments)]
     code: object = None
@@ -44,12 +47,12 @@ def command(*arguments: str | Path) -> Finished:
 
 
 def run(*arguments: str | Path) -> Finished:
-    """`oocgemm run` on the host."""
+    """Run `oocgemm run ARGUMENTS` on the host backend."""
     return command("run", "--backend", "host", *arguments)
 
 
 def contents(folder: Path) -> dict[str, object]:
-    """Everything below a folder: bytes of files, targets of links, and which folders there are."""
+    """Return everything below a folder by its path: the bytes of files, the targets of links, and folders."""
     found: dict[str, object] = {}
     for place in sorted(folder.rglob("*")):
         name = str(place.relative_to(folder))
@@ -60,18 +63,18 @@ def contents(folder: Path) -> dict[str, object]:
     return found
 
 
-# Threads of runs that were alive when the current test began: an earlier test leaked them, and has failed for
-# it.
+# Threads of runs that were alive when the current test began. An earlier test leaked them and has failed for
+# that, so that the current test must not fail for them too.
 _leaked: set[threading.Thread] = set()
 
 
 def forget_threads() -> None:
-    """Count only threads of runs that begin from now on."""
+    """From now on, ignore the threads of runs that are alive at this moment."""
     _leaked.update(_alive())
 
 
 def own_threads() -> list[str]:
-    """Names of the live threads of runs that the current test has begun."""
+    """Return the names of the live threads of runs that the current test has started."""
     return [thread.name for thread in _alive() if thread not in _leaked]
 
 

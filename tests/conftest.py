@@ -1,4 +1,4 @@
-"""What holds for every test."""
+"""Options and fixtures of all tests."""
 
 import time
 from collections.abc import Iterator
@@ -8,12 +8,13 @@ from hypothesis import settings
 
 from tests.command import forget_threads, own_threads
 
-# How long an example takes depends on the load of the machine more than on the code.
+# No deadline: the time of an example depends on the load of the machine more than on the code.
 settings.register_profile("all", deadline=None)
-settings.register_profile("quick", deadline=None, max_examples=10)  # `tests.suite.examples` scales by it
+# `tests.suite.examples` scales numbers of examples by this
+settings.register_profile("quick", deadline=None, max_examples=10)
 
 QUICK = "not slow"
-SECONDS_TO_END = 10.0  # for threads that a test has stopped, on a busy machine
+SECONDS_TO_END = 10.0  # time in which the threads of a test must end, on a busy machine
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -27,14 +28,15 @@ def pytest_configure(config: pytest.Config) -> None:
     option = config.option
     by_path = config.args_source is config.ArgsSource.ARGS
     if not (option.all or option.markexpr or option.keyword or by_path):
-        option.markexpr = QUICK  # workers of pytest-xdist receive it
+        option.markexpr = QUICK  # pytest-xdist passes this option to its workers
     settings.load_profile("quick" if option.markexpr == QUICK else "all")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_calibration_but_the_tests_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Plans must not depend on what this machine's cache knows of it, nor do those of processes that tests
-    start.
+    """Use an empty cache folder in tests and in the processes that they start.
+
+    Otherwise plans would depend on a calibration of this machine.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OOCGEMM_CACHE", str(tmp_path_factory.mktemp("cache")))
@@ -43,7 +45,7 @@ def _no_calibration_but_the_tests_own(tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(autouse=True)
 def _each_test_ends_its_threads() -> Iterator[None]:
-    """A test that leaks a thread of a run fails; the tests after it do not."""
+    """Fail a test that leaves a thread of a run alive. Later tests do not fail for that thread."""
     forget_threads()
     yield
     until = time.monotonic() + SECONDS_TO_END

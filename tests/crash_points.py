@@ -1,6 +1,8 @@
-"""Ends runs at every step that changes a file, and goes on with them: by a kill, which leaves all that was
-written, and by cuts of the power, which leave what was brought to the disk. A program of its own: `python
--m tests.crash_points CASE FOLDER [STRIDE]`; it forks, which wants that no thread was started before.
+"""End runs just before each system call that changes a file, resume them, and compare the results.
+
+A run can end in two ways. A kill leaves everything that was written. A power cut leaves only what was synced
+to the disk. This is a program, because it forks, and a process that forks must not have started threads
+before: `python -m tests.crash_points CASE FOLDER [STRIDE]`.
 """
 
 import os
@@ -37,7 +39,7 @@ def operand(seed: int) -> Any:
 
 
 def prepare(case: str, folder: Path) -> None:
-    """Operands and, for a product in place, the old C."""
+    """Create A and B and, for a product that updates C in place, the old C."""
     folder.mkdir()
     for seed, name in enumerate("AB"):
         np.save(folder / f"{name}.npy", operand(seed))
@@ -71,32 +73,35 @@ def multiply(case: str, folder: Path) -> None:
         host_memory="64MiB",
         backend="host",
         resume=True,
-        trust_operands=True,  # files made anew after a cut of the power have other times of inode change
+        # After a simulated power cut files are created anew, which changes their inode times. Operands would
+        # count as changed.
+        trust_operands=True,
     )
 
 
-# By inode: what a folder holds, by name (inode, whether it is a folder); what a file holds, when it was
-# changed, and its extended attributes.
+# `Names` is the content of folders: inode of the folder -> name -> (inode, whether it is a folder). `Files`
+# is the content of files: inode -> (bytes, modification time, extended attributes).
 Names = dict[int, dict[str, tuple[int, bool]]]
 Files = dict[int, tuple[bytes, int, dict[str, bytes]]]
 
 
 @dataclass
 class Disk:
-    """What a cut of the power leaves at least: folders and files as they were when each was last synced."""
+    """What a power cut leaves at the least: folders and files as they were when each was last synced."""
 
     names: Names = field(default_factory=dict)
     files: Files = field(default_factory=dict)
-    # These and, as most file systems see to, files as they were when they were renamed.
+    # What most file systems leave in addition: files as they were when they were renamed.
     renamed: Files = field(default_factory=dict)
 
     def sync(self, target: Any, act: Callable[[], Any], *, renames: bool = False) -> Any:
-        """Do what brings a file or folder to the disk: what it holds before is there afterwards."""
+        """Call `act`, which syncs a file or folder, and record what that file or folder contained before."""
         status = os.stat(target)
         if os.path.isdir(target):
             found = {entry.name: (entry.inode(), entry.is_dir()) for entry in os.scandir(target)}
             done = act()
-            for other, names in list(self.names.items()):  # what was moved is not where it was
+            # An entry that was moved here is no longer in its old folder.
+            for other, names in list(self.names.items()):
                 self.names[other] = {name: what for name, what in names.items() if what not in found.values()}
             self.names[status.st_ino] = found
             return done
@@ -110,13 +115,13 @@ class Disk:
         return done
 
     def sync_all(self, folder: Path) -> None:
-        """All that is there now."""
+        """Record everything in a folder as synced."""
         for place in (folder, *folder.rglob("*")):
             self.sync(place, lambda: None)
 
 
 def make(folder: Path, inode: int, names: Names, files: Files) -> None:
-    """A folder as it was on a disk: what is not known of a file is lost."""
+    """Create a folder as it was on the disk. A file whose content was never synced becomes empty."""
     folder.mkdir()
     for name, (number, is_folder) in names.get(inode, {}).items():
         if is_folder:
@@ -130,7 +135,7 @@ def make(folder: Path, inode: int, names: Names, files: Files) -> None:
 
 
 def crash_at(point: int, case: str, folder: Path) -> None:
-    """Run until just before step number `point`, or to the end, and say what is on the disk then."""
+    """Run until just before system call number `point`, or to the end, and save what is on the disk then."""
     lock, passed = threading.Lock(), 0
     disk, kept = Disk(), folder.with_name("disk")
     disk.sync_all(folder)
@@ -153,7 +158,7 @@ def crash_at(point: int, case: str, folder: Path) -> None:
 
 
 def check(case: str, folder: Path, ended: bool = False) -> None:
-    """Go on to the end, unless it `ended`, and compare with an undisturbed run of the same plan."""
+    """Resume the run unless it `ended`. Compare C with that of an undisturbed run of the same plan."""
     if not ended:
         multiply(case, folder)
     journal = sidecar(c_of(case, folder))
@@ -181,7 +186,7 @@ def content(case: str, folder: Path) -> bytes:
 
 
 def forked(act: Callable[..., None], *arguments: Any) -> int:
-    """The exit code of a process that does something."""
+    """Call a function in a forked process, and return the exit code of that process."""
     child = os.fork()
     if not child:
         code = 1
@@ -197,11 +202,11 @@ def forked(act: Callable[..., None], *arguments: Any) -> int:
 
 
 def main(case: str, work: Path, stride: int = 1) -> None:
-    """Crash at every `stride`-th step of a run, and resume.
+    """End a run before every `stride`-th system call that changes a file, and resume.
 
-    Resume from what a kill leaves, and from what a power cut at that moment leaves. Names made later may or
-    may
-    not have reached the disk by then. After some kills, crash at a step of the next run, too.
+    Resume once from what a kill leaves, and once from what a power cut at that moment leaves. File names that
+    were created since the last sync may or may not be on the disk after a power cut. After some kills, also
+    end the resumed run.
     """
     assert forked(prepare, case, work / "begin") == DONE
     folder, point, ended = work / "run", 1 - stride, False

@@ -1,5 +1,6 @@
-"""Faults on demand: stores and backends that fail at a chosen call, are slow, or take and give a little at a
-time; and what must not be left behind when a run fails of one.
+"""Stores and backends that fail at a chosen call, are slow, or transfer few bytes at a time.
+
+`nothing_left` checks that a run which fails for such a reason leaves nothing behind.
 """
 
 import gc
@@ -31,8 +32,10 @@ from tests.problems import Array
 
 @dataclass
 class Fault:
-    """Strikes call number `first`, counted from 1, and so many more; every call takes `delay` seconds
-    more."""
+    """Makes calls fail: call number `first`, counted from 1, and the `times - 1` calls after it.
+
+    Calls also take up to twice `delay` seconds longer.
+    """
 
     error: BaseException | None = None
     first: int = 1
@@ -48,11 +51,13 @@ class Fault:
         if self.delay:
             time.sleep(self.delay * (self.calls % 3))
         if struck and self.error is not None:
-            raise copy(self.error)  # one that is kept, by tests, keeps what its frames look into
+            # A copy is raised: its traceback refers to the frames, and so would the original, which tests
+            # keep.
+            raise copy(self.error)
 
 
 class FaultyMatrix:
-    """A matrix whose reads and writes may fail."""
+    """A matrix whose reads and writes fail as the given faults say."""
 
     def __init__(self, matrix: Matrix, read: Fault | None, write: Fault | None) -> None:
         self._matrix, self._read, self._write = matrix, read, write
@@ -73,7 +78,7 @@ class FaultyMatrix:
 
 @contextmanager
 def faulty_stores(**faults: Fault) -> Iterator[None]:
-    """Operands with faults, by names such as `read_A` and `write_C`."""
+    """Make reads and writes of operands fail during the block, by names such as `read_A` and `write_C`."""
     opening, creating = stores.open_matrix, stores.create_output
 
     def wrapped(name: str, matrix: Matrix) -> Any:
@@ -94,13 +99,13 @@ def faulty_stores(**faults: Fault) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class LateToken:
-    """An operation that was issued and is done, or fails, later, as those of a device are."""
+    """An operation that was issued and ends or fails later, as operations of a GPU do."""
 
     done: Future[Token]
 
     def synchronize(self) -> None:
         if (error := self.done.exception()) is not None:
-            raise copy(error)  # as above
+            raise copy(error)  # a copy, since the traceback of the original would keep the frames alive
 
     def interval(self) -> tuple[int, int]:
         assert self.done.done(), "nobody has waited for it"
@@ -111,8 +116,10 @@ ON_DEVICE = tuple(kind for kind in Kind if kind not in (Kind.READ, Kind.WRITE))
 
 
 class FaultySession:
-    """A session whose operations may fail, by kind, when issued or once they run: `late`, in threads of
-    their own, one a stream.
+    """A session whose operations fail as the faults say, by the kind of operation.
+
+    With `late` they are asynchronous and fail when they run, in one thread per stream. Otherwise they fail
+    when issued.
     """
 
     def __init__(self, session: Session, faults: dict[str, Fault], late: bool) -> None:
@@ -144,8 +151,9 @@ class FaultySession:
 
 
 class FaultyBackend:
-    """A backend that may fail to open, and whose sessions may fail; `free` is what it says is free, call by
-    call.
+    """A backend that may fail to open, and whose sessions may fail.
+
+    `free` lists the bytes of free memory that it reports, one number per call.
     """
 
     def __init__(self, backend: Backend, faults: dict[str, Fault], late: bool, free: list[int]) -> None:
@@ -165,7 +173,7 @@ class FaultyBackend:
 
 @contextmanager
 def faulty_backend(late: bool = False, free: Sequence[int] = (), /, **faults: Fault) -> Iterator[None]:
-    """Backends with faults at `open`, or at the operations of a kind such as `upload`."""
+    """Make backends fail when they open (`open`), or at operations of a kind such as `upload`."""
     opening = backends.open_backend
 
     def open_backend(name: str, device: int = 0) -> Any:
@@ -177,7 +185,7 @@ def faulty_backend(late: bool = False, free: Sequence[int] = (), /, **faults: Fa
 
 @contextmanager
 def bytewise(most: int) -> Iterator[None]:
-    """The system reads and writes at most so many bytes a call, as it may."""
+    """Make the system read and write at most `most` bytes per call, which POSIX allows."""
 
     def limited(buffers: Sequence[Any]) -> list[Any]:
         taken, room = [], most
@@ -209,8 +217,9 @@ def bytewise(most: int) -> Iterator[None]:
 
 @contextmanager
 def nothing_left(folder: Path) -> Iterator[None]:
-    """What a run takes it gives back: threads, memory of slots, and descriptors and maps of files in a
-    folder.
+    """Check that the block returns what it takes: threads, memory of slots, and files of a folder.
+
+    No file of the folder may remain open or mapped.
     """
     arenas: list[weakref.ref[Any]] = []
     allocating = memory.allocate
@@ -224,41 +233,43 @@ def nothing_left(folder: Path) -> Iterator[None]:
     with patch.object(slots, "allocate", allocate), patch.object(host, "allocate", allocate):
         yield
     assert own_threads() == []
-    # A failure that has gone through zarr's own thread is held there for a moment more, and is garbage after.
+    # zarr's own thread keeps an exception that went through it, and the memory that this refers to, for a
+    # moment longer. Then the garbage collector frees it.
     until = time.monotonic() + 5
     while any(arena() is not None for arena in arenas) and time.monotonic() < until:
         time.sleep(0.01)
         gc.collect()
     assert [arena for arena in arenas if arena() is not None] == []
-    gc.collect()  # maps go with the arrays that look into them
+    gc.collect()  # Files stay mapped as long as there are arrays that view the maps.
     after = _open_files(folder)
     assert after == before, (before, after)
 
 
 def _underlying(array: Any) -> Any:
-    """What an array's memory belongs to."""
+    """Return the object that owns an array's memory."""
     while isinstance(array, memoryview) or getattr(array, "base", None) is not None:
         array = array.obj if isinstance(array, memoryview) else array.base
     return array
 
 
 def _open_files(folder: Path) -> list[str]:
-    """Which files in a folder are open, and which are mapped."""
+    """Return the paths of the files in a folder that are open or mapped."""
     found = [
         line.split(maxsplit=5)[5]
         for line in Path("/proc/self/maps").read_text().splitlines()
         if str(folder) in line
     ]
     for descriptor in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):  # that of the listing itself
+        with suppress(FileNotFoundError):  # the descriptor of the listing itself is closed already
             found.append(os.readlink(f"/proc/self/fd/{descriptor}"))
     return sorted(name for name in found if str(folder) in name)
 
 
 @contextmanager
 def small_disk(place: Path, size: int) -> Iterator[Callable[[], None]]:
-    """A disk of so many bytes at a new folder, and what turns it read-only. Raises `PermissionError` where
-    this process may mount none.
+    """Mount a disk of `size` bytes at a new folder, and yield a function that makes it read-only.
+
+    Raises `PermissionError` if this process may not mount.
     """
     place.mkdir()
     options = f"size={size}"
@@ -275,4 +286,4 @@ def small_disk(place: Path, size: int) -> Iterator[Callable[[], None]]:
 def _remount(place: Path) -> None:
     command = ["mount", "-o", "remount,ro", str(place)]
     while subprocess.run(command, check=False, capture_output=True).returncode:
-        time.sleep(0.001)  # busy: a file is being written
+        time.sleep(0.001)  # the disk is busy because a file is being written

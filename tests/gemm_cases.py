@@ -1,5 +1,6 @@
-"""Products for kernels: the reference, and operands inside larger arrays whose surroundings must stay as
-they are.
+"""Products for tests of kernels, with references.
+
+Operands are parts of larger arrays, and kernels must not change the elements around them.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from tests.problems import applied, integers, stored
 Array = NDArray[Any]
 
 OP_PAIRS = [(op_a, op_b) for op_a in Op for op_b in Op]
-# One element, edges one off every tile size of the ladder, thin, flat, and a k of 0.
+# One element, extents one off the tile sizes of every kernel, thin and flat matrices, and k = 0.
 ODD_SHAPES = [
     (1, 1, 1),
     (7, 33, 17),
@@ -27,13 +28,14 @@ ODD_SHAPES = [
     (16, 64, 32),
     (5, 9, 0),
 ]
-# Unit roundoff by what is computed in; native is the accumulator's.
+# Unit roundoff of reduced precisions, by `compute`. For native products it is that of the accumulator's
+# dtype.
 ROUNDOFF = {"tf32": 2.0**-10, "bf16": 2.0**-7}
 
 
 @dataclass(frozen=True)
 class Case:
-    """Stored operands, C before the product, and scalars."""
+    """A and B as they are stored, C before the product, and the scalars."""
 
     op_a: Op
     op_b: Op
@@ -56,7 +58,10 @@ def integer_case(
     shape: tuple[int, int, int],
     scalars: tuple[int, int],
 ) -> Case:
-    """Small integers, whose product every dtype holds exactly. C is NaN where it must not be read."""
+    """Return a case of small integers, whose product is exact in every dtype.
+
+    C is NaN if it must not be read.
+    """
     m, n, k = shape
     a, b = integers(rng, stored(ops[0], m, k), dtype), integers(rng, stored(ops[1], k, n), dtype)
     c = integers(rng, (m, n), summed_in(dtype))
@@ -68,7 +73,7 @@ def integer_case(
 def random_case(
     rng: np.random.Generator, dtype: str, ops: tuple[Op, Op], shape: tuple[int, int, int]
 ) -> Case:
-    """Normal numbers, and scalars that round."""
+    """Return a case of normal random numbers, and of scalars with which products are rounded."""
     m, n, k = shape
 
     def normal(rows: int, cols: int, name: str) -> Array:
@@ -82,7 +87,7 @@ def random_case(
 
 
 def triple_loop(case: Case) -> Array:
-    """The product by definition, in Python's own numbers."""
+    """Return the product by its definition, in Python's own numbers."""
     (m, n, k), result = case.shape, case.c.astype(complex)
     a, b = applied(case.op_a, case.a).tolist(), applied(case.op_b, case.b).tolist()
     for i in range(m):
@@ -96,8 +101,10 @@ def triple_loop(case: Case) -> Array:
 
 
 def assert_close(actual: Array, case: Case, compute: str = "native") -> None:
-    """|dC| <= 2 (k + 4) u (|alpha| |A| |B| + |beta| |C|), element by element, against a wider product; four
-    times that for complex numbers. NaN does not pass.
+    """Check a product element by element: |dC| <= 2 (k + 4) u (|alpha| |A| |B| + |beta| |C|).
+
+    dC is the difference to a product in a wider dtype, and u is the unit roundoff. Complex numbers may have
+    four times the error. NaN never passes.
     """
     real, single = case.c.dtype.kind != "c", case.c.dtype in (np.float32, np.complex64)
     wide: Any = (

@@ -1,5 +1,6 @@
-"""NVRTC of the pinned wheel by ctypes, and what its machine code says of itself: no GPU and no toolkit
-needed.
+"""Call NVRTC of the pinned wheel with ctypes, and inspect the machine code that it produces.
+
+This needs neither a GPU nor a CUDA toolkit.
 """
 
 import ctypes
@@ -24,14 +25,13 @@ def _wheel(*parts: str) -> Path:
 
 @cache
 def _library() -> ctypes.CDLL:
-    ctypes.CDLL(
-        str(_wheel("lib", "libnvrtc-builtins.so.13.0"))
-    )  # it would look for it on the system's path only
+    # NVRTC would search this library only on the system's path, so load it first.
+    ctypes.CDLL(str(_wheel("lib", "libnvrtc-builtins.so.13.0")))
     return ctypes.CDLL(str(_wheel("lib", "libnvrtc.so.13")))
 
 
 class Nvrtc:
-    """The compiler as `oocgemm.kernels.compile` wants it."""
+    """NVRTC with the interface that `oocgemm.kernels.compile` expects of a compiler."""
 
     def version(self) -> str:
         major, minor = ctypes.c_int(), ctypes.c_int()
@@ -39,7 +39,7 @@ class Nvrtc:
         return f"{major.value}.{minor.value}"
 
     def compile(self, name: str, source: str, options: Sequence[str]) -> tuple[bytes | None, str]:
-        """Machine code, None if it does not compile, and the log."""
+        """Compile a source. Return the machine code, or None if it does not compile, and the log."""
         lib, program = _library(), ctypes.c_void_p()
         text = source.encode()
         assert lib.nvrtcCreateProgram(ctypes.byref(program), text, name.encode(), 0, None, None) == 0
@@ -61,8 +61,9 @@ class Nvrtc:
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """Of one entry: registers a thread, and bytes of stack, of local memory (a thread), of static shared
-    memory.
+    """What one kernel uses: registers and local memory per thread, stack and shared memory.
+
+    All but registers are in bytes.
     """
 
     registers: int
@@ -72,7 +73,7 @@ class Resources:
 
 
 def resources(cubin: Path, entry: str) -> Resources:
-    """What machine code takes, by cuobjdump."""
+    """Return what a kernel uses, as cuobjdump reports it."""
     text = _run("cuobjdump", "-res-usage", str(cubin))
     found = re.search(rf"Function {entry}:\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", text)
     assert found, text
@@ -81,7 +82,7 @@ def resources(cubin: Path, entry: str) -> Resources:
 
 
 def instructions(cubin: Path) -> set[str]:
-    """The opcodes that machine code contains, such as FFMA or DMMA, by nvdisasm."""
+    """Return the opcodes in machine code, such as FFMA or DMMA, as nvdisasm prints them."""
     text = _run("nvdisasm", "-c", str(cubin))
     return set(re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?([A-Z][A-Z0-9]*)", text, re.MULTILINE))
 

@@ -1,4 +1,4 @@
-"""Operands for tests: small integers with exact products in every dtype, and numbers of all magnitudes."""
+"""Operands for tests: small integers, which have exact products, and numbers of all magnitudes."""
 
 from typing import Any
 
@@ -27,22 +27,22 @@ def integers(rng: np.random.Generator, shape: tuple[int, int], dtype: str, most:
 
 
 def integer_c(rng: np.random.Generator, shape: tuple[int, int], dtype: str) -> Array:
-    """Draw a C of small integers for operands of that dtype."""
+    """Draw a C of small integers, in the default dtype of results for operands of `dtype`."""
     return integers(rng, shape, OPERAND_TYPES[dtype].results[0])
 
 
 def spoil(c: Array) -> None:
-    """Fill a C that must never be read with NaN, or with the largest integer."""
+    """Fill a C with NaN, or with the largest integer. The product is wrong if a run reads it."""
     c[...] = np.iinfo(c.dtype).max if c.dtype.kind == "i" else np.nan
 
 
 def applied(op: Op, x: Array) -> Array:
-    """Apply op to X."""
+    """Return op(X)."""
     return {Op.N: x, Op.T: x.T, Op.C: x.conj().T}[op]
 
 
 def stored(op: Op, rows: int, cols: int) -> tuple[int, int]:
-    """Shape of the stored X if op(X) is rows x cols."""
+    """Return the shape in which X is stored if op(X) is rows x cols."""
     return (cols, rows) if op.swaps else (rows, cols)
 
 
@@ -62,7 +62,7 @@ def assert_same(actual: Array, expected: Array) -> None:
 
 
 def scaled(rng: np.random.Generator, shape: tuple[int, int], dtype: str, kind: str) -> Array:
-    """Draw a matrix of one of `KINDS`: for example with elements of all magnitudes of its dtype, or zeros."""
+    """Draw a matrix of one of `KINDS`: for example zeros, or elements of all magnitudes of the dtype."""
     x = rng.standard_normal(shape)
     limits = np.finfo(dtype)
     with np.errstate(all="ignore"):

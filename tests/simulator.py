@@ -1,10 +1,11 @@
-"""Run a schedule with NumPy alone, in a random legal order, on slots filled with poison (NaN).
+"""Run a schedule with NumPy alone, in a random order that its waits allow.
 
-Operations start and end as separate events, interleaved at random. An operation may start when those that it
-waits for have ended and, on a stream that runs in order, when its predecessor has ended. Its outputs are
-poisoned at its start and written at its end. Its inputs must be equal at its start and at its end. Therefore
-a missing wait shows as poison in C, or as an input that changes during an operation. A tally of the steps of
-a strip stands for its checksums.
+Operations start and end as separate events, in random order. An operation may start when the operations that
+it waits for have ended and, on a stream that runs in order, when its predecessor has ended. Buffers contain
+NaN (poison) at first. The outputs of an operation are poisoned at its start and written at its end. Its
+inputs must be equal at its start and at its end. A missing wait therefore shows as NaN in C, or as an input
+that changes during an operation. Checksums of a strip are replaced by a tally, a number that shows which
+steps were added to the strip.
 """
 
 import random
@@ -25,7 +26,7 @@ POISON = np.nan
 
 @dataclass
 class Simulator:
-    """A schedule with op(A), op(B) and C as float64 matrices. C is updated in place."""
+    """Runs a schedule on op(A), op(B) and C, which are float64 matrices. C is updated in place."""
 
     schedule: Schedule
     a: Array
@@ -35,7 +36,7 @@ class Simulator:
     def run(self, seed: int, drop_wait: int | None = None) -> None:
         """Run all operations in an order drawn from `seed`.
 
-        `drop_wait` is the number of a wait to omit, as a defect in the derivation would.
+        `drop_wait` is the number of a wait to omit, to show that the simulator notices a missing wait.
         """
         pick = random.Random(seed)
         planned = waits_of(self.schedule)
@@ -80,7 +81,7 @@ class Simulator:
         return found
 
     def _region(self, region: Region) -> Array:
-        """Return the elements of a region, as a view of its slot."""
+        """Return the elements of a region, as a view of its buffer."""
         side = max(*self.a.shape, *self.b.shape) + 1
         slot = self._slots.setdefault(region.slot, np.full(side * side, POISON))
         return slot[region.start : region.stop]
@@ -121,7 +122,7 @@ class Simulator:
                 raise AssertionError(op)
 
     def _tallies(self, op: Operation) -> list[Region]:
-        """Regions of the tallies of the strips that an operation computes or drains."""
+        """Return the regions of the tallies of the strips that an operation computes or downloads."""
         slots = [region.slot for region in (*op.writes, *op.reads) if region.slot.tier is Tier.DEVICE]
         accumulators = [slot.index for slot in slots if slot.operand == "C"]
         if op.kind is Kind.UPLOAD or not accumulators or self.schedule.problem.checked != "device":
@@ -137,7 +138,7 @@ class Simulator:
             if op.kind is Kind.MULTIPLY:
                 current[...] = own * (1 + op.step) + (0 if op.first else tally)
                 continue
-            if region in op.writes:  # poisoned when the operation started
+            if region in op.writes:  # the region was poisoned when the operation started
                 current[...] = tally
             steps = sum(1 + step for step in step_order(op.tile, grid.steps, grid.ramp))
             assert (tally == own * steps).all(), f"{op} finds the checksums of another tile"
@@ -159,6 +160,6 @@ class Simulator:
 
 
 def _fingerprint(panels: list[Array]) -> float:
-    """Compute a number that identifies two panels; it stands for their residues."""
+    """Return a number that identifies two panels. It stands for their residues."""
     elements = np.concatenate(panels)
     return float(elements @ np.sqrt(np.arange(2, 2 + elements.size)))

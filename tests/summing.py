@@ -1,5 +1,6 @@
-"""A model of a device that takes checksums: check_sums.cu in NumPy, and a host backend that calls it as a
-GPU's does.
+"""A NumPy model of check_sums.cu, the CUDA kernels that compute checksums.
+
+A host backend calls it in the same way as the CUDA backend calls the kernels.
 """
 
 import ctypes
@@ -21,11 +22,11 @@ from oocgemm.planning import OPERANDS, Kind, Operation, Plan
 from oocgemm.planning.check_blocks import DIGEST_ROWS, SIDE, borders
 from tests.backends_here import staged
 
-FLOATS = [name for name in OPERANDS if name != "int8"]  # a device sums no integers
+FLOATS = [name for name in OPERANDS if name != "int8"]  # a device computes no checksums of integers
 
 
 def at(address: int, dtype: Any, *shape: int) -> Array:
-    """Memory as an array."""
+    """Return the memory at an address as an array."""
     kind = np.dtype(dtype)
     count = int(np.prod(shape)) * kind.itemsize
     memory = (ctypes.c_ubyte * count).from_address(address)
@@ -45,7 +46,7 @@ def weight(stream: int, index: int) -> int:
 
 
 def plain_digest(x: Array, every: int) -> int:
-    """The digest of a stored matrix by its definition, with Python's integers."""
+    """Return the digest of a stored matrix by its definition, with Python's integers."""
     total = 0
     for r, row in list(enumerate(x))[::every]:
         raw = row.tobytes()
@@ -56,7 +57,7 @@ def plain_digest(x: Array, every: int) -> int:
 
 
 class ModelDevice:
-    """Checksums on the host, of memory that addresses tell."""
+    """Computes checksums with NumPy from the addresses that a launch of the CUDA kernels gets."""
 
     def __init__(self) -> None:
         self._loaded: set[tuple[str, tuple[str, ...]]] = set()
@@ -158,13 +159,13 @@ class ModelDevice:
 
 
 class SummingSession(HostSession):
-    """A host session that takes checksums of its slots as that of a GPU does."""
+    """A host session that computes checksums of its slots by the same calls as a session of a GPU."""
 
     checksums: DeviceChecksums
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
-        self._arena[...] = 0x5A  # nothing may rest on what was there before
+        self._arena[...] = 0x5A  # so that checksums which rely on cleared memory are wrong
         start = self._arena.ctypes.data
         items = {"C": "acc", "D": "C"}
 
@@ -197,7 +198,7 @@ class SummingSession(HostSession):
 
 @contextmanager
 def summed() -> Iterator[None]:
-    """The host backend with copies to a device that takes the checksums."""
+    """For the block, make the host backend copy to a device that computes checksums."""
 
     def opened(self: HostBackend, plan: Plan, kernel: str) -> HostSession:
         return SummingSession(plan) if plan.problem.checked else HostSession(plan)

@@ -1,4 +1,4 @@
-"""The library's interface: what it returns, raises, logs and tells type checkers."""
+"""The library's interface: results, logs, errors, and the types that type checkers see."""
 
 import logging
 import subprocess
@@ -54,7 +54,7 @@ def test_every_option_is_a_field_of_the_request() -> None:
     assert {*options, "a", "b", "c", "planned"} == Request.__dataclass_fields__.keys()
 
 
-# Plans that run.
+# Plans that can be run later.
 
 
 def test_a_plan_runs() -> None:
@@ -135,7 +135,7 @@ def test_a_small_budget_is_a_memory_error() -> None:
     assert isinstance(raised.value, BudgetError)
 
 
-# One bound on memory.
+# The option `memory`, which limits host and device memory together.
 
 
 def test_memory_bounds_both_budgets_together() -> None:
@@ -144,7 +144,7 @@ def test_memory_bounds_both_budgets_together() -> None:
 
 
 def test_memory_is_split_by_what_chunks_require(tmp_path: Path) -> None:
-    """Decoding one chunk takes more than a quarter of the memory."""
+    """The host budget must be larger than a quarter of the memory, to decode one chunk."""
     a = np.random.default_rng(1).random((1024, 1024))
     zarr.create_array(tmp_path / "a", data=a, chunks=(1024, 1024))
     options: dict[str, Any] = {"backend": "host", "memory": "40MiB"}
@@ -198,7 +198,7 @@ def test_the_library_installs_no_handler() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-# Type checkers.
+# Types as type checkers see them.
 
 RIGHT = """
 import numpy as np

@@ -1,4 +1,4 @@
-"""Wrong objects as arguments of the library are refused with an error that names them."""
+"""Arguments of the wrong type are refused with an error that names the argument."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ A, B = np.arange(12.0).reshape(4, 3), np.arange(15.0).reshape(3, 5)
 
 
 class Tensor:
-    """An array of another library, which NumPy can look into."""
+    """An array of another library, which NumPy can convert."""
 
     def __init__(self, values: Array) -> None:
         self._values = values
@@ -26,7 +26,7 @@ class Tensor:
 
 
 class DeviceTensor:
-    """An array of another library, which NumPy cannot look into."""
+    """An array of another library, which NumPy cannot convert, because it is on a device."""
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         raise TypeError("can't convert a device tensor\nto host memory")
@@ -238,7 +238,7 @@ def test_an_option_that_cannot_be_read_is_an_input_error(options: dict[str, Any]
 @pytest.mark.parametrize("chunks", [4, (0, 4), (4,), (4, 4, 4), "44", (1.5, 2), (-1, 2), None, ()], ids=str)
 def test_chunks_are_two_positive_integers(tmp_path: Path, chunks: Any) -> None:
     if chunks in (None, ()):
-        assert gemm(A, B, tmp_path / "c").out.chunks == (4, 5)  # the default
+        assert gemm(A, B, tmp_path / "c").out.chunks == (4, 5)  # the default chunks
         return
     with pytest.raises(InputError, match="integers of at least 1"):
         gemm(A, B, tmp_path / "c", chunks=chunks)

@@ -1,6 +1,6 @@
 """Bad input ends in one line that names what is wrong, and in the right exit code.
 
-Nothing is written or lost.
+Nothing is written, and no file is changed or lost.
 """
 
 import json
@@ -30,7 +30,7 @@ UNSUPPORTED = ("int32", "int64", "uint8", "bool", "U3", "S4", "M8[ns]")
 
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with good operands and with all that is mistaken for one."""
+    """Create a folder with good operands, and with files that users could mistake for operands."""
     folder = tmp_path_factory.mktemp("everything")
     raw: dict[str, Any] = {"chunks": (4, 4), "compressors": None}
     for name, array in (("a", A), ("b", B), ("square", SQUARE), ("c", A @ B)):
@@ -43,7 +43,7 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> Path:
     np.save(folder / "vector.npy", A[0])
     np.save(folder / "number.npy", np.float64(3))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # zarr has no final specification of strings
+        warnings.simplefilter("ignore")  # zarr warns that strings have no final specification
         for dtype in UNSUPPORTED:
             values = A.astype("int64").astype(dtype)
             zarr.create_array(folder / f"a-{dtype}", data=values)
@@ -79,7 +79,7 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def here(everything: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of `everything` to work in."""
+    """Copy the folder `everything`, and make the copy the working directory."""
     monkeypatch.delenv("OOCGEMM_DEBUG", raising=False)
     folder = tmp_path / "here"
     shutil.copytree(everything, folder, symlinks=True)
@@ -94,7 +94,7 @@ def assert_one_line(done: Finished, code: int, part: str) -> None:
     assert part in done.err
 
 
-# What is no operand, and what the error says of it.
+# File or folder that is no operand -> a part of the error.
 OPERANDS = {
     "vector": "has 1 dimensions, a product needs 2: reshape",
     "vector.npy": "has 1 dimensions",
@@ -162,7 +162,7 @@ def test_either_operand_may_be_the_bad_one(here: Path, operand: str) -> None:
 
 
 SAME, EXISTS = "C is the same array as ", "C exists at "
-# A, B and C; options; what the error says.
+# Name of a case -> (A, B and C, options, a part of the error).
 RESULTS = {
     "C is A": ("square square.npy square", "--overwrite", SAME + "A"),
     "C is B": ("square.npy square square", "--overwrite", SAME + "B"),
@@ -226,7 +226,7 @@ def test_a_path_that_cannot_store_c_is_left_unchanged(
     assert contents(here) == before
 
 
-# Options, exit code, and what the error says.
+# Option with a bad value -> (exit code, a part of the error).
 OPTIONS: dict[str, tuple[int, str]] = {
     "--alpha three": (EXIT_USAGE, "'--alpha': 'three' is not a number"),
     "--alpha 1+2j": (EXIT_USAGE, "alpha = (1+2j) is complex, but the operands are real"),
@@ -341,7 +341,7 @@ def test_a_damaged_chunk_fails_the_run_and_leaves_c_unfinished(
     after = contents(here)
     left = {name: after.pop(name) for name in list(after) if name.startswith("new")}
     assert after == before
-    if left:  # the first tile was done by then
+    if left:  # the run had finished the first tile when it failed
         assert result != "new" or zarr.open_array(here / "new").attrs["oocgemm"] == {"complete": False}
         assert "new.npy" not in left
         assert_one_line(
@@ -387,7 +387,7 @@ def test_report_refuses_a_cut_header_and_notes_a_cut_timeline(here: Path) -> Non
     for length in (0, 1, 100, header - 1):
         (here / "cut").write_bytes(whole[:length])
         assert_one_line(command("report", "cut"), EXIT_USAGE, "cut")
-    # Without its last line end it is still whole.
+    # A log that lacks only its last newline is complete. All shorter ones belong to an unfinished run.
     for length in (*range(header, len(whole) - 1, 101), len(whole) - 2, len(whole) - 1):
         (here / "cut").write_bytes(whole[:length])
         shown = command("report", "cut")

@@ -1,4 +1,7 @@
-"""Benchmarks of kernels: access model, saved tunings, choices and charts. Measuring needs a GPU."""
+"""Benchmarks of kernels: the model of memory accesses, saved tunings, choices and charts.
+
+Measuring needs a GPU.
+"""
 
 import json
 from pathlib import Path
@@ -50,7 +53,8 @@ def test_a_tuning_is_kept_and_chosen_from() -> None:
     square, thin, update = (4096, 4096, 4096), (4096, 100, 4096), (8192, 8192, 512)
     assert known.choice("auto", "float32", "native", square) == (CUBLAS, {})
     assert known.choice("auto", "float32", "native", thin) == ("liang_opt", rung("liang_opt").variants[0])
-    assert known.choice("auto", "float32", "native", update) == (CUBLAS, None)  # never measured
+    # cuBLAS is chosen, since products of this shape were never measured.
+    assert known.choice("auto", "float32", "native", update) == (CUBLAS, None)
     assert known.choice("auto", "float64", "native", thin) == (CUBLAS, None)
     assert known.choice("auto", "float32", "tf32", thin) == (CUBLAS, None)
     assert known.choice("register", "float32", "native", square) == ("register", {"TILE": 32, "RESULTS": 16})
@@ -102,17 +106,20 @@ def test_the_products_measured_are_of_their_class() -> None:
 
 def test_accesses_are_counted_as_by_hand() -> None:
     square = call(128, 128, 128, "float32")
-    # 16 x 16 tiles: each operand is read 128 / 16 times, 8 floats per sector; C is written once.
+    # Tiles are 16 x 16. Each operand is read 128 / 16 times, with 8 floats per sector of 32 bytes. C is
+    # written once.
     assert rung("tiled").model is not None
     tiled = rung("tiled").model(square, {"TILE": 16})  # type: ignore[misc]
     assert tiled == model.Access(2 * 128 * 128 * 8 // 8, 128 * 128 // 8, 0)
-    # A warp of the naive kernel reads one sector of A and four of B for each p.
+    # For each step along k, a warp of the naive kernel reads one sector of A and four sectors of B.
     naive = rung("naive").model(square, {"BLOCK_X": 32, "BLOCK_Y": 8})  # type: ignore[misc]
     assert naive.load_sectors == 128 * 128 // 32 * 128 * 5
-    # Transposed, the tile is written down its columns: the extra column keeps the banks apart for float32.
+    # A transposed tile is written to shared memory column by column. One extra column per row avoids bank
+    # conflicts.
     transposed = call(128, 128, 128, "float32", (Op.T, Op.N))
     assert rung("tiled").model(transposed, {"TILE": 32}).bank_conflicts == 0  # type: ignore[misc]
-    assert model.conflicts(4, lambda lane: lane * 32) == 31  # without the extra column
+    # Without the extra column, 32 threads access one bank.
+    assert model.conflicts(4, lambda lane: lane * 32) == 31
     beta = rung("tiled").model(call(128, 128, 128, "float32", beta=1.0), {"TILE": 16})  # type: ignore[misc]
     assert beta.load_sectors - tiled.load_sectors == tiled.store_sectors
 
@@ -131,7 +138,7 @@ def test_the_picture_has_a_line_for_each_rung_inside_its_frame() -> None:
     root = ElementTree.fromstring(chart(result))
     texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
     kernels = {row["kernel"] for row in result["rows"]}
-    assert all(texts.count(kernel) == 2 for kernel in kernels)  # float32 and float64
+    assert all(texts.count(kernel) == 2 for kernel in kernels)  # one chart for float32 and one for float64
     lines = [element.attrib for element in root.iter("{http://www.w3.org/2000/svg}line")]
     coordinates = [float(line[x]) for line in lines for x in ("x1", "x2", "y1", "y2")]
     assert len(lines) > 2 * 6 * len(kernels)

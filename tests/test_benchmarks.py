@@ -1,4 +1,4 @@
-"""The benchmark of the host backend runs, checks its products, and adds to its results file."""
+"""The benchmark of the host backend runs, checks its products, and adds rounds to its results file."""
 
 import json
 import subprocess
@@ -25,7 +25,7 @@ def bench(output: Path, *arguments: str) -> str:
 def test_rounds_of_several_invocations_add_up(tmp_path: Path) -> None:
     output = tmp_path / "results.json"
     out = bench(output, "--rounds", "1", "--discard", "1", "--contender", "in-core", "--contender", "oocgemm")
-    assert out.count("not counted") == out.count("round 1") == 3  # in-core, warm, cold
+    assert out.count("not counted") == out.count("round 1") == 3  # in-core, oocgemm warm and oocgemm cold
     bench(output, "--rounds", "1", "--discard", "0", "--warm", "--contender", "oocgemm run")
     bench(output, "--rounds", "1", "--discard", "0", "--warm", "--contender", "in-core", "--dtype", "float32")
     cases = json.loads(output.read_text())["cases"]

@@ -1,4 +1,4 @@
-"""Test bfloat16 in zarr arrays, in the form of TensorStore and other programs. zarr lacks the type."""
+"""bfloat16 in zarr arrays, stored as TensorStore and other programs do. zarr itself lacks the type."""
 
 import importlib
 import json
@@ -59,7 +59,7 @@ def test_bfloat16_zarr_is_read_and_written_as_bfloat16(
     assert written.dtype == BFLOAT16
     np.testing.assert_array_equal(written[:], product(x))
     assert command("verify", *given, "--transpose-b").code == 0
-    # Again, into the C that exists now.
+    # Run again with beta = 1, which adds the product to the C that exists now.
     oocgemm.gemm(*given, trans_b="T", beta=1, backend="host")
     np.testing.assert_array_equal(written[:], (product(x).astype(np.float32) * 2).astype(BFLOAT16))
     wide = oocgemm.gemm(*given[:2], trans_b="T", out_dtype="float32", backend="host").out

@@ -1,4 +1,4 @@
-"""Calibrations are measured, fitted, saved, loaded and used; unreadable ones are ignored."""
+"""Calibrations are measured, fitted, saved, loaded and used. Unreadable ones are ignored."""
 
 import json
 import os
@@ -47,7 +47,7 @@ from tests.backends_here import needs_gpu
 from tests.command import command, contents, own_threads
 
 TINY = Sizes(side=64, depths=(8, 16, 32), block=(64, 64), copies=(1, 8, 64), seconds=0.002)
-LAX = 1e5  # residual of fits: tiny workloads mostly time the scheduler
+LAX = 1e5  # allowed residual of fits: tiny workloads measure the scheduler rather than the hardware
 STORES = {"8:1": StoreRates(4e9, 3e9, 2e9, 1e9), "8:2": StoreRates(8e9, 2e9, 1e9, 5e8)}
 MEASURED = Calibration(
     machine="another",
@@ -84,7 +84,7 @@ calibrations = st.builds(
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a working folder with two small matrices; the cache folder beside it is empty."""
+    """Create two small matrices in a new working directory. The cache folder is another one, and empty."""
     monkeypatch.setenv("OOCGEMM_CACHE", str(tmp_path / "cache"))
     monkeypatch.setitem(SIZES, "host", TINY)
     monkeypatch.setattr(fits, "MAX_RESIDUAL", LAX)
@@ -97,7 +97,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def known(**changes: Any) -> Calibration:
-    """Return `MEASURED` with the key of this machine."""
+    """Return `MEASURED` as a calibration of this machine."""
     return replace(MEASURED, machine=cache.machine_key(), **changes)
 
 
@@ -105,7 +105,8 @@ def known(**changes: Any) -> Calibration:
 def test_a_fit_recovers_the_rate_it_was_made_from(peak: float, half_depth: float, depths: set[int]) -> None:
     deepest = max(depths)
     fitted = KernelRate.fitted({r: peak / (1 + half_depth / r) for r in depths})
-    believed = half_depth < 3 * deepest  # a peak of more than four times what was seen is not
+    # A fitted peak above four times the fastest measured rate is not believed.
+    believed = half_depth < 3 * deepest
     if believed:
         apart = 1 / min(depths) - 1 / deepest
         assert fitted.peak == pytest.approx(peak, rel=1e-3 if apart > 1e-4 else 0.5)
@@ -269,7 +270,7 @@ def test_a_cache_that_cannot_be_written_says_what_would_do(
         ((), (), 8e9, 5e8, True),
         (("8:1",), ("8:2",), 4e9, 5e8, True),
         (("8:1", "8:2"), ("8:1",), 4e9, 1e9, True),
-        (("8:9",), ("8:1",), 8e9, 1e9, False),  # taken to be like the one measured last
+        (("8:9",), ("8:1",), 8e9, 1e9, False),  # an unknown file system counts as the one measured last
     ],
 )
 def test_storage_rates_are_those_of_the_file_systems_used(
@@ -349,7 +350,7 @@ def test_storage_that_was_never_measured_leaves_no_efficiency() -> None:
 
 
 def test_links_are_measured_where_there_are_any(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use the host backend with separate host and device slots, as for a GPU."""
+    """The host backend gets separate host and device memory, as a GPU has, so there are links to measure."""
 
     def staged(backend: str, cores: int) -> MachineModel:
         return replace(default_model(backend, cores), unified=False)
@@ -364,7 +365,7 @@ def test_links_are_measured_where_there_are_any(here: Path, monkeypatch: pytest.
 
 @pytest.fixture
 def one_byte_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the host backend copy to a device, over a link with a limit of one byte per second."""
+    """Give the host backend a link to a device that can carry at most one byte per second."""
     monkeypatch.setattr(
         module, "default_model", lambda name, cores: replace(default_model(name, cores), unified=False)
     )
@@ -394,7 +395,8 @@ def test_a_kernel_whose_fit_is_far_off_is_refused(here: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("backend", [pytest.param("cuda", marks=needs_gpu)])
 def test_a_gpu_is_measured_by_the_same_code(here: Path, backend: str) -> None:
-    # Copies of a panel must take longer than their launch, or the device never has a queue.
+    # Copies of a panel must take longer than it takes to issue them. Otherwise the device's queue is always
+    # empty and the copies cannot be timed.
     small = Sizes(side=4096, depths=(256, 1024, 4096), block=(4096, 2048), copies=(1, 32, 4096), seconds=0.01)
     found = calibrate(backend, path=here, sizes=small)
     assert set(found.kernels) == set(RATES)
@@ -418,7 +420,7 @@ def test_what_is_measured_is_said_with_the_backend(here: Path) -> None:
 @pytest.mark.timeout(600, method="thread")
 @pytest.mark.parametrize("backend", [pytest.param("cuda", marks=needs_gpu)])
 def test_a_gpu_calibrates_to_the_same_rates_each_time(here: Path, backend: str) -> None:
-    """At full size no copy is faster than the link or far slower, and all fits agree."""
+    """No copy is faster than the link's limit or far slower, and the fits of three calibrations agree."""
     found = [calibrate(backend, path=here) for _ in range(3)]
     for calibration in found:
         limit = calibration.samples["link_limit"] or MAX_LINK
@@ -430,11 +432,8 @@ def test_a_gpu_calibrates_to_the_same_rates_each_time(here: Path, backend: str) 
             assert calibration.rates[link] == pytest.approx(most, rel=0.15)
         assert 0 <= calibration.rates["copy_latency"] < 1e-3
         assert most < calibration.samples["copies"]["both ways"] <= 2 * limit
-    for name, limit in (
-        ("h2d", 1.3),
-        ("d2h", 1.3),
-        ("memory", 2.0),
-    ):  # other machines share the host's memory
+    # The rate of host memory varies more, because other virtual machines share it.
+    for name, limit in (("h2d", 1.3), ("d2h", 1.3), ("memory", 2.0)):
         assert _spread(calibration.rates[name] for calibration in found) < limit, name
     for kernel in found[0].kernels:
         for depth in found[0].samples["kernels"][kernel]:
@@ -456,7 +455,7 @@ def test_json_is_the_calibration_and_where_it_is_kept(here: Path) -> None:
 
 
 def test_info_tells_a_gpu_with_what_was_measured_of_it(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use a backend that only describes itself."""
+    """The CUDA backend is replaced by one that only describes a GPU."""
     said = {"device": "NVIDIA H200", "memory": "140 GiB", "cupy": "14.2", "cuda": "13000", "driver": "13020"}
     gpu = SimpleNamespace(name="cuda", describe=lambda: said, free_memory=lambda: 120 << 30)
     opened = backends.open_backend
@@ -488,7 +487,8 @@ def test_the_roofline_shows_what_was_measured(here: Path, tmp_path: Path) -> Non
     (storage,) = found["stores"].values()
     for link, rate in (("disk", "read_cold"), ("page cache", "read")):
         assert f"read, {link} {format_rate(storage[rate])}" in shown
-    assert not any(str(text).startswith("h2d") for text in shown)  # the host is the device
+    # The device is the host, so there is no link to a device.
+    assert not any(str(text).startswith("h2d") for text in shown)
 
 
 def test_an_unwritable_svg_is_refused_before_measuring(here: Path) -> None:
@@ -506,7 +506,7 @@ def test_an_unwritable_svg_is_refused_before_measuring(here: Path) -> None:
 def test_a_roofline_bends_where_link_and_kernel_are_as_fast(
     links: dict[str, float], roofs: dict[str, float], budget: int
 ) -> None:
-    """Read rates back from the picture with its own axes."""
+    """Read rates back from the picture, by means of the numbers at its axes."""
     drawn = ElementTree.fromstring(roofline("", links, roofs, budget))
     across: dict[float, float] = {}
     up: dict[float, float] = {}

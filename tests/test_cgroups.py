@@ -1,4 +1,4 @@
-"""Test that every memory cgroup of the process, of version 1 or 2, bounds the available memory."""
+"""Every memory cgroup of the process, of version 1 or 2, limits the available memory."""
 
 import os
 from pathlib import Path
@@ -8,12 +8,12 @@ import pytest
 from oocgemm.system import memory
 
 MIB = 1 << 20
-CACHE = 60 * MIB  # share of each group's usage
+CACHE = 60 * MIB  # page cache in each group's usage, which the kernel can reclaim
 
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Replace the system's /proc and /sys by a tree of files."""
+    """Use a tree of files in place of the system's /proc and /sys."""
     monkeypatch.setattr(memory, "ROOT", tmp_path)
     (tmp_path / "proc/self").mkdir(parents=True)
     return tmp_path
@@ -25,7 +25,7 @@ def process(root: Path, groups: str, mounts: str) -> None:
 
 
 def group(root: Path, path: str, limit: str, used: int, high: str = "max") -> None:
-    """Create a cgroup. In version 1 it is below a folder named memory."""
+    """Create the files of a cgroup. A path with a folder named memory means version 1."""
     folder = root / path
     folder.mkdir(parents=True, exist_ok=True)
     old = "memory" in folder.parts[len(root.parts) :]
@@ -58,7 +58,8 @@ def test_the_tightest_group_bounds_memory(root: Path, level: str) -> None:
     process(root, "0::/a/b/c\n", V2)
     for folder in ("sys/fs/cgroup/a", "sys/fs/cgroup/a/b", "sys/fs/cgroup/a/b/c"):
         group(root, folder, "max", 90 * MIB)
-    group(root, "sys/fs/cgroup/other", str(MIB), MIB)  # not one of its parents
+    # A group that does not contain the process, so its limit does not count.
+    group(root, "sys/fs/cgroup/other", str(MIB), MIB)
     group(root, level, str(100 * MIB), 90 * MIB)
     assert memory.available_memory() == 10 * MIB + CACHE
 
@@ -81,8 +82,8 @@ def test_groups_of_version_1_bound_memory(root: Path, level: str) -> None:
 @pytest.mark.parametrize(
     ("path", "mounted"),
     [
-        ("/docker/1", "/docker/1"),  # a container that sees the host's path of its group
-        ("/", "/"),  # a container that does not
+        ("/docker/1", "/docker/1"),  # a container in which the path of the cgroup is the host's
+        ("/", "/"),  # a container in which the path of the cgroup is "/"
         ("/docker/1", "/"),
         ("/../2", "/"),
         ("/docker/1", "/.."),

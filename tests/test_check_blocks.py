@@ -1,4 +1,4 @@
-"""Blocks of tiles that are checked, and the memory of their checksums."""
+"""How tiles are divided into blocks that are checked one by one, and the memory of their checksums."""
 
 from itertools import pairwise
 
@@ -27,7 +27,10 @@ def test_no_block_crosses_the_border_of_a_strip(extent: int, strip: int) -> None
 
 @given(extent=st.integers(1, 2000), strip=st.integers(1, 2000))
 def test_a_strip_is_divided_as_it_is_in_its_tile(extent: int, strip: int) -> None:
-    """The last strip, which may be shorter, is too."""
+    """Each strip of a tile is divided into the same blocks as these rows of the tile.
+
+    This includes the last strip, which may be shorter.
+    """
     cuts = borders(extent, strip)
     for top in range(0, extent, strip):
         bottom = min(top + strip, extent)
@@ -70,7 +73,7 @@ def test_checksum_workspaces_follow_panels_without_overlap(data: st.DataObject) 
         assert HEAD + extent <= room.norms + (room.flags - HEAD)
         assert room.norms + 8 * blocks * -(-depth // 128) <= room.sums
         assert room.sums + wide * blocks * depth <= room.end
-        # Checksums of an edge tile, or of a thinner panel, take no more memory.
+        # Checksums of a tile at the edge of C, or of a panel that is less deep, take no more memory.
         assert PanelOffsets.of(problem, max(1, extent // 2), max(1, depth // 2), own).end <= room.end
     strips = StripOffsets.of(problem, tile, strip)
     parts = [strips.found, strips.made] + [strips.old] * problem.reads_c

@@ -1,4 +1,4 @@
-"""Test checksums on a device: digests, kernels/checks/check_sums.cu against NumPy, and their memory."""
+"""Checksums on a device: digests, kernels/checks/check_sums.cu against NumPy, and their memory."""
 
 import ctypes
 import shutil
@@ -59,7 +59,10 @@ def test_pieces_in_any_order_make_up_the_digest(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_a_digest_tells_what_is_another_panel(dtype: str) -> None:
-    """Flip any bit of the covered rows. Swap rows, columns or elements, even if only their signs differ."""
+    """The digest changes if any bit of the rows that it covers is flipped.
+
+    It also changes if rows, columns or elements are swapped, even if they differ only in their signs.
+    """
     rng = np.random.default_rng(1)
     kind = numpy_dtype(dtype)
     normal = rng.standard_normal((40 * DIGEST_ROWS, 30))
@@ -95,7 +98,7 @@ def test_integers_have_digests_of_their_own() -> None:
 
 @dataclass
 class Case:
-    """A kernel launch: its memory, the offsets of named arrays in it, and their content afterwards."""
+    """A kernel launch: its memory, where named arrays are in it, and their expected content afterwards."""
 
     macros: tuple[str, ...]
     entry: str
@@ -105,7 +108,7 @@ class Case:
     sizes: dict[str, Array] = field(default_factory=dict)
 
     def put(self, x: Array) -> int:
-        """Add an array, and return its offset."""
+        """Add an array to the memory, and return its offset."""
         start = -(-self.memory.size // 16) * 16
         self.memory = np.concatenate(
             [self.memory, np.zeros(start - self.memory.size, np.uint8), x.reshape(-1).view(np.uint8)]
@@ -131,7 +134,7 @@ Runs = Callable[[Case, Callable[[int], ctypes.Structure]], Array]
 def panel_values(rng: np.random.Generator, shape: tuple[int, int], dtype: str) -> Array:
     x = rng.standard_normal(shape) * 10.0 ** rng.integers(-3, 3, shape)
     if dtype in ("float64", "complex128"):
-        x[5:40, 3:70] *= 1e290  # squares overflow, or below underflow
+        x[5:40, 3:70] *= 1e290  # squares of these elements overflow, or underflow in the rows below
         x[90:120] *= 1e-290
         x[130:] *= 1e-200
     if DTYPES[dtype].is_complex:
@@ -183,7 +186,7 @@ def strip(dtype: str) -> Built:
 
 
 def product(dtype: str, first: bool, wrong: int = 0, depth: int = 70) -> Built:
-    """20 rows of blocks, in strips of 3, by 18."""
+    """Build a launch that multiplies checksums: 20 by 18 blocks, of which 3 blocks of rows are a strip."""
     rng, down, across, per, strip, cols, pitch = np.random.default_rng(4), 20, 18, 3, 40, 333, 21
     rows, strips = 260, 7
     wide = np.complex128 if DTYPES[dtype].is_complex else np.float64
@@ -193,14 +196,14 @@ def product(dtype: str, first: bool, wrong: int = 0, depth: int = 70) -> Built:
         (-(-across // 16), -(-down // 16), 1),
     )
     at: dict[str, int] = {}
-    chunks = -(-depth // 35)  # as if there were fewer than the maximum
+    chunks = -(-depth // 35)  # fewer chunks than the maximum, as for a shallow panel
     for name, count, extent in (("a", down, rows), ("b", across, cols)):
         sums = rng.standard_normal((count, depth))
         at[name] = case.put(sums + 1j * sums[::-1] if wide is np.complex128 else sums)
         at[f"{name}_norms"] = case.put(10.0 ** rng.integers(-160, 150, (count, max(1, chunks))))
         at[f"{name}_head"] = case.put(np.array([3 + (wrong == ord(name)), name == "a"], np.uint64))
         at[f"{name}_flags"] = case.put(rng.integers(0, 2, extent, np.uint8))
-    # Per strip, in this order: a head, sums, norms, flags of rows and columns.
+    # Each strip stores, in this order: a head, sums, norms, and flags of rows and of columns.
     item = np.dtype(wide).itemsize
     sums_at, norms_at = 16, 16 + per * pitch * item
     rows_at = norms_at + 8 * per * pitch
@@ -239,7 +242,7 @@ def on_host(device: Device) -> Runs:
 
 
 class LockstepDevice(ModelDevice):
-    """The kernels themselves, compiled by g++ and run on the processor."""
+    """Runs the CUDA kernels themselves on the processor, compiled by g++."""
 
     def launch(
         self, entry: str, macros: tuple[str, ...], grid: tuple[int, int, int], given: ctypes.Structure
@@ -261,7 +264,11 @@ def _built(macros: tuple[str, ...]) -> ctypes.CDLL:
 
 
 def check(case: Case, given: Callable[[int], ctypes.Structure], run: Runs) -> dict[str, Array]:
-    """Run a case, and compare it with NumPy: numbers within rounding, nonfinite ones and all else exactly."""
+    """Run a case, and compare its results with those of NumPy.
+
+    Floating-point numbers must agree within rounding. Everything else, and which numbers are nonfinite, must
+    be equal.
+    """
     expected = case.results(on_host(ModelDevice())(case, given))
     got = case.results(run(case, given))
     for name, wanted in expected.items():
@@ -270,7 +277,8 @@ def check(case: Case, given: Callable[[int], ctypes.Structure], run: Runs) -> di
             continue
         there = np.isfinite(wanted)
         np.testing.assert_array_equal(np.isfinite(got[name]), there, err_msg=name)
-        size = case.sizes.get(name, np.abs(wanted))  # of all terms
+        # Sum of the magnitudes of all terms, to which rounding errors are proportional.
+        size = case.sizes.get(name, np.abs(wanted))
         off = np.abs(np.where(there, got[name], 0) - np.where(there, wanted, 0))
         assert (off <= 1e-14 * np.where(np.isfinite(size), size, np.inf)).all(), name
     return got

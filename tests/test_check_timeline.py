@@ -1,4 +1,4 @@
-"""The check of timelines against a tracer accepts matching runs and finds differences."""
+"""scripts/check_timeline.py accepts timelines that match a tracer, and finds differences."""
 
 import importlib.util
 from dataclasses import replace
@@ -35,7 +35,10 @@ def result() -> oocgemm.Result:
 
 
 def seen(check: Any, result: oocgemm.Result) -> list[list[Any]]:
-    """Return what a tracer with another clock reports of a run: each copy in two parts."""
+    """Return the activities that a tracer would report for a run.
+
+    The tracer has another clock, and reports each copy in two parts.
+    """
     streams: dict[str, list[Any]] = {}
     for span in result.timeline.spans:
         if span.lane not in check.LANES:
@@ -67,7 +70,8 @@ def test_one_operation_that_is_late_fails_and_is_named(check: Any, result: oocge
 def test_a_small_share_of_failing_operations_passes(
     check: Any, result: oocgemm.Result, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # In so short a run 100 us change the figures by more than their tolerance.
+    # The run is so short that 100 us change its figures by more than their tolerance, so only operations are
+    # compared.
     monkeypatch.setattr(check, "FIGURES", ())
     streams = seen(check, result)
     streams[0][-1] = replace(streams[0][-1], end=streams[0][-1].end + 100_000)

@@ -1,4 +1,4 @@
-"""Test `verify=True`: errors between reading and writing are found and repaired, and correct tiles pass."""
+"""`verify=True`: errors between reading and writing are found and repaired, and correct tiles pass."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -31,7 +31,7 @@ from tests.summing import summed
 ENGINES = [
     pytest.param("host"),
     pytest.param("host-staged"),
-    pytest.param("host-summed"),  # by a fake device that takes checksums
+    pytest.param("host-summed"),  # the checksums are computed by a fake device
     pytest.param("cuda", marks=needs_gpu),
 ]
 SUMMED = ENGINES[2:]
@@ -80,14 +80,14 @@ def test_ordinary_numbers_are_decided(engine: str, dtype: str) -> None:
 def tampering(change: Callable[[Array], None], kind: Kind, tile: tuple[int, int], times: int) -> Any:
     """Change the output of a tile's operation in memory, `times` times.
 
-    On the device that is a panel, or an accumulator before its download. On the host it is a strip before
-    its Write.
+    On the device this is a panel, or an accumulator before its download. On the host it is some rows of C
+    before they are written.
     """
     left = times
 
     def of(operation: Operation) -> bool:
         nonlocal left
-        # Not the old C: it is uploaded before or after panels, in any order.
+        # The old C is left out: it may be uploaded before or after the panels.
         panel = kind is not Kind.UPLOAD or operation.operand != "C"
         if operation.kind is kind and panel and operation.tile == tile and left:
             left -= 1
@@ -108,7 +108,7 @@ def tampering(change: Callable[[Array], None], kind: Kind, tile: tuple[int, int]
 
 @contextmanager
 def _on_device(of: Callable[[Operation], bool], change: Callable[[Array], None]) -> Iterator[None]:
-    """Change the output of selected operations on the device."""
+    """Change the outputs of the operations that `of` selects, on the device."""
     on_host = HostSession.submit
 
     def submit(self: HostSession, operation: Operation, host: Any, after: Any) -> DoneToken:
@@ -194,17 +194,19 @@ def test_an_error_in_a_tile_is_put_right(
     if engine == "host" and kind is Kind.UPLOAD:
         pytest.skip("nothing is uploaded where the device is the host")
     monkeypatch.setattr(slot_counts, "STRIP_BYTES", 1)
-    monkeypatch.setattr(slot_counts, "STAGED_STRIPS", 4)  # some strips of the tile are right, and written
+    # Several strips per tile, of which some are right and are already written.
+    monkeypatch.setattr(slot_counts, "STAGED_STRIPS", 4)
     monkeypatch.setattr(slot_counts, "STRIPS", 4)
     monkeypatch.setattr(machine_model, "STRIP_BLOCK", 1)
     a, b, c = operands(dtype)
     expected = reference(1, Op.N, a, Op.N, b, beta, c)
     if dtype == "float16" and change is one_element:
-        change = one_element_much  # rounding alone puts some units into a block's sum
+        # In float16, rounding changes the sums of a block by more than one_element does.
+        change = one_element_much
     with tampering(change, kind, (1, 1), times=1):
         result = product(engine, a, b, c, beta=beta, tile="80x100x30")
     assert result.plan.slots.strip < result.plan.tile.m
-    # A panel is multiplied in another tile of its row or column too.
+    # The wrong panel is multiplied in another tile of the row or column too, so that tile is also recomputed.
     *others, last = checked(result)["recomputed"]
     assert last == [1, 1]
     assert others in ([[0, 1]], [[1, 0]]) if kind is Kind.UPLOAD else not others
@@ -230,7 +232,7 @@ def test_a_number_where_there_must_be_none_is_an_error(engine: str) -> None:
 @pytest.mark.parametrize("engine", ENGINES[1:])
 @pytest.mark.parametrize("operand", ["A", "B"])
 def test_a_stale_slot_is_noticed(engine: str, operand: str) -> None:
-    """If an upload is skipped, the slot keeps its previous content."""
+    """One upload is skipped, so that the device buffer still contains the previous panel."""
     a, b, _ = operands()
     left = 1
 
@@ -273,7 +275,10 @@ def test_an_error_that_comes_again_ends_the_run(engine: str, tmp_path: Path) -> 
 
 
 def flipped(panel: Array) -> None:
-    """One flipped bit, the lowest of an element in a row that digests cover, is far below rounding."""
+    """Flip the lowest bit of one element, in a row that digests cover.
+
+    The change is far smaller than rounding errors.
+    """
     panel.view(np.uint8)[0, 2 * panel.itemsize] ^= 1
 
 
@@ -292,7 +297,7 @@ def of_another_panel(panel: Array) -> None:
 def test_a_panel_corrupted_before_upload_is_corrected(
     engine: str, change: Callable[[Array], None], operand: str, dtype: str
 ) -> None:
-    """The host slot changes after the panel was read and before its upload."""
+    """The panel changes in host memory after it was read and before it is uploaded."""
     rng = np.random.default_rng(8)
     a, b, c = (scaled(rng, shape, dtype, "normal") for shape in ((150, 90), (90, 160), (150, 160)))
     left = 1
@@ -357,7 +362,7 @@ def test_a_wrong_strip_never_reaches_the_store(tmp_path: Path) -> None:
 @pytest.mark.parametrize("beta", [0, 1])
 @pytest.mark.parametrize("verify", [True, False])
 def test_a_tile_that_failed_is_left_to_resume(tmp_path: Path, beta: int, verify: bool) -> None:
-    """It is not recorded as done, but the others are."""
+    """The tile is not recorded as done, but all others are, so that resuming computes only this tile."""
     a, b, c = operands()
     for name, x in (("A", a), ("B", b), ("C", c)):
         if name != "C" or beta:
@@ -372,7 +377,7 @@ def test_a_tile_that_failed_is_left_to_resume(tmp_path: Path, beta: int, verify:
 
 
 def test_without_verify_nothing_is_noticed() -> None:
-    """The other tests rely on this: the changes that they make are errors."""
+    """The changes that the other tests make are errors, which a run without checks does not notice."""
     a, b, _ = operands()
     with _on_device(lambda o: o.kind is Kind.MULTIPLY and o.tile == (0, 0), one_element):
         result = oocgemm.gemm(a, b, backend="host", tile="80x100x30")
@@ -399,7 +404,7 @@ def test_a_last_strip_that_is_shorter_passes(engine: str, beta: int, monkeypatch
 @given(data=st.data())
 @settings(max_examples=examples(60), deadline=None)
 def test_checksums_are_within_the_plan(data: st.DataObject) -> None:
-    """The memory of the checksums is at most their footprint."""
+    """The memory that checksums take is at most what the plan reserves for them."""
     m, n, k = (data.draw(st.integers(50, 400)) for _ in "mnk")
     most = 0
     right = HostSums.submit

@@ -34,7 +34,7 @@ ARRAYS = {
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder to work in, with all of `ARRAYS` in it."""
+    """Create all of `ARRAYS` in a new working directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("OOCGEMM_DEBUG", raising=False)
     for name, array in ARRAYS.items():
@@ -46,7 +46,7 @@ def stored(place: str) -> Array:
     return np.asarray(zarr.open_array(place, mode="r")[:])
 
 
-# Operands, options, product.
+# What is tested -> (operands, options, product).
 RUNS: dict[str, tuple[str, str, Array]] = {
     "nothing asked for": ("a b new", "", A @ B),
     "alpha scales the product": ("a b new", "--alpha 3", 3 * A @ B),
@@ -276,7 +276,7 @@ def test_info_tells_the_version_of_a_tree_that_is_not_installed(monkeypatch: pyt
 
 
 def test_info_says_how_to_install_missing_packages(tmp_path: Path) -> None:
-    """With a driver for CUDA 12, and without cupy, resvg_py and ml_dtypes."""
+    """The machine has a driver for CUDA 12, but not the packages cupy, resvg_py and ml_dtypes."""
     code = (
         "import ctypes, sys; from pathlib import Path; from unittest.mock import patch\n"
         "sys.modules |= dict.fromkeys(('cupy', 'resvg_py', 'ml_dtypes'))\n"
@@ -413,7 +413,7 @@ def test_cupy_stays_out_even_where_it_is_installed(here: Path, code: str) -> Non
     assert (done.returncode, done.stderr) == (0, "False\n")
     assert not (here / "imported").exists()
     assert "ImportError" in _process("-c", "import cupy", PYTHONPATH=str(here / "site")).stderr
-    assert (here / "imported").exists()  # so the trap works
+    assert (here / "imported").exists()  # the trap works: importing cupy creates this file
 
 
 def test_shells_can_complete_commands_without_zarr_or_cupy() -> None:

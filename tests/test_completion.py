@@ -33,7 +33,10 @@ def test_a_shell_is_asked_for_file_names(words: list[str]) -> None:
 
 
 def typed(folder: Path, text: str, until: str) -> str:
-    """What an interactive bash in a folder shows when `text` is typed: up to `until`, or for 20 s."""
+    """Type `text` into an interactive bash in a folder, and return what it shows.
+
+    Waits until it shows `until`, or for 20 s.
+    """
     program = folder / "bin" / "oocgemm"
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m oocgemm "$@"\n')

@@ -1,4 +1,7 @@
-"""Hardware counters by ncu, replaced by a fake program: launches, parsing, grouping and display."""
+"""Hardware counters that ncu reads. A fake program stands for ncu.
+
+The tests cover launches, parsing, grouping and display.
+"""
 
 import importlib
 import json
@@ -61,7 +64,8 @@ def test_counters_of_the_launches_of_a_row_are_summed() -> None:
     blas, grid, tiled = map(counters._summed, dealt)
     assert blas == {
         **{"load_sectors": 30, "store_sectors": 10, "sectors_from_l2": 3, "bank_conflicts": 7 / 34},
-        "occupancy": pytest.approx(0.2),  # 10% for three quarters of the time, 50% for the rest
+        # The launches had 10% for three quarters of the time, and 50% for the rest.
+        "occupancy": pytest.approx(0.2),
     }
     assert grid == {
         **{"load_sectors": 2**31 + 352, "store_sectors": 2**19 + 12, "sectors_from_l2": 2**20 + 24},
@@ -86,7 +90,7 @@ def test_launches_that_are_not_those_made_are_refused(expected: list[list[str]])
         counters._grouped(counters.parse_launches(PAGE), expected)
 
 
-# Replaces the GPU in the child process: it records the launches.
+# Replaces the GPU in the process that ncu starts. It records the launches in a file.
 DEVICE = """
 import os, sys, types
 from contextlib import contextmanager
@@ -110,7 +114,7 @@ module.Stopwatch = Stopwatch
 module.Product = lambda m, n, k, dtype, beta, compute: (m, n, k, dtype, beta, compute)
 """
 
-# Replaces ncu: it runs the command after its options, and writes a raw page.
+# A fake ncu. It runs the command that follows its options, and writes a page of raw results.
 NCU = f"""#!{sys.executable}
 import os, subprocess, sys
 from pathlib import Path
@@ -135,7 +139,10 @@ log.write_text("==PROF== Connected\\n" + page + "\\n")
 
 @pytest.fixture
 def ncu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Put a fake ncu on the PATH, with a fake device for its child; return the file that records launches."""
+    """Put a fake ncu on the PATH, and replace the GPU in the process that it starts.
+
+    Return the path of the file that records the launches.
+    """
     for name, text in (("ncu", NCU), ("sitecustomize.py", DEVICE)):
         (tmp_path / name).write_text(text)
     (tmp_path / "ncu").chmod(0o755)
@@ -146,7 +153,7 @@ def ncu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def kept() -> dict[str, Any]:
-    """Return the results of a benchmark without their counters."""
+    """Return the benchmark in scripts/results/ without its counters."""
     result: dict[str, Any] = snake_keys(json.loads((SCRIPTS / "results" / "bench_kernels.json").read_text()))
     result.pop("not_counted", None)
     for row in result["rows"]:
@@ -223,7 +230,7 @@ def test_cublas_alone_is_not_counted(ncu: Path) -> None:
             r"ncu failed: ==ERROR== Failed to find metric regex:\^x\$",
         ),
         ("==PROF== Connected\n==WARNING== No kernels were profiled.\n", "ncu failed: ==WARNING== No kernels"),
-        (PAGE, "ncu failed: ==WARNING== A message in between"),  # it ends with 1
+        (PAGE, "ncu failed: ==WARNING== A message in between"),  # ncu ends with exit code 1
     ],
 )
 def test_where_ncu_refuses_a_line_says_why(
@@ -243,7 +250,7 @@ def test_what_fails_below_ncu_is_said(ncu: Path) -> None:
     with pytest.raises(
         BackendError, match=r"ncu failed: ==ERROR== The application .* error code \(1\)\. AssertionError"
     ):
-        counters.read_counters([], 2)  # the device is 1
+        counters.read_counters([], 2)  # the fake device has the number 1, so number 2 is wrong
 
 
 def test_without_ncu_a_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

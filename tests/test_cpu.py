@@ -1,4 +1,4 @@
-"""Processor time is told apart: that of this process, and that of others on the same cores."""
+"""The processor time of this process is told apart from that of other processes on the same cores."""
 
 import subprocess
 import sys

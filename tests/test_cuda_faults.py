@@ -59,7 +59,7 @@ def opened(plan: Plan) -> Any:
 
 
 def panel() -> Array:
-    """Return a host slot of one panel."""
+    """Return host memory for one panel, filled with ones."""
     slot: Array = allocate(8192).view(np.float64).reshape(32, 32)
     slot[...] = 1
     return slot
@@ -74,7 +74,7 @@ def pin(array: Array) -> None:
 
 
 def cublas_is_idle(device: Device, plan: Plan) -> bool:
-    """Return whether the next run finds a cuBLAS handle."""
+    """Return whether the next run reuses a cuBLAS handle instead of creating one."""
     created = device.count("cublas.create")
     opened(plan).close()
     return device.count("cublas.create") == created
@@ -99,9 +99,8 @@ def test_the_limit_of_a_link_is_that_of_the_devices_address(device: Device) -> N
     with patch(f"{PACKAGE}.pcie.link_limit", limit):
         assert backend.link_limit() == 64e9
         assert asked == [runtime.deviceGetPCIBusId(0)]
-        with patch.object(
-            runtime, "deviceGetAttribute", lambda *_: 1
-        ):  # it shares page tables, by NVLink-C2C
+        # An attribute of 1 means that the device shares the host's page tables, by NVLink-C2C.
+        with patch.object(runtime, "deviceGetAttribute", lambda *_: 1):
             assert backend.link_limit() is None
 
 
@@ -109,9 +108,8 @@ def test_the_limit_of_a_link_is_that_of_the_devices_address(device: Device) -> N
 def test_a_device_without_room_beside_the_arena_gives_it_back(
     device: Device, plan: Plan, refuses: str
 ) -> None:
-    if (
-        refuses == "Module.load"
-    ):  # of kernels that are loaded before anything runs, lest they wait for what does
+    # With checks, all kernels are loaded before the run: loading one later would wait for running kernels.
+    if refuses == "Module.load":
         plan = replace(plan, problem=replace(plan.problem, checked="device"))
     device.faults[refuses] = Fault(NO_MEMORY)
     with pytest.raises(
@@ -150,7 +148,10 @@ def test_memory_that_cannot_be_locked_is_an_error_with_a_remedy(device: Device, 
 
 
 def test_a_slot_pinned_by_its_reader_is_not_pinned_again(device: Device, plan: Plan) -> None:
-    """Pinning in the submitting thread would delay all other submissions."""
+    """The thread that reads a panel has pinned its memory.
+
+    Pinning in the submitting thread would delay all other submissions.
+    """
     session, slot = opened(plan), panel()
     session.pin([slot])
     session.submit(first(plan, Kind.UPLOAD), [slot], [])
@@ -162,7 +163,7 @@ def test_a_slot_pinned_by_its_reader_is_not_pinned_again(device: Device, plan: P
 def test_slots_are_pinned_in_parts_that_no_copy_straddles(
     device: Device, plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Submissions can run between the parts."""
+    """A buffer is pinned in several calls, so that other threads can submit operations between them."""
     session, slot = opened(plan), panel()
     monkeypatch.setattr(module("HostMemory"), "PART", 4096)
     session.submit(first(plan, Kind.UPLOAD), [slot], [])
@@ -179,8 +180,9 @@ def test_slots_are_pinned_in_parts_that_no_copy_straddles(
 def test_a_zero_copy_panel_is_split_at_borders_of_pinned_ranges(
     device: Device, plan: Plan, borders: list[int], copies: int
 ) -> None:
-    """Rows of 256 bytes with a pitch of 640. A border between rows splits the copy, a border inside a row
-    splits the row.
+    """The rows have 256 bytes and a pitch of 640 bytes.
+
+    A border between two rows splits the copy. A border inside a row also splits that row.
     """
     session, whole = opened(plan), allocate(32 * 640)
     for part in np.split(whole, borders):
@@ -200,7 +202,7 @@ def test_operands_are_pinned_while_no_operation_is_submitted(device: Device) -> 
     slot = panel()
     at, size = slot.ctypes.data, slot.nbytes
     thread = threading.Thread(target=memory.pinner.pin, args=(at, size))
-    memory._waiting.add(0)  # some thread that has yet to get the driver
+    memory._waiting.add(0)  # as if a thread were waiting to use the driver
     with memory.submitting():
         thread.start()
         thread.join(0.05)
@@ -223,7 +225,7 @@ def test_an_abandoned_operation_blocks_nobody(device: Device) -> None:
             pass
     with pytest.raises(OSError, match="failed"), memory.submitting():
         raise OSError("failed")
-    memory.pinner.pin(slot.ctypes.data, slot.nbytes)  # would wait for either
+    memory.pinner.pin(slot.ctypes.data, slot.nbytes)  # would block if a lock were still held
     memory.pinner.unpin(slot.ctypes.data)
 
 
@@ -234,13 +236,13 @@ def test_memory_within_one_pinned_range_counts_as_pinned(device: Device) -> None
     pin(whole[8192:])
     assert backend.is_pinned(begin, 4096)
     assert backend.is_pinned(begin + 4096, 4096)
-    assert not backend.is_pinned(begin + 4097, 4096)  # its last byte is in another range
+    assert not backend.is_pinned(begin + 4097, 4096)  # its last byte is in another pinned range
     assert not backend.is_pinned(begin + 3 * 4096 + 4096, 1)
     assert not backend.is_pinned(device_memory, 4096)
 
 
 def test_after_a_failed_launch_all_is_given_back(device: Device, plan: Plan) -> None:
-    """Even though every CUDA call fails after the first failure."""
+    """A failed run frees and unpins its memory, although every CUDA call fails after the first failure."""
     session, slot = opened(plan), panel()
     device.faults["cuMemcpyAsync"] = Fault(LAUNCH_FAILED, late=True)
     token = session.submit(first(plan, Kind.UPLOAD), [slot], [])
@@ -284,7 +286,7 @@ def product(**options: Any) -> oocgemm.Result:
 @pytest.mark.parametrize("name", FAILING)
 @pytest.mark.parametrize("share", [0.0, pytest.param(0.5, marks=pytest.mark.slow), 1.0])
 def test_a_run_whose_call_fails_leaves_nothing_behind(device: Device, name: str, share: float) -> None:
-    """The first call, one in the middle, or the last of those that a run makes."""
+    """Make one call of a run fail: the first call of this function, one in the middle, or the last."""
     device.memory.capacity = 1 << 30
     product()
     calls = device.count(name)
@@ -294,7 +296,7 @@ def test_a_run_whose_call_fails_leaves_nothing_behind(device: Device, name: str,
         result = product()
     except oocgemm.OocGemmError as error:
         assert "CUDA error 719" in str(error)
-    else:  # what loads cuBLAS's kernels may fail, and calls are fewer where cuBLAS is loaded
+    else:  # a failure while cuBLAS loads its kernels may be harmless, and a second run makes fewer calls
         np.testing.assert_array_equal(result.out, A @ B)
     device.faults.clear()
     device.check()
@@ -346,7 +348,7 @@ def test_the_status_of_each_of_several_launches_is_checked(device: Device) -> No
 
 
 def test_a_stream_waits_for_host_and_device_before_its_copy(device: Device, plan: Plan) -> None:
-    """Even if the waits end late."""
+    """A copy is submitted while what it waits for is still running."""
     session, slot = opened(plan), panel()
     session.pin([slot])
 
@@ -370,7 +372,7 @@ def test_a_stream_waits_for_host_and_device_before_its_copy(device: Device, plan
 
 
 def test_a_multiply_waits_for_checksums_of_an_old_c_alone(device: Device, plan: Plan) -> None:
-    """The checksums of panels run beside it."""
+    """The checksums of panels are computed while the Multiply runs, so it does not wait for them."""
     problem = replace(plan.problem, beta=1, checked="device")
     checked = make_plan(
         problem, Budgets(1 << 28, 1 << 28), default_model("cuda", 2), Layouts(), TileShape(32, 32, 32)

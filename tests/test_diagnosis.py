@@ -1,4 +1,7 @@
-"""The diagnosis names what bounds a run, and advice predicts what the virtual clock then measures."""
+"""The diagnosis names what limits a run, and following the advice gains what was predicted.
+
+Runs are simulated on a virtual clock.
+"""
 
 import io
 import json
@@ -31,7 +34,7 @@ def span(number: int, kind: str, lane: str, start: int, end: int, *waits: int, s
 
 
 def first(lane: str = "read") -> tuple[Span, Span]:
-    """Return a panel's read and its multiplication, from 0 to 100."""
+    """Return the spans of a panel's read and of its multiplication, from time 0 to 100."""
     return span(0, "read", lane, 0, 4), span(1, "multiply", "compute", 4, 100, 0)
 
 
@@ -55,12 +58,12 @@ def advice(timeline: Timeline) -> Remedy:
             440,
         ),
         (
-            "h2d",  # the panel was read early
+            "h2d",  # the panel was read early, so its upload was the cause of the wait
             (*first(), span(2, "upload", "h2d", 10, 350, 0), span(3, "multiply", "compute", 350, 440, 2)),
             440,
         ),
         (
-            "read",  # the upload ended last, but it waited longer for its read
+            "read",  # the upload ended last, but it had waited longer for its read
             (
                 *first(),
                 span(2, "read", "read", 10, 320),
@@ -115,7 +118,7 @@ def test_the_finding_and_the_evidence_have_the_figures() -> None:
 
 @given(timelines())
 def test_the_verdict_is_the_largest_share_of_the_tables(timeline: Timeline) -> None:
-    """The text and the page show the same numbers as the tables of causes."""
+    """The text report and the HTML page show the same largest share as their tables of causes."""
     figures = report(timeline)
     with patch.dict(os.environ, COLUMNS="1000"), redirect_stdout(io.StringIO()) as out:
         print_report(figures, timeline)
@@ -201,13 +204,13 @@ def test_a_planned_run_is_bound_by_its_slow_link(slow: dict[str, float], bound: 
     "slow", [{"h2d": 4e9}, *suite.slow(({"read": 4e9, "read_scattered": 4e9},), ({"read": 8e9},))]
 )
 def test_following_the_advice_gains_what_it_predicted(slow: dict[str, float]) -> None:
-    """The plan was made for the default machine, and ran on one with a slower link."""
+    """The plan was made for the default machine, and the run was simulated on one with a slower link."""
     usual, real = machine(), machine(**slow)
     planned = virtual_plan(CUBE, Budgets(GIB // 2, GIB // 2), usual)
     before = run_of(replace(planned, machine=real), believed=usual)
     found = advice(before)
     assert found.seconds is not None, found
-    # The planner still uses the original machine model.
+    # The new plan is made with the original machine model, as it is when a user follows the advice.
     settings = dict(found.settings)
     tile = TileShape(*map(int, str(settings.pop("tile")).split("x"))) if "tile" in settings else None
     budgets = replace(
@@ -243,9 +246,9 @@ def test_time_outside_operations_is_kept_in_predictions() -> None:
 def test_no_gain_is_predicted_without_a_basis() -> None:
     plan = virtual_plan(CUBE, Budgets(64 * GIB, 64 * GIB), machine())
     run = run_of(plan)
-    assert advice(run).seconds is None  # everything fits already
+    assert advice(run).seconds is None  # all matrices fit into memory already, so no change helps
     older = Timeline(run.spans, run.wall, {"plan": {"tile": run.header["plan"]["tile"]}})
-    assert advice(older).why.startswith("this log does not hold the whole plan")
+    assert advice(older).why.startswith("this log does not contain the whole plan")
     lost, half = round(run.wall * 2 * MAX_FIT_ERROR), run.wall // 2  # idle time in the middle of the run
     late = [replace(s, start=s.start + lost, end=s.end + lost) if s.start > half else s for s in run.spans]
     assert "but the run took" in advice(Timeline(tuple(late), run.wall + lost, run.header)).why
@@ -264,7 +267,7 @@ def test_rechunking_is_advised_where_chunks_straddle_panels() -> None:
     across = Layout((16384, 64), partial_reads=False, decode_bytes=8 << 20)
     layouts = Layouts(across, Layout((512, 512)), Layout(write_chunk=(512, 512)))
     size = 16384, 4096, 16384
-    # The rate of uncompressed storage is unknown.
+    # Storage is not calibrated, so the rate of reading uncompressed chunks is unknown.
     model = replace(machine(decode=4e9), storage_calibrated=False)
     plan = virtual_plan(size, Budgets(GIB // 4, GIB), model, layouts=layouts)
     run = run_of(plan)
@@ -279,7 +282,8 @@ def test_a_plan_is_restored_from_its_header() -> None:
     again = recorded_plan(json.loads(json.dumps(plan.to_dict())))
     assert again == replace(plan, considered=())
     assert recorded_plan({"problem": {}}) is None
-    # A log of another version has an unknown machine field, and predicts slightly or very different times.
+    # A log of another version has an unknown field. Its plan is used only if the predicted time is about the
+    # same.
     data = json.loads(json.dumps(plan.to_dict()))
     data["model"]["of old"] = 1.0
     for share, taken in ((1.02, True), (1.5, False)):
@@ -317,7 +321,7 @@ def test_cublas_is_advised_where_its_calibrated_rate_is_higher() -> None:
 
 
 def test_a_lane_that_nothing_waits_for_is_not_slow() -> None:
-    """Idle reader threads of a GPU's host lower the measured rate of reading."""
+    """On the host of a GPU, reader threads are often idle. The measured rate of reads is then too low."""
     believed = machine()
     plan = virtual_plan(CUBE, Budgets(2 * GIB, 2 * GIB), believed)
     kernels = {d: replace(rate, peak=rate.peak / 8) for d, rate in believed.kernels.items()}

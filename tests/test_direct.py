@@ -1,4 +1,4 @@
-"""Test chunks that bypass zarr: reads return what zarr returns, and zarr can read what is written."""
+"""Chunks that oocgemm reads and writes without zarr: both give the same values as zarr."""
 
 import ctypes
 import errno
@@ -66,7 +66,7 @@ EVERYTHING = settings(
 
 
 def draw_array(data: st.DataObject, place: Path, **fixed: Any) -> "zarr.Array[Any]":
-    """Create an empty array of a random layout."""
+    """Create an empty array with random chunks, dtype, fill value and codecs."""
     draw = data.draw
     chunks = draw(st.tuples(st.integers(1, 9), st.integers(1, 9)))
     dtype = np.dtype(draw(st.sampled_from(DTYPES)))
@@ -118,7 +118,8 @@ def test_any_block_of_any_layout_is_what_zarr_reads(
 ) -> None:
     array = draw_array(data, tmp_path_factory.mktemp("read") / "A")
     values = data.draw(st.integers(0, 2**32).map(np.random.default_rng)).integers(-9, 9, array.shape)
-    # Some chunks are not written, and zarr skips chunks of nothing but the fill value.
+    # Only some rows are written. Chunks without any of them have no file, and neither do chunks that contain
+    # only the fill value.
     rows = draw_block(data, array.shape[:1])[0]
     array[slice(*rows)] = values[slice(*rows)]
     matrix = ZarrMatrix("A", array)
@@ -174,7 +175,10 @@ def test_zarr_reads_what_was_written_past_it(
 def test_what_is_not_understood_is_left_to_zarr(
     tmp_path: Path, options: dict[str, Any], reader: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """zarrs takes over where it is installed and knows the codecs, or where zarr is configured to use it."""
+    """Chunks whose codec oocgemm does not know are read by zarr.
+
+    zarr uses the package zarrs if that is installed or configured.
+    """
     if reader == "zarr":
         monkeypatch.setattr(zarr_store, "FAST_PIPELINE", "not_installed")
     told = {"codec_pipeline.path": "zarrs.ZarrsCodecPipeline"} if reader == "told" else {}
@@ -197,7 +201,10 @@ def test_what_is_not_understood_is_left_to_zarr(
 def test_concurrent_opens_restore_the_zarr_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first to start ends first. The second one must not restore the first one's settings."""
+    """The first thread to start ends first.
+
+    The second must not restore the settings that the first one had set.
+    """
     compressors = [ZstdCodec(), GzipCodec()]
     array = zarr.create_array(
         tmp_path / "A", shape=(8, 8), chunks=(4, 4), dtype="f8", compressors=compressors
@@ -242,7 +249,7 @@ def _zeros(stored: bytes) -> bytes:
 
 
 def _of_less(codec: Any) -> Callable[[bytes], bytes]:
-    """Damage is a whole chunk that is smaller than the metadata say."""
+    """Return a damage: the chunk decompresses to fewer bytes than the metadata say."""
     return lambda stored: bytes(codec.encode(np.zeros(3)))
 
 
@@ -327,7 +334,10 @@ def test_a_chunk_of_another_size_says_both() -> None:
 
 @pytest.mark.parametrize("length", [12, 15, 527])
 def test_what_lies_behind_a_chunk_is_not_taken_for_its_end(length: int) -> None:
-    """Such a chunk may be in a shard. Blosc trusts the length in the chunk's own header."""
+    """In a shard other bytes follow the chunk.
+
+    A chunk whose own header gives too long a length must not read them.
+    """
     values = np.random.default_rng(0).standard_normal((8, 8))
     blosc = encoding.Encoding(np.dtype("f8"), compressor=numcodecs.Blosc("lz4", shuffle=0))
     stored = np.frombuffer(blosc.compressor.encode(values), np.uint8)
@@ -482,7 +492,8 @@ def test_half_of_the_pages_looked_at_are_enough(
 
     def mincore(address: int, length: int, found: int) -> int:
         asked.append(address)
-        ctypes.c_ubyte.from_address(found).value = 0xFE | (len(asked) <= held)  # its other bits are undefined
+        # Only the lowest bit says whether the page is cached, the others are undefined.
+        ctypes.c_ubyte.from_address(found).value = 0xFE | (len(asked) <= held)
         return 0
 
     monkeypatch.setattr(files, "_mincore", mincore)

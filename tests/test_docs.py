@@ -1,4 +1,4 @@
-"""The README and the docs are true: their code runs, their figures are current, what they name exists."""
+"""The README and the docs are correct: code runs, figures are current, and names exist."""
 
 import logging
 import pkgutil
@@ -27,7 +27,7 @@ LINK = re.compile(r"\]\(([^)#]+)[^)]*\)")
 
 @dataclass(frozen=True)
 class Block:
-    """A code block of a page; `mark` says why it is not run."""
+    """A code block of a page. `mark` is the reason why it must not run, or None."""
 
     page: Path
     line: int
@@ -36,13 +36,13 @@ class Block:
     code: str
 
     def commands(self) -> Iterator[list[str]]:
-        """The words of each command of a shell block."""
+        """Yield each command of a shell block as a list of words."""
         pending = ""
         for line in self.code.splitlines():
             pending += line + "\n"
             try:
                 words = shlex.split(pending, comments=True)
-            except ValueError:  # a quotation or a continued line goes on
+            except ValueError:  # a quotation or a command continues on the next line
                 continue
             pending = ""
             if words:
@@ -50,12 +50,13 @@ class Block:
         assert not pending
 
     def run(self, names: dict[str, Any]) -> None:
-        """Run the block in this process, in the current folder; `names` are those of the page's Python
-        blocks.
+        """Run the block in this process, in the current folder.
+
+        `names` is the namespace that all Python blocks of the page share.
         """
         where = f"{self.page.relative_to(TOP)}:{self.line}"
         if self.language == "python":
-            # As many lines before it as on the page, so that tracebacks point there.
+            # Empty lines in front give tracebacks the line numbers of the page.
             exec(compile("\n" * self.line + self.code, where, "exec"), names)
             return
         for words in self.commands():
@@ -103,7 +104,7 @@ def test_figures_are_those_of_the_results_files() -> None:
 
 
 def options(command: click.Command) -> Iterator[str]:
-    """The options of a command and of those below it."""
+    """Yield the options of a command and of its subcommands."""
     for parameter in command.params:
         yield from parameter.opts
     if isinstance(command, click.Group):
@@ -114,7 +115,7 @@ def options(command: click.Command) -> Iterator[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_options_and_commands_named_exist(page: Path) -> None:
     text = page.read_text()
-    outside = {"--all", "--no-setup", "--strict", "--make-rel"}  # of scripts/test, mypy, plink2
+    outside = {"--all", "--no-setup", "--strict", "--make-rel"}  # options of scripts/test, mypy and plink2
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) - outside <= set(options(cli))
     assert set(re.findall(r"`oocgemm (\w+)", text)) <= set(cli.commands)
 
@@ -135,7 +136,7 @@ def test_the_readme_is_short_and_its_links_lead_somewhere() -> None:
 
 def test_the_api_page_shows_every_public_name() -> None:
     page = (TOP / "docs" / "reference" / "api.md").read_text()
-    # Documented classes that no directive of their own shows come with the module.
+    # The directive for the module also documents its classes, so only other names must be listed.
     alone = {name for name in oocgemm.__all__ if not isinstance(getattr(oocgemm, name), type)}
     assert {name for name in alone if f":: {name}\n" not in page and f"`{name}`" not in page} == set()
     assert ".. automodule:: oocgemm\n   :members:\n" in page

@@ -1,6 +1,4 @@
-"""Emulated products on a GPU: exact on integers, residues equal to Python's, errors within units of
-roundoff.
-"""
+"""Emulated products on a GPU: exact on integers, with the right residues and small errors."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -39,7 +37,10 @@ def multiplied(
     scalars: tuple[float, float] = (1, 0),
     c: Array | None = None,
 ) -> tuple[int, Array, dict[str, Array]]:
-    """Return the number of moduli, C (unchanged if that number is 0), and the planes slot."""
+    """Multiply on the GPU. Return the number of moduli, C, and the arrays of residues.
+
+    C is unchanged if the number of moduli is 0, which means that the panels cannot be emulated.
+    """
     import cupy
 
     dtype = a.dtype.name
@@ -105,7 +106,8 @@ def test_residues_are_those_of_the_scaled_integers(multiplier: Any, dtype: str, 
 def test_errors_are_those_of_a_native_product(multiplier: Any, dtype: str, unit: float) -> None:
     rng = np.random.default_rng(3)
     a, b = rng.standard_normal((96, 4096)).astype(dtype), rng.standard_normal((4096, 80)).astype(dtype)
-    for power in (0, 400 if dtype == "float64" else 40):  # neither overflow nor underflow decides
+    # Scaling by powers of two, which neither overflows nor underflows.
+    for power in (0, 400 if dtype == "float64" else 40):
         number, got, _ = multiplied(multiplier, np.ldexp(a, power), np.ldexp(b, -power))
         assert number
         wide = np.longdouble

@@ -43,12 +43,12 @@ GUARD = 77
 
 
 def room_bytes(m: int, n: int, depth: int, dtype: str) -> int:
-    """Bytes of a plane slot."""
+    """Return the bytes of the buffer for the residues of two panels."""
     return plane_offsets(MODULI_COUNTS[dtype][-1], m, n, depth).end
 
 
 def prepared(a: Array, b: Array) -> Prepared:
-    """Prepare panels in a slot of exactly the needed size, and check that bytes behind it stay unchanged."""
+    """Prepare panels in a buffer of exactly the needed size, and check that no bytes behind it change."""
     size = room_bytes(a.shape[0], b.shape[1], a.shape[1], a.dtype.name)
     slot = np.full(size + 512, GUARD, np.uint8)
     found = prepare(a, b, slot[:size], a.dtype.name)
@@ -64,7 +64,7 @@ def product(
     c: Array | None = None,
     step: int | None = None,
 ) -> Array:
-    """Compute alpha A B + beta C by strips of `step` rows, in a workspace of exactly the needed size."""
+    """Compute alpha A B + beta C, `step` rows at a time, in a workspace of exactly the needed size."""
     m, n = len(found.a.exponents), len(found.b.exponents)
     c = np.full((m, n), np.nan, dtype) if c is None else c.copy()
     workspace = np.full(workspace_bytes(n, found.a.residues.shape[2]), GUARD, np.uint8)
@@ -75,7 +75,7 @@ def product(
 
 
 def exact(a: Array, b: Array) -> tuple[list[list[Fraction]], list[list[Fraction]]]:
-    """Compute A B and |A||B| in fractions."""
+    """Return A B and |A||B| as exact fractions."""
     left, right = ([[Fraction(float(e)) for e in row] for row in x] for x in (a, b.T))
     return (
         [[sum((x * y for x, y in zip(r, c, strict=True)), Fraction()) for c in right] for r in left],
@@ -84,7 +84,7 @@ def exact(a: Array, b: Array) -> tuple[list[list[Fraction]], list[list[Fraction]
 
 
 def integers_of(x: Array, exponents: Array) -> list[list[int]]:
-    """Scale and round the rows of a panel to integers."""
+    """Scale each row of a panel by its power of two, and round to integers."""
     return [
         [round(Fraction(float(e)) * Fraction(2) ** int(s)) for e in row]
         for row, s in zip(x, exponents, strict=True)
@@ -92,7 +92,7 @@ def integers_of(x: Array, exponents: Array) -> list[list[int]]:
 
 
 def assert_residues(residue: Array, numbers: list[list[int]], moduli: tuple[int, ...]) -> None:
-    """Check that planes have the symmetric residues of numbers, and zeros beyond the depth."""
+    """Check that residues are those of `numbers` closest to 0, and that they are padded with zeros."""
     k = len(numbers[0])
     for plane, p in zip(residue, moduli, strict=False):
         wanted = [[(x + p // 2) % p - p // 2 for x in row] for row in numbers]
@@ -109,6 +109,7 @@ def test_sums_over_residues_are_exact(number: int) -> None:
     assert [sum(map(int, parts)) for parts in how.weights] == exact_weights
     assert sum(map(int, how.modulus)) == whole
     most = [p // 2 for p in how.moduli]
+    # S is the weighted sum of residues, P the product of the moduli, and Q the integer quotient of S by P.
     # For a number below P/2, S / P is within 1/2 of Q.
     quotient = sum(c * w for c, w in zip(most, exact_weights, strict=True)) // whole + 1
     assert quotient <= 2**11
@@ -118,19 +119,21 @@ def test_sums_over_residues_are_exact(number: int) -> None:
         unit = bits & -bits
         total = sum(c * part for c, part in zip(most, parts, strict=False))
         assert total <= 2**53 * unit
-        assert quotient * parts[-1] <= 2**53 * unit  # exact without a fused multiply-add
-        if rank:  # the first difference is below P, which is fewer units
+        # The product is exact in float64 without a fused multiply-add.
+        assert quotient * parts[-1] <= 2**53 * unit
+        if rank:  # the first difference is below P, so the later ones are sums of fewer units
             assert total + quotient * parts[-1] <= 2**53 * unit
         else:
             rest = sum(c * (w - int(p[0])) for c, w, p in zip(most, exact_weights, how.weights, strict=True))
             assert whole + rest + quotient * (whole - parts[-1]) <= 2**53 * unit
-            # The parts beyond the first sum, and rounding, do not change the integer Q.
+            # Q is computed from the first parts of the weights only. The other parts and rounding are too
+            # small to change it.
             assert rest / whole + 4 * quotient * 2.0**-53 < 0.5 - 2.0 ** (2 * how.exponent) / whole
 
 
 @pytest.mark.parametrize("number", ALL_NUMBERS)
 def test_numbers_are_reconstructed_from_their_residues(number: int) -> None:
-    """Numbers in (-P/2, P/2), except for the margin, are reconstructed from products with 1."""
+    """Numbers in (-P/2, P/2), except near the ends, are reconstructed. P is the product of the moduli."""
     how = residues(number)
     most = int(2 ** (2 * how.exponent))
     rng = np.random.default_rng(number)
@@ -163,7 +166,7 @@ rows = st.lists(
 @settings(max_examples=examples(60), deadline=None)
 @given(row=rows, far=st.integers(-1000, 960), number=st.sampled_from(MODULI_COUNTS["float64"]))
 def test_products_stay_below_half_the_modulus(row: list[float], far: int, number: int) -> None:
-    """A row times itself is the extreme case of the Cauchy-Schwarz inequality."""
+    """The product of a row with itself is the largest that the Cauchy-Schwarz inequality allows."""
     x = np.ldexp(np.array([row]), far)
     planes, _ = views(
         np.full(room_bytes(1, 0, len(row), "float64"), GUARD, np.uint8), 1, 0, len(row), "float64"
@@ -175,7 +178,7 @@ def test_products_stay_below_half_the_modulus(row: list[float], far: int, number
     assert max(map(abs, numbers[0])) < 2**63
     assert_residues(planes.residues, numbers, how.moduli)
     norm = sqrt(sum(Fraction(e) ** 2 for e in x[0])) if 1e-100 < np.abs(x).max() < 1e100 else 0
-    if norm:  # the scale wastes no bit
+    if norm:  # the scale is the largest power of two that is allowed
         assert 2 ** (how.exponent - 1.001) < norm * 2.0 ** int(planes.exponents[0])
 
 
@@ -203,7 +206,8 @@ def test_the_cosine_is_bounded_from_below(a: list[float], b: list[float]) -> Non
     facts = [measure_rows(x, np.zeros(1)) for x in panels]
     x, y = (np.abs(p[0]) for p in panels)
     norms = np.linalg.norm(x) * np.linalg.norm(y)
-    for right in (y, np.sort(y)[np.argsort(np.argsort(-x))]):  # in its order, and in the worst order
+    # The second panel in its own order, and in the order that gives the smallest product.
+    for right in (y, np.sort(y)[np.argsort(np.argsort(-x))]):
         assert min_cosine(facts[0].above, facts[1].above, k) <= x @ right / norms * (1 + 1e-8)
     for fact, sizes in zip(facts, (x, y), strict=True):
         assert fact.max_ratio == pytest.approx(sizes.sum() / np.linalg.norm(sizes), rel=1e-12)
@@ -216,7 +220,10 @@ def test_the_cosine_is_bounded_from_below(a: list[float], b: list[float]) -> Non
 
 
 def test_facts_of_a_panel_are_those_of_its_worst_rows() -> None:
-    """Rows of zeros do not count. Elements of equal magnitude are at their root mean square."""
+    """A panel's facts are those of its worst rows. Rows of zeros do not count.
+
+    In a row whose elements have equal magnitudes, each is equal to the root mean square.
+    """
     rng = np.random.default_rng(4)
     x = rng.standard_normal((5, 64)) * np.exp2(rng.integers(-3, 1, (5, 64)))
     x[2] = 0
@@ -236,7 +243,10 @@ def test_facts_of_a_panel_are_those_of_its_worst_rows() -> None:
 
 
 def test_the_cosine_bound_agrees_with_sums_done_by_hand() -> None:
-    """If half of each row is nonzero, nonzeros need not meet. If three quarters are, half of them must."""
+    """If half of each row is nonzero, the nonzeros of two rows need not meet in a product.
+
+    If three quarters are nonzero, half of them must meet.
+    """
     assert min_cosine((8, 8, 8, 0), (8, 8, 8, 0), 16) == 0
     assert min_cosine((12, 12, 12, 0), (12, 12, 12, 0), 16) == 0.5
     assert min_cosine((16, 16, 16, 0), (16, 16, 16, 0), 16) == 1
@@ -247,7 +257,7 @@ def test_the_cosine_bound_agrees_with_sums_done_by_hand() -> None:
 
 @st.composite
 def hard_panels(draw: st.DrawFn) -> tuple[Array, Array]:
-    """Draw panels of few rows with correlated elements."""
+    """Draw panels with few rows, whose elements may be correlated."""
     dtype = draw(st.sampled_from(DTYPES))
     k, seed = draw(st.integers(16, 200)), draw(st.integers(0, 2**32))
     rng = np.random.default_rng(seed)
@@ -281,7 +291,10 @@ def hard_panels(draw: st.DrawFn) -> tuple[Array, Array]:
 @settings(max_examples=examples(120), deadline=None)
 @given(panels=hard_panels())
 def test_no_error_is_above_the_bound(panels: tuple[Array, Array]) -> None:
-    """The bounds are k u (|A||B|) of a native product, and 6 sqrt(k) u (|A||B|), which verification uses."""
+    """Errors are below k u (|A||B|), the bound of a native product, and below 6 sqrt(k) u (|A||B|).
+
+    The latter is what verification uses. u is the unit roundoff.
+    """
     a, b = panels
     found = prepared(a, b)
     if not found.number:
@@ -296,7 +309,7 @@ def test_no_error_is_above_the_bound(panels: tuple[Array, Array]) -> None:
 
 @pytest.mark.parametrize("number", [2, 3, 8, 14])
 def test_the_error_before_final_roundings_meets_its_bound(number: int) -> None:
-    """It equals the bound if every element is rounded by 1/2, and it is 0 for panels of integers."""
+    """The error equals the bound if every element is rounded by 1/2. It is 0 for panels of integers."""
     rng = np.random.default_rng(3)
     how, k = residues(number), 40
     even = 2**how.exponent / sqrt(k) // 2 * 2
@@ -323,7 +336,7 @@ def test_the_error_before_final_roundings_meets_its_bound(number: int) -> None:
 
 
 def facts(**changes: Any) -> PanelFacts:
-    """Facts of rows of equal elements that need rounding."""
+    """Return the facts of a panel with rows of equal elements that must be rounded."""
     k = changes.pop("k", 1024)
     given = {"finite": True, "exact": False, "grain": 2.0**-56, "max_ratio": sqrt(k), "min_ratio": sqrt(k)}
     return PanelFacts(**(given | {"above": (k, k, k, 0)} | changes))
@@ -336,20 +349,22 @@ def test_emulation_suffices_for_deep_finite_even_panels() -> None:
     assert not suffices(facts(finite=False), good, 1024, u)
     assert not suffices(good, facts(finite=False), 1024, u)
     assert suffices(facts(k=16), facts(k=16), 16, u)
-    assert not suffices(facts(k=15), facts(k=15), 15, u)  # final roundings exceed the bound
-    assert not suffices(facts(k=1 << 18), facts(k=1 << 18), 1 << 18, u)  # int32 would overflow
-    assert not suffices(facts(grain=2.0**-50), good, 1024, u)  # coarse
+    # Too shallow: the last roundings alone exceed the bound.
+    assert not suffices(facts(k=15), facts(k=15), 15, u)
+    # Too deep: sums in int32 would overflow.
+    assert not suffices(facts(k=1 << 18), facts(k=1 << 18), 1 << 18, u)
+    assert not suffices(facts(grain=2.0**-50), good, 1024, u)  # the rounding of elements is too coarse
     assert not suffices(good, facts(grain=2.0**-50), 1024, u)
     assert suffices(facts(grain=2.0**-50, exact=True), good, 1024, u)
-    assert not suffices(
-        facts(above=(500, 0, 0, 0)), facts(above=(500, 0, 0, 0)), 1024, u
-    )  # large elements need not meet
+    # So few elements are large that those of A and B need not meet in a product.
+    sparse = facts(above=(500, 0, 0, 0))
+    assert not suffices(sparse, sparse, 1024, u)
     wide = facts(above=(0, 0, 0, 0), exact=True)
-    assert suffices(wide, wide, 1024, u)  # no error, however wide the range
+    assert suffices(wide, wide, 1024, u)  # panels of integers have no error, however wide their range is
     nothing = PanelFacts(True, True, 0.0, 0.0, 0.0, (0,) * len(LEVELS))
     assert suffices(nothing, facts(grain=1.0), 1024, u)
     assert suffices(nothing, nothing, 1024, u)
-    # Only the standard deviation is too large.
+    # Only the standard deviation of the error is too large, not its maximum.
     assert not suffices(facts(grain=2.0**-52.5), facts(grain=2.0**-52.5), 1 << 17, u)
 
 
@@ -371,7 +386,7 @@ def test_small_integers_are_exact(shape: tuple[int, int, int], dtype: str) -> No
 
 @pytest.mark.parametrize("number", ALL_NUMBERS)
 def test_the_largest_residues_at_depth_are_summed_exactly(number: int) -> None:
-    """The sums exceed the integers that float32 represents."""
+    """The sums are larger than the integers that float32 represents exactly."""
     how, k = residues(number), 5999
     whole = prod(how.moduli)
     planes = views(np.zeros(room_bytes(1, 1, k, "float64"), np.uint8), 1, 1, k, "float64")
@@ -420,7 +435,8 @@ def test_zeros_and_lone_elements_are_exact_or_fall_back(dtype: str) -> None:
     assert not product(found, dtype).any()
     some[np.arange(30), rng.integers(0, 50, 30)] = np.exp2(rng.integers(-30, 30, 30))
     some[7] = 0
-    assert prepared(some, b).number == 0  # all bits of the element of b that it meets may be lost
+    # The one nonzero element of a row may meet an element of b whose bits are all lost.
+    assert prepared(some, b).number == 0
     exact_b = np.rint(b * 100)
     np.testing.assert_array_equal(product(prepared(some, exact_b), dtype), some @ exact_b)
 
@@ -442,9 +458,9 @@ def test_neither_overflow_nor_underflow_changes_products(dtype: str, far: int) -
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_subnormal_rows_are_exact_and_lost_bits_are_noticed(dtype: str) -> None:
-    """Subnormal rows are scaled up.
+    """Subnormal rows are scaled up, so that their products are exact.
 
-    A subnormal element beside large ones is lost, so the panel is inexact.
+    A subnormal element beside large ones is lost, and the panel is marked as inexact.
     """
     rng = np.random.default_rng(10)
     least = float(np.finfo(dtype).smallest_subnormal)
@@ -459,7 +475,7 @@ def test_subnormal_rows_are_exact_and_lost_bits_are_noticed(dtype: str) -> None:
     b[3, 4] = 0
     assert split(b.T, planes, how, measure_rows(b.T, planes.norms)).exact
     b[:, 4] *= large
-    b[3, 4] = least  # scaled, it is less than any number
+    b[3, 4] = least  # after scaling it is too small to be represented
     assert not split(b.T, planes, how, measure_rows(b.T, planes.norms)).exact
 
 
@@ -475,7 +491,7 @@ def test_nonfinite_panels_fall_back(operand: int, value: float, dtype: str) -> N
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_small_cosines_need_more_moduli_until_none_suffice(dtype: str) -> None:
-    """Fewer and fewer elements of each row and column are large, until they need not meet."""
+    """Fewer and fewer elements of each row and column are large, until they need not meet in a product."""
     rng = np.random.default_rng(11)
     numbers = []
     for more in (2000, 1000, 200, 50, 20, 8, 4, 2, 0):
@@ -490,7 +506,7 @@ def test_small_cosines_need_more_moduli_until_none_suffice(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_preparing_allocates_nothing_of_a_panels_size(dtype: str) -> None:
-    """The panels are 16 and 8 MiB."""
+    """The panels have 16 and 8 MiB, so an allocation of a panel's size would exceed the limits."""
     rng = np.random.default_rng(12)
     a, b = rng.random((1024, 2048)).astype(dtype), rng.random((512, 2048)).astype(dtype).T
     room = np.zeros(room_bytes(1024, 512, 2048, dtype), np.uint8)
@@ -510,8 +526,8 @@ def test_preparing_allocates_nothing_of_a_panels_size(dtype: str) -> None:
 
 @pytest.mark.parametrize("number", ALL_NUMBERS)
 def test_the_largest_exponent_is_used(number: int) -> None:
-    """A larger exponent L would break the bound, and L is not much smaller."""
+    """A larger exponent would break the bound on products, and the exponent used is not much smaller."""
     how = residues(number)
     assert 2 * how.exponent + 1 == pytest.approx(log2(prod(how.moduli)), abs=0.003)
     assert 2 * how.exponent + 1 < log2(prod(how.moduli)) - 2.0**-10
-    assert how.exponent < 62.5  # a' + 1/2 fits into int64
+    assert how.exponent < 62.5  # so that a rounded element fits into int64

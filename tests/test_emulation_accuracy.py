@@ -1,6 +1,6 @@
-"""Emulated products are as good as native ones over data made to be hard for them:
+"""Emulated products are as accurate as native ones on difficult data.
 
-`scripts/accuracy_emulated.py`, small.
+This runs `scripts/accuracy_emulated.py` on small matrices.
 """
 
 import importlib
@@ -21,15 +21,18 @@ Array = NDArray[Any]
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize(
     ("k", "tile"),
-    [(100, "40x33x100"), pytest.param(600, "40x33x200", marks=pytest.mark.slow)],  # in one step, and in three
+    # k in one step, and k in three steps.
+    [(100, "40x33x100"), pytest.param(600, "40x33x200", marks=pytest.mark.slow)],
 )
 def test_no_kind_of_data_has_more_than_a_native_product_s_error(k: int, tile: str, dtype: str) -> None:
-    checked = {"emulated": True, "native": False}  # against checksums, with a native product's tolerance
+    # Checks of the emulated product have the tolerance of a native one.
+    checked = {"emulated": True, "native": False}
     ways = (accuracy.streamed("host", how, tile=tile, verify=verify) for how, verify in checked.items())
     found = {one["data"]: one for one in judge(Size(40, 33, k, 10), dtype, *ways)}
     assert [name for name, one in found.items() if not one["bounded"]] == []
     assert {name for name, one in found.items() if not one["as_good"]} <= {AGAINST}
-    assert found[AGAINST]["error"] < 4  # see there
+    # Such data may have more than twice the native error, but not far more.
+    assert found[AGAINST]["error"] < 4
     natively = {name for name, one in found.items() if "natively" in str(one["multiplied by"])}
     assert {
         "inf",
@@ -44,7 +47,11 @@ def test_no_kind_of_data_has_more_than_a_native_product_s_error(k: int, tile: st
 
 
 def test_what_measures_tells_errors() -> None:
-    """A unit in the last place, a value missing, an Inf or NaN too many or too few."""
+    """The error of a result is measured correctly.
+
+    The results are off by one unit in the last place, lack a value, or have an Inf or NaN too many or too
+    few.
+    """
     a, b = np.full((2, 16), 1.0), np.full((16, 3), 1.0)
     wanted = reference(a, b)
     c = a @ b
@@ -61,7 +68,7 @@ def test_what_measures_tells_errors() -> None:
 
 @pytest.mark.slow
 def test_the_scalings_are_graded() -> None:
-    """A product in fixed point, one exponent a row and nothing else, is found out."""
+    """A product in fixed point that scales only rows of A and columns of B fails on the scaling along k."""
 
     def fixed(a: Array, b: Array) -> tuple[Array, list[str]]:
         cut = []

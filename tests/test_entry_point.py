@@ -1,4 +1,4 @@
-"""The command executes itself again only where OpenBLAS chose slower kernels than the processor has."""
+"""The command starts itself again only if OpenBLAS chose slower kernels than the processor supports."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import pytest
 from oocgemm.backends import resolve
 from oocgemm.backends.host.blas import AVX512_FLAGS, CHOICE, better_family, blas_name
 
-# The command with a processor and an OpenBLAS that are told to it, and a start that is only printed.
+# Runs the command as on a machine with a given processor and OpenBLAS. A second start is only printed.
 CODE = """
 import functools, json, os, sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The executor: any failure stops the run, names the operation, and leaves no thread or memory behind."""
+"""The executor: any failure stops the run and names the operation. No thread or memory is left behind."""
 
 import os
 import sys
@@ -128,7 +128,10 @@ def test_a_failure_stops_the_queueing_of_later_operations(
 def test_strips_of_different_widths_do_not_overwrite_each_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A narrow and a wide tile alternate in an accumulator, and slow writes delay the reuse of its slot."""
+    """Narrow and wide tiles alternate in one buffer.
+
+    Slow writes make it likely that a buffer is reused too early.
+    """
     right = ArrayMatrix.write
 
     def slow(self: ArrayMatrix, rows: Any, cols: Any, data: Any) -> None:
@@ -199,7 +202,7 @@ def test_operations_are_nvtx_ranges_where_nvtx_is_installed(monkeypatch: pytest.
         kinds = sorted((name.split()[0], name.split()[1][0]) for name in names)
         assert kinds == sorted((span.kind, span.operand) for span in spans)
         names.clear()
-        monkeypatch.setitem(sys.modules, "nvtx", None)  # as if it were not installed
+        monkeypatch.setitem(sys.modules, "nvtx", None)  # import nvtx fails as if it were not installed
         assert np.array_equal(oocgemm.matmul(A, B, tile="10x10x10", backend="host"), A @ B)
         assert names == []
 
@@ -209,8 +212,10 @@ def test_operations_are_nvtx_ranges_where_nvtx_is_installed(monkeypatch: pytest.
 def test_the_thread_that_ends_a_wait_submits_what_is_ready(
     beta: int, verify: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Asynchronous operations have no threads. Those of a stream are submitted in the order of the schedule,
-    one at a time, each after all its waits.
+    """Asynchronous operations have no threads of their own.
+
+    Operations of a stream are submitted in the order of the schedule, one at a time, each after all its
+    waits.
     """
     monkeypatch.setattr(HostSession, "asynchronous", ON_DEVICE)
     right, at_once = HostSession.submit, threading.Lock()
@@ -240,15 +245,18 @@ def test_the_thread_that_ends_a_wait_submits_what_is_ready(
         wanted = [o for o in plan.schedule() if o.stream == stream and o.kind not in (Kind.READ, Kind.WRITE)]
         assert [o for o in done if o.stream == stream] == wanted
     assert not names & {f"oocgemm-{lane}-0" for lane in ("h2d", "compute", "d2h")}
-    assert threading.main_thread().name not in names  # it may be interrupted anywhere
+    # The main thread submits nothing, since a signal may interrupt it anywhere.
+    assert threading.main_thread().name not in names
 
 
 def test_an_operation_slow_to_submit_does_not_block_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Prepare that waits for the device delays only the operations that need its planes. Here it waits
-    until the Multiply of the previous step has been submitted.
+    """A Prepare that waits for the device delays only the operations that need its result.
+
+    Here it waits until the Multiply of the previous step has been submitted.
     """
     monkeypatch.setattr(HostSession, "asynchronous", set(ON_DEVICE) - {Kind.PREPARE})
-    right, multiplied = HostSession.submit, threading.Semaphore(1)  # the first waits for none
+    # The first Prepare has no Multiply to wait for.
+    right, multiplied = HostSession.submit, threading.Semaphore(1)
 
     def submit(self: HostSession, operation: Operation, host: Any, tokens: Any) -> Token:
         if operation.kind is Kind.PREPARE:
@@ -268,9 +276,7 @@ def test_an_operation_slow_to_submit_does_not_block_others(monkeypatch: pytest.M
 def test_operations_are_submitted_in_schedule_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Even if all Multiplies of a tile are ready at once, the Download of a strip is submitted before the
-    next strip.
-    """
+    """A Download is submitted before the next rows are multiplied, even if all Multiplies are ready."""
     monkeypatch.setattr(HostSession, "asynchronous", ON_DEVICE)
     monkeypatch.setattr(slot_counts, "STRIP_BYTES", 1)
     right = HostSession.submit

@@ -1,4 +1,4 @@
-"""The fake CUDA device notices what a GPU would do wrong, and runs what is right in any order."""
+"""The fake CUDA device notices wrong uses of a GPU, and runs correct programs in any order."""
 
 import ctypes
 import importlib
@@ -21,7 +21,7 @@ from tests.summing import summed  # noqa: F401  imports what the kernels of chec
 
 rng = np.random.default_rng(0)
 A, B, C = (integers(rng, shape, "float64") for shape in ((70, 60), (60, 90), (70, 90)))
-ONE, OTHER = 1, 2  # streams
+ONE, OTHER = 1, 2  # handles of two streams
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_streams_overtake_each_other_unless_they_wait() -> None:
             device.new_queue(stream)
             for number in (1, 2):
                 device.work(stream, "work", partial(done.append, 10 * stream + number))
-        assert done == []  # nothing runs before the host waits
+        assert done == []  # no command runs before the host waits
         device.finish_all()
         assert done.index(11) < done.index(12)
         assert done.index(21) < done.index(22)

@@ -1,4 +1,4 @@
-"""`auto` that means the host says so where there are signs of a GPU, with the reason and the remedy."""
+"""If `auto` chooses the host although there are signs of a GPU, a warning gives the reason and the remedy."""
 
 import importlib.util
 import sys
@@ -23,7 +23,7 @@ ONE = [[1.0]]
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """Makes this machine look as if it had these files of a driver, and a cupy or none."""
+    """Return a function that makes this machine seem to have certain files of a driver, or no cupy."""
 
     def pretend(*files: str, cupy: bool = True) -> None:
         exists, find = Path.exists, importlib.util.find_spec
@@ -40,7 +40,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def broken(error: Exception) -> ModuleType:
-    """The CUDA backend's module where its device, or cupy, fails."""
+    """Return a module of the CUDA backend in which everything raises an error."""
 
     class Broken(ModuleType):
         def __getattr__(self, name: str) -> object:
@@ -50,7 +50,7 @@ def broken(error: Exception) -> ModuleType:
 
 
 def product(*arguments: str) -> Finished:
-    """A command on two small operands, with warnings shown as a user has them."""
+    """Run a command on two small operands, with warnings shown as a user sees them."""
     for name in "ab":
         np.save(name, np.ones((4, 4)))
     with warnings.catch_warnings():

@@ -1,5 +1,6 @@
-"""Whatever fails under a run ends it with an error that says what, where and why, and nothing is left
-behind.
+"""Whatever fails during a run ends it with an error that says what failed, where and why.
+
+Nothing is left behind.
 """
 
 import errno
@@ -52,7 +53,7 @@ _rng = np.random.default_rng(0)
 A, B = (_rng.integers(-3, 4, shape).astype(float) for shape in ((M, K), (K, N)))
 PRODUCT = A @ B
 TILE = "20x20x10"
-# What holds A, by the way it is read: past zarr in the first ones, through it in "filtered".
+# How A is stored. oocgemm reads "filtered" chunks with zarr, and all others by itself.
 STORES: dict[str, dict[str, Any]] = {
     "raw": {"compressors": None},
     "zstd": {"compressors": ZstdCodec(checksum=True)},
@@ -70,7 +71,7 @@ DIRECT = [kind for kind in STORES if kind != "filtered"]
 
 @pytest.fixture(scope="module", autouse=True)
 def _zarr_has_its_threads() -> None:
-    """And the descriptors that these hold."""
+    """Let zarr start its threads before the tests. Their file descriptors do not count as left behind."""
     zarr.ones((1,))[:]
 
 
@@ -86,7 +87,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def a(tmp_path: Path, kind: str) -> Path:
-    """A, stored in a way."""
+    """Store A as the parameter `kind` says, and return its path."""
     return store(tmp_path / "A", kind)
 
 
@@ -97,17 +98,17 @@ def store(place: Path, kind: str, values: Any = A) -> Path:
 
 
 def chunk(a: Path) -> Path:
-    """A chunk file of A, in its second row of tiles."""
+    """Return the path of a chunk file of A that the second row of tiles uses."""
     return next(place for place in (a / "c" / "2" / "1", a / "c" / "1" / "1", a / "2.1") if place.is_file())
 
 
 def multiply(folder: Path, a: Any, b: Any = B, **options: Any) -> oocgemm.Result:
-    """A @ B into a new array in a folder."""
+    """Multiply A and B into a new array in a folder."""
     return oocgemm.gemm(a, b, folder / "C", **({"backend": "host", "tile": TILE} | options))
 
 
 def failure(folder: Path, a: Any, b: Any = B, **options: Any) -> str:
-    """What the error says that a product fails with, nothing else being left of it."""
+    """Multiply, and return the text of the error. Checks that the failed run leaves nothing behind."""
     with nothing_left(folder):
         try:
             multiply(folder, a, b, **options)
@@ -120,9 +121,7 @@ def failure(folder: Path, a: Any, b: Any = B, **options: Any) -> str:
 
 
 def assert_not_whole(c: Path) -> None:
-    """There is no C, or one that says that it is the result of a run that has not ended, which can be gone
-    on with.
-    """
+    """Check that there is no C, or that it is marked as unfinished and can be resumed."""
     if c.exists():
         assert zarr.open_array(c).attrs["oocgemm"] == {"complete": False}
         assert "with --resume" in resume.resume_hint(c)
@@ -131,7 +130,7 @@ def assert_not_whole(c: Path) -> None:
 
 
 def once_planned(act: Callable[[], object]) -> Callable[[Plan], Callable[[object], None]]:
-    """A `progress` that does something between planning and the first read."""
+    """Return a `progress` argument that calls `act` between planning and the first read."""
 
     def progress(plan: Plan) -> Callable[[object], None]:
         act()
@@ -140,7 +139,7 @@ def once_planned(act: Callable[[], object]) -> Callable[[Plan], Callable[[object
     return progress
 
 
-# Files.
+# Damaged and missing files.
 
 
 def _cut(place: Path) -> None:
@@ -171,7 +170,8 @@ def _no_end(place: Path) -> None:
 DAMAGES = (_cut, _garbage, _folder, _no_end)
 
 
-# Raw chunks carry nothing to check them by, and zarr takes what is no file for a chunk that is not there.
+# Damage that cannot be noticed. Raw chunks have no checksum, and zarr treats a folder in the place of a chunk
+# as a missing chunk.
 UNSEEN = {("raw", _garbage), ("filtered", _folder)}
 
 
@@ -298,7 +298,7 @@ def test_a_mapped_file_truncated_during_a_run_is_an_error(tmp_path: Path, name: 
     assert "truncated from" in said
 
 
-# Reading again.
+# Reads that fail and are tried again.
 
 PASSING: list[Exception] = [
     *(
@@ -376,8 +376,9 @@ def test_writes_are_not_tried_again(tmp_path: Path, error: Exception) -> None:
 
 @contextmanager
 def ended_early(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The wait before a read is tried again is long, and is not waited for. (A time limit of the test itself
-    would not do: a run that is stopping puts off all that interrupts it.)
+    """Check that the block ends before a read is tried again, which would take a long time.
+
+    A time limit of the test would not do: a run that is stopping delays whatever interrupts it.
     """
     monkeypatch.setattr(transfers, "RETRY_AFTER", (20.0,) * 3)
     start = time.monotonic()
@@ -390,7 +391,7 @@ def test_a_run_that_stops_waits_for_no_read(tmp_path: Path, monkeypatch: pytest.
     ending = Fault(PermissionError(errno.EACCES, "lasting"), delay=0.1)
     with ended_early(monkeypatch), faulty_stores(read_A=waiting, read_B=ending), staged(2):
         assert "lasting" in failure(tmp_path, A)
-    assert 1 <= waiting.calls <= 2  # one a thread, and none again
+    assert 1 <= waiting.calls <= 2  # each thread reads once, and no read is tried again
 
 
 def test_nothing_new_starts_once_something_has_failed(tmp_path: Path) -> None:
@@ -402,7 +403,8 @@ def test_nothing_new_starts_once_something_has_failed(tmp_path: Path) -> None:
 
 def test_an_interrupt_ends_the_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waiting = Fault(OSError(errno.EIO, "passing"), times=1)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had it ignored
+    # A shell may have started the tests with SIGINT ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
     try:
         with ended_early(monkeypatch), nothing_left(tmp_path), faulty_stores(read_A=waiting):
@@ -417,7 +419,7 @@ def test_an_interrupt_ends_the_waiting(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 class Flaky(WrapperStore[MemoryStore]):
-    """A store far away, to which the connection breaks now and then."""
+    """A remote store whose connection breaks at every fifth read."""
 
     def __init__(self, store: MemoryStore) -> None:
         super().__init__(store)
@@ -450,7 +452,7 @@ def test_a_report_tells_of_reads_that_were_tried_again(tmp_path: Path) -> None:
     assert "TimeoutError: too late" in done.out
 
 
-# A little at a time, and late.
+# Short reads and writes, and slow ones.
 
 
 @pytest.mark.parametrize("most", [1, 1000])
@@ -459,7 +461,7 @@ def test_short_reads_and_writes_give_the_same_product(tmp_path: Path, a: Path, m
     with bytewise(most):
         result = multiply(tmp_path, a, b)
     np.testing.assert_array_equal(result.out[:], PRODUCT)
-    assert multiply(tmp_path, a, b, resume=True).plan.steps == 0  # by its journal
+    assert multiply(tmp_path, a, b, resume=True).plan.steps == 0  # the journal says that all tiles are done
 
 
 @pytest.mark.parametrize("most", [1, 700_001, 1 << 20])
@@ -496,7 +498,7 @@ def test_whatever_is_slow_the_product_is_right(
         np.testing.assert_array_equal(zarr.open_array(tmp_path / "C")[:], 3 * PRODUCT)
 
 
-# The backend.
+# Failing backends.
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -508,7 +510,8 @@ def test_a_device_that_fails_names_the_operation(
     fault = Fault(RuntimeError("cudaErrorLaunchFailure: unspecified launch failure"), first=first)
     with faulty_backend(late, **{operation: fault}), staged():
         said = failure(tmp_path, A)
-    assert late or said.startswith(operation)  # else what waited for it may be the first to notice
+    # An asynchronous failure may be noticed first by an operation that waited for the failed one.
+    assert late or said.startswith(operation)
     assert "of tile (" in said
     assert "cudaErrorLaunchFailure" in said
 
@@ -588,7 +591,7 @@ def test_a_budget_that_the_device_does_not_have_is_refused(tmp_path: Path) -> No
     assert said == str(refused())
 
 
-# The host's memory, and threads.
+# Host memory and threads that the system refuses.
 
 
 @pytest.mark.parametrize("unified", [True, False])
@@ -656,7 +659,7 @@ def test_memory_that_the_system_refuses_is_one_line(tmp_path: Path) -> None:
 
 
 def mapping_files_only(descriptor: int, *rest: Any, **options: Any) -> mmap.mmap:
-    """No memory can be had so."""
+    """Stand for `mmap.mmap`: map files as usual, but refuse anonymous memory."""
     if descriptor == -1:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
     return mmap.mmap(descriptor, *rest, **options)
@@ -666,7 +669,7 @@ def mapping_files_only(descriptor: int, *rest: Any, **options: Any) -> mmap.mmap
 def test_a_chunk_without_memory_to_decode_is_not_called_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compressor: str
 ) -> None:
-    """Not one that is to be decoded, nor one that is to be written and hangs over the edge of C."""
+    """Memory is refused for a chunk to decode, or for a chunk to encode that extends beyond the edge of C."""
     a = store(tmp_path / "A", "zstd") if compressor == "zstd" else A
     with monkeypatch.context() as patches:
         patches.setattr(files, "_of_thread", threading.local())
@@ -698,7 +701,7 @@ def test_a_thread_that_cannot_be_started_is_an_error(
 def staging_of(
     threads: int, pin: Callable[[Sequence[Any]], object] = lambda columns: None, /, **faults: Fault
 ) -> tuple[Staging, Plan]:
-    """Host slots of operands with faults."""
+    """Return host buffers for A, B and C whose reads and writes have faults, and their plan."""
     with staged(threads):
         plan = oocgemm.plan(A, B, backend="host", tile=TILE)
     with faulty_stores(**faults):
@@ -707,7 +710,7 @@ def staging_of(
 
 
 def test_slots_are_pinned_by_the_thread_that_faults_them_in() -> None:
-    """Not by those that issue copies."""
+    """The threads that issue copies do not pin buffers."""
     locked: dict[str, list[Any]] = {}
 
     def lock(columns: Sequence[Any]) -> None:
@@ -733,7 +736,7 @@ def test_slots_are_pinned_by_the_thread_that_faults_them_in() -> None:
 def test_a_panel_that_cannot_be_read_is_left_alone_from_then_on(
     monkeypatch: pytest.MonkeyPatch, threads: int
 ) -> None:
-    """Its slot may be used again."""
+    """After the error no thread writes to the panel's buffer any more, since it may be used again."""
     monkeypatch.setattr(blocks, "MIN_PIECE_BYTES", 160)
     monkeypatch.setattr(blocks, "PIECE_BYTES", 160)
     fault = Fault(ValueError("wrong"), times=1, delay=0.01)
@@ -761,7 +764,7 @@ def test_an_error_that_is_kept_keeps_no_slots(tmp_path: Path) -> None:
     assert repr(placed.__cause__) == "ValueError('wrong')"
 
 
-# The disk that C goes to.
+# A disk for C that is full or fails.
 
 
 @pytest.fixture
@@ -820,7 +823,7 @@ def test_a_disk_that_is_full_ends_a_run_over_a_c_that_is_there(disk: tuple[Path,
 @pytest.mark.parametrize("there", [False, True])
 def test_a_disk_that_is_full_has_no_room_for_a_mapped_file(disk: tuple[Path, Any], there: bool) -> None:
     c = disk[0] / "C.npy"
-    if there:  # as a hole
+    if there:  # C exists, and none of its blocks are allocated
         np.lib.format.open_memmap(c, mode="w+", dtype="f8", shape=(256, 256)).flush()
     before = sorted(disk[0].iterdir())
     with nothing_left(disk[0]), pytest.raises(InputError, match=r"No space left on device|make room for"):
@@ -849,7 +852,7 @@ def test_a_disk_that_is_read_only_is_refused(disk: tuple[Path, Callable[[], None
 
 @pytest.mark.parametrize("first", range(1, 40, 3))
 def test_a_run_whose_disk_turns_read_only_can_be_resumed(tmp_path: Path, first: int) -> None:
-    """Nothing can be taken away again then, either."""
+    """The disk stays read-only while the failed run cleans up, so that nothing can be deleted."""
     a, b, c = store(tmp_path / "A", "raw"), store(tmp_path / "B", "raw", B), tmp_path / "C"
     fault = Fault(OSError(errno.EROFS, os.strerror(errno.EROFS)), first=first)
 
@@ -959,7 +962,7 @@ def test_a_timeline_that_finds_the_disk_full_says_so(disk: tuple[Path, Any]) -> 
         oocgemm.gemm(A, B, backend="host", tile="4x4x4", timeline=disk[0] / "log")
 
 
-# Going on afterwards.
+# Runs that are resumed after failures.
 
 
 @contextmanager
@@ -1000,7 +1003,7 @@ def test_a_run_that_has_failed_can_be_gone_on_with(
         store(c, name, PRODUCT)
     options: dict[str, Any] = {"beta": beta, "backend": "host", "tile": TILE, "overwrite": True}
     failed = 0
-    for first in (1, 4, 3, 9, 20):  # each time some of it gets done
+    for first in (1, 4, 3, 9, 20):  # each run finishes a few tiles before it fails
         with nothing_left(tmp_path), STRIKES[strikes](Fault(OSError(errno.EDQUOT, "no more"), first=first)):
             try:
                 oocgemm.gemm(a, b, c, resume=failed > 0, **options)
@@ -1015,7 +1018,7 @@ def test_a_run_that_has_failed_can_be_gone_on_with(
     np.testing.assert_array_equal(found, PRODUCT * (1 + beta))
 
 
-# The command line, in processes of their own.
+# The command, run as a process.
 
 
 def test_the_command_ends_in_one_line(tmp_path: Path) -> None:

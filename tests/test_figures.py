@@ -1,4 +1,4 @@
-"""The figures of a report follow their definitions, and the causes of exposed time add up exactly."""
+"""The figures of a report follow their definitions, and the causes of exposed time add up to all of it."""
 
 import errno
 import json
@@ -28,8 +28,8 @@ def span(
     return Span(number, kind, "A", lane, lane, 0, (0, 0), 0, start, end, size, flops, waits)
 
 
-# read 0-10, upload 10-14, multiply 15-40; the second read 10-44 is late: upload 44-50, multiply 50-70;
-# then download and write.
+# Times of operations: read 0-10, upload 10-14, multiply 15-40. The second read, 10-44, is late, so the upload
+# 44-50 and the multiplication 50-70 are, too. Then download and write.
 RUN = (
     span(0, "read", "read", 0, 10, size=100),
     span(1, "upload", "h2d", 10, 14, 0, size=100),
@@ -46,16 +46,17 @@ def test_the_figures_of_a_run_worked_out_by_hand() -> None:
     figures = report(Timeline(RUN, 100))
     assert figures.compute == pytest.approx(45e-9)
     assert figures.compute_share == pytest.approx(0.45)
-    assert figures.copy_overlap == 0  # h2d 10-14 and 44-50, d2h 70-80: all beside compute
-    assert figures.storage_overlap == pytest.approx(25 / 54)  # read 0-44, write 80-90; 15-40 is hidden
+    assert figures.copy_overlap == 0  # h2d at 10-14 and 44-50, d2h at 70-80: no copy overlaps compute
+    # Storage is busy at 0-44 and 80-90. Compute overlaps it at 15-40.
+    assert figures.storage_overlap == pytest.approx(25 / 54)
     assert figures.exposed == {
-        "start-up": pytest.approx(1e-9),  # 14-15, nothing ran
-        "read": pytest.approx(14e-9),  # 0-10 and 40-44
-        "h2d": pytest.approx(10e-9),  # 10-14 and 44-50
+        "start-up": pytest.approx(1e-9),  # at 14-15 nothing ran
+        "read": pytest.approx(14e-9),  # at 0-10 and 40-44
+        "h2d": pytest.approx(10e-9),  # at 10-14 and 44-50
         "tail": pytest.approx(30e-9),
     }
     assert figures.flop_rate == pytest.approx(2000 / 100e-9)
-    assert figures.efficiency is None  # nothing was calibrated
+    assert figures.efficiency is None  # there are no calibrated rates
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,7 @@ def test_a_wait_for_a_download_is_named_accumulator() -> None:
 
 
 def test_a_gap_is_followed_back_along_its_predecessors() -> None:
-    """The download waited for a write, so the write is the cause of most of the gap."""
+    """The download had to wait for a write, so the write is the cause of most of the gap."""
     spans = (
         span(0, "multiply", "compute", 0, 10),
         span(1, "write", "write", 5, 30),
@@ -164,11 +165,11 @@ def test_a_log_cut_anywhere_reads_as_far_as_it_goes(
     path = tmp_path_factory.mktemp("log") / "run.jsonl"
     write_log(path, timeline)
     whole = path.read_bytes()
-    # A log that lacks only its last newline is still complete.
+    # The log is cut before its last newline, because a log that lacks only that is complete.
     cut = data.draw(st.integers(whole.index(b"\n"), len(whole) - 2))
     path.write_bytes(whole[:cut])
     read = read_log(path)
-    # Every complete line counts; rows are lists, lines of shared fields are not.
+    # The spans of all complete lines are read. Their rows are lists, and lines of shared fields are objects.
     rows = [row for row in map(parsed, whole[:cut].split(b"\n")[1:]) if isinstance(row, list)]
     assert read.unfinished
     assert {span.id for span in read.spans} == {row[0] for row in rows}
@@ -197,7 +198,7 @@ def test_a_log_grows_as_the_run_goes_on_and_takes_little_memory(
     so_far = read_log(tmp_path / "run.jsonl")
     assert so_far.unfinished
     assert recorder.spans - len(so_far.spans) < log.FLUSH_LINES
-    assert kept / recorder.spans < 60  # a `Span` object takes more than 200
+    assert kept / recorder.spans < 60  # bytes per span; a `Span` object takes more than 200
     recorder.finish(10**12, {"facts": {}})
     recorder.close()
     assert read_log(tmp_path / "run.jsonl") == recorder.timeline()
@@ -205,15 +206,15 @@ def test_a_log_grows_as_the_run_goes_on_and_takes_little_memory(
 
 
 def test_a_hundred_thousand_steps_take_less_than_50_mb(tmp_path: Path) -> None:
-    """Every panel is loaded and most are read again, the most operations that a step can have."""
+    """Every panel is loaded, and most panels are read again. No step can have more operations."""
     size, tile = (8 * 512, 8 * 512, 25 * 512), TileShape(512, 512, 512)
     plan = virtual_plan(size, Budgets(92 << 20, 64 << 20), machine(), tile)
     timeline = run_of(plan)
     assert sum(span.kind == "upload" for span in timeline.spans) > 1.8 * plan.steps
     write_log(tmp_path / "run.jsonl", timeline)
-    assert (
-        100_000 * (tmp_path / "run.jsonl").stat().st_size / plan.steps < 40e6
-    )  # in longer runs the numbers have more digits
+    size_of_log = (tmp_path / "run.jsonl").stat().st_size
+    # The limit is 40 MB and not 50 MB, because in longer runs the numbers have more digits.
+    assert 100_000 * size_of_log / plan.steps < 40e6
 
 
 def test_a_slow_run_is_logged_without_delay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +245,8 @@ def test_a_span_follows_the_one_that_freed_its_thread() -> None:
     reads = [span(0, "read", "read", 0, 10), span(1, "read", "read", 0, 30)]
     reads += [span(2, "read", "read", 10, 40), span(3, "read", "read", 30, 50)]
     assert stream_predecessors(reads) == {1: 0, 2: 0, 3: 1}
-    # The upload waits for a read that started after the first one ended, so the whole wait is for reads.
+    # The upload waits for the third read, which started when the first read ended. All of the wait is for
+    # reads.
     late = [*reads[:3], span(4, "upload", "h2d", 40, 45, 2), span(5, "multiply", "compute", 45, 60, 4)]
     begun = span(6, "multiply", "compute", 0, 1)
     assert exposed([begun, *late], 60) == {"read": 39, "h2d": 5}
@@ -277,7 +279,7 @@ def test_a_log_larger_than_its_memory_reads_back_whole(room: bool, monkeypatch: 
 def test_busy_time_is_added_up_in_little_memory() -> None:
     busy, intervals = BusyTime(), []
     for number in range(20_000):
-        for start in (10 * number, 10 * number + 2):  # two concurrent threads
+        for start in (10 * number, 10 * number + 2):  # two threads at the same time
             intervals.append((start, start + 5))
             busy.append(intervals[-1])
     assert busy.total == length(intervals)

@@ -1,5 +1,6 @@
-"""The Finish of strips on the host: exact in any shape, in bounded memory, in steps that do not depend on
-the shape.
+"""Finish on the host applies alpha, beta and the cast to C's dtype, exactly and in bounded memory.
+
+The number of Python steps does not depend on the shape.
 """
 
 import sys
@@ -31,7 +32,7 @@ def workspace(dtype: str, elements: int = FINISH_PIECE) -> Array:
 
 
 def strips(shape: tuple[int, int], sums: str, c_dtype: str) -> tuple[Array, Array]:
-    """Sums, with some that are not finite where C can hold these, and an old C."""
+    """Return sums and an old C. Some sums are nonfinite, if C can store that."""
     rng = np.random.default_rng(0)
     held = rng.integers(-(2**20), 2**20, shape).astype(sums)
     if not c_dtype.startswith("int"):
@@ -47,7 +48,10 @@ def strips(shape: tuple[int, int], sums: str, c_dtype: str) -> tuple[Array, Arra
 def test_a_finished_strip_is_that_of_the_formula(
     shape: tuple[int, int], sums: str, c_dtype: str, beta: float, room: int
 ) -> None:
-    """Bit for bit: each operation rounds to the dtype of the sums, and the last to that of C."""
+    """Results are equal bit for bit.
+
+    Operations round to the dtype of the sums, and the cast rounds to C's.
+    """
     if c_dtype.startswith("int"):
         beta = round(beta)
     held, result = strips(shape, sums, c_dtype)
@@ -70,7 +74,7 @@ def test_an_integer_that_c_cannot_hold_is_found_in_any_piece() -> None:
 
 
 def lines_run(act: Callable[[], object]) -> int:
-    """How many lines of Python a call runs."""
+    """Return how many lines of Python a call executes."""
     count, before = 0, sys.gettrace()
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
@@ -109,7 +113,7 @@ def test_finishing_a_wide_strip_takes_no_memory_of_its_width() -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "int8"])
 def test_the_device_budget_covers_the_temporaries(dtype: str) -> None:
-    """Those of deep panels and of no panels at all."""
+    """The device budget includes the temporary arrays of Finish, for deep panels and for k = 0."""
     for k in (0, 1, 300):
         plan = oocgemm.plan(
             np.ones((70, k), dtype), np.ones((k, 50), dtype), backend="host", tile="70x50x300"

@@ -1,4 +1,4 @@
-"""Test that errors name the format or dtype of an unsupported operand, and a conversion that works."""
+"""Errors name the format or dtype of an operand that is not supported, and a conversion that works."""
 
 import os
 import re
@@ -30,7 +30,7 @@ def module(name: str) -> Any:
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Change into a folder whose name a shell would split."""
+    """Change into a folder whose name has spaces and quotes, which a shell splits unless it is quoted."""
     folder = tmp_path / 'it\'s a "folder"'
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -38,7 +38,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def said_of(a: Any, b: Any) -> str:
-    """Return the error for a product, from the library and, for paths, from the command."""
+    """Multiply, and return the text of the error.
+
+    If the operands are paths, the command must print the same text.
+    """
     with pytest.raises(InputError) as raised:
         oocgemm.matmul(a, b, backend="host")
     said = str(raised.value)
@@ -49,7 +52,10 @@ def said_of(a: Any, b: Any) -> str:
 
 
 def obey(said: str, before: str = "convert A by ") -> str:
-    """Run the conversion of an error in a shell, and return the path that the error says to pass."""
+    """Run the conversion that an error suggests in a shell.
+
+    Return the path that the error says to pass then.
+    """
     found = re.search(f"{before}(python -c .*) and pass (.*)", said)
     assert found is not None, said
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -90,7 +96,8 @@ def test_the_command_that_makes_two_dtypes_one_works(here: Path, end: str) -> No
     np.testing.assert_array_equal(oocgemm.matmul(f"A{end}", made, backend="host"), PRODUCT)
 
 
-# An operand as an object of another package, which may read from a folder.
+# Name of a package -> a function that returns values as an array of that package. The array may read from a
+# folder.
 OBJECTS: dict[str, Callable[[Any, Path], Any]] = {
     "numpy": lambda values, _: values,
     "list": lambda values, _: values.tolist(),

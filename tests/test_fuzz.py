@@ -1,7 +1,6 @@
-"""Whatever is given, a command ends: in success with the right product, or in one line that says what is
-wrong.
+"""Random input: a command ends either with the right product, or with one line that says what is wrong.
 
-A few thousand cases, the same ones each time, each under a bound on its time.
+There are a few thousand cases, the same ones each time. Each has a time limit.
 """
 
 import copy
@@ -38,7 +37,7 @@ from oocgemm.cli.output import EXIT_BUDGET, EXIT_FAILED, EXIT_USAGE
 from tests.command import Finished, command, own_threads
 from tests.suite import examples, slow
 
-BOUND = 30  # seconds a case may take
+BOUND = 30  # time limit of a case, in seconds
 A, B = np.arange(42.0).reshape(7, 6) % 5, np.arange(30.0).reshape(6, 5) % 7
 C = np.ones((7, 5))
 
@@ -55,7 +54,7 @@ def fuzz(cases: int) -> Callable[[Any], Any]:
 
 
 class Hang(BaseException):
-    """A case that does not end."""
+    """A case that did not end within its time limit."""
 
 
 @contextmanager
@@ -73,7 +72,7 @@ def bounded(seconds: int = BOUND) -> Iterator[None]:
 
 
 def ended(*arguments: str | Path) -> Finished:
-    """A command that has ended well: with success, or one line and the exit code of an error."""
+    """Run a command, which must succeed or print one line and end with the exit code of an error."""
     with bounded():
         done = command(*arguments)
     if done.code != 0:
@@ -89,7 +88,7 @@ def ended(*arguments: str | Path) -> Finished:
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with operands in it, which commands run in."""
+    """Create a folder with operands, and make it the working directory."""
     folder = tmp_path_factory.mktemp("fuzz")
     for name, values in (("a", A), ("b", B), ("c", C)):
         np.save(folder / f"{name}.npy", values)
@@ -100,7 +99,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-# The command line.
+# Random command lines.
 
 NUMBERS = [
     "1",
@@ -229,12 +228,13 @@ OPTIONS: dict[str, list[str] | None] = {
 
 @st.composite
 def lines(draw: st.DrawFn) -> list[str]:
-    """A command line of pieces that may be good, in an order that may be."""
+    """Draw a command line whose options, values and order may be right or wrong."""
     name = draw(
         st.sampled_from(["run", "run", "run", "plan", "plan", "report", "calibrate", "info", "", "runs"])
     )
     places = draw(st.lists(st.sampled_from(PLACES), max_size=4))
-    if name in ("run", "plan") and draw(st.booleans()):  # or hardly any would get far
+    # Otherwise hardly any command would get as far as a product.
+    if name in ("run", "plan") and draw(st.booleans()):
         places = [
             draw(st.sampled_from(good))
             for good in (["a", "a.npy"], ["b", "b.npy"], ["new", "new.npy", "c", "c.npy"])
@@ -243,7 +243,7 @@ def lines(draw: st.DrawFn) -> list[str]:
     for option in draw(st.lists(st.sampled_from(list(OPTIONS)[:-4]), max_size=3, unique=True)):
         values = OPTIONS[option]
         if values is not None and draw(st.booleans()):
-            values = values[:2]  # good ones: or hardly any line would get far
+            values = values[:2]  # the first two values are valid: otherwise hardly any command would get far
         piece = [option] if values is None else [option, draw(st.sampled_from(values))]
         if len(piece) == 2 and draw(st.integers(0, 3)) == 0:
             piece = ["=".join(piece)]
@@ -266,11 +266,12 @@ def lines(draw: st.DrawFn) -> list[str]:
 def test_any_command_line_ends_well(here: Path, words: list[str]) -> None:
     _fresh(here)
     with patch.object(measuring, "measure", side_effect=BackendError("nothing is measured here")):
-        ended(*(word.replace("\0", "") for word in words))  # which no system hands over
+        # No operating system passes NUL characters in arguments.
+        ended(*(word.replace("\0", "") for word in words))
 
 
 def _fresh(here: Path) -> None:
-    """Undo what a run may have done."""
+    """Delete the files that a run may have written."""
     for name in ("new", "new.npy.oocgemm", "deep", "C.ZARR"):
         shutil.rmtree(here / name, ignore_errors=True)
     (here / "new.npy").unlink(missing_ok=True)
@@ -313,7 +314,7 @@ def test_any_product_that_is_asked_for_is_right(here: Path, data: st.DataObject)
         np.testing.assert_array_equal(found, alpha * (A @ B) + beta * C)
 
 
-# What arrays say of themselves.
+# Metadata of arrays with random changes.
 
 STORES: dict[str, dict[str, Any]] = {
     "v3 raw": {"compressors": None},
@@ -324,8 +325,8 @@ STORES: dict[str, dict[str, Any]] = {
     "v2 lz4, Fortran": {"zarr_format": 2, "compressors": numcodecs.LZ4(), "order": "F"},
     "v2 delta": {"zarr_format": 2, "filters": [numcodecs.Delta("f8")], "compressors": numcodecs.Zlib()},
 }  # fmt: skip
-# Values that metadata may have where they do not belong. None of them is large and yet can be multiplied in
-# a while.
+# Values to put into metadata where they do not belong. No value describes a matrix that is so large that
+# multiplying it would take long.
 ODD: list[Any] = [
     *(None, True, False, -1, 0, 1, 2, 3, 7, 1.5, 1e308, float("nan"), 2**31, 2**53, 2**63, 2**64, 10**30, "", "x", "NaN", "0x7ff"),  # noqa: E501
     *("C", "F", "K", "float32", "float64", "<f8", ">f8", "<f4", "|b1", "<U3", "|O", "complex64", "bfloat16", "string", "int8"),  # noqa: E501
@@ -337,7 +338,7 @@ ODD: list[Any] = [
 
 
 def _nodes(value: Any) -> list[tuple[Any, Any]]:
-    """Every place in a document: what it is in, and its key there."""
+    """Return every place in a JSON document, as (the list or object that contains it, its index or key)."""
     keys = (
         list(value) if isinstance(value, dict) else list(range(len(value))) if isinstance(value, list) else []
     )
@@ -345,7 +346,7 @@ def _nodes(value: Any) -> list[tuple[Any, Any]]:
 
 
 def mutated(data: st.DataObject, document: Any) -> Any:
-    """A document with a few of its parts gone, swapped or replaced."""
+    """Return a document of which a few parts are deleted, swapped or replaced."""
     document = {"": copy.deepcopy(document)}
     for _ in range(data.draw(st.integers(1, 3))):
         places = _nodes(document)[1:] or _nodes(document)
@@ -366,7 +367,7 @@ def mutated(data: st.DataObject, document: Any) -> Any:
 
 
 def garbled(data: st.DataObject, content: bytes) -> bytes:
-    """Bytes with some of them gone, changed or repeated."""
+    """Return bytes of which some are deleted, changed or repeated."""
     for _ in range(data.draw(st.integers(1, 3))):
         start = data.draw(st.integers(0, len(content)))
         stop = min(len(content), start + data.draw(st.sampled_from([0, 1, 2, 4, 8, 100])))
@@ -388,7 +389,7 @@ def garbled(data: st.DataObject, content: bytes) -> bytes:
 
 @pytest.fixture(scope="module", params=STORES)
 def stored(here: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
-    """A, stored in a way."""
+    """Store A in one of the formats of STORES, and return its path."""
     options = {"chunks": (4, 3)} | STORES[request.param]
     zarr.create_array(here / "stored", shape=A.shape, dtype="f8", **options)[:] = A
     yield here / "stored"
@@ -396,7 +397,7 @@ def stored(here: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
 
 
 def product_of(stored: Path, *options: str, must: bool = False) -> Any:
-    """The product with B, or nothing if it is refused, which it must not be if that is said."""
+    """Return the product with B, or None if the command refuses it. With `must` it may not refuse."""
     _fresh(stored.parent)
     done = ended("run", stored.name, "b.npy", "new.npy", "--backend", "host", *options)
     assert done.code == 0 or not must, done
@@ -445,7 +446,7 @@ CHECKED: dict[str, dict[str, Any]] = STORES | {
     "v2 lzma": {"zarr_format": 2, "compressors": numcodecs.LZMA()},
     "v2 bz2": {"zarr_format": 2, "compressors": numcodecs.BZ2()},
 }
-# These find whatever has been changed in them: the product is right, or there is none.
+# Formats that notice every change of their bytes: the product is right, or the command fails.
 FINDING = ("v3 crc32c", "v3 zstd, checked", "v3 zstd, crc32c", "v3 shards", "v2 zlib", "v2 bz2")
 
 
@@ -495,7 +496,7 @@ def test_any_npy_file_ends_well(here: Path, data: st.DataObject) -> None:
         np.testing.assert_array_equal(product, A @ B)
 
 
-# Logs.
+# Logs with random changes.
 
 
 @pytest.fixture(scope="module")
@@ -551,12 +552,13 @@ def test_any_log_ends_well(here: Path, log: list[str], data: st.DataObject) -> N
     ids=str,
 )
 def test_a_header_that_says_nonsense_is_refused(here: Path, log: list[str], damage: dict[str, Any]) -> None:
-    ends = (json.dumps(json.loads(line) | damage) for line in (log[0], log[-1]))  # what is said last counts
+    # A fact in the last line replaces the same fact in the first line.
+    ends = (json.dumps(json.loads(line) | damage) for line in (log[0], log[-1]))
     (here / "odd.jsonl").write_text("\n".join([next(ends), *log[1:-1], next(ends)]))
     assert "its header is damaged" in ended("report", "odd.jsonl").err
 
 
-# The same in processes of their own.
+# Some of these cases with the command run as a process.
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Products of int8 matrices are exact, or there are none."""
+"""Products of int8 matrices are exact. If a result does not fit its dtype, the run fails."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -20,11 +20,11 @@ from tests.command import command, contents
 from tests.problems import Array, applied, stored
 from tests.suite import examples
 
-GENOTYPES = 3  # 0, 1, 2
+GENOTYPES = 3  # the number of values that a genotype can have: 0, 1 and 2
 
 
 def numbers(rng: np.random.Generator, shape: tuple[int, int]) -> Array:
-    """All that int8 holds, its extremes more often."""
+    """Return random int8 values, of which -128 is more frequent."""
     x = rng.integers(-128, 128, shape, np.int8)
     x[rng.random(shape) < 0.2] = -128
     return x
@@ -38,7 +38,7 @@ def exact(a: Array, b: Array, op_a: Op = Op.N, op_b: Op = Op.N) -> Array:
 @given(data=st.data())
 @settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
 def test_any_product_is_that_of_integers(engine: Engine, data: st.DataObject) -> None:
-    """Over transposes, edges, tiles, scalars and what C is of; in a C that was there."""
+    """Vary transposes, extents, tiles, scalars and the dtype of C. C exists before the product."""
     m, n, k = (data.draw(st.integers(1, 70), x) for x in "mnk")
     op_a, op_b = (data.draw(st.sampled_from(list(Op))) for _ in "AB")
     out_dtype = data.draw(st.sampled_from(["int32", "int64", "float32", "float64"]))
@@ -54,7 +54,8 @@ def test_any_product_is_that_of_integers(engine: Engine, data: st.DataObject) ->
     )
     if beta == 0:
         c[...] = np.iinfo(out_dtype).max if integer else np.nan
-    extents = st.integers(24 if engine[0] == "fake-cuda" else 1, 75)  # a fake GPU is slow
+    # Small tiles would take too long on a fake GPU.
+    extents = st.integers(24 if engine[0] == "fake-cuda" else 1, 75)
     tile = data.draw(st.none() | st.builds("{}x{}x{}".format, *(extents,) * 3))
     fits = not integer or np.abs(expected).max() <= np.iinfo(out_dtype).max
     with running_on(engine, seed=seed) as options:
@@ -67,7 +68,7 @@ def test_any_product_is_that_of_integers(engine: Engine, data: st.DataObject) ->
         result = oocgemm.gemm(a, b, c, verify=data.draw(st.booleans()), **options)
     if integer:
         np.testing.assert_array_equal(c, expected)
-    else:  # sums are exact, and three roundings follow
+    else:  # the sums are exact, and at most three operations round
         roundoff = float(np.finfo(c.dtype).eps)
         size = (
             abs(alpha) * exact(np.abs(a.astype(int)), np.abs(b.astype(int)), op_a, op_b) + abs(beta) * 2.0**20
@@ -88,7 +89,7 @@ def test_c_is_int32_unless_asked_otherwise(backend: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_int32_holds_to_the_last_and_not_one_more(backend: str) -> None:
-    """Multiply the longest rows that int32 holds, and rows of one more element."""
+    """Multiply rows of the largest depth at which int32 cannot overflow, and rows with one more element."""
     x = np.full((3, MAX_INT32_DEPTH + 1), -128, np.int8)
     last = x[:, :MAX_INT32_DEPTH]
     said = r"more than int32 holds .*out_dtype='int64' \(--out-dtype int64\)"
@@ -101,7 +102,7 @@ def test_what_int32_holds_to_the_last_and_not_one_more(backend: str) -> None:
         for out_dtype in ("int64", "float64", "float32"):
             wide = oocgemm.gemm(x, x, out_dtype=out_dtype, **options).out
             np.testing.assert_array_equal(wide, np.full((3, 3), 2**31, out_dtype))
-        x[:, ::2] = 127  # the least
+        x[:, ::2] = 127  # with this, the sums are the smallest possible
         least = oocgemm.gemm(x, -(x // 2) * 2 - 1, out_dtype="int64", **options | {"tile": None}).out
     np.testing.assert_array_equal(least, exact(x, -(x // 2) * 2 - 1, op_b=Op.T))
 
@@ -134,7 +135,7 @@ def test_a_sum_that_c_cannot_hold_ends_the_run(
     out_dtype: str, alpha: int, beta: int, before: int, said: str, backend: str, tmp_path: Path
 ) -> None:
     a, b = np.ones((40, 30), np.int8), np.zeros((30, 40), np.int8)
-    b[:, 39] = 1  # what is too large is in the last column of tiles
+    b[:, 39] = 1  # results that do not fit are in the last column of tiles only
     old = np.zeros((40, 40), out_dtype)
     old[:, 39] = before
     zarr.create_array(tmp_path / "C", data=old, chunks=(20, 20))
@@ -144,7 +145,7 @@ def test_a_sum_that_c_cannot_hold_ends_the_run(
     assert "pass out_dtype=" in str(raised.value)
     wrong = exact(a, b)[:, 39:]
     written: Any = zarr.open_array(tmp_path / "C")[:, 39:]
-    np.testing.assert_array_equal(written, old[:, 39:])  # no tile of these has been written
+    np.testing.assert_array_equal(written, old[:, 39:])  # no tile with such results has been written
     assert (wrong != written).all() or before
 
 
@@ -179,7 +180,8 @@ def test_what_is_said_of_a_fraction_holds_for_any_c() -> None:
     with pytest.raises(InputError) as raised:
         oocgemm.gemm(x, x, np.empty((4, 4)), alpha=0.5, backend="host")
     assert "C is of" not in str(raised.value)
-    c = oocgemm.gemm(x, x, np.empty((4, 4)), alpha=0.5, out_dtype="float64", backend="host").out  # as it says
+    # The error says to pass this dtype.
+    c = oocgemm.gemm(x, x, np.empty((4, 4)), alpha=0.5, out_dtype="float64", backend="host").out
     np.testing.assert_array_equal(c, np.full((4, 4), 2.0))
 
 
@@ -196,8 +198,9 @@ def test_operands_of_other_integers_are_refused() -> None:
 def test_the_command_multiplies_genotypes(
     compressor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of chunks that have a fill value, into chunks that are compressed; read again and verified, whole and
-    in part.
+    """Multiply chunks with a fill value into compressed chunks, then read and verify the product.
+
+    It is verified as a whole and in part.
     """
     monkeypatch.chdir(tmp_path)
     x = np.random.default_rng(6).integers(0, GENOTYPES, (50, 400), np.int8)
@@ -237,7 +240,7 @@ def test_a_resumed_run_comes_to_the_same_integers(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("engine", ENGINES[:2])
 def test_a_sum_that_is_off_by_one_is_computed_again(engine: Any) -> None:
-    """What checksums of floating-point tiles would let pass."""
+    """Checksums of floating-point tiles would tolerate a difference of one."""
     from oocgemm.planning import Kind
     from tests.test_checks import tampering
 
@@ -267,7 +270,8 @@ def test_a_device_sums_in_int32_what_it_holds() -> None:
         planned = oocgemm.plan(operand, operand, backend="cuda", **options).problem
         assert (planned.acc_dtype, planned.c_dtype) == (held, "int32")
         assert planned.finishes == (held == "float64")
-        assert replace(planned, alpha=2).finishes  # by what sums in int32 could wrap
+        # With alpha = 2, sums that fit into int32 may have results that do not.
+        assert replace(planned, alpha=2).finishes
         assert replace(planned, beta=1).finishes
         assert oocgemm.plan(operand, operand, backend="host", **options).problem.acc_dtype == "float64"
 
@@ -293,7 +297,10 @@ def test_the_bounds_are_those_of_the_numbers() -> None:
 @pytest.mark.parametrize("gib", [1, 16, 120])
 @pytest.mark.parametrize("backend", ["cuda", "host"])
 def test_genotypes_of_many_samples_are_planned_within_memory(gib: int, backend: str) -> None:
-    """Panels and what they are brought to leave the memory to tiles so large that copies hide."""
+    """Panels leave enough memory for tiles so large that uploads are hidden behind compute.
+
+    Their copies in the layout that cuBLAS needs are counted.
+    """
     samples, variants = 100_000, 500_000
     problem = of_int8(samples, samples, variants, "float64")
     plan = make_plan(problem, Budgets(gib << 30, 32 << 30), default_model(backend, 16))

@@ -1,7 +1,7 @@
-"""Products of int8 by the CUDA backend's code, without a GPU: g++ compiles the kernels, NumPy replaces
-cublasGemmEx.
+"""Products of int8 by the code of the CUDA backend, without a GPU.
 
-The same on a GPU: tests/test_kernels_gpu.py and tests/test_int8.py.
+g++ compiles the kernels, and NumPy stands for cublasGemmEx. tests/test_kernels_gpu.py and tests/test_int8.py
+test the same on a GPU.
 """
 
 import ctypes
@@ -71,14 +71,15 @@ class Processor:
 
 
 def memory(address: int, kind: Any, rows: int, cols: int, ld: int) -> Array:
-    """Return a row-major matrix at an address, as a view."""
+    """Return a view of the row-major matrix at an address."""
     whole = np.ctypeslib.as_array((kind * ((rows - 1) * ld + cols)).from_address(address))
     return np.lib.stride_tricks.as_strided(whole, (rows, cols), (ld * whole.itemsize, whole.itemsize))
 
 
 def gemm_ex(*given: Any) -> None:
-    """Replace cublasGemmEx for int8, K-major operands, column-major C; refuse operands not aligned to 16
-    bytes.
+    """Stand for cublasGemmEx with int8 operands whose rows run along k, and a column-major C.
+
+    Operands that are not aligned to 16 bytes are refused, as by cuBLAS.
     """
     _, op_left, op_right, m, n, k, alpha, left, left_type, ld_left, right, right_type, ld_right = given[:13]
     beta, c, c_type, ldc, compute, _ = given[13:]
@@ -93,18 +94,22 @@ def gemm_ex(*given: Any) -> None:
 
 @pytest.fixture(scope="module")
 def int8(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Return the module that multiplies int8 on a device, and the kernels that it launches."""
+    """Return the module that multiplies int8 on a device, with the kernels that it launches."""
     if shutil.which("g++") is None:
         pytest.skip("there is no g++")
     with fake_cuda(), pytest.MonkeyPatch.context() as patch:
         module = importlib.import_module("oocgemm.backends.cuda.int8")
-        patch.setattr(module.cublas, "gemmEx", gemm_ex)  # of host memory, as the kernels
+        # The fake reads host memory, as the kernels compiled for the CPU do.
+        patch.setattr(module.cublas, "gemmEx", gemm_ex)
         patch.setattr(module, "STRIP_ROWS", 4)
         yield SimpleNamespace(module=module, kernels=Processor(tmp_path_factory.mktemp("kernels")))
 
 
 def placed(x: Array, pad: int | None) -> tuple[Array, Array]:
-    """Return a larger matrix of 77s, and x as a part of it, aligned to 16 bytes if `pad` is None."""
+    """Return a larger matrix filled with 77, and a part of it that contains x.
+
+    The part is aligned to 16 bytes if `pad` is None, else it starts `pad` elements later.
+    """
     rows, cols = x.shape
     ld = -(-cols // 16) * 16 if pad is None else cols + pad
     whole = np.full(rows * ld + 64, 77, x.dtype)
@@ -115,7 +120,7 @@ def placed(x: Array, pad: int | None) -> tuple[Array, Array]:
 
 
 def add_up(int8: Any, call: Call) -> None:
-    """Compute C (float64) += op(A) @ op(B) as `Multiplier.accumulate` does with cuBLAS."""
+    """Compute C += op(A) @ op(B) in float64, in the way in which `Multiplier.accumulate` does with cuBLAS."""
     module, kernels = int8.module, int8.kernels
     module.by_strips(
         kernels, module.packed(kernels, call), "float64", lambda part: module.gemm(kernels, 0, part)
@@ -166,7 +171,8 @@ def test_a_strip_is_finished_as_on_the_host(int8: Any, sums: Any, c_dtype: str) 
     cases: list[tuple[float, float, int]] = [(1, 0, 0), (-3, 2, 5)]
     cases += [(1, 1, np.iinfo(c_dtype).max), (1, 1, np.iinfo(c_dtype).min)] if integer else [(0.7, -1.3, 5)]
     if c_dtype == "int64":
-        cases.append((-1, 1, 2**53))  # the sum would do, but it may not be exact
+        # The result fits into int64, but its sum in float64 may be inexact, so it is refused.
+        cases.append((-1, 1, 2**53))
     ends = []
     for alpha, beta, before in cases:
         held = rng.integers(-1000, 1000, (3, 45)).astype(sums)

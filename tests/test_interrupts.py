@@ -16,7 +16,7 @@ from tests.command import own_threads
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What was said, and the code that the process would have ended with."""
+    """Replace the end of the process, and return a list of the messages and exit codes."""
     found: list[Any] = []
     monkeypatch.setattr(os, "_exit", found.append)
     return found

@@ -1,4 +1,7 @@
-"""One run at a time writes a C, and its journal lists the finished tiles. Damaged journals are refused."""
+"""Only one run at a time writes a C, and its journal lists the finished tiles.
+
+Damaged journals are refused.
+"""
 
 import errno
 import fcntl
@@ -181,7 +184,7 @@ def test_a_fingerprint_tells_files_apart_by_size_time_and_path(tmp_path: Path) -
 def test_a_resumed_run_syncs_directory_entries_of_earlier_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may have been killed before it had brought them to the disk."""
+    """The earlier run may have been killed before it synced them."""
     folder = tmp_path / "C" / ".oocgemm"
     begun = Journal(folder)
     begun.start({})

@@ -1,5 +1,6 @@
-"""Every kernel compiles for its architectures without spills and with its tensor instruction; the compile
-cache.
+"""Kernels compile for each of their architectures, and the compile cache works.
+
+No kernel spills registers, and each uses its tensor instruction.
 """
 
 import os
@@ -47,7 +48,10 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def check_code(
     kernel: Kernel, arch: str, dtype: str, ops: tuple[Op, Op], params: Params, folder: Path
 ) -> None:
-    """Compile; fail on local memory, into which registers spill, and on a missing instruction."""
+    """Compile a kernel.
+
+    Fail if it uses local memory, into which registers spill, or lacks its instruction.
+    """
     if kernel.refuses(call(256, 256, 256, dtype, ops), params) is not None:
         return
     macros, cubin = options(kernel, dtype, *ops, params), folder / "code.cubin"
@@ -83,10 +87,11 @@ def test_every_variant_compiles_without_spills(kernel: Kernel, arch: str, tmp_pa
     wanted = [(kernel.dtypes[0], (Op.N, Op.T), params) for params in kernel.variants]
     if arch == max(kernel.archs):
         default, last = kernel.variants[0], kernel.dtypes[-1]
-        pairs = OP_PAIRS if DTYPES[last].is_complex else REAL_PAIRS  # of which C is T
+        # For real numbers, the conjugate transpose is the transpose.
+        pairs = OP_PAIRS if DTYPES[last].is_complex else REAL_PAIRS
         wanted += [(dtype, (Op.N, Op.T), default) for dtype in kernel.dtypes[1:]]
         wanted += [(last, ops, default) for ops in pairs if (last, ops, default) not in wanted]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # NVRTC releases the GIL
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # NVRTC releases the GIL, so threads compile in parallel
         checks = []
         for number, (dtype, ops, params) in enumerate(wanted):
             (folder := tmp_path / str(number)).mkdir()
@@ -105,9 +110,8 @@ def test_the_check_sees_a_spill_and_a_missing_instruction(
         check_code(replace(kernel, instruction="DMMA"), "sm_90a", *variant, tmp_path)
     source = edited_kernels(tmp_path, monkeypatch) / "plain" / "register.cu"
     text = source.read_text(encoding="utf-8")
-    crowded = text.replace(
-        "__launch_bounds__(THREADS, 1)", "__launch_bounds__(THREADS, 32)"
-    )  # 32 registers a thread
+    # This leaves 32 registers per thread, which are too few.
+    crowded = text.replace("__launch_bounds__(THREADS, 1)", "__launch_bounds__(THREADS, 32)")
     assert crowded != text
     source.write_text(crowded, encoding="utf-8")
     with pytest.raises(AssertionError, match="spills"):
@@ -115,7 +119,7 @@ def test_the_check_sees_a_spill_and_a_missing_instruction(
 
 
 def edited_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a copy of the sources, from which kernels are compiled instead."""
+    """Copy the sources of the kernels, and compile from the copy instead."""
     folder = tmp_path / "kernels"
     shutil.copytree(kernel_folder(), folder)
     for module in (compiling, sources):
@@ -153,12 +157,12 @@ def test_parameters_that_cannot_be_say_why() -> None:
     message = str(caught.value)
     assert "kernel tiled does not compile for sm_80" in message
     assert "a block has at most 1024 threads" in message
-    assert "static_assert(TILE * TILE <= 1024" in message  # the line itself
+    assert "static_assert(TILE * TILE <= 1024" in message  # the message contains the line of the source
     assert "-DTILE=33" in message
 
 
 class Counting(Nvrtc):
-    """A fake compiler with a version that counts its calls."""
+    """A fake compiler that counts its calls. Its version can be chosen."""
 
     def __init__(self, version: str = "1.0") -> None:
         self.calls, self._version = 0, version
@@ -182,7 +186,8 @@ def test_what_was_compiled_is_kept_until_something_changes(
     compiled(compiler, "naive_grid", "sm_80", ("-DX=2",))
     compiled(compiler, "naive_grid", "sm_90a", ("-DX=1",))
     assert compiler.calls == 3
-    for changed in ("common/scalar.cuh", "plain/naive.cu"):  # included by what it includes, and included
+    # The source includes naive.cu, which includes scalar.cuh.
+    for changed in ("common/scalar.cuh", "plain/naive.cu"):
         path = folder / changed
         path.write_text(path.read_text(encoding="utf-8") + "\n// changed\n", encoding="utf-8")
         compiled(compiler, "naive_grid", "sm_80", ("-DX=1",))
@@ -230,7 +235,7 @@ def test_the_first_entry_that_fits_is_taken(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(ladder, "LADDER", (fast, slow))
     assert ladder.choose("x", call(4, 4, 4, "float32")) == (fast, fast.variants[0])
     assert ladder.choose("x", call(4, 4, 3, "float32")) == (slow, slow.variants[0])
-    other = {"BLOCK_X": 1, "BLOCK_Y": 1}  # as a tuner may have found
+    other = {"BLOCK_X": 1, "BLOCK_Y": 1}  # parameters that only a tuner tries
     slow = replace(slow, variants=(*slow.variants, other))
     monkeypatch.setattr(ladder, "LADDER", (fast, slow))
     assert ladder.choose("x", call(4, 4, 4, "float32"), other) == (slow, other)
@@ -250,7 +255,8 @@ def test_kernels_say_what_they_cannot_do() -> None:
     with pytest.raises(InputError, match="at most 524280 rows, but C has 524281: use naive_grid"):
         ladder.choose("naive", call(65535 * 8 + 1, 1, 1))
     assert ladder.choose("naive", call(65535 * 8, 1, 1))
-    largest = H200.shared_bytes // 16  # (m + n) k elements of 16 bytes
+    # The largest m + n for k = 1, since (m + n) k elements of 16 bytes must fit into shared memory.
+    largest = H200.shared_bytes // 16
     assert ladder.choose("single_block", call(largest - 1, 1, 1, "complex128"))
     with pytest.raises(InputError, match=f"op.A. {largest} x 1 and op.B. 1 x 1, {(largest + 1) * 16} bytes"):
         ladder.choose("single_block", call(largest, 1, 1, "complex128"))

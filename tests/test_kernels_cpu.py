@@ -1,6 +1,4 @@
-"""The sources of the plain rungs, compiled by g++ and run on the CPU: exact on shapes with every kind of
-edge.
-"""
+"""The simpler kernels, compiled by g++ for the CPU, are exact on shapes with all kinds of edges."""
 
 import ctypes
 import shutil
@@ -35,13 +33,16 @@ RUNGS = [
     for index, params in enumerate(kernel.variants)
 ]
 SHIM = Path(__file__).parent / "lockstep.hpp"
-# All sizes at once are no multiple of any tile, so that every edge of each is met; a k of one step, of
-# more, and of none.
+# No size is a multiple of any tile, so that every kernel meets tiles that are cut off at every edge. k is
+# more than one step, exactly one step or less, and 0.
 SHAPES = ((37, 70, 19), (33, 65, 35), (3, 5, 0))
 
 
 def built(source: str, entry: str, macros: Sequence[str], folder: Path) -> Callable[..., None]:
-    """Compile a kernel for the CPU; return a function of grid, block and ctypes values."""
+    """Compile a kernel for the CPU.
+
+    Return a function of the grid, the block and the arguments as ctypes values.
+    """
     place, library = folder / f"{source}.cu", folder / f"{source}{len(list(folder.glob('*.so')))}.so"
     text = kernel_path(source).read_text(encoding="utf-8")
     place.write_text(text.replace("extern __shared__", "extern"), encoding="utf-8")
@@ -58,7 +59,7 @@ def built(source: str, entry: str, macros: Sequence[str], folder: Path) -> Calla
 
 
 def product(run: Callable[..., None], kernel: Kernel, params: Params, case: Case) -> Array:
-    """Return the C of a case, computed by the kernel."""
+    """Return C of a case, computed by a kernel."""
     c, dtype = case.c.copy(), case.a.dtype.name
     whole = call(
         *(*case.shape, dtype, (case.op_a, case.op_b)),

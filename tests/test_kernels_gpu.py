@@ -1,5 +1,6 @@
-"""Every rung of the ladder on a GPU: exact on small integers, within the bound on random numbers, on any
-shape.
+"""Every kernel on a GPU, for any shape.
+
+Products are exact on small integers, and within the error bound on random numbers.
 """
 
 import itertools
@@ -37,7 +38,8 @@ from tests.problems import assert_same, integer_c, integers, reference, stored
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not CUDA, reason="no CUDA device answers"),
-    pytest.mark.timeout(60, method="thread"),  # a kernel that hangs ends the process: no signal reaches it
+    # A kernel that hangs cannot be interrupted by a signal, so the timeout ends the process.
+    pytest.mark.timeout(60, method="thread"),
 ]
 
 ENTRIES = [pytest.param(kernel, id=f"{kernel.name}-{kernel.source}") for kernel in LADDER]
@@ -56,11 +58,10 @@ def multiplier() -> Iterator[Any]:
 def product(
     multiplier: Any, kernel: Kernel | None, params: Params, case: Case, pad: int | None, compute: str
 ) -> Array | None:
-    """Return the C of a case, computed by a kernel (cuBLAS if None); None if the kernel refuses the call.
+    """Return C of a case, computed by a kernel, or by cuBLAS if `kernel` is None.
 
-    Each operand begins `pad` elements into a larger array, nothing else of which may change. If `pad` is
-    None, addresses
-    and rows are aligned to 16 bytes.
+    Returns None if the kernel refuses the call. Each operand begins `pad` elements into a larger array, of
+    which nothing else may change. If `pad` is None, addresses and rows are aligned to 16 bytes.
     """
     import cupy
 
@@ -225,7 +226,7 @@ def test_auto_takes_what_was_measured_fastest(
 
 @contextmanager
 def watched(ran: list[str]) -> Iterator[None]:
-    """Records the rungs that are launched."""
+    """During the block, append the name of each kernel that is launched to `ran`."""
     from oocgemm.backends.cuda.launch import Kernels
 
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""kernels/common/layout.cuh, compiled by g++: where operands lie in shared memory, and the order of tiles."""
+"""kernels/common/layout.cuh, compiled by g++: operands in shared memory, and the order of tiles."""
 
 import ctypes
 import shutil
@@ -58,8 +58,8 @@ def test_element_offsets_follow_the_128_byte_swizzle_of_tma(
     seen = set()
     for x in range(rows):
         for k in range(depth):
-            # One slab of `rows` lines, or several of `depth` lines; a line is 128 bytes and its 16-byte
-            # chunks are swapped about.
+            # An operand is stored as `rows` lines if k runs along a line, else as several times `depth`
+            # lines. A line is 128 bytes, and its 16-byte pieces are permuted.
             line, byte = (x, k * item) if k_major else (x // depth * depth + k, x % depth * item)
             expected = line * 128 + ((byte // 16) ^ (line % 8)) * 16 + byte % 16
             assert layout.element_offset_(k_major, x, k, item) == expected
@@ -68,8 +68,10 @@ def test_element_offsets_follow_the_128_byte_swizzle_of_tma(
 
 
 def test_pairs_that_sixteen_lanes_read_lie_in_different_banks(layout: ctypes.CDLL) -> None:
-    """The tf32 operand that wgmma takes from registers: lane 4 g + q reads rows 2 g, 2 g + 1 at k = q, or q
-    + 4 if q is odd.
+    """Threads that read pairs of the tf32 operand of wgmma at the same time read from different memory banks.
+
+    wgmma takes this operand from registers. Thread 4 g + q of a warp reads rows 2 g and 2 g + 1, at k = q, or
+    at k = q + 4 if q is odd.
     """
     for row in range(0, 64, 16):
         for half in range(2):
@@ -79,7 +81,10 @@ def test_pairs_that_sixteen_lanes_read_lie_in_different_banks(layout: ctypes.CDL
 
 
 def test_words_that_a_warp_reads_lie_in_different_banks(layout: ctypes.CDLL) -> None:
-    """The same for mma: lane 4 g + q reads row g."""
+    """In the operands of mma, all threads of a warp read from different memory banks.
+
+    Thread 4 g + q reads row g.
+    """
     reads = [layout.element_offset_(False, 16 + g, q + 4 * (q & 1), 4) for g in range(8) for q in range(4)]
     assert len({at % 128 // 4 for at in reads}) == 32
 
@@ -98,7 +103,7 @@ def test_slab_descriptors_encode_address_and_strides(
 @pytest.mark.parametrize("item", [2, 4])
 def test_a_step_is_32_bytes_of_k(layout: ctypes.CDLL, item: int) -> None:
     for k_major in (True, False):
-        # In a slab whose lines are not swapped about: line 0, and lines that are multiples of 8.
+        # The formula is that of a line whose pieces are not permuted, which is line 0 and every eighth line.
         assert layout.step_bytes_(k_major, item) == layout.element_offset_(k_major, 0, 32 // item, item)
 
 
@@ -106,7 +111,8 @@ def test_a_step_is_32_bytes_of_k(layout: ctypes.CDLL, item: int) -> None:
 def test_every_tile_is_taken_once(layout: ctypes.CDLL, rows: int, columns: int, group: int) -> None:
     taken = [divmod(layout.tile_at_(index, rows, columns, group), 2**32) for index in range(rows * columns)]
     assert sorted(taken) == [(row, column) for row in range(rows) for column in range(columns)]
-    # While a group lasts, a step in the order goes to the next row, or to the next column's first row.
+    # Tiles are visited in groups of rows. Within a group, the next tile is in the next row, or in the first
+    # row of the next column.
     for (row, column), (after, column_after) in pairwise(taken):
         assert (after, column_after) == (row + 1, column) or column_after in {column + 1, 0}
 

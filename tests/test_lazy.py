@@ -1,4 +1,4 @@
-"""Test that lazy operands are read in pieces, and by several threads only if the package allows it."""
+"""Lazy arrays are read in pieces. Several threads read them only if the package is known to allow that."""
 
 import importlib
 import threading
@@ -23,7 +23,10 @@ PRODUCT = A @ B
 
 
 class Sliced:
-    """An array that can only be sliced. It records the largest block and the most concurrent readers."""
+    """An array that can only be sliced.
+
+    It records its largest slice and the largest number of concurrent readers.
+    """
 
     def __init__(self, array: Array, chunks: object = None, delay: float = 0.0) -> None:
         self.shape, self.dtype, self.chunks = array.shape, array.dtype, chunks
@@ -67,7 +70,7 @@ def test_pieces_are_no_larger_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> N
     a, b = Sliced(A, chunks=(20, 30)), Sliced(B)
     np.testing.assert_array_equal(multiply(a, b), PRODUCT)
     assert a.largest == 600
-    assert b.largest == 70  # a row
+    assert b.largest == 70  # without chunks it is read row by row
 
 
 @pytest.mark.parametrize("concurrent", [False, True])
@@ -187,7 +190,8 @@ def test_tensorstore_arrays_are_operands(tmp_path: Path) -> None:
     a[...] = A
     assert open_matrix("A", a).layout.read_chunk == (20, 30)
     np.testing.assert_array_equal(multiply(a, B), PRODUCT)
-    np.testing.assert_array_equal(multiply(a[30:90], B), PRODUCT[30:90])  # indices start at 30
+    # The array's own indices start at 30.
+    np.testing.assert_array_equal(multiply(a[30:90], B), PRODUCT[30:90])
 
 
 def test_a_lazy_product_is_verified() -> None:

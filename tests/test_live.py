@@ -1,4 +1,4 @@
-"""Progress shows how far a run is and which lane bounds it, on a terminal and elsewhere."""
+"""The progress display shows how far a run is and which lane limits it, on a terminal and elsewhere."""
 
 import io
 import re
@@ -23,7 +23,10 @@ from .virtual_runs import GIB, machine, run_of, virtual_plan
 
 
 def shown(rates: dict[str, float]) -> list[tuple[float, str, str]]:
-    """All that is shown of a run on a machine of such rates, a time for every operation."""
+    """Simulate a run on a machine with these rates.
+
+    Return what the display shows, updated after every operation.
+    """
     plan = virtual_plan((4096, 4096, 8192), Budgets(GIB // 8, GIB), machine(**rates))
     found: list[tuple[float, str, str]] = []
     step = live._watch(plan, every=0.0, show=lambda *what: found.append(what))
@@ -68,11 +71,11 @@ def test_utilisation_counts_what_lies_within() -> None:
         Span(n, "read", "A", "read", "read", 0, (0, 0), 0, start, end, 0, 0)
         for n, (start, end) in enumerate([(0, 15), (12, 20), (40, 90)])
     ]
-    assert utilisation(spans, 10, 50) == {"read": pytest.approx(0.5)}  # 10-20 and 40-50
+    assert utilisation(spans, 10, 50) == {"read": pytest.approx(0.5)}  # busy at 10-20 and 40-50
 
 
 def test_the_multiply_that_is_running_is_no_stall() -> None:
-    """Reads end while a long Multiply runs, of which nothing is known before its end."""
+    """Reads end while a long Multiply runs. Nothing is known of the Multiply before its end."""
     known = [
         Span(0, "multiply", "A", "compute", "compute", 0, (0, 0), 0, 0, 100, 0, 8),
         Span(1, "read", "A", "read", "read", 0, (0, 0), 1, 50, 900, 0, 0),
@@ -166,4 +169,4 @@ def test_a_bar_is_drawn_on_a_terminal_and_taken_away(monkeypatch: pytest.MonkeyP
     drawn = terminal.getvalue()
     for part in ("host: tile 16/16", "100%", " elapsed, ", "-bound, "):
         assert part in drawn
-    assert drawn.endswith("\x1b[2K")  # the last thing done to it is to clear a line
+    assert drawn.endswith("\x1b[2K")  # the last output clears a line, so the display is gone

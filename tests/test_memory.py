@@ -1,4 +1,4 @@
-"""What a run really holds stays within its budgets: measured, not only planned."""
+"""The memory that a run uses stays within its budgets. It is measured, not only planned."""
 
 import json
 import subprocess
@@ -18,8 +18,8 @@ from tests.backends_here import needs_gpu
 from tests.suite import slow
 
 MIB = 1 << 20
-# Samples the process's anonymous memory all along a run, and what the device has free beside the CUDA
-# context, and prints the peaks of what is held of both. The operands may be made by a `setup`, before.
+# A program that runs a product and prints two peaks: the anonymous memory of the process, and the device
+# memory that it uses beside the CUDA context. Code in `setup` may create the operands before.
 CODE = """
 import json, sys, threading
 import numpy, zarr, oocgemm, oocgemm.stores.zarr.matrix, oocgemm.backends.host.backend
@@ -54,7 +54,7 @@ print(max(peak, held()), before - least)
 
 
 def peaks(arguments: dict[str, Any]) -> tuple[int, int]:
-    """The most that was held of host memory, all of the process, and of device memory."""
+    """Run CODE. Return the peaks of host memory, for the whole process, and of device memory."""
     done = subprocess.run(
         [sys.executable, "-c", CODE, json.dumps(arguments)], check=True, capture_output=True, text=True
     )
@@ -64,14 +64,15 @@ def peaks(arguments: dict[str, Any]) -> tuple[int, int]:
 
 @cache
 def idle() -> int:
-    """The peak of a process that multiplies nothing: interpreter, libraries, and BLAS once called."""
+    """Return the peak of a process that loads the libraries and calls BLAS, but multiplies nothing else."""
     return peaks({})[0]
 
 
 @cache
 def idle_on_device(folder: Path, dtype: str, kernel: str) -> int:
-    """That of a process which multiplies next to nothing on the device: the libraries of CUDA, and what they
-    load.
+    """Return the peak of a process that multiplies two tiny matrices on the device.
+
+    It is the memory of the libraries of CUDA and of what they load.
     """
     np.save(folder / f"{dtype}.npy", np.ones((64, 64), dtype))
     arguments = dict.fromkeys("ab", str(folder / f"{dtype}.npy")) | {"c": str(folder / f"{dtype}-{kernel}")}
@@ -141,7 +142,7 @@ def test_the_host_backend_stays_within_its_budgets(
     assert used <= parse_size(device) + parse_size(host)
 
 
-# A dask array and an HDF5 dataset of 256 MiB.
+# Code that creates a dask array and an HDF5 dataset of 256 MiB each.
 LAZY = {
     "dask": """
 import dask.array
@@ -199,7 +200,7 @@ def test_the_cuda_backend_stays_within_its_budgets(
     place = str(operands / operand)
     arguments = {"a": place, "b": place, "c": str(tmp_path / "C"), "backend": "cuda", "verify": verify}
     arguments |= {"device_memory": device, "host_memory": host} | options
-    # Kernels are compiled once on a machine, which takes memory of its own.
+    # The first run compiles kernels, which takes memory. Only the second run is measured.
     peaks(arguments | {"c": str(tmp_path / "first")})
     on_host, on_device = peaks(arguments)
     assert 0 < on_device <= parse_size(device)

@@ -1,4 +1,7 @@
-"""Test parts of lines in .npy files and raw chunks, and memory maps: their content and their resident set."""
+""".npy files and raw chunks of which a run reads and writes only parts of rows.
+
+The tests check the content and the resident set, also of memory maps.
+"""
 
 import json
 import os
@@ -39,14 +42,14 @@ def draw_span(data: st.DataObject, extent: int) -> tuple[int, int]:
 def test_any_block_is_read_and_written_as_numpy_does(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    """Vary the gaps, whether segments are cached, and the number of pieces that reorder a block."""
+    """Vary the gaps between the parts, whether they are in the page cache, and how a block is copied."""
     draw = data.draw
     shape = draw(st.integers(0, 9)), draw(st.sampled_from([1, 5, 700, lines.MAX_LINE]))
     dtype = np.dtype(draw(st.sampled_from(["<f8", ">f8", "<f4", ">c16", "i1"])))
     values = np.random.default_rng(0).integers(-99, 99, shape).astype(dtype)
     if draw(st.booleans()):
         values = np.asfortranarray(values)
-    if draw(st.booleans()):  # the other axis is the long one
+    if draw(st.booleans()):  # swap the axes, so that the first one is the longer
         values = values.T
     path = tmp_path_factory.mktemp("npy") / "X.npy"
     np.save(path, values)
@@ -67,7 +70,7 @@ def test_any_block_is_read_and_written_as_numpy_does(
         matrix = open_npy("X", path, writable=True)
         patches.setattr(lines, "SCRATCH_BYTES", draw(st.sampled_from([1 << 8, 1 << 18])))
         patches.setattr(aio, "MAX_READS", draw(st.sampled_from([3, 512])))
-        if draw(st.booleans()):  # a system without these calls
+        if draw(st.booleans()):  # as on a system without calls for asynchronous reads
             patches.setattr(aio, "_contexts", [])
             patches.setattr(aio, "_CALLS", {})
         rows, cols = draw_span(data, values.shape[0]), draw_span(data, values.shape[1])
@@ -82,7 +85,10 @@ def test_any_block_is_read_and_written_as_numpy_does(
 
 
 def far_apart(folder: Path, kind: str) -> tuple[Matrix, np.ndarray[Any, Any]]:
-    """Store a matrix with rows of 128 KiB, uncached where there is a disk. Return it with its values."""
+    """Store a matrix with rows of 128 KiB, and return it with its values.
+
+    If the file is on a disk, it is evicted from the page cache.
+    """
     values = np.random.default_rng(0).integers(-99, 99, (256, 16384)).astype("f8")
     matrix: Matrix
     if kind == "npy":
@@ -113,9 +119,8 @@ def test_short_segments_are_read_without_readahead(tmp_path: Path, kind: str) ->
     matrix.read((0, 256), (5000, 5256), out)
     read = bytes_from_disk() - before
     np.testing.assert_array_equal(out, values[:, 5000:5256])
-    assert (
-        read <= 16 * out.nbytes
-    )  # windows of whole pages; readahead would load all of the file, 64 times as much
+    # Whole pages around each part are read. Readahead would read the whole file, 64 times the parts.
+    assert read <= 16 * out.nbytes
 
 
 @LINUX
@@ -134,7 +139,7 @@ def test_files_too_large_to_cache_are_read_past_it(
     with OpenFile(path) as file:
         rows = [row * 128 << 10 for row in range(1, 256)]
         held = [file.cached([row + 8 * 5000]) for row in rows]
-        # a tmpfs is always resident
+        # In tmpfs, files are always resident in memory, so there is no cache to bypass.
         assert sum(held) < 10 or file.cached(rows)
 
 
@@ -166,7 +171,7 @@ def test_all_segments_are_requested_before_one_is_awaited(
 
 @LINUX
 def test_segments_are_read_by_few_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each call releases the GIL and takes it again, which makes threads wait for one another."""
+    """Many calls would be slow, since each releases the GIL and must then wait to take it again."""
     matrix, values = far_apart(tmp_path, "npy")
     calls, right, preadv = 0, aio._system, os.preadv
 
@@ -179,11 +184,11 @@ def test_segments_are_read_by_few_calls(tmp_path: Path, monkeypatch: pytest.Monk
         return call
 
     monkeypatch.setattr(aio, "_system", counted(right))
-    monkeypatch.setattr(os, "preadv", counted(preadv))  # for a segment that was read in part
+    monkeypatch.setattr(os, "preadv", counted(preadv))  # called for a part that was not read completely
     out = np.empty((256, 256))
     matrix.read((0, 256), (5000, 5256), out)
     np.testing.assert_array_equal(out, values[:, 5000:5256])
-    assert calls <= 16  # for 256 segments
+    assert calls <= 16  # for 256 parts of rows
 
 
 def test_short_gaps_are_read_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +205,7 @@ def test_short_gaps_are_read_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     out = np.empty((600, 60))
     matrix.read((0, 600), (20, 80), out)
     np.testing.assert_array_equal(out, values[:, 20:80])
-    assert calls == 2  # of 256 KiB
+    assert calls == 2  # the whole range is read in pieces of 256 KiB, gaps included
 
 
 @pytest.mark.parametrize("columns", [(0, 50), (0, 4000)], ids=["short gaps", "long gaps"])
@@ -241,7 +246,8 @@ def test_changes_to_a_private_map_are_kept(tmp_path: Path) -> None:
     np.testing.assert_array_equal(private, np.full((64, 64), 2))
 
 
-# Run a product, or none, and print the peak of the resident set. Budgets are far below the operands' size.
+# A program that runs a product, or none, and prints the peak of its resident set. Budgets are far below the
+# size of A and B.
 CODE = """
 import json, sys
 import numpy, zarr, oocgemm, oocgemm.stores.zarr.matrix, oocgemm.backends.host.backend
@@ -286,7 +292,7 @@ def idle() -> int:
 def test_the_resident_set_stays_within_the_budgets(
     tmp_path: Path, trans_b: str, tile: str | None, mapped: str
 ) -> None:
-    """The allowance is for the part of a panel that a reader thread maps, and for small objects."""
+    """Beyond the budgets, 16 MiB are allowed for the part of a file that a thread maps, and small objects."""
     values = np.random.default_rng(0).integers(-3, 4, (3000, 6000)).astype("f8")
     a, b, c = (tmp_path / f"{name}.npy" for name in "ABC")
     np.save(a, values)

@@ -1,5 +1,6 @@
-"""A wheel carries the kernels and the parts of the page, and so does an editable install: one resolver finds
-each.
+"""A wheel and an editable install both contain the kernels and the files of the HTML page.
+
+The same code finds them in both.
 """
 
 import subprocess
@@ -31,7 +32,7 @@ def test_an_installed_wheel_has_its_kernels_and_its_page(tmp_path: Path) -> None
     )
     (wheel,) = tmp_path.glob("*.whl")
     site = tmp_path / "site"
-    zipfile.ZipFile(wheel).extractall(site)  # what an installer does with a wheel of pure Python
+    zipfile.ZipFile(wheel).extractall(site)  # an installer does the same with a wheel of pure Python
     code = (
         "from oocgemm.kernels.sources import *; print(kernel_folder()); kernel_path('tiled'); "
         "from oocgemm.reports.page import *; page([('', Timeline((), 1))])"

@@ -1,4 +1,4 @@
-"""The HTML page, the pictures and the trace show the timeline and load nothing from outside."""
+"""The HTML page, the pictures and the trace show the timeline, and load nothing from elsewhere."""
 
 import io
 import json
@@ -40,7 +40,7 @@ def log(tmp_path: Path, run: Timeline) -> Path:
 
 
 class Elements(HTMLParser):
-    """The elements of a page in order, with their attributes; void elements need no end tag."""
+    """The elements of a page in order, with their attributes. `VOID` lists elements without an end tag."""
 
     VOID = frozenset({"meta", "br", "line", "rect", "path", "input"})
 
@@ -92,9 +92,8 @@ def test_names_and_paths_cannot_break_the_page(run: Timeline, name: str) -> None
     assert len([tag for tag, _ in elements.found if tag == "script"]) == 2
     names = {attribute for _, attributes in elements.found for attribute in attributes}
     assert "onerror" not in names
-    assert all(re.fullmatch("[a-z][a-z0-9-]*", attribute) for attribute in names), (
-        names
-    )  # no quote ended a value
+    # If a quote had ended the value of an attribute, the rest of the value would be read as names.
+    assert all(re.fullmatch("[a-z][a-z0-9-]*", attribute) for attribute in names), names
 
 
 def spans_of(data: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
@@ -118,7 +117,7 @@ def test_the_data_of_the_page_are_the_spans(run: Timeline) -> None:
     assert list(spans_of(data)) == expected
     waited = sum(length for _, length, _ in data["waits"]) / 1e9
     assert waited == pytest.approx(sum(report(run).exposed.values()))
-    # The last predecessor of a span ended before the span started.
+    # The last predecessor of a span must have ended before the span started.
     ends = [end for _, end, *_ in expected]
     after = data["spans"]["after"]
     assert any(after)
@@ -188,7 +187,7 @@ def test_a_run_without_anything_has_a_page_and_a_picture() -> None:
 
 
 def test_the_area_of_the_picture_is_the_busy_time(run: Timeline) -> None:
-    """The area of the boxes, weighted by their opacity, is the lane's busy time."""
+    """The width of a lane's boxes, weighted by their opacity, is the lane's busy time."""
     root = ElementTree.fromstring(svg(run, "a < b"))
     space = "{http://www.w3.org/2000/svg}"
     title = root.find(f"{space}title")
@@ -199,7 +198,8 @@ def test_the_area_of_the_picture_is_the_busy_time(run: Timeline) -> None:
     for path in root.iter(f"{space}path"):
         if path.get("fill") == "#59616c":
             boxes = re.findall(r"h([\d.e-]+)v([\d.e-]+)h-", path.get("d") or "")
-            # Every other wide step is drawn lighter, but counts fully.
+            # Every other wide box is lighter to tell steps apart. Its opacity does not mean a partly busy
+            # column.
             weight = 1.0 if path.get("fill-opacity") == "0.66" else float(path.get("fill-opacity") or 1)
             drawn += weight * sum(float(width) for width, _ in boxes)
     assert drawn / COLUMNS == pytest.approx(figures.compute_share, abs=0.05)
@@ -233,9 +233,8 @@ def test_the_trace_has_a_track_per_lane_and_arrows_to_uses(run: Timeline) -> Non
         *(("multiply", "download C"), ("download C", "write C")),
     }
     multiplies = sum(1 for s in run.spans if s.kind == "multiply")
-    assert (
-        sum(1 for i in ends if ends[i] == "multiply") == 2 * multiplies
-    )  # a panel of each, however often used
+    # Each Multiply gets one arrow from a panel of A and one from a panel of B.
+    assert sum(1 for i in ends if ends[i] == "multiply") == 2 * multiplies
 
 
 def test_report_writes_the_requested_files(log: Path, tmp_path: Path) -> None:
@@ -249,7 +248,7 @@ def test_report_writes_the_requested_files(log: Path, tmp_path: Path) -> None:
 
 
 def test_an_unfinished_run_is_reported_as_unfinished(log: Path, tmp_path: Path) -> None:
-    """Its figures cover what was recorded, and are not compared with the whole plan."""
+    """The figures cover what was recorded, and are not compared with those of the whole plan."""
     header, recorded = log.read_bytes().split(b"\n", 1)
     part = tmp_path / "part.jsonl"
     for share in (0.1, 0.5, 0.95):
@@ -259,7 +258,7 @@ def test_an_unfinished_run_is_reported_as_unfinished(log: Path, tmp_path: Path) 
         assert shown.out.startswith(
             "Unfinished: the run was stopped or is still running. The figures cover its first"
         )
-        assert "log does not hold the whole run" in " ".join(shown.out.split())
+        assert "log does not contain the whole run" in " ".join(shown.out.split())
         text = (tmp_path / "part.html").read_text()
         assert Elements(text).open == []
         assert "Unfinished: the run was stopped" in text
@@ -339,7 +338,10 @@ def test_a_path_that_cannot_be_written_is_refused(log: Path, tmp_path: Path) -> 
 
 
 def test_concurrent_reads_get_separate_tracks() -> None:
-    """Two threads read concurrently; one read ends shortly after the other starts, without a dependency."""
+    """Two threads read at the same time.
+
+    The end of one read shortly after the start of another is no dependency.
+    """
     run = Timeline(tuple(made([(0, 1000), (990, 1000), (1995, 300)])), 2300)
     file = io.StringIO()
     write_trace(file, run)

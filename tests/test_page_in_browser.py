@@ -19,7 +19,8 @@ pytestmark = pytest.mark.skipif(
     reason="no Chromium is on the PATH: install chromium-headless-shell or chromium, or set OOCGEMM_BROWSER",
 )
 
-# Finds texts outside their box, overlapping texts and sections, and pages wider than the window.
+# JavaScript that finds texts outside their box, overlapping texts and sections, and pages wider than the
+# browser window.
 FAULTS = """(() => {
   const found = [], texts = [], wide = document.documentElement.scrollWidth;
   if (wide > innerWidth) found.push(`the page is ${wide} wide`);
@@ -111,7 +112,7 @@ def made(count: int) -> Timeline:
 
 
 def complaints(shown: Page) -> list[object]:
-    """Return the errors and the network requests since the last call."""
+    """Return the errors and the network requests of the page since the last call."""
     kinds = ("Runtime.exceptionThrown", "Log.entryAdded", "Runtime.consoleAPICalled")
     found: list[object] = [e for e in shown.events if e.get("method") in kinds]
     asked = [
@@ -127,7 +128,10 @@ def view(shown: Page) -> tuple[float, float]:
 
 
 def place(shown: Page, x: float = 0.5, lane: str = "compute") -> tuple[float, float]:
-    """Return a point of the window on a lane of the first chart, at a share of the visible time."""
+    """Return the position of a lane of the first chart in the browser window.
+
+    `x` is a share of the visible time.
+    """
     left, top = shown.js(
         "(() => { const g = gantts[0]; g.canvas.scrollIntoView({block: 'center'});"
         "const r = g.canvas.getBoundingClientRect();"
@@ -275,7 +279,7 @@ def test_two_runs_are_looked_at_through_one_window(shown: Page, one: Path) -> No
 
 @pytest.mark.slow
 def test_a_hundred_thousand_spans_are_drawn_in_bounded_work(shown: Page, folder: Path) -> None:
-    """The width of the chart bounds the number of boxes. Time grows at most as fast as the spans do."""
+    """The width of the chart limits the number of boxes. Time grows at most about as fast as the spans do."""
     medians = {}
     shown.events.clear()
     for count in (10_000, 100_000):
@@ -308,7 +312,8 @@ def test_a_hundred_thousand_spans_are_drawn_in_bounded_work(shown: Page, folder:
           CanvasRenderingContext2D.prototype.fillRect = fill;
           return calls / gantts[0].width;
         })()""")
-        # Per column: five lanes with up to two rows each, and some causes of waits; not 100,000 spans.
+        # Each column of pixels has boxes of five lanes, with up to two rows each, and of some causes of
+        # waits.
         assert drawn < 5 * 2 + 5
     assert medians[100_000] < 40 * max(medians[10_000], 0.5)
     assert complaints(shown) == []

@@ -1,4 +1,4 @@
-"""The limit of a device's link, as the system describes it."""
+"""The highest rate of a device's PCIe link, as files in /sys describe it."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def test_a_link_carries_what_its_generation_and_lanes_can(
     tmp_path: Path, speed: str, lanes: str, limit: float | None
 ) -> None:
     folder = described(tmp_path, speed, lanes)
-    assert link_limit("0000:1B:00.0", folder) == limit  # CUDA writes capitals
+    assert link_limit("0000:1B:00.0", folder) == limit  # CUDA writes addresses in capitals, /sys does not
 
 
 def test_a_device_unknown_to_the_system_has_no_link_limit(tmp_path: Path) -> None:

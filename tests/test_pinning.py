@@ -1,4 +1,4 @@
-"""Zero-copy operands: a thread pins them, and a device copies them without host slots."""
+"""Arrays in host memory that a thread pins, so that a device copies them without host buffers."""
 
 import gc
 import mmap
@@ -47,7 +47,7 @@ PLANS = import_module("oocgemm.planning.plan")
 
 
 def held(rows: int, cols: int) -> Array:
-    """Return an array that begins on a page and whose pages are resident."""
+    """Return an array that begins at the start of a page, and whose pages are resident."""
     array = allocate(rows * cols * 8).view(np.float64).reshape(rows, cols)
     array[...] = np.arange(rows * cols).reshape(rows, cols) % 8
     return array
@@ -60,12 +60,12 @@ def on_its_own_pages(array: Array) -> Array:
 
 
 class FakePinner:
-    """Records what is pinned and unpinned, and refuses after `allows` calls."""
+    """Records what is pinned and unpinned, and fails after `allows` calls."""
 
     def __init__(self, allows: int | None = None, slow: float = 0.0) -> None:
         self.ranges: dict[int, int] = {}
         self.calls: list[tuple[int, int]] = []
-        self.owned: list[tuple[int, int]] = []  # what is locked by whom it belongs to
+        self.owned: list[tuple[int, int]] = []  # ranges of arrays that the caller of the library has pinned
         self.allows, self.slow = allows, slow
         self.allowed = threading.Event()
         self.allowed.set()
@@ -85,14 +85,14 @@ class FakePinner:
         del self.ranges[address]
 
     def own(self, *arrays: Array) -> None:
-        """Treat arrays as pinned by the caller."""
+        """Treat arrays as already pinned by the caller of the library."""
         self.owned += map(np.lib.array_utils.byte_bounds, arrays)
 
     def is_pinned(self, address: int, size: int) -> bool:
         return any(low <= address and address + size <= high for low, high in self.owned)
 
     def covers(self, block: Array, borders: Sequence[int]) -> bool:
-        """Return whether every piece of a block is inside one pinned range."""
+        """Return whether each piece of a block is within one pinned range."""
         return all(
             any(begin <= low and high <= begin + size for begin, size in self.ranges.items())
             for low, high in map(np.lib.array_utils.byte_bounds, cut(block, borders))
@@ -124,7 +124,7 @@ def test_a_block_is_cut_at_borders_and_nowhere_else(
         low, high = np.lib.array_utils.byte_bounds(piece)
         assert not any(low < border < high for border in borders)
         assert len(piece) == 1 or piece.shape[1] == width
-    # At most a row's end, whole rows and the next row's beginning for each.
+    # Each border adds at most three pieces: the end of a row, whole rows, and the start of a row.
     assert len(pieces) <= 1 + 3 * len(borders)
 
 
@@ -140,7 +140,8 @@ def test_each_page_is_pinned_once_in_order_of_first_use() -> None:
     pinned._thread.join()
     assert sum(size for _, size in fake.calls) == a.nbytes + b.nbytes
     in_b = [b.ctypes.data <= begin < b.ctypes.data + b.nbytes for begin, _ in fake.calls]
-    # A's first panel takes a part of every row: locked for it, all of A would come before B.
+    # The first panel of A is a part of every row. If all its pages were pinned for it, all of A would come
+    # before B.
     assert in_b == sorted(in_b, reverse=True)
     assert any(in_b)
     assert {size for _, size in fake.calls[:3]} == {pinning.PART}
@@ -153,7 +154,7 @@ def test_each_page_is_pinned_once_in_order_of_first_use() -> None:
 @settings(deadline=None)
 @given(st.integers(0, 7), st.integers(1, 64), st.integers(0, 63), st.integers(0, 12), st.integers(1, 16))
 def test_operands_may_share_memory(offset: int, rows: int, top: int, left: int, width: int) -> None:
-    """Such as X and its transpose, or parts of one array, at any address."""
+    """The operands are parts of one array, at any address, and overlap."""
     whole, fake = held(130, 1024).reshape(-1)[offset:][: 128 * 1024].reshape(128, 1024), FakePinner()
     parts = [whole[:96], whole[48:], whole[top : top + rows]]
     pinned = PinnedOperands(parts, [], fake.pinner)
@@ -172,7 +173,8 @@ def test_a_block_not_pinned_soon_is_not_waited_for() -> None:
     a, fake = held(256, KIB), FakePinner()
     fake.allowed.clear()
     pinned = PinnedOperands([a], [], fake.pinner)
-    assert pinned.await_block(a[200:201]) is None  # all before it would come first
+    # All pages before these rows must be pinned first, which takes too long to wait for.
+    assert pinned.await_block(a[200:201]) is None
     waiting: list[Any] = []
     thread = threading.Thread(target=lambda: waiting.append(pinned.await_block(a[:8])))
     thread.start()
@@ -196,7 +198,7 @@ def test_blocks_the_system_refuses_to_pin_are_copied(allows: int) -> None:
 
 
 def test_pages_never_written_are_not_pinned() -> None:
-    """np.zeros has no resident pages until they are written."""
+    """An array that was never written, such as np.zeros, has no resident pages."""
     empty, fake = allocate(1 << 20).view(np.float64).reshape(128, 1024), FakePinner()
     pinned = PinnedOperands([empty], [], fake.pinner)
     pinned._thread.join()
@@ -226,7 +228,7 @@ def test_without_a_thread_nothing_is_pinned(monkeypatch: pytest.MonkeyPatch) -> 
         PinnedOperands([a], [a], fake.pinner)
 
 
-# Which arrays, and which panels of them.
+# Which arrays are pinned, and which of their panels are copied directly.
 
 WIDE = held(32, 64)
 
@@ -235,14 +237,15 @@ WIDE = held(32, 64)
     ("array", "wide"),
     [
         (WIDE, 8),
-        (WIDE[:, :5], 0),  # the rest of each row would be locked too
+        (WIDE[:, :5], 0),  # pinning would include the rest of each row
         (WIDE[:, :48], 8),
         (WIDE[:, :32][:, ::2], 0),
         (WIDE[::-1], 0),
         (WIDE.T, 0),
-        (WIDE[:, :4].copy(), 4),  # whole rows, one after the other
+        (WIDE[:, :4].copy(), 4),  # the rows are contiguous
         (WIDE.astype(">f8"), 0),
-        (np.frombuffer(bytearray(8 * 64 + 1), np.float64, 64, 1).reshape(8, 8), 0),  # on no multiple of 8
+        # The address is no multiple of 8.
+        (np.frombuffer(bytearray(8 * 64 + 1), np.float64, 64, 1).reshape(8, 8), 0),
         (np.broadcast_to(WIDE[:1], (32, 64)), 0),
     ],
 )
@@ -262,7 +265,10 @@ def test_small_arrays_are_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_operands_are_pinned_where_copying_would_take_longer() -> None:
-    """Of X X^T panels of both operands are as wide as deep; of A B those of B are as wide as a tile."""
+    """Arrays are pinned if copying their panels to host buffers would take longer.
+
+    In X X^T, panels of both operands are as wide as they are deep. In A B, those of B are as wide as a tile.
+    """
     memory = Layout(in_memory=True, zero_copy_width=4096)
     cuda, budgets = default_model("cuda", 16), Budgets(3 << 30, 8 << 30)
 
@@ -272,9 +278,10 @@ def test_operands_are_pinned_where_copying_would_take_longer() -> None:
         return make_plan(problem, budgets, machine, layouts, TileShape(12288, 12288, depth)).operands_to_pin
 
     assert locked(cuda, 1024) == {"B"}
-    assert locked(cuda, 4096) == {"A"}  # of two as large one is enough
+    assert locked(cuda, 4096) == {"A"}  # the operands have the same size, and it suffices to pin one of them
     assert locked(replace(cuda, memory=10e9), 4096) == {"A", "B"}
-    assert locked(cuda, 1024, n=24576) == set()  # each panel is read once or twice
+    # Each panel is read only once or twice, so pinning would take longer than copying.
+    assert locked(cuda, 1024, n=24576) == set()
     assert locked(replace(cuda, memory=200e9), 1024) == set()
     assert locked(replace(cuda, pin=0.0), 1024) == set()
     assert locked(cuda, 1024, Layout(in_memory=True)) == set()
@@ -283,7 +290,7 @@ def test_operands_are_pinned_where_copying_would_take_longer() -> None:
 
 
 def test_panels_of_pinned_arrays_are_wide_enough_for_zero_copy() -> None:
-    """Nothing is read then, but narrow panels take the link longer."""
+    """Nothing is copied to host buffers then, but the link is slower for narrow panels."""
     pageable = Layout(in_memory=True, zero_copy_width=4096)
     held, n = replace(pageable, pinned=True), 24576
     problem = GemmProblem(n, n, n, "float64", "float64", "float64", "float64")
@@ -300,21 +307,21 @@ def test_panels_of_pinned_arrays_are_wide_enough_for_zero_copy() -> None:
     assert narrow == cuda.upload_rate(held, (8192, 4096), (8192, 1024))
     assert narrow < cuda.upload_rate(held, (8192, 4096)) == cuda.h2d
     assert cuda.upload_rate(pageable, (8192, 2048)) == cuda.h2d
-    # Thin panels go straight among wide ones only.
+    # A thin panel is copied directly only if most panels of its operand are wide.
     assert held.is_direct((8192, 4096), (8192, 512))
     assert not held.is_direct((8192, 4096), (8192, 511))
     assert not held.is_direct((8192, 1024))
     assert not pageable.is_direct((8192, 4096))
-    # Digests are taken where panels lie: no slot is touched for that.
+    # Digests are computed from the arrays themselves, so that checks need no host buffers.
     checked = make_plan(replace(problem, checked="device"), budgets, cuda, Layouts(held, held, held))
     assert straight.prediction.total < checked.prediction.total < 1.02 * straight.prediction.total
 
 
-# Runs.
+# Runs with pinned arrays.
 
 
 def product_in_place(a: Array, b: Array, fake: FakePinner, **options: Any) -> oocgemm.Result:
-    """Multiply on the host backend with the slots of a GPU and a fake pinner."""
+    """Multiply on the host backend with host buffers, as a GPU has, and a fake pinner."""
 
     def model(backend: str, *known: object) -> MachineModel:
         return replace(default_model(backend, 2), unified=False, io_threads=2, pin=1e12, memory=1e3)
@@ -328,7 +335,7 @@ def product_in_place(a: Array, b: Array, fake: FakePinner, **options: Any) -> oo
 
 
 def in_place(result: oocgemm.Result) -> dict[str, tuple[int, int]]:
-    """Return, per operand, how many panels were read, and how many of them in place."""
+    """Return, per operand, how many panels were read, and how many of them were copied directly."""
     reads = [span for span in result.timeline.spans if span.kind == "read"]
     return {
         x: (sum(s.operand == x for s in reads), sum(s.operand == x and not s.bytes for s in reads))
@@ -345,7 +352,7 @@ def integers(rows: int, cols: int) -> Array:
 def test_operands_are_multiplied_in_place_unless_verified(
     trans_a: bool, trans_b: bool, verify: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Host checksums read every part, so the panels are copied to slots."""
+    """With `verify`, all panels go to host buffers, because the host computes checksums of them."""
     monkeypatch.setattr(pinning, "MAX_WAIT_RATIO", 1000)
     left, right = integers(300, 200), integers(200, 250)
     a, b = left.T.copy() if trans_a else left, right.T.copy() if trans_b else right
@@ -357,7 +364,7 @@ def test_operands_are_multiplied_in_place_unless_verified(
     if verify:
         assert counts["A"][1] == counts["B"][1] == 0
     else:
-        # The last panel of a row may be too narrow.
+        # The last panel of a row may be too narrow to be copied directly.
         assert all(0 < there <= read for read, there in counts.values())
         moved = sum(span.bytes for span in result.timeline.spans if span.kind == "read")
         assert moved < result.plan.traffic["read"]
@@ -377,7 +384,7 @@ def test_operands_that_cannot_be_pinned_are_copied() -> None:
 
 
 def strips(result: oocgemm.Result) -> tuple[int, int]:
-    """Return how many strips of C were written, and how many of them by the device in place."""
+    """Return how many blocks of rows of C were written, and how many of them directly by the device."""
     writes = [span for span in result.timeline.spans if span.kind == "write"]
     return len(writes), sum(not span.bytes for span in writes)
 
@@ -385,7 +392,7 @@ def strips(result: oocgemm.Result) -> tuple[int, int]:
 @pytest.mark.parametrize("beta", [0.0, 2.0])
 @pytest.mark.parametrize(("rows", "cols", "tile"), [(300, 250, "128x96x40"), (64, 512, "64x256x40")])
 def test_arrays_already_pinned_are_not_pinned_again(beta: float, rows: int, cols: int, tile: str) -> None:
-    """All panels are zero-copy, and C is written in place without changing its surroundings."""
+    """All panels are copied directly. C is written directly too, and elements around it do not change."""
     a, b, old, fake = integers(rows, 200), integers(200, cols), integers(rows, cols), FakePinner()
     c = np.full((rows, cols + 10), 7.0)
     c[:, :cols] = old
@@ -484,7 +491,10 @@ GPU: dict[str, Callable[[], tuple[Array, Array, dict[str, Any]]]] = {
 def test_a_gpu_copies_pinned_operands_in_place(
     backend: str, case: str, owned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """C too. Afterwards only memory that the caller had pinned is pinned."""
+    """A, B and C are copied directly.
+
+    After the run only memory that the caller had pinned is still pinned.
+    """
     with running_on(backend) as engine:
         copied_in_place(case, owned, engine, monkeypatch)
 
@@ -512,7 +522,7 @@ def copied_in_place(case: str, owned: bool, engine: dict[str, Any], monkeypatch:
         written, there = strips(result)
         assert there == (written if owned and not options.get("verify") else 0)
         for x in (a, b, c):
-            if not hasattr(cupy, "asarray"):  # a fake says what is pinned when it ends
+            if not hasattr(cupy, "asarray"):  # the fake device checks at its end which memory is pinned
                 break
             assert np.array_equal(cupy.asarray(x).get(), x)
     for x in (a, b, c) if owned else ():
@@ -523,7 +533,7 @@ def copied_in_place(case: str, owned: bool, engine: dict[str, Any], monkeypatch:
 def test_a_gpu_copies_memory_that_cannot_be_pinned(
     case: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
-    """Memory that the process may only read."""
+    """The operand is in memory that the process may only read."""
     monkeypatch.setattr(PLANS, "COPIES_DURING_UPLOADS", 1e-6)
     whole = integers(1500, 1100)
     (tmp_path / "a").write_bytes(whole.tobytes())

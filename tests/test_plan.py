@@ -1,4 +1,4 @@
-"""Plans fit their budgets, move no fewer bytes than the lower bound, and explain the choice."""
+"""Plans fit their budgets, move at least as many bytes as the lower bound, and explain the choice."""
 
 import importlib
 import itertools
@@ -62,7 +62,7 @@ def problem(m: int, n: int, k: int, dtype: str = "float64", beta: float = 0) -> 
 
 
 def advised(error: BudgetError, budgets: Budgets) -> Budgets:
-    """Budgets that a message recommends. Check that it names only budgets that must grow."""
+    """Return the budgets that an error recommends. Check that it names only budgets that are too small."""
     options = dict(re.findall(r"--(device|host)-memory (\w+)", str(error)))
     assert options == dict(re.findall(r"(device|host)_memory='(\w+)'", str(error)))
     raised = {tier: parse_size(size) for tier, size in options.items()}
@@ -109,7 +109,8 @@ def test_a_plan_fits_its_budgets_or_the_error_names_larger_ones(
         assert all(plan.traffic[link] >= plan.least[link] for link in plan.traffic)
     if plan.steps <= 2000:
         verify(plan.schedule(), plan.chunks)
-        json.dumps(plan.to_dict(), allow_nan=False)  # as the HTML report reads it
+        # The JSON must be standard, since the HTML report reads it.
+        json.dumps(plan.to_dict(), allow_nan=False)
 
 
 def test_tiles_fill_the_memory_and_panels_are_thin() -> None:
@@ -136,7 +137,7 @@ def test_counting_traffic_does_not_walk_every_step(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_lower_bound_holds_for_a_brute_force_oracle() -> None:
-    """No tile with panels of depth 1 moves fewer bytes than the bound."""
+    """No tile with panels of depth 1 moves fewer bytes than the lower bound."""
     p = problem(60, 50, 40)
     for memory in (200, 800, 3000, 20_000):
         elements = memory // 8
@@ -150,7 +151,10 @@ def test_the_lower_bound_holds_for_a_brute_force_oracle() -> None:
 
 
 def fewest_by_simulation(p: GemmProblem, k: int, memory: int) -> float:
-    """Fewest bytes of panels uploaded over all tilings, walks and divisions of the memory into slots."""
+    """Return the fewest bytes of panels that must be uploaded, by simulating every plan.
+
+    Every tiling, traversal and division of the memory into buffers is simulated.
+    """
     best = float("inf")
     for down, across in itertools.product(range(1, p.m + 1), range(1, p.n + 1)):
         tile = TileShape(-(-p.m // down), -(-p.n // across), k)
@@ -175,7 +179,7 @@ def fewest_by_simulation(p: GemmProblem, k: int, memory: int) -> float:
     ],
 )
 def test_the_traffic_oracle_agrees_with_simulation(m: int, n: int, k: int, memory: int) -> None:
-    least, _ = traffic_oracle.least_panels(traffic_oracle.Case(m, n, k, 8, 1, memory))
+    least, _ = traffic_oracle.min_panels(traffic_oracle.Case(m, n, k, 8, 1, memory))
     found = fewest_by_simulation(problem(m, n, k), 1, memory)
     assert 0.93 * found <= least <= found
 
@@ -204,7 +208,10 @@ def test_traffic_is_near_the_minimum_that_a_search_finds(m: int, n: int, k: int,
 def test_a_slow_link_carries_once_what_a_tier_can_cache(
     extent: int, beta: int, device: int, host: int, link: str
 ) -> None:
-    """Thin first panels would cross it again, as parts of whole panels that other tiles use."""
+    """The first panels are as deep as all others.
+
+    Otherwise the link would carry them twice: also as parts of the whole panels that other tiles use.
+    """
     p = problem(extent, extent, extent, beta=beta)
     plan = make_plan(p, Budgets(device, host), bench_traffic.machine(link, p))
     assert plan.traffic[link] == plan.required[link]
@@ -250,7 +257,7 @@ def test_panels_follow_the_chunks_of_compressed_operands() -> None:
     )
     assert plan.tile.k % 1000 == 0
     assert all(factor < 1.1 for factor in plan.amplification.values())
-    # Depths that divide chunks of an operand are tried last.
+    # Depths that are a part of an operand's chunk are tried last.
     on = Layouts(on.a, replace(on.b, read_chunk=(1500, 1500)))
     assert all(
         depth == 20_000 or all(depth % chunk == 0 or chunk % depth == 0 for chunk in (1000, 1500))
@@ -289,7 +296,7 @@ def test_explanations_name_what_each_candidate_loses() -> None:
 @pytest.mark.parametrize(
     ("backend", "size", "budgets"),
     [
-        ("cuda", 24_576, Budgets(2 * GIB, 8 * GIB)),  # all of it hides behind writing
+        ("cuda", 24_576, Budgets(2 * GIB, 8 * GIB)),  # all other work is hidden behind writing C
         ("host", 7_000, Budgets(640 * MIB, 64 * MIB)),
     ],
 )
@@ -310,7 +317,10 @@ STORED = Layouts(Layout((2048, 2048)), Layout((2048, 2048)), Layout(free_chunks=
 
 
 def test_the_last_tile_is_smaller_where_c_drains_slowly() -> None:
-    """Nothing hides the drain of the last tile, so that unequal tiles may be faster."""
+    """While the last tile is written, nothing else runs.
+
+    A smaller last tile may therefore make the run faster.
+    """
     p, budgets = problem(32_768, 32_768, 524_288), Budgets(8 * GIB, 24 * GIB)
     machine = default_model("cuda", 16)
     plan = make_plan(p, budgets, machine, STORED)
@@ -325,7 +335,7 @@ def test_the_last_tile_is_smaller_where_c_drains_slowly() -> None:
 
 
 def test_the_last_tile_is_smaller_to_shorten_the_tail() -> None:
-    """Without a tail, one tile would be fastest here, and next two halves at several depths."""
+    """Without the time to write the last tile, one tile would be fastest here, and next two equal tiles."""
     p = replace(problem(32_768, 32_768, 524_288), compute="emulated")
     plan = make_plan(p, Budgets(120 * GIB, 32 * GIB), default_model("cuda", 16), STORED)
     i, j = plan.schedule().tiles[-1]
@@ -335,7 +345,10 @@ def test_the_last_tile_is_smaller_to_shorten_the_tail() -> None:
 
 
 def test_the_last_steps_run_by_strips_where_the_tail_is_long() -> None:
-    """Their panels take slots from panels that are used again."""
+    """The last steps multiply the tile row block by row block, so that its first rows can be written early.
+
+    The panels of these steps must stay in memory, which leaves fewer buffers for panels that are used again.
+    """
     p, machine, budgets = (
         problem(32_768, 32_768, 524_288),
         default_model("cuda", 16),
@@ -344,12 +357,12 @@ def test_the_last_steps_run_by_strips_where_the_tail_is_long() -> None:
     plan = make_plan(p, budgets, machine, STORED)
     slots = plan.slots
     assert slots.last_steps > 2
-    assert slots.turn_steps == 1  # host slots have room for a whole tile
+    assert slots.turn_steps == 1  # the host has room for a whole tile
     kept = replace(plan.candidate, slots=replace(slots, a=slots.a + slots.b - 2, b=2, drain=1))
     other = replace(plan, candidate=kept)
     assert max(plan.footprint.device_total, other.footprint.device_total) <= budgets.device
     mine, others = (simulate(x.schedule(), x.setting) for x in (plan, other))
-    assert mine < others - 0.02  # of 0.06 s that three steps of the last tile take
+    assert mine < others - 0.02  # seconds saved; three steps of the last tile take 0.06 s
     quick = make_plan(p, budgets, replace(machine, write=1e12), STORED)
     assert quick.slots.last_steps == 1
 
@@ -370,12 +383,13 @@ def test_taking_digests_counts_as_time_of_reading() -> None:
     "tile", ["16384x16384x4096", "16384x22528x4096", "20480x24576x2048", "28672x16384x4096"]
 )
 def test_tiles_of_unlike_size_take_as_long_as_their_schedule(tile: str, write: float) -> None:
-    """The closed form agrees with the virtual clock."""
+    """The formula and the simulation predict about the same time."""
     p, machine = problem(32_768, 32_768, 262_144), replace(default_model("cuda", 16), write=write)
     shape = TileShape(*map(int, tile.split("x")))
     plan = make_plan(p, Budgets(8 * GIB, 24 * GIB), machine, STORED, shape)
     seconds = simulate(plan.schedule(), plan.setting)
-    # With one accumulator and no room for a tile on the host, the closed form lets the drain hide nothing.
+    # With one accumulator and no host memory for a whole tile, the formula assumes that nothing runs while a
+    # tile is downloaded.
     excess = 0.14 if plan.slots.c == 1 and plan.slots.host_c * plan.slots.strip < shape.m else 0.04
     assert seconds * 0.98 < plan.prediction.total < seconds * (1 + excess)
 
@@ -390,17 +404,17 @@ def test_no_plan_ends_in_a_thin_tile_that_waits_for_panels() -> None:
 
 
 def test_shares_of_a_tile_count_its_loads_and_flops() -> None:
-    """The second tile of a row reuses A. B is loaded for the first row of tiles and again for the second."""
+    """The second tile of a row reuses the panels of A. Panels of B are loaded for each row of tiles."""
     p = problem(300, 400, 100, "float32")
     loads = Loads(0, 0, 4 * 300 * 100, 2 * 4 * 400 * 100)
     parts = shares(p, TileGrid.of(p, TileShape(200, 300, 10)), Traversal(), loads)
     assert [part.computed for part in parts] == pytest.approx([0.5, 1 / 6, 1 / 12, 0.25])
     assert [part.loaded * 1100 for part in parts] == pytest.approx([200 + 300, 100, 100 + 100, 300])
-    # The third tile waits for its panels unless they are prefetched while the second one runs.
+    # The third tile waits for its panels unless they are prefetched while the second one is computed.
     assert tile_seconds(parts, 12, 11, prefetch=False) == pytest.approx([6, 2, 2, 3])
     assert tile_seconds(parts, 12, 11, prefetch=True) == pytest.approx([6, 2, 1, 3])
     assert tile_seconds(parts, 12, 33, prefetch=True) == pytest.approx([15, 3, 6, 9])
-    # C starts to drain when the first tile is computed. Tiles drain in order.
+    # C is downloaded and written tile by tile, starting when the first tile is computed.
     assert drain_end(parts, [6, 2, 1, 3], 12, 24, 0, 4) == pytest.approx(6 + 24)
     assert drain_end(parts, [6, 2, 1, 3], 12, 0, 0, 4) == 12
     assert drain_end(parts, [6, 2, 1, 3], 12, 4, 0, 1) == pytest.approx(12 + 1)
@@ -422,7 +436,8 @@ def test_every_operation_takes_time_under_the_gil(size: int, k: int, budgets: Bu
     count = sum(1 for _ in schedule)
     lanes = predict(plan.setting, plan.candidate, schedule.loads()).lanes
     assert lanes["issue"] == pytest.approx(machine.issue * count, rel=0.1)
-    # Issuing operations is not the bottleneck, although smaller tiles might move fewer bytes.
+    # Issuing operations is not the bottleneck. Smaller tiles might move fewer bytes, but have more
+    # operations.
     assert lanes["issue"] < plan.prediction.total
     free = make_plan(p, budgets, replace(machine, issue=0.0), STORED)
     slow = replace(machine, issue=0.1)
@@ -431,9 +446,9 @@ def test_every_operation_takes_time_under_the_gil(size: int, k: int, budgets: Bu
 
 
 def test_predicted_time_of_a_tile_follows_whole_blocks() -> None:
-    """The data are milliseconds of one step 4096 deep in float32 on an H200, medians of 28.
+    """`measured` is the milliseconds of one step 4096 deep in float32 on an H200, each a median of 28.
 
-    A slightly wider tile may take less time.
+    The GPU computes whole blocks of C, so a slightly wider tile may take less time.
     """
     measured = {
         (9472, 9472): 14.594,
@@ -464,7 +479,7 @@ def test_a_tile_fills_the_multiprocessors() -> None:
         Layouts(memory, memory, memory),
     )
     assert plan.machine.wave_quantization("float32", plan.tile.m, plan.tile.n) < 1.005
-    assert plan.tile.m % 32 == plan.tile.n % 32 == 0  # rows begin at multiples of 128 bytes
+    assert plan.tile.m % 32 == plan.tile.n % 32 == 0  # so that rows begin at multiples of 128 bytes
 
 
 @pytest.mark.parametrize(
@@ -472,7 +487,7 @@ def test_a_tile_fills_the_multiprocessors() -> None:
     [(True, "", 8192, False), (False, "", 8192, True), (True, "device", 8192, True), (True, "", 1024, True)],
 )
 def test_a_pinned_c_is_downloaded_in_place(pinned: bool, checked: str, width: int, copied: bool) -> None:
-    """In the cost model: if strips are wide and are not checked in their slots."""
+    """The device writes to a pinned C itself if blocks of rows are wide and the host need not check them."""
     memory = Layout(in_memory=True, zero_copy_width=4096, pinned=pinned)
     p = replace(problem(8192, width, 8192), checked=checked)
     machine, on = default_model("cuda", 16), Layouts(memory, memory, memory)
@@ -483,7 +498,10 @@ def test_a_pinned_c_is_downloaded_in_place(pinned: bool, checked: str, width: in
 
 
 def test_a_tile_is_not_divided_into_many_strips() -> None:
-    """Although the host has room for few rows: each strip is several operations."""
+    """A tile is downloaded in few blocks of rows, since each needs several operations.
+
+    This holds although the host has room for few rows.
+    """
     plan = make_plan(problem(8192, 8192, 16_384), Budgets(GIB, 384 * MIB), default_model("cuda", 16), STORED)
     assert -(-plan.tile.m // plan.slots.strip) <= 32
 
@@ -498,7 +516,7 @@ def test_a_plan_is_the_same_every_time() -> None:
 
 @pytest.mark.parametrize("c", [Layout(free_chunks=True), Layout(in_memory=True)])
 def test_scarce_memory_gets_shallow_panels_not_tiny_tiles(c: Layout) -> None:
-    """Deep panels suit the chunks better, but only tiny tiles fit beside them."""
+    """Deep panels suit the chunks better, but would leave room for tiny tiles only."""
     stored = Layout((400, 400))
     budgets = Budgets(18 * MIB, 24 * MIB)
     plan = make_plan(
@@ -511,7 +529,8 @@ def test_partial_reads_of_raw_chunks_cost_more_the_less_is_read() -> None:
     machine = replace(default_model("cuda", 16), read=16e9, read_scattered=12e9)
     raw = Layout((2048, 2048))
     whole, half, fifth = (machine.store_rate(raw, (4096, width)) for width in (4096, 1024, 400))
-    assert whole == machine.store_rate(raw, (100, 2048))  # rows are whole, however few
+    # Whole chunks are as wide as this panel, so whole rows of a chunk are read, however few.
+    assert whole == machine.store_rate(raw, (100, 2048))
     assert whole == pytest.approx(16e9)
     assert half == pytest.approx(12e9)
     assert fifth < 0.6 * half
@@ -528,7 +547,8 @@ def test_segments_of_files_and_raw_chunks_cost_time() -> None:
     assert machine.store_rate(file, (64, 40_000)) == pytest.approx(machine.read)
     assert 1 / machine.store_rate(file, (64, 256)) == pytest.approx(1 / 16e9 + 4e-6 / (256 * 8))
     assert machine.store_rate(npy(4000, 40_000, Op.T), (256, 64)) == machine.store_rate(file, (64, 256))
-    # Panels of 3000 columns are not aligned to chunks: 1.05 segments per row on average.
+    # Panels of 3000 columns are not aligned to chunks. A row of a panel is therefore read in 1.05 parts on
+    # average.
     assert 1 / machine.store_rate(raw, (64, 3000)) == pytest.approx(1 / 16e9 + 1.05 * 4e-6 / (3000 * 8))
 
 
@@ -570,13 +590,15 @@ def test_few_compressed_chunks_are_not_decoded_by_all_cores() -> None:
     machine = default_model("cuda", 16)
     packed = Layout((1024, 1024), partial_reads=False, decode_bytes=8 << 20)
     one, two, many = (machine.store_rate(packed, (1024, width)) for width in (1024, 2048, 16_384))
-    assert one == machine.decode * 4 / 16  # four panels are read at a time
+    assert (
+        one == machine.decode * 4 / 16
+    )  # four panels of one chunk each are read at a time, so 4 of 16 cores decode
     assert two == 2 * one
     assert many == machine.decode
 
 
 def test_no_schedule_is_run_on_the_virtual_clock_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There would be nothing to compare its time with."""
+    """A plan is simulated only if there is another one to compare its time with."""
     calls = []
 
     def counted(*arguments: Any) -> float:
@@ -604,7 +626,7 @@ def test_threads_that_decode_leave_a_core_to_those_that_launch() -> None:
 
 
 def test_a_walk_ends_in_the_smaller_tile_where_the_tail_is_long() -> None:
-    """With turns, the walk would end in the larger of two tiles."""
+    """If the traversal alternated its direction, it would end in the larger of two tiles."""
     p, machine = problem(32_768, 32_768, 524_288), default_model("cuda", 16)
     plan = make_plan(p, Budgets(8 * GIB, 60 * GIB), machine, STORED)
     sizes = [plan.grid.elements(tile) for tile in plan.schedule().tiles]
@@ -618,7 +640,7 @@ def test_a_walk_ends_in_the_smaller_tile_where_the_tail_is_long() -> None:
 
 @pytest.mark.parametrize("gibibytes", [16, 24, 40, 60, 100, 200])
 def test_page_faults_of_fresh_memory_take_time(gibibytes: int) -> None:
-    """The closed form agrees with the virtual clock, and more memory makes no plan slower."""
+    """The formula and the simulation predict about the same time, and more memory makes no plan slower."""
     p, machine = problem(32_768, 32_768, 524_288), default_model("cuda", 16)
     plan, more = (
         make_plan(p, Budgets(8 * GIB, x * GIB), machine, STORED) for x in (gibibytes, 2 * gibibytes)
@@ -650,7 +672,7 @@ def test_pruning_tile_shapes_never_changes_the_plan(monkeypatch: pytest.MonkeyPa
         ((10**7, 10**7, 10**7), (64 * MIB, 64 * MIB), "host"),
         *slow(
             ((10**7, 10**7, 3), (64 * MIB, 64 * MIB), "host"),
-            ((10**6, 10**6, 10**7), (GIB, 200 * GIB), "cuda"),  # of 28,867 slots of one operand
+            ((10**6, 10**6, 10**7), (GIB, 200 * GIB), "cuda"),  # one operand has 28,867 buffers
         ),
     ],
 )
@@ -724,7 +746,7 @@ def test_a_run_resumes_with_the_budgets_an_error_names(
 @pytest.mark.parametrize("backend", ["host", "cuda"])
 @pytest.mark.parametrize("m", [1, 16])
 def test_panels_of_few_rows_are_deep(m: int, backend: str, on: Layouts) -> None:
-    """Issuing is not the bottleneck, and no more memory is faulted in than that needs."""
+    """Issuing operations is not the bottleneck, and panels are no deeper than that requires."""
     machine = default_model(backend, 2)
     plan = make_plan(problem(m, 1, 1 << 26, "float32"), Budgets(4 * GIB, 4 * GIB), machine, on)
     lanes = plan.prediction.lanes
@@ -750,7 +772,7 @@ def test_only_few_rows_and_columns_need_deep_panels(extent: int, backend: str) -
 
 
 def slow_case() -> tuple[GemmProblem, Layouts, Budgets]:
-    """Compressed operands in tiles of 16 x 16 x 16, each of which decodes whole chunks."""
+    """Return a slow case: compressed operands in tiles of 16 x 16 x 16 that decode whole chunks."""
     chunk = Layout(read_chunk=(100, 100), partial_reads=False, decode_bytes=80_000)
     on = Layouts(chunk, chunk, Layout(free_chunks=True))
     p = problem(997, 1009, 1013)
@@ -774,7 +796,7 @@ def test_a_slow_plan_names_budgets_that_speed_it_up_tenfold() -> None:
     assert 10 * fast.prediction.total < plan.prediction.total
     assert (fast.faster, fast.note) == (None, "")
     square = make_plan(problem(20_000, 20_000, 20_000), Budgets(64 * MIB, 64 * MIB), machine)
-    assert square.faster is None  # every plan of it is slow
+    assert square.faster is None  # all plans of this product are slow, so no other budget is suggested
 
 
 def test_a_little_more_memory_makes_no_plan_slower() -> None:

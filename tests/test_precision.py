@@ -1,4 +1,4 @@
-"""Wider results and reduced precisions: only where asked for, and only where they can be had."""
+"""Results in wider dtypes and products of reduced precision are computed only on request and if supported."""
 
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ def test_narrow_operands_give_a_float32_c_where_asked(dtype: str, beta: int, bac
         narrow = oocgemm.gemm(a, b, c.astype(a.dtype), tile=tile, **options).out
     expected = reference(0.5, Op.N, a, Op.T, b, beta, old).real
     np.testing.assert_array_equal(c, expected)
-    assert (expected != expected.astype(a.dtype)).any()  # the operands' dtype would not have held it
+    assert (expected != expected.astype(a.dtype)).any()  # the dtype of A and B cannot represent the result
     assert made.dtype == np.float32
     np.testing.assert_array_equal(
         narrow, reference(1, Op.N, a, Op.T, b, 0, None).real.astype(np.float32).astype(a.dtype)
@@ -79,7 +79,7 @@ def test_the_command_takes_out_dtype_and_compute(tmp_path: Path, monkeypatch: py
     assert (done.code, done.err) == (0, "")
     written = zarr.open_array("C.zarr")
     assert written.dtype == np.float32
-    np.testing.assert_array_equal(written[:], np.full((30, 30), 75000))  # more than float16 can hold
+    np.testing.assert_array_equal(written[:], np.full((30, 30), 75000))  # float16 cannot represent 75000
     np.save("A.npy", np.ones((30, 30), np.float32))
     planned = command(
         "plan", "A.npy", "A.npy", "--backend", "cuda", "--device-memory", "1GiB", "--compute", "tf32"
@@ -138,7 +138,7 @@ def test_an_identity_says_what_was_tuned() -> None:
 def test_products_of_residues_are_exact_where_native_ones_are(
     dtype: str, trans_a: str, trans_b: str, backend: str
 ) -> None:
-    """Over tiles, steps and edges, beside a panel that has to be multiplied natively."""
+    """Products have several tiles and steps. One panel must be multiplied natively."""
     rng = np.random.default_rng(2)
     shapes = [
         shape if op == "N" else shape[::-1] for shape, op in (((70, 333), trans_a), ((333, 50), trans_b))
@@ -150,7 +150,7 @@ def test_products_of_residues_are_exact_where_native_ones_are(
     options |= {"backend": backend, "tile": "32x32x100", "device_memory": "192MiB"}
     done = oocgemm.gemm(a, b, c, compute="emulated", **options)
     np.testing.assert_array_equal(c, reference(0.5, Op(trans_a), a, Op(trans_b), b, 2, old).real)
-    # 3 x 2 tiles of 4 steps; integers need no more than the fewest moduli.
+    # There are 3 x 2 tiles of 4 steps. Products of integers need only the smallest number of moduli.
     fewest = {"float64": 14, "float32": 7}[dtype]
     assert done.timeline.header["backend"]["multiplied by"][-1] == f"24 steps by {fewest} moduli"
 

@@ -1,4 +1,4 @@
-"""Whole runs give what NumPy gives, bit for bit on small integers, on every backend and kernel."""
+"""Whole runs on every backend and kernel give what NumPy gives, bit for bit on small integers."""
 
 import threading
 from contextlib import nullcontext
@@ -49,7 +49,8 @@ def test_any_product_is_exact(engine: Engine, data: st.DataObject) -> None:
     k = data.draw(st.one_of(st.just(0), EXTENTS))
     dtype, op_a, op_b = data.draw(st.sampled_from(ALL_DTYPES)), data.draw(OPS), data.draw(OPS)
     alpha, beta = data.draw(SCALARS), data.draw(SCALARS)
-    extents = st.integers(16 if engine[0] == "fake-cuda" else 1, 45)  # a fake GPU is slow
+    # Small tiles would take too long on a fake GPU.
+    extents = st.integers(16 if engine[0] == "fake-cuda" else 1, 45)
     tile = data.draw(st.none() | st.builds("{}x{}x{}".format, *(extents,) * 3))
     seed = data.draw(st.integers(0, 2**32))
     rng = np.random.default_rng(seed)
@@ -57,7 +58,7 @@ def test_any_product_is_exact(engine: Engine, data: st.DataObject) -> None:
     c = integer_c(rng, (m, n), dtype)
     expected = reference(alpha, op_a, a, op_b, b, beta, c)
     if beta == 0:
-        spoil(c)  # must never be read
+        spoil(c)  # with beta = 0, C must not be read
     with running_on(engine, seed=seed) as options:
         options |= {"trans_a": op_a, "trans_b": op_b, "tile": tile}
         result = oocgemm.gemm(a, b, c, alpha=alpha, beta=beta, **options)
@@ -82,7 +83,7 @@ def test_any_chunking_and_budget_is_exact(
     c = integer_c(rng, (m, n), dtype)
     for name, array in (("A", a), ("B", b), ("C", c)):
         _store(folder / name, array, data)
-    # From just above what the smallest plan needs to plenty.
+    # Budgets from slightly more than the smallest plan needs, to far more.
     device = (16 << 20) + data.draw(st.sampled_from([12_000, 40_000, 400_000]))
     host = (8 << 20) + data.draw(st.sampled_from([60_000, 200_000, 2_000_000]))
     options: dict[str, Any] = {"trans_a": op_a, "trans_b": op_b, "backend": "host", "overwrite": True}
@@ -101,7 +102,7 @@ def test_any_chunking_and_budget_is_exact(
 
 
 def _store(path: Path, array: np.ndarray[Any, Any], data: st.DataObject) -> None:
-    """The array as a zarr of a drawn format, chunking, compression and sharding."""
+    """Store an array as zarr, in a random format, with random chunks, compression and shards."""
     chunks = tuple(data.draw(st.integers(1, extent)) for extent in array.shape)
     kind = data.draw(st.sampled_from(["v3", "v3-zstd", "v3-sharded", "v3-big", "v2", "v2-F", "v2-zstd"]))
     options: dict[str, Any] = {"compressors": None}
@@ -117,7 +118,7 @@ def _store(path: Path, array: np.ndarray[Any, Any], data: st.DataObject) -> None
 
 
 @pytest.mark.parametrize("engine", REAL_ENGINES)
-@pytest.mark.parametrize("tile", ["32x48x24", "20x13x17"])  # along chunk borders, and across them
+@pytest.mark.parametrize("tile", ["32x48x24", "20x13x17"])  # along the borders of chunks, and across them
 @pytest.mark.parametrize("op", list(Op))
 def test_compressed_panels_are_exact_and_decoded_in_place(
     engine: Engine, tile: str, op: Op, tmp_path: Path
@@ -143,7 +144,8 @@ def test_compressed_panels_are_exact_and_decoded_in_place(
         result = oocgemm.gemm(tmp_path / "A", tmp_path / "B", **given, **options)
     assert_same(result.out, reference(1, op, a, op, b, 0, None))  # type: ignore[arg-type]
     if not result.plan.machine.unified and tile == "32x48x24":
-        # All but the chunks that are cut by the matrices' own edges.
+        # Most chunks are decoded directly into the panel. Only those that the edge of a matrix cuts off are
+        # not.
         assert sum(in_place) / len(in_place) > 0.7
 
 
@@ -158,7 +160,7 @@ def test_chunks_of_c_come_whole_and_exact_from_their_slots(
 ) -> None:
     rng = np.random.default_rng(6)
     a, b, c = (integers(rng, shape, "float64") for shape in ((61, 30), (30, 70), (61, 70)))
-    c[3, 5] = np.inf  # which is held against the pattern that it must make
+    c[3, 5] = np.inf  # an Inf in the old C, which the checks must expect in the result
     zarr.create_array(tmp_path / "C", data=c, chunks=(8, 12), compressors=compressor)
     contiguous: list[bool] = []
 
@@ -212,7 +214,7 @@ def test_empty_extents_give_beta_c(backend: str, m: int, n: int, k: int, tmp_pat
 def test_nothing_to_multiply_gives_beta_c_whatever_alpha_is(
     engine: Engine, alpha: float, dtype: str, verify: bool
 ) -> None:
-    """As BLAS does for k = 0."""
+    """The result is beta C, as BLAS defines it for k = 0."""
     c_dtype = "float64" if dtype == "int8" else dtype
     a, b = np.ones((3, 0), dtype), np.ones((0, 2), dtype)
     given: dict[str, Any] = {"alpha": alpha, "verify": verify, "out_dtype": c_dtype}
@@ -227,7 +229,7 @@ def test_nothing_to_multiply_gives_beta_c_whatever_alpha_is(
 def test_float16_accumulates_in_float32(backend: str) -> None:
     k = 4096
     a, b = np.full((2, k), 1, np.float16), np.full((k, 3), 0.5, np.float16)
-    # In float16 the running sum would stop growing at 1024, where half an ulp exceeds 0.5.
+    # In float16 the running sum would stop growing at 1024, where half a unit in the last place exceeds 0.5.
     with running_on(backend) as options:
         result = oocgemm.gemm(a, b, tile="2x3x100", **options)
     np.testing.assert_array_equal(result.out, np.full((2, 3), 2048, np.float16))
@@ -249,7 +251,10 @@ def test_npy_memory_maps_and_views_are_operands(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("op", ["N", "T", "C"])
 def test_a_fortran_ordered_operand_is_taken_as_a_transpose(op: Any) -> None:
-    """X.T as X with the other op, and so as fast; but no op undoes a transpose and conjugates."""
+    """A Fortran-ordered X is X.T in C order, with the other op. It is therefore as fast.
+
+    A complex conjugate transpose has no counterpart without a transpose.
+    """
     rng = np.random.default_rng(5)
     real, imaginary = integers(rng, (30, 20), "float64"), integers(rng, (30, 20), "float64")
     a = real + 1j * imaginary
@@ -259,7 +264,8 @@ def test_a_fortran_ordered_operand_is_taken_as_a_transpose(op: Any) -> None:
     np.testing.assert_array_equal(result.out, expected)
     assert result.plan.problem.trans_a == {"N": "T", "T": "N", "C": "C"}[op]
     assert oocgemm.plan(a, a.T, backend="host").problem.trans_b == "T"
-    assert oocgemm.plan(a[:1], a[:1].T, backend="host").problem.trans_b == "N"  # lies both ways
+    # A single row is in C and in Fortran order.
+    assert oocgemm.plan(a[:1], a[:1].T, backend="host").problem.trans_b == "N"
 
 
 def test_zarr_arrays_and_other_stores_are_operands() -> None:
@@ -301,7 +307,7 @@ def test_numpys_own_product_stands_in_for_blas(op_a: Op, op_b: Op, monkeypatch: 
 
 
 def test_the_sum_does_not_depend_on_what_else_is_computed() -> None:
-    """k runs in an order fixed by the tile's coordinates, so that equal plans give equal bits."""
+    """The order of steps along k depends on the tile's coordinates alone, so equal plans give equal bits."""
     rng = np.random.default_rng(6)
     a, b = rng.standard_normal((60, 70)), rng.standard_normal((70, 50))
     first = oocgemm.matmul(a, b, tile="20x20x9", backend="host")

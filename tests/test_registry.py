@@ -1,4 +1,4 @@
-"""Stores of other packages, found by their entry points, serve operands and results."""
+"""Stores of other packages, found by their entry points, are read as operands and written as results."""
 
 import sys
 import textwrap
@@ -15,7 +15,7 @@ from tests.command import run
 _rng = np.random.default_rng(0)
 A, B = (_rng.integers(-3, 4, shape).astype(float) for shape in ((13, 9), (9, 7)))
 
-# The files are those of np.save, with another suffix.
+# A package with several stores. Their files are those of np.save, with another suffix.
 PACKAGE = """
 import threading
 from pathlib import Path
@@ -118,7 +118,7 @@ def test_a_store_of_another_package_serves_all_operands(install: Install) -> Non
     assert run("a.fake", "b.fake", "c.fake", "--chunks", "4x4").code == 0
     with open("c.fake", "rb") as file:
         np.testing.assert_array_equal(np.load(file), A @ B)
-    assert run("a.fake", "b.fake", "c.fake").code == 2  # it exists
+    assert run("a.fake", "b.fake", "c.fake").code == 2  # c.fake exists already
     assert run("a.fake", "b.fake", "c.npy").code == 0
     np.testing.assert_array_equal(np.load("c.npy"), A @ B)
 

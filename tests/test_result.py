@@ -1,4 +1,4 @@
-"""A result is an array that can be printed and shown in notebooks, and a log can be read by its path."""
+"""A result is an array that can be printed and shown in notebooks. A log can be read by its path."""
 
 import subprocess
 import sys

@@ -62,7 +62,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @contextmanager
 def failing_after(tiles: int) -> Iterator[None]:
-    """Runs fail when that many tiles are done."""
+    """Make runs fail during the block when `tiles` tiles are finished."""
     right, seen = Committer.commit, 0
 
     def keep(self: Committer, tile: Tile) -> None:
@@ -91,8 +91,8 @@ def stored(c: str) -> bytes:
     ("case", "stride"), [("new.npy", 11), ("in place", 11), *slow(*((case, 1) for case in CASES))]
 )
 def test_a_run_may_end_before_any_step(case: str, stride: int) -> None:
-    """And the one that goes on with it, too."""
-    in_memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # where a sync takes no time
+    """A run may end before any system call that changes a file, and so may the run that resumes it."""
+    in_memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # a sync takes no time there
     with tempfile.TemporaryDirectory(dir=in_memory) as work:
         line = [sys.executable, "-m", "tests.crash_points", case, work, str(stride)]
         done = subprocess.run(line, cwd=TOP, capture_output=True, text=True, check=False)
@@ -100,7 +100,7 @@ def test_a_run_may_end_before_any_step(case: str, stride: int) -> None:
     assert int(done.stdout) >= 15
 
 
-@pytest.mark.timeout(900)  # more than five minutes were seen where others used the cores too
+@pytest.mark.timeout(900)  # it took more than five minutes when other programs used the cores too
 @pytest.mark.parametrize(("kills", "cases"), [(2, 1), *slow((50, 10))])
 def test_a_run_killed_at_random_gives_the_same_bits(tmp_path: Path, kills: int, cases: int) -> None:
     output = tmp_path / "torture.json"
@@ -118,7 +118,8 @@ def test_a_run_killed_at_random_gives_the_same_bits(tmp_path: Path, kills: int, 
     found = json.loads(output.read_text())["host"]
     assert found["kills"] >= kills
     assert sum(bool(case["kills"]) for case in found["cases"]) >= 0.8 * cases
-    assert {"in a tile", "in a commit"} <= found["phases"].keys() or cases < 10  # few kills meet few phases
+    # Few kills do not hit every phase.
+    assert {"in a tile", "in a commit"} <= found["phases"].keys() or cases < 10
 
 
 @pytest.mark.parametrize("beta", ["0", "0.5"])
@@ -205,9 +206,8 @@ def test_another_problem_is_refused_with_the_difference(here: Path, part: str) -
     assert (done.code, done.out, done.err.count("\n")) == (EXIT_USAGE, "", 1)
     assert part in done.err
     assert contents(here) == before
-    assert (
-        run("a", "b", "c", "--beta", "0.5", "--resume", "--quiet").code == 0
-    )  # what is not said is as it was
+    # Options that are not repeated keep their values.
+    assert run("a", "b", "c", "--beta", "0.5", "--resume", "--quiet").code == 0
 
 
 @pytest.mark.parametrize("operand", ["a", "a.npy"])
@@ -266,7 +266,7 @@ def test_overwrite_replaces_the_result_of_another_run(here: Path, c: str, comple
 
 
 def finished_chunk(c: Path) -> Path:
-    """The file of a tile that is done."""
+    """Return the chunk file of a finished tile."""
     record = read(c / ".oocgemm")
     assert record is not None
     row, col = min(record.done)
@@ -306,14 +306,14 @@ def test_a_damaged_tile_that_needs_the_old_c_is_refused(here: Path) -> None:
 
 
 def relined(path: Path, change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> None:
-    """Write a journal anew, with other entries."""
+    """Rewrite a journal with changed entries."""
     entries = change([json.loads(line.partition(b" ")[2]) for line in path.read_bytes().splitlines()])
     texts = [json.dumps(entry).encode() for entry in entries]
     path.write_bytes(b"".join(b"%08x %s\n" % (zlib.crc32(text), text) for text in texts))
 
 
 def test_a_journal_without_fingerprints_is_read(here: Path) -> None:
-    """As earlier versions wrote it."""
+    """Earlier versions wrote no fingerprints of files."""
     unfinished("c", "--chunks", "4x4")
     finished_chunk(here / "c").touch()
 
@@ -394,7 +394,7 @@ def test_a_torn_last_line_is_dropped_and_a_damaged_one_refused(here: Path) -> No
     done = run("a", "b", "c", *TILE, "--resume")
     assert (done.code, "is damaged in line 3" in done.err) == (EXIT_USAGE, True)
     path.write_bytes(b"".join(lines[:3]) + lines[3][:-3])
-    for _ in ("the others", "none"):  # what was torn is gone from the journal
+    for _ in ("the others", "none"):  # the first resume removes the incomplete line from the journal
         assert run("a", "b", "c", *TILE, "--resume").code == 0
     np.testing.assert_allclose(np.asarray(zarr.open_array("c", mode="r")[:]), A @ B)
 
@@ -436,13 +436,13 @@ def test_a_second_run_is_refused_while_the_first_lives(here: Path, c: str) -> No
             assert f"another run is writing C (process {os.getpid()} on " in done.err
     finally:
         held.close()
-    assert run("a", "b", c, *TILE, "--resume").code == 0  # the lock's file is there still
+    assert run("a", "b", c, *TILE, "--resume").code == 0  # the file of the lock remains, but is not locked
 
 
 @pytest.mark.parametrize("c", KINDS)
 def test_an_unfinished_c_is_refused_as_an_operand(here: Path, c: str) -> None:
     if c.endswith(".npy"):
-        np.save(c, C)  # overwritten in place
+        np.save(c, C)  # this file is overwritten in place
     unfinished(c, *(("--overwrite",) if c.endswith(".npy") else ()))
     for operands in ((c, "b"), ("a", c)):
         done = run(*operands, "new")
@@ -485,7 +485,7 @@ def test_a_run_that_fails_before_a_tile_is_done_leaves_nothing(here: Path, c: st
 def test_a_tile_whose_commit_raises_is_applied_once(
     here: Path, monkeypatch: pytest.MonkeyPatch, kind: Any
 ) -> None:
-    """The first one: nothing was done before, but C is not what it was any more."""
+    """The commit of the first tile fails after it has changed C, so that beta C must not be added again."""
     c, right = "c" if kind is ZarrMatrix else "c.npy", kind.apply_redo
     for place in (c, "right"):
         zarr.create_array(place, data=C, chunks=(4, 4), compressors=None) if c == "c" else np.save(place, C)
@@ -506,7 +506,7 @@ def test_a_tile_whose_commit_raises_is_applied_once(
 @pytest.mark.parametrize("tiles", [0, 2])
 @pytest.mark.parametrize("c", KINDS)
 def test_a_c_that_is_overwritten_in_part_stays_unfinished(here: Path, c: str, tiles: int) -> None:
-    """Also if no tile was done yet, and after runs that fail before they write."""
+    """C stays marked as unfinished if no tile was finished, and after runs that fail before they write."""
     zarr.create_array("c", data=C, chunks=(4, 4), compressors=None, attributes={"kept": 1})
     np.save("c.npy", C)
     unfinished(c, "--overwrite", tiles=tiles)
@@ -604,7 +604,8 @@ def test_files_put_at_c_by_others_are_kept(here: Path, c: str) -> None:
 
     with patch.object(Journal, "start", late):
         done = run("a", "b", c, *TILE)
-    assert done.code == (EXIT_USAGE if c == "c" else EXIT_FAILED)  # a file takes its name at the end
+    # A .npy file is renamed into place at the end, so the run fails only then.
+    assert done.code == (EXIT_USAGE if c == "c" else EXIT_FAILED)
     assert stored(c) == bytes(C.data)
     if c == "c.npy":
         assert "another file was put at its path; the result is in" in done.err
@@ -647,7 +648,7 @@ def test_with_less_memory_a_run_resumes_with_fewer_panels() -> None:
         assert (plan.tile, plan.slots.strip, plan.slots.c) == (roomy.tile, roomy.slots.strip, roomy.slots.c)
         assert (0, 0) not in plan.schedule().tiles
         by_strips = [(s.last_steps, s.turn_steps) for s in (plan.slots, roomy.slots)]
-        assert by_strips[0] == by_strips[1]  # bits hang on them
+        assert by_strips[0] == by_strips[1]  # the bits of the result depend on these
         return plan.slots
 
     assert again(1 << 30) == roomy.slots
@@ -671,7 +672,7 @@ main()
 @pytest.mark.parametrize("stuck", [False, True], ids=["between operations", "amid a long one"])
 def test_a_signal_ends_a_run_promptly(here: Path, number: int, code: int, stuck: bool) -> None:
     array = np.lib.format.open_memmap("large.npy", mode="w+", dtype=np.float64, shape=(2000, 2000))
-    del array  # zeros take no room
+    del array  # the file has no blocks on the disk, since it contains only zeros
     start = [sys.executable, *(("-c", STUCK) if stuck else ("-m", "oocgemm"))]
     arguments = [
         "run",

@@ -1,4 +1,4 @@
-"""Test that a disk without room for C is refused, and that a disk that fills up says how to resume."""
+"""A disk without space for C is refused, and a run whose disk fills up says how to resume."""
 
 import errno
 import os
@@ -24,13 +24,13 @@ _rng = np.random.default_rng(0)
 A, B = (_rng.integers(-3, 4, shape).astype(float) for shape in ((40, 30), (30, 50)))
 PRODUCT = A @ B
 KIB = 1 << 10
-# C has 20 chunks of one disk page each, and 6 tiles.
+# C is 20 chunks, each of which takes 4 KiB on the disk, and 6 tiles.
 OPTIONS: dict[str, Any] = {"backend": "host", "tile": "20x20x10", "chunks": (10, 10)}
 WHOLE = 80 * KIB
 
 
 class Disk:
-    """A disk with `free` bytes, of which each chunk takes a page."""
+    """A disk with `free` bytes, on which each chunk takes one block of 4 KiB."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.free = 1 << 40
@@ -82,7 +82,7 @@ def test_chunks_that_are_there_need_no_room(tmp_path: Path, disk: Disk) -> None:
     disk.free = 40 * KIB - 1
     with pytest.raises(InputError, match="takes 40 KiB more"):
         oocgemm.gemm(A, B, tmp_path / "C", overwrite=True, backend="host")
-    disk.free += 1 + 40 * KIB  # the replaced chunks
+    disk.free += 1 + 40 * KIB  # the space of the chunks that are replaced
     oocgemm.gemm(A, B, tmp_path / "C", overwrite=True, backend="host")
     np.testing.assert_array_equal(array[:], PRODUCT)
 
@@ -103,7 +103,7 @@ def test_a_disk_that_fills_up_says_how_to_go_on(
     arguments = str(a), str(b), str(c), "--tile", "20x20x10", "--quiet"
     chunks = "--chunks", "10x10", "--compressor", compressor
 
-    def fill() -> Any:  # another program, after the run has started
+    def fill() -> Any:  # another program fills the disk after the run has started
         disk.free = 50 * KIB
         return lambda span: None
 
@@ -116,7 +116,7 @@ def test_a_disk_that_fills_up_says_how_to_go_on(
         str(raised.value),
     )
     assert found is not None, str(raised.value)
-    assert int(found[1]) == 30  # 80 for C, minus 48 written and 2 free
+    assert int(found[1]) == 30  # KiB missing: 80 for C, minus 48 that are written and 2 that are free
     again = run(*arguments, *chunks, "--resume")
     assert again.code != 0
     assert "80 KiB" not in again.err

@@ -1,4 +1,4 @@
-"""Rates are sampled on a busy device, by the device's clock, and outliers are measured again."""
+"""Rates are measured while the device is busy, by the device's clock, and outliers are measured again."""
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,13 +19,13 @@ from oocgemm.planning import Kind, MachineModel, Operation, Plan, TileShape, def
 
 ROWS, COLS = 512, 64
 PANEL = ROWS * COLS * 8
-RATE, LATENCY = PANEL / 4e-3, 5e-6  # a panel takes 4 ms
-SUBMIT = 100_000  # nanoseconds to issue an operation: far longer than a short copy
+RATE, LATENCY = PANEL / 4e-3, 5e-6  # copying a panel takes 4 ms
+SUBMIT = 100_000  # nanoseconds that issuing an operation takes, far longer than a short copy
 
 
 @dataclass(frozen=True)
 class Queued:
-    """An operation on the device; its interval is defined as in `oocgemm.backends.cuda.events.Work`."""
+    """An operation on the device, timed as `oocgemm.backends.cuda.events.Work` times operations."""
 
     device: "Device"
     began: int
@@ -41,9 +41,9 @@ class Queued:
 
 
 class Device:
-    """A device with streams on a virtual clock, which the host takes to be `skew` nanoseconds off.
+    """A device with streams on a virtual clock. The host believes this clock to be `skew` nanoseconds off.
 
-    Operations take their bytes, or flops, over `RATE`. Nothing is computed.
+    The time of an operation is its bytes or flops over `RATE`. Nothing is computed.
     """
 
     asynchronous: Collection[Kind] = (Kind.UPLOAD, Kind.MULTIPLY, Kind.DOWNLOAD)
@@ -71,7 +71,7 @@ class Device:
 
     def submit(self, operation: Operation, host: Sequence[Array], after: Sequence[Token]) -> Queued:
         self.issues += 1
-        # On an idle stream the events and the work end while the host is still issuing.
+        # On an idle stream an operation may end while the host is still issuing it.
         earliest = max([self.now, *(token.ended for token in after if isinstance(token, Queued))])
         began = max(earliest, self._free.get(operation.stream, 0))
         seconds = LATENCY + (operation.bytes or operation.flops) / RATE
@@ -86,7 +86,7 @@ def machine() -> MachineModel:
 
 @pytest.fixture(params=[0, -60_000, 60_000], ids=["exact", "early", "late"])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Device:
-    """Return a device whose clock is exact, or off by more than the duration of a short copy."""
+    """Return a device whose clock is exact, or wrong by more than the duration of a short copy."""
     made = Device(request.param)
     monkeypatch.setattr(workbench, "perf_counter_ns", made.perf_counter_ns)
     return made
@@ -112,7 +112,8 @@ def test_short_multiplications_are_timed_behind_copies(device: Device) -> None:
 def test_more_copies_are_queued_where_one_is_too_short(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(globals(), "SUBMIT", 3_000_000)  # issuing four takes as long as copying three panels
+    # Issuing four copies takes as long as three copies of a panel.
+    monkeypatch.setitem(globals(), "SUBMIT", 3_000_000)
     with bench(device) as held:
         copy = held.download(1)
         assert held.seconds(copy) == pytest.approx(LATENCY + copy.bytes / RATE, rel=1e-3)
@@ -120,7 +121,8 @@ def test_more_copies_are_queued_where_one_is_too_short(
 
 
 def test_a_device_that_outruns_the_host_is_refused(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(globals(), "SUBMIT", 5_000_000)  # a panel takes 4 ms
+    # Longer than the 4 ms of a copy, so that the device is always idle.
+    monkeypatch.setitem(globals(), "SUBMIT", 5_000_000)
     with bench(device) as held, pytest.raises(BackendError, match="the device copied 64 panels before"):
         held.seconds(held.download(1))
 

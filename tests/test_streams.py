@@ -1,4 +1,7 @@
-"""Printing never fails a command: unencodable characters, exited readers, closed or full streams."""
+"""Printing never makes a command fail.
+
+The terminal may lack characters, and stdout may be closed or full.
+"""
 
 import os
 import re
@@ -46,7 +49,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def program(*arguments: str, shell: str = "{}", **environment: str) -> subprocess.CompletedProcess[bytes]:
-    """`oocgemm ARGUMENTS` in a process of its own, within a shell command that has a place for it."""
+    """Run `oocgemm ARGUMENTS` as a process, within a shell command that contains {} in its place."""
     words = " ".join([sys.executable, "-m", "oocgemm", *arguments])
     line = ["bash", "-o", "pipefail", "-c", shell.format(words)]
     return subprocess.run(line, env=os.environ | environment, capture_output=True, check=False, timeout=120)
@@ -65,7 +68,7 @@ def test_every_command_prints_ascii(arguments: tuple[str, ...], environment: dic
     assert (done.returncode, done.stderr) == (0, b"")
     assert done.stdout
     assert done.stdout.isascii()
-    assert b"\\u" not in done.stdout  # all of it has a counterpart
+    assert b"\\u" not in done.stdout  # every character that is printed has an ASCII counterpart
 
 
 @pytest.mark.usefixtures("here")
@@ -128,9 +131,9 @@ def test_output_that_a_full_disk_refuses_is_an_error() -> None:
 
 @pytest.mark.usefixtures("here")
 def test_progress_on_a_stream_that_fails_ends_no_run() -> None:
-    """Of the library, which leaves the streams as they are."""
+    """The library shows progress on stderr, which fails here. The product is computed nevertheless."""
     code = (
-        "import oocgemm, numpy as np; from oocgemm.reports import progress; progress.SELDOM = 0.0\n"
+        "import oocgemm, numpy as np; from oocgemm.reports import progress; progress.LINE_SECONDS = 0.0\n"
         "oocgemm.matmul('a.npy', 'b.npy', out='d.npy', backend='host', tile='8x8x8', progress=True)"
     )
     for target in ("/dev/full", "&-"):

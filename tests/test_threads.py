@@ -1,4 +1,4 @@
-"""Test work that is shielded from signals, and process-wide settings that concurrent runs share."""
+"""Work that signals do not interrupt, and settings of the process that concurrent runs share."""
 
 import os
 import signal
@@ -17,8 +17,8 @@ from oocgemm.system import threads
 from oocgemm.system.threads import SWITCH_INTERVAL, Cancel, shielded, short_switch_interval
 from tests.command import own_threads
 
-# Functions that the calling thread runs. Thread.start is not among them: Python delivers no signal while it
-# holds a lock there.
+# Functions of the calling thread in which a signal may arrive. Thread.start is left out, because Python
+# delivers no signal while it holds a lock there.
 WAITING = (shielded.__code__, threads.start.__code__)
 MAX_BYTECODES = 1000
 BRIEFLY, LONG = 0.02, 30.0  # seconds
@@ -26,16 +26,17 @@ BRIEFLY, LONG = 0.02, 30.0  # seconds
 
 @pytest.fixture(autouse=True)
 def _interruptible() -> Iterator[None]:
-    """Let SIGINT raise `KeyboardInterrupt`. Worker processes of pytest-xdist ignore it by default."""
+    """Make SIGINT raise `KeyboardInterrupt`, since worker processes of pytest-xdist ignore it by default."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 def interrupted_at(number: int, act: Callable[[], object]) -> bool:
-    """Call `act`, and raise `KeyboardInterrupt` at one bytecode of `WAITING`.
+    """Call `act`, and raise `KeyboardInterrupt` at bytecode `number` of the functions in `WAITING`.
 
-    Return whether it was reached."""
+    Return whether this bytecode was reached.
+    """
     left = number
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
@@ -61,14 +62,14 @@ def interrupted_at(number: int, act: Callable[[], object]) -> bool:
 
 
 def stopped_within(cancel: Cancel, seconds: float) -> bool:
-    """Work until a stop is requested, or until a timeout. Return whether it was requested."""
+    """Work until a stop is requested, or for `seconds`. Return whether it was requested."""
     stop = threading.Event()
     with cancel.calling(lambda error: stop.set()):
         return stop.wait(seconds)
 
 
 def interrupt_soon() -> None:
-    """Send this process a SIGINT after a tenth of a second, as a terminal does."""
+    """Send this process a SIGINT after a tenth of a second, as Ctrl+C on a terminal does."""
     threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGINT]).start()
 
 
@@ -85,7 +86,7 @@ def test_an_interrupt_at_any_bytecode_leaves_no_work() -> None:
         assert not working.is_set(), f"interrupted at bytecode {number}"
         number += 1
         assert number < MAX_BYTECODES
-    assert number > 50  # bytecodes were reached
+    assert number > 50  # the functions have more than 50 bytecodes, so there was one interrupt for each
 
 
 def test_a_signal_stops_shielded_work_and_is_raised() -> None:
@@ -133,7 +134,7 @@ def test_an_error_while_stopping_is_the_cause_of_the_interrupt() -> None:
 
 
 def test_interrupted_runs_leave_no_thread_and_no_setting() -> None:
-    """Signals arrive at times spread over the whole run."""
+    """The signals arrive at times that are spread over the whole run."""
     a = np.ones((300, 300))
     interval = sys.getswitchinterval()
     started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Test `oocgemm verify`: correct results of any origin pass, and wrong ones are found and located."""
+"""`oocgemm verify`: correct results from any program pass, and wrong ones are found and located."""
 
 import subprocess
 import sys
@@ -46,7 +46,7 @@ def test_a_wrong_element_is_located(dtype: str, data: st.DataObject) -> None:
     c = (exact if np.dtype(dtype).kind == "c" else exact.real).astype(dtype)
     i, j = int(rng.integers(m)), int(rng.integers(n))
     off = data.draw(st.sampled_from([1, np.nan, np.inf]), "off by")
-    c[i, j] += off * {"float16": 32, "complex64": 8}.get(dtype, 1)  # above rounding
+    c[i, j] += off * {"float16": 32, "complex64": 8}.get(dtype, 1)  # an error larger than those of rounding
     found = oocgemm.verify(a, b, c, beta=beta, c_before=before, trans_a=op_a, trans_b=op_b)
     assert not found.ok
     assert (found.rows, found.cols, found.wrong_rows) == ((i, i + 1), (j, j + 1), 1)
@@ -64,7 +64,7 @@ def test_infinities_do_not_hide_errors_beside_them() -> None:
         wrong[place] += 1e-6
         found = oocgemm.verify(a, b, wrong)
         assert (found.rows, found.cols) == tuple((x, x + 1) for x in place)
-    for place in ((3, 10), (20, 60)):  # where all elements must be nonfinite
+    for place in ((3, 10), (20, 60)):  # places at which every correct element is nonfinite
         wrong = c.copy()
         wrong[place] = 1
         found = oocgemm.verify(a, b, wrong)
@@ -93,7 +93,7 @@ def test_a_chunk_of_zeros_is_found(tmp_path: Path) -> None:
     said = command("verify", a, b, c, "--json")
     assert said.code == 1
     assert (said.json()["ok"], said.json()["rows"], said.json()["cols"]) == (False, [100, 150], [350, 400])
-    (c / "c" / "2" / "7").unlink()  # which reads as zeros as well
+    (c / "c" / "2" / "7").unlink()  # a missing chunk is read as zeros, so the result stays wrong
     assert command("verify", a, b, c).code == 1
 
 
@@ -116,7 +116,7 @@ def test_each_operand_is_read_once_in_bounded_pieces(tmp_path: Path, monkeypatch
 
 
 def least_memory(a: Any, b: Any, c: Any, **options: Any) -> int:
-    """Return the bytes that a `BudgetError` asks for, after a check that the size in its message suffices."""
+    """Return the bytes that a `BudgetError` asks for. Checks that the size in its message suffices."""
     with pytest.raises(BudgetError, match="--host-memory is 1 MiB: pass --host-memory") as short:
         oocgemm.verify(a, b, c, host_memory="1MiB", **options)
     assert oocgemm.verify(a, b, c, host_memory=str(short.value).split()[-1], **options).ok
@@ -146,7 +146,7 @@ def test_blocks_of_rows_and_depth_find_the_same(dtype: str) -> None:
     found = oocgemm.verify(a, b, c, host_memory=least, **options)
     passes = found.bytes / (a.nbytes + b.nbytes + 2 * c.nbytes)
     assert found.ok
-    assert passes > 1.001  # the memory holds neither all rows nor all of k: op(B) is read more than once
+    assert passes > 1.001  # the memory has no room for all rows or all of k, so op(B) is read more than once
     c[650, 2] += 1000
     found = oocgemm.verify(a, b, c, host_memory=least, **options)
     assert (found.rows, found.cols) == ((650, 651), (2, 3))
@@ -162,7 +162,7 @@ def test_vectors_are_the_same_in_any_parts() -> None:
     assert not np.array_equal(SignVectors(6).part(0, 1000), whole)
 
 
-# Verify, and print the growth of anonymous memory over that of a process that verified a small product.
+# A program that verifies a product, and prints how much more anonymous memory that takes than a small one.
 PEAK = """
 import sys, threading
 import numpy as np
@@ -200,7 +200,10 @@ def test_memory_stays_within_its_bound(tmp_path: Path, m: int, k: int, n: int) -
 
 
 def test_single_precision_errors_are_found_50_times_smaller() -> None:
-    """The comparison is with the bound 48 u sqrt(k) times the norm of |A| |B| in a group."""
+    """The error is compared with 48 u sqrt(k) times the norm of |A| |B| in a group of rows.
+
+    u is the unit roundoff.
+    """
     rng = np.random.default_rng(10)
     for k in (1000, 4000):
         a, b = (rng.standard_normal(shape).astype("f4") for shape in ((300, k), (k, 1000)))
@@ -240,7 +243,7 @@ def test_the_worst_case_bound_is_an_option(tmp_path: Path) -> None:
 
 
 def by_columns(a: Array, b: Array) -> Array:
-    """Return a product summed term by term, in the operands' precision."""
+    """Return a product whose terms are added one by one, in the dtype of A and B."""
     c = np.zeros((len(a), b.shape[1]), a.dtype)
     for p in range(len(b)):
         c += a[:, p : p + 1] * b[p]
@@ -248,7 +251,7 @@ def by_columns(a: Array, b: Array) -> Array:
 
 
 def structured(kind: str, rng: np.random.Generator, m: int, k: int, n: int) -> tuple[Array, Array]:
-    """Return operands whose partial sums walk randomly, grow steadily, or cancel."""
+    """Return operands whose partial sums change at random, grow steadily, or cancel."""
     a, b = rng.random((m, k)), rng.random((k, n))
     match kind:
         case "normal":
@@ -349,7 +352,7 @@ def test_empty_products_pass() -> None:
 
 
 def test_long_float32_sums_pass_and_their_errors_are_found() -> None:
-    """The bound holds for any order of summation, and a chunk of zeros still exceeds it."""
+    """The error bound holds for any order of summation, and a chunk of zeros in C exceeds it."""
     rng = np.random.default_rng(8)
     k = 20_000
     for make in (rng.standard_normal, rng.random):

@@ -1,4 +1,4 @@
-"""Output is as wide as the terminal. Wide cells are folded, not cut."""
+"""Output is as wide as the terminal. Text of wide cells continues on the next line and is not cut."""
 
 import fcntl
 import os
@@ -28,7 +28,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("COLUMNS", raising=False)
     run = run_of(virtual_plan((8192, 8192, 8192), Budgets(GIB // 4, GIB), machine()))
     write_log("log", Timeline(run.spans, run.wall, dict(run.header)))
-    np.lib.format.open_memmap("a.npy", mode="w+", dtype=np.float64, shape=(40000, 40000))  # of holes
+    # The file has no blocks on the disk.
+    np.lib.format.open_memmap("a.npy", mode="w+", dtype=np.float64, shape=(40000, 40000))
     return tmp_path
 
 
@@ -68,7 +69,7 @@ def test_explanations_name_every_tile(monkeypatch: pytest.MonkeyPatch, width: in
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("columns", [100, *slow((None,))])
 def test_a_terminal_gives_its_width(columns: int | None) -> None:
-    """And where there is none, neither here nor as stdin, it is 80 columns."""
+    """If there is no terminal, on stdout or stdin, the width is 80 columns."""
     environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"} | {"TERM": "dumb"}
     ours, theirs = pty.openpty()
     if columns:

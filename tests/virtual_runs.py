@@ -1,4 +1,4 @@
-"""Timelines of simulated runs: a plan's schedule on a virtual clock, with modelled times of operations."""
+"""Timelines of simulated runs: a plan's schedule with the modelled time of each operation."""
 
 import os
 import random
@@ -25,7 +25,7 @@ CHUNKS = Layouts(Layout((512, 512)), Layout((512, 512)), Layout(write_chunk=(512
 
 
 def machine(**rates: float) -> MachineModel:
-    """Model of a calibrated GPU with fast storage and the given rates."""
+    """Return the model of a calibrated GPU with fast storage and the given rates."""
     rates = {"write": 20e9} | rates
     model = replace(default_model("cuda", 16), calibrated=True, storage_calibrated=True, name="a virtual GPU")
     return replace(model, **rates)  # type: ignore[arg-type]
@@ -44,7 +44,10 @@ def virtual_plan(
 
 
 def run_of(plan: Plan, believed: MachineModel | None = None, jitter: float = 0.0) -> Timeline:
-    """Simulate a plan on its machine. The header records the machine model `believed` instead, if given."""
+    """Simulate a plan on its machine and return the timeline.
+
+    The header records the machine model `believed`, if given, as if the plan had been made for that one.
+    """
     real, start_up = plan.machine, 5_000_000
     tracker: HazardTracker[list[int]] = HazardTracker()
     free: dict[str, int] = {}
@@ -72,7 +75,7 @@ def write_log(path: str | os.PathLike[str], timeline: Timeline) -> None:
 
 
 def header_of(plan: Plan) -> dict[str, Any]:
-    """Build the header that the API writes before a run's spans."""
+    """Return the header that the API writes into a log before the spans."""
     model = plan.machine
     kernel = model.kernels[plan.problem.a_dtype].peak
     return {

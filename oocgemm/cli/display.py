@@ -88,7 +88,7 @@ def print_plan(plan: Plan, explain: bool = False) -> None:
     memory.columns[-1].justify = "left"
     out.print(memory)
     out.print()
-    traffic = table_of("link", "bytes", "each once", "least possible", "ratio", "predicted")
+    traffic = table_of("link", "bytes", "required", "lower bound", "ratio", "predicted")
     lanes = plan.prediction.lanes
     for link in TRAFFIC:
         if plan.traffic[link]:
@@ -195,7 +195,7 @@ def print_report(report: Report, timeline: Timeline, *, advise: bool = False) ->
             soft_wrap=True,
         )
     out.print()
-    table = table_of("lane", "busy", "operations", "bytes", "rate", "required", "least possible")
+    table = table_of("lane", "busy", "operations", "bytes", "rate", "required", "lower bound")
     for lane, _ in gantt(timeline, 1):
         figures = report.lanes[lane]
         moved = figures["bytes"]

@@ -1,15 +1,16 @@
-"""What to change after a run, and what the change is predicted to gain.
+"""Suggest what to change after a run, and predict how much time the change saves.
 
-1. `fit` fits the plan's cost model to the run. Each lane's rate becomes the one at which the model predicts
-   the measured busy time of the lane. Time outside all operations is added to every prediction.
-2. Candidate changes are planned anew: larger budgets within the machine's memory, another tile, A and B
-   stored in chunks that match their panels, or cuBLAS instead of a slower kernel whose calibrated rate is
-   known. The planner still uses the machine model of the original plan, as it would when the user follows the
-   advice.
-3. The gain of a change is the ratio of two predictions of the fitted model, applied to the measured T.
+1. `fit` fits the plan's cost model to the run. Each lane gets the rate at which the model predicts the busy
+   time that was measured. Time in which no operation ran is added to every prediction.
+2. The planner plans the product again with each candidate change: larger budgets within the machine's memory,
+   another tile, A and B stored in chunks that match their panels, or cuBLAS instead of a slower kernel whose
+   calibrated rate is known. It uses the machine model of the original plan, as it will when the user follows
+   the advice.
+3. The fitted model predicts T of the original plan and of the changed plan. The measured T times the ratio of
+   the two is the predicted T after the change.
 
-No gain is predicted if the fitted model does not reproduce the measured T, or if a change depends on rates
-that the run did not show, such as those of another storage or codec.
+No saving is predicted if the fitted model does not reproduce the measured T. Nor is one predicted if a change
+depends on rates that the run did not measure, such as those of another storage or codec.
 """
 
 from collections.abc import Iterator, Mapping
@@ -34,28 +35,31 @@ from oocgemm.timeline.metrics import STORAGE, Report, length, union
 from oocgemm.timeline.spans import Timeline
 from oocgemm.timeline.verdict import COMPUTE
 
-# Changes that gain less than MIN_GAIN of T are not advised. An easier change is preferred if it gains at
-# least COMPARABLE_GAIN of the largest gain.
+# Changes that save less than the share MIN_GAIN of T are not suggested. Of several changes, the easiest one
+# is suggested that saves at least COMPARABLE_GAIN of what the best one saves.
 MIN_GAIN, COMPARABLE_GAIN = 0.03, 0.8
-# A stall gets its own advice from this share of T on.
+# A stall, which is time that the kernel waited for one cause, gets advice of its own from this share of T on.
 MIN_STALL = 0.1
-# Largest relative error of the fitted model's T at which its predictions are used.
+# Largest relative difference between the measured T and that of the fitted model. Above it the model's
+# predictions are not used.
 MAX_FIT_ERROR = 0.25
-# Plans of more steps are predicted in closed form. Simulating a step takes about 0.1 ms.
+# Plans of more steps than this are predicted by formulas. Others are simulated, which takes about 0.1 ms per
+# step.
 MAX_SIMULATED = 4000
-# Largest advised budgets, as shares of the machine's memory.
+# Largest budgets that are suggested, as shares of the machine's memory.
 USABLE = {"device": 0.9, "host": 0.7}
-# A lane counts as unhurried if the run waited for it for less than this share of T.
-MAX_UNHURRIED_WAIT = 0.02
+# A lane for which the kernel hardly waits may run below its maximum rate. If the waits take less than this
+# share of T, the fit does not lower the lane's rate.
+NEGLIGIBLE_WAIT = 0.02
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """What to change.
+    """A change that would make a run faster, as a sentence for the user.
 
-    `seconds` is the predicted T after the change, or None if no gain can be predicted. `why` says what the
-    change does, or why no gain can be predicted. `settings` holds the arguments of `oocgemm.gemm` that make
-    the change, if any do.
+    `seconds` is the predicted T after the change, or None if no saving can be predicted. `why` says what the
+    change does, or why no saving can be predicted. `settings` is the arguments of `oocgemm.gemm` that make
+    the change, and empty if no argument can make it.
     """
 
     change: str
@@ -66,7 +70,7 @@ class Remedy:
 
 @dataclass(frozen=True)
 class _Change:
-    """A candidate change: in words, the plan that results, and the settings that make it."""
+    """A candidate change: its description, the resulting plan, and the arguments of `gemm` that make it."""
 
     words: str
     plan: Plan
@@ -75,12 +79,12 @@ class _Change:
 
 @dataclass(frozen=True)
 class Fitted:
-    """A run's plan, and the machine model fitted to the run.
+    """A run's plan, with the machine model fitted to the run.
 
-    `original` is the machine model that the plan was made with. `outside` is the time before the first
-    operation and after the last, in seconds, which no simulation covers. `closed_outside` is the
-    corresponding correction of the closed form: the time after the last operation, and the part of the
-    start-up that the closed form does not predict.
+    `original` is the machine model that the plan was made with. Two corrections are added to predicted times,
+    in seconds. `outside` is added to simulated times: the time before the first operation and after the last,
+    which no simulation covers. `closed_outside` is added to times from formulas: the time after the last
+    operation, and the part of the start-up that the formulas do not predict.
     """
 
     plan: Plan
@@ -92,23 +96,24 @@ class Fitted:
     def seconds(self, plan: Plan, *, closed: bool | None = None) -> float:
         """Predict T of a plan with the fitted model, in seconds.
 
-        The schedule is simulated. Plans of more than `MAX_SIMULATED` steps are predicted in closed form,
-        unless `closed` decides.
+        Set `closed` to use formulas, clear it to simulate the schedule. By default, plans of more than
+        `MAX_SIMULATED` steps use formulas.
         """
         if plan.steps > MAX_SIMULATED if closed is None else closed:
             return plan.prediction.total + self.closed_outside
-        # The measured times include the first touch of the run's arena. A larger arena costs more.
+        # The measured times include page faults of the run's memory. A plan with more memory takes more of
+        # them.
         more = plan.footprint.device_total - self.plan.footprint.device_total if plan.machine.unified else 0
         seconds = simulate(plan.schedule(), plan.setting)
         return seconds + self.outside + max(0.0, more * plan.machine.arena_seconds_per_byte)
 
     @property
     def whole(self) -> Plan:
-        """Return the plan for the whole product, even if the run resumed an earlier one."""
+        """Return the plan for the whole product, even if the run resumed another and computed a part."""
         return replace(self.plan, done=frozenset())
 
     def ratio(self, plan: Plan) -> float:
-        """Return the predicted T of a plan over that of the run's plan, for the whole product."""
+        """Return the predicted T of a plan over that of the run's plan, both for the whole product."""
         closed = max(plan.steps, self.whole.steps) > MAX_SIMULATED
         return self.seconds(plan, closed=closed) / self.seconds(self.whole, closed=closed)
 
@@ -116,14 +121,14 @@ class Fitted:
 def fit(timeline: Timeline, figures: Report) -> Fitted | None:
     """Fit the cost model to a run.
 
-    Returns None if the log does not hold the plan or the whole run, or if nothing was multiplied.
+    Returns None if the log does not contain the plan or the whole run, or if nothing was multiplied.
     """
     plan = recorded_plan(timeline.header.get("plan", {}), {s.tile for s in timeline.spans})
     if plan is None or not figures.compute or timeline.unfinished:
         return None
     lanes = _modelled(plan)
-    # Lanes that share cores slow each other down. Scale their busy times so that the sum is that of their
-    # union.
+    # Lanes that share CPU cores slow each other down, while the model times each alone. Scale the busy times
+    # down so that their sum is the time in which any lane was busy.
     together = length(union((s.start, s.end) for s in timeline.spans)) / 1e9
     crowding = (
         together / sum(lane["busy"] for lane in figures.lanes.values()) if plan.machine.shares_cores else 1.0
@@ -135,14 +140,14 @@ def fit(timeline: Timeline, figures: Report) -> Fitted | None:
         return figures.lanes.get(lane, {}).get("busy", 0.0) * crowding
 
     def scale(lane: str, latency: float = 0.0) -> float:
-        """Return the measured rate of a lane over the modelled one, `latency` seconds excluded from both.
+        """Return the measured rate of a lane over its rate in the model.
 
-        A lane that nothing waited for may have run below its rate, so its rate is never lowered.
+        `latency` seconds are subtracted from both times first. A lane that nothing waited for may have run
+        below its rate, so the result is then at least 1.
         """
         busy, modelled = took(lane), lanes.get(lane, 0.0)
-        if lane in STORAGE and not figures.lanes.get(lane, {}).get(
-            "bytes"
-        ):  # all panels or strips were zero-copy
+        # Storage lanes without bytes: the device copied all blocks directly from or to the caller's arrays.
+        if lane in STORAGE and not figures.lanes.get(lane, {}).get("bytes"):
             return 1.0
         if 2 * latency < min(busy, modelled):
             busy, modelled = busy - latency, modelled - latency
@@ -151,12 +156,12 @@ def fit(timeline: Timeline, figures: Report) -> Fitted | None:
         waited = figures.exposed.get(cause, 0.0) + (
             figures.exposed.get("tail", 0.0) if lane in OUTPUT_LANES else 0.0
         )
-        spare = not machine.shares_cores and waited < MAX_UNHURRIED_WAIT * figures.wall
+        spare = not machine.shares_cores and waited < NEGLIGIBLE_WAIT * figures.wall
         return max(rate, 1.0) if spare and lane != "compute" else rate
 
     writes = figures.lanes.get("write", {}).get("operations", 0) * machine.write_latency
     read, write = scale("read"), scale("write", writes)
-    # Slower storage adds the same time per byte to whole and to partial chunks.
+    # Slower storage adds the same time per byte to reads of whole chunks and of parts of chunks.
     late = 0.0
     if 0 < read < 1 and not (layouts.a.in_memory or layouts.b.in_memory):
         covered = _modelled(replace(plan, machine=replace(machine, read=1.0, read_scattered=1.0)))["read"]
@@ -187,7 +192,7 @@ def fit(timeline: Timeline, figures: Report) -> Fitted | None:
 
 
 def _modelled(plan: Plan) -> Mapping[str, float]:
-    """Return the modelled busy seconds of each lane, in closed form above `MAX_SIMULATED` steps."""
+    """Return the busy seconds of each lane in the model, simulated up to `MAX_SIMULATED` steps."""
     if plan.steps > MAX_SIMULATED:
         return plan.prediction.lanes
     lanes = dict.fromkeys(plan.prediction.lanes, 0.0)
@@ -197,9 +202,10 @@ def _modelled(plan: Plan) -> Mapping[str, float]:
 
 
 def remedy(timeline: Timeline, figures: Report, diagnosis: Diagnosis, fitted: Fitted | None) -> Remedy:
-    """Choose the change with the largest predicted gain, or an easier one that gains almost as much.
+    """Choose the change with the largest predicted saving, or an easier one that saves almost as much.
 
-    No gain is predicted for a contended run, since its rates are not those of the machine.
+    No saving is predicted if other programs slowed the run down, since its rates are not those of the
+    machine.
     """
     if diagnosis.contended:
         return Remedy(
@@ -208,9 +214,9 @@ def remedy(timeline: Timeline, figures: Report, diagnosis: Diagnosis, fitted: Fi
     if fitted is None:
         why = "nothing was multiplied"
         if figures.compute:
-            why = "this log does not hold the whole plan, or another version of oocgemm wrote it"
+            why = "this log does not contain the whole plan, or another version of oocgemm wrote it"
         if timeline.unfinished:
-            why = "this log does not hold the whole run"
+            why = "this log does not contain the whole run"
         return Remedy(_advice(diagnosis, timeline), why)
     now = fitted.seconds(fitted.plan)
     if abs(now / figures.wall - 1) > MAX_FIT_ERROR:
@@ -229,7 +235,7 @@ def remedy(timeline: Timeline, figures: Report, diagnosis: Diagnosis, fitted: Fi
 
 
 def sentence(remedy: Remedy, wall: float) -> str:
-    """Return a remedy and its gain as a sentence; `wall` is the measured T in seconds.
+    """Return a change and what it saves as a sentence. `wall` is the measured T in seconds.
 
     >>> sentence(Remedy("A --host-memory of 24GiB", "would cut reads", 6.0), 8.0)
     'A --host-memory of 24GiB would cut reads: predicted 6 s instead of 8 s, 25% less.'
@@ -242,10 +248,10 @@ def sentence(remedy: Remedy, wall: float) -> str:
 
 
 def diagnosis_lines(figures: Report, timeline: Timeline, *, advise: bool = False) -> list[str]:
-    """Return what bounded a run as a list of sentences.
+    """Return sentences on what limited the speed of a run.
 
-    They say whether the run finished, which resource bounded it, how close that resource was to its
-    maximum rate and, with `advise`, what to change.
+    They say whether the run finished, what limited it, how close that was to its maximum rate and, with
+    `advise`, what to change.
     """
     found = diagnose(timeline, figures)
     lines = [unfinished(figures), found.finding, found.evidence]
@@ -255,7 +261,7 @@ def diagnosis_lines(figures: Report, timeline: Timeline, *, advise: bool = False
 
 
 def _changed(timeline: Timeline, fitted: Fitted) -> Iterator[_Change]:
-    """Yield candidate changes, the easiest first."""
+    """Yield the candidate changes, the easiest for the user first."""
     plan, layouts = fitted.plan, fitted.plan.layouts
     budgets, backend = plan.budgets, timeline.header.get("backend", {})
     original = fitted.original
@@ -294,9 +300,10 @@ def _planned(
     tile: TileShape | None = None,
     by: MachineModel | None = None,
 ) -> Plan | None:
-    """Plan the run's problem anew with machine model `by`, the original one by default.
+    """Plan the run's problem again, with machine model `by` or, by default, the original one.
 
-    The plan returned carries the fitted model, for predictions. Returns None if there is no such plan.
+    The returned plan has the fitted machine model, so that its predictions are those for this run. Returns
+    None if there is no plan for these arguments.
     """
     try:
         plan = make_plan(fitted.plan.problem, budgets, by or fitted.original, layouts, tile)
@@ -306,7 +313,10 @@ def _planned(
 
 
 def _larger(header: Mapping[str, Any], budgets: Budgets, *, unified: bool) -> Iterator[tuple[str, int]]:
-    """Yield budgets two, four and eight times as large, the smaller first, if the machine has the memory."""
+    """Yield pairs of a tier and a larger budget for it.
+
+    The budgets are two, four and eight times the run's, as far as the machine's memory allows.
+    """
     host = int(USABLE["host"] * header.get("machine", {}).get("memory", 0))
     device = int(USABLE["device"] * parse_size(header.get("backend", {}).get("memory", 1)))
     limits = {"device": host - budgets.host} if unified else {"host": host, "device": device}
@@ -324,9 +334,9 @@ def _round(size: int) -> int:
 
 
 def _effect(before: Plan, after: Plan, moved: Mapping[str, int]) -> str:
-    """Return what a change does to the lane that gains most from it.
+    """Return in words what a change does to the lane whose time it shortens most.
 
-    `moved` holds the run's bytes per link.
+    `moved` is the bytes that the run moved over each link.
     """
     lanes, later = before.prediction.lanes, after.prediction.lanes
     lane = max(lanes, key=lambda lane: lanes[lane] - later[lane])
@@ -346,13 +356,13 @@ def _effect(before: Plan, after: Plan, moved: Mapping[str, int]) -> str:
 ONLY_KERNEL = "Only a faster kernel or device, or a narrower dtype, would shorten this run."
 FASTER_KERNEL = "A faster kernel or device, or a narrower dtype, would gain most."
 CONTENDED = "Run it again while no other program uses the cores."
-# What reduces a stall, by its cause.
+# What shortens a stall, by the cause that the kernel waited for.
 ADVICE = {
     "read": "Put A and B on faster storage.",
     "decode": "Store A and B with a faster codec or uncompressed, or use a machine with more cores.",
     "h2d": "A larger device budget allows larger tiles, which upload fewer panels.",
     "prepare": "A larger device budget allows larger tiles, which prepare fewer panels.",
-    "accumulator": "A host budget that holds a whole tile of C would shorten this wait.",
+    "accumulator": "A host budget with room for a whole tile of C would shorten this wait.",
     "encode": "Write C with a faster codec or uncompressed.",
     "write": "Put C on faster storage.",
     "start-up": "The start-up weighs less in larger products, or in several products of one process.",
@@ -368,9 +378,10 @@ ADVICE_IN_MEMORY = {
 
 
 def _advice(diagnosis: Diagnosis, timeline: Timeline) -> str:
-    """Return general advice on the bound.
+    """Return general advice on what limited the run.
 
-    If that is compute, also on a stall of at least `MIN_STALL` of T.
+    If that is compute, the text also advises on the largest stall, provided that this took at least
+    `MIN_STALL` of T.
     """
     found = diagnosis.verdict
     if found.bound != COMPUTE:

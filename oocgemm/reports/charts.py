@@ -1,4 +1,4 @@
-"""The small charts of the HTML page: a stacked bar, rates over time, the grid of C. They need no script."""
+"""The small charts of the HTML page, drawn without scripts: a stacked bar, rates, and the tiles of C."""
 
 from collections.abc import Mapping
 from html import escape
@@ -9,18 +9,18 @@ from oocgemm.timeline.series import finish_times, lanes_of, rate_limits, rates
 from oocgemm.timeline.spans import Timeline
 
 BINS = 240
-# Points of cividis, a colour scale for readers with any colour vision: from early to late.
+# Six colours of the scale cividis, for early to late tiles. It is readable with any colour vision.
 CIVIDIS = ((0, 34, 78), (53, 69, 108), (102, 105, 112), (148, 142, 119), (200, 184, 102), (254, 232, 56))
 MAX_TILES = 10_000
 
 
 def lane_class(cause: str) -> str:
-    """Return the CSS class of a lane or of a cause of waits."""
+    """Return the CSS class that gives a lane, or a cause of waits, its colour."""
     return "lane-d2h" if cause == "accumulator" else f"lane-{escape(cause)}"
 
 
 def stacked_bar(parts: Mapping[str, float], whole: float) -> str:
-    """Return a bar divided into the parts of a whole, in seconds."""
+    """Return a bar divided into the parts of a whole. `parts` and `whole` are in seconds."""
     pieces = "".join(
         f'<b class="{lane_class(name)}" style="width:{100 * part / whole:.3f}%" '
         f'title="{escape(name)} {format_time(part)}, {format_percent(part / whole)} of T"></b>'
@@ -31,7 +31,10 @@ def stacked_bar(parts: Mapping[str, float], whole: float) -> str:
 
 
 def throughput(timeline: Timeline, report: Report) -> str:
-    """Return a chart per lane of its rate over the run, with the machine's limit as a broken line."""
+    """Return a chart per lane of its rate during the run.
+
+    A broken line shows the highest rate the lane can reach.
+    """
     known = rate_limits(timeline)
     charts = []
     for lane in lanes_of(timeline.spans):
@@ -41,7 +44,8 @@ def throughput(timeline: Timeline, report: Report) -> str:
             continue
         unit = "FLOP" if lane == "compute" else "B"
         limit, measured = known.get(lane, (0.0, False))
-        # A limit far above the rates would flatten them. An assumed limit may itself be far off.
+        # A line far above the rates would press the curve flat, so it is left out. An assumed rate may itself
+        # be far off, so it is left out sooner than a measured one.
         shown = bool(limit) and limit < (10 if measured else 3) * max(found)
         top = 1.05 * max(*found, limit if shown else 0.0)
         steps = "".join(f"V{100 - 100 * rate / top:.2f}h1" for rate in found)
@@ -71,7 +75,7 @@ def throughput(timeline: Timeline, report: Report) -> str:
 
 
 def c_grid(timeline: Timeline) -> str:
-    """Return the grid of C: each tile in the colour of its finishing time."""
+    """Return a picture of C in which the colour of each tile shows when the tile was finished."""
     plan = timeline.header.get("plan", {})
     done = finish_times(timeline.spans)
     if not done or "problem" not in plan or not timeline.wall:
@@ -107,7 +111,7 @@ def c_grid(timeline: Timeline) -> str:
 
 
 def extents(*sizes: int) -> str:
-    """Format extents, with thin spaces between thousands.
+    """Format the extents of a matrix, with thin spaces between thousands.
 
     >>> extents(32768, 512)
     '32\u202f768 × 512'
@@ -116,7 +120,7 @@ def extents(*sizes: int) -> str:
 
 
 def _colour(share: float) -> str:
-    """Return the colour of a share between 0 and 1.
+    """Return the colour at a position on the scale, between 0 for early and 1 for late.
 
     >>> _colour(0.0), _colour(1.0)
     ('#00224e', '#fee838')

@@ -65,7 +65,7 @@ def writing(option: str, path: str) -> Iterator[None]:
 def check_writable(option: str, path: str) -> None:
     """Raise `InputError` if no file can be written at `path`.
 
-    Call it before a long computation of the content.
+    Call it before a long computation of the file's content.
     """
     with writing(option, path):
         folder = os.path.dirname(os.path.abspath(path))

@@ -1,6 +1,6 @@
-"""A Gantt chart in characters: one line per lane.
+"""A Gantt chart in characters: one line per lane, one character per part of the run.
 
-The height of a character is the lane's busy share of that cell.
+The height of a character shows in how much of that part the lane was busy.
 """
 
 from collections import defaultdict
@@ -12,7 +12,9 @@ SHADES = " ▁▂▃▄▅▆▇█"
 
 
 def busy_cells(intervals: list[Interval], wall: int, cells: int) -> list[float]:
-    """Divide the run into `cells` equal parts and return the share of each that the intervals cover.
+    """Divide the run into `cells` equal parts and return the share of each part that the intervals cover.
+
+    `wall` is the length of the run, in the unit of the intervals.
 
     >>> busy_cells([(0, 25), (50, 100)], 100, 4)
     [1.0, 0.0, 1.0, 1.0]
@@ -28,7 +30,10 @@ def busy_cells(intervals: list[Interval], wall: int, cells: int) -> list[float]:
 
 
 def gantt(timeline: Timeline, width: int = 80) -> list[tuple[str, str]]:
-    """Return each busy lane, in the order of data flow, with a picture of it `width` characters wide."""
+    """Return a line of `width` characters for each lane that was busy, as pairs of a name and a line.
+
+    The lanes are in the order of data flow.
+    """
     lanes: defaultdict[str, list[Interval]] = defaultdict(list)
     for span in timeline.spans:
         lanes[span.lane].append((span.start, span.end))
@@ -40,6 +45,7 @@ def gantt(timeline: Timeline, width: int = 80) -> list[tuple[str, str]]:
 
 
 def _shade(share: float) -> str:
-    # The smallest activity is visible, and only a fully covered cell is drawn full.
+    # Even the shortest activity is visible, and only a part of the run in which the lane was always busy gets
+    # the full height.
     level = 0 if share <= 0 else max(1, min(8, int(share * 8 + 0.02)))
     return SHADES[level]

@@ -1,7 +1,7 @@
-"""The report as one self-contained HTML page: no network access, no external script or style.
+"""The report as one self-contained HTML page, which loads no script, style or data from elsewhere.
 
 `oocgemm.reports.sections` writes figures and tables as HTML. The scripts in the folder `web` draw the Gantt
-chart from the spans, which the page carries as JSON.
+chart from the spans, which the page contains as JSON.
 """
 
 import json
@@ -19,7 +19,7 @@ SCRIPTS = ("format.js", "view.js", "gantt.js", "input.js", "main.js")
 
 
 def page(runs: Sequence[tuple[str, Timeline]]) -> str:
-    """Return the HTML page of one run, or of several side by side; each run is given as (name, timeline)."""
+    """Return the HTML page of one run, or of several side by side. Each run is given as (name, timeline)."""
     described = [Run.of(name, timeline, report(timeline)) for name, timeline in runs]
     parts = {
         "title": escape(f"{heading(described[0].header)} - oocgemm report"),
@@ -28,7 +28,8 @@ def page(runs: Sequence[tuple[str, Timeline]]) -> str:
         "data": _json([run_data(timeline) for _, timeline in runs]),
         "script": "\n".join(_file(name) for name in SCRIPTS),
     }
-    # Placeholders are looked for in the remaining template only, never in text already filled in.
+    # Search placeholders only in the rest of the template. A run's name that looks like a placeholder is then
+    # left alone.
     text = _file("page.html")
     filled = []
     for name, part in parts.items():
@@ -40,8 +41,8 @@ def page(runs: Sequence[tuple[str, Timeline]]) -> str:
 def run_data(timeline: Timeline) -> dict[str, Any]:
     """Return the data from which the scripts draw a run.
 
-    Spans are stored as columns, in the order of their start. ``start`` holds the difference to the start
-    before. ``after`` is the distance to the last predecessor, counted in spans, or 0 if there is none.
+    Spans are stored as columns, in the order of their start. ``start`` is the difference to the start of the
+    span before. ``after`` says how many spans earlier the last predecessor is, and is 0 if there is none.
     ``lane``, ``kind``, ``operand``, ``tile`` and ``size`` (bytes, flops) are indices into tables of distinct
     values.
     """
@@ -53,7 +54,7 @@ def run_data(timeline: Timeline) -> dict[str, Any]:
     tiles, sizes = _Index(), _Index()
     blockers = [last_predecessor(span, by_id, before) for span in spans]
     starts = [span.start for span in spans]
-    # Building the columns fills the tables of distinct values, which are read afterwards.
+    # The columns must be built first: this fills the tables of distinct values that are read below.
     columns = {
         "start": [b - a for a, b in zip([0, *starts], starts, strict=False)],
         "length": [span.end - span.start for span in spans],
@@ -92,7 +93,7 @@ class _Index:
         self._numbers: dict[Any, int] = {}
 
     def of(self, value: Any) -> int:
-        """Return the number of a value."""
+        """Return the number of a value. A new value gets the next number."""
         return self._numbers.setdefault(value, len(self._numbers))
 
     def values(self) -> list[Any]:
@@ -101,7 +102,7 @@ class _Index:
 
 
 def _json(data: Any) -> str:
-    """Return JSON in which no text can end the script element around it."""
+    """Return data as JSON that is safe inside a script element: no text in it can end the element."""
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
 
 

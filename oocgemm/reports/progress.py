@@ -1,4 +1,4 @@
-"""Progress of a run on stderr: a live bar on a terminal, elsewhere a line every ten seconds."""
+"""Show the progress of a run on stderr: a live bar on a terminal, elsewhere a line every ten seconds."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -19,9 +19,10 @@ from oocgemm.timeline.series import utilisation
 from oocgemm.timeline.verdict import verdict
 
 LINKS = ("read", "h2d", "d2h", "write")
-# Seconds between two updates, on a terminal and elsewhere.
+# Shortest time between two updates, in seconds: on a terminal, and elsewhere.
 REFRESH_SECONDS, LINE_SECONDS = 0.2, 10.0
-# Busy shares and the verdict cover the last WINDOW_NS nanoseconds, but at most MAX_RECENT operations.
+# The busy shares and the verdict are computed over the last WINDOW_NS nanoseconds. Only the last MAX_RECENT
+# operations are kept, so with many short ones the time is shorter.
 WINDOW_NS, MAX_RECENT = 5_000_000_000, 1000
 
 Show = Callable[[float, str, str], None]
@@ -31,9 +32,9 @@ Show = Callable[[float, str, str], None]
 def progress_display(enabled: bool) -> Iterator[Callable[[Plan], Callable[[Span], None]] | None]:
     """Yield the `progress` argument of `gemm`, or None if not `enabled`.
 
-    The display shows the backend, the tiles done, the elapsed time, and flop/s and the rate of each link so
-    far. For the last seconds it shows each lane's busy share and what bounded the run. On a terminal it also
-    estimates the time left.
+    The display shows the backend, the number of tiles done, the elapsed time, and the mean flop/s and rate of
+    each link. For the last seconds it shows the share of the time in which each lane was busy, and what
+    limited the speed. On a terminal it also estimates the time left.
     """
     if not enabled:
         yield None
@@ -66,11 +67,14 @@ def _line(console: Console, started: float, share: float, tiles: str, rates: str
 
 
 def _watch(plan: Plan, *, every: float, show: Show) -> Callable[[Span], None]:
-    """Return an observer of finished operations that updates the display at most once in `every` seconds."""
+    """Return a callback for finished operations.
+
+    It updates the display at most once in `every` seconds.
+    """
     backend = "host" if plan.machine.unified else "cuda"
     down, across = plan.grid.shape
     tiles, before = down * across, len(plan.done)
-    # Progress is measured in flops, or in bytes written if there are no flops (k = 0).
+    # Progress is counted in flops, or in bytes written if k = 0 and there are no flops.
     total = plan.flops or plan.traffic["write"]
     started = shown = perf_counter()
     moved = dict.fromkeys(LINKS, 0)
@@ -88,7 +92,8 @@ def _watch(plan: Plan, *, every: float, show: Show) -> Callable[[Span], None]:
             return
         shown = now
         seconds = now - started
-        written = moved["write"] or moved["d2h"]  # writes in place move no bytes
+        # Writes into the caller's array move no bytes; the downloads before them do.
+        written = moved["write"] or moved["d2h"]
         done = before + (tiles - before) * written // max(1, plan.traffic["write"])
         links = "".join(f"  {link} {format_rate(size / seconds)}" for link, size in moved.items() if size)
         share = min(1.0, (flops if plan.flops else written) / max(1, total))
@@ -102,12 +107,14 @@ def _watch(plan: Plan, *, every: float, show: Show) -> Callable[[Span], None]:
 
 
 def _recent_activity(recent: deque[Span], *, multiplied: bool) -> str:
-    """Return the busy shares of the lanes in the last seconds, and the verdict on that time.
+    """Return the share of the last seconds in which each lane was busy, and what limited the run then.
 
-    Unless everything is `multiplied`, the verdict's window ends with the last finished Multiply: running
-    operations are not yet recorded.
+    While there is more to multiply (`multiplied` is False), the verdict covers the time up to the end of the
+    last Multiply only. Later time may belong to a Multiply that is still running, and that is not recorded
+    yet.
     """
-    # Operations that ended before the oldest one kept are unknown.
+    # If the list is full, older operations were dropped. Nothing is known about the time before the end of
+    # the oldest one in the list.
     known = recent[0].end if len(recent) == MAX_RECENT else 0
     until = max(span.end for span in recent)
     since = max(0, until - WINDOW_NS, known)

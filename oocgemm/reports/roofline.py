@@ -1,9 +1,9 @@
-"""The roofline of a machine as a picture: attainable flop/s over each link, by flops per byte.
+"""Draw the roofline of a machine: attainable flop/s over each link, against flops per byte.
 
-After Williams, Waterman and Patterson, *Roofline: an insightful visual performance model* (2009). One step of
-a tile computes 2 m n k flops from (m + n) k elements, where m, n and k are the extents of the tile. The
-intensity of a square tile therefore follows from the memory that holds its accumulator; the picture has an
-axis for each of the two.
+The method is that of Williams, Waterman and Patterson, *Roofline: an insightful visual performance model*
+(2009). One step of a tile with extents m x n x k computes 2 m n k flops from (m + n) k elements. The flops
+per byte of a square tile therefore follow from the memory that its accumulator takes. The picture has two
+horizontal axes: flops per byte below, and that memory above.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,11 +16,11 @@ from oocgemm.planning.units import format_rate, format_size
 
 WIDTH, HEIGHT = 1040, 550
 LEFT, RIGHT, TOP, BOTTOM = 295, 810, 112, 490
-LINE = 17  # distance between labels
+LINE = 17  # minimum distance between labels, in pixels
 ITEMSIZE = 8  # bytes per element of the float64 tile on the upper axis
-# Colours of links, in the order in which the links are given.
+# Colours of the lines, in the order in which the links are given.
 COLOURS = ("#d55e00", "#56a8dc", "#b8860b", "#cc79a7", "#009e73")
-SOURCES = {"read_cold", "read", "decode", "memory", "h2d"}  # the links that operands cross
+SOURCES = {"read_cold", "read", "decode", "memory", "h2d"}  # the links that A and B cross
 STYLE = """
 svg { background: #fff; font: 12px Helvetica, Arial, "DejaVu Sans", sans-serif; }
 text { fill: #16191d; } .soft { fill: #5b636d; } .title { font-size: 16px; font-weight: bold; }
@@ -37,23 +37,27 @@ svg { background: #181c22; } text { fill: #e8ebef; } .soft { fill: #9aa4b0; }
 
 
 def roofline_of(found: Calibration, budget: int) -> str:
-    """Return the roofline of a calibration, with a mark at a device budget in bytes."""
+    """Return the roofline of a calibration.
+
+    A vertical line marks the tile that fits a device budget in bytes.
+    """
     links = {LINKS[name]: rate for name, rate in calibrated_rates(found).items() if name in SOURCES}
     roofs = {dtype: rate.peak for dtype, rate in found.kernels.items()}
     return roofline(f"{found.device}, calibrated on {found.date}", links, roofs, budget)
 
 
 def roofline(title: str, links: Mapping[str, float], roofs: Mapping[str, float], budget: int) -> str:
-    """Return an SVG of attainable flop/s against flop per byte.
+    """Return an SVG of attainable flop/s against flops per byte.
 
     Args:
         title: heading of the picture.
-        links: bytes per second by the link's label, positive.
-        roofs: flop/s by the roof's label, positive.
-        budget: bytes of the square float64 tile whose intensity is marked.
+        links: bytes per second of each link, by its label. Rates must be positive.
+        roofs: flop/s of each kernel, by its label. Rates must be positive.
+        budget: bytes of the square float64 tile whose flops per byte are marked.
     """
     fastest, slowest, mark = max(links.values()), min(links.values()), sqrt(budget / ITEMSIZE) / ITEMSIZE
-    # The axis spans the ridge points of all links and roofs, and the mark.
+    # The axis must show the marked tile, and for each link and kernel the point at which both take equally
+    # long.
     first = 10.0 ** (floor(log10(min(min(roofs.values()) / fastest, mark))) - 1)
     last = 10.0 ** ceil(log10(max(2 * max(roofs.values()) / slowest, 1.5 * mark)))
     low, high = first * slowest / 1.5, 2 * max(roofs.values())
@@ -119,14 +123,17 @@ def roofline(title: str, links: Mapping[str, float], roofs: Mapping[str, float],
 
 
 def _labelled(rates: Mapping[str, float], y: Callable[[float], float]) -> Iterator[tuple[str, float, float]]:
-    """Yield the name, the rate and the y of the label of each rate, the fastest first."""
+    """Yield (name, rate, y of its label) for each rate, the fastest first.
+
+    Labels are moved apart where they would overlap.
+    """
     ordered = sorted(rates.items(), key=lambda item: -item[1])
     heights = spread([y(rate) for _, rate in ordered], LINE, TOP, BOTTOM)
     yield from ((name, rate, at) for (name, rate), at in zip(ordered, heights, strict=True))
 
 
 def spread(places: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Move ascending positions apart to a distance of at least `gap`, within [low, high] if they fit.
+    """Move ascending positions until neighbours are at least `gap` apart, within [low, high] if they fit.
 
     >>> spread([10.0, 11.0, 50.0], 6.0, 0.0, 54.0)
     [10.0, 16.0, 50.0]

@@ -27,7 +27,7 @@ OPERATORS = {"N": "", "T": "<sup>T</sup>", "C": "<sup>H</sup>"}
 
 @dataclass(frozen=True)
 class Run:
-    """A run and everything that the page says about it."""
+    """A run with all that the page shows of it: the figures, what limited the speed, and what to change."""
 
     name: str
     timeline: Timeline
@@ -38,7 +38,7 @@ class Run:
 
     @classmethod
     def of(cls, name: str, timeline: Timeline, figures: Report) -> "Run":
-        """Diagnose a run and find its remedy."""
+        """Compute all that the page shows of a run except its figures, which are given."""
         diagnosis = diagnose(timeline, figures)
         fitted = fit(timeline, figures)
         return cls(name, timeline, figures, diagnosis, fitted, remedy(timeline, figures, diagnosis, fitted))
@@ -49,7 +49,7 @@ class Run:
 
 
 def body(runs: Sequence[Run]) -> str:
-    """Return all sections; several runs are shown side by side."""
+    """Return all sections of the page. Several runs are shown side by side."""
     plain = [_title(runs), _each(runs, _verdict, "verdict"), _figures(runs)]
     sections = (
         ("Where the time went", _each(runs, _exposed)),
@@ -69,7 +69,7 @@ def body(runs: Sequence[Run]) -> str:
 
 
 def heading(header: Mapping[str, Any]) -> str:
-    """Return the product as a line of text: its extents and dtypes."""
+    """Return the product as a line of text, for example "4096 x 4096 x 4096 float32 into float64"."""
     problem = header.get("plan", {}).get("problem")
     if not problem:
         return "Matrix product"
@@ -145,7 +145,9 @@ def _figures(runs: Sequence[Run]) -> str:
     ]
     rows += [("Storage overlap", "of storage time hidden behind compute")]
     calibrated = any(run.header.get("rates") for run in runs)
-    efficiency = "least time by calibrated rates, over T" if calibrated else "needs oocgemm calibrate"
+    efficiency = (
+        "shortest time possible at the calibrated rates, over T" if calibrated else "needs oocgemm calibrate"
+    )
     rows += [("Efficiency", efficiency)]
     values = [
         [
@@ -172,7 +174,10 @@ def _figures(runs: Sequence[Run]) -> str:
 
 
 def _compared_runs(figures: Report, first: Report, alike: bool) -> str:
-    """Compare a run with the first: by T, or by the flop rate if they computed different products."""
+    """Compare a run with the first one.
+
+    The text gives the ratio of their times or, if they computed different products, of their flop rates.
+    """
     if alike and first.wall:
         return f"{figures.wall / first.wall:.2f} times the T"
     if figures.flop_rate and first.flop_rate:
@@ -181,7 +186,7 @@ def _compared_runs(figures: Report, first: Report, alike: bool) -> str:
 
 
 def _exposed(run: Run) -> str:
-    """Return the table of causes: compute and the stalls, the largest first."""
+    """Return the table of the shares of compute and of each cause of waiting, the largest first."""
     wall = run.report.wall
     parts = {cause: share * wall for cause, share in run.report.shares.items()}
     rows = [
@@ -197,9 +202,10 @@ def _exposed(run: Run) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, wide_last: bool = False) -> str:
-    """Return a table of HTML cells.
+    """Return an HTML table. Cells are HTML.
 
-    The first column, and the last if `wide_last`, hold text; the others hold numbers.
+    Cells of the first column are aligned to the left as text, and so are those of the last column if
+    `wide_last`. All other cells are aligned to the right as numbers.
     """
 
     def cell(tag: str, index: int, text: str) -> str:
@@ -239,27 +245,28 @@ def _gantt(runs: Sequence[Run]) -> str:
 def _traffic(run: Run) -> str:
     rows = []
     for link, figures in run.report.traffic.items():
-        moved, required, least = (figures[name] or 0 for name in ("bytes", "required", "least"))
+        moved, required, bound = (figures[name] or 0 for name in ("bytes", "required", "least"))
         if not (moved or required):
             continue
-        whole = max(moved, required, least, 1)
+        whole = max(moved, required, bound, 1)
         bar = (
             f'<div class="bar"><b class="lane-{link}" style="width:{100 * moved / whole:.2f}%"></b>'
-            + (f'<u style="left:{min(100 * least / whole, 99.6):.2f}%"></u>' if least else "")
+            + (f'<u style="left:{min(100 * bound / whole, 99.6):.2f}%"></u>' if bound else "")
             + "</div>"
         )
-        ratio = f"{moved / least:.2f}" if least else "-"
-        sizes = (format_size(x) if x else "-" for x in (moved, required, least))
+        ratio = f"{moved / bound:.2f}" if bound else "-"
+        sizes = (format_size(x) if x else "-" for x in (moved, required, bound))
         rows.append([f"{link}<small>{LINKS[link]}</small>", *sizes, ratio, bar])
     return (
         table(["link", "moved", "required", "lower bound", "ratio", ""], rows, wide_last=True)
-        + '<p class="note">Required: each element crosses the link once. Lower bound: the fewest bytes that '
-        "any schedule within these budgets moves, the mark across the bar. Ratio: moved over lower bound.</p>"
+        + '<p class="note">Required: the bytes if each element crossed the link once. Lower bound, marked '
+        "across the bar: no schedule within these budgets can move fewer bytes. "
+        "Ratio: moved over lower bound.</p>"
     )
 
 
 def _predicted(run: Run) -> str:
-    # The prediction is for the whole run.
+    # The plan predicts times of the whole run, which say nothing about a part of it.
     plan = {} if run.report.unfinished else run.header.get("plan", {})
     predicted: dict[str, float] = plan.get("predicted_seconds", {})
     rows = []

@@ -1,7 +1,7 @@
-"""The Gantt chart as an SVG picture for papers: black on white, one line per lane.
+"""The Gantt chart as an SVG picture for papers: one line per lane, on white.
 
-Boxes narrower than one unit of the picture are merged into columns of one unit, shaded by the busy share of
-the column. The size of a picture is therefore bounded for any run.
+Boxes narrower than one unit of the picture are merged into columns of one unit. The opacity of a column shows
+in how much of it the lane was busy. The size of the file is therefore bounded for any run.
 """
 
 from collections import defaultdict
@@ -17,7 +17,7 @@ from oocgemm.timeline.spans import Span, Timeline
 WIDTH, GUTTER, AXIS, ROW, GAP, WAITS = 900, 80, 26, 22, 7, 10
 COLUMNS = WIDTH - GUTTER - 20
 LEVELS = 10
-# Okabe and Ito's colours, as on the HTML page; compute is grey.
+# Okabe and Ito's colours, the same as on the HTML page. Compute is grey.
 COLOURS = {
     **{"read": "#0072b2", "decode": "#56b4e9", "h2d": "#009e73", "prepare": "#7a8b2e", "compute": "#59616c"},
     **{"d2h": "#cc79a7", "accumulator": "#cc79a7", "encode": "#b8860b", "write": "#d55e00"},
@@ -26,7 +26,10 @@ COLOURS = {
 
 
 def svg(timeline: Timeline, title: str = "") -> str:
-    """Return the Gantt chart of all lanes as SVG; below the compute lane, the causes of its waits."""
+    """Return the Gantt chart of all lanes as SVG.
+
+    A row below the compute lane shows what compute waited for.
+    """
     by_row: defaultdict[str, defaultdict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
     for span, row in zip(timeline.spans, rows(timeline.spans), strict=True):
         by_row[span.lane][row].append(span)
@@ -61,7 +64,8 @@ def svg(timeline: Timeline, title: str = "") -> str:
 def _row(spans: Sequence[Span], wall: int, y: float, height: float, colour: str) -> list[str]:
     """Return the boxes of one row of a lane.
 
-    B is lighter than A; every other step of a multiplication is lighter.
+    Boxes of B are lighter than those of A. On the compute lane, every other step is lighter, so that
+    neighbouring steps can be told apart.
     """
     scale = COLUMNS / max(1, wall)
     drawn: defaultdict[float, list[str]] = defaultdict(list)
@@ -80,7 +84,10 @@ def _row(spans: Sequence[Span], wall: int, y: float, height: float, colour: str)
 
 
 def _waits(causes: dict[str, list[Interval]], wall: int, y: float) -> list[str]:
-    """Return for each column the causes of waits, stacked by their shares of the column."""
+    """Return the row that shows what compute waited for, in columns one unit wide.
+
+    In each column the causes are stacked, and the height of each is its share of the column's time.
+    """
     parts = []
     bottoms = [y + WAITS] * COLUMNS
     for cause, intervals in causes.items():

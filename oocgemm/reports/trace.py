@@ -1,4 +1,6 @@
-"""The timeline as a trace for Perfetto or chrome://tracing: a track per lane, arrows along the data flow.
+"""Write the timeline as a trace for Perfetto or chrome://tracing, with a track per lane.
+
+Arrows show the data flow.
 
 The format is Chrome's trace events in JSON: complete events (X), one thread per lane, and flows (s, f)
 between them. Events of one track must not overlap, so concurrent operations of a lane get additional tracks.
@@ -13,7 +15,7 @@ from oocgemm.timeline.spans import Span, Timeline
 
 
 def write_trace(file: TextIO, timeline: Timeline) -> None:
-    """Write a trace, one event per line."""
+    """Write a timeline as a trace, one event per line."""
     file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
     separator = ""
     for event in _events(timeline):
@@ -29,7 +31,7 @@ def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
     by_id = {span.id: span for span in spans}
 
     def track(span: Span) -> dict[str, int]:
-        # A lane may need as many tracks as there are spans.
+        # A lane may need as many tracks as there are spans, so each lane gets that many numbers.
         return {"pid": span.device, "tid": lanes.index(span.lane) * (len(spans) + 1) + row[span.id]}
 
     named: set[tuple[int, int]] = set()
@@ -52,18 +54,23 @@ def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
         what = span.kind if span.kind == "multiply" else f"{span.kind} {span.operand}"
         times = {"ts": span.start / 1e3, "dur": (span.end - span.start) / 1e3}
         yield {"ph": "X", "name": what, "cat": span.lane, **times, **place, "args": facts}
-        # A panel that does not fill its slot leaves a part of the previous panel there, so the span waits for
-        # both loads. It uses the later one.
+        # One arrow per kind and operand, from the last operation. A panel that does not fill its slot leaves
+        # a part of the previous panel there. The span then waits for both loads, but uses the data of the
+        # later one.
         sources = (by_id[number] for number in sorted(span.waits) if number in by_id)
         for source in {(s.kind, s.operand): s for s in sources if _feeds(s, span)}.values():
             flows += 1
             arrow = {"name": "data", "cat": "flow", "id": flows}
-            # Midpoints lie inside the slices that the arrow binds to; the ends may round to outside them.
+            # Arrows start and end at the middle of an event. At its ends, rounding could put them outside it,
+            # and the viewer would drop them.
             yield {"ph": "s", **arrow, "ts": (source.start + source.end) / 2e3, **track(source)}
             yield {"ph": "f", "bp": "e", **arrow, "ts": (span.start + span.end) / 2e3, **place}
 
 
 def _feeds(source: Span, span: Span) -> bool:
-    """Return whether a span uses the data of `source`, as opposed to the slot that `source` frees."""
+    """Return whether a span uses the data of `source`.
+
+    Otherwise it only waited for `source` to release a buffer.
+    """
     order = {kind: place for place, kind in enumerate(FLOW)}
     return order.get(source.kind, -1) < order.get(span.kind, -1)

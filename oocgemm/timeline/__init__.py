@@ -1,4 +1,4 @@
-"""Timelines: when each operation of a run ran, and the figures computed from that."""
+"""Timelines, which record when each operation of a run started and ended, and figures computed from them."""
 
 from oocgemm.timeline.diagnosis import Diagnosis, diagnose
 from oocgemm.timeline.log import Recorder, read_log

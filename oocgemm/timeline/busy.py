@@ -1,4 +1,4 @@
-"""Busy time of one activity of a run, summed while the run goes on."""
+"""The time in which one kind of work was busy, summed while the run goes on."""
 
 from threading import Lock
 
@@ -8,11 +8,14 @@ MAX_INTERVALS = 4000
 
 
 class BusyTime:
-    """Sum time intervals in bounded memory: the length of their union, and their total length.
+    """Sum time intervals in bounded memory.
+
+    `covered` is the length of the union of the intervals, so that time in which several threads were busy
+    counts once. `total` is the sum of their lengths, so that it counts once per thread.
 
     Threads append intervals roughly in the order in which they end. When `MAX_INTERVALS` intervals are
-    stored, the oldest are replaced by the length of their union. An interval that starts before the end of
-    these counts in the union only from that end on. Appending is thread-safe.
+    stored, the oldest are replaced by the length of their union. An interval that is appended later and
+    overlaps the replaced ones adds to `covered` only what is after their end. Appending is thread-safe.
     """
 
     def __init__(self) -> None:

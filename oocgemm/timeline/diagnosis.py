@@ -1,4 +1,8 @@
-"""The figures of a run in words: the verdict, its distance from the limit, and contention for cores."""
+"""Describe the figures of a run in words.
+
+The text says what limited the speed, how close that was to its maximum rate, and whether other programs used
+CPU cores that the run needed.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,14 +14,17 @@ from oocgemm.timeline.series import rate_limits
 from oocgemm.timeline.spans import Timeline
 from oocgemm.timeline.verdict import CAUSES, COMPUTE, Verdict
 
-# Other programs are reported if they used at least this share of the cores. They slowed the run down if at
-# least MIN_BUSY of the cores were busy.
+# The report mentions other programs if they used at least the share MIN_OTHERS of the cores. It says that
+# they slowed the run down if, in addition, at least the share MIN_BUSY of the cores was busy.
 MIN_OTHERS, MIN_BUSY = 0.1, 0.8
-# Seconds. The system counts processor time in ticks of 10 ms, too coarse for shorter runs.
+# Shortest run, in seconds, for which use of the cores is reported. Linux counts processor time in ticks of 10
+# ms, which is too coarse for shorter runs.
 MIN_CPU_WALL = 0.5
-# Causes that do not compete for the cores when the device is a GPU.
+# Causes that need no CPU cores when the device is a GPU. Other programs cannot slow down a run that is
+# limited by one of these.
 ON_DEVICE = (COMPUTE, "h2d", "prepare", "accumulator")
-# What each lane does, and what it does if the arrays are in memory.
+# What each lane does, as the subject of a sentence. ACTIVITIES_IN_MEMORY replaces the text of a lane if the
+# arrays are in host memory.
 ACTIVITIES = {
     **{
         "read": "Reading",
@@ -31,15 +38,15 @@ ACTIVITIES_IN_MEMORY = {
     "read": "Copying A and B into host slots",
     "write": "Copying C out of host slots",
 }
-OUTPUT_LANES = ("d2h", "encode", "write")  # those that can be busy after the last Multiply
+OUTPUT_LANES = ("d2h", "encode", "write")  # the lanes that can be busy after the last Multiply
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What limits the speed of a run: a resource such as storage, the link to the device, or compute.
+    """What limits the speed of a run: for example storage, the link to the device, or compute.
 
-    `evidence` says in words how close that resource was to its maximum rate. `contended` is set if other
-    programs used CPU cores that the resource's work needed.
+    `evidence` is a text that says how close the limiting lane was to its maximum rate. `contended` is set if
+    other programs used CPU cores that this lane needed.
     """
 
     verdict: Verdict
@@ -53,13 +60,17 @@ class Diagnosis:
 
     @property
     def headline(self) -> str:
-        """Return the first words of `finding`: the bound and its share."""
+        """Return the first words of `finding`: what limits the run, and the share of its time."""
         text = self.verdict.headline
         return text if text.startswith("h2d") else text[0].upper() + text[1:]
 
     @property
     def rest(self) -> str:
-        """Return the other words of `finding`: the largest stall or compute, and what the stall means."""
+        """Return the words of `finding` after the headline.
+
+        They give the largest stall of a compute-bound run, or else the share of compute. A stall is time in
+        which compute waited for one cause.
+        """
         found = self.verdict
         if not found.beside:
             return "."
@@ -81,9 +92,10 @@ def diagnose(timeline: Timeline, figures: Report | None = None) -> Diagnosis:
 
 
 def other_programs(figures: Report) -> str:
-    """Return a sentence on other programs, empty if they used less than `MIN_OTHERS` of the cores.
+    """Return a sentence on the CPU cores that other programs used.
 
-    Only the cores that this process may use are counted.
+    The sentence is empty if they used less than the share `MIN_OTHERS` of the cores. Only the cores that this
+    process may use are counted.
     """
     cpu = figures.cpu
     if not cpu or figures.wall < MIN_CPU_WALL or cpu["others"] < MIN_OTHERS * cpu["cores"]:
@@ -92,7 +104,7 @@ def other_programs(figures: Report) -> str:
 
 
 def unfinished(figures: Report) -> str:
-    """Return a sentence for an unfinished run, empty for any other."""
+    """Return a sentence that says that the run is unfinished, or an empty text if the run is complete."""
     if not figures.unfinished:
         return ""
     recorded = format_time(figures.wall)
@@ -100,7 +112,10 @@ def unfinished(figures: Report) -> str:
 
 
 def in_memory(lane: str, header: Mapping[str, Any]) -> bool:
-    """Return whether a lane copies within host memory instead of reading from or writing to storage."""
+    """Return whether the arrays of a lane are in host memory.
+
+    If so, the lane copies within host memory instead of reading from or writing to storage.
+    """
     concerned = {"read": "AB", "write": "C"}.get(lane, "")
     operands = header.get("operands", {})
     return bool(concerned) and all(operands.get(x, {}).get("store") == "memory" for x in concerned)
@@ -113,7 +128,10 @@ def _cores_contended(figures: Report) -> bool:
 
 
 def _bound_evidence(timeline: Timeline, figures: Report) -> str:
-    """Return how close the bound was to its limit: the kernel, or the lane that the kernel waited for."""
+    """Return how close the limiting lane was to its maximum rate.
+
+    This is the kernel if the run is compute-bound, else the lane that the kernel waited for most.
+    """
     bound = figures.verdict.bound
     if bound == COMPUTE:
         return _kernel_evidence(timeline, figures)
@@ -123,7 +141,7 @@ def _bound_evidence(timeline: Timeline, figures: Report) -> str:
 
 
 def _last_lane(timeline: Timeline) -> str:
-    """Return the output lane that was busiest after the last Multiply."""
+    """Return the lane of `OUTPUT_LANES` that was busiest after the last Multiply."""
     end = max((s.end for s in timeline.spans if s.kind == "multiply"), default=0)
     after = [s for s in timeline.spans if s.end > end]
     busy = {
@@ -138,7 +156,8 @@ def _kernel_evidence(timeline: Timeline, figures: Report) -> str:
     text = f"The kernel ran at {format_rate(rate, 'FLOP')}"
     limit, measured = rate_limits(timeline).get(COMPUTE, (0.0, False))
     exact = timeline.header.get("plan", {}).get("problem", {}).get("compute") in ("native", "emulated")
-    if limit and (measured or exact):  # the default model has no rates of tf32 and bf16 products
+    # The default machine model has no rates of tf32 and bf16 products to compare with.
+    if limit and (measured or exact):
         known = "calibrated" if measured else "assumed"
         text += f", {format_share(rate / limit)} of the {known} {format_rate(limit, 'FLOP')}"
     return text + "."
@@ -151,7 +170,7 @@ def _lane_evidence(lane: str, header: Mapping[str, Any], figures: Report) -> str
     text = f"{activity} took {format_share(busy / figures.wall)} of the time, at {format_rate(rate)}"
     if calibrated := (header.get("rates") or {}).get(lane):
         text += f", {format_share(rate / calibrated)} of the calibrated {format_rate(calibrated)}"
-    least = figures.traffic.get({"decode": "read", "encode": "write"}.get(lane, lane), {}).get("least")
-    if least and moved:
-        text += f"; it moved {format_size(moved)}, {moved / least:.2f} times the lower bound"
+    lower_bound = figures.traffic.get({"decode": "read", "encode": "write"}.get(lane, lane), {}).get("least")
+    if lower_bound and moved:
+        text += f"; it moved {format_size(moved)}, {moved / lower_bound:.2f} times the lower bound"
     return text + "."

@@ -1,14 +1,14 @@
-"""The log of a run: spans are appended while the run goes on, and read back as a timeline.
+"""The log of a run. Spans are appended while the run goes on, and the log is read back as a timeline.
 
 The format is JSON lines:
 
 - The header describes the run and names the columns.
-- Each span is a row. Rows are in the order in which the operations were seen to end.
-- Fields that many spans share, such as the lane, are a line of their own before the first such span. Rows
-  refer to that line by its number.
-- A row holds the length of its span, and for each operation waited for the difference of the two ids. A row
-  therefore takes about 60 bytes.
-- The footer holds T and the facts known only at the end. A log without a footer belongs to a run that was
+- Each span is a row. Rows are in the order in which the end of the operations was noticed.
+- Fields that many spans share, such as the lane, are written once, as a line before the first row that uses
+  them. Rows refer to that line by its number.
+- A row stores the length of its span instead of the end. For each operation that the span waited for, it
+  stores the difference of the two ids. These numbers are short, so that a row takes about 60 bytes.
+- The footer stores T and the facts known only at the end. A log without a footer belongs to a run that was
   stopped or is still running.
 """
 
@@ -36,15 +36,15 @@ COLUMNS = (
     *("id", "common", "tile_i", "tile_j", "step", "start_ns", "length_ns", "bytes", "flops"),
     "waits_back",
 )
-# Lines are flushed when there are this many, or when the first of them is this many seconds old. A killed run
-# loses no more of its log than that.
+# Lines are flushed when FLUSH_LINES are pending, or when the first of them is FLUSH_SECONDS old. A killed run
+# therefore loses at most that much of its log.
 FLUSH_LINES, FLUSH_SECONDS = 1000, 1.0
-# A log without a file is kept in memory up to this many compressed bytes, about 50,000 operations. More
-# goes to a temporary file.
+# Compressed bytes of a log without a file that are kept in memory, enough for about 50,000 operations. The
+# log is moved to a temporary file each time this is exceeded.
 MAX_IN_MEMORY = 1 << 20
-_SIZE_BYTES = 4  # bytes that give a compressed chunk's length in the temporary file
+_SIZE_BYTES = 4  # size in bytes of the number before each chunk in the temporary file: the chunk's length
 _LARGEST = 2**63
-# Numeric fields of "checks" and of "cpu" in the header.
+# Numeric fields of "checks" and of "cpu" in the header. A log that lacks one of them is refused.
 _CHECK_FIELDS = ("tiles", "blocks", "undecided", "seconds", "thread_seconds")
 _CPU_FIELDS = ("cores", "own_seconds", "busy_seconds")
 _encode = json.JSONEncoder(separators=(",", ":")).encode
@@ -53,16 +53,17 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 class Recorder:
     """Record the spans of a run as they end, compressed to about 20 bytes per span.
 
-    At most `MAX_IN_MEMORY` bytes stay in memory; the rest goes to a temporary file. With a `path` the log is
-    also written there and replaces any existing file. Calls must not overlap: a recorder is not thread-safe.
+    At most `MAX_IN_MEMORY` bytes stay in memory, and the rest goes to a temporary file. With a `path` the log
+    is also written there and replaces any existing file. A recorder is not thread-safe: callers must not call
+    it from two threads at once.
 
-    Raises `OSError` if the file at `path` cannot be created. If a later write fails, `failure` holds the
-    error and the run continues. If the temporary file cannot be written, all chunks stay in memory.
+    Raises `OSError` if the file at `path` cannot be created. If a later write fails, `failure` is that error
+    and the run continues. If the temporary file cannot be written, the whole log stays in memory.
     """
 
     def __init__(self, header: Mapping[str, Any], path: str | os.PathLike[str] | None = None) -> None:
         self.spans = 0
-        self.header = dict(header)  # `finish` adds the facts known at the end
+        self.header = dict(header)  # `finish` adds the facts known only at the end of the run
         self.wall = 0
         self.failure: OSError | None = None
         self._common: dict[tuple[Any, ...], int] = {}
@@ -105,7 +106,7 @@ class Recorder:
         """Write the remaining lines and close the file."""
         self._flush()
         if self._file is not None:
-            with suppress(OSError):  # `failure` already holds the error
+            with suppress(OSError):  # the first error is already in `failure`
                 self._file.close()
 
     def timeline(self) -> Timeline:
@@ -115,7 +116,10 @@ class Recorder:
         )
 
     def _chunks(self) -> Iterator[bytes]:
-        """Yield the compressed chunks in order: those in the temporary file first."""
+        """Yield the compressed chunks of the log in order.
+
+        The chunks in the temporary file are older than those in memory.
+        """
         at = 0
         while self._spilled is not None and at < self._spilled_bytes:
             self._spilled.seek(at)
@@ -137,7 +141,7 @@ class Recorder:
             left = memoryview(text)
             while left:
                 left = left[self._spilled.write(left) or 0 :]
-        except OSError:  # no space for temporary files
+        except OSError:  # no space for temporary files: the log stays in memory
             self._max_in_memory = inf
             return
         self._spilled_bytes += len(text)
@@ -160,7 +164,7 @@ class Recorder:
 
 
 def _read_exactly(file: RawIOBase, size: int) -> bytes:
-    """Read `size` bytes; the file must hold as many."""
+    """Read exactly `size` bytes. The file must contain at least that many."""
     found = b""
     while len(found) < size:
         found += file.read(size - len(found)) or b""
@@ -168,9 +172,9 @@ def _read_exactly(file: RawIOBase, size: int) -> bytes:
 
 
 def read_log(path: str | os.PathLike[str]) -> Timeline:
-    """Read a log.
+    """Read a log. The log of an unfinished run is read up to its last complete line.
 
-    That of an unfinished run is read as far as it goes. Raises `InputError` if it cannot be read.
+    Raises `InputError` if the file cannot be read or is not a log.
     """
     try:
         with open(path, encoding="utf-8") as file:
@@ -184,7 +188,10 @@ def read_log(path: str | os.PathLike[str]) -> Timeline:
 
 
 class _NotATimeline(Exception):  # noqa: N818 - becomes an `InputError`
-    """The file as a whole cannot be read; the message says why and becomes that of an `InputError`."""
+    """An error about the whole file, for example that it is not a log.
+
+    `read_log` puts the file's name before the message.
+    """
 
 
 def _parse(lines: Iterable[str]) -> Timeline:
@@ -221,7 +228,7 @@ def _parse(lines: Iterable[str]) -> Timeline:
 
 
 def _values(lines: Iterable[str]) -> Iterator[Any]:
-    """Yield the value of each line; stop at a last line that was not written completely."""
+    """Yield the value of each line. A last line that was not written completely is left out."""
     for line in lines:
         try:
             value = json.loads(line)
@@ -233,7 +240,7 @@ def _values(lines: Iterable[str]) -> Iterator[Any]:
 
 
 def _common(part: dict[str, Any]) -> tuple[Any, ...]:
-    """Parse a line of shared fields. Raises `ValueError` if it is damaged."""
+    """Parse a line of fields that several spans share. Raises `ValueError` if it is damaged."""
     *texts, device = found = tuple(part[name] for name in COMMON)
     if not all(isinstance(text, str) for text in texts) or not _is_count(device):
         raise ValueError(f"{part} is damaged")
@@ -242,7 +249,7 @@ def _common(part: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _span(row: list[Any], common: list[tuple[Any, ...]]) -> Span:
-    """Parse a row. Raises `ValueError` if it is damaged."""
+    """Parse the row of a span. Raises `ValueError` if it is damaged."""
     *counts, back = row
     number, which, i, j, step, start, length, size, flops = counts
     if not all(map(_is_count, counts)) or not all(_is_count(b) and 0 < b <= number for b in back):
@@ -254,7 +261,7 @@ def _span(row: list[Any], common: list[tuple[Any, ...]]) -> Span:
 
 
 def _check(header: Mapping[str, Any]) -> None:
-    """Raise `ValueError` if a part of the header is not of the type that reports expect."""
+    """Raise `ValueError` if a field of the header does not have the type that reports expect."""
     tables = [header.get(name, {}) for name in ("plan", "operands", "backend", "machine", "versions")]
     tables += [header.get(name) or {} for name in ("rates", "checks", "cpu")]
     plan, operands, backend, machine, _, rates, checks, cpu = tables

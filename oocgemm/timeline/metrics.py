@@ -1,20 +1,21 @@
 """The figures of a run, computed from its timeline alone.
 
-|X| is the length of the union of the intervals of lanes X.
+T is the wall time of the run. |X| is the time in which at least one operation of X ran. Copies are the
+operations on the lanes h2d and d2h. Storage operations are those on the lanes read, decode, encode and write.
 
-- compute share    |compute| / T, where compute = Multiply
-- copy overlap     |copy and compute| / |copy|, where copy = h2d and d2h
-- storage overlap  |storage and compute| / |storage|, where storage = read, decode, encode, write
-- exposed time     T - |compute|. Each instant is attributed to one cause, and the causes add up to the whole
-- traffic          bytes crossed per link, bytes required (each input once), and the lower bound for the
-  budget
-- shares           compute and each cause of exposed time, over T; they add up to 1
-  (`oocgemm.timeline.verdict`)
-- efficiency       the longest of flops / kernel rate, least bytes / rate of each link and decoded bytes /
-  decode rate,
-                   over T; the rates are the calibrated ones in the header
+- compute share: |compute| / T, where compute stands for the Multiply operations.
+- copy overlap: |copies and compute at the same time| / |copies|.
+- storage overlap: |storage and compute at the same time| / |storage|.
+- exposed time: T - |compute|. Each instant of it is attributed to one cause.
+- shares: |compute| / T, and the exposed time of each cause over T. They add up to 1
+  (`oocgemm.timeline.verdict`).
+- traffic: the bytes that crossed each link, the bytes required if each input crossed once, and the lower
+  bound for the budget.
+- efficiency: the shortest possible time over T. At the calibrated rates in the header, the run cannot be
+  faster than its slowest part: the flops at the kernel's rate, the lower bound of the bytes over each link at
+  the link's rate, or the decoded bytes at the rate of decoding.
 
-A ratio is None if its denominator is 0 or its rates were never calibrated.
+A ratio is None if its denominator is 0, or if it needs rates that were never calibrated.
 """
 
 import os
@@ -51,15 +52,14 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(intervals: Iterable[Interval]) -> int:
-    """Return the sum of the lengths of disjoint intervals."""
+    """Return the sum of the lengths of intervals that do not overlap."""
     return sum(end - start for start, end in intervals)
 
 
 def intersection(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
-    """Return the intersection of two unions (see `union`).
+    """Return the time that both lists of intervals cover.
 
-    >>> intersection([(0, 4), (6, 9)], [(3, 7)])
-    [(3, 4), (6, 7)]
+    Each list must be in order and without overlaps (see `union`).
     """
     found, i, j = [], 0, 0
     while i < len(one) and j < len(other):
@@ -75,17 +75,20 @@ def intersection(one: Sequence[Interval], other: Sequence[Interval]) -> list[Int
 
 @dataclass(frozen=True)
 class Report:
-    """The figures of one device. Times are in seconds; ratios are between 0 and 1, or None (see the module).
+    """The figures of a run on one device.
 
-    `checks` is None unless the run was verified. It counts the checked `tiles` and `blocks`, and the blocks
-    with an Inf or NaN, which were checked for nonfinite elements only (`undecided`). `recomputed` lists the
-    tiles that were recomputed. `seconds` is the time in which any thread was checking, `share` the same over
-    T. `thread_seconds` is summed over all threads, `core_share` the same over T on all cores. `tier` names
-    where the checksums were computed; `device_seconds` is the time that the device spent on them.
+    Times are in seconds. Ratios are between 0 and 1, or None (see the module).
+
+    `checks` is None unless the run was verified. `tiles` and `blocks` count what was checked. `undecided`
+    counts the blocks with an Inf or NaN, which were checked for nonfinite elements only.
+    `recomputed` lists the tiles that were computed a second time. `seconds` is the time in which any thread
+    was checking, and `share` is that time over T. `thread_seconds` is the sum over all threads, and
+    `core_share` is that sum over T on all cores. `tier` names where the checksums were computed.
+    `device_seconds` is the time that the device spent on them.
 
     `cpu` is None if the system does not report processor time. `cores` counts the cores that this process may
-    use. `own` is the mean number of them that this process used over T. `others` is the mean number that
-    other programs used, including other virtual machines of the same host.
+    use. `own` is the mean number of cores that this process used during the run. `others` is the mean number
+    that other programs used, including other virtual machines of the same host.
 
     If `unfinished` is set, `wall` ends with the last recorded operation. The efficiency, the required bytes
     and the lower bound are then None, since they are defined for the whole run.
@@ -108,12 +111,12 @@ class Report:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Return the shares of T of compute and of each cause of exposed time, the largest first."""
+        """Return compute and each cause of exposed time as shares of T, the largest first."""
         return shares(self.compute, self.exposed, self.wall)
 
     @property
     def verdict(self) -> Verdict:
-        """Return what bounds the run: the largest of the shares."""
+        """Return what limits the speed of the run: the cause with the largest share of T."""
         return verdict(self.shares if self.compute else {})
 
     def to_dict(self) -> dict[str, Any]:
@@ -161,16 +164,19 @@ def report(timeline: Timeline | str | os.PathLike[str], device: int = 0) -> Repo
 
 
 def same_product(timelines: Sequence[Timeline]) -> bool:
-    """Return whether runs have the same extents and dtypes. A log without a problem matches any other."""
+    """Return whether all runs have the same extents and dtypes.
+
+    A log that does not describe its product matches any other.
+    """
     problems = [timeline.header.get("plan", {}).get("problem") for timeline in timelines]
     names = ("m", "n", "k", "a_dtype", "b_dtype", "c_dtype")
     return len({tuple(problem.get(name) for name in names) for problem in problems if problem}) <= 1
 
 
 def shares_between(spans: Sequence[Span], since: int, until: int) -> dict[str, float]:
-    """Return the share of each cause in the time from `since` to `until`, in nanoseconds, the largest first.
+    """Return the share of each cause in the time from `since` to `until`, the largest first.
 
-    `spans` must hold all operations that ran in that time.
+    Both times are in nanoseconds. `spans` must contain all operations that ran between them.
 
     >>> multiply = Span(0, "multiply", "A", "compute", "s", 0, (0, 0), 0, 10, 40, 0, 8)
     >>> shares_between([multiply], 0, 50)
@@ -185,7 +191,10 @@ def shares_between(spans: Sequence[Span], since: int, until: int) -> dict[str, f
 
 
 def exposed(spans: Sequence[Span], wall: int) -> dict[str, int]:
-    """Return the exposed time of each cause in nanoseconds; the sum is exactly T - |compute|."""
+    """Return the nanoseconds of exposed time that each cause accounts for.
+
+    Exposed time is the time in which no Multiply ran. The values add up to all of it.
+    """
     causes: defaultdict[str, int] = defaultdict(int)
     for start, end, cause in exposed_intervals(spans, wall):
         causes[cause] += end - start
@@ -193,12 +202,12 @@ def exposed(spans: Sequence[Span], wall: int) -> dict[str, int]:
 
 
 def exposed_intervals(spans: Sequence[Span], wall: int) -> list[Wait]:
-    """Divide the time outside all Multiplies among its causes: intervals (start, end, cause), in order.
+    """Return the time in which no Multiply ran, as intervals (start, end, cause) in order.
 
-    Each gap before a Multiply is followed back along a chain of operations. The next operation of the chain
-    is the predecessor that ended last. Each instant of the gap belongs to the operation of the chain that was
-    running then, or to ``issue`` if none was. Time before the first Multiply without a running operation is
-    ``start-up``. All time after the last Multiply is ``tail``.
+    Each gap before a Multiply is followed back along a chain of operations, from the Multiply to the
+    operation that it waited for and that ended last, and so on. Each instant of the gap is attributed to the
+    operation of the chain that ran at that instant, or to ``issue`` if none ran. Time before the first
+    Multiply in which none ran is ``start-up``. All time after the last Multiply is ``tail``.
     """
     by_id = {s.id: s for s in spans}
     before = stream_predecessors(spans)
@@ -217,7 +226,11 @@ def exposed_intervals(spans: Sequence[Span], wall: int) -> list[Wait]:
 def _attributed(
     span: Span, gap: Interval, idle_cause: str, by_id: dict[int, Span], before: dict[int, int]
 ) -> list[Wait]:
-    """Divide a gap among the chain of operations that a span waited for, last instant first."""
+    """Attribute each instant of a gap to one operation of the chain that led to a span.
+
+    The chain goes from the span to the predecessor that ended last, and so on. Return intervals (start, end,
+    cause), the latest first.
+    """
     start, cursor = gap
     found: list[Wait] = []
     current = span
@@ -237,7 +250,10 @@ def _attributed(
 
 
 def last_predecessor(span: Span, by_id: dict[int, Span], before: dict[int, int]) -> Span | None:
-    """Return the operation that ended last of those a span waited for, its stream predecessor included."""
+    """Return the predecessor of a span that ended last, or None.
+
+    Predecessors are the operations in `span.waits` and the one before the span on its stream.
+    """
     candidates = [by_id[i] for i in (*span.waits, before.get(span.id, -1)) if i in by_id]
     return max(candidates, key=lambda s: s.end, default=None)
 
@@ -247,11 +263,11 @@ def _cause(span: Span) -> str:
 
 
 def stream_predecessors(spans: Sequence[Span]) -> dict[int, int]:
-    """Map the id of each span to that of its predecessor on its stream.
+    """Map the id of each span to the id of its predecessor on the same stream.
 
-    The predecessor is the operation of the stream that ended last before the span started, or else the one
-    issued just before it. Several threads may serve one stream. The next operation then starts when any of
-    them is free.
+    The predecessor is the operation of the stream that ended last before the span started. If there is none,
+    it is the operation issued just before. Several threads may serve one stream, and the next operation then
+    starts when any of them is free.
     """
     streams: defaultdict[str, list[Span]] = defaultdict(list)
     for span in sorted(spans, key=lambda s: s.id):
@@ -262,7 +278,8 @@ def stream_predecessors(spans: Sequence[Span]) -> dict[int, int]:
         ends = [s.end for s in ended]
         for number, span in enumerate(issued):
             place = bisect_right(ends, span.start) - 1
-            # A later operation may seem to end before: its span is empty, or was timed by the device's clock.
+            # A predecessor must have been issued earlier. An operation issued later may still seem to end
+            # first, because its span is empty or because the device's clock timed it.
             while place >= 0 and ended[place].id >= span.id:
                 place -= 1
             if place >= 0:
@@ -317,14 +334,18 @@ def _efficiency(timeline: Timeline, spans: Sequence[Span], flops: int) -> float 
     rates = timeline.header.get("rates")
     if not rates or not timeline.wall or timeline.unfinished:
         return None
-    least = timeline.header.get("plan", {}).get("least", {})
-    work = {"kernel": flops, **least, "decode": _decoded(timeline, spans)}
+    lower_bounds = timeline.header.get("plan", {}).get("least", {})
+    work = {"kernel": flops, **lower_bounds, "decode": _decoded(timeline, spans)}
     seconds: float = max(work[part] / rate for part, rate in rates.items() if part in work)
     return seconds / (timeline.wall / 1e9)
 
 
 def _decoded(timeline: Timeline, spans: Sequence[Span]) -> float:
-    """Return the bytes decoded: those of the decode lane, or else those of the chunks covered by reads."""
+    """Return the bytes that were decoded.
+
+    These are the bytes of the decode lane. If there is none, reads decode whole chunks themselves, and the
+    bytes of the chunks that each read covers are counted.
+    """
     lane = sum(span.bytes for span in spans if span.lane == "decode")
     if lane:
         return lane
@@ -338,9 +359,9 @@ def _decoded(timeline: Timeline, spans: Sequence[Span]) -> float:
 
 
 def in_place(timeline: Timeline) -> str:
-    """Return how many panels and strips bypassed the host slots, as text; empty if none did.
+    """Return a text that counts the panels and strips that bypassed the host slots, empty if none did.
 
-    The device copies such blocks directly from or to the caller's arrays, so their reads and writes move no
+    The device copies these blocks directly from or to the caller's arrays, so their reads and writes move no
     bytes.
     """
     counts = []

@@ -1,4 +1,4 @@
-"""Series for drawing a run: rows for concurrent operations, rates over time, finishing times of tiles."""
+"""Data for drawing a run: rows for concurrent operations, rates over time, finishing times of tiles."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -7,8 +7,8 @@ from typing import Any
 from oocgemm.timeline.metrics import length, union
 from oocgemm.timeline.spans import LANES, Span, Timeline
 
-# Kinds in the order of data flow. A wait for an earlier kind is a wait for data; any other wait is for a free
-# slot.
+# Kinds of operations in the order of data flow. If an operation waited for one of an earlier kind, it uses
+# the data of that one. Otherwise it waited for the other to release a buffer.
 FLOW = ("read", "upload", "prepare", "multiply", "finish", "download", "write")
 
 
@@ -19,10 +19,11 @@ def lanes_of(spans: Iterable[Span]) -> list[str]:
 
 
 def rows(spans: Sequence[Span], *, exact: bool = False) -> list[int]:
-    """Return for each span its row in its lane: the first free row, so that no two spans overlap.
+    """Return for each span the row of its lane on which it is drawn.
 
-    Device clocks are not exact. Unless `exact` is set, a span may overlap the one before it by 5% of its own
-    length.
+    A span gets the first row that is free when it starts, so that no two spans of a row overlap. Times from a
+    device's clock are slightly inexact. Unless `exact` is set, a span may therefore overlap the one before it
+    by 5% of its own length.
     """
     free: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
     found = [0] * len(spans)
@@ -39,8 +40,8 @@ def rows(spans: Sequence[Span], *, exact: bool = False) -> list[int]:
 def rates(spans: Iterable[Span], wall: int, bins: int) -> list[float]:
     """Return the rate in each of `bins` equal parts of the run.
 
-    Spans with flops count in flop/s, all others in bytes per second.
-    The amount of a span is spread evenly over the span. `wall` is in nanoseconds.
+    Spans with flops count in flop/s, all others in bytes per second. The flops or bytes of a span are spread
+    evenly over its duration. `wall` is the length of the run in nanoseconds.
     """
     moved = [0.0] * bins
     if wall <= 0:
@@ -61,7 +62,10 @@ def rates(spans: Iterable[Span], wall: int, bins: int) -> list[float]:
 
 
 def utilisation(spans: Sequence[Span], since: int, until: int) -> dict[str, float]:
-    """Return each lane's busy share of the time from `since` to `until`, lanes in the order of data flow."""
+    """Return the share of the time from `since` to `until` in which each lane was busy.
+
+    Times are in nanoseconds. The lanes are in the order of data flow.
+    """
     busy: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
     for span in spans:
         busy[span.lane].append((max(span.start, since), min(span.end, until)))
@@ -78,10 +82,10 @@ def finish_times(spans: Iterable[Span]) -> dict[tuple[int, int], int]:
 
 
 def rate_limits(timeline: Timeline) -> dict[str, tuple[float, bool]]:
-    """Return the rate limit of each lane, and whether it was measured.
+    """Return the highest rate that each lane can reach, and whether that rate was measured.
 
-    The limit comes from the calibration in the header, else from the plan's machine model. Lanes without
-    either are left out. Rates are in flop/s for compute and in bytes per second for all other lanes.
+    The rate comes from the calibration in the header, or else from the plan's machine model. Lanes without a
+    known rate are left out. Rates are in flop/s for compute and in bytes per second for all other lanes.
     """
     calibrated = timeline.header.get("rates") or {}
     model: dict[str, Any] = timeline.header.get("plan", {}).get("model", {})

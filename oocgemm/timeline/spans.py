@@ -1,4 +1,7 @@
-"""A span is one operation as it ran: where, when, and what it waited for. A timeline is a list of spans."""
+"""Spans and timelines. A span records where and when one operation ran, and what it waited for.
+
+A timeline is the list of all spans of a run.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -12,9 +15,9 @@ LANES = ("read", "decode", "h2d", "prepare", "compute", "d2h", "encode", "write"
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One operation as it ran.
+    """One operation of a run, with the times at which it started and ended.
 
-    `start` and `end` are in nanoseconds since `gemm` was called. `waits` holds the ids of the operations
+    `start` and `end` are in nanoseconds since `gemm` was called. `waits` lists the ids of the operations
     that had to end before this one could start.
     """
 
@@ -43,10 +46,10 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A run: its spans in program order, its wall time T in nanoseconds, and a header that describes it.
+    """All spans of a run in program order, with its wall time in nanoseconds and a header that describes it.
 
-    `unfinished` is set if the log has no footer: the run was stopped or is still running. T is then the end
-    of the last recorded span.
+    `unfinished` is set if the log has no footer, because the run was stopped or is still running. `wall` is
+    then the end of the last recorded span.
     """
 
     spans: tuple[Span, ...]

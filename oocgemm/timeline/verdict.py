@@ -1,9 +1,9 @@
-"""The verdict on a run: the cause with the largest share of T.
+"""The verdict on a run: the cause that accounts for the largest share of its wall time T.
 
-One list of causes covers all of T. ``compute`` is the time in which any Multiply ran. The other causes are
-stalls: they divide the exposed time (`oocgemm.timeline.metrics.exposed_intervals`). The shares of T add up to
-1. The text report, the HTML page, the JSON, the progress display and the documents all take the verdict from
-this module, so that it always agrees with the table of causes.
+Each instant of T is attributed to one cause. ``compute`` is the time in which any Multiply ran. The other
+causes are stalls: they share the remaining time (`oocgemm.timeline.metrics.exposed_intervals`). All shares
+add up to 1. The text report, the HTML page, the JSON, the progress display and the documents all take the
+verdict from this module, so that it always agrees with the table of causes.
 """
 
 from collections.abc import Mapping
@@ -29,9 +29,11 @@ CAUSES = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """The cause with the largest share of T (`bound`), and the largest stall.
+    """What limits the speed of a run.
 
-    `bound` is ``nothing`` if the run has no Multiply. `stall` is empty if the run has no stall.
+    `bound` is the cause that accounts for the largest share of the wall time T, such as ``compute`` or
+    ``read``. It is ``nothing`` if the run has no Multiply. `stall` is the largest cause other than
+    ``compute``, and empty if the run never waited.
     """
 
     bound: str
@@ -42,7 +44,7 @@ class Verdict:
 
     @property
     def headline(self) -> str:
-        """Return the bound and its share.
+        """Return the largest cause and its share.
 
         >>> verdict({"compute": 0.734, "write": 0.084}).headline
         'compute-bound, 73.4%'
@@ -51,7 +53,9 @@ class Verdict:
 
     @property
     def beside(self) -> str:
-        """Return the share to compare the bound with: the largest stall, or compute.
+        """Return the share to compare `headline` with: that of the largest stall, or of compute.
+
+        It is the largest stall of a compute-bound run, and compute of any other run.
 
         >>> verdict({"compute": 0.734, "write": 0.084}).beside
         'largest stall: write 8.4%'
@@ -70,10 +74,10 @@ class Verdict:
 
 
 def shares(compute: float, exposed: Mapping[str, float], wall: float) -> dict[str, float]:
-    """Return the share of T of each cause, the largest first.
+    """Return each cause's share of the wall time, the largest first.
 
-    `compute`, `wall` and the values of `exposed` are in the same unit of time. ``compute`` is always in the
-    result. The result is empty if `wall` is 0.
+    `compute` is the time in which any Multiply ran, `exposed` the time of each other cause, and `wall` the
+    wall time, all in the same unit. ``compute`` is always in the result. The result is empty if `wall` is 0.
 
     >>> shares(6.0, {"read": 1.0, "tail": 3.0}, 10.0)
     {'compute': 0.6, 'tail': 0.3, 'read': 0.1}
@@ -87,9 +91,10 @@ def shares(compute: float, exposed: Mapping[str, float], wall: float) -> dict[st
 
 
 def verdict(shares: Mapping[str, float]) -> Verdict:
-    """Return the verdict for these shares of T.
+    """Return the verdict for these shares of the wall time.
 
-    Compute wins a tie. Pass no shares for a run without a Multiply.
+    If compute and the largest stall have equal shares, the verdict is compute. Pass an empty mapping for a
+    run without a Multiply.
     """
     compute = shares.get(COMPUTE, 0.0)
     stalls = {cause: share for cause, share in shares.items() if cause != COMPUTE}

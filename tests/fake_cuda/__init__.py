@@ -1,13 +1,14 @@
-"""A CUDA device in this process, without a GPU: the CUDA backend runs on it as it is.
+"""A CUDA device in this process, without a GPU. The CUDA backend runs on it without changes.
 
-It stands in for what the backend calls: the modules of cupy, libcuda and libcublas.
+It replaces what the backend calls: the modules of cupy, libcuda and libcublas.
 
-- `memory`: device memory has addresses that the host cannot read. It begins as NaN. Copies need pinned host
+- `memory`: device memory, at addresses that the host cannot read. It is NaN at first. Copies need pinned host
   memory.
-- `device`: streams run their commands late and overtake each other, in an order that a seed draws. An
-  access that is not ordered with another raises `MisuseError`. Calls fail on demand.
-- `kernels`: cuBLAS's product, `finish`, `tiled` and the int8 kernels in NumPy. Other kernels do not run.
-- `libraries`, `cupy_modules`, `objects`: the interfaces.
+- `device`: streams run their commands late and overtake each other, in an order drawn from a seed.
+  `MisuseError` is raised if two accesses to the same memory are not ordered by a wait. Calls fail on demand.
+- `kernels`: NumPy versions of cuBLAS's product and of the kernels `finish`, `tiled` and those for int8. Other
+  kernels do not run.
+- `libraries`, `cupy_modules`, `objects`: the interfaces that the backend calls.
 """
 
 import ctypes
@@ -32,9 +33,9 @@ PACKAGE = "oocgemm.backends.cuda"
 
 @contextmanager
 def fake_cuda(seed: int = 0, capacity: int = 1 << 30) -> Iterator[Device]:
-    """Have the CUDA backend run on a new fake device with so many bytes of memory.
+    """Make the CUDA backend run on a new fake device with `capacity` bytes of memory, for the block.
 
-    The backend's modules are imported anew. All is undone on exit.
+    The backend's modules are imported again, on the fake ones. On exit everything is restored.
     """
     device = Device(seed, capacity)
     objects = Objects(device)
@@ -54,7 +55,7 @@ def fake_cuda(seed: int = 0, capacity: int = 1 << 30) -> Iterator[Device]:
 
 
 def _loader(kind: Any, fakes: dict[str, Any]) -> Any:
-    """A class of ctypes that loads the fake libraries too."""
+    """Return a subclass of a loader of ctypes, such as `CDLL`, that also loads the fake libraries."""
 
     class Loader(kind):  # type: ignore[misc]
         def __new__(cls, name: str | None, *rest: Any, **options: Any) -> Any:

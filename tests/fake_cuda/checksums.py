@@ -1,4 +1,4 @@
-"""Kernels of checksums on the fake device: `tests.summing` in device memory."""
+"""The kernels that compute checksums, on the fake device: `tests.summing` applied to device memory."""
 
 import ctypes
 from typing import Any
@@ -15,7 +15,7 @@ _DTYPES = {c: name for name, c in C_TYPES.items()}
 
 
 def check_panel(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
-    """Sum a panel."""
+    """Prepare the kernel that computes the checksums of a panel."""
     given = Summed.from_buffer_copy(Summed.from_address(pointers[0]))
     dtype = numpy_dtype(_DTYPES[macros["OOC_STORED"]])
     blocks, extent = given.rows.extent and _blocks(given.rows), given.rows.extent
@@ -32,7 +32,7 @@ def check_panel(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
 
 
 def check_strip(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
-    """Sum a strip of C."""
+    """Prepare the kernel that computes the checksums of some rows of a tile of C."""
     given = Summed.from_buffer_copy(Summed.from_address(pointers[0]))
     dtype = numpy_dtype(_DTYPES[macros["OOC_STORED"]])
     size = given.rows.extent * given.cols.extent * dtype.itemsize
@@ -46,7 +46,7 @@ def check_strip(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
 
 
 def check_product(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
-    """Multiply the checksums of two panels."""
+    """Prepare the kernel that multiplies the checksums of two panels."""
     given = Multiplied.from_buffer_copy(Multiplied.from_address(pointers[0]))
     wide = 8 if macros["OOC_WIDE"] == "double" else 16
     reads = []
@@ -62,7 +62,7 @@ def check_product(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
 def _work(
     entry: str, memory: Memory, macros: Macros, given: Any, reads: list[Block], writes: list[Block]
 ) -> Work:
-    from tests.summing import ModelDevice  # which imports what imports this package
+    from tests.summing import ModelDevice  # imported here, because `tests.summing` imports this package
 
     for block in (*reads, *writes):
         memory.bytes_of(block)

@@ -1,4 +1,4 @@
-"""The modules of cupy that the CUDA backend imports, on a fake device."""
+"""Fakes of the modules of cupy that the CUDA backend imports."""
 
 import ctypes
 import pickle
@@ -28,7 +28,7 @@ PROPERTIES = {
 
 
 class CupyError(RuntimeError):
-    """What cupy raises for an error number."""
+    """The exception that the fake cupy raises for an error number of CUDA."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"CUDA error {status}")
@@ -36,24 +36,24 @@ class CupyError(RuntimeError):
 
 
 class CudaRuntimeError(CupyError):
-    """`runtime.CUDARuntimeError`."""
+    """Stands for `cupy.cuda.runtime.CUDARuntimeError`."""
 
 
 class DriverError(CupyError):
-    """`driver.CUDADriverError`."""
+    """Stands for `cupy.cuda.driver.CUDADriverError`."""
 
 
 class CublasError(CupyError):
-    """`cublas.CUBLASError`."""
+    """Stands for `cupy.cuda.cublas.CUBLASError`."""
 
 
 class NvrtcError(RuntimeError):
-    """`nvrtc.NVRTCError`."""
+    """Stands for `cupy.cuda.nvrtc.NVRTCError`."""
 
 
 @contextmanager
 def raising(error: type[CupyError]) -> Iterator[None]:
-    """Raise refused calls as cupy's error."""
+    """Convert the fake device's errors in the block to one of cupy's exceptions."""
     try:
         yield
     except StatusError as refused:
@@ -66,7 +66,7 @@ def check_status(error: type[CupyError], status: int) -> None:
 
 
 class Runtime:
-    """`cupy.cuda.runtime`."""
+    """Stands for the module `cupy.cuda.runtime`."""
 
     CUDARuntimeError = CudaRuntimeError
     memcpyHostToDevice, memcpyDeviceToHost, memcpyDeviceToDevice = 1, 2, 3  # noqa: N815
@@ -98,7 +98,7 @@ class Runtime:
         return 13000
 
     def memGetInfo(self) -> tuple[int, int]:  # noqa: N802
-        # After a failure a GPU answers this, or the backend's messages would have no numbers.
+        # This works even after a failure, as on a GPU. The backend's error messages contain these numbers.
         self._device.calls.append(("memGetInfo", ()))
         return self._device.memory.free_bytes, self._device.memory.capacity
 
@@ -150,14 +150,14 @@ class Runtime:
 
 
 class _Thread(threading.local):
-    """The current streams of a thread, innermost last."""
+    """The streams that a thread has entered with `with`, the innermost last."""
 
     def __init__(self, default: "Stream") -> None:
         self.streams = [default]
 
 
 class Stream:
-    """`cupy.cuda.Stream`. A pointer of None creates a stream."""
+    """Stands for `cupy.cuda.Stream`. A pointer of None creates a stream."""
 
     def __init__(self, objects: Objects, ptr: int | None = None) -> None:
         self._objects = objects
@@ -186,7 +186,7 @@ class Stream:
 
 
 class CudaDevice:
-    """`cupy.cuda.Device`, as a context."""
+    """Stands for `cupy.cuda.Device`, used as a context manager."""
 
     def __init__(self, number: int = 0) -> None:
         assert number == 0, "there is one fake device"
@@ -200,7 +200,7 @@ class CudaDevice:
 
 
 class Module:
-    """`cupy.cuda.function.Module`."""
+    """Stands for `cupy.cuda.function.Module`."""
 
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
@@ -223,14 +223,14 @@ class Module:
 
 
 class _Pinned(ctypes.Array[ctypes.c_ubyte]):
-    """Bytes with an address."""
+    """Host memory with its address as `ptr`."""
 
     _type_, _length_ = ctypes.c_ubyte, 0
     ptr = 0
 
 
 def pinned_memory(objects: Objects, size: int) -> Any:
-    """`cupy.cuda.alloc_pinned_memory`: memory that is pinned for as long as it lives."""
+    """Stands for `cupy.cuda.alloc_pinned_memory`. The memory is pinned until it is garbage collected."""
     memory = type("Pinned", (_Pinned,), {"_length_": size})()
     memory.ptr = ctypes.addressof(memory)
     with raising(CudaRuntimeError), objects.device.lock:
@@ -241,7 +241,7 @@ def pinned_memory(objects: Objects, size: int) -> Any:
 
 
 def modules(device: Device, objects: Objects, library: Cublas) -> dict[str, ModuleType]:
-    """The modules by name."""
+    """Return the fake modules by their names."""
 
     def gemm_ex(handle: int, *arguments: int) -> None:
         objects.cublas_streams[handle] = thread.streams[-1].ptr
@@ -320,7 +320,7 @@ def modules(device: Device, objects: Objects, library: Cublas) -> dict[str, Modu
 
 
 class _RaisingEvent(Event):
-    """`cupy.cuda.Event`, whose methods raise cupy's error."""
+    """Stands for `cupy.cuda.Event`, whose methods raise cupy's exceptions."""
 
     def synchronize(self) -> None:
         with raising(CudaRuntimeError):

@@ -1,12 +1,12 @@
-"""A device whose streams run asynchronously, in an order that a seed draws, and whose calls fail on demand.
+"""A device whose streams run asynchronously, in an order drawn from a seed, and whose calls fail on demand.
 
-A command runs only when the host waits for an event, a stream or the device. The scheduler then draws one
-of the streams whose next command is not waiting, until what the host waits for is done. So every command
-runs as late as the waits allow, and streams overtake each other as far as the waits allow.
+A command runs only when the host waits for an event, a stream or the device. The scheduler then draws a
+stream whose next command can run, and runs that command, until what the host waits for is done. Every command
+therefore runs as late as the waits allow, and streams overtake each other as far as the waits allow.
 
-Two accesses to the same bytes, of which one writes, must be ordered by streams, events or the host. Vector
-clocks find those that are not (Lamport, *Time, clocks, and the ordering of events*, 1978), whatever order
-was drawn.
+Two accesses to the same bytes, of which at least one is a write, must be ordered by streams, events or waits
+of the host. Vector clocks find accesses that are not ordered, whatever order was drawn (Lamport, *Time,
+clocks, and the ordering of events*, 1978).
 """
 
 import itertools
@@ -23,14 +23,15 @@ from tests.fake_cuda.memory import Block, Memory, MisuseError, StatusError
 NOT_READY, LAUNCH_FAILED = 600, 719
 FOREVER = 1 << 30
 
-Clock = dict[int, int]  # the number of the last command of each stream that is known to be done
+Clock = dict[int, int]  # stream -> number of its last command that is known to be done
 
 
 @dataclass
 class Fault:
-    """Calls that fail: call number `first`, counted from 1, and `times - 1` more.
+    """Makes calls of a function fail: number `first`, counted from 1, and the `times - 1` calls after it.
 
-    A `late` fault lets the call return, and fails the command on the device. Every later call fails then.
+    With `late` the call returns, and its command fails on the device. All later calls then fail too, as on a
+    GPU.
     """
 
     status: int = LAUNCH_FAILED
@@ -41,15 +42,15 @@ class Fault:
 
 @dataclass(eq=False)
 class Recording:
-    """One recording of an event."""
+    """The point in a stream at which an event was recorded."""
 
     clock: Clock
-    time: int = 0  # nanoseconds of `time.perf_counter_ns`
+    time: int = 0  # when it was reached, by `time.perf_counter_ns`
     done: bool = False
 
 
 class Access(NamedTuple):
-    """An access to memory by a command."""
+    """A read or write of memory by a command, with the command's stream and its number on that stream."""
 
     stream: int
     number: int
@@ -62,7 +63,7 @@ class Access(NamedTuple):
 
 @dataclass
 class Command:
-    """A command on a stream: work, a wait for a recording, or a recording."""
+    """A command on a stream: work, a wait for an event, or the recording of an event."""
 
     name: str
     run: Callable[[], None] | None = None
@@ -74,7 +75,10 @@ class Command:
 
 @dataclass
 class Queue:
-    """The commands of a stream that have not run, and what its next command may rely on."""
+    """The commands of a stream that have not run.
+
+    `clock` says which commands of other streams are done before the next command of this one.
+    """
 
     number: int
     weight: float
@@ -85,16 +89,16 @@ class Queue:
 
 
 class Device:
-    """The state of one fake GPU. Thread-safe."""
+    """One fake GPU. Its methods may be called by several threads."""
 
     def __init__(self, seed: int = 0, capacity: int = 1 << 30) -> None:
         self.memory = Memory(capacity)
-        self.faults: dict[str, Fault] = {}  # by function
+        self.faults: dict[str, Fault] = {}  # name of a function -> its fault
         self.calls: list[tuple[str, tuple[object, ...]]] = []
         self.link_rate: float | None = None  # bytes per second of host copies; None for no delay
         self.misuses: list[MisuseError] = []
         self.lock = threading.RLock()
-        self.failed = 0  # the status of the first command that has failed
+        self.failed = 0  # the error number of the first command that failed, 0 if none failed
         self._random = random.Random(seed)
         self._counts: Counter[str] = Counter()
         self._queues: dict[int, Queue] = {}
@@ -116,10 +120,12 @@ class Device:
         return self._counts[name]
 
     def enter(self, name: str, *arguments: object) -> Fault | None:
-        """Note a call. Return the fault of its command, if that is to fail on the device.
+        """Count a call, and raise an error if it must fail.
+
+        Return the call's fault if the call succeeds and its command must fail on the device later.
 
         Raises:
-            StatusError: the call is to fail, or a command has failed.
+            StatusError: the call must fail, or a command has failed before.
         """
         with self.lock:
             self.calls.append((name, arguments))
@@ -145,7 +151,7 @@ class Device:
         """Put work on a stream.
 
         Raises:
-            MisuseError: it accesses memory that is not the device's, or is not ordered with another access.
+            MisuseError: the work accesses memory of the host, or is not ordered with another access.
         """
         seconds = link_bytes / self.link_rate if self.link_rate else 0.0
         with self.lock:
@@ -158,7 +164,7 @@ class Device:
                         )
 
     def record(self, stream: int) -> Recording:
-        """Put a recording of an event on a stream."""
+        """Record an event on a stream."""
         with self.lock:
             recording = Recording({})
             queue = self._append(stream, Command("record", records=recording))
@@ -166,7 +172,7 @@ class Device:
             return recording
 
     def await_(self, stream: int, recording: Recording | None) -> None:
-        """Have a stream wait for a recording. An event that was never recorded counts as done."""
+        """Make a stream wait for an event. An event that was never recorded counts as done."""
         if recording is None:
             return
         with self.lock:
@@ -174,14 +180,14 @@ class Device:
             _merge(queue.clock, recording.clock)
 
     def done(self, recording: Recording | None) -> bool:
-        """Poll a recording. The device takes a step, since it works while the host polls."""
+        """Return whether an event is done. Also runs a command, since a device works while the host polls."""
         with self.lock:
             if recording is not None and not recording.done:
                 self._step()
             return recording is None or self._known(recording)
 
     def finish(self, recording: Recording | None) -> None:
-        """Block until a recording is done.
+        """Block until an event is done.
 
         Raises:
             StatusError: a command has failed.
@@ -208,19 +214,19 @@ class Device:
                 del self._queues[handle]
 
     def misuse(self, text: str) -> MisuseError:
-        """Return an error, and keep it for `check`, since the caller may suppress it."""
+        """Return an error, and keep it for `check`, since the caller may catch it."""
         self.misuses.append(MisuseError(text))
         return self.misuses[-1]
 
     def check(self) -> None:
-        """Raise the first misuse, or one for memory that is still allocated or pinned."""
+        """Raise the first misuse, or an error if memory is still allocated or pinned."""
         if self.misuses:
             raise self.misuses[0]
         assert not self.memory.allocated, f"{self.memory.allocated} bytes of device memory are not freed"
         assert not self.memory.pinned, f"host memory is still pinned: {self.memory.pinned}"
 
     def in_flight(self, begin: int, end: int) -> bool:
-        """Whether a command that may not have run accesses memory."""
+        """Return whether a command that has possibly not run yet accesses this memory."""
         with self.lock:
             return any(each.begin < end and begin < each.end for each in self._accesses)
 
@@ -239,7 +245,8 @@ class Device:
                 known = old.number <= queue.clock.get(old.stream, 0)
                 if not known and (old.writes or new.writes) and not _interleave(old.block, new.block):
                     raise self.misuse(f"{new} is not ordered after {old}")
-                # What is ordered after the new access is ordered after the old one.
+                # Every command that is ordered after the new access is then also ordered after the old one,
+                # which can be forgotten.
                 if (
                     known
                     and new.writes
@@ -258,7 +265,7 @@ class Device:
         return recording.done
 
     def _step(self) -> float:
-        """Run one command. Return how many seconds to wait before the next step."""
+        """Run one command, if any can run. Return how many seconds to wait before the next call."""
         now = time.perf_counter()
         waiting = [queue for queue in self._queues.values() if queue.commands]
         free = [q for q in waiting if (awaits := q.commands[0].awaits) is None or awaits.done]
@@ -284,7 +291,7 @@ def _merge(clock: Clock, other: Clock) -> None:
 
 
 def _interleave(x: Block, y: Block) -> bool:
-    """Whether two blocks are different columns of one matrix."""
+    """Return whether two blocks are disjoint columns of one matrix, although their address ranges overlap."""
     if x.pitch != y.pitch or min(x.rows, y.rows) < 2:
         return False
     apart = (y.address - x.address) % x.pitch

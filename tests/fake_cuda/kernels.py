@@ -1,7 +1,7 @@
-"""Kernels of the project in NumPy, by entry, and cuBLAS's product.
+"""NumPy versions of cuBLAS's product and of the project's kernels, by the name of the kernel.
 
-Each prepares a launch: the blocks that it reads and writes, and a callable that does the work.
-Kernels that are missing here cannot run on the fake device.
+Each function prepares a launch. It returns the blocks of memory that the kernel reads and writes, and a
+callable that does the work. Kernels that are missing here cannot run on the fake device.
 """
 
 import ctypes
@@ -21,9 +21,9 @@ _DTYPES = {c: name for name, c in C_TYPES.items()}
 
 
 class Operand(NamedTuple):
-    """A row-major matrix as it is stored, and the op() to apply:
+    """A row-major matrix as it is stored, and the operation to apply to it.
 
-    0 none, 1 transpose, 2 conjugate transpose.
+    `op` is 0 for none, 1 for transpose and 2 for conjugate transpose.
     """
 
     address: int
@@ -41,20 +41,24 @@ class Operand(NamedTuple):
         return stored if self.op == 0 else stored.T
 
     def load(self, memory: Memory, dtype: Any) -> Array:
-        """Return op(X) in another dtype."""
+        """Return op(X), converted to a dtype."""
         x = self.view(memory).astype(dtype, copy=False)
         return x.conj() if self.op == 2 else x
 
 
 def gemm(memory: Memory, alpha: Any, a: Operand, b: Operand, beta: Any, c: Operand) -> Work:
-    """C = alpha op(A) @ op(B) + beta C. alpha = 0 reads neither A nor B, and beta = 0 does not read C."""
+    """Prepare C = alpha op(A) @ op(B) + beta C.
+
+    alpha = 0 reads neither A nor B, and beta = 0 does not read C.
+    """
     target = c.view(memory)
     multiplies = bool(alpha) and bool(a.rows and a.cols)
-    # NumPy multiplies integers without a BLAS: slowly. float64 holds these sums exactly.
+    # NumPy multiplies integers slowly, without a BLAS. In float64 it uses a BLAS, and these sums are exact
+    # too.
     wide = np.float64 if target.dtype.kind == "i" else target.dtype
     operands = [a, b] if multiplies else []
     for operand in operands:
-        operand.view(memory)  # checks the address
+        operand.view(memory)  # raises an error if the address is wrong
 
     def run() -> None:
         with np.errstate(all="ignore"):
@@ -74,7 +78,7 @@ def gemm(memory: Memory, alpha: Any, a: Operand, b: Operand, beta: Any, c: Opera
 
 
 def _rung(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
-    """A kernel of the ladder that takes `gemm_arguments` alone."""
+    """Prepare a kernel whose only parameter is `gemm_arguments`."""
     g = Arguments.from_address(pointers[0])
     stored, summed = (numpy_dtype(_DTYPES[macros[name]]) for name in ("OOC_STORED", "OOC_ACCUMULATED"))
     op_a, op_b = int(macros["OOC_OP_A"]), int(macros["OOC_OP_B"])
@@ -89,7 +93,7 @@ def _rung(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
 
 
 def _finish(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
-    """kernels/common/finish.cu."""
+    """Prepare kernels/common/finish.cu, which applies alpha, beta and the cast to C's dtype."""
     kinds = _LONG, _REAL, _REAL, _POINTER, _REAL, _REAL, _POINTER
     elements, alpha_re, alpha_im, source, beta_re, beta_im, result = _values(kinds, pointers)
     summed, stored = (numpy_dtype(_DTYPES[macros[name]]) for name in ("OOC_ACCUMULATED", "OOC_STORED"))
@@ -109,7 +113,7 @@ def _finish(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
 
 
 def _int8_finish(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
-    """kernels/integers/int8_finish.cu."""
+    """Prepare kernels/integers/int8_finish.cu, which applies alpha, beta and the cast to int32 sums."""
     kinds = _LONG, _POINTER, _REAL, _REAL, _POINTER, _POINTER
     elements, source, alpha, beta, result, flag_address = _values(kinds, pointers)
     summed, stored = (numpy_dtype(_DTYPES[macros[name]]) for name in ("OOC_ACCUMULATED", "OOC_STORED"))
@@ -136,7 +140,7 @@ def _int8_finish(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
 
 
 def _int8_add(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
-    """kernels/integers/int8_add.cu. The grid gives the rows."""
+    """Prepare kernels/integers/int8_add.cu, which adds int32 sums to C. The grid gives the number of rows."""
     kinds = _POINTER, _LONG, _LONG, _REAL, _POINTER, _LONG
     source, pitch, n, beta, to, ldc = _values(kinds, pointers)
     rows = int(macros["grid y"])
@@ -151,7 +155,7 @@ def _int8_add(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
 
 
 def _int8_pack(memory: Memory, macros: Macros, pointers: list[int]) -> Work:
-    """kernels/integers/int8_pack.cu."""
+    """Prepare kernels/integers/int8_pack.cu, which copies an operand to rows whose length cuBLAS accepts."""
     source, ld, rows, k, to, pitch = _values((_POINTER, _LONG, _LONG, _LONG, _POINTER, _LONG), pointers)
     x = Operand(source, np.int8, *((rows, k, ld, 0) if macros["OOC_K_MAJOR"] == "1" else (k, rows, ld, 1)))
     packed = memory.matrix(to, np.int8, rows, pitch, pitch)
@@ -169,13 +173,13 @@ def _scalar(dtype: np.dtype[Any], value: complex) -> Any:
 
 
 def _values(kinds: tuple[Any, ...], pointers: list[int]) -> tuple[Any, ...]:
-    """Arguments of a launch, by the C types of the kernel's parameters."""
+    """Return the arguments of a launch, given the C types of the kernel's parameters."""
     return tuple(kind.from_address(at).value for kind, at in zip(kinds, pointers, strict=True))
 
 
 Prepare = Callable[[Memory, Macros, list[int]], Work]
 
-# By entry: how many parameters the kernel has, and what prepares a launch.
+# Name of a kernel -> the number of its parameters, and the function that prepares a launch.
 KERNELS: dict[str, tuple[int, Prepare]] = {
     "tiled": (1, _rung),
     "finish": (7, _finish),

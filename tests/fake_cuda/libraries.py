@@ -1,4 +1,4 @@
-"""libcuda and libcublas as ctypes loads them: functions that take a fake device."""
+"""Fakes of libcuda and libcublas as ctypes loads them, whose functions act on a fake device."""
 
 import ctypes
 from collections.abc import Callable
@@ -14,18 +14,18 @@ from tests.fake_cuda.memory import BASE, INVALID_VALUE, Block, StatusError
 from tests.fake_cuda.objects import Objects
 
 CUBLAS_VERSION = 130000
-NOT_SUPPORTED = 15  # CUBLAS_STATUS_NOT_SUPPORTED
+NOT_SUPPORTED = 15  # the status CUBLAS_STATUS_NOT_SUPPORTED
 
 _DTYPES = {2: "float16", 14: "bfloat16", 0: "float32", 1: "float64", 4: "complex64", 5: "complex128"}
 _DTYPES |= {3: "int8", 10: "int32"}
-# By compute type: dtypes of C.
+# cuBLAS compute type -> the dtypes that C may have.
 _COMPUTES = {68: ("float32", "complex64"), 70: ("float64", "complex128"), 72: ("int32",)}
 _COMPUTES |= {75: ("float32", "complex64"), 77: ("float32", "complex64")}
 _INT8_ALIGNMENT = 16
 
 
 class Function:
-    """A function of a library. Converts arguments by `argtypes`, as ctypes does. Returns a status."""
+    """A function of a library. It checks arguments by `argtypes`, as ctypes does, and returns a status."""
 
     restype = ctypes.c_int
 
@@ -36,7 +36,7 @@ class Function:
     def __call__(self, *arguments: Any) -> int:
         assert len(self.argtypes) == len(arguments), f"{len(arguments)} arguments for {self.argtypes}"
         for kind, argument in zip(self.argtypes, arguments, strict=True):
-            kind.from_param(argument)  # raises ctypes's errors
+            kind.from_param(argument)  # raises the same errors as ctypes
         try:
             return self._act(*map(_plain, arguments)) or 0
         except StatusError as error:
@@ -44,7 +44,7 @@ class Function:
 
 
 class Library:
-    """Functions by name."""
+    """A library, whose functions are attributes."""
 
     def __init__(self, device: Device, objects: Objects) -> None:
         self._device, self._objects = device, objects
@@ -59,7 +59,7 @@ class Library:
 
 
 class Driver(Library):
-    """libcuda.so.1."""
+    """Stands for libcuda.so.1."""
 
     def _cuEventRecord(self, event: int, stream: int) -> None:  # noqa: N802
         self._device.enter("cuEventRecord", event, stream)
@@ -116,7 +116,11 @@ class Driver(Library):
         self._device.work(stream, "memset", lambda: into.fill(value), [], [block], fault=fault)
 
     def _cuLaunchKernel(self, function: int, *how: Any) -> None:  # noqa: N802
-        """Grid and block, bytes of shared memory, stream, pointers to the arguments, extra options."""
+        """Launch a kernel.
+
+        `how` is the grid (3 numbers) and the block (3), bytes of shared memory, the stream, pointers to the
+        arguments, and extra options.
+        """
         fault = self._device.enter("cuLaunchKernel", function, *how)
         kernel, (stream, pointers) = self._objects.function(function), how[7:9]
         count, prepare = KERNELS[kernel.entry]
@@ -127,7 +131,7 @@ class Driver(Library):
 
 
 class Cublas(Library):
-    """libcublas.so."""
+    """Stands for libcublas.so."""
 
     def _cublasSetStream_v2(self, handle: int, stream: int) -> None:  # noqa: N802
         self._device.enter("cublasSetStream_v2", handle, stream)
@@ -137,13 +141,13 @@ class Cublas(Library):
         return self.gemm_ex(handle, *arguments)
 
     def gemm_ex(self, handle: int, *arguments: Any) -> int:
-        """Multiply column-major matrices: C^T = op(B)^T op(A)^T as row-major ones."""
+        """Multiply column-major matrices. In row-major terms this is C^T = op(B)^T op(A)^T."""
         fault = self._device.enter("cublasGemmEx", handle, *arguments)
         op_a, op_b, m, n, k, alpha_at = arguments[:6]
         a, a_type, lda, b, b_type, ldb = arguments[6:12]
         beta_at, c, c_type, ldc, compute, _ = arguments[12:]
         c_dtype = _DTYPES[c_type]
-        # The host scalars are of the dtype that the product is computed in.
+        # alpha and beta are on the host, in the dtype of the computation.
         alpha, beta = (_scalar(address, c_dtype) for address in (alpha_at, beta_at))
         if a_type != b_type or c_dtype not in _COMPUTES[compute] or min(m, n, k) < 1:
             return NOT_SUPPORTED
@@ -153,7 +157,8 @@ class Cublas(Library):
         ):
             return NOT_SUPPORTED
         dtype = numpy_dtype(_DTYPES[a_type])
-        # op(X)^T of a column-major X is X itself, row-major, where op() is none.
+        # A column-major X is X^T in row-major terms. The operands are therefore swapped, and each keeps its
+        # op.
         left = Operand(b, dtype, *((k, n) if op_b else (n, k)), ldb, op_b)
         right = Operand(a, dtype, *((m, k) if op_a else (k, m)), lda, op_a)
         target = Operand(c, numpy_dtype(c_dtype), n, m, ldc)
@@ -169,7 +174,7 @@ def _scalar(address: int, dtype: str) -> Any:
 
 
 def _plain(argument: Any) -> Any:
-    """An argument as C sees it."""
+    """Return an argument as C code would see it."""
     if isinstance(argument, ctypes.c_void_p):
         return argument.value or 0
     return argument

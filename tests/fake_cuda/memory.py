@@ -1,4 +1,4 @@
-"""Device memory apart from host memory, and the ranges of host memory that are pinned."""
+"""Device memory, separate from host memory, and the ranges of host memory that are pinned."""
 
 from bisect import bisect_right, insort
 from dataclasses import dataclass
@@ -9,19 +9,20 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 
-# No process maps such an address: a host access to device memory is a segmentation fault.
+# First address of device memory. No process maps memory there, so host code that uses such an address
+# crashes.
 BASE = 1 << 56
 ALIGNMENT = 256
-POISON = 0xFF  # NaN in every floating-point dtype, -1 in every integer dtype
+POISON = 0xFF  # fills new memory: NaN in every floating-point dtype, -1 in every integer dtype
 INVALID_VALUE, OUT_OF_MEMORY, ALREADY_PINNED, NOT_PINNED = 1, 2, 712, 713
 
 
 class MisuseError(AssertionError):
-    """A call that a GPU answers with wrong results or undefined behaviour."""
+    """A use of the device that would give wrong results or undefined behaviour on a GPU."""
 
 
 class StatusError(Exception):
-    """A call that CUDA refuses with an error number."""
+    """A call to which CUDA returns an error number."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"CUDA error {status}")
@@ -29,7 +30,7 @@ class StatusError(Exception):
 
 
 class Block(NamedTuple):
-    """Rows of `width` bytes, `pitch` bytes apart. One row for a contiguous range."""
+    """Rows of `width` bytes, whose starts are `pitch` bytes apart. A contiguous range is one row."""
 
     address: int
     width: int
@@ -45,7 +46,7 @@ class Block(NamedTuple):
 class _Range:
     begin: int
     data: Array  # bytes
-    owned: bool = False  # pinned until its owner is garbage
+    owned: bool = False  # set if the memory stays pinned until its owner is garbage collected
 
     @property
     def end(self) -> int:
@@ -53,13 +54,16 @@ class _Range:
 
 
 class Memory:
-    """Allocations on the device, by virtual address, and pinned ranges of the host, by real address."""
+    """Allocations on the device, and pinned ranges of the host.
+
+    Device memory has virtual addresses, and host memory its real ones.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._device: dict[int, _Range] = {}
         self._pinned: dict[int, _Range] = {}
-        self._begins: list[int] = []  # of all ranges, in order
+        self._begins: list[int] = []  # first addresses of all ranges, in order
         self._next = BASE
 
     @property
@@ -72,17 +76,17 @@ class Memory:
 
     @property
     def pinned(self) -> dict[int, int]:
-        """Bytes of each range that is to be unpinned, by its first address."""
+        """Return the ranges that still must be unpinned, as first address -> bytes."""
         return {begin: each.data.size for begin, each in self._pinned.items() if not each.owned}
 
     def allocate(self, size: int) -> int:
-        """Return the address of new device memory, filled with poison."""
+        """Allocate device memory filled with NaN, and return its address."""
         if size > self.free_bytes:
             raise StatusError(OUT_OF_MEMORY)
         address = self._next
         self._device[address] = _Range(address, np.full(size, POISON, np.uint8))
         insort(self._begins, address)
-        # The gap finds accesses beyond the end.
+        # A gap after each allocation makes accesses beyond its end fail.
         self._next += (size // ALIGNMENT + 2) * ALIGNMENT
         return address
 
@@ -129,17 +133,17 @@ class Memory:
         raise MisuseError(f"{block} is not within {what}")
 
     def _last_begin(self, address: int) -> _Range | None:
-        """The last range that begins at an address or before it."""
+        """Return the last range that begins at or before an address, or None."""
         place = bisect_right(self._begins, address)
         begin = self._begins[place - 1] if place else None
         return None if begin is None else self._device.get(begin) or self._pinned[begin]
 
     def real_address(self, address: int) -> int:
-        """Return where this process has a byte of device memory."""
+        """Return the address in this process at which a byte of device memory is stored."""
         return int(self.bytes_of(Block(address, 1)).ctypes.data)
 
     def matrix(self, address: int, dtype: Any, rows: int, cols: int, ld: int) -> Array:
-        """Return a view of a row-major matrix; the leading dimension is in elements."""
+        """Return a view of a row-major matrix. `ld`, its leading dimension, is in elements."""
         block = block_of(address, dtype, rows, cols, ld)
         if not rows or not cols:
             return np.zeros((rows, cols), dtype)
@@ -147,13 +151,14 @@ class Memory:
 
 
 def block_of(address: int, dtype: Any, rows: int, cols: int, ld: int) -> Block:
-    """Return the bytes of a row-major matrix."""
+    """Return the block of memory that a row-major matrix takes."""
     size = np.dtype(dtype).itemsize
     return Block(address, cols * size, rows, ld * size)
 
 
 def _host_bytes(address: int, size: int) -> Array:
-    # A view without an owner, as the driver has. Whoever frees pinned memory before unpinning it is caught.
+    # The view does not keep the memory alive, as the driver does not. A test therefore notices pinned memory
+    # that is freed before it is unpinned.
     interface = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
 
     class Exposed:

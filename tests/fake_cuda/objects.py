@@ -1,4 +1,4 @@
-"""Events, functions and cuBLAS handles, by the numbers that the libraries know them by."""
+"""Events, functions and cuBLAS handles, and the numbers by which the libraries refer to them."""
 
 import weakref
 from typing import Any, NamedTuple
@@ -8,7 +8,7 @@ from tests.fake_cuda.memory import INVALID_VALUE, StatusError
 
 
 class Event:
-    """`cupy.cuda.Event`."""
+    """Stands for `cupy.cuda.Event`."""
 
     def __init__(self, objects: "Objects") -> None:
         self.ptr = objects.device.new_handle()
@@ -24,7 +24,7 @@ class Event:
 
 
 class Function(NamedTuple):
-    """A kernel as it is loaded."""
+    """A loaded kernel: its handle, its name, and the macros that it was compiled with."""
 
     ptr: int
     entry: str
@@ -32,7 +32,7 @@ class Function(NamedTuple):
 
 
 class Objects:
-    """All of one device."""
+    """All events, functions and cuBLAS handles of one device."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -47,7 +47,7 @@ class Objects:
         return self.functions[handle]
 
     def elapsed(self, start: int, end: int) -> float:
-        """Return the milliseconds between two events that are done."""
+        """Return the milliseconds between two events, which must be done."""
         first, last = (self.events[handle].recording for handle in (start, end))
         if first is None or last is None or not (first.done and last.done):
             raise StatusError(INVALID_VALUE)

@@ -1,16 +1,16 @@
-"""What a launch of a kernel is to the scheduler."""
+"""What the scheduler of the fake device needs to know about a launch of a kernel."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from tests.fake_cuda.memory import Block
 
-# Of a launch: those that the kernel is compiled with, and "grid x" and "grid y".
+# The macros that a kernel is compiled with, and the size of the launch's grid as "grid x" and "grid y".
 Macros = Mapping[str, str]
 
 
 class Work(NamedTuple):
-    """A launch that is ready to run."""
+    """A launch that is ready to run, with the memory that it reads and writes."""
 
     run: Callable[[], None]
     reads: list[Block]

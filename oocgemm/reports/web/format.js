@@ -10,8 +10,8 @@ const formatRate = (amount, ns, unit) =>
   scaled(ns ? (amount / ns) * 1e9 : 0, ["", "k", "M", "G", "T", "P"].map((p) => `${p}${unit}/s`), 1000);
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
-// Distance between axis marks: the smallest of 1, 2 or 5 times a power of ten that is at least `least`.
-const niceStep = (least) => {
-  const power = 10 ** Math.floor(Math.log10(least));
-  return [1, 2, 5, 10].map((f) => f * power).find((step) => step >= least * 0.9999);
+// Distance between axis marks: the smallest of 1, 2 or 5 times a power of ten that is at least `minimum`.
+const niceStep = (minimum) => {
+  const power = 10 ** Math.floor(Math.log10(minimum));
+  return [1, 2, 5, 10].map((f) => f * power).find((step) => step >= minimum * 0.9999);
 };

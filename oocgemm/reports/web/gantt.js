@@ -96,7 +96,7 @@ class Gantt {
     }
   }
 
-  // Formats a time with as many digits as neighbouring marks need to differ.
+  // Formats a time with so many digits that neighbouring marks on the axis have different texts.
   mark(t, step) {
     const [unit, name] = step >= 1e8 ? [1e9, "s"] : step >= 1e5 ? [1e6, "ms"] : [1e3, "µs"];
     return `${(t / unit).toFixed(Math.max(0, -Math.floor(Math.log10(step / unit) + 1e-9)))} ${name}`;
@@ -141,7 +141,7 @@ class Gantt {
     return low;
   }
 
-  // Opacity: B is lighter than A, and the multiplications of every other tile are lighter.
+  // Returns the opacity of span i. B and C are lighter than A, and every other tile's multiplications are lighter.
   shade(i) {
     const { operand, kind, tile } = this.run.spans;
     if (this.run.kinds[kind[i]] === "multiply") return tile[i] % 2 ? 0.78 : 1;
@@ -170,7 +170,7 @@ class Gantt {
     const names = this.run.causes, fills = names.map((name) => colour(name === "accumulator" ? "d2h" : name));
     const shares = names.map(() => 0), bottom = this.waitsTop + WAITS;
     let column = -1;
-    // Waits narrower than a pixel are merged per pixel column: causes are stacked by their shares.
+    // Waits narrower than a pixel are merged per pixel column, in which the causes are stacked by their shares.
     const flush = () => {
       let y = bottom;
       shares.forEach((share, cause) => {

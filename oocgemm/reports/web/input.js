@@ -22,7 +22,7 @@ Object.assign(Gantt.prototype, {
     canvas.addEventListener("pointerleave", () => this.leave());
     canvas.addEventListener("dblclick", (event) => this.view.zoom(4, this.time(event.offsetX)));
     canvas.addEventListener("wheel", (event) => {
-      // A plain wheel scrolls the page.
+      // A wheel without Ctrl scrolls the page.
       const sideways = event.shiftKey ? event.deltaX || event.deltaY : event.deltaX;
       if (event.ctrlKey || event.metaKey) this.view.zoom(Math.exp(-event.deltaY / 300), this.time(event.offsetX));
       else if (Math.abs(sideways) > Math.abs(event.shiftKey ? 0 : event.deltaY)) this.view.pan((sideways / this.width) * this.view.length);
@@ -65,7 +65,7 @@ Object.assign(Gantt.prototype, {
     if (this.hovered >= 0) { this.hovered = -1; this.draw(); }
   },
 
-  // Returns the title and the lines of a span's tooltip.
+  // Returns the title and the lines of the tooltip of span i, an operation of the run.
   described(i) {
     const { spans, tiles, sizes } = this.run;
     const [bytes, flops] = sizes[spans.size[i]], length = this.end[i] - this.start[i], after = this.blocker(i);

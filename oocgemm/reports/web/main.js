@@ -46,7 +46,7 @@ addEventListener("afterprint", () => { setTheme(onScreen); recolour(); });
 
 const range = document.getElementById("range");
 const showRange = () => {
-  // Enough digits to show a hundredth of the window.
+  // Enough digits to show a hundredth of the visible time.
   const digits = Math.min(9, Math.max(0, 2 - Math.floor(Math.log10(view.length / 1e9))));
   range.textContent = `${(view.from / 1e9).toFixed(digits)} to ${(view.to / 1e9).toFixed(digits)} s`;
 };

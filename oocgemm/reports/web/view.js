@@ -1,4 +1,4 @@
-// The visible time window, shared by all charts: [from, to] in ns, within [0, whole].
+// The part of the run that all charts show: the times [from, to] in ns, within [0, whole].
 class View {
   constructor(whole) {
     this.whole = Math.max(1, whole);
