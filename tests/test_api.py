@@ -83,7 +83,7 @@ def test_a_plan_of_a_verified_run_verifies() -> None:
 
 def test_operands_are_refused_beside_a_plan() -> None:
     planned = oocgemm.plan(A, B, backend="host")
-    with pytest.raises(InputError, match="plan holds a, alpha already"):
+    with pytest.raises(InputError, match="plan already contains a, alpha: drop"):
         oocgemm.gemm(A, plan=planned, alpha=2)
     with pytest.raises(TypeError, match="unexpected option 'alpha'"):
         planned.run(alpha=2)  # type: ignore[call-arg]
