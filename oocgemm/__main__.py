@@ -1,8 +1,8 @@
 """``oocgemm`` and ``python -m oocgemm``: the command line, with the BLAS kernels that suit the processor.
 
-Importing this package loads NumPy and its BLAS, which chooses its kernels once. If it does not choose the
-fastest ones, the command executes itself again with an environment that selects them. That costs 0.2 s, on
-such processors only. The library never does this, since it must not change the environment of its program.
+Importing this package loads NumPy and its BLAS. BLAS chooses its kernels when it is loaded, and on some
+processors not the fastest ones. There the command executes itself again with an environment that selects
+them, which costs 0.2 s. The library never does this, since it must not change the environment of its program.
 """
 
 import os
@@ -14,7 +14,7 @@ from oocgemm.backends.host.blas import CHOICE, better_family
 from oocgemm.cli import main as cli
 from oocgemm.cli.streams import use_safe_streams
 
-# Commands that multiply on the host.
+# The commands that multiply on the host, and so gain from faster BLAS kernels.
 MULTIPLYING = {"run", "verify", "calibrate", "info"}
 
 
