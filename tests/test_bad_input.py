@@ -212,8 +212,8 @@ RESULTS = {
     "C where nothing can be made": ("a b /proc/new", "", "cannot create /proc/new"),
     "C where no file can be made": ("a b /proc/new.npy", "", "cannot create /proc/new.npy"),
     "C of a name too long": (f"a b {'c' * 300}", "", "File name too long"),
-    "a .npy file has no chunks": ("a b new.npy", "--chunks 4x4", "C is to be a .npy file"),
-    "a .npy file has no compressor": ("a b new.npy", "--compressor zstd", "C is to be a .npy file"),
+    "a .npy file has no chunks": ("a b new.npy", "--chunks 4x4", "C would be a .npy file"),
+    "a .npy file has no compressor": ("a b new.npy", "--compressor zstd", "C would be a .npy file"),
 }
 
 

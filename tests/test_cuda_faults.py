@@ -115,7 +115,7 @@ def test_a_device_without_room_beside_the_arena_gives_it_back(
         plan = replace(plan, problem=replace(plan.problem, checked="device"))
     device.faults[refuses] = Fault(NO_MEMORY)
     with pytest.raises(
-        OutOfMemoryError, match=r"what the kernels take beside the buffers .*, [\d.]+ MiB are free"
+        OutOfMemoryError, match=r"no room left for the kernels and their workspace .*, [\d.]+ MiB are free"
     ):
         opened(plan)
     device.faults.clear()

@@ -172,7 +172,9 @@ def test_hdf5_files_are_to_be_read_by_the_library(here: Path, path: str, reader:
 def test_a_file_of_no_known_format_is_said_to_be_a_file(here: Path) -> None:
     np.save("A.npy", A)
     shutil.move("A.npy", "A")
-    assert said_of("A", B) == "A: no zarr array at A: it is a file, which must be .npy and have that ending"
+    assert said_of("A", B) == (
+        "A: no zarr array at A: it is a file, but zarr arrays are folders; a .npy file must have that ending"
+    )
 
 
 @pytest.mark.parametrize("ending", [".h5", ".csv", ".npz", ".parquet", ".H5", ".txt"])

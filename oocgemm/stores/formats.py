@@ -62,7 +62,8 @@ def wrong_format(name: str, path: str, *, writable: bool = False) -> InputError 
     kind = format_of(path)
     if not kind:
         return InputError(
-            f"{name}: no zarr array at {path}: it is a file, which must be .npy and have that ending"
+            f"{name}: no zarr array at {path}: it is a file, but zarr arrays are folders; a .npy file must "
+            "have that ending"
         )
     remedy = _remedy(path)
     if writable:

@@ -71,7 +71,7 @@ def reserve(matrix: Matrix) -> None:
         try:
             act()
         except OSError as error:
-            raise InputError(f"{matrix.name}: the disk refuses room for all of its file: {error}") from error
+            raise InputError(f"{matrix.name}: the disk has no room for the whole file: {error}") from error
 
 
 def load(*operands: Any) -> None:

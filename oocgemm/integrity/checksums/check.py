@@ -134,7 +134,8 @@ class Checks:
             much = f" {excess:.3g} times more than rounding allows," if isfinite(excess) else ""
             raise ExecutionError(
                 f"C[{rows[0]}:{rows[1]}, {left}:{right}] of tile {tile}{more} differs from its checksums,"
-                f"{much} twice in a row: the device, the memory or the BLAS computes or copies wrongly"
+                f"{much} twice in a row: the device, the memory or the BLAS computes or copies wrongly; "
+                "test the hardware"
             )
 
     def _excess(self, strip: StripSums, columns: Sequence[Array]) -> float | None:

@@ -14,7 +14,7 @@ def check_tile(setting: Setting, tile: TileShape) -> None:
     """Raise `InputError` for a tile shape that a product cannot use."""
     problem = setting.problem
     if min(tile.m, tile.n, tile.k) < 1:
-        raise InputError(f"tile {tile} has an extent below 1")
+        raise InputError(f"tile {tile} has an extent below 1: write MxNxK, such as 4096x4096x512")
     if problem.exact and min(tile.k, problem.depth) > MAX_INT32_DEPTH:
         raise InputError(
             f"tile {tile}: int32 holds sums of {MAX_INT32_DEPTH} products of int8 numbers, and panels would "
