@@ -126,7 +126,7 @@ def test_a_device_without_room_beside_the_arena_gives_it_back(
 @pytest.mark.parametrize("name", ["auto", "cuda"])
 def test_a_device_full_of_other_processes_is_out_of_memory(device: Device, name: str) -> None:
     device.faults["free"] = Fault(NO_MEMORY)
-    with pytest.raises(OutOfMemoryError, match="other processes use so much of CUDA device 0's memory"):
+    with pytest.raises(OutOfMemoryError, match="other processes use nearly all memory of CUDA device 0"):
         backends.open_backend(name)
 
 

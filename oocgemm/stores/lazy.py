@@ -68,7 +68,8 @@ class LazyArrays(Store):
             )
         if not _sliceable(operand):  # NumPy would compute it as a whole
             raise InputError(
-                f"{name}: {type(operand).__name__} is no array: convert it with .to_dask_array(lengths=True)"
+                f"{name}: {type(operand).__name__} is not an array: convert it with "
+                ".to_dask_array(lengths=True)"
             )
         return LazyMatrix(name, operand)
 
@@ -116,7 +117,7 @@ class LazyMatrix:
                 f"{self.name}: {kind} cannot be sliced as [0:1, 0:1] ({error}): convert it with {hint}"
             ) from error
         if shape != (0, 0):
-            raise InputError(f"{self.name}: slicing {kind} gives no array: convert it with {hint}")
+            raise InputError(f"{self.name}: slicing {kind} does not give an array: convert it with {hint}")
 
     def read(self, rows: Range, cols: Range, out: Array) -> None:
         """Fill `out` piece by piece.
