@@ -212,7 +212,7 @@ def test_an_array_opened_for_reading_is_not_written(tmp_path: Path, compressors:
         ({"alpha": complex(1, np.nan)}, "is complex"),
         ({"beta": [1.0]}, "beta = [1.0] is not a number"),
         ({"beta": 1}, "needs an existing C, and none is given"),
-        ({"trans_a": "X"}, "trans_a = 'X': write 'N', 'T' or 'C'"),
+        ({"trans_a": "X"}, "trans_a = 'X' is not an op: write 'N', 'T' or 'C'"),
         ({"trans_b": None}, "trans_b = None"),
         ({"tile": (2, 2, 2)}, "as a tile"),
         ({"tile": TileShape(0, 2, 2)}, "extent below 1"),

@@ -113,7 +113,7 @@ def test_a_device_without_room_beside_the_arena_gives_it_back(
         plan = replace(plan, problem=replace(plan.problem, checked="device"))
     device.faults[refuses] = Fault(NO_MEMORY)
     with pytest.raises(
-        OutOfMemoryError, match=r"what the kernels take beside the buffers .*, [\d.]+ MiB are free"
+        OutOfMemoryError, match=r"no room left for the kernels and their workspace .*, [\d.]+ MiB are free"
     ):
         opened(plan)
     device.faults.clear()
@@ -124,7 +124,7 @@ def test_a_device_without_room_beside_the_arena_gives_it_back(
 @pytest.mark.parametrize("name", ["auto", "cuda"])
 def test_a_device_full_of_other_processes_is_out_of_memory(device: Device, name: str) -> None:
     device.faults["free"] = Fault(NO_MEMORY)
-    with pytest.raises(OutOfMemoryError, match="other processes use so much of CUDA device 0's memory"):
+    with pytest.raises(OutOfMemoryError, match="other processes use nearly all memory of CUDA device 0"):
         backends.open_backend(name)
 
 

@@ -180,7 +180,7 @@ def test_a_file_of_no_known_format_is_said_to_be_a_file(here: Path) -> None:
     np.save("A.npy", A)
     shutil.move("A.npy", "A")
     assert said_of("A", B) == (
-        "A: no zarr array at A: it is a file, and a file must be in .npy format and end in .npy"
+        "A: no zarr array at A: it is a file, but zarr arrays are folders; a .npy file must have that ending"
     )
 
 

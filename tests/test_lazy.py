@@ -244,7 +244,7 @@ def _unknown() -> Any:
             Unsliced(A),
             r"A: Unsliced cannot be sliced as \[0:0, 0:0\] \(no slices\): convert it with np.asarray",
         ),
-        (Sparse(A), r"A: slicing Sparse gives no array: convert it with .toarray\(\)"),
+        (Sparse(A), r"A: slicing Sparse does not give an array: convert it with .toarray\(\)"),
         (Collection(), r"A: Collection is not an array: convert it with .to_dask_array"),
         (_unknown(), r"A has the unknown shape \(nan, 90\): call A.compute_chunk_sizes"),
         (Sliced(A[0]), "A has 1 dimensions"),

@@ -127,7 +127,7 @@ def test_a_store_without_create_is_read_only(install: Install) -> None:
     install("ReadOnly")
     done = run("a.fake", "b.fake", "c.fake")
     assert done.code == 2
-    assert "C at c.fake: fake is read-only, give a path that ends in .zarr or .npy" in done.err
+    assert "C at c.fake: fake is read-only; give a path that ends in .zarr or .npy" in done.err
 
 
 def test_a_dtype_in_another_store_is_refused_with_a_remedy(install: Install) -> None:

@@ -53,5 +53,5 @@ def too_large(c_dtype: str) -> ExecutionError:
     else:
         limit, wider = "can be summed exactly (2^53)", "float64"
     return ExecutionError(
-        f"an element of C is more than {limit}: pass out_dtype='{wider}' (--out-dtype {wider})"
+        f"an element of C is larger than {limit}: pass out_dtype='{wider}' (--out-dtype {wider})"
     )

@@ -24,7 +24,7 @@ from oocgemm.timeline import Report, Timeline, in_place, same_product
 from oocgemm.timeline.verdict import COMPUTE
 
 TRAFFIC = ("read", "h2d", "d2h", "write")
-# Widths of the Gantt chart, in columns: lane names, everything but the bars, and the narrowest useful bars.
+# Widths of the Gantt chart in characters: lane names, everything but the bars, and the narrowest bars.
 LANE_WIDTH = 8
 GANTT_MARGIN, MIN_GANTT = LANE_WIDTH + 3, 10
 SELDOM = 10.0  # seconds between progress lines where there is no terminal, as in `reports.progress`
@@ -36,7 +36,7 @@ def console() -> Console:
 
 
 def table_of(*columns: str) -> Table:
-    """Return a table whose first column holds names. Cells that are too wide are folded, never cut."""
+    """Return a table whose first column contains names. Cells that are too wide are folded, never cut."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column(columns[0], overflow="fold")
     for column in columns[1:]:
@@ -50,7 +50,7 @@ def full_width(out: Console, table: Table) -> int:
 
 
 def print_plan(plan: Plan, explain: bool = False) -> None:
-    """Print a plan: the product, tile and slots, memory, traffic, predicted times."""
+    """Print a plan: the product, tile and buffers, memory, traffic, predicted times."""
     out = console()
     problem, tile, slots = plan.problem, plan.tile, plan.slots
     down, across = plan.grid.shape
@@ -125,7 +125,7 @@ def _print_model(out: Console, name: str, calibrated: bool) -> None:
 
 
 def _print_considered(out: Console, plan: Plan) -> None:
-    """Print the plans considered, with the time of each lane, or only of the longest if columns are few."""
+    """Print the plans considered, with the time of each lane, or of the longest on a narrow terminal."""
     out.print()
     rows = plan.explain()
     lanes = [lane for lane in plan.prediction.lanes if any(row["lanes"][lane] for row in rows)]
@@ -156,9 +156,9 @@ def _considered(
 
 
 def print_report(report: Report, timeline: Timeline, *, advise: bool = False) -> None:
-    """Print what bounded a run, its figures and its Gantt chart.
+    """Print what limited the speed of a run, its figures and its Gantt chart.
 
-    With `advise`, also print what to change. That takes some time, since alternatives are planned.
+    With `advise`, also print what to change. That takes longer, since other plans must be made.
     """
     out = console()
     for text in diagnosis_lines(report, timeline, advise=advise):
@@ -202,7 +202,7 @@ def print_report(report: Report, timeline: Timeline, *, advise: bool = False) ->
         rate = format_rate(moved / figures["busy"]) if moved and figures["busy"] else ""
         if lane == "compute" and figures["busy"]:
             rate = format_rate(report.flops / figures["busy"], "FLOP")
-        # Where chunks are decoded, the decode lane counts the bytes of the read link.
+        # If chunks are decoded, the bytes of reading are counted in the decode lane.
         through = {"decode": "read", "encode": "write"}.get(lane, lane)
         link = report.traffic.get(lane if through in report.lanes else through, {})
         bounds = (format_size(link[x]) if link.get(x) is not None else "" for x in ("required", "least"))  # type: ignore[arg-type]
@@ -219,13 +219,13 @@ def print_report(report: Report, timeline: Timeline, *, advise: bool = False) ->
 
 
 def _uncalibrated(report: Report, timeline: Timeline) -> bool:
-    """Tell whether a calibration would give the run an efficiency. None covers tf32 and bf16."""
+    """Tell whether a calibration would give the run an efficiency. It measures neither tf32 nor bf16."""
     compute = timeline.header.get("plan", {}).get("problem", {}).get("compute", "native")
     return report.efficiency is None and not report.unfinished and compute not in ("tf32", "bf16")
 
 
 def print_verification(found: Verification) -> None:
-    """Print the result of `verify`, and the probabilities of its errors."""
+    """Print the result of `verify`, with the probabilities of a false alarm and of a missed error."""
     out = console()
     out.print(
         f"[bold]C is {'correct' if found else 'wrong'}[/]: {found.vectors} random vectors on {found.groups} "
@@ -269,7 +269,7 @@ def _print_checks(out: Console, checks: dict[str, Any]) -> None:
 
 
 def print_comparison(names: Sequence[str], reports: Sequence[Report], timelines: Sequence[Timeline]) -> None:
-    """Print two runs side by side. Times and bytes are compared only for the same product."""
+    """Print two runs side by side. Compare their times and bytes only if both computed the same product."""
     out = console()
     for name, report, timeline in zip(names, reports, timelines, strict=True):
         out.print(f"[bold]{escape(name)}[/]  {escape(' '.join(diagnosis_lines(report, timeline)))}")
@@ -314,7 +314,7 @@ def print_info(found: dict[str, Any]) -> None:
         f"{format_size(here['available'])} available; {here['platform']}",
         **{name: _engine(engine) for name, engine in engines.items()},
     }.items():
-        out.print(f"[bold]{name:<9}[/] {escape(text)}", soft_wrap=name in engines)  # commands stay whole
+        out.print(f"[bold]{name:<9}[/] {escape(text)}", soft_wrap=name in engines)  # not wrapped
     there = {name: engine for name, engine in engines.items() if "missing" not in engine}
     out.print()
     table = table_of("rates", *there)
@@ -356,9 +356,9 @@ def _rate(engine: dict[str, Any], name: str, rate: float | None, unit: str) -> s
 
 @contextmanager
 def doing(enabled: bool) -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows on stderr the present task and the elapsed time.
+    """Yield a function that takes the name of the present task. Show it with the elapsed time on stderr.
 
-    On a terminal it is one line, removed at the end; elsewhere a new line every `SELDOM` seconds.
+    A terminal shows one line, which is removed at the end. Other outputs get a line every `SELDOM` seconds.
     """
     console = Console(stderr=True, highlight=False)
     if not enabled:
@@ -381,13 +381,13 @@ def _lines(console: Console) -> Iterator[Callable[[str], None]]:
         nonlocal task
         task = what
 
-    def repeat() -> None:  # in a thread, since one task may take long
+    def repeat() -> None:  # runs in a thread, since `say` may not be called for long
         while not ended.wait(SELDOM):
             console.print(f"{format_time(perf_counter() - started)}  {task}", soft_wrap=True, markup=False)
 
     thread = Thread(target=repeat, name="oocgemm-progress", daemon=True)
     try:
-        with suppress(RuntimeError):  # without a thread there are no lines, but the work continues
+        with suppress(RuntimeError):  # no thread can be started: print no lines, but continue the work
             thread.start()
         yield say
     finally:

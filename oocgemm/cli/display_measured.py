@@ -55,7 +55,10 @@ def print_calibration(found: Calibration, path: str) -> None:
 
 
 def print_bench(result: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """Print a table per dtype: the fastest variant of each kernel, compared with cuBLAS."""
+    """Print a table per dtype: the fastest variant of each kernel, compared with cuBLAS.
+
+    `rows` are the rows of `result` to print.
+    """
     out = console()
     out.print(f"[bold]{escape(result['device'])}[/], clock at most {result['max_clock'] or '-'} MHz")
     columns = "GFLOP/s", "of peak", "of cuBLAS", "flop/byte", "loads", "stores", "conflicts", "occupancy"
@@ -102,7 +105,7 @@ def print_bench(result: dict[str, Any], rows: list[dict[str, Any]]) -> None:
 
 
 def _print_unfolded(out: Console, table: Table) -> None:
-    """Print a wide table unfolded. A terminal that is too narrow breaks its lines."""
+    """Print a table in its full width, without folding cells. A narrow terminal wraps its lines."""
     Console(highlight=False, width=max(out.width, full_width(out, table))).print(table)
 
 
@@ -111,7 +114,7 @@ def _product_of(row: dict[str, Any]) -> str:
 
 
 def print_tuning(tuning: Tuning, path: str) -> None:
-    """Print the rates of the kernels by dtype and class of shapes, fastest first."""
+    """Print the rates of the kernels by dtype and class of shapes, such as thin, fastest first."""
     out = console()
     table = table_of("dtype", "class", "kernel", "TFLOP/s", "parameters")
     for dtype, classes in tuning.rungs.items():

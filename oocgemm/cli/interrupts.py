@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM end a run promptly, even during a long read, a long multiplication or on a full disk."""
+"""Stop a run promptly at SIGINT and SIGTERM, even in a long read, a long multiplication or on a full disk."""
 
 import os
 import signal
@@ -11,12 +11,13 @@ from types import FrameType
 from oocgemm.system.threads import start
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# Seconds in which a run must stop by itself. After that, the system needs time to reclaim its memory.
+# Seconds that a run has to stop after a signal; then the process exits at once. Kept short, since the system
+# needs more time after that to reclaim the memory of the process.
 PATIENCE = 1.2
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal to stop. `code` is the exit code for it."""
+    """SIGINT or SIGTERM has arrived. `code` is the exit code for that signal."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -28,7 +29,8 @@ def stopping(farewell: Callable[[], None]) -> Iterator[None]:
     """Raise `Interrupted` in the main thread at the first signal, so that the run stops as after any failure.
 
     If stopping takes longer than `PATIENCE`, or a second signal arrives, the process calls `farewell` and
-    exits at once. The journal makes that as safe as a kill. Only the main thread of a program may use this.
+    exits at once. That is safe, since the journal allows a run to be killed at any time. Only the main thread
+    of a program may use this.
     """
     ended = threading.Event()
     seen = 0

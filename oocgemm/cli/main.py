@@ -23,10 +23,15 @@ from oocgemm.errors import OocGemmError
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="oocgemm")
-@click.option("--debug", is_flag=True, help="Show tracebacks.")
+@click.option("--debug", is_flag=True, help="Show the Python traceback of an error, as OOCGEMM_DEBUG=1 does.")
 @click.pass_context
 def cli(context: click.Context, debug: bool) -> None:
-    """Multiply zarr arrays larger than memory: C = alpha op(A) op(B) + beta C."""
+    """Multiply matrices larger than memory: C = alpha op(A) op(B) + beta C.
+
+    A, B and C are zarr arrays or .npy files. op(X) is X, its transpose or its conjugate transpose.
+
+    Example: oocgemm run A.zarr B.zarr C.zarr --transpose-a
+    """
     context.with_resource(warnings_as_notes())
 
 
@@ -62,7 +67,7 @@ def main() -> NoReturn:
             traceback.print_exc()
         message = str(error)
         if not isinstance(error, OocGemmError):
-            message = "out of host memory: pass a smaller --host-memory"
+            message = "out of host memory: pass a smaller --host-memory, or end other programs"
         print_error(". ".join(filter(None, (message, _notes(error)))))
         code = exit_code(error)
     sys.exit(code)

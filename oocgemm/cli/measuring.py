@@ -30,26 +30,30 @@ from oocgemm.system import cache
     type=click.Choice(backends.NAMES),
     default="auto",
     show_default=True,
-    help="What to measure; auto is cuda if a device is available, else host.",
+    help="Backend to measure; auto is cuda if a device is available, else host.",
 )
 @DEVICE
 @click.option(
     "--path",
     metavar="DIR",
     type=click.Path(),
-    help="Folder whose storage is measured, with about 500 MiB of temporary files.  [default: current "
-    "folder]",
+    help="Folder whose storage is measured, such as /data. Needs about 500 MiB there for temporary files.  "
+    "[default: current folder]",
 )
 @click.option(
-    "--svg", type=click.Path(dir_okay=False), help="Write the machine's roofline to this file, as SVG."
+    "--svg",
+    type=click.Path(dir_okay=False),
+    help="Write a roofline chart of the machine to this file, as SVG.",
 )
 @JSON
 def calibrate(backend: str, device: int, path: str | None, svg: str | None, as_json: bool) -> None:
     """Measure this machine, for plans and reports.
 
-    It measures kernels, links, memory, and the storage of one folder, in less than a minute. Run it again for
-    each file system that holds operands. The results are stored in the user's cache directory, or in
-    $OOCGEMM_CACHE. Stop other programs meanwhile.
+    This takes less than a minute. It measures the kernels, the copies between host and device, the memory,
+    and the storage of one folder. Run it once per file system on which operands are stored, while no other
+    program is busy. The results are stored in the user's cache directory, or in $OOCGEMM_CACHE.
+
+    Example: oocgemm calibrate --path /data
     """
     if svg is not None:
         check_writable("--svg", svg)
@@ -71,7 +75,7 @@ def calibrate(backend: str, device: int, path: str | None, svg: str | None, as_j
 
 @click.group(name="bench")
 def bench_group() -> None:
-    """Measure single parts of oocgemm."""
+    """Measure single parts of oocgemm: at present, its kernels."""
 
 
 @bench_group.command(name="kernels")
@@ -81,21 +85,21 @@ def bench_group() -> None:
     "dtypes",
     multiple=True,
     type=click.Choice(OPERANDS),
-    help="Data type; may be repeated.  [default: float32 and float64]",
+    help="dtype of the operands; may be repeated.  [default: float32 and float64]",
 )
 @click.option(
     "--compute",
     type=click.Choice(bench.PRECISIONS),
     default="native",
     show_default=True,
-    help="Precision of the products.",
+    help="Precision of float32 products; tf32 and bf16 round the operands.",
 )
 @click.option(
     "--kernel",
     "kernels",
     multiple=True,
     type=click.Choice(ladder.names()),
-    help="Kernel; may be repeated.  [default: all]",
+    help="Kernel to time; may be repeated.  [default: all]",
 )
 @click.option(
     "--size",
@@ -111,7 +115,7 @@ def bench_group() -> None:
     type=click.FloatRange(min=0),
     default=0.05,
     show_default=True,
-    help="Seconds per measurement.",
+    help="Time that one measurement takes, in seconds.",
 )
 @click.option(
     "--limit",
@@ -124,16 +128,18 @@ def bench_group() -> None:
 @click.option(
     "--svg",
     type=click.Path(dir_okay=False),
-    help="Write a chart of the square products to this file, as SVG.",
+    help="Write a chart of the rates of square products to this file, as SVG.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, with all variants.")
 def bench_kernels(as_json: bool, svg: str | None, **options: Any) -> None:
     """Time the kernels of this package against cuBLAS.
 
-    Products of random numbers are square (8 to 16384), odd, thin, or updates of a 12288 x 12288 tile. Kernels
-    and cuBLAS take turns; the median of several samples is shown. Loads, stores and bank conflicts are
-    computed from the kernel's definition. If ncu (Nsight Compute) is on PATH and may read the GPU's counters,
-    it also counts them, in one launch per kernel.
+    By default it times products of random matrices of many shapes: square (8 to 16384), odd, thin, and
+    updates of a 12288 x 12288 tile of C. Kernels and cuBLAS take turns, and the median of several samples is
+    shown. Loads, stores and bank conflicts are computed from the kernel's definition. If ncu (Nsight Compute)
+    is on PATH and may read the GPU's counters, it also counts them, in one launch per kernel.
+
+    Example: oocgemm bench kernels --dtype float32 --size 4096x4096x1024
     """
     if svg is not None:
         check_writable("--svg", svg)
@@ -156,15 +162,17 @@ def bench_kernels(as_json: bool, svg: str | None, **options: Any) -> None:
     "dtypes",
     multiple=True,
     type=click.Choice(OPERANDS),
-    help="Data type; may be repeated.  [default: all]",
+    help="dtype of the operands; may be repeated.  [default: all]",
 )
 @JSON
 def tune(device: int, dtypes: tuple[str, ...], as_json: bool) -> None:
     """Find the fastest kernels on this GPU, for --kernel auto.
 
     It compares cuBLAS and the kernels of this package with all their parameters. For each dtype it times a
-    large square product, an update of a tile, and a thin product. The results are stored in the user's cache
-    directory, or in $OOCGEMM_CACHE. Stop other programs meanwhile.
+    large square product, an update of a tile of C, and a thin product. Run it while no other program uses the
+    GPU. The results are stored in the user's cache directory, or in $OOCGEMM_CACHE.
+
+    Example: oocgemm tune --dtype float32
     """
     with doing(not as_json) as say:
         found = bench.tune(device=device, dtypes=dtypes, say=say)

@@ -11,7 +11,7 @@ from oocgemm.planning import COMPUTES
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 DEVICE = click.option(
     "--device",
     metavar="N",
@@ -21,8 +21,18 @@ DEVICE = click.option(
     help="Number of the CUDA device.",
 )
 PRODUCT = (
-    click.option("--alpha", type=Scalar(), default=1.0, help="Factor of op(A) op(B).  [default: 1]"),
-    click.option("--beta", type=Scalar(), default=0.0, help="Factor of the old C.  [default: 0]"),
+    click.option(
+        "--alpha",
+        type=Scalar(),
+        default=1.0,
+        help="Factor of op(A) op(B), such as 0.5 or 1+2j.  [default: 1]",
+    ),
+    click.option(
+        "--beta",
+        type=Scalar(),
+        default=0.0,
+        help="Factor of the old C. If it is not 0, C must exist.  [default: 0]",
+    ),
     click.option("--transpose-a", is_flag=True, help="Use the transpose of A."),
     click.option("--transpose-b", is_flag=True, help="Use the transpose of B."),
     click.option("--adjoint-a", is_flag=True, help="Use the conjugate transpose of A."),
@@ -32,9 +42,9 @@ PRODUCT = (
         type=click.Choice(list(COMPUTES)),
         default="native",
         show_default=True,
-        help="tf32, bf16: on cuda, float32 operands may be rounded to that precision. emulated: float64 and "
-        "float32 "
-        "from exact int8 products, as accurate as native.",
+        help="native: the precision of the operands. tf32, bf16: float32 operands on cuda, which may be "
+        "rounded to that precision. emulated: float64 or float32 operands, computed from exact int8 "
+        "products, as accurate as native.",
     ),
 )
 PROBLEM = (
@@ -51,53 +61,50 @@ PROBLEM = (
         type=click.Choice(list(dict.fromkeys(k for kernels in backends.KERNELS.values() for k in kernels))),
         default="auto",
         show_default=True,
-        help="blas on the host; on cuda cublas or a kernel of this package. auto uses the fastest that tune "
-        "measured.",
+        help="On the host blas; on cuda cublas or a kernel of this package. auto uses the fastest that "
+        "`oocgemm tune` has measured; cublas if it has measured none.",
     ),
     click.option(
         "--out-dtype",
         metavar="DTYPE",
-        help="dtype of C: float32 for float16 or bfloat16 operands; int32, int64, float32 or float64 for "
-        "int8.  "
-        "[default: that of the operands; int32 for int8]",
+        help="dtype of C, such as float32. float16 and bfloat16 operands also allow float32; int8 operands "
+        "allow int32, int64, float32 and float64.  [default: dtype of the operands; int32 for int8]",
     ),
     click.option(
         "--memory",
         metavar="SIZE",
-        help="Bound on all memory on the host backend, such as 4GiB, in place of the next two options: 3/4 "
-        "for tiles "
-        "and panels, the rest for reading and writing.",
+        help="Upper bound on all memory, such as 4GiB; host backend only. It replaces --device-memory and "
+        "--host-memory: 3/4 are for blocks of A, B and C, the rest is for reading and writing.",
     ),
     click.option(
         "--device-memory",
         metavar="SIZE",
-        help="Bound on device memory, such as 2GiB; on the host backend, on RAM for tiles and panels.  "
-        "[default: 90% of "
-        "free device memory; host backend: 37.5% of available RAM]",
+        help="Upper bound on device memory, such as 2GiB; on the host backend, on RAM for blocks of A, B and "
+        "C.  [default: 90% of free device memory; host backend: 37.5% of available RAM]",
     ),
     click.option(
         "--host-memory",
         metavar="SIZE",
-        help="Bound on host memory for staging, such as 8GiB; on the host backend, on RAM for reading and "
-        "writing.  "
-        "[default: 50% of available RAM; host backend: 12.5%]",
+        help="Upper bound on host memory for buffers between storage and device, such as 8GiB; on the host "
+        "backend, on RAM for reading and writing.  [default: 50% of available RAM; host backend: 12.5%]",
     ),
     click.option(
         "--tile",
         metavar="MxNxK",
-        help="Tile of C (M x N) and depth K of panels, such as 4096x4096x512; clipped to the product.  "
-        "[default: planned]",
+        help="Compute C in tiles of M x N elements, and multiply blocks of K columns of op(A) and K rows of "
+        "op(B) at a time, such as 4096x4096x512.  [default: chosen by the planner]",
     ),
     click.option(
         "--chunks",
         type=Chunks(),
         metavar="RxC",
-        help="Chunk extents of a new zarr array, such as 1024x1024.  [default: about 8 MiB]",
+        help="Rows and columns per chunk of a new zarr array, such as 1024x1024.  [default: chunks of about "
+        "8 MiB]",
     ),
     click.option(
         "--compressor",
         type=click.Choice(stores.COMPRESSORS),
-        help="Compressor of a new zarr array.  [default: none]",
+        help="Compressor of a new zarr array, such as zstd.  [default: none]",
     ),
     JSON,
 )
@@ -115,13 +122,15 @@ def taking(*options: Callable[[F], F]) -> Callable[[F], F]:
 
 
 def transposes(options: dict[str, Any]) -> dict[str, Any]:
-    """Replace the flags --transpose-x and --adjoint-x by values of trans_x.
+    """Replace the flags --transpose-a, --adjoint-a and those of b by the options trans_a and trans_b.
 
     Raises `click.UsageError` if both are given for one operand.
     """
     for side in "ab":
         transpose, adjoint = options.pop(f"transpose_{side}"), options.pop(f"adjoint_{side}")
         if transpose and adjoint:
-            raise click.UsageError(f"--transpose-{side} and --adjoint-{side} exclude each other")
+            raise click.UsageError(
+                f"--transpose-{side} and --adjoint-{side} exclude each other: drop one of them"
+            )
         options[f"trans_{side}"] = "C" if adjoint else "T" if transpose else "N"
     return options

@@ -1,4 +1,4 @@
-"""What every command prints: JSON, errors and warnings; and the exit codes."""
+"""Print JSON, errors and warnings in the same way in every command. Define the exit codes."""
 
 import json
 import logging
@@ -20,7 +20,7 @@ def print_json(value: object) -> None:
 
 
 def snake_keys(value: Any) -> Any:
-    """Return plain data whose keys hold no spaces. The names of some rates, for example, hold spaces.
+    """Replace spaces in the keys of plain data. The names of some rates, for example, contain spaces.
 
     >>> snake_keys({"emulated float64": [{"multiplied by": "blas"}], "A": 1})
     {'emulated_float64': [{'multiplied_by': 'blas'}], 'A': 1}
@@ -40,24 +40,24 @@ def print_note(message: str) -> None:
 
 
 def print_error(message: str) -> None:
-    """Print an error on one line of stderr, even if the message has several."""
+    """Print an error on one line of stderr, even if the message has several lines."""
     click.echo(f"Error: {' '.join(message.splitlines())}", err=True)
 
 
 def print_interrupted(note: str) -> None:
-    """Print that the command was interrupted, and what remains."""
+    """Print that the command was interrupted, and a note, such as how to resume it."""
     click.echo(" ".join(filter(None, ("Interrupted.", note))), err=True)
 
 
 def exit_code(error: Exception) -> int:
-    """Return the exit code of an error: 2 for wrong input, 3 for a small budget, 1 for any other."""
+    """Return the exit code for an error: 2 for wrong input, 3 for too small a budget, 1 for other errors."""
     if isinstance(error, BudgetError):
         return EXIT_BUDGET
     return EXIT_USAGE if isinstance(error, InputError) else EXIT_FAILED
 
 
 class _Notes(logging.Handler):
-    """Prints log records as notes."""
+    """A logging handler that prints each log record as a note on stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print_note(record.getMessage())
@@ -85,7 +85,7 @@ def warnings_as_notes() -> Iterator[None]:
 
 
 def silence_warnings() -> None:
-    """Print no more warnings of this package, until the command ends."""
+    """Suppress the warnings of this package until the command ends, as --quiet does."""
     warnings.simplefilter("ignore", UserWarning)
     for handler in logging.getLogger("oocgemm").handlers:
         if isinstance(handler, _Notes):

@@ -8,7 +8,7 @@ from click.shell_completion import CompletionItem
 
 
 class Scalar(click.ParamType[complex]):
-    """A real or complex number; the imaginary unit is i or j."""
+    """A real or complex number, such as 2 or 1+2j. The imaginary unit is i or j."""
 
     name = "number"
 
@@ -18,12 +18,12 @@ class Scalar(click.ParamType[complex]):
         try:
             number = complex(re.sub("i$", "j", str(value).replace(" ", "")))
         except ValueError:
-            self.fail(f"{value!r} is not a number", param, ctx)
+            self.fail(f"{value!r} is not a number: write one such as 2, 0.5 or 1+2j", param, ctx)
         return number.real if number.imag == 0 else number
 
 
 class Place(click.ParamType[str]):
-    """The path or URL of an array, completed as a file name. Whether it exists is checked later."""
+    """The path or URL of an array, which need not exist. The shell completes it as a file name."""
 
     name = "path"
 
@@ -32,7 +32,7 @@ class Place(click.ParamType[str]):
 
 
 class Chunks(click.ParamType[tuple[int, int]]):
-    """Extents of a chunk, ROWSxCOLUMNS."""
+    """The extents of a chunk, written ROWSxCOLUMNS."""
 
     name = "RxC"
 
@@ -46,7 +46,7 @@ class Chunks(click.ParamType[tuple[int, int]]):
 
 
 class Size(click.ParamType[tuple[int, int, int]]):
-    """Extents of a product, MxNxK."""
+    """The extents of a product, written MxNxK: an M x K matrix times a K x N matrix."""
 
     name = "MxNxK"
 

@@ -30,7 +30,7 @@ from oocgemm.planning import Plan
 from oocgemm.planning.units import format_size
 from oocgemm.reports.progress import progress_display
 
-MIN_REPORT_ROOM = 256 << 20  # bytes that a report may take, even if the budgets of its run are smaller
+MIN_REPORT_ROOM = 256 << 20  # bytes of memory that a report may take even if the run had less
 
 
 @click.command()
@@ -39,24 +39,41 @@ MIN_REPORT_ROOM = 256 << 20  # bytes that a report may take, even if the budgets
 @click.argument("c", type=Place())
 @taking(*PROBLEM)
 @DEVICE
-@click.option("--timeline", type=click.Path(dir_okay=False), help="Log every operation to this file.")
+@click.option(
+    "--timeline",
+    type=click.Path(dir_okay=False),
+    help="Log every operation to this file, such as run.jsonl, for `oocgemm report`.",
+)
 @click.option(
     "--verify",
     is_flag=True,
-    help="Check every tile against checksums of its panels, and compute it again if they differ.",
+    help="Before a tile of C is written, compare it with checksums of the operands; compute it again if "
+    "they differ.",
 )
-@click.option("--overwrite", is_flag=True, help="Replace the contents of an existing C.")
-@click.option("--resume", is_flag=True, help="Continue an unfinished run of the same command.")
+@click.option(
+    "--overwrite",
+    is_flag=True,
+    help="Replace the contents of an existing C, which must have the same shape and dtype.",
+)
+@click.option(
+    "--resume",
+    is_flag=True,
+    help="Continue an unfinished run of the same command. Finished tiles are kept; budgets may differ.",
+)
 @click.option(
     "--trust-operands",
     is_flag=True,
-    help="With --resume: continue even if files of A or B have changed, for example after a repair.",
+    help="With --resume: continue even if files of A or B have changed, for example after a repair. "
+    "Finished tiles are not computed again.",
 )
-@click.option("--quiet", is_flag=True, help="Print nothing but errors.")
+@click.option("--quiet", is_flag=True, help="Print only errors.")
 def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> None:
-    """Multiply A and B into C: paths of zarr arrays or .npy files.
+    """Multiply A and B, and store the product in C.
 
+    A, B and C are paths or URLs of zarr arrays, or paths of .npy files. If C does not exist, it is created.
     Memory use stays within the budgets. An interrupted run continues with --resume.
+
+    Example: oocgemm run A.zarr B.zarr C.zarr --device-memory 2GiB
     """
     live = not quiet and not as_json
     if options["backend"] == "host":
@@ -104,18 +121,15 @@ def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> N
 
 
 def _too_long(result: Result) -> str:
-    """Return why a run gets no report: the report would take more memory than the run.
-
-    Empty if it gets one.
-    """
+    """Return a note if the report of a run would take more memory than the run; otherwise an empty string."""
     budgets = result.plan.budgets
     room = max(MIN_REPORT_ROOM, budgets.host + (budgets.device if result.plan.machine.unified else 0))
     if result.report_bytes <= room:
         return ""
     return (
-        f"Note: no report: it takes {format_size(result.report_bytes)} for {result.log.spans} operations, "
-        f"more than the {format_size(room)} of the run; for one, run with --timeline FILE and call oocgemm "
-        "report FILE"
+        f"Note: no report is shown: for {result.log.spans} operations it would take "
+        f"{format_size(result.report_bytes)} of memory, more than the {format_size(room)} of the run. To get "
+        "one, run with --timeline FILE and call oocgemm report FILE"
     )
 
 
@@ -135,11 +149,16 @@ def _noting(progress: Callable[[Plan], Observer]) -> Callable[[Plan], Observer]:
 @click.argument("b", type=Place())
 @click.argument("c", type=Place(), required=False)
 @taking(*PROBLEM)
-@click.option("--explain", is_flag=True, help="List the plans considered, and why this one was chosen.")
+@click.option(
+    "--explain", is_flag=True, help="Also list the plans that were considered, and why each was not chosen."
+)
 def plan(a: str, b: str, c: str | None, as_json: bool, explain: bool, **options: Any) -> None:
     """Show how a product would be computed.
 
-    No GPU is used, and nothing is written.
+    It shows tiles, memory, traffic and predicted time. No GPU is used, and nothing is written. With --backend
+    cuda, pass --device-memory.
+
+    Example: oocgemm plan A.zarr B.zarr --backend cuda --device-memory 16GiB
     """
     stores.load_zarr()
     planned = api.plan(a, b, c, **transposes(options))
@@ -155,18 +174,25 @@ def plan(a: str, b: str, c: str | None, as_json: bool, explain: bool, **options:
 @click.argument("b", type=Place())
 @click.argument("c", type=Place())
 @taking(*PRODUCT, JSON)
-@click.option("--c-before", type=Place(), metavar="PATH", help="C before the run; required if beta is not 0.")
+@click.option(
+    "--c-before",
+    type=Place(),
+    metavar="PATH",
+    help="Copy of C from before the run; required if beta is not 0.",
+)
 @click.option(
     "--host-memory",
     metavar="SIZE",
-    help="Bound on memory, such as 8GiB.  [default: 50% of available RAM]",
+    help="Upper bound on memory, such as 8GiB. With more memory, smaller errors are found.  [default: 50% of "
+    "available RAM]",
 )
 @click.option(
     "--bound",
     type=click.Choice(BOUNDS),
     default=BOUNDS[0],
     show_default=True,
-    help="Model of rounding errors. worst-case assumes nothing, and finds large errors only.",
+    help="Model of rounding errors. probabilistic assumes that they are independent and of mean 0. "
+    "worst-case assumes nothing, and finds large errors only.",
 )
 @click.option(
     "--seed",
@@ -174,12 +200,15 @@ def plan(a: str, b: str, c: str | None, as_json: bool, explain: bool, **options:
     type=click.IntRange(min=0),
     default=0,
     show_default=True,
-    help="Seed of the random vectors.",
+    help="Seed of the random vectors. Another seed makes the check independent of an earlier one.",
 )
 def verify(a: str, b: str, c: str, as_json: bool, **options: Any) -> None:
     """Check that C is the product of A and B within rounding error.
 
-    The check is Freivalds'. It reads each array once. It exits with 1 if C is wrong, and prints where.
+    C may come from any program. The check multiplies A, B and C by random vectors (Freivalds' algorithm), so
+    it is far faster than the product. If C is wrong, it prints where, and the exit code is 1.
+
+    Example: oocgemm verify A.zarr B.zarr C.zarr
     """
     stores.load_zarr()
     with doing(not as_json) as say:
@@ -194,7 +223,7 @@ def verify(a: str, b: str, c: str, as_json: bool, **options: Any) -> None:
 
 
 def _note_clipped(tile: str | None, planned: Plan) -> None:
-    """Print a note if the requested tile is larger than the product."""
+    """Print a note if the requested tile was larger than the product, and was therefore clipped."""
     asked = tile and "x".join(str(int(extent)) for extent in tile.lower().split("x"))
     if asked and asked != str(planned.tile):
         print_note(f"tile {tile} is larger than the product: {planned.tile} is used")

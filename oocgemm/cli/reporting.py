@@ -1,4 +1,4 @@
-"""The commands that only read: report, info."""
+"""The commands that show what is known and measure nothing: report, info."""
 
 import click
 
@@ -14,15 +14,22 @@ from oocgemm.timeline import report as figures_of
 @click.command()
 @click.argument("timeline", type=click.Path())
 @click.argument("other", type=click.Path(), required=False)
-@click.option("--html", type=click.Path(dir_okay=False), help="Write a self-contained page with charts.")
-@click.option("--svg", type=click.Path(dir_okay=False), help="Write the Gantt chart as SVG.")
-@click.option("--png", type=click.Path(dir_okay=False), help="Write the Gantt chart as PNG.")
-@click.option("--trace", type=click.Path(dir_okay=False), help="Write a trace for Perfetto.")
+@click.option(
+    "--html", type=click.Path(dir_okay=False), help="Write a self-contained page with charts to this file."
+)
+@click.option("--svg", type=click.Path(dir_okay=False), help="Write the Gantt chart to this file, as SVG.")
+@click.option("--png", type=click.Path(dir_okay=False), help="Write the Gantt chart to this file, as PNG.")
+@click.option(
+    "--trace", type=click.Path(dir_okay=False), help="Write a trace for ui.perfetto.dev to this file."
+)
 @JSON
 def report(timeline: str, other: str | None, as_json: bool, **outputs: str | None) -> None:
-    """Show what bounded a run, and what to change.
+    """Show what limited the speed of a run, and what to change.
 
-    TIMELINE is a file written by run --timeline. With a second one, the two runs are compared.
+    TIMELINE is a file that `oocgemm run --timeline` wrote. With OTHER, a second such file, the two runs are
+    compared.
+
+    Example: oocgemm report run.jsonl --html run.html
     """
     logs = [timeline, *([other] if other else [])]
     recorded = [read_log(log) for log in logs]
@@ -45,8 +52,8 @@ def report(timeline: str, other: str | None, as_json: bool, **outputs: str | Non
 def info(as_json: bool) -> None:
     """Show what is installed, how fast it is, and what is missing.
 
-    Rates are those that plans use in the current folder: calibrated, or else assumed. Each missing part is
-    listed with the command that installs or measures it.
+    The rates are those that a plan in the current folder would use: measured by `oocgemm calibrate`, or
+    assumed. Each missing part is listed with the command that installs or measures it.
     """
     found = system.info()
     if as_json:

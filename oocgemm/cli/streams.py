@@ -1,4 +1,4 @@
-"""Standard streams on which printing does not fail.
+"""Replace stdout and stderr by streams on which printing does not fail.
 
 A character that the encoding lacks is replaced by similar ASCII. If the reader of stdout has exited
 (``oocgemm run ... | head -1``), output is dropped, and the command continues to its own exit code. If stderr
@@ -15,19 +15,19 @@ from typing import Any, TextIO
 from oocgemm.errors import ExecutionError
 
 ERRORS = "oocgemm-ascii"
-# Shades and frame of the Gantt chart, characters of rich's bars, and signs in messages.
+# ASCII replacements of the shades and frame of the Gantt chart, of rich's bars, and of signs in messages.
 ASCII = str.maketrans(
     dict(zip("▁▂▃▄▅▆▇█", ".:-=+*%#", strict=True)) | {"│": "|", "━": "-", "╸": "-", "╺": "-", "─": "-"}
     | {"…": "...", "×": "x", "·": "-", "−": "-", "–": "-", "µ": "u", "•": "*", "\u202f": " ", "\u00a0": " "}
 )  # fmt: skip
-# Variables that choose the character set; the first one that is set counts.
+# Environment variables that choose the character set. The first one that is set decides.
 LOCALE = ("LC_ALL", "LC_CTYPE", "LANG")
 
 
 class _Descriptor(io.FileIO):
-    """A file descriptor that drops output once its reader has exited.
+    """The raw stream of a file descriptor. It drops output once the reader of a pipe has exited.
 
-    Other errors are raised once, as `ExecutionError`; a `lossy` descriptor drops output then too.
+    Other errors are raised once, as `ExecutionError`; a `lossy` descriptor drops the output instead.
     """
 
     def __init__(self, number: int, *, lossy: bool) -> None:
@@ -39,7 +39,7 @@ class _Descriptor(io.FileIO):
             return super().write(data)
         except OSError as error:
             null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, self.fileno())  # also for child processes, and for data still buffered
+            os.dup2(null, self.fileno())  # drops buffered data and output of child processes too
             os.close(null)
             if not (self._lossy or error.errno == errno.EPIPE):
                 raise ExecutionError(f"the output cannot be written: {error.strerror}") from error
@@ -49,7 +49,7 @@ class _Descriptor(io.FileIO):
 def use_safe_streams() -> None:
     """Replace `sys.stdout` and `sys.stderr` by streams on which printing does not fail.
 
-    Call before anything is printed.
+    Call this before anything is printed.
     """
     codecs.register_error(ERRORS, _replaced)
     sys.stdout = _safe(sys.stdout, lossy=False)
@@ -72,16 +72,16 @@ def _safe(stream: TextIO | None, *, lossy: bool) -> TextIO:
 
 
 def _encoding(usual: str) -> str:
-    """Return Python's encoding of a stream, or ASCII in the C locale, where Python uses UTF-8."""
+    """Return the `usual` encoding of a stream, or ASCII in the C locale, for which Python uses UTF-8."""
     chosen = next(filter(None, (os.environ.get(name) for name in LOCALE)), "")
     explicit = "PYTHONIOENCODING" in os.environ or "PYTHONUTF8" in os.environ
     return "ascii" if chosen in ("C", "POSIX") and not explicit else usual
 
 
 def _replaced(error: UnicodeError) -> tuple[str | bytes, int]:
-    """Return the replacement of characters that the encoding lacks.
+    """Return ASCII for characters that the encoding lacks, as an error handler of `codecs`.
 
-    Undecoded bytes of file names stay as they are.
+    Bytes of file names that Python could not decode are written unchanged.
     """
     if not isinstance(error, UnicodeEncodeError):
         raise error

@@ -63,7 +63,7 @@ class HostSlots:
                 for slot in self._waiting:
                     self._prefaulted[slot] = self._pool.submit(self._prefault, self._offsets[slot])
             except RuntimeError as error:
-                raise ExecutionError(f"the system refuses a thread for writing: {error}") from error
+                raise ExecutionError(f"the system refuses a thread that prefaults memory: {error}") from error
             self._waiting = []
 
     def await_prefault(self, slot: Slot) -> None:

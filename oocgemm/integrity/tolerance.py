@@ -86,7 +86,7 @@ class SumTolerance(Rounding):
         if not (self._probabilistic or np.isfinite(self._worst)):
             raise InputError(
                 f"the worst-case bound is infinite for sums of {k} products in {accumulator}, whose unit "
-                f"roundoff is {unit:.2g}: use the probabilistic bound"
+                f"roundoff is {unit:.2g}: use the probabilistic bound (--bound probabilistic)"
             )
 
     @property

@@ -1,1 +1,1 @@
-"""Jobs: from what a call asks for to a finished C."""
+"""From a call to a finished C: check the call, open the arrays, plan, run, make C durable; verify a C."""

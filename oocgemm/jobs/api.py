@@ -1,4 +1,4 @@
-"""The library: matmul, gemm and plan."""
+"""The functions of the library: matmul, gemm and plan."""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -23,8 +23,8 @@ def matmul(a: Operand, b: Operand, /, *, out: Output = None, **options: Unpack[O
     Args:
         a: m x k, an operand as for `gemm`.
         b: k x n, of a's dtype.
-        out: where the product is stored: an array of its shape and dtype, which is overwritten, or a path at
-            which nothing exists. By default a new ndarray.
+        out: where the product is stored: an array of the product's shape and dtype, which is overwritten, or
+            a path at which nothing exists. By default a new ndarray.
         options: as for `gemm`.
 
     Returns:
@@ -59,46 +59,52 @@ def gemm(
             object with shape, dtype and slicing), which is read chunk by chunk. op(A) is m x k, op(B) is k x
             n.
         c: where C is stored, and read from if beta != 0: an m x n array, a path or a URL. If nothing exists
-            at the path, C is created there, as a .npy file by that ending, else as a zarr array. By default a
-            new ndarray.
-        plan: a plan from `oocgemm.plan` to run, in place of operands and of the options that it was made
-            with. Pass only options from `device` on.
-        alpha, beta: scalars, 1 and 0 by default. They are real for real dtypes, and integers below 2^53 for
-            an integer C. With beta = 0, C is never read; with alpha = 0, A and B are never read.
+            at the path, C is created there: as a .npy file if the path ends in .npy, else as a zarr array. By
+            default a new ndarray.
+        plan: a plan from `oocgemm.plan` to run. It contains the operands and the options up to `verify`, so
+            pass only options from `device` on beside it.
+        alpha, beta: scalars, 1 and 0 by default. They must be real for real operands. For an integer C they
+            must be integers of magnitude below 2^53. With beta = 0, C is never read; with alpha = 0, A and B
+            are never read.
         trans_a, trans_b: "N" or False (default), "T" or True for the transpose, "C" for the conjugate
             transpose.
         backend: "cuda", "host", or "auto" (default): cuda if a device is available.
         kernel: on cuda "cublas" or a kernel of `oocgemm.kernels.registry`, on the host "blas". "auto"
             (default) is the fastest kernel that `oocgemm tune` has measured, or cuBLAS where it has measured
             none.
-        compute: "native" (default). For float32 operands on cuda "tf32" or "bf16": operands may be rounded to
-            11 or 8 bits, sums stay float32. For float64 and float32 operands "emulated": exact products of
-            int8 residues, as accurate as native.
+        compute: "native" (default) computes in the operands' precision, or a wider one. "tf32" and "bf16",
+            for float32 operands on cuda, may round operands to 11 or 8 significant bits and sum in float32.
+            "emulated", for float64 and float32 operands, computes from exact products of int8 matrices, and
+            is as accurate as native.
         out_dtype: dtype of C. float16 and bfloat16 operands give their own dtype (default) or float32; int8
             operands give int32 (default), int64, float32 or float64. Other operands give their own dtype.
-        memory: bound on all memory, on the host backend only, in bytes or as "4GiB". It takes the place of
-            `device_memory` and `host_memory`: three quarters hold tiles and panels, the rest holds buffers
-            for reading and writing, and more of it if the chunks require that.
-        device_memory: bound on device memory, 90% of the free memory by default. On the host backend it
-            bounds the RAM for tiles and panels, 37.5% of the available RAM by default.
-        host_memory: bound on host memory for staging, half of the available RAM by default. On the host
-            backend it bounds buffers for reading and writing, 12.5% of the available RAM by default.
-        tile: "MxNxK" to set the tile of C (m x n) and the depth k of panels. By default the planner chooses
-            them.
-        chunks: chunk extents (rows, columns) of a new zarr array; by default about 8 MiB that divide the
-            tile.
+        memory: upper bound on all memory, on the host backend only, in bytes or as "4GiB". It replaces
+            `device_memory` and `host_memory`: three quarters are for blocks of A, B and C, one quarter is for
+            buffers for reading and writing. That share grows if the chunks of the arrays require it.
+        device_memory: upper bound on device memory, 90% of the free memory by default. On the host backend it
+            bounds the RAM for blocks of A, B and C, 37.5% of the available RAM by default.
+        host_memory: upper bound on host memory for buffers between storage and device, half of the available
+            RAM by default. On the host backend it bounds buffers for reading and writing, 12.5% of the
+            available RAM by default.
+        tile: "MxNxK": C is computed in tiles of M x N elements, and each step multiplies an M x K block of
+            op(A) by a K x N block of op(B). By default the planner chooses these extents.
+        chunks: chunk extents (rows, columns) of a new zarr array. By default, chunks have about 8 MiB, and
+            their extents divide those of a tile.
         compressor: of a new zarr array: "none" (default), "zstd", "blosc-lz4", "blosc-zstd" or "gzip".
-        verify: check every tile against checksums of its panels before it is written, and compute it again if
-            they differ (`oocgemm.integrity.checksums.check`).
+        verify: before a tile of C is written, compare it with checksums of the operands, and compute it again
+            if they differ (`oocgemm.integrity.checksums.check`).
         device: number of the CUDA device, 0 by default.
-        overwrite: allow an array that exists at a path to be replaced. It must have C's shape and dtype.
-        resume: continue an unfinished run at `c`, a local path, that had the same arguments. If there is
-            none, begin one; if it is complete, do nothing. Budgets may differ. The plan is that of the
-            unfinished run.
-        trust_operands: resume even if files of A or B have changed. Finished tiles are not computed again.
+        overwrite: replace the contents of an array that exists at the path `c`. The array must have C's shape
+            and dtype.
+        resume: continue the unfinished run that wrote to `c`, a local path. Its plan is used, and the
+            arguments must be the same, except the budgets. If there is no such run, start one; if it is
+            complete, do nothing.
+        trust_operands: with `resume`, accept files of A or B that have changed since the run began. Finished
+            tiles are not computed again.
         timeline: path of a log of every operation, for `oocgemm report`. It is written during the run.
         progress: True shows the progress on stderr, as a bar on a terminal, elsewhere as a line every ten
-            seconds. A callable is called with the plan, and returns the observer of every finished operation.
+            seconds. A callable receives the plan, and returns a function that is called with the `Span` of
+            every finished operation.
 
     Returns:
         A `Result`.
@@ -106,12 +112,12 @@ def gemm(
     Raises:
         InputError: operands, destination or options cannot be used. Nothing was written. `NotFoundError` for
             a path at which nothing exists.
-        BudgetError: a budget is smaller than the smallest plan; the message and `least` say what suffices.
-        BackendError: no such device, kernel or library; `OutOfMemoryError` if memory within the budgets is
-            not available. Nothing was written.
-        ExecutionError: the run failed, for example because a sum of int8 products overflows C. A C at a local
-            path remains, with a journal to `resume` from, once one of its tiles is complete. Otherwise a C
-            that the run created is removed.
+        BudgetError: a budget is too small for any plan. The message and `least` name a size that suffices.
+        BackendError: a device, kernel or library is missing. `OutOfMemoryError`: the memory that the budgets
+            allow is not available. Nothing was written.
+        ExecutionError: the run failed, for example because a sum of int8 products overflows C. If C is at a
+            local path and one of its tiles is complete, C remains, with a journal to `resume` from. Otherwise
+            a C that the run created is removed.
     """
     if plan is None:
         check_names("gemm", options, PLAN_OPTIONS | RUN_OPTIONS)
@@ -119,7 +125,9 @@ def gemm(
     given = [name for name, value in (("a", a), ("b", b), ("c", c)) if value is not None]
     given += [name for name in options if name in PLAN_OPTIONS]
     if given:
-        raise InputError(f"plan holds {', '.join(given)} already: drop them, or call oocgemm.plan with them")
+        raise InputError(
+            f"plan already contains {', '.join(given)}: drop them here, or pass them to oocgemm.plan instead"
+        )
     check_names("gemm", options, RUN_OPTIONS)
     return _run(replace(plan.request, planned=plan, **dict[str, Any](options)))
 
@@ -129,8 +137,8 @@ def plan(a: Operand, b: Operand, c: Output = None, **options: Unpack[PlanOptions
 
     Args:
         a, b, c: as for `gemm`. C may exist.
-        options: options of `gemm` up to `verify`. The cuda backend requires `device_memory`, since no device
-            is asked how much of its memory is free.
+        options: options of `gemm` up to `verify`. The cuda backend requires `device_memory`, since the free
+            memory of a device is not queried.
 
     Returns:
         A `Plan`. Its `run` method computes the product.
@@ -161,9 +169,9 @@ def _run(request: Request) -> Result:
 
 
 def _display(progress: Progress | bool | None) -> AbstractContextManager[Progress | None]:
-    """Return the progress display if `progress` is True, or the caller's own."""
+    """Return a context manager for a run's progress callback: the built-in display if `progress` is True."""
     if progress is True:
-        from oocgemm.reports.progress import progress_display  # it imports rich
+        from oocgemm.reports.progress import progress_display  # imports rich, which is slow
 
         return progress_display(True)
     return nullcontext(progress or None)

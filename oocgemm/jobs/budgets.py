@@ -1,4 +1,4 @@
-"""Memory budgets: as given, or shares of the memory that is free; and how one bound is split in two."""
+"""Choose the two memory budgets of a run: as given, or shares of the free memory, or parts of one bound."""
 
 from collections.abc import Callable
 
@@ -13,9 +13,9 @@ from oocgemm.system.memory import available_memory
 def budgets_of(
     backend: str, free: Callable[[], int], device_memory: Size | None = None, host_memory: Size | None = None
 ) -> Budgets:
-    """Return the budgets in bytes; what is not given is a share of the memory that is free.
+    """Return the budgets in bytes. A budget that is None becomes a share of the free memory.
 
-    `free` returns the free memory of the device. On the host backend, both budgets are RAM.
+    `free` returns the free memory of the device, in bytes. On the host backend, both budgets are RAM.
     """
     on_host = backend == "host"
     if device_memory is not None:
@@ -29,25 +29,25 @@ def budgets_of(
 def within_budgets(
     request: Request, backend: str, free: Callable[[], int], plan: Callable[[Budgets], Plan]
 ) -> Plan:
-    """Call `plan` with the budgets that a request gives, or with their defaults.
+    """Return the result of `plan`, called with the budgets of a request or with their defaults.
 
     Raises `BudgetError` if the budgets are too small.
     """
     if request.memory is not None:
         if backend != "host":
             raise InputError(
-                "memory bounds RAM, which holds both budgets on the host backend only: on cuda pass "
-                "device_memory and host_memory (--device-memory, --host-memory)"
+                "memory bounds the RAM of the host backend, but this run uses cuda: pass device_memory and "
+                "host_memory instead (--device-memory, --host-memory)"
             )
         return _within(parse_size(request.memory), plan)
     return plan(budgets_of(backend, free, request.device_memory, request.host_memory))
 
 
 def _within(memory: int, plan: Callable[[Budgets], Plan]) -> Plan:
-    """Split one bound, in bytes, and plan.
+    """Split one memory bound, in bytes, into two budgets, and plan within them.
 
-    Three quarters hold tiles and panels, one quarter holds what reading and writing need. If a plan needs
-    more of either, that budget becomes as large as the smallest plan requires.
+    Three quarters are for blocks of A, B and C, one quarter is for reading and writing. If one budget is too
+    small for the smallest plan, it becomes as large as that plan requires, and the other one gets the rest.
     """
     budgets = Budgets(memory - memory // 4, memory // 4)
     try:
@@ -70,14 +70,14 @@ def _within(memory: int, plan: Callable[[Budgets], Plan]) -> Plan:
 def check_memory(plan: Plan, request: Request) -> None:
     """Raise `OutOfMemoryError`, with budgets that fit, if a plan needs more than the available memory.
 
-    The system might grant the memory and kill a process once it is used.
+    Without this check the system might grant the memory, and kill a process when the run writes to it.
     """
     needed = plan.footprint.host_total + (plan.footprint.device_total if plan.machine.unified else 0)
     free = available_memory()
     if needed <= free:
         return
     given = {"device": plan.budgets.device, "host": plan.budgets.host}
-    # An eighth stays free: what is available changes from call to call.
+    # Suggest 7/8 of the available memory: other programs may allocate some before the next call.
     shares = {"device": free * 3 // 4, "host": free // 8} if plan.machine.unified else {"host": free * 7 // 8}
     smaller = {f"{tier}_memory": share for tier, share in shares.items() if given[tier] > share}
     if request.memory is not None:

@@ -1,4 +1,4 @@
-"""Make finished tiles durable, in a thread beside the run."""
+"""Make finished tiles of C durable and record them in the journal, in a background thread."""
 
 import threading
 from queue import SimpleQueue
@@ -12,7 +12,11 @@ from oocgemm.system.threads import start
 
 
 class Committer:
-    """Makes finished tiles durable and records them. Its thread works while other tiles are computed."""
+    """Makes finished tiles of C durable and records them. Its thread works while other tiles are computed.
+
+    With `redo`, a tile's new content is first made durable next to C, then moved into C. The run needs that
+    if beta != 0, since it reads the old content.
+    """
 
     def __init__(self, journal: Journal, matrix: Durable, grid: TileGrid, *, redo: bool) -> None:
         self._journal = journal
@@ -26,24 +30,24 @@ class Committer:
         start(self._thread)
 
     def finished(self, tile: Tile) -> None:
-        """Queue a tile that is written but not durable. Raises the error of an earlier tile."""
+        """Queue a tile that is written but not durable. Raises `ExecutionError` if an earlier tile failed."""
         if self._error is not None:
             raise self._error
         self._queue.put(tile)
 
     def close(self) -> None:
-        """Wait until all tiles are recorded. Raises the first error."""
+        """Wait until all queued tiles are recorded. Raises `ExecutionError` if one failed."""
         self.stop()
         if self._error is not None:
             raise self._error
 
     def stop(self) -> None:
-        """Wait until all tiles are recorded, or one has failed. Raises nothing."""
+        """Wait until all queued tiles are recorded, or one has failed. Raises nothing."""
         self._queue.put(None)
         self._thread.join()
 
     def commit(self, tile: Tile) -> None:
-        """Make one tile durable and record it."""
+        """Make one tile durable in C, and record that in the journal."""
         block = self._grid.rows(tile[0]), self._grid.cols(tile[1])
         self._matrix.sync_block(*block)
         if self._redo:

@@ -14,7 +14,7 @@ from oocgemm.system import cache
 
 
 class Kind(StrEnum):
-    """Where an array is stored."""
+    """The kind of place where C is stored."""
 
     NEW = "new"  # an ndarray that the run allocates
     ARRAY = "array"  # an array that the caller passed
@@ -25,9 +25,9 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Destination:
-    """Where C goes, parsed once.
+    """Where the result C is stored, parsed from what the caller passed as C.
 
-    `path` is a path or a URL; `array` is what the caller passed in place of one.
+    `path` is a path or a URL. `array` is set if the caller passed an array instead.
     """
 
     kind: Kind
@@ -53,23 +53,23 @@ class Destination:
 
     @property
     def journal_folder(self) -> Path | None:
-        """The folder for the journal of a run that writes here; None where no journal is kept."""
+        """The folder for the journal of a run that writes C here; None if C can have no journal."""
         return stores.sidecar(self.source)
 
     def exists(self) -> bool:
-        """Tell whether there is an array already, or anything else at the path."""
+        """Tell whether the caller passed an array, or anything exists at the path."""
         return self.kind is Kind.ARRAY or (bool(self.path) and stores.exists(self.path))
 
     def is_path_in_use(self) -> bool:
-        """Tell whether there is anything at the path. An array that the caller passed has no path."""
+        """Tell whether anything exists at the path. An array that the caller passed has no path."""
         return self.kind is not Kind.ARRAY and self.exists()
 
     def check_new(self, problem: GemmProblem) -> None:
-        """Raise `InputError` where the format cannot store the dtype of a new C."""
+        """Raise `InputError` if C would be created in a format that cannot store its dtype."""
         if self.kind is Kind.NPY and problem.c_dtype == "bfloat16":
             raise InputError(
-                f"C at {self.path} cannot hold bfloat16: pass out_dtype='float32' (--out-dtype float32), or "
-                "the path of a zarr array"
+                f"C at {self.path} would have dtype bfloat16, which .npy files cannot store: pass "
+                "out_dtype='float32' (--out-dtype float32), or the path of a zarr array"
             )
 
     def check_apart(self, operand: Matrix) -> None:
@@ -78,17 +78,17 @@ class Destination:
             stores.check_apart("C", self.path, operand)
 
     def layout(self, problem: GemmProblem, chunks: tuple[int, int] | None, compressor: str | None) -> Layout:
-        """Return the layout of a new C. Without `chunks` the planner chooses their extents."""
+        """Return the layout of a new C in storage. Without `chunks` the planner chooses their extents."""
         return stores.new_layout(self.path or None, problem, chunks, compressor)
 
     def file_systems(self) -> set[str]:
-        """Return the file system that a new C is written to; nothing for memory."""
+        """Return a set with the id of the file system of a new C; the empty set for C in memory."""
         if not self.path:
             return set()
         return {"elsewhere" if self.kind is Kind.REMOTE else cache.file_system(self.path)}
 
     def is_same_path(self, path: str) -> bool:
-        """Tell whether a local path leads here, through symbolic links too."""
+        """Tell whether a local path is that of C, after symbolic links are resolved."""
         return bool(self.path) and os.path.realpath(path) == os.path.realpath(self.path)
 
     def __str__(self) -> str:

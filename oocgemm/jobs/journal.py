@@ -1,13 +1,15 @@
-"""The journal of a run: what the run computes, and which tiles of C are done.
+"""The journal of a run: a file that records what the run computes, and which tiles of C are done.
 
-The journal is a file in a folder next to C (`stores.sidecar`). Each line is a checksum and a JSON object. A
-line is durable before anything relies on it, so only the last line can be torn. A torn line counts as not
-written::
+The journal is in a folder next to C (`stores.sidecar`). Each line is a checksum and a JSON object. A line is
+durable before anything relies on it, so only the last line can be torn, that is, cut off by a crash. A torn
+line is ignored::
 
-    run       the header: what is computed from what, and the plan. It is renamed into place as a whole
+    run       the header: what is computed, from which operands, and the plan. The journal with this line is
+              written to another file, which is then renamed into place
     commit    beta != 0 only: the new content of a tile is durable, next to C
-    done      the new content of a tile is durable, in C; with a fingerprint of its files (sizes, modification
-    times) complete  the last line: all of C is durable
+    done      the new content of a tile is durable, in C. The line includes a fingerprint of the tile's files
+              (sizes, modification times)
+    complete  the last line: all of C is durable
 
 A run writes in this order. `->` is an fsync of everything before it::
 
@@ -19,12 +21,12 @@ A run writes in this order. `->` is an fsync of everything before it::
     complete ->
     if C is a .npy file: copy header and complete into an extended attribute of it -> remove the folder
 
-With beta = 0, writing a tile is idempotent. A tile that is not done is computed again.
+With beta = 0, writing a tile is idempotent: a tile that is not done is computed again.
 
-With beta != 0, the new tile is computed from the old one. The old one stays until the new one is durable. If
-a run is killed before the commit, the tile is computed again from the old content of C. If it is killed after
-the commit, the new content is moved into C: chunk files are renamed, blocks of a .npy file are copied. This
-is idempotent, so each tile is applied exactly once.
+With beta != 0, the new content of a tile is computed from the old one, which stays until the new one is
+durable. If a run is killed before the commit, the tile is computed again from the old content of C. If it is
+killed after the commit, the new content is moved into C: chunk files are renamed, blocks of a .npy file are
+copied. Moving is idempotent, so each tile is applied exactly once.
 
 A later run finds one of these states:
 
@@ -33,10 +35,12 @@ A later run finds one of these states:
     some tiles done, C marked      continue with the other tiles
     all tiles done                 remove the mark, and complete
 
-A tile is not done if its files differ from the fingerprint. With beta = 0 it is computed again. With beta !=
-0 that is impossible, and the run is refused. A journal that was truncated would cause tiles to be applied
-twice. So before a commit changes C, the number of commits is stored in a file next to the journal. If the
-journal lists fewer, the run is refused.
+A tile counts as not done if its files differ from the fingerprint. With beta = 0 it is computed again. With
+beta != 0 its old content no longer exists, so `resume` is refused.
+
+With beta != 0, a journal that has lost lines would cause tiles to be applied twice. Therefore the number of
+commits is stored in a file `count` next to the journal, before a commit changes C. If the journal lists fewer
+commits, `resume` is refused.
 
 The lock is flock(2) on a file in the folder. The system releases it when the process ends for any reason.
 """
@@ -63,31 +67,32 @@ from oocgemm.stores.durable import sync_path
 
 FORMAT = 1
 JOURNAL, LOCK, REDO, COUNT = "journal", "lock", "redo", "count"
-# Extended attribute of a complete .npy file: the first and last lines of its journal.
+# Extended attribute in which a complete .npy file stores the first and last lines of its journal.
 ATTRIBUTE = "user.oocgemm.journal"
-# `owner` takes the lock for an instant, so another process tries again.
+# Number of attempts to lock, and seconds between them. One failure does not prove that a run has the lock:
+# `owner`, in another process, takes it for an instant.
 TRIES, PAUSE = 5, 0.02
 
 
 @dataclass(frozen=True)
 class Record:
-    """The content of a journal.
+    """The content of a journal, as read from its file.
 
-    `done` and `committed` tiles are disjoint. `files` holds the fingerprints of done tiles; blocks of a .npy
-    file have none. `complete` is None while tiles are missing.
+    A tile is in at most one of `done` and `committed`. `files` maps done tiles to the fingerprints of their
+    files; in a .npy file, tiles have none. `complete` is None until all of C is durable.
     """
 
     header: dict[str, Any]
     done: frozenset[Tile]
     files: dict[Tile, str]
     committed: frozenset[Tile]
-    commits: int  # of all tiles, done or not
+    commits: int  # number of commit lines, of tiles that are done or not
     complete: dict[str, Any] | None
-    length: int  # bytes of the lines that are not torn
+    length: int  # bytes of the file without a torn last line
 
 
 def read(folder: Path) -> Record | None:
-    """Return the journal in a folder, or the part of it that a complete C stores; None if there is neither.
+    """Return the record of the journal in a folder, or the one that a complete C stores, or None.
 
     Raises `InputError` for a journal that is damaged, truncated, missing after commits, or of another format.
     """
@@ -100,11 +105,11 @@ def read(folder: Path) -> Record | None:
             _check_count(folder, 0)
         return record
     except OSError as error:
-        raise InputError(f"C: cannot read the journal {path}: {error.strerror}") from error
+        raise InputError(f"C: cannot read the journal {path}: {error.strerror}; make it readable") from error
 
 
 def _kept_in_c(folder: Path) -> Record | None:
-    """Return the record that `Journal.move_into_c` stored; None if there is none that can be parsed."""
+    """Return the record that `Journal.move_into_c` stored in C; None if there is none, or it is damaged."""
     c = stores.place(folder)
     with suppress(OSError, InputError):
         return _record(c, folder, os.getxattr(c, ATTRIBUTE))
@@ -112,7 +117,7 @@ def _kept_in_c(folder: Path) -> Record | None:
 
 
 def _record(path: Path, folder: Path, content: bytes) -> Record:
-    """Parse the content of a journal that was read at `path`."""
+    """Parse the content of a journal that was read at `path`. Raises `InputError` if it is damaged."""
     header: dict[str, Any] = {}
     files: dict[Tile, str | None] = {}
     commits: set[Tile] = set()
@@ -138,7 +143,8 @@ def _record(path: Path, folder: Path, content: bytes) -> Record:
         torn = whole == 0
     if torn:
         raise InputError(
-            f"the journal {path} is damaged in line {whole + 1}, so C may be wrong: remove C and {folder}"
+            f"the journal {path} is damaged in line {whole + 1}, so C may be wrong: remove C and {folder}, "
+            "and run again"
         )
     done, committed = frozenset(files), frozenset(commits)
     if complete is not None:
@@ -151,9 +157,9 @@ def _record(path: Path, folder: Path, content: bytes) -> Record:
 
 
 def _checked_header(path: Path, entry: dict[str, Any]) -> dict[str, Any]:
-    """Return the header in the first line of a journal.
+    """Return the header, given the first line of a journal.
 
-    Raises `InputError` for a format of another version.
+    Raises `InputError` if another version of this package wrote it in another format.
     """
     header: dict[str, Any] = entry.get("run", {})
     if header.get("format") != FORMAT:
@@ -165,7 +171,7 @@ def _checked_header(path: Path, entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_count(folder: Path, listed: int) -> None:
-    """Raise `InputError` if the journal lists fewer commits than were made."""
+    """Raise `InputError` if the journal lists fewer commits than the file `count`. Then lines were lost."""
     try:
         committed = int((folder / COUNT).read_bytes() or b"0")
     except FileNotFoundError:
@@ -175,13 +181,13 @@ def _check_count(folder: Path, listed: int) -> None:
     if committed > listed:
         raise InputError(
             f"the journal {folder / JOURNAL} lists {listed} committed tiles of C, but {committed} were "
-            "committed: it was truncated, and resuming would apply tiles twice; restore C from a copy and "
-            f"remove {folder}"
+            "committed: it was truncated, and resuming would apply tiles twice; restore C from a copy, "
+            f"remove {folder} and run again"
         )
 
 
 def owner(folder: Path) -> str | None:
-    """Return the process that has locked a journal's folder; None if there is none."""
+    """Return which process has locked a journal's folder, as text with its id and host; None if none has."""
     try:
         descriptor = os.open(folder / LOCK, os.O_RDONLY)
     except FileNotFoundError:
@@ -198,11 +204,15 @@ def owner(folder: Path) -> str | None:
 
 
 class Journal:
-    """The journal in a folder, locked for writing. Raises `InputError` if another run has locked it."""
+    """The journal in a folder, locked and open for writing.
+
+    Raises `InputError` if another run has locked the folder.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        # Directory entries to sync: of the folder, of C, and of parents that are created now.
+        # Number of parent folders to fsync: their entries for this folder, for C, and for parents that are
+        # created now must be durable.
         self._levels = 2 + sum(not above.exists() for above in folder.parents[1:])
         self._lock: int | None = _lock(folder)
         self._file: int | None = None
@@ -215,27 +225,27 @@ class Journal:
             raise
 
     def start(self, header: dict[str, Any]) -> None:
-        """Begin a journal, and replace the old one."""
+        """Replace any old journal by a new one that has only a header."""
         (self.folder / COUNT).unlink(missing_ok=True)
         path, new = self.folder / JOURNAL, self.folder / f"{JOURNAL}.new"
         self._file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         self._append({"run": {"format": FORMAT} | header})
         os.replace(new, path)
         self._sync_names()
-        with suppress(OSError):  # it describes an earlier run
+        with suppress(OSError):  # the attribute describes an earlier run
             os.removexattr(stores.place(self.folder), ATTRIBUTE)
 
     def resume(self) -> None:
-        """Continue after the last line that is not torn."""
+        """Open the existing journal to append to it, and remove a torn last line."""
         assert self.record is not None
         self._committed = self.record.commits
         self._file = os.open(self.folder / JOURNAL, os.O_WRONLY)
         os.ftruncate(self._file, self.record.length)
         os.lseek(self._file, 0, os.SEEK_END)
-        self._sync_names()  # the first run may have been killed before it did
+        self._sync_names()  # the first run may have been killed before it made them durable
 
     def commit(self, tile: Tile) -> None:
-        """Record that a tile's new content is durable, next to C."""
+        """Record that a tile's new content is durable next to C, though not yet in C."""
         self._add({"commit": tile})
         if self._count is None:
             self._count = os.open(self.folder / COUNT, os.O_WRONLY | os.O_CREAT, 0o666)
@@ -246,7 +256,7 @@ class Journal:
         os.fdatasync(self._count)
 
     def done(self, tile: Tile, files: str | None) -> None:
-        """Record that a tile's new content is durable, in C, with the fingerprint of its files."""
+        """Record that a tile's new content is durable in C, with the fingerprint of the tile's files."""
         self._add({"done": tile} | ({} if files is None else {"files": files}))
 
     def complete(self, facts: dict[str, Any]) -> None:
@@ -257,7 +267,7 @@ class Journal:
         """Store the journal of a complete C in an extended attribute of its file, and remove the folder.
 
         A later `resume` must know which run completed C: with beta != 0, applying it twice would be wrong.
-        The folder stays if the file system has no extended attributes, or none of this length.
+        The folder stays if the file system does not support extended attributes of this length.
         """
         first, *_, last = (self.folder / JOURNAL).read_bytes().splitlines(keepends=True)
         c = stores.place(self.folder)
@@ -269,7 +279,7 @@ class Journal:
     def check_in_place(self) -> None:
         """Raise `OSError` if the locked folder was removed or replaced.
 
-        Writing on would leave part of an array, or damage the C of another run.
+        A run that continued to write would leave part of an array, or damage the C of another run.
         """
         assert self._lock is not None
         with suppress(FileNotFoundError):
@@ -285,9 +295,9 @@ class Journal:
         self._file = self._count = self._lock = None
 
     def _sync_names(self) -> None:
-        """Sync the directory entries of the journal and of the folders above it."""
+        """Make the directory entries of the journal and of the folders above it durable."""
         for folder in (self.folder, *self.folder.parents[: self._levels]):
-            with suppress(PermissionError):  # a folder that the user may not read
+            with suppress(PermissionError):  # the user may not read that folder
                 sync_path(folder)
 
     def _add(self, entry: dict[str, Any]) -> None:
@@ -304,7 +314,7 @@ class Journal:
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
-    """Return the object in a line; None if the line is torn or damaged."""
+    """Return the JSON object in a line; None if its checksum is wrong, as in a line that a crash cut off."""
     checksum, _, text = line.partition(b" ")
     if checksum != b"%08x" % zlib.crc32(text):
         return None
@@ -320,16 +330,16 @@ def _tile(entry: list[int]) -> Tile:
 
 
 def _lock(folder: Path) -> int:
-    """Lock a folder, create it if need be, and return the lock's descriptor.
+    """Lock a folder, create it if it does not exist, and return the file descriptor of the lock.
 
-    Raises `InputError` if it is locked.
+    Raises `InputError` if another process has locked it.
     """
     path, holder = folder / LOCK, "a process that has just started"
     for attempt in range(TRIES):
         folder.mkdir(parents=True, exist_ok=True)
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        except FileNotFoundError:  # another run removes the folder
+        except FileNotFoundError:  # another run has removed the folder
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -344,7 +354,8 @@ def _lock(folder: Path) -> int:
                 os.close(descriptor)
                 raise
             warnings.warn(
-                f"{folder} is on a file system without locks: start no other run that writes C", stacklevel=2
+                f"{folder} is on a file system without locks: do not start a second run that writes C",
+                stacklevel=2,
             )
             return descriptor
         os.close(descriptor)
@@ -354,5 +365,5 @@ def _lock(folder: Path) -> int:
 
 
 def busy(folder: Path, holder: str) -> str:
-    """Return the message for a second run on one C."""
+    """Return the error message for a run whose C another run is writing. `holder` is that run's process."""
     return f"another run is writing C ({holder}, which has locked {folder / LOCK}): wait for it, or stop it"

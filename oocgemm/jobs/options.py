@@ -1,4 +1,4 @@
-"""What callers pass: types of operands, destinations and options."""
+"""Types of what callers pass: operands, destinations of C, and options."""
 
 import os
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from oocgemm.planning import Op, Plan, TileShape
 
 
 class LazyArray(Protocol):
-    """An array that is read by slicing: of zarr, h5py, dask, xarray, tensorstore or another library."""
+    """An array that is read by slicing, such as one of zarr, h5py, dask, xarray or tensorstore."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...

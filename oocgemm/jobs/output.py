@@ -1,4 +1,4 @@
-"""C while a run writes it: in local files with a journal, or elsewhere without one."""
+"""Open or create C for a run, and complete or abandon it. Only C in local files has a journal."""
 
 import shutil
 from abc import ABC, abstractmethod
@@ -26,9 +26,10 @@ from oocgemm.system.memory import available_memory
 
 
 class Target(ABC):
-    """C while a run writes it. It is a context manager: an error inside abandons it, and the end closes it.
+    """C while a run writes it.
 
-    `matrix` is C. `written` tells whether the run has begun to write to C.
+    A target is a context manager: an error in the `with` block calls `abandon`, the end of the block calls
+    `close`. `matrix` is C. `written` tells whether the run has begun to write to C.
     """
 
     matrix: Matrix
@@ -46,7 +47,7 @@ class Target(ABC):
 
     @abstractmethod
     def finished(self, tile: Tile) -> None:
-        """Note that a tile is written, though perhaps not durable yet."""
+        """Record that a tile of C is written. It may not be durable yet."""
 
     @abstractmethod
     def seal(self) -> None:
@@ -54,7 +55,7 @@ class Target(ABC):
 
     @abstractmethod
     def abandon(self) -> None:
-        """Keep what a later run can resume from, and remove the rest: the run has failed."""
+        """After a failed run, keep what a later run can resume from, and remove the rest."""
 
     @abstractmethod
     def close(self) -> None:
@@ -92,7 +93,7 @@ class Unjournaled(Target):
 
 
 class Complete(Target):
-    """A C that the resumed run had completed. Nothing is written."""
+    """A C that is complete already: the run that should be resumed had finished. Nothing is written."""
 
     def __init__(self, job: Job) -> None:
         assert job.output.matrix is not None
@@ -143,7 +144,7 @@ class Journaled(Target):
             raise
 
     def _open(self, job: Job) -> None:
-        """Write to the journal first, then open or create C for writing."""
+        """Start or continue the journal, then open or create C for writing."""
         earlier, plan = self._earlier, job.plan
         if earlier.resumed:
             self._journal.resume()
@@ -161,7 +162,7 @@ class Journaled(Target):
             self.matrix.redirect_writes(redo)
             for tile in earlier.committed:
                 self.matrix.apply_redo(plan.grid.rows(tile[0]), plan.grid.cols(tile[1]))
-            shutil.rmtree(redo, ignore_errors=True)  # left by tiles that were not committed
+            shutil.rmtree(redo, ignore_errors=True)  # contains data of tiles that were never committed
             redo.mkdir()
             sync_path(earlier.folder)
 
@@ -176,9 +177,8 @@ class Journaled(Target):
         self.matrix.set_finished(True)
         self._journal.complete({"content": self.matrix.files_fingerprint()})
         shutil.rmtree(self._earlier.folder / REDO, ignore_errors=True)
-        if (
-            self._earlier.folder.name != SIDECAR
-        ):  # next to a .npy file; inside a zarr array the folder may stay
+        # A zarr array contains its journal's folder, which may stay. Next to a .npy file it is removed.
+        if self._earlier.folder.name != SIDECAR:
             self._journal.move_into_c()
 
     def abandon(self) -> None:
@@ -188,7 +188,7 @@ class Journaled(Target):
             kept = self._committer.recorded
         untouched = self._creates or (self._was_complete and (self._redo or not self.written))
         if self._earlier.resumed or kept or not untouched:
-            return  # a later run can resume, or C is part old and part new
+            return  # a later run can resume from it, or C is part old and part new
         with suppress(OSError):
             self._journal.check_in_place()  # otherwise C and the folder belong to another run
             if not self._creates:
@@ -200,7 +200,7 @@ class Journaled(Target):
 
 
 def create_output(job: Job, folder: Path | None = None) -> Matrix:
-    """Create C, or reserve its disk space if it exists. `folder` is that of its journal."""
+    """Create C, or reserve disk space for a C that exists. `folder` contains the journal, if C has one."""
     found, c = job.output.matrix, job.request.c
     if found is not None:
         stores.reserve(found)
@@ -214,13 +214,13 @@ def create_output(job: Job, folder: Path | None = None) -> Matrix:
     if size > available_memory():
         raise InputError(
             f"C takes {format_size(size)}, more than the {format_size(available_memory())} of memory that "
-            "are available: pass a path for it"
+            "are available: pass a path for C, to store it on disk"
         )
     return stores.open_matrix("C", np.empty(shape, dtype), writable=True)
 
 
 def _was_complete(job: Job) -> bool:
-    """Tell whether C exists and does not say that it is the result of an unfinished run."""
+    """Tell whether C exists and is not marked as the result of an unfinished run."""
     return job.output.matrix is not None and not job.output.matrix.describe().get("unfinished")
 
 

@@ -22,13 +22,13 @@ class Plan(planning.Plan):
 
     @classmethod
     def of(cls, plan: planning.Plan, request: Request) -> "Plan":
-        """Return a plan that can run, of a request."""
+        """Combine a plan and the request that it was made for into a plan that can run."""
         decided = {part.name: getattr(plan, part.name) for part in fields(planning.Plan)}
         return cls(**decided, request=request)
 
     def run(self, **options: Unpack[RunOptions]) -> Result:
         """Run the plan, as ``oocgemm.gemm(plan=self, **options)`` does."""
-        from oocgemm.jobs.api import gemm  # it imports this module
+        from oocgemm.jobs.api import gemm  # imported here, since it imports this module
 
         check_names("run", options, RUN_OPTIONS)
         return gemm(plan=self, **options)

@@ -1,7 +1,4 @@
-"""A request becomes a prepared job: operands opened, everything checked, the run planned.
-
-Nothing is written.
-"""
+"""Turn a request into a job: open the operands, check everything, and plan the run. Nothing is written."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,10 +30,11 @@ from oocgemm.stores import Matrix
 
 @dataclass(frozen=True)
 class Output:
-    """What was found at C's destination.
+    """What `prepare` found at C's destination.
 
-    `matrix` is None if C must be created, with `chunks` and `compressor`. `earlier` is the journal there; it
-    is None where no journal is kept. `identity` describes the run to a later one that resumes it.
+    `matrix` is C; it is None if C must be created, with `chunks` and `compressor`. `earlier` is the journal
+    at C; it is None if C can have none, as in memory or a remote store. `identity` describes what the run
+    computes: only a run of equal identity may resume it.
     """
 
     matrix: Matrix | None
@@ -47,13 +45,13 @@ class Output:
 
     @property
     def resumed(self) -> Earlier | None:
-        """The journal of the run that is resumed, if any."""
+        """The journal of the run to resume; None if the new run starts from the beginning."""
         return self.earlier if self.earlier is not None and self.earlier.resumed else None
 
 
 @dataclass(frozen=True)
 class Job:
-    """A request that is ready to run: open operands, checked output, plan."""
+    """A request that is ready to run, with its open operands, its checked output and its plan."""
 
     request: Request
     a: Matrix
@@ -68,11 +66,12 @@ def prepare(request: Request, engine: Backend | None, *, running: bool) -> Job:
     Args:
         request: what to compute.
         engine: the backend that the job runs on; None to plan for cuda without a device.
-        running: whether the job will run. Otherwise C may exist, and journals are ignored.
+        running: whether the job will run. If False, the job is only planned: C may exist, and journals are
+            ignored.
 
     Raises:
-        InputError: operands, destination or options that cannot be used.
-        BudgetError: a budget that is too small.
+        InputError: operands, destination or options cannot be used.
+        BudgetError: a budget is too small.
     """
     a, trans_a = stores.by_rows(stores.open_matrix("A", request.a), op_of("trans_a", request.trans_a))
     b, trans_b = stores.by_rows(stores.open_matrix("B", request.b), op_of("trans_b", request.trans_b))
@@ -94,9 +93,9 @@ def prepare(request: Request, engine: Backend | None, *, running: bool) -> Job:
 
 
 def checksum_tier(backend: str, problem: GemmProblem) -> str:
-    """Return the tier that computes checksums.
+    """Return where the checksums of a product are computed: "device" or "host".
 
-    A device reads its own memory far faster than the host does. Its kernels take no checksums of integers.
+    A device reads its own memory far faster than the host does, but it has no checksum kernels for integers.
     """
     return "device" if backend == "cuda" and not problem.exact else "host"
 
@@ -106,7 +105,7 @@ def _find_output(
 ) -> Output:
     """Open C if it exists, and find the journal of an earlier run there.
 
-    Raises `InputError` if C may not be written, or if the run to resume is another one.
+    Raises `InputError` if C may not be written, or if the run to resume computes something else.
     """
     check_complete(a, b)
     c, chunks, compressor = request.c, request.chunks, request.compressor
@@ -138,10 +137,11 @@ def _existing(
     resumed = earlier is not None and earlier.resumed
     if not resumed and not c.exists():
         if problem.reads_c and c.kind is Kind.NEW:
-            raise InputError(f"beta = {problem.beta} needs an existing C, and none is given")
+            raise InputError(f"beta = {problem.beta} needs an existing C, and none is given: pass it as c")
         if problem.reads_c:
             raise NotFoundError(
-                f"beta = {problem.beta} needs an existing C, and there is nothing at {c.path}"
+                f"beta = {problem.beta} needs an existing C, and there is nothing at {c.path}: pass the path "
+                "of the old C, or drop beta"
             )
         c.check_new(problem)
         return None
@@ -161,7 +161,7 @@ def _existing(
 
 
 def _as_begun(c: Destination, earlier: Earlier) -> tuple[tuple[int, int] | None, str | None]:
-    """Return chunks and compressor of a C that an earlier run was to create."""
+    """Return the chunks and compressor that an unfinished run had chosen for a C that must now be created."""
     if c.kind is Kind.NPY:
         return None, None
     rows, cols = map(int, earlier.header["given"]["chunks"].split("x"))
@@ -169,7 +169,7 @@ def _as_begun(c: Destination, earlier: Earlier) -> tuple[tuple[int, int] | None,
 
 
 def _check_output(c: Destination, output: Output, a: Matrix, b: Matrix) -> None:
-    """Raise `InputError` if C overlaps an operand, or for options of a new array if C exists."""
+    """Raise `InputError` if C overlaps an operand, or if C exists and `chunks` or `compressor` is given."""
     for operand in (a, b):
         if output.matrix is None:
             c.check_apart(operand)
@@ -193,7 +193,7 @@ def _plan(
     tile: TileShape | None,
     engine: Backend | None,
 ) -> Plan:
-    """Plan within the request's budgets, or take the request's plan, or that of the run that is resumed."""
+    """Return the plan of the run to resume, else the plan in the request, else a new one within budgets."""
     existing, c = output.matrix, request.c
     layouts = Layouts(
         _layout(a, engine).oriented(problem.trans_a),
@@ -221,7 +221,7 @@ def _plan(
 
 
 def _layout(matrix: Matrix, engine: Backend | None) -> Layout:
-    """Return a matrix's layout, which says whether its memory is pinned."""
+    """Return a matrix's layout. For an array in memory it says whether the backend has pinned that memory."""
     layout = matrix.layout
     if engine is None or not layout.zero_copy_width:
         return layout
@@ -229,39 +229,44 @@ def _layout(matrix: Matrix, engine: Backend | None) -> Layout:
 
 
 def _unknown() -> int:
-    raise InputError("planning for cuda touches no device: pass the size of its memory as --device-memory")
+    raise InputError(
+        "planning for cuda does not query the device's memory: pass how much of it to use, such as "
+        "device_memory='16GiB' (--device-memory 16GiB)"
+    )
 
 
 def _continued(
     earlier: Earlier, problem: GemmProblem, budgets: Budgets, machine: MachineModel, layouts: Layouts
 ) -> Plan:
-    """Return the plan of a run that is resumed.
+    """Return the plan that continues a run.
 
-    Raises `InputError` if this version would cut panels differently.
+    Raises `InputError` if the version that began the run divides A and B along k in another way: then tiles
+    of the two versions would differ in rounding.
     """
     plan = resumed_plan(problem, budgets, machine, layouts, earlier.candidate, earlier.done)
     if plan.grid.ramp != earlier.header["ramp"]:
         version = earlier.header["version"]
         raise InputError(
-            f"this version cuts panels differently from oocgemm {version}: finish the run with that one"
+            f"oocgemm {version} began this run, and divides A and B into other blocks than this version: "
+            f"finish the run with oocgemm {version}"
         )
     return plan
 
 
 def _as_planned(planned: Plan, problem: GemmProblem, machine: MachineModel, layouts: Layouts) -> Plan:
-    """Return a plan that was made before, for the operands as they are now.
+    """Return an earlier plan, with the present machine model and layouts.
 
-    Raises `InputError` if they differ.
+    Raises `InputError` if the product or the layouts of its operands have changed since it was planned.
     """
     now = replace(planned, machine=machine, layouts=layouts)
 
-    def operands(found: Layouts) -> tuple[Layout, Layout]:  # pinned or not
+    def operands(found: Layouts) -> tuple[Layout, Layout]:  # whether memory is pinned may have changed
         return replace(found.a, pinned=False), replace(found.b, pinned=False)
 
     if (problem, operands(layouts), now.chunks) != (
         *(planned.problem, operands(planned.layouts), planned.chunks),
     ):
         raise InputError(
-            "A, B or C differ in shape, dtype or chunks from what was planned: call oocgemm.plan again"
+            "A, B or C have other shapes, dtypes or chunks than at planning time: call oocgemm.plan again"
         )
     return now

@@ -1,4 +1,4 @@
-"""The product that a request asks for: shapes, dtypes, scalars and the tile, checked."""
+"""Check the product that a request asks for: its shapes, dtypes, scalars and tile."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def problem_of(
     compute: str = "native",
     out_dtype: Any = None,
 ) -> GemmProblem:
-    """Return the product of two operands. Raises `InputError` if shapes, dtypes or scalars do not match."""
+    """Describe the product of two operands. Raises `InputError` if shapes, dtypes or scalars do not match."""
     trans_a, trans_b = op_of("trans_a", trans_a), op_of("trans_b", trans_b)
     stores.check_dtypes(a, b)
     m, k = a.shape[::-1] if trans_a.swaps else a.shape
@@ -42,13 +42,13 @@ def problem_of(
     if problem.exact and problem.depth > integers.MAX_FLOAT64_DEPTH:
         raise InputError(
             f"op(A) has {k} columns; sums of more than {integers.MAX_FLOAT64_DEPTH} int8 products may not be "
-            "exact: multiply parts of the operands"
+            "exact: multiply parts with fewer columns, and add the results"
         )
     return problem
 
 
 def _out_dtype(given: Any, operands: DType) -> str:
-    """Return the name of C's dtype. Raises `InputError` for one that these operands cannot give."""
+    """Return the name of C's dtype. Raises `InputError` if operands of this dtype cannot give it."""
     if given is None:
         return operands.results[0]
     try:
@@ -87,7 +87,7 @@ def _scalar(name: str, value: complex, operands: DType, c_dtype: str) -> complex
 
 
 def _check_range(name: str, number: complex, operands: DType) -> None:
-    """Raise `InputError` for a scalar that overflows, or rounds to 0, in the accumulator's dtype."""
+    """Raise `InputError` for a scalar that overflows, or rounds to 0, in the dtype in which C is summed."""
     accumulator = numpy_dtype(operands.accumulator)
     limits = np.finfo(accumulator)
     with np.errstate(all="ignore"):
@@ -106,17 +106,17 @@ def _check_range(name: str, number: complex, operands: DType) -> None:
 
 
 def op_of(name: str, value: Transpose) -> Op:
-    """Return the op that an option stands for. Raises `InputError` for any other value."""
+    """Return the op for a value of trans_a or trans_b. Raises `InputError` for an invalid value."""
     if isinstance(value, bool):
         return Op.T if value else Op.N
     try:
         return Op(value)
     except ValueError:
-        raise InputError(f"{name} = {value!r}: write 'N', 'T' or 'C'") from None
+        raise InputError(f"{name} = {value!r} is not an op: write 'N', 'T' or 'C'") from None
 
 
 def tile_of(value: TileShape | str | None, problem: GemmProblem) -> TileShape | None:
-    """Parse a tile shape and clip it to the product. Raises `InputError` if it cannot be parsed."""
+    """Parse a tile shape, such as "4096x4096x512", and clip it to the product. Raises `InputError`."""
     if value is None or isinstance(value, TileShape):
         return value and value.within(problem)
     parts = str(value).lower().split("x")

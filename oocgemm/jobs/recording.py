@@ -1,4 +1,4 @@
-"""The record of a run: its header, and where its log goes."""
+"""Begin the log of a run: its header, its calibrated rates, and checks of its path."""
 
 import os
 from pathlib import Path
@@ -12,9 +12,9 @@ from oocgemm.timeline import Recorder
 
 
 def recorder(job: Job, c: Matrix, known: dict[str, Any]) -> Recorder:
-    """Begin the record of a run. Raises `InputError` if its file cannot be created.
+    """Start the log of a run. Raises `InputError` if its file cannot be created.
 
-    `known` is what the header says of the machine and the backend.
+    `known` contains the parts of the header that describe the machine and the backend.
     """
     header = known | {
         "plan": job.plan.to_dict(),
@@ -25,11 +25,13 @@ def recorder(job: Job, c: Matrix, known: dict[str, Any]) -> Recorder:
     try:
         return Recorder(header, path)
     except OSError as error:
-        raise InputError(f"the timeline cannot be written to {path}: {error.strerror}") from error
+        raise InputError(
+            f"the timeline cannot be written to {path}: {error.strerror}; give another path"
+        ) from error
 
 
 def rates(job: Job, c: Matrix) -> dict[str, float] | None:
-    """Return the calibrated rates that bound a run, in flop/s and bytes/s; None if one is unknown."""
+    """Return the calibrated rates that limit a run, in flop/s and bytes/s; None if one is unknown."""
     machine, problem = job.plan.machine, job.plan.problem
     sources = [job.a, job.b, *([c] if problem.reads_c else [])]
     stored = [x.layout for x in (*sources, c) if not x.layout.in_memory]
@@ -41,7 +43,8 @@ def rates(job: Job, c: Matrix) -> dict[str, float] | None:
     if not machine.unified:
         known |= {"h2d": machine.h2d, "d2h": machine.d2h}
     if any(x.layout.decode_bytes for x in sources):
-        known["decode"] = machine.decode  # how many bytes are read to be decoded is not known
+        # No rate of reading: how many encoded bytes are read is unknown.
+        known["decode"] = machine.decode
     elif not any(x.layout.in_memory for x in sources):
         known["read"] = machine.read
     if c.describe().get("direct", not c.layout.in_memory):
@@ -53,7 +56,7 @@ def check_log(timeline: str | os.PathLike[str]) -> None:
     """Raise `InputError` if no log can be created at a path."""
     path = Path(timeline).absolute()
     if not path.parent.is_dir():
-        raise InputError(f"the timeline's folder {path.parent} does not exist")
+        raise InputError(f"the timeline's folder {path.parent} does not exist: create it")
     if path.is_dir():
         raise InputError(f"the timeline's path {path} is a folder: give the path of a file")
 

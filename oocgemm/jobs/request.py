@@ -1,4 +1,4 @@
-"""A request: operands, destination and options of one call, before anything is opened."""
+"""The request of one call: operands, destination of C, and options, before any array is opened."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -64,7 +64,7 @@ def parse(a: Any, b: Any, c: Any, options: Options | PlanOptions) -> Request:
 
 
 def check_names(function: str, options: Iterable[str], known: frozenset[str]) -> None:
-    """Raise `TypeError` for an option that a function does not take, as Python does for a parameter."""
+    """Raise `TypeError` for an unknown option, as Python does for an unknown parameter."""
     for name in options:
         if name not in known:
             raise TypeError(

@@ -13,7 +13,9 @@ from oocgemm.planning.units import format_rate, format_time
 from oocgemm.reports.advice import diagnosis_lines
 from oocgemm.timeline import Recorder, Report, Timeline, report
 
-REPORTED_SPAN_BYTES = 1000  # memory of a timeline and its report, per span; 910 measured with 132,500 spans
+# Estimated memory of a timeline and its report, in bytes per span, the record of one operation. A run with
+# 132,500 spans took 910.
+REPORTED_SPAN_BYTES = 1000
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Result:
         out: the array that holds C: the one passed in, a new ndarray, or the zarr array or memory map at C's
             path.
         plan: the plan that ran.
-        log: the compressed record of the run. `timeline` and `report` are made from it on first access.
+        log: the compressed record of the run, from which `timeline` and `report` are made on first access.
     """
 
     out: Any
@@ -33,7 +35,7 @@ class Result:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """Every operation of the run. It takes about 500 bytes per operation."""
+        """The times of every operation of the run. It takes about 500 bytes of memory per operation."""
         return self.log.timeline()
 
     @cached_property
@@ -43,7 +45,7 @@ class Result:
 
     @property
     def report_bytes(self) -> int:
-        """Estimated bytes of memory that `timeline` and `report` take."""
+        """Estimated memory that `timeline` and `report` take, in bytes."""
         return REPORTED_SPAN_BYTES * self.log.spans
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
@@ -61,7 +63,7 @@ class Result:
         return f"<Result {', '.join(self._facts())}>"
 
     def _repr_html_(self) -> str:
-        """Return HTML for notebooks: C, the wall time T, the rate, and what bounded the run."""
+        """Return HTML for notebooks: C, the wall time T, the rate, and what limited its speed."""
         rows = [*self._facts(), *diagnosis_lines(self.report, self.timeline)]
         return f"<div><b>oocgemm.Result</b><br>{'<br>'.join(map(escape, rows))}</div>"
 

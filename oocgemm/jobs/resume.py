@@ -19,10 +19,11 @@ from oocgemm.stores.durable import Durable
 
 @dataclass(frozen=True)
 class Earlier:
-    """The journal that an earlier run left at C.
+    """The journal of an earlier run at C, and whether the new run resumes that run.
 
-    `record` is None if there is only room for one. `resumed` tells whether the new run continues the earlier
-    one. The files of `lost` tiles are missing or have changed, so these tiles are not done.
+    `record` is the content of the journal in `folder`, or None if there is none yet. `resumed` tells whether
+    the new run continues the earlier one. `lost` tiles are recorded as done, but their files are missing or
+    have changed.
     """
 
     folder: Path
@@ -32,14 +33,14 @@ class Earlier:
 
     @property
     def recreates(self) -> bool:
-        """Whether an unfinished run created C and completed no tile: C is then created again."""
+        """Whether C must be created again: an unfinished run created it, and no tile of it is kept."""
         if self.record is None or self.record.complete is not None:
             return False
         return self.record.header["created"] and not self.done
 
     @property
     def complete(self) -> bool:
-        """Whether the resumed run has computed all tiles."""
+        """Whether the run to resume has computed all tiles, so that nothing is left to do."""
         return self.resumed and self.record is not None and self.record.complete is not None
 
     @property
@@ -50,24 +51,24 @@ class Earlier:
 
     @property
     def candidate(self) -> Candidate:
-        """The decisions of the earlier run's plan."""
+        """The tile shape and the other decisions of the earlier run's plan."""
         return recorded_candidate(self.header["candidate"])
 
     @property
     def committed(self) -> frozenset[Tile]:
-        """Tiles whose new content exists, and only has to be moved into C."""
+        """Tiles whose new content is durable next to C, and must still be moved into C."""
         return self.record.committed if self.record and self.resumed else frozenset()
 
     @property
     def done(self) -> frozenset[Tile]:
-        """Tiles that are not computed again."""
+        """Tiles that the new run does not compute, since the earlier run has computed them."""
         if self.record is None or not self.resumed:
             return frozenset()
         return (self.record.done | self.record.committed) - self.lost
 
 
 def find_earlier(c: Destination, *, resume: bool, overwrite: bool, reads_c: bool) -> Earlier | None:
-    """Find the journal at C; return None where no journal can be kept.
+    """Find the journal at C; return None if C can have none, as in memory or a remote store.
 
     Raises `InputError` if another run is writing there, or if a run is unfinished and the new run neither
     resumes it nor may overwrite it.
@@ -103,7 +104,7 @@ def find_earlier(c: Destination, *, resume: bool, overwrite: bool, reads_c: bool
 def find_lost(earlier: Earlier, c: Matrix, problem: GemmProblem) -> Earlier:
     """Find finished tiles whose files are missing or have changed.
 
-    Raises `InputError` with beta != 0: these tiles cannot be computed again without the old C.
+    Raises `InputError` if there are any and beta != 0: without the old C they cannot be computed again.
     """
     record = earlier.record
     assert record is not None
@@ -126,7 +127,7 @@ def find_lost(earlier: Earlier, c: Matrix, problem: GemmProblem) -> Earlier:
 
 
 def resume_hint(c: Any) -> str:
-    """Return how many tiles an interrupted run has completed, and how to resume it; "" if it cannot be."""
+    """Return how many tiles of an interrupted run are done, and how to resume it; "" without such a run."""
     folder = Destination.parse(c).journal_folder
     with suppress(InputError):
         record = read(folder) if folder is not None else None
@@ -140,7 +141,7 @@ def check_complete(*operands: Matrix) -> None:
     for operand in operands:
         described = operand.describe()
         complete = not described.get("unfinished", False)
-        if described["store"] == "npy":  # the format has no attributes, so ask the journal
+        if described["store"] == "npy":  # only its journal tells whether it is complete
             folder = stores.sidecar(described["path"])
             record = read(folder) if folder is not None else None
             complete = record is None or record.complete is not None
@@ -153,9 +154,9 @@ def check_complete(*operands: Matrix) -> None:
 def identify(
     problem: GemmProblem, a: Matrix, b: Matrix, c: Matrix | None, arithmetic: dict[str, str]
 ) -> dict[str, Any]:
-    """Describe what a run computes, from what, and with which arithmetic.
+    """Describe what a run computes, from which operands, and with which arithmetic.
 
-    Two runs of the same identity and the same plan give the same bits.
+    Two runs with the same description and the same plan give the same bits.
     """
     existing = c.fingerprint() if c is not None else None
     return {
@@ -176,10 +177,10 @@ def check_same(
     *,
     trust_operands: bool,
 ) -> None:
-    """Raise `InputError`, with the differences, if the earlier run is not the one that is requested now.
+    """Raise `InputError`, with the differences, if the new run may not resume the earlier one.
 
-    `now` is the identity of the new run. Options that are None stay what they were. With `trust_operands`,
-    changed files of A and B are allowed.
+    `now` is the result of `identify` for the new run. An option that is None keeps its earlier value. With
+    `trust_operands`, files of A and B may have changed.
     """
     then, given = earlier.header["identity"], earlier.header["given"]
     changed = [] if trust_operands else list(_changes(then, now))
@@ -221,13 +222,13 @@ def check_same(
 
 
 def _share(record: Record) -> str:
-    """Return how many tiles are done, as words."""
+    """Return a clause for messages that says how many tiles are done."""
     down, across = record.header["tiles"]
     return f"{len(record.done | record.committed)} of {down * across} tiles are done"
 
 
 def _differences(then: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
-    """Yield the differences of two identities, except changes of operand files."""
+    """Yield the differences of two results of `identify`, except changes of operand files."""
     for part in ("problem", "arithmetic"):
         for name in now[part]:
             old, new = then[part].get(name), now[part][name]
@@ -246,7 +247,10 @@ def _differences(then: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
 
 
 def _changes(then: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
-    """Yield changes of operand files. Journals of earlier versions hold no times of inode change."""
+    """Yield changes of operand files.
+
+    Journals of earlier versions do not record times of inode change (ctime), which are then not compared.
+    """
     for name, old in then["operands"].items():
         new = now["operands"][name]
         if old is None or new is None:

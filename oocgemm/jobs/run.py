@@ -1,4 +1,4 @@
-"""A prepared job runs: memory is taken, operations execute, C becomes durable, and everything is released."""
+"""Run a prepared job: allocate memory, execute the operations, make C durable, and release everything."""
 
 import gc
 import logging
@@ -29,17 +29,18 @@ from oocgemm.system.cpu import CpuTimes, used_since
 from oocgemm.system.threads import Cancel
 from oocgemm.timeline import Recorder, Span
 
-SEED = 20261  # of the random signs of checksums; any number serves
+# Seed of the random signs in checksums. Its value does not matter; a constant makes runs repeatable.
+SEED = 20261
 
 logger = logging.getLogger("oocgemm")
 
 
 class PreparedJob:
-    """A request with its backend, opened, checked and planned. It runs once.
+    """A request whose backend and operands are open, checked and planned. It can run once.
 
-    T begins here, after imports. `plan` tells what the run will occupy.
-
-    Raises what `prepare` raises, and `BackendError` where the backend is unavailable. Nothing is written.
+    The constructor imports the packages that the request needs, and then starts the clock for T, the wall
+    time of the run. It writes nothing. It raises what `prepare` raises, and `BackendError` if the backend is
+    unavailable.
     """
 
     def __init__(self, request: Request) -> None:
@@ -59,15 +60,15 @@ class PreparedJob:
 
     @property
     def plan(self) -> Plan:
-        """The plan, with its footprint on each tier."""
+        """The plan. It tells how much device and host memory the run will occupy."""
         return self._job.plan
 
     def run(self, progress: Progress | None, cancel: Cancel) -> Result:
-        """Run the job until C is durable. Must not be called where a signal may interrupt it.
+        """Run the job until C is durable. Call it in a thread in which no signal handler raises an exception.
 
         Args:
-            progress: called with the plan; returns the observer of finished operations.
-            cancel: stops the run from another thread. The error of the request is raised here.
+            progress: called with the plan; returns a function that is called with every finished operation.
+            cancel: lets another thread stop the run. The error which that thread passes is raised here.
 
         Raises:
             OutOfMemoryError: the memory is not available now. Nothing was written.
@@ -98,8 +99,9 @@ class PreparedJob:
     def _take_memory(self) -> tuple[Job, Session | None]:
         """Allocate the memory of the plan before anything is written; return the job and its session.
 
-        Other programs may allocate memory after the query of what is free. Then the job is planned once more,
-        which helps where the budgets are defaults. The session is None where no step is left to run.
+        If other programs have allocated memory since the job was planned, the plan may no longer fit. Then
+        the job is planned once more, which helps if the budgets are defaults. The session is None if no tile
+        is left to compute.
         """
         job, request = self._job, self._request
         for last in (False, True):
@@ -131,14 +133,14 @@ def execute(
 
     Args:
         job: what to run.
-        session: the backend's memory and streams; None where no step is left to run.
-        origin: start of T in nanoseconds of `perf_counter_ns`.
-        known: what the header of the log says of the machine and the backend.
+        session: the backend's memory and streams; None if no tile is left to compute.
+        origin: value of `perf_counter_ns` from which the wall time of the run is counted.
+        known: the parts of the log's header that describe the machine and the backend.
         progress, cancel: as for `PreparedJob.run`.
     """
     with ExitStack() as cleanup, _disk_errors():
         cpu = CpuTimes.now()
-        pinned = cleanup.enter_context(ExitStack())  # closes last, once the device has stopped copying
+        pinned = cleanup.enter_context(ExitStack())  # unpins last, once the device has stopped copying
         if session is not None:
             cleanup.callback(session.close)
         target = cleanup.enter_context(output.open_target(job))
@@ -175,7 +177,7 @@ def _stream(
     origin: int,
     cancel: Cancel,
 ) -> dict[str, Any] | None:
-    """Execute every operation of a plan; return the figures of its checksums.
+    """Execute every operation of a plan; return the results of its checksums, or None if it has none.
 
     Tiles that fail their checksums are computed once more. Raises `ExecutionError` if they fail again.
     """
@@ -202,7 +204,7 @@ def _stream(
 
 
 def _log_plan(plan: Plan) -> None:
-    """Log what is about to run."""
+    """Log the tile, the steps and the budgets of a plan before it runs."""
     budgets = f"{format_size(plan.budgets.device)} and {format_size(plan.budgets.host)}"
     logger.info("tile %s, %d steps, budgets %s", plan.tile, plan.steps, budgets)
     if plan.done:
@@ -211,7 +213,7 @@ def _log_plan(plan: Plan) -> None:
 
 @contextmanager
 def _disk_errors() -> Iterator[None]:
-    """Raise errors of the operating system as `ExecutionError`."""
+    """Turn each `OSError` in the `with` block into an `ExecutionError`."""
     try:
         yield
     except OSError as error:
@@ -232,9 +234,9 @@ def _observer(log: Recorder, watch: Observer | None) -> Observer:
 
 
 def _clear_frames(failure: BaseException) -> None:
-    """Free the slots that the frames of a failure refer to, and those of its causes and contexts.
+    """Clear the local variables of a failure's stack frames, and of the frames of its causes and contexts.
 
-    The slots would otherwise live as long as the exception does.
+    They refer to the buffers of the run, which would otherwise stay allocated as long as the exception lives.
     """
     left, seen = [failure], set[int]()
     while left:
@@ -243,4 +245,4 @@ def _clear_frames(failure: BaseException) -> None:
             seen.add(id(one))
             clear_frames(one.__traceback__)
             left += [other for other in (one.__cause__, one.__context__) if other is not None]
-    gc.collect()  # failures that were not the first
+    gc.collect()  # frees errors that only reference cycles still reach

@@ -28,28 +28,32 @@ from oocgemm.planning.units import parse_size
 from oocgemm.stores import Matrix
 from oocgemm.system.memory import available_memory
 
-# More threads than cores, so that cores compute while other threads wait for the disk.
+# A check uses at most 2 threads per core, and at most 8. There are more threads than cores, so that some
+# compute while others wait for the disk.
 MAX_THREADS, THREADS_PER_CORE = 8, 2
 
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of `verify`. It is true if C is the product.
+    """The result of `verify`. Its truth value is `ok`.
+
+    The check divides the columns of C into groups. In each row of a group it compares sums of elements with
+    random signs.
 
     Attributes:
         ok: whether C is the product within rounding error.
-        shape: that of C.
-        rows, cols: ranges that hold every error in C; None if there is none.
+        shape: shape of C.
+        rows, cols: ranges of rows and columns that contain every error in C; None if there is no error.
         wrong_rows: number of rows with errors.
         excess: error of the worst sum, as a multiple of its tolerance.
-        miss_probability: bound on the probability that an error in one row of one group of columns is missed.
-        tolerance: an element whose error exceeds twice this is always found.
-        bound: model of rounding errors (`oocgemm.integrity.tolerance`).
-        false_alarm: bound on the probability that a correct C fails, by that model.
-        instead: transposes or another order of A and B that the shapes also allow.
-        vectors: number of random vectors.
-        groups: number of groups of columns.
-        seed: of the random vectors.
+        miss_probability: upper bound on the probability that errors in one row of one group are missed.
+        tolerance: an element whose error exceeds twice this value is always found.
+        bound: name of the model of rounding errors, "probabilistic" or "worst-case".
+        false_alarm: upper bound on the probability that a correct C fails, by that model.
+        instead: other transposes or orders of A and B with which op(A) @ op(B) also has C's shape.
+        vectors: number of random vectors, that is, of sums per row and group.
+        groups: number of groups.
+        seed: seed of the random vectors.
         seconds: wall time.
         bytes: bytes read.
     """
@@ -98,7 +102,7 @@ class Verification:
         return f"{where}. Compute it again {remedy}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data with `message`; numbers that are not finite become None."""
+        """Return the attributes and `message` as a dict for JSON. Numbers that are not finite become None."""
         return {
             name: None if isinstance(value, float) and not np.isfinite(value) else value
             for name, value in (asdict(self) | {"message": self.message}).items()
@@ -123,19 +127,19 @@ def verify(
 ) -> Verification:
     """Check that ``c = alpha op(a) @ op(b) + beta c_before`` within rounding error, in bounded memory.
 
-    The method is Freivalds' (1977), with random signs. Each array is read once; b is read several times where
-    the memory holds sums for neither all rows of c nor all of k.
+    The method is Freivalds' (1977): it compares c @ x with op(a) @ (op(b) @ x) for random vectors x of signs.
+    Each array is read once. b is read again if memory is too small for the sums, or if b has Inf or NaN.
 
     Args:
         a, b, c: as for `gemm`. Any program may have computed c.
         alpha, beta, trans_a, trans_b, compute: as for `gemm`.
         c_before: C before the run; required if beta is not 0.
-        host_memory: bound on memory, in bytes or as "2GiB"; half of the available RAM by default. With more
-            memory, groups have fewer columns, and smaller errors are found.
-        bound: model of rounding errors. "probabilistic" takes them to be independent and of mean 0;
+        host_memory: upper bound on memory, in bytes or as "2GiB"; half of the available RAM by default. More
+            memory makes the check finer: it finds smaller errors.
+        bound: model of rounding errors. "probabilistic" assumes that they are independent and of mean 0;
             "worst-case" assumes nothing, and finds large errors only.
-        seed: of the random signs.
-        say: called with the progress of reading, by one thread at a time.
+        seed: seed of the random signs.
+        say: called with a text that describes the progress, by one thread at a time.
 
     Returns:
         A `Verification`.
@@ -154,7 +158,7 @@ def verify(
     ]
     left, right, result, before = matrices
     if left is None or right is None or result is None:
-        raise InputError("A, B and C are all needed")
+        raise InputError("A, B and C are all needed, and one of them is None")
     name = result.dtype.name
     out_dtype = name if name in DTYPES[left.dtype.name].results else None
     swaps = [trans in (True, "T", "C") for trans in (trans_a, trans_b)]
@@ -214,7 +218,9 @@ def verify(
 def fitting(
     a: tuple[int, int], b: tuple[int, int], c: tuple[int, int], given: tuple[bool, bool]
 ) -> tuple[str, ...]:
-    """Return transposes and orders of A and B, other than those `given`, for which op(A) op(B) has C's shape.
+    """Return the other transposes and orders of A and B with which the product has the shape of C.
+
+    a, b, c are the shapes. `given` tells which of A and B are transposed now.
 
     >>> fitting((4, 3), (4, 5), (3, 5), (False, False))
     ('--transpose-a',)
@@ -245,7 +251,7 @@ def _check(problem: GemmProblem, result: Matrix, before: Matrix | None, hint: st
             )
     if problem.reads_c and before is None:
         raise InputError(
-            f"beta = {problem.beta}: the check needs C from before the run: pass it as c_before (--c-before)"
+            f"beta = {problem.beta}: the check needs C from before the run, pass it as c_before (--c-before)"
         )
     if before is not None and stores.same_place(result, before):
         raise InputError("C and the old C are the same array: pass a copy that was made before the run")

@@ -147,7 +147,7 @@ class Store(ABC):
         return self.kind, operand if is_path(operand) else None
 
     def _read_only(self, path: str) -> InputError:
-        return InputError(f"C at {path}: {self.kind} is read-only, give a path that ends in .zarr or .npy")
+        return InputError(f"C at {path}: {self.kind} is read-only; give a path that ends in .zarr or .npy")
 
 
 def is_path(value: object) -> bool:
@@ -169,8 +169,8 @@ def refuse_zarr_options(kind: str, chunks: tuple[int, int] | None, compressor: s
     """Raise `InputError` if chunks or a compressor are given for a result that is not a zarr array."""
     if chunks or compressor not in (None, "none"):
         raise InputError(
-            f"C would be {kind}, but only a zarr array has chunks and a compressor: "
-            "give C a path that ends in .zarr, or omit them"
+            f"C would be {kind}, but chunks and compressor are for zarr arrays: drop them, or give C a path "
+            "that ends in .zarr"
         )
 
 

@@ -67,8 +67,8 @@ def wrong_format(name: str, path: str, *, writable: bool = False) -> InputError 
     kind = format_of(path)
     if not kind:
         return InputError(
-            f"{name}: no zarr array at {path}: it is a file, and a file must be in .npy format "
-            "and end in .npy"
+            f"{name}: no zarr array at {path}: it is a file, but zarr arrays are folders; a .npy file must "
+            "have that ending"
         )
     remedy = _remedy(path)
     if writable:

@@ -126,7 +126,7 @@ class LazyMatrix:
                 f"{self.name}: {kind} cannot be sliced as [0:0, 0:0] ({error}): convert it with {hint}"
             ) from error
         if shape != (0, 0):
-            raise InputError(f"{self.name}: slicing {kind} gives no array: convert it with {hint}")
+            raise InputError(f"{self.name}: slicing {kind} does not give an array: convert it with {hint}")
 
     def read(self, rows: Range, cols: Range, out: Array) -> None:
         """Read a block into `out`, one piece after the other.

@@ -30,7 +30,9 @@ def folder() -> Path:
     try:
         base = Path(shared) if os.path.isabs(shared) else Path("~/.cache").expanduser()
     except RuntimeError as error:
-        raise InputError("there is no home directory for calibrations: set OOCGEMM_CACHE") from error
+        raise InputError(
+            "there is no home directory for calibrations: set OOCGEMM_CACHE to a writable folder"
+        ) from error
     return base / "oocgemm"
 
 

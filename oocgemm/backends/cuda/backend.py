@@ -27,7 +27,9 @@ class CudaBackend:
         try:
             count = runtime.getDeviceCount()
             if not 0 <= device < count:
-                raise BackendError(f"there is no CUDA device {device}: there are {count}, counted from 0")
+                raise BackendError(
+                    f"there is no CUDA device {device}: {count} are visible; pass one from 0 to {count - 1}"
+                )
             self._device = device
             self._properties = runtime.getDeviceProperties(device)
             with cupy.cuda.Device(device):
@@ -35,10 +37,12 @@ class CudaBackend:
         except runtime.CUDARuntimeError as error:
             if error.status == _OUT_OF_MEMORY:
                 raise OutOfMemoryError(
-                    f"other processes use so much of CUDA device {device}'s memory that it cannot even be "
-                    "opened: wait for them, or pass another --device"
+                    f"other processes use nearly all memory of CUDA device {device}, so it cannot be opened: "
+                    "wait for them, or pass another --device"
                 ) from error
-            raise BackendError(f"no CUDA device answers: {error}") from error
+            raise BackendError(
+                f"no CUDA device answers: {error}; check the driver with nvidia-smi"
+            ) from error
 
     def free_memory(self) -> int:
         with cupy.cuda.Device(self._device):

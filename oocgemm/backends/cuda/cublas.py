@@ -26,7 +26,7 @@ def gemm(handle: int, call: Call, *, keep_gil: bool = True) -> cuda_calls.Launch
     """
     accumulator = call.accumulator
     if max(call.m, call.n, call.k, call.lda, call.ldb, call.ldc) > _MAX:
-        raise OverflowError(f"cuBLAS has 32-bit integers, at most {_MAX}: {call}")
+        raise OverflowError(f"cuBLAS takes extents up to {_MAX}: pass a smaller --tile ({call})")
     alpha, beta = (np.array(value, numpy_dtype(accumulator)) for value in (call.alpha, call.beta))
     return cuda_calls.gemm_ex(
         *(handle, _OPS[call.op_b], _OPS[call.op_a], call.n, call.m, call.k),

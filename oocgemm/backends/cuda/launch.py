@@ -186,7 +186,9 @@ def encoded(described: TensorMap) -> Any:
         *(0, _MAP_SWIZZLES[described.swizzle], _MAP_L2_PROMOTION, 0),
     )
     if status:
-        raise BackendError(f"the driver refuses a tensor map (error {status}): {described}")
+        raise BackendError(
+            f"the CUDA driver rejects a tensor map (error {status}): {described}; pass --kernel cublas"
+        )
     return (ctypes.c_char * _MAP_BYTES).from_buffer(room, aligned)
 
 

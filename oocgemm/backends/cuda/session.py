@@ -93,7 +93,7 @@ class CudaSession:
                 free = runtime.memGetInfo()[0]
                 self.close()
                 raise OutOfMemoryError(
-                    f"the device refuses what the kernels take beside the buffers ({error}), "
+                    f"the device has no room left for the kernels and their workspace ({error}), "
                     f"{format_size(free)} are free: pass a smaller --device-memory"
                 ) from error
             except BaseException:

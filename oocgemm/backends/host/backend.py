@@ -194,7 +194,8 @@ class HostBackend:
         compute = plan.problem.compute
         if compute not in ("native", "emulated"):
             raise InputError(
-                f"the host backend computes in native precision, not {compute}: leave --compute out"
+                f"the host backend computes in native precision, not {compute}: drop --compute, or pass "
+                "--backend cuda"
             )
 
     def arithmetic(self, problem: GemmProblem, kernel: str) -> str:

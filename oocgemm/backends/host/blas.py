@@ -189,7 +189,7 @@ def _cblas_gemm() -> Gemm | None:
         k = a.shape[0] if trans_a.swaps else a.shape[1]
         if integer is ctypes.c_int32 and max(m, n, k, a.shape[1], b.shape[1]) >= 2**31:
             raise BackendError(
-                f"this BLAS has 32-bit integers, too few for {m} x {n} x {k}: pass a smaller --tile"
+                f"NumPy's BLAS takes extents below 2^31, too small for {m} x {n} x {k}: pass a smaller --tile"
             )
         scalars: list[Any] = [alpha, beta]
         if c.dtype.kind == "c":

@@ -240,7 +240,7 @@ def _fitting(engine: Backend, machine: MachineModel, dtype: str, sizes: Sizes, c
             return tile
         if side < 64:
             raise BackendError(
-                f"{format_size(free)} of free memory are too little to calibrate: a tile of {side} x {side} "
+                f"{format_size(free)} of free memory is too little to calibrate: a tile of {side} x {side} "
                 "does not fit; end other programs"
             )
         side //= 2

@@ -14,11 +14,11 @@ def check_tile(setting: Setting, tile: TileShape) -> None:
     """Raise `InputError` for a tile shape that a product cannot use."""
     problem = setting.problem
     if min(tile.m, tile.n, tile.k) < 1:
-        raise InputError(f"tile {tile} has an extent below 1: make all three extents at least 1")
+        raise InputError(f"tile {tile} has an extent below 1: write MxNxK, such as 4096x4096x512")
     if problem.exact and min(tile.k, problem.depth) > MAX_INT32_DEPTH:
         raise InputError(
-            f"tile {tile}: int32 holds sums of {MAX_INT32_DEPTH} products of int8 numbers, and panels would "
-            f"be {tile.k} deep: make k at most {MAX_INT32_DEPTH}"
+            f"tile {tile} would sum {tile.k} int8 products in int32, which can hold sums of "
+            f"{MAX_INT32_DEPTH}: make k at most {MAX_INT32_DEPTH}"
         )
     chunk = setting.layouts.c.write_chunk
     for name, extent, nominal, unit in (
@@ -27,8 +27,8 @@ def check_tile(setting: Setting, tile: TileShape) -> None:
     ):
         if nominal < extent and nominal % unit:
             raise InputError(
-                f"tile {tile}: {name} = {nominal} would divide chunks of C ({chunk[0]} x {chunk[1]}) between "
-                f"tiles, and two tiles must not write one chunk: make {name} a multiple of {unit}"
+                f"tile {tile}: {name} = {nominal} would make two tiles write to one chunk of C, which has "
+                f"{chunk[0]} x {chunk[1]} elements: make {name} a multiple of {unit}"
             )
 
 

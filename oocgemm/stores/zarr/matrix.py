@@ -108,7 +108,7 @@ class ZarrMatrix:
 
     def read(self, rows: Range, cols: Range, out: Array) -> None:
         if out.dtype != self.dtype:
-            raise ExecutionError(f"{self.name} has dtype {self.dtype}, and the slot has {out.dtype}")
+            raise ExecutionError(f"{self.name} has dtype {self.dtype}, but the buffer for it has {out.dtype}")
         if self.direct:
             self.direct.read(rows, cols, out)
             return
