@@ -150,7 +150,7 @@ class Session(Protocol):
         """
 
     def view(self, operation: Operation, region: Region) -> Array:
-        """Return a region of a device slot as an array, in the orientation of the stored operand.
+        """Return a part of a buffer on the device as an array, in the orientation of the stored operand.
 
         Called only if host and device share one memory.
         """

@@ -302,7 +302,7 @@ class Run:
         completion.post()
 
     def _transfer(self, operation: Operation, tokens: list[Token]) -> Token:
-        """Run a Read or a Write."""
+        """Run a Read (from a store to a buffer) or a Write (from a buffer to a store)."""
         for token in tokens:
             token.synchronize()
         reading = operation.kind is Kind.READ

@@ -71,8 +71,8 @@ class PinnedOperands:
         """Wait until the memory of a block is pinned, and return the block.
 
         Returns:
-            None, at once, if too many parts are pinned before the block's (`MAX_WAIT_RATIO`); None as well
-            if pinning stops before its turn.
+            None, at once, if too many other parts must be pinned before the block (`MAX_WAIT_RATIO`). None
+            as well if pinning stops before the block is pinned.
         """
         parts = self._parts_of(block)
         turn = max(self._turn[part] for part in parts)

@@ -108,7 +108,10 @@ def finish(
 
 
 def finisher(kernels: "Kernels", dtypes: tuple[str, str]) -> Callable[..., None]:
-    """Return a function that launches the kernel int8_finish for these dtypes of source and result."""
+    """Return a function that launches the kernel int8_finish for these dtypes of source and result.
+
+    The kernel applies alpha and beta and casts the sums.
+    """
     macros = [f"-DOOC_{x}={C_TYPES[t]}" for x, t in zip(("ACCUMULATED", "STORED"), dtypes, strict=True)]
     maximum = {"int32": 2**31 - 1, "int64": EXACT_LIMIT}.get(dtypes[1])
     if maximum is not None:

@@ -94,7 +94,8 @@ class Kernels:
         cuda_calls.launch(self.finisher(dtypes).ptr, grid, (256, 1, 1), 0, values)
 
     def finisher(self, dtypes: tuple[str, str]) -> Any:
-        """Return the function of the kernel `finish` for these dtypes of source and result."""
+        """Return the kernel `finish`, which applies alpha and beta and casts, for these dtypes of source and
+        result."""
         if dtypes not in self._functions:
             major, minor = self.device.capability
             macros = [
