@@ -40,7 +40,7 @@ from keeping import here
 from linked import CORES, linked_zarr
 
 from oocgemm import stores
-from oocgemm.engine.blocks import PIECE_BYTES
+from oocgemm.engine.blocks import MAX_PIECE_BYTES
 from oocgemm.planning.units import format_size
 
 
@@ -157,9 +157,9 @@ def disk_seconds(files: list[Path], threads: int) -> float:
     import mmap
 
     def read(path: Path) -> None:
-        buffer = mmap.mmap(-1, PIECE_BYTES)
+        buffer = mmap.mmap(-1, MAX_PIECE_BYTES)
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
-        while os.readv(descriptor, [buffer]) == PIECE_BYTES:
+        while os.readv(descriptor, [buffer]) == MAX_PIECE_BYTES:
             pass
         os.close(descriptor)
 

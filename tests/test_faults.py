@@ -738,7 +738,7 @@ def test_a_panel_that_cannot_be_read_is_left_alone_from_then_on(
 ) -> None:
     """After the error no thread writes to the panel's buffer any more, since it may be used again."""
     monkeypatch.setattr(blocks, "MIN_PIECE_BYTES", 160)
-    monkeypatch.setattr(blocks, "PIECE_BYTES", 160)
+    monkeypatch.setattr(blocks, "MAX_PIECE_BYTES", 160)
     fault = Fault(ValueError("wrong"), times=1, delay=0.01)
     slots, plan = staging_of(threads, read_A=fault)
     operation = next(operation for operation in plan.schedule() if operation.operand == "A")

@@ -1,31 +1,40 @@
-// check_sums: takes checksums of panels and of strips of C in device memory (planning/check_blocks.py has
-// their layout).
+// check_sums: computes the checksums with which products are verified, from data in device memory
+// (planning/check_blocks.py describes their memory layout).
 //
-// A panel has `extent` rows of op(A) (or columns of op(B)) by `depth`. It is cut into blocks along `extent`,
-// and each block is summed along `extent` with random signs. OOC_AXIS 0: the index s along `extent` is a row
-// of the stored panel; 1: a column. A strip of C is summed along both of its dimensions; OOC_AXIS is 0.
+// A panel is the part of op(A) or op(B) that one step multiplies. It has `extent` rows of op(A), or columns
+// of op(B), and `depth` elements along k. A strip is some rows of a tile of C. Panels are cut into blocks of
+// rows (or columns), strips into blocks of rows and columns. s is an index along `extent`, d along `depth` or
+// along the columns of a strip. x(s, d) is an element, and sign() is a random sign. There are three kernels:
 //
-//   check_panel    sums[block][d] = sum_s sign(s) x(s, d); one norm per block and SIDE values of d; a flag per nonfinite s
-//   check_strip    sums[block down][block across] = sum_s sum_d sign(s) sign(d) x(s, d); norms and flags
-//   check_product  product[i][j] += sum_d a.sums[i][d] b.sums[j][d]; norm[i][j] += |a_i| |b_j|; the flags of both panels;
-//                  and whether the digests of the panels are the expected ones
+//   check_panel    adds up the rows of each block: sums[block][d] = sum over s of sign(s) x(s, d). Also one
+//                  norm per block and SIDE values of d, and a flag per row s with nonfinite elements.
+//   check_strip    adds up the elements of each block: sums[block of rows][block of columns] = sum over s and
+//                  d of sign(s) sign(d) x(s, d). Also a norm per block, and flags as above.
+//   check_product  multiplies the sums of two panels, which gives sums of their product:
+//                  product[i][j] += sum over d of a.sums[i][d] b.sums[j][d]. Multiplies the norms, merges the
+//                  flags, and compares the digests of the panels with the expected ones.
 //
-// The first two also compute a digest of what they read, by addition modulo 2^32 in any order:
+// check_panel and check_strip also compute a digest (a hash) of the data. The digest is the sum, modulo 2^32
+// and in any order, over rows r of the stored matrix and words j of a row, of
 //
-//   sum over rows r and words j of  weight(0, r) weight(1, j) word(r, j)
+//   weight(0, r) weight(1, j) word(r, j)
 //
-// Rows are those of the stored matrix: every 64th row of a panel, all rows of a strip. A row is read as
-// big-endian words of 4 bytes, the last one padded with zeros. Two matrices may differ only in signs and
-// exponents; byte order puts these into the low bits of a word, which survive a multiplication modulo 2^32.
-// Weights are odd.
+// It covers every 64th row of a panel, and all rows of a strip. A row is read as big-endian words of 4 bytes,
+// the last one padded with zeros. Weights are odd. If two matrices differ only in signs and exponents, the
+// byte order makes the low bits of words differ. A multiplication modulo 2^32 by an odd weight keeps such a
+// difference, whereas it may lose one in the high bits.
 //
-// Sums are in double precision and always in the same order. Squares have three accumulators, for large,
-// medium and small values (Blue, 1978), so that they neither overflow nor underflow.
+// Sums are in double precision and always in the same order. Large, medium and small values have an
+// accumulator each for their squares (Blue, 1978), so that squares neither overflow nor underflow.
 //
-// Macros: OOC_STORED, OOC_AXIS, OOC_WIDE (double or complex_t<double>).
-// Launch: 256 threads. A thread block
-// of check_panel takes SIDE values of the depth (x) of one block (y); of check_strip, one block across (x)
-// and down (y); of check_product, 16 blocks across (x) and 16 down (y).
+// Macros
+//   OOC_STORED   the type of the elements
+//   OOC_AXIS     0: s is a row of the stored matrix (always for check_strip); 1: s is a column
+//   OOC_WIDE     the type of the sums: double or complex_t<double>
+// Launch: blocks of 256 threads.
+//   check_panel     blockIdx.x selects SIDE values of d, blockIdx.y a block of rows
+//   check_strip     blockIdx.x selects a block of columns, blockIdx.y a block of rows
+//   check_product   blockIdx.x and blockIdx.y each select 16 blocks, of columns and of rows
 #include "common/scalar.cuh"
 
 using word = unsigned long long;
@@ -54,10 +63,10 @@ struct summed {
     unsigned char* flags;
     double* norms;
     OOC_WIDE* sums;
-    cut rows, cols;                  // cols: of a strip only
-    long long depth, pitch;          // depth: of a panel only; pitch: elements between stored rows
-    long long sums_pitch;            // blocks across in the layout of a strip's sums
-    long long first_row, first_col;  // in C: they index the random signs
+    cut rows, cols;                  // blocks of rows and columns; a panel has no cols
+    long long depth, pitch;          // elements along k (panels only); elements between stored rows
+    long long sums_pitch;            // strips only: sums from one row of blocks to the next
+    long long first_row, first_col;  // of C, of the first s and d: they index the random signs
     int row_signs, col_signs, conjugates;
 };
 
@@ -67,8 +76,9 @@ struct multiplied {
     const word *a_head, *b_head;
     word a_expected, b_expected;  // expected digests of the panels
     const unsigned char *a_flags, *b_flags;
-    unsigned char* strips;  // the checksums of the first strip
-    long long strip_bytes, made, sums, norms, row_flags, col_flags;  // bytes per strip; offsets of the parts
+    unsigned char* strips;  // the checksums of the first strip; those of the others follow
+    // Bytes of the checksums of a strip, and byte offsets of their parts.
+    long long strip_bytes, made, sums, norms, row_flags, col_flags;
     long long depth, chunks, rows, cols, strip;
     int down, across, pitch, per, first;
 };
@@ -82,8 +92,8 @@ __device__ inline word random_word(word stream, word index) {
 __device__ inline double random_sign(int stream, long long index) { return random_word(stream, index) >> 63 ? -1.0 : 1.0; }
 __device__ inline unsigned weight(int stream, long long index) { return static_cast<unsigned>(random_word(stream, index) >> 32) | 1; }
 __device__ inline unsigned row_weight(long long row, int every) { return row % every == 0 ? weight(0, row) : 0; }
-// The weight of word w of an element of a row. For 2-byte elements, it is shifted to the element's half of
-// the word.
+// The weight, in the digest, of word w of an element of a row. Two 2-byte elements share a word: the weight
+// is shifted to the half of the word that the element is in.
 __device__ inline unsigned element_weight(long long element, int w) {
     return sizeof(OOC_STORED) < 4 ? weight(1, element / 2) << (element % 2 ? 0 : 16) : weight(1, element * WORDS + w);
 }
@@ -99,7 +109,7 @@ __device__ inline unsigned swapped(const OOC_STORED& x, int w) {
 
 __device__ inline bool is_finite(double x) { return x - x == 0; }
 
-// A sum of squares that neither overflows nor underflows.
+// Computes a sum of squares without overflow or underflow.
 struct squares {
     double large = 0, middle = 0, small = 0;
     __device__ void add(double v) {
@@ -112,13 +122,14 @@ struct squares {
             large += v * 0x1p-600 * (v * 0x1p-600);
         }
     }
-    __device__ double norm() const {  // the omitted sum of a smaller kind is less than 2^-80 of the larger one
+    // The square root of the sum. If `large` is not 0, `small` is less than 2^-80 of the sum and is omitted.
+    __device__ double norm() const {
         if (large != 0) return sqrt(large + middle * 0x1p-600 * 0x1p-600) * 0x1p600;
         return middle != 0 ? sqrt(middle + small * 0x1p-600 * 0x1p-600) : sqrt(small) * 0x1p-600;
     }
 };
 
-// Sums a value over all threads, always in the same order, and returns the sum to all of them.
+// Adds up one value per thread, always in the same order, and returns the sum to all threads of the block.
 template <typename T>
 __device__ T total(T value, T* room) {
     __syncthreads();
@@ -140,9 +151,9 @@ __shared__ unsigned weights_of[SIDE][OOC_AXIS ? WORDS : 1];
 __shared__ double partial[THREADS * PARTS];
 __shared__ unsigned digests[THREADS];
 
-// Sums one block, [top, bottom) of the extent by [left, right) of the depth, at most SIDE each. Every
-// `every`-th row goes into the digest. Calls store(i, lane, d, sum) with this thread's partial sums, and
-// returns the norm of the block.
+// Sums one block: s from top to bottom - 1, d from left to right - 1, at most SIDE values each. For each d,
+// this thread adds up some of the s and passes its partial sum to store(i, lane, d, sum). Every `every`-th
+// row of the stored matrix goes into the digest. Returns the norm of the block to all threads.
 template <typename Store>
 __device__ inline double take(const summed& p, long long top, long long bottom, long long left, long long right, int every,
                               Store store) {
@@ -157,7 +168,8 @@ __device__ inline double take(const summed& p, long long top, long long bottom, 
         }
     }
     __syncthreads();
-    // Reads are coalesced for either axis.
+    // Threads are assigned to elements so that the reads of a warp are coalesced, whichever axis is
+    // contiguous.
     const int i = OOC_AXIS == 0 ? threadIdx.x % ACROSS : threadIdx.x / LANES;
     const int lane = OOC_AXIS == 0 ? threadIdx.x / ACROSS : threadIdx.x % LANES;
     const auto place = [&](int s, long long d) { return p.x + (OOC_AXIS == 0 ? (top + s) * p.pitch + d : d * p.pitch + top + s); };
@@ -246,7 +258,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) check_strip(summed p) {
     p.norms[at] = norm;
 }
 
-// The norm of a block, from the norms of the parts of its depth.
+// Returns the norm of a block of rows from the norms of its parts along the depth. It divides by the largest
+// norm first, so that squares neither overflow nor underflow.
 __device__ inline double whole_norm(const double* norms, long long count) {
     double largest = 0, sum = 0;
     for (long long c = 0; c < count; ++c) largest = norms[c] > largest || norms[c] != norms[c] ? norms[c] : largest;
@@ -289,7 +302,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) check_product(multiplied p
         *product = p.first ? sum : multiply_add(one, *product, sum);
         *norm = p.first ? more : *norm + more;
     }
-    // Flags take a byte per row, and a byte per column and strip. Few panels have any.
+    // Set the flags of rows and columns with nonfinite elements: a byte per row, and a byte per column of
+    // each strip. Few panels have nonfinite elements, so this is usually skipped.
     const bool nonfinite_a = p.depth > 0 && p.a_head[1] != 0, nonfinite_b = p.depth > 0 && p.b_head[1] != 0;
     const word damaged = p.depth > 0 && (p.a_head[0] != p.a_expected || p.b_head[0] != p.b_expected);
     const long long strips = (p.rows + p.strip - 1) / p.strip, threads = static_cast<long long>(gridDim.x) * gridDim.y * THREADS;

@@ -1,7 +1,7 @@
-// finish: result = narrow(alpha * sum + beta * result), elementwise: the epilogue of a strip of C.
+// finish: result = alpha * sum + beta * result, element by element, rounded to the type of the result.
 //
-// Used if the accumulator is wider than C (float32 for float16). `result` contains the old C if beta != 0.
-// beta = 0 never reads it.
+// It runs on some rows of C after all products have been added up, if the sums have a wider type than C: for
+// example float32 sums for a float16 C. If beta != 0, `result` contains the old C. beta = 0 never reads it.
 #include "common/scalar.cuh"
 
 extern "C" __global__ void finish(

@@ -1,13 +1,18 @@
-// hopper.cuh: the sm_90a instructions that a GEMM kernel needs, one small function each. Shared memory is
-// addressed by the 32-bit addresses of the shared window.
+// hopper.cuh: the sm_90a instructions that a GEMM kernel needs, one small function each. Addresses in shared
+// memory are the 32-bit addresses of PTX's shared state space.
 //
-//   mbarriers    count arrivals and bytes in shared memory; a wait names the parity of the phase that it waits for
-//   position     a stage in a ring of stages, and the parity of the round
-//   TMA          tma_copy_box copies one box of a tensor_map, which the host encodes by cuTensorMapEncodeTiled
-//   wgmma        D (64 x N, registers) += X (64 x k-step) Y (k-step x N) by the 128 threads of a warpgroup, asynchronously
+//   mbarriers    barriers in shared memory that count arriving threads and copied bytes. They are used again
+//                and again, in phases; a thread waits for a phase by its parity, 0 or 1.
+//   position     a position in a ring of buffers (stages): the stage, and the parity of the round
+//   TMA          tma_copy_box copies one box of a matrix, which a tensor_map describes. The host encodes
+//                tensor maps by cuTensorMapEncodeTiled.
+//   wgmma        D += X Y by the 128 threads of a warpgroup, asynchronously. D is 64 x N, in registers. X has
+//                64 rows, Y has N columns. One instruction covers 32 bytes along k, called a k-step.
 //
-// Macros for wgmma: OOC_FORMAT (tf32 | f16 | bf16, with sums in float32; s8 with OOC_INTEGER_SUMS, with sums
-// in int32), MMA_N (128 | 256).
+// Macros for wgmma:
+//   OOC_FORMAT         tf32 | f16 | bf16: sums are float32; s8: sums are int32
+//   OOC_INTEGER_SUMS   must be defined for s8
+//   MMA_N              N: 128 | 256
 #pragma once
 
 #include "common/ptx.cuh"
@@ -23,7 +28,7 @@ __device__ inline void mbarrier_init(unsigned barrier, int arrivals) {
 }
 __device__ inline void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-// Arrives once, and adds to the bytes of TMA copies that the phase waits for.
+// Arrives once, and lets the current phase also wait until TMA has copied `bytes` more bytes.
 __device__ inline void mbarrier_expect_bytes(unsigned barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
@@ -47,11 +52,11 @@ __device__ inline void mbarrier_wait(unsigned barrier, unsigned parity) {
                  "}" ::"r"(barrier), "r"(parity) : "memory");
 }
 
-// A position in a ring of COUNT stages.
+// A position in a ring of COUNT buffers, called stages.
 template <int COUNT>
 struct position {
     int stage = 0;
-    unsigned phase = 0;  // parity of the round through the stages
+    unsigned phase = 0;  // parity of the number of rounds through the ring: mbarrier waits need it
     __device__ void advance(unsigned blocks) {
         stage += blocks % COUNT;
         phase ^= blocks / COUNT & 1;
@@ -74,22 +79,22 @@ __device__ inline void cluster_barrier() {
 
 // --- TMA ---------------------------------------------------------------------------------------------------
 
-// Copies the box whose first element is (x, y), x along the contiguous dimension, and counts its bytes at an
-// mbarrier.
+// Copies the box whose first element is (x, y). x counts along the contiguous dimension. The mbarrier counts
+// the bytes that have been copied.
 __device__ inline void tma_copy_box(const tensor_map& map, unsigned to, unsigned barrier, int x, int y) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::
                      "r"(to), "l"(&map), "r"(x), "r"(y), "r"(barrier)
                  : "memory");
 }
-// Multicast: copies the box to the same address in every block of the cluster whose bit is set in `blocks`,
-// and counts its bytes at the mbarrier of each.
+// Copies a box to several blocks of the cluster by multicast: to the same shared-memory address in each block
+// whose bit is set in `blocks`. The mbarrier of each of these blocks counts the bytes.
 __device__ inline void tma_multicast_box(const tensor_map& map, unsigned to, unsigned barrier, int x, int y, unsigned short blocks) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
                  " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(&map), "r"(x), "r"(y), "r"(barrier), "h"(blocks)
                  : "memory");
 }
 
-// Both for a three-dimensional map: a box of its z-th matrix.
+// The same two copies for a three-dimensional tensor map, a stack of matrices. z is the number of the matrix.
 __device__ inline void tma_copy_box(const tensor_map& map, unsigned to, unsigned barrier, int x, int y, int z) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::
                      "r"(to), "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier)
@@ -112,10 +117,10 @@ __device__ inline void more_registers() { asm volatile("setmaxnreg.inc.sync.alig
 
 // --- wgmma -------------------------------------------------------------------------------------------------
 
-// Orders earlier register writes before the reads of later wgmmas.
+// Makes wgmma instructions after it see the register writes before it.
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Waits until at most PENDING committed groups are in flight.
+// Waits until at most PENDING committed groups of wgmma instructions are unfinished.
 template <int PENDING>
 __device__ inline void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
 
@@ -129,8 +134,8 @@ using wgmma_sum = float;
 #define OOC_KEPT "+f"
 #endif
 
-// The accumulators are operands %0 to %(N/2 - 1) of the instruction; OOC_AFTER(i) is the i-th operand after
-// them.
+// Operands of the asm statements below. A thread's MMA_N / 2 sums are operands %0, %1, and so on. OOC_P0 is
+// the first operand after them, OOC_P1 the second, up to OOC_P5.
 #define OOC_TEN(t) "%" t "0,%" t "1,%" t "2,%" t "3,%" t "4,%" t "5,%" t "6,%" t "7,%" t "8,%" t "9,"
 #define OOC_4(d, i) OOC_KEPT(d[i]), OOC_KEPT(d[i + 1]), OOC_KEPT(d[i + 2]), OOC_KEPT(d[i + 3])
 #define OOC_8(d, i) OOC_4(d, i), OOC_4(d, i + 4)
@@ -159,7 +164,8 @@ using wgmma_sum = float;
 #endif
 #define OOC_WGMMA(k) "wgmma.mma_async.sync.aligned.m64n" OOC_TEXT(MMA_N) k "." OOC_SUM "." OOC_TEXT(OOC_FORMAT) "." OOC_TEXT(OOC_FORMAT) " " OOC_LIST
 
-// 16-bit operands, k-step 16, each K-major or not. `keep` = 0 overwrites d instead of adding to it.
+// wgmma on 16-bit operands, 16 elements along k. Each operand may be K-major (contiguous along k) or not. x
+// and y are matrix descriptors. keep = 0 overwrites d instead of adding to it.
 template <bool X_K_MAJOR, bool Y_K_MAJOR>
 __device__ inline void wgmma_16bit(wgmma_sum (&d)[MMA_N / 2], unsigned long long x, unsigned long long y, int keep) {
     asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, " OOC_P2 ", 0;\n"
@@ -167,22 +173,23 @@ __device__ inline void wgmma_16bit(wgmma_sum (&d)[MMA_N / 2], unsigned long long
                  : OOC_ACCUMULATORS(d)
                  : "l"(x), "l"(y), "r"(keep), "n"(!X_K_MAJOR), "n"(!Y_K_MAJOR));
 }
-// tf32, k-step 8, both operands K-major.
+// wgmma on tf32 operands, 8 elements along k. Both operands must be K-major (contiguous along k).
 __device__ inline void wgmma_tf32(wgmma_sum (&d)[MMA_N / 2], unsigned long long x, unsigned long long y, int keep) {
     asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, " OOC_P2 ", 0;\n"
                  OOC_WGMMA("k8") ", " OOC_P0 ", " OOC_P1 ", keep, 1, 1;\n}"
                  : OOC_ACCUMULATORS(d)
                  : "l"(x), "l"(y), "r"(keep));
 }
-// tf32 with X in registers: lane 4 g + q of warp w has rows 16 w + g and 16 w + g + 8, of column q in x[0],
-// x[1] and of column q + 4 in x[2], x[3].
+// wgmma on tf32 operands with X in registers, 8 elements along k. Lane 4 g + q of warp w has four elements of
+// X: rows 16 w + g and 16 w + g + 8 of column q in x[0] and x[1], the same rows of column q + 4 in x[2] and
+// x[3].
 __device__ inline void wgmma_tf32(wgmma_sum (&d)[MMA_N / 2], const unsigned (&x)[4], unsigned long long y, int keep) {
     asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, " OOC_P5 ", 0;\n"
                  OOC_WGMMA("k8") ", {" OOC_P0 ", " OOC_P1 ", " OOC_P2 ", " OOC_P3 "}, " OOC_P4 ", keep, 1, 1;\n}"
                  : OOC_ACCUMULATORS(d)
                  : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "l"(y), "r"(keep));
 }
-// int8, k-step 32, both operands K-major.
+// wgmma on int8 operands, 32 elements along k. Both operands must be K-major (contiguous along k).
 __device__ inline void wgmma_8bit(wgmma_sum (&d)[MMA_N / 2], unsigned long long x, unsigned long long y, int keep) {
     asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, " OOC_P2 ", 0;\n"
                  OOC_WGMMA("k32") ", " OOC_P0 ", " OOC_P1 ", keep;\n}"

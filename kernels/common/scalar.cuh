@@ -1,11 +1,12 @@
-// scalar.cuh: the stored and the accumulated element types, and the arithmetic between them.
+// scalar.cuh: the types of stored elements and of sums, and the arithmetic between them.
 //
-// A kernel is compiled once per dtype with two macros:
+// A kernel is compiled once per dtype, with two macros: the type of the elements of A and B, and below it the
+// type in which their products are summed.
 //
 //   OOC_STORED       half_t | bfloat_t | float | double | complex_t<float> | complex_t<double> | signed char
-//   OOC_ACCUMULATED  float             | float | double | complex_t<float> | complex_t<double> | int
+//   OOC_ACCUMULATED  float  | float    | float | double | complex_t<float> | complex_t<double> | int
 //
-// No CUDA header is included, so NVRTC needs no toolkit.
+// No CUDA header is included. So NVRTC, which compiles the kernels, works without an installed CUDA toolkit.
 #pragma once
 
 struct half_t {
@@ -61,6 +62,6 @@ struct make_scalar<complex_t<Real>> {
     }
 };
 
-// alpha * product.
+// Returns alpha * product, for real and complex types.
 template <typename T>
 __device__ inline T scaled(T alpha, T product) { return multiply_add(alpha, product, make_scalar<T>::of(0, 0)); }

@@ -1,18 +1,22 @@
-// ozaki_combine: C = alpha * x * 2^-(sA + sB) + beta * C, where the Chinese remainder theorem gives x from
-// its residues.
+// ozaki_combine: the last step of an emulated product. It computes C = alpha * x * 2^-(sA + sB) + beta * C,
+// element by element. x is the integer product, whose residues modulo N small numbers are given; the Chinese
+// remainder theorem reconstructs x from them. sA and sB are the exponents by which a row of op(A) and a
+// column of op(B) were scaled to integers. planning/emulation.py describes the method.
 //
-// The sums of the parts of the weights are exact in float64, and so are the products with the quotient
-// (planning/emulation.py).
-//
-// Macros: OOC_STORED (of C), OOC_WEIGHTS (3 N parts), OOC_MODULUS (3), OOC_INVERSE (1 / P).
-// Launch: 256 threads; one row per blockIdx.y, 1024 columns per blockIdx.x.
+// Macros; P is the product of the N moduli
+//   OOC_STORED    the type of C
+//   OOC_WEIGHTS   per modulus p, the number (P / p) ((P / p)^-1 mod p), as a sum of 3 doubles
+//   OOC_MODULUS   P, as a sum of 3 doubles
+//   OOC_INVERSE   1 / P
+// The three doubles are so short that the sums and products with them below are exact.
+// Launch: blocks of 256 threads. blockIdx.y is the row, blockIdx.x selects 1024 columns.
 constexpr double WEIGHTS[][3] = {OOC_WEIGHTS}, MODULUS[] = {OOC_MODULUS};
 constexpr int NUMBER = sizeof(WEIGHTS) / sizeof(WEIGHTS[0]);
 
 __device__ inline double power(int e) { return __longlong_as_double(static_cast<long long>(e + 1023) << 52); }
 
-// The I-th of four signed bytes as double. It assembles the bits of 2^52 + 128 + byte: a conversion takes
-// four times as long.
+// Returns the I-th of four signed bytes as a double. It assembles the bits of 2^52 + 128 + byte and subtracts
+// 2^52 + 128. A conversion instruction would take four times as long.
 template <int I>
 __device__ inline double value_of(unsigned four) {
     return __hiloint2double(0x43300000, (four ^ 0x80808080) >> 8 * I & 0xff) - (0x1p52 + 128);
@@ -40,8 +44,8 @@ extern "C" __global__ void __launch_bounds__(256) ozaki_combine(
         const double q = rint(sum[i][0] * OOC_INVERSE);
         const double value = fma(-q, MODULUS[0], sum[i][0]) + fma(-q, MODULUS[1], sum[i][1]) + fma(-q, MODULUS[2], sum[i][2]);
         OOC_STORED* to = c + row * ldc + first + i;
-        // The exponents of A and B are between -1030 and 1140 each, so the power of two is applied in four
-        // factors.
+        // Each of the two exponents is between -1030 and 1140. So their sum may exceed the range of a
+        // double's exponent, and the power of two is applied as four factors.
         const int e = -(s + column_exponents[first + i]), half = e >> 1, quarter = half >> 1;
         double scaled = alpha * value * power(quarter) * power(half - quarter);
         scaled *= power((e - half) >> 1);

@@ -1,18 +1,23 @@
-// ozaki_multiply: computes the residues of a strip of C from the residue planes of A and B, for all moduli,
-// on the int8 tensor cores of sm_90a.
+// ozaki_multiply: multiplies residues of A and B, for an emulated product (planning/emulation.py), on the
+// int8 tensor cores of sm_90a. It computes some rows of the product for all moduli.
 //
-// Plane l of the result is (plane l of A) (plane l of B)^T modulo p_l. The sums are exact in int32 and are
-// reduced in registers, so only bytes go to memory. The pipeline is that of tensor_wgmma.cu with TEAM = 2: a
-// producer warp, two consumer warpgroups that share a tile, stages of k-blocks of 128 bytes, and clusters of
-// two blocks that share B by TMA multicast. All tiles of one modulus precede those of the next, so that
-// neighbours share planes in L2.
+// A plane is the matrix of the residues for one modulus. Plane l of the result is (plane l of A) times
+// (plane l of B)^T, modulo the l-th modulus. The sums are exact in int32. They are reduced to residues in
+// registers, so only one byte per element goes to memory.
 //
-// Macros: OOC_MODULI, and
-//   STAGES    k-blocks in shared memory
-//   GROUP     pairs of tiles along the rows in a group (layout.cuh)
-// Launch: min(blocks that fit at once, tiles) rounded to clusters, 384 threads, SHARED_BYTES.
-// Tensor maps: A
-// and B as bytes, (k, row, plane); box (128, 128, 1), 128-byte swizzle. TMA fills with zeros past the edge.
+// The pipeline is that of tensor_wgmma.cu with TEAM = 2. A producer warp copies k-blocks (128 bytes along k)
+// to a ring of STAGES buffers in shared memory, by TMA. Two consumer warpgroups multiply them and share a
+// tile. A cluster of two blocks shares B by TMA multicast. All tiles of one modulus are computed before those
+// of the next, so that concurrent tiles share data in the L2 cache.
+//
+// Macros
+//   OOC_MODULI   the moduli
+//   STAGES       k-blocks in shared memory
+//   GROUP        the argument `group` of tile_at (layout.cuh), which orders the tiles
+// Launch: SHARED_BYTES of shared memory and 384 threads per block. The number of blocks is the smaller of the
+// tiles and the blocks that run at once, rounded to whole clusters.
+// Tensor maps of A and B: bytes with the coordinates (k, row, plane), box (128, 128, 1), 128-byte swizzle.
+// TMA fills boxes with zeros past the edge of the matrix.
 #define OOC_FORMAT s8
 #define OOC_INTEGER_SUMS
 #define MMA_N 256
@@ -30,7 +35,7 @@ static_assert(STAGES >= 2 && SHARED_BYTES <= 232448, "a block has at most 227 Ki
 constexpr int MODULI[] = {OOC_MODULI};
 constexpr int NUMBER = sizeof(MODULI) / sizeof(int);
 struct divisor {
-    int p, inverse, high;  // high: 2^16 mod p
+    int p, inverse, high;  // the modulus, its scaled reciprocal (residue.cuh), and 2^16 mod p
 };
 struct divisors {
     divisor all[NUMBER] = {};
@@ -40,9 +45,9 @@ struct divisors {
 };
 __constant__ constexpr divisors DIVISORS;
 
-// Transposes pairs of bytes among the four lanes of a quad. Before, each lane has one pair of bytes of each
-// of four runs of eight bytes: of runs 0 and 2 in v, of runs 1 and 3 in w. After, lane i of the quad has all
-// of run i.
+// Collects eight neighbouring bytes of a row of the result in one lane, to store them at once. There are four
+// such runs of eight bytes per four neighbouring lanes. Before, each lane has two bytes of every run: of runs
+// 0 and 2 in v, of runs 1 and 3 in w. After, lane i of the four has all of run i.
 __device__ inline uint2 gathered(unsigned v, unsigned w, int lane) {
     const bool odd = lane & 1, upper = lane & 2;
     const unsigned kept = odd ? w : v, got = __shfl_xor_sync(~0u, odd ? v : w, 1);
@@ -97,7 +102,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128
         const unsigned long long x_base = slab_descriptor(stages + part * ROW_BYTES, true, ROW_BYTES);
         const unsigned long long y_base = slab_descriptor(stages + X_BYTES, true, ROW_BYTES);
         for (unsigned t = blockIdx.x / CLUSTER; t < tiles; t += clusters) {
-            int d[TILE_Y / 2], before = 0;  // the stage that wgmmas in flight may still read
+            int d[TILE_Y / 2], before = 0;  // before: the stage that unfinished wgmmas may still read
 #pragma unroll 1
             for (int kb = 0; kb < k_blocks; ++kb) {
                 mbarrier_wait(full + 8 * p.stage, p.phase);
@@ -117,8 +122,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128
             for (int i = 0; i < TILE_Y / 2; ++i) asm volatile("" : "+r"(d[i])::"memory");  // keeps reads of the sums after the wait
             release(before);
 
-            // A thread has two neighbours of each eight columns, in rows r and r + 8: columns 2 (lane % 4)
-            // and 2 (lane % 4) + 1.
+            // A thread's sums are in two rows, 8 apart. Of every 8 columns it has the two neighbours
+            // 2 (lane % 4) and 2 (lane % 4) + 1.
             const tile_position tile = tile_at(t % plane_tiles, x_tiles, y_tiles, GROUP);
             const int l = t / plane_tiles, row = (tile.row * CLUSTER + rank) * TILE_X + part + 16 * warp + lane / 4;
             const int column = tile.column * TILE_Y + 8 * (lane % 4);

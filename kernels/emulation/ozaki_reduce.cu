@@ -1,6 +1,7 @@
-// ozaki_reduce: reduces sums of products of residues (int32) modulo p, to residues (int8).
+// ozaki_reduce: reduces int32 sums modulo p to int8 residues. The sums are of products of residues, for an
+// emulated product (planning/emulation.py). `quads` is the number of elements divided by 4.
 //
-// Launch: any number of blocks of 256 threads; `quads` is the number of elements / 4.
+// Launch: any number of blocks of 256 threads.
 #include "emulation/residue.cuh"
 
 extern "C" __global__ void __launch_bounds__(256) ozaki_reduce(

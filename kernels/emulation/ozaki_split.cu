@@ -1,39 +1,50 @@
-// ozaki_split: splits a panel into planes of int8 residues, one plane per modulus (the method:
-// planning/emulation.py).
+// ozaki_split: splits a panel into int8 residues, for an emulated product (planning/emulation.py).
 //
-// A row is a row of op(A) or a column of op(B); `depth` is the panel's extent along k. A block processes ROWS
-// rows, all of k.
-//   ozaki_facts   The 2-norm of each row, as norm * 2^exponent, and the ratio of 1-norm to 2-norm. It has three accumulators
-//                 (Blue, 1978), for large, medium and small elements, so that squares neither overflow nor underflow.
-//   ozaki_split   s = floor(L - log2 norm). Writes rint(a 2^s) modulo each p, contiguous along k, zero beyond depth; and the
-//                 row's contribution to the verdict (PanelFacts).
+// A panel is the block of op(A) or op(B) that one step multiplies. A row here is a row of op(A) or a column
+// of op(B); `depth` is its length along k. A plane is the matrix of the residues for one modulus. There are
+// two kernels, and a thread block of either processes ROWS rows:
 //
-// Integer atomics gather the verdict, so the order does not matter. It starts as zeros, so a minimum is kept
-// as the maximum of the complement.
+//   ozaki_facts   computes the 2-norm of each row, as norm * 2^exponent, and the ratio of its 1-norm to its
+//                 2-norm. Large, medium and small elements have an accumulator each (Blue, 1978), so that
+//                 squares neither overflow nor underflow.
+//   ozaki_split   scales each element a of a row to the integer rint(a 2^s), where s = floor(OOC_EXPONENT -
+//                 log2 of the row's 2-norm). Writes the integer's residues modulo each modulus, contiguous
+//                 along k and zero beyond `depth`. Also updates the verdict.
 //
-// Macros: OOC_STORED, OOC_K_MAJOR (1: rows are contiguous along k), OOC_MODULI, OOC_EXPONENT (L), OOC_LEVELS.
-// OOC_COUNT 0 omits counting elements above the levels, to measure the cost of it.
-// Launch: one block per ROWS
-// rows, 256 threads.
+// The verdict is the struct from which the host decides whether the number of moduli gives an accurate
+// product (PanelFacts in planning/emulation.py). It starts as zeros. Threads update it by integer atomicMax,
+// so their order does not matter. A minimum is stored as the maximum of the complement.
+//
+// Macros
+//   OOC_STORED     the type of the panel's elements
+//   OOC_K_MAJOR    1: rows are contiguous along k; 0: columns are contiguous
+//   OOC_MODULI     the moduli
+//   OOC_EXPONENT   log2 of the 2-norm to which rows are scaled
+//   OOC_LEVELS     multiples of a row's root mean square. Elements of at least these sizes are counted.
+//   OOC_COUNT      0 omits that count, to measure what it costs; the default is 1
+// Launch: one block of 256 threads per ROWS rows.
 #ifndef OOC_COUNT
 #define OOC_COUNT 1
 #endif
 #include "emulation/residue.cuh"
 
-constexpr int ROWS = 16, THREADS = 256, DEPTH = 128, RUN = 8;  // extents of a tile along rows and k; consecutive ks per thread
-// In shared memory each run has one element of padding, so that neither reads nor writes of a warp have bank
-// conflicts.
+// A thread block stages ROWS rows by DEPTH positions along k in shared memory. A thread then converts RUN
+// consecutive positions of a row.
+constexpr int ROWS = 16, THREADS = 256, DEPTH = 128, RUN = 8;
+// In shared memory, one element of padding follows every RUN elements. So neither the reads nor the writes of
+// a warp have bank conflicts.
 constexpr int PITCH = DEPTH + DEPTH / RUN + (OOC_K_MAJOR ? 0 : 1);
 constexpr int MODULI[] = {OOC_MODULI};
 constexpr int NUMBER = sizeof(MODULI) / sizeof(int);
-// Blocks per multiprocessor: as many as hide the latency of memory, if enough registers remain.
+// Minimum number of blocks per multiprocessor. More blocks hide the latency of memory better, but leave fewer
+// registers per thread. With 15 or more moduli, or on devices other than sm_90, four blocks leave too few.
 #if __CUDA_ARCH__ == 900
 constexpr int RESIDENT = NUMBER < 15 ? 4 : 2;
 #else
 constexpr int RESIDENT = 2;
 #endif
 constexpr double LEVELS[] = {OOC_LEVELS};
-constexpr double SLACK = 1.0 + 0x1p-30;  // exceeds the rounding error of a norm
+constexpr double SLACK = 1.0 + 0x1p-30;  // a computed norm times this is at least the true norm
 
 struct row_facts {
     double norm;
@@ -47,7 +58,7 @@ struct verdict {
 
 __device__ inline double power(int e) { return __longlong_as_double(static_cast<long long>(e + 1023) << 52); }
 
-// x 2^e for |e| <= 2000, applied in two factors.
+// Returns x 2^e, for |e| <= 2000. 2^e may be no double, so it is applied as two factors.
 __device__ inline double scaled(double x, int e) {
     const int half = e >> 1;
     return x * power(half) * power(e - half);
@@ -58,7 +69,8 @@ __device__ inline long long place(int row, int k, int rows, int depth) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) ozaki_facts(const OOC_STORED* __restrict__ x, int rows, int depth, row_facts* facts) {
-    constexpr int LANES = THREADS / ROWS, SHIFT = 600;  // scaling of large and small elements, whose squares would overflow or underflow
+    // Elements above LARGE are scaled by 2^-SHIFT before they are squared, elements below SMALL by 2^SHIFT.
+    constexpr int LANES = THREADS / ROWS, SHIFT = 600;
     constexpr double LARGE = 0x1p480, SMALL = 0x1p-480;
     __shared__ double sums[6][THREADS];
     const int i = OOC_K_MAJOR ? threadIdx.x / LANES : threadIdx.x % ROWS;
@@ -66,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) ozaki_facts(const OOC_STOR
     const int row = blockIdx.x * ROWS + i;
     double square[3] = {}, sum[3] = {};
     if (row < rows) {
-        constexpr int BATCH = 8;  // loads in flight per thread
+        constexpr int BATCH = 8;  // a thread issues so many loads before it uses the first value
         for (int k = lane; k < depth; k += BATCH * LANES) {
             double batch[BATCH];
 #pragma unroll
@@ -105,7 +117,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) ozaki_facts(const OOC_STOR
 #pragma unroll
         for (int j = 0; j < 6; ++j) total[j] += sums[j][at];
     }
-    // The omitted sum of a smaller kind is less than 2^-80 of the larger one.
+    // Add the next smaller kind of elements to the largest kind that occurs. A kind two steps smaller, small
+    // beside large, is less than 2^-80 of the sum and is omitted.
     const int kind = total[0] != 0 ? 0 : total[1] != 0 ? 1 : 2;
     double norm = kind == 0 ? total[0] : kind == 1 ? total[1] : total[2];
     double one = kind == 0 ? total[3] : kind == 1 ? total[4] : total[5];
@@ -132,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) ozaki_split(
     if (row < rows) f = facts[row];
     const bool finite = f.norm <= 0x1p1000 , nonzero = f.norm != 0;
     int s = 0;
-    double unit = 0;  // the root mean square of the row, scaled
+    double unit = 0;  // the root mean square of the scaled row
     if (finite && nonzero) {
         s = static_cast<int>(floor(OOC_EXPONENT - log2(f.norm) - f.exponent));
         unit = scaled(f.norm, s + f.exponent) / sqrt(static_cast<double>(depth)) * SLACK;
@@ -148,7 +161,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) ozaki_split(
             tile[r * PITCH + k + k / RUN] = inside ? static_cast<double>(x[place(top + r, k0 + k, rows, depth)]) : 0.0;
         }
         __syncthreads();
-        unsigned long long lifted[RUN];  // plus 2^63
+        unsigned long long lifted[RUN];  // the scaled integers plus 2^63, which makes them unsigned
 #pragma unroll
         for (int e = 0; e < RUN; ++e) {
             const double v = tile[i * PITCH + run * (RUN + 1) + e], y = scaled(v, s), whole = rint(y);

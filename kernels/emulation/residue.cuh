@@ -1,24 +1,28 @@
-// residue.cuh: residues modulo p in the symmetric range, -(p / 2) to (p - 1) / 2, computed by multiplication.
+// residue.cuh: integers modulo p, computed by multiplication instead of division. Results are in the
+// symmetric range -(p / 2) to (p - 1) / 2, unless stated otherwise.
 #pragma once
 
-// ceil(2^38 / p), below 2^31 for p > 128.
+// The reciprocal of p, scaled by 2^38 and rounded up. It fits an int, since all moduli p exceed 128.
 constexpr int reciprocal(int p) { return static_cast<int>(((1ll << 38) + p - 1) / p); }
 
-// 2^exponent mod p, in the symmetric range.
+// Returns 2^exponent mod p, in the symmetric range.
 constexpr int power_residue(int exponent, int p) {
     const int r = static_cast<int>((1ull << exponent) % static_cast<unsigned>(p));
     return r > (p - 1) / 2 ? r - p : r;
 }
 
-// y mod p for |y| < 2^29. A multiple of p is added first, so that y is in [0, 2^30). The reciprocal, scaled
-// by 2^38, is too large by e / p with e < p; the quotient is exact as long as y e < 2^38.
+// Returns y mod p for |y| < 2^29. `inverse` is reciprocal(p). First, a multiple of p is added to y, which
+// makes it nonnegative and below 2^30. Then y / p is computed as y * inverse / 2^38, rounded down. This is
+// exact: inverse exceeds 2^38 / p by less than 1, so the quotient before rounding is too large by less than
+// 2^30 / 2^38 = 1 / 256, which is at most 1 / p.
 __device__ inline int residue(int y, int p, int inverse) {
     const int half = p / 2, lift = ((1 << 29) / p + (p < 256)) * p;
     const int lifted = y + lift + half;
     return lifted - (__mulhi(lifted, inverse) >> 6) * p - half;
 }
 
-// The residues of 2^exponent and of its products with 256, 256^2 and 256^3, packed into four bytes.
+// Returns the residues of 2^exponent times 1, 256, 256^2 and 256^3, one per byte. Their dot product with the
+// four bytes of a number x is congruent to x 2^exponent.
 constexpr int byte_residues(int exponent, int p) {
     unsigned four = 0;
     for (int i = 0; i < 4; ++i) four |= (power_residue(exponent + 8 * i, p) & 0xffu) << 8 * i;
@@ -30,9 +34,10 @@ __device__ inline int dot(unsigned bytes, int factors, int sum) {
     return d;
 }
 
-// A number whose low byte is that of (x - 2^63) mod p. The dot product of eight bytes and residues is less
-// than 2^18 in size. A multiple of p is added, so that y and y + p / 2 are in [0, 2^20), and the quotient is
-// exact as in `residue`.
+// Returns a number whose low byte is the residue (x - 2^63) mod p; the other bits have no meaning. x is
+// reduced byte by byte: y is the dot product of its eight bytes with the residues of the powers of 256, plus
+// a multiple of p that makes it nonnegative. The dot product is less than 2^18 in size, so y + p / 2 is less
+// than 2^20, and the quotient by p is exact for the same reason as in `residue`.
 __device__ inline unsigned lifted_residue(unsigned long long x, int p) {
     const int lift = ((1 << 18) / p + 1) * p - power_residue(63, p);
     const unsigned long long inverse = ((1ull << 32) + p - 1) / p;
@@ -41,7 +46,7 @@ __device__ inline unsigned lifted_residue(unsigned long long x, int p) {
     const unsigned quotient = static_cast<unsigned>(y * inverse + p / 2 * inverse >> 32);
     return y - quotient * p;
 }
-// Packs the low bytes of four numbers.
+// Packs the low bytes of four numbers into one word, the first number lowest.
 __device__ inline unsigned four_bytes(const unsigned* r) {
     return __byte_perm(__byte_perm(r[0], r[1], 0x40), __byte_perm(r[2], r[3], 0x40), 0x5410);
 }

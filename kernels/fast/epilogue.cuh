@@ -1,12 +1,13 @@
-// epilogue.cuh: rearranges the accumulators of mma and wgmma into runs of four along a row of C, each one
-// 16-byte access.
+// epilogue.cuh: rearranges the sums of mma and wgmma, so that each lane has runs of four neighbours in a row
+// of C. A lane then reads or writes a run by one access of 16 bytes.
 //
-// The instructions leave two accumulators per row in a lane: lane 4 g + q has columns 2 q and 2 q + 1 of an
-// 8-column block, in rows g and g + 8.
+// The instructions leave only two neighbours in a lane: of every 8 columns, lane 4 g + q has columns 2 q and
+// 2 q + 1, in rows g and g + 8.
 #pragma once
 
-// Two lanes whose numbers differ by `mask` have the pairs p and q each. The even lane gets a run of four of
-// p, the odd lane of q.
+// Exchanges pairs of sums between two lanes whose numbers differ by `mask`, of which one is called odd. Each
+// lane has a pair p of one block of columns and a pair q of another. The result is a run of four: the pairs p
+// of both lanes in the lane that is not odd, the pairs q of both in the odd one.
 __device__ inline float4 exchange(float p0, float p1, float q0, float q1, bool odd, int mask) {
     const float r0 = __shfl_xor_sync(~0u, odd ? p0 : q0, mask), r1 = __shfl_xor_sync(~0u, odd ? p1 : q1, mask);
     return odd ? make_float4(r0, r1, q0, q1) : make_float4(p0, p1, r0, r1);
@@ -17,8 +18,8 @@ __device__ inline float4 added(float4 v, float beta, float4 old) {
     return make_float4(beta * old.x + v.x, beta * old.y + v.y, beta * old.z + v.z, beta * old.w + v.w);
 }
 
-// One run at p. Unless it is WHOLE, only its first `valid` elements are inside C, and p is aligned to 16
-// bytes only if `aligned`.
+// Loads a run of four elements of C from p. If WHOLE, all four are inside C and p is aligned to 16 bytes. If
+// not, only the first `valid` elements are loaded, and p is aligned if `aligned`.
 template <bool WHOLE>
 __device__ inline float4 load_run(const float* p, int valid, bool aligned) {
     if (WHOLE || (aligned && valid >= 4)) return *reinterpret_cast<const float4*>(p);

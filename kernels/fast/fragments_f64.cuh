@@ -1,28 +1,28 @@
 // fragments_f64.cuh: loads the fragments of fp64 mma.m16n8k8 from slabs in shared memory, and writes its sums
-// to C.
+// to C. A slab is a swizzled block of an operand (layout.cuh), here of 16 by 16 values or 2048 bytes.
 //
-// The instruction multiplies a row operand X (16 rows) by a column operand Y (8 columns) over 8 ks. Any
-// mapping of its rows, columns and ks to those of the matrices is valid if both operands use the same ks. The
-// mapping here makes reads free of bank conflicts and puts sums in pairs along a row of C. Of 16 rows of X,
-// or of two tiles of 8 columns of Y, and of 8 ks, lane (g, t) = (lane / 4, lane % 4) has a quad:
+// The instruction multiplies X (16 rows) by Y (8 columns) over 8 indices k. Which rows, columns and k of the
+// matrices these are may be chosen freely, as long as X and Y have the same k. The choice here makes reads
+// free of bank conflicts and gives a lane sums that are pairs along a row of C. Lane (g, t) = (lane / 4,
+// lane % 4) loads four values at a time, a quad: of 16 rows of X and 8 indices k, or of 16 columns of Y (two
+// instructions, j = 0 and 1) and 8 indices k:
 //
-//         of the instruction          of the matrix
-//   X     row g, g + 8                row 2 g, 2 g + 1
-//   Y     column g of tile j          column 2 s(g) + j, where s(g) is g with its two low bits swapped; 8 j + g if Y's
-//                                     columns are contiguous
-//   ks    k t, t + 4                  k 2 t, 2 t + 1; t, t + 4 if the ks of X are contiguous
+//         in the instruction          in the matrix
+//   X     rows g and g + 8            rows 2 g and 2 g + 1
+//   Y     column g, instruction j     column 2 s(g) + j, where s(g) is g with its two low bits swapped;
+//                                     8 j + g if Y is contiguous along its columns
+//   k     t and t + 4                 2 t and 2 t + 1; t and t + 4 if X is contiguous along k
 //
-// If B is used as stored, X is B and the kernel computes C^T = B^T A^T; else X is A. If A and B are both as
-// stored or both transposed, the rows of X and the ks of Y are contiguous, and a lane reads 16 bytes at a
-// time. Otherwise it reads one or both of them 8 bytes at a time, because the instruction takes X row by row
-// and Y k by k in consecutive registers.
+// If B is used as stored, X is B and the kernel computes C^T = B^T A^T. Otherwise X is A. If A and B are both
+// used as stored, or both transposed, X is contiguous along its rows and Y along k, and a lane reads 16 bytes
+// at a time. Otherwise it reads one or both of them 8 bytes at a time, because the instruction takes X row by
+// row and Y k by k in consecutive registers.
 //
-// A slab (layout.cuh) has 16 by 16 values here, 2048 bytes. Within a slab, the offset of each read is the
-// lane's offset with some bits xored, plus a constant.
+// Within a slab, the offset of each read is a fixed offset of the lane with some bits xored, plus a constant.
 #pragma once
 
 constexpr bool SWAP = OOC_OP_B == 0;  // the kernel computes C^T, and X is B
-constexpr bool A_K = OOC_OP_A == 0, B_K = OOC_OP_B != 0;  // k is contiguous
+constexpr bool A_K = OOC_OP_A == 0, B_K = OOC_OP_B != 0;  // whether the operand is contiguous along k
 constexpr bool X_K = SWAP ? B_K : A_K, Y_K = SWAP ? A_K : B_K;
 constexpr int SLAB = 2048;
 
@@ -33,7 +33,7 @@ struct alignas(16) pair {
     double x[2];
 };
 
-// Offsets of a lane in the first slab of X and of Y.
+// The byte offset of this lane's first value in a slab of X, and in a slab of Y.
 __device__ inline unsigned x_lane() {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     return element_offset(X_K, 2 * g, X_K ? t : 2 * t, 8);
@@ -51,7 +51,8 @@ __device__ inline void read_one(double& to, unsigned from) {
     asm volatile("ld.shared.f64 %0, [%1];" : "=d"(to) : "r"(from) : "memory");
 }
 
-// `half` selects 8 of a slab's 16 ks. `at` is the slab's address plus the lane's offset.
+// Reads a lane's four values of X (below, of Y) from a slab. The slab has 16 indices k; `half` selects 8 of
+// them. `at` is the slab's address plus the lane's offset (x_lane or y_lane).
 __device__ inline void read_x(quad& q, unsigned at, int half) {
 #pragma unroll
     for (int k = 0; k < 2; ++k)
@@ -76,7 +77,8 @@ __device__ inline void read_y(quad& q, unsigned at, int half) {
         }
 }
 
-// sums (16 x 8) += x (16 rows) * y (tile j of a quad), over 8 ks.
+// Adds the product of 16 rows of X and 8 columns of Y, over 8 indices k, to the sums. y has 16 columns; j
+// selects 8 of them.
 __device__ inline void multiply(double (&sums)[4], const quad& x, const quad& y, int j) {
     asm volatile(
         "mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -85,7 +87,8 @@ __device__ inline void multiply(double (&sums)[4], const quad& x, const quad& y,
         : "d"(x.at[0][0]), "d"(x.at[0][1]), "d"(x.at[1][0]), "d"(x.at[1][1]), "d"(y.at[j][0]), "d"(y.at[j][1]));
 }
 
-// Two neighbours in a row of C. The first `left` of them are inside C; both if WHOLE.
+// Loads two neighbours in a row of C. Only the first `left` of them are inside C; both are if WHOLE. `wide`:
+// they are aligned to 16 bytes.
 template <bool WHOLE>
 __device__ inline pair load_pair(const double* from, int left, bool wide) {
     if (WHOLE || (wide && left >= 2)) return *reinterpret_cast<const pair*>(from);
@@ -101,10 +104,14 @@ __device__ inline void store_pair(double* to, pair values, int left, bool wide) 
     }
 }
 
-// Writes a warp's sums to C. sums[i][2 p + j][2 r + s] belongs to row 16 i + 2 g + r of X, and to column 16 p
-// + 4 s + 2 (t % 2) + 8 (t / 2) + j of Y, or 16 p + 8 j + 2 t + s if Y's columns are contiguous. `c` is the
-// start of the warp's part of C, of which rows_left x columns_left are inside. A batch is four pairs; loads
-// of C run AHEAD batches ahead of the stores.
+// Writes a warp's sums to C. With g = lane / 4 and t = lane % 4, sums[i][2 p + j][2 r + s] belongs to
+//
+//   row     16 i + 2 g + r of X
+//   column  16 p + 4 s + 2 (t % 2) + 8 (t / 2) + j of Y; 16 p + 8 j + 2 t + s if Y is contiguous along
+//           columns
+//
+// `c` is the start of the warp's part of C, of which rows_left x columns_left elements are inside C. Sums are
+// written in batches of four pairs. If beta != 0, the old C is loaded AHEAD batches before it is needed.
 template <bool WHOLE, int GROUPS_X, int GROUPS_Y>
 __device__ inline void write_sums(const double (&sums)[GROUPS_X][2 * GROUPS_Y][4], double* c, const gemm_arguments& g, int rows_left,
                                   int columns_left, bool wide) {

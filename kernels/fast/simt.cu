@@ -8,20 +8,26 @@
 //   | warp | warp | . |   BLOCK_K deep       | LANES_M columns |
 //   +-----------------+                      +-----------------+            |c0|c1|c2|..|c7|c0|c1|..  lane columns
 //
-// A multiprocessor issues at most four warp instructions per cycle. Its 128 multiply-add units take all four,
-// so every other instruction costs speed. A thread reads THREAD_M + THREAD_N values for THREAD_M * THREAD_N
-// multiply-adds, so its tile is as large as the registers allow, and cp.async copies bypass the registers.
-// Fragments are read one k ahead of use, panels STAGES - 1 ahead. In shared memory panels always have mn
-// contiguous (layout.cuh). Panels that are stored with k contiguous are transposed while they are copied,
-// value by value.
+// A panel is the part of op(A) or op(B) that a block multiplies at a time.
+//
+// A multiprocessor issues at most four warp instructions per cycle, and its 128 multiply-add units can use
+// all four. So every other instruction costs speed. Two things keep them few. A thread reads THREAD_M +
+// THREAD_N values for THREAD_M * THREAD_N multiply-adds, so it computes as many sums as the registers allow.
+// And cp.async copies panels to shared memory without passing through registers.
+//
+// A thread reads values from shared memory one k before it uses them. Panels are copied STAGES - 1 panels
+// before they are used. In shared memory, panels are contiguous along rows of op(A) and columns of op(B)
+// (layout.cuh). If an operand is contiguous along k in device memory, its panels are transposed value by
+// value while they are copied.
 //
 // Parameters
 //   BLOCK_M, BLOCK_N, BLOCK_K   tile of C and depth of a panel
 //   THREAD_M, THREAD_N          sums per thread
-//   LANES_M                     rows of lanes in a warp: 4 or 8
-//   STAGES                      panels in shared memory: STAGES * (BLOCK_M + BLOCK_N + 8) * BLOCK_K * 4 bytes in fp32
-//   GROUP                       rows of tiles in a group (layout.cuh)
-//   RESIDENT                    blocks per multiprocessor
+//   LANES_M                     rows of lanes in a warp, which has LANES_M x 32 / LANES_M lanes: 4 or 8
+//   STAGES                      pairs of panels in shared memory, which take
+//                               STAGES * (BLOCK_M + BLOCK_N + 8) * BLOCK_K * 4 bytes in fp32
+//   GROUP                       the argument `group` of tile_at (layout.cuh), which orders the tiles
+//   RESIDENT                    minimum number of blocks per multiprocessor, which limits the registers
 #ifndef BLOCK_M
 #define BLOCK_M 128
 #define BLOCK_N 256
@@ -44,8 +50,8 @@ constexpr int WARP_M = LANES_M * THREAD_M, WARP_N = LANES_N * THREAD_N;
 constexpr int WARPS_N = BLOCK_N / WARP_N, THREADS = BLOCK_M / WARP_M * WARPS_N * 32;
 constexpr int PITCH_A = simt_pitch(BLOCK_M, SIZE), PITCH_B = simt_pitch(BLOCK_N, SIZE);  // bytes
 constexpr int PANEL_A = BLOCK_K * PITCH_A, STAGE = PANEL_A + BLOCK_K * PITCH_B;
-constexpr bool A_K = OOC_OP_A == 0, B_K = OOC_OP_B != 0;  // k is contiguous
-constexpr int FIRST_COPY = BLOCK_K / 2 - 1;  // the k at which copies are issued
+constexpr bool A_K = OOC_OP_A == 0, B_K = OOC_OP_B != 0;  // whether the operand is contiguous along k
+constexpr int FIRST_COPY = BLOCK_K / 2 - 1;  // the k at which copies of a later panel start
 
 static_assert(sizeof(OOC_STORED) == sizeof(OOC_ACCUMULATED), "fp32 or fp64, accumulated as stored");
 static_assert(LANES_M == 4 || LANES_M == 8, "4 x 8 or 8 x 4 lanes");
@@ -66,7 +72,8 @@ struct placed {
     __device__ static constexpr unsigned step(int mn, int k) { return offset(mn, k); }
 };
 
-// A chunk of a row of C, of which the first `left` values are inside C.
+// Loads 16 bytes of a row of C. Only the first `left` values are inside C. `wide`: they are aligned to 16
+// bytes.
 __device__ inline chunk load_chunk(const T* from, int left, bool wide) {
     if (wide && left >= CHUNK) return *reinterpret_cast<const chunk*>(from);
     chunk c = {};
@@ -114,7 +121,7 @@ __device__ inline void run(const gemm_arguments& g, char* shared) {
     mbarrier_arrive(barrier);
 
     T a[2][THREAD_M], b[2][THREAD_N];
-    int reading = 0, filling = (STAGES - 1) * STAGE;  // offsets of stages
+    int reading = 0, filling = (STAGES - 1) * STAGE;  // offsets of the panels being read and being copied to
     auto load = [&](int buffer, int k) {
         const char* const row_a = shared + reading + first_m * SIZE + k * PITCH_A;
         const char* const row_b = shared + reading + PANEL_A + first_n * SIZE + k * PITCH_B;
@@ -139,11 +146,11 @@ __device__ inline void run(const gemm_arguments& g, char* shared) {
     for (unsigned panel = stream.panels; panel > 0; --panel) {
 #pragma unroll
         for (int k = 0; k < BLOCK_K; ++k) {
-            if (k == FIRST_COPY) {  // every warp has read the previous panel and has issued its copies
+            if (k == FIRST_COPY) {  // wait until every warp has read the previous panel
                 mbarrier_wait(barrier, parity);
                 parity ^= 1;
             }
-            if (k == BLOCK_K - 1) {  // every value of this panel has been read: advance
+            if (k == BLOCK_K - 1) {  // all values of this panel have been read: go to the next one
                 stream.advance();
                 commit_copies();
                 await_copies<STAGES - 3>();
@@ -170,7 +177,7 @@ __device__ inline void run(const gemm_arguments& g, char* shared) {
 #pragma unroll
     for (int i0 = 0; i0 < THREAD_M; i0 += 2) {
         chunk old[2][THREAD_N / CHUNK];
-        if (keeps_old) {  // all loads of two rows before their first store
+        if (keeps_old) {  // issue all loads of two rows before the first store, so that they overlap
 #pragma unroll
             for (int e = 0; e < 2; ++e)
 #pragma unroll
@@ -197,7 +204,7 @@ __device__ inline void run(const gemm_arguments& g, char* shared) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) simt(gemm_arguments g) {
     extern __shared__ __align__(128) char shared[];
-    // Operands that are transposed while they are copied are copied value by value and need no alignment.
+    // Operands that are transposed are copied value by value. So only the others need aligned addresses.
     const unsigned long long a = reinterpret_cast<unsigned long long>(g.a) | static_cast<unsigned long long>(g.lda) * SIZE;
     const unsigned long long b = reinterpret_cast<unsigned long long>(g.b) | static_cast<unsigned long long>(g.ldb) * SIZE;
     if (((A_K ? 0 : a) | (B_K ? 0 : b)) % 16 == 0)

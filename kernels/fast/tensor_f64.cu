@@ -7,29 +7,34 @@
 //            +------+------+------+------+
 //   cp.async    STAGES panels in flight           registers
 //
-// The instruction multiplies a row operand X (16 rows) by a column operand Y (8 columns) over MMA_K ks. Any
-// mapping of its rows, columns and ks to those of the matrices is valid if both operands use the same ks.
-// With the mapping here a lane reads two neighbouring values at a time (16 bytes) without bank conflicts. Of
-// 16 rows (or columns) and 8 ks, lane (g, t) = (lane / 4, lane % 4) has a "quad", rows 2g and 2g + 1 at k =
-// 2t and 2t + 1:
+// A panel is the part of op(A) or op(B) that a block multiplies at a time.
 //
-//   instruction's row    g, g + 8       rows 2g, 2g + 1 of 16
-//   instruction's column c of tile j    column 2c + j of 16 (two tiles of 8)
-//   instruction's k      t, t + 4       k = 2t, 2t + 1 of 8
+// The instruction multiplies X (16 rows) by Y (8 columns) over MMA_K indices k. Which rows, columns and k of
+// the matrices these are may be chosen freely, as long as X and Y have the same k. With the choice here, a
+// lane reads two neighbouring values at a time (16 bytes) without bank conflicts. Lane (g, t) = (lane / 4,
+// lane % 4) has four values, a "quad", of 16 rows of X (or 16 columns of Y, for two instructions) and 8
+// indices k:
 //
-// The instruction takes a quad of X row by row and a quad of Y k by k. So X has its rows contiguous in shared
-// memory, and Y its ks. If B is used as stored, X is B and the kernel computes C^T = B^T A^T; else X is A. A
-// and B both as stored, or both transposed, are copied 16 bytes at a time. Otherwise one of them is
-// transposed while it is copied, value by value.
+//   in the instruction               in the matrix
+//   rows g and g + 8                 rows 2g and 2g + 1 of 16
+//   column c of instruction j        column 2c + j of 16 (j = 0 or 1)
+//   k = t and t + 4                  k = 2t and 2t + 1 of 8
+//
+// The instruction takes a quad of X row by row, and a quad of Y k by k. So in shared memory X is contiguous
+// along its rows, and Y along k. If B is used as stored, X is B and the kernel computes C^T = B^T A^T.
+// Otherwise X is A. If A and B are both used as stored, or both transposed, they are copied 16 bytes at a
+// time. Otherwise one of them is transposed value by value while it is copied.
 //
 // Parameters
 //   BLOCK_M, BLOCK_N, BLOCK_K   tile of C and depth of a panel
 //   WARP_X, WARP_Y              a warp's part of the tile, WARP_X rows of X by WARP_Y columns of Y: its sums take
 //                               WARP_X * WARP_Y / 16 registers per thread
-//   MMA_K                       16 or 8: m16n8k16, m16n8k8 (sm_90 and later); 4: m8n8k4 (sm_80 and later)
-//   STAGES                      panels in shared memory: STAGES * (BLOCK_M + BLOCK_N) * BLOCK_K * 8 bytes
-//   GROUP                       rows of tiles in a group (layout.cuh)
-//   RESIDENT                    blocks per multiprocessor
+//   MMA_K                       the instruction. 16: m16n8k16, 8: m16n8k8 (both from sm_90 on); 4: m8n8k4
+//                               (from sm_80 on)
+//   STAGES                      pairs of panels in shared memory: STAGES * (BLOCK_M + BLOCK_N) * BLOCK_K * 8
+//                               bytes
+//   GROUP                       the argument `group` of tile_at (layout.cuh), which orders the tiles
+//   RESIDENT                    minimum number of blocks per multiprocessor, which limits the registers
 #ifndef BLOCK_M
 #define BLOCK_M 64
 #define BLOCK_N 128
@@ -50,11 +55,11 @@ constexpr int BLOCK_X = SWAP ? BLOCK_N : BLOCK_M, BLOCK_Y = SWAP ? BLOCK_M : BLO
 constexpr int WARPS_Y = BLOCK_Y / WARP_Y, THREADS = BLOCK_X / WARP_X * WARPS_Y * 32;
 constexpr int PANEL_A = BLOCK_M * BLOCK_K * 8, PANEL_B = BLOCK_N * BLOCK_K * 8, STAGE = PANEL_A + PANEL_B;
 constexpr int PANEL_X = SWAP ? PANEL_A : 0, PANEL_Y = SWAP ? 0 : PANEL_A;  // their offsets in a stage
-constexpr bool A_K = OOC_OP_A == 0, B_K = OOC_OP_B != 0;                       // k is contiguous
-constexpr int HALVES = MMA_K == 16 ? 2 : 1;  // quads along k that one step multiplies
+constexpr bool A_K = OOC_OP_A == 0, B_K = OOC_OP_B != 0;  // whether the operand is contiguous along k
+constexpr int HALVES = MMA_K == 16 ? 2 : 1;  // number of quads (8 indices k each) that one step multiplies
 constexpr int GROUPS_X = WARP_X / 16, GROUPS_Y = WARP_Y / 16;
 constexpr int STEPS_K = BLOCK_K / (8 * HALVES), STEPS = STEPS_K * GROUPS_X;
-constexpr int FIRST_COPY = STEPS / 2;  // the step at which copies start
+constexpr int FIRST_COPY = STEPS / 2;  // the step of a panel at which the copies of a later panel start
 
 static_assert(MMA_K == 16 || MMA_K == 8 || MMA_K == 4, "m16n8k16, m16n8k8 or m8n8k4");
 #ifdef __CUDA_ARCH__
@@ -84,8 +89,9 @@ struct alignas(16) pair {
     double x[2];
 };
 
-// Offsets of values in a panel. A step consists of whole passes, which do not change the bits that take part
-// in the swizzle.
+// Byte offsets in a panel of X and in a panel of Y, which are swizzled. `step` is the difference of two
+// offsets for the distances between passes of copies. Those do not change the bits that the swizzle xors, so
+// `step` need not know the positions.
 struct place_x {
     __device__ static constexpr unsigned offset(int mn, int k) { return mn_rows_offset(mn, k, BLOCK_X); }
     __device__ static constexpr unsigned step(int mn, int k) { return (k * BLOCK_X + mn) * 8; }
@@ -95,7 +101,7 @@ struct place_y {
     __device__ static constexpr unsigned step(int mn, int k) { return (mn * BLOCK_K + k) * 8; }
 };
 
-// The quad of rows first + 16 group .. first + 16 group + 15 and of the 8 ks number `half`.
+// Loads this lane's quad of the 16 rows from first + 16 group on, and of the 8 indices k from 8 half on.
 __device__ inline quad load_x_quad(const char* panel, int first, int group, int half) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     // mn_rows_offset(first + 16 group + 2 g, 8 half + 2 t + r)
@@ -124,7 +130,8 @@ __device__ inline quad load_y_quad(const char* panel, int first, int group, int 
     return q;
 }
 
-// sums (16 x 8) += x (16 rows) * y (tile j of a pair: columns 2c + j), over 8 or 16 ks.
+// Adds the product of 16 rows of X and 8 columns of Y, over 8 or 16 indices k, to the sums. y has 16 columns;
+// j selects those with the numbers 2c + j.
 __device__ inline void multiply(double (&sums)[4], const quad (&x)[HALVES], const quad (&y)[HALVES], int j) {
 #if MMA_K == 16
     asm volatile(
@@ -152,7 +159,8 @@ __device__ inline void multiply(double (&sums)[4], const quad (&x)[HALVES], cons
 #endif
 }
 
-// Two neighbours in a row of C. The first `left` of them are inside C.
+// Loads two neighbours in a row of C. Only the first `left` of them are inside C. `wide`: they are aligned to
+// 16 bytes.
 __device__ inline pair load_pair(const double* from, int left, bool wide) {
     if (wide && left >= 2) return *reinterpret_cast<const pair*>(from);
     return {left >= 1 ? from[0] : 0, left >= 2 ? from[1] : 0};
@@ -168,7 +176,7 @@ __device__ inline void store_pair(double* to, pair values, int left, bool wide) 
 
 template <bool K, bool IS_Y, int WIDTH, int ALIGNED>
 struct matrix_copy_of {
-    static constexpr int WIDE = K == IS_Y ? ALIGNED : 1;  // else transposed while it is copied, value by value
+    static constexpr int WIDE = K == IS_Y ? ALIGNED : 1;  // 1: transposed value by value while it is copied
     static constexpr int UNITS_K = BLOCK_K / WIDE < 16 ? BLOCK_K / WIDE : 16;
     static constexpr int ALONG = K ? (IS_Y || UNITS_K * 16 <= THREADS ? UNITS_K : THREADS / 16) : THREADS / (IS_Y ? 16 : 8);
     static constexpr int STEP_MN = K ? THREADS / ALONG : ALONG * WIDE, STEP_K = K ? ALONG * WIDE : THREADS / ALONG;
@@ -207,7 +215,7 @@ __device__ inline void run(const gemm_arguments& g, char* shared) {
     mbarrier_arrive(barrier);
 
     quad x[2][HALVES], y[GROUPS_Y][HALVES];
-    int reading = 0, filling = (STAGES - 1) * STAGE;  // offsets of stages
+    int reading = 0, filling = (STAGES - 1) * STAGE;  // offsets of the panels being read and being copied to
     auto load_x = [&](quad(&into)[HALVES], int group, int step_k) {
 #pragma unroll
         for (int h = 0; h < HALVES; ++h)
@@ -229,11 +237,11 @@ __device__ inline void run(const gemm_arguments& g, char* shared) {
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
             const int group = step % GROUPS_X, step_k = step / GROUPS_X;
-            if (step == FIRST_COPY) {  // every warp has read the previous panel and has issued its copies
+            if (step == FIRST_COPY) {  // wait until every warp has read the previous panel
                 mbarrier_wait(barrier, parity);
                 parity ^= 1;
             }
-            if (step == STEPS - 1) {  // every value of this panel has been read: advance
+            if (step == STEPS - 1) {  // all values of this panel have been read: go to the next one
                 stream.advance();
                 commit_copies();
                 await_copies<STAGES - 3>();
@@ -253,11 +261,12 @@ __device__ inline void run(const gemm_arguments& g, char* shared) {
         }
     }
 
-    // sums[i][2 p + j][2 r + s] belongs to row 16 i + 2 g + r of X and column 16 p + 4 t + 2 s + j of Y.
+    // With g = lane / 4 and t = lane % 4, sums[i][2 p + j][2 r + s] belongs to row 16 i + 2 g + r of X and to
+    // column 16 p + 4 t + 2 s + j of Y.
     const int m_left = stream.m_left, n_left = stream.n_left;
     const bool wide = (reinterpret_cast<unsigned long long>(g.c) | static_cast<unsigned long long>(g.ldc) * 8) % 16 == 0;
     const int in_x = warp_x + 2 * (lane / 4), in_y = warp_y + 4 * (lane % 4);
-    // Pair e of row group i: two neighbours in a row of C.
+    // `place` gives the row and the column of pair e of the i-th 16 rows of X: two neighbours in a row of C.
     constexpr int PAIRS = 4 * GROUPS_Y;
     auto place = [&](int i, int e, int& row, int& column) {
         row = SWAP ? in_y + e / 4 * 16 + e % 4 : in_x + 16 * i + e % 2;
@@ -267,7 +276,7 @@ __device__ inline void run(const gemm_arguments& g, char* shared) {
     for (int i = 0; i < GROUPS_X; ++i) {
         pair old[PAIRS];
         int row, column;
-        if (keeps_old) {  // all loads before the first store
+        if (keeps_old) {  // issue all loads before the first store, so that they overlap
 #pragma unroll
             for (int e = 0; e < PAIRS; ++e) {
                 place(i, e, row, column);

@@ -1,30 +1,33 @@
 // tensor_f64_tma: C = alpha op(A) @ op(B) + beta C in fp64 on the tensor cores of sm_90a, with panels copied
 // by TMA.
 //
-// A block computes two tiles of C at a time. Each tile has a team: consumer warps that multiply (mma.sync,
-// fragments_f64.cuh), and a producer warp that keeps the team's ring of STAGES panels full, also across
-// tiles.
+// A block computes two tiles of C at a time. A team of warps works on each tile. Its producer warp copies
+// panels (the parts of op(A) and op(B) that are multiplied at a time) into a ring of STAGES buffers in shared
+// memory, and goes on with the next tile without waiting. Its consumer warps multiply (mma.sync,
+// fragments_f64.cuh).
 //
 //   team 0   producer | k  k+1  k+2 ...  next tile ...                   mbarriers:
 //            warps    | multiply ............. | C | multiply .........  full[s]   counts the bytes of a stage
 //   team 1   warps    |         | multiply ............. | C | multiply  empty[s]  one arrival per warp that has read it
 //
-// Team 1 starts half a tile later, so that one team reads and writes C while the other multiplies. A cluster
-// of two blocks, one below the other in C, shares the panel of B: each block copies half of it by TMA
-// multicast to both. For 128 x 128 of C, two panels of A and one of B are then read from L2, instead of two
-// and two.
+// Team 1 starts half a tile later, so that one team reads and writes C while the other multiplies.
+//
+// A cluster is two blocks, one below the other in C, that share the panels of B. Each block copies one half
+// of a panel by TMA multicast to both blocks. So for 128 x 128 elements of C, two panels of A and one of B
+// are read from the L2 cache, instead of two of each.
 //
 // Parameters
-//   BLOCK_M, BLOCK_N   a team's tile of C; a panel is 16 deep, 128 bytes
+//   BLOCK_M, BLOCK_N   a team's tile of C; a panel has 16 elements (128 bytes) along k
 //   WARP_X, WARP_Y     a warp's part of the tile, WARP_X rows of X by WARP_Y columns of Y (fragments_f64.cuh): its sums take
 //                      WARP_X * WARP_Y / 16 registers per thread
-//   STAGES             panels per team in shared memory: STAGES * (BLOCK_M + BLOCK_N) * 128 bytes
+//   STAGES             pairs of panels per team in shared memory: STAGES * (BLOCK_M + BLOCK_N) * 128 bytes
 //   CLUSTER            blocks that share B: 1 | 2
-//   GROUP              rows of tiles (of a cluster) in a group (layout.cuh)
-// Launch: min(blocks that fit at once, tiles) rounded to clusters.
-// Tensor maps: box (16, R) of 8 bytes,
-// 128-byte swizzle; R is the number of rows of a panel that a block copies if k is contiguous, else 16. m, n
-// and k are 1 to 2^31 - 1.
+//   GROUP              the argument `group` of tile_at (layout.cuh), which orders the tiles
+// m, n and k are 1 to 2^31 - 1.
+// Launch: the number of blocks is the smaller of the tiles and the blocks that run at once, rounded to whole
+// clusters.
+// Tensor maps of A and B: box (16, R) of 8-byte elements, 128-byte swizzle. If the operand is contiguous
+// along k, R is the number of rows of a panel that one block copies. Otherwise R is 16.
 #ifndef BLOCK_M
 #define BLOCK_M 64
 #define BLOCK_N 128
@@ -65,7 +68,8 @@ struct ring {
     }
 };
 
-// Copies rows `row` to row + rows of a panel; by multicast to every block of the cluster if SHARED.
+// Copies `rows` rows of op(A), or columns of op(B), from `row` on: those of the panel that begins at k. If
+// SHARED, the copy is a multicast to every block of the cluster.
 template <bool K_MAJOR, bool SHARED>
 __device__ inline void copy_rows(const tensor_map& map, unsigned to, unsigned barrier, int row, int rows, int k) {
     constexpr unsigned short everyone = (1 << CLUSTER) - 1;
@@ -115,7 +119,8 @@ extern "C" __global__ void
             const tile_position at = tile_at(tile, rows, columns, GROUP);
             const int top = (at.row * CLUSTER + rank) * BLOCK_M, left = at.column * BLOCK_N;
             constexpr int part = BLOCK_N / CLUSTER;
-            // Prefetches the tile of C in lines of 128 bytes, `share` lines per lane and panel.
+            // If beta != 0, the warp also prefetches the tile of C into the L2 cache, in lines of 128 bytes.
+            // With each panel, a lane prefetches `share` lines.
             constexpr int per_row = BLOCK_N / 16, lines = BLOCK_M * per_row;
             const int share = g.beta_re != 0 ? (lines / 32 + panels - 1) / panels : 0;
             int line = lane;
@@ -155,7 +160,7 @@ extern "C" __global__ void
                 for (int step = 0; step < STEPS; ++step) {
                     const int group = step % GROUPS_X, step_k = step / GROUPS_X;
                     const int released = r.stage;
-                    if (step == STEPS - 1) {  // every value of this panel has been read: advance
+                    if (step == STEPS - 1) {  // all values of this panel have been read: go to the next one
                         r.advance();
                         if (panel + 1 < panels) {
                             mbarrier_wait(r.full + 16 * r.stage, r.phase);

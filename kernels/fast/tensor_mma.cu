@@ -1,24 +1,29 @@
 // tensor_mma: C = alpha op(A) @ op(B) + beta C on the tensor cores by mma.sync, from sm_80 on; operands fp16,
 // bf16 or tf32, sums in float32. It takes any extents, addresses and leading dimensions.
 //
-// A block of WARPS warps computes a TILE_M x TILE_N tile of C. cp.async copies k-blocks of A and B, STAGES -
-// 1 ahead, to STAGES buffers in shared memory, in the slabs of layout.cuh. There is one barrier per k-block.
-// For k-block i:
+// A block of WARPS warps computes a TILE_M x TILE_N tile of C. A k-block is 128 bytes of A and B along k.
+// cp.async copies k-blocks to a ring of STAGES buffers in shared memory, STAGES - 1 k-blocks before they are
+// multiplied. layout.cuh describes the buffers (slabs). There is one barrier per k-block. For k-block i, a
+// warp does this:
 //
 //      issue the copies of k-block i + STAGES - 1 to the buffer of k-block i - 1
 //      multiply all steps but the last, reading the fragments of the next step at the same time
 //      wait for k-block i + 1; barrier; read the fragments of its first step; multiply the last step
 //
-// An operand is copied as it is stored. Fragments are read by ldmatrix if the operand is K-major; otherwise
-// by ldmatrix.trans (16 bits) or by single loads (tf32). tf32 operands are then rounded to nearest.
+// An operand is copied as it is stored. If it is K-major (contiguous along k), its fragments are read by
+// ldmatrix. Otherwise they are read by ldmatrix.trans (16-bit operands) or by single loads (tf32). Then tf32
+// operands are rounded to nearest.
 //
 // Parameters (macros), beside OOC_OP_A and OOC_OP_B (0 as stored, 1 or 2 transposed):
 //   OOC_FORMAT   f16 | bf16 | tf32
-//   TILE_M, TILE_N   the tile; there are WARPS_M of the WARPS warps along m
+//   TILE_M, TILE_N   the tile of C that a block computes
+//   WARPS    warps per block
+//   WARPS_M  how many of these warps are below each other in the tile; the others are beside them
 //   STAGES   k-blocks in shared memory, (TILE_M + TILE_N) * 128 bytes each
-//   COPY     bytes per copy, which divide addresses and row pitches of A and B: 16 | 4 | 2 (2 goes through registers: slow)
-//   GROUP    rows of tiles in a group (layout.cuh)
-//   RESIDENT blocks per multiprocessor: limits the registers
+//   COPY     bytes per copy: 16 | 4 | 2. Addresses and row pitches of A and B must be multiples. 2 is slow,
+//            because these copies pass through registers.
+//   GROUP    the argument `group` of tile_at (layout.cuh), which orders the tiles
+//   RESIDENT minimum number of blocks per multiprocessor, which limits the registers
 // Launch: one block per tile, 32 * WARPS threads, STAGES * STAGE_BYTES bytes of shared memory. k may be 0.
 #ifndef TILE_M
 #define TILE_M 128
@@ -40,7 +45,7 @@ constexpr int ITEM = TF32 ? 4 : 2;       // bytes
 constexpr int DEPTH = ROW_BYTES / ITEM;  // elements of k in a k-block
 constexpr int STEPS = 4;                 // mma steps in a k-block, 32 bytes of k each
 constexpr int THREADS = 32 * WARPS;
-constexpr int PIECE = COPY == 2 ? 16 : COPY;  // bytes that a thread copies at a time; element by element if COPY = 2
+constexpr int PIECE = COPY == 2 ? 16 : COPY;  // bytes that a thread copies at a time
 constexpr int WARPS_N = WARPS / WARPS_M;
 constexpr int WARP_M = TILE_M / WARPS_M, WARP_N = TILE_N / WARPS_N;  // a warp's part of the tile
 constexpr int A_BYTES = TILE_M * ROW_BYTES, STAGE_BYTES = A_BYTES + TILE_N * ROW_BYTES;
@@ -55,15 +60,18 @@ static_assert(STAGES >= 2, "one is read while another is filled");
 static_assert((COPY == 16 || COPY == 4 || COPY == 2) && COPY % ITEM == 0, "what cp.async or a load can copy, in whole elements");
 
 template <int ROWS>
-constexpr int PIECES = ROWS * ROW_BYTES / PIECE / THREADS;  // per thread, of one operand's k-block
+constexpr int PIECES = ROWS * ROW_BYTES / PIECE / THREADS;  // pieces per thread and k-block
 
-// Calls take(i, offset in the slabs, pointer, valid bytes) for each of this thread's pieces of one operand's
-// k-block: ROWS rows (or columns) of C from `row` on, of `extent`, by DEPTH elements of k from `k` on, of
-// `depth`. The asm statements hide the thread number and the pointer from the compiler, which otherwise
-// computes all addresses before the loop over k and spills registers.
+// Calls take(i, offset, pointer, valid) for each piece of one operand's k-block that this thread copies. i
+// numbers the pieces, offset is in shared memory, pointer is in device memory, and `valid` bytes are inside
+// the matrix. The k-block has ROWS rows of op(A) (or columns of op(B)) from `row` on, and DEPTH elements
+// along k from `k` on. The whole matrix has `extent` rows and `depth` elements along k.
+//
+// The asm statements hide the thread number and the pointer from the compiler. Otherwise it computes all
+// addresses before the loop over k and spills registers.
 template <bool K_MAJOR, int ROWS, typename Take>
 __device__ inline void each_piece(const void* operand, long long ld, long long row, long long extent, long long k, long long depth, const Take& take) {
-    constexpr int WIDTH = ROW_BYTES / PIECE, LINES = THREADS / WIDTH;  // pieces per line of a slab, lines copied at a time
+    constexpr int WIDTH = ROW_BYTES / PIECE, LINES = THREADS / WIDTH;  // per row of a slab; rows at a time
     constexpr int SLABS = K_MAJOR ? 1 : ROWS / DEPTH, SLAB_LINES = K_MAJOR ? ROWS : DEPTH;
     constexpr int FAR = 1 << 28;
     unsigned thread = threadIdx.x;
@@ -84,13 +92,14 @@ __device__ inline void each_piece(const void* operand, long long ld, long long r
     }
 }
 
-// Copies COPY bytes to shared memory: the first `valid` from memory, zeros for the rest.
+// Writes COPY bytes to shared memory: copies of the first `valid` bytes, then zeros.
 __device__ inline void copy_async(unsigned to, const unsigned char* from, int valid) {
     if constexpr (COPY == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid) : "memory");
     else asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(valid) : "memory");
 }
 
-// Loads a chunk of 16-bit elements from any even address into four registers.
+// Loads eight 16-bit elements from any even address into four registers. Those past the first `valid` bytes
+// are 0.
 __device__ inline uint4 gather(const unsigned char* from, int valid) {
     unsigned words[4];
 #pragma unroll
@@ -118,9 +127,10 @@ __device__ inline unsigned load_word(unsigned from) {
 }
 __device__ inline void round_to_tf32(unsigned& x) { asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(x) : "f"(__uint_as_float(x))); }
 
-// Loads sixteen rows of an operand from `row` on, by one step, into the registers of mma. For A: (row g, low
-// k), (row g + 8, low k), (row g, high k), (row g + 8, high k). For B the middle two are swapped, so that
-// r[0], r[1] are columns 0 to 7.
+// Loads the fragment of 16 rows of op(A) (or columns of op(B)) from `row` on, and of one step along k, as mma
+// takes it. With g = lane / 4, the four registers for A are (row g, lower half of k), (row g + 8, lower
+// half), (row g, upper half), (row g + 8, upper half). For B the middle two are swapped. So r[0] and r[1] are
+// columns 0 to 7, and r[2] and r[3] are columns 8 to 15: two instructions.
 template <bool K_MAJOR, bool IS_A>
 __device__ inline void load_fragment(unsigned operand, int row, int step, int lane, unsigned (&r)[4]) {
     if constexpr (K_MAJOR) {
@@ -130,7 +140,7 @@ __device__ inline void load_fragment(unsigned operand, int row, int step, int la
         const int k = step * 16 + (IS_A ? lane % 8 + lane / 16 * 8 : lane % 16), x = row + (IS_A ? lane / 8 % 2 : lane / 16) * 8;
         load_matrices_transposed(operand + element_offset(false, x, k, ITEM), r);
     } else {
-        // Lanes with odd q load the high k first, so that 32 lanes read 32 different banks.
+        // Lanes with odd q load the upper half of k first, so that 32 lanes read from 32 different banks.
         const int g = lane / 4, q = lane % 4, odd = q & 1, k = step * 8 + q + 4 * odd;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -163,7 +173,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) tensor_mma(const
     const long long m0 = static_cast<long long>(tile.row) * TILE_M, n0 = static_cast<long long>(tile.column) * TILE_N;
     const unsigned k_blocks = static_cast<unsigned>((g.k + DEPTH - 1) / DEPTH);
 
-    // Issues the copies of a k-block. If COPY = 2, they go to registers, and put_chunks stores them.
+    // Issues the copies of a k-block. If COPY = 2, they go to registers first, and put_chunks stores them to
+    // shared memory.
     uint4 chunks_a[COPY == 2 ? PIECES<TILE_M> : 1], chunks_b[COPY == 2 ? PIECES<TILE_N> : 1];
     const auto issue_copies = [&](unsigned block, int stage) {
         const unsigned a_at = stages + stage * STAGE_BYTES, b_at = a_at + A_BYTES;
@@ -179,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) tensor_mma(const
             each_piece<A_K_MAJOR, TILE_M>(g.a, g.lda, m0, g.m, static_cast<long long>(block) * DEPTH, g.k, copy_a);
             each_piece<B_K_MAJOR, TILE_N>(g.b, g.ldb, n0, g.n, static_cast<long long>(block) * DEPTH, g.k, copy_b);
         }
-        asm volatile("cp.async.commit_group;" ::: "memory");  // an empty group keeps the group count right
+        asm volatile("cp.async.commit_group;" ::: "memory");  // also without copies: waits count groups
     };
     const auto put_chunks = [&](int stage) {
         if constexpr (COPY == 2) {
@@ -194,7 +205,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) tensor_mma(const
     const auto load_step = [&](int stage, int s) {
         const unsigned a_at = stages + stage * STAGE_BYTES, b_at = a_at + A_BYTES;
         unsigned thread = threadIdx.x;
-        asm volatile("" : "+r"(thread));  // recomputes the addresses: kept for all steps they take too many registers
+        asm volatile("" : "+r"(thread));  // recomputed addresses take fewer registers than stored ones
         const int lane = thread % 32;
 #pragma unroll
         for (int i = 0; i < WARP_M / 16; ++i) load_fragment<A_K_MAJOR, true>(a_at, warp_m + 16 * i, s, lane, a[s % 2][i]);

@@ -2,43 +2,50 @@
 // sums in float32.
 //
 // The kernel computes D = X Y. X is op(A) and Y is op(B); or, if SWAP, X is op(B)^T, Y is op(A)^T and D is
-// C^T. A block computes tiles of TILE_X by TILE_Y of D, one after the other, with three warpgroups:
+// C^T. A k-block is 128 bytes of X and Y along k. Shared memory has a ring of STAGES buffers (stages) for one
+// k-block each. A block computes tiles of TILE_X by TILE_Y of D, one after the other, with three warpgroups:
 //
-//   producer        One warp issues TMA copies of k-blocks of X and Y, STAGES ahead, also across tiles. It prefetches the
-//                   tile of C into L2 if C is read.
-//   two consumers   They issue wgmma on full stages, keep one k-block in flight behind the one being issued, and release
-//                   stages. Then they write their part of the tile while the producer fills stages for the next tile.
+//   producer        One warp copies k-blocks to empty stages by TMA, and goes on with the next tile without
+//                   waiting. If C is read, it also prefetches the tile of C into the L2 cache.
+//   two consumers   They issue wgmma on the k-blocks of full stages. When they have issued a k-block, they
+//                   wait for the one before it and release its stage. At the end, they write their part of
+//                   the tile, while the producer fills stages for the next tile.
 //
-// mbarriers:
-//      full[s]   one arrival (the producer's) and the bytes of the stage
-//      empty[s]  one arrival per consumer warp that reads the stage, in every block of the cluster
-//      turns[w]  one arrival per warp of the other consumer, once it has waited for its last stage (TEAM = 1). A wait by
-//                parity is only valid for a consumer that is less than two rounds through the stages behind.
+// mbarriers, and what they wait for:
+//      full[s]   until the producer has arrived and TMA has copied all bytes of stage s
+//      empty[s]  until all consumer warps that read stage s, in every block of the cluster, have arrived
+//      turns[w]  until the warps of the other consumer have waited for the last stage of their tile (TEAM =
+//                1). Without this, a consumer could fall two rounds through the stages behind. The parity of
+//                a phase would then no longer identify the phase.
 //
 // A cluster of two blocks computes two tiles with the same Y. Each block copies half of Y by TMA multicast to
-// both. For a 256 x 256 square of D, 512 rows are then read from L2 instead of 768. A stage is refilled when
-// both blocks have read it.
+// both. For a 256 x 256 square of D, 512 rows are then read from the L2 cache instead of 768. A stage is
+// filled again when both blocks have read it.
 //
-// wgmma reads 16-bit operands from shared memory in either layout, but tf32 only K-major. A tf32 operand that
-// is not K-major becomes X, and the consumers read it into registers (fragment_reader), from where wgmma
-// takes it. This is why A and B both as stored need SWAP: A is K-major and becomes Y, B is not and becomes X.
-// The kernel refuses tf32 if neither operand is K-major (op(A) = A^T, op(B) = B). TMA rounds float32 to tf32
-// (the type of the tensor maps is TFLOAT32), at no cost.
+// K-major means contiguous along k. wgmma reads 16-bit operands from shared memory in either layout, but tf32
+// operands only if they are K-major. A tf32 operand that is not K-major becomes X. The consumers load it into
+// registers (fragment_reader), from which wgmma takes it. This is why SWAP is needed if A and B are both used
+// as stored: A is K-major and becomes Y, B is not and becomes X. The kernel refuses tf32 if neither operand
+// is K-major (op(A) = A^T, op(B) = B). TMA rounds float32 to tf32 (the type of the tensor maps is TFLOAT32),
+// at no cost.
 //
 // Parameters (macros), beside OOC_OP_A and OOC_OP_B (0 as stored, 1 or 2 transposed):
 //   OOC_FORMAT    f16 | bf16 | tf32
 //   MMA_N     columns of Y in one wgmma: 128 | 256
-//   M_BLOCKS  64-row blocks of X whose sums one consumer has in registers: 1 | 2
-//   TEAM      consumers per tile. 2: they share a tile. 1: each computes another tile, and one writes while the other multiplies
+//   M_BLOCKS  one consumer computes the sums of 64 * M_BLOCKS rows of X: 1 | 2
+//   TEAM      consumers per tile. 2: both share a tile. 1: each computes its own tile, and one writes while
+//             the other multiplies.
 //   STAGES    k-blocks in shared memory
 //   CLUSTER   blocks that share Y: 1 | 2
-//   GROUP     tiles along X in a group (layout.cuh)
-//   REDUCE    if k >= REDUCE and beta = 1, sums are added to C in L2 by red.add; then no multiprocessor reads C (subnormal
-//             sums become 0)
-//   PREFETCH  1: prefetch C into L2 before it is read
-// Launch: min(blocks that fit at once, tiles) rounded to clusters, 384 threads, SHARED_BYTES. Tensor maps:
-// box (128 bytes, R), 128-byte swizzle, for X and for Y; R is the rows per copy if K-major, else the depth of
-// a k-block. m, n and k are 1 to 2^31 - 1.
+//   GROUP     the argument `group` of tile_at (layout.cuh), which orders the tiles
+//   REDUCE    if k >= REDUCE and beta = 1, sums are added to C in the L2 cache by the instruction red.add. No
+//             multiprocessor then reads C. But red.add replaces subnormal sums by 0.
+//   PREFETCH  1: C is prefetched into the L2 cache before it is read
+// m, n and k are 1 to 2^31 - 1.
+// Launch: SHARED_BYTES of shared memory and 384 threads per block. The number of blocks is the smaller of the
+// tiles and the blocks that run at once, rounded to whole clusters.
+// Tensor maps of X and Y: box (128 bytes, R), 128-byte swizzle. If the operand is K-major, R is the number of
+// rows that one copy takes. Otherwise R is the number of elements of a k-block along k.
 #ifndef MMA_N
 #define MMA_N 256
 #define M_BLOCKS 1
@@ -66,7 +73,7 @@ constexpr bool X_IN_REGISTERS = TF32 && !X_K_MAJOR;
 constexpr int CONSUMERS = 2;
 constexpr int TILE_X = 64 * M_BLOCKS * TEAM, TILE_Y = MMA_N;
 constexpr int X_BYTES = TILE_X * ROW_BYTES, Y_BYTES = TILE_Y * ROW_BYTES, STAGE_BYTES = X_BYTES + Y_BYTES;
-constexpr int RELEASES = 4 * TEAM * CLUSTER;   // arrivals that release a stage: one per warp that reads it
+constexpr int RELEASES = 4 * TEAM * CLUSTER;   // warps that read a stage: all must arrive at empty[s]
 
 static_assert(!TF32 || Y_K_MAJOR, "tf32 wgmma reads Y K-major only: tensor_mma runs transposed A with B as stored");
 static_assert(M_BLOCKS * MMA_N <= 256, "a thread has M_BLOCKS * MMA_N / 2 sums; more than 128 leave too few registers");
@@ -93,10 +100,10 @@ __device__ inline void prefetch(const float* p) { asm volatile("prefetch.global.
 
 // --- consumers ---------------------------------------------------------------------------------------------
 
-// Loads one warp's part of one k-step of X into the registers of wgmma: (row, k), (row + 8, k), (row, k + 4),
-// (row + 8, k + 4) with row = g, k = q. The instruction's rows g and g + 8 are X's rows 2 g and 2 g + 1, so
-// that one 8-byte load gets both. Lanes with odd q load k + 4 first, so that 16 lanes read 16 different pairs
-// of banks.
+// Loads one warp's part of X for one k-step (8 elements along k) into registers, as wgmma takes them. Lane 4
+// g + q has four values: rows g and g + 8 at k = q, and the same rows at k = q + 4. The instruction's rows g
+// and g + 8 are the rows 2 g and 2 g + 1 of X, so that one 8-byte load gets both. Lanes with odd q load k = q
+// + 4 first, so that 16 lanes read from 16 different pairs of banks.
 struct fragment_reader {
     int low, high, odd;  // offsets in a stage of X
     __device__ fragment_reader(int row, int g, int q) {
@@ -116,7 +123,7 @@ struct fragment_reader {
     }
 };
 
-// After a wait: keeps the compiler from moving reads of the sums before it.
+// Called after wgmma_wait: keeps the compiler from moving reads of the sums before the wait.
 __device__ inline void settle(float (&d)[M_BLOCKS][MMA_N / 2]) {
 #pragma unroll
     for (int b = 0; b < M_BLOCKS; ++b)
@@ -128,14 +135,15 @@ __device__ inline void add_in_l2(float* p, float4 v) {
     asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
 }
 
-// Writes the sums of one consumer: rows x to x + 64 M_BLOCKS and columns y to y + TILE_Y of D. Each thread's
-// sums become runs of four along LINES rows of C; one store of a warp writes 64 bytes in each of eight rows.
-constexpr int LINES = SWAP ? TILE_Y / 8 : 2 * M_BLOCKS, RUNS = SWAP ? M_BLOCKS : TILE_Y / 16;  // lines per thread, runs per line
-constexpr int RUN_GAP = SWAP ? 64 : 16;                                                   // columns between runs
+// Writes the sums of one consumer to C: 64 M_BLOCKS rows of D from x on, and TILE_Y columns from y on. A
+// thread has sums in LINES rows of C. They are rearranged to RUNS runs per row, of four neighbours each. One
+// store of a warp writes 64 bytes in each of eight rows.
+constexpr int LINES = SWAP ? TILE_Y / 8 : 2 * M_BLOCKS, RUNS = SWAP ? M_BLOCKS : TILE_Y / 16;
+constexpr int RUN_GAP = SWAP ? 64 : 16;  // columns from one run of a thread to the next
 struct writer {
     float* c;
     long long ldc;
-    int down, right, lane;  // rows and columns of C that are left from this thread's first run on
+    int down, right, lane;  // down, right: rows and columns of C from this thread's first run to the edge
     float alpha, beta;
     bool aligned;
 
@@ -151,14 +159,15 @@ struct writer {
         alpha = static_cast<float>(g.alpha_re), beta = static_cast<float>(g.beta_re);
         aligned = reinterpret_cast<unsigned long long>(g.c) % 16 == 0 && g.ldc % 4 == 0;
     }
-    // Rows of C between the first line and another one.
+    // Returns how many rows of C a line is below this thread's first line.
     __device__ static int line_row(int line) { return SWAP ? line * 8 : line / 2 * 64 + line % 2 * (X_IN_REGISTERS ? 1 : 8); }
     __device__ float4 run(const float (&d)[M_BLOCKS][TILE_Y / 2], int line, int r) const {
         const float* e = SWAP ? d[r] + line * 4 : d[line / 2] + r * 8 + line % 2 * 2;
         return scaled(alpha, SWAP ? exchange(e[0], e[2], e[1], e[3], lane / 4 & 1, 4) : exchange(e[0], e[1], e[4], e[5], lane & 1, 1));
     }
-    // Advances a pointer from run i - 1 to run i, line by line. The asm statement hides the pointer from the
-    // compiler, which otherwise computes the addresses of all lines first and spills registers.
+    // Advances a pointer from run i - 1 to run i; runs are numbered line by line. The asm statement hides the
+    // pointer from the compiler, which would otherwise compute the addresses of all lines first and spill
+    // registers.
     template <typename Pointer>
     __device__ void go_to(Pointer& p, int i) const {
         if (i % RUNS > 0) {
@@ -168,10 +177,11 @@ struct writer {
         if (i > 0) p += (line_row(i / RUNS) - line_row(i / RUNS - 1)) * ldc - (RUNS - 1) * RUN_GAP;
         asm volatile("" : "+l"(p)::"memory");
     }
-    // EDGE: the tile may extend past the edge of C, or C is not aligned.
+    // Writes all runs. EDGE: the tile may extend past the edge of C, or C is not aligned. `reduce`: add in
+    // L2.
     template <bool EDGE>
     __device__ void write(const float (&d)[M_BLOCKS][TILE_Y / 2], bool reduce) const {
-        constexpr int ALL = LINES * RUNS, BATCH = 8;  // loads of C run BATCH runs ahead of the stores
+        constexpr int ALL = LINES * RUNS, BATCH = 8;  // the old C is loaded BATCH runs before it is needed
         const auto valid = [&](int i) { return down > line_row(i / RUNS) ? right - i % RUNS * RUN_GAP : 0; };
         float* to = c;
         if (beta == 0) {
@@ -245,7 +255,8 @@ extern "C" __global__ void
                 const tile_position tile = tile_at(t, x_tiles, y_tiles, GROUP);
                 const int x = (tile.row * CLUSTER + rank) * TILE_X, y = tile.column * TILE_Y;
                 constexpr int part = TILE_Y / CLUSTER;
-                // Prefetches the tile of C in lines of 128 bytes, `share` lines per lane and k-block.
+                // If beta != 0, the warp also prefetches the tile of C into the L2 cache, in lines of 128
+                // bytes. With each k-block, a lane prefetches `share` lines.
                 constexpr int columns = SWAP ? TILE_X : TILE_Y, lines_per_row = columns / 32, lines = TILE_X * TILE_Y / 32;
                 const int share = PREFETCH && g.beta_re != 0 ? (lines / 32 + k_blocks - 1) / k_blocks : 0;
                 int line = lane;
@@ -285,10 +296,10 @@ extern "C" __global__ void
                 mbarrier_wait(turns + 8 * consumer, turn);
                 turn ^= 1;
             }
-            int before = 0;  // the stage that wgmmas in flight may still read
+            int before = 0;  // the stage that unfinished wgmmas may still read
             if constexpr (X_IN_REGISTERS) {
-                // One group of wgmmas per k-step. While two groups are in flight, the fragments of the next
-                // step are read.
+                // The wgmmas of one k-step are a group. While two groups are unfinished, the warps read the
+                // part of X for the next k-step into registers.
                 const fragment_reader reader(part + 16 * warp, lane / 4, lane % 4);
                 unsigned fragments[STEPS][M_BLOCKS][4];
                 const auto read = [&](int step) {

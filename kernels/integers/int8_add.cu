@@ -1,8 +1,7 @@
-// int8_add: C = sums + beta * C, where sums are int32. beta = 0 never reads C.
+// int8_add: C = sums + beta * C, element by element. The sums are int32. beta = 0 never reads C.
 //
 // Macro: OOC_ACCUMULATED, the type of C.
-// Launch: 256 threads; one row per blockIdx.y, 1024 columns per
-// blockIdx.x.
+// Launch: blocks of 256 threads. blockIdx.y is the row, blockIdx.x selects 1024 columns.
 extern "C" __global__ void __launch_bounds__(256) int8_add(
     const int* __restrict__ sums, long long pitch, long long n, double beta, OOC_ACCUMULATED* __restrict__ c, long long ldc) {
     const int* const from = sums + blockIdx.y * pitch;

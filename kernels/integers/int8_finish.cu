@@ -1,11 +1,13 @@
-// int8_finish: result = alpha * sum + beta * result in double precision, for integer sums. beta = 0 never
-// reads result.
+// int8_finish: result = alpha * sum + beta * result, element by element, in double precision. The sums are
+// integers. beta = 0 never reads result.
 //
-// Macros: OOC_ACCUMULATED, the type of the sums; OOC_STORED, the type of the result; and OOC_MAX if that is
-// an integer type:
-// a result beyond OOC_MAX, or one that may not be exact, sets *too_large to 1.
-// Launch: any number of blocks
-// of 256 threads.
+// Macros
+//   OOC_ACCUMULATED  the type of the sums
+//   OOC_STORED       the type of the result
+//   OOC_MAX          defined only if the result has an integer type: the largest value allowed. If an element
+//                    is above OOC_MAX, below -OOC_MAX - 1, or so large that double precision may have rounded
+//                    it, the kernel sets *too_large to 1 and leaves the element unchanged.
+// Launch: any number of blocks of 256 threads.
 extern "C" __global__ void __launch_bounds__(256) int8_finish(
     long long elements, const OOC_ACCUMULATED* __restrict__ sums, double alpha, double beta, OOC_STORED* __restrict__ result,
     volatile int* too_large) {

@@ -1,11 +1,14 @@
-// int8_pack: copies rows of op(A), or columns of op(B), to rows of `pitch` bytes that are contiguous along k,
-// aligned to 16 bytes, and zero beyond k: the layout that cuBLAS needs for int8.
+// int8_pack: copies an int8 operand to the layout that cuBLAS needs.
 //
-// Macro: OOC_K_MAJOR. 1: x is contiguous along k, with ld bytes per row. 0: x is contiguous along the rows,
-// with ld bytes per k. A block copies 64 rows by 64 ks through shared memory. A word of padding per row keeps
-// the 32 rows that a warp writes in one column in different banks.
-// Launch: 256 threads; blockIdx.x counts
-// along pitch, blockIdx.y along the rows.
+// A row here is a row of op(A) or a column of op(B). The copy has `pitch` bytes per row. Its rows are
+// contiguous along k, aligned to 16 bytes, and zero beyond k.
+//
+// A thread block copies 64 rows by 64 positions along k through shared memory. There, each row has 4 bytes of
+// padding. So the 32 threads of a warp, which write one column of 32 rows, write to different banks.
+//
+// Macro: OOC_K_MAJOR. 1: x is contiguous along k, and rows are ld bytes apart. 0: x is contiguous along the
+// rows, and positions along k are ld bytes apart.
+// Launch: blocks of 256 threads. blockIdx.x selects 64 bytes along pitch, blockIdx.y selects 64 rows.
 constexpr int SIDE = 64;
 
 extern "C" __global__ void __launch_bounds__(256) int8_pack(

@@ -10,8 +10,8 @@
 //   y, y + 8, y + 16, ...  of the tile,       3. multiply: an element of B is read once for 4 elements of C
 //   y = t / H                                 4. barrier
 //
-// An element of A that is read is multiplied H = 64 times, an element of B W = 32 times. In the tiled kernel
-// with its square tile of 16, each is multiplied 16 times.
+// An element of A that has been copied to shared memory is used for H = 64 multiplications, an element of B
+// for W = 32. In the kernel `tiled`, with square tiles of 16, both are used for 16.
 //
 // Parameters
 //   W (32), H (64)   rows and columns of a block's tile of C

@@ -10,8 +10,9 @@
 //                                                (the threads of a warp read neighbours), and multiply it with the W
 //                                                elements of A's column p, which all threads share; barrier
 //
-// No other thread uses a thread's element of B, so shared memory would not help. Shared memory serves one
-// read of A per multiply-add, the same word for the whole warp.
+// A thread is the only one to use its elements of B, so putting them into shared memory would not help. There
+// is one read from shared memory per multiply-add, of an element of A. All threads of a warp read the same
+// one.
 //
 // Parameters
 //   W (16)   rows of a block's tile of C; each takes a register per thread (2 for float64, 4 for complex128)

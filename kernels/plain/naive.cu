@@ -9,9 +9,9 @@
 //                                           threads past its edges do nothing.
 //   C[i, j] = sum_p A[i, p] * B[p, j]
 //
-// There are two loads per multiply-add. The threads of a warp share i: they read the same element of A, and
-// consecutive elements of a row of B. Threads request each element of A n times and each of B m times. Only
-// the caches reduce these 2 * m * n * k requests.
+// There are two loads per multiply-add. The threads of a warp have the same i, so they read the same element
+// of A and consecutive elements of a row of B. Each element of A is requested n times, each element of B m
+// times. Only the caches keep these 2 * m * n * k requests from device memory.
 //
 // Parameters
 //   BLOCK_X (32), BLOCK_Y (8)  threads of a block along columns and rows of C. If BLOCK_X is a multiple of the warp size,

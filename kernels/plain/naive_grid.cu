@@ -1,4 +1,4 @@
-// naive_grid: the naive kernel for a C larger than one grid.
+// naive_grid: the kernel `naive` for a C that is larger than one grid of threads may be.
 //
 //        n
 //      +------+------+---+          Submatrices of at most COVER_M x COVER_N elements cover C. Each is launched as a

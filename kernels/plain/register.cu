@@ -1,5 +1,5 @@
-// register: the tiled kernel with RESULTS elements of C per thread, in registers. Its entry is
-// register_kernel, since `register` is reserved in C++.
+// register: the kernel `tiled` with RESULTS elements of C per thread, which are summed in registers. The
+// function is called register_kernel, since `register` is reserved in C++.
 //
 //        TILE                     The same TILE x TILE tiles, with RESULTS times fewer threads. A thread owns RESULTS
 //      +------+                   elements of one column of C's tile, TILE / RESULTS rows apart:

@@ -15,7 +15,8 @@
 //
 // Parameters
 //   TILE (16)  side of a tile: TILE * TILE threads per block, at most 1024, and 2 * TILE * TILE elements of shared
-//              memory (8 KiB for complex128 at 16). At 8, a warp spans four rows and reads four words of A's tile.
+//              memory (8 KiB for complex128 at 16). With TILE = 8, a warp spans four rows of the tile of C,
+//              so each read of the tile of A takes four different elements instead of two.
 #include "plain/operand.cuh"
 
 #ifndef TILE

@@ -1,5 +1,5 @@
-"""Backends: the devices that can run a plan. `open_backend` opens one by name without importing cupy before
-it must."""
+"""Backends: the devices that can run a plan. `open_backend` opens one by name. cupy is imported only if the
+CUDA backend is opened."""
 
 from oocgemm.backends.base import Backend, Session
 from oocgemm.backends.registry import (

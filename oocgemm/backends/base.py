@@ -1,7 +1,8 @@
-"""The protocol between the engine and a backend: sessions that hold slots and run operations on streams.
+"""The protocol between the engine and a backend.
 
-The executor derives the waits of each operation and passes them as tokens. A backend makes its streams honour
-them. Nothing else about an accelerator is visible outside its backend.
+A session of a backend owns the buffers on the device (slots) and runs operations on streams. The executor
+finds out which earlier operations each operation must wait for, and passes the handles (tokens) of those. The
+backend makes its streams wait for them. Nothing else about an accelerator is visible outside its backend.
 """
 
 import importlib
@@ -25,10 +26,10 @@ Array = NDArray[Any]
 
 
 class InPlace(tuple[Array, ...]):
-    """A block of an operand in the caller's memory, copied from or to there without a host slot (zero-copy).
+    """A block of an operand that the device copies from or to the caller's memory directly (zero-copy).
 
-    A sequence of one array. `borders` are the addresses inside it where one pinned range ends and the next
-    begins.
+    It is a sequence of one array, a view of that memory. `borders` are the addresses inside the array where
+    one pinned range ends and the next begins. CUDA refuses a copy that crosses such an address.
     """
 
     borders: Sequence[int]
@@ -40,10 +41,10 @@ class InPlace(tuple[Array, ...]):
 
 
 class Pinner(NamedTuple):
-    """Pins the caller's memory for a device: `pin(address, bytes)` whole pages, `unpin(address)` what `pin`
-    pinned there.
+    """Two functions that pin and unpin the caller's memory for a device.
 
-    Both raise the driver's error.
+    `pin(address, bytes)` pins whole pages. `unpin(address)` unpins the range that `pin` pinned at the same
+    address. Both raise the driver's error.
     """
 
     pin: Callable[[int, int], object]
@@ -51,9 +52,9 @@ class Pinner(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """A queue of operations on one device. They are submitted in the order of the schedule.
+    """Identifies a queue of operations on one device, which are submitted in the order of the schedule.
 
-    `lane` names the kind of work, such as "h2d" or "compute". Operations of the schedule call it `stream`.
+    `lane` names the kind of work, such as "h2d" or "compute". It is the attribute `stream` of an `Operation`.
     """
 
     device: int
@@ -65,20 +66,25 @@ class Stream(NamedTuple):
 
 
 class Token(Protocol):
-    """A submitted operation, which may still be running."""
+    """The handle of a submitted operation, which may still be running. A session's `submit` returns it."""
 
     def synchronize(self) -> None:
         """Block the calling thread until the operation has ended; raise if it failed."""
 
     def interval(self) -> tuple[int, int]:
-        """Return start and end, in nanoseconds of `time.perf_counter_ns`. Call it only after
-        `synchronize`."""
+        """Return when the operation started and ended, in nanoseconds of `time.perf_counter_ns`.
+
+        Call `synchronize` first.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class DoneToken:
-    """An operation that the submitting thread ran to its end. `moved` is False if no bytes were copied
-    (zero-copy)."""
+    """The handle of an operation that has already ended, because the submitting thread ran it.
+
+    `moved` is False for a Read or a Write that copied no bytes, because the data is in the caller's memory
+    (zero-copy).
+    """
 
     start: int
     end: int
@@ -92,11 +98,11 @@ class DoneToken:
 
 
 class Checksums(Protocol):
-    """Checksums that a device takes of its slots during one run (the verification of `oocgemm.integrity`).
+    """The checksums that a device computes during one run, with which `oocgemm.integrity` verifies C.
 
-    `expected` is the pair of digests that the next Multiply must find in its panels of op(A) and op(B).
-    `busy` collects the time that the device spends on checksums. `room` is the layout of the checksums of one
-    strip of C.
+    `expected` is a pair of digests (hashes): the next Multiply must find them in its blocks of op(A) and
+    op(B). `busy` collects the time that the device spends on checksums. `room` is the memory layout of the
+    checksums of one strip (some rows of a tile) of C.
     """
 
     expected: tuple[int, int]
@@ -108,11 +114,11 @@ class Checksums(Protocol):
 
 
 class Session(Protocol):
-    """A backend at work on one plan: its arena is allocated, its streams exist.
+    """A backend at work on one plan. Its device memory is allocated and its streams exist.
 
-    `checksums` is None unless the plan has the device take checksums. `submit` returns at once for the kinds
-    in `asynchronous`; any thread may submit these, one thread at a time. `pinner` is None if the device needs
-    no pinned memory.
+    `checksums` is None unless the plan asks the device to compute checksums. `asynchronous` contains the
+    kinds of operations for which `submit` returns at once. Any thread may submit these, but only one thread
+    at a time. `pinner` is None if the device needs no pinned memory.
     """
 
     pinner: Pinner | None
@@ -125,35 +131,37 @@ class Session(Protocol):
         """Prepare the calling thread to submit the operations of one stream."""
 
     def submit(self, operation: Operation, host: Sequence[Array], after: Sequence[Token]) -> Token:
-        """Run an operation of a device lane once those in `after` have ended.
+        """Start an operation of the device when the operations in `after` have ended; return its handle.
 
         Args:
             operation: an Upload, a Prepare, a Multiply, a Finish or a Download.
-            host: the host memory of an Upload or a Download: groups of columns of the block as stored, each
-                contiguous, one after the other from the start of a host slot; or an `InPlace`.
-            after: the operations that this one waits for.
+            host: for an Upload or a Download, the block's memory on the host. Either the arrays in a host
+                slot (each a range of the stored block's columns, contiguous, one after the other from the
+                start of the slot), or an `InPlace`.
+            after: handles of the operations that this one waits for.
         """
 
     def pin(self, host: Sequence[Array]) -> None:
-        """Pin the pages of a host slot that `host`, as given to `submit`, covers. Does nothing if the device
-        needs no pinned memory.
+        """Pin the pages that `host`, the arrays in a host slot, covers. Do nothing if the device needs no
+        pinned memory.
 
-        The pages must be resident: pinning them is then ten times as fast. Any thread may call this for a
-        slot that no other thread uses.
+        The pages should be resident: pinning resident pages is ten times as fast. Any thread may call this,
+        provided that no other thread uses the slot.
         """
 
     def view(self, operation: Operation, region: Region) -> Array:
-        """Return a region of a device slot as host memory, as stored. Only where host and device share one
-        memory."""
+        """Return a part of a buffer on the device as an array, in the orientation of the stored operand.
+
+        Called only if host and device share one memory.
+        """
 
     def kernels_used(self) -> list[str]:
-        """Return the names of the kernels that have multiplied so far."""
+        """Return the names of the kernels that this session has used for multiplications so far."""
 
     def device_bytes(self) -> int:
-        """Return the measured bytes of device memory that this session has allocated: arena and library
-        workspaces.
+        """Measure the device memory that this session has allocated, in bytes: slots and library workspaces.
 
-        Memory that a library kept from an earlier session is not counted.
+        Memory that a library allocated during an earlier session and kept is not counted.
         """
 
     def close(self) -> None:
@@ -169,29 +177,37 @@ class Backend(Protocol):
         """Return the bytes of device memory that could be allocated now."""
 
     def multiprocessors(self) -> int:
-        """Return the number of multiprocessors, each of which multiplies one block of a product at a time; 1
-        where the plan does not depend on it."""
+        """Return the number of multiprocessors; 1 if the device has none.
+
+        Plans use it to estimate how well a tile occupies the device.
+        """
 
     def is_pinned(self, address: int, size: int) -> bool:
-        """Return whether one pinned range contains `size` bytes of host memory from `address` on."""
+        """Return whether the `size` bytes of host memory from `address` on are in one pinned range."""
 
     def link_limit(self) -> float | None:
-        """Return an upper bound on copies to or from the device, in bytes per second per direction.
+        """Return the maximum rate of copies to the device, and of copies from it, in bytes per second.
 
-        None where the system does not report one, or where there is no link.
+        None if the system does not report the rate, or if device and host share one memory.
         """
 
     def describe(self) -> dict[str, str]:
-        """Return the device, the library versions and the kernel, for log headers and reports."""
+        """Return names and versions of the device and the libraries, for log headers and reports."""
 
     def check(self, plan: Plan, kernel: str) -> None:
-        """Raise `InputError` if a kernel cannot run the steps of a plan on this device. Allocates nothing."""
+        """Raise `InputError` if a kernel cannot run a plan's multiplications on this device.
+
+        The check allocates no device memory.
+        """
 
     def arithmetic(self, problem: GemmProblem, kernel: str) -> str:
-        """Describe what `kernel` runs for a problem. C has the same bits if the descriptions are equal."""
+        """Describe the arithmetic that `kernel` performs for a problem, as text.
+
+        If two runs of a problem have the same description, C is equal in every bit.
+        """
 
     def open(self, plan: Plan, kernel: str) -> Session:
-        """Allocate the device arena and create the streams.
+        """Allocate the device memory of a plan, create the streams, and return the session.
 
         Raises:
             OutOfMemoryError: the device has too little free memory.
@@ -199,7 +215,10 @@ class Backend(Protocol):
 
 
 def stored_shape(operation: Operation, problem: GemmProblem) -> tuple[int, int]:
-    """Return the shape of an operation's block as it is stored, op() undone."""
+    """Return the shape of an operation's block in the stored operand.
+
+    An operation counts rows and columns in op(X). If op() transposes, rows and columns are swapped here.
+    """
     (r0, r1), (c0, c1) = operation.block
     rows, cols = r1 - r0, c1 - c0
     op = {"A": problem.trans_a, "B": problem.trans_b}.get(operation.operand, Op.N)
@@ -207,13 +226,16 @@ def stored_shape(operation: Operation, problem: GemmProblem) -> tuple[int, int]:
 
 
 def device_offsets(plan: Plan) -> tuple[dict[Slot, int], int]:
-    """Return the offset of each device slot in the arena, and the bytes of all slots."""
+    """Return the byte offset of each device slot in the arena (one allocation), and the arena's size."""
     return slot_offsets(plan, "device", DEVICE_ALIGNMENT)
 
 
 def slot_offsets(plan: Plan, tier: str, alignment: int) -> tuple[dict[Slot, int], int]:
-    """Return the offset of each slot of a tier, one after the other in one arena, and the bytes of all
-    slots."""
+    """Place the slots of a tier ("host" or "device") one after the other in one allocation, the arena.
+
+    Returns:
+        The byte offset of each slot, a multiple of `alignment`, and the size of the arena in bytes.
+    """
     sizes = slot_bytes(plan.problem, plan.tile, plan.slots.strip)
     offsets: dict[Slot, int] = {}
     end = 0
@@ -225,9 +247,11 @@ def slot_offsets(plan: Plan, tier: str, alignment: int) -> tuple[dict[Slot, int]
 
 
 def step_scalars(problem: GemmProblem, first: bool) -> tuple[complex, complex]:
-    """Return (alpha, beta) of one Multiply.
+    """Return the scalars (alpha, beta) for one Multiply; `first` means the first one of its tile.
 
-    The problem's beta belongs to the first Multiply of a tile, or to Finish if the problem has one.
+    If a Finish follows, it applies alpha and beta. The Multiplies of a tile then only add up products: the
+    first one overwrites the sums (beta = 0), later ones add to them (beta = 1). If no Finish follows, every
+    Multiply applies alpha, and the first one also applies the problem's beta.
     """
     if problem.finishes:
         return 1.0, 0.0 if first else 1.0
@@ -235,20 +259,20 @@ def step_scalars(problem: GemmProblem, first: bool) -> tuple[complex, complex]:
 
 
 def limits_of(name: str) -> Any:
-    """Return `numpy.finfo` of a dtype of the project, bfloat16 included."""
+    """Return the floating-point limits of a dtype, as `numpy.finfo` does, but also for bfloat16."""
     if name == "bfloat16":
         return importlib.import_module("ml_dtypes").finfo(name)
     return np.finfo(numpy_dtype(name))
 
 
 def known_dtypes() -> list[str]:
-    """Return the operand dtypes that NumPy supports here: bfloat16 only if ml_dtypes is installed."""
+    """Return the names of the dtypes that operands may have; bfloat16 only if ml_dtypes is installed."""
     missing = importlib.util.find_spec("ml_dtypes") is None
     return [name for name in OPERANDS if not (missing and name == "bfloat16")]
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """Return the NumPy dtype for a dtype name of the project.
+    """Return the NumPy dtype for the name of an operand's or accumulator's dtype, such as "bfloat16".
 
     Raises:
         InputError: the name is bfloat16 and ml_dtypes is not installed.

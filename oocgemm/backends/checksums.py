@@ -1,13 +1,15 @@
-"""Checksums that a device takes of its slots with kernels/checks/check_sums.cu: the launches and their
-addresses.
+"""Launches the kernels of kernels/checks/check_sums.cu, with which a device computes checksums to verify C.
 
-- An Upload of a panel also sums the panel.
-- A Multiply also multiplies the checksums of its two panels.
-- An Upload or a Download of a strip of C also sums the strip.
+A panel is the block of A or B that one Multiply takes. A strip is some rows of a tile of C. Three operations
+launch extra kernels:
 
-These launches read and write only the slots of their operation (layout: `oocgemm.planning.check_blocks`), so
-they need no waits of their own. This module does not import cupy: a `Device` launches and copies on the
-current stream.
+- the Upload of a panel sums the panel;
+- a Multiply multiplies the checksums of its two panels, which gives checksums of the product;
+- the Upload or the Download of a strip of C sums the strip.
+
+The checksums are stored behind the data in the same device slots (layout: `oocgemm.planning.check_blocks`).
+So the waits that protect an operation's slots also protect its checksums. This module does not import cupy: a
+`Device` launches and copies on the current stream.
 """
 
 import ctypes
@@ -27,13 +29,13 @@ _LONG, _INT, _POINTER = ctypes.c_longlong, ctypes.c_int, ctypes.c_void_p
 
 
 class CutFields(ctypes.Structure):
-    """The C struct `cut` of check_sums.cu."""
+    """The C struct `cut` of check_sums.cu: how an extent is divided into strips and blocks (a `Blocking`)."""
 
     _fields_ = (*((field.name, _LONG) for field in fields(Blocking)[:3]), ("per", _INT))
 
 
 class Summed(ctypes.Structure):
-    """The C struct `summed` of check_sums.cu: a panel, or a strip of C."""
+    """The C struct `summed` of check_sums.cu: a panel or a strip of C, and where to write its checksums."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("x", "head", "flags", "norms", "sums")),
@@ -45,8 +47,8 @@ class Summed(ctypes.Structure):
 
 
 class Multiplied(ctypes.Structure):
-    """The C struct `multiplied` of check_sums.cu: the checksums of two panels, and of the strips that their
-    product updates."""
+    """The C struct `multiplied` of check_sums.cu: the checksums of two panels to multiply, and those of the
+    strips of C, to which the product is added."""
 
     _fields_ = (
         *((f"{x}{part}", _POINTER) for part in ("", "_norms", "_head") for x in "ab"),
@@ -60,35 +62,49 @@ class Multiplied(ctypes.Structure):
 
 
 class Device(Protocol):
-    """Launches kernels of check_sums.cu, and copies, on the current stream. Addresses are integers."""
+    """Launches kernels of check_sums.cu and copies device memory, both on the current stream.
+
+    Device addresses are integers.
+    """
 
     def load(self, entry: str, macros: tuple[str, ...]) -> None:
-        """Compile and load a kernel, so that it can be launched without delay."""
+        """Compile and load a kernel now, so that its first launch does not have to."""
 
     def launch(
         self, entry: str, macros: tuple[str, ...], grid: tuple[int, int, int], arguments: ctypes.Structure
     ) -> None:
-        """Launch a kernel with one struct as its argument."""
+        """Launch the kernel `entry`, compiled with `macros`, on a grid. Its only argument is a struct."""
 
     def zero(self, address: int, size: int) -> None:
-        """Fill device memory with zeros."""
+        """Fill `size` bytes of device memory from `address` on with zeros."""
 
     def copy(self, to: int, source: int, size: int) -> None:
-        """Copy within device memory."""
+        """Copy `size` bytes from device address `source` to device address `to`."""
 
 
 def check_options(dtype: str, accumulator: str, axis: int) -> tuple[str, ...]:
-    """Return the compiler options of check_sums.cu. `axis` 1: signs and sums run along the columns of the
-    stored panel."""
+    """Return the compiler options of check_sums.cu.
+
+    Args:
+        dtype: of the panel or strip that is summed.
+        accumulator: the dtype in which the device multiplies; sums are complex if it is.
+        axis: 0 if rows of the stored panel are added up, each with a random sign; 1 if columns are.
+    """
     wide = "complex_t<double>" if DTYPES[accumulator].is_complex else "double"
     return f"-DOOC_STORED={C_TYPES[dtype]}", f"-DOOC_AXIS={axis}", f"-DOOC_WIDE={wide}"
 
 
 class DeviceChecksums:
-    """Takes the checksums of one run on a device. Implements `oocgemm.backends.base.Checksums`."""
+    """Computes the checksums of one run on a device. Implements `oocgemm.backends.base.Checksums`."""
 
     def __init__(self, plan: Plan, address: Callable[[Region], int], device: Device) -> None:
-        """Load the kernels. `address` maps a region of a slot to its device address."""
+        """Load the kernels.
+
+        Args:
+            plan: the plan of the run.
+            address: returns the device address of a region of a device slot.
+            device: launches the kernels.
+        """
         self._problem = problem = plan.problem
         self._rows = plan.grid.rows
         self._strip = plan.slots.strip
@@ -99,7 +115,7 @@ class DeviceChecksums:
         self._seed = 0
         self.expected = 0, 0
         self.busy = BusyTime()
-        # Loaded here, because loading a kernel during the run would drain the device.
+        # Loading a kernel waits until the device is idle, so all of them are loaded before the run.
         for operand in "AB":
             device.load("check_panel", self._options(problem.a_dtype, self._axis(operand)))
         device.load("check_product", self._options(problem.a_dtype))
@@ -117,8 +133,8 @@ class DeviceChecksums:
             self._sum_panel(op, op.writes[0])
 
     def with_multiply(self, op: Operation) -> None:
-        """Add the product of the checksums of a step's panels to the checksums of the strips that its
-        Multiply writes."""
+        """Multiply the checksums of a Multiply's two panels, and add the product to the checksums of the
+        strips of C that the Multiply writes."""
         problem, room = self._problem, self.room
         top, bottom = self._rows(op.tile[0])
         depth, cols, c = op.k[1] - op.k[0], op.n[1] - op.n[0], op.writes[0].slot
@@ -132,7 +148,7 @@ class DeviceChecksums:
         arguments.down, arguments.per = Blocking.of(arguments.rows, self._strip).blocks, down.per
         arguments.across = Blocking.of(cols, cols).blocks
         if depth:
-            skipped = (op.m[0] - top) // self._strip * down.per  # blocks of the panel before the first strip
+            skipped = (op.m[0] - top) // self._strip * down.per  # blocks of the panel above the first strip
             wide = 16 if DTYPES[problem.acc_dtype].is_complex else 8
             sides = (
                 ("a", op.reads[0].slot, bottom - top, self._strip, skipped, op.m[0] - top),
@@ -152,7 +168,7 @@ class DeviceChecksums:
         )
 
     def with_finish(self, op: Operation) -> None:
-        """Copy the checksums of a finished strip from the accumulator's slot to the strip's own slot."""
+        """Copy a strip's checksums to the slot to which a Finish writes the strip, cast to C's dtype."""
         made = self.room.made
         source = self._at(op.reads[0].slot, op.tile, op.m)
         self._device.copy(
@@ -160,25 +176,27 @@ class DeviceChecksums:
         )
 
     def before_download(self, op: Operation) -> None:
-        """Sum a strip before its Download."""
+        """Sum a strip of C on the device before its Download, to compare with the sums that are expected."""
         self._sum_strip(op, op.reads[0], self.room.found)
 
     def device_address(self, op: Operation) -> int:
-        """Return the device address of the checksums of a strip. A Download copies them together with the
-        strip."""
+        """Return the device address of a strip's checksums. Its Download copies them to the host as well."""
         return self._at(op.reads[0].slot, op.tile, op.m)
 
     def host_address(self, host: int) -> int:
-        """Return the host address of a strip's checksums, from the address of its host slot."""
+        """Return the host address of a strip's checksums: they follow the strip, whose host slot starts at
+        the address `host`."""
         return host + self._data_bytes["host", "C"]
 
     def _behind(self, slot: Slot) -> int:
-        """Return the device address of the checksums of a slot: they follow its data."""
+        """Return the device address of the checksums in a slot: they follow the slot's data."""
         return self._address(Region(slot, 0, 0)) + self._data_bytes["device", slot.operand]
 
     def _at(self, slot: Slot, tile: Tile, rows: Range) -> int:
-        """Return the device address of the checksums of a strip, or of the first of several consecutive
-        ones."""
+        """Return the device address of the checksums of the strip that starts at row `rows[0]` of C.
+
+        The slot of a tile contains the checksums of all its strips, one after the other.
+        """
         number = (rows[0] - self._rows(tile[0])[0]) // self._strip if slot.operand == "C" else 0
         return self._behind(slot) + number * self.room.end
 
@@ -186,7 +204,10 @@ class DeviceChecksums:
         return check_options(dtype, self._problem.acc_dtype, axis)
 
     def _axis(self, operand: str) -> int:
-        """Return 1 if the rows of op(A), or the columns of op(B), are columns of the stored panel, else 0."""
+        """Return along which axis of the stored panel its checksums add up: 0 for rows, 1 for columns.
+
+        Checksums add up rows of op(A) and columns of op(B).
+        """
         trans = self._problem.trans_a if operand == "A" else self._problem.trans_b
         return int((operand == "A") == trans.swaps)
 

@@ -1,4 +1,5 @@
-"""Finish a strip of C on the host; and the error, on any backend, for sums that do not fit C's dtype."""
+"""Apply alpha and beta to a strip of C on the host and cast it to C's dtype; the error for sums that do not
+fit C's dtype, on any backend."""
 
 import numpy as np
 
@@ -9,16 +10,18 @@ from oocgemm.planning.integers import EXACT_LIMIT
 
 
 def finish(sums: Array, alpha: float, beta: float, result: Array, workspace: Array) -> None:
-    """Compute ``result = alpha sums + beta result`` in the dtype of sums, and round to that of result.
+    """Compute ``result = alpha sums + beta result`` in the dtype of sums, and round to the dtype of result.
 
     Args:
-        sums: float32, or float64 that holds integers. C-contiguous.
+        sums: the accumulated products, C-contiguous. float32; or float64 with integer values.
         alpha, beta: scalars. beta = 0 never reads result.
-        result: of the shape of sums. C-contiguous.
-        workspace: bytes for temporaries, at least `FINISH_ARRAYS` elements of sums.
+        result: array of the shape of sums, C-contiguous.
+        workspace: bytes for temporary arrays, with room for at least `FINISH_ARRAYS` elements of sums. More
+            room lets more elements be processed at a time.
 
     Raises:
-        ExecutionError: result has an integer dtype, and an element overflows it or may not be exact.
+        ExecutionError: result has an integer dtype, and an element overflows it, or is so large (2^53) that
+            float64 may have rounded it.
     """
     limits = np.iinfo(result.dtype) if result.dtype.kind == "i" else None
     scalars = sums.dtype.type(alpha), sums.dtype.type(beta)
@@ -26,8 +29,8 @@ def finish(sums: Array, alpha: float, beta: float, result: Array, workspace: Arr
     spaces = workspace.view(sums.dtype)[: FINISH_ARRAYS * piece].reshape(FINISH_ARRAYS, piece)
     flat, old_flat = sums.reshape(-1), result.reshape(-1)
     with np.errstate(all="ignore"):  # Inf and NaN propagate silently, as in BLAS
-        # Pieces instead of rows: the time does not depend on the shape, and the temporaries stay in the
-        # cache.
+        # The arrays are processed in pieces of fixed length, not row by row. So the time does not depend on
+        # the shape, and the temporaries stay in the cache.
         for start in range(0, flat.size, piece):
             old = old_flat[start : start + piece]
             value, kept, size = spaces[:, : old.size]
@@ -47,7 +50,7 @@ def finish(sums: Array, alpha: float, beta: float, result: Array, workspace: Arr
 
 
 def too_large(c_dtype: str) -> ExecutionError:
-    """Return the error for sums that do not fit C's dtype."""
+    """Return the error for an element of C that does not fit C's integer dtype."""
     if c_dtype == "int32":
         limit, wider = "int32 holds (2^31 - 1)", "int64"
     else:

@@ -1,8 +1,7 @@
-"""Counter-based random numbers, equal on host and device: word `index` of a stream needs none of the words
-before it.
+"""Counter-based random numbers: any word of a random stream is computed from its index alone.
 
-`random_words` is SplitMix64 (Steele, Lea and Flood, *Fast splittable pseudorandom number generators*, 2014),
-as in kernels/checks/check_sums.cu.
+`random_words` is SplitMix64 (Steele, Lea and Flood, *Fast splittable pseudorandom number generators*, 2014).
+kernels/checks/check_sums.cu has the same generator, so that host and device agree.
 """
 
 from typing import Any
@@ -10,14 +9,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-ROW_WEIGHTS, WORD_WEIGHTS, _SIGNS = 0, 1, 2  # streams
-VECTORS = 8  # vectors in a `SignVectors`: one per bit of a byte
-_BYTES_PER_COUNT = 32  # output of Philox per value of its counter
+# Numbers of the random streams: weights of the rows and of the words of a digest; random signs (this one and
+# later ones).
+ROW_WEIGHTS, WORD_WEIGHTS, _SIGNS = 0, 1, 2
+VECTORS = 8  # number of vectors in a `SignVectors`: a random byte gives one sign to each
+_BYTES_PER_COUNT = 32  # bytes that Philox generates per value of its counter
 _SIGNS_OF_BYTE = 1.0 - 2.0 * np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)
 
 
 def random_words(stream: int, count: int, first: int = 0) -> NDArray[np.uint64]:
-    """Return words `first` to `first + count` of a stream (uint64). There are 2^16 streams of 2^48 words."""
+    """Return `count` words (uint64) of a random stream, from index `first` on.
+
+    There are 2^16 streams of 2^48 words each.
+    """
     index = np.arange(first, first + count, dtype=np.uint64)
     z = (index + np.uint64((stream << 48) + 1)) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ z >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
@@ -26,7 +30,7 @@ def random_words(stream: int, count: int, first: int = 0) -> NDArray[np.uint64]:
 
 
 def sign_stream(seed: int, axis: int) -> int:
-    """Return the number of the stream that the signs of rows (axis 0) or columns (axis 1) are drawn from."""
+    """Return the number of the random stream with the signs of rows (axis 0) or of columns (axis 1)."""
     return _SIGNS + 2 * seed + axis
 
 
@@ -36,19 +40,21 @@ def signs(seed: int, axis: int, extent: int) -> NDArray[Any]:
 
 
 class SignVectors:
-    """`VECTORS` vectors of random signs. Any part of them can be drawn without the parts before it.
+    """`VECTORS` vectors of random signs, of unlimited length. Any part of them can be computed by itself.
 
     The generator is Philox (Salmon, Moraes, Dror and Shaw, *Parallel random numbers: as easy as 1, 2, 3*,
-    2011). Its output for a counter depends on the key and the counter alone. Byte j of the output holds the
-    signs of element j.
+    2011). Its output depends only on a key, which is made from the seed, and on a counter. The bits of byte j
+    of the output are the signs of element j of the vectors.
     """
 
     def __init__(self, *seed: int) -> None:
         self._key = np.random.SeedSequence(seed).generate_state(2, np.uint64)
 
     def part(self, start: int, stop: int) -> NDArray[Any]:
-        """Return elements `start` to `stop` of all vectors: shape (stop - start, VECTORS), float64, 1.0 or
-        -1.0."""
+        """Return elements `start` to `stop` of all vectors, each 1.0 or -1.0.
+
+        The array is float64 and has the shape (stop - start, VECTORS).
+        """
         counter = start // _BYTES_PER_COUNT
         skipped = start - counter * _BYTES_PER_COUNT
         count = -(-(stop - counter * _BYTES_PER_COUNT) // 8)

@@ -1,4 +1,4 @@
-"""Find and open backends by name. `auto` is resolved without importing cupy."""
+"""Find and open backends by name. Deciding what `auto` means does not import cupy, which is slow."""
 
 import ctypes
 import importlib
@@ -15,11 +15,11 @@ from oocgemm.errors import BackendError, InputError, OutOfMemoryError
 from oocgemm.kernels import registry as ladder
 
 NAMES = ("auto", "cuda", "host")
-# The kernels of each backend; `auto` is the fastest one.
+# The names of each backend's kernels. `auto` stands for the fastest one.
 KERNELS = {"cuda": ("auto", "cublas", *ladder.names()), "host": ("auto", "blas")}
 
-# Files that exist if a device is visible, and files that exist if a driver is loaded. Containers see the
-# host's /proc/driver.
+# Files that exist if an NVIDIA device is visible, and files that exist if its driver is loaded. A container
+# without access to the GPU has only files of the second kind, because it sees the host's /proc/driver.
 DEVICE_NODES = "/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg"
 DRIVER_FILES = "/proc/driver/nvidia/version", "/dev/nvidia-uvm", "/dev/nvidia-modeset"
 
@@ -27,7 +27,7 @@ DRIVER_FILES = "/proc/driver/nvidia/version", "/dev/nvidia-uvm", "/dev/nvidia-mo
 def missing_for_cuda() -> str | None:
     """Return why the cuda backend cannot work here, with the remedy; None if no reason is known.
 
-    Neither imports cupy nor touches a device, so a cupy installation whose import fails is not noticed.
+    The check is fast: it neither imports cupy nor opens a device. So it does not notice a broken cupy.
     """
     extra = cuda_extra()
     if extra is None:
@@ -46,8 +46,8 @@ def missing_for_cuda() -> str | None:
 
 
 def fall_back(reason: str | None) -> None:
-    """Warn that `auto` falls back to the host for this reason. Silent on a machine without any sign of a
-    GPU."""
+    """Warn that `auto` falls back to the host, with the reason. Do nothing on a machine without any sign of a
+    GPU, where a warning would be noise."""
     if reason and _any_exists((*DEVICE_NODES, *DRIVER_FILES)):
         warnings.warn(f"running on the host: {reason}", stacklevel=3)
 
@@ -60,15 +60,17 @@ def cuda_extra() -> str | None:
     """Return the package extra that installs cupy for the loaded driver; None if no device is visible."""
     if not _any_exists(DEVICE_NODES):
         return None
-    version = ctypes.c_int(13000)  # if the driver cannot be queried
+    version = ctypes.c_int(13000)  # assumed if the driver cannot be queried
     with suppress(OSError, AttributeError):
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
     return "cuda13" if version.value >= 13000 else "cuda12"
 
 
 def resolve(name: str) -> str:
-    """Return `cuda` or `host` for a backend name: `auto` is cuda if a device and cupy are found. Touches no
-    device."""
+    """Return `cuda` or `host` for a backend name. `auto` is `cuda` if a device and cupy are found.
+
+    The search opens no device.
+    """
     if name not in NAMES:
         raise BackendError(f"unknown backend {name!r}: choose one of {', '.join(NAMES)}")
     if name == "auto":
@@ -84,10 +86,10 @@ def check_kernel(backend: str, kernel: str) -> None:
 
 
 def load(name: str, device: int = 0) -> None:
-    """Import the modules of a backend and create its device context ahead of a run, so that neither counts as
-    run time.
+    """Import the modules of a backend and create its device context before a run, so that the time of the run
+    includes neither.
 
-    Does nothing where that fails: `open_backend` raises the error.
+    Errors are ignored here: `open_backend` meets them again and raises them.
     """
     if resolve(name) == "cuda" and not missing_for_cuda():
         with suppress(RuntimeError):  # no thread can be started
@@ -99,7 +101,7 @@ def load(name: str, device: int = 0) -> None:
 def _wake(device: int) -> None:
     """Create the primary context of a device, which takes 0.2 s, while the main thread imports modules.
 
-    Errors are ignored here: opening the backend raises them.
+    Errors are ignored here: opening the backend meets them again and raises them.
     """
     with suppress(OSError, AttributeError):
         driver = ctypes.CDLL("libcuda.so.1")
@@ -109,11 +111,15 @@ def _wake(device: int) -> None:
 
 
 def open_backend(name: str, device: int = 0) -> Backend:
-    """Open a backend by name. `auto` falls back to host, with a warning if there are signs of a GPU.
+    """Open a backend by name.
+
+    `auto` opens the host backend if the CUDA backend cannot be opened. It warns about that if the machine
+    shows signs of a GPU.
 
     Raises:
-        BackendError: `cuda` cannot be opened.
-        OutOfMemoryError: other processes use the memory of the device. `auto` does not fall back then.
+        BackendError: the name is `cuda`, and the CUDA backend cannot be opened.
+        OutOfMemoryError: other processes use the memory of the device. `auto` does not fall back in this
+            case, because the device works.
     """
     if resolve(name) == "cuda":
         try:
@@ -143,7 +149,9 @@ def _open_cuda(device: int) -> Backend:
 
 
 def identity(backend: Backend) -> str:
-    """Return the key under which a backend's measured rates are stored: its device, and its BLAS on the
-    host."""
+    """Return the key under which measured rates of a backend are stored.
+
+    It is the name of the device, and for the host also that of the BLAS.
+    """
     described = backend.describe()
     return ", ".join(described[part] for part in ("device", "blas") if part in described)

@@ -1,7 +1,8 @@
 """Cut blocks of operands into the parts that threads read, write and decode. Pure functions.
 
-A *block* is what one Read or Write moves: a panel of A or B, or a strip of C. In a host slot it is stored in
-*groups of columns*, each a contiguous array.
+A *block* is the rectangle of a matrix that one Read or Write moves: a panel of A or B (the part that one step
+multiplies), or a strip of C (some rows of a tile). A host slot, the buffer in host memory, stores a block as
+one or more *groups of columns*. A group is a range of the block's columns, stored as one contiguous array.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,15 +15,19 @@ from oocgemm.planning import Op, Operation, Plan
 from oocgemm.planning.tiling import Range
 from oocgemm.stores import BATCH_BYTES, Array, Matrix, pieces
 
-# A block that can be read or written in arbitrary parts is cut into one part per thread, within these bounds.
-# Passing a part to a thread takes tens of microseconds with the GIL, in which no other thread can start or
-# end a part.
-PIECE_BYTES = 16 << 20
+# Maximum and minimum size, in bytes, of the parts of a block whose store can transfer any part of it. Between
+# these sizes, a block is cut into one part per thread. Smaller parts would cost more than they gain: passing
+# a part to a thread takes the GIL for tens of microseconds, and meanwhile no other thread can start or end a
+# part.
+MAX_PIECE_BYTES = 16 << 20
 MIN_PIECE_BYTES = 4 << 20
 
 
 def stored_block(plan: Plan, operation: Operation) -> tuple[Range, Range]:
-    """Return the ranges of rows and columns of an operation's block in the stored operand, op() undone."""
+    """Return the ranges of rows and columns of an operation's block in the stored operand.
+
+    An operation counts rows and columns in op(X). If op() transposes, the two ranges are swapped.
+    """
     problem = plan.problem
     op = {"A": problem.trans_a, "B": problem.trans_b}.get(operation.operand, Op.N)
     rows, cols = operation.block
@@ -30,12 +35,12 @@ def stored_block(plan: Plan, operation: Operation) -> tuple[Range, Range]:
 
 
 def column_groups(plan: Plan, operation: Operation) -> list[Range]:
-    """Return the column ranges of an operation's block, relative to its first column, that a slot stores as
-    groups.
+    """Return the ranges of columns that a host slot stores as one contiguous array each.
 
-    A chunk that is encoded or decoded whole gets a group of its own width, so that a codec works in place.
-    This also suits a C without a codec: past the page cache, contiguous chunks are written up to twice as
-    fast as rows.
+    Columns are counted from the first column of the operation's block. If the store transfers whole chunks
+    only, each range is one chunk wide, so that a codec can encode and decode in place. C is always stored
+    like this, even without a codec: with direct I/O, writing a contiguous chunk is up to twice as fast as
+    writing rows. Chunks below `BATCH_BYTES` are not worth a range each; the whole block is then one range.
     """
     _, (first, last) = stored_block(plan, operation)
     problem, layouts = plan.problem, plan.layouts
@@ -54,8 +59,10 @@ def column_groups(plan: Plan, operation: Operation) -> list[Range]:
 
 
 def slot_views(plan: Plan, operation: Operation, memory: Array, dtype: np.dtype[Any]) -> list[Array]:
-    """Return the groups of columns of an operation's block, as views of the start of a slot's memory
-    (bytes)."""
+    """Return an operation's block in a host slot: one contiguous array per group of columns.
+
+    The arrays are views of `memory`, the bytes of the slot, from its start on.
+    """
     height, width = stored_shape(operation, plan.problem)
     data = memory[: height * width * dtype.itemsize].view(dtype)
     return [
@@ -66,7 +73,8 @@ def slot_views(plan: Plan, operation: Operation, memory: Array, dtype: np.dtype[
 def located(
     plan: Plan, operation: Operation, columns: Sequence[Array]
 ) -> Iterator[tuple[Range, Range, Array]]:
-    """Yield each group of columns with its ranges of rows and columns in the stored operand."""
+    """Yield each group of columns of a block, with the ranges of rows and columns where it belongs in the
+    stored operand."""
     rows, (left, _) = stored_block(plan, operation)
     for group in columns:
         yield rows, (left, left := left + group.shape[1]), group
@@ -75,10 +83,11 @@ def located(
 def parts(
     matrix: Matrix, rows: Range, cols: Range, threads: int, *, reading: bool
 ) -> Iterator[tuple[Range, Range]]:
-    """Cut a range of the stored matrix into parts that `threads` threads process one at a time.
+    """Cut a block of the stored matrix into parts, for `threads` threads that take one part at a time.
 
-    Whole chunks, where a codec needs them: one at a time, or a batch of small ones, which bounds the scratch
-    memory. Else pieces within `MIN_PIECE_BYTES` and `PIECE_BYTES` that do not straddle chunks.
+    If the store reads or writes whole chunks only, a part is one chunk, or a batch of small chunks of about
+    `BATCH_BYTES`. Otherwise a part has about `MIN_PIECE_BYTES` to `MAX_PIECE_BYTES`: some whole chunks, or a
+    piece of one chunk.
     """
     layout, itemsize = matrix.layout, matrix.dtype.itemsize
     height, width = layout.read_chunk if reading else layout.write_chunk
@@ -86,13 +95,13 @@ def parts(
         batch = BATCH_BYTES if height * width * itemsize < BATCH_BYTES else 1
         return pieces(rows, cols, (height, width), -(-batch // itemsize))
     size = (rows[1] - rows[0]) * (cols[1] - cols[0]) * itemsize
-    wanted = max(MIN_PIECE_BYTES, min(PIECE_BYTES, size // threads)) // itemsize
-    if layout.in_memory or (height, width) == (1, 1):  # one array: pieces of whole rows, or of whole columns
+    wanted = max(MIN_PIECE_BYTES, min(MAX_PIECE_BYTES, size // threads)) // itemsize
+    if layout.in_memory or (height, width) == (1, 1):  # not chunked: parts are whole rows, or whole columns
         if layout.contiguous:
             height, width = max(1, wanted // (cols[1] - cols[0])), cols[1]
         else:
             height, width = rows[1], max(1, wanted // (rows[1] - rows[0]))
-    elif reading:  # parts of a chunk, of whole lines
+    elif reading:  # a part is some whole rows, or whole columns, of a chunk
         count = max(1, height * width // wanted)
         if layout.contiguous:
             height = _divisor(height, -(-height // count))

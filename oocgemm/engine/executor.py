@@ -1,19 +1,20 @@
-"""Runs a schedule: one queue per stream, with waits derived while the schedule is walked.
+"""Runs a schedule with one queue per stream, and finds each operation's waits when it is queued.
 
-The calling thread walks the schedule in program order, a bounded number of operations ahead of completion
-(backpressure). It derives the waits of each operation and appends the operation to the queue of its stream.
-The operations of a stream are submitted in order, each once those it waits for have been *submitted*. For a
-host lane, to submit an operation is to run it. For a device lane, the backend makes its own streams wait.
-Every wait is for an operation earlier in program order, and all earlier operations are queued, so the
-earliest unfinished operation can always proceed: there is no deadlock.
+The calling thread queues the operations in program order, each on its stream, with the earlier operations to
+wait for. It pauses while too many operations are unfinished (backpressure).
 
-A stream whose operations run in the submitting thread has threads for it. Asynchronous operations, which a
-device only enqueues, are submitted by the thread that has just completed their last wait: to wake another
-thread takes longer than to submit.
+An operation is submitted when all operations that it waits for have been *submitted*. On the host, submitting
+an operation means running it. On a device, it means enqueuing it; the backend then makes the device's streams
+wait for each other. Operations wait only for earlier ones in program order, and those are queued already. So
+the earliest unfinished operation can always proceed, and there is no deadlock.
 
-The first failure anywhere, or a request to cancel, stops the run: nothing new starts, operations that wait
-for a failed one are cancelled, all threads are joined, and the first error is raised. Signals do not
-interrupt a run (`threads.shielded`).
+A stream has threads if its operations run in the submitting thread. Asynchronous operations, which a device
+only enqueues, are submitted by the thread that has submitted the last operation that they wait for: waking
+another thread takes longer.
+
+The first failure, or a request to cancel, stops the run. No new operation starts, operations that wait for a
+failed one are cancelled, all threads are joined, and the first error is raised. Signals do not interrupt a
+run (`threads.shielded`).
 """
 
 import threading
@@ -36,32 +37,34 @@ from oocgemm.planning.tiling import Tile
 from oocgemm.system.threads import Cancel, short_switch_interval, start
 from oocgemm.timeline import Span
 
-# Maximum number of operations in flight: a constant, plus a number per strip of a tile. A tile can then drain
-# or load while the next one is submitted, and memory does not grow with the length of the schedule.
+# Maximum number of queued operations that have not ended: the first number, plus the second per strip (some
+# rows of a tile). Queuing pauses beyond it, so memory does not grow with the length of the schedule. The part
+# per strip lets the next tile start while the strips of the last one are still downloaded and written.
 MAX_IN_FLIGHT, MAX_IN_FLIGHT_PER_STRIP = 256, 16
-# Completion poll interval, in seconds. Waking a thread at each completion would take the GIL from the threads
-# that submit and decode. Nothing waits for the polling thread, since so many operations are in flight.
+# Completion poll interval, in seconds. Waking a thread at each completion instead would take the GIL from the
+# threads that submit and decode.
 POLL_INTERVAL = 4e-3
 _STORE_KINDS = (Kind.READ, Kind.WRITE)
-# The queue of the thread that submits asynchronous operations which are ready when they are queued.
+# The key of the queue that wakes a thread to submit asynchronous operations whose waits have all been
+# submitted before they are queued: no other thread would submit them.
 _WAKEUP = Stream(0, "asynchronous")
 
 Observer = Callable[[Span], None]
 
 
 class Verifier(Protocol):
-    """Checks strips of C between the executor and the stores. Many threads call its methods."""
+    """Checks strips of C (some rows of a tile) before they are written. Many threads call its methods."""
 
     def transfer(self, staging: Staging, operation: Operation, columns: Sequence[Array]) -> bool:
-        """Run a Read or a Write between a store and `columns`, the slot's memory.
+        """Run a Read or a Write between a store and `columns`, the memory of its host slot.
 
         Returns:
-            False for a strip that fails the check; it is not written. Else True.
+            False if a strip of C fails the check; it is not written then. True in all other cases.
         """
         ...
 
     def submit(self, operation: Operation) -> None:
-        """Follow an operation of a device lane. Called just before it is submitted."""
+        """Note an operation that is about to be submitted to the device."""
         ...
 
 
@@ -76,8 +79,8 @@ def _acquired_lock() -> threading.Lock:
 
 @dataclass(slots=True, eq=False)
 class Completion:
-    """The state of an operation: queued, then submitted (posted with a token) or cancelled (posted without
-    one)."""
+    """The state of one operation: queued; then, once `posted`, submitted (with a token) or cancelled (without
+    one). The token is the backend's handle of the submitted operation."""
 
     number: int
     token: Token | None = None
@@ -85,8 +88,10 @@ class Completion:
     _pending: threading.Lock = field(default_factory=_acquired_lock)
 
     def submitted(self) -> Token:
-        """Wait until the operation has been submitted and return its token. Raises `_Cancelled` if it was
-        cancelled."""
+        """Wait until the operation has been submitted, and return its token.
+
+        Raises `_Cancelled` if the operation has been cancelled.
+        """
         with self._pending:
             if self.token is None:
                 raise _Cancelled
@@ -98,8 +103,8 @@ class Completion:
         self._pending.release()
 
 
-class _Cancelled(Exception):  # noqa: N818 - not an error: another error has stopped the run
-    """The operation will not run, because an earlier one has failed."""
+class _Cancelled(Exception):  # noqa: N818 - not an error itself: it follows from an error elsewhere
+    """Raised in a thread that waits for an operation that will not run, because an earlier one has failed."""
 
 
 _Item = tuple[Operation, Sequence[Completion], Completion]
@@ -110,7 +115,7 @@ def _ready(item: _Item) -> bool:
 
 
 class Run:
-    """One execution of a plan's schedule on a backend session and its staging."""
+    """Executes a plan's schedule once."""
 
     def __init__(
         self,
@@ -126,15 +131,15 @@ class Run:
         """Prepare a run. If a callback raises, the run fails.
 
         Args:
-            plan: the schedule.
-            session, staging: its device slots and its host slots.
-            origin_ns: the time that spans are relative to, in nanoseconds of `perf_counter_ns`.
-            observe: called with the span of every operation that has ended, by one thread, in the order of
-                submission.
-            finished: called once per tile when all of it has been written (not synced), by the thread that
-                wrote the last part.
-            verifier: checks strips of C; strips that fail are not written.
-            first: the number of the first operation.
+            plan: has the schedule.
+            session, staging: have the plan's buffers on the device and in host memory.
+            origin_ns: zero of the times in spans, in nanoseconds of `perf_counter_ns`.
+            observe: called with the span (times and waits) of every operation that has ended. One thread
+                makes all calls, in the order of submission.
+            finished: called once per tile when the whole tile has been written, but perhaps not synced to
+                the disk. The thread that wrote the last part calls it.
+            verifier: checks strips of C. A strip that fails is not written.
+            first: the number that the first operation gets. Spans refer to operations by number.
         """
         self._plan = plan
         self._session = session
@@ -144,12 +149,10 @@ class Run:
         self._finished = finished
         self._verifier = verifier
         self._first = first
-        self._unwritten: dict[Tile, int] = {}  # bytes left to write, of partly written tiles
+        self._unwritten: dict[Tile, int] = {}  # per partly written tile, the bytes still to be written
         self._writing = threading.Lock()
         self._queues: dict[Stream, tuple[SimpleQueue[_Item | None], list[threading.Thread]]] = {}
-        self._asynchronous: dict[
-            Stream, deque[_Item]
-        ] = {}  # asynchronous operations that are queued, by stream
+        self._asynchronous: dict[Stream, deque[_Item]] = {}  # asynchronous operations that are queued
         self._submitting = threading.Lock()
         self._rescan = False  # whether an asynchronous operation may have become ready
         self._annotate = _annotation()
@@ -163,8 +166,7 @@ class Run:
     def execute(self, cancel: Cancel | None = None) -> None:
         """Run the schedule; return when the last operation has ended and all threads are joined.
 
-        Raises the first error: that of an operation, or that of `cancel`. Must be called where no signal can
-        interrupt it.
+        Raises the first error: an operation's, or that of `cancel`. Run it where no signal can interrupt it.
         """
         collector = threading.Thread(target=self._collect, name="oocgemm-timeline")
         start(collector)
@@ -186,7 +188,7 @@ class Run:
             raise first
 
     def _dispatch(self) -> None:
-        """Walk the schedule and queue its operations."""
+        """Queue the schedule's operations in program order, each with the earlier ones that it waits for."""
         tracker: HazardTracker[Completion] = HazardTracker()
         strips = -(-self._plan.tile.m // max(1, self._plan.slots.strip))
         limit = MAX_IN_FLIGHT + MAX_IN_FLIGHT_PER_STRIP * strips
@@ -200,7 +202,7 @@ class Run:
             item = operation, waits, completion
             if operation.kind in self._session.asynchronous:
                 self._asynchronous.setdefault(Stream.of(operation), deque()).append(item)
-                # If it is not ready, the thread that posts its last wait submits it.
+                # Otherwise, the thread that submits the last of its waits submits it.
                 if _ready(item):
                     self._queue(_WAKEUP, 1, self._submit_on_wakeup).put(item)
             else:
@@ -211,7 +213,8 @@ class Run:
             self._submit_ready()
 
     def _submit_ready(self) -> None:
-        """Submit every ready asynchronous operation. If another thread is submitting, it rescans instead."""
+        """Submit every asynchronous operation whose waits have all been submitted. If another thread is doing
+        so, return at once, and that thread scans the queues again."""
         self._rescan = True
         while self._rescan and self._submitting.acquire(blocking=False):
             try:
@@ -222,22 +225,22 @@ class Run:
                 self._submitting.release()
 
     def _next_stream(self) -> Stream | None:
-        """Return the stream of the earliest ready asynchronous operation in program order.
+        """Return the stream of the asynchronous operation to submit next: the earliest ready one.
 
-        Submitting all Multiplies of a tile takes longer than multiplying one strip. With this order, the
-        Download of the strip is not submitted after all of them.
+        In another order, a strip's Download might be submitted after all Multiplies of its tile. Submitting
+        those takes longer than multiplying one strip, so the Download would start late.
         """
         heads = [(items[0], stream) for stream, items in list(self._asynchronous.items()) if items]
         ready = ((item[2].number, stream) for item, stream in heads if _ready(item))
         return min(ready, default=(0, None))[1]
 
     def _submit_from(self, stream: Stream) -> None:
-        """Submit operations of one stream for as long as the next operation is on it."""
+        """Submit operations of a stream, until the next operation to submit belongs to another stream."""
         try:
             with nullcontext() if self._error is not None else self._session.worker(stream):
                 while self._next_stream() == stream:
                     self._step(self._asynchronous[stream].popleft(), self._submit)
-        except BaseException as error:  # of the context: the device is lost, for example
+        except BaseException as error:  # raised by the context manager: the device is lost, for example
             self._fail(_located_error(error, f"stream {stream.lane}"))
 
     def _queue_of(self, operation: Operation) -> "SimpleQueue[_Item | None]":
@@ -254,7 +257,7 @@ class Run:
     def _queue(
         self, stream: Stream, workers: int, work: Callable[["SimpleQueue[_Item | None]"], None]
     ) -> "SimpleQueue[_Item | None]":
-        """Return the queue of a stream; on first use, start its threads."""
+        """Return the queue of a stream; at the first call, also start `workers` threads that run `work`."""
         if stream not in self._queues:
             queue: SimpleQueue[_Item | None] = SimpleQueue()
             threads: list[threading.Thread] = []
@@ -266,7 +269,7 @@ class Run:
         return self._queues[stream][0]
 
     def _work(self, stream: Stream, on_store: bool, queue: "SimpleQueue[_Item | None]") -> None:
-        """Run the operations of a stream's queue: the body of its threads."""
+        """Run the operations of a stream's queue until it yields None. The stream's threads call this."""
         context: AbstractContextManager[None] = nullcontext() if on_store else self._session.worker(stream)
         ended = False
         try:
@@ -277,13 +280,13 @@ class Run:
                     if self._asynchronous:
                         self._submit_ready()
                 ended = True
-        except BaseException as error:  # of the context: the device is lost, for example
+        except BaseException as error:  # raised by the context manager: the device is lost, for example
             self._fail(_located_error(error, f"stream {stream.lane}"))
             while not ended and (item := queue.get()) is not None:
                 item[2].post()
 
     def _step(self, item: _Item, perform: Perform) -> None:
-        """Run or submit one operation once its waits have been submitted, and post its completion."""
+        """Wait for an operation's waits to be submitted, run or submit it, and post its completion."""
         operation, waits, completion = item
         try:
             tokens = [wait.submitted() for wait in waits]
@@ -299,16 +302,16 @@ class Run:
         completion.post()
 
     def _transfer(self, operation: Operation, tokens: list[Token]) -> Token:
-        """Run a Read or a Write."""
+        """Run a Read (from a store to a buffer) or a Write (from a buffer to a store)."""
         for token in tokens:
             token.synchronize()
         reading = operation.kind is Kind.READ
         region = (operation.writes if reading else operation.reads)[0]
-        # If device and host share one memory, stores read into device slots and write from them.
+        # If device and host share one memory, a Read fills the device slot directly, and a Write reads it.
         on_host = region.slot.tier is Tier.HOST
         columns: Sequence[Array]
         if on_host and not reading and self._staging.is_in_place(region.slot):
-            columns = []  # the Download has written C in place
+            columns = []  # the Download has copied to the caller's C: nothing is left to write
         elif on_host:
             columns = self._staging.columns(region.slot, operation)
         else:
@@ -327,7 +330,7 @@ class Run:
         return token
 
     def _count_written(self, write: Operation) -> None:
-        """Count the bytes of a Write; call `finished` if they were the last of the tile."""
+        """Count a Write's bytes as written; call `finished` if no byte of its tile is left to write."""
         tile = write.tile
         with self._writing:
             left = self._unwritten.pop(tile, None)
@@ -340,7 +343,7 @@ class Run:
             self._finished(tile)
 
     def _submit(self, operation: Operation, tokens: list[Token]) -> Token:
-        """Submit an operation of a device lane to the backend."""
+        """Submit an operation that runs on the device to the backend."""
         host: Sequence[Array] = []
         if operation.kind is Kind.UPLOAD:
             host = self._staging.upload_source(operation)
@@ -352,7 +355,8 @@ class Run:
         return self._session.submit(operation, host, tokens)
 
     def _collect(self) -> None:
-        """Turn ended operations into spans, in a thread that submits nothing."""
+        """Wait for submitted operations in order, and pass the span of each to the observer. A thread that
+        submits nothing runs this, because it waits for the device."""
         while (item := self._in_flight.get()) is not None:
             if self._in_flight.empty():
                 self._all_submitted.wait(POLL_INTERVAL)
@@ -377,8 +381,8 @@ class Run:
 
 
 def _annotation() -> Callable[[Operation], AbstractContextManager[object]]:
-    """Return a context manager that marks an operation as an NVTX range for profilers, if the package nvtx is
-    installed."""
+    """Return a function from an operation to a context manager that marks it as an NVTX range for profilers.
+    Without the package nvtx, the context manager does nothing."""
     try:
         from nvtx import annotate
     except ImportError:

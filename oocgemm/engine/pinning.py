@@ -1,11 +1,12 @@
-"""Pins operands in the caller's memory, incrementally and in a thread, so that a device copies them without
-host slots.
+"""Pins operands in the caller's memory, part by part in a thread, so that a device copies directly from them.
 
-Copying an operand to pinned slots first crosses the host's memory bus three times; beside a fast GPU that
-takes longer than the multiplication. Pinning resident pages takes one thread 0.02 s per GiB and does not
-disturb work on the device. Unpinning takes as long, waits for all work on the device, and blocks every thread
-that submits to it. So operands are unpinned when the run has ended. This cannot be left to a background
-thread: CUDA refuses any copy, by any caller, that crosses pinned ranges or covers partly pinned memory.
+Without this, every block would first be copied to a pinned buffer. That crosses the host's memory bus three
+times and, with a fast GPU, takes longer than the multiplication. Pinning resident pages takes one thread
+0.02 s per GiB and does not disturb work on the device.
+
+Unpinning takes as long, waits for all work on the device, and blocks every thread that submits to it. So
+operands are unpinned only when the run has ended. The run waits for that: while memory is partly pinned, CUDA
+refuses any copy of the caller's program that crosses the border of a pinned range.
 """
 
 import threading
@@ -20,26 +21,30 @@ from oocgemm.planning.tiling import round_up
 from oocgemm.stores.files import PAGE, resident
 from oocgemm.system.threads import start
 
-# Bytes pinned by one call. The driver blocks submissions during the call. Larger calls are faster, so they
-# are used once the panels of the first steps are pinned: the first SINGLE_PARTS calls pin one part each,
-# later ones up to PARTS_PER_CALL.
+# Operands are pinned in parts of PART bytes. While the driver pins memory, it blocks threads that submit
+# work. So the first SINGLE_PARTS calls, which pin what the first steps need, pin one part each. Later calls
+# pin up to PARTS_PER_CALL parts, since larger calls pin more bytes per second.
 PART = 16 << 20
 SINGLE_PARTS, PARTS_PER_CALL = 32, 4
-# A block is waited for if at most this multiple of its own bytes must be pinned first: copying it takes about
-# as long.
+# How long to wait for a block to be pinned, as a multiple of its size. If at most this many times the block's
+# bytes must be pinned before the block is, the run waits. Otherwise it copies the block to a pinned buffer:
+# that copy takes about as long as pinning four times its bytes.
 MAX_WAIT_RATIO = 4
 
 
 class PinnedOperands:
-    """Arrays that a thread pins part by part: the parts needed first, then the rest in order of address."""
+    """The caller's arrays, which a thread pins part by part, first the parts that the run needs first.
+
+    A part is `PART` bytes of an array's memory. The remaining parts follow in order of address.
+    """
 
     def __init__(self, arrays: Sequence[Array], first: Iterable[Array], pinner: Pinner) -> None:
         """Start the thread.
 
         Args:
             arrays: the operands; they may share memory.
-            first: blocks of them in order of use. A block is pinned early only if it fills a good part of the
-                address range that it spans.
+            first: views of the arrays that the run needs first, in order of use. A view whose rows are far
+                apart, so that it spans over `MAX_WAIT_RATIO` times its bytes, is not pinned early.
             pinner: pins and unpins memory.
 
         Raises:
@@ -55,7 +60,7 @@ class PinnedOperands:
         )
         self._order = [*needed, *(part for part in range(len(self._begins)) if part not in needed)]
         self._turn = {part: turn for turn, part in enumerate(self._order)}
-        self._done = 0  # number of parts pinned, in that order
+        self._done = 0  # the first so many parts of `_order` are pinned
         self._ranges: set[int] = set()  # addresses where pinned ranges begin, each pinned by one call
         self._progress = threading.Condition()
         self._stopped = False
@@ -63,7 +68,12 @@ class PinnedOperands:
         start(self._thread)
 
     def await_block(self, block: Array) -> InPlace | None:
-        """Wait until a block is pinned and return it; None if it is not pinned soon enough or not at all."""
+        """Wait until the memory of a block is pinned, and return the block.
+
+        Returns:
+            None, at once, if too many other parts must be pinned before the block (`MAX_WAIT_RATIO`). None
+            as well if pinning stops before the block is pinned.
+        """
         parts = self._parts_of(block)
         turn = max(self._turn[part] for part in parts)
         with self._progress:
@@ -76,7 +86,7 @@ class PinnedOperands:
         return InPlace(block, [begin for begin in begins if begin in self._ranges])
 
     def _parts_of(self, block: Array) -> range:
-        """Return the numbers of the parts that a block spans."""
+        """Return the numbers of the parts that the address range of a block overlaps."""
         low, high = np.lib.array_utils.byte_bounds(block)
         return range(bisect_right(self._begins, low) - 1, bisect_right(self._begins, high - 1))
 
@@ -84,7 +94,7 @@ class PinnedOperands:
         with suppress(Exception):  # blocks that the system refuses to pin are copied through slots
             for parts in self._calls():
                 begin, size = self._begins[parts[0]], self._ends[parts[-1]] - self._begins[parts[0]]
-                # Pinning would allocate pages that were never written.
+                # Pinning pages that were never written would allocate them, and use memory beyond the budget.
                 if self._stopped or not resident(begin, size):
                     break
                 self._pinner.pin(begin, size)
@@ -95,7 +105,7 @@ class PinnedOperands:
         self.stop()
 
     def _calls(self) -> Iterator[list[int]]:
-        """Yield the parts in order, grouped into those that one call pins: adjacent ones."""
+        """Yield lists of parts, in order. One call pins the parts of a list, which are adjacent in memory."""
         group: list[int] = []
         for turn, part in enumerate(self._order):
             limit = 1 if turn <= SINGLE_PARTS else PARTS_PER_CALL
@@ -128,7 +138,11 @@ def _spanned_bytes(array: Array) -> int:
 
 
 def _parts(arrays: Sequence[Array]) -> tuple[list[int], list[int]]:
-    """Return the addresses where the parts of the arrays' memory begin and end. Arrays may overlap."""
+    """Cut the memory of the arrays into parts of at most `PART` bytes, on page boundaries.
+
+    Returns:
+        The address where each part begins, and where each ends. Memory that arrays share appears once.
+    """
     ranges: list[list[int]] = []
     bounds = sorted(map(np.lib.array_utils.byte_bounds, arrays))
     for low, high in [(low // PAGE * PAGE, round_up(high, PAGE)) for low, high in bounds]:

@@ -1,4 +1,4 @@
-"""The host slots: one arena of host memory, and the prefaulting of its C slots."""
+"""The host slots: buffers in host memory for blocks of A, B and C, all in one allocation (the arena)."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,20 +16,26 @@ PAGE = 4096
 
 
 class HostSlots:
-    """The memory of a plan's host slots.
+    """Allocates a plan's host slots, and prefaults those that the device writes to first.
 
-    Reads fault their slots in. A C slot that the device writes to first is prefaulted by one thread instead,
-    because a device writes slowly to memory without pages.
+    A slot that a store is read into needs no prefault: reading faults its pages in. But a slot for C is
+    filled by a copy from the device, which would be slow if pages were missing. One thread writes to these
+    slots' pages beforehand.
     """
 
     def __init__(self, plan: Plan, pin: Callable[[Sequence[Array]], object]) -> None:
-        """Allocate the arena. `pin` pins a slot's memory from its start on, and is called with resident pages
-        only."""
+        """Allocate the arena, one block of memory for all slots.
+
+        Args:
+            plan: has the number and sizes of the slots.
+            pin: pins the memory that it is given, from the start of a slot on. It is called only after the
+                pages have been faulted in.
+        """
         self._plan = plan
         self._pin = pin
         self._offsets, size = slot_offsets(plan, "host", HOST_ALIGNMENT)
         self.arena = allocate(size)
-        # Of a C slot: its bytes, and those of its data, which precede the checksums.
+        # Bytes of a slot for C, and bytes of its data alone. Checksums follow the data.
         self._c_bytes, self._c_data_bytes = (
             count(plan.problem, plan.tile, plan.slots.strip)["host", "C"]
             for count in (slot_bytes, payload_bytes)
@@ -40,20 +46,21 @@ class HostSlots:
         self._starting = Lock()
 
     def columns(self, slot: Slot, operation: Operation) -> list[Array]:
-        """Return the part of a slot that an operation's block fills, as stored: groups of columns, each
-        contiguous."""
+        """Return the memory for an operation's block in a slot, as arrays of the stored operand.
+
+        Each array is a range of the block's columns, contiguous in memory.
+        """
         problem = self._plan.problem
         name = {"A": problem.a_dtype, "B": problem.b_dtype}.get(slot.operand, problem.c_dtype)
         return slot_views(self._plan, operation, self.arena[self._offsets[slot] :], numpy_dtype(name))
 
     def checksum_bytes(self, slot: Slot) -> Array:
-        """Return the memory behind the strip in a C slot: the checksums that a Download copies with the
-        strip."""
+        """Return the checksums in a slot for C, as bytes. They follow the data; a Download copies both."""
         start = self._offsets[slot]
         return self.arena[start + self._c_data_bytes : start + self._c_bytes]
 
     def start_prefault(self) -> None:
-        """Start to prefault and pin the C slots, in a thread. Does nothing if that has been started.
+        """Start to prefault and pin the slots for C, in a thread. A second call does nothing.
 
         Raises:
             ExecutionError: the system refuses a thread.
@@ -67,7 +74,8 @@ class HostSlots:
             self._waiting = []
 
     def await_prefault(self, slot: Slot) -> None:
-        """Wait until a slot has been prefaulted, if that is needed; start to prefault if nobody has."""
+        """Wait until a slot has been prefaulted, and start that if no thread has. Slots that stores fill need
+        no prefault; for those, return at once."""
         if slot in self._waiting:
             self.start_prefault()
         if slot in self._prefaulted:
@@ -78,6 +86,6 @@ class HostSlots:
         self._pin([self.arena[start : start + self._c_data_bytes]])
 
     def close(self) -> None:
-        """Join the thread and drop the arena, whose memory is freed with its last view."""
+        """Join the thread and drop the arena. Its memory is freed when no view of it is left."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         self.arena = self.arena[:0].copy()

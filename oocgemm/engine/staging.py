@@ -1,5 +1,8 @@
-"""The host tier of a run: host slots, the threads that move blocks between stores and slots, and zero-copy
-blocks."""
+"""The host side of a run: buffers in host memory, and threads that move blocks between them and the stores.
+
+A buffer is called a host slot. Zero-copy blocks need none: the device copies them from or to the caller's
+memory.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -14,7 +17,10 @@ from oocgemm.stores import Array, Matrix
 
 
 class Staging:
-    """Moves blocks between stores and host memory for the executor, and tells it where each block is."""
+    """Moves blocks of the operands between stores and host memory, and returns where each block is.
+
+    A block is in its host slot (a buffer) or, if it is zero-copy, in the caller's memory.
+    """
 
     def __init__(
         self,
@@ -26,11 +32,11 @@ class Staging:
         """Allocate the host slots and start the threads.
 
         Args:
-            plan: the slots and the layouts of the operands.
-            operands: the matrices A, B and C.
-            pin: pins the memory of a slot. It is called by the thread that has faulted the pages in.
-            pinner: pins operands in the caller's memory for zero-copy; None if the device needs no pinned
-                memory.
+            plan: has the sizes of the slots and the layouts of the operands.
+            operands: the matrices A, B and C, by name.
+            pin: pins the memory of a slot. The thread that has faulted the pages in calls it.
+            pinner: pins operands in the caller's memory, so that the device can copy them directly; None if
+                the device needs no pinned memory.
 
         Raises:
             ExecutionError: the system refuses a thread.
@@ -54,36 +60,39 @@ class Staging:
 
     @property
     def retried(self) -> list[str]:
-        """The error of each read that was retried."""
+        """The error messages of the reads that failed and were tried again, one per retry."""
         return self._transfers.retried
 
     def is_in_place(self, slot: Slot) -> bool:
-        """Return whether a host slot stands for a block in the caller's memory."""
+        """Return whether the block assigned to a host slot is in the caller's memory instead (zero-copy)."""
         return self._zero_copy.get(slot) is not None
 
     def columns(self, slot: Slot, operation: Operation) -> list[Array]:
-        """Return the part of a host slot that an operation's block fills, as stored: groups of columns, each
-        contiguous."""
+        """Return the memory for an operation's block in a host slot, as arrays of the stored operand.
+
+        Each array is a range of the block's columns, contiguous in memory.
+        """
         return self._slots.columns(slot, operation)
 
     def checksum_bytes(self, slot: Slot) -> Array:
-        """Return the memory behind the strip in a C slot: the checksums that a Download copies with the
-        strip."""
+        """Return the checksums in a host slot for C. They follow the data; a Download copies both."""
         return self._slots.checksum_bytes(slot)
 
     def groups(self, operation: Operation, columns: Sequence[Array]) -> Iterator[tuple[Range, Range, Array]]:
-        """Yield each group of columns of a block with its ranges of rows and columns in the stored
+        """Yield each of the arrays that make up a block, with its ranges of rows and columns in the stored
         operand."""
         return located(self._plan, operation, columns)
 
     def upload_source(self, operation: Operation) -> Sequence[Array]:
-        """Return the host memory that an Upload copies from: its slot, or the block in place."""
+        """Return the host memory that an Upload copies from: its host slot, or the caller's memory."""
         slot = operation.reads[0].slot
         return self._zero_copy.get(slot) or self.columns(slot, operation)
 
     def prepare_download(self, operation: Operation) -> Sequence[Array]:
-        """Get the host memory ready that a Download copies to, and return it: its slot, prefaulted, or the
-        block in place."""
+        """Return the host memory that a Download copies to: its host slot, or the caller's C.
+
+        Waits until the slot has been prefaulted.
+        """
         slot = operation.writes[0].slot
         if self._zero_copy.assign(operation):
             in_place = self._zero_copy.get(slot)
@@ -93,22 +102,22 @@ class Staging:
         return self.columns(slot, operation)
 
     def await_prefault(self, slot: Slot) -> None:
-        """Wait until a slot has been prefaulted, if the device writes to it first."""
+        """Wait until a host slot has been prefaulted. Return at once if stores, not the device, fill it."""
         self._slots.await_prefault(slot)
 
     def transfer(
         self, operation: Operation, columns: Sequence[Array], on_part: OnPart | None = None
     ) -> Sequence[Array]:
-        """Run a Read (store to slot) or a Write (slot to store) in the reader or writer threads.
+        """Run a Read (store to host slot) or a Write (host slot to store) in the reader or writer threads.
 
         Args:
             operation: the Read or Write.
-            columns: the slot's memory, as groups of columns.
-            on_part: called for each part of a Read by the thread that has read it. Without it, a Read may be
-                zero-copy.
+            columns: the slot's memory, as one contiguous array per range of columns.
+            on_part: called for each part of a Read by the thread that has read it. If it is None, a Read may
+                be skipped, and the device copies the block from the caller's memory (zero-copy).
 
         Returns:
-            Where the block is now: `columns`, or the block in the caller's memory.
+            Where the block is now: `columns`, or a view of the caller's memory.
 
         Raises:
             ExecutionError: a part cannot be read or written; the message names the store and the range.
@@ -117,8 +126,8 @@ class Staging:
             self._transfers.write(operation, columns)
             return columns
         slot = operation.writes[0].slot
-        # Prefaulting C competes with the first reads, so it starts when a slot is read into for the second
-        # time.
+        # Prefaulting the slots for C takes time from the first reads. So it starts only when some slot is
+        # filled for the second time: by then the first reads are done.
         if slot in self._read_before and not self._plan.layouts.c.pinned:
             self._slots.start_prefault()
         self._read_before.add(slot)
@@ -130,20 +139,20 @@ class Staging:
         return columns
 
     def inspect(self, operation: Operation, columns: Sequence[Array], on_part: OnPart) -> None:
-        """Call `on_part` for each part of a strip that is about to be written, in the writer threads."""
+        """Call `on_part` for each part of a block of C before it is written, in the writer threads."""
         self._transfers.inspect(operation, columns, on_part)
 
     def stop(self) -> None:
-        """End all waiting: for retries of reads, and for blocks that are not pinned yet."""
+        """Wake the threads that wait: to retry a read, or until a block is pinned. They then give up."""
         self._transfers.stop()
         self._zero_copy.stop()
 
     def close(self) -> None:
-        """Join the threads and drop the slots. Operands stay pinned until `release`."""
+        """Join the threads and drop the host slots. The caller's memory stays pinned until `release`."""
         self._slots.close()
         self._transfers.close()
         self._zero_copy.clear()
 
     def release(self) -> None:
-        """Unpin the operands. No copy from or to them may be in flight."""
+        """Unpin the caller's memory. Call it when no copy from or to that memory is in flight."""
         self._zero_copy.release()

@@ -1,4 +1,4 @@
-"""The reader and writer threads: they move parts of a block between a store and a host slot."""
+"""The reader and writer threads. They move parts of a block between its store and a buffer in host memory."""
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -12,18 +12,20 @@ from oocgemm.planning import Operation, Plan
 from oocgemm.planning.tiling import Range
 from oocgemm.stores import FULL, Array, Matrix, no_room, transient
 
-# Seconds before each retry of a read that has failed in a transient way: 12 s in all.
+# Seconds to wait before each retry of a read that failed with an error that may go away. After the last
+# retry, 12 s in all, the run fails.
 RETRY_AFTER = (0.1, 0.3, 0.9, 2.7, 8.1)
 
-# A callback per part of a block: its ranges of rows and columns in the stored operand, and the part.
+# A function that is called for each part of a block, with the part's range of rows and range of columns in
+# the stored operand, and the part itself.
 OnPart = Callable[[Range, Range, Array], None]
 
 
 class Transfers:
-    """Pools of reader and writer threads.
+    """Reads and writes blocks with one pool of reader threads and one of writer threads.
 
-    At most `plan.candidate.io_threads` chunks are decoded at a time, and as many encoded. This bounds the
-    scratch memory.
+    Each pool has `plan.candidate.io_threads` threads. So at most that many chunks are decoded at a time, and
+    as many encoded, which limits the scratch memory of codecs.
     """
 
     def __init__(self, plan: Plan, operands: Mapping[str, Matrix]) -> None:
@@ -31,13 +33,15 @@ class Transfers:
         self._operands = operands
         self._threads = plan.candidate.io_threads
         self._stopped = Event()
-        self.retried: list[str] = []  # the error of each read that was retried
+        self.retried: list[str] = []  # the error message of each failed read that was tried again
         # Two pools, so that reads never queue behind writes.
         self._readers = ThreadPoolExecutor(self._threads, thread_name_prefix="oocgemm-reader")
         self._writers = ThreadPoolExecutor(self._threads, thread_name_prefix="oocgemm-writer")
 
     def read(self, operation: Operation, columns: Sequence[Array], on_part: OnPart | None = None) -> None:
-        """Read a block from its store into `columns`. The thread that has read a part calls `on_part`.
+        """Read a block from its store into `columns`, part by part.
+
+        The thread that has read a part calls `on_part`.
 
         Raises:
             ExecutionError: a part cannot be read; the message names the store and the range.
@@ -53,7 +57,7 @@ class Transfers:
         self._each(operation, columns, self._writers, self._write, reading=False)
 
     def inspect(self, operation: Operation, columns: Sequence[Array], on_part: OnPart) -> None:
-        """Call `on_part` for each part of a strip that is about to be written, in the writer threads."""
+        """Call `on_part` for each part of a block of C before it is written, in the writer threads."""
         self._each(
             operation,
             columns,
@@ -71,28 +75,31 @@ class Transfers:
         *,
         reading: bool,
     ) -> None:
-        """Apply a function to each part of a block, in the threads of a pool."""
+        """Call `act` for each part of a block, in the threads of a pool; return when all calls have ended."""
         matrix = self._operands[operation.operand]
         work = [
             (r, c, group[r[0] - rows[0] : r[1] - rows[0], c[0] - cols[0] : c[1] - cols[0]])
             for rows, cols, group in located(self._plan, operation, columns)
             for r, c in parts(matrix, rows, cols, self._threads, reading=reading)
         ]
-        # Passing a part to a thread takes as long as copying a small part. With a codec the pool is needed
-        # all the same: the budget has scratch memory for its threads only.
+        # A single part is processed in this thread: passing it to another one takes as long as copying it.
+        # But a codec needs scratch memory, and the memory budget contains that for the pool's threads only.
         if len(work) == 1 and not matrix.layout.decode_bytes and not matrix.layout.encode_bytes:
             act(matrix, *work[0])
             return
         left = iter(work)
 
         def take() -> None:
-            """Process parts until none are left. One future per part would cost more than decoding a small
-            part."""
+            """Process parts until none is left.
+
+            Each thread of the pool calls this once. One future per part would cost more than decoding a
+            small part.
+            """
             try:
                 for part in left:
                     act(matrix, *part)
             except BaseException:
-                deque(left, maxlen=0)  # the other threads start no further part
+                deque(left, maxlen=0)  # empties the iterator: the other threads start no further part
                 raise
 
         futures = [pool.submit(take) for _ in range(min(self._threads, len(work)))]
@@ -101,7 +108,7 @@ class Transfers:
             future.result()
 
     def _read(self, on_part: OnPart | None, matrix: Matrix, rows: Range, cols: Range, out: Array) -> None:
-        """Read a part. Retry after transient errors, unless the run has been stopped."""
+        """Read a part of a block. After an error that may go away, try again, unless the run was stopped."""
         delays = iter(RETRY_AFTER)
         while True:
             try:
@@ -126,7 +133,7 @@ class Transfers:
             raise _located_error("writing", matrix, rows, cols, error) from error
 
     def stop(self) -> None:
-        """Retry no further read. A read that waits for its retry fails now."""
+        """Stop retrying. A read that waits for its next try fails at once."""
         self._stopped.set()
 
     def close(self) -> None:
@@ -136,6 +143,6 @@ class Transfers:
 
 
 def _located_error(verb: str, matrix: Matrix, rows: Range, cols: Range, error: Exception) -> ExecutionError:
-    """Return an error that names the store and the range where another error occurred."""
+    """Return an error with the message of another one, preceded by the store and the range of the matrix."""
     what = str(error) if isinstance(error, ExecutionError) else f"{type(error).__name__}: {error}"
     return ExecutionError(f"{verb} {matrix.name}[{rows[0]}:{rows[1]}, {cols[0]}:{cols[1]}]: {what}")

@@ -1,5 +1,7 @@
-"""Zero-copy blocks: panels and strips that the device copies from or to the caller's memory, without a host
-slot."""
+"""Zero-copy blocks: blocks of A, B or C that the device copies directly from or to the caller's memory.
+
+All other blocks pass through a host slot, a buffer in pinned host memory.
+"""
 
 from collections.abc import Mapping
 from itertools import takewhile
@@ -12,15 +14,15 @@ from oocgemm.stores import Array, Matrix, memory
 
 
 class ZeroCopy:
-    """Which host slots currently stand for a block in the caller's memory.
+    """Tracks which blocks the device copies from or to the caller's memory instead of their host slots.
 
-    The plan decides for which blocks zero-copy pays. An operand that the caller has pinned is used at once.
-    Other operands are pinned incrementally by a thread, and a block is copied through its slot if it is not
-    pinned soon enough.
+    The plan decides for which blocks this pays. Blocks of an operand that the caller has pinned are available
+    at once. A thread pins the other operands part by part. A block that would not be pinned soon enough is
+    copied through its host slot.
     """
 
     def __init__(self, plan: Plan, operands: Mapping[str, Matrix], pinner: Pinner | None) -> None:
-        """Start to pin the operands that the plan wants pinned, those of the first tile's panels first.
+        """Start to pin the operands that the plan chose to pin, beginning with the panels of the first tile.
 
         Raises:
             ExecutionError: the system refuses a thread.
@@ -41,15 +43,15 @@ class ZeroCopy:
         self._pinned = PinnedOperands(arrays, first, pinner)
 
     def block(self, operation: Operation) -> Array:
-        """Return the view of an operand in memory that an operation's block covers, as stored."""
+        """Return an operation's block as a view of the caller's array, in the orientation of that array."""
         rows, cols = stored_block(self._plan, operation)
         return memory(self._operands[operation.operand])[slice(*rows), slice(*cols)]
 
     def assign(self, operation: Operation) -> bool:
-        """Make the slot that a Read or a Download writes stand for its block in place, if possible; return
-        whether it does.
+        """Keep the block of a Read or a Download in the caller's memory, if possible; return whether it is.
 
-        May wait until the block is pinned.
+        From then on, `get` returns that memory for the operation's host slot, and the slot itself stays
+        unused. May wait until the block is pinned.
         """
         slot = operation.writes[0].slot
         self._blocks.pop(slot, None)
@@ -66,7 +68,7 @@ class ZeroCopy:
         return True
 
     def get(self, slot: Slot) -> InPlace | None:
-        """Return the block that a slot stands for; None if the slot has its block in its own memory."""
+        """Return a host slot's block in the caller's memory; None if the block is in the slot itself."""
         return self._blocks.get(slot)
 
     def stop(self) -> None:
@@ -79,6 +81,6 @@ class ZeroCopy:
         self._blocks.clear()
 
     def release(self) -> None:
-        """Unpin the operands. No copy from or to them may be in flight."""
+        """Unpin the caller's memory. Call it when no copy from or to that memory is in flight."""
         if self._pinned is not None:
             self._pinned.release()

@@ -1,5 +1,5 @@
 """The CUDA backend. Only this package imports cupy.
 
-`backend` opens a device, `session` runs operations on it, `multiplier` chooses cuBLAS or a kernel of the
-ladder.
+`backend` opens a device, `session` runs operations on it, `multiplier` chooses cuBLAS or one of our own
+kernels.
 """

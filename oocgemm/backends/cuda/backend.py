@@ -19,7 +19,7 @@ _SHARES_PAGE_TABLES = 100  # cudaDevAttrPageableMemoryAccessUsesHostPageTables
 
 
 class CudaBackend:
-    """One NVIDIA device."""
+    """An open NVIDIA device. Implements `oocgemm.backends.base.Backend`."""
 
     name = "cuda"
 
@@ -33,7 +33,7 @@ class CudaBackend:
             self._device = device
             self._properties = runtime.getDeviceProperties(device)
             with cupy.cuda.Device(device):
-                runtime.free(0)  # creates the CUDA context, which no budget covers
+                runtime.free(0)  # creates the CUDA context now; its memory is not part of any budget
         except runtime.CUDARuntimeError as error:
             if error.status == _OUT_OF_MEMORY:
                 raise OutOfMemoryError(
@@ -57,7 +57,7 @@ class CudaBackend:
 
     def link_limit(self) -> float | None:
         if runtime.deviceGetAttribute(_SHARES_PAGE_TABLES, self._device):
-            return None  # NVLink-C2C, whose speed the system does not report
+            return None  # connected by NVLink-C2C, whose rate the system does not report
         return pcie.link_limit(runtime.deviceGetPCIBusId(self._device))
 
     def describe(self) -> dict[str, str]:

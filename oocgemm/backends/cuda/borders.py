@@ -1,4 +1,4 @@
-"""Cut blocks of host memory at the borders of pinned ranges."""
+"""Cut arrays in host memory at the borders of pinned ranges, which a CUDA copy must not cross."""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,9 +6,9 @@ from oocgemm.backends.base import Array
 
 
 def cut(block: Array, borders: Sequence[int]) -> Iterator[Array]:
-    """Yield pieces of a block, in order, such that none of these addresses lies inside a piece.
+    """Cut an array in memory order, so that every address in `borders` is on the border between two pieces.
 
-    A piece is several whole rows, or a part of one row.
+    A piece is some whole rows, or a part of one row.
     """
     (height, width), low = block.shape, block.ctypes.data
     high = low + (height - 1) * block.strides[0] + width * block.itemsize

@@ -1,8 +1,8 @@
-"""Calls of the CUDA driver and cuBLAS that keep the GIL.
+"""Call functions of the CUDA driver and of cuBLAS without releasing the GIL.
 
-Such a call takes microseconds. CuPy releases the GIL during it, and then other threads may hold the GIL a
-hundred times as long. If this happens between a launch and the events on either side of it, the events tell
-when the thread held the GIL, not when the work ran.
+CuPy releases the GIL during each call. A call takes microseconds, but until the thread gets the GIL back,
+other threads may run a hundred times as long. If that happens between a launch and one of the two events that
+time it, the events no longer measure the work on the device, but the wait for the GIL.
 """
 
 import ctypes
@@ -19,7 +19,8 @@ from cupy_backends.cuda.libs import cublas
 
 _INT, _SIZE, _AT = ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p
 _UNSIGNED = ctypes.c_uint
-# The fields of each end of a `CUDA_MEMCPY2D`: offsets, kind of memory, address and pitch in bytes.
+# Fields of CUDA's struct CUDA_MEMCPY2D, which it has twice, for source and target: offset in the array, kind
+# of memory, addresses, and pitch in bytes.
 _END = (
     *(("x", _SIZE), ("y", _SIZE), ("kind", _UNSIGNED)),
     *(("host", _AT), ("address", _AT), ("array", _AT), ("pitch", _SIZE)),
@@ -30,27 +31,28 @@ _HOST = 1  # CU_MEMORYTYPE_HOST
 
 
 class _Launched(threading.local):
-    """Host time of this thread's first kernel launch since `record_around` began; 0 if there was none."""
+    """Per thread: host time of the first kernel launch since `record_around` began; 0 if there was none."""
 
     at = 0
 
 
 _launched = _Launched()
 
-# A prepared call, and a function that raises for the status that it returns. A call in Python returns None
-# and raises itself.
+# A launch that is ready to be made: a function that makes it and returns a status, and a function that raises
+# an error for a status that is not 0. If the first function is in Python, it returns None and raises its
+# errors itself.
 Launch = tuple[Callable[[], int | None], Callable[[int], None]]
 
 
 def record_around(launches: Sequence[Launch], start: Any, end: Any, stream: Any) -> int:
-    """Record an event, launch, record another event.
+    """Record the event `start`, make the launches, and record the event `end`, all on a stream.
 
-    All calls are made by one `map` in C, so that the thread keeps the GIL throughout, unless a launch is in
-    Python.
+    One `map`, which runs in C, makes all calls. So the thread keeps the GIL from the first call to the last,
+    unless a launch is a Python function.
 
     Returns:
-        The host time in nanoseconds after the first launch; after its first kernel if that launch is in
-        Python.
+        The host time, in nanoseconds, at which the first launch had been made. If that launch is a Python
+        function, the time at which it had launched its first kernel.
     """
     record = _cuda("cuEventRecord", _AT, _AT)
     before, after = (partial(record, event.ptr, stream.ptr) for event in (start, end))
@@ -78,8 +80,10 @@ def record(event: Any, stream: Any) -> None:
 
 
 def pinned_bytes(address: int) -> int:
-    """Return the bytes from an address to the end of the pinned range that contains it; 0 if it is not
-    pinned."""
+    """Return the number of bytes from an address to the end of the pinned range that contains it.
+
+    Returns 0 if the address is not in pinned memory.
+    """
     kind, begin, size = _UNSIGNED(), _SIZE(), _SIZE()
     ask = _cuda("cuPointerGetAttribute", _AT, _INT, _SIZE)
     for found, attribute in ((kind, _KIND), (begin, _BEGIN), (size, _SIZE_OF)):
@@ -89,12 +93,13 @@ def pinned_bytes(address: int) -> int:
 
 
 def ended(event: Any) -> bool:
-    """Return whether all work before an event has ended without an error."""
+    """Return whether an event has completed, that is, whether the work before it has ended. An error on the
+    device counts as not completed."""
     return not _cuda("cuEventQuery", _AT)(event.ptr)
 
 
 def milliseconds(start: Any, end: Any) -> float:
-    """Return the milliseconds between two completed events."""
+    """Return the time between two completed events, in milliseconds."""
     found = ctypes.c_float()
     driver.check_status(
         _cuda("cuEventElapsedTime", _AT, _AT, _AT)(ctypes.addressof(found), start.ptr, end.ptr)
@@ -103,13 +108,14 @@ def milliseconds(start: Any, end: Any) -> float:
 
 
 def copy(to: int, source: int, size: int, stream: Any) -> Launch:
-    """Return the launch of a copy of bytes. Host memory must be pinned."""
+    """Prepare a copy of `size` bytes between two addresses, of the device or of pinned host memory."""
     made = partial(_cuda("cuMemcpyAsync", _AT, _AT, _SIZE, _AT), to, source, size, stream.ptr)
     return made, driver.check_status
 
 
 class _Rectangle(ctypes.Structure):
-    """`CUDA_MEMCPY2D` with unified addresses: the driver finds out which end is host memory."""
+    """CUDA's struct CUDA_MEMCPY2D. With unified addresses, the driver itself finds out which address is host
+    memory."""
 
     _fields_ = (
         *((f"{end}_{name}", kind) for end in ("source", "to") for name, kind in _END),
@@ -119,8 +125,10 @@ class _Rectangle(ctypes.Structure):
 
 
 def copy_rows(to: tuple[int, int], source: tuple[int, int], width: int, rows: int, stream: Any) -> Launch:
-    """Return the launch of a copy of `rows` rows of `width` bytes; `to` and `source` are (address, pitch in
-    bytes)."""
+    """Prepare a copy of `rows` rows of `width` bytes.
+
+    `to` and `source` are each an address and a pitch, the bytes from one row to the next.
+    """
     given = _Rectangle(
         source_kind=_UNIFIED, source_address=source[0], source_pitch=source[1],
         to_kind=_UNIFIED, to_address=to[0], to_pitch=to[1], width=width, height=rows,
@@ -130,28 +138,34 @@ def copy_rows(to: tuple[int, int], source: tuple[int, int], width: int, rows: in
 
 
 def zero(address: int, size: int, stream: Any) -> Launch:
-    """Return the launch that fills device memory with zeros."""
+    """Prepare a fill of `size` bytes of device memory with zeros."""
     made = partial(_cuda("cuMemsetD8Async", _AT, ctypes.c_ubyte, _SIZE, _AT), address, 0, size, stream.ptr)
     return made, driver.check_status
 
 
 def make(launch: Launch) -> None:
-    """Make a launch; raise if it fails."""
+    """Make a prepared launch; raise an error if it fails."""
     made, check = launch
     if status := made():
         check(status)
 
 
 def in_python(made: Callable[[], None]) -> Launch:
-    """Return the launch of a Python function."""
+    """Wrap a Python function, which makes launches itself, as one launch."""
     return made, driver.check_status
 
 
 def launch(
     function: int, grid: Sequence[int], block: Sequence[int], shared: int, values: Sequence[Any]
 ) -> None:
-    """Launch a kernel on cupy's current stream with ctypes values as arguments; the driver copies them before
-    it returns."""
+    """Launch a kernel on cupy's current stream.
+
+    Args:
+        function: the driver's handle of the kernel.
+        grid, block: numbers of blocks and of threads per block, along x, y and z.
+        shared: bytes of dynamic shared memory.
+        values: the kernel's arguments, as ctypes values. The driver copies them before this returns.
+    """
     pointers = (_AT * len(values))(*(ctypes.addressof(value) for value in values))
     types = _AT, *[_UNSIGNED] * 7, _AT, _AT, _AT
     stream = cupy.cuda.get_current_stream().ptr
@@ -163,7 +177,7 @@ def launch(
 
 
 def gemm_ex(handle: int, *arguments: Any, keep_gil: bool = True) -> Launch:
-    """Return the launch of cublasGemmEx on cupy's current stream. It holds the GIL if `keep_gil`."""
+    """Prepare a call of cublasGemmEx on cupy's current stream. The call keeps the GIL if `keep_gil`."""
     library = _cublas(handle, ctypes.PyDLL if keep_gil else ctypes.CDLL)
     cublas.check_status(library.cublasSetStream_v2(handle, cupy.cuda.get_current_stream().ptr))
     return partial(library.cublasGemmEx, handle, *arguments), cublas.check_status
@@ -178,7 +192,7 @@ def _cuda(name: str, *types: Any) -> Any:
 
 @lru_cache(maxsize=16)
 def _cublas(handle: int, loader: type[ctypes.CDLL]) -> ctypes.CDLL:
-    library = loader(f"libcublas.so.{cublas.getVersion(handle) // 10000}")  # the one that cupy has loaded
+    library = loader(f"libcublas.so.{cublas.getVersion(handle) // 10000}")  # cupy has loaded this version
     library.cublasSetStream_v2.argtypes = [_AT, _AT]
     integers: list[Any] = [_INT, _INT]
     matrix = [_AT, *integers]

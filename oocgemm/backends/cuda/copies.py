@@ -1,5 +1,7 @@
-"""Builds the copies of a block between device memory, where its rows are contiguous, and pinned host
-memory."""
+"""Prepares copies of a block of a matrix between device memory and pinned host memory.
+
+On the device, the rows of a block follow each other without gaps.
+"""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -13,16 +15,17 @@ from oocgemm.backends.cuda.borders import cut
 def block_copies(
     device: int, host: Sequence[Array], borders: Sequence[int], stream: Any, *, uploading: bool
 ) -> list[cuda_calls.Launch]:
-    """Return the launches that copy a block. CUDA refuses a copy that crosses from one pinned range into
-    another.
+    """Prepare the copies of a block. There may be several: CUDA refuses a copy that crosses the border of two
+    pinned ranges.
 
     Args:
         device: address of the block in device memory.
-        host: its groups of columns in a host slot, or an `InPlace`.
+        host: the block in host memory. Either the arrays in a host slot, each a contiguous range of the
+            block's columns; or an `InPlace`, a view of the caller's memory.
         borders: addresses where one pinned range of the host memory ends and the next begins. For a host
-            slot, the first and the last one are the ends of its pinned memory.
-        stream: where the copies run.
-        uploading: host to device if true, else device to host.
+            slot, also the begin of its pinned memory (first) and the end (last).
+        stream: the stream of the copies.
+        uploading: copy from host to device if true, from device to host if false.
     """
     launches: list[cuda_calls.Launch] = []
     if len(host) == 1 and not isinstance(host, InPlace):

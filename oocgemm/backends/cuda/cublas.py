@@ -1,4 +1,4 @@
-"""Runs a `Call` by cublasGemmEx."""
+"""Prepares calls of cublasGemmEx."""
 
 from ctypes import c_void_p
 
@@ -11,7 +11,8 @@ from oocgemm.planning import Op
 
 # cudaDataType of each dtype.
 _TYPES = {"float16": 2, "bfloat16": 14, "float32": 0, "float64": 1, "complex64": 4, "complex128": 5}
-# cublasComputeType_t by accumulator; and CUBLAS_COMPUTE_32F_FAST_TF32 and _FAST_16BF by reduced precision.
+# The cublasComputeType_t for each dtype of sums; and for each reduced precision, CUBLAS_COMPUTE_32F_FAST_TF32
+# and CUBLAS_COMPUTE_32F_FAST_16BF.
 _COMPUTE_TYPES = {"float32": 68, "float64": 70, "complex64": 68, "complex128": 70}
 _REDUCED_COMPUTE_TYPES = {"tf32": 77, "bf16": 75}
 _MAX = 2**31 - 1
@@ -19,10 +20,10 @@ _OPS = {Op.N: 0, Op.T: 1, Op.C: 2}
 
 
 def gemm(handle: int, call: Call, *, keep_gil: bool = True) -> cuda_calls.Launch:
-    """Return the launch of C = alpha op(A) @ op(B) + beta C on cupy's current stream; k > 0.
+    """Prepare C = alpha op(A) @ op(B) + beta C on cupy's current stream; k > 0.
 
-    A row-major C is a column-major C^T = op(B)^T op(A)^T: the operands swap places and keep their
-    transposition flags. The launch holds the GIL if `keep_gil`.
+    cuBLAS takes column-major matrices. A row-major C is C^T = op(B)^T op(A)^T in column-major order. So A and
+    B swap places, and their transposition flags stay the same. The call keeps the GIL if `keep_gil`.
     """
     accumulator = call.accumulator
     if max(call.m, call.n, call.k, call.lda, call.ldb, call.ldc) > _MAX:
@@ -30,7 +31,7 @@ def gemm(handle: int, call: Call, *, keep_gil: bool = True) -> cuda_calls.Launch
     alpha, beta = (np.array(value, numpy_dtype(accumulator)) for value in (call.alpha, call.beta))
     return cuda_calls.gemm_ex(
         *(handle, _OPS[call.op_b], _OPS[call.op_a], call.n, call.m, call.k),
-        alpha.ctypes.data_as(c_void_p),  # which keeps the array alive
+        alpha.ctypes.data_as(c_void_p),  # this pointer keeps the array alive
         *(call.b, _TYPES[call.dtype], call.ldb),
         *(call.a, _TYPES[call.dtype], call.lda),
         beta.ctypes.data_as(c_void_p),

@@ -1,7 +1,7 @@
-"""Products of float64 or float32 panels from exact int8 products on a CUDA device (the method:
-planning/emulation.py).
+"""Computes products of float64 or float32 matrices from exact int8 products, on a CUDA device.
 
-All launches go to cupy's current stream. The caller provides all device memory. Addresses are integers.
+planning/emulation.py describes the method. All launches go to cupy's current stream. The caller provides all
+device memory and passes addresses as integers.
 """
 
 import ctypes
@@ -34,12 +34,15 @@ from oocgemm.planning.emulation import (
 )
 from oocgemm.planning.tiling import round_up
 
-_ROWS = 16  # rows per thread block of ozaki_facts and ozaki_split
-_INT8, _INT32, _COMPUTE_32I = 3, 10, 72
+_ROWS = 16  # rows that a thread block of the kernels ozaki_facts and ozaki_split processes
+_INT8, _INT32, _COMPUTE_32I = 3, 10, 72  # cudaDataType_t, cublasComputeType_t
 
 
 class Emulated:
-    """Prepares and multiplies panels of one dtype. `handle` is a cuBLAS handle."""
+    """Splits panels of one dtype into residues, and multiplies them. `handle` is a cuBLAS handle.
+
+    A panel is the block of op(A) or op(B) that one step multiplies.
+    """
 
     def __init__(self, kernels: Kernels, handle: int, dtype: str) -> None:
         self._kernels = kernels
@@ -58,18 +61,20 @@ class Emulated:
         slot: int,
         offsets: Offsets,
     ) -> int:
-        """Split panels of op(A) and op(B) into planes of residues; return the number of moduli, 0 if none
-        suffices.
+        """Split a panel of op(A) and one of op(B) into planes, the residues of all elements for one modulus.
 
-        Waits for the current stream, to read the verdict (`VERDICT_BYTES`) that decides whether a number
-        suffices.
+        Tries increasing numbers of moduli until the product is as accurate as a native one. The device
+        measures what decides this (`VERDICT_BYTES` bytes), so the call waits for the current stream.
 
         Args:
             a, b: device addresses of the panels as stored.
             shape: (m, n, k); op(A) is m x k, op(B) is k x n.
             trans_a, trans_b: op() of the panels.
-            slot: device address of the planes slot.
-            offsets: its layout, in bytes from `slot`.
+            slot: device address of the buffer for the planes.
+            offsets: offsets of the parts of that buffer, in bytes.
+
+        Returns:
+            The number of moduli; 0 if no number makes the product accurate enough.
         """
         m, n, k = shape
         ld, facts = round_up(k, 16), slot + offsets.facts
@@ -117,14 +122,15 @@ class Emulated:
         c: int,
         ldc: int,
     ) -> None:
-        """Compute C = alpha A B + beta C for some rows of C, from panels that `prepare` has split.
+        """Compute C = alpha op(A) @ op(B) + beta C for some rows of C, from residues that `prepare` computed.
 
         Args:
-            slot, offsets: the planes slot and its layout.
-            work: device address of min(4096, rows) * round_up(n, 16) * (number + 4) bytes of workspace.
-            rows: (first, last) row of the tile to compute.
+            slot, offsets: address of the buffer with the residues, and its layout.
+            work: device address of a workspace. Its size in bytes is min(4096, rows) * round_up(n, 16) *
+                (number + 4).
+            rows: the first row to compute, and the row after the last one.
             shape: (m, n, k) of the panels.
-            number: what `prepare` returned; not 0.
+            number: the number of moduli that `prepare` returned; not 0.
             alpha, beta: scalars. beta = 0 never reads C.
             c: device address of the first of these rows of C.
             ldc: leading dimension of C, in elements.
@@ -158,7 +164,15 @@ class Emulated:
     def _residues(
         self, left: int, right: int, work: int, shape: tuple[int, int, int], rows: int, number: int
     ) -> None:
-        """Compute the residues of `rows` rows of C into `work`, from planes of shape (m, n, ld)."""
+        """Compute the residues of `rows` rows of C into `work`, on devices of compute capability 9.0.
+
+        Args:
+            left, right: device addresses of the residues of A and of B.
+            work: device address of the result.
+            shape: (m, n, ld): A has m rows, B has n, each of `ld` bytes.
+            rows: number of rows of A to multiply.
+            number: number of moduli.
+        """
         m, n, ld = shape
         pitch, maps = round_up(n, 16), ((left, rows, m), (right, n, n))
         self._kernels.plain("ozaki_multiply", "ozaki_multiply", multiply_options(number))(
@@ -188,7 +202,7 @@ def _pointer(address: int) -> ctypes.c_void_p:
 
 
 def _panel_facts(words: Any, depth: int) -> PanelFacts:
-    """Decode a `verdict` of kernels/emulation/ozaki_split.cu."""
+    """Convert the struct `verdict` of kernels/emulation/ozaki_split.cu, as 32-bit words, to `PanelFacts`."""
     not_finite, inexact, nonzero = map(bool, words[:3])
     if not nonzero:
         return PanelFacts(not not_finite, True, 0.0, 0.0, 0.0, (0,) * len(LEVELS))

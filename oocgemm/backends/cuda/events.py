@@ -1,4 +1,4 @@
-"""Times of device work on the host's clock, from CUDA events."""
+"""Finds out from CUDA events when work ran on the device, in time of the host's clock."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,13 +10,17 @@ import cupy
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.planning import Slot
 
-REANCHOR_NS = (
-    2_000_000_000  # CUDA returns float32 milliseconds: up to this long they resolve less than a microsecond
-)
+# Maximum age, in nanoseconds, of the event to which times are relative; then another one is recorded. CUDA
+# returns times between events as float32 milliseconds, which are exact to a microsecond only up to 2 s.
+REANCHOR_NS = 2_000_000_000
 
 
 class Clock:
-    """Converts event times to the host's clock, relative to an anchor event whose host time is known."""
+    """Converts the times of CUDA events to the host's clock.
+
+    CUDA only gives the time between two events. The clock records an event at a known host time, and adds to
+    that time.
+    """
 
     def __init__(self, device: Any) -> None:
         self._device = device
@@ -26,13 +30,16 @@ class Clock:
         self._time = (before + after) // 2
 
     def host(self, event: Any) -> int:
-        """Return the host time of a completed event, in nanoseconds of `perf_counter_ns`. One thread at a
-        time."""
+        """Return the host time of a completed event, in nanoseconds of `perf_counter_ns`.
+
+        Only one thread at a time may call this.
+        """
         if perf_counter_ns() - self._time > REANCHOR_NS:
             with self._device:
                 before, after, new = self._probe()
-            # The thread may lose the GIL between the event and its clock reading, so the readings only bound
-            # the event's time. Within these bounds, the device's own clock is taken.
+            # The event completed between the two host times `before` and `after`. These may be far apart,
+            # because the thread may lose the GIL between them. The device's clock gives the time more
+            # precisely, unless it has drifted out of that interval.
             self._time, self._event = min(max(self._at(new), before), after), new
         return self._at(event)
 
@@ -40,8 +47,10 @@ class Clock:
         return self._time + int(cuda_calls.milliseconds(self._event, event) * 1e6)
 
     def _probe(self) -> tuple[int, int, Any]:
-        """Record an event; return the host times before and after it, and the event. The tightest of several
-        tries."""
+        """Record an event; return the host times before and after it, and the event.
+
+        Of several tries, return the one with the shortest time between.
+        """
         probes = []
         for _ in range(5):
             event = cupy.cuda.Event()
@@ -54,7 +63,10 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Launches between two events. `issued` is the host time at which the first launch call returned."""
+    """Some launches on a stream, between the events `start` and `end`.
+
+    `issued` is the host time, in nanoseconds, at which the first launch call returned.
+    """
 
     start: Any
     issued: int
@@ -62,25 +74,28 @@ class Work:
 
     @classmethod
     def on(cls, stream: Any, launches: Sequence[cuda_calls.Launch]) -> Self:
-        """Launch on a stream, between two events."""
+        """Make the launches on a stream, between two events."""
         start, end = cupy.cuda.Event(block=True), cupy.cuda.Event(block=True)
         return cls(start, cuda_calls.record_around(launches, start, end, stream), end)
 
     def interval(self, clock: Clock) -> tuple[int, int]:
-        """Return the host times of start and end, in nanoseconds. Only after the work has ended."""
-        # On an idle stream the start event completes as soon as it is recorded, perhaps long before the work
-        # is launched: a library may load a kernel in between.
+        """Return the host times, in nanoseconds, at which the work started and ended. Call it only after the
+        end."""
+        # On an idle stream the start event completes as soon as it is recorded. That may be long before the
+        # work is launched, for example if a library loads a kernel first. So the work starts no earlier than
+        # the first launch call returned.
         start, end = clock.host(self.start), clock.host(self.end)
         return min(max(start, self.issued), end), end
 
 
 @dataclass(frozen=True, slots=True)
 class CudaToken:
-    """An operation that has ended when the event `end` on `stream` has completed.
+    """The handle of an operation that was submitted to a CUDA device. Implements `Token`.
 
-    `own` is its own work, without checksums. `check`, called after the end, raises if the operation failed.
-    `noting`, called after the end, records the time that its checksums took. `uploaded` is the slot that an
-    Upload with checksums fills.
+    The operation has ended when the event `end` on `stream` has completed. `own` is the operation's work
+    without its checksums. After the end, `check` raises an error if the operation failed, and `noting`
+    records the time that the checksums took. `uploaded` is the slot that an Upload fills, if checksums are
+    computed.
     """
 
     stream: str

@@ -1,8 +1,9 @@
-"""Pins host memory that a device copies from and to: host slots, and operands in the caller's memory.
+"""Pins host memory that a device copies from and to: host slots (buffers), and operands of the caller.
 
-While the driver pins pages (0.3 ms per 16 MiB), it blocks every thread that submits a copy or a kernel, and
-such a thread holds the GIL. So memory is pinned in parts, and pinning and submitting take turns. Operands,
-which are needed last, are pinned only when no other thread waits.
+While the driver pins pages (0.3 ms per 16 MiB), it blocks every thread that submits a copy or a kernel. A
+blocked thread keeps the GIL, so all of Python would stop. Therefore memory is pinned in parts, and a lock
+makes pinning and submitting take turns. The caller's operands are pinned only while no other thread waits for
+the lock, since they are needed last.
 """
 
 import threading
@@ -19,19 +20,20 @@ from oocgemm.planning.cost.footprint import HOST_ALIGNMENT
 from oocgemm.planning.tiling import round_up
 from oocgemm.planning.units import format_size
 
-PART = 16 << 20  # bytes pinned by one call
-POLL_INTERVAL = 50e-6  # seconds
+PART = 16 << 20  # maximum number of bytes of a host slot that one call pins
+# Seconds after which a thread that pins an operand checks again whether other threads wait for the lock.
+POLL_INTERVAL = 50e-6
 
 
 class HostMemory:
-    """The host memory that is pinned for one device."""
+    """Pins and unpins host memory for one device, and keeps track of it."""
 
     def __init__(self, device: Any) -> None:
         self._device = device
-        # By address of a slot: where each of its pinned ranges begins, and where the last one ends.
+        # Per host slot (its address): the addresses where its pinned ranges begin, and where the last ends.
         self._slots: dict[int, list[int]] = {}
         self._driver = threading.Lock()
-        self._waiting: set[int] = set()  # threads that wait for `_driver`, except those that pin operands
+        self._waiting: set[int] = set()  # the threads that wait for `_driver`, but not those to pin operands
         self.pinner = Pinner(self._pin_operand, self._unpin)
 
     @contextmanager
@@ -49,15 +51,17 @@ class HostMemory:
             self._driver.release()
 
     def pin_slot(self, address: int, size: int) -> Sequence[int]:
-        """Pin the used part of a slot, as far as it is not pinned yet, and return the borders of its pinned
-        ranges.
+        """Pin the first `size` bytes of a host slot, except what is pinned already.
 
-        The threads that fault the pages in call this first, while other copies run. A call during `submit`
-        then finds nothing left to pin: it would delay every other submission, by ten times as much if the
-        pages are not resident.
+        The thread that faults the slot's pages in calls this right after that. When an operation is
+        submitted, the slot's memory is checked again, but is usually pinned by then. Pinning it only at that
+        time would delay all submissions, and take ten times as long if the pages are not resident.
+
+        Returns:
+            The addresses where the slot's pinned ranges begin, and the end of the last one.
 
         Raises:
-            BackendError: the system refuses.
+            BackendError: the system refuses to pin the memory.
         """
         borders = self._slots.setdefault(address, [address])
         end = round_up(address + size, HOST_ALIGNMENT)

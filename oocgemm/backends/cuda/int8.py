@@ -1,9 +1,9 @@
-"""Products of int8 matrices on a CUDA device, summed in int32 by cuBLAS, for any layout; and the finish of
-their sums.
+"""Multiplies int8 matrices of any layout on a CUDA device, by cuBLAS with sums in int32; converts the sums.
 
 cuBLAS multiplies int8 only if both operands are contiguous along k and their rows are aligned to 16 bytes.
-Other operands are packed into the workspace of the call first, and a C that is not aligned gets its sums by
-way of the workspace (its layout: planning/integers.py). All launches go to cupy's current stream.
+This module first copies operands of other layouts into a workspace, in the layout that cuBLAS needs. If C is
+not aligned, cuBLAS writes its sums to the workspace, and another kernel adds them to C. planning/integers.py
+describes the workspace. All launches go to cupy's current stream.
 """
 
 import ctypes
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from oocgemm.backends.cuda.launch import Kernels
 
 _INT8, _INT32, _COMPUTE_32I = 3, 10, 72  # cudaDataType_t, cublasComputeType_t
-_ALIGNMENT = 16
-_PACKED = 64  # rows, and bytes along k, per thread block of int8_pack
+_ALIGNMENT = 16  # bytes; cuBLAS needs addresses and leading dimensions of int8 operands to be multiples
+_PACKED = 64  # a thread block of the kernel int8_pack copies so many rows, and so many bytes along k
 
 
 def gemm(kernels: "Kernels", handle: int, call: Call) -> None:
@@ -39,7 +39,11 @@ def gemm(kernels: "Kernels", handle: int, call: Call) -> None:
 
 
 def packed(kernels: "Kernels", call: Call) -> Call:
-    """Pack the operands that cuBLAS would refuse; return the equivalent call, whose k is rounded up to 16."""
+    """Copy those operands that cuBLAS would refuse into the workspace, in the layout that it needs.
+
+    Returns:
+        The equivalent call with the copies. If k > 0, its k is rounded up to a multiple of 16.
+    """
     depth, at = pitch(call.k), workspace_layout(call.m, call.n, call.k)
     if depth == 0:
         return call
@@ -51,13 +55,17 @@ def packed(kernels: "Kernels", call: Call) -> Call:
     if not b_accepted:
         _pack(kernels, call.b, call.ldb, (call.n, call.k), call.op_b.swaps, call.work + at.b)
         call = replace(call, op_b=Op.T, b=call.work + at.b, ldb=depth)
-    return replace(call, k=depth)  # both are zero beyond k
+    return replace(call, k=depth)  # the copies are zero beyond the original k
 
 
 def by_strips(kernels: "Kernels", call: Call, c_dtype: str, product: Callable[[Call], None]) -> None:
-    """Compute C = op(A) @ op(B) + beta C for `packed` operands and a C of any alignment, float64 or int32.
+    """Compute C = op(A) @ op(B) + beta C, some rows at a time. C may have any alignment.
 
-    `product` computes strips in int32 into the workspace, which are then added to C.
+    Args:
+        kernels: compiles and launches the kernel that adds to C.
+        call: the product, with operands that `packed` returned.
+        c_dtype: dtype of C, float64 or int32.
+        product: computes the int32 product of a call; called for some rows, with C in the workspace.
     """
     sums, across = call.work + workspace_layout(call.m, call.n, call.k).sums, pitch(call.n)
     add = kernels.plain("int8_add", "int8_add", (f"-DOOC_ACCUMULATED={C_TYPES[c_dtype]}",))
@@ -81,10 +89,16 @@ def finish(
     result: int,
     too_large: int,
 ) -> None:
-    """Compute result = alpha source + beta result elementwise; `dtypes` are those of source and result.
+    """Compute result = alpha source + beta result, element by element, on the device.
 
-    If result has an integer dtype and an element overflows it or may not be exact, the int32 at `too_large`
-    becomes 1.
+    Args:
+        kernels: compiles and launches the kernel.
+        dtypes: of source and result.
+        scalars: alpha and beta.
+        elements: the number of elements.
+        source, result: device addresses.
+        too_large: address of an int32. It becomes 1 if result has an integer dtype and an element overflows
+            it, or is so large that float64 may have rounded it.
     """
     alpha, beta = map(ctypes.c_double, scalars)
     finisher(kernels, dtypes)(
@@ -94,7 +108,10 @@ def finish(
 
 
 def finisher(kernels: "Kernels", dtypes: tuple[str, str]) -> Callable[..., None]:
-    """Return the finish kernel for these dtypes of source and result."""
+    """Return a function that launches the kernel int8_finish for these dtypes of source and result.
+
+    The kernel applies alpha and beta and casts the sums.
+    """
     macros = [f"-DOOC_{x}={C_TYPES[t]}" for x, t in zip(("ACCUMULATED", "STORED"), dtypes, strict=True)]
     maximum = {"int32": 2**31 - 1, "int64": EXACT_LIMIT}.get(dtypes[1])
     if maximum is not None:
@@ -103,9 +120,10 @@ def finisher(kernels: "Kernels", dtypes: tuple[str, str]) -> Callable[..., None]
 
 
 def _product(handle: int, call: Call) -> None:
-    """Compute what `gemm` does for operands that cuBLAS accepts and beta 0 or 1.
+    """Compute the same as `gemm`, for operands that cuBLAS accepts; beta is 0 or 1.
 
-    A row-major C is a column-major C^T = op(B)^T op(A)^T.
+    cuBLAS takes column-major matrices. A row-major C is C^T = op(B)^T op(A)^T in column-major order, so A and
+    B swap places.
     """
     alpha, beta = (np.array(value, np.int32) for value in (1, int(call.beta == 1)))
     cublas.gemmEx(

@@ -1,4 +1,4 @@
-"""Launches our CUDA kernels: compiles and loads them, encodes tensor maps, passes arguments."""
+"""Compiles, loads and launches our own CUDA kernels, and encodes tensor maps for their TMA copies."""
 
 import ctypes
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ _MAP_L2_PROMOTION = 3  # 256 bytes
 
 
 class _Nvrtc:
-    """The NVRTC that cupy has loaded."""
+    """Compiles with the NVRTC library that cupy has loaded. Implements `kernels.compile.Compiler`."""
 
     def version(self) -> str:
         return ".".join(map(str, nvrtc.getVersion()))
@@ -38,8 +38,10 @@ class _Nvrtc:
 
 
 class Kernels:
-    """Our kernels on one device. Each is compiled and loaded at its first use. Launches go to cupy's current
-    stream."""
+    """Launches our own kernels on one device. A kernel is compiled and loaded at its first use.
+
+    Launches go to cupy's current stream.
+    """
 
     def __init__(self, device: int) -> None:
         self.device = describe_device(device)
@@ -47,7 +49,7 @@ class Kernels:
         self._functions: dict[tuple[object, ...], Any] = {}
 
     def multiply(self, kernel: Kernel, call: Call, params: Params) -> None:
-        """Compute C = alpha op(A) @ op(B) + beta C with a kernel that does not refuse the call."""
+        """Compute C = alpha op(A) @ op(B) + beta C with a kernel that can run the call."""
         for part in kernel.parts(call, params):
             function, launch = self.function(kernel, call, params), kernel.launch(part, params)
             maps = [encoded(described) for described in kernel.maps(part, params)] if kernel.maps else []
@@ -56,7 +58,7 @@ class Kernels:
             )
 
     def function(self, kernel: Kernel, call: Call, params: Params) -> Any:
-        """Return the loaded function for a call."""
+        """Return the function of a kernel, compiled for the call's dtype and layout, and loaded."""
         key = kernel.source, call.dtype, call.op_a, call.op_b, *params.values()
         if key not in self._functions:
             arch = kernel.target(self.device)
@@ -74,8 +76,14 @@ class Kernels:
         source: int,
         result: int,
     ) -> None:
-        """Compute result = alpha source + beta result elementwise; `dtypes` are those of source and
-        result."""
+        """Compute result = alpha source + beta result, element by element, on the device.
+
+        Args:
+            dtypes: of source and result.
+            scalars: alpha and beta.
+            elements: the number of elements.
+            source, result: device addresses.
+        """
         real, pointer = ctypes.c_double, ctypes.c_void_p
         alpha, beta = (complex(scalar) for scalar in scalars)
         values = (
@@ -86,7 +94,8 @@ class Kernels:
         cuda_calls.launch(self.finisher(dtypes).ptr, grid, (256, 1, 1), 0, values)
 
     def finisher(self, dtypes: tuple[str, str]) -> Any:
-        """Return the loaded finish kernel."""
+        """Return the kernel `finish`, which applies alpha and beta and casts, for these dtypes of source and
+        result."""
         if dtypes not in self._functions:
             major, minor = self.device.capability
             macros = [
@@ -96,10 +105,10 @@ class Kernels:
         return self._functions[dtypes]
 
     def plain(self, source: str, entry: str, macros: tuple[str, ...]) -> Callable[..., None]:
-        """Return a callable that launches a kernel outside the ladder.
+        """Compile and load a kernel that is not a GEMM kernel; return a Python function that launches it.
 
-        Its arguments are a grid, for blocks of 256 threads, or a `Launch`; and then the kernel's arguments as
-        ctypes values.
+        The function's first argument is a grid, for blocks of 256 threads, or a `Launch`. The other arguments
+        are the kernel's, as ctypes values.
         """
         key = source, entry, macros
         if key not in self._functions:
@@ -124,12 +133,12 @@ class Kernels:
         return float(blocks * threads / self._max_threads)
 
     def registers(self, kernel: Kernel, call: Call, params: Params) -> int:
-        """Return the registers per thread."""
+        """Return how many registers per thread the compiled kernel uses."""
         function = self.function(kernel, call, params)
         return int(driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_NUM_REGS, function.ptr))
 
     def _load(self, source: str, entry: str, arch: str, macros: Sequence[str]) -> Any:
-        """Compile and load a function, and allow it the maximum shared memory per block."""
+        """Compile and load a function, and let it use the maximum shared memory per block."""
         module = cupy.cuda.function.Module()
         module.load(compiled(_Nvrtc(), source, arch, macros))
         function = module.get_function(entry)
@@ -144,8 +153,10 @@ class Kernels:
 
 
 class SumsDevice:
-    """Launches checksum kernels, and copies, on cupy's current stream. Implements
-    `oocgemm.backends.checksums.Device`."""
+    """Launches the checksum kernels and copies device memory, on cupy's current stream.
+
+    Implements `oocgemm.backends.checksums.Device`.
+    """
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
@@ -166,7 +177,7 @@ class SumsDevice:
 
 
 def describe_device(device: int) -> Device:
-    """Return the properties of a device that kernels depend on."""
+    """Return the properties of a device on which the choice of kernels and their parameters depends."""
     found = runtime.getDeviceProperties(device)
     capability = found["major"], found["minor"]
     return Device(capability, found["multiProcessorCount"], found["sharedMemPerBlockOptin"])
@@ -174,7 +185,10 @@ def describe_device(device: int) -> Device:
 
 @lru_cache(maxsize=256)
 def encoded(described: TensorMap) -> Any:
-    """Encode a tensor map for TMA: 128 bytes, aligned to 64 bytes."""
+    """Encode a tensor map, the description of a matrix from which TMA copies.
+
+    The driver requires 128 bytes that are aligned to 64 bytes.
+    """
     room = ctypes.create_string_buffer(_MAP_BYTES + 64)
     aligned = -ctypes.addressof(room) % 64
     rank = len(described.extents)

@@ -1,5 +1,8 @@
-"""Times kernels on a CUDA device: with random operands, after a warm-up, interleaved, with the clock rate
-observed."""
+"""Times kernels on a CUDA device.
+
+Operands are random. Every kernel runs once before it is timed. Kernels are timed in turns, and the clock rate
+of the device is recorded.
+"""
 
 import ctypes
 import random
@@ -19,13 +22,14 @@ from oocgemm.kernels.spec import Call, Kernel, Params
 from oocgemm.planning import DTYPES, Op
 from oocgemm.planning.integers import workspace_layout
 
-_BLOCK = 1_000_003  # distinct random numbers, repeated; not a power of 2, so that rows differ
-_MIN_SAMPLES, _SAMPLES = 5, 25
+# Operands repeat so many distinct random numbers. It is no power of 2, so that the rows of an operand differ.
+_BLOCK = 1_000_003
+_MIN_SAMPLES, _SAMPLES = 5, 25  # minimum and maximum number of samples per kernel
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """The product to time: C (m x n) = op(A) @ op(B) + beta C, all contiguous."""
+    """A product to time: C (m x n) = op(A) @ op(B) + beta C. All matrices are contiguous."""
 
     m: int
     n: int
@@ -43,14 +47,15 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """The median, minimum and maximum of the samples, in seconds; the lowest SM clock seen, in MHz.
+    """The timing of one kernel: median, minimum and maximum of the samples, in seconds.
 
-    The clock is None if the driver does not report it.
+    `clock` is the lowest clock rate of the multiprocessors during the samples, in MHz; None if the driver
+    does not report it.
     """
 
     seconds: float
-    least: float
-    most: float
+    minimum: float
+    maximum: float
     samples: int
     clock: int | None
 
@@ -76,8 +81,10 @@ class Stopwatch:
 
     @contextmanager
     def operands(self, product: Product) -> Iterator[Call]:
-        """Allocate a product's operands on the device, filled with random numbers, for the duration of the
-        context."""
+        """Allocate a product's operands on the device and fill them with random numbers.
+
+        The context manager yields a call with their addresses, and frees them at the end.
+        """
         swaps_a, swaps_b = product.op_a.swaps, product.op_b.swaps
         lda, ldb = (product.m if swaps_a else product.k), (product.k if swaps_b else product.n)
         kind, shape = (product.dtype, product.op_a, product.op_b), (product.m, product.n, product.k)
@@ -99,7 +106,7 @@ class Stopwatch:
                     runtime.free(address)
 
     def seconds(self, kernel: Kernel | None, params: Params, call: Call, times: int = 1) -> float:
-        """Return the seconds per multiplication, of `times` back to back."""
+        """Run a product `times` times back to back; return the seconds per product."""
         with self._device, cupy.cuda.Stream(non_blocking=True) as stream:
             start, end = cupy.cuda.Event(), cupy.cuda.Event()
             start.record(stream)
@@ -112,12 +119,16 @@ class Stopwatch:
     def compare(
         self, contenders: Sequence[tuple[Kernel | None, Params]], call: Call, seconds: float
     ) -> list[Timing]:
-        """Time contenders (cuBLAS is None) in turns, for about `seconds` each and at least `_MIN_SAMPLES`
-        times.
+        """Time several kernels in turns, each for about `seconds` and at least `_MIN_SAMPLES` times.
 
-        The order is shuffled in each round: a GPU at its power limit is faster after a contender that drew
-        little power. A launch takes the host a few microseconds, so a shorter product measures the launch
-        instead.
+        The order is shuffled in each round, because a GPU at its power limit runs faster after a kernel that
+        drew little power. Products that take less than a launch, a few microseconds on the host, are not
+        timed correctly: the result is the time of the launch.
+
+        Args:
+            contenders: kernels and their parameters; None as a kernel stands for cuBLAS.
+            call: the product to compute.
+            seconds: the time to spend per kernel.
         """
         times = []
         for contender in contenders:
@@ -139,7 +150,7 @@ class Stopwatch:
 
 
 class _Clocks:
-    """SM clocks by NVML, in MHz; empty if NVML is missing."""
+    """Asks NVML for clock rates of a device's multiprocessors, in MHz. If NVML is missing, there are none."""
 
     def __init__(self, device: int) -> None:
         self._handle = ctypes.c_void_p()
@@ -156,7 +167,7 @@ class _Clocks:
         return self._ask("nvmlDeviceGetClockInfo")
 
     def max(self) -> int | None:
-        """Return the maximum SM clock."""
+        """Return the maximum clock rate of the multiprocessors, in MHz; None if NVML is missing."""
         return next(iter(self._ask("nvmlDeviceGetMaxClockInfo")), None)
 
     def _ask(self, function: str) -> list[int]:
@@ -167,8 +178,10 @@ class _Clocks:
 
 
 def _random(count: int, dtype: np.dtype[Any]) -> int:
-    """Allocate device memory for `count` random elements; return its address. Integer dtypes get small
-    integers."""
+    """Allocate device memory for `count` elements and fill it with random numbers; return its address.
+
+    The numbers of an integer dtype are small: a normal distribution with a standard deviation of 20.
+    """
     rng = np.random.default_rng(0)
     numbers: np.ndarray[Any, Any] = rng.standard_normal(min(count, _BLOCK))
     if dtype.kind == "c":

@@ -1,4 +1,4 @@
-"""Chooses and launches cuBLAS or a rung of our ladder for each call."""
+"""Chooses cuBLAS or one of our own kernels for each product, and launches it."""
 
 from dataclasses import replace
 from functools import cache, partial
@@ -16,14 +16,16 @@ from oocgemm.kernels import tuning
 from oocgemm.kernels.registry import choose
 from oocgemm.kernels.spec import Call, Kernel, Params
 
-# Idle cuBLAS handles by device. Creating one takes 5 ms. Concurrent runs do not share a handle.
+# Per device, the cuBLAS handles that no run uses. Handles are kept for later runs because creating one takes
+# 5 ms. Concurrent runs do not share a handle.
 _idle: dict[int, list[int]] = {}
 
 
 class Multiplier:
-    """cuBLAS and our kernels on one device, launched on cupy's current stream.
+    """Multiplies on one device, with cuBLAS or our own kernels. Launches go to cupy's current stream.
 
-    `kernel` is a rung, "cublas", or "auto": the fastest one that was measured for the class of the call.
+    `kernel` is the name of one of our kernels, or "cublas", or "auto". "auto" means the kernel that was the
+    fastest in measurements of similar products.
     """
 
     def __init__(self, device: int, kernel: str = "auto") -> None:
@@ -38,24 +40,25 @@ class Multiplier:
             self._blas = cublas.create()
 
     def close(self) -> None:
-        """Return the cuBLAS handle to the idle ones. No work that uses it may be in flight."""
+        """Keep the cuBLAS handle for a later run. Call it when no work that uses the handle is in flight."""
         if self._blas:
             self._idle.append(self._blas)
         self._blas = 0
 
     def emulated(self, dtype: str) -> Emulated:
-        """Return an emulated multiplier with the same kernels and the same cuBLAS handle."""
+        """Return an object that multiplies by int8 products, with this object's kernels and cuBLAS handle."""
         return Emulated(self.kernels, self._blas, dtype)
 
     def choose(self, call: Call) -> Launch:
-        """Return the launch of C = alpha op(A) @ op(B) + beta C.
+        """Choose a kernel for C = alpha op(A) @ op(B) + beta C; return the launch, which is not made yet.
 
         Raises:
-            InputError: the rung that was asked for cannot run the call.
+            InputError: the user asked for one of our kernels by name, and it cannot run the call.
         """
         name, params = self._tuning.choice(self._kernel, call.dtype, call.compute, (call.m, call.n, call.k))
         if call.k == 0:
-            # C = beta C: cuBLAS may refuse k = 0, and precision does not matter since nothing is multiplied.
+            # Only C = beta C remains, for which the precision does not matter. cuBLAS may refuse k = 0; the
+            # kernel "tiled" accepts it.
             name, params, call = "tiled", None, replace(call, compute="native")
         if name != tuning.CUBLAS:
             try:
@@ -66,20 +69,24 @@ class Multiplier:
         return self.launch(None, {}, call)
 
     def load(self, call: Call) -> None:
-        """Run a call once so that cuBLAS loads its kernels, if cuBLAS would run it. That takes tens of
-        milliseconds, without the GIL."""
+        """If cuBLAS would run a call, run it once, so that cuBLAS loads its kernels now.
+
+        Loading takes tens of milliseconds. The GIL is released meanwhile.
+        """
         name, _ = self._tuning.choice(self._kernel, call.dtype, call.compute, (call.m, call.n, call.k))
         if name == tuning.CUBLAS and call.dtype != "int8":
             make(blas.gemm(self._blas, call, keep_gil=False))
 
     def accumulate(self, call: Call) -> None:
-        """Compute C (float64) = op(A) @ op(B) + beta C for int8 operands; k is at most
-        `integers.MAX_DEPTH`."""
+        """Compute C = op(A) @ op(B) + beta C for int8 operands and a C in float64.
+
+        k is at most `integers.MAX_DEPTH`, so that sums fit int32.
+        """
         packed = int8.packed(self.kernels, call)
         int8.by_strips(self.kernels, packed, "float64", lambda part: make(self.choose(part)))
 
     def launch(self, kernel: Kernel | None, params: Params, call: Call) -> Launch:
-        """Return the launch of a call by one entry of the ladder, or by cuBLAS if `kernel` is None."""
+        """Return the launch of a call with one of our kernels, or with cuBLAS if `kernel` is None."""
         if kernel is not None:
             self.used.add(kernel.label)
             return in_python(partial(self.kernels.multiply, kernel, call, params))
@@ -89,7 +96,7 @@ class Multiplier:
         return blas.gemm(self._blas, call)
 
     def run(self, kernel: Kernel | None, params: Params, call: Call) -> None:
-        """Launch a call by one entry of the ladder, or by cuBLAS if `kernel` is None."""
+        """Run a call with one of our kernels, or with cuBLAS if `kernel` is None."""
         make(self.launch(kernel, params, call))
 
 

@@ -4,21 +4,22 @@ import re
 from pathlib import Path
 
 DEVICES = Path("/sys/bus/pci/devices")
-MAX_LANES = 32
+MAX_LANES = 32  # a link has at most 32 lanes; more means that the file is wrong
 
 
 def link_limit(address: str, devices: Path = DEVICES) -> float | None:
-    """Return an upper bound on the rate of a device's link in one direction, in bytes per second.
+    """Return the maximum rate of a device's PCI Express link in one direction, in bytes per second.
 
-    It is the transfer rate of the link's generation times its number of lanes, without the encoding overhead.
-    The link's current speed is not used, since an idle link slows down.
+    The rate is the maximum transfer rate per lane times the maximum number of lanes. It is an upper bound,
+    since the overhead of the encoding is not subtracted. The link's current speed is not used, because an
+    idle link slows down.
 
     Args:
-        address: domain, bus, device and function, such as 0000:1B:00.0.
-        devices: the folder where the system describes devices.
+        address: PCI address of the device: domain, bus, device and function, such as 0000:1B:00.0.
+        devices: the folder in which the system describes PCI devices.
 
     Returns:
-        None where the system does not report the link, as in some virtual machines.
+        The rate; None if the system does not report the link, as in some virtual machines.
     """
     folder = devices / address.lower()
     try:

@@ -1,8 +1,9 @@
-"""Runs the operations of one plan on a CUDA device: one arena, cupy's streams and events, cuBLAS or our
-kernels.
+"""Runs the operations of one plan on a CUDA device.
 
-Each device lane is a CUDA stream. A wait between two operations becomes a `cuStreamWaitEvent`, so no thread
-waits for the device between steps, Prepare excepted.
+All buffers on the device (slots) are in one allocation, the arena. Each kind of operation, such as copies to
+the device or multiplications, has a CUDA stream. If an operation must wait for another one, its stream waits
+for an event (`cuStreamWaitEvent`). So no host thread waits for the device. The exception is Prepare, which
+splits panels for emulated products: it reads a result of the device before it can continue.
 """
 
 import threading
@@ -36,21 +37,27 @@ from oocgemm.planning.schedule.slots import slot_of
 from oocgemm.planning.units import format_size
 from oocgemm.system.threads import start
 
-# The priority of each stream. When a multiprocessor becomes free, the device runs blocks of a high-priority
-# stream (-1) first: short work that the next Multiply waits for precedes the remaining blocks of the current
-# Multiply.
+# The streams and their priorities; -1 is higher than 0. When a multiprocessor becomes free, the device runs
+# thread blocks of a high-priority stream first. So a Prepare, which is short and for which the next Multiply
+# waits, does not have to wait until all blocks of the current Multiply have run.
 STREAMS = {"h2d": 0, "h2d-c": 0, "prepare": -1, "compute": 0, "d2h": 0}
-LOADED_DEPTH = 64  # k of the product that makes cuBLAS load its kernels
-SUMS = "sums"  # the stream that takes checksums: the next upload runs while the last one is summed
-_NATIVE = {"emulated": "native"}  # what computes a step for which no number of moduli suffices
+LOADED_DEPTH = 64  # maximum k of the product that is computed only to make cuBLAS load its kernels
+# The stream of the kernels that compute checksums. They have a stream of their own so that the next upload
+# runs while the panel of the last one is summed.
+SUMS = "sums"
+# If emulation would not be accurate enough for a step, the step is multiplied natively.
+_NATIVE = {"emulated": "native"}
 # The kinds of products for which this process has made cuBLAS load its kernels.
 _loaded: set[tuple[object, ...]] = set()
 
 
 class CudaSession:
-    """An arena on one device, its streams, and the operations that run on them."""
+    """Owns the device memory and the streams of one plan, and runs its operations.
 
-    # Not Prepare: it waits for the device, to read how many moduli suffice.
+    Implements `oocgemm.backends.base.Session`.
+    """
+
+    # Prepare is missing, because it waits for the device, which tells it how many moduli are needed.
     asynchronous: Collection[Kind] = (Kind.UPLOAD, Kind.MULTIPLY, Kind.FINISH, Kind.DOWNLOAD)
 
     def __init__(self, device: int, plan: Plan, kernel: str) -> None:
@@ -61,7 +68,7 @@ class CudaSession:
         self._host = HostMemory(self._device)
         self.pinner: Pinner | None = self._host.pinner
         self._steps: Counter[int] = Counter()  # steps by number of moduli; 0 for native steps
-        self._moduli: dict[Slot, int] = {}  # the number of moduli of the planes in each slot
+        self._moduli: dict[Slot, int] = {}  # per slot of residues, the number of moduli
         self._loading: threading.Thread | None = None
         self.checksums: DeviceChecksums | None = None
         with self._device:
@@ -73,7 +80,7 @@ class CudaSession:
                 self._offsets, size = device_offsets(plan)
                 self._work = size
                 self._arena = _allocate(size + plan.footprint.device["work"])
-                if self._problem.exact:  # one overflow flag per slot of finished strips
+                if self._problem.exact:  # one overflow flag per slot for strips in C's dtype
                     self._flags = cupy.cuda.alloc_pinned_memory(max(1, plan.slots.finish) * 4)
                     np.frombuffer(self._flags, np.int32)[:] = 0
                 priorities = STREAMS | ({SUMS: -1} if self._problem.checked == "device" else {})
@@ -107,10 +114,10 @@ class CudaSession:
             yield
 
     def _begin_loading(self, plan: Plan, device: int, kernel: str) -> None:
-        """Make cuBLAS load its kernels in a thread while the first panels are read, unless this process has
-        done so.
+        """Make cuBLAS load its kernels in a thread, while the first blocks of A and B are read.
 
-        Otherwise the first Multiply would load them, holding the GIL for tens of milliseconds.
+        Does nothing if an earlier run of this process has made cuBLAS load the same kernels. Without this
+        thread, the first Multiply would load them, and keep the GIL for tens of milliseconds.
         """
         p = self._problem
         kind = device, kernel, p.a_dtype, p.trans_a, p.trans_b, p.compute
@@ -121,8 +128,10 @@ class CudaSession:
             _loaded.add(kind)
 
     def _load_multiplier(self, plan: Plan) -> None:
-        """Multiply once, in slots that are still unused. Errors are ignored: the first Multiply raises them
-        again."""
+        """Multiply once, in slots that are still unused, so that cuBLAS loads its kernels.
+
+        Errors are ignored, since the first Multiply of the run meets them again.
+        """
         (m, n, r), stream = extents(plan.problem, plan.tile), cupy.cuda.Stream(non_blocking=True)
         a, b, c = (self._arena + self._offsets[slot_of(Tier.DEVICE, x, 0)] for x in "ABC")
         with suppress(Exception), self._device, stream:
@@ -130,7 +139,7 @@ class CudaSession:
             stream.synchronize()
 
     def _await_loading(self) -> None:
-        """Wait until cuBLAS has loaded its kernels, since loading uses the slots."""
+        """Wait until the product that makes cuBLAS load its kernels has ended: it overwrites slots."""
         loading = self._loading
         if loading is not None:
             loading.join()
@@ -146,15 +155,16 @@ class CudaSession:
     def _enqueue(
         self, operation: Operation, launches: list[cuda_calls.Launch], after: Sequence[Token]
     ) -> CudaToken:
-        """Enqueue the waits of an operation and its launches on its stream."""
+        """Make an operation's stream wait for the operations in `after`, and enqueue its launches there."""
         stream, checksums = self._streams[operation.stream], self.checksums
         beside = checksums is not None and operation.kind in (Kind.MULTIPLY, Kind.FINISH)
         for token in after:
             if not isinstance(token, CudaToken):
                 token.synchronize()
             elif token.stream != operation.stream:
-                # The checksums of an upload may run beside a Multiply that reads the same panel. They must
-                # end before an old C is overwritten.
+                # A Multiply that only reads an uploaded panel waits for the copy, but not for the panel's
+                # checksums: both can read the panel at the same time. A Multiply or Finish that overwrites an
+                # uploaded old C must wait for its checksums as well.
                 reads_only = beside and token.uploaded != operation.writes[0].slot
                 cuda_calls.wait(stream, token.own.end if reads_only else token.end)
                 if beside and token.stream != SUMS:
@@ -168,10 +178,11 @@ class CudaSession:
     def _submit_with_sums(
         self, op: Operation, launches: list[cuda_calls.Launch], checksums: DeviceChecksums
     ) -> CudaToken:
-        """Enqueue an operation together with the launches that take its checksums.
+        """Enqueue an operation together with the launches that compute its checksums.
 
-        An Upload is summed afterwards on the checksum stream, a Download before it on its own stream. The
-        checksums of a Multiply or a Finish run beside it on the checksum stream, which has the same waits.
+        After an Upload, its panel is summed on the checksum stream. Before a Download, its strip is summed on
+        the Download's own stream. The checksums of a Multiply or a Finish are computed on the checksum stream
+        at the same time as the operation, and wait for the same events.
         """
         name, stream, beside = op.stream, self._streams[op.stream], self._streams[SUMS]
         uploaded = op.writes[0].slot if op.kind is Kind.UPLOAD else None
@@ -235,7 +246,8 @@ class CudaSession:
         self._host.pin_slot(host[0].ctypes.data, sum(group.nbytes for group in host))
 
     def _launches(self, op: Operation, host: Sequence[Array], stream: Any) -> list[cuda_calls.Launch]:
-        """Return the launches of an operation, with all preparation done that needs no driver call."""
+        """Prepare the launches of an operation, but make none. Then little is left to do when `submit` blocks
+        other threads."""
         match op.kind:
             case Kind.UPLOAD:
                 return self._copies(op, host, stream)
@@ -250,7 +262,8 @@ class CudaSession:
         raise AssertionError(f"{op} does not run on a device")
 
     def _copies(self, op: Operation, host: Sequence[Array], stream: Any) -> list[cuda_calls.Launch]:
-        """Return the copies of an Upload or a Download. Pins the host slot as far as it is not pinned yet."""
+        """Prepare the copies of an Upload or a Download. Pin those pages of the host slot that are not pinned
+        yet."""
         uploading = op.kind is Kind.UPLOAD
         device = self._address((op.writes if uploading else op.reads)[0])
         start, size = host[0].ctypes.data, sum(group.nbytes for group in host)
@@ -258,8 +271,10 @@ class CudaSession:
         return block_copies(device, host, borders, stream, uploading=uploading)
 
     def _checksums(self, op: Operation, host: Sequence[Array], stream: Any) -> list[cuda_calls.Launch]:
-        """Return the copy of a strip's checksums to the host, behind the strip; none if the device takes
-        none."""
+        """Prepare the copy of a strip's checksums to its host slot, behind the strip.
+
+        Returns an empty list if the device computes no checksums.
+        """
         if self.checksums is None:
             return []
         to, size = self.checksums.host_address(host[0].ctypes.data), self.checksums.room.end
@@ -267,7 +282,7 @@ class CudaSession:
         return [cuda_calls.copy(to, self.checksums.device_address(op), size, stream)]
 
     def _address(self, region: Region) -> int:
-        """Return the device address of a region."""
+        """Return the device address of the first element of a region."""
         of = {"C": "acc", "D": "C"}.get(region.slot.operand, region.slot.operand)
         return self._arena + self._offsets[region.slot] + region.start * self._problem.itemsizes[of]
 
@@ -290,7 +305,7 @@ class CudaSession:
         problem = self._problem
         m, n, k = (stop - start for start, stop in (op.m, op.n, op.k))
         top, bottom = self._tile_rows(op.tile[0])
-        # A strip begins at a row of its panel of op(A).
+        # If only a strip of C is computed, skip the rows of op(A)'s panel above the strip.
         skipped = (op.m[0] - top) * (1 if problem.trans_a.swaps else k) * problem.itemsizes["A"]
         a = self._address(op.reads[0]) + skipped if k else 0
         b = self._address(op.reads[1]) if k else 0
@@ -312,8 +327,14 @@ class CudaSession:
     def _call(
         self, extents: tuple[int, int, int], height: int, at: tuple[int, int, int], *, first: bool
     ) -> Call:
-        """Return the native call for panels and a tile at addresses `at`. The panel of op(A) has `height`
-        rows."""
+        """Return the arguments of a native product of two panels.
+
+        Args:
+            extents: (m, n, k) of the product.
+            height: rows of the whole panel of op(A), of which m are multiplied.
+            at: device addresses of the panel of op(A), the panel of op(B), and C.
+            first: whether this is the first product of its tile.
+        """
         problem, (m, n, k), (a, b, c) = self._problem, extents, at
         lda = height if problem.trans_a.swaps else k
         ldb = k if problem.trans_b.swaps else n
@@ -324,15 +345,16 @@ class CudaSession:
         return Call(*kind, m, n, k, alpha, a, lda, b, ldb, beta, c, n, *how)
 
     def _check(self, op: Operation) -> None:
-        """Raise `ExecutionError` if a strip that has been finished or downloaded overflows C's integer
-        dtype."""
+        """Raise `ExecutionError` if an operation has cast or downloaded a strip with an element that does not
+        fit C's integer dtype."""
         region = op.writes[0] if op.kind is Kind.FINISH else op.reads[0] if op.kind is Kind.DOWNLOAD else None
         finished = region is not None and region.slot.operand == "D"
         if region is not None and finished and np.frombuffer(self._flags, np.int32)[region.slot.index]:
             raise too_large(self._problem.c_dtype)
 
     def _load_finisher(self) -> None:
-        """Load the finish kernel before the run: loading a kernel later would drain the device."""
+        """Load the kernel that casts sums to C's dtype. Done before the run, because loading a kernel waits
+        until the device is idle."""
         problem, kernels = self._problem, self._multiplier.kernels
         dtypes = problem.acc_dtype, problem.c_dtype
         if problem.exact:

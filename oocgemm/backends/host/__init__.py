@@ -1,1 +1,1 @@
-"""The host backend: NumPy's BLAS multiplies, and threads are the streams."""
+"""The host backend, which needs no GPU: NumPy's BLAS multiplies, and each stream is a thread."""

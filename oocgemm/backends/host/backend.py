@@ -1,7 +1,7 @@
-"""The host backend: NumPy's BLAS multiplies, threads are the streams, and ordinary memory is the device.
+"""The host backend: NumPy's BLAS multiplies, each stream is a thread, and "device memory" is ordinary memory.
 
-It runs the same schedules as a GPU, with the same hazards. Tests therefore need no GPU. It is also useful by
-itself: it multiplies arrays on disk within a hard memory budget.
+It runs the same schedules as a GPU, with the same waits between operations. Tests therefore need no GPU. It
+is also useful by itself: it multiplies arrays on disk within a hard memory budget.
 """
 
 import os
@@ -35,7 +35,7 @@ from oocgemm.system.memory import allocate, available_memory
 
 
 class HostSession:
-    """Slots in ordinary memory. An operation runs in the thread that submits it."""
+    """Runs the operations of one plan on the CPU, each in the thread that submits it."""
 
     checksums: Checksums | None = None
     pinner: Pinner | None = None
@@ -49,7 +49,7 @@ class HostSession:
         self._steps: Counter[int] = Counter()
         work = plan.footprint.device["work"]
         self._arena = allocate(size + work)
-        # Multiply and Finish can share the workspace, since the thread of the compute stream runs both.
+        # Multiply and Finish share the workspace: one thread runs both, so never at the same time.
         self._work = self._arena[size : size + work]
 
     @contextmanager
@@ -57,9 +57,8 @@ class HostSession:
         yield
 
     def submit(self, operation: Operation, host: Sequence[Array], after: Sequence[Token]) -> DoneToken:
-        start = (
-            perf_counter_ns()
-        )  # the operations in `after` have ended: on the host, a token exists only then
+        # There is nothing to wait for: a token in `after` exists only when its operation has ended.
+        start = perf_counter_ns()
         match operation.kind:
             case Kind.UPLOAD:
                 np.concatenate(host, axis=1, out=self.view(operation, operation.writes[0]), casting="no")
@@ -99,8 +98,10 @@ class HostSession:
         return self._view(self._offsets[region.slot], shape, dtype)
 
     def _rows(self, operation: Operation, region: Region) -> Array:
-        """Return the rows of a tile (slot C) or of a finished strip (slot D) as an array, valid columns
-        only."""
+        """Return the rows of C that an operation covers, as an array in a device slot.
+
+        A slot C contains a tile in the accumulator's dtype. A slot D contains a strip, cast to C's dtype.
+        """
         rows, cols = (stop - start for start, stop in (operation.m, operation.n))
         name = self._problem.acc_dtype if region.slot.operand == "C" else self._problem.c_dtype
         dtype = numpy_dtype(name)
@@ -120,7 +121,7 @@ class HostSession:
             gemm(problem.trans_a, problem.trans_b, alpha, empty, empty, beta, c)
             return
         top, bottom = self._tile_rows(op.tile[0])
-        rows = slice(op.m[0] - top, op.m[1] - top)  # of the panel: all of it, or one strip
+        rows = slice(op.m[0] - top, op.m[1] - top)  # the panel's rows to multiply: all, or those of one strip
         whole = bottom - top
         a, b = self._panels(op, whole)
         a = a[:, rows] if problem.trans_a.swaps else a[rows]
@@ -134,7 +135,10 @@ class HostSession:
         gemm(problem.trans_a, problem.trans_b, alpha, a, b, beta, c)
 
     def _panels(self, op: Operation, whole: int) -> tuple[Array, Array]:
-        """Return the step's panels as stored. The panel of op(A) covers all `whole` rows of the tile."""
+        """Return the two panels that an operation multiplies, in the orientation of the stored operands.
+
+        The panel of op(A) always has all `whole` rows of the tile, even if the operation covers only some.
+        """
         problem, (n, k) = self._problem, (stop - start for start, stop in (op.n, op.k))
         return (
             self._panel(op.reads[0], "A", (k, whole) if problem.trans_a.swaps else (whole, k)),
@@ -167,7 +171,7 @@ class HostSession:
 
 
 class HostBackend:
-    """NumPy on the CPU's own memory."""
+    """Opens sessions that multiply with NumPy's BLAS in ordinary memory. Implements `Backend`."""
 
     name = "host"
 

@@ -1,9 +1,8 @@
-"""``C = alpha op(A) op(B) + beta C`` in place, through the BLAS that NumPy itself has loaded.
+"""Compute ``C = alpha op(A) op(B) + beta C`` in place, through the BLAS that NumPy itself has loaded.
 
-NumPy has no accumulating product: ``C += A @ B`` writes a temporary of C's size and reads it back. The BLAS
-that NumPy is linked to exports cblas's gemm, which accumulates. This module finds that library among the
-libraries mapped into the process and calls it through ctypes, which releases the GIL. If it finds none, NumPy
-multiplies in blocks.
+NumPy cannot add a product to an existing array: ``C += A @ B`` writes a temporary of C's size and reads it
+back. The function gemm of the BLAS can. This module finds NumPy's BLAS among the libraries mapped into the
+process and calls it through ctypes, which releases the GIL. If it finds no BLAS, NumPy multiplies in blocks.
 """
 
 import ctypes
@@ -21,20 +20,16 @@ from oocgemm.backends.base import Array
 from oocgemm.errors import BackendError
 from oocgemm.planning import Op
 
+# The letter of each dtype in the names of BLAS functions, such as dgemm; and enumerations of cblas.h.
 _LETTERS = {"float32": "s", "float64": "d", "complex64": "c", "complex128": "z"}
 _TRANS = {Op.N: 111, Op.T: 112, Op.C: 113}
 _ROW_MAJOR = 101
-# The environment variable from which OpenBLAS takes its kernel family when it is loaded.
+# OpenBLAS reads this environment variable when it is loaded. Its value (SkylakeX, say) selects the kernels.
 CHOICE = "OPENBLAS_CORETYPE"
 AVX512_FAMILIES = {"SkylakeX", "Cooperlake", "SapphireRapids"}
-AVX512_FLAGS = {
-    "avx512f",
-    "avx512dq",
-    "avx512bw",
-    "avx512vl",
-    "avx512cd",
-}  # required by OpenBLAS's SkylakeX kernels
-_BLOCK = 1024  # side of numpy_gemm's temporaries: 8 MiB in float64
+# The CPU flags that OpenBLAS's SkylakeX kernels require.
+AVX512_FLAGS = {"avx512f", "avx512dq", "avx512bw", "avx512vl", "avx512cd"}
+_BLOCK = 1024  # rows and columns of a temporary array of numpy_gemm: 8 MiB in float64
 
 Gemm = Callable[[Op, Op, complex, Array, Array, complex, Array], None]
 
@@ -45,7 +40,7 @@ def gemm(trans_a: Op, trans_b: Op, alpha: complex, a: Array, b: Array, beta: com
     Args:
         trans_a, trans_b: op() of a and b.
         alpha, beta: scalars. beta = 0 overwrites c without reading it.
-        a, b: panels as stored, in c's dtype. Rows are contiguous, and may be part of longer rows.
+        a, b: the operands as stored, in c's dtype. Each row is contiguous; rows may be parts of longer rows.
         c: m x n, C-contiguous; float32, float64, complex64 or complex128.
 
     Raises:
@@ -60,7 +55,7 @@ def gemm(trans_a: Op, trans_b: Op, alpha: complex, a: Array, b: Array, beta: com
 
 
 def numpy_gemm(trans_a: Op, trans_b: Op, alpha: complex, a: Array, b: Array, beta: complex, c: Array) -> None:
-    """Compute what `gemm` does with NumPy alone, in blocks, so that temporaries stay small."""
+    """Do the same as `gemm` with NumPy alone, block by block, so that temporary arrays stay small."""
     left, right = _view(trans_a, a), _view(trans_b, b)
     scalar = c.dtype.type
     _scale(beta, c)
@@ -88,8 +83,10 @@ def _scale(beta: complex, c: Array) -> None:
 
 @cache
 def blas_name() -> str:
-    """Return the name of the BLAS library and, if it reports one, its kernel family; "numpy" if no BLAS is
-    found."""
+    """Return the name of the BLAS library, and the CPU family of its kernels if the library reports it.
+
+    Returns "numpy" if no BLAS is found.
+    """
     found = _library()
     if found is None:
         return "numpy"
@@ -100,11 +97,12 @@ def blas_name() -> str:
 
 
 def better_family(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, str] | None:
-    """Return the kernel family that OpenBLAS has picked and a faster one for this CPU; None if its choice is
-    good.
+    """Return the CPU family whose kernels OpenBLAS uses, and a faster family for this CPU; None if there is
+    none.
 
-    OpenBLAS identifies CPUs by model number and treats a model newer than itself as an old one. The family
-    can only be set before the library is loaded, by the environment variable `CHOICE`.
+    OpenBLAS identifies CPUs by model number. It does not know CPUs that are newer than itself and uses slower
+    kernels on them. Another family can only be selected before the library is loaded, by the environment
+    variable `CHOICE`.
     """
     picked = _ask("get_corename")
     if picked is None or picked in AVX512_FAMILIES or "DYNAMIC_ARCH" not in (_ask("get_config") or ""):
@@ -117,7 +115,10 @@ def better_family(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, str] | No
 
 
 def _ask(question: str) -> str | None:
-    """Call `openblas_<question>` (a function without arguments); None if the library is not OpenBLAS."""
+    """Call OpenBLAS's function `openblas_<question>`, which takes no arguments and returns text.
+
+    Returns None if the library is not OpenBLAS.
+    """
     found = _library()
     if found is None:
         return None
@@ -132,8 +133,12 @@ def _ask(question: str) -> str | None:
 
 @cache
 def _library() -> tuple[ctypes.CDLL, str, str, str] | None:
-    """Return the loaded library that exports gemm, its path, and the prefix and suffix of its symbol
-    names."""
+    """Find the loaded library that exports BLAS's gemm; None if there is none.
+
+    Returns:
+        The library, its path, and the prefix and the suffix of its function names: for
+        scipy_cblas_dgemm64_, they are "scipy_cblas_" and "64_".
+    """
     try:
         with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
             paths = {line.split(maxsplit=5)[5].strip() for line in maps if line.count("/")}
@@ -158,7 +163,8 @@ def _library() -> tuple[ctypes.CDLL, str, str, str] | None:
 
 
 def _leading(x: Array) -> int:
-    """Return the leading dimension in elements: for a part of a panel it exceeds the row's length."""
+    """Return the leading dimension of an array, in elements. If the rows are parts of longer rows, it exceeds
+    their length."""
     apart = int(x.strides[0]) // x.itemsize if x.shape[0] > 1 else 0
     return max(1, int(x.shape[1]), apart)
 

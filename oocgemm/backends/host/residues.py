@@ -1,16 +1,23 @@
-"""Products of float64 or float32 panels from their residues, in NumPy (the method is in
-`oocgemm.planning.emulation`).
+"""Compute products of float64 or float32 matrices from residues modulo small numbers, in NumPy.
 
-`prepare` scales a step's panels and splits them into residues, once. `multiply` computes the product, row
-strip by row strip. The host has no fast int8 products, so residues are multiplied in float32, in parts short
-enough that every sum is exact. This code is a reference for small sizes; it is not fast.
+The method is described in `oocgemm.planning.emulation`. `prepare` scales two panels (the blocks of op(A) and
+op(B) that one step multiplies) to integers and stores the residues of each element modulo several small
+numbers. `multiply` computes some rows of the product from the residues. The host has no fast int8 products,
+so residues are multiplied in float32, in parts so short along k that every sum is exact. This code is a
+reference for small sizes; it is not fast.
 
-Layout of a planes slot, where N is the largest number of moduli of the dtype:
+A plane is the matrix of the residues for one modulus. The residues of an m x k panel of op(A) and a k x n
+panel of op(B) are stored in one buffer, in this order. N is the largest number of moduli of the dtype; pitch
+is k rounded up to 16.
 
-    planes of A [N][m][pitch], planes of B [N][n][pitch], exponents of A [m], of B [n], log2 of the row norms
-    [m + n]
+    planes of A                       int8 [N][m][pitch]
+    planes of B                       int8 [N][n][pitch]
+    exponents of the scales of A      int32 [m]
+    exponents of the scales of B      int32 [n]
+    log2 of the norms of the rows     float64 [m + n]
 
-A row of B's planes is a column of op(B), so that both operands are contiguous along k.
+The planes of B are transposed: a row of a plane is a column of op(B). So both operands are contiguous along
+k.
 """
 
 from dataclasses import dataclass
@@ -32,17 +39,23 @@ from oocgemm.planning.emulation import (
     suffices,
 )
 
-_PIECE = 1 << 16  # elements of a panel that are processed at a time
-_SIDE = 256  # side of a block of C
-_DEPTH = 1 << 10  # so many products of residues have an exact sum in float32
-# A row's norm is rounded, so elements that are below a level by this little count as above it.
+_PIECE = 1 << 16  # `prepare` processes this many elements of a panel at a time
+_SIDE = 256  # `multiply` computes C in blocks of this many rows and columns
+# float32 adds up this many products of residues exactly: each is at most 2^14, and integers up to 2^24 are
+# exact.
+_DEPTH = 1 << 10
+# Factor by which thresholds for elements are lowered. The thresholds are multiples of a row's norm, which is
+# rounded: an element on the threshold counts as above it in spite of the rounding.
 _BELOW = 1 - 2.0**-30
 
 
 @dataclass(frozen=True, slots=True)
 class Planes:
-    """A panel's residues [N, rows, ld] int8, its rows' exponents, and the base-2 logarithms of their
-    norms."""
+    """The residues of one panel, as views of a buffer.
+
+    `residues` is int8 [moduli, rows, pitch]. `exponents` has the exponent of each row's scale, `norms` the
+    base-2 logarithm of each row's 2-norm. A row is a row of op(A) or a column of op(B).
+    """
 
     residues: Array
     exponents: Array
@@ -51,7 +64,10 @@ class Planes:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Two panels split into residues of `number` moduli; 0 if their product must be computed natively."""
+    """Two panels split into residues modulo the first `number` moduli.
+
+    `number` is 0 if residues would not give an accurate product; it must then be computed natively.
+    """
 
     number: int
     a: Planes
@@ -59,7 +75,10 @@ class Prepared:
 
 
 def views(space: Array, m: int, n: int, depth: int, dtype: str) -> tuple[Planes, Planes]:
-    """Return the planes of A and B in a planes slot, as views; for all moduli of the dtype."""
+    """Return the residues of A and of B for all moduli of the dtype, as views of the buffer `space`.
+
+    The panels are m x depth and depth x n.
+    """
     number, across = MODULI_COUNTS[dtype][-1], pitch(depth)
     offsets = plane_offsets(number, m, n, depth)
 
@@ -78,11 +97,15 @@ def views(space: Array, m: int, n: int, depth: int, dtype: str) -> tuple[Planes,
 
 
 def prepare(a: Array, b: Array, space: Array, dtype: str) -> Prepared:
-    """Split a panel of op(A) (m x k) and one of op(B) (k x n), of any strides, into residues in a planes
-    slot.
+    """Split a panel of op(A) (m x k) and one of op(B) (k x n) into residues, which are written to `space`.
 
-    Takes the fewest moduli that make the product as accurate as a native one in `dtype`. Returns 0 moduli,
-    and planes without meaning, if no number of moduli suffices or an element is Inf or NaN.
+    The number of moduli is the smallest with which the product is as accurate as a native one in `dtype`. If
+    no number suffices, or an element is Inf or NaN, the number is 0 and the residues have no meaning.
+
+    Args:
+        a, b: the panels, with any strides.
+        space: bytes, in the layout that the module describes.
+        dtype: of the panels, float64 or float32.
     """
     (m, k), n = a.shape, b.shape[1]
     planes = views(space, m, n, k, dtype)
@@ -98,9 +121,10 @@ def prepare(a: Array, b: Array, space: Array, dtype: str) -> Prepared:
 
 
 def measure_rows(x: Array, norms: Array) -> PanelFacts:
-    """Return the facts about a panel's rows that do not depend on the number of moduli.
+    """Measure the properties of a panel's rows from which `suffices` bounds the error of the product.
 
-    Writes log2 of each row's 2-norm into `norms`: -inf for a row of zeros.
+    `split` later sets those that depend on the number of moduli. This function also writes the base-2
+    logarithm of each row's 2-norm into `norms`: -inf for a row of zeros.
     """
     k = x.shape[1]
     most, least, above = 0.0, np.inf, np.full(len(LEVELS), k)
@@ -111,7 +135,9 @@ def measure_rows(x: Array, norms: Array) -> PanelFacts:
             if not np.isfinite(top).all():
                 return PanelFacts(False, False, 0.0, 0.0, 0.0, (0,) * len(LEVELS))
             up = np.frexp(top)[1]
-            np.ldexp(sizes, -up[:, None], out=sizes)  # to below 1: squares that underflow do not matter
+            # Scale each row by a power of two to below 1, so that no square overflows. Squares that underflow
+            # are too small to matter.
+            np.ldexp(sizes, -up[:, None], out=sizes)
             norm = np.sqrt(np.vecdot(sizes, sizes))
             norms[rows] = np.log2(norm) + up
             live = top > 0
@@ -127,9 +153,10 @@ def measure_rows(x: Array, norms: Array) -> PanelFacts:
 
 
 def split(x: Array, planes: Planes, how: Residues, facts: PanelFacts) -> PanelFacts:
-    """Scale the rows of a panel to integers and write their residues and exponents into `planes`.
+    """Scale the rows of a panel to integers, and write their residues and the scales' exponents to `planes`.
 
-    Returns the facts with those that depend on the number of moduli filled in.
+    Returns:
+        `facts`, completed by those properties that depend on the number of moduli.
     """
     k = x.shape[1]
     live = np.isfinite(planes.norms)
@@ -140,7 +167,7 @@ def split(x: Array, planes: Planes, how: Residues, facts: PanelFacts) -> PanelFa
         for rows in _pieces(x):
             scaled = np.ldexp(x[rows].astype(np.float64, order="C"), planes.exponents[rows, None])
             whole = np.rint(scaled)
-            # Scaling may underflow a nonzero element to 0.
+            # A nonzero element that underflows to 0 when it is scaled has been rounded as well.
             same = np.array_equal(whole, scaled) and np.count_nonzero(whole) == np.count_nonzero(x[rows])
             exact = exact and bool(same)
             integers = whole.astype(np.int64)
@@ -156,33 +183,36 @@ def split(x: Array, planes: Planes, how: Residues, facts: PanelFacts) -> PanelFa
 
 
 def _pieces(x: Array) -> list[slice]:
-    """Return slices that cover a panel's rows, a few rows at a time."""
+    """Divide a panel's rows into slices of a few rows each, about `_PIECE` elements."""
     several = max(1, _PIECE // max(1, x.shape[1]))
     return [slice(top, min(top + several, len(x))) for top in range(0, len(x), several)]
 
 
 def workspace_bytes(n: int, depth: int) -> int:
-    """Return the bytes of workspace that `multiply` needs for n columns and that depth."""
+    """Return the bytes of workspace that `multiply` needs for n columns of C and `depth` elements along k."""
     return sum(_workspace(n, depth))
 
 
 def _workspace(n: int, depth: int) -> tuple[int, int, int, int]:
-    """Return the bytes of five blocks of C in float64, of one in float32, and of one block of A's and of B's
-    residues in float32."""
+    """Return the sizes, in bytes, of the four parts of `multiply`'s workspace.
+
+    They are for five blocks of C in float64, one block of C in float32, and one block of residues each of A
+    and of B in float32.
+    """
     across, deep = min(_SIDE, n), min(_DEPTH, pitch(depth))
     return 5 * 8 * _SIDE * across, 4 * _SIDE * across, 4 * _SIDE * deep, 4 * across * deep
 
 
 def multiply(prepared: Prepared, rows: slice, alpha: float, beta: float, c: Array, workspace: Array) -> None:
-    """Compute ``c = alpha op(A)[rows] @ op(B) + beta c`` in place, c in the dtype of the panels.
+    """Compute ``c = alpha op(A)[rows] @ op(B) + beta c`` in place.
 
-    The bits of c do not depend on how its rows are divided into calls.
+    Several calls for some rows each give the same bits as one call for all rows.
 
     Args:
-        prepared: the panels, with at least one modulus.
-        rows: rows of the panel of op(A), which are also the rows of c.
+        prepared: the panels' residues. `prepared.number` is not 0.
+        rows: the rows of the panel of op(A) to multiply; c has as many rows.
         alpha, beta: scalars. beta = 0 overwrites c without reading it.
-        c: (number of rows) x n.
+        c: array with n columns, in the dtype of the panels.
         workspace: at least `workspace_bytes` bytes.
     """
     how = residues(prepared.number)
@@ -242,13 +272,13 @@ def _multiply_block(
 
 
 def _float32(space: Array, x: Array) -> Array:
-    """Copy x to the start of a workspace as float32 and return that array."""
+    """Copy x, cast to float32, to the start of the workspace `space`; return the copy."""
     narrow = _of(space, np.float32, x.shape)
     narrow[...] = x
     return narrow
 
 
 def _of(space: Array, dtype: Any, shape: tuple[int, ...]) -> Array:
-    """Return the start of a workspace as an array of that dtype and shape."""
+    """Return the first bytes of the workspace `space` as an array of the given dtype and shape."""
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     return np.asarray(space[:size].view(dtype).reshape(shape))

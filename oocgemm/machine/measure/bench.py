@@ -128,7 +128,7 @@ def bench_kernels(
                                 "flops": rate,
                                 "of_peak": rate / peak if peak else None,
                                 "of_cublas": rate / reference,
-                                "seconds": [timing.seconds, timing.least, timing.most],
+                                "seconds": [timing.seconds, timing.minimum, timing.maximum],
                                 "samples": timing.samples,
                                 "clock": timing.clock,
                             }
