@@ -29,7 +29,6 @@ from grid_cases import (
     CUDA,
     HOST,
     IN_MEMORY,
-    NPY,
     PINNED,
     SMALL,
     Case,
@@ -42,7 +41,7 @@ from grid_cases import (
     summary,
 )
 from grid_data import Files, Operands, evict, files_of, is_right, read_array, sync
-from grid_loop import Multiply, slice_product, stream_product
+from grid_loop import multiplier, slice_product, stream_product
 from grid_runs import (
     Other,
     commands,
@@ -61,6 +60,7 @@ import oocgemm
 from oocgemm.planning.units import parse_size
 
 CONTENDER_SECONDS = 2.5  # a contender other than oocgemm stops once its calls took this long together
+LINK_BYTES = 2 << 30  # copied for each sample of the rate of a link
 COMMAND_SIZES = (2048, 16384)
 Turn = Callable[[], object]
 
@@ -117,13 +117,12 @@ class Bench:
     def _ours(self, case: Case, arrays: Any, paths: Any, found: dict[str, Any]) -> None:
         """Run oocgemm: a first call, and the counted ones."""
         a, b, c = arrays
-        options = case.options | {"backend": self.backend}
+        options = case.options | {"backend": self.backend} | ({"overwrite": True} if paths else {})
         place: Any = self.files.product(case, "oocgemm") if paths else c
         left, right = map(str, paths) if paths else (a, b)
 
         def call() -> Any:
-            to = str(place) if paths else c
-            return oocgemm.gemm(left, right, to, **options, **({"overwrite": True} if paths else {}))
+            return oocgemm.gemm(left, right, str(place) if paths else c, **options)
 
         samples = []
         for repeat in range(self.repeats + 1):
@@ -140,20 +139,20 @@ class Bench:
                 self.other.sample(case, paths, found)
         found["samples"]["oocgemm"] = samples
         found["T"] = spread(samples)
-        with_report = getattr(result, "report", None)
-        found["exposed"] = getattr(with_report, "exposed", None)
+        found["exposed"] = result.report.exposed
         release()
 
     def _others(self, case: Case, arrays: Any, paths: Any, found: dict[str, Any]) -> None:
         a, b, c = arrays
+        free = free_memory()
         turns: dict[str, tuple[Turn, Any]] = {}
         if paths:
             place = self.files.product(case, "loop")
             stored, out = [read_array(path) for path in paths], self.files.open_product(case, place)
 
             def loop_from_files() -> None:
-                self._loop(case, (*stored, out))
-                if case.source == NPY or place.suffix == ".npy":
+                self._loop(case, (*stored, out), free)
+                if place.suffix == ".npy":
                     out.flush()
                 sync(place)
 
@@ -161,8 +160,8 @@ class Bench:
             if not self.on_gpu:
                 turns["in_core"] = self._numpy_from_files(case, paths)
         elif self.on_gpu:
-            turns["loop"] = (lambda: self._loop(case, arrays)), c
-            if (case.operand_bytes + case.c_bytes) * 1.1 < free_memory():
+            turns["loop"] = (lambda: self._loop(case, arrays, free)), c
+            if (case.operand_bytes + case.c_bytes) * 1.1 < free:
                 turns["in_core"] = (lambda: in_core(case, a, b, c)), c
         else:
             turns["in_core"] = (lambda: np.matmul(a, b, out=c)), c
@@ -188,17 +187,16 @@ class Bench:
             samples.append(timed(turn)[0])
         found["samples"][name] = samples or [first]
 
-    def _loop(self, case: Case, arrays: Any) -> None:
+    def _loop(self, case: Case, arrays: Any, free: int) -> None:
         align = CHUNKS.get(case.source, 256)
         if not self.on_gpu:
             budget = sum(parse_size(x) for x in (case.device, case.host) if x)
-            slice_product(*arrays, budget or 1 << 30, align)
+            a, b, c = arrays
+            slice_product(a, b, c, budget or 1 << 30, align)
             return
-        tile = loop_tile(case, budget_bytes(case, free_memory()), align)
-        multiply = Multiply(case.dtype)
-        raw = [x.view(np.uint16) if case.dtype == "bfloat16" else x for x in arrays]
-        stream_product(*raw, tile, multiply, case.source == PINNED)
-        multiply.close()
+        tile = loop_tile(case, budget_bytes(case, free), align)
+        a, b, c = (x.view(np.uint16) if case.dtype == "bfloat16" else x for x in arrays)
+        stream_product(a, b, c, tile, multiplier(case.dtype), case.source == PINNED)
 
     def _numpy_from_files(self, case: Case, paths: Any) -> tuple[Turn, Any]:
         place = self.files.product(case, "in-core")
@@ -296,7 +294,9 @@ def main(
         result: dict[str, Any] = here() | {"cases": {}}
         if kind == "grid" and backend == "cuda":
             stored = any(case.source not in IN_MEMORY for case in cases)
-            bench.rates = result["links"] = grid_ceilings.links(folder, (2 << 30) // shrink**2, True, stored)
+            bench.rates = result["links"] = grid_ceilings.links(
+                folder, LINK_BYTES if shrink == 1 else LINK_BYTES >> 5, True, stored
+            )
             free_memory()
             shown = {name: f"{rate / 1e9:.1f}" for name, rate in bench.rates.items() if name != "threads"}
             print(f"GB/s: {shown} ({time.perf_counter() - started:.1f} s)", flush=True)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from grid_cases import Case
 from grid_data import block
-from grid_loop import DOWN, UP, Multiply
+from grid_loop import DOWN, UP, multiplier
 
 PIECE = 16 << 20
 THREADS = (1, 4, 8, 12, 16)
@@ -32,11 +32,11 @@ def links(folder: Path, size: int, on_gpu: bool, stored: bool) -> dict[str, Any]
     pinned memory; `page_read`, `page_write`: between the page cache and pinned memory; `disk_write`: to the
     disk, synced. `threads` holds every sample.
     """
-    memory = _pinned(size) if on_gpu else np.frombuffer(mmap.mmap(-1, size), np.uint8)
+    memory: Any = _pinned(size) if on_gpu else np.frombuffer(mmap.mmap(-1, size), np.uint8)
     pageable = np.ones(2 * size, np.uint8)
     found: dict[str, Any] = _pcie(memory) if on_gpu else {}
     threads: dict[str, dict[int, float]] = {}
-    pieces = range(0, size, PIECE)
+    pieces, half = range(0, size, PIECE), range(0, size // 2, PIECE)
 
     def sweep(name: str, work: Callable[[int], object], numbers: Iterable[int], total: int) -> None:
         threads[name] = {number: total / _best(work, number) for number in numbers}
@@ -64,7 +64,7 @@ def links(folder: Path, size: int, on_gpu: bool, stored: bool) -> dict[str, Any]
         sweep("page_read", lambda number: transfer(number, True), THREADS, size)
         path.unlink()
         threads["disk_write"] = {
-            direct: size / min(_disk_write(path, memory, pieces, bool(direct)) for _ in range(2))
+            direct: size // 2 / min(_disk_write(path, memory, half, bool(direct)) for _ in range(2))
             for direct in (0, 1)
         }
         found["disk_write"] = max(threads["disk_write"].values())
@@ -126,7 +126,7 @@ def _pcie(memory: Any) -> dict[str, float]:
             for stream in streams:
                 stream.synchronize()
 
-        return half / min(_best(work, 1) for _ in range(3))
+        return half / _best(work, 1, repeats=4)
 
     both = copies(True, True)
     return {"h2d": copies(True, False), "d2h": copies(False, True), "h2d_both": both, "d2h_both": both}
@@ -146,10 +146,9 @@ def kernel_seconds(case: Case) -> tuple[float, str] | None:
     m, k, n = (case.m, case.k, case.n) if own else (CUBE,) * 3
     with suppress(cupy.cuda.memory.OutOfMemoryError):
         a, b, c = _random((m, k), case.dtype), _random((n, k), case.dtype), _raw((m, n), case.c_dtype)
-        multiply = Multiply(case.dtype)
+        multiply = multiplier(case.dtype)
         stored = b if case.dtype == "int8" else b.reshape(k, n)
         found = sustained(lambda: multiply(a, stored, c, False, b_transposed=case.dtype == "int8"))
-        multiply.close()
         return found * case.m * case.k * case.n / (m * k * n), "own" if own else f"{CUBE}^3"
     return None
 
@@ -235,7 +234,7 @@ def _parallel(work: Callable[[Any], object], items: Iterable[Any], threads: int)
 
 
 def _best(work: Callable[[int], object], argument: int, repeats: int = 2) -> float:
-    """Return the least seconds of a call, after one that is not counted if it is the first of its kind."""
+    """Return the least seconds of several calls."""
     found = []
     for _ in range(repeats):
         started = time.perf_counter()

@@ -132,7 +132,7 @@ def _folded(row: Any, period: int) -> Any:
 class Files:
     """Stored operands below a folder. They are kept for the next case, and removed to make room."""
 
-    def __init__(self, folder: Path, max_bytes: int = 24 << 30) -> None:
+    def __init__(self, folder: Path, max_bytes: int = 16 << 30) -> None:
         self._folder, self._max_bytes = folder, max_bytes
         self._made: dict[Path, int] = {}
 

@@ -5,6 +5,7 @@
 
 import math
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -31,8 +32,10 @@ class Slot:
         import cupy
 
         self._device = cupy.empty(size, dtype)
-        self._pinned = None if in_place else cupy.cuda.alloc_pinned_memory(self._device.nbytes)
-        self._host = None if in_place else np.frombuffer(self._pinned, self._device.dtype, size)
+        self._host = None
+        if not in_place:
+            pinned = cupy.cuda.alloc_pinned_memory(self._device.nbytes)
+            self._host = np.frombuffer(pinned, self._device.dtype, size)
         self.key: Any = None  # the block of the operand that it holds
         self.copied, self.used = (cupy.cuda.Event(disable_timing=True) for _ in range(2))
         self.drained: Any = None  # the future of the copy from the staging buffer to C
@@ -155,7 +158,7 @@ class Multiply:
 
         self._cublas, self._handle = cublas, cublas.create()
         self._type, self._out, self._compute = TYPES[dtype]
-        scalar = {4: np.complex64, 5: np.complex128}.get(self._type, SCALARS[self._compute])
+        scalar: Any = {4: np.complex64, 5: np.complex128}.get(self._type, SCALARS[self._compute])
         self._one, self._zero = np.ones(1, scalar), np.zeros(1, scalar)
 
     def __call__(self, a: Any, b: Any, c: Any, add: bool, b_transposed: bool = False) -> None:
@@ -173,8 +176,11 @@ class Multiply:
             *(beta.ctypes.data, c.data.ptr, self._out, n, self._compute, -1),
         )
 
-    def close(self) -> None:
-        self._cublas.destroy(self._handle)
+
+@cache
+def multiplier(dtype: str) -> Multiply:
+    """Return the `Multiply` of a dtype: creating a cuBLAS handle takes milliseconds."""
+    return Multiply(dtype)
 
 
 def slice_product(a: Any, b: Any, c: Any, budget: int, align: int) -> None:

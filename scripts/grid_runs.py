@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from grid_cases import COLD, PINNED, ZARR, Case, spread
 from grid_data import Files, Operands, evict, is_right, read_array, remove
-from grid_loop import Multiply
+from grid_loop import multiplier
 
 import oocgemm
 
@@ -141,9 +141,8 @@ def in_core(case: Case, a: Any, b: Any, c: Any) -> None:
     else:
         left, right = cupy.asarray(_raw(a)), cupy.asarray(_raw(b))
     if case.dtype in ("bfloat16", "int8"):  # which CuPy has no cuBLAS product for
-        multiply, product = Multiply(case.dtype), cupy.empty(c.shape, _raw(c).dtype)
-        multiply(left, right, product, False)
-        multiply.close()
+        product = cupy.empty(c.shape, _raw(c).dtype)
+        multiplier(case.dtype)(left, right, product, False)
     else:
         product = left @ right
     product.get(out=_raw(c))

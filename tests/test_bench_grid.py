@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grid_cases import (
+from grid_cases import (  # type: ignore[import-not-found]
     CUDA,
     HOST,
     IN_MEMORY,
@@ -23,8 +23,8 @@ from grid_cases import (
     rows,
     summary,
 )
-from grid_data import Operands, is_right
-from grid_loop import slice_product, stream_product
+from grid_data import Operands, is_right  # type: ignore[import-not-found]
+from grid_loop import slice_product, stream_product  # type: ignore[import-not-found]
 
 from oocgemm.backends.base import numpy_dtype
 from oocgemm.planning.units import parse_size
@@ -66,7 +66,7 @@ def test_the_loop_splits_the_longest_extent() -> None:
 
 
 def test_the_bound_names_the_slowest_resource() -> None:
-    def slowest(source: str, compute: float | None = None) -> tuple[str, float]:
+    def slowest(source: str, compute: float | None = None) -> Any:
         found = bounds(Case(1000, 2000, 500, "float64", source), RATES, compute)
         return max(found.items(), key=lambda part: part[1])
 
