@@ -221,6 +221,14 @@ def write(output: Path | None, key: str, found: dict[str, Any]) -> None:
     new.replace(output)
 
 
+def kept_cases(output: Path | None, key: str) -> dict[str, Any]:
+    """Return the products under a key of the results file."""
+    if output is None or not output.exists():
+        return {}
+    found: dict[str, Any] = json.loads(output.read_text()).get(key, {}).get("cases", {})
+    return found
+
+
 def print_commands(found: dict[str, Any]) -> None:
     for name, one in found.items():
         t = f", T {min(one['T']):.3f} s" if "T" in one else ""
@@ -255,6 +263,7 @@ def device_name(backend: str) -> str:
     "--compare", type=click.Path(exists=True, path_type=Path), help="Another source tree to time in turns."
 )
 @click.option("--key", help="Key of the results.  [default: the name of the device and the kind]")
+@click.option("--add", is_flag=True, help="Keep the products that --output has under this key.")
 @click.option("--work", type=click.Path(path_type=Path), help="Folder for files.  [default: a temporary one]")
 @click.option("--output", type=click.Path(path_type=Path), help="JSON for the results.")
 @click.option("--worker", is_flag=True, hidden=True)
@@ -270,6 +279,7 @@ def main(
     shrink: int,
     compare: Path | None,
     key: str | None,
+    add: bool,
     work: Path | None,
     output: Path | None,
     worker: bool,
@@ -291,7 +301,7 @@ def main(
         cases = [shrunk(case, shrink) for case in chosen(all_cases, only, large)]
         other = Other(compare.absolute(), backend) if compare else None
         bench = Bench(backend, folder, repeats, skip_loop, other)
-        result: dict[str, Any] = here() | {"cases": {}}
+        result: dict[str, Any] = here() | {"cases": kept_cases(output, key) if add else {}}
         if kind == "grid" and backend == "cuda":
             stored = any(case.source not in IN_MEMORY for case in cases)
             bench.rates = result["links"] = grid_ceilings.links(
@@ -323,7 +333,10 @@ def main(
         print(line)
     for name in result.get("not_run", ()):
         print(f"{name} not run: --limit {limit:g}")
-    print(json.dumps(result.get("summary"), indent=1))
+    for what, value in result.get("summary", {}).items():
+        lines = value if isinstance(value, list) and what in ("slower", "wrong", "failed") else [value]
+        for line in lines:
+            print(f"{what}: {line}")
 
 
 def shrunk(case: Case, factor: int) -> Case:

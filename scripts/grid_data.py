@@ -74,6 +74,9 @@ class Operands:
             x[i] = np.resize(source[i], x.shape[1])
 
         list(self._pool.map(row, range(height)))
+        if x.shape[1] * x.itemsize > BAND_BYTES // 16:
+            list(self._pool.map(lambda i: np.copyto(x[i], x[i % height]), range(height, x.shape[0])))
+            return
         # Bands of whole repetitions; a narrow operand gets a band of many.
         count = max(1, BAND_BYTES // (height * x.shape[1] * x.itemsize))
         band = np.concatenate([x[:height]] * count) if count > 1 else x[:height]

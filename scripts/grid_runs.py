@@ -33,7 +33,8 @@ class Other:
             "--backend",
             backend,
         ]
-        environment = {**os.environ, "PYTHONPATH": str(tree)}
+        path = os.pathsep.join(filter(None, (str(tree), os.environ.get("PYTHONPATH"))))
+        environment = {**os.environ, "PYTHONPATH": path}
         self._process = subprocess.Popen(
             line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
