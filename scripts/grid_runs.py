@@ -78,7 +78,10 @@ def one_call(case: Case, paths: list[str], operands: Operands, backend: str) -> 
     options: dict[str, Any] = case.options | {"backend": backend}
     if paths:
         left, right = map(Path, paths)
-        a, b, c = str(left), str(right), str(left.with_name(f"c-other{left.suffix}"))
+        place = left.with_name(f"c-other-{case.m}x{case.n}-{case.dtype}-{case.source}{left.suffix}")
+        for old in set(left.parent.glob("c-other-*")) - {place}:
+            remove(old)
+        a, b, c = str(left), str(right), str(place)
         options["overwrite"] = True
         prepare(case, (left, right))
     else:
