@@ -1,0 +1,349 @@
+#!/usr/bin/env python
+"""Many products of all shapes, dtypes, sources and budgets, each against its lower bound.
+
+The bound of a product is the longest of: its time in core with the operands on the device, and all its bytes
+once over each link at the rate that the link reached in this run (`grid_cases.bounds`). T is the wall time of
+`oocgemm.gemm` into an existing C, or into a file. Contenders are a double-buffered loop (`grid_loop.py`) and
+CuPy in core, where the product fits; on the CPU a loop over slices and NumPy in core, which for stored
+operands reads, multiplies and writes. C in a file is synced to the disk by all of them. Rows of each result
+are checked.
+
+The first call of each contender is not counted; for oocgemm it is in the results as `first`. A contender that
+takes long runs once. Results are written to --output after each product, under a key for the device.
+"""
+
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+import grid_ceilings
+import numpy as np
+from grid_cases import (
+    CHUNKS,
+    COLD,
+    CUDA,
+    HOST,
+    IN_MEMORY,
+    PINNED,
+    SMALL,
+    Case,
+    bounds,
+    budget_bytes,
+    chosen,
+    loop_tile,
+    rows,
+    spread,
+    summary,
+)
+from grid_data import Files, Operands, evict, files_of, is_right, read_array, sync
+from grid_loop import multiplier, slice_product, stream_product
+from grid_runs import (
+    Other,
+    commands,
+    free_memory,
+    in_core,
+    pinned,
+    prepare,
+    release,
+    serve,
+    small_calls,
+    timed,
+)
+from keeping import here
+
+import oocgemm
+from oocgemm.planning.units import parse_size
+
+CONTENDER_SECONDS = 2.5  # a contender other than oocgemm stops once its calls took this long together
+LINK_BYTES = 2 << 30  # copied for each sample of the rate of a link
+COMMAND_SIZES = (2048, 16384)
+Turn = Callable[[], object]
+
+
+class Bench:
+    """The products of one backend: their operands, the links of the machine, and the results so far."""
+
+    def __init__(
+        self, backend: str, folder: Path, repeats: int, skip_loop: bool, other: "Other | None"
+    ) -> None:
+        self.backend, self.repeats, self.skip_loop, self.other = backend, repeats, skip_loop, other
+        self.operands, self.files = Operands(), Files(folder)
+        self.rates: dict[str, Any] = {}
+        self._kernels: dict[Any, tuple[float, str] | None] = {}
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.backend == "cuda"
+
+    def measure(self, case: Case) -> dict[str, Any]:
+        """Measure one product."""
+        a, b, c = self.operands.make(case)
+        found: dict[str, Any] = {"case": asdict(case), "samples": {}, "right": {}}
+        rates = {name: rate for name, rate in self.rates.items() if name != "threads"}
+        paths = self.files.store(case, a, b) if case.source not in IN_MEMORY else None
+        if self.on_gpu:
+            self._bound_of_kernel(case, found)
+        with pinned(*((a, b, c) if case.source == PINNED else ())):
+            self._ours(case, (a, b, c), paths, found)
+            if paths and case.source in COLD:
+                evict(*paths)
+                rates["disk_read"] = found["disk_read"] = grid_ceilings.disk_read(files_of(*paths))
+            if not self.skip_loop:
+                self._others(case, (a, b, c), paths, found)
+        if self.on_gpu:
+            found["bounds"] = bounds(case, rates, found.get("compute_seconds"))
+            found["bound_by"] = max(found["bounds"], key=found["bounds"].__getitem__)
+            found["bound"] = found["bounds"][found["bound_by"]]
+        return found
+
+    def _bound_of_kernel(self, case: Case, found: dict[str, Any]) -> None:
+        key = case.m, case.k, case.n, case.dtype, case.compute
+        if key not in self._kernels:
+            free_memory()
+            try:
+                self._kernels[key] = grid_ceilings.kernel_seconds(case)
+            except Exception as error:  # the bound is then that of the links
+                found["compute_error"] = repr(error)
+                self._kernels[key] = None
+            free_memory()
+        if timed := self._kernels[key]:
+            found["compute_seconds"], found["compute_of"] = timed
+
+    def _ours(self, case: Case, arrays: Any, paths: Any, found: dict[str, Any]) -> None:
+        """Run oocgemm: a first call, and the counted ones."""
+        a, b, c = arrays
+        options = case.options | {"backend": self.backend} | ({"overwrite": True} if paths else {})
+        place: Any = self.files.product(case, "oocgemm") if paths else c
+        left, right = map(str, paths) if paths else (a, b)
+
+        def call() -> Any:
+            return oocgemm.gemm(left, right, str(place) if paths else c, **options)
+
+        samples = []
+        for repeat in range(self.repeats + 1):
+            prepare(case, paths)
+            seconds, result = timed(call)
+            if repeat:
+                samples.append(seconds)
+            else:
+                found["first"] = seconds
+                found["right"]["oocgemm"] = is_right(case, read_array(place) if paths else c)
+                plan = result.plan
+                found["plan"] = {"tile": str(plan.tile), "steps": plan.steps}
+            if self.other:
+                self.other.sample(case, paths, found)
+        found["samples"]["oocgemm"] = samples
+        found["T"] = spread(samples)
+        found["exposed"] = result.report.exposed
+        release()
+
+    def _others(self, case: Case, arrays: Any, paths: Any, found: dict[str, Any]) -> None:
+        a, b, c = arrays
+        free = free_memory()
+        turns: dict[str, tuple[Turn, Any]] = {}
+        if paths:
+            place = self.files.product(case, "loop")
+            stored, out = [read_array(path) for path in paths], self.files.open_product(case, place)
+
+            def loop_from_files() -> None:
+                self._loop(case, (*stored, out), free)
+                if place.suffix == ".npy":
+                    out.flush()
+                sync(place)
+
+            turns["loop"] = loop_from_files, out
+            if not self.on_gpu:
+                turns["in_core"] = self._numpy_from_files(case, paths)
+        elif self.on_gpu:
+            turns["loop"] = (lambda: self._loop(case, arrays, free)), c
+            if (case.operand_bytes + case.c_bytes) * 1.1 < free:
+                turns["in_core"] = (lambda: in_core(case, a, b, c)), c
+        else:
+            turns["in_core"] = (lambda: np.matmul(a, b, out=c)), c
+        for name, (turn, result) in turns.items():
+            try:
+                self._turn(name, case, paths, found, turn, result)
+            except Exception as error:  # such as too little memory for a contender
+                found.setdefault("contender_errors", {})[name] = repr(error)
+            free_memory()
+
+    def _turn(
+        self, name: str, case: Case, paths: Any, found: dict[str, Any], turn: Turn, result: Any
+    ) -> None:
+        """Run a contender: once uncounted, then until it took `CONTENDER_SECONDS`; check its first result."""
+        if isinstance(result, np.ndarray) and not paths:
+            self.operands.spoil(result)
+        prepare(case, paths)
+        first, _ = timed(turn)
+        found["right"][name] = is_right(case, result)
+        samples: list[float] = []
+        while len(samples) < self.repeats and first + sum(samples) < CONTENDER_SECONDS:
+            prepare(case, paths)
+            samples.append(timed(turn)[0])
+        found["samples"][name] = samples or [first]
+
+    def _loop(self, case: Case, arrays: Any, free: int) -> None:
+        align = CHUNKS.get(case.source, 256)
+        if not self.on_gpu:
+            budget = sum(parse_size(x) for x in (case.device, case.host) if x)
+            a, b, c = arrays
+            slice_product(a, b, c, budget or 1 << 30, align)
+            return
+        tile = loop_tile(case, budget_bytes(case, free), align)
+        a, b, c = (x.view(np.uint16) if case.dtype == "bfloat16" else x for x in arrays)
+        stream_product(a, b, c, tile, multiplier(case.dtype), case.source == PINNED)
+
+    def _numpy_from_files(self, case: Case, paths: Any) -> tuple[Turn, Any]:
+        place = self.files.product(case, "in-core")
+        out = self.files.open_product(case, place)
+
+        def product() -> None:
+            a, b = (read_array(path)[:] for path in paths)
+            out[:] = a @ b
+            sync(place)
+
+        return product, out
+
+
+def write(output: Path | None, key: str, found: dict[str, Any]) -> None:
+    """Replace a key of the results file; others are kept. The file is whole at any time."""
+    if output is None:
+        return
+    kept = json.loads(output.read_text()) if output.exists() else {}
+    output.parent.mkdir(parents=True, exist_ok=True)
+    new = output.with_suffix(".new")
+    new.write_text(json.dumps(kept | {key: found}, indent=1) + "\n")
+    new.replace(output)
+
+
+def kept_cases(output: Path | None, key: str) -> dict[str, Any]:
+    """Return the products under a key of the results file."""
+    if output is None or not output.exists():
+        return {}
+    found: dict[str, Any] = json.loads(output.read_text()).get(key, {}).get("cases", {})
+    return found
+
+
+def print_commands(found: dict[str, Any]) -> None:
+    for name, one in found.items():
+        t = f", T {min(one['T']):.3f} s" if "T" in one else ""
+        print(f"{name}: process {min(one['process']):.3f} s{t}", flush=True)
+
+
+def device_name(backend: str) -> str:
+    if backend == "host":
+        return "host"
+    import cupy
+
+    return str(cupy.cuda.runtime.getDeviceProperties(0)["name"].decode())
+
+
+@click.command()
+@click.option("--backend", type=click.Choice(["cuda", "host"]), default="cuda", show_default=True)
+@click.option(
+    "--kind",
+    type=click.Choice(["grid", "small"]),
+    default="grid",
+    show_default=True,
+    help="small: calls with small arrays, beside CuPy.",
+)
+@click.option("--only", default="", help="Only products whose names contain this, such as 'float64 pinned'.")
+@click.option("--repeats", default=3, show_default=True)
+@click.option("--limit", type=float, help="Start no further product after this many seconds.")
+@click.option("--large", is_flag=True, help="Products that take most of the host memory, too.")
+@click.option("--skip-loop", is_flag=True, help="Neither the loop nor the product in core.")
+@click.option("--commands", "with_commands", is_flag=True, help="Time whole processes instead of products.")
+@click.option("--shrink", default=1, help="Divide all extents by this number: to try the script.")
+@click.option(
+    "--compare", type=click.Path(exists=True, path_type=Path), help="Another source tree to time in turns."
+)
+@click.option("--key", help="Key of the results.  [default: the name of the device and the kind]")
+@click.option("--add", is_flag=True, help="Keep the products that --output has under this key.")
+@click.option("--work", type=click.Path(path_type=Path), help="Folder for files.  [default: a temporary one]")
+@click.option("--output", type=click.Path(path_type=Path), help="JSON for the results.")
+@click.option("--worker", is_flag=True, hidden=True)
+def main(
+    backend: str,
+    kind: str,
+    only: str,
+    repeats: int,
+    limit: float | None,
+    large: bool,
+    skip_loop: bool,
+    with_commands: bool,
+    shrink: int,
+    compare: Path | None,
+    key: str | None,
+    add: bool,
+    work: Path | None,
+    output: Path | None,
+    worker: bool,
+) -> None:
+    if worker:
+        serve(backend)
+        return
+    started = time.perf_counter()
+    key = key or f"{device_name(backend)}, {'commands' if with_commands else kind}"
+    with tempfile.TemporaryDirectory(prefix="oocgemm-grid-", dir=work or ".") as temporary:
+        folder = Path(temporary).absolute()
+        if with_commands:
+            sizes = tuple(size // shrink for size in COMMAND_SIZES)
+            found: dict[str, Any] = commands(folder, backend, sizes)
+            write(output, key, here() | found)
+            print_commands(found)
+            return
+        all_cases = SMALL if kind == "small" else CUDA if backend == "cuda" else HOST
+        cases = [shrunk(case, shrink) for case in chosen(all_cases, only, large)]
+        other = Other(compare.absolute(), backend) if compare else None
+        bench = Bench(backend, folder, repeats, skip_loop, other)
+        result: dict[str, Any] = here() | {"cases": kept_cases(output, key) if add else {}}
+        if kind == "grid" and backend == "cuda":
+            stored = any(case.source not in IN_MEMORY for case in cases)
+            bench.rates = result["links"] = grid_ceilings.links(
+                folder, LINK_BYTES if shrink == 1 else LINK_BYTES >> 5, True, stored
+            )
+            free_memory()
+            shown = {name: f"{rate / 1e9:.1f}" for name, rate in bench.rates.items() if name != "threads"}
+            print(f"GB/s: {shown} ({time.perf_counter() - started:.1f} s)", flush=True)
+        done = result["cases"]
+        for number, case in enumerate(cases):
+            if limit is not None and time.perf_counter() - started > limit:
+                result["not_run"] = [one.name for one in cases[number:]]
+                break
+            before = time.perf_counter()
+            try:
+                done[case.name] = small_calls(case) if kind == "small" else bench.measure(case)
+            except Exception as error:  # the others are measured all the same
+                done[case.name] = {"case": asdict(case), "error": repr(error)}
+                release()
+                free_memory()
+            spent = done[case.name]["spent_seconds"] = time.perf_counter() - before
+            result["summary"] = summary(done)
+            write(output, key, result)
+            print(f"{[*rows({case.name: done[case.name]})][1]}  ({spent:.1f} s)", flush=True)
+        if other:
+            other.close()
+    print()
+    for line in rows(done):
+        print(line)
+    for name in result.get("not_run", ()):
+        print(f"{name} not run: --limit {limit:g}")
+    for what, value in result.get("summary", {}).items():
+        lines = value if isinstance(value, list) and what in ("slower", "wrong", "failed") else [value]
+        for line in lines:
+            print(f"{what}: {line}")
+
+
+def shrunk(case: Case, factor: int) -> Case:
+    """Return a case with extents divided by a factor, at least 1."""
+    m, k, n = (max(1, extent // factor) for extent in (case.m, case.k, case.n))
+    return Case(**(asdict(case) | {"m": m, "k": k, "n": n}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,243 @@
+"""The fastest that each link of this machine runs at: what `bench_grid.py` takes its bounds from.
+
+Each figure is the best of several numbers of threads, in bytes per second, with buffers and files that exceed
+the caches of the processor.
+"""
+
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from grid_cases import Case
+from grid_data import block
+from grid_loop import DOWN, UP, multiplier
+
+PIECE = 16 << 20
+THREADS = (1, 4, 8, 12, 16)
+DEPTHS = (4, 8, 16, 32)  # of reads past the page cache
+CUBE = 8192  # side of the product whose rate stands for products that do not fit on the device
+KERNEL_SECONDS = 0.2
+
+
+def links(folder: Path, size: int, on_gpu: bool, stored: bool) -> dict[str, Any]:
+    """Return the rates of all links; `size` bytes are copied for each sample.
+
+    Keys: `h2d`, `d2h`, each alone, `h2d_both`, `d2h_both` at once; `stage`, `unstage`: between pageable and
+    pinned memory; `page_read`, `page_write`: between the page cache and pinned memory; `disk_write`: to the
+    disk, synced. `threads` holds every sample.
+    """
+    memory: Any = _pinned(size) if on_gpu else np.frombuffer(mmap.mmap(-1, size), np.uint8)
+    pageable = np.ones(2 * size, np.uint8)
+    found: dict[str, Any] = _pcie(memory) if on_gpu else {}
+    threads: dict[str, dict[int, float]] = {}
+    pieces, half = range(0, size, PIECE), range(0, size // 2, PIECE)
+
+    def sweep(name: str, work: Callable[[int], object], numbers: Iterable[int], total: int) -> None:
+        threads[name] = {number: total / _best(work, number) for number in numbers}
+        found[name] = max(threads[name].values())
+
+    def stage(number: int, back: bool = False) -> None:
+        def copy(at: int) -> None:
+            here = pageable[at : at + PIECE], memory[at % size : at % size + PIECE]
+            np.copyto(*(here if back else here[::-1]))
+
+        _parallel(copy, range(0, 2 * size, PIECE), number)
+
+    sweep("stage", stage, THREADS, 2 * size)
+    sweep("unstage", lambda number: stage(number, back=True), THREADS, 2 * size)
+    if stored:
+        path = folder / "ceiling.bin"
+
+        def transfer(number: int, reading: bool) -> None:
+            descriptor = os.open(path, os.O_RDONLY if reading else os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+            call = os.preadv if reading else os.pwritev
+            _parallel(lambda at: call(descriptor, [memory[at : at + PIECE]], at), pieces, number)
+            os.close(descriptor)
+
+        sweep("page_write", lambda number: transfer(number, False), (4, 8, 12), size)
+        sweep("page_read", lambda number: transfer(number, True), THREADS, size)
+        path.unlink()
+        threads["disk_write"] = {
+            direct: size // 2 / min(_disk_write(path, memory, half, bool(direct)) for _ in range(2))
+            for direct in (0, 1)
+        }
+        found["disk_write"] = max(threads["disk_write"].values())
+    return found | {"threads": threads}
+
+
+def disk_read(files: list[Path]) -> float:
+    """Return the rate of reading files past the page cache, at the best depth."""
+    # Pieces of all files, so that a few large files are read as deep as many small ones.
+    pieces = [(path, at) for path in files for at in range(0, path.stat().st_size, PIECE)]
+    total = sum(path.stat().st_size for path in files)
+
+    def timed(depth: int) -> float:
+        def read(numbers: range) -> None:
+            buffer = mmap.mmap(-1, PIECE)
+            for number in numbers:
+                path, at = pieces[number]
+                descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+                os.preadv(descriptor, [buffer], at)
+                os.close(descriptor)
+
+        started = time.perf_counter()
+        _parallel(read, [range(first, len(pieces), depth) for first in range(depth)], depth)
+        return time.perf_counter() - started
+
+    return total / min(timed(depth) for depth in DEPTHS)
+
+
+def _disk_write(path: Path, memory: Any, pieces: range, direct: bool) -> float:
+    """Return the seconds of writing a new file and syncing it, through the page cache or past it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | (os.O_DIRECT if direct else 0))
+    started = time.perf_counter()
+    try:
+        _parallel(lambda at: os.pwritev(descriptor, [memory[at : at + PIECE]], at), pieces, 8)
+        os.fsync(descriptor)
+        return time.perf_counter() - started
+    except OSError:  # the file system has no direct writes, or the buffer is not aligned for them
+        return float("inf")
+    finally:
+        os.close(descriptor)
+        path.unlink()
+
+
+def _pcie(memory: Any) -> dict[str, float]:
+    import cupy
+    from cupy.cuda import runtime
+
+    device, half = cupy.empty(memory.nbytes, np.uint8), memory.nbytes // 2
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
+
+    def copies(up: bool, down: bool) -> float:
+        def work(_: int) -> None:
+            for at in range(0, half, half // 4):
+                here, there = memory.ctypes.data + at, device.data.ptr + at
+                if up:
+                    runtime.memcpyAsync(there, here, half // 4, UP, streams[0].ptr)
+                if down:
+                    runtime.memcpyAsync(here + half, there + half, half // 4, DOWN, streams[1].ptr)
+            for stream in streams:
+                stream.synchronize()
+
+        return half / _best(work, 1, repeats=4)
+
+    both = copies(True, True)
+    return {"h2d": copies(True, False), "d2h": copies(False, True), "h2d_both": both, "d2h_both": both}
+
+
+def kernel_seconds(case: Case) -> tuple[float, str] | None:
+    """Return the seconds of the product in core, and which product was timed; None if that fails.
+
+    That is the case's own product where it fits on the device, else the cube of side `CUBE`, scaled.
+    """
+    import cupy
+
+    if case.compute == "emulated":
+        return _emulated_seconds(case)
+    free = cupy.cuda.runtime.memGetInfo()[0]
+    own = (case.operand_bytes + case.c_bytes) * 1.2 < free
+    m, k, n = (case.m, case.k, case.n) if own else (CUBE,) * 3
+    with suppress(cupy.cuda.memory.OutOfMemoryError):
+        a, b, c = _random((m, k), case.dtype), _random((n, k), case.dtype), _raw((m, n), case.c_dtype)
+        multiply = multiplier(case.dtype)
+        stored = b if case.dtype == "int8" else b.reshape(k, n)
+        found = sustained(lambda: multiply(a, stored, c, False, b_transposed=case.dtype == "int8"))
+        return found * case.m * case.k * case.n / (m * k * n), "own" if own else f"{CUBE}^3"
+    return None
+
+
+def sustained(work: Callable[[], object]) -> float:
+    """Return the mean device seconds of calls that run for `KERNEL_SECONDS` together, after one call."""
+    import cupy
+
+    def timed(count: int) -> float:
+        start, end = cupy.cuda.Event(), cupy.cuda.Event()
+        start.record()
+        for _ in range(count):
+            work()
+        end.record()
+        end.synchronize()
+        return float(cupy.cuda.get_elapsed_time(start, end)) / 1e3 / count
+
+    work()
+    once = timed(1)
+    return timed(max(1, min(50, round(KERNEL_SECONDS / once))))
+
+
+def _emulated_seconds(case: Case) -> tuple[float, str] | None:
+    """Return the seconds of the emulated product: steps of at most 16384 x 16384 x 8192, scaled."""
+    import cupy
+
+    from oocgemm.backends.cuda.multiplier import Multiplier
+    from oocgemm.planning import Op
+    from oocgemm.planning.emulation import MODULI_COUNTS, plane_offsets, work_bytes
+
+    m, n, k = min(case.m, 16384), min(case.n, 16384), min(case.k, 8192)
+    most, multiplier = MODULI_COUNTS[case.dtype][-1], Multiplier(0)
+    try:
+        with cupy.cuda.Stream(non_blocking=True):
+            a, b = (cupy.random.standard_normal(s, cupy.float32).astype(case.dtype) for s in ((m, k), (k, n)))
+            c, offsets = cupy.zeros((m, n), case.dtype), plane_offsets(most, m, n, k)
+            slot, work = cupy.empty(offsets.end, cupy.int8), cupy.empty(work_bytes(most, m, n), cupy.int8)
+            emulated, shape = multiplier.emulated(case.dtype), (m, n, k)
+
+            def step() -> None:
+                number = emulated.prepare(a.data.ptr, b.data.ptr, shape, Op.N, Op.N, slot.data.ptr, offsets)
+                emulated.multiply(
+                    *(slot.data.ptr, offsets, work.data.ptr, (0, m), shape, number, 1, 1, c.data.ptr, n)
+                )
+
+            found = sustained(step)
+    finally:
+        multiplier.close()
+    return found * case.m * case.k * case.n / (m * k * n), f"emulated {m}x{k}x{n}"
+
+
+def _raw(shape: tuple[int, int], dtype: str) -> Any:
+    """Return a device array; bfloat16, which cupy may not have, as uint16."""
+    import cupy
+
+    return cupy.empty(shape, "uint16" if dtype == "bfloat16" else dtype)
+
+
+def _random(shape: tuple[int, int], dtype: str) -> Any:
+    """Return a device array that repeats a random block: the power that a product takes depends on its
+    data."""
+    import cupy
+
+    x, source = _raw(shape, dtype), block(dtype, (1021, 1021))
+    flat = x.reshape(-1)
+    small = cupy.asarray(source.view("uint16") if dtype == "bfloat16" else source).reshape(-1)
+    while small.size < min(flat.size, 1 << 24):
+        small = cupy.concatenate([small, small])
+    for at in range(0, flat.size, small.size):
+        flat[at : at + small.size] = small[: flat.size - at]
+    return x
+
+
+def _pinned(size: int) -> Any:
+    import cupy
+
+    return np.frombuffer(cupy.cuda.alloc_pinned_memory(size), np.uint8, size)
+
+
+def _parallel(work: Callable[[Any], object], items: Iterable[Any], threads: int) -> None:
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(work, items))
+
+
+def _best(work: Callable[[int], object], argument: int, repeats: int = 2) -> float:
+    """Return the least seconds of several calls."""
+    found = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        work(argument)
+        found.append(time.perf_counter() - started)
+    return min(found)
