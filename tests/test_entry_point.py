@@ -19,10 +19,10 @@ from oocgemm import __main__ as entry
 from oocgemm.backends.host import blas
 cpuinfo, answers = Path(sys.argv.pop(1)), json.loads(sys.argv.pop(1))
 blas._ask = answers.get
-entry.better_family = functools.partial(blas.better_family, cpuinfo)
+blas.better_family = functools.partial(blas.better_family, cpuinfo)
 def start(path, arguments, environment):
     assert path == sys.executable and arguments[1:] == sys.orig_argv[1:]
-    print("started anew with", environment[entry.CHOICE])
+    print("started anew with", environment[blas.CHOICE])
     sys.exit()
 os.execve = start
 entry.cli.main = lambda: print("as it is")
