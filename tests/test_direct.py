@@ -33,7 +33,7 @@ from oocgemm.stores import files
 from oocgemm.stores.arrays import ArrayMatrix
 from oocgemm.stores.npy import NpyMatrix, create_npy, open_npy
 from oocgemm.stores.zarr import codecs as encoding
-from oocgemm.stores.zarr import matrix as zarr_store
+from oocgemm.stores.zarr import through
 from oocgemm.stores.zarr.matrix import ZarrMatrix
 from oocgemm.system.memory import allocate
 from tests.problems import DTYPES
@@ -176,7 +176,7 @@ def test_what_is_not_understood_is_left_to_zarr(
 ) -> None:
     """zarrs takes over where it is installed and knows the codecs, or where zarr is configured to use it."""
     if reader == "zarr":
-        monkeypatch.setattr(zarr_store, "FAST_PIPELINE", "not_installed")
+        monkeypatch.setattr(through, "FAST_PIPELINE", "not_installed")
     told = {"codec_pipeline.path": "zarrs.ZarrsCodecPipeline"} if reader == "told" else {}
     values = np.arange(130.0).reshape(13, 10)
     with zarr.config.set(told):

@@ -60,7 +60,7 @@ def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> N
     """
     live = not quiet and not as_json
     if options["backend"] == "host":
-        stores.load_zarr()
+        stores.load_without_cupy(a, b, c)
     if quiet:
         silence_warnings()
     try:
@@ -141,7 +141,7 @@ def plan(a: str, b: str, c: str | None, as_json: bool, explain: bool, **options:
 
     No GPU is used, and nothing is written.
     """
-    stores.load_zarr()
+    stores.load_without_cupy(*filter(None, (a, b, c)))
     planned = api.plan(a, b, c, **transposes(options))
     _note_clipped(options["tile"], planned)
     if as_json:
@@ -181,7 +181,7 @@ def verify(a: str, b: str, c: str, as_json: bool, **options: Any) -> None:
 
     The check is Freivalds'. It reads each array once. It exits with 1 if C is wrong, and prints where.
     """
-    stores.load_zarr()
+    stores.load_without_cupy(*filter(None, (a, b, c, options["c_before"])))
     with doing(not as_json) as say:
         found = check_product(a, b, c, **transposes(options), say=say)
     if as_json:

@@ -86,7 +86,7 @@ class PreparedJob:
                 f"{log.failure.strerror}"
             ) from log.failure
         logger.info("C is done in %s", format_time(log.wall / 1e9))
-        return Result(getattr(matrix, "array", None), job.plan, log)
+        return Result(matrix, job.plan, log)
 
     def _prepare(self) -> Job:
         job = prepare(self._request, self._engine, running=True)

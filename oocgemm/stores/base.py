@@ -88,8 +88,8 @@ class Store(ABC):
         `InputError`, which says what is wrong and what to do, and `DtypeError`.
         """
 
-    def prepare(self) -> None:  # noqa: B027  # most stores need nothing
-        """Import the packages that the store needs, so that no run includes that time."""
+    def prepare(self, operand: Any) -> None:  # noqa: B027  # most stores need nothing
+        """Import the packages that an operand needs, so that no run includes that time."""
 
     def exists(self, path: str) -> bool:
         """Return whether there is a result at a path."""

@@ -76,12 +76,13 @@ def reserve(matrix: Matrix) -> None:
 
 def load(*operands: Any) -> None:
     """Import the packages that operands need, so that no run includes that time."""
-    for operand in operands:
-        store_of(operand).prepare()
+    for given in operands:
+        operand = os.fspath(given) if is_path(given) else given
+        store_of(operand).prepare(operand)
 
 
-def load_zarr() -> None:
-    """Import zarr but not cupy, which zarr imports where it is installed, and which takes seconds.
+def load_without_cupy(*operands: Any) -> None:
+    """Import those packages but not cupy, which zarr imports where it is installed, and which takes seconds.
 
     This is for programs, not for the library: zarr will offer no GPU buffers in this process.
     """
@@ -89,7 +90,7 @@ def load_zarr() -> None:
     if hidden:
         sys.modules["cupy"] = None  # type: ignore[assignment]  # makes an import fail
     try:
-        from oocgemm.stores.zarr import opening  # noqa: F401
+        load(*operands)
     finally:
         if hidden:
             del sys.modules["cupy"]

@@ -1,7 +1,6 @@
 """Use zarr arrays (formats 2 and 3) as matrices."""
 
 import hashlib
-import importlib.util
 import json
 import os
 import re
@@ -11,14 +10,9 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import zarr
-from zarr.abc.store import Store
-from zarr.core.buffer.cpu import NDBuffer
-from zarr.storage import LocalStore
 
 from oocgemm.errors import ExecutionError
 from oocgemm.planning import Layout
@@ -28,21 +22,17 @@ from oocgemm.stores.durable import fingerprint_of, fingerprints, spread, sync_fi
 from oocgemm.stores.files import padded, scratch, worth_caching
 from oocgemm.stores.lines import SCRATCH_BYTES
 from oocgemm.stores.space import check_room, free_bytes, raw_bytes
-from oocgemm.stores.zarr import bfloat16
-from oocgemm.stores.zarr.chunks import DirectChunks, Shards
-from oocgemm.stores.zarr.codecs import from_v2, from_v3
+from oocgemm.stores.zarr.chunks import DirectChunks
+from oocgemm.stores.zarr.metadata import METADATA, Metadata
 
-bfloat16.register()
+if TYPE_CHECKING:
+    import zarr
+
 # The attribute that marks an array as the result of an incomplete run.
 ATTRIBUTE = "oocgemm"
+UNFINISHED = {ATTRIBUTE: {"complete": False}}
 # Temporary files that a killed process leaves, ours or zarr's.
 PARTIAL = re.compile(r"\.[0-9a-f]{32}\.partial$")
-# The codec pipeline used for unknown encodings, if installed: zarr's own makes all copies in one thread.
-FAST_PIPELINE = "zarrs"
-# zarr's configuration is global: two runs that set and restore it concurrently could leave it changed.
-_config_lock = Lock()
-# Files of an array's metadata, in either format.
-METADATA = ("zarr.json", ".zarray", ".zattrs")
 
 
 def _batch_bytes(chunk: tuple[int, int], itemsize: int) -> int:
@@ -57,22 +47,35 @@ class ZarrMatrix:
     Both read straight into the caller's memory where the codecs can.
     """
 
-    def __init__(self, name: str, array: "zarr.Array[Any]", *, unchanging: bool = False) -> None:
-        """Wrap an array.
+    def __init__(self, name: str, array: "zarr.Array[Any] | Metadata", *, unchanging: bool = False) -> None:
+        """Wrap an array that zarr opened, or one whose metadata was read without zarr.
 
         With `unchanging` nobody may write to it during the run, and deleted chunks are detected.
         """
-        self.shape, self.dtype = checked(name, array.shape, array.dtype)
+        # The array as opened by zarr. It is opened at the first use, if ever, where `Metadata` is given.
+        self._array: Any = None
+        if isinstance(array, Metadata):
+            self._metadata = array
+        else:
+            from oocgemm.stores.zarr.through import metadata_of
+
+            self._array, self._metadata = array, metadata_of(array)
+        found = self._metadata
+        self.shape, self.dtype = checked(name, found.shape, found.dtype)
         self.name = name
-        self.array = array
-        self.direct = _direct_chunks(array, unchanging)
+        self._unchanging = unchanging
+        self.direct = _direct_chunks(found, unchanging)
         # The array for reads through zarr, and whether it reads into contiguous memory only.
-        self._read, self._contiguous = (array, False) if self.direct else _reader(array)
+        self._read, self._contiguous = self._array, False
+        if not self.direct:
+            from oocgemm.stores.zarr.through import reader
+
+            self._read, self._contiguous = reader(self.array)
         # Direct access for writes, the array for writes through zarr, and the folder that both write to.
-        self._writer, self._written, self._target = self.direct, array, local_folder(array)
+        self._writer, self._written, self._target = self.direct, self._array, found.folder
         self._writes_directly = self.direct is not None and self.direct.shards is None
-        chunk = (max(1, int(array.chunks[0])), max(1, int(array.chunks[1])))
-        shards = array.shards or chunk
+        chunk = (max(1, int(found.chunks[0])), max(1, int(found.chunks[1])))
+        shards = found.shards or chunk
         shard = (max(1, int(shards[0])), max(1, int(shards[1])))
         size = self.dtype.itemsize
         # Copies of a chunk per thread: through zarr a read has it as stored and as decoded, and once more if
@@ -97,6 +100,15 @@ class ZarrMatrix:
             encodes=not self.raw,
         )
 
+    @property
+    def array(self) -> Any:
+        """The array as zarr opens it."""
+        if self._array is None:
+            import zarr
+
+            self._array = zarr.open_array(self.folder, mode="r" if self._unchanging else "r+")
+        return self._array
+
     def read(self, rows: Range, cols: Range, out: Array) -> None:
         if out.dtype != self.dtype:
             raise ExecutionError(f"{self.name} has dtype {self.dtype}, and the slot has {out.dtype}")
@@ -110,11 +122,13 @@ class ZarrMatrix:
                 raise
             key = self._failing(rows, cols, out)
             raise ExecutionError(
-                f"chunk {key} in {self.array.store_path} cannot be read, it may be damaged: {reason(error)}"
+                f"chunk {key} in {self._metadata.place} cannot be read, it may be damaged: {reason(error)}"
             ) from error
 
     def _read_through(self, rows: Range, cols: Range, out: Array) -> None:
         """Read a block through zarr."""
+        from zarr.core.buffer.cpu import NDBuffer
+
         into = out
         if self._contiguous and not out.flags.c_contiguous:
             into = scratch(out.nbytes).view(out.dtype).reshape(out.shape)
@@ -131,7 +145,7 @@ class ZarrMatrix:
                 self._read_through(r, c, out[: r[1] - r[0], : c[1] - c[0]])
             except Exception:
                 break
-        return self.array.metadata.encode_chunk_key(number)
+        return self._metadata.key(number)
 
     def write(self, rows: Range, cols: Range, data: Array) -> None:
         if not self._owns(rows, cols):
@@ -155,6 +169,8 @@ class ZarrMatrix:
         for name in METADATA:
             if (self.folder / name).exists():
                 shutil.copyfile(self.folder / name, folder / name)
+        import zarr
+
         # Write all chunks: a skipped chunk would leave the old one in C.
         opened = zarr.open_array(folder, mode="r+")
         self._written = opened.with_config({"write_empty_chunks": True})
@@ -174,13 +190,15 @@ class ZarrMatrix:
         sync_names(self.folder, names)  # the contents were synced before
 
     def set_finished(self, finished: bool) -> None:
-        if not finished:
-            self.array.attrs[ATTRIBUTE] = {"complete": False}
+        mark = None if finished else UNFINISHED[ATTRIBUTE]
+        if self._array is None:
+            self._metadata = self._metadata.with_attribute(ATTRIBUTE, mark)
+        elif mark:
+            self.array.attrs[ATTRIBUTE] = mark
         elif ATTRIBUTE in self.array.attrs:
             del self.array.attrs[ATTRIBUTE]
-        folder = local_folder(self.array)
-        if folder is not None:
-            sync_files(folder, METADATA)
+        if self._metadata.folder is not None:
+            sync_files(self._metadata.folder, METADATA)
 
     def delete_partial_files(self) -> None:
         for folder, _, names in os.walk(self.folder):
@@ -199,7 +217,7 @@ class ZarrMatrix:
         grid = (
             -(-extent // chunk) for extent, chunk in zip(self.shape, self.layout.write_chunk, strict=True)
         )
-        folder, key = str(self.folder), self.array.metadata.encode_chunk_key
+        folder, key = str(self.folder), self._metadata.key
         return (f"{folder}/{key(number)}" for number in spread(*grid))
 
     def reserve(self) -> None:
@@ -229,20 +247,18 @@ class ZarrMatrix:
         return self._writes_directly and self.direct is not None and self.direct.encoding.raw
 
     def fingerprint(self) -> dict[str, object]:
-        metadata = dict(self.array.metadata.to_dict())
-        metadata.pop("attributes", None)
-        digest = hashlib.sha256(json.dumps(metadata, sort_keys=True, default=str).encode()).hexdigest()[:32]
-        folder = local_folder(self.array)
-        place = str(self.array.store_path) if folder is None else os.path.realpath(folder)
+        stated = json.dumps(self._metadata.stated, sort_keys=True, default=str)
+        digest = hashlib.sha256(stated.encode()).hexdigest()[:32]
+        folder = self._metadata.folder
+        place = self._metadata.place if folder is None else os.path.realpath(folder)
         found = {"content": "", "changes": ""} if folder is None else fingerprints(self._spread())
         return {"path": place, "metadata": digest, **found}
 
     @property
     def folder(self) -> Path:
         """The folder of a local array."""
-        folder = local_folder(self.array)
-        assert folder is not None
-        return folder
+        assert self._metadata.folder is not None
+        return self._metadata.folder
 
     def _names(self, rows: Range, cols: Range) -> list[str]:
         """Return the files of the chunks, or shards, of a block, relative to the array's folder."""
@@ -250,7 +266,7 @@ class ZarrMatrix:
             range(span[0] // chunk, -(-span[1] // chunk))
             for span, chunk in zip((rows, cols), self.layout.write_chunk, strict=True)
         )
-        return [self.array.metadata.encode_chunk_key(number) for number in product(*numbers)]
+        return [self._metadata.key(number) for number in product(*numbers)]
 
     def _owns(self, rows: Range, cols: Range) -> bool:
         """Return whether a block consists of whole write chunks. Only the matrix's own edge may cut one."""
@@ -262,29 +278,24 @@ class ZarrMatrix:
         )
 
     def describe(self) -> dict[str, object]:
-        metadata = self.array.metadata
-        codecs = getattr(metadata, "codecs", None)
-        if codecs is None:
-            compressor = getattr(metadata, "compressor", None)
-            codecs = (compressor,) if compressor else ()
-        mark = self.array.attrs.get(ATTRIBUTE)
+        found = self._metadata
+        mark = (found.attributes if self._array is None else self.array.attrs).get(ATTRIBUTE)
         return {
             "unfinished": isinstance(mark, Mapping) and mark.get("complete") is False,
-            "store": f"zarr v{metadata.zarr_format}",
-            "path": str(self.array.store_path),
+            "store": f"zarr v{found.zarr_format}",
+            "path": found.place,
             "shape": list(self.shape),
             "dtype": self.dtype.name,
-            "chunks": list(self.array.chunks),
-            "shards": list(self.array.shards) if self.array.shards else None,
-            "codecs": [type(codec).__name__ for codec in codecs],
+            "chunks": list(found.chunks),
+            "shards": list(found.shards) if found.shards else None,
+            "codecs": list(found.codecs),
             "direct": self.direct is not None,
         }
 
     def identities(self) -> set[object]:
-        folder = local_folder(self.array)
-        if folder is None:
-            return {("store", id(self.array.store), self.array.path), str(self.array.store_path)}
-        return folder_identity(folder)
+        if self._metadata.folder is None:
+            return {("store", id(self.array.store), self.array.path), self._metadata.place}
+        return folder_identity(self._metadata.folder)
 
 
 def folder_identity(folder: Path) -> set[object]:
@@ -301,77 +312,18 @@ def reason(error: BaseException) -> str:
     return text[0] if text else type(error).__name__
 
 
-def local_folder(array: "zarr.Array[Any] | zarr.Group") -> Path | None:
-    store: Store = array.store
-    return Path(store.root) / array.path if isinstance(store, LocalStore) else None
-
-
-def _direct_chunks(array: "zarr.Array[Any]", unchanging: bool) -> DirectChunks | None:
+def _direct_chunks(found: Metadata, unchanging: bool) -> DirectChunks | None:
     """Return access to the chunks without zarr, if they are local and their encoding is known."""
-    folder = local_folder(array)
-    if folder is None or 0 in array.shape:
-        return None
-    metadata = array.metadata
-    stated = metadata.to_dict()
-    dtype, shards = np.dtype(array.dtype), None
-    if metadata.zarr_format == 2:
-        encoding = from_v2(stated, dtype)
-    else:
-        codecs = _configurations(stated["codecs"])
-        if [codec["name"] for codec in codecs] == ["sharding_indexed"]:
-            shard = array.shards or array.chunks
-            settings = codecs[0]["configuration"]
-            codecs = _configurations(settings["codecs"])
-            index = from_v3(_configurations(settings["index_codecs"]), np.dtype("u8"))
-            if index is None or index.compressor is not None or index.order != "C":
-                return None
-            shards = Shards(
-                chunks=(shard[0] // array.chunks[0], shard[1] // array.chunks[1]),
-                at_end=settings["index_location"] == "end",
-                dtype=index.dtype,
-                checksum=index.checksum,
-            )
-        encoding = from_v3(codecs, dtype)
-    if encoding is None:
+    if found.folder is None or 0 in found.shape or found.encoding is None:
         return None
     return DirectChunks(
-        root=folder,
-        key=metadata.encode_chunk_key,
-        shape=(int(array.shape[0]), int(array.shape[1])),
-        chunk=(int(array.chunks[0]), int(array.chunks[1])),
-        encoding=encoding,
-        fill=array.fill_value if array.fill_value is not None else 0,
-        shards=shards,
+        root=found.folder,
+        key=found.key,
+        shape=(int(found.shape[0]), int(found.shape[1])),
+        chunk=(int(found.chunks[0]), int(found.chunks[1])),
+        encoding=found.encoding,
+        fill=found.fill,
+        shards=found.shard_format,
         unchanging=unchanging,
-        worth_caching=worth_caching(array.shape[0] * array.shape[1] * dtype.itemsize),
+        worth_caching=worth_caching(found.shape[0] * found.shape[1] * found.dtype.itemsize),
     )
-
-
-def _reader(array: "zarr.Array[Any]") -> tuple["zarr.Array[Any]", bool]:
-    """Return the array to read through, and whether that reads into contiguous memory only.
-
-    zarr's own pipeline takes any memory. Others are assumed not to: one that the user configured, or
-    `FAST_PIPELINE`, which is used where it is installed and knows the codecs.
-    """
-    with _config_lock:
-        return _configured_reader(array)
-
-
-def _configured_reader(array: "zarr.Array[Any]") -> tuple["zarr.Array[Any]", bool]:
-    """Do so while no other thread changes zarr's configuration."""
-    pipeline = "codec_pipeline.path"
-    if zarr.config.get(pipeline) != zarr.config.defaults[0]["codec_pipeline"]["path"]:
-        return array, True
-    if array.dtype.kind == "V" or importlib.util.find_spec(FAST_PIPELINE) is None:
-        return array, False
-    # One chunk at a time: every reader thread decodes, and has memory for one chunk.
-    settings = {pipeline: f"{FAST_PIPELINE}.ZarrsCodecPipeline", "codec_pipeline.strict": True}
-    settings |= {"codec_pipeline.chunk_concurrent_maximum": 1}
-    with suppress(Exception), zarr.config.set(settings):
-        return zarr.Array(zarr.AsyncArray(array.metadata, array.store_path)), True
-    return array, False
-
-
-def _configurations(codecs: Any) -> list[dict[str, Any]]:
-    """Return codecs in the form of the specification's JSON."""
-    return [dict(codec if isinstance(codec, Mapping) else codec.to_dict()) for codec in codecs]
