@@ -52,6 +52,8 @@ class ZarrMatrix:
 
         With `unchanging` nobody may write to it during the run, and deleted chunks are detected.
         """
+        self.shape, self.dtype = checked(name, array.shape, array.dtype)
+        self.name = name
         # The array as opened by zarr. It is opened at the first use, if ever, where `Metadata` is given.
         self._array: Any = None
         if isinstance(array, Metadata):
@@ -61,8 +63,6 @@ class ZarrMatrix:
 
             self._array, self._metadata = array, metadata_of(array)
         found = self._metadata
-        self.shape, self.dtype = checked(name, found.shape, found.dtype)
-        self.name = name
         self._unchanging = unchanging
         self.direct = _direct_chunks(found, unchanging)
         # The array for reads through zarr, and whether it reads into contiguous memory only.
