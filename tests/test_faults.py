@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -527,6 +528,36 @@ def test_a_session_is_closed_however_the_run_ends(
     with faulty_stores(read_A=Fault(ValueError("no"), first=first)), suppress(ExecutionError):
         multiply(tmp_path, A)
     assert close.call_count == 1
+
+
+def test_memory_is_freed_while_c_is_made_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    freed, right_close, right_seal = threading.Event(), HostSession.close, output.Journaled.seal
+    early = []
+
+    def close(self: HostSession) -> None:
+        right_close(self)
+        freed.set()
+
+    def seal(self: output.Journaled) -> None:
+        early.append(freed.wait(30))
+        right_seal(self)
+
+    monkeypatch.setattr(HostSession, "close", close)
+    monkeypatch.setattr(output.Journaled, "seal", seal)
+    multiply(tmp_path, A)
+    assert early == [True]
+
+
+def test_without_a_thread_memory_is_freed_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = ThreadPoolExecutor.submit
+
+    def submit(self: ThreadPoolExecutor, *arguments: Any) -> Any:
+        if "oocgemm-free" in str(vars(self)["_thread_name_prefix"]):
+            raise RuntimeError("can't start new thread")
+        return right(self, *arguments)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", submit)
+    multiply(tmp_path, A)
 
 
 def test_what_fails_to_close_keeps_nothing_else_from_it(
