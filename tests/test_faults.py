@@ -41,6 +41,7 @@ from oocgemm.jobs import output, resume
 from oocgemm.jobs.journal import JOURNAL
 from oocgemm.planning import Kind, Plan
 from oocgemm.stores import files
+from oocgemm.stores.zarr import metadata
 from oocgemm.system import memory
 from oocgemm.timeline import Span
 from tests.backends_here import staged
@@ -863,7 +864,7 @@ def test_a_c_that_cannot_be_created_is_named_and_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    monkeypatch.setattr(zarr, "create_array", Mock(side_effect=full))
+    monkeypatch.setattr(metadata, "publish", Mock(side_effect=full))
     assert "C: cannot create a zarr array at" in failure(tmp_path, A)
     assert list(tmp_path.iterdir()) == []
 
