@@ -5,27 +5,33 @@
 array([[11.]])
 
 The package logs to the logger "oocgemm". Nothing is printed unless the program adds a handler to it.
+
+The names of this package are imported at their first use. The command line shows its help without them.
 """
 
 import logging
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from oocgemm.errors import (
-    BackendError,
-    BudgetError,
-    ExecutionError,
-    InputError,
-    NotFoundError,
-    OocGemmError,
-    OutOfMemoryError,
-)
-from oocgemm.jobs.api import gemm, matmul, plan
-from oocgemm.jobs.options import Operand, Options, Output, PlanOptions, RunOptions
-from oocgemm.jobs.plan import Plan
-from oocgemm.jobs.result import Result
-from oocgemm.jobs.verify import Verification, verify
-from oocgemm.planning import TileShape
 from oocgemm.system.version import __version__ as __version__
-from oocgemm.timeline import Report, Timeline, read_log, report
+
+if TYPE_CHECKING:
+    from oocgemm.errors import (
+        BackendError,
+        BudgetError,
+        ExecutionError,
+        InputError,
+        NotFoundError,
+        OocGemmError,
+        OutOfMemoryError,
+    )
+    from oocgemm.jobs.api import gemm, matmul, plan
+    from oocgemm.jobs.options import Operand, Options, Output, PlanOptions, RunOptions
+    from oocgemm.jobs.plan import Plan
+    from oocgemm.jobs.result import Result
+    from oocgemm.jobs.verify import Verification, verify
+    from oocgemm.planning import TileShape
+    from oocgemm.timeline import Report, Timeline, read_log, report
 
 logging.getLogger("oocgemm").addHandler(logging.NullHandler())
 
@@ -55,3 +61,31 @@ __all__ = [
     "report",
     "verify",
 ]
+
+# The module of each name.
+_HOMES = {
+    "errors": (
+        *("BackendError", "BudgetError", "ExecutionError", "InputError"),
+        *("NotFoundError", "OocGemmError", "OutOfMemoryError"),
+    ),
+    "jobs.api": ("gemm", "matmul", "plan"),
+    "jobs.options": ("Operand", "Options", "Output", "PlanOptions", "RunOptions"),
+    "jobs.plan": ("Plan",),
+    "jobs.result": ("Result",),
+    "jobs.verify": ("Verification", "verify"),
+    "planning": ("TileShape",),
+    "timeline": ("Report", "Timeline", "read_log", "report"),
+}
+_MODULES = {name: f"oocgemm.{module}" for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name at its first use."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_MODULES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

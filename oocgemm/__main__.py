@@ -4,14 +4,13 @@ NumPy's BLAS chooses its kernels once, when this package imports NumPy. On some 
 the fastest ones. The command then executes itself again, with an environment variable that selects them. That
 costs 0.2 s, on these processors only. The library never does this: it must not change the environment of the
 program that imports it.
+Commands that do not multiply import neither NumPy nor its BLAS here.
 """
 
 import os
 import sys
 from typing import NoReturn
 
-from oocgemm import backends
-from oocgemm.backends.host.blas import CHOICE, better_family
 from oocgemm.cli import main as cli
 from oocgemm.cli.streams import use_safe_streams
 
@@ -22,13 +21,15 @@ MULTIPLYING = {"run", "verify", "calibrate", "info"}
 def main() -> NoReturn:
     """Run the command line. If the BLAS has faster kernels for this processor, restart with them first."""
     use_safe_streams()
-    if CHOICE not in os.environ and MULTIPLYING & set(sys.argv[1:]) and _on_host():
+    if MULTIPLYING & set(sys.argv[1:]) and _on_host():
         _choose_kernels()
     cli.main()
 
 
 def _on_host() -> bool:
     """Return whether the backend that the command line selects is the host backend, which uses the BLAS."""
+    from oocgemm import backends
+
     words = {word.removeprefix("--backend=") for word in sys.argv[1:]}
     return backends.resolve(next((name for name in ("cuda", "host") if name in words), "auto")) == "host"
 
@@ -39,6 +40,10 @@ def _choose_kernels() -> None:
     Return only if the BLAS already uses its fastest kernels, or if the system cannot replace the process. The
     caller then continues with the present kernels.
     """
+    from oocgemm.backends.host.blas import CHOICE, better_family
+
+    if CHOICE in os.environ:
+        return
     better = better_family()
     if better is None or not sys.executable:
         return

@@ -16,6 +16,7 @@ import zarr
 
 import oocgemm
 from oocgemm.cli import products
+from oocgemm.cli.main import COMMANDS, cli
 from oocgemm.cli.output import EXIT_BUDGET, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
 from oocgemm.jobs import result
 from oocgemm.planning.search import planner
@@ -282,7 +283,7 @@ def test_info_says_how_to_install_missing_packages(tmp_path: Path) -> None:
         "sys.modules |= dict.fromkeys(('cupy', 'resvg_py', 'ml_dtypes'))\n"
         "class Driver:\n"
         "    def cuDriverGetVersion(self, version): version._obj.value = 12080; return 0\n"
-        "from oocgemm.cli import main as cli\n"
+        "from oocgemm.cli import main as cli, reporting\n"
         "with patch.object(ctypes, 'CDLL', lambda name: Driver()), patch.object(Path, 'exists', lambda path: "
         "True):\n    cli.cli(['info', '--json'])"
     )
@@ -428,6 +429,23 @@ def test_shells_can_complete_commands_without_zarr_or_cupy() -> None:
     code = loaded + "from oocgemm.__main__ import main; main()"
     slow = _process("-c", code, _OOCGEMM_COMPLETE="bash_complete", **environment)
     assert slow.stderr == "set()\n"
+
+
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_help_and_version_import_no_array_packages(option: str) -> None:
+    code = (
+        "import sys; from oocgemm.__main__ import main\n"
+        "try: main()\n"
+        "finally: print({'numpy', 'zarr', 'rich', 'oocgemm.planning'} & set(sys.modules), file=sys.stderr)"
+    )
+    done = _process("-c", code, option)
+    assert (done.returncode, done.stderr) == (0, "set()\n")
+
+
+def test_summaries_are_those_of_the_commands() -> None:
+    summaries = {name: command.get_short_help_str(200) for name, command in cli.commands.items()}
+    assert summaries == {name: summary for name, (_, summary) in COMMANDS.items()}
+    assert list(COMMANDS) == sorted(COMMANDS)
 
 
 def test_a_slow_plan_is_noted_before_it_runs(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ from oocgemm.stores import files
 from oocgemm.stores.arrays import ArrayMatrix
 from oocgemm.stores.npy import NpyMatrix, create_npy, open_npy
 from oocgemm.stores.zarr import codecs as encoding
-from oocgemm.stores.zarr import matrix as zarr_store
+from oocgemm.stores.zarr import through
 from oocgemm.stores.zarr.matrix import ZarrMatrix
 from oocgemm.system.memory import allocate
 from tests.problems import DTYPES
@@ -180,7 +180,7 @@ def test_what_is_not_understood_is_left_to_zarr(
     zarr uses the package zarrs if that is installed or configured.
     """
     if reader == "zarr":
-        monkeypatch.setattr(zarr_store, "FAST_PIPELINE", "not_installed")
+        monkeypatch.setattr(through, "FAST_PIPELINE", "not_installed")
     told = {"codec_pipeline.path": "zarrs.ZarrsCodecPipeline"} if reader == "told" else {}
     values = np.arange(130.0).reshape(13, 10)
     with zarr.config.set(told):

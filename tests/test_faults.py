@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,6 +42,7 @@ from oocgemm.jobs import output, resume
 from oocgemm.jobs.journal import JOURNAL
 from oocgemm.planning import Kind, Plan
 from oocgemm.stores import files
+from oocgemm.stores.zarr import metadata
 from oocgemm.system import memory
 from oocgemm.timeline import Span
 from tests.backends_here import staged
@@ -532,6 +534,36 @@ def test_a_session_is_closed_however_the_run_ends(
     assert close.call_count == 1
 
 
+def test_memory_is_freed_while_c_is_made_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    freed, right_close, right_seal = threading.Event(), HostSession.close, output.Journaled.seal
+    early = []
+
+    def close(self: HostSession) -> None:
+        right_close(self)
+        freed.set()
+
+    def seal(self: output.Journaled) -> None:
+        early.append(freed.wait(30))
+        right_seal(self)
+
+    monkeypatch.setattr(HostSession, "close", close)
+    monkeypatch.setattr(output.Journaled, "seal", seal)
+    multiply(tmp_path, A)
+    assert early == [True]
+
+
+def test_without_a_thread_memory_is_freed_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = ThreadPoolExecutor.submit
+
+    def submit(self: ThreadPoolExecutor, *arguments: Any) -> Any:
+        if "oocgemm-free" in str(vars(self)["_thread_name_prefix"]):
+            raise RuntimeError("can't start new thread")
+        return right(self, *arguments)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", submit)
+    multiply(tmp_path, A)
+
+
 def test_what_fails_to_close_keeps_nothing_else_from_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -632,7 +664,7 @@ def test_memory_that_the_system_refuses_is_one_line(tmp_path: Path) -> None:
         np.save(tmp_path / f"{name}.npy", np.ones((2000, 2000)))
     code = (
         "import resource, sys, numpy, oocgemm.cli.main, oocgemm.stores, oocgemm.backends.host.backend;"
-        "oocgemm.stores.load_zarr(); numpy.ones((64, 64)) @ numpy.ones((64, 64));"
+        "import zarr; numpy.ones((64, 64)) @ numpy.ones((64, 64));"
         "size = int(open('/proc/self/statm').read().split()[0]) * 4096;"
         "resource.setrlimit(resource.RLIMIT_AS, (size + (int(sys.argv.pop(1)) << 20),) * 2); "
         "oocgemm.cli.main.main()"
@@ -835,7 +867,7 @@ def test_a_c_that_cannot_be_created_is_named_and_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    monkeypatch.setattr(zarr, "create_array", Mock(side_effect=full))
+    monkeypatch.setattr(metadata, "publish", Mock(side_effect=full))
     assert "C: cannot create a zarr array at" in failure(tmp_path, A)
     assert list(tmp_path.iterdir()) == []
 

@@ -1,14 +1,17 @@
-"""The command line: run, plan, verify, report, calibrate, bench, tune, info."""
+"""The command line: run, plan, verify, report, calibrate, bench, tune, info.
+
+The module of a command is imported when the command is used, since NumPy alone takes longer to import than
+`oocgemm --help` may take.
+"""
 
 import os
 import sys
-import traceback
-from typing import NoReturn
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import NoReturn, cast
 
 import click
 
-from oocgemm import __version__
-from oocgemm.cli import measuring, products, reporting
 from oocgemm.cli.interrupts import Interrupted
 from oocgemm.cli.output import (
     EXIT_INTERRUPTED,
@@ -19,9 +22,51 @@ from oocgemm.cli.output import (
     warnings_as_notes,
 )
 from oocgemm.errors import OocGemmError
+from oocgemm.system.version import __version__
+
+# Where each command is defined, and its summary in the help of the command line.
+COMMANDS = {
+    "bench": ("measuring:bench_group", "Measure single parts of oocgemm."),
+    "calibrate": ("measuring:calibrate", "Measure this machine, for plans and reports."),
+    "info": ("reporting:info", "Show what is installed, how fast it is, and what is missing."),
+    "plan": ("products:plan", "Show how a product would be computed."),
+    "report": ("reporting:report", "Show what bounded a run, and what to change."),
+    "run": ("products:run", "Multiply A and B into C: paths of zarr arrays or .npy files."),
+    "tune": ("measuring:tune", "Find the fastest kernels on this GPU, for --kernel auto."),
+    "verify": ("products:verify", "Check that C is the product of A and B within rounding error."),
+}
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Commands(Mapping[str, click.Command]):
+    """The commands by name. A command's module is imported at the first access."""
+
+    def __getitem__(self, name: str) -> click.Command:
+        module, attribute = COMMANDS[name][0].split(":")
+        return cast(click.Command, getattr(import_module(f"oocgemm.cli.{module}"), attribute))
+
+    def __contains__(self, name: object) -> bool:
+        return name in COMMANDS
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        return len(COMMANDS)
+
+
+class _CommandLine(click.Group):
+    """The group of all commands. Its help imports none of them."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
+
+
+@click.group(
+    cls=_CommandLine,
+    commands=_Commands(),
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 @click.version_option(__version__, prog_name="oocgemm")
 @click.option("--debug", is_flag=True, help="Show the Python traceback of an error, as OOCGEMM_DEBUG=1 does.")
 @click.pass_context
@@ -33,13 +78,6 @@ def cli(context: click.Context, debug: bool) -> None:
     Example: oocgemm run A.zarr B.zarr C.zarr --transpose-a
     """
     context.with_resource(warnings_as_notes())
-
-
-for command in (
-    *(products.run, products.plan, products.verify, reporting.report),
-    *(measuring.calibrate, measuring.bench_group, measuring.tune, reporting.info),
-):
-    cli.add_command(command)
 
 
 def main() -> NoReturn:
@@ -64,6 +102,8 @@ def main() -> NoReturn:
         code = cause.code if isinstance(cause, Interrupted) else EXIT_INTERRUPTED
     except (OocGemmError, MemoryError) as error:
         if debug:
+            import traceback
+
             traceback.print_exc()
         message = str(error)
         if not isinstance(error, OocGemmError):

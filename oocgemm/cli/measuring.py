@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from oocgemm import backends, stores
+from oocgemm import backends
 from oocgemm.cli.display import doing
 from oocgemm.cli.display_measured import print_bench, print_calibration, print_tuning
 from oocgemm.cli.options import DEVICE, JSON
@@ -57,8 +57,6 @@ def calibrate(backend: str, device: int, path: str | None, svg: str | None, as_j
     """
     if svg is not None:
         check_writable("--svg", svg)
-    if backends.resolve(backend) == "host":
-        stores.load_zarr()
     with doing(not as_json) as say:
         found = measure(backend, device, path, say=say)
     kept = cache.save(found)

@@ -77,7 +77,7 @@ def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> N
     """
     live = not quiet and not as_json
     if options["backend"] == "host":
-        stores.load_zarr()
+        stores.load_without_cupy(a, b, c)
     if quiet:
         silence_warnings()
     try:
@@ -160,7 +160,7 @@ def plan(a: str, b: str, c: str | None, as_json: bool, explain: bool, **options:
 
     Example: oocgemm plan A.zarr B.zarr --backend cuda --device-memory 16GiB
     """
-    stores.load_zarr()
+    stores.load_without_cupy(*filter(None, (a, b, c)))
     planned = api.plan(a, b, c, **transposes(options))
     _note_clipped(options["tile"], planned)
     if as_json:
@@ -210,7 +210,7 @@ def verify(a: str, b: str, c: str, as_json: bool, **options: Any) -> None:
 
     Example: oocgemm verify A.zarr B.zarr C.zarr
     """
-    stores.load_zarr()
+    stores.load_without_cupy(*filter(None, (a, b, c, options["c_before"])))
     with doing(not as_json) as say:
         found = check_product(a, b, c, **transposes(options), say=say)
     if as_json:

@@ -11,6 +11,7 @@ from oocgemm.errors import InputError
 from oocgemm.planning import Plan
 from oocgemm.planning.units import format_rate, format_time
 from oocgemm.reports.advice import diagnosis_lines
+from oocgemm.stores import Matrix
 from oocgemm.timeline import Recorder, Report, Timeline, report
 
 # Estimated memory of a timeline and its report, in bytes per span, the record of one operation. A run with
@@ -23,15 +24,20 @@ class Result:
     """The result of a run. ``np.asarray(result)`` is C as an ndarray.
 
     Attributes:
-        out: the array that holds C: the one passed in, a new ndarray, or the zarr array or memory map at C's
-            path.
+        c: C as a matrix of its store; None if there is none.
         plan: the plan that ran.
         log: the compressed record of the run, from which `timeline` and `report` are made on first access.
     """
 
-    out: Any
+    c: Matrix | None
     plan: Plan
     log: Recorder
+
+    @cached_property
+    def out(self) -> Any:
+        """The array that holds C: the one passed in, a new ndarray, or the zarr array or memory map at C's
+        path. A zarr array is opened at the first access, and zarr imported."""
+        return getattr(self.c, "array", None)
 
     @cached_property
     def timeline(self) -> Timeline:

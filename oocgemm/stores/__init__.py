@@ -3,7 +3,7 @@
 from oocgemm.stores.arrays import by_rows, memory, span
 from oocgemm.stores.base import BATCH_BYTES, Array, Matrix, Store, is_path, pieces, transient
 from oocgemm.stores.formats import check_dtypes
-from oocgemm.stores.opening import create_output, load, load_zarr, new_layout, open_matrix, reserve
+from oocgemm.stores.opening import create_output, load, load_without_cupy, new_layout, open_matrix, reserve
 from oocgemm.stores.places import check_apart, clear, exists, located, place, same_place, sidecar
 from oocgemm.stores.space import FULL, no_room
 from oocgemm.stores.zarr.store import COMPRESSORS, check_compressor
@@ -24,7 +24,7 @@ __all__ = [
     "exists",
     "is_path",
     "load",
-    "load_zarr",
+    "load_without_cupy",
     "located",
     "memory",
     "new_layout",

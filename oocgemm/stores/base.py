@@ -100,8 +100,8 @@ class Store(ABC):
         for everything else.
         """
 
-    def prepare(self) -> None:  # noqa: B027  # most stores need nothing
-        """Import the packages that the store needs, so that the time of a run does not include the import."""
+    def prepare(self, operand: Any) -> None:  # noqa: B027  # most stores need nothing
+        """Import the packages that an operand needs, so that the time of a run does not include that."""
 
     def exists(self, path: str) -> bool:
         """Return whether anything exists at a path that a new result there would overwrite."""

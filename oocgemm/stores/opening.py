@@ -81,12 +81,13 @@ def reserve(matrix: Matrix) -> None:
 
 def load(*operands: Any) -> None:
     """Import the packages that operands need, so that the time of a run does not include the imports."""
-    for operand in operands:
-        store_of(operand).prepare()
+    for given in operands:
+        operand = os.fspath(given) if is_path(given) else given
+        store_of(operand).prepare(operand)
 
 
-def load_zarr() -> None:
-    """Import zarr, but prevent zarr from importing cupy, which takes seconds.
+def load_without_cupy(*operands: Any) -> None:
+    """Import those packages, but prevent zarr from importing cupy, which takes seconds.
 
     Only programs may call this, not the library: zarr then has no GPU buffers in this process.
     """
@@ -94,7 +95,7 @@ def load_zarr() -> None:
     if hidden:
         sys.modules["cupy"] = None  # type: ignore[assignment]  # None makes `import cupy` fail
     try:
-        from oocgemm.stores.zarr import opening  # noqa: F401
+        load(*operands)
     finally:
         if hidden:
             del sys.modules["cupy"]

@@ -14,8 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import google_crc32c
-import numcodecs
 import numpy as np
 
 from oocgemm.stores.base import Array
@@ -147,6 +145,8 @@ def from_v2(metadata: Mapping[str, Any], dtype: np.dtype[Any]) -> Encoding | Non
         config = config.get_config()
     if config.get("id") not in _KNOWN:
         return None
+    import numcodecs
+
     return Encoding(dtype, metadata["order"], numcodecs.get_codec(dict(config)))
 
 
@@ -186,6 +186,8 @@ def from_v3(codecs: Sequence[Mapping[str, Any]], dtype: np.dtype[Any]) -> Encodi
 
 def _v3_compressor(name: str, settings: Mapping[str, Any]) -> Any:
     """Return the numcodecs codec for a compressor of zarr format 3; None for an unknown one."""
+    import numcodecs
+
     match name:
         case "zstd":
             return numcodecs.Zstd(level=settings["level"], checksum=settings.get("checksum", False))
@@ -246,6 +248,8 @@ def checked_content(stored: Array) -> Array:
 
 def _checksum(content: Array) -> bytes:
     """Return the crc32c checksum of an array of bytes, in little-endian order."""
+    import google_crc32c
+
     value = 0
     for start in range(0, content.nbytes, _CHECKSUM_PART):
         value = google_crc32c.extend(value, content[start : start + _CHECKSUM_PART])

@@ -1,7 +1,6 @@
 """Use zarr arrays (formats 2 and 3) as matrices."""
 
 import hashlib
-import importlib.util
 import json
 import os
 import re
@@ -11,14 +10,9 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import zarr
-from zarr.abc.store import Store
-from zarr.core.buffer.cpu import NDBuffer
-from zarr.storage import LocalStore
 
 from oocgemm.errors import ExecutionError
 from oocgemm.planning import Layout
@@ -28,23 +22,17 @@ from oocgemm.stores.durable import fingerprint_of, fingerprints, spread, sync_fi
 from oocgemm.stores.files import padded, scratch, worth_caching
 from oocgemm.stores.lines import SCRATCH_BYTES
 from oocgemm.stores.space import check_room, free_bytes, raw_bytes
-from oocgemm.stores.zarr import bfloat16
-from oocgemm.stores.zarr.chunks import DirectChunks, Shards
-from oocgemm.stores.zarr.codecs import from_v2, from_v3
+from oocgemm.stores.zarr.chunks import DirectChunks
+from oocgemm.stores.zarr.metadata import METADATA, Metadata
 
-bfloat16.register()
+if TYPE_CHECKING:
+    import zarr
+
 # A zarr array that has this attribute is the result of an incomplete run.
 ATTRIBUTE = "oocgemm"
+UNFINISHED = {ATTRIBUTE: {"complete": False}}
 # Temporary files, of this package or of zarr, have such names. A killed process leaves them behind.
 PARTIAL = re.compile(r"\.[0-9a-f]{32}\.partial$")
-# If this package is installed, its codec pipeline reads the arrays whose codecs `codecs` does not know. It is
-# faster than zarr's own pipeline, which makes all copies in one thread.
-FAST_PIPELINE = "zarrs"
-# Taken while zarr's configuration, which is global, is changed and restored. Without it, two runs that do
-# this concurrently could leave it changed.
-_config_lock = Lock()
-# The names of the metadata files of an array in zarr formats 2 and 3.
-METADATA = ("zarr.json", ".zarray", ".zattrs")
 
 
 def _batch_bytes(chunk: tuple[int, int], itemsize: int) -> int:
@@ -63,25 +51,38 @@ class ZarrMatrix:
     directly (`DirectChunks`). Otherwise zarr does.
     """
 
-    def __init__(self, name: str, array: "zarr.Array[Any]", *, unchanging: bool = False) -> None:
-        """Wrap an open array. `name` is its name in messages.
+    def __init__(self, name: str, array: "zarr.Array[Any] | Metadata", *, unchanging: bool = False) -> None:
+        """Wrap an array that zarr opened, or one whose metadata was read without zarr.
 
-        With `unchanging`, nobody may write to it during the run. Files of chunks that are deleted during the
-        run are then detected.
+        `name` is its name in messages. With `unchanging`, nobody may write to the array during the run. Files
+        of chunks that are deleted during the run are then detected.
         """
         self.shape, self.dtype = checked(name, array.shape, array.dtype)
         self.name = name
-        self.array = array
-        self.direct = _direct_chunks(array, unchanging)
+        # The array as opened by zarr. It is opened at the first use, if ever, where `Metadata` is given.
+        self._array: Any = None
+        if isinstance(array, Metadata):
+            self._metadata = array
+        else:
+            from oocgemm.stores.zarr.through import metadata_of
+
+            self._array, self._metadata = array, metadata_of(array)
+        found = self._metadata
+        self._unchanging = unchanging
+        self.direct = _direct_chunks(found, unchanging)
         # If zarr reads the array: the array object to use, and whether it can read into contiguous memory
         # only.
-        self._read, self._contiguous = (array, False) if self.direct else _reader(array)
+        self._read, self._contiguous = self._array, False
+        if not self.direct:
+            from oocgemm.stores.zarr.through import reader
+
+            self._read, self._contiguous = reader(self.array)
         # `_writer` writes chunk files directly, and `_written` is the array if zarr writes. `_target` is the
         # folder to which both write. `redirect_writes` changes them.
-        self._writer, self._written, self._target = self.direct, array, local_folder(array)
+        self._writer, self._written, self._target = self.direct, self._array, found.folder
         self._writes_directly = self.direct is not None and self.direct.shards is None
-        chunk = (max(1, int(array.chunks[0])), max(1, int(array.chunks[1])))
-        shards = array.shards or chunk
+        chunk = (max(1, int(found.chunks[0])), max(1, int(found.chunks[1])))
+        shards = found.shards or chunk
         shard = (max(1, int(shards[0])), max(1, int(shards[1])))
         size = self.dtype.itemsize
         # A thread that reads through zarr has a chunk in memory as stored and as decoded. If zarr can read
@@ -106,6 +107,15 @@ class ZarrMatrix:
             encodes=not self.raw,
         )
 
+    @property
+    def array(self) -> Any:
+        """The array as zarr opens it."""
+        if self._array is None:
+            import zarr
+
+            self._array = zarr.open_array(self.folder, mode="r" if self._unchanging else "r+")
+        return self._array
+
     def read(self, rows: Range, cols: Range, out: Array) -> None:
         if out.dtype != self.dtype:
             raise ExecutionError(f"{self.name} has dtype {self.dtype}, but the buffer for it has {out.dtype}")
@@ -119,11 +129,13 @@ class ZarrMatrix:
                 raise
             key = self._failing(rows, cols, out)
             raise ExecutionError(
-                f"chunk {key} in {self.array.store_path} cannot be read, it may be damaged: {reason(error)}"
+                f"chunk {key} in {self._metadata.place} cannot be read, it may be damaged: {reason(error)}"
             ) from error
 
     def _read_through(self, rows: Range, cols: Range, out: Array) -> None:
         """Read a block with zarr into `out`, or into scratch memory first if zarr needs contiguous memory."""
+        from zarr.core.buffer.cpu import NDBuffer
+
         into = out
         if self._contiguous and not out.flags.c_contiguous:
             into = scratch(out.nbytes).view(out.dtype).reshape(out.shape)
@@ -143,7 +155,7 @@ class ZarrMatrix:
                 self._read_through(r, c, out[: r[1] - r[0], : c[1] - c[0]])
             except Exception:
                 break
-        return self.array.metadata.encode_chunk_key(number)
+        return self._metadata.key(number)
 
     def write(self, rows: Range, cols: Range, data: Array) -> None:
         if not self._owns(rows, cols):
@@ -167,6 +179,8 @@ class ZarrMatrix:
         for name in METADATA:
             if (self.folder / name).exists():
                 shutil.copyfile(self.folder / name, folder / name)
+        import zarr
+
         # By default zarr does not write a chunk that has only the fill value. Here it must: otherwise the
         # old chunk would stay in C.
         opened = zarr.open_array(folder, mode="r+")
@@ -187,13 +201,15 @@ class ZarrMatrix:
         sync_names(self.folder, names)  # `sync_block` has flushed the contents of the files
 
     def set_finished(self, finished: bool) -> None:
-        if not finished:
-            self.array.attrs[ATTRIBUTE] = {"complete": False}
+        mark = None if finished else UNFINISHED[ATTRIBUTE]
+        if self._array is None:
+            self._metadata = self._metadata.with_attribute(ATTRIBUTE, mark)
+        elif mark:
+            self.array.attrs[ATTRIBUTE] = mark
         elif ATTRIBUTE in self.array.attrs:
             del self.array.attrs[ATTRIBUTE]
-        folder = local_folder(self.array)
-        if folder is not None:
-            sync_files(folder, METADATA)
+        if self._metadata.folder is not None:
+            sync_files(self._metadata.folder, METADATA)
 
     def delete_partial_files(self) -> None:
         for folder, _, names in os.walk(self.folder):
@@ -212,7 +228,7 @@ class ZarrMatrix:
         grid = (
             -(-extent // chunk) for extent, chunk in zip(self.shape, self.layout.write_chunk, strict=True)
         )
-        folder, key = str(self.folder), self.array.metadata.encode_chunk_key
+        folder, key = str(self.folder), self._metadata.key
         return (f"{folder}/{key(number)}" for number in spread(*grid))
 
     def reserve(self) -> None:
@@ -246,20 +262,18 @@ class ZarrMatrix:
         return self._writes_directly and self.direct is not None and self.direct.encoding.raw
 
     def fingerprint(self) -> dict[str, object]:
-        metadata = dict(self.array.metadata.to_dict())
-        metadata.pop("attributes", None)
-        digest = hashlib.sha256(json.dumps(metadata, sort_keys=True, default=str).encode()).hexdigest()[:32]
-        folder = local_folder(self.array)
-        place = str(self.array.store_path) if folder is None else os.path.realpath(folder)
+        stated = json.dumps(self._metadata.stated, sort_keys=True, default=str)
+        digest = hashlib.sha256(stated.encode()).hexdigest()[:32]
+        folder = self._metadata.folder
+        place = self._metadata.place if folder is None else os.path.realpath(folder)
         found = {"content": "", "changes": ""} if folder is None else fingerprints(self._spread())
         return {"path": place, "metadata": digest, **found}
 
     @property
     def folder(self) -> Path:
         """The folder of the array, which must be local."""
-        folder = local_folder(self.array)
-        assert folder is not None
-        return folder
+        assert self._metadata.folder is not None
+        return self._metadata.folder
 
     def _names(self, rows: Range, cols: Range) -> list[str]:
         """Return the names of the files (chunks or shards) of a block, relative to the array's folder."""
@@ -267,7 +281,7 @@ class ZarrMatrix:
             range(span[0] // chunk, -(-span[1] // chunk))
             for span, chunk in zip((rows, cols), self.layout.write_chunk, strict=True)
         )
-        return [self.array.metadata.encode_chunk_key(number) for number in product(*numbers)]
+        return [self._metadata.key(number) for number in product(*numbers)]
 
     def _owns(self, rows: Range, cols: Range) -> bool:
         """Return whether a block has only whole chunks, except at the edges: no other writer shares them."""
@@ -279,29 +293,24 @@ class ZarrMatrix:
         )
 
     def describe(self) -> dict[str, object]:
-        metadata = self.array.metadata
-        codecs = getattr(metadata, "codecs", None)
-        if codecs is None:
-            compressor = getattr(metadata, "compressor", None)
-            codecs = (compressor,) if compressor else ()
-        mark = self.array.attrs.get(ATTRIBUTE)
+        found = self._metadata
+        mark = (found.attributes if self._array is None else self.array.attrs).get(ATTRIBUTE)
         return {
             "unfinished": isinstance(mark, Mapping) and mark.get("complete") is False,
-            "store": f"zarr v{metadata.zarr_format}",
-            "path": str(self.array.store_path),
+            "store": f"zarr v{found.zarr_format}",
+            "path": found.place,
             "shape": list(self.shape),
             "dtype": self.dtype.name,
-            "chunks": list(self.array.chunks),
-            "shards": list(self.array.shards) if self.array.shards else None,
-            "codecs": [type(codec).__name__ for codec in codecs],
+            "chunks": list(found.chunks),
+            "shards": list(found.shards) if found.shards else None,
+            "codecs": list(found.codecs),
             "direct": self.direct is not None,
         }
 
     def identities(self) -> set[object]:
-        folder = local_folder(self.array)
-        if folder is None:
-            return {("store", id(self.array.store), self.array.path), str(self.array.store_path)}
-        return folder_identity(folder)
+        if self._metadata.folder is None:
+            return {("store", id(self.array.store), self.array.path), self._metadata.place}
+        return folder_identity(self._metadata.folder)
 
 
 def folder_identity(folder: Path) -> set[object]:
@@ -318,80 +327,18 @@ def reason(error: BaseException) -> str:
     return text[0] if text else type(error).__name__
 
 
-def local_folder(array: "zarr.Array[Any] | zarr.Group") -> Path | None:
-    """Return the folder of a zarr array or group on a local file system; None for other zarr stores."""
-    store: Store = array.store
-    return Path(store.root) / array.path if isinstance(store, LocalStore) else None
-
-
-def _direct_chunks(array: "zarr.Array[Any]", unchanging: bool) -> DirectChunks | None:
-    """Return access to the chunk files without zarr; None if they are not local or have unknown codecs."""
-    folder = local_folder(array)
-    if folder is None or 0 in array.shape:
-        return None
-    metadata = array.metadata
-    stated = metadata.to_dict()
-    dtype, shards = np.dtype(array.dtype), None
-    if metadata.zarr_format == 2:
-        encoding = from_v2(stated, dtype)
-    else:
-        codecs = _configurations(stated["codecs"])
-        if [codec["name"] for codec in codecs] == ["sharding_indexed"]:
-            shard = array.shards or array.chunks
-            settings = codecs[0]["configuration"]
-            codecs = _configurations(settings["codecs"])
-            index = from_v3(_configurations(settings["index_codecs"]), np.dtype("u8"))
-            if index is None or index.compressor is not None or index.order != "C":
-                return None
-            shards = Shards(
-                chunks=(shard[0] // array.chunks[0], shard[1] // array.chunks[1]),
-                at_end=settings["index_location"] == "end",
-                dtype=index.dtype,
-                checksum=index.checksum,
-            )
-        encoding = from_v3(codecs, dtype)
-    if encoding is None:
+def _direct_chunks(found: Metadata, unchanging: bool) -> DirectChunks | None:
+    """Return access to the chunks without zarr, if they are local and their encoding is known."""
+    if found.folder is None or 0 in found.shape or found.encoding is None:
         return None
     return DirectChunks(
-        root=folder,
-        key=metadata.encode_chunk_key,
-        shape=(int(array.shape[0]), int(array.shape[1])),
-        chunk=(int(array.chunks[0]), int(array.chunks[1])),
-        encoding=encoding,
-        fill=array.fill_value if array.fill_value is not None else 0,
-        shards=shards,
+        root=found.folder,
+        key=found.key,
+        shape=(int(found.shape[0]), int(found.shape[1])),
+        chunk=(int(found.chunks[0]), int(found.chunks[1])),
+        encoding=found.encoding,
+        fill=found.fill,
+        shards=found.shard_format,
         unchanging=unchanging,
-        worth_caching=worth_caching(array.shape[0] * array.shape[1] * dtype.itemsize),
+        worth_caching=worth_caching(found.shape[0] * found.shape[1] * found.dtype.itemsize),
     )
-
-
-def _reader(array: "zarr.Array[Any]") -> tuple["zarr.Array[Any]", bool]:
-    """Choose how zarr reads an array. Return the array object to use, and whether `out` must be contiguous.
-
-    zarr reads through a codec pipeline. If the user has configured one, it is used. Otherwise `FAST_PIPELINE`
-    is used if it is installed and supports the array's codecs. Only zarr's own pipeline is known to read into
-    an `out` that is not contiguous.
-    """
-    with _config_lock:
-        return _configured_reader(array)
-
-
-def _configured_reader(array: "zarr.Array[Any]") -> tuple["zarr.Array[Any]", bool]:
-    """Do the work of `_reader`. The caller has taken `_config_lock`, since this changes zarr's settings."""
-    pipeline = "codec_pipeline.path"
-    if zarr.config.get(pipeline) != zarr.config.defaults[0]["codec_pipeline"]["path"]:
-        return array, True
-    if array.dtype.kind == "V" or importlib.util.find_spec(FAST_PIPELINE) is None:
-        return array, False
-    # The pipeline may decode one chunk at a time only. Every reader thread calls it, and the plan counts
-    # memory for one chunk per thread.
-    settings = {pipeline: f"{FAST_PIPELINE}.ZarrsCodecPipeline", "codec_pipeline.strict": True}
-    settings |= {"codec_pipeline.chunk_concurrent_maximum": 1}
-    with suppress(Exception), zarr.config.set(settings):
-        return zarr.Array(zarr.AsyncArray(array.metadata, array.store_path)), True
-    return array, False
-
-
-def _configurations(codecs: Any) -> list[dict[str, Any]]:
-    """Return zarr codecs as dictionaries, in the form of the JSON metadata."""
-    return [dict(codec if isinstance(codec, Mapping) else codec.to_dict()) for codec in codecs]

@@ -10,7 +10,8 @@ import zarr
 from oocgemm.errors import ExecutionError, InputError
 from oocgemm.stores.formats import missing_client, wrong_format
 from oocgemm.stores.zarr import bfloat16
-from oocgemm.stores.zarr.matrix import ATTRIBUTE, ZarrMatrix, local_folder, reason
+from oocgemm.stores.zarr.matrix import UNFINISHED, ZarrMatrix, reason
+from oocgemm.stores.zarr.through import local_folder
 from oocgemm.system.threads import refusal
 
 
@@ -110,7 +111,7 @@ def create_zarr(
             compressors=_compressor(compressor),
             filters=None,
             fill_value=0,
-            attributes={ATTRIBUTE: {"complete": False}},
+            attributes=dict(UNFINISHED),
         )
     except Exception as error:
         _check_thread(name, path, error)

@@ -1,4 +1,4 @@
-"""Define the stores for zarr arrays. zarr is imported only when an array is opened, since that is slow."""
+"""Open and create zarr arrays as operands and results. zarr is imported only for arrays that need it."""
 
 import os
 from pathlib import Path
@@ -14,6 +14,8 @@ from oocgemm.stores.durable import SIDECAR, found_locally
 from oocgemm.stores.files import padded
 from oocgemm.stores.formats import check_found, check_new
 from oocgemm.stores.space import check_room, raw_bytes
+from oocgemm.stores.zarr.matrix import UNFINISHED, ZarrMatrix
+from oocgemm.stores.zarr.metadata import Metadata, create, read_metadata
 
 # The names of the compressors that a new array can have. "none" and None mean the same.
 COMPRESSORS = ("none", "zstd", "blosc-lz4", "blosc-zstd", "gzip")
@@ -32,11 +34,11 @@ class ZarrArrays(Store):
 
         return wrap_zarr(name, operand, writable=writable)
 
-    def prepare(self) -> None:
+    def prepare(self, operand: Any) -> None:
         from oocgemm.stores.zarr import opening  # noqa: F401
 
     def journal_folder(self, operand: Any) -> Path | None:
-        from oocgemm.stores.zarr.matrix import local_folder
+        from oocgemm.stores.zarr.through import local_folder
 
         folder = local_folder(operand)
         return None if folder is None else folder / SIDECAR
@@ -59,12 +61,16 @@ class ZarrPaths(Store):
 
     def open(self, name: str, operand: Any, *, writable: bool = False, journal: Path | None = None) -> Matrix:
         check_found(name, operand)
+        if found := _without_zarr(operand):
+            return ZarrMatrix(name, found, unchanging=not writable)
         from oocgemm.stores.zarr.opening import open_zarr
 
         return open_zarr(name, operand, writable=writable)
 
-    def prepare(self) -> None:
-        from oocgemm.stores.zarr import opening  # noqa: F401
+    def prepare(self, operand: Any) -> None:
+        """Import zarr, unless the operand is a local array that needs none, or does not exist yet."""
+        if _without_zarr(operand) is None and ("://" in operand or found_locally(operand)):
+            from oocgemm.stores.zarr import opening  # noqa: F401
 
     def exists(self, path: str) -> bool:
         if "://" not in path:
@@ -117,6 +123,13 @@ class ZarrPaths(Store):
         """
         if "://" not in path and compressor in (None, "none"):
             check_room(name, path, raw_bytes(shape, chunks, dtype.itemsize))
+        if "://" not in path:
+            try:
+                created = create(path, shape, dtype, chunks, compressor, UNFINISHED)
+            except OSError as error:
+                raise InputError(f"{name}: cannot create a zarr array at {path}: {error}") from error
+            if created is not None:
+                return ZarrMatrix(name, created)
         from oocgemm.stores.zarr.opening import create_zarr
 
         return create_zarr(name, path, shape, dtype, chunks, compressor)
@@ -125,6 +138,11 @@ class ZarrPaths(Store):
         if "://" in operand or os.path.isfile(operand):
             return None
         return Path(operand) / SIDECAR
+
+
+def _without_zarr(path: str) -> Metadata | None:
+    """Return the metadata of an array that is read and written without zarr; None for any other."""
+    return None if "://" in path else read_metadata(os.fspath(path))
 
 
 def check_compressor(name: str) -> None:

@@ -1,0 +1,294 @@
+"""Read and write the metadata of local zarr arrays without zarr, whose import takes half a second.
+
+Only metadata in exactly the form in which zarr writes it is read here, and only with codecs that are known.
+All other arrays are opened by zarr.
+"""
+
+import json
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from oocgemm.stores.files import publish
+from oocgemm.stores.zarr.chunks import Shards
+from oocgemm.stores.zarr.codecs import Encoding, from_v2, from_v3
+
+# Files of an array's metadata, in either format.
+METADATA = V3, V2, V2_ATTRIBUTES = "zarr.json", ".zarray", ".zattrs"
+# The dtypes of arrays that are opened here. bfloat16 needs a package that may be missing.
+_DTYPES = ("float16", "float32", "float64", "complex64", "complex128", "int8", "int32", "int64")
+_NONFINITE = {"NaN": np.nan, "Infinity": np.inf, "-Infinity": -np.inf}
+# The settings of each codec of format 3 that zarr writes, and their values.
+_SETTINGS: dict[str, dict[str, Container[Any]]] = {
+    "bytes": {"endian": ("little", "big")},
+    "transpose": {"order": ([0, 1], [1, 0])},
+    "zstd": {"level": range(-7, 23), "checksum": (False, True)},
+    "gzip": {"level": range(10)},
+    "blosc": {
+        "typesize": range(1, 256),
+        "cname": ("blosclz", "lz4", "lz4hc", "snappy", "zlib", "zstd"),
+        "clevel": range(10),
+        "shuffle": ("noshuffle", "shuffle", "bitshuffle"),
+        "blocksize": range(1 << 31),
+    },
+    "crc32c": {},
+}
+# The settings of the compressors of new arrays.
+_COMPRESSORS: dict[str, dict[str, Any]] = {
+    "zstd": {"level": 1, "checksum": False},
+    "gzip": {"level": 1},
+    "blosc-lz4": {"cname": "lz4", "clevel": 3},
+    "blosc-zstd": {"cname": "zstd", "clevel": 1},
+}
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """What a zarr array's metadata says, whether it was read here or by zarr.
+
+    `dtype` has the byte order that NumPy arrays of it would have. `key` returns the name of a chunk's or
+    shard's file, relative to `folder`, which is None for an array that is not local. `encoding` is None for
+    unknown codecs. `stated` is the metadata as JSON, without the attributes.
+    """
+
+    zarr_format: int
+    place: str
+    folder: Path | None
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    chunks: tuple[int, ...]
+    fill: Any
+    key: Callable[[tuple[int, ...]], str]
+    codecs: tuple[str, ...]
+    encoding: Encoding | None
+    stated: Mapping[str, Any]
+    attributes: Mapping[str, Any]
+    shards: tuple[int, ...] | None = None
+    shard_format: Shards | None = None
+
+    def with_attribute(self, name: str, value: object) -> "Metadata":
+        """Set an attribute of a local array in its file, or delete it if `value` is None.
+
+        Returns the metadata with it. Raises `OSError`.
+        """
+        assert self.folder is not None
+        path = self.folder / (V3 if self.zarr_format == 3 else V2_ATTRIBUTES)
+        document: dict[str, Any] = json.loads(path.read_bytes()) if path.exists() else {}
+        attributes = document.setdefault("attributes", {}) if self.zarr_format == 3 else document
+        attributes.pop(name, None)
+        if value is not None:
+            attributes[name] = value
+        _write(path, document)
+        return replace(self, attributes=attributes)
+
+
+def read_metadata(path: str) -> Metadata | None:
+    """Return the metadata of the local array at a path; None if it is to be opened by zarr."""
+    folder = Path(path)
+    try:
+        present = {name for name in METADATA if (folder / name).exists()}
+        if present == {V3}:
+            return _read_v3(path, folder, json.loads((folder / V3).read_bytes()))
+        if V2 in present and V3 not in present:
+            attributes = json.loads((folder / V2_ATTRIBUTES).read_bytes()) if len(present) == 2 else {}
+            return _read_v2(path, folder, json.loads((folder / V2).read_bytes()), attributes)
+    except (OSError, ValueError, TypeError, KeyError, LookupError, AttributeError, OverflowError):
+        pass  # zarr reports what is wrong
+    return None
+
+
+def create(
+    path: str,
+    shape: tuple[int, int],
+    dtype: np.dtype[Any],
+    chunks: tuple[int, int],
+    compressor: str | None,
+    attributes: Mapping[str, Any],
+) -> Metadata | None:
+    """Create a local array of format 3, filled with zeros, as `zarr.create_array` does.
+
+    Returns None if zarr must create it, or explain why that is impossible. Raises `OSError`.
+    """
+    folder = Path(path)
+    if dtype.name not in _DTYPES or any((folder / name).exists() for name in (*METADATA, ".zgroup")):
+        return None
+    codecs: list[dict[str, Any]] = [_bytes_codec(dtype)]
+    if compressor not in (None, "none"):
+        name, settings = str(compressor).partition("-")[0], _COMPRESSORS[str(compressor)]
+        if name == "blosc":
+            settings = {"typesize": dtype.itemsize, **settings, "shuffle": "shuffle", "blocksize": 0}
+        codecs.append({"name": name, "configuration": settings})
+    zero = 0 if dtype.kind == "i" else 0.0
+    fill = [zero, zero] if dtype.kind == "c" else zero
+    document = _document(shape, dtype, chunks, ("default", "/"), fill, codecs)
+    document["attributes"] = dict(attributes)
+    # The order of zarr's keys.
+    tail = {name: document.pop(name) for name in ("zarr_format", "node_type", "storage_transformers")}
+    _write(folder / V3, document | tail)
+    return read_metadata(path)
+
+
+def _read_v3(path: str, folder: Path, stated: dict[str, Any]) -> Metadata | None:
+    attributes = stated.pop("attributes")
+    shape, chunks = _extents(stated["shape"]), _extents(stated["chunk_grid"]["configuration"]["chunk_shape"])
+    if stated["data_type"] not in _DTYPES:
+        return None
+    dtype = np.dtype(stated["data_type"])
+    encoded = stated["chunk_key_encoding"]
+    kind, separator = encoded["name"], encoded["configuration"]["separator"]
+    codecs = stated["codecs"]
+    names = stated.get("dimension_names", ["", ""])
+    encoding = from_v3(codecs, dtype)
+    expected = _document(shape, dtype, chunks, (kind, separator), stated["fill_value"], codecs)
+    if "dimension_names" in stated:
+        expected["dimension_names"] = names
+    if (
+        stated != expected
+        or encoding is None
+        or not all(_known(codec, dtype) for codec in codecs)
+        or not isinstance(attributes, dict)
+        or (kind, separator) not in (("default", "/"), ("default", "."), ("v2", "/"), ("v2", "."))
+        or len(names) != 2
+        or not all(isinstance(name, str | None) for name in names)
+    ):
+        return None
+    prefix = f"c{separator}" if kind == "default" else ""
+    return Metadata(
+        zarr_format=3,
+        place=f"file://{folder.as_posix()}",
+        folder=folder,
+        shape=shape,
+        dtype=dtype,
+        chunks=chunks,
+        fill=_fill(stated["fill_value"], dtype),
+        key=lambda number: f"{prefix}{number[0]}{separator}{number[1]}",
+        codecs=tuple(f"{codec['name'].capitalize()}Codec" for codec in codecs),
+        encoding=encoding,
+        stated=stated,
+        attributes=attributes,
+    )
+
+
+def _read_v2(path: str, folder: Path, stated: dict[str, Any], attributes: object) -> Metadata | None:
+    shape, chunks, separator = (
+        _extents(stated["shape"]),
+        _extents(stated["chunks"]),
+        stated["dimension_separator"],
+    )
+    dtype = np.dtype(stated["dtype"])
+    encoding = from_v2(stated, dtype)
+    if (
+        dtype.name not in _DTYPES
+        or encoding is None
+        or not isinstance(attributes, dict)
+        or separator not in ("/", ".")
+        or stated
+        != {
+            "shape": list(shape),
+            "chunks": list(chunks),
+            "dtype": dtype.str,
+            "fill_value": stated["fill_value"],
+            "order": stated["order"],
+            "filters": None,
+            "dimension_separator": separator,
+            "compressor": _v2_compressor(encoding),
+            "zarr_format": 2,
+        }
+    ):
+        return None
+    fill = stated["fill_value"]
+    return Metadata(
+        zarr_format=2,
+        place=f"file://{folder.as_posix()}",
+        folder=folder,
+        shape=shape,
+        dtype=dtype,
+        chunks=chunks,
+        fill=0 if fill is None else _fill(fill, dtype),
+        key=lambda number: f"{number[0]}{separator}{number[1]}",
+        codecs=() if encoding.compressor is None else (type(encoding.compressor).__name__,),
+        encoding=encoding,
+        stated=stated,
+        attributes=attributes,
+    )
+
+
+def _document(
+    shape: tuple[int, int],
+    dtype: np.dtype[Any],
+    chunks: tuple[int, int],
+    keys: tuple[str, str],
+    fill: Any,
+    codecs: list[dict[str, Any]],
+) -> dict[str, Any]:
+    """Return the metadata of format 3 that zarr writes, without attributes."""
+    return {
+        "shape": list(shape),
+        "data_type": dtype.name,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(chunks)}},
+        "chunk_key_encoding": {"name": keys[0], "configuration": {"separator": keys[1]}},
+        "fill_value": fill,
+        "codecs": codecs,
+        "zarr_format": 3,
+        "node_type": "array",
+        "storage_transformers": [],
+    }
+
+
+def _bytes_codec(dtype: np.dtype[Any]) -> dict[str, Any]:
+    """Return the codec for little-endian elements. Single bytes have no byte order."""
+    return (
+        {"name": "bytes"} if dtype.itemsize == 1 else {"name": "bytes", "configuration": {"endian": "little"}}
+    )
+
+
+def _known(codec: Mapping[str, Any], dtype: np.dtype[Any]) -> bool:
+    """Return whether a codec of format 3 is stated as zarr does."""
+    if codec["name"] == "bytes" and dtype.itemsize == 1:
+        return codec == _bytes_codec(dtype)
+    allowed, settings = _SETTINGS[codec["name"]], codec.get("configuration", {})
+    form = {"name", "configuration"} if allowed else {"name"}
+    return (
+        set(codec) == form
+        and set(settings) == set(allowed)
+        and all(settings[name] in values for name, values in allowed.items())
+    )
+
+
+def _extents(stated: Any) -> tuple[int, int]:
+    """Return two positive extents. Raises `ValueError` for anything else."""
+    if len(stated) != 2 or not all(type(extent) is int and extent > 0 for extent in stated):
+        raise ValueError(f"{stated} are not two positive extents")
+    return stated[0], stated[1]
+
+
+def _fill(stated: Any, dtype: np.dtype[Any]) -> Any:
+    """Return a fill value as an element. Raises `ValueError` unless that is stated exactly as zarr does."""
+    if dtype.kind == "c":
+        real, imaginary = (_fill(part, np.dtype(f"f{dtype.itemsize // 2}")) for part in stated)
+        return dtype.type(complex(real, imaginary))
+    if dtype.kind == "f" and isinstance(stated, str):
+        return dtype.type(_NONFINITE[stated])
+    fill = dtype.type(stated)
+    if type(stated) is not (float if dtype.kind == "f" else int) or fill.item() != stated:
+        raise ValueError(f"{stated!r} is not an element of dtype {dtype}")
+    return fill
+
+
+def _v2_compressor(encoding: Encoding) -> dict[str, Any] | None:
+    """Return the settings of a compressor of format 2, as zarr writes them."""
+    if encoding.compressor is None:
+        return None
+    settings: dict[str, Any] = encoding.compressor.get_config()
+    if settings["id"] == "zstd" and not settings.get("checksum"):
+        settings.pop("checksum", None)
+    return settings
+
+
+def _write(path: Path, document: Mapping[str, Any]) -> None:
+    """Replace a file of metadata atomically. The indentation is that of zarr."""
+    data = np.frombuffer(json.dumps(document, indent=2).encode(), np.uint8)
+    publish(path, data, data.nbytes)

@@ -1,0 +1,111 @@
+"""What goes through zarr: what it says about an open array, and reads of encodings that are unknown here."""
+
+import importlib.util
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import zarr
+from zarr.abc.store import Store
+from zarr.storage import LocalStore
+
+from oocgemm.stores.zarr import bfloat16
+from oocgemm.stores.zarr.chunks import Shards
+from oocgemm.stores.zarr.codecs import Encoding, from_v2, from_v3
+from oocgemm.stores.zarr.metadata import Metadata
+
+bfloat16.register()
+# The codec pipeline used for unknown encodings, if installed: zarr's own makes all copies in one thread.
+FAST_PIPELINE = "zarrs"
+# zarr's configuration is global: two runs that set and restore it concurrently could leave it changed.
+_config_lock = Lock()
+
+
+def local_folder(array: "zarr.Array[Any] | zarr.Group") -> Path | None:
+    store: Store = array.store
+    return Path(store.root) / array.path if isinstance(store, LocalStore) else None
+
+
+def metadata_of(array: "zarr.Array[Any]") -> Metadata:
+    """Return the metadata of an array that zarr opened."""
+    metadata = array.metadata
+    stated = dict(metadata.to_dict())
+    attributes: Any = stated.pop("attributes", {})
+    codecs = getattr(metadata, "codecs", None)
+    if codecs is None:
+        compressor = getattr(metadata, "compressor", None)
+        codecs = (compressor,) if compressor else ()
+    encoding, shard_format = _encoding(array, stated)
+    return Metadata(
+        zarr_format=metadata.zarr_format,
+        place=str(array.store_path),
+        folder=local_folder(array),
+        shape=array.shape,
+        dtype=np.dtype(array.dtype),
+        chunks=array.chunks,
+        shards=array.shards,
+        shard_format=shard_format,
+        fill=array.fill_value if array.fill_value is not None else 0,
+        key=metadata.encode_chunk_key,
+        codecs=tuple(type(codec).__name__ for codec in codecs),
+        encoding=encoding,
+        stated=stated,
+        attributes=attributes,
+    )
+
+
+def _encoding(array: "zarr.Array[Any]", stated: Mapping[str, Any]) -> tuple[Encoding | None, Shards | None]:
+    """Return the encoding of an array's chunks and the format of its shards, as far as they are known."""
+    dtype = np.dtype(array.dtype)
+    if len(array.shape) != 2:
+        return None, None
+    if array.metadata.zarr_format == 2:
+        return from_v2(stated, dtype), None
+    codecs = _configurations(stated["codecs"])
+    if [codec["name"] for codec in codecs] != ["sharding_indexed"]:
+        return from_v3(codecs, dtype), None
+    shard = array.shards or array.chunks
+    settings = codecs[0]["configuration"]
+    index = from_v3(_configurations(settings["index_codecs"]), np.dtype("u8"))
+    if index is None or index.compressor is not None or index.order != "C":
+        return None, None
+    shards = Shards(
+        chunks=(shard[0] // array.chunks[0], shard[1] // array.chunks[1]),
+        at_end=settings["index_location"] == "end",
+        dtype=index.dtype,
+        checksum=index.checksum,
+    )
+    return from_v3(_configurations(settings["codecs"]), dtype), shards
+
+
+def reader(array: "zarr.Array[Any]") -> tuple["zarr.Array[Any]", bool]:
+    """Return the array to read through, and whether that reads into contiguous memory only.
+
+    zarr's own pipeline takes any memory. Others are assumed not to: one that the user configured, or
+    `FAST_PIPELINE`, which is used where it is installed and knows the codecs.
+    """
+    with _config_lock:
+        return _configured_reader(array)
+
+
+def _configured_reader(array: "zarr.Array[Any]") -> tuple["zarr.Array[Any]", bool]:
+    """Do so while no other thread changes zarr's configuration."""
+    pipeline = "codec_pipeline.path"
+    if zarr.config.get(pipeline) != zarr.config.defaults[0]["codec_pipeline"]["path"]:
+        return array, True
+    if array.dtype.kind == "V" or importlib.util.find_spec(FAST_PIPELINE) is None:
+        return array, False
+    # One chunk at a time: every reader thread decodes, and has memory for one chunk.
+    settings = {pipeline: f"{FAST_PIPELINE}.ZarrsCodecPipeline", "codec_pipeline.strict": True}
+    settings |= {"codec_pipeline.chunk_concurrent_maximum": 1}
+    with suppress(Exception), zarr.config.set(settings):
+        return zarr.Array(zarr.AsyncArray(array.metadata, array.store_path)), True
+    return array, False
+
+
+def _configurations(codecs: Any) -> list[dict[str, Any]]:
+    """Return codecs in the form of the specification's JSON."""
+    return [dict(codec if isinstance(codec, Mapping) else codec.to_dict()) for codec in codecs]
