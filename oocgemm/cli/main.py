@@ -31,7 +31,7 @@ COMMANDS = {
     "info": ("reporting:info", "Show what is installed, how fast it is, and what is missing."),
     "plan": ("products:plan", "Show how a product would be computed."),
     "report": ("reporting:report", "Show what bounded a run, and what to change."),
-    "run": ("products:run", "Multiply A and B into C: paths of zarr arrays or .npy files."),
+    "run": ("products:run", "Multiply A and B, and store the product in C."),
     "tune": ("measuring:tune", "Find the fastest kernels on this GPU, for --kernel auto."),
     "verify": ("products:verify", "Check that C is the product of A and B within rounding error."),
 }
