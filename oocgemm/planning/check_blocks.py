@@ -233,7 +233,10 @@ def host_check_bytes(problem: GemmProblem, tile: TileShape, slots: Slots, io_thr
 
 
 def digest_weights(problem: GemmProblem, tile: TileShape) -> tuple[int, int]:
-    """Return the maximum number of rows of a stored panel or strip, and of 4-byte words per row."""
+    """Return how many weights digests need for rows, and how many for the 4-byte words of a row.
+
+    These are the largest numbers of rows, and of words per row, that a stored panel or strip may have.
+    """
     longest = max(1, min(tile.m, problem.m), min(tile.n, problem.n), min(tile.k, problem.depth))
     return longest, ceil_div(longest * max(problem.itemsizes["A"], problem.itemsizes["C"]), 4)
 

@@ -134,8 +134,8 @@ def suffices(a: PanelFacts, b: PanelFacts, depth: int, unit: float) -> bool:
     op(A), b is a column of op(B), and 2^sA and 2^sB are their scales.
 
     - Worst case: the error of every element is at most min(k, 6 sqrt(k)) u (|A||B|). k u is the bound of a
-      native product for any data. 6 sqrt(k) u is its bound for independent roundings, which verification
-      uses. The emulated error is at most 2^-sA |b|_1 / 2 + 2^-sB |a|_1 / 2 + k 2^-(sA + sB) / 4, plus
+      native product for any data. 6 sqrt(k) u is its bound for independent roundings, with which
+      `oocgemm.integrity` checks results. The emulated error is at most 2^-sA |b|_1 / 2 + 2^-sB |a|_1 / 2 + k 2^-(sA + sB) / 4, plus
       `_ROUNDINGS` u (|A||B|).
     - Typical case: the standard deviation of the error is at most u/2 (|A||B|), if elements and roundings are
       independent. The error of a native product has about this standard deviation.

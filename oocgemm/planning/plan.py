@@ -231,7 +231,7 @@ class Plan:
 
     @cached_property
     def _panels(self) -> dict[str, tuple[Layout, Shape]]:
-        """Layout of each operand, and the shape in which it is copied: panels of A and B, rows of C."""
+        """Per operand, its layout and the shape of the blocks that are copied: panels, or strips of C."""
         (m, n, k), layouts = extents(self.problem, self.tile), self.layouts
         return {"A": (layouts.a, (m, k)), "B": (layouts.b, (k, n)), "C": (layouts.c, (self.slots.strip, n))}
 

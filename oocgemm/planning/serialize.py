@@ -54,7 +54,8 @@ def recorded_plan(data: Mapping[str, Any], computed: Set[Tile] = frozenset()) ->
                 return None
             done = {(i, j) for i in range(down) for j in range(across)} - computed
             plan = replace(plan, done=frozenset(done))
-        # Valid fields may still contradict one another. The predicted time is compared last, as it is slow.
+        # Valid fields may still contradict one another. The predicted time is checked last, because it takes
+        # long to compute.
         consistent = list(plan.grid.shape) == data["tiles"] and plan.steps == data["steps"]
         predicted = data["predicted_seconds"]["total"]
         return plan if consistent and isclose(plan.prediction.total, predicted, rel_tol=TOLERANCE) else None

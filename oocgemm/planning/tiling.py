@@ -234,7 +234,7 @@ class Layout:
         return self.pinned and self.allows_zero_copy(panel) and self.zero_copy_width <= THIN_PANEL_EASE * row
 
     def read_amplification(self, shape: Shape, panel: Shape) -> float:
-        """Ratio of the bytes read to the bytes needed, if an array of that shape is read panel by panel."""
+        """Ratio of the bytes read to the bytes needed, if an array is read panel by panel."""
         if self.partial_reads:
             return 1.0
         return overread(shape[0], panel[0], self.read_chunk[0]) * overread(

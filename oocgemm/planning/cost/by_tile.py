@@ -82,9 +82,10 @@ def drain_end(
 ) -> float:
     """Estimate the time at which the last element of C has been written.
 
-    The multiplications of the last tile of `parts` end at time `end`. `each` are the seconds that the tiles
-    take. Downloading and writing all of C takes `drain_seconds`. The output of a tile starts in its last
-    steps, which take the fraction `last_step` of the tile's time. It proceeds in `strips` blocks of rows.
+    `parts` are the shares of the tiles, and `each` has the seconds from the end of the tile before to the end
+    of each tile. The multiplications of the last tile end at time `end`. Downloading and writing all of C
+    takes `drain_seconds`. A tile drains in `strips` strips, and starts to drain in its last steps, which take
+    the fraction `last_step` of its seconds.
     """
     done, drained = end - sum(each), 0.0
     for part, seconds in zip(parts, each, strict=True):

@@ -204,7 +204,7 @@ class MachineModel:
         return NARROW_ROWS * self.h2d if narrow else self.h2d
 
     def store_rate(self, layout: Layout, panel: Shape) -> float:
-        """Return the bytes per second at which panels of that shape are read from an array of that layout."""
+        """Return the bytes per second at which panels of shape `panel` are read from an array."""
         if layout.in_memory:
             if not self.pin or not layout.allows_zero_copy(panel):
                 return self.memory

@@ -62,7 +62,7 @@ def read_amplification(setting: Setting, tile: TileShape) -> dict[str, float]:
 
 
 def min_seconds(setting: Setting, tile: TileShape) -> float:
-    """Return a lower bound on the predicted time of all candidates with that tile shape.
+    """Return a lower bound on the predicted time of all candidates with the tile shape `tile`.
 
     The bound assumes that both budgets are used only to cache panels, and that each tile uses all panels that
     are cached when it starts.
@@ -180,11 +180,12 @@ def _combine(
 
 
 def _occupied(lanes: Mapping[str, float], first: float, *, in_turn: bool) -> dict[str, float]:
-    """Return the seconds for which each lane (disk, link or processor) is busy, except for the first panels.
+    """Return the seconds for which each lane (disk, link or processor) is busy after the start-up.
 
-    `first` are the seconds to load the first panels. With one host slot per operand, reads and uploads cannot
-    overlap (`in_turn`). For emulated products, the kernel that splits panels into int8 matrices
-    shares the GPU with multiplications, so that its time is added to theirs.
+    `first`, the seconds to load the first panels, is subtracted from the lanes that load panels. `in_turn`
+    means that reads and uploads cannot overlap, because an operand has a single host slot: the time of both
+    then counts in the lane "read". For emulated products, the time of the kernel that splits panels into int8
+    matrices is added to that of multiplications, since both use the GPU.
     """
     reading = lanes["read"] + lanes["h2d"] if in_turn else lanes["read"]
     loading = {lane: max(0.0, (reading if lane == "read" else lanes[lane]) - first) for lane in LOADING}

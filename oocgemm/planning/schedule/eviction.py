@@ -109,7 +109,7 @@ class SlotCache:
         self._rebuild_heap()
 
     def _rank(self, slot: int, next_use: int) -> None:
-        """Set the next use of the panel in a slot, and enter the slot into the heap."""
+        """Set the next use of the panel in a slot, and push the slot onto the heap."""
         self._next_use[slot] = self._ranked(next_use)
         # A heap entry becomes stale when its slot is used again. Stale entries are removed by evictions, and
         # here if there are many. Without evictions, the heap would grow without bound.
@@ -126,9 +126,11 @@ class SlotCache:
         heapify(self._heap)
 
     def _ranked(self, next_use: int) -> int:
-        """Permute the next uses within a tile, so that the panels evicted first are spread over its steps.
+        """Return the rank of a next use. Of the cached panels, one with the largest rank is evicted.
 
-        The first `UNSPREAD_STEPS` steps are not permuted.
+        The rank of a step is the step number, permuted within the tile. Thus the panels that are evicted
+        first, which a later tile must load again, are spread over that tile's steps. The first
+        `UNSPREAD_STEPS` steps of a tile are not permuted.
         """
         tile, step = divmod(next_use, self._steps)
         if step < UNSPREAD_STEPS or next_use == NEVER:
@@ -138,7 +140,7 @@ class SlotCache:
 
     def _victim(self) -> int:
         if len(self._where) < self._count:
-            return len(self._where)  # slots that are still empty come first, in order
+            return len(self._where)  # the first empty slot
         current, latest = self._current, self._latest
         for avoided in ((*current, *latest), (*current, *latest[-1:]), current):
             slot = self._furthest(avoided)

@@ -23,13 +23,13 @@ from oocgemm.planning.tiling import Range, Tile, length
 
 T = TypeVar("T")
 
-# Streams whose operations run one after another in program order. Who waits for an operation of such a stream
-# has also waited for all earlier operations of the stream. Reads and Writes may run in any order.
+# Streams whose operations run one after another in program order. Waiting for one of these operations
+# includes waiting for all earlier operations of its stream. Reads and Writes may run in any order.
 IN_ORDER = frozenset({"h2d", "h2d-c", "prepare", "compute", "d2h"})
 
 
-# An access to elements [start, stop) of a buffer: start, stop, the completion of the operation, its stream,
-# and whether it writes.
+# An access of an operation to elements [start, stop) of a slot: start, stop, the operation's token, its
+# stream, and whether it writes the elements.
 _Access = tuple[int, int, T, str, bool]
 
 

@@ -116,7 +116,7 @@ class Panels:
             cache.advance()
 
     def contents(self, position: int) -> Contents:
-        """Return the contents of the caches. Tile rows (or columns) are relative to that at `position`."""
+        """Return the contents of the caches, relative to the tile at `position`."""
         own = self.line(position)
         return tuple(
             (
@@ -127,7 +127,7 @@ class Panels:
         )
 
     def refill(self, contents: Contents, position: int) -> None:
-        """Restore `contents`, with tile rows (or columns) relative to the tile at `position`."""
+        """Fill the caches with `contents`, which are relative to the tile at `position`."""
         own = self.line(position)
         for cache, (live, latest) in zip(self._tiers, contents, strict=True):
             panels = [(row + own, step) for row, step in live]
@@ -257,7 +257,7 @@ class Placing:
         depths: Sequence[int],
         known: dict[object, tuple[tuple[int, int], Contents]],
     ) -> tuple[int, int]:
-        """Place a tile's panels of one operand. Sum the depth of those uploaded, and of those read."""
+        """Place a tile's panels of one operand. Return the summed depths of those uploaded and those read."""
         # Memoise the result for a tile only if that saves time. If the caches are large and a tile has few
         # steps, comparing states of the caches takes longer than placing the tile's panels.
         memoised = panels.slots <= 4 * len(depths)

@@ -99,10 +99,8 @@ class Walk(Sequence[Tile]):
     def bands(self) -> Iterator[tuple[int, int, object]]:
         """Yield (start position, stop position, key) of each band of tile rows or columns.
 
-        The walk must visit the whole grid.
-
-        Bands with equal keys visit the same tiles relative to their first row. No other band has the key of
-        the last one, since the tiles of the last band may be smaller.
+        The walk must visit the whole grid. Bands with equal keys visit the same sequence of tiles, relative
+        to their first row (or column). The last band has a key of its own, since its tiles may be smaller.
         """
         for top in range(0, self._down, self.traversal.band) if self._across else ():
             height = self._height(top)

@@ -40,8 +40,9 @@ def link_rate(setting: Setting, tile: tuple[int, int, int]) -> float:
 def _usual_depths(setting: Setting, memory: int) -> list[int]:
     """List the depths to try: `DEPTHS`, small multiples of the chunks along k, and the maximum depth.
 
-    Depths that are multiples or divisors of chunks come first. Within these and within the other depths, the
-    order is that of the estimated time of the product, with a square tile that fills the memory.
+    Multiples and divisors of the chunks' extents along k come first, then all other depths. Both parts are in
+    ascending order of the estimated time of the product. The estimate is for a square tile that, with its
+    panels, fills `memory` bytes.
     """
     problem, machine, layouts = setting.problem, setting.machine, setting.layouts
     depth = max(1, problem.depth)

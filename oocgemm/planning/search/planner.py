@@ -267,7 +267,7 @@ def _ramped(setting: Setting, s: Scored) -> Scored:
 
 
 def _rank(s: Scored) -> tuple[float, int, int, int]:
-    """Return a sort key: the predicted time, numbers that break ties. Smaller keys are better."""
+    """Return a sort key, smallest for the best candidate: the predicted time, then numbers to break ties."""
     slots = s.candidate.slots
     return s.prediction.total, slots.c, s.candidate.tile.k, slots.host_a + slots.host_b
 

@@ -66,8 +66,9 @@ def shapes(setting: Setting, *, every_depth: bool = False) -> Iterator[tuple[Til
     """Yield (tile shape, number of accumulators) for the shapes whose time is worth predicting.
 
     For each depth, and for one and two accumulators (tiles of C in memory), shapes are divided into bins by
-    area. From each of the bins with the largest areas, the shape that moves the fewest bytes is kept. Several
-    bins are needed: larger tiles move fewer bytes, but smaller tiles start and end sooner.
+    the area of a tile. From each bin with one of the largest areas, the shape that moves the fewest bytes is
+    kept. One bin would not suffice: larger tiles move fewer bytes, but the first and the last tile, whose
+    copies overlap least, take less time if tiles are smaller.
     """
     problem, machine, layouts = setting.problem, setting.machine, setting.layouts
     if 0 in (problem.m, problem.n):

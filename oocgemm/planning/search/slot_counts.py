@@ -22,9 +22,9 @@ from oocgemm.planning.tiling import TileGrid, TileShape, ceil_div, round_up
 # written. Strips must be large enough for the full rate of the link, and small enough that writing starts
 # early.
 STRIP_BYTES = 32 << 20
-# A strip has at least this fraction of a tile's rows: 1 / STRIPS on the host backend, 1 / STAGED_STRIPS with
-# a GPU. More strips would only take more operations to issue. With a GPU, each strip is several operations.
-# On the host, the first step of the next tile hides most of the writing anyway.
+# Unless memory is scarce, a tile has at most STRIPS strips on the host backend, and at most STAGED_STRIPS
+# with a GPU. More strips would only take more operations to issue: with a GPU, each strip takes several. On
+# the host backend, few strips suffice, because the first step of the next tile hides most of the writing.
 STRIPS = 3
 STAGED_STRIPS = 10
 # If the host caches panels, a strip (some rows of a tile of C) takes at most 1 / HOST_SHARE of the host
