@@ -27,7 +27,8 @@ MODULI = (256, 255, 253, 251, 247, 241, 239, 233, 229, 227, 223, 217, 211, 199, 
 # Numbers of moduli to try, fewest first. With fewer, even well-scaled panels exceed the native error. With
 # more, the emulation is slower than a native product, or elements scaled to integers do not fit into int64.
 MODULI_COUNTS = {d.name: (d.planes - 2, d.planes - 1, d.planes) for d in DTYPES.values() if d.planes}
-UNITS = {"float64": 2.0**-53, "float32": 2.0**-24}  # unit roundoff
+# Unit roundoff of each dtype.
+UNITS = {"float64": 2.0**-53, "float32": 2.0**-24}
 # Maximum depth of an emulated step. In deeper steps, int32 sums of int8 products could overflow.
 MAX_DEPTH = 1 << 17
 # Minimum depth of an emulated step. In shallower steps, rounding the result takes a large part of the error
@@ -135,8 +136,8 @@ def suffices(a: PanelFacts, b: PanelFacts, depth: int, unit: float) -> bool:
 
     - Worst case: the error of every element is at most min(k, 6 sqrt(k)) u (|A||B|). k u is the bound of a
       native product for any data. 6 sqrt(k) u is its bound for independent roundings, with which
-      `oocgemm.integrity` checks results. The emulated error is at most 2^-sA |b|_1 / 2 + 2^-sB |a|_1 / 2 + k 2^-(sA + sB) / 4, plus
-      `_ROUNDINGS` u (|A||B|).
+      `oocgemm.integrity` checks results. The emulated error is at most
+      2^-sA |b|_1 / 2 + 2^-sB |a|_1 / 2 + k 2^-(sA + sB) / 4, plus `_ROUNDINGS` u (|A||B|).
     - Typical case: the standard deviation of the error is at most u/2 (|A||B|), if elements and roundings are
       independent. The error of a native product has about this standard deviation.
     """

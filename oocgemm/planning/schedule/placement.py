@@ -21,8 +21,8 @@ def step_groups(
     rows. The panels of a group are all loaded before it runs.
 
     `first` tells that the tile is the first one of the product. Its first steps then do not run strip by
-    strip, because no earlier tile has strips to download. `last` tells that the tile is the last one. The
-    number of its last steps that run strip by strip is `Slots.last_steps`, for other tiles `turn_steps`.
+    strip, because no earlier tile has strips to download. `last` tells that the tile is the last one. It ends
+    with `Slots.last_steps` steps that run strip by strip. Other tiles end with `Slots.turn_steps` of them.
     """
     tail = min(slots.last_steps if last else slots.turn_steps, len(order))
     stop = len(order) - tail
@@ -50,8 +50,8 @@ Step = tuple[int, Placed, Placed]
 # Maximum number of memoised results times the slots of the operand. Above it, all results are dropped, which
 # bounds the memory: a result contains two or three states of the caches, with about 100 bytes per slot.
 MAX_MEMOISED_PANELS = 300_000
-# Comparing two states of caches with s slots counts as s / SLOTS_PER_PLACEMENT placements of a panel, because
-# it takes about as long. `max_work` limits the sum of both, in placements.
+# Comparing two states of caches with s slots takes about as long as placing s / SLOTS_PER_PLACEMENT panels.
+# It counts as so many placements towards `max_work`, the maximum number of placements.
 SLOTS_PER_PLACEMENT = 4
 
 
@@ -139,9 +139,10 @@ class Panels:
     def state(self, position: int) -> object:
         """Return a key of the caches before a tile. Tiles with equal keys load the same panels.
 
-        Panels count relative to the tile. The key has the cached panels in the order of their next uses, but
-        not the step numbers of these uses. It also has the number of them that come before the next use of
-        the tile's own panels, because that determines where these panels will be inserted in the order.
+        The key has the cached panels in the order of their next uses, but not the step numbers of these uses.
+        The panels' tile rows (or columns) are relative to the tile. The key also has the number of cached
+        panels whose next use comes before that of the tile's own panels, because it determines the place of
+        the tile's panels in the order.
         """
         row = self.line(position)
         later = self._next_use.tile(row, position)

@@ -34,7 +34,8 @@ DENSE_COUNTS = 32
 MAX_READING_COUNT = 48
 # `with_smaller_last` tries to shrink the last tile to these fractions of its extent.
 LAST_SHARES = tuple(eighths / 8 for eighths in range(7, 1, -1))
-MORE_TILES = 3  # maximum number of tiles that `with_more_tiles` adds along an extent
+# Maximum number of tiles that `with_more_tiles` adds along an extent.
+MORE_TILES = 3
 # Shapes that shorten the tail (`with_more_tiles`, `with_smaller_last`) have at most this many tiles along an
 # extent.
 FEW_TILES = 8
@@ -91,7 +92,8 @@ def shapes(setting: Setting, *, every_depth: bool = False) -> Iterator[tuple[Til
     if setting.host_caches_panels:
         yield from ((shape, 1) for shape in _reading_shapes(setting, memory, depths))
     for tile_k in depths:
-        padded_k = round_up(k, tile_k)  # even the last panel, which may be thinner, takes a full slot
+        # Even the last panel along k, which may be thinner, takes a full slot.
+        padded_k = round_up(k, tile_k)
         # Time to issue the steps of one tile, converted to bytes that the slowest link could move meanwhile.
         per_tile = padded_k // tile_k * machine.step_latency * link_rate(setting, (m, n, tile_k))
         for c in (1, 2):
