@@ -139,7 +139,7 @@ class GemmProblem:
     def step_flops(self, m: int, n: int, k: int) -> int:
         """Count the floating-point operations of an m x n x k part of the product.
 
-        A complex multiplication and addition count as 8 real operations.
+        A multiplication and an addition together count as 2 operations, or as 8 if they are complex.
         """
         return (8 if DTYPES[self.acc_dtype].is_complex else 2) * m * n * k
 

@@ -55,8 +55,8 @@ def _usual_depths(setting: Setting, memory: int) -> list[int]:
 
     def seconds(k: int) -> float:
         itemsize, acc = problem.itemsizes["A"], problem.itemsizes["acc"]
-        # A square tile and its panels fill the memory: side^2 + (4 * panels) * side = memory. The unit is one
-        # element of the accumulator. 4 * panels is the size of all panels and workspace for side = 1.
+        # A square tile and its panels fill the memory: side^2 + (4 * panels) * side = memory. Sizes are in
+        # elements of the accumulator. The second term is the size of the panels and their workspace.
         panels = k * (2 * itemsize + workspace_per_element(problem, machine)) // (2 * acc)
         side = isqrt(4 * panels**2 + max(1, memory // acc)) - 2 * panels
         if side < 1:

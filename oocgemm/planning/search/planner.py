@@ -267,7 +267,7 @@ def _ramped(setting: Setting, s: Scored) -> Scored:
 
 
 def _rank(s: Scored) -> tuple[float, int, int, int]:
-    """Return a sort key, smallest for the best candidate: the predicted time, then numbers to break ties."""
+    """Return a sort key, smallest for the best candidate: predicted time, then numbers to break ties."""
     slots = s.candidate.slots
     return s.prediction.total, slots.c, s.candidate.tile.k, slots.host_a + slots.host_b
 
@@ -286,9 +286,9 @@ def _best_of(setting: Setting, scored: Sequence[Scored]) -> Scored:
     """Choose the best of the first `FINALISTS` candidates.
 
     The bytes that each candidate loads are counted instead of estimated. If copies and multiplications
-    overlap, its schedule is also simulated. This may take at most the fraction `EFFORT` of the predicted time
-    of the run. Candidates for which there is no time left are ignored. If there is no time even to count the
-    loads of the first one, the choice is made among all of `scored`, by their estimates.
+    overlap, its schedule is also simulated. Both together take at most the fraction `EFFORT` of the predicted
+    time of the run. Candidates for which there is no time left are ignored. If there is no time even to count
+    the loads of the first one, the choice is made among all of `scored`, by their estimates.
     """
     problem, machine = setting.problem, setting.machine
     effort = min(MAX_EFFORT, EFFORT * scored[0].prediction.total)
