@@ -36,8 +36,9 @@ SIDE = 128
 # Elements that a host thread casts to double precision at a time, before it sums operands of narrower dtypes.
 # More would take more memory.
 WIDENING_ELEMENTS = 1 << 18
-# Alignment of the parts of the checksums, and size of a head, both in bytes.
+# Alignment, in bytes, of the parts that the checksums of a panel or strip consist of.
 PART = 16
+# Bytes of a head, the first of these parts: a digest, and a word that tells whether any flag is set.
 HEAD = 16
 # A digest covers every DIGEST_ROWS-th row of a stored panel. The CUDA kernels use the same number.
 DIGEST_ROWS = 64
@@ -95,7 +96,10 @@ def _block_ends(top: int, bottom: int, size: int) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True)
 class PanelOffsets:
-    """Byte offsets of the parts of a panel's checksums, and their size `end`. The head is at 0."""
+    """Byte offsets of the parts of a panel's checksums, and their total size `end`.
+
+    The first part, the head, is at offset 0. It has the panel's digest.
+    """
 
     flags: int
     norms: int
@@ -104,7 +108,10 @@ class PanelOffsets:
 
     @classmethod
     def of(cls, problem: GemmProblem, extent: int, depth: int, strip: int) -> "PanelOffsets":
-        """Lay out the checksums of a panel of `extent` x `depth` elements, with strips of `strip` rows."""
+        """Lay out the checksums of a panel of `depth` along k and `extent` along the other axis.
+
+        `strip` is the number of rows (or columns) of the tile per strip, along the axis of `extent`.
+        """
         blocks = Blocking.of(extent, strip).blocks
         norms = round_up(HEAD + extent, PART)
         sums = round_up(norms + 8 * blocks * ceil_div(depth, SIDE), PART)
@@ -115,7 +122,8 @@ class PanelOffsets:
 class PartOffsets:
     """Byte offsets in one of the three parts of a strip's checksums (`StripOffsets`).
 
-    The head is at `begin`. `rows` and `cols` are the offsets of the flags of rows and columns.
+    The part starts at `begin` with its head, two words. `rows` and `cols` are the offsets of the flags, one
+    per row and one per column of the strip.
     """
 
     begin: int
@@ -151,12 +159,12 @@ class StripOffsets:
 
     @property
     def end(self) -> int:
-        """Bytes of the three parts `found`, `made` and `old`."""
+        """Size in bytes of the checksums of a strip: `found`, `made` and `old` together."""
         return self.old.end
 
     @classmethod
     def of(cls, problem: GemmProblem, tile: TileShape, strip: int) -> "StripOffsets":
-        """Lay out the checksums of a strip of `strip` rows of a tile."""
+        """Lay out the checksums of a strip that has `strip` rows of a tile."""
         m, n = min(tile.m, problem.m), min(tile.n, problem.n)
         down, across, double = Blocking.of(m, strip).per, Blocking.of(n, n).blocks, _double_bytes(problem)
         strip, blocks = min(strip, m), down * across
@@ -201,9 +209,10 @@ def panel_checksum_bytes(problem: GemmProblem, tile: TileShape, strip: int) -> t
 def host_check_bytes(problem: GemmProblem, tile: TileShape, slots: Slots, io_threads: int) -> int:
     """Return the bytes of host memory that checking takes.
 
-    If the host computes the checksums, they are the checksums of the panels in all slots, the sums of the
-    tiles in progress, the random signs, and workspaces to cast narrow elements to double precision. If the
-    device computes them, they are the digest weights, and four copies of a strip's checksums to compare.
+    If the host computes the checksums, the memory has the checksums of the panels in all slots, the sums of
+    the tiles in progress, the random signs, and workspaces to cast narrow elements to double precision. If
+    the device computes them, the memory has the weights for digests, and four copies of a strip's checksums,
+    which are compared.
     """
     if not problem.checked:
         return 0
@@ -224,17 +233,20 @@ def host_check_bytes(problem: GemmProblem, tile: TileShape, slots: Slots, io_thr
 
 
 def digest_weights(problem: GemmProblem, tile: TileShape) -> tuple[int, int]:
-    """Return the maximum number of rows of a stored panel or strip, and of 4-byte words per row."""
+    """Return how many weights digests need for rows, and how many for the 4-byte words of a row.
+
+    These are the largest numbers of rows, and of words per row, that a stored panel or strip may have.
+    """
     longest = max(1, min(tile.m, problem.m), min(tile.n, problem.n), min(tile.k, problem.depth))
     return longest, ceil_div(longest * max(problem.itemsizes["A"], problem.itemsizes["C"]), 4)
 
 
 def _blocks(problem: GemmProblem, tile: TileShape, strip: int) -> tuple[int, int, int]:
-    """Return the number of blocks of a tile down and across, and the depth of its panels along k."""
+    """Return the numbers of blocks with their own checksum, down and across a tile, and its panels' depth."""
     m, n, k = min(tile.m, problem.m), min(tile.n, problem.n), min(tile.k, problem.depth)
     return Blocking.of(m, strip).blocks, Blocking.of(n, n).blocks, k
 
 
 def _double_bytes(problem: GemmProblem) -> int:
-    """Bytes per real or complex number in double precision."""
+    """Bytes per element of a sum in double precision: 8, or 16 if the product is complex."""
     return 16 if DTYPES[problem.acc_dtype].is_complex else 8

@@ -25,16 +25,20 @@ from oocgemm.planning.problem import DTYPES
 # Moduli that are pairwise coprime and fit into a byte, largest first. A product uses the first N of them.
 MODULI = (256, 255, 253, 251, 247, 241, 239, 233, 229, 227, 223, 217, 211, 199, 197, 193)
 # Numbers of moduli to try, fewest first. With fewer, even well-scaled panels exceed the native error. With
-# more, the emulation is slower than a native product, or a' does not fit into int64.
+# more, the emulation is slower than a native product, or elements scaled to integers do not fit into int64.
 MODULI_COUNTS = {d.name: (d.planes - 2, d.planes - 1, d.planes) for d in DTYPES.values() if d.planes}
-UNITS = {"float64": 2.0**-53, "float32": 2.0**-24}  # unit roundoff
-MAX_DEPTH = 1 << 17  # in deeper steps, int32 sums of int8 products could overflow
-MIN_DEPTH = 16  # shallower steps are native: rounding the result is a large part of their error bound
+# Unit roundoff of each dtype.
+UNITS = {"float64": 2.0**-53, "float32": 2.0**-24}
+# Maximum depth of an emulated step. In deeper steps, int32 sums of int8 products could overflow.
+MAX_DEPTH = 1 << 17
+# Minimum depth of an emulated step. In shallower steps, rounding the result takes a large part of the error
+# that a native product may have.
+MIN_DEPTH = 16
 # `PanelFacts.above` counts the elements of a row that are at least these multiples of the row's root mean
 # square.
 LEVELS = (0.25, 0.5, 1.0, 1.5)
-# Safety margin, subtracted from the base-2 exponent to which rows may be scaled. It covers the rounding of
-# the row's norm and of its elements.
+# Safety margin in `Residues.exponent`, the base-2 logarithm of the largest 2-norm to which rows are scaled.
+# It covers the rounding of the norm, and of the row's elements to integers.
 _MARGIN = 2.0**-10
 # Number of roundings after the exact product, in units of u: two for the reconstruction, one for alpha, one
 # for adding to C (or for the cast to float32), and one for second-order terms and for the roundings of norms
@@ -78,7 +82,8 @@ def residues(number: int) -> Residues:
     """Compute the constants for products with the first `number` moduli."""
     moduli = MODULI[:number]
     whole = prod(moduli)
-    room = _MANTISSA - ceil(log2(number * _LARGEST_RESIDUE))  # bits per part of an exact sum
+    # Bits per part of a constant. A sum of `number` products of a part and a residue is then exact.
+    room = _MANTISSA - ceil(log2(number * _LARGEST_RESIDUE))
     units = [1 << max(0, whole.bit_length() - rank * room) for rank in (1, 2, 3)]
     weights = (whole // p * pow(whole // p, -1, p) for p in moduli)
     return Residues(
@@ -105,9 +110,9 @@ class PanelFacts:
     "Rows" are the nonzero rows of a panel of op(A), or the nonzero columns of a panel of op(B). `finite`
     means that no element is Inf or NaN. `exact` means that scaling to integers rounded no element. `grain` is
     the maximum of 2^-s / |row|_2, where 2^s is the scale of the row. `max_ratio` and `min_ratio` are the
-    extremes of |row|_1 / |row|_2. For each of `LEVELS`, `above` has a count of elements: every row has at
-    least as many elements of at least that multiple of its root mean square. A panel of zeros is exact, and
-    its other facts are 0.
+    extremes of |row|_1 / |row|_2. `above` has one number per level in `LEVELS`: each row has at least this
+    number of elements whose magnitude is at least the level times the row's root mean square. A panel of
+    zeros is exact, and its other facts are 0.
     """
 
     finite: bool
@@ -119,7 +124,7 @@ class PanelFacts:
 
     @property
     def rounded(self) -> float:
-        """`grain`, or 0 if scaling to integers rounded no element."""
+        """Bound on twice the rounding error of an element, divided by its row's 2-norm; 0 if `exact`."""
         return 0.0 if self.exact else self.grain
 
 
@@ -130,9 +135,9 @@ def suffices(a: PanelFacts, b: PanelFacts, depth: int, unit: float) -> bool:
     op(A), b is a column of op(B), and 2^sA and 2^sB are their scales.
 
     - Worst case: the error of every element is at most min(k, 6 sqrt(k)) u (|A||B|). k u is the bound of a
-      native product for any data. 6 sqrt(k) u is its bound for independent roundings, which verification
-      uses. The emulated error is at most 2^-sA |b|_1 / 2 + 2^-sB |a|_1 / 2 + k 2^-(sA + sB) / 4, plus
-      `_ROUNDINGS` u (|A||B|).
+      native product for any data. 6 sqrt(k) u is its bound for independent roundings, with which
+      `oocgemm.integrity` checks results. The emulated error is at most
+      2^-sA |b|_1 / 2 + 2^-sB |a|_1 / 2 + k 2^-(sA + sB) / 4, plus `_ROUNDINGS` u (|A||B|).
     - Typical case: the standard deviation of the error is at most u/2 (|A||B|), if elements and roundings are
       independent. The error of a native product has about this standard deviation.
     """
@@ -158,12 +163,13 @@ def max_error(a: PanelFacts, b: PanelFacts, depth: int) -> float:
 def min_cosine(a: Sequence[int], b: Sequence[int], depth: int) -> float:
     """Return a lower bound on |x|.|y| / (|x|_2 |y|_2) for a row x and a column y of `depth` elements.
 
-    For each of `LEVELS`, `a` and `b` count the elements of x and of y that are at least that multiple of the
-    root mean square. By the rearrangement inequality, the minimum pairs the largest elements of x with the
-    smallest of y.
+    `a` and `b` have one number per level in `LEVELS`: a lower bound on the number of elements of x (or y)
+    whose magnitude is at least the level times the root mean square of x (or y). By the rearrangement
+    inequality, the minimum pairs the largest elements of x with the smallest of y.
     """
-    # Sort x in ascending and y in descending order. x reaches a level from the position in `up` on. y
-    # reaches it up to the position in `down`.
+    # Sort |x| in ascending and |y| in descending order. `up` has (position, level): from the position on,
+    # elements of |x| are at least the level. `down`: before the position, elements of |y| are at least the
+    # level. Levels are in units of the root mean square.
     up = [(depth - count, level) for count, level in zip(a, LEVELS, strict=True)]
     down = [(count, level) for count, level in zip(b, LEVELS, strict=True)]
     borders = sorted({0, depth, *(at for at, _ in up), *(at for at, _ in down)})
@@ -175,10 +181,14 @@ def min_cosine(a: Sequence[int], b: Sequence[int], depth: int) -> float:
     return total / depth
 
 
-STRIP_ROWS = 4096  # maximum rows of C that are computed at a time; bounds the workspace
-_ROW_FACTS = 32  # bytes of facts per row of op(A) and per column of op(B)
-VERDICT_BYTES = 256  # bytes in which the device summarizes the facts about two panels
-_ALIGNMENT = 512  # bytes, of each part of a buffer for planes
+# Maximum number of rows of C that are computed at a time. It bounds the workspace.
+STRIP_ROWS = 4096
+# Bytes of the facts about one row of op(A) or one column of op(B).
+_ROW_FACTS = 32
+# Bytes of the verdict: the device's summary of the facts about the two panels of a step.
+VERDICT_BYTES = 256
+# Alignment, in bytes, of the parts that `Offsets` lists.
+_ALIGNMENT = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +196,8 @@ class Offsets:
     """Byte offsets in the buffer for the int8 matrices (planes) of one step. `end` is its size.
 
     The parts are the planes of A and of B in rows of `pitch(depth)` bytes, the int32 exponents of the
-    scales of A's rows and B's columns, the facts about each row and column, and the verdict.
+    scales of A's rows and B's columns, the facts about each row and column, and the verdict (a summary of
+    these facts).
     """
 
     a: int
@@ -205,7 +216,10 @@ def pitch(depth: int) -> int:
 
 @lru_cache(64)
 def plane_offsets(planes: int, m: int, n: int, depth: int) -> Offsets:
-    """Lay out a buffer for int8 planes of a step: `planes` each of op(A), m x depth, and op(B), depth x n."""
+    """Lay out the buffer for the int8 matrices (planes) of one step.
+
+    The m x depth panel of op(A) has `planes` of them, and so has the depth x n panel of op(B).
+    """
     row = planes * pitch(depth)
     at = [0]
     for size in (m * row, n * row, 4 * m, 4 * n, _ROW_FACTS * (m + n), VERDICT_BYTES):
@@ -213,15 +227,16 @@ def plane_offsets(planes: int, m: int, n: int, depth: int) -> Offsets:
     return Offsets(*at)
 
 
-# Bytes of workspace of the host backend. It multiplies block by block, so that they suffice for every tile.
+# Bytes of workspace of the host backend. It multiplies block by block, so that the size is the same for all
+# tile shapes.
 HOST_WORK = 6 << 20
 
 
 def work_bytes(planes: int, m: int, n: int) -> int:
     """Return the device bytes of workspace to multiply an m x n tile.
 
-    They are the residues (elements modulo each modulus) of at most `STRIP_ROWS` rows of C, and the int32 sums
-    for one modulus.
+    The workspace has room for at most `STRIP_ROWS` rows of C: their residues (elements modulo each modulus),
+    and their int32 sums for one modulus.
     """
     return min(m, STRIP_ROWS) * pitch(n) * (planes + 4)
 

@@ -15,7 +15,7 @@ from oocgemm.planning.emulation import STRIP_ROWS, pitch
 # Maximum numbers of products whose sum is exact in int32 and in float64.
 MAX_INT32_DEPTH = (2**31 - 1) >> 14
 MAX_FLOAT64_DEPTH = (2**53 - 1) >> 14
-EXACT_LIMIT = 2**53  # float64 represents every integer below it
+EXACT_LIMIT = 2**53  # float64 represents every integer of smaller magnitude exactly
 
 
 @dataclass(frozen=True, slots=True)

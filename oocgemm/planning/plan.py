@@ -115,7 +115,7 @@ class Plan:
 
     @property
     def flops(self) -> int:
-        """Real floating-point operations of the tiles to compute."""
+        """Floating-point operations of the tiles to compute. A complex one counts as several real ones."""
         return self.problem.step_flops(1, self.coverage.elements, self.problem.depth)
 
     @property
@@ -224,13 +224,14 @@ class Plan:
         block = length(rows), length(cols)
         if not layout.pinned:
             return operation.operand in self.operands_to_pin and layout.allows_zero_copy(block)
-        if operation.operand == "C" and self.problem.checked:  # checksums are compared in host slots
+        # The checksums of C are checked in host slots, which a direct copy would bypass.
+        if operation.operand == "C" and self.problem.checked:
             return False
         return layout.is_direct(panel, block)
 
     @cached_property
     def _panels(self) -> dict[str, tuple[Layout, Shape]]:
-        """Layout of each operand, and the shape in which it is copied: panels of A and B, rows of C."""
+        """Per operand, its layout and the shape of the blocks that are copied: panels, or strips of C."""
         (m, n, k), layouts = extents(self.problem, self.tile), self.layouts
         return {"A": (layouts.a, (m, k)), "B": (layouts.b, (k, n)), "C": (layouts.c, (self.slots.strip, n))}
 

@@ -40,7 +40,7 @@ DTYPES = {
     d.name: d
     for d in (
         DType("float16", 2, "float32", ("float16", "float32")),
-        DType("bfloat16", 2, "float32", ("bfloat16", "float32")),  # ml_dtypes adds it to NumPy
+        DType("bfloat16", 2, "float32", ("bfloat16", "float32")),  # defined by ml_dtypes
         DType("float32", 4, "float32", ("float32",), planes=9),
         DType("float64", 8, "float64", ("float64",), planes=16),
         DType("complex64", 8, "complex64", ("complex64",), is_complex=True),
@@ -133,11 +133,14 @@ class GemmProblem:
 
     @property
     def flops(self) -> int:
-        """Real floating-point operations of the whole product."""
+        """Floating-point operations of the whole product. A complex operation counts as several real ones."""
         return self.step_flops(self.m, self.n, self.depth)
 
     def step_flops(self, m: int, n: int, k: int) -> int:
-        """Count the real floating-point operations of an m x n x k part of the product."""
+        """Count the floating-point operations of an m x n x k part of the product.
+
+        A multiplication and an addition together count as 2 operations, or as 8 if they are complex.
+        """
         return (8 if DTYPES[self.acc_dtype].is_complex else 2) * m * n * k
 
     @cached_property

@@ -54,7 +54,8 @@ def recorded_plan(data: Mapping[str, Any], computed: Set[Tile] = frozenset()) ->
                 return None
             done = {(i, j) for i in range(down) for j in range(across)} - computed
             plan = replace(plan, done=frozenset(done))
-        # Valid fields may still contradict one another. The predicted time is compared last, as it is slow.
+        # Valid fields may still contradict one another. The predicted time is checked last, because it takes
+        # long to compute.
         consistent = list(plan.grid.shape) == data["tiles"] and plan.steps == data["steps"]
         predicted = data["predicted_seconds"]["total"]
         return plan if consistent and isclose(plan.prediction.total, predicted, rel_tol=TOLERANCE) else None
@@ -76,7 +77,11 @@ def _layout(data: Mapping[str, Any]) -> Layout:
 
 
 def _typed(kind: Callable[..., T], data: Mapping[str, Any], **made: Any) -> T:
-    """Build a dataclass from plain data and converted fields `made`. Raises `TypeError` for wrong types."""
+    """Build a dataclass of type `kind`: fields that are not in `made` get their values from `data`.
+
+    Values in `made` are already converted and are not checked. Raises `TypeError` if a value from `data` has
+    another type than its field, or is not finite.
+    """
     values = dict(data) | made
     for field in fields(kind):  # type: ignore[arg-type]  # `kind` is always a dataclass
         value = values.get(field.name)

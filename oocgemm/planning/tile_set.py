@@ -9,7 +9,7 @@ from oocgemm.planning.tiling import Range, Tile, TileGrid, ceil_div, length
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """How much of C some tiles cover: their elements, and the rows and columns of C that contain any."""
+    """The number of elements in some tiles, and the numbers of rows and columns of C that they overlap."""
 
     rows: int
     cols: int

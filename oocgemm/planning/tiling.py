@@ -177,9 +177,10 @@ class Layout:
         )
 
     def line_overread(self, panel: Shape) -> float:
-        """Ratio of the elements in all lines that panels of that shape overlap to the elements in the panels.
+        """Elements in all lines that panels of shape `panel` overlap, per element in the panels.
 
-        A line is a run of contiguous elements. The ratio is 1 if panels consist of whole lines.
+        A line is a run of contiguous elements of the stored array. The ratio is 1 if panels consist of whole
+        lines.
         """
         extent = panel[self.contiguous]
         if not self.partial_reads or self.in_memory or not extent:
@@ -189,9 +190,10 @@ class Layout:
         return overread(SAMPLED_PANELS * extent, extent, self.read_chunk[self.contiguous])
 
     def segment_bytes(self, panel: Shape) -> float:
-        """Mean bytes of the parts of lines in panels of that shape; inf if panels consist of whole lines.
+        """Mean bytes of a panel per part of a line in it; inf if panels consist of whole lines.
 
-        A line is a run of contiguous elements. Each part of a line takes a separate request to the store.
+        A line is a run of contiguous elements of the stored array. Each part of a line takes a separate
+        request to the store. `panel` is the shape of the panels.
 
         >>> npy, raw = Layout(line=4000, itemsize=8), Layout((500, 500), itemsize=8)
         >>> [npy.segment_bytes((64, k)) for k in (1000, 4000)]
@@ -204,30 +206,35 @@ class Layout:
             return inf
         if self.line:
             segments = float(extent < self.line)
-        else:  # mean partial chunks per row of a panel: panels start at multiples of their extent
+        else:
+            # The mean number of chunks of which a row of a panel contains only a part. Panels start at
+            # multiples of their extent.
             even = gcd(extent, chunk)
             segments = (extent + chunk - even - max(0, extent - chunk + even)) / chunk
         return extent * self.itemsize / segments if segments else inf
 
     def line_scratch(self, panel: Shape) -> int:
-        """Temporary host bytes per thread to read panels of that shape; 0 if they consist of whole lines."""
+        """Temporary host bytes that a thread needs to read panels of shape `panel`.
+
+        They are 0 for a chunked array (`line` is 0) if no panel contains only a part of a chunk's line.
+        """
         return self.scratch_bytes if self.line or self.segment_bytes(panel) < inf else 0
 
     def allows_zero_copy(self, panel: Shape) -> bool:
-        """Whether rows of panels of that shape are long enough for direct copies to the device."""
+        """Whether rows of panels of shape `panel` are long enough for direct copies to the device."""
         return 0 < self.zero_copy_width <= panel[self.contiguous] * (2 if self.pinned else 1)
 
     def is_direct(self, panel: Shape, thin: Shape | None = None) -> bool:
-        """Whether the device copies panels of that shape directly from an array that the caller pinned.
+        """Whether the device copies panels of shape `panel` directly from an array that the caller pinned.
 
-        `thin` is the shape of a thin panel at the start of the run. Its rows may be `THIN_PANEL_EASE` times
-        shorter than those of other panels.
+        If `thin` is given, tell it for thin panels of that shape at the start of the run. Their rows may be
+        shorter than `zero_copy_width` by a factor of `THIN_PANEL_EASE`.
         """
         row = (thin or panel)[self.contiguous]
         return self.pinned and self.allows_zero_copy(panel) and self.zero_copy_width <= THIN_PANEL_EASE * row
 
     def read_amplification(self, shape: Shape, panel: Shape) -> float:
-        """Ratio of the bytes read to the bytes needed, if an array of that shape is read panel by panel."""
+        """Ratio of the bytes read to the bytes needed, if an array is read panel by panel."""
         if self.partial_reads:
             return 1.0
         return overread(shape[0], panel[0], self.read_chunk[0]) * overread(
@@ -235,15 +242,15 @@ class Layout:
         )
 
 
-# `Layout.line_overread` averages over this many consecutive panels, because each starts at another offset in
-# its chunk.
+# `Layout.line_overread` averages over this many consecutive panels, because they start at different offsets
+# in their chunks.
 SAMPLED_PANELS = 64
-# Thin panels are copied directly to the device even if their rows are up to this many times shorter than the
-# minimum. Such copies are slower, but only the first few panels of a run are thin.
+# Rows of thin panels may be shorter than `Layout.zero_copy_width` by this factor and still be copied directly
+# to the device. Such copies are slower, but only the first few panels of a run are thin.
 THIN_PANEL_EASE = 8
 
 
-@lru_cache(4096)  # many candidates have the same extents
+@lru_cache(4096)  # cached, because many candidates have the same extents
 def overread(extent: int, panel: int, chunk: int) -> float:
     """Return the elements read per element needed, along one axis that is stored in chunks.
 

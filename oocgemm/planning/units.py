@@ -13,7 +13,7 @@ _FACTORS = {
     **{p: 1024 ** (i + 1) for i, p in enumerate("KMGTP")},
 }
 _SIZE = re.compile(r"\s*(\d{1,30}(?:\.\d{0,30})?|\.\d{1,30})\s*([a-z]*)\s*", re.IGNORECASE | re.ASCII)
-_SIZE_LIMIT = 2**63  # bytes; larger sizes would overflow 64-bit integers in C
+_SIZE_LIMIT = 2**63  # bytes; larger sizes would overflow the int64 of compiled libraries
 
 
 def parse_size(text: str | int) -> int:

@@ -17,7 +17,7 @@ from oocgemm.planning.tiling import Tile, TileGrid, length
 MAX_TILES = 16  # grids of more tiles are not estimated tile by tile
 
 
-@lru_cache(256)  # many candidates visit the same tiles in the same order
+@lru_cache(256)  # cached, because many candidates visit the same tiles in the same order
 def _walk(traversal: Traversal, down: int, across: int) -> tuple[Tile, ...]:
     return tuple(walk(traversal, down, across))
 
@@ -82,9 +82,10 @@ def drain_end(
 ) -> float:
     """Estimate the time at which the last element of C has been written.
 
-    The multiplications of the last tile of `parts` end at time `end`. `each` are the seconds that the tiles
-    take. Downloading and writing all of C takes `drain_seconds`. The output of a tile starts in its last
-    steps, which take the fraction `last_step` of the tile's time. It proceeds in `strips` blocks of rows.
+    `parts` are the shares of the tiles, and `each` has the seconds from the end of the tile before to the end
+    of each tile. The multiplications of the last tile end at time `end`. Downloading and writing all of C
+    takes `drain_seconds`. A tile drains in `strips` strips, and starts to drain in its last steps, which take
+    the fraction `last_step` of its seconds.
     """
     done, drained = end - sum(each), 0.0
     for part, seconds in zip(parts, each, strict=True):
@@ -98,8 +99,9 @@ def _loaded(lines: Sequence[int], extents: Sequence[int], loaded: float, once: f
     """Divide the bytes that are loaded of one operand among tiles.
 
     Tile number t uses the panels of tile row (or column) `lines[t]`, which has `extents[t]` rows (or columns)
-    of the matrix. `once` is the size of the operand. The first tile of each line loads the line once. The
-    other tiles share the rest of the `loaded` bytes.
+    of the matrix. The first tile visited in each tile row (or column) loads all panels of it. These tiles
+    together load `once` bytes, the size of the operand. The bytes that remain of `loaded` are divided among
+    the other tiles in proportion to `extents`.
     """
     first = [line not in lines[:at] for at, line in enumerate(lines)]
     new = sum(extent for extent, is_first in zip(extents, first, strict=True) if is_first)

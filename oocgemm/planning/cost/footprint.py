@@ -19,10 +19,10 @@ from oocgemm.planning.tiling import TileShape, round_up
 # it.
 DEVICE_ALIGNMENT = 512
 HOST_ALIGNMENT = 4096
-# The host backend applies alpha and beta to C piece by piece. A piece has at most FINISH_PIECE elements, so
-# that it fits into a CPU cache, and needs FINISH_ARRAYS temporary arrays. The temporary arrays use the
-# workspace for casts of panels. The workspace is large enough for pieces of at least MIN_FINISH_PIECE
-# elements.
+# The host backend applies alpha and beta to C piece by piece. FINISH_PIECE is the maximum number of elements
+# of a piece, so that a piece fits into a CPU cache. Each piece needs FINISH_ARRAYS temporary arrays of its
+# length. They are in the workspace that also serves for casts of panels. If the workspace is small, pieces
+# are smaller. It has room for pieces of at least MIN_FINISH_PIECE elements.
 FINISH_PIECE, MIN_FINISH_PIECE, FINISH_ARRAYS = 4096, 512, 3
 
 
@@ -34,7 +34,7 @@ class Candidate:
     slots: Slots
     traversal: Traversal = ROW_BY_ROW
     io_threads: int = 1
-    ramp: int = 0  # thin first steps, see `TileGrid`
+    ramp: int = 0  # number of times that the depth of the first step is halved, see `TileGrid`
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +91,9 @@ def payload_bytes(problem: GemmProblem, tile: TileShape, strip: int) -> dict[tup
 def scratch_bytes(setting: Setting, io_threads: int, tile: TileShape | None = None) -> int:
     """Return the bytes of temporary host memory in which threads read and write chunks.
 
-    `io_threads` threads read, and as many write. Each needs memory to decode or encode one chunk. If panels
-    of the `tile` contain only parts of the array's lines (runs of contiguous elements), each thread needs
-    memory to read these, if that is more.
+    `io_threads` threads read, and as many write. Each needs memory to decode or encode one chunk. If the tile
+    shape is given, the memory also suffices for reads and writes of parts of lines (runs of contiguous
+    elements) in tiles and panels of that shape.
     """
     layouts = setting.layouts
     sources = (layouts.a, layouts.b, *([layouts.c] if setting.problem.reads_c else []))

@@ -1,9 +1,9 @@
-"""Select the rates of a machine that reports show, and name them."""
+"""Select and name those rates of a machine that reports show."""
 
 from oocgemm.planning.cost.calibration import Calibration, StoreRates
 from oocgemm.planning.cost.machine import MachineModel, default_model
 
-# Names in reports of the rates in `MachineModel` and `StoreRates`, in the order in which data flow.
+# The names that reports use for fields of `MachineModel` and `StoreRates`, in the order in which data flow.
 LINKS = {
     "read_cold": "read, disk",
     "read": "read, page cache",
@@ -18,7 +18,10 @@ LINKS = {
 
 
 def link_rates(machine: MachineModel, store: StoreRates | None) -> dict[str, float]:
-    """Return the rates of `LINKS` that apply to a machine, with the rate of the disk if `store` is given."""
+    """Return the rates of `LINKS` that apply to a machine, in bytes per second.
+
+    "read_cold", the rate of reads from the disk, is included only if `store` is given.
+    """
     found = {name: getattr(machine, name) for name in LINKS if hasattr(machine, name)}
     if store is not None:
         found["read_cold"] = store.read_cold

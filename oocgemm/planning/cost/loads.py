@@ -30,9 +30,9 @@ def _times_loaded(
         return a, b
     band = min(traversal.band, down)
     bands = ceil_div(down, band)
-    # A panel of A is reused in the next column, after the panels of all rows of its band were used. A panel
-    # of B is reused in each row of a band, and again in the next band, after the panels of all columns were
-    # used.
+    # Between two uses of a panel of A, in adjacent tile columns, the panels of A of all rows of its band are
+    # used. A panel of B is used in each row of a band: between these uses, the other panels of B of its tile
+    # column are used. Between its uses in two bands, the panels of B of all tile columns are used.
     a = 1 + (across - 1) * (1 - _hit_rate(a_slots, band * steps))
     b = 1 + (bands - 1) * (1 - _hit_rate(b_slots, across * steps))
     return a, b + bands * (band - 1) * (1 - _hit_rate(b_slots, steps))

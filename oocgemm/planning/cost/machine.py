@@ -45,10 +45,10 @@ STRIP_OVERHEAD = 1.03
 # kernels.
 BLOCKS = {"float32": (256, 128), "float64": (64, 128)}
 SMALL_BLOCK = 64, 64
-# Maximum factor by which a partly filled last wave of blocks slows a product down. Where the factor would be
-# larger, cuBLAS chooses smaller blocks.
+# Maximum factor by which a partly filled last wave of blocks slows a product down. If blocks of the size in
+# `BLOCKS` gave a larger factor, cuBLAS would choose smaller blocks.
 MAX_WAVE_QUANTIZATION = 1.1
-# Strips have a multiple of this many rows, so that they consist of whole blocks.
+# Strips have a multiple of this many rows, so that cuBLAS computes them in whole blocks.
 STRIP_BLOCK = 128
 # cuBLAS is 0.6% faster in float32 if rows of large tiles start at multiples of 128 bytes. Tile extents of at
 # least `LARGE_EXTENT` are therefore multiples of `LARGE_UNIT`.
@@ -73,8 +73,8 @@ class KernelRate:
         >>> KernelRate.fitted({64: 50.0, 192: 75.0})
         KernelRate(peak=100.0, half_depth=64.0)
         """
-        # Noise could move the fitted peak far above every measurement. It is limited to 4 times the largest
-        # one.
+        # Noise could move the fitted peak far above every measured rate. The peak is therefore limited to 4
+        # times the largest of them.
         min_intercept = 0.25 / max(rates.values())
         inverse, slope = fit_line([(1 / k, 1 / rate) for k, rate in rates.items()], min_intercept)
         return cls(float(f"{1 / inverse:.6g}"), float(f"{slope / inverse:.6g}"))
@@ -125,10 +125,10 @@ class MachineModel:
     step_latency: float = 10e-6
     write_latency: float = 200e-6
     issue: float = 50e-6
-    # Seconds to read one part of a line (a run of contiguous elements): its share of a system call and, if it
-    # is not in the page cache, of a request to the disk. Measured on parts of 2 to 8 KiB at a stride of 320
-    # KB, on two Zen 5 cores with a virtual disk: 2 to 3 us from the page cache, and 4 us plus 0.8 us per KiB
-    # from the disk.
+    # Additional seconds to read a part of a line (a run of contiguous elements) instead of a whole line. They
+    # are the part's share of a system call and, if it is not in the page cache, of a request to the disk.
+    # Measured on parts of 2 to 8 KiB that start 320 KB apart, on two Zen 5 cores with a virtual disk: 2 to
+    # 3 us from the page cache, and 4 us plus 0.8 us per KiB from the disk.
     segment: float = 4e-6
     arena_seconds_per_byte: float = 0.03 / 2**30
     io_threads: int = 1
@@ -154,9 +154,8 @@ class MachineModel:
     def multiply_seconds(self, rate: str, flops: float, m: int, n: int, k: int) -> float:
         """Return the seconds of `flops` operations, done in products of m x k by k x n blocks.
 
-        Partly filled waves of thread blocks come on top (`wave_quantization`).
-
-        `rate` is the name of the kernel rate (`GemmProblem.rate`).
+        `rate` is the name of the kernel rate (`GemmProblem.rate`). The loss by partly filled waves of thread
+        blocks is not included. The caller multiplies the seconds by `wave_quantization`.
         """
         if flops == 0:
             return 0.0
@@ -195,14 +194,17 @@ class MachineModel:
         )
 
     def upload_rate(self, layout: Layout, panel: Shape, thin: Shape | None = None) -> float:
-        """Return the bytes per second of uploads of panels of that shape, or of `thin` panels if given."""
+        """Return the bytes per second at which panels of shape `panel` are uploaded.
+
+        If `thin` is given, return the rate for thin panels of that shape at the start of the run instead.
+        """
         narrow = (
             layout.allows_zero_copy(panel) and (thin or panel)[layout.contiguous] < layout.zero_copy_width
         )
         return NARROW_ROWS * self.h2d if narrow else self.h2d
 
     def store_rate(self, layout: Layout, panel: Shape) -> float:
-        """Return the bytes per second at which panels of that shape are read from an array of that layout."""
+        """Return the bytes per second at which panels of shape `panel` are read from an array."""
         if layout.in_memory:
             if not self.pin or not layout.allows_zero_copy(panel):
                 return self.memory
@@ -212,16 +214,17 @@ class MachineModel:
                 ceil_div(extent, chunk) for extent, chunk in zip(panel, layout.read_chunk, strict=True)
             )
             return self.decode * min(1.0, CODEC_WORKERS * max(1, chunks) / self.cores)
-        # Between two rows of a panel, the file has bytes that are not needed. Short gaps are read too, longer
-        # ones are skipped with another request: the cheaper of the two counts. The cost of gaps follows from
-        # `read_scattered`, where gaps are as long as rows.
+        # Between two rows of a panel, the file has a gap: bytes that are not needed. Either the gap is read
+        # too, or it is skipped, and the next row takes another request. The model counts the shorter of the
+        # two times. The time to read a gap follows from `read_scattered`, since the reads that were measured
+        # for that rate have gaps as long as the rows.
         gaps = (layout.line_overread(panel) - 1) * max(0.0, 1 / self.read_scattered - 1 / self.read)
         return 1 / (1 / self.read + min(gaps, self.segment / layout.segment_bytes(panel)))
 
     def partial_line_cost(self, layout: Layout, panel: Shape) -> float:
-        """Return how much longer reads of panels of that shape take per byte than reads of whole lines.
+        """Return the time per byte to read panels of shape `panel`, divided by that to read whole lines.
 
-        A line is a run of contiguous elements. The factor is at least 1.
+        A line is a run of contiguous elements of the stored array. The ratio is at least 1.
         """
         if layout.in_memory or layout.decode_bytes:
             return 1.0
@@ -236,7 +239,7 @@ def default_model(backend: str, cores: int) -> MachineModel:
             kernels={
                 "float16": KernelRate(576e12, 300),
                 "bfloat16": KernelRate(576e12, 300),
-                "int8": KernelRate(1056e12, 4500),  # each step adds int32 sums to float64 sums
+                "int8": KernelRate(1056e12, 4500),  # deep: each step also adds its int32 sums to C in float64
                 "float32": KernelRate(52.5e12, 70),
                 "float64": KernelRate(55.8e12, 25),
                 "complex64": KernelRate(48e12, 90),
@@ -256,9 +259,13 @@ def default_model(backend: str, cores: int) -> MachineModel:
             write=1.6e9,
             cores=cores,
             multiprocessors=132,
-            segment=2e-6,  # several threads on an H100's host take 0.3 to 0.5 us from the page cache
-            io_threads=min(8, cores),  # more threads only compete for memory bandwidth
-            device_reserve=80 << 20,  # cuBLAS's handle, kernels and workspace took over 64 MiB on an H200
+            # Several threads on an H100's host took 0.3 to 0.5 us per part of a line from the page cache. The
+            # default allows for slower storage.
+            segment=2e-6,
+            # More I/O threads would only compete for memory bandwidth.
+            io_threads=min(8, cores),
+            # cuBLAS's handle, kernels and workspace took over 64 MiB on an H200.
+            device_reserve=80 << 20,
             host_reserve=1 << 20,
         )
     fp64 = 55e9 * cores
@@ -288,7 +295,7 @@ def default_model(backend: str, cores: int) -> MachineModel:
         shares_cores=True,
         unified=True,
         prepare=100e6,
-        device_reserve=(8 << 20) * cores,  # measured size of OpenBLAS's packing buffers
+        device_reserve=(8 << 20) * cores,  # the measured size of OpenBLAS's packing buffers
         host_reserve=8 << 20,
         casts_panels=True,
     )

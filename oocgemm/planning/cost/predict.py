@@ -62,9 +62,10 @@ def read_amplification(setting: Setting, tile: TileShape) -> dict[str, float]:
 
 
 def min_seconds(setting: Setting, tile: TileShape) -> float:
-    """Return a lower bound on the predicted time of all candidates with that tile shape.
+    """Return a lower bound on the predicted time of all candidates with the tile shape `tile`.
 
-    The bound assumes that all of the budgets cache panels from each tile to the next.
+    The bound assumes that both budgets are used only to cache panels, and that each tile uses all panels that
+    are cached when it starts.
     """
     problem, layouts, machine, budgets = setting.problem, setting.layouts, setting.machine, setting.budgets
     grid, (m, n, k) = TileGrid.of(problem, tile), extents(problem, tile)
@@ -124,7 +125,8 @@ def predict(setting: Setting, candidate: Candidate, loads: Loads | None = None) 
     parts, bubbles = shares(problem, grid, candidate.traversal, loads), 0.0
     if len(parts) > 1 and not machine.shares_cores:
         bubbles += _first_tile_faults(streams, machine, parts[0], grid.steps, lanes["compute"])
-    elif not machine.shares_cores:  # with many tiles, page faults always delay the first ones
+    elif not machine.shares_cores:
+        # With one tile or more than `MAX_TILES`, assume that every page fault delays multiplications.
         start_up += sum(s.faulted for s in streams) * machine.arena_seconds_per_byte
     if slots.c == 1 and tiles > 1:
         exposed = max(drain - 2 * turn_steps * step, drain / strips)
@@ -156,9 +158,9 @@ def _combine(
     in which the rest of C is written. `drain_terms` are the last three arguments of `drain_end`.
     """
     if machine.shares_cores:
-        # Every copy takes time from the cores that multiply. Of the time of a Write, only the fraction
-        # WRITE_CPU_SHARE does, since the core waits for the disk in the rest. The time to load the first
-        # panels counts as start-up.
+        # The cores that multiply also copy. A Write keeps a core busy only for the fraction WRITE_CPU_SHARE
+        # of its time: in the rest, it waits for the disk. The time to load the first panels is subtracted,
+        # because it counts as start-up.
         busy = sum(lanes.values()) - (1 - WRITE_CPU_SHARE) * lanes["write"] + bubbles - first
         tail = drain_end(parts, tile_seconds(parts, busy, 0.0, prefetch=False), busy, *drain_terms) - busy
         return busy, tail
@@ -178,11 +180,12 @@ def _combine(
 
 
 def _occupied(lanes: Mapping[str, float], first: float, *, in_turn: bool) -> dict[str, float]:
-    """Return the seconds for which each lane (disk, link or processor) is busy, except for the first panels.
+    """Return the seconds for which each lane (disk, link or processor) is busy after the start-up.
 
-    `first` are the seconds to load the first panels. With one host slot per operand, reads and uploads cannot
-    overlap (`in_turn`). For emulated products, the kernel that splits panels into int8 matrices
-    shares the GPU with multiplications, so that its time is added to theirs.
+    `first`, the seconds to load the first panels, is subtracted from the lanes that load panels. `in_turn`
+    means that reads and uploads cannot overlap, because an operand has a single host slot: the time of both
+    then counts in the lane "read". For emulated products, the time of the kernel that splits panels into int8
+    matrices is added to that of multiplications, since both use the GPU.
     """
     reading = lanes["read"] + lanes["h2d"] if in_turn else lanes["read"]
     loading = {lane: max(0.0, (reading if lane == "read" else lanes[lane]) - first) for lane in LOADING}
@@ -211,9 +214,10 @@ def _bursts(
 ) -> float:
     """Return the seconds for which multiplications wait because many panels are needed at once.
 
-    The first tile loads all its panels while it is computed. Its wait counts only if `first_tile`. A later
-    tile loads many panels at once if none of the cached panels is of use to it. Its loads may start one tile
-    earlier, so that the time of two tiles hides them.
+    The first tile loads all its panels while it is computed. Its wait is included only if `first_tile`;
+    otherwise the caller counts it elsewhere. A later tile loads many panels at once if it uses none of the
+    cached panels. Its loads may start while the tile before it is computed, so that the time of two tiles
+    hides them.
     """
     if machine.shares_cores:
         return 0.0
@@ -240,8 +244,8 @@ def _first_tile_faults(
     """
     loading = beginning.loaded * sum(s.read / s.rate for s in streams)
     spare = max(0.0, beginning.computed * compute - loading)
-    # Per operand: the fraction of the tile's steps that read into buffers for the first time, and the seconds
-    # of the page faults.
+    # Per operand: the fraction of the first tile's steps that read into host slots not used before, and the
+    # seconds of the page faults in these steps.
     faults = [
         (min(1.0, s.host_slots / steps), min(s.host_slots * s.panel, s.tile) * machine.arena_seconds_per_byte)
         for s in streams

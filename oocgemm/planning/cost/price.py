@@ -6,10 +6,10 @@ from oocgemm.planning.tiling import Layout, Shape
 
 
 def panel_rate(setting: Setting, layout: Layout, shape: Shape, panel: Shape) -> float:
-    """Return the bytes per second at which an operand of that shape is read in panels of shape `panel`.
+    """Return the bytes per second at which an operand of shape `shape` is read in panels of shape `panel`.
 
-    Only needed bytes count. The time includes reads of other bytes of the same chunks, and the digests that
-    the host computes if the device computes checksums.
+    The rate counts only bytes of the panels. The seconds include the time to read the other bytes of the same
+    chunks. If the device computes checksums, they also include the time in which the host computes digests.
     """
     rate = setting.machine.store_rate(layout, panel) / layout.read_amplification(shape, panel)
     return 1 / (1 / rate + DIGEST_SECONDS_PER_BYTE) if setting.problem.checked == "device" else rate
@@ -22,5 +22,6 @@ def strip_rate(setting: Setting, strip: Shape) -> float:
         return 1 / (1 / machine.write + machine.segment / layout.segment_bytes(strip))
     if not layout.in_memory:
         return machine.write
-    # Checksums are compared in host slots. Therefore a checked C is never downloaded directly into its array.
+    # The checksums of C are checked in host slots. Therefore a C with checksums is never downloaded directly
+    # into its array.
     return INSTANT if layout.is_direct(strip) and not setting.problem.checked else machine.memory

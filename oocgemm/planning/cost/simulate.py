@@ -64,7 +64,8 @@ def duration(operation: Operation, setting: Setting) -> float:
                 factor = STRIP_OVERHEAD if rows < m else machine.wave_quantization(problem.rate, m, n)
             seconds = factor * machine.multiply_seconds(problem.rate, operation.flops, m, n, k) if k else 0.0
             return seconds + machine.step_latency
-        case _:  # a Prepare, or a Finish, which has no bytes
+        case _:
+            # A Prepare, or a Finish. The `bytes` of a Finish are 0, so that it takes only `step_latency`.
             return operation.bytes / machine.prepare + machine.step_latency
 
 

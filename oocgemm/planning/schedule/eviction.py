@@ -19,8 +19,8 @@ from math import gcd
 # Next use of a panel that is never used again, larger than every step number.
 NEVER = 1 << 62
 
-# Spreading does not apply to the panels of the first steps of a tile, this many. With fewer, spreading would
-# load more panels in total than Belady's policy does.
+# Number of steps at the start of a tile whose panels are evicted last, as under Belady's policy. Misses are
+# spread over the other steps. With a smaller number, more panels are loaded in total than under that policy.
 UNSPREAD_STEPS = 3
 
 # Maximum heap entries per slot. A full heap is rebuilt without its stale entries, which bounds the memory.
@@ -33,8 +33,8 @@ Panel = tuple[int, int]
 class SlotCache:
     """Simulate a cache of `count` slots for the panels of one operand, on the device or on the host.
 
-    Panels are acquired in program order. Misses are spread evenly over the `spread` steps of a tile. If
-    `spread` is 1, the panel whose next use is furthest away is evicted (Belady's policy).
+    Panels are acquired in program order. `spread` is the number of steps of a tile over which misses are
+    spread evenly. If it is 1, the panel whose next use is furthest away is evicted (Belady's policy).
     """
 
     def __init__(self, count: int, spread: int = 1) -> None:
@@ -92,7 +92,8 @@ class SlotCache:
 
     def latest(self) -> list[Panel | None]:
         """List the panels of the group of steps that ended last; None for a panel that is not used again."""
-        slots = list(dict.fromkeys(reversed(self._latest)))[::-1]  # several steps may use one slot
+        # A slot that two steps of the group used is listed once.
+        slots = list(dict.fromkeys(reversed(self._latest)))[::-1]
         return [self._keys[slot] if self._next_use[slot] != NEVER else None for slot in slots]
 
     def refill(self, live: Sequence[tuple[int, Panel]], latest: Sequence[Panel | None]) -> None:
@@ -108,10 +109,10 @@ class SlotCache:
         self._rebuild_heap()
 
     def _rank(self, slot: int, next_use: int) -> None:
-        """Set the next use of the panel in a slot, and enter the slot into the heap."""
+        """Set the next use of the panel in a slot, and push the slot onto the heap."""
         self._next_use[slot] = self._ranked(next_use)
-        # A heap entry becomes stale when its slot is used again. Only evictions remove stale entries, so that
-        # the heap could grow without bound.
+        # A heap entry becomes stale when its slot is used again. Stale entries are removed by evictions, and
+        # here if there are many. Without evictions, the heap would grow without bound.
         if len(self._heap) >= MAX_HEAP_PER_SLOT * self._count:
             self._rebuild_heap()
         else:
@@ -125,9 +126,11 @@ class SlotCache:
         heapify(self._heap)
 
     def _ranked(self, next_use: int) -> int:
-        """Permute the next uses within a tile, so that the panels evicted first are spread over its steps.
+        """Return the rank of a next use. Of the cached panels, one with the largest rank is evicted.
 
-        The first `UNSPREAD_STEPS` steps are not permuted.
+        The rank of a step is the step number, permuted within the tile. Thus the panels that are evicted
+        first, which a later tile must load again, are spread over that tile's steps. The first
+        `UNSPREAD_STEPS` steps of a tile are not permuted.
         """
         tile, step = divmod(next_use, self._steps)
         if step < UNSPREAD_STEPS or next_use == NEVER:
@@ -137,7 +140,7 @@ class SlotCache:
 
     def _victim(self) -> int:
         if len(self._where) < self._count:
-            return len(self._where)  # slots that are still empty come first, in order
+            return len(self._where)  # the first empty slot
         current, latest = self._current, self._latest
         for avoided in ((*current, *latest), (*current, *latest[-1:]), current):
             slot = self._furthest(avoided)
@@ -154,7 +157,7 @@ class SlotCache:
             entry = heappop(self._heap)
             use, used, slot = entry
             if self._used[slot] != used or -use != self._next_use[slot]:
-                continue  # the slot has been used since it was entered
+                continue  # stale: the slot has been used, or its next use has changed, since this entry
             passed.append(entry)
             if slot not in avoided:
                 found = slot
@@ -166,8 +169,8 @@ class SlotCache:
 def _even_stride(steps: int) -> int:
     """Choose a stride s such that the multiples 0, s, 2 s, ... modulo `steps` are spread evenly.
 
-    Any number of the first multiples is spread evenly, and all `steps` multiples differ. The stride is near
-    0.618 `steps` (the golden section) and coprime to `steps`. By the three-gap theorem (Sos, 1958), the gaps
-    between the first multiples have at most three lengths.
+    For every i, the first i multiples are spread evenly. The stride is near 0.618 `steps` (the golden
+    section): by the three-gap theorem (Sos, 1958), the gaps between the first i multiples have at most three
+    different lengths. The stride is also coprime to `steps`, so that the first `steps` multiples differ.
     """
     return next(stride for stride in range(round(0.618 * steps), 2 * steps + 2) if gcd(stride, steps) == 1)

@@ -23,13 +23,13 @@ from oocgemm.planning.tiling import Range, Tile, length
 
 T = TypeVar("T")
 
-# Streams whose operations run one after another in program order. To wait for one of them is to wait for all
-# earlier ones of its stream too. Reads from storage and writes to storage may run in any order.
+# Streams whose operations run one after another in program order. Waiting for one of these operations
+# includes waiting for all earlier operations of its stream. Reads and Writes may run in any order.
 IN_ORDER = frozenset({"h2d", "h2d-c", "prepare", "compute", "d2h"})
 
 
-# An access to elements [start, stop) of a buffer: start, stop, the completion of the operation, its stream,
-# and whether it writes.
+# An access of an operation to elements [start, stop) of a slot: start, stop, the operation's token, its
+# stream, and whether it writes the elements.
 _Access = tuple[int, int, T, str, bool]
 
 
@@ -48,7 +48,11 @@ class HazardTracker(Generic[T]):
         self._accesses: defaultdict[Slot, list[_Access[T]]] = defaultdict(list)
 
     def admit(self, operation: Operation, token: T) -> list[T]:
-        """Return the tokens of the earlier operations that this one must wait for, in program order."""
+        """Return the tokens of the earlier operations that `operation` must wait for.
+
+        Operations must be admitted in program order. `token` stands for `operation` in the results of later
+        calls.
+        """
         waits: list[T] = []
         stream = operation.stream
         in_order = stream in IN_ORDER
@@ -61,8 +65,8 @@ class HazardTracker(Generic[T]):
                     if begin < stop and start < end:
                         waits.append(other)
                     kept.append(access)
-                # Drop an earlier read of the same in-order stream that this read covers. It ends before this
-                # read, so that it suffices to wait for this one.
+                # Drop an earlier read of the same in-order stream if this read covers all its elements. The
+                # earlier read ends first, so that later writes need only wait for this read.
                 elif not in_order or its_stream != stream or begin < start or stop < end:
                     kept.append(access)
             kept.append((start, stop, token, stream, False))
@@ -73,7 +77,8 @@ class HazardTracker(Generic[T]):
                 begin, end, other, _, _ = access
                 if begin < stop and start < end and other is not token and other not in waits:
                     waits.append(other)
-                if begin < start or stop < end:  # some of its elements are not overwritten
+                # Keep an access if this operation does not overwrite all its elements.
+                if begin < start or stop < end:
                     kept.append(access)
             kept.append((start, stop, token, stream, True))
             self._accesses[slot] = kept

@@ -73,7 +73,7 @@ LANES = {
 }
 
 
-# Reads that decode chunks and Writes that encode chunks count in these lanes instead.
+# Replacements of lanes in `LANES`, for Reads that decode chunks and Writes that encode chunks.
 _CODED = {Lane.READ: Lane.DECODE, Lane.WRITE: Lane.ENCODE}
 _LOADS = (Kind.READ, Kind.UPLOAD)
 
@@ -333,9 +333,10 @@ class Schedule:
         yield Operation(Kind.WRITE, "C", tile, last, (host,), (), rows, n, bytes=size, coded=coded)
 
     def _strip_parts(self, tile: Tile, rows: Range, number: int) -> tuple[Range, int, Region]:
-        """Return the column range, the bytes and the host buffer of a strip, the given rows of a tile of C.
+        """Return (range of columns, size in bytes, region of a host slot) of a strip of C.
 
-        `number` counts the strips of the run. Strips use the host buffers in turn.
+        The strip consists of the given `rows` of a tile. Strips use the host slots in turn: `number`, the
+        number of the strip in the run, selects the slot.
         """
         n = self.grid.cols(tile[1])
         elements = length(rows) * length(n)
@@ -343,11 +344,13 @@ class Schedule:
         return n, elements * self.problem.itemsizes["C"], host
 
     def _sums(self, slot: Slot, tile: Tile, rows: Range) -> tuple[Region, ...]:
-        """Return the region of the checksums of rows of a tile; empty unless the device computes checksums.
+        """Return the region of the checksums of `rows` of a tile, in a tuple.
 
-        The checksums of a panel or of a finished strip need no region: every operation that accesses them
-        also accesses the start of the data in the same slot. The rows of a tile start at different offsets
-        of their slot. Therefore their checksums need a separate region.
+        The tuple is empty unless the device computes checksums. The checksums of a panel or of a finished
+        strip need no region of their own: every operation that accesses them also accesses data at the start
+        of the same slot, so that the regions of the data overlap. In an accumulator, an operation accesses
+        some rows. Where these start depends on the width of the tile. Thus two operations on tiles of
+        different widths may access the same checksums, but different data.
         """
         if self.problem.checked != "device":
             return ()

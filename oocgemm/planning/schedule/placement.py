@@ -18,10 +18,11 @@ def step_groups(
     """Divide the steps of a tile into groups; yield (whether the group runs strip by strip, its steps).
 
     Strip by strip means that all steps of the group are applied to some rows of the tile, then to the next
-    rows.
+    rows. The panels of a group are all loaded before it runs.
 
-    The panels of a group are all loaded before it runs. `first` marks the first tile of the product: no tile
-    before it has rows to download meanwhile. `last` marks the last tile.
+    `first` tells that the tile is the first one of the product. Its first steps then do not run strip by
+    strip, because no earlier tile has strips to download. `last` tells that the tile is the last one. It ends
+    with `Slots.last_steps` steps that run strip by strip. Other tiles end with `Slots.turn_steps` of them.
     """
     tail = min(slots.last_steps if last else slots.turn_steps, len(order))
     stop = len(order) - tail
@@ -46,11 +47,11 @@ class Placed(NamedTuple):
 # A step, and the buffers of its panels of op(A) and op(B).
 Step = tuple[int, Placed, Placed]
 
-# Maximum number of panels in the memoised states of caches. Above it, all states are dropped, to bound the
-# memory: a panel takes about 100 bytes, in several states each.
+# Maximum number of memoised results times the slots of the operand. Above it, all results are dropped, which
+# bounds the memory: a result contains two or three states of the caches, with about 100 bytes per slot.
 MAX_MEMOISED_PANELS = 300_000
-# Comparing two states of a cache takes as long as placing one panel per this many slots. It converts
-# comparisons to placements, the unit of `max_work`.
+# Comparing two states of caches with s slots takes about as long as placing s / SLOTS_PER_PLACEMENT panels.
+# It counts as so many placements towards `max_work`, the maximum number of placements.
 SLOTS_PER_PLACEMENT = 4
 
 
@@ -64,9 +65,9 @@ class Loads:
     b_read: float
 
 
-# The contents of an operand's slots on each tier: the panels that are used again, soonest first, and the
-# panels of the latest steps. Tile rows (or columns) are relative to the current tile, so that the states of
-# two caches can be equal at different tiles.
+# Per tier, the contents of an operand's slots: `SlotCache.live` without next uses, and `SlotCache.latest`.
+# A panel's tile row (or column) is relative to that of the current tile. Thus the contents at two tiles can
+# be equal, although the panels differ.
 Contents = tuple[tuple[tuple[Panel, ...], tuple[Panel | None, ...]], ...]
 
 
@@ -115,7 +116,7 @@ class Panels:
             cache.advance()
 
     def contents(self, position: int) -> Contents:
-        """Return the contents of the caches. Tile rows (or columns) are relative to that at `position`."""
+        """Return the contents of the caches, relative to the tile at `position`."""
         own = self.line(position)
         return tuple(
             (
@@ -126,7 +127,7 @@ class Panels:
         )
 
     def refill(self, contents: Contents, position: int) -> None:
-        """Restore `contents`, with tile rows (or columns) relative to the tile at `position`."""
+        """Fill the caches with `contents`, which are relative to the tile at `position`."""
         own = self.line(position)
         for cache, (live, latest) in zip(self._tiers, contents, strict=True):
             panels = [(row + own, step) for row, step in live]
@@ -136,10 +137,12 @@ class Panels:
             )
 
     def state(self, position: int) -> object:
-        """Return a key with this property: tiles with equal keys load the same panels.
+        """Return a key of the caches before a tile. Tiles with equal keys load the same panels.
 
-        Of the next uses, only their order matters, and how many of them come before the next uses of the
-        tile's own panels.
+        The key has the cached panels in the order of their next uses, but not the step numbers of these uses.
+        The panels' tile rows (or columns) are relative to the tile. The key also has the number of cached
+        panels whose next use comes before that of the tile's own panels, because it determines the place of
+        the tile's panels in the order.
         """
         row = self.line(position)
         later = self._next_use.tile(row, position)
@@ -156,8 +159,9 @@ class _TooMuchWork(Exception):  # noqa: N818 - not an error: it only ends the co
 class Placing:
     """Assign slots to the panels of both operands, tile by tile, on the device and on the host.
 
-    The order and the grouping of a tile's steps depend only on the tile's coordinates. Otherwise a resumed
-    run would not be bit-identical: a kernel may round some rows of a tile differently from the whole tile.
+    The order of a tile's steps, and which of them run strip by strip, depend only on the tile's coordinates.
+    Both affect rounding: sums depend on their order, and a kernel may round the product of a strip
+    differently from the same rows of the product of the whole tile. A resumed run is therefore bit-identical.
     """
 
     def __init__(
@@ -254,9 +258,9 @@ class Placing:
         depths: Sequence[int],
         known: dict[object, tuple[tuple[int, int], Contents]],
     ) -> tuple[int, int]:
-        """Place a tile's panels of one operand. Sum the depth of those uploaded, and of those read."""
-        # Memoise the loads of tiles only if it saves time. In a large cache with few steps per tile, it is
-        # faster to place the panels than to compare states of the cache.
+        """Place a tile's panels of one operand. Return the summed depths of those uploaded and those read."""
+        # Memoise the result for a tile only if that saves time. If the caches are large and a tile has few
+        # steps, comparing states of the caches takes longer than placing the tile's panels.
         memoised = panels.slots <= 4 * len(depths)
         state: object = None
         if memoised:

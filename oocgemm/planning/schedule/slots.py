@@ -71,7 +71,8 @@ class Slots:
     - `strip`: a tile drains in strips of this many rows.
     - `drain`: the last `drain` steps of the last tile run strip by strip, so that its first strips drain
       while later ones are multiplied.
-    - `turn`: the number of such steps in every other tile; 0 means half of `drain`.
+    - `turn`: with one accumulator, the last `turn` steps of each tile but the last run strip by strip, and so
+      do the first `turn` steps of the next tile. 0 means half of `drain`, rounded up.
     """
 
     a: int = 2
@@ -99,11 +100,11 @@ class Slots:
     def turn_steps(self) -> int:
         """Number of steps that run strip by strip at the end of a tile, and at the start of the next one.
 
-        A strip is some rows of a tile: they are written to storage while the next strip is multiplied. With
-        one accumulator (room for one tile of C), the last steps of a tile overlap half of its output, and the
-        first steps of the next tile the other half. With two accumulators, the number is 0: the output of a
-        tile overlaps the product of the next one in the other accumulator. It does not apply to the last
-        tile.
+        A strip is some rows of a tile. While one strip is multiplied, the strip before it is downloaded and
+        written. With one accumulator (room for one tile of C), the last steps of a tile overlap one half of
+        its output, and the first steps of the next tile overlap the other half. With two accumulators, the
+        number is 0, because the next tile is computed in the other accumulator meanwhile. The number for the
+        end of the last tile is `last_steps` instead.
         """
         return min(self.turn or -(-self.last_steps // 2), self.last_steps) if self.c == 1 else 0
 

@@ -75,8 +75,8 @@ class Walk(Sequence[Tile]):
     ) -> None:
         self.traversal = traversal
         self.axis = traversal.axis
-        # A band consists of tile rows (axis 0) or columns (axis 1). There are `_down` of these, of `_across`
-        # tiles each.
+        # A band consists of tile rows (axis 0) or tile columns (axis 1). The grid has `_down` of these rows
+        # or columns, and each of them has `_across` tiles.
         self._down, self._across = (tile_rows, tile_cols) if self.axis == 0 else (tile_cols, tile_rows)
         self.whole = self._down * self._across
         self._positions: array[int] | None = None
@@ -99,10 +99,8 @@ class Walk(Sequence[Tile]):
     def bands(self) -> Iterator[tuple[int, int, object]]:
         """Yield (start position, stop position, key) of each band of tile rows or columns.
 
-        The walk must visit the whole grid.
-
-        Bands with equal keys visit the same tiles relative to their first row. No other band has the key of
-        the last one, since the tiles of the last band may be smaller.
+        The walk must visit the whole grid. Bands with equal keys visit the same sequence of tiles, relative
+        to their first row (or column). The last band has a key of its own, since its tiles may be smaller.
         """
         for top in range(0, self._down, self.traversal.band) if self._across else ():
             height = self._height(top)
@@ -123,9 +121,10 @@ class Walk(Sequence[Tile]):
         return None
 
     def _next(self, crosses: bool, line: int, position: int) -> int | None:
-        """Return the same as `next_in`, but positions count all tiles of the grid.
+        """Find the next position after `position` in the tile row or column `line`; None if there is none.
 
-        `line` is a tile row or column. Either it `crosses` the bands, or it is part of one band.
+        Unlike in `next_in`, positions count all tiles of the grid, even those that the walk does not visit.
+        `crosses` tells that `line` has tiles in every band. Otherwise all tiles of `line` are in one band.
         """
         band, area = self.traversal.band, self.traversal.band * self._across
         if not crosses:
@@ -137,7 +136,7 @@ class Walk(Sequence[Tile]):
                 if c < self._across and start + c * height + row > position:
                     return start + c * height + row
             return None
-        # A line that crosses a band has consecutive positions in it.
+        # Within each band, the tiles of `line` have consecutive positions.
         for top in (position // area * band, (position // area + 1) * band):
             if top < self._down:
                 height = self._height(top)
@@ -232,9 +231,12 @@ class NextUse:
         return positions[index] if index < len(positions) else None
 
     def __call__(self, line: int, step: int, position: int) -> int:
-        """Return the number of the first use of a panel after the tile at `position`, or NEVER."""
+        """Return the number of the next use of a panel in a tile after the one at `position`, or NEVER.
+
+        The panel is that of `step` in tile row (or column) `line`. The class explains the numbers of uses.
+        """
         later = self.tile(line, position)
-        if later is None or step >= self._steps:  # the panels of thin steps are used in one tile only
+        if later is None or step >= self._steps:  # thin steps, and their panels, occur in one tile only
             return NEVER
         ahead = step if self._known[3] else self._steps - 1 - step
         return later * self._steps + ahead

@@ -26,13 +26,13 @@ def candidates(
     """Yield candidates that fit the budgets. If `tile` is given, all of them have that tile shape.
 
     Tile shapes come in ascending order of a lower bound on the predicted seconds of their candidates. The
-    enumeration ends before the first shape whose bound exceeds `limit()`. The function is called before each
-    shape, so that a caller can lower the limit as it finds better candidates.
+    enumeration ends before the first shape whose bound exceeds `limit()`. `limit` is called again for each
+    shape, so that the caller can lower its result after it has found better candidates.
     """
     problem, machine = setting.problem, setting.machine
     none = True
-    # If memory is scarce, it may have room for tiny tiles only, or for none, beside panels of the best
-    # depths.
+    # Beside panels of the best depths, scarce memory may have room for tiny tiles only, or for no tile.
+    # Therefore all depths are tried.
     scarce = setting.budgets.device - machine.device_reserve < SCARCE_MEMORY
     for every_depth in (False, True):
         tried = [(tile, 2)] if tile else list(shapes(setting, every_depth=every_depth))
@@ -65,12 +65,11 @@ def min_tile(setting: Setting) -> TileShape:
 def io_threads(setting: Setting) -> int:
     """Choose the number of reader threads, which is also the number of writer threads.
 
-    - `MachineModel.io_threads` suffice for plain copies.
-    - If a GPU multiplies, 1.5 times as many (at most one per core) read large chunks, arrays in memory, or
-      panels with digests.
-    - Codecs need at least `MachineModel.codec_threads`.
-    - The temporary memory of all threads takes at most half of the host budget, if necessary with fewer
-      threads.
+    - The number is `MachineModel.io_threads` for plain copies.
+    - It is 1.5 times as large, but at most one per core, if a GPU multiplies and reads need more work of the
+      CPU: A or B has large chunks (`LARGE_CHUNK`), both are in host memory, or reads compute digests.
+    - It is at least `MachineModel.codec_threads` if chunks are decoded or encoded.
+    - It is reduced until the temporary memory of all threads takes at most half of the host budget.
     """
     problem, machine, layouts = setting.problem, setting.machine, setting.layouts
     read = (layouts.a, layouts.b, layouts.c) if problem.reads_c else (layouts.a, layouts.b)

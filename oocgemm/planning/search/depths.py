@@ -12,7 +12,7 @@ from oocgemm.planning.tiling import ceil_div, round_up
 # Depths to try for all dtypes, and further ones for int8.
 DEPTHS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192)
 BYTE_DEPTHS = (16384, 32768)
-# Maximum number of these depths for which tile shapes are enumerated. More would take longer to plan.
+# Tile shapes are enumerated for this many depths, the best ones. With more, planning would take longer.
 BEST_DEPTHS = 4
 # Maximum time to load the panels of a step, relative to the time in which the host issues the step, if m and
 # n are so small that deep panels pay. See `_deep_depths`.
@@ -40,8 +40,9 @@ def link_rate(setting: Setting, tile: tuple[int, int, int]) -> float:
 def _usual_depths(setting: Setting, memory: int) -> list[int]:
     """List the depths to try: `DEPTHS`, small multiples of the chunks along k, and the maximum depth.
 
-    Depths that are multiples or divisors of chunks come first. Within these and within the other depths, the
-    order is that of the estimated time of the product, with a square tile that fills the memory.
+    Multiples and divisors of the chunks' extents along k come first, then all other depths. Both parts are in
+    ascending order of the estimated time of the product. The estimate is for a square tile that, with its
+    panels, fills `memory` bytes.
     """
     problem, machine, layouts = setting.problem, setting.machine, setting.layouts
     depth = max(1, problem.depth)
@@ -54,7 +55,8 @@ def _usual_depths(setting: Setting, memory: int) -> list[int]:
 
     def seconds(k: int) -> float:
         itemsize, acc = problem.itemsizes["A"], problem.itemsizes["acc"]
-        # A tile and its panels fill the memory: side^2 + 4 panels side = memory, in accumulator elements.
+        # A square tile and its panels fill the memory: side^2 + (4 * panels) * side = memory. Sizes are in
+        # elements of the accumulator. The second term is the size of the panels and their workspace.
         panels = k * (2 * itemsize + workspace_per_element(problem, machine)) // (2 * acc)
         side = isqrt(4 * panels**2 + max(1, memory // acc)) - 2 * panels
         if side < 1:
@@ -90,7 +92,8 @@ def _deep_depths(setting: Setting) -> list[int]:
     issuing. Still deeper panels would only fault in more memory and overlap less.
     """
     problem, machine, layouts = setting.problem, setting.machine, setting.layouts
-    per_k = problem.m * problem.itemsizes["A"] + problem.n * problem.itemsizes["B"]  # bytes if k = 1
+    # Bytes of a panel of A and of a panel of B, per unit of their depth.
+    per_k = problem.m * problem.itemsizes["A"] + problem.n * problem.itemsizes["B"]
     # Operations per step: a multiplication, two reads and, with a GPU, two uploads.
     issuing = machine.issue * (3 if machine.unified else 5)
     unit = lcm(layouts.a.read_chunk[1], layouts.b.read_chunk[0])

@@ -33,7 +33,8 @@ EFFORT, MAX_EFFORT = 0.004, 0.5
 # Estimated seconds that the planner takes per step to count the loads of a candidate, and per operation to
 # simulate it.
 COUNT_SECONDS, SIMULATE_SECONDS = 20e-6, 15e-6
-FINALISTS = 4  # candidates with the best predictions, which are compared more exactly
+# Number of best candidates that are compared by counted loads and by simulated schedules.
+FINALISTS = 4
 # Maximum number of further candidates, besides the best one, from which `_with_shorter_tail` derives shapes.
 SEEDS = 3
 # A tile shape is skipped if a lower bound on its time exceeds the best predicted time by this factor.
@@ -43,7 +44,7 @@ PRUNE_FACTOR = 1.1
 MIN_SLOW, MIN_FASTER = 5.0, 10
 # Predicted times with at most this relative difference count as equal, since the cost model is no more exact.
 CLOSE = 0.01
-MAX_EXPLAINED = 6  # candidates that a plan keeps for explanations
+MAX_EXPLAINED = 6  # maximum number of candidates that a plan keeps for `Plan.explain`
 
 
 def make_plan(
@@ -75,9 +76,10 @@ def _plan_with_advice(setting: Setting, tile: TileShape | None) -> Plan:
 def _faster(plan: Plan) -> Faster | None:
     """Find larger budgets that make a slow product at least `MIN_FASTER` times as fast, or return None.
 
-    Only budgets of 2 and 4 times the size are tried, smaller ones first. They gain that much only if tiles
-    are tiny, so that chunks are decoded many times or issuing operations takes most of the time. A plan that
-    is not many times slower than reading and multiplying alone is therefore not slow, and nothing is tried.
+    The device budget, the host budget and both are doubled, then quadrupled. The first budgets that suffice
+    are returned. No budgets are tried if the product takes less than `MIN_SLOW` seconds. None are tried
+    either if it takes less than `MIN_FASTER` times as long as to read the operands once and to multiply them,
+    since no plan is much faster than that.
     """
     setting = plan.setting
     problem, budgets, machine = setting.problem, setting.budgets, setting.machine
@@ -106,12 +108,14 @@ def resumed_plan(
 ) -> Plan:
     """Return a plan that completes an interrupted run: it computes the tiles that are not in `done`.
 
-    `candidate` is the choice of the interrupted run. If the budgets are smaller than then, the plan caches
-    fewer panels. It changes nothing that affects rounding, so that the result is bit-identical. Raises
-    `BudgetError` if the plan does not fit even with the fewest panels and one thread.
+    `candidate` is the tile shape, slots and traversal that the interrupted run used. If they do not fit the
+    present budgets, the plan caches fewer panels and, if necessary, uses one I/O thread. Neither changes how
+    elements are summed, so that the result is bit-identical. Raises `BudgetError` if the plan does not fit
+    even then.
     """
     slots = candidate.slots
-    together = max(2, slots.last_steps)  # the last steps of a tile need all their panels at once
+    # The last steps of a tile run strip by strip. Each strip needs the panels of all these steps.
+    together = max(2, slots.last_steps)
     fewer = replace(
         slots,
         a=min(slots.a, together),
@@ -135,7 +139,7 @@ def _planned(setting: Setting, tile: TileShape | None) -> Plan:
         check_tile(setting, tile)
     threads, scored = io_threads(setting), list[Scored]()
     if not _add(scored, setting, {tile: 0}, threads):
-        threads = 1  # needs less temporary memory
+        threads = 1  # one I/O thread needs the least temporary memory
         if not _add(scored, setting, {tile: 0}, threads):
             raise budget_error(setting, tile)
     scored.sort(key=_rank)
@@ -143,7 +147,7 @@ def _planned(setting: Setting, tile: TileShape | None) -> Plan:
         scored = _with_shorter_tail(setting, scored, threads)
     limit = (1 + CLOSE) * scored[0].prediction.total
     close = sum(s.prediction.total <= limit for s in scored)
-    # Keep the candidate that is predicted to be fastest in the first place, so that it is a finalist.
+    # Candidate 0 is predicted to be fastest. It stays at index 0, so that it is one of the finalists.
     scored[1:close] = sorted(scored[1:close], key=lambda s: s.prediction.serial)
     scored[:FINALISTS] = [_ramped(setting, _with_longer_drain(setting, s)) for s in scored[:FINALISTS]]
     best = _best_of(setting, scored)
@@ -184,9 +188,10 @@ def _with_shorter_tail(setting: Setting, scored: Sequence[Scored], threads: int)
 def _add(scored: list[Scored], setting: Setting, tiles: Mapping[TileShape | None, int], threads: int) -> bool:
     """Predict the times of more candidates and append them to `scored`. Tell whether any is new.
 
-    The keys of `tiles` are tile shapes; None stands for all shapes. Shapes that must be worse than the best
-    candidate are skipped. If the value of a shape is not 0, only candidates whose last tile has fewer
-    elements of C than that are added.
+    `tiles` maps tile shapes to numbers of elements. The shape None stands for all shapes that the planner
+    enumerates. With the number 0, all candidates of a shape are added. With another number, only those are
+    added whose last tile has fewer elements of C. A shape is skipped if the lower bound on its time exceeds
+    `PRUNE_FACTOR` times the best predicted time.
     """
     best = min((s.prediction.total for s in scored), default=inf)
     known = {s.candidate for s in scored}
@@ -226,9 +231,10 @@ def _last_elements(problem: GemmProblem, candidate: Candidate) -> int:
 def _with_longer_drain(setting: Setting, s: Scored) -> Scored:
     """Choose how many steps of the last tile run strip by strip (`Slots.drain`).
 
-    The more steps run strip by strip, the earlier the first strip can be written. Each of these steps needs
-    slots for its panels, which then cache fewer panels for reuse. It can only help if multiplications are the
-    bottleneck and the last tile takes long to write. Otherwise the candidate is returned unchanged.
+    The more steps run strip by strip, the earlier the first strip can be written. But each of these steps
+    needs device slots for its panels, so that fewer slots cache panels for reuse. More such steps only help
+    if multiplications are the bottleneck and the last tile takes long to write. Otherwise the candidate is
+    returned unchanged.
     """
     problem, machine, budgets = setting.problem, setting.machine, setting.budgets
     candidate, slots, p = s.candidate, s.candidate.slots, s.prediction
@@ -251,8 +257,9 @@ def _with_longer_drain(setting: Setting, s: Scored) -> Scored:
 def _ramped(setting: Setting, s: Scored) -> Scored:
     """Add thin first steps (`TileGrid.ramp`) if multiplications are the bottleneck and overlap copies.
 
-    Otherwise return the candidate unchanged. If copies are the bottleneck, they start at once in any case.
-    Thin panels would add to them, because other tiles need the same data again as whole panels.
+    Otherwise return the candidate unchanged. Thin steps let the first multiplication start sooner, which
+    gains nothing if copies are the bottleneck. They would even add copies: the data of the thin panels are
+    loaded again, as whole panels, for other tiles.
     """
     if setting.machine.shares_cores or s.prediction.bottleneck != "compute":
         return s
@@ -260,13 +267,17 @@ def _ramped(setting: Setting, s: Scored) -> Scored:
 
 
 def _rank(s: Scored) -> tuple[float, int, int, int]:
-    """Return a sort key: predicted time, then number of accumulators, depth of panels and host slots."""
+    """Return a sort key, smallest for the best candidate: predicted time, then numbers to break ties."""
     slots = s.candidate.slots
     return s.prediction.total, slots.c, s.candidate.tile.k, slots.host_a + slots.host_b
 
 
 def _min_work(timed: Sequence[tuple[float, Scored]]) -> Scored:
-    """Among the candidates within `CLOSE` of the fastest, choose the fastest if no operations overlapped."""
+    """Choose the candidate with the least work among those whose time is within `CLOSE` of the best.
+
+    The work is `Prediction.serial`: the time that the run would take if no operations overlapped.
+    `timed` has (seconds, candidate) pairs.
+    """
     limit = (1 + CLOSE) * min(seconds for seconds, _ in timed)
     return min((s for seconds, s in timed if seconds <= limit), key=lambda s: (s.prediction.serial, _rank(s)))
 
@@ -274,9 +285,10 @@ def _min_work(timed: Sequence[tuple[float, Scored]]) -> Scored:
 def _best_of(setting: Setting, scored: Sequence[Scored]) -> Scored:
     """Choose the best of the first `FINALISTS` candidates.
 
-    Their loads are counted instead of estimated. If copies and multiplications overlap, their schedules are
-    also simulated. Planning takes only a small fraction of the predicted time of the run (`EFFORT`), so that
-    some finalists may be compared by their estimates alone.
+    The bytes that each candidate loads are counted instead of estimated. If copies and multiplications
+    overlap, its schedule is also simulated. Both together take at most the fraction `EFFORT` of the predicted
+    time of the run. Candidates for which there is no time left are ignored. If there is no time even to count
+    the loads of the first one, the choice is made among all of `scored`, by their estimates.
     """
     problem, machine = setting.problem, setting.machine
     effort = min(MAX_EFFORT, EFFORT * scored[0].prediction.total)
@@ -285,8 +297,8 @@ def _best_of(setting: Setting, scored: Sequence[Scored]) -> Scored:
         grid = TileGrid.of(problem, s.candidate.tile)
         cost = COUNT_SECONDS * grid.shape[0] * grid.shape[1] * grid.steps
         effort -= cost
-        # Check the cost before the schedule is made: it may have millions of tiles. The first candidate is
-        # counted only if there is time for a second one, to compare it with.
+        # A schedule may have millions of tiles. Estimate the seconds to count its loads before it is made.
+        # Count the first candidate only if there is time for a second one, to compare it with.
         if effort < 0 or (not exact and effort < cost):
             break
         schedule = schedule_of(setting, s.candidate)
@@ -301,7 +313,7 @@ def _best_of(setting: Setting, scored: Sequence[Scored]) -> Scored:
     for s in sorted(simulated, key=lambda s: s.prediction.serial):
         timed.append((simulate(schedule_of(setting, s.candidate), setting), s))
         if timed[-1][0] <= (1 + CLOSE) * bound:
-            break  # the rest has more work, and cannot be faster by more than the model's error
+            break  # no candidate is faster than `bound`, and the remaining ones have more work
     return _min_work(timed)
 
 

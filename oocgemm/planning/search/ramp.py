@@ -39,7 +39,8 @@ def best_ramp(setting: Setting, tile: TileShape) -> int:
 def _max_halvings(depth: int, k: int, unit: int) -> int:
     """Return how many times the depth k of a step may be halved; 0 if there is only one step.
 
-    The result must be a multiple of `unit`, so that whole chunks are read, and at least `MIN_THIN_DEPTH`.
+    The halved depth must be a multiple of `unit`, so that whole chunks are read, and at least
+    `MIN_THIN_DEPTH`. The depth is halved at most `MAX_HALVINGS` times.
     """
     halvings = 0
     while (
@@ -55,7 +56,7 @@ def _max_halvings(depth: int, k: int, unit: int) -> int:
 def _waited(setting: Setting, tile: TileShape, ramp: int) -> float:
     """Return the seconds for which multiplications wait before the second full step of the first tile.
 
-    Later waits do not depend on `ramp`, the number of thin steps.
+    Waits after that step do not depend on `ramp` (`TileGrid.ramp`).
     """
     problem, machine, layouts = setting.problem, setting.machine, setting.layouts
     (m, n, k), depth, grid = extents(problem, tile), problem.depth, TileGrid.of(problem, tile, ramp)

@@ -25,13 +25,20 @@ from oocgemm.planning.search.depths import best_depths, link_rate
 from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import TileShape, ceil_div, overread, round_up
 
-BINS = 3  # shapes are binned by the bit length of their area; the best of this many largest bins are kept
-DENSE_COUNTS = 32  # all counts of tiles along an extent up to this one are tried, of larger counts only some
-MAX_READING_COUNT = 48  # maximum tiles down in `_reading_shapes`; more would take longer to enumerate
+# Tile shapes are binned by the bit length of their area. The best shape of a bin is kept, for at most this
+# many bins with the largest areas.
+BINS = 3
+# All numbers of tiles along an extent are tried up to this one. Only some larger numbers are tried.
+DENSE_COUNTS = 32
+# `_reading_shapes` tries at most this number of tile rows. More would take longer to enumerate.
+MAX_READING_COUNT = 48
 # `with_smaller_last` tries to shrink the last tile to these fractions of its extent.
 LAST_SHARES = tuple(eighths / 8 for eighths in range(7, 1, -1))
-MORE_TILES = 3  # maximum number of tiles that `with_more_tiles` adds along an extent
-FEW_TILES = 8  # shapes with a smaller last tile are derived only up to this many tiles along an extent
+# Maximum number of tiles that `with_more_tiles` adds along an extent.
+MORE_TILES = 3
+# Shapes that shorten the tail (`with_more_tiles`, `with_smaller_last`) have at most this many tiles along an
+# extent.
+FEW_TILES = 8
 THIN_EXTENT = 16  # tile extent that leaves nearly all memory to the panels of a row (or column) of tiles
 
 
@@ -60,8 +67,9 @@ def shapes(setting: Setting, *, every_depth: bool = False) -> Iterator[tuple[Til
     """Yield (tile shape, number of accumulators) for the shapes whose time is worth predicting.
 
     For each depth, and for one and two accumulators (tiles of C in memory), shapes are divided into bins by
-    area. From each of the bins with the largest areas, the shape that moves the fewest bytes is kept. Several
-    bins are needed: larger tiles move fewer bytes, but smaller tiles start and end sooner.
+    the area of a tile. From each bin with one of the largest areas, the shape that moves the fewest bytes is
+    kept. One bin would not suffice: larger tiles move fewer bytes, but the first and the last tile, whose
+    copies overlap least, take less time if tiles are smaller.
     """
     problem, machine, layouts = setting.problem, setting.machine, setting.layouts
     if 0 in (problem.m, problem.n):
@@ -75,8 +83,8 @@ def shapes(setting: Setting, *, every_depth: bool = False) -> Iterator[tuple[Til
     chunk_b = 1 if layouts.b.partial_reads else layouts.b.read_chunk[1]
     whole_chunks = chunk_a > 1 or chunk_b > 1
     memory = int((setting.budgets.device - machine.device_reserve) / (1 + checksum_fraction(problem)))
-    # Do not try tiles with fewer rows: they leave most of the memory empty, even with n columns and all of
-    # B's panels in memory.
+    # The minimum tile.m to try. A tile with fewer rows, with n columns and with all its panels of A in memory
+    # would leave 15/16 of the memory empty.
     narrowest = min(m, memory // (16 * (n * acc + k * b)))
     thin_m, thin_n = (min(x, round_up(THIN_EXTENT, min(unit))) for x, unit in ((m, units_m), (n, units_n)))
     extents_m = sorted({thin_m, *(x for x in _extents(m, units_m, _counts(m)) if x >= narrowest)})
@@ -84,7 +92,8 @@ def shapes(setting: Setting, *, every_depth: bool = False) -> Iterator[tuple[Til
     if setting.host_caches_panels:
         yield from ((shape, 1) for shape in _reading_shapes(setting, memory, depths))
     for tile_k in depths:
-        padded_k = round_up(k, tile_k)  # the last panel takes a buffer of full size
+        # Even the last panel along k, which may be thinner, takes a full slot.
+        padded_k = round_up(k, tile_k)
         # Time to issue the steps of one tile, converted to bytes that the slowest link could move meanwhile.
         per_tile = padded_k // tile_k * machine.step_latency * link_rate(setting, (m, n, tile_k))
         for c in (1, 2):
@@ -93,8 +102,8 @@ def shapes(setting: Setting, *, every_depth: bool = False) -> Iterator[tuple[Til
                 down = ceil_div(m, tile_m)
                 cost_a = machine.partial_line_cost(layouts.a, (tile_m, tile_k))
                 column_work = _column_work(setting, tile_m)
-                # Panels in memory: 0 for two per operand, 1 for all of A of a tile row, 2 for all of B of a
-                # tile column.
+                # `kept` says which panels have room in memory. 0: two per operand; 1: all panels of A of a
+                # tile row, and two of B; 2: all panels of B of a tile column, and two of A.
                 for kept in range(3):
                     panels_a = tile_m * padded_k * a if kept == 1 else 2 * tile_m * tile_k * a
                     panels_a += tile_m * tile_k * work
@@ -123,7 +132,8 @@ def shapes(setting: Setting, *, every_depth: bool = False) -> Iterator[tuple[Til
                             bins[area] = moved, tile_n, tile_m
             for tile_m, tile_n, sparse in _best_of(bins, m):
                 yield TileShape(tile_m, tile_n, tile_k), c
-                # Not all large counts of tiles were tried: a tile with more rows than this one may fit too.
+                # Some large numbers of tile rows were not tried, so that more than `tile_m` rows may fit.
+                # Yield the largest tile.m that fits, too.
                 if sparse:
                     max_m = (memory - tile_n * tile_k * (2 * b + work)) // (
                         tile_n * c * acc + tile_k * (2 * a + work)
@@ -134,15 +144,19 @@ def shapes(setting: Setting, *, every_depth: bool = False) -> Iterator[tuple[Til
 def _best_of(
     bins: Mapping[tuple[int, int], tuple[float, int, int]], m: int
 ) -> Iterator[tuple[int, int, bool]]:
-    """Yield (tile.m, tile.n, whether a tile with more rows may fit) for the best shapes.
+    """Yield (tile.m, tile.n, sparse) for the best shapes in `bins`.
 
-    `bins` has the best shape of each bin. Its keys are (which panels are all in memory, bit length of the
-    area), and its values (bytes moved, tile.n, tile.m).
+    `sparse` tells that a tile with more rows may fit, because not all numbers of tile rows were tried.
+    `bins` has the best shape of each bin, as (bytes moved, tile.n, tile.m). Its keys are (kept, bit length of
+    the tile's area), where `kept` is 0 if two panels per operand are in memory, 1 if all panels of A of a
+    tile row are, and 2 if all panels of B of a tile column are.
     """
     for kept in range(3):
         areas = sorted((x for x in bins if x[0] == kept), reverse=True)
         best_areas = areas[: BINS if kept == 0 else 1]
-        if areas:  # also the shape that moves the fewest bytes: a small tile leaves memory for panels
+        # A small tile leaves memory to cache panels. It may therefore be the shape that moves the fewest
+        # bytes.
+        if areas:
             best_areas.append(min(areas, key=lambda x: bins[x][0]))
         for area in dict.fromkeys(best_areas):
             _, tile_n, tile_m = bins[area]
@@ -165,9 +179,9 @@ def _moved(a: tuple[int, int, int, float], b: tuple[int, int, int, float], free:
 
 
 def with_smaller_last(setting: Setting, tile: TileShape) -> Iterator[TileShape]:
-    """Yield shapes of larger tiles, in the same number, so that the last row or column of tiles is smaller.
+    """Yield shapes with more rows or columns than `tile` but as many tiles, so that the last tile is smaller.
 
-    No multiplication hides the time to download and write the last tile, so that a small one saves time.
+    No multiplication hides the time to download and write the last tile. A smaller last tile takes less time.
     """
     problem = setting.problem
     (*_, unit_m), (*_, unit_n) = _alignments(setting)
@@ -195,9 +209,10 @@ def with_more_tiles(setting: Setting, tile: TileShape) -> Iterator[TileShape]:
 
 
 def _longer(extent: int, nominal: int, unit: int, share: float) -> int:
-    """Return a tile extent with which the last tile has about `share` of its present extent.
+    """Return a tile extent above `nominal` that shortens the last tile to about `share` of its extent.
 
-    `nominal` is the present tile extent. It is returned if there is no longer extent with as many tiles.
+    The number of tiles stays the same. `nominal` is returned if there is no such extent, and if there are
+    more than `FEW_TILES` tiles along the axis.
     """
     count = ceil_div(extent, nominal)
     if not 1 < count <= FEW_TILES:
@@ -216,7 +231,7 @@ def _column_work(setting: Setting, tile_m: int) -> int:
 
 
 def _reading_shapes(setting: Setting, memory: int, depths: Sequence[int]) -> Iterator[TileShape]:
-    """Yield, for each depth, the two tile shapes with the fewest bytes read, if the host caches panels."""
+    """Yield the two tile shapes per depth that read the fewest bytes if the host caches panels."""
     problem, machine, layouts = setting.problem, setting.machine, setting.layouts
     m, n, k = problem.m, problem.n, max(1, problem.depth)
     sizes = problem.itemsizes
@@ -233,9 +248,11 @@ def _reading_shapes(setting: Setting, memory: int, depths: Sequence[int]) -> Ite
             down = ceil_div(m, tile_m)
             left = memory - tile_m * tile_k * work
             column = tile_m * acc + tile_k * work + _column_work(setting, tile_m)
-            panels_a = (2 * tile_m * tile_k * a, memory // 2, tile_m * k * a)  # bytes for panels of A to try
+            # Upper bounds on tile.n if the device has room for two panels of A, for as many as fill half of
+            # the memory, or for all panels of A of a tile row; in each case with two panels of B.
+            panels_a = (2 * tile_m * tile_k * a, memory // 2, tile_m * k * a)
             limits = {min(n, (left - x) // (column + 2 * tile_k * b)) for x in panels_a}
-            # With all panels of B of a tile column in memory:
+            # The upper bound if the device has room for all panels of B of a tile column and two of A.
             limits.add(min(n, (left - 2 * tile_m * tile_k * a) // (column + k * b)))
             for max_n in limits:
                 if max_n < 1:
@@ -267,7 +284,8 @@ def _read(
 ) -> float:
     """Estimate the bytes read, weighted by their cost, if tiles are visited row by row or in bands of rows.
 
-    The device may cache one operand and the host the other. The estimate is for the best choice.
+    Either the device caches panels of one operand and the host panels of the other, or the host caches panels
+    of both. The result is the smallest of the estimates for these choices, and for several widths of bands.
 
     Arguments:
         row, column: bytes of the panels of A of a tile row, and of B of a tile column
@@ -283,7 +301,8 @@ def _read(
         best = min(best, cost_a * first + cost_b * (b_bytes * down - (down - 1) * passing))
         if keeps == host and down > 1 and keeps > row:
             fewest = ceil_div(down, int(keeps // row))
-            for bands in {fewest, max(1, fewest - 1)}:  # also bands with too many rows to fit
+            # With one band fewer, the panels of A of a band do not all fit into the memory that caches them.
+            for bands in {fewest, max(1, fewest - 1)}:
                 band = ceil_div(down, bands)
                 rest = min(max(device, host - band * row), column)
                 again = (down - bands) * max(0.0, b_bytes - across * max(0.0, rest))
@@ -300,7 +319,7 @@ def _counts(extent: int) -> Iterator[int]:
         count = count + 1 if count < DENSE_COUNTS else ceil_div(count * 25, 24)
 
 
-@lru_cache(4096)  # shapes of different depths have the same extents
+@lru_cache(4096)  # cached, because the same arguments recur for every depth
 def _long_extents(extent: int, units: tuple[int, ...], longest: int) -> list[int]:
     """List tile extents of at most `longest`, for the smallest possible count of tiles and for one more."""
     fewest = ceil_div(extent, longest)
@@ -311,9 +330,11 @@ def _long_extents(extent: int, units: tuple[int, ...], longest: int) -> list[int
 
 
 def _extents(extent: int, units: Sequence[int], counts: Iterable[int]) -> list[int]:
-    """List the tile extents that divide `extent` evenly into each count, rounded up to each of the units.
+    """List tile extents for given numbers of tiles: `extent` / count, rounded up to a multiple of a unit.
 
-    Large extents are rounded up to `LARGE_UNIT`, which is faster on a GPU.
+    All pairs of a count in `counts` and a unit in `units` are used. Extents of at least `LARGE_EXTENT` are
+    rounded up to a multiple of `LARGE_UNIT`, if it is a multiple of the unit: a GPU multiplies such tiles
+    faster.
     """
     found = set()
     for count in counts:

@@ -22,9 +22,9 @@ from oocgemm.planning.tiling import TileGrid, TileShape, ceil_div, round_up
 # written. Strips must be large enough for the full rate of the link, and small enough that writing starts
 # early.
 STRIP_BYTES = 32 << 20
-# A strip has at least this fraction of a tile's rows: 1 / STRIPS on the host backend, 1 / STAGED_STRIPS with
-# a GPU. More strips would only take more operations to issue. With a GPU, each strip is several operations.
-# On the host, the first step of the next tile hides most of the writing anyway.
+# Unless memory is scarce, a tile has at most STRIPS strips on the host backend, and at most STAGED_STRIPS
+# with a GPU. More strips would only take more operations to issue: with a GPU, each strip takes several. On
+# the host backend, few strips suffice, because the first step of the next tile hides most of the writing.
 STRIPS = 3
 STAGED_STRIPS = 10
 # If the host caches panels, a strip (some rows of a tile of C) takes at most 1 / HOST_SHARE of the host
@@ -36,8 +36,8 @@ MAX_STRIPS = 32
 SLOW_STORE_FACTOR = 10
 # Maximum number of steps of a tile that run strip by strip. Each needs buffers for its two panels.
 MAX_DRAIN = 16
-# Pairs of priorities to try, for the device and for the host. They say which panels get the free memory
-# first: see `_filled`.
+# Pairs (rule for the device, rule for the host) to try. A rule says which panels get the free memory first.
+# `_filled` explains the rules.
 PRIORITIES = (
     ("soonest", "soonest"),
     ("soonest", "passing"),
@@ -79,7 +79,8 @@ def slot_counts(setting: Setting, tile: TileShape, c: int, io_threads: int) -> I
             if not caches:
                 continue
             known: set[tuple[bool, int, int, int, int]] = set()
-            # Device and host may give priority to different panels: panels cached in one need not be in both.
+            # A panel that is cached on one tier need not be cached on the other. Therefore the device and the
+            # host may follow different rules.
             priorities = PRIORITIES if band > 1 else PRIORITIES[:4]
             for (fewest, spare), (on_device, on_host) in product(bases, priorities):
                 a, b = _filled(base.a, base.b, free, *device, down, across, steps, traversal, on_device)
@@ -99,8 +100,8 @@ def slot_counts(setting: Setting, tile: TileShape, c: int, io_threads: int) -> I
                 seconds = 1.01 * (up + read) if in_turn else max(up, read) + min(up, read) / 10
                 found.append((seconds, in_turn, len(found), Candidate(tile, filled, traversal, io_threads)))
         found.sort()
-        # Candidates with a single host slot (`in_turn`) are worth trying only if the best one is such a
-        # candidate.
+        # Yield the two fastest of `found`. Skip one with a single host slot per operand (`in_turn`) unless
+        # the fastest has a single host slot too.
         yield from (candidate for _, in_turn, _, candidate in found[:2] if in_turn <= found[0][1])
 
 
@@ -114,9 +115,9 @@ def _with_tile_on_host(
 ) -> Slots:
     """Add host slots for a whole tile of C, if they fit and help.
 
-    With them, the GPU need not wait for writes to storage before it goes on with the next tile. They help if
-    storage is slower than the link, but writes a tile in less time than the GPU takes to compute the next
-    one.
+    With them, the GPU can start the next tile before the tile has been written to storage. They help under
+    two conditions: writes to storage are slower than downloads, and a tile is written in less time than the
+    GPU takes to compute the next one.
     """
     problem, machine = setting.problem, setting.machine
     if machine.write >= machine.d2h:
@@ -147,19 +148,21 @@ def _filled(
 ) -> tuple[int, int]:
     """Fill `free` bytes with slots for panels of A and B, and return the numbers of slots.
 
-    `a` and `b` are the minimum numbers of slots. The traversal visits tiles in bands of rows (for columns, A
-    and B change roles). `first` names the panels that get memory first:
+    `a` and `b` are the minimum numbers of slots. `first` names the panels that get memory first. The names
+    are for a traversal in bands of tile rows; in bands of tile columns, A and B change roles:
 
-    - "soonest": those that are reused soonest, then the others.
-    - "passing": those of B, which every band uses once, before those of A.
-    - "band": those of A of a whole band of rows, before those of B.
-    - "alone": only those that are reused soonest, since page faults of more slots take time too.
+    - "soonest": the panels that are reused soonest, then the others.
+    - "passing": all panels of B before those of A. Each band uses all panels of B.
+    - "band": the panels of A of all tile rows of a band, before panels of B.
+    - "alone": only the panels that are reused soonest. Other panels get no memory, since page faults of
+      additional slots take time.
     """
     if traversal.axis == 1:
         b, a = _filled(b, a, free, b_size, a_size, across, down, steps, traversal.along_rows, first)
         return a, b
     band = min(traversal.band, down)
-    # Within a band of rows, panels of B are reused in the next tile, panels of A only in the next column.
+    # Within a band of several tile rows, the next tile reuses the panels of B. The panels of A are reused
+    # only in the next tile column.
     wanted = [("a", band * steps), ("b", across * steps)]
     if band > 1:
         wanted.insert(1 if first == "band" else 0, ("b", steps))
@@ -182,14 +185,14 @@ def _bands(
 ) -> list[int]:
     """List the numbers of tile rows (or columns) per band to try: one, and the most whose panels fit.
 
-    With `spills`, both the host and the device cache panels. Bands that do not fit on the host completely are
-    then tried too.
+    The panels must fit into `free` bytes. `spills` means that the device caches panels that do not fit into
+    the host's memory. Larger bands, whose panels the host cannot cache completely, are then tried too.
     """
     kept, passing = ("A", "B") if axis == 0 else ("B", "A")
     panels = max(1, size["host", kept])
     row = free // max(1, steps)
-    # The memory has room for a band of rows and a column of the other operand's panels. If the device caches
-    # the column, the memory has room for a band of more rows.
+    # `fewest` are the smallest numbers of bands for which the panels of a band fit into `free` bytes: beside
+    # the panels of one tile column (or row) of the other operand, or alone, if the device caches the latter.
     fewest = {max(1, ceil_div(rows, max(1, x // panels))) for x in (row - size["host", passing], row)}
     if not spills:
         fewest = {max(fewest)}
@@ -201,8 +204,9 @@ def _bands(
 def _free(setting: Setting, tile: TileShape, slots: Slots, io_threads: int) -> tuple[int, int]:
     """Return the bytes of the budgets that are left on the device and on the host.
 
-    If the host stores checksums of all panels, panels that fill the rest of the device need host memory too.
-    Both numbers are reduced accordingly.
+    If the host computes the checksums, it stores those of every panel in a device slot. More device slots
+    then take host memory too. Therefore the bytes on the device are limited to those whose checksums fit on
+    the host, and the bytes of these checksums are subtracted from those on the host.
     """
     problem, budgets = setting.problem, setting.budgets
     used = footprint(setting, Candidate(tile, slots, io_threads=io_threads))
@@ -261,12 +265,13 @@ def _draining(
 ) -> Slots:
     """Choose how many of a tile's last steps run strip by strip (`Slots.drain`), and add buffers for them.
 
-    There are as many as overlap the download or write of a tile, or fewer if their panels do not fit.
+    The number is the smallest with which these steps take longer than the download or write of a tile. It is
+    at most `MAX_DRAIN`, and smaller if the panels of the steps do not fit into `free` bytes of the device.
     """
     problem, machine = setting.problem, setting.machine
     m, n, k = extents(problem, tile)
     flops = problem.step_flops(m, n, k)
-    if not flops or problem.planes:  # there are planes for too few steps
+    if not flops or problem.planes:  # the slots for residue planes have room for two steps only
         return base
     step = machine.multiply_seconds(problem.rate, flops, m, n, k) + machine.step_latency
     to_memory = strip_rate(setting, (base.strip, n)) if setting.layouts.c.in_memory else machine.d2h
