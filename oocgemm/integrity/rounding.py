@@ -124,7 +124,7 @@ class Rounding:
         return np.asarray(rounding + self._check_error * root * norm + elements * self._underflow)
 
     def may_overflow(self, product: Array, norm: Array) -> tuple[Array, Array]:
-        """Return two arrays of flags. `product`, `norm` and each array have one entry per set of elements of C.
+        """Return two arrays of flags. Each of them has one flag per set of elements of C.
 
         The first array tells whether the accumulator could have overflowed. An Inf or NaN in the set is then
         no error. The second array tells whether the cast to C's dtype could have overflowed. An Inf is then
