@@ -285,7 +285,7 @@ FAST: tuple[Kernel, ...] = (
         name="tensor",
         source="tensor_f64",
         dtypes=("float64",),
-        # The larger float64 instructions (MMA_K of 8 or 16) are used on sm_90a only; sm_80 does not have them.
+        # The larger instructions (MMA_K of 8 or 16) are used on sm_90a only. sm_80 does not have them.
         archs=("sm_80", "sm_100"),
         variants=(_f64_params((64, 128), 4, 3, 2), _f64_params((128, 128), 4, 4, 1)),
         launch=_f64,
