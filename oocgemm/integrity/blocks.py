@@ -21,9 +21,8 @@ MAX_SHARE = 1 / 2
 # Minimum of `Blocks.rows` and of `Blocks.depth`, unless C or k is smaller. Storage chunks that are larger
 # than this raise the minimum to their own extent.
 MIN_BLOCK = 256
-# Minimum elements that a thread reads at a time. Groups have so many columns that these columns of C, and
-# also these columns of op(B), have at least this many elements. So matrices with few rows are not cut into
-# tiny parts.
+# Minimum elements that a thread reads at a time. A group also has so many columns that at least this many
+# elements of C, and at least this many of op(B), lie in them.
 MIN_PIECE = 1 << 15
 
 

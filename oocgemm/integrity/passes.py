@@ -89,8 +89,8 @@ class Oriented:
     def _cut_along(self, min_elements: int) -> tuple[int, int]:
         """Return the shape (rows, columns), as stored, of the unit that pieces are composed of.
 
-        The unit is a chunk. If the store can read chunks in part, it is some rows of a chunk: at least one
-        row, otherwise at most `min_elements` elements.
+        The unit is a chunk. If the store can read chunks in part, it is some rows of a chunk: as many as
+        have at most `min_elements` elements, but at least one.
         """
         layout = self.matrix.layout
         height, width = (min(pair) for pair in zip(layout.read_chunk, self.matrix.shape, strict=True))

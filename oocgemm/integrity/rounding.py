@@ -52,7 +52,7 @@ def sum_error(n: float, u: float) -> float:
 class Rounding:
     """The error bound of a sum of elements of C with random signs.
 
-    A check computes such a sum from C, and predicts it from A and B. The two may differ by the bound.
+    A check computes such a sum from C, and predicts it from A and B. The two may differ by at most the bound.
 
     `chain` is the maximum number of successive rounded operations that compute one element of C.
     `check_chain` is the number of successive rounded operations, in double precision, by which the check
@@ -174,7 +174,7 @@ def signed(x: Array, blocks: Array) -> Array:
     the shape (blocks, columns).
     """
     if blocks.dtype.kind == "c":
-        # The parts are summed separately: einsum would convert x to complex, which takes twice as many
+        # The parts are summed separately: einsum would convert x to complex, which takes more
         # products.
         real, imaginary = (np.einsum("gi,gij->gj", x, part) for part in (blocks.real, blocks.imag))
         return np.asarray(real + 1j * imaginary)

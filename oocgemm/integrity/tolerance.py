@@ -24,9 +24,8 @@ a product of two sub-Gaussian variables:
 
 If most terms have the same sign, partial sums are larger than a random walk, and rounding errors may repeat.
 (Sums of equal numbers are the extreme.) The check therefore measures by how much partial sums are larger than
-a
-random walk: this is `bias`. The bound then gets a second summand: `bias` times min(gamma_c, 6 sqrt(c) u)
-    times sqrt(2 t). Here gamma_c is c u / (1 - c u), and the factor sqrt(2 t) is due to the random signs.
+a random walk: this is `bias`. It adds a second summand to the bound: `bias` times min(gamma_c, 6 sqrt(c) u)
+times sqrt(2 t). Here gamma_c is c u / (1 - c u), and the factor sqrt(2 t) is due to the random signs.
 
 *Worst case.* |R_ij| <= gamma_c (|A| |B|)_ij, whatever the errors of single operations are (Higham, *Accuracy
 and Stability of Numerical Algorithms*, 2002, section 3.5). Only y is random here, and the check chooses it:

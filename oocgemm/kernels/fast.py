@@ -122,7 +122,7 @@ def _wgmma_refuses(call: Call, p: Params) -> str | None:
 
 def _wgmma_maps(call: Call, p: Params) -> tuple[TensorMap, TensorMap]:
     x, y = _wgmma_tile(p)
-    y //= p["CLUSTER"]  # the thread blocks of a cluster share y rows, and each copies an equal part
+    y //= p["CLUSTER"]  # a cluster's thread blocks share y rows; each copies a part
     item = DTYPES[call.dtype].itemsize
     dtype = "tf32" if call.dtype == "float32" else call.dtype  # TMA rounds while it copies
     rows_a, rows_b = (y, x) if _swaps(call) else (x, y)
@@ -285,7 +285,7 @@ FAST: tuple[Kernel, ...] = (
         name="tensor",
         source="tensor_f64",
         dtypes=("float64",),
-        # The larger instructions (MMA_K of 8 or 16) are used on sm_90a only. sm_80 does not have them.
+        # The larger float64 instructions (MMA_K of 8 or 16) are used on sm_90a only. sm_80 lacks them.
         archs=("sm_80", "sm_100"),
         variants=(_f64_params((64, 128), 4, 3, 2), _f64_params((128, 128), 4, 4, 1)),
         launch=_f64,

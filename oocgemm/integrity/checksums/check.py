@@ -129,7 +129,8 @@ class Checks:
 
         Returns a dictionary. Three of its keys need an explanation; the others say what they count or time:
 
-        - "undecided": the number of blocks with nonfinite elements. Only the positions of these were checked.
+        - "undecided": the number of blocks whose sums are nonfinite, so that only the positions of their
+          nonfinite elements were checked.
         - "seconds": the time in which at least one host thread was checking. "thread_seconds" is the sum of
           the times of all host threads.
         - "tier": "host" or "device", where the checksums were computed.

@@ -34,7 +34,8 @@ class StripSums:
     Attributes:
         rows, cols: the borders of the blocks.
         found: for each block of the computed strip, the sum of its elements with random signs, and a norm.
-            The norm is that of the block or that of all blocks with the same rows.
+            The norm is that of the block or that of all blocks with the same rows; it is 0 if the error bound
+            does not use it.
         product: for each block, the sum of the elements of op(A) op(B) with the same signs, as predicted from
             A and B, and an upper bound of the norm of |A| |B|.
         old: like `found`, for the old C.
@@ -69,7 +70,7 @@ class BlockSums:
         sums: the sums, of shape (blocks, extent of the other axis).
         norms: the Frobenius norm of each block.
         nonfinite: flags of the indices along `axis` with an Inf or NaN; None if there are none so far.
-        sums_only: if True, `norms` are not computed and not valid.
+        sums_only: if True, only `sums` is computed; `norms` and `nonfinite` stay as they are.
     """
 
     begin: tuple[int, int]

@@ -81,8 +81,8 @@ def bench_kernels(
         dtypes: dtypes of A, B and C. The default is float32 and float64, as far as `compute` allows them.
         compute: precision of the products, one of `PRECISIONS`.
         kernels: names of kernels; all by default.
-        shapes: products (m, n, k). If k is at most a quarter of m and n, the product is added to C (beta =
-            1), like the steps of a run.
+        shapes: products (m, n, k). Those of the class "update" (`tuning.shape_class`) are added to C (beta =
+            1), like the steps of a run; the others overwrite C.
         seconds: approximate time per kernel, set of parameters and shape.
         limit: maximum seconds of a single product. If a product would take longer at the best rate that a
             kernel has reached so far, the kernel skips it. cuBLAS skips no product.
