@@ -11,15 +11,18 @@ from oocgemm.planning import GemmProblem
 from oocgemm.planning.tiling import ceil_div
 from oocgemm.planning.units import format_size
 
-# Minimum columns per group. Smaller groups reveal smaller errors, but op(A) is multiplied once per group.
+# Minimum columns of C per group, if C has that many. Narrower groups would reveal smaller errors. But there
+# would be more groups, and op(A) is multiplied once per group.
 GROUP = 1024
-# Multiplying a part of op(A) by the vectors of one group takes about as long as reading the part. To limit
-# the cost, the number of groups times the elements of op(A) is at most this share of all elements read.
+# For each group, op(A) is multiplied by vectors, which takes about as long as reading op(A). To limit this
+# cost, the number of groups times the elements of op(A) is at most this share of the elements of A, B and C
+# together.
 MAX_SHARE = 1 / 2
-# Minimum rows, and minimum extent along k, of a block. A block also has at least the extent of a chunk.
+# Minimum of `Blocks.rows` and of `Blocks.depth`, unless C or k is smaller. Storage chunks that are larger
+# than this raise the minimum to their own extent.
 MIN_BLOCK = 256
-# Minimum elements that a thread reads at a time. Also the minimum elements that the columns of one group have
-# in C and in op(B), so that small matrices are not cut into tiny parts.
+# Minimum elements that a thread reads at a time. A group also has so many columns that at least this many
+# elements of C, and at least this many of op(B), lie in them.
 MIN_PIECE = 1 << 15
 
 
@@ -43,7 +46,7 @@ class Operands:
         return Operands(self.right.transposed(), self.left.transposed(), self.result.transposed(), before)
 
     def all(self) -> list[Oriented]:
-        """Return the three or four matrices as a list."""
+        """Return op(A), op(B), C and, unless beta is 0, the old C."""
         return [x for x in (self.left, self.right, self.result, self.before) if x is not None]
 
 
@@ -55,8 +58,8 @@ class Blocks:
         group: columns of C per group. Each group has its own random vectors.
         rows: rows of C that are processed at a time.
         depth: extent along k that is processed at a time.
-        threads: threads that read.
-        piece: elements that each thread reads at a time.
+        threads: number of threads that read the matrices.
+        piece: number of elements that each thread reads at a time.
     """
 
     group: int
@@ -79,13 +82,15 @@ def cut(problem: GemmProblem, x: Operands, memory: int, threads: int, groups: in
     k = k if problem.depth else 0
     wide = wide_dtype(numpy_dtype(problem.acc_dtype)).itemsize
     affordable = int(MAX_SHARE * (m * k + k * n + m * n) / max(1, m * k))
-    # The parts that are multiplied do not cross borders of groups, so narrow groups would make them small.
+    # The check multiplies op(B) and C in parts that lie in one group each. Narrow groups would make these
+    # parts small.
     worthwhile = ceil_div(n, max(GROUP, MIN_PIECE // max(1, min(m, k))))
     groups = max(1, min(worthwhile, affordable, groups or affordable))
-    # Bytes: one flag per column (it is excluded) and, for one group, one per row (it is wrong).
+    # Bytes of the flags, each one byte: per column, whether it is excluded; per row, whether it is wrong. The
+    # flags of wrong rows are counted for one group here, and for further groups in `rows_bytes`.
     fixed = n + m
-    # Bytes per group and row: the expected sums and two temporary arrays like them, norms and flags. Bytes
-    # per group and index along k: sums, norms and their squares.
+    # per_row: bytes per group and row of C, for the expected sums, two temporary arrays of the same size,
+    # norms and flags. per_depth: bytes per group and index along k, for sums, norms and the squares of norms.
     per_row, per_depth = 3 * VECTORS * wide + 128, VECTORS * wide + 24
     tall = max(MIN_BLOCK, x.left.chunk[0], x.result.chunk[0])
     deep = max(MIN_BLOCK, x.left.chunk[1], x.right.chunk[0])
@@ -120,8 +125,9 @@ def cut(problem: GemmProblem, x: Operands, memory: int, threads: int, groups: in
         if groups == 1:
             break
         groups //= 2
-    # Neither all rows nor all of k fit. op(B) is read once per block of rows, so the blocks get as many rows
-    # as possible.
+    # Sums for all rows do not fit into the memory, nor do those for all of k. op(B) is then read once per
+    # block of rows. To read it as seldom as possible, blocks get as many rows as possible and the minimum
+    # extent along k.
     rows = (free - min(k, deep) * depth_bytes) // rows_bytes
     return _blocks(n, 1, max(1, rows // tall * tall or rows), min(k, deep), deep, k, threads, piece)
 

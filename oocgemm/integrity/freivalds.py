@@ -50,8 +50,9 @@ from oocgemm.integrity.tolerance import SumTolerance
 from oocgemm.planning import GemmProblem
 from oocgemm.planning.tiling import Range
 
-# States of columns of op(B) with an Inf or NaN. _KNOWN: excluded from the sums. _NEW: found during this pass
-# over the operands, to be excluded from the next one.
+# States of columns of op(B) that contain an Inf or NaN. _NEW: the current attempt to compare C with the
+# product has found the column. _KNOWN: an earlier attempt has found it, so the current one excludes it from
+# the sums.
 _KNOWN, _NEW = 1, 2
 
 
@@ -61,7 +62,8 @@ class Found:
 
     Attributes:
         wrong: flags of shape (rows, groups): the row differs from the product in this group of columns.
-        excess: the largest ratio of an error to its tolerance; infinite for an Inf or NaN in the wrong place.
+        excess: the largest ratio of an error to its tolerance. It is infinite if an element of C is
+            nonfinite that must be finite, or finite that must be nonfinite.
         tolerance: the largest tolerance of any sum.
     """
 
@@ -105,8 +107,8 @@ class Check:
     def run(self) -> Found:
         """Compare C with the product of the operands.
 
-        An attempt ends early if it finds new columns of op(B) with an Inf or NaN. These are excluded from the
-        sums of the next attempt.
+        The comparison stops if it finds columns of op(B) with an Inf or NaN. It is then repeated from the
+        start, with these columns excluded from the sums.
         """
         found = Found(np.zeros((self._m, self._groups), bool), 0.0, 0.0)
         if self._m == 0 or self._cols[0] == self._cols[1]:
@@ -118,9 +120,10 @@ class Check:
         return found
 
     def _attempt(self, found: Found) -> bool:
-        """Compare all rows. Return False if op(B) has nonfinite elements in columns not yet excluded.
+        """Compare all rows of C with the product, and return True.
 
-        Those columns are then marked `_NEW`, and the comparison must be repeated without them.
+        If a column of op(B) that is not yet excluded has an Inf or NaN, mark it `_NEW` and return False. The
+        caller must then repeat the comparison without this column.
         """
         depth = self._blocks.depth
         spans = [(left, min(self._k, left + depth)) for left in range(0, self._k, depth)]
@@ -142,7 +145,10 @@ class Check:
         return True
 
     def _add_right(self, sums: Sums) -> None:
-        """Add op(B) y for each group of columns, and the norm of each row of op(B) within the group."""
+        """Compute `sums.values` and `sums.norms` from the rows `sums.span` of op(B).
+
+        If a column of op(B) has an Inf or NaN, mark it `_NEW` in `_excluded` instead.
+        """
         excluded = self._excluded
         some = excluded.any()
 
@@ -169,7 +175,10 @@ class Check:
         self._passes.each(self._x.right, sums.span, self._cols, act, cuts=self._cuts, columns=VECTORS)
 
     def _add_left(self, rows: Rows, sums: Sums) -> None:
-        """Add op(A) times the sums to the expected values; add up norms that bound the rounding errors."""
+        """Add op(A) times `sums.values` to `rows.expected`, for the indices `sums.span` along k.
+
+        Also update the norms `rows.terms` and `rows.bias`, which bound the rounding errors.
+        """
 
         def act(at_rows: Range, cols: Range, x: Array, _: Array | None) -> None:
             at = slice(at_rows[0] - rows.span[0], at_rows[1] - rows.span[0])
@@ -193,7 +202,10 @@ class Check:
         self._passes.each(self._x.left, rows.span, sums.span, act, columns=self._groups * VECTORS)
 
     def _compare(self, rows: Rows, found: Found) -> None:
-        """Compare C y with its expected value, and store which of the rows are wrong."""
+        """Compare C y - beta C0 y with alpha op(A) op(B) y, for the rows in `rows` and all sign vectors y.
+
+        Store in `found` which of these rows are wrong, and update its `excess` and `tolerance`.
+        """
         tolerance, x = self._tolerance, self._x
         difference = np.multiply(rows.expected, -tolerance.alpha, out=rows.expected)
         shape = rows.terms.shape
@@ -271,17 +283,19 @@ def _without_nonfinite(
     overflow: Array,
     too_large: Array,
 ) -> tuple[Array, Array | None, Array, Array]:
-    """Replace nonfinite elements of a block of C by zeros, and check that they are where they may be.
+    """Replace nonfinite elements of a block of C by zeros, and check their positions.
 
     Args:
-        found, before: the block of C and of the old C.
-        nonfinite: elements that must be nonfinite, because of an Inf or NaN in op(A) or op(B).
-        overflow: where sums could have overflowed, so that an Inf or NaN may be right.
-        too_large: where elements could have overflowed C's dtype, so that an Inf may be right.
+        found, before: the block of C, and the same block of the old C.
+        nonfinite: flags of the elements that must be nonfinite, because their row of op(A) or their column of
+            op(B) has an Inf or NaN.
+        overflow: flags of the elements whose sums could have overflowed. They may be Inf or NaN.
+        too_large: flags of the elements that could have overflowed C's dtype. They may be Inf.
 
     Returns:
-        Both blocks with zeros for the elements that are nonfinite or must be; flags of the rows in which an
-        element is wrongly finite or wrongly nonfinite; flags of the replaced elements.
+        - `found` and `before`, with zeros for all elements that are nonfinite or must be nonfinite;
+        - flags of the rows with an element that is wrongly finite or wrongly nonfinite;
+        - flags of the elements that were replaced by zeros.
     """
     actual = ~np.isfinite(found)
     may = nonfinite | overflow | (np.isinf(found) & too_large)
@@ -296,7 +310,10 @@ def _without_nonfinite(
 
 
 def _vectors(group: int) -> slice:
-    """Return the columns of one group in an array of sums, which has `VECTORS` columns per group."""
+    """Return the slice of the columns of one group in `Sums.values` or `Rows.expected`.
+
+    These arrays have `VECTORS` columns per group, one per sign vector.
+    """
     return slice(group * VECTORS, (group + 1) * VECTORS)
 
 

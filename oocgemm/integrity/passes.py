@@ -19,18 +19,21 @@ from oocgemm.planning.units import format_size
 from oocgemm.stores import Matrix, pieces
 from oocgemm.system.memory import allocate
 
-# Default elements per read, and maximum elements per call of the callback. A read has more if a larger chunk
-# must be decoded whole. A quarter of this would fit into the L2 cache of a core, but with so short calls
-# threads wait for the GIL most of the time.
+# Default number of elements that a thread reads at a time, and passes to the callback at a time. (If a chunk
+# is larger and cannot be read in part, the thread reads the whole chunk.) A quarter of this number would fit
+# into the L2 cache of a core. But the calls would then be so short that threads wait for the GIL most of the
+# time.
 PIECE = 1 << 18
-# Minimum and maximum columns per call of the callback. Between them, the number of columns is such that the
-# BLAS multiplies MIN_ROWS rows in a single thread. If the caller passes `cuts` and the matrix has few rows,
-# up to MAX_CUT_WIDTH columns are passed, so that a call has enough elements.
+# Minimum and maximum number of columns that one call of the callback gets. Within these limits, the call gets
+# as many columns as the BLAS multiplies in a single thread if it multiplies MIN_ROWS rows at a time. With the
+# argument `cuts`, calls with few rows get more columns, up to MAX_CUT_WIDTH, so that they have enough
+# elements.
 MIN_WIDTH, MAX_WIDTH, MAX_CUT_WIDTH = 1 << 6, 1 << 10, 1 << 13
 MIN_ROWS = 8
 
-# The callback. It gets the range of rows, the range of columns and the elements of one part of a matrix, in
-# double precision; and the same part of a second matrix, or None.
+# The type of the callback of `Passes.each`. Its arguments describe one part of a matrix: the range of its
+# rows, the range of its columns, and its elements in double precision. The last argument has the elements at
+# the same place in a second matrix; it is None if there is no second matrix.
 Act = Callable[[Range, Range, Array, Array | None], None]
 
 
@@ -49,7 +52,7 @@ class Oriented:
 
     @property
     def chunk(self) -> tuple[int, int]:
-        """Rows and columns of a storage chunk, after the transposition."""
+        """The shape of a storage chunk (rows, columns), exchanged if the matrix is read transposed."""
         rows, cols = self.matrix.layout.read_chunk
         return (cols, rows) if self.swapped else (rows, cols)
 
@@ -57,9 +60,11 @@ class Oriented:
         return replace(self, swapped=not self.swapped)
 
     def pieces(self, rows: Range, cols: Range, min_elements: int) -> Iterator[tuple[Range, Range]]:
-        """Cut a block into pieces to read, of about `min_elements` elements or of whole chunks.
+        """Cut a block into pieces of at least `min_elements` elements. Each piece is read at once.
 
-        Yields the range of rows and of columns of each piece.
+        The cuts are at chunk borders, or between rows of a chunk if the store can read chunks in part.
+        Pieces at the edges of the block may be smaller. Yields the range of rows and the range of columns
+        of each piece.
         """
         size = min(min_elements, max(1, self.matrix.shape[0] * self.matrix.shape[1]))
         for r, c in pieces(*self._stored(rows, cols), self._cut_along(min_elements), size):
@@ -76,15 +81,16 @@ class Oriented:
     def piece_bytes(self, min_elements: int) -> int:
         """Return the memory, in bytes, that a thread needs for the largest piece and for decoding it."""
         height, width = self._cut_along(min_elements)
-        # A piece grows until it has `min_elements`. If it grows by fewer elements than that at a time, it
-        # ends with fewer than twice as many.
+        # A piece is either one unit (`_cut_along`) or as many units as it takes to reach `min_elements`
+        # elements. In the latter case it has fewer than twice `min_elements` elements.
         elements = min(max(height * width, 2 * min_elements), self.matrix.shape[0] * self.matrix.shape[1])
         return elements * self.matrix.dtype.itemsize + self.matrix.layout.decode_bytes
 
     def _cut_along(self, min_elements: int) -> tuple[int, int]:
-        """Return the rows and columns that a piece is a multiple of, as stored.
+        """Return the shape (rows, columns), as stored, of the unit that pieces are composed of.
 
-        They are those of a chunk, or some rows of a chunk if the store can read chunks in part.
+        The unit is a chunk. If the store can read chunks in part, it is some rows of a chunk: as many as
+        have at most `min_elements` elements, but at least one.
         """
         layout = self.matrix.layout
         height, width = (min(pair) for pair in zip(layout.read_chunk, self.matrix.shape, strict=True))
@@ -98,7 +104,11 @@ class Oriented:
 
 
 class Passes:
-    """Reads blocks of matrices with `threads` threads of a pool, in pieces of at least `piece` elements."""
+    """Reads blocks of matrices with `threads` threads of a pool.
+
+    A thread reads a piece of a block at a time. Pieces have at least `piece` elements, except at the edges of
+    the block.
+    """
 
     def __init__(
         self,
@@ -129,13 +139,14 @@ class Passes:
         """Read a block of a matrix in parts, and call `act` with each part. Several threads call it.
 
         Args:
-            x, rows, cols: the matrix and the block.
-            act: the callback; None only reads.
-            cuts: columns at which parts must be cut.
-            columns: columns of the matrix by which `act` multiplies a part; parts have a shape that suits it.
-            beside: another matrix, of which the same block is read.
+            x, rows, cols: the matrix, and the ranges of rows and columns of the block.
+            act: the callback; None reads the block without a callback.
+            cuts: indices of columns that must not be in the same part as the column before them.
+            columns: if `act` multiplies each part by another matrix, the number of columns of that matrix.
+                Parts then have a shape that the BLAS multiplies in one thread.
+            beside: another matrix, of which the same block is read and passed to `act`.
 
-        Raises the first error of any thread, once all threads have stopped.
+        If threads fail, all threads stop, and the error of one of them is raised.
         """
         if rows[0] == rows[1] or cols[0] == cols[1]:
             return
@@ -190,7 +201,8 @@ class Passes:
     ) -> None:
         """Cut a piece into parts and call `act` with each part.
 
-        `blocks` has the elements of the piece: those of the matrix, and those of the second matrix if given.
+        `sources` are the matrix and the second matrix (or None). `blocks` has the elements of the piece in
+        each of them.
         """
         (top, bottom), (first, last) = piece
         borders = [first, *(cut for cut in cuts if first < cut < last), last]
@@ -218,7 +230,8 @@ class Passes:
     def _wide(self, thread: int, number: int, source: Oriented | None, part: Array) -> Array:
         """Return a part of a piece in double precision, and conjugated if `source` says so.
 
-        If this changes the elements, the result is in a buffer of the thread, which the next call overwrites.
+        If the elements need no conversion, the result is `part` itself. Otherwise it is in a buffer of the
+        thread, which the thread's next call for the same matrix overwrites.
         """
         assert source is not None
         wide = wide_dtype(part.dtype)

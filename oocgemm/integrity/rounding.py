@@ -16,18 +16,19 @@ from oocgemm.planning.integers import EXACT_LIMIT
 # A sum of squares within these limits is accurate: no square overflowed, and squares that underflowed are too
 # small to matter. Outside them, norms are computed from scaled elements instead.
 MIN_SQUARES, MAX_SQUARES = 1e-270, 1e290
-DOUBLE = 2.0**-53  # unit roundoff of float64
-# Maximum scalar multiplications in one matrix product for which OpenBLAS uses a single thread.
+# The unit roundoff of float64.
+DOUBLE = 2.0**-53
+# If m n k of a matrix product is at most this, OpenBLAS computes it in the calling thread.
 ONE_THREAD = 1 << 18
-# A sum of errors with random signs counts as rounding if it is at most this many times the 2-norm of the
-# errors. `Rounding` gives the probability that it is larger.
+# The error bound of a sum of elements with random signs, as a multiple of the 2-norm of their rounding
+# errors. `Rounding` gives the probability that the error of a correct sum is larger.
 MAX_DEVIATION = 8
 # Relative error that one operand gets when it is rounded, or truncated, to the precision of `--compute`.
 OPERANDS = {"native": 0.0, "tf32": 2.0**-10, "bf16": 2.0**-7, "emulated": 0.0}
 
 
 def gamma(n: float, u: float) -> float:
-    """Return the relative error bound n u / (1 - n u) of n rounded operations in a row.
+    """Return n u / (1 - n u), the relative error bound of n successive rounded operations.
 
     `u` is the unit roundoff. The bound is infinite if n u >= 1.
 
@@ -51,33 +52,38 @@ def sum_error(n: float, u: float) -> float:
 class Rounding:
     """The error bound of a sum of elements of C with random signs.
 
-    A check compares the sum with its value as predicted from A and B.
+    A check computes such a sum from C, and predicts it from A and B. The two may differ by at most the bound.
 
-    `chain` is the number of rounded operations in a row behind one element of C. `check_chain` is the number
-    of further ones in the check, which computes in double precision.
+    `chain` is the maximum number of successive rounded operations that compute one element of C.
+    `check_chain` is the number of successive rounded operations, in double precision, by which the check
+    computes and predicts a sum.
 
-    Let R be the rounding errors of the summed elements. Their 2-norm |R| is at most the relative error bound
-    of one element times the norm of |A| |B| over these elements. Let T be `MAX_DEVIATION`. The signs do not
-    depend on R, so the sum of R with these signs exceeds T |R| only with a small probability:
+    Let R be the vector of the rounding errors of the summed elements. Its 2-norm |R| is at most the relative
+    error bound of one element times the norm of |A| |B| over these elements. Let T be `MAX_DEVIATION`. The
+    bound for the sum of the errors, taken with the random signs, is T |R|. The signs do not depend on R, so
+    this sum exceeds the bound only with a small probability:
 
     - below exp(-T / e) with random signs on rows and columns (moments of a Rademacher chaos),
     - below 2 exp(-T^2 / 2) with random signs on columns only (Hoeffding's inequality).
 
-    In practice it is far rarer, because rounding errors are much smaller than their bounds.
+    The actual probability is much smaller, because rounding errors are much smaller than their bounds.
 
-    `alpha` and `beta` are the scalars of the product, rounded to the accumulator's dtype.
+    Attributes:
+        alpha, beta: the scalars of the product, rounded to the accumulator's dtype.
     """
 
     alpha: complex
     beta: complex
 
     def __init__(self, problem: GemmProblem, chain: int, check_chain: int) -> None:
-        # Exact sums (`problem.exact`) are scaled and added to C in float64, whatever the accumulator's dtype.
+        # With `problem.exact`, op(A) op(B) has no rounding errors. It is then multiplied by alpha, and beta C
+        # is added, in float64, whatever the accumulator's dtype.
         accumulator = numpy_dtype("float64" if problem.exact else problem.acc_dtype)
         self._integer = numpy_dtype(problem.c_dtype).kind == "i"
         limits = np.finfo(accumulator)
         stored = limits if self._integer else limits_of(problem.c_dtype)
-        # A product of two complex numbers takes four real products, so it has four times as many roundings.
+        # A product of two complex numbers takes four real products. It is counted as four times as many
+        # roundings.
         factor = 4 if accumulator.kind == "c" else 1
         self._relative = (
             sum_error(factor * ((0 if problem.exact else chain) + 8), float(limits.eps) / 2)
@@ -93,17 +99,23 @@ class Rounding:
         self.max_finite, self._max_stored = float(limits.max) / 16, float(stored.max) * 0.99
 
     def norm(self, product: Array, old: Array) -> Array:
-        """Return bounds of the norm of |alpha| |A| |B| + |beta| |C0|, where C0 is the old C.
+        """Return upper bounds of norms of |alpha| |A| |B| + |beta| |C0|, where C0 is the old C.
 
-        `product` has the norms of |A| |B|, and `old` those of C0.
+        Each norm is over the elements of one sum. `product` has the norms of |A| |B| over the same elements,
+        and `old` those of C0.
         """
         return np.asarray(abs(self.alpha) * product + (abs(self.beta) * old if self.beta else 0))
 
     def tolerance(self, norm: Array, stored: Array, elements: Array | float) -> Array:
-        """Return the error bound of sums of `elements` elements of C each, with random signs.
+        """Return the error bounds of sums of elements of C with random signs.
 
-        `norm` is the result of the method `norm` for these elements, and `stored` the norm of C as stored.
-        For an integer C the bound is 0 if the sums are small enough to be exact.
+        If C has an integer dtype, and a sum is small enough to be exact in float64, its bound is 0.
+
+        Args:
+            norm: for each sum, the norm of |alpha| |A| |B| + |beta| |C0| over its elements, as the method
+                `norm` returns it.
+            stored: for each sum, the norm of its elements of C as stored.
+            elements: the number of elements of each sum.
         """
         root = np.sqrt(elements)
         if self._integer:
@@ -112,10 +124,12 @@ class Rounding:
         return np.asarray(rounding + self._check_error * root * norm + elements * self._underflow)
 
     def may_overflow(self, product: Array, norm: Array) -> tuple[Array, Array]:
-        """Return where the sum for an element of C, and where its cast to C's dtype, could have overflowed.
+        """Return two arrays of flags. Each of them has one flag per set of elements of C.
 
-        Where the sum could have, an Inf or NaN in C is no error. Where the cast could have, an Inf is
-        no error. `product` has norms of |A| |B|, and `norm` is the result of the method `norm`.
+        The first array tells whether the accumulator could have overflowed. An Inf or NaN in the set is then
+        no error. The second array tells whether the cast to C's dtype could have overflowed. An Inf is then
+        no error, but a NaN is. `product` has norms of |A| |B| over each set, `norm` the result of the method
+        `norm` for it.
         """
         return ~((product < self.max_finite) & (norm < self.max_finite)), ~(norm < self._max_stored)
 
@@ -132,7 +146,9 @@ def norms(x: Array) -> Array:
 
 
 def block_squares(blocks: Array) -> Array:
-    """Return the sum of the squares of each block, for an array of shape (blocks, rows, columns).
+    """Return the sum of the squares of the elements of each block.
+
+    `blocks` has the shape (blocks, rows, columns).
 
     This is fastest if the last axis is contiguous in memory.
     """
@@ -143,8 +159,8 @@ def block_squares(blocks: Array) -> Array:
 def block_norms(blocks: Array, squares: Array) -> Array:
     """Return the Frobenius norm of each block, for an array of shape (blocks, rows, columns).
 
-    `squares` has the blocks' sums of squares. If one of them overflows or underflows, the norms are computed
-    from scaled elements. The norm of a block with an Inf or NaN is nonfinite.
+    `squares` has the sum of squares of each block. If any of these sums has overflowed or underflowed, all
+    norms are computed from scaled elements instead. The norm of a block with an Inf or NaN is nonfinite.
     """
     if squares.min() > MIN_SQUARES and squares.max() < MAX_SQUARES:
         return np.asarray(np.sqrt(squares))
@@ -152,12 +168,14 @@ def block_norms(blocks: Array, squares: Array) -> Array:
 
 
 def signed(x: Array, blocks: Array) -> Array:
-    """Return the sum of each block's rows times signs.
+    """Multiply each row of each block by a sign, and return the sums over the rows of a block.
 
-    `blocks` has the shape (blocks, rows, columns), the signs `x` have (blocks, rows). The result has (blocks,
-    columns).
+    `blocks` has the shape (blocks, rows, columns). `x` has the signs, of shape (blocks, rows). The result has
+    the shape (blocks, columns).
     """
-    if blocks.dtype.kind == "c":  # real and imaginary parts separately: einsum would convert x to complex
+    if blocks.dtype.kind == "c":
+        # The parts are summed separately: einsum would convert x to complex, which takes more
+        # products.
         real, imaginary = (np.einsum("gi,gij->gj", x, part) for part in (blocks.real, blocks.imag))
         return np.asarray(real + 1j * imaginary)
     return np.asarray(np.einsum("gi,gij->gj", x, blocks))

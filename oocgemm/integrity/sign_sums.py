@@ -10,21 +10,27 @@ from oocgemm.backends.random_words import VECTORS
 from oocgemm.integrity.rounding import MAX_SQUARES, MIN_SQUARES, ONE_THREAD, norms
 from oocgemm.planning.tiling import Range
 
-# If the largest norm of a row of op(B) is at most this many times the smallest, the largest is used for all
-# rows. This saves time, and makes the error bound at most this many times larger.
+# If the largest norm of the rows of op(B) is at most ALIKE times the smallest one, the largest one is used
+# for all rows. This saves time. It makes the error bound at most ALIKE times larger.
 ALIKE = 2
-# Norms in this range have squares that neither overflow nor underflow. Other norms are not squared.
+# The square of a norm between these limits neither overflows nor underflows. If a nonzero norm is outside,
+# norms are not squared.
 MIN_NORM, MAX_NORM = 1e-100, 1e100
-# If a norm that was computed from squares is below this share of the largest norm of op(B), squares may have
-# underflowed. It is then computed again without squares.
+# Some norms are computed as the root of a sum of squares. If such a norm is below MIN_SHARE times the largest
+# norm of a row of op(B), squares may have underflowed. The norm is then computed again, without squares.
 MIN_SHARE = 1e-120
 
 
 class Sums:
     """The products op(B) y with random sign vectors y, for the range `span` of k.
 
-    The columns of C are divided into groups with `VECTORS` vectors each. `values` has one row per index along
-    k and one column per vector. `norms` has the 2-norm of each row of op(B) within each group.
+    The columns of C, and so of op(B), are divided into groups. Each group has `VECTORS` vectors, which are
+    zero outside the group's columns.
+
+    Attributes:
+        span: the range of indices along k, that is, of rows of op(B).
+        values: the products, with one row per index along k and one column per vector.
+        norms: the 2-norm of each row of op(B) within the columns of each group: shape (indices, groups).
     """
 
     def __init__(self, span: Range, groups: int, dtype: np.dtype[np.generic]) -> None:
@@ -36,9 +42,10 @@ class Sums:
         self._largest = 0.0
 
     def square(self) -> None:
-        """Prepare `terms`: square the norms, unless a square would overflow or underflow.
+        """Square the norms for the method `terms`, unless a square would overflow or underflow.
 
-        A column of ones is appended, with which `terms` also gets the sum of squares of each row of op(A).
+        A column of ones is appended to the squares. When `terms` multiplies the squared elements of op(A) by
+        the array, this column gives the sum of squares of each row of op(A).
         """
         self._largest = float(self.norms.max(initial=0))
         inside = (self.norms == 0) | ((self.norms > MIN_NORM) & (self.norms < MAX_NORM))
@@ -47,12 +54,16 @@ class Sums:
             np.square(self.norms, out=self._squares[:, :-1])
 
     def terms(self, x: Array, inside: slice) -> Array:
-        """Return the norms of the terms that products of `x` with `values` add up, by row of x and group.
+        """Return sqrt(sum_p |x_ip norms_pg|^2) for each row i of `x` and each group g, or an upper bound.
 
-        `x` is a part of op(A) with the columns `inside`. The norm of row i is sqrt(sum_p |x_ip norms_p|^2).
-        Two shortcuts return a larger value. If all norms are within a factor of `ALIKE`, the largest replaces
-        all, which saves squaring x. If squares would overflow or underflow, the result is sum_p |x_ip|
-        norms_p. The result is nonfinite if x has an Inf or NaN.
+        `x` is a part of op(A). Its columns p correspond to the rows `inside` of `norms`. The result is the
+        2-norm of all products a_ip b_pj with these p and with the columns j of group g.
+
+        - If the norms of each group differ by at most a factor of `ALIKE`, the group's largest norm replaces
+          the others. This saves squaring `x`.
+        - If squares overflow or underflow, the result is the larger value sum_p |x_ip| norms_pg.
+        - If `x` has an Inf or NaN, the result is nonfinite. It can also be nonfinite if squares of `x`
+          overflow.
         """
         sizes = self.norms[inside]
         largest = sizes.max(axis=0)
@@ -75,9 +86,12 @@ class Rows:
     """The products op(A) op(B) y with random sign vectors y, for the rows `span` of C.
 
     Attributes:
+        span: the range of rows.
         expected: the products, one column per vector.
-        terms: norms of the terms that were added up, by row and group of columns (`Sums.terms`).
-        bias: by how much partial sums exceed the size that they have if their terms have no bias in sign.
+        terms: for each row and each group of columns of C, the 2-norm of the products that its elements add
+            up (`Sums.terms`).
+        bias: for each row and group, by how much partial sums are larger than sums of terms with random signs
+            would be (`bias_of`).
         nonfinite: flags of the rows of op(A) with an Inf or NaN.
     """
 
@@ -89,21 +103,24 @@ class Rows:
         self.nonfinite = np.zeros(extent, bool)
 
     def add_final_bias(self) -> None:
-        """Raise the bias to that of the sum over all of k, if it is larger.
+        """Replace `bias` by the bias of the sums over all of k, where that is larger.
 
-        The partial sums may be too short to show a bias.
+        So far, `bias` was measured on sums over parts of k, which may be too short to show a bias.
         """
         np.maximum(self.bias, bias_of(self.expected, self.terms), out=self.bias)
 
 
 def bias_of(sums: Array, terms: Array) -> Array:
-    """Estimate by how much partial sums exceed the size that they have if their terms have no bias in sign.
+    """Estimate by how much partial sums are larger than sums of terms with random signs would be.
 
-    Partial sums of elements of C have a norm of about `terms` if their terms have random signs. If the terms
-    have a bias in sign, the norm is larger, and so are the rounding errors. `sums` are products of the
-    partial sums with random sign vectors, `VECTORS` per row and group. The mean of their absolute values is
-    about 0.8 times the norm, with a standard deviation of 0.2 times the norm. Because of this uncertainty, an
-    excess of up to 1.5 times `terms` is ignored.
+    Partial sums of the elements of C have a 2-norm, over one row and group of columns. It is about `terms` if
+    the terms of the sums have random signs. If most terms have the same sign, the norm is larger, and so are
+    the rounding errors.
+
+    `sums` are products of the partial sums with random sign vectors, `VECTORS` per row and group. The mean of
+    their absolute values is about 0.8 times the norm, with a standard deviation of 0.2 times the norm. So the
+    norm is estimated as 1.25 times this mean. The result is the estimate minus 2.5 times `terms`, or 0 if
+    that is negative, because a smaller excess can be due to chance.
     """
     sizes = np.abs(sums).reshape(*terms.shape, VECTORS).mean(axis=2)
     return np.asarray(np.maximum(1.25 * sizes - 2.5 * terms, 0))
@@ -122,7 +139,7 @@ def row_norms(x: Array) -> Array:
     """Return the 2-norms of the rows of a double-precision matrix, without overflow or underflow."""
     if x.strides[1] == x.itemsize or x.shape[1] == 1:
         squares = np.vecdot(x, x).real
-    else:  # rows are not contiguous, as in a transposed matrix
+    else:  # vecdot is slow if rows are not contiguous, as in a transposed matrix
         squares = (x.real * x.real + x.imag * x.imag if x.dtype.kind == "c" else x * x).sum(axis=1)
     out = ~((squares > MIN_SQUARES) & (squares < MAX_SQUARES))
     found = np.sqrt(squares)

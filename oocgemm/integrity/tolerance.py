@@ -5,11 +5,12 @@ where C_i are the elements of row i in the group. The symbols are:
 
     R_ij    the rounding error of C_ij; R_i has those of row i
     u       the unit roundoff of the accumulator's dtype
-    c       the number of additions in a row behind one element of C
+    c       the number of successive rounded additions that compute one element of C
     S_ij    sum_p (a_ip b_pj)^2, the sum of the squared terms of C_ij
 
-There are two bounds. Each holds with a probability of at least 1 - 2 exp(-t). The value of t is chosen so
-that a whole check of a correct C fails with a probability of at most `FALSE_ALARM`.
+There are two bounds, and the user chooses one of them. For one sum, each holds with a probability of at least
+1 - 2 exp(-t). The value of t grows with the number of sums, so that a whole check of a correct C fails with a
+probability of at most `FALSE_ALARM`.
 
 *Probabilistic.* Source: Higham and Mary, *A new approach to probabilistic rounding error analysis* (2019) and
 *Sharper probabilistic backward error analysis for basic linear algebra kernels with random data* (2020). The
@@ -21,18 +22,19 @@ a product of two sub-Gaussian variables:
 
     |y^T R_i|  <=  t u sqrt(c / 3) sqrt(sum_j S_ij)
 
-If the terms are biased, partial sums grow with k, and rounding errors may repeat. (Sums of equal numbers are
-the extreme.) The excess of the partial sums over a random walk is therefore measured on blocks of k, as
-`bias`. The bound of its rounding error is `bias` times min(gamma_c, 6 sqrt(c) u) times sqrt(2 t), where the
-last factor is due to the signs and gamma_c = c u / (1 - c u).
+If most terms have the same sign, partial sums are larger than a random walk, and rounding errors may repeat.
+(Sums of equal numbers are the extreme.) The check therefore measures by how much partial sums are larger than
+a random walk: this is `bias`. It adds a second summand to the bound: `bias` times min(gamma_c, 6 sqrt(c) u)
+times sqrt(2 t). Here gamma_c is c u / (1 - c u), and the factor sqrt(2 t) is due to the random signs.
 
-*Worst case.* |R_ij| <= gamma_c (|A| |B|)_ij for any errors (Higham, *Accuracy and Stability of Numerical
-Algorithms*, 2002, section 3.5). Only y is random here, and the check chooses it:
+*Worst case.* |R_ij| <= gamma_c (|A| |B|)_ij, whatever the errors of single operations are (Higham, *Accuracy
+and Stability of Numerical Algorithms*, 2002, section 3.5). Only y is random here, and the check chooses it:
 
     |y^T R_i|  <=  sqrt(2 t) |R_i|
 
-A reduced precision (tf32, bf16) adds the error of rounding each operand. All elements of a row or column of C
-share this error. It may also be a truncation, whose errors have the same sign.
+With a reduced precision (tf32, bf16), the operands are rounded before the product, and both bounds get
+another summand. The error of an element of A affects its whole row of C, so the errors within the row are not
+independent. If the device truncates the operands, all these errors have the same sign.
 """
 
 from math import log, sqrt
@@ -45,10 +47,12 @@ from oocgemm.integrity.rounding import DOUBLE, OPERANDS, Rounding, gamma, sum_er
 from oocgemm.planning import GemmProblem
 from oocgemm.planning.integers import EXACT_LIMIT
 
-BOUNDS = ("probabilistic", "worst-case")  # choices for the error bound; this module's docstring has both
-FALSE_ALARM = 1e-6  # maximum probability that a check fails for a correct C
-# Upper limit of the rounded operations on an element of C after the sum of its products: scaling by alpha and
-# beta, an addition, conversions.
+# The names of the two error bounds that the docstring of this module explains.
+BOUNDS = ("probabilistic", "worst-case")
+# Maximum probability that a check fails although C is correct.
+FALSE_ALARM = 1e-6
+# Maximum number of rounded operations on an element of C after its products have been added up: products by
+# alpha and beta, one addition, and casts.
 EPILOGUE = 8
 
 
@@ -58,7 +62,7 @@ class SumTolerance(Rounding):
     Args:
         problem: the product.
         bound: one of `BOUNDS`.
-        k: number of products per element of C.
+        k: number of products that are added up for each element of C.
         elements: maximum number of elements of C per sum.
         tests: number of sums that the check compares.
 
@@ -69,7 +73,9 @@ class SumTolerance(Rounding):
     def __init__(self, problem: GemmProblem, bound: str, k: int, elements: int, tests: int) -> None:
         super().__init__(problem, k, k + 2 * elements)
         self._probabilistic = bound == "probabilistic"
-        self._terms = sqrt(k)  # norm of |A| |B| <= sqrt(k) times norm of the terms
+        # By the Cauchy-Schwarz inequality, the norm of |A| |B| is at most sqrt(k) times the norm of the
+        # terms.
+        self._terms = sqrt(k)
         self._t = log(2 * max(1, tests) / FALSE_ALARM)
         self._signs = sqrt(2 * self._t)
         accumulator = numpy_dtype("float64" if problem.exact else problem.acc_dtype)
@@ -91,28 +97,33 @@ class SumTolerance(Rounding):
 
     @property
     def needs_stored(self) -> bool:
-        """Whether the bound depends on norms of the stored C, because its dtype rounds the results."""
+        """Whether `of_sums` needs norms of the stored C, because the cast to C's dtype rounds the results."""
         return bool(self._stored)
 
     def product_norm(self, terms: Array) -> Array:
-        """Return upper bounds of the norms of |A| |B|, given the norms `terms` (sqrt(sum_j S_ij))."""
+        """Return upper bounds of the norms of |A| |B| over the elements of each sum.
+
+        `terms` has the norms sqrt(sum_j S_ij); the docstring of this module defines S_ij.
+        """
         return np.asarray(self._terms * terms)
 
     def of_sums(self, terms: Array, bias: Array, old: Array, stored: Array, elements: Array) -> Array:
-        """Return the error bound of sums of `elements` elements of C each, with random signs.
+        """Return the error bounds of sums of elements of C with random signs.
+
+        All arguments have one value per sum.
 
         Args:
-            terms: the norms sqrt(sum_j S_ij) of the products that are summed. This module's docstring
-                defines S_ij.
-            bias: by how much the norms of partial sums exceed `terms`.
-            old, stored: the norms of the old C, and of C as stored.
-            elements: number of elements per sum.
+            terms: the norms sqrt(sum_j S_ij); the docstring of this module defines S_ij.
+            bias: by how much partial sums are larger than a random walk (`sign_sums.bias_of`).
+            old: the norms of the sum's elements of the old C.
+            stored: the norms of the sum's elements of C as stored.
+            elements: the numbers of elements of C that are summed.
         """
         alpha, beta = abs(self.alpha), abs(self.beta)
         old = beta * old if beta else np.zeros_like(old)
         root = np.sqrt(elements)
         largest = alpha * self.product_norm(terms) + old
-        if self._integer:  # integer sums below EXACT_LIMIT are exact in float64
+        if self._integer:  # sums of integers below EXACT_LIMIT have no rounding errors in float64
             return np.where(root * largest < EXACT_LIMIT / 2, 0.0, self._check_error * root * largest)
         signs = np.minimum(self._signs, root)
         if self._probabilistic:

@@ -28,24 +28,28 @@ class Access:
 
 
 def stores(m: int, n: int, itemsize: int, *, reads: bool) -> tuple[int, int]:
-    """Return the sectors of C that a kernel loads and stores. It loads C only if `reads` (beta != 0)."""
+    """Return the numbers of sectors of C that a kernel loads and stores.
+
+    The kernel stores all of C. It loads C only if `reads` is True, because beta is not 0.
+    """
     sectors = m * -(-n * itemsize // SECTOR)
     return sectors if reads else 0, sectors
 
 
 def tiles_sectors(m: int, n: int, k: int, itemsize: int, rows: int, cols: int) -> int:
-    """Return the sectors of A and B that a kernel loads if each block computes rows x cols elements of C.
+    """Return the number of sectors of A and B that a kernel loads if its thread blocks compute tiles of C.
 
-    Each block loads its rows of A and its columns of B once, with coalesced accesses.
+    A tile has `rows` x `cols` elements. Each thread block loads its rows of op(A) and its columns of op(B)
+    once, with coalesced accesses.
     """
     return (m * k * -(-n // cols) + k * n * -(-m // rows)) * itemsize // SECTOR
 
 
 def warps_sectors(m: int, n: int, k: int, itemsize: int, cols: int) -> int:
-    """Return the sectors of A and B that a kernel loads if each thread loads a row of A and a column of B.
+    """Return the number of sectors of A and B that a kernel loads if each thread computes one element of C.
 
-    The threads of a warp compute elements in `cols` columns of C. For each index along k, the warp loads one
-    sector of A for each of its rows of C.
+    A warp computes `cols` columns of C, at most 32, and 32 / cols rows. For each index along k, it loads one
+    element of A per row, each in another sector, and `cols` contiguous elements of B.
     """
     cols = min(cols, WARP)
     rows = WARP // cols
@@ -68,7 +72,8 @@ def conflicts(itemsize: int, *patterns: Callable[[int], int]) -> int:
 
 
 def _extra_cycles(itemsize: int, pattern: Callable[[int], int]) -> int:
-    # The hardware serves elements of 8 bytes to half a warp at a time, elements of 16 bytes to a quarter.
+    # The hardware serves half a warp at a time if elements have 8 bytes, and a quarter if they have 16 bytes.
+    # Only threads that are served together can conflict.
     together = WARP * WORD // max(WORD, itemsize)
     extra = 0
     for first in range(0, WARP, together):

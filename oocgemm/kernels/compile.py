@@ -20,7 +20,7 @@ class Compiler(Protocol):
     """An NVRTC library, which compiles CUDA C++ to machine code."""
 
     def version(self) -> str:
-        """Return the version of the library. Machine code that another version compiled is not reused."""
+        """Return the version of NVRTC. Cached machine code of another version is not used."""
 
     def compile(self, name: str, source: str, options: Sequence[str]) -> tuple[bytes | None, str]:
         """Return the machine code (None if the source does not compile) and the compiler's log."""
@@ -41,7 +41,7 @@ def compiled(compiler: Compiler, source: str, arch: str, options: Sequence[str])
     parts = compiler.version(), *options, *texts
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
     cached = None
-    with suppress(InputError):  # no home directory, so no cache: compile each time
+    with suppress(InputError):  # without a home directory there is no cache
         cached = cache.folder() / "kernels" / f"{source}-{arch}-{key}.cubin"
     if cached is not None:
         with suppress(OSError):
@@ -52,7 +52,7 @@ def compiled(compiler: Compiler, source: str, arch: str, options: Sequence[str])
             f"kernel {source} does not compile for {arch} with {' '.join(options)}:\n{log.strip()}"
         )
     if cached is not None:
-        with suppress(OSError):  # an unwritable cache only costs time
+        with suppress(OSError):  # if the cache cannot be written, later runs compile again
             cache.write_whole(cached, code)
     return code
 

@@ -10,11 +10,13 @@ from functools import lru_cache
 from oocgemm.kernels.spec import C_TYPES, Device, Launch, TensorMap, blocks
 from oocgemm.planning.emulation import LEVELS, residues
 
-# Macros of ozaki_multiply.cu, which explains them. STAGES is the number of buffers in shared memory; GROUP is
-# the number of pairs of tiles that are computed one after the other so that they share data in the L2 cache.
+# Macros of ozaki_multiply.cu, which explains them. STAGES is the number of buffers in shared memory. GROUP is
+# the number of pairs of tiles that are computed one after the other, so that they share data in the L2 cache.
 STAGES, GROUP = 4, 8
-_TILE = 256, 256  # rows and columns of C that a cluster of two thread blocks computes
-_BOX = 128  # rows that one TMA copy moves to shared memory
+# Rows and columns of C that a cluster of two thread blocks computes.
+_TILE = 256, 256
+# Rows that one TMA copy moves to shared memory.
+_BOX = 128
 
 
 @lru_cache

@@ -1,10 +1,11 @@
 """Kernels for speed: `--kernel simt` uses ordinary multiply-adds, `--kernel tensor` the tensor cores.
 
-Several `Kernel` objects have the name `tensor`, for different instructions and alignments. They are tried in
-order. The last one for a dtype and precision accepts every call, unless C needs too many thread blocks.
+Several `Kernel` objects have the name `tensor`: they use different instructions, and need different
+alignments of A and B. `registry.choose` takes the first one in `FAST` that accepts a product. The last one
+for each dtype and precision accepts every product, unless its grid would need 2^31 thread blocks or more.
 
-Each has one or more sets of parameters (`variants`), which its CUDA source explains. The first one was the
-fastest for most shapes on an H200. Each of the others was the fastest for some class of shapes.
+Each `Kernel` has one or more sets of parameters (`variants`), which its CUDA source explains. On an H200, the
+first set was the fastest for most shapes, and each other set was the fastest for some of them.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +14,8 @@ from oocgemm.kernels.spec import Call, Kernel, Launch, Params, TensorMap, blocks
 from oocgemm.planning import DTYPES, Op
 
 _FORMATS = {"float32": "tf32", "float16": "f16", "bfloat16": "bf16"}
-# CUDA grids have fewer thread blocks than this. The TMA kernels need m, n and k to be smaller than this.
+# A CUDA grid has fewer thread blocks than this along x. The kernels that use TMA take only m, n and k below
+# this.
 _LIMIT = 2**31
 
 
@@ -93,7 +95,7 @@ def _swaps(call: Call) -> bool:
 
 
 def _wgmma_tile(p: Params) -> tuple[int, int]:
-    """Return the rows and columns of C (or of C^T, if the kernel computes that) that one block computes."""
+    """Return the rows and columns of C that one thread block computes; those of C^T if `_swaps` is True."""
     return 64 * p["M_BLOCKS"] * p["TEAM"], p["MMA_N"]
 
 
@@ -102,7 +104,8 @@ def _wgmma(call: Call, p: Params) -> Launch:
     rows, cols = (call.n, call.m) if _swaps(call) else (call.m, call.n)
     tiles = blocks(rows, x * p["CLUSTER"]) * blocks(cols, y)
     clusters = max(1, min(call.device.processors // p["CLUSTER"], tiles))
-    # Bytes: the stages with two barriers each, two more barriers, and alignment.
+    # Bytes of shared memory: per stage, a part of each operand and two barriers of 8 bytes; two more
+    # barriers; and 1024 bytes to align the stages.
     shared = p["STAGES"] * ((x + y) * 128 + 16) + 16 + 1024
     return Launch((clusters * p["CLUSTER"], 1, 1), (384, 1, 1), shared)
 
@@ -119,9 +122,9 @@ def _wgmma_refuses(call: Call, p: Params) -> str | None:
 
 def _wgmma_maps(call: Call, p: Params) -> tuple[TensorMap, TensorMap]:
     x, y = _wgmma_tile(p)
-    y //= p["CLUSTER"]  # each block of a cluster copies its part of the operand that the blocks share
+    y //= p["CLUSTER"]  # a cluster's thread blocks share y rows; each copies a part
     item = DTYPES[call.dtype].itemsize
-    dtype = "tf32" if call.dtype == "float32" else call.dtype  # TMA rounds to tf32
+    dtype = "tf32" if call.dtype == "float32" else call.dtype  # TMA rounds while it copies
     rows_a, rows_b = (y, x) if _swaps(call) else (x, y)
 
     def described(address: int, ld: int, k_major: bool, extent: int, rows: int) -> TensorMap:
@@ -209,7 +212,11 @@ def _mma_params(tile_n: int, warps: int, copy: int, resident: int) -> Params:
 
 
 def _mma_entry(dtypes: tuple[str, ...], compute: str, *variants: Params) -> Kernel:
-    """Return a `Kernel` of tensor_mma.cu. Those that copy fewer bytes at once accept smaller alignments."""
+    """Return a `Kernel` with the source tensor_mma.cu.
+
+    It needs A and B to be aligned to as many bytes as it copies at once, the parameter COPY. So `FAST` has
+    several of these kernels, with smaller and smaller COPY.
+    """
     return Kernel(
         name="tensor",
         source="tensor_mma",
@@ -232,7 +239,8 @@ FAST: tuple[Kernel, ...] = (
         dtypes=("float32",),
         variants=(
             _simt_params((128, 256, 8), (8, 16), 5, 1),
-            # Two blocks per multiprocessor: one computes while the other starts or ends.
+            # Two thread blocks run on a multiprocessor at a time: one computes while the other starts or
+            # ends.
             _simt_params((128, 128, 8), (8, 16), 5, 2),
         ),
         launch=_simt,
@@ -266,7 +274,7 @@ FAST: tuple[Kernel, ...] = (
         archs=("sm_90a",),
         variants=(
             _f64_params((64, 128), 8, 4, 2),
-            # Larger tiles read A and B less often: the fastest if k is at least about 16384.
+            # These larger tiles read A and B less often. They are the fastest if k is at least about 16384.
             _f64_params((128, 128), 16, 4, 1),
         ),
         launch=_f64,
@@ -277,7 +285,7 @@ FAST: tuple[Kernel, ...] = (
         name="tensor",
         source="tensor_f64",
         dtypes=("float64",),
-        # These lack the larger float64 instructions of sm_90a, so MMA_K is 4.
+        # The larger float64 instructions (MMA_K of 8 or 16) are used on sm_90a only. sm_80 lacks them.
         archs=("sm_80", "sm_100"),
         variants=(_f64_params((64, 128), 4, 3, 2), _f64_params((128, 128), 4, 4, 1)),
         launch=_f64,
@@ -291,8 +299,8 @@ FAST: tuple[Kernel, ...] = (
         archs=("sm_90a",),
         variants=(
             _wgmma_params(256, 1, 2, 4, 2, 8, 1024),
-            # Two warpgroups compute a tile each, so one writes while the other multiplies: the fastest if k
-            # is small.
+            # Here each of two warpgroups computes a tile of its own. One can write its tile while the other
+            # multiplies. These parameters are the fastest if k is small.
             _wgmma_params(128, 2, 1, 7, 2, 8, 1),
             _wgmma_params(256, 1, 1, 5, 2, 8, 1024),
         ),

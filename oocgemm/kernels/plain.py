@@ -29,10 +29,13 @@ def _tile_model(
 ) -> Callable[[Call, Params], Access]:
     """Return a function that predicts the memory accesses of a kernel that tiles A and B in shared memory.
 
-    Each block copies rows x depth elements of A and depth x cols of B at a time. The arguments `rows`, `cols`
-    and `depth` are names of parameters. `reads` returns the kernel's reads of shared memory, as `conflicts`
-    takes them. If A or B is transposed, the kernel writes columns to shared memory; these writes are added
-    here.
+    Each thread block copies rows x depth elements of op(A) and depth x cols elements of op(B) at a time. If A
+    or B is transposed, the kernel writes columns of these parts to shared memory. The bank conflicts of such
+    writes are predicted too.
+
+    Args:
+        rows, cols, depth: the names of the kernel's parameters that have these extents.
+        reads: returns one function per kind of read of shared memory, as `conflicts` takes them.
     """
 
     def model(call: Call, params: Params) -> Access:
@@ -60,8 +63,8 @@ def _naive_model(call: Call, params: Params) -> Access:
 def _liang_opt_model(call: Call, params: Params) -> Access:
     """Predict the memory accesses of liang_opt.
 
-    A thread block computes W rows of C. It keeps A in shared memory. Each thread reads its column of B from
-    device memory.
+    A thread block computes W x H elements of C. It copies only its part of A to shared memory, where all
+    threads of a warp read the same element at a time. Each thread reads its column of B from device memory.
     """
     return _tile_model("W", "H", "R", lambda p: (lambda lane: 0,))(replace(call, op_b=Op.N), params)
 
@@ -89,7 +92,7 @@ def _naive_refuses(call: Call, params: Params) -> str | None:
 
 
 def _cover(call: Call, params: Params) -> Iterator[Call]:
-    """Split a product into products of COVER_M x COVER_N elements of C, which are small enough for a grid."""
+    """Split a product into products for COVER_M x COVER_N elements of C, so that one grid can cover each."""
     stored, accumulated = (DTYPES[name].itemsize for name in (call.dtype, call.accumulator))
     for i in range(0, call.m, params["COVER_M"]):
         for j in range(0, call.n, params["COVER_N"]):

@@ -24,8 +24,9 @@ def names() -> tuple[str, ...]:
 def choose(name: str, call: Call, wanted: Params | None = None) -> tuple[Kernel, Params]:
     """Choose a `Kernel` with this name for a call, and its parameters.
 
-    Several kernels can have the name. The first that accepts the call is chosen. A kernel that has the
-    `wanted` parameters is tried with these first, then every kernel with its default parameters.
+    Several kernels can have the same name. First, those that have `wanted` among their sets of parameters are
+    tried with it. Then all are tried with their default parameters. The first that accepts the call is
+    chosen.
 
     Raises:
         InputError: no kernel with this name accepts the call; the message has the reasons.
@@ -44,8 +45,9 @@ def choose(name: str, call: Call, wanted: Params | None = None) -> tuple[Kernel,
 def check_plan(name: str, plan: Plan, device: Device = H200) -> None:
     """Raise `InputError` if the kernel `name` cannot run all steps of a plan.
 
-    Steps at the edges of the matrices, with smaller extents, are checked too. Names of other kernels, such as
-    "cublas", pass without a check. Machines without a GPU check for an H200, the default of `device`.
+    Steps at the edges of the matrices, with smaller extents, are checked too. If `name` is not a kernel of
+    the ladder, as "cublas", nothing is checked. `device` is the GPU that the steps are checked for; a caller
+    without a GPU leaves it at the default, an H200.
     """
     if name not in names():
         return

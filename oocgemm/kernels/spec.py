@@ -30,7 +30,7 @@ OP_CODES = {Op.N: 0, Op.T: 1, Op.C: 2}
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The properties of a GPU that decide whether and how kernels run on it.
+    """The properties of a GPU that decide which kernels it can run, and with which launch.
 
     Attributes:
         capability: compute capability (major, minor).
@@ -108,8 +108,10 @@ def arguments(call: Call) -> Arguments:
 class Launch:
     """The configuration of a kernel launch.
 
-    `grid` is the number of thread blocks along x, y and z, `block` the number of threads. `shared` is the
-    dynamic shared memory per block in bytes.
+    Attributes:
+        grid: numbers of thread blocks along x, y and z.
+        block: numbers of threads per thread block along x, y and z.
+        shared: dynamic shared memory per thread block, in bytes.
     """
 
     grid: tuple[int, int, int]
@@ -153,13 +155,14 @@ class Kernel:
         variants: sets of parameters, which are macros of the source; the first is the default.
         launch: returns the launch for a call.
         entry: the name of the CUDA function; by default that of the source.
-        compute: the precisions that it computes in: "native" or reduced ones.
-        archs: the GPU architectures that the tests compile it for. It runs on these and on later ones; one
-            with an "a", such as sm_90a, runs only on that architecture.
+        compute: the precisions that it computes in: "native", or reduced ones such as "tf32".
+        archs: the GPU architectures that the tests compile it for. A name that ends in "a", such as sm_90a,
+            stands for that architecture only. From the oldest of the others on, it runs on all architectures.
         refuses: returns why it cannot run a call (for example, TMA needs another alignment), or None.
-        parts: splits a call into several that are launched one after the other.
-        macros: returns further macros of the source for a dtype, op(A) and op(B).
-        maps: returns the tensor maps of A and B, which the kernel takes before its other argument.
+        parts: splits a call into calls that are launched one after the other; by default there is only one.
+        macros: returns macros of the source, beside the parameters, for a dtype, op(A) and op(B).
+        maps: returns the tensor maps of A and B, which the kernel takes before `Arguments`; None for a kernel
+            without TMA.
         instruction: a machine instruction that the compiled kernel must contain; a test checks this.
         model: predicts the memory accesses of a call; None if there is no prediction.
     """
@@ -181,11 +184,11 @@ class Kernel:
 
     @property
     def label(self) -> str:
-        """The name, followed by the source if that has another name."""
+        """The name; if the source has another name, that follows in parentheses."""
         return self.name if self.name == self.source else f"{self.name} ({self.source})"
 
     def target(self, device: Device) -> str | None:
-        """Return the architecture to compile for, such as "sm_90a"; None if the device cannot run it."""
+        """Return the architecture to compile for, such as "sm_90a"; None if `device` cannot run it."""
         major, minor = device.capability
         own = f"sm_{major}{minor}"
         if f"{own}a" in self.archs:
@@ -227,5 +230,5 @@ def options(kernel: Kernel, dtype: str, op_a: Op, op_b: Op, params: Params) -> t
 
 
 def blocks(extent: int, tile: int) -> int:
-    """Return the number of tiles of extent `tile` that cover `extent`: their quotient, rounded up."""
+    """Return how many tiles cover an extent: `extent` divided by `tile`, rounded up."""
     return -(-extent // tile)

@@ -1,7 +1,8 @@
 """Store the results of `oocgemm tune`, and choose a kernel from them.
 
-For each GPU, dtype and class of shapes, a result has the best parameters of each kernel and their rate. The
-file is in the same cache directory as those of `oocgemm calibrate`.
+Products are divided into three classes of shapes: "square", "update" and "thin" (`shape_class`). For each
+GPU, dtype, precision and class, the results have the best parameters of each kernel, and the rate with them.
+There is one file per GPU, in the cache directory that has the files of `oocgemm calibrate` too.
 """
 
 import json
@@ -17,19 +18,21 @@ from oocgemm.kernels.registry import LADDER
 from oocgemm.kernels.spec import Params
 from oocgemm.system import cache
 
-FORMAT = "oocgemm-tuning"  # identifies a file as a tuning
-VERSION = 1  # version of the file's layout; `load` ignores files of other versions
+# A tuning file contains this name, and the version of its layout. `load` ignores files with others.
+FORMAT = "oocgemm-tuning"
+VERSION = 1
 CUBLAS = "cublas"
 
 # Classes of shapes, each with the product (m, n, k) on which `oocgemm tune` measures it.
 CLASSES = {"square": (8192, 8192, 8192), "update": (12288, 12288, 1024), "thin": (16384, 128, 4096)}
-_THIN = 256  # C is thin if it has at most this many rows, or at most this many columns
+_THIN = 256  # a product is thin if C has at most this many rows, or at most this many columns
 
 
 def shape_class(m: int, n: int, k: int) -> str:
     """Return the class of a product: "thin", "update" or "square".
 
-    It is "thin" if C has few rows or few columns. Otherwise it is "update" if 4 k is at most m and at most n.
+    It is "thin" if m or n is at most 256. Otherwise it is "update" if k is at most a quarter of m and of n:
+    such a product updates a large C. All others are "square".
     """
     if min(m, n) <= _THIN:
         return "thin"
@@ -38,7 +41,7 @@ def shape_class(m: int, n: int, k: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The best parameters of a kernel (empty for cuBLAS), and the rate with them in flop/s."""
+    """The parameters with which a kernel was the fastest (empty for cuBLAS), and its flop/s with them."""
 
     rate: float
     params: Params = field(default_factory=dict)
@@ -48,8 +51,11 @@ class Measured:
 class Tuning:
     """The measurements of one GPU.
 
-    `rungs` maps a dtype (as `measured_as` returns it), then a class of shapes, then the name of a kernel to
-    its result. `date` is an ISO date.
+    Attributes:
+        device: the name of the GPU.
+        date: the date of the last measurement, in ISO format.
+        rungs: `rungs[x][y][z]` is the result of kernel z for products of class y. x is the dtype and
+            precision, as `measured_as` returns it.
     """
 
     device: str
@@ -120,8 +126,8 @@ def save(tuning: Tuning) -> Path:
 def load(device: str) -> Tuning:
     """Return the tuning of a GPU.
 
-    It is empty if the file is missing, damaged or of another version. Kernels and parameters that this
-    version of oocgemm does not have are left out.
+    The tuning is empty if its file is missing, damaged or has another version. Kernels and parameters that
+    this version of oocgemm does not have are left out.
     """
     with suppress(OSError, InputError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         data = json.loads(path_of(device).read_text(encoding="utf-8"))

@@ -19,7 +19,8 @@ from oocgemm.system import cache
 from oocgemm.system.memory import available_memory
 from oocgemm.system.version import __version__
 
-STORAGE = {field.name for field in fields(StoreRates)}  # names of the rates of a file system
+# The names of the rates that are measured per file system.
+STORAGE = {field.name for field in fields(StoreRates)}
 # Optional packages, each with its purpose and the extra in `pip install 'oocgemm[EXTRA]'` that installs it.
 OPTIONAL = {
     "ml_dtypes": ("bfloat16 operands", "bfloat16"),

@@ -80,9 +80,9 @@ class Checks:
         else:
             self._sums = DeviceSums(plan, seed, self._busy, summing)
         depth, panels = min(plan.tile.k, problem.depth), plan.grid.steps + plan.grid.ramp
-        # The numbers of rounded operations in a row. An element of C takes a sum over the extent of a panel
-        # along k, and for each panel one scaling and one addition. The checksums take the same sums, and sums
-        # over the rows and columns of a block, at most SIDE each, on both sides of the equation.
+        # Numbers of successive rounded operations. An element of C is a sum of `depth` products per panel;
+        # each panel adds one scaling and one addition. Checksums are sums over the same products and panels.
+        # Both sides of the equation are also sums over at most SIDE rows and SIDE columns of a block.
         self._rounding = Rounding(problem, depth + 2 * panels, depth + panels + 4 * SIDE)
         self.failed: dict[Strip, float] = {}
         self.blocks = self.undecided = 0
@@ -112,7 +112,7 @@ class Checks:
     def submit(self, operation: Operation) -> None:
         """Update the checksums for an operation that is being submitted to the device.
 
-        A copy of data copies the checksums of the data. A Multiply combines the checksums of its inputs.
+        An Upload copies the checksums of the panel that it copies. A Multiply combines those of its panels.
         """
         self._sums.submit(operation)
 
@@ -124,10 +124,16 @@ class Checks:
     def figures(self, again: "Checks | None" = None) -> dict[str, Any]:
         """Return the results and the cost of the checks, for the report.
 
-        `again` has the checks of the recomputed tiles; their blocks and times are added. `undecided` counts
-        the blocks that were checked only for their pattern of nonfinite elements. `tier` is where the
-        checksums were computed: "host" or "device". `seconds` is the time in which at least one host thread
-        was checking, `thread_seconds` the sum over the host threads.
+        If tiles were recomputed, `again` has the checks of the second run. Its blocks and its times on host
+        threads are added to those of this run.
+
+        Returns a dictionary. Three of its keys need an explanation; the others say what they count or time:
+
+        - "undecided": the number of blocks whose sums are nonfinite, so that only the positions of their
+          nonfinite elements were checked.
+        - "seconds": the time in which at least one host thread was checking. "thread_seconds" is the sum of
+          the times of all host threads.
+        - "tier": "host" or "device", where the checksums were computed.
         """
         runs = [self] if again is None else [self, again]
         return {
@@ -142,7 +148,7 @@ class Checks:
         }
 
     def raise_first_failure(self) -> None:
-        """Raise `ExecutionError` for the first failed strip."""
+        """Raise `ExecutionError` if any strip has failed its check. The message names the first of them."""
         for (tile, rows), excess in sorted(self.failed.items()):
             (left, right), others = self._plan.grid.cols(tile[1]), len(self.failed) - 1
             more = f" and {others} more" if others else ""
@@ -156,7 +162,8 @@ class Checks:
     def _excess(self, strip: StripSums, columns: Sequence[Array]) -> float | None:
         """Return None for a correct strip, otherwise the largest ratio of a block's error to its error bound.
 
-        The ratio is infinite if a digest differs or the pattern of nonfinite elements is wrong.
+        The ratio is infinite if a digest differs, or if elements are nonfinite that must be finite, or finite
+        that must be nonfinite.
         """
         if strip.damaged:
             self._count(strip.product[0].size, 0)
@@ -186,11 +193,14 @@ class Checks:
     def _pattern_is_right(
         self, columns: Sequence[Array], strip: StripSums, overflow: Array, too_large: Array
     ) -> Array:
-        """Return, for each block of a strip of C, whether Inf and NaN are only where they are expected.
+        """Return, for each block of a strip of C, whether its nonfinite elements are where they must be.
 
-        An element must be nonfinite if its row of op(A) or its column of op(B) has an Inf or NaN. It may be
-        nonfinite if the old C is, or in blocks that `overflow` flags, because a sum could have overflowed. It
-        may be Inf in blocks that `too_large` flags, because a sum could have exceeded C's dtype.
+        - An element must be nonfinite if its row of op(A) or its column of op(B) has an Inf or NaN.
+        - It may be nonfinite if its row of the old C has an Inf or NaN. It may also be nonfinite in blocks
+          that `overflow` flags, because sums could have overflowed there.
+        - It may be Inf, but not NaN, in blocks that `too_large` flags, because results could have exceeded
+          the range of C's dtype there.
+        - All other elements must be finite.
         """
         a, b, old = strip.nonfinite
         across = np.diff(strip.cols)

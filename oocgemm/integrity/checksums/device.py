@@ -61,17 +61,21 @@ class Weights:
         skipped, total = -top % every, 0
         rows = self.rows[top + skipped : top + len(piece) : every]
         for first, words in in_words(piece[skipped::every], left):
-            # The words are big-endian and may be unaligned. einsum accepts that: it casts them in a buffer.
+            # The words may be unaligned, and their byte order may differ from the processor's. einsum accepts
+            # both: it converts the words in a buffer.
             columns = np.einsum("i,ij->j", rows, words)
             total += int(np.vecdot(columns, self.words[first : first + len(columns)]))
         return total % _MODULUS
 
 
 def in_words(piece: Array, left: int) -> Iterator[tuple[int, NDArray[np.uint32]]]:
-    """Split the rows of a piece of a matrix into the 32-bit words of the matrix's rows.
+    """Cut the rows of a piece of a matrix into 32-bit words.
 
-    The piece begins at column `left` of the matrix. Yields arrays of shape (rows, words), each with the index
-    of its first word in a row of the matrix. A word that is only partly in the piece is padded with zeros.
+    Words are counted from the start of a row of the whole matrix; the piece begins at column `left` of it. If
+    the piece contains only some bytes of a word, the other bytes are taken as zeros.
+
+    Yields:
+        The index of the first word within a row of the matrix, and an array of words of shape (rows, words).
     """
     raw = piece.view(np.uint8)
     begin = left * piece.itemsize
@@ -88,10 +92,10 @@ def in_words(piece: Array, left: int) -> Iterator[tuple[int, NDArray[np.uint32]]
 
 
 class DeviceSums:
-    """The checksums of one run, computed by the device, and the digests, computed by the host too.
+    """The checksums of one run on a GPU. The device computes checksums and digests, the host only digests.
 
-    `summing` is the interface to the device. The times in which host threads work for the checks are added to
-    `busy`.
+    `summing` is the interface to the device. For each computation of a host thread, an interval (start, end)
+    is appended to `busy`.
     """
 
     def __init__(self, plan: Plan, seed: int, busy: BusyTime, summing: Checksums) -> None:
@@ -99,8 +103,10 @@ class DeviceSums:
         self._problem = plan.problem
         self._wide = wide_dtype(numpy_dtype(plan.problem.acc_dtype))
         self._weights = Weights(*digest_weights(plan.problem, plan.tile))
-        self._digests: dict[Slot, int] = {}  # digest of each buffer's content
-        self._old: dict[tuple[Tile, Range], int] = {}  # digest of each strip of the old C
+        # The digests of what each buffer must contain, and of the strips of the old C that have been
+        # uploaded.
+        self._digests: dict[Slot, int] = {}
+        self._old: dict[tuple[Tile, Range], int] = {}
         self._busy = busy
         self._summing = summing
         summing.begin(seed)
@@ -120,9 +126,10 @@ class DeviceSums:
         self._digests[operation.writes[0].slot] = digest.value
 
     def submit(self, operation: Operation) -> None:
-        """Record the digest that each buffer's content must have, and pass a Multiply those of its inputs.
+        """Record which digests the device must find when it executes an operation.
 
-        Call it for each operation when it is submitted.
+        An Upload's target must have the same digest as its source. Before a Multiply, the digests that its
+        two panels must have are passed to the device. Call this method whenever an operation is submitted.
         """
         if operation.kind is Kind.UPLOAD:
             digest = self._digests[operation.reads[0].slot]
@@ -137,7 +144,8 @@ class DeviceSums:
     def strip(self, staging: Staging, operation: Operation, columns: Sequence[Array]) -> StripSums:
         """Return the checksums of a strip of C that is about to be written.
 
-        The Download of the strip has copied them from the device, to the memory behind the strip.
+        The device has computed them. They follow the strip in its buffer, so the Download that copied the
+        strip to the host has copied them too.
         """
         digest = self._digest(operation)
         staging.inspect(operation, columns, digest)
@@ -193,8 +201,8 @@ class DeviceSums:
 class Digest:
     """The digest of a matrix that several threads read in pieces, in any order.
 
-    The digest covers every `every`-th row. `top` and `left` are where the matrix begins in the stored
-    operand.
+    The digest covers every `every`-th row. `top` and `left` are the row and the column of the stored operand
+    at which the matrix begins.
     """
 
     def __init__(self, weights: Weights, top: int, left: int, every: int, busy: BusyTime) -> None:

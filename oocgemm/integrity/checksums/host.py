@@ -32,12 +32,16 @@ class StripSums:
     `cols[j + 1]`.
 
     Attributes:
-        found: the sums with random signs of the blocks of the computed strip, and their norms. The norms may
-            instead be those of whole rows of blocks.
-        product: the sums, and bounds of the norms, of op(A) op(B), as predicted from A and B.
-        old: the sums and norms of the old C, as in `found`.
-        nonfinite: flags of the rows of op(A), columns of op(B) and rows of the old C with an Inf or NaN.
-        damaged: True if a digest differs. The checksums themselves may then be wrong.
+        rows, cols: the borders of the blocks.
+        found: for each block of the computed strip, the sum of its elements with random signs, and a norm.
+            The norm is that of the block or that of all blocks with the same rows; it is 0 if the error bound
+            does not use it.
+        product: for each block, the sum of the elements of op(A) op(B) with the same signs, as predicted from
+            A and B, and an upper bound of the norm of |A| |B|.
+        old: like `found`, for the old C.
+        nonfinite: three arrays of flags, which tell whether each row of op(A), each column of op(B) and each
+            row of the old C has an Inf or NaN.
+        damaged: True if a digest differs. The data that the checksums were computed from may then be damaged.
     """
 
     rows: list[int]
@@ -57,7 +61,8 @@ class BlockSums:
     along this axis with random signs.
 
     Attributes:
-        begin: first index in the stored operand, along `axis` and along the other axis.
+        begin: where the matrix begins in the stored operand: its first index along `axis`, and its first
+            index along the other axis.
         axis: 0 if rows are summed, 1 if columns are summed.
         conjugate: whether to conjugate the sums.
         signs: the random signs, 1.0 or -1.0, one per index along `axis`.
@@ -65,7 +70,7 @@ class BlockSums:
         sums: the sums, of shape (blocks, extent of the other axis).
         norms: the Frobenius norm of each block.
         nonfinite: flags of the indices along `axis` with an Inf or NaN; None if there are none so far.
-        sums_only: whether to skip the norms.
+        sums_only: if True, only `sums` is computed; `norms` and `nonfinite` stay as they are.
     """
 
     begin: tuple[int, int]
@@ -80,7 +85,10 @@ class BlockSums:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, rows: Range, cols: Range, piece: Array) -> None:
-        """Add a piece of the matrix, as stored. `rows` and `cols` are its position in the stored operand."""
+        """Add the checksums of a piece of the matrix, as stored, to `sums`, `norms` and `nonfinite`.
+
+        `rows` and `cols` are the position of the piece in the stored operand.
+        """
         if self.axis == 1:
             rows, cols, piece = cols, rows, piece.T
         top, left = rows[0] - self.begin[0], cols[0] - self.begin[1]
@@ -93,7 +101,7 @@ class BlockSums:
                 for groups, wide, where in widened(blocks):
                     sums[groups, where] = signed(x[groups], wide)
                     if not self.sums_only:
-                        # Squares are summed fastest along the axis that is contiguous in memory.
+                        # `block_squares` is fastest if the last axis is contiguous in memory.
                         squares[groups] += block_squares(wide.swapaxes(1, 2) if self.axis else wide)
                 target, at = slice(first, first + count), slice(left, left + width)
                 if self.conjugate:
@@ -117,10 +125,16 @@ class BlockSums:
 class TileSums:
     """The checksums that a tile of C must have, added up while its product is computed.
 
-    The tile is cut into blocks at the borders `rows` and `cols`. `product` and `norm` have, for each block,
-    the sum with random signs and the norm of op(A) op(B); `old` and `old_norm` those of the old C.
-    `nonfinite` flags the rows of op(A), columns of op(B) and rows of the old C with an Inf or NaN.
-    `unchecked` counts the rows of the tile that have not been checked yet.
+    The tile is cut into blocks. Sums and norms are arrays with one value per block.
+
+    Attributes:
+        rows, cols: the borders of the blocks.
+        product: the sums of the elements of op(A) op(B) with random signs.
+        norm: upper bounds of the norms of |A| |B|.
+        old, old_norm: the sums of the elements of the old C with the same signs, and norms of the old C.
+        nonfinite: three arrays of flags, which tell whether each row of op(A), each column of op(B) and each
+            row of the old C has an Inf or NaN.
+        unchecked: the number of rows of the tile that have not been checked yet.
     """
 
     rows: list[int]
@@ -134,7 +148,10 @@ class TileSums:
 
 
 class HostSums:
-    """The checksums of one run, computed by host threads. The times that they take are added to `busy`."""
+    """The checksums of one run, computed by host threads.
+
+    For each computation, an interval (start, end) is appended to `busy`.
+    """
 
     def __init__(self, plan: Plan, seed: int, busy: BusyTime) -> None:
         self._plan = plan
@@ -151,7 +168,7 @@ class HostSums:
         region = operation.writes[0]
         sums = self._old(operation) if operation.operand == "C" else self._panel(operation)
         if operation.operand != "C":
-            self._panels.pop(region.slot, None)  # the Read overwrites the data that they are of
+            self._panels.pop(region.slot, None)  # checksums of the old panel, which the Read overwrites
 
         def add(rows: Range, cols: Range, piece: Array) -> None:
             start = perf_counter_ns()
@@ -171,9 +188,10 @@ class HostSums:
             tile.nonfinite[2][tile.rows[rows.start] : tile.rows[rows.stop]] = sums.nonfinite
 
     def submit(self, operation: Operation) -> None:
-        """Copy checksums as an Upload copies data; for a Multiply, add their product to those of the tile.
+        """Update the checksums for an operation that is being submitted.
 
-        Call it for each operation when it is submitted.
+        An Upload copies the checksums of the panel that it copies. For a Multiply, the product of the
+        checksums of its two panels is added to those of its tile.
         """
         if operation.kind is Kind.UPLOAD and operation.operand != "C":
             self._panels[operation.writes[0].slot] = self._panels[operation.reads[0].slot]
@@ -191,9 +209,10 @@ class HostSums:
             self._busy.append((start, perf_counter_ns()))
 
     def strip(self, staging: Staging, operation: Operation, columns: Sequence[Array]) -> StripSums:
-        """Return the checksums of a strip of C that is about to be written.
+        """Return the computed and the predicted checksums of a strip of C that is about to be written.
 
-        Call it once per strip: the checksums of a tile are deleted once all its rows have been checked.
+        Do not call this method twice for the same strip. Each call subtracts the rows of the strip from
+        `TileSums.unchecked`, and the predicted checksums of the tile are deleted when no rows are left.
         """
         start = perf_counter_ns()
         tile = self._tile(operation.tile)
@@ -220,12 +239,15 @@ class HostSums:
         )
 
     def _across(self, tile: TileSums, operation: Operation, sums: BlockSums) -> Array:
-        """Sum the checksums of each block over its columns, with the random signs of the columns."""
+        """Return, for each block of a strip of C, the sum of its elements with random signs.
+
+        `sums` has the sums over the rows of each block. Here they are summed over the columns of the block.
+        """
         y = self._signs[1][slice(*operation.n)]
         return np.asarray(np.add.reduceat(sums.sums * y, tile.cols[:-1], axis=1))
 
     def _panel(self, operation: Operation) -> BlockSums:
-        """Return zeroed checksums for the block of op(A) or op(B) that an operation reads."""
+        """Return checksums with all sums zero, for the block of op(A) or op(B) that an operation reads."""
         on_a = operation.operand == "A"
         op = self._problem.trans_a if on_a else self._problem.trans_b
         span, k = operation.m if on_a else operation.n, operation.k
@@ -241,7 +263,7 @@ class HostSums:
         )
 
     def _old(self, operation: Operation) -> BlockSums:
-        """Return zeroed checksums for the rows of C that an operation reads or writes."""
+        """Return checksums with all sums zero, for the rows of C that an operation reads or writes."""
         (top, bottom), (left, right) = operation.block
         cuts = borders(bottom - top, self._plan.slots.strip)
         return self._empty((top, left), 0, False, self._signs[0][top:bottom], cuts, right - left)
@@ -255,7 +277,7 @@ class HostSums:
         )
 
     def _tile(self, tile: Tile) -> TileSums:
-        """Return the checksums of a tile, zeroed at the first call for this tile."""
+        """Return the checksums of a tile. The first call for a tile creates them with all sums zero."""
         if tile not in self._tiles:
             height, width = (b - a for a, b in (self._plan.grid.rows(tile[0]), self._plan.grid.cols(tile[1])))
             rows, cols = borders(height, self._plan.slots.strip), borders(width, width)
@@ -263,11 +285,11 @@ class HostSums:
             nonfinite = np.zeros(height, bool), np.zeros(width, bool), np.zeros(height, bool)
             sums, bounds = [np.zeros(shape, self._wide) for _ in "CO"], [np.zeros(shape) for _ in "CO"]
             empty = TileSums(rows, cols, sums[0], bounds[0], sums[1], bounds[1], nonfinite, height)
-            return self._tiles.setdefault(tile, empty)  # another thread may have added one meanwhile
+            return self._tiles.setdefault(tile, empty)  # unless another thread has created them
         return self._tiles[tile]
 
     def _blocks(self, tile: TileSums, operation: Operation) -> slice:
-        """Return which of a tile's rows of blocks an operation covers."""
+        """Return the slice of the first axis of a tile's sums that belongs to the rows of an operation."""
         top = self._plan.grid.rows(operation.tile[0])[0]
         first, last = (tile.rows.index(row - top) for row in operation.m)
         return slice(first, last)
@@ -298,9 +320,9 @@ def runs(piece: Array, top: int, cuts: list[int]) -> Iterator[tuple[int, Array, 
 def widened(blocks: Array) -> Iterator[tuple[slice, Array, slice]]:
     """Convert an array of shape (blocks, rows, columns) to double precision, in parts.
 
-    A part has some of the blocks and some of the columns, with all rows. Parts fit into the processor's
-    cache, and are as large as possible otherwise: each NumPy call needs the GIL, for which threads queue. An
-    array in double precision is yielded whole, without a copy.
+    A part has all rows of some blocks and some columns. It has at most `WIDENING_ELEMENTS` elements,
+    unless one column has more. Smaller parts would take more NumPy calls, and so more waits for the GIL. If
+    the array already is in double precision, it is yielded whole, without a copy.
 
     Yields:
         The part's range of blocks, its elements, and its range of columns.

@@ -18,26 +18,29 @@ from oocgemm.planning import COMPUTES, OPERANDS
 if TYPE_CHECKING:
     from oocgemm.backends.cuda.measure import Product, Stopwatch
 
-Contender = tuple[Kernel | None, Params]  # None stands for cuBLAS
+# A kernel that is timed, with its parameters. cuBLAS is represented by None, without parameters.
+Contender = tuple[Kernel | None, Params]
 Say = Callable[[str], None]
 Shape = tuple[int, int, int]
 
-# Precisions that are benchmarked. "emulated" is left out, because other kernels compute it.
+# Precisions that are benchmarked. "emulated" is left out: no kernel of the ladder computes emulated products.
 PRECISIONS = [compute for compute in COMPUTES if compute != "emulated"]
-# The default products (m, n, k) of a benchmark. Odd extents test unaligned rows and partial tiles.
+# The default products of a benchmark are squares, by their side, and shapes (m, n, k). Rows of odd length are
+# unaligned, and odd extents leave partial tiles.
 SQUARES = (8, 32, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 ODD = ((1023, 1025, 1021), (4097, 4095, 4099))
 THIN = ((16384, 16, 4096), (16, 16384, 4096), (4096, 1024, 16384), (1024, 16384, 4096))
-# Shapes of the steps of a run, each of which adds to C (beta = 1).
+# Products (m, n, k) as large as the steps of a run. Like these, they add to C (beta = 1).
 UPDATES = ((12288, 12288, 512), (12288, 12288, 1024), (12288, 12288, 2048))
 SHAPES: tuple[Shape, ...] = (*((n, n, n) for n in SQUARES), *ODD, *THIN, *UPDATES)
 
-# Threshold on m n k. ncu, which reads the hardware counters, runs a kernel several times. So the largest
-# product up to this size is chosen, and a larger one only if there is none.
+# The limit of m n k for products whose hardware counters are read. ncu, which reads them, runs each kernel
+# several times, so large products take long. A larger product is used only if no benchmarked product is
+# within the limit.
 _MAX_COUNTED = 2048**3
 
-# Flops per clock cycle and multiprocessor, by compute capability and precision. They are those of the fastest
-# unit, often the tensor cores. Source: NVIDIA's architecture white papers.
+# Peak flops per clock cycle and multiprocessor, by compute capability, and by dtype or reduced precision.
+# Where the tensor cores are the fastest unit, the peak is theirs. Source: NVIDIA's architecture white papers.
 _FLOPS_PER_CLOCK = {
     (8, 0): {
         "float64": 128,
@@ -78,11 +81,11 @@ def bench_kernels(
         dtypes: dtypes of A, B and C. The default is float32 and float64, as far as `compute` allows them.
         compute: precision of the products, one of `PRECISIONS`.
         kernels: names of kernels; all by default.
-        shapes: products (m, n, k). If k is at most a quarter of m and n, the product is added to C (beta =
-            1), like the steps of a run.
+        shapes: products (m, n, k). Those of the class "update" (`tuning.shape_class`) are added to C (beta =
+            1), like the steps of a run; the others overwrite C.
         seconds: approximate time per kernel, set of parameters and shape.
-        limit: maximum seconds of a single product. A kernel skips the shapes that would take longer at its
-            best rate so far.
+        limit: maximum seconds of a single product. If a product would take longer at the best rate that a
+            kernel has reached so far, the kernel skips it. cuBLAS skips no product.
         say: called with a description of each measurement before it starts.
 
     Returns:
@@ -154,20 +157,26 @@ def tune(
     classes: dict[str, Shape] | None = None,
     say: Say = lambda doing: None,
 ) -> Tuning:
-    """Time all kernels on one product per class of shapes. Save the result with `tuning.save`.
+    """Time cuBLAS and all kernels of the ladder, for each dtype, precision and class of shapes.
 
-    Each kernel is timed with each of its sets of parameters. To save time, all are first timed on a small
-    product. Those that take more than ten times as long as the fastest are not timed again.
+    `tuning.shape_class` defines the classes. Each kernel is timed with each of its sets of parameters. To
+    save time, all are first timed on a product of 1024 x 1024 x 1024, for each dtype and precision. A kernel
+    and set of parameters that takes more than ten times as long as the fastest one is not timed on the larger
+    products.
 
     Args:
         device: number of the CUDA device.
-        dtypes: dtypes of A, B and C; by default all that NumPy supports on this machine.
+        dtypes: dtypes of A, B and C; by default all of oocgemm's (bfloat16 only if ml_dtypes is
+            installed).
         seconds: approximate time per kernel, set of parameters and product.
-        classes: the product (m, n, k) of each class; `tuning.CLASSES` by default.
+        classes: the product (m, n, k) to time for each class; `tuning.CLASSES` by default.
         say: called with a description of each measurement before it starts.
 
+    Returns:
+        For each dtype, precision and class, the best parameters of each kernel. `tuning.save` stores them.
+
     Raises:
-        InputError: there is no such dtype.
+        InputError: `dtypes` has an unknown dtype.
         BackendError: no device is available.
     """
     _check_known("dtype", dtypes, OPERANDS)
@@ -196,7 +205,10 @@ def tune(
 
 
 def pairs(dtypes: Sequence[str]) -> list[tuple[str, str]]:
-    """Return all valid pairs (dtype, precision). Without `dtypes`, all that NumPy supports here are used."""
+    """Return the pairs (dtype, precision) that can be timed, for the given dtypes.
+
+    If `dtypes` is empty, it stands for all dtypes of oocgemm, with bfloat16 only if ml_dtypes is installed.
+    """
     return [(d, c) for c in PRECISIONS for d in dtypes or known_dtypes() if d in COMPUTES[c]]
 
 
@@ -224,7 +236,10 @@ def _check_known(what: str, given: Sequence[str], known: Sequence[str]) -> None:
 
 
 def _contenders(kernels: Sequence[str], call: Call) -> list[Contender]:
-    """Return cuBLAS and the named kernels (by default all), with all parameters that support the call."""
+    """Return cuBLAS, and each named kernel with each set of parameters with which it can run the call.
+
+    If `kernels` is empty, it stands for all kernels of the ladder.
+    """
     found: list[Contender] = [(None, {})]
     for kernel in LADDER:
         if not kernels or kernel.name in kernels:
@@ -277,10 +292,11 @@ def _modelled(watch: "Stopwatch", contender: Contender, call: Call, product: "Pr
 
 
 def count(result: dict[str, Any], device: int) -> None:
-    """Add hardware counters to the result of a benchmark, for one row per dtype and kernel.
+    """Read hardware counters for one row per dtype and kernel of a benchmark, and add them to these rows.
 
-    This is the row of the largest product up to 2048^3, with the fastest parameters. It gets the counters of
-    `counters.read_counters` as "ncu". If they cannot be read, the result gets the reason as "not_counted".
+    The row is that of the largest product with m n k up to 2048^3, with the fastest parameters. The result of
+    `counters.read_counters` is added to it under the key "ncu". If the counters cannot be read, the reason is
+    added to `result` under the key "not_counted".
     """
     chosen: dict[tuple[str, str], dict[str, Any]] = {}
     for row in best_rows(result):
@@ -300,9 +316,10 @@ def count(result: dict[str, Any], device: int) -> None:
 
 
 def _preference(row: dict[str, Any]) -> tuple[bool, int]:
-    """Return a key by which to choose a row for hardware counters: the row with the largest key.
+    """Return a sort key for rows of a benchmark: hardware counters are read for the row with the largest key.
 
-    That is the largest product up to `_MAX_COUNTED`, otherwise the smallest one above it.
+    The largest key belongs to the largest product with m n k up to `_MAX_COUNTED`. If all products are
+    larger, it belongs to the smallest one.
     """
     size = prod(row["shape"])
     return (True, size) if size <= _MAX_COUNTED else (False, -size)
@@ -325,7 +342,7 @@ BY_NCU = (
 
 
 def against(row: dict[str, Any]) -> Iterator[str]:
-    """Yield the cells of a row for the columns of `AGAINST`. "-" stands for a missing number."""
+    """Yield the text of a benchmark row for each column of `AGAINST`, with "-" for a missing number."""
     counted = row["ncu"]
     for name in ("load_sectors", "store_sectors", "sectors_from_l2", "bank_conflicts", "occupancy"):
         found = (counted[name],) if name == "sectors_from_l2" else (row.get(name), counted[name])

@@ -53,7 +53,7 @@ def _panels(rows: Sequence[dict[str, Any]], dtypes: Sequence[str]) -> Iterator[s
     for number, dtype in enumerate(dtypes):
         mine = [row for row in rows if row["dtype"] == dtype]
         top = 400 * number + 40
-        # The vertical axis spans five powers of ten, and ends 20% above the highest rate.
+        # The vertical axis ends 20% above the highest rate, and begins at 1e-5 times its end.
         ceiling = log2(max(row["flops"] for row in mine) * 1.2)
         floor = ceiling - 5 * log2(10)
 

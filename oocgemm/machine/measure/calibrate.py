@@ -1,7 +1,7 @@
 """Measure the rates of kernels, of copies between host and GPU, of memory and of storage.
 
-Measurements use the same code for copies and products as real runs, so the rates are those of real runs. No
-device needs its own code here.
+Measurements use the same code for copies and products as real runs, so the rates are those of real runs. This
+code is the same for all backends.
 """
 
 import os
@@ -58,11 +58,14 @@ class Sizes:
     """Sizes and durations of the measurements of a calibration.
 
     Attributes:
-        side: maximum rows and columns of C in a timed product. They are halved until it fits the memory.
+        side: rows and columns of C in a timed product. If the product does not fit into half of the free
+            memory, they are halved until it does.
         depths: the extents along k of the timed products.
         block: shape of the float64 matrix with which memory, storage and copies are measured.
-        copies: numbers of rows of `block` that are copied between host and GPU; each is timed.
-        seconds: duration of each measurement. Those of storage take three times as long.
+        copies: to measure copies between host and GPU, so many of the first rows of the matrix are copied.
+            There is one measurement per number.
+        seconds: duration of one measurement. Measurements of storage, and that of the time to start an
+            operation, take three times as long.
     """
 
     side: int
@@ -72,8 +75,9 @@ class Sizes:
     seconds: float
 
 
-# The default sizes for each backend. Products of this size reach the full rate of the kernel. The block has
-# 256 MiB, much more than the processor's caches, so caches do not serve the copies.
+# The default sizes for each backend. Timed products with these extents of C reach the full rate of the
+# kernel. The matrix that is copied (`Sizes.block`) has 256 MiB. That is much more than the processor's
+# caches, so the copies read and write main memory.
 SIZES = {
     "cuda": Sizes(8192, (256, 512, 1024, 2048, 4096), (8192, 4096), (32, 128, 512, 2048, 8192), 0.3),
     "host": Sizes(2048, (64, 128, 256, 512, 1024), (8192, 4096), (), 0.3),
@@ -88,13 +92,15 @@ def calibrate(
     sizes: Sizes | None = None,
     say: Callable[[str], None] = lambda doing: None,
 ) -> Calibration:
-    """Measure the rates of this machine, in less than a minute. No other program should run meanwhile.
+    """Measure the rates of this machine. With the default sizes, this takes less than a minute.
+
+    Other programs that run at the same time make the rates lower.
 
     Args:
         backend: "cuda", "host", or "auto": cuda if a device is available.
         device: number of the CUDA device.
         path: folder whose storage is measured, with temporary files; None is the current folder.
-        sizes: sizes and durations; None selects the defaults of the backend.
+        sizes: sizes and durations of the measurements; None selects `SIZES[backend]`.
         say: called with a description of each measurement before it starts.
 
     Returns:
@@ -102,7 +108,8 @@ def calibrate(
 
     Raises:
         InputError: the folder cannot be written to.
-        BackendError: there is no such device, too little free memory, or no fit explains the measured rates.
+        BackendError: there is no such device or too little free memory, or the measured rates vary so much
+            that the machine model cannot be fitted to them.
         ExecutionError: the disk fails or is full.
     """
     started, cpu = perf_counter(), CpuTimes.now()
@@ -117,7 +124,8 @@ def calibrate(
     machine = replace(machine, multiprocessors=engine.multiprocessors())
     sizes = sizes or SIZES[engine.name]
     rows, cols = sizes.block
-    # At most four blocks of 8-byte elements exist at once. They take at most half of the available memory.
+    # At most four float64 matrices of the shape `sizes.block` exist at a time. Together they may take half of
+    # the available memory.
     rows = max(1, min(rows, available_memory() // (64 * cols)))
     sizes = replace(sizes, block=(rows, cols), copies=tuple(c for c in sizes.copies if c <= rows))
     source = _numbers(sizes.block)
@@ -158,12 +166,13 @@ def _kernels(
 ) -> tuple[dict[str, KernelRate], float, dict[str, dict[str, float]]]:
     """Measure the rate of products for each dtype and precision.
 
-    Emulated products are preceded by a Prepare operation, which splits the operands. Its rate is measured
-    too.
+    An emulated product needs a Prepare operation before it, which splits the operands. The rate of Prepare is
+    measured for each dtype too.
 
     Returns:
-        The fitted rates, by their names in `RATES`; the lowest rate of Prepare of any dtype, in bytes of
-        operands per second; the measured flop/s, by name and extent along k.
+        - the fitted rates of products, by their names in `RATES`;
+        - the lowest of the rates of Prepare, in bytes of operands per second;
+        - the measured flop/s, by name and then by extent along k.
     """
     numbers = _numbers((64, 1024)).reshape(-1)
     fitted, prepare, samples = {}, [], {}
@@ -193,7 +202,7 @@ def _kernel(
         if bench.plan.problem.planes:
             bench.intervals(bench.prepare(depth))
         if not seen:
-            bench.intervals(bench.multiply(depth, first=True))  # initialises C by overwriting it
+            bench.intervals(bench.multiply(depth, first=True))  # initialise C, to which later products add
         operation = bench.multiply(depth)
         seen[depth] = per_second(operation.flops, typical(partial(bench.seconds, operation), sizes.seconds))
         return seen[depth]
@@ -201,7 +210,7 @@ def _kernel(
     def depths() -> Iterator[int]:
         for depth in sizes.depths:
             if len(seen) >= 2 and bench.multiply(depth).flops > 4 * sizes.seconds * max(seen.values()):
-                return  # this depth would take too long, and two points suffice to fit a line
+                return  # a product of this depth would take too long, and two depths suffice for the fit
             yield depth
 
     def fit(rates: Mapping[int, float]) -> KernelRate:
@@ -216,9 +225,10 @@ def _kernel(
 
 
 def _of_infinite_tile(plan: Plan, rates: Mapping[int, float]) -> dict[int, float]:
-    """Convert measured rates to those that products with infinite m and n would have.
+    """Convert measured flop/s, by extent along k, to those that products with infinite m and n would have.
 
-    The machine model reduces these rates according to m and n itself.
+    A `KernelRate` is a rate for infinite m and n. When the machine model predicts a product, it reduces the
+    rate according to its m and n.
     """
     tile = plan.tile
     ideal = replace(plan.machine, kernels={plan.problem.rate: KernelRate(1.0, 0.0)})
@@ -252,9 +262,9 @@ def _links(
     """Measure copies within host memory and between host and device, and the cost of page faults.
 
     Returns:
-        The rates in bytes per second, with two exceptions: `copy_latency`, in seconds, and
-        `arena_seconds_per_byte`, the cost of the first use of memory, which faults its pages in. Also the
-        measured rates of copies in each direction, by their size.
+        - The rates by name, in bytes per second. Two of the values are no rates: `copy_latency` is in
+          seconds. `arena_seconds_per_byte` is the time to fault in the pages of new memory.
+        - The measured rates of copies, by direction and then by size in bytes.
     """
     say("memory")
     (rows, cols), matrix = sizes.block, stores.open_matrix("A", source)
@@ -318,7 +328,8 @@ def _fill_seconds(bench: Workbench) -> float:
 def _issue_seconds(engine: Backend, machine: MachineModel, seconds: float) -> float:
     """Return the time that the host needs to start one operation, in seconds.
 
-    It is the time per operation of a run with tiny tiles, whose operations themselves take almost no time.
+    The result is the wall time of a run with tiny tiles, divided by its number of operations. The operations
+    of such a run take almost no time themselves.
     """
     side, tile = 8 * 64, TileShape(64, 64, 64)
     host = 0 if machine.unified else 2

@@ -21,21 +21,22 @@ from oocgemm.errors import BackendError
 from oocgemm.kernels.registry import choose
 from oocgemm.kernels.tuning import CUBLAS
 
-# The ncu metric for each counter. A sector has 32 bytes of device memory.
+# The name of the ncu metric for each counter. A sector is 32 contiguous bytes of device memory.
 METRICS = {
     "load_sectors": "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum",
     "store_sectors": "l1tex__t_sectors_pipe_lsu_mem_global_op_st.sum",
-    "sectors_from_l2": "l1tex__m_xbar2l1tex_read_sectors.sum",  # by loads, cp.async and TMA
+    "sectors_from_l2": "l1tex__m_xbar2l1tex_read_sectors.sum",  # includes copies by cp.async and TMA
     "bank_conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",
-    # The next three count warp instructions. Their sum is the number of accesses to shared memory.
+    # "shared_loads", "shared_stores" and "matrix_loads" count warp instructions. Together they are all
+    # accesses to shared memory.
     "shared_loads": "smsp__inst_executed_op_shared_ld.sum",
     "shared_stores": "smsp__inst_executed_op_shared_st.sum",
     "matrix_loads": "smsp__inst_executed_op_ldsm.sum",
     "time": "gpu__time_duration.sum",
     "occupancy": "sm__warps_active.avg.pct_of_peak_sustained_active",
 }
-# By default ncu locks the clocks of the GPU. A run does not, so this is turned off. With base units, ncu does
-# not scale numbers to kilobytes or milliseconds, so every column has one unit.
+# --clock-control none: by default, ncu fixes the clocks of the GPU, which would make kernels slower than in a
+# run. --print-units base: otherwise ncu chooses a unit per number, such as kilobytes or megabytes.
 _OPTIONS = (
     "--csv --page raw --print-units base --print-kernel-base function --clock-control none "
     "--target-processes all"

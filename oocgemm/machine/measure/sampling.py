@@ -8,7 +8,9 @@ from typing import TypeVar
 
 from oocgemm.errors import BackendError
 
-_ROUNDS = 5  # maximum samples per size; if the fit still fails then, the measurement fails
+# Maximum number of samples per size. If `explained` cannot fit its model to that many, it raises
+# BackendError.
+_ROUNDS = 5
 
 Fit = TypeVar("Fit")
 

@@ -64,7 +64,7 @@ def storage_rates(
         write = fill.bytes / typical(partial(transfer_seconds, raw, fill, data), seconds)
         say(f"reading in {folder}")
         cold, read = rate(raw, cold=True), rate(raw)
-        scattered = rate(raw, (side // 2, side // 2 + side))  # from each chunk, half of its columns
+        scattered = rate(raw, (side // 2, side // 2 + side))  # half of the columns of each chunk
         say("decoding zstd")
         transfer_seconds(packed, fill, data)
         decode = rate(packed)
@@ -74,8 +74,9 @@ def storage_rates(
 def _evict(folder: Path) -> None:
     """Evict the files in a folder from the page cache, so that the next read comes from the disk.
 
-    The kernel cannot evict dirty pages. It only starts to write them back, and a later call evicts them. This
-    function does not wait for the write-back, which could also include the writes of other programs.
+    Linux cannot evict dirty pages. It only starts to write them back, and a later call of this function
+    evicts them. The function does not wait for the write-back, because it could have to wait for the writes
+    of other programs too.
     """
     for path in folder.rglob("*"):
         if path.is_file():

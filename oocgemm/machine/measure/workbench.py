@@ -29,24 +29,25 @@ from oocgemm.stores import Matrix
 from oocgemm.system.memory import available_memory
 
 _TILE = (0, 0)
-QUEUED = 4  # operations that are timed together, back to back
-# Maximum copies that are queued before the timed operations. They keep the device busy while the host queues
-# the timed operations.
+# `Workbench.seconds` queues an operation this many times, to time it.
+QUEUED = 4
+# `Workbench.seconds` queues at most this many copies before the operations that it times. They keep the
+# device busy until the host has queued these operations.
 MAX_AHEAD = 64
 
 
 class Workbench:
-    """A backend with buffers for one product, whose operations are run and timed one by one.
+    """A backend with buffers for one product.
 
-    A tile is a block of C; a panel is the block of A or of B that one product takes. There is one buffer per
-    panel and tile, on the device and, unless the device is the host, in host memory.
+    It has three buffers on the device: for a panel of A, a panel of B and a tile of C. Unless the device is
+    the host, it has three more in host memory. Operations on these buffers are run and timed one by one.
 
     Args:
         engine: the backend.
         machine: the machine model; tells whether the device is the host.
         dtype: dtype of A, B and C.
-        tile: extents of the product.
-        a: the matrix that Read operations read A from.
+        tile: m, n and k of the product.
+        a: the matrix that Read operations read A from; None if there are none.
         compute: precision of the product.
     """
 
@@ -103,7 +104,7 @@ class Workbench:
         return _device("A", self.plan.tile.m * depth), _device("B", depth * self.plan.tile.n)
 
     def load(self, kind: Kind, operand: str, rows: int | None = None) -> Operation:
-        """Return a Read or an Upload of A or B, or of its first `rows` rows."""
+        """Return a Read or an Upload of the panel of A or B, or of its first `rows` rows."""
         tile, itemsize = self.plan.tile, self.plan.problem.itemsizes[operand]
         height, width = (tile.m, tile.k) if operand == "A" else (tile.k, tile.n)
         return block_copy(kind, operand, (0, rows or height), (0, width), itemsize)
@@ -132,16 +133,18 @@ class Workbench:
     def seconds(self, operation: Operation) -> float:
         """Return the seconds that an operation takes on a busy device.
 
-        An asynchronous operation is queued `QUEUED` times, behind copies that keep the device busy meanwhile.
-        The result is the time from the end of the first to the end of the last, divided by their number less
-        one. The start of a single operation is not known well enough: its interval starts at the earliest
-        when the host has submitted it, because an event on an idle stream can fire long before the work
-        starts. A short copy can end before that time, and its interval is then empty.
+        An asynchronous operation is queued `QUEUED` times. Copies are queued before it, so that the device is
+        still busy with them when the host has queued all operations. The result is the time from the end of
+        the first operation to the end of the last one, divided by `QUEUED` - 1.
+
+        Only ends are used, because starts are uncertain: an event on an idle stream can fire long before the
+        work starts.
 
         Raises:
-            BackendError: the device always finished the copies before the host had queued the operations.
+            BackendError: even `MAX_AHEAD` copies ended before the host had queued all operations.
         """
-        if operation.kind not in self.session.asynchronous:  # `submit` returns when the operation has ended
+        if operation.kind not in self.session.asynchronous:
+            # The operation has ended when `_submit` returns, so its start and end are known exactly.
             ((start, end),) = self.intervals(operation)
             return (end - start) / 1e9
         panel, ahead = self.load(Kind.UPLOAD, "A"), 1
@@ -159,7 +162,10 @@ class Workbench:
         )
 
     def fill(self, operand: str, numbers: Array) -> None:
-        """Fill A or B on the device with `numbers`, repeated. The flop/s of a device depend on the data."""
+        """Fill the panel of A or B on the device with `numbers`, repeated.
+
+        Fill it with typical data before products are timed: with zeros, a GPU would be faster.
+        """
         slot = self.slot(self.load(Kind.READ, operand)).reshape(-1)
         for start in range(0, slot.size, numbers.size):
             slot[start : start + numbers.size] = numbers[: slot.size - start]
@@ -198,8 +204,12 @@ def _device(operand: str, elements: int) -> Region:
 def block_copy(kind: Kind, operand: str, rows: Range, cols: Range, itemsize: int) -> Operation:
     """Return an operation that copies a block of an operand.
 
-    `kind` is Read or Write (from or to the store), or Upload or Download (to or from the device). The rows
-    and columns are those of the block in the operand. An element has `itemsize` bytes.
+    Args:
+        kind: Read (from the store), Write (to the store), Upload (to the device) or Download (from the
+            device).
+        operand: "A", "B" or "C".
+        rows, cols: the block, as ranges of rows and columns of the operand.
+        itemsize: bytes per element.
     """
     elements = (rows[1] - rows[0]) * (cols[1] - cols[0])
     region, nothing = (_device(operand, elements),), (0, 0)
