@@ -185,7 +185,10 @@ class DeviceChecksums:
         )
 
     def before_download(self, op: Operation) -> None:
-        """Sum a strip of C on the device before its Download, to compare with the sums that are expected."""
+        """Sum a strip of C on the device before its Download.
+
+        The host compares these sums with the sums that the checksums of the panels predict.
+        """
         self._sum_strip(op, op.reads[0], self.room.found)
 
     def device_address(self, op: Operation) -> int:

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# Ids of random streams. A digest takes the weights of its rows from the first of these streams, the weights
-# of its words from the second. The third stream and all streams with larger ids have random signs.
+# Ids of random streams. Stream 0 has the weights of a digest's rows, stream 1 the weights of its words.
+# Stream 2 and all later streams have random signs.
 ROW_WEIGHTS, WORD_WEIGHTS, _SIGNS = 0, 1, 2
 # Number of vectors in a `SignVectors`. Each of the 8 bits of a random byte is a sign of one vector.
 VECTORS = 8

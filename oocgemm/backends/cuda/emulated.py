@@ -170,7 +170,7 @@ class Emulated:
         """Compute the residues of some rows of C. Only for devices of compute capability 9.0.
 
         Args:
-            left: device address of the residues of the first of these rows of op(A).
+            left: device address of the residues of op(A), from the first row to multiply on.
             right: device address of the residues of op(B).
             work: device address to which the residues of C are written.
             shape: (m, n, ld). For each modulus, op(A) has m rows of residues, and op(B) has n columns of

@@ -69,8 +69,8 @@ def by_strips(kernels: "Kernels", call: Call, c_dtype: str, product: Callable[[C
         kernels: compiles and launches the kernel int8_add, which adds int32 products to beta C.
         call: the product, as `packed` returned it.
         c_dtype: dtype of C, float64 or int32.
-        product: a function that computes the product that its argument describes. It is called for at most
-            `STRIP_ROWS` rows of `call` at a time, and writes int32 sums to the workspace.
+        product: a function that computes the product that a `Call` describes. It is called for at most
+            `STRIP_ROWS` rows of C at a time, with the workspace as the place of the int32 sums.
     """
     sums, across = call.work + workspace_layout(call.m, call.n, call.k).sums, pitch(call.n)
     add = kernels.plain("int8_add", "int8_add", (f"-DOOC_ACCUMULATED={C_TYPES[c_dtype]}",))

@@ -49,7 +49,7 @@ SUMS = "sums"
 # If emulation would not be accurate enough for a step, the step is multiplied natively.
 _NATIVE = {"emulated": "native"}
 # The products for which this process has made cuBLAS load its kernels: device, kernel name, dtype, op() of A
-# and of B, and precision of each.
+# and of B, and precision.
 _loaded: set[tuple[object, ...]] = set()
 
 
@@ -134,7 +134,7 @@ class CudaSession:
     def _load_multiplier(self, plan: Plan) -> None:
         """Multiply once, in slots that are still unused, so that cuBLAS loads its kernels.
 
-        Errors are ignored, since the first Multiply of the run meets them again.
+        Errors are ignored here. The first Multiply of the run fails in the same way, and raises them.
         """
         (m, n, r), stream = extents(plan.problem, plan.tile), cupy.cuda.Stream(non_blocking=True)
         a, b, c = (self._arena + self._offsets[slot_of(Tier.DEVICE, x, 0)] for x in "ABC")
@@ -162,7 +162,7 @@ class CudaSession:
     def _enqueue(
         self, operation: Operation, launches: list[cuda_calls.Launch], after: Sequence[Token]
     ) -> CudaToken:
-        """Make an operation's stream wait for the operations in `after`. Then enqueue the launches on it."""
+        """Enqueue an operation's launches on its stream, which first waits for the operations in `after`."""
         stream, checksums = self._streams[operation.stream], self.checksums
         beside = checksums is not None and operation.kind in (Kind.MULTIPLY, Kind.FINISH)
         for token in after:

@@ -49,7 +49,7 @@ _SIDE = 256
 _DEPTH = 1 << 10
 # `measure_rows` counts the elements of a row that are at least a threshold, a multiple of the row's norm. The
 # computed norm may be rounded up, and an element equal to the exact threshold would not be counted. Therefore
-# thresholds are multiplied by this factor.
+# thresholds are multiplied by this factor, which is slightly less than 1.
 _BELOW = 1 - 2.0**-30
 
 
@@ -202,8 +202,8 @@ def workspace_bytes(n: int, depth: int) -> int:
 def _workspace(n: int, depth: int) -> tuple[int, int, int, int]:
     """Return the sizes, in bytes, of the four parts of `multiply`'s workspace.
 
-    They are for five blocks of C in float64, one block of C in float32, and one block of residues each of A
-    and of B in float32.
+    In this order, the parts hold five blocks of C in float64; one block of C in float32; a block of residues
+    of op(A) in float32; and a block of residues of op(B) in float32.
     """
     across, deep = min(_SIDE, n), min(_DEPTH, pitch(depth))
     return 5 * 8 * _SIDE * across, 4 * _SIDE * across, 4 * _SIDE * deep, 4 * across * deep
