@@ -2,7 +2,7 @@
 
 A *block* is the rectangle of a matrix that one Read or Write moves: a panel of A or B (the part that one step
 multiplies), or a strip of C (some rows of a tile). A host slot, the buffer in host memory, stores a block as
-one or more *groups of columns*. A group is a range of the block's columns, stored as one contiguous array.
+one or more contiguous arrays. Each array has a range of the block's columns (`column_groups`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -62,8 +62,8 @@ def column_groups(plan: Plan, operation: Operation) -> list[Range]:
 def slot_views(plan: Plan, operation: Operation, memory: Array, dtype: np.dtype[Any]) -> list[Array]:
     """Return an operation's block in a host slot, as one contiguous array per range of `column_groups`.
 
-    `memory` is the bytes of the slot. The arrays are views of `memory`. The first one begins at its start, and
-    they follow each other without gaps.
+    `memory` is the bytes of the slot. The arrays are views of `memory`. The first one begins at its start,
+    and they follow each other without gaps.
     """
     height, width = stored_shape(operation, plan.problem)
     data = memory[: height * width * dtype.itemsize].view(dtype)
@@ -75,9 +75,10 @@ def slot_views(plan: Plan, operation: Operation, memory: Array, dtype: np.dtype[
 def located(
     plan: Plan, operation: Operation, columns: Sequence[Array]
 ) -> Iterator[tuple[Range, Range, Array]]:
-    """Yield each array of a block, after the ranges of rows and columns of the stored operand that it holds.
+    """Yield (rows, columns, array) for each array of a block in a host slot.
 
-    `columns` are the arrays of a host slot that `slot_views` returns for the block of `operation`.
+    The ranges `rows` and `columns` say where the elements of the array are in the stored operand. The
+    argument `columns` is the list of arrays that `slot_views` returns for the operation.
     """
     rows, (left, _) = stored_block(plan, operation)
     for group in columns:

@@ -27,9 +27,9 @@ from oocgemm.system.threads import start
 # pin up to PARTS_PER_CALL parts, since larger calls pin more bytes per second.
 PART = 16 << 20
 SINGLE_PARTS, PARTS_PER_CALL = 32, 4
-# The run waits for a block to be pinned if, until then, at most this many times the block's bytes must be
-# pinned. Otherwise the run copies the block to a host slot, which is pinned. The limit is 4 because copying a
-# block takes about as long as pinning four times as many bytes.
+# If a block is not pinned yet, the run can wait, or copy the block to a host slot, which is pinned. It waits
+# if at most this many times the block's bytes must be pinned before all of the block is. The limit is 4,
+# because copying a block takes about as long as pinning four times as many bytes.
 MAX_WAIT_RATIO = 4
 
 
@@ -77,8 +77,7 @@ class PinnedOperands:
 
         Returns:
             The block as an `InPlace`. None, without waiting, if more than `MAX_WAIT_RATIO` times the block's
-            bytes must still be pinned until the block is. None also if pinning stops before the block is
-            pinned.
+            bytes must be pinned before all of the block is. None also if pinning stops before that.
         """
         parts = self._parts_of(block)
         turn = max(self._turn[part] for part in parts)

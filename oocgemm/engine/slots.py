@@ -35,7 +35,8 @@ class HostSlots:
         self._pin = pin
         self._offsets, size = slot_offsets(plan, "host", HOST_ALIGNMENT)
         self.arena = allocate(size)
-        # A slot for C contains a strip, followed by the strip's checksums: bytes of both, and of the strip.
+        # A slot for C contains a strip of C, followed by the strip's checksums. `_c_bytes` counts the bytes
+        # of both, `_c_data_bytes` those of the strip.
         self._c_bytes, self._c_data_bytes = (
             count(plan.problem, plan.tile, plan.slots.strip)["host", "C"]
             for count in (slot_bytes, payload_bytes)

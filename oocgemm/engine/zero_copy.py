@@ -53,8 +53,8 @@ class ZeroCopy:
         May wait until the block is pinned.
 
         Returns:
-            True if it does. The block's host slot then stays unused, and `get` returns the caller's memory
-            for that slot. False if the block passes through its host slot.
+            True if it copies from or to the caller's memory. The block's host slot then stays unused, and
+            `get` returns the caller's memory for that slot. False if the block passes through its host slot.
         """
         slot = operation.writes[0].slot
         self._blocks.pop(slot, None)
@@ -71,7 +71,7 @@ class ZeroCopy:
         return True
 
     def get(self, slot: Slot) -> InPlace | None:
-        """Return a host slot's block in the caller's memory; None if the block is in the slot itself."""
+        """Return the block of a host slot, if it is in the caller's memory; None if it is in the slot."""
         return self._blocks.get(slot)
 
     def stop(self) -> None:
