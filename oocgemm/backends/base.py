@@ -54,7 +54,8 @@ class Pinner(NamedTuple):
 class Stream(NamedTuple):
     """Identifies a queue of operations on one device, which are submitted in the order of the schedule.
 
-    `lane` names the kind of work, such as "h2d" or "compute". It is the attribute `stream` of an `Operation`.
+    `lane` names the kind of work, such as "h2d" or "compute". The operations of the queue have this name in
+    their attribute `stream`.
     """
 
     device: int
@@ -100,9 +101,10 @@ class DoneToken:
 class Checksums(Protocol):
     """The checksums that a device computes during one run, with which `oocgemm.integrity` verifies C.
 
-    `expected` is a pair of digests (hashes): the next Multiply must find them in its blocks of op(A) and
-    op(B). `busy` collects the time that the device spends on checksums. `room` is the memory layout of the
-    checksums of one strip (some rows of a tile) of C.
+    `expected` is a pair: the digests (hashes) that the host computed of the two panels of a Multiply. The
+    engine sets it before it submits the Multiply. The device compares it with the digests of the panels that
+    it received. `busy` collects the time that the device spends on checksums. `room` is the memory layout of
+    the checksums of one strip (some rows of a tile) of C.
     """
 
     expected: tuple[int, int]
@@ -186,9 +188,9 @@ class Backend(Protocol):
         """Return whether the `size` bytes of host memory from `address` on are in one pinned range."""
 
     def link_limit(self) -> float | None:
-        """Return the maximum rate of copies to the device, and of copies from it, in bytes per second.
+        """Return the maximum rate of copies between host and device in each direction, in bytes per second.
 
-        None if the system does not report the rate, or if device and host share one memory.
+        Return None if the system does not report the rate, or if device and host share one memory.
         """
 
     def describe(self) -> dict[str, str]:
@@ -217,7 +219,8 @@ class Backend(Protocol):
 def stored_shape(operation: Operation, problem: GemmProblem) -> tuple[int, int]:
     """Return the shape of an operation's block in the stored operand.
 
-    An operation counts rows and columns in op(X). If op() transposes, rows and columns are swapped here.
+    An operation counts rows and columns in op(A), op(B) or C. If op() transposes, the stored operand has them
+    swapped.
     """
     (r0, r1), (c0, c1) = operation.block
     rows, cols = r1 - r0, c1 - c0
@@ -247,7 +250,7 @@ def slot_offsets(plan: Plan, tier: str, alignment: int) -> tuple[dict[Slot, int]
 
 
 def step_scalars(problem: GemmProblem, first: bool) -> tuple[complex, complex]:
-    """Return the scalars (alpha, beta) for one Multiply; `first` means the first one of its tile.
+    """Return the scalars (alpha, beta) for one Multiply. `first` tells whether it is the first of its tile.
 
     If a Finish follows, it applies alpha and beta. The Multiplies of a tile then only add up products: the
     first one overwrites the sums (beta = 0), later ones add to them (beta = 1). If no Finish follows, every
@@ -280,5 +283,5 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     if name == "bfloat16":
         if name not in known_dtypes():
             raise missing_bfloat16()
-        importlib.import_module("ml_dtypes")  # registers bfloat16 with NumPy
+        importlib.import_module("ml_dtypes")  # this import registers bfloat16 with NumPy
     return np.dtype(DTYPES[name].name)

@@ -29,7 +29,10 @@ _LONG, _INT, _POINTER = ctypes.c_longlong, ctypes.c_int, ctypes.c_void_p
 
 
 class CutFields(ctypes.Structure):
-    """The C struct `cut` of check_sums.cu: how an extent is divided into strips and blocks (a `Blocking`)."""
+    """The C struct `cut` of check_sums.cu: how an extent is divided into strips and blocks.
+
+    It has the fields of `Blocking`.
+    """
 
     _fields_ = (*((field.name, _LONG) for field in fields(Blocking)[:3]), ("per", _INT))
 
@@ -115,7 +118,7 @@ class DeviceChecksums:
         self._seed = 0
         self.expected = 0, 0
         self.busy = BusyTime()
-        # Loading a kernel waits until the device is idle, so all of them are loaded before the run.
+        # Loading a kernel waits until the device is idle, so all kernels are loaded before the run.
         for operand in "AB":
             device.load("check_panel", self._options(problem.a_dtype, self._axis(operand)))
         device.load("check_product", self._options(problem.a_dtype))
@@ -148,7 +151,9 @@ class DeviceChecksums:
         arguments.down, arguments.per = Blocking.of(arguments.rows, self._strip).blocks, down.per
         arguments.across = Blocking.of(cols, cols).blocks
         if depth:
-            skipped = (op.m[0] - top) // self._strip * down.per  # blocks of the panel above the first strip
+            # The panel of op(A) has all rows of the tile. A Multiply may cover only one strip of the tile;
+            # then the panel's blocks above the strip are skipped.
+            skipped = (op.m[0] - top) // self._strip * down.per
             wide = 16 if DTYPES[problem.acc_dtype].is_complex else 8
             sides = (
                 ("a", op.reads[0].slot, bottom - top, self._strip, skipped, op.m[0] - top),
@@ -168,7 +173,11 @@ class DeviceChecksums:
         )
 
     def with_finish(self, op: Operation) -> None:
-        """Copy a strip's checksums to the slot to which a Finish writes the strip, cast to C's dtype."""
+        """Copy a strip's checksums from the tile's slot to the slot that a Finish fills.
+
+        The Finish writes the strip, cast to C's dtype, to the second slot. Checksums are stored behind the
+        strip that they belong to.
+        """
         made = self.room.made
         source = self._at(op.reads[0].slot, op.tile, op.m)
         self._device.copy(
@@ -176,11 +185,17 @@ class DeviceChecksums:
         )
 
     def before_download(self, op: Operation) -> None:
-        """Sum a strip of C on the device before its Download, to compare with the sums that are expected."""
+        """Sum a strip of C on the device before its Download.
+
+        The host compares these sums with the sums that the checksums of the panels predict.
+        """
         self._sum_strip(op, op.reads[0], self.room.found)
 
     def device_address(self, op: Operation) -> int:
-        """Return the device address of a strip's checksums. Its Download copies them to the host as well."""
+        """Return the device address of the checksums of the strip that a Download copies.
+
+        The Download copies the checksums too.
+        """
         return self._at(op.reads[0].slot, op.tile, op.m)
 
     def host_address(self, host: int) -> int:
@@ -204,9 +219,10 @@ class DeviceChecksums:
         return check_options(dtype, self._problem.acc_dtype, axis)
 
     def _axis(self, operand: str) -> int:
-        """Return along which axis of the stored panel its checksums add up: 0 for rows, 1 for columns.
+        """Return what the checksums of a stored panel add up: 0 if its rows, 1 if its columns.
 
-        Checksums add up rows of op(A) and columns of op(B).
+        Rows of op(A) and columns of op(B) are added up. If op() transposes, rows of op(A) are columns of the
+        stored panel, and columns of op(B) are rows.
         """
         trans = self._problem.trans_a if operand == "A" else self._problem.trans_b
         return int((operand == "A") == trans.swaps)

@@ -1,5 +1,7 @@
-"""Apply alpha and beta to a strip of C on the host and cast it to C's dtype; the error for sums that do not
-fit C's dtype, on any backend."""
+"""Apply alpha and beta to a strip of C on the host, and cast the strip to C's dtype.
+
+`too_large` is the error that all backends raise for an element that does not fit C's dtype.
+"""
 
 import numpy as np
 
@@ -16,8 +18,8 @@ def finish(sums: Array, alpha: float, beta: float, result: Array, workspace: Arr
         sums: the accumulated products, C-contiguous. float32; or float64 with integer values.
         alpha, beta: scalars. beta = 0 never reads result.
         result: array of the shape of sums, C-contiguous.
-        workspace: bytes for temporary arrays, with room for at least `FINISH_ARRAYS` elements of sums. More
-            room lets more elements be processed at a time.
+        workspace: bytes for `FINISH_ARRAYS` temporary arrays in the dtype of sums, of at least one element
+            each. Up to `FINISH_PIECE` elements are processed at a time, if each array has room for them.
 
     Raises:
         ExecutionError: result has an integer dtype, and an element overflows it, or is so large (2^53) that

@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# Numbers of the random streams: weights of the rows and of the words of a digest; random signs (this one and
-# later ones).
+# Ids of random streams. Stream 0 has the weights of a digest's rows, stream 1 the weights of its words.
+# Stream 2 and all later streams have random signs.
 ROW_WEIGHTS, WORD_WEIGHTS, _SIGNS = 0, 1, 2
-VECTORS = 8  # number of vectors in a `SignVectors`: a random byte gives one sign to each
-_BYTES_PER_COUNT = 32  # bytes that Philox generates per value of its counter
+# Number of vectors in a `SignVectors`. Each of the 8 bits of a random byte is a sign of one vector.
+VECTORS = 8
+# Number of bytes that Philox generates for one value of its counter.
+_BYTES_PER_COUNT = 32
 _SIGNS_OF_BYTE = 1.0 - 2.0 * np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)
 
 

@@ -60,7 +60,7 @@ def cuda_extra() -> str | None:
     """Return the package extra that installs cupy for the loaded driver; None if no device is visible."""
     if not _any_exists(DEVICE_NODES):
         return None
-    version = ctypes.c_int(13000)  # assumed if the driver cannot be queried
+    version = ctypes.c_int(13000)  # CUDA 13.0, unless the driver reports another version
     with suppress(OSError, AttributeError):
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
     return "cuda13" if version.value >= 13000 else "cuda12"
@@ -79,7 +79,7 @@ def resolve(name: str) -> str:
 
 
 def check_kernel(backend: str, kernel: str) -> None:
-    """Raise `InputError` if a backend has no such kernel."""
+    """Raise `InputError` if the backend `backend` has no kernel of the name `kernel`."""
     if kernel not in KERNELS[backend]:
         names = ", ".join(KERNELS[backend])
         raise InputError(f"the {backend} backend has no kernel {kernel!r}: choose one of {names}")
@@ -89,19 +89,21 @@ def load(name: str, device: int = 0) -> None:
     """Import the modules of a backend and create its device context before a run, so that the time of the run
     includes neither.
 
-    Errors are ignored here: `open_backend` meets them again and raises them.
+    Errors are ignored here. `open_backend` fails in the same way later, and raises them.
     """
     if resolve(name) == "cuda" and not missing_for_cuda():
-        with suppress(RuntimeError):  # no thread can be started
+        # If the system refuses a thread, the context is created later, when the backend is opened.
+        with suppress(RuntimeError):
             threading.Thread(target=_wake, args=(device,), name="oocgemm-wake", daemon=True).start()
-        with suppress(ImportError):  # open_backend raises it, or falls back
+        # If cupy cannot be imported, `open_backend` raises an error or falls back to the host.
+        with suppress(ImportError):
             importlib.import_module("oocgemm.backends.cuda.backend")
 
 
 def _wake(device: int) -> None:
     """Create the primary context of a device, which takes 0.2 s, while the main thread imports modules.
 
-    Errors are ignored here: opening the backend meets them again and raises them.
+    Errors are ignored here. Opening the backend fails in the same way later, and raises them.
     """
     with suppress(OSError, AttributeError):
         driver = ctypes.CDLL("libcuda.so.1")

@@ -38,7 +38,8 @@ does, such as reading or copying to the device.
    `backends.cuda.emulated.Emulated.prepare` or `backends.host.residues.prepare`.
 
 6. *Multiply* (lane `compute`). It adds the product of two panels to the tile on the device. There is one
-   Multiply per step along k; near the end of the tile, one per step and strip.
+   Multiply per step along k. The last steps of a tile have one Multiply per strip, so that a finished strip
+   is downloaded while later ones are multiplied.
    `backends.cuda.multiplier.Multiplier` launches cuBLAS or one of our own kernels (`kernels.registry`).
    `backends.host.blas.gemm` calls the BLAS of NumPy.
 

@@ -2,7 +2,7 @@
 
 A *block* is the rectangle of a matrix that one Read or Write moves: a panel of A or B (the part that one step
 multiplies), or a strip of C (some rows of a tile). A host slot, the buffer in host memory, stores a block as
-one or more *groups of columns*. A group is a range of the block's columns, stored as one contiguous array.
+one or more contiguous arrays. Each array has a range of the block's columns (`column_groups`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,7 +26,8 @@ MIN_PIECE_BYTES = 4 << 20
 def stored_block(plan: Plan, operation: Operation) -> tuple[Range, Range]:
     """Return the ranges of rows and columns of an operation's block in the stored operand.
 
-    An operation counts rows and columns in op(X). If op() transposes, the two ranges are swapped.
+    An operation counts rows and columns in op(A), op(B) or C. If op() transposes, the stored operand has them
+    swapped.
     """
     problem = plan.problem
     op = {"A": problem.trans_a, "B": problem.trans_b}.get(operation.operand, Op.N)
@@ -37,10 +38,10 @@ def stored_block(plan: Plan, operation: Operation) -> tuple[Range, Range]:
 def column_groups(plan: Plan, operation: Operation) -> list[Range]:
     """Return the ranges of columns that a host slot stores as one contiguous array each.
 
-    Columns are counted from the first column of the operation's block. If the store transfers whole chunks
-    only, each range is one chunk wide, so that a codec can encode and decode in place. C is always stored
-    like this, even without a codec: with direct I/O, writing a contiguous chunk is up to twice as fast as
-    writing rows. Chunks below `BATCH_BYTES` are not worth a range each; the whole block is then one range.
+    Columns are counted from the first column of the operation's block. Each range is one chunk wide in two
+    cases. For A and B: if the store reads whole chunks only, so that a codec can decode in place. For C: with
+    every store, because with direct I/O, writing a contiguous chunk is up to twice as fast as writing rows.
+    In all other cases, and if a chunk has fewer than `BATCH_BYTES` bytes, one range contains all columns.
     """
     _, (first, last) = stored_block(plan, operation)
     problem, layouts = plan.problem, plan.layouts
@@ -59,9 +60,10 @@ def column_groups(plan: Plan, operation: Operation) -> list[Range]:
 
 
 def slot_views(plan: Plan, operation: Operation, memory: Array, dtype: np.dtype[Any]) -> list[Array]:
-    """Return an operation's block in a host slot: one contiguous array per group of columns.
+    """Return an operation's block in a host slot, as one contiguous array per range of `column_groups`.
 
-    The arrays are views of `memory`, the bytes of the slot, from its start on.
+    `memory` is the bytes of the slot. The arrays are views of `memory`. The first one begins at its start,
+    and they follow each other without gaps.
     """
     height, width = stored_shape(operation, plan.problem)
     data = memory[: height * width * dtype.itemsize].view(dtype)
@@ -73,8 +75,11 @@ def slot_views(plan: Plan, operation: Operation, memory: Array, dtype: np.dtype[
 def located(
     plan: Plan, operation: Operation, columns: Sequence[Array]
 ) -> Iterator[tuple[Range, Range, Array]]:
-    """Yield each group of columns of a block, with the ranges of rows and columns where it belongs in the
-    stored operand."""
+    """Yield (rows, columns, array) for each array of a block in a host slot.
+
+    The ranges `rows` and `columns` say where the elements of the array are in the stored operand. The
+    argument `columns` is the list of arrays that `slot_views` returns for the operation.
+    """
     rows, (left, _) = stored_block(plan, operation)
     for group in columns:
         yield rows, (left, left := left + group.shape[1]), group
@@ -85,9 +90,10 @@ def parts(
 ) -> Iterator[tuple[Range, Range]]:
     """Cut a block of the stored matrix into parts, for `threads` threads that take one part at a time.
 
-    If the store reads or writes whole chunks only, a part is one chunk, or a batch of small chunks of about
-    `BATCH_BYTES`. Otherwise a part has about `MIN_PIECE_BYTES` to `MAX_PIECE_BYTES`: some whole chunks, or a
-    piece of one chunk.
+    If the store reads or writes whole chunks only, a part is one chunk. Chunks of fewer than `BATCH_BYTES`
+    bytes are combined into parts of about `BATCH_BYTES`. With other stores, a part has about
+    `MIN_PIECE_BYTES` to `MAX_PIECE_BYTES`. It is a piece of one chunk, or it consists of several chunks. If
+    the matrix has no chunks, a part is some rows or columns of it.
     """
     layout, itemsize = matrix.layout, matrix.dtype.itemsize
     height, width = layout.read_chunk if reading else layout.write_chunk
@@ -96,12 +102,14 @@ def parts(
         return pieces(rows, cols, (height, width), -(-batch // itemsize))
     size = (rows[1] - rows[0]) * (cols[1] - cols[0]) * itemsize
     wanted = max(MIN_PIECE_BYTES, min(MAX_PIECE_BYTES, size // threads)) // itemsize
-    if layout.in_memory or (height, width) == (1, 1):  # not chunked: parts are whole rows, or whole columns
+    if layout.in_memory or (height, width) == (1, 1):
+        # A matrix without chunks is cut into whole rows or whole columns, whichever are contiguous.
         if layout.contiguous:
             height, width = max(1, wanted // (cols[1] - cols[0])), cols[1]
         else:
             height, width = rows[1], max(1, wanted // (rows[1] - rows[0]))
-    elif reading:  # a part is some whole rows, or whole columns, of a chunk
+    elif reading:
+        # A large chunk is cut into whole rows or whole columns of the chunk, whichever are contiguous.
         count = max(1, height * width // wanted)
         if layout.contiguous:
             height = _divisor(height, -(-height // count))

@@ -4,9 +4,10 @@ Without this, every block would first be copied to a pinned buffer. That crosses
 times and, with a fast GPU, takes longer than the multiplication. Pinning resident pages takes one thread
 0.02 s per GiB and does not disturb work on the device.
 
-Unpinning takes as long, waits for all work on the device, and blocks every thread that submits to it. So
-operands are unpinned only when the run has ended. The run waits for that: while memory is partly pinned, CUDA
-refuses any copy of the caller's program that crosses the border of a pinned range.
+Unpinning takes as long as pinning, waits for all work on the device, and blocks every thread that submits to
+it. So operands are unpinned after the last operation of the run. The run does not return before all of them
+are unpinned. If a part stayed pinned, CUDA would refuse later copies of the caller's program that cross the
+border of that part.
 """
 
 import threading
@@ -26,16 +27,17 @@ from oocgemm.system.threads import start
 # pin up to PARTS_PER_CALL parts, since larger calls pin more bytes per second.
 PART = 16 << 20
 SINGLE_PARTS, PARTS_PER_CALL = 32, 4
-# How long to wait for a block to be pinned, as a multiple of its size. If at most this many times the block's
-# bytes must be pinned before the block is, the run waits. Otherwise it copies the block to a pinned buffer:
-# that copy takes about as long as pinning four times its bytes.
+# If a block is not pinned yet, the run can wait, or copy the block to a host slot, which is pinned. It waits
+# if at most this many times the block's bytes must be pinned before all of the block is. The limit is 4,
+# because copying a block takes about as long as pinning four times as many bytes.
 MAX_WAIT_RATIO = 4
 
 
 class PinnedOperands:
-    """The caller's arrays, which a thread pins part by part, first the parts that the run needs first.
+    """The caller's arrays, which a thread pins part by part.
 
-    A part is `PART` bytes of an array's memory. The remaining parts follow in order of address.
+    A part is at most `PART` bytes of the arrays' memory. The parts that the run needs first are pinned first,
+    the others in order of address.
     """
 
     def __init__(self, arrays: Sequence[Array], first: Iterable[Array], pinner: Pinner) -> None:
@@ -43,8 +45,9 @@ class PinnedOperands:
 
         Args:
             arrays: the operands; they may share memory.
-            first: views of the arrays that the run needs first, in order of use. A view whose rows are far
-                apart, so that it spans over `MAX_WAIT_RATIO` times its bytes, is not pinned early.
+            first: views of the arrays that the run needs first, in order of use. Their parts are pinned
+                before all others. The exception is a view with large gaps between its rows: if its address
+                range is more than `MAX_WAIT_RATIO` times its own bytes, its parts are not pinned early.
             pinner: pins and unpins memory.
 
         Raises:
@@ -60,8 +63,10 @@ class PinnedOperands:
         )
         self._order = [*needed, *(part for part in range(len(self._begins)) if part not in needed)]
         self._turn = {part: turn for turn, part in enumerate(self._order)}
-        self._done = 0  # the first so many parts of `_order` are pinned
-        self._ranges: set[int] = set()  # addresses where pinned ranges begin, each pinned by one call
+        # How many parts are pinned. They are the first ones of `_order`.
+        self._done = 0
+        # The start addresses of the pinned ranges. One call of the driver pins one range.
+        self._ranges: set[int] = set()
         self._progress = threading.Condition()
         self._stopped = False
         self._thread = threading.Thread(target=self._pin_all, name="oocgemm-pin")
@@ -71,8 +76,8 @@ class PinnedOperands:
         """Wait until the memory of a block is pinned, and return the block.
 
         Returns:
-            None, at once, if too many other parts must be pinned before the block (`MAX_WAIT_RATIO`). None
-            as well if pinning stops before the block is pinned.
+            The block as an `InPlace`. None, without waiting, if more than `MAX_WAIT_RATIO` times the block's
+            bytes must be pinned before all of the block is. None also if pinning stops before that.
         """
         parts = self._parts_of(block)
         turn = max(self._turn[part] for part in parts)
@@ -86,12 +91,13 @@ class PinnedOperands:
         return InPlace(block, [begin for begin in begins if begin in self._ranges])
 
     def _parts_of(self, block: Array) -> range:
-        """Return the numbers of the parts that the address range of a block overlaps."""
+        """Return the indices of the parts that overlap the address range of a block."""
         low, high = np.lib.array_utils.byte_bounds(block)
         return range(bisect_right(self._begins, low) - 1, bisect_right(self._begins, high - 1))
 
     def _pin_all(self) -> None:
-        with suppress(Exception):  # blocks that the system refuses to pin are copied through slots
+        # If pinning fails, the thread ends. Blocks that are not pinned are copied through host slots.
+        with suppress(Exception):
             for parts in self._calls():
                 begin, size = self._begins[parts[0]], self._ends[parts[-1]] - self._begins[parts[0]]
                 # Pinning pages that were never written would allocate them, and use memory beyond the budget.
@@ -105,7 +111,10 @@ class PinnedOperands:
         self.stop()
 
     def _calls(self) -> Iterator[list[int]]:
-        """Yield lists of parts, in order. One call pins the parts of a list, which are adjacent in memory."""
+        """Yield, for each call of the driver, the indices of the parts that the call pins.
+
+        The parts of one call are adjacent in memory. The calls follow the order of `_order`.
+        """
         group: list[int] = []
         for turn, part in enumerate(self._order):
             limit = 1 if turn <= SINGLE_PARTS else PARTS_PER_CALL
@@ -126,13 +135,14 @@ class PinnedOperands:
         self.stop()
         self._thread.join()
         for begin in self._ranges:
-            with suppress(Exception):  # after a failed launch every CUDA call fails
+            # After a failed launch every CUDA call raises. Go on with the other ranges in that case.
+            with suppress(Exception):
                 self._pinner.unpin(begin)
         self._ranges.clear()
 
 
 def _spanned_bytes(array: Array) -> int:
-    """Return the bytes of memory from the first element to the last."""
+    """Return the size of an array's address range in bytes. Gaps between its rows are included."""
     low, high = np.lib.array_utils.byte_bounds(array)
     return high - low
 

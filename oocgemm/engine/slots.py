@@ -16,26 +16,27 @@ PAGE = 4096
 
 
 class HostSlots:
-    """Allocates a plan's host slots, and prefaults those that the device writes to first.
+    """Allocates a plan's host slots, and prefaults the slots for C if the old C is not read.
 
-    A slot that a store is read into needs no prefault: reading faults its pages in. But a slot for C is
-    filled by a copy from the device, which would be slow if pages were missing. One thread writes to these
-    slots' pages beforehand.
+    Reading from a store faults in the pages of the slot that it fills. If the old C is not read, the slots
+    for C are filled by copies from the device. These copies would be slow if pages were missing. So one
+    thread writes to the pages of the slots for C beforehand.
     """
 
     def __init__(self, plan: Plan, pin: Callable[[Sequence[Array]], object]) -> None:
         """Allocate the arena, one block of memory for all slots.
 
         Args:
-            plan: has the number and sizes of the slots.
-            pin: pins the memory that it is given, from the start of a slot on. It is called only after the
-                pages have been faulted in.
+            plan: determines the number and the sizes of the slots.
+            pin: a function that pins the memory of arrays, the first of which begins at the start of a slot.
+                It is called only after the pages of that memory have been faulted in.
         """
         self._plan = plan
         self._pin = pin
         self._offsets, size = slot_offsets(plan, "host", HOST_ALIGNMENT)
         self.arena = allocate(size)
-        # Bytes of a slot for C, and bytes of its data alone. Checksums follow the data.
+        # A slot for C contains a strip of C, followed by the strip's checksums. `_c_bytes` counts the bytes
+        # of both, `_c_data_bytes` those of the strip.
         self._c_bytes, self._c_data_bytes = (
             count(plan.problem, plan.tile, plan.slots.strip)["host", "C"]
             for count in (slot_bytes, payload_bytes)
@@ -74,8 +75,10 @@ class HostSlots:
             self._waiting = []
 
     def await_prefault(self, slot: Slot) -> None:
-        """Wait until a slot has been prefaulted, and start that if no thread has. Slots that stores fill need
-        no prefault; for those, return at once."""
+        """Wait until a slot has been prefaulted. Start the prefault if it has not been started.
+
+        Return at once for a slot that a store is read into, which needs no prefault.
+        """
         if slot in self._waiting:
             self.start_prefault()
         if slot in self._prefaulted:
@@ -86,6 +89,9 @@ class HostSlots:
         self._pin([self.arena[start : start + self._c_data_bytes]])
 
     def close(self) -> None:
-        """Join the thread and drop the arena. Its memory is freed when no view of it is left."""
+        """Join the thread that prefaults, and drop the arena.
+
+        The memory of the arena is freed when no view of it is left.
+        """
         self._pool.shutdown(wait=True, cancel_futures=True)
         self.arena = self.arena[:0].copy()

@@ -48,10 +48,13 @@ class ZeroCopy:
         return memory(self._operands[operation.operand])[slice(*rows), slice(*cols)]
 
     def assign(self, operation: Operation) -> bool:
-        """Keep the block of a Read or a Download in the caller's memory, if possible; return whether it is.
+        """Decide whether the device copies the block of a Read or a Download from or to the caller's memory.
 
-        From then on, `get` returns that memory for the operation's host slot, and the slot itself stays
-        unused. May wait until the block is pinned.
+        May wait until the block is pinned.
+
+        Returns:
+            True if it copies from or to the caller's memory. The block's host slot then stays unused, and
+            `get` returns the caller's memory for that slot. False if the block passes through its host slot.
         """
         slot = operation.writes[0].slot
         self._blocks.pop(slot, None)
@@ -68,7 +71,7 @@ class ZeroCopy:
         return True
 
     def get(self, slot: Slot) -> InPlace | None:
-        """Return a host slot's block in the caller's memory; None if the block is in the slot itself."""
+        """Return the block of a host slot, if it is in the caller's memory; None if it is in the slot."""
         return self._blocks.get(slot)
 
     def stop(self) -> None:

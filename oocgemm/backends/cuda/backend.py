@@ -14,8 +14,10 @@ from oocgemm.kernels.registry import check_plan
 from oocgemm.planning import GemmProblem, Plan
 from oocgemm.planning.units import format_size
 
-_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
-_SHARES_PAGE_TABLES = 100  # cudaDevAttrPageableMemoryAccessUsesHostPageTables
+# The error cudaErrorMemoryAllocation of the CUDA runtime.
+_OUT_OF_MEMORY = 2
+# The device attribute cudaDevAttrPageableMemoryAccessUsesHostPageTables of the CUDA runtime.
+_SHARES_PAGE_TABLES = 100
 
 
 class CudaBackend:
@@ -57,7 +59,9 @@ class CudaBackend:
 
     def link_limit(self) -> float | None:
         if runtime.deviceGetAttribute(_SHARES_PAGE_TABLES, self._device):
-            return None  # connected by NVLink-C2C, whose rate the system does not report
+            # A device that uses the host's page tables is connected by NVLink-C2C. The system does not report
+            # the rate of that link.
+            return None
         return pcie.link_limit(runtime.deviceGetPCIBusId(self._device))
 
     def describe(self) -> dict[str, str]:

@@ -19,28 +19,35 @@ from cupy_backends.cuda.libs import cublas
 
 _INT, _SIZE, _AT = ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p
 _UNSIGNED = ctypes.c_uint
-# Fields of CUDA's struct CUDA_MEMCPY2D, which it has twice, for source and target: offset in the array, kind
-# of memory, addresses, and pitch in bytes.
+# CUDA's struct CUDA_MEMCPY2D describes the source and the target of a copy by the same fields: offset in a
+# CUDA array, kind of memory, addresses, and pitch in bytes.
 _END = (
     *(("x", _SIZE), ("y", _SIZE), ("kind", _UNSIGNED)),
     *(("host", _AT), ("address", _AT), ("array", _AT), ("pitch", _SIZE)),
 )
-_UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED
-_KIND, _BEGIN, _SIZE_OF = 2, 11, 12  # CU_POINTER_ATTRIBUTE_MEMORY_TYPE, _RANGE_START_ADDR, _RANGE_SIZE
-_HOST = 1  # CU_MEMORYTYPE_HOST
+# CU_MEMORYTYPE_UNIFIED of cuda.h: the driver itself finds out whether an address is in host memory.
+_UNIFIED = 4
+# What can be asked about an address, from cuda.h: CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
+# CU_POINTER_ATTRIBUTE_RANGE_START_ADDR and CU_POINTER_ATTRIBUTE_RANGE_SIZE.
+_KIND, _BEGIN, _SIZE_OF = 2, 11, 12
+# CU_MEMORYTYPE_HOST, which the driver returns for an address in pinned host memory.
+_HOST = 1
 
 
 class _Launched(threading.local):
-    """Per thread: host time of the first kernel launch since `record_around` began; 0 if there was none."""
+    """When a kernel launch returned, separately for each thread.
+
+    `record_around` sets `at` to 0. The first `launch` after that sets it to the host time, in nanoseconds.
+    """
 
     at = 0
 
 
 _launched = _Launched()
 
-# A launch that is ready to be made: a function that makes it and returns a status, and a function that raises
-# an error for a status that is not 0. If the first function is in Python, it returns None and raises its
-# errors itself.
+# A prepared launch, as two functions. The first makes the launch; it returns the status of the CUDA call, or
+# None if it is written in Python and raises its errors itself. The second takes a status other than 0 and
+# raises the error.
 Launch = tuple[Callable[[], int | None], Callable[[int], None]]
 
 
@@ -151,7 +158,7 @@ def make(launch: Launch) -> None:
 
 
 def in_python(made: Callable[[], None]) -> Launch:
-    """Wrap a Python function, which makes launches itself, as one launch."""
+    """Convert a Python function to a `Launch`. The function makes launches, and raises if one fails."""
     return made, driver.check_status
 
 
@@ -192,7 +199,8 @@ def _cuda(name: str, *types: Any) -> Any:
 
 @lru_cache(maxsize=16)
 def _cublas(handle: int, loader: type[ctypes.CDLL]) -> ctypes.CDLL:
-    library = loader(f"libcublas.so.{cublas.getVersion(handle) // 10000}")  # cupy has loaded this version
+    # This opens the version of cuBLAS that cupy has loaded.
+    library = loader(f"libcublas.so.{cublas.getVersion(handle) // 10000}")
     library.cublasSetStream_v2.argtypes = [_AT, _AT]
     integers: list[Any] = [_INT, _INT]
     matrix = [_AT, *integers]

@@ -11,8 +11,8 @@ from oocgemm.planning import Op
 
 # cudaDataType of each dtype.
 _TYPES = {"float16": 2, "bfloat16": 14, "float32": 0, "float64": 1, "complex64": 4, "complex128": 5}
-# The cublasComputeType_t for each dtype of sums; and for each reduced precision, CUBLAS_COMPUTE_32F_FAST_TF32
-# and CUBLAS_COMPUTE_32F_FAST_16BF.
+# Values of cublasComputeType_t. For native precision, by the dtype of the sums. For a reduced precision, by
+# its name: CUBLAS_COMPUTE_32F_FAST_TF32 and CUBLAS_COMPUTE_32F_FAST_16BF.
 _COMPUTE_TYPES = {"float32": 68, "float64": 70, "complex64": 68, "complex128": 70}
 _REDUCED_COMPUTE_TYPES = {"tf32": 77, "bf16": 75}
 _MAX = 2**31 - 1
@@ -31,7 +31,7 @@ def gemm(handle: int, call: Call, *, keep_gil: bool = True) -> cuda_calls.Launch
     alpha, beta = (np.array(value, numpy_dtype(accumulator)) for value in (call.alpha, call.beta))
     return cuda_calls.gemm_ex(
         *(handle, _OPS[call.op_b], _OPS[call.op_a], call.n, call.m, call.k),
-        alpha.ctypes.data_as(c_void_p),  # this pointer keeps the array alive
+        alpha.ctypes.data_as(c_void_p),  # the pointer object keeps the array `alpha` alive
         *(call.b, _TYPES[call.dtype], call.ldb),
         *(call.a, _TYPES[call.dtype], call.lda),
         beta.ctypes.data_as(c_void_p),

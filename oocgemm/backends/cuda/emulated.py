@@ -34,8 +34,10 @@ from oocgemm.planning.emulation import (
 )
 from oocgemm.planning.tiling import round_up
 
-_ROWS = 16  # rows that a thread block of the kernels ozaki_facts and ozaki_split processes
-_INT8, _INT32, _COMPUTE_32I = 3, 10, 72  # cudaDataType_t, cublasComputeType_t
+# Number of rows that one thread block of the kernels ozaki_facts and ozaki_split processes.
+_ROWS = 16
+# CUDA_R_8I and CUDA_R_32I of cudaDataType_t, and CUBLAS_COMPUTE_32I of cublasComputeType_t.
+_INT8, _INT32, _COMPUTE_32I = 3, 10, 72
 
 
 class Emulated:
@@ -61,16 +63,17 @@ class Emulated:
         slot: int,
         offsets: Offsets,
     ) -> int:
-        """Split a panel of op(A) and one of op(B) into planes, the residues of all elements for one modulus.
+        """Split a panel of op(A) and a panel of op(B) into the residues of their elements.
 
-        Tries increasing numbers of moduli until the product is as accurate as a native one. The device
-        measures what decides this (`VERDICT_BYTES` bytes), so the call waits for the current stream.
+        Tries increasing numbers of moduli until the product is as accurate as a native one. The host decides
+        this from `VERDICT_BYTES` bytes of results, which it copies from the device. So the call waits for the
+        current stream.
 
         Args:
             a, b: device addresses of the panels as stored.
             shape: (m, n, k); op(A) is m x k, op(B) is k x n.
             trans_a, trans_b: op() of the panels.
-            slot: device address of the buffer for the planes.
+            slot: device address of the buffer for the residues.
             offsets: offsets of the parts of that buffer, in bytes.
 
         Returns:
@@ -126,8 +129,8 @@ class Emulated:
 
         Args:
             slot, offsets: address of the buffer with the residues, and its layout.
-            work: device address of a workspace. Its size in bytes is min(4096, rows) * round_up(n, 16) *
-                (number + 4).
+            work: device address of a workspace. Its size in bytes is min(4096, number of rows) *
+                round_up(n, 16) * (number + 4).
             rows: the first row to compute, and the row after the last one.
             shape: (m, n, k) of the panels.
             number: the number of moduli that `prepare` returned; not 0.
@@ -164,13 +167,15 @@ class Emulated:
     def _residues(
         self, left: int, right: int, work: int, shape: tuple[int, int, int], rows: int, number: int
     ) -> None:
-        """Compute the residues of `rows` rows of C into `work`, on devices of compute capability 9.0.
+        """Compute the residues of some rows of C. Only for devices of compute capability 9.0.
 
         Args:
-            left, right: device addresses of the residues of A and of B.
-            work: device address of the result.
-            shape: (m, n, ld): A has m rows, B has n, each of `ld` bytes.
-            rows: number of rows of A to multiply.
+            left: device address of the residues of op(A), from the first row to multiply on.
+            right: device address of the residues of op(B).
+            work: device address to which the residues of C are written.
+            shape: (m, n, ld). For each modulus, op(A) has m rows of residues, and op(B) has n columns of
+                residues. Each row or column occupies `ld` bytes.
+            rows: how many rows of C to compute.
             number: number of moduli.
         """
         m, n, ld = shape
@@ -202,7 +207,10 @@ def _pointer(address: int) -> ctypes.c_void_p:
 
 
 def _panel_facts(words: Any, depth: int) -> PanelFacts:
-    """Convert the struct `verdict` of kernels/emulation/ozaki_split.cu, as 32-bit words, to `PanelFacts`."""
+    """Convert what the kernel ozaki_split measured of a panel to `PanelFacts`.
+
+    `words` is the struct `verdict` of kernels/emulation/ozaki_split.cu, as 32-bit words. `depth` is k.
+    """
     not_finite, inexact, nonzero = map(bool, words[:3])
     if not nonzero:
         return PanelFacts(not not_finite, True, 0.0, 0.0, 0.0, (0,) * len(LEVELS))

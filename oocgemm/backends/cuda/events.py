@@ -10,16 +10,17 @@ import cupy
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.planning import Slot
 
-# Maximum age, in nanoseconds, of the event to which times are relative; then another one is recorded. CUDA
-# returns times between events as float32 milliseconds, which are exact to a microsecond only up to 2 s.
+# Maximum age, in nanoseconds, of the reference event from which a `Clock` measures. The clock replaces an
+# older reference event by a new one. CUDA returns the time between two events in milliseconds as float32, so
+# the rounding error grows with the time. Up to 2 s it is below 0.1 microseconds.
 REANCHOR_NS = 2_000_000_000
 
 
 class Clock:
     """Converts the times of CUDA events to the host's clock.
 
-    CUDA only gives the time between two events. The clock records an event at a known host time, and adds to
-    that time.
+    CUDA only gives the time between two events. The clock records a reference event at a known host time. To
+    that host time it adds the time from the reference event to another event.
     """
 
     def __init__(self, device: Any) -> None:
@@ -37,9 +38,9 @@ class Clock:
         if perf_counter_ns() - self._time > REANCHOR_NS:
             with self._device:
                 before, after, new = self._probe()
-            # The event completed between the two host times `before` and `after`. These may be far apart,
-            # because the thread may lose the GIL between them. The device's clock gives the time more
-            # precisely, unless it has drifted out of that interval.
+            # By the host's clock, the new event completed at some time from `before` to `after`. These times
+            # may be far apart, because the thread may lose the GIL between them. The device's clock gives a
+            # precise time, but it drifts. So the device's time is used, limited to `before` and `after`.
             self._time, self._event = min(max(self._at(new), before), after), new
         return self._at(event)
 
@@ -47,9 +48,9 @@ class Clock:
         return self._time + int(cuda_calls.milliseconds(self._event, event) * 1e6)
 
     def _probe(self) -> tuple[int, int, Any]:
-        """Record an event; return the host times before and after it, and the event.
+        """Record an event; return a host time before and a host time after its completion, and the event.
 
-        Of several tries, return the one with the shortest time between.
+        Five events are recorded. The result is for the event whose two host times are closest together.
         """
         probes = []
         for _ in range(5):
@@ -79,11 +80,13 @@ class Work:
         return cls(start, cuda_calls.record_around(launches, start, end, stream), end)
 
     def interval(self, clock: Clock) -> tuple[int, int]:
-        """Return the host times, in nanoseconds, at which the work started and ended. Call it only after the
-        end."""
-        # On an idle stream the start event completes as soon as it is recorded. That may be long before the
-        # work is launched, for example if a library loads a kernel first. So the work starts no earlier than
-        # the first launch call returned.
+        """Return the host times, in nanoseconds, at which the work started and ended.
+
+        Call it only when the event `end` has completed.
+        """
+        # On an idle stream the event `start` completes as soon as it is recorded. That may be long before the
+        # first launch, for example if a library loads a kernel in between. So the returned start is never
+        # earlier than `issued`.
         start, end = clock.host(self.start), clock.host(self.end)
         return min(max(start, self.issued), end), end
 
@@ -92,10 +95,17 @@ class Work:
 class CudaToken:
     """The handle of an operation that was submitted to a CUDA device. Implements `Token`.
 
-    The operation has ended when the event `end` on `stream` has completed. `own` is the operation's work
-    without its checksums. After the end, `check` raises an error if the operation failed, and `noting`
-    records the time that the checksums took. `uploaded` is the slot that an Upload fills, if checksums are
-    computed.
+    Attributes:
+        stream: the name of the stream on which `end` is recorded.
+        own: the launches of the operation, without those that compute checksums.
+        end: the event that completes when the operation and the launches for its checksums have ended.
+        clock: converts the times of events to host times.
+        check: a function to call after the end. It raises an error if the operation found an element that
+            does not fit C's integer dtype. None if the sums are not integers.
+        noting: a function to call after the end. It records how long the checksums took. None if there are
+            no checksums.
+        uploaded: the slot of the device that an Upload fills. None for other operations, and if there are no
+            checksums.
     """
 
     stream: str

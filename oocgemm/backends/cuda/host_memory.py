@@ -2,8 +2,8 @@
 
 While the driver pins pages (0.3 ms per 16 MiB), it blocks every thread that submits a copy or a kernel. A
 blocked thread keeps the GIL, so all of Python would stop. Therefore memory is pinned in parts, and a lock
-makes pinning and submitting take turns. The caller's operands are pinned only while no other thread waits for
-the lock, since they are needed last.
+makes pinning and submitting take turns. A thread that pins the caller's operands takes the lock only while no
+other thread waits for it: most parts of the operands are needed much later.
 """
 
 import threading
@@ -20,25 +20,30 @@ from oocgemm.planning.cost.footprint import HOST_ALIGNMENT
 from oocgemm.planning.tiling import round_up
 from oocgemm.planning.units import format_size
 
-PART = 16 << 20  # maximum number of bytes of a host slot that one call pins
-# Seconds after which a thread that pins an operand checks again whether other threads wait for the lock.
+# Maximum number of bytes of a host slot that one call of the driver pins.
+PART = 16 << 20
+# Interval, in seconds, at which a thread that pins an operand polls whether other threads wait for the lock.
 POLL_INTERVAL = 50e-6
 
 
 class HostMemory:
-    """Pins and unpins host memory for one device, and keeps track of it."""
+    """Pins and unpins host memory for one device. Remembers which parts of host slots are pinned."""
 
     def __init__(self, device: Any) -> None:
         self._device = device
-        # Per host slot (its address): the addresses where its pinned ranges begin, and where the last ends.
+        # For the address of each host slot: where its pinned ranges begin, and where the last of them ends.
         self._slots: dict[int, list[int]] = {}
         self._driver = threading.Lock()
-        self._waiting: set[int] = set()  # the threads that wait for `_driver`, but not those to pin operands
+        # Ids of the threads that wait for `_driver`. A thread that pins operands is not included.
+        self._waiting: set[int] = set()
         self.pinner = Pinner(self._pin_operand, self._unpin)
 
     @contextmanager
     def submitting(self) -> Iterator[None]:
-        """Keep the driver from pinning pages while the calling thread submits to it."""
+        """Hold the lock that makes pinning and submitting take turns.
+
+        A thread that pins operands lets all threads that wait here go first.
+        """
         thread = threading.get_ident()
         self._waiting.add(thread)
         try:
@@ -53,9 +58,9 @@ class HostMemory:
     def pin_slot(self, address: int, size: int) -> Sequence[int]:
         """Pin the first `size` bytes of a host slot, except what is pinned already.
 
-        The thread that faults the slot's pages in calls this right after that. When an operation is
-        submitted, the slot's memory is checked again, but is usually pinned by then. Pinning it only at that
-        time would delay all submissions, and take ten times as long if the pages are not resident.
+        The thread that has faulted in the slot's pages calls this. The submission of a copy calls it again,
+        and usually finds the bytes pinned. Without the first call, the submission would have to pin them.
+        That would delay all submissions, and take ten times as long if the pages are not resident.
 
         Returns:
             The addresses where the slot's pinned ranges begin, and the end of the last one.
@@ -92,6 +97,7 @@ class HostMemory:
         """Unpin the slots."""
         for borders in self._slots.values():
             for begin in borders[:-1]:
-                with suppress(Exception):  # after a failed launch every CUDA call fails
+                # After a failed launch every CUDA call raises. Go on with the other ranges in that case.
+                with suppress(Exception):
                     self._unpin(begin)
         self._slots = {}

@@ -23,9 +23,12 @@ from oocgemm.planning.integers import EXACT_LIMIT, workspace_layout
 if TYPE_CHECKING:
     from oocgemm.backends.cuda.launch import Kernels
 
-_INT8, _INT32, _COMPUTE_32I = 3, 10, 72  # cudaDataType_t, cublasComputeType_t
-_ALIGNMENT = 16  # bytes; cuBLAS needs addresses and leading dimensions of int8 operands to be multiples
-_PACKED = 64  # a thread block of the kernel int8_pack copies so many rows, and so many bytes along k
+# CUDA_R_8I and CUDA_R_32I of cudaDataType_t, and CUBLAS_COMPUTE_32I of cublasComputeType_t.
+_INT8, _INT32, _COMPUTE_32I = 3, 10, 72
+# cuBLAS requires that addresses and leading dimensions of int8 operands are multiples of this many bytes.
+_ALIGNMENT = 16
+# A thread block of the kernel int8_pack copies this many rows, and this many bytes of each along k.
+_PACKED = 64
 
 
 def gemm(kernels: "Kernels", handle: int, call: Call) -> None:
@@ -42,7 +45,8 @@ def packed(kernels: "Kernels", call: Call) -> Call:
     """Copy those operands that cuBLAS would refuse into the workspace, in the layout that it needs.
 
     Returns:
-        The equivalent call with the copies. If k > 0, its k is rounded up to a multiple of 16.
+        `call` with the addresses of the copies. The copies are padded with zeros along k, so that the new k
+        is a multiple of 16. If k = 0, `call` is returned unchanged.
     """
     depth, at = pitch(call.k), workspace_layout(call.m, call.n, call.k)
     if depth == 0:
@@ -62,10 +66,11 @@ def by_strips(kernels: "Kernels", call: Call, c_dtype: str, product: Callable[[C
     """Compute C = op(A) @ op(B) + beta C, some rows at a time. C may have any alignment.
 
     Args:
-        kernels: compiles and launches the kernel that adds to C.
-        call: the product, with operands that `packed` returned.
+        kernels: compiles and launches the kernel int8_add, which adds int32 products to beta C.
+        call: the product, as `packed` returned it.
         c_dtype: dtype of C, float64 or int32.
-        product: computes the int32 product of a call; called for some rows, with C in the workspace.
+        product: a function that computes the product that a `Call` describes. It is called for at most
+            `STRIP_ROWS` rows of C at a time, with the workspace as the place of the int32 sums.
     """
     sums, across = call.work + workspace_layout(call.m, call.n, call.k).sums, pitch(call.n)
     add = kernels.plain("int8_add", "int8_add", (f"-DOOC_ACCUMULATED={C_TYPES[c_dtype]}",))

@@ -14,10 +14,11 @@ from oocgemm.kernels.compile import compiled
 from oocgemm.kernels.spec import C_TYPES, Call, Device, Kernel, Launch, Params, TensorMap, arguments, options
 
 _MAP_BYTES = 128
-# Enumerations of cuTensorMapEncodeTiled, from cuda.h.
+# Values of the enumerations that cuTensorMapEncodeTiled takes, from cuda.h.
 _MAP_TYPES = {"int8": 0, "float16": 6, "float32": 7, "float64": 8, "bfloat16": 9, "tf32": 11}
 _MAP_SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
-_MAP_L2_PROMOTION = 3  # 256 bytes
+# CU_TENSOR_MAP_L2_PROMOTION_L2_256B: TMA copies fetch 256 bytes at a time into the L2 cache.
+_MAP_L2_PROMOTION = 3
 
 
 class _Nvrtc:
@@ -49,7 +50,7 @@ class Kernels:
         self._functions: dict[tuple[object, ...], Any] = {}
 
     def multiply(self, kernel: Kernel, call: Call, params: Params) -> None:
-        """Compute C = alpha op(A) @ op(B) + beta C with a kernel that can run the call."""
+        """Compute the product `call` with `kernel`, which must be able to compute it."""
         for part in kernel.parts(call, params):
             function, launch = self.function(kernel, call, params), kernel.launch(part, params)
             maps = [encoded(described) for described in kernel.maps(part, params)] if kernel.maps else []
@@ -58,7 +59,7 @@ class Kernels:
             )
 
     def function(self, kernel: Kernel, call: Call, params: Params) -> Any:
-        """Return the function of a kernel, compiled for the call's dtype and layout, and loaded."""
+        """Return the loaded function of a kernel, compiled for the dtype, op(A) and op(B) of `call`."""
         key = kernel.source, call.dtype, call.op_a, call.op_b, *params.values()
         if key not in self._functions:
             arch = kernel.target(self.device)
@@ -107,8 +108,9 @@ class Kernels:
     def plain(self, source: str, entry: str, macros: tuple[str, ...]) -> Callable[..., None]:
         """Compile and load a kernel that is not a GEMM kernel; return a Python function that launches it.
 
-        The function's first argument is a grid, for blocks of 256 threads, or a `Launch`. The other arguments
-        are the kernel's, as ctypes values.
+        The Python function takes a launch configuration, followed by the kernel's arguments as ctypes values.
+        The configuration is a `Launch`, or only a grid (x, y, z). A grid alone stands for thread blocks of
+        256 threads.
         """
         key = source, entry, macros
         if key not in self._functions:
@@ -187,7 +189,7 @@ def describe_device(device: int) -> Device:
 def encoded(described: TensorMap) -> Any:
     """Encode a tensor map, the description of a matrix from which TMA copies.
 
-    The driver requires 128 bytes that are aligned to 64 bytes.
+    The result is 128 bytes, aligned to 64 bytes as the driver requires.
     """
     room = ctypes.create_string_buffer(_MAP_BYTES + 64)
     aligned = -ctypes.addressof(room) % 64

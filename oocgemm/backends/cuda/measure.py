@@ -22,7 +22,8 @@ from oocgemm.kernels.spec import Call, Kernel, Params
 from oocgemm.planning import DTYPES, Op
 from oocgemm.planning.integers import workspace_layout
 
-# Operands repeat so many distinct random numbers. It is no power of 2, so that the rows of an operand differ.
+# Maximum number of random numbers that are generated for an operand. A larger operand repeats them. The
+# number is not a power of 2: otherwise an operand with rows of 2^i elements would have many equal rows.
 _BLOCK = 1_000_003
 _MIN_SAMPLES, _SAMPLES = 5, 25  # minimum and maximum number of samples per kernel
 
@@ -83,7 +84,8 @@ class Stopwatch:
     def operands(self, product: Product) -> Iterator[Call]:
         """Allocate a product's operands on the device and fill them with random numbers.
 
-        The context manager yields a call with their addresses, and frees them at the end.
+        The context manager yields a `Call` with the addresses of the operands. At the end it frees their
+        memory.
         """
         swaps_a, swaps_b = product.op_a.swaps, product.op_b.swaps
         lda, ldb = (product.m if swaps_a else product.k), (product.k if swaps_b else product.n)
@@ -122,8 +124,8 @@ class Stopwatch:
         """Time several kernels in turns, each for about `seconds` and at least `_MIN_SAMPLES` times.
 
         The order is shuffled in each round, because a GPU at its power limit runs faster after a kernel that
-        drew little power. Products that take less than a launch, a few microseconds on the host, are not
-        timed correctly: the result is the time of the launch.
+        drew little power. A launch takes a few microseconds on the host. If the product takes less than that
+        on the device, the result is the time of the launch.
 
         Args:
             contenders: kernels and their parameters; None as a kernel stands for cuBLAS.
@@ -134,7 +136,8 @@ class Stopwatch:
         for contender in contenders:
             self.seconds(*contender, call)  # warm-up: loads the code
             once = max(self.seconds(*contender, call), 1e-6)
-            times.append((max(1, min(100, int(1e-3 / once))), once))  # a sample of a millisecond or more
+            # A sample is as many runs as take about 1 ms, but at least 1 and at most 100.
+            times.append((max(1, min(100, int(1e-3 / once))), once))
         rounds = [max(_MIN_SAMPLES, min(_SAMPLES, int(seconds / (n * once)))) for n, once in times]
         samples: list[list[float]] = [[] for _ in contenders]
         clocks: list[list[int]] = [[] for _ in contenders]
@@ -150,7 +153,10 @@ class Stopwatch:
 
 
 class _Clocks:
-    """Asks NVML for clock rates of a device's multiprocessors, in MHz. If NVML is missing, there are none."""
+    """Asks NVML for clock rates of a device's multiprocessors, in MHz.
+
+    `now` returns the current rate in a list. The list is empty if NVML is missing or reports no rate.
+    """
 
     def __init__(self, device: int) -> None:
         self._handle = ctypes.c_void_p()
@@ -167,7 +173,7 @@ class _Clocks:
         return self._ask("nvmlDeviceGetClockInfo")
 
     def max(self) -> int | None:
-        """Return the maximum clock rate of the multiprocessors, in MHz; None if NVML is missing."""
+        """Return the maximum clock rate of the multiprocessors, in MHz; None if NVML does not report it."""
         return next(iter(self._ask("nvmlDeviceGetMaxClockInfo")), None)
 
     def _ask(self, function: str) -> list[int]:

@@ -46,19 +46,22 @@ class Multiplier:
         self._blas = 0
 
     def emulated(self, dtype: str) -> Emulated:
-        """Return an object that multiplies by int8 products, with this object's kernels and cuBLAS handle."""
+        """Return an object that emulates products of a dtype by int8 products.
+
+        It uses the kernels and the cuBLAS handle of this `Multiplier`.
+        """
         return Emulated(self.kernels, self._blas, dtype)
 
     def choose(self, call: Call) -> Launch:
         """Choose a kernel for C = alpha op(A) @ op(B) + beta C; return the launch, which is not made yet.
 
         Raises:
-            InputError: the user asked for one of our kernels by name, and it cannot run the call.
+            InputError: the user asked for one of our kernels by name, and it cannot compute the product.
         """
         name, params = self._tuning.choice(self._kernel, call.dtype, call.compute, (call.m, call.n, call.k))
         if call.k == 0:
-            # Only C = beta C remains, for which the precision does not matter. cuBLAS may refuse k = 0; the
-            # kernel "tiled" accepts it.
+            # For k = 0 the result is beta C, whatever the precision of products is. cuBLAS may refuse k = 0;
+            # the kernel "tiled" accepts it.
             name, params, call = "tiled", None, replace(call, compute="native")
         if name != tuning.CUBLAS:
             try:
@@ -69,9 +72,10 @@ class Multiplier:
         return self.launch(None, {}, call)
 
     def load(self, call: Call) -> None:
-        """If cuBLAS would run a call, run it once, so that cuBLAS loads its kernels now.
+        """Make cuBLAS load the kernels for the product `call`, by computing the product.
 
-        Loading takes tens of milliseconds. The GIL is released meanwhile.
+        Does nothing if one of our own kernels is chosen for the product, or if the operands are int8. Loading
+        takes tens of milliseconds. The GIL is released meanwhile.
         """
         name, _ = self._tuning.choice(self._kernel, call.dtype, call.compute, (call.m, call.n, call.k))
         if name == tuning.CUBLAS and call.dtype != "int8":
@@ -86,7 +90,7 @@ class Multiplier:
         int8.by_strips(self.kernels, packed, "float64", lambda part: make(self.choose(part)))
 
     def launch(self, kernel: Kernel | None, params: Params, call: Call) -> Launch:
-        """Return the launch of a call with one of our kernels, or with cuBLAS if `kernel` is None."""
+        """Prepare the launch that computes the product `call` with `kernel`, or with cuBLAS if it is None."""
         if kernel is not None:
             self.used.add(kernel.label)
             return in_python(partial(self.kernels.multiply, kernel, call, params))
@@ -96,7 +100,7 @@ class Multiplier:
         return blas.gemm(self._blas, call)
 
     def run(self, kernel: Kernel | None, params: Params, call: Call) -> None:
-        """Run a call with one of our kernels, or with cuBLAS if `kernel` is None."""
+        """Compute the product `call` with `kernel`, or with cuBLAS if it is None."""
         make(self.launch(kernel, params, call))
 
 

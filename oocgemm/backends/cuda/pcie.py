@@ -4,7 +4,8 @@ import re
 from pathlib import Path
 
 DEVICES = Path("/sys/bus/pci/devices")
-MAX_LANES = 32  # a link has at most 32 lanes; more means that the file is wrong
+# A PCI Express link has at most this many lanes. A larger number in sysfs is wrong, and is not used.
+MAX_LANES = 32
 
 
 def link_limit(address: str, devices: Path = DEVICES) -> float | None:

@@ -41,13 +41,15 @@ from oocgemm.system.threads import start
 # thread blocks of a high-priority stream first. So a Prepare, which is short and for which the next Multiply
 # waits, does not have to wait until all blocks of the current Multiply have run.
 STREAMS = {"h2d": 0, "h2d-c": 0, "prepare": -1, "compute": 0, "d2h": 0}
-LOADED_DEPTH = 64  # maximum k of the product that is computed only to make cuBLAS load its kernels
-# The stream of the kernels that compute checksums. They have a stream of their own so that the next upload
-# runs while the panel of the last one is summed.
+# Maximum k of the product that is computed before the first Multiply, so that cuBLAS loads its kernels.
+LOADED_DEPTH = 64
+# The stream of the kernels that compute checksums. It is not the stream of the uploads, so one panel can be
+# uploaded while the panel before it is summed.
 SUMS = "sums"
 # If emulation would not be accurate enough for a step, the step is multiplied natively.
 _NATIVE = {"emulated": "native"}
-# The kinds of products for which this process has made cuBLAS load its kernels.
+# The products for which this process has made cuBLAS load its kernels: device, kernel name, dtype, op() of A
+# and of B, and precision.
 _loaded: set[tuple[object, ...]] = set()
 
 
@@ -57,7 +59,7 @@ class CudaSession:
     Implements `oocgemm.backends.base.Session`.
     """
 
-    # Prepare is missing, because it waits for the device, which tells it how many moduli are needed.
+    # A Prepare is not asynchronous: it waits until the device has found out how many moduli are needed.
     asynchronous: Collection[Kind] = (Kind.UPLOAD, Kind.MULTIPLY, Kind.FINISH, Kind.DOWNLOAD)
 
     def __init__(self, device: int, plan: Plan, kernel: str) -> None:
@@ -67,8 +69,10 @@ class CudaSession:
         self._arena = 0
         self._host = HostMemory(self._device)
         self.pinner: Pinner | None = self._host.pinner
-        self._steps: Counter[int] = Counter()  # steps by number of moduli; 0 for native steps
-        self._moduli: dict[Slot, int] = {}  # per slot of residues, the number of moduli
+        # How many steps were prepared with each number of moduli. 0 moduli stand for a native product.
+        self._steps: Counter[int] = Counter()
+        # For each slot of residues, the number of moduli of the residues that it contains.
+        self._moduli: dict[Slot, int] = {}
         self._loading: threading.Thread | None = None
         self.checksums: DeviceChecksums | None = None
         with self._device:
@@ -109,7 +113,7 @@ class CudaSession:
 
     @contextmanager
     def worker(self, stream: Stream) -> Iterator[None]:
-        # cuBLAS and kernels are launched on cupy's current stream.
+        # cuBLAS and our kernels are launched on cupy's current stream. So make this stream the current one.
         with self._device, self._streams[stream.lane]:
             yield
 
@@ -130,7 +134,7 @@ class CudaSession:
     def _load_multiplier(self, plan: Plan) -> None:
         """Multiply once, in slots that are still unused, so that cuBLAS loads its kernels.
 
-        Errors are ignored, since the first Multiply of the run meets them again.
+        Errors are ignored here. The first Multiply of the run fails in the same way, and raises them.
         """
         (m, n, r), stream = extents(plan.problem, plan.tile), cupy.cuda.Stream(non_blocking=True)
         a, b, c = (self._arena + self._offsets[slot_of(Tier.DEVICE, x, 0)] for x in "ABC")
@@ -139,7 +143,10 @@ class CudaSession:
             stream.synchronize()
 
     def _await_loading(self) -> None:
-        """Wait until the product that makes cuBLAS load its kernels has ended: it overwrites slots."""
+        """Wait until the product that makes cuBLAS load its kernels has ended.
+
+        That product writes to a slot for C, so no operation may start before.
+        """
         loading = self._loading
         if loading is not None:
             loading.join()
@@ -155,16 +162,16 @@ class CudaSession:
     def _enqueue(
         self, operation: Operation, launches: list[cuda_calls.Launch], after: Sequence[Token]
     ) -> CudaToken:
-        """Make an operation's stream wait for the operations in `after`, and enqueue its launches there."""
+        """Enqueue an operation's launches on its stream, which first waits for the operations in `after`."""
         stream, checksums = self._streams[operation.stream], self.checksums
         beside = checksums is not None and operation.kind in (Kind.MULTIPLY, Kind.FINISH)
         for token in after:
             if not isinstance(token, CudaToken):
                 token.synchronize()
             elif token.stream != operation.stream:
-                # A Multiply that only reads an uploaded panel waits for the copy, but not for the panel's
-                # checksums: both can read the panel at the same time. A Multiply or Finish that overwrites an
-                # uploaded old C must wait for its checksums as well.
+                # A Multiply and the kernel that sums a panel can read the panel at the same time. So the
+                # Multiply waits for the upload of the panel, but not for its sums. A Multiply or a Finish
+                # that overwrites an uploaded strip of C must also wait until that strip has been summed.
                 reads_only = beside and token.uploaded != operation.writes[0].slot
                 cuda_calls.wait(stream, token.own.end if reads_only else token.end)
                 if beside and token.stream != SUMS:
@@ -237,17 +244,19 @@ class CudaSession:
         self._arena = 0
         with self._device:
             for release, arguments in releases:
-                with suppress(
-                    Exception
-                ):  # after a failed launch every CUDA call fails: release the rest anyway
+                # After a failed launch every CUDA call raises. Go on with the other releases in that case.
+                with suppress(Exception):
                     release(*arguments)
 
     def pin(self, host: Sequence[Array]) -> None:
         self._host.pin_slot(host[0].ctypes.data, sum(group.nbytes for group in host))
 
     def _launches(self, op: Operation, host: Sequence[Array], stream: Any) -> list[cuda_calls.Launch]:
-        """Prepare the launches of an operation, but make none. Then little is left to do when `submit` blocks
-        other threads."""
+        """Prepare the launches of an operation, but make none.
+
+        `submit` makes the launches later, while it blocks other threads. It blocks them for a shorter time if
+        the launches are prepared.
+        """
         match op.kind:
             case Kind.UPLOAD:
                 return self._copies(op, host, stream)
@@ -305,7 +314,7 @@ class CudaSession:
         problem = self._problem
         m, n, k = (stop - start for start, stop in (op.m, op.n, op.k))
         top, bottom = self._tile_rows(op.tile[0])
-        # If only a strip of C is computed, skip the rows of op(A)'s panel above the strip.
+        # The panel of op(A) has all rows of the tile. If only a strip is computed, skip the rows above it.
         skipped = (op.m[0] - top) * (1 if problem.trans_a.swaps else k) * problem.itemsizes["A"]
         a = self._address(op.reads[0]) + skipped if k else 0
         b = self._address(op.reads[1]) if k else 0

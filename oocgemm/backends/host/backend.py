@@ -98,9 +98,10 @@ class HostSession:
         return self._view(self._offsets[region.slot], shape, dtype)
 
     def _rows(self, operation: Operation, region: Region) -> Array:
-        """Return the rows of C that an operation covers, as an array in a device slot.
+        """Return the rows of C that an operation covers, as a view of a device slot.
 
-        A slot C contains a tile in the accumulator's dtype. A slot D contains a strip, cast to C's dtype.
+        A slot of the operand "C" contains a tile in the accumulator's dtype. A slot of the operand "D"
+        contains a strip, cast to C's dtype.
         """
         rows, cols = (stop - start for start, stop in (operation.m, operation.n))
         name = self._problem.acc_dtype if region.slot.operand == "C" else self._problem.c_dtype
@@ -121,7 +122,8 @@ class HostSession:
             gemm(problem.trans_a, problem.trans_b, alpha, empty, empty, beta, c)
             return
         top, bottom = self._tile_rows(op.tile[0])
-        rows = slice(op.m[0] - top, op.m[1] - top)  # the panel's rows to multiply: all, or those of one strip
+        # The rows of op(A)'s panel that this Multiply covers: all of them, or those of one strip of the tile.
+        rows = slice(op.m[0] - top, op.m[1] - top)
         whole = bottom - top
         a, b = self._panels(op, whole)
         a = a[:, rows] if problem.trans_a.swaps else a[rows]
@@ -137,7 +139,8 @@ class HostSession:
     def _panels(self, op: Operation, whole: int) -> tuple[Array, Array]:
         """Return the two panels that an operation multiplies, in the orientation of the stored operands.
 
-        The panel of op(A) always has all `whole` rows of the tile, even if the operation covers only some.
+        `whole` is the number of rows of the tile. The panel of op(A) always has that many rows, even if the
+        operation covers only a strip of the tile.
         """
         problem, (n, k) = self._problem, (stop - start for start, stop in (op.n, op.k))
         return (

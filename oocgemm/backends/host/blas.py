@@ -20,8 +20,9 @@ from oocgemm.backends.base import Array
 from oocgemm.errors import BackendError
 from oocgemm.planning import Op
 
-# The letter of each dtype in the names of BLAS functions, such as dgemm; and enumerations of cblas.h.
+# The letter of each dtype in the names of BLAS functions, such as dgemm.
 _LETTERS = {"float32": "s", "float64": "d", "complex64": "c", "complex128": "z"}
+# Values of the enumerations CBLAS_TRANSPOSE and CBLAS_LAYOUT in cblas.h.
 _TRANS = {Op.N: 111, Op.T: 112, Op.C: 113}
 _ROW_MAJOR = 101
 # OpenBLAS reads this environment variable when it is loaded. Its value (SkylakeX, say) selects the kernels.
@@ -29,7 +30,8 @@ CHOICE = "OPENBLAS_CORETYPE"
 AVX512_FAMILIES = {"SkylakeX", "Cooperlake", "SapphireRapids"}
 # The CPU flags that OpenBLAS's SkylakeX kernels require.
 AVX512_FLAGS = {"avx512f", "avx512dq", "avx512bw", "avx512vl", "avx512cd"}
-_BLOCK = 1024  # rows and columns of a temporary array of numpy_gemm: 8 MiB in float64
+# numpy_gemm multiplies blocks of this many rows and columns. The product of two blocks in float64 has 8 MiB.
+_BLOCK = 1024
 
 Gemm = Callable[[Op, Op, complex, Array, Array, complex, Array], None]
 
@@ -97,8 +99,9 @@ def blas_name() -> str:
 
 
 def better_family(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, str] | None:
-    """Return the CPU family whose kernels OpenBLAS uses, and a faster family for this CPU; None if there is
-    none.
+    """Return the CPU family whose kernels OpenBLAS uses, and a family whose kernels are faster on this CPU.
+
+    Returns None if no faster kernels are known, or if NumPy's BLAS is not OpenBLAS.
 
     OpenBLAS identifies CPUs by model number. It does not know CPUs that are newer than itself and uses slower
     kernels on them. Another family can only be selected before the library is loaded, by the environment
@@ -145,7 +148,7 @@ def _library() -> tuple[ctypes.CDLL, str, str, str] | None:
     except OSError:
         return None
     wanted = [p for p in paths if re.search(r"openblas|mkl_rt|blis|libcblas", p.rsplit("/", 1)[-1])]
-    # NumPy's BLAS first: SciPy may have loaded another one.
+    # Libraries of NumPy are tried first: SciPy may have loaded another BLAS.
     for path in sorted(wanted, key=lambda p: ("numpy" not in p, p)):
         try:
             library = ctypes.CDLL(path)

@@ -7,17 +7,18 @@ so residues are multiplied in float32, in parts so short along k that every sum 
 reference for small sizes; it is not fast.
 
 A plane is the matrix of the residues for one modulus. The residues of an m x k panel of op(A) and a k x n
-panel of op(B) are stored in one buffer, in this order. N is the largest number of moduli of the dtype; pitch
-is k rounded up to 16.
+panel of op(B) are stored in one buffer, in the order below. N is the largest number of moduli that is tried
+for the dtype. pitch is k rounded up to a multiple of 16. Each row of op(A) and each column of op(B) is scaled
+by a power of two of its own; the buffer contains the exponents.
 
-    planes of A                       int8 [N][m][pitch]
-    planes of B                       int8 [N][n][pitch]
-    exponents of the scales of A      int32 [m]
-    exponents of the scales of B      int32 [n]
-    log2 of the norms of the rows     float64 [m + n]
+    planes of op(A)                                   int8 [N][m][pitch]
+    planes of op(B)                                   int8 [N][n][pitch]
+    exponents of the rows of op(A)                    int32 [m]
+    exponents of the columns of op(B)                 int32 [n]
+    log2 of the 2-norms of these rows and columns     float64 [m + n]
 
-The planes of B are transposed: a row of a plane is a column of op(B). So both operands are contiguous along
-k.
+The planes of op(B) are transposed: a row of a plane is a column of op(B). So the planes of both panels are
+contiguous along k.
 """
 
 from dataclasses import dataclass
@@ -39,13 +40,16 @@ from oocgemm.planning.emulation import (
     suffices,
 )
 
-_PIECE = 1 << 16  # `prepare` processes this many elements of a panel at a time
-_SIDE = 256  # `multiply` computes C in blocks of this many rows and columns
-# float32 adds up this many products of residues exactly: each is at most 2^14, and integers up to 2^24 are
-# exact.
+# Number of elements of a panel that `prepare` processes at a time.
+_PIECE = 1 << 16
+# `multiply` computes C in blocks of this many rows and columns.
+_SIDE = 256
+# Number of products of residues that float32 adds up exactly. The magnitude of a product is at most 2^14, and
+# float32 represents all integers up to 2^24.
 _DEPTH = 1 << 10
-# Factor by which thresholds for elements are lowered. The thresholds are multiples of a row's norm, which is
-# rounded: an element on the threshold counts as above it in spite of the rounding.
+# `measure_rows` counts the elements of a row that are at least a threshold, a multiple of the row's norm. The
+# computed norm may be rounded up, and an element equal to the exact threshold would not be counted. Therefore
+# thresholds are multiplied by this factor, which is slightly less than 1.
 _BELOW = 1 - 2.0**-30
 
 
@@ -64,9 +68,10 @@ class Planes:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Two panels split into residues modulo the first `number` moduli.
+    """The residues of a panel of op(A) and of a panel of op(B).
 
-    `number` is 0 if residues would not give an accurate product; it must then be computed natively.
+    `number` is how many moduli were used. It is 0 if no number of moduli makes the product as accurate as a
+    native one. The panels must then be multiplied natively.
     """
 
     number: int
@@ -75,9 +80,9 @@ class Prepared:
 
 
 def views(space: Array, m: int, n: int, depth: int, dtype: str) -> tuple[Planes, Planes]:
-    """Return the residues of A and of B for all moduli of the dtype, as views of the buffer `space`.
+    """Return views of the buffer `space`, for the residues of an m x depth and a depth x n panel.
 
-    The panels are m x depth and depth x n.
+    The views have room for the largest number of moduli that is tried for `dtype`, the dtype of the panels.
     """
     number, across = MODULI_COUNTS[dtype][-1], pitch(depth)
     offsets = plane_offsets(number, m, n, depth)
@@ -121,10 +126,10 @@ def prepare(a: Array, b: Array, space: Array, dtype: str) -> Prepared:
 
 
 def measure_rows(x: Array, norms: Array) -> PanelFacts:
-    """Measure the properties of a panel's rows from which `suffices` bounds the error of the product.
+    """Return the facts about a panel from which `suffices` bounds the error of the product.
 
-    `split` later sets those that depend on the number of moduli. This function also writes the base-2
-    logarithm of each row's 2-norm into `norms`: -inf for a row of zeros.
+    The facts `exact` and `grain` depend on the number of moduli; `split` sets them later. This function also
+    writes the base-2 logarithm of each row's 2-norm into `norms`. It is -inf for a row of zeros.
     """
     k = x.shape[1]
     most, least, above = 0.0, np.inf, np.full(len(LEVELS), k)
@@ -156,7 +161,7 @@ def split(x: Array, planes: Planes, how: Residues, facts: PanelFacts) -> PanelFa
     """Scale the rows of a panel to integers, and write their residues and the scales' exponents to `planes`.
 
     Returns:
-        `facts`, completed by those properties that depend on the number of moduli.
+        `facts`, with `exact` and `grain` set. These two depend on the number of moduli.
     """
     k = x.shape[1]
     live = np.isfinite(planes.norms)
@@ -167,7 +172,8 @@ def split(x: Array, planes: Planes, how: Residues, facts: PanelFacts) -> PanelFa
         for rows in _pieces(x):
             scaled = np.ldexp(x[rows].astype(np.float64, order="C"), planes.exponents[rows, None])
             whole = np.rint(scaled)
-            # A nonzero element that underflows to 0 when it is scaled has been rounded as well.
+            # If scaling makes a nonzero element underflow to 0, `whole` equals `scaled`, but the element has
+            # been rounded. The numbers of nonzero elements show that.
             same = np.array_equal(whole, scaled) and np.count_nonzero(whole) == np.count_nonzero(x[rows])
             exact = exact and bool(same)
             integers = whole.astype(np.int64)
@@ -183,7 +189,7 @@ def split(x: Array, planes: Planes, how: Residues, facts: PanelFacts) -> PanelFa
 
 
 def _pieces(x: Array) -> list[slice]:
-    """Divide a panel's rows into slices of a few rows each, about `_PIECE` elements."""
+    """Divide a panel's rows into slices of at most `_PIECE` elements each, but at least one row."""
     several = max(1, _PIECE // max(1, x.shape[1]))
     return [slice(top, min(top + several, len(x))) for top in range(0, len(x), several)]
 
@@ -196,8 +202,8 @@ def workspace_bytes(n: int, depth: int) -> int:
 def _workspace(n: int, depth: int) -> tuple[int, int, int, int]:
     """Return the sizes, in bytes, of the four parts of `multiply`'s workspace.
 
-    They are for five blocks of C in float64, one block of C in float32, and one block of residues each of A
-    and of B in float32.
+    In this order, the parts hold five blocks of C in float64; one block of C in float32; a block of residues
+    of op(A) in float32; and a block of residues of op(B) in float32.
     """
     across, deep = min(_SIDE, n), min(_DEPTH, pitch(depth))
     return 5 * 8 * _SIDE * across, 4 * _SIDE * across, 4 * _SIDE * deep, 4 * across * deep
