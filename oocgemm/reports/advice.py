@@ -34,11 +34,10 @@ from oocgemm.timeline.metrics import STORAGE, Report, length, union
 from oocgemm.timeline.spans import Timeline
 from oocgemm.timeline.verdict import COMPUTE
 
-# If no change saves 3% of T (MIN_GAIN), only general advice is given. Otherwise, the easiest of those changes
-# is suggested that save at least 80% as much as the best one (COMPARABLE_GAIN).
+# If no change saves 3% of T (MIN_GAIN), only general advice is given. Otherwise, of the changes that
+# save at least 80% of what the best one saves (COMPARABLE_GAIN), the easiest for the user is suggested.
 MIN_GAIN, COMPARABLE_GAIN = 0.03, 0.8
-# If the kernel waited for one cause for at least this share of T, a compute-bound run gets advice on that
-# too.
+# Advice on a compute-bound run also covers the kernel's longest wait, if it took at least this share of T.
 MIN_STALL = 0.1
 # The fitted model is not used if it predicts a T of the run that differs by more than this share of T.
 MAX_FIT_ERROR = 0.25
