@@ -1,16 +1,15 @@
 """Suggest what to change after a run, and predict how much time the change saves.
 
 1. `fit` fits the plan's cost model to the run. Each lane gets the rate at which the model predicts the busy
-   time that was measured. Time in which no operation ran is added to every prediction.
+   time that was measured. The time before the first and after the last operation is added to predictions.
 2. The planner plans the product again with each candidate change: larger budgets within the machine's memory,
-   another tile, A and B stored in chunks that match their panels, or cuBLAS instead of a slower kernel whose
-   calibrated rate is known. It uses the machine model of the original plan, as it will when the user follows
-   the advice.
-3. The fitted model predicts T of the original plan and of the changed plan. The measured T times the ratio of
-   the two is the predicted T after the change.
+   another tile, A and B stored in chunks that match their panels, or cuBLAS instead of a slower kernel. It
+   uses the original machine model, because it will use that one again when the user makes the change.
+3. The fitted model predicts T of the original plan and of the changed plan. The predicted T after the change
+   is the measured T, times the prediction for the changed plan over that for the original plan.
 
-No saving is predicted if the fitted model does not reproduce the measured T. Nor is one predicted if a change
-depends on rates that the run did not measure, such as those of another storage or codec.
+No saving is predicted if the T that the fitted model predicts for the run differs too much from the measured
+one, or for a change to rates that the run did not measure, such as those of faster storage.
 """
 
 from collections.abc import Iterator, Mapping
@@ -35,31 +34,30 @@ from oocgemm.timeline.metrics import STORAGE, Report, length, union
 from oocgemm.timeline.spans import Timeline
 from oocgemm.timeline.verdict import COMPUTE
 
-# Changes that save less than the share MIN_GAIN of T are not suggested. Of several changes, the easiest one
-# is suggested that saves at least COMPARABLE_GAIN of what the best one saves.
+# If no change saves 3% of T (MIN_GAIN), only general advice is given. Otherwise, of the changes that
+# save at least 80% of what the best one saves (COMPARABLE_GAIN), the easiest for the user is suggested.
 MIN_GAIN, COMPARABLE_GAIN = 0.03, 0.8
-# A stall, which is time that the kernel waited for one cause, gets advice of its own from this share of T on.
+# Advice on a compute-bound run also covers the kernel's longest wait, if it took at least this share of T.
 MIN_STALL = 0.1
-# Largest relative difference between the measured T and that of the fitted model. Above it the model's
-# predictions are not used.
+# The fitted model is not used if it predicts a T of the run that differs by more than this share of T.
 MAX_FIT_ERROR = 0.25
-# Plans of more steps than this are predicted by formulas. Others are simulated, which takes about 0.1 ms per
-# step.
+# T of a plan with at most this many steps is predicted by simulation, which takes about 0.1 ms per step. T of
+# a longer plan is predicted by formulas.
 MAX_SIMULATED = 4000
-# Largest budgets that are suggested, as shares of the machine's memory.
+# Suggested budgets are at most these shares of the memory of the device and of the host.
 USABLE = {"device": 0.9, "host": 0.7}
-# A lane for which the kernel hardly waits may run below its maximum rate. If the waits take less than this
-# share of T, the fit does not lower the lane's rate.
+# If the kernel waited for a lane during less than this share of T, the lane may have run below its maximum
+# rate. The fit then does not lower the lane's rate in the model.
 NEGLIGIBLE_WAIT = 0.02
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change that would make a run faster, as a sentence for the user.
+    """A change that would make a run faster.
 
     `seconds` is the predicted T after the change, or None if no saving can be predicted. `why` says what the
-    change does, or why no saving can be predicted. `settings` is the arguments of `oocgemm.gemm` that make
-    the change, and empty if no argument can make it.
+    change improves or, if `seconds` is None, why no saving can be predicted. `settings` has the arguments of
+    `oocgemm.gemm` that make the change. It is empty if no argument can make it.
     """
 
     change: str
@@ -70,7 +68,7 @@ class Remedy:
 
 @dataclass(frozen=True)
 class _Change:
-    """A candidate change: its description, the resulting plan, and the arguments of `gemm` that make it."""
+    """A change to try: its description, the plan with the change, and the `gemm` arguments that make it."""
 
     words: str
     plan: Plan
@@ -79,12 +77,12 @@ class _Change:
 
 @dataclass(frozen=True)
 class Fitted:
-    """A run's plan, with the machine model fitted to the run.
+    """A run's plan, with the machine model `machine` fitted to the run.
 
-    `original` is the machine model that the plan was made with. Two corrections are added to predicted times,
-    in seconds. `outside` is added to simulated times: the time before the first operation and after the last,
-    which no simulation covers. `closed_outside` is added to times from formulas: the time after the last
-    operation, and the part of the start-up that the formulas do not predict.
+    `original` is the model that the plan was made with. Predictions leave out parts of T. These are added, in
+    seconds, as measured in the run. `outside` is added to a simulated T: the time before the first and after
+    the last operation. `closed_outside` is added to a T from formulas: the time after the last operation, and
+    the time before the first Multiply as far as it exceeds the start-up that the formulas predict.
     """
 
     plan: Plan
@@ -96,24 +94,24 @@ class Fitted:
     def seconds(self, plan: Plan, *, closed: bool | None = None) -> float:
         """Predict T of a plan with the fitted model, in seconds.
 
-        Set `closed` to use formulas, clear it to simulate the schedule. By default, plans of more than
-        `MAX_SIMULATED` steps use formulas.
+        If `closed` is True, T is computed from formulas. If it is False, the schedule is simulated. By
+        default, formulas are used for plans of more than `MAX_SIMULATED` steps.
         """
         if plan.steps > MAX_SIMULATED if closed is None else closed:
             return plan.prediction.total + self.closed_outside
-        # The measured times include page faults of the run's memory. A plan with more memory takes more of
-        # them.
+        # The measured times of the run include page faults at the first use of its memory. On the host
+        # backend, add the time of page faults in the memory that `plan` needs beyond the run's.
         more = plan.footprint.device_total - self.plan.footprint.device_total if plan.machine.unified else 0
         seconds = simulate(plan.schedule(), plan.setting)
         return seconds + self.outside + max(0.0, more * plan.machine.arena_seconds_per_byte)
 
     @property
     def whole(self) -> Plan:
-        """Return the plan for the whole product, even if the run resumed another and computed a part."""
+        """Return the run's plan with all tiles. The `plan` of a resumed run has only the remaining tiles."""
         return replace(self.plan, done=frozenset())
 
     def ratio(self, plan: Plan) -> float:
-        """Return the predicted T of a plan over that of the run's plan, both for the whole product."""
+        """Return the predicted T of `plan`, over the predicted T of the run's plan with all tiles."""
         closed = max(plan.steps, self.whole.steps) > MAX_SIMULATED
         return self.seconds(plan, closed=closed) / self.seconds(self.whole, closed=closed)
 
@@ -121,14 +119,16 @@ class Fitted:
 def fit(timeline: Timeline, figures: Report) -> Fitted | None:
     """Fit the cost model to a run.
 
-    Returns None if the log does not contain the plan or the whole run, or if nothing was multiplied.
+    Returns None if the plan cannot be rebuilt from the timeline's header, if the run was unfinished, or if
+    nothing was multiplied.
     """
     plan = recorded_plan(timeline.header.get("plan", {}), {s.tile for s in timeline.spans})
     if plan is None or not figures.compute or timeline.unfinished:
         return None
     lanes = _modelled(plan)
-    # Lanes that share CPU cores slow each other down, while the model times each alone. Scale the busy times
-    # down so that their sum is the time in which any lane was busy.
+    # If lanes share CPU cores, they slow each other down while they overlap. The model predicts how long each
+    # lane would take alone. To be comparable, the measured busy times are scaled down until they add up to
+    # the time in which at least one lane was busy.
     together = length(union((s.start, s.end) for s in timeline.spans)) / 1e9
     crowding = (
         together / sum(lane["busy"] for lane in figures.lanes.values()) if plan.machine.shares_cores else 1.0
@@ -142,11 +142,13 @@ def fit(timeline: Timeline, figures: Report) -> Fitted | None:
     def scale(lane: str, latency: float = 0.0) -> float:
         """Return the measured rate of a lane over its rate in the model.
 
-        `latency` seconds are subtracted from both times first. A lane that nothing waited for may have run
-        below its rate, so the result is then at least 1.
+        This is the predicted busy time over the measured one. The seconds that do not depend on the rate,
+        `latency`, are first subtracted from both. If the kernel hardly waited for the lane
+        (`NEGLIGIBLE_WAIT`), the lane may have run below its maximum rate. The result is then at least 1.
         """
         busy, modelled = took(lane), lanes.get(lane, 0.0)
-        # Storage lanes without bytes: the device copied all blocks directly from or to the caller's arrays.
+        # A storage lane moves no bytes if the device copied all panels or strips directly from or to the
+        # caller's arrays. Its rate was then not measured.
         if lane in STORAGE and not figures.lanes.get(lane, {}).get("bytes"):
             return 1.0
         if 2 * latency < min(busy, modelled):
@@ -161,7 +163,9 @@ def fit(timeline: Timeline, figures: Report) -> Fitted | None:
 
     writes = figures.lanes.get("write", {}).get("operations", 0) * machine.write_latency
     read, write = scale("read"), scale("write", writes)
-    # Slower storage adds the same time per byte to reads of whole chunks and of parts of chunks.
+    # The model has two read rates: `read` for whole chunks and `read_scattered` for parts of chunks. If reads
+    # were slower than predicted, the storage is assumed to add the same seconds per byte to both: `late`. The
+    # number of bytes read, `covered`, is the time that reads would take at 1 byte per second.
     late = 0.0
     if 0 < read < 1 and not (layouts.a.in_memory or layouts.b.in_memory):
         covered = _modelled(replace(plan, machine=replace(machine, read=1.0, read_scattered=1.0)))["read"]
@@ -192,7 +196,7 @@ def fit(timeline: Timeline, figures: Report) -> Fitted | None:
 
 
 def _modelled(plan: Plan) -> Mapping[str, float]:
-    """Return the busy seconds of each lane in the model, simulated up to `MAX_SIMULATED` steps."""
+    """Return the busy seconds of each lane that the plan's machine model predicts."""
     if plan.steps > MAX_SIMULATED:
         return plan.prediction.lanes
     lanes = dict.fromkeys(plan.prediction.lanes, 0.0)
@@ -204,8 +208,8 @@ def _modelled(plan: Plan) -> Mapping[str, float]:
 def remedy(timeline: Timeline, figures: Report, diagnosis: Diagnosis, fitted: Fitted | None) -> Remedy:
     """Choose the change with the largest predicted saving, or an easier one that saves almost as much.
 
-    No saving is predicted if other programs slowed the run down, since its rates are not those of the
-    machine.
+    If no saving can be predicted, return general advice instead, with the reason in `Remedy.why`. One reason
+    is that other programs slowed the run down: the measured rates are then lower than the machine's.
     """
     if diagnosis.contended:
         return Remedy(
@@ -235,7 +239,7 @@ def remedy(timeline: Timeline, figures: Report, diagnosis: Diagnosis, fitted: Fi
 
 
 def sentence(remedy: Remedy, wall: float) -> str:
-    """Return a change and what it saves as a sentence. `wall` is the measured T in seconds.
+    """Return a sentence that names a change and what it saves. `wall` is the measured T in seconds.
 
     >>> sentence(Remedy("A --host-memory of 24GiB", "would cut reads", 6.0), 8.0)
     'A --host-memory of 24GiB would cut reads: predicted 6 s instead of 8 s, 25% less.'
@@ -248,10 +252,9 @@ def sentence(remedy: Remedy, wall: float) -> str:
 
 
 def diagnosis_lines(figures: Report, timeline: Timeline, *, advise: bool = False) -> list[str]:
-    """Return sentences on what limited the speed of a run.
+    """Return sentences that name the lane that limited a run, and say how close it was to its maximum rate.
 
-    They say whether the run finished, what limited it, how close that was to its maximum rate and, with
-    `advise`, what to change.
+    The first sentence says if the run is unfinished. If `advise` is set, the last one says what to change.
     """
     found = diagnose(timeline, figures)
     lines = [unfinished(figures), found.finding, found.evidence]
@@ -300,10 +303,10 @@ def _planned(
     tile: TileShape | None = None,
     by: MachineModel | None = None,
 ) -> Plan | None:
-    """Plan the run's problem again, with machine model `by` or, by default, the original one.
+    """Plan the run's product again with these arguments. Return None if no plan satisfies them.
 
-    The returned plan has the fitted machine model, so that its predictions are those for this run. Returns
-    None if there is no plan for these arguments.
+    The planner chooses with the machine model `by`, by default the one that the run was planned with. The
+    returned plan has the fitted model, so that it predicts times at the rates of this run.
     """
     try:
         plan = make_plan(fitted.plan.problem, budgets, by or fitted.original, layouts, tile)
@@ -313,9 +316,11 @@ def _planned(
 
 
 def _larger(header: Mapping[str, Any], budgets: Budgets, *, unified: bool) -> Iterator[tuple[str, int]]:
-    """Yield pairs of a tier and a larger budget for it.
+    """Yield (tier, bytes) for each larger budget to try.
 
-    The budgets are two, four and eight times the run's, as far as the machine's memory allows.
+    The budgets are two, four and eight times the run's budget of that tier, as far as the share `USABLE` of
+    the machine's memory allows. If `unified`, device memory is host memory, and only the device budget is
+    varied.
     """
     host = int(USABLE["host"] * header.get("machine", {}).get("memory", 0))
     device = int(USABLE["device"] * parse_size(header.get("backend", {}).get("memory", 1)))
@@ -334,9 +339,10 @@ def _round(size: int) -> int:
 
 
 def _effect(before: Plan, after: Plan, moved: Mapping[str, int]) -> str:
-    """Return in words what a change does to the lane whose time it shortens most.
+    """Return words such as "would shorten write by 20%" for the lane whose time a change shortens most.
 
-    `moved` is the bytes that the run moved over each link.
+    `after` is the plan with the change. `moved` has the bytes that the run, with plan `before`, moved over
+    each link.
     """
     lanes, later = before.prediction.lanes, after.prediction.lanes
     lane = max(lanes, key=lambda lane: lanes[lane] - later[lane])
@@ -356,7 +362,7 @@ def _effect(before: Plan, after: Plan, moved: Mapping[str, int]) -> str:
 ONLY_KERNEL = "Only a faster kernel or device, or a narrower dtype, would shorten this run."
 FASTER_KERNEL = "A faster kernel or device, or a narrower dtype, would gain most."
 CONTENDED = "Run it again while no other program uses the cores."
-# What shortens a stall, by the cause that the kernel waited for.
+# For each cause that the kernel can wait for, a sentence that says how to shorten the wait.
 ADVICE = {
     "read": "Put A and B on faster storage.",
     "decode": "Store A and B with a faster codec or uncompressed, or use a machine with more cores.",
@@ -378,11 +384,7 @@ ADVICE_IN_MEMORY = {
 
 
 def _advice(diagnosis: Diagnosis, timeline: Timeline) -> str:
-    """Return general advice on what limited the run.
-
-    If that is compute, the text also advises on the largest stall, provided that this took at least
-    `MIN_STALL` of T.
-    """
+    """Return advice on the cause that limited a run, and on the largest stall if `MIN_STALL` requires it."""
     found = diagnosis.verdict
     if found.bound != COMPUTE:
         return _against(found.bound, timeline)

@@ -9,18 +9,19 @@ from oocgemm.timeline.series import finish_times, lanes_of, rate_limits, rates
 from oocgemm.timeline.spans import Timeline
 
 BINS = 240
-# Six colours of the scale cividis, for early to late tiles. It is readable with any colour vision.
+# Six colours of the colour map cividis, from the start of a run to its end. The map is readable with any
+# colour vision.
 CIVIDIS = ((0, 34, 78), (53, 69, 108), (102, 105, 112), (148, 142, 119), (200, 184, 102), (254, 232, 56))
 MAX_TILES = 10_000
 
 
 def lane_class(cause: str) -> str:
-    """Return the CSS class that gives a lane, or a cause of waits, its colour."""
+    """Return the CSS class that colours a lane, or a cause for which the kernel waited."""
     return "lane-d2h" if cause == "accumulator" else f"lane-{escape(cause)}"
 
 
 def stacked_bar(parts: Mapping[str, float], whole: float) -> str:
-    """Return a bar divided into the parts of a whole. `parts` and `whole` are in seconds."""
+    """Return a bar of length `whole`, divided into named `parts`. All lengths are in seconds."""
     pieces = "".join(
         f'<b class="{lane_class(name)}" style="width:{100 * part / whole:.3f}%" '
         f'title="{escape(name)} {format_time(part)}, {format_percent(part / whole)} of T"></b>'
@@ -31,9 +32,9 @@ def stacked_bar(parts: Mapping[str, float], whole: float) -> str:
 
 
 def throughput(timeline: Timeline, report: Report) -> str:
-    """Return a chart per lane of its rate during the run.
+    """Return one chart per lane, which shows the lane's rate during the run.
 
-    A broken line shows the highest rate the lane can reach.
+    A dashed line shows the highest rate that the lane can reach.
     """
     known = rate_limits(timeline)
     charts = []
@@ -44,8 +45,9 @@ def throughput(timeline: Timeline, report: Report) -> str:
             continue
         unit = "FLOP" if lane == "compute" else "B"
         limit, measured = known.get(lane, (0.0, False))
-        # A line far above the rates would press the curve flat, so it is left out. An assumed rate may itself
-        # be far off, so it is left out sooner than a measured one.
+        # The dashed line is left out if the limit is 10 times the highest rate of the run or more, because
+        # the curve would be too low to read. A limit that was assumed and not measured may be wrong, so its
+        # line is left out from 3 times on.
         shown = bool(limit) and limit < (10 if measured else 3) * max(found)
         top = 1.05 * max(*found, limit if shown else 0.0)
         steps = "".join(f"V{100 - 100 * rate / top:.2f}h1" for rate in found)
@@ -75,7 +77,10 @@ def throughput(timeline: Timeline, report: Report) -> str:
 
 
 def c_grid(timeline: Timeline) -> str:
-    """Return a picture of C in which the colour of each tile shows when the tile was finished."""
+    """Return a picture of C in which the colour of each tile shows when the tile was finished.
+
+    If there are more than `MAX_TILES` tiles, return their number instead.
+    """
     plan = timeline.header.get("plan", {})
     done = finish_times(timeline.spans)
     if not done or "problem" not in plan or not timeline.wall:
@@ -120,7 +125,7 @@ def extents(*sizes: int) -> str:
 
 
 def _colour(share: float) -> str:
-    """Return the colour at a position on the scale, between 0 for early and 1 for late.
+    """Return the colour of a time in the run: 0 is the start of the run and 1 its end.
 
     >>> _colour(0.0), _colour(1.0)
     ('#00224e', '#fee838')

@@ -19,13 +19,13 @@ PNG_WIDTH = 2700
 def export(
     logs: Sequence[str], timelines: Sequence[Timeline], outputs: dict[str, str | None]
 ) -> list[tuple[str, str]]:
-    """Write the requested files and return the name and path of each.
+    """Write the requested files. Return a list with a description and the path of each.
 
-    `outputs` maps ``html``, ``svg``, ``png`` and ``trace`` to a path or None. Only ``html`` takes several
-    runs.
+    `logs` has the paths of the logs, and `timelines` the timelines read from them. `outputs` maps ``html``,
+    ``svg``, ``png`` and ``trace`` to the path to write, or to None. Only ``html`` takes several timelines.
 
     Raises `InputError` if a path cannot be written or is one of `logs`, if a picture or trace is requested
-    for several runs, or if a PNG is requested and resvg-py is not installed.
+    for several timelines, or if a PNG is requested and resvg-py is not installed.
     """
     wanted = {kind: path for kind, path in outputs.items() if path is not None}
     for kind, path in wanted.items():
@@ -55,7 +55,7 @@ def export(
 
 @contextmanager
 def writing(option: str, path: str) -> Iterator[None]:
-    """Turn an `OSError` into an `InputError` that names the option and the path."""
+    """Turn an `OSError` into an `InputError` that names the command-line option and the path."""
     try:
         yield
     except OSError as error:
@@ -63,9 +63,9 @@ def writing(option: str, path: str) -> Iterator[None]:
 
 
 def check_writable(option: str, path: str) -> None:
-    """Raise `InputError` if no file can be written at `path`.
+    """Raise `InputError` if no file can be created in the folder of `path`.
 
-    Call it before a long computation of the file's content.
+    Call this before a long computation, so that the command fails early and not when it writes the result.
     """
     with writing(option, path):
         folder = os.path.dirname(os.path.abspath(path))

@@ -1,6 +1,6 @@
 """A Gantt chart in characters: one line per lane, one character per part of the run.
 
-The height of a character shows in how much of that part the lane was busy.
+The height of a character shows the share of that part in which the lane was busy.
 """
 
 from collections import defaultdict
@@ -30,9 +30,9 @@ def busy_cells(intervals: list[Interval], wall: int, cells: int) -> list[float]:
 
 
 def gantt(timeline: Timeline, width: int = 80) -> list[tuple[str, str]]:
-    """Return a line of `width` characters for each lane that was busy, as pairs of a name and a line.
+    """Return (lane, line) for each lane that was used, in the order of data flow.
 
-    The lanes are in the order of data flow.
+    A line has `width` characters.
     """
     lanes: defaultdict[str, list[Interval]] = defaultdict(list)
     for span in timeline.spans:
@@ -45,7 +45,7 @@ def gantt(timeline: Timeline, width: int = 80) -> list[tuple[str, str]]:
 
 
 def _shade(share: float) -> str:
-    # Even the shortest activity is visible, and only a part of the run in which the lane was always busy gets
-    # the full height.
+    # Round down to eighths, so that the full height means that the lane was always busy. Because of rounding
+    # errors, 99.75% of the time counts as always. Any activity gets at least one eighth, to be visible.
     level = 0 if share <= 0 else max(1, min(8, int(share * 8 + 0.02)))
     return SHADES[level]

@@ -28,8 +28,8 @@ def page(runs: Sequence[tuple[str, Timeline]]) -> str:
         "data": _json([run_data(timeline) for _, timeline in runs]),
         "script": "\n".join(_file(name) for name in SCRIPTS),
     }
-    # Search placeholders only in the rest of the template. A run's name that looks like a placeholder is then
-    # left alone.
+    # Placeholders are searched only in the part of the template that is not yet filled. Inserted text that
+    # looks like a placeholder, such as the name of a run, is therefore not replaced.
     text = _file("page.html")
     filled = []
     for name, part in parts.items():
@@ -39,12 +39,16 @@ def page(runs: Sequence[tuple[str, Timeline]]) -> str:
 
 
 def run_data(timeline: Timeline) -> dict[str, Any]:
-    """Return the data from which the scripts draw a run.
+    """Return the data from which the scripts of the page draw a run.
 
-    Spans are stored as columns, in the order of their start. ``start`` is the difference to the start of the
-    span before. ``after`` says how many spans earlier the last predecessor is, and is 0 if there is none.
-    ``lane``, ``kind``, ``operand``, ``tile`` and ``size`` (bytes, flops) are indices into tables of distinct
-    values.
+    The spans are sorted by start and stored as columns, one list per field. Most numbers are stored so that
+    they are short:
+
+    - ``start``: nanoseconds since the start of the previous span.
+    - ``lane``, ``kind``, ``operand``, ``tile``, ``size``: indices into the lists of distinct values, which
+      are also returned. A size is a pair of bytes and flops.
+    - ``after``: the index of the span, minus the index of the operation that ended last among those that it
+      waited for. It is 0 if the span waited for none, or if that operation ended after the span started.
     """
     spans = sorted(timeline.spans, key=lambda s: (s.start, s.end, s.id))
     place = {span.id: index for index, span in enumerate(spans)}
@@ -54,7 +58,8 @@ def run_data(timeline: Timeline) -> dict[str, Any]:
     tiles, sizes = _Index(), _Index()
     blockers = [last_predecessor(span, by_id, before) for span in spans]
     starts = [span.start for span in spans]
-    # The columns must be built first: this fills the tables of distinct values that are read below.
+    # Build the columns before the returned dictionary, because `_Index.of` collects the distinct values that
+    # `values` returns.
     columns = {
         "start": [b - a for a, b in zip([0, *starts], starts, strict=False)],
         "length": [span.end - span.start for span in spans],
@@ -87,22 +92,22 @@ def run_data(timeline: Timeline) -> dict[str, Any]:
 
 
 class _Index:
-    """A table of distinct values, numbered in the order of their first use."""
+    """A list of distinct values, each with its index, in the order in which they first occurred."""
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
 
     def of(self, value: Any) -> int:
-        """Return the number of a value. A new value gets the next number."""
+        """Return the index of a value. A value that is not in the list is appended."""
         return self._numbers.setdefault(value, len(self._numbers))
 
     def values(self) -> list[Any]:
-        """Return all values in the order of their numbers."""
+        """Return all values in the order of their indices."""
         return [*self._numbers]
 
 
 def _json(data: Any) -> str:
-    """Return data as JSON that is safe inside a script element: no text in it can end the element."""
+    """Return data as JSON that is safe in an HTML script element: no text in the data can end the element."""
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
 
 

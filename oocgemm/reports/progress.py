@@ -19,10 +19,11 @@ from oocgemm.timeline.series import utilisation
 from oocgemm.timeline.verdict import verdict
 
 LINKS = ("read", "h2d", "d2h", "write")
-# Shortest time between two updates, in seconds: on a terminal, and elsewhere.
+# Minimum seconds between two updates of the display. The first applies on a terminal, where the display is
+# redrawn. The second applies elsewhere, where every update prints a line.
 REFRESH_SECONDS, LINE_SECONDS = 0.2, 10.0
-# The busy shares and the verdict are computed over the last WINDOW_NS nanoseconds. Only the last MAX_RECENT
-# operations are kept, so with many short ones the time is shorter.
+# The display shows how busy each lane was, and what limited the run, in the last WINDOW_NS nanoseconds. Only
+# the last MAX_RECENT operations are kept. If these cover a shorter time, the display refers to that time.
 WINDOW_NS, MAX_RECENT = 5_000_000_000, 1000
 
 Show = Callable[[float, str, str], None]
@@ -30,11 +31,12 @@ Show = Callable[[float, str, str], None]
 
 @contextmanager
 def progress_display(enabled: bool) -> Iterator[Callable[[Plan], Callable[[Span], None]] | None]:
-    """Yield the `progress` argument of `gemm`, or None if not `enabled`.
+    """Show the progress of a run, and yield the callback to pass as `gemm`'s argument `progress`.
 
-    The display shows the backend, the number of tiles done, the elapsed time, and the mean flop/s and rate of
-    each link. For the last seconds it shows the share of the time in which each lane was busy, and what
-    limited the speed. On a terminal it also estimates the time left.
+    Yields None if `enabled` is False. The display shows the backend, the number of the current tile, the
+    elapsed time, and the mean flop/s and bytes per second over each link since the start. For the last
+    seconds, it shows the share of the time in which each lane was busy, and what limited the speed. On a
+    terminal, it also estimates the time left.
     """
     if not enabled:
         yield None
@@ -67,14 +69,15 @@ def _line(console: Console, started: float, share: float, tiles: str, rates: str
 
 
 def _watch(plan: Plan, *, every: float, show: Show) -> Callable[[Span], None]:
-    """Return a callback for finished operations.
+    """Return a callback to call with the span of each finished operation.
 
-    It updates the display at most once in `every` seconds.
+    The callback updates the display by calling `show`, at most once in `every` seconds.
     """
     backend = "host" if plan.machine.unified else "cuda"
     down, across = plan.grid.shape
     tiles, before = down * across, len(plan.done)
-    # Progress is counted in flops, or in bytes written if k = 0 and there are no flops.
+    # The bar shows the share of the flops that are done. If k = 0, there are no flops, and the bar shows the
+    # share of the bytes of C that are written.
     total = plan.flops or plan.traffic["write"]
     started = shown = perf_counter()
     moved = dict.fromkeys(LINKS, 0)
@@ -92,7 +95,8 @@ def _watch(plan: Plan, *, every: float, show: Show) -> Callable[[Span], None]:
             return
         shown = now
         seconds = now - started
-        # Writes into the caller's array move no bytes; the downloads before them do.
+        # If strips are downloaded directly into the caller's array, their writes move no bytes. The number of
+        # finished tiles then follows from the downloaded bytes.
         written = moved["write"] or moved["d2h"]
         done = before + (tiles - before) * written // max(1, plan.traffic["write"])
         links = "".join(f"  {link} {format_rate(size / seconds)}" for link, size in moved.items() if size)
@@ -100,21 +104,21 @@ def _watch(plan: Plan, *, every: float, show: Show) -> Callable[[Span], None]:
         tiles_done = f"{backend}: tile {min(done + 1, tiles)}/{tiles}"
         activity = _recent_activity(recent, multiplied=flops >= plan.flops)
         rates = f"{format_rate(flops / seconds, 'FLOP')}{links}  |  {activity}"
-        with suppress(OSError, ValueError):  # a closed stderr must not fail the run
+        with suppress(OSError, ValueError):  # the run must not fail if stderr is closed
             show(share, tiles_done, rates)
 
     return step
 
 
 def _recent_activity(recent: deque[Span], *, multiplied: bool) -> str:
-    """Return the share of the last seconds in which each lane was busy, and what limited the run then.
+    """Return a text with the share of the last seconds in which each lane was busy, and what limited the run.
 
-    While there is more to multiply (`multiplied` is False), the verdict covers the time up to the end of the
-    last Multiply only. Later time may belong to a Multiply that is still running, and that is not recorded
-    yet.
+    `multiplied` is set if all multiplications have ended. Until then, the verdict covers only the time up to
+    the end of the last Multiply in `recent`. The next Multiply may have been running since, but it is
+    recorded only when it ends. The time since then would therefore be attributed to a stall by mistake.
     """
-    # If the list is full, older operations were dropped. Nothing is known about the time before the end of
-    # the oldest one in the list.
+    # If `recent` is full, older operations were dropped from it. It is then incomplete for the time before
+    # the end of its oldest operation, so this time is left out.
     known = recent[0].end if len(recent) == MAX_RECENT else 0
     until = max(span.end for span in recent)
     since = max(0, until - WINDOW_NS, known)

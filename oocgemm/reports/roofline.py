@@ -1,9 +1,10 @@
 """Draw the roofline of a machine: attainable flop/s over each link, against flops per byte.
 
 The method is that of Williams, Waterman and Patterson, *Roofline: an insightful visual performance model*
-(2009). One step of a tile with extents m x n x k computes 2 m n k flops from (m + n) k elements. The flops
-per byte of a square tile therefore follow from the memory that its accumulator takes. The picture has two
-horizontal axes: flops per byte below, and that memory above.
+(2009). One step of a tile with extents m x n x k computes 2 m n k flops from (m + n) k elements. If m = n,
+these are m flops per element. The accumulator has m^2 elements, so its size in bytes also gives the flops per
+byte. The horizontal axis is therefore labelled twice: with flops per byte below, and with the bytes of the
+accumulator of a square float64 tile above.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,11 +17,15 @@ from oocgemm.planning.units import format_rate, format_size
 
 WIDTH, HEIGHT = 1040, 550
 LEFT, RIGHT, TOP, BOTTOM = 295, 810, 112, 490
-LINE = 17  # minimum distance between labels, in pixels
-ITEMSIZE = 8  # bytes per element of the float64 tile on the upper axis
-# Colours of the lines, in the order in which the links are given.
+# Minimum vertical distance between two labels, in pixels.
+LINE = 17
+# Bytes per element of float64, the dtype of the tiles on the upper axis.
+ITEMSIZE = 8
+
+# Colours of the lines of the links, in the order of the argument `links`.
 COLOURS = ("#d55e00", "#56a8dc", "#b8860b", "#cc79a7", "#009e73")
-SOURCES = {"read_cold", "read", "decode", "memory", "h2d"}  # the links that A and B cross
+# The links that A and B can cross on their way to the device. Only these are drawn.
+SOURCES = {"read_cold", "read", "decode", "memory", "h2d"}
 STYLE = """
 svg { background: #fff; font: 12px Helvetica, Arial, "DejaVu Sans", sans-serif; }
 text { fill: #16191d; } .soft { fill: #5b636d; } .title { font-size: 16px; font-weight: bold; }
@@ -37,9 +42,10 @@ svg { background: #181c22; } text { fill: #e8ebef; } .soft { fill: #9aa4b0; }
 
 
 def roofline_of(found: Calibration, budget: int) -> str:
-    """Return the roofline of a calibration.
+    """Return the roofline of a calibrated machine, as SVG.
 
-    A vertical line marks the tile that fits a device budget in bytes.
+    `budget` is a device budget in bytes. A vertical line marks the flops per byte of the square float64 tile
+    whose accumulator takes all of it.
     """
     links = {LINKS[name]: rate for name, rate in calibrated_rates(found).items() if name in SOURCES}
     roofs = {dtype: rate.peak for dtype, rate in found.kernels.items()}
@@ -53,11 +59,11 @@ def roofline(title: str, links: Mapping[str, float], roofs: Mapping[str, float],
         title: heading of the picture.
         links: bytes per second of each link, by its label. Rates must be positive.
         roofs: flop/s of each kernel, by its label. Rates must be positive.
-        budget: bytes of the square float64 tile whose flops per byte are marked.
+        budget: size in bytes of a square float64 tile. A vertical line marks the flops per byte of this tile.
     """
     fastest, slowest, mark = max(links.values()), min(links.values()), sqrt(budget / ITEMSIZE) / ITEMSIZE
-    # The axis must show the marked tile, and for each link and kernel the point at which both take equally
-    # long.
+    # The horizontal axis must include the marked tile. For each pair of a link and a kernel, it must also
+    # include the flops per byte at which the link takes as long as the kernel.
     first = 10.0 ** (floor(log10(min(min(roofs.values()) / fastest, mark))) - 1)
     last = 10.0 ** ceil(log10(max(2 * max(roofs.values()) / slowest, 1.5 * mark)))
     low, high = first * slowest / 1.5, 2 * max(roofs.values())
@@ -123,9 +129,9 @@ def roofline(title: str, links: Mapping[str, float], roofs: Mapping[str, float],
 
 
 def _labelled(rates: Mapping[str, float], y: Callable[[float], float]) -> Iterator[tuple[str, float, float]]:
-    """Yield (name, rate, y of its label) for each rate, the fastest first.
+    """Yield (name, rate, y of the label) for each rate, the fastest first.
 
-    Labels are moved apart where they would overlap.
+    `y` maps a rate to its vertical position in pixels. Labels that would overlap are moved apart.
     """
     ordered = sorted(rates.items(), key=lambda item: -item[1])
     heights = spread([y(rate) for _, rate in ordered], LINE, TOP, BOTTOM)
@@ -133,7 +139,9 @@ def _labelled(rates: Mapping[str, float], y: Callable[[float], float]) -> Iterat
 
 
 def spread(places: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Move ascending positions until neighbours are at least `gap` apart, within [low, high] if they fit.
+    """Move ascending positions so that neighbours are at least `gap` apart.
+
+    The results are at most `high` and, if there is room for all of them, at least `low`.
 
     >>> spread([10.0, 11.0, 50.0], 6.0, 0.0, 54.0)
     [10.0, 16.0, 50.0]

@@ -27,7 +27,10 @@ OPERATORS = {"N": "", "T": "<sup>T</sup>", "C": "<sup>H</sup>"}
 
 @dataclass(frozen=True)
 class Run:
-    """A run with all that the page shows of it: the figures, what limited the speed, and what to change."""
+    """A run and what the page shows of it: the figures, the diagnosis, and the suggested change.
+
+    `fitted` is None if the cost model cannot be fitted to the run.
+    """
 
     name: str
     timeline: Timeline
@@ -38,7 +41,7 @@ class Run:
 
     @classmethod
     def of(cls, name: str, timeline: Timeline, figures: Report) -> "Run":
-        """Compute all that the page shows of a run except its figures, which are given."""
+        """Compute the diagnosis, the fitted model and the suggested change of a run from its figures."""
         diagnosis = diagnose(timeline, figures)
         fitted = fit(timeline, figures)
         return cls(name, timeline, figures, diagnosis, fitted, remedy(timeline, figures, diagnosis, fitted))
@@ -49,7 +52,7 @@ class Run:
 
 
 def body(runs: Sequence[Run]) -> str:
-    """Return all sections of the page. Several runs are shown side by side."""
+    """Return all sections of the page as HTML. If there are several runs, they are shown side by side."""
     plain = [_title(runs), _each(runs, _verdict, "verdict"), _figures(runs)]
     sections = (
         ("Where the time went", _each(runs, _exposed)),
@@ -174,9 +177,10 @@ def _figures(runs: Sequence[Run]) -> str:
 
 
 def _compared_runs(figures: Report, first: Report, alike: bool) -> str:
-    """Compare a run with the first one.
+    """Return a text that compares a run with the first one on the page.
 
-    The text gives the ratio of their times or, if they computed different products, of their flop rates.
+    If both computed the same product (`alike`), the text gives T of the run over T of the first. Otherwise,
+    it gives the flop rate of the run over that of the first.
     """
     if alike and first.wall:
         return f"{figures.wall / first.wall:.2f} times the T"
@@ -186,7 +190,7 @@ def _compared_runs(figures: Report, first: Report, alike: bool) -> str:
 
 
 def _exposed(run: Run) -> str:
-    """Return the table of the shares of compute and of each cause of waiting, the largest first."""
+    """Return a table of the time of compute and of each cause that the kernel waited for, longest first."""
     wall = run.report.wall
     parts = {cause: share * wall for cause, share in run.report.shares.items()}
     rows = [
@@ -202,10 +206,10 @@ def _exposed(run: Run) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, wide_last: bool = False) -> str:
-    """Return an HTML table. Cells are HTML.
+    """Return an HTML table. The cells in `head` and `rows` are HTML too.
 
-    Cells of the first column are aligned to the left as text, and so are those of the last column if
-    `wide_last`. All other cells are aligned to the right as numbers.
+    The first column has text, which is aligned to the left. All other columns have numbers, which are aligned
+    to the right. If `wide_last` is set, the last column has text too.
     """
 
     def cell(tag: str, index: int, text: str) -> str:
@@ -266,7 +270,7 @@ def _traffic(run: Run) -> str:
 
 
 def _predicted(run: Run) -> str:
-    # The plan predicts times of the whole run, which say nothing about a part of it.
+    # The plan predicts the times of a complete run. An unfinished run cannot be compared with them.
     plan = {} if run.report.unfinished else run.header.get("plan", {})
     predicted: dict[str, float] = plan.get("predicted_seconds", {})
     rows = []

@@ -1,7 +1,8 @@
 """The Gantt chart as an SVG picture for papers: one line per lane, on white.
 
-Boxes narrower than one unit of the picture are merged into columns of one unit. The opacity of a column shows
-in how much of it the lane was busy. The size of the file is therefore bounded for any run.
+An operation is a box, whose width is its duration. Boxes narrower than one SVG unit are merged into columns
+of one unit. The opacity of a column shows the share of its time that the merged boxes cover. Therefore the
+size of the file is bounded, however many operations a run has.
 """
 
 from collections import defaultdict
@@ -17,7 +18,7 @@ from oocgemm.timeline.spans import Span, Timeline
 WIDTH, GUTTER, AXIS, ROW, GAP, WAITS = 900, 80, 26, 22, 7, 10
 COLUMNS = WIDTH - GUTTER - 20
 LEVELS = 10
-# Okabe and Ito's colours, the same as on the HTML page. Compute is grey.
+# Colours of lanes and of causes of waits: the palette of Okabe and Ito, as on the HTML page. Compute is grey.
 COLOURS = {
     **{"read": "#0072b2", "decode": "#56b4e9", "h2d": "#009e73", "prepare": "#7a8b2e", "compute": "#59616c"},
     **{"d2h": "#cc79a7", "accumulator": "#cc79a7", "encode": "#b8860b", "write": "#d55e00"},
@@ -28,7 +29,7 @@ COLOURS = {
 def svg(timeline: Timeline, title: str = "") -> str:
     """Return the Gantt chart of all lanes as SVG.
 
-    A row below the compute lane shows what compute waited for.
+    A row below the lane "compute" shows what the kernel waited for.
     """
     by_row: defaultdict[str, defaultdict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
     for span, row in zip(timeline.spans, rows(timeline.spans), strict=True):
@@ -62,10 +63,10 @@ def svg(timeline: Timeline, title: str = "") -> str:
 
 
 def _row(spans: Sequence[Span], wall: int, y: float, height: float, colour: str) -> list[str]:
-    """Return the boxes of one row of a lane.
+    """Return the boxes of the operations on one row of a lane, as SVG paths.
 
-    Boxes of B are lighter than those of A. On the compute lane, every other step is lighter, so that
-    neighbouring steps can be told apart.
+    Operations on B are lighter than those on A. On the lane "compute", every other step is lighter, so that
+    consecutive steps can be told apart.
     """
     scale = COLUMNS / max(1, wall)
     drawn: defaultdict[float, list[str]] = defaultdict(list)
@@ -84,9 +85,11 @@ def _row(spans: Sequence[Span], wall: int, y: float, height: float, colour: str)
 
 
 def _waits(causes: dict[str, list[Interval]], wall: int, y: float) -> list[str]:
-    """Return the row that shows what compute waited for, in columns one unit wide.
+    """Return the row that shows what the kernel waited for, as SVG paths.
 
-    In each column the causes are stacked, and the height of each is its share of the column's time.
+    `causes` maps each cause to the intervals in which the kernel waited for it. The row is drawn in columns
+    one SVG unit wide. Each column is a stack with one part per cause. The height of a part is the share of
+    the column's time in which the kernel waited for that cause.
     """
     parts = []
     bottoms = [y + WAITS] * COLUMNS

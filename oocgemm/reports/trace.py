@@ -1,9 +1,8 @@
-"""Write the timeline as a trace for Perfetto or chrome://tracing, with a track per lane.
+"""Write a timeline as a trace that Perfetto and chrome://tracing display.
 
-Arrows show the data flow.
-
-The format is Chrome's trace events in JSON: complete events (X), one thread per lane, and flows (s, f)
-between them. Events of one track must not overlap, so concurrent operations of a lane get additional tracks.
+The format is Chrome's trace events in JSON. An operation is a complete event (X). Each lane is a thread,
+which the viewers draw as a track. Events of one track must not overlap, so a lane with concurrent operations
+gets several tracks. The data flow between operations is drawn as arrows (flow events s and f).
 """
 
 import json
@@ -15,7 +14,7 @@ from oocgemm.timeline.spans import Span, Timeline
 
 
 def write_trace(file: TextIO, timeline: Timeline) -> None:
-    """Write a timeline as a trace, one event per line."""
+    """Write a timeline as a JSON trace to an open file, one event per line."""
     file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
     separator = ""
     for event in _events(timeline):
@@ -31,7 +30,8 @@ def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
     by_id = {span.id: span for span in spans}
 
     def track(span: Span) -> dict[str, int]:
-        # A lane may need as many tracks as there are spans, so each lane gets that many numbers.
+        # A lane has at most as many tracks as there are spans. Every lane gets a range of that many track
+        # numbers, so that the numbers of two lanes never coincide.
         return {"pid": span.device, "tid": lanes.index(span.lane) * (len(spans) + 1) + row[span.id]}
 
     named: set[tuple[int, int]] = set()
@@ -54,23 +54,23 @@ def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
         what = span.kind if span.kind == "multiply" else f"{span.kind} {span.operand}"
         times = {"ts": span.start / 1e3, "dur": (span.end - span.start) / 1e3}
         yield {"ph": "X", "name": what, "cat": span.lane, **times, **place, "args": facts}
-        # One arrow per kind and operand, from the last operation. A panel that does not fill its slot leaves
-        # a part of the previous panel there. The span then waits for both loads, but uses the data of the
-        # later one.
+        # A panel that does not fill its slot leaves a part of the previous panel there. A span that uses the
+        # slot then waits for the uploads of both panels, but needs the data of the later one only. So, of all
+        # operations with the same kind and operand, only the one issued last gets an arrow.
         sources = (by_id[number] for number in sorted(span.waits) if number in by_id)
         for source in {(s.kind, s.operand): s for s in sources if _feeds(s, span)}.values():
             flows += 1
             arrow = {"name": "data", "cat": "flow", "id": flows}
-            # Arrows start and end at the middle of an event. At its ends, rounding could put them outside it,
-            # and the viewer would drop them.
+            # An arrow starts and ends at the middle of an event. If it started at the event's end, rounding
+            # could put it after that end, and the viewer would drop the arrow.
             yield {"ph": "s", **arrow, "ts": (source.start + source.end) / 2e3, **track(source)}
             yield {"ph": "f", "bp": "e", **arrow, "ts": (span.start + span.end) / 2e3, **place}
 
 
 def _feeds(source: Span, span: Span) -> bool:
-    """Return whether a span uses the data of `source`.
+    """Return whether a span, which waited for `source`, uses its data.
 
-    Otherwise it only waited for `source` to release a buffer.
+    If not, the span waited because `source` used the buffer that the span overwrites.
     """
     order = {kind: place for place, kind in enumerate(FLOW)}
     return order.get(source.kind, -1) < order.get(span.kind, -1)

@@ -1,4 +1,4 @@
-"""The time in which one kind of work was busy, summed while the run goes on."""
+"""Sum the time in which threads did one kind of work, such as reading, while the run goes on."""
 
 from threading import Lock
 
@@ -10,12 +10,14 @@ MAX_INTERVALS = 4000
 class BusyTime:
     """Sum time intervals in bounded memory.
 
-    `covered` is the length of the union of the intervals, so that time in which several threads were busy
-    counts once. `total` is the sum of their lengths, so that it counts once per thread.
+    Threads append the intervals in which they were busy. `total` is the sum of the lengths of all intervals.
+    `covered` is the length of their union: a second in which three threads were busy adds one second to
+    `covered` and three to `total`.
 
-    Threads append intervals roughly in the order in which they end. When `MAX_INTERVALS` intervals are
-    stored, the oldest are replaced by the length of their union. An interval that is appended later and
-    overlaps the replaced ones adds to `covered` only what is after their end. Appending is thread-safe.
+    When `MAX_INTERVALS` intervals are stored, the oldest are replaced by the length of their union. An
+    interval that is appended after that adds to `covered` only its part after the end of the replaced ones.
+    The error is small, because threads append intervals roughly in the order of their ends. Appending is
+    thread-safe.
     """
 
     def __init__(self) -> None:

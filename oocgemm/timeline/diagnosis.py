@@ -1,7 +1,7 @@
 """Describe the figures of a run in words.
 
-The text says what limited the speed, how close that was to its maximum rate, and whether other programs used
-CPU cores that the run needed.
+The text names the limiting lane, for example reading. It says how close this lane was to its maximum rate,
+and whether other programs used CPU cores that the run needed.
 """
 
 from collections.abc import Mapping
@@ -14,17 +14,17 @@ from oocgemm.timeline.series import rate_limits
 from oocgemm.timeline.spans import Timeline
 from oocgemm.timeline.verdict import CAUSES, COMPUTE, Verdict
 
-# The report mentions other programs if they used at least the share MIN_OTHERS of the cores. It says that
-# they slowed the run down if, in addition, at least the share MIN_BUSY of the cores was busy.
+# The report mentions other programs if they used at least 10% of the CPU cores (MIN_OTHERS). It says that
+# they slowed the run down if, in addition, at least 80% of the cores were busy (MIN_BUSY).
 MIN_OTHERS, MIN_BUSY = 0.1, 0.8
-# Shortest run, in seconds, for which use of the cores is reported. Linux counts processor time in ticks of 10
-# ms, which is too coarse for shorter runs.
+# For runs of fewer seconds than this, the use of CPU cores is not reported. Linux counts processor time in
+# ticks of 10 ms, which is too coarse for them.
 MIN_CPU_WALL = 0.5
-# Causes that need no CPU cores when the device is a GPU. Other programs cannot slow down a run that is
-# limited by one of these.
+# Causes of `Verdict.bound` that need no CPU cores if the device is a GPU. If one of them limits a run on a
+# GPU, programs that use the CPU have not slowed the run down.
 ON_DEVICE = (COMPUTE, "h2d", "prepare", "accumulator")
-# What each lane does, as the subject of a sentence. ACTIVITIES_IN_MEMORY replaces the text of a lane if the
-# arrays are in host memory.
+# The activity of each lane, as the subject of a sentence of the report. If the lane's arrays are in host
+# memory, the text in ACTIVITIES_IN_MEMORY is used instead.
 ACTIVITIES = {
     **{
         "read": "Reading",
@@ -45,8 +45,9 @@ OUTPUT_LANES = ("d2h", "encode", "write")  # the lanes that can be busy after th
 class Diagnosis:
     """What limits the speed of a run: for example storage, the link to the device, or compute.
 
-    `evidence` is a text that says how close the limiting lane was to its maximum rate. `contended` is set if
-    other programs used CPU cores that this lane needed.
+    `evidence` is a text that says how close the limiting lane was to its maximum rate, and how many CPU cores
+    other programs used. `contended` is set if the limiting lane needs CPU cores, and other programs used so
+    many of them that they slowed the run down.
     """
 
     verdict: Verdict
@@ -66,10 +67,11 @@ class Diagnosis:
 
     @property
     def rest(self) -> str:
-        """Return the words of `finding` after the headline.
+        """Return the part of `finding` after the headline.
 
-        They give the largest stall of a compute-bound run, or else the share of compute. A stall is time in
-        which compute waited for one cause.
+        For a compute-bound run, this part gives the longest stall: the time in which the kernel waited for
+        one cause, such as reads. For any other run, it explains the cause that the headline names, and gives
+        the share of T in which the kernel ran.
         """
         found = self.verdict
         if not found.beside:
@@ -92,10 +94,11 @@ def diagnose(timeline: Timeline, figures: Report | None = None) -> Diagnosis:
 
 
 def other_programs(figures: Report) -> str:
-    """Return a sentence on the CPU cores that other programs used.
+    """Return a sentence that says how many CPU cores other programs used.
 
-    The sentence is empty if they used less than the share `MIN_OTHERS` of the cores. Only the cores that this
-    process may use are counted.
+    Only the cores that this process may use are counted. The text is empty if other programs used less than
+    the share `MIN_OTHERS` of these cores, if the run was shorter than `MIN_CPU_WALL` seconds, or if the
+    system does not report the use of cores.
     """
     cpu = figures.cpu
     if not cpu or figures.wall < MIN_CPU_WALL or cpu["others"] < MIN_OTHERS * cpu["cores"]:
@@ -112,9 +115,9 @@ def unfinished(figures: Report) -> str:
 
 
 def in_memory(lane: str, header: Mapping[str, Any]) -> bool:
-    """Return whether the arrays of a lane are in host memory.
+    """Return whether the arrays that a lane reads or writes are in host memory instead of storage.
 
-    If so, the lane copies within host memory instead of reading from or writing to storage.
+    These arrays are A and B for the lane "read", and C for "write". For all other lanes, return False.
     """
     concerned = {"read": "AB", "write": "C"}.get(lane, "")
     operands = header.get("operands", {})
@@ -122,15 +125,20 @@ def in_memory(lane: str, header: Mapping[str, Any]) -> bool:
 
 
 def _cores_contended(figures: Report) -> bool:
-    """Return whether this process and other programs together kept the cores busy."""
+    """Return whether this process and other programs kept at least the share `MIN_BUSY` of the cores busy.
+
+    Returns False if other programs used less than the share `MIN_OTHERS`.
+    """
     cpu = figures.cpu
     return bool(other_programs(figures) and cpu and cpu["own"] + cpu["others"] >= MIN_BUSY * cpu["cores"])
 
 
 def _bound_evidence(timeline: Timeline, figures: Report) -> str:
-    """Return how close the limiting lane was to its maximum rate.
+    """Return a sentence that says how close the limiting lane was to its maximum rate.
 
-    This is the kernel if the run is compute-bound, else the lane that the kernel waited for most.
+    In a compute-bound run, the limiting lane is "compute". In any other run, it is the lane that the kernel
+    waited for longest. If the time after the last Multiply was longer than that, it is the lane that was
+    busiest then. The text is empty if no lane limits the run, for example if the start-up does.
     """
     bound = figures.verdict.bound
     if bound == COMPUTE:
@@ -156,7 +164,8 @@ def _kernel_evidence(timeline: Timeline, figures: Report) -> str:
     text = f"The kernel ran at {format_rate(rate, 'FLOP')}"
     limit, measured = rate_limits(timeline).get(COMPUTE, (0.0, False))
     exact = timeline.header.get("plan", {}).get("problem", {}).get("compute") in ("native", "emulated")
-    # The default machine model has no rates of tf32 and bf16 products to compare with.
+    # The default machine model knows no rates of tf32 and bf16 products. These are compared with a calibrated
+    # rate only.
     if limit and (measured or exact):
         known = "calibrated" if measured else "assumed"
         text += f", {format_share(rate / limit)} of the {known} {format_rate(limit, 'FLOP')}"

@@ -1,15 +1,16 @@
-"""The log of a run. Spans are appended while the run goes on, and the log is read back as a timeline.
+"""Write the log of a run while it goes on, and read the log back as a timeline.
 
 The format is JSON lines:
 
-- The header describes the run and names the columns.
-- Each span is a row. Rows are in the order in which the end of the operations was noticed.
-- Fields that many spans share, such as the lane, are written once, as a line before the first row that uses
-  them. Rows refer to that line by its number.
+- The first line, the header, describes the run and names the columns.
+- Each span is a line, called a row. Rows are in the order in which oocgemm noticed that operations had ended.
+- The fields in `COMMON`, such as the lane, have the same values in many spans. Each combination of values is
+  written as one line, before the first row that uses it. Rows contain only the number of that line, counted
+  from 0 among the lines of this kind.
 - A row stores the length of its span instead of the end. For each operation that the span waited for, it
-  stores the difference of the two ids. These numbers are short, so that a row takes about 60 bytes.
-- The footer stores T and the facts known only at the end. A log without a footer belongs to a run that was
-  stopped or is still running.
+  stores the span's id minus that operation's id. These numbers are short, so that a row takes about 60 bytes.
+- The last line, the footer, stores T and the facts known only at the end. A log without a footer belongs to a
+  run that was stopped or is still running.
 """
 
 import json
@@ -36,15 +37,19 @@ COLUMNS = (
     *("id", "common", "tile_i", "tile_j", "step", "start_ns", "length_ns", "bytes", "flops"),
     "waits_back",
 )
-# Lines are flushed when FLUSH_LINES are pending, or when the first of them is FLUSH_SECONDS old. A killed run
-# therefore loses at most that much of its log.
+# Lines are collected in memory and flushed together: compressed and, if the log has a file, written to it. A
+# flush happens when there are FLUSH_LINES lines, or when a span is added more than FLUSH_SECONDS seconds
+# after the last flush. A killed run loses the lines that were not flushed.
 FLUSH_LINES, FLUSH_SECONDS = 1000, 1.0
-# Compressed bytes of a log without a file that are kept in memory, enough for about 50,000 operations. The
-# log is moved to a temporary file each time this is exceeded.
+# Maximum size of the compressed log in memory, in bytes. 1 MiB holds about 50,000 operations. Whenever it is
+# exceeded, all of the log in memory is moved to the end of a temporary file.
 MAX_IN_MEMORY = 1 << 20
-_SIZE_BYTES = 4  # size in bytes of the number before each chunk in the temporary file: the chunk's length
+# The temporary file contains the compressed text of one flush after another. The length of each text comes
+# before it, as an integer of this many bytes.
+_SIZE_BYTES = 4
 _LARGEST = 2**63
-# Numeric fields of "checks" and of "cpu" in the header. A log that lacks one of them is refused.
+# Fields of the tables "checks" and "cpu" of the header. A log is refused if it has one of these tables and a
+# field of that table is missing or not a number.
 _CHECK_FIELDS = ("tiles", "blocks", "undecided", "seconds", "thread_seconds")
 _CPU_FIELDS = ("cores", "own_seconds", "busy_seconds")
 _encode = json.JSONEncoder(separators=(",", ":")).encode
@@ -53,17 +58,19 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 class Recorder:
     """Record the spans of a run as they end, compressed to about 20 bytes per span.
 
-    At most `MAX_IN_MEMORY` bytes stay in memory, and the rest goes to a temporary file. With a `path` the log
-    is also written there and replaces any existing file. A recorder is not thread-safe: callers must not call
-    it from two threads at once.
+    At most `MAX_IN_MEMORY` compressed bytes stay in memory, and the rest goes to a temporary file. If the
+    temporary file cannot be written, the whole log stays in memory.
 
-    Raises `OSError` if the file at `path` cannot be created. If a later write fails, `failure` is that error
-    and the run continues. If the temporary file cannot be written, the whole log stays in memory.
+    If `path` is given, the log is also written to that file, uncompressed, and replaces an existing file. The
+    constructor raises `OSError` if the file cannot be created. If a later write to it fails, `failure` is set
+    to the error, nothing more is written to the file, and the run continues.
+
+    A recorder is not thread-safe: two threads must not call it at the same time.
     """
 
     def __init__(self, header: Mapping[str, Any], path: str | os.PathLike[str] | None = None) -> None:
         self.spans = 0
-        self.header = dict(header)  # `finish` adds the facts known only at the end of the run
+        self.header = dict(header)  # a copy, because `finish` changes it
         self.wall = 0
         self.failure: OSError | None = None
         self._common: dict[tuple[Any, ...], int] = {}
@@ -96,7 +103,7 @@ class Recorder:
     def finish(self, wall: int, facts: Mapping[str, Any]) -> None:
         """Record the end of the run after `wall` nanoseconds.
 
-        `facts` are added to the header or replace its fields.
+        `facts` are fields that are added to the header. They replace fields of the same names.
         """
         self.header |= facts
         self.wall = wall
@@ -106,7 +113,7 @@ class Recorder:
         """Write the remaining lines and close the file."""
         self._flush()
         if self._file is not None:
-            with suppress(OSError):  # the first error is already in `failure`
+            with suppress(OSError):  # if a write failed, `failure` already has its error
                 self._file.close()
 
     def timeline(self) -> Timeline:
@@ -116,9 +123,9 @@ class Recorder:
         )
 
     def _chunks(self) -> Iterator[bytes]:
-        """Yield the compressed chunks of the log in order.
+        """Yield the compressed text of each flush, the oldest first.
 
-        The chunks in the temporary file are older than those in memory.
+        All texts in the temporary file are older than those in memory.
         """
         at = 0
         while self._spilled is not None and at < self._spilled_bytes:
@@ -164,7 +171,7 @@ class Recorder:
 
 
 def _read_exactly(file: RawIOBase, size: int) -> bytes:
-    """Read exactly `size` bytes. The file must contain at least that many."""
+    """Read `size` bytes, with several calls if a call returns fewer. The file must contain that many."""
     found = b""
     while len(found) < size:
         found += file.read(size - len(found)) or b""
@@ -172,7 +179,7 @@ def _read_exactly(file: RawIOBase, size: int) -> bytes:
 
 
 def read_log(path: str | os.PathLike[str]) -> Timeline:
-    """Read a log. The log of an unfinished run is read up to its last complete line.
+    """Read a log from a file. The log of an unfinished run is read up to its last complete line.
 
     Raises `InputError` if the file cannot be read or is not a log.
     """
@@ -188,14 +195,18 @@ def read_log(path: str | os.PathLike[str]) -> Timeline:
 
 
 class _NotATimeline(Exception):  # noqa: N818 - becomes an `InputError`
-    """An error about the whole file, for example that it is not a log.
+    """Raised for a file that is not a log, or one of another format version.
 
-    `read_log` puts the file's name before the message.
+    The message lacks its subject: `read_log` puts the file's name before it.
     """
 
 
 def _parse(lines: Iterable[str]) -> Timeline:
-    """Parse a log. Raises `ValueError`, `LookupError` or `TypeError` if it is damaged."""
+    """Parse the lines of a log.
+
+    Raises `ValueError`, `LookupError` or `TypeError` if the log is damaged, and `_NotATimeline` if the lines
+    are not a log of this format version.
+    """
     parts = _values(lines)
     header: dict[str, Any] = next(parts, {})
     if not isinstance(header, dict) or header.get("format") != FORMAT:
@@ -228,7 +239,7 @@ def _parse(lines: Iterable[str]) -> Timeline:
 
 
 def _values(lines: Iterable[str]) -> Iterator[Any]:
-    """Yield the value of each line. A last line that was not written completely is left out."""
+    """Yield the JSON value of each line. A last line that was not written completely is left out."""
     for line in lines:
         try:
             value = json.loads(line)
@@ -240,7 +251,10 @@ def _values(lines: Iterable[str]) -> Iterator[Any]:
 
 
 def _common(part: dict[str, Any]) -> tuple[Any, ...]:
-    """Parse a line of fields that several spans share. Raises `ValueError` if it is damaged."""
+    """Return the values of the fields in `COMMON` from a line that contains only these fields.
+
+    Raises `ValueError` or `LookupError` if the line is damaged.
+    """
     *texts, device = found = tuple(part[name] for name in COMMON)
     if not all(isinstance(text, str) for text in texts) or not _is_count(device):
         raise ValueError(f"{part} is damaged")
@@ -249,7 +263,10 @@ def _common(part: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _span(row: list[Any], common: list[tuple[Any, ...]]) -> Span:
-    """Parse the row of a span. Raises `ValueError` if it is damaged."""
+    """Return the span that a row stores. `common` lists the values of the fields that spans share.
+
+    Raises `ValueError`, `LookupError` or `TypeError` if the row is damaged.
+    """
     *counts, back = row
     number, which, i, j, step, start, length, size, flops = counts
     if not all(map(_is_count, counts)) or not all(_is_count(b) and 0 < b <= number for b in back):
@@ -261,7 +278,7 @@ def _span(row: list[Any], common: list[tuple[Any, ...]]) -> Span:
 
 
 def _check(header: Mapping[str, Any]) -> None:
-    """Raise `ValueError` if a field of the header does not have the type that reports expect."""
+    """Raise `ValueError` if a field of a log's header does not have the type that reports expect."""
     tables = [header.get(name, {}) for name in ("plan", "operands", "backend", "machine", "versions")]
     tables += [header.get(name) or {} for name in ("rates", "checks", "cpu")]
     plan, operands, backend, machine, _, rates, checks, cpu = tables

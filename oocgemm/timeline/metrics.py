@@ -1,21 +1,27 @@
 """The figures of a run, computed from its timeline alone.
 
-T is the wall time of the run. |X| is the time in which at least one operation of X ran. Copies are the
-operations on the lanes h2d and d2h. Storage operations are those on the lanes read, decode, encode and write.
+T is the wall time. |X| is the time in which at least one operation of the set X ran. The sets are:
 
-- compute share: |compute| / T, where compute stands for the Multiply operations.
-- copy overlap: |copies and compute at the same time| / |copies|.
-- storage overlap: |storage and compute at the same time| / |storage|.
+- compute: the Multiply operations.
+- copies: the operations on the lanes h2d and d2h.
+- storage: the operations on the lanes read, decode, encode and write.
+
+The figures are:
+
+- compute share: |compute| / T.
+- copy overlap: the time in which a copy and a Multiply ran at once, over |copies|.
+- storage overlap: the time in which a storage operation and a Multiply ran at once, over |storage|.
 - exposed time: T - |compute|. Each instant of it is attributed to one cause.
-- shares: |compute| / T, and the exposed time of each cause over T. They add up to 1
-  (`oocgemm.timeline.verdict`).
-- traffic: the bytes that crossed each link, the bytes required if each input crossed once, and the lower
-  bound for the budget.
-- efficiency: the shortest possible time over T. At the calibrated rates in the header, the run cannot be
-  faster than its slowest part: the flops at the kernel's rate, the lower bound of the bytes over each link at
-  the link's rate, or the decoded bytes at the rate of decoding.
+- shares: |compute| / T, and for each cause its exposed time / T. Together, the shares add up to 1.
+- traffic: three numbers of bytes for each link. The first is what crossed the link. The second is what would
+  cross it if every element crossed once. The third is the least that any schedule within the budgets can
+  move.
+- efficiency: a lower bound of the run time, over T. The bound is the largest of these times, at the
+  calibrated rates in the timeline's header: the flops at the kernel's rate, the least bytes over each link at
+  the link's rate, and the decoded bytes at the rate of decoding.
 
-A ratio is None if its denominator is 0, or if it needs rates that were never calibrated.
+A ratio is None if its denominator is 0. The efficiency is also None if the rates were not calibrated, or
+if the run is unfinished.
 """
 
 import os
@@ -37,7 +43,7 @@ STORAGE = ("read", "decode", "encode", "write")
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Merge intervals into disjoint ones in ascending order; empty intervals are dropped.
+    """Return the union of intervals, as disjoint intervals in ascending order. Empty ones are left out.
 
     >>> union([(5, 7), (0, 3), (2, 4), (9, 9)])
     [(0, 4), (5, 7)]
@@ -57,9 +63,9 @@ def length(intervals: Iterable[Interval]) -> int:
 
 
 def intersection(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
-    """Return the time that both lists of intervals cover.
+    """Return the intervals of time that both lists cover.
 
-    Each list must be in order and without overlaps (see `union`).
+    The intervals of each list must be disjoint and in ascending order, as `union` returns them.
     """
     found, i, j = [], 0, 0
     while i < len(one) and j < len(other):
@@ -77,21 +83,28 @@ def intersection(one: Sequence[Interval], other: Sequence[Interval]) -> list[Int
 class Report:
     """The figures of a run on one device.
 
-    Times are in seconds. Ratios are between 0 and 1, or None (see the module).
+    Times are in seconds. The figures are defined at the top of this module. Ratios may be None.
 
-    `checks` is None unless the run was verified. `tiles` and `blocks` count what was checked. `undecided`
-    counts the blocks with an Inf or NaN, which were checked for nonfinite elements only.
-    `recomputed` lists the tiles that were computed a second time. `seconds` is the time in which any thread
-    was checking, and `share` is that time over T. `thread_seconds` is the sum over all threads, and
-    `core_share` is that sum over T on all cores. `tier` names where the checksums were computed.
-    `device_seconds` is the time that the device spent on them.
+    `checks` describes the checks of C, and is None if the run was not verified. Its fields are:
 
-    `cpu` is None if the system does not report processor time. `cores` counts the cores that this process may
-    use. `own` is the mean number of cores that this process used during the run. `others` is the mean number
-    that other programs used, including other virtual machines of the same host.
+    - `tiles`, `blocks`: the numbers of tiles, and of blocks of their strips, that were checked.
+    - `undecided`: the number of blocks with nonfinite sums. Of these, only the positions of nonfinite
+      elements were checked.
+    - `recomputed`: the tiles that were computed a second time, because their check failed.
+    - `seconds`: the time in which at least one host thread was checking. `share` is this time over T.
+    - `thread_seconds`: the time that host threads were checking, summed over the threads. `core_share` is
+      this sum over the core time of the run, which is T times the number of cores.
+    - `tier`: where the checksums were computed, "host" or "device".
+    - `device_seconds`: the time in which the device computed checksums.
 
-    If `unfinished` is set, `wall` ends with the last recorded operation. The efficiency, the required bytes
-    and the lower bound are then None, since they are defined for the whole run.
+    `cpu` describes the use of the CPU, and is None if the system does not report processor time. `cores` is
+    the number of cores that this process may use. `own` is the mean number of cores that this process kept
+    busy during the run. `others` is that number for all other programs. It includes other virtual machines of
+    the same host.
+
+    `unfinished` is set if the run was stopped or is still running. `wall` is then the time until the end of
+    the last recorded operation. The efficiency, the required bytes and the lower bounds are None, because
+    they are defined for a complete run only.
     """
 
     wall: float
@@ -120,12 +133,14 @@ class Report:
         return verdict(self.shares if self.compute else {})
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all figures as plain data, with the verdict and the shares."""
+        """Return all fields, the verdict and the shares as plain data that JSON can represent."""
         return {"verdict": self.verdict.to_dict(), "shares": self.shares} | asdict(self)
 
 
 def report(timeline: Timeline | str | os.PathLike[str], device: int = 0) -> Report:
-    """Compute all figures of one device, from a timeline or from the path of its log.
+    """Compute the figures of a run from its timeline, or from the path of its log.
+
+    Only operations on the device with number `device` are counted.
 
     Raises `InputError` if the log cannot be read.
     """
@@ -164,9 +179,9 @@ def report(timeline: Timeline | str | os.PathLike[str], device: int = 0) -> Repo
 
 
 def same_product(timelines: Sequence[Timeline]) -> bool:
-    """Return whether all runs have the same extents and dtypes.
+    """Return whether all runs computed products of the same extents and dtypes.
 
-    A log that does not describe its product matches any other.
+    Timelines without a plan do not describe their product. They are ignored.
     """
     problems = [timeline.header.get("plan", {}).get("problem") for timeline in timelines]
     names = ("m", "n", "k", "a_dtype", "b_dtype", "c_dtype")
@@ -174,9 +189,10 @@ def same_product(timelines: Sequence[Timeline]) -> bool:
 
 
 def shares_between(spans: Sequence[Span], since: int, until: int) -> dict[str, float]:
-    """Return the share of each cause in the time from `since` to `until`, the largest first.
+    """Return the shares of compute and of each cause of exposed time between two times, the largest first.
 
-    Both times are in nanoseconds. `spans` must contain all operations that ran between them.
+    The times `since` and `until` are in nanoseconds since the run began. `spans` must contain all operations
+    that ran between them.
 
     >>> multiply = Span(0, "multiply", "A", "compute", "s", 0, (0, 0), 0, 10, 40, 0, 8)
     >>> shares_between([multiply], 0, 50)
@@ -191,9 +207,9 @@ def shares_between(spans: Sequence[Span], since: int, until: int) -> dict[str, f
 
 
 def exposed(spans: Sequence[Span], wall: int) -> dict[str, int]:
-    """Return the nanoseconds of exposed time that each cause accounts for.
+    """Return for each cause the nanoseconds of exposed time that are attributed to it.
 
-    Exposed time is the time in which no Multiply ran. The values add up to all of it.
+    Exposed time is the time in which no Multiply ran. Its whole length is the sum of the returned values.
     """
     causes: defaultdict[str, int] = defaultdict(int)
     for start, end, cause in exposed_intervals(spans, wall):
@@ -204,10 +220,14 @@ def exposed(spans: Sequence[Span], wall: int) -> dict[str, int]:
 def exposed_intervals(spans: Sequence[Span], wall: int) -> list[Wait]:
     """Return the time in which no Multiply ran, as intervals (start, end, cause) in order.
 
-    Each gap before a Multiply is followed back along a chain of operations, from the Multiply to the
-    operation that it waited for and that ended last, and so on. Each instant of the gap is attributed to the
-    operation of the chain that ran at that instant, or to ``issue`` if none ran. Time before the first
-    Multiply in which none ran is ``start-up``. All time after the last Multiply is ``tail``.
+    Each gap before a Multiply is explained by a chain of operations. The chain begins with the operation that
+    ended last among those that the Multiply waited for. From each operation of the chain, it continues in the
+    same way to the one that ended last among those that this operation waited for.
+
+    The cause of an instant of the gap is the lane of the operation of the chain that ran then. The lane
+    ``d2h`` is reported as ``accumulator``: a tile must be downloaded before its accumulator is free for the
+    next tile. If no operation of the chain ran, the cause is ``start-up`` before the first Multiply, and
+    ``issue`` later. All time after the last Multiply has the cause ``tail``.
     """
     by_id = {s.id: s for s in spans}
     before = stream_predecessors(spans)
@@ -226,10 +246,11 @@ def exposed_intervals(spans: Sequence[Span], wall: int) -> list[Wait]:
 def _attributed(
     span: Span, gap: Interval, idle_cause: str, by_id: dict[int, Span], before: dict[int, int]
 ) -> list[Wait]:
-    """Attribute each instant of a gap to one operation of the chain that led to a span.
+    """Return the causes of the gap before `span`, as intervals (start, end, cause), the latest first.
 
-    The chain goes from the span to the predecessor that ended last, and so on. Return intervals (start, end,
-    cause), the latest first.
+    The gap is explained by the chain that `exposed_intervals` describes. `idle_cause` is the cause of the
+    time in which no operation of the chain ran. `by_id` maps ids to spans, and `before` is the result of
+    `stream_predecessors`.
     """
     start, cursor = gap
     found: list[Wait] = []
@@ -250,9 +271,10 @@ def _attributed(
 
 
 def last_predecessor(span: Span, by_id: dict[int, Span], before: dict[int, int]) -> Span | None:
-    """Return the predecessor of a span that ended last, or None.
+    """Return, of all predecessors of a span, the one that ended last, or None if there are none.
 
-    Predecessors are the operations in `span.waits` and the one before the span on its stream.
+    Predecessors are the operations in `span.waits`, and the operation before the span on its stream, which
+    `before` gives (see `stream_predecessors`).
     """
     candidates = [by_id[i] for i in (*span.waits, before.get(span.id, -1)) if i in by_id]
     return max(candidates, key=lambda s: s.end, default=None)
@@ -263,11 +285,12 @@ def _cause(span: Span) -> str:
 
 
 def stream_predecessors(spans: Sequence[Span]) -> dict[int, int]:
-    """Map the id of each span to the id of its predecessor on the same stream.
+    """Map the id of each span to the id of the operation of the same stream that it may have waited for.
 
-    The predecessor is the operation of the stream that ended last before the span started. If there is none,
-    it is the operation issued just before. Several threads may serve one stream, and the next operation then
-    starts when any of them is free.
+    Several threads may serve one stream, and the next operation starts when any of them is free. That thread
+    was freed by the operation that ended last before the span started, so this operation is chosen. If no
+    earlier operation of the stream had ended by then, the one issued just before on the stream is chosen. The
+    first operation of a stream is not in the result.
     """
     streams: defaultdict[str, list[Span]] = defaultdict(list)
     for span in sorted(spans, key=lambda s: s.id):
@@ -278,8 +301,9 @@ def stream_predecessors(spans: Sequence[Span]) -> dict[int, int]:
         ends = [s.end for s in ended]
         for number, span in enumerate(issued):
             place = bisect_right(ends, span.start) - 1
-            # A predecessor must have been issued earlier. An operation issued later may still seem to end
-            # first, because its span is empty or because the device's clock timed it.
+            # Skip operations that were issued after the span: it cannot have waited for them. One of them may
+            # seem to end before the span starts, because the device's clock is slightly inexact or because
+            # it took no time.
             while place >= 0 and ended[place].id >= span.id:
                 place -= 1
             if place >= 0:
@@ -341,10 +365,11 @@ def _efficiency(timeline: Timeline, spans: Sequence[Span], flops: int) -> float 
 
 
 def _decoded(timeline: Timeline, spans: Sequence[Span]) -> float:
-    """Return the bytes that were decoded.
+    """Return the number of bytes that decoding produced.
 
-    These are the bytes of the decode lane. If there is none, reads decode whole chunks themselves, and the
-    bytes of the chunks that each read covers are counted.
+    If the run has a decode lane, these are the bytes of its operations. Otherwise, chunks that are
+    read through zarr are decoded during the read, and always as a whole. For each such read, its bytes times
+    the read amplification of the operand are counted.
     """
     lane = sum(span.bytes for span in spans if span.lane == "decode")
     if lane:
@@ -361,8 +386,8 @@ def _decoded(timeline: Timeline, spans: Sequence[Span]) -> float:
 def in_place(timeline: Timeline) -> str:
     """Return a text that counts the panels and strips that bypassed the host slots, empty if none did.
 
-    The device copies these blocks directly from or to the caller's arrays, so their reads and writes move no
-    bytes.
+    The device copies such a panel or strip directly from or to the caller's array. It is recognised by its
+    Read or Write operation, which moves no bytes.
     """
     counts = []
     for kind, operands, blocks, where in (

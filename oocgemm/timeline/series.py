@@ -1,4 +1,4 @@
-"""Data for drawing a run: rows for concurrent operations, rates over time, finishing times of tiles."""
+"""Data for drawing a run: rows for concurrent operations, rates over time, and when tiles were finished."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -7,23 +7,24 @@ from typing import Any
 from oocgemm.timeline.metrics import length, union
 from oocgemm.timeline.spans import LANES, Span, Timeline
 
-# Kinds of operations in the order of data flow. If an operation waited for one of an earlier kind, it uses
-# the data of that one. Otherwise it waited for the other to release a buffer.
+# Kinds of operations in the order of data flow. An operation that waited for one of an earlier kind uses that
+# one's data: a Multiply waits for an Upload and uses the panel. An operation that waited for one of the same
+# or a later kind reuses its buffer: a Read waits until the previous panel in its host slot has been uploaded.
 FLOW = ("read", "upload", "prepare", "multiply", "finish", "download", "write")
 
 
 def lanes_of(spans: Iterable[Span]) -> list[str]:
-    """Return the lanes of these spans, in the order of data flow."""
+    """Return the lanes that occur in these spans, in the order of data flow."""
     used = {span.lane for span in spans}
     return [*(lane for lane in LANES if lane in used), *sorted(used.difference(LANES))]
 
 
 def rows(spans: Sequence[Span], *, exact: bool = False) -> list[int]:
-    """Return for each span the row of its lane on which it is drawn.
+    """Return for each span the number of the row on which it is drawn, counted from 0 within its lane.
 
-    A span gets the first row that is free when it starts, so that no two spans of a row overlap. Times from a
-    device's clock are slightly inexact. Unless `exact` is set, a span may therefore overlap the one before it
-    by 5% of its own length.
+    A span gets the first row that is free when it starts. If `exact` is set, spans of one row never overlap.
+    Otherwise, a span may start up to 5% of its length before the previous span of the row ends. Without this
+    tolerance, errors of a device's clock would move consecutive spans to different rows.
     """
     free: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
     found = [0] * len(spans)
@@ -38,10 +39,10 @@ def rows(spans: Sequence[Span], *, exact: bool = False) -> list[int]:
 
 
 def rates(spans: Iterable[Span], wall: int, bins: int) -> list[float]:
-    """Return the rate in each of `bins` equal parts of the run.
+    """Return the mean rate of these spans in each of `bins` equal parts of the run.
 
-    Spans with flops count in flop/s, all others in bytes per second. The flops or bytes of a span are spread
-    evenly over its duration. `wall` is the length of the run in nanoseconds.
+    Rates are in flop/s if the spans have flops, and in bytes per second otherwise. The flops or bytes of a
+    span are spread evenly over its duration. `wall` is the length of the run in nanoseconds.
     """
     moved = [0.0] * bins
     if wall <= 0:
@@ -62,9 +63,9 @@ def rates(spans: Iterable[Span], wall: int, bins: int) -> list[float]:
 
 
 def utilisation(spans: Sequence[Span], since: int, until: int) -> dict[str, float]:
-    """Return the share of the time from `since` to `until` in which each lane was busy.
+    """Return for each lane the share of the time from `since` to `until` in which it was busy.
 
-    Times are in nanoseconds. The lanes are in the order of data flow.
+    Both times are in nanoseconds. The lanes are in the order of data flow.
     """
     busy: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
     for span in spans:
@@ -73,7 +74,10 @@ def utilisation(spans: Sequence[Span], since: int, until: int) -> dict[str, floa
 
 
 def finish_times(spans: Iterable[Span]) -> dict[tuple[int, int], int]:
-    """Return for each tile the end of its last Multiply or Write, in nanoseconds."""
+    """Return for each tile the time at which its last operation of kind Multiply or Write ended.
+
+    Times are in nanoseconds since the run began.
+    """
     ends: dict[tuple[int, int], int] = {}
     for span in spans:
         if span.kind in ("multiply", "write"):
@@ -82,10 +86,11 @@ def finish_times(spans: Iterable[Span]) -> dict[tuple[int, int], int]:
 
 
 def rate_limits(timeline: Timeline) -> dict[str, tuple[float, bool]]:
-    """Return the highest rate that each lane can reach, and whether that rate was measured.
+    """Return for each lane the highest rate that it can reach, and whether that rate was measured.
 
-    The rate comes from the calibration in the header, or else from the plan's machine model. Lanes without a
-    known rate are left out. Rates are in flop/s for compute and in bytes per second for all other lanes.
+    Rates are in flop/s for the lane "compute" and in bytes per second for all others. A rate is taken from
+    the calibration in the timeline's header. Rates that it lacks are taken from the plan's machine model,
+    whose rates may be assumed. Lanes whose rate is in neither are left out.
     """
     calibrated = timeline.header.get("rates") or {}
     model: dict[str, Any] = timeline.header.get("plan", {}).get("model", {})

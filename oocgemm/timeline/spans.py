@@ -46,10 +46,11 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """All spans of a run in program order, with its wall time in nanoseconds and a header that describes it.
+    """All spans of a run in program order.
 
-    `unfinished` is set if the log has no footer, because the run was stopped or is still running. `wall` is
-    then the end of the last recorded span.
+    `wall` is the wall time of the run in nanoseconds. `header` describes the run: its plan, machine and
+    operands. `unfinished` is set if the run was stopped or is still running. `wall` is then the end of the
+    last recorded span.
     """
 
     spans: tuple[Span, ...]

@@ -1,9 +1,9 @@
 """The verdict on a run: the cause that accounts for the largest share of its wall time T.
 
-Each instant of T is attributed to one cause. ``compute`` is the time in which any Multiply ran. The other
-causes are stalls: they share the remaining time (`oocgemm.timeline.metrics.exposed_intervals`). All shares
-add up to 1. The text report, the HTML page, the JSON, the progress display and the documents all take the
-verdict from this module, so that it always agrees with the table of causes.
+Each instant of T is attributed to one cause, so that the shares of all causes add up to 1. The cause is
+``compute`` if at least one Multiply ran at that instant. All other causes are called stalls, and
+`oocgemm.timeline.metrics.exposed_intervals` chooses between them. Every report takes the verdict from this
+module, so that it always agrees with the table of causes.
 """
 
 from collections.abc import Mapping
@@ -31,9 +31,9 @@ CAUSES = {
 class Verdict:
     """What limits the speed of a run.
 
-    `bound` is the cause that accounts for the largest share of the wall time T, such as ``compute`` or
-    ``read``. It is ``nothing`` if the run has no Multiply. `stall` is the largest cause other than
-    ``compute``, and empty if the run never waited.
+    `bound` is the cause with the largest share of the wall time T, such as ``compute`` or ``read``, and
+    `share` is that share. `bound` is ``nothing`` if the run has no Multiply. `stall` is the cause other than
+    ``compute`` with the largest share, which is `stall_share`. It is empty if the kernel never waited.
     """
 
     bound: str
@@ -44,7 +44,7 @@ class Verdict:
 
     @property
     def headline(self) -> str:
-        """Return the largest cause and its share.
+        """Return a text that names the cause with the largest share of T, and this share.
 
         >>> verdict({"compute": 0.734, "write": 0.084}).headline
         'compute-bound, 73.4%'
@@ -53,9 +53,10 @@ class Verdict:
 
     @property
     def beside(self) -> str:
-        """Return the share to compare `headline` with: that of the largest stall, or of compute.
+        """Return a text with the share that the reader compares with the share in `headline`.
 
-        It is the largest stall of a compute-bound run, and compute of any other run.
+        For a compute-bound run, this is the share of the largest stall. For any other run, it is the share of
+        compute. The text is empty if the kernel never waited.
 
         >>> verdict({"compute": 0.734, "write": 0.084}).beside
         'largest stall: write 8.4%'
@@ -69,7 +70,7 @@ class Verdict:
         return f"{COMPUTE} {format_percent(self.compute_share)}"
 
     def to_dict(self) -> dict[str, str | float]:
-        """Return the fields as plain data."""
+        """Return the fields as a dictionary that JSON can represent."""
         return asdict(self)
 
 
@@ -77,7 +78,8 @@ def shares(compute: float, exposed: Mapping[str, float], wall: float) -> dict[st
     """Return each cause's share of the wall time, the largest first.
 
     `compute` is the time in which any Multiply ran, `exposed` the time of each other cause, and `wall` the
-    wall time, all in the same unit. ``compute`` is always in the result. The result is empty if `wall` is 0.
+    wall time, all in the same unit. The result has the key "compute" even if no Multiply ran. It is empty if
+    `wall` is 0.
 
     >>> shares(6.0, {"read": 1.0, "tail": 3.0}, 10.0)
     {'compute': 0.6, 'tail': 0.3, 'read': 0.1}
@@ -91,10 +93,10 @@ def shares(compute: float, exposed: Mapping[str, float], wall: float) -> dict[st
 
 
 def verdict(shares: Mapping[str, float]) -> Verdict:
-    """Return the verdict for these shares of the wall time.
+    """Return the verdict on a run whose causes have these shares of its wall time.
 
-    If compute and the largest stall have equal shares, the verdict is compute. Pass an empty mapping for a
-    run without a Multiply.
+    If compute and the largest stall have equal shares, the run counts as compute-bound. For a run without a
+    Multiply, pass an empty mapping.
     """
     compute = shares.get(COMPUTE, 0.0)
     stalls = {cause: share for cause, share in shares.items() if cause != COMPUTE}
