@@ -35,22 +35,23 @@ from oocgemm.stores.zarr.codecs import from_v2, from_v3
 bfloat16.register()
 # A zarr array that has this attribute is the result of an incomplete run.
 ATTRIBUTE = "oocgemm"
-# Temporary files, of this package or of zarr, have such names. A killed process leaves them behind.
+# Temporary files of this package and of zarr have names that match. A killed process leaves them behind.
 PARTIAL = re.compile(r"\.[0-9a-f]{32}\.partial$")
-# If this package is installed, its codec pipeline reads the arrays whose codecs `codecs` does not know. It is
-# faster than zarr's own pipeline, which makes all copies in one thread.
+# An optional package with a codec pipeline for zarr. If it is installed, its pipeline reads the arrays that
+# `DirectChunks` does not support. zarr's own pipeline is slower, because it makes all copies in one thread.
 FAST_PIPELINE = "zarrs"
-# Taken while zarr's configuration, which is global, is changed and restored. Without it, two runs that do
-# this concurrently could leave it changed.
+# A thread takes this lock while it changes and then restores zarr's configuration, which is global. Two runs
+# that did this without the lock could leave the configuration changed.
 _config_lock = Lock()
 # The names of the metadata files of an array in zarr formats 2 and 3.
 METADATA = ("zarr.json", ".zarray", ".zattrs")
 
 
 def _batch_bytes(chunk: tuple[int, int], itemsize: int) -> int:
-    """Return the maximum bytes of all chunks that one call to zarr reads or writes.
+    """Return the maximum size, before compression, of the chunks that one call to zarr reads or writes.
 
-    This is one large chunk, or for small chunks a batch of `BATCH_BYTES`, which may exceed that by a chunk.
+    A chunk of at least `BATCH_BYTES` has a call of its own. Smaller chunks share a call. Their total size is
+    then below `BATCH_BYTES` plus one chunk.
     """
     size = chunk[0] * chunk[1] * itemsize
     return size if size >= BATCH_BYTES else BATCH_BYTES + size
@@ -66,28 +67,28 @@ class ZarrMatrix:
     def __init__(self, name: str, array: "zarr.Array[Any]", *, unchanging: bool = False) -> None:
         """Wrap an open array. `name` is its name in messages.
 
-        With `unchanging`, nobody may write to it during the run. Files of chunks that are deleted during the
-        run are then detected.
+        `unchanging` promises that nobody writes to the array during the run. If `DirectChunks` reads the
+        array, it then raises an error for a chunk whose file may have been deleted during the run.
         """
         self.shape, self.dtype = checked(name, array.shape, array.dtype)
         self.name = name
         self.array = array
         self.direct = _direct_chunks(array, unchanging)
-        # If zarr reads the array: the array object to use, and whether it can read into contiguous memory
-        # only.
+        # If zarr reads: the array object to read from, and whether it can only fill contiguous memory.
         self._read, self._contiguous = (array, False) if self.direct else _reader(array)
-        # `_writer` writes chunk files directly, and `_written` is the array if zarr writes. `_target` is the
-        # folder to which both write. `redirect_writes` changes them.
+        # `_writer` writes chunk files. If it is None or there are shards, zarr writes to the array
+        # `_written`. `_target` is the folder of the files, None for a remote array. `redirect_writes` changes
+        # these attributes.
         self._writer, self._written, self._target = self.direct, array, local_folder(array)
         self._writes_directly = self.direct is not None and self.direct.shards is None
         chunk = (max(1, int(array.chunks[0])), max(1, int(array.chunks[1])))
         shards = array.shards or chunk
         shard = (max(1, int(shards[0])), max(1, int(shards[1])))
         size = self.dtype.itemsize
-        # A thread that reads through zarr has a chunk in memory as stored and as decoded. If zarr can read
-        # into contiguous memory only, the chunk is in a contiguous buffer as well.
+        # A call that reads chunks through zarr holds them in memory as stored and as decoded. If zarr can
+        # only read into contiguous memory, it also holds them in a contiguous buffer.
         decode_bytes = (3 if self._contiguous else 2) * _batch_bytes(chunk, size)
-        # A thread that writes through zarr has the elements, their encoding, and the bytes of the file.
+        # A call that writes through zarr holds the elements, the codecs' output and the file's content.
         encode_bytes = 3 * _batch_bytes(shard, size)
         if self.direct:
             decode_bytes = self.direct.encoding.decode_bytes(self.direct.chunk_bytes)
@@ -135,7 +136,7 @@ class ZarrMatrix:
     def _failing(self, rows: Range, cols: Range, out: Array) -> str:
         """Find the first chunk of a block that cannot be read. Return the key of its file (chunk or shard).
 
-        `out` is overwritten.
+        Chunks are read into `out` to find it, so the content of `out` is lost.
         """
         for r, c in pieces(rows, cols, self.layout.read_chunk, 1):
             number = r[0] // self.layout.write_chunk[0], c[0] // self.layout.write_chunk[1]
@@ -148,7 +149,7 @@ class ZarrMatrix:
     def write(self, rows: Range, cols: Range, data: Array) -> None:
         if not self._owns(rows, cols):
             raise ExecutionError(
-                f"{self.name}[{rows[0]}:{rows[1]}, {cols[0]}:{cols[1]}] shares chunks with other writers"
+                f"{self.name}[{rows[0]}:{rows[1]}, {cols[0]}:{cols[1]}] covers only a part of some chunks"
             )
         if self._writer is not None and self._writes_directly:
             self._writer.write(rows, cols, data)
@@ -167,8 +168,8 @@ class ZarrMatrix:
         for name in METADATA:
             if (self.folder / name).exists():
                 shutil.copyfile(self.folder / name, folder / name)
-        # By default zarr does not write a chunk that has only the fill value. Here it must: otherwise the
-        # old chunk would stay in C.
+        # By default zarr writes no file for a chunk that has only the fill value. `apply_redo` would then
+        # leave the old chunk in C, so zarr must write a file for every chunk.
         opened = zarr.open_array(folder, mode="r+")
         self._written = opened.with_config({"write_empty_chunks": True})
 
@@ -182,9 +183,9 @@ class ZarrMatrix:
         for name in names:
             target = self.folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
-            with suppress(FileNotFoundError):  # an earlier call, interrupted by a crash, has moved the file
+            with suppress(FileNotFoundError):  # an earlier call moved the file before a crash
                 os.replace(self._target / name, target)
-        sync_names(self.folder, names)  # `sync_block` has flushed the contents of the files
+        sync_names(self.folder, names)  # `sync_block` flushed the contents before
 
     def set_finished(self, finished: bool) -> None:
         if not finished:
@@ -216,9 +217,9 @@ class ZarrMatrix:
         return (f"{folder}/{key(number)}" for number in spread(*grid))
 
     def reserve(self) -> None:
-        """Check that the disk has room for all chunks of a local, uncompressed array. Raises `InputError`.
+        """Raise `InputError` if the disk has too little room for all chunks of the array.
 
-        Nothing is checked for other arrays, since the size of their chunk files is not known before.
+        Check only a local array that is neither compressed nor sharded: other files have no known size.
         """
         if self.raw and free_bytes(str(self.folder)) < raw_bytes(
             self.shape, self.layout.write_chunk, self.dtype.itemsize
@@ -228,8 +229,8 @@ class ZarrMatrix:
     def missing_bytes(self) -> int:
         """Estimate the disk space of the chunks of a local array that are not stored yet, in bytes.
 
-        Compressed chunks are assumed to take as much as the average of those that are stored. For
-        uncompressed chunks the result is exact.
+        If the chunks are compressed, each missing one is assumed to take the average size of those that are
+        stored. For uncompressed chunks the result is exact.
         """
         stored = []
         names = self._names((0, self.shape[0]), (0, self.shape[1]))
@@ -262,7 +263,7 @@ class ZarrMatrix:
         return folder
 
     def _names(self, rows: Range, cols: Range) -> list[str]:
-        """Return the names of the files (chunks or shards) of a block, relative to the array's folder."""
+        """Return the paths, within the array's folder, of the files (chunks or shards) of a block."""
         numbers = (
             range(span[0] // chunk, -(-span[1] // chunk))
             for span, chunk in zip((rows, cols), self.layout.write_chunk, strict=True)
@@ -270,7 +271,10 @@ class ZarrMatrix:
         return [self.array.metadata.encode_chunk_key(number) for number in product(*numbers)]
 
     def _owns(self, rows: Range, cols: Range) -> bool:
-        """Return whether a block has only whole chunks, except at the edges: no other writer shares them."""
+        """Return whether a block consists of whole chunks or, in a sharded array, of whole shards.
+
+        A chunk or shard that extends beyond the edge of the matrix counts as whole.
+        """
         return all(
             start % chunk == 0 and (stop % chunk == 0 or stop == extent)
             for (start, stop), chunk, extent in zip(
@@ -325,7 +329,7 @@ def local_folder(array: "zarr.Array[Any] | zarr.Group") -> Path | None:
 
 
 def _direct_chunks(array: "zarr.Array[Any]", unchanging: bool) -> DirectChunks | None:
-    """Return access to the chunk files without zarr; None if they are not local or have unknown codecs."""
+    """Return an object that accesses chunk files without zarr; None for remote files or unknown codecs."""
     folder = local_folder(array)
     if folder is None or 0 in array.shape:
         return None
@@ -366,11 +370,11 @@ def _direct_chunks(array: "zarr.Array[Any]", unchanging: bool) -> DirectChunks |
 
 
 def _reader(array: "zarr.Array[Any]") -> tuple["zarr.Array[Any]", bool]:
-    """Choose how zarr reads an array. Return the array object to use, and whether `out` must be contiguous.
+    """Return the array object through which zarr reads an array, and whether `out` must be contiguous.
 
-    zarr reads through a codec pipeline. If the user has configured one, it is used. Otherwise `FAST_PIPELINE`
-    is used if it is installed and supports the array's codecs. Only zarr's own pipeline is known to read into
-    an `out` that is not contiguous.
+    zarr reads through a codec pipeline: the one that the user has configured, else `FAST_PIPELINE` if it is
+    installed and supports the array's codecs, else zarr's own pipeline. Only zarr's own pipeline is known to
+    read into an `out` that is not contiguous.
     """
     with _config_lock:
         return _configured_reader(array)
@@ -383,8 +387,7 @@ def _configured_reader(array: "zarr.Array[Any]") -> tuple["zarr.Array[Any]", boo
         return array, True
     if array.dtype.kind == "V" or importlib.util.find_spec(FAST_PIPELINE) is None:
         return array, False
-    # The pipeline may decode one chunk at a time only. Every reader thread calls it, and the plan counts
-    # memory for one chunk per thread.
+    # Decode one chunk per call: each reader thread makes calls, and the plan counts one chunk per thread.
     settings = {pipeline: f"{FAST_PIPELINE}.ZarrsCodecPipeline", "codec_pipeline.strict": True}
     settings |= {"codec_pipeline.chunk_concurrent_maximum": 1}
     with suppress(Exception), zarr.config.set(settings):
