@@ -42,7 +42,7 @@ class Shards:
 
     @property
     def index_bytes(self) -> int:
-        """The size of the index with its checksum."""
+        """The bytes that the index and its checksum take in the file."""
         return 16 * self.chunks[0] * self.chunks[1] + CHECKSUM_BYTES * self.checksum
 
     def index(self, file: OpenFile) -> Array:
@@ -93,7 +93,7 @@ class DirectChunks:
         if not self.unchanging:
             return
         folders = self._folders((0, 0))
-        if folders[0] != self._folders((1, 0))[0]:  # one folder per row of chunks: record all
+        if folders[0] != self._folders((1, 0))[0]:  # each row of chunks has its own folder
             folders += [folder for folder in folders[1].glob("*") if folder.is_dir()]
         self._mtimes.update({folder: folder_mtime(folder) for folder in folders})
 
@@ -185,9 +185,9 @@ class DirectChunks:
         whole = block.shape[1] == line
         in_place = copies_bytes(encoding.dtype, block) and (out.flags.c_contiguous or row >= MIN_SEGMENT)
         if whole and not in_place:
-            # The elements must be transposed or byte-swapped on the way to `out`, so they cannot be read into
-            # it, or its rows are so short that this would be slow. Copy from a memory map of the file
-            # instead.
+            # Copy the rows from a memory map of the file. They cannot be read straight into `out` if they
+            # must be transposed or byte-swapped. If they are only too short, that would be possible, but
+            # slow.
             stored = file.mapped(offset + lines.start * row, block.shape[0] * row).view(encoding.dtype)
             np.copyto(block, stored.reshape(block.shape), casting="equiv")
             return

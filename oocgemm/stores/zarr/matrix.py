@@ -60,8 +60,8 @@ def _batch_bytes(chunk: tuple[int, int], itemsize: int) -> int:
 class ZarrMatrix:
     """A matrix in a zarr array of format 2 or 3.
 
-    If the array is local and `codecs` knows its encoding, this package reads and writes its chunk files
-    directly (`DirectChunks`). Otherwise zarr does.
+    If the array is local and the module `codecs` supports its encoding, this package reads and writes its
+    chunk files directly (`DirectChunks`). Otherwise zarr does.
     """
 
     def __init__(self, name: str, array: "zarr.Array[Any]", *, unchanging: bool = False) -> None:
