@@ -15,9 +15,9 @@ from oocgemm.stores.base import Array, Matrix, Store, checked, is_path, not_writ
 from oocgemm.stores.files import DONT_NEED, WILL_NEED, advise
 
 # Before a block of a memory-mapped file is copied, one call requests all pages from its first to its last
-# element. There is no such call if these elements are less than MIN_PREFETCH bytes apart: page faults are
-# enough then. There is none either if they are more than MAX_PREFETCH_RATIO times the size of the block
-# apart: then the block needs only few of the pages between them.
+# element, if that range of the file has at least MIN_PREFETCH bytes. A smaller range is left to page faults.
+# If the range has more than MAX_PREFETCH_RATIO times the bytes of the block, there is no such call either,
+# because the block needs only few of the pages.
 MIN_PREFETCH = 1 << 20
 MAX_PREFETCH_RATIO = 16
 # A block of a memory map is copied in parts that span about this many bytes of the file. After each part, its

@@ -48,8 +48,8 @@ class Matrix(Protocol):
     def write(self, rows: Range, cols: Range, data: Array) -> None:
         """Write `data` to the block at these rows and columns.
 
-        Several threads may call this method at once, if no two of their blocks touch the same chunk of
-        `layout.write_chunk`.
+        Several threads may call this method at once, if no two of their blocks touch the same chunk.
+        Chunks have the shape `layout.write_chunk`.
         """
 
     def sync(self) -> None:
@@ -98,7 +98,7 @@ class Store(ABC):
 
         If an interrupted run created the result, `journal` is the folder that was passed to `create`. Raises
         `DtypeError` for an unsupported dtype. Raises `InputError`, which says what is wrong and what to do,
-        for everything else.
+        for any other problem.
         """
 
     def prepare(self) -> None:  # noqa: B027  # most stores need nothing

@@ -298,8 +298,9 @@ def _segments(data: Array) -> list[Array]:
 def _sectors(rows: list[Array]) -> list[Array]:
     """Return the rows that direct I/O can fill or write. They have equal lengths and distances in memory.
 
-    A single row is cut to whole sectors. Several rows are all returned if the address and the length of each
-    are multiples of `SECTOR`; otherwise none.
+    Every row must begin at a multiple of `SECTOR` in memory. A single row is then cut to whole sectors.
+    Several rows are returned only if their length is a multiple of `SECTOR` too. If none can be used, return
+    [].
     """
     if rows[0].ctypes.data % SECTOR:
         return []

@@ -42,8 +42,7 @@ COPIES = 3
 # For an array without chunks, the planner assumes chunks of one row and at most this many bytes. It counts
 # the reads of whole chunks, and so avoids panels with much shorter rows, which are slow to read.
 ROW_BYTES = 16 << 10
-# An object with one of these attributes exposes its memory. NumPy converts it without a copy, so it is not
-# lazy.
+# An object with one of these attributes has its elements in memory, so it is not lazy.
 MEMORY = ("__array_interface__", "__cuda_array_interface__", "__dlpack__")
 # A thread takes this lock while it reads an array of a package that is not in CONCURRENT. The C libraries of
 # such packages may not be safe for several threads.
@@ -203,10 +202,10 @@ def _computed(block: Any) -> Any:
 def _chunks(source: Any, shape: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return the chunk shape that the planner assumes, and the largest shape computed to read such a chunk.
 
-    The planner needs chunks of one shape, but those of a dask array may differ. It assumes a regular grid
-    whose chunks have the largest extent on each axis. A chunk of this grid may overlap several dask chunks,
-    and dask computes all of them to read it. The second result is the largest extent that these dask chunks
-    have together on each axis.
+    The planner needs chunks of one shape, but those of a dask array may differ. It is therefore given a
+    regular grid: on each axis, its chunks have the extent of the largest dask chunk. Such a chunk may overlap
+    several dask chunks, and dask computes all of them to read it. The second result is the largest extent, on
+    each axis, of the dask chunks that one chunk of the grid overlaps.
 
     An array without chunks is assumed to have chunks of one row and at most `ROW_BYTES` bytes. Both results
     are then that shape.
@@ -230,10 +229,10 @@ def _chunks(source: Any, shape: tuple[int, int]) -> tuple[tuple[int, int], tuple
 
 
 def _touched(sizes: Sequence[int], cell: int) -> int:
-    """Return the most elements along one axis that are computed to read `cell` elements of it.
+    """Return how many elements of an axis are computed, at most, to read a range of `cell` elements.
 
-    The axis is cut into chunks of the extents `sizes`. It is read in ranges that begin at multiples of
-    `cell`. To read a range, all chunks that it overlaps are computed whole.
+    The axis is cut into chunks of the extents `sizes`. Ranges begin at multiples of `cell`. To read a range,
+    all chunks that it overlaps are computed whole.
 
     >>> _touched((4, 4, 2), 4), _touched((1, 4, 4, 1), 4), _touched((0,), 1)
     (4, 8, 1)
