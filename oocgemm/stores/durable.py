@@ -172,7 +172,7 @@ def found_locally(path: str) -> bool:
 
 
 def saved_block(folder: Path, rows: Range, cols: Range) -> Path:
-    """Return the path of the redo file for a block of a .npy file. Its name contains the block's ranges.
+    """Return the path of the redo file for a block of a .npy file. Its name contains the rows and columns.
 
     A redo file contains the new content of a block until it is written to the .npy file.
     """

@@ -65,7 +65,10 @@ def copies_bytes(dtype: np.dtype[Any], block: Array) -> bool:
 
 
 def scratch_bytes(*, past_cache: bool) -> int:
-    """Return the bytes of scratch memory that each thread needs to read or write blocks."""
+    """Return the bytes of scratch memory that each thread needs to read or write blocks.
+
+    With `past_cache`, reads use direct I/O, which needs more scratch memory.
+    """
     return max(SCRATCH_BYTES, DIRECT_BYTES if past_cache else 0)
 
 

@@ -137,7 +137,7 @@ class DirectChunks:
     def _read_file(
         self, number: tuple[int, int], file: OpenFile, block: tuple[Range, Range], out: Array
     ) -> None:
-        """Read a block that is inside one open file, a chunk or the shard `number`, into `out`."""
+        """Read a block that is inside one open file, that of the chunk or shard `number`, into `out`."""
         try:
             index = self.shards.index(file) if self.shards else None
         except ValueError as error:

@@ -70,12 +70,12 @@ class Encoding:
         return size if self.compressor.codec_id in (*_INTO_MEMORY, "gzip", "zlib") else 2 * size
 
     def encode_bytes(self, size: int) -> int:
-        """Return the bytes of temporary memory that encoding and writing a chunk takes, without the source.
+        """Return the bytes of temporary memory that encoding and writing a chunk takes, without the input.
 
         `size` is the size of the chunk before compression, in bytes.
         """
         # Every chunk takes a buffer for the content of its file. A compressed one also takes a buffer for the
-        # elements in stored order, and one for the compressor's output. Each has about `size` bytes.
+        # elements in stored order, and one for the compressor's output. Each buffer has about `size` bytes.
         return padded(size + CHECKSUM_BYTES * self.checksum) * (1 if self.compressor is None else 3)
 
     def decode(self, stored: Array, shape: tuple[int, int], into: Array | None) -> Array:

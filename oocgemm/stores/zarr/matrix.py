@@ -387,7 +387,7 @@ def _configured_reader(array: "zarr.Array[Any]") -> tuple["zarr.Array[Any]", boo
         return array, True
     if array.dtype.kind == "V" or importlib.util.find_spec(FAST_PIPELINE) is None:
         return array, False
-    # Decode one chunk per call: each reader thread makes calls, and the plan counts one chunk per thread.
+    # Decode one chunk per call: each reader thread makes calls, and the plan has memory for one chunk each.
     settings = {pipeline: f"{FAST_PIPELINE}.ZarrsCodecPipeline", "codec_pipeline.strict": True}
     settings |= {"codec_pipeline.chunk_concurrent_maximum": 1}
     with suppress(Exception), zarr.config.set(settings):

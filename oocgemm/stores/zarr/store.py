@@ -1,4 +1,4 @@
-"""Define the stores for zarr arrays. zarr is imported only when an array is opened, since that is slow."""
+"""Define the stores for zarr arrays. zarr is imported only when an array is opened: the import is slow."""
 
 import os
 from pathlib import Path
