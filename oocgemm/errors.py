@@ -21,7 +21,7 @@ class BudgetError(OocGemmError, MemoryError):
 
     The message names budgets that suffice.
 
-    - `least`: the bytes that the first budget in the message must have at least; None if unknown.
+    - `least`: the minimum, in bytes, for the budget that the message names first; None if unknown.
     - `needed`: the bytes of device memory and of host memory that the smallest plan needs; None if unknown.
     """
 

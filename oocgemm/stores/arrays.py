@@ -14,18 +14,20 @@ from oocgemm.planning.tiling import Range
 from oocgemm.stores.base import Array, Matrix, Store, checked, is_path, not_writable, refuse_zarr_options
 from oocgemm.stores.files import DONT_NEED, WILL_NEED, advise
 
-# Before a block of a memory-mapped file is copied, its pages are prefetched in one call. This is done only if
-# the block spans at least MIN_PREFETCH bytes of the file: smaller blocks are left to page faults. It is not
-# done if the span is more than MAX_PREFETCH_RATIO times the block's size: most of its pages are not needed.
+# Before a block of a memory-mapped file is copied, one call requests all pages from its first to its last
+# element, if that range of the file has at least MIN_PREFETCH bytes. A smaller range is left to page faults.
+# If the range has more than MAX_PREFETCH_RATIO times the bytes of the block, there is no such call either,
+# because the block needs only few of the pages.
 MIN_PREFETCH = 1 << 20
 MAX_PREFETCH_RATIO = 16
-# A block of a memory map is copied in parts that span about this many bytes. After each part, its pages are
-# removed from the resident set. This keeps the resident set small: each page fault also maps neighbouring
-# pages that the block does not need.
+# A block of a memory map is copied in parts that span about this many bytes of the file. After each part, its
+# pages are removed from the resident set of the process. Otherwise the resident set would grow beyond the
+# size of the block, since each page fault also maps neighbouring pages that the block does not need.
 BAND_BYTES = 4 << 20
-# The GPU copies directly from an array of the caller, which is then page-locked, only if the array has at
-# least MIN_PINNED bytes, and spans at most MAX_PINNED_RATIO times its size. Page-locking takes time for every
-# page of the span, and pays only if the GPU reads enough of it.
+# An array of the caller is page-locked, so that the GPU can copy directly from it, only if it has at least
+# MIN_PINNED bytes. The memory from its first to its last element must also have at most MAX_PINNED_RATIO
+# times the size of the array. Page-locking takes time for all this memory, so it does not pay for a sparse
+# view.
 MIN_PINNED = 256 << 20
 MAX_PINNED_RATIO = 2
 # The GPU copies a block directly from a page-locked array if the rows of the block have at least this many
@@ -112,9 +114,10 @@ class ArrayMatrix:
             self._drop(target)
 
     def _bands(self, block: Array, other: Array) -> Iterator[tuple[Array, Array]]:
-        """Cut a block of the matrix, and another array of the same shape, into pairs of matching parts.
+        """Cut `block`, a block of the matrix, and `other`, an array of the same shape, into the same parts.
 
-        Each part of a memory map spans about `BAND_BYTES`. A block of other memory is one part.
+        Yield each part as (view of `block`, view of `other`). If the matrix is a memory map, a part spans
+        about `BAND_BYTES` of the file. Otherwise the only part is the whole block.
         """
         axis = 0 if abs(block.strides[0]) >= abs(block.strides[1]) else 1
         extent = block.shape[axis]
@@ -152,8 +155,8 @@ class ArrayMatrix:
     def _drop(self, block: Array) -> None:
         """Remove the pages that a block spans from the resident set, if the matrix is a memory map.
 
-        No write is lost: the pages stay in the page cache. A copy-on-write map (`mmap_mode="c"`) is excluded,
-        because this would discard its changes, which are not in the page cache.
+        No write is lost: the pages stay in the page cache. Nothing is removed for a copy-on-write map
+        (`mmap_mode="c"`): its changes are not in the page cache, so they would be lost.
         """
         if self._droppable is not None:
             _advise(self._droppable, DONT_NEED, block)
@@ -188,10 +191,10 @@ def span(matrix: Matrix) -> tuple[int, int]:
 
 
 def _min_row_elements(array: Array) -> int:
-    """Return how many elements a row of a block must have so that the GPU may copy the block directly.
+    """Return `Layout.zero_copy_width` of an array: the shortest rows of a block that the GPU copies directly.
 
-    0 means that the GPU never copies from this array directly, because the array is too small, too sparse in
-    memory, not contiguous along rows, or not in native byte order.
+    The length is in elements. 0 means that the GPU copies no block of this array directly, because the array
+    is too small, too sparse in memory, not contiguous along rows, or not in native byte order.
     """
     rows, cols = map(int, array.shape)
     (stride, step), size = array.strides, int(array.itemsize)
@@ -207,10 +210,11 @@ def _min_row_elements(array: Array) -> int:
 
 
 def _prefetch(mapped: mmap.mmap, block: Array) -> None:
-    """Request all pages that a block of a memory map spans in one call, if the block needs enough of them.
+    """Ask the system, in one call, to load all pages of a memory map that a block spans.
 
-    For pages that are not in the page cache, this takes a fraction of the processor time of page faults. See
-    `MIN_PREFETCH` and `MAX_PREFETCH_RATIO` for when it is done.
+    For pages that are not in the page cache, this takes a fraction of the processor time of page faults. Do
+    nothing if the block is too small or needs too few of these pages, by `MIN_PREFETCH` and
+    `MAX_PREFETCH_RATIO`.
     """
     low, high = np.lib.array_utils.byte_bounds(block)
     if MIN_PREFETCH <= high - low <= MAX_PREFETCH_RATIO * block.nbytes:

@@ -21,8 +21,9 @@ _TRANSIENT = {
     *(errno.EIO, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.ESTALE),
     *(errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.ENETRESET, errno.ENOTCONN),
 }
-# Chunks that are smaller than this are read and written several per call, about this many bytes together.
-# The reason is that each call to zarr takes a fraction of a millisecond.
+# Each call to zarr takes a fraction of a millisecond. A call therefore reads or writes a single chunk only if
+# the chunk has at least this many bytes, and otherwise several chunks that have about this many bytes
+# together.
 BATCH_BYTES = 1 << 20
 
 
@@ -39,7 +40,7 @@ class Matrix(Protocol):
     layout: Layout
 
     def read(self, rows: Range, cols: Range, out: Array) -> None:
-        """Read the block at these rows and columns into `out`, which has its shape and the matrix's dtype.
+        """Read the block at these rows and columns into `out`, an array of its shape and the matrix's dtype.
 
         Several threads may call this method at once.
         """
@@ -47,8 +48,8 @@ class Matrix(Protocol):
     def write(self, rows: Range, cols: Range, data: Array) -> None:
         """Write `data` to the block at these rows and columns.
 
-        Several threads may call this method at once, if no two of their blocks touch the same chunk of
-        `layout.write_chunk`.
+        Several threads may call this method at once, if no two of their blocks touch the same chunk.
+        Chunks have the shape `layout.write_chunk`.
         """
 
     def sync(self) -> None:
@@ -63,8 +64,8 @@ class Matrix(Protocol):
     def fingerprint(self) -> dict[str, object] | None:
         """Return values that change when the path, the metadata or the content of the matrix changes.
 
-        A resumed run compares them with those of the interrupted run. None: changes cannot be detected, as
-        for a matrix in memory.
+        Return None if changes cannot be detected, as for a matrix in memory. A resumed run compares the
+        values with those of the interrupted run.
         """
 
     def describe(self) -> dict[str, object]:
@@ -97,7 +98,7 @@ class Store(ABC):
 
         If an interrupted run created the result, `journal` is the folder that was passed to `create`. Raises
         `DtypeError` for an unsupported dtype. Raises `InputError`, which says what is wrong and what to do,
-        for everything else.
+        for any other problem.
         """
 
     def prepare(self, operand: Any) -> None:  # noqa: B027  # most stores need nothing
@@ -212,9 +213,10 @@ def checked(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[tu
 def pieces(
     rows: Range, cols: Range, chunk: tuple[int, int], min_elements: int
 ) -> Iterator[tuple[Range, Range]]:
-    """Cut a block along chunk borders into parts of at least `min_elements` elements.
+    """Cut a block along chunk borders into parts of whole chunks, of at least `min_elements` elements.
 
-    Parts at the edges of the block may be smaller.
+    At the edges of the block, a part may have fewer elements, because the block ends inside a chunk or the
+    last chunks are too few.
 
     >>> list(pieces((0, 4), (1, 7), (2, 3), 1))[:2]
     [((0, 2), (1, 3)), ((0, 2), (3, 6))]
@@ -230,7 +232,10 @@ def pieces(
 
 
 def _cuts(span: Range, chunk: int, chunks_each: int) -> Iterator[Range]:
-    """Cut a range into parts of `chunks_each` chunks. The first and last parts may be smaller."""
+    """Cut a range into parts of `chunks_each` chunks of `chunk` elements.
+
+    The first and the last part may be smaller.
+    """
     start, stop = span
     while start < stop:
         end = min(stop, (start // chunk + chunks_each) * chunk)

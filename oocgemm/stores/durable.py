@@ -65,10 +65,10 @@ class Durable(Matrix, Protocol):
         """Flush the files that a block was written to, and their directory entries. Raises `OSError`."""
 
     def apply_redo(self, rows: Range, cols: Range) -> None:
-        """Move the content of a block from the redo files to the matrix, and flush it. Raises `OSError`.
+        """Move the new content of a block from its redo files to the matrix, and flush it. Raises `OSError`.
 
-        Redo files are those to which `redirect_writes` makes writes go. After a crash during this call, the
-        call can be repeated.
+        Redo files are the files that `write` creates after `redirect_writes`. If a crash interrupts this
+        call, the call can be repeated.
         """
 
     def delete_partial_files(self) -> None:
@@ -138,7 +138,7 @@ def fingerprints(paths: Iterable[str | Path]) -> dict[str, str]:
     for path in paths:
         try:
             status = os.stat(path)
-        except OSError:  # the file is missing or cannot be accessed, which is part of the digest
+        except OSError:  # a missing or inaccessible file changes the digest
             content.update(b"-")
             changes.update(b"-")
         else:
@@ -148,16 +148,17 @@ def fingerprints(paths: Iterable[str | Path]) -> dict[str, str]:
 
 
 def spread(down: int, across: int) -> Iterable[tuple[int, int]]:
-    """Yield the indices of the chunks to fingerprint, in a grid of `down` x `across` chunks.
+    """Yield the indices of the chunks to fingerprint, of an array of `down` x `across` chunks.
 
-    These are all chunks, or at most `MAX_FINGERPRINTED` evenly spread ones.
+    If the array has more than `MAX_FINGERPRINTED` chunks, choose at most that many, evenly spread. Otherwise
+    choose all.
     """
     every = -(-down * across // MAX_FINGERPRINTED)
     return (divmod(number, across) for number in range(0, down * across, max(1, every)))
 
 
 def found_locally(path: str) -> bool:
-    """Return whether anything exists at a local path, or where the `..` and links in the path lead.
+    """Return whether anything exists at a local path, taken as it is or with its links and `..` resolved.
 
     A folder does not count if it is empty. It does not count either if it contains only the journal of a
     run that was killed before it created C.
@@ -171,7 +172,7 @@ def found_locally(path: str) -> bool:
 
 
 def saved_block(folder: Path, rows: Range, cols: Range) -> Path:
-    """Return the path of the redo file for a block of a .npy file. Its name contains the block's ranges.
+    """Return the path of the redo file for a block of a .npy file. Its name contains the rows and columns.
 
     A redo file contains the new content of a block until it is written to the .npy file.
     """
@@ -179,9 +180,9 @@ def saved_block(folder: Path, rows: Range, cols: Range) -> Path:
 
 
 def saved_blocks(folder: Path, rows: Range, cols: Range) -> list[tuple[Path, Range, Range]]:
-    """Return the redo files in `folder` of all blocks inside a given block, each with its rows and columns.
+    """Return the redo files in `folder` whose blocks are inside the given one, each as (path, rows, columns).
 
-    A redo file contains the new content of a block until it is written to the .npy file.
+    A redo file contains the new content of one block until it is written to the .npy file.
     """
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():

@@ -1,10 +1,10 @@
 """Read local files into given memory, map them, and create new files atomically.
 
 *Data that is in the page cache* is mapped into memory and copied from the mapping. This was the fastest way
-for twelve reader threads on 16 cores, while a GPU also copied from host memory. They read 44 GB/s if one
-madvise call faults in all pages of 32 MiB. They read 38 GB/s if page faults do that a few pages at a time,
-and 35 GB/s with preadv. On a single core it depends on the processor: a Xeon copied 7.9 GB/s from a mapping
-and read 4.2 GB/s with preadv, and an EPYC 3.9 and 4.6 GB/s.
+for twelve reader threads on 16 cores, while a GPU also copied from host memory. They copied 44 GB/s from
+mappings if one madvise call per 32 MiB faulted all pages in, and 38 GB/s if page faults loaded a few pages at
+a time. With preadv they read 35 GB/s. On a single core, the processor decides which way is faster: a Xeon
+copied 7.9 GB/s from a mapping and read 4.2 GB/s with preadv, and an EPYC copied 3.9 GB/s and read 4.6 GB/s.
 
 *Data that is not in the page cache* can be read past it, by direct I/O. This is faster, since filling the
 page cache can take more processor time than the disk needs to deliver the data.
@@ -31,17 +31,18 @@ from oocgemm.system.memory import memory_limit
 SECTOR = 512
 # Buffers and files that this package creates are aligned to whole pages, which are whole sectors too.
 PAGE = 4096
-# Reads of fewer bytes than this use preadv. For larger ones it pays to ask first, with extra system calls,
-# whether the data is in the page cache.
+# Reads of at least this many bytes first check whether the data is in the page cache, and then choose between
+# a mapping, direct I/O and preadv. Smaller reads use preadv, because the system calls of the check would not
+# pay.
 MIN_DIRECT = 1 << 20
 # Linux accepts at most this many buffers per call of preadv or pwritev (IOV_MAX).
 SEGMENTS = 1024
-# Rows that are shorter than this many bytes are copied from a mapping of the file, because a separate buffer
-# of preadv for each of them is slower.
+# Rows of fewer bytes than this are copied from a mapping of the file. preadv would be slower, because it
+# needs a separate buffer for each row.
 MIN_SEGMENT = 4096
 
-# The flag of preadv2 that drops the pages from the page cache after the read (Linux 6.14). Python has no
-# constant for it.
+# The flag of preadv2 that removes the pages it has read from the page cache after the read (Linux 6.14).
+# Python has no constant for it.
 _RWF_DONTCACHE = 0x80 if sys.platform == "linux" else 0
 # MADV_POPULATE_READ, the madvise advice that faults in all pages of a mapping (Linux 5.14). Python has no
 # constant for it. It is used for mappings of at least MIN_POPULATED bytes. For smaller ones, page faults
@@ -51,12 +52,12 @@ MIN_POPULATED = 8 << 20
 WILL_NEED: int | None = getattr(mmap, "MADV_WILLNEED", None)
 # MADV_DONTNEED is used on Linux only. On other systems it may discard writes to a mapped file.
 DONT_NEED: int | None = getattr(mmap, "MADV_DONTNEED", None) if sys.platform == "linux" else None
-# The number of pages that `resident` checks to estimate which share of a range is in memory.
+# The number of pages that `resident` checks to estimate what share of a range of addresses is in memory.
 SAMPLED_PAGES = 8
 # The open(2) flag for direct I/O; 0 on systems without it, so that files are then opened normally.
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)
-# The files of an array are kept in the page cache if they take at most this share of the host memory that the
-# process may use. Larger arrays would evict their own pages before these are read again.
+# Reads of an array may fill the page cache if its files take at most this share of the host memory that the
+# process may use. The pages of a larger array would evict each other before they are read again.
 MAX_CACHED_SHARE = 0.5
 _of_thread = threading.local()
 
@@ -97,14 +98,14 @@ class OpenFile:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         os.close(self.descriptor)
         if isinstance(error, OSError) and error.filename is None:
-            error.filename = str(self.path)  # calls that take a descriptor do not name the file
+            error.filename = str(self.path)  # errors of calls that take a descriptor name no file
 
     def mapped(self, offset: int, length: int) -> Array:
         """Return `length` bytes of the file as an array that is mapped from it, not copied.
 
-        The mapping exists until the array is deleted. All its pages are requested at once if there are many,
-        since every caller reads all of them. Raises `EOFError` if the file is too short. If the file is
-        truncated later, an access to the array kills the process (SIGBUS).
+        The mapping exists until the array is deleted. Every caller reads the whole array, so a mapping of at
+        least `MIN_DIRECT` bytes requests all its pages at once. Raises `EOFError` if the file is too short.
+        If the file is truncated later, an access to the array kills the process (SIGBUS).
         """
         view, before = self._map(offset, length)
         if length >= MIN_DIRECT:
@@ -142,9 +143,9 @@ class OpenFile:
     def read(self, offset: int, out: Array, *, past_cache: bool) -> None:
         """Fill `out` with the bytes of the file from `offset` on. Each row of `out` must be contiguous.
 
-        With `past_cache`, data that is not in the page cache is not added to it, where the system allows
-        that. Direct I/O does this for sector-aligned rows. For other rows, the system drops the pages after
-        the read. Raises `EOFError` if the file is too short.
+        With `past_cache`, a read of at least `MIN_DIRECT` bytes adds no data to the page cache, if the system
+        can avoid it: sector-aligned rows are read by direct I/O, and for other rows the system removes the
+        pages after the read. Raises `EOFError` if the file is too short.
         """
         done = flags = 0
         large = MIN_DIRECT <= out.nbytes <= self.size - offset
@@ -174,7 +175,8 @@ class OpenFile:
     def _read_past_cache(self, rows: list[Array], offset: int) -> int:
         """Fill rows by direct I/O. Return the number of bytes read, or 0 after any error.
 
-        The caller then reads the rest through the page cache. If the file cannot be read at all, that raises.
+        The caller reads the remaining bytes through the page cache. An error that is not caused by direct I/O
+        occurs again there, and is raised.
         """
         with contextlib.suppress(OSError):
             descriptor = os.open(self.path, os.O_RDONLY | O_DIRECT)
@@ -246,7 +248,7 @@ def folder_mtime(folder: Path) -> int | None:
 
 
 def padded(size: int) -> int:
-    """Round `size` up to whole pages, because direct I/O cannot write parts of a sector."""
+    """Round `size` up to whole pages. They consist of whole sectors, as direct I/O requires."""
     return -(-size // PAGE) * PAGE
 
 
@@ -259,9 +261,10 @@ def sector_aligned(data: Array) -> bool:
 
 
 def _write(path: Path, data: Array, size: int) -> None:
-    """Write the first `size` bytes of the rows of `data` to a new file, by direct I/O where that is possible.
+    """Write the first `size` bytes of the rows of `data` to a new file.
 
-    Direct I/O takes less processor time, and leaves the page cache to other data.
+    Use direct I/O if `data` is sector-aligned and the file system supports it. Direct I/O takes less
+    processor time, and leaves the page cache to other data.
     """
     rows = _segments(data)
     past_cache = O_DIRECT if sector_aligned(data) else 0
@@ -293,10 +296,11 @@ def _segments(data: Array) -> list[Array]:
 
 
 def _sectors(rows: list[Array]) -> list[Array]:
-    """Return the part of the rows that direct I/O can fill or write.
+    """Return the rows that direct I/O can fill or write. They have equal lengths and distances in memory.
 
-    A single row is cut to whole sectors. Several rows are returned only if each begins and ends at a multiple
-    of a sector; otherwise the result is empty.
+    Every row must begin at a multiple of `SECTOR` in memory. A single row is then cut to whole sectors.
+    Several rows are returned only if their length is a multiple of `SECTOR` too. If none can be used, return
+    [].
     """
     if rows[0].ctypes.data % SECTOR:
         return []
@@ -308,7 +312,7 @@ def _sectors(rows: list[Array]) -> list[Array]:
 
 
 def _after(rows: list[Array], done: int) -> list[Any]:
-    """Return the buffers for the next call of preadv or pwritev: the rows after their first `done` bytes.
+    """Return the buffers for the next call of preadv or pwritev: the rows without their first `done` bytes.
 
     All rows have the same length. At most `SEGMENTS` buffers are returned.
     """
@@ -318,10 +322,10 @@ def _after(rows: list[Array], done: int) -> list[Any]:
 
 
 def _fill(descriptor: int, rows: list[Array], offset: int, done: int = 0, flags: int = 0) -> int:
-    """Fill rows of equal length from the byte `offset` of a file on, after their first `done` bytes.
+    """Fill rows of equal length with the bytes of a file from `offset` on.
 
-    Return the number of bytes that are then filled, including `done`. It is less than the size of the rows
-    only if the file ends before.
+    The first `done` bytes of the rows are filled already. Return the number of filled bytes, including these.
+    It is less than the size of all rows only if the file is too short.
     """
     total = len(rows) * rows[0].nbytes
     while done < total:

@@ -13,7 +13,8 @@ from oocgemm.errors import InputError, NotFoundError
 from oocgemm.planning import OPERANDS
 from oocgemm.stores.base import Matrix
 
-# By suffix, the formats of files that this package recognizes, in order to explain how to convert them.
+# By suffix, file formats that this package cannot read or write. Error messages say how to convert such
+# files.
 FORMATS = {
     ".h5": "an HDF5 file",
     ".hdf5": "an HDF5 file",
@@ -59,8 +60,8 @@ def check_new(name: str, path: str) -> None:
 def wrong_format(name: str, path: str, *, writable: bool = False) -> InputError | None:
     """Return the error for a file that is neither zarr nor .npy, with the remedy.
 
-    Return None for a folder, a URL, and a path where nothing exists. With `writable`, the file was to be a
-    result, and the remedy is another path instead of a conversion.
+    For an operand, the remedy is a conversion. With `writable`, the path was given for a result, and the
+    remedy is another path. Return None for a folder, a URL, and a path where nothing exists.
     """
     if "://" in path or not os.path.isfile(path):
         return None
@@ -201,7 +202,7 @@ def _remedy(path: str) -> str:
 
 
 def _first_array(path: str) -> str:
-    """Return the name of the first array in a .npz archive; NumPy's default name if it cannot be read."""
+    """Return the name of the first array in a .npz archive; "arr_0", as in NumPy, if it cannot be read."""
     try:
         with zipfile.ZipFile(path) as archive:
             return archive.namelist()[0].removesuffix(".npy")

@@ -36,24 +36,24 @@ from oocgemm.stores.base import (
 
 # Packages whose arrays several threads may read at once. h5py locks its own calls.
 CONCURRENT = ("dask", "h5py", "tensorstore", "xarray")
-# A piece that is read is assumed to be in memory this many times: as stored, as decoded, and as returned.
+# A slice is assumed to take this many times its size in host memory. The package that computes it holds it as
+# stored, as decoded, and as the array that it returns.
 COPIES = 3
-# An array without chunks is treated as if each chunk were a part of one row of at most this many bytes. Much
-# shorter parts are slow to read.
+# For an array without chunks, the planner assumes chunks of one row and at most this many bytes. It counts
+# the reads of whole chunks, and so avoids panels with much shorter rows, which are slow to read.
 ROW_BYTES = 16 << 10
-# An object with one of these attributes exposes its memory. NumPy converts it without a copy, so it is not
-# lazy.
+# An object with one of these attributes has its elements in memory, so it is not lazy.
 MEMORY = ("__array_interface__", "__cuda_array_interface__", "__dlpack__")
-# Taken while an array of a package that is not in CONCURRENT is read. The C libraries of such packages may
-# not be safe for several threads.
+# A thread takes this lock while it reads an array of a package that is not in CONCURRENT. The C libraries of
+# such packages may not be safe for several threads.
 _serial = threading.Lock()
 
 
 class LazyArrays(Store):
     """Open lazy operands, read-only.
 
-    This store also matches mappings and dask objects that are not arrays, so that `open` can explain the
-    error.
+    This store also matches collections such as dict, and dask objects that are not arrays. It cannot open
+    them, but the error that `open` raises says what to pass instead.
     """
 
     kind = "a lazy array"
@@ -93,9 +93,9 @@ class LazyMatrix:
         """Wrap an object. Raises `InputError` if it cannot be an operand; `name` is its name in messages."""
         kind = package(source)
         if kind == "xarray" and source.chunks is not None:
-            source, kind = source.data, package(source.data)  # use the dask array; this computes nothing
+            source, kind = source.data, package(source.data)  # the dask array inside; nothing is computed
         if kind == "tensorstore":
-            source = source.translate_to[0]  # make its indices start at 0, which they need not do
+            source = source.translate_to[0]  # shift the indices to start at 0
         shape = tuple(source.shape)
         if not all(isinstance(extent, Integral) for extent in shape):
             raise InputError(f"{name} has the unknown shape {shape}: call {name}.compute_chunk_sizes() first")
@@ -158,16 +158,16 @@ class LazyMatrix:
         raise ExecutionError(f"{self.name} is lazy and cannot be written to")
 
     def sync(self) -> None:
-        """Do nothing: nothing is written."""
+        """Do nothing: a lazy operand is read-only, so there is nothing to flush."""
 
     def set_finished(self, finished: bool) -> None:
-        """Do nothing: nothing is written."""
+        """Do nothing: a lazy operand is read-only, so it is never the result of a run."""
 
     def fingerprint(self) -> None:
         """Return None: a change of the content cannot be detected."""
 
     def describe(self) -> dict[str, object]:
-        """Return package, shape and dtype, which are written to the log of a run."""
+        """Return the package, shape and dtype of the array, for the log of a run."""
         return {"store": self._kind, "path": None, "shape": list(self.shape), "dtype": self.dtype.name}
 
     def identities(self) -> set[object]:
@@ -193,18 +193,22 @@ def numpy_dtype(source: Any) -> np.dtype[Any]:
 def _computed(block: Any) -> Any:
     """Compute a piece of a dask array: in this thread, or with the scheduler that the user has configured.
 
-    dask's default scheduler would use one thread per core, and have as many chunks in memory.
+    dask's default scheduler is not used: it would run one thread per core, each with a chunk in memory.
     """
     chosen = importlib.import_module("dask").config.get("scheduler", None)
     return block.compute(scheduler=None if chosen else "synchronous")
 
 
 def _chunks(source: Any, shape: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the cell shape of a regular grid that stands for an array's chunks, and the shape read per cell.
+    """Return the chunk shape that the planner assumes, and the largest shape computed to read such a chunk.
 
-    The chunks of a dask array may have different shapes. A grid cell has the largest extent on each axis, so
-    it may overlap several chunks. All chunks that it overlaps are then computed whole: their joint extents,
-    for the worst cell, are the second result. An array without chunks gets cells that are parts of one row.
+    The planner needs chunks of one shape, but those of a dask array may differ. It is therefore given a
+    regular grid: on each axis, its chunks have the extent of the largest dask chunk. Such a chunk may overlap
+    several dask chunks, and dask computes all of them to read it. The second result is the largest extent, on
+    each axis, of the dask chunks that one chunk of the grid overlaps.
+
+    An array without chunks is assumed to have chunks of one row and at most `ROW_BYTES` bytes. Both results
+    are then that shape.
     """
     found = getattr(source, "chunks", None)
     if found is None and package(source) == "tensorstore":
@@ -225,9 +229,10 @@ def _chunks(source: Any, shape: tuple[int, int]) -> tuple[tuple[int, int], tuple
 
 
 def _touched(sizes: Sequence[int], cell: int) -> int:
-    """Return the joint extent of the chunks that one cell of a regular grid overlaps, for the worst cell.
+    """Return how many elements of an axis are computed, at most, to read a range of `cell` elements.
 
-    `sizes` are the extents of the chunks along one axis, and `cell` is the extent of the cells.
+    The axis is cut into chunks of the extents `sizes`. Ranges begin at multiples of `cell`. To read a range,
+    all chunks that it overlaps are computed whole.
 
     >>> _touched((4, 4, 2), 4), _touched((1, 4, 4, 1), 4), _touched((0,), 1)
     (4, 8, 1)

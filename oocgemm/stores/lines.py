@@ -1,8 +1,9 @@
 """Read and write blocks of a matrix in a file whose lines (its rows or its columns) are contiguous.
 
 A block contains a part of each of several lines. Such a part is called a segment. A memory map would be slow
-here: a page fault reads each segment with the kernel's readahead, which can be a hundred times its size, and
-keeps the pages in the resident set. System calls read the segments instead:
+here: a page fault reads a segment together with the readahead of the operating system, which can be a hundred
+times as long as the segment, and adds all these pages to the resident set. System calls read the segments
+instead:
 
 - If lines are short, the segments are read together with the gaps between them into the thread's scratch
   memory, and copied from there.
@@ -28,24 +29,27 @@ from oocgemm.stores.aio import MAX_READS, read_rows, start_reads
 from oocgemm.stores.base import Array
 from oocgemm.stores.files import O_DIRECT, SECTOR, OpenFile, scratch
 
-# If the lines of a file have at most this many bytes, whole lines are read, and the needed parts are copied
-# from them. To read and copy the rest of a line too takes about as long as a separate read of each part.
+# A line of a file is one row of the matrix, or one column if the file is in Fortran order. Lines of at most
+# this many bytes are read whole, and the needed elements are copied from them. At 8 KiB, separate
+# reads of the needed elements of each line take about as long.
 MAX_LINE = 8 << 10
-# Each thread collects parts of lines in scratch memory of this size, if they must be transposed or
-# byte-swapped, or are read as whole lines. 256 KiB fit into the processor's cache.
+# The size of each thread's scratch memory, in bytes. Elements pass through it if they must be transposed or
+# byte-swapped, or if lines are read whole because of MAX_LINE. 256 KiB fit into the processor's cache.
 SCRATCH_BYTES = 256 << 10
-# The scratch memory has room for this many lines of MAX_LINE bytes. A block that does not fit is cut into
-# pieces of at least this many lines, if it has as many.
+# A block that does not fit into SCRATCH_BYTES is cut into pieces. Each piece has at least this many rows, or
+# all rows if the block has fewer.
 SCRATCH_LINES = SCRATCH_BYTES // MAX_LINE
-# Parts of lines that are not in the page cache are requested from the disk before they are read. A request is
-# extended to up to WINDOW times the length of the part, and at most MAX_WINDOW bytes, because the bytes that
-# follow are often read next. This saves a fifth of the processor time. With a factor of 8, a page cache of
-# 300 MiB was too small: pages were evicted before they were read.
+# Before `size` bytes that are not in the page cache are read, they are requested from the disk. The request
+# is extended to multiples of a window, because the bytes nearby are often read next. This saves a fifth of
+# the processor time. A window is the largest power of two up to WINDOW * size, or one page if WINDOW * size
+# is more than MAX_WINDOW bytes. With WINDOW = 8 and a page cache of 300 MiB, pages were evicted before they
+# were read.
 WINDOW, MAX_WINDOW = 2, 64 << 10
-# The scratch memory of each thread for direct I/O, in bytes. It limits how many requests are in flight. 128
-# requests of 8 to 16 KiB are enough: a virtual disk was not faster with 512.
+# The size of each thread's scratch memory for direct I/O, in bytes. It limits how many disk reads are in
+# flight. 128 reads of 8 to 16 KiB are enough: a virtual disk was not faster with 512.
 DIRECT_BYTES = 8 << 20
-# This many parts of lines are checked to estimate whether a block is in the page cache.
+# At most this many rows of a block (or columns, if the file is in Fortran order) are checked to estimate
+# whether the block is in the page cache.
 SAMPLES = 8
 
 # The flag of preadv2 for a read that fails instead of waiting for the disk; 0 on systems without it.
@@ -61,7 +65,10 @@ def copies_bytes(dtype: np.dtype[Any], block: Array) -> bool:
 
 
 def scratch_bytes(*, past_cache: bool) -> int:
-    """Return the bytes of scratch memory that each thread needs to read or write blocks."""
+    """Return the bytes of scratch memory that each thread needs to read or write blocks.
+
+    With `past_cache`, reads use direct I/O, which needs more scratch memory.
+    """
     return max(SCRATCH_BYTES, DIRECT_BYTES if past_cache else 0)
 
 
@@ -76,11 +83,13 @@ def read_block(
     *,
     past_cache: bool = False,
 ) -> None:
-    """Read the same range of elements from each of several lines of a file. Each line fills one row of `out`.
+    """Read a block of a matrix from a file: the same range of elements from each of several lines.
+
+    A line is a row of the matrix, or a column if the file is in Fortran order. It fills one row of `out`.
 
     Arguments:
-        offset: the byte of the file at which the first line begins
-        line: the number of elements in a line; lines follow each other without gaps
+        offset: the byte of the file at which line 0 begins
+        line: the number of elements in a line; each line begins where the previous one ends
         dtype: the dtype in stored byte order; `out` has the same dtype in native byte order
         lines: the range of lines
         part: the range of elements within each line
@@ -110,8 +119,9 @@ def read_block(
 def write_block(
     descriptor: int, offset: int, line: int, dtype: np.dtype[Any], lines: Range, part: Range, data: Array
 ) -> None:
-    """Write each row of `data` to the same range of elements in one of several lines of a file.
+    """Write a block of a matrix to a file: the same range of elements in each of several lines.
 
+    A line is a row of the matrix, or a column if the file is in Fortran order. It receives one row of `data`.
     `descriptor` is the open file. The other arguments are as for `read_block`.
     """
     start, stride = offset + (lines[0] * line + part[0]) * dtype.itemsize, line * dtype.itemsize
@@ -127,9 +137,10 @@ def write_block(
 
 
 def _read_with_gaps(file: OpenFile, start: int, line: int, dtype: np.dtype[Any], out: Array) -> None:
-    """Fill the rows of `out` from consecutive lines of a file. Read the lines with the gaps between the rows.
+    """Fill `out` from short lines of a file: read whole lines, and copy only the needed elements of each.
 
-    `start` is the byte of the file at which the first needed element is. A line has `line` elements.
+    A line is a row of the matrix, or a column if the file is in Fortran order. It has `line` elements, and
+    fills one row of `out`. `start` is the byte of the file at which the first needed element begins.
     """
     stride, height = line * dtype.itemsize, max(1, SCRATCH_BYTES // (line * dtype.itemsize))
     for top in range(0, len(out), height):
@@ -145,7 +156,8 @@ def _read_segments(file: OpenFile, start: int, stride: int, rows: Array) -> None
 
     Row 0 is at the byte `start` of the file, and each further row `stride` bytes later.
     """
-    os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # no readahead between the rows
+    # switch readahead off: it would load the unneeded bytes between the rows
+    os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
     size, left = rows.shape[1], np.arange(len(rows))
     some = left[:: -(-len(rows) // SAMPLES)]
     if (read_rows(file.descriptor, rows, some, start + stride * some, _NOWAIT) == size).all():
@@ -155,8 +167,8 @@ def _read_segments(file: OpenFile, start: int, stride: int, rows: Array) -> None
     # ones, so only few reads wait.
     left = left[::-1]
     left = left[read_rows(file.descriptor, rows, left, start + stride * left) < size]
-    # A read that was too short or failed is at the end of the file, or had an error. `_fill` reads again, and
-    # raises in both cases.
+    # `_fill` repeats the reads that failed or returned too few bytes. At the end of the file it raises
+    # `EOFError`, and after a disk error `OSError`.
     for number in left.tolist():
         _fill(file, rows[number], start + stride * number)
 
@@ -166,13 +178,15 @@ def _read_past_cache(file: OpenFile, start: int, stride: int, dtype: np.dtype[An
 
     Row 0 is at the byte `start` of the file, and each further row `stride` bytes later. Direct I/O reads
     whole sectors into one half of the thread's scratch memory, while rows are copied from the other half.
-    Return False if the data is in the page cache already, or if direct I/O fails. The caller must then read
-    all of it in another way.
+
+    Return whether `out` is complete. It is not if the page cache contains the data already, or if direct I/O
+    fails. The caller must then read all rows in another way.
     """
     size, count = out.shape[1] * dtype.itemsize, len(out)
-    # Each read takes `sectors` bytes, the whole sectors that contain a row. In memory, rows are `pitch` bytes
-    # apart. `pitch` and `stride` are equal modulo a sector, so that a row has the same offset within its
-    # sector in memory as in the file.
+    # There is one read per row. It has `sectors` bytes: as many whole sectors as a row can touch. In the
+    # file, rows are `stride` bytes apart, and in the scratch memory `pitch` bytes. Both are equal modulo
+    # SECTOR. A row therefore begins at the same offset within a sector in memory as in the file, as direct
+    # I/O requires.
     sectors = -(-(size + SECTOR - 1) // SECTOR) * SECTOR
     pitch = sectors + SECTOR + (stride - sectors) % SECTOR
     at_once = min(MAX_READS, DIRECT_BYTES // 2 // pitch)
@@ -187,10 +201,11 @@ def _read_past_cache(file: OpenFile, start: int, stride: int, dtype: np.dtype[An
         return False
 
     def started(number: int) -> Callable[[], bool]:
-        """Start to read the batch with this number, `at_once` rows, into one half of the scratch memory.
+        """Start to read rows of `out`, `at_once` of them from the row `number * at_once` on.
 
-        Return a function that waits for the reads and copies the rows. That function returns False, and
-        copies nothing, if any read failed.
+        They are read into the first half of the scratch memory for an even `number`, else into the second.
+        Return a function that waits for the reads and copies the rows to `out`. If any read failed, that
+        function copies nothing and returns False. Otherwise it returns True.
         """
         block, half = out[number * at_once : (number + 1) * at_once], halves[number % 2]
         begin = start + number * at_once * stride
@@ -226,7 +241,8 @@ def _read_past_cache(file: OpenFile, start: int, stride: int, dtype: np.dtype[An
 def _request(file: OpenFile, offsets: Array, size: int) -> None:
     """Ask the system to load the `size` bytes at each of these offsets into the page cache. Do not wait.
 
-    Each request is extended to aligned units of a power of two, since the bytes nearby are often read next.
+    `WINDOW` and `MAX_WINDOW` define how many nearby bytes each request includes, since they are often read
+    next.
     """
     window = 1 << (WINDOW * size).bit_length() - 1 if WINDOW * size <= MAX_WINDOW else mmap.PAGESIZE
     for offset in offsets.tolist():
@@ -253,8 +269,9 @@ def _write_segments(descriptor: int, start: int, stride: int, data: Array) -> No
         data = data.reshape(1, -1)
     size = data.shape[1] * data.itemsize
     for offset in range(start, start + stride * len(data), stride):
-        # The kernel must read a page of which only a part is written. This requests the first and last page
-        # of every row at once. Otherwise each write would wait for its own pages.
+        # The first and the last page of a row may be written only in part, so the system must read them from
+        # the disk first. Request them for all rows at once. Otherwise each write would wait for its own
+        # pages.
         for edge in (offset, offset + size - 1):
             os.posix_fadvise(descriptor, edge, 1, os.POSIX_FADV_WILLNEED)
     for number, row in enumerate(data.view(np.uint8)):
@@ -264,9 +281,9 @@ def _write_segments(descriptor: int, start: int, stride: int, data: Array) -> No
 
 
 def _pieces(block: Array) -> list[tuple[int, int, Array]]:
-    """Cut a block into pieces that fit into the scratch memory.
+    """Cut a block into pieces of at most `SCRATCH_BYTES`, the size of the scratch memory.
 
-    Return the first row, the first column, and the view of each piece.
+    Return for each piece the indices of its first row and first column in `block`, and its view of `block`.
     """
     height, width = block.shape
     elements = SCRATCH_BYTES // block.itemsize

@@ -154,8 +154,8 @@ class NpyMatrix:
     def _oriented(self, rows: Range, cols: Range, block: Array) -> tuple[Range, Range, Array]:
         """Express a block in lines of the file. A line is a row or, in Fortran order, a column of the matrix.
 
-        Return the range of lines, the range of elements within each line, and the array `block` with one row
-        per line, which is transposed in Fortran order.
+        Return the range of lines, the range of elements within each line, and a view of `block` with one row
+        per line. In Fortran order, this view is the transpose of `block`.
         """
         return (cols, rows, block.T) if self._by_columns else (rows, cols, block)
 

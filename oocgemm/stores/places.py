@@ -53,8 +53,9 @@ def place(folder: Path) -> Path:
 def clear(folder: Path, keep: Collection[str] = (), *, c: bool = True) -> None:
     """Delete everything in the journal's folder except the files that are named in `keep`.
 
-    Also delete the folder itself if `keep` is empty. If the folder is inside a zarr array and `c` is true,
-    delete the array too. An unfinished .npy file is in the journal's folder, so it is deleted in any case.
+    Also delete the folder itself if `keep` is empty. If the folder is inside a zarr array, that array is the
+    result C: delete it too, unless `c` is false. An unfinished .npy result is a file in the journal's folder,
+    so it is deleted with the others whatever `c` is.
     """
     inside = place(folder) == folder.parent
     found = [path for path in folder.iterdir() if path.name not in keep]

@@ -116,16 +116,16 @@ def write_whole(path: Path, contents: bytes) -> None:
 def load(backend: str, device: str | None) -> tuple[Calibration | None, str]:
     """Return the calibration of a device of this machine, and a note. Never raises.
 
-    If `device` is None, return the calibration of the device that was calibrated last. If there is none,
-    return None and a note that says which files were ignored because they are unreadable or invalid.
-    Otherwise the note is "".
+    If `device` is None, return the calibration of the device that was calibrated last. If a calibration is
+    found, the note is "". If none is found, return None and a note that says which files were ignored because
+    they are unreadable or invalid.
     """
     key, notes = machine_key(), []
     for path in _newest(f"{key}-{backend}-*.json"):
         try:
             found = Calibration.from_dict(json.loads(path.read_text(encoding="utf-8")))
             if (found.machine, found.backend) != (key, backend):
-                raise ValueError("it belongs to another machine")
+                raise ValueError("the calibration belongs to another machine")
         except (OSError, ValueError, RecursionError) as error:
             reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
             notes.append(f"{path} is ignored: {reason}")

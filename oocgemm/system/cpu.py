@@ -10,10 +10,10 @@ from time import process_time
 
 @dataclass(frozen=True, slots=True)
 class CpuTimes:
-    """Processor time until one moment, in seconds. Only the difference between two such values has a meaning.
+    """Counters of processor time, read at one moment. Only the difference of two readings has a meaning.
 
-    - `own`: the time that this process used.
-    - `busy`: the time that all programs together used on the cores that this process may run on.
+    - `own`: the seconds that this process used.
+    - `busy`: the seconds that all programs together used on the cores that this process may run on.
     """
 
     own: float
@@ -38,14 +38,14 @@ class CpuTimes:
 
 
 def used_since(start: CpuTimes | None) -> dict[str, float] | None:
-    """Return the processor time used since `start`, in seconds; None if it cannot be measured.
+    """Return the processor time used since `start`, as a dict of numbers; None if it cannot be measured.
 
-    "own_seconds" is the time of this process. "busy_seconds" is that of all programs on the cores that this
-    process may use, and "cores" is the number of these cores.
+    The key "own_seconds" has the time of this process. "busy_seconds" has that of all programs together, on
+    the cores that this process may use. "cores" has the number of these cores.
     """
     end = CpuTimes.now()
     if start is None or end is None:
         return None
     own = end.own - start.own
-    busy = max(own, end.busy - start.busy)  # `busy` is rounded to ticks, so its difference can be too small
+    busy = max(own, end.busy - start.busy)  # `busy`, rounded to ticks, can be less than `own`
     return {"cores": len(os.sched_getaffinity(0)), "own_seconds": own, "busy_seconds": busy}

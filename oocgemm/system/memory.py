@@ -17,8 +17,8 @@ from oocgemm.planning.units import format_size
 
 ROOT = Path("/")  # /proc and the cgroup mount points are below this folder; tests replace it
 # For each cgroup version, by the file system type of its mount: the files with the limits, the file with the
-# usage, and the lines of memory.stat that count page cache. Page cache is part of the usage, but the kernel
-# frees it on demand, so it counts as available.
+# usage, and the lines of memory.stat that count page cache. Page cache is part of the usage, but Linux frees
+# it on demand, so it counts as available.
 CGROUP_FILES = {
     "cgroup2": (("memory.max", "memory.high"), "memory.current", ("active_file", "inactive_file")),
     "cgroup": (
@@ -41,7 +41,7 @@ def allocate(size: int) -> npt.NDArray[Any]:
         raise OutOfMemoryError(
             f"the system refuses {format_size(size)} of host memory ({error}), "
             f"{format_size(available_memory())} are available: "
-            "pass a smaller --host-memory, and on the host backend a smaller --device-memory"
+            "pass a smaller --host-memory (or --device-memory, which is host memory too on the host backend)"
         ) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # the memory can also be used without huge pages
@@ -66,7 +66,7 @@ def available_memory() -> int:
 def memory_limit() -> int:
     """Return the bytes of host memory that this process may use in total, whether free now or not.
 
-    This is the memory of the machine, or the smallest limit of the process's cgroups.
+    This is the memory of the machine, or the smallest limit of the process's cgroups if that is less.
     """
     installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return int(min([installed, *(_limit(kind, group) for kind, group in _memory_groups())]))

@@ -14,8 +14,9 @@ from oocgemm.errors import ExecutionError
 
 T = TypeVar("T")
 
-# During a run, a thread that another thread waits for releases the GIL after at most this many seconds. With
-# Python's default of 5 ms, a thread that submits GPU work could wait for longer than the GPU computes.
+# During a run, a thread releases the GIL after at most this many seconds if another thread waits for the GIL.
+# With Python's default of 5 ms, the thread that submits GPU work could wait so long that the GPU becomes
+# idle.
 SWITCH_INTERVAL = 0.2e-3
 
 
@@ -59,7 +60,7 @@ class Cancel:
 
     @contextmanager
     def calling(self, stop: Callable[[BaseException], object]) -> Iterator[None]:
-        """Within the context, call `stop` with the error as soon as a stop is requested.
+        """Within the context, call `stop` as soon as a stop is requested, with the error passed to `request`.
 
         If a stop was requested before, call `stop` on entry.
         """
@@ -78,9 +79,10 @@ def shielded(work: Callable[[Cancel], T]) -> T:
     """Run `work` in a new thread, so that no signal interrupts it, and return its result.
 
     A signal handler may raise, for example KeyboardInterrupt. Python raises it in the main thread, between
-    any two bytecodes. If the main thread did the work, that could be after it has started a thread and before
-    the `try` that would join that thread. Here the main thread only waits. If an exception interrupts the
-    wait, this function requests `work` to stop, waits until it has ended, and then raises the exception.
+    any two bytecodes. If the main thread did the work, the exception could come after it has started a thread
+    and before the `try` that would join that thread. Here the main thread only waits. If an exception
+    interrupts the wait, this function requests `work` to stop, waits until it has ended, and then raises the
+    exception.
     """
     cancel, claim, ended = Cancel(), threading.Lock(), threading.Event()
     results: list[T] = []
@@ -88,7 +90,7 @@ def shielded(work: Callable[[Cancel], T]) -> T:
 
     def run() -> None:
         if not claim.acquire(blocking=False):
-            return  # the caller was interrupted and has raised: nobody waits for the work
+            return  # `shielded` was interrupted and took `claim`: do not start the work
         try:
             results.append(work(cancel))
         except BaseException as error:
@@ -103,7 +105,7 @@ def shielded(work: Callable[[Cancel], T]) -> T:
         worker.join()
     except BaseException as error:
         if claim.acquire(blocking=False):
-            raise  # `work` has not started, and without the lock `claim` the thread will not start it
+            raise  # the thread has not started `work`, and cannot do so without `claim`
         _insist(partial(cancel.request, error))
         _insist(ended.wait)
         _insist(worker.join)
@@ -115,11 +117,14 @@ def shielded(work: Callable[[Cancel], T]) -> T:
 
 
 def _insist(act: Callable[[], object]) -> None:
-    """Call `act`, which never raises by itself, again until no signal handler raises during the call."""
+    """Call `act`, and repeat the call whenever a signal handler interrupts it by an exception.
+
+    `act` itself must raise nothing.
+    """
     while True:
         try:
             act()
-        except BaseException:  # another signal: ignored, since `shielded` raises for the first one
+        except BaseException:  # ignored: `shielded` raises the exception of the first signal
             continue
         return
 

@@ -1,10 +1,10 @@
 """Read and write chunks of local zarr arrays without zarr, which is faster.
 
 zarr reads a chunk into newly allocated memory and copies it from there. A single thread of the process makes
-all these copies. This module does all work in the calling thread. It reads raw chunks straight into their
-destination. It decodes compressed chunks straight into their destination if that is contiguous, otherwise
-into the thread's scratch memory. In a sharded array, one file (a shard) contains several chunks, and an index
-at its start or end.
+all these copies. This module does all work in the calling thread. It reads uncompressed chunks straight into
+their destination. It decodes compressed chunks straight into their destination if that is contiguous,
+otherwise into the thread's scratch memory. In a sharded array, one file (a shard) contains several chunks,
+and an index of the chunks at its start or end.
 """
 
 from collections.abc import Callable, Iterator
@@ -42,7 +42,7 @@ class Shards:
 
     @property
     def index_bytes(self) -> int:
-        """The size of the index with its checksum."""
+        """The bytes that the index and its checksum take in the file."""
         return 16 * self.chunks[0] * self.chunks[1] + CHECKSUM_BYTES * self.checksum
 
     def index(self, file: OpenFile) -> Array:
@@ -68,12 +68,13 @@ class DirectChunks:
     - `encoding`: the format of a chunk's bytes.
     - `fill`: the value of all elements of a chunk that is not stored.
     - `shards`: the format of the shards; None if each chunk has its own file.
-    - `worth_caching`: whether the array is small enough to stay in the page cache. The first read of a raw
-      chunk bypasses the page cache, which takes the least time. A later read adds the chunk to the page cache
-      if this is true. So such an array is read from the disk at most twice.
+    - `worth_caching`: whether the array is small enough to stay in the page cache. The first read of whole
+      rows of an uncompressed chunk bypasses the page cache, which takes the least time. If `worth_caching` is
+      true, the second read of these rows adds them to the page cache. So the disk reads them only twice.
     - `unchanging`: promises that nobody writes to the array during the run. A missing chunk file can mean
-      that the chunk has only the fill value, or that somebody has deleted the file. The modification times of
-      the array's folders are therefore recorded at first. A missing file is an error if they have changed.
+      that the chunk has only the fill value, or that somebody has deleted the file. To tell these apart, the
+      modification times of the array's folders are recorded when the array is opened. If a file is missing
+      and a folder above it has another modification time by then, an error is raised.
     """
 
     root: Path
@@ -92,7 +93,7 @@ class DirectChunks:
         if not self.unchanging:
             return
         folders = self._folders((0, 0))
-        if folders[0] != self._folders((1, 0))[0]:  # each row of chunks has its own folder: record them all
+        if folders[0] != self._folders((1, 0))[0]:  # each row of chunks has its own folder
             folders += [folder for folder in folders[1].glob("*") if folder.is_dir()]
         self._mtimes.update({folder: folder_mtime(folder) for folder in folders})
 
@@ -115,7 +116,7 @@ class DirectChunks:
                 file = OpenFile(self.root / self.key(number))
             except FileNotFoundError:
                 self._check_not_deleted(number)
-                target[...] = self.fill  # in zarr, a chunk without a file has this value everywhere
+                target[...] = self.fill  # zarr need not store a chunk of fill values
                 continue
             with file:
                 try:
@@ -136,7 +137,7 @@ class DirectChunks:
     def _read_file(
         self, number: tuple[int, int], file: OpenFile, block: tuple[Range, Range], out: Array
     ) -> None:
-        """Read the part of a block that is in one file, a chunk or a shard, into `out`."""
+        """Read a block that is inside one open file, that of the chunk or shard `number`, into `out`."""
         try:
             index = self.shards.index(file) if self.shards else None
         except ValueError as error:
@@ -171,7 +172,10 @@ class DirectChunks:
         wanted: tuple[slice, slice],
         out: Array,
     ) -> None:
-        """Read the part `wanted` of an uncompressed chunk, which begins at `offset` of a file, into `out`."""
+        """Read the rows and columns `wanted` of an uncompressed chunk into `out`.
+
+        The chunk has `length` bytes from the byte `offset` of the file on.
+        """
         if length != self.chunk_bytes:
             self._damaged(number, f"has {length} bytes instead of {self.chunk_bytes}")
         encoding, (height, width) = self.encoding, self.chunk
@@ -181,8 +185,9 @@ class DirectChunks:
         whole = block.shape[1] == line
         in_place = copies_bytes(encoding.dtype, block) and (out.flags.c_contiguous or row >= MIN_SEGMENT)
         if whole and not in_place:
-            # Reading straight into `out` is impossible because rows and columns are exchanged or bytes are
-            # swapped, or it is slow because the rows are short. So copy from a memory map of the file.
+            # Copy the rows from a memory map of the file. They cannot be read straight into `out` if they
+            # must be transposed or byte-swapped. If they are only too short, that would be possible, but
+            # slow.
             stored = file.mapped(offset + lines.start * row, block.shape[0] * row).view(encoding.dtype)
             np.copyto(block, stored.reshape(block.shape), casting="equiv")
             return
@@ -197,7 +202,7 @@ class DirectChunks:
     def _decode(
         self, number: tuple[int, int], stored: Array, wanted: tuple[slice, slice], out: Array
     ) -> None:
-        """Decode a compressed chunk from its bytes `stored`, and copy its part `wanted` to `out`."""
+        """Decode a compressed chunk from its bytes `stored`. Copy its rows and columns `wanted` to `out`."""
         into = out if out.shape == self.chunk and out.flags.c_contiguous else None
         try:
             elements = self.encoding.decode(stored, self.chunk, into)
@@ -233,16 +238,16 @@ class DirectChunks:
 def _cut(
     block: tuple[Range, Range], chunk: tuple[int, int]
 ) -> Iterator[tuple[tuple[int, int], tuple[Range, Range]]]:
-    """Yield the indices of every chunk that overlaps a block, and the rows and columns that they share."""
+    """Yield the indices of every chunk that overlaps a block, and its rows and columns inside the block."""
     for i, rows in _chunks(block[0], chunk[0]):
         for j, cols in _chunks(block[1], chunk[1]):
             yield (i, j), (rows, cols)
 
 
 def _part(array: Array, block: tuple[Range, Range], part: tuple[Range, Range]) -> Array:
-    """Return a view of the part of `array` that has the rows and columns `part` of the matrix.
+    """Return the view of `array` that contains the rows and columns `part` of the matrix.
 
-    `array` contains the rows and columns `block` of the matrix.
+    `array` contains a larger block of the matrix, the rows and columns `block`.
     """
     (top, _), (left, _) = block
     (r0, r1), (c0, c1) = part
@@ -250,7 +255,7 @@ def _part(array: Array, block: tuple[Range, Range], part: tuple[Range, Range]) -
 
 
 def _chunks(span: Range, chunk: int) -> list[tuple[int, Range]]:
-    """Return the index of every chunk that overlaps a range along one axis, and the part that they share."""
+    """Return the index of every chunk that overlaps a range along one axis, and its part of the range."""
     start, stop = span
     return [
         (i, (max(start, i * chunk), min(stop, (i + 1) * chunk)))

@@ -58,19 +58,22 @@ class Encoding:
         return self.order == "C" and self.dtype.isnative
 
     def decode_bytes(self, size: int) -> int:
-        """Return the bytes of memory that decoding a chunk of `size` bytes takes, without its destination."""
+        """Return the bytes of temporary memory that decoding a chunk takes, without the destination.
+
+        `size` is the size of the decoded chunk in bytes.
+        """
         if self.compressor is None:
             return 0
         # bz2 and lzma decode a chunk in parts and join the parts, so that the chunk is in memory twice.
         return size if self.compressor.codec_id in (*_INTO_MEMORY, "gzip", "zlib") else 2 * size
 
     def encode_bytes(self, size: int) -> int:
-        """Return the bytes of memory that encoding and writing a chunk of `size` bytes takes.
+        """Return the bytes of temporary memory that encoding and writing a chunk takes, without the input.
 
-        This does not count the source.
+        `size` is the size of the chunk before compression, in bytes.
         """
-        # Without a compressor, only the bytes of the file are in memory. With one, the reordered elements and
-        # the compressor's output are in memory too, each of about the size of the chunk.
+        # Every chunk takes a buffer for the content of its file. A compressed one also takes a buffer for the
+        # elements in stored order, and one for the compressor's output. Each buffer has about `size` bytes.
         return padded(size + CHECKSUM_BYTES * self.checksum) * (1 if self.compressor is None else 3)
 
     def decode(self, stored: Array, shape: tuple[int, int], into: Array | None) -> Array:
@@ -101,9 +104,12 @@ class Encoding:
     def encode(self, part: Array, shape: tuple[int, int], fill: Any) -> tuple[Array, int]:
         """Encode a chunk. Return an array that begins with the bytes to store, and the number of these bytes.
 
-        `shape` is the shape of the chunk. `part` contains its elements inside the matrix, from the upper left
-        corner on. All other elements get the value `fill`. The array is padded so that direct I/O can write
-        it. It may be `part` itself or scratch memory of this thread, which is valid only until the next call.
+        `shape` is the shape of the chunk. `part` contains those of its elements that are inside the matrix.
+        They are its upper left corner. All other elements get the value `fill`.
+
+        The returned array is `part` itself, if it is already sector-aligned and in the stored form. Otherwise
+        it is scratch memory of this thread, which is valid only until the next call, and is padded to whole
+        pages. Direct I/O can write both.
         """
         size = shape[0] * shape[1] * self.dtype.itemsize
         unchanged = part.shape == shape and self.in_place
@@ -169,7 +175,8 @@ def from_v3(codecs: Sequence[Mapping[str, Any]], dtype: np.dtype[Any]) -> Encodi
     if names[:1] != ["bytes"]:
         return None
     endian = codecs[0].get("configuration", {}).get("endian", "little")
-    # dtype.kind is "V" for bfloat16. NumPy cannot swap its bytes, so opening the array raises the error.
+    # dtype.kind is "V" for bfloat16, whose bytes NumPy cannot swap. `open_zarr` raises the error for such
+    # arrays.
     if dtype.kind == "V" and endian != "little":
         return None
     dtype = dtype.newbyteorder(">" if endian == "big" else "<")
@@ -229,7 +236,8 @@ def _decoded_size(compressor: Any, stored: Array) -> int | None:
 def _decoded(compressor: Any, stored: Array, size: int) -> Array:
     """Decompress a chunk into new memory. `size` is the number of bytes that a valid chunk decodes to."""
     if compressor.codec_id == "gzip":
-        # This allocates `size` bytes at once. The numcodecs codec would read through a file object instead.
+        # zlib.decompress allocates the whole result at once. The gzip codec of numcodecs would decode in
+        # parts and join the parts.
         data = zlib.decompress(stored.data, 31, size + 1)
         if len(data) == size:
             return np.frombuffer(data, np.uint8)

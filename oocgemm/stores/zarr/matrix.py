@@ -36,9 +36,10 @@ PARTIAL = re.compile(r"\.[0-9a-f]{32}\.partial$")
 
 
 def _batch_bytes(chunk: tuple[int, int], itemsize: int) -> int:
-    """Return the maximum bytes of all chunks that one call to zarr reads or writes.
+    """Return the maximum size, before compression, of the chunks that one call to zarr reads or writes.
 
-    This is one large chunk, or for small chunks a batch of `BATCH_BYTES`, which may exceed that by a chunk.
+    A chunk of at least `BATCH_BYTES` has a call of its own. Smaller chunks share a call. Their total size is
+    then below `BATCH_BYTES` plus one chunk.
     """
     size = chunk[0] * chunk[1] * itemsize
     return size if size >= BATCH_BYTES else BATCH_BYTES + size
@@ -47,15 +48,16 @@ def _batch_bytes(chunk: tuple[int, int], itemsize: int) -> int:
 class ZarrMatrix:
     """A matrix in a zarr array of format 2 or 3.
 
-    If the array is local and `codecs` knows its encoding, this package reads and writes its chunk files
-    directly (`DirectChunks`). Otherwise zarr does.
+    If the array is local and the module `codecs` supports its encoding, this package reads and writes its
+    chunk files directly (`DirectChunks`). Otherwise zarr does.
     """
 
     def __init__(self, name: str, array: "zarr.Array[Any] | Metadata", *, unchanging: bool = False) -> None:
         """Wrap an array that zarr opened, or one whose metadata was read without zarr.
 
-        `name` is its name in messages. With `unchanging`, nobody may write to the array during the run. Files
-        of chunks that are deleted during the run are then detected.
+        `name` is its name in messages. `unchanging` promises that nobody writes to the array during the run.
+        If `DirectChunks` reads the array, it then raises an error for a chunk whose file may have been deleted
+        during the run.
         """
         self.shape, self.dtype = checked(name, array.shape, array.dtype)
         self.name = name
@@ -70,25 +72,25 @@ class ZarrMatrix:
         found = self._metadata
         self._unchanging = unchanging
         self.direct = _direct_chunks(found, unchanging)
-        # If zarr reads the array: the array object to use, and whether it can read into contiguous memory
-        # only.
+        # If zarr reads: the array object to read from, and whether it can only fill contiguous memory.
         self._read, self._contiguous = self._array, False
         if not self.direct:
             from oocgemm.stores.zarr.through import reader
 
             self._read, self._contiguous = reader(self.array)
-        # `_writer` writes chunk files directly, and `_written` is the array if zarr writes. `_target` is the
-        # folder to which both write. `redirect_writes` changes them.
+        # `_writer` writes chunk files. If it is None or there are shards, zarr writes to the array
+        # `_written`. `_target` is the folder of the files, None for a remote array. `redirect_writes` changes
+        # these attributes.
         self._writer, self._written, self._target = self.direct, self._array, found.folder
         self._writes_directly = self.direct is not None and self.direct.shards is None
         chunk = (max(1, int(found.chunks[0])), max(1, int(found.chunks[1])))
         shards = found.shards or chunk
         shard = (max(1, int(shards[0])), max(1, int(shards[1])))
         size = self.dtype.itemsize
-        # A thread that reads through zarr has a chunk in memory as stored and as decoded. If zarr can read
-        # into contiguous memory only, the chunk is in a contiguous buffer as well.
+        # A call that reads chunks through zarr holds them in memory as stored and as decoded. If zarr can
+        # only read into contiguous memory, it also holds them in a contiguous buffer.
         decode_bytes = (3 if self._contiguous else 2) * _batch_bytes(chunk, size)
-        # A thread that writes through zarr has the elements, their encoding, and the bytes of the file.
+        # A call that writes through zarr holds the elements, the codecs' output and the file's content.
         encode_bytes = 3 * _batch_bytes(shard, size)
         if self.direct:
             decode_bytes = self.direct.encoding.decode_bytes(self.direct.chunk_bytes)
@@ -147,7 +149,7 @@ class ZarrMatrix:
     def _failing(self, rows: Range, cols: Range, out: Array) -> str:
         """Find the first chunk of a block that cannot be read. Return the key of its file (chunk or shard).
 
-        `out` is overwritten.
+        Chunks are read into `out` to find it, so the content of `out` is lost.
         """
         for r, c in pieces(rows, cols, self.layout.read_chunk, 1):
             number = r[0] // self.layout.write_chunk[0], c[0] // self.layout.write_chunk[1]
@@ -160,7 +162,7 @@ class ZarrMatrix:
     def write(self, rows: Range, cols: Range, data: Array) -> None:
         if not self._owns(rows, cols):
             raise ExecutionError(
-                f"{self.name}[{rows[0]}:{rows[1]}, {cols[0]}:{cols[1]}] shares chunks with other writers"
+                f"{self.name}[{rows[0]}:{rows[1]}, {cols[0]}:{cols[1]}] covers only a part of some chunks"
             )
         if self._writer is not None and self._writes_directly:
             self._writer.write(rows, cols, data)
@@ -181,8 +183,8 @@ class ZarrMatrix:
                 shutil.copyfile(self.folder / name, folder / name)
         import zarr
 
-        # By default zarr does not write a chunk that has only the fill value. Here it must: otherwise the
-        # old chunk would stay in C.
+        # By default zarr writes no file for a chunk that has only the fill value. `apply_redo` would then
+        # leave the old chunk in C, so zarr must write a file for every chunk.
         opened = zarr.open_array(folder, mode="r+")
         self._written = opened.with_config({"write_empty_chunks": True})
 
@@ -196,9 +198,9 @@ class ZarrMatrix:
         for name in names:
             target = self.folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
-            with suppress(FileNotFoundError):  # an earlier call, interrupted by a crash, has moved the file
+            with suppress(FileNotFoundError):  # an earlier call moved the file before a crash
                 os.replace(self._target / name, target)
-        sync_names(self.folder, names)  # `sync_block` has flushed the contents of the files
+        sync_names(self.folder, names)  # `sync_block` flushed the contents before
 
     def set_finished(self, finished: bool) -> None:
         mark = None if finished else UNFINISHED[ATTRIBUTE]
@@ -232,9 +234,9 @@ class ZarrMatrix:
         return (f"{folder}/{key(number)}" for number in spread(*grid))
 
     def reserve(self) -> None:
-        """Check that the disk has room for all chunks of a local, uncompressed array. Raises `InputError`.
+        """Raise `InputError` if the disk has too little room for all chunks of the array.
 
-        Nothing is checked for other arrays, since the size of their chunk files is not known before.
+        Check only a local array that is neither compressed nor sharded: other files have no known size.
         """
         if self.raw and free_bytes(str(self.folder)) < raw_bytes(
             self.shape, self.layout.write_chunk, self.dtype.itemsize
@@ -244,8 +246,8 @@ class ZarrMatrix:
     def missing_bytes(self) -> int:
         """Estimate the disk space of the chunks of a local array that are not stored yet, in bytes.
 
-        Compressed chunks are assumed to take as much as the average of those that are stored. For
-        uncompressed chunks the result is exact.
+        If the chunks are compressed, each missing one is assumed to take the average size of those that are
+        stored. For uncompressed chunks the result is exact.
         """
         stored = []
         names = self._names((0, self.shape[0]), (0, self.shape[1]))
@@ -276,7 +278,7 @@ class ZarrMatrix:
         return self._metadata.folder
 
     def _names(self, rows: Range, cols: Range) -> list[str]:
-        """Return the names of the files (chunks or shards) of a block, relative to the array's folder."""
+        """Return the paths, within the array's folder, of the files (chunks or shards) of a block."""
         numbers = (
             range(span[0] // chunk, -(-span[1] // chunk))
             for span, chunk in zip((rows, cols), self.layout.write_chunk, strict=True)
@@ -284,7 +286,10 @@ class ZarrMatrix:
         return [self._metadata.key(number) for number in product(*numbers)]
 
     def _owns(self, rows: Range, cols: Range) -> bool:
-        """Return whether a block has only whole chunks, except at the edges: no other writer shares them."""
+        """Return whether a block consists of whole chunks or, in a sharded array, of whole shards.
+
+        A chunk or shard that extends beyond the edge of the matrix counts as whole.
+        """
         return all(
             start % chunk == 0 and (stop % chunk == 0 or stop == extent)
             for (start, stop), chunk, extent in zip(

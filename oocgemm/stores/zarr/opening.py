@@ -54,7 +54,10 @@ def _no_array(name: str, path: str, error: Exception, writable: bool) -> InputEr
 
 
 def _check_thread(name: str, path: str, error: Exception) -> None:
-    """Raise `ExecutionError` if `error` means that zarr could not start a thread: the array may be valid."""
+    """Raise `ExecutionError` if `error` means that zarr could not start a thread.
+
+    The array may be valid then, so an `InputError` would blame the wrong object.
+    """
     if isinstance(error, RuntimeError) and "new thread" in str(error):
         raise ExecutionError(
             f"{name} at {path}: the system cannot start a thread for zarr: {refusal(error)}"
