@@ -56,8 +56,8 @@ class ZarrMatrix:
         """Wrap an array that zarr opened, or one whose metadata was read without zarr.
 
         `name` is its name in messages. `unchanging` promises that nobody writes to the array during the run.
-        If `DirectChunks` reads the array, it then raises an error for a chunk whose file may have been deleted
-        during the run.
+        If `DirectChunks` reads the array, it then raises an error for a chunk whose file may have been
+        deleted during the run.
         """
         self.shape, self.dtype = checked(name, array.shape, array.dtype)
         self.name = name
