@@ -238,7 +238,7 @@ def test_a_run_with_a_repaired_operand_resumes_if_trusted(here: Path) -> None:
     path.write_bytes(whole[:-8])
     done = run("a", "b", "c", *TILE)
     assert (done.code, "damaged or truncated" in done.err) == (EXIT_FAILED, True)
-    assert "--resume computes the others (with --trust-operands too" in done.err
+    assert "--resume computes the others (add --trust-operands if" in done.err
     path.write_bytes(whole)
     refused = run("a", "b", "c", *TILE, "--resume")
     assert (refused.code, "pass --trust-operands" in refused.err) == (EXIT_USAGE, True)
