@@ -608,7 +608,7 @@ def test_files_put_at_c_by_others_are_kept(here: Path, c: str) -> None:
     assert done.code == (EXIT_USAGE if c == "c" else EXIT_FAILED)
     assert stored(c) == bytes(C.data)
     if c == "c.npy":
-        assert "another file was put at its path; the result is in" in done.err
+        assert "another file was put at C's path; the result is in" in done.err
         Path(c).unlink()
         assert run("a", "b", c, "--resume").code == 0
         np.testing.assert_allclose(np.load(c), A @ B)

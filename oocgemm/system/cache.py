@@ -125,7 +125,7 @@ def load(backend: str, device: str | None) -> tuple[Calibration | None, str]:
         try:
             found = Calibration.from_dict(json.loads(path.read_text(encoding="utf-8")))
             if (found.machine, found.backend) != (key, backend):
-                raise ValueError("it belongs to another machine")
+                raise ValueError("the calibration is of another machine")
         except (OSError, ValueError, RecursionError) as error:
             reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
             notes.append(f"{path} is ignored: {reason}")
