@@ -89,7 +89,7 @@ def test_other_operands_are_input_errors(operand: Any, part: str) -> None:
     [
         ("float32", 1e39, "= 1e+39 is beyond float32 (at most 3.4028235e+38)"),
         ("float32", -1e39, "= -1e+39 is beyond float32 (at most 3.4028235e+38)"),
-        ("float16", 1e39, "= 1e+39 is beyond float32 (at most 3.4028235e+38), which float16 operands"),
+        ("float16", 1e39, "= 1e+39 is beyond float32 (at most 3.4028235e+38), the dtype in which float16"),
         ("complex64", 1 + 1e39j, "= 1+1e+39j is beyond complex64 (at most 3.4028235e+38)"),
         ("float32", 1e-60, "= 1e-60 rounds to 0 in float32 (at least 1.4012985e-45)"),
     ],

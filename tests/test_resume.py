@@ -238,7 +238,7 @@ def test_a_run_with_a_repaired_operand_resumes_if_trusted(here: Path) -> None:
     path.write_bytes(whole[:-8])
     done = run("a", "b", "c", *TILE)
     assert (done.code, "damaged or truncated" in done.err) == (EXIT_FAILED, True)
-    assert "--resume computes the others (with --trust-operands too" in done.err
+    assert "--resume computes the others (add --trust-operands if" in done.err
     path.write_bytes(whole)
     refused = run("a", "b", "c", *TILE, "--resume")
     assert (refused.code, "pass --trust-operands" in refused.err) == (EXIT_USAGE, True)
@@ -608,7 +608,7 @@ def test_files_put_at_c_by_others_are_kept(here: Path, c: str) -> None:
     assert done.code == (EXIT_USAGE if c == "c" else EXIT_FAILED)
     assert stored(c) == bytes(C.data)
     if c == "c.npy":
-        assert "another file was put at its path; the result is in" in done.err
+        assert "another file was put at C's path; the result is in" in done.err
         Path(c).unlink()
         assert run("a", "b", c, "--resume").code == 0
         np.testing.assert_allclose(np.load(c), A @ B)

@@ -24,10 +24,10 @@ from oocgemm.timeline import Report, Timeline, in_place, same_product
 from oocgemm.timeline.verdict import COMPUTE
 
 TRAFFIC = ("read", "h2d", "d2h", "write")
-# Widths of the Gantt chart in characters: lane names, everything but the bars, and the narrowest bars.
-LANE_WIDTH = 8
+LANE_WIDTH = 8  # characters for a lane's name in the Gantt chart
+# Characters in a line of the Gantt chart for everything except the bar, and the minimum for the bar.
 GANTT_MARGIN, MIN_GANTT = LANE_WIDTH + 3, 10
-SELDOM = 10.0  # seconds between progress lines where there is no terminal, as in `reports.progress`
+SELDOM = 10.0  # seconds between progress lines if stderr is not a terminal
 
 
 def console() -> Console:
@@ -125,7 +125,7 @@ def _print_model(out: Console, name: str, calibrated: bool) -> None:
 
 
 def _print_considered(out: Console, plan: Plan) -> None:
-    """Print the plans considered, with the time of each lane, or of the longest on a narrow terminal."""
+    """Print the plans considered, with each lane's time; on a narrow terminal, only the longest lane's."""
     out.print()
     rows = plan.explain()
     lanes = [lane for lane in plan.prediction.lanes if any(row["lanes"][lane] for row in rows)]
@@ -202,7 +202,7 @@ def print_report(report: Report, timeline: Timeline, *, advise: bool = False) ->
         rate = format_rate(moved / figures["busy"]) if moved and figures["busy"] else ""
         if lane == "compute" and figures["busy"]:
             rate = format_rate(report.flops / figures["busy"], "FLOP")
-        # If chunks are decoded, the bytes of reading are counted in the decode lane.
+        # If there is no read lane, decode shows the bounds of reading. So does encode for writing.
         through = {"decode": "read", "encode": "write"}.get(lane, lane)
         link = report.traffic.get(lane if through in report.lanes else through, {})
         bounds = (format_size(link[x]) if link.get(x) is not None else "" for x in ("required", "least"))  # type: ignore[arg-type]
@@ -219,7 +219,7 @@ def print_report(report: Report, timeline: Timeline, *, advise: bool = False) ->
 
 
 def _uncalibrated(report: Report, timeline: Timeline) -> bool:
-    """Tell whether a calibration would give the run an efficiency. It measures neither tf32 nor bf16."""
+    """Tell whether a calibration would add the efficiency to the report. It cannot for tf32 and bf16."""
     compute = timeline.header.get("plan", {}).get("problem", {}).get("compute", "native")
     return report.efficiency is None and not report.unfinished and compute not in ("tf32", "bf16")
 
@@ -234,8 +234,8 @@ def print_verification(found: Verification) -> None:
     if found:
         out.print(
             f"An error in one row of a group that exceeds rounding is missed with a probability of at most "
-            f"{100 * found.miss_probability:.2g}%; an element off by more than {2 * found.tolerance:.2g} is "
-            "never missed"
+            f"{100 * found.miss_probability:.2g}%; a single wrong element in it, off by more than "
+            f"{2 * found.tolerance:.2g}, is never missed"
         )
     model = {
         "probabilistic": "rounding errors are independent and of mean 0 (Higham and Mary, 2019)",
@@ -269,7 +269,7 @@ def _print_checks(out: Console, checks: dict[str, Any]) -> None:
 
 
 def print_comparison(names: Sequence[str], reports: Sequence[Report], timelines: Sequence[Timeline]) -> None:
-    """Print two runs side by side. Compare their times and bytes only if both computed the same product."""
+    """Print two runs side by side. Changes of times and bytes are shown only for runs of the same product."""
     out = console()
     for name, report, timeline in zip(names, reports, timelines, strict=True):
         out.print(f"[bold]{escape(name)}[/]  {escape(' '.join(diagnosis_lines(report, timeline)))}")
@@ -314,7 +314,7 @@ def print_info(found: dict[str, Any]) -> None:
         f"{format_size(here['available'])} available; {here['platform']}",
         **{name: _engine(engine) for name, engine in engines.items()},
     }.items():
-        out.print(f"[bold]{name:<9}[/] {escape(text)}", soft_wrap=name in engines)  # not wrapped
+        out.print(f"[bold]{name:<9}[/] {escape(text)}", soft_wrap=name in engines)
     there = {name: engine for name, engine in engines.items() if "missing" not in engine}
     out.print()
     table = table_of("rates", *there)
@@ -356,7 +356,7 @@ def _rate(engine: dict[str, Any], name: str, rate: float | None, unit: str) -> s
 
 @contextmanager
 def doing(enabled: bool) -> Iterator[Callable[[str], None]]:
-    """Yield a function that takes the name of the present task. Show it with the elapsed time on stderr.
+    """Yield a function that takes the present task's name. Show this name and the elapsed time on stderr.
 
     A terminal shows one line, which is removed at the end. Other outputs get a line every `SELDOM` seconds.
     """
@@ -381,7 +381,7 @@ def _lines(console: Console) -> Iterator[Callable[[str], None]]:
         nonlocal task
         task = what
 
-    def repeat() -> None:  # runs in a thread, since `say` may not be called for long
+    def repeat() -> None:  # runs in a thread of its own, since minutes may pass between calls of `say`
         while not ended.wait(SELDOM):
             console.print(f"{format_time(perf_counter() - started)}  {task}", soft_wrap=True, markup=False)
 

@@ -89,8 +89,8 @@ def print_bench(result: dict[str, Any], rows: list[dict[str, Any]]) -> None:
             last = shape
         _print_unfolded(out, table)
     out.print(
-        "\nflop/byte, loads and stores (sectors of 32 bytes) and bank conflicts are computed, before caches; "
-        "the time of small products is that of the launch"
+        "\nflop/byte, loads and stores (sectors of 32 bytes) and bank conflicts are computed as if without "
+        "caches; the time of small products is that of a launch"
     )
     if "not_counted" in result:
         out.print(f"\nno counters of the device: {escape(result['not_counted'])}", soft_wrap=True)
@@ -114,7 +114,10 @@ def _product_of(row: dict[str, Any]) -> str:
 
 
 def print_tuning(tuning: Tuning, path: str) -> None:
-    """Print the rates of the kernels by dtype and class of shapes, such as thin, fastest first."""
+    """Print a table of kernels and their rates, per dtype and class of shapes ("square", "update", "thin").
+
+    Within a class, the fastest kernel comes first.
+    """
     out = console()
     table = table_of("dtype", "class", "kernel", "TFLOP/s", "parameters")
     for dtype, classes in tuning.rungs.items():

@@ -1,4 +1,4 @@
-"""Stop a run promptly at SIGINT and SIGTERM, even in a long read, a long multiplication or on a full disk."""
+"""Stop a run promptly at SIGINT and SIGTERM, even if the main thread is in a long library call."""
 
 import os
 import signal
@@ -11,8 +11,8 @@ from types import FrameType
 from oocgemm.system.threads import start
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# Seconds that a run has to stop after a signal; then the process exits at once. Kept short, since the system
-# needs more time after that to reclaim the memory of the process.
+# Seconds that a run has to stop after a signal. Then the process exits at once. The limit is short, since the
+# system needs further time after the exit to reclaim the memory of the process.
 PATIENCE = 1.2
 
 
@@ -37,13 +37,14 @@ def stopping(farewell: Callable[[], None]) -> Iterator[None]:
 
     def leave(number: int) -> None:
         if sys.stderr.isatty():
-            sys.stderr.write("\x1b[?25h")  # a progress display hides the cursor
+            sys.stderr.write("\x1b[?25h")  # show the cursor, which a progress display hides
         farewell()
         sys.stderr.flush()
         os._exit(128 + number)
 
     def watch() -> None:
-        # The signal's number arrives here at once, even while the main thread is inside a library call.
+        # A signal writes its number to this pipe at once. `interrupt` is called only after the main thread
+        # has returned from a library call, which may take longer than `PATIENCE`.
         if (arrived := os.read(reading, 1)) and not ended.wait(PATIENCE):
             leave(arrived[0])
 
@@ -70,7 +71,7 @@ def stopping(farewell: Callable[[], None]) -> Iterator[None]:
         signal.set_wakeup_fd(old)
         for number, handler in before.items():
             signal.signal(number, handler)
-        os.close(writing)  # ends the watcher's read
+        os.close(writing)  # ends the read in `watch`
         if watcher.is_alive():
             watcher.join()
         os.close(reading)

@@ -105,7 +105,7 @@ def bench_group() -> None:
     multiple=True,
     metavar="MxNxK",
     type=Size(),
-    help="Product to time, such as 4096x4096x1024; may be repeated.  [default: many]",
+    help="Product to time, such as 4096x4096x1024; may be repeated.  [default: many shapes]",
 )
 @click.option(
     "--seconds",
@@ -121,21 +121,26 @@ def bench_group() -> None:
     type=click.FloatRange(min=0),
     default=1.0,
     show_default=True,
-    help="Skip products that take longer than this, in seconds.",
+    help="Time limit of a single product, in seconds. A product that would take a kernel longer is skipped.",
 )
 @click.option(
     "--svg",
     type=click.Path(dir_okay=False),
     help="Write a chart of the rates of square products to this file, as SVG.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, with all variants.")
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print one JSON object. It has all variants of a kernel; the tables show only the fastest.",
+)
 def bench_kernels(as_json: bool, svg: str | None, **options: Any) -> None:
     """Time the kernels of this package against cuBLAS.
 
     By default it times products of random matrices of many shapes: square (8 to 16384), odd, thin, and
     updates of a 12288 x 12288 tile of C. Kernels and cuBLAS take turns, and the median of several samples is
     shown. Loads, stores and bank conflicts are computed from the kernel's definition. If ncu (Nsight Compute)
-    is on PATH and may read the GPU's counters, it also counts them, in one launch per kernel.
+    is on PATH and may read the GPU's counters, the command also counts them, in one launch per kernel.
 
     Example: oocgemm bench kernels --dtype float32 --size 4096x4096x1024
     """

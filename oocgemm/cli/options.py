@@ -61,8 +61,8 @@ PROBLEM = (
         type=click.Choice(list(dict.fromkeys(k for kernels in backends.KERNELS.values() for k in kernels))),
         default="auto",
         show_default=True,
-        help="On the host blas; on cuda cublas or a kernel of this package. auto uses the fastest that "
-        "`oocgemm tune` has measured; cublas if it has measured none.",
+        help="blas on the host backend; cublas or a kernel of this package on cuda. auto uses the fastest "
+        "kernel that `oocgemm tune` has measured, or cublas if it has measured none.",
     ),
     click.option(
         "--out-dtype",
@@ -111,7 +111,7 @@ PROBLEM = (
 
 
 def taking(*options: Callable[[F], F]) -> Callable[[F], F]:
-    """Return a decorator that adds options to a command, in this order."""
+    """Return a decorator that adds options to a command. The help text lists them in the given order."""
 
     def apply(function: F) -> F:
         for option in reversed(options):
@@ -124,7 +124,7 @@ def taking(*options: Callable[[F], F]) -> Callable[[F], F]:
 def transposes(options: dict[str, Any]) -> dict[str, Any]:
     """Replace the flags --transpose-a, --adjoint-a and those of b by the options trans_a and trans_b.
 
-    Raises `click.UsageError` if both are given for one operand.
+    Raises `click.UsageError` if one operand has both flags, transpose and adjoint.
     """
     for side in "ab":
         transpose, adjoint = options.pop(f"transpose_{side}"), options.pop(f"adjoint_{side}")

@@ -30,7 +30,7 @@ from oocgemm.planning import Plan
 from oocgemm.planning.units import format_size
 from oocgemm.reports.progress import progress_display
 
-MIN_REPORT_ROOM = 256 << 20  # bytes of memory that a report may take even if the run had less
+MIN_REPORT_ROOM = 256 << 20  # bytes that a report may take even if the budgets of the run are smaller
 
 
 @click.command()
@@ -91,7 +91,7 @@ def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> N
     except (ExecutionError, BackendError, MemoryError, KeyboardInterrupt) as error:
         error.add_note(resume.resume_hint(c))
         if isinstance(error, ExecutionError) and resume.resume_hint(c):
-            error.add_note("(with --trust-operands too, if files of A or B are repaired before)")
+            error.add_note("(add --trust-operands if you repair files of A or B first)")
         raise
     planned = result.plan
     if not quiet:
@@ -121,20 +121,23 @@ def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> N
 
 
 def _too_long(result: Result) -> str:
-    """Return a note if the report of a run would take more memory than the run; otherwise an empty string."""
+    """Return a note if the report would take more memory than the budgets of the run; otherwise "".
+
+    A report of up to `MIN_REPORT_ROOM` bytes is always shown.
+    """
     budgets = result.plan.budgets
     room = max(MIN_REPORT_ROOM, budgets.host + (budgets.device if result.plan.machine.unified else 0))
     if result.report_bytes <= room:
         return ""
     return (
         f"Note: no report is shown: for {result.log.spans} operations it would take "
-        f"{format_size(result.report_bytes)} of memory, more than the {format_size(room)} of the run. To get "
-        "one, run with --timeline FILE and call oocgemm report FILE"
+        f"{format_size(result.report_bytes)} of memory, more than the {format_size(room)} allowed for it. To "
+        "get a report, run with --timeline FILE and call oocgemm report FILE"
     )
 
 
 def _noting(progress: Callable[[Plan], Observer]) -> Callable[[Plan], Observer]:
-    """Return a progress callback that first prints the note of the plan."""
+    """Return a progress callback that prints the plan's note, if it has one, before it calls `progress`."""
 
     def begin(planned: Plan) -> Observer:
         if planned.note:
@@ -156,7 +159,7 @@ def plan(a: str, b: str, c: str | None, as_json: bool, explain: bool, **options:
     """Show how a product would be computed.
 
     It shows tiles, memory, traffic and predicted time. No GPU is used, and nothing is written. With --backend
-    cuda, pass --device-memory.
+    cuda, pass --device-memory, since the GPU's free memory is not queried.
 
     Example: oocgemm plan A.zarr B.zarr --backend cuda --device-memory 16GiB
     """

@@ -25,9 +25,10 @@ LOCALE = ("LC_ALL", "LC_CTYPE", "LANG")
 
 
 class _Descriptor(io.FileIO):
-    """The raw stream of a file descriptor. It drops output once the reader of a pipe has exited.
+    """A raw output stream that drops all further output after its first error.
 
-    Other errors are raised once, as `ExecutionError`; a `lossy` descriptor drops the output instead.
+    The first error is raised as `ExecutionError`. It is not raised if the stream is `lossy`, or if it means
+    that the reader of a pipe has exited.
     """
 
     def __init__(self, number: int, *, lossy: bool) -> None:
@@ -39,7 +40,7 @@ class _Descriptor(io.FileIO):
             return super().write(data)
         except OSError as error:
             null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, self.fileno())  # drops buffered data and output of child processes too
+            os.dup2(null, self.fileno())  # drops later output, of child processes too
             os.close(null)
             if not (self._lossy or error.errno == errno.EPIPE):
                 raise ExecutionError(f"the output cannot be written: {error.strerror}") from error
@@ -57,7 +58,7 @@ def use_safe_streams() -> None:
 
 
 def _safe(stream: TextIO | None, *, lossy: bool) -> TextIO:
-    if stream is None:  # closed by the parent process
+    if stream is None:  # the parent process has closed this stream
         return open(os.devnull, "w", encoding="utf-8")
     if not isinstance(stream, io.TextIOWrapper):
         return stream
@@ -72,7 +73,10 @@ def _safe(stream: TextIO | None, *, lossy: bool) -> TextIO:
 
 
 def _encoding(usual: str) -> str:
-    """Return the `usual` encoding of a stream, or ASCII in the C locale, for which Python uses UTF-8."""
+    """Return the `usual` encoding of a stream; ASCII if the environment chooses the C locale.
+
+    In the C locale Python would encode as UTF-8, which a terminal of that locale may not show.
+    """
     chosen = next(filter(None, (os.environ.get(name) for name in LOCALE)), "")
     explicit = "PYTHONIOENCODING" in os.environ or "PYTHONUTF8" in os.environ
     return "ascii" if chosen in ("C", "POSIX") and not explicit else usual

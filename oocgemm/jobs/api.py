@@ -96,9 +96,9 @@ def gemm(
         device: number of the CUDA device, 0 by default.
         overwrite: replace the contents of an array that exists at the path `c`. The array must have C's shape
             and dtype.
-        resume: continue the unfinished run that wrote to `c`, a local path. Its plan is used, and the
-            arguments must be the same, except the budgets. If there is no such run, start one; if it is
-            complete, do nothing.
+        resume: continue the unfinished run that wrote to `c`, a local path. The plan of that run is used. All
+            arguments except the budgets must be those of that run. If nothing exists at `c`, start a run; if
+            the run is complete, do nothing.
         trust_operands: with `resume`, accept files of A or B that have changed since the run began. Finished
             tiles are not computed again.
         timeline: path of a log of every operation, for `oocgemm report`. It is written during the run.
@@ -116,8 +116,8 @@ def gemm(
         BackendError: a device, kernel or library is missing. `OutOfMemoryError`: the memory that the budgets
             allow is not available. Nothing was written.
         ExecutionError: the run failed, for example because a sum of int8 products overflows C. If C is at a
-            local path and one of its tiles is complete, C remains, with a journal to `resume` from. Otherwise
-            a C that the run created is removed.
+            local path and at least one tile is complete, C remains, with a journal to `resume` from.
+            Otherwise a C that the run created is removed.
     """
     if plan is None:
         check_names("gemm", options, PLAN_OPTIONS | RUN_OPTIONS)

@@ -15,7 +15,9 @@ def budgets_of(
 ) -> Budgets:
     """Return the budgets in bytes. A budget that is None becomes a share of the free memory.
 
-    `free` returns the free memory of the device, in bytes. On the host backend, both budgets are RAM.
+    On cuda, the shares are 90% of the free device memory and half of the available RAM. On the host backend,
+    both budgets are RAM, and the shares are 37.5% and 12.5% of the available RAM. `free` returns the free
+    memory of the device, or on the host backend the available RAM, in bytes.
     """
     on_host = backend == "host"
     if device_memory is not None:
@@ -70,7 +72,7 @@ def _within(memory: int, plan: Callable[[Budgets], Plan]) -> Plan:
 def check_memory(plan: Plan, request: Request) -> None:
     """Raise `OutOfMemoryError`, with budgets that fit, if a plan needs more than the available memory.
 
-    Without this check the system might grant the memory, and kill a process when the run writes to it.
+    Without this check the system might grant the memory, and kill a process when the run writes to the pages.
     """
     needed = plan.footprint.host_total + (plan.footprint.device_total if plan.machine.unified else 0)
     free = available_memory()

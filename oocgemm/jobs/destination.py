@@ -78,11 +78,11 @@ class Destination:
             stores.check_apart("C", self.path, operand)
 
     def layout(self, problem: GemmProblem, chunks: tuple[int, int] | None, compressor: str | None) -> Layout:
-        """Return the layout of a new C in storage. Without `chunks` the planner chooses their extents."""
+        """Return the layout of a new C in storage. If `chunks` is None, the planner chooses them."""
         return stores.new_layout(self.path or None, problem, chunks, compressor)
 
     def file_systems(self) -> set[str]:
-        """Return a set with the id of the file system of a new C; the empty set for C in memory."""
+        """Return the file systems that a new C is written to: a set with one id, empty for C in memory."""
         if not self.path:
             return set()
         return {"elsewhere" if self.kind is Kind.REMOTE else cache.file_system(self.path)}

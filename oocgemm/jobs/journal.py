@@ -14,7 +14,7 @@ line is ignored::
 A run writes in this order. `->` is an fsync of everything before it::
 
     lock the folder; header ->                                     C is unchanged so far
-    create C, or mark it as unfinished ->                          by an attribute of C
+    create C, or mark it as unfinished ->                          an attribute of a zarr array is the mark
     for each tile, beta = 0:     write chunks to C -> done ->
     for each tile, beta != 0:    write chunks to redo/ -> commit -> count -> move them into C -> done ->
     remove the mark from C ->
@@ -26,7 +26,7 @@ With beta = 0, writing a tile is idempotent: a tile that is not done is computed
 With beta != 0, the new content of a tile is computed from the old one, which stays until the new one is
 durable. If a run is killed before the commit, the tile is computed again from the old content of C. If it is
 killed after the commit, the new content is moved into C: chunk files are renamed, blocks of a .npy file are
-copied. Moving is idempotent, so each tile is applied exactly once.
+copied. Moving is idempotent, so beta is applied to each tile exactly once.
 
 A later run finds one of these states:
 
@@ -35,12 +35,12 @@ A later run finds one of these states:
     some tiles done, C marked      continue with the other tiles
     all tiles done                 remove the mark, and complete
 
-A tile counts as not done if its files differ from the fingerprint. With beta = 0 it is computed again. With
-beta != 0 its old content no longer exists, so `resume` is refused.
+A tile whose files differ from its fingerprint counts as not done. With beta = 0 it is computed again. With
+beta != 0 the old content of the tile no longer exists, so `resume` is refused.
 
-With beta != 0, a journal that has lost lines would cause tiles to be applied twice. Therefore the number of
-commits is stored in a file `count` next to the journal, before a commit changes C. If the journal lists fewer
-commits, `resume` is refused.
+With beta != 0, a journal that has lost lines would cause beta to be applied twice to some tiles. Therefore
+the number of commits is stored in a file `count` next to the journal, before a committed tile is moved into
+C. If the journal lists fewer commits than this number, `resume` is refused.
 
 The lock is flock(2) on a file in the folder. The system releases it when the process ends for any reason.
 """
@@ -69,8 +69,8 @@ FORMAT = 1
 JOURNAL, LOCK, REDO, COUNT = "journal", "lock", "redo", "count"
 # Extended attribute in which a complete .npy file stores the first and last lines of its journal.
 ATTRIBUTE = "user.oocgemm.journal"
-# Number of attempts to lock, and seconds between them. One failure does not prove that a run has the lock:
-# `owner`, in another process, takes it for an instant.
+# Number of attempts to lock, and seconds between them. One failure does not prove that a run has the lock: a
+# process that calls `owner` takes the lock for an instant.
 TRIES, PAUSE = 5, 0.02
 
 
@@ -86,15 +86,16 @@ class Record:
     done: frozenset[Tile]
     files: dict[Tile, str]
     committed: frozenset[Tile]
-    commits: int  # number of commit lines, of tiles that are done or not
+    commits: int  # number of tiles with a commit line, including those in `done`
     complete: dict[str, Any] | None
-    length: int  # bytes of the file without a torn last line
+    length: int  # length of the file in bytes, without a torn last line
 
 
 def read(folder: Path) -> Record | None:
-    """Return the record of the journal in a folder, or the one that a complete C stores, or None.
+    """Return the content of the journal for C; None if C has no journal.
 
-    Raises `InputError` for a journal that is damaged, truncated, missing after commits, or of another format.
+    The journal is in `folder`, or in an extended attribute of a complete .npy file. Raises `InputError` if it
+    is damaged, truncated or of another format, or if tiles were committed and it is missing.
     """
     path = folder / JOURNAL
     try:
@@ -117,12 +118,12 @@ def _kept_in_c(folder: Path) -> Record | None:
 
 
 def _record(path: Path, folder: Path, content: bytes) -> Record:
-    """Parse the content of a journal that was read at `path`. Raises `InputError` if it is damaged."""
+    """Parse the content of a journal, read from `path`. Raises `InputError` if the journal is damaged."""
     header: dict[str, Any] = {}
     files: dict[Tile, str | None] = {}
     commits: set[Tile] = set()
     complete: dict[str, Any] | None = None
-    whole = length = 0  # number of lines that are not torn, and their bytes
+    whole = length = 0  # number of lines that are not torn, and their total length in bytes
     torn = False
     for line in BytesIO(content):
         entry = _parsed(line[:-1]) if line.endswith(b"\n") else None
@@ -177,12 +178,12 @@ def _check_count(folder: Path, listed: int) -> None:
     except FileNotFoundError:
         return
     except (OSError, ValueError) as error:
-        raise InputError(f"C: cannot read {folder / COUNT}: {error}") from error
+        raise InputError(f"C: cannot read the number of commits in {folder / COUNT}: {error}") from error
     if committed > listed:
         raise InputError(
             f"the journal {folder / JOURNAL} lists {listed} committed tiles of C, but {committed} were "
-            "committed: it was truncated, and resuming would apply tiles twice; restore C from a copy, "
-            f"remove {folder} and run again"
+            "committed: it was truncated, and resuming would apply beta twice to some tiles; restore C "
+            f"from a copy, remove {folder} and run again"
         )
 
 
@@ -196,7 +197,7 @@ def owner(folder: Path) -> str | None:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return os.read(descriptor, 200).decode(errors="replace").strip()
-    except OSError:  # a file system without locks
+    except OSError:  # the file system does not support locks, so the owner is unknown
         return None
     finally:
         os.close(descriptor)
@@ -211,8 +212,8 @@ class Journal:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        # Number of parent folders to fsync: their entries for this folder, for C, and for parents that are
-        # created now must be durable.
+        # Number of parent folders to fsync. The directory entries of this folder and of C must be durable. So
+        # must those of the parents that do not exist yet and are created with this folder.
         self._levels = 2 + sum(not above.exists() for above in folder.parents[1:])
         self._lock: int | None = _lock(folder)
         self._file: int | None = None
@@ -232,7 +233,7 @@ class Journal:
         self._append({"run": {"format": FORMAT} | header})
         os.replace(new, path)
         self._sync_names()
-        with suppress(OSError):  # the attribute describes an earlier run
+        with suppress(OSError):  # an earlier run may have stored its journal in this attribute
             os.removexattr(stores.place(self.folder), ATTRIBUTE)
 
     def resume(self) -> None:
@@ -242,7 +243,7 @@ class Journal:
         self._file = os.open(self.folder / JOURNAL, os.O_WRONLY)
         os.ftruncate(self._file, self.record.length)
         os.lseek(self._file, 0, os.SEEK_END)
-        self._sync_names()  # the first run may have been killed before it made them durable
+        self._sync_names()  # the earlier run may have been killed before its own fsync
 
     def commit(self, tile: Tile) -> None:
         """Record that a tile's new content is durable next to C, though not yet in C."""
@@ -264,10 +265,11 @@ class Journal:
         self._add({"complete": facts})
 
     def move_into_c(self) -> None:
-        """Store the journal of a complete C in an extended attribute of its file, and remove the folder.
+        """Move the journal of a complete .npy file from its folder to an extended attribute of that file.
 
-        A later `resume` must know which run completed C: with beta != 0, applying it twice would be wrong.
-        The folder stays if the file system does not support extended attributes of this length.
+        The journal is still needed: a later `resume` must know which run completed C. With beta != 0, running
+        again would apply beta a second time. If the file system refuses the attribute, the journal stays in
+        its folder.
         """
         first, *_, last = (self.folder / JOURNAL).read_bytes().splitlines(keepends=True)
         c = stores.place(self.folder)
@@ -279,7 +281,8 @@ class Journal:
     def check_in_place(self) -> None:
         """Raise `OSError` if the locked folder was removed or replaced.
 
-        A run that continued to write would leave part of an array, or damage the C of another run.
+        After that, a run must not continue to write: it would leave parts of an array at a removed path, or
+        damage the C of the run that replaced the folder.
         """
         assert self._lock is not None
         with suppress(FileNotFoundError):
@@ -297,7 +300,7 @@ class Journal:
     def _sync_names(self) -> None:
         """Make the directory entries of the journal and of the folders above it durable."""
         for folder in (self.folder, *self.folder.parents[: self._levels]):
-            with suppress(PermissionError):  # the user may not read that folder
+            with suppress(PermissionError):  # the user may not be allowed to open a parent folder
                 sync_path(folder)
 
     def _add(self, entry: dict[str, Any]) -> None:
@@ -339,7 +342,7 @@ def _lock(folder: Path) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        except FileNotFoundError:  # another run has removed the folder
+        except FileNotFoundError:  # another run has removed the folder since `mkdir`
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -365,5 +368,5 @@ def _lock(folder: Path) -> int:
 
 
 def busy(folder: Path, holder: str) -> str:
-    """Return the error message for a run whose C another run is writing. `holder` is that run's process."""
+    """Return the error message for a C that another run is writing. `holder` is the process of that run."""
     return f"another run is writing C ({holder}, which has locked {folder / LOCK}): wait for it, or stop it"

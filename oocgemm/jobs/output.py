@@ -162,7 +162,7 @@ class Journaled(Target):
             self.matrix.redirect_writes(redo)
             for tile in earlier.committed:
                 self.matrix.apply_redo(plan.grid.rows(tile[0]), plan.grid.cols(tile[1]))
-            shutil.rmtree(redo, ignore_errors=True)  # contains data of tiles that were never committed
+            shutil.rmtree(redo, ignore_errors=True)  # only tiles without a commit are left in it
             redo.mkdir()
             sync_path(earlier.folder)
 
@@ -177,7 +177,8 @@ class Journaled(Target):
         self.matrix.set_finished(True)
         self._journal.complete({"content": self.matrix.files_fingerprint()})
         shutil.rmtree(self._earlier.folder / REDO, ignore_errors=True)
-        # A zarr array contains its journal's folder, which may stay. Next to a .npy file it is removed.
+        # The journal's folder may stay inside a zarr array. Next to a .npy file it is removed, after the
+        # journal was moved into the file.
         if self._earlier.folder.name != SIDECAR:
             self._journal.move_into_c()
 
@@ -188,9 +189,9 @@ class Journaled(Target):
             kept = self._committer.recorded
         untouched = self._creates or (self._was_complete and (self._redo or not self.written))
         if self._earlier.resumed or kept or not untouched:
-            return  # a later run can resume from it, or C is part old and part new
+            return  # keep C and the journal: a run can resume, or C already has some new content
         with suppress(OSError):
-            self._journal.check_in_place()  # otherwise C and the folder belong to another run
+            self._journal.check_in_place()  # raises if another run has replaced C: its files must stay
             if not self._creates:
                 self.matrix.set_finished(True)
             stores.clear(self._earlier.folder, c=self._created)

@@ -1,4 +1,4 @@
-"""The plan that `oocgemm.plan` returns: decisions, figures, and a way to run them."""
+"""The plan that `oocgemm.plan` returns. It describes how a product will be run, and can run it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
@@ -28,7 +28,7 @@ class Plan(planning.Plan):
 
     def run(self, **options: Unpack[RunOptions]) -> Result:
         """Run the plan, as ``oocgemm.gemm(plan=self, **options)`` does."""
-        from oocgemm.jobs.api import gemm  # imported here, since it imports this module
+        from oocgemm.jobs.api import gemm  # not at the top, since `oocgemm.jobs.api` imports this module
 
         check_names("run", options, RUN_OPTIONS)
         return gemm(plan=self, **options)
@@ -40,7 +40,7 @@ class Plan(planning.Plan):
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        """Yield the product, the tiles, the memory, the bytes moved, and the time."""
+        """Yield the lines of `str(plan)`: product, tiles, memory, traffic, predicted time, and any note."""
         problem, tile, prediction = self.problem, self.tile, self.prediction
         yield (
             f"C {problem.m} x {problem.n} {problem.c_dtype} = op(A) {problem.m} x {problem.k} @ op(B) "

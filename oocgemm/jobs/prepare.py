@@ -95,7 +95,8 @@ def prepare(request: Request, engine: Backend | None, *, running: bool) -> Job:
 def checksum_tier(backend: str, problem: GemmProblem) -> str:
     """Return where the checksums of a product are computed: "device" or "host".
 
-    A device reads its own memory far faster than the host does, but it has no checksum kernels for integers.
+    On cuda it is the device, whose memory is far faster than that of the host. Products of int8 operands are
+    an exception, since the device has no checksum kernels for integers.
     """
     return "device" if backend == "cuda" and not problem.exact else "host"
 
@@ -169,7 +170,10 @@ def _as_begun(c: Destination, earlier: Earlier) -> tuple[tuple[int, int] | None,
 
 
 def _check_output(c: Destination, output: Output, a: Matrix, b: Matrix) -> None:
-    """Raise `InputError` if C overlaps an operand, or if C exists and `chunks` or `compressor` is given."""
+    """Raise `InputError` if C overlaps an operand, or if C exists and options for a new C are given.
+
+    These options are `chunks` and `compressor`.
+    """
     for operand in (a, b):
         if output.matrix is None:
             c.check_apart(operand)
@@ -221,7 +225,7 @@ def _plan(
 
 
 def _layout(matrix: Matrix, engine: Backend | None) -> Layout:
-    """Return a matrix's layout. For an array in memory it says whether the backend has pinned that memory."""
+    """Return a matrix's layout. Set `pinned` in it if the matrix is in memory that the backend has pinned."""
     layout = matrix.layout
     if engine is None or not layout.zero_copy_width:
         return layout
@@ -260,7 +264,8 @@ def _as_planned(planned: Plan, problem: GemmProblem, machine: MachineModel, layo
     """
     now = replace(planned, machine=machine, layouts=layouts)
 
-    def operands(found: Layouts) -> tuple[Layout, Layout]:  # whether memory is pinned may have changed
+    def operands(found: Layouts) -> tuple[Layout, Layout]:
+        # `pinned` is not compared: the caller may have pinned or unpinned the memory since planning.
         return replace(found.a, pinned=False), replace(found.b, pinned=False)
 
     if (problem, operands(layouts), now.chunks) != (

@@ -66,7 +66,7 @@ def _out_dtype(given: Any, operands: DType) -> str:
 def _scalar(name: str, value: complex, operands: DType, c_dtype: str) -> complex:
     """Return alpha or beta as a number.
 
-    Raises `InputError` if it does not suit the dtypes of the operands and of C.
+    Raises `InputError` if the number cannot be used with the dtypes of the operands and of C.
     """
     try:
         number = complex(value if np.ndim(value) == 0 else "an array")
@@ -79,8 +79,8 @@ def _scalar(name: str, value: complex, operands: DType, c_dtype: str) -> complex
         raise InputError(f"{name} = {value} is complex, but the operands are real")
     if c_dtype.startswith("int") and not (number.real.is_integer() and abs(number) < integers.EXACT_LIMIT):
         raise InputError(
-            f"{name} = {value} is not an integer below 2^53, but C has dtype {c_dtype}: pass "
-            "out_dtype='float64' (--out-dtype float64)"
+            f"the product has dtype {c_dtype}, so {name} must be an integer of magnitude below 2^53, not "
+            f"{value}: pass such an integer, or out_dtype='float64' (--out-dtype float64)"
         )
     _check_range(name, number.real, operands)
     return number.real
@@ -100,8 +100,8 @@ def _check_range(name: str, number: complex, operands: DType) -> None:
         return
     wider = "complex128" if operands.is_complex else "float64"
     raise InputError(
-        f"{name} = {number:g} {limit}, which {operands.name} operands are multiplied in: convert A, B and C "
-        f"to {wider}"
+        f"{name} = {number:g} {limit}, the dtype in which {operands.name} operands are multiplied: convert "
+        f"A, B and C to {wider}"
     )
 
 
@@ -116,7 +116,10 @@ def op_of(name: str, value: Transpose) -> Op:
 
 
 def tile_of(value: TileShape | str | None, problem: GemmProblem) -> TileShape | None:
-    """Parse a tile shape, such as "4096x4096x512", and clip it to the product. Raises `InputError`."""
+    """Parse a tile shape, such as "4096x4096x512", and clip it to the product.
+
+    Raises `InputError` for other text.
+    """
     if value is None or isinstance(value, TileShape):
         return value and value.within(problem)
     parts = str(value).lower().split("x")

@@ -36,14 +36,14 @@ def rates(job: Job, c: Matrix) -> dict[str, float] | None:
     sources = [job.a, job.b, *([c] if problem.reads_c else [])]
     stored = [x.layout for x in (*sources, c) if not x.layout.in_memory]
     if problem.compute not in ("native", "emulated"):
-        return None  # the kernel's rate in lower precision is not measured
+        return None  # a calibration does not measure the kernel in tf32 or bf16
     if not machine.calibrated or (stored and not machine.storage_calibrated):
         return None
     known = {"kernel": machine.kernels[problem.rate].peak}
     if not machine.unified:
         known |= {"h2d": machine.h2d, "d2h": machine.d2h}
     if any(x.layout.decode_bytes for x in sources):
-        # No rate of reading: how many encoded bytes are read is unknown.
+        # The rate of reading is left out. It applies to encoded bytes, whose number is unknown.
         known["decode"] = machine.decode
     elif not any(x.layout.in_memory for x in sources):
         known["read"] = machine.read

@@ -14,8 +14,8 @@ from oocgemm.reports.advice import diagnosis_lines
 from oocgemm.stores import Matrix
 from oocgemm.timeline import Recorder, Report, Timeline, report
 
-# Estimated memory of a timeline and its report, in bytes per span, the record of one operation. A run with
-# 132,500 spans took 910.
+# Estimated memory of a timeline and its report, in bytes per span. A span is the record of one operation. For
+# a run with 132,500 spans, 910 bytes per span were measured.
 REPORTED_SPAN_BYTES = 1000
 
 
@@ -46,7 +46,7 @@ class Result:
 
     @cached_property
     def report(self) -> Report:
-        """The figures of the run: wall time T, shares, overlaps, traffic, efficiency."""
+        """The figures of the run, such as T, the share of T in which the kernel runs, and the traffic."""
         return report(self.timeline)
 
     @property

@@ -51,7 +51,7 @@ class Earlier:
 
     @property
     def candidate(self) -> Candidate:
-        """The tile shape and the other decisions of the earlier run's plan."""
+        """What the earlier run's plan has chosen, such as the tile shape, the slots and the traversal."""
         return recorded_candidate(self.header["candidate"])
 
     @property
@@ -92,7 +92,7 @@ def find_earlier(c: Destination, *, resume: bool, overwrite: bool, reads_c: bool
             )
         return Earlier(folder, None, resumed=False)
     if record.complete is None and not resume and (reads_c or not overwrite):
-        restart = f"remove C and {folder}" if reads_c else "--overwrite"
+        restart = f"remove C and its journal {folder}" if reads_c else "--overwrite"
         raise InputError(
             f"C is the result of an unfinished run, {_share(record)}: pass --resume to continue it, or "
             f"{restart} to start over"
@@ -121,7 +121,8 @@ def find_lost(earlier: Earlier, c: Matrix, problem: GemmProblem) -> Earlier:
         raise InputError(
             f"files of {len(lost)} of {len(record.done)} finished tiles of C are missing or have changed, "
             f"for example those of C[{top}:{bottom}, {left}:{right}]; beta = {problem.beta} needs the old C, "
-            f"which was overwritten: restore C from a copy, remove {earlier.folder} and start over"
+            "which was overwritten: restore C from a copy, remove its journal "
+            f"{earlier.folder} and start over"
         )
     return replace(earlier, lost=lost)
 
@@ -141,7 +142,7 @@ def check_complete(*operands: Matrix) -> None:
     for operand in operands:
         described = operand.describe()
         complete = not described.get("unfinished", False)
-        if described["store"] == "npy":  # only its journal tells whether it is complete
+        if described["store"] == "npy":  # an unfinished .npy file has no mark: read its journal
             folder = stores.sidecar(described["path"])
             record = read(folder) if folder is not None else None
             complete = record is None or record.complete is not None
@@ -202,7 +203,7 @@ def check_same(
     if complex(now["problem"]["beta"]) != 0:
         restart = "drop --resume to start from the present C"
         if record.complete is None:
-            restart = f"restore C, remove {earlier.folder} and drop --resume"
+            restart = f"restore C, remove its journal {earlier.folder} and drop --resume"
     if found:
         raise InputError(
             f"the run at C, started {started}, differs from this one: {'; '.join(found + changed)}. Resume "
@@ -228,7 +229,7 @@ def _share(record: Record) -> str:
 
 
 def _differences(then: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
-    """Yield the differences of two results of `identify`, except changes of operand files."""
+    """Yield the differences between two results of `identify`. `_changes` yields those of operand files."""
     for part in ("problem", "arithmetic"):
         for name in now[part]:
             old, new = then[part].get(name), now[part][name]
@@ -247,9 +248,9 @@ def _differences(then: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
 
 
 def _changes(then: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
-    """Yield changes of operand files.
+    """Yield the operands whose files have changed between two results of `identify`.
 
-    Journals of earlier versions do not record times of inode change (ctime), which are then not compared.
+    Journals of earlier versions lack the times of inode change (ctime). Then these times are not compared.
     """
     for name, old in then["operands"].items():
         new = now["operands"][name]

@@ -65,14 +65,17 @@ class PreparedJob:
         return self._job.plan
 
     def run(self, progress: Progress | None, cancel: Cancel) -> Result:
-        """Run the job until C is durable. Call it in a thread in which no signal handler raises an exception.
+        """Run the job until C is durable.
+
+        Call it in a thread other than the main one. Signal handlers run in the main thread, and their
+        exceptions could interrupt the release of memory and threads.
 
         Args:
             progress: called with the plan; returns a function that is called with every finished operation.
-            cancel: lets another thread stop the run. The error which that thread passes is raised here.
+            cancel: lets another thread stop the run. That thread passes an error, which is raised here.
 
         Raises:
-            OutOfMemoryError: the memory is not available now. Nothing was written.
+            OutOfMemoryError: the memory of the plan cannot be allocated. Nothing was written.
             ExecutionError: the run failed.
         """
         try:
@@ -101,8 +104,8 @@ class PreparedJob:
         """Allocate the memory of the plan before anything is written; return the job and its session.
 
         If other programs have allocated memory since the job was planned, the plan may no longer fit. Then
-        the job is planned once more, which helps if the budgets are defaults. The session is None if no tile
-        is left to compute.
+        the job is planned once more. That helps if the budgets are defaults, which are shares of the memory
+        that is free at that time. The session is None if no tile is left to compute.
         """
         job, request = self._job, self._request
         for last in (False, True):
@@ -207,9 +210,9 @@ def _stream(
     origin: int,
     cancel: Cancel,
 ) -> dict[str, Any] | None:
-    """Execute every operation of a plan; return the results of its checksums, or None if it has none.
+    """Execute every operation of a plan. Return the results of the checksums; None if the run has none.
 
-    Tiles that fail their checksums are computed once more. Raises `ExecutionError` if they fail again.
+    Tiles that fail their checksums are computed once more. Raises `ExecutionError` if one fails again.
     """
 
     def run(part: Plan, checks: Checks | None) -> None:
@@ -266,7 +269,8 @@ def _observer(log: Recorder, watch: Observer | None) -> Observer:
 def _clear_frames(failure: BaseException) -> None:
     """Clear the local variables of a failure's stack frames, and of the frames of its causes and contexts.
 
-    They refer to the buffers of the run, which would otherwise stay allocated as long as the exception lives.
+    These variables refer to the buffers of the run, which would otherwise stay allocated as long as the
+    exception exists.
     """
     left, seen = [failure], set[int]()
     while left:
@@ -275,4 +279,4 @@ def _clear_frames(failure: BaseException) -> None:
             seen.add(id(one))
             clear_frames(one.__traceback__)
             left += [other for other in (one.__cause__, one.__context__) if other is not None]
-    gc.collect()  # frees errors that only reference cycles still reach
+    gc.collect()  # frees other exceptions and their frames, if only reference cycles keep them

@@ -28,8 +28,8 @@ from oocgemm.planning.units import parse_size
 from oocgemm.stores import Matrix
 from oocgemm.system.memory import available_memory
 
-# A check uses at most 2 threads per core, and at most 8. There are more threads than cores, so that some
-# compute while others wait for the disk.
+# A check uses at most 2 threads per core, and at most 8 threads in all. Two threads share a core, so that one
+# can compute while the other waits for the disk.
 MAX_THREADS, THREADS_PER_CORE = 8, 2
 
 
@@ -37,21 +37,24 @@ MAX_THREADS, THREADS_PER_CORE = 8, 2
 class Verification:
     """The result of `verify`. Its truth value is `ok`.
 
-    The check divides the columns of C into groups. In each row of a group it compares sums of elements with
-    random signs.
+    The check divides the columns of C into groups. For each row and group it sums the elements of C with
+    random signs, and compares the sum with the same sum of the product.
 
     Attributes:
         ok: whether C is the product within rounding error.
         shape: shape of C.
         rows, cols: ranges of rows and columns that contain every error in C; None if there is no error.
         wrong_rows: number of rows with errors.
-        excess: error of the worst sum, as a multiple of its tolerance.
-        miss_probability: upper bound on the probability that errors in one row of one group are missed.
-        tolerance: an element whose error exceeds twice this value is always found.
+        excess: largest error of a sum, as a multiple of the tolerance of that sum; the error itself if the
+            tolerance is 0, and infinite if an Inf or NaN is wrong.
+        miss_probability: upper bound on the probability that the errors in one row and group cancel in all
+            its sums, so that they are missed.
+        tolerance: largest tolerance of any sum. If only one element of a row and group is wrong, and its
+            error exceeds twice this value, it is always found.
         bound: name of the model of rounding errors, "probabilistic" or "worst-case".
         false_alarm: upper bound on the probability that a correct C fails, by that model.
-        instead: other transposes or orders of A and B with which op(A) @ op(B) also has C's shape.
-        vectors: number of random vectors, that is, of sums per row and group.
+        instead: other transposes or orders of A and B that also give the product C's shape, as texts.
+        vectors: number of random vectors per group. Each gives one sum per row.
         groups: number of groups.
         seed: seed of the random vectors.
         seconds: wall time.
@@ -218,9 +221,10 @@ def verify(
 def fitting(
     a: tuple[int, int], b: tuple[int, int], c: tuple[int, int], given: tuple[bool, bool]
 ) -> tuple[str, ...]:
-    """Return the other transposes and orders of A and B with which the product has the shape of C.
+    """Return, as texts for a message, other transposes and orders of A and B that give the product C's shape.
 
-    a, b, c are the shapes. `given` tells which of A and B are transposed now.
+    `a`, `b` and `c` are the shapes of the stored matrices. `given` has two flags: whether the caller
+    transposes A, and whether the caller transposes B. The caller's combination is not returned.
 
     >>> fitting((4, 3), (4, 5), (3, 5), (False, False))
     ('--transpose-a',)
@@ -240,7 +244,11 @@ def fitting(
 
 
 def _check(problem: GemmProblem, result: Matrix, before: Matrix | None, hint: str) -> None:
-    """Raise `InputError`, with the `hint`, if C or the old C does not fit the product."""
+    """Raise `InputError` if C and the old C cannot be compared with the product.
+
+    That is the case if one of them has another shape or dtype than the product, if beta != 0 and the old C is
+    not given, or if both are the same array. `hint` ends the message about a wrong shape.
+    """
     wanted = (problem.m, problem.n), numpy_dtype(problem.c_dtype)
     for matrix in (result, before):
         if matrix is not None and (matrix.shape, matrix.dtype) != wanted:

@@ -42,7 +42,7 @@ def _tiled(
 def _too_many(launch: Callable[[Call, Params], Launch]) -> Callable[[Call, Params], str | None]:
     def refuses(call: Call, params: Params) -> str | None:
         tiles = launch(call, params).grid[0]
-        return f"its grid has fewer than {_LIMIT} blocks, and C takes {tiles}" if tiles >= _LIMIT else None
+        return f"its grid has at most {_LIMIT - 1} blocks, but C needs {tiles}" if tiles >= _LIMIT else None
 
     return refuses
 
@@ -116,7 +116,7 @@ def _wgmma_refuses(call: Call, p: Params) -> str | None:
     if not all(0 < extent < _LIMIT for extent in (call.m, call.n, call.k)):
         return f"TMA takes extents from 1 to {_LIMIT - 1}"
     if _alignment(call) % 16:
-        return "TMA takes addresses and rows of A and B that are multiples of 16 bytes"
+        return "TMA requires that each stored row of A and B begins at a multiple of 16 bytes"
     return None
 
 
@@ -157,11 +157,11 @@ def _f64_tma(call: Call, p: Params) -> Launch:
 
 def _f64_tma_refuses(call: Call, p: Params) -> str | None:
     if call.op_a.swaps and not call.op_b.swaps:
-        return "with A transposed and B not, it needs more registers than a thread has: tensor_f64 runs that"
+        return "with A transposed and B not, it needs more registers than a thread has: use tensor_f64"
     if not all(0 < extent < _LIMIT for extent in (call.m, call.n, call.k)):
         return f"TMA takes extents from 1 to {_LIMIT - 1}"
     if _alignment(call) % 16:
-        return "TMA takes addresses and rows of A and B that are multiples of 16 bytes"
+        return "TMA requires that each stored row of A and B begins at a multiple of 16 bytes"
     return None
 
 

@@ -273,7 +273,7 @@ def _rename_into_place(path: Path, place: Path) -> None:
     """Rename a finished file to `place`, its final path. Raises `OSError` if another file exists there."""
     if path != place and place.exists():
         raise FileExistsError(
-            errno.EEXIST, f"another file was put at its path; the result is in {path}", str(place)
+            errno.EEXIST, f"another file was put at C's path; the result is in {path}", str(place)
         )
     os.replace(path, place)
 

@@ -40,8 +40,8 @@ def allocate(size: int) -> npt.NDArray[Any]:
     except (OSError, ValueError, OverflowError) as error:
         raise OutOfMemoryError(
             f"the system refuses {format_size(size)} of host memory ({error}), "
-            f"{format_size(available_memory())} are available: "
-            "pass a smaller --host-memory (or --device-memory, which is host memory too on the host backend)"
+            f"{format_size(available_memory())} are available: pass a smaller --host-memory (on the host "
+            "backend --device-memory is host memory too: lower both)"
         ) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # the memory can also be used without huge pages

@@ -218,7 +218,7 @@ def _parse(lines: Iterable[str]) -> Timeline:
     footer: dict[str, Any] | None = None
     for part in parts:
         if footer is not None:
-            raise ValueError("there are lines after its footer")
+            raise ValueError("there are lines after the footer")
         if isinstance(part, list):
             spans.append(_span(part, common))
         elif "wall_ns" in part:
@@ -227,13 +227,13 @@ def _parse(lines: Iterable[str]) -> Timeline:
             common.append(_common(part))
     spans.sort(key=lambda span: span.id)
     if any(one.id == other.id for one, other in pairwise(spans)):
-        raise ValueError("it has two spans of the same id")
+        raise ValueError("two of its spans have the same id")
     wall = max((span.end for span in spans), default=0)
     if footer is not None:
         wall, header = footer.pop("wall_ns"), header | footer
         announced = header.pop("spans")
         if announced != len(spans) or not _is_count(wall):
-            raise ValueError(f"it has {len(spans)} spans, but its footer says {announced}")
+            raise ValueError(f"it has {len(spans)} spans, but the footer says {announced}")
     _check(header)
     return Timeline(tuple(spans), wall, header, unfinished=footer is None)
 

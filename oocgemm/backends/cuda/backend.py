@@ -30,7 +30,8 @@ class CudaBackend:
             count = runtime.getDeviceCount()
             if not 0 <= device < count:
                 raise BackendError(
-                    f"there is no CUDA device {device}: {count} are visible; pass one from 0 to {count - 1}"
+                    f"there is no CUDA device {device}: {count} are visible, numbered from 0; pass one "
+                    "of them"
                 )
             self._device = device
             self._properties = runtime.getDeviceProperties(device)

@@ -90,7 +90,7 @@ class Calibration:
         The latter has underscores instead of spaces in keys. Raises `ValueError` for other data.
         """
         if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise ValueError("it is not a calibration")
+            raise ValueError("the content is not a calibration")
         if data.get("version") != VERSION:
             raise ValueError(f"it has version {data.get('version')!r}, this program reads version {VERSION}")
         try:

@@ -162,7 +162,8 @@ class ZarrMatrix:
     def write(self, rows: Range, cols: Range, data: Array) -> None:
         if not self._owns(rows, cols):
             raise ExecutionError(
-                f"{self.name}[{rows[0]}:{rows[1]}, {cols[0]}:{cols[1]}] covers only a part of some chunks"
+                f"{self.name}[{rows[0]}:{rows[1]}, {cols[0]}:{cols[1]}] covers some chunks only in "
+                "part, and other threads may write the rest at the same time: write whole chunks"
             )
         if self._writer is not None and self._writes_directly:
             self._writer.write(rows, cols, data)
