@@ -23,9 +23,19 @@ def budgets_of(
     if device_memory is not None:
         device = parse_size(device_memory)
     else:
-        device = free() * 3 // 8 if on_host else free() * 9 // 10
-    host = available_memory() // (8 if on_host else 2) if host_memory is None else parse_size(host_memory)
-    return Budgets(device, host)
+        device = _rounded(free() * 3 // 8 if on_host else free() * 9 // 10)
+    if host_memory is not None:
+        return Budgets(device, parse_size(host_memory))
+    return Budgets(device, _rounded(available_memory() // (8 if on_host else 2)))
+
+
+def _rounded(size: int) -> int:
+    """Round a size down to 6 significant bits, by 3% at most.
+
+    Free memory differs a little from call to call. With equal budgets, a later call finds its plan in the cache.
+    """
+    excess = max(0, size.bit_length() - 6)
+    return size >> excess << excess
 
 
 def within_budgets(

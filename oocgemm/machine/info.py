@@ -2,8 +2,9 @@
 
 import os
 import platform
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields, replace
+from functools import cache as cached
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
@@ -148,7 +149,8 @@ def machine() -> dict[str, Any]:
     }
 
 
-def versions() -> dict[str, str]:
+@cached
+def versions() -> Mapping[str, str]:
     """Return the versions of Python, of oocgemm, and of the relevant packages that are installed."""
     found = {"python": platform.python_version(), "oocgemm": __version__}
     for package in (

@@ -4,6 +4,7 @@ There is one JSON file per device. This module uses no GPU and no GPU library, s
 planned on a machine without one.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -36,6 +37,7 @@ def folder() -> Path:
     return base / "oocgemm"
 
 
+@functools.cache
 def processor() -> str:
     """Return the model name of the processor."""
     try:

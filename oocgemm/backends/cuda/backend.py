@@ -5,7 +5,7 @@ from cupy.cuda import runtime
 
 from oocgemm.backends.cuda import calls as cuda_calls
 from oocgemm.backends.cuda import pcie
-from oocgemm.backends.cuda.launch import describe_device
+from oocgemm.backends.cuda.launch import describe_device, properties
 from oocgemm.backends.cuda.multiplier import device_name
 from oocgemm.backends.cuda.session import CudaSession
 from oocgemm.errors import BackendError, OutOfMemoryError
@@ -34,7 +34,7 @@ class CudaBackend:
                     "of them"
                 )
             self._device = device
-            self._properties = runtime.getDeviceProperties(device)
+            self._properties = properties(device)
             with cupy.cuda.Device(device):
                 runtime.free(0)  # creates the CUDA context now; its memory is not part of any budget
         except runtime.CUDARuntimeError as error:

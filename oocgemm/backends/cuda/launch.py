@@ -1,8 +1,8 @@
 """Compiles, loads and launches our own CUDA kernels, and encodes tensor maps for their TMA copies."""
 
 import ctypes
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, lru_cache
 from typing import Any
 
 import cupy
@@ -46,7 +46,7 @@ class Kernels:
 
     def __init__(self, device: int) -> None:
         self.device = describe_device(device)
-        self._max_threads = runtime.getDeviceProperties(device)["maxThreadsPerMultiProcessor"]
+        self._max_threads = properties(device)["maxThreadsPerMultiProcessor"]
         self._functions: dict[tuple[object, ...], Any] = {}
 
     def multiply(self, kernel: Kernel, call: Call, params: Params) -> None:
@@ -178,9 +178,16 @@ class SumsDevice:
         cuda_calls.make(cuda_calls.copy(to, source, size, cupy.cuda.get_current_stream()))
 
 
+@cache
+def properties(device: int) -> Mapping[str, Any]:
+    """Return CUDA's properties of a device. To query them takes a millisecond, so they are queried once."""
+    found: Mapping[str, Any] = runtime.getDeviceProperties(device)
+    return found
+
+
 def describe_device(device: int) -> Device:
     """Return the properties of a device on which the choice of kernels and their parameters depends."""
-    found = runtime.getDeviceProperties(device)
+    found = properties(device)
     capability = found["major"], found["minor"]
     return Device(capability, found["multiProcessorCount"], found["sharedMemPerBlockOptin"])
 

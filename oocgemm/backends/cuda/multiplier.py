@@ -3,14 +3,13 @@
 from dataclasses import replace
 from functools import cache, partial
 
-from cupy.cuda import runtime
 from cupy_backends.cuda.libs import cublas
 
 from oocgemm.backends.cuda import cublas as blas
 from oocgemm.backends.cuda import int8
 from oocgemm.backends.cuda.calls import Launch, in_python, make
 from oocgemm.backends.cuda.emulated import Emulated
-from oocgemm.backends.cuda.launch import Kernels
+from oocgemm.backends.cuda.launch import Kernels, properties
 from oocgemm.errors import InputError
 from oocgemm.kernels import tuning
 from oocgemm.kernels.registry import choose
@@ -107,4 +106,4 @@ class Multiplier:
 @cache
 def device_name(device: int) -> str:
     """Return the name of a GPU."""
-    return str(runtime.getDeviceProperties(device)["name"].decode())
+    return str(properties(device)["name"].decode())

@@ -5,7 +5,7 @@ percent, the planner chooses the one that would be fastest if no operations over
 fewer bytes in fewer operations, and depends less on overlap.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate, islice
@@ -13,7 +13,7 @@ from math import inf
 
 from oocgemm.planning.cost.footprint import Candidate, footprint, required_bytes, slot_bytes
 from oocgemm.planning.cost.machine import MachineModel
-from oocgemm.planning.cost.predict import predict
+from oocgemm.planning.cost.predict import min_seconds, predict
 from oocgemm.planning.cost.simulate import simulate
 from oocgemm.planning.plan import Faster, Plan, Scored, schedule_of
 from oocgemm.planning.problem import GemmProblem
@@ -22,7 +22,7 @@ from oocgemm.planning.search.candidates import candidates, io_threads
 from oocgemm.planning.search.ramp import best_ramp
 from oocgemm.planning.search.refusals import budget_error, check_tile, too_small
 from oocgemm.planning.search.shapes import with_more_tiles, with_smaller_last
-from oocgemm.planning.search.slot_counts import MAX_DRAIN
+from oocgemm.planning.search.slot_counts import MAX_DRAIN, slot_counts
 from oocgemm.planning.setting import Budgets, Layouts, Setting
 from oocgemm.planning.tiling import Tile, TileGrid, TileShape, ceil_div
 from oocgemm.planning.units import ceil_size, parse_size
@@ -37,6 +37,9 @@ COUNT_SECONDS, SIMULATE_SECONDS = 20e-6, 15e-6
 FINALISTS = 4
 # Maximum number of further candidates, besides the best one, from which `_with_shorter_tail` derives shapes.
 SEEDS = 3
+# Estimated seconds that the planner takes to predict the times of all candidates of a derived tile shape. It
+# spends at most EFFORT times the predicted time of the run on derived shapes, but always tries MIN_DERIVED.
+SHAPE_SECONDS, MIN_DERIVED = 0.4e-3, 12
 # A tile shape is skipped if a lower bound on its time exceeds the best predicted time by this factor.
 PRUNE_FACTOR = 1.1
 # Larger budgets are recommended only if the product takes at least MIN_SLOW seconds, and would be at least
@@ -137,11 +140,13 @@ def resumed_plan(
 def _planned(setting: Setting, tile: TileShape | None) -> Plan:
     if tile is not None:
         check_tile(setting, tile)
-    threads, scored = io_threads(setting), list[Scored]()
-    if not _add(scored, setting, {tile: 0}, threads):
+    threads = io_threads(setting)
+    scored = _scored(setting, tile, threads)
+    if not scored:
         threads = 1  # one I/O thread needs the least temporary memory
-        if not _add(scored, setting, {tile: 0}, threads):
-            raise budget_error(setting, tile)
+        scored = _scored(setting, tile, threads)
+    if not scored:
+        raise budget_error(setting, tile)
     scored.sort(key=_rank)
     if tile is None and scored[0].prediction.tail > CLOSE * scored[0].prediction.total:
         scored = _with_shorter_tail(setting, scored, threads)
@@ -166,48 +171,49 @@ def _with_shorter_tail(setting: Setting, scored: Sequence[Scored], threads: int)
 
     No multiplication hides the time to download and write the last tile (the tail), so that a smaller last
     tile may save time. The new shapes are derived from the best candidate, and from `SEEDS` candidates that
-    would be best without their tails. These have different numbers of tiles down and across.
+    would be best without their tails. These have different numbers of tiles down and across. Shapes that are
+    derived from better candidates come first, and short runs try only the first few.
     """
-    found = list(scored)
+    found, known = list(scored), {s.candidate for s in scored}
+    most = max(MIN_DERIVED, int(EFFORT * scored[0].prediction.total / SHAPE_SECONDS))
     for derive in (with_more_tiles, with_smaller_last):
         best: dict[tuple[int, int], Scored] = {}
         for s in sorted(found, key=lambda s: s.prediction.total - s.prediction.tail):
             best.setdefault(TileGrid.of(setting.problem, s.candidate.tile).shape, s)
         seeds = [min(found, key=_rank), *islice(best.values(), SEEDS)]
-        known = {s.candidate.tile for s in found}
-        last_elements: dict[TileShape | None, int] = {}
+        shapes = {s.candidate.tile for s in found}
+        last_elements: dict[tuple[TileShape, int], int] = {}  # by shape and number of accumulators
         for s in seeds:
+            elements = _last_elements(setting.problem, s.candidate)
             for shape in derive(setting, s.candidate.tile):
-                if shape not in known:
-                    elements = _last_elements(setting.problem, s.candidate)
-                    last_elements[shape] = max(last_elements.get(shape, 0), elements)
-        _add(found, setting, last_elements, threads)
+                if shape not in shapes:
+                    key = shape, s.candidate.slots.c
+                    last_elements[key] = max(last_elements.get(key, 0), elements)
+        limit = PRUNE_FACTOR * seeds[0].prediction.total
+        for (shape, accumulators), elements in islice(last_elements.items(), most):
+            if min_seconds(setting, shape) <= limit:
+                derived = slot_counts(setting, shape, accumulators, threads)
+                for candidate in _ending_smaller(setting.problem, derived, elements):
+                    if candidate not in known:
+                        known.add(candidate)
+                        found.append(Scored(candidate, predict(setting, candidate)))
     return sorted(found, key=_rank)
 
 
-def _add(scored: list[Scored], setting: Setting, tiles: Mapping[TileShape | None, int], threads: int) -> bool:
-    """Predict the times of more candidates and append them to `scored`. Tell whether any is new.
+def _scored(setting: Setting, tile: TileShape | None, threads: int) -> list[Scored]:
+    """Predict the times of all candidates, or of those of one tile shape.
 
-    `tiles` maps tile shapes to numbers of elements. The shape None stands for all shapes that the planner
-    enumerates. With the number 0, all candidates of a shape are added. With another number, only those are
-    added whose last tile has fewer elements of C. A shape is skipped if the lower bound on its time exceeds
-    `PRUNE_FACTOR` times the best predicted time.
+    A shape is skipped if the lower bound on its time exceeds `PRUNE_FACTOR` times the best predicted time.
     """
-    best = min((s.prediction.total for s in scored), default=inf)
-    known = {s.candidate for s in scored}
-    before = len(known)
+    best, found = inf, list[Scored]()
 
     def limit() -> float:
         return PRUNE_FACTOR * best
 
-    for tile, elements in tiles.items():
-        found = candidates(setting, tile, threads, limit)
-        for candidate in _ending_smaller(setting.problem, found, elements) if elements else found:
-            if candidate not in known:
-                known.add(candidate)
-                scored.append(Scored(candidate, predict(setting, candidate)))
-                best = min(best, scored[-1].prediction.total)
-    return len(known) > before
+    for candidate in candidates(setting, tile, threads, limit):
+        found.append(Scored(candidate, predict(setting, candidate)))
+        best = min(best, found[-1].prediction.total)
+    return found
 
 
 def _ending_smaller(problem: GemmProblem, found: Iterable[Candidate], elements: int) -> Iterator[Candidate]:
