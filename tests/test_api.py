@@ -12,6 +12,7 @@ import zarr
 
 import oocgemm
 from oocgemm import BudgetError, InputError, NotFoundError
+from oocgemm.jobs import budgets
 from oocgemm.jobs.options import PlanOptions, RunOptions
 from oocgemm.jobs.request import Request
 
@@ -253,3 +254,12 @@ def test_type_checkers_see_options_and_operands(tmp_path: Path) -> None:
     lines = {int(line.split(":")[1]) for line in checked.stdout.splitlines() if ": error:" in line}
     first = RIGHT.count("\n") + 2
     assert lines == set(range(first, first + WRONG.count("\n") - 1)), checked.stdout
+
+
+def test_default_budgets_ignore_small_changes_of_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budgets, "available_memory", lambda: 120 << 30)
+    before = budgets.budgets_of("cuda", lambda: 78 << 30)
+    monkeypatch.setattr(budgets, "available_memory", lambda: (120 << 30) - (50 << 20))
+    assert budgets.budgets_of("cuda", lambda: (78 << 30) - (20 << 20)) == before
+    assert 0.96 * 0.9 * (78 << 30) <= before.device <= 0.9 * (78 << 30)
+    assert 0.96 * (60 << 30) <= before.host <= 60 << 30

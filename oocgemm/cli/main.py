@@ -26,11 +26,11 @@ from oocgemm.system.version import __version__
 
 # Where each command is defined, and its summary in the help of the command line.
 COMMANDS = {
-    "bench": ("measuring:bench_group", "Measure single parts of oocgemm."),
+    "bench": ("measuring:bench_group", "Measure single parts of oocgemm: at present, its kernels."),
     "calibrate": ("measuring:calibrate", "Measure this machine, for plans and reports."),
     "info": ("reporting:info", "Show what is installed, how fast it is, and what is missing."),
     "plan": ("products:plan", "Show how a product would be computed."),
-    "report": ("reporting:report", "Show what bounded a run, and what to change."),
+    "report": ("reporting:report", "Show what limited the speed of a run, and what to change."),
     "run": ("products:run", "Multiply A and B, and store the product in C."),
     "tune": ("measuring:tune", "Find the fastest kernels on this GPU, for --kernel auto."),
     "verify": ("products:verify", "Check that C is the product of A and B within rounding error."),

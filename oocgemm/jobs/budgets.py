@@ -32,7 +32,8 @@ def budgets_of(
 def _rounded(size: int) -> int:
     """Round a size down to 6 significant bits, by 3% at most.
 
-    Free memory differs a little from call to call. With equal budgets, a later call finds its plan in the cache.
+    Free memory differs a little from call to call. If the budgets are equal all the same, a later call finds
+    its plan in the cache.
     """
     excess = max(0, size.bit_length() - 6)
     return size >> excess << excess
