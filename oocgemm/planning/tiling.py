@@ -216,7 +216,7 @@ class Layout:
     def line_scratch(self, panel: Shape) -> int:
         """Temporary host bytes that a thread needs to read panels of shape `panel`.
 
-        Return 0 for a chunked array (`line` is 0) if panels consist of whole lines of chunks.
+        They are 0 for a chunked array (`line` is 0) if panels consist of whole lines of its chunks.
         """
         return self.scratch_bytes if self.line or self.segment_bytes(panel) < inf else 0
 

@@ -128,10 +128,10 @@ def lane_seconds(
 def count_copies(
     problem: GemmProblem, slots: Slots, strips: int, loads: Loads, panel_a: int, panel_b: int
 ) -> float:
-    """Estimate the number of operations that load panels, and that load, finish or store C.
+    """Estimate the number of operations that load panels of A and B, and that load, finish or store C.
 
-    `panel_a` and `panel_b` are the bytes of a panel of op(A) and of op(B). C is moved in `strips`
-    blocks of rows.
+    `panel_a` and `panel_b` are the bytes of a panel of op(A) and of op(B). `strips` is the number of strips
+    (blocks of rows) in which C is moved.
     """
     panels = loads.a_read / panel_a + loads.b_read / panel_b if problem.depth else 0.0
     if not slots.unified:

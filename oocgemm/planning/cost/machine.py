@@ -71,7 +71,9 @@ class KernelRate:
 
     @classmethod
     def fitted(cls, rates: Mapping[int, float]) -> "KernelRate":
-        """Fit a rate to measurements, a mapping from panel depth k to flop/s: 1 / rate is linear in 1 / k.
+        """Fit a speed to `rates`, which maps panel depths k to measured flop/s.
+
+        In the fitted formula, 1 / rate is linear in 1 / k.
 
         >>> KernelRate.fitted({64: 50.0, 192: 75.0})
         KernelRate(peak=100.0, half_depth=64.0)

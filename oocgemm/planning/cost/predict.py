@@ -19,8 +19,8 @@ from oocgemm.planning.tiling import TileGrid, TileShape, ceil_div
 
 # Concurrent lanes with the busy times t_1, t_2, ... take (sum of t_i^p)^(1/p) seconds, with p = OVERLAP_NORM.
 # Two equally long lanes take 6% longer than one. A lane that is busy for four fifths of the longest time adds
-# 0.5%. This agrees with measurements on a GPU. It also makes the planner prefer less traffic
-# among plans that would be equally fast with perfect overlap.
+# 0.5%. This agrees with measurements on a GPU. It also makes the planner prefer less traffic among plans that
+# would be equally fast with perfect overlap.
 OVERLAP_NORM = 12
 # Fraction of the time of a Write during which a CPU core is busy. The core waits for the disk in the rest.
 WRITE_CPU_SHARE = 0.25
@@ -219,10 +219,10 @@ def _bursts(
 ) -> float:
     """Return the seconds for which multiplications wait because many panels are needed at once.
 
-    - The first tile loads all its panels while it is computed. Multiplications wait as long as loading takes
-      longer than computing. This wait is included only if `first_tile`. Otherwise `tile_seconds` includes it.
+    - The first tile loads all its panels while it is computed. The wait is the time to load them, minus the
+      time to compute the tile. It is included only if `first_tile`. Otherwise `tile_seconds` includes it.
     - A later tile loads all its panels if none of them is cached. Its loads may start while the tile before
-      it is computed. Multiplications wait as long as loading takes longer than computing both tiles.
+      it is computed. The wait is the time to load the panels, minus the time to compute both tiles.
     """
     if machine.shares_cores:
         return 0.0

@@ -19,8 +19,8 @@ from math import gcd
 # Next use of a panel that is never used again, larger than every step number.
 NEVER = 1 << 62
 
-# The panels of this many first steps of a tile stay in Belady's order of eviction. Misses are spread over the
-# other steps of the tile. With fewer first steps, more panels would be loaded than under Belady's policy.
+# The panels of the first UNSPREAD_STEPS steps of a tile are evicted in Belady's order. Misses are spread over
+# the other steps of the tile. With a smaller number, more panels would be loaded than under Belady's policy.
 UNSPREAD_STEPS = 3
 
 # Maximum heap entries per slot. A full heap is rebuilt without its stale entries, which bounds the memory.

@@ -109,7 +109,11 @@ class Operation(NamedTuple):
 
     @property
     def lane(self) -> Lane:
-        """Where the operation runs: "decode" for a Read that decodes, "encode" for a Write that encodes."""
+        """Where the operation runs.
+
+        A Read that decodes is in "decode" instead of "read". A Write that encodes is in "encode" instead of
+        "write".
+        """
         lane = LANES[self.kind]
         return _CODED.get(lane, lane) if self.coded else lane
 
@@ -349,8 +353,9 @@ class Schedule:
         The tuple is empty unless the device computes checksums.
 
         Only the checksums of a tile's strips need regions of their own. Two operations on an accumulator may
-        access the same checksums but different elements: the offset of a tile's row in the slot depends on
-        the width of the tile. For other checksums, the regions of the data suffice: every operation on the
+        access the same checksums but different elements, because the offset of a tile's row in the slot
+        depends on the width of the tile. The regions of the elements then do not overlap, and neither
+        operation would wait. For other checksums, the regions of the data suffice: every operation on the
         checksums of a panel or of a finished strip also accesses the first element of the same slot.
         """
         if self.problem.checked != "device":

@@ -47,9 +47,9 @@ class Placed(NamedTuple):
 # A step, and the buffers of its panels of op(A) and op(B).
 Step = tuple[int, Placed, Placed]
 
-# Limit on the memory of memoised results: at most this number of results times slots of the operand. Above
-# it, all results are dropped. A result has two or three copies of the caches' contents, and a copy takes
-# about 100 bytes per slot.
+# Maximum of (number of memoised results) x (slots of the operand). Above it, all results are dropped. This
+# bounds the memory: a result has two or three copies of the caches' contents, and a copy takes about 100
+# bytes per slot.
 MAX_MEMOISED_PANELS = 300_000
 # Comparing the contents of two caches with s slots takes about as long as placing s / SLOTS_PER_PLACEMENT
 # panels. Each comparison therefore counts as s / SLOTS_PER_PLACEMENT placements towards `max_work`, the
@@ -119,7 +119,7 @@ class Panels:
             cache.advance()
 
     def contents(self, position: int) -> Contents:
-        """Return the contents of the caches. Subtract the tile row (or column) of the tile at `position`."""
+        """Return the cached panels. Their tile rows (or columns) are relative to the tile at `position`."""
         own = self.line(position)
         return tuple(
             (
@@ -130,7 +130,7 @@ class Panels:
         )
 
     def refill(self, contents: Contents, position: int) -> None:
-        """Fill the caches with `contents`. Add the tile row (or column) of the tile at `position`."""
+        """Cache the panels in `contents`. Their tile rows (or columns) are relative to that at `position`."""
         own = self.line(position)
         for cache, (live, latest) in zip(self._tiers, contents, strict=True):
             panels = [(row + own, step) for row, step in live]
@@ -265,7 +265,10 @@ class Placing:
         depths: Sequence[int],
         known: dict[object, tuple[tuple[int, int], Contents]],
     ) -> tuple[int, int]:
-        """Place a tile's panels of one operand. Return the sums of the depths of those uploaded and read."""
+        """Place a tile's panels of one operand.
+
+        Return two sums of depths: of the panels that are uploaded, and of the panels that are read.
+        """
         # Memoise the result for a tile only if that saves time. If the caches are large and a tile has few
         # steps, comparing the contents of caches takes longer than placing the tile's panels.
         memoised = panels.slots <= 4 * len(depths)

@@ -25,8 +25,8 @@ from oocgemm.planning.search.depths import best_depths, link_rate
 from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import TileShape, ceil_div, overread, round_up
 
-# Tile shapes are divided into bins by the bit length of their area. Of the bins with the largest areas, this
-# many are kept. Each gives its best shape.
+# Tile shapes are divided into bins by the bit length of their area. If two panels per operand are in memory,
+# the best shape of each of the BINS bins with the largest areas is kept (`_best_of`).
 BINS = 3
 # Every number of tiles along an extent is tried up to this number. Of larger numbers, only some are tried.
 DENSE_COUNTS = 32
@@ -219,7 +219,7 @@ def with_more_tiles(setting: Setting, tile: TileShape) -> Iterator[TileShape]:
 def _longer(extent: int, nominal: int, unit: int, share: float) -> int:
     """Return a tile extent above `nominal` that shortens the last tile to about `share` of its extent.
 
-    The number of tiles stays the same. `nominal` is returned if there is no such extent, and if there are
+    The number of tiles stays the same. `nominal` is returned if there is no such extent, or if there are
     more than `FEW_TILES` tiles along the axis.
     """
     count = ceil_div(extent, nominal)
@@ -322,7 +322,7 @@ def _read(
 
 
 def _counts(extent: int) -> Iterator[int]:
-    """Yield counts of tiles along an extent: all up to `DENSE_COUNTS`, then each about 4% above the last."""
+    """Yield counts of tiles along an extent: all up to `DENSE_COUNTS`, then in steps of about 4%."""
     count = 1
     while count <= extent:
         yield count
@@ -343,7 +343,7 @@ def _extents(extent: int, units: Sequence[int], counts: Iterable[int]) -> list[i
     """List tile extents for given numbers of tiles: `extent` / count, rounded up to a multiple of a unit.
 
     All pairs of a count in `counts` and a unit in `units` are used. Extents of at least `LARGE_EXTENT` are
-    rounded up to a multiple of `LARGE_UNIT`, if it is a multiple of the unit: a GPU multiplies such tiles
+    rounded up to a multiple of `LARGE_UNIT` if that is a multiple of the unit. A GPU multiplies such tiles
     faster.
     """
     found = set()

@@ -186,9 +186,9 @@ def _bands(
 ) -> list[int]:
     """List the numbers of tile rows (or columns) per band to try.
 
-    One number is 1. Another is the largest number for which all panels of a band fit into `free` bytes. With
-    `spills`, the device may cache panels that do not fit into the host's memory. Larger bands are then tried
-    too, although the host cannot cache all their panels.
+    They are 1 and the largest number for which all panels of a band fit into `free` bytes. With `spills`, the
+    device may cache panels that do not fit into the host's memory. Larger bands are then tried too, although
+    the host cannot cache all their panels.
     """
     kept, passing = ("A", "B") if axis == 0 else ("B", "A")
     panels = max(1, size["host", kept])
@@ -275,7 +275,7 @@ def _draining(
     problem, machine = setting.problem, setting.machine
     m, n, k = extents(problem, tile)
     flops = problem.step_flops(m, n, k)
-    # Emulated products keep the default number: the slots for residue planes have room for two steps only.
+    # Emulated products keep the default `Slots.drain`: the slots for residues have room for two steps only.
     if not flops or problem.planes:
         return base
     step = machine.multiply_seconds(problem.rate, flops, m, n, k) + machine.step_latency
