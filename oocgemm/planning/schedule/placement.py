@@ -119,7 +119,10 @@ class Panels:
             cache.advance()
 
     def contents(self, position: int) -> Contents:
-        """Return the cached panels. Their tile rows (or columns) are relative to the tile at `position`."""
+        """Return the cached panels.
+
+        Their tile rows (or columns) are relative to that of the tile at `position`.
+        """
         own = self.line(position)
         return tuple(
             (
@@ -130,7 +133,10 @@ class Panels:
         )
 
     def refill(self, contents: Contents, position: int) -> None:
-        """Cache the panels in `contents`. Their tile rows (or columns) are relative to that at `position`."""
+        """Cache the panels in `contents` before the tile at `position`.
+
+        The tile rows (or columns) in `contents` are relative to that of this tile.
+        """
         own = self.line(position)
         for cache, (live, latest) in zip(self._tiers, contents, strict=True):
             panels = [(row + own, step) for row, step in live]
@@ -205,10 +211,9 @@ class Placing:
         `depths` are the depths of the steps. `height` and `width` return the extents of a tile row and a tile
         column. Returns None if counting takes more than `max_work` placements.
 
-        Loads are counted once for all tiles that start with the same contents of the caches, apart from a
-        shift of the tile rows (or columns): such tiles load as many panels. In the same way, loads are
-        counted once for all bands (groups of tile rows or columns) that start with the same contents and
-        have equal keys (`Walk.bands`).
+        Loads are counted once for all tiles with the same `Panels.state`, since such tiles load the same
+        number of panels. In the same way, loads are counted once for all bands (groups of tile rows or
+        columns) that start with the same contents of the caches and have equal keys (`Walk.bands`).
         """
         self._work, self._max_work = 0, max_work
         try:

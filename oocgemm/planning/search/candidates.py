@@ -11,8 +11,8 @@ from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import TileShape, round_up
 
 # Minimum size of a large chunk, in bytes. If chunks are large, threads spend most of their time copying data,
-# and more threads help (`io_threads`). If chunks are smaller, threads spend most of it opening and closing
-# files, and more threads do not help.
+# and more threads help (`io_threads`). If chunks are smaller, threads spend most of their time opening and
+# closing files, and more threads do not help.
 LARGE_CHUNK = 8 << 20
 # If less device memory than this is left for slots, in bytes, all depths (tile.k) are tried, and so is the
 # smallest tile (`min_tile`).

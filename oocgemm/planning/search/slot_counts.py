@@ -275,7 +275,8 @@ def _draining(
     problem, machine = setting.problem, setting.machine
     m, n, k = extents(problem, tile)
     flops = problem.step_flops(m, n, k)
-    # Emulated products keep the default `Slots.drain`: the slots for residues have room for two steps only.
+    # Emulated products keep the default `Slots.drain`. Strip by strip, the residues of all these steps would
+    # be needed at the same time, but their slots have room for two steps only.
     if not flops or problem.planes:
         return base
     step = machine.multiply_seconds(problem.rate, flops, m, n, k) + machine.step_latency
