@@ -11,12 +11,17 @@ data, behind the data. Therefore the waits that protect the slot also protect th
 - the checksums of a finished strip are behind that strip;
 - the checksums of a strip are downloaded with it, and are behind it in the host slot too.
 
-The parts of the checksums, each with its shape. Each part is aligned to `PART` bytes:
+The checksums of a panel or strip consist of these parts. Each is given with its shape, and aligned to `PART`
+bytes:
 
     of a panel:   head   flags [extent]   norms [blocks][depth / SIDE]   sums [blocks][depth]
     of a strip:   found   made   old,   where each of the three consists of
                   head   flags [strip rows]   flags [n columns]   sums [down][across]   norms [down][across]
 
+- `depth` is the panel's extent along k, `extent` its other extent, and `blocks` the number of blocks in it.
+- `down` and `across` are the numbers of blocks in a strip.
+- `found` are the checksums of the computed strip, `made` those that its panels predict, and `old` those of
+  the C that was read.
 - A head is two words. The first is the digest; in `made` it is 1 if a panel had a wrong digest. The second
   tells whether any flag is set.
 - A flag is one byte. It is 1 if the row or column contains Inf or NaN.
@@ -38,7 +43,7 @@ SIDE = 128
 WIDENING_ELEMENTS = 1 << 18
 # Alignment, in bytes, of the parts that the checksums of a panel or strip consist of.
 PART = 16
-# Bytes of a head, the first of these parts: a digest, and a word that tells whether any flag is set.
+# Bytes of a head, the first part of the checksums: a digest, and a word that tells whether any flag is set.
 HEAD = 16
 # A digest covers every DIGEST_ROWS-th row of a stored panel. The CUDA kernels use the same number.
 DIGEST_ROWS = 64
@@ -110,7 +115,8 @@ class PanelOffsets:
     def of(cls, problem: GemmProblem, extent: int, depth: int, strip: int) -> "PanelOffsets":
         """Lay out the checksums of a panel of `depth` along k and `extent` along the other axis.
 
-        `strip` is the number of rows (or columns) of the tile per strip, along the axis of `extent`.
+        `strip` is the number of rows of a strip for a panel of op(A), and the number of columns of the tile
+        for a panel of op(B).
         """
         blocks = Blocking.of(extent, strip).blocks
         norms = round_up(HEAD + extent, PART)
@@ -209,10 +215,10 @@ def panel_checksum_bytes(problem: GemmProblem, tile: TileShape, strip: int) -> t
 def host_check_bytes(problem: GemmProblem, tile: TileShape, slots: Slots, io_threads: int) -> int:
     """Return the bytes of host memory that checking takes.
 
-    If the host computes the checksums, the memory has the checksums of the panels in all slots, the sums of
-    the tiles in progress, the random signs, and workspaces to cast narrow elements to double precision. If
-    the device computes them, the memory has the weights for digests, and four copies of a strip's checksums,
-    which are compared.
+    If the host computes the checksums, it stores the checksums of the panels in all slots, the checksums of
+    the tiles that are being computed, a random sign per row and column of C, and workspaces to cast narrow
+    elements to double precision. If the device computes the checksums, the host stores the weights for
+    digests, and four copies of a strip's checksums to compare them.
     """
     if not problem.checked:
         return 0
@@ -233,16 +239,17 @@ def host_check_bytes(problem: GemmProblem, tile: TileShape, slots: Slots, io_thr
 
 
 def digest_weights(problem: GemmProblem, tile: TileShape) -> tuple[int, int]:
-    """Return how many weights digests need for rows, and how many for the 4-byte words of a row.
+    """Return (number of row weights, number of word weights) that digests need.
 
-    These are the largest numbers of rows, and of words per row, that a stored panel or strip may have.
+    A digest weights each row, and each 4-byte word of a row. The numbers are therefore the maximum numbers of
+    rows, and of words per row, of a stored panel or strip.
     """
     longest = max(1, min(tile.m, problem.m), min(tile.n, problem.n), min(tile.k, problem.depth))
     return longest, ceil_div(longest * max(problem.itemsizes["A"], problem.itemsizes["C"]), 4)
 
 
 def _blocks(problem: GemmProblem, tile: TileShape, strip: int) -> tuple[int, int, int]:
-    """Return the numbers of blocks with their own checksum, down and across a tile, and its panels' depth."""
+    """Return the numbers of blocks down and across a tile, and the depth (extent along k) of its panels."""
     m, n, k = min(tile.m, problem.m), min(tile.n, problem.n), min(tile.k, problem.depth)
     return Blocking.of(m, strip).blocks, Blocking.of(n, n).blocks, k
 

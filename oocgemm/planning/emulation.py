@@ -82,7 +82,8 @@ def residues(number: int) -> Residues:
     """Compute the constants for products with the first `number` moduli."""
     moduli = MODULI[:number]
     whole = prod(moduli)
-    # Bits per part of a constant. A sum of `number` products of a part and a residue is then exact.
+    # Bits per part of a constant. With so few bits, a sum of `number` products of a part and a residue is
+    # exact in float64.
     room = _MANTISSA - ceil(log2(number * _LARGEST_RESIDUE))
     units = [1 << max(0, whole.bit_length() - rank * room) for rank in (1, 2, 3)]
     weights = (whole // p * pow(whole // p, -1, p) for p in moduli)
@@ -124,7 +125,10 @@ class PanelFacts:
 
     @property
     def rounded(self) -> float:
-        """Bound on twice the rounding error of an element, divided by its row's 2-norm; 0 if `exact`."""
+        """Maximum rounding interval of an element, divided by its row's 2-norm; 0 if `exact`.
+
+        The interval is 2^-s, where 2^s is the row's scale. The rounding error is at most half of it.
+        """
         return 0.0 if self.exact else self.grain
 
 
@@ -167,9 +171,10 @@ def min_cosine(a: Sequence[int], b: Sequence[int], depth: int) -> float:
     whose magnitude is at least the level times the root mean square of x (or y). By the rearrangement
     inequality, the minimum pairs the largest elements of x with the smallest of y.
     """
-    # Sort |x| in ascending and |y| in descending order. `up` has (position, level): from the position on,
-    # elements of |x| are at least the level. `down`: before the position, elements of |y| are at least the
-    # level. Levels are in units of the root mean square.
+    # Let |x| be in ascending order and |y| in descending order. For each (position, level) in `up`, the
+    # elements of |x| from this position on are at least this level. For each (position, level) in `down`, the
+    # elements of |y| before this position are at least this level. Levels are in units of the root mean
+    # square.
     up = [(depth - count, level) for count, level in zip(a, LEVELS, strict=True)]
     down = [(count, level) for count, level in zip(b, LEVELS, strict=True)]
     borders = sorted({0, depth, *(at for at, _ in up), *(at for at, _ in down)})

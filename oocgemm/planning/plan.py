@@ -145,8 +145,8 @@ class Plan:
     def loads(self) -> Loads:
         """Bytes of the panels of A and B that the run loads. A panel counts each time that it is loaded.
 
-        The bytes are counted. If counting would take longer than `MAX_COUNTED` allows, they are estimated
-        within 1%.
+        The bytes are counted exactly, unless that takes more than `MAX_COUNTED` placements of panels in
+        slots. In that case, they are estimated within 1%.
         """
         schedule = self.schedule()
         counted = schedule.loads_within(MAX_COUNTED)
@@ -197,8 +197,8 @@ class Plan:
         """Operands, "A" or "B", whose host arrays the run pins, so that a GPU copies from them directly.
 
         Panels of an operand that is not pinned are first copied to pinned slots (staged). The choice
-        minimizes the sum of two times: to pin and unpin arrays, and by which staging delays the
-        multiplications.
+        minimizes the sum of two times: the time to pin and unpin arrays, and the time by which staging delays
+        the multiplications.
         """
         problem, machine, k = self.problem, self.machine, self.problem.depth
         if not machine.pin:
@@ -326,7 +326,8 @@ def _falls_short(other: Prediction, best: Prediction) -> str:
     }
     worst = max(parts, key=lambda part: parts[part])
     why = f"{worst} +{format_time(parts[worst])}" if parts[worst] > 1e-6 else "no better"
-    # A rejected candidate may be predicted to be faster, by less than the error of the model.
+    # The planner may reject the candidate with the shortest predicted time for another one, if the two times
+    # differ by less than the error of the model.
     return f"within the model's error, {why}" if other.total < best.total else why
 
 

@@ -77,10 +77,11 @@ def _layout(data: Mapping[str, Any]) -> Layout:
 
 
 def _typed(kind: Callable[..., T], data: Mapping[str, Any], **made: Any) -> T:
-    """Build a dataclass of type `kind`: fields that are not in `made` get their values from `data`.
+    """Build a dataclass of type `kind`.
 
-    Values in `made` are already converted and are not checked. Raises `TypeError` if a value from `data` has
-    another type than its field, or is not finite.
+    A field gets its value from `made`, or from `data` if it is not in `made`. Values in `made` are already
+    converted and are not checked. Raises `TypeError` if a value from `data` has another type than its field,
+    or is not finite.
     """
     values = dict(data) | made
     for field in fields(kind):  # type: ignore[arg-type]  # `kind` is always a dataclass

@@ -216,7 +216,7 @@ class Layout:
     def line_scratch(self, panel: Shape) -> int:
         """Temporary host bytes that a thread needs to read panels of shape `panel`.
 
-        They are 0 for a chunked array (`line` is 0) if no panel contains only a part of a chunk's line.
+        They are 0 for a chunked array (`line` is 0) if panels consist of whole lines of its chunks.
         """
         return self.scratch_bytes if self.line or self.segment_bytes(panel) < inf else 0
 
@@ -227,8 +227,8 @@ class Layout:
     def is_direct(self, panel: Shape, thin: Shape | None = None) -> bool:
         """Whether the device copies panels of shape `panel` directly from an array that the caller pinned.
 
-        If `thin` is given, tell it for thin panels of that shape at the start of the run. Their rows may be
-        shorter than `zero_copy_width` by a factor of `THIN_PANEL_EASE`.
+        `thin` is the shape of a thin panel at the start of the run. If it is given, the answer is for this
+        panel. Its rows may be shorter than `zero_copy_width` by a factor of `THIN_PANEL_EASE`.
         """
         row = (thin or panel)[self.contiguous]
         return self.pinned and self.allows_zero_copy(panel) and self.zero_copy_width <= THIN_PANEL_EASE * row

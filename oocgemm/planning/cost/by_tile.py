@@ -82,10 +82,13 @@ def drain_end(
 ) -> float:
     """Estimate the time at which the last element of C has been written.
 
-    `parts` are the shares of the tiles, and `each` has the seconds from the end of the tile before to the end
-    of each tile. The multiplications of the last tile end at time `end`. Downloading and writing all of C
-    takes `drain_seconds`. A tile drains in `strips` strips, and starts to drain in its last steps, which take
-    the fraction `last_step` of its seconds.
+    - `parts`: the share of each tile.
+    - `each`: the seconds of each tile, from the end of the multiplications of the tile before it to the end
+      of its own.
+    - `end`: the time at which the multiplications of the last tile end.
+    - `drain_seconds`: seconds to download and write all of C.
+    - `last_step`: the fraction of a tile's seconds that its last steps take, in which it starts to drain.
+    - `strips`: number of strips in which a tile drains.
     """
     done, drained = end - sum(each), 0.0
     for part, seconds in zip(parts, each, strict=True):

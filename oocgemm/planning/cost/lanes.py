@@ -1,4 +1,4 @@
-"""Estimate with formulas how long each lane (disk, link or processor) is busy, and how panels arrive."""
+"""Estimate with formulas how long each lane is busy, and how panels arrive."""
 
 from dataclasses import dataclass
 from math import prod
@@ -11,10 +11,10 @@ from oocgemm.planning.schedule.slots import Slots
 from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import Layout, Shape, TileGrid, TileShape, ceil_div
 
-# All lanes (disks, links and processors) whose time is predicted. "issue" is the time under the GIL, in which
-# operations are submitted one after another.
+# All lanes whose time is predicted. "issue" is an additional lane: the time in which threads hold the GIL and
+# submit operations one after another.
 LANES = ("read", "decode", "h2d", "prepare", "compute", "d2h", "encode", "write", "issue")
-# The lanes (disks and links) that panels of A and B pass before they are multiplied.
+# The lanes of the operations that load panels of A and B.
 LOADING = ("read", "decode", "h2d")
 
 
@@ -42,7 +42,7 @@ class PanelStream:
 
     @property
     def faulted(self) -> float:
-        """Bytes that are read into host slots for the first time. Page faults slow these reads down."""
+        """Bytes read into host slots that were not used before. Page faults slow these reads down."""
         return 0.0 if self.direct else min(self.read, self.host_slots * self.panel)
 
 
@@ -83,7 +83,7 @@ def lane_seconds(
     loads: Loads,
     streams: tuple[PanelStream, PanelStream],
 ) -> tuple[dict[str, float], float]:
-    """Estimate for how many seconds each lane (disk, link or processor) is busy, except "issue".
+    """Estimate for how many seconds each lane is busy, except "issue".
 
     Also returns the seconds to load the first panels of A and B.
     """
@@ -128,10 +128,10 @@ def lane_seconds(
 def count_copies(
     problem: GemmProblem, slots: Slots, strips: int, loads: Loads, panel_a: int, panel_b: int
 ) -> float:
-    """Estimate the number of operations that load panels, and that load, finish or store C.
+    """Estimate the number of operations that load panels of A and B, and that load, finish or store C.
 
-    `panel_a` and `panel_b` are the bytes of a panel of op(A) and of op(B). C is moved in `strips`
-    blocks of rows.
+    `panel_a` and `panel_b` are the bytes of a panel of op(A) and of op(B). `strips` is the number of strips
+    (blocks of rows) in which C is moved.
     """
     panels = loads.a_read / panel_a + loads.b_read / panel_b if problem.depth else 0.0
     if not slots.unified:

@@ -30,9 +30,10 @@ def _times_loaded(
         return a, b
     band = min(traversal.band, down)
     bands = ceil_div(down, band)
-    # Between two uses of a panel of A, in adjacent tile columns, the panels of A of all rows of its band are
-    # used. A panel of B is used in each row of a band: between these uses, the other panels of B of its tile
-    # column are used. Between its uses in two bands, the panels of B of all tile columns are used.
+    # A panel of A is used again in the next tile column, after the panels of A of all tile rows of the band:
+    # band * steps panels. Within a band, a panel of B is used again in the next tile row, after the panels of
+    # B of one tile column: `steps` panels. In the next band, it is used again after the panels of B of all
+    # tile columns: across * steps panels.
     a = 1 + (across - 1) * (1 - _hit_rate(a_slots, band * steps))
     b = 1 + (bands - 1) * (1 - _hit_rate(b_slots, across * steps))
     return a, b + bands * (band - 1) * (1 - _hit_rate(b_slots, steps))
@@ -41,7 +42,7 @@ def _times_loaded(
 def _hit_rate(slots: int, panels: int) -> float:
     """Return the fraction of uses that find their panel in a cache with `slots` slots.
 
-    A sequence of `panels` panels is used alternately forwards and backwards. When the direction changes, the
-    slots contain the panels that are used next.
+    The same `panels` panels are used again and again, alternately forwards and backwards. When the direction
+    changes, the slots contain the panels that are used next. The other panels are loaded again.
     """
     return min(1.0, slots / panels)

@@ -12,10 +12,13 @@ from oocgemm.planning.cost.fits import fit_line
 from oocgemm.planning.problem import COMPUTES, OPERANDS
 from oocgemm.planning.tiling import Layout, Shape, ceil_div, round_up
 
-# Numbers of panels that are read at the same time: raw ones, raw ones with device checksums, and compressed
-# ones. With two, the I/O threads stay busy between the end of one panel and the start of the next. With
-# device checksums, a third panel is read while the digest of another is computed. Compressed chunks are few
-# and slow, so that it takes four panels to keep all threads busy.
+# Numbers of panels that are read at the same time.
+# STORE_WORKERS: panels without compression. With two, the I/O threads stay busy between the end of one panel
+# and the start of the next.
+# DIGESTING_WORKERS: panels without compression whose digests are computed, because the device computes
+# checksums. A third panel is read while the digest of another is computed.
+# CODEC_WORKERS: compressed panels. A panel has few chunks, which take long to decode. Four panels keep all
+# threads busy.
 STORE_WORKERS = 2
 DIGESTING_WORKERS = 3
 CODEC_WORKERS = 4
@@ -68,7 +71,9 @@ class KernelRate:
 
     @classmethod
     def fitted(cls, rates: Mapping[int, float]) -> "KernelRate":
-        """Fit a rate to measurements, a mapping from panel depth k to flop/s: 1 / rate is linear in 1 / k.
+        """Fit a speed to `rates`, which maps panel depths k to measured flop/s.
+
+        In the fitted formula, 1 / rate is linear in 1 / k.
 
         >>> KernelRate.fitted({64: 50.0, 192: 75.0})
         KernelRate(peak=100.0, half_depth=64.0)
@@ -125,10 +130,10 @@ class MachineModel:
     step_latency: float = 10e-6
     write_latency: float = 200e-6
     issue: float = 50e-6
-    # Additional seconds to read a part of a line (a run of contiguous elements) instead of a whole line. They
-    # are the part's share of a system call and, if it is not in the page cache, of a request to the disk.
-    # Measured on parts of 2 to 8 KiB that start 320 KB apart, on two Zen 5 cores with a virtual disk: 2 to
-    # 3 us from the page cache, and 4 us plus 0.8 us per KiB from the disk.
+    # Additional seconds to read a part of a line (a run of contiguous elements) instead of a whole line. Each
+    # part takes a share of a system call. If the part is not in the page cache, it also takes a share of a
+    # request to the disk. Measured on parts of 2 to 8 KiB that start 320 KB apart, on two Zen 5 cores with a
+    # virtual disk: 2 to 3 us from the page cache, and 4 us plus 0.8 us per KiB from the disk.
     segment: float = 4e-6
     arena_seconds_per_byte: float = 0.03 / 2**30
     io_threads: int = 1
@@ -239,7 +244,8 @@ def default_model(backend: str, cores: int) -> MachineModel:
             kernels={
                 "float16": KernelRate(576e12, 300),
                 "bfloat16": KernelRate(576e12, 300),
-                "int8": KernelRate(1056e12, 4500),  # deep: each step also adds its int32 sums to C in float64
+                # `half_depth` is large, because each step also adds its int32 sums to C in float64.
+                "int8": KernelRate(1056e12, 4500),
                 "float32": KernelRate(52.5e12, 70),
                 "float64": KernelRate(55.8e12, 25),
                 "complex64": KernelRate(48e12, 90),
@@ -262,7 +268,7 @@ def default_model(backend: str, cores: int) -> MachineModel:
             # Several threads on an H100's host took 0.3 to 0.5 us per part of a line from the page cache. The
             # default allows for slower storage.
             segment=2e-6,
-            # More I/O threads would only compete for memory bandwidth.
+            # More than 8 I/O threads would only compete for memory bandwidth.
             io_threads=min(8, cores),
             # cuBLAS's handle, kernels and workspace took over 64 MiB on an H200.
             device_reserve=80 << 20,

@@ -17,10 +17,10 @@ from oocgemm.planning.schedule.slots import Slots
 from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import TileGrid, TileShape, ceil_div
 
-# Concurrent lanes (disks, links, processors) with the busy times t_1, t_2, ... take (sum of t_i^p)^(1/p)
-# seconds, with p = OVERLAP_NORM. Two equally long lanes take 6% longer than one; a lane of four fifths of the
-# longest adds 0.5%. This agrees with measurements on a GPU. It also makes the planner prefer less traffic
-# among plans that would be equally fast with perfect overlap.
+# Concurrent lanes with the busy times t_1, t_2, ... take (sum of t_i^p)^(1/p) seconds, with p = OVERLAP_NORM.
+# Two equally long lanes take 6% longer than one. A lane that is busy for four fifths of the longest time adds
+# 0.5%. This agrees with measurements on a GPU. It also makes the planner prefer less traffic among plans that
+# would be equally fast with perfect overlap.
 OVERLAP_NORM = 12
 # Fraction of the time of a Write during which a CPU core is busy. The core waits for the disk in the rest.
 WRITE_CPU_SHARE = 0.25
@@ -30,9 +30,9 @@ WRITE_CPU_SHARE = 0.25
 class Prediction:
     """The predicted seconds of a run in `total`, and the parts that it was computed from.
 
-    `lanes` has the seconds for which each lane (disk, link or processor) is busy; lanes overlap. `start_up`
-    is the time before the first multiplication, `bubbles` the waits between multiplications, and `tail` the
-    time after the last multiplication.
+    `lanes` has the seconds for which each lane is busy; lanes overlap. `start_up` is the time before the
+    first multiplication, `bubbles` the waits between multiplications, and `tail` the time after the last
+    multiplication.
     """
 
     lanes: Mapping[str, float]
@@ -43,7 +43,7 @@ class Prediction:
 
     @property
     def bottleneck(self) -> str:
-        """Name of the lane (disk, link or processor) that is busy longest."""
+        """Name of the lane that is busy longest."""
         return max(self.lanes, key=lambda lane: self.lanes[lane])
 
     @property
@@ -126,7 +126,8 @@ def predict(setting: Setting, candidate: Candidate, loads: Loads | None = None) 
     if len(parts) > 1 and not machine.shares_cores:
         bubbles += _first_tile_faults(streams, machine, parts[0], grid.steps, lanes["compute"])
     elif not machine.shares_cores:
-        # With one tile or more than `MAX_TILES`, assume that every page fault delays multiplications.
+        # The tiles are not estimated one by one: there is a single tile, or there are more than `MAX_TILES`.
+        # Then assume that every page fault delays multiplications.
         start_up += sum(s.faulted for s in streams) * machine.arena_seconds_per_byte
     if slots.c == 1 and tiles > 1:
         exposed = max(drain - 2 * turn_steps * step, drain / strips)
@@ -152,10 +153,11 @@ def _combine(
     parts: Sequence[Share],
     drain_terms: tuple[float, float, int],
 ) -> tuple[float, float]:
-    """Combine the busy times of concurrent lanes (disks, links, processors) to the time of the run.
+    """Combine the busy times of concurrent lanes to the time of the run.
 
     Returns the seconds from the first multiplication to the end of the last one, and the seconds after that
-    in which the rest of C is written. `drain_terms` are the last three arguments of `drain_end`.
+    in which the rest of C is written. `drain_terms` are the arguments `drain_seconds`, `last_step` and
+    `strips` of `drain_end`.
     """
     if machine.shares_cores:
         # The cores that multiply also copy. A Write keeps a core busy only for the fraction WRITE_CPU_SHARE
@@ -172,20 +174,23 @@ def _combine(
     without_output = occupied | {"write": 0.0, "encode": 0.0}
     computed = _overlapped(without_output, bubbles) + uneven
     busy = max(computed, _overlapped(occupied, bubbles))
-    # The tail ends when two conditions are met: all of C has been written, which bubbles do not delay, and
-    # the last tile has been written after its last step, which bubbles do delay.
+    # The tail ends at the later of two times. The first is when all of C has been written. It is estimated
+    # without bubbles, because earlier tiles are written during bubbles. The second is when the last tile has
+    # been written. It includes bubbles, because they delay the last multiplication.
     smooth = _overlapped(without_output, 0.0) + uneven
     drained = drain_end(parts, each, smooth, *drain_terms)
     return busy, max(drained, drain_end(parts[-1:], each[-1:], computed, *drain_terms), busy) - busy
 
 
 def _occupied(lanes: Mapping[str, float], first: float, *, in_turn: bool) -> dict[str, float]:
-    """Return the seconds for which each lane (disk, link or processor) is busy after the start-up.
+    """Return the seconds for which each lane is busy after the start-up.
 
-    `first`, the seconds to load the first panels, is subtracted from the lanes that load panels. `in_turn`
-    means that reads and uploads cannot overlap, because an operand has a single host slot: the time of both
-    then counts in the lane "read". For emulated products, the time of the kernel that splits panels into int8
-    matrices is added to that of multiplications, since both use the GPU.
+    `first` is the time to load the first panels, in seconds. It belongs to the start-up. Therefore it is
+    subtracted from the times of "read", "decode" and "h2d", the lanes that load panels.
+
+    `in_turn` means that reads and uploads cannot overlap, because an operand has a single host slot. The time
+    of "h2d" is then added to that of "read". For emulated products, panels are split into int8 matrices in
+    lane "prepare". Its time is added to that of "compute", since both use the GPU.
     """
     reading = lanes["read"] + lanes["h2d"] if in_turn else lanes["read"]
     loading = {lane: max(0.0, (reading if lane == "read" else lanes[lane]) - first) for lane in LOADING}
@@ -193,11 +198,11 @@ def _occupied(lanes: Mapping[str, float], first: float, *, in_turn: bool) -> dic
 
 
 def _overlapped(lanes: Mapping[str, float], bubbles: float) -> float:
-    """Return the seconds that concurrent lanes (disks, links and processors) take together.
+    """Return the seconds that concurrent lanes take together.
 
-    The longest lane determines the time. A lane that is nearly as long delays it, because of jitter and
-    shared memory bandwidth. `bubbles`, waits between multiplications, add nothing while another lane takes
-    longer than multiplications and bubbles together.
+    The busiest lane determines the time. Another lane that is busy for nearly as long makes the time longer,
+    because of jitter and shared memory bandwidth. `bubbles` is the time of waits between multiplications. It
+    adds nothing if another lane is busy for longer than multiplications and bubbles together.
     """
     longest = max(lanes.values()) or 1.0
     busy = longest * sum((x / longest) ** OVERLAP_NORM for x in lanes.values()) ** (1 / OVERLAP_NORM)
@@ -214,10 +219,10 @@ def _bursts(
 ) -> float:
     """Return the seconds for which multiplications wait because many panels are needed at once.
 
-    The first tile loads all its panels while it is computed. Its wait is included only if `first_tile`;
-    otherwise the caller counts it elsewhere. A later tile loads many panels at once if it uses none of the
-    cached panels. Its loads may start while the tile before it is computed, so that the time of two tiles
-    hides them.
+    - The first tile loads all its panels while it is computed. The wait is the time to load them, minus the
+      time to compute the tile. It is included only if `first_tile`. Otherwise `tile_seconds` includes it.
+    - A later tile loads all its panels if none of them is cached. Its loads may start while the tile before
+      it is computed. The wait is the time to load the panels, minus the time to compute both tiles.
     """
     if machine.shares_cores:
         return 0.0

@@ -19,8 +19,8 @@ from math import gcd
 # Next use of a panel that is never used again, larger than every step number.
 NEVER = 1 << 62
 
-# Number of steps at the start of a tile whose panels are evicted last, as under Belady's policy. Misses are
-# spread over the other steps. With a smaller number, more panels are loaded in total than under that policy.
+# The panels of the first UNSPREAD_STEPS steps of a tile are evicted in Belady's order. Misses are spread over
+# the other steps of the tile. With a smaller number, more panels would be loaded than under Belady's policy.
 UNSPREAD_STEPS = 3
 
 # Maximum heap entries per slot. A full heap is rebuilt without its stale entries, which bounds the memory.
@@ -33,8 +33,9 @@ Panel = tuple[int, int]
 class SlotCache:
     """Simulate a cache of `count` slots for the panels of one operand, on the device or on the host.
 
-    Panels are acquired in program order. `spread` is the number of steps of a tile over which misses are
-    spread evenly. If it is 1, the panel whose next use is furthest away is evicted (Belady's policy).
+    Panels are acquired in program order. If `spread` is 1, the panel whose next use is furthest away is
+    evicted (Belady's policy). Otherwise `spread` is the number of steps per tile, and misses are spread
+    evenly over the steps of a tile.
     """
 
     def __init__(self, count: int, spread: int = 1) -> None:
@@ -44,7 +45,8 @@ class SlotCache:
         self._stride = _even_stride(self._spread_steps)
         self._keys: list[Panel | None] = [None] * count
         self._next_use = [0] * count
-        # Time of the last use: among equal next uses, the least recently used panel is evicted.
+        # Per slot, the time of its latest use. If several panels have the same next use, the least recently
+        # used one is evicted.
         self._used = [-1] * count
         self._clock = 0
         self._where: dict[Panel, int] = {}
@@ -91,8 +93,11 @@ class SlotCache:
         return sorted((use, key) for use, key in pairs if key is not None and use != NEVER)
 
     def latest(self) -> list[Panel | None]:
-        """List the panels of the group of steps that ended last; None for a panel that is not used again."""
-        # A slot that two steps of the group used is listed once.
+        """List the panels of the group of steps that ended last.
+
+        A panel that is not used again is listed as None.
+        """
+        # Two steps of the group may have used the same slot. Its panel is listed once.
         slots = list(dict.fromkeys(reversed(self._latest)))[::-1]
         return [self._keys[slot] if self._next_use[slot] != NEVER else None for slot in slots]
 
@@ -126,11 +131,11 @@ class SlotCache:
         heapify(self._heap)
 
     def _ranked(self, next_use: int) -> int:
-        """Return the rank of a next use. Of the cached panels, one with the largest rank is evicted.
+        """Return the rank of a next use, a step number. The cached panel with the largest rank is evicted.
 
-        The rank of a step is the step number, permuted within the tile. Thus the panels that are evicted
-        first, which a later tile must load again, are spread over that tile's steps. The first
-        `UNSPREAD_STEPS` steps of a tile are not permuted.
+        Ranks are the step numbers in another order: all steps of a tile but the first `UNSPREAD_STEPS` are
+        permuted. Thus the panels with the largest ranks are needed at steps that are spread over the tile. A
+        tile that must load these panels again does not load them all at once.
         """
         tile, step = divmod(next_use, self._steps)
         if step < UNSPREAD_STEPS or next_use == NEVER:
@@ -146,10 +151,14 @@ class SlotCache:
             slot = self._furthest(avoided)
             if slot is not None:
                 return slot
-        return self._current[0]  # there is a single slot: every step waits for the step before
+        # A single slot is used for every panel. Each step then waits until the step before has used it.
+        return self._current[0]
 
     def _furthest(self, avoided: Sequence[int]) -> int | None:
-        """Return the slot with the furthest next use that is not in `avoided`; None if all slots are."""
+        """Return the slot outside `avoided` whose panel has the furthest next use.
+
+        Returns None if `avoided` has all slots.
+        """
         if len(set(avoided)) >= self._count:
             return None
         passed, found = [], None
@@ -169,8 +178,9 @@ class SlotCache:
 def _even_stride(steps: int) -> int:
     """Choose a stride s such that the multiples 0, s, 2 s, ... modulo `steps` are spread evenly.
 
-    For every i, the first i multiples are spread evenly. The stride is near 0.618 `steps` (the golden
-    section): by the three-gap theorem (Sos, 1958), the gaps between the first i multiples have at most three
-    different lengths. The stride is also coprime to `steps`, so that the first `steps` multiples differ.
+    The first i multiples are spread evenly for every i. By the three-gap theorem (Sos, 1958), the gaps
+    between them have at most three different lengths. With a stride near 0.618 `steps` (the golden section),
+    these lengths are similar. The stride is also coprime to `steps`, so that the first `steps` multiples
+    differ.
     """
     return next(stride for stride in range(round(0.618 * steps), 2 * steps + 2) if gcd(stride, steps) == 1)

@@ -77,7 +77,8 @@ class HazardTracker(Generic[T]):
                 begin, end, other, _, _ = access
                 if begin < stop and start < end and other is not token and other not in waits:
                     waits.append(other)
-                # Keep an access if this operation does not overwrite all its elements.
+                # Drop an earlier access if this operation overwrites all its elements: later operations on
+                # these elements wait for this operation, which waits for the earlier one.
                 if begin < start or stop < end:
                     kept.append(access)
             kept.append((start, stop, token, stream, True))

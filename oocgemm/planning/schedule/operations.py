@@ -50,7 +50,7 @@ class Kind(StrEnum):
 
 
 class Lane(StrEnum):
-    """The disk, link or processor that an operation keeps busy. Reports have one row per lane."""
+    """Where an operation runs. Reports have one row per lane."""
 
     READ = "read"
     DECODE = "decode"
@@ -109,7 +109,11 @@ class Operation(NamedTuple):
 
     @property
     def lane(self) -> Lane:
-        """The disk, link or processor that the operation keeps busy. Codecs and disks have separate lanes."""
+        """Where the operation runs.
+
+        A Read that decodes is in "decode" instead of "read". A Write that encodes is in "encode" instead of
+        "write".
+        """
         lane = LANES[self.kind]
         return _CODED.get(lane, lane) if self.coded else lane
 
@@ -117,8 +121,8 @@ class Operation(NamedTuple):
     def stream(self) -> str:
         """The name of the queue that the operation is issued to.
 
-        It is the name of its lane (disk, link or processor). Only loads of C have separate queues, so that
-        they need not wait for loads of A and B.
+        It is the name of the operation's lane. Only loads of C have separate queues, "read-c" and so on, so
+        that they need not wait for loads of A and B.
         """
         lane = self.lane.value
         return f"{lane}-c" if self.operand == "C" and self.kind in _LOADS else lane
@@ -142,8 +146,8 @@ class Schedule:
     A schedule can be iterated repeatedly. Operations are created during iteration. If `tiles` is a `Walk`,
     memory is proportional to the number of slots, not to the number of tiles or steps.
 
-    `coded` are the operands whose chunks are decoded or encoded. `last` is the last tile of the whole
-    product, which is not in `tiles` if the run computes only a part of C.
+    `coded` are the operands ("A", "B", "C") whose chunks are decoded or encoded. `last` is the tile that a
+    run over all of C computes last. It may be missing in `tiles` if the run computes only a part of C.
     """
 
     problem: GemmProblem
@@ -197,8 +201,8 @@ class Schedule:
     def loads_within(self, max_work: float) -> Loads | None:
         """Count the bytes of panels that the run loads, or return None if that takes too long.
 
-        `max_work` is the maximum number of times that a panel may be placed in a buffer. Each takes about 10
-        us.
+        `max_work` is the maximum number of placements. A placement chooses the slots of one panel and takes
+        about 10 us.
         """
         depths = [length(self.grid.depth(p)) for p in range(self.grid.steps + self.grid.ramp + 1)]
         heights, widths = (lambda i: length(self.grid.rows(i))), (lambda j: length(self.grid.cols(j)))
@@ -346,11 +350,13 @@ class Schedule:
     def _sums(self, slot: Slot, tile: Tile, rows: Range) -> tuple[Region, ...]:
         """Return the region of the checksums of `rows` of a tile, in a tuple.
 
-        The tuple is empty unless the device computes checksums. The checksums of a panel or of a finished
-        strip need no region of their own: every operation that accesses them also accesses data at the start
-        of the same slot, so that the regions of the data overlap. In an accumulator, an operation accesses
-        some rows. Where these start depends on the width of the tile. Thus two operations on tiles of
-        different widths may access the same checksums, but different data.
+        The tuple is empty unless the device computes checksums.
+
+        Only the checksums of a tile's strips need regions of their own. Two operations on an accumulator may
+        access the same checksums but different elements, because the offset of a tile's row in the slot
+        depends on the width of the tile. The regions of the elements then do not overlap, and neither
+        operation would wait. For other checksums, the regions of the data suffice: every operation on the
+        checksums of a panel or of a finished strip also accesses the first element of the same slot.
         """
         if self.problem.checked != "device":
             return ()

@@ -47,11 +47,13 @@ class Placed(NamedTuple):
 # A step, and the buffers of its panels of op(A) and op(B).
 Step = tuple[int, Placed, Placed]
 
-# Maximum number of memoised results times the slots of the operand. Above it, all results are dropped, which
-# bounds the memory: a result contains two or three states of the caches, with about 100 bytes per slot.
+# Maximum of (number of memoised results) x (slots of the operand). Above it, all results are dropped. This
+# bounds the memory: a result has two or three copies of the caches' contents, and a copy takes about 100
+# bytes per slot.
 MAX_MEMOISED_PANELS = 300_000
-# Comparing two states of caches with s slots takes about as long as placing s / SLOTS_PER_PLACEMENT panels.
-# It counts as so many placements towards `max_work`, the maximum number of placements.
+# Comparing the contents of two caches with s slots takes about as long as placing s / SLOTS_PER_PLACEMENT
+# panels. Each comparison therefore counts as s / SLOTS_PER_PLACEMENT placements towards `max_work`, the
+# maximum number of placements.
 SLOTS_PER_PLACEMENT = 4
 
 
@@ -65,9 +67,10 @@ class Loads:
     b_read: float
 
 
-# Per tier, the contents of an operand's slots: `SlotCache.live` without next uses, and `SlotCache.latest`.
-# A panel's tile row (or column) is relative to that of the current tile. Thus the contents at two tiles can
-# be equal, although the panels differ.
+# Per tier, two lists of an operand's cached panels: the panels that are used again, soonest first
+# (`SlotCache.live`), and the panels of the latest group of steps (`SlotCache.latest`). A panel's tile row (or
+# column) is stored minus that of the current tile. Thus the contents at two tiles can be equal, although the
+# panels differ.
 Contents = tuple[tuple[tuple[Panel, ...], tuple[Panel | None, ...]], ...]
 
 
@@ -116,7 +119,10 @@ class Panels:
             cache.advance()
 
     def contents(self, position: int) -> Contents:
-        """Return the contents of the caches, relative to the tile at `position`."""
+        """Return the cached panels.
+
+        Their tile rows (or columns) are relative to that of the tile at `position`.
+        """
         own = self.line(position)
         return tuple(
             (
@@ -127,7 +133,10 @@ class Panels:
         )
 
     def refill(self, contents: Contents, position: int) -> None:
-        """Fill the caches with `contents`, which are relative to the tile at `position`."""
+        """Cache the panels in `contents` before the tile at `position`.
+
+        The tile rows (or columns) in `contents` are relative to that of this tile.
+        """
         own = self.line(position)
         for cache, (live, latest) in zip(self._tiers, contents, strict=True):
             panels = [(row + own, step) for row, step in live]
@@ -137,12 +146,15 @@ class Panels:
             )
 
     def state(self, position: int) -> object:
-        """Return a key of the caches before a tile. Tiles with equal keys load the same panels.
+        """Return a key of the caches before a tile. Tiles with equal keys load the same number of panels.
 
-        The key has the cached panels in the order of their next uses, but not the step numbers of these uses.
-        The panels' tile rows (or columns) are relative to the tile. The key also has the number of cached
-        panels whose next use comes before that of the tile's own panels, because it determines the place of
-        the tile's panels in the order.
+        The key has the cached panels in the order of their next uses. The step numbers of these uses are left
+        out, because eviction depends only on the order. A panel's tile row (or column) is stored minus that
+        of the tile.
+
+        After the tile, its own panels are next used at a later tile of the same tile row (or column). The key
+        also has the number of cached panels that are used before that tile. Eviction depends on this number,
+        because it compares the next uses of the tile's panels with those of the other cached panels.
         """
         row = self.line(position)
         later = self._next_use.tile(row, position)
@@ -199,9 +211,9 @@ class Placing:
         `depths` are the depths of the steps. `height` and `width` return the extents of a tile row and a tile
         column. Returns None if counting takes more than `max_work` placements.
 
-        Tiles that find the caches in the same state, relative to their coordinates, load the same panels. The
-        same is true of bands (groups of tile rows or columns) with equal keys (`Walk.bands`). Therefore each
-        state is counted only once.
+        Loads are counted once for all tiles with the same `Panels.state`, since such tiles load the same
+        number of panels. In the same way, loads are counted once for all bands (groups of tile rows or
+        columns) that start with the same contents of the caches and have equal keys (`Walk.bands`).
         """
         self._work, self._max_work = 0, max_work
         try:
@@ -258,9 +270,12 @@ class Placing:
         depths: Sequence[int],
         known: dict[object, tuple[tuple[int, int], Contents]],
     ) -> tuple[int, int]:
-        """Place a tile's panels of one operand. Return the summed depths of those uploaded and those read."""
+        """Place a tile's panels of one operand.
+
+        Return two sums of depths: of the panels that are uploaded, and of the panels that are read.
+        """
         # Memoise the result for a tile only if that saves time. If the caches are large and a tile has few
-        # steps, comparing states of the caches takes longer than placing the tile's panels.
+        # steps, comparing the contents of caches takes longer than placing the tile's panels.
         memoised = panels.slots <= 4 * len(depths)
         state: object = None
         if memoised:

@@ -71,8 +71,8 @@ class Slots:
     - `strip`: a tile drains in strips of this many rows.
     - `drain`: the last `drain` steps of the last tile run strip by strip, so that its first strips drain
       while later ones are multiplied.
-    - `turn`: with one accumulator, the last `turn` steps of each tile but the last run strip by strip, and so
-      do the first `turn` steps of the next tile. 0 means half of `drain`, rounded up.
+    - `turn`: with one accumulator, `turn` steps run strip by strip at the end of each tile that has a next
+      tile, and again at the start of the next tile. 0 means half of `drain`, rounded up.
     """
 
     a: int = 2
@@ -92,7 +92,7 @@ class Slots:
     def last_steps(self) -> int:
         """Number of steps of the last tile that run strip by strip (some rows of the tile at a time).
 
-        It is `drain`, limited by the number of buffers for the panels of these steps.
+        It is `drain`, but at most the number of device slots for panels of op(A), and of op(B).
         """
         return min(self.drain, self.a, self.b)
 

@@ -26,8 +26,8 @@ class Traversal:
     panels of op(A) of several rows, but all panels of op(B) are loaded only once per band.
 
     With `turns`, every other band is visited in the opposite direction. Without it, every band starts at the
-    same side, and the last tile is the one in the last row and column. That tile may be smaller than the
-    others, so that less of C remains to be written at the end.
+    same side. With bands of one row, the last tile visited is then the one in the last row and column. That
+    tile may be smaller than the others, so that less of C remains to be written at the end.
     """
 
     axis: int = 0
@@ -43,7 +43,7 @@ class Traversal:
 
     @property
     def along_rows(self) -> "Traversal":
-        """The traversal with axis 0 that visits the transposed grid in the same order."""
+        """The traversal with axis 0 that visits tiles (j, i) in the order in which this one visits (i, j)."""
         return Traversal(0, self.band, self.turns)
 
 
@@ -123,8 +123,9 @@ class Walk(Sequence[Tile]):
     def _next(self, crosses: bool, line: int, position: int) -> int | None:
         """Find the next position after `position` in the tile row or column `line`; None if there is none.
 
-        Unlike in `next_in`, positions count all tiles of the grid, even those that the walk does not visit.
-        `crosses` tells that `line` has tiles in every band. Otherwise all tiles of `line` are in one band.
+        Both positions count all tiles of the grid, even tiles that the walk skips because they are not in
+        `tiles`. `crosses` tells that `line` has tiles in every band. Otherwise all tiles of `line` are in one
+        band.
         """
         band, area = self.traversal.band, self.traversal.band * self._across
         if not crosses:

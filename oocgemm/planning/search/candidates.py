@@ -10,10 +10,12 @@ from oocgemm.planning.search.slot_counts import slot_counts
 from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import TileShape, round_up
 
-# Minimum size of a large chunk, in bytes. Threads spend most of their time copying the data of large chunks,
-# so that more threads help (`io_threads`). For smaller chunks, opening and closing files takes longer.
+# Minimum size of a large chunk, in bytes. If chunks are large, threads spend most of their time copying data,
+# and more threads help (`io_threads`). If chunks are smaller, threads spend most of their time opening and
+# closing files, and more threads do not help.
 LARGE_CHUNK = 8 << 20
-# With less device memory than this, in bytes, all depths and the smallest tile are tried too.
+# If less device memory than this is left for slots, in bytes, all depths (tile.k) are tried, and so is the
+# smallest tile (`min_tile`).
 SCARCE_MEMORY = 1 << 20
 
 
@@ -31,8 +33,8 @@ def candidates(
     """
     problem, machine = setting.problem, setting.machine
     none = True
-    # Beside panels of the best depths, scarce memory may have room for tiny tiles only, or for no tile.
-    # Therefore all depths are tried.
+    # If memory is scarce, panels of the best depths (tile.k) may leave room for tiny tiles only, or for no
+    # tile. Therefore all depths are tried.
     scarce = setting.budgets.device - machine.device_reserve < SCARCE_MEMORY
     for every_depth in (False, True):
         tried = [(tile, 2)] if tile else list(shapes(setting, every_depth=every_depth))

@@ -9,18 +9,19 @@ from oocgemm.planning.problem import GemmProblem
 from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import ceil_div, round_up
 
-# Depths to try for all dtypes, and further ones for int8.
+# Depths (tile.k) to try for all dtypes, and further ones for int8.
 DEPTHS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192)
 BYTE_DEPTHS = (16384, 32768)
-# Tile shapes are enumerated for this many depths, the best ones. With more, planning would take longer.
+# Number of depths (tile.k), the best ones, for which tile shapes are enumerated. With more depths, planning
+# would take longer.
 BEST_DEPTHS = 4
-# Maximum time to load the panels of a step, relative to the time in which the host issues the step, if m and
-# n are so small that deep panels pay. See `_deep_depths`.
+# The depths (tile.k) of `_deep_depths` end at the first one at which loading a step's panels takes this many
+# times as long as issuing the step.
 MAX_LOAD_RATIO = 4
 
 
 def best_depths(setting: Setting, memory: int, *, every_depth: bool) -> list[int]:
-    """List the best depths in ascending order, or all depths if `every_depth`.
+    """List the best depths (tile.k) in ascending order, or all depths to try if `every_depth`.
 
     Products with small m and n also get deeper panels (`_deep_depths`). `memory` is the bytes of device
     memory for tiles and panels.
@@ -38,11 +39,12 @@ def link_rate(setting: Setting, tile: tuple[int, int, int]) -> float:
 
 
 def _usual_depths(setting: Setting, memory: int) -> list[int]:
-    """List the depths to try: `DEPTHS`, small multiples of the chunks along k, and the maximum depth.
+    """List the depths (tile.k) to try, best first.
 
-    Multiples and divisors of the chunks' extents along k come first, then all other depths. Both parts are in
-    ascending order of the estimated time of the product. The estimate is for a square tile that, with its
-    panels, fills `memory` bytes.
+    They are `DEPTHS`, small multiples of the chunks' extents along k, and the maximum depth. Multiples and
+    divisors of these extents come first, then other depths, and last the depths whose panels do not fit into
+    `memory` bytes. Each of these parts is in ascending order of the estimated time of the product. The
+    estimate is for a square tile that, with its panels, fills `memory` bytes.
     """
     problem, machine, layouts = setting.problem, setting.machine, setting.layouts
     depth = max(1, problem.depth)
@@ -55,8 +57,8 @@ def _usual_depths(setting: Setting, memory: int) -> list[int]:
 
     def seconds(k: int) -> float:
         itemsize, acc = problem.itemsizes["A"], problem.itemsizes["acc"]
-        # A square tile and its panels fill the memory: side^2 + (4 * panels) * side = memory. Sizes are in
-        # elements of the accumulator. The second term is the size of the panels and their workspace.
+        # `side` solves side^2 + (4 * panels) * side = memory, in elements of the accumulator. The first term
+        # is a square tile. The second is two panels of each operand, and their workspace.
         panels = k * (2 * itemsize + workspace_per_element(problem, machine)) // (2 * acc)
         side = isqrt(4 * panels**2 + max(1, memory // acc)) - 2 * panels
         if side < 1:
@@ -84,12 +86,12 @@ def _usual_depths(setting: Setting, memory: int) -> list[int]:
 
 
 def _deep_depths(setting: Setting) -> list[int]:
-    """List depths above `DEPTHS` for products with small m and n; otherwise return an empty list.
+    """List depths (tile.k) above `DEPTHS` for products with small m and n; otherwise return an empty list.
 
-    If m and n are small, the host takes longer to issue a step than to load its panels.
-
-    Deeper panels mean fewer steps. The list ends where loading takes `MAX_LOAD_RATIO` times as long as
-    issuing. Still deeper panels would only fault in more memory and overlap less.
+    If m and n are small, the host takes longer to issue a step than to load its panels. Deeper panels mean
+    fewer steps to issue. The list ends at the first depth at which loading a step's panels takes
+    `MAX_LOAD_RATIO` times as long as issuing the step. Still deeper panels would only fault in more memory
+    and overlap less.
     """
     problem, machine, layouts = setting.problem, setting.machine, setting.layouts
     # Bytes of a panel of A and of a panel of B, per unit of their depth.

@@ -31,8 +31,8 @@ def best_ramp(setting: Setting, tile: TileShape) -> int:
     halvings = _max_halvings(setting.problem.depth, tile.k, unit)
     if halvings == 0:
         return 0
-    # Among ramps whose waits differ by less than a microsecond, prefer the one with the thinnest steps.
-    # Panels may arrive sooner than modelled.
+    # Among ramps whose waits differ by less than a microsecond, prefer the one with the thinnest steps. If
+    # panels arrive sooner than modelled, thinner first steps start sooner.
     return min(range(halvings, -1, -1), key=lambda ramp: round(_waited(setting, tile, ramp), 6))
 
 

@@ -25,12 +25,13 @@ from oocgemm.planning.search.depths import best_depths, link_rate
 from oocgemm.planning.setting import Setting
 from oocgemm.planning.tiling import TileShape, ceil_div, overread, round_up
 
-# Tile shapes are binned by the bit length of their area. The best shape of a bin is kept, for at most this
-# many bins with the largest areas.
+# Tile shapes are divided into bins by the bit length of their area. If two panels per operand are in memory,
+# the best shape of each of the BINS bins with the largest areas is kept (`_best_of`).
 BINS = 3
-# All numbers of tiles along an extent are tried up to this one. Only some larger numbers are tried.
+# Every number of tiles along an extent is tried up to this number. Of larger numbers, only some are tried.
 DENSE_COUNTS = 32
-# `_reading_shapes` tries at most this number of tile rows. More would take longer to enumerate.
+# Maximum number of tile rows for which `_reading_shapes` tries shapes. A larger maximum would take longer to
+# enumerate.
 MAX_READING_COUNT = 48
 # `with_smaller_last` tries to shrink the last tile to these fractions of its extent.
 LAST_SHARES = tuple(eighths / 8 for eighths in range(7, 1, -1))
@@ -39,7 +40,9 @@ MORE_TILES = 3
 # Shapes that shorten the tail (`with_more_tiles`, `with_smaller_last`) have at most this many tiles along an
 # extent.
 FEW_TILES = 8
-THIN_EXTENT = 16  # tile extent that leaves nearly all memory to the panels of a row (or column) of tiles
+# A tile of this extent, along m or n, is tried too. It leaves nearly all memory to cache panels of a tile row
+# (or column).
+THIN_EXTENT = 16
 
 
 def _alignments(setting: Setting) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -66,10 +69,11 @@ def _alignments(setting: Setting) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def shapes(setting: Setting, *, every_depth: bool = False) -> Iterator[tuple[TileShape, int]]:
     """Yield (tile shape, number of accumulators) for the shapes whose time is worth predicting.
 
-    For each depth, and for one and two accumulators (tiles of C in memory), shapes are divided into bins by
-    the area of a tile. From each bin with one of the largest areas, the shape that moves the fewest bytes is
-    kept. One bin would not suffice: larger tiles move fewer bytes, but the first and the last tile, whose
-    copies overlap least, take less time if tiles are smaller.
+    For each depth (tile.k), and for one and two accumulators (tiles of C in memory), shapes are divided into
+    bins by the area of a tile. From each bin with one of the largest areas, the shape that moves the fewest
+    bytes is kept. Several bins are needed because the fastest tiles are not always the largest ones. Larger
+    tiles move fewer bytes. But at the start and the end of a run, few copies overlap multiplications, and
+    smaller tiles shorten this time.
     """
     problem, machine, layouts = setting.problem, setting.machine, setting.layouts
     if 0 in (problem.m, problem.n):
@@ -83,8 +87,8 @@ def shapes(setting: Setting, *, every_depth: bool = False) -> Iterator[tuple[Til
     chunk_b = 1 if layouts.b.partial_reads else layouts.b.read_chunk[1]
     whole_chunks = chunk_a > 1 or chunk_b > 1
     memory = int((setting.budgets.device - machine.device_reserve) / (1 + checksum_fraction(problem)))
-    # The minimum tile.m to try. A tile with fewer rows, with n columns and with all its panels of A in memory
-    # would leave 15/16 of the memory empty.
+    # The minimum tile.m to try. With fewer rows, even a tile of n columns and all its panels of A would take
+    # less than 1/16 of the memory.
     narrowest = min(m, memory // (16 * (n * acc + k * b)))
     thin_m, thin_n = (min(x, round_up(THIN_EXTENT, min(unit))) for x, unit in ((m, units_m), (n, units_n)))
     extents_m = sorted({thin_m, *(x for x in _extents(m, units_m, _counts(m)) if x >= narrowest)})
@@ -94,7 +98,8 @@ def shapes(setting: Setting, *, every_depth: bool = False) -> Iterator[tuple[Til
     for tile_k in depths:
         # Even the last panel along k, which may be thinner, takes a full slot.
         padded_k = round_up(k, tile_k)
-        # Time to issue the steps of one tile, converted to bytes that the slowest link could move meanwhile.
+        # Shapes are compared by the bytes that they move. The time to issue the steps of one tile is added to
+        # them as the bytes that the slowest link could move in this time.
         per_tile = padded_k // tile_k * machine.step_latency * link_rate(setting, (m, n, tile_k))
         for c in (1, 2):
             bins: dict[tuple[int, int], tuple[float, int, int]] = {}
@@ -132,8 +137,8 @@ def shapes(setting: Setting, *, every_depth: bool = False) -> Iterator[tuple[Til
                             bins[area] = moved, tile_n, tile_m
             for tile_m, tile_n, sparse in _best_of(bins, m):
                 yield TileShape(tile_m, tile_n, tile_k), c
-                # Some large numbers of tile rows were not tried, so that more than `tile_m` rows may fit.
-                # Yield the largest tile.m that fits, too.
+                # `extents_m` has only some of the small extents. A tile of more than `tile_m` rows may
+                # therefore fit. Yield the shape with the largest tile.m that fits, too.
                 if sparse:
                     max_m = (memory - tile_n * tile_k * (2 * b + work)) // (
                         tile_n * c * acc + tile_k * (2 * a + work)
@@ -146,10 +151,12 @@ def _best_of(
 ) -> Iterator[tuple[int, int, bool]]:
     """Yield (tile.m, tile.n, sparse) for the best shapes in `bins`.
 
-    `sparse` tells that a tile with more rows may fit, because not all numbers of tile rows were tried.
-    `bins` has the best shape of each bin, as (bytes moved, tile.n, tile.m). Its keys are (kept, bit length of
-    the tile's area), where `kept` is 0 if two panels per operand are in memory, 1 if all panels of A of a
-    tile row are, and 2 if all panels of B of a tile column are.
+    `sparse` tells that a tile with more rows than tile.m may fit: there are more than `DENSE_COUNTS` tile
+    rows, and of such numbers only some were tried.
+
+    `bins` maps (kept, bit length of the tile's area) to the best shape, as (bytes moved, tile.n, tile.m).
+    `kept` says which panels are in memory: 0 means two per operand, 1 all panels of A of a tile row, and 2
+    all panels of B of a tile column.
     """
     for kept in range(3):
         areas = sorted((x for x in bins if x[0] == kept), reverse=True)
@@ -179,9 +186,10 @@ def _moved(a: tuple[int, int, int, float], b: tuple[int, int, int, float], free:
 
 
 def with_smaller_last(setting: Setting, tile: TileShape) -> Iterator[TileShape]:
-    """Yield shapes with more rows or columns than `tile` but as many tiles, so that the last tile is smaller.
+    """Yield shapes of longer or wider tiles than `tile`, so that the last tile of C is smaller.
 
-    No multiplication hides the time to download and write the last tile. A smaller last tile takes less time.
+    The number of tiles stays the same. No multiplication hides the time to download and write the last tile.
+    A smaller last tile takes less time.
     """
     problem = setting.problem
     (*_, unit_m), (*_, unit_n) = _alignments(setting)
@@ -211,7 +219,7 @@ def with_more_tiles(setting: Setting, tile: TileShape) -> Iterator[TileShape]:
 def _longer(extent: int, nominal: int, unit: int, share: float) -> int:
     """Return a tile extent above `nominal` that shortens the last tile to about `share` of its extent.
 
-    The number of tiles stays the same. `nominal` is returned if there is no such extent, and if there are
+    The number of tiles stays the same. `nominal` is returned if there is no such extent, or if there are
     more than `FEW_TILES` tiles along the axis.
     """
     count = ceil_div(extent, nominal)
@@ -248,11 +256,12 @@ def _reading_shapes(setting: Setting, memory: int, depths: Sequence[int]) -> Ite
             down = ceil_div(m, tile_m)
             left = memory - tile_m * tile_k * work
             column = tile_m * acc + tile_k * work + _column_work(setting, tile_m)
-            # Upper bounds on tile.n if the device has room for two panels of A, for as many as fill half of
-            # the memory, or for all panels of A of a tile row; in each case with two panels of B.
+            # Upper bounds on tile.n. The device stores two panels of B, and one of three sets of panels of A:
+            # two panels, as many as fill half of the memory, or all panels of a tile row.
             panels_a = (2 * tile_m * tile_k * a, memory // 2, tile_m * k * a)
             limits = {min(n, (left - x) // (column + 2 * tile_k * b)) for x in panels_a}
-            # The upper bound if the device has room for all panels of B of a tile column and two of A.
+            # One more upper bound on tile.n. Here the device stores all panels of B of a tile column, and two
+            # panels of A.
             limits.add(min(n, (left - 2 * tile_m * tile_k * a) // (column + k * b)))
             for max_n in limits:
                 if max_n < 1:
@@ -301,7 +310,8 @@ def _read(
         best = min(best, cost_a * first + cost_b * (b_bytes * down - (down - 1) * passing))
         if keeps == host and down > 1 and keeps > row:
             fewest = ceil_div(down, int(keeps // row))
-            # With one band fewer, the panels of A of a band do not all fit into the memory that caches them.
+            # `fewest` is the smallest number of bands for which the host can cache all panels of A of a band.
+            # One band fewer is tried too: some panels of A are then loaded again, but B is loaded less often.
             for bands in {fewest, max(1, fewest - 1)}:
                 band = ceil_div(down, bands)
                 rest = min(max(device, host - band * row), column)
@@ -312,7 +322,7 @@ def _read(
 
 
 def _counts(extent: int) -> Iterator[int]:
-    """Yield counts of tiles along an extent: all up to `DENSE_COUNTS`, then each about 4% above the last."""
+    """Yield counts of tiles along an extent: all up to `DENSE_COUNTS`, then in steps of about 4%."""
     count = 1
     while count <= extent:
         yield count
@@ -333,7 +343,7 @@ def _extents(extent: int, units: Sequence[int], counts: Iterable[int]) -> list[i
     """List tile extents for given numbers of tiles: `extent` / count, rounded up to a multiple of a unit.
 
     All pairs of a count in `counts` and a unit in `units` are used. Extents of at least `LARGE_EXTENT` are
-    rounded up to a multiple of `LARGE_UNIT`, if it is a multiple of the unit: a GPU multiplies such tiles
+    rounded up to a multiple of `LARGE_UNIT` if that is a multiple of the unit. A GPU multiplies such tiles
     faster.
     """
     found = set()

@@ -28,7 +28,8 @@ STRIP_BYTES = 32 << 20
 STRIPS = 3
 STAGED_STRIPS = 10
 # If the host caches panels, a strip (some rows of a tile of C) takes at most 1 / HOST_SHARE of the host
-# budget, so that most memory is left to cache panels. But a tile has at most MAX_STRIPS strips.
+# budget, so that most memory is left to cache panels. Strips are larger if a tile would otherwise have more
+# than MAX_STRIPS of them.
 HOST_SHARE = 400
 MAX_STRIPS = 32
 # If reads from storage are slower than uploads by at least this factor, candidates with a single host slot
@@ -100,8 +101,8 @@ def slot_counts(setting: Setting, tile: TileShape, c: int, io_threads: int) -> I
                 seconds = 1.01 * (up + read) if in_turn else max(up, read) + min(up, read) / 10
                 found.append((seconds, in_turn, len(found), Candidate(tile, filled, traversal, io_threads)))
         found.sort()
-        # Yield the two fastest of `found`. Skip one with a single host slot per operand (`in_turn`) unless
-        # the fastest has a single host slot too.
+        # Yield the fastest candidate in `found` and the second fastest. Leave out the second if it has a
+        # single host slot per operand (`in_turn`) and the fastest has several.
         yield from (candidate for _, in_turn, _, candidate in found[:2] if in_turn <= found[0][1])
 
 
@@ -148,14 +149,14 @@ def _filled(
 ) -> tuple[int, int]:
     """Fill `free` bytes with slots for panels of A and B, and return the numbers of slots.
 
-    `a` and `b` are the minimum numbers of slots. `first` names the panels that get memory first. The names
-    are for a traversal in bands of tile rows; in bands of tile columns, A and B change roles:
+    `a` and `b` are the minimum numbers of slots. `first` is a rule that says which panels get memory first.
+    The rules are stated for a traversal in bands of tile rows. In bands of tile columns, A and B change
+    roles:
 
-    - "soonest": the panels that are reused soonest, then the others.
-    - "passing": all panels of B before those of A. Each band uses all panels of B.
-    - "band": the panels of A of all tile rows of a band, before panels of B.
-    - "alone": only the panels that are reused soonest. Other panels get no memory, since page faults of
-      additional slots take time.
+    - "soonest": first the panels that are used again soonest, then the others.
+    - "passing": first all panels of B, which every band uses, then the panels of A.
+    - "band": first the panels of A of all tile rows of a band, then panels of B.
+    - "alone": only the panels that are used again soonest. Further slots would take time for page faults.
     """
     if traversal.axis == 1:
         b, a = _filled(b, a, free, b_size, a_size, across, down, steps, traversal.along_rows, first)
@@ -183,16 +184,18 @@ def _filled(
 def _bands(
     rows: int, axis: int, steps: int, free: int, size: dict[tuple[str, str], int], *, spills: bool
 ) -> list[int]:
-    """List the numbers of tile rows (or columns) per band to try: one, and the most whose panels fit.
+    """List the numbers of tile rows (or columns) per band to try.
 
-    The panels must fit into `free` bytes. `spills` means that the device caches panels that do not fit into
-    the host's memory. Larger bands, whose panels the host cannot cache completely, are then tried too.
+    They are 1 and the largest number for which all panels of a band fit into `free` bytes. With `spills`, the
+    device may cache panels that do not fit into the host's memory. Larger bands are then tried too, although
+    the host cannot cache all their panels.
     """
     kept, passing = ("A", "B") if axis == 0 else ("B", "A")
     panels = max(1, size["host", kept])
     row = free // max(1, steps)
-    # `fewest` are the smallest numbers of bands for which the panels of a band fit into `free` bytes: beside
-    # the panels of one tile column (or row) of the other operand, or alone, if the device caches the latter.
+    # The smallest numbers of bands for which all panels of a band fit into `free` bytes. For one number, the
+    # panels of one tile column (or row) of the other operand fit there too. For the other, the device must
+    # cache them.
     fewest = {max(1, ceil_div(rows, max(1, x // panels))) for x in (row - size["host", passing], row)}
     if not spills:
         fewest = {max(fewest)}
@@ -265,13 +268,16 @@ def _draining(
 ) -> Slots:
     """Choose how many of a tile's last steps run strip by strip (`Slots.drain`), and add buffers for them.
 
-    The number is the smallest with which these steps take longer than the download or write of a tile. It is
-    at most `MAX_DRAIN`, and smaller if the panels of the steps do not fit into `free` bytes of the device.
+    The multiplications of these steps hide the time to download a tile or, if device and host share one
+    memory, to write it. Choose the fewest steps that take longer than that, but at most `MAX_DRAIN`. Choose
+    fewer if the panels of the steps do not fit into `free` bytes of the device.
     """
     problem, machine = setting.problem, setting.machine
     m, n, k = extents(problem, tile)
     flops = problem.step_flops(m, n, k)
-    if not flops or problem.planes:  # the slots for residue planes have room for two steps only
+    # Emulated products keep the default `Slots.drain`. Strip by strip, the residues of all these steps would
+    # be needed at the same time, but their slots have room for two steps only.
+    if not flops or problem.planes:
         return base
     step = machine.multiply_seconds(problem.rate, flops, m, n, k) + machine.step_latency
     to_memory = strip_rate(setting, (base.strip, n)) if setting.layouts.c.in_memory else machine.d2h
