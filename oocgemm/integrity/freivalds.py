@@ -147,7 +147,8 @@ class Check:
     def _add_right(self, sums: Sums) -> None:
         """Compute `sums.values` and `sums.norms` from the rows `sums.span` of op(B).
 
-        If a column of op(B) has an Inf or NaN, mark it `_NEW` in `_excluded` instead.
+        If a column of op(B) has an Inf or NaN, mark it `_NEW` in `_excluded`. `sums` is then incomplete
+        and must not be used.
         """
         excluded = self._excluded
         some = excluded.any()

@@ -80,9 +80,11 @@ class Checks:
         else:
             self._sums = DeviceSums(plan, seed, self._busy, summing)
         depth, panels = min(plan.tile.k, problem.depth), plan.grid.steps + plan.grid.ramp
-        # Numbers of successive rounded operations. An element of C is a sum of `depth` products per panel;
-        # each panel adds one scaling and one addition. Checksums are sums over the same products and panels.
-        # Both sides of the equation are also sums over at most SIDE rows and SIDE columns of a block.
+        # `Rounding` takes two numbers of successive rounded operations. For an element of C, they are a sum
+        # of `depth` products (`depth` is the extent of a panel along k), and a scaling and an addition per
+        # panel. For its checksums, they are a sum of `depth` products, and an addition per panel. As a
+        # checksum also sums over at most SIDE rows and SIDE columns of a block, and the equation of the
+        # module docstring has such sums on both sides, 4 * SIDE operations are added.
         self._rounding = Rounding(problem, depth + 2 * panels, depth + panels + 4 * SIDE)
         self.failed: dict[Strip, float] = {}
         self.blocks = self.undecided = 0
