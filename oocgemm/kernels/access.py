@@ -60,12 +60,12 @@ def warps_sectors(m: int, n: int, k: int, itemsize: int, cols: int) -> int:
 def conflicts(itemsize: int, *patterns: Callable[[int], int]) -> int:
     """Return the cycles that bank conflicts add to the worst of several accesses to shared memory.
 
-    An access is described by a function. It maps each lane (the number of a thread in its warp) to the index
-    of the element that this thread accesses. Elements have `itemsize` bytes.
+    An access is described by a function. Its argument is the number of a thread in its warp, from 0 to 31.
+    Its result is the index of the element that this thread accesses. Elements have `itemsize` bytes.
 
-    >>> [conflicts(4, lambda lane: stride * lane) for stride in (0, 1, 32, 33)]
+    >>> [conflicts(4, lambda thread: stride * thread) for stride in (0, 1, 32, 33)]
     [0, 0, 31, 0]
-    >>> conflicts(8, lambda lane: lane), conflicts(8, lambda lane: lane // 16 * 16)
+    >>> conflicts(8, lambda thread: thread), conflicts(8, lambda thread: thread // 16 * 16)
     (0, 0)
     """
     return max(_extra_cycles(itemsize, pattern) for pattern in patterns)
