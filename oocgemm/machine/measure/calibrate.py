@@ -262,8 +262,9 @@ def _links(
     """Measure copies within host memory and between host and device, and the cost of page faults.
 
     Returns:
-        - The rates by name, in bytes per second. Two of the values are no rates: `copy_latency` is in
-          seconds. `arena_seconds_per_byte` is the time to fault in the pages of new memory.
+        - By name: rates in bytes per second, and two times. `copy_latency` is the part of the time of a copy
+          that does not depend on its size, in seconds. `arena_seconds_per_byte` is the time to fault in the
+          pages of new memory, in seconds per byte.
         - The measured rates of copies, by direction and then by size in bytes.
     """
     say("memory")

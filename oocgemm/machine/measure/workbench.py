@@ -144,7 +144,8 @@ class Workbench:
             BackendError: even `MAX_AHEAD` copies ended before the host had queued all operations.
         """
         if operation.kind not in self.session.asynchronous:
-            # The operation has ended when `_submit` returns, so its start and end are known exactly.
+            # An operation that is not asynchronous has ended when `_submit` returns. Its start and end are
+            # then known exactly, so one operation is enough.
             ((start, end),) = self.intervals(operation)
             return (end - start) / 1e9
         panel, ahead = self.load(Kind.UPLOAD, "A"), 1
