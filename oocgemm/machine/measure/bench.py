@@ -159,9 +159,9 @@ def tune(
     """Time cuBLAS and all kernels of the ladder, for each dtype, precision and class of shapes.
 
     `tuning.shape_class` defines the classes. Each kernel is timed with each of its sets of parameters. To
-    save time, all are first timed on a product of 1024 x 1024 x 1024, for each dtype and precision. A kernel
-    and set of parameters that takes more than ten times as long as the fastest one is not timed on the larger
-    products.
+    save time, the first product for each dtype and precision is small (m = n = k = 1024). If a kernel with a
+    set of parameters takes more than ten times as long for it as the fastest kernel, this kernel is not timed
+    with this set on the larger products.
 
     Args:
         device: number of the CUDA device.

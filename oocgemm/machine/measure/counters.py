@@ -105,8 +105,8 @@ def _failure(output: str, stderr: str) -> str:
 def _grouped(launches: Sequence[Launch], expected: Sequence[Sequence[str]]) -> list[list[Launch]]:
     """Divide the launches, which are in order, among the benchmark rows that caused them.
 
-    `expected` has the names of the kernels that each row launches. It is empty for a row of cuBLAS, whose
-    kernel names are unknown. This row gets all launches up to the next kernel of oocgemm.
+    `expected` has, for each row, the names of the kernels that it launches. A row of cuBLAS has no names,
+    because its kernels are unknown. It gets all launches up to the next launch of a kernel of oocgemm.
 
     Raises:
         BackendError: the launches are not the expected ones.

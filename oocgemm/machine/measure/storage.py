@@ -31,7 +31,8 @@ def storage_rates(
         say: called with a description of each measurement before it starts.
 
     Returns:
-        The rates of the file system, and the zstd decode rate of all cores, in bytes per second.
+        The rates of the file system, and the rate at which all cores together decode zstd chunks. All are in
+        bytes per second.
     """
     data = source.reshape(2 * source.shape[0], -1)
     rows, cols = data.shape

@@ -81,7 +81,7 @@ class Workbench:
         """Return the operation that multiplies A and B over the first `depth` indices along k.
 
         If `first`, it overwrites C; otherwise it adds to C. If the precision is "emulated", run the operation
-        of `prepare` with the same depth before it.
+        that `prepare` returns for the same depth before it.
         """
         tile, problem = self.plan.tile, self.plan.problem
         c, ranges = _device("C", tile.m * tile.n), ((0, tile.m), (0, tile.n), (0, depth))
