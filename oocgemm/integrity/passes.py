@@ -24,10 +24,10 @@ from oocgemm.system.memory import allocate
 # quarter of this number would fit into the L2 cache of a core. But calls of the callback would then be so
 # short that threads wait for the GIL most of the time.
 PIECE = 1 << 18
-# `Passes.each` calls the callback with one part of a matrix at a time. Except at borders, a part has as many
-# columns as the BLAS can multiply in the calling thread, MIN_ROWS rows at a time, but at least MIN_WIDTH and
-# at most MAX_WIDTH. If `cuts` is given, parts with few rows get up to MAX_CUT_WIDTH columns, so that the
-# calls are not too short.
+# `Passes.each` calls the callback with one part of a matrix at a time. A part has as many columns as the BLAS
+# can multiply in the calling thread, MIN_ROWS rows at a time, but at least MIN_WIDTH and at most MAX_WIDTH.
+# The last part in a row may have fewer. If `cuts` is given, parts with few rows get up to MAX_CUT_WIDTH
+# columns, so that the calls are not too short.
 MIN_WIDTH, MAX_WIDTH, MAX_CUT_WIDTH = 1 << 6, 1 << 10, 1 << 13
 MIN_ROWS = 8
 

@@ -123,12 +123,15 @@ class Rounding:
         return np.asarray(rounding + self._check_error * root * norm + elements * self._underflow)
 
     def may_overflow(self, product: Array, norm: Array) -> tuple[Array, Array]:
-        """Return two arrays of flags. Each of them has one flag per set of elements of C.
+        """Return where the accumulator, and where the cast to C's dtype, could have overflowed.
 
-        The first array tells whether the accumulator could have overflowed. An Inf or NaN in the set is then
-        no error. The second array tells whether the cast to C's dtype could have overflowed. An Inf is then
-        no error, but a NaN is. `product` has norms of |A| |B| over each set, `norm` the result of the method
-        `norm` for it.
+        Each of the two results has one flag per set of elements of C. If the flag of the accumulator is set,
+        an Inf or NaN in the set is no error. If the flag of the cast is set, an Inf is no error, but a NaN
+        is.
+
+        Args:
+            product: for each set, the norm of |A| |B| over its elements.
+            norm: for each set, the result of the method `norm`.
         """
         return ~((product < self.max_finite) & (norm < self.max_finite)), ~(norm < self._max_stored)
 

@@ -115,9 +115,10 @@ class Rows:
 def bias_of(sums: Array, terms: Array) -> Array:
     """Estimate by how much partial sums are larger than sums of terms with random signs would be.
 
-    For each row and each group of columns of C, consider the vector of the partial sums of its elements. Its
-    2-norm is about `terms` if the terms of the partial sums have random signs. If most terms have the same
-    sign, the 2-norm is larger, and so are the rounding errors.
+    A partial sum is an element of op(A) op(B) summed over a part of k. For each row and each group of columns
+    of C, consider the vector of the partial sums. Its 2-norm is about `terms` if the terms of the partial
+    sums have random signs. If most terms have the same sign, the 2-norm is larger, and so are the rounding
+    errors.
 
     `sums` has the products of each vector with `VECTORS` random sign vectors. The mean of their absolute
     values is about 0.8 times the 2-norm, with a standard deviation of 0.2 times the 2-norm. The estimate of

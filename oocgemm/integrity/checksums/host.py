@@ -292,10 +292,9 @@ class HostSums:
         return self._tiles[tile]
 
     def _blocks(self, tile: TileSums, operation: Operation) -> slice:
-        """Return which rows of the blocks of a tile belong to an operation.
+        """Return, as a slice, which rows of blocks of a tile an operation covers.
 
-        Rows are counted in blocks. The result is a slice of the first axis of arrays such as
-        `TileSums.product`, which have one value per block.
+        The slice is for the first axis of arrays such as `TileSums.product`, which have one value per block.
         """
         top = self._plan.grid.rows(operation.tile[0])[0]
         first, last = (tile.rows.index(row - top) for row in operation.m)
