@@ -122,7 +122,7 @@ def _wgmma_refuses(call: Call, p: Params) -> str | None:
 
 def _wgmma_maps(call: Call, p: Params) -> tuple[TensorMap, TensorMap]:
     x, y = _wgmma_tile(p)
-    # The thread blocks of a cluster share y rows of one operand. Each block copies an equal part of them.
+    # The thread blocks of a cluster share y rows of one operand. Each thread block copies an equal part.
     y //= p["CLUSTER"]
     item = DTYPES[call.dtype].itemsize
     dtype = "tf32" if call.dtype == "float32" else call.dtype  # TMA rounds to tf32 while it copies
