@@ -25,8 +25,8 @@ Shape = tuple[int, int, int]
 
 # Precisions that are benchmarked. "emulated" is left out: no kernel of the ladder computes emulated products.
 PRECISIONS = [compute for compute in COMPUTES if compute != "emulated"]
-# The default products of a benchmark. SQUARES has m = n = k of square products, ODD and THIN have shapes
-# (m, n, k). The products of ODD have unaligned rows and partial tiles.
+# The default products of a benchmark. SQUARES has values of m = n = k. ODD and THIN have shapes (m, n, k).
+# The products of ODD have unaligned rows and partial tiles.
 SQUARES = (8, 32, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 ODD = ((1023, 1025, 1021), (4097, 4095, 4099))
 THIN = ((16384, 16, 4096), (16, 16384, 4096), (4096, 1024, 16384), (1024, 16384, 4096))

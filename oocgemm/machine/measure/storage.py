@@ -65,7 +65,7 @@ def storage_rates(
         write = fill.bytes / typical(partial(transfer_seconds, raw, fill, data), seconds)
         say(f"reading in {folder}")
         cold, read = rate(raw, cold=True), rate(raw)
-        # This range has half of the columns of each chunk. The bytes to read in a chunk are not contiguous.
+        # This range covers half of the columns of each chunk, so the bytes to read are not contiguous.
         scattered = rate(raw, (side // 2, side // 2 + side))
         say("decoding zstd")
         transfer_seconds(packed, fill, data)
