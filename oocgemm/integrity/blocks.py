@@ -14,15 +14,15 @@ from oocgemm.planning.units import format_size
 # Minimum columns of C per group, if C has that many. Narrower groups would reveal smaller errors. But there
 # would be more groups, and op(A) is multiplied once per group.
 GROUP = 1024
-# For each group, op(A) is multiplied by vectors, which takes about as long as reading op(A). To limit this
-# cost, the number of groups times the elements of op(A) is at most this share of the elements of A, B and C
-# together.
+# The check multiplies op(A) by random vectors once per group of columns. Each of these products
+# takes about as long as reading op(A). To limit their cost, the number of groups times the elements of op(A)
+# is at most this share of the elements of A, B and C together.
 MAX_SHARE = 1 / 2
-# Minimum of `Blocks.rows` and of `Blocks.depth`, unless C or k is smaller. Storage chunks that are larger
-# than this raise the minimum to their own extent.
+# Minimum of `Blocks.rows` (unless C has fewer rows) and of `Blocks.depth` (unless k is smaller). If storage
+# chunks have a larger extent, the minimum is the extent of a chunk.
 MIN_BLOCK = 256
-# Minimum elements that a thread reads at a time. A group also has so many columns that at least this many
-# elements of C, and at least this many of op(B), lie in them.
+# Minimum number of elements that a thread reads at a time. The columns of one group must also have at least
+# this many elements in C, and at least this many in op(B).
 MIN_PIECE = 1 << 15
 
 
@@ -82,12 +82,12 @@ def cut(problem: GemmProblem, x: Operands, memory: int, threads: int, groups: in
     k = k if problem.depth else 0
     wide = wide_dtype(numpy_dtype(problem.acc_dtype)).itemsize
     affordable = int(MAX_SHARE * (m * k + k * n + m * n) / max(1, m * k))
-    # The check multiplies op(B) and C in parts that lie in one group each. Narrow groups would make these
-    # parts small.
+    # Each thread multiplies op(B) and C by random vectors in parts, and a part lies in one group. If m or k
+    # is small, groups must have more columns: otherwise parts would be too small to be multiplied fast.
     worthwhile = ceil_div(n, max(GROUP, MIN_PIECE // max(1, min(m, k))))
     groups = max(1, min(worthwhile, affordable, groups or affordable))
-    # Bytes of the flags, each one byte: per column, whether it is excluded; per row, whether it is wrong. The
-    # flags of wrong rows are counted for one group here, and for further groups in `rows_bytes`.
+    # Flags of one byte each. One per column of C tells whether the column is excluded. One per row and group
+    # tells whether the row is wrong: those of the first group are counted here, others in `rows_bytes`.
     fixed = n + m
     # per_row: bytes per group and row of C, for the expected sums, two temporary arrays of the same size,
     # norms and flags. per_depth: bytes per group and index along k, for sums, norms and the squares of norms.
@@ -125,9 +125,9 @@ def cut(problem: GemmProblem, x: Operands, memory: int, threads: int, groups: in
         if groups == 1:
             break
         groups //= 2
-    # Sums for all rows do not fit into the memory, nor do those for all of k. op(B) is then read once per
-    # block of rows. To read it as seldom as possible, blocks get as many rows as possible and the minimum
-    # extent along k.
+    # The memory is too small to process all rows of C at a time, or all of k at a time. The check then reads
+    # op(B) once per block of rows. So that there are few such blocks, they get as many rows as possible, and
+    # the minimum extent along k.
     rows = (free - min(k, deep) * depth_bytes) // rows_bytes
     return _blocks(n, 1, max(1, rows // tall * tall or rows), min(k, deep), deep, k, threads, piece)
 

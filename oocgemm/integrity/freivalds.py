@@ -22,16 +22,17 @@ To limit the memory, rows of C and indices along k are processed in blocks::
             expected[rows] += op(A)[rows, block of k] sums
         compare C[rows] y with expected[rows]
 
-If there is only one block of k, the sums are computed once and used for all rows. If there is only one block
-of rows or of k, each matrix is therefore read once. Otherwise op(B) is read once per block of rows. The
-random signs are not stored; each thread generates them when it uses them.
+If there is only one block of k, `sums` is computed once and used for all blocks of rows. Then, or if there is
+only one block of rows, each matrix is read once, unless op(B) has nonfinite elements (see below). Otherwise
+op(B) is read once per block of rows. The random signs are not stored; each thread generates them when it uses
+them.
 
 If a row of op(A) has an Inf or NaN, all elements of that row of C must be nonfinite. The same holds for
 columns of op(B). All other elements of C must be finite, unless C0 is nonfinite there or a sum could have
 overflowed.
 
 Columns of op(B) with nonfinite elements are excluded from the sums. If the check finds a column of this kind,
-it starts again without it, which reads op(B) a second time.
+it starts again without it, and reads op(B) a second time.
 """
 
 import threading
@@ -147,7 +148,8 @@ class Check:
     def _add_right(self, sums: Sums) -> None:
         """Compute `sums.values` and `sums.norms` from the rows `sums.span` of op(B).
 
-        If a column of op(B) has an Inf or NaN, mark it `_NEW` in `_excluded` instead.
+        If a column of op(B) has an Inf or NaN, mark it `_NEW` in `_excluded`. `sums` is then incomplete
+        and must not be used.
         """
         excluded = self._excluded
         some = excluded.any()

@@ -19,15 +19,15 @@ from oocgemm.planning.units import format_size
 from oocgemm.stores import Matrix, pieces
 from oocgemm.system.memory import allocate
 
-# Default number of elements that a thread reads at a time, and passes to the callback at a time. (If a chunk
-# is larger and cannot be read in part, the thread reads the whole chunk.) A quarter of this number would fit
-# into the L2 cache of a core. But the calls would then be so short that threads wait for the GIL most of the
-# time.
+# Default number of elements that a thread reads at a time, and with which it calls the callback of
+# `Passes.each`. (If a chunk is larger and cannot be read in part, the thread reads the whole chunk.) A
+# quarter of this number would fit into the L2 cache of a core. But calls of the callback would then be so
+# short that threads wait for the GIL most of the time.
 PIECE = 1 << 18
-# Minimum and maximum number of columns that one call of the callback gets. Within these limits, the call gets
-# as many columns as the BLAS multiplies in a single thread if it multiplies MIN_ROWS rows at a time. With the
-# argument `cuts`, calls with few rows get more columns, up to MAX_CUT_WIDTH, so that they have enough
-# elements.
+# `Passes.each` calls the callback with one part of a matrix at a time. A part has as many columns as the BLAS
+# can multiply in the calling thread, MIN_ROWS rows at a time, but at least MIN_WIDTH and at most MAX_WIDTH.
+# The last part in a row may have fewer. If `cuts` is given, parts with few rows get up to MAX_CUT_WIDTH
+# columns, so that the calls are not too short.
 MIN_WIDTH, MAX_WIDTH, MAX_CUT_WIDTH = 1 << 6, 1 << 10, 1 << 13
 MIN_ROWS = 8
 
@@ -60,11 +60,11 @@ class Oriented:
         return replace(self, swapped=not self.swapped)
 
     def pieces(self, rows: Range, cols: Range, min_elements: int) -> Iterator[tuple[Range, Range]]:
-        """Cut a block into pieces of at least `min_elements` elements. Each piece is read at once.
+        """Cut a block into pieces, each to be read with one call of `read`.
 
-        The cuts are at chunk borders, or between rows of a chunk if the store can read chunks in part.
-        Pieces at the edges of the block may be smaller. Yields the range of rows and the range of columns
-        of each piece.
+        A piece has at least `min_elements` elements; at the edges of the block it may have fewer. The cuts
+        are at chunk borders, or between rows of a chunk if the store can read chunks in part. Yields the
+        range of rows and the range of columns of each piece.
         """
         size = min(min_elements, max(1, self.matrix.shape[0] * self.matrix.shape[1]))
         for r, c in pieces(*self._stored(rows, cols), self._cut_along(min_elements), size):
@@ -136,7 +136,9 @@ class Passes:
         columns: int = 1,
         beside: Oriented | None = None,
     ) -> None:
-        """Read a block of a matrix in parts, and call `act` with each part. Several threads call it.
+        """Read a block of a matrix with several threads, and call `act` with each part of the block.
+
+        The threads call `act` at the same time, each with the parts that it has read.
 
         Args:
             x, rows, cols: the matrix, and the ranges of rows and columns of the block.
@@ -201,8 +203,8 @@ class Passes:
     ) -> None:
         """Cut a piece into parts and call `act` with each part.
 
-        `sources` are the matrix and the second matrix (or None). `blocks` has the elements of the piece in
-        each of them.
+        `sources` are the arguments `x` and `beside` of `each`. `blocks` has the elements of the piece as read
+        from `x`, and from `beside` unless that is None.
         """
         (top, bottom), (first, last) = piece
         borders = [first, *(cut for cut in cuts if first < cut < last), last]

@@ -13,8 +13,8 @@ from oocgemm.backends.base import Array, limits_of, numpy_dtype
 from oocgemm.planning import GemmProblem
 from oocgemm.planning.integers import EXACT_LIMIT
 
-# A sum of squares within these limits is accurate: no square overflowed, and squares that underflowed are too
-# small to matter. Outside them, norms are computed from scaled elements instead.
+# A sum of squares between these limits is accurate: no square overflowed, and squares that underflowed are
+# too small to matter. If a sum is not between them, the norm is computed from scaled elements instead.
 MIN_SQUARES, MAX_SQUARES = 1e-270, 1e290
 # The unit roundoff of float64.
 DOUBLE = 2.0**-53
@@ -43,8 +43,7 @@ def sum_error(n: float, u: float) -> float:
 
     It is the smaller of `gamma(n, u)`, which always holds, and 6 sqrt(n) u. The latter holds with high
     probability if the rounding errors have mean 0 (Higham and Mary, *A new approach to probabilistic rounding
-    error analysis*, 2019). For the lengths of sums that occur here, it holds even if all errors have the
-    same sign.
+    error analysis*, 2019). If n is large, rounding errors that all have the same sign can exceed it.
     """
     return min(gamma(n, u), 6 * float(np.sqrt(n)) * u)
 
@@ -52,16 +51,17 @@ def sum_error(n: float, u: float) -> float:
 class Rounding:
     """The error bound of a sum of elements of C with random signs.
 
-    A check computes such a sum from C, and predicts it from A and B. The two may differ by at most the bound.
+    A check computes such a sum from C, and predicts it from A and B. If C is correct, the two differ by more
+    than the error bound only with a small probability.
 
     `chain` is the maximum number of successive rounded operations that compute one element of C.
     `check_chain` is the number of successive rounded operations, in double precision, by which the check
     computes and predicts a sum.
 
     Let R be the vector of the rounding errors of the summed elements. Its 2-norm |R| is at most the relative
-    error bound of one element times the norm of |A| |B| over these elements. Let T be `MAX_DEVIATION`. The
-    bound for the sum of the errors, taken with the random signs, is T |R|. The signs do not depend on R, so
-    this sum exceeds the bound only with a small probability:
+    error bound of one element times the norm of |A| |B| over these elements. The error of the sum is the sum
+    of the elements of R with the same random signs. Its bound is T |R|, where T is `MAX_DEVIATION`. The signs
+    do not depend on R, so the probability that the error of a correct sum exceeds T |R| is small:
 
     - below exp(-T / e) with random signs on rows and columns (moments of a Rademacher chaos),
     - below 2 exp(-T^2 / 2) with random signs on columns only (Hoeffding's inequality).
@@ -112,10 +112,9 @@ class Rounding:
         If C has an integer dtype, and a sum is small enough to be exact in float64, its bound is 0.
 
         Args:
-            norm: for each sum, the norm of |alpha| |A| |B| + |beta| |C0| over its elements, as the method
-                `norm` returns it.
-            stored: for each sum, the norm of its elements of C as stored.
-            elements: the number of elements of each sum.
+            norm: for each sum, the result of the method `norm`.
+            stored: for each sum, the norm of the summed elements of C, as stored.
+            elements: for each sum, the number of summed elements.
         """
         root = np.sqrt(elements)
         if self._integer:
@@ -124,12 +123,15 @@ class Rounding:
         return np.asarray(rounding + self._check_error * root * norm + elements * self._underflow)
 
     def may_overflow(self, product: Array, norm: Array) -> tuple[Array, Array]:
-        """Return two arrays of flags. Each of them has one flag per set of elements of C.
+        """Return where the accumulator, and where the cast to C's dtype, could have overflowed.
 
-        The first array tells whether the accumulator could have overflowed. An Inf or NaN in the set is then
-        no error. The second array tells whether the cast to C's dtype could have overflowed. An Inf is then
-        no error, but a NaN is. `product` has norms of |A| |B| over each set, `norm` the result of the method
-        `norm` for it.
+        Each of the two results has one flag per set of elements of C. If the flag of the accumulator is set,
+        an Inf or NaN in the set is no error. If the flag of the cast is set, an Inf is no error, but a NaN
+        is.
+
+        Args:
+            product: for each set, the norm of |A| |B| over its elements.
+            norm: for each set, the result of the method `norm`.
         """
         return ~((product < self.max_finite) & (norm < self.max_finite)), ~(norm < self._max_stored)
 
@@ -137,7 +139,7 @@ class Rounding:
 def norms(x: Array) -> Array:
     """Return the 2-norms of a double-precision array along its last axis, without overflow or underflow.
 
-    A norm is nonfinite if it includes an Inf or NaN.
+    The norm of elements that include an Inf or NaN is nonfinite.
     """
     sizes = np.abs(x)
     largest = sizes.max(axis=-1, initial=0)
@@ -148,9 +150,8 @@ def norms(x: Array) -> Array:
 def block_squares(blocks: Array) -> Array:
     """Return the sum of the squares of the elements of each block.
 
-    `blocks` has the shape (blocks, rows, columns).
-
-    This is fastest if the last axis is contiguous in memory.
+    `blocks` has the shape (blocks, rows, columns). The function is fastest if the last axis is contiguous in
+    memory.
     """
     flat = blocks.view(np.float64) if blocks.dtype.kind == "c" else blocks
     return np.asarray(np.vecdot(flat, flat).sum(axis=-1))
@@ -174,8 +175,8 @@ def signed(x: Array, blocks: Array) -> Array:
     the shape (blocks, columns).
     """
     if blocks.dtype.kind == "c":
-        # The parts are summed separately: einsum would convert x to complex, which takes more
-        # products.
+        # Real and imaginary parts are summed separately. Otherwise einsum would convert the real signs to
+        # complex numbers, which takes twice as many multiplications.
         real, imaginary = (np.einsum("gi,gij->gj", x, part) for part in (blocks.real, blocks.imag))
         return np.asarray(real + 1j * imaginary)
     return np.asarray(np.einsum("gi,gij->gj", x, blocks))

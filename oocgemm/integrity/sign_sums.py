@@ -1,6 +1,6 @@
-"""Add up the products that Freivalds' check compares, and norms that bound their rounding errors.
+"""Store op(B) y and op(A) (op(B) y) for Freivalds' check, and norms that bound their rounding errors.
 
-The check compares C y with op(A) (op(B) y) for vectors y of random signs (`oocgemm.integrity.freivalds`).
+y is a vector of random signs. The check compares op(A) (op(B) y) with C y (`oocgemm.integrity.freivalds`).
 """
 
 import numpy as np
@@ -10,14 +10,14 @@ from oocgemm.backends.random_words import VECTORS
 from oocgemm.integrity.rounding import MAX_SQUARES, MIN_SQUARES, ONE_THREAD, norms
 from oocgemm.planning.tiling import Range
 
-# If the largest norm of the rows of op(B) is at most ALIKE times the smallest one, the largest one is used
-# for all rows. This saves time. It makes the error bound at most ALIKE times larger.
+# If the norms of rows of op(B) differ by at most a factor of ALIKE, `Sums.terms` uses the largest norm for
+# all these rows. This saves time. It makes the error bound at most ALIKE times larger.
 ALIKE = 2
 # The square of a norm between these limits neither overflows nor underflows. If a nonzero norm is outside,
 # norms are not squared.
 MIN_NORM, MAX_NORM = 1e-100, 1e100
-# Some norms are computed as the root of a sum of squares. If such a norm is below MIN_SHARE times the largest
-# norm of a row of op(B), squares may have underflowed. The norm is then computed again, without squares.
+# `Sums.terms` computes norms as roots of sums of squares. If such a norm is below MIN_SHARE times the largest
+# norm of a row of op(B), squares may have underflowed. An upper bound without squares then replaces the norm.
 MIN_SHARE = 1e-120
 
 
@@ -54,14 +54,16 @@ class Sums:
             np.square(self.norms, out=self._squares[:, :-1])
 
     def terms(self, x: Array, inside: slice) -> Array:
-        """Return sqrt(sum_p |x_ip norms_pg|^2) for each row i of `x` and each group g, or an upper bound.
+        """Return sqrt(sum_p |x_ip norms_pg|^2), or a larger value, for each row i of `x` and each group g.
 
-        `x` is a part of op(A). Its columns p correspond to the rows `inside` of `norms`. The result is the
-        2-norm of all products a_ip b_pj with these p and with the columns j of group g.
+        `x` is a part of op(A). Its columns p correspond to the rows `inside` of `norms`. The expression
+        is the 2-norm of all products a_ip b_pj with these p and with the columns j of group g. The result is
+        different in these cases:
 
         - If the norms of each group differ by at most a factor of `ALIKE`, the group's largest norm replaces
-          the others. This saves squaring `x`.
-        - If squares overflow or underflow, the result is the larger value sum_p |x_ip| norms_pg.
+          the others. The result is at most `ALIKE` times too large, but `x` need not be squared.
+        - If squares of `norms` overflow or underflow, or products of squares underflow, the result is the
+          larger value sum_p |x_ip| norms_pg.
         - If `x` has an Inf or NaN, the result is nonfinite. It can also be nonfinite if squares of `x`
           overflow.
         """
@@ -103,9 +105,9 @@ class Rows:
         self.nonfinite = np.zeros(extent, bool)
 
     def add_final_bias(self) -> None:
-        """Replace `bias` by the bias of the sums over all of k, where that is larger.
+        """Increase `bias` to what the sums over all of k show, for rows and groups where it is smaller.
 
-        So far, `bias` was measured on sums over parts of k, which may be too short to show a bias.
+        Until this call, `bias` is what sums over parts of k show. A part may be too short to show a bias.
         """
         np.maximum(self.bias, bias_of(self.expected, self.terms), out=self.bias)
 
@@ -113,14 +115,15 @@ class Rows:
 def bias_of(sums: Array, terms: Array) -> Array:
     """Estimate by how much partial sums are larger than sums of terms with random signs would be.
 
-    Partial sums of the elements of C have a 2-norm, over one row and group of columns. It is about `terms` if
-    the terms of the sums have random signs. If most terms have the same sign, the norm is larger, and so are
-    the rounding errors.
+    A partial sum is an element of op(A) op(B) summed over a part of k. For each row and each group of columns
+    of C, consider the vector of the partial sums. Its 2-norm is about `terms` if the terms of the partial
+    sums have random signs. If most terms have the same sign, the 2-norm is larger, and so are the rounding
+    errors.
 
-    `sums` are products of the partial sums with random sign vectors, `VECTORS` per row and group. The mean of
-    their absolute values is about 0.8 times the norm, with a standard deviation of 0.2 times the norm. So the
-    norm is estimated as 1.25 times this mean. The result is the estimate minus 2.5 times `terms`, or 0 if
-    that is negative, because a smaller excess can be due to chance.
+    `sums` has the products of each vector with `VECTORS` random sign vectors. The mean of their absolute
+    values is about 0.8 times the 2-norm, with a standard deviation of 0.2 times the 2-norm. The estimate of
+    the 2-norm is therefore 1.25 times this mean. The function returns the estimate minus 2.5 times `terms`,
+    or 0 if that is negative. A smaller excess over `terms` does not count, because it can be due to chance.
     """
     sizes = np.abs(sums).reshape(*terms.shape, VECTORS).mean(axis=2)
     return np.asarray(np.maximum(1.25 * sizes - 2.5 * terms, 0))
@@ -139,7 +142,7 @@ def row_norms(x: Array) -> Array:
     """Return the 2-norms of the rows of a double-precision matrix, without overflow or underflow."""
     if x.strides[1] == x.itemsize or x.shape[1] == 1:
         squares = np.vecdot(x, x).real
-    else:  # vecdot is slow if rows are not contiguous, as in a transposed matrix
+    else:  # not vecdot, which is slow on rows that are not contiguous, as in a transposed matrix
         squares = (x.real * x.real + x.imag * x.imag if x.dtype.kind == "c" else x * x).sum(axis=1)
     out = ~((squares > MIN_SQUARES) & (squares < MAX_SQUARES))
     found = np.sqrt(squares)

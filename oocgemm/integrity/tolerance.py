@@ -73,8 +73,8 @@ class SumTolerance(Rounding):
     def __init__(self, problem: GemmProblem, bound: str, k: int, elements: int, tests: int) -> None:
         super().__init__(problem, k, k + 2 * elements)
         self._probabilistic = bound == "probabilistic"
-        # By the Cauchy-Schwarz inequality, the norm of |A| |B| is at most sqrt(k) times the norm of the
-        # terms.
+        # An element of |A| |B| is a sum of k terms. By the Cauchy-Schwarz inequality, it is at most sqrt(k)
+        # times the 2-norm of these terms.
         self._terms = sqrt(k)
         self._t = log(2 * max(1, tests) / FALSE_ALARM)
         self._signs = sqrt(2 * self._t)
@@ -113,11 +113,12 @@ class SumTolerance(Rounding):
         All arguments have one value per sum.
 
         Args:
-            terms: the norms sqrt(sum_j S_ij); the docstring of this module defines S_ij.
+            terms: 2-norms of the terms a_ip b_pj that all summed elements of C consist of. In the docstring
+                of this module, such a norm is sqrt(sum_j S_ij).
             bias: by how much partial sums are larger than a random walk (`sign_sums.bias_of`).
-            old: the norms of the sum's elements of the old C.
-            stored: the norms of the sum's elements of C as stored.
-            elements: the numbers of elements of C that are summed.
+            old: norms of the old C over the summed elements.
+            stored: norms of C, as stored, over the summed elements.
+            elements: numbers of summed elements.
         """
         alpha, beta = abs(self.alpha), abs(self.beta)
         old = beta * old if beta else np.zeros_like(old)

@@ -1,7 +1,7 @@
 """Predict the memory accesses of a kernel: sectors of device memory, and bank conflicts in shared memory.
 
-A sector, 32 bytes, is the unit of access to device memory. It is counted each time that a warp requests it,
-even if a cache serves the request.
+A sector, 32 bytes, is the unit of access to device memory. A sector is counted each time that a warp
+requests it, even if a cache serves the request.
 """
 
 from collections import Counter
@@ -48,8 +48,9 @@ def tiles_sectors(m: int, n: int, k: int, itemsize: int, rows: int, cols: int) -
 def warps_sectors(m: int, n: int, k: int, itemsize: int, cols: int) -> int:
     """Return the number of sectors of A and B that a kernel loads if each thread computes one element of C.
 
-    A warp computes `cols` columns of C, at most 32, and 32 / cols rows. For each index along k, it loads one
-    element of A per row, each in another sector, and `cols` contiguous elements of B.
+    A warp has 32 threads, which compute 32 / cols rows and `cols` columns of C; `cols` above 32 counts as 32.
+    For each index along k, the warp loads one element of op(A) per row, each from another sector. It also
+    loads `cols` contiguous elements of op(B).
     """
     cols = min(cols, WARP)
     rows = WARP // cols
@@ -60,12 +61,12 @@ def warps_sectors(m: int, n: int, k: int, itemsize: int, cols: int) -> int:
 def conflicts(itemsize: int, *patterns: Callable[[int], int]) -> int:
     """Return the cycles that bank conflicts add to the worst of several accesses to shared memory.
 
-    An access is described by a function. It maps each lane (the number of a thread in its warp) to the index
-    of the element that this thread accesses. Elements have `itemsize` bytes.
+    An access is described by a function. Its argument is the number of a thread in its warp, from 0 to 31.
+    Its result is the index of the element that this thread accesses. Elements have `itemsize` bytes.
 
-    >>> [conflicts(4, lambda lane: stride * lane) for stride in (0, 1, 32, 33)]
+    >>> [conflicts(4, lambda thread: stride * thread) for stride in (0, 1, 32, 33)]
     [0, 0, 31, 0]
-    >>> conflicts(8, lambda lane: lane), conflicts(8, lambda lane: lane // 16 * 16)
+    >>> conflicts(8, lambda thread: thread), conflicts(8, lambda thread: thread // 16 * 16)
     (0, 0)
     """
     return max(_extra_cycles(itemsize, pattern) for pattern in patterns)

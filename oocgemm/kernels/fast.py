@@ -122,9 +122,10 @@ def _wgmma_refuses(call: Call, p: Params) -> str | None:
 
 def _wgmma_maps(call: Call, p: Params) -> tuple[TensorMap, TensorMap]:
     x, y = _wgmma_tile(p)
-    y //= p["CLUSTER"]  # a cluster's thread blocks share y rows; each copies a part
+    # The thread blocks of a cluster share y rows of one operand. Each thread block copies an equal part.
+    y //= p["CLUSTER"]
     item = DTYPES[call.dtype].itemsize
-    dtype = "tf32" if call.dtype == "float32" else call.dtype  # TMA rounds while it copies
+    dtype = "tf32" if call.dtype == "float32" else call.dtype  # TMA rounds to tf32 while it copies
     rows_a, rows_b = (y, x) if _swaps(call) else (x, y)
 
     def described(address: int, ld: int, k_major: bool, extent: int, rows: int) -> TensorMap:

@@ -22,11 +22,11 @@ def names() -> tuple[str, ...]:
 
 
 def choose(name: str, call: Call, wanted: Params | None = None) -> tuple[Kernel, Params]:
-    """Choose a `Kernel` with this name for a call, and its parameters.
+    """Return a kernel with this name that accepts a call, and the parameters with which it accepts it.
 
-    Several kernels can have the same name. First, those that have `wanted` among their sets of parameters are
-    tried with it. Then all are tried with their default parameters. The first that accepts the call is
-    chosen.
+    Several kernels can have the same name. Those that have `wanted` among their sets of parameters are tried
+    first, with `wanted`. Then all kernels with this name are tried with their default parameters. The first
+    one that accepts the call is returned.
 
     Raises:
         InputError: no kernel with this name accepts the call; the message has the reasons.
@@ -46,8 +46,8 @@ def check_plan(name: str, plan: Plan, device: Device = H200) -> None:
     """Raise `InputError` if the kernel `name` cannot run all steps of a plan.
 
     Steps at the edges of the matrices, with smaller extents, are checked too. If `name` is not a kernel of
-    the ladder, as "cublas", nothing is checked. `device` is the GPU that the steps are checked for; a caller
-    without a GPU leaves it at the default, an H200.
+    the ladder, for example "cublas", nothing is checked. `device` is the GPU that the steps are checked for;
+    a caller without a GPU leaves it at the default, an H200.
     """
     if name not in names():
         return

@@ -156,8 +156,8 @@ class Kernel:
         launch: returns the launch for a call.
         entry: the name of the CUDA function; by default that of the source.
         compute: the precisions that it computes in: "native", or reduced ones such as "tf32".
-        archs: the GPU architectures that the tests compile it for. A name that ends in "a", such as sm_90a,
-            stands for that architecture only. From the oldest of the others on, it runs on all architectures.
+        archs: the GPU architectures that the tests compile it for. The kernel runs on each of them,
+            and on every architecture newer than the oldest one without a final "a" in its name.
         refuses: returns why it cannot run a call (for example, TMA needs another alignment), or None.
         parts: splits a call into calls that are launched one after the other; by default there is only one.
         macros: returns macros of the source, beside the parameters, for a dtype, op(A) and op(B).

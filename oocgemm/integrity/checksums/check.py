@@ -80,9 +80,10 @@ class Checks:
         else:
             self._sums = DeviceSums(plan, seed, self._busy, summing)
         depth, panels = min(plan.tile.k, problem.depth), plan.grid.steps + plan.grid.ramp
-        # Numbers of successive rounded operations. An element of C is a sum of `depth` products per panel;
-        # each panel adds one scaling and one addition. Checksums are sums over the same products and panels.
-        # Both sides of the equation are also sums over at most SIDE rows and SIDE columns of a block.
+        # `Rounding` takes two numbers of successive rounded operations. An element of C takes `depth` of them
+        # in a panel (`depth` is the panel's extent along k), then a scaling and an addition per panel. The
+        # checksums take the same without the scaling. The found and the predicted checksum of a block are
+        # also sums over at most SIDE rows and SIDE columns each, which adds 4 * SIDE.
         self._rounding = Rounding(problem, depth + 2 * panels, depth + panels + 4 * SIDE)
         self.failed: dict[Strip, float] = {}
         self.blocks = self.undecided = 0
@@ -110,9 +111,10 @@ class Checks:
         return True
 
     def submit(self, operation: Operation) -> None:
-        """Update the checksums for an operation that is being submitted to the device.
+        """Prepare the check of an operation that is being submitted to the device.
 
-        An Upload copies the checksums of the panel that it copies. A Multiply combines those of its panels.
+        If the host computes the checksums, they are updated for the operation. If a GPU computes them, the
+        digests that the operation's data must have are recorded.
         """
         self._sums.submit(operation)
 

@@ -1,10 +1,11 @@
 """Check C with checksums that a device computes, and with digests that detect damage to their input.
 
-A digest is a weighted sum of the 32-bit words of a matrix (kernels/checks/check_sums.cu has the formula). A
-panel is a block of op(A) or op(B) that one step multiplies. The host computes only the digest of each panel
-that it reads. The device computes the digest again, and the checksums, from the panel as it arrived in device
-memory. Each Multiply compares the two digests of its panels. If they differ, it marks its results as damaged.
-This detects a damaged panel, an outdated one, and one in the wrong buffer.
+A digest is a hash of a matrix: a weighted sum of its 32-bit words (kernels/checks/check_sums.cu has the
+formula). A panel is a block of op(A) or op(B) that one step multiplies. The host computes only the digest of
+each panel that it reads. The device computes the digest again, and the checksums, from the panel as it
+arrived in device memory. Each Multiply compares, for each of its panels, the digest of the host with that of
+the device. If they differ, it marks its results as damaged. This detects a damaged panel, an outdated one,
+and one in the wrong buffer.
 
 A strip (some rows of a finished tile of C) travels in the other direction: the device computes its digest
 before the download, and the host compares it afterwards.
@@ -41,9 +42,10 @@ _MODULUS = 1 << 32
 
 
 class Weights:
-    """The random odd weights of a digest, which is a weighted sum of the 32-bit words of a stored matrix.
+    """The random odd weights of a digest.
 
-    The weight of a word is that of its row times that of its position in the row.
+    A digest is a hash of a stored matrix: the weighted sum of its 32-bit words, modulo 2^32. The weight of a
+    word is the weight of its row times the weight of its position in the row.
     """
 
     def __init__(self, rows: int, words: int) -> None:
@@ -53,10 +55,11 @@ class Weights:
         )
 
     def digest(self, piece: Array, top: int, left: int, every: int) -> int:
-        """Return the summand that one piece of a matrix adds to the matrix's digest.
+        """Return the digest of one piece of a matrix.
 
-        The digest covers every `every`-th row of the matrix. The piece begins at row `top` and column `left`
-        of the matrix.
+        The digest of the matrix is the sum of the digests of its pieces, modulo 2^32. It covers only rows
+        whose index in the matrix is a multiple of `every`. The piece begins at row `top` and column `left` of
+        the matrix.
         """
         skipped, total = -top % every, 0
         rows = self.rows[top + skipped : top + len(piece) : every]
@@ -92,10 +95,10 @@ def in_words(piece: Array, left: int) -> Iterator[tuple[int, NDArray[np.uint32]]
 
 
 class DeviceSums:
-    """The checksums of one run on a GPU. The device computes checksums and digests, the host only digests.
+    """The checksums of one run on a GPU. The GPU computes checksums and digests, the host only digests.
 
-    `summing` is the interface to the device. For each computation of a host thread, an interval (start, end)
-    is appended to `busy`.
+    `summing` is the interface to the GPU. Each host thread appends the intervals (start, end) in which it
+    computes digests, in nanoseconds, to `busy`.
     """
 
     def __init__(self, plan: Plan, seed: int, busy: BusyTime, summing: Checksums) -> None:
@@ -103,8 +106,8 @@ class DeviceSums:
         self._problem = plan.problem
         self._wide = wide_dtype(numpy_dtype(plan.problem.acc_dtype))
         self._weights = Weights(*digest_weights(plan.problem, plan.tile))
-        # The digests of what each buffer must contain, and of the strips of the old C that have been
-        # uploaded.
+        # `_digests` has the digest that the content of each slot must have, `_old` that of each strip of the
+        # old C after its upload.
         self._digests: dict[Slot, int] = {}
         self._old: dict[tuple[Tile, Range], int] = {}
         self._busy = busy
@@ -114,8 +117,9 @@ class DeviceSums:
     def read(self, staging: Staging, operation: Operation, columns: Sequence[Array]) -> None:
         """Run a Read and compute the digest of the data that it reads.
 
-        For C, each reading thread adds the part that it has read. The digest of a block of A or B is computed
-        in one call after the Read: it covers so few rows that a call per part would cost more than the sums.
+        For C, each reading thread computes the digest of the part that it has read, and the digests are
+        added. For A and B, the calling thread computes the whole digest after the Read. That digest covers so
+        few rows that the calls for single parts would take longer than the computation.
         """
         digest = self._digest(operation)
         if operation.operand == "C":
@@ -201,8 +205,8 @@ class DeviceSums:
 class Digest:
     """The digest of a matrix that several threads read in pieces, in any order.
 
-    The digest covers every `every`-th row. `top` and `left` are the row and the column of the stored operand
-    at which the matrix begins.
+    The digest covers only rows whose index in the matrix is a multiple of `every`. `top` and `left` are the
+    row and the column of the stored operand at which the matrix begins.
     """
 
     def __init__(self, weights: Weights, top: int, left: int, every: int, busy: BusyTime) -> None:

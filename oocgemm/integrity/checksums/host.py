@@ -34,8 +34,8 @@ class StripSums:
     Attributes:
         rows, cols: the borders of the blocks.
         found: for each block of the computed strip, the sum of its elements with random signs, and a norm.
-            The norm is that of the block or that of all blocks with the same rows; it is 0 if the error bound
-            does not use it.
+            If a GPU computes the checksums, it is the norm of the block. If the host computes them, it is the
+            norm of all blocks with the same rows. It is 0 if the error bound does not use it.
         product: for each block, the sum of the elements of op(A) op(B) with the same signs, as predicted from
             A and B, and an upper bound of the norm of |A| |B|.
         old: like `found`, for the old C.
@@ -101,7 +101,8 @@ class BlockSums:
                 for groups, wide, where in widened(blocks):
                     sums[groups, where] = signed(x[groups], wide)
                     if not self.sums_only:
-                        # `block_squares` is fastest if the last axis is contiguous in memory.
+                        # `block_squares` is fastest if the last axis is contiguous in memory. If
+                        # `axis` is 1, `piece` was transposed above, so the axes are swapped back.
                         squares[groups] += block_squares(wide.swapaxes(1, 2) if self.axis else wide)
                 target, at = slice(first, first + count), slice(left, left + width)
                 if self.conjugate:
@@ -125,7 +126,7 @@ class BlockSums:
 class TileSums:
     """The checksums that a tile of C must have, added up while its product is computed.
 
-    The tile is cut into blocks. Sums and norms are arrays with one value per block.
+    The tile is cut into blocks. The arrays of sums and of norms have one value per block.
 
     Attributes:
         rows, cols: the borders of the blocks.
@@ -150,7 +151,7 @@ class TileSums:
 class HostSums:
     """The checksums of one run, computed by host threads.
 
-    For each computation, an interval (start, end) is appended to `busy`.
+    Each thread appends the intervals (start, end) in which it computes checksums, in nanoseconds, to `busy`.
     """
 
     def __init__(self, plan: Plan, seed: int, busy: BusyTime) -> None:
@@ -168,7 +169,8 @@ class HostSums:
         region = operation.writes[0]
         sums = self._old(operation) if operation.operand == "C" else self._panel(operation)
         if operation.operand != "C":
-            self._panels.pop(region.slot, None)  # checksums of the old panel, which the Read overwrites
+            # The Read overwrites the panel in the slot, so that panel's checksums are deleted.
+            self._panels.pop(region.slot, None)
 
         def add(rows: Range, cols: Range, piece: Array) -> None:
             start = perf_counter_ns()
@@ -285,24 +287,30 @@ class HostSums:
             nonfinite = np.zeros(height, bool), np.zeros(width, bool), np.zeros(height, bool)
             sums, bounds = [np.zeros(shape, self._wide) for _ in "CO"], [np.zeros(shape) for _ in "CO"]
             empty = TileSums(rows, cols, sums[0], bounds[0], sums[1], bounds[1], nonfinite, height)
-            return self._tiles.setdefault(tile, empty)  # unless another thread has created them
+            # If another thread has created the tile's checksums in the meantime, return those.
+            return self._tiles.setdefault(tile, empty)
         return self._tiles[tile]
 
     def _blocks(self, tile: TileSums, operation: Operation) -> slice:
-        """Return the slice of the first axis of a tile's sums that belongs to the rows of an operation."""
+        """Return, as a slice, which rows of blocks of a tile an operation covers.
+
+        The slice is for the first axis of arrays such as `TileSums.product`, which have one value per block.
+        """
         top = self._plan.grid.rows(operation.tile[0])[0]
         first, last = (tile.rows.index(row - top) for row in operation.m)
         return slice(first, last)
 
 
 def runs(piece: Array, top: int, cuts: list[int]) -> Iterator[tuple[int, Array, int]]:
-    """Cut a piece of a matrix into the blocks that begin at the rows `cuts` of the matrix.
+    """Cut a piece of a matrix at the borders between the blocks of the matrix.
 
-    Row 0 of the piece is row `top` of the matrix. Consecutive blocks of equal height are yielded together.
+    Block i of the matrix begins at row `cuts[i]`. Row 0 of the piece is row `top` of the matrix. The piece
+    may have only some rows of its first and of its last block. Consecutive blocks of which it has equally
+    many rows are yielded together, as one run.
 
     Yields:
-        The index of the first of these blocks, the blocks as an array of shape (blocks, rows, columns), and
-        the row of the piece at which they begin.
+        For each run, the index of its first block in the matrix, its elements as an array of shape (blocks,
+        rows, columns), and the row of the piece at which it begins.
     """
     stop = top + piece.shape[0]
     first = bisect_right(cuts, top) - 1

@@ -25,8 +25,8 @@ Shape = tuple[int, int, int]
 
 # Precisions that are benchmarked. "emulated" is left out: no kernel of the ladder computes emulated products.
 PRECISIONS = [compute for compute in COMPUTES if compute != "emulated"]
-# The default products of a benchmark are squares, by their side, and shapes (m, n, k). Rows of odd length are
-# unaligned, and odd extents leave partial tiles.
+# The default products of a benchmark. SQUARES has values of m = n = k. ODD and THIN have shapes (m, n, k).
+# The products of ODD have unaligned rows and partial tiles.
 SQUARES = (8, 32, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 ODD = ((1023, 1025, 1021), (4097, 4095, 4099))
 THIN = ((16384, 16, 4096), (16, 16384, 4096), (4096, 1024, 16384), (1024, 16384, 4096))
@@ -34,9 +34,8 @@ THIN = ((16384, 16, 4096), (16, 16384, 4096), (4096, 1024, 16384), (1024, 16384,
 UPDATES = ((12288, 12288, 512), (12288, 12288, 1024), (12288, 12288, 2048))
 SHAPES: tuple[Shape, ...] = (*((n, n, n) for n in SQUARES), *ODD, *THIN, *UPDATES)
 
-# The limit of m n k for products whose hardware counters are read. ncu, which reads them, runs each kernel
-# several times, so large products take long. A larger product is used only if no benchmarked product is
-# within the limit.
+# Maximum of m n k for a product whose hardware counters are read. ncu, which reads them, runs each kernel
+# several times, so large products take long. If all benchmarked products are larger, the smallest is used.
 _MAX_COUNTED = 2048**3
 
 # Peak flops per clock cycle and multiprocessor, by compute capability, and by dtype or reduced precision.
@@ -160,9 +159,9 @@ def tune(
     """Time cuBLAS and all kernels of the ladder, for each dtype, precision and class of shapes.
 
     `tuning.shape_class` defines the classes. Each kernel is timed with each of its sets of parameters. To
-    save time, all are first timed on a product of 1024 x 1024 x 1024, for each dtype and precision. A kernel
-    and set of parameters that takes more than ten times as long as the fastest one is not timed on the larger
-    products.
+    save time, the first product for each dtype and precision is small (m = n = k = 1024). If a kernel with a
+    set of parameters takes more than ten times as long for it as the fastest kernel, this kernel is not timed
+    with this set on the larger products.
 
     Args:
         device: number of the CUDA device.
@@ -342,7 +341,10 @@ BY_NCU = (
 
 
 def against(row: dict[str, Any]) -> Iterator[str]:
-    """Yield the text of a benchmark row for each column of `AGAINST`, with "-" for a missing number."""
+    """Yield the cells of a benchmark row for the columns `AGAINST` of a table, as text.
+
+    A cell has the predicted and the counted number, or only the counted one. "-" stands for a missing number.
+    """
     counted = row["ncu"]
     for name in ("load_sectors", "store_sectors", "sectors_from_l2", "bank_conflicts", "occupancy"):
         found = (counted[name],) if name == "sectors_from_l2" else (row.get(name), counted[name])

@@ -62,8 +62,8 @@ class Sizes:
             memory, they are halved until it does.
         depths: the extents along k of the timed products.
         block: shape of the float64 matrix with which memory, storage and copies are measured.
-        copies: to measure copies between host and GPU, so many of the first rows of the matrix are copied.
-            There is one measurement per number.
+        copies: numbers of rows. Copies between host and GPU are measured once per number, each time with that
+            many rows of the matrix.
         seconds: duration of one measurement. Measurements of storage, and that of the time to start an
             operation, take three times as long.
     """
@@ -225,10 +225,10 @@ def _kernel(
 
 
 def _of_infinite_tile(plan: Plan, rates: Mapping[int, float]) -> dict[int, float]:
-    """Convert measured flop/s, by extent along k, to those that products with infinite m and n would have.
+    """Return the flop/s that products with infinite m and n would have, by extent along k.
 
-    A `KernelRate` is a rate for infinite m and n. When the machine model predicts a product, it reduces the
-    rate according to its m and n.
+    `rates` has the measured flop/s, by extent along k. A `KernelRate` is a rate for infinite m and n. When
+    the machine model predicts a product, it reduces the rate according to the product's m and n.
     """
     tile = plan.tile
     ideal = replace(plan.machine, kernels={plan.problem.rate: KernelRate(1.0, 0.0)})
@@ -238,10 +238,13 @@ def _of_infinite_tile(plan: Plan, rates: Mapping[int, float]) -> dict[int, float
 
 
 def _fitting(engine: Backend, machine: MachineModel, dtype: str, sizes: Sizes, compute: str) -> TileShape:
-    """Return the size of the product to time: `sizes.side`, halved until the product fits the free memory.
+    """Return m, n and k of the product to time.
+
+    m and n are `sizes.side`, halved until the product fits into the share `_FREE_SHARE` of the free device
+    memory. k is the last of `sizes.depths`.
 
     Raises:
-        BackendError: not even a C of about 32 x 32 elements fits.
+        BackendError: the product does not fit even if m and n are below 64.
     """
     side, free = sizes.side, engine.free_memory()
     while True:
@@ -262,8 +265,9 @@ def _links(
     """Measure copies within host memory and between host and device, and the cost of page faults.
 
     Returns:
-        - The rates by name, in bytes per second. Two of the values are no rates: `copy_latency` is in
-          seconds. `arena_seconds_per_byte` is the time to fault in the pages of new memory.
+        - By name: rates in bytes per second, and two times. `copy_latency` is the part of the time of a copy
+          that does not depend on its size, in seconds. `arena_seconds_per_byte` is the time to fault in the
+          pages of new memory, in seconds per byte.
         - The measured rates of copies, by direction and then by size in bytes.
     """
     say("memory")

@@ -25,10 +25,10 @@ from oocgemm.kernels.tuning import CUBLAS
 METRICS = {
     "load_sectors": "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum",
     "store_sectors": "l1tex__t_sectors_pipe_lsu_mem_global_op_st.sum",
-    "sectors_from_l2": "l1tex__m_xbar2l1tex_read_sectors.sum",  # includes copies by cp.async and TMA
+    "sectors_from_l2": "l1tex__m_xbar2l1tex_read_sectors.sum",  # also counts copies by cp.async and TMA
     "bank_conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",
-    # "shared_loads", "shared_stores" and "matrix_loads" count warp instructions. Together they are all
-    # accesses to shared memory.
+    # "shared_loads", "shared_stores" and "matrix_loads" count instructions of warps. Their sum is the number
+    # of accesses to shared memory.
     "shared_loads": "smsp__inst_executed_op_shared_ld.sum",
     "shared_stores": "smsp__inst_executed_op_shared_st.sum",
     "matrix_loads": "smsp__inst_executed_op_ldsm.sum",
@@ -105,8 +105,8 @@ def _failure(output: str, stderr: str) -> str:
 def _grouped(launches: Sequence[Launch], expected: Sequence[Sequence[str]]) -> list[list[Launch]]:
     """Divide the launches, which are in order, among the benchmark rows that caused them.
 
-    `expected` has the names of the kernels that each row launches. It is empty for a row of cuBLAS, whose
-    kernel names are unknown. This row gets all launches up to the next kernel of oocgemm.
+    `expected` has, for each row, the names of the kernels that it launches. A row of cuBLAS has no names,
+    because its kernels are unknown. It gets all launches up to the next launch of a kernel of oocgemm.
 
     Raises:
         BackendError: the launches are not the expected ones.
@@ -147,7 +147,10 @@ def _number(text: str | None) -> float:
 
 
 def _launch(device: int, rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Run the product of each row once. Return the names of the launched kernels by row, none for cuBLAS."""
+    """Run the product of each benchmark row once, and return the names of the launched kernels for each row.
+
+    A row of cuBLAS gets no names, because the names of its kernels are unknown.
+    """
     from oocgemm.backends.cuda.measure import Product, Stopwatch
 
     names: list[list[str]] = []

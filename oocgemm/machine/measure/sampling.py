@@ -1,4 +1,4 @@
-"""Measure rates repeatedly, until their medians agree with a model of them."""
+"""Measure rates repeatedly, until a model of the rates fits their medians."""
 
 from collections.abc import Callable, Iterable, Mapping
 from math import inf
@@ -8,8 +8,8 @@ from typing import TypeVar
 
 from oocgemm.errors import BackendError
 
-# Maximum number of samples per size. If `explained` cannot fit its model to that many, it raises
-# BackendError.
+# `explained` measures at most this many samples per size. If the model still does not fit their medians, it
+# raises BackendError.
 _ROUNDS = 5
 
 Fit = TypeVar("Fit")
@@ -24,7 +24,7 @@ def explained(
 
     Args:
         measure: measures at a size and returns the rate.
-        places: the sizes.
+        places: the sizes at which rates are measured.
         fit: fits a model to the median rate at each size. It raises `ValueError` if the model does not
             explain the rates, for example because other programs disturbed the measurement.
 

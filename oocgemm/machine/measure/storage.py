@@ -31,7 +31,8 @@ def storage_rates(
         say: called with a description of each measurement before it starts.
 
     Returns:
-        The rates of the file system, and the zstd decode rate of all cores, in bytes per second.
+        The rates of the file system, and the rate at which all cores together decode zstd chunks. All are in
+        bytes per second.
     """
     data = source.reshape(2 * source.shape[0], -1)
     rows, cols = data.shape
@@ -64,7 +65,8 @@ def storage_rates(
         write = fill.bytes / typical(partial(transfer_seconds, raw, fill, data), seconds)
         say(f"reading in {folder}")
         cold, read = rate(raw, cold=True), rate(raw)
-        scattered = rate(raw, (side // 2, side // 2 + side))  # half of the columns of each chunk
+        # This range covers half of the columns of each chunk, so the bytes to read are not contiguous.
+        scattered = rate(raw, (side // 2, side // 2 + side))
         say("decoding zstd")
         transfer_seconds(packed, fill, data)
         decode = rate(packed)

@@ -81,7 +81,7 @@ class Workbench:
         """Return the operation that multiplies A and B over the first `depth` indices along k.
 
         If `first`, it overwrites C; otherwise it adds to C. If the precision is "emulated", run the operation
-        of `prepare` with the same depth before it.
+        that `prepare` returns for the same depth before it.
         """
         tile, problem = self.plan.tile, self.plan.problem
         c, ranges = _device("C", tile.m * tile.n), ((0, tile.m), (0, tile.n), (0, depth))
@@ -144,7 +144,8 @@ class Workbench:
             BackendError: even `MAX_AHEAD` copies ended before the host had queued all operations.
         """
         if operation.kind not in self.session.asynchronous:
-            # The operation has ended when `_submit` returns, so its start and end are known exactly.
+            # An operation that is not asynchronous has ended when `_submit` returns. Its start and end are
+            # then known exactly, so one operation is enough.
             ((start, end),) = self.intervals(operation)
             return (end - start) / 1e9
         panel, ahead = self.load(Kind.UPLOAD, "A"), 1
