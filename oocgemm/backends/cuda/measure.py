@@ -22,8 +22,8 @@ from oocgemm.kernels.spec import Call, Kernel, Params
 from oocgemm.planning import DTYPES, Op
 from oocgemm.planning.integers import workspace_layout
 
-# Maximum number of random numbers that are generated for an operand. A larger operand repeats them. The
-# number is not a power of 2: otherwise an operand with rows of 2^i elements would have many equal rows.
+# Maximum number of random numbers that are generated for an operand. A larger operand repeats them. This
+# maximum is not a power of 2: otherwise an operand with rows of 2^i elements would have many equal rows.
 _BLOCK = 1_000_003
 _MIN_SAMPLES, _SAMPLES = 5, 25  # minimum and maximum number of samples per kernel
 
