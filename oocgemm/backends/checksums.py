@@ -151,8 +151,8 @@ class DeviceChecksums:
         arguments.down, arguments.per = Blocking.of(arguments.rows, self._strip).blocks, down.per
         arguments.across = Blocking.of(cols, cols).blocks
         if depth:
-            # The panel of op(A) has all rows of the tile, and one checksum per block of rows. A Multiply may
-            # cover only one strip of the tile. Then the checksums of the rows above the strip are skipped.
+            # The panel of op(A) has all rows of the tile. A Multiply may cover only one strip of the tile.
+            # Then the checksums of the rows above the strip are skipped.
             skipped = (op.m[0] - top) // self._strip * down.per
             wide = 16 if DTYPES[problem.acc_dtype].is_complex else 8
             sides = (
@@ -219,7 +219,7 @@ class DeviceChecksums:
         return check_options(dtype, self._problem.acc_dtype, axis)
 
     def _axis(self, operand: str) -> int:
-        """Return what the checksums of a stored panel add up: 0 if its rows, 1 if its columns.
+        """Return whether the checksums of a stored panel add up its rows (0) or its columns (1).
 
         Rows of op(A) and columns of op(B) are added up. If op() transposes, rows of op(A) are columns of the
         stored panel, and columns of op(B) are rows.

@@ -1,9 +1,8 @@
 """Call functions of the CUDA driver and of cuBLAS without releasing the GIL.
 
-CuPy releases the GIL during each call. A call takes microseconds, but then the thread may wait a hundred
-times as long until other threads give the GIL back. Two events are recorded around each launch, to measure
-the time of the work on the device. If the thread waits for the GIL between these calls, the events measure
-that wait too.
+CuPy releases the GIL during each call. The call takes microseconds, but afterwards the thread may wait for
+the GIL a hundred times as long. Each operation is timed by two events, one recorded before its launches and
+one after them. If the thread waits for the GIL in between, the measured time includes that wait.
 """
 
 import ctypes

@@ -65,9 +65,9 @@ class Emulated:
     ) -> int:
         """Split a panel of op(A) and a panel of op(B) into the residues of their elements.
 
-        Tries increasing numbers of moduli until the product is as accurate as a native one. The host decides
-        this from `VERDICT_BYTES` bytes of results, which it copies from the device. So the call waits for the
-        current stream.
+        Tries increasing numbers of moduli until the product is as accurate as one that is computed in the
+        panels' dtype. Whether it is, the host decides from `VERDICT_BYTES` bytes of results, which it copies
+        from the device. So the call waits for the current stream.
 
         Args:
             a, b: device addresses of the panels as stored.

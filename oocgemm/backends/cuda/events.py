@@ -49,9 +49,9 @@ class Clock:
         return self._time + int(cuda_calls.milliseconds(self._event, event) * 1e6)
 
     def _probe(self) -> tuple[int, int, Any]:
-        """Return a completed event, preceded by a host time before and a host time after its completion.
+        """Return (before, after, event): a completed event, and host times before and after its completion.
 
-        Five events are recorded, one after the other. The one whose two host times are closest is returned.
+        Five events are recorded, one after the other. The one with the smallest `after - before` is returned.
         """
         probes = []
         for _ in range(5):
@@ -101,10 +101,10 @@ class CudaToken:
         own: the launches of the operation, without those that compute checksums.
         end: the event that completes when the operation and the launches for its checksums have ended.
         clock: converts the times of events to host times.
-        check: a function to call after the end. It raises an error if the operation found an element that
-            does not fit C's integer dtype. None if the operands are not int8.
-        noting: a function to call after the end. It records how long the checksums took. None if there are
-            no checksums.
+        check: a function to call after `end` has completed. It raises an error if the operation found an
+            element that does not fit C's integer dtype. None if the operands are not int8.
+        noting: a function to call after `end` has completed. It records how long the checksums took. None if
+            there are no checksums.
         uploaded: the slot of the device that an Upload fills. None for other operations, and if there are no
             checksums.
     """

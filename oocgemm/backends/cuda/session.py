@@ -47,8 +47,8 @@ LOADED_DEPTH = 64
 # The stream of the kernels that compute checksums. It is not the stream of the uploads, so one panel can be
 # uploaded while the checksums of the panel before it are computed.
 SUMS = "sums"
-# Precisions that are replaced in calls of cuBLAS and of our kernels. They multiply a step of an emulated
-# product only if emulation is not accurate enough for it, and then natively: in the dtype of the operands.
+# If emulation would not be accurate enough for a step, the step is multiplied without it: its precision is
+# then "native" (the dtype of the operands), not the problem's precision "emulated".
 _NATIVE = {"emulated": "native"}
 # The products for which this process has made cuBLAS load its kernels: device, kernel name, dtype, op() of A
 # and of B, and precision.
@@ -172,7 +172,7 @@ class CudaSession:
                 token.synchronize()
             elif token.stream != operation.stream:
                 # A Multiply and the kernel that computes a panel's checksums can read the panel at the same
-                # time. So the Multiply waits for the copy of the panel, but not for its checksums. But if a
+                # time. So the Multiply waits for the copy of the panel, not for its checksums. But if a
                 # Multiply or a Finish overwrites an uploaded strip of C, it also waits for its checksums.
                 reads_only = beside and token.uploaded != operation.writes[0].slot
                 cuda_calls.wait(stream, token.own.end if reads_only else token.end)

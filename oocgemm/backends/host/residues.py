@@ -70,8 +70,8 @@ class Planes:
 class Prepared:
     """The residues of a panel of op(A) and of a panel of op(B).
 
-    `number` is how many moduli were used. It is 0 if no number of moduli makes the product as accurate as a
-    native one. The panels must then be multiplied natively.
+    `number` is how many moduli were used. It is 0 if no number of moduli makes the product as accurate as one
+    that is computed in the panels' dtype. The panels must then be multiplied in that dtype, without residues.
     """
 
     number: int
@@ -104,7 +104,7 @@ def views(space: Array, m: int, n: int, depth: int, dtype: str) -> tuple[Planes,
 def prepare(a: Array, b: Array, space: Array, dtype: str) -> Prepared:
     """Split a panel of op(A) (m x k) and one of op(B) (k x n) into residues, which are written to `space`.
 
-    The number of moduli is the smallest with which the product is as accurate as a native one in `dtype`. If
+    The number of moduli is the smallest with which the product is as accurate as one computed in `dtype`. If
     no number suffices, or an element is Inf or NaN, the number is 0 and the residues have no meaning.
 
     Args:
