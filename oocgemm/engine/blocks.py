@@ -16,8 +16,8 @@ from oocgemm.planning.tiling import Range
 from oocgemm.stores import BATCH_BYTES, Array, Matrix, pieces
 
 # Maximum and minimum size, in bytes, of a part of a block. They apply to stores that can transfer parts of
-# chunks. Such a block is cut into one part per thread, if parts of that size are within these limits. Parts
-# below the minimum would make a transfer slower: passing a part to a thread takes the GIL for tens of
+# chunks. A block of such a store is cut into one part per thread, if the parts are then within these limits.
+# Smaller parts would make the transfer slower: passing a part to a thread takes the GIL for tens of
 # microseconds, and meanwhile no other thread can start or end a part.
 MAX_PIECE_BYTES = 16 << 20
 MIN_PIECE_BYTES = 4 << 20

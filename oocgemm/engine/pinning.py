@@ -27,9 +27,9 @@ from oocgemm.system.threads import start
 # pin up to PARTS_PER_CALL parts, since larger calls pin more bytes per second.
 PART = 16 << 20
 SINGLE_PARTS, PARTS_PER_CALL = 32, 4
-# A block that is not pinned yet can be waited for, or copied to a host slot, which is pinned. The thread pins
-# in a fixed order: some bytes before the block, then the block. If all these bytes together are at most this
-# many times the block's bytes, the run waits, otherwise it copies. The limit is 4, because copying a block
+# If the run needs a block that is not pinned yet, it can wait, or copy the block to a host slot, which is
+# pinned. The thread may have to pin other bytes before those of the block. The run waits if these bytes and
+# the block together have at most this many times the block's bytes. The limit is 4, because copying a block
 # takes about as long as pinning four times as many bytes.
 MAX_WAIT_RATIO = 4
 

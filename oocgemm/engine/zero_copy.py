@@ -53,8 +53,8 @@ class ZeroCopy:
         May wait until the block is pinned.
 
         Returns:
-            True if it copies from or to the caller's memory. The block's host slot then stays unused, and
-            `get` returns the caller's memory for that slot. False if the block passes through its host slot.
+            True if the device copies from or to the caller's memory. The block's host slot then stays unused,
+            and `get` returns the caller's memory for that slot. False if the block passes through its slot.
         """
         slot = operation.writes[0].slot
         self._blocks.pop(slot, None)
