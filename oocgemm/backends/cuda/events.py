@@ -86,8 +86,8 @@ class Work:
         Call it only when the event `end` has completed.
         """
         # On an idle stream the event `start` completes as soon as it is recorded. That may be long before the
-        # first launch, for example if a library loads a kernel in between. So if the first launch call
-        # returned later than that (`issued`), the time of its return is the start.
+        # first launch, for example if a library loads a kernel in between. So the work starts when the event
+        # completes or when the first launch call returns (`issued`), whichever is later.
         start, end = clock.host(self.start), clock.host(self.end)
         return min(max(start, self.issued), end), end
 

@@ -42,7 +42,7 @@ def gemm(kernels: "Kernels", handle: int, call: Call) -> None:
 
 
 def packed(kernels: "Kernels", call: Call) -> Call:
-    """Copy operands to the workspace, if cuBLAS would refuse their layout. The copies have one it accepts.
+    """Replace each operand whose layout cuBLAS would refuse by a copy, in the workspace, that it accepts.
 
     Returns:
         `call` with the addresses of the copies, and with k rounded up to a multiple of 16. The copies have

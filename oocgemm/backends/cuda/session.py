@@ -172,8 +172,8 @@ class CudaSession:
                 token.synchronize()
             elif token.stream != operation.stream:
                 # A Multiply and the kernel that computes a panel's checksums can read the panel at the same
-                # time. So the Multiply waits for the copy of the panel, not for its checksums. But if a
-                # Multiply or a Finish overwrites an uploaded strip of C, it also waits for its checksums.
+                # time. So the Multiply waits for the copy of the panel, not for its checksums. But a Multiply
+                # or a Finish that overwrites an uploaded strip of C also waits for the strip's checksums.
                 reads_only = beside and token.uploaded != operation.writes[0].slot
                 cuda_calls.wait(stream, token.own.end if reads_only else token.end)
                 if beside and token.stream != SUMS:
@@ -246,7 +246,7 @@ class CudaSession:
         self._arena = 0
         with self._device:
             for release, arguments in releases:
-                # After a failed launch every CUDA call raises. Ignore this, and make the remaining calls.
+                # After a failed launch every CUDA call raises. Ignore this, and release the rest.
                 with suppress(Exception):
                     release(*arguments)
 

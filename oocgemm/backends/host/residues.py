@@ -141,8 +141,8 @@ def measure_rows(x: Array, norms: Array) -> PanelFacts:
             if not np.isfinite(top).all():
                 return PanelFacts(False, False, 0.0, 0.0, 0.0, (0,) * len(LEVELS))
             up = np.frexp(top)[1]
-            # Scale each row by a power of two, to elements below 1, so that no square overflows. Squares that
-            # underflow are too small to change the norm.
+            # Scale each row by a power of two, so that all elements are below 1 and no square overflows.
+            # Squares that underflow are too small to change the norm.
             np.ldexp(sizes, -up[:, None], out=sizes)
             norm = np.sqrt(np.vecdot(sizes, sizes))
             norms[rows] = np.log2(norm) + up
