@@ -64,7 +64,7 @@ class PinnedOperands:
         )
         self._order = [*needed, *(part for part in range(len(self._begins)) if part not in needed)]
         self._turn = {part: turn for turn, part in enumerate(self._order)}
-        # The number of pinned parts. Parts are pinned in the order of the list `_order`.
+        # The number of pinned parts. The list `_order` has the order in which parts are pinned.
         self._done = 0
         # The start addresses of the pinned ranges. One call of the driver pins one range.
         self._ranges: set[int] = set()
@@ -139,8 +139,8 @@ class PinnedOperands:
         self.stop()
         self._thread.join()
         for begin in self._ranges:
-            # After a failed launch every CUDA call raises, also unpinning. Ignore such an error, and try to
-            # unpin the remaining ranges.
+            # After a failed launch every CUDA call raises, and so does unpinning. Ignore the error, and try
+            # to unpin the remaining ranges.
             with suppress(Exception):
                 self._pinner.unpin(begin)
         self._ranges.clear()
