@@ -1,8 +1,9 @@
 """The protocol between the engine and a backend.
 
 A session of a backend owns the buffers on the device (slots) and runs operations on streams. The executor
-finds out which earlier operations each operation must wait for, and passes the handles (tokens) of those. The
-backend makes its streams wait for them. Nothing else about an accelerator is visible outside its backend.
+finds out which earlier operations each operation must wait for, and passes their handles (tokens) to the
+backend. The backend makes its streams wait for these earlier operations. Nothing else about an accelerator is
+visible outside its backend.
 """
 
 import importlib
@@ -28,8 +29,9 @@ Array = NDArray[Any]
 class InPlace(tuple[Array, ...]):
     """A block of an operand that the device copies from or to the caller's memory directly (zero-copy).
 
-    It is a sequence of one array, a view of that memory. `borders` are the addresses inside the array where
-    one pinned range ends and the next begins. CUDA refuses a copy that crosses such an address.
+    It is a tuple of one array, a view of that memory, because a block in a host slot is a sequence of arrays.
+    `borders` are the addresses inside the array where one pinned range ends and the next begins. CUDA refuses
+    a copy that crosses such an address.
     """
 
     borders: Sequence[int]
@@ -101,10 +103,10 @@ class DoneToken:
 class Checksums(Protocol):
     """The checksums that a device computes during one run, with which `oocgemm.integrity` verifies C.
 
-    `expected` is a pair: the digests (hashes) that the host computed of the two panels of a Multiply. The
-    engine sets it before it submits the Multiply. The device compares it with the digests of the panels that
-    it received. `busy` collects the time that the device spends on checksums. `room` is the memory layout of
-    the checksums of one strip (some rows of a tile) of C.
+    They come with digests of the panels. `expected` has the digests of the two panels of the next Multiply,
+    which the host has computed. The engine sets it before it submits the Multiply. The device computes
+    digests of the panels that it received, and compares them. `busy` collects the time that the device spends
+    on checksums. `room` is the memory layout of the checksums of one strip (some rows of a tile) of C.
     """
 
     expected: tuple[int, int]

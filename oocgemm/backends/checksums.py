@@ -3,9 +3,9 @@
 A panel is the block of A or B that one Multiply takes. A strip is some rows of a tile of C. Three operations
 launch extra kernels:
 
-- the Upload of a panel sums the panel;
+- the Upload of a panel computes the checksums of the panel;
 - a Multiply multiplies the checksums of its two panels, which gives checksums of the product;
-- the Upload or the Download of a strip of C sums the strip.
+- the Upload or the Download of a strip of C computes the checksums of the strip.
 
 The checksums are stored behind the data in the same device slots (layout: `oocgemm.planning.check_blocks`).
 So the waits that protect an operation's slots also protect its checksums. This module does not import cupy: a
@@ -31,7 +31,7 @@ _LONG, _INT, _POINTER = ctypes.c_longlong, ctypes.c_int, ctypes.c_void_p
 class CutFields(ctypes.Structure):
     """The C struct `cut` of check_sums.cu: how an extent is divided into strips and blocks.
 
-    It has the fields of `Blocking`.
+    Its fields are those of `oocgemm.planning.check_blocks.Blocking`.
     """
 
     _fields_ = (*((field.name, _LONG) for field in fields(Blocking)[:3]), ("per", _INT))
@@ -90,7 +90,7 @@ def check_options(dtype: str, accumulator: str, axis: int) -> tuple[str, ...]:
 
     Args:
         dtype: of the panel or strip that is summed.
-        accumulator: the dtype in which the device multiplies; sums are complex if it is.
+        accumulator: the dtype in which the device multiplies. If it is complex, so are the checksums.
         axis: 0 if rows of the stored panel are added up, each with a random sign; 1 if columns are.
     """
     wide = "complex_t<double>" if DTYPES[accumulator].is_complex else "double"
@@ -129,15 +129,15 @@ class DeviceChecksums:
         self._seed = seed
 
     def after_upload(self, op: Operation) -> None:
-        """Sum the panel or the strip that an Upload has copied to the device."""
+        """Launch the kernel that computes the checksums of the panel or strip that an Upload has copied."""
         if op.operand == "C":
             self._sum_strip(op, op.writes[0], self.room.old)
         else:
             self._sum_panel(op, op.writes[0])
 
     def with_multiply(self, op: Operation) -> None:
-        """Multiply the checksums of a Multiply's two panels, and add the product to the checksums of the
-        strips of C that the Multiply writes."""
+        """Multiply the checksums of a Multiply's two panels, and add the product to the expected checksums of
+        the strips of C that the Multiply writes."""
         problem, room = self._problem, self.room
         top, bottom = self._rows(op.tile[0])
         depth, cols, c = op.k[1] - op.k[0], op.n[1] - op.n[0], op.writes[0].slot
@@ -151,8 +151,8 @@ class DeviceChecksums:
         arguments.down, arguments.per = Blocking.of(arguments.rows, self._strip).blocks, down.per
         arguments.across = Blocking.of(cols, cols).blocks
         if depth:
-            # The panel of op(A) has all rows of the tile. A Multiply may cover only one strip of the tile;
-            # then the panel's blocks above the strip are skipped.
+            # The panel of op(A) has all rows of the tile. A Multiply may cover only one strip of the tile.
+            # Then the checksums of the rows above the strip are skipped.
             skipped = (op.m[0] - top) // self._strip * down.per
             wide = 16 if DTYPES[problem.acc_dtype].is_complex else 8
             sides = (
@@ -185,9 +185,9 @@ class DeviceChecksums:
         )
 
     def before_download(self, op: Operation) -> None:
-        """Sum a strip of C on the device before its Download.
+        """Launch the kernel that computes the checksums of a strip of C, before the strip's Download.
 
-        The host compares these sums with the sums that the checksums of the panels predict.
+        The host compares them with the expected ones, which `with_multiply` computed from the panels.
         """
         self._sum_strip(op, op.reads[0], self.room.found)
 
@@ -219,7 +219,7 @@ class DeviceChecksums:
         return check_options(dtype, self._problem.acc_dtype, axis)
 
     def _axis(self, operand: str) -> int:
-        """Return what the checksums of a stored panel add up: 0 if its rows, 1 if its columns.
+        """Return whether the checksums of a stored panel add up its rows (0) or its columns (1).
 
         Rows of op(A) and columns of op(B) are added up. If op() transposes, rows of op(A) are columns of the
         stored panel, and columns of op(B) are rows.

@@ -18,8 +18,9 @@ def finish(sums: Array, alpha: float, beta: float, result: Array, workspace: Arr
         sums: the accumulated products, C-contiguous. float32; or float64 with integer values.
         alpha, beta: scalars. beta = 0 never reads result.
         result: array of the shape of sums, C-contiguous.
-        workspace: bytes for `FINISH_ARRAYS` temporary arrays in the dtype of sums, of at least one element
-            each. Up to `FINISH_PIECE` elements are processed at a time, if each array has room for them.
+        workspace: bytes, which are divided into `FINISH_ARRAYS` temporary arrays in the dtype of sums. Each
+            must have room for one element or more. As many elements are processed at a time as one array
+            has room for, but at most `FINISH_PIECE`.
 
     Raises:
         ExecutionError: result has an integer dtype, and an element overflows it, or is so large (2^53) that

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# Ids of random streams. Stream 0 has the weights of a digest's rows, stream 1 the weights of its words.
-# Stream 2 and all later streams have random signs.
+# Ids of random streams. A digest of a matrix is a hash: a sum of its words, weighted by row and by position
+# in the row. The weights of rows come from stream 0, those of positions from stream 1. Stream 2 and all later
+# streams have random signs.
 ROW_WEIGHTS, WORD_WEIGHTS, _SIGNS = 0, 1, 2
 # Number of vectors in a `SignVectors`. Each of the 8 bits of a random byte is a sign of one vector.
 VECTORS = 8

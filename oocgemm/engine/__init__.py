@@ -22,10 +22,10 @@ does, such as reading or copying to the device.
 3. *Read* (lanes `read`, `decode`). A thread of the stream runs the operation in `executor.Run._transfer`.
    `staging.Staging.transfer` passes the panel to `transfers.Transfers.read`. That cuts it into parts
    (`blocks.parts`), which the reader threads read from the store into a host slot
-   (`slots.HostSlots.columns`). Reading has faulted in the slot's pages, and the thread pins them. If the
-   panel is in the caller's memory and pinned there (`pinning.PinnedOperands`), nothing is read. The upload
-   then copies the panel from there (`zero_copy.ZeroCopy.assign`). If host and device share one memory, the
-   store reads into the device slot directly.
+   (`slots.HostSlots.columns`). They thereby fault in the slot's pages. Then the stream's thread pins the
+   pages. If the panel is in the caller's memory and pinned there (`pinning.PinnedOperands`), nothing is read.
+   The upload then copies the panel from there (`zero_copy.ZeroCopy.assign`). If host and device share one
+   memory, the store reads into the device slot directly.
 
 4. *Upload* (lane `h2d`). `executor.Run._submit` passes the panel's host memory
    (`staging.Staging.upload_source`) to `Session.submit` of the backend. On CUDA, `backends.cuda.session`

@@ -15,10 +15,10 @@ from oocgemm.planning import Op, Operation, Plan
 from oocgemm.planning.tiling import Range
 from oocgemm.stores import BATCH_BYTES, Array, Matrix, pieces
 
-# Maximum and minimum size, in bytes, of the parts of a block whose store can transfer any part of it. Between
-# these sizes, a block is cut into one part per thread. Smaller parts would cost more than they gain: passing
-# a part to a thread takes the GIL for tens of microseconds, and meanwhile no other thread can start or end a
-# part.
+# Maximum and minimum size, in bytes, of a part of a block. They apply to stores that can transfer parts of
+# chunks. A block of such a store is cut into one part per thread, if the parts are then within these limits.
+# Smaller parts would make the transfer slower: passing a part to a thread takes the GIL for tens of
+# microseconds, and meanwhile no other thread can start or end a part.
 MAX_PIECE_BYTES = 16 << 20
 MIN_PIECE_BYTES = 4 << 20
 
@@ -90,10 +90,10 @@ def parts(
 ) -> Iterator[tuple[Range, Range]]:
     """Cut a block of the stored matrix into parts, for `threads` threads that take one part at a time.
 
-    If the store reads or writes whole chunks only, a part is one chunk. Chunks of fewer than `BATCH_BYTES`
+    If the store transfers whole chunks only, a part is one chunk; but chunks of fewer than `BATCH_BYTES`
     bytes are combined into parts of about `BATCH_BYTES`. With other stores, a part has about
-    `MIN_PIECE_BYTES` to `MAX_PIECE_BYTES`. It is a piece of one chunk, or it consists of several chunks. If
-    the matrix has no chunks, a part is some rows or columns of it.
+    `MIN_PIECE_BYTES` to `MAX_PIECE_BYTES`: smaller chunks are combined, and a larger chunk is read in several
+    parts, but written in one. If the matrix has no chunks, a part is some rows or columns of the block.
     """
     layout, itemsize = matrix.layout, matrix.dtype.itemsize
     height, width = layout.read_chunk if reading else layout.write_chunk
@@ -119,5 +119,5 @@ def parts(
 
 
 def _divisor(extent: int, minimum: int) -> int:
-    """Return the smallest divisor of an extent that is at least `minimum`."""
+    """Return the smallest number that divides `extent` and is not below `minimum`."""
     return next(part for part in range(minimum, extent + 1) if extent % part == 0)

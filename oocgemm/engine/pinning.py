@@ -27,9 +27,10 @@ from oocgemm.system.threads import start
 # pin up to PARTS_PER_CALL parts, since larger calls pin more bytes per second.
 PART = 16 << 20
 SINGLE_PARTS, PARTS_PER_CALL = 32, 4
-# If a block is not pinned yet, the run can wait, or copy the block to a host slot, which is pinned. It waits
-# if at most this many times the block's bytes must be pinned before all of the block is. The limit is 4,
-# because copying a block takes about as long as pinning four times as many bytes.
+# If the run needs a block that is not pinned yet, it can wait, or copy the block to a host slot, which is
+# pinned. The thread may have to pin other bytes before those of the block. The run waits if these bytes and
+# the block together have at most this many times the block's bytes. The limit is 4, because copying a block
+# takes about as long as pinning four times as many bytes.
 MAX_WAIT_RATIO = 4
 
 
@@ -63,7 +64,7 @@ class PinnedOperands:
         )
         self._order = [*needed, *(part for part in range(len(self._begins)) if part not in needed)]
         self._turn = {part: turn for turn, part in enumerate(self._order)}
-        # How many parts are pinned. They are the first ones of `_order`.
+        # The number of pinned parts. The list `_order` has the order in which parts are pinned.
         self._done = 0
         # The start addresses of the pinned ranges. One call of the driver pins one range.
         self._ranges: set[int] = set()
@@ -76,8 +77,9 @@ class PinnedOperands:
         """Wait until the memory of a block is pinned, and return the block.
 
         Returns:
-            The block as an `InPlace`. None, without waiting, if more than `MAX_WAIT_RATIO` times the block's
-            bytes must be pinned before all of the block is. None also if pinning stops before that.
+            The block as an `InPlace`. None, without waiting, if the wait would be too long: the parts that
+            the thread still has to pin, up to the block's last one, have more than `MAX_WAIT_RATIO` times
+            the block's bytes. None also if pinning stops before the whole block is pinned.
         """
         parts = self._parts_of(block)
         turn = max(self._turn[part] for part in parts)
@@ -96,11 +98,13 @@ class PinnedOperands:
         return range(bisect_right(self._begins, low) - 1, bisect_right(self._begins, high - 1))
 
     def _pin_all(self) -> None:
-        # If pinning fails, the thread ends. Blocks that are not pinned are copied through host slots.
+        # If pinning fails, the thread ends and the run goes on: blocks that are not pinned are copied through
+        # host slots.
         with suppress(Exception):
             for parts in self._calls():
                 begin, size = self._begins[parts[0]], self._ends[parts[-1]] - self._begins[parts[0]]
-                # Pinning pages that were never written would allocate them, and use memory beyond the budget.
+                # Stop at parts whose pages are not in memory, for example because they were never written.
+                # To pin them would allocate pages, and use memory beyond the budget.
                 if self._stopped or not resident(begin, size):
                     break
                 self._pinner.pin(begin, size)
@@ -113,7 +117,7 @@ class PinnedOperands:
     def _calls(self) -> Iterator[list[int]]:
         """Yield, for each call of the driver, the indices of the parts that the call pins.
 
-        The parts of one call are adjacent in memory. The calls follow the order of `_order`.
+        The parts of one call are adjacent in memory. Parts are pinned in the order of the list `_order`.
         """
         group: list[int] = []
         for turn, part in enumerate(self._order):
@@ -135,7 +139,8 @@ class PinnedOperands:
         self.stop()
         self._thread.join()
         for begin in self._ranges:
-            # After a failed launch every CUDA call raises. Go on with the other ranges in that case.
+            # After a failed launch every CUDA call raises, and so does unpinning. Ignore the error, and try
+            # to unpin the remaining ranges.
             with suppress(Exception):
                 self._pinner.unpin(begin)
         self._ranges.clear()

@@ -16,9 +16,9 @@ from oocgemm.stores import Array, Matrix, memory
 class ZeroCopy:
     """Tracks which blocks the device copies from or to the caller's memory instead of their host slots.
 
-    The plan decides for which blocks this pays. Blocks of an operand that the caller has pinned are available
-    at once. A thread pins the other operands part by part. A block that would not be pinned soon enough is
-    copied through its host slot.
+    The plan decides which blocks may be zero-copy. Those of an operand that the caller has pinned need no
+    wait. The other operands are pinned by a thread, part by part. If the wait for a block would be longer
+    than copying it, the block passes through its host slot.
     """
 
     def __init__(self, plan: Plan, operands: Mapping[str, Matrix], pinner: Pinner | None) -> None:
@@ -53,8 +53,8 @@ class ZeroCopy:
         May wait until the block is pinned.
 
         Returns:
-            True if it copies from or to the caller's memory. The block's host slot then stays unused, and
-            `get` returns the caller's memory for that slot. False if the block passes through its host slot.
+            True if the device copies from or to the caller's memory. The block's host slot then stays unused,
+            and `get` returns the caller's memory for that slot. False if the block passes through its slot.
         """
         slot = operation.writes[0].slot
         self._blocks.pop(slot, None)
@@ -71,7 +71,10 @@ class ZeroCopy:
         return True
 
     def get(self, slot: Slot) -> InPlace | None:
-        """Return the block of a host slot, if it is in the caller's memory; None if it is in the slot."""
+        """Return the view of the caller's memory that `assign` chose in place of a host slot.
+
+        Returns None if the block passes through the slot.
+        """
         return self._blocks.get(slot)
 
     def stop(self) -> None:

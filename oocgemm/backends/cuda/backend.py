@@ -60,8 +60,8 @@ class CudaBackend:
 
     def link_limit(self) -> float | None:
         if runtime.deviceGetAttribute(_SHARES_PAGE_TABLES, self._device):
-            # A device that uses the host's page tables is connected by NVLink-C2C. The system does not report
-            # the rate of that link.
+            # A device that uses the host's page tables is connected by NVLink-C2C, not by PCI Express. The
+            # system does not report the rate of NVLink-C2C.
             return None
         return pcie.link_limit(runtime.deviceGetPCIBusId(self._device))
 

@@ -1,8 +1,8 @@
 """Call functions of the CUDA driver and of cuBLAS without releasing the GIL.
 
-CuPy releases the GIL during each call. A call takes microseconds, but until the thread gets the GIL back,
-other threads may run a hundred times as long. If that happens between a launch and one of the two events that
-time it, the events no longer measure the work on the device, but the wait for the GIL.
+CuPy releases the GIL during each call. The call takes microseconds, but afterwards the thread may wait for
+the GIL a hundred times as long. Each operation is timed by two events, one recorded before its launches and
+one after them. If the thread waits for the GIL in between, the measured time includes that wait.
 """
 
 import ctypes
@@ -35,9 +35,10 @@ _HOST = 1
 
 
 class _Launched(threading.local):
-    """When a kernel launch returned, separately for each thread.
+    """Each thread's record of the host time at which a kernel launch returned.
 
-    `record_around` sets `at` to 0. The first `launch` after that sets it to the host time, in nanoseconds.
+    `record_around` sets `at` to 0. The first `launch` after that sets `at` to the host time at which it
+    returned, in nanoseconds.
     """
 
     at = 0
@@ -58,8 +59,8 @@ def record_around(launches: Sequence[Launch], start: Any, end: Any, stream: Any)
     unless a launch is a Python function.
 
     Returns:
-        The host time, in nanoseconds, at which the first launch had been made. If that launch is a Python
-        function, the time at which it had launched its first kernel.
+        The host time, in nanoseconds, at which the call of the first launch returned. If that launch is a
+        Python function, the time at which the launch of its first kernel returned.
     """
     record = _cuda("cuEventRecord", _AT, _AT)
     before, after = (partial(record, event.ptr, stream.ptr) for event in (start, end))

@@ -1,6 +1,6 @@
 """Prepares copies of a block of a matrix between device memory and pinned host memory.
 
-On the device, the rows of a block follow each other without gaps.
+In device memory, the rows of a block follow each other without gaps.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ def block_copies(
         host: the block in host memory. Either the arrays in a host slot, each a contiguous range of the
             block's columns; or an `InPlace`, a view of the caller's memory.
         borders: addresses where one pinned range of the host memory ends and the next begins. For a host
-            slot, also the begin of its pinned memory (first) and the end (last).
+            slot, the first address is the start of its pinned memory, and the last is its end.
         stream: the stream of the copies.
         uploading: copy from host to device if true, from device to host if false.
     """

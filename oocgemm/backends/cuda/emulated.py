@@ -65,9 +65,9 @@ class Emulated:
     ) -> int:
         """Split a panel of op(A) and a panel of op(B) into the residues of their elements.
 
-        Tries increasing numbers of moduli until the product is as accurate as a native one. The host decides
-        this from `VERDICT_BYTES` bytes of results, which it copies from the device. So the call waits for the
-        current stream.
+        Tries increasing numbers of moduli until the product is as accurate as one that is computed in the
+        panels' dtype. Whether it is, the host decides from `VERDICT_BYTES` bytes of results, which it copies
+        from the device. So the call waits for the current stream.
 
         Args:
             a, b: device addresses of the panels as stored.
@@ -129,8 +129,8 @@ class Emulated:
 
         Args:
             slot, offsets: address of the buffer with the residues, and its layout.
-            work: device address of a workspace. Its size in bytes is min(4096, number of rows) *
-                round_up(n, 16) * (number + 4).
+            work: device address of a workspace of min(4096, rows[1] - rows[0]) * round_up(n, 16) *
+                (number + 4) bytes.
             rows: the first row to compute, and the row after the last one.
             shape: (m, n, k) of the panels.
             number: the number of moduli that `prepare` returned; not 0.

@@ -12,7 +12,7 @@ from oocgemm.planning import Slot
 
 # Maximum age, in nanoseconds, of the reference event from which a `Clock` measures. The clock replaces an
 # older reference event by a new one. CUDA returns the time between two events in milliseconds as float32, so
-# the rounding error grows with the time. Up to 2 s it is below 0.1 microseconds.
+# the rounding error grows with the time between them. Up to 2 s, the error is below 0.1 microseconds.
 REANCHOR_NS = 2_000_000_000
 
 
@@ -38,9 +38,10 @@ class Clock:
         if perf_counter_ns() - self._time > REANCHOR_NS:
             with self._device:
                 before, after, new = self._probe()
-            # By the host's clock, the new event completed at some time from `before` to `after`. These times
-            # may be far apart, because the thread may lose the GIL between them. The device's clock gives a
-            # precise time, but it drifts. So the device's time is used, limited to `before` and `after`.
+            # Two sources give the host time of the new reference event. The host's clock only says that the
+            # event completed between `before` and `after`, which are far apart if the thread lost the GIL
+            # between them. The time from the old reference event is precise, but the device's clock drifts.
+            # So the second time is used, but at least `before` and at most `after`.
             self._time, self._event = min(max(self._at(new), before), after), new
         return self._at(event)
 
@@ -48,9 +49,9 @@ class Clock:
         return self._time + int(cuda_calls.milliseconds(self._event, event) * 1e6)
 
     def _probe(self) -> tuple[int, int, Any]:
-        """Record an event; return a host time before and a host time after its completion, and the event.
+        """Return (before, after, event): a completed event, and host times before and after its completion.
 
-        Five events are recorded. The result is for the event whose two host times are closest together.
+        Five events are recorded, one after the other. The one with the smallest `after - before` is returned.
         """
         probes = []
         for _ in range(5):
@@ -85,8 +86,8 @@ class Work:
         Call it only when the event `end` has completed.
         """
         # On an idle stream the event `start` completes as soon as it is recorded. That may be long before the
-        # first launch, for example if a library loads a kernel in between. So the returned start is never
-        # earlier than `issued`.
+        # first launch, for example if a library loads a kernel in between. So the work starts when the event
+        # completes or when the first launch call returns (`issued`), whichever is later.
         start, end = clock.host(self.start), clock.host(self.end)
         return min(max(start, self.issued), end), end
 
@@ -100,10 +101,10 @@ class CudaToken:
         own: the launches of the operation, without those that compute checksums.
         end: the event that completes when the operation and the launches for its checksums have ended.
         clock: converts the times of events to host times.
-        check: a function to call after the end. It raises an error if the operation found an element that
-            does not fit C's integer dtype. None if the sums are not integers.
-        noting: a function to call after the end. It records how long the checksums took. None if there are
-            no checksums.
+        check: a function to call after `end` has completed. It raises an error if the operation found an
+            element that does not fit C's integer dtype. None if the operands are not int8.
+        noting: a function to call after `end` has completed. It records how long the checksums took. None if
+            there are no checksums.
         uploaded: the slot of the device that an Upload fills. None for other operations, and if there are no
             checksums.
     """

@@ -42,11 +42,11 @@ def gemm(kernels: "Kernels", handle: int, call: Call) -> None:
 
 
 def packed(kernels: "Kernels", call: Call) -> Call:
-    """Copy those operands that cuBLAS would refuse into the workspace, in the layout that it needs.
+    """Replace each operand whose layout cuBLAS would refuse by a copy, in the workspace, that it accepts.
 
     Returns:
-        `call` with the addresses of the copies. The copies are padded with zeros along k, so that the new k
-        is a multiple of 16. If k = 0, `call` is returned unchanged.
+        `call` with the addresses of the copies, and with k rounded up to a multiple of 16. The copies have
+        zeros in the added columns and rows. If k = 0, `call` is returned unchanged.
     """
     depth, at = pitch(call.k), workspace_layout(call.m, call.n, call.k)
     if depth == 0:
@@ -59,7 +59,7 @@ def packed(kernels: "Kernels", call: Call) -> Call:
     if not b_accepted:
         _pack(kernels, call.b, call.ldb, (call.n, call.k), call.op_b.swaps, call.work + at.b)
         call = replace(call, op_b=Op.T, b=call.work + at.b, ldb=depth)
-    return replace(call, k=depth)  # the copies are zero beyond the original k
+    return replace(call, k=depth)  # the copies contain zeros beyond the original k
 
 
 def by_strips(kernels: "Kernels", call: Call, c_dtype: str, product: Callable[[Call], None]) -> None:
@@ -69,8 +69,8 @@ def by_strips(kernels: "Kernels", call: Call, c_dtype: str, product: Callable[[C
         kernels: compiles and launches the kernel int8_add, which adds int32 products to beta C.
         call: the product, as `packed` returned it.
         c_dtype: dtype of C, float64 or int32.
-        product: a function that computes the product that a `Call` describes. It is called for at most
-            `STRIP_ROWS` rows of C at a time, with the workspace as the place of the int32 sums.
+        product: a function that computes the product that a `Call` describes. It is called once per
+            `STRIP_ROWS` rows of C. It writes int32 sums to the workspace, which int8_add then adds to beta C.
     """
     sums, across = call.work + workspace_layout(call.m, call.n, call.k).sums, pitch(call.n)
     add = kernels.plain("int8_add", "int8_add", (f"-DOOC_ACCUMULATED={C_TYPES[c_dtype]}",))

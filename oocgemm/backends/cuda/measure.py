@@ -22,8 +22,8 @@ from oocgemm.kernels.spec import Call, Kernel, Params
 from oocgemm.planning import DTYPES, Op
 from oocgemm.planning.integers import workspace_layout
 
-# Maximum number of random numbers that are generated for an operand. A larger operand repeats them. The
-# number is not a power of 2: otherwise an operand with rows of 2^i elements would have many equal rows.
+# Maximum number of random numbers that are generated for an operand. A larger operand repeats them. This
+# maximum is not a power of 2: otherwise an operand with rows of 2^i elements would have many equal rows.
 _BLOCK = 1_000_003
 _MIN_SAMPLES, _SAMPLES = 5, 25  # minimum and maximum number of samples per kernel
 
@@ -136,7 +136,7 @@ class Stopwatch:
         for contender in contenders:
             self.seconds(*contender, call)  # warm-up: loads the code
             once = max(self.seconds(*contender, call), 1e-6)
-            # A sample is as many runs as take about 1 ms, but at least 1 and at most 100.
+            # A sample is the mean time of several runs: as many as take about 1 ms, but 1 to 100.
             times.append((max(1, min(100, int(1e-3 / once))), once))
         rounds = [max(_MIN_SAMPLES, min(_SAMPLES, int(seconds / (n * once)))) for n, once in times]
         samples: list[list[float]] = [[] for _ in contenders]

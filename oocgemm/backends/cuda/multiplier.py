@@ -59,8 +59,8 @@ class Multiplier:
         """
         name, params = self._tuning.choice(self._kernel, call.dtype, call.compute, (call.m, call.n, call.k))
         if call.k == 0:
-            # For k = 0 the result is beta C, whatever the precision of products is. cuBLAS may refuse k = 0;
-            # the kernel "tiled" accepts it.
+            # cuBLAS may refuse k = 0, so our kernel "tiled" computes the result, which is beta C. There are
+            # no products whose precision could matter, so native precision is requested.
             name, params, call = "tiled", None, replace(call, compute="native")
         if name != tuning.CUBLAS:
             try:
@@ -83,7 +83,8 @@ class Multiplier:
     def accumulate(self, call: Call) -> None:
         """Compute C = op(A) @ op(B) + beta C for int8 operands and a C in float64.
 
-        k is at most `integers.MAX_DEPTH`, so that sums fit int32.
+        The products are summed in int32 and then added to C. k must be at most `integers.MAX_DEPTH`, so that
+        no sum overflows.
         """
         packed = int8.packed(self.kernels, call)
         int8.by_strips(self.kernels, packed, "float64", lambda part: make(self.choose(part)))

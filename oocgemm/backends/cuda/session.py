@@ -41,12 +41,14 @@ from oocgemm.system.threads import start
 # thread blocks of a high-priority stream first. So a Prepare, which is short and for which the next Multiply
 # waits, does not have to wait until all blocks of the current Multiply have run.
 STREAMS = {"h2d": 0, "h2d-c": 0, "prepare": -1, "compute": 0, "d2h": 0}
-# Maximum k of the product that is computed before the first Multiply, so that cuBLAS loads its kernels.
+# A product is computed before the first Multiply, only to make cuBLAS load its kernels. This is the maximum k
+# of that product, to keep it short.
 LOADED_DEPTH = 64
 # The stream of the kernels that compute checksums. It is not the stream of the uploads, so one panel can be
-# uploaded while the panel before it is summed.
+# uploaded while the checksums of the panel before it are computed.
 SUMS = "sums"
-# If emulation would not be accurate enough for a step, the step is multiplied natively.
+# If emulation would not be accurate enough for a step, the step is multiplied without it: its precision is
+# then "native" (the dtype of the operands), not the problem's precision "emulated".
 _NATIVE = {"emulated": "native"}
 # The products for which this process has made cuBLAS load its kernels: device, kernel name, dtype, op() of A
 # and of B, and precision.
@@ -69,7 +71,7 @@ class CudaSession:
         self._arena = 0
         self._host = HostMemory(self._device)
         self.pinner: Pinner | None = self._host.pinner
-        # How many steps were prepared with each number of moduli. 0 moduli stand for a native product.
+        # For each number of moduli, how many steps used it. 0 moduli mean that a step was not emulated.
         self._steps: Counter[int] = Counter()
         # For each slot of residues, the number of moduli of the residues that it contains.
         self._moduli: dict[Slot, int] = {}
@@ -113,7 +115,7 @@ class CudaSession:
 
     @contextmanager
     def worker(self, stream: Stream) -> Iterator[None]:
-        # cuBLAS and our kernels are launched on cupy's current stream. So make this stream the current one.
+        # cuBLAS and our kernels are launched on cupy's current stream. So make `stream` the current one.
         with self._device, self._streams[stream.lane]:
             yield
 
@@ -145,7 +147,7 @@ class CudaSession:
     def _await_loading(self) -> None:
         """Wait until the product that makes cuBLAS load its kernels has ended.
 
-        That product writes to a slot for C, so no operation may start before.
+        That product writes to a slot for C, so no operation may start before it has ended.
         """
         loading = self._loading
         if loading is not None:
@@ -169,9 +171,9 @@ class CudaSession:
             if not isinstance(token, CudaToken):
                 token.synchronize()
             elif token.stream != operation.stream:
-                # A Multiply and the kernel that sums a panel can read the panel at the same time. So the
-                # Multiply waits for the upload of the panel, but not for its sums. A Multiply or a Finish
-                # that overwrites an uploaded strip of C must also wait until that strip has been summed.
+                # A Multiply and the kernel that computes a panel's checksums can read the panel at the same
+                # time. So the Multiply waits for the copy of the panel, not for its checksums. But a Multiply
+                # or a Finish that overwrites an uploaded strip of C also waits for the strip's checksums.
                 reads_only = beside and token.uploaded != operation.writes[0].slot
                 cuda_calls.wait(stream, token.own.end if reads_only else token.end)
                 if beside and token.stream != SUMS:
@@ -187,9 +189,9 @@ class CudaSession:
     ) -> CudaToken:
         """Enqueue an operation together with the launches that compute its checksums.
 
-        After an Upload, its panel is summed on the checksum stream. Before a Download, its strip is summed on
-        the Download's own stream. The checksums of a Multiply or a Finish are computed on the checksum stream
-        at the same time as the operation, and wait for the same events.
+        After an Upload, the checksums of its panel are computed on the checksum stream. Before a Download,
+        those of its strip are computed on the Download's own stream. The checksums of a Multiply or a Finish
+        are computed on the checksum stream at the same time as the operation, after the same waits.
         """
         name, stream, beside = op.stream, self._streams[op.stream], self._streams[SUMS]
         uploaded = op.writes[0].slot if op.kind is Kind.UPLOAD else None
@@ -244,7 +246,7 @@ class CudaSession:
         self._arena = 0
         with self._device:
             for release, arguments in releases:
-                # After a failed launch every CUDA call raises. Go on with the other releases in that case.
+                # After a failed launch every CUDA call raises. Ignore this, and release the rest.
                 with suppress(Exception):
                     release(*arguments)
 
@@ -254,8 +256,8 @@ class CudaSession:
     def _launches(self, op: Operation, host: Sequence[Array], stream: Any) -> list[cuda_calls.Launch]:
         """Prepare the launches of an operation, but make none.
 
-        `submit` makes the launches later, while it blocks other threads. It blocks them for a shorter time if
-        the launches are prepared.
+        `submit` makes the launches later, while it has the lock that pinning and submitting share. Preparing
+        them first, without the lock, makes other threads wait less.
         """
         match op.kind:
             case Kind.UPLOAD:
@@ -280,7 +282,7 @@ class CudaSession:
         return block_copies(device, host, borders, stream, uploading=uploading)
 
     def _checksums(self, op: Operation, host: Sequence[Array], stream: Any) -> list[cuda_calls.Launch]:
-        """Prepare the copy of a strip's checksums to its host slot, behind the strip.
+        """Prepare the copy of a strip's checksums to the strip's host slot, where they follow the strip.
 
         Returns an empty list if the device computes no checksums.
         """
@@ -336,7 +338,7 @@ class CudaSession:
     def _call(
         self, extents: tuple[int, int, int], height: int, at: tuple[int, int, int], *, first: bool
     ) -> Call:
-        """Return the arguments of a native product of two panels.
+        """Return the arguments of a product of two panels that is computed without emulation.
 
         Args:
             extents: (m, n, k) of the product.

@@ -105,7 +105,7 @@ def better_family(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, str] | No
 
     OpenBLAS identifies CPUs by model number. It does not know CPUs that are newer than itself and uses slower
     kernels on them. Another family can only be selected before the library is loaded, by the environment
-    variable `CHOICE`.
+    variable OPENBLAS_CORETYPE.
     """
     picked = _ask("get_corename")
     if picked is None or picked in AVX512_FAMILIES or "DYNAMIC_ARCH" not in (_ask("get_config") or ""):

@@ -47,9 +47,9 @@ _SIDE = 256
 # Number of products of residues that float32 adds up exactly. The magnitude of a product is at most 2^14, and
 # float32 represents all integers up to 2^24.
 _DEPTH = 1 << 10
-# `measure_rows` counts the elements of a row that are at least a threshold, a multiple of the row's norm. The
-# computed norm may be rounded up, and an element equal to the exact threshold would not be counted. Therefore
-# thresholds are multiplied by this factor, which is slightly less than 1.
+# `measure_rows` counts the elements of a row that are not below a threshold, a multiple of the row's norm. If
+# the computed norm is rounded up, the threshold is too high, and an element equal to the exact threshold
+# would not be counted. Therefore thresholds are multiplied by this factor, which is slightly less than 1.
 _BELOW = 1 - 2.0**-30
 
 
@@ -70,8 +70,8 @@ class Planes:
 class Prepared:
     """The residues of a panel of op(A) and of a panel of op(B).
 
-    `number` is how many moduli were used. It is 0 if no number of moduli makes the product as accurate as a
-    native one. The panels must then be multiplied natively.
+    `number` is how many moduli were used. It is 0 if no number of moduli makes the product as accurate as one
+    that is computed in the panels' dtype. The panels must then be multiplied in that dtype, without residues.
     """
 
     number: int
@@ -104,7 +104,7 @@ def views(space: Array, m: int, n: int, depth: int, dtype: str) -> tuple[Planes,
 def prepare(a: Array, b: Array, space: Array, dtype: str) -> Prepared:
     """Split a panel of op(A) (m x k) and one of op(B) (k x n) into residues, which are written to `space`.
 
-    The number of moduli is the smallest with which the product is as accurate as a native one in `dtype`. If
+    The number of moduli is the smallest with which the product is as accurate as one computed in `dtype`. If
     no number suffices, or an element is Inf or NaN, the number is 0 and the residues have no meaning.
 
     Args:
@@ -126,10 +126,11 @@ def prepare(a: Array, b: Array, space: Array, dtype: str) -> Prepared:
 
 
 def measure_rows(x: Array, norms: Array) -> PanelFacts:
-    """Return the facts about a panel from which `suffices` bounds the error of the product.
+    """Return `PanelFacts` of a panel, from which `suffices` bounds the error of its emulated product.
 
-    The facts `exact` and `grain` depend on the number of moduli; `split` sets them later. This function also
-    writes the base-2 logarithm of each row's 2-norm into `norms`. It is -inf for a row of zeros.
+    The fields `exact` and `grain` have no meaning yet: they depend on the number of moduli, and `split` sets
+    them. This function also writes the base-2 logarithm of each row's 2-norm to `norms`. The logarithm of a
+    row of zeros is -inf.
     """
     k = x.shape[1]
     most, least, above = 0.0, np.inf, np.full(len(LEVELS), k)
@@ -140,8 +141,8 @@ def measure_rows(x: Array, norms: Array) -> PanelFacts:
             if not np.isfinite(top).all():
                 return PanelFacts(False, False, 0.0, 0.0, 0.0, (0,) * len(LEVELS))
             up = np.frexp(top)[1]
-            # Scale each row by a power of two to below 1, so that no square overflows. Squares that underflow
-            # are too small to matter.
+            # Scale each row by a power of two, so that all elements are below 1 and no square overflows.
+            # Squares that underflow are too small to change the norm.
             np.ldexp(sizes, -up[:, None], out=sizes)
             norm = np.sqrt(np.vecdot(sizes, sizes))
             norms[rows] = np.log2(norm) + up
@@ -161,7 +162,8 @@ def split(x: Array, planes: Planes, how: Residues, facts: PanelFacts) -> PanelFa
     """Scale the rows of a panel to integers, and write their residues and the scales' exponents to `planes`.
 
     Returns:
-        `facts`, with `exact` and `grain` set. These two depend on the number of moduli.
+        A copy of `facts`, what `measure_rows` returned for the panel, in which `exact` and `grain` are set.
+        These two fields depend on the number of moduli, so `measure_rows` could not set them.
     """
     k = x.shape[1]
     live = np.isfinite(planes.norms)
@@ -172,8 +174,9 @@ def split(x: Array, planes: Planes, how: Residues, facts: PanelFacts) -> PanelFa
         for rows in _pieces(x):
             scaled = np.ldexp(x[rows].astype(np.float64, order="C"), planes.exponents[rows, None])
             whole = np.rint(scaled)
-            # If scaling makes a nonzero element underflow to 0, `whole` equals `scaled`, but the element has
-            # been rounded. The numbers of nonzero elements show that.
+            # Find out whether an element was rounded. Rounding to integers makes `whole` differ from
+            # `scaled`. If scaling made a nonzero element underflow to 0, the two are equal, but `whole` has
+            # fewer nonzero elements than `x`.
             same = np.array_equal(whole, scaled) and np.count_nonzero(whole) == np.count_nonzero(x[rows])
             exact = exact and bool(same)
             integers = whole.astype(np.int64)
