@@ -41,8 +41,8 @@ SEGMENTS = 1024
 # needs a separate buffer for each row.
 MIN_SEGMENT = 4096
 
-# The flag of preadv2 that removes the pages it has read from the page cache after the read (Linux 6.14).
-# Python has no constant for it.
+# RWF_DONTCACHE, a flag of preadv2 (Linux 6.14): after the read, the pages that it loaded are removed from the
+# page cache. Python has no constant for it.
 _RWF_DONTCACHE = 0x80 if sys.platform == "linux" else 0
 # MADV_POPULATE_READ, the madvise advice that faults in all pages of a mapping (Linux 5.14). Python has no
 # constant for it. It is used for mappings of at least MIN_POPULATED bytes. For smaller ones, page faults
@@ -98,7 +98,7 @@ class OpenFile:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         os.close(self.descriptor)
         if isinstance(error, OSError) and error.filename is None:
-            error.filename = str(self.path)  # errors of calls that take a descriptor name no file
+            error.filename = str(self.path)  # calls on a file descriptor raise errors without a file name
 
     def mapped(self, offset: int, length: int) -> Array:
         """Return `length` bytes of the file as an array that is mapped from it, not copied.
@@ -296,11 +296,11 @@ def _segments(data: Array) -> list[Array]:
 
 
 def _sectors(rows: list[Array]) -> list[Array]:
-    """Return the rows that direct I/O can fill or write. They have equal lengths and distances in memory.
+    """Return the rows that direct I/O can fill or write; [] if it can use none.
 
-    Every row must begin at a multiple of `SECTOR` in memory. A single row is then cut to whole sectors.
-    Several rows are returned only if their length is a multiple of `SECTOR` too. If none can be used, return
-    [].
+    `rows` have equal lengths and equal distances in memory. Every row must begin at a multiple of `SECTOR` in
+    memory. If there are several rows, their length must be a multiple of `SECTOR` too. If there is only one,
+    the part of it that consists of whole sectors is returned.
     """
     if rows[0].ctypes.data % SECTOR:
         return []

@@ -202,7 +202,10 @@ def _remedy(path: str) -> str:
 
 
 def _first_array(path: str) -> str:
-    """Return the name of the first array in a .npz archive; "arr_0", as in NumPy, if it cannot be read."""
+    """Return the name of the first array in a .npz archive.
+
+    If the archive cannot be read, return "arr_0", the name that NumPy gives to a single array.
+    """
     try:
         with zipfile.ZipFile(path) as archive:
             return archive.namelist()[0].removesuffix(".npy")
