@@ -30,8 +30,8 @@ BATCH_BYTES = 1 << 20
 class Matrix(Protocol):
     """An operand or result: a two-dimensional array in memory, in files or in a remote store.
 
-    Methods address a block of it by half-open ranges of rows and columns. These are rows and columns of the
-    stored array, before op(), the transposition that a product may apply.
+    Methods take a block of the array as half-open ranges of rows and columns. These are rows and columns of
+    the stored array, before op(), the transposition that a product may apply.
     """
 
     name: str

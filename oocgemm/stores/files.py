@@ -3,7 +3,7 @@
 *Data that is in the page cache* is mapped into memory and copied from the mapping. This was the fastest way
 for twelve reader threads on 16 cores, while a GPU also copied from host memory. They copied 44 GB/s from
 mappings if one madvise call per 32 MiB faulted all pages in, and 38 GB/s if page faults loaded a few pages at
-a time. With preadv they read 35 GB/s. On a single core, the processor decides which way is faster: a Xeon
+a time. With preadv they read 35 GB/s. On a single core, the faster way depends on the processor: a Xeon
 copied 7.9 GB/s from a mapping and read 4.2 GB/s with preadv, and an EPYC copied 3.9 GB/s and read 4.6 GB/s.
 
 *Data that is not in the page cache* can be read past it, by direct I/O. This is faster, since filling the
@@ -342,7 +342,7 @@ def _address(view: mmap.mmap) -> int:
 
 
 def _function(library: type[ctypes.CDLL], name: str, *types: Any) -> Any:
-    """Return a function of the C library with these argument types; None if the system has none."""
+    """Return a function of the C library with these argument types; None if the system does not have it."""
     try:
         found = getattr(library(None), name)
     except (AttributeError, OSError, TypeError):

@@ -137,7 +137,7 @@ def check_dtypes(a: Matrix, b: Matrix) -> None:
 
 
 def _store_and_path(matrix: Matrix) -> tuple[str, str | None]:
-    """Return the kind of store of an operand, such as "npy", and its path; None without a path."""
+    """Return the kind of store of an operand, such as "npy", and its path or None."""
     header = matrix.describe()
     path = header["path"]
     return str(header["store"]).split()[0], None if path is None else str(path).removeprefix("file://")

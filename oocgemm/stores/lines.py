@@ -163,8 +163,8 @@ def _read_segments(file: OpenFile, start: int, stride: int, rows: Array) -> None
     if (read_rows(file.descriptor, rows, some, start + stride * some, _NOWAIT) == size).all():
         left = left[read_rows(file.descriptor, rows, left, start + stride * left, _NOWAIT) < size]
     _request(file, start + stride * left, size)
-    # The rows were requested in ascending order. Read them in descending order: the first read waits until the
-    # last request is served. By then the disk has served most other requests, so few other reads wait.
+    # The rows were requested in ascending order. Read them in descending order: the first read waits until
+    # the last request is served. By then the disk has served most other requests, so few other reads wait.
     left = left[::-1]
     left = left[read_rows(file.descriptor, rows, left, start + stride * left) < size]
     # `_fill` repeats the reads that failed or returned too few bytes. At the end of the file it raises

@@ -139,7 +139,7 @@ class DirectChunks:
     def _read_file(
         self, number: tuple[int, int], file: OpenFile, block: tuple[Range, Range], out: Array
     ) -> None:
-        """Read a block into `out` from the open file of the chunk or shard `number`, which contains the block."""
+        """Read a block into `out` from the open file of the chunk or shard `number`, which contains it."""
         try:
             index = self.shards.index(file) if self.shards else None
         except ValueError as error:

@@ -108,7 +108,7 @@ class Encoding:
 
         The returned array is `part` itself, if it is already sector-aligned and in the stored form. Otherwise
         it is scratch memory of this thread, which is valid only until the next call, and is padded to whole
-        pages. Direct I/O can write both.
+        pages. Direct I/O can write either array.
         """
         size = shape[0] * shape[1] * self.dtype.itemsize
         unchanged = part.shape == shape and self.in_place

@@ -265,7 +265,7 @@ class ZarrMatrix:
 
     @property
     def raw(self) -> bool:
-        """Whether the array is local and not sharded, and its chunk files are just the elements."""
+        """Whether the array is local and not sharded, and its chunk files contain only the elements."""
         return self._writes_directly and self.direct is not None and self.direct.encoding.raw
 
     def fingerprint(self) -> dict[str, object]:

@@ -1,7 +1,7 @@
 """Read and write the metadata of local zarr arrays without zarr, whose import takes half a second.
 
-Only metadata in exactly the form in which zarr writes it is read here, and only with codecs that are known.
-All other arrays are opened by zarr.
+This module reads metadata only if it has exactly the form in which zarr writes it, and names only codecs that
+the module `codecs` supports. All other arrays are opened by zarr.
 """
 
 import json

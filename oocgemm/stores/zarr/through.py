@@ -59,7 +59,7 @@ def metadata_of(array: "zarr.Array[Any]") -> Metadata:
 
 
 def _encoding(array: "zarr.Array[Any]", stated: Mapping[str, Any]) -> tuple[Encoding | None, Shards | None]:
-    """Return the encoding of an array's chunks and the format of its shards, as far as they are known."""
+    """Return the encoding of the chunks, or None if unknown, and the shard format, or None if unsharded."""
     dtype = np.dtype(array.dtype)
     if len(array.shape) != 2:
         return None, None
