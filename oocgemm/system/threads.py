@@ -132,7 +132,8 @@ def _insist(act: Callable[[], object]) -> None:
 class _SwitchInterval:
     """Python's switch interval, which is shortened while at least one run is in progress.
 
-    The interval is a setting of the whole process. Concurrent runs are therefore counted.
+    The interval is a setting of the whole process. Concurrent runs are counted, so that the last one restores
+    the previous interval.
     """
 
     def __init__(self) -> None:
@@ -144,8 +145,8 @@ class _SwitchInterval:
     def shortened(self) -> Iterator[None]:
         """Within the context, make each thread release the GIL to a waiting thread after `SWITCH_INTERVAL`.
 
-        When the last of several concurrent contexts ends, it restores the previous interval. It does not if
-        other code has changed the interval in between.
+        When the last of several concurrent contexts ends, it restores the previous interval. If
+        other code has changed the interval in between, it leaves the interval as it is.
         """
         with self._lock:
             if not self._users:
