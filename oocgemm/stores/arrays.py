@@ -193,8 +193,9 @@ def span(matrix: Matrix) -> tuple[int, int]:
 def _min_row_elements(array: Array) -> int:
     """Return `Layout.zero_copy_width` of an array.
 
-    This is the minimum row length, in elements, of the blocks that the GPU copies directly. 0 means that the GPU copies no block of this array directly, because the array
-    is too small, too sparse in memory, not contiguous along rows, or not in native byte order.
+    This is the minimum row length, in elements, of the blocks that the GPU copies directly. 0 means that the
+    GPU copies no block of this array directly, because the array is too small, too sparse in memory, not
+    contiguous along rows, or not in native byte order.
     """
     rows, cols = map(int, array.shape)
     (stride, step), size = array.strides, int(array.itemsize)
