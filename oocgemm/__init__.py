@@ -62,7 +62,7 @@ __all__ = [
     "verify",
 ]
 
-# The module of each name.
+# For each module, the public names that are imported from it.
 _HOMES = {
     "errors": (
         *("BackendError", "BudgetError", "ExecutionError", "InputError"),

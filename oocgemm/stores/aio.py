@@ -32,7 +32,7 @@ _EVENT = np.dtype("u8, u8, i8, i8")
 _EVENT.names = ("number", "request", "result", "more")
 _system = ctypes.CDLL(None, use_errno=True).syscall
 _system.restype = ctypes.c_long
-# Contexts that no thread uses now. A forked child forgets them: they belong to the parent process.
+# io_setup contexts that no thread uses now. A forked child forgets them: they belong to the parent process.
 _contexts: list[int] = []
 os.register_at_fork(after_in_child=_contexts.clear)
 

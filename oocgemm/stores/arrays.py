@@ -191,10 +191,11 @@ def span(matrix: Matrix) -> tuple[int, int]:
 
 
 def _min_row_elements(array: Array) -> int:
-    """Return `Layout.zero_copy_width` of an array: the shortest rows of a block that the GPU copies directly.
+    """Return `Layout.zero_copy_width` of an array.
 
-    The length is in elements. 0 means that the GPU copies no block of this array directly, because the array
-    is too small, too sparse in memory, not contiguous along rows, or not in native byte order.
+    This is the minimum row length, in elements, of the blocks that the GPU copies directly. 0 means that the
+    GPU copies no block of this array directly, because the array is too small, too sparse in memory, not
+    contiguous along rows, or not in native byte order.
     """
     rows, cols = map(int, array.shape)
     (stride, step), size = array.strides, int(array.itemsize)
@@ -213,8 +214,8 @@ def _prefetch(mapped: mmap.mmap, block: Array) -> None:
     """Ask the system, in one call, to load all pages of a memory map that a block spans.
 
     For pages that are not in the page cache, this takes a fraction of the processor time of page faults. Do
-    nothing if the block is too small or needs too few of these pages, by `MIN_PREFETCH` and
-    `MAX_PREFETCH_RATIO`.
+    nothing if the block spans fewer than `MIN_PREFETCH` bytes, or more than `MAX_PREFETCH_RATIO` times its
+    own size. A block that spans more needs only few of the pages.
     """
     low, high = np.lib.array_utils.byte_bounds(block)
     if MIN_PREFETCH <= high - low <= MAX_PREFETCH_RATIO * block.nbytes:
@@ -261,7 +262,7 @@ def _mapped_file(array: Any) -> object | None:
         if isinstance(base, np.memmap) and filename is not None:
             try:
                 status = os.stat(filename)
-            except OSError:  # the path was unlinked
+            except OSError:  # the file was deleted or renamed: its identity is unknown
                 return None
             return ("file", status.st_dev, status.st_ino)
         base = getattr(base, "base", None)

@@ -30,8 +30,8 @@ BATCH_BYTES = 1 << 20
 class Matrix(Protocol):
     """An operand or result: a two-dimensional array in memory, in files or in a remote store.
 
-    Methods address a block of it by half-open ranges of rows and columns. These are rows and columns of the
-    stored array, before op(), the transposition that a product may apply.
+    Methods take a block of the array as half-open ranges of rows and columns. These are rows and columns of
+    the stored array, before op(), the transposition that a product may apply.
     """
 
     name: str
@@ -105,7 +105,7 @@ class Store(ABC):
         """Import the packages that an operand needs, so that the time of a run does not include that."""
 
     def exists(self, path: str) -> bool:
-        """Return whether anything exists at a path that a new result there would overwrite."""
+        """Return whether the creation of a result at `path` would overwrite something."""
         return False
 
     def new_layout(
@@ -113,8 +113,8 @@ class Store(ABC):
     ) -> Layout:
         """Return the layout (the chunks and the memory to read and write them) of a new result at `path`.
 
-        If `chunks` is None, the planner chooses the shape of the chunks, if there are any. Raises
-        `InputError` for `chunks` or a `compressor` that the store does not support.
+        If `chunks` is None and the store has chunks, the planner chooses their shape. Raises `InputError` for
+        `chunks` or a `compressor` that the store does not support.
         """
         raise self._read_only(path)
 
@@ -215,8 +215,8 @@ def pieces(
 ) -> Iterator[tuple[Range, Range]]:
     """Cut a block along chunk borders into parts of whole chunks, of at least `min_elements` elements.
 
-    At the edges of the block, a part may have fewer elements, because the block ends inside a chunk or the
-    last chunks are too few.
+    At the edges of the block, a part may have fewer elements: the block may begin or end inside a chunk, or
+    too few chunks may be left.
 
     >>> list(pieces((0, 4), (1, 7), (2, 3), 1))[:2]
     [((0, 2), (1, 3)), ((0, 2), (3, 6))]

@@ -77,7 +77,7 @@ class Durable(Matrix, Protocol):
     def files_fingerprint(self) -> str:
         """Return a digest of the sizes and modification times of the matrix's files.
 
-        If it differs from an earlier one, another program has changed the matrix.
+        If the digest has changed since the run completed the matrix, another program changed the matrix.
         """
 
     def block_fingerprint(self, rows: Range, cols: Range) -> str | None:
@@ -122,7 +122,7 @@ def sync_path(path: Path) -> None:
 
 
 def fingerprint_of(paths: Iterable[str | Path]) -> str:
-    """Return a digest of the sizes and modification times of files. Missing files change it too."""
+    """Return a digest of the sizes and modification times of files, and of which files are missing."""
     return fingerprints(paths)["content"]
 
 
@@ -148,9 +148,9 @@ def fingerprints(paths: Iterable[str | Path]) -> dict[str, str]:
 
 
 def spread(down: int, across: int) -> Iterable[tuple[int, int]]:
-    """Yield the indices of the chunks to fingerprint, of an array of `down` x `across` chunks.
+    """Yield the indices of the chunks that a fingerprint covers, in a grid of `down` x `across` chunks.
 
-    If the array has more than `MAX_FINGERPRINTED` chunks, choose at most that many, evenly spread. Otherwise
+    If the grid has more than `MAX_FINGERPRINTED` chunks, choose at most that many, evenly spread. Otherwise
     choose all.
     """
     every = -(-down * across // MAX_FINGERPRINTED)
@@ -158,10 +158,10 @@ def spread(down: int, across: int) -> Iterable[tuple[int, int]]:
 
 
 def found_locally(path: str) -> bool:
-    """Return whether anything exists at a local path, taken as it is or with its links and `..` resolved.
+    """Return whether anything exists at a local path. A symbolic link to nothing counts as existing.
 
-    A folder does not count if it is empty. It does not count either if it contains only the journal of a
-    run that was killed before it created C.
+    An empty folder does not count. A folder that contains only the journal of a run does not count either:
+    that run was killed before it created C. The path `x/../y` leads to `y` even if `x` does not exist.
     """
     try:
         if set(os.listdir(path)) <= {SIDECAR}:
@@ -174,15 +174,16 @@ def found_locally(path: str) -> bool:
 def saved_block(folder: Path, rows: Range, cols: Range) -> Path:
     """Return the path of the redo file for a block of a .npy file. Its name contains the rows and columns.
 
-    A redo file contains the new content of a block until it is written to the .npy file.
+    A redo file contains the new content of the block, which the .npy file does not contain yet.
     """
     return folder / "-".join(map(str, (*rows, *cols)))
 
 
 def saved_blocks(folder: Path, rows: Range, cols: Range) -> list[tuple[Path, Range, Range]]:
-    """Return the redo files in `folder` whose blocks are inside the given one, each as (path, rows, columns).
+    """Return the redo files in `folder` for blocks inside the block `rows` x `cols`.
 
-    A redo file contains the new content of one block until it is written to the .npy file.
+    Each is returned as (path, rows, columns). A redo file contains the new content of one block, which the
+    .npy file does not contain yet.
     """
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():

@@ -3,7 +3,7 @@
 *Data that is in the page cache* is mapped into memory and copied from the mapping. This was the fastest way
 for twelve reader threads on 16 cores, while a GPU also copied from host memory. They copied 44 GB/s from
 mappings if one madvise call per 32 MiB faulted all pages in, and 38 GB/s if page faults loaded a few pages at
-a time. With preadv they read 35 GB/s. On a single core, the processor decides which way is faster: a Xeon
+a time. With preadv they read 35 GB/s. On a single core, the faster way depends on the processor: a Xeon
 copied 7.9 GB/s from a mapping and read 4.2 GB/s with preadv, and an EPYC copied 3.9 GB/s and read 4.6 GB/s.
 
 *Data that is not in the page cache* can be read past it, by direct I/O. This is faster, since filling the
@@ -41,8 +41,8 @@ SEGMENTS = 1024
 # needs a separate buffer for each row.
 MIN_SEGMENT = 4096
 
-# The flag of preadv2 that removes the pages it has read from the page cache after the read (Linux 6.14).
-# Python has no constant for it.
+# RWF_DONTCACHE, a flag of preadv2 (Linux 6.14): after the read, the pages that it loaded are removed from the
+# page cache. Python has no constant for it.
 _RWF_DONTCACHE = 0x80 if sys.platform == "linux" else 0
 # MADV_POPULATE_READ, the madvise advice that faults in all pages of a mapping (Linux 5.14). Python has no
 # constant for it. It is used for mappings of at least MIN_POPULATED bytes. For smaller ones, page faults
@@ -98,7 +98,7 @@ class OpenFile:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         os.close(self.descriptor)
         if isinstance(error, OSError) and error.filename is None:
-            error.filename = str(self.path)  # errors of calls that take a descriptor name no file
+            error.filename = str(self.path)  # calls on a file descriptor raise errors without a file name
 
     def mapped(self, offset: int, length: int) -> Array:
         """Return `length` bytes of the file as an array that is mapped from it, not copied.
@@ -296,11 +296,11 @@ def _segments(data: Array) -> list[Array]:
 
 
 def _sectors(rows: list[Array]) -> list[Array]:
-    """Return the rows that direct I/O can fill or write. They have equal lengths and distances in memory.
+    """Return the rows that direct I/O can fill or write; [] if it can use none.
 
-    Every row must begin at a multiple of `SECTOR` in memory. A single row is then cut to whole sectors.
-    Several rows are returned only if their length is a multiple of `SECTOR` too. If none can be used, return
-    [].
+    `rows` have equal lengths and equal distances in memory. Every row must begin at a multiple of `SECTOR` in
+    memory. If there are several rows, their length must be a multiple of `SECTOR` too. If there is only one,
+    the part of it that consists of whole sectors is returned.
     """
     if rows[0].ctypes.data % SECTOR:
         return []
@@ -342,7 +342,7 @@ def _address(view: mmap.mmap) -> int:
 
 
 def _function(library: type[ctypes.CDLL], name: str, *types: Any) -> Any:
-    """Return a function of the C library with these argument types; None if the system has none."""
+    """Return a function of the C library with these argument types; None if the system does not have it."""
     try:
         found = getattr(library(None), name)
     except (AttributeError, OSError, TypeError):

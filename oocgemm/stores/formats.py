@@ -137,7 +137,7 @@ def check_dtypes(a: Matrix, b: Matrix) -> None:
 
 
 def _store_and_path(matrix: Matrix) -> tuple[str, str | None]:
-    """Return the kind of store of an operand, such as "npy", and its path; None without a path."""
+    """Return the kind of store of an operand, such as "npy", and its path or None."""
     header = matrix.describe()
     path = header["path"]
     return str(header["store"]).split()[0], None if path is None else str(path).removeprefix("file://")
@@ -202,7 +202,10 @@ def _remedy(path: str) -> str:
 
 
 def _first_array(path: str) -> str:
-    """Return the name of the first array in a .npz archive; "arr_0", as in NumPy, if it cannot be read."""
+    """Return the name of the first array in a .npz archive.
+
+    If the archive cannot be read, return "arr_0", the name that NumPy gives to a single array.
+    """
     try:
         with zipfile.ZipFile(path) as archive:
             return archive.namelist()[0].removesuffix(".npy")

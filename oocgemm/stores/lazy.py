@@ -39,8 +39,9 @@ CONCURRENT = ("dask", "h5py", "tensorstore", "xarray")
 # A slice is assumed to take this many times its size in host memory. The package that computes it holds it as
 # stored, as decoded, and as the array that it returns.
 COPIES = 3
-# For an array without chunks, the planner assumes chunks of one row and at most this many bytes. It counts
-# the reads of whole chunks, and so avoids panels with much shorter rows, which are slow to read.
+# For an array without chunks, the planner assumes chunks of one row and at most this many bytes. It assumes
+# that every read loads whole chunks. So it predicts a high cost for panels with much shorter rows, and avoids
+# them. This is intended, because short rows are slow to read.
 ROW_BYTES = 16 << 10
 # An object with one of these attributes has its elements in memory, so it is not lazy.
 MEMORY = ("__array_interface__", "__cuda_array_interface__", "__dlpack__")
@@ -93,9 +94,9 @@ class LazyMatrix:
         """Wrap an object. Raises `InputError` if it cannot be an operand; `name` is its name in messages."""
         kind = package(source)
         if kind == "xarray" and source.chunks is not None:
-            source, kind = source.data, package(source.data)  # the dask array inside; nothing is computed
+            source, kind = source.data, package(source.data)  # the wrapped dask array; nothing is computed
         if kind == "tensorstore":
-            source = source.translate_to[0]  # shift the indices to start at 0
+            source = source.translate_to[0]  # make the indices start at 0, as `read` assumes
         shape = tuple(source.shape)
         if not all(isinstance(extent, Integral) for extent in shape):
             raise InputError(f"{name} has the unknown shape {shape}: call {name}.compute_chunk_sizes() first")
@@ -202,13 +203,12 @@ def _computed(block: Any) -> Any:
 def _chunks(source: Any, shape: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return the chunk shape that the planner assumes, and the largest shape computed to read such a chunk.
 
-    The planner needs chunks of one shape, but those of a dask array may differ. It is therefore given a
-    regular grid: on each axis, its chunks have the extent of the largest dask chunk. Such a chunk may overlap
-    several dask chunks, and dask computes all of them to read it. The second result is the largest extent, on
-    each axis, of the dask chunks that one chunk of the grid overlaps.
+    The planner needs chunks of one shape, but the chunks of a dask array may differ. The planner therefore
+    assumes a regular grid of cells. On each axis, a cell has the extent of the largest dask chunk. To read a
+    cell, dask computes all dask chunks that the cell overlaps. The second result is an upper bound on the
+    shape of these dask chunks together.
 
-    An array without chunks is assumed to have chunks of one row and at most `ROW_BYTES` bytes. Both results
-    are then that shape.
+    For an array without chunks, both results are one row of at most `ROW_BYTES` bytes.
     """
     found = getattr(source, "chunks", None)
     if found is None and package(source) == "tensorstore":

@@ -9,8 +9,8 @@ instead:
   memory, and copied from there.
 - Otherwise they are read straight into the destination, many per call. First, all segments that are not in
   the page cache are requested, so that the disk has many requests in flight.
-- If the file is too large for the page cache, segments that it does not contain are read by direct I/O into
-  the thread's scratch memory, and copied from there.
+- If the file is too large to stay in the page cache, segments that are not in the page cache are read by
+  direct I/O into the thread's scratch memory, and copied from there.
 
 On two Zen 5 cores with a virtual disk, reading a segment of 2 to 8 KiB took 2 to 3 us from the page cache,
 and 7 to 20 us from the disk. It took 85 to 140 us from the disk if each read waited for its own request.
@@ -30,8 +30,8 @@ from oocgemm.stores.base import Array
 from oocgemm.stores.files import O_DIRECT, SECTOR, OpenFile, scratch
 
 # A line of a file is one row of the matrix, or one column if the file is in Fortran order. Lines of at most
-# this many bytes are read whole, and the needed elements are copied from them. At 8 KiB, separate
-# reads of the needed elements of each line take about as long.
+# this many bytes are read whole, and the needed elements are copied from them. For lines of 8 KiB, this takes
+# about as long as to read only the needed elements of each line, one read per line.
 MAX_LINE = 8 << 10
 # The size of each thread's scratch memory, in bytes. Elements pass through it if they must be transposed or
 # byte-swapped, or if lines are read whole because of MAX_LINE. 256 KiB fit into the processor's cache.
@@ -39,11 +39,11 @@ SCRATCH_BYTES = 256 << 10
 # A block that does not fit into SCRATCH_BYTES is cut into pieces. Each piece has at least this many rows, or
 # all rows if the block has fewer.
 SCRATCH_LINES = SCRATCH_BYTES // MAX_LINE
-# Before `size` bytes that are not in the page cache are read, they are requested from the disk. The request
-# is extended to multiples of a window, because the bytes nearby are often read next. This saves a fifth of
-# the processor time. A window is the largest power of two up to WINDOW * size, or one page if WINDOW * size
-# is more than MAX_WINDOW bytes. With WINDOW = 8 and a page cache of 300 MiB, pages were evicted before they
-# were read.
+# Bytes that are not in the page cache are requested from the disk before they are read. A request begins and
+# ends at multiples of a window, so it includes bytes nearby, which are often read next. This saves a fifth of
+# the processor time. For a request of `size` bytes, the window is the largest power of two up to
+# WINDOW * size, but only one page if WINDOW * size is more than MAX_WINDOW bytes. WINDOW must be small: with
+# WINDOW = 8 and a page cache of 300 MiB, pages were evicted before they were read.
 WINDOW, MAX_WINDOW = 2, 64 << 10
 # The size of each thread's scratch memory for direct I/O, in bytes. It limits how many disk reads are in
 # flight. 128 reads of 8 to 16 KiB are enough: a virtual disk was not faster with 512.
@@ -163,8 +163,8 @@ def _read_segments(file: OpenFile, start: int, stride: int, rows: Array) -> None
     if (read_rows(file.descriptor, rows, some, start + stride * some, _NOWAIT) == size).all():
         left = left[read_rows(file.descriptor, rows, left, start + stride * left, _NOWAIT) < size]
     _request(file, start + stride * left, size)
-    # Read in reverse order. When the disk has served the last request, it has served most of the earlier
-    # ones, so only few reads wait.
+    # The rows were requested in ascending order. Read them in descending order: the first read waits until
+    # the last request is served. By then the disk has served most other requests, so few other reads wait.
     left = left[::-1]
     left = left[read_rows(file.descriptor, rows, left, start + stride * left) < size]
     # `_fill` repeats the reads that failed or returned too few bytes. At the end of the file it raises
@@ -179,8 +179,9 @@ def _read_past_cache(file: OpenFile, start: int, stride: int, dtype: np.dtype[An
     Row 0 is at the byte `start` of the file, and each further row `stride` bytes later. Direct I/O reads
     whole sectors into one half of the thread's scratch memory, while rows are copied from the other half.
 
-    Return whether `out` is complete. It is not if the page cache contains the data already, or if direct I/O
-    fails. The caller must then read all rows in another way.
+    Return whether `out` is complete. If not, the caller must read all rows in another way. Nothing is read by
+    direct I/O if the page cache contains the data already, because it is faster to copy them from there.
+    `out` is also incomplete if direct I/O is impossible or fails.
     """
     size, count = out.shape[1] * dtype.itemsize, len(out)
     # There is one read per row. It has `sectors` bytes: as many whole sectors as a row can touch. In the
@@ -201,9 +202,9 @@ def _read_past_cache(file: OpenFile, start: int, stride: int, dtype: np.dtype[An
         return False
 
     def started(number: int) -> Callable[[], bool]:
-        """Start to read rows of `out`, `at_once` of them from the row `number * at_once` on.
+        """Start to read the batch `number`: up to `at_once` rows of `out`, from row `number * at_once` on.
 
-        They are read into the first half of the scratch memory for an even `number`, else into the second.
+        Even batches are read into the first half of the scratch memory, odd batches into the second half.
         Return a function that waits for the reads and copies the rows to `out`. If any read failed, that
         function copies nothing and returns False. Otherwise it returns True.
         """

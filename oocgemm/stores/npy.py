@@ -218,7 +218,7 @@ class NpyMatrix:
     def identities(self) -> set[object]:
         try:
             status = os.stat(self._path)
-        except OSError:  # the path was unlinked
+        except OSError:  # the file was deleted or renamed: its identity is unknown
             return set()
         return {("file", status.st_dev, status.st_ino)}
 

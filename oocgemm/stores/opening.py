@@ -57,8 +57,9 @@ def new_layout(
 ) -> Layout:
     """Return the layout (the chunks and the memory to read and write them) of a new result at `place`.
 
-    If `place` is None, the result is an array in memory. If `chunks` is None, the planner chooses the shape
-    of the chunks, if there are any. Raises `InputError` for `chunks` or a `compressor` that do not apply.
+    If `place` is None, the result is an array in memory. If `chunks` is None and the store has chunks, the
+    planner chooses their shape. Raises `InputError` for `chunks` or a `compressor` that the store does not
+    support.
     """
     if place is None:
         return ARRAYS.new_layout("", problem, chunks, compressor)
@@ -67,9 +68,9 @@ def new_layout(
 
 
 def reserve(matrix: Matrix) -> None:
-    """Allocate disk space for all of an existing result, or check that the disk has enough.
+    """Allocate disk space for all of an existing result, or check that the disk has enough free space.
 
-    Raises `InputError` if it has not. Do nothing for stores without a method `reserve`.
+    Raises `InputError` if the free space is too small. Do nothing for stores without a method `reserve`.
     """
     act = getattr(matrix, "reserve", None)
     if act is not None:
@@ -87,7 +88,7 @@ def load(*operands: Any) -> None:
 
 
 def load_without_cupy(*operands: Any) -> None:
-    """Import those packages, but prevent zarr from importing cupy, which takes seconds.
+    """Do what `load` does, but prevent zarr from importing cupy, which takes seconds.
 
     Only programs may call this, not the library: zarr then has no GPU buffers in this process.
     """

@@ -16,9 +16,9 @@ from oocgemm.errors import OutOfMemoryError
 from oocgemm.planning.units import format_size
 
 ROOT = Path("/")  # /proc and the cgroup mount points are below this folder; tests replace it
-# For each cgroup version, by the file system type of its mount: the files with the limits, the file with the
-# usage, and the lines of memory.stat that count page cache. Page cache is part of the usage, but Linux frees
-# it on demand, so it counts as available.
+# The two cgroup versions, named by the type of their file system. Each has the names of the files with the
+# limits, the name of the file with the usage, and the names of the lines of memory.stat that count page
+# cache. Page cache is part of the usage, but Linux frees it on demand, so it counts as available.
 CGROUP_FILES = {
     "cgroup2": (("memory.max", "memory.high"), "memory.current", ("active_file", "inactive_file")),
     "cgroup": (

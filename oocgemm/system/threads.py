@@ -90,7 +90,7 @@ def shielded(work: Callable[[Cancel], T]) -> T:
 
     def run() -> None:
         if not claim.acquire(blocking=False):
-            return  # `shielded` was interrupted and took `claim`: do not start the work
+            return  # `shielded` was interrupted, and acquired the lock first: do not start `work`
         try:
             results.append(work(cancel))
         except BaseException as error:
@@ -105,7 +105,7 @@ def shielded(work: Callable[[Cancel], T]) -> T:
         worker.join()
     except BaseException as error:
         if claim.acquire(blocking=False):
-            raise  # the thread has not started `work`, and cannot do so without `claim`
+            raise  # the thread did not start `work`, and now cannot, since it would need the lock
         _insist(partial(cancel.request, error))
         _insist(ended.wait)
         _insist(worker.join)
@@ -124,7 +124,7 @@ def _insist(act: Callable[[], object]) -> None:
     while True:
         try:
             act()
-        except BaseException:  # ignored: `shielded` raises the exception of the first signal
+        except BaseException:  # drop it: `shielded` raises the exception of the first signal
             continue
         return
 
@@ -132,7 +132,8 @@ def _insist(act: Callable[[], object]) -> None:
 class _SwitchInterval:
     """Python's switch interval, which is shortened while at least one run is in progress.
 
-    The interval is a setting of the whole process. Concurrent runs are therefore counted.
+    The interval is a setting of the whole process. Concurrent runs are counted, so that the last one restores
+    the previous interval.
     """
 
     def __init__(self) -> None:
@@ -144,8 +145,8 @@ class _SwitchInterval:
     def shortened(self) -> Iterator[None]:
         """Within the context, make each thread release the GIL to a waiting thread after `SWITCH_INTERVAL`.
 
-        When the last of several concurrent contexts ends, it restores the previous interval. It does not if
-        other code has changed the interval in between.
+        When the last of several concurrent contexts ends, it restores the previous interval. If
+        other code has changed the interval in between, it leaves the interval as it is.
         """
         with self._lock:
             if not self._users:

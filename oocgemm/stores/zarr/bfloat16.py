@@ -25,7 +25,7 @@ DataTypeValidationError: type[ValueError] = (
 
 @dataclass(frozen=True, kw_only=True)
 class BFloat16(Float16):
-    """The zarr data type for bfloat16. It behaves like zarr's float16, except for the dtype in NumPy.
+    """The zarr data type for bfloat16. It behaves like zarr's float16, but its NumPy dtype is from ml_dtypes.
 
     Like float16, it has a byte order (`endianness`), by which zarr decides whether to swap bytes. Only
     little-endian elements are supported, because NumPy cannot swap the bytes of ml_dtypes elements.

@@ -32,7 +32,7 @@ class Shards:
     - `chunks`: the number of chunks in a shard, as (rows of chunks, columns of chunks).
     - `at_end`: whether the index is at the end of the file rather than at its start.
     - `dtype`: the dtype of the numbers in the index.
-    - `checksum`: whether a checksum (crc32c) follows the index.
+    - `checksum`: whether a CRC (crc32c) follows the index.
     """
 
     chunks: tuple[int, int]
@@ -42,7 +42,7 @@ class Shards:
 
     @property
     def index_bytes(self) -> int:
-        """The bytes that the index and its checksum take in the file."""
+        """The size of the index in the file, in bytes, with its CRC if it has one."""
         return 16 * self.chunks[0] * self.chunks[1] + CHECKSUM_BYTES * self.checksum
 
     def index(self, file: OpenFile) -> Array:
@@ -69,8 +69,9 @@ class DirectChunks:
     - `fill`: the value of all elements of a chunk that is not stored.
     - `shards`: the format of the shards; None if each chunk has its own file.
     - `worth_caching`: whether the array is small enough to stay in the page cache. The first read of whole
-      rows of an uncompressed chunk bypasses the page cache, which takes the least time. If `worth_caching` is
-      true, the second read of these rows adds them to the page cache. So the disk reads them only twice.
+      rows of an uncompressed chunk bypasses the page cache, because that takes the least time. If
+      `worth_caching` is true, the second read of these rows adds them to the page cache, and later reads need
+      no disk. If it is false, all reads of uncompressed rows bypass the page cache where that is possible.
     - `unchanging`: promises that nobody writes to the array during the run. A missing chunk file can mean
       that the chunk has only the fill value, or that somebody has deleted the file. To tell these apart, the
       modification times of the array's folders are recorded when the array is opened. If a file is missing
@@ -93,7 +94,8 @@ class DirectChunks:
         if not self.unchanging:
             return
         folders = self._folders((0, 0))
-        if folders[0] != self._folders((1, 0))[0]:  # each row of chunks has its own folder
+        # If file names contain "/", each row of chunks has its own folder. Record all these folders.
+        if folders[0] != self._folders((1, 0))[0]:
             folders += [folder for folder in folders[1].glob("*") if folder.is_dir()]
         self._mtimes.update({folder: folder_mtime(folder) for folder in folders})
 
@@ -137,7 +139,7 @@ class DirectChunks:
     def _read_file(
         self, number: tuple[int, int], file: OpenFile, block: tuple[Range, Range], out: Array
     ) -> None:
-        """Read a block that is inside one open file, that of the chunk or shard `number`, into `out`."""
+        """Read a block into `out` from the open file of the chunk or shard `number`, which contains it."""
         try:
             index = self.shards.index(file) if self.shards else None
         except ValueError as error:
@@ -174,7 +176,7 @@ class DirectChunks:
     ) -> None:
         """Read the rows and columns `wanted` of an uncompressed chunk into `out`.
 
-        The chunk has `length` bytes from the byte `offset` of the file on.
+        The chunk begins at the byte `offset` of the file, and has `length` bytes.
         """
         if length != self.chunk_bytes:
             self._damaged(number, f"has {length} bytes instead of {self.chunk_bytes}")
@@ -185,9 +187,9 @@ class DirectChunks:
         whole = block.shape[1] == line
         in_place = copies_bytes(encoding.dtype, block) and (out.flags.c_contiguous or row >= MIN_SEGMENT)
         if whole and not in_place:
-            # Copy the rows from a memory map of the file. They cannot be read straight into `out` if they
-            # must be transposed or byte-swapped. If they are only too short, that would be possible, but
-            # slow.
+            # Copy the rows from a memory map of the file. A read straight into `out` is impossible if the
+            # elements must be transposed or byte-swapped. It would be slow if the rows are shorter than
+            # MIN_SEGMENT bytes and not adjacent in `out`.
             stored = file.mapped(offset + lines.start * row, block.shape[0] * row).view(encoding.dtype)
             np.copyto(block, stored.reshape(block.shape), casting="equiv")
             return
@@ -238,7 +240,11 @@ class DirectChunks:
 def _cut(
     block: tuple[Range, Range], chunk: tuple[int, int]
 ) -> Iterator[tuple[tuple[int, int], tuple[Range, Range]]]:
-    """Yield the indices of every chunk that overlaps a block, and its rows and columns inside the block."""
+    """Cut a block of the matrix along chunk borders.
+
+    Yield for each part the indices of its chunk in the grid of chunks, and the part's rows and columns in the
+    matrix.
+    """
     for i, rows in _chunks(block[0], chunk[0]):
         for j, cols in _chunks(block[1], chunk[1]):
             yield (i, j), (rows, cols)
@@ -255,7 +261,7 @@ def _part(array: Array, block: tuple[Range, Range], part: tuple[Range, Range]) -
 
 
 def _chunks(span: Range, chunk: int) -> list[tuple[int, Range]]:
-    """Return the index of every chunk that overlaps a range along one axis, and its part of the range."""
+    """Cut a range of one axis along chunk borders. Return each part as (index of its chunk, part)."""
     start, stop = span
     return [
         (i, (max(start, i * chunk), min(stop, (i + 1) * chunk)))

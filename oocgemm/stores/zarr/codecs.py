@@ -1,9 +1,9 @@
 """Decode the stored bytes of a zarr chunk into its elements, and encode elements into bytes.
 
 Zarr formats 2 and 3 describe codecs differently, but encode a chunk by the same steps. The compressor and the
-checksum are optional:
+CRC (crc32c) are optional:
 
-    elements -> order and byte order -> compressor -> checksum at the end -> bytes
+    elements -> order and byte order -> compressor -> CRC at the end -> bytes
 
 `from_v2` and `from_v3` derive an `Encoding` from the JSON metadata of an array. For codecs that this module
 does not implement they return None, and the array is read and written by zarr instead.
@@ -23,9 +23,9 @@ from oocgemm.stores.files import padded, scratch, sector_aligned
 _KNOWN = ("zstd", "blosc", "lz4", "gzip", "zlib", "bz2", "lzma")
 # The compressors that can decode into a given buffer, and whose data states the decoded size.
 _INTO_MEMORY = ("zstd", "blosc", "lz4")
-CHECKSUM_BYTES = 4  # the size of a crc32c checksum
-# A checksum is computed in parts of this many bytes. Each call keeps the GIL, so a call for a whole chunk
-# would stop all other threads for too long.
+CHECKSUM_BYTES = 4  # the size of a CRC (crc32c)
+# A CRC (crc32c) is computed in parts of this many bytes, one per call. A call keeps the GIL, so a single call
+# for a whole chunk would stop all other threads for too long.
 _CHECKSUM_PART = 1 << 20
 
 
@@ -36,7 +36,7 @@ class Encoding:
     - `dtype`: the dtype with its stored byte order.
     - `order`: C (row-major) or Fortran (column-major) order.
     - `compressor`: the numcodecs codec; None if the chunk is not compressed.
-    - `checksum`: whether a checksum (crc32c) follows the bytes.
+    - `checksum`: whether a CRC (crc32c) follows the bytes.
     """
 
     dtype: np.dtype[Any]
@@ -81,8 +81,7 @@ class Encoding:
 
         `into` is None or a C-contiguous array of this shape. If possible, the elements are decoded into it,
         and it is returned. Otherwise the result may be scratch memory of this thread, which is valid only
-        until the next call. Raises `ValueError` for a wrong size or checksum, and whatever the compressor
-        raises.
+        until the next call. Raises `ValueError` for a wrong size or CRC, and whatever the compressor raises.
         """
         if self.checksum:
             stored = checked_content(stored)
@@ -109,7 +108,7 @@ class Encoding:
 
         The returned array is `part` itself, if it is already sector-aligned and in the stored form. Otherwise
         it is scratch memory of this thread, which is valid only until the next call, and is padded to whole
-        pages. Direct I/O can write both.
+        pages. Direct I/O can write either array.
         """
         size = shape[0] * shape[1] * self.dtype.itemsize
         unchanged = part.shape == shape and self.in_place
@@ -247,7 +246,7 @@ def _decoded(compressor: Any, stored: Array, size: int) -> Array:
 
 
 def checked_content(stored: Array) -> Array:
-    """Return the stored bytes without the checksum at their end. Raises `ValueError` if it does not match."""
+    """Return the stored bytes without the CRC at their end. Raises `ValueError` if the CRC does not match."""
     content = stored[:-CHECKSUM_BYTES]
     if _checksum(content) != stored[-CHECKSUM_BYTES:].tobytes():
         raise ValueError("its checksum (crc32c) does not match its content")
@@ -255,7 +254,7 @@ def checked_content(stored: Array) -> Array:
 
 
 def _checksum(content: Array) -> bytes:
-    """Return the crc32c checksum of an array of bytes, in little-endian order."""
+    """Return the CRC (crc32c) of an array of bytes as four bytes, in little-endian order."""
     import google_crc32c
 
     value = 0

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 # A zarr array that has this attribute is the result of an incomplete run.
 ATTRIBUTE = "oocgemm"
 UNFINISHED = {ATTRIBUTE: {"complete": False}}
-# Temporary files, of this package or of zarr, have such names. A killed process leaves them behind.
+# The names of temporary files, of this package or of zarr, match this pattern. A killed process leaves such
+# files behind.
 PARTIAL = re.compile(r"\.[0-9a-f]{32}\.partial$")
 
 
@@ -61,7 +62,8 @@ class ZarrMatrix:
         """
         self.shape, self.dtype = checked(name, array.shape, array.dtype)
         self.name = name
-        # The array as opened by zarr. It is opened at the first use, if ever, where `Metadata` is given.
+        # The array as opened by zarr. If `array` is a `Metadata`, this is None until the property `array` is
+        # used, which opens the array.
         self._array: Any = None
         if isinstance(array, Metadata):
             self._metadata = array
@@ -72,15 +74,16 @@ class ZarrMatrix:
         found = self._metadata
         self._unchanging = unchanging
         self.direct = _direct_chunks(found, unchanging)
-        # If zarr reads: the array object to read from, and whether it can only fill contiguous memory.
+        # Both are used only if `direct` is None: the array object from which zarr reads, and whether it can
+        # fill contiguous memory only.
         self._read, self._contiguous = self._array, False
         if not self.direct:
             from oocgemm.stores.zarr.through import reader
 
             self._read, self._contiguous = reader(self.array)
-        # `_writer` writes chunk files. If it is None or there are shards, zarr writes to the array
-        # `_written`. `_target` is the folder of the files, None for a remote array. `redirect_writes` changes
-        # these attributes.
+        # If `_writes_directly`, `_writer` writes the chunk files. Otherwise zarr writes to the array object
+        # `_written`. `_target` is the folder to which chunks are written; None for a remote array.
+        # `redirect_writes` replaces `_target` and the object that writes.
         self._writer, self._written, self._target = self.direct, self._array, found.folder
         self._writes_directly = self.direct is not None and self.direct.shards is None
         chunk = (max(1, int(found.chunks[0])), max(1, int(found.chunks[1])))
@@ -199,9 +202,9 @@ class ZarrMatrix:
         for name in names:
             target = self.folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
-            with suppress(FileNotFoundError):  # an earlier call moved the file before a crash
+            with suppress(FileNotFoundError):  # an earlier call moved this file, and a crash followed
                 os.replace(self._target / name, target)
-        sync_names(self.folder, names)  # `sync_block` flushed the contents before
+        sync_names(self.folder, names)  # `sync_block` has flushed the contents already
 
     def set_finished(self, finished: bool) -> None:
         mark = None if finished else UNFINISHED[ATTRIBUTE]
@@ -237,7 +240,8 @@ class ZarrMatrix:
     def reserve(self) -> None:
         """Raise `InputError` if the disk has too little room for all chunks of the array.
 
-        Check only a local array that is neither compressed nor sharded: other files have no known size.
+        Check only a local array that is neither compressed nor sharded. For other arrays, the sizes of the
+        files are not known before they are written.
         """
         if self.raw and free_bytes(str(self.folder)) < raw_bytes(
             self.shape, self.layout.write_chunk, self.dtype.itemsize
@@ -261,7 +265,7 @@ class ZarrMatrix:
 
     @property
     def raw(self) -> bool:
-        """Whether the array is local and not sharded, and its chunk files are just the elements."""
+        """Whether the array is local and not sharded, and its chunk files contain only the elements."""
         return self._writes_directly and self.direct is not None and self.direct.encoding.raw
 
     def fingerprint(self) -> dict[str, object]:

@@ -1,7 +1,7 @@
 """Read and write the metadata of local zarr arrays without zarr, whose import takes half a second.
 
-Only metadata in exactly the form in which zarr writes it is read here, and only with codecs that are known.
-All other arrays are opened by zarr.
+This module reads metadata only if it has exactly the form in which zarr writes it, and names only codecs that
+the module `codecs` supports. All other arrays are opened by zarr.
 """
 
 import json
@@ -18,10 +18,11 @@ from oocgemm.stores.zarr.codecs import Encoding, from_v2, from_v3
 
 # Files of an array's metadata, in either format.
 METADATA = V3, V2, V2_ATTRIBUTES = "zarr.json", ".zarray", ".zattrs"
-# The dtypes of arrays that are opened here. bfloat16 needs a package that may be missing.
+# The dtypes of arrays that are opened without zarr. bfloat16 is not among them: it needs the package
+# ml_dtypes, and only the code that opens arrays by zarr reports that this package is missing.
 _DTYPES = ("float16", "float32", "float64", "complex64", "complex128", "int8", "int32", "int64")
 _NONFINITE = {"NaN": np.nan, "Infinity": np.inf, "-Infinity": -np.inf}
-# The settings of each codec of format 3 that zarr writes, and their values.
+# For each supported codec of format 3, the settings that zarr writes, and the allowed values of each setting.
 _SETTINGS: dict[str, dict[str, Container[Any]]] = {
     "bytes": {"endian": ("little", "big")},
     "transpose": {"order": ([0, 1], [1, 0])},
@@ -49,9 +50,10 @@ _COMPRESSORS: dict[str, dict[str, Any]] = {
 class Metadata:
     """What a zarr array's metadata says, whether it was read here or by zarr.
 
-    `dtype` has the byte order that NumPy arrays of it would have. `key` returns the name of a chunk's or
-    shard's file, relative to `folder`, which is None for an array that is not local. `encoding` is None for
-    unknown codecs. `stated` is the metadata as JSON, without the attributes.
+    `dtype` is the dtype of the array in zarr. Its byte order may differ from the stored byte order, which is
+    that of `encoding.dtype`. `folder` is the folder of the array, or None if the array is not local. `key`
+    returns the name of a chunk's or shard's file, relative to that folder. `encoding` is None for unknown
+    codecs. `stated` is the metadata as JSON, without the attributes.
     """
 
     zarr_format: int
@@ -72,7 +74,7 @@ class Metadata:
     def with_attribute(self, name: str, value: object) -> "Metadata":
         """Set an attribute of a local array in its file, or delete it if `value` is None.
 
-        Returns the metadata with it. Raises `OSError`.
+        Returns the changed metadata. Raises `OSError`.
         """
         assert self.folder is not None
         path = self.folder / (V3 if self.zarr_format == 3 else V2_ATTRIBUTES)
@@ -86,7 +88,7 @@ class Metadata:
 
 
 def read_metadata(path: str) -> Metadata | None:
-    """Return the metadata of the local array at a path; None if it is to be opened by zarr."""
+    """Return the metadata of the local array at a path; None if zarr must open the array."""
     folder = Path(path)
     try:
         present = {name for name in METADATA if (folder / name).exists()}
@@ -96,7 +98,7 @@ def read_metadata(path: str) -> Metadata | None:
             attributes = json.loads((folder / V2_ATTRIBUTES).read_bytes()) if len(present) == 2 else {}
             return _read_v2(path, folder, json.loads((folder / V2).read_bytes()), attributes)
     except (OSError, ValueError, TypeError, KeyError, LookupError, AttributeError, OverflowError):
-        pass  # zarr reports what is wrong
+        pass  # the caller then opens the array by zarr, whose error says what is wrong
     return None
 
 
@@ -108,9 +110,11 @@ def create(
     compressor: str | None,
     attributes: Mapping[str, Any],
 ) -> Metadata | None:
-    """Create a local array of format 3, filled with zeros, as `zarr.create_array` does.
+    """Create a local array of format 3, filled with zeros, as `zarr.create_array` does. Return its metadata.
 
-    Returns None if zarr must create it, or explain why that is impossible. Raises `OSError`.
+    For a dtype that is not in `_DTYPES`, or if a zarr array or group is at the path, return None and create
+    nothing. The caller must then create the array by zarr, which raises an error if that is impossible.
+    Raises `OSError`.
     """
     folder = Path(path)
     if dtype.name not in _DTYPES or any((folder / name).exists() for name in (*METADATA, ".zgroup")):
@@ -125,7 +129,7 @@ def create(
     fill = [zero, zero] if dtype.kind == "c" else zero
     document = _document(shape, dtype, chunks, ("default", "/"), fill, codecs)
     document["attributes"] = dict(attributes)
-    # The order of zarr's keys.
+    # write the keys in the same order as zarr
     tail = {name: document.pop(name) for name in ("zarr_format", "node_type", "storage_transformers")}
     _write(folder / V3, document | tail)
     return read_metadata(path)
@@ -239,14 +243,14 @@ def _document(
 
 
 def _bytes_codec(dtype: np.dtype[Any]) -> dict[str, Any]:
-    """Return the codec for little-endian elements. Single bytes have no byte order."""
+    """Return the "bytes" codec for little-endian elements. For a one-byte dtype, it states no byte order."""
     return (
         {"name": "bytes"} if dtype.itemsize == 1 else {"name": "bytes", "configuration": {"endian": "little"}}
     )
 
 
 def _known(codec: Mapping[str, Any], dtype: np.dtype[Any]) -> bool:
-    """Return whether a codec of format 3 is stated as zarr does."""
+    """Return whether a codec of format 3 has exactly the settings that zarr writes, with allowed values."""
     if codec["name"] == "bytes" and dtype.itemsize == 1:
         return codec == _bytes_codec(dtype)
     allowed, settings = _SETTINGS[codec["name"]], codec.get("configuration", {})
@@ -259,14 +263,14 @@ def _known(codec: Mapping[str, Any], dtype: np.dtype[Any]) -> bool:
 
 
 def _extents(stated: Any) -> tuple[int, int]:
-    """Return two positive extents. Raises `ValueError` for anything else."""
+    """Return `stated` as a tuple. Raises `ValueError` unless it consists of two positive integers."""
     if len(stated) != 2 or not all(type(extent) is int and extent > 0 for extent in stated):
         raise ValueError(f"{stated} are not two positive extents")
     return stated[0], stated[1]
 
 
 def _fill(stated: Any, dtype: np.dtype[Any]) -> Any:
-    """Return a fill value as an element. Raises `ValueError` unless that is stated exactly as zarr does."""
+    """Convert a fill value from JSON to an element. Raises `ValueError` if zarr does not write this form."""
     if dtype.kind == "c":
         real, imaginary = (_fill(part, np.dtype(f"f{dtype.itemsize // 2}")) for part in stated)
         return dtype.type(complex(real, imaginary))
@@ -289,6 +293,6 @@ def _v2_compressor(encoding: Encoding) -> dict[str, Any] | None:
 
 
 def _write(path: Path, document: Mapping[str, Any]) -> None:
-    """Replace a file of metadata atomically. The indentation is that of zarr."""
+    """Replace a metadata file atomically. Indent it by two spaces, as zarr does."""
     data = np.frombuffer(json.dumps(document, indent=2).encode(), np.uint8)
     publish(path, data, data.nbytes)

@@ -68,7 +68,7 @@ class ZarrPaths(Store):
         return open_zarr(name, operand, writable=writable)
 
     def prepare(self, operand: Any) -> None:
-        """Import zarr, unless the operand is a local array that needs none, or does not exist yet."""
+        """Import zarr. Do nothing if a local array can be used without zarr, or does not exist yet."""
         if _without_zarr(operand) is None and ("://" in operand or found_locally(operand)):
             from oocgemm.stores.zarr import opening  # noqa: F401
 

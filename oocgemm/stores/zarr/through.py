@@ -1,4 +1,4 @@
-"""What goes through zarr: what it says about an open array, and reads of encodings that are unknown here."""
+"""Return the metadata of arrays that zarr opened, and choose the codec pipeline with which zarr reads."""
 
 import importlib.util
 from collections.abc import Mapping
@@ -18,7 +18,8 @@ from oocgemm.stores.zarr.codecs import Encoding, from_v2, from_v3
 from oocgemm.stores.zarr.metadata import Metadata
 
 bfloat16.register()
-# The codec pipeline used for unknown encodings, if installed: zarr's own makes all copies in one thread.
+# The package whose codec pipeline decodes the arrays that zarr reads, if it is installed. zarr's own pipeline
+# makes all copies in one thread.
 FAST_PIPELINE = "zarrs"
 # zarr's configuration is global: two runs that set and restore it concurrently could leave it changed.
 _config_lock = Lock()
@@ -58,7 +59,7 @@ def metadata_of(array: "zarr.Array[Any]") -> Metadata:
 
 
 def _encoding(array: "zarr.Array[Any]", stated: Mapping[str, Any]) -> tuple[Encoding | None, Shards | None]:
-    """Return the encoding of an array's chunks and the format of its shards, as far as they are known."""
+    """Return the encoding of the chunks, or None if unknown, and the shard format, or None if unsharded."""
     dtype = np.dtype(array.dtype)
     if len(array.shape) != 2:
         return None, None
@@ -82,23 +83,25 @@ def _encoding(array: "zarr.Array[Any]", stated: Mapping[str, Any]) -> tuple[Enco
 
 
 def reader(array: "zarr.Array[Any]") -> tuple["zarr.Array[Any]", bool]:
-    """Return the array to read through, and whether that reads into contiguous memory only.
+    """Return the array object to read from, and whether it can fill contiguous memory only.
 
-    zarr's own pipeline takes any memory. Others are assumed not to: one that the user configured, or
-    `FAST_PIPELINE`, which is used where it is installed and knows the codecs.
+    The array object determines the codec pipeline. zarr's own pipeline fills any memory. Two other pipelines
+    are possible, and are assumed to fill contiguous memory only: the one that the user configured, or else
+    `FAST_PIPELINE`, if that package is installed and supports the codecs of the array.
     """
     with _config_lock:
         return _configured_reader(array)
 
 
 def _configured_reader(array: "zarr.Array[Any]") -> tuple["zarr.Array[Any]", bool]:
-    """Do so while no other thread changes zarr's configuration."""
+    """Do the work of `reader`. The caller must hold `_config_lock`, since zarr's configuration changes."""
     pipeline = "codec_pipeline.path"
     if zarr.config.get(pipeline) != zarr.config.defaults[0]["codec_pipeline"]["path"]:
         return array, True
     if array.dtype.kind == "V" or importlib.util.find_spec(FAST_PIPELINE) is None:
         return array, False
-    # One chunk at a time: every reader thread decodes, and has memory for one chunk.
+    # Let each call decode one chunk at a time: several reader threads already decode at once, and each of
+    # them has memory for one chunk.
     settings = {pipeline: f"{FAST_PIPELINE}.ZarrsCodecPipeline", "codec_pipeline.strict": True}
     settings |= {"codec_pipeline.chunk_concurrent_maximum": 1}
     with suppress(Exception), zarr.config.set(settings):
@@ -107,5 +110,5 @@ def _configured_reader(array: "zarr.Array[Any]") -> tuple["zarr.Array[Any]", boo
 
 
 def _configurations(codecs: Any) -> list[dict[str, Any]]:
-    """Return codecs in the form of the specification's JSON."""
+    """Return codecs as dicts, in the JSON form that the specification of zarr format 3 defines."""
     return [dict(codec if isinstance(codec, Mapping) else codec.to_dict()) for codec in codecs]
