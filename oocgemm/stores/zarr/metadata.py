@@ -261,7 +261,7 @@ def _known(codec: Mapping[str, Any], dtype: np.dtype[Any]) -> bool:
 def _extents(stated: Any) -> tuple[int, int]:
     """Return two positive extents. Raises `ValueError` for anything else."""
     if len(stated) != 2 or not all(type(extent) is int and extent > 0 for extent in stated):
-        raise ValueError(f"{stated} are not two positive extents")
+        raise ValueError(f"shapes and chunk shapes must be two positive integers, not {stated}")
     return stated[0], stated[1]
 
 
