@@ -80,7 +80,7 @@ def gemm(
             operands give int32 (default), int64, float32 or float64. Other operands give their own dtype.
         memory: upper bound on all memory, on the host backend only, in bytes or as "4GiB". It replaces
             `device_memory` and `host_memory`: three quarters are for blocks of A, B and C, one quarter is for
-            buffers for reading and writing. That share grows if the chunks of the arrays require it.
+            buffers for reading and writing. A share grows if the smallest plan requires more.
         device_memory: upper bound on device memory, 90% of the free memory by default. On the host backend it
             bounds the RAM for blocks of A, B and C, 37.5% of the available RAM by default.
         host_memory: upper bound on host memory for buffers between storage and device, half of the available

@@ -1,12 +1,12 @@
 """The journal of a run: a file that records what the run computes, and which tiles of C are done.
 
-The journal is in a folder next to C (`stores.sidecar`). Each line is a CRC-32 and a JSON object. A line is
-durable before anything relies on it, so only the last line can be torn, that is, cut off by a crash. A torn
-line is ignored::
+The journal is in a folder inside a zarr array, or next to a .npy file (`stores.sidecar`). Each line is a
+CRC-32 and a JSON object. A line is durable before anything relies on it, so only the last line can be torn,
+that is, cut off by a crash. A torn line is ignored::
 
     run       the header: what is computed, from which operands, and the plan. The journal with this line is
               written to another file, which is then renamed into place
-    commit    beta != 0 only: the new content of a tile is durable, next to C
+    commit    beta != 0 only: the new content of a tile is durable, outside C in the subfolder redo/
     done      the new content of a tile is durable, in C. The line includes a fingerprint of the tile's files
               (sizes, modification times)
     complete  the last line: all of C is durable
@@ -244,10 +244,10 @@ class Journal:
         self._file = os.open(self.folder / JOURNAL, os.O_WRONLY)
         os.ftruncate(self._file, self.record.length)
         os.lseek(self._file, 0, os.SEEK_END)
-        self._sync_names()  # the earlier run may have been killed before it did so
+        self._sync_names()  # the earlier run may have been killed before this fsync
 
     def commit(self, tile: Tile) -> None:
-        """Record that a tile's new content is durable next to C, though not yet in C."""
+        """Record that a tile's new content is durable in files outside C (redo files), not yet in C."""
         self._add({"commit": tile})
         if self._count is None:
             self._count = os.open(self.folder / COUNT, os.O_WRONLY | os.O_CREAT, 0o666)

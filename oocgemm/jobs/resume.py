@@ -56,7 +56,7 @@ class Earlier:
 
     @property
     def committed(self) -> frozenset[Tile]:
-        """Tiles whose new content is durable next to C, and must still be moved into C."""
+        """Tiles whose new content is durable in files outside C, and must still be moved into C."""
         return self.record.committed if self.record and self.resumed else frozenset()
 
     @property

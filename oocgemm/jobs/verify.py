@@ -132,8 +132,8 @@ def verify(
 
     The method is Freivalds' (1977): it compares c @ x with op(a) @ (op(b) @ x) for random vectors x of signs.
     If C is correct, each array is read once, except b in two cases. b is read once per block of rows of c if
-    neither op(b) @ x nor c @ x fits in memory. It is read again, without these columns, if columns of op(b)
-    have Inf or NaN. If C is wrong, the arrays are read again to find the wrong columns.
+    neither op(b) @ x nor c @ x fits in memory. If columns of op(b) have Inf or NaN, b is read again to sum
+    the other columns. If C is wrong, the arrays are read again to find the wrong columns.
 
     Args:
         a, b, c: as for `gemm`. Any program may have computed c.
