@@ -124,7 +124,7 @@ def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> N
 def _too_long(result: Result) -> str:
     """Return a note if the report would take more memory than is allowed; otherwise "".
 
-    Allowed is as much host memory as the budgets of the run allow, and at least `MIN_REPORT_ROOM` bytes.
+    The limit is the host memory in the budgets of the run, or `MIN_REPORT_ROOM` bytes if that is more.
     """
     budgets = result.plan.budgets
     room = max(MIN_REPORT_ROOM, budgets.host + (budgets.device if result.plan.machine.unified else 0))

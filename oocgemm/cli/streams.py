@@ -40,7 +40,7 @@ class _Descriptor(io.FileIO):
             return super().write(data)
         except OSError as error:
             null = os.open(os.devnull, os.O_WRONLY)
-            # From now on, output to this file descriptor is dropped. Child processes inherit it.
+            # Later output to this file descriptor is dropped. Later child processes inherit the descriptor.
             os.dup2(null, self.fileno())
             os.close(null)
             if not (self._lossy or error.errno == errno.EPIPE):
