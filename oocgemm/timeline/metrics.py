@@ -222,10 +222,10 @@ def exposed_intervals(spans: Sequence[Span], wall: int) -> list[Wait]:
 
     A chain of operations explains each gap before a Multiply. The chain goes back in time:
 
-    1. Of the operations that the Multiply waited for, the first link is the one that ended last.
-    2. Of the operations that this one waited for, the second link is the one that ended last, and so on.
+    1. It begins with the operation that ended last among those that the Multiply waited for.
+    2. The next one is the operation that ended last among those that the first one waited for, and so on.
 
-    The cause of an instant is the lane of the chain's operation that ran then. The lane ``d2h`` is reported
+    The cause of an instant is the lane of that operation of the chain which ran then. ``d2h`` is reported
     as ``accumulator``: a tile must be downloaded before its accumulator is free for the next tile. If no
     operation of the chain ran, the cause is ``start-up`` before the first Multiply and ``issue`` later. All
     time after the last Multiply has the cause ``tail``.
