@@ -79,10 +79,10 @@ class _Change:
 class Fitted:
     """A run's plan, with the machine model `machine` fitted to the run.
 
-    `original` is the model that the plan was made with. `outside` and `closed_outside` were measured in
-    the run, in seconds. `outside` is added to a simulated T, which lacks the time before the first and after the last
-    operation. `closed_outside` is added to a T from formulas. It is the time after the last operation, plus
-    the time by which the first Multiply started later than the formulas predict.
+    `original` is the model that the plan was made with. `outside` and `closed_outside` are measured seconds.
+    `outside` is added to a simulated T, which lacks the time before the first and after the last operation.
+    `closed_outside` is added to a T from formulas. It is the time after the last operation, plus the time by
+    which the first Multiply started later than the formulas predict.
     """
 
     plan: Plan
@@ -142,9 +142,9 @@ def fit(timeline: Timeline, figures: Report) -> Fitted | None:
     def scale(lane: str, latency: float = 0.0) -> float:
         """Return the measured rate of a lane over its rate in the model.
 
-        This ratio is the predicted busy time divided by the measured one, after `latency`, the seconds that
-        do not depend on the rate, is subtracted from both. A lane that the kernel hardly waited for
-        (`NEGLIGIBLE_WAIT`) may have run below its maximum rate, so a ratio below 1 is then replaced by 1.
+        That is the predicted busy time over the measured one. `latency`, the seconds that do not depend on
+        the rate, is first subtracted from both. The ratio is at least 1 for a lane that the kernel hardly
+        waited for (`NEGLIGIBLE_WAIT`) and that shares no CPU cores: it may have run below its maximum rate.
         """
         busy, modelled = took(lane), lanes.get(lane, 0.0)
         # A storage lane moves no bytes if the device copied all panels or strips directly from or to the
