@@ -39,7 +39,7 @@ from oocgemm.timeline.verdict import COMPUTE
 MIN_GAIN, COMPARABLE_GAIN = 0.03, 0.8
 # Advice on a compute-bound run also covers the kernel's longest wait, if it took at least this share of T.
 MIN_STALL = 0.1
-# The fitted model is not used if it predicts a T of the run that differs by more than this share of T.
+# The fitted model is used only if the T that it predicts for the run is within this share of the measured T.
 MAX_FIT_ERROR = 0.25
 # T of a plan with at most this many steps is predicted by simulation, which takes about 0.1 ms per step. T of
 # a longer plan is predicted by formulas.
