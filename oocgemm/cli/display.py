@@ -25,7 +25,7 @@ from oocgemm.timeline.verdict import COMPUTE
 
 TRAFFIC = ("read", "h2d", "d2h", "write")
 LANE_WIDTH = 8  # characters for a lane's name in the Gantt chart
-# Characters in a line of the Gantt chart for everything except the bar, and the minimum for the bar.
+# A line of the Gantt chart takes GANTT_MARGIN characters besides its bar. A bar has MIN_GANTT or more.
 GANTT_MARGIN, MIN_GANTT = LANE_WIDTH + 3, 10
 SELDOM = 10.0  # seconds between progress lines if stderr is not a terminal
 
@@ -202,7 +202,7 @@ def print_report(report: Report, timeline: Timeline, *, advise: bool = False) ->
         rate = format_rate(moved / figures["busy"]) if moved and figures["busy"] else ""
         if lane == "compute" and figures["busy"]:
             rate = format_rate(report.flops / figures["busy"], "FLOP")
-        # If there is no read lane, decode shows the bounds of reading. So does encode for writing.
+        # In runs without the lanes read and write, decode and encode show the bounds of reads and writes.
         through = {"decode": "read", "encode": "write"}.get(lane, lane)
         link = report.traffic.get(lane if through in report.lanes else through, {})
         bounds = (format_size(link[x]) if link.get(x) is not None else "" for x in ("required", "least"))  # type: ignore[arg-type]
@@ -219,7 +219,7 @@ def print_report(report: Report, timeline: Timeline, *, advise: bool = False) ->
 
 
 def _uncalibrated(report: Report, timeline: Timeline) -> bool:
-    """Tell whether a calibration would add the efficiency to the report. It cannot for tf32 and bf16."""
+    """Tell whether a calibration would add the efficiency. No calibration covers tf32 and bf16."""
     compute = timeline.header.get("plan", {}).get("problem", {}).get("compute", "native")
     return report.efficiency is None and not report.unfinished and compute not in ("tf32", "bf16")
 
@@ -381,7 +381,7 @@ def _lines(console: Console) -> Iterator[Callable[[str], None]]:
         nonlocal task
         task = what
 
-    def repeat() -> None:  # runs in a thread of its own, since minutes may pass between calls of `say`
+    def repeat() -> None:  # needs its own thread, to print even if `say` is not called for minutes
         while not ended.wait(SELDOM):
             console.print(f"{format_time(perf_counter() - started)}  {task}", soft_wrap=True, markup=False)
 

@@ -43,8 +43,9 @@ def stopping(farewell: Callable[[], None]) -> Iterator[None]:
         os._exit(128 + number)
 
     def watch() -> None:
-        # A signal writes its number to this pipe at once. `interrupt` is called only after the main thread
-        # has returned from a library call, which may take longer than `PATIENCE`.
+        # Python calls `interrupt` only after the main thread has returned from a library call, which may take
+        # longer than `PATIENCE`. A signal writes its number to this pipe at once, so that this thread can
+        # end the process in time.
         if (arrived := os.read(reading, 1)) and not ended.wait(PATIENCE):
             leave(arrived[0])
 
@@ -71,7 +72,7 @@ def stopping(farewell: Callable[[], None]) -> Iterator[None]:
         signal.set_wakeup_fd(old)
         for number, handler in before.items():
             signal.signal(number, handler)
-        os.close(writing)  # ends the read in `watch`
+        os.close(writing)  # makes `os.read` in `watch` return
         if watcher.is_alive():
             watcher.join()
         os.close(reading)

@@ -79,14 +79,15 @@ PROBLEM = (
     click.option(
         "--device-memory",
         metavar="SIZE",
-        help="Upper bound on device memory, such as 2GiB; on the host backend, on RAM for blocks of A, B and "
-        "C.  [default: 90% of free device memory; host backend: 37.5% of available RAM]",
+        help="Upper bound on device memory, such as 2GiB. With the host backend: upper bound on RAM for "
+        "blocks of A, B and C.  [default: 90% of free device memory; host backend: 37.5% of available RAM]",
     ),
     click.option(
         "--host-memory",
         metavar="SIZE",
-        help="Upper bound on host memory for buffers between storage and device, such as 8GiB; on the host "
-        "backend, on RAM for reading and writing.  [default: 50% of available RAM; host backend: 12.5%]",
+        help="Upper bound on host memory for buffers between storage and device, such as 8GiB. With the host "
+        "backend: upper bound on RAM for reading and writing.  [default: 50% of available RAM; host backend: "
+        "12.5%]",
     ),
     click.option(
         "--tile",

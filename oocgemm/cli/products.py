@@ -30,7 +30,8 @@ from oocgemm.planning import Plan
 from oocgemm.planning.units import format_size
 from oocgemm.reports.progress import progress_display
 
-MIN_REPORT_ROOM = 256 << 20  # bytes that a report may take even if the budgets of the run are smaller
+# Memory in bytes. A report that takes at most this much is shown, even if the budgets of the run are smaller.
+MIN_REPORT_ROOM = 256 << 20
 
 
 @click.command()
@@ -121,9 +122,9 @@ def run(a: str, b: str, c: str, as_json: bool, quiet: bool, **options: Any) -> N
 
 
 def _too_long(result: Result) -> str:
-    """Return a note if the report would take more memory than the budgets of the run; otherwise "".
+    """Return a note if the report would take more memory than is allowed; otherwise "".
 
-    A report of up to `MIN_REPORT_ROOM` bytes is always shown.
+    The limit is the host memory in the budgets of the run, or `MIN_REPORT_ROOM` bytes if that is more.
     """
     budgets = result.plan.budgets
     room = max(MIN_REPORT_ROOM, budgets.host + (budgets.device if result.plan.machine.unified else 0))
@@ -137,7 +138,10 @@ def _too_long(result: Result) -> str:
 
 
 def _noting(progress: Callable[[Plan], Observer]) -> Callable[[Plan], Observer]:
-    """Return a progress callback that prints the plan's note, if it has one, before it calls `progress`."""
+    """Return a progress callback that first prints the plan's note, then calls `progress`.
+
+    The note is a hint at larger budgets (`Plan.note`). If a plan has none, nothing is printed.
+    """
 
     def begin(planned: Plan) -> Observer:
         if planned.note:

@@ -40,7 +40,8 @@ class _Descriptor(io.FileIO):
             return super().write(data)
         except OSError as error:
             null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, self.fileno())  # drops later output, of child processes too
+            # Later output to this file descriptor is dropped. Later child processes inherit the descriptor.
+            os.dup2(null, self.fileno())
             os.close(null)
             if not (self._lossy or error.errno == errno.EPIPE):
                 raise ExecutionError(f"the output cannot be written: {error.strerror}") from error

@@ -61,8 +61,8 @@ def gemm(
         c: where C is stored, and read from if beta != 0: an m x n array, a path or a URL. If nothing exists
             at the path, C is created there: as a .npy file if the path ends in .npy, else as a zarr array. By
             default a new ndarray.
-        plan: a plan from `oocgemm.plan` to run. It contains the operands and the options up to `verify`, so
-            pass only options from `device` on beside it.
+        plan: a plan from `oocgemm.plan` to run. It contains the operands and the options from `alpha` to
+            `verify`. Pass with it only options that are listed below from `device` on.
         alpha, beta: scalars, 1 and 0 by default. They must be real for real operands. For an integer C they
             must be integers of magnitude below 2^53. With beta = 0, C is never read; with alpha = 0, A and B
             are never read.
@@ -80,7 +80,7 @@ def gemm(
             operands give int32 (default), int64, float32 or float64. Other operands give their own dtype.
         memory: upper bound on all memory, on the host backend only, in bytes or as "4GiB". It replaces
             `device_memory` and `host_memory`: three quarters are for blocks of A, B and C, one quarter is for
-            buffers for reading and writing. That share grows if the chunks of the arrays require it.
+            buffers for reading and writing. A share grows if the smallest plan requires more.
         device_memory: upper bound on device memory, 90% of the free memory by default. On the host backend it
             bounds the RAM for blocks of A, B and C, 37.5% of the available RAM by default.
         host_memory: upper bound on host memory for buffers between storage and device, half of the available
@@ -137,8 +137,8 @@ def plan(a: Operand, b: Operand, c: Output = None, **options: Unpack[PlanOptions
 
     Args:
         a, b, c: as for `gemm`. C may exist.
-        options: options of `gemm` up to `verify`. The cuda backend requires `device_memory`, since the free
-            memory of a device is not queried.
+        options: the options of `gemm` from `alpha` to `verify`, in the order of its documentation. The cuda
+            backend requires `device_memory`, since the free memory of a device is not queried.
 
     Returns:
         A `Plan`. Its `run` method computes the product.

@@ -32,8 +32,8 @@ def budgets_of(
 def _rounded(size: int) -> int:
     """Round a size down to 6 significant bits, by 3% at most.
 
-    Free memory differs a little from call to call. If the budgets are equal all the same, a later call finds
-    its plan in the cache.
+    Free memory differs a little from call to call. Rounding makes the default budgets of two calls equal, so
+    that the second call finds its plan in the cache.
     """
     excess = max(0, size.bit_length() - 6)
     return size >> excess << excess
@@ -59,8 +59,9 @@ def within_budgets(
 def _within(memory: int, plan: Callable[[Budgets], Plan]) -> Plan:
     """Split one memory bound, in bytes, into two budgets, and plan within them.
 
-    Three quarters are for blocks of A, B and C, one quarter is for reading and writing. If one budget is too
-    small for the smallest plan, it becomes as large as that plan requires, and the other one gets the rest.
+    The device budget, for blocks of A, B and C, gets three quarters. The host budget, for reading and
+    writing, gets one quarter. If the smallest plan requires more of one budget, that budget is enlarged to
+    what the plan requires, and the other one gets the rest.
     """
     budgets = Budgets(memory - memory // 4, memory // 4)
     try:

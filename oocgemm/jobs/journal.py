@@ -1,12 +1,12 @@
 """The journal of a run: a file that records what the run computes, and which tiles of C are done.
 
-The journal is in a folder next to C (`stores.sidecar`). Each line is a checksum and a JSON object. A line is
-durable before anything relies on it, so only the last line can be torn, that is, cut off by a crash. A torn
-line is ignored::
+The journal is in a folder inside a zarr array, or next to a .npy file (`stores.sidecar`). Each line is a
+CRC-32 and a JSON object. A line is durable before anything relies on it, so only the last line can be torn,
+that is, cut off by a crash. A torn line is ignored::
 
     run       the header: what is computed, from which operands, and the plan. The journal with this line is
               written to another file, which is then renamed into place
-    commit    beta != 0 only: the new content of a tile is durable, next to C
+    commit    beta != 0 only: the new content of a tile is durable, outside C in the subfolder redo/
     done      the new content of a tile is durable, in C. The line includes a fingerprint of the tile's files
               (sizes, modification times)
     complete  the last line: all of C is durable
@@ -212,8 +212,9 @@ class Journal:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        # Number of parent folders to fsync. The directory entries of this folder and of C must be durable. So
-        # must those of the parents that do not exist yet and are created with this folder.
+        # Number of parent folders to fsync, the nearest first. Two of them contain the directory entries of
+        # this folder and of C. The others contain the entries of parents that do not exist yet: `_lock`
+        # creates these parents together with this folder.
         self._levels = 2 + sum(not above.exists() for above in folder.parents[1:])
         self._lock: int | None = _lock(folder)
         self._file: int | None = None
@@ -243,10 +244,10 @@ class Journal:
         self._file = os.open(self.folder / JOURNAL, os.O_WRONLY)
         os.ftruncate(self._file, self.record.length)
         os.lseek(self._file, 0, os.SEEK_END)
-        self._sync_names()  # the earlier run may have been killed before its own fsync
+        self._sync_names()  # the earlier run may have been killed before this fsync
 
     def commit(self, tile: Tile) -> None:
-        """Record that a tile's new content is durable next to C, though not yet in C."""
+        """Record that a tile's new content is durable in files outside C (redo files), not yet in C."""
         self._add({"commit": tile})
         if self._count is None:
             self._count = os.open(self.folder / COUNT, os.O_WRONLY | os.O_CREAT, 0o666)
@@ -281,8 +282,8 @@ class Journal:
     def check_in_place(self) -> None:
         """Raise `OSError` if the locked folder was removed or replaced.
 
-        After that, a run must not continue to write: it would leave parts of an array at a removed path, or
-        damage the C of the run that replaced the folder.
+        The caller must then stop writing. Otherwise it would leave parts of an array at a path that was
+        removed, or damage the C of another run, which has replaced the folder.
         """
         assert self._lock is not None
         with suppress(FileNotFoundError):
@@ -317,7 +318,7 @@ class Journal:
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
-    """Return the JSON object in a line; None if its checksum is wrong, as in a line that a crash cut off."""
+    """Return the JSON object in a line; None if its CRC-32 is wrong, as in a line that a crash cut off."""
     checksum, _, text = line.partition(b" ")
     if checksum != b"%08x" % zlib.crc32(text):
         return None

@@ -162,7 +162,7 @@ class Journaled(Target):
             self.matrix.redirect_writes(redo)
             for tile in earlier.committed:
                 self.matrix.apply_redo(plan.grid.rows(tile[0]), plan.grid.cols(tile[1]))
-            shutil.rmtree(redo, ignore_errors=True)  # only tiles without a commit are left in it
+            shutil.rmtree(redo, ignore_errors=True)  # the files left there belong to tiles without a commit
             redo.mkdir()
             sync_path(earlier.folder)
 
@@ -177,8 +177,8 @@ class Journaled(Target):
         self.matrix.set_finished(True)
         self._journal.complete({"content": self.matrix.files_fingerprint()})
         shutil.rmtree(self._earlier.folder / REDO, ignore_errors=True)
-        # The journal's folder may stay inside a zarr array. Next to a .npy file it is removed, after the
-        # journal was moved into the file.
+        # A zarr array contains the folder of its journal, which stays there. The folder next to a .npy file
+        # is removed. The file itself then stores the journal.
         if self._earlier.folder.name != SIDECAR:
             self._journal.move_into_c()
 
@@ -189,9 +189,9 @@ class Journaled(Target):
             kept = self._committer.recorded
         untouched = self._creates or (self._was_complete and (self._redo or not self.written))
         if self._earlier.resumed or kept or not untouched:
-            return  # keep C and the journal: a run can resume, or C already has some new content
+            return  # keep C and the journal: a later run can resume, or the old C is partly overwritten
         with suppress(OSError):
-            self._journal.check_in_place()  # raises if another run has replaced C: its files must stay
+            self._journal.check_in_place()  # raises if C was replaced: the new files must not be removed
             if not self._creates:
                 self.matrix.set_finished(True)
             stores.clear(self._earlier.folder, c=self._created)

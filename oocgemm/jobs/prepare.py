@@ -162,7 +162,10 @@ def _existing(
 
 
 def _as_begun(c: Destination, earlier: Earlier) -> tuple[tuple[int, int] | None, str | None]:
-    """Return the chunks and compressor that an unfinished run had chosen for a C that must now be created."""
+    """Return the chunks and compressor that an unfinished run had chosen for C.
+
+    They are needed because that run left no usable C, and the new run must create C in the same way.
+    """
     if c.kind is Kind.NPY:
         return None, None
     rows, cols = map(int, earlier.header["given"]["chunks"].split("x"))
@@ -242,10 +245,10 @@ def _unknown() -> int:
 def _continued(
     earlier: Earlier, problem: GemmProblem, budgets: Budgets, machine: MachineModel, layouts: Layouts
 ) -> Plan:
-    """Return the plan that continues a run.
+    """Return the plan that continues an interrupted run.
 
-    Raises `InputError` if the version that began the run divides A and B along k in another way: then tiles
-    of the two versions would differ in rounding.
+    Raises `InputError` if another version of oocgemm began the run and divided A and B along k into other
+    blocks than this version does. Its tiles would differ from new ones in rounding.
     """
     plan = resumed_plan(problem, budgets, machine, layouts, earlier.candidate, earlier.done)
     if plan.grid.ramp != earlier.header["ramp"]:

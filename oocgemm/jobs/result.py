@@ -24,7 +24,7 @@ class Result:
     """The result of a run. ``np.asarray(result)`` is C as an ndarray.
 
     Attributes:
-        c: C as a matrix of its store; None if there is none.
+        c: C as a `Matrix`. Every run sets it. It is None only if other code makes a `Result` without C.
         plan: the plan that ran.
         log: the compressed record of the run, from which `timeline` and `report` are made on first access.
     """
@@ -36,7 +36,7 @@ class Result:
     @cached_property
     def out(self) -> Any:
         """The array that holds C: the one passed in, a new ndarray, or the zarr array or memory map at C's
-        path. A zarr array is opened at the first access, and zarr imported."""
+        path. The first access to a zarr array imports zarr and opens the array."""
         return getattr(self.c, "array", None)
 
     @cached_property

@@ -51,12 +51,12 @@ class Earlier:
 
     @property
     def candidate(self) -> Candidate:
-        """What the earlier run's plan has chosen, such as the tile shape, the slots and the traversal."""
+        """The choices that define the earlier run's plan, such as the tile shape, slots and traversal."""
         return recorded_candidate(self.header["candidate"])
 
     @property
     def committed(self) -> frozenset[Tile]:
-        """Tiles whose new content is durable next to C, and must still be moved into C."""
+        """Tiles whose new content is durable in files outside C, and must still be moved into C."""
         return self.record.committed if self.record and self.resumed else frozenset()
 
     @property
@@ -70,8 +70,12 @@ class Earlier:
 def find_earlier(c: Destination, *, resume: bool, overwrite: bool, reads_c: bool) -> Earlier | None:
     """Find the journal at C; return None if C can have none, as in memory or a remote store.
 
-    Raises `InputError` if another run is writing there, or if a run is unfinished and the new run neither
-    resumes it nor may overwrite it.
+    Raises `InputError` in these cases:
+
+    - Another run is writing to C.
+    - An earlier run to C is unfinished, and `resume` is not set. With `overwrite`, the new run may replace
+      that run, but not if it reads the old C.
+    - `resume` is set, but C can have no journal, or C exists without one and must not be overwritten.
     """
     folder = c.journal_folder
     if folder is None:
@@ -142,7 +146,7 @@ def check_complete(*operands: Matrix) -> None:
     for operand in operands:
         described = operand.describe()
         complete = not described.get("unfinished", False)
-        if described["store"] == "npy":  # an unfinished .npy file has no mark: read its journal
+        if described["store"] == "npy":  # only the journal of a .npy file tells whether it is unfinished
             folder = stores.sidecar(described["path"])
             record = read(folder) if folder is not None else None
             complete = record is None or record.complete is not None
@@ -180,8 +184,8 @@ def check_same(
 ) -> None:
     """Raise `InputError`, with the differences, if the new run may not resume the earlier one.
 
-    `now` is the result of `identify` for the new run. An option that is None keeps its earlier value. With
-    `trust_operands`, files of A and B may have changed.
+    `now` is the result of `identify` for the new run. If `tile`, `chunks` or `compressor` is None, the value
+    of the earlier run is used. With `trust_operands`, files of A and B may have changed.
     """
     then, given = earlier.header["identity"], earlier.header["given"]
     changed = [] if trust_operands else list(_changes(then, now))
@@ -219,7 +223,7 @@ def check_same(
         and c is not None
         and cast(Durable, c).files_fingerprint() != record.complete["content"]
     ):
-        raise InputError(f"C has changed since the run started {started} completed it: {restart}")
+        raise InputError(f"C has changed since it was completed by the run of {started}: {restart}")
 
 
 def _share(record: Record) -> str:

@@ -38,7 +38,7 @@ class Verification:
     """The result of `verify`. Its truth value is `ok`.
 
     The check divides the columns of C into groups. For each row and group it sums the elements of C with
-    random signs, and compares the sum with the same sum of the product.
+    random signs. It compares this sum with the sum of the product's elements with the same signs.
 
     Attributes:
         ok: whether C is the product within rounding error.
@@ -47,8 +47,8 @@ class Verification:
         wrong_rows: number of rows with errors.
         excess: largest error of a sum, as a multiple of the tolerance of that sum; the error itself if the
             tolerance is 0, and infinite if an Inf or NaN is wrong.
-        miss_probability: upper bound on the probability that the errors in one row and group cancel in all
-            its sums, so that they are missed.
+        miss_probability: upper bound on the probability that the check misses the errors in one row and
+            group, because they cancel in all sums.
         tolerance: largest tolerance of any sum. If only one element of a row and group is wrong, and its
             error exceeds twice this value, it is always found.
         bound: name of the model of rounding errors, "probabilistic" or "worst-case".
@@ -131,7 +131,9 @@ def verify(
     """Check that ``c = alpha op(a) @ op(b) + beta c_before`` within rounding error, in bounded memory.
 
     The method is Freivalds' (1977): it compares c @ x with op(a) @ (op(b) @ x) for random vectors x of signs.
-    Each array is read once. b is read again if memory is too small for the sums, or if b has Inf or NaN.
+    If C is correct, each array is read once, except b in two cases. b is read once per block of rows of c if
+    neither op(b) @ x nor c @ x fits in memory. If columns of op(b) have Inf or NaN, b is read again to sum
+    the other columns. If C is wrong, the arrays are read again to find the wrong columns.
 
     Args:
         a, b, c: as for `gemm`. Any program may have computed c.

@@ -1,15 +1,15 @@
 """Suggest what to change after a run, and predict how much time the change saves.
 
 1. `fit` fits the plan's cost model to the run. Each lane gets the rate at which the model predicts the busy
-   time that was measured. The time before the first and after the last operation is added to predictions.
+   time that was measured. The measured time before the first operation and after the last one is added.
 2. The planner plans the product again with each candidate change: larger budgets within the machine's memory,
    another tile, A and B stored in chunks that match their panels, or cuBLAS instead of a slower kernel. It
    uses the original machine model, because it will use that one again when the user makes the change.
 3. The fitted model predicts T of the original plan and of the changed plan. The predicted T after the change
    is the measured T, times the prediction for the changed plan over that for the original plan.
 
-No saving is predicted if the T that the fitted model predicts for the run differs too much from the measured
-one, or for a change to rates that the run did not measure, such as those of faster storage.
+No saving is predicted if the fitted model predicts a T of the run itself that differs too much from the
+measured T (`MAX_FIT_ERROR`). None is predicted for faster storage either, whose rates were not measured.
 """
 
 from collections.abc import Iterator, Mapping
@@ -39,7 +39,7 @@ from oocgemm.timeline.verdict import COMPUTE
 MIN_GAIN, COMPARABLE_GAIN = 0.03, 0.8
 # Advice on a compute-bound run also covers the kernel's longest wait, if it took at least this share of T.
 MIN_STALL = 0.1
-# The fitted model is not used if it predicts a T of the run that differs by more than this share of T.
+# The fitted model is used only if the T that it predicts for the run is within this share of the measured T.
 MAX_FIT_ERROR = 0.25
 # T of a plan with at most this many steps is predicted by simulation, which takes about 0.1 ms per step. T of
 # a longer plan is predicted by formulas.
@@ -79,10 +79,10 @@ class _Change:
 class Fitted:
     """A run's plan, with the machine model `machine` fitted to the run.
 
-    `original` is the model that the plan was made with. Predictions leave out parts of T. These are added, in
-    seconds, as measured in the run. `outside` is added to a simulated T: the time before the first and after
-    the last operation. `closed_outside` is added to a T from formulas: the time after the last operation, and
-    the time before the first Multiply as far as it exceeds the start-up that the formulas predict.
+    `original` is the model that the plan was made with. `outside` and `closed_outside` are measured seconds.
+    `outside` is added to a simulated T, which lacks the time before the first and after the last operation.
+    `closed_outside` is added to a T from formulas. It is the time after the last operation, plus the time by
+    which the first Multiply started later than the formulas predict.
     """
 
     plan: Plan
@@ -99,8 +99,8 @@ class Fitted:
         """
         if plan.steps > MAX_SIMULATED if closed is None else closed:
             return plan.prediction.total + self.closed_outside
-        # The measured times of the run include page faults at the first use of its memory. On the host
-        # backend, add the time of page faults in the memory that `plan` needs beyond the run's.
+        # `outside` includes the page faults of the memory that the run took. On the host backend, if `plan`
+        # takes more memory than the run, it has more page faults, and their time is added.
         more = plan.footprint.device_total - self.plan.footprint.device_total if plan.machine.unified else 0
         seconds = simulate(plan.schedule(), plan.setting)
         return seconds + self.outside + max(0.0, more * plan.machine.arena_seconds_per_byte)
@@ -126,9 +126,9 @@ def fit(timeline: Timeline, figures: Report) -> Fitted | None:
     if plan is None or not figures.compute or timeline.unfinished:
         return None
     lanes = _modelled(plan)
-    # If lanes share CPU cores, they slow each other down while they overlap. The model predicts how long each
-    # lane would take alone. To be comparable, the measured busy times are scaled down until they add up to
-    # the time in which at least one lane was busy.
+    # The model predicts how long each lane takes alone. Lanes that share CPU cores slow each other down while
+    # they run at once, so their measured busy times are longer. All busy times are therefore scaled by one
+    # factor, so that they add up to the time in which at least one lane was busy.
     together = length(union((s.start, s.end) for s in timeline.spans)) / 1e9
     crowding = (
         together / sum(lane["busy"] for lane in figures.lanes.values()) if plan.machine.shares_cores else 1.0
@@ -142,9 +142,9 @@ def fit(timeline: Timeline, figures: Report) -> Fitted | None:
     def scale(lane: str, latency: float = 0.0) -> float:
         """Return the measured rate of a lane over its rate in the model.
 
-        This is the predicted busy time over the measured one. The seconds that do not depend on the rate,
-        `latency`, are first subtracted from both. If the kernel hardly waited for the lane
-        (`NEGLIGIBLE_WAIT`), the lane may have run below its maximum rate. The result is then at least 1.
+        That is the predicted busy time over the measured one. `latency`, the seconds that do not depend on
+        the rate, is first subtracted from both. The ratio is at least 1 for a lane that the kernel hardly
+        waited for (`NEGLIGIBLE_WAIT`) and that shares no CPU cores: it may have run below its maximum rate.
         """
         busy, modelled = took(lane), lanes.get(lane, 0.0)
         # A storage lane moves no bytes if the device copied all panels or strips directly from or to the
@@ -163,9 +163,9 @@ def fit(timeline: Timeline, figures: Report) -> Fitted | None:
 
     writes = figures.lanes.get("write", {}).get("operations", 0) * machine.write_latency
     read, write = scale("read"), scale("write", writes)
-    # The model has two read rates: `read` for whole chunks and `read_scattered` for parts of chunks. If reads
-    # were slower than predicted, the storage is assumed to add the same seconds per byte to both: `late`. The
-    # number of bytes read, `covered`, is the time that reads would take at 1 byte per second.
+    # If reads took longer than predicted, the excess per byte read, `late`, is added to the seconds per byte
+    # of both read rates: `read` (whole chunks) and `read_scattered` (parts of chunks). `covered`, the number
+    # of bytes read, is computed as the predicted seconds of the reads at 1 byte per second.
     late = 0.0
     if 0 < read < 1 and not (layouts.a.in_memory or layouts.b.in_memory):
         covered = _modelled(replace(plan, machine=replace(machine, read=1.0, read_scattered=1.0)))["read"]
@@ -305,8 +305,8 @@ def _planned(
 ) -> Plan | None:
     """Plan the run's product again with these arguments. Return None if no plan satisfies them.
 
-    The planner chooses with the machine model `by`, by default the one that the run was planned with. The
-    returned plan has the fitted model, so that it predicts times at the rates of this run.
+    The planner chooses with the machine model `by`, by default that of the run's original plan. The returned
+    plan gets the fitted model instead, so that it predicts times at the rates of this run.
     """
     try:
         plan = make_plan(fitted.plan.problem, budgets, by or fitted.original, layouts, tile)
@@ -341,8 +341,8 @@ def _round(size: int) -> int:
 def _effect(before: Plan, after: Plan, moved: Mapping[str, int]) -> str:
     """Return words such as "would shorten write by 20%" for the lane whose time a change shortens most.
 
-    `after` is the plan with the change. `moved` has the bytes that the run, with plan `before`, moved over
-    each link.
+    `before` is the plan of the run, and `after` the plan with the change. `moved` maps each link to the bytes
+    that the run moved over it.
     """
     lanes, later = before.prediction.lanes, after.prediction.lanes
     lane = max(lanes, key=lambda lane: lanes[lane] - later[lane])
@@ -384,7 +384,7 @@ ADVICE_IN_MEMORY = {
 
 
 def _advice(diagnosis: Diagnosis, timeline: Timeline) -> str:
-    """Return advice on the cause that limited a run, and on the largest stall if `MIN_STALL` requires it."""
+    """Return advice on the cause that limited a run. If that is compute, add advice on a long stall."""
     found = diagnosis.verdict
     if found.bound != COMPUTE:
         return _against(found.bound, timeline)

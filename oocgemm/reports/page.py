@@ -47,8 +47,9 @@ def run_data(timeline: Timeline) -> dict[str, Any]:
     - ``start``: nanoseconds since the start of the previous span.
     - ``lane``, ``kind``, ``operand``, ``tile``, ``size``: indices into the lists of distinct values, which
       are also returned. A size is a pair of bytes and flops.
-    - ``after``: the index of the span, minus the index of the operation that ended last among those that it
-      waited for. It is 0 if the span waited for none, or if that operation ended after the span started.
+    - ``after``: the index of the span, minus the index of its predecessor. That is, of the operations that
+      the span waited for, the one that ended last. ``after`` is 0 if the span waited for no operation, or if
+      the recorded end of the predecessor is later than the start of the span.
     """
     spans = sorted(timeline.spans, key=lambda s: (s.start, s.end, s.id))
     place = {span.id: index for index, span in enumerate(spans)}
@@ -58,8 +59,8 @@ def run_data(timeline: Timeline) -> dict[str, Any]:
     tiles, sizes = _Index(), _Index()
     blockers = [last_predecessor(span, by_id, before) for span in spans]
     starts = [span.start for span in spans]
-    # Build the columns before the returned dictionary, because `_Index.of` collects the distinct values that
-    # `values` returns.
+    # The columns and `waits` are built before the returned dictionary: building them calls `_Index.of`, which
+    # collects distinct values, and the dictionary contains all of these.
     columns = {
         "start": [b - a for a, b in zip([0, *starts], starts, strict=False)],
         "length": [span.end - span.start for span in spans],

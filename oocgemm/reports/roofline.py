@@ -62,8 +62,8 @@ def roofline(title: str, links: Mapping[str, float], roofs: Mapping[str, float],
         budget: size in bytes of a square float64 tile. A vertical line marks the flops per byte of this tile.
     """
     fastest, slowest, mark = max(links.values()), min(links.values()), sqrt(budget / ITEMSIZE) / ITEMSIZE
-    # The horizontal axis must include the marked tile. For each pair of a link and a kernel, it must also
-    # include the flops per byte at which the link takes as long as the kernel.
+    # The horizontal axis must include `mark`, the flops per byte of a tile with `budget` bytes. It must also
+    # include the point at which the line of any link meets the line of any kernel.
     first = 10.0 ** (floor(log10(min(min(roofs.values()) / fastest, mark))) - 1)
     last = 10.0 ** ceil(log10(max(2 * max(roofs.values()) / slowest, 1.5 * mark)))
     low, high = first * slowest / 1.5, 2 * max(roofs.values())

@@ -55,8 +55,9 @@ def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
         times = {"ts": span.start / 1e3, "dur": (span.end - span.start) / 1e3}
         yield {"ph": "X", "name": what, "cat": span.lane, **times, **place, "args": facts}
         # A panel that does not fill its slot leaves a part of the previous panel there. A span that uses the
-        # slot then waits for the uploads of both panels, but needs the data of the later one only. So, of all
-        # operations with the same kind and operand, only the one issued last gets an arrow.
+        # slot then waits for the uploads of both panels, but needs only the data of the later one. Therefore,
+        # if a span waited for several operations of the same kind and operand, only the one that was issued
+        # last gets an arrow.
         sources = (by_id[number] for number in sorted(span.waits) if number in by_id)
         for source in {(s.kind, s.operand): s for s in sources if _feeds(s, span)}.values():
             flows += 1
@@ -68,9 +69,9 @@ def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
 
 
 def _feeds(source: Span, span: Span) -> bool:
-    """Return whether a span, which waited for `source`, uses its data.
+    """Return whether a span uses the data of `source`, an operation that it waited for.
 
-    If not, the span waited because `source` used the buffer that the span overwrites.
+    If not, `source` used a slot that the span overwrites. The span waited for the end of that use.
     """
     order = {kind: place for place, kind in enumerate(FLOW)}
     return order.get(source.kind, -1) < order.get(span.kind, -1)

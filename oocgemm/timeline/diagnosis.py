@@ -69,9 +69,9 @@ class Diagnosis:
     def rest(self) -> str:
         """Return the part of `finding` after the headline.
 
-        For a compute-bound run, this part gives the longest stall: the time in which the kernel waited for
-        one cause, such as reads. For any other run, it explains the cause that the headline names, and gives
-        the share of T in which the kernel ran.
+        For a compute-bound run, this part names the largest stall, such as waiting for reads, and its share
+        of T. For any other run, it explains the cause that the headline names, and gives the share of T in
+        which the kernel ran.
         """
         found = self.verdict
         if not found.beside:
@@ -136,9 +136,13 @@ def _cores_contended(figures: Report) -> bool:
 def _bound_evidence(timeline: Timeline, figures: Report) -> str:
     """Return a sentence that says how close the limiting lane was to its maximum rate.
 
-    In a compute-bound run, the limiting lane is "compute". In any other run, it is the lane that the kernel
-    waited for longest. If the time after the last Multiply was longer than that, it is the lane that was
-    busiest then. The text is empty if no lane limits the run, for example if the start-up does.
+    The limiting lane follows from the cause with the largest share of T:
+
+    - ``compute``: the lane "compute".
+    - ``tail``: of the lanes in `OUTPUT_LANES`, the one that was busiest after the last Multiply.
+    - a wait for a lane, such as ``read``: that lane.
+
+    For any other cause, such as ``start-up``, no lane limits the run, and the text is empty.
     """
     bound = figures.verdict.bound
     if bound == COMPUTE:
@@ -164,8 +168,8 @@ def _kernel_evidence(timeline: Timeline, figures: Report) -> str:
     text = f"The kernel ran at {format_rate(rate, 'FLOP')}"
     limit, measured = rate_limits(timeline).get(COMPUTE, (0.0, False))
     exact = timeline.header.get("plan", {}).get("problem", {}).get("compute") in ("native", "emulated")
-    # The default machine model knows no rates of tf32 and bf16 products. These are compared with a calibrated
-    # rate only.
+    # A limit that was not measured is an assumed rate of products in the operands' precision. It does not
+    # apply to tf32 and bf16 products, so their rate is not compared with it.
     if limit and (measured or exact):
         known = "calibrated" if measured else "assumed"
         text += f", {format_share(rate / limit)} of the {known} {format_rate(limit, 'FLOP')}"

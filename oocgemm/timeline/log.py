@@ -4,9 +4,9 @@ The format is JSON lines:
 
 - The first line, the header, describes the run and names the columns.
 - Each span is a line, called a row. Rows are in the order in which oocgemm noticed that operations had ended.
-- The fields in `COMMON`, such as the lane, have the same values in many spans. Each combination of values is
-  written as one line, before the first row that uses it. Rows contain only the number of that line, counted
-  from 0 among the lines of this kind.
+- Many spans have the same values in the fields of `COMMON`, such as the lane. A line with these values is
+  written once, before the first row that uses it. Such lines are numbered from 0 in the order of the file. A
+  row contains the number of its line instead of the values.
 - A row stores the length of its span instead of the end. For each operation that the span waited for, it
   stores the span's id minus that operation's id. These numbers are short, so that a row takes about 60 bytes.
 - The last line, the footer, stores T and the facts known only at the end. A log without a footer belongs to a
@@ -227,7 +227,7 @@ def _parse(lines: Iterable[str]) -> Timeline:
             common.append(_common(part))
     spans.sort(key=lambda span: span.id)
     if any(one.id == other.id for one, other in pairwise(spans)):
-        raise ValueError("two of its spans have the same id")
+        raise ValueError("two of its operations have the same id")
     wall = max((span.end for span in spans), default=0)
     if footer is not None:
         wall, header = footer.pop("wall_ns"), header | footer

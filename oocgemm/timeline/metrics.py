@@ -13,9 +13,9 @@ The figures are:
 - storage overlap: the time in which a storage operation and a Multiply ran at once, over |storage|.
 - exposed time: T - |compute|. Each instant of it is attributed to one cause.
 - shares: |compute| / T, and for each cause its exposed time / T. Together, the shares add up to 1.
-- traffic: three numbers of bytes for each link. The first is what crossed the link. The second is what would
-  cross it if every element crossed once. The third is the least that any schedule within the budgets can
-  move.
+- traffic: three numbers of bytes for each link. ``bytes`` crossed the link in the run. ``required`` would
+  cross it if every element crossed once. ``least`` is a lower bound: no schedule within the budgets moves
+  fewer bytes over the link.
 - efficiency: a lower bound of the run time, over T. The bound is the largest of these times, at the
   calibrated rates in the timeline's header: the flops at the kernel's rate, the least bytes over each link at
   the link's rate, and the decoded bytes at the rate of decoding.
@@ -209,7 +209,7 @@ def shares_between(spans: Sequence[Span], since: int, until: int) -> dict[str, f
 def exposed(spans: Sequence[Span], wall: int) -> dict[str, int]:
     """Return for each cause the nanoseconds of exposed time that are attributed to it.
 
-    Exposed time is the time in which no Multiply ran. Its whole length is the sum of the returned values.
+    Exposed time is the time in which no Multiply ran. The returned values add up to it.
     """
     causes: defaultdict[str, int] = defaultdict(int)
     for start, end, cause in exposed_intervals(spans, wall):
@@ -220,14 +220,15 @@ def exposed(spans: Sequence[Span], wall: int) -> dict[str, int]:
 def exposed_intervals(spans: Sequence[Span], wall: int) -> list[Wait]:
     """Return the time in which no Multiply ran, as intervals (start, end, cause) in order.
 
-    Each gap before a Multiply is explained by a chain of operations. The chain begins with the operation that
-    ended last among those that the Multiply waited for. From each operation of the chain, it continues in the
-    same way to the one that ended last among those that this operation waited for.
+    A chain of operations explains each gap before a Multiply. The chain goes back in time:
 
-    The cause of an instant of the gap is the lane of the operation of the chain that ran then. The lane
-    ``d2h`` is reported as ``accumulator``: a tile must be downloaded before its accumulator is free for the
-    next tile. If no operation of the chain ran, the cause is ``start-up`` before the first Multiply, and
-    ``issue`` later. All time after the last Multiply has the cause ``tail``.
+    1. It begins with the operation that ended last among those that the Multiply waited for.
+    2. The next one is the operation that ended last among those that the first one waited for, and so on.
+
+    The cause of an instant is the lane of that operation of the chain which ran then. ``d2h`` is reported
+    as ``accumulator``: a tile must be downloaded before its accumulator is free for the next tile. If no
+    operation of the chain ran, the cause is ``start-up`` before the first Multiply and ``issue`` later. All
+    time after the last Multiply has the cause ``tail``.
     """
     by_id = {s.id: s for s in spans}
     before = stream_predecessors(spans)
@@ -248,8 +249,8 @@ def _attributed(
 ) -> list[Wait]:
     """Return the causes of the gap before `span`, as intervals (start, end, cause), the latest first.
 
-    The gap is explained by the chain that `exposed_intervals` describes. `idle_cause` is the cause of the
-    time in which no operation of the chain ran. `by_id` maps ids to spans, and `before` is the result of
+    `exposed_intervals` describes how a chain of operations explains the gap. The time in which no operation
+    of the chain ran gets the cause `idle_cause`. `by_id` maps ids to spans. `before` is the result of
     `stream_predecessors`.
     """
     start, cursor = gap
@@ -287,10 +288,10 @@ def _cause(span: Span) -> str:
 def stream_predecessors(spans: Sequence[Span]) -> dict[int, int]:
     """Map the id of each span to the id of the operation of the same stream that it may have waited for.
 
-    Several threads may serve one stream, and the next operation starts when any of them is free. That thread
-    was freed by the operation that ended last before the span started, so this operation is chosen. If no
-    earlier operation of the stream had ended by then, the one issued just before on the stream is chosen. The
-    first operation of a stream is not in the result.
+    Several threads may run the operations of one stream. The next operation of its queue starts when one of
+    the threads is free. Of the operations that were issued earlier on the stream, the one that ended last
+    before the span started is chosen, since it freed a thread. If none had ended by then, the operation that
+    was issued just before the span is chosen. The first operation of a stream is not in the result.
     """
     streams: defaultdict[str, list[Span]] = defaultdict(list)
     for span in sorted(spans, key=lambda s: s.id):
@@ -301,9 +302,8 @@ def stream_predecessors(spans: Sequence[Span]) -> dict[int, int]:
         ends = [s.end for s in ended]
         for number, span in enumerate(issued):
             place = bisect_right(ends, span.start) - 1
-            # Skip operations that were issued after the span: it cannot have waited for them. One of them may
-            # seem to end before the span starts, because the device's clock is slightly inexact or because
-            # it took no time.
+            # The span cannot have waited for operations that were issued after it, so skip them. They may
+            # seem to end before it starts: the device's clock is inexact, and operations may take no time.
             while place >= 0 and ended[place].id >= span.id:
                 place -= 1
             if place >= 0:
@@ -367,9 +367,9 @@ def _efficiency(timeline: Timeline, spans: Sequence[Span], flops: int) -> float 
 def _decoded(timeline: Timeline, spans: Sequence[Span]) -> float:
     """Return the number of bytes that decoding produced.
 
-    If the run has a decode lane, these are the bytes of its operations. Otherwise, chunks that are
-    read through zarr are decoded during the read, and always as a whole. For each such read, its bytes times
-    the read amplification of the operand are counted.
+    If the run has a decode lane, these are the bytes of its operations. Otherwise, zarr decodes chunks
+    during a read. It decodes whole chunks, even if the read needs only parts of them. The bytes of each such
+    read are therefore multiplied by the operand's read amplification: bytes of whole chunks per byte needed.
     """
     lane = sum(span.bytes for span in spans if span.lane == "decode")
     if lane:

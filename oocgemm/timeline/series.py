@@ -7,9 +7,10 @@ from typing import Any
 from oocgemm.timeline.metrics import length, union
 from oocgemm.timeline.spans import LANES, Span, Timeline
 
-# Kinds of operations in the order of data flow. An operation that waited for one of an earlier kind uses that
-# one's data: a Multiply waits for an Upload and uses the panel. An operation that waited for one of the same
-# or a later kind reuses its buffer: a Read waits until the previous panel in its host slot has been uploaded.
+# Kinds of operations in the order of data flow. The order tells why one operation waited for another:
+# - The other one has an earlier kind: its data are used. A Multiply waits for the Upload of its panel.
+# - The other one has the same or a later kind: its slot is reused. A Read waits until the previous panel in
+#   its host slot has been uploaded.
 FLOW = ("read", "upload", "prepare", "multiply", "finish", "download", "write")
 
 
@@ -88,9 +89,9 @@ def finish_times(spans: Iterable[Span]) -> dict[tuple[int, int], int]:
 def rate_limits(timeline: Timeline) -> dict[str, tuple[float, bool]]:
     """Return for each lane the highest rate that it can reach, and whether that rate was measured.
 
-    Rates are in flop/s for the lane "compute" and in bytes per second for all others. A rate is taken from
-    the calibration in the timeline's header. Rates that it lacks are taken from the plan's machine model,
-    whose rates may be assumed. Lanes whose rate is in neither are left out.
+    Rates are in flop/s for the lane "compute" and in bytes per second for all others. The timeline's header
+    contains calibrated rates. If the rate of a lane is not among them, it is taken from the plan's machine
+    model, where it may be assumed and not measured. If the model lacks it too, the lane is left out.
     """
     calibrated = timeline.header.get("rates") or {}
     model: dict[str, Any] = timeline.header.get("plan", {}).get("model", {})

@@ -31,9 +31,11 @@ CAUSES = {
 class Verdict:
     """What limits the speed of a run.
 
-    `bound` is the cause with the largest share of the wall time T, such as ``compute`` or ``read``, and
-    `share` is that share. `bound` is ``nothing`` if the run has no Multiply. `stall` is the cause other than
-    ``compute`` with the largest share, which is `stall_share`. It is empty if the kernel never waited.
+    `bound` is the cause with the largest share of the wall time T, such as ``compute`` or ``read``. `share`
+    is the share of this cause. If the run has no Multiply, `bound` is ``nothing``.
+
+    `stall` is the cause with the largest share, apart from ``compute``. `stall_share` is the share of this
+    cause. If the kernel never waited, `stall` is empty.
     """
 
     bound: str
@@ -53,10 +55,10 @@ class Verdict:
 
     @property
     def beside(self) -> str:
-        """Return a text with the share that the reader compares with the share in `headline`.
+        """Return the text that follows `headline`, with the share of a second cause.
 
-        For a compute-bound run, this is the share of the largest stall. For any other run, it is the share of
-        compute. The text is empty if the kernel never waited.
+        In a compute-bound run, this cause is the largest stall. In any other run, it is compute. The text is
+        empty if the kernel never waited.
 
         >>> verdict({"compute": 0.734, "write": 0.084}).beside
         'largest stall: write 8.4%'

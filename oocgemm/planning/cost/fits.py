@@ -65,7 +65,8 @@ def check_link(name: str, rate: float, limit: float | None = None) -> None:
     if not 0 < rate <= (limit or MAX_LINK):
         link = "the link of this device" if limit else "any link"
         raise ValueError(
-            f"{name} came to {format_rate(rate)}, {link} carries at most {format_rate(limit or MAX_LINK)}"
+            f"{name} came to {format_rate(rate)}, which is impossible: {link} carries at most "
+            f"{format_rate(limit or MAX_LINK)}"
         )
 
 

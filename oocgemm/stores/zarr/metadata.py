@@ -265,7 +265,7 @@ def _known(codec: Mapping[str, Any], dtype: np.dtype[Any]) -> bool:
 def _extents(stated: Any) -> tuple[int, int]:
     """Return `stated` as a tuple. Raises `ValueError` unless it consists of two positive integers."""
     if len(stated) != 2 or not all(type(extent) is int and extent > 0 for extent in stated):
-        raise ValueError(f"{stated} are not two positive extents")
+        raise ValueError(f"shapes and chunk shapes must be two positive integers, not {stated}")
     return stated[0], stated[1]
 
 
