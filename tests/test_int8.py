@@ -224,7 +224,7 @@ def test_the_command_multiplies_genotypes(
 
 
 def test_a_resumed_run_comes_to_the_same_integers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.test_resume import failing_after
+    from tests.unfinished_runs import failing_after
 
     monkeypatch.chdir(tmp_path)
     x = numbers(np.random.default_rng(7), (40, 90))
