@@ -92,7 +92,7 @@ def test_what_int32_holds_to_the_last_and_not_one_more(backend: str) -> None:
     """Multiply rows of the largest depth at which int32 cannot overflow, and rows with one more element."""
     x = np.full((3, MAX_INT32_DEPTH + 1), -128, np.int8)
     last = x[:, :MAX_INT32_DEPTH]
-    said = r"more than int32 holds .*out_dtype='int64' \(--out-dtype int64\)"
+    said = r"larger than int32 holds .*out_dtype='int64' \(--out-dtype int64\)"
     with running_on(backend) as options:
         options |= {"trans_b": "T", "tile": "3x3x50000"}
         most = oocgemm.gemm(last, last, **options).out
