@@ -18,6 +18,7 @@ from oocgemm.planning import Kind, Op, Operation
 from oocgemm.planning.cost import machine as machine_model
 from oocgemm.planning.search import slot_counts
 from tests.problems import Array, reference, scaled
+from tests.suite import slow
 from tests.tampering import ENGINES, SUMMED, checked, one_element, operands, product, tampering
 
 
@@ -48,7 +49,7 @@ FAULTS = [
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("change", "kind"), FAULTS)
-@pytest.mark.parametrize("dtype", ["float64", "float32", "complex128", "float16"])
+@pytest.mark.parametrize("dtype", ["float64", "float16", *slow(("float32",), ("complex128",))])
 @pytest.mark.parametrize("beta", [0, 1])
 def test_an_error_in_a_tile_is_put_right(
     engine: str,
@@ -227,7 +228,7 @@ def test_a_wrong_strip_never_reaches_the_store(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("beta", [0, 1])
-@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("verify", [True, *slow((False,))])
 def test_a_tile_that_failed_is_left_to_resume(tmp_path: Path, beta: int, verify: bool) -> None:
     """The tile is not recorded as done, but all others are, so that resuming computes only this tile."""
     a, b, c = operands()

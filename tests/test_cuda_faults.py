@@ -29,6 +29,7 @@ from oocgemm.system.memory import allocate
 from tests import faults
 from tests.fake_cuda import PACKAGE, Device, Fault, fake_cuda
 from tests.problems import Array
+from tests.suite import slow
 
 NO_MEMORY, NO_DEVICE, LAUNCH_FAILED = 2, 100, 719
 
@@ -277,14 +278,23 @@ FAILING = [
     *("cuMemcpyAsync", "cuEventRecord", "cuStreamWaitEvent", "cublasSetStream_v2", "cublasGemmEx"),
     *("cuEventElapsedTime", "Event.synchronize"),
 ]
+# Functions whose last call fails in the quick suite too.
+LAST = ("malloc", "cuMemcpyAsync", "cublasGemmEx", "Event.synchronize")
 
 
 def product(**options: Any) -> oocgemm.Result:
     return oocgemm.gemm(A, B, backend="cuda", kernel="cublas", tile="20x20x20", **options)
 
 
-@pytest.mark.parametrize("name", FAILING)
-@pytest.mark.parametrize("share", [0.0, pytest.param(0.5, marks=pytest.mark.slow), 1.0])
+@pytest.mark.parametrize(
+    ("share", "name"),
+    [
+        *((0.0, name) for name in FAILING),
+        *((1.0, name) for name in LAST),
+        *slow(*((1.0, name) for name in FAILING if name not in LAST)),
+        *slow(*((0.5, name) for name in FAILING)),
+    ],
+)
 def test_a_run_whose_call_fails_leaves_nothing_behind(device: Device, name: str, share: float) -> None:
     """Make one call of a run fail: the first call of this function, one in the middle, or the last."""
     device.memory.capacity = 1 << 30

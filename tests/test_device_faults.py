@@ -15,12 +15,13 @@ from oocgemm.backends.host.backend import HostSession
 from tests.backends_here import staged
 from tests.faults import ON_DEVICE, Fault, faulty_backend, faulty_stores, nothing_left
 from tests.faulty_runs import PRODUCT, A, failure, multiply
+from tests.suite import slow
 
 pytestmark = pytest.mark.usefixtures("zarr_has_its_threads", "retries_are_soon")
 
 
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("first", [1, 4])
+@pytest.mark.parametrize("first", [*slow((1,)), 4])
 @pytest.mark.parametrize("operation", ["upload", "multiply", "download"])
 def test_a_device_that_fails_names_the_operation(
     tmp_path: Path, operation: str, first: int, late: bool

@@ -23,6 +23,7 @@ from zarr.codecs import (
 )
 
 from tests.fuzzing import A, B, delete_results, ended, folder_of_operands, fuzz, garbled, mutated
+from tests.suite import thinned
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,7 @@ STORES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=STORES)
+@pytest.fixture(scope="module", params=thinned(STORES, ("v3 raw", "v3 shards", "v2 delta")))
 def stored(here: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
     """Store A in one of the formats of STORES, and return its path."""
     options = {"chunks": (4, 3)} | STORES[request.param]
@@ -105,7 +106,11 @@ CHECKED: dict[str, dict[str, Any]] = STORES | {
 FINDING = ("v3 crc32c", "v3 zstd, checked", "v3 zstd, crc32c", "v3 shards", "v2 zlib", "v2 bz2")
 
 
-@pytest.fixture(scope="module", params=CHECKED)
+# One format for each way of reading: raw, shards, with a checksum, zarr 2, and by zarr.
+QUICK = ("v3 raw", "v3 shards", "v3 zstd, checked", "v2 zlib", "v2 delta")
+
+
+@pytest.fixture(scope="module", params=thinned(CHECKED, QUICK))
 def chunked(here: Path, request: pytest.FixtureRequest) -> Iterator[tuple[str, Path]]:
     options = {"chunks": (4, 3)} | CHECKED[request.param]
     zarr.create_array(here / "chunked", shape=A.shape, dtype="f8", **options)[:] = A

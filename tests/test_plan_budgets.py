@@ -58,7 +58,7 @@ def layouts(draw: st.DrawFn) -> Layouts:
     *(EXTENTS, EXTENTS, EXTENTS, st.sampled_from(OPERANDS), st.sampled_from([0, 1]), layouts()),
     *(st.integers(1 * MIB, 600 * MIB), st.integers(1 * MIB, 600 * MIB), st.sampled_from(["cuda", "host"])),
 )
-@settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(300, quick=12), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_a_plan_fits_its_budgets_or_the_error_names_larger_ones(
     m: int, n: int, k: int, dtype: str, beta: int, on: Layouts, device: int, host: int, backend: str
 ) -> None:

@@ -23,6 +23,7 @@ from oocgemm.planning.cost.price import strip_rate
 from oocgemm.planning.cost.simulate import simulate
 from oocgemm.planning.schedule.placement import Loads
 from tests.plan_cases import GIB, MIB, STORED, problem
+from tests.suite import slow
 
 
 def test_taking_digests_counts_as_time_of_reading() -> None:
@@ -73,9 +74,9 @@ def test_shares_of_a_tile_count_its_loads_and_flops() -> None:
 @pytest.mark.parametrize(
     ("size", "k", "budgets"),
     [
-        (8192, 16_384, Budgets(320 * MIB, 384 * MIB)),
+        *slow((8192, 16_384, Budgets(320 * MIB, 384 * MIB))),
         (24_576, 24_576, Budgets(3 * GIB, 8 * GIB)),
-        (12_288, 32_768, Budgets(GIB, 8 * GIB)),
+        *slow((12_288, 32_768, Budgets(GIB, 8 * GIB))),
     ],
 )
 def test_every_operation_takes_time_under_the_gil(size: int, k: int, budgets: Budgets) -> None:

@@ -23,6 +23,7 @@ from tests.backends_here import staged
 from tests.command import run
 from tests.faults import Fault, bytewise, faulty_backend, faulty_stores, nothing_left
 from tests.faulty_runs import CHUNK, PRODUCT, STORES, A, B, K, M, N, failure, multiply, store
+from tests.suite import thinned
 
 pytestmark = pytest.mark.usefixtures("zarr_has_its_threads", "retries_are_soon")
 
@@ -60,7 +61,7 @@ LASTING: list[Exception] = [
 ]
 
 
-@pytest.mark.parametrize("error", PASSING, ids=repr)
+@pytest.mark.parametrize("error", thinned(PASSING, [PASSING[0], *PASSING[5:]]), ids=repr)
 def test_a_failure_that_passes_costs_nothing_but_time(tmp_path: Path, error: Exception) -> None:
     fault = Fault(error, first=4, times=3)
     with nothing_left(tmp_path):
@@ -92,7 +93,7 @@ def test_a_persistent_failure_is_retried_as_often_as_stated(tmp_path: Path) -> N
     )
 
 
-@pytest.mark.parametrize("error", LASTING, ids=repr)
+@pytest.mark.parametrize("error", thinned(LASTING, [LASTING[0], *LASTING[4:]]), ids=repr)
 def test_a_failure_that_lasts_is_not_tried_again(tmp_path: Path, error: Exception) -> None:
     fault = Fault(error, first=2)
     with faulty_stores(read_A=fault):

@@ -16,7 +16,7 @@ import oocgemm
 from oocgemm import OocGemmError
 from tests.faults import Fault, faulty_backend, faulty_stores, nothing_left
 from tests.faulty_runs import PRODUCT, TILE, B, store
-from tests.suite import slow
+from tests.suite import slow, thinned
 
 pytestmark = pytest.mark.usefixtures("zarr_has_its_threads", "retries_are_soon")
 
@@ -46,7 +46,7 @@ STRIKES: dict[str, Callable[[Fault], Any]] = {
 
 @pytest.mark.parametrize("name", ["raw", *slow(("shards",), ("C.npy",))])
 @pytest.mark.parametrize("beta", [pytest.param(0, marks=pytest.mark.slow), 1])
-@pytest.mark.parametrize("strikes", STRIKES)
+@pytest.mark.parametrize("strikes", thinned(STRIKES, ("reading A", "writing C", "a launch, later", "a sync")))
 def test_a_run_that_has_failed_can_be_gone_on_with(
     tmp_path: Path, strikes: str, beta: int, name: str
 ) -> None:
