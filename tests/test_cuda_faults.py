@@ -278,23 +278,16 @@ FAILING = [
     *("cuMemcpyAsync", "cuEventRecord", "cuStreamWaitEvent", "cublasSetStream_v2", "cublasGemmEx"),
     *("cuEventElapsedTime", "Event.synchronize"),
 ]
-# Functions whose last call fails in the quick suite too.
+CASES = [(share, name) for share in (0.0, 0.5, 1.0) for name in FAILING]
 LAST = ("malloc", "cuMemcpyAsync", "cublasGemmEx", "Event.synchronize")
+QUICK = [(share, name) for share, name in CASES if share == 0 or (share == 1 and name in LAST)]
 
 
 def product(**options: Any) -> oocgemm.Result:
     return oocgemm.gemm(A, B, backend="cuda", kernel="cublas", tile="20x20x20", **options)
 
 
-@pytest.mark.parametrize(
-    ("share", "name"),
-    [
-        *((0.0, name) for name in FAILING),
-        *((1.0, name) for name in LAST),
-        *slow(*((1.0, name) for name in FAILING if name not in LAST)),
-        *slow(*((0.5, name) for name in FAILING)),
-    ],
-)
+@pytest.mark.parametrize(("share", "name"), QUICK + slow(*(case for case in CASES if case not in QUICK)))
 def test_a_run_whose_call_fails_leaves_nothing_behind(device: Device, name: str, share: float) -> None:
     """Make one call of a run fail: the first call of this function, one in the middle, or the last."""
     device.memory.capacity = 1 << 30
