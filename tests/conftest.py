@@ -52,3 +52,19 @@ def _each_test_ends_its_threads() -> Iterator[None]:
     while (left := own_threads()) and time.monotonic() < until:
         time.sleep(0.01)
     assert left == [], "this test has leaked threads"
+
+
+@pytest.fixture(scope="session")
+def zarr_has_its_threads() -> None:
+    """Let zarr start its threads before the tests. Their file descriptors do not count as left behind."""
+    import zarr
+
+    zarr.ones((1,))[:]
+
+
+@pytest.fixture
+def retries_are_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make runs retry failed reads after a hundredth of a second."""
+    from oocgemm.engine import transfers
+
+    monkeypatch.setattr(transfers, "RETRY_AFTER", (0.01,) * 3)

@@ -1,19 +1,12 @@
-"""Bad input ends in one line that names what is wrong, and in the right exit code.
+"""Bad operands, results and options end in one line that names what is wrong, and in the right exit code.
 
 Nothing is written, and no file is changed or lost.
 """
 
-import json
-import os
 import re
 import resource
-import shutil
-import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import zarr
 
@@ -21,77 +14,18 @@ import oocgemm
 from oocgemm import BackendError, InputError
 from oocgemm.cli.output import EXIT_BUDGET, EXIT_FAILED, EXIT_USAGE
 from tests.backends_here import CUDA
-from tests.command import Finished, command, contents, own_threads, run
-
-A, B = np.arange(96.0).reshape(12, 8), np.arange(80.0).reshape(8, 10)
-SQUARE = np.arange(64.0).reshape(8, 8)
-UNSUPPORTED = ("int32", "int64", "uint8", "bool", "U3", "S4", "M8[ns]")
+from tests.bad_arrays import UNSUPPORTED, A, B, assert_one_line, copy_of, create_everything
+from tests.command import command, contents, run
 
 
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Create a folder with good operands, and with files that users could mistake for operands."""
-    folder = tmp_path_factory.mktemp("everything")
-    raw: dict[str, Any] = {"chunks": (4, 4), "compressors": None}
-    for name, array in (("a", A), ("b", B), ("square", SQUARE), ("c", A @ B)):
-        zarr.create_array(folder / name, data=array, **raw)
-        np.save(folder / f"{name}.npy", array)
-    (folder / "c-short.npy").write_bytes((folder / "c.npy").read_bytes()[:200])
-    zarr.create_array(folder / "a-zstd", data=A, chunks=(4, 4))
-    zarr.create_array(folder / "vector", data=A[0])
-    zarr.create_array(folder / "cube", data=A[None])
-    np.save(folder / "vector.npy", A[0])
-    np.save(folder / "number.npy", np.float64(3))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # zarr warns that strings have no final specification
-        for dtype in UNSUPPORTED:
-            values = A.astype("int64").astype(dtype)
-            zarr.create_array(folder / f"a-{dtype}", data=values)
-            np.save(folder / f"a-{dtype}.npy", values)
-    zarr.create_array(folder / "a-float32", data=A.astype("float32"))
-    zarr.create_array(folder / "c-float32", data=(A @ B).astype("float32"))
-    np.save(folder / "records.npy", np.zeros((12, 8), [("x", "f8")]))
-    np.save(folder / "objects.npy", np.array([[None]]), allow_pickle=True)
-    with open(folder / "archive.npy", "wb") as file:
-        np.savez(file, A)
-    zarr.create_group(folder / "group")
-    zarr.create_array(folder / "group" / "inner", data=A)
-    (folder / "group" / "stray").write_text("no part of the group")
-    (folder / "empty").mkdir()
-    (folder / "plain").write_text("text")
-    for name, text in (
-        ("garbage", b"{nope"),
-        ("list", b"[]"),
-        ("bytes", b"\xff\xfe\x00"),
-        ("half", b'{"zarr_format": 3, "node_type": "array"}'),
-    ):
-        (folder / name).mkdir()
-        (folder / name / "zarr.json").write_bytes(text)
-    whole = (folder / "a.npy").read_bytes()
-    (folder / "short.npy").write_bytes(whole[:200])
-    (folder / "header.npy").write_bytes(whole[:20])
-    (folder / "nothing.npy").write_bytes(b"")
-    (folder / "text.npy").write_text("no numbers\n" * 20)
-    for link, target in (("link", "square"), ("link.npy", "square.npy"), ("dangling", "nowhere")):
-        (folder / link).symlink_to(target)
-    return folder
+    return create_everything(tmp_path_factory.mktemp("everything"))
 
 
 @pytest.fixture
 def here(everything: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Copy the folder `everything`, and make the copy the working directory."""
-    monkeypatch.delenv("OOCGEMM_DEBUG", raising=False)
-    folder = tmp_path / "here"
-    shutil.copytree(everything, folder, symlinks=True)
-    os.link(folder / "square.npy", folder / "hard.npy")
-    monkeypatch.chdir(folder)
-    return folder
-
-
-def assert_one_line(done: Finished, code: int, part: str) -> None:
-    assert (done.code, done.out, done.err.count("\n")) == (code, "", 1), done.err
-    assert done.err.startswith("Error: ")
-    assert part in done.err
+    return copy_of(everything, tmp_path / "here", monkeypatch)
 
 
 # File or folder that is no operand -> a part of the error.
@@ -303,114 +237,3 @@ def test_cuda_without_a_device_says_what_runs_without(here: Path) -> None:
     with pytest.raises(BackendError):
         oocgemm.matmul(A, B, backend="cuda")
     assert contents(here) == before
-
-
-def _no_zstd(chunk: Path) -> None:
-    chunk.write_bytes(b"\0" * chunk.stat().st_size)
-
-
-def _cut(chunk: Path) -> None:
-    chunk.write_bytes(chunk.read_bytes()[:50])
-
-
-def _empty(chunk: Path) -> None:
-    chunk.write_bytes(b"")
-
-
-@pytest.mark.parametrize("result", ["new", "new.npy"])
-@pytest.mark.parametrize(
-    ("operand", "damage", "parts"),
-    [
-        pytest.param("a-zstd", _no_zstd, ("tile (1, 0), step 1", "A[4:8, 4:8]"), id="zstd that is none"),
-        pytest.param("a-zstd", _cut, ("tile (1, 0), step 1", "A[4:8, 4:8]"), id="zstd cut short"),
-        pytest.param("a-zstd", _empty, ("tile (1, 0), step 1", "A[4:8, 4:8]"), id="zstd of no bytes"),
-        pytest.param("a", _cut, ("tile (1, 0), step 1", "chunk c/1/1 in a has 50 bytes"), id="raw cut short"),
-        pytest.param(
-            "a", _empty, ("tile (1, 0), step 1", "chunk c/1/1 in a has 0 bytes"), id="raw of no bytes"
-        ),
-    ],
-)
-def test_a_damaged_chunk_fails_the_run_and_leaves_c_unfinished(
-    here: Path, operand: str, damage: Callable[[Path], None], parts: tuple[str, ...], result: str
-) -> None:
-    damage(here / operand / "c" / "1" / "1")
-    before = contents(here)
-    done = run(operand, "b", result, "--tile", "4x10x4")
-    for part in parts:
-        assert_one_line(done, EXIT_FAILED, part)
-    assert own_threads() == []
-    after = contents(here)
-    left = {name: after.pop(name) for name in list(after) if name.startswith("new")}
-    assert after == before
-    if left:  # the run had finished the first tile when it failed
-        assert result != "new" or zarr.open_array(here / "new").attrs["oocgemm"] == {"complete": False}
-        assert "new.npy" not in left
-        assert_one_line(
-            run(operand, "b", result), EXIT_USAGE, "unfinished run, 1 of 3 tiles are done: pass --resume"
-        )
-
-
-def test_a_failing_run_keeps_an_existing_c(here: Path) -> None:
-    _cut(here / "a" / "c" / "0" / "0")
-    before = contents(here)
-    assert_one_line(run("a", "b", "c", "--overwrite"), EXIT_FAILED, "chunk c/0/0")
-    assert contents(here) == before
-    assert own_threads() == []
-
-
-def test_a_timeline_that_cannot_be_created_is_refused(here: Path) -> None:
-    before = contents(here)
-    refused = run("a", "b", "new", "--timeline", "/proc/log")
-    assert_one_line(refused, EXIT_USAGE, "the timeline cannot be written to /proc/log")
-    assert contents(here) == before
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no disk that is always full")
-def test_an_unwritable_timeline_keeps_the_product(here: Path) -> None:
-    done = run("a", "b", "new", "--timeline", "/dev/full")
-    assert_one_line(done, EXIT_FAILED, "C is done, but its timeline cannot be written to /dev/full: No space")
-    np.testing.assert_array_equal(zarr.open_array(here / "new")[:], A @ B)
-
-
-@pytest.mark.usefixtures("here")
-@pytest.mark.parametrize(
-    "place", ["missing", "plain", "empty", "a.npy", "a/zarr.json", "nothing.npy", "text.npy"]
-)
-def test_report_refuses_what_is_no_timeline(place: str) -> None:
-    assert_one_line(command("report", place), EXIT_USAGE, place)
-    assert_one_line(command("report", place, "--json"), EXIT_USAGE, place)
-
-
-def test_report_refuses_a_cut_header_and_notes_a_cut_timeline(here: Path) -> None:
-    assert run("a", "b", "new", "--tile", "4x10x4", "--timeline", "log").code == 0
-    whole = (here / "log").read_bytes()
-    header = whole.index(b"\n")
-    for length in (0, 1, 100, header - 1):
-        (here / "cut").write_bytes(whole[:length])
-        assert_one_line(command("report", "cut"), EXIT_USAGE, "cut")
-    # A log that lacks only its last newline is complete. All shorter ones belong to an unfinished run.
-    for length in (*range(header, len(whole) - 1, 101), len(whole) - 2, len(whole) - 1):
-        (here / "cut").write_bytes(whole[:length])
-        shown = command("report", "cut")
-        assert shown.code == 0
-        assert shown.out.startswith("Unfinished") == (length < len(whole) - 1)
-
-
-def test_a_failed_run_keeps_its_timeline(here: Path) -> None:
-    _cut(here / "a" / "c" / "1" / "1")
-    assert run("a", "b", "new", "--tile", "4x10x4", "--timeline", "log").code == EXIT_FAILED
-    shown = command("report", "log", "--json").json()
-    assert shown["unfinished"] is True
-    assert shown["lanes"]["read"]["operations"] > 0
-
-
-@pytest.mark.parametrize(
-    "line", ["5", "null", '"text"', "[]", "[1, 2]", "{}", '{"spans": 0}', "]"], ids=lambda line: line
-)
-def test_report_refuses_rows_that_are_no_spans(here: Path, line: str) -> None:
-    assert run("a", "b", "new", "--timeline", "log").code == 0
-    header = (here / "log").read_text().splitlines()[0]
-    (here / "odd").write_text(f"{header}\n{line}\n")
-    assert_one_line(command("report", "odd"), EXIT_USAGE, "odd")
-    (here / "odd").write_text(json.dumps(json.loads(header) | {"version": 99}) + f"\n{line}\n")
-    assert_one_line(command("report", "odd"), EXIT_USAGE, "version 99")

@@ -1,11 +1,10 @@
-"""Calibrations are measured, fitted, saved, loaded and used. Unreadable ones are ignored."""
+"""Calibrations are measured, shown and used by plans, runs and reports."""
 
 import json
-import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 from math import log10
@@ -16,7 +15,6 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-import zarr
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -24,248 +22,22 @@ import oocgemm
 from oocgemm import backends
 from oocgemm.backends.host.backend import HostBackend
 from oocgemm.cli.output import EXIT_USAGE
-from oocgemm.errors import BackendError, InputError
+from oocgemm.errors import BackendError
 from oocgemm.machine.measure import calibrate as module
-from oocgemm.machine.measure.calibrate import SIZES, Sizes, calibrate
-from oocgemm.planning import (
-    RATES,
-    Calibration,
-    KernelRate,
-    MachineModel,
-    StoreRates,
-    default_model,
-    fit_line,
-    fit_link,
-)
-from oocgemm.planning.cost import fits
-from oocgemm.planning.cost.calibration import VERSION
+from oocgemm.machine.measure.calibrate import Sizes, calibrate
+from oocgemm.planning import RATES, Calibration, KernelRate, MachineModel, default_model
 from oocgemm.planning.cost.fits import MAX_LINK
 from oocgemm.planning.units import format_rate
 from oocgemm.reports.roofline import BOTTOM, LEFT, LINE, roofline
 from oocgemm.system import cache
 from tests.backends_here import needs_gpu
+from tests.calibrations import MEASURED, STORES, folder_of_matrices, known
 from tests.command import command, contents, own_threads
-
-TINY = Sizes(side=64, depths=(8, 16, 32), block=(64, 64), copies=(1, 8, 64), seconds=0.002)
-LAX = 1e5  # allowed residual of fits: tiny workloads measure the scheduler rather than the hardware
-STORES = {"8:1": StoreRates(4e9, 3e9, 2e9, 1e9), "8:2": StoreRates(8e9, 2e9, 1e9, 5e8)}
-MEASURED = Calibration(
-    machine="another",
-    backend="cuda",
-    device="NVIDIA H200",
-    date="2026-11-21",
-    multiprocessors=114,
-    kernels={"float64": KernelRate(5.3e13, 80.5), "float32": KernelRate(5.1e13, 0.0)},
-    rates={
-        "h2d": 5.5e10,
-        "d2h": 5.4e10,
-        "memory": 3e10,
-        "decode": 9e9,
-        "arena_seconds_per_byte": 0.0,
-        "issue": 1e-4,
-    },
-    stores=STORES,
-    samples={"kernels": {"float64": {"256": 4.6e13}}, "copies": {}, "path": "/data", "seconds": 30.5},
-)
-
-positive = st.floats(1e-12, 1e15)
-possible = st.floats(1e-12, MAX_LINK)
-rates = st.builds(StoreRates, positive, positive, positive, positive)
-calibrations = st.builds(
-    Calibration,
-    *(st.text(), st.text(), st.text(), st.text(), st.integers(1, 1000)),
-    st.dictionaries(st.sampled_from(list(RATES)), st.builds(KernelRate, positive, st.floats(0, 1e6))),
-    st.fixed_dictionaries(
-        {}, optional={"h2d": possible, "d2h": possible, "memory": positive, "decode": positive}
-    ),
-    st.dictionaries(st.text(), rates),
-)
 
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Create two small matrices in a new working directory. The cache folder is another one, and empty."""
-    monkeypatch.setenv("OOCGEMM_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setitem(SIZES, "host", TINY)
-    monkeypatch.setattr(fits, "MAX_RESIDUAL", LAX)
-    work = tmp_path / "work"
-    work.mkdir()
-    monkeypatch.chdir(work)
-    zarr.create_array("raw", data=np.eye(40), chunks=(10, 10), compressors=None)
-    zarr.create_array("zstd", data=np.eye(40), chunks=(10, 10))
-    return work
-
-
-def known(**changes: Any) -> Calibration:
-    """Return `MEASURED` as a calibration of this machine."""
-    return replace(MEASURED, machine=cache.machine_key(), **changes)
-
-
-@given(st.floats(1e9, 1e15), st.floats(0, 2000), st.sets(st.integers(16, 8192), min_size=2))
-def test_a_fit_recovers_the_rate_it_was_made_from(peak: float, half_depth: float, depths: set[int]) -> None:
-    deepest = max(depths)
-    fitted = KernelRate.fitted({r: peak / (1 + half_depth / r) for r in depths})
-    # A fitted peak above four times the fastest measured rate is not believed.
-    believed = half_depth < 3 * deepest
-    if believed:
-        apart = 1 / min(depths) - 1 / deepest
-        assert fitted.peak == pytest.approx(peak, rel=1e-3 if apart > 1e-4 else 0.5)
-    for r in depths:
-        assert fitted.peak / (1 + fitted.half_depth / r) == pytest.approx(
-            peak / (1 + half_depth / r), rel=0.1 if believed else 0.2
-        )
-
-
-@given(st.lists(st.tuples(st.floats(0, 1e9), st.floats(1e-6, 1e3)), min_size=1))
-def test_a_line_never_falls_nor_begins_below_its_least(points: list[tuple[float, float]]) -> None:
-    intercept, slope = fit_line(points)
-    assert intercept >= 0
-    assert slope >= 0
-
-
-@given(
-    st.floats(0, 1e-3),
-    st.floats(1e6, 0.99 * MAX_LINK),
-    st.sets(st.integers(2**10, 2**30), min_size=2, max_size=6),
-)
-def test_a_link_is_fitted_by_latency_and_rate(latency: float, rate: float, sizes: set[int]) -> None:
-    measured = {size: size / (latency + size / rate) for size in sizes}
-    found_latency, found_rate = fit_link("h2d", measured)
-    for size in sizes:
-        assert size / (found_latency + size / found_rate) == pytest.approx(measured[size], rel=0.01)
-
-
-LINK = {1 << 20: 40e9, 1 << 22: 50e9, 1 << 25: 54e9, 1 << 28: 55e9}
-
-
-@pytest.mark.parametrize(
-    ("changed", "limit", "part"),
-    [
-        (
-            {1 << 20: 1.05e15},
-            None,
-            "d2h of 1 MiB came to 1.05 PB/s, which is impossible: any link carries at most 500 GB/s",
-        ),
-        (
-            {1 << 20: 70e9},
-            64e9,
-            "70 GB/s, which is impossible: the link of this device carries at most 64 GB/s",
-        ),
-        ({1 << 20: float("nan")}, None, "d2h of 1 MiB came to nan"),
-        ({1 << 22: 150e9}, None, "no fit explains what was measured of d2h (1 MiB: 40 GB/s, 4 MiB: 150 GB/s"),
-        ({1 << 28: 5e9}, None, "no fit explains what was measured of d2h"),
-        ({}, 54.9e9, "the link of this device carries at most 54.9 GB/s"),
-    ],
-)
-def test_rates_that_a_link_cannot_have_are_refused(
-    changed: dict[int, float], limit: float | None, part: str
-) -> None:
-    assert fit_link("d2h", LINK)[1] == pytest.approx(55e9, rel=0.02)
-    with pytest.raises(ValueError, match=re.escape(part)):
-        fit_link("d2h", LINK | changed, limit)
-
-
-@given(calibrations)
-def test_a_calibration_reads_back_as_it_was_written(calibration: Calibration) -> None:
-    assert Calibration.from_dict(json.loads(json.dumps(calibration.to_dict()))) == calibration
-
-
-def _without(key: str) -> Callable[[dict[str, Any]], Any]:
-    return lambda data: {name: value for name, value in data.items() if name != key}
-
-
-def _with_copies(d2h: dict[str, Any], limit: float | None = None) -> Callable[[dict[str, Any]], Any]:
-    return lambda data: data | {"samples": {"copies": {"d2h": d2h}, "link_limit": limit}}
-
-
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        pytest.param(lambda data: [], id="no object"),
-        pytest.param(lambda data: data | {"format": "x"}, id="another format"),
-        pytest.param(lambda data: data | {"version": VERSION + 1}, id="a later version"),
-        pytest.param(lambda data: data | {"kernels": []}, id="kernels of another type"),
-        pytest.param(lambda data: data | {"kernels": {"float64": {"peak": 1}}}, id="half a rate"),
-        pytest.param(lambda data: data | {"kernels": {"int16": {"peak": 1, "half_depth": 0}}}, id="no dtype"),
-        pytest.param(lambda data: data | {"rates": {"h2d": 0}}, id="a rate of zero"),
-        pytest.param(lambda data: data | {"rates": {"h2d": "fast"}}, id="a rate in words"),
-        pytest.param(lambda data: data | {"rates": {"h2d": float("nan")}}, id="no number"),
-        pytest.param(lambda data: data | {"rates": {"io_threads": 3}}, id="no rate"),
-        pytest.param(lambda data: data | {"machine": "another"}, id="another machine"),
-        pytest.param(lambda data: data | {"rates": {"d2h": 1e15}}, id="a link faster than any"),
-        pytest.param(_with_copies({}, limit=5e10), id="a link faster than itself"),
-        pytest.param(_with_copies({"1048576": 1e15, "67108864": 5e10}), id="a sample faster than any link"),
-        pytest.param(_with_copies({"1048576": "fast"}), id="a sample in words"),
-        *(
-            pytest.param(_without(key), id=f"no {key}")
-            for key in ("machine", "multiprocessors", "kernels", "stores", "samples")
-        ),
-    ],
-)
-@pytest.mark.usefixtures("here")
-def test_a_calibration_of_another_machine_is_ignored(spoil: Callable[[Any], Any]) -> None:
-    path = cache.save(known())
-    assert cache.load("cuda", None)[0] == known()
-    path.write_text(json.dumps(spoil(known().to_dict())))
-    found, note = cache.load("cuda", None)
-    assert found is None
-    assert str(path) in note
-    shown = command("plan", "raw", "raw", "--backend", "cuda", "--device-memory", "1GiB")
-    assert (shown.code, shown.err) == (0, "")
-    assert f"{path} is ignored" in shown.out
-    assert "run `oocgemm calibrate`" in shown.out
-
-
-def test_samples_that_no_fit_explains_are_no_calibration() -> None:
-    long = {"67108864": 5e10, "268435456": 5e10}
-    fine, spoilt = (_with_copies({"1048576": rate} | long)(known().to_dict()) for rate in (6e10, 2e11))
-    assert Calibration.from_dict(fine).samples == fine["samples"]
-    with pytest.raises(ValueError, match=r"no fit explains what was measured of d2h \(1 MiB: 200 GB/s"):
-        Calibration.from_dict(spoilt)
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[" * 100_000])
-@pytest.mark.usefixtures("here")
-def test_a_damaged_file_is_ignored_and_replaced(content: bytes) -> None:
-    path = cache.save(known())
-    path.write_bytes(content)
-    assert cache.load("cuda", None)[0] is None
-    assert cache.save(known()) == path
-    assert cache.load("cuda", None) == (known(), "")
-    assert list(path.parent.iterdir()) == [path]
-
-
-@pytest.mark.usefixtures("here")
-def test_each_device_has_its_own() -> None:
-    assert cache.load("cuda", None) == (None, "")
-    cache.save(known())
-    later = known(device="NVIDIA L4")
-    newest = cache.save(later)
-    os.utime(newest, ns=(2**62, 2**62))
-    assert cache.load("cuda", "NVIDIA H200")[0] == known()
-    assert cache.load("cuda", None)[0] == later
-    assert cache.load("cuda", "NVIDIA A100")[0] is None
-    assert cache.load("host", None)[0] is None
-
-
-@pytest.mark.usefixtures("here")
-def test_file_systems_measured_before_are_kept() -> None:
-    cache.save(known())
-    again = StoreRates(1e9, 1e9, 1e9, 1e9)
-    cache.save(known(stores={"8:1": again}))
-    found, _ = cache.load("cuda", None)
-    assert found is not None
-    assert list(found.stores.items()) == [("8:2", STORES["8:2"]), ("8:1", again)]
-
-
-def test_a_cache_that_cannot_be_written_says_what_would_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("OOCGEMM_CACHE", str(tmp_path / "file"))
-    assert cache.load("cuda", None) == (None, "")
-    with pytest.raises(InputError, match="OOCGEMM_CACHE"):
-        cache.save(known())
+    return folder_of_matrices(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(

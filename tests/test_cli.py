@@ -1,50 +1,26 @@
-"""The command line, end to end: what each option does, what is printed, and the exit codes."""
+"""The commands run, plan and report: what each option does, what is printed, and the exit codes."""
 
-import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import numpy as np
 import pytest
 import zarr
 
-import oocgemm
 from oocgemm.cli import products
-from oocgemm.cli.main import COMMANDS, cli
 from oocgemm.cli.output import EXIT_BUDGET, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
 from oocgemm.jobs import result
 from oocgemm.planning.search import planner
+from tests.cli_arrays import A, B, C, Y, Z, folder_of_arrays, stored
 from tests.command import Finished, command, contents, run
-from tests.problems import Array, integers
-
-RNG = np.random.default_rng(11)
-A, B, C = (integers(RNG, shape, "float64") for shape in ((12, 8), (8, 10), (12, 10)))
-Z, Y = (integers(RNG, shape, "complex128") for shape in ((12, 8), (8, 10)))
-ARRAYS = {
-    "a": A, "b": B, "c": C, "at": A.T, "bt": B.T,
-    "z": Z, "y": Y, "zt": Z.T, "yt": Y.T, "zh": Z.conj().T, "yh": Y.conj().T,
-    "ones1": np.ones((12, 8)), "ones2": np.ones((8, 10)),
-}  # fmt: skip
+from tests.problems import Array
 
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Create all of `ARRAYS` in a new working directory."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("OOCGEMM_DEBUG", raising=False)
-    for name, array in ARRAYS.items():
-        zarr.create_array(name, data=array, chunks=(4, 4), compressors=None)
-    return tmp_path
-
-
-def stored(place: str) -> Array:
-    return np.asarray(zarr.open_array(place, mode="r")[:])
+    return folder_of_arrays(tmp_path, monkeypatch)
 
 
 # What is tested -> (operands, options, product).
@@ -223,24 +199,6 @@ def test_plan_for_cuda_needs_the_device_memory_and_no_device() -> None:
     assert planned["budget"]["device"] == 2 << 30
 
 
-def test_info_lists_what_is_installed_and_missing() -> None:
-    found = command("info", "--json").json()
-    assert found["versions"]["oocgemm"] == oocgemm.__version__
-    assert found["machine"]["cores"] == len(os.sched_getaffinity(0))
-    host = found["host_backend"]
-    assert host["numpy"] == np.__version__
-    assert {"float64", "complex128"} <= set(host["kernels"])
-    assert {"read", "decode", "write"} <= set(host["links"])
-    assert set(host["assumed"]) <= {*host["kernels"], *host["links"]}
-    assert {"missing"} == set(found["cuda_backend"]) or found["cuda_backend"]["links"]["h2d"] > 0
-    shown = command("info")
-    assert shown.code == 0
-    for part in ("versions", "machine", "host", "cuda", np.__version__, "read, page cache", "float64"):
-        assert part in shown.out
-    for lacking in found["missing"]:
-        assert lacking["command"] in shown.out
-
-
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(
     "arguments",
@@ -266,47 +224,6 @@ def test_keys_of_json_hold_no_spaces(arguments: str) -> None:
         ]
     assert keys
     assert [key for key in keys if " " in key] == []
-
-
-def test_info_tells_the_version_of_a_tree_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def version(package: str) -> str:
-        raise PackageNotFoundError(package)
-
-    monkeypatch.setattr("oocgemm.machine.info.version", version)
-    assert command("info", "--json").json()["versions"]["oocgemm"] == oocgemm.__version__
-
-
-def test_info_says_how_to_install_missing_packages(tmp_path: Path) -> None:
-    """The machine has a driver for CUDA 12, but not the packages cupy, resvg_py and ml_dtypes."""
-    code = (
-        "import ctypes, sys; from pathlib import Path; from unittest.mock import patch\n"
-        "sys.modules |= dict.fromkeys(('cupy', 'resvg_py', 'ml_dtypes'))\n"
-        "class Driver:\n"
-        "    def cuDriverGetVersion(self, version): version._obj.value = 12080; return 0\n"
-        "from oocgemm.cli import main as cli, reporting\n"
-        "with patch.object(ctypes, 'CDLL', lambda name: Driver()), patch.object(Path, 'exists', lambda path: "
-        "True):\n    cli.cli(['info', '--json'])"
-    )
-    environment = os.environ | {"OOCGEMM_CACHE": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment
-    )
-    found = json.loads(done.stdout)
-    commands = {one["what"]: one["command"] for one in found["missing"]}
-    assert commands["cupy"] == "pip install 'oocgemm[cuda12]'"
-    assert commands["cupy"] in found["cuda_backend"]["missing"]
-    assert commands["resvg_py"] == "pip install 'oocgemm[png]'"
-    assert commands["ml_dtypes"] == "pip install 'oocgemm[bfloat16]'"
-    assert commands["rates of host"] == "oocgemm calibrate --backend host"
-    assert "bfloat16" not in found["host_backend"]["kernels"]
-
-
-def test_help_and_version_are_no_errors() -> None:
-    assert command("--version").out == f"oocgemm, version {oocgemm.__version__}\n"
-    for name in ("run", "plan", "report", "calibrate", "info"):
-        assert name in command("--help").out
-        assert command(name, "-h").code == 0
-    assert command().code == EXIT_USAGE
 
 
 @pytest.mark.usefixtures("here")
@@ -356,96 +273,6 @@ def test_debug_shows_the_traceback_at_any_position(monkeypatch: pytest.MonkeyPat
     assert "Traceback" not in plain.err
     monkeypatch.setenv("OOCGEMM_DEBUG", "1")
     assert "Traceback" in command("run", "a", "a", "new").err
-
-
-def _process(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-
-
-@pytest.mark.usefixtures("here")
-def test_the_module_as_a_process_exits_as_the_entry_point_does() -> None:
-    done = _process("-m", "oocgemm", "run", "a", "b", "new", "--backend", "host", "--quiet")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    np.testing.assert_array_equal(stored("new"), A @ B)
-    again = _process("-m", "oocgemm", "run", "a", "b", "new", "--backend", "host", "--quiet")
-    assert (again.returncode, again.stdout, again.stderr.count("\n")) == (EXIT_USAGE, "", 1)
-
-
-@pytest.mark.usefixtures("here")
-def test_a_reader_that_exits_causes_no_traceback() -> None:
-    read, write = os.pipe()
-    os.close(read)
-    done = subprocess.run(
-        [sys.executable, "-m", "oocgemm", "plan", "a", "b", "--backend", "host"],
-        stdout=write,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    os.close(write)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        pytest.param("import oocgemm", id="import", marks=pytest.mark.slow),
-        pytest.param("import oocgemm.cli.main", id="the command line", marks=pytest.mark.slow),
-        pytest.param("from oocgemm.__main__ import main; main()", id="plan"),
-    ],
-)
-def test_cupy_stays_out_even_where_it_is_installed(here: Path, code: str) -> None:
-    package = here / "site" / "cupy"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text(
-        "import pathlib; pathlib.Path('imported').touch(); raise ImportError"
-    )
-    report = "import atexit, sys; atexit.register(lambda: print('cupy' in sys.modules, file=sys.stderr)); "
-    plan = ("plan", "a", "b", "--backend", "cuda", "--device-memory", "1GiB")
-    done = _process("-c", report + code, *plan, PYTHONPATH=str(here / "site"))
-    assert (done.returncode, done.stderr) == (0, "False\n")
-    assert not (here / "imported").exists()
-    assert "ImportError" in _process("-c", "import cupy", PYTHONPATH=str(here / "site")).stderr
-    assert (here / "imported").exists()  # the trap works: importing cupy creates this file
-
-
-def test_shells_can_complete_commands_without_zarr_or_cupy() -> None:
-    environment = {"COMP_WORDS": "oocgemm cal", "COMP_CWORD": "1"}
-    asked = _process("-m", "oocgemm", _OOCGEMM_COMPLETE="bash_complete", **environment)
-    assert (asked.returncode, asked.stdout) == (0, "plain,calibrate\n")
-    assert "_oocgemm_completion" in _process("-m", "oocgemm", _OOCGEMM_COMPLETE="bash_source").stdout
-    loaded = (
-        "import atexit, sys; "
-        "atexit.register(lambda: print({'zarr', 'cupy'} & set(sys.modules), file=sys.stderr)); "
-    )
-    code = loaded + "from oocgemm.__main__ import main; main()"
-    slow = _process("-c", code, _OOCGEMM_COMPLETE="bash_complete", **environment)
-    assert slow.stderr == "set()\n"
-
-
-@pytest.mark.parametrize("option", ["--help", "--version"])
-def test_help_and_version_import_no_array_packages(option: str) -> None:
-    code = (
-        "import sys; from oocgemm.__main__ import main\n"
-        "try: main()\n"
-        "finally: print({'numpy', 'zarr', 'rich', 'oocgemm.planning'} & set(sys.modules), file=sys.stderr)"
-    )
-    done = _process("-c", code, option)
-    assert (done.returncode, done.stderr) == (0, "set()\n")
-
-
-def test_summaries_are_those_of_the_commands() -> None:
-    summaries = {name: command.get_short_help_str(200) for name, command in cli.commands.items()}
-    assert summaries == {name: summary for name, (_, summary) in COMMANDS.items()}
-    assert list(COMMANDS) == sorted(COMMANDS)
 
 
 def test_a_slow_plan_is_noted_before_it_runs(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

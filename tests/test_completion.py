@@ -13,6 +13,7 @@ import pytest
 from click.shell_completion import BashComplete
 
 from oocgemm.cli.main import cli
+from tests.suite import slow
 
 TOP = Path(__file__).resolve().parent.parent
 
@@ -77,7 +78,7 @@ def typed(folder: Path, text: str, until: str) -> str:
     [
         ("oocgemm run my\t", "my\\ A.zarr/"),
         ("oocgemm plan 'my A.zarr' ot\t", "other.npy"),
-        ("oocgemm verify x y oth\t", "other.npy"),
+        *slow(("oocgemm verify x y oth\t", "other.npy")),
     ],
 )
 def test_bash_completes_the_paths_of_arrays(tmp_path: Path, text: str, until: str) -> None:

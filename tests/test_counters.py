@@ -19,6 +19,7 @@ from oocgemm.errors import BackendError
 from oocgemm.kernels.registry import LADDER
 from oocgemm.kernels.tuning import CUBLAS
 from oocgemm.machine.measure import bench, counters
+from tests.suite import slow
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 ladder_tables: Any = importlib.import_module("ladder_tables")
@@ -225,11 +226,18 @@ def test_cublas_alone_is_not_counted(ncu: Path) -> None:
             "NVIDIA GPU Performance Counters on the target device 0. For instructions ...\n",
             r"may not read the GPU's counters \(ERR_NVGPUCTRPERM\): run as root",
         ),
-        (
-            "==ERROR== Failed to find metric regex:^x$\n",
-            r"ncu failed: ==ERROR== Failed to find metric regex:\^x\$",
+        *slow(
+            (
+                "==ERROR== Failed to find metric regex:^x$\n",
+                r"ncu failed: ==ERROR== Failed to find metric regex:\^x\$",
+            )
         ),
-        ("==PROF== Connected\n==WARNING== No kernels were profiled.\n", "ncu failed: ==WARNING== No kernels"),
+        *slow(
+            (
+                "==PROF== Connected\n==WARNING== No kernels were profiled.\n",
+                "ncu failed: ==WARNING== No kernels",
+            )
+        ),
         (PAGE, "ncu failed: ==WARNING== A message in between"),  # ncu ends with exit code 1
     ],
 )

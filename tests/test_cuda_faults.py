@@ -29,6 +29,7 @@ from oocgemm.system.memory import allocate
 from tests import faults
 from tests.fake_cuda import PACKAGE, Device, Fault, fake_cuda
 from tests.problems import Array
+from tests.suite import slow
 
 NO_MEMORY, NO_DEVICE, LAUNCH_FAILED = 2, 100, 719
 
@@ -277,14 +278,16 @@ FAILING = [
     *("cuMemcpyAsync", "cuEventRecord", "cuStreamWaitEvent", "cublasSetStream_v2", "cublasGemmEx"),
     *("cuEventElapsedTime", "Event.synchronize"),
 ]
+CASES = [(share, name) for share in (0.0, 0.5, 1.0) for name in FAILING]
+LAST = ("malloc", "cuMemcpyAsync", "cublasGemmEx", "Event.synchronize")
+QUICK = [(share, name) for share, name in CASES if share == 0 or (share == 1 and name in LAST)]
 
 
 def product(**options: Any) -> oocgemm.Result:
     return oocgemm.gemm(A, B, backend="cuda", kernel="cublas", tile="20x20x20", **options)
 
 
-@pytest.mark.parametrize("name", FAILING)
-@pytest.mark.parametrize("share", [0.0, pytest.param(0.5, marks=pytest.mark.slow), 1.0])
+@pytest.mark.parametrize(("share", "name"), QUICK + slow(*(case for case in CASES if case not in QUICK)))
 def test_a_run_whose_call_fails_leaves_nothing_behind(device: Device, name: str, share: float) -> None:
     """Make one call of a run fail: the first call of this function, one in the middle, or the last."""
     device.memory.capacity = 1 << 30

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from tests.suite import slow
+
 accuracy: Any = importlib.import_module("accuracy_emulated")
 AGAINST, Size, error, judge, reference = (
     getattr(accuracy, name) for name in ("AGAINST", "Size", "error", "judge", "reference")
@@ -18,7 +20,7 @@ AGAINST, Size, error, judge, reference = (
 Array = NDArray[Any]
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("dtype", ["float64", *slow(("float32",))])
 @pytest.mark.parametrize(
     ("k", "tile"),
     # k in one step, and k in three steps.

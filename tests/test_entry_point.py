@@ -41,16 +41,38 @@ ZEN5 = "fma avx2 sha_ni avx512_bf16 " + " ".join(sorted(AVX512_FLAGS))
             ZEN5, OLD, ["run", "--backend=host"], {}, ANEW, 1, id="AVX2 kernels on a processor with AVX-512"
         ),
         pytest.param(ZEN5, OLD, [*RUN, "--quiet"], {}, ANEW, 0, id="quiet"),
-        pytest.param(ZEN5, OLD, [*RUN, "--json"], {}, ANEW, 0, id="json"),
+        pytest.param(ZEN5, OLD, [*RUN, "--json"], {}, ANEW, 0, id="json", marks=pytest.mark.slow),
         pytest.param(ZEN5, OLD, ["run", "--backend", "cuda"], {}, AS_IT_IS, 0, id="on a GPU"),
-        pytest.param(ZEN5, OLD, ["plan", "a", "b"], {}, AS_IT_IS, 0, id="nothing is multiplied"),
+        pytest.param(
+            ZEN5, OLD, ["plan", "a", "b"], {}, AS_IT_IS, 0, id="nothing is multiplied", marks=pytest.mark.slow
+        ),
         pytest.param(ZEN5, OLD, RUN, {CHOICE: "Haswell"}, AS_IT_IS, 0, id="the user has chosen"),
         pytest.param("fma avx2", OLD, RUN, {}, AS_IT_IS, 0, id="no AVX-512"),
-        pytest.param("avx2 avx512f avx512cd", OLD, RUN, {}, AS_IT_IS, 0, id="too little of AVX-512"),
+        pytest.param(
+            "avx2 avx512f avx512cd",
+            OLD,
+            RUN,
+            {},
+            AS_IT_IS,
+            0,
+            id="too little of AVX-512",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(ZEN5, OLD | {"get_corename": "SkylakeX"}, RUN, {}, AS_IT_IS, 0, id="well picked"),
-        pytest.param(ZEN5, OLD | {"get_config": "Haswell"}, RUN, {}, AS_IT_IS, 0, id="one family built in"),
+        pytest.param(
+            ZEN5,
+            OLD | {"get_config": "Haswell"},
+            RUN,
+            {},
+            AS_IT_IS,
+            0,
+            id="one family built in",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(ZEN5, {}, RUN, {}, AS_IT_IS, 0, id="another BLAS"),
-        pytest.param(None, OLD, RUN, {}, AS_IT_IS, 0, id="a processor that is not known"),
+        pytest.param(
+            None, OLD, RUN, {}, AS_IT_IS, 0, id="a processor that is not known", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_the_command_line_selects_the_faster_kernels(

@@ -27,6 +27,7 @@ from oocgemm.timeline import Span
 from tests.backends_here import staged
 from tests.command import own_threads
 from tests.faults import ON_DEVICE
+from tests.suite import slow
 
 A = np.ones((40, 30))
 B = np.ones((30, 50))
@@ -150,7 +151,7 @@ def test_strips_of_different_widths_do_not_overwrite_each_other(
     np.testing.assert_array_equal(c, expected)
 
 
-@pytest.mark.parametrize("compressor", ["none", "zstd"])
+@pytest.mark.parametrize("compressor", [*slow(("none",)), "zstd"])
 def test_a_new_c_written_in_many_strips_is_whole(
     compressor: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -224,7 +224,7 @@ def test_the_command_multiplies_genotypes(
 
 
 def test_a_resumed_run_comes_to_the_same_integers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.test_resume import failing_after
+    from tests.unfinished_runs import failing_after
 
     monkeypatch.chdir(tmp_path)
     x = numbers(np.random.default_rng(7), (40, 90))
@@ -242,7 +242,7 @@ def test_a_resumed_run_comes_to_the_same_integers(tmp_path: Path, monkeypatch: p
 def test_a_sum_that_is_off_by_one_is_computed_again(engine: Any) -> None:
     """Checksums of floating-point tiles would tolerate a difference of one."""
     from oocgemm.planning import Kind
-    from tests.test_checks import tampering
+    from tests.tampering import tampering
 
     def change(held: Array) -> None:
         held.reshape(-1)[5] += 1

@@ -17,6 +17,7 @@ from oocgemm.planning import Budgets
 from oocgemm.reports import progress as live
 from oocgemm.timeline import Span, report
 from oocgemm.timeline.series import utilisation
+from tests.suite import slow
 
 from .command import command, own_threads, run
 from .virtual_runs import GIB, machine, run_of, virtual_plan
@@ -39,7 +40,7 @@ def shown(rates: dict[str, float]) -> list[tuple[float, str, str]]:
     ("rates", "bound"),
     [
         ({"read": 100e9, "h2d": 200e9}, "compute"),
-        ({"h2d": 4e9}, "h2d"),
+        *slow(({"h2d": 4e9}, "h2d")),
         ({"read": 2e9}, "read"),
         ({"write": 0.2e9}, "write"),
     ],

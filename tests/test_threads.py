@@ -16,6 +16,7 @@ import oocgemm
 from oocgemm.system import threads
 from oocgemm.system.threads import SWITCH_INTERVAL, Cancel, shielded, short_switch_interval
 from tests.command import own_threads
+from tests.suite import examples
 
 # Functions of the calling thread in which a signal may arrive. Thread.start is left out, because Python
 # delivers no signal while it holds a lock there.
@@ -141,8 +142,9 @@ def test_interrupted_runs_leave_no_thread_and_no_setting() -> None:
     oocgemm.matmul(a, a, tile="50x50x50", backend="host")
     seconds = time.perf_counter() - started
     interrupts = 0
-    for number in range(40):
-        timer = threading.Timer(seconds * number / 35, os.kill, [os.getpid(), signal.SIGINT])
+    runs = examples(40, quick=16)
+    for number in range(runs):
+        timer = threading.Timer(seconds * number / (0.875 * runs), os.kill, [os.getpid(), signal.SIGINT])
         try:
             timer.start()
             oocgemm.matmul(a, a, tile="50x50x50", backend="host")
@@ -152,7 +154,7 @@ def test_interrupted_runs_leave_no_thread_and_no_setting() -> None:
             interrupts += 1
         assert own_threads() == []
         assert sys.getswitchinterval() == interval
-    assert interrupts > 5
+    assert interrupts > runs / 8
 
 
 def test_overlapping_users_restore_the_switch_interval() -> None:

@@ -275,8 +275,8 @@ def structured(kind: str, rng: np.random.Generator, m: int, k: int, n: int) -> t
 @pytest.mark.parametrize(
     "kind",
     [
-        *("normal", "cancelling", "scaled"),
-        *slow(("positive",), ("constant",), ("rank 1",), ("alternating",), ("sparse",)),
+        *("normal", "cancelling"),
+        *slow(("scaled",), ("positive",), ("constant",), ("rank 1",), ("alternating",), ("sparse",)),
     ],
 )
 def test_no_correct_product_fails(kind: str) -> None:

@@ -1,0 +1,221 @@
+"""Tiles and panels follow the chunks, the memory and the device, and plans explain the choice."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from oocgemm.errors import BudgetError, InputError
+from oocgemm.planning import (
+    Budgets,
+    Kind,
+    Layout,
+    Layouts,
+    Op,
+    Plan,
+    Setting,
+    TileShape,
+    default_model,
+    make_plan,
+)
+from oocgemm.planning.schedule.hazards import verify
+from oocgemm.planning.search import depths, planner
+from oocgemm.planning.setting import CHUNK_BYTES
+from tests.plan_cases import GIB, MIB, STORED, problem
+
+
+def test_tiles_and_strips_never_share_a_chunk_of_c() -> None:
+    for chunk in ((1000, 700), (333, 4096)):
+        on = Layouts(c=Layout(write_chunk=chunk, encode_bytes=8 * chunk[0] * chunk[1]))
+        plan = make_plan(
+            problem(9001, 9001, 3000), Budgets(300 * MIB, 300 * MIB), default_model("cuda", 4), on
+        )
+        verify(plan.schedule(), chunk)
+
+
+def test_a_new_c_gets_chunks_that_divide_the_tile() -> None:
+    on = Layouts(c=Layout(free_chunks=True, encode_bytes=2 * CHUNK_BYTES))
+    plan = make_plan(
+        problem(30_000, 30_000, 3000), Budgets(800 * MIB, 800 * MIB), default_model("cuda", 4), on
+    )
+    rows, cols = plan.chunks
+    assert plan.tile.m >= plan.problem.m or plan.tile.m % rows == 0
+    assert plan.tile.n >= plan.problem.n or plan.tile.n % cols == 0
+    assert CHUNK_BYTES / 8 <= rows * cols * 8 <= CHUNK_BYTES * 4
+
+
+def test_panels_follow_the_chunks_of_compressed_operands() -> None:
+    on = Layouts(*(Layout(read_chunk=(1000, 1000), partial_reads=False, decode_bytes=16_000_000),) * 2)
+    plan = make_plan(
+        problem(20_000, 20_000, 20_000), Budgets(2 * GIB, 8 * GIB), default_model("cuda", 16), on
+    )
+    assert plan.tile.k % 1000 == 0
+    assert all(factor < 1.1 for factor in plan.amplification.values())
+    # Depths that are a part of an operand's chunk are tried last.
+    on = Layouts(on.a, replace(on.b, read_chunk=(1500, 1500)))
+    assert all(
+        depth == 20_000 or all(depth % chunk == 0 or chunk % depth == 0 for chunk in (1000, 1500))
+        for depth in depths._usual_depths(replace(plan.setting, layouts=on), 2 * GIB)[: depths.BEST_DEPTHS]
+    )
+
+
+def test_a_tile_passed_by_the_caller_is_used_or_refused() -> None:
+    p, machine = problem(1000, 1000, 1000), default_model("host", 2)
+    assert make_plan(p, Budgets(GIB, GIB), machine, tile=TileShape(300, 200, 70)).tile == TileShape(
+        300, 200, 70
+    )
+    with pytest.raises(BudgetError, match="tile 300x200x70"):
+        make_plan(p, Budgets(16 * MIB + MIB // 2, GIB), machine, tile=TileShape(300, 200, 70))
+    with pytest.raises(InputError, match="multiple of 64"):
+        make_plan(
+            p, Budgets(GIB, GIB), machine, Layouts(c=Layout(write_chunk=(64, 64))), TileShape(300, 128, 70)
+        )
+
+
+def test_explanations_name_what_each_candidate_loses() -> None:
+    plan = make_plan(problem(24_576, 24_576, 24_576), Budgets(3 * GIB, 8 * GIB), default_model("cuda", 16))
+    rows: list[dict[str, Any]] = plan.explain()
+    assert rows[0]["why"] == "chosen"
+    assert rows[0]["tile"] == str(plan.tile)
+    assert len(rows) > 2
+    assert all(row["why"] for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("backend", "size", "budgets"),
+    [
+        ("cuda", 24_576, Budgets(2 * GIB, 8 * GIB)),  # all other work is hidden behind writing C
+        ("host", 7_000, Budgets(640 * MIB, 64 * MIB)),
+    ],
+)
+def test_of_equally_fast_plans_the_one_with_least_work_wins(
+    backend: str, size: int, budgets: Budgets
+) -> None:
+    stored = Layout((1000, 1000))
+    layouts = Layouts(stored, stored, Layout(free_chunks=True))
+    plan = make_plan(problem(size, size, size, "float32"), budgets, default_model(backend, 2), layouts)
+    chosen, *others = (s.prediction for s in plan.considered)
+    fastest = min(other.total for other in (chosen, *others))
+    assert chosen.total <= 1.011 * fastest
+    assert any(other.total < chosen.total for other in others)
+    assert all(other.serial >= chosen.serial for other in others if other.total <= 1.009 * fastest)
+
+
+def test_a_tile_fills_the_multiprocessors() -> None:
+    memory = Layout(in_memory=True, zero_copy_width=8192, pinned=True)
+    plan = make_plan(
+        problem(49_152, 49_152, 49_152, "float32"),
+        Budgets(2 * GIB, 8 * GIB),
+        default_model("cuda", 16),
+        Layouts(memory, memory, memory),
+    )
+    assert plan.machine.wave_quantization("float32", plan.tile.m, plan.tile.n) < 1.005
+    assert plan.tile.m % 32 == plan.tile.n % 32 == 0  # so that rows begin at multiples of 128 bytes
+
+
+@pytest.mark.parametrize(
+    ("pinned", "checked", "width", "copied"),
+    [(True, "", 8192, False), (False, "", 8192, True), (True, "device", 8192, True), (True, "", 1024, True)],
+)
+def test_a_pinned_c_is_downloaded_in_place(pinned: bool, checked: str, width: int, copied: bool) -> None:
+    """The device writes to a pinned C itself if blocks of rows are wide and the host need not check them."""
+    memory = Layout(in_memory=True, zero_copy_width=4096, pinned=pinned)
+    p = replace(problem(8192, width, 8192), checked=checked)
+    machine, on = default_model("cuda", 16), Layouts(memory, memory, memory)
+    plan = make_plan(p, Budgets(GIB, GIB), machine, on)
+    assert any(plan.is_zero_copy(op) for op in plan.schedule() if op.kind is Kind.WRITE) is not copied
+    least = p.m * p.n * 8 / machine.memory
+    assert (plan.prediction.lanes["write"] > least) is copied
+
+
+def test_a_tile_is_not_divided_into_many_strips() -> None:
+    """A tile is downloaded in few blocks of rows, since each needs several operations.
+
+    This holds although the host has room for few rows.
+    """
+    plan = make_plan(problem(8192, 8192, 16_384), Budgets(GIB, 384 * MIB), default_model("cuda", 16), STORED)
+    assert -(-plan.tile.m // plan.slots.strip) <= 32
+
+
+def test_a_plan_is_the_same_every_time() -> None:
+    def once() -> Plan:
+        planner._planned.cache_clear()
+        return make_plan(problem(5000, 7000, 3000), Budgets(GIB, GIB), default_model("cuda", 16))
+
+    assert once() == once()
+
+
+@pytest.mark.parametrize("c", [Layout(free_chunks=True), Layout(in_memory=True)])
+def test_scarce_memory_gets_shallow_panels_not_tiny_tiles(c: Layout) -> None:
+    """Deep panels suit the chunks better, but would leave room for tiny tiles only."""
+    stored = Layout((400, 400))
+    budgets = Budgets(18 * MIB, 24 * MIB)
+    plan = make_plan(
+        problem(2400, 2400, 2400, "float32"), budgets, default_model("host", 2), Layouts(stored, stored, c)
+    )
+    assert plan.steps < 1000
+
+
+def npy(rows: int, cols: int, op: Op = Op.N) -> Layout:
+    return Layout(line=cols, itemsize=8).oriented(op)
+
+
+@pytest.mark.parametrize(
+    ("trans_a", "trans_b", "cut"),
+    [(Op.N, Op.T, "both along k"), (Op.N, Op.N, "B along n"), (Op.T, Op.T, "A along m")],
+)
+def test_panels_of_files_take_long_parts_of_rows(trans_a: Op, trans_b: Op, cut: str) -> None:
+    m, n, k = 4000, 4000, 40_000
+    p = replace(problem(m, n, k, "float64"), trans_a=trans_a, trans_b=trans_b)
+    a = npy(k, m, trans_a) if trans_a.swaps else npy(m, k)
+    b = npy(n, k, trans_b) if trans_b.swaps else npy(k, n)
+    budgets, machine = Budgets(64 * MIB, 64 * MIB), default_model("host", 2)
+    memory = Layout(in_memory=True)
+    there, here = (make_plan(p, budgets, machine, Layouts(*of, memory)) for of in ((a, b), (memory, memory)))
+
+    def reading(plan: Plan) -> float:
+        tile, panels = plan.tile, plan.loads
+        return sum(
+            loaded / machine.store_rate(layout, panel)
+            for loaded, layout, panel in (
+                (panels.a_read, a, (tile.m, tile.k)),
+                (panels.b_read, b, (tile.k, tile.n)),
+            )
+        )
+
+    assert reading(there) < 0.6 * reading(here), cut
+
+
+@pytest.mark.parametrize(
+    "on",
+    [
+        Layouts(*(Layout(in_memory=True),) * 3),
+        Layouts(Layout(read_chunk=(1, 1000)), Layout(read_chunk=(1000, 1), contiguous=0)),
+    ],
+)
+@pytest.mark.parametrize("backend", ["host", "cuda"])
+@pytest.mark.parametrize("m", [1, 16])
+def test_panels_of_few_rows_are_deep(m: int, backend: str, on: Layouts) -> None:
+    """Issuing operations is not the bottleneck, and panels are no deeper than that requires."""
+    machine = default_model(backend, 2)
+    plan = make_plan(problem(m, 1, 1 << 26, "float32"), Budgets(4 * GIB, 4 * GIB), machine, on)
+    lanes = plan.prediction.lanes
+    assert lanes["issue"] <= max(lanes[lane] for lane in lanes if lane != "issue")
+    assert plan.grid.steps >= 4
+    assert plan.footprint.device_total - machine.device_reserve < GIB / 2
+
+
+def test_chunks_are_read_whole_by_deep_panels() -> None:
+    chunk = Layout(read_chunk=(4, 3000), partial_reads=False, decode_bytes=4 * 3000 * 4)
+    on = Layouts(chunk, replace(chunk, read_chunk=(3000, 4)))
+    plan = make_plan(problem(4, 4, 10**8, "float32"), Budgets(GIB, GIB), default_model("host", 2), on)
+    assert plan.tile.k > max(depths.DEPTHS)
+    assert plan.tile.k % 3000 == 0
+
+
+@pytest.mark.parametrize("extent", [100, 1000, 10_000, 100_000])
+@pytest.mark.parametrize("backend", ["host", "cuda"])
+def test_only_few_rows_and_columns_need_deep_panels(extent: int, backend: str) -> None:
+    p, machine = problem(extent, extent, 10**6), default_model(backend, 16)
+    found = depths._deep_depths(Setting(p, machine, Layouts(), Budgets(GIB, GIB)))
+    assert (found != []) == (backend == "cuda" and extent == 100)

@@ -1,0 +1,110 @@
+"""The search for a plan takes a bounded number of steps, however large the product is."""
+
+import importlib
+import tracemalloc
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from oocgemm.planning import Budgets, default_model, make_plan
+from oocgemm.planning.cost.simulate import simulate
+from oocgemm.planning.schedule.eviction import SlotCache
+from oocgemm.planning.search import planner
+from tests.plan_cases import GIB, MIB, STORED, problem
+from tests.suite import slow
+
+plan_module: Any = importlib.import_module("oocgemm.planning.plan")
+
+
+def test_counting_traffic_does_not_walk_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    original, calls = SlotCache.acquire, 0
+
+    def counted(self: SlotCache, key: tuple[int, int], next_use: int) -> tuple[int, bool]:
+        nonlocal calls
+        calls += 1
+        return original(self, key, next_use)
+
+    monkeypatch.setattr(SlotCache, "acquire", counted)
+    case = problem(400_000, 400_000, 400_000, "float32")
+    plan = make_plan(case, Budgets(GIB, 8 * GIB), default_model("cuda", 16))
+    assert plan.steps > 50_000
+    assert plan.traffic["h2d"] > 0
+    assert calls < plan.steps
+
+
+def test_no_schedule_is_run_on_the_virtual_clock_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan is simulated only if there is another one to compare its time with."""
+    calls = []
+
+    def counted(*arguments: Any) -> float:
+        calls.append(arguments)
+        return simulate(*arguments)
+
+    monkeypatch.setattr(planner, "simulate", counted)
+    counts = set()
+    for k in (131_072, 262_144, 524_288, 1 << 20, 1 << 21):
+        make_plan(problem(32_768, 32_768, k), Budgets(9 * GIB, 24 * GIB), default_model("cuda", 16), STORED)
+        counts.add(len(calls))
+        calls.clear()
+    assert 1 not in counts
+    assert max(counts) > 1
+
+
+def test_pruning_tile_shapes_never_changes_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = default_model("cuda", 16)
+    cases = [
+        (problem(m, n, k), Budgets(device * GIB, 3 * device * GIB))
+        for m, n, k in ((32_768, 32_768, 524_288), (50_000, 9_000, 20_000), (16_384, 16_384, 16_384))
+        for device in (1, 8)
+    ]
+    plans = [make_plan(p, budgets, machine, STORED) for p, budgets in cases]
+    monkeypatch.setattr(planner, "PRUNE_FACTOR", float("inf"))
+    planner._planned.cache_clear()
+    for plan, (p, budgets) in zip(plans, cases, strict=True):
+        every = make_plan(p, budgets, machine, STORED)
+        assert every.candidate == plan.candidate
+
+
+@pytest.mark.parametrize(
+    ("extents", "budgets", "backend"),
+    [
+        ((10**7, 10**7, 10**7), (64 * MIB, 64 * MIB), "host"),
+        *slow(
+            ((10**7, 10**7, 3), (64 * MIB, 64 * MIB), "host"),
+            ((10**6, 10**6, 10**7), (GIB, 200 * GIB), "cuda"),  # one operand has 28,867 buffers
+        ),
+    ],
+)
+def test_planning_is_bounded_however_many_tiles_there_are(
+    extents: tuple[int, int, int], budgets: tuple[int, int], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right, calls = SlotCache.acquire, 0
+
+    def counted(self: SlotCache, key: tuple[int, int], next_use: int) -> tuple[int, bool]:
+        nonlocal calls
+        calls += 1
+        return right(self, key, next_use)
+
+    monkeypatch.setattr(SlotCache, "acquire", counted)
+    monkeypatch.setattr(plan_module, "MAX_COUNTED", 20_000)
+    p = problem(*extents, "float32")
+    tracemalloc.start()
+    plan = make_plan(p, Budgets(*budgets), default_model(backend, 2))
+    plan.to_dict()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert plan.steps > 10**7
+    assert calls < 100_000
+    assert peak < 50 * MIB
+
+
+@pytest.mark.parametrize("device", [64 * MIB, 200 * MIB])
+def test_loads_too_many_to_count_are_nearly_as_counted(device: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_plan(problem(100_000, 100_000, 100_000), Budgets(device, 200 * MIB), default_model("host", 2))
+    half = frozenset(tile for tile in plan.schedule().tiles if tile[0] < plan.grid.shape[0] // 2)
+    for p in (plan, replace(plan, done=half)):
+        counted = p.schedule().loads()
+        monkeypatch.setattr(plan_module, "MAX_COUNTED", 0)
+        assert p.loads.a_read == pytest.approx(counted.a_read, rel=0.01)
+        assert p.loads.b_read == pytest.approx(counted.b_read, rel=0.01)
