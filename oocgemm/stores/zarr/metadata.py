@@ -97,7 +97,7 @@ def read_metadata(path: str) -> Metadata | None:
         if V2 in present and V3 not in present:
             attributes = json.loads((folder / V2_ATTRIBUTES).read_bytes()) if len(present) == 2 else {}
             return _read_v2(path, folder, json.loads((folder / V2).read_bytes()), attributes)
-    except (OSError, ValueError, TypeError, KeyError, LookupError, AttributeError, OverflowError):
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError):
         pass  # the caller then opens the array by zarr, whose error says what is wrong
     return None
 
@@ -112,12 +112,14 @@ def create(
 ) -> Metadata | None:
     """Create a local array of format 3, filled with zeros, as `zarr.create_array` does. Return its metadata.
 
-    For a dtype that is not in `_DTYPES`, or if a zarr array or group is at the path, return None and create
-    nothing. The caller must then create the array by zarr, which raises an error if that is impossible.
-    Raises `OSError`.
+    For a dtype that is not in `_DTYPES`, for an array without elements, or if a zarr array or group is at the
+    path, return None and create nothing. The caller must then create the array by zarr, which raises an error
+    if that is impossible. Raises `OSError`.
     """
     folder = Path(path)
-    if dtype.name not in _DTYPES or any((folder / name).exists() for name in (*METADATA, ".zgroup")):
+    if dtype.name not in _DTYPES or 0 in shape:
+        return None
+    if any((folder / name).exists() for name in (*METADATA, ".zgroup")):
         return None
     codecs: list[dict[str, Any]] = [_bytes_codec(dtype)]
     if compressor not in (None, "none"):
