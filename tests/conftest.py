@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+from oocgemm.planning.search import planner
 from tests.command import forget_threads, own_threads
 
 # No deadline: the time of an example depends on the load of the machine more than on the code.
@@ -41,6 +42,13 @@ def _no_calibration_but_the_tests_own(tmp_path_factory: pytest.TempPathFactory) 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OOCGEMM_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(autouse=True)
+def _no_plan_of_another_test() -> None:
+    """Tests may patch constants of the planner. A plan that is made then must not reach another test."""
+    for cached in (planner._planned, planner._plan_with_advice):
+        cached.cache_clear()
 
 
 @pytest.fixture(autouse=True)
