@@ -34,7 +34,7 @@ class Candidate:
     slots: Slots
     traversal: Traversal = ROW_BY_ROW
     io_threads: int = 1
-    ramp: int = 0  # number of times that the depth of the first step is halved, see `TileGrid`
+    ramp: int = 0  # number of times that the depth of the first step of the run is halved (`TileGrid.ramp`)
 
 
 @dataclass(frozen=True, slots=True)
