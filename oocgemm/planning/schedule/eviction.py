@@ -19,8 +19,9 @@ from math import gcd
 # Next use of a panel that is never used again, larger than every step number.
 NEVER = 1 << 62
 
-# The panels of the first UNSPREAD_STEPS steps of a tile are evicted in Belady's order. Misses are spread over
-# the other steps of the tile. With a smaller number, more panels would be loaded than under Belady's policy.
+# The panels of the first UNSPREAD_STEPS steps of a tile are evicted in Belady's order.
+# Misses are spread over the other steps of the tile. If fewer steps were exempt from spreading, more panels
+# would be loaded than under Belady's policy.
 UNSPREAD_STEPS = 3
 
 # Maximum heap entries per slot. A full heap is rebuilt without its stale entries, which bounds the memory.
@@ -133,9 +134,9 @@ class SlotCache:
     def _ranked(self, next_use: int) -> int:
         """Return the rank of a next use, a step number. The cached panel with the largest rank is evicted.
 
-        Ranks are the step numbers in another order: all steps of a tile but the first `UNSPREAD_STEPS` are
-        permuted. Thus the panels with the largest ranks are needed at steps that are spread over the tile. A
-        tile that must load these panels again does not load them all at once.
+        The first `UNSPREAD_STEPS` steps of a tile have their own numbers as ranks. The numbers of the other
+        steps are permuted within the tile. Steps with large ranks are thus spread over the tile, and so are
+        the steps whose panels were evicted and must be loaded again.
         """
         tile, step = divmod(next_use, self._steps)
         if step < UNSPREAD_STEPS or next_use == NEVER:
